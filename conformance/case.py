@@ -1,0 +1,96 @@
+"""A case: one small frozen record of integers and short words from which everything else is made.
+
+A case has no tensors. The contract of its function makes them from it, the same bytes on every device and version, so
+that a case is its own replay: canonical JSON (defaults left out, keys sorted), and an id that is the first 12 hex digits of
+that text's SHA-256.
+"""
+
+import hashlib
+import json
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar
+
+SCHEMA = 1  # raised when a field changes its meaning, so that an old corpus cannot be misread
+
+
+class CaseError(ValueError):
+    """A case file or case text that cannot be read; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What every case has. Families add fields; a default is what the smallest case uses."""
+
+    function: str
+    golden: str = ""  # name of a hand-computed case of this function; the other fields are then ignored
+    illegal: str = ""  # name of a rule that this call breaks: it must raise
+    law: str = ""  # name of the law that is checked besides the values
+    poison: str = "nan"  # what fresh memory holds: nan, max or zero
+    seed: int = 0  # of the tensors' values
+
+    family: ClassVar[dict[str, type["Case"]]] = {}
+
+    @classmethod
+    def serves(cls, *functions: str) -> None:
+        """Declare that cases of `functions` are of this class."""
+        for function in functions:
+            Case.family[function] = cls
+
+    def record(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, with the schema."""
+        out: dict[str, Any] = {"schema": SCHEMA, "function": self.function}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "function" and value != field.default:
+                out[field.name] = list(value) if isinstance(value, tuple) else value
+        return out
+
+    @property
+    def text(self) -> str:
+        """Canonical JSON."""
+        return json.dumps(self.record(), sort_keys=True, separators=(",", ":"))
+
+    @property
+    def id(self) -> str:
+        """Twelve hex digits that name the case."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:12]
+
+
+def case_from(record: Any) -> Case:
+    """The case that a decoded JSON record describes.
+
+    Raises:
+        CaseError: an unknown schema, function or field, or a value of the wrong type.
+    """
+    if not isinstance(record, dict):
+        raise CaseError(f"a case is a JSON object, not {type(record).__name__}")
+    rest = dict(record)
+    schema = rest.pop("schema", SCHEMA)
+    if schema != SCHEMA:
+        raise CaseError(f"schema is {schema!r}; this version reads {SCHEMA}")
+    cls = Case.family.get(rest.get("function", ""))
+    if cls is None:
+        raise CaseError(f"function is {rest.get('function')!r}; known are {', '.join(sorted(Case.family))}")
+    known = {field.name: field for field in fields(cls)}
+    for name, value in rest.items():
+        if name not in known:
+            raise CaseError(f"{name!r} is no field of a {rest['function']} case; its fields are {', '.join(known)}")
+        rest[name] = _decoded(name, value, known[name])
+    try:
+        return cls(**rest)
+    except (TypeError, ValueError) as error:
+        raise CaseError(str(error)) from None
+
+
+def _decoded(name: str, value: Any, field: Any) -> Any:
+    """`value` as the field's type, which its default shows."""
+    example = "" if field.default is MISSING else field.default
+    if isinstance(example, tuple) or (example is None and isinstance(value, list)):
+        if not (isinstance(value, list) and all(type(item) is int for item in value)):
+            raise CaseError(f"{name} is {value!r}; it must be a list of integers")
+        return tuple(value)
+    if example is None and type(value) is int:
+        return value
+    if type(value) is not type(example):
+        raise CaseError(f"{name} is {value!r}; it must be of type {type(example).__name__}")
+    return value

@@ -1,0 +1,1 @@
+"""One contract a function: its inputs from a case, its expected outputs, its illegal calls and its hand-computed cases."""

@@ -1,0 +1,111 @@
+"""The process in which an implementation runs. It may crash or hang; the parent notices.
+
+The parent sends ("evaluate", case text) and receives ("outcome", dict). The first message back is ("ready", what the
+implementation offers) or ("unusable", one sentence).
+"""
+
+import contextlib
+import faulthandler
+import gc
+import inspect
+import os
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from conformance.execute import poison
+from conformance.execute.evaluate import Outcome, device_is_lost, evaluate
+from conformance.interface import Implementation, UsageError, load
+from conformance.registry import CONTRACTS
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a child is started with."""
+
+    implementation: str
+    device: str = "auto"  # auto, cpu or cuda
+    search: tuple[str, ...] = ()  # folders put in front of the import path: the working directory, a mutant's copy
+
+
+def serve(connection: Connection, settings: Settings, log_path: str) -> None:
+    """Answer requests until the parent hangs up."""
+    _redirect_output(log_path)
+    sys.path[:0] = settings.search
+    poison.install()
+    torch.set_num_threads(1)
+    try:
+        implementation = load(settings.implementation)
+        connection.send(("ready", _description(implementation, settings)))
+    except UsageError as error:
+        connection.send(("unusable", str(error)))
+        return
+    except Exception as error:
+        connection.send(("unusable", f"--impl {settings.implementation}: {type(error).__name__}: {error}"))
+        return
+    device = chosen_device(settings.device)
+    with contextlib.suppress(EOFError, BrokenPipeError), _stream(device):
+        while True:
+            connection.send(("outcome", asdict(_answer(connection.recv(), implementation, device))))
+
+
+def _answer(case: Any, implementation: Implementation, device: str) -> Outcome:
+    try:
+        return evaluate(case, implementation, device)
+    except Exception as error:
+        if device_is_lost(error):
+            return Outcome("CRASH", reason=f"the device was lost: {' '.join(str(error).split())[:160]}")
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return Outcome("ERROR", reason=f"{type(error).__name__}: {error} ({os.path.basename(last.filename)}:{last.lineno})")
+    finally:
+        gc.collect(0)
+
+
+def chosen_device(wanted: str) -> str:
+    """cuda where there is one, unless the user says otherwise.
+
+    Raises:
+        UsageError: cuda is asked for and there is none.
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no GPU here")
+    return wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _stream(device: str) -> Any:
+    """A stream of our own: an implementation that launches on the default one races with its inputs."""
+    return torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
+
+
+def _redirect_output(log_path: str) -> None:
+    """Send what the implementation prints, and Python's traceback of a crash, to a file that outlives this process."""
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    faulthandler.enable()
+
+
+def _description(implementation: Implementation, settings: Settings) -> dict[str, Any]:
+    """What the parent may know: what is offered, with which settings, what is declared, and on what it runs."""
+    functions = {}
+    for function, contract in CONTRACTS.items():
+        offered = implementation.offers(function)
+        functions[function] = {
+            "offered": offered,
+            "without": implementation.lacks(function, dict.fromkeys(contract.optional)) if offered else list(contract.optional),
+            "declares": implementation.declares(function) if offered else {},
+            "signature": f"{function}{inspect.signature(getattr(implementation.namespace, function))}" if offered else "",
+        }
+    device = chosen_device(settings.device)
+    triton = sys.modules.get("triton")
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "triton": getattr(triton, "__version__", "")}
+    for package in ("transformer_engine", "megatron.core"):
+        module = sys.modules.get(package)
+        if module is not None:
+            versions[package] = str(getattr(module, "__version__", "unknown"))
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    return {"functions": functions, "device": device, "device_name": name, "versions": {k: v for k, v in versions.items() if v}}

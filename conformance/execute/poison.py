@@ -1,0 +1,89 @@
+"""Fresh memory that holds poison, and guards around it.
+
+`install` replaces torch's allocating functions in this process once, before the implementation is imported. While `Poison` is
+entered, every tensor they return is filled with NaN, the largest finite number or zero (integers: the largest, or zero), and
+lies between guard bytes. A row that nobody wrote then shows in the values, and a store that runs over an edge shows in the
+guards. Memory that an extension allocates by itself is not covered.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GUARD_BYTES = 256  # keeps every alignment that a vector load can ask for
+GUARD_VALUE = 0xA5
+
+_originals: dict[tuple[Any, str], Callable[..., Tensor]] = {}
+_active: "Poison | None" = None
+
+
+def install() -> None:
+    """Route torch's uninitialised allocations through this module. A second call does nothing."""
+    if _originals:
+        return
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"), (Tensor, "new_empty_strided")):
+        _originals[owner, name] = original = getattr(owner, name)
+        setattr(owner, name, _poisoned(original))
+
+
+def _poisoned(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def allocate(*args: Any, **kwargs: Any) -> Tensor:
+        fresh = original(*args, **kwargs)
+        if _active is None or fresh.is_meta or fresh.layout != torch.strided or kwargs.get("out") is not None:
+            return fresh
+        return _active.guarded(fresh)
+
+    return allocate
+
+
+class Poison:
+    """A span in which fresh memory is poisoned: `with Poison("nan", "cpu") as poison: …; poison.overrun()`."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._storages: list[Tensor] = []
+
+    def __enter__(self) -> "Poison":
+        global _active
+        _active = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _active
+        _active = None
+
+    def guarded(self, fresh: Tensor) -> Tensor:
+        """A tensor like `fresh`, poisoned and between guards."""
+        global _active
+        _active = None
+        try:
+            size = fresh.untyped_storage().nbytes()
+            whole = torch.empty(size + 2 * GUARD_BYTES + (-size) % 8, dtype=torch.uint8, device=fresh.device)
+            whole.fill_(GUARD_VALUE)
+            body = torch.empty(0, dtype=fresh.dtype, device=fresh.device)
+            offset = GUARD_BYTES // fresh.element_size()
+            body.set_(whole.untyped_storage(), offset, (size // fresh.element_size(),), (1,))
+            _fill(body, self.kind)
+            out = body.set_(whole.untyped_storage(), offset, fresh.shape, fresh.stride())
+        finally:
+            _active = self
+        self._storages.append(whole[:GUARD_BYTES])
+        self._storages.append(whole[GUARD_BYTES + size :])
+        return out.requires_grad_(fresh.requires_grad)
+
+    def overrun(self) -> bool:
+        """Whether some guard has been written to."""
+        return bool(self._storages) and bool((torch.cat(self._storages) != GUARD_VALUE).any())
+
+
+def _fill(body: Tensor, kind: str) -> None:
+    if kind == "zero":
+        body.zero_()
+    elif body.element_size() == 1:
+        body.view(torch.uint8).fill_(1 if body.dtype == torch.bool else 0x7F if kind == "nan" else 0x7E)
+    elif body.is_floating_point() or body.is_complex():
+        body.fill_(float("nan") if kind == "nan" else torch.finfo(body.dtype).max)
+    else:
+        body.fill_(torch.iinfo(body.dtype).max if kind == "max" else 0x5A5A)

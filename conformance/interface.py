@@ -1,0 +1,147 @@
+"""What an implementation is: any namespace that offers some of the reference's functions.
+
+    moe-conformance run --impl my_kernels.moe          a module
+    moe-conformance run --impl my_kernels.moe:Fused    something inside a module: a class, an object, a namespace
+
+Beside the functions a namespace may offer two more:
+
+    supports(function, **arguments) -> None | reason   sees meta tensors: shapes, dtypes and settings, never values
+    declares(function) -> dict                         what it promises, from VOCABULARY
+
+Calls pass the required tensors by position and every other argument by keyword, and only where it differs from its default.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCABULARY = {
+    "accumulator": "dtype that sums are taken in: 'float32' (the default) or 'storage'",
+    "reduction_order": "in words; printed, not tested",
+    "deterministic": "bit-equal results on every run: True or False (the default)",
+    "differentiable": "gradients through autograd: True (the default) or False",
+    "noncontiguous": "accepts inputs of any strides: True (the default) or False",
+    "host_sync_free": "never waits for the device where a static size is given: True or False (the default)",
+    "graph_capturable": "may be captured in a CUDA graph where a static size is given: True or False (the default)",
+    "unchecked": "names of arguments whose illegal values are not detected: a tuple of str",
+    "omits": "names of outputs that are not returned: a tuple of str",
+}
+DEFAULTS = {"accumulator": "float32", "differentiable": True, "noncontiguous": True}
+
+
+class UsageError(Exception):
+    """Something the user gave cannot be used; the message is one clear sentence."""
+
+
+class Implementation:
+    """A namespace, asked by function name."""
+
+    def __init__(self, namespace: Any, name: str = "") -> None:
+        self.namespace, self.name = namespace, name
+        self._parameters: dict[str, frozenset[str] | None] = {}
+
+    def offers(self, function: str) -> bool:
+        return callable(getattr(self.namespace, function, None))
+
+    def lacks(self, function: str, settings: dict[str, Any]) -> list[str]:
+        """The settings that the function's signature has no parameter for."""
+        if function not in self._parameters:
+            parameters = inspect.signature(getattr(self.namespace, function)).parameters.values()
+            anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+            self._parameters[function] = None if anything else frozenset(p.name for p in parameters)
+        known = self._parameters[function]
+        return [] if known is None else [name for name in settings if name not in known]
+
+    def supports(self, function: str, arguments: dict[str, Any]) -> str | None:
+        """The reason that this call is not supported, or None."""
+        if not hasattr(self.namespace, "supports"):
+            return None
+        with torch.device("meta"):
+            shown = {k: torch.empty_like(v, device="meta") if isinstance(v, Tensor) else v for k, v in arguments.items()}
+        return self.namespace.supports(function, **shown)
+
+    def declares(self, function: str) -> dict[str, Any]:
+        """What the namespace declares of `function`, over the defaults.
+
+        Raises:
+            UsageError: a key that is not in VOCABULARY.
+        """
+        declared = dict(self.namespace.declares(function)) if hasattr(self.namespace, "declares") else {}
+        for key in declared:
+            if key not in VOCABULARY:
+                raise UsageError(f"{self.name} declares {key!r} for {function}; the vocabulary is {', '.join(VOCABULARY)}")
+        return DEFAULTS | declared
+
+    def call(self, function: str, *args: Any, **settings: Any) -> Any:
+        return getattr(self.namespace, function)(*args, **settings)
+
+
+def load(name: str) -> Implementation:
+    """Import the namespace that `name` says: a module, or module:attribute.
+
+    Raises:
+        UsageError: it cannot be imported, raises while it is, or has no such attribute.
+    """
+    module_name, _, attribute = name.partition(":")
+    try:
+        namespace: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"--impl {name}: there is no module {error.name!r}; is it installed, or its folder on PYTHONPATH?") from None
+    except BaseException as error:
+        raise UsageError(f"--impl {name}: importing it raised {type(error).__name__}: {error}") from error
+    for part in filter(None, attribute.split(".")):
+        if not hasattr(namespace, part):
+            raise UsageError(f"--impl {name}: {module_name} has no {attribute!r}")
+        namespace = getattr(namespace, part)
+    return Implementation(namespace, name)
+
+
+def named_outputs(result: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """The outputs of a call by name: from fields, from a dict, by position from a plain tuple, or the one tensor itself.
+
+    Raises:
+        ValueError: the result has the wrong number of values, or lacks a field.
+    """
+    if isinstance(result, Tensor) and len(names) == 1:
+        return {names[0]: result}
+    if isinstance(result, dict):
+        result = SimpleNamespace(**result)
+    if isinstance(result, (tuple, list)) and not hasattr(result, "_fields"):
+        if len(result) != len(names):
+            raise ValueError(f"returned {len(result)} values; it must return {len(names)}: {', '.join(names)}")
+        return dict(zip(names, result, strict=True))
+    missing = [name for name in names if not hasattr(result, name)]
+    if missing:
+        raise ValueError(f"returned {type(result).__name__} without {', '.join(missing)}; it must have {', '.join(names)}")
+    return {name: getattr(result, name) for name in names}
+
+
+def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """One autograd function out of two bare kernels.
+
+        forward(*args, **settings) -> (outputs, saved)      outputs: a tensor or a tuple; saved: anything
+        backward(saved, *cotangents) -> gradients           one for each positional argument, None where there is none
+
+    A cotangent is None where its output was not used.
+    """
+
+    class Bare(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, settings, *args):
+            ctx.set_materialize_grads(False)
+            outputs, ctx.kept = forward(*args, **settings)
+            whole = outputs if isinstance(outputs, tuple) else (outputs,)
+            ctx.mark_non_differentiable(*(x for x in whole if isinstance(x, Tensor) and not x.is_floating_point()))
+            return outputs
+
+        @staticmethod
+        def backward(ctx, *cotangents):
+            gradients = backward(ctx.kept, *cotangents)
+            return (None, *(gradients if isinstance(gradients, tuple) else (gradients,)))
+
+    return lambda *args, **settings: Bare.apply(settings, *args)

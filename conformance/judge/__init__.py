@@ -1,0 +1,45 @@
+"""Decides whether an observed output is right: `exact` where rows are only moved, `bound` where numbers are added.
+
+`controls` shows the judge corrupted outputs, which it must reject.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from conformance.judge.bound import Bounded, beyond
+from conformance.judge.exact import Exact, different
+
+Expectation = Exact | Bounded
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One way in which an implementation differs."""
+
+    output: str  # the output, gradient or law that is wrong
+    check: str  # exact, bound, shape, dtype, missing, error, gradient, input, memory or a law's name
+    message: str
+    index: tuple[int, ...] = ()  # the first wrong element
+
+
+def judge(output: str, expected: Expectation, observed: Any) -> Finding | None:
+    """The first thing wrong with `observed`, or None."""
+    if observed is None:
+        flag_down = isinstance(expected, Exact) and expected.kind == "integers" and expected.flag and not expected.value.any()
+        return None if flag_down else Finding(output, "missing", "is None; the reference returns a tensor")
+    if not isinstance(observed, Tensor):
+        return Finding(output, "missing", f"is a {type(observed).__name__}, not a tensor")
+    if tuple(observed.shape) != tuple(expected.value.shape):
+        return Finding(output, "shape", f"has shape {tuple(observed.shape)}; the reference's is {tuple(expected.value.shape)}")
+    wrong_kind = expected.dtype_error(observed)
+    if wrong_kind:
+        return Finding(output, "dtype", wrong_kind)
+    wrong = different(expected, observed) if isinstance(expected, Exact) else beyond(expected, observed)
+    if wrong is None:
+        return None
+    index = tuple(int(i) for i in np.argwhere(wrong)[0])
+    message = expected.explain(observed, wrong, index)
+    return Finding(output, "exact" if isinstance(expected, Exact) else "bound", message, index)

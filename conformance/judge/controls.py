@@ -1,0 +1,63 @@
+"""Corrupted copies of the expected output, which the judge must reject: a check that cannot fail checks nothing."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from conformance.judge import Bounded, Expectation, judge
+
+ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.bool)
+
+
+class BlindJudge(Exception):
+    """The judge accepted an output that was corrupted on purpose: the harness is wrong, not the implementation."""
+
+
+def check(output: str, expected: Expectation) -> int:
+    """Show the judge every corruption that moves some value beyond the bound; returns how many there were.
+
+    Raises:
+        BlindJudge: the judge accepted one.
+    """
+    shown = 0
+    honest = expected.value if not isinstance(expected, Bounded) else expected.value.to(expected.dtype)
+    for name, corrupt in corruptions(honest):
+        if not _moved(expected, honest, corrupt):
+            continue
+        shown += 1
+        if judge(output, expected, corrupt) is None:
+            raise BlindJudge(f"the judge of {output} accepts {name}")
+    return shown
+
+
+def corruptions(honest: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """All zeros; two rows swapped; one row zero; one row 5 % larger."""
+    if honest.numel() == 0:
+        return
+    yield "all zeros", torch.zeros_like(honest)
+    if honest.dim() == 0:
+        return
+    last = honest.shape[0] - 1
+    swapped = honest.clone()
+    swapped[[0, last]] = honest[[last, 0]] if honest.dtype not in ONE_BYTE else honest.view(torch.uint8)[[last, 0]].view(honest.dtype)
+    yield "the first and last row swapped", swapped
+    middle = last // 2
+    zeroed = honest.clone()
+    zeroed[middle] = torch.zeros_like(honest[middle])
+    yield "one row zero", zeroed
+    if honest.is_floating_point() and honest.dtype not in ONE_BYTE:
+        scaled = honest.clone()
+        scaled[middle] = honest[middle] * 1.05
+        yield "one row 5 % larger", scaled
+
+
+def _moved(expected: Expectation, honest: Tensor, corrupt: Tensor) -> bool:
+    """Whether the corruption is visible at all, by plain arithmetic that shares nothing with the judge."""
+    before, after = (x.view(torch.uint8).numpy() if x.element_size() == 1 else x.double().numpy() for x in (honest, corrupt))
+    with np.errstate(invalid="ignore"):
+        if isinstance(expected, Bounded):
+            margin = 4 * expected.bound.numpy()  # the honest copy itself is rounded, up to one bound away
+            return bool((np.abs(after - before) > margin).any())
+        return bool((np.nan_to_num(after, nan=12345.0) != np.nan_to_num(before, nan=12345.0)).any())

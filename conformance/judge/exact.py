@@ -1,0 +1,54 @@
+"""Level 0: data movement. There is no tolerance."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Exact:
+    """An output that has one right value.
+
+    Kinds: `bits`, the same bytes (NaN payloads and -0 included) and dtype · `values`, equal numbers and dtype, -0 equal to 0 ·
+    `integers`, equal by value whatever the width, bool included. A `flag` that is up nowhere may be missing.
+    """
+
+    value: Tensor
+    kind: str = "bits"
+    flag: bool = False
+
+    def dtype_error(self, observed: Tensor) -> str | None:
+        if self.kind == "integers":
+            return f"has dtype {observed.dtype}; it must be bool or integer" if observed.is_floating_point() else None
+        return None if observed.dtype == self.value.dtype else f"has dtype {observed.dtype}; the reference's is {self.value.dtype}"
+
+    def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
+        """The first wrong element, and how many there are."""
+        got, right = (_readable(x[index]) for x in (observed, self.value))
+        return f"{list(index)} is {got}; the reference has {right} ({int(wrong.sum())} of {wrong.size} wrong)"
+
+
+def _readable(x: Tensor) -> str:
+    number = x.item() if x.element_size() > 1 or not x.is_floating_point() else x.float().item()
+    return repr(number)
+
+
+def bits(x: Tensor) -> np.ndarray:
+    """The tensor's bytes as integers of its width."""
+    return x.detach().contiguous().view(_CARRIER[x.element_size()]).numpy()
+
+
+def different(expected: Exact, observed: Tensor) -> np.ndarray | None:
+    """True where `observed` is wrong, or None if it is wrong nowhere."""
+    if expected.kind == "integers":
+        wrong = expected.value.to(torch.int64).numpy() != observed.to(torch.int64).numpy()
+    else:
+        wrong = bits(expected.value) != bits(observed)
+        if expected.kind == "values" and wrong.any():
+            right, got = expected.value.double().numpy(), observed.detach().double().numpy()
+            wrong = ~((right == got) | (np.isnan(right) & np.isnan(got)))
+    return wrong if wrong.any() else None

@@ -1,0 +1,35 @@
+"""Laws: relations between runs of the implementation itself, that hold whatever the reference says.
+
+A law has a name, says to which cases it applies, and returns a `Finding` or None. It runs after the values have been
+judged, and costs one more run of the implementation at most.
+"""
+
+from conformance.laws import general, moves, sums
+from conformance.laws.base import Law, Trial
+
+__all__ = ["LAWS", "Law", "Trial"]
+
+_EVERYWHERE = (general.HISTORY, general.DETERMINISM, general.BUFFER_REUSE, general.LATE_PRODUCER)
+_STATIC = (general.HOST_SYNC, general.GRAPH_CAPTURE)
+
+LAWS: dict[str, dict[str, Law]] = {
+    function: {law.name: law for law in laws}
+    for function, laws in {
+        "permute": (
+            *_EVERYWHERE,
+            *_STATIC,
+            moves.TOKEN_PERMUTATION,
+            moves.EXPERT_RELABELLING,
+            moves.SPLIT,
+            moves.PADDING_INDEPENDENCE,
+            moves.NEIGHBOUR_INDEPENDENCE,
+            sums.ADJOINTNESS,
+            sums.SCALING,
+        ),
+        "unpermute": (*_EVERYWHERE, *_STATIC, sums.GARBAGE_INDEPENDENCE, sums.ADJOINTNESS, sums.SCALING),
+        "sort_chunks": (*_EVERYWHERE, *_STATIC, moves.NEIGHBOUR_INDEPENDENCE, moves.ROUND_TRIP, sums.ADJOINTNESS, sums.SCALING),
+        "pad_routing_map": (*_EVERYWHERE, *_STATIC, moves.IDEMPOTENCE, moves.COLUMN_RELABELLING),
+        "indices_to_multihot": (*_EVERYWHERE, *_STATIC, moves.ROW_REVERSAL, sums.SCALING),
+        "multihot_to_indices": (*_EVERYWHERE, *_STATIC, moves.ROW_REVERSAL, sums.SCALING),
+    }.items()
+}

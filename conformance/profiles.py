@@ -1,0 +1,35 @@
+"""How much is tested: smoke in seconds, gate before a merge, nightly for as long as a night has."""
+
+from dataclasses import dataclass
+
+WEIGHT = {"permute": 3, "unpermute": 3, "sort_chunks": 2, "pad_routing_map": 1, "indices_to_multihot": 1, "multihot_to_indices": 1}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Counts of a profile."""
+
+    name: str
+    drawn: int  # drawn cases of a function, times its weight
+    shards: int  # parts that the drawn cases of a function are split into, so that they can be spread over workers
+    covering: bool  # whether the covering arrays are run
+    least: int  # informative cases of an offered function, times its weight, below which too little was tested
+    unsupported: float  # share of a function's cases that may be declared unsupported
+    reduce_seconds: float  # for the smallest case of one failure
+
+    def count(self, function: str) -> int:
+        """Drawn cases of one shard of a function."""
+        return -(-self.drawn * WEIGHT[function] // self.shards)
+
+    def minimum(self, function: str) -> int:
+        return self.least * WEIGHT[function]
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile("smoke", drawn=6, shards=1, covering=False, least=3, unsupported=0.5, reduce_seconds=5),
+        Profile("gate", drawn=72, shards=3, covering=True, least=40, unsupported=0.5, reduce_seconds=12),
+        Profile("nightly", drawn=1500, shards=12, covering=True, least=800, unsupported=0.5, reduce_seconds=60),
+    )
+}

@@ -1,0 +1,29 @@
+"""A verdict for people and for programs: `terminal`, and files by their ending (.json, .xml for junit, .md)."""
+
+import json
+from pathlib import Path
+
+from conformance.interface import UsageError
+from conformance.report.files import junit, markdown
+from conformance.verdict import Verdict
+
+WRITERS = {".json": lambda verdict: json.dumps(verdict.record(), indent=1) + "\n", ".xml": junit, ".md": markdown}
+
+
+def check_path(path: str) -> Path:
+    """The path, if a report can be written there.
+
+    Raises:
+        UsageError: an unknown ending, or no such folder.
+    """
+    target = Path(path)
+    if target.suffix not in WRITERS:
+        raise UsageError(f"--report {path}: the ending must be one of {', '.join(WRITERS)}")
+    if not target.absolute().parent.is_dir():
+        raise UsageError(f"--report {path}: there is no folder {target.absolute().parent}")
+    return target
+
+
+def write(verdict: Verdict, path: Path) -> None:
+    """Write the report whose kind the path's ending says."""
+    path.write_text(WRITERS[path.suffix](verdict))

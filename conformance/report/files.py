@@ -1,0 +1,46 @@
+"""The verdict as junit XML and as markdown."""
+
+from xml.etree import ElementTree
+
+from conformance.case import case_from
+from conformance.report.terminal import failure_lines, picture
+from conformance.verdict import Verdict
+
+
+def junit(verdict: Verdict) -> str:
+    """One test case a function; a function that differs has a failure for each distinct one."""
+    broken = sum(f.status not in ("conformant", "not offered") for f in verdict.functions.values())
+    skipped = sum(f.status == "not offered" for f in verdict.functions.values())
+    numbers = {"tests": len(verdict.functions), "failures": broken, "skipped": skipped, "errors": len(verdict.problems)}
+    suite = ElementTree.Element("testsuite", {"name": "moe-conformance", "time": f"{verdict.seconds:.3f}", **{k: str(v) for k, v in numbers.items()}})
+    for name, function in verdict.functions.items():
+        test = ElementTree.SubElement(suite, "testcase", classname=f"conformance.{verdict.implementation}", name=name)
+        if function.status == "not offered":
+            ElementTree.SubElement(test, "skipped", message="not offered")
+        elif function.status != "conformant":
+            found = [failure for failure in verdict.failures if failure["function"] == name]
+            text = "\n\n".join("\n".join(failure_lines(failure, verdict.implementation)) for failure in found)
+            ElementTree.SubElement(test, "failure", message=f"{function.status}: {function.counts}").text = text
+    if verdict.problems:
+        ElementTree.SubElement(suite, "system-err").text = "\n".join(verdict.problems)
+    ElementTree.indent(suite)
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def markdown(verdict: Verdict) -> str:
+    """A table of the functions, then a section for each failure."""
+    versions = ", ".join(f"{name} {version}" for name, version in verdict.versions.items())
+    out = [f"# {verdict.verdict}: `{verdict.implementation}`", ""]
+    out += [f"{verdict.cases} cases in {verdict.seconds:.0f} s, profile {verdict.profile}, seed {verdict.seed}, on {verdict.device}; {versions}.", ""]
+    out += ["| function | verdict | cases | by status | without |", "|---|---|--:|---|---|"]
+    for name, function in verdict.functions.items():
+        counts = ", ".join(f"{count} {status}" for status, count in function.counts.items())
+        out.append(f"| `{name}` | {function.status} | {function.cases} | {counts} | {', '.join(function.without)} |")
+    for failure in verdict.failures:
+        finding = failure["finding"]
+        what = f"`{finding['output']}` ({finding['check']}): {finding['message']}" if finding else f"{failure['status']}: {failure['reason']}"
+        out += ["", f"## `{failure['function']}`", "", what, "", f"Smallest case: {picture(case_from(failure['case']))}", ""]
+        out += ["```", f"moe-conformance replay {failure['id']} --impl {verdict.implementation}", "```"]
+    if verdict.problems:
+        out += ["", "## Problems", "", *(f"- {problem}" for problem in verdict.problems)]
+    return "\n".join(out) + "\n"

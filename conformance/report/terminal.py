@@ -1,0 +1,103 @@
+"""The verdict on a screen."""
+
+import os
+from typing import Any
+
+from conformance.case import case_from
+from conformance.interface import DEFAULTS
+from conformance.verdict import Verdict
+
+INDENT = 19  # columns of the name in front
+
+
+def lines(verdict: Verdict) -> list[str]:
+    """The verdict as lines of text."""
+    versions = ", ".join(f"{name} {version}" for name, version in verdict.versions.items())
+    out = [f"moe-conformance · impl {verdict.implementation} · {versions} · {verdict.device} · profile {verdict.profile} · seed {verdict.seed}"]
+    out += _declarations(verdict)
+    out += ["", f"{verdict.verdict}   {_summary(verdict)}", ""]
+    for failure in verdict.failures:
+        out += [*failure_lines(failure, verdict.implementation), ""]
+    differ = {failure["function"] for failure in verdict.failures}
+    for name, function in verdict.functions.items():
+        if name not in differ:
+            detail = f"{function.cases} cases" + (f", without {', '.join(function.without)}" if function.without else "")
+            out.append(f"{name:<{INDENT}} {function.status}{f' · {detail}' if function.cases else ''}")
+    out += [f"{'!':<{INDENT}} {problem}" for problem in verdict.problems]
+    return out
+
+
+def _declarations(verdict: Verdict) -> list[str]:
+    """What is declared beyond the defaults, one line for all functions that declare the same."""
+    groups: dict[str, list[str]] = {}
+    for name, function in verdict.functions.items():
+        told = [_declared(key, value) for key, value in function.declares.items() if value != DEFAULTS.get(key)]
+        if told:
+            groups.setdefault(", ".join(told), []).append(name)
+    return [f"declares: {', '.join(names)}: {told}" for told, names in groups.items()]
+
+
+def _declared(key: str, value: Any) -> str:
+    if value is True:
+        return key.replace("_", "-")
+    if value is False:
+        return f"not {key.replace('_', '-')}"
+    return f"{key.replace('_', ' ')} {', '.join(value) if isinstance(value, (tuple, list)) else value}"
+
+
+def _summary(verdict: Verdict) -> str:
+    offered = [f for f in verdict.functions.values() if f.status != "not offered"]
+    differing = sum(f.status in ("differs", "blocked") for f in offered)
+    total = {status: sum(f.counts.get(status, 0) for f in offered) for status in ("WAIVED", "DECLARED_UNSUPPORTED", "UNINFORMATIVE")}
+    parts = [
+        f"{differing} of {len(offered)} functions differ" if differing else f"{len(offered)} functions",
+        f"{verdict.cases} cases in {verdict.seconds:.0f} s",
+        f"{total['WAIVED']} waived",
+        f"{len(verdict.functions) - len(offered)} functions not offered",
+        f"{total['DECLARED_UNSUPPORTED'] / max(verdict.cases, 1):.1%} declared unsupported",
+        f"{total['UNINFORMATIVE'] / max(verdict.cases, 1):.1%} uninformative",
+    ]
+    if verdict.kernels_compiled:
+        parts.append(f"{verdict.kernels_compiled} kernels compiled")
+    return " · ".join(parts)
+
+
+def failure_lines(failure: dict[str, Any], implementation: str) -> list[str]:
+    """One failure: what is wrong, the smallest case, and how to replay it."""
+    case = case_from(failure["case"])
+    finding = failure["finding"]
+    what = f"{finding['output']} [{finding['check']}] {finding['message']}" if finding else f"{failure['status']}: {failure['reason']}"
+    if finding and failure["status"] not in ("FAIL",):
+        what = f"{failure['status']}: {what} ({failure['reason']})"
+    size = "smallest case" if failure["smallest"] else "failing case"
+    return [
+        f"{failure['function']:<{INDENT}} {what}",
+        f"  {size:<{INDENT - 2}} {picture(case)}",
+        f"  {'replay':<{INDENT - 2}} moe-conformance replay {failure['id']} --impl {implementation}",
+    ]
+
+
+def picture(case: Any) -> str:
+    """The case in one line: sizes by their letters, the routing map as rows of digits."""
+    if case.golden or case.illegal:
+        return f"golden case {case.golden}" if case.golden else f"illegal call {case.illegal}"
+    letters = {"tokens": "T", "hidden": "H", "experts": "E", "topk": "K"}
+    record = {name: value for name, value in case.record().items() if name not in ("schema", "function")}
+    sizes = [f"{letter}={getattr(case, name)}" for name, letter in letters.items() if hasattr(case, name) and (name != "topk" or "topk" in record)]
+    parts = [" ".join(sizes)] if sizes else []
+    routing = record.pop("routing", None)
+    rest = [f"{name}={','.join(map(str, value)) if isinstance(value, list) else value}" for name, value in record.items() if name not in letters]
+    if hasattr(case, "dtype"):
+        parts.append(case.dtype)
+    rest = [text for text in rest if not text.startswith("dtype=")]
+    if routing is not None:
+        shown = " ".join("".join(str(mask >> e & 1) for e in range(case.experts)) for mask in routing[:12])
+        parts.append(f"routing map {shown or '(no tokens)'}{' …' if len(routing) > 12 else ''}")
+    return ", ".join([*parts, *rest]) or "(all defaults)"
+
+
+def annotations(verdict: Verdict) -> list[str]:
+    """Lines that GitHub Actions shows beside the change; none elsewhere."""
+    if os.environ.get("GITHUB_ACTIONS") != "true":
+        return []
+    return [f"::error title={f['function']} differs::{' %0A'.join(failure_lines(f, verdict.implementation))}" for f in verdict.failures]

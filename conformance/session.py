@@ -1,0 +1,202 @@
+"""One worker's part of a run: sweeps sections of cases, then confirms and reduces what failed."""
+
+import datetime
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from conformance import corpus
+from conformance.case import Case
+from conformance.execute.child import Settings
+from conformance.execute.evaluate import Outcome
+from conformance.execute.ledger import Ledger
+from conformance.execute.pool import Pool
+from conformance.plan import Section, cases_of, sections
+from conformance.profiles import PROFILES, Profile
+from conformance.reduction import Key, failure_key, reduce
+from conformance.strategies.space import Space
+from conformance.waivers import Waiver, read_waivers
+
+FAILING = ("FAIL", "CRASH", "HANG", "OOM", "ERROR")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for."""
+
+    implementation: str
+    profile: str = "gate"
+    device: str = "auto"
+    seed: int = 0
+    jobs: int = 1
+    corpus: str = str(corpus.DEFAULT)
+    waivers: str = ""
+    case_seconds: float = 20.0
+    search: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(self.implementation, self.device, self.search)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One distinct failure, at its smallest."""
+
+    case: Case
+    outcome: Outcome
+    found_in: str
+    attempts: int
+    smallest: bool
+
+
+class Session:
+    """Runs sections on a pool of children and writes the ledger."""
+
+    def __init__(self, options: Options, folder: Path, worker: str = "main", progress: bool = False) -> None:
+        self.options = options
+        self.profile: Profile = PROFILES[options.profile]
+        self.ledger = Ledger(folder, worker)
+        self.pool = Pool(options.settings, options.jobs, options.case_seconds)
+        self.waivers: list[Waiver] = read_waivers(Path(options.waivers), datetime.date.today()) if options.waivers else []
+        self.known: set[Key] = set()
+        self.progress = Progress(len(sections(self.profile))) if progress else None
+
+    def start(self) -> None:
+        """Start the children.
+
+        Raises:
+            UsageError: the implementation or a waiver cannot be used.
+        """
+        self.description = self.pool.start()
+        self.space = Space.of(self.description)
+        self.corpus = corpus.read_folder(corpus.COMMITTED)
+        if Path(self.options.corpus).resolve() != corpus.DEFAULT.resolve():
+            self.corpus += corpus.read_folder(Path(self.options.corpus))
+        self.ledger.write("implementation", **self.description)
+
+    def close(self) -> None:
+        self.pool.close()
+        self.ledger.close()
+
+    def cases(self, section: Section) -> list[Case]:
+        """The section's cases; none of a function that is not offered."""
+        if section.function and not self.description["functions"][section.function]["offered"]:
+            return []
+        return cases_of(section, self.profile, self.space, self.options.seed, self.corpus)
+
+    def sweep(self, section: Section) -> list[Failure]:
+        """Run a section to its end, whatever happens; then find the smallest case of every new failure."""
+        cases = self.cases(section)
+        self.ledger.write("plan", section=section.label, scheduled=len(cases))
+        failed: dict[Key, tuple[Case, Outcome]] = {}
+        for case, outcome in self.pool.run(cases):
+            waiver = self._waiver(case, outcome)
+            status = "WAIVED" if waiver else outcome.status
+            self._record("outcome", case, outcome, section=section.label, status=status, waiver=waiver.name if waiver else "")
+            if status in FAILING:
+                key = failure_key(case, outcome)
+                if key not in failed or (_fixed(failed[key][0]) and not _fixed(case)):
+                    failed[key] = case, outcome
+            if self.progress:
+                self.progress.case(status in FAILING)
+        failures = [self._smallest(key, *failed[key], section) for key in failed if key not in self.known]
+        if self.progress:
+            self.progress.section()
+        return [failure for failure in failures if failure]
+
+    def _waiver(self, case: Case, outcome: Outcome) -> Waiver | None:
+        if outcome.status not in FAILING:
+            return None
+        return next((waiver for waiver in self.waivers if waiver.covers(case, outcome)), None)
+
+    def _record(self, kind: str, case: Case, outcome: Outcome, **more: Any) -> None:
+        content = {"id": case.id, "function": case.function} | asdict(outcome) | {"law": case.law} | more
+        self.ledger.write(kind, **content)
+
+    def _smallest(self, key: Key, case: Case, outcome: Outcome, section: Section) -> Failure | None:
+        if not _fixed(case):  # one that cannot be reduced leaves the search open to the other sections
+            self.known.add(key)
+        case, outcome = self._confirmed(case, outcome)
+        if outcome.status != "FLAKY" and failure_key(case, outcome) != key and failure_key(case, outcome) in self.known:
+            return None  # in a fresh process it fails like another one, which is reported already
+        if not _fixed(case):
+            self.known.add(failure_key(case, outcome))
+        attempts, smallest = 0, False
+        if outcome.status not in ("FLAKY", "ERROR", "OOM"):
+            fresh = case.law == "history"
+            found = reduce(case, outcome, lambda c: self._attempt(c, fresh), self.profile.reduce_seconds)
+            again = self._attempt(found.case, fresh=True)
+            if failure_key(found.case, again) == failure_key(case, outcome):
+                case, outcome = found.case, again
+            attempts, smallest = found.attempts, found.finished
+        failure = Failure(case, outcome, section.label, attempts, smallest)
+        self._keep(failure)
+        return failure
+
+    def _confirmed(self, case: Case, outcome: Outcome) -> tuple[Case, Outcome]:
+        """The failure as it shows in a process that has run nothing else; FLAKY if it does not show there."""
+        alone = self._attempt(case, fresh=True)
+        if alone.status in FAILING:
+            return case, alone
+        after_another = replace(case, law="history", golden="", illegal="")
+        if not case.golden and not case.illegal:
+            again = self._attempt(after_another, fresh=True)
+            if again.status in FAILING:
+                return after_another, again
+        flaky = replace(outcome, status="FLAKY", reason="failed once and passed when it was run again")
+        return case, flaky
+
+    def _attempt(self, case: Case, fresh: bool = False) -> Outcome:
+        outcome = self.pool.run_alone(case) if fresh else next(iter(list(self.pool.run([case]))))[1]
+        self._record("request", case, outcome)
+        return outcome
+
+    def _keep(self, failure: Failure) -> None:
+        outcome = failure.outcome
+        found = {
+            "implementation": self.options.implementation,
+            "status": outcome.status,
+            "finding": outcome.finding,
+            "reason": outcome.reason,
+            "versions": self.description["versions"],
+            "device": self.description["device_name"],
+        }
+        path = corpus.save(Path(self.options.corpus), failure.case, found)
+        self.ledger.write(
+            "failure", id=failure.case.id, case=failure.case.record(), function=failure.case.function, found_in=failure.found_in,
+            attempts=failure.attempts, smallest=failure.smallest, file=str(path), **asdict(outcome),
+        )  # fmt: skip
+
+
+def _fixed(case: Case) -> bool:
+    """Whether the case is a literal that has no smaller neighbours."""
+    return bool(case.golden or case.illegal)
+
+
+class Progress:
+    """One line on stderr: rewritten in place on a terminal, else printed now and then."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.cases, self.failures = total, 0, 0, 0
+        self.started = self.shown = time.monotonic()
+        self.live = sys.stderr.isatty()
+
+    def case(self, failing: bool) -> None:
+        self.cases += 1
+        self.failures += failing
+        if time.monotonic() - self.shown > (0.2 if self.live else 15):
+            self._show()
+
+    def section(self) -> None:
+        self.done += 1
+        if self.live:
+            self._show("\n" if self.done == self.total else "")
+
+    def _show(self, end: str = "") -> None:
+        self.shown = time.monotonic()
+        rate = self.cases / max(self.shown - self.started, 1e-9)
+        text = f"{self.cases} cases · {rate:.0f} a second · {self.done} of {self.total} sections · {self.failures} failing"
+        print(f"\r\x1b[K{text}{end}" if self.live else text, end="" if self.live else "\n", file=sys.stderr, flush=True)

@@ -1,0 +1,52 @@
+"""Turns a function's strategy and a seed into a list of cases."""
+
+import random
+import zlib
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from conformance.case import Case
+from conformance.strategies.routing import multihot_cases, pad_cases, permutation_cases
+from conformance.strategies.rows import chunk_cases, index_cases
+from conformance.strategies.space import Space
+
+BYTES_A_CASE = 4096  # more than the longest case consumes
+
+
+def strategy(function: str, space: Space) -> st.SearchStrategy[Case]:
+    """The strategy that draws cases of `function`."""
+    return {
+        "permute": lambda: permutation_cases(space, "permute", "tokens"),
+        "unpermute": lambda: permutation_cases(space, "unpermute", "rows"),
+        "sort_chunks": lambda: chunk_cases(space),
+        "pad_routing_map": lambda: pad_cases(space),
+        "indices_to_multihot": lambda: index_cases(space),
+        "multihot_to_indices": lambda: multihot_cases(space),
+    }[function]()
+
+
+def run_seed(*parts: object) -> int:
+    """A seed that depends on nothing but its parts: not on the directory, the worker or the test's name."""
+    return zlib.crc32("/".join(map(str, parts)).encode())
+
+
+def drawn(cases: st.SearchStrategy[Case], seed: int, count: int) -> list[Case]:
+    """`count` different cases; hypothesis only draws, nothing is run here.
+
+    Each case is made from its own random bytes. Hypothesis's search loop is not used: it follows every fresh example by several
+    mutations of it, which helps to find failures in the loop but makes most of a batch drawn ahead near-copies.
+    """
+    found: dict[str, Case] = {}
+
+    @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(cases)
+    def collect(case: Case) -> None:
+        found.setdefault(case.text, case)
+
+    source = random.Random(seed)
+    for _ in range(4 * count):
+        if len(found) == count:
+            break
+        collect.hypothesis.fuzz_one_input(source.randbytes(BYTES_A_CASE))  # type: ignore[attr-defined]
+    return list(found.values())

@@ -1,0 +1,92 @@
+"""Tensors made from a case by integer hashing: the same bytes on every device, library and version.
+
+Values are dyadic (a small integer over a power of two), so that sums of a few hundred products are exact in float32 whatever
+their order, and a lower accumulator shows.
+"""
+
+import zlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+WIDE = 2**31 + 2**12  # elements between the first and the last row of a wide tensor: past every 32-bit offset
+DTYPES = {
+    name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "uint8", "bool", "int32", "int64")
+}
+
+
+def hashed(seed: int, name: str, count: int) -> np.ndarray:
+    """`count` well-mixed 32-bit integers, a pure function of seed, name and position (the finaliser of MurmurHash3)."""
+    x = np.arange(count, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32((zlib.crc32(name.encode()) ^ (seed * 0x85EBCA6B)) & 0xFFFFFFFF)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+    return x ^ (x >> np.uint32(16))
+
+
+def payload(seed: int, name: str, shape: tuple[int, ...], dtype: str, style: str = "dyadic") -> Tensor:
+    """A tensor of rows to be moved or summed.
+
+    Styles: `dyadic`, integers from -127 to 127 over 64, the first column different in any 255 rows in sequence · `wide`, the
+    same times a power of two from 2^-12 to 2^12 · `special`, dyadic with NaN, infinities and -0 strewn in. One-byte dtypes are
+    random bytes, which hold every code there is.
+    """
+    count = int(np.prod(shape))
+    noise = hashed(seed, name, count)
+    kind = DTYPES[dtype]
+    if kind.itemsize == 1:
+        return torch.from_numpy(noise.astype(np.uint8)).reshape(shape).view(kind)
+    number = (noise % 255).astype(np.float64) - 127
+    if len(shape) == 2 and count:
+        number.reshape(shape)[:, 0] = (np.arange(shape[0]) * 37 + seed) % 255 - 127
+    number /= 64
+    if style == "wide":
+        number *= np.exp2((noise >> 8) % 25 - 12.0)
+    if style == "special":
+        strange = np.array([np.nan, np.inf, -np.inf, -0.0])
+        number = np.where((noise >> 16) % 8 == 0, strange[(noise >> 20) % 4], number)
+    return torch.from_numpy(number).to(kind).reshape(shape)
+
+
+def probabilities(seed: int, name: str, shape: tuple[int, ...], dtype: str, zeros: bool = False) -> Tensor:
+    """Probabilities k/128 with 1 ≤ k ≤ 128; with `zeros`, a quarter of them exactly 0."""
+    noise = hashed(seed, name, int(np.prod(shape)))
+    number = (noise % 128 + 1) / 128
+    if zeros:
+        number = np.where((noise >> 8) % 4 == 0, 0.0, number)
+    return torch.from_numpy(number).to(DTYPES[dtype]).reshape(shape)
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same values in another memory layout; what lies between them is garbage.
+
+    Layouts: `contiguous` · `transposed`, the last dimension strided · `strided`, gaps in every dimension · `shifted`, starting
+    one element into its storage, so that no vector load is aligned · `expanded`, stride 0 in the first dimension (the first
+    entry stands for all: the values change) · `wide_rows`, `wide_columns`, the first and last entry of that dimension more
+    than 2³¹ elements apart.
+    """
+    if layout == "expanded":
+        return x[:1].expand(x.shape) if x.shape[0] else x
+    if layout == "transposed":
+        return x.mT.contiguous().mT if x.dim() == 2 else laid_out(x, "strided")
+    if layout == "strided":
+        sizes, strides = x.shape, [2 * s for s in torch.empty([2 * n for n in x.shape], device="meta").stride()]
+        return _in_storage(x, strides, 0, sizes)
+    if layout == "shifted":
+        return _in_storage(x, list(x.stride()), 1, x.shape)
+    if layout in ("wide_rows", "wide_columns"):
+        dim = 0 if layout == "wide_rows" or x.dim() == 1 else 1
+        strides = list(x.stride())
+        strides[dim] = WIDE // max(x.shape[dim] - 1, 1)
+        return _in_storage(x, strides, 0, x.shape)
+    return x
+
+
+def _in_storage(x: Tensor, strides: list[int], offset: int, sizes: torch.Size) -> Tensor:
+    """x copied into a fresh strided view."""
+    extent = offset + 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) if x.numel() else offset + 1
+    storage = torch.empty(extent, dtype=x.dtype, device=x.device)
+    if extent < 2**20:
+        storage.view(torch.uint8).fill_(0xFF)  # garbage between the values; a wide storage is left untouched, it is mostly unmapped
+    view = storage.as_strided(sizes, strides, offset)
+    return view.copy_(x)

@@ -1,0 +1,51 @@
+"""The functions of `moe_ref`, fused in Triton: compiled on a GPU, in Triton's interpreter on a CPU.
+
+Signatures, results, errors and gradients are those of the reference. Read `metadata` first (where each token's rows are),
+then `permutation` and `routing_map`; the kernels are in `kernels`, their block sizes in `tuning`.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from moe_fast import backend as backend  # first: it chooses the interpreter before any kernel is decorated
+from moe_fast.permutation import MERGING, SUMMED, permute, sort_chunks, unpermute
+from moe_fast.routing_map import indices_to_multihot, multihot_to_indices, pad_routing_map
+
+__all__ = ["declares", "indices_to_multihot", "multihot_to_indices", "pad_routing_map", "permute", "sort_chunks", "supports", "unpermute"]
+
+_COPY = {"deterministic": True, "host_sync_free": True, "graph_capturable": True, "noncontiguous": True}
+_SUM = {"accumulator": "float32", "reduction_order": "ascending experts", **_COPY}
+_DECLARED: dict[str, dict[str, Any]] = {
+    "permute": _SUM,  # the sum is its gradient; free of syncs when num_rows or capacity is given
+    "unpermute": _SUM,
+    "sort_chunks": {**_COPY, "unchecked": ("chunk_sizes", "order")},
+    "pad_routing_map": _COPY,
+    "indices_to_multihot": {**_COPY, "unchecked": ("indices",)},
+    "multihot_to_indices": _COPY,
+}
+
+
+def declares(function: str) -> dict[str, Any]:
+    """What this implementation promises about a function, beyond the reference's contract."""
+    return dict(_DECLARED[function])
+
+
+def supports(function: str, *arguments: Any, **settings: Any) -> str | None:
+    """Why a call is not supported, or None. Looks at shapes and dtypes only, so meta tensors will do."""
+    payload = arguments[0] if arguments else next((settings[name] for name in _PAYLOADS if name in settings), None)
+    if not isinstance(payload, Tensor):
+        return None
+    probs = settings.get("probs")
+    if function == "unpermute" and payload.dtype not in SUMMED:
+        return f"rows of dtype {payload.dtype}: sums are taken of {SUMMED}"
+    if function == "unpermute" and isinstance(probs, Tensor) and probs.dtype not in MERGING:
+        return f"probs of dtype {probs.dtype}: rows are merged by {MERGING}"
+    if function == "permute" and payload.requires_grad and payload.dtype not in MERGING:
+        return f"tokens of dtype {payload.dtype} that require a gradient: sums are taken of {MERGING}"
+    if function in ("permute", "sort_chunks") and not backend.movable(payload.dtype):
+        return f"a payload of dtype {payload.dtype}: elements have at most 8 bytes"
+    return None
+
+
+_PAYLOADS = ("tokens", "tokens_TH", "rows", "rows_PH", "rows_RH")

@@ -1,0 +1,51 @@
+"""How the kernels run here: compiled for the GPU, or by Triton's interpreter on a CPU.
+
+Import this before anything that decorates a kernel: Triton decides at the decoration.
+"""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+from moe_ref.config import require
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+if INTERPRETED and isinstance(tl.sum, triton.JITFunction):
+    raise ImportError("triton was imported before TRITON_INTERPRET=1 was set, which moe_fast needs without a GPU: import moe_fast first, or set it")
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_device(argument: str, tensor: Tensor) -> None:
+    """Compiled kernels read only the GPU's memory; the interpreter reads any."""
+    require(INTERPRETED or tensor.device.type != "cpu", argument, "on the CPU", "on a GPU, or TRITON_INTERPRET=1 set before the first import")
+
+
+def launch_on(tensor: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device: make it the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def movable(dtype: torch.dtype) -> bool:
+    """Whether a kernel can copy this dtype bit by bit: it has no integers of 16 bytes."""
+    return dtype.itemsize in _BITS
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers of the same width, so that a copy changes no bit and every dtype has a kernel."""
+    if tensor.dtype in _BITS.values():
+        return tensor
+    return tensor.resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])  # memory, not a pending conjugation or minus
+
+
+def integers(tensor: Tensor) -> Tensor:
+    """An integer or bool tensor as integers: kernels read bools as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -1,0 +1,1 @@
+"""Triton kernels only; their launchers and gradients live beside the public functions."""

@@ -1,0 +1,73 @@
+"""Chunks of rows into another order, and back."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, place, num_chunks, REORDERED: tl.constexpr):
+    """The chunks that stand at a few places, in their new order or in the old one: their numbers and sizes."""
+    inside = place < num_chunks  # the last block sticks out
+    chunk = place
+    if REORDERED:
+        chunk = tl.load(order_ptr + place * stride_order, mask=inside, other=-1).to(tl.int64)
+    known = inside & (chunk >= 0) & (chunk < num_chunks)  # an order that is no permutation stays within memory
+    return chunk, tl.load(sizes_ptr + chunk * stride_sizes, mask=known, other=0).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_chunks"])
+def sort_chunks_kernel(
+    # rows and probs, as bits
+    rows_ptr,
+    stride_rows_r,
+    stride_rows_h,
+    probs_ptr,
+    stride_probs_r,
+    # chunks
+    sizes_ptr,
+    stride_sizes,
+    order_ptr,
+    stride_order,
+    # results, contiguous
+    out_ptr,
+    out_probs_ptr,
+    # sizes
+    num_rows,
+    num_columns,
+    num_chunks,
+    INVERSE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Row r of the result stands in some chunk: find that chunk's number and begin here, then its begin in the other order."""
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    num_chunks = tl.cast(num_chunks, tl.int64)
+    chunk_R = tl.full([BLOCK_R], -1, tl.int64)  # -1: behind the last chunk
+    begin_R = tl.zeros([BLOCK_R], tl.int64)
+    carry = tl.zeros([1], tl.int64)
+    for first in range(0, num_chunks, BLOCK_S):
+        chunk, size = load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, first + tl.arange(0, BLOCK_S).to(tl.int64), num_chunks, not INVERSE)
+        end = carry + tl.cumsum(size, axis=0)
+        begin = end - size
+        here = (begin[None, :] <= r[:, None]) & (r[:, None] < end[None, :])
+        chunk_R += tl.sum(tl.where(here, chunk[None, :] + 1, 0), axis=1)
+        begin_R += tl.sum(tl.where(here, begin[None, :], 0), axis=1)
+        carry += tl.sum(size, axis=0)
+    source = r - begin_R
+    carry = tl.zeros([1], tl.int64)
+    for first in range(0, num_chunks, BLOCK_S):
+        chunk, size = load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, first + tl.arange(0, BLOCK_S).to(tl.int64), num_chunks, INVERSE)
+        begin = carry + tl.cumsum(size, axis=0) - size
+        here = (chunk[None, :] == chunk_R[:, None]) & (chunk_R >= 0)[:, None]
+        source += tl.sum(tl.where(here, begin[None, :], 0), axis=1)
+        carry += tl.sum(size, axis=0)
+    readable = (r < num_rows) & (source >= 0) & (source < num_rows)  # the last tile sticks out; sizes past the rows stay within memory
+    for first in range(0, num_columns, BLOCK_H):
+        h = first + tl.arange(0, BLOCK_H).to(tl.int64)
+        in_row = (h < num_columns)[None, :]  # the last block sticks out
+        row = tl.load(rows_ptr + source[:, None] * stride_rows_r + h[None, :] * stride_rows_h, mask=readable[:, None] & in_row, other=0)
+        tl.store(out_ptr + r[:, None] * num_columns + h[None, :], row, mask=(r < num_rows)[:, None] & in_row)
+    if probs_ptr is not None:
+        prob = tl.load(probs_ptr + source * stride_probs_r, mask=readable, other=0)
+        tl.store(out_probs_ptr + r, prob, mask=r < num_rows)  # the last tile sticks out

@@ -1,0 +1,120 @@
+"""The routing map as lists of experts, and back. Its padding is in `metadata`, because it takes the same walk."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+def multihot_kernel(
+    # lists; values as bits
+    indices_ptr,
+    stride_indices_t,
+    stride_indices_k,
+    values_ptr,
+    stride_values_t,
+    stride_values_k,
+    # results, contiguous
+    map_ptr,
+    out_ptr,
+    # sizes
+    num_tokens,
+    num_experts,
+    num_slots,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """A tile of the map starts unrouted and meets the slots in order, so that the last slot of an expert stays."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
+    in_time = t < num_tokens  # the last tile sticks out
+    routed = tl.zeros([BLOCK_T, BLOCK_E], tl.uint8)
+    out = tl.zeros([BLOCK_T, BLOCK_E], out_ptr.dtype.element_ty)
+    for slot in range(num_slots):
+        k = tl.cast(slot, tl.int64)
+        index = tl.load(indices_ptr + t * stride_indices_t + k * stride_indices_k, mask=in_time, other=0).to(tl.int64)
+        value = tl.load(values_ptr + t * stride_values_t + k * stride_values_k, mask=in_time, other=0)
+        hit = index[:, None] == e[None, :]
+        routed = tl.where(hit, tl.full([BLOCK_T, BLOCK_E], 1, tl.uint8), routed)
+        out = tl.where(hit, value[:, None], out)
+    cell = t[:, None] * num_experts + e[None, :]
+    inside = in_time[:, None] & (e < num_experts)[None, :]  # the last tiles stick out on both sides
+    tl.store(out_ptr + cell, out, mask=inside)
+    if map_ptr is not None:
+        tl.store(map_ptr + cell, routed, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+def multihot_backward_kernel(
+    # the gradient of the map's values, as bits, and the lists
+    dout_ptr,
+    stride_dout_t,
+    stride_dout_e,
+    indices_ptr,
+    stride_indices_t,
+    stride_indices_k,
+    # result, contiguous
+    dvalues_ptr,
+    # sizes
+    num_tokens,
+    num_experts,
+    num_slots,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A slot has its expert's gradient unless a later slot of the token has the same expert."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    k = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    in_time = t < num_tokens  # the last tile sticks out
+    inside = in_time[:, None] & (k < num_slots)[None, :]  # on both sides
+    index = tl.load(indices_ptr + t[:, None] * stride_indices_t + k[None, :] * stride_indices_k, mask=inside, other=-1).to(tl.int64)
+    counts = (index >= 0) & (index < num_experts)  # others are empty slots
+    for slot in range(num_slots):
+        later = tl.load(indices_ptr + t * stride_indices_t + tl.cast(slot, tl.int64) * stride_indices_k, mask=in_time, other=-1).to(tl.int64)
+        counts = counts & ((index != later[:, None]) | (k >= slot)[None, :])
+    dvalue = tl.load(dout_ptr + t[:, None] * stride_dout_t + index * stride_dout_e, mask=counts & inside, other=0)  # zero for slots that do not count
+    tl.store(dvalues_ptr + t[:, None] * num_slots + k[None, :], dvalue, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+def indices_kernel(
+    # the map; values as bits
+    map_ptr,
+    stride_map_t,
+    stride_map_e,
+    values_ptr,
+    stride_values_t,
+    stride_values_e,
+    # results, contiguous; overflow is 0 at the launch
+    indices_ptr,
+    out_ptr,
+    overflow_ptr,
+    # sizes
+    num_tokens,
+    num_experts,
+    num_slots,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A routed expert goes to the slot that counts the routed experts before it; slots past the count are empty."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E).to(tl.int64)
+    in_time = (t < num_tokens)[:, None]  # the last tile sticks out
+    inside = in_time & (e < num_experts)[None, :]  # on both sides
+    routed = tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=inside, other=0) != 0
+    one = routed.to(tl.int32)
+    slot = tl.cumsum(one, axis=1) - one
+    listed = routed & (slot < num_slots)  # experts past the last slot are left out
+    value = tl.load(values_ptr + t[:, None] * stride_values_t + e[None, :] * stride_values_e, mask=listed, other=0)
+    cell = t[:, None] * num_slots + slot
+    tl.store(indices_ptr + cell, tl.broadcast_to(e[None, :], [BLOCK_T, BLOCK_E]), mask=listed)
+    tl.store(out_ptr + cell, value, mask=listed)
+    count = tl.sum(one, axis=1)
+    for first in range(0, num_slots, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K).to(tl.int64)
+        vacant = in_time & (k < num_slots)[None, :] & (k[None, :] >= count[:, None])  # the slots that no expert was written to
+        vacant_cell = t[:, None] * num_slots + k[None, :]
+        tl.store(indices_ptr + vacant_cell, tl.full([BLOCK_T, BLOCK_K], -1, tl.int64), mask=vacant)
+        tl.store(out_ptr + vacant_cell, tl.zeros([BLOCK_T, BLOCK_K], out_ptr.dtype.element_ty), mask=vacant)
+    if tl.max(count, axis=0) > num_slots:
+        tl.store(overflow_ptr, tl.full([], 1, tl.uint8))  # every program that stores it stores the same

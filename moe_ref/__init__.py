@@ -1,0 +1,35 @@
+"""The specification: the Mixture-of-Experts pipeline in plain PyTorch, slow and readable.
+
+Every function is pure, runs on any device, accepts float64, and is differentiable by autograd. A sum is taken in float32
+(float64 for float64 input) in ascending row order and rounded once to the storage dtype, in the forward and in every
+gradient.
+
+Shape suffixes, here and everywhere in the project:
+
+    T  tokens                       E  experts                K  slots of one token (top-k)
+    H  hidden size                  R  routed rows            P  rows of the permuted buffer, padding included
+    C  rows an expert's capacity    S  chunks
+
+Read in this order: `config` (settings, results and what is illegal), `permutation` (permute, unpermute, sort_chunks),
+`routing_map` (padding of the map, and its conversion to and from index form), then `dense`, which says the same things again
+with plain loops and shares no code with the others.
+"""
+
+from importlib import import_module
+
+_HOME = {
+    "permute": "permutation",
+    "unpermute": "permutation",
+    "sort_chunks": "permutation",
+    "pad_routing_map": "routing_map",
+    "indices_to_multihot": "routing_map",
+    "multihot_to_indices": "routing_map",
+}
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str):
+    """Load a function's module when it is first asked for, so that `moe_ref.config` can be imported on its own."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'moe_ref' has no attribute {name!r}")
+    return getattr(import_module(f"moe_ref.{_HOME[name]}"), name)

@@ -1,0 +1,139 @@
+"""Settings and results of the pipeline as plain data, and the rules that make a call illegal.
+
+Nothing here computes. Implementations may import this module, and only this module, from the reference: it loads nothing
+but torch. Every rule raises a `ValueError` that names the argument, its value and what would be right.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+MAX_EXPERTS = 32767  # an expert id fits in 16 bits, the width that fused routing metadata may store it in
+
+
+class Permuted(NamedTuple):
+    """What `permute` returns."""
+
+    rows: Tensor  # [P,H], the tokens' dtype
+    probs: Tensor | None  # [P], the probs' dtype; None when no probs were given
+    row_map: Any  # opaque: hand it to this implementation's own `unpermute`
+    tokens_per_expert: Tensor  # [E] integers: length of each expert's segment of `rows`, its padding included
+    pad_offsets: Tensor | None  # [E] integers: padding rows in front of each expert's segment; None without `align`
+    overflow: Tensor  # [] bool: some routed row did not fit into `num_rows` or `capacity`
+
+
+class SortedChunks(NamedTuple):
+    """What `sort_chunks` returns."""
+
+    rows: Tensor  # [R,H]
+    probs: Tensor | None  # [R]
+
+
+class PaddedMap(NamedTuple):
+    """What `pad_routing_map` returns."""
+
+    routing_map: Tensor  # [T,E] bool
+    unreached: Tensor  # [E] bool: True where the count still is no multiple of `align`
+
+
+class Multihot(NamedTuple):
+    """What `indices_to_multihot` returns."""
+
+    routing_map: Tensor  # [T,E] bool
+    probs: Tensor  # [T,E]
+
+
+class Indices(NamedTuple):
+    """What `multihot_to_indices` returns."""
+
+    indices: Tensor  # [T,K] integers, -1 in empty slots
+    probs: Tensor  # [T,K], 0 in empty slots
+    overflow: Tensor  # [] bool: some token had more than K experts
+
+
+def require(condition: bool, argument: str, value: object, right: str) -> None:
+    """Raise `ValueError` naming `argument`, its `value` and what would be right, unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"{argument} is {value}; it must be {right}")
+
+
+def is_count(value: object) -> bool:
+    """True for a plain integer; False for a bool, a float or a tensor, which would be read back from the device."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_map(routing_map: Tensor) -> None:
+    """A routing map is [T,E], bool or integer (non-zero means routed), with 1 to MAX_EXPERTS experts."""
+    require(routing_map.dim() == 2, "routing_map", f"of shape {tuple(routing_map.shape)}", "[tokens, experts]")
+    kind = not (routing_map.is_floating_point() or routing_map.is_complex())
+    require(kind, "routing_map", f"of dtype {routing_map.dtype}", "bool or integer")
+    experts = routing_map.shape[1]
+    require(1 <= experts <= MAX_EXPERTS, "routing_map", f"of shape {tuple(routing_map.shape)}", f"of 1 to {MAX_EXPERTS} experts")
+
+
+def check_align(align: int | None) -> None:
+    """`align` is None or a positive integer."""
+    require(align is None or (is_count(align) and align >= 1), "align", align, "None or a positive integer")
+
+
+def check_permute(tokens: Tensor, routing_map: Tensor, probs: Tensor | None, align: int | None, capacity: int | None, num_rows: int | None) -> None:
+    """The rules of `permute`."""
+    require(tokens.dim() == 2, "tokens", f"of shape {tuple(tokens.shape)}", "[tokens, hidden]")
+    check_map(routing_map)
+    right = f"[{tokens.shape[0]}, experts], a row for each token"
+    require(routing_map.shape[0] == tokens.shape[0], "routing_map", f"of shape {tuple(routing_map.shape)}", right)
+    require(routing_map.device == tokens.device, "routing_map", f"on {routing_map.device}", f"on {tokens.device}, where tokens is")
+    if probs is not None:
+        check_probs(probs, tuple(routing_map.shape), tokens)
+    check_align(align)
+    require(capacity is None or (is_count(capacity) and capacity >= 1), "capacity", capacity, "None or a positive integer")
+    require(capacity is None or align is None, "capacity", f"{capacity} with align {align}", "used without align: choose a capacity that is a multiple of it")
+    require(capacity is None or num_rows is None, "num_rows", f"{num_rows} with capacity {capacity}", "None: a capacity fixes the rows at experts × capacity")
+    require(num_rows is None or (is_count(num_rows) and num_rows >= 0), "num_rows", num_rows, "None or an integer ≥ 0")
+    whole = num_rows is None or align is None or num_rows % align == 0
+    require(whole, "num_rows", num_rows, f"a multiple of align {align}, so that every segment is")
+
+
+def check_probs(probs: Tensor, shape: tuple[int, ...], beside: Tensor) -> None:
+    """`probs` is floating point, of the given shape, on the device of `beside`."""
+    require(tuple(probs.shape) == shape, "probs", f"of shape {tuple(probs.shape)}", f"of shape {shape}")
+    require(probs.is_floating_point(), "probs", f"of dtype {probs.dtype}", "floating point")
+    require(probs.device == beside.device, "probs", f"on {probs.device}", f"on {beside.device}")
+
+
+def check_unpermute(rows: Tensor, row_map_rows: int, row_map_tokens: int, row_map_experts: int, restore_shape: Any, probs: Tensor | None) -> None:
+    """The rules of `unpermute`, given the sizes that the row map was made for."""
+    require(rows.dim() == 2, "rows", f"of shape {tuple(rows.shape)}", "[rows, hidden]")
+    require(rows.shape[0] == row_map_rows, "rows", f"of shape {tuple(rows.shape)}", f"[{row_map_rows}, hidden], as the row_map was made")
+    if restore_shape is not None:
+        right = (row_map_tokens, rows.shape[1])
+        require(tuple(restore_shape) == right, "restore_shape", tuple(restore_shape), f"{right}: the row_map's tokens, the rows' hidden size")
+    if probs is not None:
+        check_probs(probs, (row_map_tokens, row_map_experts), rows)
+
+
+def check_sort_chunks(rows: Tensor, chunk_sizes: Tensor, order: Tensor, probs: Tensor | None) -> None:
+    """The rules of `sort_chunks` that can be seen without reading the device."""
+    require(rows.dim() == 2, "rows", f"of shape {tuple(rows.shape)}", "[rows, hidden]")
+    for name, vector in (("chunk_sizes", chunk_sizes), ("order", order)):
+        require(vector.dim() == 1, name, f"of shape {tuple(vector.shape)}", "[chunks]")
+        require(not vector.is_floating_point(), name, f"of dtype {vector.dtype}", "integer")
+    require(order.shape == chunk_sizes.shape, "order", f"of shape {tuple(order.shape)}", f"of shape {tuple(chunk_sizes.shape)}, as chunk_sizes")
+    if probs is not None:
+        check_probs(probs, (rows.shape[0],), rows)
+
+
+def check_indices(indices: Tensor, probs: Tensor, num_experts: int) -> None:
+    """The rules of `indices_to_multihot` that can be seen without reading the device."""
+    require(indices.dim() == 2, "indices", f"of shape {tuple(indices.shape)}", "[tokens, slots]")
+    require(not indices.is_floating_point(), "indices", f"of dtype {indices.dtype}", "integer")
+    right = is_count(num_experts) and 1 <= num_experts <= MAX_EXPERTS
+    require(right, "num_experts", num_experts, f"an integer from 1 to {MAX_EXPERTS}")
+    check_probs(probs, tuple(indices.shape), indices)
+
+
+def check_multihot(routing_map: Tensor, probs: Tensor, topk: int) -> None:
+    """The rules of `multihot_to_indices`."""
+    check_map(routing_map)
+    check_probs(probs, tuple(routing_map.shape), routing_map)
+    require(is_count(topk) and topk >= 1, "topk", topk, "a positive integer")

@@ -1,0 +1,14 @@
+"""Every loss of precision in the reference goes through this file."""
+
+import torch
+from torch import Tensor
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums of `dtype` values are taken in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded to `dtype`, to nearest, ties to even; x itself when it has that dtype already."""
+    return x.to(dtype)
