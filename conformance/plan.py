@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from conformance.case import Case
 from conformance.contracts.chunks import ChunksCase
+from conformance.contracts.routing import RoutingCase
 from conformance.profiles import Profile
 from conformance.registry import CONTRACTS
 from conformance.strategies.covering import covering_cases
@@ -37,7 +38,7 @@ def cases_of(section: Section, profile: Profile, space: Space, seed: int, corpus
         return corpus
     if section.kind == "fixed":
         covered = covering_cases(section.function, space).cases if profile.covering else []
-        return [*fixed_cases(section.function, space), *covered]
+        return [*fixed_cases(section.function, space), *covered, *far_cases(section.function, space)]
     source = run_seed(section.function, section.shard, seed)
     return drawn(strategy(section.function, space), source, profile.count(section.function))
 
@@ -49,6 +50,13 @@ def fixed_cases(function: str, space: Space) -> list[Case]:
     shape = {"sizes": (2, 3), "order": (1, 0)} if cls is ChunksCase else {"tokens": 2, "experts": 2}
     illegal = [cls(function=function, illegal=name, **shape) for name in contract.illegal]
     return [case for case in golden + illegal if _accepted(case, space)]
+
+
+def far_cases(function: str, space: Space) -> list[Case]:
+    """On a GPU, an output of more than 2³¹ elements: expert 1's rows begin behind 2²⁴ rows of expert 0's segment."""
+    if function != "permute" or space.device != "cuda" or not space.accepts(function, "align"):
+        return []
+    return [RoutingCase(function=function, tokens=2, experts=2, hidden=130, routing=(0b01, 0b10), dtype="uint8", align=2**24)]
 
 
 def _accepted(case: Case, space: Space) -> bool:

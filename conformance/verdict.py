@@ -74,7 +74,7 @@ def assemble(
     out.evaluations = sum(line["evaluations"] for line in outcomes)
     out.seconds_implementation = sum(line["seconds_implementation"] for line in outcomes)
     out.seconds_reference = sum(line["seconds_reference"] for line in outcomes)
-    out.kernels_compiled = sum(line.get("compiled", 0) for line in outcomes)
+    out.kernels_compiled = len({name for line in outcomes for name in line["kernels"]})
     lost = _harness_problems(lines, outcomes)
     stale = [f"the waiver {name} waived nothing: remove it" for name in waivers if whole and not any(line["waiver"] == name for line in outcomes)]
     shortfalls = [text for function in out.functions for text in _shortfalls(function, out.functions[function], profile, whole)]

@@ -11,6 +11,7 @@ import inspect
 import os
 import sys
 import traceback
+import zlib
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -48,9 +49,24 @@ def serve(connection: Connection, settings: Settings, log_path: str) -> None:
         connection.send(("unusable", f"--impl {settings.implementation}: {type(error).__name__}: {error}"))
         return
     device = chosen_device(settings.device)
+    compiled = _watch_compiler()
     with contextlib.suppress(EOFError, BrokenPipeError), _stream(device):
         while True:
-            connection.send(("outcome", asdict(_answer(connection.recv(), implementation, device))))
+            outcome = _answer(connection.recv(), implementation, device)
+            outcome.kernels, compiled[:] = compiled[:], []
+            connection.send(("outcome", asdict(outcome)))
+
+
+def _watch_compiler() -> list[str]:
+    """A list to which Triton, if the implementation uses it, adds the name of every kernel specialisation that it makes."""
+    compiled: list[str] = []
+    if "triton" in sys.modules:
+
+        def made(*, key: str, fn: Any, **_: Any) -> None:
+            compiled.append(f"{fn.name} {zlib.crc32(str(key).encode()):08x}")
+
+        sys.modules["triton"].knobs.runtime.jit_post_compile_hook = made
+    return compiled
 
 
 def _answer(case: Any, implementation: Implementation, device: str) -> Outcome:

@@ -15,7 +15,7 @@ def load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, place, num_chu
     return chunk, tl.load(sizes_ptr + chunk * stride_sizes, mask=known, other=0).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_chunks"])
+@triton.jit(do_not_specialize=["num_rows", "num_chunks", "stride_probs_r", "stride_sizes", "stride_order"])
 def sort_chunks_kernel(
     # rows and probs, as bits
     rows_ptr,
@@ -63,11 +63,12 @@ def sort_chunks_kernel(
         source += tl.sum(tl.where(here, begin[None, :], 0), axis=1)
         carry += tl.sum(size, axis=0)
     readable = (r < num_rows) & (source >= 0) & (source < num_rows)  # the last tile sticks out; sizes past the rows stay within memory
-    for first in range(0, num_columns, BLOCK_H):
-        h = first + tl.arange(0, BLOCK_H).to(tl.int64)
-        in_row = (h < num_columns)[None, :]  # the last block sticks out
-        row = tl.load(rows_ptr + source[:, None] * stride_rows_r + h[None, :] * stride_rows_h, mask=readable[:, None] & in_row, other=0)
-        tl.store(out_ptr + r[:, None] * num_columns + h[None, :], row, mask=(r < num_rows)[:, None] & in_row)
+    if rows_ptr is not None:
+        for first in range(0, num_columns, BLOCK_H):
+            h = first + tl.arange(0, BLOCK_H).to(tl.int64)
+            in_row = (h < num_columns)[None, :]  # the last block sticks out
+            row = tl.load(rows_ptr + source[:, None] * stride_rows_r + h[None, :] * stride_rows_h, mask=readable[:, None] & in_row, other=0)
+            tl.store(out_ptr + r[:, None] * num_columns + h[None, :], row, mask=(r < num_rows)[:, None] & in_row)
     if probs_ptr is not None:
         prob = tl.load(probs_ptr + source * stride_probs_r, mask=readable, other=0)
         tl.store(out_probs_ptr + r, prob, mask=r < num_rows)  # the last tile sticks out

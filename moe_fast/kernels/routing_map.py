@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "stride_indices_t", "stride_indices_k", "stride_values_t", "stride_values_k"])
 def multihot_kernel(
     # lists; values as bits
     indices_ptr,
@@ -43,7 +43,7 @@ def multihot_kernel(
         tl.store(map_ptr + cell, routed, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_experts", "stride_indices_t", "stride_indices_k", "stride_dout_t", "stride_dout_e"])
 def multihot_backward_kernel(
     # the gradient of the map's values, as bits, and the lists
     dout_ptr,
@@ -75,7 +75,7 @@ def multihot_backward_kernel(
     tl.store(dvalues_ptr + t[:, None] * num_slots + k[None, :], dvalue, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_experts", "stride_values_t", "stride_values_e"])
 def indices_kernel(
     # the map; values as bits
     map_ptr,
