@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from conformance.case import Case
 from conformance.contracts.chunks import ChunksCase
-from conformance.contracts.routing import RoutingCase
 from conformance.profiles import Profile
 from conformance.registry import CONTRACTS
 from conformance.strategies.covering import covering_cases
 from conformance.strategies.draw import drawn, run_seed, strategy
+from conformance.strategies.far import far_cases
 from conformance.strategies.space import Space
 
 
@@ -50,13 +50,6 @@ def fixed_cases(function: str, space: Space) -> list[Case]:
     shape = {"sizes": (2, 3), "order": (1, 0)} if cls is ChunksCase else {"tokens": 2, "experts": 2}
     illegal = [cls(function=function, illegal=name, **shape) for name in contract.illegal]
     return [case for case in golden + illegal if _accepted(case, space)]
-
-
-def far_cases(function: str, space: Space) -> list[Case]:
-    """On a GPU, an output of more than 2³¹ elements: expert 1's rows begin behind 2²⁴ rows of expert 0's segment."""
-    if function != "permute" or space.device != "cuda" or not space.accepts(function, "align"):
-        return []
-    return [RoutingCase(function=function, tokens=2, experts=2, hidden=130, routing=(0b01, 0b10), dtype="uint8", align=2**24)]
 
 
 def _accepted(case: Case, space: Space) -> bool:

@@ -1,0 +1,41 @@
+# make conform   judge moe_fast by the gate, on the GPU when there is one, else in Triton's CPU interpreter
+# make test      run the project's own tests
+# make lint      ruff and mypy
+# make bench     cost of the harness a case; on a GPU also the speed of moe_fast
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+IMPL   ?= moe_fast
+
+.PHONY: conform test lint bench setup
+.DEFAULT_GOAL := conform
+
+setup: $(VENV)/.ready
+
+# Where there is an NVIDIA GPU, the torch that is installed for it stays; elsewhere a CPU build is enough.
+$(VENV)/.ready: pyproject.toml Makefile
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	@if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then \
+		$(PYTHON) -m venv --system-site-packages $(VENV) && \
+		$(BIN)/python -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null || $(BIN)/pip install -q 'torch>=2.11'; \
+	else \
+		$(PYTHON) -m venv $(VENV) && $(BIN)/pip install -q torch==2.13.0; \
+	fi
+	$(BIN)/pip install -q -e '.[fast,xdist,mutants,dev]'
+	$(BIN)/pip install -q --no-deps 'megatron-core==0.16.1' || echo 'megatron-core cannot be installed here: it is not judged'
+	touch $@
+
+conform: setup
+	$(BIN)/moe-conformance run --impl $(IMPL) --profile gate
+
+test: setup
+	$(BIN)/ruff check . && $(BIN)/ruff format --check -q . && $(BIN)/mypy
+	$(BIN)/python -m pytest -n 2 tests
+
+lint: setup
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+bench: setup
+	$(BIN)/python benchmarks/harness.py
+	if $(BIN)/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python benchmarks/permutation.py; fi

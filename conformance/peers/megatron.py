@@ -1,0 +1,80 @@
+"""megatron-core's permutation, as installed: the unfused paths of megatron.core.transformer.moe.moe_utils.
+
+    pip install --no-deps megatron-core==0.16.1
+
+Only names, orders and the shapes of results are translated. Results go to the caller as the package made them, errors too.
+Settings that the package has no words for (`align`, `num_rows`) are missing from the signatures.
+"""
+
+import warnings
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from moe_ref.config import PaddedMap, Permuted, SortedChunks
+
+KNOWN = "0.16."  # later versions return five values from permute and need num_out_tokens
+
+try:
+    version = metadata.version("megatron-core")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns four times that Transformer Engine and Apex are not there
+        from megatron.core.transformer.moe import moe_utils
+except (ImportError, metadata.PackageNotFoundError) as error:
+    raise ImportError(f"megatron-core cannot be imported ({error}); pip install --no-deps megatron-core==0.16.1") from None
+if not version.startswith(KNOWN):
+    raise ImportError(f"megatron-core {version} is installed; this adapter knows {KNOWN}x: pip install --no-deps megatron-core==0.16.1")
+
+
+class RowMap(NamedTuple):
+    """What the package's unpermute must be given again."""
+
+    sorted_indices: Tensor  # from its permute
+    routing_map: Tensor  # the caller's, as it was given
+    drop_and_pad: bool
+
+
+def supports(function: str, **arguments: Any) -> str | None:
+    """drop_and_pad is documented for maps with exactly `capacity` non-zeros in each column; no more than there are tokens."""
+    if function == "permute" and arguments.get("capacity") is not None and arguments["capacity"] > len(arguments["tokens"]):
+        return "capacity above the number of tokens: drop_and_pad takes exactly capacity tokens from each column"
+    return None
+
+
+def declares(function: str) -> dict[str, Any]:
+    """The package checks no argument of its own, and leaves counts to its dispatcher."""
+    return DECLARED[function]
+
+
+DECLARED: dict[str, dict[str, Any]] = {
+    # drop_and_pad's documented input has no column with more than `capacity` non-zeros, so nothing can overflow
+    "permute": {"omits": ("tokens_per_expert", "overflow"), "unchecked": ("routing_map", "probs", "capacity")},
+    "unpermute": {"reduction_order": "that of scatter_add_", "unchecked": ("rows", "restore_shape")},
+    "sort_chunks": {"unchecked": ("chunk_sizes", "order")},
+    "pad_routing_map": {"unchecked": ("align",)},
+}
+
+
+def permute(tokens: Tensor, routing_map: Tensor, *, probs: Tensor | None = None, capacity: int | None = None) -> Permuted:
+    """moe_utils.permute; a capacity is its drop_and_pad with room for `capacity` rows of each expert."""
+    how: dict[str, Any] = {} if capacity is None else {"num_out_tokens": routing_map.shape[1] * capacity, "drop_and_pad": True}
+    rows, permuted_probs, sorted_indices = moe_utils.permute(tokens, routing_map, probs=probs, **how)
+    row_map = RowMap(sorted_indices, routing_map, capacity is not None)
+    return Permuted(rows, permuted_probs, row_map, None, None, None)  # type: ignore[arg-type]  # it returns no counts
+
+
+def unpermute(rows: Tensor, row_map: RowMap, *, restore_shape: tuple[int, int], probs: Tensor | None = None) -> Tensor:
+    """moe_utils.unpermute."""
+    indices, routing_map, drop_and_pad = row_map
+    return moe_utils.unpermute(rows, indices, restore_shape, probs=probs, routing_map=routing_map, drop_and_pad=drop_and_pad)
+
+
+def sort_chunks(rows: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: Tensor | None = None) -> SortedChunks:
+    """moe_utils.sort_chunks_by_idxs."""
+    return SortedChunks(*moe_utils.sort_chunks_by_idxs(rows, chunk_sizes, order, probs=probs))
+
+
+def pad_routing_map(routing_map: Tensor, *, align: int) -> PaddedMap:
+    """moe_utils.pad_routing_map, which returns the map and nothing that says where it fell short."""
+    return PaddedMap(moe_utils.pad_routing_map(routing_map, align), None)  # type: ignore[arg-type]

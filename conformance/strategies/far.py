@@ -1,0 +1,53 @@
+"""Cases whose addresses pass 2³¹ elements: every input and cotangent once with far rows and once with far columns.
+
+The far tensors are strided views of a few rows whose storage is almost all unmapped, so they cost no memory on a CPU. Outputs
+are allocated by the implementation and cannot be made far without the memory; on a GPU one case has it.
+"""
+
+from conformance.case import Case
+from conformance.contracts.chunks import ChunksCase
+from conformance.contracts.routing import RoutingCase
+from conformance.contracts.routing_map import IndicesCase
+from conformance.strategies.space import Space
+
+ROUTING = (0b101, 0b010, 0b111)
+INPUTS = {
+    "permute": ("tokens", "routing_map", "probs", "d_rows", "d_probs"),
+    "unpermute": ("rows", "probs", "d_tokens"),
+    "sort_chunks": ("rows", "probs", "d_rows", "d_probs"),
+    "pad_routing_map": ("routing_map",),
+    "indices_to_multihot": ("indices", "probs", "d_probs"),
+    "multihot_to_indices": ("routing_map", "probs", "d_probs"),
+}
+VECTORS = {("permute", "d_probs"), ("sort_chunks", "probs"), ("sort_chunks", "d_probs")}  # one dimension: rows only
+
+
+def far_cases(function: str, space: Space) -> list[Case]:
+    """All far cases of a function that the implementation can be asked for."""
+    if function in space.contiguous_only:
+        return []
+    with_probs = space.accepts(function, "probs")
+    wanted = [name for name in INPUTS[function] if (with_probs or "probs" not in name) and not (name.startswith("d_") and function in space.not_differentiable)]
+    layouts = {name: ("wide_rows",) if (function, name) in VECTORS else ("wide_rows", "wide_columns") for name in wanted}
+    cases = [_far(function, name, layout, with_probs) for name in wanted for layout in layouts[name]]
+    if function == "permute" and space.device == "cuda" and space.accepts(function, "align"):
+        # expert 1's rows begin behind 2²⁴ rows of expert 0's segment
+        cases.append(RoutingCase(function=function, tokens=2, experts=2, hidden=130, routing=(0b01, 0b10), dtype="uint8", align=2**24))
+    return cases
+
+
+def _far(function: str, name: str, layout: str, with_probs: bool) -> Case:
+    """Three rows, in the narrowest dtype that the input may have."""
+    common = {"function": function, "layout": layout, "layout_of": name}
+    if function == "indices_to_multihot":
+        return IndicesCase(**common, tokens=3, topk=2, experts=4, dtype="bfloat16", index_dtype="int16", grads="probs")
+    main = {"permute": "tokens", "unpermute": "rows", "sort_chunks": "rows"}.get(function, "probs")
+    grads = "+".join([main, *(["probs"] if with_probs and main != "probs" else [])])
+    floating: dict[str, str] = {"dtype": "bfloat16", "grads": "" if name == "tokens" else grads}
+    if function in ("permute", "unpermute", "sort_chunks"):
+        floating["probs"] = "bfloat16" if with_probs else ""
+    if function == "sort_chunks":
+        return ChunksCase(**common, **floating, sizes=(1, 2), order=(1, 0), hidden=3)
+    if function == "pad_routing_map":
+        return RoutingCase(**common, tokens=3, experts=3, routing=ROUTING, align=2)
+    return RoutingCase(**common, **floating, tokens=3, experts=3, hidden=3, topk=3 if function == "multihot_to_indices" else 1, routing=ROUTING)
