@@ -23,6 +23,7 @@ class Problem:
     wanted: tuple[str, ...] = ()  # inputs that require grad
     cotangents: dict[str, Tensor] = field(default_factory=dict)  # by output; an output without one is unused
     producer: "Problem | None" = None  # makes the opaque input that this call consumes
+    produced: Any = None  # what the reference's producer makes of it
     blame: str = ""  # the argument that makes the call illegal
 
     @property

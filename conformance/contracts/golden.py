@@ -15,6 +15,7 @@ from torch import Tensor
 
 from conformance.contracts.base import Opaque, Problem
 from conformance.judge import Bounded, Exact, Expectation
+from moe_ref.permutation import permute
 
 Golden = dict[str, tuple[Problem, dict[str, Expectation]]]
 
@@ -100,7 +101,8 @@ def _unpermute(rows: Tensor, chosen: Tensor, shape: tuple[int, int], probs: Tens
     numbers = torch.arange(1, len(chosen) + 1, dtype=torch.float32)[:, None]
     producer = Problem("permute", {"tokens": numbers, "routing_map": chosen}, settings)
     merge = {} if probs is None else {"probs": probs}
-    return Problem("unpermute", {"rows": rows, "row_map": Opaque("row_map")}, {"restore_shape": shape, **merge}, producer=producer)
+    required = {"rows": rows, "row_map": Opaque("row_map")}
+    return Problem("unpermute", required, {"restore_shape": shape, **merge}, producer=producer, produced=permute(numbers, chosen, **settings))
 
 
 UNPERMUTE: Golden = {

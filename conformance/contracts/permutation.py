@@ -26,10 +26,19 @@ def settings_of(case: RoutingCase) -> dict[str, Any]:
     if case.capacity:
         settings["capacity"] = case.capacity
     if case.slack is not None:
-        unit = max(case.align, 1)
-        needed = sum(-(-int(n) // unit) * unit for n in routed(case).sum(0))
-        settings["num_rows"] = max(needed + case.slack * unit, 0)
+        settings["num_rows"] = max(_needed(case) + case.slack * max(case.align, 1), 0)
     return settings
+
+
+def _needed(case: RoutingCase) -> int:
+    """Rows of all segments together."""
+    unit = max(case.align, 1)
+    return sum(-(-int(n) // unit) * unit for n in routed(case).sum(0))
+
+
+def _rows(case: RoutingCase, settings: dict[str, Any]) -> int:
+    """Rows of the permuted buffer."""
+    return settings.get("num_rows", case.experts * case.capacity if case.capacity else _needed(case))
 
 
 class Permute(Contract[RoutingCase]):
@@ -50,17 +59,13 @@ class Permute(Contract[RoutingCase]):
             # what is not routed must not be read, except where a capacity fills up with unrouted tokens
             settings["probs"] = probs if case.capacity else torch.where(chosen, probs, torch.nan)
         wanted = tuple(name for name in case.grads.split("+") if name)
-        problem = Problem(self.function, {"tokens": tokens, "routing_map": routing_map(case)}, settings, {case.layout_of: case.layout}, wanted)
-        return replace(problem, cotangents=self._cotangents(case, problem)) if wanted else problem
-
-    def _cotangents(self, case: RoutingCase, problem: Problem) -> dict[str, Tensor]:
-        outputs = self._reference(problem)
-        made = {}
-        for name in ("rows", "probs"):
-            output = getattr(outputs, name)
-            if output is not None and case.unused != name and output.is_floating_point() and output.element_size() > 1:
-                made[name] = payload(case.seed, f"d_{name}", tuple(output.shape), str(output.dtype).removeprefix("torch."))
-        return made
+        cotangents = {}
+        if wanted and case.unused != "rows":
+            cotangents["rows"] = payload(case.seed, "d_rows", (_rows(case, settings), case.hidden), case.dtype)
+        if wanted and case.unused != "probs" and case.probs:
+            cotangents["probs"] = payload(case.seed, "d_probs", (_rows(case, settings),), case.probs)
+        required = {"tokens": tokens, "routing_map": routing_map(case)}
+        return Problem(self.function, required, settings, {case.layout_of: case.layout}, wanted, cotangents)
 
     @staticmethod
     def _reference(problem: Problem):
@@ -132,7 +137,8 @@ class Unpermute(Contract[RoutingCase]):
         chosen = routing_map(case)
         numbers = torch.arange(1, case.tokens + 1, dtype=torch.float32)[:, None]
         producer = Problem("permute", {"tokens": numbers, "routing_map": chosen}, settings_of(case))
-        row_map = permute(numbers, chosen, **producer.settings).row_map
+        produced = permute(numbers, chosen, **producer.settings)
+        row_map = produced.row_map
         rows = payload(case.seed, "rows", (len(row_map.token_P), case.hidden), case.dtype, case.values)
         garbage = POISONED[case.poison]
         rows[row_map.token_P == PADDING] = torch.finfo(rows.dtype).max if garbage is None else garbage
@@ -146,11 +152,10 @@ class Unpermute(Contract[RoutingCase]):
         wanted = tuple(name for name in case.grads.split("+") if name)
         cotangents = {"tokens": payload(case.seed, "d_tokens", (case.tokens, case.hidden), case.dtype)} if wanted else {}
         required = {"rows": rows, "row_map": Opaque("row_map")}
-        return Problem(self.function, required, settings, {case.layout_of: case.layout}, wanted, cotangents, producer)
+        return Problem(self.function, required, settings, {case.layout_of: case.layout}, wanted, cotangents, producer, produced)
 
     def expected(self, case: RoutingCase, problem: Problem, accumulator: str) -> dict[str, Expectation]:
-        assert problem.producer is not None
-        row_map = permute(*problem.producer.required.values(), **problem.producer.settings).row_map
+        row_map = problem.produced.row_map
         rows, probs = problem.required["rows"], problem.settings.get("probs")
         acc = accumulator_of(accumulator, rows.dtype)
         terms = max(row_map.num_experts, 1)

@@ -16,7 +16,6 @@ from conformance.judge.exact import Exact, bits
 from conformance.laws import Trial
 from conformance.registry import CONTRACTS
 from conformance.values import laid_out
-from moe_ref.permutation import permute
 
 CLEAR_ERRORS = (ValueError, TypeError, AssertionError, IndexError, NotImplementedError)
 
@@ -134,9 +133,8 @@ class Runner:
             outputs = named_outputs(result, CONTRACTS[producer.function].outputs)
         except Exception as error:
             raise Blocked(f"{producer.function} raised {type(error).__name__}: {error}") from error
-        right = permute(*producer.required.values(), **producer.settings)
         got = outputs["rows"].detach().cpu() if isinstance(outputs["rows"], Tensor) else None
-        wrong = judge("rows", Exact(right.rows), got)
+        wrong = judge("rows", Exact(problem.produced.rows), got)
         if wrong:
             raise Blocked(f"{producer.function} is wrong here: rows {wrong.message}")
         return outputs
@@ -204,9 +202,7 @@ def _fail(outcome: Outcome, finding: Finding) -> None:
 
 def _evaluate(case: Case, implementation: Implementation, device: str, outcome: Outcome) -> None:
     contract = CONTRACTS[case.function]
-    started = time.perf_counter()
     problem = contract.problem(case)
-    outcome.seconds_reference += time.perf_counter() - started
     declared = implementation.declares(case.function) if implementation.offers(case.function) else {}
     refusal = _refusal(case, problem, implementation, declared)
     if refusal:
@@ -219,8 +215,8 @@ def _evaluate(case: Case, implementation: Implementation, device: str, outcome: 
     started = time.perf_counter()
     expected = contract.golden[case.golden][1] if case.golden else contract.expected(case, problem, declared["accumulator"])
     expected = {name: x for name, x in expected.items() if name not in declared.get("omits", ())}
-    before = _digest(expected)
     outcome.seconds_reference += time.perf_counter() - started
+    before = _digest(expected)
     outputs = _guarded(runner, problem)
     if _digest(expected) != before:
         raise Misbehaved("memory", "memory", "overwrote memory that belongs to the test")
@@ -231,7 +227,7 @@ def _evaluate(case: Case, implementation: Implementation, device: str, outcome: 
             _fail(outcome, replace(finding, message=told) if told else finding)
             return
     if case.law and contract.laws[case.law].applies(case):
-        trial = _trial(case, contract, problem, expected, outputs, runner, declared, device, implementation)
+        trial = _trial(case, contract, problem, expected, outputs, runner, declared, implementation)
         finding = _judged_law(contract.laws[case.law], trial)
         if finding:
             _fail(outcome, finding)
@@ -320,11 +316,11 @@ def device_is_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("CUDA error" in text or "device-side assert" in text)
 
 
-def _trial(case, contract: Contract[Any], problem, expected, outputs, runner: Runner, declared, device: str, implementation: Implementation) -> Trial:
+def _trial(case, contract: Contract[Any], problem, expected, outputs, runner: Runner, declared, implementation: Implementation) -> Trial:
     extras: dict[str, Any] = {"placed": runner.placed, "accepted": [name for name in contract.optional if not implementation.lacks(case.function, {name: 0})]}
     if problem.producer:
-        extras["reference_row_map"] = permute(*problem.producer.required.values(), **problem.producer.settings).row_map
-    return Trial(case, contract, problem, expected, outputs, runner.run, declared, device, extras)
+        extras["reference_row_map"] = problem.produced.row_map
+    return Trial(case, contract, problem, expected, outputs, runner.run, declared, runner.outcome, extras)
 
 
 def _digest(expected: dict[str, Any]) -> int:

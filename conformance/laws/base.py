@@ -1,5 +1,6 @@
 """What a law sees, and what it is."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,11 +26,15 @@ class Trial:
     first: Outputs  # what the first run returned, on the CPU
     run: Callable[..., Outputs]  # run(problem, **how) -> outputs of another run
     declared: dict[str, Any]
-    device: str = "cpu"
+    cost: Any  # where the time that the reference takes is added up
     extras: dict[str, Any] = field(default_factory=dict)  # what the first run left for a law: its placed inputs
 
-    def reference(self, problem: Problem) -> dict[str, Expectation]:
-        return self.contract.expected(self.case, problem, self.declared["accumulator"])
+    def reference(self, problem: Problem, case: Any = None) -> dict[str, Expectation]:
+        """The right outputs of another problem, of this case or of another one."""
+        started = time.perf_counter()
+        expected = self.contract.expected(case or self.case, problem, self.declared["accumulator"])
+        self.cost.seconds_reference += time.perf_counter() - started
+        return expected
 
     def judged(self, law: str, expected: dict[str, Expectation], outputs: Outputs) -> Finding | None:
         """The first output that is not as expected."""

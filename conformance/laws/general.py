@@ -18,8 +18,8 @@ def _history(trial: Trial) -> Finding | None:
     if lacking:
         plainer: dict[str, Any] = {FIELD_OF.get(name, name): type(other).__dataclass_fields__[FIELD_OF.get(name, name)].default for name in lacking}
         problem = trial.contract.problem(replace(other, **plainer))
-    expected = trial.contract.expected(other, problem, trial.declared["accumulator"])
-    return trial.judged("history", expected, trial.run(problem))
+    finding = trial.judged("history", trial.reference(problem, other), trial.run(problem))
+    return replace(finding, message=f"after another case it {finding.message}") if finding else None
 
 
 def _determinism(trial: Trial) -> Finding | None:

@@ -52,11 +52,11 @@ class Planted:
 
 def _int32_view(x: Tensor) -> Tensor:
     """What a kernel reads that computes row · stride + column · stride in 32 bits: the wrapped address, or nothing useful."""
-    offsets = sum(
-        torch.arange(n).mul(s).reshape([-1 if d == i else 1 for d in range(x.dim())]) for i, (n, s) in enumerate(zip(x.shape, x.stride(), strict=True))
-    )
-    wrapped = (torch.as_tensor(offsets) + 2**31) % 2**32 - 2**31
-    if x.numel() == 0 or torch.equal(wrapped, torch.as_tensor(offsets)):
+    offsets = torch.zeros((), dtype=torch.int64)
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        offsets = offsets + (torch.arange(size) * stride).reshape([size if d == dim else 1 for d in range(x.dim())])
+    wrapped = (offsets + 2**31) % 2**32 - 2**31
+    if x.numel() == 0 or torch.equal(wrapped, offsets):
         return x
     raw = x.detach().view(torch.uint8) if x.element_size() == 1 else x.detach()
     length = raw.untyped_storage().nbytes() // raw.element_size()

@@ -4,6 +4,8 @@ The far tensors are strided views of a few rows whose storage is almost all unma
 are allocated by the implementation and cannot be made far without the memory; on a GPU one case has it.
 """
 
+from typing import Any
+
 from conformance.case import Case
 from conformance.contracts.chunks import ChunksCase
 from conformance.contracts.routing import RoutingCase
@@ -38,12 +40,12 @@ def far_cases(function: str, space: Space) -> list[Case]:
 
 def _far(function: str, name: str, layout: str, with_probs: bool) -> Case:
     """Three rows, in the narrowest dtype that the input may have."""
-    common = {"function": function, "layout": layout, "layout_of": name}
+    common: dict[str, Any] = {"function": function, "layout": layout, "layout_of": name}
     if function == "indices_to_multihot":
         return IndicesCase(**common, tokens=3, topk=2, experts=4, dtype="bfloat16", index_dtype="int16", grads="probs")
     main = {"permute": "tokens", "unpermute": "rows", "sort_chunks": "rows"}.get(function, "probs")
     grads = "+".join([main, *(["probs"] if with_probs and main != "probs" else [])])
-    floating: dict[str, str] = {"dtype": "bfloat16", "grads": "" if name == "tokens" else grads}
+    floating: dict[str, Any] = {"dtype": "bfloat16", "grads": "" if name == "tokens" else grads}
     if function in ("permute", "unpermute", "sort_chunks"):
         floating["probs"] = "bfloat16" if with_probs else ""
     if function == "sort_chunks":

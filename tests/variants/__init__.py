@@ -1,0 +1,3 @@
+"""Honest implementations: right, but not like the others. The suite must accept every one of them."""
+
+HONEST = ("moe_ref", "moe_fast", "tests.variants.small_blocks", "tests.variants.large_blocks", "tests.variants.descending_sums")
