@@ -33,9 +33,8 @@ def main() -> int:
         seconds = time.monotonic() - started
         total = sum(counts.values())
         shown = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-        print(
-            f"{implementation}: {len(wrong)} rejected of {total} cases, {options.seeds} seeds, {seconds:.0f} s ({total / seconds:.0f} a second), {kernels} kernels; {shown}"
-        )
+        rate = f"{options.seeds} seeds, {seconds:.0f} s ({total / seconds:.0f} a second), {kernels} kernels"
+        print(f"{implementation}: {len(wrong)} rejected of {total} cases, {rate}; {shown}", flush=True)
         for text in wrong[:3]:
             print(f"    {text}")
         rejected += len(wrong)

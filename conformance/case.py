@@ -68,9 +68,10 @@ def case_from(record: Any) -> Case:
     schema = rest.pop("schema", SCHEMA)
     if schema != SCHEMA:
         raise CaseError(f"schema is {schema!r}; this version reads {SCHEMA}")
-    cls = Case.family.get(rest.get("function", ""))
+    function = rest.get("function")
+    cls = Case.family.get(function) if isinstance(function, str) else None
     if cls is None:
-        raise CaseError(f"function is {rest.get('function')!r}; known are {', '.join(sorted(Case.family))}")
+        raise CaseError(f"function is {function!r}; known are {', '.join(sorted(Case.family))}")
     known = {field.name: field for field in fields(cls)}
     for name, value in rest.items():
         if name not in known:
@@ -83,14 +84,14 @@ def case_from(record: Any) -> Case:
 
 
 def _decoded(name: str, value: Any, field: Any) -> Any:
-    """`value` as the field's type, which its default shows."""
+    """`value` as the field's type, which its default shows, or, where that is None, its annotation."""
     example = "" if field.default is MISSING else field.default
-    if isinstance(example, tuple) or (example is None and isinstance(value, list)):
+    if example is None:
+        example = () if "tuple" in str(field.type) else 0
+    if isinstance(example, tuple):
         if not (isinstance(value, list) and all(type(item) is int for item in value)):
             raise CaseError(f"{name} is {value!r}; it must be a list of integers")
         return tuple(value)
-    if example is None and type(value) is int:
-        return value
     if type(value) is not type(example):
         raise CaseError(f"{name} is {value!r}; it must be of type {type(example).__name__}")
     return value

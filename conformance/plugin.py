@@ -21,7 +21,7 @@ OPTIONS = (
     ("--device", {"default": "auto", "choices": ("auto", "cpu", "cuda"), "help": "where to run the implementation"}),
     ("--run-seed", {"type": int, "default": 0, "help": "seed of the drawn cases"}),
     ("--jobs", {"type": int, "default": 0, "help": "child processes of one worker (default: 2 on a CPU, 6 on a GPU, 1 under xdist)"}),
-    ("--case-seconds", {"type": float, "default": 20.0, "help": "a case that takes longer hangs"}),
+    ("--case-seconds", {"type": float, "default": 60.0, "help": "a case that takes longer hangs"}),
     ("--corpus", {"default": ".moe-conformance", "help": "folder of kept cases: run first, and where failing cases are saved"}),
     ("--waivers", {"default": "", "help": "TOML file of known differences"}),
     ("--baseline", {"default": "", "help": "an earlier JSON report; what it had must not get worse"}),

@@ -33,7 +33,7 @@ class Options:
     jobs: int = 1
     corpus: str = str(corpus.DEFAULT)
     waivers: str = ""
-    case_seconds: float = 20.0
+    case_seconds: float = 60.0
     search: tuple[str, ...] = ()
 
     @property

@@ -21,7 +21,8 @@ from conformance.execute.child import Settings, serve
 from conformance.execute.evaluate import Outcome
 from conformance.interface import UsageError
 
-CASE_SECONDS = 20.0  # a case that takes longer hangs
+CASE_SECONDS = 60.0  # a case that takes longer hangs
+PATIENCE = 10  # after one hang, a case hangs that takes so many times as long as the slowest before
 START_SECONDS = 180.0  # import of the implementation
 COMPILE_SECONDS = 60.0  # added on a GPU, where a case may wait for compilers
 
@@ -35,6 +36,7 @@ class Child:
     log_path: str
     ready: bool = False
     case: Case | None = None
+    started: float = 0.0
     deadline: float = 0.0
 
 
@@ -44,6 +46,7 @@ class Pool:
     def __init__(self, settings: Settings, jobs: int = 1, case_seconds: float = CASE_SECONDS) -> None:
         self.settings, self.jobs, self.case_seconds = settings, jobs, case_seconds
         self.description: dict[str, Any] = {}
+        self._slowest, self._hung = 0.0, False
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torch.fx.experimental.symbolic_shapes", "conformance.execute.child"])
         self._folder = tempfile.TemporaryDirectory(prefix="moe-conformance-")
@@ -153,7 +156,8 @@ class Pool:
             self._send(child, case)
 
     def _send(self, child: Child, case: Case) -> None:
-        child.case, child.deadline = case, time.monotonic() + self.case_seconds
+        child.case, child.started = case, time.monotonic()
+        child.deadline = child.started + self._allowed()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died between two cases; the next look sees it
             child.pipe.send(case)
 
@@ -167,13 +171,20 @@ class Pool:
         """What became of the child's case; None while it runs."""
         try:
             if child.pipe.poll():
-                return Outcome(**child.pipe.recv()[1])
+                outcome = Outcome(**child.pipe.recv()[1])
+                self._slowest = max(self._slowest, time.monotonic() - child.started)
+                return outcome
         except (EOFError, ConnectionResetError):
             child.process.join(5)
             return Outcome("CRASH", reason=_manner(child))
         if time.monotonic() > child.deadline:
-            return Outcome("HANG", reason=f"no answer within {self.case_seconds:.0f} s")
+            self._hung = True
+            return Outcome("HANG", reason=f"no answer within {child.deadline - child.started:.0f} s")
         return None
+
+    def _allowed(self) -> float:
+        """Seconds for a case. An implementation that has hung once will again: waiting as long each time would take hours."""
+        return min(self.case_seconds, max(PATIENCE * self._slowest, 2.0)) if self._hung else self.case_seconds
 
     def _end(self, child: Child) -> None:
         child.process.kill()

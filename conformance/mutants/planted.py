@@ -61,7 +61,7 @@ def _int32_view(x: Tensor) -> Tensor:
     raw = x.detach().view(torch.uint8) if x.element_size() == 1 else x.detach()
     length = raw.untyped_storage().nbytes() // raw.element_size()
     flat = raw.as_strided((length,), (1,), 0)
-    address = (wrapped + x.storage_offset()).to(x.device)
+    address = wrapped.add(x.storage_offset()).to(x.device)
     inside = (address >= 0) & (address < length)
     out = torch.where(inside, flat[torch.where(inside, address, 0)], torch.zeros((), dtype=raw.dtype, device=x.device))
     return out.view(x.dtype).requires_grad_(x.requires_grad)

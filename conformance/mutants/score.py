@@ -20,7 +20,7 @@ from conformance.profiles import PROFILES
 from conformance.registry import CONTRACTS
 from conformance.strategies.space import Space
 
-CASE_SECONDS = 15.0
+CASE_SECONDS = 30.0
 SOUND = 60  # cases of each function that the implementation must pass without a mutant
 AFTER_A_CRASH = 60  # cases that are still tried after a crash, in search of a value that is wrong
 

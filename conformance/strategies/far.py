@@ -16,12 +16,12 @@ ROUTING = (0b101, 0b010, 0b111)
 INPUTS = {
     "permute": ("tokens", "routing_map", "probs", "d_rows", "d_probs"),
     "unpermute": ("rows", "probs", "d_tokens"),
-    "sort_chunks": ("rows", "probs", "d_rows", "d_probs"),
+    "sort_chunks": ("rows", "chunk_sizes", "order", "probs", "d_rows", "d_probs"),
     "pad_routing_map": ("routing_map",),
     "indices_to_multihot": ("indices", "probs", "d_probs"),
     "multihot_to_indices": ("routing_map", "probs", "d_probs"),
 }
-VECTORS = {("permute", "d_probs"), ("sort_chunks", "probs"), ("sort_chunks", "d_probs")}  # one dimension: rows only
+VECTORS = {("permute", "d_probs"), *(("sort_chunks", name) for name in ("chunk_sizes", "order", "probs", "d_probs"))}  # one dimension: rows only
 
 
 def far_cases(function: str, space: Space) -> list[Case]:
@@ -49,7 +49,7 @@ def _far(function: str, name: str, layout: str, with_probs: bool) -> Case:
     if function in ("permute", "unpermute", "sort_chunks"):
         floating["probs"] = "bfloat16" if with_probs else ""
     if function == "sort_chunks":
-        return ChunksCase(**common, **floating, sizes=(1, 2), order=(1, 0), hidden=3)
+        return ChunksCase(**common, **floating, sizes=(1, 2), order=(1, 0), hidden=3, index_dtype="int32")
     if function == "pad_routing_map":
         return RoutingCase(**common, tokens=3, experts=3, routing=ROUTING, align=2)
     return RoutingCase(**common, **floating, tokens=3, experts=3, hidden=3, topk=3 if function == "multihot_to_indices" else 1, routing=ROUTING)

@@ -57,7 +57,7 @@ def shapes(space: Space) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @st.composite
-def room(draw: st.DrawFn, space: Space, function: str, tokens: int) -> dict[str, Any]:
+def room(draw: st.DrawFn, space: Space, tokens: int, experts: int) -> dict[str, Any]:
     """How the permuted buffer is sized: as needed, aligned, by capacity, or by a number of rows."""
     owner = "permute"  # unpermute's rows are sized by its producer
     offers = [name for name in ("align", "capacity", "num_rows") if space.accepts(owner, name)]
@@ -68,7 +68,7 @@ def room(draw: st.DrawFn, space: Space, function: str, tokens: int) -> dict[str,
     if "num_rows" in mode:
         out["slack"] = draw(st.integers(-4, 4))
     if mode == "capacity":
-        out["capacity"] = draw(st.integers(1, min(tokens + 3, 40)))
+        out["capacity"] = draw(st.integers(1, max(min(tokens + 3, 40, 200 // experts), 1)))
     return out
 
 
@@ -86,7 +86,7 @@ def permutation_cases(draw: st.DrawFn, space: Space, function: str, main: str) -
     case = RoutingCase(
         function=function,
         **shape,
-        **draw(room(space, function, shape["tokens"])),
+        **draw(room(space, shape["tokens"], shape["experts"])),
         dtype=dtype,
         probs=probs,
         zero_probs=bool(probs) and draw(st.booleans()),
