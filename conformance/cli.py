@@ -146,7 +146,7 @@ def minimize(options: argparse.Namespace) -> int:
         if outcome.status not in FAILING:
             print(f"{case.function} {case.id}: {outcome.status} {outcome.reason}; there is nothing to minimize")
             return 0
-        found = reduce(case, outcome, session.pool.run_alone, seconds=120)
+        found = reduce(case, outcome, session.attempt, seconds=120)
         from conformance import corpus
 
         path = corpus.save(Path(options.corpus), found.case, {"implementation": options.impl, "status": found.outcome.status, "finding": found.outcome.finding})

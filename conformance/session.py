@@ -126,8 +126,7 @@ class Session:
             self.known.add(failure_key(case, outcome))
         attempts, smallest = 0, False
         if outcome.status not in ("FLAKY", "ERROR", "OOM"):
-            fresh = case.law == "history"
-            found = reduce(case, outcome, lambda c: self._attempt(c, fresh), self.profile.reduce_seconds)
+            found = reduce(case, outcome, self.attempt, self.profile.reduce_seconds)
             again = self._attempt(found.case, fresh=True)
             if failure_key(found.case, again) == failure_key(case, outcome):
                 case, outcome = found.case, again
@@ -149,7 +148,11 @@ class Session:
         flaky = replace(outcome, status="FLAKY", reason="failed once and passed when it was run again")
         return case, flaky
 
-    def _attempt(self, case: Case, fresh: bool = False) -> Outcome:
+    def attempt(self, case: Case) -> Outcome:
+        """One try of a reduction: in a process that is there already, unless what ran before matters."""
+        return self._attempt(case, fresh=case.law == "history")
+
+    def _attempt(self, case: Case, fresh: bool) -> Outcome:
         outcome = self.pool.run_alone(case) if fresh else next(iter(list(self.pool.run([case]))))[1]
         self._record("request", case, outcome)
         return outcome

@@ -22,7 +22,7 @@ from conformance.interface import UsageError
 from conformance.registry import CONTRACTS
 
 REQUIRED = ("function", "owner", "reason", "expires")
-OPTIONAL = ("check", "output", "where")
+OPTIONAL = ("check", "output", "message", "where")
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,12 @@ class Waiver:
     expires: datetime.date
     check: str = ""
     output: str = ""
+    message: str = ""
     where: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        return " ".join(filter(None, (self.function, self.output, self.check, str(self.where or "")))) + f" ({self.owner})"
+        return " ".join(filter(None, (self.function, self.output, self.check, self.message, str(self.where or "")))) + f" ({self.owner})"
 
     def covers(self, case: Case, outcome: Outcome) -> bool:
         finding = outcome.finding or {}
@@ -47,8 +48,14 @@ class Waiver:
             case.function == self.function
             and self.check in ("", finding.get("check"), outcome.status)
             and self.output in ("", finding.get("output"))
-            and all(getattr(case, name, None) == value for name, value in self.where.items())
+            and self.message in (finding.get("message") or outcome.reason)
+            and all(_plain(getattr(case, name, None)) == value for name, value in self.where.items())
         )
+
+
+def _plain(value: Any) -> Any:
+    """A field as TOML can write it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def read_waivers(path: Path, today: datetime.date) -> list[Waiver]:

@@ -63,7 +63,7 @@ def is_count(value: object) -> bool:
 
 
 def check_map(routing_map: Tensor) -> None:
-    """A routing map is [T,E], bool or integer (non-zero means routed), with 1 to MAX_EXPERTS experts."""
+    """A routing map is [T,E], bool or integers 0 and 1 (other values are not checked), with 1 to MAX_EXPERTS experts."""
     require(routing_map.dim() == 2, "routing_map", f"of shape {tuple(routing_map.shape)}", "[tokens, experts]")
     kind = not (routing_map.is_floating_point() or routing_map.is_complex())
     require(kind, "routing_map", f"of dtype {routing_map.dtype}", "bool or integer")

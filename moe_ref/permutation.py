@@ -81,7 +81,7 @@ def permute(
 
     Args:
         tokens_TH: any dtype; copied bit by bit.
-        routing_map_TE: bool, or integers of which the non-zero ones mean routed.
+        routing_map_TE: bool, or integers 0 and 1.
         probs: [T,E] floating point, or None. A routed token whose probability is 0 is copied like any other.
         align: rows; a positive integer or None. Not together with `capacity`.
         capacity: rows; a positive integer or None. Not together with `num_rows`.

@@ -22,7 +22,7 @@ def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
     the multiple was not reached. The caller's map is not touched.
 
     Args:
-        routing_map_TE: bool, or integers of which the non-zero ones mean routed.
+        routing_map_TE: bool, or integers 0 and 1.
         align: rows; a positive integer.
 
     Raises:
@@ -87,7 +87,7 @@ def multihot_to_indices(routing_map_TE: Tensor, probs_TE: Tensor, *, topk: int) 
     Experts past the K-th are left out, and `overflow` says that there were some.
 
     Args:
-        routing_map_TE: bool, or integers of which the non-zero ones mean routed.
+        routing_map_TE: bool, or integers 0 and 1.
         probs_TE: floating point; entries that are not listed are never read and get gradient 0.
         topk: K, slots; a positive integer, possibly more than E.
 

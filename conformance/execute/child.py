@@ -30,13 +30,14 @@ class Settings:
 
     implementation: str
     device: str = "auto"  # auto, cpu or cuda
-    search: tuple[str, ...] = ()  # folders put in front of the import path: the working directory, a mutant's copy
+    search: tuple[str, ...] = ()  # folders put in front of the import path, such as a mutant's copy; the working directory comes last
 
 
 def serve(connection: Connection, settings: Settings, log_path: str) -> None:
     """Answer requests until the parent hangs up."""
     _redirect_output(log_path)
     sys.path[:0] = settings.search
+    sys.path.append(os.getcwd())
     poison.install()
     torch.set_num_threads(1)
     try:

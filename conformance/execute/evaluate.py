@@ -37,6 +37,10 @@ class Blocked(Exception):
     """The producer of an opaque input is wrong, so nothing can be said of its consumer."""
 
 
+class Inapplicable(Exception):
+    """A law asks for a call that the implementation does not offer."""
+
+
 class Misbehaved(Exception):
     """The call itself was wrong, before any value could be judged."""
 
@@ -54,6 +58,7 @@ class Runner:
     poison: str
     outcome: Outcome
     placed: dict[str, Tensor] = field(default_factory=dict)
+    changed: str = ""  # an input that the last run changed
 
     def run(
         self,
@@ -98,9 +103,8 @@ class Runner:
         self.outcome.evaluations += 1
         if memory.overrun():
             raise Misbehaved("memory", "memory", "wrote outside the memory it had allocated")
-        for name, master in (replay or problem).tensors.items():
-            if (bits(master) != bits(placed[name].detach().cpu())).any():
-                raise Misbehaved(name, "input", f"changed its input {name}")
+        masters = (replay or problem).tensors
+        self.changed = next((name for name, x in masters.items() if (bits(x) != bits(placed[name].detach().cpu())).any()), "")
         return {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in outputs.items()}
 
     def _place(self, problem: Problem, storage: dict[str, Tensor] | None) -> dict[str, Tensor]:
@@ -218,6 +222,7 @@ def _evaluate(case: Case, implementation: Implementation, device: str, outcome: 
     outcome.seconds_reference += time.perf_counter() - started
     before = _digest(expected)
     outputs = _guarded(runner, problem)
+    changed = runner.changed
     if _digest(expected) != before:
         raise Misbehaved("memory", "memory", "overwrote memory that belongs to the test")
     for name, expectation in expected.items():
@@ -226,6 +231,8 @@ def _evaluate(case: Case, implementation: Implementation, device: str, outcome: 
             told = contract.explain(problem, name, finding.index, outputs[name]) if finding.index else None
             _fail(outcome, replace(finding, message=told) if told else finding)
             return
+    if changed:
+        raise Misbehaved(changed, "input", f"changed its input {changed}")
     if case.law and contract.laws[case.law].applies(case):
         trial = _trial(case, contract, problem, expected, outputs, runner, declared, implementation)
         finding = _judged_law(contract.laws[case.law], trial)
@@ -284,12 +291,15 @@ def _guarded(runner: Runner, problem: Problem) -> dict[str, Any]:
     except Exception as error:
         if device_is_lost(error):
             raise
-        raise Misbehaved("call", "error", f"raised {type(error).__name__} on a legal call: {_short(error)}") from error
+        name = type(error).__name__
+        raise Misbehaved("call", f"raises {name}", f"raised {name} on a legal call: {_short(error)}") from error
 
 
 def _judged_law(law: Any, trial: Trial) -> Finding | None:
     try:
         return law.check(trial)
+    except Inapplicable:
+        return None
     except Misbehaved as wrong:
         return replace(wrong.finding, check=law.name)
     except (Blocked, torch.OutOfMemoryError, MemoryError):
@@ -317,10 +327,16 @@ def device_is_lost(error: BaseException) -> bool:
 
 
 def _trial(case, contract: Contract[Any], problem, expected, outputs, runner: Runner, declared, implementation: Implementation) -> Trial:
-    extras: dict[str, Any] = {"placed": runner.placed, "accepted": [name for name in contract.optional if not implementation.lacks(case.function, {name: 0})]}
+    extras: dict[str, Any] = {"placed": runner.placed, "refusal": lambda other: _refusal(case, other, implementation, declared)}
     if problem.producer:
         extras["reference_row_map"] = problem.produced.row_map
-    return Trial(case, contract, problem, expected, outputs, runner.run, declared, runner.outcome, extras)
+
+    def run(other: Problem, **how: Any) -> dict[str, Any]:
+        if _refusal(case, other, implementation, declared):
+            raise Inapplicable
+        return runner.run(other, **how)
+
+    return Trial(case, contract, problem, expected, outputs, run, declared, runner.outcome, extras)
 
 
 def _digest(expected: dict[str, Any]) -> int:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -112,8 +112,7 @@ class Pool:
         self._started += 1
         here, there = self._context.Pipe()
         log_path = os.path.join(self._folder.name, f"child{self._started}.log")
-        settings = replace(self.settings, search=(*self.settings.search, os.getcwd()))
-        process = self._context.Process(target=serve, args=(there, settings, log_path), daemon=True)
+        process = self._context.Process(target=serve, args=(there, self.settings, log_path), daemon=True)
         with _plain_main():
             process.start()
         there.close()
@@ -184,7 +183,7 @@ class Pool:
 
     def _allowed(self) -> float:
         """Seconds for a case. An implementation that has hung once will again: waiting as long each time would take hours."""
-        return min(self.case_seconds, max(PATIENCE * self._slowest, 2.0)) if self._hung else self.case_seconds
+        return min(self.case_seconds, max(PATIENCE * self._slowest, 0.5)) if self._hung else self.case_seconds
 
     def _end(self, child: Child) -> None:
         child.process.kill()

@@ -20,7 +20,7 @@ class Finding:
     """One way in which an implementation differs."""
 
     output: str  # the output, gradient or law that is wrong
-    check: str  # exact, bound, shape, dtype, missing, error, gradient, input, memory or a law's name
+    check: str  # exact, bound, shape, dtype, missing, signature, error, raises …, input, memory or a law's name
     message: str
     index: tuple[int, ...] = ()  # the first wrong element
 

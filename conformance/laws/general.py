@@ -1,25 +1,20 @@
 """Laws of every function: what ran before, what fresh memory held, and who wrote the inputs do not matter."""
 
 from dataclasses import replace
-from typing import Any
 
 from conformance.contracts.base import Problem
 from conformance.judge import Finding
 from conformance.laws.base import Law, Trial, upside_down
 
-FIELD_OF = {"num_rows": "slack"}  # settings whose field of a case has another name
-
 
 def _history(trial: Trial) -> Finding | None:
-    """Another case, with other settings and sizes, right after this one."""
-    other = trial.contract.neighbour(trial.case)
-    problem = trial.contract.problem(other)
-    lacking = [name for name in problem.settings if name in trial.contract.optional and name not in trial.extras["accepted"]]
-    if lacking:
-        plainer: dict[str, Any] = {FIELD_OF.get(name, name): type(other).__dataclass_fields__[FIELD_OF.get(name, name)].default for name in lacking}
-        problem = trial.contract.problem(replace(other, **plainer))
-    finding = trial.judged("history", trial.reference(problem, other), trial.run(problem))
-    return replace(finding, message=f"after another case it {finding.message}") if finding else None
+    """Another case right after this one: other settings and sizes, or this one's where those are not supported."""
+    for other in (trial.contract.neighbour(trial.case), replace(trial.case, law="", seed=trial.case.seed + 1)):
+        problem = trial.contract.problem(other)
+        if not trial.extras["refusal"](problem):
+            finding = trial.judged("history", trial.reference(problem, other), trial.run(problem))
+            return replace(finding, message=f"after another case it {finding.message}") if finding else None
+    return None
 
 
 def _determinism(trial: Trial) -> Finding | None:

@@ -1,0 +1,91 @@
+"""The adapters: what they say of a real package is what the package does, and the template works as it stands."""
+
+import datetime
+import importlib
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from conformance import corpus
+from conformance.execute.child import Settings
+from conformance.execute.pool import Pool
+from conformance.plan import cases_of, sections
+from conformance.profiles import PROFILES
+from conformance.strategies.space import Space
+from conformance.waivers import read_waivers
+from moe_ref.config import PaddedMap
+
+PEERS = Path(corpus.__file__).parents[1] / "peers"
+NOTHING_WRONG = ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")
+needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed: pip install --no-deps megatron-core==0.16.1")
+
+
+class CopiedMap:
+    """megatron-core's pad_routing_map on a copy, so that its values can be seen behind its writing into the caller's map."""
+
+    @staticmethod
+    def declares(function):
+        return importlib.import_module("conformance.peers.megatron").declares(function)
+
+    @staticmethod
+    def pad_routing_map(routing_map, *, align) -> PaddedMap:
+        return importlib.import_module("conformance.peers.megatron").pad_routing_map(routing_map.clone(), align=align)
+
+
+def judged(implementation: str):
+    """What is offered, and every case of the gate with its outcome."""
+    profile = PROFILES["gate"]
+    with Pool(Settings(implementation, search=(str(Path(__file__).parent),))) as pool:
+        known = pool.start()
+        offered = [s for s in sections(profile) if s.function and known["functions"][s.function]["offered"]]
+        cases = [case for section in offered for case in cases_of(section, profile, Space.of(known), 0, [])]
+        return known["functions"], list(pool.run(cases))
+
+
+@pytest.fixture(scope="module")
+def megatron():
+    return judged("conformance.peers.megatron")
+
+
+@needs_megatron
+def test_megatron_offers_the_settings_that_the_package_has_words_for(megatron):
+    functions = megatron[0]
+    assert [name for name, known in functions.items() if known["offered"]] == ["permute", "unpermute", "sort_chunks", "pad_routing_map"]
+    assert {name: known["without"] for name, known in functions.items() if known["offered"] and known["without"]} == {"permute": ["align", "num_rows"]}
+
+
+@needs_megatron
+def test_every_disagreement_with_megatron_is_a_known_one(megatron):
+    waivers = read_waivers(PEERS / "megatron.waivers.toml", datetime.date.today())
+    wrong = [(case, outcome) for case, outcome in megatron[1] if outcome.status not in NOTHING_WRONG]
+    new = [f"{case.text} {outcome}" for case, outcome in wrong if not any(waiver.covers(case, outcome) for waiver in waivers)]
+    assert not new
+    assert all(any(waiver.covers(case, outcome) for case, outcome in wrong) for waiver in waivers)
+
+
+@needs_megatron
+def test_megatron_pads_a_copied_map_right_and_only_keeps_quiet_when_it_falls_short():
+    outcomes = judged("test_peers:CopiedMap")[1]
+    wrong = [outcome for _, outcome in outcomes if outcome.status not in NOTHING_WRONG]
+    assert {outcome.finding["output"] for outcome in wrong} == {"unreached"}
+    assert sum(outcome.status == "PASS" for _, outcome in outcomes) > len(wrong)
+
+
+def test_a_missing_package_is_one_sentence_that_says_what_to_install(monkeypatch):
+    def absent(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    monkeypatch.delitem(sys.modules, "conformance.peers.megatron", raising=False)
+    with pytest.raises(ImportError, match=r"pip install --no-deps megatron-core==0\.16\.1"):
+        importlib.import_module("conformance.peers.megatron")
+
+
+def test_the_template_is_conformant_as_it_stands():
+    functions, outcomes = judged("conformance.peers.template")
+    assert [name for name, known in functions.items() if known["offered"]] == ["permute"]
+    assert not [f"{case.text} {outcome}" for case, outcome in outcomes if outcome.status not in NOTHING_WRONG]
+    assert sum(outcome.status == "PASS" for _, outcome in outcomes) >= PROFILES["gate"].minimum("permute")
