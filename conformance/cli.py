@@ -81,7 +81,8 @@ def run(options: argparse.Namespace) -> int:
     catcher = _Catcher()
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     # no plugins or configuration of the user's, no cache, no output of pytest's own
-    quiet = ["-c", os.devnull, f"--rootdir={Path(plugin.__file__).parent}", "-p", "no:cacheprovider", "-p", "no:terminal", "--capture=no", "-p", "conformance.plugin"]
+    quiet = ["-c", os.devnull, f"--rootdir={Path(plugin.__file__).parent}", "--capture=no"]
+    quiet += ["-p", "no:cacheprovider", "-p", "no:terminal", "-p", "conformance.plugin"]
     code = pytest.main([*quiet, *flags, str(Path(plugin.__file__).with_name("test_conformance.py"))], plugins=[catcher])
     if catcher.ended_early:
         return USAGE

@@ -276,7 +276,11 @@ def _must_raise(runner: Runner, problem: Problem, outcome: Outcome) -> None:
     except CLEAR_ERRORS:
         outcome.evaluations += 1
         return
-    except RuntimeError as error:
+    except (Misbehaved, Blocked, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if device_is_lost(error):
+            raise
         message = f"raised {type(error).__name__} from inside ({_short(error)}); an illegal {problem.blame} must raise ValueError"
         raise Misbehaved(problem.blame, "error", message) from error
     raise Misbehaved(problem.blame, "error", f"accepted an illegal {problem.blame}; it must raise ValueError, or be declared unchecked")

@@ -1,0 +1,215 @@
+"""The same six functions a second time: plain loops over tokens, experts and slots, one row or number at a time.
+
+A second opinion on `permutation` and `routing_map`, with which it shares no code: here a row's place is found by counting,
+there by index tensors. What the functions mean is written there. These take the same arguments and return the same results,
+but
+
+- validate nothing: give them legal calls;
+- move bits and take forward sums as the reference does, but leave every gradient to autograd, which adds in the storage
+  dtype: ask for gradients in float64;
+- cost a tensor operation a row or number, so they are for small sizes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_ref.config import Indices, Multihot, PaddedMap, Permuted, SortedChunks
+
+Cell = tuple[int, int]  # (token, expert)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Which cell of the routing map each permuted row holds; None for a row of zeros."""
+
+    cells: tuple[Cell | None, ...]
+    num_tokens: int
+
+
+def permute(
+    tokens_TH: Tensor,
+    routing_map_TE: Tensor,
+    *,
+    probs: Tensor | None = None,
+    align: int | None = None,
+    capacity: int | None = None,
+    num_rows: int | None = None,
+) -> Permuted:
+    """Write the rows down one after the other, expert by expert, then cut or extend the list to `num_rows`.
+
+    for e in experts:
+        for t in tokens:
+            if routing_map[t, e]: write (t, e)
+        write zeros until the segment is long enough
+    """
+    wanted = routing_map_TE.tolist()
+    num_tokens, num_experts = routing_map_TE.shape
+    cells: list[Cell | None] = []
+    owner: list[int] = []  # the expert whose segment a row stands in, zeros included
+    padding_before = []
+    for e in range(num_experts):
+        padding_before.append(cells.count(None))
+        segment = _segment([bool(wanted[t][e]) for t in range(num_tokens)], e, align, capacity)
+        cells += segment
+        owner += [e] * len(segment)
+    if num_rows is not None:
+        cells, owner = (cells + [None] * num_rows)[:num_rows], owner[:num_rows]
+
+    hidden, written = tokens_TH.shape[1], set(cells)
+    zeros_H = tokens_TH.new_zeros(hidden)
+    rows = [zeros_H if cell is None else tokens_TH[cell[0]] for cell in cells]
+    lost = any(wanted[t][e] and (t, e) not in written for t in range(num_tokens) for e in range(num_experts))
+    return Permuted(
+        rows=_stack(rows, (len(cells), hidden), tokens_TH),
+        probs=None if probs is None else _stack([probs.new_zeros(()) if cell is None else probs[cell] for cell in cells], (len(cells),), probs),
+        row_map=Table(tuple(cells), num_tokens),
+        tokens_per_expert=_integers([owner.count(e) for e in range(num_experts)], tokens_TH),
+        pad_offsets=None if align is None else _integers(padding_before, tokens_TH),
+        overflow=torch.tensor(lost, device=tokens_TH.device),
+    )
+
+
+def _segment(wanted: list[bool], e: int, align: int | None, capacity: int | None) -> list[Cell | None]:
+    """The rows of expert e: its tokens; with `capacity` at most that many, then others until it is full; then zeros."""
+    cells: list[Cell | None] = []
+    for t, routed in enumerate(wanted):
+        if routed and len(cells) != capacity:
+            cells.append((t, e))
+    if capacity is not None:
+        for t, routed in enumerate(wanted):
+            if not routed and len(cells) != capacity:
+                cells.append((t, e))
+        while len(cells) < capacity:
+            cells.append(None)
+    while align is not None and len(cells) % align != 0:
+        cells.append(None)
+    return cells
+
+
+def unpermute(rows_PH: Tensor, row_map: Table, *, restore_shape: tuple[int, int] | None = None, probs: Tensor | None = None) -> Tensor:
+    """Add each token's rows in the order they stand in, in float32, or in float64 if an input is, and round once.
+
+    for t in tokens:
+        out[t] = 0
+        for i, (token, e) in enumerate(table):
+            if token is t: out[t] += rows[i] · probs[t, e]
+    """
+    inputs = [rows_PH] if probs is None else [rows_PH, probs]
+    wide = torch.float64 if any(x.dtype == torch.float64 for x in inputs) else torch.float32
+    hidden = rows_PH.shape[1]
+    out = []
+    for t in range(row_map.num_tokens):
+        total_H = rows_PH.new_zeros(hidden, dtype=wide)
+        for i, cell in enumerate(row_map.cells):
+            if cell is None or cell[0] != t:
+                continue
+            row_H = rows_PH[i].to(wide)
+            total_H = total_H + (row_H if probs is None else row_H * probs[cell].to(wide))
+        out.append(total_H.to(rows_PH.dtype))
+    return _stack(out, (row_map.num_tokens, hidden), rows_PH)
+
+
+def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: Tensor | None = None) -> SortedChunks:
+    """Walk over the chunks in their new order, and inside each over its rows.
+
+    for s in order:
+        for r in rows of chunk s: write r
+    write the rows behind the last chunk
+    """
+    sizes = chunk_sizes.tolist()
+    written = []
+    for s in order.tolist():
+        begin = 0
+        for earlier in range(s):
+            begin += sizes[earlier]
+        for r in range(sizes[s]):
+            written.append(begin + r)
+    for r in range(len(written), len(rows_RH)):
+        written.append(r)
+    return SortedChunks(
+        _stack([rows_RH[r] for r in written], tuple(rows_RH.shape), rows_RH),
+        None if probs is None else _stack([probs[r] for r in written], tuple(probs.shape), probs),
+    )
+
+
+def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
+    """Hand each expert unrouted tokens, the first ones first, until its count is a multiple or none is left.
+
+    for e in experts:
+        for t in tokens:
+            if count[e] mod align = 0: stop
+            if not routing_map[t, e]: routing_map[t, e] = 1
+    """
+    num_tokens, num_experts = routing_map_TE.shape
+    padded = [[bool(cell) for cell in row] for row in routing_map_TE.tolist()]
+    unreached = []
+    for e in range(num_experts):
+        count = sum(padded[t][e] for t in range(num_tokens))
+        for t in range(num_tokens):
+            if count % align == 0:
+                break
+            if not padded[t][e]:
+                padded[t][e] = True
+                count += 1
+        unreached.append(count % align != 0)
+    device = routing_map_TE.device
+    return PaddedMap(torch.tensor(padded, dtype=torch.bool, device=device).reshape(num_tokens, num_experts), torch.tensor(unreached, device=device))
+
+
+def indices_to_multihot(indices_TK: Tensor, probs_TK: Tensor, *, num_experts: int) -> Multihot:
+    """Write each slot into its expert's column; a later slot overwrites an earlier one.
+
+    for t in tokens:
+        for k in slots:
+            if indices[t, k] is not -1: routing_map[t, indices[t, k]], probs'[t, indices[t, k]] = 1, probs[t, k]
+    """
+    shape = (len(indices_TK), num_experts)
+    nothing = probs_TK.new_zeros(())
+    chosen, moved = [], []
+    for t, experts in enumerate(indices_TK.tolist()):
+        slot_of: dict[int, int] = {}
+        for k, e in enumerate(experts):
+            if e != -1:
+                slot_of[e] = k
+        for e in range(num_experts):
+            chosen.append(e in slot_of)
+            moved.append(probs_TK[t, slot_of[e]] if e in slot_of else nothing)
+    routing_map = torch.tensor(chosen, dtype=torch.bool, device=indices_TK.device).reshape(shape)
+    return Multihot(routing_map, _stack(moved, shape, probs_TK))
+
+
+def multihot_to_indices(routing_map_TE: Tensor, probs_TE: Tensor, *, topk: int) -> Indices:
+    """Give each routed expert the next free slot of its token, while there is one.
+
+    for t in tokens:
+        for e in experts:
+            if routing_map[t, e]: write e and probs[t, e], or, if all K slots are taken, say so
+        write -1 and 0 into the slots that are left
+    """
+    shape = (len(routing_map_TE), topk)
+    nothing = probs_TE.new_zeros(())
+    indices, moved, overflow = [], [], False
+    for t, row in enumerate(routing_map_TE.tolist()):
+        used = 0
+        for e, routed in enumerate(row):
+            if routed and used == topk:
+                overflow = True
+            elif routed:
+                indices.append(e)
+                moved.append(probs_TE[t, e])
+                used += 1
+        indices += [-1] * (topk - used)
+        moved += [nothing] * (topk - used)
+    return Indices(_integers(indices, probs_TE).reshape(shape), _stack(moved, shape, probs_TE), torch.tensor(overflow, device=probs_TE.device))
+
+
+def _stack(values: Sequence[Tensor], shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """The values one after the other, in the given shape; there may be none."""
+    return torch.stack(list(values)).reshape(shape) if values else like.new_zeros(shape)
+
+
+def _integers(values: list[int], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=like.device)
