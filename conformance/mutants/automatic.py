@@ -1,0 +1,142 @@
+"""Mutants from the source of an implementation: one small change each, of the kinds in `operators`."""
+
+import importlib.util
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
+
+from conformance.interface import UsageError
+from conformance.mutants.operators import changes
+
+MOST_PER_LINE = 3
+COMMON = ("arithmetic", "swapped_axes", "dropped_cast")  # pointer arithmetic would crowd the others out
+SAME_RESULTS = ("tuning.py",)  # files of block sizes, every choice of which gives the same results
+
+
+@dataclass(frozen=True)
+class SourceMutant:
+    """One file of the implementation with one change."""
+
+    name: str  # such as "kernels/permutation.py:118 comparison 2"
+    file: str  # relative to the folder that holds the package
+    line: int
+    operator: str
+    before: str
+    after: str
+    source: str  # of the whole file
+
+
+@dataclass(frozen=True, order=True)
+class Edit:
+    """source[begin:end] = after; in the order of mutants."""
+
+    line: int
+    begin: int
+    operator: str
+    end: int
+    after: str
+
+
+def source_mutants(implementation: str) -> list[SourceMutant]:
+    """Every mutant of a package, or of a single module; in the order of file, line, column and operator.
+
+    Raises:
+        UsageError: there is no Python source of that name.
+    """
+    top, named = _locate(implementation)
+    files = sorted(file for file in named.rglob("*.py") if file.name not in SAME_RESULTS) if named.is_dir() else [named]
+    folder = named if named.is_dir() else named.parent
+    return [mutant for file in files for mutant in _mutants_of(file, file.relative_to(top.parent).as_posix(), file.relative_to(folder).as_posix())]
+
+
+def write_copy(mutant: SourceMutant, implementation: str, folder: Path) -> None:
+    """Copy the top-level package into `folder`, which holds none of its name yet; first on sys.path, it is imported in the original's place.
+
+    What is not Python is linked instead of copied.
+
+    Raises:
+        FileExistsError: the folder holds one. A second mutant there could run the first one's compiled bytecode.
+    """
+    top, _ = _locate(implementation)
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / top.name).exists():
+        raise FileExistsError(folder / top.name)
+    if top.is_dir():
+        shutil.copytree(top, folder / top.name, ignore=shutil.ignore_patterns("__pycache__"), copy_function=_copy_or_link)
+    (folder / mutant.file).write_text(mutant.source, encoding="utf-8")
+
+
+def _copy_or_link(source: str, target: str) -> None:
+    if source.endswith(".py"):
+        shutil.copyfile(source, target)
+    else:
+        os.symlink(os.path.abspath(source), target)
+
+
+def _locate(implementation: str) -> tuple[Path, Path]:
+    """The top-level package or module, and what is named in it: a folder or a file each. Imports neither.
+
+    Raises:
+        UsageError: there is no Python source of that name.
+    """
+    top_name, *inner = implementation.partition(":")[0].split(".")
+    spec = PathFinder.find_spec(top_name, [os.getcwd()])  # as the children do, which look there first
+    if top_name and (spec is None or spec.loader is None):
+        spec = importlib.util.find_spec(top_name)
+    found = spec and (next(iter(spec.submodule_search_locations or ()), None) or spec.origin)
+    top = Path(found or "/").absolute()
+    named = top.joinpath(*inner)
+    if not named.is_dir():
+        named = named.with_suffix(".py") if inner else named
+    if not found or not (named.is_dir() or (named.suffix == ".py" and named.is_file())):
+        raise UsageError(f"--impl {implementation}: there is no Python source of that name to mutate")
+    return top, named
+
+
+def _mutants_of(path: Path, file: str, short: str) -> Iterator[SourceMutant]:
+    source = path.read_text(encoding="utf-8")
+    numbers: Counter[tuple[int, str]] = Counter()
+    for edit in _thinned(_edits(source)):
+        mutated = source[: edit.begin] + edit.after + source[edit.end :]
+        compile(mutated, str(path), "exec")
+        numbers[edit.line, edit.operator] += 1
+        name = f"{short}:{edit.line} {edit.operator} {numbers[edit.line, edit.operator]}"
+        yield SourceMutant(name, file, edit.line, edit.operator, source[edit.begin : edit.end], edit.after, mutated)
+
+
+def _edits(source: str) -> list[Edit]:
+    """Every change that an operator would make, as text: what is not changed keeps its layout."""
+    wrapper = MetadataWrapper(cst.parse_module(source))
+    positions, parents = wrapper.resolve(PositionProvider), wrapper.resolve(ParentNodeProvider)
+    begins = [0, *(newline.end() for newline in re.finditer("\n", source))]
+    edits = set()
+    for operator, node, after in changes(wrapper.module, parents):
+        span = positions[node]
+        begin, end = (begins[place.line - 1] + place.column for place in (span.start, span.end))
+        if source[begin:end] != after:
+            edits.add(Edit(span.start.line, begin, operator, end, after))
+    return sorted(edits)
+
+
+def _thinned(edits: list[Edit]) -> list[Edit]:
+    """At most MOST_PER_LINE on a line: of the operators that the file had fewest of so far, then at most one of each in COMMON."""
+    used: Counter[str] = Counter()
+    kept = []
+    for line in sorted({edit.line for edit in edits}):
+        chosen: list[Edit] = []
+        here = [edit for edit in edits if edit.line == line]
+        while here and len(chosen) < MOST_PER_LINE:
+            edit = min(here, key=lambda edit: (edit.operator in COMMON, used[edit.operator], edit))
+            used[edit.operator] += 1
+            chosen.append(edit)
+            here = [other for other in here if other != edit and not (other.operator in COMMON and (other.operator == edit.operator or len(chosen) > 1))]
+        kept += chosen
+    return sorted(kept)
