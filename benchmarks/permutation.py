@@ -63,7 +63,13 @@ def make_problem(shape: Shape, num_tokens: int, align: int, seed: int = 0) -> Pr
 
 
 def place(problem: Problem, align: int) -> metadata.RowMap:
+    """Where the rows are, as `permute` finds it out before it moves them."""
     return metadata.place(problem.routing_map_TE, align, problem.num_rows)[0]
+
+
+def permuted_map(problem: Problem, align: int) -> metadata.RowMap:
+    """The row map that `permute` returns."""
+    return moe_fast.permute(problem.tokens_TH, problem.routing_map_TE, align=align, num_rows=problem.num_rows).row_map
 
 
 # --- eager torch
@@ -120,7 +126,7 @@ class Operation:
 
 def check(problem: Problem, align: int) -> None:
     """Moves are bit-equal to eager torch; sums differ from its sums in float32 by less than a rounding to bfloat16."""
-    p, row_map = problem, place(problem, align)
+    p, row_map = problem, permuted_map(problem, align)
     tokens_0 = torch.cat([p.tokens_TH, p.tokens_TH.new_zeros(1, p.tokens_TH.shape[1])])
     result = moe_fast.permute(p.tokens_TH, p.routing_map_TE, probs=p.probs_TE, align=align, num_rows=p.num_rows)
     assert torch.equal(result.rows, padded_gather(tokens_0, p.token_P)) and not bool(result.overflow)
@@ -147,13 +153,13 @@ def check(problem: Problem, align: int) -> None:
 
 def operations(p: Problem, align: int) -> list[Operation]:
     """The moves alone: both sides know where the rows go."""
-    (num_tokens, hidden), rows_M, row_map = p.tokens_TH.shape, len(p.row_M), place(p, align)
+    (num_tokens, hidden), rows_M, row_map = p.tokens_TH.shape, len(p.row_M), permuted_map(p, align)
     row, pad = hidden * BF16, "" if align == 1 else f" + pad {align}"
     tokens_0 = torch.cat([p.tokens_TH, p.tokens_TH.new_zeros(1, hidden)])
     gather = {"index_select": partial(padded_gather, tokens_0, p.token_P)}
     if align > 1:
         gather = {"gather over a zero row": gather["index_select"], "two steps": partial(two_steps, p)}
-    ours = partial(_move_to_rows, p.tokens_TH, p.probs_TE, row_map)
+    ours = partial(_move_to_rows, p.tokens_TH, p.probs_TE, place(p, align), row_map.slots_TE)
     found = [Operation(f"permute{pad}", (num_tokens + p.num_rows) * row + 12 * rows_M, {"moe_fast": ours, **gather})]
     if align == 128:
         return found

@@ -22,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from conformance.interface import UsageError
 
     try:
+        if getattr(options, "impl", None) == "":
+            raise UsageError("--impl is empty; it must be package.module or package.module:attribute")
         return options.verb(options)
     except (UsageError, CaseError) as error:
         print(f"moe-conformance: {error}", file=sys.stderr)

@@ -91,6 +91,14 @@ class Run:
             raise UsageError(f"--shard is {shard!r}; it must be i/n, such as 2/4") from None
         if not 1 <= self.part <= self.parts:
             raise UsageError(f"--shard is {shard!r}; the first number must be from 1 to the second")
+        jobs, seconds = self.config.getoption("--jobs"), self.config.getoption("--case-seconds")
+        if jobs < 0:
+            raise UsageError(f"--jobs is {jobs}; it must be 0 or more")
+        if not 0 < seconds < float("inf"):
+            raise UsageError(f"--case-seconds is {seconds}; it must be above 0")
+        kept = Path(self.config.getoption("--corpus"))
+        if kept.exists() and not kept.is_dir():
+            raise UsageError(f"--corpus {kept}: is no folder")
 
     def options(self) -> Any:
         from conformance.session import Options
@@ -188,7 +196,8 @@ def _baseline(path: str) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(Path(path).read_text())
-        content["functions"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        for function in content["functions"].values():  # what a comparison will read
+            _ = function["status"], function["without"], function["counts"].items(), function["cases"] + 0
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"--baseline {path}: not a JSON report of moe-conformance ({error})") from None
     return content

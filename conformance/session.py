@@ -38,7 +38,7 @@ class Options:
 
     @property
     def settings(self) -> Settings:
-        return Settings(self.implementation, self.device, self.search)
+        return Settings(self.implementation, self.device, search=self.search)
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,13 @@ class Session:
             "versions": self.description["versions"],
             "device": self.description["device_name"],
         }
-        path = corpus.save(Path(self.options.corpus), failure.case, found)
+        try:
+            path = str(corpus.save(Path(self.options.corpus), failure.case, found))
+        except OSError as error:  # the failure is told all the same
+            path = f"not saved: {error}"
         self.ledger.write(
             "failure", id=failure.case.id, case=failure.case.record(), function=failure.case.function, found_in=failure.found_in,
-            attempts=failure.attempts, smallest=failure.smallest, file=str(path), **asdict(outcome),
+            attempts=failure.attempts, smallest=failure.smallest, file=path, **asdict(outcome),
         )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Tensors made from a case by integer hashing: the same bytes on every device, library and version.
 
-Values are dyadic (a small integer over a power of two), so that sums of a few hundred products are exact in float32 whatever
-their order, and a lower accumulator shows.
+Values are dyadic: an integer over a power of two, with just so many bits that they fill bfloat16 and float16 and that, in
+float32, sums of a few products stay exact whatever their order. A lower accumulator shows, and so does a float32 input that was
+rounded to TF32, float16 or bfloat16 on its way.
 """
 
 import zlib
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 WIDE = 2**31 + 2**12  # elements between the first and the last row of a wide tensor: past every 32-bit offset
+BITS = {torch.float32: 12, torch.float16: 11, torch.bfloat16: 8, torch.float64: 12}  # of a payload's integer, its sign apart
+PROB_BITS = {torch.float32: 10, torch.float16: 10, torch.bfloat16: 7, torch.float64: 10}
 DTYPES = {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "uint8", "bool", "int32", "int64")
 }
@@ -27,21 +30,22 @@ def hashed(seed: int, name: str, count: int) -> np.ndarray:
 def payload(seed: int, name: str, shape: tuple[int, ...], dtype: str, style: str = "dyadic") -> Tensor:
     """A tensor of rows to be moved or summed.
 
-    Styles: `dyadic`, integers from -127 to 127 over 64, the first column different in any 255 rows in sequence · `wide`, the
-    same times a power of two from 2^-12 to 2^12 · `special`, dyadic with NaN, infinities and -0 strewn in. One-byte dtypes are
-    random bytes, which hold every code there is.
+    Styles: `dyadic`, integers of BITS bits over a power of two, from -2 to 2, the first column different in any 511 rows in
+    sequence · `wide`, 24 random bits times a power of two from 2^-12 to 2^12 · `special`, dyadic with NaN, infinities and -0
+    strewn in. One-byte dtypes are random bytes, which hold every code there is.
     """
     count = int(np.prod(shape))
     noise = hashed(seed, name, count)
     kind = DTYPES[dtype]
     if kind.itemsize == 1:
         return torch.from_numpy(noise.astype(np.uint8)).reshape(shape).view(kind)
-    number = (noise % 255).astype(np.float64) - 127
+    most = 2 ** BITS[kind] - 1
+    number = (noise % (2 * most + 1)).astype(np.float64) - most
     if len(shape) == 2 and count:
-        number.reshape(shape)[:, 0] = (np.arange(shape[0]) * 37 + seed) % 255 - 127
-    number /= 64
+        number.reshape(shape)[:, 0] = (np.arange(shape[0]) * 1201 + seed) % (2 * most + 1) - most
+    number /= 2 ** (BITS[kind] - 1)
     if style == "wide":
-        number *= np.exp2((noise >> 8) % 25 - 12.0)
+        number = ((noise >> 8) / 2**23 - 1) * np.exp2(hashed(seed, f"{name} exponents", count) % 25 - 12.0)
     if style == "special":
         strange = np.array([np.nan, np.inf, -np.inf, -0.0])
         number = np.where((noise >> 16) % 8 == 0, strange[(noise >> 20) % 4], number)
@@ -49,11 +53,12 @@ def payload(seed: int, name: str, shape: tuple[int, ...], dtype: str, style: str
 
 
 def probabilities(seed: int, name: str, shape: tuple[int, ...], dtype: str, zeros: bool = False) -> Tensor:
-    """Probabilities k/128 with 1 ≤ k ≤ 128; with `zeros`, a quarter of them exactly 0."""
+    """Probabilities k / 2^PROB_BITS, k ≥ 1, at most 1; with `zeros`, a quarter of them exactly 0."""
     noise = hashed(seed, name, int(np.prod(shape)))
-    number = (noise % 128 + 1) / 128
+    steps = 2 ** PROB_BITS[DTYPES[dtype]]
+    number = (noise % steps + 1) / steps
     if zeros:
-        number = np.where((noise >> 8) % 4 == 0, 0.0, number)
+        number = np.where((noise >> 16) % 4 == 0, 0.0, number)
     return torch.from_numpy(number).to(DTYPES[dtype]).reshape(shape)
 
 

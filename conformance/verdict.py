@@ -78,8 +78,10 @@ def assemble(
     lost = _harness_problems(lines, outcomes)
     stale = [f"the waiver {name} waived nothing: remove it" for name in waivers if whole and not any(line["waiver"] == name for line in outcomes)]
     shortfalls = [text for function in out.functions for text in _shortfalls(function, out.functions[function], profile, whole)]
-    if out.cases == 0:
+    if all(function.status == "not offered" for function in out.functions.values()):
         shortfalls.append(f"{implementation} offers none of {', '.join(CONTRACTS)}")
+    elif out.cases == 0:
+        shortfalls.append("no case was run: this part of the run is empty")
     regressions = _regressions(out, baseline) if baseline else []
     wrong = any(f.status in ("differs", "blocked") for f in out.functions.values())
     out.problems = lost + stale + shortfalls + regressions

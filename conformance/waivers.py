@@ -45,7 +45,8 @@ class Waiver:
     def covers(self, case: Case, outcome: Outcome) -> bool:
         finding = outcome.finding or {}
         return (
-            case.function == self.function
+            outcome.status != "ERROR"  # of the suite itself
+            and case.function == self.function
             and self.check in ("", finding.get("check"), outcome.status)
             and self.output in ("", finding.get("output"))
             and self.message in (finding.get("message") or outcome.reason)
@@ -68,19 +69,28 @@ def read_waivers(path: Path, today: datetime.date) -> list[Waiver]:
         content = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"--waivers {path}: {error}") from None
-    out = []
-    for index, entry in enumerate(content.get("waiver", [])):
-        place = f"--waivers {path}: waiver {index + 1}"
-        missing = [name for name in REQUIRED if name not in entry]
-        unknown = [name for name in entry if name not in REQUIRED + OPTIONAL]
-        if missing or unknown:
-            raise UsageError(f"{place} {'lacks ' + ', '.join(missing) if missing else 'has the unknown field ' + ', '.join(unknown)}")
-        if entry["function"] not in CONTRACTS:
-            raise UsageError(f"{place} is for {entry['function']!r}; the functions are {', '.join(CONTRACTS)}")
-        if not isinstance(entry["expires"], datetime.date):
-            raise UsageError(f"{place}: expires is {entry['expires']!r}; it must be a date such as 2027-06-30, without quotes")
-        waiver = Waiver(**entry)
-        if waiver.expires < today:
-            raise UsageError(f"{place} is stale: it expired on {waiver.expires} ({waiver.reason})")
-        out.append(waiver)
-    return out
+    tables, others = content.get("waiver", []), [name for name in content if name != "waiver"]
+    if others or not isinstance(tables, list) or not all(isinstance(entry, dict) for entry in tables):
+        raise UsageError(f"--waivers {path}: must hold [[waiver]] tables and nothing else{''.join(f', not {name}' for name in others)}")
+    return [_waiver(entry, f"--waivers {path}: waiver {index}", today) for index, entry in enumerate(tables, 1)]
+
+
+def _waiver(entry: dict[str, Any], place: str, today: datetime.date) -> Waiver:
+    """The waiver of one table, every field of it checked."""
+    missing = [name for name in REQUIRED if name not in entry]
+    unknown = [name for name in entry if name not in REQUIRED + OPTIONAL]
+    if missing or unknown:
+        raise UsageError(f"{place} {'lacks ' + ', '.join(missing) if missing else 'has the unknown field ' + ', '.join(unknown)}")
+    for name in entry:
+        if name not in ("expires", "where") and not isinstance(entry[name], str):
+            raise UsageError(f"{place}: {name} is {entry[name]!r}; it must be text")
+    if entry["function"] not in CONTRACTS:
+        raise UsageError(f"{place} is for {entry['function']!r}; the functions are {', '.join(CONTRACTS)}")
+    fields, where = Case.family[entry["function"]].__dataclass_fields__, entry.get("where", {})
+    if not isinstance(where, dict) or not all(name in fields for name in where):
+        raise UsageError(f"{place}: where is {where!r}; it must be a table of fields of a {entry['function']} case: {', '.join(fields)}")
+    if type(entry["expires"]) is not datetime.date:  # a datetime is a date too, and cannot be compared with one
+        raise UsageError(f"{place}: expires is {entry['expires']!r}; it must be a date such as 2027-06-30, without quotes")
+    if entry["expires"] < today:
+        raise UsageError(f"{place} is stale: it expired on {entry['expires']} ({entry['reason']})")
+    return Waiver(**entry)

@@ -13,6 +13,16 @@ from conformance.registry import CONTRACTS
 
 COMMITTED = Path(__file__).parent
 DEFAULT = Path(".moe-conformance")
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+WORDS = {  # fields that are one of a few words
+    "poison": ("nan", "max", "zero"),
+    "values": ("dyadic", "wide", "special"),
+    "layout": ("contiguous", "transposed", "strided", "shifted", "expanded", "wide_rows", "wide_columns"),
+    "dtype": (*FLOATS, "float8_e4m3fn", "float8_e5m2", "uint8"),
+    "probs": FLOATS,
+    "map_dtype": ("bool", "uint8", "int16", "int32", "int64"),
+    "index_dtype": ("int64", "int32", "int16"),
+}
 
 
 def read_case(path: Path) -> Case:
@@ -34,16 +44,26 @@ def read_case(path: Path) -> Case:
 
 
 def checked(case: Case) -> Case:
-    """The case, if the names in it exist.
+    """The case, if the names in it exist and it describes a call.
 
     Raises:
-        CaseError: an unknown law, golden case or illegal call.
+        CaseError: an unknown law, golden case, illegal call or word, or settings that no call can have.
     """
     contract = CONTRACTS[case.function]
-    for name, known in (("law", contract.laws), ("golden", contract.golden), ("illegal", contract.illegal)):
-        value = getattr(case, name)
+    for name, known in (("law", contract.laws), ("golden", contract.golden), ("illegal", contract.illegal), *WORDS.items()):
+        value = getattr(case, name, "")
         if value and value not in known:
             raise CaseError(f"{name} is {value!r}; {case.function} has {', '.join(known)}")
+    try:
+        problem = contract.problem(case)
+        if not case.golden and not case.illegal:
+            contract.expected(case, problem, "float32")
+    except Exception as error:
+        raise CaseError(f"describes no call of {case.function}: {type(error).__name__}: {error}") from None
+    for name in problem.wanted:
+        x = problem.tensors.get(name)
+        if x is None or not x.is_floating_point() or x.element_size() == 1:
+            raise CaseError(f"grads asks for {name!r}, which has no gradient in this call")
     return case
 
 

@@ -12,8 +12,10 @@ import os
 import sys
 import traceback
 import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ class Settings:
 
     implementation: str
     device: str = "auto"  # auto, cpu or cuda
+    trace: str = ""  # a folder: record which functions of the files in it a case runs
     search: tuple[str, ...] = ()  # folders put in front of the import path, such as a mutant's copy; the working directory comes last
 
 
@@ -53,9 +56,28 @@ def serve(connection: Connection, settings: Settings, log_path: str) -> None:
     compiled = _watch_compiler()
     with contextlib.suppress(EOFError, BrokenPipeError), _stream(device):
         while True:
-            outcome = _answer(connection.recv(), implementation, device)
+            with _traced(settings.trace) as calls:
+                outcome = _answer(connection.recv(), implementation, device)
+            outcome.calls = sorted(calls)
             outcome.kernels, compiled[:] = compiled[:], []
             connection.send(("outcome", asdict(outcome)))
+
+
+@contextlib.contextmanager
+def _traced(folder: str) -> Iterator[set[str]]:
+    """The functions, as "file:name" with the file below `folder`, that run inside the block; none if `folder` is empty."""
+    calls: set[str] = set()
+
+    def called(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            calls.add(f"{os.path.relpath(frame.f_code.co_filename, folder)}:{frame.f_code.co_name}")
+
+    if folder:
+        sys.setprofile(called)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
 
 
 def _watch_compiler() -> list[str]:

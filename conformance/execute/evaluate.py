@@ -31,6 +31,7 @@ class Outcome:
     seconds_reference: float = 0.0
     evaluations: int = 0
     kernels: list[str] = field(default_factory=list)  # names of the kernel specialisations that were compiled or loaded for it
+    calls: list[str] = field(default_factory=list)  # "file:function" of the implementation's Python functions that it ran, if traced
 
 
 class Blocked(Exception):

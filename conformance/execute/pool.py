@@ -25,6 +25,7 @@ CASE_SECONDS = 60.0  # a case that takes longer hangs
 PATIENCE = 10  # after one hang, a case hangs that takes so many times as long as the slowest before
 START_SECONDS = 180.0  # import of the implementation
 COMPILE_SECONDS = 60.0  # added on a GPU, where a case may wait for compilers
+STDLIB, ELSEWHERE = os.path.dirname(os.__file__), ("conformance/execute", "/torch/", "/triton/")  # where the cause of a crash is not
 
 
 @dataclass
@@ -213,7 +214,7 @@ def _manner(child: Child) -> str:
     manner = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
     with contextlib.suppress(OSError), open(child.log_path, errors="replace") as log:
         frames = [line.strip() for line in log if line.lstrip().startswith("File ")]
-        mine = [line for line in frames if "conformance/execute" not in line and "/torch/" not in line and "/triton/" not in line]
+        mine = [line for line in frames if not any(place in line for place in ELSEWHERE) and (STDLIB not in line or "site-packages" in line)]
         if mine:
             return f"{manner} at {mine[0].removeprefix('File ')}"
     return manner

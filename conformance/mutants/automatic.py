@@ -1,5 +1,6 @@
 """Mutants from the source of an implementation: one small change each, of the kinds in `operators`."""
 
+import ast
 import importlib.util
 import os
 import re
@@ -55,6 +56,17 @@ def source_mutants(implementation: str) -> list[SourceMutant]:
     files = sorted(file for file in named.rglob("*.py") if file.name not in SAME_RESULTS) if named.is_dir() else [named]
     folder = named if named.is_dir() else named.parent
     return [mutant for file in files for mutant in _mutants_of(file, file.relative_to(top.parent).as_posix(), file.relative_to(folder).as_posix())]
+
+
+def home(implementation: str) -> Path:
+    """The folder that holds the implementation's top-level package or module; `SourceMutant.file` is relative to it."""
+    return _locate(implementation)[0].parent
+
+
+def enclosing_function(mutant: SourceMutant) -> str:
+    """The name of the innermost function that the change is in."""
+    spans = [(node.lineno, node.end_lineno or node.lineno, node.name) for node in ast.walk(ast.parse(mutant.source)) if isinstance(node, ast.FunctionDef)]
+    return max((span for span in spans if span[0] <= mutant.line <= span[1]), default=(0, 0, ""))[2]
 
 
 def write_copy(mutant: SourceMutant, implementation: str, folder: Path) -> None:

@@ -1,9 +1,13 @@
-"""Plants every mutant, runs the gate's cases on each until one kills it, and prints the score."""
+"""Plants every mutant, runs the gate's cases on each until one kills it, and prints the score.
+
+The cases are run on the implementation itself first: it must pass them, and what each case runs of it is recorded, so that an
+automatic mutant is tried only on the cases that reach the function it is in, the quickest first.
+"""
 
 import itertools
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,20 +24,28 @@ from conformance.profiles import PROFILES
 from conformance.registry import CONTRACTS
 from conformance.strategies.space import Space
 
-CASE_SECONDS = 30.0
-SOUND = 60  # cases of each function that the implementation must pass without a mutant
 AFTER_A_CRASH = 60  # cases that are still tried after a crash, in search of a value that is wrong
 
 
 @dataclass(frozen=True)
+class Known:
+    """A case, and what the implementation itself does on it."""
+
+    case: Case
+    seconds: float
+    calls: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Mutant:
-    """Something to plant: a namespace, and the folder that holds its source if it is not the installed one."""
+    """Something to plant."""
 
     name: str
     title: str
     implementation: str
-    folder: str = ""
-    first: tuple[str, ...] = ()  # functions to try first
+    copy: Callable[[Path], None] | None = None  # writes the mutated package into a folder; None: the namespace is the mutant
+    touches: str = ""  # "file:function" that the change is in; empty: unknown
+    first: tuple[str, ...] = ()  # functions of the interface to try before others
 
 
 @dataclass(frozen=True)
@@ -56,9 +68,9 @@ class Result:
     @property
     def line(self) -> str:
         if not self.killed:
-            return f"SURVIVED          {self.mutant}: {self.title} ({self.cases} cases)"
-        only = " (only)" if self.how == "crash" else ""
-        return f"killed by {self.how + only:<13} {self.mutant}: {self.title} ({self.function} {self.check}, after {self.cases} cases)"
+            return f"SURVIVED                {self.mutant}: {self.title} ({self.cases} cases)"
+        how = f"{self.how} (only)" if self.how == "crash" else self.how
+        return f"killed by {how:<13} {self.mutant}: {self.title} ({self.function} {self.check}, after {self.cases} cases)"
 
 
 def hunt(implementation: str, kind: str, seed: int, jobs: int, sample: int, only: str) -> list[Result]:
@@ -67,80 +79,96 @@ def hunt(implementation: str, kind: str, seed: int, jobs: int, sample: int, only
     Raises:
         UsageError: the implementation cannot be used or is itself wrong, or there is no such mutant.
     """
-    with tempfile.TemporaryDirectory(prefix="moe-conformance-mutants-") as folder:
-        chosen = [mutant for mutant in _mutants(implementation, kind, sample, Path(folder)) if only in mutant.name]
-        if not chosen:
-            raise UsageError(f"there is no {'' if kind == 'all' else kind + ' '}mutant whose name contains {only!r}")
-        cases = _cases(implementation, seed)
-        results = []
-        with ThreadPoolExecutor(jobs) as workers:
-            for result in workers.map(lambda mutant: _try(mutant, cases), chosen):
-                print(result.line, flush=True)
-                results.append(result)
+    chosen = [mutant for mutant in _mutants(implementation, kind, sample) if only in mutant.name]
+    if not chosen:
+        raise UsageError(f"there is no {'' if kind == 'all' else kind + ' '}mutant whose name contains {only!r}")
+    known = _known(implementation, seed, jobs, trace=kind != "planted")
+    results = []
+    with ThreadPoolExecutor(jobs) as workers:
+        for result in workers.map(lambda mutant: _try(mutant, known), chosen):
+            print(result.line, flush=True)
+            results.append(result)
     killed = [result for result in results if result.killed]
     ways = ", ".join(f"{sum(r.how == how for r in killed)} by {how}" for how in ("value", "law", "crash"))
     print(f"\nscore {len(killed)} of {len(results)} ({len(killed) / len(results):.1%}): {ways}; {len(results) - len(killed)} survived")
     return results
 
 
-def _mutants(implementation: str, kind: str, sample: int, folder: Path) -> Iterator[Mutant]:
+def _mutants(implementation: str, kind: str, sample: int) -> Iterator[Mutant]:
     if kind in ("planted", "all"):
         for defect in DEFECTS.values():
             name = f"conformance.mutants.planted:{defect.name}.{implementation}"
             yield Mutant(defect.name, f"{defect.title} [{defect.origin}]", name, first=tuple(defect.wrappers))
     if kind in ("automatic", "all"):
-        from conformance.mutants.automatic import source_mutants, write_copy
+        from conformance.mutants.automatic import SourceMutant, enclosing_function, source_mutants, write_copy
+
+        def planted(mutant: SourceMutant) -> Mutant:
+            touches = f"{mutant.file}:{enclosing_function(mutant)}"
+            title = f"{mutant.before} → {mutant.after}"
+            return Mutant(mutant.name, title, implementation, lambda folder: write_copy(mutant, implementation, folder), touches)
 
         every = source_mutants(implementation)
-        step = max(len(every) / sample, 1) if sample else 1
-        for index, mutant in enumerate([every[int(i * step)] for i in range(int(len(every) / step))]):
-            place = folder / str(index)
-            write_copy(mutant, implementation, place)
-            yield Mutant(mutant.name, f"{mutant.before} → {mutant.after}", implementation, str(place))
+        count = min(sample or len(every), len(every))
+        yield from (planted(every[i * len(every) // count]) for i in range(count))
 
 
-def _cases(implementation: str, seed: int) -> dict[str, list[Case]]:
-    """The gate's cases of each function that is offered, fixed ones first."""
+def _known(implementation: str, seed: int, jobs: int, trace: bool) -> list[Known]:
+    """The gate's cases of every function that is offered, and what the implementation itself does on each.
+
+    Raises:
+        UsageError: it fails one, so that nothing would be learned from its mutants.
+    """
     profile = PROFILES["gate"]
-    with Pool(Settings(implementation)) as pool:
-        known = pool.start()
-        space = Space.of(known)
-        out: dict[str, list[Case]] = {}
-        for section in sections(profile):
-            if section.function and known["functions"][section.function]["offered"]:
-                out.setdefault(section.function, []).extend(cases_of(section, profile, space, seed, []))
-        for case, outcome in pool.run(case for function in out.values() for case in function[:SOUND]):
+    folder = ""
+    if trace:
+        from conformance.mutants.automatic import home
+
+        folder = str(home(implementation))
+    with Pool(Settings(implementation, trace=folder), jobs) as pool:
+        described = pool.start()
+        space = Space.of(described)
+        offered = [section for section in sections(profile) if section.function and described["functions"][section.function]["offered"]]
+        out = []
+        for case, outcome in pool.run(case for section in offered for case in cases_of(section, profile, space, seed, [])):
             if _kill(case, outcome):
                 raise UsageError(f"{implementation} itself fails, so that nothing would be learned from its mutants: case {case.text}")
+            if outcome.evaluations:
+                out.append(Known(case, outcome.seconds_implementation, frozenset(outcome.calls)))
     return out
 
 
-def _order(cases: dict[str, list[Case]], first: tuple[str, ...]) -> Iterator[Case]:
-    """Functions in turn, case by case; those in `first` before all others."""
-    for group in (first, tuple(name for name in CONTRACTS if name not in first)):
-        rows = itertools.zip_longest(*(cases[name] for name in group if name in cases))
+def _order(mutant: Mutant, known: list[Known]) -> Iterator[Case]:
+    """The cases for a mutant: those that reach it, the quickest first; or, where that is not known, its functions in turn."""
+    if mutant.touches and any(mutant.touches in item.calls for item in known):
+        yield from (item.case for item in sorted(known, key=lambda item: item.seconds) if mutant.touches in item.calls)
+        return
+    for group in (mutant.first, tuple(name for name in CONTRACTS if name not in mutant.first)):
+        rows = itertools.zip_longest(*([item.case for item in known if item.case.function == name] for name in group))
         yield from (case for row in rows for case in row if case is not None)
 
 
-def _try(mutant: Mutant, cases: dict[str, list[Case]]) -> Result:
+def _try(mutant: Mutant, known: list[Known]) -> Result:
     """Run cases until one shows a wrong value or law, or all are through."""
     started, count, crash = time.monotonic(), 0, None
-    settings = Settings(mutant.implementation, search=(mutant.folder,) if mutant.folder else ())
-    try:
-        with Pool(settings, case_seconds=CASE_SECONDS) as pool:
-            for case, outcome in pool.run(_order(cases, mutant.first)):
-                count += 1
-                how = _kill(case, outcome)
-                if how == "value" and pool.run_alone(case).status == "PASS":
-                    how, outcome = "law", replace(outcome, finding={"check": "history"})  # only after other cases: the answer depends on them
-                if how in ("value", "law"):
-                    return _killed(mutant, how, case, outcome, count, started)
-                if how == "crash" and crash is None:
-                    crash = _killed(mutant, how, case, outcome, count, started)
-                if crash and count > crash.cases + AFTER_A_CRASH:
-                    break
-    except UsageError as error:
-        return Result(mutant.name, mutant.title, True, "crash", check=f"cannot be imported: {error}", seconds=time.monotonic() - started)
+    with tempfile.TemporaryDirectory(prefix="moe-conformance-mutant-") as folder:
+        if mutant.copy:
+            mutant.copy(Path(folder))
+        settings = Settings(mutant.implementation, search=(folder,) if mutant.copy else ())
+        try:
+            with Pool(settings) as pool:
+                for case, outcome in pool.run(_order(mutant, known)):
+                    count += 1
+                    how = _kill(case, outcome)
+                    if how == "value" and not mutant.copy and pool.run_alone(case).status == "PASS":
+                        how, outcome = "law", replace(outcome, finding={"check": "history"})  # wrong only after other cases
+                    if how in ("value", "law"):
+                        return _killed(mutant, how, case, outcome, count, started)
+                    if how == "crash" and crash is None:
+                        crash = _killed(mutant, how, case, outcome, count, started)
+                    if crash and count > crash.cases + AFTER_A_CRASH:
+                        break
+        except UsageError as error:
+            return Result(mutant.name, mutant.title, True, "crash", check=f"cannot be imported: {error}", seconds=time.monotonic() - started)
     return crash or Result(mutant.name, mutant.title, False, "survived", cases=count, seconds=time.monotonic() - started)
 
 

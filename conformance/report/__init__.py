@@ -21,9 +21,11 @@ def check_path(path: str) -> Path:
         raise UsageError(f"--report {path}: the ending must be one of {', '.join(WRITERS)}")
     if not target.absolute().parent.is_dir():
         raise UsageError(f"--report {path}: there is no folder {target.absolute().parent}")
+    if target.is_dir():
+        raise UsageError(f"--report {path}: is a folder")
     return target
 
 
 def write(verdict: Verdict, path: Path) -> None:
     """Write the report whose kind the path's ending says."""
-    path.write_text(WRITERS[path.suffix](verdict))
+    path.write_text(WRITERS[path.suffix](verdict), encoding="utf-8", errors="backslashreplace")

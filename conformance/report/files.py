@@ -1,10 +1,13 @@
 """The verdict as junit XML and as markdown."""
 
+import re
 from xml.etree import ElementTree
 
 from conformance.case import case_from
 from conformance.report.terminal import failure_lines, picture
 from conformance.verdict import Verdict
+
+FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # XML 1.0: an error's message may hold anything
 
 
 def junit(verdict: Verdict) -> str:
@@ -24,7 +27,8 @@ def junit(verdict: Verdict) -> str:
     if verdict.problems:
         ElementTree.SubElement(suite, "system-err").text = "\n".join(verdict.problems)
     ElementTree.indent(suite)
-    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+    text = FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", ElementTree.tostring(suite, encoding="unicode"))
+    return f"<?xml version='1.0' encoding='utf-8'?>\n{text}\n"
 
 
 def markdown(verdict: Verdict) -> str:

@@ -31,21 +31,21 @@ def far_cases(function: str, space: Space) -> list[Case]:
     with_probs = space.accepts(function, "probs")
     wanted = [name for name in INPUTS[function] if (with_probs or "probs" not in name) and not (name.startswith("d_") and function in space.not_differentiable)]
     layouts = {name: ("wide_rows",) if (function, name) in VECTORS else ("wide_rows", "wide_columns") for name in wanted}
-    cases = [_far(function, name, layout, with_probs) for name in wanted for layout in layouts[name]]
+    cases = [_far(function, name, layout, with_probs, function not in space.not_differentiable) for name in wanted for layout in layouts[name]]
     if function == "permute" and space.device == "cuda" and space.accepts(function, "align"):
         # expert 1's rows begin behind 2²⁴ rows of expert 0's segment
         cases.append(RoutingCase(function=function, tokens=2, experts=2, hidden=130, routing=(0b01, 0b10), dtype="uint8", align=2**24))
     return cases
 
 
-def _far(function: str, name: str, layout: str, with_probs: bool) -> Case:
+def _far(function: str, name: str, layout: str, with_probs: bool, differentiable: bool) -> Case:
     """Three rows, in the narrowest dtype that the input may have."""
     common: dict[str, Any] = {"function": function, "layout": layout, "layout_of": name}
     if function == "indices_to_multihot":
-        return IndicesCase(**common, tokens=3, topk=2, experts=4, dtype="bfloat16", index_dtype="int16", grads="probs")
+        return IndicesCase(**common, tokens=3, topk=2, experts=4, dtype="bfloat16", index_dtype="int16", grads="probs" if differentiable else "")
     main = {"permute": "tokens", "unpermute": "rows", "sort_chunks": "rows"}.get(function, "probs")
     grads = "+".join([main, *(["probs"] if with_probs and main != "probs" else [])])
-    floating: dict[str, Any] = {"dtype": "bfloat16", "grads": "" if name == "tokens" else grads}
+    floating: dict[str, Any] = {"dtype": "bfloat16", "grads": "" if name == "tokens" or not differentiable else grads}
     if function in ("permute", "unpermute", "sort_chunks"):
         floating["probs"] = "bfloat16" if with_probs else ""
     if function == "sort_chunks":

@@ -38,7 +38,7 @@ class Space:
         return cls(description["device"], without, denied["differentiable"], denied["noncontiguous"])
 
     def laws(self, case: Case) -> list[str]:
-        """The laws that apply to the case on this device, none first."""
+        """The laws that apply to the case on this device; never none."""
         laws = CONTRACTS[case.function].laws.values()
         return [law.name for law in laws if law.device in ("", self.device) and law.applies(case)]
 

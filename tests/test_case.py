@@ -1,0 +1,240 @@
+"""A case is its own replay: its text names it, reads back as itself, and makes the same tensors everywhere."""
+
+import hashlib
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conformance.case import SCHEMA, Case, CaseError, case_from
+from conformance.contracts.chunks import ChunksCase
+from conformance.contracts.routing import RoutingCase, routed
+from conformance.contracts.routing_map import IndicesCase
+from conformance.corpus import checked
+from conformance.judge.exact import bits
+from conformance.registry import CONTRACTS
+from conformance.values import WIDE, hashed, laid_out, payload, probabilities
+
+CASES = [
+    RoutingCase(function="permute", tokens=3, experts=3, routing=(1, 2, 7)),
+    RoutingCase(function="unpermute", tokens=40, experts=6, hidden=3, spread="ragged", topk=2, slack=-2, grads="rows", law="history"),
+    RoutingCase(function="permute", tokens=0, routing=()),
+    RoutingCase(function="pad_routing_map", golden="to_two"),
+    RoutingCase(function="multihot_to_indices", illegal="no_slots"),
+    ChunksCase(function="sort_chunks", sizes=(2, 0, 3), order=(2, 0, 1), tail=1, probs="bfloat16", poison="max"),
+    IndicesCase(function="indices_to_multihot", tokens=2, topk=2, experts=3, slots=(0, -1, 2, 2), repeats=True),
+]
+RECORD = {"function": "permute", "tokens": 2}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_a_case_reads_back_as_itself(case):
+    again = case_from(json.loads(case.text))
+    assert again == case
+    assert (again.text, again.id) == (case.text, case.id)
+
+
+def test_the_text_is_canonical_json_without_defaults():
+    text = '{"experts":3,"function":"permute","routing":[1,2,7],"schema":1,"tokens":3}'
+    assert CASES[0].text == text
+    assert RoutingCase(function="permute").text == '{"function":"permute","schema":1}'
+    shuffled = '{ "tokens": 3, "poison": "nan", "schema": 1, "routing": [1, 2, 7], "function": "permute", "experts": 3 }'
+    assert case_from(json.loads(shuffled)).text == text
+
+
+def test_the_id_is_the_start_of_the_texts_hash():
+    for case in CASES:
+        assert case.id == hashlib.sha256(case.text.encode()).hexdigest()[:12]
+    assert CASES[0].id == "29d2156f4571"
+
+
+def test_cases_that_differ_have_other_ids():
+    changed = [CASES[0], replace(CASES[0], seed=1), replace(CASES[0], routing=(1, 2, 6)), replace(CASES[0], function="unpermute"), *CASES[1:]]
+    assert len({case.id for case in changed}) == len(changed)
+
+
+def test_none_and_zero_are_not_confused():
+    assert case_from(RECORD | {"slack": 0}).slack == 0
+    assert case_from(RECORD).slack is None
+    assert case_from(RECORD | {"slack": 0}).id != case_from(RECORD).id
+
+
+@pytest.mark.parametrize(
+    ("record", "named"),
+    [
+        ([1, 2], "list"),
+        ("permute", "str"),
+        (None, "NoneType"),
+        ({}, "function"),
+        ({"function": "transmute"}, "transmute"),
+        ({"function": ["permute"]}, "function"),
+        ({"function": 3}, "function"),
+        (RECORD | {"schema": SCHEMA + 1}, "schema"),
+        (RECORD | {"schema": "1"}, "schema"),
+        (RECORD | {"tokenz": 3}, "tokenz"),
+        (RECORD | {"family": {}}, "family"),
+        (RECORD | {"sizes": [1]}, "sizes"),
+        (RECORD | {"tokens": "two"}, "tokens"),
+        (RECORD | {"tokens": 2.0}, "tokens"),
+        (RECORD | {"tokens": True}, "tokens"),
+        (RECORD | {"tokens": None}, "tokens"),
+        (RECORD | {"zero_probs": 1}, "zero_probs"),
+        (RECORD | {"dtype": 16}, "dtype"),
+        (RECORD | {"slack": "2"}, "slack"),
+        (RECORD | {"slack": 1.5}, "slack"),
+        (RECORD | {"slack": [1]}, "slack"),
+        (RECORD | {"slack": None}, "slack"),
+        (RECORD | {"routing": [1, "2"]}, "routing"),
+        (RECORD | {"routing": 7}, "routing"),
+        (RECORD | {"routing": [1]}, "routing"),
+        (RECORD | {"routing": [1, 2]}, "routing"),
+        (RECORD | {"tokens": -1}, "tokens"),
+        (RECORD | {"experts": 0}, "experts"),
+        (RECORD | {"spread": "wild"}, "wild"),
+        ({"function": "sort_chunks", "sizes": [1, 2], "order": [0, 0]}, "order"),
+        ({"function": "sort_chunks", "sizes": [-1], "order": [0]}, "sizes"),
+        ({"function": "indices_to_multihot", "slots": [4]}, "slots"),
+    ],
+    ids=str,
+)
+def test_what_is_no_case_is_refused_by_name(record, named):
+    with pytest.raises(CaseError, match=named):
+        case_from(record)
+
+
+@pytest.mark.parametrize("name", ["law", "golden", "illegal"])
+def test_a_name_that_its_function_does_not_have_is_refused(name):
+    with pytest.raises(CaseError, match=f"{name} is 'unheard'"):
+        checked(case_from(RECORD | {name: "unheard"}))
+    fine = {"law": "history", "golden": "by_expert", "illegal": "align_zero"}[name]
+    assert getattr(checked(case_from(RECORD | {name: fine})), name) == fine
+
+
+def tensors_of(case: Case):
+    problem = CONTRACTS[case.function].problem(case)
+    return {name: bits(x).tobytes() for name, x in (problem.tensors | {f"d_{k}": x for k, x in problem.cotangents.items()}).items()}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.illegal], ids=lambda case: case.id)
+def test_equal_cases_make_equal_tensors(case):
+    assert tensors_of(case) == tensors_of(case_from(json.loads(case.text)))
+
+
+def test_another_seed_makes_other_tensors():
+    case = replace(CASES[0], hidden=4)
+    assert tensors_of(case) != tensors_of(replace(case, seed=1))
+
+
+def test_hashing_is_pinned():
+    assert hashed(7, "tokens", 4).tolist() == [2928969240, 1410587951, 3064867217, 71826486]
+    assert hashed(7, "tokens", 2).tolist() == hashed(7, "tokens", 4).tolist()[:2]
+    assert hashed(7, "rows", 4).tolist() != hashed(7, "tokens", 4).tolist()
+
+
+def test_payloads_are_pinned():
+    assert payload(1, "tokens", (2, 3), "float32").tolist() == [[-1.96875, 1.9375, -0.171875], [-1.390625, 0.703125, 1.5625]]
+    assert payload(1, "tokens", (2, 3), "float32", "wide").tolist() == [[-0.03076171875, 0.12109375, -0.021484375], [-1.390625, 2880.0, 50.0]]
+    assert payload(0, "rows", (2, 4), "uint8").tolist() == [[17, 18, 153, 223], [71, 1, 123, 138]]
+
+
+def test_probabilities_are_pinned():
+    assert probabilities(3, "probs", (4,), "float32").tolist() == [0.296875, 0.703125, 0.359375, 0.1484375]
+    assert probabilities(3, "probs", (8,), "float32", zeros=True).tolist() == [0.296875, 0.703125, 0.359375, 0.1484375, 0.96875, 0.953125, 0.0, 0.3125]
+
+
+@pytest.mark.parametrize("style", ["dyadic", "wide"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_values_are_exact_in_every_dtype(dtype, style):
+    exact = payload(5, "tokens", (300, 9), "float64", style)
+    assert torch.equal(payload(5, "tokens", (300, 9), dtype, style).double(), exact)
+    assert torch.equal(probabilities(5, "probs", (300, 9), dtype).double(), probabilities(5, "probs", (300, 9), "float64"))
+
+
+def test_probabilities_lie_above_zero_unless_zeros_are_asked_for():
+    assert probabilities(0, "probs", (500,), "float32").min() > 0
+    assert probabilities(0, "probs", (500,), "float32").max() <= 1
+    assert (probabilities(0, "probs", (500,), "float32", zeros=True) == 0).any()
+
+
+def test_rows_in_sequence_differ_in_their_first_column():
+    first = payload(4, "tokens", (255, 3), "bfloat16")[:, 0]
+    assert len(set(first.tolist())) == len(first)
+
+
+def test_special_values_hold_every_strange_number():
+    x = payload(0, "tokens", (100, 8), "float32", "special")
+    assert x.isnan().any()
+    assert (x == torch.inf).any()
+    assert (x == -torch.inf).any()
+    assert ((x == 0) & x.signbit()).any()
+    assert x.isfinite().any()
+
+
+def test_one_byte_payloads_hold_every_code():
+    for dtype in ("float8_e4m3fn", "float8_e5m2", "uint8"):
+        assert len(payload(0, "tokens", (80, 80), dtype).view(torch.uint8).unique()) == 256
+
+
+def test_an_explicit_map_has_one_bit_for_each_expert():
+    case = RoutingCase(function="permute", tokens=3, experts=3, routing=(0b001, 0b110, 0))
+    assert routed(case).tolist() == [[True, False, False], [False, True, True], [False, False, False]]
+
+
+X = payload(0, "tokens", (5, 6), "float32")
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided", "shifted"])
+@pytest.mark.parametrize("x", [X, X[:, 0].clone(), X[:0], X.to(torch.bfloat16), X.to(torch.float8_e4m3fn), X > 0], ids=lambda x: f"{x.dtype}{list(x.shape)}")
+def test_layouts_keep_the_values(x, layout):
+    placed = laid_out(x, layout)
+    assert placed.dtype == x.dtype
+    assert placed.shape == x.shape
+    assert (bits(placed) == bits(x)).all()
+
+
+def test_layouts_have_the_strides_they_promise():
+    assert laid_out(X, "contiguous").stride() == (6, 1)
+    assert laid_out(X, "transposed").stride() == (1, 5)
+    assert laid_out(X, "strided").stride() == (24, 2)
+    assert laid_out(X[:, 0].clone(), "transposed").stride() == (2,)
+    shifted = laid_out(X, "shifted")
+    assert (shifted.stride(), shifted.storage_offset()) == ((6, 1), 1)
+
+
+def test_an_expanded_layout_repeats_its_first_entry_without_memory():
+    expanded = laid_out(X, "expanded")
+    assert expanded.stride() == (0, 1)
+    assert torch.equal(expanded, X[:1].repeat(5, 1))
+    assert laid_out(X[:0], "expanded").shape == (0, 6)
+
+
+def test_what_lies_between_strided_values_is_garbage():
+    raw = laid_out(X, "strided").untyped_storage()
+    whole = torch.empty(0).set_(raw)
+    assert whole.isnan().any()
+
+
+@pytest.mark.parametrize(("layout", "dim"), [("wide_rows", 0), ("wide_columns", 1)])
+@pytest.mark.parametrize("entries", [2, 3, 4])
+def test_wide_layouts_pass_every_32_bit_offset(layout, dim, entries):
+    x = payload(0, "tokens", (entries, entries), "uint8")
+    placed = laid_out(x, layout)
+    assert placed.stride(dim) * (entries - 1) > 2**31
+    assert placed.stride(dim) * (entries - 1) <= WIDE
+    assert torch.equal(placed, x)
+
+
+def test_a_vector_is_wide_in_its_only_dimension():
+    x = payload(0, "probs", (3, 1), "uint8").flatten()
+    placed = laid_out(x, "wide_columns")
+    assert placed.stride(0) * 2 > 2**31
+    assert torch.equal(placed, x)
+
+
+@pytest.mark.parametrize("name", ["d_rows", "tokens"])
+def test_an_expanded_input_repeats_in_the_master_copy_too(name):
+    case = RoutingCase(function="permute", tokens=4, experts=2, hidden=3, grads="tokens", layout="expanded", layout_of=name)
+    problem = CONTRACTS["permute"].problem(case)
+    master = problem.cotangents["rows"] if name == "d_rows" else problem.required["tokens"]
+    assert torch.equal(master, master[:1].expand(master.shape))

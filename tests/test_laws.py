@@ -1,0 +1,292 @@
+"""Each law finds an implementation that gives right values on the very same case; the reference keeps every law."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import moe_ref
+from conformance.case import Case
+from conformance.contracts.chunks import ChunksCase
+from conformance.contracts.routing import RoutingCase
+from conformance.contracts.routing_map import IndicesCase
+from conformance.execute import poison
+from conformance.execute.evaluate import Outcome, evaluate
+from conformance.interface import Implementation
+from conformance.laws import LAWS
+
+poison.install()
+
+# six tokens, three experts: the first token and the first expert have somebody, the last token and the last expert nobody
+PERMUTE = RoutingCase(function="permute", tokens=6, experts=3, hidden=3, routing=(0b011, 0b001, 0b010, 0b011, 0b001, 0), grads="tokens")
+FORWARD = replace(PERMUTE, grads="")
+ALIGNED = replace(FORWARD, align=4)
+UNPERMUTE = replace(PERMUTE, function="unpermute", grads="rows")
+CHUNKS = ChunksCase(function="sort_chunks", sizes=(2, 0, 3), order=(1, 2, 0), tail=1, hidden=3)
+PAD = RoutingCase(function="pad_routing_map", tokens=6, experts=3, align=4, routing=(0b001, 0b001, 0b001, 0b010, 0, 0))
+TO_MULTIHOT = IndicesCase(function="indices_to_multihot", tokens=3, topk=2, experts=4, slots=(0, 3, 1, -1, -1, -1))
+TO_INDICES = RoutingCase(function="multihot_to_indices", tokens=6, experts=3, topk=2, routing=FORWARD.routing)
+
+
+def wrapped(function: str, wrapper, **declared) -> SimpleNamespace:
+    """The reference, with `wrapper(original, *args, **settings)` in the place of one function."""
+    namespace = SimpleNamespace(**{name: getattr(moe_ref, name) for name in moe_ref.__all__}, declares=lambda name: declared)
+    original = getattr(namespace, function)
+    setattr(namespace, function, lambda *args, **settings: wrapper(original, *args, **settings))
+    return namespace
+
+
+def outcome_of(case: Case, namespace) -> Outcome:
+    return evaluate(case, Implementation(namespace, "here"))
+
+
+def wrong_rows(out):
+    return out._replace(rows=torch.zeros_like(out.rows))
+
+
+# ---- namespaces that are right in the first call of the case below
+
+
+def keeps_the_first_alignment():
+    kept: dict[str, int] = {}
+
+    def permute(original, tokens, routing_map, **settings):
+        if "align" in settings:
+            settings["align"] = kept.setdefault("align", settings["align"])
+        return original(tokens, routing_map, **settings)
+
+    return wrapped("permute", permute)
+
+
+def leaves_padding_rows_unwritten():
+    def permute(original, tokens, routing_map, **settings):
+        out = original(tokens, routing_map, **settings)
+        rows = torch.empty_like(out.rows)
+        real = out.row_map.token_P >= 0
+        rows[real] = out.rows[real]
+        return out._replace(rows=rows)
+
+    return wrapped("permute", permute)
+
+
+def adds_in_another_order_each_time():
+    calls: list[int] = []
+
+    def unpermute(original, rows, row_map, **settings):
+        calls.append(1)
+        order = torch.arange(len(rows)) if len(calls) % 2 else torch.arange(len(rows)).flip(0)
+        shuffled = replace(row_map, token_P=row_map.token_P[order], expert_P=row_map.expert_P[order])
+        return original(rows[order], shuffled, **settings)
+
+    return wrapped("unpermute", unpermute, deterministic=True)
+
+
+def caches_by_address():
+    seen: dict[int, object] = {}
+
+    def permute(original, tokens, routing_map, **settings):
+        return seen.setdefault(tokens.data_ptr(), original(tokens, routing_map, **settings))
+
+    return wrapped("permute", permute)
+
+
+def wrong_when_the_first_token_has_no_expert():
+    def permute(original, tokens, routing_map, **settings):
+        out = original(tokens, routing_map, **settings)
+        return out if routing_map[0].any() else wrong_rows(out)
+
+    return wrapped("permute", permute)
+
+
+def wrong_when_the_first_expert_is_empty():
+    def permute(original, tokens, routing_map, **settings):
+        out = original(tokens, routing_map, **settings)
+        return out if routing_map[:, 0].any() else wrong_rows(out)
+
+    return wrapped("permute", permute)
+
+
+def wrong_for_an_odd_number_of_tokens():
+    def permute(original, tokens, routing_map, **settings):
+        out = original(tokens, routing_map, **settings)
+        return out if len(tokens) % 2 == 0 else wrong_rows(out)
+
+    return wrapped("permute", permute)
+
+
+def wrong_without_alignment():
+    def permute(original, tokens, routing_map, **settings):
+        out = original(tokens, routing_map, **settings)
+        return out if "align" in settings else wrong_rows(out)
+
+    return wrapped("permute", permute)
+
+
+def gathers_by_a_matrix():
+    def permute(original, tokens, routing_map, **settings):
+        out = original(tokens, routing_map, **settings)
+        one_hot = torch.nn.functional.one_hot(out.row_map.token_P, len(tokens)).to(tokens.dtype)
+        return out._replace(rows=one_hot @ tokens)  # 0 · NaN is NaN
+
+    return wrapped("permute", permute)
+
+
+def sorts_by_multiplying():
+    def sort_chunks(original, rows, chunk_sizes, order, **settings):
+        out = original(rows, chunk_sizes, order, **settings)
+        return out._replace(rows=out.rows + 0 * rows.sum())
+
+    return wrapped("sort_chunks", sort_chunks)
+
+
+class OneUlpInTheGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return torch.where(dx == 0, dx, torch.nextafter(dx, torch.full_like(dx, torch.inf)))
+
+
+def rounds_the_gradient_up():
+    return wrapped("permute", lambda original, tokens, routing_map, **settings: original(OneUlpInTheGradient.apply(tokens), routing_map, **settings))
+
+
+def saturates():
+    return wrapped("permute", lambda original, tokens, routing_map, **settings: original(tokens.clamp(-2, 2), routing_map, **settings))
+
+
+def reads_padding_rows():
+    def unpermute(original, rows, row_map, **settings):
+        padding = rows[row_map.token_P < 0].sum(0)
+        return original(rows, row_map, **settings) + padding
+
+    return wrapped("unpermute", unpermute)
+
+
+def wrong_when_the_first_chunk_is_empty():
+    def sort_chunks(original, rows, chunk_sizes, order, **settings):
+        out = original(rows, chunk_sizes, order, **settings)
+        return out if chunk_sizes[0] else wrong_rows(out)
+
+    return wrapped("sort_chunks", sort_chunks)
+
+
+def pads_whole_multiples_once_more():
+    def pad_routing_map(original, routing_map, *, align):
+        out = original(routing_map, align=align)
+        full = (routing_map.sum(0) > 0) & (routing_map.sum(0) % align == 0)
+        return out._replace(routing_map=out.routing_map | full)
+
+    return wrapped("pad_routing_map", pad_routing_map)
+
+
+def pads_nothing_when_the_first_expert_is_empty():
+    def pad_routing_map(original, routing_map, *, align):
+        out = original(routing_map, align=align)
+        return out if routing_map[:, 0].any() else out._replace(routing_map=routing_map.clone())
+
+    return wrapped("pad_routing_map", pad_routing_map)
+
+
+def stops_at_an_empty_first_token(function: str):
+    def convert(original, given, probs, **settings):
+        out = original(given, probs, **settings)
+        stops = (given[0] == -1).all() if function == "indices_to_multihot" else not given[0].any()
+        return out._replace(probs=torch.zeros_like(out.probs)) if stops else out
+
+    return wrapped(function, convert)
+
+
+TWINS = [
+    ("history", ALIGNED, keeps_the_first_alignment),
+    ("determinism", replace(ALIGNED, poison="zero"), leaves_padding_rows_unwritten),
+    ("determinism", replace(UNPERMUTE, values="wide", experts=9, routing=(0b111111111,) * 6, grads=""), adds_in_another_order_each_time),
+    ("buffer_reuse", FORWARD, caches_by_address),
+    ("token_permutation", FORWARD, wrong_when_the_first_token_has_no_expert),
+    ("expert_relabelling", FORWARD, wrong_when_the_first_expert_is_empty),
+    ("split", FORWARD, wrong_for_an_odd_number_of_tokens),
+    ("padding_independence", ALIGNED, wrong_without_alignment),
+    ("neighbour_independence", FORWARD, gathers_by_a_matrix),
+    ("neighbour_independence", CHUNKS, sorts_by_multiplying),
+    ("adjointness", PERMUTE, rounds_the_gradient_up),
+    ("scaling", FORWARD, saturates),
+    ("garbage_independence", replace(UNPERMUTE, align=4, poison="zero", grads=""), reads_padding_rows),
+    ("round_trip", CHUNKS, wrong_when_the_first_chunk_is_empty),
+    ("idempotence", PAD, pads_whole_multiples_once_more),
+    ("column_relabelling", PAD, pads_nothing_when_the_first_expert_is_empty),
+    ("row_reversal", TO_MULTIHOT, lambda: stops_at_an_empty_first_token("indices_to_multihot")),
+    ("row_reversal", TO_INDICES, lambda: stops_at_an_empty_first_token("multihot_to_indices")),
+]
+ON_A_CPU = {function: [law for law in laws.values() if law.device != "cuda"] for function, laws in LAWS.items()}
+
+
+@pytest.mark.parametrize(("law", "case", "broken"), TWINS, ids=lambda x: x if isinstance(x, str) else getattr(x, "__name__", ""))
+def test_what_breaks_a_law_passes_as_values_and_is_found_by_that_law(law, case, broken):
+    assert outcome_of(case, broken()).status == "PASS"
+    found = outcome_of(replace(case, law=law), broken())
+    assert (found.status, found.finding["check"]) == ("FAIL", law)
+
+
+def test_every_law_has_a_twin_that_must_fail():
+    assert {law for law, _, _ in TWINS} == {law.name for laws in ON_A_CPU.values() for law in laws}
+
+
+CALLS = [
+    PERMUTE,
+    replace(ALIGNED, probs="float32", grads="tokens+probs", map_dtype="int64"),
+    replace(FORWARD, dtype="float8_e4m3fn", values="special"),
+    replace(FORWARD, dtype="bfloat16", capacity=2, probs="bfloat16", zero_probs=True, grads="probs"),
+    replace(FORWARD, capacity=9, layout="strided", layout_of="tokens"),
+    replace(ALIGNED, slack=2, values="special", poison="max"),
+    replace(PERMUTE, slack=-2),
+    replace(PERMUTE, tokens=0, routing=()),
+    UNPERMUTE,
+    replace(UNPERMUTE, align=4, probs="float32", grads="rows+probs", poison="max"),
+    replace(UNPERMUTE, dtype="bfloat16", values="special", probs="bfloat16", capacity=2),
+    replace(UNPERMUTE, grads="", align=2),
+    CHUNKS,
+    replace(CHUNKS, grads="rows"),
+    replace(CHUNKS, dtype="float8_e5m2", tail=0, index_dtype="int32"),
+    replace(CHUNKS, probs="float32", grads="rows+probs", values="special"),
+    replace(CHUNKS, sizes=(), order=(), tail=0),
+    PAD,
+    replace(PAD, align=16, map_dtype="uint8", layout="transposed", layout_of="routing_map"),
+    TO_MULTIHOT,
+    replace(TO_MULTIHOT, slots=(), repeats=True, empty=1, grads="probs", dtype="float16"),
+    TO_INDICES,
+    replace(TO_INDICES, topk=5, grads="probs", dtype="bfloat16", zero_probs=True),
+    replace(TO_INDICES, tokens=0, routing=()),
+]
+
+
+@pytest.mark.parametrize("case", CALLS, ids=lambda case: f"{case.function}-{case.id}")
+def test_the_reference_keeps_every_law(case):
+    for law in ON_A_CPU[case.function]:
+        if law.applies(case):
+            outcome = outcome_of(replace(case, law=law.name), moe_ref)
+            assert outcome.status in ("PASS", "UNINFORMATIVE"), (law.name, outcome)
+
+
+def test_every_law_is_tried_on_the_reference():
+    tried = {(case.function, law.name) for case in CALLS for law in ON_A_CPU[case.function] if law.applies(case)}
+    assert tried == {(function, law.name) for function, laws in ON_A_CPU.items() for law in laws}
+
+
+@pytest.mark.parametrize("law", ["token_permutation", "split", "padding_independence", "buffer_reuse", "scaling", "adjointness"])
+def test_no_law_is_asked_where_it_does_not_hold(law):
+    assert not LAWS["permute"][law].applies(replace(PERMUTE, golden="by_expert"))
+    assert not LAWS["permute"][law].applies(replace(PERMUTE, illegal="align_zero"))
+    assert not LAWS["permute"][law].applies(replace(ALIGNED, layout="expanded", layout_of="tokens"))
+
+
+def test_what_raises_only_in_a_law_is_a_finding_of_that_law():
+    def permute(original, tokens, routing_map, **settings):
+        if len(tokens) % 2:
+            raise RuntimeError("odd")
+        return original(tokens, routing_map, **settings)
+
+    finding = outcome_of(replace(FORWARD, law="split"), wrapped("permute", permute)).finding
+    assert (finding["check"], "odd" in finding["message"]) == ("split", True)

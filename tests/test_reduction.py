@@ -1,0 +1,172 @@
+"""A failure is reduced to the smallest case that fails in the same way, in time, through legal cases only."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from conformance.case import Case
+from conformance.contracts.chunks import ChunksCase
+from conformance.contracts.routing import RoutingCase, routed
+from conformance.contracts.routing_map import IndicesCase, indices
+from conformance.execute.evaluate import Outcome
+from conformance.plan import fixed_cases
+from conformance.reduction import failure_key, reduce
+from conformance.registry import CONTRACTS
+from conformance.strategies.draw import drawn, strategy
+from conformance.strategies.space import Space
+
+LONG = 60.0
+LARGE = RoutingCase(
+    function="permute", tokens=60, experts=9, hidden=20, topk=3, spread="uniform", dtype="bfloat16", probs="float32", zero_probs=True, values="special",
+    align=4, slack=2, map_dtype="int32", layout="strided", layout_of="tokens", grads="tokens+probs", unused="probs", law="history", poison="max", seed=5,
+)  # fmt: skip
+MANY_CHUNKS = ChunksCase(function="sort_chunks", sizes=(4, 0, 9, 1, 30, 2), order=(5, 4, 3, 2, 1, 0), tail=3, hidden=17, probs="float32", grads="rows")
+MANY_SLOTS = IndicesCase(function="indices_to_multihot", tokens=20, topk=4, experts=11, empty=1, repeats=True, dtype="float16", grads="probs", seed=3)
+
+
+def failed(output: str = "rows", check: str = "exact", status: str = "FAIL") -> Outcome:
+    return Outcome(status, {"output": output, "check": check, "message": "", "index": ()} if status == "FAIL" else None)
+
+
+def failing_if(condition):
+    """An attempt that fails where the condition holds, and a list of every case it was asked for."""
+    tried: list[Case] = []
+
+    def attempt(case: Case) -> Outcome:
+        tried.append(case)
+        return failed() if condition(case) else Outcome("PASS")
+
+    return attempt, tried
+
+
+def two_tokens_and_somebody_in_a_third_expert(case) -> bool:
+    return case.tokens >= 2 and bool(routed(case)[:, 2:].any())
+
+
+def test_a_routing_case_is_reduced_to_the_known_minimum():
+    attempt, tried = failing_if(two_tokens_and_somebody_in_a_third_expert)
+    found = reduce(LARGE, failed(), attempt, LONG)
+    assert found.finished
+    assert found.attempts == len(tried)
+    assert sum(found.case.routing) == 0b100  # one routed cell
+    assert found.case == RoutingCase(function="permute", tokens=2, experts=3, hidden=0, routing=found.case.routing)
+
+
+def test_a_chunks_case_is_reduced_to_the_known_minimum():
+    attempt, _ = failing_if(lambda case: any(size >= 2 for size in case.sizes[1:]) and case.hidden >= 3)
+    found = reduce(MANY_CHUNKS, failed(), attempt, LONG)
+    assert found.finished
+    assert (found.case.sizes, found.case.hidden) == ((0, 2), 3)
+    assert found.case == ChunksCase(function="sort_chunks", sizes=(0, 2), order=found.case.order, hidden=3)
+
+
+def test_an_indices_case_is_reduced_to_the_known_minimum():
+    attempt, _ = failing_if(lambda case: bool((indices(case) >= 2).any()) and case.topk >= 2)
+    found = reduce(MANY_SLOTS, failed(), attempt, LONG)
+    assert found.finished
+    assert (found.case.tokens, found.case.topk) == (1, 2)
+    assert found.case.experts == max(found.case.slots) + 1
+    assert sorted(found.case.slots)[0] == -1
+
+
+@pytest.mark.parametrize("needed", ["values", "layout", "align", "probs", "dtype", "grads", "poison", "law", "map_dtype", "seed", "slack", "zero_probs"])
+def test_only_the_settings_that_matter_are_kept(needed):
+    default = RoutingCase.__dataclass_fields__[needed].default
+    attempt, _ = failing_if(lambda case: getattr(case, needed) != default)
+    case = reduce(LARGE, failed(), attempt, LONG).case
+    kept = set(case.record()) - {"schema", "function", "tokens", "hidden", "routing", "layout_of"}
+    assert kept - {"probs", "grads"} == {needed} - {"probs", "grads"}
+    assert needed in kept
+
+
+def test_a_crash_is_reduced_like_a_wrong_value():
+    def attempt(case):
+        return Outcome("CRASH", reason="SIGSEGV") if case.experts > 2 else Outcome("PASS")
+
+    found = reduce(LARGE, Outcome("CRASH", reason="SIGSEGV"), attempt, LONG)
+    assert (found.case.experts, found.case.tokens, found.outcome.status) == (3, 0, "CRASH")
+
+
+@pytest.mark.parametrize(
+    "other", [failed("probs"), failed("rows", "shape"), failed(status="CRASH"), failed(status="HANG"), Outcome("BLOCKED"), Outcome("ERROR")]
+)
+def test_what_fails_in_another_way_is_not_taken(other):
+    def attempt(case):
+        return failed() if case.tokens >= 30 else other
+
+    found = reduce(LARGE, failed(), attempt, LONG)
+    assert found.case.tokens == 30
+    assert failure_key(found.case, found.outcome) == failure_key(LARGE, failed())
+
+
+def test_what_differs_only_in_its_words_is_the_same_failure():
+    reworded = Outcome("FAIL", {"output": "rows", "check": "exact", "message": "row 3", "index": (3,)})
+    assert failure_key(LARGE, reworded) == failure_key(LARGE, failed())
+    assert failure_key(LARGE, failed("probs")) != failure_key(LARGE, failed())
+
+
+def test_nothing_smaller_that_fails_leaves_the_case_as_it_is():
+    found = reduce(LARGE, failed(), lambda case: Outcome("PASS"), LONG)
+    assert (found.case, found.finished) == (LARGE, True)
+
+
+def test_time_that_runs_out_leaves_the_smallest_case_so_far():
+    def attempt(case):
+        time.sleep(0.02)
+        return failed() if two_tokens_and_somebody_in_a_third_expert(case) else Outcome("PASS")
+
+    started = time.monotonic()
+    found = reduce(LARGE, failed(), attempt, seconds=0.1)
+    assert time.monotonic() - started < LONG
+    assert not found.finished
+    assert found.attempts > 0
+    assert two_tokens_and_somebody_in_a_third_expert(found.case)
+
+
+def test_no_time_leaves_the_case_as_it_is():
+    attempt, tried = failing_if(lambda case: True)
+    found = reduce(LARGE, failed(), attempt, seconds=-1)
+    assert (found.case, found.finished, tried) == (LARGE, False, [])
+
+
+def test_no_case_is_tried_twice():
+    attempt, tried = failing_if(two_tokens_and_somebody_in_a_third_expert)
+    reduce(LARGE, failed(), attempt, LONG)
+    assert len({case.text for case in tried}) == len(tried)
+
+
+@pytest.mark.parametrize("function", CONTRACTS)
+def test_literal_cases_are_not_reduced(function):
+    for case in fixed_cases(function, Space()):
+        attempt, tried = failing_if(lambda case: True)
+        found = reduce(case, failed(), attempt, LONG)
+        assert (found.case, found.finished, tried) == (case, True, [])
+
+
+@pytest.mark.parametrize("function", CONTRACTS)
+def test_only_legal_cases_are_tried(function):
+    contract = CONTRACTS[function]
+    small = [case for case in drawn(strategy(function, Space()), 5, 40) if work(case) < 2000]
+    for case in small:
+        candidates = list(contract.simpler(case))
+        for simpler in candidates[:: len(candidates) // 20 + 1]:
+            problem = contract.problem(simpler)
+            assert set(problem.wanted) <= set(problem.tensors)
+            contract.expected(simpler, problem, "float32")
+
+
+def work(case: Case) -> int:
+    """Elements of the case, so that large ones can be left out."""
+    rows = sum(case.sizes) + case.tail if isinstance(case, ChunksCase) else case.tokens * case.experts
+    return rows * max(getattr(case, "hidden", 1), 1)
+
+
+@pytest.mark.parametrize(
+    "case", [LARGE, replace(LARGE, function="unpermute", grads="rows+probs", unused=""), MANY_CHUNKS, MANY_SLOTS], ids=lambda c: c.function
+)
+def test_whatever_fails_a_reduction_ends(case):
+    """Everything fails: the greedy walk reaches a case that nothing is simpler than."""
+    found = reduce(case, failed(), lambda smaller: failed(), LONG)
+    assert found.finished
+    assert [smaller for smaller in CONTRACTS[case.function].simpler(found.case) if len(smaller.text) < len(found.case.text)] == []
