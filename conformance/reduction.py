@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from conformance.case import Case
-from conformance.execute.evaluate import Outcome
+from conformance.execute.runner import Outcome
 from conformance.registry import CONTRACTS
 
 Key = tuple[str, str, str, str]

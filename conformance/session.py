@@ -10,9 +10,9 @@ from typing import Any
 from conformance import corpus
 from conformance.case import Case
 from conformance.execute.child import Settings
-from conformance.execute.evaluate import Outcome
 from conformance.execute.ledger import Ledger
 from conformance.execute.pool import Pool
+from conformance.execute.runner import Outcome
 from conformance.plan import Section, cases_of, sections
 from conformance.profiles import PROFILES, Profile
 from conformance.reduction import Key, failure_key, reduce

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.case import Case
-from conformance.execute.evaluate import Outcome
+from conformance.execute.runner import Outcome
 from conformance.interface import UsageError
 from conformance.registry import CONTRACTS
 

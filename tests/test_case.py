@@ -14,7 +14,7 @@ from conformance.contracts.routing_map import IndicesCase
 from conformance.corpus import checked
 from conformance.judge.exact import bits
 from conformance.registry import CONTRACTS
-from conformance.values import WIDE, hashed, laid_out, payload, probabilities
+from conformance.values import BITS, DTYPES, PROB_BITS, WIDE, hashed, laid_out, payload, probabilities
 
 CASES = [
     RoutingCase(function="permute", tokens=3, experts=3, routing=(1, 2, 7)),
@@ -133,22 +133,41 @@ def test_hashing_is_pinned():
 
 
 def test_payloads_are_pinned():
-    assert payload(1, "tokens", (2, 3), "float32").tolist() == [[-1.96875, 1.9375, -0.171875], [-1.390625, 0.703125, 1.5625]]
-    assert payload(1, "tokens", (2, 3), "float32", "wide").tolist() == [[-0.03076171875, 0.12109375, -0.021484375], [-1.390625, 2880.0, 50.0]]
+    assert payload(1, "tokens", (2, 3), "float32").tolist() == [[-1.9990234375, 0.921875, -0.51611328125], [-1.41259765625, 0.94580078125, 0.11376953125]]
+    assert payload(1, "tokens", (2, 3), "bfloat16").tolist() == [[-1.984375, -0.6875, 0.5078125], [-0.5859375, 0.9765625, 0.671875]]
+    assert payload(1, "tokens", (1, 3), "float32", "wide").tolist() == [[-4.38795280456543, -0.008654408156871796, -13.915393829345703]]
     assert payload(0, "rows", (2, 4), "uint8").tolist() == [[17, 18, 153, 223], [71, 1, 123, 138]]
 
 
 def test_probabilities_are_pinned():
-    assert probabilities(3, "probs", (4,), "float32").tolist() == [0.296875, 0.703125, 0.359375, 0.1484375]
-    assert probabilities(3, "probs", (8,), "float32", zeros=True).tolist() == [0.296875, 0.703125, 0.359375, 0.1484375, 0.96875, 0.953125, 0.0, 0.3125]
+    assert probabilities(3, "probs", (4,), "float32").tolist() == [0.787109375, 0.962890625, 0.919921875, 0.5185546875]
+    assert probabilities(3, "probs", (8,), "bfloat16", zeros=True).tolist() == [0.296875, 0.703125, 0.0, 0.1484375, 0.96875, 0.953125, 0.5, 0.0]
 
 
-@pytest.mark.parametrize("style", ["dyadic", "wide"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_values_are_exact_in_every_dtype(dtype, style):
-    exact = payload(5, "tokens", (300, 9), "float64", style)
-    assert torch.equal(payload(5, "tokens", (300, 9), dtype, style).double(), exact)
-    assert torch.equal(probabilities(5, "probs", (300, 9), dtype).double(), probabilities(5, "probs", (300, 9), "float64"))
+def test_dyadic_values_are_exact_and_fill_their_dtype(dtype):
+    bits_of_them = BITS[DTYPES[dtype]]
+    integers = payload(5, "tokens", (300, 9), dtype).double() * 2 ** (bits_of_them - 1)
+    assert torch.equal(integers, integers.round())
+    assert integers.abs().max() == 2**bits_of_them - 1
+    assert bool((integers % 2 == 1).any())
+    narrower = {"float32": torch.bfloat16, "float16": torch.bfloat16, "bfloat16": torch.float8_e4m3fn}[dtype]
+    assert not torch.equal((integers / 2 ** (bits_of_them - 1)).to(narrower).double(), integers / 2 ** (bits_of_them - 1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_probabilities_are_exact_and_fill_their_dtype(dtype):
+    integers = probabilities(5, "probs", (300, 9), dtype).double() * 2 ** PROB_BITS[DTYPES[dtype]]
+    assert torch.equal(integers, integers.round())
+    assert bool((integers % 2 == 1).any())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_wide_values_lie_many_powers_of_two_apart_and_do_not_overflow(dtype):
+    x = payload(5, "tokens", (300, 9), dtype, "wide").float().abs()
+    assert x.isfinite().all()
+    assert x.max() > 2**11
+    assert 0 < x[x > 0].min() < 2**-11
 
 
 def test_probabilities_lie_above_zero_unless_zeros_are_asked_for():
@@ -158,8 +177,9 @@ def test_probabilities_lie_above_zero_unless_zeros_are_asked_for():
 
 
 def test_rows_in_sequence_differ_in_their_first_column():
-    first = payload(4, "tokens", (255, 3), "bfloat16")[:, 0]
-    assert len(set(first.tolist())) == len(first)
+    for dtype in ("float32", "bfloat16", "float16"):
+        first = payload(4, "tokens", (511, 3), dtype)[:, 0]
+        assert len(set(first.tolist())) == len(first)
 
 
 def test_special_values_hold_every_strange_number():

@@ -12,7 +12,8 @@ from conformance.contracts.chunks import ChunksCase
 from conformance.contracts.routing import RoutingCase
 from conformance.contracts.routing_map import IndicesCase
 from conformance.execute import poison
-from conformance.execute.evaluate import Outcome, evaluate
+from conformance.execute.evaluate import evaluate
+from conformance.execute.runner import Outcome
 from conformance.interface import Implementation
 from conformance.laws import LAWS
 

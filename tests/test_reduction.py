@@ -9,7 +9,7 @@ from conformance.case import Case
 from conformance.contracts.chunks import ChunksCase
 from conformance.contracts.routing import RoutingCase, routed
 from conformance.contracts.routing_map import IndicesCase, indices
-from conformance.execute.evaluate import Outcome
+from conformance.execute.runner import Outcome
 from conformance.plan import fixed_cases
 from conformance.reduction import failure_key, reduce
 from conformance.registry import CONTRACTS

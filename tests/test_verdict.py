@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from conformance.contracts.routing import RoutingCase
-from conformance.execute.evaluate import Outcome
 from conformance.execute.ledger import Ledger
+from conformance.execute.runner import Outcome
 from conformance.interface import UsageError
 from conformance.profiles import PROFILES
 from conformance.registry import CONTRACTS

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from conformance.execute import poison
-from conformance.execute.evaluate import Outcome, device_is_lost, evaluate
+from conformance.execute.evaluate import device_is_lost, evaluate
+from conformance.execute.runner import Outcome
 from conformance.interface import Implementation, UsageError, load
 from conformance.registry import CONTRACTS
 

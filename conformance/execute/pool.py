@@ -18,7 +18,7 @@ from typing import Any
 
 from conformance.case import Case
 from conformance.execute.child import Settings, serve
-from conformance.execute.evaluate import Outcome
+from conformance.execute.runner import Outcome
 from conformance.interface import UsageError
 
 CASE_SECONDS = 60.0  # a case that takes longer hangs

@@ -15,8 +15,8 @@ from typing import Any
 
 from conformance.case import Case
 from conformance.execute.child import Settings
-from conformance.execute.evaluate import Outcome
 from conformance.execute.pool import Pool
+from conformance.execute.runner import Outcome
 from conformance.interface import UsageError
 from conformance.mutants.planted import DEFECTS
 from conformance.plan import cases_of, sections
