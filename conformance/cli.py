@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     kinds = "listed defects, those made from the implementation's source, or both"
     planted.add_argument("--kind", choices=("planted", "automatic", "all"), default="planted", help=kinds)
     planted.add_argument("--sample", type=int, default=0, help="only so many of the automatic ones, spread over all of them")
+    planted.add_argument("--function", default="", help="only this function's cases, and of the automatic mutants those that they reach")
     planted.add_argument("--only", default="", help="only mutants whose name contains this")
     planted.add_argument("--report", default="", help="write the results to this .json file")
     return parser
@@ -205,7 +206,7 @@ def mutants(options: argparse.Namespace) -> int:
     """Exit code 0 if every mutant was killed, 1 if some survived."""
     from conformance.mutants.score import hunt
 
-    results = hunt(options.impl, options.kind, options.run_seed, options.jobs or min(os.cpu_count() or 1, 2), options.sample, options.only)
+    results = hunt(options.impl, options.kind, options.run_seed, options.jobs or min(os.cpu_count() or 1, 2), options.sample, options.only, options.function)
     if options.report:
         Path(options.report).write_text(json.dumps([result.record() for result in results], indent=1) + "\n")
     return 0 if all(result.killed for result in results) else 1

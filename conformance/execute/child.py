@@ -33,7 +33,7 @@ class Settings:
 
     implementation: str
     device: str = "auto"  # auto, cpu or cuda
-    trace: str = ""  # a folder: record which functions of the files in it a case runs
+    trace: str = ""  # a package's folder, or a file: record which of its functions a case runs
     search: tuple[str, ...] = ()  # folders put in front of the import path, such as a mutant's copy; the working directory comes last
 
 
@@ -65,15 +65,15 @@ def serve(connection: Connection, settings: Settings, log_path: str) -> None:
 
 
 @contextlib.contextmanager
-def _traced(folder: str) -> Iterator[set[str]]:
-    """The functions, as "file:name" with the file below `folder`, that run inside the block; none if `folder` is empty."""
+def _traced(package: str) -> Iterator[set[str]]:
+    """The package's functions that run inside the block, as "file:name" relative to what holds it; none if there is no package."""
     calls: set[str] = set()
 
     def called(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(folder):
-            calls.add(f"{os.path.relpath(frame.f_code.co_filename, folder)}:{frame.f_code.co_name}")
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            calls.add(f"{os.path.relpath(frame.f_code.co_filename, os.path.dirname(package))}:{frame.f_code.co_name}")
 
-    if folder:
+    if package:
         sys.setprofile(called)
     try:
         yield calls

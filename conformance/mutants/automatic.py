@@ -59,8 +59,8 @@ def source_mutants(implementation: str) -> list[SourceMutant]:
 
 
 def home(implementation: str) -> Path:
-    """The folder that holds the implementation's top-level package or module; `SourceMutant.file` is relative to it."""
-    return _locate(implementation)[0].parent
+    """The folder or file of the implementation's top-level package or module; `SourceMutant.file` is relative to what holds it."""
+    return _locate(implementation)[0]
 
 
 def enclosing_function(mutant: SourceMutant) -> str:

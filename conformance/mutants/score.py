@@ -73,16 +73,27 @@ class Result:
         return f"killed by {how:<13} {self.mutant}: {self.title} ({self.function} {self.check}, after {self.cases} cases)"
 
 
-def hunt(implementation: str, kind: str, seed: int, jobs: int, sample: int, only: str) -> list[Result]:
+def hunt(implementation: str, kind: str, seed: int = 0, jobs: int = 2, sample: int = 0, only: str = "", function: str = "") -> list[Result]:
     """Try every mutant of a kind on the gate's cases; prints a line each and the score.
+
+    Args:
+        sample: so many of the automatic mutants, spread over all; 0 for all.
+        only: part of the name of the mutants to try.
+        function: use this function's cases only, and of the automatic mutants those that they reach.
 
     Raises:
         UsageError: the implementation cannot be used or is itself wrong, or there is no such mutant.
     """
-    chosen = [mutant for mutant in _mutants(implementation, kind, sample) if only in mutant.name]
+    if function and function not in CONTRACTS:
+        raise UsageError(f"--function is {function!r}; the functions are {', '.join(CONTRACTS)}")
+    known = _known(implementation, seed, jobs, function, trace=kind != "planted")
+    chosen = [mutant for mutant in _mutants(implementation, kind) if only in mutant.name and (not function or _reached(mutant, function, known))]
     if not chosen:
-        raise UsageError(f"there is no {'' if kind == 'all' else kind + ' '}mutant whose name contains {only!r}")
-    known = _known(implementation, seed, jobs, trace=kind != "planted")
+        raise UsageError(
+            f"there is no {'' if kind == 'all' else kind + ' '}mutant whose name contains {only!r}{f' that {function} reaches' if function else ''}"
+        )
+    count = min(sample or len(chosen), len(chosen))
+    chosen = [chosen[i * len(chosen) // count] for i in range(count)]
     results = []
     with ThreadPoolExecutor(jobs) as workers:
         for result in workers.map(lambda mutant: _try(mutant, known), chosen):
@@ -94,7 +105,7 @@ def hunt(implementation: str, kind: str, seed: int, jobs: int, sample: int, only
     return results
 
 
-def _mutants(implementation: str, kind: str, sample: int) -> Iterator[Mutant]:
+def _mutants(implementation: str, kind: str) -> Iterator[Mutant]:
     if kind in ("planted", "all"):
         for defect in DEFECTS.values():
             name = f"conformance.mutants.planted:{defect.name}.{implementation}"
@@ -107,13 +118,15 @@ def _mutants(implementation: str, kind: str, sample: int) -> Iterator[Mutant]:
             title = f"{mutant.before} → {mutant.after}"
             return Mutant(mutant.name, title, implementation, lambda folder: write_copy(mutant, implementation, folder), touches)
 
-        every = source_mutants(implementation)
-        count = min(sample or len(every), len(every))
-        yield from (planted(every[i * len(every) // count]) for i in range(count))
+        yield from map(planted, source_mutants(implementation))
 
 
-def _known(implementation: str, seed: int, jobs: int, trace: bool) -> list[Known]:
-    """The gate's cases of every function that is offered, and what the implementation itself does on each.
+def _reached(mutant: Mutant, function: str, known: list[Known]) -> bool:
+    return function in mutant.first or any(mutant.touches in item.calls for item in known)
+
+
+def _known(implementation: str, seed: int, jobs: int, function: str, trace: bool) -> list[Known]:
+    """The gate's cases of every function that is offered, or of one, and what the implementation itself does on each.
 
     Raises:
         UsageError: it fails one, so that nothing would be learned from its mutants.
@@ -127,7 +140,11 @@ def _known(implementation: str, seed: int, jobs: int, trace: bool) -> list[Known
     with Pool(Settings(implementation, trace=folder), jobs) as pool:
         described = pool.start()
         space = Space.of(described)
-        offered = [section for section in sections(profile) if section.function and described["functions"][section.function]["offered"]]
+        offered = [
+            section
+            for section in sections(profile)
+            if section.function and function in ("", section.function) and described["functions"][section.function]["offered"]
+        ]
         out = []
         for case, outcome in pool.run(case for section in offered for case in cases_of(section, profile, space, seed, [])):
             if _kill(case, outcome):

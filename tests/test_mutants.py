@@ -1,0 +1,32 @@
+"""The suite finds what is planted: every listed defect, and a sample of the automatic mutants."""
+
+import pytest
+
+from conformance.interface import UsageError
+from conformance.mutants.planted import DEFECTS
+from conformance.mutants.score import hunt
+
+LISTED = {"P01", "P02", "P04", "P06", "P09", "P10", "P12", "P13", "P19", "P21", "D01", "D02", "D05"}
+
+
+def test_every_listed_defect_is_planted_and_killed_by_a_value_or_a_law():
+    results = {result.mutant: result for result in hunt("moe_ref", "planted")}
+    assert set(results) == LISTED == set(DEFECTS)
+    assert {name: result.how for name, result in results.items() if result.how not in ("value", "law")} == {}
+
+
+def test_an_alignment_that_is_kept_for_ever_is_caught_by_the_law_of_history():
+    (result,) = hunt("moe_ref", "planted", only="D02")
+    assert (result.how, result.check) == ("law", "history")
+
+
+@pytest.mark.parametrize("function", ["indices_to_multihot", "pad_routing_map"])
+def test_a_sample_of_automatic_mutants_of_the_fast_code_is_killed(function):
+    results = hunt("moe_fast", "automatic", sample=6, function=function)
+    assert len(results) == 6
+    assert sum(result.killed for result in results) >= 5  # one in six may be equivalent: see docs/mutants.md
+
+
+def test_nothing_is_learned_from_mutants_of_a_wrong_implementation():
+    with pytest.raises(UsageError, match="itself fails"):
+        hunt("conformance.execute.fixtures:LeavesRowsUnwritten", "planted")
