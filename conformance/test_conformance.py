@@ -8,12 +8,15 @@ from conformance.session import Session
 
 
 @pytest.fixture
+def section() -> Section:
+    """Stands for the sections with which the plugin parametrizes the test when there is something to judge."""
+    pytest.skip("no --impl was given: there is nothing to judge")
+
+
+@pytest.fixture
 def conformance_session(request: pytest.FixtureRequest) -> Session:
     """The worker's session, which the plugin started."""
-    run = request.config.pluginmanager.get_plugin("moe-conformance-run")
-    if run is None:
-        pytest.skip("no --impl was given: there is nothing to judge")
-    return run.session
+    return request.config.pluginmanager.get_plugin("moe-conformance-run").session  # type: ignore[union-attr]
 
 
 def test_section(section: Section, conformance_session: Session) -> None:

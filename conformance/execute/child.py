@@ -10,11 +10,13 @@ import gc
 import inspect
 import os
 import sys
+import threading
 import traceback
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any
 
@@ -40,6 +42,7 @@ class Settings:
 def serve(connection: Connection, settings: Settings, log_path: str) -> None:
     """Answer requests until the parent hangs up."""
     _redirect_output(log_path)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.path[:0] = settings.search
     sys.path.append(os.getcwd())
     poison.install()
@@ -62,6 +65,14 @@ def serve(connection: Connection, settings: Settings, log_path: str) -> None:
             outcome.calls = sorted(calls)
             outcome.kernels, compiled[:] = compiled[:], []
             connection.send(("outcome", asdict(outcome)))
+
+
+def _end_with_parent() -> None:
+    """Leave when the parent is gone, even in the middle of a case that hangs: a run that was killed must not keep the device."""
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 @contextlib.contextmanager

@@ -99,7 +99,11 @@ def _refusal(case: Case, problem: Problem, implementation: Implementation, decla
         return None
     for call in chain:
         arguments = {name: x for name, x in (call.required | call.settings).items() if not isinstance(x, Opaque)}
-        reason = implementation.supports(call.function, arguments)
+        try:
+            reason = implementation.supports(call.function, arguments)
+        except Exception as error:
+            name = type(error).__name__
+            raise Misbehaved("supports", f"raises {name}", f"supports raised {name} about a legal call: {_short(error)}") from error
         if reason:
             return "DECLARED_UNSUPPORTED", reason
     return None

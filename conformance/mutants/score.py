@@ -24,6 +24,7 @@ from conformance.profiles import PROFILES
 from conformance.registry import CONTRACTS
 from conformance.strategies.space import Space
 
+TRACED_SECONDS = 600.0  # for a case of the implementation itself: recording its calls slows an interpreter down
 AFTER_A_CRASH = 60  # cases that are still tried after a crash, in search of a value that is wrong
 
 
@@ -132,12 +133,12 @@ def _known(implementation: str, seed: int, jobs: int, function: str, trace: bool
         UsageError: it fails one, so that nothing would be learned from its mutants.
     """
     profile = PROFILES["gate"]
-    folder = ""
+    package = ""
     if trace:
         from conformance.mutants.automatic import home
 
-        folder = str(home(implementation))
-    with Pool(Settings(implementation, trace=folder), jobs) as pool:
+        package = str(home(implementation))
+    with Pool(Settings(implementation, trace=package), jobs, TRACED_SECONDS) as pool:
         described = pool.start()
         space = Space.of(described)
         offered = [
