@@ -148,6 +148,12 @@ class Run:
         dropped = [item for index, item in enumerate(mine) if index % self.parts != self.part - 1]
         items[:] = [item for item in items if item not in dropped]
 
+    def pytest_exception_interact(self, call: pytest.CallInfo, report: Any) -> None:
+        """Whatever a test raises beside a failure of its own is an error of the suite, and must not pass for a verdict."""
+        excinfo = call.excinfo
+        if self.session and excinfo is not None and not isinstance(excinfo.value, pytest.fail.Exception):
+            self.session.ledger.write("problem", text=f"{getattr(report, 'nodeid', '')}: {excinfo.typename}: {excinfo.value}")
+
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.session:
             self.session.close()

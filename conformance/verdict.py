@@ -125,6 +125,7 @@ def _shortfalls(name: str, function: FunctionVerdict, profile: str, whole: bool)
 def _harness_problems(lines: list[dict[str, Any]], outcomes: list[dict[str, Any]]) -> list[str]:
     """Errors of the suite itself, and results that are missing."""
     out = [f"{line['function']} case {line['id']}: {line['reason']}" for line in outcomes if line["status"] == "ERROR"][:5]
+    out += [line["text"] for line in lines if line["kind"] == "problem"]
     done = Counter(line["section"] for line in outcomes)
     for line in lines:
         if line["kind"] == "plan" and done[line["section"]] != line["scheduled"]:

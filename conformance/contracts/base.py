@@ -54,6 +54,7 @@ class Contract(ABC, Generic[C]):
     outputs: tuple[str, ...]  # what the function returns, in order
     primary: str  # the output that the controls corrupt
     optional: tuple[str, ...] = ()  # keyword arguments that an implementation may lack
+    redundant: tuple[str, ...] = ()  # settings that are passed to those who take them; others find the same in the other arguments
     static: tuple[str, ...] = ()  # settings that fix every shape, so that nothing needs to wait for the device
     laws: dict[str, Any] = {}  # noqa: RUF012  (filled once, where the contract is registered)
     golden: dict[str, tuple[Problem, dict[str, Expectation]]] = {}  # noqa: RUF012  (likewise)

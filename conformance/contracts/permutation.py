@@ -131,7 +131,8 @@ class Unpermute(Contract[RoutingCase]):
     function = "unpermute"
     outputs = ("tokens",)
     primary = "tokens"
-    optional = ("restore_shape", "probs")
+    optional = ("probs",)
+    redundant = ("restore_shape",)
 
     def legal(self, case: RoutingCase) -> Problem:
         chosen = routing_map(case)

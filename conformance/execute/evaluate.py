@@ -86,7 +86,8 @@ def _refusal(case: Case, problem: Problem, implementation: Implementation, decla
     for call in chain:
         if not implementation.offers(call.function):
             return "NOT_OFFERED", f"{call.function} is not offered"
-        lacking = implementation.lacks(call.function, call.settings)
+        redundant = CONTRACTS[call.function].redundant
+        lacking = [name for name in implementation.lacks(call.function, call.settings) if name not in redundant or name == problem.blame]
         if lacking:
             return "NOT_OFFERED", f"{call.function} without {', '.join(lacking)}"
     if problem.blame and problem.blame in declared.get("unchecked", ()):

@@ -47,7 +47,7 @@ class Pool:
     def __init__(self, settings: Settings, jobs: int = 1, case_seconds: float = CASE_SECONDS) -> None:
         self.settings, self.jobs, self.case_seconds = settings, jobs, case_seconds
         self.description: dict[str, Any] = {}
-        self._slowest, self._hung = 0.0, False
+        self._slowest, self._hung = 0.0, set[str]()
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torch.fx.experimental.symbolic_shapes", "conformance.execute.child"])
         self._folder = tempfile.TemporaryDirectory(prefix="moe-conformance-")
@@ -157,7 +157,7 @@ class Pool:
 
     def _send(self, child: Child, case: Case) -> None:
         child.case, child.started = case, time.monotonic()
-        child.deadline = child.started + self._allowed()
+        child.deadline = child.started + self._allowed(case)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died between two cases; the next look sees it
             child.pipe.send(case)
 
@@ -178,13 +178,13 @@ class Pool:
             child.process.join(5)
             return Outcome("CRASH", reason=_manner(child))
         if time.monotonic() > child.deadline:
-            self._hung = True
+            self._hung.add(child.case.function if child.case else "")
             return Outcome("HANG", reason=f"no answer within {child.deadline - child.started:.0f} s")
         return None
 
-    def _allowed(self) -> float:
-        """Seconds for a case. An implementation that has hung once will again: waiting as long each time would take hours."""
-        return min(self.case_seconds, max(PATIENCE * self._slowest, 0.5)) if self._hung else self.case_seconds
+    def _allowed(self, case: Case) -> float:
+        """Seconds for a case. A function that has hung once will again: waiting as long each time would take hours."""
+        return min(self.case_seconds, max(PATIENCE * self._slowest, 2.0)) if case.function in self._hung else self.case_seconds
 
     def _end(self, child: Child) -> None:
         child.process.kill()

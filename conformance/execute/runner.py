@@ -139,7 +139,8 @@ class Runner:
     def _call(self, problem: Problem, placed: dict[str, Tensor], opaque: dict[str, Any] | None) -> dict[str, Any]:
         contract = CONTRACTS[problem.function]
         arguments = [opaque[x.field_name] if isinstance(x, Opaque) and opaque else placed.get(name, x) for name, x in problem.required.items()]
-        settings = {name: placed.get(name, x) for name, x in problem.settings.items()}
+        left_out = [name for name in self.implementation.lacks(problem.function, problem.settings) if name in contract.redundant]
+        settings = {name: placed.get(name, x) for name, x in problem.settings.items() if name not in left_out}
         try:
             outputs = named_outputs(self.implementation.call(problem.function, *arguments, **settings), contract.outputs)
         except ValueError as error:

@@ -75,11 +75,20 @@ def _permutation_axes(function: str, main: str) -> dict[str, tuple[Any, ...]]:
         "room": tuple(ROOM),
         "values": ("dyadic", "wide", "special"),
         "map_dtype": MAP_DTYPES,
-        "layout": (("contiguous", ""), *layouts, ("transposed", "routing_map"), ("strided", "routing_map"), ("expanded", cotangent)),
+        "layout": (
+            ("contiguous", ""),
+            *layouts,
+            ("transposed", "routing_map"),
+            ("strided", "routing_map"),
+            ("expanded", cotangent),
+            *([("strided", "d_probs")] if function == "permute" else []),
+        ),
         "grads": ("", main, "probs", f"{main}+probs"),
         "poison": POISONS,
     }
 
+
+SORT_ONLY = (("expanded", "d_rows"), ("strided", "d_probs"), ("strided", "chunk_sizes"), ("strided", "order"))
 
 AXES: dict[str, dict[str, tuple[Any, ...]]] = {
     "permute": _permutation_axes("permute", "tokens"),
@@ -90,7 +99,7 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "values": ("dyadic", "special"),
         "index_dtype": ("int64", "int32"),
         "tail": (0, 2),
-        "layout": (("contiguous", ""), *((x, of) for of in ("rows", "probs", "d_rows") for x in LAYOUTS[1:]), ("expanded", "d_rows")),
+        "layout": (("contiguous", ""), *((x, of) for of in ("rows", "probs", "d_rows") for x in LAYOUTS[1:]), *SORT_ONLY),
         "grads": ("", "rows", "probs", "rows+probs"),
         "poison": POISONS,
     },
@@ -139,7 +148,7 @@ def _legal(function: str, row: Row, space: Space) -> bool:
         and not (wanted != [""] and function in space.not_differentiable)
         and not (row["layout"][0] != "contiguous" and function in space.contiguous_only)
         and not ("probs" in wanted and row.get("probs") == "")
-        and not (of == "probs" and row.get("probs") == "")
+        and not (of in ("probs", "d_probs") and row.get("probs") == "")
         and not (of.startswith("d_") and wanted == [""])
         and not (row["dtype"] == "float16" and row.get("values") == "wide" if "dtype" in row else False)
         and not (row.get("dtype") == "float8_e4m3fn" and (wanted != [""] or of == "d_rows"))
