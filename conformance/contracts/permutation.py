@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from conformance.contracts.base import Contract, Opaque, Problem, accumulator_of
 from conformance.contracts.routing import RoutingCase, routed, routing_map, simpler_routing
 from conformance.judge import Expectation
 from conformance.judge.bound import sum_bound
-from conformance.judge.exact import Exact
+from conformance.judge.exact import Exact, bits
 from conformance.values import payload, probabilities
 from moe_ref.permutation import PADDING, permute, unpermute
 
@@ -117,6 +118,9 @@ class Permute(Contract[RoutingCase]):
         token, expert = int(row_map.token_P[index[0]]), int(row_map.expert_P[index[0]])
         first = int((row_map.expert_P == expert).nonzero()[0])
         place = f"row {index[0]} (expert {expert}, place {index[0] - first} of its segment)"
+        wrong = [] if token == PADDING else np.flatnonzero(bits(row) != bits(tokens[token])).tolist()
+        if wrong and 2 * len(wrong) < len(row):
+            return f"{place} holds token {token} as it should, but {len(wrong)} of its {len(row)} columns are wrong, from column {wrong[0]} ({_start(row[wrong[0] :])})"
         holds = f"holds token {same[0]}" if same else "is zero" if not row.float().any() else f"holds no token's values ({_start(row)})"
         return f"{place} {holds}; the reference {f'puts token {token} there' if token != PADDING else 'has a padding row of zeros there'}"
 

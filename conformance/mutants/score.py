@@ -1,7 +1,7 @@
 """Plants every mutant, runs the gate's cases on each until one kills it, and prints the score.
 
-The cases are run on the implementation itself first: it must pass them, and what each case runs of it is recorded, so that an
-automatic mutant is tried only on the cases that reach the function it is in, the quickest first.
+The cases are run on the implementation itself first: it must pass them, and it is recorded which of its functions some of them
+run, so that an automatic mutant is tried only on cases of functions that reach it, the quickest first.
 """
 
 import itertools
@@ -24,7 +24,8 @@ from conformance.profiles import PROFILES
 from conformance.registry import CONTRACTS
 from conformance.strategies.space import Space
 
-TRACED_SECONDS = 600.0  # for a case of the implementation itself: recording its calls slows an interpreter down
+TRACED = 8  # of so many cases, one is run again with its calls recorded, which slows an interpreter down
+TRACED_SECONDS = 600.0  # for such a case
 AFTER_A_CRASH = 60  # cases that are still tried after a crash, in search of a value that is wrong
 
 
@@ -34,7 +35,7 @@ class Known:
 
     case: Case
     seconds: float
-    calls: frozenset[str]
+    calls: frozenset[str]  # what of the implementation cases of this function run
 
 
 @dataclass(frozen=True)
@@ -133,25 +134,29 @@ def _known(implementation: str, seed: int, jobs: int, function: str, trace: bool
         UsageError: it fails one, so that nothing would be learned from its mutants.
     """
     profile = PROFILES["gate"]
-    package = ""
-    if trace:
-        from conformance.mutants.automatic import home
-
-        package = str(home(implementation))
-    with Pool(Settings(implementation, trace=package), jobs, TRACED_SECONDS) as pool:
+    with Pool(Settings(implementation), jobs) as pool:
         described = pool.start()
         space = Space.of(described)
-        offered = [
-            section
-            for section in sections(profile)
-            if section.function and function in ("", section.function) and described["functions"][section.function]["offered"]
-        ]
-        out = []
-        for case, outcome in pool.run(case for section in offered for case in cases_of(section, profile, space, seed, [])):
+        offered = {name for name, what in described["functions"].items() if what["offered"] and function in ("", name)}
+        planned = [section for section in sections(profile) if section.function in offered]
+        ran = []
+        for case, outcome in pool.run(case for section in planned for case in cases_of(section, profile, space, seed, [])):
             if _kill(case, outcome):
                 raise UsageError(f"{implementation} itself fails, so that nothing would be learned from its mutants: case {case.text}")
             if outcome.evaluations:
-                out.append(Known(case, outcome.seconds_implementation, frozenset(outcome.calls)))
+                ran.append((case, outcome.seconds_implementation))
+    calls = _calls(implementation, [case for case, _ in ran[::TRACED]], jobs) if trace else {}
+    return [Known(case, seconds, calls.get(case.function, frozenset())) for case, seconds in ran]
+
+
+def _calls(implementation: str, cases: list[Case], jobs: int) -> dict[str, frozenset[str]]:
+    """Which of its own functions the implementation runs in the cases of each function of the interface."""
+    from conformance.mutants.automatic import home
+
+    out: dict[str, frozenset[str]] = {}
+    with Pool(Settings(implementation, trace=str(home(implementation))), jobs, TRACED_SECONDS) as pool:
+        for case, outcome in pool.run(cases):
+            out[case.function] = out.get(case.function, frozenset()) | frozenset(outcome.calls)
     return out
 
 

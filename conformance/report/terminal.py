@@ -5,6 +5,7 @@ from typing import Any
 
 from conformance.case import case_from
 from conformance.interface import DEFAULTS
+from conformance.registry import CONTRACTS
 from conformance.verdict import Verdict
 
 INDENT = 19  # columns of the name in front
@@ -17,7 +18,12 @@ def lines(verdict: Verdict) -> list[str]:
     out += _declarations(verdict)
     out += ["", f"{verdict.verdict}   {_summary(verdict)}", ""]
     for failure in verdict.failures:
-        out += [*failure_lines(failure, verdict.implementation), ""]
+        if not _echo(failure, verdict):
+            out += [*failure_lines(failure, verdict.implementation), ""]
+    for name in verdict.functions:
+        echoes = [failure["finding"]["check"] for failure in verdict.failures if failure["function"] == name and _echo(failure, verdict)]
+        if echoes:
+            out += [f"{name:<{INDENT}} also breaks the law{'s' * (len(set(echoes)) > 1)} {', '.join(sorted(set(echoes)))} (cases in the report)", ""]
     differ = {failure["function"] for failure in verdict.failures}
     for name, function in verdict.functions.items():
         if name not in differ:
@@ -25,6 +31,13 @@ def lines(verdict: Verdict) -> list[str]:
             out.append(f"{name:<{INDENT}} {function.status}{f' · {detail}' if function.cases else ''}")
     out += [f"{'!':<{INDENT}} {problem}" for problem in verdict.problems]
     return out
+
+
+def _echo(failure: dict[str, Any], verdict: Verdict) -> bool:
+    """Whether it is a broken law of a function whose values are wrong already: most likely the same defect again."""
+    laws = CONTRACTS[failure["function"]].laws
+    plain = [other for other in verdict.failures if other["function"] == failure["function"] and (other["finding"] or {}).get("check") not in laws]
+    return bool(plain) and (failure["finding"] or {}).get("check") in laws
 
 
 def _declarations(verdict: Verdict) -> list[str]:
