@@ -80,7 +80,7 @@ def ceilings(blocks: int, reps: int) -> dict[str, float]:
     source = torch.randn(2**29, device="cuda").bfloat16()
     target = torch.empty_like(source)
     count = source.numel() * BF16
-    versions = {"copy": lambda: target.copy_(source), "write": lambda: target.fill_(1.5), "read": lambda: source.view(torch.float32).sum()}
+    versions = {"copy": lambda: target.copy_(source), "write": lambda: target.view(torch.int32).fill_(3), "read": lambda: source.view(torch.float32).sum()}
     times = interleaved(versions, blocks, reps)
     return {name: count * (2 if name == "copy" else 1) / time / 1e6 for name, time in times.items()}
 

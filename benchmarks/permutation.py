@@ -3,11 +3,13 @@
     PYTHONPATH=. python3 benchmarks/permutation.py [--tokens 8192] [--shapes mixtral-8x7b,qwen3-30b] [--json FILE] [--quick]
 
 Every result is compared with eager torch before it is timed. `--quick` only compares, at tiny sizes; it runs without a GPU.
-A floor is the least time in which this run's copy ceiling moves each input once and each output once.
+A floor is the time in which this run's copy ceiling (of 2 GiB) moves each input once and each output once. A copy of as many
+bytes, timed like the rest, shows what a launch and the size cost.
 """
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -234,12 +236,13 @@ def check_graph(shape: Shape, num_tokens: int) -> None:
     """A captured forward and backward follow the routing that is in the map at the replay, and wait for no device."""
     first, second = (make_problem(shape, num_tokens, 16, seed) for seed in (1, 2))
     num_rows = (num_tokens * shape.topk // 16 + 2 * shape.experts) * 16
-    tokens, routing_map, probs = first.tokens_TH.clone().requires_grad_(), first.routing_map_TE.clone(), first.probs_TE.clone().requires_grad_()
+    tokens, routing_map, probs = first.tokens_TH.clone(), first.routing_map_TE.clone(), first.probs_TE.clone()
 
     def step() -> tuple[Tensor, ...]:
-        permuted = moe_fast.permute(tokens, routing_map, probs=probs, align=16, num_rows=num_rows)
-        merged = moe_fast.unpermute(permuted.rows, permuted.row_map, probs=probs)
-        return permuted.rows, merged, *torch.autograd.grad([merged, permuted.probs], [tokens, probs], [tokens.detach(), permuted.probs.detach()])
+        x, q = tokens.detach().requires_grad_(), probs.detach().requires_grad_()
+        permuted = moe_fast.permute(x, routing_map, probs=q, align=16, num_rows=num_rows)
+        merged = moe_fast.unpermute(permuted.rows, permuted.row_map, probs=q)
+        return permuted.rows.detach(), merged.detach(), *torch.autograd.grad([merged, permuted.probs], [x, q], [tokens, permuted.probs.detach()])
 
     torch.cuda.set_sync_debug_mode("error")
     step()
@@ -253,10 +256,10 @@ def check_graph(shape: Shape, num_tokens: int) -> None:
     with torch.cuda.graph(graph):
         captured = step()
     for problem in (second, first, second):
-        with torch.no_grad():
-            tokens.copy_(problem.tokens_TH), routing_map.copy_(problem.routing_map_TE), probs.copy_(problem.probs_TE)
+        for buffer, value in ((tokens, problem.tokens_TH), (routing_map, problem.routing_map_TE), (probs, problem.probs_TE)):
+            buffer.copy_(value)
         graph.replay()
-        expected = padded_gather(torch.cat([tokens.detach(), tokens.detach().new_zeros(1, shape.hidden)]), problem.token_P)
+        expected = padded_gather(torch.cat([tokens, tokens.new_zeros(1, shape.hidden)]), problem.token_P)
         assert torch.equal(captured[0][: problem.num_rows], expected) and not captured[0][problem.num_rows :].any()
         for replayed_value, value in zip(captured, step(), strict=True):
             assert torch.equal(replayed_value, value)
@@ -288,19 +291,22 @@ def measure(shapes: dict[str, Shape], num_tokens: int, blocks: int, reps: int) -
     top = ceilings(blocks, reps)
     results: dict[str, dict[str, dict]] = {}
     latencies: dict[str, dict[str, float]] = {}
+    started = time.perf_counter()
     for name, shape in shapes.items():
         results[name] = {}
         for align in (1, 16, 128):
             p = make_problem(shape, num_tokens, align)
             check(p, align)
             for operation in operations(p, align):
-                results[name][operation.title] = report(operation, interleaved(operation.versions, blocks, reps), top["copy"])
+                source = torch.randn(operation.minimum // 8, device=DEVICE)
+                versions = {**operation.versions, "copy of as many bytes": partial(torch.empty_like(source).copy_, source)}
+                results[name][operation.title] = report(operation, interleaved(versions, blocks, reps), top["copy"])
             if align == 16:
                 latencies[name] = replayed(metadata_versions(p, align), blocks, reps)
                 latencies[name]["permute, graph"] = replayed(whole_call(p, align), blocks, reps)["moe_fast.permute"]
                 latencies[name]["permute, eager"] = interleaved(whole_call(p, align), blocks, reps)["moe_fast.permute"]
     after = ceilings(blocks, reps)
-    print(f"copy {top['copy']:.2f} TB/s (after: {after['copy']:.2f}), write {top['write']:.2f}, read {top['read']:.2f}")
+    print(f"copy {top['copy']:.2f} TB/s (after: {after['copy']:.2f}), write {top['write']:.2f}, read {top['read']:.2f}; {time.perf_counter() - started:.0f} s")
     for title in dict.fromkeys(title for by_title in results.values() for title in by_title):
         print(lines_of(results, title))
     columns = list(next(iter(latencies.values())))

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -13,6 +12,7 @@ from moe_fast.backend import bits, check_device, integers, launch_on, movable
 from moe_fast.kernels import chunks as chunk_kernels
 from moe_fast.kernels import permutation as kernels
 from moe_fast.metadata import RowMap, place, place_in_capacity
+from moe_fast.tuning import ceil_div, power_of_two
 from moe_ref.config import Permuted, SortedChunks, check_permute, check_sort_chunks, check_unpermute, require
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that unpermute sums
@@ -33,8 +33,8 @@ def permute(
         rows  = [tokens[t] for e in experts for t in tokens if routing_map[t, e]]
         probs = [probs[t, e] for the same e and t]
 
-    Padding by `align`, drop-and-pad by `capacity` and a fixed `num_rows` are those of `moe_ref.permutation.permute`. One
-    launch finds the places (two with `capacity`), one moves the rows and writes the zeros. The device is waited for only if
+    Padding by `align`, drop-and-pad by `capacity` and a fixed `num_rows` are those of `moe_ref.permutation.permute`. Two
+    launches find the places (three with `capacity`), one moves the rows and writes the zeros. The device is waited for only if
     neither `capacity` nor `num_rows` is given, once, to learn how many rows there are.
 
     Rounding: none in the forward. dtokens[t] = Σ over t's rows of drows, ascending experts, fp32 (fp64 for fp64), rounded once.
@@ -51,7 +51,8 @@ def permute(
     summable = not tokens_TH.requires_grad or tokens_TH.dtype in MERGING
     require(summable, "tokens", f"of dtype {tokens_TH.dtype} and requires a gradient", f"one of {MERGING} for that")
     row_map, slots = place(routing_map_TE, align, num_rows) if capacity is None else place_in_capacity(routing_map_TE, capacity)
-    rows, row_probs = _Permute.apply(tokens_TH, probs, row_map)
+    lists, row_map = row_map, row_map.without_bases()
+    rows, row_probs = _Permute.apply(tokens_TH, probs, lists, row_map)
     return Permuted(rows, row_probs, row_map, slots.tokens_per_expert, None if align is None else slots.pad_offsets, slots.overflow)
 
 
@@ -102,20 +103,20 @@ class _Permute(torch.autograd.Function):
     """The copy of `permute`; its gradient is `unpermute` of the rows, and each prob's gradient moved back."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, probs: Tensor | None, row_map: RowMap) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, tokens: Tensor, probs: Tensor | None, lists: RowMap, row_map: RowMap) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.row_map, ctx.tokens_dtype = row_map, tokens.dtype
-        rows, row_probs = _move_to_rows(tokens, probs, row_map)
+        ctx.row_map = row_map
+        rows, row_probs = _move_to_rows(tokens, probs, lists, row_map.slots_TE)
         constant = [output for output, needed in zip((rows, row_probs), ctx.needs_input_grad, strict=False) if output is not None and not needed]
         ctx.mark_non_differentiable(*constant)
         return rows, row_probs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, drows: Tensor | None, drow_probs: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, drows: Tensor | None, drow_probs: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
         drows = drows if ctx.needs_input_grad[0] else None
         drow_probs = drow_probs if ctx.needs_input_grad[1] else None
-        return *_sum_rows(drows, None, drow_probs, ctx.row_map), None
+        return *_sum_rows(drows, None, drow_probs, ctx.row_map), None, None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -173,23 +174,26 @@ def _arithmetic(rows: Tensor | None, probs: Tensor | None) -> dict[str, tl.dtype
     return {"ROWS_AS": rows_as, "PROBS_AS": probs_as, "ACCUMULATOR": tl.float64 if tl.float64 in (rows_as, probs_as) else tl.float32}
 
 
-def _move_to_rows(tokens: Tensor, probs: Tensor | None, row_map: RowMap) -> tuple[Tensor, Tensor | None]:
-    """rows[row of t] = tokens[t], probs likewise, and zeros in rows without a token."""
+def _move_to_rows(tokens: Tensor, probs: Tensor | None, row_map: RowMap, row_slots: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """rows[row of t] = tokens[t], probs likewise, and zeros in rows without a token; writes the lists of rows, if wanted."""
     sizes = tuning.for_device(tokens.device)
     hidden = tokens.shape[1]
     rows = torch.empty((row_map.num_rows, hidden), dtype=tokens.dtype, device=tokens.device)  # all by permute_kernel: a token's rows, and the gaps
     row_probs = None if probs is None else torch.empty(row_map.num_rows, dtype=probs.dtype, device=probs.device)  # likewise
     programs, parts = row_map.programs(sizes.permute.tokens, sizes.fill)
-    columns = triton.cdiv(hidden, sizes.permute.columns)
+    columns = ceil_div(hidden, sizes.permute.columns)
     columns = columns if probs is None else max(1, columns)  # the probs move also when the rows are empty
+    listed = probs is not None or row_slots is not None
+    programs += ceil_div(row_map.num_tokens, sizes.list_tokens) if listed else 0
     if programs * columns == 0:
         return rows, row_probs
     with launch_on(tokens):
-        kernels.permute_kernel[(programs, columns)](
+        kernels.permute_kernel[(programs * columns,)](
             *_matrix(bits(tokens)),
             *_matrix(None if probs is None else bits(probs)),
             bits(rows),
             None if row_probs is None else bits(row_probs),
+            row_slots,
             *row_map.arguments(),
             row_map.gap_2E,
             *parts,
@@ -201,6 +205,7 @@ def _move_to_rows(tokens: Tensor, probs: Tensor | None, row_map: RowMap) -> tupl
             BLOCK_H=sizes.permute.columns,
             BLOCK_G=sizes.fill.lanes,
             BLOCK_R=sizes.fill.rows,
+            BLOCK_L=sizes.list_tokens,
             num_warps=sizes.permute.num_warps,
         )
     return rows, row_probs
@@ -217,11 +222,12 @@ def _sum_rows(rows: Tensor | None, probs: Tensor | None, drow_probs: Tensor | No
     dprobs = None
     if drow_probs is not None:
         dprobs = torch.empty((row_map.num_tokens, row_map.num_experts), dtype=drow_probs.dtype, device=some.device)  # all by its last column of programs
-    grid = (triton.cdiv(row_map.num_tokens, sizes.unpermute.tokens), triton.cdiv(hidden, sizes.unpermute.columns) + (dprobs is not None))
-    if grid[0] * grid[1] == 0:
+    columns = ceil_div(hidden, sizes.unpermute.columns) + (dprobs is not None)
+    programs = ceil_div(row_map.num_tokens, sizes.unpermute.tokens) * columns
+    if programs == 0:
         return out, dprobs
     with launch_on(some):
-        kernels.unpermute_kernel[grid](
+        kernels.unpermute_kernel[(programs,)](
             *_matrix(rows),
             *_matrix(probs),
             out,
@@ -237,6 +243,7 @@ def _sum_rows(rows: Tensor | None, probs: Tensor | None, drow_probs: Tensor | No
             BLOCK_T=sizes.unpermute.tokens,
             BLOCK_H=sizes.unpermute.columns,
             BLOCK_E=sizes.prob_columns,
+            UNROLL=sizes.unpermute_slots,
             num_warps=sizes.unpermute.num_warps,
         )
     return out, dprobs
@@ -248,7 +255,7 @@ def _merge_backward(dout: Tensor, rows: Tensor | None, probs: Tensor, row_map: R
     hidden = dout.shape[1]
     drows = torch.empty((row_map.num_rows, hidden), dtype=dout.dtype, device=dout.device) if needs_rows else None  # all: tokens' rows, and the gaps
     dprobs = None if rows is None else torch.empty(probs.shape, dtype=probs.dtype, device=dout.device)  # all: whole rows of tokens
-    block_experts = triton.next_power_of_2(row_map.num_experts)
+    block_experts = power_of_two(row_map.num_experts)
     block_tokens = min(sizes.unpermute_backward.tokens, sizes.unpermute_backward_probs.tile_tokens(block_experts))
     programs, parts = row_map.programs(block_tokens, sizes.fill)
     if programs == 0:
@@ -291,7 +298,7 @@ def _gather_chunks(rows: Tensor | None, probs: Tensor | None, sizes: Tensor, ord
     if num_rows == 0:
         return out, out_probs
     with launch_on(some):
-        chunk_kernels.sort_chunks_kernel[(triton.cdiv(num_rows, blocks.sort_chunks.tokens),)](
+        chunk_kernels.sort_chunks_kernel[(ceil_div(num_rows, blocks.sort_chunks.tokens),)](
             *_matrix(None if rows is None else bits(rows)),
             *((None, 0) if probs is None else (bits(probs), probs.stride(0))),
             sizes,

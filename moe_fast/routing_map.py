@@ -41,8 +41,7 @@ def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
         map_kernels.pad_routing_map_kernel[(walk.blocks,)](
             integers(routing_map_TE),
             *routing_map_TE.stride(),
-            walk.base_BE,
-            walk.count_E,
+            *walk.counted(),
             integers(padded),
             integers(unreached),
             *walk.sizes(routing_map_TE),

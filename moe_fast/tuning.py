@@ -34,9 +34,23 @@ class WholeRows:
 
 @dataclass(frozen=True)
 class Metadata(WholeRows):
-    """The walk over the routing map, and the sum over its blocks that the last program takes."""
+    """The walk over the routing map, and the layout that follows from the counts of its blocks."""
 
     max_programs: int
+    min_tokens: int = 1  # of a tile, as long as that takes no more than twice its elements
+    warp_elements: int = 1  # of a tile, at least
+    layout_experts: int = 16  # experts of a program of the layout
+    layout_step: int = 16  # other experts a step
+    layout_group: int = 1  # blocks come in groups of so many
+    layout_warps: int = 4
+
+    def tile_tokens(self, width: int) -> int:
+        """Tokens of a tile whose rows have `width` elements, a power of two."""
+        return max(super().tile_tokens(width), min(self.min_tokens, 2 * self.elements // width))
+
+    def tile_warps(self, width: int) -> int:
+        """Warps for such a tile."""
+        return max(1, min(self.num_warps, self.tile_tokens(width) * width // self.warp_elements))
 
 
 @dataclass(frozen=True)
@@ -54,7 +68,9 @@ class Tuning:
 
     metadata: Metadata
     permute: Tile  # also unpermute's backward without probs
+    list_tokens: int  # tokens whose probs and lists a program of permute moves
     unpermute: Tile
+    unpermute_slots: int  # rows of a token that are loaded together
     prob_columns: int  # experts a step of the probs' gradient
     unpermute_backward: Tile
     unpermute_backward_probs: WholeRows  # bounds the tokens above: their rows of dprobs stay in registers
@@ -65,15 +81,28 @@ class Tuning:
     multihot_rows: WholeRows
 
 
-# Chosen for an H200, not measured: accesses of 16 bytes, and programs for all 132 multiprocessors at a few thousand tokens.
+# Measured on an H200 (docs/results/permutation-h200.md): small programs, so that many on a multiprocessor wait for their lists at once.
 GPU = Tuning(
-    metadata=Metadata(tokens=128, elements=4096, num_warps=8, max_programs=128),
-    permute=Tile(tokens=4, columns=1024, num_warps=4),
-    unpermute=Tile(tokens=4, columns=512, num_warps=4),
+    metadata=Metadata(
+        tokens=128,
+        elements=512,
+        num_warps=8,
+        max_programs=128,
+        min_tokens=8,
+        warp_elements=128,
+        layout_experts=8,
+        layout_step=512,
+        layout_group=16,
+        layout_warps=8,
+    ),
+    permute=Tile(tokens=1, columns=1024, num_warps=4),
+    list_tokens=128,
+    unpermute=Tile(tokens=1, columns=512, num_warps=1),
+    unpermute_slots=2,
     prob_columns=256,
-    unpermute_backward=Tile(tokens=4, columns=512, num_warps=4),
+    unpermute_backward=Tile(tokens=1, columns=1024, num_warps=1),
     unpermute_backward_probs=WholeRows(tokens=4, elements=4096, num_warps=4),
-    fill=Fill(lanes=1, rows=8, tail_lanes=256),
+    fill=Fill(lanes=1, rows=8, tail_lanes=64),
     sort_chunks=Tile(tokens=8, columns=512, num_warps=4),
     chunk_columns=128,
     multihot=Tile(tokens=32, columns=128, num_warps=4),
@@ -84,7 +113,9 @@ GPU = Tuning(
 INTERPRETER = Tuning(
     metadata=Metadata(tokens=32, elements=8192, num_warps=4, max_programs=3),
     permute=Tile(tokens=32, columns=128, num_warps=4),
+    list_tokens=16,
     unpermute=Tile(tokens=32, columns=128, num_warps=4),
+    unpermute_slots=2,
     prob_columns=16,
     unpermute_backward=Tile(tokens=32, columns=128, num_warps=4),
     unpermute_backward_probs=WholeRows(tokens=32, elements=8192, num_warps=4),
@@ -94,6 +125,16 @@ INTERPRETER = Tuning(
     multihot=Tile(tokens=32, columns=16, num_warps=4),
     multihot_rows=WholeRows(tokens=32, elements=8192, num_warps=4),
 )
+
+
+def ceil_div(a: int, b: int) -> int:
+    """⌈a/b⌉; triton.cdiv takes microseconds on the host."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two from `n` on, at least 1."""
+    return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
 def for_device(device: torch.device) -> Tuning:

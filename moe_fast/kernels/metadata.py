@@ -1,14 +1,20 @@
 """Where each routed token goes: one walk over the routing map.
 
 A program owns a block of tokens. It counts the routed tokens of each expert as it walks, and lists for each token its experts
-in ascending order with the rank of the token among the block's tokens of that expert. The last program to arrive turns the
-counts of all blocks into `base`, so that the row of a token is
+in ascending order with the rank of the token among the block's tokens of that expert. A second launch turns the counts of all
+blocks into `base`, so that the row of a token is
 
     row = base[block of the token, expert] + rank
+
+A launch, because the last program of the walk would have the work of all experts alone, and the counter that tells it that it
+is the last must be zeroed, which is a launch too.
 """
 
 import triton
 import triton.language as tl
+
+RANK = tl.constexpr(16)  # a slot holds the expert in so many bits, and the rank above
+EXPERT = tl.constexpr(0xFFFF)
 
 
 @triton.jit
@@ -19,103 +25,161 @@ def load_routed(map_ptr, stride_map_t, stride_map_e, t, e, num_tokens, num_exper
 
 
 @triton.jit
-def emit_slots(slot_expert_ptr, slot_rank_ptr, slots_ptr, t, e, chosen, rank, num_tokens, num_experts):
-    """List the chosen experts of each token, ascending, and how many there are."""
-    one = chosen.to(tl.int32)
-    cell = t[:, None] * num_experts + (tl.cumsum(one, axis=1) - one)
-    tl.store(slot_expert_ptr + cell, tl.broadcast_to(e[None, :], chosen.shape).to(tl.int16), mask=chosen)  # only chosen experts have a slot
-    tl.store(slot_rank_ptr + cell, rank.to(tl.int32), mask=chosen)  # likewise
-    tl.store(slots_ptr + t, tl.sum(one, axis=1), mask=t < num_tokens)  # the last tile sticks out
+def put_slots(slots_ptr, t, e, chosen, place, rank, num_experts):
+    """Put the chosen experts at their places in the token's list, each with its rank in the bits above `RANK`."""
+    slot = (rank.to(slots_ptr.dtype.element_ty) << RANK) | e[None, :].to(slots_ptr.dtype.element_ty)
+    tl.store(slots_ptr + (t * num_experts)[:, None] + place, slot, mask=chosen)  # only chosen experts have a slot
 
 
 @triton.jit
-def place_segments(count, e, tokens_per_expert_ptr, pad_offsets_ptr, gap_ptr, total_ptr, overflow_ptr, align, num_rows, num_experts):
-    """Lay the segments out one behind the other; returns the first row of each.
-
-    gap[0] and gap[1] hold the begin and end of the padding behind each expert's rows, and last of the rows behind all segments.
-    """
-    align = tl.cast(align, tl.int64)
-    num_rows = tl.cast(num_rows, tl.int64)
-    real = e < num_experts  # the block is a power of two
-    segment = (count + align - 1) // align * align
-    end = tl.cumsum(segment, axis=0)
-    start = end - segment
-    total = tl.sum(segment, axis=0)
-    tl.store(tokens_per_expert_ptr + e, tl.minimum(tl.maximum(num_rows - start, 0), segment), mask=real)
-    tl.store(pad_offsets_ptr + e, start - (tl.cumsum(count, axis=0) - count), mask=real)
-    tl.store(gap_ptr + e, start + count, mask=real)
-    tl.store(gap_ptr + num_experts + 1 + e, end, mask=real)
-    tl.store(gap_ptr + num_experts, total)
-    tl.store(gap_ptr + 2 * num_experts + 1, num_rows)
-    tl.store(total_ptr, total)
-    dropped = (count > 0) & (start + count > num_rows)
-    tl.store(overflow_ptr, tl.max(dropped.to(tl.int32), axis=0).to(tl.uint8))
-    return start
+def load_words(map_ptr, stride_map_t, stride_map_e, t, w, num_tokens, num_words, PACK: tl.constexpr):
+    """[BLOCK_T, BLOCK_W] int32: 1 where a token is routed to an expert, for one expert or, in four bytes, for four."""
+    inside = (t < num_tokens)[:, None] & (w < num_words)[None, :]  # the last tiles stick out on both sides
+    words = tl.load(map_ptr + t[:, None] * stride_map_t + w[None, :] * stride_map_e, mask=inside, other=0)
+    if PACK == 1:
+        words = (words != 0).to(tl.int32)
+    return words
 
 
-@triton.jit(do_not_specialize=["num_tokens", "tiles", "align", "num_rows"])
-def routing_metadata_kernel(
-    # the map
+@triton.jit
+def field(words, i: tl.constexpr, PACK: tl.constexpr):
+    """Byte i of four, or the whole."""
+    if PACK == 1:
+        return words
+    return (words >> (8 * i)) & 0xFF
+
+
+@triton.jit(do_not_specialize=["stride_map_e", "num_tokens", "tiles"])  # a stride of 1 would cost a change of layout at each list
+def routing_walk_kernel(
+    # the map, or words of four experts of it
     map_ptr,
     stride_map_t,
     stride_map_e,
     # for each token
-    slot_expert_ptr,
-    slot_rank_ptr,
     slots_ptr,
+    num_slots_ptr,
     # for each block of tokens
     block_count_ptr,
+    # sizes
+    num_tokens,
+    num_experts,
+    tiles,
+    PACK: tl.constexpr,  # 4: a block has fewer than 256 tokens, so that no byte of a sum overflows
+    BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Count the routed tokens of each expert in a block of tokens; with `slots_ptr`, list the experts of each token too.
+
+    A row of the tile walks over tokens of its own, one behind the other: what it counted so far is their rank, and the rows
+    are added up once for the block. The map is read again to list the experts, from the cache.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    w = tl.arange(0, BLOCK_W).to(tl.int64)
+    num_words = num_experts // PACK
+    t = (b * BLOCK_T + tl.arange(0, BLOCK_T)) * tiles
+    count = tl.zeros([BLOCK_T, BLOCK_W], tl.int32)
+    for i in range(tiles):
+        count += load_words(map_ptr, stride_map_t, stride_map_e, t + i, w, num_tokens, num_words, PACK)
+    of_block = tl.sum(count, axis=0)
+    for k in tl.static_range(PACK):
+        cell = (w * PACK + k) * tl.num_programs(0) + b
+        tl.store(block_count_ptr + cell, field(of_block, k, PACK).to(block_count_ptr.dtype.element_ty), mask=w < num_words)  # a power of two
+    if slots_ptr is not None:
+        rank = tl.cumsum(count, axis=0) - count
+        for i in range(tiles):
+            words = load_words(map_ptr, stride_map_t, stride_map_e, t + i, w, num_tokens, num_words, PACK)
+            up_to = words if PACK == 1 else words * 0x01010101  # byte k: how many of the bytes up to it are 1
+            ones = field(up_to, PACK - 1, PACK)
+            place = tl.cumsum(ones, axis=1) - ones
+            for k in tl.static_range(PACK):
+                one = field(words, k, PACK)
+                put_slots(slots_ptr, t + i, w * PACK + k, one != 0, place + field(up_to, k, PACK) - one, field(rank, k, PACK), num_experts)
+            tl.store(num_slots_ptr + t + i, tl.sum(ones, axis=1), mask=t + i < num_tokens)  # the last tile sticks out
+            rank += words
+
+
+@triton.jit
+def load_counts(block_count_ptr, e, end, block, num_blocks):
+    """[experts, blocks] int32: how many tokens of each block are routed to each expert before `end`."""
+    inside = (e < end)[:, None] & (block < num_blocks)[None, :]  # the last tile sticks out on both sides
+    return tl.load(block_count_ptr + e[:, None] * num_blocks + block[None, :], mask=inside, other=0).to(tl.int32)
+
+
+@triton.jit
+def segments_of(count, e, align):
+    """The rows of each expert with their padding, and how many of the last expert's that has any are padding."""
+    align = tl.cast(align, tl.int64)
+    segment = (count.to(tl.int64) + align - 1) // align * align
+    last = tl.max(tl.where(count > 0, e, -1), axis=0)
+    return segment, tl.sum(tl.where(e == last, segment - count, 0), axis=0)
+
+
+@triton.jit(do_not_specialize=["block_groups", "align", "num_rows"])
+def routing_layout_kernel(
+    # what the walk counted
+    block_count_ptr,
+    # for each block of tokens
     base_ptr,
     # for each expert, and in all
+    count_ptr,
     tokens_per_expert_ptr,
     pad_offsets_ptr,
     gap_ptr,
     total_ptr,
     overflow_ptr,
-    # routed tokens of each expert, and programs that are through; 0 at the launch
-    count_ptr,
-    arrivals_ptr,
     # sizes
-    num_tokens,
+    block_groups,
     num_experts,
-    tiles,
     align,
     num_rows,
     SEGMENTS: tl.constexpr,  # else only `count` and, in `base`, how many of it are in the blocks before
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_L: tl.constexpr,
 ):
-    b = tl.program_id(0).to(tl.int64)
-    num_blocks = tl.num_programs(0)
-    e = tl.arange(0, BLOCK_E).to(tl.int64)
-    running = tl.zeros([BLOCK_E], tl.int32)
-    for i in range(tiles):
-        t = (b * tiles + i) * BLOCK_T + tl.arange(0, BLOCK_T)
-        routed = load_routed(map_ptr, stride_map_t, stride_map_e, t, e, num_tokens, num_experts)
-        one = routed.to(tl.int32)
-        if SEGMENTS:
-            rank = running[None, :] + tl.cumsum(one, axis=0) - one
-            emit_slots(slot_expert_ptr, slot_rank_ptr, slots_ptr, t, e, routed, rank, num_tokens, num_experts)
-        running += tl.sum(one, axis=0)
-    real = e < num_experts  # the block is a power of two
-    tl.store(block_count_ptr + b * num_experts + e, running, mask=real)
-    tl.atomic_add(count_ptr + e, running, mask=real, sem="relaxed")
+    """Lay the segments of a few experts out behind those of the experts before, which each program counts for itself.
 
-    tl.debug_barrier()  # every thread has stored before the arrival is told
-    arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel")
-    if arrived == num_blocks - 1:
-        before = tl.zeros([BLOCK_E], tl.int64)
-        if SEGMENTS:
-            count = tl.load(count_ptr + e, mask=real, other=0, cache_modifier=".cg").to(tl.int64)  # past this multiprocessor's cache: others wrote
-            before += place_segments(count, e, tokens_per_expert_ptr, pad_offsets_ptr, gap_ptr, total_ptr, overflow_ptr, align, num_rows, num_experts)
-        for first in range(0, num_blocks, BLOCK_B):
-            block = first + tl.arange(0, BLOCK_B).to(tl.int64)
-            cell = block[:, None] * num_experts + e[None, :]
-            inside = (block < num_blocks)[:, None] & real[None, :]  # the last blocks stick out
-            counts = tl.load(block_count_ptr + cell, mask=inside, other=0, cache_modifier=".cg").to(tl.int64)  # likewise
-            tl.store(base_ptr + cell, before[None, :] + tl.cumsum(counts, axis=0) - counts, mask=inside)
-            before += tl.sum(counts, axis=0)
+    gap[0] and gap[1] hold the begin and end of the padding behind each expert's rows, and last of the rows behind all segments.
+    """
+    num_blocks = block_groups * GROUP  # so that a row of counts is a multiple of a load
+    block = tl.arange(0, BLOCK_B).to(tl.int64)
+    own = tl.program_id(0).to(tl.int64) * BLOCK_L
+    e = own + tl.arange(0, BLOCK_L)
+    real = e < num_experts  # the last program sticks out
+    counts = load_counts(block_count_ptr, e, num_experts, block, num_blocks)
+    count = tl.sum(counts, axis=1)
+    tl.store(count_ptr + e, count, mask=real)
+    start = tl.zeros([BLOCK_L], tl.int64)
+    if SEGMENTS:
+        count_before = tl.zeros([1], tl.int64)
+        rows_before = tl.zeros([1], tl.int64)
+        end = tl.zeros([1], tl.int64)  # of the last row with a token
+        for first in range(0, own, BLOCK_E):
+            other = first + tl.arange(0, BLOCK_E).to(tl.int64)
+            other_count = tl.sum(load_counts(block_count_ptr, other, own, block, num_blocks), axis=1)
+            segment, padding = segments_of(other_count, other, align)
+            some = tl.sum(other_count, axis=0)
+            count_before += some
+            rows_before += tl.sum(segment, axis=0)
+            end = tl.where(some > 0, rows_before - padding, end)
+        num_rows = tl.cast(num_rows, tl.int64)
+        segment, padding = segments_of(count, e, align)
+        start += rows_before + tl.cumsum(segment, axis=0) - segment
+        tl.store(tokens_per_expert_ptr + e, tl.minimum(tl.maximum(num_rows - start, 0), segment), mask=real)
+        tl.store(pad_offsets_ptr + e, start - (count_before + tl.cumsum(count, axis=0) - count), mask=real)
+        tl.store(gap_ptr + e, start + count, mask=real)
+        tl.store(gap_ptr + num_experts + 1 + e, start + segment, mask=real)
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            one = tl.arange(0, 1)
+            total = rows_before + tl.sum(segment, axis=0)
+            end = tl.where(tl.sum(count, axis=0) > 0, total - padding, end)
+            tl.store(gap_ptr + num_experts + one, total)
+            tl.store(gap_ptr + 2 * num_experts + 1 + one, num_rows)
+            tl.store(total_ptr + one, total)
+            tl.store(overflow_ptr + one, (end > num_rows).to(tl.uint8))
+    base = start[:, None] + (tl.cumsum(counts, axis=1) - counts)
+    tl.store(base_ptr + e[:, None] * num_blocks + block[None, :], base, mask=real[:, None] & (block < num_blocks)[None, :])  # the last tile sticks out
 
 
 @triton.jit(do_not_specialize=["num_tokens", "tiles", "capacity"])
@@ -126,11 +190,11 @@ def capacity_kernel(
     stride_map_e,
     # what the walk counted
     before_ptr,
+    stride_before_e,
     count_ptr,
     # for each token
-    slot_expert_ptr,
-    slot_rank_ptr,
     slots_ptr,
+    num_slots_ptr,
     # for each expert, and in all
     base_ptr,
     tokens_per_expert_ptr,
@@ -150,7 +214,7 @@ def capacity_kernel(
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     real = e < num_experts  # the block is a power of two
     count = tl.load(count_ptr + e, mask=real, other=0).to(tl.int64)
-    before = tl.load(before_ptr + b * num_experts + e, mask=real, other=0)
+    before = tl.load(before_ptr + e * stride_before_e + b, mask=real, other=0)
     for i in range(tiles):
         t = (b * tiles + i) * BLOCK_T + tl.arange(0, BLOCK_T)
         routed = load_routed(map_ptr, stride_map_t, stride_map_e, t, e, num_tokens, num_experts)
@@ -158,7 +222,10 @@ def capacity_kernel(
         routed_before = before[None, :] + tl.cumsum(one, axis=0) - one
         rank = tl.where(routed, routed_before, count[None, :] + t[:, None] - routed_before)
         inside = (t < num_tokens)[:, None] & real[None, :]  # outside the map nothing is routed, and nothing fills either
-        emit_slots(slot_expert_ptr, slot_rank_ptr, slots_ptr, t, e, inside & (rank < capacity), rank, num_tokens, num_experts)
+        chosen = inside & (rank < capacity)
+        listed = chosen.to(tl.int32)
+        put_slots(slots_ptr, t, e, chosen, tl.cumsum(listed, axis=1) - listed, rank, num_experts)
+        tl.store(num_slots_ptr + t, tl.sum(listed, axis=1), mask=t < num_tokens)  # the last tile sticks out
         before += tl.sum(one, axis=0)
     if b == 0:
         tl.store(base_ptr + e, e * capacity, mask=real)
@@ -178,6 +245,7 @@ def pad_routing_map_kernel(
     stride_map_e,
     # what the walk counted
     before_ptr,
+    stride_before_e,
     count_ptr,
     # results
     out_ptr,
@@ -196,7 +264,7 @@ def pad_routing_map_kernel(
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     real = e < num_experts  # the block is a power of two
     count = tl.load(count_ptr + e, mask=real, other=0).to(tl.int64)
-    before = tl.load(before_ptr + b * num_experts + e, mask=real, other=0)
+    before = tl.load(before_ptr + e * stride_before_e + b, mask=real, other=0)
     missing = (align - count % align) % align
     for i in range(tiles):
         t = (b * tiles + i) * BLOCK_T + tl.arange(0, BLOCK_T)
