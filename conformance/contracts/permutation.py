@@ -120,7 +120,8 @@ class Permute(Contract[RoutingCase]):
         place = f"row {index[0]} (expert {expert}, place {index[0] - first} of its segment)"
         wrong = [] if token == PADDING else np.flatnonzero(bits(row) != bits(tokens[token])).tolist()
         if wrong and 2 * len(wrong) < len(row):
-            return f"{place} holds token {token} as it should, but {len(wrong)} of its {len(row)} columns are wrong, from column {wrong[0]} ({_start(row[wrong[0] :])})"
+            told = f"{len(wrong)} of its {len(row)} columns are wrong, from column {wrong[0]} ({_start(row[wrong[0] :])})"
+            return f"{place} holds token {token} as it should, but {told}"
         holds = f"holds token {same[0]}" if same else "is zero" if not row.float().any() else f"holds no token's values ({_start(row)})"
         return f"{place} {holds}; the reference {f'puts token {token} there' if token != PADDING else 'has a padding row of zeros there'}"
 

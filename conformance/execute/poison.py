@@ -1,8 +1,8 @@
 """Fresh memory that holds poison, and guards around it.
 
 `install` replaces torch's allocating functions in this process once, before the implementation is imported. While `Poison` is
-entered, every tensor they return is filled with NaN, the largest finite number or zero (integers: the largest, or zero), and
-lies between guard bytes. A row that nobody wrote then shows in the values, and a store that runs over an edge shows in the
+entered, every tensor they return is filled with NaN, the largest finite number or zero (integers: zero, a pattern or the largest),
+and lies between guard bytes. A row that nobody wrote then shows in the values, and a store that runs over an edge shows in the
 guards. Memory that an extension allocates by itself is not covered.
 """
 
@@ -79,6 +79,9 @@ class Poison:
 
 
 def _fill(body: Tensor, kind: str) -> None:
+    """Poison; integers get another kind than floats, so that an offset that nobody wrote does not hide in rows that nobody wrote."""
+    if not (body.is_floating_point() or body.is_complex()):
+        kind = {"nan": "zero", "zero": "max", "max": "nan"}[kind]
     if kind == "zero":
         body.zero_()
     elif body.element_size() == 1:

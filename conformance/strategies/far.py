@@ -42,7 +42,7 @@ def _far(function: str, name: str, layout: str, with_probs: bool, differentiable
     """Three rows, in the narrowest dtype that the input may have."""
     common: dict[str, Any] = {"function": function, "layout": layout, "layout_of": name}
     if function == "indices_to_multihot":
-        return IndicesCase(**common, tokens=3, topk=2, experts=4, dtype="bfloat16", index_dtype="int16", grads="probs" if differentiable else "")
+        return IndicesCase(**common, tokens=3, topk=3, experts=4, dtype="bfloat16", index_dtype="int16", grads="probs" if differentiable else "")
     main = {"permute": "tokens", "unpermute": "rows", "sort_chunks": "rows"}.get(function, "probs")
     grads = "+".join([main, *(["probs"] if with_probs and main != "probs" else [])])
     floating: dict[str, Any] = {"dtype": "bfloat16", "grads": "" if name == "tokens" or not differentiable else grads}

@@ -33,9 +33,11 @@ def load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, 
 @triton.jit
 def load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row):
     """A tile of rows, if there are any; 0 where no row is, so that rows without a token are never read."""
-    if rows_ptr is None:
-        return live
-    return tl.load(rows_ptr + row[:, None] * stride_rows_p + h[None, :] * stride_rows_h, mask=live[:, None] & in_row, other=0.0)
+    if rows_ptr is None:  # noqa: SIM108  (not a return of its own: what follows one is compiled all the same)
+        tile = live
+    else:
+        tile = tl.load(rows_ptr + row[:, None] * stride_rows_p + h[None, :] * stride_rows_h, mask=live[:, None] & in_row, other=0.0)
+    return tile
 
 
 @triton.jit
@@ -106,7 +108,21 @@ def fill_gaps(
             tl.store(probs_ptr + row, tl.zeros([BLOCK_G * BLOCK_R], probs_ptr.dtype.element_ty), mask=in_gap)  # other lanes' gaps may be longer
 
 
-@triton.jit(do_not_specialize=["tokens_per_block", "token_blocks", "first_lane", "tail_lanes", "num_tokens", "num_rows"])
+@triton.jit(
+    do_not_specialize=[
+        "tokens_per_block",
+        "token_blocks",
+        "first_lane",
+        "tail_lanes",
+        "num_tokens",
+        "num_experts",
+        "num_rows",
+        "stride_probs_t",
+        "stride_probs_e",
+        "stride_base_b",
+        "stride_base_e",
+    ]
+)
 def permute_kernel(
     # tokens and probs, as bits
     tokens_ptr,
@@ -179,7 +195,9 @@ def permute_kernel(
             expert, row, live = following
 
 
-@triton.jit(do_not_specialize=["tokens_per_block", "num_tokens", "num_rows"])
+@triton.jit(
+    do_not_specialize=["tokens_per_block", "num_tokens", "num_rows", "stride_row_dprobs", "stride_probs_t", "stride_probs_e", "stride_base_b", "stride_base_e"]
+)
 def unpermute_kernel(
     # rows to sum, merging probs, result
     rows_ptr,
@@ -245,7 +263,20 @@ def unpermute_kernel(
             tl.store(dprobs_ptr + t[:, None] * num_experts + e[None, :], dprobs, mask=in_time & (e < num_experts)[None, :])  # the last block sticks out
 
 
-@triton.jit(do_not_specialize=["tokens_per_block", "token_blocks", "first_lane", "tail_lanes", "num_tokens", "num_rows"])
+@triton.jit(
+    do_not_specialize=[
+        "tokens_per_block",
+        "token_blocks",
+        "first_lane",
+        "tail_lanes",
+        "num_tokens",
+        "num_rows",
+        "stride_probs_t",
+        "stride_probs_e",
+        "stride_base_b",
+        "stride_base_e",
+    ]
+)
 def unpermute_backward_kernel(
     # the gradient of the sums, and what was merged: rows and probs
     dout_ptr,
