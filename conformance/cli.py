@@ -13,6 +13,7 @@ from typing import Any
 from conformance.plugin import OPTIONS, UsageExit
 
 USAGE, HARNESS = 2, 3
+CODES = {"PASS": 0, "UNINFORMATIVE": 4, "NOT_OFFERED": 4, "DECLARED_UNSUPPORTED": 4, "ERROR": 3}  # of one case; others 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="moe-conformance", description="Compare an implementation of the Mixture-of-Experts pipeline with the reference.")
+    parser = argparse.ArgumentParser(
+        prog="moe-conformance", allow_abbrev=False, description="Compare an implementation of the Mixture-of-Experts pipeline with the reference."
+    )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     _add(verbs, "run", run, "judge an implementation; ends with a verdict", *(name for name, _ in OPTIONS if name != "--replay"), required=("--impl",))
     one_case = ("--impl", "--device", "--corpus", "--case-seconds")
@@ -59,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add(
     verbs: Any, name: str, verb: Callable[..., int], text: str, *flags: str, required: tuple[str, ...] = (), case: bool = False
 ) -> argparse.ArgumentParser:
-    parser = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser = verbs.add_parser(name, help=text, allow_abbrev=False, description=text[0].upper() + text[1:] + ".")
     parser.set_defaults(verb=verb)
     if case:
         parser.add_argument("case", help="the case's id, its file, or its JSON text")
@@ -134,11 +137,11 @@ def replay(options: argparse.Namespace) -> int:
         finding = outcome.finding
         print(f"{outcome.status}: {finding['output']} [{finding['check']}] {finding['message']}" if finding else f"{outcome.status} {outcome.reason}".strip())
         print(f"case: {case.text}")
-    return {"PASS": 0, "UNINFORMATIVE": 4, "NOT_OFFERED": 4, "DECLARED_UNSUPPORTED": 4, "ERROR": 3}.get(outcome.status, 1)
+    return CODES.get(outcome.status, 1)
 
 
 def minimize(options: argparse.Namespace) -> int:
-    """Exit code 1 with the smallest case, or 0 if the case does not fail."""
+    """Exit code 1 with the smallest case; if the case does not fail, the one that `replay` has."""
     from conformance.corpus import find
     from conformance.reduction import reduce
     from conformance.report.terminal import failure_lines
@@ -149,7 +152,7 @@ def minimize(options: argparse.Namespace) -> int:
         outcome = session.pool.run_alone(case)
         if outcome.status not in FAILING:
             print(f"{case.function} {case.id}: {outcome.status} {outcome.reason}; there is nothing to minimize")
-            return 0
+            return CODES.get(outcome.status, 1)
         found = reduce(case, outcome, session.attempt, seconds=120)
         from conformance import corpus
 

@@ -13,6 +13,8 @@ Calls pass the required tensors by position and every other argument by keyword,
 
 import importlib
 import inspect
+import os
+import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -88,17 +90,31 @@ def load(name: str) -> Implementation:
         UsageError: it cannot be imported, raises while it is, or has no such attribute.
     """
     module_name, _, attribute = name.partition(":")
+    if module_name.endswith(".py") or "/" in module_name:
+        right = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise UsageError(f"--impl {name}: give the module's name, not its file: {right}")
     try:
         namespace: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise UsageError(f"--impl {name}: there is no module {error.name!r}; is it installed, or its folder on PYTHONPATH?") from None
+        missing = error.name or module_name
+        if module_name == missing or module_name.startswith(f"{missing}."):
+            raise UsageError(f"--impl {name}: there is no module {missing!r}, installed, on PYTHONPATH or in {os.getcwd()}") from None
+        if missing.startswith(f"{module_name}.") or missing.rpartition(".")[0] == "":
+            raise UsageError(f"--impl {name}: it imports {missing!r}, which does not exist ({_raised_at(error)})") from None
+        raise UsageError(f"--impl {name}: there is no module {missing!r}; something inside a module is written module:name") from None
     except BaseException as error:
-        raise UsageError(f"--impl {name}: importing it raised {type(error).__name__}: {error}") from error
+        raise UsageError(f"--impl {name}: importing it raised {type(error).__name__}: {error} ({_raised_at(error)})") from error
     for part in filter(None, attribute.split(".")):
         if not hasattr(namespace, part):
             raise UsageError(f"--impl {name}: {module_name} has no {attribute!r}")
         namespace = getattr(namespace, part)
     return Implementation(namespace, name)
+
+
+def _raised_at(error: BaseException) -> str:
+    """The file and line that raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{os.path.basename(last.filename)}:{last.lineno}"
 
 
 def named_outputs(result: Any, names: tuple[str, ...]) -> dict[str, Any]:

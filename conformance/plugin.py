@@ -204,6 +204,8 @@ def _baseline(path: str) -> dict[str, Any] | None:
         content = json.loads(Path(path).read_text())
         for function in content["functions"].values():  # what a comparison will read
             _ = function["status"], function["without"], function["counts"].items(), function["cases"] + 0
+    except FileNotFoundError:
+        raise UsageError(f"--baseline {path}: there is no such file") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"--baseline {path}: not a JSON report of moe-conformance ({error})") from None
     return content

@@ -83,6 +83,8 @@ class Session:
 
     def cases(self, section: Section) -> list[Case]:
         """The section's cases; none of a function that is not offered."""
+        if section.kind == "corpus":
+            return [case for case in self.corpus if self.description["functions"][case.function]["offered"]]
         if section.function and not self.description["functions"][section.function]["offered"]:
             return []
         return cases_of(section, self.profile, self.space, self.options.seed, self.corpus)
@@ -91,6 +93,7 @@ class Session:
         """Run a section to its end, whatever happens; then find the smallest case of every new failure."""
         cases = self.cases(section)
         self.ledger.write("plan", section=section.label, scheduled=len(cases))
+        place = {case.text: index for index, case in enumerate(cases)}
         failed: dict[Key, tuple[Case, Outcome]] = {}
         for case, outcome in self.pool.run(cases):
             waiver = self._waiver(case, outcome)
@@ -98,11 +101,12 @@ class Session:
             self._record("outcome", case, outcome, section=section.label, status=status, waiver=waiver.name if waiver else "")
             if status in FAILING:
                 key = failure_key(case, outcome)
-                if key not in failed or (_fixed(failed[key][0]) and not _fixed(case)):
+                if key not in failed or _rank(case, place) < _rank(failed[key][0], place):
                     failed[key] = case, outcome
             if self.progress:
                 self.progress.case(status in FAILING)
-        failures = [self._smallest(key, *failed[key], section) for key in failed if key not in self.known]
+        in_order = sorted(failed, key=lambda key: _rank(failed[key][0], place))
+        failures = [self._smallest(key, *failed[key], section) for key in in_order if key not in self.known]
         if self.progress:
             self.progress.section()
         return [failure for failure in failures if failure]
@@ -175,6 +179,11 @@ class Session:
             "failure", id=failure.case.id, case=failure.case.record(), function=failure.case.function, found_in=failure.found_in,
             attempts=failure.attempts, smallest=failure.smallest, file=path, **asdict(outcome),
         )  # fmt: skip
+
+
+def _rank(case: Case, place: dict[str, int]) -> tuple[bool, int]:
+    """Which of several failing cases is reduced: a literal last, else the first in the plan, whichever child was faster."""
+    return _fixed(case), place[case.text]
 
 
 def _fixed(case: Case) -> bool:

@@ -67,6 +67,8 @@ def read_waivers(path: Path, today: datetime.date) -> list[Waiver]:
     """
     try:
         content = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"--waivers {path}: there is no such file") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"--waivers {path}: {error}") from None
     tables, others = content.get("waiver", []), [name for name in content if name != "waiver"]

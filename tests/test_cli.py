@@ -146,7 +146,7 @@ BAD = [
     (smoke("moe_ref", "--corpus", "text.txt"), "--corpus text.txt: is no folder"),
     (smoke("moe_ref", "--corpus", "."), "case_field.json: 'tokenz' is no field"),
     (("replay", "0123456789ab", "--impl", "moe_ref"), "there is no case '0123456789ab'"),
-    (("replay", "missing.json", "--impl", "moe_ref"), "missing.json: cannot be read"),
+    (("replay", "missing.json", "--impl", "moe_ref"), "missing.json: there is no such file"),
     (("replay", "text.json", "--impl", "moe_ref"), "text.json: not JSON"),
     (("replay", "list.json", "--impl", "moe_ref"), "list.json: a case is a JSON object, not list"),
     (("replay", "case_field.json", "--impl", "moe_ref"), "case_field.json: 'tokenz' is no field of a permute case"),

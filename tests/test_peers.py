@@ -89,3 +89,16 @@ def test_the_template_is_conformant_as_it_stands():
     assert [name for name, known in functions.items() if known["offered"]] == ["permute"]
     assert not [f"{case.text} {outcome}" for case, outcome in outcomes if outcome.status not in NOTHING_WRONG]
     assert sum(outcome.status == "PASS" for _, outcome in outcomes) >= PROFILES["gate"].minimum("permute")
+
+
+def test_the_kernel_in_the_readme_is_conformant(tmp_path):
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    block = text[text.index("    from moe_ref.config import Permuted") : text.index("\nand run")]
+    (tmp_path / "readme_kernel.py").write_text("\n".join(line[4:] for line in block.splitlines()))
+    with Pool(Settings("readme_kernel", search=(str(tmp_path),))) as pool:
+        space = Space.of(pool.start())
+        profile = PROFILES["gate"]
+        cases = [case for section in sections(profile) if section.function == "permute" for case in cases_of(section, profile, space, 0, [])]
+        statuses = {outcome.status for _, outcome in pool.run(cases)}
+    assert len(cases) > 200
+    assert statuses <= set(NOTHING_WRONG)

@@ -153,7 +153,7 @@ MODULES = {
     "dies": ("import os\nos._exit(3)", r"the process died while importing it \(exit code 3"),
     "crashes": ("import ctypes\nctypes.string_at(1)", r"the process died while importing it \(SIGSEGV at .*crashes.py"),
     "broken": ("def permute(:", "importing it raised SyntaxError"),
-    "needy": ("import a_module_that_nobody_has", "no module 'a_module_that_nobody_has'"),
+    "needy": ("import a_module_that_nobody_has", "it imports 'a_module_that_nobody_has'"),
     "boastful": ("def permute(tokens): ...\ndef declares(function): return {'fast': True}", "declares 'fast' for permute; the vocabulary is"),
     "confused": ("def permute(tokens): ...\ndef declares(function): return 1 / 0", "ZeroDivisionError"),
 }

@@ -33,6 +33,8 @@ def read_case(path: Path) -> Case:
     """
     try:
         record = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CaseError(f"{path}: there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CaseError(f"{path}: cannot be read: {error}") from None
     except json.JSONDecodeError as error:

@@ -45,7 +45,7 @@ def beyond_blocks(draw: st.DrawFn) -> dict[str, Any]:
 def real(draw: st.DrawFn) -> dict[str, Any]:
     """Sizes of real models, for a GPU."""
     hidden, experts, topk = draw(st.sampled_from(REAL_SHAPES))
-    tokens = draw(st.sampled_from((1, 17, 129)))
+    tokens = draw(st.sampled_from((1, 17, 65)))
     full = draw(st.sampled_from(("uniform", "skewed", "ragged")))
     return {"tokens": tokens, "experts": experts, "hidden": hidden, "topk": topk, "spread": full, "seed": draw(st.integers(0, 99))}
 
