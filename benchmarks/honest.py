@@ -48,15 +48,12 @@ def sweep(implementation: str, seeds: int, profile, jobs: int) -> tuple[Counter,
     wrong = []
     with Pool(Settings(implementation), jobs) as pool:
         space = Space.of(pool.start())
-        for seed in range(seeds):
-            for section in sections(profile):
-                if section.kind == "fixed" and seed:
-                    continue  # the same cases for every seed
-                for case, outcome in pool.run(cases_of(section, profile, space, seed, [])):
-                    counts[outcome.status] += 1
-                    kernels.update(outcome.kernels)
-                    if outcome.status in ("FAIL", "CRASH", "HANG", "OOM", "BLOCKED", "ERROR"):
-                        wrong.append(f"{outcome.status} {outcome.finding or outcome.reason}: {case.text}")
+        planned = ((section, seed) for seed in range(seeds) for section in sections(profile) if section.kind == "drawn" or not seed)  # fixed ones once
+        for case, outcome in pool.run(case for section, seed in planned for case in cases_of(section, profile, space, seed, [])):
+            counts[outcome.status] += 1
+            kernels.update(outcome.kernels)
+            if outcome.status in ("FAIL", "CRASH", "HANG", "OOM", "BLOCKED", "ERROR"):
+                wrong.append(f"{outcome.status} {outcome.finding or outcome.reason}: {case.text}")
     return counts, len(kernels), wrong
 
 
