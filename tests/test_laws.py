@@ -1,5 +1,6 @@
 """Each law finds an implementation that gives right values on the very same case; the reference keeps every law."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -291,3 +292,42 @@ def test_what_raises_only_in_a_law_is_a_finding_of_that_law():
 
     finding = outcome_of(replace(FORWARD, law="split"), wrapped("permute", permute)).finding
     assert (finding["check"], "odd" in finding["message"]) == ("split", True)
+
+
+class ShuffledSums:
+    """Sums in another order on every run, as atomic additions do; declares nothing."""
+
+    calls = itertools.count()
+
+    @staticmethod
+    def permute(tokens, routing_map, *, probs=None, align=None, capacity=None, num_rows=None):
+        return moe_ref.permute(tokens, routing_map, probs=probs, align=align, capacity=capacity, num_rows=num_rows)
+
+    @classmethod
+    def unpermute(cls, rows, row_map, *, restore_shape=None, probs=None):
+        real = (row_map.token_P >= 0).nonzero().flatten()
+        real = real.roll(next(cls.calls)) if next(cls.calls) % 3 else real.flip(0)
+        weight = torch.ones(len(real)) if probs is None else probs[row_map.token_P[real], row_map.expert_P[real]].float()
+        zeros = rows.new_zeros((row_map.num_tokens, rows.shape[1]), dtype=torch.float32)
+        return zeros.index_add(0, row_map.token_P[real], rows[real].float() * weight[:, None]).to(rows.dtype)
+
+
+SUMS = RoutingCase(function="unpermute", tokens=9, experts=24, hidden=5, topk=8, spread="uniform", probs="float32", values="wide")
+
+
+def statuses(implementation, law):
+    return {evaluate(replace(SUMS, law=law, seed=seed), Implementation(implementation, "sums")).status for seed in range(8)}
+
+
+@pytest.mark.parametrize("law", ["scaling", "history", "determinism", "buffer_reuse", "garbage_independence"])
+def test_sums_in_another_order_on_every_run_break_no_law(law):
+    assert statuses(ShuffledSums, law) == {"PASS"}
+
+
+def test_sums_in_another_order_on_every_run_are_found_where_determinism_is_declared():
+    class Boastful(ShuffledSums):
+        @staticmethod
+        def declares(function):
+            return {"deterministic": True}
+
+    assert "FAIL" in statuses(Boastful, "determinism") & statuses(Boastful, "scaling")

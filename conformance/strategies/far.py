@@ -49,7 +49,7 @@ def _far(function: str, name: str, layout: str, with_probs: bool, differentiable
     if function in ("permute", "unpermute", "sort_chunks"):
         floating["probs"] = "bfloat16" if with_probs else ""
     if function == "sort_chunks":
-        return ChunksCase(**common, **floating, sizes=(1, 2), order=(1, 0), hidden=3, index_dtype="int32")
+        return ChunksCase(**common, **floating, sizes=(1, 1, 1), order=(2, 0, 1), hidden=3, index_dtype="int32")
     if function == "pad_routing_map":
         return RoutingCase(**common, tokens=3, experts=3, routing=ROUTING, align=2)
     return RoutingCase(**common, **floating, tokens=3, experts=3, hidden=3, topk=3 if function == "multihot_to_indices" else 1, routing=ROUTING)
