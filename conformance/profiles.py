@@ -29,7 +29,7 @@ PROFILES = {
     profile.name: profile
     for profile in (
         Profile("smoke", drawn=6, shards=1, covering=False, least=3, unsupported=0.5, reduce_seconds=5),
-        Profile("gate", drawn=72, shards=3, covering=True, least=40, unsupported=0.5, reduce_seconds=12),
+        Profile("gate", drawn=60, shards=3, covering=True, least=40, unsupported=0.5, reduce_seconds=12),
         Profile("nightly", drawn=1500, shards=12, covering=True, least=800, unsupported=0.5, reduce_seconds=60),
     )
 }

@@ -3,6 +3,7 @@
 import datetime
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,9 @@ class Session:
         self.pool = Pool(options.settings, options.jobs, options.case_seconds)
         self.waivers: list[Waiver] = read_waivers(Path(options.waivers), datetime.date.today()) if options.waivers else []
         self.known: set[Key] = set()
+        self._artist = ThreadPoolExecutor(1)
+        sys.setswitchinterval(2e-4)  # a child that has answered waits no longer than this for the thread that draws
+        self._drawn: dict[str, Future[list[Case]]] = {}
         self.progress = Progress(len(sections(self.profile))) if progress else None
 
     def start(self) -> None:
@@ -78,10 +82,19 @@ class Session:
         self.ledger.write("implementation", **self.description)
 
     def close(self) -> None:
+        self._artist.shutdown(cancel_futures=True)
         self.pool.close()
         self.ledger.close()
 
     def cases(self, section: Section) -> list[Case]:
+        """The section's cases. Those of the next section in the plan are drawn while these run."""
+        cases = self._drawn.pop(section.label).result() if section.label in self._drawn else self._cases(section)
+        plan = sections(self.profile)
+        for following in plan[plan.index(section) + 1 : plan.index(section) + 2]:
+            self._drawn[following.label] = self._artist.submit(self._cases, following)
+        return cases
+
+    def _cases(self, section: Section) -> list[Case]:
         """The section's cases; none of a function that is not offered."""
         if section.kind == "corpus":
             return [case for case in self.corpus if self.description["functions"][case.function]["offered"]]

@@ -52,7 +52,7 @@ def real(draw: st.DrawFn) -> dict[str, Any]:
 
 def shapes(space: Space) -> st.SearchStrategy[dict[str, Any]]:
     """Small maps half of the time; then medium ones, and sizes beyond every block."""
-    kinds = [small(), small(), small(), spread(130, 70, 130), spread(40, 20, 300), beyond_blocks()]
+    kinds = [small(), small(), small(), small(), spread(110, 70, 130), spread(40, 20, 300), beyond_blocks()]
     return st.sampled_from([*kinds, *kinds, real()] if space.device == "cuda" else kinds).flatmap(lambda kind: kind)
 
 
