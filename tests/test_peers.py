@@ -71,7 +71,7 @@ def test_megatron_pads_a_copied_map_right_and_only_keeps_quiet_when_it_falls_sho
     outcomes = judged("test_peers:CopiedMap")[1]
     wrong = [outcome for _, outcome in outcomes if outcome.status not in NOTHING_WRONG]
     assert {outcome.finding["output"] for outcome in wrong} == {"unreached"}
-    assert sum(outcome.status == "PASS" for _, outcome in outcomes) > len(wrong)
+    assert 3 * sum(outcome.status == "PASS" for _, outcome in outcomes) > len(outcomes)
 
 
 def test_a_missing_package_is_one_sentence_that_says_what_to_install(monkeypatch):
