@@ -24,6 +24,7 @@ from conformance.profiles import PROFILES
 from conformance.registry import CONTRACTS
 from conformance.strategies.space import Space
 
+SOUND = 40  # cases of each function that the implementation must pass before listed defects are planted in it; all, before automatic ones
 TRACED = 8  # of so many cases, one is run again with its calls recorded, which slows an interpreter down
 TRACED_SECONDS = 600.0  # for such a case
 AFTER_A_CRASH = 60  # cases that are still tried after a crash, in search of a value that is wrong
@@ -139,14 +140,29 @@ def _known(implementation: str, seed: int, jobs: int, function: str, trace: bool
         space = Space.of(described)
         offered = {name for name, what in described["functions"].items() if what["offered"] and function in ("", name)}
         planned = [section for section in sections(profile) if section.function in offered]
+        cases = {name: [case for s in planned if s.function == name for case in cases_of(s, profile, space, seed, [])] for name in offered}
+        if not trace:
+            return _sound(implementation, cases, pool)
         ran = []
-        for case, outcome in pool.run(case for section in planned for case in cases_of(section, profile, space, seed, [])):
+        for case, outcome in pool.run(case for some in cases.values() for case in some):
             if _kill(case, outcome):
                 raise UsageError(f"{implementation} itself fails, so that nothing would be learned from its mutants: case {case.text}")
             if outcome.evaluations:
                 ran.append((case, outcome.seconds_implementation))
     calls = _calls(implementation, [case for case, _ in ran[::TRACED]], jobs) if trace else {}
     return [Known(case, seconds, calls.get(case.function, frozenset())) for case, seconds in ran]
+
+
+def _sound(implementation: str, cases: dict[str, list[Case]], pool: Pool) -> list[Known]:
+    """All cases, after the implementation has passed the first ones of every function.
+
+    Raises:
+        UsageError: it fails one.
+    """
+    for case, outcome in pool.run(case for some in cases.values() for case in some[:SOUND]):
+        if _kill(case, outcome):
+            raise UsageError(f"{implementation} itself fails, so that nothing would be learned from its mutants: case {case.text}")
+    return [Known(case, 0.0, frozenset()) for some in cases.values() for case in some]
 
 
 def _calls(implementation: str, cases: list[Case], jobs: int) -> dict[str, frozenset[str]]:
