@@ -10,9 +10,10 @@ Shape suffixes, here and everywhere in the project:
     H  hidden size                  R  routed rows            P  rows of the permuted buffer, padding included
     C  rows an expert's capacity    S  chunks
 
-Read in this order: `config` (settings, results and what is illegal), `permutation` (permute, unpermute, sort_chunks),
-`routing_map` (padding of the map, and its conversion to and from index form), then `dense`, which says the same things again
-with plain loops and shares no code with the others.
+Read in this order: `config` (settings, results and what is illegal), `gating` (logits), `scores` and `selection` (which experts,
+with which weights), `capacity`, `balancing` (losses, expert bias, Sinkhorn, quantiles), `router` (all of it in one step, and what is
+remembered), `permutation` (permute, unpermute, sort_chunks), `routing_map` (padding of the map, and its conversion to and from index
+form), then `dense`, which says permutation again with plain loops and shares no code with the others.
 """
 
 from importlib import import_module
@@ -24,6 +25,26 @@ _HOME = {
     "pad_routing_map": "routing_map",
     "indices_to_multihot": "routing_map",
     "multihot_to_indices": "routing_map",
+    "gate": "gating",
+    "jitter": "gating",
+    "topk_indices": "selection",
+    "topk_routing": "selection",
+    "expert_capacity": "capacity",
+    "drop_tokens": "capacity",
+    "aux_loss_scores": "balancing",
+    "load_balancing_loss": "balancing",
+    "z_loss": "balancing",
+    "attach_loss": "balancing",
+    "update_expert_bias": "balancing",
+    "sinkhorn_routing": "balancing",
+    "quantile_routing": "balancing",
+    "update_quantile_bias": "balancing",
+    "new_state": "router",
+    "state_tensors": "router",
+    "state_from": "router",
+    "route": "router",
+    "finish_batch": "router",
+    "hash_routing": "router",
 }
 __all__ = list(_HOME)
 

@@ -1,14 +1,10 @@
-"""Settings and results of the pipeline as plain data, and the rules that make a call illegal.
-
-Nothing here computes. Implementations may import this module, and only this module, from the reference: it loads nothing
-but torch. Every rule raises a `ValueError` that names the argument, its value and what would be right.
-"""
+"""Permutation and the routing map: results, and the rules that make a call illegal."""
 
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-MAX_EXPERTS = 32767  # an expert id fits in 16 bits, the width that fused routing metadata may store it in
+from moe_ref.config.rules import MAX_EXPERTS, check_probs, is_count, require
 
 
 class Permuted(NamedTuple):
@@ -51,17 +47,6 @@ class Indices(NamedTuple):
     overflow: Tensor  # [] bool: some token had more than K experts
 
 
-def require(condition: bool, argument: str, value: object, right: str) -> None:
-    """Raise `ValueError` naming `argument`, its `value` and what would be right, unless `condition` holds."""
-    if not condition:
-        raise ValueError(f"{argument} is {value}; it must be {right}")
-
-
-def is_count(value: object) -> bool:
-    """True for a plain integer; False for a bool, a float or a tensor, which would be read back from the device."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def check_map(routing_map: Tensor) -> None:
     """A routing map is [T,E], bool or integers 0 and 1 (other values are not checked), with 1 to MAX_EXPERTS experts."""
     require(routing_map.dim() == 2, "routing_map", f"of shape {tuple(routing_map.shape)}", "[tokens, experts]")
@@ -92,13 +77,6 @@ def check_permute(tokens: Tensor, routing_map: Tensor, probs: Tensor | None, ali
     require(num_rows is None or (is_count(num_rows) and num_rows >= 0), "num_rows", num_rows, "None or an integer ≥ 0")
     whole = num_rows is None or align is None or num_rows % align == 0
     require(whole, "num_rows", num_rows, f"a multiple of align {align}, so that every segment is")
-
-
-def check_probs(probs: Tensor, shape: tuple[int, ...], beside: Tensor) -> None:
-    """`probs` is floating point, of the given shape, on the device of `beside`."""
-    require(tuple(probs.shape) == shape, "probs", f"of shape {tuple(probs.shape)}", f"of shape {shape}")
-    require(probs.is_floating_point(), "probs", f"of dtype {probs.dtype}", "floating point")
-    require(probs.device == beside.device, "probs", f"on {probs.device}", f"on {beside.device}")
 
 
 def check_unpermute(rows: Tensor, row_map_rows: int, row_map_tokens: int, row_map_experts: int, restore_shape: Any, probs: Tensor | None) -> None:

@@ -1,0 +1,35 @@
+"""What every rule is made of. A rule raises a `ValueError` that names the argument, its value and what would be right."""
+
+import math
+
+from torch import Tensor
+
+MAX_EXPERTS = 32767  # an expert id fits in 16 bits, the width that fused routing metadata may store it in
+
+
+def require(condition: bool, argument: str, value: object, right: str) -> None:
+    """Raise `ValueError` naming `argument`, its `value` and what would be right, unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"{argument} is {value}; it must be {right}")
+
+
+def is_count(value: object) -> bool:
+    """True for a plain integer; False for a bool, a float or a tensor, which would be read back from the device."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """True for a plain finite number; False for a bool or a tensor."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_float(argument: str, x: Tensor, shape: tuple[int, ...], beside: Tensor) -> None:
+    """`x` is floating point, of the given shape, on the device of `beside`."""
+    require(tuple(x.shape) == shape, argument, f"of shape {tuple(x.shape)}", f"of shape {shape}")
+    require(x.is_floating_point(), argument, f"of dtype {x.dtype}", "floating point")
+    require(x.device == beside.device, argument, f"on {x.device}", f"on {beside.device}")
+
+
+def check_probs(probs: Tensor, shape: tuple[int, ...], beside: Tensor) -> None:
+    """`probs` is floating point, of the given shape, on the device of `beside`."""
+    check_float("probs", probs, shape, beside)

@@ -1,0 +1,41 @@
+"""Score functions: from a row of logits to one number an expert.
+
+Everything here is computed in float32 (float64 for float64 logits); `selection` rounds once, to the logits' dtype.
+Mirrors the score functions of megatron.core.transformer.moe.moe_utils.topk_routing_with_score_function.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from moe_ref.rounding import accumulator_dtype, round_to
+
+EPSILON = 1e-20  # added to a sum that is divided by: moe_utils
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """exp(x_e - max x) / Σ_e exp(x_e - max x), over the last dimension.
+
+    An expert of logit -∞ scores exactly 0; a row of nothing but -∞ is NaN.
+    """
+    wide = round_to(logits, accumulator_dtype(logits.dtype))
+    power = (wide - wide.amax(-1, keepdim=True)).exp() if wide.shape[-1] else wide
+    return power / power.sum(-1, keepdim=True)
+
+
+def sigmoid(logits: Tensor) -> Tensor:
+    """1 / (1 + exp(-x))."""
+    return torch.sigmoid(round_to(logits, accumulator_dtype(logits.dtype)))
+
+
+def sqrtsoftplus(logits: Tensor) -> Tensor:
+    """√ln(1 + exp(x)). Above 20, where they agree to float32's last bit, ln(1 + exp(x)) may be taken as x."""
+    return softplus(round_to(logits, accumulator_dtype(logits.dtype)), threshold=40).sqrt()
+
+
+SCORES = {"softmax": softmax, "sigmoid": sigmoid, "sqrtsoftplus": sqrtsoftplus}
+
+
+def normalised(scores: Tensor) -> Tensor:
+    """scores / (Σ scores + 1e-20), over the last dimension."""
+    return scores / (scores.sum(-1, keepdim=True) + EPSILON)
