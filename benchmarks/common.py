@@ -75,6 +75,30 @@ def replayed(versions: Mapping[str, Callable[[], object]], blocks: int, reps: in
     return {name: statistics.median(times) * 1e3 / GRAPH_CALLS for name, times in medians.items()}
 
 
+def rotated(versions: Mapping[str, list[Callable[[], object]]], blocks: int, reps: int) -> dict[str, float]:
+    """Microseconds of a call in a CUDA graph of all the calls of a version, each on its own inputs: together they exceed the L2."""
+    graphs = {}
+    for name, calls in versions.items():
+        calls[0]()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            kept = [call() for call in calls]  # no call reuses the memory of one before
+        del kept
+    medians: dict[str, list[float]] = {name: [] for name in versions}
+    for _ in range(blocks):
+        for name, graph in graphs.items():
+            pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(reps)]
+            graph.replay()
+            for begin, end in pairs:
+                begin.record()
+                graph.replay()
+                end.record()
+            torch.cuda.synchronize()
+            medians[name].append(statistics.median(begin.elapsed_time(end) for begin, end in pairs))
+    return {name: statistics.median(times) * 1e3 / len(versions[name]) for name, times in medians.items()}
+
+
 def ceilings(blocks: int, reps: int) -> dict[str, float]:
     """TB/s of a large copy (bytes read and written), of writing alone, and of reading alone."""
     source = torch.randn(2**29, device="cuda").bfloat16()

@@ -16,7 +16,7 @@ from conformance.execute.pool import Pool
 from conformance.plan import cases_of, sections
 from conformance.profiles import PROFILES
 from conformance.strategies.space import Space
-from tests.variants import HONEST
+from tests.variants import HONEST, ROUTERS
 
 
 def main() -> int:
@@ -25,11 +25,12 @@ def main() -> int:
     parser.add_argument("--profile", choices=tuple(PROFILES), default="smoke")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--impl", action="append", help="one of the variants (default: all)")
+    parser.add_argument("--function", action="append", help="one of the functions (default: all)")
     options = parser.parse_args()
     rejected = 0
-    for implementation in options.impl or HONEST:
+    for implementation in options.impl or HONEST + ROUTERS:
         started = time.monotonic()
-        counts, kernels, wrong = sweep(implementation, options.seeds, PROFILES[options.profile], options.jobs)
+        counts, kernels, wrong = sweep(implementation, options.seeds, PROFILES[options.profile], options.jobs, options.function)
         seconds = time.monotonic() - started
         total = sum(counts.values())
         shown = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
@@ -41,14 +42,15 @@ def main() -> int:
     return int(rejected > 0)
 
 
-def sweep(implementation: str, seeds: int, profile, jobs: int) -> tuple[Counter, int, list[str]]:
+def sweep(implementation: str, seeds: int, profile, jobs: int, functions: list[str] | None) -> tuple[Counter, int, list[str]]:
     """Statuses, kernels that were compiled, and what was rejected."""
     counts: Counter = Counter()
     kernels: set[str] = set()
     wrong = []
     with Pool(Settings(implementation), jobs) as pool:
         space = Space.of(pool.start())
-        planned = ((section, seed) for seed in range(seeds) for section in sections(profile) if section.kind == "drawn" or not seed)  # fixed ones once
+        wanted = [section for section in sections(profile) if functions is None or section.function in functions]
+        planned = ((section, seed) for seed in range(seeds) for section in wanted if section.kind == "drawn" or not seed)  # fixed ones once
         for case, outcome in pool.run(case for section, seed in planned for case in cases_of(section, profile, space, seed, [])):
             counts[outcome.status] += 1
             kernels.update(outcome.kernels)

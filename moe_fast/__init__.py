@@ -1,7 +1,8 @@
 """The functions of `moe_ref`, fused in Triton: compiled on a GPU, in Triton's interpreter on a CPU.
 
 Signatures, results, errors and gradients are those of the reference. Read `metadata` first (where each token's rows are),
-then `permutation` and `routing_map`; the kernels are in `kernels`, their block sizes in `tuning`.
+then `permutation` and `routing_map`; `routing`, `balancing`, `capacity` and `gating` stand by themselves. The kernels are in
+`kernels`, their block sizes in `tuning`.
 """
 
 from typing import Any
@@ -9,13 +10,45 @@ from typing import Any
 from torch import Tensor
 
 from moe_fast import backend as backend  # first: it chooses the interpreter before any kernel is decorated
+from moe_fast.balancing import attach_loss, aux_loss_scores, load_balancing_loss, update_expert_bias, z_loss
+from moe_fast.capacity import drop_tokens, expert_capacity
+from moe_fast.gating import gate, jitter
 from moe_fast.permutation import MERGING, SUMMED, permute, sort_chunks, unpermute
+from moe_fast.router import finish_batch, new_state, route, state_from, state_tensors
+from moe_fast.routing import check_computed, check_rows, topk_indices, topk_routing
 from moe_fast.routing_map import indices_to_multihot, multihot_to_indices, pad_routing_map
 
-__all__ = ["declares", "indices_to_multihot", "multihot_to_indices", "pad_routing_map", "permute", "sort_chunks", "supports", "unpermute"]
+__all__ = [
+    "attach_loss",
+    "aux_loss_scores",
+    "declares",
+    "drop_tokens",
+    "expert_capacity",
+    "finish_batch",
+    "gate",
+    "indices_to_multihot",
+    "jitter",
+    "load_balancing_loss",
+    "multihot_to_indices",
+    "new_state",
+    "pad_routing_map",
+    "permute",
+    "route",
+    "sort_chunks",
+    "state_from",
+    "state_tensors",
+    "supports",
+    "topk_indices",
+    "topk_routing",
+    "unpermute",
+    "update_expert_bias",
+    "z_loss",
+]
 
 _COPY = {"deterministic": True, "host_sync_free": True, "graph_capturable": True, "noncontiguous": True}
 _SUM = {"accumulator": "float32", "reduction_order": "ascending experts", **_COPY}
+_COMPUTED = {"accumulator": "float32", **_COPY}
+_CHOICE = {"tie_rule": "lowest_index", **_COMPUTED}
 _DECLARED: dict[str, dict[str, Any]] = {
     "permute": _SUM,  # the sum is its gradient; free of syncs when num_rows or capacity is given
     "unpermute": _SUM,
@@ -23,6 +56,18 @@ _DECLARED: dict[str, dict[str, Any]] = {
     "pad_routing_map": _COPY,
     "indices_to_multihot": {**_COPY, "unchecked": ("indices",)},
     "multihot_to_indices": _COPY,
+    "route": {**_COMPUTED, "unchecked": ("replay_target",)},
+    "topk_indices": {**_CHOICE, "unchecked": ("precomputed_indices",)},
+    "topk_routing": {**_CHOICE, "unchecked": ("precomputed_indices",)},
+    "aux_loss_scores": _CHOICE,
+    "load_balancing_loss": _COMPUTED,
+    "z_loss": _COMPUTED,
+    "attach_loss": _COPY,
+    "update_expert_bias": _COPY,
+    "drop_tokens": _CHOICE,
+    "expert_capacity": _COPY,
+    "gate": _COMPUTED,
+    "jitter": {**_COPY, "deterministic": False},
 }
 
 
@@ -45,7 +90,20 @@ def supports(function: str, *arguments: Any, **settings: Any) -> str | None:
         return f"tokens of dtype {payload.dtype} that require a gradient: sums are taken of {MERGING}"
     if function in ("permute", "sort_chunks") and not backend.movable(payload.dtype):
         return f"a payload of dtype {payload.dtype}: elements have at most 8 bytes"
+    return _not_computed(function, payload, settings) if function in _COMPUTING else None
+
+
+def _not_computed(function: str, payload: Tensor, settings: dict[str, Any]) -> str | None:
+    """Why these logits or scores are not computed with, or None."""
+    try:
+        if function == "load_balancing_loss":
+            check_computed("scores", payload)
+        else:
+            check_rows(payload, settings.get("topk", 1), settings.get("expert_bias"))
+    except ValueError as error:
+        return str(error)
     return None
 
 
-_PAYLOADS = ("tokens", "tokens_TH", "rows", "rows_PH", "rows_RH")
+_PAYLOADS = ("tokens", "tokens_TH", "rows", "rows_PH", "rows_RH", "logits", "logits_TE", "scores")
+_COMPUTING = ("topk_indices", "topk_routing", "aux_loss_scores", "z_loss", "load_balancing_loss")

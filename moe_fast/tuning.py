@@ -54,6 +54,18 @@ class Metadata(WholeRows):
 
 
 @dataclass(frozen=True)
+class Router(WholeRows):
+    """Rows of logits: a row that lies within one warp is searched without shared memory."""
+
+    warp_elements: int = 1024  # of a tile, at least
+    max_programs: int = 1  # of a loss
+
+    def tile_warps(self, width: int) -> int:
+        """Warps for a tile whose rows have `width` elements."""
+        return max(1, min(self.num_warps, self.tile_tokens(width) * width // self.warp_elements))
+
+
+@dataclass(frozen=True)
 class Fill:
     """Zeros in rows without a token: so many rows a step in each of a program's lanes."""
 
@@ -79,6 +91,15 @@ class Tuning:
     chunk_columns: int  # chunks a step of the search
     multihot: Tile  # columns are experts or slots
     multihot_rows: WholeRows
+    topk: Router
+    topk_backward: Router
+    aux_scores: Router
+    z_loss: Router
+    balance: Tile
+    balance_programs: int  # that add up scores, at most
+    loss_step: int  # partial sums that are added together
+    drop: Tile
+    drop_column: Tile  # the tokens of some experts at once; more are walked over for every bit of the key
 
 
 # Measured on an H200 (docs/results/permutation-h200.md): small programs, so that many on a multiprocessor wait for their lists at once.
@@ -107,6 +128,15 @@ GPU = Tuning(
     chunk_columns=128,
     multihot=Tile(tokens=32, columns=128, num_warps=4),
     multihot_rows=WholeRows(tokens=64, elements=4096, num_warps=4),
+    topk=Router(tokens=32, elements=256, num_warps=8),
+    topk_backward=Router(tokens=32, elements=256, num_warps=8),
+    aux_scores=Router(tokens=32, elements=256, num_warps=8),
+    z_loss=Router(tokens=32, elements=1024, num_warps=4, max_programs=1024),
+    balance=Tile(tokens=32, columns=128, num_warps=4),
+    balance_programs=512,
+    loss_step=1024,
+    drop=Tile(tokens=64, columns=32, num_warps=4),
+    drop_column=Tile(tokens=8192, columns=1, num_warps=8),
 )
 
 # A step costs the same whatever its tile, so tiles are large; yet a hundred tokens still span several.
@@ -124,6 +154,15 @@ INTERPRETER = Tuning(
     chunk_columns=16,
     multihot=Tile(tokens=32, columns=16, num_warps=4),
     multihot_rows=WholeRows(tokens=32, elements=8192, num_warps=4),
+    topk=Router(tokens=64, elements=16384, num_warps=4),
+    topk_backward=Router(tokens=64, elements=16384, num_warps=4),
+    aux_scores=Router(tokens=64, elements=16384, num_warps=4),
+    z_loss=Router(tokens=32, elements=8192, num_warps=4, max_programs=3),
+    balance=Tile(tokens=32, columns=64, num_warps=4),
+    balance_programs=6,
+    loss_step=2,
+    drop=Tile(tokens=64, columns=64, num_warps=4),
+    drop_column=Tile(tokens=1024, columns=64, num_warps=4),
 )
 
 

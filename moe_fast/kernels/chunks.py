@@ -7,11 +7,10 @@ import triton.language as tl
 @triton.jit
 def load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, place, num_chunks, REORDERED: tl.constexpr):
     """The chunks that stand at a few places, in their new order or in the old one: their numbers and sizes."""
-    inside = place < num_chunks  # the last block sticks out
     chunk = place
     if REORDERED:
-        chunk = tl.load(order_ptr + place * stride_order, mask=inside, other=-1).to(tl.int64)
-    known = inside & (chunk >= 0) & (chunk < num_chunks)  # an order that is no permutation stays within memory
+        chunk = tl.load(order_ptr + place * stride_order, mask=place < num_chunks, other=-1).to(tl.int64)  # the last block sticks out
+    known = (chunk >= 0) & (chunk < num_chunks)  # nor is there a chunk outside the block, nor in an order that is no permutation
     return chunk, tl.load(sizes_ptr + chunk * stride_sizes, mask=known, other=0).to(tl.int64)
 
 
@@ -42,7 +41,6 @@ def sort_chunks_kernel(
 ):
     """Row r of the result stands in some chunk: find that chunk's number and begin here, then its begin in the other order."""
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    num_chunks = tl.cast(num_chunks, tl.int64)
     chunk_R = tl.full([BLOCK_R], -1, tl.int64)  # -1: behind the last chunk
     begin_R = tl.zeros([BLOCK_R], tl.int64)
     carry = tl.zeros([1], tl.int64)
@@ -62,7 +60,7 @@ def sort_chunks_kernel(
         here = (chunk[None, :] == chunk_R[:, None]) & (chunk_R >= 0)[:, None]
         source += tl.sum(tl.where(here, begin[None, :], 0), axis=1)
         carry += tl.sum(size, axis=0)
-    readable = (r < num_rows) & (source >= 0) & (source < num_rows)  # the last tile sticks out; sizes past the rows stay within memory
+    readable = source < num_rows  # where the last tile sticks out, no chunk is; sizes past the rows stay within memory
     if rows_ptr is not None:
         for first in range(0, num_columns, BLOCK_H):
             h = first + tl.arange(0, BLOCK_H).to(tl.int64)

@@ -106,12 +106,9 @@ def load_counts(block_count_ptr, e, end, block, num_blocks):
 
 
 @triton.jit
-def segments_of(count, e, align):
-    """The rows of each expert with their padding, and how many of the last expert's that has any are padding."""
-    align = tl.cast(align, tl.int64)
-    segment = (count.to(tl.int64) + align - 1) // align * align
-    last = tl.max(tl.where(count > 0, e, -1), axis=0)
-    return segment, tl.sum(tl.where(e == last, segment - count, 0), axis=0)
+def segments_of(count, align):
+    """The rows of each expert with their padding."""
+    return (count.to(tl.int64) + align - 1) // align * align
 
 
 @triton.jit(do_not_specialize=["block_groups", "align", "num_rows"])
@@ -143,8 +140,8 @@ def routing_layout_kernel(
     gap[0] and gap[1] hold the begin and end of the padding behind each expert's rows, and last of the rows behind all segments.
     """
     num_blocks = block_groups * GROUP  # so that a row of counts is a multiple of a load
-    block = tl.arange(0, BLOCK_B).to(tl.int64)
-    own = tl.program_id(0).to(tl.int64) * BLOCK_L
+    block = tl.arange(0, BLOCK_B)
+    own = tl.program_id(0) * BLOCK_L
     e = own + tl.arange(0, BLOCK_L)
     real = e < num_experts  # the last program sticks out
     counts = load_counts(block_count_ptr, e, num_experts, block, num_blocks)
@@ -154,18 +151,13 @@ def routing_layout_kernel(
     if SEGMENTS:
         count_before = tl.zeros([1], tl.int64)
         rows_before = tl.zeros([1], tl.int64)
-        end = tl.zeros([1], tl.int64)  # of the last row with a token
         for first in range(0, own, BLOCK_E):
-            other = first + tl.arange(0, BLOCK_E).to(tl.int64)
-            other_count = tl.sum(load_counts(block_count_ptr, other, own, block, num_blocks), axis=1)
-            segment, padding = segments_of(other_count, other, align)
-            some = tl.sum(other_count, axis=0)
-            count_before += some
-            rows_before += tl.sum(segment, axis=0)
-            end = tl.where(some > 0, rows_before - padding, end)
+            other_count = tl.sum(load_counts(block_count_ptr, first + tl.arange(0, BLOCK_E), own, block, num_blocks), axis=1)
+            count_before += tl.sum(other_count, axis=0)
+            rows_before += tl.sum(segments_of(other_count, align), axis=0)
         num_rows = tl.cast(num_rows, tl.int64)
-        segment, padding = segments_of(count, e, align)
-        start += rows_before + tl.cumsum(segment, axis=0) - segment
+        segment = segments_of(count, align)
+        start = rows_before + tl.cumsum(segment, axis=0) - segment
         tl.store(tokens_per_expert_ptr + e, tl.minimum(tl.maximum(num_rows - start, 0), segment), mask=real)
         tl.store(pad_offsets_ptr + e, start - (count_before + tl.cumsum(count, axis=0) - count), mask=real)
         tl.store(gap_ptr + e, start + count, mask=real)
@@ -173,11 +165,10 @@ def routing_layout_kernel(
         if tl.program_id(0) == tl.num_programs(0) - 1:
             one = tl.arange(0, 1)
             total = rows_before + tl.sum(segment, axis=0)
-            end = tl.where(tl.sum(count, axis=0) > 0, total - padding, end)
             tl.store(gap_ptr + num_experts + one, total)
             tl.store(gap_ptr + 2 * num_experts + 1 + one, num_rows)
             tl.store(total_ptr + one, total)
-            tl.store(overflow_ptr + one, (end > num_rows).to(tl.uint8))
+            tl.store(overflow_ptr + one, (total > num_rows).to(tl.uint8))  # rows are dropped in multiples of align: never padding alone
     base = start[:, None] + (tl.cumsum(counts, axis=1) - counts)
     tl.store(base_ptr + e[:, None] * num_blocks + block[None, :], base, mask=real[:, None] & (block < num_blocks)[None, :])  # the last tile sticks out
 
@@ -260,7 +251,6 @@ def pad_routing_map_kernel(
 ):
     """An unrouted token has rank t - (routed before t) among the unrouted; those of the first `missing` ranks become routed."""
     b = tl.program_id(0).to(tl.int64)
-    align = tl.cast(align, tl.int64)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     real = e < num_experts  # the block is a power of two
     count = tl.load(count_ptr + e, mask=real, other=0).to(tl.int64)
@@ -276,5 +266,5 @@ def pad_routing_map_kernel(
         tl.store(out_ptr + t[:, None] * num_experts + e[None, :], padded.to(tl.uint8), mask=inside)
         before += tl.sum(one, axis=0)
     if b == 0:
-        reached = count + tl.minimum(missing, tl.cast(num_tokens, tl.int64) - count)
+        reached = count + tl.minimum(missing, num_tokens - count)
         tl.store(unreached_ptr + e, (reached % align != 0).to(tl.uint8), mask=real)

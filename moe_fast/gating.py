@@ -1,0 +1,67 @@
+"""From hidden states to logits, in plain torch: the matrix product is torch's."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ref.config import check_gate, is_number, require
+
+ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class _Gate(torch.autograd.Function):
+    """`gate`, which saves its inputs as they came and not as they are multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(x, weight)
+        logits = x.to(dtype) @ weight.to(dtype).T
+        return logits if bias is None else logits + bias.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        if g is None:
+            return None, None, None, None
+        dx = (g @ weight.to(g.dtype)).to(x.dtype) if for_x else None
+        dweight = (g.T @ x.to(g.dtype)).to(weight.dtype) if for_weight else None
+        return dx, dweight, g.sum(0).to(ctx.bias_dtype) if for_bias else None, None
+
+
+def gate(x_TH: Tensor, weight_EH: Tensor, *, bias: Tensor | None = None, router_dtype: str | None = None) -> Tensor:
+    """The router's matrix product.
+
+        logits = x Wᵀ + b,   in the router dtype: float32, float64, or x's own
+
+    Backward, in the router dtype: dx = g W, rounded to x's dtype; dW = gᵀ x, to W's; db = Σ_t g, to b's. Saved for it are x and W
+    as they came.
+
+    Args:
+        router_dtype: None, "fp32" or "fp64".
+
+    Returns:
+        [T,E] logits in the router dtype.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_gate`.
+
+    Source: moe_utils.router_gating_linear; TopKRouter.gating.
+    """
+    check_gate(x_TH, weight_EH, bias, router_dtype)
+    return _Gate.apply(x_TH, weight_EH, bias, ROUTER_DTYPES.get(router_dtype or "", x_TH.dtype))
+
+
+def jitter(x_TH: Tensor, *, eps: float) -> Tensor:
+    """x ⊙ u, u uniform in [1 - eps, 1 + eps], drawn for each element in x's dtype. Only the router sees it.
+
+    Raises:
+        ValueError: eps is no number from 0 to 1, 1 excluded.
+
+    Source: TopKRouter.apply_input_jitter.
+    """
+    require(is_number(eps) and 0 <= eps < 1, "eps", eps, "a number from 0 to 1, 1 excluded")
+    return x_TH * (1 - eps + 2 * eps * torch.rand_like(x_TH))

@@ -1,0 +1,109 @@
+"""Score functions, what is made of them and its gradient, and integers in the order of numbers.
+
+A tile is [tokens, columns] with all the experts of a token in it. Everything is computed in float32, or float64.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def widened(x, dtype: tl.constexpr):
+    """x in a dtype that holds it: bfloat16 has no direct way to float64."""
+    if x.dtype == tl.bfloat16:
+        x = x.to(tl.float32)
+    return x.to(dtype)
+
+
+@triton.jit
+def number(bits, dtype: tl.constexpr):
+    """A number that the host hands over as the bits of a float64: a plain argument would be rounded to float32."""
+    return tl.cast(bits, tl.int64).to(tl.float64, bitcast=True).to(dtype)
+
+
+@triton.jit
+def softmax(x):
+    """exp(x_e - max x) / Σ_e exp(x_e - max x) over the columns; -∞ becomes 0."""
+    power = tl.exp(x - tl.max(x, axis=1)[:, None])
+    return power * (1.0 / tl.sum(power, axis=1))[:, None]
+
+
+@triton.jit
+def score_and_slope(x, SCORE: tl.constexpr):
+    """σ(x) or √ln(1+exp x), and its derivative; no exponential here can overflow.
+
+    With e = exp(-|x|) and r = ln(1+e) / e, which is 1 where 1+e rounds to 1:
+
+        σ = (e or 1) / (1+e)                                σ' = e / (1+e)²
+        √ln(1+exp x) = exp(x/2) √r, or √(x + e r)           its derivative = (exp(x/2) or 1) / (2 (1+e) √…)
+    """
+    half = tl.exp(-0.5 * tl.abs(x)) if SCORE == "sqrtsoftplus" else x  # a score of √e is there when e is long too small
+    e = half * half if SCORE == "sqrtsoftplus" else tl.exp(-tl.abs(x))
+    u = 1.0 + e
+    if SCORE == "sigmoid":
+        score = tl.where(x < 0, e, 1.0) / u
+        slope = e / (u * u)
+    else:
+        lost = u == 1.0
+        ratio = tl.where(lost, 1.0, tl.log(u)) / tl.where(lost, 1.0, u - 1.0)  # the error of u is in both
+        root = tl.sqrt(tl.where(x < 0, ratio, x + e * ratio))
+        lift = tl.where(x < 0, half, 1.0)
+        score = lift * root
+        slope = lift / (2.0 * u * root)
+    return score, slope
+
+
+@triton.jit
+def inverse_sum(s, among, normalise):
+    """1 / (Σ s + 1e-20) over the columns `among` which that is taken; 1 unless `normalise`."""
+    return tl.where(normalise, 1.0 / (tl.sum(tl.where(among, s, 0.0), axis=1) + 1e-20), 1.0)[:, None]
+
+
+@triton.jit
+def weights_gradient(x, g, among, normalise, ACTIVATION: tl.constexpr):
+    """The gradient of w = softmax(x) or s(x) / (Σ s + 1e-20), or s(x), where `among`; g is that of w, and 0 elsewhere.
+
+    dx = w (g - Σ w g),   or s' / (Σ s + 1e-20) · (g - Σ w g),   or s' g
+    """
+    if ACTIVATION == "softmax":
+        w = softmax(tl.where(among, x, -float("inf")))
+        dx = w * (g - tl.sum(w * g, axis=1)[:, None])
+    else:
+        s, slope = score_and_slope(x, ACTIVATION)
+        inverse = inverse_sum(s, among, normalise)
+        common = tl.where(normalise, tl.sum(s * inverse * g, axis=1), 0.0)[:, None]
+        dx = tl.where(among, slope * inverse * (g - common), 0.0)
+    return dx
+
+
+@triton.jit
+def lowest(dtype: tl.constexpr):
+    """The least integer, below the image of -∞ by more than there are slots."""
+    return tl.full([], -(2**63) if dtype == tl.int64 else -(2**31), dtype)
+
+
+@triton.jit
+def out_of_choice(dtype: tl.constexpr):
+    """The key of what is not to be chosen: above the marks of what is, below the image of -∞."""
+    return lowest(dtype) + 65536
+
+
+@triton.jit
+def ordered(word, magnitude: tl.constexpr):
+    """Bits of a floating-point number, sign-extended, to an integer in the order of the numbers, and back."""
+    return tl.where(word < 0, word ^ magnitude, word)
+
+
+@triton.jit
+def key_of(x):
+    """An integer in the order of the scores, none of which is -0. A NaN is somewhere from -∞ on, so that it is never taken for a mark."""
+    wide: tl.constexpr = x.dtype == tl.float64
+    key = ordered(x.to(tl.int64 if wide else tl.int32, bitcast=True), 2**63 - 1 if wide else 2**31 - 1)
+    return tl.maximum(key, -(2**63) + 2**52 - 1 if wide else -(2**31) + 2**23 - 1)  # the image of -∞
+
+
+@triton.jit
+def score_of(key):
+    """The score that has this key."""
+    wide: tl.constexpr = key.dtype == tl.int64
+    return ordered(key, 2**63 - 1 if wide else 2**31 - 1).to(tl.float64 if wide else tl.float32, bitcast=True)
