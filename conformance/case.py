@@ -29,6 +29,7 @@ class Case:
     seed: int = 0  # of the tensors' values
 
     family: ClassVar[dict[str, type["Case"]]] = {}
+    words: ClassVar[dict[str, tuple[str, ...]]] = {}  # fields of this class that are one of a few words
 
     @classmethod
     def serves(cls, *functions: str) -> None:

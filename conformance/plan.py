@@ -10,6 +10,7 @@ from conformance.registry import CONTRACTS
 from conformance.strategies.covering import covering_cases
 from conformance.strategies.draw import drawn, run_seed, strategy
 from conformance.strategies.far import far_cases
+from conformance.strategies.shapes import shape_cases
 from conformance.strategies.space import Space
 
 
@@ -17,7 +18,7 @@ from conformance.strategies.space import Space
 class Section:
     """Cases that run together."""
 
-    kind: str  # corpus, fixed (golden cases, illegal calls and the covering array) or drawn
+    kind: str  # corpus, fixed (golden cases, illegal calls, the covering array, real shapes and far addresses) or drawn
     function: str = ""
     shard: int = 0
 
@@ -38,7 +39,7 @@ def cases_of(section: Section, profile: Profile, space: Space, seed: int, corpus
         return corpus
     if section.kind == "fixed":
         covered = covering_cases(section.function, space).cases if profile.covering else []
-        return [*fixed_cases(section.function, space), *covered, *far_cases(section.function, space)]
+        return [*fixed_cases(section.function, space), *covered, *shape_cases(section.function, space), *far_cases(section.function, space)]
     source = run_seed(section.function, section.shard, seed)
     return drawn(strategy(section.function, space), source, profile.count(section.function))
 

@@ -2,7 +2,18 @@
 
 from dataclasses import dataclass
 
-WEIGHT = {"permute": 3, "unpermute": 3, "sort_chunks": 2, "pad_routing_map": 1, "indices_to_multihot": 1, "multihot_to_indices": 1}
+# how much of a run a function has: by how much can go wrong in it
+WEIGHT = {
+    "permute": 3,
+    "unpermute": 3,
+    "sort_chunks": 2,
+    "topk_indices": 2,
+    "topk_routing": 2,
+    "route": 2,
+    **dict.fromkeys(("pad_routing_map", "indices_to_multihot", "multihot_to_indices"), 1),
+    **dict.fromkeys(("drop_tokens", "aux_loss_scores", "load_balancing_loss", "z_loss"), 1),
+    **dict.fromkeys(("gate", "jitter", "attach_loss", "update_expert_bias", "sinkhorn_routing"), 1),
+}
 
 
 @dataclass(frozen=True)

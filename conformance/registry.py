@@ -2,17 +2,27 @@
 
 from typing import Any
 
-from conformance.contracts import golden, illegal
+from conformance.contracts import golden, golden_routing, illegal
+from conformance.contracts.balancing import AuxLossScores, SinkhornRouting, ZLoss
 from conformance.contracts.base import Contract
 from conformance.contracts.chunks import SortChunks
+from conformance.contracts.gating import AttachLoss, Gate, Jitter
+from conformance.contracts.loads import DropTokens, LoadBalancingLoss, UpdateExpertBias
 from conformance.contracts.permutation import Permute, Unpermute
+from conformance.contracts.route import Route
 from conformance.contracts.routing_map import IndicesToMultihot, MultihotToIndices, PadRoutingMap
+from conformance.contracts.topk import TopkIndices, TopkRouting
 from conformance.laws import LAWS
 
 CONTRACTS: dict[str, Contract[Any]] = {
-    contract.function: contract for contract in (Permute(), Unpermute(), SortChunks(), PadRoutingMap(), IndicesToMultihot(), MultihotToIndices())
+    contract.function: contract
+    for contract in (
+        *(Gate(), Jitter(), TopkIndices(), TopkRouting(), SinkhornRouting(), DropTokens()),
+        *(AuxLossScores(), LoadBalancingLoss(), ZLoss(), AttachLoss(), UpdateExpertBias(), Route()),
+        *(Permute(), Unpermute(), SortChunks(), PadRoutingMap(), IndicesToMultihot(), MultihotToIndices()),
+    )
 }
 for _name, _contract in CONTRACTS.items():
-    _contract.golden = getattr(golden, _name.upper())
+    _contract.golden = getattr(golden if hasattr(golden, _name.upper()) else golden_routing, _name.upper())
     _contract.illegal = illegal.RULES[_name]
     _contract.laws = LAWS[_name]

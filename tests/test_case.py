@@ -9,6 +9,10 @@ import torch
 
 from conformance.case import SCHEMA, Case, CaseError, case_from
 from conformance.contracts.chunks import ChunksCase
+from conformance.contracts.gating import GateCase
+from conformance.contracts.loads import LoadCase
+from conformance.contracts.logits import MINUS_INFINITY, NOT_A_NUMBER, SPREADS, LogitsCase, indices_of, logits_of, padding_of
+from conformance.contracts.route import RouteCase
 from conformance.contracts.routing import RoutingCase, routed
 from conformance.contracts.routing_map import IndicesCase
 from conformance.corpus import checked
@@ -24,6 +28,18 @@ CASES = [
     RoutingCase(function="multihot_to_indices", illegal="no_slots"),
     ChunksCase(function="sort_chunks", sizes=(2, 0, 3), order=(2, 0, 1), tail=1, probs="bfloat16", poison="max"),
     IndicesCase(function="indices_to_multihot", tokens=2, topk=2, experts=3, slots=(0, -1, 2, 2), repeats=True),
+    LogitsCase(function="topk_indices", tokens=2, experts=3, topk=2, logits=(8, 0, -8, 4, MINUS_INFINITY, NOT_A_NUMBER), precomputed=True),
+    LogitsCase(function="topk_routing", tokens=9, experts=6, topk=2, score="sigmoid", bias="large", groups=3, group_topk=1, grads="logits"),
+    LogitsCase(function="aux_loss_scores", tokens=9, experts=6, topk=2, padding=3, spread="minus_inf", dtype="float64"),
+    LogitsCase(function="z_loss", golden="two_tokens"),
+    LogitsCase(function="sinkhorn_routing", illegal="no_slots", tokens=2, experts=2),
+    LoadCase(function="drop_tokens", tokens=9, experts=4, topk=2, capacity=3, pad=True, values="zeros", policy="position"),
+    LoadCase(function="load_balancing_loss", tokens=9, experts=4, sequences=3, total="device", grads="scores"),
+    LoadCase(function="update_expert_bias", tokens=9, experts=4, bias=3, map_dtype="int32"),
+    GateCase(function="gate", tokens=3, hidden=5, experts=2, router_dtype="fp64", weight_dtype="bfloat16", bias=True, grads="x+weight+bias"),
+    GateCase(function="jitter", tokens=3, hidden=5, eps=15),
+    GateCase(function="attach_loss", tokens=3, hidden=5, scale=-8, grads="loss"),
+    RouteCase(function="route", tokens=6, experts=4, topk=2, steps="record+forward+backward+finish+train", losses="aux+z", grads="logits"),
 ]
 RECORD = {"function": "permute", "tokens": 2}
 
@@ -95,6 +111,12 @@ def test_none_and_zero_are_not_confused():
         ({"function": "sort_chunks", "sizes": [1, 2], "order": [0, 0]}, "order"),
         ({"function": "sort_chunks", "sizes": [-1], "order": [0]}, "sizes"),
         ({"function": "indices_to_multihot", "slots": [4]}, "slots"),
+        ({"function": "topk_indices", "tokens": 2, "logits": [8]}, "logits"),
+        ({"function": "topk_indices", "logits": [0.5]}, "logits"),
+        ({"function": "route", "steps": "finish"}, "steps"),
+        ({"function": "route", "steps": "train+tain"}, "steps"),
+        ({"function": "route", "tokens": 3, "sequences": 2}, "sequences"),
+        ({"function": "gate", "topk": 2}, "topk"),
     ],
     ids=str,
 )
@@ -109,6 +131,49 @@ def test_a_name_that_its_function_does_not_have_is_refused(name):
         checked(case_from(RECORD | {name: "unheard"}))
     fine = {"law": "history", "golden": "by_expert", "illegal": "align_zero"}[name]
     assert getattr(checked(case_from(RECORD | {name: fine})), name) == fine
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"function": "topk_routing", "spread": "wild"},
+        {"function": "topk_routing", "score": "relu"},
+        {"function": "topk_routing", "score": "sigmoid", "bias": "huge"},
+        {"function": "drop_tokens", "values": "dyadic"},
+        {"function": "drop_tokens", "policy": "random"},
+        {"function": "load_balancing_loss", "total": "none"},
+        {"function": "gate", "router_dtype": "fp8"},
+        {"function": "permute", "values": "distinct"},
+    ],
+    ids=str,
+)
+def test_a_word_that_its_field_does_not_know_is_refused(record):
+    *_, (field, word) = record.items()
+    with pytest.raises(CaseError, match=f"{field} is '{word}'"):
+        checked(case_from(record))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"function": "topk_routing", "topk": 2},
+        {"function": "topk_routing", "experts": 0},
+        {"function": "topk_routing", "bias": "small"},
+        {"function": "topk_indices", "experts": 6, "groups": 4, "group_topk": 1},
+        {"function": "aux_loss_scores", "tokens": -1},
+        {"function": "drop_tokens", "capacity": -1},
+        {"function": "gate", "hidden": -1},
+        {"function": "gate", "grads": "bias"},
+        {"function": "jitter", "eps": 16},
+        {"function": "route", "groups": 2},
+        {"function": "route", "steps": "forward"},
+        {"function": "route", "steps": "train+backward"},
+    ],
+    ids=str,
+)
+def test_settings_that_no_call_can_have_are_refused(record):
+    with pytest.raises(CaseError):
+        checked(case_from(record))
 
 
 def tensors_of(case: Case):
@@ -199,6 +264,50 @@ def test_one_byte_payloads_hold_every_code():
 def test_an_explicit_map_has_one_bit_for_each_expert():
     case = RoutingCase(function="permute", tokens=3, experts=3, routing=(0b001, 0b110, 0))
     assert routed(case).tolist() == [[True, False, False], [False, True, True], [False, False, False]]
+
+
+LOGITS = LogitsCase(function="topk_routing", tokens=40, experts=24, topk=3)
+
+
+def test_explicit_logits_are_eighths():
+    case = LogitsCase(function="topk_indices", tokens=2, experts=2, logits=(4, -12, MINUS_INFINITY, NOT_A_NUMBER))
+    assert logits_of(case).nan_to_num(nan=7).tolist() == [[0.5, -1.5], [torch.finfo(torch.float32).min, 7]]
+
+
+def test_logits_are_pinned():
+    assert logits_of(replace(LOGITS, tokens=1, experts=4, seed=1)).tolist() == [[-4.16064453125, -5.17236328125, 7.6793212890625, -5.7032470703125]]
+    assert logits_of(replace(LOGITS, tokens=1, experts=4, seed=1, dtype="bfloat16")).tolist() == [[-1.25, -4.0625, 4.5, -6.3125]]
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_a_spread_is_what_its_name_says(spread, dtype):
+    x = logits_of(replace(LOGITS, spread=spread, dtype=dtype))
+    order = x.sort(dim=1).values.double()
+    assert x.dtype == DTYPES[dtype]
+    says = {
+        "distinct": (order.diff(dim=1) > 0).double().mean() > 0.9 and x.isfinite().all(),
+        "ties": (order.diff(dim=1) == 0).any(1).all(),
+        "near": (order.diff(dim=1).abs() < 2 * x.double().abs().max() * torch.finfo(x.dtype).eps).sum(1).min() > 1 and len(x.unique()) > 6,
+        "negative": (x < 0).all(),
+        "extreme": x.isfinite().all() and x.abs().max() > 2**14,
+        "minus_inf": (x == -torch.inf).all(1).any() and (x == -torch.inf).any(1).all() and x.isfinite().any(),
+        "nan": x.isnan().any() and (x == torch.inf).any() and x.isfinite().all(1).any(),
+        "equal": len(x.unique()) == 1,
+        "saturated": (x >= 16).all(),
+    }
+    assert says[spread]
+
+
+def test_given_indices_name_different_experts():
+    index = indices_of(LOGITS)
+    assert index.shape == (40, 3)
+    assert all(len(set(row)) == 3 and min(row) >= 0 and max(row) < 24 for row in index.tolist())
+
+
+def test_padding_marks_its_share_of_the_tokens():
+    assert [int(padding_of(replace(LOGITS, padding=n)).sum()) for n in (0, 8)] == [0, 40]
+    assert 8 < int(padding_of(replace(LOGITS, padding=4)).sum()) < 32
 
 
 X = payload(0, "tokens", (5, 6), "float32")

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import moe_ref
-from moe_ref.config import MAX_EXPERTS
+from moe_ref import router
+from moe_ref.config import MAX_EXPERTS, MoEConfig
 
 MAP = torch.tensor([[0, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 0, 1]], dtype=torch.bool)
 INDICES = torch.tensor([[2, -1], [0, 2], [1, 1]])
@@ -32,7 +33,146 @@ def listed(routing_map=MAP, probs=PROBS, topk=2):
     return moe_ref.multihot_to_indices(routing_map, probs, topk=topk)
 
 
+LOGITS, SCORES, COUNTS, ROUTED = torch.zeros(4, 6), torch.zeros(4, 6), torch.ones(6), torch.zeros(4, 6, dtype=torch.bool)
+WEIGHT, SQUARE, IDS, TABLE = torch.zeros(6, 2), torch.zeros(6, 6), torch.zeros(4, dtype=torch.int64), torch.tensor([[0, 2]])
+CONFIG = {"num_moe_experts": 6, "moe_ffn_hidden_size": 1, "moe_router_load_balancing_type": "none", "moe_router_score_function": "sigmoid"}
+STATE = moe_ref.new_state(MoEConfig(**CONFIG))
+
+
+def chosen(logits=LOGITS, topk=2, **settings):
+    return moe_ref.topk_indices(logits, topk=topk, **settings)
+
+
+def dropped(probs=SCORES, routing_map=ROUTED, capacity=2, **settings):
+    return moe_ref.drop_tokens(probs, routing_map, capacity=capacity, **settings)
+
+
+def scored(logits=LOGITS, topk=2, **settings):
+    return moe_ref.aux_loss_scores(logits, topk=topk, **settings)
+
+
+def balanced(scores=SCORES, tokens_per_expert=COUNTS, total_num_tokens=4, topk=2, num_experts=6, coeff=1.0):
+    return moe_ref.load_balancing_loss(scores, tokens_per_expert, total_num_tokens=total_num_tokens, topk=topk, num_experts=num_experts, coeff=coeff)
+
+
+def z_loss(logits=LOGITS, coeff=1.0, **settings):
+    return moe_ref.z_loss(logits, coeff=coeff, **settings)
+
+
+def updated(expert_bias=COUNTS, tokens_per_expert=COUNTS, update_rate=0.1):
+    return moe_ref.update_expert_bias(expert_bias, tokens_per_expert, update_rate=update_rate)
+
+
+def capacity(num_tokens=4, num_experts=6, topk=2, capacity_factor=1.0):
+    return moe_ref.expert_capacity(num_tokens, num_experts=num_experts, topk=topk, capacity_factor=capacity_factor)
+
+
+def gate(x=TOKENS, weight=WEIGHT, **settings):
+    return moe_ref.gate(x, weight, **settings)
+
+
+def quantile(logits=SQUARE, beta=COUNTS, topk=2, **settings):
+    return moe_ref.quantile_routing(logits, beta, topk=topk, **settings)
+
+
+def hashed(ids=IDS, table=TABLE, **settings):
+    return moe_ref.hash_routing(LOGITS, ids, table, **settings)
+
+
+def route(logits=LOGITS, config=CONFIG, **settings):
+    return moe_ref.route(logits, MoEConfig(**CONFIG | config), state=STATE, **settings)
+
+
+def loaded(**changed):
+    return moe_ref.state_from({name: x for name, x in (moe_ref.state_tensors(STATE) | changed).items() if x is not None})
+
+
+SIGMOID = {"score_function": "sigmoid"}
+IN_GROUPS = {"num_groups": 3, "group_topk": 1}
+PLAIN_NUMBERS = (float("nan"), float("inf"), True, "1")
+INDEX = torch.tensor([[0, 1]] * 4)
 ILLEGAL = [
+    (chosen, {"logits": LOGITS[0]}, "logits is of shape (6,)"),
+    (chosen, {"logits": LOGITS.long()}, "logits is of dtype torch.int64"),
+    (chosen, {"logits": LOGITS[:, :0]}, "logits is of shape (4, 0)"),
+    (chosen, {"logits": torch.zeros(1, MAX_EXPERTS + 1)}, f"logits is of shape (1, {MAX_EXPERTS + 1})"),
+    *((chosen, {"topk": value}, f"topk is {value}") for value in (0, 7, -1, 2.0, True, None)),
+    (chosen, {"score_function": "relu"}, "score_function is 'relu'"),
+    (chosen, {"num_groups": 2}, "group_topk is None"),
+    (chosen, {"group_topk": 2}, "num_groups is None"),
+    *((chosen, IN_GROUPS | {"num_groups": value}, f"num_groups is {value}") for value in (0, 4, 7, -1, 3.0)),
+    *((chosen, IN_GROUPS | {"group_topk": value}, f"group_topk is {value}") for value in (0, 3, 4, -1, 1.0)),
+    (chosen, IN_GROUPS | {"topk": 3}, "group_topk is 1"),
+    *((chosen, {"scaling_factor": value}, f"scaling_factor is {value}") for value in (0, 0.0, -1.0, *PLAIN_NUMBERS)),
+    (chosen, {"expert_bias": COUNTS}, "expert_bias is given with score_function softmax"),
+    (chosen, SIGMOID | {"expert_bias": COUNTS[1:]}, "expert_bias is of shape (5,)"),
+    (chosen, SIGMOID | {"expert_bias": COUNTS.long()}, "expert_bias is of dtype torch.int64"),
+    (chosen, SIGMOID | {"expert_bias": COUNTS.to("meta")}, "expert_bias is on meta"),
+    (chosen, {"precomputed_indices": INDEX[:3]}, "precomputed_indices is of shape (3, 2)"),
+    (chosen, {"precomputed_indices": INDEX, "topk": 1}, "precomputed_indices is of shape (4, 2)"),
+    (chosen, {"precomputed_indices": INDEX.float()}, "precomputed_indices is of dtype torch.float32"),
+    (chosen, {"precomputed_indices": INDEX - 1}, "precomputed_indices is [-1"),
+    (chosen, {"precomputed_indices": INDEX + 5}, "precomputed_indices is [6"),
+    (dropped, {"routing_map": ROUTED[1:]}, "probs is of shape (4, 6)"),
+    (dropped, {"probs": SCORES.long()}, "probs is of dtype torch.int64"),
+    (dropped, {"routing_map": ROUTED.float()}, "routing_map is of dtype torch.float32"),
+    *((dropped, {"capacity": value}, f"capacity is {value}") for value in (-1, 2.0, True, None)),
+    (dropped, {"drop_policy": "random"}, "drop_policy is 'random'"),
+    (scored, {"logits": LOGITS[0]}, "logits is of shape (6,)"),
+    (scored, {"topk": 7}, "topk is 7"),
+    (scored, {"score_function": "tanh"}, "score_function is 'tanh'"),
+    (scored, {"padding_mask": ROUTED[:3, 0]}, "padding_mask is of shape (3,)"),
+    (scored, {"padding_mask": ROUTED}, "padding_mask is of shape (4, 6)"),
+    (scored, {"padding_mask": SCORES[:, 0]}, "padding_mask is of dtype torch.float32"),
+    (balanced, {"scores": SCORES[0]}, "scores is of shape (6,)"),
+    (balanced, {"num_experts": 4}, "scores is of shape (4, 6)"),
+    (balanced, {"num_experts": 0}, "num_experts is 0"),
+    (balanced, {"tokens_per_expert": COUNTS[1:]}, "tokens_per_expert is of shape (5,)"),
+    *((balanced, {"total_num_tokens": value}, f"total_num_tokens is {value}") for value in (-1, 2.0, True)),
+    *((balanced, {"topk": value}, f"topk is {value}") for value in (0, 7)),
+    *((balanced, {"coeff": value}, f"coeff is {value}") for value in (-1.0, *PLAIN_NUMBERS)),
+    *((z_loss, {"coeff": value}, f"coeff is {value}") for value in (-1.0, *PLAIN_NUMBERS)),
+    (z_loss, {"padding_mask": ROUTED[:3, 0]}, "padding_mask is of shape (3,)"),
+    *((lambda scale: moe_ref.attach_loss(LOGITS, COUNTS[0], scale=scale), {"scale": value}, f"scale is {value}") for value in PLAIN_NUMBERS),
+    (updated, {"expert_bias": COUNTS.bfloat16()}, "expert_bias is of dtype torch.bfloat16"),
+    (updated, {"expert_bias": COUNTS[None]}, "expert_bias is of shape (1, 6)"),
+    (updated, {"tokens_per_expert": COUNTS[1:]}, "tokens_per_expert is of shape (5,)"),
+    *((updated, {"update_rate": value}, f"update_rate is {value}") for value in (-1.0, *PLAIN_NUMBERS)),
+    *((capacity, {"num_tokens": value}, f"num_tokens is {value}") for value in (-1, 2.0)),
+    *((capacity, {"num_experts": value}, f"num_experts is {value}") for value in (0, 2.0)),
+    *((capacity, {"topk": value}, f"topk is {value}") for value in (0, 2.0)),
+    *((capacity, {"capacity_factor": value}, f"capacity_factor is {value}") for value in (0, -1.0, *PLAIN_NUMBERS)),
+    (gate, {"x": TOKENS[0]}, "x is of shape (2,)"),
+    (gate, {"x": TOKENS.long()}, "x is of shape (4, 2), torch.int64"),
+    (gate, {"weight": torch.zeros(6, 3)}, "weight is of shape (6, 3)"),
+    (gate, {"weight": torch.zeros(6)}, "weight is of shape (6,)"),
+    (gate, {"bias": COUNTS[1:]}, "bias is of shape (5,)"),
+    (gate, {"router_dtype": "fp8"}, "router_dtype is 'fp8'"),
+    *((lambda eps: moe_ref.jitter(TOKENS, eps=eps), {"eps": value}, f"eps is {value}") for value in (-0.5, 1.0, *PLAIN_NUMBERS)),
+    (lambda topk: moe_ref.sinkhorn_routing(LOGITS, topk=topk), {"topk": 7}, "topk is 7"),
+    (quantile, {"beta": COUNTS[1:]}, "beta is of shape (5,)"),
+    (quantile, {"topk": 6}, "topk is 6"),
+    (quantile, {"logits": LOGITS}, "logits is of shape (4, 6)"),
+    *((lambda ema: moe_ref.update_quantile_bias(COUNTS, COUNTS, count=1, ema=ema), {"ema": value}, f"ema is {value}") for value in (-0.5, 1.5, *PLAIN_NUMBERS)),
+    (hashed, {"table": INDICES[0]}, "table is of shape (2,)"),
+    (hashed, {"table": INDICES.float()}, "table is of shape (3, 2), torch.float32"),
+    (hashed, {"ids": torch.zeros(3, dtype=torch.int64)}, "token_ids is of shape (3,)"),
+    (hashed, {"ids": torch.tensor([0, 0, 1, 0])}, "token_ids is [1]"),
+    (hashed, {"table": torch.tensor([[0, 6]])}, "table is [6]"),
+    (hashed, {"table": torch.tensor([[-1, 0]])}, "table is [-1]"),
+    (route, {"logits": LOGITS[:, 1:]}, "logits is of shape (4, 5)"),
+    *((route, {"batch_size": value}, f"batch_size is {value}") for value in (0, 3, 2.0)),
+    (route, {"replay": "rewind"}, "replay is 'rewind'"),
+    (route, {"replay": "forward"}, "replay_target is missing"),
+    (route, {"replay_target": INDEX}, "replay_target is missing or not wanted"),
+    (route, {"replay": "backward"}, "replay is backward with an empty queue"),
+    (route, {"replay": "record", "config": {"moe_router_load_balancing_type": "sinkhorn"}}, "replay is 'record'"),
+    (route, {"padding_mask": ROUTED[:3, 0]}, "padding_mask is of shape (3,)"),
+    *((loaded, {name: torch.zeros(6).bfloat16()}, f"{name} is of dtype torch.bfloat16") for name in ("expert_bias", "beta", "quantile_sum")),
+    (loaded, {"expert_bias": None}, "tensors is without expert_bias"),
+    (lambda x, batch_size: router.unpack_sequences(x, batch_size), {"x": TOKENS, "batch_size": 2}, "x is of shape (4, 2)"),
+    (lambda x, batch_size: router.unpack_sequences(x, batch_size), {"x": TOKENS[:, :1], "batch_size": 3}, "batch_size is 3"),
+    (lambda noise: router.force_balance(LOGITS, noise), {"noise": LOGITS[1:]}, "noise is of shape (3, 6)"),
     (permute, {"tokens": torch.zeros(4)}, "tokens is of shape (4,)"),
     (permute, {"tokens": torch.zeros(5, 2)}, "routing_map is of shape (4, 4)"),
     (permute, {"routing_map": MAP[0]}, "routing_map is of shape (4,)"),
@@ -88,3 +228,9 @@ def test_an_illegal_call_names_the_argument_and_its_value(call, arguments, messa
 
 def test_the_calls_that_are_varied_above_are_legal():
     assert permute() and unpermute() is not None and sort_chunks() and multihot() and listed()
+
+
+def test_the_router_calls_that_are_varied_above_are_legal():
+    assert chosen() and chosen(**IN_GROUPS) and chosen(**SIGMOID, expert_bias=COUNTS) and chosen(precomputed_indices=INDEX) and dropped() and scored()
+    assert all(isinstance(x, torch.Tensor) for x in (balanced(), z_loss(), updated(), gate()))
+    assert capacity() and quantile() and hashed() and route() and loaded()

@@ -10,6 +10,10 @@ import torch
 import moe_ref
 from conformance.case import Case
 from conformance.contracts.chunks import ChunksCase
+from conformance.contracts.gating import GateCase
+from conformance.contracts.loads import LoadCase
+from conformance.contracts.logits import LogitsCase
+from conformance.contracts.route import RouteCase
 from conformance.contracts.routing import RoutingCase
 from conformance.contracts.routing_map import IndicesCase
 from conformance.execute import poison
@@ -29,6 +33,20 @@ CHUNKS = ChunksCase(function="sort_chunks", sizes=(2, 0, 3), order=(1, 2, 0), ta
 PAD = RoutingCase(function="pad_routing_map", tokens=6, experts=3, align=4, routing=(0b001, 0b001, 0b001, 0b010, 0, 0))
 TO_MULTIHOT = IndicesCase(function="indices_to_multihot", tokens=3, topk=2, experts=4, slots=(0, 3, 1, -1, -1, -1))
 TO_INDICES = RoutingCase(function="multihot_to_indices", tokens=6, experts=3, topk=2, routing=FORWARD.routing)
+# token by token in eighths: the first expert is never the best one, the first token's best is the last, the last token's the second
+LOGITS = (0, 8, 16, 0, 16, 8, 0, 8, 24, 0, 24, 8, 0, 8, 32, 0, 32, 8)
+TOPK = LogitsCase(function="topk_routing", tokens=6, experts=3, topk=1, score="sigmoid", logits=LOGITS)
+SPREAD_TOPK = replace(TOPK, logits=(), topk=2, seed=3, experts=5, score="softmax")
+AUX = LogitsCase(function="aux_loss_scores", tokens=6, experts=5, topk=2, padding=4, seed=1)
+Z = LogitsCase(function="z_loss", tokens=6, experts=5, padding=4, seed=1)
+SINKHORN = LogitsCase(function="sinkhorn_routing", tokens=6, experts=3, topk=2, seed=1)
+DROP = LoadCase(function="drop_tokens", tokens=6, experts=3, topk=2, capacity=2)
+LOSS = LoadCase(function="load_balancing_loss", tokens=7, experts=3, topk=2)
+BIAS = LoadCase(function="update_expert_bias", tokens=9, experts=3, bias=1, seed=2)
+GATE = GateCase(function="gate", tokens=5, hidden=4, experts=3)
+JITTER = GateCase(function="jitter", tokens=12, hidden=12, eps=4)
+ATTACH = GateCase(function="attach_loss", tokens=5, hidden=4)
+ROUTE = RouteCase(function="route", tokens=6, experts=4, topk=2, losses="aux+z", steps="train+finish+train", bias=True, grads="logits")
 
 
 def wrapped(function: str, wrapper, **declared) -> SimpleNamespace:
@@ -202,7 +220,105 @@ def stops_at_an_empty_first_token(function: str):
     return wrapped(function, convert)
 
 
+def lost(out):
+    return out._replace(probs=torch.zeros_like(out.probs))
+
+
+def wrong_when_the_first_token_goes_to_the_second_expert():
+    def topk_routing(original, logits, **settings):
+        out = original(logits, **settings)
+        return lost(out) if out.routing_map[0, 1] else out
+
+    return wrapped("topk_routing", topk_routing)
+
+
+def wrong_when_the_first_expert_is_the_best():
+    def topk_routing(original, logits, **settings):
+        out = original(logits, **settings)
+        return lost(out) if (logits[:, 0] > logits[:, 1:].amax(1)).any() else out
+
+    return wrapped("topk_routing", topk_routing)
+
+
+def wrong_for_more_tokens_than(most: int):
+    def topk_routing(original, logits, **settings):
+        out = original(logits, **settings)
+        return lost(out) if len(logits) > most else out
+
+    return wrapped("topk_routing", topk_routing)
+
+
+def softmax_without_the_sum():
+    def topk_routing(original, logits, **settings):
+        out = original(logits, **settings)
+        return lost(out) if logits.max() > 8 else out
+
+    return wrapped("topk_routing", topk_routing)
+
+
+def ignores_what_is_replayed():
+    def topk_routing(original, logits, *, precomputed_indices=None, **settings):
+        out = original(logits, **settings)
+        return out if precomputed_indices is None else out._replace(probs=out.probs.flip(0))
+
+    return wrapped("topk_routing", topk_routing)
+
+
+def counts_the_padding():
+    def z_loss(original, logits, *, padding_mask=None, **settings):
+        loss = original(logits, padding_mask=padding_mask, **settings)
+        return loss if padding_mask is None or logits[padding_mask].max() != 5 else loss + original(logits[padding_mask], **settings)
+
+    return wrapped("z_loss", z_loss)
+
+
+def weighs_by_the_rows_it_has():
+    def load_balancing_loss(original, scores, tokens_per_expert, *, total_num_tokens, **settings):
+        return original(scores, tokens_per_expert, total_num_tokens=len(scores), **settings)
+
+    return wrapped("load_balancing_loss", load_balancing_loss)
+
+
+def jitters_by(factor):
+    return wrapped("jitter", lambda original, x, *, eps: x * (1 + eps * factor(x)))
+
+
+def only_up(x):
+    return torch.rand_like(x)
+
+
+def always_alike(x):
+    return 2 * torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) - 1
+
+
+def at_the_ends(x):
+    return torch.rand_like(x).round() * 2 - 1
+
+
+def remembers_a_bias_of_its_own():
+    """State kept beside the state: the second run of the same steps starts where the first ended."""
+    kept: list[torch.Tensor] = []
+
+    def route(original, logits, config, *, state, **settings):
+        out = original(logits, config, state=state, **settings)
+        kept.append(out.state.tokens_per_expert)
+        return out._replace(state=out.state._replace(tokens_per_expert=out.state.tokens_per_expert + (len(kept) > 2)))
+
+    return wrapped("route", route)
+
+
 TWINS = [
+    ("token_reversal", TOPK, wrong_when_the_first_token_goes_to_the_second_expert),
+    ("expert_relabelling", TOPK, wrong_when_the_first_expert_is_the_best),
+    ("batch_concat", TOPK, lambda: wrong_for_more_tokens_than(6)),
+    ("shift", SPREAD_TOPK, softmax_without_the_sum),
+    ("replay", SPREAD_TOPK, ignores_what_is_replayed),
+    ("padding_tokens", Z, counts_the_padding),
+    ("shares", replace(LOSS, seed=3), weighs_by_the_rows_it_has),
+    ("evenly_spread", JITTER, lambda: jitters_by(only_up)),
+    ("evenly_spread", JITTER, lambda: jitters_by(always_alike)),
+    ("evenly_spread", JITTER, lambda: jitters_by(at_the_ends)),
+    ("history", ROUTE, remembers_a_bias_of_its_own),
     ("history", ALIGNED, keeps_the_first_alignment),
     ("determinism", replace(ALIGNED, poison="zero"), leaves_padding_rows_unwritten),
     ("determinism", replace(UNPERMUTE, values="wide", experts=9, routing=(0b111111111,) * 6, grads=""), adds_in_another_order_each_time),
@@ -261,6 +377,41 @@ CALLS = [
     TO_INDICES,
     replace(TO_INDICES, topk=5, grads="probs", dtype="bfloat16", zero_probs=True),
     replace(TO_INDICES, tokens=0, routing=()),
+    TOPK,
+    SPREAD_TOPK,
+    replace(SPREAD_TOPK, function="topk_indices"),
+    replace(SPREAD_TOPK, function="topk_indices", grads="logits", scaling=20),
+    replace(SPREAD_TOPK, function="topk_indices", score="sqrtsoftplus", bias="large", grads="logits", layout="strided", layout_of="expert_bias"),
+    replace(SPREAD_TOPK, experts=8, topk=3, groups=4, group_topk=2, score="sigmoid", bias="small", grads="logits"),
+    replace(SPREAD_TOPK, function="topk_indices", spread="ties", dtype="bfloat16", score="softmax_pre", grads="logits"),
+    replace(SPREAD_TOPK, precomputed=True, layout="transposed", layout_of="logits"),
+    replace(SPREAD_TOPK, spread="minus_inf", grads="logits"),
+    replace(SPREAD_TOPK, tokens=0),
+    AUX,
+    replace(AUX, score="sqrtsoftplus", spread="ties", grads="logits", dtype="float64"),
+    replace(AUX, padding=8),
+    Z,
+    replace(Z, padding=0, grads="logits", dtype="float16"),
+    replace(Z, spread="nan"),
+    SINKHORN,
+    replace(SINKHORN, topk=1, evaluation=True, grads="logits", dtype="bfloat16"),
+    DROP,
+    replace(DROP, pad=True, policy="position", values="zeros", map_dtype="uint8", grads="probs"),
+    replace(DROP, capacity=9, values="negative", layout="strided", layout_of="probs"),
+    LOSS,
+    replace(LOSS, sequences=3, total="device", grads="scores", dtype="bfloat16"),
+    replace(LOSS, total="zero"),
+    BIAS,
+    replace(BIAS, even=True, rate=250, map_dtype="int32"),
+    GATE,
+    replace(GATE, bias=True, router_dtype="fp64", dtype="bfloat16", weight_dtype="float32", grads="x+weight+bias"),
+    replace(GATE, tokens=0),
+    JITTER,
+    replace(JITTER, eps=0, dtype="bfloat16"),
+    ATTACH,
+    replace(ATTACH, grads="x+loss", scale=-3, dtype="float16"),
+    ROUTE,
+    replace(ROUTE, steps="record+forward+eval+nograd+backward+frozen+reload+train", sequences=2, losses="seq+global", capacity=3, padding=3),
 ]
 
 
@@ -275,6 +426,20 @@ def test_the_reference_keeps_every_law(case):
 def test_every_law_is_tried_on_the_reference():
     tried = {(case.function, law.name) for case in CALLS for law in ON_A_CPU[case.function] if law.applies(case)}
     assert tried == {(function, law.name) for function, laws in ON_A_CPU.items() for law in laws}
+
+
+@pytest.mark.parametrize("law", ["token_reversal", "expert_relabelling", "batch_concat", "shift", "replay"])
+def test_no_law_of_choices_is_asked_where_it_does_not_hold(law):
+    assert LAWS["topk_routing"][law].applies(SPREAD_TOPK)
+    assert not LAWS["topk_routing"][law].applies(replace(SPREAD_TOPK, golden="softmax_of_all"))
+    assert not LAWS["topk_routing"][law].applies(replace(SPREAD_TOPK, illegal="no_slots"))
+    assert not LAWS["topk_routing"][law].applies(replace(SPREAD_TOPK, layout="expanded", layout_of="d_probs")) or law == "replay"
+
+
+def test_what_is_added_to_all_logits_shows_where_scores_are_not_softmax():
+    assert not LAWS["topk_routing"]["shift"].applies(replace(SPREAD_TOPK, score="sigmoid"))
+    assert not LAWS["aux_loss_scores"]["shift"].applies(replace(AUX, score="sqrtsoftplus"))
+    assert LAWS["aux_loss_scores"]["shift"].applies(AUX)
 
 
 @pytest.mark.parametrize("law", ["token_permutation", "split", "padding_independence", "buffer_reuse", "scaling", "adjointness"])

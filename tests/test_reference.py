@@ -281,11 +281,11 @@ def loaded() -> list[list[str]]:
 
 
 def test_config_loads_nothing_else_of_the_reference(loaded):
-    assert loaded[0] == ["moe_ref", "moe_ref.config"]
+    assert [name for name in loaded[0] if not name.startswith("moe_ref.config")] == ["moe_ref"]
 
 
 def test_dense_loads_neither_of_the_files_it_checks(loaded):
-    assert loaded[1] == ["moe_ref", "moe_ref.config", "moe_ref.dense"]
+    assert set(loaded[1]) - set(loaded[0]) == {"moe_ref.dense"}
 
 
 def test_a_function_loads_its_file_when_it_is_asked_for(loaded):

@@ -1,7 +1,7 @@
 """What a contract is: everything the suite knows of one function."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -25,10 +25,17 @@ class Problem:
     producer: "Problem | None" = None  # makes the opaque input that this call consumes
     produced: Any = None  # what the reference's producer makes of it
     blame: str = ""  # the argument that makes the call illegal
+    script: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None  # several calls: (implementation, placed inputs) -> named outputs
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         return {name: x for name, x in (self.required | self.settings).items() if isinstance(x, Tensor)}
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """What `supports` is asked about: the call's arguments; of several calls, the first one's logits."""
+        first = {"logits": next(iter(self.required.values()))} if self.script else self.required
+        return {name: x for name, x in (first | self.settings).items() if not isinstance(x, Opaque)}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Problem":
         """The same call on other values."""
@@ -55,6 +62,7 @@ class Contract(ABC, Generic[C]):
     primary: str  # the output that the controls corrupt
     optional: tuple[str, ...] = ()  # keyword arguments that an implementation may lack
     redundant: tuple[str, ...] = ()  # settings that are passed to those who take them; others find the same in the other arguments
+    companions: tuple[str, ...] = ()  # functions that must be offered beside it
     static: tuple[str, ...] = ()  # settings that fix every shape, so that nothing needs to wait for the device
     laws: dict[str, Any] = {}  # noqa: RUF012  (filled once, where the contract is registered)
     golden: dict[str, tuple[Problem, dict[str, Expectation]]] = {}  # noqa: RUF012  (likewise)
@@ -65,8 +73,8 @@ class Contract(ABC, Generic[C]):
         """The call that the case describes, by the rules."""
 
     @abstractmethod
-    def expected(self, case: C, problem: Problem, accumulator: str) -> dict[str, Expectation]:
-        """The right outputs and gradients, by the reference, on the master copies."""
+    def expected(self, case: C, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+        """The right outputs and gradients, by the reference, on the master copies, for an implementation that declares this."""
 
     @abstractmethod
     def neighbour(self, case: C) -> C:
@@ -98,6 +106,11 @@ def _expanded(problem: Problem) -> Problem:
     return problem
 
 
-def accumulator_of(declared: str, storage: torch.dtype) -> torch.dtype:
+def accumulator_of(declared: Mapping[str, Any], storage: torch.dtype) -> torch.dtype:
     """The dtype that sums are declared to be taken in."""
-    return storage if declared == "storage" else torch.float32
+    return storage if declared.get("accumulator") == "storage" else torch.float32
+
+
+def leaf(x: Tensor) -> Tensor:
+    """A float64 copy that autograd can be asked for."""
+    return x.detach().to(torch.float64, copy=True).requires_grad_()

@@ -1,6 +1,6 @@
 """sort_chunks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +62,7 @@ class SortChunks(Contract[ChunksCase]):
             cotangents["probs"] = payload(case.seed, "d_probs", (count,), case.probs)
         return Problem(self.function, required, settings, {case.layout_of: case.layout}, wanted, cotangents)
 
-    def expected(self, case: ChunksCase, problem: Problem, accumulator: str) -> dict[str, Expectation]:
+    def expected(self, case: ChunksCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         rows, sizes, order = problem.required.values()
         out = sort_chunks(rows, sizes, order, **problem.settings)
         right: dict[str, Expectation] = {"rows": Exact(out.rows)}

@@ -60,6 +60,37 @@ def _index_too_large(problem: Problem) -> Problem:
     return replace(_bare(problem).with_tensors({"indices": too_large}), blame="indices")
 
 
+def _added(name: str, value: torch.Tensor) -> Rule:
+    return lambda problem: replace(_bare(problem), settings=problem.settings | {name: value}, blame=name)
+
+
+def _in_half(name: str) -> Rule:
+    return lambda problem: replace(_bare(problem).with_tensors({name: problem.tensors[name].bfloat16()}), blame=name)
+
+
+def _together(blame: str, **settings: object) -> Rule:
+    """Settings that are illegal together."""
+    return lambda problem: replace(_bare(problem), settings=problem.settings | settings, blame=blame)
+
+
+# two tokens, two experts, one slot
+_TOPK: dict[str, Rule] = {
+    "no_slots": _setting("topk", 0),
+    "more_slots_than_experts": _setting("topk", 3),
+    "logits_flat": _flat("logits"),
+    "unknown_scores": _setting("score_function", "relu"),
+    "groups_without_group_topk": _setting("num_groups", 2),
+    "group_topk_without_groups": _setting("group_topk", 1),
+    "groups_no_divisor": _together("num_groups", num_groups=3, group_topk=1),
+    "more_groups_kept_than_slots": _together("group_topk", num_groups=2, group_topk=2),
+    "too_few_experts_in_groups": _together("group_topk", topk=2, num_groups=2, group_topk=1),
+    "scaling_zero": _setting("scaling_factor", 0.0),
+    "bias_with_softmax": _added("expert_bias", torch.zeros(2)),
+    "bias_too_long": _together("expert_bias", score_function="sigmoid", expert_bias=torch.zeros(3)),
+    "indices_too_wide": _added("precomputed_indices", torch.zeros(2, 2, dtype=torch.int64)),
+    "index_too_large": _added("precomputed_indices", torch.full((2, 1), 2)),
+}
+
 RULES: dict[str, dict[str, Rule]] = {
     "permute": {
         "num_rows_negative": _only_setting("num_rows", -1),
@@ -74,4 +105,38 @@ RULES: dict[str, dict[str, Rule]] = {
     "pad_routing_map": {"align_zero": _setting("align", 0), "align_negative": _setting("align", -16)},
     "indices_to_multihot": {"no_experts": _setting("num_experts", 0), "probs_longer_than_indices": _one_more("probs"), "index_too_large": _index_too_large},
     "multihot_to_indices": {"no_slots": _setting("topk", 0), "probs_longer_than_map": _one_more("probs")},
+    "gate": {"weight_wider": _one_more("weight", 1), "x_flat": _flat("x"), "unknown_dtype": _setting("router_dtype", "fp8")},
+    "jitter": {"eps_negative": _setting("eps", -0.5), "eps_one": _setting("eps", 1.0)},
+    "topk_indices": _TOPK,
+    "topk_routing": _TOPK,
+    "sinkhorn_routing": {"no_slots": _setting("topk", 0), "more_slots_than_experts": _setting("topk", 3)},
+    "drop_tokens": {
+        "capacity_negative": _setting("capacity", -1),
+        "unknown_policy": _setting("drop_policy", "random"),
+        "map_longer_than_probs": _one_more("routing_map"),
+    },
+    "aux_loss_scores": {
+        "no_slots": _setting("topk", 0),
+        "more_slots_than_experts": _setting("topk", 3),
+        "unknown_scores": _setting("score_function", "relu"),
+        "mask_too_long": _added("padding_mask", torch.zeros(3, dtype=torch.bool)),
+    },
+    "load_balancing_loss": {
+        "columns_no_multiple": _setting("num_experts", 5),
+        "counts_too_many": _one_more("tokens_per_expert"),
+        "coeff_negative": _setting("coeff", -1.0),
+        "tokens_negative": _setting("total_num_tokens", -1),
+    },
+    "z_loss": {
+        "coeff_negative": _setting("coeff", -1.0),
+        "logits_flat": _flat("logits"),
+        "mask_too_long": _added("padding_mask", torch.zeros(3, dtype=torch.bool)),
+    },
+    "attach_loss": {"scale_infinite": _setting("scale", float("inf"))},
+    "route": {},
+    "update_expert_bias": {
+        "counts_too_many": _one_more("tokens_per_expert"),
+        "bias_in_half": _in_half("expert_bias"),
+        "rate_negative": _setting("update_rate", -0.5),
+    },
 }

@@ -1,6 +1,6 @@
 """permute and unpermute."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -72,7 +72,7 @@ class Permute(Contract[RoutingCase]):
     def _reference(problem: Problem):
         return permute(*problem.required.values(), **problem.settings)
 
-    def expected(self, case: RoutingCase, problem: Problem, accumulator: str) -> dict[str, Expectation]:
+    def expected(self, case: RoutingCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         out = self._reference(problem)
         right: dict[str, Expectation] = {"rows": Exact(out.rows)}
         if out.probs is not None:
@@ -81,16 +81,16 @@ class Permute(Contract[RoutingCase]):
         if out.pad_offsets is not None:
             right["pad_offsets"] = Exact(out.pad_offsets, "integers")
         right["overflow"] = Exact(out.overflow, "integers", flag=True)
-        return right | self._gradients(problem, out, accumulator)
+        return right | self._gradients(problem, out, declared)
 
-    def _gradients(self, problem: Problem, out, accumulator: str) -> dict[str, Expectation]:
+    def _gradients(self, problem: Problem, out, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         right: dict[str, Expectation] = {}
         if "tokens" in problem.wanted:
             tokens = problem.required["tokens"]
             d_rows = problem.cotangents.get("rows", torch.zeros_like(out.rows)).double()
             value, magnitude = (unpermute(x, out.row_map) for x in (d_rows, d_rows.abs()))
             terms = max(problem.required["routing_map"].shape[1], 1)
-            right["d_tokens"] = sum_bound(value, magnitude, terms, tokens.dtype, accumulator_of(accumulator, tokens.dtype))
+            right["d_tokens"] = sum_bound(value, magnitude, terms, tokens.dtype, accumulator_of(declared, tokens.dtype))
         if "probs" in problem.wanted:
             probs = problem.settings["probs"]
             d_probs = torch.zeros_like(probs)
@@ -160,10 +160,10 @@ class Unpermute(Contract[RoutingCase]):
         required = {"rows": rows, "row_map": Opaque("row_map")}
         return Problem(self.function, required, settings, {case.layout_of: case.layout}, wanted, cotangents, producer, produced)
 
-    def expected(self, case: RoutingCase, problem: Problem, accumulator: str) -> dict[str, Expectation]:
+    def expected(self, case: RoutingCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         row_map = problem.produced.row_map
         rows, probs = problem.required["rows"], problem.settings.get("probs")
-        acc = accumulator_of(accumulator, rows.dtype)
+        acc = accumulator_of(declared, rows.dtype)
         terms = max(row_map.num_experts, 1)
         wide = rows.double(), None if probs is None else probs.double()
         value = unpermute(wide[0], row_map, probs=wide[1])

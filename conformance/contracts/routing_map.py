@@ -1,6 +1,6 @@
 """pad_routing_map and the two converters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ class PadRoutingMap(Contract[RoutingCase]):
     def legal(self, case: RoutingCase) -> Problem:
         return Problem(self.function, {"routing_map": routing_map(case)}, {"align": max(case.align, 1)}, {case.layout_of: case.layout})
 
-    def expected(self, case: RoutingCase, problem: Problem, accumulator: str) -> dict[str, Expectation]:
+    def expected(self, case: RoutingCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         out = pad_routing_map(problem.required["routing_map"], align=problem.settings["align"])
         return {"routing_map": Exact(out.routing_map, "integers"), "unreached": Exact(out.unreached, "integers", flag=True)}
 
@@ -93,7 +93,7 @@ class IndicesToMultihot(Contract[IndicesCase]):
         cotangents = {"probs": payload(case.seed, "d_probs", (case.tokens, case.experts), case.dtype)} if wanted else {}
         return Problem(self.function, required, {"num_experts": case.experts}, {case.layout_of: case.layout}, wanted, cotangents)
 
-    def expected(self, case: IndicesCase, problem: Problem, accumulator: str) -> dict[str, Expectation]:
+    def expected(self, case: IndicesCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         index_TK, probs = problem.required.values()
         out = indices_to_multihot(index_TK, probs, **problem.settings)
         right: dict[str, Expectation] = {"routing_map": Exact(out.routing_map, "integers"), "probs": Exact(out.probs)}
@@ -158,7 +158,7 @@ class MultihotToIndices(Contract[RoutingCase]):
         cotangents = {"probs": payload(case.seed, "d_probs", (case.tokens, case.topk), case.dtype)} if wanted else {}
         return Problem(self.function, required, {"topk": case.topk}, {case.layout_of: case.layout}, wanted, cotangents)
 
-    def expected(self, case: RoutingCase, problem: Problem, accumulator: str) -> dict[str, Expectation]:
+    def expected(self, case: RoutingCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         map_TE, probs = problem.required.values()
         out = multihot_to_indices(map_TE, probs, **problem.settings)
         right: dict[str, Expectation] = {

@@ -104,6 +104,9 @@ def _watch_compiler() -> list[str]:
     return compiled
 
 
+KEPT_BYTES = 2**30  # of device memory that a child may keep from case to case
+
+
 def _answer(case: Any, implementation: Implementation, device: str) -> Outcome:
     try:
         return evaluate(case, implementation, device)
@@ -114,6 +117,8 @@ def _answer(case: Any, implementation: Implementation, device: str) -> Outcome:
         return Outcome("ERROR", reason=f"{type(error).__name__}: {error} ({os.path.basename(last.filename)}:{last.lineno})")
     finally:
         gc.collect(0)
+        if device == "cuda" and torch.cuda.memory_reserved() > KEPT_BYTES:
+            torch.cuda.empty_cache()  # children share the device: what one far case took, another needs
 
 
 def chosen_device(wanted: str) -> str:

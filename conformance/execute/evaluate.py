@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from conformance.case import Case
-from conformance.contracts.base import Contract, Opaque, Problem
+from conformance.contracts.base import Contract, Problem
 from conformance.execute.runner import Blocked, Misbehaved, Outcome, Runner
 from conformance.interface import Implementation
-from conformance.judge import Finding, controls, judge
+from conformance.judge import Finding, controls, judge, settled
 from conformance.judge.exact import bits
 from conformance.laws import Trial
 from conformance.registry import CONTRACTS
@@ -53,7 +53,7 @@ def _evaluate(case: Case, implementation: Implementation, device: str, outcome: 
         _must_raise(runner, problem, outcome)
         return
     started = time.perf_counter()
-    expected = contract.golden[case.golden][1] if case.golden else contract.expected(case, problem, declared["accumulator"])
+    expected = contract.golden[case.golden][1] if case.golden else contract.expected(case, problem, declared)
     expected = {name: x for name, x in expected.items() if name not in declared.get("omits", ())}
     outcome.seconds_reference += time.perf_counter() - started
     before = _digest(expected)
@@ -61,8 +61,10 @@ def _evaluate(case: Case, implementation: Implementation, device: str, outcome: 
     changed = runner.changed
     if _digest(expected) != before:
         raise Misbehaved("memory", "memory", "overwrote memory that belongs to the test")
+    right = {}
     for name, expectation in expected.items():
-        finding = judge(name, expectation, outputs.get(name))
+        right[name] = settled(expectation, outputs)
+        finding = judge(name, right[name], outputs.get(name))
         if finding:
             told = contract.explain(problem, name, finding.index, outputs[name]) if finding.index else None
             _fail(outcome, replace(finding, message=told) if told else finding)
@@ -76,8 +78,8 @@ def _evaluate(case: Case, implementation: Implementation, device: str, outcome: 
             _fail(outcome, finding)
             return
     main = (contract.primary, *(f"d_{name}" for name in problem.wanted))
-    informative = sum(controls.check(name, expected[name]) for name in main if name in expected)
-    if not informative and not any(controls.check(name, x) for name, x in expected.items() if name not in main):
+    informative = sum(controls.check(name, right[name]) for name in main if name in right)
+    if not informative and not any(controls.check(name, x) for name, x in right.items() if name not in main):
         outcome.status, outcome.reason = "UNINFORMATIVE", "no corruption of the expected output would change it"
 
 
@@ -85,8 +87,9 @@ def _refusal(case: Case, problem: Problem, implementation: Implementation, decla
     """NOT_OFFERED or DECLARED_UNSUPPORTED with the reason, or None."""
     chain = [problem.producer, problem] if problem.producer else [problem]
     for call in chain:
-        if not implementation.offers(call.function):
-            return "NOT_OFFERED", f"{call.function} is not offered"
+        for name in (call.function, *CONTRACTS[call.function].companions):
+            if not implementation.offers(name):
+                return "NOT_OFFERED", f"{name} is not offered"
         redundant = CONTRACTS[call.function].redundant
         lacking = [name for name in implementation.lacks(call.function, call.settings) if name not in redundant or name == problem.blame]
         if lacking:
@@ -100,9 +103,8 @@ def _refusal(case: Case, problem: Problem, implementation: Implementation, decla
     if problem.blame:
         return None
     for call in chain:
-        arguments = {name: x for name, x in (call.required | call.settings).items() if not isinstance(x, Opaque)}
         try:
-            reason = implementation.supports(call.function, arguments)
+            reason = implementation.supports(call.function, call.shown)
         except Exception as error:
             name = type(error).__name__
             raise Misbehaved("supports", f"raises {name}", f"supports raised {name} about a legal call: {_short(error)}") from error

@@ -138,6 +138,9 @@ class Runner:
 
     def _call(self, problem: Problem, placed: dict[str, Tensor], opaque: dict[str, Any] | None) -> dict[str, Any]:
         contract = CONTRACTS[problem.function]
+        if problem.script:
+            outputs = problem.script(self.implementation, problem.required | problem.settings | placed)
+            return outputs | self._gradients(problem, placed, outputs)
         arguments = [opaque[x.field_name] if isinstance(x, Opaque) and opaque else placed.get(name, x) for name, x in problem.required.items()]
         left_out = [name for name in self.implementation.lacks(problem.function, problem.settings) if name in contract.redundant]
         settings = {name: placed.get(name, x) for name, x in problem.settings.items() if name not in left_out}

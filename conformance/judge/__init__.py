@@ -1,8 +1,10 @@
-"""Decides whether an observed output is right: `exact` where rows are only moved, `bound` where numbers are added.
+"""Decides whether an observed output is right: `exact` where rows are only moved, `bound` where numbers are added (`running` where more
+is done to them), `selection` where the best are chosen.
 
 `controls` shows the judge corrupted outputs, which it must reject.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +13,26 @@ from torch import Tensor
 
 from conformance.judge.bound import Bounded, beyond
 from conformance.judge.exact import Exact, different
+from conformance.judge.selection import Chosen, inadmissible
 
-Expectation = Exact | Bounded
+Outputs = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Given:
+    """An output that is right or wrong given other outputs of the same call: weights, given which experts were chosen."""
+
+    value: Tensor  # given the reference's own choice
+    make: Callable[[Outputs], Exact | Bounded]
+
+
+Settled = Exact | Bounded | Chosen
+Expectation = Settled | Given
+
+
+def settled(expected: Expectation, outputs: Outputs) -> Settled:
+    """What is right, given the outputs; those that it depends on have been judged."""
+    return expected.make(outputs) if isinstance(expected, Given) else expected
 
 
 @dataclass(frozen=True)
@@ -20,12 +40,12 @@ class Finding:
     """One way in which an implementation differs."""
 
     output: str  # the output, gradient or law that is wrong
-    check: str  # exact, bound, shape, dtype, missing, signature, error, raises …, input, memory or a law's name
+    check: str  # exact, bound, choice, shape, dtype, missing, signature, error, raises …, input, memory or a law's name
     message: str
     index: tuple[int, ...] = ()  # the first wrong element
 
 
-def judge(output: str, expected: Expectation, observed: Any) -> Finding | None:
+def judge(output: str, expected: Settled, observed: Any) -> Finding | None:
     """The first thing wrong with `observed`, or None."""
     if observed is None:
         flag_down = isinstance(expected, Exact) and expected.kind == "integers" and expected.flag and not expected.value.any()
@@ -37,9 +57,18 @@ def judge(output: str, expected: Expectation, observed: Any) -> Finding | None:
     wrong_kind = expected.dtype_error(observed)
     if wrong_kind:
         return Finding(output, "dtype", wrong_kind)
-    wrong = different(expected, observed) if isinstance(expected, Exact) else beyond(expected, observed)
+    wrong = _wrong(expected, observed)
     if wrong is None:
         return None
     index = tuple(int(i) for i in np.argwhere(wrong)[0])
     message = expected.explain(observed, wrong, index)
-    return Finding(output, "exact" if isinstance(expected, Exact) else "bound", message, index)
+    return Finding(output, CHECKS[type(expected)], message, index)
+
+
+CHECKS = {Exact: "exact", Bounded: "bound", Chosen: "choice"}
+
+
+def _wrong(expected: Settled, observed: Tensor) -> np.ndarray | None:
+    if isinstance(expected, Exact):
+        return different(expected, observed)
+    return beyond(expected, observed) if isinstance(expected, Bounded) else inadmissible(expected, observed)

@@ -23,7 +23,7 @@ class Bounded:
     """An output that is a sum: its float64 value, how far an honest result may be from it, and its dtype."""
 
     value: Tensor  # float64
-    bound: Tensor  # float64, ≥ 0; 0 asks for the exact value
+    bound: Tensor  # float64, ≥ 0; 0 asks for the exact value, infinity for none
     dtype: torch.dtype
     accumulator: torch.dtype
 
@@ -60,7 +60,7 @@ def beyond(expected: Bounded, observed: Tensor) -> np.ndarray | None:
     """True where `observed` is further away than the bound, or None. NaN and infinities must be where the reference has them."""
     right, got, bound = expected.value.numpy(), observed.detach().double().numpy(), expected.bound.numpy()
     with np.errstate(invalid="ignore"):
-        fine = np.abs(got - right) <= bound
+        fine = (np.abs(got - right) <= bound) | (bound == np.inf)
     odd = ~np.isfinite(right)
     if odd.any():
         fine = np.where(odd, (right == got) | (np.isnan(right) & np.isnan(got)), fine)

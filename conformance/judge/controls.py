@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.judge import Bounded, Exact, Expectation, judge
+from conformance.judge import Bounded, Chosen, Exact, Settled, judge
 
 ELEMENTS = 2**15  # more than this are cropped
 ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.bool)
@@ -18,14 +18,15 @@ class BlindJudge(Exception):
     """The judge accepted an output that was corrupted on purpose: the harness is wrong, not the implementation."""
 
 
-def check(output: str, expected: Expectation) -> int:
+def check(output: str, expected: Settled) -> int:
     """Show the judge every corruption that moves some value beyond the bound; returns how many there were.
 
     Raises:
         BlindJudge: the judge accepted one.
     """
     shown = 0
-    expected = _cropped(expected)
+    if not isinstance(expected, Chosen):
+        expected = _cropped(expected)
     honest = expected.value if not isinstance(expected, Bounded) else expected.value.to(expected.dtype)
     for name, corrupt in corruptions(honest):
         if not _moved(expected, honest, corrupt):
@@ -36,7 +37,7 @@ def check(output: str, expected: Expectation) -> int:
     return shown
 
 
-def _cropped(expected: Expectation) -> Expectation:
+def _cropped(expected: Exact | Bounded) -> Exact | Bounded:
     """The first rows of a large output: what the judge can see there, it can see everywhere."""
     if expected.value.numel() <= ELEMENTS or expected.value.dim() == 0:
         return expected
@@ -66,8 +67,10 @@ def corruptions(honest: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield "one row 5 % larger", scaled
 
 
-def _moved(expected: Expectation, honest: Tensor, corrupt: Tensor) -> bool:
+def _moved(expected: Settled, honest: Tensor, corrupt: Tensor) -> bool:
     """Whether the corruption is visible at all, by plain arithmetic that shares nothing with the judge."""
+    if isinstance(expected, Chosen):
+        return _worse(expected, honest, corrupt)
     if isinstance(expected, Exact) and expected.kind == "values":  # where -0 is 0
         before, after = honest.double().numpy(), corrupt.double().numpy()
         return bool(((before != after) & ~(np.isnan(before) & np.isnan(after))).any())
@@ -77,3 +80,11 @@ def _moved(expected: Expectation, honest: Tensor, corrupt: Tensor) -> bool:
     margin = 4 * expected.bound.numpy()  # the honest copy itself is rounded, up to one bound away
     with np.errstate(invalid="ignore"):
         return bool((np.abs(after - before) > margin).any())
+
+
+def _worse(expected: Chosen, honest: Tensor, corrupt: Tensor) -> bool:
+    """Whether a row has too few columns, or ones whose keys add up to less than any rounding of the best could."""
+    if expected.indices:
+        return bool(((corrupt != honest).any(1) & (corrupt.sort(dim=1).values.diff(dim=1) == 0).any(1)).any()) if corrupt.shape[1:] > (1,) else False
+    before, after = expected.as_map(honest), expected.as_map(corrupt)
+    return bool((before.sum(1) != after.sum(1)).any())

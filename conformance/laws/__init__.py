@@ -4,13 +4,14 @@ A law has a name, says to which cases it applies, and returns a `Finding` or Non
 judged, and costs one more run of the implementation at most.
 """
 
-from conformance.laws import general, moves, sums
+from conformance.laws import general, moves, routing, sums
 from conformance.laws.base import Law, Trial
 
 __all__ = ["LAWS", "Law", "Trial"]
 
 _EVERYWHERE = (general.HISTORY, general.DETERMINISM, general.BUFFER_REUSE, general.LATE_PRODUCER)
 _STATIC = (general.HOST_SYNC, general.GRAPH_CAPTURE)
+_CHOICES = (routing.TOKEN_REVERSAL, routing.EXPERT_RELABELLING, routing.BATCH_CONCAT)
 
 LAWS: dict[str, dict[str, Law]] = {
     function: {law.name: law for law in laws}
@@ -31,5 +32,17 @@ LAWS: dict[str, dict[str, Law]] = {
         "pad_routing_map": (*_EVERYWHERE, *_STATIC, moves.IDEMPOTENCE, moves.COLUMN_RELABELLING),
         "indices_to_multihot": (*_EVERYWHERE, *_STATIC, moves.ROW_REVERSAL, sums.SCALING),
         "multihot_to_indices": (*_EVERYWHERE, *_STATIC, moves.ROW_REVERSAL, sums.SCALING),
+        "gate": (*_EVERYWHERE, *_STATIC, routing.TOKEN_REVERSAL, routing.BATCH_CONCAT),
+        "jitter": (*_EVERYWHERE, *_STATIC, routing.EVENLY_SPREAD),
+        "topk_indices": (*_EVERYWHERE, *_STATIC, *_CHOICES, routing.SHIFT, routing.REPLAY),
+        "topk_routing": (*_EVERYWHERE, *_STATIC, *_CHOICES, routing.SHIFT, routing.REPLAY),
+        "sinkhorn_routing": (*_EVERYWHERE, routing.EXPERT_RELABELLING),
+        "drop_tokens": (*_EVERYWHERE, *_STATIC, routing.EXPERT_RELABELLING, sums.SCALING),
+        "aux_loss_scores": (*_EVERYWHERE, *_STATIC, *_CHOICES, routing.SHIFT, routing.PADDING_TOKENS),
+        "load_balancing_loss": (*_EVERYWHERE, *_STATIC, routing.SHARES, sums.SCALING),
+        "z_loss": (*_EVERYWHERE, *_STATIC, routing.TOKEN_REVERSAL, routing.EXPERT_RELABELLING, routing.PADDING_TOKENS),
+        "attach_loss": (*_EVERYWHERE, *_STATIC, sums.SCALING),
+        "route": (general.HISTORY, general.DETERMINISM, general.LATE_PRODUCER),
+        "update_expert_bias": (*_EVERYWHERE, *_STATIC, routing.EXPERT_RELABELLING),
     }.items()
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from conformance.contracts.base import Contract, Problem
-from conformance.judge import Expectation, Finding, judge
+from conformance.judge import Expectation, Finding, judge, settled
 from conformance.judge.exact import Exact
 
 Outputs = dict[str, Any]
@@ -32,7 +32,7 @@ class Trial:
     def reference(self, problem: Problem, case: Any = None) -> dict[str, Expectation]:
         """The right outputs of another problem, of this case or of another one."""
         started = time.perf_counter()
-        expected = self.contract.expected(case or self.case, problem, self.declared["accumulator"])
+        expected = self.contract.expected(case or self.case, problem, self.declared)
         self.cost.seconds_reference += time.perf_counter() - started
         return expected
 
@@ -41,7 +41,7 @@ class Trial:
         for name, expectation in expected.items():
             if name in self.declared.get("omits", ()):
                 continue
-            finding = judge(name, expectation, outputs.get(name))
+            finding = judge(name, settled(expectation, outputs), outputs.get(name))
             if finding:
                 return Finding(name, law, finding.message, finding.index)
         return None
@@ -54,7 +54,9 @@ class Trial:
 
 
 def upside_down(x: Tensor, dim: int = 0) -> Tensor:
-    """x with a dimension reversed; fp8 has no flip of its own."""
+    """x with a dimension reversed, if it has that; fp8 has no flip of its own."""
+    if dim >= x.dim():
+        return x
     return x.view(torch.uint8).flip(dim).view(x.dtype) if x.element_size() == 1 else x.flip(dim)
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.mutants import planted_router
+
 Wrapper = Callable[..., Any]
 
 
@@ -155,6 +157,7 @@ DEFECTS = {
             {"permute": _first_align_for_ever, "pad_routing_map": _first_align_for_ever},
         ),
         Defect("D05", "a multiple that cannot be reached is not told", "Megatron-LM #6086, 0.13 to 0.19", {"pad_routing_map": _shortfall_not_told}),
+        *(Defect(*listed) for listed in planted_router.LISTED),
     )
 }
 

@@ -28,6 +28,7 @@ SOUND = 40  # cases of each function that the implementation must pass before li
 TRACED = 8  # of so many cases, one is run again with its calls recorded, which slows an interpreter down
 TRACED_SECONDS = 600.0  # for such a case
 AFTER_A_CRASH = 60  # cases that are still tried after a crash, in search of a value that is wrong
+HANGS = 2  # after so many hangs no more are waited for
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def _mutants(implementation: str, kind: str) -> Iterator[Mutant]:
     if kind in ("planted", "all"):
         for defect in DEFECTS.values():
             name = f"conformance.mutants.planted:{defect.name}.{implementation}"
-            yield Mutant(defect.name, f"{defect.title} [{defect.origin}]", name, first=tuple(defect.wrappers))
+            first = tuple(dict.fromkeys(_tried_by(function) for function in defect.wrappers))
+            yield Mutant(defect.name, f"{defect.title} [{defect.origin}]", name, first=first)
     if kind in ("automatic", "all"):
         from conformance.mutants.automatic import SourceMutant, enclosing_function, source_mutants, write_copy
 
@@ -122,6 +124,11 @@ def _mutants(implementation: str, kind: str) -> Iterator[Mutant]:
             return Mutant(mutant.name, title, implementation, lambda folder: write_copy(mutant, implementation, folder), touches)
 
         yield from map(planted, source_mutants(implementation))
+
+
+def _tried_by(function: str) -> str:
+    """The function of the interface whose cases call this one."""
+    return next((name for name, contract in CONTRACTS.items() if function in (name, *contract.companions)), function)
 
 
 def _reached(mutant: Mutant, function: str, known: list[Known]) -> bool:
@@ -146,7 +153,7 @@ def _known(implementation: str, seed: int, jobs: int, function: str, trace: bool
         ran = []
         for case, outcome in pool.run(case for some in cases.values() for case in some):
             if _kill(case, outcome):
-                raise UsageError(f"{implementation} itself fails, so that nothing would be learned from its mutants: case {case.text}")
+                raise UsageError(_unsound(implementation, case, outcome))
             if outcome.evaluations:
                 ran.append((case, outcome.seconds_implementation))
     calls = _calls(implementation, [case for case, _ in ran[::TRACED]], jobs) if trace else {}
@@ -161,8 +168,13 @@ def _sound(implementation: str, cases: dict[str, list[Case]], pool: Pool) -> lis
     """
     for case, outcome in pool.run(case for some in cases.values() for case in some[:SOUND]):
         if _kill(case, outcome):
-            raise UsageError(f"{implementation} itself fails, so that nothing would be learned from its mutants: case {case.text}")
+            raise UsageError(_unsound(implementation, case, outcome))
     return [Known(case, 0.0, frozenset()) for some in cases.values() for case in some]
+
+
+def _unsound(implementation: str, case: Case, outcome: Outcome) -> str:
+    how = outcome.finding["message"] if outcome.finding else outcome.reason
+    return f"{implementation} itself fails ({outcome.status}: {how}), so that nothing would be learned from its mutants: case {case.text}"
 
 
 def _calls(implementation: str, cases: list[Case], jobs: int) -> dict[str, frozenset[str]]:
@@ -188,7 +200,7 @@ def _order(mutant: Mutant, known: list[Known]) -> Iterator[Case]:
 
 def _try(mutant: Mutant, known: list[Known]) -> Result:
     """Run cases until one shows a wrong value or law, or all are through."""
-    started, count, crash = time.monotonic(), 0, None
+    started, count, crash, hangs = time.monotonic(), 0, None, 0
     with tempfile.TemporaryDirectory(prefix="moe-conformance-mutant-") as folder:
         if mutant.copy:
             mutant.copy(Path(folder))
@@ -204,7 +216,8 @@ def _try(mutant: Mutant, known: list[Known]) -> Result:
                         return _killed(mutant, how, case, outcome, count, started)
                     if how == "crash" and crash is None:
                         crash = _killed(mutant, how, case, outcome, count, started)
-                    if crash and count > crash.cases + AFTER_A_CRASH:
+                    hangs += outcome.status == "HANG"
+                    if crash and (count > crash.cases + AFTER_A_CRASH or hangs == HANGS):
                         break
         except UsageError as error:
             return Result(mutant.name, mutant.title, True, "crash", check=f"cannot be imported: {error}", seconds=time.monotonic() - started)

@@ -1,9 +1,10 @@
-"""megatron-core's permutation, as installed: the unfused paths of megatron.core.transformer.moe.moe_utils.
+"""megatron-core's permutation and router, as installed: the unfused paths of megatron.core.transformer.moe.
 
     pip install --no-deps megatron-core==0.16.1
 
 Only names, orders and the shapes of results are translated. Results go to the caller as the package made them, errors too.
-Settings that the package has no words for (`align`, `num_rows`) are missing from the signatures.
+Settings that the package has no words for (`align`, `num_rows`) are missing from the signatures. The permutation is here; the
+router, in `conformance.peers.megatron_router`, says what else it takes to call it.
 """
 
 import warnings
@@ -21,10 +22,18 @@ try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns four times that Transformer Engine and Apex are not there
         from megatron.core.transformer.moe import moe_utils
+
+        from conformance.peers import megatron_router
 except (ImportError, metadata.PackageNotFoundError) as error:
     raise ImportError(f"megatron-core cannot be imported ({error}); pip install --no-deps megatron-core==0.16.1") from None
 if not version.startswith(KNOWN):
     raise ImportError(f"megatron-core {version} is installed; this adapter knows {KNOWN}x: pip install --no-deps megatron-core==0.16.1")
+
+gate, jitter = megatron_router.gate, megatron_router.jitter
+topk_indices, topk_routing = megatron_router.topk_indices, megatron_router.topk_routing
+sinkhorn_routing, drop_tokens = megatron_router.sinkhorn_routing, megatron_router.drop_tokens
+aux_loss_scores, load_balancing_loss, z_loss = megatron_router.aux_loss_scores, megatron_router.load_balancing_loss, megatron_router.z_loss
+attach_loss, update_expert_bias = megatron_router.attach_loss, megatron_router.update_expert_bias
 
 
 class RowMap(NamedTuple):
@@ -39,12 +48,12 @@ def supports(function: str, **arguments: Any) -> str | None:
     """drop_and_pad is documented for maps with exactly `capacity` non-zeros in each column; no more than there are tokens."""
     if function == "permute" and arguments.get("capacity") is not None and arguments["capacity"] > len(arguments["tokens"]):
         return "capacity above the number of tokens: drop_and_pad takes exactly capacity tokens from each column"
-    return None
+    return megatron_router.supports(function, **arguments)
 
 
 def declares(function: str) -> dict[str, Any]:
-    """The package checks no argument of its own, and leaves counts to its dispatcher."""
-    return DECLARED[function]
+    """The package checks next to no argument of its own, and leaves counts to its dispatcher."""
+    return DECLARED.get(function) or megatron_router.declares(function)
 
 
 DECLARED: dict[str, dict[str, Any]] = {

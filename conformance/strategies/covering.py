@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from conformance.case import Case
-from conformance.contracts.chunks import ChunksCase
-from conformance.contracts.routing import RoutingCase
-from conformance.contracts.routing_map import IndicesCase
-from conformance.strategies.space import DTYPES, LAYOUTS, MAP_DTYPES, POISONS, Space
+from conformance.strategies import axes_permutation, axes_routing
+from conformance.strategies.space import Space
 
 Row = dict[str, Any]
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
@@ -62,109 +60,39 @@ def _completed(axes: Mapping[str, tuple[Any, ...]], fixed: Row, source: random.R
     return {name: fixed.get(name, source.choice(values)) for name, values in axes.items()}
 
 
-ROUTING = (0b0110, 0b0001, 0b0000, 0b1111, 0b0110, 0b0100, 0b1001)  # seven tokens, four experts, one token without any
-ROOM: dict[str, Row] = {"": {}, "align": {"align": 4}, "capacity": {"capacity": 3}, "tight": {"slack": -2}, "ample": {"align": 2, "slack": 3}}
+AXES = axes_permutation.AXES | axes_routing.AXES
 
 
-def _permutation_axes(function: str, main: str) -> dict[str, tuple[Any, ...]]:
-    cotangent = "d_tokens" if main == "rows" else "d_rows"
-    layouts = [(layout, of) for of in (main, "probs", cotangent) for layout in LAYOUTS[1:]]
-    return {
-        "dtype": DTYPES,
-        "probs": ("", "float32", "bfloat16"),
-        "room": tuple(ROOM),
-        "values": ("dyadic", "wide", "special"),
-        "map_dtype": MAP_DTYPES,
-        "layout": (
-            ("contiguous", ""),
-            *layouts,
-            ("transposed", "routing_map"),
-            ("strided", "routing_map"),
-            ("expanded", cotangent),
-            *([("strided", "d_probs")] if function == "permute" else []),
-        ),
-        "grads": ("", main, "probs", f"{main}+probs"),
-        "poison": POISONS,
-    }
+def _home(function: str) -> Any:
+    return axes_permutation if function in axes_permutation.AXES else axes_routing
 
 
-SORT_ONLY = (("expanded", "d_rows"), ("strided", "d_probs"), ("strided", "chunk_sizes"), ("strided", "order"))
+def legal(function: str, row: Row, space: Space) -> bool:
+    """Whether the row describes a call that can be made."""
+    layout, of = row["layout"]
+    return (
+        not (row.get("grads") and function in space.not_differentiable)
+        and not (layout != "contiguous" and function in space.contiguous_only)
+        and not (of.startswith("d_") and not row.get("grads"))
+        and bool(_home(function).legal(function, row, space))
+    )
 
-AXES: dict[str, dict[str, tuple[Any, ...]]] = {
-    "permute": _permutation_axes("permute", "tokens"),
-    "unpermute": _permutation_axes("unpermute", "rows"),
-    "sort_chunks": {
-        "dtype": (*DTYPES, "float8_e4m3fn"),
-        "probs": ("", "float32", "bfloat16"),
-        "values": ("dyadic", "special"),
-        "index_dtype": ("int64", "int32"),
-        "tail": (0, 2),
-        "layout": (("contiguous", ""), *((x, of) for of in ("rows", "probs", "d_rows") for x in LAYOUTS[1:]), *SORT_ONLY),
-        "grads": ("", "rows", "probs", "rows+probs"),
-        "poison": POISONS,
-    },
-    "pad_routing_map": {
-        "align": (1, 2, 5, 16),
-        "map_dtype": MAP_DTYPES,
-        "layout": (("contiguous", ""), *((x, "routing_map") for x in LAYOUTS[1:])),
-        "poison": POISONS,
-    },
-    "indices_to_multihot": {
-        "dtype": DTYPES,
-        "index_dtype": ("int64", "int32", "int16"),
-        "repeats": (False, True),
-        "empty": (0, 3),
-        "zero_probs": (False, True),
-        "layout": (("contiguous", ""), *((x, of) for of in ("indices", "probs", "d_probs") for x in LAYOUTS[1:])),
-        "grads": ("", "probs"),
-        "poison": POISONS,
-    },
-    "multihot_to_indices": {
-        "dtype": DTYPES,
-        "map_dtype": MAP_DTYPES,
-        "topk": (1, 2, 4, 6),
-        "layout": (("contiguous", ""), *((x, of) for of in ("routing_map", "probs", "d_probs") for x in LAYOUTS[1:])),
-        "grads": ("", "probs"),
-        "poison": POISONS,
-    },
-}
+
+def case_of(function: str, row: Row, index: int) -> Case:
+    """The case that the row describes."""
+    fields = dict(row)
+    fields["layout"], fields["layout_of"] = fields["layout"]
+    case: Case = _home(function).case_of(function, fields | {"seed": index})
+    return case
+
+
+def _with_law(case: Case, index: int, space: Space) -> Case:
+    laws = space.laws(case)
+    return replace(case, law=laws[index % len(laws)])
 
 
 def covering_cases(function: str, space: Space) -> Covered:
     """The covering array of a function's axes, in what the implementation accepts; laws go round over its cases."""
-    rows, pairs, impossible = covering(AXES[function], lambda row: _legal(function, row, space))
-    cases = [_case(function, row, index, space) for index, row in enumerate(rows)]
+    rows, pairs, impossible = covering(AXES[function], lambda row: legal(function, row, space))
+    cases = [_with_law(case_of(function, row, index), index, space) for index, row in enumerate(rows)]
     return Covered(cases, pairs, impossible)
-
-
-def _legal(function: str, row: Row, space: Space) -> bool:
-    """Whether the row describes a call that can be made."""
-    wanted, of = row.get("grads", "").split("+"), row["layout"][1]
-    room = ROOM[row.get("room", "")]
-    asked = [*(["align"] if "align" in room else []), *(["capacity"] if "capacity" in room else []), *(["num_rows"] if "slack" in room else [])]
-    return (
-        all(space.accepts("permute", name) for name in asked)
-        and (not row.get("probs") or space.accepts(function, "probs"))
-        and not (wanted != [""] and function in space.not_differentiable)
-        and not (row["layout"][0] != "contiguous" and function in space.contiguous_only)
-        and not ("probs" in wanted and row.get("probs") == "")
-        and not (of in ("probs", "d_probs") and row.get("probs") == "")
-        and not (of.startswith("d_") and wanted == [""])
-        and not (row["dtype"] == "float16" and row.get("values") == "wide" if "dtype" in row else False)
-        and not (row.get("dtype") == "float8_e4m3fn" and (wanted != [""] or of == "d_rows"))
-    )
-
-
-def _case(function: str, row: Row, index: int, space: Space) -> Case:
-    row = dict(row)
-    layout, of = row.pop("layout")
-    room = ROOM[row.pop("room", "")]
-    fields = row | room | {"layout": layout, "layout_of": of, "seed": index}
-    if function == "sort_chunks":
-        case: Case = ChunksCase(function=function, sizes=(3, 0, 1, 4), order=(2, 0, 3, 1), hidden=5, **fields)
-    elif function == "indices_to_multihot":
-        case = IndicesCase(function=function, tokens=5, topk=3, experts=6, **fields)
-    else:
-        case = RoutingCase(function=function, tokens=7, experts=4, hidden=1 if "align" in AXES[function] else 5, routing=ROUTING, **fields)
-    laws = space.laws(case)
-    return replace(case, law=laws[index % len(laws)])

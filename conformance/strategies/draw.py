@@ -2,11 +2,14 @@
 
 import random
 import zlib
+from collections.abc import Callable
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conformance.case import Case
+from conformance.strategies.logits import balancing_cases, gate_cases, load_cases, topk_cases
+from conformance.strategies.route import route_cases
 from conformance.strategies.routing import multihot_cases, pad_cases, permutation_cases
 from conformance.strategies.rows import chunk_cases, index_cases
 from conformance.strategies.space import Space
@@ -14,16 +17,24 @@ from conformance.strategies.space import Space
 BYTES_A_CASE = 4096  # more than the longest case consumes
 
 
+STRATEGIES: dict[str, Callable[[str, Space], st.SearchStrategy[Case]]] = {
+    "permute": lambda function, space: permutation_cases(space, function, "tokens"),
+    "unpermute": lambda function, space: permutation_cases(space, function, "rows"),
+    "sort_chunks": lambda function, space: chunk_cases(space),
+    "pad_routing_map": lambda function, space: pad_cases(space),
+    "indices_to_multihot": lambda function, space: index_cases(space),
+    "multihot_to_indices": lambda function, space: multihot_cases(space),
+    **dict.fromkeys(("topk_indices", "topk_routing"), topk_cases),
+    **dict.fromkeys(("aux_loss_scores", "z_loss", "sinkhorn_routing"), balancing_cases),
+    **dict.fromkeys(("drop_tokens", "load_balancing_loss", "update_expert_bias"), load_cases),
+    **dict.fromkeys(("gate", "jitter", "attach_loss"), gate_cases),
+    "route": route_cases,
+}
+
+
 def strategy(function: str, space: Space) -> st.SearchStrategy[Case]:
     """The strategy that draws cases of `function`."""
-    return {
-        "permute": lambda: permutation_cases(space, "permute", "tokens"),
-        "unpermute": lambda: permutation_cases(space, "unpermute", "rows"),
-        "sort_chunks": lambda: chunk_cases(space),
-        "pad_routing_map": lambda: pad_cases(space),
-        "indices_to_multihot": lambda: index_cases(space),
-        "multihot_to_indices": lambda: multihot_cases(space),
-    }[function]()
+    return STRATEGIES[function](function, space)
 
 
 def run_seed(*parts: object) -> int:

@@ -8,6 +8,9 @@ from typing import Any
 
 from conformance.case import Case
 from conformance.contracts.chunks import ChunksCase
+from conformance.contracts.gating import GateCase
+from conformance.contracts.loads import LoadCase
+from conformance.contracts.logits import LogitsCase
 from conformance.contracts.routing import RoutingCase
 from conformance.contracts.routing_map import IndicesCase
 from conformance.strategies.space import Space
@@ -20,7 +23,20 @@ INPUTS = {
     "pad_routing_map": ("routing_map",),
     "indices_to_multihot": ("indices", "probs", "d_probs"),
     "multihot_to_indices": ("routing_map", "probs", "d_probs"),
+    "gate": ("x", "weight", "bias", "d_logits"),
+    "jitter": ("x",),
+    "topk_indices": ("logits", "expert_bias", "precomputed_indices", "d_probs"),
+    "topk_routing": ("logits", "expert_bias", "precomputed_indices", "d_probs"),
+    "sinkhorn_routing": ("logits", "d_probs"),
+    "drop_tokens": ("probs", "routing_map", "d_probs"),
+    "aux_loss_scores": ("logits", "padding_mask", "d_scores"),
+    "load_balancing_loss": ("scores", "tokens_per_expert"),
+    "z_loss": ("logits", "padding_mask"),
+    "attach_loss": ("x", "d_x"),
+    "update_expert_bias": ("expert_bias", "tokens_per_expert"),
+    "route": (),  # made of the functions above
 }
+ROUTER_VECTORS = ("bias", "expert_bias", "padding_mask", "tokens_per_expert")
 VECTORS = {("permute", "d_probs"), *(("sort_chunks", name) for name in ("chunk_sizes", "order", "probs", "d_probs"))}  # one dimension: rows only
 
 
@@ -28,6 +44,8 @@ def far_cases(function: str, space: Space) -> list[Case]:
     """All far cases of a function that the implementation can be asked for."""
     if function in space.contiguous_only:
         return []
+    if function in ROUTER:
+        return _far_router(function, space)
     with_probs = space.accepts(function, "probs")
     wanted = [name for name in INPUTS[function] if (with_probs or "probs" not in name) and not (name.startswith("d_") and function in space.not_differentiable)]
     layouts = {name: ("wide_rows",) if (function, name) in VECTORS else ("wide_rows", "wide_columns") for name in wanted}
@@ -36,6 +54,34 @@ def far_cases(function: str, space: Space) -> list[Case]:
         # expert 1's rows begin behind 2²⁴ rows of expert 0's segment
         cases.append(RoutingCase(function=function, tokens=2, experts=2, hidden=130, routing=(0b01, 0b10), dtype="uint8", align=2**24))
     return cases
+
+
+ROUTER = tuple(INPUTS)[6:]
+
+
+def _far_router(function: str, space: Space) -> list[Case]:
+    differentiable = function not in space.not_differentiable
+    wanted = [name for name in INPUTS[function] if space.accepts(function, name) and (differentiable or not name.startswith("d_"))]
+    layouts = {name: ("wide_rows",) if name in ROUTER_VECTORS else ("wide_rows", "wide_columns") for name in wanted}
+    return [_far_of_router(function, name, layout, differentiable, space) for name in wanted for layout in layouts[name]]
+
+
+def _far_of_router(function: str, name: str, layout: str, differentiable: bool, space: Space) -> Case:
+    """Three rows and columns, in the narrowest dtype that the input may have."""
+    common: dict[str, Any] = {"function": function, "layout": layout, "layout_of": name, "dtype": "bfloat16"}
+    if function in ("gate", "jitter", "attach_loss"):
+        grads = {"gate": "x+weight" + "+bias" * (name == "bias"), "attach_loss": "x+loss"}.get(function, "") if differentiable else ""
+        return GateCase(**common, tokens=3, hidden=3, experts=3, bias=name == "bias", grads=grads)
+    if function in ("drop_tokens", "load_balancing_loss", "update_expert_bias"):
+        grads = {"drop_tokens": "probs", "load_balancing_loss": "scores"}.get(function, "") if differentiable else ""
+        kind = {"drop_tokens": "bool", "load_balancing_loss": "int32"}.get(function, "int32")
+        return LoadCase(**common, tokens=3, experts=3, topk=2, capacity=1, grads=grads, map_dtype=kind)
+    how: dict[str, dict[str, Any]] = {
+        "expert_bias": {"score": "sigmoid", "bias": "small"},
+        "precomputed_indices": {"precomputed": True},
+        "padding_mask": {"padding": 4},
+    }
+    return LogitsCase(**common, tokens=3, experts=3, topk=2, grads="logits" if differentiable else "", **how.get(name, {}))
 
 
 def _far(function: str, name: str, layout: str, with_probs: bool, differentiable: bool) -> Case:

@@ -10,6 +10,7 @@ from conformance.registry import CONTRACTS
 
 LATTICE = tuple(sorted({max(2**p + d, 0) for p in range(12) for d in (-1, 0, 1)}))  # sizes around every power of two to 2048
 DTYPES = ("float32", "bfloat16", "float16")
+LOGIT_DTYPES = (*DTYPES, "float64")
 MOVED_DTYPES = (*DTYPES, "float8_e4m3fn", "float8_e5m2", "uint8")
 POISONS = ("nan", "max", "zero")
 LAYOUTS = ("contiguous", "transposed", "strided", "shifted")

@@ -1,3 +1,4 @@
 """Honest implementations: right, but not like the others. The suite must accept every one of them."""
 
 HONEST = ("moe_ref", "moe_fast", "tests.variants.small_blocks", "tests.variants.large_blocks", "tests.variants.descending_sums")
+ROUTERS = tuple(f"tests.variants.routers:{name}" for name in ("Autograd", "BaseTwo", "Wide", "OneByOne"))

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
-from moe_fast import declares, indices_to_multihot, multihot_to_indices, pad_routing_map, permute, sort_chunks, supports, tuning, unpermute
+import moe_fast
+from moe_fast import *  # noqa: F403  (the same namespace, with other sizes)
+from moe_fast import tuning
 
-__all__ = ["declares", "indices_to_multihot", "multihot_to_indices", "pad_routing_map", "permute", "sort_chunks", "supports", "unpermute"]
+__all__ = moe_fast.__all__
 
 LARGE = replace(
     tuning.INTERPRETER,
@@ -19,5 +21,14 @@ LARGE = replace(
     chunk_columns=64,
     multihot=tuning.Tile(tokens=64, columns=64, num_warps=8),
     multihot_rows=tuning.WholeRows(tokens=64, elements=8192, num_warps=8),
+    topk=tuning.Router(tokens=128, elements=32768, num_warps=8),
+    topk_backward=tuning.Router(tokens=128, elements=32768, num_warps=8),
+    aux_scores=tuning.Router(tokens=128, elements=32768, num_warps=8),
+    z_loss=tuning.Router(tokens=128, elements=32768, num_warps=8, max_programs=64),
+    balance=tuning.Tile(tokens=128, columns=128, num_warps=8),
+    balance_programs=64,
+    loss_step=128,
+    drop=tuning.Tile(tokens=128, columns=64, num_warps=8),
+    drop_column=tuning.Tile(tokens=4096, columns=4, num_warps=8),
 )
 tuning.INTERPRETER = tuning.GPU = LARGE

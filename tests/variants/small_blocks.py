@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
-from moe_fast import declares, indices_to_multihot, multihot_to_indices, pad_routing_map, permute, sort_chunks, supports, tuning, unpermute
+import moe_fast
+from moe_fast import *  # noqa: F403  (the same namespace, with other sizes)
+from moe_fast import tuning
 
-__all__ = ["declares", "indices_to_multihot", "multihot_to_indices", "pad_routing_map", "permute", "sort_chunks", "supports", "unpermute"]
+__all__ = moe_fast.__all__
 
 SMALL = replace(
     tuning.INTERPRETER,
@@ -19,5 +21,14 @@ SMALL = replace(
     chunk_columns=8,
     multihot=tuning.Tile(tokens=16, columns=8, num_warps=2),
     multihot_rows=tuning.WholeRows(tokens=16, elements=4096, num_warps=2),
+    topk=tuning.Router(tokens=2, elements=64, num_warps=2, warp_elements=32),
+    topk_backward=tuning.Router(tokens=2, elements=64, num_warps=2, warp_elements=32),
+    aux_scores=tuning.Router(tokens=2, elements=64, num_warps=2, warp_elements=32),
+    z_loss=tuning.Router(tokens=2, elements=64, num_warps=2, max_programs=5),
+    balance=tuning.Tile(tokens=8, columns=16, num_warps=2),
+    balance_programs=9,
+    loss_step=2,
+    drop=tuning.Tile(tokens=8, columns=8, num_warps=2),
+    drop_column=tuning.Tile(tokens=64, columns=4, num_warps=2),
 )
 tuning.INTERPRETER = tuning.GPU = SMALL

@@ -1,0 +1,130 @@
+"""Running error analysis: a float64 value, and how far a computation in a lower precision may be from it.
+
+Each operation adds its own rounding to what its operands bring along (Wilkinson's running bound). Formulas written in `Running`
+numbers so give the bound of `judge.bound` for more than one sum: softmax, its gradient, a normalisation.
+
+    x ± y    e = e_x + e_y + r           exp    e = expm1(e_x)·v + r     with an argument rounded once more, as exp2(x·log2 e) does
+    x · y    e = |x|e_y + |y|e_x + e_x e_y + r      √x     e = √(x+e_x) - √(x-e_x) + r
+    x / y    e = (e_x + |v|e_y) / (|y| - e_y) + r   ln     e = e_x / (x - e_x) + r
+    Σ        e = Σ e_i + γ_n Σ(|x_i| + e_i)         r = c·u·(|v| + e) + least
+
+u is the unit roundoff; c is 1 for + - ·, and what fast hardware versions of the others need; `least` is where results may be
+flushed to zero. What is exactly zero by its operands, stays so.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Union
+
+import torch
+from torch import Tensor
+
+from conformance.judge.bound import HALF_SUBNORMAL, ROUNDOFF, Bounded
+
+DIVISION, ROOT, TRANSCENDENTAL = 2.5, 2.0, 6.0  # c above, in units of u: div.full and sqrt.approx have 2 ulp, ex2.approx and lg2.approx 2 to 4
+Operand = Union["Running", float]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A tensor of values with their error bounds."""
+
+    value: Tensor  # float64
+    error: Tensor  # float64, ≥ 0
+    dtype: torch.dtype  # that the computation is in
+
+    @classmethod
+    def of(cls, x: Tensor, dtype: torch.dtype) -> "Running":
+        """x as it is stored; rounded on its way in, where it is wider than `dtype`."""
+        value = x.detach().double()
+        wider = ROUNDOFF.get(x.dtype, 0.0) < ROUNDOFF[dtype] and x.is_floating_point()
+        error = value.abs() * ROUNDOFF[dtype] if wider else torch.zeros_like(value)
+        return cls(value, torch.where(value.isfinite(), error, 0.0), dtype)
+
+    def _made(self, value: Tensor, brought: Tensor, c: float = 1.0) -> "Running":
+        exact_zero = (value == 0) & (brought == 0)
+        own = c * ROUNDOFF[self.dtype] * (value.abs() + brought) + torch.finfo(self.dtype).tiny
+        error = torch.where(exact_zero, 0.0, torch.where(value.isfinite(), brought + own, 0.0))
+        overflow = value.isfinite() & (value.abs() + error > torch.finfo(self.dtype).max)
+        return Running(value, torch.where(overflow, torch.inf, error), self.dtype)
+
+    def constant(self, other: Operand) -> "Running":
+        """A number of the program, rounded as it is stored."""
+        if isinstance(other, Running):
+            return other
+        value = torch.full((), float(other), dtype=torch.float64)
+        stored = value.to(self.dtype).double()
+        return Running(value, (value - stored).abs(), self.dtype)
+
+    def __add__(self, other: Operand) -> "Running":
+        y = self.constant(other)
+        return self._made(self.value + y.value, self.error + y.error)
+
+    def __sub__(self, other: Operand) -> "Running":
+        y = self.constant(other)
+        return self._made(self.value - y.value, self.error + y.error)
+
+    def __mul__(self, other: Operand) -> "Running":
+        y = self.constant(other)
+        brought = _times(self.value.abs(), y.error) + _times(y.value.abs(), self.error) + _times(self.error, y.error)
+        return self._made(self.value * y.value, brought)
+
+    def __truediv__(self, other: Operand) -> "Running":
+        y = self.constant(other)
+        value = self.value / y.value
+        room = y.value.abs() - y.error
+        brought = torch.where(room > 0, (self.error + _times(value.abs(), y.error)) / room, torch.where((self.value == 0) & (self.error == 0), 0.0, torch.inf))
+        return self._made(value, brought, DIVISION)
+
+    def exp(self) -> "Running":
+        value = self.value.exp()
+        argument = self.error + 2 * ROUNDOFF[self.dtype] * torch.where(self.value.isfinite(), self.value.abs(), 0.0)
+        made = self._made(value, torch.where(value == 0, 0.0, _times(value, torch.expm1(argument))), TRANSCENDENTAL)
+        underflow = (value == 0) & self.value.isfinite()  # even here, in float64: nothing but exp(-∞) is exactly zero
+        return Running(value, torch.where(underflow, torch.finfo(self.dtype).tiny, made.error), self.dtype)
+
+    def log1p(self) -> "Running":
+        """ln(1 + x) for x ≥ 0; a computation that is accurate for small x."""
+        value = self.value.log1p()
+        return self._made(value, self.error / (1 + (self.value - self.error).clamp(min=0)), TRANSCENDENTAL)
+
+    def log(self) -> "Running":
+        room = self.value - self.error
+        return self._made(self.value.log(), torch.where(room > 0, self.error / room, torch.inf) + 2 * ROUNDOFF[self.dtype], TRANSCENDENTAL)
+
+    def sqrt(self) -> "Running":
+        high, low = (self.value + self.error).sqrt(), (self.value - self.error).clamp(min=0).sqrt()
+        value = self.value.sqrt()
+        return self._made(value, torch.maximum(high - value, value - low), ROOT)
+
+    def sum(self, dim: int, terms: int | None = None) -> "Running":
+        """The sum in any order, of `terms` numbers (the dimension's size, unless some are exactly zero)."""
+        gamma = math.expm1((terms or self.value.shape[dim]) * math.log1p(ROUNDOFF[self.dtype]))
+        value = self.value.sum(dim, keepdim=True)
+        error = self.error.sum(dim, keepdim=True) + gamma * (self.value.abs() + self.error).sum(dim, keepdim=True)
+        return Running(value, torch.where(value.isfinite(), error, 0.0), self.dtype)
+
+    def masked(self, kept: Tensor) -> "Running":
+        """Exactly zero where `kept` is not set."""
+        return Running(torch.where(kept, self.value, 0.0), torch.where(kept, self.error, 0.0), self.dtype)
+
+    def bounded(self, dtype: torch.dtype, value: Tensor | None = None, unspecified: Tensor | None = None) -> Bounded:
+        """The bound of the result rounded to `dtype`.
+
+        Args:
+            value: the oracle's own float64 value, where it was computed by another formula; else this one's.
+            unspecified: where anything is right.
+        """
+        right = self.value if value is None else value.double()
+        unit = ROUNDOFF[dtype]
+        bound = self.error + unit * (right.abs() + self.error) + torch.where((right == 0) & (self.error == 0), 0.0, HALF_SUBNORMAL[dtype])
+        over = torch.finfo(dtype).max
+        bound = torch.where(right.abs() + bound > over, torch.inf, bound)  # it may overflow
+        if unspecified is not None:
+            right, bound = torch.where(unspecified, 0.0, right), torch.where(unspecified, torch.inf, bound)
+        return Bounded(right, torch.where(right.isfinite(), bound, 0.0), dtype, self.dtype)
+
+
+def _times(x: Tensor, error: Tensor) -> Tensor:
+    """x · error, where an exact operand brings nothing even at infinity; what overflowed stays lost even times zero."""
+    return torch.where(error == 0, 0.0, torch.where(error == torch.inf, torch.inf, x * error))

@@ -1,0 +1,135 @@
+"""Level 1: a choice of the K best is right if no honest rounding of the keys forbids it.
+
+A set S is admissible if min_{e∈S} (key + δ) ≥ max_{e∉S} (key - δ); where the gap between the K-th and the next key is more than 2δ
+only one set is. Under group limits, S is admissible if some admissible set of groups holds it. Where equal keys are declared to go
+to the lowest index, experts of the very same input must be taken in that order.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from conformance.judge.bound import ROUNDOFF
+
+GROUP_SETS = 4096  # of so many sets of near-equal groups, each is tried; more are taken for admissible
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An output that says which columns of each row were chosen: a map, or indices."""
+
+    value: Tensor  # the reference's map, [N,E] bool, or its indices, [N,K]
+    keys: Tensor  # [N,E] float64
+    error: Tensor  # [N,E] float64, δ
+    counts: Tensor  # [N] how many are chosen of each row
+    inputs: tuple[Tensor, ...] = ()  # [N,E] each: two columns equal in all of them have equal keys whatever the arithmetic
+    lowest: bool = False  # whether equal keys are declared to go to the lowest index
+    unspecified: Tensor | None = None  # [N] rows of which any K different columns are right
+    groups: int = 0
+    group_topk: int = 0
+    dtype: torch.dtype = torch.float32  # that the scores of groups are summed in
+    dim: int = 1  # 0: the rows above are the columns of the output
+    indices: bool = False
+
+    @property
+    def map(self) -> Tensor:
+        """The reference's choice as a map, [N,E] bool."""
+        return self.as_map(self.value)
+
+    def as_map(self, observed: Tensor) -> Tensor:
+        """An observed output as a map of rows; an index outside counts for nothing."""
+        if not self.indices:
+            return (observed != 0).T if self.dim == 0 else observed != 0
+        inside = (observed >= 0) & (observed < self.keys.shape[1])
+        out = torch.zeros(self.keys.shape, dtype=torch.int64)
+        return out.scatter_add(1, torch.where(inside, observed.long(), 0), inside.long()) > 0
+
+    def dtype_error(self, observed: Tensor) -> str | None:
+        return f"has dtype {observed.dtype}; it must be bool or integer" if observed.is_floating_point() else None
+
+    def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
+        """What the first wrong row chose, and what the reference chooses."""
+        row = index[0]
+        got = observed[row].tolist() if self.indices else self.as_map(observed)[row].nonzero().flatten().tolist()
+        right = self.map[row].nonzero().flatten().tolist()
+        what = ("column", "row") if self.dim == 0 else ("row", "columns")
+        keys = ", ".join(f"{e}: {self.keys[row, e]:.6g}" for e in sorted({*got, *right})[:6] if 0 <= e < self.keys.shape[1])
+        return f"{what[0]} {row} chooses {_few(got)}; the reference chooses {_few(right)} (keys {keys}; {int(wrong.sum())} of {len(wrong)} wrong)"
+
+
+def _few(items: list[int]) -> str:
+    return f"[{', '.join(map(str, items[:8]))}{', …' if len(items) > 8 else ''}]"
+
+
+def inadmissible(expected: Chosen, observed: Tensor) -> np.ndarray | None:
+    """True for the rows whose choice no honest rounding explains, or None."""
+    chosen, right = expected.as_map(observed), expected.map
+    wrong = chosen.sum(1) != expected.counts
+    free = torch.zeros_like(wrong) if expected.unspecified is None else expected.unspecified
+    for row in ((chosen != right).any(1) & ~wrong & ~free).nonzero().flatten().tolist():
+        wrong[row] = not _admissible(expected, row, chosen[row])
+    return wrong.numpy() if bool(wrong.any()) else None
+
+
+def _admissible(expected: Chosen, row: int, chosen: Tensor) -> bool:
+    high, low = expected.keys[row] + expected.error[row], expected.keys[row] - expected.error[row]
+    if expected.lowest and _jumps(expected, row, chosen):
+        return False
+    if not expected.groups:
+        return _best(high, low, chosen, torch.ones_like(chosen))
+    return any(_best(high, low, chosen, allowed) for allowed in _group_sets(expected, row, chosen))
+
+
+def _best(high: Tensor, low: Tensor, chosen: Tensor, allowed: Tensor) -> bool:
+    """Whether `chosen` may be the best of the allowed."""
+    others = allowed & ~chosen
+    if bool((chosen & ~allowed).any()):
+        return False
+    return not bool(others.any()) or not bool(chosen.any()) or bool(high[chosen].min() >= low[others].max())
+
+
+def _jumps(expected: Chosen, row: int, chosen: Tensor) -> bool:
+    """Whether an expert was left out for a later one of the same input."""
+    size = len(chosen) // expected.groups if expected.groups else len(chosen)
+    for start in range(0, len(chosen), size):
+        seen: dict[tuple[float, ...], bool] = {}
+        for e in range(start, start + size):
+            key = tuple(float(x[row, e]) for x in expected.inputs)
+            if seen.get(key, True) is False and bool(chosen[e]):
+                return True
+            seen[key] = bool(chosen[e]) and seen.get(key, True)
+    return False
+
+
+def _group_sets(expected: Chosen, row: int, chosen: Tensor) -> Iterator[Tensor]:
+    """The columns of every admissible set of groups that holds all that was chosen."""
+    groups, kept = expected.groups, expected.group_topk
+    keys, error = expected.keys[row].reshape(groups, -1), expected.error[row].reshape(groups, -1)
+    counted = int(expected.counts[row]) // kept
+    top = keys.sort(dim=1, descending=True).values[:, :counted]
+    score = top.sum(1)
+    slack = counted * (error.max(1).values + torch.where(top.isfinite(), top.abs(), 0.0).sum(1) * ROUNDOFF[expected.dtype])
+    touched = chosen.reshape(groups, -1).any(1)
+    better = [int(((score - slack) > (score[g] + slack[g])).sum()) for g in range(groups)]
+    worse = [int(((score + slack) < (score[g] - slack[g])).sum()) for g in range(groups)]
+    sure = {g for g in range(groups) if worse[g] >= groups - kept}
+    never = {g for g in range(groups) if better[g] >= kept}
+    must = sure | set(touched.nonzero().flatten().tolist())
+    if len(must) > kept or must & never:
+        return
+    free = [g for g in range(groups) if g not in must and g not in never]
+    for tried, extra in enumerate(itertools.combinations(free, kept - len(must))):
+        if tried == GROUP_SETS:
+            yield chosen
+            return
+        held = must | set(extra)
+        outside = [g for g in range(groups) if g not in held]
+        if outside and bool((score + slack)[sorted(held)].min() < (score - slack)[outside].max()):
+            continue
+        allowed = torch.zeros(groups, dtype=torch.bool)
+        allowed[sorted(held)] = True
+        yield allowed.repeat_interleave(keys.shape[1])

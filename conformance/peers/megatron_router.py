@@ -1,0 +1,144 @@
+"""megatron-core's router, as installed: the unfused paths of megatron.core.transformer.moe. `conformance.peers.megatron` offers it.
+
+Only names, orders and the shapes of results are translated, and what is needed to make a call at all:
+
+    gate                without Transformer Engine the package never defines te_general_gemm, and gating raises a NameError. Here it is
+                        None, which is what the package's own extension module sets, and gating takes its torch branch
+    drop_tokens         the package has a capacity factor, and not a capacity; its probs are documented as those of the chosen experts,
+                        and it is called with 0 elsewhere, as its own routing returns them
+    update_expert_bias  the package sums the counts over its process groups, which are made of this process alone, once
+"""
+
+import atexit
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from torch import Tensor, distributed
+
+from moe_ref.config import AuxScores, Routed, TopK
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None
+
+ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}  # TopKRouter.gating takes the input's for anything else
+
+ROUTING = {  # of all checks there are two: logits of two dimensions, and a known score function
+    "accumulator": "storage",
+    "unchecked": ("topk", "num_groups", "group_topk", "scaling_factor", "expert_bias", "precomputed_indices"),
+}
+DECLARED: dict[str, dict[str, Any]] = {
+    "gate": {"unchecked": ("x", "weight", "router_dtype")},
+    "jitter": {"unchecked": ("eps",)},
+    "topk_indices": ROUTING,
+    "topk_routing": ROUTING,
+    "sinkhorn_routing": {"accumulator": "storage", "unchecked": ("topk",)},
+    "drop_tokens": {"unchecked": ("capacity", "routing_map")},
+    "aux_loss_scores": {"unchecked": ("topk", "padding_mask")},
+    "load_balancing_loss": {"accumulator": "storage", "unchecked": ("tokens_per_expert", "total_num_tokens", "num_experts", "coeff")},
+    "z_loss": {"accumulator": "storage", "unchecked": ("logits", "coeff", "padding_mask")},
+    "attach_loss": {"unchecked": ("scale",)},
+    "update_expert_bias": {"unchecked": ("expert_bias", "tokens_per_expert", "update_rate")},
+}
+
+
+def supports(function: str, **arguments: Any) -> str | None:
+    """score_function is documented as softmax or sigmoid."""
+    return "score_function is softmax or sigmoid" if arguments.get("score_function") == "sqrtsoftplus" else None
+
+
+def declares(function: str) -> dict[str, Any]:
+    """Scores of bf16 logits are kept in bf16, and added up there; few arguments are checked."""
+    return DECLARED[function]
+
+
+def gate(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, router_dtype: str | None = None) -> Tensor:
+    """moe_utils.router_gating_linear, which takes a torch dtype; TopKRouter.gating around it needs a GPU."""
+    return moe_utils.router_gating_linear(x, weight, bias, ROUTER_DTYPES.get(router_dtype or "", x.dtype))
+
+
+def jitter(x: Tensor, *, eps: float) -> Tensor:
+    """TopKRouter.apply_input_jitter of a router that has jittered nothing yet."""
+    router = SimpleNamespace(config=SimpleNamespace(moe_input_jitter_eps=eps), input_jitter=None)
+    return TopKRouter.apply_input_jitter(router, x)
+
+
+def topk_indices(logits: Tensor, *, topk: int, pre_softmax: bool = False, precomputed_indices: Tensor | None = None, **settings: Any) -> TopK:
+    """moe_utils.topk_routing_with_score_function, which has no such form; its RouterReplay records the indices."""
+    replay = _replay(precomputed_indices)
+    probs, _ = moe_utils.topk_routing_with_score_function(logits, topk, use_pre_softmax=pre_softmax, router_replay=replay, **settings)
+    indices = replay.get_recorded_indices() if precomputed_indices is None else precomputed_indices
+    return TopK(probs.gather(1, indices), indices)
+
+
+def topk_routing(logits: Tensor, *, topk: int, pre_softmax: bool = False, precomputed_indices: Tensor | None = None, **settings: Any) -> Routed:
+    """moe_utils.topk_routing_with_score_function; precomputed indices are the target of a RouterReplay."""
+    replay = None if precomputed_indices is None else _replay(precomputed_indices)
+    return Routed(*moe_utils.topk_routing_with_score_function(logits, topk, use_pre_softmax=pre_softmax, router_replay=replay, **settings))
+
+
+def sinkhorn_routing(logits: Tensor, *, topk: int, training: bool = True) -> Routed:
+    """TopKRouter.sinkhorn_load_balancing."""
+    router = SimpleNamespace(topk=topk, training=training, config=SimpleNamespace(moe_aux_loss_coeff=0))
+    return Routed(*TopKRouter.sinkhorn_load_balancing(router, logits))
+
+
+def drop_tokens(probs: Tensor, routing_map: Tensor, *, capacity: int, drop_policy: str = "probs", pad_to_capacity: bool = False) -> Routed:
+    """moe_utils.apply_router_token_dropping by the capacity factor that makes `capacity`: half a row less, rounded up."""
+    factor = (capacity - 0.5) * routing_map.shape[1] / max(len(routing_map), 1)
+    of_chosen = torch.where(routing_map != 0, probs, 0)
+    how: dict[str, Any] = {"drop_policy": drop_policy, "pad_to_capacity": pad_to_capacity}
+    return Routed(*moe_utils.apply_router_token_dropping(of_chosen, routing_map, 1, factor, **how))
+
+
+def aux_loss_scores(logits: Tensor, *, topk: int, score_function: str = "softmax", padding_mask: Tensor | None = None) -> AuxScores:
+    """moe_utils.compute_routing_scores_for_aux_loss, which returns the map first."""
+    routing_map, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, topk, score_function, padding_mask=padding_mask)
+    return AuxScores(scores, routing_map)
+
+
+def load_balancing_loss(scores: Tensor, tokens_per_expert: Tensor, *, total_num_tokens: int | Tensor, topk: int, num_experts: int, coeff: float) -> Tensor:
+    """moe_utils.switch_load_balancing_loss_func."""
+    return moe_utils.switch_load_balancing_loss_func(scores, tokens_per_expert, total_num_tokens, topk, num_experts, coeff)
+
+
+def z_loss(logits: Tensor, *, coeff: float, padding_mask: Tensor | None = None) -> Tensor:
+    """moe_utils.z_loss_func."""
+    return moe_utils.z_loss_func(logits, coeff, padding_mask=padding_mask)
+
+
+def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
+    """moe_utils.MoEAuxLossAutoScaler, whose scale is one for the process, read in the backward."""
+    moe_utils.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale, device=loss.device))
+    return moe_utils.MoEAuxLossAutoScaler.apply(x, loss)
+
+
+def update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, *, update_rate: float) -> Tensor:
+    """moe_utils.get_updated_expert_bias, which takes the counts first."""
+    _one_rank()
+    return moe_utils.get_updated_expert_bias(tokens_per_expert, expert_bias, update_rate)
+
+
+def _replay(target: Tensor | None) -> RouterReplay:
+    """A replay object that records, or that makes the router choose `target`; the package's list of all of them stays as it was."""
+    replay = RouterReplay()
+    RouterReplay.global_router_replay_instances.remove(replay)
+    replay.set_router_replay_action(RouterReplayAction.RECORD if target is None else RouterReplayAction.REPLAY_FORWARD)
+    if target is not None:
+        replay.set_target_indices(target)
+    return replay
+
+
+@functools.cache
+def _one_rank() -> None:
+    """The package's process groups, if nobody made them: of this process alone, over gloo and a store in memory; they end with it."""
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        atexit.register(distributed.destroy_process_group)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()

@@ -1,0 +1,78 @@
+"""Shapes that a kernel may treat apart: more of something than fits one block, real models, expert counts around warps and powers of two."""
+
+from dataclasses import replace
+from typing import Any
+
+from conformance.case import Case
+from conformance.contracts.chunks import ChunksCase
+from conformance.contracts.gating import GateCase
+from conformance.contracts.loads import LoadCase
+from conformance.contracts.logits import LogitsCase
+from conformance.contracts.routing import RoutingCase
+from conformance.contracts.routing_map import IndicesCase
+from conformance.strategies.logits import REAL_ROUTERS
+from conformance.strategies.space import Space
+
+EDGES = ((1, 1), (31, 4), (32, 32), (33, 3), (65, 16), (1023, 8), (1024, 8), (2048, 4))  # experts and top-k
+# one more than a power of two: a last block that a loop ending too early leaves out
+LONG: dict[str, Any] = {"tokens": 2049, "experts": 5, "topk": 2, "seed": 1}  # seed 1: every token has two experts
+WIDE: dict[str, Any] = {"tokens": 33, "experts": 257, "topk": 3, "seed": 1}
+GRADS = {
+    **dict.fromkeys(("permute",), "tokens+probs"),
+    **dict.fromkeys(("unpermute", "sort_chunks"), "rows+probs"),
+    **dict.fromkeys(("indices_to_multihot", "multihot_to_indices", "drop_tokens"), "probs"),
+    **dict.fromkeys(("topk_indices", "topk_routing", "aux_loss_scores", "z_loss", "sinkhorn_routing"), "logits"),
+    "load_balancing_loss": "scores",
+    "gate": "x+weight",
+    "attach_loss": "x+loss",
+}
+
+
+def shape_cases(function: str, space: Space) -> list[Case]:
+    """The shapes of a function, with gradients where there are any; laws go round over them."""
+    grads = "" if function in space.not_differentiable else GRADS.get(function, "")
+    with_probs = space.accepts(function, "probs") and function in ("permute", "unpermute", "sort_chunks")
+    if not with_probs:
+        grads = grads.removesuffix("+probs")
+    cases = [_case(function, fields | ({"probs": "float32"} if with_probs else {}) | {"grads": grads}) for fields in _shapes(function, space)]
+    return [replace(case, law=space.laws(case)[i % len(space.laws(case))]) for i, case in enumerate(cases)]
+
+
+def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
+    if function in ("topk_indices", "topk_routing"):
+        return [{"tokens": 3, "experts": experts, "topk": topk} for experts, topk in REAL_ROUTERS + EDGES] + [LONG]
+    if function == "sort_chunks":
+        counts = (33, 257)
+        return [{"sizes": tuple(i % 4 for i in range(n)), "order": tuple((i * 7 + 3) % n for i in range(n)), "hidden": 3} for n in counts]
+    if function in ("permute", "unpermute"):
+        align = {"align": 4} if space.accepts("permute", "align") else {}
+        tall = {"tokens": 257, "experts": 5, "topk": 2, "hidden": 3}
+        return [tall | align, WIDE | align | {"hidden": 3}, {"tokens": 5, "experts": 4, "topk": 2, "hidden": 4097}]
+    if function == "indices_to_multihot":
+        return [LONG, WIDE, {"tokens": 5, "experts": 50, "topk": 33}]
+    if function == "multihot_to_indices":
+        return [LONG, WIDE, {"tokens": 5, "experts": 50, "topk": 33, "spread": "all"}]
+    if function == "pad_routing_map":
+        return [LONG | {"align": 16, "spread": "sparse"}, WIDE | {"align": 16}]
+    if function == "drop_tokens":
+        more: list[dict[str, Any]] = [{"policy": "position"}] if space.accepts(function, "drop_policy") else []
+        more += [{"pad": True, "values": "ties"}] if space.accepts(function, "pad_to_capacity") else []
+        return [LONG | {"capacity": 700} | how for how in ({}, {"values": "ties"}, *more)] + [WIDE | {"capacity": 1}]
+    if function == "load_balancing_loss":
+        return [LONG, LONG | {"sequences": 3, "total": "device"}, WIDE]
+    if function in ("aux_loss_scores", "z_loss"):
+        padded = {"padding": 3} if space.accepts(function, "padding_mask") else {}
+        return [LONG | padded, WIDE | padded]
+    if function == "gate":
+        return [{"tokens": 257, "hidden": 129, "experts": 65}]
+    return []
+
+
+def _case(function: str, fields: dict[str, Any]) -> Case:
+    cls = Case.family[function]
+    if cls is RoutingCase and "spread" not in fields:
+        fields = fields | {"spread": "uniform"}
+    known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
+    if cls in (ChunksCase, GateCase, IndicesCase, LoadCase, LogitsCase, RoutingCase):
+        return cls(function=function, **known)
+    raise TypeError(f"{function} has no shapes")

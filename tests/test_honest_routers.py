@@ -1,0 +1,79 @@
+"""Routers that differ in what the contract leaves open are accepted, those that differ in anything else are not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conformance.contracts.logits import LogitsCase
+from conformance.execute.evaluate import evaluate
+from conformance.interface import Implementation, load
+from conformance.registry import CONTRACTS
+from conformance.strategies.covering import covering_cases
+from conformance.strategies.draw import drawn, strategy
+from conformance.strategies.space import Space
+from tests.variants import ROUTERS
+from tests.variants.routers import How, ascending, make
+
+FUNCTIONS = [name for name in CONTRACTS if hasattr(make(How()), name)]
+EVERY, DRAWS = 6, 10  # one of so many cases of a covering array; drawn cases
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("router", ROUTERS, ids=lambda name: name.partition(":")[2])
+def test_an_honest_router_is_accepted(router, function):
+    cases = [*covering_cases(function, Space()).cases[::EVERY], *drawn(strategy(function, Space()), 11, DRAWS)]
+    outcomes = {case.text: evaluate(case, load(router)) for case in cases}
+    assert {text: x.finding or x.reason for text, x in outcomes.items() if x.status not in ("PASS", "UNINFORMATIVE")} == {}
+    assert sum(x.status == "PASS" for x in outcomes.values()) > len(cases) / 2
+
+
+CASE = LogitsCase(function="topk_routing", tokens=7, experts=8, topk=2, grads="logits")
+SIGMOID = replace(CASE, score="sigmoid")
+
+
+def softplus_with_a_kink(x):
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))  # autograd finds 1 or 0 at x = 0, where the slope is 1/2
+
+
+def exp_of_half_the_digits(x):
+    return torch.exp(x.bfloat16()).to(x.dtype)
+
+
+def sum_without_the_last(x):
+    return ascending(x[..., :-1]) if x.shape[-1] > 1 else ascending(x)
+
+
+def best_by_bfloat16(keys, count):
+    return keys.bfloat16().topk(count, dim=1).indices
+
+
+def second_best(keys, count):
+    return keys.topk(min(count + 1, keys.shape[1]), dim=1).indices[:, -count:]
+
+
+class Loose(How):
+    """softmax without the maximum taken off."""
+
+    def softmax(self, x):
+        return torch.exp(x) / torch.exp(x).sum(-1, keepdim=True)
+
+
+WRONG = [
+    (replace(CASE, score="sqrtsoftplus", spread="ties"), How(softplus=softplus_with_a_kink), "d_logits"),
+    (replace(CASE, score="sqrtsoftplus", spread="negative"), How(softplus=lambda x: torch.log(1 + torch.exp(x))), "probs"),
+    (CASE, How(exp=exp_of_half_the_digits), "probs"),
+    (SIGMOID, How(sigmoid=lambda x: torch.sigmoid(x.bfloat16()).to(x.dtype)), "probs"),
+    (SIGMOID, How(total=sum_without_the_last), "probs"),
+    (replace(CASE, spread="near"), How(best=best_by_bfloat16), "routing_map"),
+    (SIGMOID, How(best=second_best), "routing_map"),
+    (replace(CASE, spread="saturated", score="softmax_pre"), How(dtype=torch.bfloat16), "probs"),
+    (replace(CASE, spread="extreme", score="softmax_pre"), Loose(), "probs"),
+]
+
+
+@pytest.mark.parametrize(("case", "how", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_a_router_that_is_wrong_in_one_place_is_found_there(case, how, output):
+    outcomes = [evaluate(replace(case, seed=seed), Implementation(make(how), "here")) for seed in range(8)]
+    found = {x.finding["output"] for x in outcomes if x.status == "FAIL"}
+    assert output in found

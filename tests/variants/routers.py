@@ -1,0 +1,314 @@
+"""Honest routers in plain torch that differ in all that the contract leaves open.
+
+Autograd     torch.topk with whatever it does among equal keys, torch.softmax, gradients by autograd
+BaseTwo      exp2(x · log₂e), ln(e^x + e^0); sums in descending order of the terms; σ as e^x / (1 + e^x); closed-form gradients
+Wide         all in float64, rounded once
+OneByOne     sums one term after the other; the choice by repeated maxima, of equal keys the last; by the scores even where logits would do
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from moe_ref.config import (
+    AuxScores,
+    Routed,
+    TopK,
+    check_coeff,
+    check_drop_tokens,
+    check_gate,
+    check_load_balancing_loss,
+    check_logits,
+    check_padding_mask,
+    check_score_function,
+    check_topk,
+    check_topk_routing,
+    is_number,
+    require,
+)
+
+TINY = 1e-20
+
+
+def ascending(x: Tensor) -> Tensor:
+    return x.sum(-1, keepdim=True)
+
+
+def descending(x: Tensor) -> Tensor:
+    return x.sort(dim=-1, descending=True).values.cumsum(-1)[..., -1:] if x.shape[-1] else x.sum(-1, keepdim=True)
+
+
+def one_by_one(x: Tensor) -> Tensor:
+    total = x.new_zeros((*x.shape[:-1], 1))
+    for column in x.unbind(-1):
+        total = total + column[..., None]
+    return total
+
+
+def exp_base_two(x: Tensor) -> Tensor:
+    return torch.exp2(x * math.log2(math.e))
+
+
+def sigmoid_by_exp(x: Tensor) -> Tensor:
+    power = torch.exp(x.clamp(max=80))
+    return torch.where(x > 80, torch.ones_like(x), power / (1 + power))
+
+
+def softplus_by_logaddexp(x: Tensor) -> Tensor:
+    return torch.logaddexp(x, torch.zeros_like(x))
+
+
+def any_of_equals(keys: Tensor, count: int) -> Tensor:
+    return keys.topk(count, dim=1, sorted=False).indices
+
+
+def last_of_equals(keys: Tensor, count: int) -> Tensor:
+    """One maximum after the other."""
+    left, found = keys.clone(), []
+    taken = torch.zeros_like(keys, dtype=torch.bool)
+    for _ in range(count):
+        best = torch.where(taken, -torch.inf, left).amax(1, keepdim=True)
+        rank = torch.arange(1, keys.shape[1] + 1, device=keys.device).expand(keys.shape)
+        at = torch.where((left == best) & ~taken, rank, torch.where(taken, -1, 0)).argmax(1, keepdim=True)
+        found.append(at)
+        taken = taken.scatter(1, at, True)
+    return torch.cat(found, 1) if found else torch.zeros(len(keys), 0, dtype=torch.int64, device=keys.device)
+
+
+@dataclass(frozen=True)
+class How:
+    """What one of them does in its own way."""
+
+    dtype: torch.dtype = torch.float32
+    exp: Callable[[Tensor], Tensor] = torch.exp
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+    softplus: Callable[[Tensor], Tensor] = torch.nn.functional.softplus
+    total: Callable[[Tensor], Tensor] = ascending
+    best: Callable[[Tensor, int], Tensor] = any_of_equals
+    by_score: bool = False  # softmax over all chooses by the scores, not by the logits
+    closed: bool = False  # gradients by formula
+
+    def wide(self, x: Tensor) -> Tensor:
+        return x.to(torch.float64 if x.dtype == torch.float64 else self.dtype)
+
+    def softmax(self, x: Tensor) -> Tensor:
+        if not x.shape[-1]:
+            return x
+        power = self.exp(x - x.amax(-1, keepdim=True).detach())
+        return power / self.total(power)
+
+    def score(self, x: Tensor, function: str) -> Tensor:
+        if function == "softmax":
+            return self.softmax(x)
+        return self.sigmoid(x) if function == "sigmoid" else self.softplus(x).sqrt()
+
+
+class Closed(torch.autograd.Function):
+    """weights of the chosen, and their gradient by formula."""
+
+    @staticmethod
+    def forward(ctx, x, index, function, pre, scale, how):
+        everywhere = function == "softmax" and not pre
+        score = x if everywhere else how.score(x, function)
+        s = score.gather(1, index)
+        normalise = function != "softmax" and index.shape[1] > 1
+        total = how.total(s) + TINY if normalise else None
+        p = how.softmax(s) if everywhere else s / total if normalise else s
+        ctx.save_for_backward(x, index, score, s, p)
+        ctx.total, ctx.settings = total, (function, pre, scale, how, normalise)
+        return p * scale
+
+    @staticmethod
+    def backward(ctx, g):
+        x, index, score, s, p = ctx.saved_tensors
+        function, pre, scale, how, normalise = ctx.settings
+        g = g * scale
+        inner = how.total(g * p)
+        if function == "softmax":
+            if not pre:
+                return torch.zeros_like(x).scatter(1, index, p * (g - inner)), *[None] * 5
+            spread = torch.zeros_like(x).scatter(1, index, g)
+            return score * (spread - inner), *[None] * 5
+        if normalise:
+            g = (g - inner) / ctx.total
+        at = x.gather(1, index)
+        slope = s * (1 - s) if function == "sigmoid" else how.sigmoid(at) / (2 * s)
+        return torch.zeros_like(x).scatter(1, index, g * slope), *[None] * 5
+
+
+def make(how: How) -> SimpleNamespace:
+    """The namespace."""
+
+    def topk_indices(
+        logits,
+        *,
+        topk,
+        score_function="softmax",
+        pre_softmax=False,
+        num_groups=None,
+        group_topk=None,
+        scaling_factor=None,
+        expert_bias=None,
+        precomputed_indices=None,
+    ):
+        check_topk_routing(logits, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices)
+        x, experts = how.wide(logits), logits.shape[1]
+        plain = score_function == "softmax" and (not pre_softmax or (not how.by_score and num_groups is None))
+        if precomputed_indices is None:
+            keys = x.detach() if plain else how.score(x.detach(), score_function)
+            if expert_bias is not None:
+                keys = keys + expert_bias.detach().to(keys.dtype)
+            if num_groups is not None:
+                groups = keys.unflatten(1, (num_groups, -1))
+                score = how.total(groups.topk(topk // group_topk, dim=2).values)[..., 0]
+                kept = torch.zeros_like(score, dtype=torch.bool).scatter(1, how.best(score, group_topk), True)
+                kept = kept[..., None].expand_as(groups).flatten(1)
+                keys = torch.where(kept, keys.clamp(min=torch.finfo(keys.dtype).min), -torch.inf)
+            index = how.best(keys, topk)
+        else:
+            index = precomputed_indices.long()
+            require(bool(((index >= 0) & (index < experts)).all()), "precomputed_indices", "out of range", f"below {experts}")
+        scale = 1.0 if scaling_factor is None else scaling_factor
+        if how.closed:
+            probs = Closed.apply(x, index, score_function, pre_softmax, scale, how)
+        else:
+            over_all = x if score_function == "softmax" and not pre_softmax else how.score(x, score_function)
+            probs = over_all.gather(1, index)
+            if score_function == "softmax":
+                probs = probs if pre_softmax else how.softmax(probs)
+            elif topk > 1:
+                probs = probs / (how.total(probs) + TINY)
+            probs = probs * scale
+        return TopK(probs.to(logits.dtype), index)
+
+    def topk_routing(logits, *, topk, **settings):
+        probs, index = topk_indices(logits, topk=topk, **settings)
+        dense = probs.new_zeros(logits.shape).scatter(1, index, probs)
+        return Routed(dense, torch.zeros_like(logits, dtype=torch.bool).scatter(1, index, True))
+
+    def aux_loss_scores(logits, *, topk, score_function="softmax", padding_mask=None):
+        check_logits(logits)
+        check_topk(topk, logits.shape[1])
+        check_score_function(score_function)
+        check_padding_mask(padding_mask, len(logits))
+        padding = torch.zeros(len(logits), dtype=torch.bool, device=logits.device) if padding_mask is None else padding_mask != 0
+        x = how.wide(logits.masked_fill(padding[:, None], 0))
+        scores = how.score(x, score_function)
+        keys = scores.detach() if how.by_score else x.detach()
+        if score_function != "softmax":
+            scores = scores / (how.total(scores) + TINY)
+        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, how.best(keys, topk), True)
+        out = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        return AuxScores(scores.to(out).masked_fill(padding[:, None], 0), chosen & ~padding[:, None])
+
+    def z_loss(logits, *, coeff, padding_mask=None):
+        check_logits(logits)
+        check_coeff(coeff)
+        check_padding_mask(padding_mask, len(logits))
+        x = how.wide(logits if padding_mask is None else logits[padding_mask == 0])
+        top = x.amax(1, keepdim=True).detach()
+        lse = (how.total(how.exp(x - top)).log() + top)[:, 0]
+        loss = coeff * how.total((lse * lse)[None])[0, 0] / max(len(x), 1)
+        return loss.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+
+    def sinkhorn_routing(logits, *, topk, training=True):
+        check_logits(logits)
+        check_topk(topk, logits.shape[1])
+        x = how.wide(logits)
+        activation = how.sigmoid(x) if topk == 1 else how.softmax(x)
+        keys = activation.detach()
+        if training and len(logits):
+            cost, change = how.exp(x.detach()), math.inf
+            d1 = torch.ones_like(cost[0])
+            while change > 1e-4:
+                before = d1
+                d0 = 1 / len(x) / (how.total(cost * d1) + 1e-8)
+                d1 = 1 / x.shape[1] / (how.total((cost * d0).T)[:, 0] + 1e-8)
+                change = float((before - d1).abs().mean())
+            keys = d1 * cost * d0
+        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, how.best(keys, topk), True)
+        return Routed(torch.where(chosen, activation, 0).to(logits.dtype), chosen)
+
+    def load_balancing_loss(scores, tokens_per_expert, *, total_num_tokens, topk, num_experts, coeff):
+        check_load_balancing_loss(scores, tokens_per_expert, total_num_tokens, topk, num_experts, coeff)
+        x, count = how.wide(scores), how.wide(tokens_per_expert.detach().float())
+        total = float(total_num_tokens)
+        factor = coeff * num_experts / (topk * total * total) if total else 0.0
+        loss = how.total((how.total(x.T)[:, 0] * count)[None])[0, 0] * factor
+        return loss.to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
+
+    def drop_tokens(probs, routing_map, *, capacity, drop_policy="probs", pad_to_capacity=False):
+        check_drop_tokens(probs, routing_map, capacity, drop_policy)
+        routed = routing_map != 0
+        tokens = len(probs)
+        key = probs.detach().double() if drop_policy == "probs" else -torch.arange(tokens, device=probs.device).double()[:, None].expand(probs.shape)
+        key = torch.where(routed, key, -torch.inf)
+        room = min(capacity, tokens)
+        index = how.best(key.T.contiguous(), room)
+        kept = torch.zeros_like(routed.T).scatter(1, index, True).T
+        if not pad_to_capacity:
+            kept = kept & routed
+        return Routed(probs.masked_fill(~(kept & routed), 0), kept)
+
+    def update_expert_bias(expert_bias, tokens_per_expert, *, update_rate):
+        require(expert_bias.dtype in (torch.float32, torch.float64) and expert_bias.dim() == 1, "expert_bias", expert_bias.dtype, "float32")
+        require(tokens_per_expert.shape == expert_bias.shape, "tokens_per_expert", tuple(tokens_per_expert.shape), "like expert_bias")
+        require(is_number(update_rate) and update_rate >= 0, "update_rate", update_rate, "≥ 0")
+        count = tokens_per_expert.long()
+        return expert_bias + torch.sign(count.sum() - len(count) * count) * update_rate
+
+    def gate(x, weight, *, bias=None, router_dtype=None):
+        check_gate(x, weight, bias, router_dtype)
+        return Gate.apply(x, weight, bias, {"fp32": torch.float32, "fp64": torch.float64}.get(router_dtype, x.dtype))
+
+    def jitter(x, *, eps):
+        require(is_number(eps) and 0 <= eps < 1, "eps", eps, "from 0 to 1")
+        return x * torch.empty_like(x).uniform_(1 - eps, 1 + eps) if x.is_contiguous() else x * (1 + eps * (2 * torch.rand_like(x) - 1))
+
+    def attach_loss(x, loss, *, scale=1.0):
+        require(is_number(scale), "scale", scale, "a number")
+        return Riding.apply(x, loss, scale)
+
+    offered = (topk_indices, topk_routing, aux_loss_scores, z_loss, sinkhorn_routing, load_balancing_loss, drop_tokens, update_expert_bias)
+    return SimpleNamespace(**{function.__name__: function for function in (*offered, gate, jitter, attach_loss)})
+
+
+class Gate(torch.autograd.Function):
+    """Products in float32 at least; the gradient of the bias from the last row up."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, dtype):
+        ctx.save_for_backward(x, weight, bias)
+        at_least = torch.promote_types(dtype, torch.float32)
+        out = x.to(dtype).to(at_least) @ weight.to(dtype).to(at_least).T
+        return (out if bias is None else out + bias.to(dtype)).to(dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight, bias = ctx.saved_tensors
+        at_least = torch.promote_types(g.dtype, torch.float32)
+        wide = g.to(at_least)
+        d_x = (wide @ weight.to(g.dtype).to(at_least)).to(x.dtype)
+        d_weight = (wide.T @ x.to(g.dtype).to(at_least)).to(weight.dtype)
+        return d_x, d_weight, None if bias is None else wide.flip(0).sum(0).to(bias.dtype), None
+
+
+class Riding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, loss, scale):
+        ctx.scale = scale
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, torch.tensor(ctx.scale, device=g.device), None
+
+
+Autograd = make(How())
+BaseTwo = make(How(exp=exp_base_two, sigmoid=sigmoid_by_exp, softplus=softplus_by_logaddexp, total=descending, closed=True))
+Wide = make(How(dtype=torch.float64))
+OneByOne = make(How(total=one_by_one, best=last_of_equals, by_score=True))
