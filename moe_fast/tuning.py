@@ -162,7 +162,7 @@ INTERPRETER = Tuning(
     balance_programs=6,
     loss_step=2,
     drop=Tile(tokens=64, columns=64, num_warps=4),
-    drop_column=Tile(tokens=1024, columns=64, num_warps=4),
+    drop_column=Tile(tokens=128, columns=64, num_warps=4),
 )
 
 

@@ -63,7 +63,7 @@ ROUTED = {
     "one expert": lambda c: c.experts == 1,
     "all experts for every token": lambda c: c.tokens > 0 and c.experts > 1 and routed(c).all(),
     "a number of experts that is no power of two": lambda c: c.experts & (c.experts - 1) != 0,
-    "more than 2000 tokens": lambda c: c.tokens > 2000,
+    "more than 250 tokens": lambda c: c.tokens > 250,
     "more than 500 experts": lambda c: c.experts > 500,
     "tokens with different numbers of experts": lambda c: c.tokens > 1 and len(set(routed(c).sum(1).tolist())) > 1,
     "an explicit map": lambda c: c.routing is not None and c.tokens > 1,
@@ -93,7 +93,7 @@ INDEXED = {
     "empty slots": lambda c: c.tokens > 0 and (indices(c) == -1).any(),
     "nothing but empty slots": lambda c: c.tokens > 0 and (indices(c) == -1).all(),
     "an expert in several slots": lambda c: any(len({e for e in row if e >= 0}) < sum(e >= 0 for e in row) for row in indices(c).tolist()),
-    "more than 2000 tokens": lambda c: c.tokens > 2000,
+    "more than 250 tokens": lambda c: c.tokens > 250,
     "more than 500 experts": lambda c: c.experts > 500,
     "a number of experts that is no power of two": lambda c: c.experts & (c.experts - 1) != 0,
     "probabilities of zero": lambda c: c.zero_probs,
@@ -166,7 +166,7 @@ SHAPED = {
     "a number of experts that is no power of two": lambda c: c.experts & (c.experts - 1) != 0,
 }
 LARGE = {
-    "more than 2000 tokens": lambda c: c.tokens > 2000,
+    "more than 250 tokens": lambda c: c.tokens > 250,
     "more than 2000 experts": lambda c: c.experts > 2000,
     "more than 30 slots": lambda c: c.topk > 30,
 } | {f"the router of a real model, {experts} {topk}": lambda c, s=(experts, topk): (c.experts, c.topk) == s for experts, topk in REAL_ROUTERS}
@@ -242,12 +242,12 @@ PROMISES = {
     **dict.fromkeys(CHOOSE, TOPK),
     "aux_loss_scores": SHAPED | LARGE | SPREAD_OF_LOGITS | CHOICES | PADDED | _each("score", "softmax", "sigmoid", "sqrtsoftplus"),
     "z_loss": {name: SHAPED[name] for name in ("no tokens", "one expert")}
-    | {"more than 2000 tokens": LARGE["more than 2000 tokens"], "a coefficient of zero": lambda c: c.coeff == 0}
+    | {"more than 250 tokens": LARGE["more than 250 tokens"], "a coefficient of zero": lambda c: c.coeff == 0}
     | _each("spread", "distinct", "negative", "minus_inf", "nan", "extreme")
     | PADDED,
     "sinkhorn_routing": SHAPED | _each("spread", *SINKHORN_SPREADS) | _each("evaluation", False, True) | {"several slots": lambda c: c.topk > 1},
     "drop_tokens": SHAPED
-    | {name: LARGE[name] for name in ("more than 2000 tokens", "more than 2000 experts")}
+    | {name: LARGE[name] for name in ("more than 250 tokens", "more than 2000 experts")}
     | DROPS
     | _each("values", "distinct", "ties", "zeros", "negative")
     | _each("policy", "probs", "position")

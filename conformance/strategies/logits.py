@@ -28,7 +28,7 @@ def shape(draw: st.DrawFn, space: Space) -> dict[str, Any]:
     if kind == "real":
         experts, topk = draw(st.sampled_from(REAL_ROUTERS))
         return {"tokens": draw(sizes(1, 40 if space.device == "cpu" else 4000)), "experts": experts, "topk": topk}
-    tokens, experts, topk = draw(st.sampled_from(((2100, 5, 2), (3, 600, 3), (2, 1024, 2), (2, 2048, 4), (9, 40, 32), (600, 17, 1))))
+    tokens, experts, topk = draw(st.sampled_from(((space.many, 5, 2), (3, 600, 3), (2, 1024, 2), (2, 2048, 4), (9, 40, 32), (space.many // 3, 17, 1))))
     return {"tokens": tokens, "experts": experts, "topk": topk}
 
 

@@ -33,9 +33,9 @@ def spread(draw: st.DrawFn, tokens: int, experts: int, hidden: int) -> dict[str,
 
 
 @st.composite
-def beyond_blocks(draw: st.DrawFn) -> dict[str, Any]:
+def beyond_blocks(draw: st.DrawFn, space: Space) -> dict[str, Any]:
     """One size beyond every block that a kernel may have, the others small."""
-    sizes_ = draw(st.sampled_from(((2100, 3, 2), (600, 9, 5), (5, 4, 5000), (3, 600, 3), (40, 300, 2), (200, 7, 130))))
+    sizes_ = draw(st.sampled_from(((space.many, 3, 2), (space.many // 3, 9, 5), (5, 4, 5000), (3, 600, 3), (40, 300, 2), (200, 7, 130))))
     shape = dict(zip(("tokens", "experts", "hidden"), sizes_, strict=True))
     plain = ("uniform", "ragged", "skewed", "sparse", "last_token")
     return shape | {"topk": draw(st.integers(1, 3)), "spread": draw(st.sampled_from(plain)), "seed": draw(st.integers(0, 999))}
@@ -52,7 +52,7 @@ def real(draw: st.DrawFn) -> dict[str, Any]:
 
 def shapes(space: Space) -> st.SearchStrategy[dict[str, Any]]:
     """Small maps half of the time; then medium ones, and sizes beyond every block."""
-    kinds = [small(), small(), small(), small(), spread(110, 70, 130), spread(40, 20, 300), beyond_blocks()]
+    kinds = [small(), small(), small(), small(), spread(110, 70, 130), spread(40, 20, 300), beyond_blocks(space)]
     return st.sampled_from([*kinds, *kinds, real()] if space.device == "cuda" else kinds).flatmap(lambda kind: kind)
 
 

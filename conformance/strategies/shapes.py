@@ -15,7 +15,7 @@ from conformance.strategies.space import Space
 
 EDGES = ((1, 1), (31, 4), (32, 32), (33, 3), (65, 16), (1023, 8), (1024, 8), (2048, 4))  # experts and top-k
 # one more than a power of two: a last block that a loop ending too early leaves out
-LONG: dict[str, Any] = {"tokens": 2049, "experts": 5, "topk": 2, "seed": 1}  # seed 1: every token has two experts
+LONG: dict[str, Any] = {"experts": 5, "topk": 2, "seed": 1}  # seed 1: every token has two experts
 WIDE: dict[str, Any] = {"tokens": 33, "experts": 257, "topk": 3, "seed": 1}
 GRADS = {
     **dict.fromkeys(("permute",), "tokens+probs"),
@@ -39,30 +39,34 @@ def shape_cases(function: str, space: Space) -> list[Case]:
 
 
 def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
+    long = LONG | {"tokens": 2049 if space.device == "cuda" else 257}  # an interpreter pays by the step
     if function in ("topk_indices", "topk_routing"):
-        return [{"tokens": 3, "experts": experts, "topk": topk} for experts, topk in REAL_ROUTERS + EDGES] + [LONG]
+        return [{"tokens": 3, "experts": experts, "topk": topk} for experts, topk in REAL_ROUTERS + EDGES] + [long]
     if function == "sort_chunks":
-        counts = (33, 257)
+        counts = (33, 257 if space.device == "cuda" else 65)
         return [{"sizes": tuple(i % 4 for i in range(n)), "order": tuple((i * 7 + 3) % n for i in range(n)), "hidden": 3} for n in counts]
     if function in ("permute", "unpermute"):
         align = {"align": 4} if space.accepts("permute", "align") else {}
-        tall = {"tokens": 257, "experts": 5, "topk": 2, "hidden": 3}
-        return [tall | align, WIDE | align | {"hidden": 3}, {"tokens": 5, "experts": 4, "topk": 2, "hidden": 4097}]
+        return [
+            long | align | {"hidden": 3},
+            WIDE | align | {"hidden": 3},
+            {"tokens": 5, "experts": 4, "topk": 2, "hidden": 4097 if space.device == "cuda" else 513},
+        ]
     if function == "indices_to_multihot":
-        return [LONG, WIDE, {"tokens": 5, "experts": 50, "topk": 33}]
+        return [long, WIDE, {"tokens": 5, "experts": 50, "topk": 33}]
     if function == "multihot_to_indices":
-        return [LONG, WIDE, {"tokens": 5, "experts": 50, "topk": 33, "spread": "all"}]
+        return [long, WIDE, {"tokens": 5, "experts": 50, "topk": 33, "spread": "all"}]
     if function == "pad_routing_map":
-        return [LONG | {"align": 16, "spread": "sparse"}, WIDE | {"align": 16}]
+        return [long | {"align": 16, "spread": "sparse"}, WIDE | {"align": 16}]
     if function == "drop_tokens":
         more: list[dict[str, Any]] = [{"policy": "position"}] if space.accepts(function, "drop_policy") else []
         more += [{"pad": True, "values": "ties"}] if space.accepts(function, "pad_to_capacity") else []
-        return [LONG | {"capacity": 700} | how for how in ({}, {"values": "ties"}, *more)] + [WIDE | {"capacity": 1}]
+        return [long | {"capacity": 65} | how for how in ({}, {"values": "ties"}, *more)] + [WIDE | {"capacity": 1}]
     if function == "load_balancing_loss":
-        return [LONG, LONG | {"sequences": 3, "total": "device"}, WIDE]
+        return [long, long | {"sequences": 3, "total": "device"}, WIDE]
     if function in ("aux_loss_scores", "z_loss"):
         padded = {"padding": 3} if space.accepts(function, "padding_mask") else {}
-        return [LONG | padded, WIDE | padded]
+        return [long | padded, WIDE | padded]
     if function == "gate":
         return [{"tokens": 257, "hidden": 129, "experts": 65}]
     return []

@@ -27,6 +27,11 @@ class Space:
     not_differentiable: frozenset[str] = frozenset()  # functions that are declared so
     contiguous_only: frozenset[str] = frozenset()  # likewise
 
+    @property
+    def many(self) -> int:
+        """Tokens that are more than one block, or one program's share, of any kernel; in an interpreter, which pays by the step, fewer."""
+        return 2100 if self.device == "cuda" else 260
+
     def accepts(self, function: str, setting: str) -> bool:
         return setting not in self.without.get(function, frozenset())
 
