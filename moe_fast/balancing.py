@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from moe_fast import tuning
 from moe_fast.backend import integers, launch_on
 from moe_fast.kernels import balancing as kernels
-from moe_fast.routing import accumulator, check_computed, check_rows, number_bits
+from moe_fast.routing import EXACT, accumulator, check_computed, check_rows, number_bits
 from moe_fast.tuning import ceil_div, power_of_two
 from moe_ref.config import (
     AuxScores,
@@ -167,6 +167,7 @@ class _BalancingLoss(torch.autograd.Function):
                 BLOCK_R=sizes.balance.tokens,
                 BLOCK_C=sizes.balance.columns,
                 num_warps=sizes.balance.num_warps,
+                **EXACT,
             )
             loss, factor = _finish(partial, None, total, coeff)
         ctx.shape, ctx.dtype = scores.shape, scores.dtype

@@ -17,6 +17,9 @@ from moe_ref.config import Routed, TopK, check_topk_routing, require
 
 LOGITS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of logits, scores and bias
 MAX_EXPERTS, MAX_TOPK = 2048, 32  # a row stays in registers; every slot is a round
+# The compiler may compute a key twice, for two layouts. With a product and a sum fused in one of them only, they differ by a bit, and a
+# maximum is not found again among the keys it was taken of: a round is lost.
+EXACT = {"enable_fp_fusion": False}
 
 
 def topk_indices(
@@ -163,6 +166,7 @@ def _choose(logits: Tensor, bias: Tensor | None, given: Tensor | None, settings:
             BLOCK_G=block_groups,
             BLOCK_S=block_size,
             num_warps=rows.tile_warps(block_groups * block_size),
+            **EXACT,
         )
     return probs, choice
 
