@@ -57,7 +57,7 @@ def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
     if function == "multihot_to_indices":
         return [long, WIDE, {"tokens": 5, "experts": 50, "topk": 33, "spread": "all"}]
     if function == "pad_routing_map":
-        return [long | {"align": 16, "spread": "sparse"}, WIDE | {"align": 16}]
+        return [long | {"align": 256, "spread": "sparse"}, WIDE | {"align": 16}]
     if function == "drop_tokens":
         more: list[dict[str, Any]] = [{"policy": "position"}] if space.accepts(function, "drop_policy") else []
         more += [{"pad": True, "values": "ties"}] if space.accepts(function, "pad_to_capacity") else []
