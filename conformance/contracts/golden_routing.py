@@ -77,6 +77,10 @@ TOPK_ROUTING: Golden = {
         Problem("topk_routing", {"logits": GROUPS}, {"topk": 4, "num_groups": 2, "group_topk": 1}),
         {"routing_map": _map([0, 0, 0, 0, 1, 1, 1, 1]), "probs": _near([0, 0, 0, 0, *OF_GROUP_TWO])},
     ),
+    "groups_nearer_than_bf16_can_tell": (  # 2 against 2.001953125
+        Problem("topk_routing", {"logits": _floats([1.5, 0.5, 1.5, 0.501953125])}, {"topk": 2, "num_groups": 2, "group_topk": 1}),
+        {"routing_map": _map([0, 0, 1, 1])},
+    ),
     "minus_infinity_weighs_nothing": (
         Problem("topk_routing", {"logits": _floats([NONE, 2, NONE])}, {"topk": 2}),
         {"probs": _near([0, 1, 0])},

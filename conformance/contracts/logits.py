@@ -70,7 +70,7 @@ def _drawn(case: LogitsCase, kind: torch.dtype) -> np.ndarray:
     if case.function == "sinkhorn_routing":
         plain = plain / 8  # an uneven plan takes thousands of rounds
     if case.spread == "ties":
-        return (noise % 5 - 2) / 2
+        return (noise % 5 - 2) / 2 * np.where((noise >> 8) % 2 == 0, 1.0, -1.0)  # zeros of both signs
     if case.spread == "near":  # a few units in the last place apart
         return noise % 3 + 1 + (noise >> 8) % 8 * (2.0**-22 if fine else 2.0**-6)
     if case.spread == "negative":  # a Sinkhorn plan of less than exp(-9) creeps for millions of rounds

@@ -41,7 +41,9 @@ def shape_cases(function: str, space: Space) -> list[Case]:
 def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
     long = LONG | {"tokens": 2049 if space.device == "cuda" else 257}  # an interpreter pays by the step
     if function in ("topk_indices", "topk_routing"):
-        return [{"tokens": 3, "experts": experts, "topk": topk} for experts, topk in REAL_ROUTERS + EDGES] + [long]
+        plain = [{"tokens": 3, "experts": experts, "topk": topk} for experts, topk in REAL_ROUTERS + EDGES]
+        limited = space.accepts(function, "num_groups") and space.accepts(function, "group_topk")
+        return [*plain, long, *([{"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5}] if limited else [])]
     if function == "sort_chunks":
         counts = (33, 257 if space.device == "cuda" else 65)
         return [{"sizes": tuple(i % 4 for i in range(n)), "order": tuple((i * 7 + 3) % n for i in range(n)), "hidden": 3} for n in counts]
