@@ -53,26 +53,7 @@ def interleaved(versions: Mapping[str, Callable[[], object]], blocks: int, reps:
 
 def replayed(versions: Mapping[str, Callable[[], object]], blocks: int, reps: int) -> dict[str, float]:
     """Microseconds of a call in a CUDA graph of `GRAPH_CALLS` calls, which hides the launches; the L2 is as the call before left it."""
-    graphs = {}
-    for name, call in versions.items():
-        call()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            kept = [call() for _ in range(GRAPH_CALLS)]  # no call reuses the memory of one before
-        del kept
-    medians: dict[str, list[float]] = {name: [] for name in versions}
-    for _ in range(blocks):
-        for name, graph in graphs.items():
-            pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(reps)]
-            graph.replay()
-            for begin, end in pairs:
-                begin.record()
-                graph.replay()
-                end.record()
-            torch.cuda.synchronize()
-            medians[name].append(statistics.median(begin.elapsed_time(end) for begin, end in pairs))
-    return {name: statistics.median(times) * 1e3 / GRAPH_CALLS for name, times in medians.items()}
+    return rotated({name: [call] * GRAPH_CALLS for name, call in versions.items()}, blocks, reps)
 
 
 def rotated(versions: Mapping[str, list[Callable[[], object]]], blocks: int, reps: int) -> dict[str, float]:

@@ -56,7 +56,7 @@ _DECLARED: dict[str, dict[str, Any]] = {
     "pad_routing_map": _COPY,
     "indices_to_multihot": {**_COPY, "unchecked": ("indices",)},
     "multihot_to_indices": _COPY,
-    "route": {**_COMPUTED, "unchecked": ("replay_target",)},
+    "route": {"accumulator": "float32", "deterministic": True, "unchecked": ("replay_target",)},
     "topk_indices": {**_CHOICE, "unchecked": ("precomputed_indices",)},
     "topk_routing": {**_CHOICE, "unchecked": ("precomputed_indices",)},
     "aux_loss_scores": _CHOICE,

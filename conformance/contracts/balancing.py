@@ -19,6 +19,8 @@ from moe_ref.balancing import aux_loss_scores, sinkhorn_routing, z_loss
 from moe_ref.rounding import accumulator_dtype
 from moe_ref.scores import EPSILON
 
+SINKHORN_STOP = 1e-4  # mean change of d1: moe_ref.balancing.sinkhorn_routing
+
 
 def aux_scores(x: Running, function: str) -> tuple[Running, Running]:
     """The raw scores and those that the losses see."""
@@ -175,23 +177,32 @@ class SinkhornRouting(_OfLogits):
 
     @staticmethod
     def _plan(logits: Tensor, dtype: torch.dtype) -> Running:
-        """The plan in float32 and one more iteration away: where both agree on the K best, there is no doubt."""
-        wide = logits.double()
-        cost = wide.exp()
-        d1, change, before = torch.ones(logits.shape[1], dtype=torch.float64), torch.inf, torch.ones(logits.shape[1], dtype=torch.float64)
-        d0 = torch.ones(len(logits), dtype=torch.float64)
-        plans: list[Tensor] = []
-        while change > 0.5e-4 and len(plans) < 10000:  # the stop is a comparison too: plans from a little before to a little after it are right
+        """Every plan at which an honest computation may stop, as one interval: the stop is a comparison, and rounded like the rest.
+
+        Where its own error hides the stop, nothing is known, and every key is NaN.
+        """
+        cost = Running.of(logits, dtype).exp()
+        one = cost.constant(1.0)
+        rows, columns = one / float(max(len(logits), 1)), one / float(logits.shape[1])
+        d1 = Running(torch.ones(1, logits.shape[1], dtype=torch.float64), torch.zeros(1, logits.shape[1], dtype=torch.float64), dtype)
+        lows, highs = [], []
+        while True:
             before = d1
-            d0 = 1 / max(len(logits), 1) / ((cost * d1).sum(1) + 1e-8)
-            d1 = 1 / logits.shape[1] / ((cost * d0[:, None]).sum(0) + 1e-8)
-            change = float((before - d1).abs().mean())
-            if change <= 2e-4 or change != change:
-                plans.append(d1 * cost * d0[:, None])
-        stacked = torch.stack(plans or [cost])
-        middle = (stacked.amax(0) + stacked.amin(0)) / 2
-        spread = (stacked.amax(0) - stacked.amin(0)) / 2
-        return Running(middle, spread + middle.abs() * 1e-4, dtype)
+            d0 = rows / ((cost * d1).sum(1) + 1e-8)
+            d1 = columns / ((cost * d0).sum(0) + 1e-8)
+            step = before - d1
+            change = Running(step.value.abs(), step.error, dtype).sum(1) / float(logits.shape[1])
+            value, error = float(change.value), float(change.error)
+            if not error < SINKHORN_STOP:
+                return Running(torch.full_like(cost.value, torch.nan), torch.zeros_like(cost.value), dtype)
+            if value - error <= SINKHORN_STOP:
+                plan = d1 * cost * d0
+                lows.append(plan.value - plan.error)
+                highs.append(plan.value + plan.error)
+            if value + error <= SINKHORN_STOP:
+                break
+        low, high = torch.stack(lows).amin(0), torch.stack(highs).amax(0)
+        return Running((low + high) / 2, (high - low) / 2, dtype)
 
     @staticmethod
     def _gradient(problem: Problem, chosen: Tensor, activation: Running, dtype: torch.dtype) -> Bounded:

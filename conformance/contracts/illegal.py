@@ -133,7 +133,10 @@ RULES: dict[str, dict[str, Rule]] = {
         "mask_too_long": _added("padding_mask", torch.zeros(3, dtype=torch.bool)),
     },
     "attach_loss": {"scale_infinite": _setting("scale", float("inf"))},
-    "route": {},
+    "route": {
+        "batch_size_no_divisor": _setting("batch_size", 3),
+        "mask_too_long": _added("padding_mask", torch.zeros(3, dtype=torch.bool)),
+    },
     "update_expert_bias": {
         "counts_too_many": _one_more("tokens_per_expert"),
         "bias_in_half": _in_half("expert_bias"),

@@ -1,6 +1,7 @@
 """topk_indices and topk_routing: the choice by the rule of margins, weights and gradients given the candidate's own choice."""
 
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -165,10 +166,15 @@ class _TopK(Contract[LogitsCase]):
         dtype = accumulator_of(declared, logits.dtype)
         choice = self.choice(problem, dtype, declared.get("tie_rule") == "lowest_index")
         right: dict[str, Expectation] = {self.primary: choice}
-        right["probs"] = Given(self._weights(problem, choice.value, dtype).value, lambda out: self._weights(problem, out[self.primary], dtype))
+        right["probs"] = self._given(choice.value, lambda chosen: self._weights(problem, chosen, dtype))
         if problem.wanted:
-            right["d_logits"] = Given(self._gradient(problem, choice.value, dtype).value, lambda out: self._gradient(problem, out[self.primary], dtype))
+            right["d_logits"] = self._given(choice.value, lambda chosen: self._gradient(problem, chosen, dtype))
         return right
+
+    def _given(self, choice: Tensor, judge_by: Callable[[Tensor], Bounded]) -> Given:
+        """What is right given the candidate's choice; worked out again only where that is not the reference's."""
+        own = judge_by(choice)
+        return Given(own.value, lambda out: own if torch.equal(out[self.primary].long(), choice.long()) else judge_by(out[self.primary]))
 
     def _oracle(self, problem: Problem, index: Tensor) -> tuple[Tensor, Tensor]:
         """The float64 weights [T,K] of these experts, and the logits to differentiate them by."""
@@ -177,11 +183,13 @@ class _TopK(Contract[LogitsCase]):
         settings = problem.settings | {"precomputed_indices": index} | ({} if bias is None else {"expert_bias": bias.double()})
         return topk_indices(x, **settings).probs, x
 
+    @abstractmethod
     def _weights(self, problem: Problem, observed: Tensor, dtype: torch.dtype) -> Bounded:
-        raise NotImplementedError
+        """The right weights of the observed choice."""
 
+    @abstractmethod
     def _gradient(self, problem: Problem, observed: Tensor, dtype: torch.dtype) -> Bounded:
-        raise NotImplementedError
+        """The right gradient of the logits, given the observed choice."""
 
     def _bounded_gradient(self, problem: Problem, chosen: Tensor, cotangent_TE: Tensor, value: Tensor, dtype: torch.dtype) -> Bounded:
         logits = problem.required["logits"]
