@@ -44,6 +44,7 @@ class Poison:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._storages: list[Tensor] = []
+        self._bodies: dict[int, tuple[int, int]] = {}  # of a guarded storage, by its address: the first byte between the guards, and the end
 
     def __enter__(self) -> "Poison":
         global _active
@@ -69,9 +70,16 @@ class Poison:
             out = body.set_(whole.untyped_storage(), offset, fresh.shape, fresh.stride())
         finally:
             _active = self
+        start = whole.untyped_storage().data_ptr()
+        self._bodies[start] = (start + GUARD_BYTES, start + GUARD_BYTES + size)
         self._storages.append(whole[:GUARD_BYTES])
         self._storages.append(whole[GUARD_BYTES + size :])
         return out.requires_grad_(fresh.requires_grad)
+
+    def body(self, x: Tensor) -> tuple[int, int]:
+        """The address of the first byte of a tensor's storage and the end of it, its guards left out."""
+        storage = x.untyped_storage()
+        return self._bodies.get(storage.data_ptr(), (storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
 
     def overrun(self) -> bool:
         """Whether some guard has been written to."""

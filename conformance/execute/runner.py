@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from conformance.contracts.base import Opaque, Problem
+from conformance.execute.addresses import Addresses
 from conformance.execute.poison import Poison
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Finding, judge
@@ -78,7 +79,7 @@ class Runner:
         """
         placed = self._place(problem, storage)
         self.placed = placed
-        with Poison(poison or self.poison) as memory:
+        with Poison(poison or self.poison) as memory, Addresses(memory) as addresses:
             opaque = self._produce(problem) if problem.producer else None
             started = time.perf_counter()
             try:
@@ -94,6 +95,8 @@ class Runner:
                 torch.cuda.synchronize()
             self.outcome.seconds_implementation += time.perf_counter() - started
         self.outcome.evaluations += 1
+        if addresses.outside:
+            raise Misbehaved("memory", "memory", addresses.outside)
         if memory.overrun():
             raise Misbehaved("memory", "memory", "wrote outside the memory it had allocated")
         masters = (replay or problem).tensors
