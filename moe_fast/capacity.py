@@ -12,7 +12,7 @@ from moe_fast import tuning
 from moe_fast.backend import bits, check_device, integers, launch_on
 from moe_fast.kernels import capacity as kernels
 from moe_fast.tuning import ceil_div, power_of_two
-from moe_ref.config import Routed, check_drop_tokens, is_count, is_number, require
+from moe_ref.config import Routed, check_drop_tokens, check_expert_capacity
 
 KEY_BITS = {1: 9, 2: 17, 4: 32, 8: 64}  # of the keys of probs of so many bytes: one more, where there is one, for what is not routed
 
@@ -25,10 +25,7 @@ def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_fa
 
     Source: moe_utils.get_capacity.
     """
-    require(is_count(num_tokens) and num_tokens >= 0, "num_tokens", num_tokens, "an integer ≥ 0")
-    require(is_count(num_experts) and num_experts >= 1, "num_experts", num_experts, "a positive integer")
-    require(is_count(topk) and topk >= 1, "topk", topk, "a positive integer")
-    require(is_number(capacity_factor) and capacity_factor > 0, "capacity_factor", capacity_factor, "a positive number")
+    check_expert_capacity(num_tokens, num_experts, topk, capacity_factor)
     return min(ceil(Fraction(num_tokens * topk, num_experts) * Fraction(str(capacity_factor))), num_tokens)
 
 

@@ -9,7 +9,18 @@ from torch import Tensor
 from moe_fast.balancing import attach_loss, aux_loss_scores, load_balancing_loss, update_expert_bias, z_loss
 from moe_fast.capacity import drop_tokens, expert_capacity
 from moe_fast.routing import topk_indices, topk_routing
-from moe_ref.config import MoEConfig, Routed, RouteOutput, RouterLosses, RouterState, check_logits, check_padding_mask, check_route, require
+from moe_ref.config import (
+    MoEConfig,
+    Routed,
+    RouteOutput,
+    RouterLosses,
+    RouterState,
+    check_logits,
+    check_padding_mask,
+    check_route,
+    check_state_tensors,
+    require,
+)
 
 Sum = Callable[[Tensor], Tensor]
 STATE = tuple(name for name in RouterState._fields if name != "replay_queue")
@@ -42,10 +53,7 @@ def state_from(tensors: Mapping[str, Tensor]) -> RouterState:
     Raises:
         ValueError: a tensor is missing, or one that is learnt in small steps is not float32.
     """
-    for name in STATE:
-        require(name in tensors, "tensors", f"without {name}", f"with {', '.join(STATE)}")
-        if tensors[name].is_floating_point():
-            require(tensors[name].dtype == torch.float32, name, f"of dtype {tensors[name].dtype}", "float32")
+    check_state_tensors(tensors)
     queue = tuple(tensors[f"replay_queue.{i}"] for i in range(len(tensors) - len(STATE)))
     return RouterState(**{name: tensors[name] for name in STATE}, replay_queue=queue)
 

@@ -18,9 +18,11 @@ from moe_ref.config import (
     check_float,
     check_load_balancing_loss,
     check_logits,
+    check_loss_scale,
     check_padding_mask,
     check_score_function,
     check_topk,
+    check_update_expert_bias,
     is_number,
     require,
 )
@@ -143,7 +145,7 @@ def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
 
     Source: moe_utils.MoEAuxLossAutoScaler, where scale is a global of the process.
     """
-    require(is_number(scale), "scale", scale, "a number")
+    check_loss_scale(scale)
     return _AttachLoss.apply(x, loss, scale)
 
 
@@ -165,11 +167,7 @@ def update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, *, update
 
     Source: moe_utils.get_updated_expert_bias.
     """
-    require(expert_bias.dtype in (torch.float32, torch.float64), "expert_bias", f"of dtype {expert_bias.dtype}", "float32: a lower precision loses the steps")
-    require(expert_bias.dim() == 1, "expert_bias", f"of shape {tuple(expert_bias.shape)}", "[experts]")
-    shape = tuple(tokens_per_expert.shape)
-    require(shape == tuple(expert_bias.shape), "tokens_per_expert", f"of shape {shape}", f"of shape {tuple(expert_bias.shape)}, as expert_bias")
-    require(is_number(update_rate) and update_rate >= 0, "update_rate", update_rate, "a number ≥ 0")
+    check_update_expert_bias(expert_bias, tokens_per_expert, update_rate)
     count = tokens_per_expert.double()  # exact below 2⁵³, and so is the comparison E · c with Σ c
     direction = (count.sum() - len(count) * count).sign()
     return expert_bias + update_rate * direction.to(expert_bias.dtype)

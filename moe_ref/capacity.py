@@ -9,7 +9,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from moe_ref.config import Routed, check_drop_tokens, is_count, is_number, require
+from moe_ref.config import Routed, check_drop_tokens, check_expert_capacity
 
 
 def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float) -> int:
@@ -24,10 +24,7 @@ def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_fa
     Source: moe_utils.get_capacity, which computes in floating point and does not stop at T: with pad-to-capacity, Megatron's
     first permute then raises.
     """
-    require(is_count(num_tokens) and num_tokens >= 0, "num_tokens", num_tokens, "an integer ≥ 0")
-    require(is_count(num_experts) and num_experts >= 1, "num_experts", num_experts, "a positive integer")
-    require(is_count(topk) and topk >= 1, "topk", topk, "a positive integer")
-    require(is_number(capacity_factor) and capacity_factor > 0, "capacity_factor", capacity_factor, "a positive number")
+    check_expert_capacity(num_tokens, num_experts, topk, capacity_factor)
     return min(ceil(Fraction(num_tokens * topk, num_experts) * Fraction(str(capacity_factor))), num_tokens)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ref.config import check_gate, is_number, require
+from moe_ref.config import check_gate, check_jitter
 from moe_ref.rounding import round_to
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -63,5 +63,5 @@ def jitter(x_TH: Tensor, *, eps: float) -> Tensor:
 
     Source: TopKRouter.apply_input_jitter, which also jitters in evaluation.
     """
-    require(is_number(eps) and 0 <= eps < 1, "eps", eps, "a number from 0 to 1, 1 excluded")
+    check_jitter(eps)
     return x_TH * (1 - eps + 2 * eps * torch.rand_like(x_TH))

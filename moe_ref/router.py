@@ -33,6 +33,7 @@ from moe_ref.config import (
     check_logits,
     check_padding_mask,
     check_route,
+    check_state_tensors,
     check_topk_routing,
     require,
 )
@@ -71,11 +72,8 @@ def state_from(tensors: Mapping[str, Tensor]) -> RouterState:
         ValueError: a tensor is missing, or expert_bias, beta or quantile_sum is not float32: a wrapper that casts every buffer to
             bf16 has been at them, and their small steps would be lost.
     """
+    check_state_tensors(tensors)
     plain = [name for name in RouterState._fields if name != "replay_queue"]
-    for name in plain:
-        require(name in tensors, "tensors", f"without {name}", f"with {', '.join(plain)}")
-        if tensors[name].is_floating_point():
-            require(tensors[name].dtype == torch.float32, name, f"of dtype {tensors[name].dtype}", "float32")
     queued = len(tensors) - len(plain)
     return RouterState(**{name: tensors[name] for name in plain}, replay_queue=tuple(tensors[f"replay_queue.{i}"] for i in range(queued)))
 

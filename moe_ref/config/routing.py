@@ -1,7 +1,9 @@
 """The router: results, and the rules that make a call illegal."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from moe_ref.config.moe import MoEConfig
@@ -194,3 +196,39 @@ def check_route(logits: Tensor, config: MoEConfig, batch_size: int, replay: str,
     require(replay == "none" or plain, "replay", repr(replay), f"none with {config.moe_router_load_balancing_type}, which has no indices to replay")
     require((replay_target is not None) == (replay == "forward"), "replay_target", "missing or not wanted", "given with replay='forward', and only then")
     require(replay != "backward" or queued > 0, "replay", "backward with an empty queue", "preceded by as many forward replays")
+
+
+def check_jitter(eps: float) -> None:
+    """`eps` is a number from 0 to 1, 1 excluded."""
+    require(is_number(eps) and 0 <= eps < 1, "eps", eps, "a number from 0 to 1, 1 excluded")
+
+
+def check_loss_scale(scale: float) -> None:
+    """`scale` is a plain finite number."""
+    require(is_number(scale), "scale", scale, "a number")
+
+
+def check_expert_capacity(num_tokens: int, num_experts: int, topk: int, capacity_factor: float) -> None:
+    """The rules of `expert_capacity`."""
+    require(is_count(num_tokens) and num_tokens >= 0, "num_tokens", num_tokens, "an integer ≥ 0")
+    require(is_count(num_experts) and num_experts >= 1, "num_experts", num_experts, "a positive integer")
+    require(is_count(topk) and topk >= 1, "topk", topk, "a positive integer")
+    require(is_number(capacity_factor) and capacity_factor > 0, "capacity_factor", capacity_factor, "a positive number")
+
+
+def check_update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, update_rate: float) -> None:
+    """The rules of `update_expert_bias`."""
+    require(expert_bias.dtype in (torch.float32, torch.float64), "expert_bias", f"of dtype {expert_bias.dtype}", "float32: a lower precision loses the steps")
+    require(expert_bias.dim() == 1, "expert_bias", f"of shape {tuple(expert_bias.shape)}", "[experts]")
+    shape = tuple(tokens_per_expert.shape)
+    require(shape == tuple(expert_bias.shape), "tokens_per_expert", f"of shape {shape}", f"of shape {tuple(expert_bias.shape)}, as expert_bias")
+    require(is_number(update_rate) and update_rate >= 0, "update_rate", update_rate, "a number ≥ 0")
+
+
+def check_state_tensors(tensors: Mapping[str, Tensor]) -> None:
+    """Every tensor of a `RouterState` is there, and what is learnt in small steps is float32."""
+    names = [name for name in RouterState._fields if name != "replay_queue"]
+    for name in names:
+        require(name in tensors, "tensors", f"without {name}", f"with {', '.join(names)}")
+        if tensors[name].is_floating_point():
+            require(tensors[name].dtype == torch.float32, name, f"of dtype {tensors[name].dtype}", "float32")
