@@ -1,6 +1,7 @@
 """Routers that differ in what the contract leaves open are accepted, those that differ in anything else are not."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from conformance.registry import CONTRACTS
 from conformance.strategies.covering import covering_cases
 from conformance.strategies.draw import drawn, strategy
 from conformance.strategies.space import Space
+from moe_ref import balancing
 from tests.variants import ROUTERS
 from tests.variants.routers import How, ascending, make
 
@@ -77,3 +79,27 @@ def test_a_router_that_is_wrong_in_one_place_is_found_there(case, how, output):
     outcomes = [evaluate(replace(case, seed=seed), Implementation(make(how), "here")) for seed in range(8)]
     found = {x.finding["output"] for x in outcomes if x.status == "FAIL"}
     assert output in found
+
+
+def by_activations(logits, *, topk, training=True):
+    return balancing.sinkhorn_routing(logits, topk=topk, training=False)
+
+
+def by_one_round(logits, *, topk, training=True):
+    if not training:
+        return balancing.sinkhorn_routing(logits, topk=topk, training=False)
+    cost = logits.detach().float().exp()
+    share = 1 / len(cost) / (cost.sum(1) + 1e-8)  # what Megatron adds to each sum
+    plan = cost * share[:, None] / ((cost * share[:, None]).sum(0) + 1e-8) / cost.shape[1]
+    right = balancing.sinkhorn_routing(logits, topk=topk, training=True)
+    routing_map = torch.zeros_like(plan, dtype=torch.bool).scatter(1, plan.topk(topk, dim=1).indices, True)
+    activation = torch.sigmoid(logits) if topk == 1 else torch.softmax(logits, -1)
+    return right._replace(probs=torch.where(routing_map, activation, 0), routing_map=routing_map)
+
+
+@pytest.mark.parametrize("plan", [by_activations, by_one_round])
+def test_a_sinkhorn_plan_that_is_not_balanced_is_found(plan):
+    cases = [LogitsCase(function="sinkhorn_routing", tokens=16, experts=6, topk=4, seed=seed) for seed in range(12)]
+    outcomes = [evaluate(case, Implementation(SimpleNamespace(sinkhorn_routing=plan), "here")) for case in cases]
+    assert {(x.status, (x.finding or {}).get("output")) for x in outcomes} & {("FAIL", "routing_map")}
+    assert all(evaluate(case, load("moe_ref")).status == "PASS" for case in cases)

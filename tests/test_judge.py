@@ -251,7 +251,7 @@ def blind_to_places(output, expected, observed):
 
 
 def blind_within_a_tenth(output, expected, observed):
-    return None if torch.allclose(observed, expected.value, rtol=0.1) else judge(output, expected, observed)
+    return None if torch.allclose(observed, expected.value, rtol=0.1) else judge(output, expected, observed)  # why: its fault is to be so generous
 
 
 @pytest.mark.parametrize(

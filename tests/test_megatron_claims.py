@@ -174,7 +174,7 @@ def test_probs_on_input_let_padding_rows_add_their_biases(groups, bias, on_input
         p, expert = probs[t, e], experts.local_experts[e]
         expected[t] += (expert(p * x[t : t + 1], torch.ones(1)) if on_input else expert(x[t : t + 1], p[None]))[0][0]
     assert (routing_map & (probs == 0)).any()
-    assert torch.allclose(output, expected, atol=1e-4) == right
+    assert torch.allclose(output, expected, atol=1e-4) == right  # why: float32 sums of about 1 in another order; a weight left out changes them by 1e-2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")
@@ -270,7 +270,7 @@ def test_replayed_indices_bypass_groups_and_the_weights_forget_the_bias():
     probs, routing_map = moe_utils.topk_routing_with_score_function(logits, 2, **how, router_replay=replay)
     scores = logits[0, [0, 7]].sigmoid()
     assert rows_of(routing_map[0]) == {0, 7}  # in groups 0 and 3
-    assert torch.allclose(probs[0, [0, 7]], scores / scores.sum())
+    assert torch.allclose(probs[0, [0, 7]], scores / scores.sum())  # why: float32 in another order; the claim is about tens of per cent
 
 
 # H10: what the balancing loss describes
@@ -373,7 +373,9 @@ def test_too_few_experts_in_the_kept_groups_route_to_an_expert_of_another_group(
     third, *best = sorted(rows_of(routing_map[0]))
     assert best == [6, 7] and third < 5  # which one is a matter of ties; it is not expert 5, the third best
     chosen = [third, 6, 7]
-    assert torch.allclose(probs[0, chosen], torch.tensor([float(w) for w in weights(logits[0, chosen])]), equal_nan=True)
+    assert torch.allclose(
+        probs[0, chosen], torch.tensor([float(w) for w in weights(logits[0, chosen])]), equal_nan=True
+    )  # why: float32 in another order; the claim is about tens of per cent
 
 
 # H13, H17, H20: configuration, and what 0.16.1 does not have
@@ -614,7 +616,7 @@ def test_the_per_token_sequence_loss_is_not_multiplied_by_the_batch(monkeypatch)
         torch.manual_seed(1)
         top_k_router(**chosen)(torch.randn(5, 3, 8))
     loss, scaled = attached
-    assert torch.allclose(scaled, 5 * loss)  # 15 tokens
+    assert torch.allclose(scaled, 5 * loss)  # 15 tokens  # why: float32; the claim is a factor of 15 or 5
 
 
 def test_sinkhorn_is_nan_from_a_logit_of_89_on():

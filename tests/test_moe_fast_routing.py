@@ -74,6 +74,7 @@ def noise(like: Tensor, seed: int = 3) -> Tensor:
 def assert_near(got: Tensor, right: Tensor) -> None:
     """Within the rounding of the dtype, and of float32, of the largest number there is."""
     assert (got.dtype, got.shape) == (right.dtype, right.shape)
+    # why: one rounding to the result's dtype, and a few in the accumulator; the suite itself judges by derived bounds
     roundoff = torch.finfo(got.dtype).eps + 8 * (0 if got.dtype == torch.float64 else torch.finfo(torch.float32).eps) + 8 * torch.finfo(torch.float64).eps
     bound = roundoff * max(1.0, right.double().abs().amax().item() if right.numel() else 0.0)
     assert torch.allclose(got.double(), right.double(), rtol=0, atol=bound, equal_nan=True), (got.double() - right.double()).abs().max() / bound
@@ -167,6 +168,7 @@ def test_the_root_of_a_tiny_softplus_is_that_of_the_exponential():
     probs = moe_fast.topk_indices(logits, topk=1, score_function="sqrtsoftplus").probs
     (gradient,) = torch.autograd.grad(probs.sum(), logits)
     right = (logits.detach().double() / 2).exp()
+    # why: exp multiplies the half unit of its argument's rounding by the argument, up to 160
     assert torch.allclose(probs.double(), right, rtol=torch.finfo(torch.float32).eps * 200, atol=0)
     assert torch.allclose(gradient.double(), right / 2, rtol=torch.finfo(torch.float32).eps * 200, atol=0)
 
