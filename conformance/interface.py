@@ -26,6 +26,7 @@ VOCABULARY = {
     "accumulator": "dtype that sums are taken in: 'float32' (the default) or 'storage'",
     "reduction_order": "in words; printed, not tested",
     "tie_rule": "of equal keys, which is chosen: 'lowest_index', or, by default, any",
+    "scale_arithmetic": "of scales that are no powers of two: 'division' (the default), or 'reciprocal', which is rounded once more",
     "deterministic": "bit-equal results on every run: True or False (the default)",
     "differentiable": "gradients through autograd: True (the default) or False",
     "noncontiguous": "accepts inputs of any strides: True (the default) or False",

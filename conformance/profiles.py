@@ -13,6 +13,8 @@ WEIGHT = {
     **dict.fromkeys(("pad_routing_map", "indices_to_multihot", "multihot_to_indices"), 1),
     **dict.fromkeys(("drop_tokens", "aux_loss_scores", "load_balancing_loss", "z_loss"), 1),
     **dict.fromkeys(("gate", "jitter", "attach_loss", "update_expert_bias", "sinkhorn_routing"), 1),
+    "quantize": 1,
+    **dict.fromkeys(("glu", "activation", "grouped_linear", "grouped_dgrad", "grouped_wgrad"), 1),
 }
 
 

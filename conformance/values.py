@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 WIDE = 2**31 + 2**12  # elements between the first and the last row of a wide tensor: past every 32-bit offset
+WIDE_LAYOUTS = ("wide_rows", "wide_columns", "wide_depth")
 BITS = {torch.float32: 12, torch.float16: 11, torch.bfloat16: 8, torch.float64: 12}  # of a payload's integer, its sign apart
 PROB_BITS = {torch.float32: 10, torch.float16: 10, torch.bfloat16: 7, torch.float64: 10}
 DTYPES = {
@@ -65,22 +66,22 @@ def probabilities(seed: int, name: str, shape: tuple[int, ...], dtype: str, zero
 def laid_out(x: Tensor, layout: str) -> Tensor:
     """The same values in another memory layout; what lies between them is garbage.
 
-    Layouts: `contiguous` · `transposed`, the last dimension strided · `strided`, gaps in every dimension · `shifted`, starting
-    one element into its storage, so that no vector load is aligned · `expanded`, stride 0 in the first dimension (the first
-    entry stands for all: the values change) · `wide_rows`, `wide_columns`, the first and last entry of that dimension more
-    than 2³¹ elements apart.
+    Layouts: `contiguous` · `transposed`, the last dimension strided, by swapping the last two where there are two · `strided`,
+    gaps in every dimension · `shifted`, starting one element into its storage, so that no vector load is aligned · `expanded`,
+    stride 0 in the first dimension (the first entry stands for all: the values change) · `wide_rows`, `wide_columns`,
+    `wide_depth`, the first and last entry of the first, second or third dimension more than 2³¹ elements apart.
     """
     if layout == "expanded":
         return x[:1].expand(x.shape) if x.shape[0] else x
     if layout == "transposed":
-        return x.mT.contiguous().mT if x.dim() == 2 else laid_out(x, "strided")
+        return x.mT.contiguous().mT if x.dim() >= 2 else laid_out(x, "strided")
     if layout == "strided":
         sizes, strides = x.shape, [2 * s for s in torch.empty([2 * n for n in x.shape], device="meta").stride()]
         return _in_storage(x, strides, 0, sizes)
     if layout == "shifted":
         return _in_storage(x, list(x.stride()), 1, x.shape)
-    if layout in ("wide_rows", "wide_columns"):
-        dim = 0 if layout == "wide_rows" or x.dim() == 1 else 1
+    if layout in WIDE_LAYOUTS:
+        dim = min(WIDE_LAYOUTS.index(layout), x.dim() - 1)
         strides = list(x.stride())
         strides[dim] = WIDE // max(x.shape[dim] - 1, 1)
         return _in_storage(x, strides, 0, x.shape)

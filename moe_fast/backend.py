@@ -5,6 +5,7 @@ Import this before anything that decorates a kernel: Triton decides at the decor
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,6 +33,19 @@ def check_device(argument: str, tensor: Tensor) -> None:
 def launch_on(tensor: Tensor) -> AbstractContextManager:
     """Triton launches on the current device: make it the tensor's."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+@cache
+def has_descriptors(device: torch.device) -> bool:
+    """Whether kernels move tiles by tensor descriptors there: compiled, with a tensor memory accelerator, from NVIDIA's Hopper on."""
+    if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at a time, if each fills a multiprocessor."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def movable(dtype: torch.dtype) -> bool:

@@ -175,7 +175,7 @@ def _arithmetic(rows: Tensor | None, probs: Tensor | None) -> dict[str, tl.dtype
 
 
 def _move_to_rows(tokens: Tensor, probs: Tensor | None, row_map: RowMap, row_slots: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """rows[row of t] = tokens[t], probs likewise, and zeros in rows without a token; writes the lists of rows, if wanted."""
+    """rows[row of t] = tokens[t], probs likewise, and zeros in rows without a token. Probs move only where the lists of rows are wanted too."""
     sizes = tuning.for_device(tokens.device)
     hidden = tokens.shape[1]
     rows = torch.empty((row_map.num_rows, hidden), dtype=tokens.dtype, device=tokens.device)  # all by permute_kernel: a token's rows, and the gaps
@@ -183,8 +183,7 @@ def _move_to_rows(tokens: Tensor, probs: Tensor | None, row_map: RowMap, row_slo
     programs, parts = row_map.programs(sizes.permute.tokens, sizes.fill)
     columns = ceil_div(hidden, sizes.permute.columns)
     columns = columns if probs is None else max(1, columns)  # the probs move also when the rows are empty
-    listed = probs is not None or row_slots is not None
-    programs += ceil_div(row_map.num_tokens, sizes.list_tokens) if listed else 0
+    programs += 0 if row_slots is None else ceil_div(row_map.num_tokens, sizes.list_tokens)
     if programs * columns == 0:
         return rows, row_probs
     with launch_on(tokens):

@@ -149,8 +149,9 @@ def _balancing_losses(
         found["aux_loss"] = loss("aux_loss", scores, counts, _tokens(counts, topk, padding_mask, len(logits_TE), sum_tp_cp))
     if "seq_aux_loss" in coefficients:
         counts = sum_tp_cp(chosen.view(-1, batch_size * experts).sum(0))
-        tokens = _tokens(counts, topk, padding_mask, len(logits_TE), sum_tp_cp) / batch_size
-        whole = loss("seq_aux_loss", scores.view(-1, batch_size * experts), counts, torch.as_tensor(tokens, device=scores.device))
+        tokens = _tokens(counts, topk, padding_mask, len(logits_TE), sum_tp_cp)
+        of_one = tokens // batch_size if isinstance(tokens, int) else tokens / batch_size
+        whole = loss("seq_aux_loss", scores.view(-1, batch_size * experts), counts, of_one)
         found["seq_aux_loss"] = whole / batch_size
     if "global_aux_loss" in coefficients:
         now = sum_tp_dp_cp(chosen.sum(0))

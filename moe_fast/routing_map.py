@@ -156,7 +156,7 @@ def _gather(dout: Tensor, indices: Tensor) -> Tensor:
     tile = tuning.for_device(indices.device).multihot
     num_tokens, num_slots = indices.shape
     dvalues = torch.empty((num_tokens, num_slots), dtype=dout.dtype, device=dout.device)  # all by multihot_backward_kernel
-    if num_tokens * num_slots == 0:
+    if dvalues.numel() == 0:
         return dvalues
     with launch_on(dout):
         kernels.multihot_backward_kernel[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(num_slots, tile.columns))](

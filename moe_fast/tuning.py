@@ -20,6 +20,23 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class Walk(Tile):
+    """Tiles side by side, so many of which are one program's; it loads so many at once."""
+
+    steps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Tiles of quantization; no smaller than a block."""
+
+    rows: Walk  # blocks along rows alone
+    columns: Walk  # along columns, in both directions, or square; block scaling has tiles as high as its blocks
+    groups: Walk  # a scale for each group; also what dequantizes rows
+
+
+@dataclass(frozen=True)
 class WholeRows:
     """Tiles of whole rows: as many tokens as keep the tile within `elements`, but no more than `tokens`."""
 
@@ -75,6 +92,41 @@ class Fill:
 
 
 @dataclass(frozen=True)
+class GroupedTile:
+    """One [rows, columns] tile of a product, and how deep a step of its sum is."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """grouped_linear and its gradients: programs stay, and take one tile after the other."""
+
+    by_rows: tuple[GroupedTile, ...]  # each for experts that have, on average, as many rows as it has; the last for more
+    wide: GroupedTile  # elements of four bytes and more, which have no matrix unit that keeps all their bits
+    wgrad: GroupedTile  # [outputs, inputs], as many rows deep
+    wgrad_wide: GroupedTile
+    sums: Tile  # of an expert's rows
+    plan_tiles: int  # tiles that a program of the plan writes at once
+    flatten: bool  # with descriptors, make one loop of that over tiles and that over depth; loads by pointers would come one by one
+    programs: int | None  # None: one for each multiprocessor
+
+    def tile(self, rows: int, experts: int, itemsize: int) -> GroupedTile:
+        """The tile for so many rows of so many experts."""
+        if itemsize > 2:
+            return self.wide
+        return next((tile for tile in self.by_rows if rows <= tile.rows * experts), self.by_rows[-1])
+
+    def wgrad_tile(self, itemsize: int) -> GroupedTile:
+        """The tile of the weight's gradient."""
+        return self.wgrad if itemsize <= 2 else self.wgrad_wide
+
+
+@dataclass(frozen=True)
 class Tuning:
     """The sizes of every kernel family."""
 
@@ -100,6 +152,10 @@ class Tuning:
     loss_step: int  # partial sums that are added together
     drop: Tile
     drop_column: Tile  # the tokens of some experts at once; more are walked over for every bit of the key
+    grouped: Grouped
+    activation: Tile  # columns of the result
+    activation_backward: Tile  # likewise; a program walks along its rows
+    quantize: Quantize
 
 
 # Measured on an H200 (docs/results/permutation-h200.md): small programs, so that many on a multiprocessor wait for their lists at once.
@@ -137,6 +193,27 @@ GPU = Tuning(
     loss_step=1024,
     drop=Tile(tokens=64, columns=32, num_warps=4),
     drop_column=Tile(tokens=8192, columns=1, num_warps=8),
+    grouped=Grouped(
+        by_rows=(
+            GroupedTile(rows=16, columns=128, depth=128, num_warps=4, num_stages=4),
+            GroupedTile(rows=64, columns=128, depth=64, num_warps=4, num_stages=4),
+            GroupedTile(rows=128, columns=256, depth=64, num_warps=8, num_stages=3),
+        ),
+        wide=GroupedTile(rows=64, columns=64, depth=32, num_warps=8, num_stages=2),
+        wgrad=GroupedTile(rows=128, columns=256, depth=64, num_warps=8, num_stages=3),
+        wgrad_wide=GroupedTile(rows=64, columns=64, depth=32, num_warps=8, num_stages=2),
+        sums=Tile(tokens=32, columns=128, num_warps=4),
+        plan_tiles=256,
+        flatten=True,
+        programs=None,
+    ),
+    activation=Tile(tokens=4, columns=256, num_warps=4),  # 16 bytes a lane; 256 divides nearly every model's width
+    activation_backward=Tile(tokens=4, columns=256, num_warps=4),  # a warp walks along one row
+    quantize=Quantize(
+        rows=Walk(tokens=16, columns=512, num_warps=4, steps=1, stages=1),
+        columns=Walk(tokens=64, columns=128, num_warps=8, steps=4, stages=2),
+        groups=Walk(tokens=16, columns=512, num_warps=4, steps=4, stages=1),
+    ),
 )
 
 # A step costs the same whatever its tile, so tiles are large; yet a hundred tokens still span several.
@@ -163,6 +240,26 @@ INTERPRETER = Tuning(
     loss_step=2,
     drop=Tile(tokens=64, columns=64, num_warps=4),
     drop_column=Tile(tokens=128, columns=64, num_warps=4),
+    grouped=Grouped(
+        by_rows=(
+            GroupedTile(rows=16, columns=64, depth=64, num_warps=4, num_stages=1),
+            GroupedTile(rows=64, columns=64, depth=64, num_warps=4, num_stages=1),
+        ),
+        wide=GroupedTile(rows=32, columns=64, depth=64, num_warps=4, num_stages=1),
+        wgrad=GroupedTile(rows=64, columns=64, depth=32, num_warps=4, num_stages=1),
+        wgrad_wide=GroupedTile(rows=64, columns=64, depth=32, num_warps=4, num_stages=1),
+        sums=Tile(tokens=32, columns=64, num_warps=4),
+        plan_tiles=16,
+        flatten=False,
+        programs=3,
+    ),
+    activation=Tile(tokens=32, columns=128, num_warps=4),
+    activation_backward=Tile(tokens=32, columns=128, num_warps=4),
+    quantize=Quantize(
+        rows=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
+        columns=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
+        groups=Walk(tokens=64, columns=256, num_warps=4, steps=2, stages=1),
+    ),
 )
 
 

@@ -8,12 +8,15 @@ Shape suffixes, here and everywhere in the project:
 
     T  tokens                       E  experts                K  slots of one token (top-k)
     H  hidden size                  R  routed rows            P  rows of the permuted buffer, padding included
-    C  rows an expert's capacity    S  chunks
+    C  rows an expert's capacity    S  chunks                 F  width between an expert's two linear layers
+    L  local experts                M, N  out, in: rows, columns
 
 Read in this order: `config` (settings, results and what is illegal), `gating` (logits), `scores` and `selection` (which experts,
 with which weights), `capacity`, `balancing` (losses, expert bias, Sinkhorn, quantiles), `router` (all of it in one step, and what is
 remembered), `permutation` (permute, unpermute, sort_chunks), `routing_map` (padding of the map, and its conversion to and from index
-form), then `dense`, which says permutation again with plain loops and shares no code with the others.
+form), `formats` (numbers of eight and four bits), `recipes` and `quantization` (how tensors become codes and scales), `activations`, `linear`
+and `experts` (what routed rows go through), `shared` (what every token does), then `dense`, which says permutation again with
+plain loops and shares no code with the others.
 """
 
 from importlib import import_module
@@ -45,6 +48,25 @@ _HOME = {
     "route": "router",
     "finish_batch": "router",
     "hash_routing": "router",
+    "glu": "activations",
+    "glu_backward": "activations",
+    "activation": "activations",
+    "activation_backward": "activations",
+    "grouped_linear": "linear",
+    "grouped_dgrad": "linear",
+    "grouped_wgrad": "linear",
+    "grouped_mlp": "experts",
+    "shared_experts": "shared",
+    "sequential_mlp": "experts",
+    "latent_projection": "experts",
+    "operands": "recipes",
+    "new_quantizer_state": "recipes",
+    "update_scales": "recipes",
+    "quantize": "quantization",
+    "codes": "quantization",
+    "scales": "quantization",
+    "amax": "quantization",
+    "dequantize": "quantization",
 }
 __all__ = list(_HOME)
 

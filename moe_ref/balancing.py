@@ -75,7 +75,8 @@ def load_balancing_loss(scores: Tensor, tokens_per_expert: Tensor, *, total_num_
     Args:
         scores: [rows, columns] floating point.
         tokens_per_expert: [columns], summed over all ranks that share the loss; gets no gradient.
-        total_num_tokens: N, tokens on all those ranks; 0 makes a loss of 0. A tensor of one element stays on the device.
+        total_num_tokens: N, tokens on all those ranks; 0 makes a loss of 0. A tensor of one element stays on the device. A sequence loss
+            with padding has the mean length of its sequences here, which may be less than 1.
         topk, num_experts: K and E.
         coeff: c ≥ 0.
 
@@ -91,7 +92,8 @@ def load_balancing_loss(scores: Tensor, tokens_per_expert: Tensor, *, total_num_
     wide = accumulator_dtype(scores.dtype)
     per_column = round_to(scores, wide).sum(0) * tokens_per_expert.detach().to(wide)
     total = torch.as_tensor(total_num_tokens, device=scores.device).reshape(()).to(wide)
-    factor = torch.where(total > 0, coeff * num_experts / topk / total.clamp(min=1) / total.clamp(min=1), 0.0)
+    tokens = torch.where(total > 0, total, 1)
+    factor = torch.where(total > 0, coeff * num_experts / topk / tokens / tokens, 0.0)
     return per_column.sum() * factor
 
 

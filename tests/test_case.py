@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from conformance.case import SCHEMA, Case, CaseError, case_from
+from conformance.contracts.activation import FAR, ActivationCase, hidden_of, probs_of, row_scales
 from conformance.contracts.chunks import ChunksCase
 from conformance.contracts.gating import GateCase
+from conformance.contracts.grouped import GroupedCase, counts_of, grouped_rows, weights_of
 from conformance.contracts.loads import LoadCase
 from conformance.contracts.logits import MINUS_INFINITY, NOT_A_NUMBER, SPREADS, LogitsCase, indices_of, logits_of, padding_of
+from conformance.contracts.quantization import QuantizeCase
 from conformance.contracts.route import RouteCase
 from conformance.contracts.routing import RoutingCase, routed
 from conformance.contracts.routing_map import IndicesCase
@@ -39,6 +42,16 @@ CASES = [
     GateCase(function="gate", tokens=3, hidden=5, experts=2, router_dtype="fp64", weight_dtype="bfloat16", bias=True, grads="x+weight+bias"),
     GateCase(function="jitter", tokens=3, hidden=5, eps=15),
     GateCase(function="attach_loss", tokens=3, hidden=5, scale=-8, grads="loss"),
+    ActivationCase(function="glu", tokens=3, width=4, clamp=56, offset=8, alpha=1702, interleave=2, probs="bfloat16", weights="signed", values="bounds"),
+    ActivationCase(function="glu", golden="swiglu"),
+    ActivationCase(function="activation", tokens=3, width=4, kind="gelu", early=True, dtype="bfloat16", probs="float32", grads="h+probs"),
+    GroupedCase(function="grouped_linear", tokens=5, experts=3, counts=(0, 4, 1), tail=2, hidden=3, width=2, bias="float32", values="special", grads="weight"),
+    GroupedCase(function="grouped_dgrad", tokens=5, experts=3, hidden=3, width=2, accumulator="float64", index_dtype="int32", dtype="float16"),
+    GroupedCase(function="grouped_wgrad", tokens=5, experts=3, hidden=3, width=2, into="float32", dtype="bfloat16", values="rows", layout="wide_depth"),
+    QuantizeCase(function="quantize", scaling="mxfp8", role="weight", direction="both", tokens=3, experts=3, counts=(1, 0, 2), tail=2, hidden=2, gemm=True),
+    QuantizeCase(function="quantize", scaling="delayed", variant=1, tokens=5, hidden=7, steps="quantize+reduced+reload", values="midpoints", grads="x"),
+    QuantizeCase(function="quantize", scaling="nvfp4", role="grad_output", direction="columnwise", dtype="bfloat16", values="special", layout="strided"),
+    QuantizeCase(function="quantize", golden="two_levels"),
     RouteCase(function="route", tokens=6, experts=4, topk=2, steps="record+forward+backward+finish+train", losses="aux+z", grads="logits"),
 ]
 RECORD = {"function": "permute", "tokens": 2}
@@ -117,6 +130,17 @@ def test_none_and_zero_are_not_confused():
         ({"function": "route", "steps": "train+tain"}, "steps"),
         ({"function": "route", "tokens": 3, "sequences": 2}, "sequences"),
         ({"function": "gate", "topk": 2}, "topk"),
+        ({"function": "glu", "width": -1}, "width"),
+        ({"function": "grouped_linear", "tail": -1}, "tail"),
+        ({"function": "grouped_linear", "tokens": 3, "experts": 2, "counts": [3]}, "counts"),
+        ({"function": "grouped_wgrad", "tokens": 3, "experts": 2, "counts": [1, 1]}, "counts"),
+        ({"function": "grouped_dgrad", "tokens": 3, "experts": 2, "counts": [4, -1]}, "counts"),
+        ({"function": "quantize", "variant": 3}, "variant"),
+        ({"function": "quantize", "hidden": -1}, "hidden"),
+        ({"function": "quantize", "tokens": 3, "experts": 2, "counts": [3]}, "counts"),
+        ({"function": "quantize", "tail": 1}, "tail"),
+        ({"function": "quantize", "scaling": "delayed", "steps": "update"}, "steps"),
+        ({"function": "quantize", "steps": "quantize+quantize"}, "steps"),
     ],
     ids=str,
 )
@@ -144,6 +168,16 @@ def test_a_name_that_its_function_does_not_have_is_refused(name):
         {"function": "load_balancing_loss", "total": "none"},
         {"function": "gate", "router_dtype": "fp8"},
         {"function": "permute", "values": "distinct"},
+        {"function": "glu", "kind": "softmax"},
+        {"function": "activation", "weights": "negative"},
+        {"function": "grouped_linear", "accumulator": "bfloat16"},
+        {"function": "grouped_wgrad", "into": "bfloat16"},
+        {"function": "permute", "layout": "wide_depth"},
+        {"function": "quantize", "scaling": "rowwise"},
+        {"function": "quantize", "role": "output"},
+        {"function": "quantize", "direction": "diagonal"},
+        {"function": "quantize", "values": "saturated"},
+        {"function": "quantize", "dtype": "float64"},
     ],
     ids=str,
 )
@@ -165,6 +199,14 @@ def test_a_word_that_its_field_does_not_know_is_refused(record):
         {"function": "gate", "hidden": -1},
         {"function": "gate", "grads": "bias"},
         {"function": "jitter", "eps": 16},
+        {"function": "glu", "kind": "silu"},
+        {"function": "activation", "clamp": 8},
+        {"function": "glu", "kind": "geglu", "alpha": 1000},
+        {"function": "glu", "width": 4, "interleave": 3},
+        {"function": "glu", "grads": "probs"},
+        {"function": "grouped_linear", "grads": "bias"},
+        {"function": "quantize", "grads": "splits"},
+        {"function": "quantize", "scaling": "nvfp4", "direction": "columnwise"},
         {"function": "route", "groups": 2},
         {"function": "route", "steps": "forward"},
         {"function": "route", "steps": "train+backward"},
@@ -310,6 +352,58 @@ def test_padding_marks_its_share_of_the_tokens():
     assert 8 < int(padding_of(replace(LOGITS, padding=4)).sum()) < 32
 
 
+ROWS = ActivationCase(function="glu", tokens=60, width=9)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("values", ["dyadic", "rows", "bounds", "saturated", "special"])
+def test_hidden_values_are_what_their_name_says(values, dtype):
+    x = hidden_of(replace(ROWS, values=values, dtype=dtype, clamp=56), 18)
+    wide = x.double()
+    says = {
+        "dyadic": wide.abs().max() <= 2,
+        "rows": wide.abs().amax(1).max() > 2**11 and wide.abs().amax(1).min() < 2**-10,
+        "bounds": all(bool((wide == y).any()) for y in (7, -7, 0)) and bool(((wide > 7) & (wide < 7.2)).any() and ((wide < 7) & (wide > 6.9)).any()),
+        "saturated": wide.isfinite().all() and {abs(y) for y in wide.flatten().tolist() if abs(y) > 2} == {float(torch.tensor(y).to(x.dtype)) for y in FAR},
+        "special": x.isnan().any() and (x == torch.inf).any() and (x == -torch.inf).any() and 0 < int(x.isfinite().all(1).sum()) < 60,
+    }
+    assert x.dtype == DTYPES[dtype]
+    assert says[values]
+
+
+def test_row_scales_are_powers_of_two_from_one_end_to_the_other():
+    exponents = row_scales(0, 400).log2()
+    assert exponents.unique().tolist() == list(range(-12, 13))
+
+
+def test_signed_probs_lie_on_both_sides_of_zero_and_beyond_one():
+    p = probs_of(0, 200, "float32", "signed")
+    assert p.min() < -1 and p.max() > 1
+    assert (p == 0).any() and p[p == 0].signbit().any() and not p[p == 0].signbit().all()
+
+
+SEGMENTS = GroupedCase(function="grouped_linear", tokens=7, experts=3, tail=2, hidden=4, width=5)
+
+
+def test_counts_are_as_even_as_can_be_unless_they_are_given():
+    assert counts_of(SEGMENTS) == (3, 2, 2)
+    assert counts_of(replace(SEGMENTS, counts=(0, 7, 0))) == (0, 7, 0)
+
+
+@pytest.mark.parametrize("values", ["dyadic", "rows", "special"])
+def test_rows_behind_the_last_segment_hold_nothing_but_nan(values):
+    x = grouped_rows(replace(SEGMENTS, values=values), "rows", 4)
+    assert x[7:].isnan().all()
+    assert values == "special" or x[:7].isfinite().all()
+
+
+def test_special_rows_and_weights_are_spoilt_in_places():
+    case = replace(SEGMENTS, tokens=60, experts=9, values="special")
+    odd, weights = ~grouped_rows(case, "rows", 4)[:60].isfinite(), ~weights_of(case, "weight", 5, 4).isfinite()
+    assert 0 < int(odd.any(1).sum()) < 30 and int(odd.sum(1).max()) == 1
+    assert weights.flatten(1).sum(1).tolist() == [1, 0, 0] * 3
+
+
 X = payload(0, "tokens", (5, 6), "float32")
 
 
@@ -327,6 +421,8 @@ def test_layouts_have_the_strides_they_promise():
     assert laid_out(X, "transposed").stride() == (1, 5)
     assert laid_out(X, "strided").stride() == (24, 2)
     assert laid_out(X[:, 0].clone(), "transposed").stride() == (2,)
+    matrices = payload(0, "weight", (6, 5), "float32").reshape(2, 3, 5)
+    assert laid_out(matrices, "transposed").stride() == (15, 1, 3)
     shifted = laid_out(X, "shifted")
     assert (shifted.stride(), shifted.storage_offset()) == ((6, 1), 1)
 
@@ -344,10 +440,10 @@ def test_what_lies_between_strided_values_is_garbage():
     assert whole.isnan().any()
 
 
-@pytest.mark.parametrize(("layout", "dim"), [("wide_rows", 0), ("wide_columns", 1)])
+@pytest.mark.parametrize(("layout", "dim"), [("wide_rows", 0), ("wide_columns", 1), ("wide_depth", 2)])
 @pytest.mark.parametrize("entries", [2, 3, 4])
 def test_wide_layouts_pass_every_32_bit_offset(layout, dim, entries):
-    x = payload(0, "tokens", (entries, entries), "uint8")
+    x = payload(0, "tokens", (entries, entries), "uint8") if dim < 2 else payload(0, "tokens", (entries**2, entries), "uint8").reshape(entries, entries, -1)
     placed = laid_out(x, layout)
     assert placed.stride(dim) * (entries - 1) > 2**31
     assert placed.stride(dim) * (entries - 1) <= WIDE

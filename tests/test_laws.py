@@ -9,10 +9,13 @@ import torch
 
 import moe_ref
 from conformance.case import Case
+from conformance.contracts.activation import ActivationCase
 from conformance.contracts.chunks import ChunksCase
 from conformance.contracts.gating import GateCase
+from conformance.contracts.grouped import GroupedCase
 from conformance.contracts.loads import LoadCase
 from conformance.contracts.logits import LogitsCase
+from conformance.contracts.quantization import QuantizeCase
 from conformance.contracts.route import RouteCase
 from conformance.contracts.routing import RoutingCase
 from conformance.contracts.routing_map import IndicesCase
@@ -47,6 +50,14 @@ GATE = GateCase(function="gate", tokens=5, hidden=4, experts=3)
 JITTER = GateCase(function="jitter", tokens=12, hidden=12, eps=4)
 ATTACH = GateCase(function="attach_loss", tokens=5, hidden=4)
 ROUTE = RouteCase(function="route", tokens=6, experts=4, topk=2, losses="aux+z", steps="train+finish+train", bias=True, grads="logits")
+GLU = ActivationCase(function="glu", tokens=6, width=4, probs="float32", grads="h+probs", seed=1)
+ACTIVATION = replace(GLU, function="activation")
+LINEAR = GroupedCase(function="grouped_linear", tokens=9, experts=3, counts=(4, 0, 5), hidden=5, width=4, grads="rows+weight", seed=1)
+FORWARD_LINEAR = replace(LINEAR, grads="")
+DGRAD = replace(LINEAR, function="grouped_dgrad", grads="")
+WGRAD = replace(LINEAR, function="grouped_wgrad", grads="")
+QUANTIZE = QuantizeCase(function="quantize", tokens=9, experts=3, counts=(4, 0, 5), hidden=5, seed=1)
+BLOCKS = replace(QUANTIZE, scaling="block")
 
 
 def wrapped(function: str, wrapper, **declared) -> SimpleNamespace:
@@ -307,7 +318,103 @@ def remembers_a_bias_of_its_own():
     return wrapped("route", route)
 
 
+class ClampedBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.clamp(-8, 8)
+
+
+def clips_the_gradient():
+    return wrapped("grouped_linear", lambda original, rows, *others, **settings: original(ClampedBack.apply(rows), *others, **settings))
+
+
+def saturates_rows():
+    return wrapped("grouped_linear", lambda original, rows, *others, **settings: original(rows.clamp(-2, 2), *others, **settings))
+
+
+def probs_above_one_are_one(most):
+    return wrapped("glu", lambda original, h, *, probs, **settings: original(h, probs=probs.clamp(max=most), **settings))
+
+
+def spreads_a_nan_over_all_rows(function: str):
+    def spread(original, x, *others, **settings):
+        out = original(x, *others, **settings)
+        total = int(others[-1].sum()) if others else len(x)
+        return out + 0 * x[:total].detach().double().sum().to(out.dtype)
+
+    return wrapped(function, spread)
+
+
+def looks_behind_the_last_segment(function: str):
+    """Right while nothing or NaN stands there."""
+
+    def grouped(original, x, other, counts, **settings):
+        out = original(x, other, counts, **settings)
+        return out if len(x) > int(counts.sum()) else wrong(out)
+
+    return wrapped(function, grouped)
+
+
+def wrong(out):
+    return out * 0.0
+
+
+def wrong_when_the_first_expert_has_most_rows(function: str):
+    def grouped(original, x, other, counts, **settings):
+        out = original(x, other, counts, **settings)
+        return wrong(out) if counts[0] == counts.max() else out
+
+    return wrapped(function, grouped)
+
+
+def wrong_for_more_experts_than(most: int):
+    def grouped(original, x, other, counts, **settings):
+        out = original(x, other, counts, **settings)
+        return wrong(out) if len(counts) > most else out
+
+    return wrapped("grouped_linear", grouped)
+
+
+def misquantised_where(odd):
+    """The last bit of every code is wrong where odd(x, settings)."""
+
+    def corrupt(form):
+        return form and replace(form, groups=tuple(group._replace(codes=group.codes ^ 1) for group in form.groups))
+
+    def quantize(original, x, recipe, **settings):
+        out = original(x, recipe, **settings)
+        if not odd(x.detach(), settings):
+            return out
+        return out._replace(quantized=replace(out.quantized, rowwise=corrupt(out.quantized.rowwise), columnwise=corrupt(out.quantized.columnwise)))
+
+    return wrapped("quantize", quantize)
+
+
+def has_short_mantissas(x):
+    return bool((x.view(torch.int32) & 0xFFFFF == 0).all())
+
+
 TWINS = [
+    ("groups_alone", QUANTIZE, lambda: misquantised_where(lambda x, settings: len(settings["splits"]) == 1)),
+    ("zero_rows", replace(QUANTIZE, experts=0, counts=()), lambda: misquantised_where(lambda x, settings: len(x) > 9)),
+    ("padding_independence", replace(QUANTIZE, tail=2), lambda: misquantised_where(lambda x, settings: len(x) == int(settings["splits"].sum()))),
+    ("row_independence", BLOCKS, lambda: misquantised_where(lambda x, settings: x.isnan().any())),
+    ("idempotence", BLOCKS, lambda: misquantised_where(lambda x, settings: has_short_mantissas(x))),
+    ("scaling", QUANTIZE, lambda: misquantised_where(lambda x, settings: x.abs().max() > 2)),
+    ("cotangent_scaling", LINEAR, clips_the_gradient),
+    ("scaling", FORWARD_LINEAR, saturates_rows),
+    ("scaling", replace(GLU, grads=""), lambda: probs_above_one_are_one(1)),
+    ("neighbour_independence", FORWARD_LINEAR, lambda: spreads_a_nan_over_all_rows("grouped_linear")),
+    ("neighbour_independence", replace(GLU, grads="", probs=""), lambda: spreads_a_nan_over_all_rows("glu")),
+    ("padding_independence", replace(FORWARD_LINEAR, tail=2), lambda: looks_behind_the_last_segment("grouped_linear")),
+    ("padding_independence", replace(WGRAD, tail=2), lambda: looks_behind_the_last_segment("grouped_wgrad")),
+    ("expert_relabelling", DGRAD, lambda: wrong_when_the_first_expert_has_most_rows("grouped_dgrad")),
+    ("expert_relabelling", FORWARD_LINEAR, lambda: wrong_when_the_first_expert_has_most_rows("grouped_linear")),
+    ("group_split", FORWARD_LINEAR, lambda: wrong_for_more_experts_than(3)),
     ("token_reversal", TOPK, wrong_when_the_first_token_goes_to_the_second_expert),
     ("expert_relabelling", TOPK, wrong_when_the_first_expert_is_the_best),
     ("batch_concat", TOPK, lambda: wrong_for_more_tokens_than(6)),
@@ -410,6 +517,38 @@ CALLS = [
     replace(JITTER, eps=0, dtype="bfloat16"),
     ATTACH,
     replace(ATTACH, grads="x+loss", scale=-3, dtype="float16"),
+    GLU,
+    replace(GLU, clamp=6, offset=8, alpha=1702, interleave=2, values="bounds", weights="signed", dtype="bfloat16"),
+    replace(GLU, kind="geglu", values="special", early=True, grads="", dtype="float16"),
+    replace(GLU, kind="geglu_erf", values="saturated", probs="float64", layout="expanded", layout_of="d_out"),
+    ACTIVATION,
+    replace(ACTIVATION, kind="gelu_tanh", values="rows", dtype="bfloat16", early=True, weights="zeros"),
+    replace(ACTIVATION, kind="relu", values="special", grads="", probs="bfloat16"),
+    LINEAR,
+    FORWARD_LINEAR,
+    replace(LINEAR, values="rows", tail=3, dtype="bfloat16", index_dtype="int32", layout="transposed", layout_of="weight"),
+    replace(LINEAR, values="special", bias="bfloat16", grads="rows+weight+bias", accumulator="float64"),
+    replace(FORWARD_LINEAR, tokens=0, counts=(0, 0, 0), tail=2),
+    replace(LINEAR, experts=1, counts=(), hidden=70, width=70, tokens=70),
+    DGRAD,
+    replace(DGRAD, values="special", tail=2, dtype="float16"),
+    replace(DGRAD, layout="expanded", layout_of="d_out"),
+    WGRAD,
+    replace(WGRAD, values="special", tail=2, dtype="bfloat16", into="float32"),
+    replace(WGRAD, into="float64", values="rows", counts=(9, 0, 0)),
+    QUANTIZE,
+    replace(QUANTIZE, scaling="delayed", steps="quantize+update+quantize+reduced+reload+quantize", tail=2, grads="x", direction="both"),
+    replace(QUANTIZE, scaling="delayed", variant=2, role="grad_output", values="special", dtype="float16"),
+    BLOCKS,
+    replace(BLOCKS, variant=1, values="wide", direction="both", tail=1, dtype="bfloat16", gemm=True),
+    replace(BLOCKS, role="weight", values="huge", experts=0, counts=(), layout="transposed", layout_of="x"),
+    replace(QUANTIZE, variant=1, values="rows", role="weight"),
+    replace(QUANTIZE, scaling="mxfp8", counts=(1, 0, 2), tokens=3, hidden=2, values="bounds", tail=3),
+    replace(QUANTIZE, scaling="mxfp8", variant=2, counts=(1, 0, 2), tokens=3, hidden=2, values="tiny", role="weight", direction="both", gemm=True),
+    replace(QUANTIZE, scaling="nvfp4", counts=(1, 0, 2), tokens=3, hidden=2, role="grad_output", direction="both", dtype="bfloat16", grads="x"),
+    replace(QUANTIZE, scaling="nvfp4", variant=1, counts=(1, 0, 2), tokens=3, hidden=2, values="zeros", dtype="float16"),
+    replace(QUANTIZE, scaling="nvfp4", variant=2, counts=(1, 0, 2), tokens=3, hidden=2, values="rows", direction="both", tail=1),
+    replace(QUANTIZE, tokens=0, counts=(0, 0, 0), tail=2),
     ROUTE,
     replace(ROUTE, steps="record+forward+eval+nograd+backward+frozen+reload+train", sequences=2, losses="seq+global", capacity=3, padding=3),
 ]

@@ -79,8 +79,11 @@ def megatron():
 @needs_megatron
 def test_megatron_offers_the_settings_that_the_package_has_words_for(megatron):
     functions = megatron[0]
-    assert [name for name, known in functions.items() if known["offered"]] == SELECTION + BALANCING + PERMUTATION
-    assert {name: known["without"] for name, known in functions.items() if known["offered"] and known["without"]} == {"permute": ["align", "num_rows"]}
+    assert [name for name, known in functions.items() if known["offered"]] == [*SELECTION, *BALANCING, "route", *PERMUTATION]
+    assert {name: known["without"] for name, known in functions.items() if known["offered"] and known["without"]} == {
+        "permute": ["align", "num_rows"],
+        "route": ["sum_tp_cp", "sum_tp_dp_cp"],
+    }
 
 
 @needs_megatron

@@ -6,10 +6,13 @@ from dataclasses import replace
 import pytest
 
 from conformance.case import Case
+from conformance.contracts.activation import ActivationCase, hidden_of
 from conformance.contracts.chunks import ChunksCase
 from conformance.contracts.gating import GateCase
+from conformance.contracts.grouped import GroupedCase, counts_of
 from conformance.contracts.loads import LoadCase, map_of
 from conformance.contracts.logits import LogitsCase, logits_of
+from conformance.contracts.quantization import QuantizeCase, splits_of, x_of
 from conformance.contracts.route import RouteCase
 from conformance.contracts.routing import RoutingCase, routed
 from conformance.contracts.routing_map import IndicesCase, indices
@@ -39,6 +42,22 @@ MANY_LOADS = LoadCase(
 MANY_STATES = GateCase(
     function="gate", tokens=20, hidden=30, experts=9, bias=True, router_dtype="fp32", weight_dtype="float32", dtype="bfloat16",
     layout="strided", layout_of="x", grads="x+weight+bias", law="history", poison="zero", seed=2,
+)  # fmt: skip
+MANY_NUMBERS = ActivationCase(
+    function="glu", tokens=20, width=12, kind="quick_geglu", alpha=1000, clamp=56, offset=8, interleave=4, early=True, dtype="bfloat16", probs="float32",
+    weights="signed", values="bounds", layout="strided", layout_of="probs", grads="h+probs", law="history", poison="zero", seed=2,
+)  # fmt: skip
+MANY_SEGMENTS = GroupedCase(
+    function="grouped_linear", tokens=30, experts=5, counts=(0, 12, 0, 17, 1), tail=4, hidden=20, width=11, bias="float32", accumulator="float64",
+    values="special", index_dtype="int32", dtype="bfloat16", layout="strided", layout_of="bias", grads="rows+weight+bias", law="history", seed=2,
+)  # fmt: skip
+MANY_BLOCKS = QuantizeCase(
+    function="quantize", scaling="mxfp8", variant=2, role="grad_output", direction="both", tokens=5, experts=4, counts=(0, 2, 0, 3), tail=3, hidden=4,
+    dtype="bfloat16", values="bounds", gemm=True, index_dtype="int32", grads="x", layout="strided", layout_of="splits", law="history", poison="max", seed=7,
+)  # fmt: skip
+MANY_UPDATES = QuantizeCase(
+    function="quantize", scaling="delayed", variant=1, role="weight", tokens=9, experts=2, hidden=40, dtype="float16", values="special",
+    steps="quantize+update+quantize+reload+reduced+quantize", seed=3,
 )  # fmt: skip
 MANY_STEPS = RouteCase(
     function="route", tokens=12, experts=8, topk=3, groups=4, group_topk=2, bias=True, losses="aux+seq+global+z", capacity=3, pad=True, padding=3,
@@ -111,6 +130,41 @@ def test_a_gate_case_is_reduced_to_the_known_minimum():
     found = reduce(MANY_STATES, failed(), attempt, LONG)
     assert found.finished
     assert found.case == GateCase(function="gate", tokens=0, hidden=5, grads="weight")
+
+
+def test_an_activation_case_is_reduced_to_the_known_minimum():
+    attempt, _ = failing_if(lambda case: case.clamp and "probs" in case.grads and case.width > 2 and bool((hidden_of(case, case.width) == 7).any()))
+    found = reduce(MANY_NUMBERS, failed(), attempt, LONG)
+    assert found.finished
+    assert found.case == ActivationCase(function="glu", tokens=1, width=3, clamp=56, values="bounds", probs="float32", grads="probs", seed=found.case.seed)
+
+
+def test_segments_are_reduced_to_the_known_minimum():
+    attempt, _ = failing_if(lambda case: 0 in counts_of(case)[1:] and case.width > 2)
+    found = reduce(MANY_SEGMENTS, failed(), attempt, LONG)
+    assert found.finished
+    assert found.case == GroupedCase(function="grouped_linear", tokens=found.case.tokens, experts=2, hidden=0, width=3, counts=found.case.counts)
+    assert counts_of(found.case) in ((0, 0), (1, 0))
+
+
+def test_a_quantised_tensor_is_reduced_to_the_known_minimum():
+    attempt, _ = failing_if(lambda case: case.scaling == "mxfp8" and 0 in splits_of(case)[1:] and case.direction != "rowwise")
+    found = reduce(MANY_BLOCKS, failed(), attempt, LONG)
+    assert found.finished
+    assert found.case == QuantizeCase(
+        function="quantize", scaling="mxfp8", direction="columnwise", tokens=found.case.tokens, experts=2, hidden=0, counts=found.case.counts
+    )
+    assert splits_of(found.case) in ((0, 0), (32, 0))
+
+
+def test_steps_of_a_quantiser_are_reduced_to_the_known_minimum():
+    attempt, _ = failing_if(lambda case: "reduced" in case.steps and bool(x_of(case).isnan().any()))
+    found = reduce(MANY_UPDATES, failed(), attempt, LONG)
+    assert found.finished
+    assert found.case.steps == "quantize+reduced"
+    assert found.case == QuantizeCase(
+        function="quantize", scaling="delayed", steps=found.case.steps, tokens=1, hidden=found.case.hidden, values="special", seed=found.case.seed
+    )
 
 
 def test_steps_are_reduced_to_the_known_minimum():
@@ -219,6 +273,8 @@ def work(case: Case) -> int:
     [
         *(LARGE, replace(LARGE, function="unpermute", grads="rows+probs", unused=""), MANY_CHUNKS, MANY_SLOTS),
         *(MANY_LOGITS, replace(MANY_LOGITS, function="aux_loss_scores", bias="", groups=0, group_topk=0), MANY_LOADS, MANY_STATES, MANY_STEPS),
+        *(MANY_BLOCKS, MANY_UPDATES),
+        *(MANY_NUMBERS, MANY_SEGMENTS, replace(MANY_SEGMENTS, function="grouped_wgrad", grads="", bias="", into="float32")),
     ],
     ids=lambda c: c.function,
 )

@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from conformance.case import Case, case_from
+from conformance.contracts.activation import ActivationCase, hidden_of
 from conformance.contracts.chunks import ChunksCase
 from conformance.contracts.gating import GateCase
+from conformance.contracts.grouped import GroupedCase, counts_of
 from conformance.contracts.loads import LoadCase, map_of
 from conformance.contracts.logits import LogitsCase, logits_of, padding_of
+from conformance.contracts.quantization import DIRECTIONS, RECIPES, ROLES, VARIANTS, QuantizeCase, is_random, is_transformed, splits_of, unit_of, x_of
 from conformance.contracts.route import LOSSES, STEPS
 from conformance.contracts.routing import SPREADS, RoutingCase, routed
 from conformance.contracts.routing_map import IndicesCase, indices
@@ -34,8 +37,12 @@ from conformance.strategies.space import DTYPES, LAYOUTS, LOGIT_DTYPES, MAP_DTYP
 
 FUNCTIONS = tuple(CONTRACTS)
 WIDE = ("wide_rows", "wide_columns")
-DRAWS = {"permute": 700, "unpermute": 500, "sort_chunks": 500, "topk_indices": 500, "topk_routing": 500}
+FAR = (*WIDE, "wide_depth")
+DRAWS = {"permute": 700, "unpermute": 500, "sort_chunks": 500, "topk_indices": 500, "topk_routing": 500, "quantize": 700}
 CHOOSE = ("topk_indices", "topk_routing")
+ELEMENTWISE = ("glu", "activation")
+QUANTIZED = ("quantize",)
+GROUPED = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
 STEPPED = ("route",)  # made of the other functions: its inputs lie as they come
 
 
@@ -114,11 +121,11 @@ CHUNKED = {
 
 DTYPES_OF = {
     **dict.fromkeys(("permute", "sort_chunks"), MOVED_DTYPES),
-    **dict.fromkeys((*CHOOSE, "aux_loss_scores", "load_balancing_loss", "z_loss"), LOGIT_DTYPES),
+    **dict.fromkeys((*CHOOSE, "aux_loss_scores", "load_balancing_loss", "z_loss", *ELEMENTWISE, *GROUPED), LOGIT_DTYPES),
     **dict.fromkeys(("pad_routing_map", "update_expert_bias"), ()),
     "route": ("float32", "bfloat16"),
 }
-NO_GRADIENTS = ("pad_routing_map", "jitter", "update_expert_bias")
+NO_GRADIENTS = ("pad_routing_map", "jitter", "update_expert_bias", "grouped_dgrad", "grouped_wgrad")
 GRADS_OF = {
     "permute": ("tokens", "probs", "tokens+probs"),
     **dict.fromkeys(("unpermute", "sort_chunks"), ("rows", "probs", "rows+probs")),
@@ -127,9 +134,14 @@ GRADS_OF = {
     "load_balancing_loss": ("scores",),
     "gate": ("x", "weight", "x+weight", "x+weight+bias"),
     "attach_loss": ("x", "loss", "x+loss"),
+    **dict.fromkeys(ELEMENTWISE, ("h", "probs", "h+probs")),
+    "quantize": ("x",),
+    "grouped_linear": ("rows", "weight", "bias", "rows+weight", "rows+weight+bias"),
 }
 EXPANDED = ("permute", "unpermute", "sort_chunks", *CHOOSE, "gate", "sinkhorn_routing", "drop_tokens", "aux_loss_scores", "attach_loss")
+EXPANDED += (*ELEMENTWISE, *GROUPED)
 LAYOUTS_OF = {"update_expert_bias": ("strided", "wide_rows")} | dict.fromkeys(STEPPED, ())  # two vectors; none
+LAYOUTS_OF |= dict.fromkeys((*GROUPED, *QUANTIZED), (*LAYOUTS, *FAR, "expanded"))
 
 
 def _everywhere(function: str) -> dict:
@@ -224,6 +236,77 @@ ROUTES = {f"the step {step}": lambda c, step=step: step in _steps(c) for step in
     "an expert bias that is updated and used again": lambda c: c.bias and "finish+train" in c.steps,
     "losses a token": lambda c: c.per_token and c.losses,
 }
+ACTIVATED = {
+    "no rows": lambda c: c.tokens == 0,
+    "no columns": lambda c: c.width == 0,
+    "one column": lambda c: c.width == 1,
+    "more than 100 columns": lambda c: c.width > 100,
+    "no probs": lambda c: not c.probs,
+    "probs of another dtype than the rows": lambda c: c.probs and c.probs != c.dtype,
+    "a number on the bound": lambda c: c.values == "bounds" and bool((hidden_of(c, c.width).abs() == (c.clamp / 8 or 1)).any()),
+    "a row with a NaN beside one without": lambda c: 0 < int(hidden_of(c, c.width).isnan().any(1).sum()) < c.tokens,
+    "an infinity": lambda c: bool(hidden_of(c, c.width).isinf().any()),
+}
+ACTIVATED |= _each("weights", "plain", "zeros", "signed") | _each("values", "dyadic", "rows", "bounds", "saturated", "special") | _each("early", False, True)
+GATED = {
+    "a negative offset": lambda c: c.offset < 0,
+    "columns that alternate": lambda c: c.interleave == 1 < c.width,
+    "blocks as long as a half": lambda c: c.interleave == c.width > 1,
+    "blocks between": lambda c: 1 < c.interleave < c.width,
+    "a clamp, an offset and a slope": lambda c: c.clamp and c.offset and c.alpha,  # gpt-oss has all three
+}
+SEGMENTS = {
+    "no rows": lambda c: not any(counts_of(c)),
+    "one expert": lambda c: c.experts == 1,
+    "an empty expert first": lambda c: counts_of(c)[0] == 0 < c.tokens,
+    "an empty expert in the middle": lambda c: 0 in counts_of(c)[1:-1] and counts_of(c)[0] and counts_of(c)[-1],
+    "an empty expert last": lambda c: counts_of(c)[-1] == 0 < c.tokens,
+    "all rows to one of several": lambda c: max(counts_of(c)) == c.tokens > 1 < c.experts,
+    "more experts than rows": lambda c: c.experts > c.tokens > 0,
+    "counts that differ": lambda c: len(set(counts_of(c)) - {0}) > 1,
+    "rows behind the last segment": lambda c: c.tail > 0 < c.tokens,
+    "nothing but rows behind": lambda c: c.tail > 0 == c.tokens,
+    "another width out than in": lambda c: c.hidden != c.width,
+    "nothing in": lambda c: c.hidden == 0,
+    "nothing out": lambda c: c.width == 0,
+}
+SEGMENTS |= _each("values", "dyadic", "rows", "special") | _each("accumulator", "", "float64") | _each("index_dtype", "int64", "int32")
+
+QUANTIZATIONS = {
+    f"variant {variant} of {scaling}, {role}, {direction}": lambda c, kind=(scaling, variant, role, direction): (
+        (c.scaling, c.variant, c.role, c.direction) == kind
+    )
+    for scaling in RECIPES
+    for variant in range(VARIANTS)
+    for role in ROLES
+    for direction in DIRECTIONS
+} | {
+    "no splits": lambda c: not c.experts and c.tokens,
+    "no rows": lambda c: not c.tokens,
+    "no columns": lambda c: not c.hidden,
+    "an empty group first": lambda c: c.experts and splits_of(c)[0] == 0 < c.tokens,
+    "an empty group in the middle": lambda c: 0 in splits_of(c)[1:-1] and splits_of(c)[0] and splits_of(c)[-1],
+    "an empty group last": lambda c: c.experts and splits_of(c)[-1] == 0 < c.tokens,
+    "groups with nobody": lambda c: c.experts > 1 and not c.tokens,
+    "rows behind the last group": lambda c: c.tail > 0 < c.tokens,
+    "a second block of 128 rows": lambda c: c.scaling == "block" and c.tokens > 128,
+    "a third block of 128 columns": lambda c: c.scaling == "block" and c.hidden > 256,
+    "a partial block": lambda c: c.scaling == "block" and c.hidden % 128,
+    "an infinity that rows of a group hold": lambda c: bool(x_of(c)[: c.tokens * unit_of(c)].isinf().any()),
+    "a NaN that rows of a group hold": lambda c: bool(x_of(c)[: c.tokens * unit_of(c)].isnan().any()),
+    "a subnormal number": lambda c: bool(((x := x_of(c)) != 0).logical_and(x.abs() < torch.finfo(x.dtype).smallest_normal).any()),
+    "a block of zeros beside others": lambda c: (
+        c.scaling == "mxfp8" and c.direction == "rowwise" and bool((_expected(c, "amax") == 0).any() and _expected(c, "amax").any())
+    ),
+    "a transform": is_transformed,
+    "noise": is_random,
+    "a state that is saved": lambda c: "reload" in c.steps,
+    "amax of other ranks": lambda c: "reduced" in c.steps,
+    "two quantisations before an update": lambda c: "quantize+quantize+update" in c.steps,
+    "more updates than are remembered": lambda c: c.steps.count("update") > 3,
+}
+QUANTIZATIONS |= _each("values", "dyadic", "rows", "wide", "bounds", "midpoints", "tiny", "huge", "zeros", "special") | _each("gemm", False, True)
+QUANTIZATIONS |= _each("index_dtype", "int64", "int32")
 
 
 PROMISES = {
@@ -270,6 +353,12 @@ PROMISES = {
     "jitter": STATES | {"no jitter": lambda c: c.eps == 0, "the most jitter": lambda c: c.eps == 15},
     "attach_loss": STATES
     | {"a negative scale": lambda c: c.scale < 0, "a scale of zero": lambda c: c.scale == 0, "no loss's gradient": lambda c: c.grads == "x"},
+    "glu": ACTIVATED | GATED | _each("kind", "", "geglu", "geglu_erf", "quick_geglu", "reglu"),
+    "activation": ACTIVATED | _each("kind", "", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu"),
+    "grouped_linear": SEGMENTS | _each("bias", "", "float32", "bfloat16", "float64"),
+    "grouped_dgrad": SEGMENTS,
+    "grouped_wgrad": SEGMENTS | _each("into", "", "float32", "float64"),
+    "quantize": QUANTIZATIONS,
     "route": ROUTES | _each("score", "softmax", "softmax_pre", "sigmoid", "sqrtsoftplus") | _each("policy", "probs", "position") | _each("pad", False, True),
 }
 
@@ -507,6 +596,11 @@ FULLEST = {
     "drop_tokens": LoadCase(function="drop_tokens", tokens=3, experts=3, grads="probs"),
     "load_balancing_loss": LoadCase(function="load_balancing_loss", tokens=3, experts=3, grads="scores"),
     "update_expert_bias": LoadCase(function="update_expert_bias", tokens=3, experts=3),
+    **{name: ActivationCase(function=name, tokens=3, width=3, probs="float32", grads="h+probs") for name in ELEMENTWISE},
+    "quantize": QuantizeCase(function="quantize", scaling="nvfp4", role="grad_output", tokens=2, experts=2, hidden=1, grads="x"),
+    "grouped_linear": GroupedCase(function="grouped_linear", tokens=3, experts=3, hidden=3, width=3, bias="float32", grads="rows+weight+bias"),
+    "grouped_dgrad": GroupedCase(function="grouped_dgrad", tokens=3, experts=3, hidden=3, width=3),
+    "grouped_wgrad": GroupedCase(function="grouped_wgrad", tokens=3, experts=3, hidden=3, width=3, into="float32"),
 }
 
 
@@ -514,7 +608,7 @@ FULLEST = {
 def test_every_input_and_cotangent_lies_far_in_each_of_its_dimensions(function):
     problem = CONTRACTS[function].problem(FULLEST[function])
     tensors = problem.tensors | {f"d_{name}": x for name, x in problem.cotangents.items()}
-    wanted = {(name, layout) for name, x in tensors.items() for layout in WIDE[: x.dim()]}
+    wanted = {(name, layout) for name, x in tensors.items() for layout in FAR[: x.dim()]}
     assert {(case.layout_of, case.layout) for case in far_cases(function, Space())} == wanted
 
 
@@ -527,5 +621,5 @@ def test_what_lies_far_is_there(function):
     for case in far_cases(function, Space()):
         problem = CONTRACTS[function].problem(case)
         masters = problem.tensors | {f"d_{name}": x for name, x in problem.cotangents.items()}
-        dim = WIDE.index(case.layout) if masters[case.layout_of].dim() == 2 else 0
+        dim = FAR.index(case.layout) if masters[case.layout_of].dim() > 1 else 0
         assert masters[case.layout_of].shape[dim] > 1

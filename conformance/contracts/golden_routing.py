@@ -81,6 +81,10 @@ TOPK_ROUTING: Golden = {
         Problem("topk_routing", {"logits": _floats([1.5, 0.5, 1.5, 0.501953125])}, {"topk": 2, "num_groups": 2, "group_topk": 1}),
         {"routing_map": _map([0, 0, 1, 1])},
     ),
+    "bests_nearer_than_bf16_can_tell": (  # 2.001953125 against 2.0009765625
+        Problem("topk_routing", {"logits": _floats([1.501953125, 0.5, 1.5, 0.5009765625])}, {"topk": 2, "num_groups": 2, "group_topk": 1}),
+        {"routing_map": _map([1, 1, 0, 0])},
+    ),
     "minus_infinity_weighs_nothing": (
         Problem("topk_routing", {"logits": _floats([NONE, 2, NONE])}, {"topk": 2}),
         {"probs": _near([0, 1, 0])},
@@ -136,6 +140,14 @@ LOAD_BALANCING_LOSS: Golden = {
             {"total_num_tokens": 0, "topk": 1, "num_experts": 2, "coeff": 1.0},
         ),
         {"loss": _number(0.0)},
+    ),
+    "less_than_a_token_a_sequence": (  # the mean length of sequences that are mostly padding
+        Problem(
+            "load_balancing_loss",
+            {"scores": _floats([1, 0, 0, 0]), "tokens_per_expert": torch.tensor([1, 0, 0, 0])},
+            {"total_num_tokens": torch.tensor(0.5), "topk": 1, "num_experts": 2, "coeff": 1.0},
+        ),
+        {"loss": _number(2 / 0.25)},
     ),
     "two_sequences": (  # columns (b, e): E stays 2
         Problem(

@@ -9,6 +9,8 @@ from dataclasses import replace
 import torch
 
 from conformance.contracts.base import Problem
+from moe_ref.config import Recipe
+from moe_ref.recipes import new_quantizer_state
 
 Rule = Callable[[Problem], Problem]
 
@@ -64,8 +66,12 @@ def _added(name: str, value: torch.Tensor) -> Rule:
     return lambda problem: replace(_bare(problem), settings=problem.settings | {name: value}, blame=name)
 
 
-def _in_half(name: str) -> Rule:
-    return lambda problem: replace(_bare(problem).with_tensors({name: problem.tensors[name].bfloat16()}), blame=name)
+def _in(name: str, dtype: torch.dtype) -> Rule:
+    return lambda problem: replace(_bare(problem).with_tensors({name: problem.tensors[name].to(dtype)}), blame=name)
+
+
+def _with_values(name: str, value: torch.Tensor) -> Rule:
+    return lambda problem: replace(_bare(problem).with_tensors({name: value}), blame=name)
 
 
 def _together(blame: str, **settings: object) -> Rule:
@@ -89,6 +95,52 @@ _TOPK: dict[str, Rule] = {
     "bias_too_long": _together("expert_bias", score_function="sigmoid", expert_bias=torch.zeros(3)),
     "indices_too_wide": _added("precomputed_indices", torch.zeros(2, 2, dtype=torch.int64)),
     "index_too_large": _added("precomputed_indices", torch.full((2, 1), 2)),
+}
+
+# two rows, one for each of two experts
+_COUNTS: dict[str, Rule] = {
+    "count_negative": _with_values("tokens_per_expert", torch.tensor([-1, 2])),
+    "counts_beyond_the_rows": _with_values("tokens_per_expert", torch.tensor([2, 1])),
+    "counts_of_floats": _in("tokens_per_expert", torch.float32),
+    "accumulator_unknown": _setting("accumulator", "bfloat16"),
+}
+# two rows
+_ACTIVATION: dict[str, Rule] = {
+    "h_flat": _flat("h"),
+    "h_of_integers": _in("h", torch.int32),
+    "kind_unknown": _setting("kind", "softmax"),
+    "probs_too_long": _added("probs", torch.ones(3)),
+    "probs_of_integers": _added("probs", torch.ones(2, dtype=torch.int64)),
+}
+
+
+def _quantizing(blame: str, recipe: Recipe, x: torch.Tensor, **settings: object) -> Rule:
+    """Another recipe, tensor and settings."""
+    return lambda problem: replace(_bare(problem), required={"x": x, "recipe": recipe}, settings=settings, blame=blame)
+
+
+_SQUARE = torch.zeros(16, 16, dtype=torch.bfloat16)
+_CURRENT, _GRADIENT = Recipe("current"), {"role": "grad_output", "columnwise": True}
+# two rows, one for each of two groups
+_QUANTIZE: dict[str, Rule] = {
+    "x_flat": _flat("x"),
+    "x_of_integers": _in("x", torch.int32),
+    "recipe_a_word": lambda problem: replace(_bare(problem), required=problem.required | {"recipe": "mxfp8"}, blame="recipe"),
+    "role_unknown": _setting("role", "activation"),
+    "no_direction": _setting("rowwise", False),
+    "splits_negative": _with_values("splits", torch.tensor([-1, 2])),
+    "splits_beyond_the_rows": _with_values("splits", torch.tensor([2, 1])),
+    "splits_of_floats": _in("splits", torch.float32),
+    "splits_empty": _with_values("splits", torch.zeros(0, dtype=torch.int64)),
+    "state_of_nothing": _quantizing("state", _CURRENT, torch.zeros(2, 1), state=new_quantizer_state(Recipe("delayed"))),
+    "state_missing": _quantizing("state", Recipe("delayed"), torch.zeros(2, 1), state=None),
+    "state_of_other_groups": _quantizing("state", Recipe("delayed"), torch.zeros(2, 1), state=new_quantizer_state(Recipe("delayed"), num_groups=2)),
+    "columns_no_multiple": _quantizing("x", Recipe("mxfp8"), torch.zeros(32, 33)),
+    "rows_no_multiple": _quantizing("splits", Recipe("mxfp8"), torch.zeros(64, 32), splits=torch.tensor([16, 48])),
+    "transform_of_floats": _quantizing("x", Recipe("nvfp4"), _SQUARE.float(), columnwise=True),
+    "noise_unasked": _added("noise", torch.zeros(2, 2, 1)),
+    "noise_missing": _quantizing("noise", Recipe("nvfp4"), _SQUARE, **_GRADIENT),
+    "noise_of_one_direction": _quantizing("noise", Recipe("nvfp4"), _SQUARE, **_GRADIENT, noise=torch.zeros(1, 16, 16)),
 }
 
 RULES: dict[str, dict[str, Rule]] = {
@@ -137,9 +189,47 @@ RULES: dict[str, dict[str, Rule]] = {
         "batch_size_no_divisor": _setting("batch_size", 3),
         "mask_too_long": _added("padding_mask", torch.zeros(3, dtype=torch.bool)),
     },
+    "glu": _ACTIVATION
+    | {
+        "width_odd": _one_more("h", 1),
+        "kind_without_a_gate": _setting("kind", "silu"),
+        "offset_infinite": _setting("offset", float("inf")),
+        "clamp_zero": _setting("clamp", 0.0),
+        "clamp_negative": _setting("clamp", -7.0),
+        "alpha_zero": _setting("alpha", 0.0),
+        "alpha_of_a_tanh": _together("alpha", kind="geglu", alpha=1.0),
+        "interleave_zero": _setting("interleave", 0),
+        "interleave_no_divisor": _setting("interleave", 3),
+    },
+    "activation": _ACTIVATION | {"kind_with_a_gate": _setting("kind", "swiglu")},
+    "grouped_linear": _COUNTS
+    | {
+        "weight_wider_than_rows": _one_more("weight", 2),
+        "more_weights_than_counts": _one_more("weight"),
+        "weight_in_another_dtype": _in("weight", torch.float16),
+        "rows_flat": _flat("rows"),
+        "bias_wider_than_weight": _added("bias", torch.zeros(2, 2)),
+        "bias_of_integers": _added("bias", torch.zeros(2, 1, dtype=torch.int64)),
+    },
+    "grouped_dgrad": _COUNTS
+    | {
+        "weight_taller_than_cotangent": _one_more("weight", 1),
+        "more_weights_than_counts": _one_more("weight"),
+        "weight_in_another_dtype": _in("weight", torch.float16),
+        "cotangent_flat": _flat("d_out"),
+    },
+    "grouped_wgrad": _COUNTS
+    | {
+        "rows_more_than_cotangents": _one_more("rows"),
+        "cotangent_in_another_dtype": _in("d_out", torch.float16),
+        "rows_flat": _flat("rows"),
+        "into_of_another_shape": _added("accumulate_into", torch.zeros(2, 1, 2)),
+        "into_in_half": _added("accumulate_into", torch.zeros(2, 1, 1, dtype=torch.bfloat16)),
+    },
+    "quantize": _QUANTIZE,
     "update_expert_bias": {
         "counts_too_many": _one_more("tokens_per_expert"),
-        "bias_in_half": _in_half("expert_bias"),
+        "bias_in_half": _in("expert_bias", torch.bfloat16),
         "rate_negative": _setting("update_rate", -0.5),
     },
 }

@@ -62,7 +62,7 @@ class Permute(Contract[RoutingCase]):
         wanted = tuple(name for name in case.grads.split("+") if name)
         cotangents = {}
         if wanted and case.unused != "rows":
-            cotangents["rows"] = payload(case.seed, "d_rows", (_rows(case, settings), case.hidden), case.dtype)
+            cotangents["rows"] = payload(case.seed, "d_rows", (_rows(case, settings), case.hidden), case.dtype, _strange(case))
         if wanted and case.unused != "probs" and case.probs:
             cotangents["probs"] = payload(case.seed, "d_probs", (_rows(case, settings),), case.probs)
         required = {"tokens": tokens, "routing_map": routing_map(case)}
@@ -130,6 +130,11 @@ def _start(row: Tensor) -> str:
     return ", ".join(f"{x:.4g}" for x in row[:3].float().tolist()) + (", …" if len(row) > 3 else "")
 
 
+def _strange(case: RoutingCase) -> str:
+    """The style of a cotangent: with NaN and infinities where the payload has them; they may reach no token or expert but their own."""
+    return "special" if case.values == "special" else "dyadic"
+
+
 class Unpermute(Contract[RoutingCase]):
     """`unpermute` of rows that `permute` never saw, through the row map that this implementation's own `permute` made."""
 
@@ -156,7 +161,7 @@ class Unpermute(Contract[RoutingCase]):
             probs = probabilities(case.seed, "probs", tuple(chosen.shape), case.probs, case.zero_probs)
             settings["probs"] = torch.where(has_row, probs, torch.nan)
         wanted = tuple(name for name in case.grads.split("+") if name)
-        cotangents = {"tokens": payload(case.seed, "d_tokens", (case.tokens, case.hidden), case.dtype)} if wanted else {}
+        cotangents = {"tokens": payload(case.seed, "d_tokens", (case.tokens, case.hidden), case.dtype, _strange(case))} if wanted else {}
         required = {"rows": rows, "row_map": Opaque("row_map")}
         return Problem(self.function, required, settings, {case.layout_of: case.layout}, wanted, cotangents, producer, produced)
 

@@ -113,7 +113,7 @@ class Route(Contract[RouteCase]):
     function = "route"
     outputs = ROUTE_OUTPUTS
     primary = "0.probs"
-    optional = ("batch_size", "padding_mask", "replay")
+    optional = ("batch_size", "padding_mask", "replay", "sum_tp_cp", "sum_tp_dp_cp")
     companions = ("new_state", "finish_batch", "state_tensors", "state_from")
 
     def legal(self, case: RouteCase) -> Problem:
@@ -127,7 +127,8 @@ class Route(Contract[RouteCase]):
         recorded = [i for i, step in enumerate(steps) if step in FORWARDS and step != "nograd"]
         cotangents = {f"{i}.probs": payload(case.seed, f"d_probs {i}", (case.tokens, case.experts), case.dtype) for i in recorded} if case.grads else {}
         wanted = tuple(f"logits.{i}" for i in recorded) if case.grads else ()
-        return Problem(self.function, required, settings, wanted=wanted, cotangents=cotangents, script=self._script(config_of(case), steps))
+        config = config_of(case)
+        return Problem(self.function, required, settings, {}, wanted, cotangents, script=self._script(config, steps), beside={"config": config})
 
     @staticmethod
     def _script(

@@ -1,5 +1,6 @@
 """Decides whether an observed output is right: `exact` where rows are only moved, `bound` where numbers are added (`running` where more
-is done to them), `selection` where the best are chosen.
+is done to them), `rowwise` where matrices are multiplied, `selection` where the best are chosen, `codes` where values are quantised,
+`statistics` where something is random.
 
 `controls` shows the judge corrupted outputs, which it must reject.
 """
@@ -12,7 +13,9 @@ import numpy as np
 from torch import Tensor
 
 from conformance.judge.bound import Bounded, beyond
+from conformance.judge.codes import Codes, miscoded
 from conformance.judge.exact import Exact, different
+from conformance.judge.rowwise import RowWise
 from conformance.judge.selection import Chosen, inadmissible
 
 Outputs = Mapping[str, Any]
@@ -26,7 +29,7 @@ class Given:
     make: Callable[[Outputs], Exact | Bounded]
 
 
-Settled = Exact | Bounded | Chosen
+Settled = Exact | Bounded | Chosen  # Codes is an Exact, RowWise a Bounded
 Expectation = Settled | Given
 
 
@@ -40,13 +43,15 @@ class Finding:
     """One way in which an implementation differs."""
 
     output: str  # the output, gradient or law that is wrong
-    check: str  # exact, bound, choice, shape, dtype, missing, signature, error, raises …, input, memory or a law's name
+    check: str  # exact, code, bound, ratio, choice, shape, dtype, missing, signature, error, raises …, input, memory or a law's name
     message: str
     index: tuple[int, ...] = ()  # the first wrong element
 
 
 def judge(output: str, expected: Settled, observed: Any) -> Finding | None:
     """The first thing wrong with `observed`, or None."""
+    if isinstance(expected, RowWise):
+        return judge(output, expected.bounded, observed) or _judge_ratios(output, expected, observed)
     if observed is None:
         flag_down = isinstance(expected, Exact) and expected.kind == "integers" and expected.flag and not expected.value.any()
         return None if flag_down else Finding(output, "missing", "is None; the reference returns a tensor")
@@ -65,10 +70,17 @@ def judge(output: str, expected: Settled, observed: Any) -> Finding | None:
     return Finding(output, CHECKS[type(expected)], message, index)
 
 
-CHECKS = {Exact: "exact", Bounded: "bound", Chosen: "choice"}
+CHECKS = {Exact: "exact", Codes: "code", Bounded: "bound", Chosen: "choice"}
+
+
+def _judge_ratios(output: str, expected: RowWise, observed: Tensor) -> Finding | None:
+    worst = expected.excess(observed)
+    return None if worst is None else Finding(output, "ratio", expected.explain_excess(worst), worst.index)
 
 
 def _wrong(expected: Settled, observed: Tensor) -> np.ndarray | None:
+    if isinstance(expected, Codes):
+        return miscoded(expected, observed)
     if isinstance(expected, Exact):
         return different(expected, observed)
     return beyond(expected, observed) if isinstance(expected, Bounded) else inadmissible(expected, observed)

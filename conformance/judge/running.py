@@ -117,7 +117,8 @@ class Running:
         """
         right = self.value if value is None else value.double()
         unit = ROUNDOFF[dtype]
-        bound = self.error + unit * (right.abs() + self.error) + torch.where((right == 0) & (self.error == 0), 0.0, HALF_SUBNORMAL[dtype])
+        some = ((right != 0) | (self.error != 0)).double()
+        bound = self.error + unit * (right.abs() + self.error) + HALF_SUBNORMAL[dtype] * some
         over = torch.finfo(dtype).max
         bound = torch.where(right.abs() + bound > over, torch.inf, bound)  # it may overflow
         if unspecified is not None:

@@ -4,7 +4,7 @@ A law has a name, says to which cases it applies, and returns a `Finding` or Non
 judged, and costs one more run of the implementation at most.
 """
 
-from conformance.laws import general, moves, routing, sums
+from conformance.laws import experts, general, moves, quantization, routing, sums
 from conformance.laws.base import Law, Trial
 
 __all__ = ["LAWS", "Law", "Trial"]
@@ -12,6 +12,13 @@ __all__ = ["LAWS", "Law", "Trial"]
 _EVERYWHERE = (general.HISTORY, general.DETERMINISM, general.BUFFER_REUSE, general.LATE_PRODUCER)
 _STATIC = (general.HOST_SYNC, general.GRAPH_CAPTURE)
 _CHOICES = (routing.TOKEN_REVERSAL, routing.EXPERT_RELABELLING, routing.BATCH_CONCAT)
+_SEGMENTS = (experts.NEIGHBOUR_INDEPENDENCE, experts.PADDING_INDEPENDENCE, experts.EXPERT_RELABELLING)
+_ROWS = (routing.TOKEN_REVERSAL, routing.BATCH_CONCAT, experts.NEIGHBOUR_INDEPENDENCE, experts.SCALING, experts.COTANGENT_SCALING)
+_QUANTIZED = (
+    *(quantization.IDEMPOTENCE, quantization.ROW_INDEPENDENCE, quantization.SCALING, quantization.GROUPS_ALONE, quantization.ZERO_ROWS),
+    *(quantization.PADDING_INDEPENDENCE, general.HISTORY, general.DETERMINISM, quantization.BUFFER_REUSE, general.LATE_PRODUCER),
+    *(general.HOST_SYNC, quantization.GRAPH_CAPTURE),
+)
 
 LAWS: dict[str, dict[str, Law]] = {
     function: {law.name: law for law in laws}
@@ -42,7 +49,13 @@ LAWS: dict[str, dict[str, Law]] = {
         "load_balancing_loss": (*_EVERYWHERE, *_STATIC, routing.SHARES, sums.SCALING),
         "z_loss": (*_EVERYWHERE, *_STATIC, routing.TOKEN_REVERSAL, routing.EXPERT_RELABELLING, routing.PADDING_TOKENS),
         "attach_loss": (*_EVERYWHERE, *_STATIC, sums.SCALING),
-        "route": (general.HISTORY, general.DETERMINISM, general.LATE_PRODUCER),
+        "route": (general.HISTORY, general.DETERMINISM, general.LATE_PRODUCER, *_STATIC),
         "update_expert_bias": (*_EVERYWHERE, *_STATIC, routing.EXPERT_RELABELLING),
+        "quantize": _QUANTIZED,
+        "glu": (*_EVERYWHERE, *_STATIC, *_ROWS),
+        "activation": (*_EVERYWHERE, *_STATIC, *_ROWS),
+        "grouped_linear": (*_EVERYWHERE, *_STATIC, *_SEGMENTS, experts.GROUP_SPLIT, experts.SCALING, experts.COTANGENT_SCALING),
+        "grouped_dgrad": (*_EVERYWHERE, *_STATIC, *_SEGMENTS, experts.GROUP_SPLIT, experts.SCALING),
+        "grouped_wgrad": (*_EVERYWHERE, *_STATIC, *_SEGMENTS, experts.SCALING),
     }.items()
 }

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.mutants import planted_router
+from conformance.mutants import planted_experts, planted_quantization, planted_router
 
 Wrapper = Callable[..., Any]
 
@@ -157,7 +157,9 @@ DEFECTS = {
             {"permute": _first_align_for_ever, "pad_routing_map": _first_align_for_ever},
         ),
         Defect("D05", "a multiple that cannot be reached is not told", "Megatron-LM #6086, 0.13 to 0.19", {"pad_routing_map": _shortfall_not_told}),
-        *(Defect(*listed) for listed in planted_router.LISTED),
+        Defect("Q08", "32-bit offsets in gated kernels", "TransformerEngine #1988, to 2.6", {"glu": _first_in_32_bits}),
+        Defect("Q08q", "32-bit offsets in casts", "TransformerEngine #2034, to 2.6", {"quantize": _first_in_32_bits}),
+        *(Defect(*listed) for listed in planted_router.LISTED + planted_experts.LISTED + planted_quantization.LISTED),
     )
 }
 

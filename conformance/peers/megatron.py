@@ -4,7 +4,8 @@
 
 Only names, orders and the shapes of results are translated. Results go to the caller as the package made them, errors too.
 Settings that the package has no words for (`align`, `num_rows`) are missing from the signatures. The permutation is here; the
-router, in `conformance.peers.megatron_router`, says what else it takes to call it.
+router's functions, in `conformance.peers.megatron_router`, and the whole router, in `conformance.peers.megatron_route`, say what
+else it takes to call them.
 """
 
 import warnings
@@ -23,7 +24,7 @@ try:
         warnings.simplefilter("ignore")  # it warns four times that Transformer Engine and Apex are not there
         from megatron.core.transformer.moe import moe_utils
 
-        from conformance.peers import megatron_router
+        from conformance.peers import megatron_route, megatron_router
 except (ImportError, metadata.PackageNotFoundError) as error:
     raise ImportError(f"megatron-core cannot be imported ({error}); pip install --no-deps megatron-core==0.16.1") from None
 if not version.startswith(KNOWN):
@@ -34,6 +35,8 @@ topk_indices, topk_routing = megatron_router.topk_indices, megatron_router.topk_
 sinkhorn_routing, drop_tokens = megatron_router.sinkhorn_routing, megatron_router.drop_tokens
 aux_loss_scores, load_balancing_loss, z_loss = megatron_router.aux_loss_scores, megatron_router.load_balancing_loss, megatron_router.z_loss
 attach_loss, update_expert_bias = megatron_router.attach_loss, megatron_router.update_expert_bias
+route, finish_batch = megatron_route.route, megatron_route.finish_batch
+new_state, state_tensors, state_from = megatron_route.new_state, megatron_route.state_tensors, megatron_route.state_from
 
 
 class RowMap(NamedTuple):
@@ -48,7 +51,7 @@ def supports(function: str, **arguments: Any) -> str | None:
     """drop_and_pad is documented for maps with exactly `capacity` non-zeros in each column; no more than there are tokens."""
     if function == "permute" and arguments.get("capacity") is not None and arguments["capacity"] > len(arguments["tokens"]):
         return "capacity above the number of tokens: drop_and_pad takes exactly capacity tokens from each column"
-    return megatron_router.supports(function, **arguments)
+    return megatron_route.supports(**arguments) if function == "route" else megatron_router.supports(function, **arguments)
 
 
 def declares(function: str) -> dict[str, Any]:
@@ -62,6 +65,7 @@ DECLARED: dict[str, dict[str, Any]] = {
     "unpermute": {"reduction_order": "that of scatter_add_", "unchecked": ("rows", "restore_shape")},
     "sort_chunks": {"unchecked": ("chunk_sizes", "order")},
     "pad_routing_map": {"unchecked": ("align",)},
+    "route": megatron_route.DECLARED,
 }
 
 

@@ -120,7 +120,7 @@ def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
 
 def update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, *, update_rate: float) -> Tensor:
     """moe_utils.get_updated_expert_bias, which takes the counts first."""
-    _one_rank()
+    one_rank()
     return moe_utils.get_updated_expert_bias(tokens_per_expert, expert_bias, update_rate)
 
 
@@ -135,7 +135,7 @@ def _replay(target: Tensor | None) -> RouterReplay:
 
 
 @functools.cache
-def _one_rank() -> None:
+def one_rank() -> None:
     """The package's process groups, if nobody made them: of this process alone, over gloo and a store in memory; they end with it."""
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)

@@ -12,7 +12,8 @@ from conformance.strategies.space import DTYPES, LAYOUTS, LOGIT_DTYPES, POISONS,
 Row = dict[str, Any]
 
 
-def _layouts(*matrices: str, vectors: tuple[str, ...] = (), expanded: tuple[str, ...] = ()) -> tuple[tuple[str, str], ...]:
+def layouts(*matrices: str, vectors: tuple[str, ...] = (), expanded: tuple[str, ...] = ()) -> tuple[tuple[str, str], ...]:
+    """A layout and the tensor that has it: every one for matrices, one for vectors and for tensors that may be expanded."""
     return (
         ("contiguous", ""),
         *((layout, of) for of in matrices for layout in LAYOUTS[1:]),
@@ -39,7 +40,7 @@ _CHOICE = {
     "scaling": (0, 20),
     "bias": ("", "small", "large"),
     "precomputed": (False, True),
-    "layout": _layouts("logits", "d_probs", vectors=("expert_bias", "precomputed_indices"), expanded=("d_probs",)),
+    "layout": layouts("logits", "d_probs", vectors=("expert_bias", "precomputed_indices"), expanded=("d_probs",)),
     "grads": ("", "logits"),
     "poison": POISONS,
 }
@@ -50,11 +51,11 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "weight_dtype": ("", "float32"),
         "router_dtype": ("", "fp32", "fp64"),
         "bias": (False, True),
-        "layout": _layouts("x", "weight", "d_logits", vectors=("bias",), expanded=("d_logits",)),
+        "layout": layouts("x", "weight", "d_logits", vectors=("bias",), expanded=("d_logits",)),
         "grads": ("", "x", "weight", "x+weight", "x+weight+bias"),
         "poison": POISONS,
     },
-    "jitter": {"dtype": DTYPES, "eps": (0, 1, 15), "layout": _layouts("x"), "poison": POISONS},
+    "jitter": {"dtype": DTYPES, "eps": (0, 1, 15), "layout": layouts("x"), "poison": POISONS},
     "topk_indices": _CHOICE,
     "topk_routing": _CHOICE,
     "sinkhorn_routing": {
@@ -62,7 +63,7 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "spread": ("distinct", "ties", "negative"),
         "topk": (1, 2),
         "evaluation": (False, True),
-        "layout": _layouts("logits", "d_probs", expanded=("d_probs",)),
+        "layout": layouts("logits", "d_probs", expanded=("d_probs",)),
         "grads": ("", "logits"),
         "poison": POISONS,
     },
@@ -73,7 +74,7 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "policy": ("probs", "position"),
         "pad": (False, True),
         "capacity": (1, 3, 9),  # of seven tokens
-        "layout": _layouts("probs", "routing_map", "d_probs", expanded=("d_probs",)),
+        "layout": layouts("probs", "routing_map", "d_probs", expanded=("d_probs",)),
         "grads": ("", "probs"),
         "poison": POISONS,
     },
@@ -83,7 +84,7 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "spread": ("distinct", "ties", "near", "negative", "minus_inf", "nan"),
         "topk": (1, 2, 8),
         "padding": (0, 3),
-        "layout": _layouts("logits", "d_scores", vectors=("padding_mask",), expanded=("d_scores",)),
+        "layout": layouts("logits", "d_scores", vectors=("padding_mask",), expanded=("d_scores",)),
         "grads": ("", "logits"),
         "poison": POISONS,
     },
@@ -93,7 +94,7 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "sequences": (1, 3),
         "total": ("number", "device"),
         "coeff": (8, 1),
-        "layout": _layouts("scores", vectors=("tokens_per_expert",)),
+        "layout": layouts("scores", vectors=("tokens_per_expert",)),
         "grads": ("", "scores"),
         "poison": POISONS,
     },
@@ -102,14 +103,14 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "spread": ("distinct", "negative", "minus_inf"),
         "padding": (0, 3),
         "coeff": (8, 1),
-        "layout": _layouts("logits", vectors=("padding_mask",)),
+        "layout": layouts("logits", vectors=("padding_mask",)),
         "grads": ("", "logits"),
         "poison": POISONS,
     },
     "attach_loss": {
         "dtype": DTYPES,
         "scale": (8, 3, -8),
-        "layout": _layouts("x", "d_x", expanded=("d_x",)),
+        "layout": layouts("x", "d_x", expanded=("d_x",)),
         "grads": ("", "x", "loss", "x+loss"),
         "poison": POISONS,
     },
@@ -134,7 +135,7 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "rate": (0, 1, 250),
         "bias": (0, 1, 40),
         "even": (False, True),
-        "layout": _layouts(vectors=("expert_bias", "tokens_per_expert")),
+        "layout": layouts(vectors=("expert_bias", "tokens_per_expert")),
         "poison": POISONS,
     },
 }

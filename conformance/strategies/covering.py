@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from conformance.case import Case
-from conformance.strategies import axes_permutation, axes_routing
+from conformance.strategies import axes_experts, axes_permutation, axes_quantization, axes_routing
 from conformance.strategies.space import Space
 
 Row = dict[str, Any]
@@ -60,11 +60,12 @@ def _completed(axes: Mapping[str, tuple[Any, ...]], fixed: Row, source: random.R
     return {name: fixed.get(name, source.choice(values)) for name, values in axes.items()}
 
 
-AXES = axes_permutation.AXES | axes_routing.AXES
+HOMES = (axes_permutation, axes_routing, axes_experts, axes_quantization)
+AXES = {function: axes for home in HOMES for function, axes in home.AXES.items()}
 
 
 def _home(function: str) -> Any:
-    return axes_permutation if function in axes_permutation.AXES else axes_routing
+    return next(home for home in HOMES if function in home.AXES)
 
 
 def legal(function: str, row: Row, space: Space) -> bool:
@@ -73,7 +74,7 @@ def legal(function: str, row: Row, space: Space) -> bool:
     return (
         not (row.get("grads") and function in space.not_differentiable)
         and not (layout != "contiguous" and function in space.contiguous_only)
-        and not (of.startswith("d_") and not row.get("grads"))
+        and not (of.startswith("d_") and "grads" in row and not row["grads"])
         and bool(_home(function).legal(function, row, space))
     )
 

@@ -8,7 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conformance.case import Case
+from conformance.strategies.experts import activation_cases, grouped_cases
 from conformance.strategies.logits import balancing_cases, gate_cases, load_cases, topk_cases
+from conformance.strategies.quantization import quantize_cases
 from conformance.strategies.route import route_cases
 from conformance.strategies.routing import multihot_cases, pad_cases, permutation_cases
 from conformance.strategies.rows import chunk_cases, index_cases
@@ -29,6 +31,9 @@ STRATEGIES: dict[str, Callable[[str, Space], st.SearchStrategy[Case]]] = {
     **dict.fromkeys(("drop_tokens", "load_balancing_loss", "update_expert_bias"), load_cases),
     **dict.fromkeys(("gate", "jitter", "attach_loss"), gate_cases),
     "route": route_cases,
+    "quantize": quantize_cases,
+    **dict.fromkeys(("glu", "activation"), activation_cases),
+    **dict.fromkeys(("grouped_linear", "grouped_dgrad", "grouped_wgrad"), grouped_cases),
 }
 
 

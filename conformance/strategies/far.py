@@ -13,6 +13,9 @@ from conformance.contracts.loads import LoadCase
 from conformance.contracts.logits import LogitsCase
 from conformance.contracts.routing import RoutingCase
 from conformance.contracts.routing_map import IndicesCase
+from conformance.strategies.experts import INPUTS as EXPERT_INPUTS
+from conformance.strategies.experts import far_experts
+from conformance.strategies.quantization import far_quantize
 from conformance.strategies.space import Space
 
 ROUTING = (0b101, 0b010, 0b111)
@@ -44,6 +47,10 @@ def far_cases(function: str, space: Space) -> list[Case]:
     """All far cases of a function that the implementation can be asked for."""
     if function in space.contiguous_only:
         return []
+    if function == "quantize":
+        return far_quantize(space)
+    if function in EXPERT_INPUTS:
+        return far_experts(function, space)
     if function in ROUTER:
         return _far_router(function, space)
     with_probs = space.accepts(function, "probs")
@@ -67,7 +74,7 @@ def _far_router(function: str, space: Space) -> list[Case]:
 
 
 def _far_of_router(function: str, name: str, layout: str, differentiable: bool, space: Space) -> Case:
-    """Three rows and columns, in the narrowest dtype that the input may have."""
+    """Three rows, and three or four columns, so that a step between them fits into 32 bits; in the narrowest dtype that the input may have."""
     common: dict[str, Any] = {"function": function, "layout": layout, "layout_of": name, "dtype": "bfloat16"}
     if function in ("gate", "jitter", "attach_loss"):
         grads = {"gate": "x+weight" + "+bias" * (name == "bias"), "attach_loss": "x+loss"}.get(function, "") if differentiable else ""
@@ -81,14 +88,16 @@ def _far_of_router(function: str, name: str, layout: str, differentiable: bool, 
         "precomputed_indices": {"precomputed": True},
         "padding_mask": {"padding": 4},
     }
-    return LogitsCase(**common, tokens=3, experts=3, topk=2, grads="logits" if differentiable else "", **how.get(name, {}))
+    return LogitsCase(**common, tokens=3, experts=4, topk=3, grads="logits" if differentiable else "", **how.get(name, {}))
 
 
 def _far(function: str, name: str, layout: str, with_probs: bool, differentiable: bool) -> Case:
     """Three rows, in the narrowest dtype that the input may have."""
     common: dict[str, Any] = {"function": function, "layout": layout, "layout_of": name}
     if function == "indices_to_multihot":
-        return IndicesCase(**common, tokens=3, topk=3, experts=4, dtype="bfloat16", index_dtype="int16", grads="probs" if differentiable else "")
+        slots = (0, 3, 1, 3, -1, 2, 2, 3, 0)  # the last expert is the farthest
+        how: dict[str, Any] = {"dtype": "bfloat16", "index_dtype": "int16", "grads": "probs" if differentiable else ""}
+        return IndicesCase(**common, **how, tokens=3, topk=3, experts=4, slots=slots)
     main = {"permute": "tokens", "unpermute": "rows", "sort_chunks": "rows"}.get(function, "probs")
     grads = "+".join([main, *(["probs"] if with_probs and main != "probs" else [])])
     floating: dict[str, Any] = {"dtype": "bfloat16", "grads": "" if name == "tokens" or not differentiable else grads}

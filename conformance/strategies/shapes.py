@@ -5,7 +5,10 @@ from typing import Any
 
 from conformance.case import Case
 from conformance.contracts.routing import RoutingCase
+from conformance.strategies.experts import INPUTS as EXPERT_INPUTS
+from conformance.strategies.experts import expert_shapes
 from conformance.strategies.logits import REAL_ROUTERS
+from conformance.strategies.quantization import quantize_shapes
 from conformance.strategies.space import Space
 
 EDGES = ((1, 1), (31, 4), (32, 32), (33, 3), (65, 16), (1023, 8), (1024, 8), (2048, 4))  # experts and top-k
@@ -20,13 +23,17 @@ GRADS = {
     "load_balancing_loss": "scores",
     "gate": "x+weight",
     "attach_loss": "x+loss",
+    **dict.fromkeys(("glu", "activation"), "h+probs"),
+    "grouped_linear": "rows+weight",
+    "quantize": "x",
 }
+WITH_PROBS = ("permute", "unpermute", "sort_chunks", "glu", "activation")
 
 
 def shape_cases(function: str, space: Space) -> list[Case]:
     """The shapes of a function, with gradients where there are any; laws go round over them."""
     grads = "" if function in space.not_differentiable else GRADS.get(function, "")
-    with_probs = space.accepts(function, "probs") and function in ("permute", "unpermute", "sort_chunks")
+    with_probs = space.accepts(function, "probs") and function in WITH_PROBS
     if not with_probs:
         grads = grads.removesuffix("+probs")
     cases = [_case(function, fields | ({"probs": "float32"} if with_probs else {}) | {"grads": grads}) for fields in _shapes(function, space)]
@@ -38,7 +45,11 @@ def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
     if function in ("topk_indices", "topk_routing"):
         plain = [{"tokens": 3, "experts": experts, "topk": topk} for experts, topk in REAL_ROUTERS + EDGES]
         limited = space.accepts(function, "num_groups") and space.accepts(function, "group_topk")
-        return [*plain, long, *([{"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5}] if limited else [])]
+        tied = [
+            {"tokens": 3, "experts": 8, "topk": 8, "spread": "equal"},
+            {"tokens": 65, "experts": 4, "topk": 2, "spread": "ties", "seed": 3},
+        ]  # no column is spare
+        return [*plain, long, *tied, *([{"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5}] if limited else [])]
     if function == "sort_chunks":
         counts = (33, 257 if space.device == "cuda" else 65)
         return [{"sizes": tuple(i % 4 for i in range(n)), "order": tuple((i * 7 + 3) % n for i in range(n)), "hidden": 3} for n in counts]
@@ -58,15 +69,23 @@ def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
     if function == "drop_tokens":
         more: list[dict[str, Any]] = [{"policy": "position"}] if space.accepts(function, "drop_policy") else []
         more += [{"pad": True, "values": "ties"}] if space.accepts(function, "pad_to_capacity") else []
-        return [long | {"capacity": 65} | how for how in ({}, {"values": "ties"}, *more)] + [WIDE | {"capacity": 1}]
+        double = {"tokens": 9, "experts": 3, "topk": 2, "capacity": 2, "dtype": "float64"}
+        rest = [WIDE | {"capacity": 1}, long | {"capacity": 257}, double]  # room for few, for all
+        long = long | {"seed": 2}  # the last token is among the best of some expert
+        return [long | {"capacity": 65} | how for how in ({}, {"values": "ties"}, *more)] + rest
     if function == "load_balancing_loss":
         return [long, long | {"sequences": 3, "total": "device"}, WIDE]
     if function in ("aux_loss_scores", "z_loss"):
         padded = {"padding": 3} if space.accepts(function, "padding_mask") else {}
         return [long | padded, WIDE | padded]
+    if function == "route":
+        replayed = {"steps": "record+forward+reload+backward"}  # what waits to be replayed is saved too
+        return [{"tokens": 5, "experts": 4, "topk": 2} | replayed] if space.accepts(function, "replay") else []
     if function == "gate":
         return [{"tokens": 257, "hidden": 129, "experts": 65}]
-    return []
+    if function == "quantize":
+        return quantize_shapes(space)
+    return expert_shapes(function, space) if function in EXPERT_INPUTS else []
 
 
 def _case(function: str, fields: dict[str, Any]) -> Case:

@@ -250,7 +250,7 @@ def finish_loss_kernel(
         factor = factor / tl.maximum(tl.sum(valid, axis=0), 1).to(ACCUMULATOR)
     else:
         n = widened(tl.load(total_ptr), ACCUMULATOR) if total_ptr is not None else number(total, ACCUMULATOR)
-        least = tl.maximum(n, 1.0)
-        factor = tl.where(n > 0, factor / least / least, 0.0)
+        tokens = tl.where(n > 0, n, 1.0)
+        factor = tl.where(n > 0, factor / tokens / tokens, 0.0)
     tl.store(loss_ptr, factor * tl.sum(found, axis=0))
     tl.store(factor_ptr, factor)

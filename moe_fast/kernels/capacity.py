@@ -82,7 +82,7 @@ def count_kept(keys_ptr, whole, e, least, before, num_tokens, num_experts, KEY_B
     else:
         count = tl.zeros(e.shape, tl.int32)
         for first in range(0, num_tokens, BLOCK_T):
-            key = load_columns(keys_ptr, e, first + t.to(tl.int64), num_tokens, num_experts, KEY_BITS)
+            key = load_columns(keys_ptr, e, first + t, num_tokens, num_experts, KEY_BITS)
             count += tl.sum(is_kept(key, first + t[None, :], least, before).to(tl.int32), axis=1)
     return count[:, None]
 
@@ -108,7 +108,7 @@ def drop_search_kernel(
     """The key above which, and of which before which token, an expert keeps tokens: as many as there is room for."""
     e = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     KEY: tl.constexpr = keys_ptr.dtype.element_ty
-    whole = load_columns(keys_ptr, e, tl.arange(0, BLOCK_T).to(tl.int64), num_tokens, num_experts, KEY_BITS)
+    whole = load_columns(keys_ptr, e, tl.arange(0, BLOCK_T), num_tokens, num_experts, KEY_BITS)
     least = tl.zeros([BLOCK_E, 1], KEY) + least_key(KEY_BITS, KEY)
     wanted = tl.zeros([BLOCK_E, 1], tl.int32) + room
     if not PAD:

@@ -155,7 +155,6 @@ def routing_layout_kernel(
             other_count = tl.sum(load_counts(block_count_ptr, first + tl.arange(0, BLOCK_E), own, block, num_blocks), axis=1)
             count_before += tl.sum(other_count, axis=0)
             rows_before += tl.sum(segments_of(other_count, align), axis=0)
-        num_rows = tl.cast(num_rows, tl.int64)
         segment = segments_of(count, align)
         start = rows_before + tl.cumsum(segment, axis=0) - segment
         tl.store(tokens_per_expert_ptr + e, tl.minimum(tl.maximum(num_rows - start, 0), segment), mask=real)
@@ -204,12 +203,12 @@ def capacity_kernel(
     capacity = tl.cast(capacity, tl.int64)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     real = e < num_experts  # the block is a power of two
-    count = tl.load(count_ptr + e, mask=real, other=0).to(tl.int64)
+    count = tl.load(count_ptr + e, mask=real, other=0)
     before = tl.load(before_ptr + e * stride_before_e + b, mask=real, other=0)
     for i in range(tiles):
         t = (b * tiles + i) * BLOCK_T + tl.arange(0, BLOCK_T)
         routed = load_routed(map_ptr, stride_map_t, stride_map_e, t, e, num_tokens, num_experts)
-        one = routed.to(tl.int64)
+        one = routed.to(tl.int32)
         routed_before = before[None, :] + tl.cumsum(one, axis=0) - one
         rank = tl.where(routed, routed_before, count[None, :] + t[:, None] - routed_before)
         inside = (t < num_tokens)[:, None] & real[None, :]  # outside the map nothing is routed, and nothing fills either
@@ -253,13 +252,13 @@ def pad_routing_map_kernel(
     b = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     real = e < num_experts  # the block is a power of two
-    count = tl.load(count_ptr + e, mask=real, other=0).to(tl.int64)
+    count = tl.load(count_ptr + e, mask=real, other=0)
     before = tl.load(before_ptr + e * stride_before_e + b, mask=real, other=0)
     missing = (align - count % align) % align
     for i in range(tiles):
         t = (b * tiles + i) * BLOCK_T + tl.arange(0, BLOCK_T)
         routed = load_routed(map_ptr, stride_map_t, stride_map_e, t, e, num_tokens, num_experts)
-        one = routed.to(tl.int64)
+        one = routed.to(tl.int32)
         routed_before = before[None, :] + tl.cumsum(one, axis=0) - one
         padded = routed | (t[:, None] - routed_before < missing[None, :])
         inside = (t < num_tokens)[:, None] & real[None, :]  # the last tiles stick out on both sides

@@ -92,13 +92,13 @@ def fill_gaps(
     BLOCK_H: tl.constexpr,
 ):
     """Zeros in the rows without a token. A lane has those behind one expert, or a share of those behind all segments."""
-    lane = tl.cast(first_lane, tl.int64) + tl.arange(0, BLOCK_G)
+    lane = first_lane + tl.arange(0, BLOCK_G)
     gap = tl.minimum(lane, num_experts)
     end = tl.minimum(tl.load(gap_ptr + num_experts + 1 + gap), num_rows)
     begin = tl.load(gap_ptr + gap) + (lane - gap) * BLOCK_R
     step = tl.where(gap == num_experts, tail_lanes, 1) * BLOCK_R
     h = tl.cast(column, tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-    for i in range(tl.max((end - begin + step - 1) // step, axis=0)):
+    for i in range(tl.max(tl.cdiv(end - begin, step), axis=0)):
         row_GR = (begin + i * step)[:, None] + tl.arange(0, BLOCK_R)[None, :]
         row = tl.reshape(row_GR, [BLOCK_G * BLOCK_R])
         in_gap = tl.reshape(row_GR < end[:, None], [BLOCK_G * BLOCK_R])
@@ -160,15 +160,15 @@ def permute_kernel(
 ):
     """Each token is read once and written to each of its rows. The first programs move the probs, the next write rows without a token.
 
-    `row_slots` gets the tokens' lists with rows in place of ranks, so that other kernels need no bases.
+    `row_slots` gets the tokens' lists with rows in place of ranks, so that other kernels need no bases; probs move only with it.
     """
     columns = tl.cdiv(num_columns, BLOCK_H) if probs_ptr is None else tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)  # the probs move without columns too
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     block = tl.program_id(0) // columns
-    lists = tl.cdiv(num_tokens, BLOCK_L) if probs_ptr is not None or row_slots_ptr is not None else 0
+    lists = tl.cdiv(num_tokens, BLOCK_L) if row_slots_ptr is not None else 0
     fills = tl.num_programs(0) // columns - token_blocks - lists
     if block < lists:
-        if column == 0 and (probs_ptr is not None or row_slots_ptr is not None):
+        if column == 0 and row_slots_ptr is not None:
             t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
             list_t_ptr, base_t_ptr, num_slots = find_lists(slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts)
             for j in range(tl.max(num_slots, axis=0)):
@@ -176,8 +176,7 @@ def permute_kernel(
                 if probs_ptr is not None:
                     prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)  # only those with a row
                     tl.store(row_probs_ptr + row, prob, mask=live)  # likewise
-                if row_slots_ptr is not None:
-                    tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots)  # dropped rows too
+                tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots)  # dropped rows too
     elif block < lists + fills:
         lane = first_lane + (block - lists) * BLOCK_G
         fill_gaps(rows_ptr, row_probs_ptr, gap_ptr, lane, column, tail_lanes, num_experts, num_columns, num_rows, BLOCK_G, BLOCK_R, BLOCK_H)
@@ -254,7 +253,7 @@ def unpermute_kernel(
             tl.store(out_ptr + t[:, None] * num_columns + h[None, :], rounded(acc.to(ROWS_AS), out_ptr.dtype.element_ty), mask=in_time & in_row)
     elif dprobs_ptr is not None:
         for first in range(0, num_experts, BLOCK_E):
-            e = first + tl.arange(0, BLOCK_E).to(tl.int64)
+            e = first + tl.arange(0, BLOCK_E)
             dprobs = tl.zeros([BLOCK_T, BLOCK_E], dprobs_ptr.dtype.element_ty)
             for j in range(tl.max(num_slots, axis=0)):
                 expert, row, live = load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows)
@@ -322,7 +321,7 @@ def unpermute_backward_kernel(
     fills = tl.num_programs(0) - token_blocks
     if block >= fills:
         t = (block - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-        e = tl.arange(0, BLOCK_E).to(tl.int64)
+        e = tl.arange(0, BLOCK_E)
         list_t_ptr, base_t_ptr, num_slots = find_lists(slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts)
         dprobs = tl.zeros([BLOCK_T, BLOCK_E], ACCUMULATOR)
         in_time = (t < num_tokens)[:, None]  # the last tile sticks out

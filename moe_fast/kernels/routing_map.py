@@ -31,7 +31,7 @@ def multihot_kernel(
     out = tl.zeros([BLOCK_T, BLOCK_E], out_ptr.dtype.element_ty)
     for slot in range(num_slots):
         k = tl.cast(slot, tl.int64)
-        index = tl.load(indices_ptr + t * stride_indices_t + k * stride_indices_k, mask=in_time, other=0).to(tl.int64)
+        index = tl.load(indices_ptr + t * stride_indices_t + k * stride_indices_k, mask=in_time, other=0)
         value = tl.load(values_ptr + t * stride_values_t + k * stride_values_k, mask=in_time, other=0)
         hit = index[:, None] == e[None, :]
         routed = tl.where(hit, tl.full([BLOCK_T, BLOCK_E], 1, tl.uint8), routed)
@@ -69,9 +69,9 @@ def multihot_backward_kernel(
     index = tl.load(indices_ptr + t[:, None] * stride_indices_t + k[None, :] * stride_indices_k, mask=inside, other=-1).to(tl.int64)
     counts = (index >= 0) & (index < num_experts)  # others are empty slots
     for slot in range(num_slots):
-        later = tl.load(indices_ptr + t * stride_indices_t + tl.cast(slot, tl.int64) * stride_indices_k, mask=in_time, other=-1).to(tl.int64)
+        later = tl.load(indices_ptr + t * stride_indices_t + tl.cast(slot, tl.int64) * stride_indices_k, mask=in_time, other=-1)
         counts = counts & ((index != later[:, None]) | (k >= slot)[None, :])
-    dvalue = tl.load(dout_ptr + t[:, None] * stride_dout_t + index * stride_dout_e, mask=counts & inside, other=0)  # zero for slots that do not count
+    dvalue = tl.load(dout_ptr + t[:, None] * stride_dout_t + index * stride_dout_e, mask=counts, other=0)  # zero for slots that do not count
     tl.store(dvalues_ptr + t[:, None] * num_slots + k[None, :], dvalue, mask=inside)
 
 
@@ -111,7 +111,7 @@ def indices_kernel(
     tl.store(out_ptr + cell, value, mask=listed)
     count = tl.sum(one, axis=1)
     for first in range(0, num_slots, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K).to(tl.int64)
+        k = first + tl.arange(0, BLOCK_K)
         vacant = in_time & (k < num_slots)[None, :] & (k[None, :] >= count[:, None])  # the slots that no expert was written to
         vacant_cell = t[:, None] * num_slots + k[None, :]
         tl.store(indices_ptr + vacant_cell, tl.full([BLOCK_T, BLOCK_K], -1, tl.int64), mask=vacant)

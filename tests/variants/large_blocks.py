@@ -30,5 +30,22 @@ LARGE = replace(
     loss_step=128,
     drop=tuning.Tile(tokens=128, columns=64, num_warps=8),
     drop_column=tuning.Tile(tokens=4096, columns=4, num_warps=8),
+    grouped=tuning.Grouped(
+        by_rows=(tuning.GroupedTile(128, 128, 128, 8, 2),),
+        wide=tuning.GroupedTile(64, 128, 32, 8, 2),
+        wgrad=tuning.GroupedTile(128, 128, 128, 8, 2),
+        wgrad_wide=tuning.GroupedTile(128, 64, 32, 8, 2),
+        sums=tuning.Tile(tokens=128, columns=128, num_warps=8),
+        plan_tiles=1024,
+        flatten=False,
+        programs=64,
+    ),
+    activation=tuning.Tile(tokens=128, columns=512, num_warps=8),
+    activation_backward=tuning.Tile(tokens=128, columns=512, num_warps=8),
+    quantize=tuning.Quantize(
+        rows=tuning.Walk(tokens=256, columns=256, num_warps=8, steps=1, stages=1),
+        columns=tuning.Walk(tokens=256, columns=256, num_warps=8, steps=1, stages=1),
+        groups=tuning.Walk(tokens=256, columns=512, num_warps=8, steps=1, stages=1),
+    ),
 )
 tuning.INTERPRETER = tuning.GPU = LARGE

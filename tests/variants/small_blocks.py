@@ -30,5 +30,22 @@ SMALL = replace(
     loss_step=2,
     drop=tuning.Tile(tokens=8, columns=8, num_warps=2),
     drop_column=tuning.Tile(tokens=64, columns=4, num_warps=2),
+    grouped=tuning.Grouped(
+        by_rows=(tuning.GroupedTile(16, 16, 16, 2, 1), tuning.GroupedTile(16, 32, 32, 2, 1)),
+        wide=tuning.GroupedTile(16, 16, 16, 2, 1),
+        wgrad=tuning.GroupedTile(16, 32, 16, 2, 1),
+        wgrad_wide=tuning.GroupedTile(16, 16, 16, 2, 1),
+        sums=tuning.Tile(tokens=4, columns=16, num_warps=2),
+        plan_tiles=2,
+        flatten=False,
+        programs=5,
+    ),
+    activation=tuning.Tile(tokens=8, columns=16, num_warps=2),
+    activation_backward=tuning.Tile(tokens=8, columns=16, num_warps=2),
+    quantize=tuning.Quantize(
+        rows=tuning.Walk(tokens=2, columns=32, num_warps=2, steps=3, stages=2),
+        columns=tuning.Walk(tokens=16, columns=16, num_warps=2, steps=3, stages=2),
+        groups=tuning.Walk(tokens=2, columns=16, num_warps=2, steps=3, stages=2),
+    ),
 )
 tuning.INTERPRETER = tuning.GPU = SMALL

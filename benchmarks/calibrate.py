@@ -1,0 +1,234 @@
+"""How far honest kernels stray from one another, and the limits of `conformance.judge.rowwise` that follow.
+
+    python -m benchmarks.calibrate                      # this machine's CPU, in minutes; replaces what the file says of such a machine
+    python -m benchmarks.calibrate --device cuda        # matrix units, grouped kernels and split-K as torch has them
+    python -m benchmarks.calibrate --runs 3 --dry       # prints, and writes nothing
+
+Each run draws inputs, judges an honest variant of a contraction against another one as the reference, and keeps the largest ratio of
+each rule. Maxima have a Gumbel distribution, P(max ≤ k) ≈ exp(-exp(-(k - μ)/β)); its parameters follow from mean and deviation. With
+β ln(cases/α) above μ, a night of that many cases rejects something honest with probability α:
+
+    limit = max(least, largest seen, μ + β ln(cases / α))     over every machine, every kind of contraction and its worst variant
+
+`least` are the limits that were set before anything was measured; they stay where the variants seen are closer together than that, as a
+CPU's are: it cannot say what another machine's matrix units do.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from datetime import date
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from conformance.judge.bound import sum_bound
+from conformance.judge.rowwise import CALIBRATION, Limits, RowWise, row_wise
+from tests.tolerance_experiment import ORDERS, REGIMES, BlockKernel, Kernel, ScaledFirst, block_truth, blocks, contraction, layer, truth
+
+LEAST = {"row": 2.0, "element": 2.5, "rms": 1.25, "bias": 1.0}  # thrice the rounding's own spread, or less; bias: its allowance is in units of itself
+ALPHA, CASES = 1e-6, 100_000
+EULER, VARIANCE = 0.5772156649015329, math.pi**2 / 6  # of the standard Gumbel distribution: mean and variance
+SHAPES = ((256, 512, 64), (64, 96, 256), (2048, 256, 4), (8192, 128, 1), (32, 2048, 160), (128, 33, 128))  # rows, terms, columns
+WHOLE_PRODUCT = "one product"
+
+Ratios = dict[str, float]
+Run = tuple[str, Ratios]  # the variant, and its largest ratio by each rule
+
+
+# ---- honest variants
+
+
+def products(device: str, dtype: torch.dtype, shape: tuple[int, int, int], runs: int) -> Iterator[Run]:
+    """One contraction of stored operands: in one order for reference, in another, or as torch's own product in that dtype."""
+    variants = [*ORDERS, "one by one", "native", "shuffled"]
+    rows, terms, columns = shape
+    for run in range(runs * len(variants)):
+        source = np.random.default_rng(run)
+        scale = np.exp2(source.integers(-6, 7, (rows, 1))) if run // len(variants) % 3 == 0 and dtype != torch.float16 else 1.0
+        a, b = (torch.from_numpy(x).to(dtype) for x in (source.standard_normal((rows, terms)) * scale, source.standard_normal((columns, terms)) / terms**0.5))
+        expected = expected_product(a, b, contraction(a.float(), b.float(), WHOLE_PRODUCT).to(dtype))
+        order = variants[run % len(variants)]
+        yield order, ratios(expected, product(a.to(device), b.to(device), order, source).cpu())
+
+
+def expected_product(a_MK: Tensor, b_NK: Tensor, reference_MN: Tensor) -> RowWise:
+    left, right = a_MK.double(), b_NK.double().T
+    magnitude = left.abs() @ right.abs()
+    bounded = sum_bound(left @ right, magnitude, a_MK.shape[1], a_MK.dtype, torch.float32)
+    return ratio_judged(row_wise(bounded, reference_MN, magnitude, a_MK.shape[1], limits=Limits(**LEAST)))
+
+
+def product(a_MK: Tensor, b_NK: Tensor, order: str, source: np.random.Generator) -> Tensor:
+    if order == "native":
+        return a_MK @ b_NK.T
+    if order == "shuffled":
+        places = torch.from_numpy(source.permutation(a_MK.shape[1])).to(a_MK.device)
+        return contraction(a_MK[:, places].float(), b_NK[:, places].float(), "blocks of 32").to(a_MK.dtype)
+    return contraction(a_MK.float(), b_NK.float(), order).to(a_MK.dtype)
+
+
+def grouped(device: str, dtype: torch.dtype, runs: int) -> Iterator[Run]:
+    """torch's grouped kernel, where there is one: four experts of unequal sizes."""
+    for run in range(runs):
+        source = np.random.default_rng(run)
+        ends, terms, columns = torch.tensor([48, 64, 208, 320], dtype=torch.int32), int(source.choice([256, 1024, 4096])), 256
+        a = torch.from_numpy(source.standard_normal((320, terms))).to(dtype)
+        b = torch.from_numpy(source.standard_normal((4, columns, terms)) / terms**0.5).to(dtype)
+        got = torch._grouped_mm(a.to(device), b.to(device).mT, offs=ends.to(device)).cpu()
+        pieces = torch.tensor_split(torch.arange(320), ends[:-1])
+        for expert, rows in enumerate(pieces):
+            reference = contraction(a[rows].float(), b[expert].float(), WHOLE_PRODUCT).to(dtype)
+            yield f"{terms} terms", ratios(expected_product(a[rows], b[expert], reference), got[rows])
+
+
+def experts(runs: int) -> Iterator[Run]:
+    """Two contractions and what lies between, as in `tests/tolerance_experiment.py`."""
+    for run in range(runs):
+        inputs = layer(1000 + run, list(REGIMES)[run % len(REGIMES)])
+        expected = ratio_judged(truth(inputs).expected)
+        for order in ORDERS:
+            yield order, ratios(expected, Kernel(order)(inputs))
+
+
+def block_scaled(runs: int) -> Iterator[Run]:
+    """FP8 codes with a scale a block, promoted after each block."""
+    for run in range(runs):
+        inputs = blocks(1000 + run)
+        expected = ratio_judged(block_truth(inputs))
+        for order in ORDERS:
+            yield order, ratios(expected, BlockKernel(order)(inputs))
+            yield f"{order}, scaled first", ratios(expected, ScaledFirst(order)(inputs))
+
+
+def ratio_judged(expected: Any) -> RowWise:
+    if not isinstance(expected, RowWise):
+        raise TypeError(f"the inputs of a calibration are judged by {type(expected).__name__}; they must be by ratios")
+    return expected
+
+
+def ratios(expected: RowWise, observed: Tensor) -> Ratios:
+    return {measure.rule: measure.ratio for measure in expected.measures(observed)}
+
+
+def kinds(device: str) -> dict[str, Callable[[int], Iterator[Run]]]:
+    """The kinds of contraction that are calibrated."""
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    out: dict[str, Callable[[int], Iterator[Run]]] = {
+        f"{name} {'×'.join(map(str, shape))}": partial(products, device, dtype, shape) for name, dtype in names.items() for shape in SHAPES
+    }
+    if device == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        if hasattr(torch, "_grouped_mm"):
+            out["bf16 grouped"] = partial(grouped, device, torch.bfloat16)
+        return out  # the other two are emulated on a CPU wherever they run
+    return out | {"bf16 experts": experts, "fp8 blocks": block_scaled}
+
+
+# ---- from maxima to limits
+
+
+def summary(variant: str, maxima: list[float]) -> dict[str, Any]:
+    """What the fit needs to know of a variant's maxima."""
+    return {
+        "variant": variant,
+        "runs": len(maxima),
+        "mean": float(f"{statistics.fmean(maxima):.6g}"),
+        "deviation": float(f"{statistics.stdev(maxima):.6g}"),
+        "largest": float(f"{max(maxima):.6g}"),
+    }
+
+
+def worst_variant(rule: str, drawn: list[Run]) -> dict[str, Any]:
+    """The summary that asks for most: variants differ too much to be one distribution."""
+    by_variant: dict[str, list[float]] = {}
+    for variant, row in drawn:
+        by_variant.setdefault(variant, []).append(row[rule])
+    return max((summary(variant, maxima) for variant, maxima in by_variant.items()), key=lambda seen: limit_of(seen, ALPHA, CASES))
+
+
+def gumbel(seen: dict[str, Any]) -> tuple[float, float]:
+    """μ and β by the method of moments."""
+    beta = seen["deviation"] / math.sqrt(VARIANCE)
+    return seen["mean"] - EULER * beta, beta
+
+
+def limit_of(seen: dict[str, Any], alpha: float, cases: int) -> float:
+    """What one kind of contraction asks for."""
+    mu, beta = gumbel(seen)
+    return max(seen["largest"], mu + beta * math.log(cases / alpha))
+
+
+def limits_of(record: dict[str, Any]) -> dict[str, float]:
+    """The limits that follow from all calibrations in a record."""
+    wanted = {rule: [least] for rule, least in record["least"].items()}
+    for calibration in record["calibrations"]:
+        for rules in calibration["maxima"].values():
+            for rule, seen in rules.items():
+                wanted[rule].append(limit_of(seen, record["alpha"], record["cases"]))
+    return {rule: math.ceil(max(values) * 1000) / 1000 for rule, values in wanted.items()}
+
+
+def digest(record: dict[str, Any]) -> str:
+    """Of everything else in the record."""
+    rest = {key: value for key, value in record.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def measured(device: str, runs: int) -> dict[str, Any]:
+    """What this machine does."""
+    maxima = {}
+    for kind, draw in kinds(device).items():
+        drawn = list(draw(runs))
+        maxima[kind] = {rule: worst_variant(rule, drawn) for rule in LEAST}
+        shown = ", ".join(f"{rule} {seen['largest']:.4g} (asks for {limit_of(seen, ALPHA, CASES):.4g})" for rule, seen in maxima[kind].items())
+        print(f"{kind}: worst variants of {len(drawn)} runs: {shown}", flush=True)
+    return {
+        "hardware": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {cpu_name()}",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        "command": f"python -m benchmarks.calibrate --device {device} --runs {runs}",
+        "date": date.today().isoformat(),
+        "maxima": maxima,
+    }
+
+
+def cpu_name() -> str:
+    """The processor's name, where the system tells."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--runs", type=int, default=24, help="of each variant of each kind of contraction")
+    parser.add_argument("--dry", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # the products are small
+    found = measured(options.device, options.runs)
+    before = json.loads(CALIBRATION.read_text())["calibrations"] if CALIBRATION.exists() else []
+    kept = [calibration for calibration in before if calibration["hardware"] != found["hardware"]]
+    record: dict[str, Any] = {"alpha": ALPHA, "cases": CASES, "least": LEAST, "calibrations": [*kept, found]}
+    record["limits"] = limits_of(record)
+    record["digest"] = digest(record)
+    print("limits:", record["limits"])
+    if not options.dry:
+        CALIBRATION.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,306 @@
+"""Level 3: a contraction is right if, row by row, it is about as far from the truth as the recipe's own rounding takes it.
+
+The bound of level 2 holds for every order of summation and so is 10 to 100 times wider than what a kernel does to well-scaled data:
+a row in the wrong precision passes below it. A second result decides, ŷ_ref: the reference with the recipe's rounding points. With
+d = ŷ - y*, r_t = ‖d_t‖ / ‖y*_t‖, s_t the row's scale (its rms, or that of a random walk of its terms, whichever is larger), u that of
+the output and α the accumulator's typical error √n·u_acc:
+
+    row       max_t r_t(ŷ) / max(r_t(ŷ_ref), u/2 + α)                                         one row is wrong
+    element   max_ti |d_ti| / max(s_t, |y*_ti|), over the same for ŷ_ref or u + 4α            one element is wrong
+    rms       √mean_t r_t(ŷ)² / √(mean_t r_t(ŷ_ref)² + α²)                                    precision is lost everywhere
+    bias      |mean of d in ulps| of a group, away from zero or upwards, over its allowance   not rounded to nearest
+
+each at most its calibrated limit. A better result than the reference's is right. Where a ratio says nothing the bound alone decides:
+fewer than 4096 elements, rows that cancel, hold zeros, NaN or infinities, or lie near underflow or overflow.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from conformance.judge.bound import HALF_SUBNORMAL, ROUNDOFF, Bounded
+from conformance.judge.running import Running
+
+CALIBRATION = Path(__file__).with_name("calibration.json")
+LEAST_ELEMENTS = 4096  # with fewer, honest reorderings left the ratios: 1.8 % of runs at 64 × 64 before rows that cancel were taken out
+POOLED = 64  # elements: the noise of a row's ratio falls with their root, so shorter rows are taken together
+CANCELS = 0.5  # of Σ|terms|/√n, what a random walk of n steps of that length reaches (1.25 times that for normal factors)
+PEAK = 4  # the largest of many elements' noise, in that of a row
+NORMAL = 8  # times the smallest normal number: a row below has subnormal elements, whose roundoff is not u
+SLACK, DEVIATIONS = 0.02, 5.0  # of the bias, in ulps and in standard errors: 5 are passed by chance once in two million
+BIAS_ROWS, BIAS_ELEMENTS = 16, 1024  # smaller groups have no mean to speak of
+
+
+# ---- level 2, for contractions
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """How a contraction is declared to add up.
+
+    One instruction adds `depth` products to a sum of unit roundoff `unit`; after `block` products (None: never) the sum is scaled and
+    added to one in fp32, which is empty at first.
+    """
+
+    unit: float = ROUNDOFF[torch.float32]
+    depth: int = 1
+    block: int | None = None
+
+    def worst(self, terms: int) -> float:
+        """γ: what the roundings of `terms` products can add up to, relative to Σ|terms|. Inside an instruction every product may be rounded."""
+        within = min(terms, self.block or terms)
+        promoted = -(-terms // within) + 2 if self.block and terms else 0  # each partial sum is added once, and scaled twice
+        return math.expm1(within * math.log1p(self.unit) + promoted * math.log1p(ROUNDOFF[torch.float32]))
+
+    def typical(self, terms: int) -> float:
+        """α: √n·u, the size of n independent roundings, relative to a sum that does not cancel. A sequential sum reaches a third of it."""
+        within = min(terms, self.block or terms)
+        promoted = -(-terms // within) + 2 if self.block and terms else 0
+        return math.hypot(math.sqrt(-(-within // self.depth)) * self.unit, math.sqrt(promoted) * ROUNDOFF[torch.float32])
+
+
+FLOAT32 = Accumulator()
+HOPPER_FP8 = Accumulator(unit=2.0**-13, depth=32, block=128)  # 14 bits, truncated; promoted each 128: DeepSeek-V3 report, 3.3.2
+
+
+def contraction_bound(value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype, accumulator: Accumulator = FLOAT32) -> Bounded:
+    """`bound.sum_bound` for an accumulator that is no dtype: value and Σ|terms| in float64, `terms` products each."""
+    brought = accumulator.worst(terms) * magnitude
+    bound = brought + ROUNDOFF[dtype] * (value.abs() + brought) + HALF_SUBNORMAL[dtype]
+    return Bounded(value, torch.where(magnitude > 0, bound, 0.0), dtype, torch.float32)
+
+
+def contracted(left: Running, right: Running, accumulator: Accumulator = FLOAT32) -> Running:
+    """left_MK · right_NKᵀ: what the operands are off by, and the roundings of the sum."""
+    magnitude = (left.value.abs() + left.error) @ (right.value.abs() + right.error).mT
+    brought = magnitude - left.value.abs() @ right.value.abs().mT
+    error = brought.clamp(min=0) + accumulator.worst(left.value.shape[-1]) * magnitude
+    return Running(left.value @ right.value.mT, error, left.dtype)
+
+
+def stored(x: Running, dtype: torch.dtype) -> Running:
+    """x rounded to `dtype` on its way to a later stage, which goes on in x's own."""
+    error = x.error + ROUNDOFF[dtype] * (x.value.abs() + x.error) + HALF_SUBNORMAL[dtype]
+    return Running(x.value, torch.where((x.value == 0) & (x.error == 0), 0.0, error), x.dtype)
+
+
+# ---- level 3
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How large each ratio may be."""
+
+    row: float
+    element: float
+    rms: float
+    bias: float
+
+
+@cache
+def calibrated() -> Limits:
+    """The limits of `calibration.json`, which `benchmarks/calibrate.py` writes."""
+    return Limits(**json.loads(CALIBRATION.read_text())["limits"])
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One ratio at its worst place."""
+
+    rule: str
+    ratio: float
+    index: tuple[int, ...]  # of the output
+    place: str
+
+
+@dataclass(frozen=True)
+class Errors:
+    """A result's distance from the truth, over the judged rows J of M elements."""
+
+    row_J: Tensor  # r_t
+    element_JM: Tensor  # |d| / max(s, |y*|)
+    ulps_JM: Tensor  # d in units in the last place of max(s, |y*|): small elements would drown the mean in noise
+
+
+@dataclass(frozen=True)
+class RowWise(Bounded):
+    """A contraction: the bound, which always holds, and four ratios to the error of the same-precision reference."""
+
+    reference: Tensor  # in `dtype`: the reference with the recipe's rounding points
+    magnitude: Tensor  # float64 Σ|terms|
+    terms: int
+    noise: float  # α above
+    groups: Tensor | None = None  # integers, of value's shape without its last dimension (1-D: of its shape): rows that share a bias, such as an expert's
+    limits: Limits = field(default_factory=calibrated)
+
+    def __post_init__(self) -> None:
+        """A copy with fewer rows of `value` keeps as many of the others."""
+        for name in ("reference", "magnitude", "groups"):
+            tensor = getattr(self, name)
+            if tensor is not None and len(tensor) > len(self.value):
+                object.__setattr__(self, name, tensor[: len(self.value)])
+
+    @property
+    def bounded(self) -> Bounded:
+        """Level 2 alone."""
+        return Bounded(self.value, self.bound, self.dtype, self.accumulator)
+
+    @cached_property
+    def judged(self) -> Tensor:
+        """The numbers of the rows of which a ratio says something; the oracle alone decides which."""
+        right, bound, reference, magnitude = (_rows(x).double() for x in (self.value, self.bound, self.reference, self.magnitude))
+        kind = torch.finfo(self.dtype)
+        norm, walk = right.norm(dim=1), magnitude.norm(dim=1) / math.sqrt(self.terms)
+        ordinary = right.isfinite().all(1) & bound.isfinite().all(1) & reference.isfinite().all(1)
+        small = norm / math.sqrt(right.shape[1]) < NORMAL * kind.tiny
+        return (ordinary & (norm > 0) & (norm >= CANCELS * walk) & ~small).nonzero().flatten()
+
+    @cached_property
+    def applies(self) -> bool:
+        """Whether enough is left to be judged by ratios."""
+        return len(self.judged) * _rows(self.value).shape[1] >= LEAST_ELEMENTS
+
+    def measures(self, observed: Tensor) -> list[Measure]:
+        """The four ratios of a result that is within the bound."""
+        if not self.applies:
+            return []
+        got, own = self._errors(observed), self._own
+        return [self._worst_row(got, own), self._worst_element(got, own), self._rms(got, own), *self._bias(got, own)]
+
+    def excess(self, observed: Tensor) -> Measure | None:
+        """The ratio that is furthest beyond its limit."""
+        worst = max(self.measures(observed), key=self._share, default=None)
+        return worst if worst and self._share(worst) > 1 else None
+
+    def explain_excess(self, worst: Measure) -> str:
+        limit = getattr(self.limits, worst.rule)
+        return f"{worst.place} {self._share(worst):.3g} × what the recipe allows ({worst.ratio:.3g}, limit {limit:.3g})"
+
+    def _share(self, measure: Measure) -> float:
+        return measure.ratio / getattr(self.limits, measure.rule)
+
+    @cached_property
+    def _own(self) -> Errors:
+        return self._errors(self.reference)
+
+    def _errors(self, result: Tensor) -> Errors:
+        right, got, magnitude = (_rows(x.detach()).double()[self.judged] for x in (self.value, result, self.magnitude))
+        d = got - right
+        walk_J1 = magnitude.norm(dim=1, keepdim=True) / math.sqrt(self.terms * right.shape[1])
+        scale = torch.maximum(right.abs(), torch.maximum(walk_J1, right.square().mean(1, keepdim=True).sqrt()))
+        ulp = torch.exp2(torch.frexp(scale).exponent.double()) * ROUNDOFF[self.dtype]  # frexp's fraction is from ½ to 1
+        return Errors(d.norm(dim=1) / right.norm(dim=1), d.abs() / scale, d / ulp)
+
+    @cached_property
+    def _pools(self) -> Tensor:
+        """The pool of each judged row; each has at least POOLED elements."""
+        rows = -(-POOLED // _rows(self.value).shape[1])
+        return (torch.arange(len(self.judged)) // rows).clamp(max=max(len(self.judged) // rows - 1, 0))
+
+    def _pooled(self, row_J: Tensor) -> Tensor:
+        """The root of the mean square of each pool's r_t."""
+        count = int(self._pools[-1]) + 1
+        total = torch.zeros(count, dtype=torch.float64).index_add(0, self._pools, row_J.square())
+        return (total / torch.bincount(self._pools)).sqrt()
+
+    def _worst_row(self, got: Errors, own: Errors) -> Measure:
+        floor = ROUNDOFF[self.dtype] / 2 + self.noise
+        ratio = self._pooled(got.row_J) / self._pooled(own.row_J).clamp(min=floor)
+        pool = int(ratio.argmax())
+        members = (self._pools == pool).nonzero().flatten()
+        row = int(members[got.row_J[members].argmax()])
+        over = int((ratio > self.limits.row).sum())
+        place = f"row {self._named(row)}" if len(members) == 1 else f"{len(members)} rows around row {self._named(row)}"
+        others = f"; {over} of {len(ratio)} {'rows' if len(members) == 1 else 'groups of rows'}" if over else ""
+        return Measure("row", float(ratio[pool]), (*self._place(row), *self._column(got, row)), f"{place}{others}: error")
+
+    def _worst_element(self, got: Errors, own: Errors) -> Measure:
+        floor = ROUNDOFF[self.dtype] + PEAK * self.noise
+        flat = int(got.element_JM.argmax())
+        row, column = divmod(flat, got.element_JM.shape[1])
+        ratio = float(got.element_JM[row, column]) / max(float(own.element_JM.max()), floor)
+        index = (*self._place(row), column)[: self.value.dim()]
+        return Measure("element", ratio, index, f"element {list(index)}: error")
+
+    def _rms(self, got: Errors, own: Errors) -> Measure:
+        worst = int(got.row_J.argmax())
+        ratio = float((got.row_J.square().mean() / (own.row_J.square().mean() + self.noise**2)).sqrt())
+        return Measure("rms", ratio, (*self._place(worst), *self._column(got, worst)), f"all {len(got.row_J)} rows together: error")
+
+    def _bias(self, got: Errors, own: Errors) -> list[Measure]:
+        """Of each group, the mean error away from zero, and upwards, over slack, noise, standard errors and the reference's own mean."""
+        sign = _rows(self.value)[self.judged].sign()
+        groups = torch.zeros(len(self.judged), dtype=torch.int64) if self.groups is None else self.groups.flatten()[self.judged].long()
+        found = []
+        for group in groups.unique().tolist():
+            members = (groups == group).nonzero().flatten()
+            if len(members) < BIAS_ROWS or got.ulps_JM[members].numel() < BIAS_ELEMENTS:
+                continue
+            for direction, towards in (("away from zero", sign[members]), ("upwards", torch.ones(()))):
+                mean, spread = _mean_and_error(got.ulps_JM[members] * towards)
+                usual, _ = _mean_and_error(own.ulps_JM[members] * towards)
+                allowed = SLACK + DEVIATIONS * spread + abs(usual) + self.noise / (2 * ROUNDOFF[self.dtype])
+                where = "" if self.groups is None else f"group {group}: "
+                place = f"{where}a mean error of {mean:.3g} ulp {direction},"
+                first = int(members[0])
+                found.append(Measure("bias", abs(mean) / allowed, (*self._place(first), *self._column(got, first)), place))
+        return [max(found, key=lambda measure: measure.ratio)] if found else []
+
+    def _column(self, got: Errors, row: int) -> tuple[int, ...]:
+        return (int(got.element_JM[row].argmax()),) if self.value.dim() > 1 else ()
+
+    def _place(self, row: int) -> tuple[int, ...]:
+        """The index of a judged row in the output."""
+        shape = self.value.shape[:-1] if self.value.dim() > 1 else self.value.shape
+        return tuple(int(i) for i in torch.unravel_index(self.judged[row], shape))
+
+    def _named(self, row: int) -> str:
+        place = self._place(row)
+        return str(place[0]) if len(place) == 1 else str(list(place))
+
+
+def row_wise(
+    bounded: Bounded,
+    reference: Tensor,
+    magnitude: Tensor,
+    terms: int,
+    *,
+    accumulator: Accumulator = FLOAT32,
+    groups: Tensor | None = None,
+    limits: Limits | None = None,
+) -> RowWise | Bounded:
+    """What is right for a contraction: `bounded` itself, and where ratios say something those as well.
+
+    Args:
+        bounded: the oracle's value and its level-2 bound.
+        reference: of the output's dtype, the same-precision reference's result.
+        magnitude: float64 Σ|terms|.
+        terms: products that are added up in one element.
+        accumulator: as declared; its typical error is forgiven on top of the reference's.
+        groups: which rows share a bias (the expert of each row); None: all do.
+        limits: other than the calibrated ones.
+    """
+    if bounded.value.numel() < LEAST_ELEMENTS or reference.dtype != bounded.dtype:
+        return bounded
+    noise = accumulator.typical(terms)
+    whole = RowWise(
+        bounded.value, bounded.bound, bounded.dtype, bounded.accumulator, reference.detach(), magnitude, terms, noise, groups, limits or calibrated()
+    )
+    return whole if whole.applies else bounded
+
+
+def _rows(x: Tensor) -> Tensor:
+    """All but the last dimension as one; a vector is a column."""
+    return x.reshape(-1, x.shape[-1]) if x.dim() > 1 else x.reshape(-1, 1)
+
+
+def _mean_and_error(x_RM: Tensor) -> tuple[float, float]:
+    """The mean and its standard error; by rows too, as the errors of one row may hang together."""
+    by_row = x_RM.mean(1)
+    error = max(float(x_RM.std()) / math.sqrt(x_RM.numel()), float(by_row.std()) / math.sqrt(len(by_row)))
+    return float(x_RM.mean()), error

@@ -1,0 +1,136 @@
+"""Real defects of quantisers, planted in a working implementation; see `planted`.
+
+What a quantiser returns is opaque. A defect in what is read of it travels beside it: `quantize` returns the base's result with
+what the defect goes by, and the functions that read it take both apart.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Wrapper = Callable[..., Any]
+MX_BLOCK, E4M3_MAX = 32, 448.0  # OCP Microscaling Formats 1.0
+MANTISSA, ALL_BUT_SIGN = 23, 0x7FFFFFFF  # of float32
+
+
+class Beside(NamedTuple):
+    """What the base returned, and what the defect goes by."""
+
+    quantized: Any
+    known: Any
+
+
+def _beside(known: Callable[..., Any], **readers: Callable[[Tensor, Any, bool], Tensor]) -> dict[str, Wrapper]:
+    """The wrappers of a defect: known(x, recipe, settings) is kept, and each reader changes what the base reads."""
+
+    def quantize(base: Wrapper, x: Tensor, recipe: Any, /, **settings: Any) -> Any:
+        out = base(x, recipe, **settings)
+        return out._replace(quantized=Beside(out.quantized, known(x, recipe, settings)))
+
+    def reading(change: Callable[[Tensor, Any, bool], Tensor] | None) -> Wrapper:
+        def read(base: Wrapper, beside: Beside, /, *, columnwise: bool = False, **how: Any) -> Any:
+            out = base(beside.quantized, **how, **({"columnwise": True} if columnwise else {}))
+            plain = change is None or beside.known is None or not isinstance(out, Tensor)
+            return out if plain else change(out, beside.known, columnwise)  # type: ignore[misc]
+
+        return read
+
+    return {"quantize": quantize} | {name: reading(readers.get(name)) for name in ("amax", "scales", "codes", "dequantize")}
+
+
+# ---- the exponent of a scale
+
+
+def _blocks_along_rows(x: Tensor, recipe: Any, settings: dict[str, Any]) -> Tensor | None:
+    """[M,N/32] the scale of each block before it is rounded to a power of two, where MXFP8 has blocks along rows."""
+    square = recipe.two_dimensional_weights and settings.get("role") == "weight"
+    if recipe.scaling != "mxfp8" or square or not x.numel():
+        return None
+    rows = len(x) if settings.get("splits") is None else int(settings["splits"].sum())
+    wide = x.detach().float()[:rows].nan_to_num(0, torch.inf, -torch.inf).abs()
+    return wide.reshape(rows, x.shape[1] // MX_BLOCK, MX_BLOCK).amax(2) / E4M3_MAX
+
+
+def _leaking(scale: Tensor, exact: Tensor, columnwise: bool) -> Tensor:
+    """Four exponents in a word, each shifted to its byte: the mantissa behind it reaches into the byte before."""
+    if columnwise or scale.shape != exact.shape:
+        return scale
+    mantissa = (exact.view(torch.int32) & ALL_BUT_SIGN) >> (MANTISSA - 8) & 0xFF
+    behind = torch.cat([mantissa[:, 1:], torch.zeros_like(mantissa[:, :1])], 1)
+    last_of_four = torch.arange(scale.shape[1], device=scale.device) % 4 == 3
+    return torch.where(last_of_four, scale, scale | behind.to(torch.uint8))
+
+
+def _extreme_blocks(x: Tensor, recipe: Any, settings: dict[str, Any]) -> Tensor | None:
+    """[M,N] where the exponent of a block is the least or the largest that there is."""
+    exact = _blocks_along_rows(x, recipe, settings)
+    if exact is None:
+        return None
+    extreme = (exact <= 2.0**-127) | exact.isinf()
+    return extreme.repeat_interleave(MX_BLOCK, 1)
+
+
+def _signs_only(codes: Tensor, lost: Tensor, columnwise: bool) -> Tensor:
+    """Multiplied by 1 instead of 2^127, or by 0 instead of 2^-127, all of a block is zero."""
+    if columnwise:
+        return codes
+    kept = torch.cat([~lost, lost.new_ones(len(codes) - len(lost), codes.shape[1])])
+    return torch.where(kept, codes, codes & 0x80)
+
+
+# ---- recipes, groups and what is remembered
+
+_first_recipes: dict[tuple[str, str], Any] = {}
+
+
+def _first_recipe_for_ever(quantize: Wrapper, x: Tensor, recipe: Any, /, **settings: Any) -> Any:
+    options = getattr(recipe, "scaling", "delayed")
+    if options in ("delayed", "nvfp4"):  # a state or noise of the new recipe would not go with the old one
+        return quantize(x, recipe, **settings)
+    return quantize(x, _first_recipes.setdefault((options, settings.get("role", "input")), recipe), **settings)
+
+
+def _one_history_for_all(quantize: Wrapper, x: Tensor, recipe: Any, /, **settings: Any) -> Any:
+    out = quantize(x, recipe, **settings)
+    if out.state is None:
+        return out
+    history = out.state.amax_history
+    shared = torch.cat([history[:, :1].amax(0, keepdim=True).expand(len(history), 1), history[:, 1:]], 1)
+    return out._replace(state=out.state._replace(amax_history=shared))
+
+
+def _legal(splits: Tensor, x: Tensor) -> bool:
+    """An illegal call goes to the base, which refuses it: it is not what the defect is about."""
+    integers = splits.dim() == 1 and len(splits) > 0 and not splits.is_floating_point()
+    return integers and bool((splits >= 0).all()) and int(splits.sum()) <= len(x)
+
+
+def _mean_groups(quantize: Wrapper, x: Tensor, recipe: Any, /, **settings: Any) -> Any:
+    splits = settings.get("splits")
+    if not isinstance(splits, Tensor) or getattr(recipe, "scaling", "mxfp8") in ("mxfp8", "nvfp4") or not _legal(splits, x):
+        return quantize(x, recipe, **settings)
+    total = int(splits.sum())
+    ends = torch.tensor([(g + 1) * total // len(splits) for g in range(len(splits))], device=splits.device)
+    return quantize(x, recipe, **settings | {"splits": ends.diff(prepend=ends.new_zeros(1)).to(splits.dtype)})
+
+
+def _of_groups(x: Tensor, recipe: Any, settings: dict[str, Any]) -> Tensor | None:
+    """x with zeros behind the last group, where it is cut into groups."""
+    splits = settings.get("splits")
+    return None if splits is None else torch.where(torch.arange(len(x), device=x.device)[:, None] < splits.sum(), x, 0.0)
+
+
+def _as_it_was(value: Tensor, x: Tensor, columnwise: bool) -> Tensor:
+    return x.to(value.dtype)
+
+
+LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
+    ("Q01", "the mantissa of a scale leaks into the next byte", "TransformerEngine #2589, 2.9 to 2.11", _beside(_blocks_along_rows, scales=_leaking)),
+    ("Q03", "the reciprocal of the extreme exponents is wrong", "TransformerEngine #2647, 2.6 to 2.12", _beside(_extreme_blocks, codes=_signs_only)),
+    ("Q11", "the quantizer of the first recipe is kept", "TransformerEngine #1814, to 2.4", {"quantize": _first_recipe_for_ever}),
+    ("Q13", "experts stay in high precision, and nobody is told", "torchtitan #3199", _beside(_of_groups, dequantize=_as_it_was)),
+    ("Q15", "the groups of a packed tensor share a quantizer", "TransformerEngine #3225, 2.14 to 2.18", {"quantize": _one_history_for_all}),
+    ("G21q", "scales of ragged groups by the formula of equal ones", "TransformerEngine #3344, to 2.18", {"quantize": _mean_groups}),
+)

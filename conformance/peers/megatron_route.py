@@ -1,0 +1,177 @@
+"""megatron-core's TopKRouter from logits to probs, map and losses, as installed. `conformance.peers.megatron` offers it.
+
+A router is made for each call: its buffers are filled from the state, `routing` is called, and the buffers are read back. Only
+names, orders and the shapes of results are translated, and what is needed to make a call at all:
+
+    current_device   the constructor asks for the CUDA device, whatever the configuration says. It is told the logits'
+    torch.compile    the count for the expert bias is compiled. During routing the compiler steps aside
+    layer_number     without one the router tells no losses: it is layer 1 of 1
+    finish_batch     finalize_model_grads wants a wrapped model; the two functions that it calls for routers are called instead
+    counters         are float32 in the package, and handed out as integers where they are whole
+    no buffer        without an expert bias, or a global loss, the package has no buffers for them; the state holds zeros
+
+What the package keeps for the whole process is emptied before each call (the tracker of losses), set (the loss scale) or left as it
+was (the list of replay objects). The tracker holds loss / coefficient; the loss is that times the coefficient.
+"""
+
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias, reset_model_temporary_tensors
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from conformance.peers.megatron_router import one_rank
+from moe_ref.config import MoEConfig, RouteOutput, RouterLosses
+
+DECLARED: dict[str, Any] = {"accumulator": "storage", "unchecked": ("batch_size", "padding_mask")}
+
+READ = (  # what TopKRouter and the functions that it calls read of the configuration; the names are the same
+    *("num_moe_experts", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "calculate_per_token_loss", "moe_enable_routing_replay"),
+    *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy", "moe_token_dispatcher_type"),
+)
+MODEL = {"num_layers": 1, "num_attention_heads": 1, "hidden_size": 1, "ffn_hidden_size": 1, "moe_ffn_hidden_size": 1, "add_bias_linear": False}
+BUFFERS = {  # of the router, by their names in the state
+    "expert_bias": "expert_bias",
+    "tokens_per_expert": "local_tokens_per_expert",
+    "global_tokens_per_expert": "global_tokens_per_expert",
+    "global_steps": "ga_steps",
+}
+TRACKED = {  # names of the losses in the package's tracker
+    "z_loss": "z_loss",
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+ACTIONS = {"record": RouterReplayAction.RECORD, "forward": RouterReplayAction.REPLAY_FORWARD, "backward": RouterReplayAction.REPLAY_BACKWARD}
+
+
+class State(NamedTuple):
+    """What is left of a router between two calls."""
+
+    buffers: dict[str, Tensor]  # float32, by the names of BUFFERS
+    queue: tuple[Tensor, ...]  # RouterReplay.replay_backward_list
+
+
+def supports(config: MoEConfig | None = None, **_: Any) -> str | None:
+    """What 0.16.1 does not have; of these, it knows the name of quantile balancing, and takes it for plain top-k."""
+    if config is None:
+        return None
+    if config.moe_router_score_function == "sqrtsoftplus":
+        return "score_function is softmax or sigmoid"
+    if config.moe_router_load_balancing_type == "quantile_balancing":
+        return "there is no quantile balancing"
+    return "there are no repeated MTP layers" if config.router_repeats > 1 else None
+
+
+def new_state(config: MoEConfig, device: Any = None) -> State:
+    """The buffers of a router as its constructor makes them."""
+    device = torch.device(device or "cpu")
+    return _state(_router(_settings(config), device), device)
+
+
+def state_tensors(state: State) -> dict[str, Tensor]:
+    """The buffers and the queued indices, by name."""
+    queued = {f"replay_queue.{i}": indices for i, indices in enumerate(state.queue)}
+    return {name: x if name == "expert_bias" else _whole(x) for name, x in state.buffers.items()} | queued
+
+
+def state_from(tensors: Mapping[str, Tensor]) -> State:
+    """The state that `state_tensors` made these of."""
+    queue = tuple(tensors[f"replay_queue.{i}"] for i in range(len(tensors) - len(BUFFERS)))
+    return State({name: tensors[name].float() for name in BUFFERS}, queue)
+
+
+def route(
+    logits: Tensor,
+    config: MoEConfig,
+    *,
+    state: State,
+    batch_size: int = 1,
+    padding_mask: Tensor | None = None,
+    training: bool = True,
+    loss_scale: float = 1.0,
+    replay: str = "none",
+    replay_target: Tensor | None = None,
+) -> RouteOutput:
+    """TopKRouter.routing, which takes logits of [S,B,E] and a mask of [S,B], and tells its losses to the tracker."""
+    router = _router(_settings(config, replay != "none"), logits.device, state).train(training)
+    if replay in ACTIONS:
+        router.router_replay.set_router_replay_action(ACTIONS[replay])
+    if replay_target is not None:
+        router.router_replay.set_target_indices(replay_target)
+    moe_utils.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(loss_scale, device=logits.device))
+    mask = None if padding_mask is None else padding_mask.reshape(-1, batch_size)
+    tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+    tracker.clear()
+    with torch.compiler.set_stance("force_eager"):
+        probs, routing_map = router.routing(logits.reshape(-1, batch_size, logits.shape[-1]), padding_mask=mask)
+    coefficients = {"z_loss": config.moe_z_loss_coeff, **config.load_balancing}
+    losses = {name: tracker[told]["values"][0] * coefficients[name] for name, told in TRACKED.items() if told in tracker}
+    tracker.clear()
+    recorded = router.router_replay.get_recorded_indices() if replay == "record" else None
+    return RouteOutput(probs, routing_map, RouterLosses(**losses), recorded, _state(router, logits.device))  # type: ignore[arg-type]  # its own state
+
+
+def finish_batch(state: State, config: MoEConfig, *, frozen: bool = False) -> State:
+    """_update_router_expert_bias and reset_model_temporary_tensors of finalize_model_grads, for a model that is this router.
+
+    Raises:
+        NotImplementedError: a bias is to be frozen, for which the package has no words: every router's bias is updated.
+    """
+    if frozen and config.moe_router_enable_expert_bias:
+        raise NotImplementedError("there is no frozen expert bias")
+    settings, device = _settings(config), state.buffers["expert_bias"].device
+    router = _router(settings, device, state)
+    if settings.moe_router_enable_expert_bias:  # as finalize_model_grads asks
+        _update_router_expert_bias([router], settings)
+    reset_model_temporary_tensors(settings, [router])
+    return _state(router, device)._replace(queue=state.queue)
+
+
+@functools.lru_cache(maxsize=64)
+def _settings(config: MoEConfig, replays: bool = False) -> TransformerConfig:
+    """The same settings in the package's words; where there is a choice of several losses, it wants lists."""
+    read = {name: getattr(config, name) for name in READ}
+    read["moe_enable_routing_replay"] |= replays
+    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in read.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its own defaults
+        return TransformerConfig(**MODEL, **listed, perform_initialization=False, use_cpu_initialization=True)
+
+
+def _router(settings: TransformerConfig, device: torch.device, state: State | None = None) -> TopKRouter:
+    """A router that remembers what the state says; it stays out of the package's list of all replay objects."""
+    one_rank()
+    with mock.patch.object(torch.cuda, "current_device", lambda: device):
+        router = TopKRouter(settings, moe_utils.get_default_pg_collection())
+    router.set_layer_number(1)
+    if router.router_replay is not None:
+        RouterReplay.global_router_replay_instances.remove(router.router_replay)
+        router.router_replay.replay_backward_list = list(state.queue) if state else []
+    for name, own in BUFFERS.items():
+        if state and getattr(router, own) is not None:
+            getattr(router, own).copy_(state.buffers[name])
+    return router
+
+
+def _state(router: TopKRouter, device: torch.device) -> State:
+    """What the router remembers."""
+    zero = {name: torch.zeros(() if name == "global_steps" else router.num_experts, device=device) for name in BUFFERS}
+    own = {name: getattr(router, buffer) for name, buffer in BUFFERS.items()}
+    queue = router.router_replay.replay_backward_list if router.router_replay else ()
+    return State({name: zero[name] if x is None else x for name, x in own.items()}, tuple(queue))
+
+
+def _whole(x: Tensor) -> Tensor:
+    """Counts as integers; what is no count stays as it is, for all to see."""
+    return x.long() if torch.equal(x, x.round()) else x

@@ -1,0 +1,78 @@
+"""The finite axes of what happens inside experts."""
+
+from typing import Any
+
+from conformance.case import Case
+from conformance.contracts import grouped
+from conformance.contracts.activation import VALUES, WEIGHTS, ActivationCase
+from conformance.contracts.grouped import GroupedCase
+from conformance.strategies.axes_routing import layouts
+from conformance.strategies.space import LOGIT_DTYPES, POISONS, Space
+
+Row = dict[str, Any]
+
+SETTING = {"early": "round_before_probs", "into": "accumulate_into"}  # what a field of a case is called in a call, where that is another name
+GATES = ("", "geglu", "geglu_erf", "quick_geglu", "reglu")
+PLAIN = ("", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
+
+_ELEMENTWISE = {
+    "dtype": LOGIT_DTYPES,
+    "probs": ("", "float32", "bfloat16", "float64"),
+    "weights": WEIGHTS,
+    "values": VALUES,
+    "early": (False, True),
+    "layout": layouts("h", "d_out", vectors=("probs",), expanded=("d_out",)),
+    "grads": ("", "h", "probs", "h+probs"),
+    "poison": POISONS,
+}
+# nine rows: without an empty expert · empty first, in the middle and last · all but one empty · with a tile's worth and little beside it
+COUNTS = ((4, 2, 3), (0, 5, 0, 4, 0), (0, 0, 9), (8, 0, 1))
+_GROUPED = {
+    "counts": COUNTS,
+    "tail": (0, 3),
+    "dtype": LOGIT_DTYPES,
+    "values": grouped.VALUES,
+    "accumulator": ("", "float64"),
+    "index_dtype": ("int64", "int32"),
+    "poison": POISONS,
+}
+GATE_SETTINGS = {"offset": (0, 8, -4), "clamp": (0, 6, 56), "alpha": (0, 1702), "interleave": (0, 1, 2)}
+
+OPTIONAL = ("kind", *GATE_SETTINGS, "probs", "early", "bias", "into", "accumulator")
+
+AXES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "glu": {"kind": GATES, **GATE_SETTINGS, **_ELEMENTWISE},
+    "activation": {"kind": PLAIN, **_ELEMENTWISE},
+    "grouped_linear": {
+        **_GROUPED,
+        "bias": ("", "float32", "bfloat16"),
+        "layout": layouts("rows", "weight", "d_out", vectors=("tokens_per_expert", "bias"), expanded=("d_out",)),
+        "grads": ("", "rows", "weight", "rows+weight", "rows+weight+bias"),
+    },
+    "grouped_dgrad": {**_GROUPED, "layout": layouts("d_out", "weight", vectors=("tokens_per_expert",), expanded=("d_out",))},
+    "grouped_wgrad": {
+        **_GROUPED,
+        "into": ("", "float32", "float64"),
+        "layout": layouts("d_out", "rows", vectors=("tokens_per_expert", "accumulate_into"), expanded=("d_out",)),
+    },
+}
+
+
+def legal(function: str, row: Row, space: Space) -> bool:
+    """Whether the row describes a call that can be made."""
+    of, wanted = row["layout"][1], row.get("grads", "").split("+")
+    return (
+        all(space.accepts(function, SETTING.get(name, name)) or not row.get(name) for name in OPTIONAL)
+        and not ("weights" in row and row["weights"] != "plain" and not row["probs"])
+        and not (("probs" in wanted or of == "probs") and not row["probs"])
+        and not (("bias" in wanted or of == "bias") and not row["bias"])
+        and not (of == "accumulate_into" and not row["into"])
+        and not (row.get("alpha") and row["kind"] not in ("", "quick_geglu"))
+    )
+
+
+def case_of(function: str, fields: Row) -> Case:
+    """The case that a row with these values describes."""
+    if function in ("glu", "activation"):
+        return ActivationCase(function=function, tokens=5, width=6, **fields)
+    return GroupedCase(function=function, tokens=9, experts=len(fields["counts"]), hidden=7, width=5, **fields)

@@ -1,0 +1,137 @@
+"""Cases of what happens inside experts: activations, with every setting and dtype."""
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from conformance.case import Case
+from conformance.contracts import grouped
+from conformance.contracts.activation import VALUES, WEIGHTS, ActivationCase
+from conformance.contracts.grouped import GroupedCase
+from conformance.strategies.axes_experts import GATES, PLAIN, SETTING
+from conformance.strategies.space import LAYOUTS, LOGIT_DTYPES, POISONS, Space, mostly, sizes, some_of
+from conformance.values import WIDE_LAYOUTS
+
+PROB_DTYPES = ("float32", "bfloat16", "float64")
+FAR_GRADS = {"glu": ("h", "probs"), "activation": ("h", "probs"), "grouped_linear": ("rows", "weight", "bias")}
+DIMENSIONS = {"probs": 1, "tokens_per_expert": 1, "weight": 3, "accumulate_into": 3}  # of an input that has not two
+INPUTS = {
+    "glu": ("h", "probs", "d_out"),
+    "activation": ("h", "probs", "d_out"),
+    "grouped_linear": ("rows", "weight", "tokens_per_expert", "bias", "d_out"),
+    "grouped_dgrad": ("d_out", "weight", "tokens_per_expert"),
+    "grouped_wgrad": ("d_out", "rows", "tokens_per_expert", "accumulate_into"),
+}
+
+
+@st.composite
+def activation_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
+    """glu and activation."""
+    tokens, width = draw(st.one_of(st.tuples(sizes(0, 9), sizes(0, 18)), st.tuples(sizes(1, 34), sizes(1, 34)), st.sampled_from(((3, 129), (70, 3)))))
+    fields: dict[str, Any] = {"tokens": tokens, "width": width, "values": draw(st.sampled_from(VALUES)), "dtype": draw(mostly("float32", LOGIT_DTYPES[1:]))}
+    fields |= draw(gate_settings(function, space, width))
+    possible: tuple[str, ...] = ("h",)
+    if space.accepts(function, "probs") and draw(st.integers(0, 3)):
+        fields |= {"probs": draw(st.sampled_from(PROB_DTYPES)), "weights": draw(st.sampled_from(WEIGHTS))}
+        possible = ("h", "probs")
+    grads = draw(some_of(possible)) if function not in space.not_differentiable else ""
+    matrices, vectors, cotangents = ("h",), ("probs",) if "probs" in fields else (), ("d_out",) if grads else ()
+    fields |= {"grads": grads} | laid_out(draw, function, space, matrices, vectors, cotangents)
+    return finished(draw, ActivationCase(function=function, **fields), space)
+
+
+@st.composite
+def gate_settings(draw: st.DrawFn, function: str, space: Space, width: int) -> dict[str, Any]:
+    """A kind and settings that fit it, as far as they are accepted."""
+    kinds = GATES if function != "activation" else PLAIN
+    fields: dict[str, Any] = {"kind": draw(st.sampled_from(kinds)) if space.accepts(function, "kind") else ""}
+    fields["early"] = space.accepts(function, "round_before_probs") and draw(st.booleans())
+    if function == "activation":
+        return fields
+    choices: dict[str, tuple[int, ...]] = {
+        "offset": (0, 0, 8, -4, 3),
+        "clamp": (0, 0, 4, 8, 56),
+        "alpha": (0, 1000, 1702, 250) if fields["kind"] in ("", "quick_geglu") else (0,),
+        "interleave": (0, *(s for s in (1, 2, 3, 8, 16, 32, width) if s and width % s == 0)),
+    }
+    return fields | {name: draw(st.sampled_from(values)) for name, values in choices.items() if space.accepts(function, name)}
+
+
+def laid_out(draw: st.DrawFn, function: str, space: Space, matrices: tuple[str, ...], vectors: tuple[str, ...], cotangents: tuple[str, ...]) -> dict[str, str]:
+    """One input or cotangent in another layout, or none."""
+    if function in space.contiguous_only or not draw(st.booleans()):
+        return {}
+    choices = [(layout, of) for of in (*matrices, *cotangents) for layout in LAYOUTS[1:]]
+    choices += [("strided", of) for of in vectors] + [("expanded", of) for of in cotangents]
+    layout, of = draw(st.sampled_from(choices))
+    return {"layout": layout, "layout_of": of}
+
+
+def finished(draw: st.DrawFn, case: Case, space: Space) -> Case:
+    """The case with a seed, a poison and a law that applies to it."""
+    case = replace(case, seed=draw(st.integers(0, 999)), poison=draw(st.sampled_from(POISONS)))
+    return replace(case, law=draw(st.sampled_from(space.laws(case))))
+
+
+@st.composite
+def grouped_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
+    """grouped_linear, grouped_dgrad and grouped_wgrad."""
+    fields: dict[str, Any] = draw(segments()) | {"hidden": draw(sizes(0, 40)), "width": draw(sizes(0, 40))}
+    fields |= {"values": draw(st.sampled_from(grouped.VALUES)), "dtype": draw(mostly("float32", LOGIT_DTYPES[1:]))}
+    fields["accumulator"] = draw(st.sampled_from(("",) * 5 + ("float64",))) if space.accepts(function, "accumulator") else ""
+    fields["index_dtype"] = draw(st.sampled_from(("int64", "int32")))
+    matrices = {"grouped_linear": ("rows", "weight"), "grouped_dgrad": ("weight",), "grouped_wgrad": ("rows",)}[function]
+    vectors: list[str] = []
+    possible: tuple[str, ...] = ("rows", "weight")
+    if function == "grouped_linear" and space.accepts(function, "bias") and draw(st.booleans()):
+        fields["bias"] = draw(st.sampled_from(("float32", "bfloat16", "float64")))
+        possible, vectors = (*possible, "bias"), ["bias"]
+    if function == "grouped_wgrad" and space.accepts(function, "accumulate_into"):
+        fields["into"] = draw(st.sampled_from(("", "float32", "float64")))
+        vectors = ["accumulate_into"] if fields["into"] else []
+    differentiable = function == "grouped_linear" and function not in space.not_differentiable
+    fields["grads"] = draw(some_of(possible)) if differentiable else ""
+    cotangents = ("d_out",) if fields["grads"] or function != "grouped_linear" else ()
+    fields |= laid_out(draw, function, space, matrices, ("tokens_per_expert", *vectors), cotangents)
+    return finished(draw, GroupedCase(function=function, **fields), space)
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> dict[str, Any]:
+    """Counts: a few of any size, many small ones, one expert with all rows, none with any; and rows behind them."""
+    kind = draw(st.sampled_from(("few", "few", "few", "many", "one", "none")))
+    if kind == "many":
+        counts = tuple(draw(st.lists(st.sampled_from((0, 0, 1, 2)), min_size=9, max_size=40)))
+    elif kind == "one":
+        counts = tuple(draw(st.permutations([draw(sizes(1, 64)), *[0] * draw(st.integers(0, 4))])))
+    else:
+        size = st.integers(0, 9) | sizes(0, 34) if kind == "few" else st.just(0)
+        counts = tuple(draw(st.lists(size, min_size=1, max_size=5)))
+    return {"tokens": sum(counts), "experts": len(counts), "counts": counts, "tail": draw(st.sampled_from((0, 0, 1, 7)))}
+
+
+def far_experts(function: str, space: Space) -> list[Case]:
+    """Every input and cotangent once far in each of its dimensions, in the narrowest dtype that it may have."""
+    differentiable = function not in space.not_differentiable
+    cls: Any = Case.family[function]
+    given = {"probs": "bfloat16", "bias": "bfloat16", "into": "float32"}
+    known = {field: dtype for field, dtype in given.items() if field in cls.__dataclass_fields__ and SETTING.get(field, field) in INPUTS[function]}
+    known = {field: dtype for field, dtype in known.items() if space.accepts(function, SETTING.get(field, field))}
+    left_out = {SETTING.get(field, field) for field in given} - {SETTING.get(field, field) for field in known}
+    grads = "+".join(name for name in FAR_GRADS.get(function, ()) if name not in left_out) if differentiable else ""
+    wanted = [name for name in INPUTS[function] if name not in left_out and (grads or name != "d_out" or function not in FAR_GRADS)]
+    common: dict[str, Any] = {"function": function, "tokens": 3, "experts": 3, "width": 3, "dtype": "bfloat16", "grads": grads} | known
+    common |= {"hidden": 3, "index_dtype": "int32"} if cls is not ActivationCase else {}
+    return [cls(**common, layout=layout, layout_of=name) for name in wanted for layout in WIDE_LAYOUTS[: DIMENSIONS.get(name, 2)]]
+
+
+def expert_shapes(function: str, space: Space) -> list[dict[str, Any]]:
+    """One more than a power of two, so that a last block is nearly empty; the widths of real models where a GPU makes them cheap."""
+    gpu = space.device == "cuda"
+    if function not in ("glu", "activation"):
+        real = [{"tokens": 70, "experts": 4, "hidden": 7168, "width": 520}, {"tokens": 70, "experts": 4, "hidden": 520, "width": 2880}] if gpu else []
+        ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
+        return [ragged, {"tokens": 40, "experts": 129, "hidden": 9, "width": 5}, {"tokens": 3, "experts": 2, "hidden": 257, "width": 9, "tail": 2}, *real]
+    wide = [{"tokens": 5, "width": 2880}, {"tokens": 3, "width": 7168}] if gpu else [{"tokens": 3, "width": 513}]
+    return [{"tokens": 2049 if gpu else 129, "width": 9, "values": "rows"}, {"tokens": 17, "width": 65}, *wide]

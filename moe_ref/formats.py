@@ -1,0 +1,152 @@
+"""The number formats of low precision, bit by bit: E4M3, E5M2, E2M1 and E8M0.
+
+A code is sign · exponent field · mantissa field, most significant first. With bias b and M mantissa bits it means
+
+    (-1)^s · (2^M + m) · 2^(e - b - M)    for e > 0          (normal)
+    (-1)^s ·        m  · 2^(1 - b - M)    for e = 0          (subnormal)
+
+Nothing here goes through torch's own float8 types: whether their casts saturate depends on torch's version.
+
+Sources: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2); OCP Microscaling Formats 1.0 (E2M1, E8M0); PTX ISA, cvt with
+.satfinite (saturation, NaN into a format without one); `float_to_e8m0` of transformer_engine/common (the rounding of E8M0).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_ref.config import require
+from moe_ref.rounding import round_to
+
+
+@dataclass(frozen=True)
+class Format:
+    """What the bits of a code mean."""
+
+    name: str
+    signed: bool
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float  # the largest finite value
+    max_code: int  # its code, without the sign
+    infinity: int | None  # the code of +∞; None: the format has none
+    nan: int | None  # the code that a NaN becomes; None: the format has none
+
+    @property
+    def sign_bit(self) -> int:
+        """The code of -0; 0 for a format without a sign."""
+        return 1 << (self.exponent_bits + self.mantissa_bits) if self.signed else 0
+
+
+E4M3 = Format("e4m3", True, 4, 3, bias=7, max=448.0, max_code=0x7E, infinity=None, nan=0x7F)  # OFP8 1.0: S.1111.111 is the only NaN
+E5M2 = Format("e5m2", True, 5, 2, bias=15, max=57344.0, max_code=0x7B, infinity=0x7C, nan=0x7F)  # OFP8 1.0: as IEEE 754; 0x7D … 0x7F are NaN
+E2M1 = Format("e2m1", True, 2, 1, bias=1, max=6.0, max_code=0x7, infinity=None, nan=None)  # MX 1.0: 0 ½ 1 1½ 2 3 4 6
+E8M0 = Format("e8m0", False, 8, 0, bias=127, max=2.0**127, max_code=0xFE, infinity=None, nan=0xFF)  # MX 1.0: a power of two, no zero
+
+DOUBLE_MANTISSA, DOUBLE_BIAS = 52, 1023  # IEEE 754 binary64
+
+
+def encode(x: Tensor, format: Format, *, noise: Tensor | None = None) -> Tensor:
+    """The codes of x, rounded once, saturated.
+
+        |x| = k · u + r,   u the spacing of the format at |x|,   0 ≤ r < u
+        to nearest:    k + 1 if r > u/2, or r = u/2 and k is odd
+        stochastic:    k + 1 if noise < r/u                        (noise uniform in [0, 1): the mean is |x|)
+        E8M0:          k + 1 if r > 0, that is 2^⌈log₂|x|⌉
+
+    What is beyond the largest finite value, ±∞ included, becomes ±that value; the sign of zero is kept. NaN becomes the format's
+    NaN, without a sign. E2M1 has none: there NaN becomes +6, as the hardware's conversion does.
+
+    E8M0 has neither a sign nor a zero: |x| is encoded, and everything up to 2^-127, 0 included, becomes code 0, which means 2^-127.
+
+    Args:
+        x: floating point. float64 is rounded once, not by way of float32.
+        noise: of x's shape, in [0, 1), or None for rounding to nearest. Not for E8M0.
+
+    Returns:
+        uint8 of x's shape, one code an element.
+
+    Raises:
+        ValueError: x is not floating point, or noise is of another shape or not wanted.
+
+    Source: `satfinite` casts of transformer_engine/common; `float_to_e8m0` of its ptx.cuh.
+    """
+    require(x.is_floating_point(), "x", f"of dtype {x.dtype}", "floating point")
+    if noise is not None:
+        require(format.signed, "noise", f"given with {format.name}", "None: a scale is rounded up, never at random")
+        require(noise.shape == x.shape, "noise", f"of shape {tuple(noise.shape)}", f"of shape {tuple(x.shape)}, as x")
+    x = x.detach()
+    magnitude = round_to(x, torch.float64).abs()  # exact: float64 holds every value of the narrower types
+    code = _round_up(magnitude) if format is E8M0 else _round(magnitude, format, noise)
+    code = code.clamp(max=format.max_code)  # an infinity has the bits of 2^1024, and saturates like it
+    code = code + format.sign_bit * torch.signbit(x)
+    not_a_number = format.max_code if format.nan is None else format.nan
+    return torch.where(torch.isnan(x), not_a_number, code).to(torch.uint8)
+
+
+def _round(magnitude: Tensor, format: Format, noise: Tensor | None) -> Tensor:
+    """The codes of magnitudes, as if the format had no largest value.
+
+    In units of the spacing a magnitude is `whole` and a rest. Codes of one sign count upwards through all exponents: the code is
+    `whole` counted on from where the exponent begins, and a carry into the next exponent needs no case of its own.
+    """
+    exponent, significand = _parts(magnitude)
+    least = 1 - format.bias  # the exponent of the smallest normal number, and of the subnormals
+    coarse = exponent.clamp(min=least)
+    shift = DOUBLE_MANTISSA - format.mantissa_bits + coarse - exponent  # bits that the format has no place for
+    shift = shift.clamp(max=DOUBLE_MANTISSA + 2)  # that far below the smallest subnormal every bit is rest, and less than half
+    whole, rest, unit = significand >> shift, significand & ((1 << shift) - 1), 1 << shift
+    if noise is None:
+        up = (2 * rest > unit) | ((2 * rest == unit) & (whole % 2 == 1))
+    else:
+        up = round_to(noise, torch.float64) < magnitude / _power_of_two(coarse - format.mantissa_bits) - whole  # exact: r/u
+    return ((coarse - least) << format.mantissa_bits) + whole + up.to(torch.int64)
+
+
+def _round_up(magnitude: Tensor) -> Tensor:
+    """⌈log₂ magnitude⌉ + 127, or 0 for what is up to 2^-127."""
+    exponent, significand = _parts(magnitude)
+    above = significand > 1 << DOUBLE_MANTISSA  # more than 2^exponent
+    return torch.where(exponent < -E8M0.bias, 0, exponent + E8M0.bias + above.to(torch.int64))
+
+
+def _parts(magnitude: Tensor) -> tuple[Tensor, Tensor]:
+    """(exponent, significand) with magnitude = significand · 2^(exponent - 52), from the bits of float64."""
+    bits = magnitude.view(torch.int64)
+    field, fraction = bits >> DOUBLE_MANTISSA, bits & ((1 << DOUBLE_MANTISSA) - 1)
+    return field.clamp(min=1) - DOUBLE_BIAS, torch.where(field > 0, fraction + (1 << DOUBLE_MANTISSA), fraction)
+
+
+def decode(codes: Tensor, format: Format, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values that codes stand for; exact in float32 and float64, rounded once to a narrower dtype.
+
+    E8M0: 2^(code - 127), of which code 0 is a float32 subnormal; 255 is NaN.
+
+    Args:
+        codes: uint8. Bits above the format's width are ignored.
+
+    Raises:
+        ValueError: codes are not uint8.
+    """
+    require(codes.dtype == torch.uint8, "codes", f"of dtype {codes.dtype}", "uint8")
+    code = codes.to(torch.int64)
+    body = code & (2 ** (format.exponent_bits + format.mantissa_bits) - 1)
+    field, mantissa = body >> format.mantissa_bits, body & ((1 << format.mantissa_bits) - 1)
+    if format is E8M0:
+        value = _power_of_two(field - format.bias)
+    else:
+        significand = torch.where(field > 0, mantissa + (1 << format.mantissa_bits), mantissa)
+        value = significand.to(torch.float64) * _power_of_two(field.clamp(min=1) - format.bias - format.mantissa_bits)
+    if format.infinity is not None:
+        value = torch.where(body == format.infinity, torch.inf, value)
+    if format.nan is not None:
+        value = torch.where(body > (format.infinity or format.max_code), torch.nan, value)
+    value = torch.where((code & format.sign_bit) > 0, -value, value)
+    return round_to(value, dtype)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent in float64, made from its bits; for exponents of normal numbers."""
+    return ((exponent + DOUBLE_BIAS) << DOUBLE_MANTISSA).view(torch.float64)

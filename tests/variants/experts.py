@@ -1,0 +1,236 @@
+"""Honest experts in plain torch that differ in all that the contract leaves open.
+
+Autograd    torch's own activations and autograd; each product one matmul in float32
+BaseTwo     σ as 1 / (1 + exp2(-x log₂e)), tanh as 2σ(2x) - 1, erf by a polynomial, closed gradients; sums over K in two halves, added last
+Wide        all in float64, rounded once
+Backwards   x / (1 + exp(-x)), 1 - 2 / (1 + exp(2x)), the probs multiplied first; sums of K one after the other from the end
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ref.config import (
+    check_activation,
+    check_count_values,
+    check_glu,
+    check_grouped_dgrad,
+    check_grouped_linear,
+    check_grouped_wgrad,
+    check_precision,
+)
+
+LOG2E = math.log2(math.e)
+
+
+def sigmoid_base_two(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp2(-x * LOG2E))
+
+
+def tanh_by_sigmoid(x: Tensor) -> Tensor:
+    return 2 * sigmoid_base_two(2 * x) - 1
+
+
+def tanh_backwards(x: Tensor) -> Tensor:
+    return 1 - 2 / (1 + torch.exp(2 * x))
+
+
+def erf_by_polynomial(x: Tensor) -> Tensor:
+    """Abramowitz and Stegun 7.1.26, off by 1.5e-7 at most; in float64 torch's own."""
+    if x.dtype == torch.float64:
+        return torch.erf(x)
+    t = 1 / (1 + 0.3275911 * x.abs())
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    return x.sign() * (1 - series * torch.exp(-x * x))
+
+
+def in_one(x: Tensor, y: Tensor) -> Tensor:
+    return x @ y
+
+
+def in_halves(x: Tensor, y: Tensor) -> Tensor:
+    middle = x.shape[-1] // 2
+    return x[..., middle:] @ y[middle:] + x[..., :middle] @ y[:middle]
+
+
+def one_by_one(x: Tensor, y: Tensor) -> Tensor:
+    total = x.new_zeros((*x.shape[:-1], y.shape[-1]))
+    for k in reversed(range(x.shape[-1])):
+        total = total + x[..., k, None] * y[k]
+    return total
+
+
+@dataclass(frozen=True)
+class How:
+    """What one of them does in its own way."""
+
+    dtype: torch.dtype = torch.float32
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+    gated: Callable[[Tensor, Tensor], Tensor] | None = None  # x σ(αx) in one, of x and αx
+    tanh: Callable[[Tensor], Tensor] = torch.tanh
+    erf: Callable[[Tensor], Tensor] = torch.erf
+    closed: bool = False  # gradients by formula
+    probs_first: bool = False
+    product: Callable[[Tensor, Tensor], Tensor] = in_one
+
+    def wide(self, x: Tensor, *others: Tensor | None) -> Tensor:
+        doubles = any(y is not None and y.dtype == torch.float64 for y in (x, *others))
+        return x.to(torch.float64 if doubles else self.dtype)
+
+    def swish(self, x: Tensor, alpha: float) -> Tensor:
+        return self.gated(x, alpha * x) if self.gated else x * self.sigmoid(alpha * x)
+
+    def bend(self, x: Tensor) -> Tensor:
+        return self.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x)))
+
+    def curve(self, x: Tensor, kind: str, alpha: float | None) -> Tensor:
+        if kind in ("swiglu", "silu", "quick_geglu", "quick_gelu"):
+            return self.swish(x, alpha or (1.702 if "quick" in kind else 1.0))
+        if kind in ("geglu", "gelu_tanh"):
+            return 0.5 * x * (1 + self.bend(x))
+        if kind in ("geglu_erf", "gelu"):
+            return 0.5 * x * (1 + self.erf(x * math.sqrt(0.5)))
+        return torch.relu(x) if kind != "squared_relu" else torch.relu(x) * torch.relu(x)
+
+    def slope(self, x: Tensor, kind: str, alpha: float | None) -> Tensor:
+        if kind in ("swiglu", "silu", "quick_geglu", "quick_gelu"):
+            alpha = alpha or (1.702 if "quick" in kind else 1.0)
+            s = self.sigmoid(alpha * x)
+            return s * (1 + alpha * x * (1 - s))
+        if kind in ("geglu", "gelu_tanh"):
+            t = self.bend(x)
+            return 0.5 * ((1 + t) + x * (1 - t * t) * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x * x))
+        if kind in ("geglu_erf", "gelu"):
+            return 0.5 * (1 + self.erf(x * math.sqrt(0.5))) + x * torch.exp2(-0.5 * LOG2E * x * x) / math.sqrt(2 * math.pi)
+        return (x > 0).to(x.dtype) * (2 * x if kind == "squared_relu" else 1)
+
+
+class Curved(torch.autograd.Function):
+    """f(x), and its gradient by formula."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str, alpha: float | None, how: How) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.settings = kind, alpha, how
+        return how.curve(x, kind, alpha)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor):
+        kind, alpha, how = ctx.settings
+        return g * how.slope(ctx.saved_tensors[0], kind, alpha), None, None, None
+
+
+class Rounded(torch.autograd.Function):
+    """x rounded to a dtype on its way, and so is its cotangent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return x.to(dtype).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor):
+        return g.to(ctx.dtype).to(g.dtype), None
+
+
+class Multiplied(torch.autograd.Function):
+    """x y, and both gradients by the same way of multiplying."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x, y)
+        ctx.product = product
+        return product(x, y)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor):
+        x, y = ctx.saved_tensors
+        return ctx.product(g, y.T), ctx.product(x.T, g), None
+
+
+def _accumulated_in(how: How, accumulator: str, x: Tensor) -> torch.dtype:
+    return torch.float64 if accumulator == "float64" or x.dtype == torch.float64 else how.dtype
+
+
+def _segments(counts: Tensor, rows: int) -> list[slice]:
+    check_count_values(counts.tolist(), rows)
+    ends = counts.cumsum(0).tolist()
+    return [slice(end - count, end) for end, count in zip(ends, counts.tolist(), strict=True)]
+
+
+def _curve(how: How, x: Tensor, kind: str, alpha: float | None = None) -> Tensor:
+    return Curved.apply(x, kind, alpha, how) if how.closed else how.curve(x, kind, alpha)
+
+
+def make(how: How) -> SimpleNamespace:
+    """The namespace."""
+
+    def glu(h, *, probs=None, kind="swiglu", offset=0.0, clamp=None, alpha=None, interleave=None, round_before_probs=False):
+        check_glu(h, probs, kind, offset, clamp, alpha, interleave)
+        wide, half = how.wide(h, probs), h.shape[1] // 2
+        u, v = wide.unflatten(1, (half // interleave, 2, interleave)).transpose(1, 2).flatten(2).unbind(1) if interleave and half else wide.chunk(2, 1)
+        if clamp is not None:
+            u, v = u.clamp(max=clamp), v.clamp(-clamp, clamp)
+        return _weighted(how, _curve(how, u, kind, alpha), v + offset if offset else v, probs, h.dtype, round_before_probs)
+
+    def activation(h, *, probs=None, kind="squared_relu", round_before_probs=False):
+        check_activation(h, probs, kind)
+        return _weighted(how, _curve(how, how.wide(h, probs), kind), None, probs, h.dtype, round_before_probs)
+
+    def grouped_linear(rows, weight, tokens_per_expert, *, bias=None, accumulator="float32"):
+        check_grouped_linear(rows, weight, tokens_per_expert, bias)
+        check_precision(None, None, None, accumulator)
+        wide = _accumulated_in(how, accumulator, rows)
+        out = rows.new_zeros((len(rows), weight.shape[1]), dtype=wide)
+        for e, own in enumerate(_segments(tokens_per_expert, len(rows))):
+            product = Multiplied.apply(rows[own].to(wide), weight[e].to(wide).T, how.product)
+            out = out.index_copy(0, torch.arange(own.start, own.stop), product if bias is None else product + bias[e].to(wide))
+        return out.to(rows.dtype)
+
+    def grouped_dgrad(d_out, weight, tokens_per_expert, *, accumulator="float32"):
+        check_grouped_dgrad(d_out, weight, tokens_per_expert)
+        check_precision(None, None, None, accumulator)
+        wide = _accumulated_in(how, accumulator, d_out)
+        out = d_out.new_zeros((len(d_out), weight.shape[2]))
+        for e, own in enumerate(_segments(tokens_per_expert, len(d_out))):
+            out[own] = how.product(d_out[own].to(wide), weight[e].to(wide)).to(d_out.dtype)
+        return out
+
+    def grouped_wgrad(d_out, rows, tokens_per_expert, *, accumulate_into=None, accumulator="float32"):
+        check_grouped_wgrad(d_out, rows, tokens_per_expert, accumulate_into)
+        check_precision(None, None, None, accumulator)
+        wide = _accumulated_in(how, accumulator, rows)
+        gradients = [how.product(d_out[own].to(wide).T, rows[own].to(wide)) for own in _segments(tokens_per_expert, len(rows))]
+        whole = torch.stack(gradients)
+        return whole.to(rows.dtype) if accumulate_into is None else (whole + accumulate_into).to(accumulate_into.dtype)
+
+    return SimpleNamespace(
+        glu=glu,
+        activation=activation,
+        grouped_linear=grouped_linear,
+        grouped_dgrad=grouped_dgrad,
+        grouped_wgrad=grouped_wgrad,
+    )
+
+
+def _weighted(how: How, f: Tensor, v: Tensor | None, probs: Tensor | None, dtype: torch.dtype, early: bool) -> Tensor:
+    """f · v · p, rounded."""
+    if probs is None:
+        return (f if v is None else f * v).to(dtype)
+    p = probs.to(f.dtype)[:, None]
+    if early:
+        return (Rounded.apply(f if v is None else f * v, dtype) * p).to(dtype)
+    if how.probs_first and v is not None:
+        return (f * (v * p)).to(dtype)
+    return ((f if v is None else f * v) * p).to(dtype)
+
+
+Autograd = make(How())
+BaseTwo = make(How(sigmoid=sigmoid_base_two, tanh=tanh_by_sigmoid, erf=erf_by_polynomial, closed=True, product=in_halves))
+Wide = make(How(dtype=torch.float64))
+Backwards = make(How(gated=lambda x, y: x / (1 + torch.exp(-y)), tanh=tanh_backwards, closed=True, probs_first=True, product=one_by_one))
