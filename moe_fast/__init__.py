@@ -1,7 +1,7 @@
 """The functions of `moe_ref`, fused in Triton: compiled on a GPU, in Triton's interpreter on a CPU.
 
 Signatures, results, errors and gradients are those of the reference. Read `metadata` first (where each token's rows are),
-then `permutation` and `routing_map`; `routing`, `balancing`, `capacity`, `gating`, `activations` and `grouped_linear` stand by
+then `permutation` and `routing_map`; `routing`, `balancing`, `capacity`, `gating`, `activations`, `quantization` and `grouped_linear` stand by
 themselves. The kernels are in `kernels`, their block sizes in `tuning`.
 """
 
@@ -76,7 +76,7 @@ _DECLARED: dict[str, dict[str, Any]] = {
     "pad_routing_map": _COPY,
     "indices_to_multihot": {**_COPY, "unchecked": ("indices",)},
     "multihot_to_indices": _COPY,
-    "route": {**_COMPUTED, "unchecked": ("replay_target",)},
+    "route": {"accumulator": "float32", "deterministic": True, "unchecked": ("replay_target",)},
     "topk_indices": {**_CHOICE, "unchecked": ("precomputed_indices",)},
     "topk_routing": {**_CHOICE, "unchecked": ("precomputed_indices",)},
     "aux_loss_scores": _CHOICE,
@@ -147,7 +147,7 @@ def _not_computed(function: str, payload: Tensor, settings: dict[str, Any]) -> s
     return None
 
 
-_PAYLOADS = ("tokens", "tokens_TH", "rows", "rows_PH", "rows_RH", "logits", "logits_TE", "scores", "h", "h_PF2", "h_PF", "x_MN", "d_out", "d_out_PM")
+_PAYLOADS = ("tokens", "tokens_TH", "rows", "rows_PH", "rows_RH", "logits", "logits_TE", "scores", "h", "h_PF2", "h_PF", "x", "x_MN", "d_out", "d_out_PM")
 _GROUPED = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
 _COMPUTING = ("topk_indices", "topk_routing", "aux_loss_scores", "z_loss", "load_balancing_loss", "quantize", *_GROUPED)
 _ACTIVATING = ("glu", "glu_backward", "activation", "activation_backward")

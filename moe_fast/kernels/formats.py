@@ -64,7 +64,8 @@ def decoded(code, FORMAT: tl.constexpr):
     rebias = tl.full([], (127 + 127 - BIAS) << 23, tl.int32).to(tl.float32, bitcast=True)  # 2^(127 - BIAS)
     value = (body << (23 - MANTISSA)).to(tl.float32, bitcast=True) * rebias  # a subnormal of the format is one of float32, too
     value = tl.where(body > MAX_CODE, float("nan"), value)
-    return tl.where((code >> SIGN) & 1 != 0, -value, value)
+    sign = (code >> SIGN) << 31
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)  # a minus is 0 - value in Triton 3.6, and loses that of -0
 
 
 @triton.jit
