@@ -26,7 +26,7 @@ class Problem:
     produced: Any = None  # what the reference's producer makes of it
     blame: str = ""  # the argument that makes the call illegal
     script: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None  # several calls: (implementation, placed inputs) -> named outputs
-    beside: dict[str, Any] = field(default_factory=dict)  # what a script passes beside its inputs; `supports` is told
+    first: dict[str, Any] = field(default_factory=dict)  # of a script: what its first call is given, for `supports`
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -34,8 +34,8 @@ class Problem:
 
     @property
     def shown(self) -> dict[str, Any]:
-        """What `supports` is asked about: the call's arguments; of several calls, the first one's logits."""
-        first = {"logits": next(iter(self.required.values()))} | self.beside if self.script else self.required
+        """What `supports` is asked about: the arguments of the call, or of the first of several."""
+        first = self.first if self.script else self.required
         return {name: x for name, x in (first | self.settings).items() if not isinstance(x, Opaque)}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Problem":

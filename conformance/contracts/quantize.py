@@ -2,7 +2,7 @@
 for delayed scaling, with what it remembers."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,21 +25,12 @@ FRESH = Opaque("state")  # stands for the state before the first step
 Watch = Callable[[str, Any], None]
 
 
-@dataclass(frozen=True)
-class QuantizeProblem(Problem):
-    """Several calls, of which `supports` is asked about the first."""
-
-    @property
-    def shown(self) -> dict[str, Any]:
-        first = {name: x for name, x in self.required.items() if name in ("x", "recipe")}
-        return {name: x for name, x in (first | self.settings).items() if not isinstance(x, Opaque)}
-
-
-def problem_of(required: dict[str, Any], settings: dict[str, Any], steps: str = "quantize", gemm: bool = False, **how: Any) -> QuantizeProblem:
+def problem_of(required: dict[str, Any], settings: dict[str, Any], steps: str = "quantize", gemm: bool = False, **how: Any) -> Problem:
     """The calls: x, x.1, … are quantised one after the other."""
     if required["recipe"].scaling == "delayed":
         settings = settings | {"state": FRESH}
-    return QuantizeProblem("quantize", required, settings, script=script_of(steps.split("+"), gemm), **how)
+    first = {name: required[name] for name in ("x", "recipe")}
+    return Problem("quantize", required, settings, script=script_of(steps.split("+"), gemm), first=first, **how)
 
 
 def script_of(steps: list[str], gemm: bool, watch: Watch | None = None) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:

@@ -128,7 +128,8 @@ class Route(Contract[RouteCase]):
         cotangents = {f"{i}.probs": payload(case.seed, f"d_probs {i}", (case.tokens, case.experts), case.dtype) for i in recorded} if case.grads else {}
         wanted = tuple(f"logits.{i}" for i in recorded) if case.grads else ()
         config = config_of(case)
-        return Problem(self.function, required, settings, {}, wanted, cotangents, script=self._script(config, steps), beside={"config": config})
+        first = {"logits": required["logits.0"], "config": config}
+        return Problem(self.function, required, settings, {}, wanted, cotangents, script=self._script(config, steps), first=first)
 
     @staticmethod
     def _script(
