@@ -14,6 +14,7 @@ from moe_ref.experts import grouped_mlp, latent_projection, pad_segments, sequen
 from moe_ref.linear import grouped_linear, linear
 from moe_ref.recipes import new_quantizer_state
 from moe_ref.shared import shared_experts
+from tests.near import near
 
 WIDTH, HIDDEN, ROWS = 4, 3, 7
 COUNTS = [[3, 4], [2, 0, 3], [0, 0, 5], [0, 1, 0], [0, 0]]
@@ -98,8 +99,7 @@ def results(function, counts: list[int], call: dict, *, without: tuple[str, ...]
 
 def agrees(function, counts: list[int], call: dict, **how) -> bool:
     pairs = zip(results(function, counts, call, **how), results(row_by_row, counts, call, **how), strict=True)
-    # why: torch's own float64 tolerance, 1e-7; both sides are float64, and a wrong formula moves some number by more than 1e-2
-    return all(torch.allclose(x, y, rtol=1e-7, atol=1e-7) for x, y in pairs)
+    return all(near(x, y) for x, y in pairs)
 
 
 # By hand
@@ -155,10 +155,10 @@ def test_shared_experts_are_one_expert_with_every_token(call, gated):
     out = shared_experts(x, w1[0], w2[0], gate_weight=g, **call)
     right = row_by_row(x, torch.tensor([ROWS]), w1, w2, **call)
     right = right if g is None else right / (1 + torch.exp(-(x * g).sum(1, keepdim=True)))
-    torch.testing.assert_close(out, right)
+    assert near(out, right)
     leaves = [x, w1, w2, *([g] if gated else [])]
     for got, want in zip(torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(right.sum(), leaves), strict=True):
-        torch.testing.assert_close(got, want)
+        assert near(got, want)
 
 
 def test_latent_projections_go_down_and_up():
@@ -181,14 +181,14 @@ def test_recomputation_changes_no_bit(call, dtype, recompute):
 @each_call
 def test_padding_changes_nothing(call):
     for x, y in zip(results(grouped_mlp, [2, 0, 3], call), results(grouped_mlp, [2, 0, 3], call | {"align": 8}), strict=True):
-        torch.testing.assert_close(x, y)  # a longer sum may be taken in another order
+        assert near(x, y)  # a longer sum may be taken in another order
 
 
 @each_call
 @each_layout
 def test_one_expert_after_another_changes_nothing(counts, call):
     for x, y in zip(results(grouped_mlp, counts, call), results(sequential_mlp, counts, call), strict=True):
-        torch.testing.assert_close(x, y)
+        assert near(x, y)
 
 
 def test_recomputation_keeps_fewer_tensors():
@@ -390,7 +390,7 @@ def test_shared_experts_follow_the_recipe():
     x, w1, w2 = numbers(5, 32, seed=0), numbers(64, 32, seed=1), numbers(32, 32, seed=2)
     g, recipe = numbers(1, 32, seed=3), Recipe("current")
     right = linear(glu(linear(x, w1, recipe=recipe)), w2, recipe=recipe) * torch.sigmoid(x @ g.T)
-    torch.testing.assert_close(shared_experts(x, w1, w2, gate_weight=g, recipe=recipe), right)
+    assert near(shared_experts(x, w1, w2, gate_weight=g, recipe=recipe), right)
     assert torch.equal(latent_projection(x, w1, recipe=recipe), linear(x, w1, recipe=recipe))
     assert not torch.equal(latent_projection(x, w1, recipe=recipe), linear(x, w1))
 

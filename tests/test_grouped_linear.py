@@ -369,8 +369,8 @@ def recipe_agrees(recipe: Recipe, *, function=grouped_linear) -> bool:
     out = function(x, weight, torch.tensor(GROUPS), recipe=recipe, state=state, accumulator="float64")
     got = [out, *torch.autograd.grad(out, [x, weight], d_out)]
     right = one_expert_at_a_time(x, weight, d_out, recipe, state)
-    # why: torch's own float32 tolerance, 1.3e-6 and 1e-5; a factor quantised otherwise differs by some thousandths of the largest
-    return all(torch.allclose(a, b, rtol=1.3e-6, atol=1e-5) for a, b in zip(got, right, strict=True))
+    neighbours = torch.finfo(torch.float32).eps  # why: both are sums in float64, rounded once
+    return all(torch.allclose(a, b, rtol=neighbours, atol=0) for a, b in zip(got, right, strict=True))
 
 
 @each_recipe

@@ -275,6 +275,27 @@ def test_support_is_asked_with_the_first_tensor_and_its_settings():
     assert asked[0]["x"].is_meta
 
 
+class Recorded(Implementation):
+    """The reference, and the names of the functions that are called."""
+
+    def __init__(self) -> None:
+        super().__init__(moe_ref)
+        self.called: set[str] = set()
+
+    def call(self, function: str, *arguments: Any, **settings: Any) -> Any:
+        self.called.add(function)
+        return super().call(function, *arguments, **settings)
+
+
+@pytest.mark.parametrize("case", [replace(BLOCK, direction="both", gemm=True), DELAYED], ids=["block", "delayed"])
+def test_what_may_wait_for_the_device_is_read_when_the_calls_are_over(case):
+    problem, during, after = CONTRACTS["quantize"].legal(case), Recorded(), Recorded()
+    outputs = problem.script(during, problem.required | problem.settings)
+    problem.read(after, outputs)
+    assert during.called <= {"new_quantizer_state", "quantize", "dequantize", "update_scales"}
+    assert after.called == {"amax", "scales", "codes"}
+
+
 @pytest.mark.parametrize("name", CONTRACTS["quantize"].companions)
 def test_without_the_functions_that_read_it_nothing_is_judged(name):
     parts = vars(reference())

@@ -1,5 +1,6 @@
 """glu and activation: values by running error analysis, both gradients, and what lies exactly on a bound."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -145,17 +146,17 @@ class _Elementwise(Contract[ActivationCase]):
             right["d_h"] = concluded(slope, h.dtype).bounded(h.dtype, None if early else exact["h"], odd_rows[:, None].expand(h.shape))
         return right
 
+    @abstractmethod
     def activated(self, h: Tensor, settings: Mapping[str, Any], dtype: torch.dtype) -> Running:
         """The activation before it is multiplied by the probs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pulled(self, g: Running, h: Tensor, settings: Mapping[str, Any]) -> Running:
         """d_h, of the cotangent of the activation."""
-        raise NotImplementedError
 
+    @abstractmethod
     def hidden_nan(self, h: Tensor, settings: Mapping[str, Any]) -> Tensor:
         """Where a NaN meets a minimum or a maximum, which may or may not pass it on."""
-        raise NotImplementedError
 
     def neighbour(self, case: ActivationCase) -> ActivationCase:
         plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": "", "interleave": 0, "alpha": 0}

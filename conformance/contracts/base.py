@@ -27,6 +27,7 @@ class Problem:
     blame: str = ""  # the argument that makes the call illegal
     script: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None  # several calls: (implementation, placed inputs) -> named outputs
     first: dict[str, Any] = field(default_factory=dict)  # of a script: what its first call is given, for `supports`
+    read: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None  # what outputs hold, looked at when the calls are over: (implementation, outputs)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

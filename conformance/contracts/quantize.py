@@ -23,6 +23,7 @@ KEYWORDS = ("role", "splits", "rowwise", "columnwise", "noise")
 STATE = ("amax_history", "scale")
 FRESH = Opaque("state")  # stands for the state before the first step
 Watch = Callable[[str, Any], None]
+Script = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
 def problem_of(required: dict[str, Any], settings: dict[str, Any], steps: str = "quantize", gemm: bool = False, **how: Any) -> Problem:
@@ -30,11 +31,11 @@ def problem_of(required: dict[str, Any], settings: dict[str, Any], steps: str = 
     if required["recipe"].scaling == "delayed":
         settings = settings | {"state": FRESH}
     first = {name: required[name] for name in ("x", "recipe")}
-    return Problem("quantize", required, settings, script=script_of(steps.split("+"), gemm), first=first, **how)
+    return Problem("quantize", required, settings, script=script_of(steps.split("+")), first=first, read=reader_of(settings, gemm), **how)
 
 
-def script_of(steps: list[str], gemm: bool, watch: Watch | None = None) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
-    """Quantise, read, and hand the state on."""
+def script_of(steps: list[str], watch: Watch | None = None) -> Script:
+    """Quantise, go back, and hand the state on."""
 
     def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
         recipe, count = given["recipe"], 0
@@ -58,9 +59,9 @@ def script_of(steps: list[str], gemm: bool, watch: Watch | None = None) -> Calla
                 state, count = result["state"], count + 1
                 if watch:
                     watch(prefix, result["quantized"])
+                outputs[f"{prefix}result"] = result["quantized"]
                 for suffix, columnwise in directions(settings):
-                    read = _read(implementation, result["quantized"], columnwise, gemm, x, settings)
-                    outputs |= {f"{prefix}{name}{suffix}": value for name, value in read.items()}
+                    outputs[f"{prefix}dequantized{suffix}"] = implementation.call("dequantize", result["quantized"], **_turned(columnwise))
         if given.get("state") is not None:
             outputs |= {f"state.{name}": x.clone() for name, x in named_outputs(state, STATE).items()}
         return outputs
@@ -74,16 +75,35 @@ def directions(settings: Mapping[str, Any]) -> list[tuple[str, bool]]:
     return asked + ([(".columnwise", True)] if settings.get("columnwise") else [])
 
 
-def _read(implementation: Any, quantized: Any, columnwise: bool, gemm: bool, x: Tensor, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All that can be read of one form; `dequantized` is what gradients go through, `values` the same with one kind of NaN."""
-    how = {"columnwise": True} if columnwise else {}
+def reader_of(settings: Mapping[str, Any], gemm: bool) -> Script:
+    """What each result holds, in place of the result. The shapes of scales depend on the splits: to read them may wait for the device."""
+
+    def read(implementation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
+        found = {name: x for name, x in outputs.items() if not name.endswith("result")}
+        for name in outputs.keys() - found.keys():
+            for suffix, columnwise in directions(settings):
+                own = _read(implementation, outputs[name], columnwise, gemm)
+                found |= {f"{name.removesuffix('result')}{what}{suffix}": value for what, value in own.items()}
+        for name in [name for name in found if "dequantized" in name]:
+            value = found[name]
+            found[name.replace("dequantized", "values")] = one_nan(value.detach()) if isinstance(value, Tensor) else value
+        return found
+
+    return read
+
+
+def _read(implementation: Any, quantized: Any, columnwise: bool, gemm: bool) -> dict[str, Any]:
+    how = _turned(columnwise)
     out = {name: implementation.call(name, quantized, **how) for name in ("amax", "scales", "codes")}
-    out["dequantized"] = value = implementation.call("dequantize", quantized, **how)
-    out["values"] = one_nan(value.detach()) if isinstance(value, Tensor) else value
     if gemm and not implementation.lacks("scales", {"layout": ""}):
         laid_out = implementation.call("scales", quantized, **how, layout="gemm")
         out["scales.gemm"] = torch.cat([part.flatten() for part in laid_out])
     return out
+
+
+def _turned(columnwise: bool) -> dict[str, Any]:
+    """The setting that asks for the columnwise form."""
+    return {"columnwise": True} if columnwise else {}
 
 
 class Quantize(Contract[QuantizeCase]):
@@ -105,8 +125,8 @@ class Quantize(Contract[QuantizeCase]):
     def expected(self, case: QuantizeCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         seen: dict[str, Any] = {}
         x = problem.required["x"].detach().clone().requires_grad_(bool(problem.wanted))
-        script = script_of(case.steps.split("+"), case.gemm, seen.__setitem__)
-        out = script(Implementation(moe_ref), problem.required | problem.settings | {"x": x})
+        script, read = script_of(case.steps.split("+"), seen.__setitem__), reader_of(problem.settings, case.gemm)
+        out = read(Implementation(moe_ref), script(Implementation(moe_ref), problem.required | problem.settings | {"x": x}))
         reciprocal = declared.get("scale_arithmetic") == "reciprocal"
         right: dict[str, Expectation] = {}
         for prefix, quantized in seen.items():

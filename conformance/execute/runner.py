@@ -93,6 +93,8 @@ class Runner:
                     torch.cuda.set_sync_debug_mode("default")
             if self.device == "cuda":
                 torch.cuda.synchronize()
+            if problem.read:
+                outputs = problem.read(self.implementation, outputs)
             self.outcome.seconds_implementation += time.perf_counter() - started
         self.outcome.evaluations += 1
         if addresses.outside:

@@ -43,7 +43,7 @@ def _forms(trial: Trial) -> dict[str, Any]:
     """The reference's forms, by what their outputs are called."""
     seen: dict[str, Any] = {}
     steps = trial.case.steps.split("+")
-    script_of(steps, False, seen.__setitem__)(Implementation(moe_ref), trial.problem.required | trial.problem.settings)
+    script_of(steps, seen.__setitem__)(Implementation(moe_ref), trial.problem.required | trial.problem.settings)
     return {f"{prefix}{{}}{suffix}": q.form(turn) for prefix, q in seen.items() for suffix, turn in directions(trial.problem.settings)}
 
 

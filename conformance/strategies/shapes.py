@@ -45,10 +45,10 @@ def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
     if function in ("topk_indices", "topk_routing"):
         plain = [{"tokens": 3, "experts": experts, "topk": topk} for experts, topk in REAL_ROUTERS + EDGES]
         limited = space.accepts(function, "num_groups") and space.accepts(function, "group_topk")
-        tied = [
+        tied = [  # as many experts as columns, none of them spare
             {"tokens": 3, "experts": 8, "topk": 8, "spread": "equal"},
             {"tokens": 65, "experts": 4, "topk": 2, "spread": "ties", "seed": 3},
-        ]  # no column is spare
+        ]
         return [*plain, long, *tied, *([{"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5}] if limited else [])]
     if function == "sort_chunks":
         counts = (33, 257 if space.device == "cuda" else 65)
@@ -71,8 +71,8 @@ def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
         more += [{"pad": True, "values": "ties"}] if space.accepts(function, "pad_to_capacity") else []
         double = {"tokens": 9, "experts": 3, "topk": 2, "capacity": 2, "dtype": "float64"}
         rest = [WIDE | {"capacity": 1}, long | {"capacity": 257}, double]  # room for few, for all
-        long = long | {"seed": 2}  # the last token is among the best of some expert
-        return [long | {"capacity": 65} | how for how in ({}, {"values": "ties"}, *more)] + rest
+        last = long | {"seed": 2, "capacity": 65}  # the last token is among the best of some expert
+        return [last | how for how in ({}, {"values": "ties"}, *more)] + rest
     if function == "load_balancing_loss":
         return [long, long | {"sequences": 3, "total": "device"}, WIDE]
     if function in ("aux_loss_scores", "z_loss"):
