@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import moe_fast
-from benchmarks.common import BF16, SHAPES, ceilings, interleaved, table
+from benchmarks.common import BF16, SHAPES, ceilings, interleaved, lines_of
 from moe_fast.backend import INTERPRETED, triton
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -196,19 +196,6 @@ def operations(p: Problem) -> list[Operation]:
 # --- the report
 
 
-def lines_of(results: dict[str, dict[str, dict]], title: str) -> str:
-    """The table of one operation: a line a shape."""
-    found = {shape: by_title[title] for shape, by_title in results.items()}
-    peers = [name for name in next(iter(found.values()))["us"] if name != "moe_fast"]
-    header = ["shape", "rows · F", "floor µs", "moe_fast µs", "÷ floor", *(f"{name} µs (÷ moe_fast)" for name in peers)]
-    lines = []
-    for shape, result in found.items():
-        ours = result["us"]["moe_fast"]
-        compared = [f"{result['us'][name]:.1f} ({result['us'][name] / ours:.2f})" for name in peers]
-        lines.append([shape, result["size"], f"{result['floor_us']:.1f}", f"{ours:.1f}", f"{result['to_floor']:.3f}", *compared])
-    return table(title, header, lines)
-
-
 def measure(names: list[str], num_tokens: int, blocks: int, reps: int) -> dict[str, Any]:
     """All figures of one run."""
     top = ceilings(blocks, reps)
@@ -229,7 +216,7 @@ def measure(names: list[str], num_tokens: int, blocks: int, reps: int) -> dict[s
     after = ceilings(blocks, reps)
     print(f"copy {top['copy']:.2f} TB/s (after: {after['copy']:.2f}), write {top['write']:.2f}, read {top['read']:.2f}; {time.perf_counter() - started:.0f} s")
     for title in next(iter(results.values())):
-        print(lines_of(results, title))
+        print(lines_of(results, title, "rows · F"))
     return {"ceilings": top, "ceilings_after": after, "operations": results}
 
 

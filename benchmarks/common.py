@@ -94,3 +94,16 @@ def table(title: str, header: list[str], lines: list[list[str]]) -> str:
     """A Markdown table."""
     rows = [header, ["---", *["--:"] * (len(header) - 1)], *lines]
     return "\n".join([f"\n### {title}\n", *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def lines_of(results: dict[str, dict[str, dict]], title: str, size: str = "") -> str:
+    """The table of one operation: a line a shape; `size` is the heading of what each result says of its size, if it does."""
+    found = {shape: by_title[title] for shape, by_title in results.items() if title in by_title}
+    peers = [name for name in next(iter(found.values()))["us"] if name != "moe_fast"]
+    header = ["shape", *([size] if size else []), "floor µs", "moe_fast µs", "÷ floor", *(f"{name} µs (÷ moe_fast)" for name in peers)]
+    lines = []
+    for shape, result in found.items():
+        ours = result["us"]["moe_fast"]
+        compared = [f"{result['us'][name]:.1f} ({result['us'][name] / ours:.2f})" for name in peers]
+        lines.append([shape, *([result["size"]] if size else []), f"{result['floor_us']:.1f}", f"{ours:.1f}", f"{result['to_floor']:.3f}", *compared])
+    return table(title, header, lines)

@@ -1,10 +1,13 @@
-"""How fast grouped_linear and its gradients are: each expert's rows times its weight, beside torch's grouped product.
+"""How fast grouped_linear and its gradients are: each expert's rows times its weight, beside torch's grouped products.
 
     PYTHONPATH=. python3 -m benchmarks.grouped_linear [--shapes dsv3,qwen3] [--rounds 6] [--json FILE] [--quick]
 
 A burst: the GPU rests, one call warms up, then a few calls are timed together; versions take their turns in another order every round,
 and medians are kept. Only ratios within one run mean something: power sets the clock. Counts are one multinomial draw, data is random
 normal. Results are compared before they are timed. `--quick` only compares, at tiny sizes; it runs without a GPU.
+
+In low precision the operands are quantised before the time begins; what turns them for a gradient counts. torch's FP8 product has a scale
+for each row and never promotes its sums.
 """
 
 import argparse
@@ -22,10 +25,14 @@ from torch import Tensor
 import moe_fast
 from benchmarks.common import table
 from moe_fast.backend import INTERPRETED, triton
+from moe_fast.quantized import Quantized
+from moe_fast.scaled_linear import Precision, quantized_rows, quantized_weight, scaled_dgrad, scaled_fprop, scaled_plan, scaled_wgrad
+from moe_ref.config import Recipe
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 REST_SECONDS = 0.3  # long enough for the clock to recover
 CALLS = 4  # of a burst: less than the clock takes to fall
+RECIPES = ("current", "block")
 Versions = dict[str, Callable[[], object]]
 
 
@@ -98,6 +105,64 @@ def versions_of(p: Problem) -> dict[str, Versions]:
             "grouped_mm": lambda: torch._grouped_mm(p.d_out_PM.mT, p.rows_PN, offs=p.ends_L),
         },
     }
+
+
+class Quantizeds(NamedTuple):
+    """The operands in low precision, in both directions."""
+
+    rows: Quantized
+    weight: Quantized
+    d_out: Quantized
+
+
+def quantized(p: Problem, scaling: str) -> Quantizeds:
+    """The operands by a recipe's defaults."""
+    how, counts = Precision(Recipe(scaling), None, None), p.tokens_per_expert_L
+    rows, d_out = (quantized_rows(x, role, counts, how, True, True) for x, role in ((p.rows_PN, "input"), (p.d_out_PM, "grad_output")))
+    return Quantizeds(rows, quantized_weight(p.weight_LMN, how, True, True), d_out)
+
+
+def scaled_versions_of(p: Problem) -> dict[str, Versions]:
+    """The same products in FP8, by the name of the recipe; and torch's, which has no gradients of it here."""
+    counts = p.tokens_per_expert_L
+
+    def versions(q: Quantizeds) -> Versions:
+        return {
+            "forward": lambda: scaled_fprop(q.rows, q.weight, scaled_plan(counts, len(p.rows_PN))),
+            "dgrad": lambda: scaled_dgrad(q.d_out, q.weight, scaled_plan(counts, len(p.rows_PN))),
+            "wgrad": lambda: scaled_wgrad(q.d_out, q.rows, scaled_plan(counts, len(p.rows_PN))),
+        }
+
+    by_recipe = {scaling: versions(quantized(p, scaling)) for scaling in RECIPES}
+    by_product = {product: {scaling: by_recipe[scaling][product] for scaling in RECIPES} for product in ("forward", "dgrad", "wgrad")}
+    if DEVICE == "cuda":
+        x, weight = p.rows_PN.to(torch.float8_e4m3fn), p.weight_LMN.to(torch.float8_e4m3fn).mT
+        ones = torch.ones(len(x), device=DEVICE), torch.ones(len(weight), weight.shape[2], device=DEVICE)
+        settings = {"offs": p.ends_L, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        by_product["forward"]["scaled_grouped_mm"] = lambda: torch._scaled_grouped_mm(x, weight, *ones, **settings)
+    return by_product
+
+
+def compare_scaled(p: Problem) -> None:
+    """Each product in FP8 against one of what its codes stand for.
+
+    Raises:
+        AssertionError: they differ by more than sums of 14 bits, and numbers that are kept in bfloat16, can.
+    """
+    versions = scaled_versions_of(p)
+    for scaling in RECIPES:
+        q = quantized(p, scaling)
+        rows, d_out, weight = ([moe_fast.dequantize(x, columnwise=columns).float() for columns in (False, True)] for x in (q.rows, q.d_out, q.weight))
+        ours: dict[str, Any] = {product: by_recipe[scaling]() for product, by_recipe in versions.items()}
+        begin = 0
+        for e, count in enumerate(p.tokens_per_expert_L.tolist()):
+            own, matrix = slice(begin, begin + count), slice(e * p.weight_LMN.shape[1], (e + 1) * p.weight_LMN.shape[1])
+            begin += count
+            right = {"forward": (rows[0][own], weight[0][matrix].T), "dgrad": (d_out[0][own], weight[1][matrix]), "wgrad": (d_out[1][own].T, rows[1][own])}
+            for product, (left, factor) in right.items():
+                got = ours[product][e] if product == "wgrad" else ours[product][own]
+                noise = 2.0**-8 * (left.abs() @ factor.abs())
+                assert ((got.float() - left @ factor).abs() <= noise + 2.0**-8 * (left @ factor).abs()).all(), (scaling, product)
 
 
 def compare(p: Problem) -> None:
@@ -179,10 +244,10 @@ def lines_of(results: dict[str, dict[str, dict[str, float]]], flops: dict[str, i
     """The table of one product: a line a layer."""
     lines = []
     for layer, by_product in results.items():
-        ours, theirs = (by_product[product][name] for name in ("moe_fast", "grouped_mm"))
-        tera = [f"{flops[layer] / us / 1e6:.0f}" for us in (ours, theirs)]
-        lines.append([layer, *tera, f"{theirs / ours:.3f}", f"{ours:.0f}"])
-    return table(f"{product}, bfloat16, bursts", ["layer", "moe_fast TFLOP/s", "grouped_mm TFLOP/s", "ratio", "moe_fast µs"], lines)
+        times = by_product[product]
+        ours, theirs = times["moe_fast"], times["grouped_mm"]
+        lines.append([layer, *(f"{flops[layer] / us / 1e6:.0f}" for us in times.values()), f"{theirs / ours:.3f}", f"{ours:.0f}"])
+    return table(f"{product}, bursts, TFLOP/s", ["layer", *times, "grouped_mm / moe_fast", "moe_fast µs"], lines)
 
 
 def main() -> None:
@@ -195,6 +260,7 @@ def main() -> None:
     if options.quick:
         for name, layer in QUICK_LAYERS.items():
             compare(make(layer))
+            compare_scaled(make(layer))
             print(f"{name}: right")
         return
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, {options.rounds} rounds of {CALLS} calls")
@@ -205,9 +271,11 @@ def main() -> None:
             continue
         p = make(layer)
         compare(p)
+        compare_scaled(p)
         captured(p, layer)
         flops[name] = p.flops
-        results[name] = {product: bursts(versions, options.rounds) for product, versions in versions_of(p).items()}
+        scaled = scaled_versions_of(p)
+        results[name] = {product: bursts(versions | scaled[product], options.rounds) for product, versions in versions_of(p).items()}
     for product in ("forward", "dgrad", "wgrad"):
         print(lines_of(results, flops, product))
     print("\nall results are right; captured steps follow changed counts; no host sync")

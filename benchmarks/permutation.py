@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import moe_fast
-from benchmarks.common import BF16, QUICK_SHAPES, SHAPES, Shape, ceilings, interleaved, replayed, table
+from benchmarks.common import BF16, QUICK_SHAPES, SHAPES, Shape, ceilings, interleaved, lines_of, replayed, table
 from moe_fast import metadata
 from moe_fast.backend import INTERPRETED, triton
 from moe_fast.permutation import _merge_backward, _move_to_rows, _sum_rows
@@ -271,19 +271,6 @@ def check_graph(shape: Shape, num_tokens: int) -> None:
 def report(operation: Operation, times: dict[str, float], copy: float) -> dict[str, object]:
     floor = operation.minimum / copy / 1e6
     return {"title": operation.title, "floor_us": floor, "to_floor": times["moe_fast"] / floor, "us": times}
-
-
-def lines_of(results: dict[str, dict[str, dict]], title: str) -> str:
-    """The table of one operation: a line a shape."""
-    found = {shape: by_title[title] for shape, by_title in results.items() if title in by_title}
-    peers = [name for name in next(iter(found.values()))["us"] if name != "moe_fast"]
-    header = ["shape", "floor µs", "moe_fast µs", "÷ floor", *(f"{name} µs (÷ moe_fast)" for name in peers)]
-    lines = []
-    for shape, result in found.items():
-        ours = result["us"]["moe_fast"]
-        compared = [f"{result['us'][name]:.1f} ({result['us'][name] / ours:.2f})" for name in peers]
-        lines.append([shape, f"{result['floor_us']:.1f}", f"{ours:.1f}", f"{result['to_floor']:.2f}", *compared])
-    return table(title, header, lines)
 
 
 def measure(shapes: dict[str, Shape], num_tokens: int, blocks: int, reps: int) -> dict:

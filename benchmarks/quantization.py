@@ -6,7 +6,7 @@
 What is timed is compared with the reference first, bit by bit, and once at a size beyond 2³¹ elements. `--exact N` compares N numbers for
 each recipe, made on the device where a rounding, a saturation or a scale is decided, and casts N different float32 (from 2³² on, all). `--quick`
 compares a few; it runs without a GPU. A floor is the time in which this run's copy ceiling (of 2 GiB) moves each input once and each output
-once; current scaling reads its input twice. A copy of as many bytes, timed like the rest, shows what a launch and the size cost.
+once; current scaling and NVFP4 read their input twice. A copy of as many bytes, timed like the rest, shows what the size costs.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from torch import Tensor
 
 import moe_fast
 import moe_ref
-from benchmarks.common import BF16, SHAPES, ceilings, interleaved, table
-from moe_fast import quantization
+from benchmarks.common import BF16, SHAPES, ceilings, lines_of, rotated
+from moe_fast import group_scaling
 from moe_fast.backend import INTERPRETED, triton
 from moe_ref.config import QuantizerState, Recipe
 
@@ -32,6 +32,8 @@ CHUNK_ROWS, CHUNK_COLUMNS = (256, 128) if INTERPRETED else (2**14, 2**10)  # the
 DTYPES = (torch.bfloat16, torch.float32)
 E4M3_MAX = 448.0
 GROUPS = 12  # some of them empty
+CAPTURED = 4  # calls in a CUDA graph, which hides the launches; each moves more than the L2 holds
+NEAREST: dict[str, Any] = {"hadamard": False, "stochastic_rounding": False}
 RECIPES = {
     "block": Recipe("block"),
     "block, any scale": Recipe("block", power_of_two_scales=False),
@@ -39,16 +41,26 @@ RECIPES = {
     "delayed": Recipe("delayed", amax_history_len=4),
     "mxfp8": Recipe("mxfp8", fp8_format="hybrid"),
     "mxfp8, square weights": Recipe("mxfp8", two_dimensional_weights=True),
-    "nvfp4": Recipe("nvfp4", hadamard=False, stochastic_rounding=False),
+    "nvfp4": Recipe("nvfp4"),
+    "nvfp4, plain": Recipe("nvfp4", two_dimensional_weights=False, **NEAREST),
+    "nvfp4, row-scaled": Recipe("nvfp4", row_scaled_activation=True, **NEAREST),
+    "nvfp4, four over six": Recipe("nvfp4", four_over_six="all", **NEAREST),
+    "nvfp4, four over six, squares of errors": Recipe(
+        "nvfp4", four_over_six="all", four_over_six_error="mse", four_over_six_bound_256="none", two_dimensional_weights=False, **NEAREST
+    ),
 }
-ROLES = {  # that have kernels of their own; rows alone for gradients, both directions for the others
+ROLES = {  # that have kernels of their own; rows alone for gradients in FP8, both directions for the others
     "block": ("input", "weight", "grad_output"),
     "block, any scale": ("input",),
     "current": ("input", "grad_output"),
     "delayed": ("input", "grad_output"),
     "mxfp8": ("input", "grad_output"),
     "mxfp8, square weights": ("weight",),
-    "nvfp4": ("input", "weight"),
+    "nvfp4": ("input", "weight", "grad_output"),
+    "nvfp4, plain": ("input",),
+    "nvfp4, row-scaled": ("input",),
+    "nvfp4, four over six": ("input", "weight"),
+    "nvfp4, four over six, squares of errors": ("input", "weight"),
 }
 
 
@@ -151,6 +163,10 @@ def operations(x: Tensor, groups: int) -> list[Operation]:
         operation("MXFP8, rows and columns", BF16 + 2 + 2 / 32, "mxfp8", eager_mxfp8, (1, 0), splits=mx, **both),
         operation("current", 2 * BF16 + 1, "current", eager_current, splits=fp8),
         operation("delayed", BF16 + 1, "delayed", eager_delayed, one, splits=fp8, state=state),
+        Operation("NVFP4, rows", (2 * BF16 + 1 + 1 / 16) * x.numel(), {"moe_fast": partial(moe_fast.quantize, x, RECIPES["nvfp4"], splits=mx)}),
+        Operation(
+            "NVFP4, rows and columns", (2 * BF16 + 2 + 2 / 16) * x.numel(), {"moe_fast": partial(moe_fast.quantize, x, RECIPES["nvfp4"], splits=mx, **both)}
+        ),
     ]
 
 
@@ -184,13 +200,18 @@ def compare(x: Tensor, recipe: Recipe, title: str, call: dict[str, Any]) -> None
             raise AssertionError(f"{title}: {int(different.sum())} of {got.numel()} {name} differ, first at {place}: {got[place]} for {want[place]}")
 
 
-def decisive(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """float32 numbers from bits: each row within 2^12 of an exponent of its own, some rows anywhere; a third of the mantissas beside a tie of some format."""
+def decisive(rows: int, columns: int, generator: torch.Generator, alike: bool = False) -> Tensor:
+    """float32 numbers from bits: each row within 2^12 of an exponent of its own (all of one, alike), some rows anywhere; a third of the
+    mantissas beside a tie of some format."""
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator, device=DEVICE)
 
-    exponent = integers(-30, 255, rows, 1) + integers(0, 13, rows, columns) + torch.where(integers(0, 64, rows, 1) == 0, integers(0, 255, rows, columns), 0)
+    exponent = (
+        integers(-30, 255, 1 if alike else rows, 1)
+        + integers(0, 13, rows, columns)
+        + torch.where(integers(0, 4096 if alike else 64, rows, 1) == 0, integers(0, 255, rows, columns), 0)
+    )
     kept = integers(1, 4, rows, columns)  # leading bits of the mantissa; behind them lies a tie, or a neighbour of one
     tie = (1 << (22 - kept)) + integers(-1, 2, rows, columns)
     near = (integers(0, 8, rows, columns) << 20 >> (23 - kept) << (23 - kept)) + tie
@@ -208,23 +229,27 @@ def chunks(count: float) -> Iterator[int]:
 
 
 def exact_recipe(name: str, count: float) -> None:
-    """So many numbers, of two dtypes and every role, in groups that fill x or do not."""
+    """So many numbers, of two dtypes and every role, in groups that fill x or do not; of NVFP4, which scales groups, half in rows alike."""
     recipe, generator = RECIPES[name], torch.Generator(DEVICE).manual_seed(0)
     unit = 32 if recipe.scaling in ("mxfp8", "nvfp4") else 1
     for i in chunks(count):
-        x = decisive(CHUNK_ROWS, CHUNK_COLUMNS, generator).to(DTYPES[i % 2])
-        role = ROLES[name][i // 2 % len(ROLES[name])]
+        two_levels, role = recipe.scaling == "nvfp4", ROLES[name][i // 2 % len(ROLES[name])]
+        transformed = bool(recipe.hadamard) and role != "weight"
+        x = decisive(CHUNK_ROWS, CHUNK_COLUMNS, generator, alike=two_levels and i % 4 < 2).to(torch.bfloat16 if transformed else DTYPES[i % 2])
         splits = segments(CHUNK_ROWS - 64 * (i % 3), GROUPS, unit, seed=i)
         state = None
         if recipe.scaling == "delayed":
             scale = decisive(1, GROUPS, generator).flatten().abs()
             state = QuantizerState(torch.zeros(GROUPS, 4, device=DEVICE), scale)
-        compare(x, recipe, f"{name}, {role}, chunk {i}", {"role": role, "splits": splits, "rowwise": True, "columnwise": role != "grad_output", "state": state})
+        call = {"role": role, "splits": splits, "rowwise": True, "columnwise": two_levels or role != "grad_output", "state": state}
+        if recipe.stochastic_rounding and role == "grad_output":
+            call["noise"] = torch.rand(2, *x.shape, generator=generator, device=DEVICE)
+        compare(x, recipe, f"{name}, {role}, chunk {i}", call)
 
 
 def exact_casts(role: str, count: float, hardware: bool) -> None:
     """So many different float32, cast with a scale of 1: by the device's conversions, or by integer arithmetic."""
-    chosen, quantization.casts_in_hardware = quantization.casts_in_hardware, (lambda device: hardware)  # type: ignore[assignment]
+    chosen, group_scaling.casts_in_hardware = group_scaling.casts_in_hardware, (lambda device: hardware)  # type: ignore[assignment]
     try:
         size = CHUNK_ROWS * CHUNK_COLUMNS
         state = QuantizerState(torch.zeros(1, 4, device=DEVICE), torch.ones(1, device=DEVICE))
@@ -233,7 +258,7 @@ def exact_casts(role: str, count: float, hardware: bool) -> None:
             x = (bits - ((bits >> 31) << 32)).to(torch.int32).view(torch.float32).view(CHUNK_ROWS, CHUNK_COLUMNS)
             compare(x, RECIPES["delayed"], f"casts of {role}, chunk {i}", {"role": role, "rowwise": True, "columnwise": False, "state": state})
     finally:
-        quantization.casts_in_hardware = chosen
+        group_scaling.casts_in_hardware = chosen
     every = (torch.arange(2**16, device=DEVICE) << 16).to(torch.int32).view(torch.float32).to(torch.bfloat16).view(256, 256)
     compare(every, RECIPES["delayed"], f"every bfloat16 as {role}", {"role": role, "rowwise": True, "columnwise": False, "state": state})
 
@@ -267,7 +292,7 @@ def check_large(rows: int, columns: int, recipe: Recipe, **call: Any) -> None:
 
 def check_graph(x: Tensor, groups: int) -> None:
     """A captured quantizer follows what is in x and in the splits at the replay, and waits for no device."""
-    for recipe in (RECIPES["block"], RECIPES["mxfp8"], RECIPES["current"]):
+    for recipe in (RECIPES[name] for name in ("block", "mxfp8", "current", "nvfp4", "nvfp4, row-scaled", "nvfp4, four over six")):
         y, splits = x.clone(), segments(len(x), groups, 32)
 
         def step(recipe: Recipe = recipe, y: Tensor = y, splits: Tensor = splits) -> list[Tensor]:
@@ -294,19 +319,6 @@ def check_graph(x: Tensor, groups: int) -> None:
 # --- the report
 
 
-def lines_of(results: dict[str, dict[str, dict]], title: str) -> str:
-    """The table of one operation: a line a shape."""
-    found = {shape: by_title[title] for shape, by_title in results.items()}
-    peers = [name for name in next(iter(found.values()))["us"] if name != "moe_fast"]
-    header = ["shape", "rows · H", "floor µs", "moe_fast µs", "÷ floor", *(f"{name} µs (÷ moe_fast)" for name in peers)]
-    lines = []
-    for shape, result in found.items():
-        ours = result["us"]["moe_fast"]
-        compared = [f"{result['us'][name]:.1f} ({result['us'][name] / ours:.2f})" for name in peers]
-        lines.append([shape, result["size"], f"{result['floor_us']:.1f}", f"{ours:.1f}", f"{result['to_floor']:.3f}", *compared])
-    return table(title, header, lines)
-
-
 def measure(names: list[str], num_tokens: int, blocks: int, reps: int) -> dict[str, Any]:
     """All figures of one run."""
     top = ceilings(blocks, reps)
@@ -320,14 +332,15 @@ def measure(names: list[str], num_tokens: int, blocks: int, reps: int) -> dict[s
         results[name] = {}
         for operation in operations(x, shape.experts):
             source = torch.empty(int(operation.minimum) // 4, dtype=torch.bfloat16, device=DEVICE).normal_()
-            times = interleaved({**operation.versions, "copy of as many bytes": partial(torch.empty_like(source).copy_, source)}, blocks, reps)
+            versions = {**operation.versions, "copy of as many bytes": partial(torch.empty_like(source).copy_, source)}
+            times = rotated({version: [call] * CAPTURED for version, call in versions.items()}, blocks, reps)
             floor = operation.minimum / top["copy"] / 1e6
             size = f"{len(x)} · {shape.hidden}"
             results[name][operation.title] = {"size": size, "floor_us": floor, "to_floor": times["moe_fast"] / floor, "us": times}
     after = ceilings(blocks, reps)
     print(f"copy {top['copy']:.2f} TB/s (after: {after['copy']:.2f}), write {top['write']:.2f}, read {top['read']:.2f}; {time.perf_counter() - started:.0f} s")
     for title in next(iter(results.values())):
-        print(lines_of(results, title))
+        print(lines_of(results, title, "rows · H"))
     return {"ceilings": top, "ceilings_after": after, "operations": results}
 
 

@@ -20,11 +20,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code (see `conformance.verdict`)."""
     options = _parser().parse_args(arguments)
     from conformance.case import CaseError
+    from conformance.execute.child import Settings
+    from conformance.execute.joined import attend, joined
     from conformance.interface import UsageError
 
     try:
         if getattr(options, "impl", None) == "":
             raise UsageError("--impl is empty; it must be package.module or package.module:attribute")
+        place = joined()
+        if place and options.verb not in (run, replay, minimize):
+            raise UsageError(f"this process is one of {place.ranks}, which only run, replay and minimize can be")
+        if place and place.rank:
+            return attend(place, Settings(options.impl, options.device))
         return options.verb(options)
     except (UsageError, CaseError) as error:
         print(f"moe-conformance: {error}", file=sys.stderr)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 VOCABULARY = {
-    "accumulator": "dtype that sums are taken in: 'float32' (the default) or 'storage'",
+    "accumulator": "dtype that sums are taken in: 'float32' (the default), 'storage', or 'hopper_fp8': of FP8 products, 14 bits, promoted each 128",
     "reduction_order": "in words; printed, not tested",
     "tie_rule": "of equal keys, which is chosen: 'lowest_index', or, by default, any",
     "scale_arithmetic": "of scales that are no powers of two: 'division' (the default), or 'reciprocal', which is rounded once more",
@@ -85,6 +85,11 @@ class Implementation:
         return getattr(self.namespace, function)(*args, **settings)
 
 
+def imported(module_name: str) -> Any:
+    """The module. The reference's collectives take what all ranks have: among real ranks it is played by `conformance.peers.reference_world`."""
+    return importlib.import_module("conformance.peers.reference_world" if module_name == "moe_ref" else module_name)
+
+
 def load(name: str) -> Implementation:
     """Import the namespace that `name` says: a module, or module:attribute.
 
@@ -96,7 +101,7 @@ def load(name: str) -> Implementation:
         right = module_name.removesuffix(".py").strip("./").replace("/", ".")
         raise UsageError(f"--impl {name}: give the module's name, not its file: {right}")
     try:
-        namespace: Any = importlib.import_module(module_name)
+        namespace: Any = imported(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or module_name
         if module_name == missing or module_name.startswith(f"{missing}."):

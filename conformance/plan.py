@@ -2,14 +2,18 @@
 profile, the run's seed and what the implementation accepts."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from conformance.case import Case
 from conformance.contracts.chunks import ChunksCase
+from conformance.contracts.collective import ranks_of
+from conformance.contracts.dispatching import DispatchCase
 from conformance.profiles import Profile
 from conformance.registry import CONTRACTS
 from conformance.strategies.covering import covering_cases
 from conformance.strategies.draw import drawn, run_seed, strategy
 from conformance.strategies.far import far_cases
+from conformance.strategies.recipes import recipe_cases
 from conformance.strategies.shapes import shape_cases
 from conformance.strategies.space import Space
 
@@ -38,7 +42,7 @@ def cases_of(section: Section, profile: Profile, space: Space, seed: int, corpus
     if section.kind == "corpus":
         return corpus
     if section.kind == "fixed":
-        covered = covering_cases(section.function, space).cases if profile.covering else []
+        covered = [*covering_cases(section.function, space).cases, *recipe_cases(section.function, space)] if profile.covering else []
         return [*fixed_cases(section.function, space), *covered, *shape_cases(section.function, space), *far_cases(section.function, space)]
     source = run_seed(section.function, section.shard, seed)
     return drawn(strategy(section.function, space), source, profile.count(section.function))
@@ -48,12 +52,15 @@ def fixed_cases(function: str, space: Space) -> list[Case]:
     """The golden cases and the illegal calls, as far as the implementation accepts their settings."""
     contract, cls = CONTRACTS[function], Case.family[function]
     golden = [cls(function=function, golden=name) for name in contract.golden]
-    shape = {"sizes": (2, 3), "order": (1, 0)} if cls is ChunksCase else {"tokens": 2, "experts": 2}
+    shapes: dict[type[Case], dict[str, Any]] = {ChunksCase: {"sizes": (2, 3), "order": (1, 0)}, DispatchCase: {"counts": (2, 1)[: space.ranks]}}
+    shape = shapes.get(cls, {"tokens": 2, "experts": 2})
     illegal = [cls(function=function, illegal=name, **shape) for name in contract.illegal]
     return [case for case in golden + illegal if _accepted(case, space)]
 
 
 def _accepted(case: Case, space: Space) -> bool:
+    if ranks_of(CONTRACTS[case.function], case) > space.ranks:
+        return False
     problem = CONTRACTS[case.function].problem(case)
     calls = [problem, *([problem.producer] if problem.producer else [])]
     return all(space.accepts(call.function, name) for call in calls for name in call.settings)

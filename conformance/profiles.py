@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from conformance.contracts.dispatching import FUNCTIONS as COLLECTIVES
+
 # how much of a run a function has: by how much can go wrong in it
 WEIGHT = {
     "permute": 3,
@@ -14,7 +16,12 @@ WEIGHT = {
     **dict.fromkeys(("drop_tokens", "aux_loss_scores", "load_balancing_loss", "z_loss"), 1),
     **dict.fromkeys(("gate", "jitter", "attach_loss", "update_expert_bias", "sinkhorn_routing"), 1),
     "quantize": 1,
+    **dict.fromkeys(("glu_and_quantize", "activation_and_quantize", "glu_backward_and_quantize", "activation_backward_and_quantize"), 0.5),
+    "permute_and_quantize": 1,
     **dict.fromkeys(("glu", "activation", "grouped_linear", "grouped_dgrad", "grouped_wgrad"), 1),
+    **dict.fromkeys(("grouped_mlp", "shared_experts"), 0.5),
+    "sequential_mlp": 0.2,
+    **dict.fromkeys(COLLECTIVES, 0.5),
 }
 
 
@@ -32,10 +39,10 @@ class Profile:
 
     def count(self, function: str) -> int:
         """Drawn cases of one shard of a function."""
-        return -(-self.drawn * WEIGHT[function] // self.shards)
+        return int(-(-self.drawn * WEIGHT[function] // self.shards))
 
     def minimum(self, function: str) -> int:
-        return self.least * WEIGHT[function]
+        return int(self.least * WEIGHT[function])
 
 
 PROFILES = {

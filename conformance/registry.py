@@ -2,18 +2,39 @@
 
 from typing import Any
 
-from conformance.contracts import golden, golden_experts, golden_quantization, golden_routing, illegal
+from conformance.contracts import (
+    golden,
+    golden_dispatch,
+    golden_experts,
+    golden_mlp,
+    golden_permuted_quantization,
+    golden_quantization,
+    golden_quantized_activations,
+    golden_routing,
+    illegal,
+    illegal_dispatch,
+)
 from conformance.contracts.activation import Activation, Glu
 from conformance.contracts.balancing import AuxLossScores, SinkhornRouting, ZLoss
 from conformance.contracts.base import Contract
 from conformance.contracts.chunks import SortChunks
+from conformance.contracts.collective import Collective
+from conformance.contracts.dispatch_deepep import DeepEPCombine, DeepEPDispatch
+from conformance.contracts.dispatch_deepep import dispatches as deepep_dispatches
+from conformance.contracts.dispatch_maps import CachedDispatch, MapCombine, MapDispatch
+from conformance.contracts.dispatch_maps import dispatches as map_dispatches
+from conformance.contracts.dispatch_slabs import LowLatencyCombine, LowLatencyDispatch
+from conformance.contracts.experts_mlp import GroupedMlp, SequentialMlp
 from conformance.contracts.gating import AttachLoss, Gate, Jitter
 from conformance.contracts.grouped import GroupedDgrad, GroupedLinear, GroupedWgrad
 from conformance.contracts.loads import DropTokens, LoadBalancingLoss, UpdateExpertBias
 from conformance.contracts.permutation import Permute, Unpermute
+from conformance.contracts.permuted_quantization import PermuteAndQuantize
 from conformance.contracts.quantize import Quantize
+from conformance.contracts.quantized_activation import ActivationAndQuantize, ActivationBackwardAndQuantize, GluAndQuantize, GluBackwardAndQuantize
 from conformance.contracts.route import Route
 from conformance.contracts.routing_map import IndicesToMultihot, MultihotToIndices, PadRoutingMap
+from conformance.contracts.shared_mlp import SharedExperts
 from conformance.contracts.topk import TopkIndices, TopkRouting
 from conformance.laws import LAWS
 
@@ -23,12 +44,23 @@ CONTRACTS: dict[str, Contract[Any]] = {
         *(Gate(), Jitter(), TopkIndices(), TopkRouting(), SinkhornRouting(), DropTokens()),
         *(AuxLossScores(), LoadBalancingLoss(), ZLoss(), AttachLoss(), UpdateExpertBias(), Route()),
         *(Permute(), Unpermute(), SortChunks(), PadRoutingMap(), IndicesToMultihot(), MultihotToIndices()),
-        Quantize(),
+        *(Quantize(), PermuteAndQuantize()),
+        *(GluAndQuantize(), ActivationAndQuantize(), GluBackwardAndQuantize(), ActivationBackwardAndQuantize()),
         *(Glu(), Activation(), GroupedLinear(), GroupedDgrad(), GroupedWgrad()),
+        *(GroupedMlp(), SequentialMlp(), SharedExperts()),
+        *(MapDispatch("allgather_dispatch", "expert_tensor_parallel"), MapCombine("allgather_combine")),
+        *(MapDispatch("alltoall_dispatch", "expert_tensor_parallel", "capacity"), MapCombine("alltoall_combine")),
+        *(DeepEPDispatch(), CachedDispatch("deepep_cached_dispatch", deepep_dispatches), DeepEPCombine()),
+        *(LowLatencyDispatch(), LowLatencyCombine()),
+        *(MapDispatch("hybridep_dispatch", "align", "num_rows"), CachedDispatch("hybridep_cached_dispatch", map_dispatches), MapCombine("hybridep_combine")),
     )
 }
-_GOLDEN = (golden, golden_routing, golden_experts, golden_quantization)
+_GOLDEN = (golden, golden_dispatch, golden_routing, golden_experts, golden_mlp, golden_quantization, golden_permuted_quantization, golden_quantized_activations)
 for _name, _contract in CONTRACTS.items():
-    _contract.golden = next(getattr(module, _name.upper()) for module in _GOLDEN if hasattr(module, _name.upper()))
-    _contract.illegal = illegal.RULES[_name]
+    _table = next(getattr(module, _name.upper()) for module in _GOLDEN if hasattr(module, _name.upper()))
+    if isinstance(_contract, Collective):
+        _contract.worldwide = _table
+        _table = {name: (calls[0], right[0]) for name, (calls, right) in _table.items()}
+    _contract.golden = _table
+    _contract.illegal = (illegal.RULES | illegal_dispatch.RULES)[_name]
     _contract.laws = LAWS[_name]

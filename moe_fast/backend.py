@@ -31,8 +31,11 @@ def check_device(argument: str, tensor: Tensor) -> None:
 
 
 def launch_on(tensor: Tensor) -> AbstractContextManager:
-    """Triton launches on the current device: make it the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    """Triton launches on the current device, and describes tensors in the thread's context: make them the tensor's."""
+    if not tensor.is_cuda:
+        return nullcontext()
+    torch.cuda.is_current_stream_capturing()  # gives a thread of autograd's, which begins without one, its context; allowed in a graph
+    return torch.cuda.device(tensor.device)
 
 
 @cache

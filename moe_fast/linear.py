@@ -4,7 +4,6 @@ A small kernel turns the counts into a table of tiles. The products then take a 
 so that one captured graph serves every routing.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,15 +12,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_fast import backend, tuning
+from moe_fast import tuning
 from moe_fast.backend import check_device, launch_on
 from moe_fast.kernels import linear as kernels
-from moe_fast.kernels.linear import SEGMENT_ROWS
-from moe_fast.tuning import GroupedTile, ceil_div, power_of_two
+from moe_fast.scaled_linear import Precision, ScaledLinear, check_scaled, quantized_rows, quantized_weight, scaled_dgrad, scaled_plan, scaled_wgrad
+from moe_fast.segments import Plan, have_descriptors, make_plan, programs, strided
+from moe_fast.segments import segment_sums as _segment_sums
+from moe_fast.segments import segments as _segments
+from moe_fast.tuning import GroupedTile, ceil_div
 from moe_ref.config import LinearState, Recipe, check_grouped_dgrad, check_grouped_linear, check_grouped_wgrad, check_precision, require
-
-DESCRIBED_BYTES = 16  # CUDA driver API, cuTensorMapEncodeTiled: the address and every stride are multiples
-DESCRIBED_SIZE = 0x7FFF0000  # of a side that is as long as can be; coordinates are int32
 
 
 def grouped_linear(
@@ -54,6 +53,8 @@ def grouped_linear(
     check_precision(recipe, state, noise, accumulator)
     check_product(rows_PN, recipe, accumulator)
     check_device("rows", rows_PN)
+    if recipe is not None:
+        return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, Precision(recipe, state, noise))
     return _GroupedLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L)
 
 
@@ -80,6 +81,10 @@ def grouped_dgrad(
     check_precision(recipe, state, noise, accumulator)
     check_product(d_out_PM, recipe, accumulator)
     check_device("d_out", d_out_PM)
+    if recipe is not None:
+        how = Precision(recipe, state, noise)
+        d = quantized_rows(d_out_PM, "grad_output", tokens_per_expert_L, how, True, False)
+        return scaled_dgrad(d, quantized_weight(weight_LMN.detach(), how, False, True), scaled_plan(tokens_per_expert_L, len(d_out_PM)))
     d_out, weight = d_out_PM.detach(), weight_LMN.detach()
     return _multiply(d_out, weight, None, _plan(tokens_per_expert_L, d_out))
 
@@ -114,6 +119,11 @@ def grouped_wgrad(
     check_product(rows_PN, recipe, accumulator)
     check_device("rows", rows_PN)
     before = None if accumulate_into is None else accumulate_into.detach()
+    if recipe is not None:
+        how = Precision(recipe, state, noise)
+        d = quantized_rows(d_out_PM, "grad_output", tokens_per_expert_L, how, False, True)
+        x = quantized_rows(rows_PN, "input", tokens_per_expert_L, how, False, True)
+        return scaled_wgrad(d, x, scaled_plan(tokens_per_expert_L, len(rows_PN)), accumulate_into=before)
     rows = rows_PN.detach()
     return _outer_products(d_out_PM.detach(), rows, before, _plan(tokens_per_expert_L, rows))
 
@@ -122,30 +132,13 @@ def check_product(rows: Tensor, recipe: Recipe | None, accumulator: str) -> None
     """Whether these kernels compute it.
 
     Raises:
-        ValueError: a recipe, or float64 sums of products that are no float64.
+        ValueError: float64 sums of products that are no float64; with a recipe, see `check_scaled`.
     """
-    require(recipe is None, "recipe", recipe, "None: these products are taken in high precision")
+    if recipe is not None:
+        check_scaled(rows, accumulator)
+        return
     held = accumulator == "float32" or rows.dtype == torch.float64
     require(held, "accumulator", f"{accumulator!r} with rows of dtype {rows.dtype}", "'float32', unless the rows are float64")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which rows are whose, and the tiles that they are cut into. Only kernels know how many there are."""
-
-    tile: GroupedTile
-    tile_4C: Tensor  # int64: expert, its first tile, its first row and the row behind its last, for each tile
-    segment_2L: Tensor  # int64: the two rows, for each expert
-    total_2: Tensor  # int64: how many tiles, and rows in them
-
-    @property
-    def capacity(self) -> int:
-        """How many tiles there are at most."""
-        return self.tile_4C.shape[1]
-
-    @property
-    def num_experts(self) -> int:
-        return self.segment_2L.shape[1]
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -170,30 +163,9 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _plan(tokens_per_expert: Tensor, rows: Tensor) -> Plan:
-    """The plan for rows that stand in segments of these sizes; the counts are not asked for."""
-    sizes = tuning.for_device(rows.device).grouped
-    num_rows, num_experts = len(rows), len(tokens_per_expert)
-    tile = sizes.tile(num_rows, num_experts, rows.dtype.itemsize)
-    capacity = num_rows // tile.rows + min(num_rows, num_experts)  # each expert fills all its tiles but one
-    tiles = torch.empty((4, capacity), dtype=torch.int64, device=rows.device)  # up to the total by plan_kernel; no kernel reads more
-    segments = torch.empty((2, num_experts), dtype=torch.int64, device=rows.device)  # all by plan_kernel: a program an expert
-    total = torch.empty(2, dtype=torch.int64, device=rows.device)  # by its last program
-    with launch_on(rows):
-        kernels.plan_kernel[(num_experts,)](
-            tokens_per_expert,
-            *tokens_per_expert.stride(),
-            tiles,
-            segments,
-            total,
-            capacity,
-            num_rows,
-            num_experts,
-            BLOCK_P=tile.rows,
-            BLOCK_E=power_of_two(num_experts),
-            BLOCK_T=sizes.plan_tiles,
-            num_warps=4,
-        )
-    return Plan(tile, tiles, segments, total)
+    """The plan for these rows, of tiles that suit their number and dtype."""
+    tile = tuning.for_device(rows.device).grouped.tile(len(rows), len(tokens_per_expert), rows.dtype.itemsize)
+    return make_plan(tokens_per_expert, len(rows), tile)
 
 
 def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Plan) -> Tensor:
@@ -204,13 +176,13 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
     if out.numel() == 0:
         return out
     turned = weight.stride(2) != 1
-    described = _have_descriptors(x, weight.transpose(1, 2) if turned else weight, out)
+    described = have_descriptors(x, weight.transpose(1, 2) if turned else weight, out)
     wide = x.dtype == torch.float64
     with launch_on(x):
-        kernels.grouped_matmul_kernel[(_programs(plan.capacity * ceil_div(num_columns, tile.columns), x.device),)](
-            *_strided(x, 2),
-            *_strided(weight, 3),
-            *_strided(bias_LC, 2),
+        kernels.grouped_matmul_kernel[(programs(plan.capacity * ceil_div(num_columns, tile.columns), x.device),)](
+            *strided(x, 2),
+            *strided(weight, 3),
+            *strided(bias_LC, 2),
             out,
             *(_matmul_descriptors(x, weight, out, tile, turned) if described else (None, None, None)),
             plan.tile_4C,
@@ -235,19 +207,20 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
 def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None, plan: Plan) -> Tensor:
     """out[e] = Σ over e's rows p of d_out[p]ᵀ · rows[p], added to before[e] if there is one."""
     d_out, rows = d_out_PM.resolve_neg(), rows_PN.resolve_neg()
-    tile = tuning.for_device(rows.device).grouped.wgrad_tile(rows.dtype.itemsize)
+    doubles = before_LMN is not None and before_LMN.dtype == torch.float64  # a large tile of them has no room
+    tile = tuning.for_device(rows.device).grouped.wgrad_tile(8 if doubles else rows.dtype.itemsize)
     shape = (plan.num_experts, d_out.shape[1], rows.shape[1])
     out = torch.empty(shape, dtype=(rows if before_LMN is None else before_LMN).dtype, device=rows.device)  # all by grouped_wgrad_kernel
     if out.numel() == 0:
         return out
-    described = _have_descriptors(d_out, rows)
-    out_described = described and before_LMN is None and _have_descriptors(out)  # a sum in float32 leaves no room for a tile of it
+    described = have_descriptors(d_out, rows)
+    out_described = described and before_LMN is None and have_descriptors(out)  # a sum in float32 leaves no room for a tile of it
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
     with launch_on(rows):
-        kernels.grouped_wgrad_kernel[(_programs(pieces, rows.device),)](
-            *_strided(d_out, 2),
-            *_strided(rows, 2),
-            *_strided(before_LMN, 3),
+        kernels.grouped_wgrad_kernel[(programs(pieces, rows.device),)](
+            *strided(d_out, 2),
+            *strided(rows, 2),
+            *strided(before_LMN, 3),
             out,
             _segments(d_out, [tile.depth, tile.rows]) if described else None,
             _segments(rows, [tile.depth, tile.columns]) if described else None,
@@ -264,51 +237,6 @@ def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None
     return out
 
 
-def _segment_sums(rows_PC: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:
-    """out[e] = Σ over e's rows."""
-    rows, tile = rows_PC.resolve_neg(), tuning.for_device(rows_PC.device).grouped.sums
-    num_columns = rows.shape[1]
-    out = torch.empty((plan.num_experts, num_columns), dtype=dtype, device=rows.device)  # all by segment_sums_kernel
-    if out.numel() == 0:
-        return out
-    with launch_on(rows):
-        kernels.segment_sums_kernel[(plan.num_experts * ceil_div(num_columns, tile.columns),)](
-            *_strided(rows, 2),
-            out,
-            plan.segment_2L,
-            plan.num_experts,
-            num_columns,
-            ACCUMULATOR=tl.float64 if rows.dtype == torch.float64 else tl.float32,
-            RESULT_AS=tl.float64 if dtype == torch.float64 else tl.float32,
-            BLOCK_P=tile.tokens,
-            BLOCK_C=tile.columns,
-            num_warps=tile.num_warps,
-        )
-    return out
-
-
-def _programs(pieces: int, device: torch.device) -> int:
-    """How many programs share the work."""
-    programs = tuning.for_device(device).grouped.programs
-    return min(pieces, backend.multiprocessors(device) if programs is None else programs)
-
-
-def _strided(tensor: Tensor | None, dims: int) -> tuple[Any, ...]:
-    """A tensor and its strides; or none."""
-    return (None, *(0,) * dims) if tensor is None else (tensor.resolve_neg(), *tensor.resolve_neg().stride())
-
-
-def _have_descriptors(*tensors: Tensor) -> bool:
-    """Whether tiles of all these can be moved by descriptors: of the dtypes that have a matrix unit, rows of whole lines, and no overlap."""
-    return backend.has_descriptors(tensors[0].device) and all(_describable(tensor) for tensor in tensors)
-
-
-def _describable(tensor: Tensor) -> bool:
-    aligned = tensor.data_ptr() % DESCRIBED_BYTES == 0 and all(stride * tensor.itemsize % DESCRIBED_BYTES == 0 for stride in tensor.stride()[:-1])
-    small = 0 < tensor.shape[0] <= SEGMENT_ROWS and tensor.numel() > 0
-    return tensor.itemsize == 2 and aligned and small and tensor.stride(-1) == 1 and all(stride > 0 for stride in tensor.stride())
-
-
 def _matmul_descriptors(x: Tensor, weight: Tensor, out: Tensor, tile: GroupedTile, turned: bool) -> tuple[TensorDescriptor, ...]:
     matrices, block = (weight.transpose(1, 2), [1, tile.columns, tile.depth]) if turned else (weight, [1, tile.depth, tile.columns])
     return (
@@ -316,17 +244,3 @@ def _matmul_descriptors(x: Tensor, weight: Tensor, out: Tensor, tile: GroupedTil
         TensorDescriptor.from_tensor(matrices, block),
         _segments(out, [tile.rows, tile.columns]),
     )
-
-
-def _segments(rows_PC: Tensor, block: list[int]) -> TensorDescriptor:
-    """A descriptor of rows that ends where an expert's rows end, wherever that is.
-
-        [S, end, S - count + row, c]  lies at  S (2³⁴ - s) + end · s + (S - count + row) s + c  =  (end - count + row) s + c  mod 2⁶⁴
-
-    with S = 2³⁰ rows, s their stride: an address is 64 bits. The third side is S long, so that it ends at row = count.
-
-    Source: triton.tools.ragged_tma.
-    """
-    stride, num_columns = rows_PC.stride(0), rows_PC.shape[1]
-    shape, strides = [DESCRIBED_SIZE, DESCRIBED_SIZE, SEGMENT_ROWS, num_columns], [2**34 - stride, stride, stride, 1]
-    return TensorDescriptor(rows_PC, shape, strides, [1, 1, *block])

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from moe_fast import tuning
 from moe_fast.backend import launch_on
-from moe_fast.kernels import quantization as kernels
+from moe_fast.kernels import hadamard
+from moe_fast.kernels.dequantization import dequantize_kernel
 from moe_fast.routing import EXACT
 from moe_fast.tuning import ceil_div, power_of_two
 from moe_ref.config import Recipe, require
@@ -27,8 +28,11 @@ class Form:
 
     codes_MN: Tensor  # uint8, contiguous; 0 behind the last group
     scale: Tensor  # [G], or [rows of blocks, columns of blocks]
-    amax: Tensor  # likewise, in x's dtype where that is narrower than float32: a maximum is one of its numbers; NVFP4: [G]
+    amax: Tensor  # likewise, in x's dtype where that is narrower than float32: a maximum is one of its numbers; NVFP4: see `per`
     block: tuple[int, int] | None  # rows and columns that share a scale; None: a group
+    per: str = "group"  # NVFP4: what has an amax, each "group" [G], "row" [M], or "column" of a group [G,N]
+    largest: float = 448.0  # NVFP4: what the largest block's scale becomes
+    transformed: bool = False  # codes are those of the Hadamard transform
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Quantized:
     splits: Tensor | None
     source: Tensor | None  # where x stands in autograd's graph, without memory of its own
     rowwise: Form | None
-    columnwise: Form | None  # of square blocks and of groups the same form as by rows
+    columnwise: Form | None  # may be the same form as by rows
 
     def form(self, columnwise: bool) -> Form:
         """The form of that direction."""
@@ -85,12 +89,17 @@ def scales(quantized: Quantized, *, columnwise: bool = False, layout: str = "com
 def _compact(quantized: Quantized, form: Form, blocks: Tensor, columnwise: bool) -> tuple[list[int], Tensor]:
     """(rows of each group, all rows) of what is kept for each block; MXFP8 and NVFP4 repeat that of a square for each of its rows."""
     assert form.block is not None
-    sizes = [len(form.codes_MN)] if quantized.splits is None else quantized.splits.tolist()
+    sizes = _sizes(quantized, form)
     counts = [ceil_div(size, form.block[0]) for size in sizes]
     whole = blocks[: sum(counts)]
     if quantized.recipe.scaling == "block" or min(form.block) == 1:
         return counts, whole
     return counts if columnwise else sizes, whole.repeat_interleave(form.block[0], 1 if columnwise else 0)
+
+
+def _sizes(quantized: Quantized, form: Form) -> list[int]:
+    """Rows of each group; waits for the device."""
+    return [len(form.codes_MN)] if quantized.splits is None else quantized.splits.tolist()
 
 
 def _for_gemm(scale: Tensor, scaling: str, turned: bool) -> Tensor:
@@ -103,12 +112,15 @@ def _for_gemm(scale: Tensor, scaling: str, turned: bool) -> Tensor:
 
 
 def amax(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
-    """max |x| that scales came from, float32: [G] for delayed, current and NVFP4, else of the shape of the compact scales.
+    """max |x| that scales came from, float32, of the transform where there is one: [G] for delayed, current and NVFP4, else of the shape
+    of the compact scales. NVFP4, row-scaled: [R], all groups' rows; columnwise [G,N].
 
     For delayed scaling it is what was measured in this step, not what the scale came from.
     """
     form = quantized.form(columnwise)
-    if form.amax.dim() == 1:
+    if form.per == "row":
+        return form.amax[: sum(_sizes(quantized, form))]
+    if form.per == "column" or form.amax.dim() == 1:
         return form.amax
     return _compact(quantized, form, form.amax, columnwise)[1].float()
 
@@ -116,7 +128,9 @@ def amax(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
 def dequantize(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
     """What the codes stand for, [M,N] in x's dtype; 0 in rows behind the last group.
 
-        delayed, current, block  q · (1/s)      MXFP8  q · 2^(e - 127)      NVFP4  q · (d · A · (1/2688))
+        delayed, current, block  q · (1/s)      MXFP8  q · 2^(e - 127)      NVFP4  q · (d · A · (1/2688)), or 1/1536
+
+    Columnwise gradients and inputs of NVFP4 with a Hadamard transform come back transformed.
 
     Rounding: each operation in float32, then once to x's dtype. The gradient is straight through.
 
@@ -132,11 +146,11 @@ def _dequantize(quantized: Quantized, form: Form) -> Tensor:
     tall = block[0] > 1
     aligned = rule in ("group", "nvfp4") or (rule == "amax" and tall)
     rows = block[0] if rule == "amax" and tall else None
-    grid = grid_of(codes_MN.shape, quantized.splits, sizes.columns if tall else sizes.groups, aligned, block, rows)
+    grid = grid_of(codes_MN.shape, quantized.splits, sizes.tall if rows else sizes.columns if tall else sizes.groups, aligned, block, rows)
     out = torch.empty(codes_MN.shape, dtype=quantized.dtype, device=codes_MN.device)  # all by dequantize_kernel
     if grid.programs:
         with launch_on(codes_MN):
-            kernels.dequantize_kernel[(grid.programs,)](
+            dequantize_kernel[(grid.programs,)](
                 codes_MN,
                 form.scale,
                 *((0, 0) if form.block is None else form.scale.stride()),
@@ -147,6 +161,8 @@ def _dequantize(quantized: Quantized, form: Form) -> Tensor:
                 *grid.sizes,
                 RULE=rule,
                 FORMAT=quantized.format,
+                PER=form.per,
+                LARGEST=6 * form.largest,
                 ALIGNED=aligned,
                 BLOCK_R=block[0],
                 BLOCK_C=block[1],
@@ -161,11 +177,24 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: Tensor | None, quantized: Quantized, form: Form) -> Tensor:
+        ctx.transformed = form.transformed
         return _dequantize(quantized, form)
 
     @staticmethod
     def backward(ctx: Any, d_value: Tensor) -> tuple[Tensor, None, None]:
-        return d_value, None, None
+        return _hadamard_adjoint(d_value) if ctx.transformed else d_value, None, None
+
+
+def _hadamard_adjoint(d_value: Tensor) -> Tensor:
+    """The gradient of what was transformed, each sum rounded once to its dtype."""
+    d_value = d_value.resolve_neg()  # a kernel sees memory, not a pending minus
+    grid = grid_of(d_value.shape, None, tuning.for_device(d_value.device).quantize.transformed, True, (hadamard.SIZE.value, 1))
+    out = torch.empty(d_value.shape, dtype=d_value.dtype, device=d_value.device)  # all by hadamard_adjoint_kernel
+    if grid.programs:
+        sizes = {name: grid.settings[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps")}
+        with launch_on(d_value):
+            hadamard.hadamard_adjoint_kernel[(grid.programs,)](d_value, *d_value.stride(), out, *d_value.shape, grid.parts, grid.steps, **sizes, **EXACT)
+    return out
 
 
 # --- how the kernels cut a tensor

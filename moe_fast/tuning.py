@@ -32,8 +32,32 @@ class Quantize:
     """Tiles of quantization; no smaller than a block."""
 
     rows: Walk  # blocks along rows alone
-    columns: Walk  # along columns, in both directions, or square; block scaling has tiles as high as its blocks
+    columns: Walk  # along columns, in both directions, or square
+    tall: Walk  # likewise of block scaling, whose tiles are as high as its blocks
     groups: Walk  # a scale for each group; also what dequantizes rows
+    transformed: Walk  # sixteen rows of a column are one thread's
+
+
+@dataclass(frozen=True)
+class ActivateQuantize:
+    """Tiles of activations that are quantised at once; no smaller than a block."""
+
+    rows: Walk  # blocks along rows alone
+    columns: Walk  # along columns, or in both directions; block scaling has tiles as high as its blocks
+    backward: Walk  # likewise, of gradients
+    low: Walk  # along columns, or in both directions, where blocks are low: MXFP8
+    groups: Walk  # a scale for each group
+
+
+@dataclass(frozen=True)
+class PermuteQuantize:
+    """Tokens that are quantised on the way to their rows; tiles are no smaller than a block."""
+
+    scatter: Tile  # one pass from each token to its rows
+    amax: Tile  # whole tokens, step by step
+    scales: Tile  # of rows, by blocks
+    gather: Walk  # tiles of rows, where blocks span them
+    slab: int  # programs that run together on the columns of a tile
 
 
 @dataclass(frozen=True)
@@ -110,6 +134,9 @@ class Grouped:
     wide: GroupedTile  # elements of four bytes and more, which have no matrix unit that keeps all their bits
     wgrad: GroupedTile  # [outputs, inputs], as many rows deep
     wgrad_wide: GroupedTile
+    scaled: GroupedTile  # codes of eight bits; as high, and as deep, as blocks of block scaling are long
+    decoded: GroupedTile  # codes whose scales are multiplied in before the product; as high
+    turn_columns: int  # of a tile that is turned
     sums: Tile  # of an expert's rows
     plan_tiles: int  # tiles that a program of the plan writes at once
     flatten: bool  # with descriptors, make one loop of that over tiles and that over depth; loads by pointers would come one by one
@@ -124,6 +151,19 @@ class Grouped:
     def wgrad_tile(self, itemsize: int) -> GroupedTile:
         """The tile of the weight's gradient."""
         return self.wgrad if itemsize <= 2 else self.wgrad_wide
+
+
+@dataclass(frozen=True)
+class Symmetric:
+    """Rows to other ranks' memory and back."""
+
+    tokens: int  # that a program sends or receives
+    columns: int
+    lists: int  # tokens whose lists a program writes
+    fill_rows: int  # of padding that are zeroed at once
+    tail_lanes: int  # programs that share the rows behind the segments
+    unroll: int  # rows of a token that are on their way together
+    num_warps: int
 
 
 @dataclass(frozen=True)
@@ -155,7 +195,10 @@ class Tuning:
     grouped: Grouped
     activation: Tile  # columns of the result
     activation_backward: Tile  # likewise; a program walks along its rows
+    symmetric: Symmetric
     quantize: Quantize
+    permute_quantize: PermuteQuantize
+    activate_quantize: ActivateQuantize
 
 
 # Measured on an H200 (docs/results/permutation-h200.md): small programs, so that many on a multiprocessor wait for their lists at once.
@@ -202,6 +245,9 @@ GPU = Tuning(
         wide=GroupedTile(rows=64, columns=64, depth=32, num_warps=8, num_stages=2),
         wgrad=GroupedTile(rows=128, columns=256, depth=64, num_warps=8, num_stages=3),
         wgrad_wide=GroupedTile(rows=64, columns=64, depth=32, num_warps=8, num_stages=2),
+        scaled=GroupedTile(rows=128, columns=128, depth=128, num_warps=8, num_stages=4),
+        decoded=GroupedTile(rows=128, columns=128, depth=64, num_warps=8, num_stages=3),
+        turn_columns=128,
         sums=Tile(tokens=32, columns=128, num_warps=4),
         plan_tiles=256,
         flatten=True,
@@ -209,10 +255,27 @@ GPU = Tuning(
     ),
     activation=Tile(tokens=4, columns=256, num_warps=4),  # 16 bytes a lane; 256 divides nearly every model's width
     activation_backward=Tile(tokens=4, columns=256, num_warps=4),  # a warp walks along one row
+    symmetric=Symmetric(tokens=1, columns=1024, lists=128, fill_rows=8, tail_lanes=64, unroll=2, num_warps=4),
     quantize=Quantize(
-        rows=Walk(tokens=16, columns=512, num_warps=4, steps=1, stages=1),
-        columns=Walk(tokens=64, columns=128, num_warps=8, steps=4, stages=2),
-        groups=Walk(tokens=16, columns=512, num_warps=4, steps=4, stages=1),
+        rows=Walk(tokens=4, columns=512, num_warps=1, steps=1, stages=1),
+        columns=Walk(tokens=32, columns=64, num_warps=2, steps=4, stages=1),
+        tall=Walk(tokens=128, columns=128, num_warps=4, steps=4, stages=1),
+        groups=Walk(tokens=4, columns=512, num_warps=1, steps=4, stages=1),
+        transformed=Walk(tokens=16, columns=128, num_warps=1, steps=1, stages=1),
+    ),
+    permute_quantize=PermuteQuantize(
+        scatter=Tile(tokens=1, columns=1024, num_warps=2),
+        amax=Tile(tokens=1, columns=1024, num_warps=4),
+        scales=Tile(tokens=128, columns=8, num_warps=4),
+        gather=Walk(tokens=32, columns=128, num_warps=8, steps=1, stages=1),
+        slab=8,
+    ),
+    activate_quantize=ActivateQuantize(
+        rows=Walk(tokens=4, columns=512, num_warps=4, steps=4, stages=2),
+        columns=Walk(tokens=128, columns=128, num_warps=4, steps=4, stages=1),
+        backward=Walk(tokens=128, columns=128, num_warps=8, steps=4, stages=1),
+        low=Walk(tokens=32, columns=128, num_warps=4, steps=4, stages=1),
+        groups=Walk(tokens=4, columns=256, num_warps=4, steps=8, stages=1),
     ),
 )
 
@@ -248,6 +311,9 @@ INTERPRETER = Tuning(
         wide=GroupedTile(rows=32, columns=64, depth=64, num_warps=4, num_stages=1),
         wgrad=GroupedTile(rows=64, columns=64, depth=32, num_warps=4, num_stages=1),
         wgrad_wide=GroupedTile(rows=64, columns=64, depth=32, num_warps=4, num_stages=1),
+        scaled=GroupedTile(rows=128, columns=128, depth=128, num_warps=4, num_stages=1),
+        decoded=GroupedTile(rows=128, columns=64, depth=64, num_warps=4, num_stages=1),
+        turn_columns=64,
         sums=Tile(tokens=32, columns=64, num_warps=4),
         plan_tiles=16,
         flatten=False,
@@ -255,9 +321,26 @@ INTERPRETER = Tuning(
     ),
     activation=Tile(tokens=32, columns=128, num_warps=4),
     activation_backward=Tile(tokens=32, columns=128, num_warps=4),
+    symmetric=Symmetric(tokens=32, columns=128, lists=16, fill_rows=64, tail_lanes=2, unroll=2, num_warps=4),
     quantize=Quantize(
         rows=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
         columns=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
+        tall=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
+        groups=Walk(tokens=64, columns=256, num_warps=4, steps=2, stages=1),
+        transformed=Walk(tokens=64, columns=256, num_warps=4, steps=1, stages=1),
+    ),
+    permute_quantize=PermuteQuantize(
+        scatter=Tile(tokens=32, columns=128, num_warps=4),
+        amax=Tile(tokens=32, columns=128, num_warps=4),
+        scales=Tile(tokens=128, columns=4, num_warps=4),
+        gather=Walk(tokens=64, columns=128, num_warps=4, steps=2, stages=1),
+        slab=2,
+    ),
+    activate_quantize=ActivateQuantize(
+        rows=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
+        columns=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
+        backward=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
+        low=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
         groups=Walk(tokens=64, columns=256, num_warps=4, steps=2, stages=1),
     ),
 )

@@ -2,7 +2,7 @@
 
 Every function is pure, runs on any device, accepts float64, and is differentiable by autograd. A sum is taken in float32
 (float64 for float64 input) in ascending row order and rounded once to the storage dtype, in the forward and in every
-gradient.
+gradient; where ranks add, the function says in which order and where it rounds.
 
 Shape suffixes, here and everywhere in the project:
 
@@ -10,13 +10,15 @@ Shape suffixes, here and everywhere in the project:
     H  hidden size                  R  routed rows            P  rows of the permuted buffer, padding included
     C  rows an expert's capacity    S  chunks                 F  width between an expert's two linear layers
     L  local experts                M, N  out, in: rows, columns
+    W  ranks                        G  tokens of all ranks    D  tokens that a rank receives, each counted once
 
 Read in this order: `config` (settings, results and what is illegal), `gating` (logits), `scores` and `selection` (which experts,
 with which weights), `capacity`, `balancing` (losses, expert bias, Sinkhorn, quantiles), `router` (all of it in one step, and what is
 remembered), `permutation` (permute, unpermute, sort_chunks), `routing_map` (padding of the map, and its conversion to and from index
-form), `formats` (numbers of eight and four bits), `recipes` and `quantization` (how tensors become codes and scales), `activations`, `linear`
-and `experts` (what routed rows go through), `shared` (what every token does), then `dense`, which says permutation again with
-plain loops and shares no code with the others.
+form), `formats` (numbers of eight and four bits), `recipes` and `quantization` (how tensors become codes and scales), `permuted_quantization`
+(permutation and quantisation in one step), `activations`, `linear` and `experts` (what routed rows go through), `shared` (what every
+token does), `route_plan` and `dispatch` (how tokens reach experts on other ranks, and come back), then `dense`, which says permutation
+again with plain loops and shares no code with the others.
 """
 
 from importlib import import_module
@@ -67,6 +69,26 @@ _HOME = {
     "scales": "quantization",
     "amax": "quantization",
     "dequantize": "quantization",
+    "flatten_experts": "dispatch.indices",
+    "apply_index_policy": "dispatch.indices",
+    "allgather_dispatch": "dispatch.allgather",
+    "allgather_combine": "dispatch.allgather",
+    "alltoall_dispatch": "dispatch.alltoall",
+    "alltoall_combine": "dispatch.alltoall",
+    "deepep_layout": "dispatch.deepep",
+    "deepep_dispatch": "dispatch.deepep",
+    "deepep_cached_dispatch": "dispatch.deepep",
+    "deepep_combine": "dispatch.deepep",
+    "deepep_low_latency_dispatch": "dispatch.low_latency",
+    "deepep_low_latency_combine": "dispatch.low_latency",
+    "hybridep_dispatch": "dispatch.hybridep",
+    "hybridep_cached_dispatch": "dispatch.hybridep",
+    "hybridep_combine": "dispatch.hybridep",
+    "glu_and_quantize": "quantized_activations",
+    "glu_backward_and_quantize": "quantized_activations",
+    "activation_and_quantize": "quantized_activations",
+    "activation_backward_and_quantize": "quantized_activations",
+    "permute_and_quantize": "permuted_quantization",
 }
 __all__ = list(_HOME)
 

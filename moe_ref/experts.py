@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_ref.activations import chosen_activation
-from moe_ref.config import LinearState, Recipe, check_counts, check_grouped_mlp, check_pairs, check_probs, require
+from moe_ref.config import LinearState, Recipe, check_grouped_mlp, check_pairs, require
 from moe_ref.linear import grouped_linear, linear, segments
 from moe_ref.rounding import accumulator_dtype, round_to
 
@@ -111,11 +111,11 @@ def sequential_mlp(
 
     Source: SequentialMLP.
     """
-    check_counts(tokens_per_expert_L, len(fc1_weight_LFH), rows_PH)
+    read = {"interleave": None, "kind": "swiglu", "probs_on_input": False, "align": None, "recompute": None} | settings
+    whole = (rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias)
+    check_grouped_mlp(*whole, *(read[name] for name in ("interleave", "kind", "probs_on_input", "align", "recompute")))
     for name in ("state", "noise"):
         require(settings.get(name) is None, name, "given", "None: it would be for all experts together")
-    if probs is not None:
-        check_probs(probs, (len(rows_PH),), rows_PH)
     outputs = []
     own = segments(tokens_per_expert_L, len(rows_PH))
     for e, rows in enumerate(own):

@@ -10,11 +10,14 @@ import torch
 from conformance.case import SCHEMA, Case, CaseError, case_from
 from conformance.contracts.activation import FAR, ActivationCase, hidden_of, probs_of, row_scales
 from conformance.contracts.chunks import ChunksCase
+from conformance.contracts.dispatching import DispatchCase
 from conformance.contracts.gating import GateCase
 from conformance.contracts.grouped import GroupedCase, counts_of, grouped_rows, weights_of
 from conformance.contracts.loads import LoadCase
 from conformance.contracts.logits import MINUS_INFINITY, NOT_A_NUMBER, SPREADS, LogitsCase, indices_of, logits_of, padding_of
+from conformance.contracts.permuted_quantization import PermutedQuantizationCase
 from conformance.contracts.quantization import QuantizeCase
+from conformance.contracts.quantized_activation_cases import QuantizedActivationCase
 from conformance.contracts.route import RouteCase
 from conformance.contracts.routing import RoutingCase, routed
 from conformance.contracts.routing_map import IndicesCase
@@ -52,6 +55,13 @@ CASES = [
     QuantizeCase(function="quantize", scaling="delayed", variant=1, tokens=5, hidden=7, steps="quantize+reduced+reload", values="midpoints", grads="x"),
     QuantizeCase(function="quantize", scaling="nvfp4", role="grad_output", direction="columnwise", dtype="bfloat16", values="special", layout="strided"),
     QuantizeCase(function="quantize", golden="two_levels"),
+    PermutedQuantizationCase(function="permute_and_quantize", scaling="mxfp8", tokens=2, experts=3, routing=(1, 6), align=2, slack=1, grads="tokens"),
+    PermutedQuantizationCase(function="permute_and_quantize", golden="a_scale_for_each_expert"),
+    QuantizedActivationCase(function="glu_and_quantize", scaling="block", direction="both", tokens=5, experts=2, counts=(0, 5), tail=1, width=6, clamp=4),
+    DispatchCase(function="alltoall_dispatch", counts=(3, 0, 2, 1), local_experts=2, topk=2, shards=2, capacity=2, probs="bfloat16", grads="tokens+probs"),
+    DispatchCase(function="hybridep_combine", counts=(1, 2), topk=2, slots=(0, 1, -1, 1, 0, -1), align=4, slack=-1, values="integers", grads="rows"),
+    DispatchCase(function="deepep_dispatch", counts=(2, 2), local_experts=3, topk=3, repeats="last slot", probs="float32", scales=3, index_dtype="int32"),
+    DispatchCase(function="deepep_low_latency_dispatch", golden="counts"),
     RouteCase(function="route", tokens=6, experts=4, topk=2, steps="record+forward+backward+finish+train", losses="aux+z", grads="logits"),
 ]
 RECORD = {"function": "permute", "tokens": 2}
@@ -136,11 +146,21 @@ def test_none_and_zero_are_not_confused():
         ({"function": "grouped_wgrad", "tokens": 3, "experts": 2, "counts": [1, 1]}, "counts"),
         ({"function": "grouped_dgrad", "tokens": 3, "experts": 2, "counts": [4, -1]}, "counts"),
         ({"function": "quantize", "variant": 3}, "variant"),
+        ({"function": "glu_and_quantize", "variant": 3}, "variant"),
+        ({"function": "activation_and_quantize", "tail": 1}, "tail"),
         ({"function": "quantize", "hidden": -1}, "hidden"),
         ({"function": "quantize", "tokens": 3, "experts": 2, "counts": [3]}, "counts"),
         ({"function": "quantize", "tail": 1}, "tail"),
         ({"function": "quantize", "scaling": "delayed", "steps": "update"}, "steps"),
         ({"function": "quantize", "steps": "quantize+quantize"}, "steps"),
+        ({"function": "permute_and_quantize", "variant": 3}, "variant"),
+        ({"function": "alltoall_dispatch", "counts": []}, "counts"),
+        ({"function": "alltoall_dispatch", "counts": [1, 2], "shards": 3}, "shards"),
+        ({"function": "deepep_dispatch", "counts": [1, 2], "shards": 2}, "shards"),
+        ({"function": "deepep_dispatch", "topk": 2}, "topk"),
+        ({"function": "deepep_dispatch", "local_experts": 2, "topk": 2, "slots": [1, 1]}, "slots"),
+        ({"function": "hybridep_dispatch", "slots": [1]}, "slots"),
+        ({"function": "deepep_low_latency_dispatch", "hidden": 64, "fp8": "fp8"}, "hidden"),
     ],
     ids=str,
 )

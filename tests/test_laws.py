@@ -11,19 +11,24 @@ import moe_ref
 from conformance.case import Case
 from conformance.contracts.activation import ActivationCase
 from conformance.contracts.chunks import ChunksCase
+from conformance.contracts.dispatching import FUNCTIONS as COLLECTIVES
+from conformance.contracts.experts_mlp import MlpCase
 from conformance.contracts.gating import GateCase
 from conformance.contracts.grouped import GroupedCase
 from conformance.contracts.loads import LoadCase
 from conformance.contracts.logits import LogitsCase
+from conformance.contracts.permuted_quantization import PermutedQuantizationCase
 from conformance.contracts.quantization import QuantizeCase
 from conformance.contracts.route import RouteCase
 from conformance.contracts.routing import RoutingCase
 from conformance.contracts.routing_map import IndicesCase
+from conformance.contracts.shared_mlp import SharedCase
 from conformance.execute import poison
 from conformance.execute.evaluate import evaluate
 from conformance.execute.runner import Outcome
 from conformance.interface import Implementation
 from conformance.laws import LAWS
+from conformance.registry import CONTRACTS
 
 poison.install()
 
@@ -56,8 +61,12 @@ LINEAR = GroupedCase(function="grouped_linear", tokens=9, experts=3, counts=(4, 
 FORWARD_LINEAR = replace(LINEAR, grads="")
 DGRAD = replace(LINEAR, function="grouped_dgrad", grads="")
 WGRAD = replace(LINEAR, function="grouped_wgrad", grads="")
+MLP = MlpCase(function="grouped_mlp", tokens=9, experts=3, counts=(4, 0, 5), hidden=5, width=4, probs="float32", weights="zeros", grads="rows", seed=1)
+FORWARD_MLP = replace(MLP, grads="")
+SHARED = SharedCase(function="shared_experts", tokens=6, hidden=5, width=4, grads="x", seed=1)
 QUANTIZE = QuantizeCase(function="quantize", tokens=9, experts=3, counts=(4, 0, 5), hidden=5, seed=1)
 BLOCKS = replace(QUANTIZE, scaling="block")
+ONE_STEP = PermutedQuantizationCase(function="permute_and_quantize", tokens=6, experts=3, hidden=5, routing=FORWARD.routing, align=4, seed=1)
 
 
 def wrapped(function: str, wrapper, **declared) -> SimpleNamespace:
@@ -394,17 +403,54 @@ def misquantised_where(odd):
     return wrapped("quantize", quantize)
 
 
+def misquantised_in_one_step_where(odd):
+    """The last bit of every code is wrong where odd(routing map, settings)."""
+
+    def one_step(original, tokens, routing_map, recipe, **settings):
+        out = original(tokens, routing_map, recipe, **settings)
+        form = out.quantized.rowwise
+        groups = tuple(group._replace(codes=group.codes ^ 1) for group in form.groups)
+        return out._replace(quantized=replace(out.quantized, rowwise=replace(form, groups=groups))) if odd(routing_map, settings) else out
+
+    return wrapped("permute_and_quantize", one_step)
+
+
 def has_short_mantissas(x):
     return bool((x.view(torch.int32) & 0xFFFFF == 0).all())
 
 
+def wrong_mlp_where(odd, function="grouped_mlp"):
+    """Nothing comes out where odd(tensors, settings)."""
+    return wrapped(function, lambda original, *tensors, **settings: original(*tensors, **settings) * (0.0 if odd(tensors, settings) else 1.0))
+
+
+def weighs_what_has_no_weight():
+    """Right for the case's own rows: what is added is how far those with prob 0 are from them."""
+    first = CONTRACTS["grouped_mlp"].problem(FORWARD_MLP).required["rows"]
+    return wrapped("grouped_mlp", lambda original, rows, *others, **settings: original(rows, *others, **settings) + (rows.detach() - first).abs().sum())
+
+
 TWINS = [
+    ("zero_probs", FORWARD_MLP, weighs_what_has_no_weight),
+    ("scaling", FORWARD_MLP, lambda: wrong_mlp_where(lambda tensors, settings: settings["probs"].max() > 1)),
+    ("recompute", MLP, lambda: wrong_mlp_where(lambda tensors, settings: "recompute" in settings)),
+    ("recompute", SHARED, lambda: wrong_mlp_where(lambda tensors, settings: "recompute" in settings, "shared_experts")),
+    ("alignment", FORWARD_MLP, lambda: wrong_mlp_where(lambda tensors, settings: "align" in settings)),
+    (
+        "grouped",
+        replace(FORWARD_MLP, function="sequential_mlp"),
+        lambda: SimpleNamespace(**vars(wrong_mlp_where(lambda *call: True)) | {"sequential_mlp": moe_ref.sequential_mlp}),
+    ),
+    ("token_reversal", replace(SHARED, grads=""), lambda: wrong_mlp_where(lambda tensors, settings: tensors[0][0, 0] > tensors[0][-1, 0], "shared_experts")),
     ("groups_alone", QUANTIZE, lambda: misquantised_where(lambda x, settings: len(settings["splits"]) == 1)),
     ("zero_rows", replace(QUANTIZE, experts=0, counts=()), lambda: misquantised_where(lambda x, settings: len(x) > 9)),
     ("padding_independence", replace(QUANTIZE, tail=2), lambda: misquantised_where(lambda x, settings: len(x) == int(settings["splits"].sum()))),
     ("row_independence", BLOCKS, lambda: misquantised_where(lambda x, settings: x.isnan().any())),
     ("idempotence", BLOCKS, lambda: misquantised_where(lambda x, settings: has_short_mantissas(x))),
     ("scaling", QUANTIZE, lambda: misquantised_where(lambda x, settings: x.abs().max() > 2)),
+    ("two_steps", ONE_STEP, lambda: misquantised_where(lambda x, settings: True)),
+    ("expert_relabelling", ONE_STEP, lambda: misquantised_in_one_step_where(lambda chosen, settings: not chosen[:, 0].any())),
+    ("padding_independence", ONE_STEP, lambda: misquantised_in_one_step_where(lambda chosen, settings: settings["align"] > 4)),
     ("cotangent_scaling", LINEAR, clips_the_gradient),
     ("scaling", FORWARD_LINEAR, saturates_rows),
     ("scaling", replace(GLU, grads=""), lambda: probs_above_one_are_one(1)),
@@ -445,7 +491,7 @@ TWINS = [
     ("row_reversal", TO_MULTIHOT, lambda: stops_at_an_empty_first_token("indices_to_multihot")),
     ("row_reversal", TO_INDICES, lambda: stops_at_an_empty_first_token("multihot_to_indices")),
 ]
-ON_A_CPU = {function: [law for law in laws.values() if law.device != "cuda"] for function, laws in LAWS.items()}
+ON_A_CPU = {function: [law for law in laws.values() if law.device != "cuda"] for function, laws in LAWS.items() if function not in COLLECTIVES}
 
 
 @pytest.mark.parametrize(("law", "case", "broken"), TWINS, ids=lambda x: x if isinstance(x, str) else getattr(x, "__name__", ""))
@@ -524,6 +570,9 @@ CALLS = [
     ACTIVATION,
     replace(ACTIVATION, kind="gelu_tanh", values="rows", dtype="bfloat16", early=True, weights="zeros"),
     replace(ACTIVATION, kind="relu", values="special", grads="", probs="bfloat16"),
+    ONE_STEP,
+    replace(ONE_STEP, scaling="mxfp8", hidden=2, align=1, slack=1, direction="both", probs="float32", grads="tokens+probs"),
+    replace(ONE_STEP, scaling="delayed", align=0, capacity=2, values="special"),
     LINEAR,
     FORWARD_LINEAR,
     replace(LINEAR, values="rows", tail=3, dtype="bfloat16", index_dtype="int32", layout="transposed", layout_of="weight"),
@@ -536,6 +585,11 @@ CALLS = [
     WGRAD,
     replace(WGRAD, values="special", tail=2, dtype="bfloat16", into="float32"),
     replace(WGRAD, into="float64", values="rows", counts=(9, 0, 0)),
+    MLP,
+    replace(MLP, values="special", bias1="float32", bias2="bfloat16", dtype="bfloat16", tail=2, align=4, recompute="moe"),
+    replace(FORWARD_MLP, function="sequential_mlp", on_input=True, index_dtype="int32"),
+    SHARED,
+    replace(SHARED, gate=True, values="rows", dtype="bfloat16", again=True, grads="x+gate_weight"),
     QUANTIZE,
     replace(QUANTIZE, scaling="delayed", steps="quantize+update+quantize+reduced+reload+quantize", tail=2, grads="x", direction="both"),
     replace(QUANTIZE, scaling="delayed", variant=2, role="grad_output", values="special", dtype="float16"),

@@ -414,12 +414,14 @@ def test_experts_with_few_rows_have_small_tiles():
 def test_what_is_not_computed_is_refused_and_declared(function):
     x, weight, _, counts, d_out = problem([3, 2], rows=5, tail=0.0)
     arguments = {"grouped_linear": (x, weight), "grouped_dgrad": (d_out, weight), "grouped_wgrad": (d_out, x)}[function]
-    for settings, argument in (({"recipe": Recipe(scaling="current")}, "recipe"), ({"accumulator": "float64"}, "accumulator")):
+    for settings, argument in (({"accumulator": "float64"}, "accumulator"), ({"recipe": Recipe("current"), "accumulator": "float64"}, "accumulator")):
         assert moe_fast.supports(function, *arguments, counts, **settings).startswith(argument)
         with pytest.raises(ValueError, match=argument):
             getattr(moe_fast, function)(*arguments, counts, **settings)
     assert moe_fast.supports(function, *arguments, counts) is None
-    assert moe_fast.supports(function, *(tensor.double() for tensor in arguments), counts, accumulator="float64") is None
+    doubles = [tensor.double() for tensor in arguments]
+    assert moe_fast.supports(function, *doubles, counts, accumulator="float64") is None
+    assert moe_fast.supports(function, *doubles, counts, recipe=Recipe("current")).startswith("rows")
 
 
 ILLEGAL = {

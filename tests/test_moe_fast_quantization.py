@@ -1,8 +1,4 @@
-"""The quantizers of `moe_fast` make the reference's codes, scales and amax bit by bit, and leave no memory unwritten.
-
-Values lie where a rounding, a saturation or a maximum is decided: beside powers of two and what just fits, among subnormals, at zeros of both
-signs, NaN and infinities; and rows differ in size by 2^±12.
-"""
+"""The quantizers of `moe_fast` make the reference's codes, scales and amax bit by bit, and leave no memory unwritten."""
 
 import math
 from dataclasses import replace
@@ -23,33 +19,13 @@ from moe_fast.kernels import formats as kernels
 from moe_ref import formats
 from moe_ref.config import QuantizerState, Recipe
 from moe_ref.config.recipes import WHOLE_BLOCKS
+from tests.quantization_cases import BF16, DTYPES, FP32, FP64, RECIPES, SIZES, SPLITS, Problem, agrees, poisoned, problem_of, same
 
 pytestmark = pytest.mark.skipif(not moe_fast.backend.INTERPRETED, reason="the tensors of these tests are on the CPU")
-EMPTY = torch.empty
-BF16, FP16, FP32, FP64 = DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
-PLAIN_FP4: dict[str, Any] = {"hadamard": False, "stochastic_rounding": False}
-RECIPES = {
-    "block": Recipe("block"),
-    "block, any scale": Recipe("block", power_of_two_scales=False, two_dimensional_weights=False),
-    "block, epsilon": Recipe("block", amax_epsilon=0.3),
-    "current": Recipe("current"),
-    "current, powers": Recipe("current", power_of_two_scales=True, amax_epsilon=1e-3, fp8_format="e4m3"),
-    "delayed": Recipe("delayed", amax_history_len=3),
-    "mxfp8": Recipe("mxfp8", fp8_format="hybrid"),
-    "mxfp8, square weights": Recipe("mxfp8", two_dimensional_weights=True),
-    "nvfp4": Recipe("nvfp4", **PLAIN_FP4),
-    "nvfp4, vectors": Recipe("nvfp4", two_dimensional_weights=False, **PLAIN_FP4),
-}
+FP8 = tuple(name for name in RECIPES if not name.startswith("nvfp4"))
 BASIC = ("block", "current", "delayed", "mxfp8", "nvfp4")
-SPLITS = {  # of 170 rows; and of 128 where groups must consist of whole blocks
-    "none": (None, None),
-    "ragged": ([0, 21, 0, 130, 3, 0], [0, 32, 0, 64, 0]),
-    "fills": ([3, 0, 167], [32, 0, 96]),
-    "empty": ([0, 0], [0, 0]),
-    "one": ([170], [128]),
-}
 AXES = {
-    "recipe": tuple(RECIPES),
+    "recipe": FP8,
     "role": ("input", "weight", "grad_output"),
     "dtype": DTYPES,
     "splits": tuple(SPLITS),
@@ -57,112 +33,14 @@ AXES = {
     "directions": ((True, False), (False, True), (True, True)),
     "values": ("spread", "boundaries", "specials"),
     "layout": ("contiguous", "transposed", "strided", "shifted", "expanded"),
-    "blocks": ("default", "small", "large"),
+    "blocks": tuple(SIZES),
 }
 CASES = covering(AXES, lambda row: True)[0]
-SIZES = {
-    "default": tuning.INTERPRETER.quantize,
-    "small": tuning.Quantize(tuning.Walk(32, 64, 4, 2, 2), tuning.Walk(32, 64, 4, 3, 2), tuning.Walk(32, 64, 4, 2, 2)),
-    "large": tuning.Quantize(tuning.Walk(256, 256, 4, 1, 1), tuning.Walk(256, 512, 4, 1, 1), tuning.Walk(256, 512, 4, 1, 1)),
-}
-
-
-def poisoned(*arguments, **settings):
-    """Fresh memory full of ones: a code of NaN, and NaN in every float."""
-    fresh = EMPTY(*arguments, **settings)
-    if fresh.untyped_storage().nbytes() < 2**24:
-        fresh.untyped_storage().fill_(0xFF)
-    return fresh
 
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     monkeypatch.setattr(torch, "empty", poisoned)
-
-
-# What is quantised
-
-
-def spread(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """Normal numbers, in rows that differ by 2^±12."""
-    exponent = torch.randint(-12, 13, (rows, 1), generator=generator).double()
-    return torch.randn(rows, columns, generator=generator, dtype=torch.float64) * torch.exp2(exponent)
-
-
-def boundaries(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """Largest numbers of formats, and powers of two, times a power of two; and their neighbours in float32 and bfloat16."""
-    base = torch.tensor([448.0, 57344.0, 6.0, 1.0, 2688.0, 17.0, 9.0, 5.0], dtype=torch.float64)  # the last are ties of some format
-    step = torch.tensor([0.0, 0.0, 2.0**-23, -(2.0**-24), 2.0**-7, -(2.0**-8)], dtype=torch.float64)
-    pick = torch.randint(len(base) * len(step), (rows, columns), generator=generator)
-    value = base[pick // len(step)] * (1 + step[pick % len(step)])
-    sign = torch.randint(0, 2, (rows, columns), generator=generator) * 2.0 - 1
-    exponent = torch.randint(-9, 3, (rows, columns), generator=generator) + torch.randint(-6, 7, (rows, 1), generator=generator)
-    return value * sign * torch.exp2(exponent.double())
-
-
-def specials(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """Zeros of both signs, subnormals, NaN, infinities and the largest numbers, some in rows of their own."""
-    rare = torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-127), 1e-40, 2.0**-126, 3e-36, -6e-8, 65504.0, 3.38e38, math.nan, math.inf, -math.inf])
-    pick = torch.randint(0, len(rare), (rows, columns), generator=generator)
-    seldom = torch.randint(0, 60, (rows, columns), generator=generator) == 0
-    x = torch.where(seldom, rare[pick].double(), spread(rows, columns, generator))
-    tiny = rare[pick % 6].double() * torch.randint(1, 9, (rows, columns), generator=generator)
-    kind = torch.randint(0, 8, (rows, 1), generator=generator)
-    return torch.where(kind == 0, tiny, torch.where(kind == 1, rare[pick[:, :1]].double(), torch.where(kind == 2, -0.0, x)))
-
-
-MAKERS = {"spread": spread, "boundaries": boundaries, "specials": specials}
-
-
-class Problem(SimpleNamespace):
-    """x and a call's settings."""
-
-    @property
-    def call(self) -> dict[str, Any]:
-        rowwise, columnwise = self.directions
-        return {"role": self.role, "splits": self.splits, "rowwise": rowwise, "columnwise": columnwise, "state": self.state}
-
-    def results(self, namespace: Any) -> list[Tensor]:
-        """Everything that can be seen of what was made, the state and the gradient."""
-        x = self.x.detach().requires_grad_()
-        q, state = namespace.quantize(x, self.recipe, **self.call)
-        seen = [] if state is None else list(state)
-        for columnwise in (False, True):
-            if self.directions[columnwise]:
-                value = namespace.dequantize(q, columnwise=columnwise)
-                seen += [read(q, columnwise=columnwise) for read in (namespace.codes, namespace.scales, namespace.amax)]
-                seen += namespace.scales(q, columnwise=columnwise, layout="gemm")
-                seen += [value.detach(), *torch.autograd.grad(value, x, torch.full_like(x, 3.0), retain_graph=True)]
-        return seen
-
-
-def problem_of(
-    recipe="block", *, role="input", dtype=FP32, splits="ragged", columns=160, directions=(True, True), values="spread", layout="contiguous", seed=0, **_
-) -> Problem:
-    generator = torch.Generator().manual_seed(seed)
-    settings = RECIPES[recipe]
-    whole = settings.scaling in WHOLE_BLOCKS
-    rows, sizes = 128 if whole else 170, SPLITS[splits][whole]
-    state = None
-    if settings.scaling == "delayed":
-        groups = 1 if sizes is None else len(sizes)
-        history = torch.randint(0, 5, (groups, 3), generator=generator) / 2  # the step has seen something already
-        state = QuantizerState(history, torch.exp2(torch.randint(-3, 4, (groups,), generator=generator)) * 1.1)
-    x = laid_out(MAKERS[values](rows, columns, generator).to(dtype), layout)
-    given = None if sizes is None else torch.tensor(sizes, dtype=torch.int32 if columns == 160 else torch.int64)
-    return Problem(x=x, recipe=settings, role=role, splits=given, directions=directions, state=state)
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Of one shape and dtype, and equal to the sign of each zero; a NaN equals a NaN."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return bool((((a == b) & (torch.signbit(a) == torch.signbit(b))) | (a.isnan() & b.isnan())).all())
-
-
-def agrees(namespace: Any, problem: Problem) -> bool:
-    results, right = problem.results(namespace), problem.results(moe_ref)
-    return len(results) == len(right) and all(same(a, b) for a, b in zip(results, right, strict=True))
 
 
 @pytest.mark.parametrize("row", CASES, ids=lambda row: "-".join(str(value) for value in row.values()))
@@ -177,7 +55,7 @@ def test_every_pair_of_settings_is_in_some_case():
             assert a == b or len({(str(row[a]), str(row[b])) for row in CASES}) == len(AXES[a]) * len(AXES[b]), (a, b)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", FP8)
 def test_every_recipe_makes_both_directions_of_unusual_numbers_at_once(name):
     assert agrees(moe_fast, problem_of(name, values="specials", dtype=BF16, columns=32, seed=1))
 
@@ -260,7 +138,7 @@ def test_scales_are_right_for_an_amax_of_every_exponent(name, dtype):
 @pytest.mark.parametrize("layout", ["wide_rows", "wide_columns"])
 @pytest.mark.parametrize("name", BASIC)
 def test_rows_and_columns_far_apart_are_read(name, layout):
-    near = problem_of(name, splits="none", columns=32)
+    near = problem_of(name, splits="none", columns=32, dtype=BF16)
     near.x = near.x[:32]
     far = Problem(**{**vars(near), "x": laid_out(near.x, layout)})
     for direction in (False, True):
@@ -269,9 +147,9 @@ def test_rows_and_columns_far_apart_are_read(name, layout):
         assert torch.equal(*(moe_fast.scales(q, columnwise=direction) for q in (made, right)))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["block", "current", "delayed", "mxfp8", "nvfp4", "nvfp4, row-scaled", "nvfp4, 4/6"])
 def test_rows_behind_the_last_group_are_nobodys(name):
-    problem = problem_of(name, columns=32)
+    problem = problem_of(name, columns=32, dtype=BF16)
     right = problem.results(moe_fast)
     end = int(problem.splits.sum())
     problem.x[end:-3], problem.x[-3:] = math.nan, 3e38
@@ -285,7 +163,7 @@ def test_the_smallest_sizes_are_right(name, rows, columns):
     if RECIPES[name].scaling in WHOLE_BLOCKS:
         rows, columns = rows // 32 * 32, columns // 32 * 32
     for splits in (None, torch.tensor([0, 0]), torch.tensor([rows])):
-        problem = problem_of(name, splits="none")
+        problem = problem_of(name, splits="none", dtype=BF16)
         state = problem.state and QuantizerState(*(x.expand(len(splits) if splits is not None else 1, *x.shape[1:]).contiguous() for x in problem.state))
         problem = Problem(**{**vars(problem), "x": problem.x[:rows, :columns], "splits": splits, "state": state})
         if min(rows, columns) or name != "nvfp4":  # the reference cannot cut nothing into squares of 16
@@ -303,7 +181,7 @@ def test_many_groups_are_found():
 
 
 def test_the_device_is_not_asked_how_long_the_groups_are(monkeypatch):
-    problems = [problem_of(name, columns=32) for name in RECIPES]
+    problems = [problem_of(name, role=role, columns=32, dtype=BF16, directions=(True, "row-scaled" not in name)) for name in RECIPES for role in AXES["role"]]
 
     def refuse(*_):
         raise AssertionError("a value of the device was read")
@@ -311,7 +189,8 @@ def test_the_device_is_not_asked_how_long_the_groups_are(monkeypatch):
     for name in ("tolist", "item", "__bool__", "__int__", "__index__", "cpu", "numpy"):
         monkeypatch.setattr(torch.Tensor, name, refuse)
     monkeypatch.setattr(moe_fast.kernels.quantization.quantize_blocks_kernel, "run", lambda *_, **__: None)
-    for kernel in ("group_amax_kernel", "cast_groups_kernel"):
+    monkeypatch.setattr(moe_fast.kernels.nvfp4.quantize_two_levels_kernel, "run", lambda *_, **__: None)
+    for kernel in ("group_amax_kernel", "cast_groups_kernel", "two_levels_amax_kernel"):
         monkeypatch.setattr(getattr(moe_fast.kernels.group_scales, kernel), "run", lambda *_, **__: None)
     for problem in problems:
         moe_fast.quantize(problem.x, problem.recipe, **problem.call)
@@ -321,7 +200,7 @@ def test_the_device_is_not_asked_how_long_the_groups_are(monkeypatch):
 
 @pytest.mark.parametrize("name", BASIC)
 def test_two_calls_give_the_same_bits_and_inputs_stay_as_they_were(name):
-    problem = problem_of(name, columns=32)
+    problem = problem_of(name, columns=32, dtype=BF16)
     held = [problem.x, problem.splits, *(problem.state or ())]
     before = [x.clone() for x in held]
     assert all(same(a, b) for a, b in zip(problem.results(moe_fast), problem.results(moe_fast), strict=True))
@@ -336,7 +215,7 @@ def test_what_was_made_does_not_keep_x_alive():
 
 def test_a_direction_that_was_not_asked_for_raises():
     for name in RECIPES:
-        problem = problem_of(name, directions=(False, True), splits="none", columns=32)
+        problem = problem_of(name, directions=(False, True), splits="none", columns=32, role="weight")
         for namespace in (moe_fast, moe_ref):
             quantized = namespace.quantize(problem.x, problem.recipe, **problem.call)[0]
             for read in (namespace.codes, namespace.scales, namespace.amax, namespace.dequantize):
@@ -370,23 +249,6 @@ def test_an_illegal_call_raises_what_the_reference_raises(x, name, settings):
             namespace.quantize(x, RECIPES[name], **settings)
         messages.append(str(raised.value))
     assert messages[0] == messages[1]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "settings", "word"),
-    [
-        (Recipe("nvfp4"), {"columnwise": True}, "hadamard"),
-        (Recipe("nvfp4", hadamard=False), {"role": "grad_output", "noise": torch.zeros(2, 64, 64)}, "stochastic"),
-        (Recipe("nvfp4", hadamard=False, row_scaled_activation=True), {}, "row_scaled"),
-        (Recipe("nvfp4", hadamard=False, four_over_six="weights"), {"role": "weight"}, "four_over_six"),
-    ],
-)
-def test_what_is_not_computed_is_declined_and_raises(recipe, settings, word):
-    reason = moe_fast.supports("quantize", X.bfloat16(), recipe, **settings)
-    assert reason is not None and word in reason
-    with pytest.raises(ValueError, match=word):
-        moe_fast.quantize(X.bfloat16(), recipe, **settings)
-    assert moe_fast.supports("quantize", X, recipe, role="input" if word == "four_over_six" else "weight") is None
 
 
 # The memory of delayed scaling

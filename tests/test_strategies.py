@@ -12,37 +12,53 @@ import pytest
 import torch
 
 from conformance.case import Case, case_from
+from conformance.contracts.activation import VALUES as VALUES_ACTIVATED
 from conformance.contracts.activation import ActivationCase, hidden_of
 from conformance.contracts.chunks import ChunksCase
+from conformance.contracts.dispatching import FUNCTIONS as COLLECTIVES
+from conformance.contracts.dispatching import SPREADS as SPREADS_OF_SLOTS
+from conformance.contracts.dispatching import DispatchCase
+from conformance.contracts.experts_mlp import MlpCase
 from conformance.contracts.gating import GateCase
 from conformance.contracts.grouped import GroupedCase, counts_of
 from conformance.contracts.loads import LoadCase, map_of
 from conformance.contracts.logits import LogitsCase, logits_of, padding_of
+from conformance.contracts.permuted_quantization import PermutedQuantizationCase
 from conformance.contracts.quantization import DIRECTIONS, RECIPES, ROLES, VARIANTS, QuantizeCase, is_random, is_transformed, splits_of, unit_of, x_of
+from conformance.contracts.quantization import VALUES as VALUES_QUANTIZED
+from conformance.contracts.quantized_activation_cases import BACKWARD as BACK_AND_QUANTIZED
+from conformance.contracts.quantized_activation_cases import FUNCTIONS as ACTIVATED_AND_QUANTIZED
+from conformance.contracts.quantized_activation_cases import RECIPES_HERE, QuantizedActivationCase
 from conformance.contracts.route import LOSSES, STEPS
 from conformance.contracts.routing import SPREADS, RoutingCase, routed
 from conformance.contracts.routing_map import IndicesCase, indices
+from conformance.contracts.shared_mlp import SharedCase
 from conformance.corpus import checked
 from conformance.laws import LAWS
 from conformance.plan import Section, cases_of, fixed_cases
 from conformance.profiles import PROFILES
 from conformance.registry import CONTRACTS
-from conformance.strategies import covering
+from conformance.strategies import axes_dispatch, axes_mlp, covering
 from conformance.strategies.axes_permutation import ROOM
 from conformance.strategies.covering import AXES, covering_cases
 from conformance.strategies.draw import drawn, run_seed, strategy
 from conformance.strategies.far import far_cases
 from conformance.strategies.logits import REAL_ROUTERS, SINKHORN_SPREADS
+from conformance.strategies.permuted_quantization import kinds as permuted_and_quantized_kinds
+from conformance.strategies.recipes import recipe_cases
 from conformance.strategies.space import DTYPES, LAYOUTS, LOGIT_DTYPES, MAP_DTYPES, MOVED_DTYPES, POISONS, Space
+from moe_ref.config import GATED as GATED_KINDS
+from moe_ref.config import PLAIN as PLAIN_KINDS
 
 FUNCTIONS = tuple(CONTRACTS)
 WIDE = ("wide_rows", "wide_columns")
 FAR = (*WIDE, "wide_depth")
-DRAWS = {"permute": 700, "unpermute": 500, "sort_chunks": 500, "topk_indices": 500, "topk_routing": 500, "quantize": 700}
+DRAWS = {"permute": 700, "unpermute": 500, "sort_chunks": 500, "topk_indices": 500, "topk_routing": 500, "quantize": 700, "permute_and_quantize": 700}
 CHOOSE = ("topk_indices", "topk_routing")
 ELEMENTWISE = ("glu", "activation")
 QUANTIZED = ("quantize",)
 GROUPED = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
+MLPS = ("grouped_mlp", "sequential_mlp")
 STEPPED = ("route",)  # made of the other functions: its inputs lie as they come
 
 
@@ -121,11 +137,13 @@ CHUNKED = {
 
 DTYPES_OF = {
     **dict.fromkeys(("permute", "sort_chunks"), MOVED_DTYPES),
-    **dict.fromkeys((*CHOOSE, "aux_loss_scores", "load_balancing_loss", "z_loss", *ELEMENTWISE, *GROUPED), LOGIT_DTYPES),
+    **dict.fromkeys((*CHOOSE, "aux_loss_scores", "load_balancing_loss", "z_loss", *ELEMENTWISE, *GROUPED, *MLPS, "shared_experts"), LOGIT_DTYPES),
     **dict.fromkeys(("pad_routing_map", "update_expert_bias"), ()),
     "route": ("float32", "bfloat16"),
+    **{name: MOVED_DTYPES if name.endswith("dispatch") else DTYPES for name in COLLECTIVES},
 }
-NO_GRADIENTS = ("pad_routing_map", "jitter", "update_expert_bias", "grouped_dgrad", "grouped_wgrad")
+ONE_GRADIENT = ("allgather_combine", "alltoall_combine", "deepep_low_latency_dispatch", "deepep_cached_dispatch", "hybridep_cached_dispatch")
+NO_GRADIENTS = ("pad_routing_map", "jitter", "update_expert_bias", "grouped_dgrad", "grouped_wgrad", *BACK_AND_QUANTIZED)
 GRADS_OF = {
     "permute": ("tokens", "probs", "tokens+probs"),
     **dict.fromkeys(("unpermute", "sort_chunks"), ("rows", "probs", "rows+probs")),
@@ -136,12 +154,22 @@ GRADS_OF = {
     "attach_loss": ("x", "loss", "x+loss"),
     **dict.fromkeys(ELEMENTWISE, ("h", "probs", "h+probs")),
     "quantize": ("x",),
+    **dict.fromkeys(ACTIVATED_AND_QUANTIZED, ("h", "probs", "h+probs")),
+    "permute_and_quantize": ("tokens", "probs", "tokens+probs"),
+    **{
+        name: (main,) if name in ONE_GRADIENT else ("probs", f"{main}+probs")
+        for name in COLLECTIVES
+        for main in ("tokens" if name.endswith("dispatch") else "rows",)
+    },
     "grouped_linear": ("rows", "weight", "bias", "rows+weight", "rows+weight+bias"),
+    **dict.fromkeys(MLPS, ("rows", "rows+probs+fc1_weight+fc2_weight", "rows+fc1_weight+fc2_weight", "rows+probs+fc1_weight+fc2_weight+fc1_bias+fc2_bias")),
+    "shared_experts": ("x", "x+fc1_weight+fc2_weight", "x+fc1_weight+fc2_weight+gate_weight"),
 }
 EXPANDED = ("permute", "unpermute", "sort_chunks", *CHOOSE, "gate", "sinkhorn_routing", "drop_tokens", "aux_loss_scores", "attach_loss")
-EXPANDED += (*ELEMENTWISE, *GROUPED)
+EXPANDED += (*ELEMENTWISE, *GROUPED, "permute_and_quantize", "shared_experts", *(name for name in ACTIVATED_AND_QUANTIZED if name not in BACK_AND_QUANTIZED))
 LAYOUTS_OF = {"update_expert_bias": ("strided", "wide_rows")} | dict.fromkeys(STEPPED, ())  # two vectors; none
-LAYOUTS_OF |= dict.fromkeys((*GROUPED, *QUANTIZED), (*LAYOUTS, *FAR, "expanded"))
+LAYOUTS_OF["deepep_low_latency_combine"] = (*LAYOUTS, *FAR)
+LAYOUTS_OF |= dict.fromkeys((*GROUPED, *QUANTIZED, *MLPS), (*LAYOUTS, *FAR, "expanded"))
 
 
 def _everywhere(function: str) -> dict:
@@ -272,6 +300,14 @@ SEGMENTS = {
 }
 SEGMENTS |= _each("values", "dyadic", "rows", "special") | _each("accumulator", "", "float64") | _each("index_dtype", "int64", "int32")
 
+_SETTINGS = {name: GATED[name] for name in ("a clamp, an offset and a slope",)} | _each("kind", "", *GATED_KINDS[1:], *PLAIN_KINDS)
+LAYERED = {name: promise for name, promise in SEGMENTS.items() if not name.startswith("accumulator")} | _SETTINGS
+LAYERED |= _each("bias1", "", "float32", "bfloat16", "float64") | _each("bias2", "", "float32", "bfloat16", "float64") | _each("on_input", False, True)
+LAYERED |= _each("early", False, True) | _each("recompute", "", "moe_act", "moe") | _each("weights", "plain", "zeros", "signed")
+LAYERED |= {"one bias": lambda c: bool(c.bias1) != bool(c.bias2), "padding": lambda c: c.align > 1 and c.tokens % c.align, "no probs": lambda c: not c.probs}
+OF_ALL = _SETTINGS | _each("gate", False, True) | _each("again", False, True) | _each("values", "dyadic", "rows", "special")
+OF_ALL |= {"no tokens": lambda c: not c.tokens, "nothing in": lambda c: not c.hidden, "nothing between": lambda c: not c.width}
+
 QUANTIZATIONS = {
     f"variant {variant} of {scaling}, {role}, {direction}": lambda c, kind=(scaling, variant, role, direction): (
         (c.scaling, c.variant, c.role, c.direction) == kind
@@ -308,8 +344,44 @@ QUANTIZATIONS = {
 QUANTIZATIONS |= _each("values", "dyadic", "rows", "wide", "bounds", "midpoints", "tiny", "huge", "zeros", "special") | _each("gemm", False, True)
 QUANTIZATIONS |= _each("index_dtype", "int64", "int32")
 
+PERMUTED_AND_QUANTIZED = {name: promise for name, promise in ROUTED.items() if not name.startswith("more than")} | SPREAD | PROBS
+PERMUTED_AND_QUANTIZED |= {str(kind): lambda c, kind=kind: kind.items() <= vars(c).items() for kind in permuted_and_quantized_kinds(Space())}
+PERMUTED_AND_QUANTIZED |= _each("values", *VALUES_QUANTIZED) | _each("gemm", False, True)
+PERMUTED_AND_QUANTIZED |= {name: promise for name, promise in WITH_ROOM.items() if not name.startswith("a hidden size above")}
+PERMUTED_AND_QUANTIZED |= {f"unused {unused}": lambda c, unused=unused: c.unused == unused for unused in ("rows", "probs")}
+IN_ONE_STEP = _each("scaling", *RECIPES_HERE) | _each("variant", 0, 1, 2) | _each("direction", "rowwise", "columnwise", "both") | _each("rounded", False, True)
+IN_ONE_STEP |= _each("probs", "", "float32", "bfloat16", "float64") | _each("weights", "plain", "zeros", "signed") | _each("values", *VALUES_ACTIVATED)
+IN_ONE_STEP |= {
+    "no rows": lambda c: not c.tokens,
+    "no splits": lambda c: not c.experts,
+    "an empty group beside others": lambda c: 0 in c.counts and any(c.counts),
+    "rows behind the last group": lambda c: c.tail > 0,
+    "more than a block of rows": lambda c: c.scaling == "block" and c.tokens > 128,
+    "more than a block of columns": lambda c: c.scaling == "block" and c.width > 128,
+}
+PERMUTED_AND_QUANTIZED |= {"an overflow": lambda c: _expected(c, "overflow").any(), "more than 100 tokens": lambda c: c.tokens > 100}
+
+
+IN_WORLDS = {f"a world of {ranks}": lambda c, ranks=ranks: len(c.counts) == ranks for ranks in (1, 2, 3, 4)} | _each("spread", *SPREADS_OF_SLOTS) | {
+    "a rank without tokens beside others": lambda c: 0 in c.counts and any(c.counts),
+    "ranks with other numbers of tokens": lambda c: len(set(c.counts)) > 1,
+    "no tokens anywhere": lambda c: not any(c.counts),
+    "more than 20 tokens on a rank": lambda c: max(c.counts) > 20,
+    "more than 30 experts on a rank": lambda c: c.local_experts > 30,
+    "one expert": lambda c: c.experts == 1,
+    "several slots": lambda c: c.topk > 1,
+}
+IN_WORLDS |= _each("values", "dyadic", "integers", "wide", "special")
+OF_DISPATCHERS = {
+    "allgather": _each("shards", 1, 2, 3, 4) | _each("map_dtype", *MAP_DTYPES),
+    "alltoall": _each("shards", 1, 2, 3, 4) | _each("capacity", 0, 1, 5) | _each("map_dtype", *MAP_DTYPES),
+    "hybridep": _each("align", 0, 16, 128) | _each("slack", None, -3, 0, 3) | _each("map_dtype", *MAP_DTYPES),
+    "deepep": _each("align", 0, 8) | _each("slack", None, 0, 3) | _each("repeats", "", "count each", "last slot") | _each("scales", 0, 3),
+    "deepep_low_latency": _each("repeats", "", "count each", "last slot") | _each("slack", None, 0, 3) | _each("index_dtype", "int64", "int32"),
+}
 
 PROMISES = {
+    **{name: IN_WORLDS | OF_DISPATCHERS[DispatchCase(function=name).dispatcher] for name in COLLECTIVES},
     "permute": ROUTED | SPREAD | WITH_ROOM | VALUES | PROBS | {"an overflow": lambda c: _expected(c, "overflow").any()},
     "unpermute": ROUTED | SPREAD | WITH_ROOM | VALUES | PROBS,
     "sort_chunks": CHUNKED | VALUES | PROBS,
@@ -358,7 +430,11 @@ PROMISES = {
     "grouped_linear": SEGMENTS | _each("bias", "", "float32", "bfloat16", "float64"),
     "grouped_dgrad": SEGMENTS,
     "grouped_wgrad": SEGMENTS | _each("into", "", "float32", "float64"),
+    **dict.fromkeys(MLPS, LAYERED),
+    "shared_experts": OF_ALL,
     "quantize": QUANTIZATIONS,
+    "permute_and_quantize": PERMUTED_AND_QUANTIZED,
+    **dict.fromkeys(ACTIVATED_AND_QUANTIZED, IN_ONE_STEP),
     "route": ROUTES | _each("score", "softmax", "softmax_pre", "sigmoid", "sqrtsoftplus") | _each("policy", "probs", "position") | _each("pad", False, True),
 }
 
@@ -419,7 +495,8 @@ def test_seeds_of_sections_differ():
 def all_cases(function: str, space: Space, count: int = 25) -> list[Case]:
     random = drawn(strategy(function, space), 3, count)
     assert len(random) == count
-    return [*fixed_cases(function, space), *covering_cases(function, space).cases, *far_cases(function, space), *random]
+    covered = [*covering_cases(function, space).cases, *recipe_cases(function, space)]
+    return [*fixed_cases(function, space), *covered, *far_cases(function, space), *random]
 
 
 @functools.cache
@@ -490,6 +567,10 @@ def test_laws_that_need_a_gpu_are_only_drawn_there():
 
 def row_of(case: Case) -> dict:
     """The values of the axes that a case of a covering array stands for."""
+    if case.function in axes_mlp.AXES:
+        return axes_mlp.row_of(case)
+    if case.function in axes_dispatch.AXES:
+        return axes_dispatch.row_of(case)
     fields = {axis: getattr(case, axis) for axis in AXES[case.function] if axis not in ("layout", "room", "groups")}
     fields["layout"] = (case.layout, case.layout_of) if case.function not in STEPPED else ("contiguous", "")
     if "groups" in AXES[case.function]:
@@ -581,6 +662,20 @@ def test_covering_arrays_are_much_smaller_than_all_combinations(function):
 # ---- far cases
 
 FULLEST = {
+    **{
+        name: DispatchCase(
+            function=name,
+            counts=(3,),
+            local_experts=3,
+            topk=2,
+            hidden=3,
+            probs="" if name == "deepep_low_latency_dispatch" else "float32",
+            scales=3 if name.startswith("deepep_") and "low" not in name else 0,
+            grads=GRADS_OF[name][-1],
+            seed=1,
+        )
+        for name in COLLECTIVES
+    },
     "permute": RoutingCase(function="permute", tokens=3, experts=3, hidden=3, probs="float32", grads="tokens+probs"),
     "unpermute": RoutingCase(function="unpermute", tokens=3, experts=3, hidden=3, probs="float32", grads="rows+probs"),
     "sort_chunks": ChunksCase(function="sort_chunks", sizes=(1, 2), order=(1, 0), hidden=3, probs="float32", grads="rows+probs"),
@@ -598,8 +693,25 @@ FULLEST = {
     "update_expert_bias": LoadCase(function="update_expert_bias", tokens=3, experts=3),
     **{name: ActivationCase(function=name, tokens=3, width=3, probs="float32", grads="h+probs") for name in ELEMENTWISE},
     "quantize": QuantizeCase(function="quantize", scaling="nvfp4", role="grad_output", tokens=2, experts=2, hidden=1, grads="x"),
+    **{
+        name: QuantizedActivationCase(function=name, tokens=3, experts=2, width=3, probs="float32", grads="" if name in BACK_AND_QUANTIZED else "h+probs")
+        for name in ACTIVATED_AND_QUANTIZED
+    },
+    "permute_and_quantize": PermutedQuantizationCase(
+        function="permute_and_quantize", scaling="delayed", tokens=3, experts=3, hidden=3, probs="float32", grads="tokens+probs"
+    ),
     "grouped_linear": GroupedCase(function="grouped_linear", tokens=3, experts=3, hidden=3, width=3, bias="float32", grads="rows+weight+bias"),
     "grouped_dgrad": GroupedCase(function="grouped_dgrad", tokens=3, experts=3, hidden=3, width=3),
+    **{
+        name: MlpCase(
+            function=name,
+            **dict.fromkeys(("tokens", "experts", "hidden", "width"), 3),
+            **dict.fromkeys(("probs", "bias1", "bias2"), "float32"),
+            grads="rows+probs+fc1_weight+fc2_weight+fc1_bias+fc2_bias",
+        )
+        for name in MLPS
+    },
+    "shared_experts": SharedCase(function="shared_experts", tokens=3, hidden=3, width=3, gate=True, grads="x+fc1_weight+fc2_weight+gate_weight"),
     "grouped_wgrad": GroupedCase(function="grouped_wgrad", tokens=3, experts=3, hidden=3, width=3, into="float32"),
 }
 
@@ -608,7 +720,7 @@ FULLEST = {
 def test_every_input_and_cotangent_lies_far_in_each_of_its_dimensions(function):
     problem = CONTRACTS[function].problem(FULLEST[function])
     tensors = problem.tensors | {f"d_{name}": x for name, x in problem.cotangents.items()}
-    wanted = {(name, layout) for name, x in tensors.items() for layout in FAR[: x.dim()]}
+    wanted = {(name, layout) for name, x in tensors.items() for layout in FAR[name == "gate_weight" : x.dim()]}  # which has one row
     assert {(case.layout_of, case.layout) for case in far_cases(function, Space())} == wanted
 
 

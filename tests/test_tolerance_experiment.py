@@ -34,6 +34,8 @@ from tests.tolerance_experiment import (
     spread_out,
     truth,
 )
+from tests.tolerance_recipes import BUGS as RECIPE_BUGS
+from tests.tolerance_recipes import DECLARING, HONEST, PRODUCTS, SCALINGS, Product, declaring, product
 
 SEEDS = range(100, 103)
 LONG = 2048  # terms from which sums of 14 bits are visibly worse than their promotion each 128
@@ -198,6 +200,57 @@ def test_the_amax_of_the_step_before_is_caught_in_the_product(saturate):
     finding = judge("rows", expected, StaleAmax(activations(0), saturate)(inputs))
     assert finding is not None
     assert saturate or "is nan" in finding.message
+
+
+# ---- products by recipes
+
+
+@cache
+def recipe_problem(scaling: str, gemm: str, regime: str, seed: int = 0) -> Product:
+    return product(scaling, gemm, regime, seed)
+
+
+@cache
+def recipe_table(regime: str) -> dict[str, set[int]]:
+    """By policy, ours among them, the numbers of the bugs that it catches."""
+    caught: dict[str, set[int]] = {name: set() for name in ("ours", *POLICIES)}
+    for number, (scaling, gemm, _, kernel) in enumerate(RECIPE_BUGS):
+        known = recipe_problem(scaling, gemm, regime)
+        y = known.by(kernel)
+        found = {name for name, accepts in POLICIES.items() if not accepts(y.double(), known.expected.value, known.expected.reference.double())}
+        for name in found | ({"ours"} if judge("y", known.expected, y) else set()):
+            caught[name].add(number)
+    return caught
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_every_bug_of_a_product_by_a_recipe_is_caught_at_every_scale(regime):
+    missed = set(range(len(RECIPE_BUGS))) - recipe_table(regime)["ours"]
+    assert [RECIPE_BUGS[number][:3] for number in missed] == []
+
+
+def test_no_policy_of_others_catches_all_bugs_of_products_by_recipes_without_rejecting_the_honest():
+    for name, accepts in POLICIES.items():
+        honest = all(
+            accepts(known.by(kernel).double(), known.expected.value, known.expected.reference.double())
+            for regime in REGIMES
+            for known in (recipe_problem(scaling, gemm, regime) for scaling in SCALINGS for gemm in PRODUCTS)
+            for kernel in HONEST.values()
+        )
+        assert not honest or any(len(recipe_table(regime)[name]) < len(RECIPE_BUGS) for regime in REGIMES), name
+
+
+@pytest.mark.parametrize("gemm", PRODUCTS)
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("regime", REGIMES)
+def test_no_honest_product_by_a_recipe_is_rejected(regime, scaling, gemm):
+    for seed in range(5):
+        known = recipe_problem(scaling, gemm, regime, seed)
+        assert {name: judge("y", known.expected, known.by(kernel)) for name, kernel in HONEST.items()} == dict.fromkeys(HONEST)
+        for name in declaring(scaling, gemm):
+            kernel, declared = DECLARING[name]
+            expected = product(scaling, gemm, regime, seed, declared).expected
+            assert judge("y", expected, known.by(kernel)) is None, name
 
 
 # ---- the codes and scales themselves

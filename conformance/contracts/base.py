@@ -90,7 +90,7 @@ class Contract(ABC, Generic[C]):
         """The call that the case describes."""
         if case.golden:
             return self.golden[case.golden][0]
-        problem = _expanded(self.legal(case))
+        problem = expanded(self.legal(case))
         return self.illegal[case.illegal](problem) if case.illegal else problem
 
     def explain(self, problem: Problem, output: str, index: tuple[int, ...], observed: Tensor) -> str | None:
@@ -98,7 +98,7 @@ class Contract(ABC, Generic[C]):
         return None
 
 
-def _expanded(problem: Problem) -> Problem:
+def expanded(problem: Problem) -> Problem:
     """An expanded input repeats its first entry: let the master copy say so too."""
     for name, layout in problem.layouts.items():
         if layout == "expanded":

@@ -72,8 +72,8 @@ def _beside_one(x: Running, value: Tensor, high: Tensor, low: Tensor, left: Tens
 
 
 def relu(x: Running) -> Running:
-    """max(x, 0), of exact x."""
-    return Running(x.value.clamp(min=0), torch.where(x.value > 0, x.error, 0.0), x.dtype)
+    """max(x, 0)."""
+    return Running(x.value.clamp(min=0), torch.where(x.value + x.error > 0, x.error, 0.0), x.dtype)
 
 
 def settled(x: Running, dtype: torch.dtype) -> Running:
@@ -122,7 +122,9 @@ def _bend_slope(x: Running) -> Running:
 
 
 def _positive(x: Running) -> Running:
-    return Running((x.value > 0).double(), torch.zeros_like(x.value), x.dtype)
+    """1 or 0; either, where x may lie on both sides of 0."""
+    either = (x.value.abs() <= x.error) & (x.error > 0)
+    return Running((x.value > 0).double(), either.double(), x.dtype)
 
 
 CURVES = {

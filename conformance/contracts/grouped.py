@@ -1,6 +1,6 @@
 """grouped_linear, grouped_dgrad and grouped_wgrad: contractions expert by expert, and rows that nobody may read."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -10,20 +10,36 @@ from torch import Tensor
 
 from conformance.case import Case
 from conformance.contracts.activation import computed_in, row_scales, shorter, without
-from conformance.contracts.base import Contract, Problem
+from conformance.contracts.base import Contract, Opaque, Problem
+from conformance.contracts.grouped_product import Product, compared, own_rows
+from conformance.contracts.grouped_recipes import (
+    LOW_VALUES,
+    Precision,
+    check_scaling,
+    factor_of,
+    fits,
+    recipe_settings,
+    script_of,
+    state_from,
+    state_tensors,
+    unit_of,
+)
+from conformance.contracts.quantization import RECIPES, TAIL, VARIANTS
 from conformance.judge import Bounded, Expectation
 from conformance.judge.bound import ROUNDOFF
-from conformance.judge.rowwise import LEAST_ELEMENTS, Accumulator, contraction_bound, row_wise
+from conformance.judge.rowwise import HOPPER_FP8, Accumulator
 from conformance.values import DTYPES, hashed, payload
 from moe_ref.linear import grouped_dgrad, grouped_linear, grouped_wgrad
 
-VALUES = ("dyadic", "rows", "special")
+VALUES = ("dyadic", "rows", "special")  # and LOW_VALUES, where there is a scaling
+INFINITE, NO_INFINITY = (torch.nan, torch.inf, -torch.inf), (torch.nan,) * 3  # an infinity in one row of NVFP4 leaves an expert no right value
+PRECISION = ("recipe", "state", "noise", "accumulator")  # arguments that say what a product is taken in
 LAYOUTS = ("contiguous", "transposed", "strided", "shifted", "expanded", "wide_rows", "wide_columns", "wide_depth")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedCase(Case):
-    """A case of rows that stand grouped by expert, with a matrix for each expert."""
+    """A case of rows that stand grouped by expert, with a matrix for each expert. Sizes but the tail's are in UNITs of the scaling."""
 
     tokens: int = 1  # rows in the segments together
     experts: int = 1
@@ -31,6 +47,8 @@ class GroupedCase(Case):
     tail: int = 0  # rows behind the last segment
     hidden: int = 1  # N, what goes in
     width: int = 1  # M, what comes out
+    scaling: str = ""  # of the recipe; empty: high precision
+    variant: int = 0  # of the scaling, in RECIPES
     dtype: str = "float32"
     bias: str = ""  # its dtype; empty: none is given
     into: str = ""  # dtype of accumulate_into; empty: none is given
@@ -41,13 +59,20 @@ class GroupedCase(Case):
     layout_of: str = ""
     grads: str = ""
 
-    words: ClassVar[dict[str, tuple[str, ...]]] = {"values": VALUES, "layout": LAYOUTS, "accumulator": ("float64",), "into": ("float32", "float64")}
+    words: ClassVar[dict[str, tuple[str, ...]]] = {
+        "values": VALUES + LOW_VALUES,
+        "layout": LAYOUTS,
+        "accumulator": ("float64",),
+        "into": ("float32", "float64"),
+        "scaling": tuple(RECIPES),
+    }
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.tail, self.hidden, self.width) < 0 or self.experts < 1:
             sizes = f"{self.tokens}, {self.tail}, {self.hidden}, {self.width}, {self.experts}"
             raise ValueError(f"tokens, tail, hidden, width ≥ 0 and experts ≥ 1 are needed; they are {sizes}")
         check_counts_of(self.counts, self.tokens, self.experts)
+        check_scaling(self)
 
 
 GroupedCase.serves("grouped_linear", "grouped_dgrad", "grouped_wgrad")
@@ -59,113 +84,86 @@ def check_counts_of(counts: tuple[int, ...], tokens: int, experts: int) -> None:
 
 
 def counts_of(case: Any) -> tuple[int, ...]:
-    """Rows of each expert."""
+    """Rows of each expert, in UNITs."""
     return case.counts or tuple(case.tokens // case.experts + (e < case.tokens % case.experts) for e in range(case.experts))
 
 
-def own_rows(counts: Tensor) -> list[slice]:
-    """Where each expert's rows stand."""
-    ends = counts.cumsum(0).tolist()
-    return [slice(end - count, end) for end, count in zip(ends, counts.tolist(), strict=True)]
-
-
 def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
-    """[P, columns]: rows of the segments by `values`, and NaN behind them."""
-    kind = DTYPES[case.dtype]
-    x = payload(case.seed, name, (case.tokens + case.tail, columns), case.dtype)
+    """[P, columns]: rows of the segments by `values`, and behind them NaN, and infinities where an amax might see them."""
+    kind, own = DTYPES[case.dtype], case.tokens * unit_of(case)
+    x = factor_of(case, name) if case.values in LOW_VALUES else payload(case.seed, name, (own + case.tail, columns), case.dtype)
     if case.values == "rows":
         x = (x.double() * row_scales(case.seed, len(x))).to(kind)
     if case.values == "special" and columns:
         noise = hashed(case.seed, f"{name} kinds", len(x)).astype(np.int64)
-        strange = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=kind)
+        strange = torch.tensor(INFINITE if case.scaling != "nvfp4" else NO_INFINITY, dtype=kind)
         hit = torch.from_numpy(noise % 4 == 0)[:, None] & (torch.arange(columns)[None] == torch.from_numpy((noise >> 8) % columns)[:, None])
         x = torch.where(hit, strange[torch.from_numpy((noise >> 20) % 3)][:, None], x)
-    x[case.tokens :] = torch.nan
+    for i in range(case.tail):
+        x[own + i] = TAIL[(i + case.seed) % len(TAIL)] if case.scaling else torch.nan
     return x
 
 
 def weights_of(case: Any, name: str, rows: int, columns: int) -> Tensor:
     """[L, rows, columns]; where values are special, every third expert has a NaN or an infinity somewhere."""
+    if case.values in LOW_VALUES or (case.scaling and case.values == "rows"):
+        return factor_of(case, name)
     weight = payload(case.seed, name, (case.experts * rows, columns), case.dtype).reshape(case.experts, rows, columns)
     if case.values == "special" and rows * columns:
         for e in range(case.seed % 3, case.experts, 3):
-            weight[e, e % rows, (e + case.seed) % columns] = (torch.nan, torch.inf)[e % 2]
+            weight[e, e % rows, (e + case.seed) % columns] = (torch.nan, torch.inf)[e % 2] if case.scaling != "nvfp4" else torch.nan
     return weight
 
 
-@dataclass(frozen=True)
-class Product:
-    """Σ_k left_ik right_jk with what it is judged by."""
-
-    value: Tensor  # float64
-    magnitude: Tensor  # Σ|terms|
-    free: Tensor  # where an infinity went in, and no NaN: split products of it are NaN as well
-
-    @classmethod
-    def of(cls, left_IK: Tensor, right_JK: Tensor) -> "Product":
-        left, right = left_IK.double(), right_JK.double()
-        clean_left, clean_right = (torch.where(x.isfinite(), x, 0.0) for x in (left, right))
-        spoilt = left.isnan().any(1)[:, None] | right.isnan().any(1)[None]
-        infinite = left.isinf().any(1)[:, None] | right.isinf().any(1)[None]
-        value = torch.where(spoilt, torch.nan, clean_left @ clean_right.T)
-        return cls(value, clean_left.abs() @ clean_right.abs().T, infinite & ~spoilt)
-
-    @classmethod
-    def joined(cls, products: list["Product"], stack: bool = False) -> "Product":
-        join = torch.stack if stack else torch.cat
-        return cls(*(join([getattr(p, name) for p in products]) for name in ("value", "magnitude", "free")))
-
-    def with_tail(self, rows: int) -> "Product":
-        """Zeros below, to so many rows."""
-        more = rows - len(self.value)
-        return Product(*(torch.cat([x, x.new_zeros((more, *x.shape[1:]))]) for x in (self.value, self.magnitude, self.free)))
-
-    def bounded(self, terms: int, dtype: torch.dtype, accumulator: Accumulator) -> Bounded:
-        bounded = contraction_bound(self.value, self.magnitude, terms, dtype, accumulator)
-        own = bounded.bound * (2 if accumulator.unit == ROUNDOFF[torch.float64] else 1)  # the oracle's roundings are of the same size
-        bound = torch.where(self.free | (self.value.abs() + own > torch.finfo(dtype).max), torch.inf, own)
-        return Bounded(torch.where(self.free, 0.0, self.value), torch.where(self.value.isnan(), 0.0, bound), dtype, bounded.accumulator)
-
-
-def compared(bounded: Bounded, reference: Callable[[], Tensor], product: Product, terms: int, accumulator: Accumulator, counts: Tensor) -> Expectation:
-    """By ratios too, where the output is large enough for them to say something; an expert's rows share a bias."""
-    if bounded.value.numel() < LEAST_ELEMENTS:
-        return bounded
-    shape = bounded.value.shape[:-1]
-    groups = experts_of_rows(counts, shape[0]) if len(shape) == 1 else torch.arange(shape[0])[:, None].expand(shape)
-    return row_wise(bounded, reference(), product.magnitude, max(terms, 1), accumulator=accumulator, groups=groups)
-
-
-def accumulator_for(settings: Mapping[str, Any], declared: Mapping[str, Any], *tensors: Tensor) -> Accumulator:
+def precision_of(problem: Problem, declared: Mapping[str, Any], *tensors: Tensor) -> Precision:
     """What the call asks for, or else what is declared."""
-    dtype = torch.float64 if settings.get("accumulator") == "float64" else computed_in(declared, *tensors)
-    return Accumulator(unit=ROUNDOFF[dtype])
-
-
-def experts_of_rows(counts: Tensor, rows: int) -> Tensor:
-    """[P] the expert of each row; behind the last segment, one more than the last."""
-    sizes = [*counts.tolist(), rows - int(counts.sum())]
-    return torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
+    state = state_from(problem.required)
+    settings = {name: x for name, x in problem.settings.items() if name in PRECISION} | ({"state": state} if state else {})
+    recipe = settings.get("recipe")
+    if settings.get("accumulator") == "float64":
+        accumulator = Accumulator(unit=ROUNDOFF[torch.float64])
+    elif recipe is not None and recipe.scaling != "nvfp4" and declared.get("accumulator") == "hopper_fp8":
+        accumulator = HOPPER_FP8
+    else:
+        accumulator = Accumulator(unit=ROUNDOFF[computed_in(declared, *tensors)])
+    return Precision(accumulator, declared.get("scale_arithmetic") == "reciprocal", settings)
 
 
 class _Grouped(Contract[GroupedCase]):
-    optional: tuple[str, ...] = ("accumulator",)
+    optional: tuple[str, ...] = PRECISION
 
     @staticmethod
     def counts(case: GroupedCase) -> Tensor:
-        return torch.tensor(counts_of(case), dtype=DTYPES[case.index_dtype])
+        return unit_of(case) * torch.tensor(counts_of(case), dtype=DTYPES[case.index_dtype])
 
-    @staticmethod
-    def settings(case: GroupedCase) -> dict[str, Any]:
-        return {"accumulator": case.accumulator} if case.accumulator else {}
+    def called(self, case: GroupedCase, required: dict[str, Any], settings: dict[str, Any], **how: Any) -> Problem:
+        """The call; with a state, which is made of tensors that no argument is, by a script."""
+        settings = settings | recipe_settings(case) | ({"accumulator": case.accumulator} if case.accumulator else {})
+        state = state_tensors(case)
+        if state:
+            settings |= {"state": Opaque("state")}
+            how |= {"script": script_of(self.function, tuple(required), tuple(settings), self.outputs), "first": required}
+        return Problem(self.function, required | state, settings, {case.layout_of: case.layout}, **how)
 
     def neighbour(self, case: GroupedCase) -> GroupedCase:
         plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": ""}
         counts = (0, *counts_of(case)[::-1], 2)
         sized: dict[str, Any] = {"counts": counts, "tokens": case.tokens + 2, "experts": case.experts + 2}
-        return replace(case, **plain, **sized, seed=case.seed + 1, hidden=case.hidden + 3, width=case.width + 1, tail=1 - min(case.tail, 1))
+        grown: dict[str, Any] = {"hidden": case.hidden + 3, "width": case.width + 1} if unit_of(case) == 1 else {"hidden": case.hidden + 1}
+        other = replace(case, **plain, **sized, **grown, seed=case.seed + 1, tail=1 - min(case.tail, 1))
+        if case.scaling:
+            other = replace(other, variant=(case.variant + 1) % VARIANTS)
+        return other if fits(other) else replace(other, dtype="bfloat16", values="dyadic")
 
     def simpler(self, case: GroupedCase) -> Iterator[GroupedCase]:
+        yield from filter(fits, self._simpler(case))
+
+    def _simpler(self, case: GroupedCase) -> Iterator[GroupedCase]:
+        if case.scaling:
+            made = case.values in LOW_VALUES
+            yield replace(case, scaling="", variant=0, values="dyadic" if made else case.values)
+        if case.variant:
+            yield replace(case, variant=0)
         yield from plainer_grouped(case, ("bias", "into", "accumulator", "index_dtype"))
         yield from fewer_rows(case)
         for name in ("tail", "hidden", "width"):
@@ -210,67 +208,68 @@ class GroupedLinear(_Grouped):
     function = "grouped_linear"
     outputs = ("out",)
     primary = "out"
-    optional = ("bias", "accumulator")
+    optional = ("bias", *PRECISION)
 
     def legal(self, case: GroupedCase) -> Problem:
         required = {
-            "rows": grouped_rows(case, "rows", case.hidden),
-            "weight": weights_of(case, "weight", case.width, case.hidden),
+            "rows": grouped_rows(case, "rows", unit_of(case) * case.hidden),
+            "weight": weights_of(case, "weight", unit_of(case) * case.width, unit_of(case) * case.hidden),
             "tokens_per_expert": self.counts(case),
         }
-        settings = {"bias": payload(case.seed, "bias", (case.experts, case.width), case.bias)} if case.bias else {}
+        settings = {"bias": payload(case.seed, "bias", (case.experts, unit_of(case) * case.width), case.bias)} if case.bias else {}
         wanted = tuple(name for name in case.grads.split("+") if name)
-        cotangents = {"out": grouped_rows(case, "d_out", case.width)} if wanted else {}
-        return Problem(self.function, required, settings | self.settings(case), {case.layout_of: case.layout}, wanted, cotangents)
+        cotangents = {"out": grouped_rows(case, "d_out", unit_of(case) * case.width)} if wanted else {}
+        return self.called(case, required, settings, wanted=wanted, cotangents=cotangents)
 
     def expected(self, case: GroupedCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
-        rows, weight, counts = problem.required.values()
+        rows, weight, counts = (problem.required[name] for name in ("rows", "weight", "tokens_per_expert"))
         bias, cotangent = problem.settings.get("bias"), problem.cotangents.get("out")
-        accumulator = accumulator_for(problem.settings, declared, rows)
-        how = {name: x for name, x in problem.settings.items() if name == "accumulator"}
+        how = precision_of(problem, declared, rows)
         products = []
-        for e, own in enumerate(own_rows(counts)):
-            product = Product.of(rows[own], weight[e])
+        for e, (own, matrix) in enumerate(zip(how.rows(rows, counts, "input", "fprop"), how.weights(weight, "fprop"), strict=True)):
+            product = Product.of_factors(own, matrix)
             if bias is not None:
                 product = replace(product, value=product.value + bias[e].double(), magnitude=product.magnitude + bias[e].double().abs())
             products.append(product)
         whole, terms = Product.joined(products).with_tail(len(rows)), rows.shape[1] + 2
-        bounded = whole.bounded(terms, rows.dtype, accumulator)
-        right = {"out": compared(bounded, lambda: grouped_linear(rows, weight, counts, **problem.settings), whole, terms, accumulator, counts)}
+        bounded = whole.bounded(terms, rows.dtype, how.accumulator, how.roundings)
+        right = {"out": compared(bounded, lambda: grouped_linear(rows, weight, counts, bias=bias, **how.settings), whole, terms, how, counts)}
         if cotangent is None:
             return right
         if "rows" in problem.wanted:
-            right["d_rows"] = row_gradient(cotangent, weight, counts, accumulator, how)
+            right["d_rows"] = row_gradient(cotangent, weight, counts, how)
         if "weight" in problem.wanted:
-            right["d_weight"] = weight_gradient(cotangent, rows, counts, None, accumulator, how)
+            right["d_weight"] = weight_gradient(cotangent, rows, counts, None, how)
         if "bias" in problem.wanted:
             assert bias is not None
             ones = [Product.of(torch.ones(1, own.stop - own.start), cotangent[own].T) for own in own_rows(counts)]
-            right["d_bias"] = Product.joined(ones).bounded(int(counts.max()) + 1, bias.dtype, accumulator)
+            right["d_bias"] = Product.joined(ones).bounded(int(counts.max()) + 1, bias.dtype, how.sums)
         return right
 
 
-def row_gradient(d_out: Tensor, weight: Tensor, counts: Tensor, accumulator: Accumulator, how: dict[str, Any]) -> Expectation:
+def row_gradient(d_out: Tensor, weight: Tensor, counts: Tensor, how: Precision) -> Expectation:
     """What is right for d_out W_e."""
-    products = [Product.of(d_out[own], weight[e].T) for e, own in enumerate(own_rows(counts))]
+    pairs = zip(how.rows(d_out, counts, "grad_output", "dgrad"), how.weights(weight, "dgrad"), strict=True)
+    products = [Product.of_factors(own, matrix.turned) for own, matrix in pairs]
     whole, terms = Product.joined(products).with_tail(len(d_out)), weight.shape[1] + 1
-    bounded = whole.bounded(terms, d_out.dtype, accumulator)
-    return compared(bounded, lambda: grouped_dgrad(d_out, weight, counts, **how), whole, terms, accumulator, counts)
+    bounded = whole.bounded(terms, d_out.dtype, how.accumulator, how.roundings)
+    return compared(bounded, lambda: grouped_dgrad(d_out, weight, counts, **how.settings), whole, terms, how, counts)
 
 
-def weight_gradient(d_out: Tensor, rows: Tensor, counts: Tensor, into: Tensor | None, accumulator: Accumulator, how: dict[str, Any]) -> Expectation:
+def weight_gradient(d_out: Tensor, rows: Tensor, counts: Tensor, into: Tensor | None, how: Precision) -> Expectation:
     """What is right for Σ d_outᵀ x of each expert, beside what is there already."""
-    whole = Product.joined([Product.of(d_out[own].T, rows[own].T) for own in own_rows(counts)], stack=True)
+    pairs = zip(how.rows(d_out, counts, "grad_output", "wgrad"), how.rows(rows, counts, "input", "wgrad"), strict=True)
+    whole = Product.joined([Product.of_factors(left.turned, right.turned) for left, right in pairs], stack=True)
     terms = int(counts.max()) + 1
     dtype = rows.dtype if into is None else into.dtype
-    bounded = whole.bounded(terms, dtype, accumulator)
+    bounded = whole.bounded(terms, dtype, how.accumulator, how.roundings)
     if into is not None:
-        kept = Accumulator(unit=max(ROUNDOFF[dtype], accumulator.unit if dtype == torch.float32 else 0.0)).worst(terms) * into.double().abs()
+        kept = Accumulator(unit=max(ROUNDOFF[dtype], how.sums.unit if dtype == torch.float32 else 0.0)).worst(terms) * into.double().abs()
         bound = bounded.bound + kept + ROUNDOFF[dtype] * into.double().abs()
         empty = (counts == 0)[:, None, None]
         bounded = Bounded(bounded.value + into.double(), torch.where(empty, 0.0, bound), dtype, bounded.accumulator)
         whole = replace(whole, magnitude=whole.magnitude + into.double().abs())
-    return compared(bounded, lambda: grouped_wgrad(d_out, rows, counts, accumulate_into=into, **how), whole, terms, accumulator, counts)
+    return compared(bounded, lambda: grouped_wgrad(d_out, rows, counts, accumulate_into=into, **how.settings), whole, terms, how, counts)
 
 
 class GroupedDgrad(_Grouped):
@@ -282,16 +281,15 @@ class GroupedDgrad(_Grouped):
 
     def legal(self, case: GroupedCase) -> Problem:
         required = {
-            "d_out": grouped_rows(case, "d_out", case.width),
-            "weight": weights_of(case, "weight", case.width, case.hidden),
+            "d_out": grouped_rows(case, "d_out", unit_of(case) * case.width),
+            "weight": weights_of(case, "weight", unit_of(case) * case.width, unit_of(case) * case.hidden),
             "tokens_per_expert": self.counts(case),
         }
-        return Problem(self.function, required, self.settings(case), {case.layout_of: case.layout})
+        return self.called(case, required, {})
 
     def expected(self, case: GroupedCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
-        d_out, weight, counts = problem.required.values()
-        accumulator = accumulator_for(problem.settings, declared, d_out)
-        return {"d_rows": row_gradient(d_out, weight, counts, accumulator, problem.settings)}
+        d_out, weight, counts = (problem.required[name] for name in ("d_out", "weight", "tokens_per_expert"))
+        return {"d_rows": row_gradient(d_out, weight, counts, precision_of(problem, declared, d_out))}
 
 
 class GroupedWgrad(_Grouped):
@@ -300,22 +298,19 @@ class GroupedWgrad(_Grouped):
     function = "grouped_wgrad"
     outputs = ("d_weight",)
     primary = "d_weight"
-    optional = ("accumulate_into", "accumulator")
+    optional = ("accumulate_into", *PRECISION)
 
     def legal(self, case: GroupedCase) -> Problem:
         required = {
-            "d_out": grouped_rows(case, "d_out", case.width),
-            "rows": grouped_rows(case, "rows", case.hidden),
+            "d_out": grouped_rows(case, "d_out", unit_of(case) * case.width),
+            "rows": grouped_rows(case, "rows", unit_of(case) * case.hidden),
             "tokens_per_expert": self.counts(case),
         }
-        shape = (case.experts, case.width, case.hidden)
-        flat = payload(case.seed, "into", (case.experts * case.width, case.hidden), case.into or "float32").reshape(shape)
-        settings = {"accumulate_into": flat} if case.into else {}
-        return Problem(self.function, required, settings | self.settings(case), {case.layout_of: case.layout})
+        shape = (case.experts, unit_of(case) * case.width, unit_of(case) * case.hidden)
+        flat = payload(case.seed, "into", (shape[0] * shape[1], shape[2]), case.into or "float32").reshape(shape)
+        return self.called(case, required, {"accumulate_into": flat} if case.into else {})
 
     def expected(self, case: GroupedCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
-        d_out, rows, counts = problem.required.values()
-        into = problem.settings.get("accumulate_into")
-        accumulator = accumulator_for(problem.settings, declared, rows)
-        how = {name: x for name, x in problem.settings.items() if name == "accumulator"}
-        return {"d_weight": weight_gradient(d_out, rows, counts, into, accumulator, how)}
+        d_out, rows, counts = (problem.required[name] for name in ("d_out", "rows", "tokens_per_expert"))
+        how = precision_of(problem, declared, rows)
+        return {"d_weight": weight_gradient(d_out, rows, counts, problem.settings.get("accumulate_into"), how)}

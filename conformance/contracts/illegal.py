@@ -143,15 +143,125 @@ _QUANTIZE: dict[str, Rule] = {
     "noise_of_one_direction": _quantizing("noise", Recipe("nvfp4"), _SQUARE, **_GRADIENT, noise=torch.zeros(1, 16, 16)),
 }
 
+_PERMUTE: dict[str, Rule] = {
+    "num_rows_negative": _only_setting("num_rows", -1),
+    "align_zero": _only_setting("align", 0),
+    "capacity_negative": _only_setting("capacity", -4),
+    "map_longer_than_tokens": _one_more("routing_map"),
+    "map_flat": _flat("routing_map"),
+    "probs_longer_than_map": _wrong_probs,
+}
+
+
+def _by_recipe(blame: str, recipe: Recipe, hidden: int = 16, **settings: object) -> Rule:
+    """Another recipe, for two tokens of so many bfloat16, and other settings."""
+    tokens = torch.zeros(2, hidden, dtype=torch.bfloat16)
+    return lambda problem: replace(_bare(problem), required=problem.required | {"tokens": tokens, "recipe": recipe}, settings=settings, blame=blame)
+
+
+# two tokens for two experts
+_PERMUTE_AND_QUANTIZE: dict[str, Rule] = _PERMUTE | {
+    "tokens_of_integers": _in("tokens", torch.int32),
+    "recipe_a_word": lambda problem: replace(_bare(problem), required=problem.required | {"recipe": "mxfp8"}, blame="recipe"),
+    "role_unknown": _setting("role", "activation"),
+    "no_direction": _setting("rowwise", False),
+    "state_of_nothing": _by_recipe("state", _CURRENT, state=new_quantizer_state(Recipe("delayed"), num_groups=2)),
+    "state_missing": _by_recipe("state", Recipe("delayed"), state=None),
+    "state_of_one_expert": _by_recipe("state", Recipe("delayed"), state=new_quantizer_state(Recipe("delayed"))),
+    "columns_no_multiple": _by_recipe("tokens", Recipe("mxfp8"), 33, align=32),
+    "no_whole_blocks": _by_recipe("align", Recipe("mxfp8"), 32),
+    "align_no_whole_blocks": _by_recipe("align", Recipe("mxfp8"), 32, align=16),
+    "capacity_no_whole_blocks": _by_recipe("capacity", Recipe("nvfp4"), capacity=24),
+    "noise_missing": _by_recipe("recipe", Recipe("nvfp4"), role="grad_output", align=16),
+}
+
+
+def _activating(blame: str, recipe: Recipe, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, **settings: object) -> Rule:
+    """Another recipe, zeros in the place of h (and of the cotangent, as wide), and settings."""
+    h = torch.zeros(rows, columns, dtype=dtype)
+
+    def break_it(problem: Problem) -> Problem:
+        halves = "glu" in problem.function
+        d_out = {"d_out": h[:, : columns // 2] if halves else h} if "d_out" in problem.required else {}
+        return replace(_bare(problem), required=d_out | {"h": h, "recipe": recipe}, settings=settings, blame=blame)
+
+    return break_it
+
+
+# two rows, one for each of two groups
+_QUANTIZED_ACTIVATION: dict[str, Rule] = _ACTIVATION | {
+    "recipe_a_word": lambda problem: replace(_bare(problem), required=problem.required | {"recipe": "mxfp8"}, blame="recipe"),
+    "no_direction": _setting("rowwise", False),
+    "splits_negative": _with_values("splits", torch.tensor([-1, 2])),
+    "splits_beyond_the_rows": _with_values("splits", torch.tensor([2, 1])),
+    "splits_of_floats": _in("splits", torch.float32),
+    "state_of_nothing": _activating("state", _CURRENT, 2, 2, state=new_quantizer_state(Recipe("delayed"))),
+    "state_missing": _activating("state", Recipe("delayed"), 2, 2, state=None),
+    "state_of_other_groups": _activating("state", Recipe("delayed"), 2, 2, state=new_quantizer_state(Recipe("delayed"), num_groups=2)),
+    "columns_no_multiple": _activating("h", Recipe("mxfp8"), 32, 34),
+    "rows_no_multiple": _activating("splits", Recipe("mxfp8"), 64, 64, splits=torch.tensor([16, 48])),
+    "rounding_a_word": _setting("round_before_quantize", "bfloat16"),
+}
+_TRANSFORM_NOT_ROUNDED: dict[str, Rule] = {
+    "transform_not_rounded": _activating("round_before_quantize", Recipe("nvfp4", stochastic_rounding=False), 16, 32, columnwise=True),
+}
+_QUANTIZED_BACKWARD: dict[str, Rule] = _TRANSFORM_NOT_ROUNDED | {
+    "cotangent_too_long": _one_more("d_out"),
+    "cotangent_in_another_dtype": _in("d_out", torch.float16),
+    "noise_unasked": _added("noise", torch.zeros(2, 2, 2)),
+    "noise_missing": _activating("noise", Recipe("nvfp4"), 16, 32),
+}
+_OF_GATES: dict[str, Rule] = {
+    "width_odd": _one_more("h", 1),
+    "kind_without_a_gate": _setting("kind", "silu"),
+    "clamp_zero": _setting("clamp", 0.0),
+    "alpha_of_a_tanh": _together("alpha", kind="geglu", alpha=1.0),
+    "interleave_no_divisor": _setting("interleave", 3),
+}
+
+# two rows, one for each of two experts, or two tokens; all widths are 1
+_MLP: dict[str, Rule] = {
+    "fc1_weight_wider_than_rows": _one_more("fc1_weight", -1),
+    "fc1_width_odd": _one_more("fc1_weight", -2),
+    "fc2_weight_wider_than_activations": _one_more("fc2_weight", -1),
+    "fc2_weight_taller_than_rows": _one_more("fc2_weight", -2),
+    "weight_in_another_dtype": _in("fc2_weight", torch.float16),
+    "kind_unknown": _setting("kind", "softmax"),
+    "clamp_zero": _setting("clamp", 0.0),
+    "alpha_of_a_tanh": _together("alpha", kind="geglu", alpha=1.0),
+    "offset_without_a_gate": _together("offset", kind="relu", offset=1.0),
+    "interleave_no_divisor": _setting("interleave", 3),
+}
+_EXPERTS: dict[str, Rule] = (
+    {name: rule for name, rule in _COUNTS.items() if name.startswith("count")}
+    | _MLP
+    | {
+        "rows_flat": _flat("rows"),
+        "more_weights_than_counts": _one_more("fc1_weight"),
+        "fc2_of_more_experts": _one_more("fc2_weight"),
+        "fc1_bias_too_wide": _added("fc1_bias", torch.zeros(2, 3)),
+        "fc2_bias_of_one_expert": _added("fc2_bias", torch.zeros(1, 1)),
+        "fc2_bias_of_integers": _added("fc2_bias", torch.zeros(2, 1, dtype=torch.int64)),
+        "probs_too_long": _added("probs", torch.ones(3)),
+        "probs_of_integers": _added("probs", torch.ones(2, dtype=torch.int64)),
+        "probs_on_input_without_probs": _setting("probs_on_input", True),
+        "align_zero": _setting("align", 0),
+        "recompute_unknown": _setting("recompute", "fc1"),
+    }
+)
+_SHARED: dict[str, Rule] = _MLP | {
+    "x_flat": _flat("x"),
+    "gate_of_two_rows": _added("gate_weight", torch.zeros(2, 1)),
+    "gate_wider_than_x": _added("gate_weight", torch.zeros(1, 2)),
+    "gate_in_another_dtype": _added("gate_weight", torch.zeros(1, 1, dtype=torch.float16)),
+}
+
 RULES: dict[str, dict[str, Rule]] = {
-    "permute": {
-        "num_rows_negative": _only_setting("num_rows", -1),
-        "align_zero": _only_setting("align", 0),
-        "capacity_negative": _only_setting("capacity", -4),
-        "map_longer_than_tokens": _one_more("routing_map"),
-        "map_flat": _flat("routing_map"),
-        "probs_longer_than_map": _wrong_probs,
-    },
+    "glu_and_quantize": _QUANTIZED_ACTIVATION | _OF_GATES | _TRANSFORM_NOT_ROUNDED,
+    "activation_and_quantize": _QUANTIZED_ACTIVATION | _TRANSFORM_NOT_ROUNDED | {"kind_with_a_gate": _setting("kind", "swiglu")},
+    "glu_backward_and_quantize": _QUANTIZED_ACTIVATION | _OF_GATES | _QUANTIZED_BACKWARD,
+    "activation_backward_and_quantize": _QUANTIZED_ACTIVATION | _QUANTIZED_BACKWARD | {"kind_with_a_gate": _setting("kind", "swiglu")},
+    "permute": _PERMUTE,
     "unpermute": {"rows_too_many": _one_more("rows"), "restore_shape_wrong": _restore_one_more},
     "sort_chunks": {"order_longer_than_sizes": _one_more("order"), "sizes_beyond_rows": _sizes_too_large},
     "pad_routing_map": {"align_zero": _setting("align", 0), "align_negative": _setting("align", -16)},
@@ -226,7 +336,11 @@ RULES: dict[str, dict[str, Rule]] = {
         "into_of_another_shape": _added("accumulate_into", torch.zeros(2, 1, 2)),
         "into_in_half": _added("accumulate_into", torch.zeros(2, 1, 1, dtype=torch.bfloat16)),
     },
+    "grouped_mlp": _EXPERTS,
+    "sequential_mlp": _EXPERTS,
+    "shared_experts": _SHARED,
     "quantize": _QUANTIZE,
+    "permute_and_quantize": _PERMUTE_AND_QUANTIZE,
     "update_expert_bias": {
         "counts_too_many": _one_more("tokens_per_expert"),
         "bias_in_half": _in("expert_bias", torch.bfloat16),

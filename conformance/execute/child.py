@@ -9,11 +9,12 @@ import faulthandler
 import gc
 import inspect
 import os
+import re
 import sys
 import threading
 import traceback
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
@@ -22,7 +23,9 @@ from typing import Any
 
 import torch
 
-from conformance.execute import poison
+from conformance.case import Case
+from conformance.contracts.collective import Collective, Place
+from conformance.execute import interpreting, poison
 from conformance.execute.evaluate import device_is_lost, evaluate
 from conformance.execute.runner import Outcome
 from conformance.interface import Implementation, UsageError, load
@@ -41,6 +44,13 @@ class Settings:
 
 def serve(connection: Connection, settings: Settings, log_path: str) -> None:
     """Answer requests until the parent hangs up."""
+    implementation = opened(connection, settings, log_path)
+    if implementation is not None:
+        answer_all(connection, settings, implementation)
+
+
+def opened(connection: Connection, settings: Settings, log_path: str) -> Implementation | None:
+    """Make this process fit for an implementation and import it; the parent is told that it is ready, or why it is unusable."""
     _redirect_output(log_path)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.path[:0] = settings.search
@@ -49,22 +59,30 @@ def serve(connection: Connection, settings: Settings, log_path: str) -> None:
     torch.set_num_threads(1)
     try:
         implementation = load(settings.implementation)
+        interpreting.install()
         connection.send(("ready", _description(implementation, settings)))
     except UsageError as error:
         connection.send(("unusable", str(error)))
-        return
     except Exception as error:
         connection.send(("unusable", f"--impl {settings.implementation}: {type(error).__name__}: {error}"))
-        return
+    else:
+        return implementation
+    return None
+
+
+def answer_all(connection: Connection, settings: Settings, implementation: Implementation, place_of: Callable[[Case], Place] | None = None) -> None:
+    """Judge the cases that come, until the parent hangs up: alone, or at a place in a world of each."""
     device = chosen_device(settings.device)
     compiled = _watch_compiler()
     with contextlib.suppress(EOFError, BrokenPipeError), _stream(device):
         while True:
+            case = connection.recv()
+            place = place_of(case) if place_of else None
             with _traced(settings.trace) as calls:
-                outcome = _answer(connection.recv(), implementation, device)
+                outcome = _answer(case, implementation, device, place)
             outcome.calls = sorted(calls)
             outcome.kernels, compiled[:] = compiled[:], []
-            connection.send(("outcome", asdict(outcome)))
+            connection.send(("outcome", asdict(outcome), place.seen if place else []))
 
 
 def _end_with_parent() -> None:
@@ -104,12 +122,13 @@ def _watch_compiler() -> list[str]:
     return compiled
 
 
+MOST_RANKS = 4  # of a world on one machine; on a GPU each rank has one of its own
 KEPT_BYTES = 2**30  # of device memory that a child may keep from case to case
 
 
-def _answer(case: Any, implementation: Implementation, device: str) -> Outcome:
+def _answer(case: Case, implementation: Implementation, device: str, place: Place | None) -> Outcome:
     try:
-        return evaluate(case, implementation, device)
+        return evaluate(case, implementation, device, place)
     except Exception as error:
         if device_is_lost(error):
             return Outcome("CRASH", reason=f"the device was lost: {' '.join(str(error).split())[:160]}")
@@ -145,16 +164,21 @@ def _redirect_output(log_path: str) -> None:
     faulthandler.enable()
 
 
+def _signature(function: str, implementation: Implementation) -> str:
+    """How it is called, in the same words in every process: without the addresses of defaults."""
+    return re.sub(r" at 0x[0-9a-f]+", "", f"{function}{inspect.signature(getattr(implementation.namespace, function))}")
+
+
 def _description(implementation: Implementation, settings: Settings) -> dict[str, Any]:
     """What the parent may know: what is offered, with which settings, what is declared, and on what it runs."""
     functions = {}
     for function, contract in CONTRACTS.items():
-        offered = implementation.offers(function)
+        offered = implementation.offers(function) and not (isinstance(contract, Collective) and implementation.lacks(function, {"group": None}))
         functions[function] = {
             "offered": offered,
             "without": implementation.lacks(function, dict.fromkeys(contract.optional)) if offered else list(contract.optional),
             "declares": implementation.declares(function) if offered else {},
-            "signature": f"{function}{inspect.signature(getattr(implementation.namespace, function))}" if offered else "",
+            "signature": _signature(function, implementation) if offered else "",
         }
     device = chosen_device(settings.device)
     triton = sys.modules.get("triton")
@@ -164,4 +188,5 @@ def _description(implementation: Implementation, settings: Settings) -> dict[str
         if module is not None:
             versions[package] = str(getattr(module, "__version__", "unknown"))
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    return {"functions": functions, "device": device, "device_name": name, "versions": {k: v for k, v in versions.items() if v}}
+    ranks = MOST_RANKS if device == "cpu" else min(MOST_RANKS, torch.cuda.device_count())
+    return {"functions": functions, "device": device, "device_name": name, "ranks": ranks, "versions": {k: v for k, v in versions.items() if v}}

@@ -8,6 +8,7 @@ import torch
 
 from conformance.case import Case
 from conformance.contracts.base import Contract, Problem
+from conformance.contracts.collective import AtRank, Place
 from conformance.execute.runner import Blocked, Misbehaved, Outcome, Runner
 from conformance.interface import Implementation
 from conformance.judge import Finding, controls, judge, settled
@@ -22,11 +23,11 @@ class Inapplicable(Exception):
     """A law asks for a call that the implementation does not offer."""
 
 
-def evaluate(case: Case, implementation: Implementation, device: str = "cpu") -> Outcome:
-    """Judge one case: values first, then its law, then, if all is well, the judge itself."""
+def evaluate(case: Case, implementation: Implementation, device: str = "cpu", place: Place | None = None) -> Outcome:
+    """Judge one case: values first, then its law, then, if all is well, the judge itself. At a place in a world: that rank's part of it."""
     outcome = Outcome("PASS")
     try:
-        _evaluate(case, implementation, device, outcome)
+        _evaluate(case, implementation, device, outcome, place)
     except Misbehaved as wrong:
         _fail(outcome, wrong.finding)
     except Blocked as blocked:
@@ -40,13 +41,16 @@ def _fail(outcome: Outcome, finding: Finding) -> None:
     outcome.status, outcome.finding = "FAIL", asdict(finding)
 
 
-def _evaluate(case: Case, implementation: Implementation, device: str, outcome: Outcome) -> None:
-    contract = CONTRACTS[case.function]
+def _evaluate(case: Case, implementation: Implementation, device: str, outcome: Outcome, place: Place | None) -> None:
+    contract = AtRank(CONTRACTS[case.function], place) if place else CONTRACTS[case.function]  # type: ignore[arg-type]
     problem = contract.problem(case)
     declared = implementation.declares(case.function) if implementation.offers(case.function) else {}
     refusal = _refusal(case, problem, implementation, declared)
     if refusal:
         outcome.status, outcome.reason = refusal
+    if place and not place.agree(not refusal):  # a call is made by all ranks, or by none
+        return
+    if refusal:
         return
     runner = Runner(implementation, device, case.poison, outcome)
     if problem.blame:
@@ -61,16 +65,14 @@ def _evaluate(case: Case, implementation: Implementation, device: str, outcome: 
     changed = runner.changed
     if _digest(expected) != before:
         raise Misbehaved("memory", "memory", "overwrote memory that belongs to the test")
-    right = {}
-    for name, expectation in expected.items():
-        right[name] = settled(expectation, outputs)
-        finding = judge(name, right[name], outputs.get(name))
-        if finding:
-            told = contract.explain(problem, name, finding.index, outputs[name]) if finding.index else None
-            _fail(outcome, replace(finding, message=told) if told else finding)
-            return
-    if changed:
-        raise Misbehaved(changed, "input", f"changed its input {changed}")
+    right = {name: settled(expectation, outputs) for name, expectation in expected.items()}
+    finding = _first_wrong(contract, problem, right, outputs) or (Finding(changed, "input", f"changed its input {changed}") if changed else None)
+    if finding:
+        _fail(outcome, finding)
+    if place and not place.agree(not finding):  # a law is asked of all ranks, or of none
+        return
+    if finding:
+        return
     if case.law and contract.laws[case.law].applies(case):
         trial = _trial(case, contract, problem, expected, outputs, runner, declared, implementation)
         finding = _judged_law(contract.laws[case.law], trial)
@@ -81,6 +83,16 @@ def _evaluate(case: Case, implementation: Implementation, device: str, outcome: 
     informative = sum(controls.check(name, right[name]) for name in main if name in right)
     if not informative and not any(controls.check(name, x) for name, x in right.items() if name not in main):
         outcome.status, outcome.reason = "UNINFORMATIVE", "no corruption of the expected output would change it"
+
+
+def _first_wrong(contract: Contract[Any], problem: Problem, right: dict[str, Any], outputs: dict[str, Any]) -> Finding | None:
+    """The first output that is not as it should be, in the function's own words where it has some."""
+    for name, expectation in right.items():
+        finding = judge(name, expectation, outputs.get(name))
+        if finding:
+            told = contract.explain(problem, name, finding.index, outputs[name]) if finding.index else None
+            return replace(finding, message=told) if told else finding
+    return None
 
 
 def _refusal(case: Case, problem: Problem, implementation: Implementation, declared: dict[str, Any]) -> tuple[str, str] | None:
@@ -100,9 +112,7 @@ def _refusal(case: Case, problem: Problem, implementation: Implementation, decla
         return "DECLARED_UNSUPPORTED", "declared not differentiable"
     if any(layout != "contiguous" for layout in problem.layouts.values()) and not declared["noncontiguous"]:
         return "DECLARED_UNSUPPORTED", "declared for contiguous inputs only"
-    if problem.blame:
-        return None
-    for call in chain:
+    for call in chain[:-1] if problem.blame else chain:
         try:
             reason = implementation.supports(call.function, call.shown)
         except Exception as error:
@@ -175,7 +185,8 @@ def device_is_lost(error: BaseException) -> bool:
 
 
 def _trial(case, contract: Contract[Any], problem, expected, outputs, runner: Runner, declared, implementation: Implementation) -> Trial:
-    extras: dict[str, Any] = {"placed": runner.placed, "refusal": lambda other: _refusal(case, other, implementation, declared)}
+    refusal = lambda other: _refusal(case, other, implementation, declared)  # noqa: E731
+    extras: dict[str, Any] = {"placed": runner.placed, "offers": implementation.offers, "refusal": refusal}
     if problem.producer:
         extras["reference_row_map"] = problem.produced.row_map
 

@@ -83,7 +83,8 @@ class Poison:
 
     def overrun(self) -> bool:
         """Whether some guard has been written to."""
-        return bool(self._storages) and bool((torch.cat(self._storages) != GUARD_VALUE).any())
+        by_device = [[guard for guard in self._storages if guard.device == device] for device in {guard.device for guard in self._storages}]
+        return any(bool((torch.cat(guards) != GUARD_VALUE).any()) for guards in by_device)
 
 
 def _fill(body: Tensor, kind: str) -> None:

@@ -6,8 +6,6 @@ already imported stands by, because a mutant that crashes is started again often
 
 import contextlib
 import os
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -17,15 +15,18 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from conformance.case import Case
+from conformance.contracts.collective import ranks_of
 from conformance.execute.child import Settings, serve
+from conformance.execute.processes import manner, plain_main
 from conformance.execute.runner import Outcome
+from conformance.execute.world import World
 from conformance.interface import UsageError
+from conformance.registry import CONTRACTS
 
 CASE_SECONDS = 60.0  # a case that takes longer hangs
 PATIENCE = 10  # after one hang, a case hangs that takes so many times as long as the slowest before
 START_SECONDS = 180.0  # import of the implementation
 COMPILE_SECONDS = 60.0  # added on a GPU, where a case may wait for compilers
-STDLIB, ELSEWHERE = os.path.dirname(os.__file__), ("conformance/execute", "/torch/", "/triton/")  # where the cause of a crash is not
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Pool:
         self._started = 0
         self._children: list[Child] = []
         self._spare: Child | None = None
+        self.world = World(settings, self._context, self._folder.name)
 
     def __enter__(self) -> "Pool":
         return self
@@ -73,13 +75,15 @@ class Pool:
             self._await_ready(child)
         if self.description.get("device") == "cuda":
             self.case_seconds += COMPILE_SECONDS
+        self.world.settle(self.description, self.case_seconds)
         return self.description
 
     def run(self, cases: Iterable[Case]) -> Iterator[tuple[Case, Outcome]]:
-        """Every case with its outcome, in the order of finishing."""
+        """Every case with its outcome, in the order of finishing; those of a world one after the other, when the others are done."""
         if not self._children:
             self.start()
-        waiting = iter(cases)
+        cases = list(cases)
+        waiting = iter([case for case in cases if not ranks_of(CONTRACTS[case.function], case)])
         for child in self._children:
             self._give(child, waiting)
         while any(child.case for child in self._children):
@@ -92,9 +96,15 @@ class Pool:
                     self._give(self._children[slot], waiting)
                     yield case, outcome
             self._wait()
+        for case in cases:
+            if ranks_of(CONTRACTS[case.function], case):
+                yield case, self.world.run(case)
 
     def run_alone(self, case: Case) -> Outcome:
-        """The case in a child that has run nothing before."""
+        """The case in a child, or a world, that has run nothing before."""
+        if ranks_of(CONTRACTS[case.function], case):
+            self.world.close()
+            return self.world.run(case)
         child = self._replacement(None)
         self._send(child, case)
         while (outcome := self._outcome(child)) is None:
@@ -107,6 +117,7 @@ class Pool:
         for child in [*self._children, *([self._spare] if self._spare else [])]:
             self._end(child)
         self._children, self._spare = [], None
+        self.world.finish()
         self._folder.cleanup()
 
     def _launch(self) -> Child:
@@ -114,7 +125,7 @@ class Pool:
         here, there = self._context.Pipe()
         log_path = os.path.join(self._folder.name, f"child{self._started}.log")
         process = self._context.Process(target=serve, args=(there, self.settings, log_path), daemon=True)
-        with _plain_main():
+        with plain_main():
             process.start()
         there.close()
         return Child(process, here, log_path, deadline=time.monotonic() + START_SECONDS)
@@ -135,7 +146,7 @@ class Pool:
             kind, content = child.pipe.recv()
         except EOFError:
             child.process.join()
-            raise UsageError(f"--impl {name}: the process died while importing it ({_manner(child)})") from None
+            raise UsageError(f"--impl {name}: the process died while importing it ({manner(child.process, child.log_path)})") from None
         if kind == "unusable":
             raise UsageError(content)
         child.ready, self.description = True, content
@@ -176,7 +187,7 @@ class Pool:
                 return outcome
         except (EOFError, ConnectionResetError):
             child.process.join(5)
-            return Outcome("CRASH", reason=_manner(child))
+            return Outcome("CRASH", reason=manner(child.process, child.log_path))
         if time.monotonic() > child.deadline:
             self._hung.add(child.case.function if child.case else "")
             return Outcome("HANG", reason=f"no answer within {child.deadline - child.started:.0f} s")
@@ -191,30 +202,3 @@ class Pool:
         child.process.join()
         child.pipe.close()
         child.process.close()
-
-
-@contextlib.contextmanager
-def _plain_main() -> Iterator[None]:
-    """Keep multiprocessing from running the program's main script again in the child, which needs nothing from it."""
-    main = sys.modules["__main__"]
-    kept = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
-    try:
-        main.__spec__ = None
-        if "__file__" in kept:
-            del main.__file__
-        yield
-    finally:
-        for name, value in kept.items():
-            setattr(main, name, value)
-
-
-def _manner(child: Child) -> str:
-    """How the process ended, and where it was."""
-    code = child.process.exitcode
-    manner = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-    with contextlib.suppress(OSError), open(child.log_path, errors="replace") as log:
-        frames = [line.strip() for line in log if line.lstrip().startswith("File ")]
-        mine = [line for line in frames if not any(place in line for place in ELSEWHERE) and (STDLIB not in line or "site-packages" in line)]
-        if mine:
-            return f"{manner} at {mine[0].removeprefix('File ')}"
-    return manner

@@ -11,7 +11,7 @@ from conformance.contracts.base import Opaque, Problem
 from conformance.execute.addresses import Addresses
 from conformance.execute.poison import Poison
 from conformance.interface import Implementation, named_outputs
-from conformance.judge import Finding, judge
+from conformance.judge import Finding, judge, settled
 from conformance.judge.exact import Exact, bits
 from conformance.registry import CONTRACTS
 from conformance.values import laid_out
@@ -105,6 +105,12 @@ class Runner:
         self.changed = next((name for name, x in masters.items() if (bits(x) != bits(placed[name].detach().cpu())).any()), "")
         return {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in outputs.items()}
 
+    def _moved(self, x: Any) -> Any:
+        """An argument that is not looked after: a tensor or a tuple of them on the device, anything else as it is."""
+        if isinstance(x, tuple) and any(isinstance(part, Tensor) for part in x):
+            return tuple(part.to(self.device, copy=True) for part in x)
+        return x.to(self.device) if isinstance(x, Tensor) else x
+
     def _place(self, problem: Problem, storage: dict[str, Tensor] | None) -> dict[str, Tensor]:
         masters = problem.tensors | {f"d_{name}": x for name, x in problem.cotangents.items()}
         if storage is None:
@@ -128,15 +134,16 @@ class Runner:
         """The opaque inputs, from this implementation's own producer, whose rows must be right."""
         assert problem.producer is not None
         producer = problem.producer
-        moved = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in (producer.required | producer.settings).items()}
+        moved = {name: self._moved(x) for name, x in (producer.required | producer.settings).items()}
         arguments = [moved[name] for name in producer.required]
         try:
             result = self.implementation.call(producer.function, *arguments, **{name: moved[name] for name in producer.settings})
             outputs = named_outputs(result, CONTRACTS[producer.function].outputs)
         except Exception as error:
             raise Blocked(f"{producer.function} raised {type(error).__name__}: {error}") from error
-        got = outputs["rows"].detach().cpu() if isinstance(outputs["rows"], Tensor) else None
-        wrong = judge("rows", Exact(problem.produced.rows), got)
+        got = {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in outputs.items()}
+        right = problem.produced.rows
+        wrong = judge("rows", Exact(right) if isinstance(right, Tensor) else settled(right, got), got["rows"])
         if wrong:
             raise Blocked(f"{producer.function} is wrong here: rows {wrong.message}")
         return outputs
@@ -144,11 +151,11 @@ class Runner:
     def _call(self, problem: Problem, placed: dict[str, Tensor], opaque: dict[str, Any] | None) -> dict[str, Any]:
         contract = CONTRACTS[problem.function]
         if problem.script:
-            outputs = problem.script(self.implementation, problem.required | problem.settings | placed)
+            outputs = problem.script(self.implementation, problem.required | problem.settings | placed | {"produced": opaque})
             return outputs | self._gradients(problem, placed, outputs)
         arguments = [opaque[x.field_name] if isinstance(x, Opaque) and opaque else placed.get(name, x) for name, x in problem.required.items()]
         left_out = [name for name in self.implementation.lacks(problem.function, problem.settings) if name in contract.redundant]
-        settings = {name: placed.get(name, x) for name, x in problem.settings.items() if name not in left_out}
+        settings = {name: placed[name] if name in placed else self._moved(x) for name, x in problem.settings.items() if name not in left_out}
         try:
             outputs = named_outputs(self.implementation.call(problem.function, *arguments, **settings), contract.outputs)
         except ValueError as error:

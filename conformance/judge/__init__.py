@@ -1,6 +1,6 @@
 """Decides whether an observed output is right: `exact` where rows are only moved, `bound` where numbers are added (`running` where more
 is done to them), `rowwise` where matrices are multiplied, `selection` where the best are chosen, `codes` where values are quantised,
-`statistics` where something is random.
+`ranges` where that is done to values that are known in part, `statistics` where something is random.
 
 `controls` shows the judge corrupted outputs, which it must reject.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from conformance.judge.bound import Bounded, beyond
 from conformance.judge.codes import Codes, miscoded
 from conformance.judge.exact import Exact, different
+from conformance.judge.ranges import Ranged, outside
 from conformance.judge.rowwise import RowWise
 from conformance.judge.selection import Chosen, inadmissible
 
@@ -29,7 +30,7 @@ class Given:
     make: Callable[[Outputs], Exact | Bounded]
 
 
-Settled = Exact | Bounded | Chosen  # Codes is an Exact, RowWise a Bounded
+Settled = Exact | Bounded | Chosen  # Codes and Ranged are Exact, RowWise a Bounded
 Expectation = Settled | Given
 
 
@@ -70,7 +71,7 @@ def judge(output: str, expected: Settled, observed: Any) -> Finding | None:
     return Finding(output, CHECKS[type(expected)], message, index)
 
 
-CHECKS = {Exact: "exact", Codes: "code", Bounded: "bound", Chosen: "choice"}
+CHECKS = {Exact: "exact", Codes: "code", Ranged: "code", Bounded: "bound", Chosen: "choice"}
 
 
 def _judge_ratios(output: str, expected: RowWise, observed: Tensor) -> Finding | None:
@@ -81,6 +82,8 @@ def _judge_ratios(output: str, expected: RowWise, observed: Tensor) -> Finding |
 def _wrong(expected: Settled, observed: Tensor) -> np.ndarray | None:
     if isinstance(expected, Codes):
         return miscoded(expected, observed)
+    if isinstance(expected, Ranged):
+        return outside(expected, observed)
     if isinstance(expected, Exact):
         return different(expected, observed)
     return beyond(expected, observed) if isinstance(expected, Bounded) else inadmissible(expected, observed)

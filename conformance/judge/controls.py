@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from conformance.judge import Bounded, Chosen, Exact, Settled, judge
+from conformance.judge.ranges import Ranged, visibly_moved
 
 ELEMENTS = 2**15  # more than this are cropped
 ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.bool)
@@ -71,6 +72,8 @@ def _moved(expected: Settled, honest: Tensor, corrupt: Tensor) -> bool:
     """Whether the corruption is visible at all, by plain arithmetic that shares nothing with the judge."""
     if isinstance(expected, Chosen):
         return _worse(expected, honest, corrupt)
+    if isinstance(expected, Ranged):
+        return visibly_moved(expected, honest, corrupt)
     if isinstance(expected, Exact) and expected.kind == "values":  # where -0 is 0
         before, after = honest.double().numpy(), corrupt.double().numpy()
         return bool(((before != after) & ~(np.isnan(before) & np.isnan(after))).any())

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from conformance.contracts.base import Problem
+from conformance.contracts.grouped_recipes import recipe_of, unit_of
 from conformance.judge import Bounded, Expectation, Finding, judge
+from conformance.laws import general
 from conformance.laws.base import Law, Trial, same
 
 LINEAR = {  # function: the input that it is linear in, and the output that is
@@ -17,7 +19,9 @@ LINEAR = {  # function: the input that it is linear in, and the output that is
     "grouped_dgrad": ("d_out", "d_rows"),
     "grouped_wgrad": ("d_out", "d_weight"),
 }
-BY_EXPERT = ("weight", "bias", "accumulate_into")
+BY_EXPERT = ("weight", "bias", "accumulate_into", "fc1_weight", "fc2_weight", "fc1_bias", "fc2_bias")
+BY_ROW = ("delayed", "block", "mxfp8")  # scalings of which a row's codes are the same whoever stands beside it, where blocks lie along rows
+DOUBLED = ("dyadic", "rows", "columns", "patches", "zeros")  # values that stay finite
 
 
 def scaled(expected: Expectation, factor: float) -> Bounded:
@@ -91,7 +95,7 @@ def untouched(trial: Trial, law: str, second: dict[str, Any], kept: dict[str, Te
 
 def of_rows(name: str) -> bool:
     """Whether a tensor has a row for each row, and not for each expert."""
-    return name.removeprefix("d_") not in BY_EXPERT
+    return name.removeprefix("d_") not in BY_EXPERT and not name.startswith("state.")
 
 
 def judged_outputs(trial: Trial) -> list[str]:
@@ -112,6 +116,8 @@ def regrouped(problem: Problem, rows: Tensor, experts: Tensor, counts: Tensor) -
             return counts.to(x.dtype)
         if not of_rows(name):
             return x[experts].clone()
+        if name == "noise":  # a row of it for each direction
+            return torch.stack([taken("", direction) for direction in x])
         return torch.cat([x, torch.full_like(x[:1], torch.nan) if len(x) else x.new_full((1, *x.shape[1:]), torch.nan)])[rows]
 
     cotangents = {name: taken(name, x) for name, x in problem.cotangents.items()}
@@ -143,7 +149,8 @@ def _group_split(trial: Trial) -> Finding | None:
     """The largest expert as two with the same weights: each row is what it was."""
     counts = trial.problem.required["tokens_per_expert"]
     e = int(counts.argmax())
-    first = int(counts[e]) // 2
+    unit = unit_of(trial.case)
+    first = int(counts[e]) // unit // 2 * unit
     split = torch.cat([counts[:e], torch.tensor([first, int(counts[e]) - first]), counts[e + 1 :]])
     experts = torch.tensor([*range(e + 1), *range(e, len(counts))])
     outputs = trial.run(regrouped(trial.problem, torch.arange(int(counts.sum()) + trial.case.tail), experts, split))
@@ -156,8 +163,25 @@ def plain(case: Any) -> bool:
 
 def _linear(case: Any) -> bool:
     """Whether the output is linear in what is doubled."""
-    without = not getattr(case, "bias", "") and not getattr(case, "into", "")
+    without = not getattr(case, "bias", "") and not getattr(case, "into", "") and _doubles(case)
     return plain(case) and (bool(case.probs) if case.function in ("glu", "activation") else without)
+
+
+def _doubles(case: Any) -> bool:
+    """Whether twice the values become the same codes and twice the scales."""
+    recipe = recipe_of(case) if getattr(case, "scaling", "") else None
+    return recipe is None or (recipe.scaling != "delayed" and not recipe.amax_epsilon and case.values in DOUBLED)
+
+
+def _by_row(case: Any) -> bool:
+    """Whether a row's result is its own, whatever an expert's other rows are."""
+    return getattr(case, "scaling", "") in ("", *BY_ROW)
+
+
+def _turns_over(case: Any) -> bool:
+    """Whether the inputs stay legal upside down and negated: scales of a state and noise do not."""
+    recipe = recipe_of(case)
+    return recipe is None or not (recipe.scaling == "delayed" or (recipe.stochastic_rounding and case.function != "grouped_linear"))
 
 
 def _rounds_small_numbers(case: Any) -> bool:
@@ -170,8 +194,16 @@ def _grouped(case: Any) -> bool:
 
 
 SCALING = Law("scaling", _scaling, _linear)
-COTANGENT_SCALING = Law("cotangent_scaling", _cotangent_scaling, lambda case: plain(case) and bool(case.grads) and not _rounds_small_numbers(case))
-NEIGHBOUR_INDEPENDENCE = Law("neighbour_independence", _neighbour_independence, lambda case: plain(case) and case.tokens > 1)
+COTANGENT_SCALING = Law(
+    "cotangent_scaling", _cotangent_scaling, lambda case: plain(case) and bool(case.grads) and _doubles(case) and not _rounds_small_numbers(case)
+)
+NEIGHBOUR_INDEPENDENCE = Law(
+    "neighbour_independence",
+    _neighbour_independence,
+    lambda case: plain(case) and case.tokens > 1 and (_by_row(case) or case.function == "grouped_wgrad"),
+)
 PADDING_INDEPENDENCE = Law("padding_independence", _padding_independence, _grouped)
 EXPERT_RELABELLING = Law("expert_relabelling", _expert_relabelling, lambda case: _grouped(case) and case.experts > 1)
-GROUP_SPLIT = Law("group_split", _group_split, lambda case: _grouped(case) and case.tokens > case.experts)
+GROUP_SPLIT = Law("group_split", _group_split, lambda case: _grouped(case) and case.tokens > case.experts and _by_row(case))
+BUFFER_REUSE = replace(general.BUFFER_REUSE, applies=lambda case: general.BUFFER_REUSE.applies(case) and _turns_over(case))
+GRAPH_CAPTURE = replace(general.GRAPH_CAPTURE, applies=lambda case: general.GRAPH_CAPTURE.applies(case) and _turns_over(case))

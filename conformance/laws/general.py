@@ -73,7 +73,7 @@ def _layout(case) -> str:
 
 def _static(case) -> bool:
     """Whether a static size is given, or none is needed, and only the forward is asked for."""
-    sized = case.function not in ("permute", "unpermute") or case.capacity or case.slack is not None
+    sized = case.function not in ("permute", "unpermute", "permute_and_quantize") or case.capacity or case.slack is not None
     return bool(_has_values(case) and sized and not case.grads and _layout(case) == "contiguous")
 
 

@@ -8,7 +8,6 @@ integers, which a strided view of a few rows shows.
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -17,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.mutants import planted_experts, planted_quantization, planted_router
+from conformance.interface import imported
+from conformance.mutants import planted_dispatch, planted_experts, planted_quantization, planted_router
 
 Wrapper = Callable[..., Any]
 
@@ -43,7 +43,7 @@ class Planted:
             raise AttributeError(name)
         base = self.__dict__["_base"]
         if base is None:
-            return Planted(self._defect, importlib.import_module(name))
+            return Planted(self._defect, imported(name))
         wrapper = self._defect.wrappers.get(name)
         if wrapper is None:
             found = getattr(base, name)
@@ -159,7 +159,8 @@ DEFECTS = {
         Defect("D05", "a multiple that cannot be reached is not told", "Megatron-LM #6086, 0.13 to 0.19", {"pad_routing_map": _shortfall_not_told}),
         Defect("Q08", "32-bit offsets in gated kernels", "TransformerEngine #1988, to 2.6", {"glu": _first_in_32_bits}),
         Defect("Q08q", "32-bit offsets in casts", "TransformerEngine #2034, to 2.6", {"quantize": _first_in_32_bits}),
-        *(Defect(*listed) for listed in planted_router.LISTED + planted_experts.LISTED + planted_quantization.LISTED),
+        Defect("L17", "32-bit row · stride in dispatch", "a mistake that dispatchers invite", {"hybridep_dispatch": _first_in_32_bits}),
+        *(Defect(*listed) for listed in planted_router.LISTED + planted_experts.LISTED + planted_quantization.LISTED + planted_dispatch.LISTED),
     )
 }
 

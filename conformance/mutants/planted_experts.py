@@ -108,6 +108,17 @@ def _clamp_not_forwarded(glu: Wrapper, h: Tensor, /, **settings: Any) -> Any:
     return glu(h, **{name: x for name, x in settings.items() if name != "clamp" or not weighted})
 
 
+def _probs_between_the_layers(mlp: Wrapper, rows: Tensor, counts: Tensor, fc1: Tensor, fc2: Tensor, /, **settings: Any) -> Any:
+    """An illegal call keeps its flag: the base refuses it."""
+    weighted = settings.get("probs") is not None
+    return mlp(rows, counts, fc1, fc2, **{name: x for name, x in settings.items() if name != "probs_on_input" or not weighted})
+
+
+def _clamp_stays_outside(shared_experts: Wrapper, x: Tensor, fc1: Tensor, fc2: Tensor, /, **settings: Any) -> Any:
+    legal = settings.get("clamp") is not None and settings["clamp"] > 0
+    return shared_experts(x, fc1, fc2, **{name: value for name, value in settings.items() if name != "clamp" or not legal})
+
+
 LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
     (
         "G01",
@@ -120,5 +131,12 @@ LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
     ("G12", "the offset grows by the groups that a program visits", "DeepGEMM #238, to 2.1", {"grouped_wgrad": _offset_of_visited_groups}),
     ("G21", "one formula, that of equal groups, for ragged ones", "TransformerEngine #3344, to 2.18", {"grouped_linear": _mean_rows}),
     ("J01", "the product is left out where it is to be accumulated", "TransformerEngine #1488, 2.0", {"grouped_wgrad": _not_added_where_it_is_accumulated}),
+    (
+        "H02",
+        "the flag that weighs rows instead of activations is ignored",
+        "Megatron-LM !3083, to 0.12",
+        {"grouped_mlp": _probs_between_the_layers, "sequential_mlp": _probs_between_the_layers},
+    ),
+    ("H04s", "the clamp does not reach the shared experts", "Megatron-LM #5940, 0.15 to 0.19", {"shared_experts": _clamp_stays_outside}),
     ("H04", "the clamp does not reach the weighted activation", "Megatron-LM #5940, 0.15 to 0.19", {"glu": _clamp_not_forwarded}),
 )

@@ -126,11 +126,45 @@ def _as_it_was(value: Tensor, x: Tensor, columnwise: bool) -> Tensor:
     return x.to(value.dtype)
 
 
+# ---- products of quantised factors
+
+_first_of_products: dict[str, Any] = {}
+
+
+def _products(change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Wrapper]:
+    """Each grouped product with other settings, where it has a recipe."""
+
+    def product(base: Wrapper, *tensors: Tensor, **settings: Any) -> Any:
+        return base(*tensors, **change(settings) if getattr(settings.get("recipe"), "scaling", None) else settings)
+
+    return dict.fromkeys(("grouped_linear", "grouped_dgrad", "grouped_wgrad"), product)
+
+
+def _first_recipe_of_products(settings: dict[str, Any]) -> dict[str, Any]:
+    scaling = settings["recipe"].scaling
+    return settings if scaling in ("delayed", "nvfp4") else settings | {"recipe": _first_of_products.setdefault(scaling, settings["recipe"])}
+
+
+def _high_precision(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in settings.items() if name not in ("recipe", "state", "noise")}
+
+
+def _one_scale_for_all(settings: dict[str, Any]) -> dict[str, Any]:
+    state = settings.get("state")
+    if state is None:
+        return settings
+    shared = [own._replace(scale=own.scale.amin().expand_as(own.scale).clone()) for own in state]
+    return settings | {"state": state._replace(**dict(zip(state._fields, shared, strict=True)))}
+
+
 LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
     ("Q01", "the mantissa of a scale leaks into the next byte", "TransformerEngine #2589, 2.9 to 2.11", _beside(_blocks_along_rows, scales=_leaking)),
     ("Q03", "the reciprocal of the extreme exponents is wrong", "TransformerEngine #2647, 2.6 to 2.12", _beside(_extreme_blocks, codes=_signs_only)),
     ("Q11", "the quantizer of the first recipe is kept", "TransformerEngine #1814, to 2.4", {"quantize": _first_recipe_for_ever}),
     ("Q13", "experts stay in high precision, and nobody is told", "torchtitan #3199", _beside(_of_groups, dequantize=_as_it_was)),
+    ("Q11g", "the quantizer of the first recipe is kept, in products", "TransformerEngine #1814, to 2.4", _products(_first_recipe_of_products)),
+    ("Q13g", "experts' products stay in high precision, and nobody is told", "torchtitan #3199", _products(_high_precision)),
+    ("Q15g", "the weights of a packed tensor share a scale, in products", "TransformerEngine #3225, 2.14 to 2.18", _products(_one_scale_for_all)),
     ("Q15", "the groups of a packed tensor share a quantizer", "TransformerEngine #3225, 2.14 to 2.18", {"quantize": _one_history_for_all}),
     ("G21q", "scales of ragged groups by the formula of equal ones", "TransformerEngine #3344, to 2.18", {"quantize": _mean_groups}),
 )

@@ -6,6 +6,8 @@ from conformance.case import Case
 from conformance.contracts import grouped
 from conformance.contracts.activation import VALUES, WEIGHTS, ActivationCase
 from conformance.contracts.grouped import GroupedCase
+from conformance.contracts.grouped_recipes import LOW_VALUES, fits, recipe_of
+from conformance.contracts.quantization import RECIPES, VARIANTS
 from conformance.strategies.axes_routing import layouts
 from conformance.strategies.space import LOGIT_DTYPES, POISONS, Space
 
@@ -76,3 +78,63 @@ def case_of(function: str, fields: Row) -> Case:
     if function in ("glu", "activation"):
         return ActivationCase(function=function, tokens=5, width=6, **fields)
     return GroupedCase(function=function, tokens=9, experts=len(fields["counts"]), hidden=7, width=5, **fields)
+
+
+# ---- grouped products in low precision
+
+_LOW = {
+    "scaling": tuple(RECIPES),
+    "variant": tuple(range(VARIANTS)),
+    "counts": ((1, 1, 1), (0, 2, 0, 1, 0), (0, 0, 3), (3, 0)),  # in LOW_ROWS
+    "tail": (0, 3),
+    "dtype": LOGIT_DTYPES,
+    "values": (*grouped.VALUES, *LOW_VALUES),
+    "index_dtype": ("int64", "int32"),
+    "poison": POISONS,
+}
+LOW_ROWS = {"delayed": 9, "current": 9, "block": 45}  # 1 for the others, whose sizes are in units
+LOW_SIZES = {"block": (133, 130), "mxfp8": (3, 2), "nvfp4": (5, 6)}  # columns in and out: more than a block along each contraction
+LOW_AXES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "grouped_linear": {
+        **_LOW,
+        "bias": ("", "float32"),
+        "layout": (("contiguous", ""), ("transposed", "rows"), ("strided", "weight"), ("transposed", "d_out"), ("expanded", "d_out")),
+        "grads": ("", "rows", "weight", "rows+weight"),
+    },
+    "grouped_dgrad": {**_LOW, "layout": (("contiguous", ""), ("transposed", "weight"), ("strided", "d_out"), ("expanded", "d_out"))},
+    "grouped_wgrad": {
+        **_LOW,
+        "into": ("", "float32", "float64"),
+        "layout": (("contiguous", ""), ("transposed", "rows"), ("strided", "d_out"), ("strided", "accumulate_into")),
+    },
+}
+
+
+def may_be_low(function: str, case: Any, space: Space) -> bool:
+    """Whether the implementation has the settings that a case with this recipe needs, and the reference takes the call."""
+    recipe = recipe_of(case)
+    wanted = {"recipe": True, "state": case.scaling == "delayed", "noise": recipe is not None and bool(recipe.stochastic_rounding)}
+    return fits(case) and all(space.accepts(function, name) for name, needed in wanted.items() if needed)
+
+
+def low_case(function: str, fields: Row) -> GroupedCase:
+    """The case that a row of LOW_AXES describes."""
+    layout, of = fields.get("layout", ("contiguous", ""))
+    rows = LOW_ROWS.get(fields["scaling"], 1)
+    counts = tuple(rows * count for count in fields["counts"])
+    hidden, width = LOW_SIZES.get(fields["scaling"], (37, 20))
+    sized: Row = {"tokens": sum(counts), "experts": len(counts), "counts": counts, "hidden": hidden, "width": width}
+    return GroupedCase(function=function, **fields | sized | {"layout": layout, "layout_of": of})
+
+
+def low_legal(function: str, row: Row, space: Space) -> bool:
+    """Whether the row describes a call that can be made."""
+    layout, of = row["layout"]
+    return (
+        all(space.accepts(function, SETTING.get(name, name)) or not row.get(name) for name in OPTIONAL)
+        and not (row.get("grads") and function in space.not_differentiable)
+        and not (layout != "contiguous" and function in space.contiguous_only)
+        and not (of == "d_out" and "grads" in row and not row["grads"])
+        and not (of == "accumulate_into" and not row["into"])
+        and may_be_low(function, low_case(function, row), space)
+    )

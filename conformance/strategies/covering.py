@@ -10,7 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from conformance.case import Case
-from conformance.strategies import axes_experts, axes_permutation, axes_quantization, axes_routing
+from conformance.strategies import (
+    axes_dispatch,
+    axes_experts,
+    axes_mlp,
+    axes_permutation,
+    axes_permuted_quantization,
+    axes_quantization,
+    axes_quantized_activations,
+    axes_routing,
+)
 from conformance.strategies.space import Space
 
 Row = dict[str, Any]
@@ -60,7 +69,7 @@ def _completed(axes: Mapping[str, tuple[Any, ...]], fixed: Row, source: random.R
     return {name: fixed.get(name, source.choice(values)) for name, values in axes.items()}
 
 
-HOMES = (axes_permutation, axes_routing, axes_experts, axes_quantization)
+HOMES = (axes_permutation, axes_routing, axes_experts, axes_mlp, axes_dispatch, axes_quantization, axes_permuted_quantization, axes_quantized_activations)
 AXES = {function: axes for home in HOMES for function, axes in home.AXES.items()}
 
 

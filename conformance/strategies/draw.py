@@ -8,9 +8,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conformance.case import Case
+from conformance.contracts.dispatching import FUNCTIONS as COLLECTIVES
+from conformance.strategies.dispatch import dispatch_cases
 from conformance.strategies.experts import activation_cases, grouped_cases
 from conformance.strategies.logits import balancing_cases, gate_cases, load_cases, topk_cases
+from conformance.strategies.mlp import mlp_cases, shared_cases
+from conformance.strategies.permuted_quantization import permuted_quantization_cases
 from conformance.strategies.quantization import quantize_cases
+from conformance.strategies.quantized_activations import FUNCTIONS as ACTIVATED_AND_QUANTIZED
+from conformance.strategies.quantized_activations import quantized_activation_cases
 from conformance.strategies.route import route_cases
 from conformance.strategies.routing import multihot_cases, pad_cases, permutation_cases
 from conformance.strategies.rows import chunk_cases, index_cases
@@ -32,8 +38,13 @@ STRATEGIES: dict[str, Callable[[str, Space], st.SearchStrategy[Case]]] = {
     **dict.fromkeys(("gate", "jitter", "attach_loss"), gate_cases),
     "route": route_cases,
     "quantize": quantize_cases,
+    **dict.fromkeys(ACTIVATED_AND_QUANTIZED, quantized_activation_cases),
+    "permute_and_quantize": permuted_quantization_cases,
     **dict.fromkeys(("glu", "activation"), activation_cases),
     **dict.fromkeys(("grouped_linear", "grouped_dgrad", "grouped_wgrad"), grouped_cases),
+    **dict.fromkeys(("grouped_mlp", "sequential_mlp"), mlp_cases),
+    "shared_experts": shared_cases,
+    **dict.fromkeys(COLLECTIVES, dispatch_cases),
 }
 
 

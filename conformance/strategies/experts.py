@@ -1,4 +1,4 @@
-"""Cases of what happens inside experts: activations, with every setting and dtype."""
+"""Cases of what happens inside experts: activations, with every setting and dtype, and grouped products in high and in low precision."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,9 @@ from conformance.case import Case
 from conformance.contracts import grouped
 from conformance.contracts.activation import VALUES, WEIGHTS, ActivationCase
 from conformance.contracts.grouped import GroupedCase
-from conformance.strategies.axes_experts import GATES, PLAIN, SETTING
+from conformance.contracts.grouped_recipes import LOW_VALUES, fits, recipe_settings
+from conformance.contracts.quantization import RECIPES, VARIANTS
+from conformance.strategies.axes_experts import GATES, PLAIN, SETTING, may_be_low
 from conformance.strategies.space import LAYOUTS, LOGIT_DTYPES, POISONS, Space, mostly, sizes, some_of
 from conformance.values import WIDE_LAYOUTS
 
@@ -74,11 +76,32 @@ def finished(draw: st.DrawFn, case: Case, space: Space) -> Case:
     return replace(case, law=draw(st.sampled_from(space.laws(case))))
 
 
-@st.composite
-def grouped_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
+# at most, in units: rows of an expert, and columns; as few as fill no second block, and more
+LOW_SIZES = {"delayed": (30, 40), "current": (30, 40), "block": (140, 150), "mxfp8": (3, 3), "nvfp4": (5, 6)}
+LOW_SHARE = {"cuda": 3, "cpu": 12}  # one in so many grouped products is in low precision, for which an interpreter pays most
+
+
+def grouped_cases(function: str, space: Space) -> st.SearchStrategy[Case]:
     """grouped_linear, grouped_dgrad and grouped_wgrad."""
+    recipes = [(scaling, variant) for scaling in RECIPES for variant in range(VARIANTS)]
+    bare = [GroupedCase(function=function, scaling=scaling, variant=variant, dtype="bfloat16") for scaling, variant in recipes]
+    possible = [(case.scaling, case.variant) for case in bare if may_be_low(function, case, space)]
+    if not possible:
+        return product_cases(function, space, "", 0)
+    low = st.sampled_from(possible).flatmap(lambda recipe: product_cases(function, space, *recipe))
+    return st.integers(1, LOW_SHARE[space.device]).flatmap(lambda i: low if i == 1 else product_cases(function, space, "", 0))
+
+
+@st.composite
+def product_cases(draw: st.DrawFn, function: str, space: Space, scaling: str, variant: int) -> Case:
+    """In high precision, or by a recipe."""
     fields: dict[str, Any] = draw(segments()) | {"hidden": draw(sizes(0, 40)), "width": draw(sizes(0, 40))}
-    fields |= {"values": draw(st.sampled_from(grouped.VALUES)), "dtype": draw(mostly("float32", LOGIT_DTYPES[1:]))}
+    values: tuple[str, ...] = grouped.VALUES
+    if scaling:
+        rows, columns = LOW_SIZES[scaling]
+        fields = draw(few_segments(rows)) | {"scaling": scaling, "variant": variant, "hidden": draw(sizes(1, columns)), "width": draw(sizes(1, columns))}
+        values = (*grouped.VALUES, *LOW_VALUES)
+    fields |= {"values": draw(st.sampled_from(values)), "dtype": draw(mostly("float32", LOGIT_DTYPES[1:]))}
     fields["accumulator"] = draw(st.sampled_from(("",) * 5 + ("float64",))) if space.accepts(function, "accumulator") else ""
     fields["index_dtype"] = draw(st.sampled_from(("int64", "int32")))
     matrices = {"grouped_linear": ("rows", "weight"), "grouped_dgrad": ("weight",), "grouped_wgrad": ("rows",)}[function]
@@ -93,8 +116,23 @@ def grouped_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
     differentiable = function == "grouped_linear" and function not in space.not_differentiable
     fields["grads"] = draw(some_of(possible)) if differentiable else ""
     cotangents = ("d_out",) if fields["grads"] or function != "grouped_linear" else ()
-    fields |= laid_out(draw, function, space, matrices, ("tokens_per_expert", *vectors), cotangents)
-    return finished(draw, GroupedCase(function=function, **fields), space)
+    case = GroupedCase(function=function, **fields)
+    if not fits(case):
+        case = replace(case, dtype="bfloat16", values="dyadic")
+    noise = ("noise",) if "noise" in recipe_settings(case) else ()
+    layout = laid_out(draw, function, space, (*matrices, *noise), ("tokens_per_expert", *vectors), cotangents)
+    return finished(draw, replace(case, **layout), space)  # type: ignore[arg-type]
+
+
+@st.composite
+def few_segments(draw: st.DrawFn, most: int) -> dict[str, Any]:
+    """Counts: a few of any size up to this, one expert with all rows, and none with any; and rows behind them."""
+    kind = draw(st.sampled_from(("few", "few", "few", "one", "none")))
+    part = st.just(0) if kind == "none" else sizes(0, most) | st.sampled_from((0, 1))
+    counts = tuple(draw(st.lists(part, min_size=1, max_size=4)))
+    if kind == "one":
+        counts = tuple(draw(st.permutations([draw(sizes(1, most)), *[0] * draw(st.integers(0, 3))])))
+    return {"tokens": sum(counts), "experts": len(counts), "counts": counts, "tail": draw(st.sampled_from((0, 0, 1, 5)))}
 
 
 @st.composite

@@ -8,14 +8,21 @@ from typing import Any
 
 from conformance.case import Case
 from conformance.contracts.chunks import ChunksCase
+from conformance.contracts.dispatching import FUNCTIONS as COLLECTIVES
 from conformance.contracts.gating import GateCase
 from conformance.contracts.loads import LoadCase
 from conformance.contracts.logits import LogitsCase
 from conformance.contracts.routing import RoutingCase
 from conformance.contracts.routing_map import IndicesCase
+from conformance.strategies.axes_mlp import AXES as AXES_MLP
+from conformance.strategies.dispatch import far_dispatch
 from conformance.strategies.experts import INPUTS as EXPERT_INPUTS
 from conformance.strategies.experts import far_experts
+from conformance.strategies.mlp import far_mlp
+from conformance.strategies.permuted_quantization import far_permuted_quantization
 from conformance.strategies.quantization import far_quantize
+from conformance.strategies.quantized_activations import FUNCTIONS as ACTIVATED_AND_QUANTIZED
+from conformance.strategies.quantized_activations import far_quantized_activations
 from conformance.strategies.space import Space
 
 ROUTING = (0b101, 0b010, 0b111)
@@ -49,6 +56,14 @@ def far_cases(function: str, space: Space) -> list[Case]:
         return []
     if function == "quantize":
         return far_quantize(space)
+    if function in ACTIVATED_AND_QUANTIZED:
+        return far_quantized_activations(function, space)
+    if function in AXES_MLP:
+        return far_mlp(function, space)
+    if function in COLLECTIVES:
+        return far_dispatch(function, space)
+    if function == "permute_and_quantize":
+        return far_permuted_quantization(space)
     if function in EXPERT_INPUTS:
         return far_experts(function, space)
     if function in ROUTER:

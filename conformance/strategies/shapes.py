@@ -4,11 +4,18 @@ from dataclasses import replace
 from typing import Any
 
 from conformance.case import Case
+from conformance.contracts.dispatching import FUNCTIONS as COLLECTIVES
 from conformance.contracts.routing import RoutingCase
+from conformance.strategies.axes_mlp import AXES as AXES_MLP
+from conformance.strategies.dispatch import dispatch_shapes
 from conformance.strategies.experts import INPUTS as EXPERT_INPUTS
 from conformance.strategies.experts import expert_shapes
 from conformance.strategies.logits import REAL_ROUTERS
+from conformance.strategies.mlp import mlp_shapes
+from conformance.strategies.permuted_quantization import permuted_quantization_shapes
 from conformance.strategies.quantization import quantize_shapes
+from conformance.strategies.quantized_activations import FUNCTIONS as ACTIVATED_AND_QUANTIZED
+from conformance.strategies.quantized_activations import quantized_activation_shapes
 from conformance.strategies.space import Space
 
 EDGES = ((1, 1), (31, 4), (32, 32), (33, 3), (65, 16), (1023, 8), (1024, 8), (2048, 4))  # experts and top-k
@@ -26,12 +33,19 @@ GRADS = {
     **dict.fromkeys(("glu", "activation"), "h+probs"),
     "grouped_linear": "rows+weight",
     "quantize": "x",
+    **dict.fromkeys(("glu_and_quantize", "activation_and_quantize"), "h+probs"),
+    "permute_and_quantize": "tokens+probs",
+    **dict.fromkeys(("grouped_mlp", "sequential_mlp"), "rows+fc1_weight+fc2_weight+probs"),
+    "shared_experts": "x+fc1_weight+fc2_weight",
 }
-WITH_PROBS = ("permute", "unpermute", "sort_chunks", "glu", "activation")
+WITH_PROBS = ("permute", "unpermute", "sort_chunks", "glu", "activation", "permute_and_quantize", "grouped_mlp", "sequential_mlp", *ACTIVATED_AND_QUANTIZED)
 
 
 def shape_cases(function: str, space: Space) -> list[Case]:
     """The shapes of a function, with gradients where there are any; laws go round over them."""
+    if function in COLLECTIVES:
+        cases = [_case(function, fields) for fields in dispatch_shapes(function, space)]
+        return [replace(case, law=space.laws(case)[i % len(space.laws(case))]) for i, case in enumerate(cases)]
     grads = "" if function in space.not_differentiable else GRADS.get(function, "")
     with_probs = space.accepts(function, "probs") and function in WITH_PROBS
     if not with_probs:
@@ -85,6 +99,12 @@ def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
         return [{"tokens": 257, "hidden": 129, "experts": 65}]
     if function == "quantize":
         return quantize_shapes(space)
+    if function in ACTIVATED_AND_QUANTIZED:
+        return quantized_activation_shapes(function, space)
+    if function in AXES_MLP:
+        return mlp_shapes(function, space)
+    if function == "permute_and_quantize":
+        return permuted_quantization_shapes(space)
     return expert_shapes(function, space) if function in EXPERT_INPUTS else []
 
 

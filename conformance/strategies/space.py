@@ -26,6 +26,7 @@ class Space:
     without: dict[str, frozenset[str]] = field(default_factory=dict)  # by function: optional arguments that are not accepted
     not_differentiable: frozenset[str] = frozenset()  # functions that are declared so
     contiguous_only: frozenset[str] = frozenset()  # likewise
+    ranks: int = 4  # that a world has room for
 
     @property
     def many(self) -> int:
@@ -41,7 +42,7 @@ class Space:
         functions = description["functions"]
         denied = {key: frozenset(f for f, known in functions.items() if known["declares"].get(key) is False) for key in ("differentiable", "noncontiguous")}
         without = {name: frozenset(known["without"]) for name, known in functions.items()}
-        return cls(description["device"], without, denied["differentiable"], denied["noncontiguous"])
+        return cls(description["device"], without, denied["differentiable"], denied["noncontiguous"], description["ranks"])
 
     def laws(self, case: Case) -> list[str]:
         """The laws that apply to the case on this device; never none."""

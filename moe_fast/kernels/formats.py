@@ -16,6 +16,7 @@ INTERPRETED = tl.constexpr(backend.INTERPRETED)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # of a float32: all but its sign
 INFINITY = tl.constexpr(0x7F800000)
+E2M1_MAX = tl.constexpr(6.0)
 LARGEST_POWER = tl.constexpr(254)  # E8M0's code of 2^127
 SUBNORMAL_HALF = tl.constexpr(0x400000)  # the bits of 2^-127
 
@@ -50,6 +51,22 @@ def encoded(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
     code = tl.minimum(tl.where(body < ((128 - BIAS) << 23), subnormal, normal), MAX_CODE)
     code = code | (((word >> 31) & 1) << SIGN)
     return tl.where(body > INFINITY, NAN_CODE, code).to(tl.uint8)
+
+
+@triton.jit
+def encoded_randomly(x, noise):
+    """The E2M1 codes of float32 numbers, uint8: |x| = k·u + r, u the spacing there, becomes k + 1 where noise < r/u. Saturated, NaN likewise.
+
+    Every step is exact; float64 noise is compared as such.
+    """
+    size = tl.where(tl.abs(x) < E2M1_MAX, tl.abs(x), E2M1_MAX)
+    units = size * tl.where(size < 2, 2.0, tl.where(size < 4, 1.0, 0.5))
+    whole = tl.floor(units)
+    rest = units - whole
+    up = rest.to(tl.float64) > noise if noise.dtype == tl.float64 else rest > as_float32(noise)
+    code = whole.to(tl.int32) + tl.where(size < 2, 0, tl.where(size < 4, 2, 4)) + up.to(tl.int32)
+    negative = (x.to(tl.int32, bitcast=True) < 0) & (x == x)
+    return (code + tl.where(negative, 8, 0)).to(tl.uint8)
 
 
 @triton.jit

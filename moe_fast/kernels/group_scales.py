@@ -1,14 +1,16 @@
 """One scale for a whole group: taken from its amax, or from earlier steps while the amax is measured; and the memory of those steps.
 
-Tiles are those of `moe_fast.kernels.quantization`, each within one group. A maximum has no order, so programs meet in an atomic.
+Tiles are those of `moe_fast.kernels.tiles`, each within one group. A maximum has no order, so programs meet in an atomic.
 """
 
 import triton
 import triton.language as tl
 
 from moe_fast.kernels.formats import FLOAT32_MAX, encoded
-from moe_fast.kernels.quantization import E4M3_MAX, E5M2_MAX, INFINITE, fitting_scale, load_tile, magnitude, over, place_of_tile
+from moe_fast.kernels.hadamard import hadamard_tile
+from moe_fast.kernels.quantization import E4M3_MAX, E5M2_MAX, INFINITE, fitting_scale, over
 from moe_fast.kernels.scores import number
+from moe_fast.kernels.tiles import load_tile, magnitude, place_of_tile
 
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
@@ -39,9 +41,66 @@ def group_amax_kernel(
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in tl.range(0, tl.where(first < end, steps, 0), num_stages=STAGES):
         n = begin + i * BLOCK_N + tl.arange(0, BLOCK_N)
-        largest = tl.maximum(largest, magnitude(load_tile(x_ptr, stride_x_m, stride_x_n, row, end, end, n, num_columns, False)))
+        largest = tl.maximum(largest, tl.abs(load_tile(x_ptr, stride_x_m, stride_x_n, row, end, n, num_columns)))  # passes over NaN
     bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
     tl.atomic_max(amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # the rest of x has no end, and no amax
+
+
+@triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
+def two_levels_amax_kernel(
+    x_ptr,
+    stride_x_m,
+    stride_x_n,
+    splits_ptr,
+    stride_splits,
+    # results, as integers, zeros before; either may be left out
+    row_amax_ptr,
+    column_amax_ptr,
+    # sizes; a tile's rows are the work of so many programs, each so many steps
+    num_rows,
+    num_columns,
+    num_groups,
+    parts,
+    steps,
+    ROW_SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """max |x| over each group, and over each group of the transform; ROW_SCALED: over each row, and over each column of each group.
+
+    Bits of numbers ≥ 0 are in the order of the numbers, and a maximum has no order: programs meet in an atomic.
+    """
+    tile = tl.program_id(0) // parts
+    group, first, end, _, _ = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G)
+    row = first + tl.arange(0, BLOCK_M)
+    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    largest_turned = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i in tl.range(0, tl.where(first < end, steps, 0), num_stages=STAGES):
+        column = begin + i * BLOCK_N
+        n = column + tl.arange(0, BLOCK_N)
+        if row_amax_ptr is not None or ROW_SCALED:
+            size = magnitude(load_tile(x_ptr, stride_x_m, stride_x_n, row, end, n, num_columns))
+            largest = tl.maximum(largest, size)
+        if column_amax_ptr is not None:
+            if ROW_SCALED:
+                bits = tl.max(size, axis=0).to(tl.int32, bitcast=True)
+                tl.atomic_max(column_amax_ptr + group * num_columns + n, bits, mask=(n < num_columns) & (bits > 0), sem="relaxed")
+            else:
+                turned = hadamard_tile(x_ptr, stride_x_m, stride_x_n, first, end, column, num_columns, False, BLOCK_M, BLOCK_N)
+                largest_turned = tl.maximum(largest_turned, tl.abs(turned))
+    if row_amax_ptr is not None:
+        bits = tl.max(largest, axis=1).to(tl.int32, bitcast=True)
+        if ROW_SCALED:
+            tl.atomic_max(row_amax_ptr + row, bits, mask=(row < end) & (bits > 0), sem="relaxed")
+        else:
+            bits = tl.max(bits, axis=0)
+            tl.atomic_max(row_amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # the rest of x has no end, and no amax
+    if column_amax_ptr is not None and not ROW_SCALED:
+        bits = tl.max(tl.max(largest_turned, axis=1), axis=0).to(tl.int32, bitcast=True)
+        tl.atomic_max(column_amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # likewise
 
 
 @triton.jit(do_not_specialize=["stride_splits", "stride_given", "stride_history", "num_rows", "num_groups", "parts", "steps", "epsilon"])
@@ -81,7 +140,7 @@ def cast_groups_kernel(
     FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
     least = number(epsilon, tl.float32)
     tile = tl.program_id(0) // parts
-    group, first, read, owned, written = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G)
+    group, first, read, _, written = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G)
     g = tl.arange(0, BLOCK_G)
     real = g < num_groups  # BLOCK_G is a power of two
     if given_ptr is not None:
@@ -99,11 +158,11 @@ def cast_groups_kernel(
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in tl.range(0, tl.where(first < written, steps, 0), num_stages=STAGES):
         n = begin + i * BLOCK_N + tl.arange(0, BLOCK_N)
-        x = load_tile(x_ptr, stride_x_m, stride_x_n, row, read, owned, n, num_columns, False)
+        x = load_tile(x_ptr, stride_x_m, stride_x_n, row, read, n, num_columns)
         inside = (row < written)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of x
         tl.store(codes_ptr + row[:, None] * num_columns + n[None, :], encoded(x * scale, FORMAT, HARDWARE), mask=inside)
         if given_ptr is not None:
-            largest = tl.maximum(largest, magnitude(x))
+            largest = tl.maximum(largest, tl.abs(x))  # passes over NaN
     if given_ptr is not None:
         bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
         tl.atomic_max(amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed")  # the rest of x is not read

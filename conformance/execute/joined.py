@@ -1,0 +1,152 @@
+"""Ranks that somebody else has started: under torchrun, on one host or several, each of its processes lends the world one rank.
+
+Rank 0 draws the cases and gives the verdict; the others attend. Each attendant keeps its rank in a process of its own, so that a crash of
+the implementation does not end what torchrun watches. That process talks to rank 0 directly; the attendant hears when to start and end it.
+"""
+
+import contextlib
+import os
+import pickle
+import secrets
+import tempfile
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import torch.distributed as dist
+
+from conformance.execute.child import Settings
+from conformance.execute.local_rank import LocalRank
+from conformance.execute.rank import Seat
+from conformance.interface import UsageError
+
+ANSWER_SECONDS = 20.0  # for an attendant to say how a process ended
+LOOPBACK = ("127.0.0.1", "localhost")
+
+
+@dataclass(frozen=True)
+class Joined:
+    """This process's part in a world that is there already."""
+
+    rank: int
+    ranks: int
+    host: str
+    port: int
+    gpu: int  # on its own host
+    hosts_store: bool  # nobody else does
+
+    def seat(self, world: int, rank: int) -> Seat:
+        return Seat(rank, self.ranks, self.host, self.port, f"moe-conformance world {world}", self.gpu)
+
+    def store(self, first: bool = False) -> Any:
+        """Where the ranks leave each other a word; hosted by rank 0, the first time that it asks, if by nobody else."""
+        return dist.PrefixStore("moe-conformance", dist.TCPStore(self.host, self.port, is_master=self.hosts_store and first, wait_for_workers=False))
+
+
+def joined() -> Joined | None:
+    """What the environment says; None if it says nothing, or there is a single rank.
+
+    Raises:
+        UsageError: it says only a part.
+    """
+    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    if not given["RANK"] or given["WORLD_SIZE"] == "1":
+        return None
+    missing = [name for name, value in given.items() if not value]
+    if missing:
+        raise UsageError(f"RANK is set, so this process is one of several; {', '.join(missing)} must be set too, as torchrun does")
+    rank, agent = int(given["RANK"]), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    gpu = int(os.environ.get("LOCAL_RANK", rank))
+    return Joined(rank, int(given["WORLD_SIZE"]), given["MASTER_ADDR"], int(given["MASTER_PORT"]), gpu, rank == 0 and not agent)
+
+
+class Attendants:
+    """The attendants of all other ranks, as rank 0 tells and hears them."""
+
+    def __init__(self, place: Joined) -> None:
+        self.place = place
+        self._store = place.store(first=True)
+        self._listener: Listener | None = None
+        self._controls: dict[int, Connection] = {}
+
+    def open(self, world: int) -> list["RemoteRank"]:
+        """A new process of each other rank, in the order of the ranks."""
+        if self._listener is None:
+            key, host = secrets.token_bytes(16), self.place.host
+            self._listener = Listener((host if host in LOOPBACK else "0.0.0.0", 0), authkey=key)
+            self._store.set("address", pickle.dumps(((host, self._listener.address[1]), key)))
+            self._controls = self._called()
+        for control in self._controls.values():
+            control.send(("open", world))
+        pipes = self._called()
+        return [RemoteRank(pipes[rank], self._controls[rank]) for rank in sorted(pipes)]
+
+    def dismiss(self) -> None:
+        """All is over."""
+        if self._listener is None:
+            self._store.set("address", pickle.dumps(None))
+            return
+        for control in self._controls.values():
+            with contextlib.suppress(OSError):
+                control.send(("over", 0))
+        self._listener.close()
+
+    def _called(self) -> dict[int, Connection]:
+        """A connection from each other rank, which says its number first."""
+        assert self._listener is not None
+        calls = [self._listener.accept() for _ in range(self.place.ranks - 1)]
+        return {call.recv(): call for call in calls}
+
+
+class RemoteRank:
+    """A rank's process on the other side of an attendant; see `LocalRank`."""
+
+    def __init__(self, pipe: Connection, control: Connection) -> None:
+        self.pipe, self._control, self._ended = pipe, control, ""
+
+    def manner(self) -> str:
+        if not self._ended:
+            self._ended = self._asked("close")
+        return self._ended
+
+    def where(self) -> str:
+        return self._asked("where")
+
+    def end(self) -> None:
+        self.pipe.close()
+        self.manner()
+
+    def _asked(self, verb: str) -> str:
+        with contextlib.suppress(OSError, EOFError):
+            self._control.send((verb, 0))
+            if self._control.poll(ANSWER_SECONDS):
+                return str(self._control.recv())
+        return " (its attendant does not answer)"
+
+
+def attend(place: Joined, settings: Settings) -> int:
+    """Lend this rank to every world that rank 0 opens, until it says that all is over, or is gone; returns the exit code."""
+    call = pickle.loads(place.store().get("address"))
+    if call is None:  # there was nothing to do for several ranks
+        return 0
+    address, key = call
+    control = Client(address, authkey=key)
+    control.send(place.rank)
+    own: LocalRank | None = None
+    with tempfile.TemporaryDirectory(prefix="moe-conformance-") as folder, contextlib.suppress(EOFError, ConnectionResetError):
+        while (request := control.recv())[0] != "over":
+            verb, world = request
+            if verb == "open":
+                log_path = os.path.join(folder, f"world{world}.log")
+                own = LocalRank(get_context("forkserver"), settings, place.seat(world, place.rank), log_path, call)
+            elif verb == "where":
+                control.send(own.where() if own else "")
+            else:
+                control.send(own.manner() if own else "")
+                if own:
+                    own.end()
+                own = None
+    if own:
+        own.end()
+    return 0

@@ -1,0 +1,232 @@
+"""A world of ranks, from outside: gives each rank the case, hears what became of it there, and makes one outcome of that.
+
+Ranks live as long as all is well. When one of them dies, hangs or raises while others wait for it, it is named, all of them are ended,
+and the next case finds a new world.
+"""
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from multiprocessing import connection
+from typing import Any
+
+import torch.distributed as dist
+
+from conformance.case import Case
+from conformance.contracts.collective import ranks_of
+from conformance.execute.child import Settings
+from conformance.execute.joined import Attendants, RemoteRank, joined
+from conformance.execute.local_rank import LocalRank
+from conformance.execute.rank import MEETING_SECONDS, Seat
+from conformance.execute.runner import Outcome
+from conformance.registry import CONTRACTS
+
+PATIENCE = 10  # after a function has hung once, a case of it hangs that takes so many times as long as the slowest before
+GRACE_SECONDS = 4.0  # for the other ranks, once one has failed: they may be waiting for it for ever
+ANSWER_SECONDS = 2.0  # for a rank that has judged its values to say what became of the case
+WORST_FIRST = ("ERROR", "CRASH", "FAIL", "HANG", "OOM", "BLOCKED", "NOT_OFFERED", "DECLARED_UNSUPPORTED", "PASS", "UNINFORMATIVE")
+BAD = WORST_FIRST[: WORST_FIRST.index("BLOCKED") + 1]
+TURN = os.path.join(tempfile.gettempdir(), "moe-conformance-gpus.lock")  # worlds of several runs take turns on the GPUs
+
+
+class NoWorld(Exception):
+    """Ranks did not come together; the message is a sentence that names the one to blame."""
+
+
+@dataclass
+class Member:
+    """One rank, and what it has said of the case."""
+
+    rank: int
+    held: LocalRank | RemoteRank
+    outcome: Outcome | None = None
+    seen: list[int] = field(default_factory=list)
+    asking: bool | None = None  # what it wants the others to agree to
+
+    @property
+    def pipe(self) -> Any:
+        return self.held.pipe
+
+
+class World:
+    """At most `most` ranks of one implementation; a case of fewer is run by the first of them."""
+
+    def __init__(self, settings: Settings, context: Any, folder: str) -> None:
+        self.settings = settings
+        self._context, self._folder = context, folder
+        self._members: list[Member] = []
+        self._store: Any = None
+        self._turn: Any = None
+        self._started = 0
+        place = joined()
+        self._attendants = Attendants(place) if place else None
+        self._slowest, self._hung = 0.0, set[str]()
+        self.most, self.case_seconds, self._on_gpus = 0, 0.0, False  # until it is settled
+
+    def settle(self, description: dict[str, Any], case_seconds: float) -> None:
+        """Take over what is known once the implementation is imported: how many ranks there is room for, and how long a case may take."""
+        self.most = self._attendants.place.ranks if self._attendants else description["ranks"]
+        self.case_seconds, self._on_gpus = case_seconds, description["device"] == "cuda" and not self._attendants
+
+    def run(self, case: Case) -> Outcome:
+        """The case on all its ranks."""
+        ranks = ranks_of(CONTRACTS[case.function], case)
+        if ranks > self.most:
+            return Outcome("ERROR", reason=f"a world of {ranks} ranks: there is room for {self.most}, each with its own GPU if there are any")
+        try:
+            if not self._members:
+                self._form()
+        except NoWorld as error:
+            self.close()
+            return Outcome("ERROR", reason=str(error))
+        members = self._members[:ranks]
+        for member in members:
+            member.outcome, member.seen, member.asking = None, [], None
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died between two cases; listening finds out
+                member.pipe.send(case)
+        started = time.monotonic()
+        silent = self._listen(members, started + self._allowed(case))
+        if not silent:
+            self._slowest = max(self._slowest, time.monotonic() - started)
+        outcome = self._together(case, members, silent, time.monotonic() - started)
+        if silent or any(member.outcome and member.outcome.status == "CRASH" for member in members):
+            self.close()
+        return outcome
+
+    def close(self) -> None:
+        """End every rank; nothing is left running."""
+        for member in self._members:
+            member.held.end()
+        self._members, self._store = [], None
+        if self._turn:
+            self._turn.close()
+            self._turn = None
+
+    def finish(self) -> None:
+        """There will be no other case."""
+        self.close()
+        if self._attendants:
+            self._attendants.dismiss()
+            self._attendants = None
+
+    # ---- coming together
+
+    def _form(self) -> None:
+        if self._on_gpus:
+            self._turn = open(TURN, "w")  # noqa: SIM115  (held until the world ends)
+            fcntl.flock(self._turn, fcntl.LOCK_EX)
+        self._started += 1
+        logs = [os.path.join(self._folder, f"world{self._started}rank{rank}.log") for rank in range(self.most)]
+        if self._attendants:
+            own = LocalRank(self._context, self.settings, self._attendants.place.seat(self._started, 0), logs[0])
+            held: list[LocalRank | RemoteRank] = [own, *self._attendants.open(self._started)]
+        else:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            seats = [Seat(rank, self.most, "127.0.0.1", self._store.port, gpu=rank) for rank in range(self.most)]
+            held = [LocalRank(self._context, self.settings, seat, log) for seat, log in zip(seats, logs, strict=True)]
+        self._members = [Member(rank, each) for rank, each in enumerate(held)]
+        descriptions = [self._heard(member, "ready") for member in self._members]
+        for member, description in zip(self._members, descriptions, strict=True):
+            different = [key for key in ("functions", "versions") if description[key] != descriptions[0][key]]
+            if different:
+                raise NoWorld(f"rank {member.rank} differs from rank 0 in its {' and '.join(different)}: all ranks must run the same implementation")
+        for member in self._members:
+            self._heard(member, "formed")
+
+    def _heard(self, member: Member, wanted: str) -> Any:
+        """The next message of a rank that is starting."""
+        try:
+            if not member.pipe.poll(2 * MEETING_SECONDS):
+                raise NoWorld(f"rank {member.rank} of {self.most} was not {wanted} within {2 * MEETING_SECONDS:.0f} s")
+            kind, content = member.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise NoWorld(f"rank {member.rank} of {self.most} died while the world was forming ({member.held.manner()})") from None
+        if kind != wanted:
+            raise NoWorld(f"rank {member.rank} of {self.most} cannot join: {content}")
+        return content
+
+    # ---- one case
+
+    def _listen(self, members: list[Member], deadline: float) -> list[Member]:
+        """Hear every rank out; returns those that have not answered in time.
+
+        A rank that is done with the values asks whether all are well. Once one is not, those that have not asked yet may be waiting for
+        it; they get a little time, and it gets its answer.
+        """
+        while waiting := [member for member in members if member.outcome is None]:
+            audible = connection.wait([member.pipe for member in waiting], timeout=max(min(deadline - time.monotonic(), 1.0), 0))
+            for member in waiting:
+                if member.pipe in audible:
+                    self._hear(member)
+            if all(member.outcome or member.asking is not None for member in members):
+                self._answer(members, all(member.asking for member in members))
+            elif time.monotonic() > deadline:
+                if not self._answer(members, False):
+                    return [member for member in members if member.outcome is None]
+                deadline = time.monotonic() + ANSWER_SECONDS
+            elif any(member.asking is False or (member.outcome and member.outcome.status in BAD) for member in members):
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return []
+
+    def _answer(self, members: list[Member], agreed: bool) -> bool:
+        """Tell those that have asked; whether anybody has."""
+        asking = [member for member in members if member.asking is not None]
+        for member in asking:
+            member.asking = None
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                member.pipe.send(agreed)
+        return bool(asking)
+
+    def _hear(self, member: Member) -> None:
+        try:
+            kind, content, *seen = member.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            member.asking, member.outcome = None, Outcome("CRASH", reason=member.held.manner())
+            return
+        if kind == "agree":
+            member.asking = content
+        else:
+            member.outcome, member.seen = Outcome(**content), seen[0]
+
+    def _together(self, case: Case, members: list[Member], silent: list[Member], seconds: float) -> Outcome:
+        """One outcome of all ranks': the worst, with the name of its rank."""
+        heard = [(member, member.outcome) for member in members if member.outcome]
+        bad = sorted((WORST_FIRST.index(outcome.status), member.rank) for member, outcome in heard if outcome.status in BAD)
+        if silent and not bad:
+            self._hung.add(case.function)
+            places = "; ".join(f"rank {member.rank}{member.held.where()}" for member in silent)  # one that waits is in a collective
+            return Outcome("HANG", reason=f"no answer within {seconds:.0f} s from {places}")
+        worst, first = min((WORST_FIRST.index(outcome.status), member.rank) for member, outcome in heard)
+        own = members[first].outcome
+        assert own is not None
+        out = replace(own, status=WORST_FIRST[worst])
+        if not bad and any(member.seen != members[0].seen for member in members):
+            strange = next(member.rank for member in members if member.seen != members[0].seen)
+            return replace(out, status="ERROR", reason=f"rank {strange} made other inputs of the case than rank 0: all ranks must run the same suite")
+        if WORST_FIRST[worst] in ("NOT_OFFERED", "DECLARED_UNSUPPORTED") and any(o.status != own.status for _, o in heard):
+            other = next(member.rank for member, o in heard if o.status != own.status)
+            message = f"{own.reason}, says rank {first} of {len(members)}; rank {other} disagrees"
+            return replace(out, status="FAIL", reason="", finding={"output": "supports", "check": "ranks", "message": message, "index": ()})
+        if out.status == "UNINFORMATIVE" and len({o.status for _, o in heard}) > 1:
+            out = replace(out, status="PASS", reason="")
+        name = f"rank {first} of {len(members)}"
+        if out.finding:
+            waiting = f"; {len(silent)} other{'s' * (len(silent) > 1)} waited for it" if silent and own.finding and own.finding["output"] == "call" else ""
+            out.finding = out.finding | {"message": f"{name}: {out.finding['message']}{waiting}"}
+        elif out.status in BAD:
+            out.reason = f"{name}: {out.reason}"
+        return replace(
+            out,
+            seconds_implementation=max(o.seconds_implementation for _, o in heard),
+            seconds_reference=max(o.seconds_reference for _, o in heard),
+            evaluations=max(o.evaluations for _, o in heard),
+            kernels=sorted({kernel for _, o in heard for kernel in o.kernels}),
+            calls=sorted({call for _, o in heard for call in o.calls}),
+        )
+
+    def _allowed(self, case: Case) -> float:
+        """Seconds for a case. A function that has hung once will again: waiting as long each time would take hours."""
+        return min(self.case_seconds, max(PATIENCE * self._slowest, 2.0)) if case.function in self._hung else self.case_seconds

@@ -1,0 +1,148 @@
+"""The reference among real ranks: every rank is given what all of them have, plays the reference for all, and keeps its own part.
+
+Everything else is the reference's own. It is slow and moves far too much, but its collectives are right, also in their gradients: it is
+what a run of the reference is judged by, and what defects of dispatchers are planted in.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import moe_ref
+
+RANKED = ("tokens", "routing_map", "indices", "probs", "scales", "rows", "handles", "biases")  # arguments that every rank has its own of
+COLLECTIVES = tuple(
+    f"{dispatcher}_{step}"
+    for dispatcher, steps in (
+        *(("allgather", ("dispatch", "combine")), ("alltoall", ("dispatch", "combine"))),
+        *(("deepep", ("dispatch", "cached_dispatch", "combine")), ("deepep_low_latency", ("dispatch", "combine"))),
+        ("hybridep", ("dispatch", "cached_dispatch", "combine")),
+    )
+    for step in steps
+)
+
+
+def declares(function: str) -> dict[str, Any]:
+    """What runs repeat bit by bit."""
+    return {"deterministic": True} if function in COLLECTIVES else {}
+
+
+def __getattr__(name: str) -> Any:
+    """A collective, or whatever else the reference offers under that name."""
+    return collective(name) if name in COLLECTIVES else getattr(moe_ref, name)
+
+
+def collective(name: str) -> Callable[..., Any]:
+    """The reference's function of that name for one rank: its own value where the reference has a list, and a group."""
+    whole = getattr(moe_ref, name)
+    parameters = inspect.signature(whole).parameters
+
+    def call(*args: Any, group: Any, **settings: Any) -> Any:
+        given = dict(zip(parameters, args, strict=False)) | settings
+        if "handles" in given:
+            given["handles"] = [given["handles"]]  # everybody's: each rank has played all of them
+        fields = [(key, index) for key, x in given.items() for index in _places(x)]
+        tensors = [given[key] if index is None else given[key][index] for key, index in fields]
+        out: list[Any] = []
+
+        def play(every: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]], list[Any]]:
+            """The reference's tensors of each rank, and its results."""
+            results = whole(**_arguments(given, fields, every))
+            return [_tensors(result) for result in results], results
+
+        tensors = _Played.apply(group, play, out, *tensors)
+        return _with_tensors(out[0], list(tensors), dist.get_rank(group))
+
+    call.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
+        *(x.replace(name="handle") if x.name == "handles" else x for x in parameters.values()),
+        inspect.Parameter("group", inspect.Parameter.KEYWORD_ONLY),
+    ])  # fmt: skip
+    return call
+
+
+def _places(x: Any) -> list[int | None]:
+    """Where an argument has tensors: itself, or its entries."""
+    if isinstance(x, Tensor):
+        return [None]
+    return [index for index, part in enumerate(x) if isinstance(part, Tensor)] if isinstance(x, (tuple, list)) else []
+
+
+def _arguments(given: dict[str, Any], fields: Sequence[tuple[str, int | None]], every: Sequence[Sequence[Tensor]]) -> dict[str, Any]:
+    """The reference's arguments: lists over the ranks; of biases, a list of lists."""
+    arguments = {key: x for key, x in given.items() if key not in RANKED or x is None}
+    for place, (key, index) in enumerate(fields):
+        column = [own[place] for own in every]
+        if index is None:
+            arguments[key] = column
+        else:
+            arguments.setdefault(key, []).append(column)
+    if "handles" in given:
+        arguments["handles"] = given["handles"][0]
+    return arguments
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else [x for x in result if isinstance(x, Tensor)]
+
+
+def _with_tensors(results: list[Any], tensors: list[Tensor], rank: int) -> Any:
+    """This rank's result with these tensors; the handle is that of all ranks."""
+    own = results[rank]
+    if isinstance(own, Tensor):
+        return tensors[0]
+    left = iter(tensors)
+    fields = {name: next(left) if isinstance(x, Tensor) else x for name, x in own._asdict().items()}
+    return own._replace(**fields | ({"handle": [result.handle for result in results]} if "handle" in fields else {}))
+
+
+def everybodys(x: Tensor | None, group: Any) -> list[Any]:
+    """What each rank of the group has, on the CPU."""
+    return [own[0] for own in everybodys_list([x], group)]
+
+
+def everybodys_list(tensors: Sequence[Tensor | None], group: Any) -> list[list[Any]]:
+    """The tensors of each rank of the group, on the CPU; None stays None."""
+    packed = [None if x is None else (x.dtype, x.shape, _content(x)) for x in tensors]
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, packed, group=group)
+    return [[None if x is None else _unpacked(*x) for x in own] for own in every]
+
+
+def _content(x: Tensor) -> bytes:
+    dense = torch.empty(x.shape, dtype=x.dtype).copy_(x.detach())
+    return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _unpacked(dtype: torch.dtype, shape: torch.Size, content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)
+
+
+class _Played(torch.autograd.Function):
+    """The tensors of this rank's result; its gradient plays the reference's own on the cotangents of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, play: Any, out: list[Any], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.group, ctx.device, ctx.rank = group, tensors[0].device, dist.get_rank(group)
+        ctx.wanted = [x.requires_grad for x in tensors]
+        shared = everybodys_list(tensors, group)
+        with torch.enable_grad():
+            ctx.inputs = [[x.requires_grad_(wanted) for x, wanted in zip(own, ctx.wanted, strict=True)] for own in shared]
+            ctx.outputs, results = play(ctx.inputs)
+        out.append(results)
+        own = tuple(x.detach().to(ctx.device, copy=True) for x in ctx.outputs[ctx.rank])
+        ctx.mark_non_differentiable(*(x for x, made in zip(own, ctx.outputs[ctx.rank], strict=True) if not made.requires_grad))
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        every = everybodys_list(cotangents, ctx.group)
+        pairs = [(x, dx) for made, own in zip(ctx.outputs, every, strict=True) for x, dx in zip(made, own, strict=True) if dx is not None and x.requires_grad]
+        leaves = [x for x, wanted in zip(ctx.inputs[ctx.rank], ctx.wanted, strict=True) if wanted]
+        gradients = iter(torch.autograd.grad([x for x, _ in pairs], leaves, [dx for _, dx in pairs], allow_unused=True, retain_graph=True) if pairs else ())
+        found = [next(gradients, None) if wanted else None for wanted in ctx.wanted]
+        return None, None, None, *(None if x is None else x.to(ctx.device) for x in found)

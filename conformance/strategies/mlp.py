@@ -1,0 +1,103 @@
+"""Cases of expert MLPs: segments, settings of the activation between the layers, and what stands beside the products."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from conformance.case import Case
+from conformance.contracts.experts_mlp import BIASES, VALUES, WEIGHTS, MlpCase
+from conformance.contracts.shared_mlp import SharedCase
+from conformance.strategies.axes_mlp import gated, inputs_of
+from conformance.strategies.experts import PROB_DTYPES, finished, laid_out, segments
+from conformance.strategies.space import LOGIT_DTYPES, Space, mostly, sizes, some_of
+from conformance.values import WIDE_LAYOUTS
+from moe_ref.config import GATED, PLAIN
+
+DIMENSIONS = {"probs": 1, "tokens_per_expert": 1, "fc1_weight": 3, "fc2_weight": 3}  # of an input that has not two
+RECOMPUTED = ("", "", "moe_act", "moe")
+_SIZES = st.sampled_from((0,) + (1,) * 15).flatmap(lambda least: sizes(least, 20 * least))  # seldom nothing at all
+_SEGMENTS = st.sampled_from((False,) + (True,) * 7).flatmap(lambda some: segments().filter(lambda found: found["tokens"]) if some else segments())
+
+
+@st.composite
+def mlp_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
+    """grouped_mlp and sequential_mlp."""
+    fields: dict[str, Any] = draw(_SEGMENTS) | {"hidden": draw(_SIZES), "width": draw(_SIZES)}
+    fields |= {"values": draw(st.sampled_from(VALUES)), "dtype": draw(mostly("float32", LOGIT_DTYPES[1:]))}
+    fields |= draw(mlp_settings(function, space, fields["width"]))
+    if space.accepts(function, "probs") and draw(st.integers(0, 4)):
+        fields |= {"probs": draw(st.sampled_from(PROB_DTYPES)), "weights": draw(st.sampled_from(WEIGHTS))}
+        fields["early"] = space.accepts(function, "round_before_probs") and draw(st.booleans())
+        fields["on_input"] = space.accepts(function, "probs_on_input") and not draw(st.integers(0, 2))
+    for field, name in BIASES.items():
+        fields[field] = draw(st.sampled_from(("", "", *PROB_DTYPES))) if space.accepts(function, name) else ""
+    fields["align"] = draw(st.sampled_from((0, 0, 1, 3, 8, 16))) if space.accepts(function, "align") else 0
+    fields["recompute"] = draw(st.sampled_from(RECOMPUTED)) if space.accepts(function, "recompute") else ""
+    fields["index_dtype"] = draw(st.sampled_from(("int64", "int32")))
+    possible = inputs_of(function, fields)
+    fields["grads"] = draw(st.just("") | some_of(possible)) if function not in space.not_differentiable else ""
+    vectors = ("tokens_per_expert", *(name for name in possible if name in ("probs", *BIASES.values())))
+    cotangents = ("d_out",) if fields["grads"] else ()
+    fields |= laid_out(draw, function, space, ("rows", "fc1_weight", "fc2_weight"), vectors, cotangents)
+    return finished(draw, MlpCase(function=function, **fields), space)
+
+
+@st.composite
+def shared_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
+    """shared_experts."""
+    fields: dict[str, Any] = {"tokens": draw(sizes(0, 34)), "hidden": draw(_SIZES), "width": draw(_SIZES)}
+    fields |= {"values": draw(st.sampled_from(VALUES)), "dtype": draw(mostly("float32", LOGIT_DTYPES[1:]))}
+    fields |= draw(mlp_settings(function, space, fields["width"]))
+    fields["gate"] = space.accepts(function, "gate_weight") and draw(st.booleans())
+    fields["again"] = space.accepts(function, "recompute") and not draw(st.integers(0, 2))
+    possible = inputs_of(function, fields)
+    fields["grads"] = draw(st.just("") | some_of(possible)) if function not in space.not_differentiable else ""
+    fields |= laid_out(draw, function, space, possible, (), ("d_out",) if fields["grads"] else ())
+    return finished(draw, SharedCase(function=function, **fields), space)
+
+
+@st.composite
+def mlp_settings(draw: st.DrawFn, function: str, space: Space, width: int) -> dict[str, Any]:
+    """A kind, gated or not, and settings that fit it, as far as they are accepted."""
+    fields: dict[str, Any] = {"kind": draw(mostly("", (*GATED[1:], *PLAIN))) if space.accepts(function, "kind") else ""}
+    if not gated(fields["kind"]):
+        return fields
+    choices: dict[str, tuple[int, ...]] = {
+        "offset": (0, 0, 8, -4),
+        "clamp": (0, 0, 4, 8, 56),
+        "alpha": (0, 0, 1702, 250) if fields["kind"] in ("", "quick_geglu") else (0,),
+        "interleave": (0, *(s for s in (1, 2, 3, width) if s and width % s == 0)),
+    }
+    return fields | {name: draw(st.sampled_from(values)) for name, values in choices.items() if space.accepts(function, name)}
+
+
+def far_mlp(function: str, space: Space) -> list[Case]:
+    """Every input and cotangent once far in each of its dimensions, in the narrowest dtype that it may have."""
+    cls: Any = Case.family[function]
+    common: dict[str, Any] = {"function": function, "tokens": 3, "experts": 3, "hidden": 3, "width": 3, "dtype": "bfloat16"}
+    if cls is SharedCase:
+        given: dict[str, Any] = {"gate": True} if space.accepts(function, "gate_weight") else {}
+        grads = wanted = inputs_of(function, {"gate": bool(given)})
+        dimensions: dict[str, int] = {}
+    else:
+        given = {field: "bfloat16" for field, name in {"probs": "probs", **BIASES}.items() if space.accepts(function, name)}
+        given |= {"index_dtype": "int32"}
+        grads = inputs_of(function, given)
+        wanted, dimensions = (*grads, "tokens_per_expert"), DIMENSIONS
+    if function not in space.not_differentiable:
+        given, wanted = given | {"grads": "+".join(grads)}, (*wanted, "d_out")
+    places = [(name, layout) for name in wanted for layout in WIDE_LAYOUTS[: dimensions.get(name, 2)] if (name, layout) != ("gate_weight", "wide_rows")]
+    return [cls(**common, **given, layout=layout, layout_of=name) for name, layout in places]  # a gate has one row
+
+
+def mlp_shapes(function: str, space: Space) -> list[dict[str, Any]]:
+    """One more than a power of two; more experts than rows; the widths of real models where a GPU makes them cheap."""
+    gpu = space.device == "cuda"
+    if function == "shared_experts":
+        real = [{"tokens": 70, "hidden": 2880, "width": 1440, "dtype": "bfloat16"}] if gpu else []
+        return [{"tokens": 129, "hidden": 65, "width": 33, "gate": space.accepts(function, "gate_weight")}, *real]
+    biased = {field: "float32" for field, name in BIASES.items() if space.accepts(function, name)}
+    ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows", **biased}
+    many = {"tokens": 40 if gpu else 12, "experts": 129 if gpu else 17, "hidden": 9, "width": 5, **biased}
+    real = [{"tokens": 70, "experts": 4, "hidden": 2880, "width": 1440, "dtype": "bfloat16", **biased}] if gpu else []
+    return [ragged, many, *real] if function == "grouped_mlp" else [ragged]

@@ -1,0 +1,50 @@
+"""Grouped products in low precision, beside the cases of the same functions in high precision: a covering array, shapes and far addresses."""
+
+from dataclasses import replace
+from typing import Any
+
+from conformance.case import Case
+from conformance.contracts.grouped import GroupedCase
+from conformance.strategies.axes_experts import LOW_AXES, low_case, low_legal
+from conformance.strategies.covering import covering
+from conformance.strategies.space import Space
+from conformance.values import WIDE_LAYOUTS
+
+FAR: dict[str, Any] = {"scaling": "current", "tokens": 3, "experts": 2, "hidden": 3, "width": 3, "dtype": "bfloat16"}
+FACTORS = {"grouped_linear": ("rows", "weight", "d_out"), "grouped_dgrad": ("d_out", "weight"), "grouped_wgrad": ("d_out", "rows")}
+REAL: list[dict[str, Any]] = [  # where a GPU makes them cheap; in each product sums are long enough for those that are never promoted to show
+    {"scaling": "current", "tokens": 4100, "experts": 2, "hidden": 66, "width": 66},
+    {"scaling": "block", "variant": 1, "tokens": 70, "experts": 1, "hidden": 66, "width": 2100, "dtype": "bfloat16"},
+    {"scaling": "block", "tokens": 300, "experts": 2, "hidden": 7168, "width": 264, "dtype": "bfloat16"},
+    {"scaling": "mxfp8", "tokens": 9, "experts": 4, "hidden": 90, "width": 8, "dtype": "bfloat16"},
+    {"scaling": "nvfp4", "tokens": 24, "experts": 4, "hidden": 180, "width": 16, "dtype": "bfloat16"},
+]
+
+
+def recipe_cases(function: str, space: Space) -> list[Case]:
+    """On a GPU every legal pair of values of the function's LOW_AXES, and real shapes; in an interpreter, which pays by the step, every recipe
+    once; laws go round. None of a function that has none, or takes no recipe.
+    """
+    if function not in LOW_AXES or not space.accepts(function, "recipe"):
+        return []
+    rows, *_ = covering(LOW_AXES[function], lambda row: low_legal(function, row, space))
+    gpu = space.device == "cuda"
+    cases = [replace(low_case(function, row), seed=index) for index, row in enumerate(rows if gpu else _one_of_each(rows))]
+    grads = "rows+weight" if function == "grouped_linear" and function not in space.not_differentiable else ""
+    noise = space.accepts(function, "noise")
+    shapes = [shape for shape in REAL if gpu and (shape["scaling"] != "nvfp4" or noise)]
+    cases += [GroupedCase(function=function, grads=grads, **shape) for shape in shapes]
+    cases = [replace(case, law=space.laws(case)[index % len(space.laws(case))]) for index, case in enumerate(cases)]
+    far = [] if function in space.contiguous_only else [name for name in FACTORS[function] if grads or name != "d_out" or function != "grouped_linear"]
+    return [*cases, *(GroupedCase(function=function, grads=grads, **FAR, layout=layout, layout_of=name) for name in far for layout in WIDE_LAYOUTS[: 1 + gpu])]
+
+
+def _one_of_each(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row of each recipe, with as many values as can be that no row before had."""
+    chosen: list[dict[str, Any]] = []
+    seen: set[tuple[str, Any]] = set()
+    for recipe in dict.fromkeys((row["scaling"], row["variant"]) for row in rows):
+        own = [row for row in rows if (row["scaling"], row["variant"]) == recipe]
+        chosen.append(max(own, key=lambda row: len(set(row.items()) - seen)))
+        seen |= set(chosen[-1].items())
+    return chosen

@@ -1,0 +1,112 @@
+"""AlltoAll: each copy of a token travels by itself to the rank of its expert."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_fast.dispatch.exchange import Exchange, added, check_combined, check_handle, counts_of_all, exchange_of, exchanged, replicated, size_and_rank
+from moe_fast.permutation import permute, sort_chunks, unpermute
+from moe_ref.config import Dispatched, check_dispatch
+
+
+@dataclass(frozen=True)
+class Handle:
+    """What combine needs of its dispatch."""
+
+    exchange: Exchange
+    row_map: Any  # of the permutation in front
+    num_tokens: int
+    arrived_sizes: Tensor  # rows of each (source, local expert), in the order of arrival
+    order: Tensor  # of those chunks behind
+    blocks: tuple[int, ...]  # rows of each group of shards, where they leave
+    shards: int
+    reduce_dtype: torch.dtype | None
+
+
+def alltoall_dispatch(
+    tokens_TH: Tensor,
+    routing_map_TE: Tensor,
+    *,
+    probs: Tensor | None = None,
+    expert_tensor_parallel: int = 1,
+    capacity: int | None = None,
+    group: Any = None,
+) -> Dispatched:
+    """Permute the copies by expert, send each chunk to the rank of its expert, and sort what arrives by local expert.
+
+    Order, capacity, shards and the trees of the gradients are those of `moe_ref.alltoall_dispatch`. With shards each copy travels to all of
+    them, instead of being gathered behind: as many bytes, one collective less. With `capacity` the sizes are known, and the device is not waited
+    for.
+
+    Args:
+        tokens_TH: this rank's, any dtype.
+        routing_map_TE: this rank's.
+        group: whose ranks hold the experts; None for all.
+
+    Returns:
+        `Dispatched` of this rank.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_dispatch`, of this rank's own arguments.
+    """
+    ranks, rank = size_and_rank(group)
+    shards = expert_tensor_parallel
+    check_dispatch([tokens_TH] * ranks, [routing_map_TE] * ranks, None if probs is None else [probs] * ranks, shards, capacity)
+    holders = ranks // shards  # groups of shards
+    local = routing_map_TE.shape[1] // holders
+    permuted = permute(tokens_TH, routing_map_TE, probs=probs, capacity=capacity)
+    asked_SE = counts_of_all((routing_map_TE != 0).sum(0), group)
+    if capacity is None:
+        sent_SE = asked_SE
+        counts = asked_SE.unflatten(1, (holders, local)).sum(2).tolist()
+    else:
+        sent_SE = torch.full_like(asked_SE, capacity)
+        counts = [[capacity * local] * holders] * ranks
+    exchange = exchange_of([[count for count in row for _ in range(shards)] for row in counts], rank, group)
+    blocks = tuple(counts[rank])
+    rows, row_probs = exchanged(exchange, _to_shards(permuted.rows, blocks, shards), _to_shards(permuted.probs, blocks, shards))
+    own = slice(rank // shards * local, (rank // shards + 1) * local)
+    sizes = sent_SE[:, own].flatten()
+    places = torch.arange(ranks * local, device=tokens_TH.device).reshape(holders, shards, local)
+    order = places.permute(2, 1, 0).flatten()  # by local expert, then tensor rank, then the rest of the source
+    assert rows is not None
+    behind = sort_chunks(rows, sizes, order, probs=row_probs)
+    reduce_dtype = None if probs is None else probs.dtype
+    handle = Handle(exchange, permuted.row_map, len(tokens_TH), sizes, order, blocks, shards, reduce_dtype)
+    return Dispatched(behind.rows, behind.probs, sent_SE[:, own].sum(0), handle, (asked_SE[:, own] > sent_SE[:, own]).any())
+
+
+def alltoall_combine(rows_PH: Tensor, handle: Handle, *, group: Any = None) -> Tensor:
+    """Sort the rows back, send them home, add the shards of each, and add each token's rows.
+
+    Trees and rounding are those of `moe_ref.alltoall_combine`.
+
+    Raises:
+        ValueError: rows of another shape than dispatch's, or another group.
+    """
+    check_handle(handle, Handle, group)
+    check_combined(rows_PH, sum(handle.exchange.receive))
+    inverse = handle.order.argsort()
+    arrived = sort_chunks(rows_PH, handle.arrived_sizes[handle.order], inverse).rows
+    (home,) = exchanged(handle.exchange.back, arrived)
+    assert home is not None
+    between = handle.reduce_dtype or (torch.float64 if rows_PH.dtype == torch.float64 else torch.float32)
+    sums = _from_shards(home, handle.blocks, handle.shards, between)
+    return unpermute(sums, handle.row_map, restore_shape=(handle.num_tokens, rows_PH.shape[1]))
+
+
+def _to_shards(x: Tensor | None, blocks: tuple[int, ...], shards: int) -> Tensor | None:
+    """Each block so many times, one below the other."""
+    if x is None or shards == 1:
+        return x
+    return torch.cat([replicated(block, shards) for block in x.split(list(blocks))])
+
+
+def _from_shards(x: Tensor, blocks: tuple[int, ...], shards: int, between: torch.dtype) -> Tensor:
+    """Each block's shards added."""
+    if shards == 1:
+        return x
+    pieces = x.split([count * shards for count in blocks])
+    return torch.cat([added(piece.unflatten(0, (shards, -1)) if len(piece) else piece.reshape(shards, 0, x.shape[1]), between) for piece in pieces])

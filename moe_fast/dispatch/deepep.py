@@ -1,0 +1,127 @@
+"""DeepEP's normal mode: each token travels once to each rank that wants it, however many experts of that rank do."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_fast.dispatch.deduplicated import Sent, add_ranks, send_once
+from moe_fast.dispatch.exchange import Exchange, check_combined, check_handle, counts_of_all, exchanged, size_and_rank
+from moe_fast.dispatch.indices import EMPTY, apply_index_policy
+from moe_ref.config import Combined, DeepEPDispatched, IndexPolicy, check_deepep_sizes, check_probs, check_rank_indices, check_tokens, require
+
+
+@dataclass(frozen=True)
+class Handle:
+    """What combine needs of its dispatch."""
+
+    sent: Sent
+    behind: int  # rows behind those received
+
+    @property
+    def exchange(self) -> Exchange:
+        return self.sent.exchange
+
+
+def deepep_dispatch(
+    tokens_TH: Tensor,
+    indices_TK: Tensor,
+    *,
+    num_experts: int,
+    probs: Tensor | None = None,
+    scales: Tensor | None = None,
+    policy: IndexPolicy | None = None,
+    expert_alignment: int = 1,
+    num_worst_tokens: int | None = None,
+    group: Any = None,
+) -> DeepEPDispatched:
+    """Send each token once to each rank that some slot of it names.
+
+    Rows, indices, probs and the trees of the gradients are those of `moe_ref.deepep_dispatch`.
+
+    Args:
+        tokens_TH: this rank's, any dtype.
+        indices_TK: this rank's.
+        group: whose ranks hold the experts; None for all.
+
+    Returns:
+        `DeepEPDispatched` of this rank.
+
+    Raises:
+        ValueError: see `moe_ref.config`: check_rank_indices, check_index_values, check_deepep_sizes; and what the policy rejects.
+    """
+    ranks, rank = size_and_rank(group)
+    check_rank_indices([tokens_TH] * ranks, [indices_TK] * ranks, None if probs is None else [probs] * ranks, num_experts)
+    require(scales is None or len(scales) == len(tokens_TH), "scales", "of another size", "a row for each token")
+    kept_TK, kept_probs = apply_index_policy(indices_TK, probs, num_experts, policy)
+    local = num_experts // ranks
+    named_TKW = (kept_TK // local)[:, :, None] == torch.arange(ranks, device=kept_TK.device)  # -1 is nobody's
+    sent, rows = send_once(tokens_TH, named_TKW.any(1), group)
+    beside = [None if x is None else x[sent.token_S] for x in (kept_TK, kept_probs, scales)]
+    rows_DH, index_DK, probs_DK, scales_D = exchanged(sent.exchange, rows, *beside)
+    assert rows_DH is not None and index_DK is not None
+    here = index_DK // local == rank
+    index_DK = torch.where(here, index_DK - rank * local, EMPTY)
+    if probs_DK is not None:
+        probs_DK = torch.where(here, probs_DK, torch.zeros_like(probs_DK))
+    largest = int(counts_of_all(torch.full((1,), len(rows_DH), device=rows_DH.device), group).max())
+    check_deepep_sizes(expert_alignment, num_worst_tokens, largest)
+    behind = 0 if num_worst_tokens is None else num_worst_tokens - len(rows_DH)
+    counts = None
+    if num_worst_tokens is None:
+        counts = (index_DK.flatten()[:, None] == torch.arange(local, device=index_DK.device)).sum(0)
+        counts = -(-counts // expert_alignment) * expert_alignment
+    longer = [None if x is None else _longer(x, behind, fill) for x, fill in ((rows_DH, 0), (scales_D, 0), (index_DK, EMPTY), (probs_DK, 0))]
+    assert longer[0] is not None and longer[2] is not None
+    return DeepEPDispatched(longer[0], longer[1], longer[2], longer[3], counts, Handle(sent, behind))
+
+
+def deepep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = None) -> Tensor:
+    """The rows of `deepep_dispatch` for other tokens of the same routing.
+
+    Raises:
+        ValueError: another dispatcher's handle, another group, or another number of tokens.
+    """
+    check_handle(handle, Handle, group)
+    check_tokens([tokens_TH])
+    require(len(tokens_TH) == handle.sent.num_tokens, "tokens", f"of {len(tokens_TH)} rows", f"of {handle.sent.num_tokens} rows, as the handle says")
+    (rows_DH,) = exchanged(handle.exchange, handle.sent.rows(tokens_TH))
+    assert rows_DH is not None
+    return _longer(rows_DH, handle.behind, 0)
+
+
+def deepep_combine(rows_DH: Tensor, handle: Handle, *, probs: Tensor | None = None, biases: Sequence[Tensor] = (), group: Any = None) -> Combined:
+    """Send each row back and add what the ranks made of each token. No probability is applied.
+
+    Trees and rounding are those of `moe_ref.deepep_combine`.
+
+    Args:
+        rows_DH: as many as dispatch gave; those behind the received ones are not read.
+        probs: [D,K] floating point, or None.
+        biases: up to two of [T,H].
+
+    Raises:
+        ValueError: rows of another shape than dispatch's, another group, or biases of other shapes.
+    """
+    check_handle(handle, Handle, group)
+    arrived = sum(handle.exchange.receive)
+    check_combined(rows_DH, arrived + handle.behind)
+    shape = (handle.sent.num_tokens, rows_DH.shape[1])
+    require(len(biases) <= 2 and all(tuple(bias.shape) == shape for bias in biases), "biases", [tuple(b.shape) for b in biases], f"at most two of {shape}")
+    if probs is not None:
+        check_probs(probs, (len(rows_DH), *probs.shape[1:]), rows_DH)
+    home, home_probs = exchanged(handle.exchange.back, rows_DH[:arrived], None if probs is None else probs[:arrived])
+    assert home is not None
+    tokens = add_ranks(home, handle.sent, list(biases), rows_DH.dtype)
+    return Combined(tokens, None if home_probs is None else add_ranks(home_probs, handle.sent, [], home_probs.dtype))
+
+
+def _longer(x: Tensor, rows: int, fill: int) -> Tensor:
+    """So many rows behind it, of one number."""
+    if rows == 0:
+        return x
+    behind = torch.full((rows, prod(x.shape[1:]) * x.element_size()), 0, dtype=torch.uint8, device=x.device)
+    return torch.cat([x, behind.view(x.dtype).reshape(rows, *x.shape[1:]) if fill == 0 else x.new_full((rows, *x.shape[1:]), fill)])

@@ -1,0 +1,158 @@
+"""Rows to other ranks and back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_ref.config import require
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Who sends how many rows to whom: rows stand by destination when they leave, and by source when they have arrived."""
+
+    group: Any
+    send: tuple[int, ...]  # rows to each rank
+    receive: tuple[int, ...]  # rows from each rank
+
+    @property
+    def back(self) -> "Exchange":
+        return Exchange(self.group, self.receive, self.send)
+
+
+def size_and_rank(group: Any) -> tuple[int, int]:
+    """W, and which of them this process is.
+
+    Raises:
+        ValueError: no process group, or one that this process is not in.
+    """
+    require(group is None or isinstance(group, dist.ProcessGroup), "group", type(group).__name__, "a process group of torch.distributed, or None")
+    require(dist.is_initialized(), "group", "of no world", "of a world: torch.distributed.init_process_group has not been called")
+    return dist.get_world_size(group), dist.get_rank(group)
+
+
+def counts_of_all(own_N: Tensor, group: Any) -> Tensor:
+    """[W,N]: what every rank counts."""
+    ranks, _ = size_and_rank(group)
+    counts = torch.empty((ranks, len(own_N)), dtype=torch.int64, device=own_N.device)  # all by the collective
+    dist.all_gather(list(counts.unbind(0)), own_N.to(torch.int64).contiguous(), group=group)
+    return counts
+
+
+def exchange_of(count_WW: Sequence[Sequence[int]], rank: int, group: Any) -> Exchange:
+    """What this rank sends and receives, where count[s][d] rows go from s to d."""
+    return Exchange(group, tuple(count_WW[rank]), tuple(row[rank] for row in count_WW))
+
+
+def exchanged(exchange: Exchange, *parts: Tensor | None) -> list[Tensor | None]:
+    """The rows of all parts, row by row in one record, at their destinations. Gradients travel back the same way."""
+    given = [part for part in parts if part is not None]
+    arrived = iter(_Exchanged.apply(exchange, *given))
+    return [None if part is None else next(arrived) for part in parts]
+
+
+class _Exchanged(torch.autograd.Function):
+    """A permutation of rows over ranks, whose gradient is its inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        out = _move(exchange, parts)
+        ctx.mark_non_differentiable(*(x for x in out if not x.is_floating_point() or x.element_size() == 1))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[1:]
+        back = iter(_move(ctx.exchange.back, [g for g, needed in zip(gradients, wanted, strict=True) if needed]))
+        return None, *(next(back) if needed else None for needed in wanted)
+
+
+def _move(exchange: Exchange, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The parts at their destinations: as bytes, since not every backend knows every dtype."""
+    columns = [_bytes(part) for part in parts]
+    record = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+    arrived = torch.empty((sum(exchange.receive), record.shape[1]), dtype=torch.uint8, device=record.device)  # all by the collective
+    dist.all_to_all_single(arrived, record, list(exchange.receive), list(exchange.send), group=exchange.group)
+    pieces = arrived.split([column.shape[1] for column in columns], dim=1)
+    return tuple(_from_bytes(piece, part) for piece, part in zip(pieces, parts, strict=True))
+
+
+def _bytes(part: Tensor) -> Tensor:
+    """[R, bytes of a row]."""
+    flat = part.detach().resolve_neg().contiguous().reshape(len(part), prod(part.shape[1:]))
+    return flat.view(torch.uint8) if flat.numel() else torch.empty((len(flat), flat.shape[1] * part.element_size()), dtype=torch.uint8, device=part.device)
+
+
+def _from_bytes(piece: Tensor, like: Tensor) -> Tensor:
+    """The rows that `_bytes` made the bytes of."""
+    shape = (len(piece), *like.shape[1:])
+    return piece.clone(memory_format=torch.contiguous_format).view(like.dtype).reshape(shape) if piece.numel() else like.new_empty(shape)
+
+
+def check_handle(handle: Any, kind: type, group: Any) -> None:
+    """Combine gets what its own dispatch gave, and the same group.
+
+    Raises:
+        ValueError: naming what is another's.
+    """
+    require(isinstance(handle, kind), "handle", type(handle).__name__, "what the dispatch of this dispatcher returned")
+    require(handle.exchange.group is group, "group", group, "the group that dispatch was given")
+
+
+def check_combined(rows: Tensor, num_rows: int) -> None:
+    """Combine gets as many rows as dispatch gave.
+
+    Raises:
+        ValueError: it does not, or they are no numbers to be added.
+    """
+    right = rows.dim() == 2 and len(rows) == num_rows and rows.is_floating_point() and rows.element_size() > 1
+    require(right, "rows", f"{tuple(rows.shape)} of {rows.dtype}", f"[{num_rows}, hidden], floating point, as dispatch gave them")
+
+
+def replicated(x_TH: Tensor, times: int) -> Tensor:
+    """[times · T, H]: x so many times, one below the other. The gradients are added from the first on, in the dtype of x."""
+    return x_TH if times == 1 else _Replicated.apply(x_TH, times)
+
+
+def added(parts_NTH: Tensor, between: torch.dtype) -> Tensor:
+    """round(parts[0] + parts[1] + …): from the first on, every partial sum in the dtype `between`; the gradient is a copy for each part."""
+    return parts_NTH[0] if len(parts_NTH) == 1 else _Added.apply(parts_NTH, between)
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, times: int) -> Tensor:
+        ctx.times = times
+        return x.repeat(times, *(1,) * (x.dim() - 1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _add(gradient.unflatten(0, (ctx.times, -1)), gradient.dtype), None
+
+
+class _Added(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, between: torch.dtype) -> Tensor:
+        ctx.parts = len(parts)
+        return _add(parts, between)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient[None].expand(ctx.parts, *gradient.shape), None
+
+
+def _add(parts: Tensor, between: torch.dtype) -> Tensor:
+    total = parts[0].to(between)
+    for part in parts[1:]:
+        total = total + part.to(between)
+    return total.to(parts.dtype)

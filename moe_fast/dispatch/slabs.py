@@ -1,0 +1,115 @@
+"""Memory of every rank that all ranks of a group can address, and the barrier between them.
+
+On GPUs of one NVLink host it is torch's symmetric memory; on CPUs, where kernels are interpreted, a file that all processes map.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ref.config import require
+
+ALIGNED = 256  # bytes; every region begins at a multiple
+PROB_BYTES = 8  # of the widest prob
+MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a slab has room for."""
+
+    ranks: int
+    experts: int
+    rows: int
+    row_bytes: int
+
+    def regions(self) -> dict[str, int]:
+        """Bytes of each region."""
+        rows, probs = self.rows * self.row_bytes, self.rows * PROB_BYTES
+        return {"counts": 4 * self.ranks * self.experts, "link": 4 * self.rows, "rows": rows, "probs": probs, "sums": rows, "sum_probs": probs}
+
+    def holds(self, other: "Room") -> bool:
+        return self.ranks == other.ranks and self.experts >= other.experts and self.rows >= other.rows and self.row_bytes >= other.row_bytes
+
+    def beside(self, other: "Room") -> "Room":
+        """Room for either."""
+        return Room(self.ranks, max(self.experts, other.experts), max(self.rows, other.rows), max(self.row_bytes, other.row_bytes))
+
+
+@dataclass(frozen=True)
+class Slab:
+    """This rank's memory, where all ranks' memories are, and how to wait for them."""
+
+    room: Room
+    own: Tensor  # uint8
+    tables: dict[str, Tensor]  # by region: int64 [W], its address on each rank
+    barrier: Callable[[], None]
+    kept: tuple[Any, ...] = field(default=(), repr=False)  # what must live as long
+
+    def region(self, name: str, dtype: torch.dtype, count: int) -> Tensor:
+        """The first numbers of one of this rank's regions."""
+        begin = offsets(self.room)[name]
+        return self.own[begin : begin + count * dtype.itemsize].view(dtype)
+
+
+def offsets(room: Room) -> dict[str, int]:
+    """Where each region begins, and, as "", where the last ends."""
+    found, end = {}, 0
+    for name, size in room.regions().items():
+        found[name] = end
+        end += -(-size // ALIGNED) * ALIGNED
+    return found | {"": end}
+
+
+def slab_of(room: Room, own: Tensor, addresses: list[int], barrier: Callable[[], None], kept: tuple[Any, ...] = ()) -> Slab:
+    """A slab over memory that is there."""
+    tables = {name: torch.tensor([address + begin for address in addresses], device=own.device) for name, begin in offsets(room).items() if name}
+    return Slab(room, own, tables, barrier, kept)
+
+
+_slabs: WeakKeyDictionary[Any, Slab] = WeakKeyDictionary()
+
+
+def slab_for(group: Any, device: torch.device, room: Room) -> Slab:
+    """The group's slab. The first call, and one that needs more room than those before, is a collective of the group.
+
+    Raises:
+        ValueError: the device has no such memory, or NVLink multicast is on.
+    """
+    group = dist.group.WORLD if group is None else group
+    slab = _slabs.get(group)
+    if slab is None or not slab.room.holds(room):
+        room = room if slab is None else slab.room.beside(room)
+        slab = _nvlink(group, device, room) if device.type == "cuda" else _shared(group, room)
+        _slabs[group] = slab
+    return slab
+
+
+def _nvlink(group: Any, device: torch.device, room: Room) -> Slab:
+    import torch.distributed._symmetric_memory as symmetric
+
+    require(os.environ.get(MULTICAST) == "1", MULTICAST, repr(os.environ.get(MULTICAST)), "1, set before torch is imported: multicast is not used")
+    size = offsets(room)[""]
+    own = symmetric.empty(size, dtype=torch.uint8, device=device)  # regions: counts by announce_kernel, links zeroed, others by who pushes or sums
+    handle = symmetric.rendezvous(own, group)
+    require(not handle.multicast_ptr, "group", "with a multicast pointer", f"without: {MULTICAST} was set too late")
+    addresses = [handle.get_remote_tensor(rank, (size,), torch.uint8).data_ptr() for rank in range(room.ranks)]
+    return slab_of(room, own, addresses, lambda: handle.barrier(channel=0), (handle,))
+
+
+def _shared(group: Any, room: Room) -> Slab:
+    rank, size = dist.get_rank(group), max(offsets(room)[""], 1)
+    names: list[Any] = [None] * room.ranks
+    with tempfile.NamedTemporaryFile(prefix="moe-fast-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
+        file.truncate(size)
+        dist.all_gather_object(names, file.name, group=group)
+        mapped = [torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in names]
+        dist.barrier(group)  # all have mapped the file, and its name may go
+    return slab_of(room, mapped[rank], [x.data_ptr() for x in mapped], lambda: dist.barrier(group), tuple(mapped))

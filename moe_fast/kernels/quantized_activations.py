@@ -1,0 +1,457 @@
+"""An activation, or its gradient, that is quantised as soon as it is computed.
+
+Tiles are those of `moe_fast.kernels.tiles`, of the tensor that is quantised: out, or with `d_out` d_h, which has the layout of h. Where x
+stands in h, `LAYOUT` says as in `moe_fast.kernels.activations`. x is computed in `ACCUMULATOR`, rounded to the dtype of h if `ROUNDED`,
+and from there on in float32.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_fast.kernels.activations import load_gate_and_value, value_and_slope, within
+from moe_fast.kernels.formats import FLOAT32_MAX, as_float32, encoded
+from moe_fast.kernels.quantization import E4M3_MAX, E5M2_MAX, fitting_scale, over, quantize_blocks
+from moe_fast.kernels.rounding import rounded
+from moe_fast.kernels.scores import number, widened
+from moe_fast.kernels.tiles import magnitude, place_of_tile
+
+
+@triton.jit
+def load_for_gradient(
+    h_ptr, stride_p, stride_f, p, read, column, width, between, LAYOUT: tl.constexpr, WHOLE: tl.constexpr, dtype: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """(u, v, columns of the result, whether each is v's gradient) of columns of d_h; without a gate u and v are h.
+
+    WHOLE: all columns are gradients of gates or all of values, and lie beside each other in the result, too. Pairs are not asked for here.
+    """
+    n = column + tl.arange(0, BLOCK_N)
+    if LAYOUT == "single":
+        num_columns = width
+        of_value = column < 0
+        f = n
+        gate = n
+    elif WHOLE:
+        num_columns = 2 * width
+        of_value = column >= width
+        f = n - tl.where(of_value, tl.cast(width, tl.int64), 0)
+        gate = f
+    else:
+        num_columns = 2 * width
+        rest = n % (2 * between)
+        of_value = (rest >= between)[None, :]
+        f = n // (2 * between) * between + rest % between
+        gate = n - tl.where(rest >= between, between, 0)
+    inside = (p < read)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of h
+    place = h_ptr + p[:, None] * stride_p + gate[None, :] * stride_f
+    u = tl.load(place, mask=inside, other=0.0)
+    v = u
+    if LAYOUT != "single":
+        v = tl.load(place + tl.cast(between, tl.int64) * stride_f, mask=inside, other=0.0)
+    return widened(u, dtype), widened(v, dtype), f, of_value, inside
+
+
+@triton.jit
+def activated_tile(
+    d_out_ptr,
+    stride_d_out_p,
+    stride_d_out_f,
+    h_ptr,
+    stride_h_p,
+    stride_h_f,
+    probs_ptr,
+    stride_probs,
+    p,
+    read,
+    owned,
+    column,
+    width,
+    between,
+    offset,
+    clamp,
+    alpha,
+    CURVE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """x in float32, 0 where nobody's: f(u) · (v + offset) · p; with d_out its gradient, and beside it each row's part of the probs' gradient."""
+    if d_out_ptr is None:
+        u, v = load_gate_and_value(h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, ACCUMULATOR, BLOCK_N)
+    else:
+        if LAYOUT == "pairs":
+            u, v = load_gate_and_value(h_ptr, stride_h_p, stride_h_f, p, read, column // 2, width, between, LAYOUT, ACCUMULATOR, BLOCK_N // 2)
+            f = column // 2 + tl.arange(0, BLOCK_N // 2)
+            inside = (p < read)[:, None] & (f < width)[None, :]  # a tile sticks out of its group and of h
+        else:
+            u, v, f, of_value, inside = load_for_gradient(h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, WHOLE, ACCUMULATOR, BLOCK_N)
+        d_out = tl.load(d_out_ptr + p[:, None] * stride_d_out_p + f[None, :] * stride_d_out_f, mask=inside, other=0.0)
+        d_out = widened(d_out, ACCUMULATOR)
+    bound = number(clamp, ACCUMULATOR)
+    if CLAMPED:
+        free_u = u <= bound  # the bounds themselves are free
+        free_v = tl.abs(v) <= bound
+        u = within(u, -float("inf"), bound)
+        v = within(v, -bound, bound)
+    value, slope = value_and_slope(u, number(alpha, ACCUMULATOR), CURVE)
+    shifted = v + number(offset, ACCUMULATOR) if LAYOUT != "single" else 1.0
+    prob = 1.0
+    if probs_ptr is not None:
+        prob = widened(tl.load(probs_ptr + p * stride_probs, mask=p < read, other=0.0), ACCUMULATOR)[:, None]  # the last tile sticks out
+    mine = (p < owned)[:, None]
+    if d_out_ptr is None:
+        x = value * shifted * prob
+        part = 0.0
+    else:
+        g = d_out * prob
+        x = g * slope * shifted
+        counted = mine
+        if LAYOUT != "single":
+            dv = g * value
+            if CLAMPED:
+                x = tl.where(free_u, x, 0.0)
+                dv = tl.where(free_v, dv, 0.0)
+            if LAYOUT == "pairs":
+                x = tl.reshape(tl.join(x, dv), [p.shape[0], BLOCK_N])
+            else:
+                x = tl.where(of_value, dv, x)
+                counted = mine & (of_value == 0)  # each term once
+        part = tl.sum(tl.where(counted, d_out * (value * shifted), 0.0), axis=1)
+    if ROUNDED:
+        x = rounded(x, h_ptr.dtype.element_ty)
+    return tl.where(mine, as_float32(x), 0.0), part
+
+
+@triton.jit(do_not_specialize=["stride_probs", "stride_splits", "num_rows", "num_groups", "parts", "steps", "offset", "clamp", "alpha", "epsilon", "infinity"])
+def quantize_activated_blocks_kernel(
+    d_out_ptr,
+    stride_d_out_p,
+    stride_d_out_f,
+    h_ptr,
+    stride_h_p,
+    stride_h_f,
+    probs_ptr,
+    stride_probs,
+    width,
+    between,
+    # numbers, as bits of a float64
+    offset,
+    clamp,
+    alpha,
+    splits_ptr,
+    stride_splits,
+    # results; either form may be left out, and so may the parts of d_probs, [rows, parts]. Codes are contiguous
+    row_codes_ptr,
+    row_scale_ptr,
+    row_amax_ptr,
+    stride_row_m,
+    stride_row_n,
+    column_codes_ptr,
+    column_scale_ptr,
+    column_amax_ptr,
+    stride_column_m,
+    stride_column_n,
+    part_ptr,
+    # sizes; a tile's rows are the work of so many programs, each so many steps
+    num_rows,
+    num_columns,
+    num_groups,
+    parts,
+    steps,
+    epsilon,
+    infinity,
+    CURVE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    RULE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Codes, scales and amax of blocks of 1 × BLOCK, of BLOCK × 1, or both of one load."""
+    tile = tl.program_id(0) // parts
+    _, first, read, owned, written = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G)
+    p = first + tl.arange(0, BLOCK_M)
+    least = number(epsilon, tl.float32)
+    most = number(infinity, tl.float32)
+    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    total = tl.zeros([BLOCK_M], ACCUMULATOR)
+    for i in tl.range(0, tl.where(first < written, steps, 0), num_stages=STAGES):
+        column = begin + i * BLOCK_N
+        x, part = activated_tile(
+            d_out_ptr,
+            stride_d_out_p,
+            stride_d_out_f,
+            h_ptr,
+            stride_h_p,
+            stride_h_f,
+            probs_ptr,
+            stride_probs,
+            p,
+            read,
+            owned,
+            column,
+            width,
+            between,
+            offset,
+            clamp,
+            alpha,
+            CURVE,
+            LAYOUT,
+            CLAMPED,
+            WHOLE,
+            ROUNDED,
+            ACCUMULATOR,
+            BLOCK_N,
+        )
+        total += part
+        if row_codes_ptr is not None:
+            quantize_blocks(
+                x,
+                row_codes_ptr,
+                row_scale_ptr,
+                row_amax_ptr,
+                stride_row_m,
+                stride_row_n,
+                tile,
+                first,
+                written,
+                column,
+                num_columns,
+                least,
+                most,
+                RULE,
+                FORMAT,
+                POWER_OF_TWO,
+                HARDWARE,
+                1,
+                BLOCK,
+            )
+        if column_codes_ptr is not None:
+            quantize_blocks(
+                x,
+                column_codes_ptr,
+                column_scale_ptr,
+                column_amax_ptr,
+                stride_column_m,
+                stride_column_n,
+                tile,
+                first,
+                written,
+                column,
+                num_columns,
+                least,
+                most,
+                RULE,
+                FORMAT,
+                POWER_OF_TWO,
+                HARDWARE,
+                BLOCK,
+                1,
+            )
+    if part_ptr is not None:
+        tl.store(part_ptr + p * parts + tl.program_id(0) % parts, total, mask=p < written)  # a tile sticks out of its group
+
+
+@triton.jit(do_not_specialize=["stride_probs", "stride_splits", "num_rows", "num_groups", "parts", "steps", "offset", "clamp", "alpha"])
+def activated_group_amax_kernel(
+    d_out_ptr,
+    stride_d_out_p,
+    stride_d_out_f,
+    h_ptr,
+    stride_h_p,
+    stride_h_f,
+    probs_ptr,
+    stride_probs,
+    width,
+    between,
+    # numbers, as bits of a float64
+    offset,
+    clamp,
+    alpha,
+    splits_ptr,
+    stride_splits,
+    # result, as integers, zeros before
+    amax_ptr,
+    # sizes; a tile's rows are the work of so many programs, each so many steps
+    num_rows,
+    num_columns,
+    num_groups,
+    parts,
+    steps,
+    CURVE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """max |x| over each group. Bits of numbers ≥ 0 are in the order of the numbers, and a maximum has no order: programs meet in an atomic."""
+    tile = tl.program_id(0) // parts
+    group, first, end, _, _ = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G)
+    p = first + tl.arange(0, BLOCK_M)
+    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i in tl.range(0, tl.where(first < end, steps, 0), num_stages=STAGES):
+        x, _part = activated_tile(
+            d_out_ptr,
+            stride_d_out_p,
+            stride_d_out_f,
+            h_ptr,
+            stride_h_p,
+            stride_h_f,
+            probs_ptr,
+            stride_probs,
+            p,
+            end,
+            end,
+            begin + i * BLOCK_N,
+            width,
+            between,
+            offset,
+            clamp,
+            alpha,
+            CURVE,
+            LAYOUT,
+            CLAMPED,
+            WHOLE,
+            ROUNDED,
+            ACCUMULATOR,
+            BLOCK_N,
+        )
+        largest = tl.maximum(largest, magnitude(x))
+    bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
+    tl.atomic_max(amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # the rest of x has no end, and no amax
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("stride_probs", "stride_splits", "stride_given", "stride_history"),
+        *("num_rows", "num_groups", "parts", "steps", "offset", "clamp", "alpha", "epsilon"),
+    ]
+)
+def cast_activated_groups_kernel(
+    d_out_ptr,
+    stride_d_out_p,
+    stride_d_out_f,
+    h_ptr,
+    stride_h_p,
+    stride_h_f,
+    probs_ptr,
+    stride_probs,
+    width,
+    between,
+    # numbers, as bits of a float64
+    offset,
+    clamp,
+    alpha,
+    splits_ptr,
+    stride_splits,
+    # scales of earlier steps; None: they follow from the amax
+    given_ptr,
+    stride_given,
+    # the amax of each group, as integers: read, or with scales given a result, and zeros before; its first column of the history likewise
+    amax_ptr,
+    history_ptr,
+    stride_history,
+    # results; the parts of d_probs, [rows, parts], may be left out
+    codes_ptr,
+    inverse_ptr,
+    part_ptr,
+    # sizes; a tile's rows are the work of so many programs, each so many steps
+    num_rows,
+    num_columns,
+    num_groups,
+    parts,
+    steps,
+    epsilon,
+    CURVE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    FORMAT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """encode(x · s) and 1/s, with one s for each group: of earlier steps, while this one's amax is measured, or from the amax."""
+    FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
+    least = number(epsilon, tl.float32)
+    tile = tl.program_id(0) // parts
+    group, first, read, owned, written = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G)
+    g = tl.arange(0, BLOCK_G)
+    real = g < num_groups  # BLOCK_G is a power of two
+    if given_ptr is not None:
+        scale = tl.load(given_ptr + group * stride_given, mask=group < num_groups, other=1.0)  # the rest of x has none
+        if tl.program_id(0) == 0:
+            tl.store(inverse_ptr + g, over(1.0, tl.load(given_ptr + g * stride_given, mask=real, other=1.0)), mask=real)
+    else:
+        amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0).to(tl.float32, bitcast=True)  # likewise
+        scale = fitting_scale(amax, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)
+        if tl.program_id(0) == 0:
+            amax_G = tl.load(amax_ptr + g, mask=real, other=0).to(tl.float32, bitcast=True)
+            tl.store(inverse_ptr + g, over(1.0, fitting_scale(amax_G, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)), mask=real)
+    p = first + tl.arange(0, BLOCK_M)
+    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total = tl.zeros([BLOCK_M], ACCUMULATOR)
+    for i in tl.range(0, tl.where(first < written, steps, 0), num_stages=STAGES):
+        column = begin + i * BLOCK_N
+        x, part = activated_tile(
+            d_out_ptr,
+            stride_d_out_p,
+            stride_d_out_f,
+            h_ptr,
+            stride_h_p,
+            stride_h_f,
+            probs_ptr,
+            stride_probs,
+            p,
+            read,
+            owned,
+            column,
+            width,
+            between,
+            offset,
+            clamp,
+            alpha,
+            CURVE,
+            LAYOUT,
+            CLAMPED,
+            WHOLE,
+            ROUNDED,
+            ACCUMULATOR,
+            BLOCK_N,
+        )
+        total += part
+        n = column + tl.arange(0, BLOCK_N)
+        inside = (p < written)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of x
+        tl.store(codes_ptr + p[:, None] * num_columns + n[None, :], encoded(x * scale, FORMAT, HARDWARE), mask=inside)
+        if given_ptr is not None:
+            largest = tl.maximum(largest, magnitude(x))
+    if part_ptr is not None:
+        tl.store(part_ptr + p * parts + tl.program_id(0) % parts, total, mask=p < written)  # likewise
+    if given_ptr is not None:
+        bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
+        tl.atomic_max(amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed")  # the rest of x is not read
+        tl.atomic_max(history_ptr + group * stride_history, bits, mask=first < read, sem="relaxed")

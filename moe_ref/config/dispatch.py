@@ -1,0 +1,193 @@
+"""Dispatch and combine: settings, results, and the rules that make a call illegal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from moe_ref.config.permutation import check_align, check_map
+from moe_ref.config.rules import MAX_EXPERTS, check_probs, is_count, require
+
+X = TypeVar("X")
+PerRank: TypeAlias = Sequence[X]  # one entry a rank, in the order of the ranks
+
+Duplicates = Literal["reject", "count each", "last slot"]
+Empty = Literal["skip", "reject"]
+ZeroProb = Literal["keep", "drop"]
+
+FP8_BLOCK = 128  # columns that share a scale on DeepEP's wire
+
+
+@dataclass(frozen=True)
+class IndexPolicy:
+    """What becomes of the slots on whose meaning real libraries differ."""
+
+    duplicates: Duplicates = "reject"
+    """An expert in several slots of a token. DeepEP counts each slot; HybridEP's map collapses them, here to the last one."""
+    empty: Empty = "skip"
+    """A slot that holds -1. DeepEP skips it; HybridEP's index form must not hold one."""
+    zero_prob: ZeroProb = "keep"
+    """A routed slot of probability exactly 0. Megatron drops it in front of DeepEP once a capacity factor is set; all others keep it."""
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a value that is none of those listed."""
+        for name, known in (("duplicates", Duplicates), ("empty", Empty), ("zero_prob", ZeroProb)):
+            values = known.__args__  # type: ignore[attr-defined]
+            require(getattr(self, name) in values, name, repr(getattr(self, name)), f"one of {', '.join(map(repr, values))}")
+
+
+class Dispatched(NamedTuple):
+    """What a rank gets from `allgather_dispatch`, `alltoall_dispatch` and `hybridep_dispatch`: rows grouped by its own experts."""
+
+    rows: Tensor  # [P,H], the tokens' dtype
+    probs: Tensor | None  # [P], the probs' dtype; None when no probs were given
+    tokens_per_expert: Tensor  # [L] int64: length of each local expert's segment of `rows`, its padding included
+    handle: Any  # opaque: hand it to this implementation's own combine
+    overflow: Tensor  # [] bool: some copy that was routed to this rank is not among `rows`
+
+
+class DeepEPDispatched(NamedTuple):
+    """What a rank gets from `deepep_dispatch`: each token once, however many of the rank's experts want it."""
+
+    rows: Tensor  # [D,H], the tokens' dtype; what stands behind the received rows is unspecified
+    scales: Tensor | None  # [D,…], moved like the rows; None when none were given
+    indices: Tensor  # [D,K] int64: each slot's local expert, -1 where the slot belongs to another rank or to none
+    probs: Tensor | None  # [D,K], 0 where `indices` is -1; None when no probs were given
+    tokens_per_expert: Tensor | None  # [L] int64: slots of each local expert, rounded up to `expert_alignment`; None with `num_worst_tokens`
+    handle: Any  # opaque
+
+
+class LowLatencyDispatched(NamedTuple):
+    """What a rank gets from `deepep_low_latency_dispatch`: a slab of W·M rows for each of its experts, filled from the front."""
+
+    rows: Tensor  # [L,W·M,H]; what stands behind an expert's count is unspecified
+    scales: Tensor | None  # [L,W·M,H/128] float32; None without `use_fp8`
+    tokens_per_expert: Tensor  # [L] int64: rows of each slab that hold a token
+    source_tokens: Tensor  # [L,W·M] int64: each row's token, counted on its own rank; unspecified behind the count
+    layout_range: Tensor  # [L,W] int64: begin · 2^32 + count of the rows that each source has in the slab
+    handle: Any  # opaque
+
+
+class DeepEPLayout(NamedTuple):
+    """What `deepep_layout` says about the tokens of one rank."""
+
+    num_tokens_per_rank: Tensor  # [W] int64: tokens that go to each rank, once each
+    num_tokens_per_expert: Tensor  # [E] int64: slots of each expert
+    is_token_in_rank: Tensor  # [T,W] bool
+
+
+class Combined(NamedTuple):
+    """What a rank gets from `deepep_combine` and `hybridep_combine`."""
+
+    tokens: Tensor  # [T,H], the rows' dtype
+    probs: Tensor | None  # [T,K] of DeepEP, [T,E] of HybridEP; None when no probs were given
+
+
+def check_expert_split(num_experts: int, ranks: int, expert_tensor_parallel: int = 1) -> None:
+    """Ranks divide into groups that share experts, and experts divide evenly among the groups."""
+    right = is_count(expert_tensor_parallel) and expert_tensor_parallel >= 1 and ranks % expert_tensor_parallel == 0
+    require(right, "expert_tensor_parallel", expert_tensor_parallel, f"a positive divisor of the {ranks} ranks")
+    whole = is_count(num_experts) and 1 <= num_experts <= MAX_EXPERTS and num_experts % (ranks // expert_tensor_parallel) == 0
+    require(whole, "num_experts", num_experts, f"from 1 to {MAX_EXPERTS} and a multiple of {ranks // expert_tensor_parallel}, the groups that hold experts")
+
+
+def check_tokens(tokens: PerRank[Tensor]) -> None:
+    """[T,H] of each rank: T its own, H, dtype and device everybody's."""
+    require(len(tokens) >= 1, "tokens", "an empty list", "a list with an entry for each rank")
+    first = tokens[0]
+    for rank, own in enumerate(tokens):
+        require(own.dim() == 2, f"tokens[{rank}]", f"of shape {tuple(own.shape)}", "[tokens, hidden]")
+        same = (own.shape[1], own.dtype, own.device) == (first.shape[1], first.dtype, first.device)
+        right = f"[tokens, {first.shape[1]}] of {first.dtype} on {first.device}, as tokens[0]"
+        require(same, f"tokens[{rank}]", f"{tuple(own.shape)} of {own.dtype} on {own.device}", right)
+
+
+def check_beside(name: str, values: PerRank[Tensor] | None, tokens: PerRank[Tensor]) -> None:
+    """`values` has an entry for each rank, with a row for each of its tokens; or there are none."""
+    if values is None:
+        return
+    require(len(values) == len(tokens), name, f"a list of {len(values)}", f"a list of {len(tokens)}, an entry for each rank")
+    for rank, (own, beside) in enumerate(zip(values, tokens, strict=True)):
+        right = f"[{len(beside)}, …] on {beside.device}, a row for each token"
+        require(own.dim() >= 1 and len(own) == len(beside), f"{name}[{rank}]", f"of shape {tuple(own.shape)}", right)
+        require(own.device == beside.device, f"{name}[{rank}]", f"on {own.device}", right)
+
+
+def check_dispatch(
+    tokens: PerRank[Tensor], routing_map: PerRank[Tensor], probs: PerRank[Tensor] | None, expert_tensor_parallel: int = 1, capacity: int | None = None
+) -> None:
+    """The rules of the dispatchers that read a routing map."""
+    check_tokens(tokens)
+    check_beside("routing_map", routing_map, tokens)
+    for own in routing_map:
+        check_map(own)
+        experts = routing_map[0].shape[1]
+        require(own.shape[1] == experts, "routing_map", f"of shape {tuple(own.shape)}", f"[tokens, {experts}], as the first rank's")
+    check_expert_split(routing_map[0].shape[1], len(tokens), expert_tensor_parallel)
+    check_rank_probs(probs, routing_map)
+    require(capacity is None or (is_count(capacity) and capacity >= 1), "capacity", capacity, "None or a positive integer")
+
+
+def check_rank_probs(probs: PerRank[Tensor] | None, beside: PerRank[Tensor]) -> None:
+    """`probs` is None, or floating point of the shapes of `beside`, of one dtype."""
+    if probs is None:
+        return
+    require(len(probs) == len(beside), "probs", f"a list of {len(probs)}", f"a list of {len(beside)}, an entry for each rank")
+    for own, shaped in zip(probs, beside, strict=True):
+        check_probs(own, tuple(shaped.shape), shaped)
+        require(own.dtype == probs[0].dtype, "probs", f"of dtype {own.dtype}", f"{probs[0].dtype}, as the first rank's")
+
+
+def check_budget(align: int | None, num_rows: int | None) -> None:
+    """`align` is None or positive; `num_rows` is None or whole blocks of it."""
+    check_align(align)
+    require(num_rows is None or (is_count(num_rows) and num_rows >= 0), "num_rows", num_rows, "None or an integer ≥ 0")
+    require(num_rows is None or num_rows % (align or 1) == 0, "num_rows", num_rows, f"a multiple of align {align}, so that every segment is")
+
+
+def check_rank_indices(tokens: PerRank[Tensor], indices: PerRank[Tensor], probs: PerRank[Tensor] | None, num_experts: int) -> None:
+    """The rules of the dispatchers that read indices."""
+    check_tokens(tokens)
+    check_beside("indices", indices, tokens)
+    check_expert_split(num_experts, len(tokens))
+    for own in indices:
+        slots = indices[0].shape[-1]
+        require(own.dim() == 2 and own.shape[1] == slots, "indices", f"of shape {tuple(own.shape)}", f"[tokens, {slots}], as the first rank's")
+        require(not (own.is_floating_point() or own.is_complex()) and own.dtype != torch.bool, "indices", f"of dtype {own.dtype}", "integer")
+    check_rank_probs(probs, indices)
+
+
+def check_index_values(indices: Tensor, num_experts: int) -> None:
+    """Indices are from -1 to E - 1. Seeing this reads the device; an implementation may declare it unchecked."""
+    outside = (indices < -1) | (indices >= num_experts)
+    require(not bool(outside.any()), "indices", indices[outside].tolist()[:4], f"from -1 to {num_experts - 1}")
+
+
+def check_deepep_sizes(expert_alignment: int, num_worst_tokens: int | None, largest: int) -> None:
+    """A positive alignment; and room for the `largest` number of rows that a rank receives."""
+    require(is_count(expert_alignment) and expert_alignment >= 1, "expert_alignment", expert_alignment, "a positive integer")
+    right = f"None or at least {largest}, the rows that a rank receives"
+    require(num_worst_tokens is None or (is_count(num_worst_tokens) and num_worst_tokens >= largest), "num_worst_tokens", num_worst_tokens, right)
+
+
+def check_slab(tokens: PerRank[Tensor], max_tokens_per_rank: int, use_fp8: bool, round_scale: bool) -> None:
+    """No rank has more tokens than the slabs were made for, and with FP8 rows are whole blocks."""
+    most = max(len(own) for own in tokens)
+    right = f"a positive integer, at least {most}, the most tokens of a rank"
+    require(is_count(max_tokens_per_rank) and max_tokens_per_rank >= max(most, 1), "max_tokens_per_rank", max_tokens_per_rank, right)
+    require(use_fp8 or not round_scale, "round_scale", round_scale, "False without use_fp8: nothing is scaled")
+    hidden = tokens[0].shape[1]
+    require(not use_fp8 or hidden % FP8_BLOCK == 0, "tokens", f"of hidden size {hidden}", f"a multiple of {FP8_BLOCK}, so that blocks are whole")
+
+
+def check_rows(rows: PerRank[Tensor], shapes: PerRank[tuple[int, ...]]) -> None:
+    """What combine gets has the shapes that dispatch gave, up to the hidden size, and one dtype."""
+    require(len(rows) == len(shapes), "rows", f"a list of {len(rows)}", f"a list of {len(shapes)}, an entry for each rank")
+    for rank, (own, shape) in enumerate(zip(rows, shapes, strict=True)):
+        right = f"[{', '.join(map(str, shape))}, hidden], as dispatch gave them"
+        require(own.dim() == len(shape) + 1 and tuple(own.shape[:-1]) == shape, f"rows[{rank}]", f"of shape {tuple(own.shape)}", right)
+        same = own.dtype == rows[0].dtype and own.shape[-1] == rows[0].shape[-1] and own.is_floating_point()
+        right = f"{rows[0].dtype} and floating point, of hidden size {rows[0].shape[-1]}, as rows[0]"
+        require(same, f"rows[{rank}]", f"{own.dtype} of hidden size {own.shape[-1]}", right)

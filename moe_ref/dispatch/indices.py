@@ -1,0 +1,67 @@
+"""What stands between a router and a dispatcher: the world as a flat list of experts, and what slots may hold."""
+
+import torch
+from torch import Tensor
+
+from moe_ref.config import IndexPolicy, check_align, check_index_values, check_indices, check_map, require
+from moe_ref.routing_map import EMPTY
+
+
+def flatten_experts(x_TE: Tensor, *, expert_parallel: int, expert_tensor_parallel: int) -> Tensor:
+    """Repeat the columns of a routing map or of its probs, so that each rank has experts of its own.
+
+        out[t, (ep·ETP + tp)·L + l] = x[t, ep·L + l]        for every tp < ETP
+
+    With expert tensor parallelism an expert is cut into ETP shards, each held by another rank r = ep·ETP + tp, and each needs all of the
+    expert's tokens. A shard then counts as an expert of its own whose output is a part of a sum. The gradient is the sum over the shards.
+
+    Args:
+        x_TE: any dtype; E = EP·L.
+
+    Returns:
+        [T,EP·ETP·L].
+
+    Source: MoEFlexTokenDispatcher's _initialize_metadata.
+    """
+    check_map(x_TE != 0)
+    for name, size in (("expert_parallel", expert_parallel), ("expert_tensor_parallel", expert_tensor_parallel)):
+        check_align(size)
+        require(size is not None and x_TE.shape[1] % expert_parallel == 0, name, size, f"a positive integer; {x_TE.shape[1]} experts, evenly split")
+    parts = x_TE.unflatten(1, (expert_parallel, 1, -1))
+    return parts.expand(-1, -1, expert_tensor_parallel, -1).flatten(1)
+
+
+def apply_index_policy(indices_TK: Tensor, probs_TK: Tensor | None, *, num_experts: int, policy: IndexPolicy) -> tuple[Tensor, Tensor | None]:
+    """Refuse, skip or keep the slots that libraries differ on; a slot that is skipped holds -1 afterwards, with probability 0.
+
+    Args:
+        indices_TK: integers from -1 to E - 1.
+        probs_TK: floating point, or None: then no probability is 0, and none is returned.
+
+    Returns:
+        (indices, probs), the indices as int64.
+
+    Raises:
+        ValueError: an index outside, or one that the policy rejects. Both read the device; an implementation may declare them unchecked.
+    """
+    shaped = torch.zeros_like(indices_TK, dtype=torch.float32) if probs_TK is None else probs_TK
+    check_indices(indices_TK, shaped, num_experts)
+    check_index_values(indices_TK, num_experts)
+    empty_TK = indices_TK == EMPTY
+    require(policy.empty == "skip" or not bool(empty_TK.any()), "indices", "-1 in some slot", "an expert in every slot, by the policy")
+    repeats_TK = _named_again(indices_TK)
+    require(policy.duplicates != "reject" or not bool(repeats_TK.any()), "indices", "the same expert in two slots", "distinct in a token, by the policy")
+    if policy.duplicates == "last slot":
+        empty_TK = empty_TK | repeats_TK
+    if policy.zero_prob == "drop" and probs_TK is not None:
+        empty_TK = empty_TK | (probs_TK == 0)
+    kept = None if probs_TK is None else torch.where(empty_TK, torch.zeros_like(probs_TK), probs_TK)
+    return torch.where(empty_TK, EMPTY, indices_TK.long()), kept
+
+
+def _named_again(indices_TK: Tensor) -> Tensor:
+    """True in a slot whose expert a later slot of the same token names too."""
+    slots = indices_TK.shape[1]
+    later_KK = torch.ones((slots, slots), dtype=torch.bool, device=indices_TK.device).triu(1)
+    same_TKK = indices_TK[:, :, None] == indices_TK[:, None, :]
+    return (same_TKK & later_KK).any(2) & (indices_TK != EMPTY)

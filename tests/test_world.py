@@ -1,0 +1,132 @@
+"""Ranks that call together are judged together; one that dies, hangs, raises or disagrees is named, and nothing is left running."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from conformance.execute.child import Settings
+from conformance.execute.pool import Pool
+from conformance.execute.runner import Outcome
+from conformance.reduction import reduce
+from tests.world_fixtures import ShiftCase, forget, register
+
+HERE = (str(Path(__file__).parent.parent),)
+THREE = ShiftCase(function="shift", ranks=3, rows=2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _known() -> Iterator[None]:
+    register()
+    yield
+    forget()
+
+
+@contextmanager
+def pool_of(name: str, seconds: float = 20.0) -> Iterator[Pool]:
+    with Pool(Settings(f"tests.world_fixtures:{name}", "cpu", search=HERE), case_seconds=seconds) as pool:
+        yield pool
+
+
+def outcome_of(name: str, case: ShiftCase = THREE, seconds: float = 20.0) -> Outcome:
+    with pool_of(name, seconds) as pool:
+        return next(outcome for _, outcome in pool.run([case]))
+
+
+def test_a_right_function_passes_in_every_world_with_gradients_and_laws():
+    cases = [ShiftCase(function="shift", ranks=ranks, rows=2, grads=grads, law=law) for ranks in (1, 2, 3, 4) for grads, law in (("x", ""), ("", "history"))]
+    with pool_of("RIGHT") as pool:
+        found = {case.text: outcome for case, outcome in pool.run(cases)}
+    assert {text: outcome.status for text, outcome in found.items()} == {case.text: "PASS" for case in cases}
+    assert all(outcome.evaluations == (2 if '"law"' in text else 1) for text, outcome in found.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "told"),
+    [
+        ("RAISES", "FAIL", "rank 1 of 3: raised RuntimeError on a legal call: no buffer; 2 others waited for it"),
+        ("WRONG", "FAIL", "rank 1 of 3: "),
+        ("DIES", "CRASH", "rank 1 of 3: SIGABRT at "),
+        ("ALONE", "FAIL", "rank 1 of 3: "),
+        ("DISAGREES", "FAIL", "no, says rank 1 of 3; rank 0 disagrees"),
+    ],
+)
+def test_the_rank_that_goes_wrong_is_named(name, status, told):
+    outcome = outcome_of(name)
+    assert outcome.status == status
+    assert told in (outcome.finding["message"] if outcome.finding else outcome.reason)
+
+
+def test_ranks_that_hang_are_named_with_where_they_are():
+    outcome = outcome_of("HANGS", seconds=2.0)
+    assert outcome.status == "HANG"
+    assert "rank 1 at" in outcome.reason
+    assert "world_fixtures.py" in outcome.reason
+
+
+def test_nothing_is_left_running_and_the_next_case_finds_a_new_world():
+    with pool_of("DIES", seconds=20.0) as pool:
+        list(pool.run([THREE]))
+        alone = ShiftCase(function="shift", ranks=1, rows=2)
+        assert [outcome.status for _, outcome in pool.run([alone])] == ["PASS"]
+        processes = [member.held.process.pid for member in pool.world._members]
+        assert len(processes) == 4
+    deadline = time.monotonic() + 5
+    while any(os.path.exists(f"/proc/{pid}") for pid in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in processes)
+
+
+def test_the_world_shrinks():
+    with pool_of("WRONG") as pool:
+        attempt = lambda case: next(iter(pool.run([case])))[1]  # noqa: E731
+        case = ShiftCase(function="shift", ranks=4, rows=3)
+        found = reduce(case, attempt(case), attempt, seconds=30)
+    assert (found.case.ranks, found.case.rows, found.finished) == (2, 1, True)
+
+
+def test_a_world_that_has_no_room_is_refused_with_a_sentence():
+    outcome = outcome_of("RIGHT", ShiftCase(function="shift", ranks=9))
+    assert (outcome.status, outcome.reason) == ("ERROR", "a world of 9 ranks: there is room for 4, each with its own GPU if there are any")
+
+
+def under_torchrun(name: str, ranks: int, tmp_path: Path, seconds: float = 20.0) -> str:
+    """What rank 0 prints of each outcome of THREE, run twice."""
+    script = tmp_path / "judge.py"
+    script.write_text(f"""
+import sys
+sys.path.insert(0, {HERE[0]!r})
+from conformance.execute.child import Settings
+from conformance.execute.joined import attend, joined
+from conformance.execute.pool import Pool
+from tests.world_fixtures import ShiftCase, register
+
+if __name__ == "__main__":
+    register()
+    settings = Settings("tests.world_fixtures:{name}", "cpu", search=({HERE[0]!r},))
+    if joined().rank:
+        sys.exit(attend(joined(), settings))
+    with Pool(settings, case_seconds={seconds}) as pool:
+        for _ in range(2):
+            for _, outcome in pool.run([ShiftCase(function="shift", ranks=3, rows=2, grads="x")]):
+                print(outcome.status, outcome.reason, outcome.finding)
+""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_under_torchrun_its_processes_are_the_ranks(tmp_path):
+    assert under_torchrun("RIGHT", 3, tmp_path).split() == ["PASS", "None"] * 2
+
+
+def test_under_torchrun_a_rank_that_dies_is_named_and_the_world_is_formed_again(tmp_path):
+    told = under_torchrun("DIES", 3, tmp_path).splitlines()
+    assert len(told) == 2
+    assert all(line.startswith("CRASH rank 1 of 3: SIGABRT at ") for line in told)
