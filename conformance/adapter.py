@@ -27,8 +27,11 @@ def described(known: dict[str, Any]) -> tuple[int, str]:
 
 
 def _call(name: str) -> str:
+    """The signature, of what one rank calls where the reference is called with lists over the ranks."""
     import inspect
+    import re
 
-    import moe_ref
+    from conformance.interface import imported
 
-    return f"{name}{inspect.signature(getattr(moe_ref, name))}".replace("torch.", "").replace("moe_ref.config.", "").replace("moe_ref.permutation.", "")
+    text = re.sub(r"collections\.abc\.Sequence\[([^\[\]]*)\]", r"\1", f"{name}{inspect.signature(getattr(imported('moe_ref'), name))}")
+    return text.replace(": moe_ref.dispatch.exchange.Handle", "").replace("torch.", "").replace("moe_ref.config.", "").replace("moe_ref.permutation.", "")

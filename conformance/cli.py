@@ -172,6 +172,7 @@ def minimize(options: argparse.Namespace) -> int:
 
 def list_(options: argparse.Namespace) -> int:
     """Print what the suite knows."""
+    from conformance.contracts.collective import Collective
     from conformance.profiles import PROFILES
     from conformance.registry import CONTRACTS
     from conformance.strategies.covering import covering_cases
@@ -180,6 +181,8 @@ def list_(options: argparse.Namespace) -> int:
     for name, contract in CONTRACTS.items():
         covered = covering_cases(name, Space())
         print(f"{name}({', '.join(contract.optional)}) -> {', '.join(contract.outputs)}")
+        if isinstance(contract, Collective):
+            print("  ranks    call it together, each with its own part and `group`")
         print(f"  laws     {', '.join(contract.laws)}")
         print(f"  illegal  {', '.join(contract.illegal)}")
         print(f"  golden   {', '.join(contract.golden)}")

@@ -21,7 +21,7 @@ WEIGHT = {
     **dict.fromkeys(("glu", "activation", "grouped_linear", "grouped_dgrad", "grouped_wgrad"), 1),
     **dict.fromkeys(("grouped_mlp", "shared_experts"), 0.5),
     "sequential_mlp": 0.2,
-    **dict.fromkeys(COLLECTIVES, 0.5),
+    **dict.fromkeys(COLLECTIVES, 0.25),
 }
 
 

@@ -1,8 +1,12 @@
 """The functions of `moe_ref`, fused in Triton: compiled on a GPU, in Triton's interpreter on a CPU.
 
-Signatures, results, errors and gradients are those of the reference. Read `metadata` first (where each token's rows are),
-then `permutation` and `routing_map`; `routing`, `balancing`, `capacity`, `gating`, `activations`, `quantization` and `grouped_linear` stand by
-themselves; `experts` and `shared` are made of the last. The kernels are in `kernels`, their block sizes in `tuning`.
+Signatures, results, errors and gradients are those of the reference; a dispatcher has one rank's part of them, and a process group.
+
+Read `metadata` first (where each token's rows are), then `permutation` and `routing_map`. `routing`, `balancing`, `capacity` and `gating`
+stand by themselves, and `router` is made of them; so do `activations`. `quantized` says what codes and scales are, `quantization` makes them,
+with `group_scaling` and `nvfp4`; `permuted_quantization` and `quantized_activations` make them in the launch of what is before. `segments`
+and `linear` hold the products of each expert's rows, `scaled_linear` those in low precision; `experts` and `shared` are made of them.
+`dispatch` brings rows to other ranks. `declared` says what is promised. The kernels are in `kernels`, their block sizes in `tuning`.
 """
 
 from moe_fast import backend as backend  # first: it chooses the interpreter before any kernel is decorated

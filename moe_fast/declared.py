@@ -13,9 +13,9 @@ from moe_fast.routing import check_computed, check_rows
 _COPY = {"deterministic": True, "host_sync_free": True, "graph_capturable": True, "noncontiguous": True}
 _SUM = {"accumulator": "float32", "reduction_order": "ascending experts", **_COPY}
 _COMPUTED = {"accumulator": "float32", **_COPY}
-_PRODUCT = {"reduction_order": "ascending", "unchecked": ("tokens_per_expert",), **_COMPUTED}
+_PRODUCT = {"reduction_order": "ascending", **_COMPUTED, "accumulator": "float32" if backend.INTERPRETED else "hopper_fp8"}  # as the matrix unit adds FP8
 _QUANTIZED = {**_COMPUTED, "unchecked": ("splits",)}
-_SCALED = {**_PRODUCT, "accumulator": "float32" if backend.INTERPRETED else "hopper_fp8"}  # as the matrix unit adds; NVFP4 is multiplied in bfloat16
+_GROUPED_PRODUCT = {"unchecked": ("tokens_per_expert",), **_PRODUCT}
 _READ = {**_COPY, "host_sync_free": False, "graph_capturable": False}  # as long as the splits say
 _CHOICE = {"tie_rule": "lowest_index", **_COMPUTED}
 _DISPATCHES = tuple(name for name in dispatch.__all__ if name.endswith("_dispatch"))
@@ -39,13 +39,13 @@ _DECLARED: dict[str, dict[str, Any]] = {
     "expert_capacity": _COPY,
     "gate": _COMPUTED,
     "jitter": {**_COPY, "deterministic": False},
-    "grouped_linear": _SCALED,
-    "grouped_dgrad": {**_SCALED, "differentiable": False},
-    "grouped_wgrad": {**_SCALED, "differentiable": False},
-    "grouped_mlp": _SCALED,
-    "sequential_mlp": _SCALED,
-    "shared_experts": {**_SCALED, "unchecked": ()},
-    "latent_projection": {**_SCALED, "unchecked": ()},
+    "grouped_linear": _GROUPED_PRODUCT,
+    "grouped_dgrad": {**_GROUPED_PRODUCT, "differentiable": False},
+    "grouped_wgrad": {**_GROUPED_PRODUCT, "differentiable": False},
+    "grouped_mlp": _GROUPED_PRODUCT,
+    "sequential_mlp": _GROUPED_PRODUCT,
+    "shared_experts": _PRODUCT,
+    "latent_projection": _PRODUCT,
     "glu": _COMPUTED,
     "glu_backward": {**_COMPUTED, "differentiable": False},
     "activation": _COMPUTED,

@@ -182,7 +182,7 @@ def _move_to_rows(tokens: Tensor, probs: Tensor | None, row_map: RowMap, row_slo
     row_probs = None if probs is None else torch.empty(row_map.num_rows, dtype=probs.dtype, device=probs.device)  # likewise
     programs, parts = row_map.programs(sizes.permute.tokens, sizes.fill)
     columns = ceil_div(hidden, sizes.permute.columns)
-    columns = columns if probs is None else max(1, columns)  # the probs move also when the rows are empty
+    columns = columns if row_slots is None else max(1, columns)  # lists are written, and probs move, also when the rows are empty
     programs += 0 if row_slots is None else ceil_div(row_map.num_tokens, sizes.list_tokens)
     if programs * columns == 0:
         return rows, row_probs

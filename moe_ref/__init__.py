@@ -12,13 +12,13 @@ Shape suffixes, here and everywhere in the project:
     L  local experts                M, N  out, in: rows, columns
     W  ranks                        G  tokens of all ranks    D  tokens that a rank receives, each counted once
 
-Read in this order: `config` (settings, results and what is illegal), `gating` (logits), `scores` and `selection` (which experts,
-with which weights), `capacity`, `balancing` (losses, expert bias, Sinkhorn, quantiles), `router` (all of it in one step, and what is
-remembered), `permutation` (permute, unpermute, sort_chunks), `routing_map` (padding of the map, and its conversion to and from index
-form), `formats` (numbers of eight and four bits), `recipes` and `quantization` (how tensors become codes and scales), `permuted_quantization`
-(permutation and quantisation in one step), `activations`, `linear` and `experts` (what routed rows go through), `shared` (what every
-token does), `route_plan` and `dispatch` (how tokens reach experts on other ranks, and come back), then `dense`, which says permutation
-again with plain loops and shares no code with the others.
+Read in this order: `config` (settings, results and what is illegal), `gating` (logits), `scores` and `selection` (which experts, with which
+weights), `capacity`, `balancing` (losses, expert bias, Sinkhorn, quantiles), `router` (all of it in one step, and what is remembered),
+`permutation` (permute, unpermute, sort_chunks), `routing_map` (padding of the map, and its conversion to and from index form), `formats`
+(numbers of eight and four bits), `recipes` and `quantization` (how tensors become codes and scales), `permuted_quantization` (permutation
+and quantisation in one step), `activations`, `quantized_activations` (and quantised at once), `linear` and `experts` (what routed rows go
+through), `shared` (what every token does), `route_plan` and `dispatch` (how tokens reach experts on other ranks, and come back), then
+`dense`, which says permutation again with plain loops and shares no code with the others.
 """
 
 from importlib import import_module

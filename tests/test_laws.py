@@ -19,6 +19,7 @@ from conformance.contracts.loads import LoadCase
 from conformance.contracts.logits import LogitsCase
 from conformance.contracts.permuted_quantization import PermutedQuantizationCase
 from conformance.contracts.quantization import QuantizeCase
+from conformance.contracts.quantized_activation_cases import QuantizedActivationCase
 from conformance.contracts.route import RouteCase
 from conformance.contracts.routing import RoutingCase
 from conformance.contracts.routing_map import IndicesCase
@@ -66,6 +67,7 @@ FORWARD_MLP = replace(MLP, grads="")
 SHARED = SharedCase(function="shared_experts", tokens=6, hidden=5, width=4, grads="x", seed=1)
 QUANTIZE = QuantizeCase(function="quantize", tokens=9, experts=3, counts=(4, 0, 5), hidden=5, seed=1)
 BLOCKS = replace(QUANTIZE, scaling="block")
+ACTIVATED = QuantizedActivationCase(function="glu_and_quantize", tokens=9, experts=3, counts=(4, 0, 5), tail=1, width=4, probs="float32", seed=1)
 ONE_STEP = PermutedQuantizationCase(function="permute_and_quantize", tokens=6, experts=3, hidden=5, routing=FORWARD.routing, align=4, seed=1)
 
 
@@ -329,16 +331,17 @@ def remembers_a_bias_of_its_own():
 
 class ClampedBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, most):
+        ctx.most = most
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, g):
-        return g.clamp(-8, 8)
+        return g.clamp(-ctx.most, ctx.most), None
 
 
-def clips_the_gradient():
-    return wrapped("grouped_linear", lambda original, rows, *others, **settings: original(ClampedBack.apply(rows), *others, **settings))
+def clips_the_gradient(function: str, most: int):
+    return wrapped(function, lambda original, rows, *others, **settings: original(ClampedBack.apply(rows, most), *others, **settings))
 
 
 def saturates_rows():
@@ -415,6 +418,18 @@ def misquantised_in_one_step_where(odd):
     return wrapped("permute_and_quantize", one_step)
 
 
+def misquantised_when_activated_where(odd):
+    """The last bit of every code is wrong where odd(h, settings)."""
+
+    def activated(original, h, recipe, **settings):
+        out = original(h, recipe, **settings)
+        form = out.quantized.rowwise
+        groups = tuple(group._replace(codes=group.codes ^ 1) for group in form.groups)
+        return out._replace(quantized=replace(out.quantized, rowwise=replace(form, groups=groups))) if odd(h.detach(), settings) else out
+
+    return wrapped("glu_and_quantize", activated)
+
+
 def has_short_mantissas(x):
     return bool((x.view(torch.int32) & 0xFFFFF == 0).all())
 
@@ -451,7 +466,11 @@ TWINS = [
     ("two_steps", ONE_STEP, lambda: misquantised_where(lambda x, settings: True)),
     ("expert_relabelling", ONE_STEP, lambda: misquantised_in_one_step_where(lambda chosen, settings: not chosen[:, 0].any())),
     ("padding_independence", ONE_STEP, lambda: misquantised_in_one_step_where(lambda chosen, settings: settings["align"] > 4)),
-    ("cotangent_scaling", LINEAR, clips_the_gradient),
+    ("neighbour_groups", replace(ACTIVATED, tail=0), lambda: misquantised_when_activated_where(lambda h, settings: h.isnan().any())),
+    ("padding_values", ACTIVATED, lambda: misquantised_when_activated_where(lambda h, settings: h[-1].isnan().any())),
+    ("doubled_probs", replace(ACTIVATED, tail=0), lambda: misquantised_when_activated_where(lambda h, settings: settings["probs"].max() > 1)),
+    ("cotangent_scaling", LINEAR, lambda: clips_the_gradient("grouped_linear", 8)),
+    ("cotangent_scaling", MLP, lambda: clips_the_gradient("grouped_mlp", 4)),
     ("scaling", FORWARD_LINEAR, saturates_rows),
     ("scaling", replace(GLU, grads=""), lambda: probs_above_one_are_one(1)),
     ("neighbour_independence", FORWARD_LINEAR, lambda: spreads_a_nan_over_all_rows("grouped_linear")),
@@ -573,6 +592,12 @@ CALLS = [
     ONE_STEP,
     replace(ONE_STEP, scaling="mxfp8", hidden=2, align=1, slack=1, direction="both", probs="float32", grads="tokens+probs"),
     replace(ONE_STEP, scaling="delayed", align=0, capacity=2, values="special"),
+    ACTIVATED,
+    replace(ACTIVATED, function="activation_and_quantize", scaling="mxfp8", counts=(1, 0, 2), tokens=3, width=2, direction="both", dtype="bfloat16"),
+    replace(ACTIVATED, function="glu_backward_and_quantize", values="special", rounded=True, interleave=2),
+    replace(ACTIVATED, function="glu_backward_and_quantize", scaling="nvfp4", counts=(1, 0, 2), tokens=3, width=2),
+    replace(ACTIVATED, function="activation_backward_and_quantize", scaling="block", counts=(1, 0, 2), tokens=3, width=2, kind="gelu_tanh"),
+    replace(ACTIVATED, scaling="delayed", grads="h+probs", values="rows"),
     LINEAR,
     FORWARD_LINEAR,
     replace(LINEAR, values="rows", tail=3, dtype="bfloat16", index_dtype="int32", layout="transposed", layout_of="weight"),
@@ -588,7 +613,11 @@ CALLS = [
     MLP,
     replace(MLP, values="special", bias1="float32", bias2="bfloat16", dtype="bfloat16", tail=2, align=4, recompute="moe"),
     replace(FORWARD_MLP, function="sequential_mlp", on_input=True, index_dtype="int32"),
+    FORWARD_MLP,
+    replace(MLP, function="sequential_mlp", tail=1, recompute="moe_act"),
+    replace(FORWARD_MLP, function="sequential_mlp", weights="signed"),
     SHARED,
+    replace(SHARED, grads=""),
     replace(SHARED, gate=True, values="rows", dtype="bfloat16", again=True, grads="x+gate_weight"),
     QUANTIZE,
     replace(QUANTIZE, scaling="delayed", steps="quantize+update+quantize+reduced+reload+quantize", tail=2, grads="x", direction="both"),

@@ -362,15 +362,19 @@ IN_ONE_STEP |= {
 PERMUTED_AND_QUANTIZED |= {"an overflow": lambda c: _expected(c, "overflow").any(), "more than 100 tokens": lambda c: c.tokens > 100}
 
 
-IN_WORLDS = {f"a world of {ranks}": lambda c, ranks=ranks: len(c.counts) == ranks for ranks in (1, 2, 3, 4)} | _each("spread", *SPREADS_OF_SLOTS) | {
-    "a rank without tokens beside others": lambda c: 0 in c.counts and any(c.counts),
-    "ranks with other numbers of tokens": lambda c: len(set(c.counts)) > 1,
-    "no tokens anywhere": lambda c: not any(c.counts),
-    "more than 20 tokens on a rank": lambda c: max(c.counts) > 20,
-    "more than 30 experts on a rank": lambda c: c.local_experts > 30,
-    "one expert": lambda c: c.experts == 1,
-    "several slots": lambda c: c.topk > 1,
-}
+IN_WORLDS = (
+    {f"a world of {ranks}": lambda c, ranks=ranks: len(c.counts) == ranks for ranks in (1, 2, 3, 4)}
+    | _each("spread", *SPREADS_OF_SLOTS)
+    | {
+        "a rank without tokens beside others": lambda c: 0 in c.counts and any(c.counts),
+        "ranks with other numbers of tokens": lambda c: len(set(c.counts)) > 1,
+        "no tokens anywhere": lambda c: not any(c.counts),
+        "more than 20 tokens on a rank": lambda c: max(c.counts) > 20,
+        "more than 30 experts on a rank": lambda c: c.local_experts > 30,
+        "one expert": lambda c: c.experts == 1,
+        "several slots": lambda c: c.topk > 1,
+    }
+)
 IN_WORLDS |= _each("values", "dyadic", "integers", "wide", "special")
 OF_DISPATCHERS = {
     "allgather": _each("shards", 1, 2, 3, 4) | _each("map_dtype", *MAP_DTYPES),

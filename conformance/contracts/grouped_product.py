@@ -18,7 +18,7 @@ class Product:
     """Σ_k left_ik right_jk with what it is judged by."""
 
     value: Tensor  # float64
-    magnitude: Tensor  # Σ|terms|
+    magnitude: Tensor  # Σ|terms|, as large as the accumulator takes them
     free: Tensor  # where an infinity went in, and no NaN: split products of it are NaN as well
     margin: Tensor  # how far other codes of the factors would take it
 
@@ -33,11 +33,12 @@ class Product:
         spoilt = left.isnan().any(1)[:, None] | right.isnan().any(1)[None]
         infinite = left.isinf().any(1)[:, None] | right.isinf().any(1)[None]
         value = torch.where(spoilt, torch.nan, clean_left @ clean_right.T)
-        magnitude = clean_left.abs() @ clean_right.abs().T
+        sizes = [clean.abs() if x.aligned is None else torch.where(clean == 0, 0.0, x.aligned) for x, clean in ((left_IK, clean_left), (right_JK, clean_right))]
+        magnitude = sizes[0] @ sizes[1].T
         if left_IK.margin is None and right_JK.margin is None:
             return cls(value, magnitude, infinite & ~spoilt, torch.zeros_like(value))
         margins = [torch.zeros_like(x.value) if x.margin is None else x.margin for x in (left_IK, right_JK)]
-        farthest = (clean_left.abs() + margins[0]) @ (clean_right.abs() + margins[1]).T
+        farthest = (sizes[0] + margins[0]) @ (sizes[1] + margins[1]).T
         open_ = (margins[0] > 0).any(1)[:, None] | (margins[1] > 0).any(1)[None]
         return cls(value, magnitude, infinite & ~spoilt, torch.where(open_, farthest - magnitude, 0.0))
 

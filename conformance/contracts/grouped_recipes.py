@@ -148,11 +148,12 @@ class Factor:
 
     value: Tensor  # float64, in logical orientation: what its codes stand for
     margin: Tensor | None = None  # float64: how far away another code is that may have been chosen; None: nowhere
+    aligned: Tensor | None = None  # float64: the size that a matrix unit takes a number for; None: its own
 
     @property
     def turned(self) -> "Factor":
         """Transposed."""
-        return Factor(self.value.T, None if self.margin is None else self.margin.T)
+        return Factor(self.value.T, *(None if x is None else x.T for x in (self.margin, self.aligned)))
 
 
 @dataclass(frozen=True)
@@ -203,8 +204,19 @@ class Precision:
             if form.scheme.recipe.scaling == "nvfp4":  # over an infinity codes and scales say nothing
                 value = torch.where(group.amax.isinf(), torch.inf, value)
             margin = turned(margin_of(group, turned(own, form.columnwise).detach().float(), form.scheme), form.columnwise) if loose else None
-            found.append(Factor(turned(value, form.columnwise), margin))
+            aligned = turned(aligned_size(value, group, form.scheme), form.columnwise) if self.accumulator.block else None
+            found.append(Factor(turned(value, form.columnwise), margin, aligned))
         return found
+
+
+def aligned_size(value: Tensor, group: Scaled, scheme: Scheme) -> Tensor:
+    """|value|, and for a code that is subnormal what the smallest normal one stands for.
+
+    A matrix unit that keeps so many bits of a sum counts them from the largest exponent of its terms, and the exponent of a subnormal code
+    is that of the smallest normal one: measured on an H200, where a product of a subnormal lost three bits more.
+    """
+    smallest = Scaled(torch.full_like(group.codes, 1 << scheme.format.mantissa_bits), group.scale, group.amax)
+    return torch.where(value == 0, 0.0, torch.maximum(value.abs(), values(smallest, scheme).double()))
 
 
 # ---- codes that may be others

@@ -25,6 +25,7 @@ from conformance.registry import CONTRACTS
 
 CASE_SECONDS = 60.0  # a case that takes longer hangs
 PATIENCE = 10  # after one hang, a case hangs that takes so many times as long as the slowest before
+NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}  # hosts have been seen to hang with it
 START_SECONDS = 180.0  # import of the implementation
 COMPILE_SECONDS = 60.0  # added on a GPU, where a case may wait for compilers
 
@@ -49,6 +50,8 @@ class Pool:
         self.settings, self.jobs, self.case_seconds = settings, jobs, case_seconds
         self.description: dict[str, Any] = {}
         self._slowest, self._hung = 0.0, set[str]()
+        for name, value in NO_MULTICAST.items():
+            os.environ.setdefault(name, value)  # before torch starts in any child
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torch.fx.experimental.symbolic_shapes", "conformance.execute.child"])
         self._folder = tempfile.TemporaryDirectory(prefix="moe-conformance-")
@@ -76,6 +79,7 @@ class Pool:
         if self.description.get("device") == "cuda":
             self.case_seconds += COMPILE_SECONDS
         self.world.settle(self.description, self.case_seconds)
+        self.description["ranks"] = self.world.most
         return self.description
 
     def run(self, cases: Iterable[Case]) -> Iterator[tuple[Case, Outcome]]:

@@ -185,8 +185,8 @@ def _turns_over(case: Any) -> bool:
 
 
 def _rounds_small_numbers(case: Any) -> bool:
-    """Whether a cotangent may become a subnormal on its way, which doubling does not pass through."""
-    return bool(getattr(case, "early", False)) and case.dtype == "float16"
+    """Whether a cotangent, or a product of quantised ones, may become a subnormal on its way, which doubling does not pass through."""
+    return bool(getattr(case, "early", False) or getattr(case, "scaling", "")) and case.dtype == "float16"
 
 
 def _grouped(case: Any) -> bool:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conformance.peers.reference_world import everybodys
 from moe_ref.dispatch.indices import flatten_experts
 from moe_ref.route_plan import NOWHERE, Layout, RoutePlan, plan_of_maps
 
@@ -27,10 +26,17 @@ class Beside(NamedTuple):
     known: Any
 
 
+def _everybodys(x: Tensor, group: Any) -> list[Tensor]:
+    """What each rank of the group has, on the CPU."""
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, x.detach().cpu().contiguous(), group=group)
+    return every
+
+
 def _plan(routing_map: Tensor, settings: dict[str, Any]) -> RoutePlan:
     """Where the copies of all ranks stand."""
     group, shards = settings["group"], settings.get("expert_tensor_parallel", 1)
-    maps = everybodys(routing_map.detach().cpu(), group)
+    maps = _everybodys(routing_map, group)
     flat = [flatten_experts(own, expert_parallel=len(maps) // shards, expert_tensor_parallel=shards) for own in maps]
     sources = tuple(rank for tp in range(shards) for rank in range(tp, len(maps), shards))
     return plan_of_maps(flat, Layout(sources, settings.get("capacity"), settings.get("align"), num_rows=settings.get("num_rows")))
@@ -78,7 +84,7 @@ def _nothing_received(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **
 def _flat_offset(combine: Wrapper, rows: Tensor, handle: Any, **settings: Any) -> Any:
     out = combine(rows, handle, **settings)
     group = settings["group"]
-    whole = torch.cat(everybodys(out.detach().cpu(), group)).to(out.device)
+    whole = torch.cat(_everybodys(out, group)).to(out.device)
     start = dist.get_rank(group) * len(out)  # right where all ranks have as many tokens
     wrong = whole[(torch.arange(len(out), device=out.device) + start).clamp(max=max(len(whole) - 1, 0))]
     return out + (wrong - out).detach().nan_to_num(0.0) if len(out) else out

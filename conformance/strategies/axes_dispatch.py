@@ -30,10 +30,11 @@ def _axes(function: str) -> dict[str, tuple[Any, ...]]:
     probs = has_probs(function, Space())
     inputs = inputs_of(function, probs[-1], 1, main)
     given = differentiated(function, probs[-1])
+    routes = is_dispatch(function) and "cached" not in function
     axes: dict[str, tuple[Any, ...]] = {
         "world": tuple(WORLDS),
-        "spread": SPREADS,
-        "dtype": (*DTYPES, "float8_e4m3fn") if is_dispatch(function) else DTYPES,
+        "spread": SPREADS if routes else SPREADS[::2],  # what goes back has been spread by dispatch, which is judged for itself
+        "dtype": (*DTYPES, "float8_e4m3fn") if routes else DTYPES[:2],
         "values": ("dyadic", "integers", "special"),
         "layout": (("contiguous", ""), ("transposed", main), *(("strided", of) for of in inputs)),  # others are drawn: a case has several processes
         "grads": ("", main, *(("probs", f"{main}+probs") if len(given) > 1 else ())),

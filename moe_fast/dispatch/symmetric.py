@@ -131,7 +131,8 @@ def supports(function: str, *arguments: Any, **settings: Any) -> str | None:
 
 def declares(function: str) -> dict[str, Any]:
     """What this implementation promises about a function, beyond the reference's contract."""
-    return {"deterministic": True, "noncontiguous": True, "differentiable": function != "hybridep_cached_dispatch"}
+    promised = {"deterministic": True, "host_sync_free": True, "graph_capturable": True, "noncontiguous": True}  # where num_rows is given
+    return promised | {"accumulator": "float32", "differentiable": function != "hybridep_cached_dispatch"}
 
 
 class _Dispatch(torch.autograd.Function):

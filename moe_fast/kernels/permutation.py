@@ -162,7 +162,7 @@ def permute_kernel(
 
     `row_slots` gets the tokens' lists with rows in place of ranks, so that other kernels need no bases; probs move only with it.
     """
-    columns = tl.cdiv(num_columns, BLOCK_H) if probs_ptr is None else tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)  # the probs move without columns too
+    columns = tl.cdiv(num_columns, BLOCK_H) if row_slots_ptr is None else tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)  # lists are without columns too
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     block = tl.program_id(0) // columns
     lists = tl.cdiv(num_tokens, BLOCK_L) if row_slots_ptr is not None else 0

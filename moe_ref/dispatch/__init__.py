@@ -12,7 +12,7 @@ All of them are played for all ranks at once: arguments and results are lists wi
 
 Every Σ ascends and is taken in float32 (float64 for float64) unless something else is said; every "round" is to the dtype of the rows.
 Dispatch is linear, and its gradient is its own transpose: the same tree without probs, as stated at each function. The gradient of combine
-is the dispatch of the gradient: copies, not rounded at all.
+is the dispatch of the gradient: copies, rounded where the sum was to a narrower dtype (that of the probs, between ranks), and nowhere else.
 
 Read `exchange` (mover and handle) and `trees`, then `indices` (what slots may hold), `allgather`, `alltoall`, `deepep`, `low_latency`, `hybridep`.
 """

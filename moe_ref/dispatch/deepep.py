@@ -81,8 +81,8 @@ def deepep_dispatch(
     Returns:
         `DeepEPDispatched` of each rank.
 
-    Rounding: none in the forward. The gradients of tokens and probs are `deepep_combine` of theirs: ranks ascending in the accumulator dtype,
-    one rounding.
+    Rounding: none in the forward. The gradients of tokens and probs are `deepep_combine` of theirs, of the probs' in slots that are not -1: ranks
+    ascending in the accumulator dtype, one rounding.
 
     Raises:
         ValueError: see `moe_ref.config`: check_rank_indices, check_index_values, check_deepep_sizes; and what the policy rejects.

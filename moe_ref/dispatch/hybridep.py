@@ -102,7 +102,7 @@ def hybridep_combine(rows: PerRank[Tensor], handles: PerRank[Handle], *, probs: 
     tokens = _tree(handles[0].row_tokens, plan)(list(rows))
     if probs is None:
         return [Combined(own, None) for own in tokens]
-    check_rank_probs(probs, [row[:, 0] for row in rows])
+    check_rank_probs(probs, [row.new_empty(len(row)) for row in rows])
     num_experts = plan.ranks * plan.local_experts
     cells = torch.cat([row_cells(plan, rank) for rank in range(plan.ranks)])
     prob_GE = sum_rows(torch.cat(list(probs)), cells, sum(plan.tokens) * num_experts).reshape(-1, num_experts)

@@ -48,7 +48,7 @@ def deepep_low_latency_dispatch(
         tokens: [T_r,H] of each rank, T_r ≤ M; floating point with `use_fp8`.
         indices: [T_r,K] integers from -1 to E - 1.
         num_experts: E, of all ranks together.
-        max_tokens_per_rank: M, the same everywhere.
+        max_tokens_per_rank: M, the same everywhere. A repeated expert that is counted each time needs a row each time.
         use_fp8: rows travel as E4M3, see `quantize_for_wire`.
         round_scale: scales are powers of two.
         policy: of repeated experts, empty slots and probabilities 0 (of which there are none here); None for `IndexPolicy()`.
