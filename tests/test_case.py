@@ -11,6 +11,7 @@ from conformance.case import SCHEMA, Case, CaseError, case_from
 from conformance.contracts.activation import FAR, ActivationCase, hidden_of, probs_of, row_scales
 from conformance.contracts.chunks import ChunksCase
 from conformance.contracts.dispatching import DispatchCase
+from conformance.contracts.experts_mlp import MlpCase
 from conformance.contracts.gating import GateCase
 from conformance.contracts.grouped import GroupedCase, counts_of, grouped_rows, weights_of
 from conformance.contracts.loads import LoadCase
@@ -21,6 +22,7 @@ from conformance.contracts.quantized_activation_cases import QuantizedActivation
 from conformance.contracts.route import RouteCase
 from conformance.contracts.routing import RoutingCase, routed
 from conformance.contracts.routing_map import IndicesCase
+from conformance.contracts.shared_mlp import SharedCase
 from conformance.corpus import checked
 from conformance.judge.exact import bits
 from conformance.registry import CONTRACTS
@@ -58,6 +60,8 @@ CASES = [
     PermutedQuantizationCase(function="permute_and_quantize", scaling="mxfp8", tokens=2, experts=3, routing=(1, 6), align=2, slack=1, grads="tokens"),
     PermutedQuantizationCase(function="permute_and_quantize", golden="a_scale_for_each_expert"),
     QuantizedActivationCase(function="glu_and_quantize", scaling="block", direction="both", tokens=5, experts=2, counts=(0, 5), tail=1, width=6, clamp=4),
+    MlpCase(function="grouped_mlp", tokens=5, experts=2, counts=(0, 5), tail=1, hidden=3, width=4, bias1="float32", align=4, recompute="moe", grads="rows"),
+    SharedCase(function="shared_experts", tokens=3, hidden=5, width=4, gate=True, again=True, values="special", grads="x+gate_weight"),
     DispatchCase(function="alltoall_dispatch", counts=(3, 0, 2, 1), local_experts=2, topk=2, shards=2, capacity=2, probs="bfloat16", grads="tokens+probs"),
     DispatchCase(function="hybridep_combine", counts=(1, 2), topk=2, slots=(0, 1, -1, 1, 0, -1), align=4, slack=-1, values="integers", grads="rows"),
     DispatchCase(function="deepep_dispatch", counts=(2, 2), local_experts=3, topk=3, repeats="last slot", probs="float32", scales=3, index_dtype="int32"),

@@ -8,14 +8,20 @@ import pytest
 from conformance.case import Case
 from conformance.contracts.activation import ActivationCase, hidden_of
 from conformance.contracts.chunks import ChunksCase
+from conformance.contracts.dispatching import DispatchCase, slots_of
+from conformance.contracts.experts_mlp import MlpCase
 from conformance.contracts.gating import GateCase
 from conformance.contracts.grouped import GroupedCase, counts_of
 from conformance.contracts.loads import LoadCase, map_of
 from conformance.contracts.logits import LogitsCase, logits_of
+from conformance.contracts.permuted_quantization import PermutedQuantizationCase
 from conformance.contracts.quantization import QuantizeCase, splits_of, x_of
+from conformance.contracts.quantized_activation_cases import QuantizedActivationCase
+from conformance.contracts.quantized_activation_cases import splits_of as groups_of
 from conformance.contracts.route import RouteCase
 from conformance.contracts.routing import RoutingCase, routed
 from conformance.contracts.routing_map import IndicesCase, indices
+from conformance.contracts.shared_mlp import SharedCase
 from conformance.execute.runner import Outcome
 from conformance.plan import fixed_cases
 from conformance.reduction import failure_key, reduce
@@ -62,6 +68,31 @@ MANY_UPDATES = QuantizeCase(
 MANY_STEPS = RouteCase(
     function="route", tokens=12, experts=8, topk=3, groups=4, group_topk=2, bias=True, losses="aux+seq+global+z", capacity=3, pad=True, padding=3,
     per_token=True, scale=3, grads="logits", sequences=2, steps="record+forward+eval+finish+backward+reload+train", law="history", seed=4,
+)  # fmt: skip
+
+MANY_PRODUCTS = replace(MANY_SEGMENTS, scaling="mxfp8", variant=2, tokens=6, counts=(0, 3, 0, 2, 1), hidden=3, width=2, bias="", accumulator="", grads="rows")
+MANY_STAGES = MlpCase(
+    function="grouped_mlp", tokens=30, experts=5, counts=(0, 12, 0, 17, 1), tail=4, hidden=20, width=12, kind="quick_geglu", alpha=1000, clamp=56, offset=8,
+    interleave=4, early=True, bias1="float32", bias2="bfloat16", align=8, recompute="moe", probs="float32", weights="signed", values="special",
+    index_dtype="int32", dtype="bfloat16", layout="strided", layout_of="fc1_bias", grads="rows+probs+fc1_bias", law="history", seed=2,
+)  # fmt: skip
+MANY_TOKENS = SharedCase(
+    function="shared_experts", tokens=20, hidden=17, width=12, kind="geglu", interleave=4, gate=True, again=True, values="rows", dtype="bfloat16",
+    layout="strided", layout_of="gate_weight", grads="x+gate_weight", law="recompute", poison="max", seed=3,
+)  # fmt: skip
+MANY_PERMUTED = PermutedQuantizationCase(
+    function="permute_and_quantize", scaling="mxfp8", variant=2, role="grad_output", direction="both", tokens=20, experts=5, hidden=4, topk=2,
+    dtype="bfloat16", probs="float32", align=2, slack=1, values="bounds", gemm=True, map_dtype="int32", layout="strided", layout_of="tokens",
+    grads="tokens+probs", law="history", seed=2,
+)  # fmt: skip
+MANY_ACTIVATED = QuantizedActivationCase(
+    function="glu_and_quantize", scaling="mxfp8", variant=2, direction="both", tokens=5, experts=4, counts=(0, 2, 0, 3), tail=3, width=4, kind="quick_geglu",
+    alpha=1000, clamp=56, offset=8, interleave=4, rounded=True, dtype="bfloat16", probs="float32", weights="signed", values="bounds", index_dtype="int32",
+    layout="strided", layout_of="probs", grads="h+probs", law="history", poison="max", seed=2,
+)  # fmt: skip
+MANY_RANKS = DispatchCase(
+    function="alltoall_dispatch", counts=(9, 0, 7, 12), local_experts=3, hidden=6, topk=3, map_dtype="int32", dtype="bfloat16", probs="float32",
+    zero_probs=True, values="special", capacity=5, shards=2, layout="strided", layout_of="probs", grads="tokens+probs", unused="probs", law="history", seed=4,
 )  # fmt: skip
 
 
@@ -165,6 +196,61 @@ def test_steps_of_a_quantiser_are_reduced_to_the_known_minimum():
     assert found.case == QuantizeCase(
         function="quantize", scaling="delayed", steps=found.case.steps, tokens=1, hidden=found.case.hidden, values="special", seed=found.case.seed
     )
+
+
+def test_products_of_a_recipe_are_reduced_to_the_known_minimum():
+    attempt, _ = failing_if(lambda case: case.scaling == "mxfp8" and 0 in counts_of(case)[1:] and case.width > 1)
+    found = reduce(MANY_PRODUCTS, failed(), attempt, LONG)
+    assert found.finished
+    assert found.case == GroupedCase(
+        function="grouped_linear", scaling="mxfp8", tokens=found.case.tokens, experts=2, hidden=0, width=2, counts=found.case.counts
+    )
+    assert counts_of(found.case) in ((0, 0), (1, 0))
+
+
+def test_layers_are_reduced_to_the_known_minimum():
+    attempt, _ = failing_if(lambda case: case.bias1 == "float32" and "fc1_bias" in case.grads and 0 in counts_of(case)[1:] and case.width > 2)
+    found = reduce(MANY_STAGES, failed(), attempt, LONG)
+    assert found.finished
+    assert found.case == MlpCase(
+        function="grouped_mlp", tokens=found.case.tokens, experts=2, hidden=0, width=3, counts=found.case.counts, bias1="float32", grads="fc1_bias"
+    )
+    assert counts_of(found.case) in ((0, 0), (1, 0))
+
+
+def test_tokens_of_shared_experts_are_reduced_to_the_known_minimum():
+    attempt, _ = failing_if(lambda case: case.gate and "gate_weight" in case.grads and case.tokens > 1)
+    found = reduce(MANY_TOKENS, failed(), attempt, LONG)
+    assert found.finished
+    assert found.case == SharedCase(function="shared_experts", tokens=2, hidden=0, width=0, gate=True, grads="gate_weight")
+
+
+def test_what_is_permuted_and_quantised_is_reduced_to_the_known_minimum():
+    attempt, _ = failing_if(lambda case: case.scaling == "mxfp8" and case.direction != "rowwise" and two_tokens_and_somebody_in_a_third_expert(case))
+    found = reduce(MANY_PERMUTED, failed(), attempt, LONG)
+    assert found.finished
+    assert found.case == PermutedQuantizationCase(
+        function="permute_and_quantize", scaling="mxfp8", direction="columnwise", tokens=2, experts=3, hidden=0, routing=found.case.routing
+    )
+    assert routed(found.case).sum() == 1
+
+
+def test_what_is_activated_and_quantised_is_reduced_to_the_known_minimum():
+    attempt, _ = failing_if(lambda case: case.scaling == "mxfp8" and case.direction != "rowwise" and 0 in groups_of(case)[1:] and case.probs)
+    found = reduce(MANY_ACTIVATED, failed(), attempt, LONG)
+    assert found.finished
+    assert found.case == QuantizedActivationCase(
+        function="glu_and_quantize", scaling="mxfp8", direction="columnwise", tokens=found.case.tokens, experts=2, counts=found.case.counts, width=0,
+        probs="float32",
+    )  # fmt: skip
+    assert groups_of(found.case) in ((0, 0), (32, 0))
+
+
+def test_ranks_are_reduced_to_the_known_minimum():
+    attempt, _ = failing_if(lambda case: len(case.counts) > 1 and case.counts[1] == 0 and case.shards == 1 and bool((slots_of(case) == 1).any()))
+    found = reduce(replace(MANY_RANKS, shards=1), failed(), attempt, LONG)
+    assert found.finished
+    assert found.case == DispatchCase(function="alltoall_dispatch", counts=(1, 0), slots=(1,))
 
 
 def test_steps_are_reduced_to_the_known_minimum():
@@ -273,7 +359,8 @@ def work(case: Case) -> int:
     [
         *(LARGE, replace(LARGE, function="unpermute", grads="rows+probs", unused=""), MANY_CHUNKS, MANY_SLOTS),
         *(MANY_LOGITS, replace(MANY_LOGITS, function="aux_loss_scores", bias="", groups=0, group_topk=0), MANY_LOADS, MANY_STATES, MANY_STEPS),
-        *(MANY_BLOCKS, MANY_UPDATES),
+        *(MANY_BLOCKS, MANY_UPDATES, MANY_PERMUTED, MANY_ACTIVATED, replace(MANY_ACTIVATED, function="glu_backward_and_quantize", grads="")),
+        *(MANY_PRODUCTS, MANY_STAGES, replace(MANY_STAGES, function="sequential_mlp"), MANY_TOKENS, MANY_RANKS),
         *(MANY_NUMBERS, MANY_SEGMENTS, replace(MANY_SEGMENTS, function="grouped_wgrad", grads="", bias="", into="float32")),
     ],
     ids=lambda c: c.function,

@@ -62,9 +62,7 @@ def test_dispatch_combine_and_their_transposes_are_the_references(ranks, align, 
     world = World(ranks + num_rows, ranks, dtype)
     slabs = world.slabs(num_rows)
     right = moe_ref.hybridep_dispatch(world.tokens, world.maps, probs=world.probs, align=align, num_rows=num_rows)
-    steps = [
-        send(there(world.tokens[r]), there(world.maps[r]), there(world.probs[r]), align or 1, num_rows, slabs[r], r, once=once) for r in range(ranks)
-    ]
+    steps = [send(there(world.tokens[r]), there(world.maps[r]), there(world.probs[r]), align or 1, num_rows, slabs[r], r, once=once) for r in range(ranks)]
     got = in_step(steps)
     handles: list[Handle] = [handle for *_, handle in got]
     for rank, (rows, probs, counts, handle) in enumerate(got):

@@ -127,6 +127,8 @@ def dispatch_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
         fields["grads"] = draw(some_of(given))
         if fields["grads"] and len(given) > 1 and function != "deepep_low_latency_combine" and not draw(st.integers(0, 3)):
             fields["unused"] = draw(st.sampled_from(("tokens" if given[0] == "rows" else "rows", "probs")))
+    if fields.get("grads") and dispatcher != "deepep_low_latency" and not draw(st.integers(0, 2)):  # as adjointness needs it: rare otherwise
+        fields |= {"grads": given[0], "unused": "", "dtype": "float32", "values": "integers", "slack": None, "biases": 0}
     case = DispatchCase(function=function, **fields)
     if not draw(st.integers(0, 3)) and function not in space.contiguous_only:
         case = replace(case, layout=draw(st.sampled_from(LAYOUTS[1:])), layout_of=draw(st.sampled_from(_inputs(case))))
