@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -83,11 +84,18 @@ class Pool:
         return self.description
 
     def run(self, cases: Iterable[Case]) -> Iterator[tuple[Case, Outcome]]:
-        """Every case with its outcome, in the order of finishing; those of a world one after the other, when the others are done."""
+        """Every case with its outcome, in the order of finishing; those of worlds one by one, when what stands before them is done."""
         if not self._children:
             self.start()
-        cases = list(cases)
-        waiting = iter([case for case in cases if not ranks_of(CONTRACTS[case.function], case)])
+        for of_ranks, some in groupby(cases, lambda case: bool(ranks_of(CONTRACTS[case.function], case))):
+            if not of_ranks:
+                yield from self._spread(some)
+                continue
+            for case in some:
+                yield case, self.world.run(case)
+
+    def _spread(self, waiting: Iterator[Case]) -> Iterator[tuple[Case, Outcome]]:
+        """The cases of single processes, over the children."""
         for child in self._children:
             self._give(child, waiting)
         while any(child.case for child in self._children):
@@ -100,9 +108,6 @@ class Pool:
                     self._give(self._children[slot], waiting)
                     yield case, outcome
             self._wait()
-        for case in cases:
-            if ranks_of(CONTRACTS[case.function], case):
-                yield case, self.world.run(case)
 
     def run_alone(self, case: Case) -> Outcome:
         """The case in a child, or a world, that has run nothing before."""
