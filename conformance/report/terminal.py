@@ -25,11 +25,10 @@ def lines(verdict: Verdict) -> list[str]:
         if echoes:
             out += [f"{name:<{INDENT}} also breaks the law{'s' * (len(set(echoes)) > 1)} {', '.join(sorted(set(echoes)))} (cases in the report)", ""]
     differ = {failure["function"] for failure in verdict.failures}
-    widest = max(INDENT, *map(len, verdict.functions)) if verdict.functions else INDENT
     for name, function in verdict.functions.items():
         if name not in differ:
             detail = f"{function.cases} cases" + (f", without {', '.join(function.without)}" if function.without else "")
-            out.append(f"{name:<{widest}} {function.status}{f' · {detail}' if function.cases else ''}")
+            out.append(f"{name:<{INDENT}} {function.status}{f' · {detail}' if function.cases else ''}")
     out += [f"{'!':<{INDENT}} {problem}" for problem in verdict.problems]
     return out
 
