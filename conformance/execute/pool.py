@@ -18,14 +18,13 @@ from typing import Any
 from conformance.case import Case
 from conformance.contracts.collective import ranks_of
 from conformance.execute.child import Settings, serve
-from conformance.execute.processes import manner, plain_main
+from conformance.execute.processes import Patience, manner, plain_main
 from conformance.execute.runner import Outcome
 from conformance.execute.world import World
 from conformance.interface import UsageError
 from conformance.registry import CONTRACTS
 
 CASE_SECONDS = 60.0  # a case that takes longer hangs
-PATIENCE = 10  # after one hang, a case hangs that takes so many times as long as the slowest before
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}  # hosts have been seen to hang with it
 START_SECONDS = 180.0  # import of the implementation
 COMPILE_SECONDS = 60.0  # added on a GPU, where a case may wait for compilers
@@ -48,9 +47,8 @@ class Pool:
     """`jobs` children for one implementation."""
 
     def __init__(self, settings: Settings, jobs: int = 1, case_seconds: float = CASE_SECONDS) -> None:
-        self.settings, self.jobs, self.case_seconds = settings, jobs, case_seconds
+        self.settings, self.jobs, self.patience = settings, jobs, Patience(case_seconds)
         self.description: dict[str, Any] = {}
-        self._slowest, self._hung = 0.0, set[str]()
         for name, value in NO_MULTICAST.items():
             os.environ.setdefault(name, value)  # before torch starts in any child
         self._context = get_context("forkserver")
@@ -78,8 +76,8 @@ class Pool:
         for child in self._children:
             self._await_ready(child)
         if self.description.get("device") == "cuda":
-            self.case_seconds += COMPILE_SECONDS
-        self.world.settle(self.description, self.case_seconds)
+            self.patience.case_seconds += COMPILE_SECONDS
+        self.world.settle(self.description, self.patience.case_seconds)
         self.description["ranks"] = self.world.most
         return self.description
 
@@ -177,7 +175,7 @@ class Pool:
 
     def _send(self, child: Child, case: Case) -> None:
         child.case, child.started = case, time.monotonic()
-        child.deadline = child.started + self._allowed(case)
+        child.deadline = child.started + self.patience.allowed(case.function)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died between two cases; the next look sees it
             child.pipe.send(case)
 
@@ -192,19 +190,15 @@ class Pool:
         try:
             if child.pipe.poll():
                 outcome = Outcome(**child.pipe.recv()[1])
-                self._slowest = max(self._slowest, time.monotonic() - child.started)
+                self.patience.answered(time.monotonic() - child.started)
                 return outcome
         except (EOFError, ConnectionResetError):
             child.process.join(5)
             return Outcome("CRASH", reason=manner(child.process, child.log_path))
         if time.monotonic() > child.deadline:
-            self._hung.add(child.case.function if child.case else "")
+            self.patience.hung.add(child.case.function if child.case else "")
             return Outcome("HANG", reason=f"no answer within {child.deadline - child.started:.0f} s")
         return None
-
-    def _allowed(self, case: Case) -> float:
-        """Seconds for a case. A function that has hung once will again: waiting as long each time would take hours."""
-        return min(self.case_seconds, max(PATIENCE * self._slowest, 2.0)) if case.function in self._hung else self.case_seconds
 
     def _end(self, child: Child) -> None:
         child.process.kill()

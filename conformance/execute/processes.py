@@ -5,9 +5,29 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 STDLIB, ELSEWHERE = os.path.dirname(os.__file__), ("conformance/execute", "/torch/", "/triton/")  # where the cause of a crash is not
+
+
+PATIENCE = 10  # after one hang, a case hangs that takes so many times as long as the slowest before
+
+
+@dataclass
+class Patience:
+    """How long cases are waited for. A function that has hung once will again: waiting as long each time would take hours."""
+
+    case_seconds: float
+    slowest: float = 0.0
+    hung: set[str] = field(default_factory=set)  # functions
+
+    def answered(self, seconds: float) -> None:
+        self.slowest = max(self.slowest, seconds)
+
+    def allowed(self, function: str) -> float:
+        """Seconds for a case."""
+        return min(self.case_seconds, max(PATIENCE * self.slowest, 2.0)) if function in self.hung else self.case_seconds
 
 
 @contextlib.contextmanager

@@ -20,11 +20,11 @@ from conformance.contracts.collective import ranks_of
 from conformance.execute.child import Settings
 from conformance.execute.joined import Attendants, RemoteRank, joined
 from conformance.execute.local_rank import LocalRank
+from conformance.execute.processes import Patience
 from conformance.execute.rank import MEETING_SECONDS, Seat
 from conformance.execute.runner import Outcome
 from conformance.registry import CONTRACTS
 
-PATIENCE = 10  # after a function has hung once, a case of it hangs that takes so many times as long as the slowest before
 GRACE_SECONDS = 4.0  # for the other ranks, once one has failed: they may be waiting for it for ever
 ANSWER_SECONDS = 2.0  # for a rank that has judged its values to say what became of the case
 WORST_FIRST = ("ERROR", "CRASH", "FAIL", "HANG", "OOM", "BLOCKED", "NOT_OFFERED", "DECLARED_UNSUPPORTED", "PASS", "UNINFORMATIVE")
@@ -63,13 +63,12 @@ class World:
         self._started = 0
         place = joined()
         self._attendants = Attendants(place) if place else None
-        self._slowest, self._hung = 0.0, set[str]()
-        self.most, self.case_seconds, self._on_gpus = 0, 0.0, False  # until it is settled
+        self.most, self._patience, self._on_gpus = 0, Patience(0.0), False  # until it is settled
 
     def settle(self, description: dict[str, Any], case_seconds: float) -> None:
         """Take over what is known once the implementation is imported: how many ranks there is room for, and how long a case may take."""
         self.most = self._attendants.place.ranks if self._attendants else description["ranks"]
-        self.case_seconds, self._on_gpus = case_seconds, description["device"] == "cuda" and not self._attendants
+        self._patience, self._on_gpus = Patience(case_seconds), description["device"] == "cuda" and not self._attendants
 
     def run(self, case: Case) -> Outcome:
         """The case on all its ranks."""
@@ -88,9 +87,9 @@ class World:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died between two cases; listening finds out
                 member.pipe.send(case)
         started = time.monotonic()
-        silent = self._listen(members, started + self._allowed(case))
+        silent = self._listen(members, started + self._patience.allowed(case.function))
         if not silent:
-            self._slowest = max(self._slowest, time.monotonic() - started)
+            self._patience.answered(time.monotonic() - started)
         outcome = self._together(case, members, silent, time.monotonic() - started)
         if silent or any(member.outcome and member.outcome.status == "CRASH" for member in members):
             self.close()
@@ -196,7 +195,7 @@ class World:
         heard = [(member, member.outcome) for member in members if member.outcome]
         bad = sorted((WORST_FIRST.index(outcome.status), member.rank) for member, outcome in heard if outcome.status in BAD)
         if silent and not bad:
-            self._hung.add(case.function)
+            self._patience.hung.add(case.function)
             places = "; ".join(f"rank {member.rank}{member.held.where()}" for member in silent)  # one that waits is in a collective
             return Outcome("HANG", reason=f"no answer within {seconds:.0f} s from {places}")
         worst, first = min((WORST_FIRST.index(outcome.status), member.rank) for member, outcome in heard)
@@ -226,7 +225,3 @@ class World:
             kernels=sorted({kernel for _, o in heard for kernel in o.kernels}),
             calls=sorted({call for _, o in heard for call in o.calls}),
         )
-
-    def _allowed(self, case: Case) -> float:
-        """Seconds for a case. A function that has hung once will again: waiting as long each time would take hours."""
-        return min(self.case_seconds, max(PATIENCE * self._slowest, 2.0)) if case.function in self._hung else self.case_seconds

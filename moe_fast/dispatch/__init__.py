@@ -2,7 +2,7 @@
 
 Rows travel as bytes, so that every dtype does, and whatever belongs to a row travels with it: one collective for the counts, one for the
 rows. Permutations before and after are `moe_fast.permute`, `unpermute` and `sort_chunks`. All of it is differentiable, by the reduction
-trees of the reference, and deterministic. The counts are read by the host, once a dispatch.
+trees of the reference, and deterministic. The host reads the counts, and what indices it has to refuse.
 
 Read `exchange` first, then `alltoall`, `allgather`, `deepep`, `hybridep`, `low_latency`.
 """

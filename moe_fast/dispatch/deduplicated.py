@@ -19,6 +19,7 @@ class Sent:
     token_S: Tensor  # the token of each row
     rank_S: Tensor  # where it goes
     num_tokens: int
+    most: int  # rows that any rank receives
 
     def rows(self, tokens_TH: Tensor) -> Tensor:
         """The rows of other tokens, to the same ranks."""
@@ -46,7 +47,7 @@ def send_once(tokens_TH: Tensor, wanted_TW: Tensor, group: Any) -> tuple[Sent, T
     token_S = permute(number_T, wanted_TW).rows[:, 0]
     destinations = torch.arange(len(counts), device=tokens_TH.device)
     rank_S = destinations.repeat_interleave(torch.tensor(counts[rank], device=tokens_TH.device), output_size=len(token_S))
-    return Sent(exchange, permuted.row_map, token_S, rank_S, len(tokens_TH)), permuted.rows
+    return Sent(exchange, permuted.row_map, token_S, rank_S, len(tokens_TH), max(map(sum, zip(*counts, strict=True)))), permuted.rows
 
 
 def add_ranks(rows_SH: Tensor, sent: Sent, biases: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_fast.dispatch.deduplicated import Sent, add_ranks, send_once
-from moe_fast.dispatch.exchange import Exchange, check_combined, check_handle, counts_of_all, exchanged, size_and_rank
+from moe_fast.dispatch.exchange import Exchange, check_combined, check_handle, exchanged, size_and_rank
 from moe_fast.dispatch.indices import EMPTY, apply_index_policy
 from moe_ref.config import Combined, DeepEPDispatched, IndexPolicy, check_deepep_sizes, check_probs, check_rank_indices, check_tokens, require
 
@@ -67,8 +67,7 @@ def deepep_dispatch(
     index_DK = torch.where(here, index_DK - rank * local, EMPTY)
     if probs_DK is not None:
         probs_DK = torch.where(here, probs_DK, torch.zeros_like(probs_DK))
-    largest = int(counts_of_all(torch.full((1,), len(rows_DH), device=rows_DH.device), group).max())
-    check_deepep_sizes(expert_alignment, num_worst_tokens, largest)
+    check_deepep_sizes(expert_alignment, num_worst_tokens, sent.most)
     behind = 0 if num_worst_tokens is None else num_worst_tokens - len(rows_DH)
     counts = None
     if num_worst_tokens is None:

@@ -56,13 +56,12 @@ def deepep_low_latency_dispatch(
     check_slab([tokens_TH], max_tokens_per_rank, use_fp8, round_scale)
     kept_TK, _ = apply_index_policy(indices_TK, None, num_experts, policy)
     local, slab = num_experts // ranks, ranks * max_tokens_per_rank
-    expert_N, copy_N = kept_TK.flatten().sort(stable=True)  # by expert, in an expert by token and slot
-    first = int((expert_N == EMPTY).sum())
-    expert_N, copy_N = expert_N[first:], copy_N[first:]
-    token_N = copy_N // max(kept_TK.shape[1], 1)
-    own_E = (expert_N[:, None] == torch.arange(num_experts, device=expert_N.device)).sum(0)
+    own_E = (kept_TK.flatten()[:, None] == torch.arange(num_experts, device=kept_TK.device)).sum(0)
     count_SE = counts_of_all(own_E, group)
     exchange = exchange_of(count_SE.unflatten(1, (ranks, local)).sum(2).tolist(), rank, group)
+    copy_N = kept_TK.flatten().sort(stable=True).indices  # by expert, in an expert by token and slot; empty slots in front
+    copy_N = copy_N[kept_TK.numel() - sum(exchange.send) :]
+    token_N = copy_N // max(kept_TK.shape[1], 1)
     place_TK = _places(kept_TK, copy_N)
     if use_fp8:
         codes, scale = _for_the_wire(tokens_TH, round_scale)
@@ -72,8 +71,8 @@ def deepep_low_latency_dispatch(
     arrived = exchanged(exchange, codes, scale, token_N)
     count_SL = count_SE[:, rank * local : (rank + 1) * local]
     begin_LS = count_SL.T.cumsum(1) - count_SL.T
-    chunk_of_D = torch.arange(ranks * local, device=expert_N.device).repeat_interleave(count_SL.flatten(), output_size=sum(exchange.receive))
-    place_in_chunk = torch.arange(len(chunk_of_D), device=expert_N.device) - (count_SL.flatten().cumsum(0) - count_SL.flatten())[chunk_of_D]
+    chunk_of_D = torch.arange(ranks * local, device=kept_TK.device).repeat_interleave(count_SL.flatten(), output_size=sum(exchange.receive))
+    place_in_chunk = torch.arange(len(chunk_of_D), device=kept_TK.device) - (count_SL.flatten().cumsum(0) - count_SL.flatten())[chunk_of_D]
     source_D, local_D = chunk_of_D // local, chunk_of_D % local
     row_D = local_D * slab + begin_LS[local_D, source_D] + place_in_chunk
     rows, scales, numbers = (None if x is None else _placed(x, row_D, (local, slab)) for x in arrived)

@@ -1,127 +1,17 @@
 """An activation, or its gradient, that is quantised as soon as it is computed.
 
-Tiles are those of `moe_fast.kernels.tiles`, of the tensor that is quantised: out, or with `d_out` d_h, which has the layout of h. Where x
-stands in h, `LAYOUT` says as in `moe_fast.kernels.activations`. x is computed in `ACCUMULATOR`, rounded to the dtype of h if `ROUNDED`,
-and from there on in float32.
+Tiles are those of `moe_fast.kernels.tiles`, of the tensor that is quantised: out, or with `d_out` d_h, which has the layout of h. What a tile
+holds is `moe_fast.kernels.activated_tiles`.
 """
 
 import triton
 import triton.language as tl
 
-from moe_fast.kernels.activations import load_gate_and_value, value_and_slope, within
-from moe_fast.kernels.formats import FLOAT32_MAX, as_float32, encoded
+from moe_fast.kernels.activated_tiles import activated_tile
+from moe_fast.kernels.formats import FLOAT32_MAX, encoded
 from moe_fast.kernels.quantization import E4M3_MAX, E5M2_MAX, fitting_scale, over, quantize_blocks
-from moe_fast.kernels.rounding import rounded
-from moe_fast.kernels.scores import number, widened
+from moe_fast.kernels.scores import number
 from moe_fast.kernels.tiles import magnitude, place_of_tile
-
-
-@triton.jit
-def load_for_gradient(
-    h_ptr, stride_p, stride_f, p, read, column, width, between, LAYOUT: tl.constexpr, WHOLE: tl.constexpr, dtype: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """(u, v, columns of the result, whether each is v's gradient) of columns of d_h; without a gate u and v are h.
-
-    WHOLE: all columns are gradients of gates or all of values, and lie beside each other in the result, too. Pairs are not asked for here.
-    """
-    n = column + tl.arange(0, BLOCK_N)
-    if LAYOUT == "single":
-        num_columns = width
-        of_value = column < 0
-        f = n
-        gate = n
-    elif WHOLE:
-        num_columns = 2 * width
-        of_value = column >= width
-        f = n - tl.where(of_value, tl.cast(width, tl.int64), 0)
-        gate = f
-    else:
-        num_columns = 2 * width
-        rest = n % (2 * between)
-        of_value = (rest >= between)[None, :]
-        f = n // (2 * between) * between + rest % between
-        gate = n - tl.where(rest >= between, between, 0)
-    inside = (p < read)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of h
-    place = h_ptr + p[:, None] * stride_p + gate[None, :] * stride_f
-    u = tl.load(place, mask=inside, other=0.0)
-    v = u
-    if LAYOUT != "single":
-        v = tl.load(place + tl.cast(between, tl.int64) * stride_f, mask=inside, other=0.0)
-    return widened(u, dtype), widened(v, dtype), f, of_value, inside
-
-
-@triton.jit
-def activated_tile(
-    d_out_ptr,
-    stride_d_out_p,
-    stride_d_out_f,
-    h_ptr,
-    stride_h_p,
-    stride_h_f,
-    probs_ptr,
-    stride_probs,
-    p,
-    read,
-    owned,
-    column,
-    width,
-    between,
-    offset,
-    clamp,
-    alpha,
-    CURVE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """x in float32, 0 where nobody's: f(u) · (v + offset) · p; with d_out its gradient, and beside it each row's part of the probs' gradient."""
-    if d_out_ptr is None:
-        u, v = load_gate_and_value(h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, ACCUMULATOR, BLOCK_N)
-    else:
-        if LAYOUT == "pairs":
-            u, v = load_gate_and_value(h_ptr, stride_h_p, stride_h_f, p, read, column // 2, width, between, LAYOUT, ACCUMULATOR, BLOCK_N // 2)
-            f = column // 2 + tl.arange(0, BLOCK_N // 2)
-            inside = (p < read)[:, None] & (f < width)[None, :]  # a tile sticks out of its group and of h
-        else:
-            u, v, f, of_value, inside = load_for_gradient(h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, WHOLE, ACCUMULATOR, BLOCK_N)
-        d_out = tl.load(d_out_ptr + p[:, None] * stride_d_out_p + f[None, :] * stride_d_out_f, mask=inside, other=0.0)
-        d_out = widened(d_out, ACCUMULATOR)
-    bound = number(clamp, ACCUMULATOR)
-    if CLAMPED:
-        free_u = u <= bound  # the bounds themselves are free
-        free_v = tl.abs(v) <= bound
-        u = within(u, -float("inf"), bound)
-        v = within(v, -bound, bound)
-    value, slope = value_and_slope(u, number(alpha, ACCUMULATOR), CURVE)
-    shifted = v + number(offset, ACCUMULATOR) if LAYOUT != "single" else 1.0
-    prob = 1.0
-    if probs_ptr is not None:
-        prob = widened(tl.load(probs_ptr + p * stride_probs, mask=p < read, other=0.0), ACCUMULATOR)[:, None]  # the last tile sticks out
-    mine = (p < owned)[:, None]
-    if d_out_ptr is None:
-        x = value * shifted * prob
-        part = 0.0
-    else:
-        g = d_out * prob
-        x = g * slope * shifted
-        counted = mine
-        if LAYOUT != "single":
-            dv = g * value
-            if CLAMPED:
-                x = tl.where(free_u, x, 0.0)
-                dv = tl.where(free_v, dv, 0.0)
-            if LAYOUT == "pairs":
-                x = tl.reshape(tl.join(x, dv), [p.shape[0], BLOCK_N])
-            else:
-                x = tl.where(of_value, dv, x)
-                counted = mine & (of_value == 0)  # each term once
-        part = tl.sum(tl.where(counted, d_out * (value * shifted), 0.0), axis=1)
-    if ROUNDED:
-        x = rounded(x, h_ptr.dtype.element_ty)
-    return tl.where(mine, as_float32(x), 0.0), part
 
 
 @triton.jit(do_not_specialize=["stride_probs", "stride_splits", "num_rows", "num_groups", "parts", "steps", "offset", "clamp", "alpha", "epsilon", "infinity"])
