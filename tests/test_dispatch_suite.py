@@ -45,7 +45,7 @@ def plain(function: str, **fields) -> DispatchCase:
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_reference_passes(function, world):
     cases = [*fixed_cases(function, Space()), *drawn(strategy(function, Space()), 5, DRAWS)]
-    found = {case.text: world.world.run(case) for case in cases}
+    found = {case.text: world.worlds.run(case) for case in cases}
     assert {text: (o.status, o.finding, o.reason) for text, o in found.items() if o.status not in ("PASS", "UNINFORMATIVE")} == {}
 
 
@@ -55,7 +55,7 @@ def test_the_reference_keeps_every_law(function, world):
     laws = [law for law in LAWS[function].values() if not law.device]
     asked = [(law.name, replace(case, law=law.name)) for law in laws for case in some if law.applies(case)]
     assert {name for name, _ in asked} == {law.name for law in laws}
-    outcomes = [(name, world.world.run(case)) for name, case in asked]
+    outcomes = [(name, world.worlds.run(case)) for name, case in asked]
     assert [(name, o.status, o.finding, o.reason) for name, o in outcomes if o.status != "PASS"] == []
 
 
@@ -79,7 +79,7 @@ DEFECTS = [
 def test_a_planted_defect_shows_where_it_should(name, case, output, check):
     with Pool(Settings(f"conformance.mutants.planted:{name}.moe_ref", "cpu")) as pool:
         pool.start()
-        outcome = pool.world.run(case)
+        outcome = pool.worlds.run(case)
     if not check:  # it takes another case before
         assert outcome.status == "PASS"
         return

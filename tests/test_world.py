@@ -1,6 +1,7 @@
 """Ranks that call together are judged together; one that dies, hangs, raises or disagrees is named, and nothing is left running."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -74,7 +75,7 @@ def test_nothing_is_left_running_and_the_next_case_finds_a_new_world():
         list(pool.run([THREE]))
         alone = ShiftCase(function="shift", ranks=1, rows=2)
         assert [outcome.status for _, outcome in pool.run([alone])] == ["PASS"]
-        processes = [member.held.process.pid for member in pool.world._members]
+        processes = [member.held.process.pid for world in pool.worlds._worlds.values() for member in world._members]
         assert len(processes) == 4
     deadline = time.monotonic() + 5
     while any(os.path.exists(f"/proc/{pid}") for pid in processes) and time.monotonic() < deadline:
@@ -130,3 +131,13 @@ def test_under_torchrun_a_rank_that_dies_is_named_and_the_world_is_formed_again(
     told = under_torchrun("DIES", 3, tmp_path).splitlines()
     assert len(told) == 2
     assert all(line.startswith("CRASH rank 1 of 3: SIGABRT at ") for line in told)
+
+
+def test_a_port_that_is_taken_is_said_in_a_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, "-m", "conformance", "run", "--impl", "moe_ref", "--profile", "smoke", "--device", "cpu"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | place, cwd=HERE[0])
+    assert done.returncode == 2
+    assert f"MASTER_PORT={port}: rank 0 cannot listen there, the port may be taken" in done.stderr

@@ -5,6 +5,7 @@ the implementation does not end what torchrun watches. That process talks to ran
 """
 
 import contextlib
+import datetime
 import os
 import pickle
 import secrets
@@ -22,6 +23,8 @@ from conformance.execute.rank import Seat
 from conformance.interface import UsageError
 
 ANSWER_SECONDS = 20.0  # for an attendant to say how a process ended
+ARRIVAL_SECONDS = 120  # for rank 0 to open the store
+RUN_DAYS = 7  # before its first case for several ranks, a run may be at others for long
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -36,12 +39,22 @@ class Joined:
     gpu: int  # on its own host
     hosts_store: bool  # nobody else does
 
-    def seat(self, world: int, rank: int) -> Seat:
-        return Seat(rank, self.ranks, self.host, self.port, f"moe-conformance world {world}", self.gpu)
+    def seat(self, world: int, rank: int, ranks: int) -> Seat:
+        return Seat(rank, ranks, self.host, self.port, f"moe-conformance world {world}", self.gpu)
 
     def store(self, first: bool = False) -> Any:
-        """Where the ranks leave each other a word; hosted by rank 0, the first time that it asks, if by nobody else."""
-        return dist.PrefixStore("moe-conformance", dist.TCPStore(self.host, self.port, is_master=self.hosts_store and first, wait_for_workers=False))
+        """Where the ranks leave each other a word; hosted by rank 0, the first time that it asks, if by nobody else.
+
+        Raises:
+            UsageError: it cannot be hosted there, or nobody answers.
+        """
+        hosting = self.hosts_store and first
+        try:
+            store = dist.TCPStore(self.host, self.port, is_master=hosting, wait_for_workers=False, timeout=datetime.timedelta(seconds=ARRIVAL_SECONDS))
+        except dist.DistError as error:
+            what = "rank 0 cannot listen there, the port may be taken" if hosting else f"rank {self.rank} found nobody there in {ARRIVAL_SECONDS} s"
+            raise UsageError(f"MASTER_ADDR={self.host} MASTER_PORT={self.port}: {what} ({str(error).splitlines()[0]})") from None
+        return dist.PrefixStore("moe-conformance", store)
 
 
 def joined() -> Joined | None:
@@ -70,17 +83,17 @@ class Attendants:
         self._listener: Listener | None = None
         self._controls: dict[int, Connection] = {}
 
-    def open(self, world: int) -> list["RemoteRank"]:
-        """A new process of each other rank, in the order of the ranks."""
+    def open(self, world: int, ranks: int) -> list["RemoteRank"]:
+        """A new process of each other rank of a world, in the order of the ranks."""
         if self._listener is None:
             key, host = secrets.token_bytes(16), self.place.host
             self._listener = Listener((host if host in LOOPBACK else "0.0.0.0", 0), authkey=key)
             self._store.set("address", pickle.dumps(((host, self._listener.address[1]), key)))
-            self._controls = self._called()
-        for control in self._controls.values():
-            control.send(("open", world))
-        pipes = self._called()
-        return [RemoteRank(pipes[rank], self._controls[rank]) for rank in sorted(pipes)]
+            self._controls = self._called(self.place.ranks)
+        for rank in range(1, ranks):
+            self._controls[rank].send(("open", world, ranks))
+        pipes = self._called(ranks)
+        return [RemoteRank(pipes[rank], self._controls[rank], world) for rank in sorted(pipes)]
 
     def dismiss(self) -> None:
         """All is over."""
@@ -89,21 +102,21 @@ class Attendants:
             return
         for control in self._controls.values():
             with contextlib.suppress(OSError):
-                control.send(("over", 0))
+                control.send(("over", 0, 0))
         self._listener.close()
 
-    def _called(self) -> dict[int, Connection]:
-        """A connection from each other rank, which says its number first."""
+    def _called(self, ranks: int) -> dict[int, Connection]:
+        """A connection from each other of so many ranks, which says its number first."""
         assert self._listener is not None
-        calls = [self._listener.accept() for _ in range(self.place.ranks - 1)]
+        calls = [self._listener.accept() for _ in range(ranks - 1)]
         return {call.recv(): call for call in calls}
 
 
 class RemoteRank:
     """A rank's process on the other side of an attendant; see `LocalRank`."""
 
-    def __init__(self, pipe: Connection, control: Connection) -> None:
-        self.pipe, self._control, self._ended = pipe, control, ""
+    def __init__(self, pipe: Connection, control: Connection, world: int) -> None:
+        self.pipe, self._control, self._world, self._ended = pipe, control, world, ""
 
     def manner(self) -> str:
         if not self._ended:
@@ -119,7 +132,7 @@ class RemoteRank:
 
     def _asked(self, verb: str) -> str:
         with contextlib.suppress(OSError, EOFError):
-            self._control.send((verb, 0))
+            self._control.send((verb, self._world, 0))
             if self._control.poll(ANSWER_SECONDS):
                 return str(self._control.recv())
         return " (its attendant does not answer)"
@@ -127,26 +140,26 @@ class RemoteRank:
 
 def attend(place: Joined, settings: Settings) -> int:
     """Lend this rank to every world that rank 0 opens, until it says that all is over, or is gone; returns the exit code."""
-    call = pickle.loads(place.store().get("address"))
+    store = place.store()
+    store.wait(["address"], datetime.timedelta(days=RUN_DAYS))
+    call = pickle.loads(store.get("address"))
     if call is None:  # there was nothing to do for several ranks
         return 0
     address, key = call
     control = Client(address, authkey=key)
     control.send(place.rank)
-    own: LocalRank | None = None
+    own: dict[int, LocalRank] = {}  # by the number of its world
     with tempfile.TemporaryDirectory(prefix="moe-conformance-") as folder, contextlib.suppress(EOFError, ConnectionResetError):
         while (request := control.recv())[0] != "over":
-            verb, world = request
+            verb, world, ranks = request
             if verb == "open":
                 log_path = os.path.join(folder, f"world{world}.log")
-                own = LocalRank(get_context("forkserver"), settings, place.seat(world, place.rank), log_path, call)
+                own[world] = LocalRank(get_context("forkserver"), settings, place.seat(world, place.rank, ranks), log_path, call)
             elif verb == "where":
-                control.send(own.where() if own else "")
+                control.send(own[world].where())
             else:
-                control.send(own.manner() if own else "")
-                if own:
-                    own.end()
-                own = None
-    if own:
-        own.end()
+                control.send(own[world].manner())
+                own.pop(world).end()
+    for rank in own.values():
+        rank.end()
     return 0

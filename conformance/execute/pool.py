@@ -20,7 +20,7 @@ from conformance.contracts.collective import ranks_of
 from conformance.execute.child import Settings, serve
 from conformance.execute.processes import Patience, manner, plain_main
 from conformance.execute.runner import Outcome
-from conformance.execute.world import World
+from conformance.execute.worlds import Worlds
 from conformance.interface import UsageError
 from conformance.registry import CONTRACTS
 
@@ -57,7 +57,7 @@ class Pool:
         self._started = 0
         self._children: list[Child] = []
         self._spare: Child | None = None
-        self.world = World(settings, self._context, self._folder.name)
+        self.worlds = Worlds(settings, self._context, self._folder.name)
 
     def __enter__(self) -> "Pool":
         return self
@@ -77,8 +77,8 @@ class Pool:
             self._await_ready(child)
         if self.description.get("device") == "cuda":
             self.patience.case_seconds += COMPILE_SECONDS
-        self.world.settle(self.description, self.patience.case_seconds)
-        self.description["ranks"] = self.world.most
+        self.worlds.settle(self.description, self.patience.case_seconds)
+        self.description["ranks"] = self.worlds.most
         return self.description
 
     def run(self, cases: Iterable[Case]) -> Iterator[tuple[Case, Outcome]]:
@@ -90,7 +90,7 @@ class Pool:
                 yield from self._spread(some)
                 continue
             for case in some:
-                yield case, self.world.run(case)
+                yield case, self.worlds.run(case)
 
     def _spread(self, waiting: Iterator[Case]) -> Iterator[tuple[Case, Outcome]]:
         """The cases of single processes, over the children."""
@@ -110,8 +110,8 @@ class Pool:
     def run_alone(self, case: Case) -> Outcome:
         """The case in a child, or a world, that has run nothing before."""
         if ranks_of(CONTRACTS[case.function], case):
-            self.world.close()
-            return self.world.run(case)
+            self.worlds.close()
+            return self.worlds.run(case)
         child = self._replacement(None)
         self._send(child, case)
         while (outcome := self._outcome(child)) is None:
@@ -124,7 +124,7 @@ class Pool:
         for child in [*self._children, *([self._spare] if self._spare else [])]:
             self._end(child)
         self._children, self._spare = [], None
-        self.world.finish()
+        self.worlds.finish()
         self._folder.cleanup()
 
     def _launch(self) -> Child:

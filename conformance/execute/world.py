@@ -5,35 +5,30 @@ and the next case finds a new world.
 """
 
 import contextlib
-import fcntl
-import os
-import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing import connection
 from typing import Any
 
-import torch.distributed as dist
-
 from conformance.case import Case
-from conformance.contracts.collective import ranks_of
-from conformance.execute.child import Settings
-from conformance.execute.joined import Attendants, RemoteRank, joined
+from conformance.execute.joined import RemoteRank
 from conformance.execute.local_rank import LocalRank
 from conformance.execute.processes import Patience
-from conformance.execute.rank import MEETING_SECONDS, Seat
+from conformance.execute.rank import MEETING_SECONDS
 from conformance.execute.runner import Outcome
-from conformance.registry import CONTRACTS
 
 GRACE_SECONDS = 4.0  # for the other ranks, once one has failed: they may be waiting for it for ever
 ANSWER_SECONDS = 2.0  # for a rank that has judged its values to say what became of the case
 WORST_FIRST = ("ERROR", "CRASH", "FAIL", "HANG", "OOM", "BLOCKED", "NOT_OFFERED", "DECLARED_UNSUPPORTED", "PASS", "UNINFORMATIVE")
 BAD = WORST_FIRST[: WORST_FIRST.index("BLOCKED") + 1]
-TURN = os.path.join(tempfile.gettempdir(), "moe-conformance-gpus.lock")  # worlds of several runs take turns on the GPUs
 
 
 class NoWorld(Exception):
     """Ranks did not come together; the message is a sentence that names the one to blame."""
+
+
+Held = LocalRank | RemoteRank
 
 
 @dataclass
@@ -41,7 +36,7 @@ class Member:
     """One rank, and what it has said of the case."""
 
     rank: int
-    held: LocalRank | RemoteRank
+    held: Held
     outcome: Outcome | None = None
     seen: list[int] = field(default_factory=list)
     asking: bool | None = None  # what it wants the others to agree to
@@ -52,29 +47,19 @@ class Member:
 
 
 class World:
-    """At most `most` ranks of one implementation; a case of fewer is run by the first of them."""
+    """Ranks of one implementation; a case of fewer is run by the first of them.
 
-    def __init__(self, settings: Settings, context: Any, folder: str) -> None:
-        self.settings = settings
-        self._context, self._folder = context, folder
+    Args:
+        start: starts the process of every rank.
+        patience: how long a case is waited for.
+    """
+
+    def __init__(self, start: Callable[[], list[Held]], patience: Patience) -> None:
+        self._start, self._patience = start, patience
         self._members: list[Member] = []
-        self._store: Any = None
-        self._turn: Any = None
-        self._started = 0
-        place = joined()
-        self._attendants = Attendants(place) if place else None
-        self.most, self._patience, self._on_gpus = 0, Patience(0.0), False  # until it is settled
 
-    def settle(self, description: dict[str, Any], case_seconds: float) -> None:
-        """Take over what is known once the implementation is imported: how many ranks there is room for, and how long a case may take."""
-        self.most = self._attendants.place.ranks if self._attendants else description["ranks"]
-        self._patience, self._on_gpus = Patience(case_seconds), description["device"] == "cuda" and not self._attendants
-
-    def run(self, case: Case) -> Outcome:
-        """The case on all its ranks."""
-        ranks = ranks_of(CONTRACTS[case.function], case)
-        if ranks > self.most:
-            return Outcome("ERROR", reason=f"a world of {ranks} ranks: there is room for {self.most}, each with its own GPU if there are any")
+    def run(self, case: Case, ranks: int) -> Outcome:
+        """The case on the first ranks."""
         try:
             if not self._members:
                 self._form()
@@ -99,34 +84,12 @@ class World:
         """End every rank; nothing is left running."""
         for member in self._members:
             member.held.end()
-        self._members, self._store = [], None
-        if self._turn:
-            self._turn.close()
-            self._turn = None
-
-    def finish(self) -> None:
-        """There will be no other case."""
-        self.close()
-        if self._attendants:
-            self._attendants.dismiss()
-            self._attendants = None
+        self._members = []
 
     # ---- coming together
 
     def _form(self) -> None:
-        if self._on_gpus:
-            self._turn = open(TURN, "w")  # noqa: SIM115  (held until the world ends)
-            fcntl.flock(self._turn, fcntl.LOCK_EX)
-        self._started += 1
-        logs = [os.path.join(self._folder, f"world{self._started}rank{rank}.log") for rank in range(self.most)]
-        if self._attendants:
-            own = LocalRank(self._context, self.settings, self._attendants.place.seat(self._started, 0), logs[0])
-            held: list[LocalRank | RemoteRank] = [own, *self._attendants.open(self._started)]
-        else:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            seats = [Seat(rank, self.most, "127.0.0.1", self._store.port, gpu=rank) for rank in range(self.most)]
-            held = [LocalRank(self._context, self.settings, seat, log) for seat, log in zip(seats, logs, strict=True)]
-        self._members = [Member(rank, each) for rank, each in enumerate(held)]
+        self._members = [Member(rank, each) for rank, each in enumerate(self._start())]
         descriptions = [self._heard(member, "ready") for member in self._members]
         for member, description in zip(self._members, descriptions, strict=True):
             different = [key for key in ("functions", "versions") if description[key] != descriptions[0][key]]
@@ -137,14 +100,15 @@ class World:
 
     def _heard(self, member: Member, wanted: str) -> Any:
         """The next message of a rank that is starting."""
+        name = f"rank {member.rank} of {len(self._members)}"
         try:
             if not member.pipe.poll(2 * MEETING_SECONDS):
-                raise NoWorld(f"rank {member.rank} of {self.most} was not {wanted} within {2 * MEETING_SECONDS:.0f} s")
+                raise NoWorld(f"{name} was not {wanted} within {2 * MEETING_SECONDS:.0f} s")
             kind, content = member.pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise NoWorld(f"rank {member.rank} of {self.most} died while the world was forming ({member.held.manner()})") from None
+            raise NoWorld(f"{name} died while the world was forming ({member.held.manner()})") from None
         if kind != wanted:
-            raise NoWorld(f"rank {member.rank} of {self.most} cannot join: {content}")
+            raise NoWorld(f"{name} cannot join: {content}")
         return content
 
     # ---- one case

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from moe_ref.config import require
 ALIGNED = 256  # bytes; every region begins at a multiple
 PROB_BYTES = 8  # of the widest prob
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+BARRIER_MS = 600_000  # that a GPU waits for the others before it gives up with an error, as long as NCCL's watchdog
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,17 @@ def slab_of(room: Room, own: Tensor, addresses: list[int], barrier: Callable[[],
 
 
 _slabs: WeakKeyDictionary[Any, Slab] = WeakKeyDictionary()
+_meetings = count()  # of this process over NVLink
 
 
 def slab_for(group: Any, device: torch.device, room: Room) -> Slab:
     """The group's slab. The first call, and one that needs more room than those before, is a collective of the group.
 
+    Over NVLink, torch numbers a process's meetings whatever the group: the ranks of a group must have met equally often, in other groups too.
+
     Raises:
-        ValueError: the device has no such memory, or NVLink multicast is on.
+        ValueError: the ranks ask for different room or have not met equally often; NVLink multicast is on.
+        RuntimeError: the device has no such memory.
     """
     group = dist.group.WORLD if group is None else group
     slab = _slabs.get(group)
@@ -96,12 +102,17 @@ def _nvlink(group: Any, device: torch.device, room: Room) -> Slab:
     import torch.distributed._symmetric_memory as symmetric
 
     require(os.environ.get(MULTICAST) == "1", MULTICAST, repr(os.environ.get(MULTICAST)), "1, set before torch is imported: multicast is not used")
+    said: list[Any] = [None] * room.ranks
+    dist.all_gather_object(said, (room, next(_meetings)), group=group)  # torch would wait for ever
+    for rank, (asked, meeting) in enumerate(said):
+        require(asked == said[0][0], "room", f"{asked} on rank {rank}", f"{said[0][0]}, as on rank 0")
+        require(meeting == said[0][1], "group", f"whose rank {rank} has met others {meeting} times", f"{said[0][1]} times, as rank 0")
     size = offsets(room)[""]
     own = symmetric.empty(size, dtype=torch.uint8, device=device)  # regions: counts by announce_kernel, links zeroed, others by who pushes or sums
     handle = symmetric.rendezvous(own, group)
     require(not handle.multicast_ptr, "group", "with a multicast pointer", f"without: {MULTICAST} was set too late")
     addresses = [handle.get_remote_tensor(rank, (size,), torch.uint8).data_ptr() for rank in range(room.ranks)]
-    return slab_of(room, own, addresses, lambda: handle.barrier(channel=0), (handle,))
+    return slab_of(room, own, addresses, lambda: handle.barrier(channel=0, timeout_ms=BARRIER_MS), (handle,))
 
 
 def _shared(group: Any, room: Room) -> Slab:
