@@ -19,6 +19,7 @@ from moe_ref.config import (
 )
 from moe_ref.dispatch.exchange import Handle, move, plan_of, take_rows
 from moe_ref.dispatch.indices import apply_index_policy
+from moe_ref.recipes import nearest32
 from moe_ref.rounding import accumulator_dtype, round_to
 from moe_ref.route_plan import NOWHERE, Layout, RoutePlan, exclusive_sum, owners, plan_of_indices
 
@@ -130,17 +131,17 @@ def quantize_for_wire(x_TH: Tensor, *, round_scale: bool = False) -> tuple[Tenso
     """Quantise blocks of 128 columns of each row to E4M3.
 
         amax  = max(|x|, 1e-4) over the block
-        scale = amax / 448,            with `round_scale` the next power of two, 2^⌈log2(amax / 448)⌉
-        code  = round(x · (1 / scale)) to E4M3, clamped at ±448
+        scale = amax · (1/448), where 1/448 is rounded to float32; with `round_scale` the next power of two, 2^⌈log2 of that⌉
+        code  = round(x · m) to E4M3, clamped at ±448, where m is 448 / amax, or with `round_scale` 1 / scale
 
     Returns:
-        (codes [T,H] float8_e4m3fn, scales [T,H/128] float32). Without `round_scale` 1 / scale is 448 / amax, rounded once.
+        (codes [T,H] float8_e4m3fn, scales [T,H/128] float32).
 
     Source: DeepEP's csrc/kernels/internode_ll.cu; per_token_cast_to_fp8 of its tests.
     """
     blocks = x_TH.to(torch.float32).unflatten(1, (-1, FP8_BLOCK))
     amax = blocks.abs().amax(2).clamp(min=SMALLEST_AMAX)
-    scale, inverse = amax / E4M3_MAX, E4M3_MAX / amax
+    scale, inverse = amax * nearest32(1 / E4M3_MAX), torch.full_like(amax, E4M3_MAX) / amax
     if round_scale:
         mantissa, exponent = torch.frexp(scale)  # scale = mantissa · 2^exponent with ½ ≤ mantissa < 1
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
