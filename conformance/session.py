@@ -108,18 +108,26 @@ class Session:
         self.ledger.write("plan", section=section.label, scheduled=len(cases))
         place = {case.text: index for index, case in enumerate(cases)}
         failed: dict[Key, tuple[Case, Outcome]] = {}
-        for case, outcome in self.pool.run(cases):
-            waiver = self._waiver(case, outcome)
-            status = "WAIVED" if waiver else outcome.status
-            self._record("outcome", case, outcome, section=section.label, status=status, waiver=waiver.name if waiver else "")
-            if status in FAILING:
-                key = failure_key(case, outcome)
-                if key not in failed or _rank(case, place) < _rank(failed[key][0], place):
-                    failed[key] = case, outcome
-            if self.progress:
-                self.progress.case(status in FAILING)
-        in_order = sorted(failed, key=lambda key: _rank(failed[key][0], place))
-        failures = [self._smallest(key, *failed[key], section) for key in in_order if key not in self.known]
+        failures = []
+        try:
+            for case, outcome in self.pool.run(cases):
+                waiver = self._waiver(case, outcome)
+                status = "WAIVED" if waiver else outcome.status
+                self._record("outcome", case, outcome, section=section.label, status=status, waiver=waiver.name if waiver else "")
+                if status in FAILING:
+                    key = failure_key(case, outcome)
+                    if key not in failed or _rank(case, place) < _rank(failed[key][0], place):
+                        failed[key] = case, outcome
+                if self.progress:
+                    self.progress.case(status in FAILING)
+            for key in sorted(failed, key=lambda key: _rank(failed[key][0], place)):
+                if key not in self.known:
+                    failures.append(self._smallest(key, *failed[key], section))
+                del failed[key]
+        except KeyboardInterrupt:  # what was found is told as it was found
+            for case, outcome in failed.values():
+                self._keep(Failure(case, outcome, section.label, 0, False))
+            raise
         if self.progress:
             self.progress.section()
         return [failure for failure in failures if failure]

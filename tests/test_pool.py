@@ -182,3 +182,15 @@ def test_a_gpu_that_is_not_there_is_a_usage_error(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with Pool(Settings("moe_ref", device="cuda")) as pool, pytest.raises(UsageError, match="--device cuda: torch sees no GPU"):
         pool.start()
+
+
+def test_an_interrupted_section_tells_what_it_had_found(tmp_path, monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "_confirmed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Swept(f"{FIXTURES}:LeavesRowsUnwritten", tmp_path)
+    told = [line for line in entries(tmp_path / "ledger") if line["kind"] == "failure"]
+    assert [(line["status"], line["smallest"]) for line in told] == [("FAIL", False)]
+    assert Path(told[0]["file"]).exists()
