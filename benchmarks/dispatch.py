@@ -3,8 +3,9 @@
     TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 python -m benchmarks.dispatch --ranks 4
 
 Each version dispatches tokens to experts that do nothing and combines what comes back. Wire bytes are those that leave a GPU: a row for each
-distinct pair of a token and another rank that wants it where duplicates are removed, one for each copy elsewhere where they are not. Times
-are the slowest rank's, medians of turns in which all versions take part. Before anything is timed every version is compared with float64.
+distinct pair of a token and another rank that wants it where duplicates are removed, one for each copy elsewhere where they are not. What is
+quantised travels as a byte a number and four for each 128, and comes back as bfloat16. Times are the slowest rank's, medians of turns in
+which all versions take part. Before anything is timed every version is compared with float64, or with what is quantised where it arrives.
 """
 
 import argparse
@@ -26,9 +27,11 @@ import triton.language as tl
 from torch import Tensor
 
 from benchmarks.common import table
+from moe_ref.config import Recipe
 
 SHAPES = {"deepseek-v3": (7168, 256, 8), "qwen3-235b": (4096, 128, 8), "gptoss-120b": (2880, 128, 4)}  # H, E, K
 ALIGN = 16
+RECIPE = Recipe("block")
 SLACK = 1.25  # rows of a buffer, in those that even routing would bring
 
 
@@ -95,30 +98,45 @@ class Bench:
         given = moe_fast.hybridep_dispatch(self.tokens, self.map, probs=self.probs, align=ALIGN, num_rows=self.num_rows, group=self.group)
         return moe_fast.hybridep_combine(given.rows, given.handle, group=self.group).tokens
 
-    def push(self, deduplicate: bool = True) -> Any:
+    def push(self, deduplicate: bool = True, recipe: Recipe | None = None) -> Any:
         from moe_fast.dispatch import symmetric
 
-        settings: dict[str, Any] = {"align": ALIGN, "num_rows": self.num_rows, "deduplicate": deduplicate}
+        settings: dict[str, Any] = {"align": ALIGN, "num_rows": self.num_rows, "deduplicate": deduplicate, "recipe": recipe}
         return symmetric.hybridep_dispatch(self.tokens, self.map, probs=self.probs, group=self.group, **settings)
 
-    def pull(self, given: Any) -> Tensor:
+    def pull(self, given: Any, rows: Tensor | None = None) -> Tensor:
         from moe_fast.dispatch import symmetric
 
-        return symmetric.hybridep_combine(given.rows, given.handle, group=self.group).tokens
+        return symmetric.hybridep_combine(given.rows if rows is None else rows, given.handle, group=self.group).tokens
 
-    def push_alone(self, handle: Any) -> None:
+    def push_alone(self, handle: Any, recipe: Recipe | None = None) -> None:
         """The one kernel that writes to other ranks, without counting, barriers and what follows."""
-        from moe_fast.dispatch.symmetric import _push, _slab
+        from moe_fast.dispatch.steps import push
+        from moe_fast.dispatch.symmetric import _slab
 
         slab = _slab(handle, self.tokens, None)
         assert slab is not None
-        _push(self.tokens, None, None, handle.lists, None, slab, handle.local_experts, handle.once)
+        push(self.tokens, None, None, handle.lists, None, slab, handle.local_experts, handle.once, recipe)
 
     def symmetric(self) -> Tensor:
         return self.pull(self.push())
 
     def symmetric_with_duplicates(self) -> Tensor:
         return self.pull(self.push(deduplicate=False))
+
+    def symmetric_quantized(self, rows: Tensor, deduplicate: bool = True) -> Tensor:
+        """Codes and scales there, these rows back."""
+        return self.pull(self.push(deduplicate, RECIPE), rows)
+
+    def check_quantized(self, deduplicate: bool) -> None:
+        """What has arrived as codes is what the rows become."""
+        import moe_fast
+
+        rows, got = self.push(deduplicate), self.push(deduplicate, RECIPE)
+        right = moe_fast.quantize(rows.rows, RECIPE, splits=rows.tokens_per_expert).quantized
+        inside = int(rows.tokens_per_expert.sum())
+        assert torch.equal(moe_fast.codes(got.rows)[:inside], moe_fast.codes(right)[:inside]), "codes"
+        assert torch.equal(moe_fast.scales(got.rows), moe_fast.scales(right)), "scales"
 
     def expected(self) -> Tensor:
         """Each token so often as it has experts, rounded as combine's tree rounds."""
@@ -150,6 +168,14 @@ def timed(versions: dict[str, Callable[[], Any]], turns: int, calls: int) -> dic
             if turn:  # the first warms up
                 found[name].append(slowest.item())
     return {name: statistics.median(times) for name, times in found.items()}
+
+
+def wire_bytes(version: str, hidden: int, copies: int, distinct: int) -> int:
+    """Bytes that leave this rank in a call."""
+    rows = distinct if version.startswith(("symmetric", "  ")) and "duplicates" not in version else copies
+    plain, codes = rows * 2 * hidden, rows * (hidden + 4 * -(-hidden // 128))
+    there = codes if "quantised" in version else plain
+    return there if version.startswith("  ") else there + plain
 
 
 def captured(bench: Bench) -> Callable[[], Any]:
@@ -200,6 +226,8 @@ def work(rank: int, options: argparse.Namespace) -> None:
         assert torch.equal(bench.symmetric(), right) and torch.equal(bench.symmetric_with_duplicates(), right) and torch.equal(bench.over_all_to_all(), right)
         error = (bench.eager().double() - bench.tokens.double() * topk).abs().max()
         assert float(error) < 0.5, error
+        bench.check_quantized(True)
+        bench.check_quantized(False)
         replay = captured(bench)
         given = bench.push()
         versions = {
@@ -208,19 +236,21 @@ def work(rank: int, options: argparse.Namespace) -> None:
             "symmetric, with duplicates": bench.symmetric_with_duplicates,
             "symmetric": bench.symmetric,
             "symmetric, graph": replay,
+            "symmetric, quantised, with duplicates": partial(bench.symmetric_quantized, given.rows, False),
+            "symmetric, quantised": partial(bench.symmetric_quantized, given.rows),
             "  dispatch": bench.push,
+            "  dispatch, quantised": partial(bench.push, recipe=RECIPE),
             "  combine": partial(bench.pull, given),
             "  push alone": partial(bench.push_alone, given.handle),
+            "  push alone, quantised": partial(bench.push_alone, given.handle, RECIPE),
         }
         times = timed(versions, options.turns, options.calls)
         top = ceilings(bench, options.turns)
         copies, distinct = bench.wire_rows()
-        wire = distinct * hidden * 2
-        figures[name] = {"us": times, "ceilings": top, "wire_bytes": wire, "wire_bytes_with_duplicates": copies * hidden * 2}
+        wire = {version: wire_bytes(version, hidden, copies, distinct) for version in times}
+        figures[name] = {"us": times, "ceilings": top, "wire_bytes": wire}
         for version, us in times.items():
-            per_way = wire if version.startswith(("symmetric", "  ")) and "duplicates" not in version else copies * hidden * 2
-            ways = 1 if version.startswith("  ") else 2
-            lines.append([name, version, f"{us:.0f}", f"{times['eager all-to-all'] / us:.2f}", f"{ways * per_way / us / 1000:.0f}"])
+            lines.append([name, version, f"{us:.0f}", f"{times['eager all-to-all'] / us:.2f}", f"{wire[version] / us / 1000:.0f}"])
         lines.append([name, "peers' memory: write, read", "", "", f"{top['write']:.0f}, {top['read']:.0f}"])
     if rank == 0:
         print(f"{options.ranks} × {torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, T = {options.tokens} a rank")

@@ -1,6 +1,6 @@
 """How fast permute_and_quantize is: beside the bytes it must move, and beside permuting first and quantising then.
 
-    PYTHONPATH=. python3 -m benchmarks.permuted_quantization [--tokens 8192] [--shapes mixtral-8x7b,qwen3-30b] [--json FILE] [--quick]
+    PYTHONPATH=. python3 -m benchmarks.permuted_quantization [--tokens 8192] [--shapes mixtral-8x7b,qwen3-30b] [--recipes "MXFP8, rows"] [--json FILE] [--quick]
 
 Every result is compared with that of moe_fast's permute and quantize before it is timed, bit by bit. `--quick` only compares, at tiny sizes; it
 runs without a GPU. A floor is the time in which this run's copy ceiling (of 2 GiB) reads each token once (current scaling: twice) and writes
@@ -122,13 +122,27 @@ def check_graph(p: Problem, kind: Kind) -> None:
     assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True)), kind.title
 
 
-def measure(names: list[str], num_tokens: int, blocks: int, reps: int) -> dict[str, Any]:
-    """All figures of one run."""
+HEADER = [
+    "shape",
+    "recipe",
+    "T → P · H",
+    "floor µs",
+    "moves µs",
+    "÷ floor",
+    "index_select, torch.compile µs (÷ moves)",
+    "call µs",
+    "permute, quantize µs (÷ call)",
+]
+
+
+def measure(names: list[str], kinds: list[Kind], num_tokens: int, blocks: int, reps: int) -> dict[str, Any]:
+    """All figures of one run; a line is printed as soon as it is known."""
     top, started = ceilings(blocks, reps), time.perf_counter()
-    results: dict[str, dict[str, dict]] = {kind.title: {} for kind in KINDS}
+    results: dict[str, dict[str, dict]] = {kind.title: {} for kind in kinds}
+    print(f"copy {top['copy']:.2f} TB/s" + table("one launch of all, or two calls", HEADER, []), flush=True)
     for name in names:
         torch._dynamo.reset()  # each shape has its own compilation, and no limit on how many
-        for kind in KINDS:
+        for kind in kinds:
             p = make_problem(SHAPES[name], num_tokens, kind.align)
             check(p, kind)
             check_graph(p, kind)
@@ -138,28 +152,24 @@ def measure(names: list[str], num_tokens: int, blocks: int, reps: int) -> dict[s
             versions |= {"call": partial(one_step, p, kind, state), "two calls": partial(two_steps, p, kind, state)}
             us = replayed(versions, blocks, reps)
             results[kind.title][name] = {"size": f"{num_tokens} → {p.num_rows} · {hidden}", "floor_us": floor, "us": us}
+            print(line_of(name, kind.title, results[kind.title][name]), flush=True)
     after = ceilings(blocks, reps)
-    print(f"copy {top['copy']:.2f} TB/s (after: {after['copy']:.2f}); {time.perf_counter() - started:.0f} s")
-    for title, found in results.items():
-        print(lines_of(title, found))
+    print(f"\ncopy after {after['copy']:.2f} TB/s; {time.perf_counter() - started:.0f} s")
     return {"ceilings": top, "ceilings_after": after, "operations": results}
 
 
-def lines_of(title: str, found: dict[str, dict]) -> str:
-    """The table of one recipe: a line a shape."""
-    header = ["shape", "T → P · H", "floor µs", "moves µs", "÷ floor", "index_select, torch.compile µs (÷ moves)", "call µs", "permute, quantize µs (÷ call)"]
-    lines = []
-    for shape, result in found.items():
-        ours, peer, one, two = result["us"].values()
-        times = [f"{result['floor_us']:.1f}", f"{ours:.1f}", f"{ours / result['floor_us']:.3f}", f"{peer:.1f} ({peer / ours:.2f})"]
-        lines.append([shape, result["size"], *times, f"{one:.1f}", f"{two:.1f} ({two / one:.2f})"])
-    return table(title, header, lines)
+def line_of(shape: str, title: str, result: dict[str, Any]) -> str:
+    """A line of the table."""
+    ours, peer, one, two = result["us"].values()
+    times = [f"{result['floor_us']:.1f}", f"{ours:.1f}", f"{ours / result['floor_us']:.3f}", f"{peer:.1f} ({peer / ours:.2f})"]
+    return "| " + " | ".join([shape, title, result["size"], *times, f"{one:.1f}", f"{two:.1f} ({two / one:.2f})"]) + " |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--shapes", default="all", help="names separated by commas")
+    parser.add_argument("--recipes", default="all", help="beginnings of their titles, separated by semicolons: compiling the peers takes long")
     parser.add_argument("--blocks", type=int, default=7, help="turns that each version takes")
     parser.add_argument("--reps", type=int, default=15, help="calls a turn")
     parser.add_argument("--json", help="write every figure to this file")
@@ -174,8 +184,9 @@ def main() -> None:
             print("one step makes every bit of two")
             return
         names = list(SHAPES) if options.shapes == "all" else options.shapes.split(",")
+        kinds = [kind for kind in KINDS if options.recipes == "all" or kind.title.startswith(tuple(options.recipes.split(";")))]
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, T = {options.tokens}")
-        figures = measure(names, options.tokens, options.blocks, options.reps)
+        figures = measure(names, kinds, options.tokens, options.blocks, options.reps)
     print("\ncaptured calls follow changed tokens and maps, and wait for no device")
     if options.json:
         with open(options.json, "w") as file:

@@ -95,7 +95,7 @@ def check_graph(p: Problem, groups: int) -> None:
 
 
 def operations(p: Problem, groups: int) -> list[Operation]:
-    """Forward by rows, in both directions of both block recipes, and the gradient in both directions."""
+    """Forward by rows, in both directions of both block recipes, and the gradient in both directions: steps one after the other round in between."""
     rows, width = p.d_out_PF.shape
     splits = segments(rows, groups, 32)
     compiled = {name: torch.compile(f, dynamic=False) for name, f in (("forward", forward), ("backward", backward))}
@@ -120,14 +120,16 @@ def operations(p: Problem, groups: int) -> list[Operation]:
             "glu, then quantize": partial(two_of_ours, recipe, columnwise),
         }
         found.append(Operation(f"GLU · p, {title}", rows * width * (2 * BF16 + written) + rows * PROB, versions))
-    call = {"splits": splits, "probs": p.probs_P, "columnwise": True, **p.settings}
-    versions = {
-        "moe_fast": partial(moe_fast.glu_backward_and_quantize, p.d_out_PF, p.h_PF2, BLOCK, **call),
-        "torch.compile, twice": partial(one_after_the_other, compiled["backward"], casts["block"], back, (1, 0), **p.settings),
-        "glu_backward, then quantize": partial(two_of_ours_back, BLOCK),
-    }
-    moved = rows * width * (3 * BF16 + 4 * (1 + SCALES["block"])) + 2 * rows * PROB
-    return [*found, Operation("GLU · p backward with d_probs, 1x128, rows and columns", moved, versions)]
+    for title, recipe, rounds in (("1x128, rounded first", BLOCK, True), ("1x128", BLOCK, False), ("MXFP8", MXFP8, False)):
+        call = {"splits": splits, "probs": p.probs_P, "columnwise": True, "round_before_quantize": rounds, **p.settings}
+        versions = {
+            "moe_fast": partial(moe_fast.glu_backward_and_quantize, p.d_out_PF, p.h_PF2, recipe, **call),
+            "torch.compile, twice": partial(one_after_the_other, compiled["backward"], casts[recipe.scaling], back, (1, 0), **p.settings),
+            "glu_backward, then quantize": partial(two_of_ours_back, recipe),
+        }
+        moved = rows * width * (3 * BF16 + 4 * (1 + SCALES[recipe.scaling])) + 2 * rows * PROB
+        found.append(Operation(f"GLU · p backward with d_probs, {title}, rows and columns", moved, versions))
+    return found
 
 
 def measure(names: list[str], num_tokens: int, blocks: int, reps: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ WEIGHT = {
     "sort_chunks": 2,
     "topk_indices": 2,
     "topk_routing": 2,
-    "route": 1,
+    "route": 1.2,  # some of it over ranks
     **dict.fromkeys(("pad_routing_map", "indices_to_multihot", "multihot_to_indices"), 1),
     **dict.fromkeys(("drop_tokens", "aux_loss_scores", "load_balancing_loss", "z_loss"), 1),
     **dict.fromkeys(("gate", "jitter", "attach_loss", "update_expert_bias", "sinkhorn_routing"), 1),
@@ -20,7 +20,7 @@ WEIGHT = {
     "permute_and_quantize": 1,
     **dict.fromkeys(("glu", "activation", "grouped_linear", "grouped_dgrad", "grouped_wgrad"), 1),
     **dict.fromkeys(("grouped_mlp", "shared_experts"), 0.5),
-    "sequential_mlp": 0.2,
+    **dict.fromkeys(("sequential_mlp", "latent_projection"), 0.2),
     **dict.fromkeys(COLLECTIVES, 0.25),
 }
 

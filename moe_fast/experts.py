@@ -18,7 +18,7 @@ from moe_fast.backend import check_device
 from moe_fast.linear import check_product, grouped_linear
 from moe_fast.padding import Padding
 from moe_fast.weighting import BiasAdded, ScaledRows
-from moe_ref.config import GATED, LinearState, Recipe, check_counts, check_grouped_mlp, check_kind, check_linear, check_pairs, require
+from moe_ref.config import GATED, LinearState, Recipe, check_counts, check_grouped_mlp, check_kind, check_linear, check_pairs, check_splits, require
 
 
 def grouped_mlp(
@@ -137,7 +137,13 @@ def latent_projection(
 
 
 def linear(x_TN: Tensor, weight_MN: Tensor, *, bias: Tensor | None = None, **precision: Any) -> Tensor:
-    """`grouped_linear` of one expert that has all the rows."""
+    """`grouped_linear` of one expert that has all the rows: how many those are is known here, so that they are checked.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_splits`, and `grouped_linear`.
+    """
+    if isinstance(precision.get("recipe"), Recipe):
+        check_splits([len(x_TN)], len(x_TN), precision["recipe"])
     count = torch.full((1,), len(x_TN), dtype=torch.int64, device=x_TN.device)
     return grouped_linear(x_TN, weight_MN[None], count, bias=None if bias is None else bias[None], **precision)
 

@@ -285,7 +285,7 @@ class Work:
         aligned = self.rule == "amax"  # whole groups of MXFP8 consist of whole blocks, wherever the rows are cut
         block = (self.size, self.size if self.square else 1)
         tuned = self.sizes.permute_quantize
-        grid = grid_of(self.shape, self.splits, tuned.gather, aligned, block, self.size if aligned else None)
+        grid = grid_of(self.shape, self.splits, tuned.tall if aligned else tuned.gather, aligned, block, self.size if aligned else None)
         form = self._blank(block, grid.tiles if aligned else ceil_div(self.shape[0], self.size))
         if self.source is None:
             self._scatter("none", None)

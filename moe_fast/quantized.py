@@ -28,7 +28,7 @@ class Form:
 
     codes_MN: Tensor  # uint8, contiguous; 0 behind the last group
     scale: Tensor  # [G], or [rows of blocks, columns of blocks]
-    amax: Tensor  # likewise, in x's dtype where that is narrower than float32: a maximum is one of its numbers; NVFP4: see `per`
+    amax: Tensor  # likewise, in x's dtype where that is narrower than float32: a maximum is one of its numbers; NVFP4: see `per`; empty: not known
     block: tuple[int, int] | None  # rows and columns that share a scale; None: a group
     per: str = "group"  # NVFP4: what has an amax, each "group" [G], "row" [M], or "column" of a group [G,N]
     largest: float = 448.0  # NVFP4: what the largest block's scale becomes
@@ -116,8 +116,12 @@ def amax(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
     of the compact scales. NVFP4, row-scaled: [R], all groups' rows; columnwise [G,N].
 
     For delayed scaling it is what was measured in this step, not what the scale came from.
+
+    Raises:
+        ValueError: the rows come from a dispatch, which sends none.
     """
     form = quantized.form(columnwise)
+    require(form.amax.numel() > 0 or form.scale.numel() == 0, "quantized", "from a dispatch", "made by a quantizer: amax does not travel")
     if form.per == "row":
         return form.amax[: sum(_sizes(quantized, form))]
     if form.per == "column" or form.amax.dim() == 1:
@@ -230,6 +234,7 @@ def grid_of(shape: torch.Size, splits: Tensor | None, walk: tuning.Walk, aligned
     tiles = (num_rows + pieces * (block_m - 1)) // block_m
     steps = min(walk.steps, max(ceil_div(num_columns, block_n), 1))
     settings = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_G": power_of_two(groups + 1), "STAGES": walk.stages, "num_warps": walk.num_warps}
+    settings |= {} if walk.registers is None else {"maxnreg": walk.registers}
     return Grid(groups, tiles, max(ceil_div(num_columns, block_n * steps), 1), steps, settings)
 
 

@@ -2,7 +2,8 @@
 
 Blocks and delayed scaling take one pass over h; current scaling takes two, the first for each group's amax, and computes the activation
 twice. Both directions are made of one load. NVFP4 writes the activation, in float32 or rounded as that is asked for, and quantises it as
-`quantize` does: its scale of a whole group, its transform and its noise are more than a pass could hold.
+`quantize` does: its scale of a whole group, its transform and its noise are more than a pass could hold. So does the gradient of block scaling
+in both directions where it is rounded first: two kernels are faster there.
 """
 
 from dataclasses import dataclass, replace
@@ -228,11 +229,29 @@ class _Source:
         return {
             "CURVE": CURVES[self.settings.kind][0],
             "LAYOUT": layout,
-            "WHOLE": layout == "halves" and self.settings.width(self.h) % grid.settings["BLOCK_N"] == 0,
+            "WHOLE": self.halves and self.settings.width(self.h) % grid.settings["BLOCK_N"] == 0,
             "CLAMPED": self.settings.clamp is not None,
             "ROUNDED": self.forms.rounds,
             "ACCUMULATOR": accumulator(self.h if self.probs is None or self.h.dtype == torch.float64 else self.probs),
         }
+
+    @property
+    def faster_apart(self) -> bool:
+        """Whether writing the rounded gradient, and reading it again, takes less time than holding 128 rows of it by both halves."""
+        forms = self.forms
+        return self.d_out is not None and forms.rounds and forms.columnwise and forms.recipe.scaling == "block" and self.h.dtype.itemsize == 2
+
+    @property
+    def halves(self) -> bool:
+        """Whether gradients of gates and of values lie apart, so that a tile of each comes of one load."""
+        return self.d_out is not None and self.settings.layout(self.h) == "halves"
+
+    def grid(self, walk: tuning.Walk, aligned: bool, least: tuple[int, int] = (1, 1), rows: int | None = None) -> Grid:
+        """Tiles of what is quantised; of halves the gates' alone, where that half consists of whole tiles."""
+        half = grid_of(torch.Size((len(self.h), self.settings.width(self.h))), self.forms.splits, walk, aligned, least, rows)
+        if self.halves and self.settings.width(self.h) % half.settings["BLOCK_N"] == 0:
+            return half
+        return grid_of(self.like.shape, self.forms.splits, walk, aligned, least, rows)
 
     def parts(self, grid: Grid) -> Tensor | None:
         """Where each program leaves its part of d_probs: [rows, programs of a row]; None without them."""
@@ -272,7 +291,7 @@ def _gradients(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Setting
 def _quantized(source: _Source) -> tuple[Quantized, QuantizerState | None, Tensor | None]:
     """(what was quantised, the next state, d_probs)."""
     forms, recipe = source.forms, source.forms.recipe
-    if recipe.scaling == "nvfp4":
+    if recipe.scaling == "nvfp4" or source.faster_apart:
         return _quantized_apart(source)
     state = forms.state
     if recipe.scaling in BLOCK:
@@ -290,9 +309,9 @@ def _quantize_blocks(source: _Source) -> tuple[Form | None, Form | None, Tensor 
     size, rule = BLOCK[recipe.scaling], RULES[recipe.scaling]
     sizes = tuning.for_device(x.device).activate_quantize
     aligned = rule == "amax" and forms.columnwise  # whole groups of MXFP8 consist of whole blocks, wherever x is cut
-    tall = sizes.columns if source.d_out is None else sizes.backward
-    walk = tall if aligned else sizes.low if forms.columnwise else sizes.rows
-    grid = grid_of(x.shape, forms.splits, walk, aligned, (size if forms.columnwise else 1, size), size if aligned else None)
+    tall, low = (sizes.columns, sizes.low) if source.d_out is None else (sizes.backward, sizes.low_backward)
+    walk = tall if aligned else low if forms.columnwise else sizes.rows
+    grid = source.grid(walk, aligned, (size if forms.columnwise else 1, size), size if aligned else None)
     by_rows = _blank(x, rule, (1, size), grid) if forms.rowwise else None
     by_columns = _blank(x, rule, (size, 1), grid) if forms.columnwise else None
     parts = source.parts(grid)
@@ -324,7 +343,7 @@ def _quantize_blocks(source: _Source) -> tuple[Form | None, Form | None, Tensor 
 def _cast_groups(source: _Source) -> tuple[Form, QuantizerState | None, Tensor | None]:
     """A scale for each group, of earlier steps if there is a state, which learns this one's amax, else from the amax; the parts of d_probs."""
     forms, recipe, x = source.forms, source.forms.recipe, source.like
-    grid = grid_of(x.shape, forms.splits, tuning.for_device(x.device).activate_quantize.groups, True)
+    grid = source.grid(tuning.for_device(x.device).activate_quantize.groups, True)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_activated_groups_kernel
     inverse = torch.empty(grid.groups, device=x.device)  # likewise, by its first program
     amax = torch.zeros(grid.groups, dtype=torch.int32, device=x.device)

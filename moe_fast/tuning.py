@@ -25,6 +25,7 @@ class Walk(Tile):
 
     steps: int
     stages: int
+    registers: int | None = None  # of a thread, at most: fewer for one are more threads at a time
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class ActivateQuantize:
     columns: Walk  # along columns, or in both directions; block scaling has tiles as high as its blocks
     backward: Walk  # likewise, of gradients
     low: Walk  # along columns, or in both directions, where blocks are low: MXFP8
+    low_backward: Walk  # likewise, of gradients
     groups: Walk  # a scale for each group
 
 
@@ -57,6 +59,7 @@ class PermuteQuantize:
     amax: Tile  # whole tokens, step by step
     scales: Tile  # of rows, by blocks
     gather: Walk  # tiles of rows, where blocks span them
+    tall: Walk  # likewise of block scaling, whose tiles are as high as its blocks
     slab: int  # programs that run together on the columns of a tile
 
 
@@ -258,24 +261,26 @@ GPU = Tuning(
     symmetric=Symmetric(tokens=1, columns=1024, lists=128, fill_rows=8, tail_lanes=64, unroll=2, num_warps=4),
     quantize=Quantize(
         rows=Walk(tokens=4, columns=512, num_warps=1, steps=1, stages=1),
-        columns=Walk(tokens=32, columns=64, num_warps=2, steps=4, stages=1),
-        tall=Walk(tokens=128, columns=128, num_warps=4, steps=4, stages=1),
+        columns=Walk(tokens=32, columns=64, num_warps=2, steps=4, stages=1, registers=96),
+        tall=Walk(tokens=128, columns=128, num_warps=4, steps=8, stages=1),
         groups=Walk(tokens=4, columns=512, num_warps=1, steps=4, stages=1),
-        transformed=Walk(tokens=16, columns=128, num_warps=1, steps=1, stages=1),
+        transformed=Walk(tokens=16, columns=64, num_warps=1, steps=8, stages=1, registers=96),
     ),
     permute_quantize=PermuteQuantize(
         scatter=Tile(tokens=1, columns=1024, num_warps=2),
         amax=Tile(tokens=1, columns=1024, num_warps=4),
         scales=Tile(tokens=128, columns=8, num_warps=4),
-        gather=Walk(tokens=32, columns=128, num_warps=8, steps=1, stages=1),
+        gather=Walk(tokens=32, columns=64, num_warps=1, steps=1, stages=1, registers=128),
+        tall=Walk(tokens=128, columns=128, num_warps=4, steps=4, stages=1),
         slab=8,
     ),
     activate_quantize=ActivateQuantize(
         rows=Walk(tokens=4, columns=512, num_warps=4, steps=4, stages=2),
-        columns=Walk(tokens=128, columns=128, num_warps=4, steps=4, stages=1),
-        backward=Walk(tokens=128, columns=128, num_warps=8, steps=4, stages=1),
-        low=Walk(tokens=32, columns=128, num_warps=4, steps=4, stages=1),
-        groups=Walk(tokens=4, columns=256, num_warps=4, steps=8, stages=1),
+        columns=Walk(tokens=128, columns=128, num_warps=8, steps=8, stages=1, registers=128),
+        backward=Walk(tokens=128, columns=128, num_warps=8, steps=8, stages=1),
+        low=Walk(tokens=32, columns=64, num_warps=2, steps=4, stages=1, registers=96),
+        low_backward=Walk(tokens=32, columns=64, num_warps=2, steps=4, stages=1, registers=128),
+        groups=Walk(tokens=8, columns=256, num_warps=4, steps=8, stages=1),
     ),
 )
 
@@ -334,6 +339,7 @@ INTERPRETER = Tuning(
         amax=Tile(tokens=32, columns=128, num_warps=4),
         scales=Tile(tokens=128, columns=4, num_warps=4),
         gather=Walk(tokens=64, columns=128, num_warps=4, steps=2, stages=1),
+        tall=Walk(tokens=128, columns=128, num_warps=4, steps=2, stages=1),
         slab=2,
     ),
     activate_quantize=ActivateQuantize(
@@ -341,6 +347,7 @@ INTERPRETER = Tuning(
         columns=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
         backward=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
         low=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
+        low_backward=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
         groups=Walk(tokens=64, columns=256, num_warps=4, steps=2, stages=1),
     ),
 )

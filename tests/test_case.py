@@ -61,6 +61,8 @@ CASES = [
     PermutedQuantizationCase(function="permute_and_quantize", golden="a_scale_for_each_expert"),
     QuantizedActivationCase(function="glu_and_quantize", scaling="block", direction="both", tokens=5, experts=2, counts=(0, 5), tail=1, width=6, clamp=4),
     MlpCase(function="grouped_mlp", tokens=5, experts=2, counts=(0, 5), tail=1, hidden=3, width=4, bias1="float32", align=4, recompute="moe", grads="rows"),
+    MlpCase(function="grouped_mlp", scaling="mxfp8", variant=1, tokens=3, experts=2, hidden=1, width=2, probs="float32", dtype="bfloat16", grads="rows"),
+    GroupedCase(function="latent_projection", scaling="current", tokens=3, hidden=5, width=2, bias="float32", grads="x+bias"),
     SharedCase(function="shared_experts", tokens=3, hidden=5, width=4, gate=True, again=True, values="special", grads="x+gate_weight"),
     DispatchCase(function="alltoall_dispatch", counts=(3, 0, 2, 1), local_experts=2, topk=2, shards=2, capacity=2, probs="bfloat16", grads="tokens+probs"),
     DispatchCase(function="hybridep_combine", counts=(1, 2), topk=2, slots=(0, 1, -1, 1, 0, -1), align=4, slack=-1, values="integers", grads="rows"),

@@ -16,7 +16,7 @@ from conformance.judge.codes import RECIPROCAL, code_values, scale_expectation
 from conformance.judge.rowwise import CALIBRATION, FLOAT32, HOPPER_FP8, Accumulator, Limits, calibrated, contracted, contraction_bound, row_wise, stored
 from conformance.judge.running import Running
 from conformance.judge.statistics import Stochastic, binomial_quantile, bonferroni, chi_square_range, improbable
-from tests.tolerance_experiment import ORDERS, contraction, rounded, truncated
+from tests.tolerance_experiment import INSTRUCTION, ORDERS, contraction, fourteen_bits, rounded, truncated
 
 ROWS, TERMS, COLUMNS = 128, 256, 64
 
@@ -234,6 +234,22 @@ def test_the_bound_of_a_promoted_accumulator_lies_between_those_of_its_parts():
         assert wide.typical(terms) < HOPPER_FP8.typical(terms)
     assert HOPPER_FP8.worst(128) < HOPPER_FP8.worst(7168) < HOPPER_FP8.worst(128) * 1.01
     assert FLOAT32.worst(0) == 0
+
+
+@pytest.mark.parametrize(("declared", "accepted"), [(HOPPER_FP8, True), (FLOAT32, False)], ids=["14 bits", "float32"])
+def test_products_that_one_outweighs_may_be_cut_off_where_that_is_declared(declared, accepted):
+    a, b = (x.to(torch.float8_e4m3fn).double() for x in operands(0, terms=64, columns=64))
+    a[:, ::INSTRUCTION] *= 64
+    magnitude = a.abs() @ b.abs().T
+    bounded = contraction_bound(a @ b.T, magnitude, 64, torch.float32, declared)
+    expected = row_wise(bounded, (a @ b.T).float(), magnitude, 64, accumulator=declared)
+    got = torch.zeros(bounded.value.shape)
+    for k in range(0, 64, INSTRUCTION):
+        got = fourteen_bits(got, (a[:, k : k + INSTRUCTION, None] * b[:, k : k + INSTRUCTION].T).float())
+    assert expected.applies
+    assert (judge("rows", expected, got) is None) == accepted
+    if accepted:
+        assert max(measure.ratio for measure in expected.measures(got)) > 0.5  # the noise that is forgiven is not far above what is seen
 
 
 def test_the_bound_of_a_contraction_is_that_of_a_sum():

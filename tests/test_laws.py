@@ -29,6 +29,7 @@ from conformance.execute.evaluate import evaluate
 from conformance.execute.runner import Outcome
 from conformance.interface import Implementation
 from conformance.laws import LAWS
+from conformance.laws.ranks import ONE_PROCESS
 from conformance.registry import CONTRACTS
 
 poison.install()
@@ -65,6 +66,7 @@ WGRAD = replace(LINEAR, function="grouped_wgrad", grads="")
 MLP = MlpCase(function="grouped_mlp", tokens=9, experts=3, counts=(4, 0, 5), hidden=5, width=4, probs="float32", weights="zeros", grads="rows", seed=1)
 FORWARD_MLP = replace(MLP, grads="")
 SHARED = SharedCase(function="shared_experts", tokens=6, hidden=5, width=4, grads="x", seed=1)
+PROJECTION = GroupedCase(function="latent_projection", tokens=6, hidden=5, width=4, grads="x", seed=1)
 QUANTIZE = QuantizeCase(function="quantize", tokens=9, experts=3, counts=(4, 0, 5), hidden=5, seed=1)
 BLOCKS = replace(QUANTIZE, scaling="block")
 ACTIVATED = QuantizedActivationCase(function="glu_and_quantize", tokens=9, experts=3, counts=(4, 0, 5), tail=1, width=4, probs="float32", seed=1)
@@ -510,7 +512,8 @@ TWINS = [
     ("row_reversal", TO_MULTIHOT, lambda: stops_at_an_empty_first_token("indices_to_multihot")),
     ("row_reversal", TO_INDICES, lambda: stops_at_an_empty_first_token("multihot_to_indices")),
 ]
-ON_A_CPU = {function: [law for law in laws.values() if law.device != "cuda"] for function, laws in LAWS.items() if function not in COLLECTIVES}
+ALONE = {function: [law for law in laws.values() if law is not ONE_PROCESS] for function, laws in LAWS.items() if function not in COLLECTIVES}
+ON_A_CPU = {function: [law for law in laws if law.device != "cuda"] for function, laws in ALONE.items()}
 
 
 @pytest.mark.parametrize(("law", "case", "broken"), TWINS, ids=lambda x: x if isinstance(x, str) else getattr(x, "__name__", ""))
@@ -618,6 +621,8 @@ CALLS = [
     replace(FORWARD_MLP, function="sequential_mlp", weights="signed"),
     SHARED,
     replace(SHARED, grads=""),
+    PROJECTION,
+    replace(PROJECTION, grads=""),
     replace(SHARED, gate=True, values="rows", dtype="bfloat16", again=True, grads="x+gate_weight"),
     QUANTIZE,
     replace(QUANTIZE, scaling="delayed", steps="quantize+update+quantize+reduced+reload+quantize", tail=2, grads="x", direction="both"),

@@ -35,6 +35,7 @@ SMALL = tuning.PermuteQuantize(
     amax=tuning.Tile(tokens=4, columns=16, num_warps=2),
     scales=tuning.Tile(tokens=8, columns=1, num_warps=2),
     gather=tuning.Walk(tokens=16, columns=16, num_warps=2, steps=1, stages=1),
+    tall=tuning.Walk(tokens=16, columns=16, num_warps=2, steps=1, stages=1),
     slab=2,
 )
 

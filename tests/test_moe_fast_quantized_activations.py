@@ -12,7 +12,7 @@ from moe_fast import tuning
 from moe_ref.config import Recipe
 
 WALK = tuning.Walk(tokens=32, columns=32, num_warps=4, steps=2, stages=1)
-SMALL = replace(tuning.INTERPRETER.activate_quantize, rows=WALK, columns=WALK, backward=WALK, low=WALK, groups=WALK)
+SMALL = replace(tuning.INTERPRETER.activate_quantize, rows=WALK, columns=WALK, backward=WALK, low=WALK, low_backward=WALK, groups=WALK)
 SPLITS = torch.tensor([32, 0, 64])
 READ = ("amax", "scales", "codes", "dequantize")
 

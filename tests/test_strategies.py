@@ -137,7 +137,8 @@ CHUNKED = {
 
 DTYPES_OF = {
     **dict.fromkeys(("permute", "sort_chunks"), MOVED_DTYPES),
-    **dict.fromkeys((*CHOOSE, "aux_loss_scores", "load_balancing_loss", "z_loss", *ELEMENTWISE, *GROUPED, *MLPS, "shared_experts"), LOGIT_DTYPES),
+    **dict.fromkeys((*CHOOSE, "aux_loss_scores", "load_balancing_loss", "z_loss", *ELEMENTWISE), LOGIT_DTYPES),
+    **dict.fromkeys((*GROUPED, *MLPS, "shared_experts", "latent_projection"), LOGIT_DTYPES),
     **dict.fromkeys(("pad_routing_map", "update_expert_bias"), ()),
     "route": ("float32", "bfloat16"),
     **{name: MOVED_DTYPES if name.endswith("dispatch") else DTYPES for name in COLLECTIVES},
@@ -163,10 +164,12 @@ GRADS_OF = {
     },
     "grouped_linear": ("rows", "weight", "bias", "rows+weight", "rows+weight+bias"),
     **dict.fromkeys(MLPS, ("rows", "rows+probs+fc1_weight+fc2_weight", "rows+fc1_weight+fc2_weight", "rows+probs+fc1_weight+fc2_weight+fc1_bias+fc2_bias")),
+    "latent_projection": ("x", "weight", "bias", "x+weight", "x+weight+bias"),
     "shared_experts": ("x", "x+fc1_weight+fc2_weight", "x+fc1_weight+fc2_weight+gate_weight"),
 }
 EXPANDED = ("permute", "unpermute", "sort_chunks", *CHOOSE, "gate", "sinkhorn_routing", "drop_tokens", "aux_loss_scores", "attach_loss")
-EXPANDED += (*ELEMENTWISE, *GROUPED, "permute_and_quantize", "shared_experts", *(name for name in ACTIVATED_AND_QUANTIZED if name not in BACK_AND_QUANTIZED))
+EXPANDED += ("shared_experts", "latent_projection")
+EXPANDED += (*ELEMENTWISE, *GROUPED, "permute_and_quantize", *(name for name in ACTIVATED_AND_QUANTIZED if name not in BACK_AND_QUANTIZED))
 LAYOUTS_OF = {"update_expert_bias": ("strided", "wide_rows")} | dict.fromkeys(STEPPED, ())  # two vectors; none
 LAYOUTS_OF["deepep_low_latency_combine"] = (*LAYOUTS, *FAR)
 LAYOUTS_OF |= dict.fromkeys((*GROUPED, *QUANTIZED, *MLPS), (*LAYOUTS, *FAR, "expanded"))
@@ -306,6 +309,10 @@ LAYERED |= _each("bias1", "", "float32", "bfloat16", "float64") | _each("bias2",
 LAYERED |= _each("early", False, True) | _each("recompute", "", "moe_act", "moe") | _each("weights", "plain", "zeros", "signed")
 LAYERED |= {"one bias": lambda c: bool(c.bias1) != bool(c.bias2), "padding": lambda c: c.align > 1 and c.tokens % c.align, "no probs": lambda c: not c.probs}
 OF_ALL = _SETTINGS | _each("gate", False, True) | _each("again", False, True) | _each("values", "dyadic", "rows", "special")
+LAYERED |= _each("scaling", "", "current", "block", "mxfp8", "nvfp4")
+OF_ALL |= _each("scaling", "", "delayed", "current", "block", "mxfp8", "nvfp4")
+PROJECTED = _each("values", "dyadic", "rows", "special") | _each("scaling", "", "delayed", "current", "block", "mxfp8", "nvfp4")
+PROJECTED |= {"no tokens": lambda c: not c.tokens, "nothing in": lambda c: not c.hidden, "nothing out": lambda c: not c.width}
 OF_ALL |= {"no tokens": lambda c: not c.tokens, "nothing in": lambda c: not c.hidden, "nothing between": lambda c: not c.width}
 
 QUANTIZATIONS = {
@@ -384,8 +391,16 @@ OF_DISPATCHERS = {
     "deepep_low_latency": _each("repeats", "", "count each", "last slot") | _each("slack", None, 0, 3) | _each("index_dtype", "int64", "int32"),
 }
 
+AS_CODES = _each("fp8", "", "fp8", "powers", "least") | {
+    "codes of rows that are no whole blocks": lambda c: c.fp8 and c.hidden % 128,
+    "codes of several blocks": lambda c: c.fp8 and c.hidden > 128 and any(c.counts),
+    "codes with padding": lambda c: c.fp8 and c.align > 1 and any(c.counts),
+    "codes with too few rows": lambda c: c.fp8 and c.slack is not None and c.slack < 0,
+    "gradients of what codes stand for": lambda c: c.fp8 and c.grads == "tokens+probs" and c.unused != "rows",
+}
+
 PROMISES = {
-    **{name: IN_WORLDS | OF_DISPATCHERS[DispatchCase(function=name).dispatcher] for name in COLLECTIVES},
+    **{name: IN_WORLDS | OF_DISPATCHERS[DispatchCase(function=name).dispatcher] | (AS_CODES if name == "hybridep_dispatch" else {}) for name in COLLECTIVES},
     "permute": ROUTED | SPREAD | WITH_ROOM | VALUES | PROBS | {"an overflow": lambda c: _expected(c, "overflow").any()},
     "unpermute": ROUTED | SPREAD | WITH_ROOM | VALUES | PROBS,
     "sort_chunks": CHUNKED | VALUES | PROBS,
@@ -436,6 +451,7 @@ PROMISES = {
     "grouped_wgrad": SEGMENTS | _each("into", "", "float32", "float64"),
     **dict.fromkeys(MLPS, LAYERED),
     "shared_experts": OF_ALL,
+    "latent_projection": PROJECTED | _each("bias", "", "float32", "bfloat16", "float64"),
     "quantize": QUANTIZATIONS,
     "permute_and_quantize": PERMUTED_AND_QUANTIZED,
     **dict.fromkeys(ACTIVATED_AND_QUANTIZED, IN_ONE_STEP),
@@ -705,6 +721,7 @@ FULLEST = {
         function="permute_and_quantize", scaling="delayed", tokens=3, experts=3, hidden=3, probs="float32", grads="tokens+probs"
     ),
     "grouped_linear": GroupedCase(function="grouped_linear", tokens=3, experts=3, hidden=3, width=3, bias="float32", grads="rows+weight+bias"),
+    "latent_projection": GroupedCase(function="latent_projection", tokens=3, hidden=3, width=3, bias="float32", grads="x+weight+bias"),
     "grouped_dgrad": GroupedCase(function="grouped_dgrad", tokens=3, experts=3, hidden=3, width=3),
     **{
         name: MlpCase(

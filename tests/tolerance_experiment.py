@@ -35,8 +35,8 @@ def contraction(a_MK: Tensor, b_NK: Tensor, order: str, keep: Callable[[Tensor],
         parts.reverse()
     if order == "tree":
         while len(parts) > 1:
-            parts = [sum(parts[i : i + 2], torch.zeros(())) for i in range(0, len(parts), 2)]
-    total = torch.zeros(len(a_MK), len(b_NK))
+            parts = [sum(parts[i : i + 2], a_MK.new_zeros(())) for i in range(0, len(parts), 2)]
+    total = a_MK.new_zeros((len(a_MK), len(b_NK)))
     for part in parts:
         total = keep(total + part)
     return total
@@ -319,6 +319,7 @@ POLICIES: dict[str, Policy] = {
 
 BLOCK, FP8_WIDTH, FP8_OUT, FP8_EXPERTS = 128, 480, 256, 4  # the last of four blocks has 96 columns
 E4M3_MAX = 448.0  # OCP OFP8 1.0
+INSTRUCTION = 32  # products that a Hopper FP8 instruction adds
 E4M3_OVERFLOW = 464.0  # from here a cast that does not saturate finds no finite neighbour
 
 
@@ -414,23 +415,24 @@ class Hopper(BlockKernel):
 
     def add(self, total_RN, a_RK, b_NK, scale_RN):
         inside_RN = torch.zeros_like(total_RN)
-        for k in range(0, a_RK.shape[1], HOPPER_FP8.depth):
-            inside_RN = fourteen_bits(inside_RN, a_RK[:, k : k + HOPPER_FP8.depth] @ b_NK[:, k : k + HOPPER_FP8.depth].T)
+        for k in range(0, a_RK.shape[1], INSTRUCTION):
+            inside_RN = fourteen_bits(inside_RN, a_RK[:, k : k + INSTRUCTION, None] * b_NK[:, k : k + INSTRUCTION].T)
         return total_RN + inside_RN * scale_RN
 
 
-def fourteen_bits(total: Tensor, part: Tensor) -> Tensor:
-    """total + part, cut off 14 bits below the larger of the two."""
-    quantum = torch.exp2(torch.frexp(torch.maximum(total.abs(), part.abs())).exponent.float() - 14)
-    return torch.trunc((total.double() + part.double()) / quantum).float() * quantum
+def fourteen_bits(total_RN: Tensor, terms_RKN: Tensor) -> Tensor:
+    """total + Σ_k terms, all cut off 14 bits below the largest of them, as one instruction of a Hopper matrix unit adds them."""
+    largest_RN = torch.maximum(total_RN.abs(), terms_RKN.abs().amax(1))
+    quantum_RN = torch.exp2(torch.frexp(largest_RN).exponent.double() - 14)
+    return ((total_RN / quantum_RN).trunc() + (terms_RKN / quantum_RN[:, None]).trunc().sum(1)).mul(quantum_RN).float()
 
 
 class NeverPromoted(BlockKernel):
     """14 bits through the whole contraction."""
 
     def add(self, total_RN, a_RK, b_NK, scale_RN):
-        for k in range(0, a_RK.shape[1], HOPPER_FP8.depth):
-            total_RN = fourteen_bits(total_RN, a_RK[:, k : k + HOPPER_FP8.depth] @ b_NK[:, k : k + HOPPER_FP8.depth].T * scale_RN)
+        for k in range(0, a_RK.shape[1], INSTRUCTION):
+            total_RN = fourteen_bits(total_RN, a_RK[:, k : k + INSTRUCTION, None] * b_NK[:, k : k + INSTRUCTION].T * scale_RN[:, None])
         return total_RN
 
 

@@ -29,14 +29,14 @@ class Place:
     seen: list[int] = field(default_factory=list)  # digests of what this rank has made of the cases: equal on all ranks
 
 
-class Collective(Contract[C]):
-    """Inputs, expected outputs and laws of a function of all ranks. Outside of a world it looks as rank 0 sees it."""
+class Ranked(Contract[C]):
+    """What ranks call together, if the case says that there are any. Outside of a world it looks as rank 0 sees it."""
 
     worldwide: dict[str, Worldwide] = {}  # noqa: RUF012  (golden cases; filled once, where the contract is registered)
 
     @abstractmethod
     def ranks(self, case: C) -> int:
-        """How many ranks the case has; of a golden one, `ranks_of` knows."""
+        """How many ranks the case has, 0 if one process calls alone; of a golden one, `ranks_of` knows."""
 
     @abstractmethod
     def calls(self, case: C) -> list[Problem]:
@@ -45,6 +45,22 @@ class Collective(Contract[C]):
     @abstractmethod
     def right(self, case: C, calls: list[Problem], declared: Mapping[str, Any]) -> list[dict[str, Expectation]]:
         """The right outputs and gradients of each rank."""
+
+    def right_at(self, rank: int, case: C, calls: list[Problem], declared: Mapping[str, Any]) -> dict[str, Expectation]:
+        """Those of one rank, for which not all that is right on the others may have to be found."""
+        return self.right(case, calls, declared)[rank]
+
+    def connected(self, call: Problem, place: Place) -> Problem:
+        """A rank's call, with what it speaks to the others through."""
+        return call
+
+
+class Collective(Ranked[C]):
+    """Inputs, expected outputs and laws of a function that only ranks call, with a group."""
+
+    def connected(self, call: Problem, place: Place) -> Problem:
+        chain = replace(call.producer, settings=call.producer.settings | {"group": place.group}) if call.producer else None
+        return replace(call, settings=call.settings | {"group": place.group}, producer=chain)
 
     def legal(self, case: C) -> Problem:
         return self.calls(case)[0]
@@ -56,7 +72,7 @@ class Collective(Contract[C]):
 class AtRank(Contract[C], Generic[C]):
     """A collective contract as one rank sees it: its own call, with the group, and what is right there."""
 
-    def __init__(self, whole: Collective[C], place: Place) -> None:
+    def __init__(self, whole: Ranked[C], place: Place) -> None:
         self.whole, self.place = whole, place
         self._made: dict[C, list[Problem]] = {}
         self.function, self.outputs, self.primary = whole.function, whole.outputs, whole.primary
@@ -70,7 +86,7 @@ class AtRank(Contract[C], Generic[C]):
         return self.own(calls)
 
     def expected(self, case: C, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
-        return self.whole.right(case, self.calls(case), declared)[self.place.rank]
+        return self.whole.right_at(self.place.rank, case, self.calls(case), declared)
 
     def calls(self, case: C) -> list[Problem]:
         """What each rank calls. They are made once for the call and for what is right of it."""
@@ -85,10 +101,8 @@ class AtRank(Contract[C], Generic[C]):
         return self.whole.simpler(case)
 
     def own(self, calls: list[Problem]) -> Problem:
-        """This rank's call, with the group."""
-        own = calls[self.place.rank]
-        chain = replace(own.producer, settings=own.producer.settings | {"group": self.place.group}) if own.producer else None
-        return replace(own, settings=own.settings | {"group": self.place.group}, producer=chain)
+        """This rank's call, connected to the others."""
+        return self.whole.connected(calls[self.place.rank], self.place)
 
 
 def digest(call: Problem) -> int:
@@ -98,6 +112,6 @@ def digest(call: Problem) -> int:
 
 def ranks_of(contract: Contract[Any], case: Case) -> int:
     """How many ranks call together; 0 where one process calls alone."""
-    if not isinstance(contract, Collective):
-        return 0
-    return len(contract.worldwide[case.golden][0]) if case.golden else contract.ranks(case)
+    if isinstance(contract, Collective) and case.golden:
+        return len(contract.worldwide[case.golden][0])
+    return contract.ranks(case) if isinstance(contract, Ranked) else 0

@@ -45,7 +45,7 @@ class DispatchCase(Case):
     shards: int = 1  # expert tensor parallelism
     slack: int | None = None  # rows of the buffers less those that the fullest rank needs, in units of align; None: not given
     scales: int = 0  # columns of the scales that go with the tokens; 0: none are given
-    fp8: str = ""  # "fp8", or "powers" for scales that are powers of two
+    fp8: str = ""  # rows travel as codes and scales: "fp8", "powers" for scales that are powers of two, "least" for a least amax
     biases: int = 0
     layout: str = "contiguous"
     layout_of: str = ""  # the input or cotangent that has this layout, on every rank
@@ -57,7 +57,7 @@ class DispatchCase(Case):
         "spread": SPREADS,
         "values": STYLES,
         "repeats": ("", "count each", "last slot"),
-        "fp8": ("", "fp8", "powers"),
+        "fp8": ("", "fp8", "powers", "least"),
         "unused": ("", "rows", "tokens", "probs"),
     }
 
@@ -71,8 +71,8 @@ class DispatchCase(Case):
             )
         if self.shards > 1 and self.dispatcher not in ("allgather", "alltoall"):
             raise ValueError(f"shards are {self.shards}; {self.dispatcher} has experts in one piece")
-        if self.fp8 and self.hidden % FP8_BLOCK:
-            raise ValueError(f"hidden is {self.hidden}; rows in FP8 are blocks of {FP8_BLOCK}")
+        if self.fp8 and self.dispatcher == "deepep_low_latency" and (self.hidden % FP8_BLOCK or self.fp8 == "least"):
+            raise ValueError(f"hidden is {self.hidden}, fp8 {self.fp8!r}; in low latency rows are blocks of {FP8_BLOCK}, and no amax is given")
         if self.topk > self.experts:
             raise ValueError(f"topk is {self.topk}; there are {self.experts} experts")
         if self.slots is not None and (len(self.slots) != self.tokens * self.topk or any(not -1 <= e < self.experts for e in self.slots)):

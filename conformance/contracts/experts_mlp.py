@@ -1,7 +1,5 @@
 """grouped_mlp and sequential_mlp: values and every gradient by running error analysis through the stages, and large outputs by their
-error beside that of the reference too.
-
-In high precision only: what a recipe does to a product is judged where one product is, in grouped_linear.
+error beside that of the reference too; with a recipe by the analysis alone, which passes through the quantisers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +14,10 @@ from conformance.contracts.activation import WEIGHTS, activation_settings, compu
 from conformance.contracts.base import Contract, Problem
 from conformance.contracts.grouped import LAYOUTS, check_counts_of, counts_of, fewer_rows
 from conformance.contracts.grouped_product import experts_of_rows
+from conformance.contracts.grouped_recipes import unit_of
+from conformance.contracts.mlp_recipes import beside_recipe, called, check_low, fits_low, layers_of, of_experts, rows_unit
 from conformance.contracts.mlp_stages import Call, Product, backward, concluded_in, forward
+from conformance.contracts.quantization import RECIPES, VARIANTS
 from conformance.judge import Bounded, Expectation
 from conformance.judge.rowwise import LEAST_ELEMENTS, row_wise
 from conformance.judge.running import Running
@@ -55,12 +56,12 @@ class MlpCase(Case):
     bias2: str = ""
     align: int = 0  # 0: none
     recompute: str = ""  # empty: none
+    scaling: str = ""  # of the recipe; empty: high precision
+    variant: int = 0  # of the scaling, in RECIPES
     index_dtype: str = "int64"
     layout: str = "contiguous"
     layout_of: str = ""
     grads: str = ""
-
-    scaling: ClassVar[str] = ""  # no recipe
 
     words: ClassVar[dict[str, tuple[str, ...]]] = {
         "values": VALUES,
@@ -68,6 +69,7 @@ class MlpCase(Case):
         "kind": GATED + PLAIN,
         "layout": LAYOUTS,
         "recompute": RECOMPUTED,
+        "scaling": tuple(RECIPES),
     }
 
     def __post_init__(self) -> None:
@@ -75,6 +77,7 @@ class MlpCase(Case):
             sizes = f"{self.tokens}, {self.tail}, {self.hidden}, {self.width}, {self.clamp}, {self.alpha}, {self.interleave}, {self.align}, {self.experts}"
             raise ValueError(f"tokens, tail, hidden, width, clamp, alpha, interleave, align ≥ 0 and experts ≥ 1 are needed; they are {sizes}")
         check_counts_of(self.counts, self.tokens, self.experts)
+        check_low(self)
 
 
 MlpCase.serves("grouped_mlp", "sequential_mlp")
@@ -82,8 +85,8 @@ MlpCase.serves("grouped_mlp", "sequential_mlp")
 
 def rows_of(case: Any, name: str, tail: int = 0) -> Tensor:
     """[P,H]: rows by `values`, and NaN behind them."""
-    kind = DTYPES[case.dtype]
-    x = payload(case.seed, name, (case.tokens + tail, case.hidden), case.dtype)
+    kind, own = DTYPES[case.dtype], case.tokens * rows_unit(case)
+    x = payload(case.seed, name, (own + tail, case.hidden * unit_of(case)), case.dtype)
     if case.values == "rows":
         x = (x.double() * row_scales(case.seed, len(x)).log2().div(SPREAD).round().exp2()).to(kind)
     if case.values == "special" and case.hidden:
@@ -91,19 +94,19 @@ def rows_of(case: Any, name: str, tail: int = 0) -> Tensor:
         strange = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=kind)
         hit = (noise % 4 == 0)[:, None] & (torch.arange(case.hidden)[None] == (noise >> 8)[:, None] % case.hidden)
         x = torch.where(hit, strange[(noise >> 20) % 3][:, None], x)
-    x[case.tokens :] = torch.nan
+    x[own:] = torch.nan
     return x
 
 
 def weight_of(case: Any, name: str, rows: int, columns: int) -> Tensor:
     """[L, rows, columns], a power of two smaller than a payload, so that what goes out is of the size of what goes in."""
     weight = payload(case.seed, name, (case.experts * rows, columns), case.dtype).reshape(case.experts, rows, columns)
-    return weight * 2.0 ** -(max(columns - 1, 1).bit_length() // 2)
+    return of_experts(case, weight * 2.0 ** -(max(columns - 1, 1).bit_length() // 2))
 
 
 def fc1_columns(case: Any) -> int:
     """Columns of fc1."""
-    return case.width if case.kind in PLAIN else 2 * case.width
+    return (1 if case.kind in PLAIN else 2) * case.width * unit_of(case)
 
 
 def plainer(case: Any, settings: tuple[str, ...]) -> Iterator[Any]:
@@ -125,7 +128,7 @@ def narrower(case: Any, names: tuple[str, ...]) -> Iterator[Any]:
     for name in names:
         for size in shorter(getattr(case, name)):
             changed: dict[str, Any] = {name: size}
-            if name == "width" and case.interleave and size % case.interleave:
+            if name == "width" and case.interleave and size * unit_of(case) % case.interleave:
                 changed["interleave"] = 0
             yield replace(case, **changed)
 
@@ -136,20 +139,21 @@ class Judged:
 
     call: Call
     rows: int  # with those behind the last segment
+    counts_L: Tensor  # of each expert, without padding
     lost: Tensor  # rows that hold a NaN or an infinity: all that they reach is unspecified
     reference: Callable[[], Mapping[str, Tensor]]  # of the same precision
     terms: int  # of all stages together
 
     @property
     def lost_experts(self) -> Tensor:
-        return torch.stack([lost.any() for lost in self.lost.split(self.call.counts_L.tolist())])
+        return torch.stack([lost.any() for lost in self.lost.split(self.counts_L.tolist())])
 
     def by_row(self, name: str, x: Running, dtype: torch.dtype, product: Product | None = None) -> Expectation:
         """With zeros behind the last segment."""
         right = concluded_in(x, dtype, self.lost.reshape(-1, *[1] * (x.value.dim() - 1)))
         missing = torch.zeros((self.rows - len(self.lost), *x.value.shape[1:]), dtype=torch.float64)
         right = replace(right, value=torch.cat([right.value, missing]), bound=torch.cat([right.bound, missing]))
-        if product is None:
+        if product is None or self.call.low is not None:
             return right
         return self.compared(name, right, torch.cat([product.magnitude, missing]), product.terms)
 
@@ -157,14 +161,14 @@ class Judged:
         """Of all of an expert's rows together."""
         lost = self.lost_experts if unspecified is None else unspecified
         right = concluded_in(x, dtype, lost.reshape(-1, *[1] * (x.value.dim() - 1)))
-        return right if product is None else self.compared(name, right, product.magnitude, product.terms)
+        return right if product is None or self.call.low is not None else self.compared(name, right, product.magnitude, product.terms)
 
     def compared(self, name: str, right: Bounded, magnitude: Tensor, terms: int) -> Expectation:
         """By ratios too, where the output is large enough; the noise is that of all stages."""
         if right.value.numel() < LEAST_ELEMENTS or right.dtype == torch.float64:
             return right
         shape = right.value.shape[:-1]
-        groups = experts_of_rows(self.call.counts_L, shape[0]) if len(shape) == 1 else torch.arange(shape[0])[:, None].expand(shape)
+        groups = experts_of_rows(self.counts_L, shape[0]) if len(shape) == 1 else torch.arange(shape[0])[:, None].expand(shape)
         every = max(terms, 1) + self.terms
         walk = magnitude * (every / max(terms, 1)) ** 0.5
         return row_wise(right, self.reference()[name], walk, every, accumulator=self.call.accumulator, groups=groups)
@@ -195,64 +199,71 @@ class GroupedMlp(Contract[MlpCase]):
     primary = "out"
     optional: tuple[str, ...] = (
         *("probs", "fc1_bias", "fc2_bias", "kind", "offset", "clamp", "alpha", "interleave"),
-        *("round_before_probs", "probs_on_input", "align", "recompute"),
+        *("round_before_probs", "probs_on_input", "align", "recompute", "recipe", "state", "noise"),
     )
 
     def legal(self, case: MlpCase) -> Problem:
+        hidden, width = (size * unit_of(case) for size in (case.hidden, case.width))
+        counts = tuple(count * rows_unit(case) for count in counts_of(case))
+        total = sum(counts)
         required = {
             "rows": rows_of(case, "rows", case.tail),
-            "tokens_per_expert": torch.tensor(counts_of(case), dtype=DTYPES[case.index_dtype]),
-            "fc1_weight": weight_of(case, "fc1_weight", fc1_columns(case), case.hidden),
-            "fc2_weight": weight_of(case, "fc2_weight", case.hidden, case.width),
+            "tokens_per_expert": torch.tensor(counts, dtype=DTYPES[case.index_dtype]),
+            "fc1_weight": weight_of(case, "fc1_weight", fc1_columns(case), hidden),
+            "fc2_weight": weight_of(case, "fc2_weight", hidden, width),
         }
         settings: dict[str, Any] = {}
         if case.probs:
-            probs = probs_of(case.seed, case.tokens + case.tail, case.probs, case.weights)
-            probs[case.tokens :] = torch.nan
+            probs = probs_of(case.seed, total + case.tail, case.probs, case.weights)
+            probs[total:] = torch.nan
             settings["probs"] = probs
-        for field, columns in (("bias1", fc1_columns(case)), ("bias2", case.hidden)):
+        for field, columns in (("bias1", fc1_columns(case)), ("bias2", hidden)):
             dtype = getattr(case, field)
             settings |= {BIASES[field]: payload(case.seed, BIASES[field], (case.experts, columns), dtype)} if dtype else {}
         settings |= activation_settings(case) | ({"probs_on_input": True} if case.on_input else {})
         settings |= ({"align": case.align} if case.align else {}) | ({"recompute": case.recompute} if case.recompute else {})
         wanted = tuple(name for name in case.grads.split("+") if name)
-        cotangents = {"out": payload(case.seed, "d_out", (case.tokens + case.tail, case.hidden), case.dtype)} if wanted else {}
+        cotangents = {"out": payload(case.seed, "d_out", (total + case.tail, hidden), case.dtype)} if wanted else {}
         for x in cotangents.values():
-            x[case.tokens :] = torch.nan
-        return Problem(self.function, required, settings, {case.layout_of: case.layout}, wanted, cotangents)
+            x[total:] = torch.nan
+        tensors, beside = beside_recipe(case, counts, (fc1_columns(case), hidden))
+        how: dict[str, Any] = {"layouts": {case.layout_of: case.layout}, "wanted": wanted, "cotangents": cotangents}
+        return called(self.function, self.outputs, required, settings | beside, tensors, **how)
 
     def expected(self, case: MlpCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
-        rows, counts, fc1_weight, fc2_weight = problem.required.values()
+        rows, counts, fc1_weight, fc2_weight, *_ = problem.required.values()
         settings, total = problem.settings, int(counts.sum())
         probs, bias1, bias2 = (settings.get(name) for name in ("probs", "fc1_bias", "fc2_bias"))
         own, p = rows[:total], None if probs is None else probs[:total]
         lost = ~own.isfinite().all(1)
         lost = lost if p is None else lost | ~p.isfinite()
+        padding = Padding.of(counts, settings["align"] if settings.get("recipe") and "align" in settings else 1)
         call = Call(
-            torch.where(lost[:, None], 0, own),
-            counts,
+            padding.pad(torch.where(lost[:, None], 0, own)),
+            padding.counts_L,
             fc1_weight,
             fc2_weight,
-            p if p is None else torch.where(lost, 0, p),
+            p if p is None else padding.pad(torch.where(lost, 0, p)),
             bias1,
             bias2,
             settings,
             computed_in(declared, rows),
             computed_in(declared, rows, probs),
             computed_in(declared, rows, probs, bias2),
+            layers_of(problem, declared, rows, padding.counts_L),
         )
-        judged = Judged(call, len(rows), lost, in_reference(grouped_mlp, problem), int(counts.max()) + sum(fc1_weight.shape[1:]))
+        judged = Judged(call, len(rows), counts, lost, in_reference(grouped_mlp, problem), int(counts.max()) + sum(fc1_weight.shape[1:]))
         ahead = forward(call)
-        right = {"out": judged.by_row("out", ahead.out, rows.dtype, ahead.y)}
+        right = {"out": judged.by_row("out", padding.trim(ahead.out), rows.dtype, ahead.y)}
         if not problem.wanted:
             return right
-        back = backward(ahead, Running.of(problem.cotangents["out"][:total], call.sums))
+        back = backward(ahead, Running.of(padding.pad(problem.cotangents["out"][:total]), call.sums))
         unspoilt = torch.zeros(len(counts), dtype=torch.bool) if p is None or settings.get("probs_on_input") else judged.lost_experts
         gradients: dict[str, Callable[[], Expectation]] = {
-            "rows": lambda: judged.by_row("d_rows", back.rows, rows.dtype, back.row_product),
-            "probs": lambda: judged.by_row("d_probs", _flat(back.probs), settings["probs"].dtype),
-            "fc1_weight": lambda: judged.by_expert("d_fc1_weight", back.fc1_weight.running, rows.dtype),  # a row shares an error: no ratio
-            "fc2_weight": lambda: judged.by_expert("d_fc2_weight", back.fc2_weight.running, rows.dtype, back.fc2_weight),
+            "rows": lambda: judged.by_row("d_rows", padding.trim(back.rows), rows.dtype, back.row_product),
+            "probs": lambda: judged.by_row("d_probs", padding.trim(_flat(back.probs)), settings["probs"].dtype),
+            "fc1_weight": lambda: judged.by_expert("d_fc1_weight", back.fc1_weight().running, rows.dtype),  # a row shares an error: no ratio
+            "fc2_weight": lambda: judged.by_expert("d_fc2_weight", (second := back.fc2_weight()).running, rows.dtype, second),
             "fc1_bias": lambda: judged.by_expert("d_fc1_bias", back.fc1_bias, settings["fc1_bias"].dtype),
             "fc2_bias": lambda: judged.by_expert("d_fc2_bias", back.fc2_bias, settings["fc2_bias"].dtype, None, unspoilt),
         }
@@ -262,9 +273,19 @@ class GroupedMlp(Contract[MlpCase]):
         plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": "", "interleave": 0, "alpha": 0}
         sized: dict[str, Any] = {"counts": (0, *counts_of(case)[::-1], 2), "tokens": case.tokens + 2, "experts": case.experts + 2}
         clamp = case.clamp + 4 if case.clamp else 0
-        return replace(case, **plain, **sized, clamp=clamp, seed=case.seed + 1, hidden=case.hidden + 3, width=case.width + 1, tail=1 - min(case.tail, 1))
+        grown: dict[str, Any] = {"hidden": case.hidden + 3, "width": case.width + 1} if unit_of(case) == 1 else {"hidden": case.hidden + 1}
+        other = replace(case, **plain, **sized, **grown, clamp=clamp, seed=case.seed + 1, tail=1 - min(case.tail, 1))
+        later = replace(other, variant=(case.variant + 1) % VARIANTS) if case.scaling else other
+        return later if fits_low(later) else other
 
     def simpler(self, case: MlpCase) -> Iterator[MlpCase]:
+        yield from filter(fits_low, self._simpler(case))
+
+    def _simpler(self, case: MlpCase) -> Iterator[MlpCase]:
+        if case.scaling:
+            yield replace(case, scaling="", variant=0)
+        if case.variant:
+            yield replace(case, variant=0)
         settings = ("recompute", "align", "weights", "alpha", "kind", "interleave", "clamp", "offset", "early", "on_input", "probs", "bias1", "bias2")
         yield from plainer(case, (*settings, "index_dtype"))
         yield from fewer_rows(case)
@@ -275,6 +296,28 @@ class SequentialMlp(GroupedMlp):
     """`sequential_mlp`, the same function."""
 
     function = "sequential_mlp"
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Rows of zeros behind each expert's."""
+
+    counts_L: Tensor  # with them
+    kept: Tensor  # bool: rows that are none of them
+
+    @classmethod
+    def of(cls, counts_L: Tensor, align: int) -> "Padding":
+        padded = -(-counts_L // align) * align
+        kept = [torch.arange(whole) < count for whole, count in zip(padded.tolist(), counts_L.tolist(), strict=True)]
+        return cls(padded, torch.cat(kept))
+
+    def pad(self, x_P: Tensor) -> Tensor:
+        whole = x_P.new_zeros((len(self.kept), *x_P.shape[1:]))
+        whole[self.kept] = x_P
+        return whole
+
+    def trim(self, x: Running) -> Running:
+        return Running(x.value[self.kept], x.error[self.kept], x.dtype)
 
 
 def _flat(x: Running | None) -> Running:

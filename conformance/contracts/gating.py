@@ -8,6 +8,7 @@ import torch
 
 from conformance.case import Case
 from conformance.contracts.base import Contract, Problem
+from conformance.contracts.shared_out import check_counts
 from conformance.judge import Expectation
 from conformance.judge.bound import ROUNDOFF, Bounded, sum_bound
 from conformance.judge.exact import Exact
@@ -28,6 +29,7 @@ class GateCase(Case):
     bias: bool = False
     eps: int = 1  # of the jitter, in sixteenths
     scale: int = 8  # of the loss, in eighths
+    counts: tuple[int, ...] = ()  # tokens of each of several ranks, with the same weights; empty: one process
     layout: str = "contiguous"
     layout_of: str = ""
     grads: str = ""
@@ -38,6 +40,7 @@ class GateCase(Case):
         if min(self.tokens, self.hidden) < 0 or self.experts < 1 or not 0 <= self.eps < 16:
             sizes = f"{self.tokens}, {self.hidden}, {self.experts}, {self.eps}"
             raise ValueError(f"tokens, hidden ≥ 0, experts ≥ 1 and eps from 0 to 15 are needed; they are {sizes}")
+        check_counts(self.counts, self.tokens)
 
 
 GateCase.serves("gate", "jitter", "attach_loss")

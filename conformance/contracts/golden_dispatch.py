@@ -16,9 +16,11 @@ from torch import Tensor
 
 from conformance.contracts.base import Opaque, Problem
 from conformance.contracts.collective import Worldwide
+from conformance.contracts.dispatch_quantized import with_recipe
 from conformance.contracts.dispatch_slabs import in_its_own_order
 from conformance.contracts.golden import _exactly, _flag, _floats, _ints
 from conformance.judge import Exact, Expectation, Given
+from moe_ref.config import Recipe
 
 Golden = dict[str, Worldwide]
 Both = tuple[dict[str, Any], dict[str, Any]]
@@ -65,6 +67,25 @@ def _dispatched(rows: tuple[Tensor, Tensor], counts: tuple[Exact, Exact], probs:
     ]
 
 
+def _codes(*rows: list[int]) -> Exact:
+    return Exact(torch.tensor(rows, dtype=torch.uint8), "integers")
+
+
+def _as_codes() -> Worldwide:
+    """448 / 2 = 224, so that a = [1, 2] is multiplied by 128; 448 / 4 = 112 and 448 / 6 = 74.67, so that b and c are by 64; zeros are by 1.
+
+    128 has the code 0x70, 192 0x74, 256 0x78, 320 0x7A and 384 0x7C. Sums are of the rows' numbers: a stands in the first of both ranks.
+    """
+    codes = {"a": [0x70, 0x78], "b": [0x74, 0x78], "c": [0x7A, 0x7C], "-": [0, 0]}
+    values, scales = {"a": A, "b": B, "c": C, "-": [0.0, 0.0]}, {"a": 1 / 128, "b": 1 / 64, "c": 1 / 64, "-": 1.0}
+    right: list[dict[str, Expectation]] = []
+    for rows, probs, sums in (("ac-", [0.5, 0.125, 0], ([2], [2])), ("ab-", [0.25, 1, 0], ([2],))):
+        own: dict[str, Expectation] = {"codes": _codes(*(codes[row] for row in rows)), "scales": Exact(_floats(*([scales[row]] for row in rows)))}
+        own |= {"values": Exact(_floats(*(values[row] for row in rows))), "probs": Exact(_floats(*probs)), "sums": Exact(_floats(*sums))}
+        right.append(own | {"tokens_per_expert": _ints(3), "overflow": _flag(False)})
+    return [with_recipe(call, Recipe("block")) for call in _of_maps("hybridep", align=3)], right
+
+
 ROW_PROBS = (_floats(0.5, 0.125), _floats(0.25, 1))
 BY_EXPERT: Worldwide = (_of_maps("allgather"), _dispatched(ROWS, (_ints(2), _ints(2)), ROW_PROBS))
 SUMS: list[dict[str, Expectation]] = [{"tokens": _exactly(_floats([10.0, 200.0], [2000.0, 2.0]))}, {"tokens": _exactly(_floats([7.0, 8.0]))}]
@@ -107,6 +128,7 @@ HYBRIDEP_DISPATCH: Golden = {
         _of_maps("hybridep", align=4),
         _dispatched((_floats(A, C, [0, 0], [0, 0]), _floats(A, B, [0, 0], [0, 0])), (_ints(4), _ints(4)), (_floats(0.5, 0.125, 0, 0), _floats(0.25, 1, 0, 0))),
     ),
+    "as_codes_padded_to_three": _as_codes(),
     "room_for_one_row": (
         _of_maps("hybridep", num_rows=1),
         _dispatched((_floats(A), _floats(A)), (_ints(1), _ints(1)), (_floats(0.5), _floats(0.25)), (True, True)),

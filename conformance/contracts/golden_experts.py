@@ -154,6 +154,26 @@ GROUPED_LINEAR: Golden = {
         {"out": _exactly([258], dtype=torch.bfloat16)},
     ),
 }
+LATENT_PROJECTION: Golden = {
+    "down_with_a_bias": (  # x Wᵀ = 1 + 4, 3 + 8
+        Problem(
+            "latent_projection",
+            {"x": _ROWS[:2], "weight": _WEIGHT[0]},
+            {"bias": _floats(0.5)},
+            wanted=("x", "weight", "bias"),
+            cotangents={"out": _COTANGENT[:2]},
+        ),
+        {"out": _exactly([5.5], [11.5]), "d_x": _exactly([1, 2], [10, 20]), "d_weight": _exactly([31, 42]), "d_bias": _exactly(11)},
+    ),
+    "no_tokens_at_all": (
+        Problem("latent_projection", {"x": _ROWS[:0], "weight": _WEIGHT[0]}, wanted=("x", "weight"), cotangents={"out": _COTANGENT[:0]}),
+        {"out": _empty(0, 1), "d_x": _empty(0, 2), "d_weight": _exactly([0, 0])},
+    ),
+    "rounded_once": (  # the bias among the terms: 256 + 1 + 1 = 258
+        Problem("latent_projection", {"x": _halves([256, 1]), "weight": _halves([1, 1])}, {"bias": _halves(1)}),
+        {"out": _exactly([258], dtype=torch.bfloat16)},
+    ),
+}
 GROUPED_DGRAD: Golden = {
     "wider_than_tall": (
         Problem("grouped_dgrad", {"d_out": _COTANGENT, "weight": _WEIGHT, "tokens_per_expert": _COUNTS}),

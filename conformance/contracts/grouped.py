@@ -158,12 +158,16 @@ class _Grouped(Contract[GroupedCase]):
     def simpler(self, case: GroupedCase) -> Iterator[GroupedCase]:
         yield from filter(fits, self._simpler(case))
 
-    def _simpler(self, case: GroupedCase) -> Iterator[GroupedCase]:
+    @staticmethod
+    def in_simpler_precision(case: GroupedCase) -> Iterator[GroupedCase]:
         if case.scaling:
             made = case.values in LOW_VALUES
             yield replace(case, scaling="", variant=0, values="dyadic" if made else case.values)
         if case.variant:
             yield replace(case, variant=0)
+
+    def _simpler(self, case: GroupedCase) -> Iterator[GroupedCase]:
+        yield from self.in_simpler_precision(case)
         yield from plainer_grouped(case, ("bias", "into", "accumulator", "index_dtype"))
         yield from fewer_rows(case)
         for name in ("tail", "hidden", "width"):
@@ -208,7 +212,7 @@ class GroupedLinear(_Grouped):
     function = "grouped_linear"
     outputs = ("out",)
     primary = "out"
-    optional = ("bias", *PRECISION)
+    optional: tuple[str, ...] = ("bias", *PRECISION)
 
     def legal(self, case: GroupedCase) -> Problem:
         required = {

@@ -6,7 +6,7 @@ Codes are exact, as `quantize` has them: a product is judged by what the referen
 `quantized_form`): the product may be as far away as that takes it, and its row is not compared with the reference.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,11 +101,11 @@ def recipe_settings(case: Any) -> dict[str, Any]:
     recipe = recipe_of(case)
     if recipe is None:
         return {}
-    random = recipe.stochastic_rounding and (case.function != "grouped_linear" or case.grads)
+    random = recipe.stochastic_rounding and (case.function in ("grouped_dgrad", "grouped_wgrad") or case.grads)
     return {"recipe": recipe} | ({"noise": noise_of(quantized_like(case, "grad_output", case.width))} if random else {})
 
 
-def state_tensors(case: Any) -> dict[str, Tensor]:
+def state_tensors(case: Any, prefix: str = "state") -> dict[str, Tensor]:
     """What delayed scaling remembers of each tensor and expert, by a name that says whose it is; nothing for other scalings."""
     recipe = recipe_of(case)
     if recipe is None or recipe.scaling != "delayed":
@@ -113,18 +113,18 @@ def state_tensors(case: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for role in ROLES:
         largest = scheme(recipe, role).format.max
-        noise = hashed(case.seed, f"{role} seen", case.experts * (recipe.amax_history_len or 1)).reshape(case.experts, -1)
+        noise = hashed(case.seed, f"{role} seen{prefix.removeprefix('state')}", case.experts * (recipe.amax_history_len or 1)).reshape(case.experts, -1)
         seen = torch.from_numpy(1 + (MOST_SEEN - 1) * (noise % 1000 / 1000)).float()
         last = torch.full((case.experts,), largest) if case.values == "midpoints" else seen[:, -1]
-        found |= {f"state.{role}.amax_history": seen, f"state.{role}.scale": torch.full_like(last, largest * 2.0 ** -(recipe.margin or 0)) / last}
+        found |= {f"{prefix}.{role}.amax_history": seen, f"{prefix}.{role}.scale": torch.full_like(last, largest * 2.0 ** -(recipe.margin or 0)) / last}
     return found
 
 
-def state_from(given: dict[str, Any]) -> LinearState | None:
+def state_from(given: Mapping[str, Any], prefix: str = "state") -> LinearState | None:
     """The state that those tensors are of; None where there are none."""
-    if "state.input.scale" not in given:
+    if f"{prefix}.input.scale" not in given:
         return None
-    return LinearState(*(QuantizerState(given[f"state.{role}.amax_history"], given[f"state.{role}.scale"]) for role in ROLES))
+    return LinearState(*(QuantizerState(given[f"{prefix}.{role}.amax_history"], given[f"{prefix}.{role}.scale"]) for role in ROLES))
 
 
 def script_of(

@@ -339,6 +339,15 @@ RULES: dict[str, dict[str, Rule]] = {
     "grouped_mlp": _EXPERTS,
     "sequential_mlp": _EXPERTS,
     "shared_experts": _SHARED,
+    "latent_projection": {
+        "x_flat": _flat("x"),
+        "x_of_integers": _in("x", torch.int32),
+        "weight_flat": _flat("weight"),
+        "weight_wider_than_x": _one_more("weight", 1),
+        "weight_in_another_dtype": _in("weight", torch.float16),
+        "bias_wider_than_weight": _added("bias", torch.zeros(2)),
+        "bias_of_integers": _added("bias", torch.zeros(1, dtype=torch.int64)),
+    },
     "quantize": _QUANTIZE,
     "permute_and_quantize": _PERMUTE_AND_QUANTIZE,
     "update_expert_bias": {

@@ -6,6 +6,7 @@ import torch
 
 from conformance.contracts.base import Problem
 from conformance.contracts.illegal import Rule, _added, _bare, _flat, _index_too_large, _one_more, _setting
+from moe_ref.config import Recipe
 
 
 def _probs_too_long(problem: Problem) -> Problem:
@@ -35,6 +36,9 @@ RULES: dict[str, dict[str, Rule]] = {
         "align_zero": _setting("align", 0),
         "num_rows_negative": _setting("num_rows", -1),
         "num_rows_no_multiple": lambda problem: replace(_bare(problem), settings=problem.settings | {"align": 4, "num_rows": 6}, blame="num_rows"),
+        "recipe_of_whole_tensors": _setting("recipe", Recipe("current")),
+        "recipe_of_other_blocks": _setting("recipe", Recipe("mxfp8")),
+        "recipe_in_words": _setting("recipe", "block"),
     },
     "hybridep_combine": _COMBINE | {"probs_flat": _added("probs", torch.ones(1, 1))},
     "hybridep_cached_dispatch": _OTHER_TOKENS,

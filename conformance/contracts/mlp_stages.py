@@ -4,11 +4,13 @@
     d_a = d_out W2    d_h = act'(h)(d_a·p)    d_x' = d_h W1                                    rounded likewise: d_a, d_h, d_x', d_rows
     dW1 = Σ d_hᵀx'    dW2 = Σ d_outᵀa    db1 = Σ d_h    db2 = Σ p·d_out    dp = Σ d_a·act(h) + Σ d_out·b2, or Σ d_x'·x
 
-The truth rounds nowhere. A stage that is kept in a wider dtype than its own is nearer to it, so it is right as well.
+The truth rounds nowhere. A stage that is kept in a wider dtype than its own is nearer to it, so it is right as well. With a recipe each
+product is of what its factors are quantised to: see `mlp_layers`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 from conformance.contracts.activation import gate_of, joined, split
 from conformance.contracts.curves import CURVES, concluded
 from conformance.contracts.grouped_product import experts_of_rows, own_rows
+from conformance.contracts.mlp_layers import LowLayer
 from conformance.judge import Bounded
 from conformance.judge.rowwise import Accumulator, contracted, stored
 from conformance.judge.running import Running
@@ -102,6 +105,7 @@ class Call:
     sums: torch.dtype  # that products are added in
     wide: torch.dtype  # that products with probs are computed in, and activations that are one
     widest: torch.dtype  # that the second bias is added in
+    low: tuple[LowLayer, LowLayer] | None = None  # with a recipe: both layers
 
     @property
     def accumulator(self) -> Accumulator:
@@ -114,6 +118,20 @@ class Call:
     def kept(self, x: Running, dtype: torch.dtype) -> Running:
         """x rounded to the rows' dtype, on its way into a stage that is computed in `dtype`."""
         return replace(stored(x, self.rows_PH.dtype), dtype=dtype)
+
+    def fprop(self, layer: int, x: Running) -> Product:
+        """The product of a layer, the first with its bias."""
+        weight, bias = ((self.fc1_weight, self.fc1_bias), (self.fc2_weight, None))[layer]
+        return self.by_expert(x, weight, bias) if self.low is None else Product(*self.low[layer].fprop(x, weight, bias))
+
+    def dgrad(self, layer: int, g: Running) -> Product:
+        """The gradient of its rows."""
+        weight = (self.fc1_weight, self.fc2_weight)[layer]
+        return self.by_expert(g, weight.mT) if self.low is None else Product(*self.low[layer].dgrad(g, weight))
+
+    def wgrad(self, layer: int, g: Running, x: Running) -> Product:
+        """The gradient of its weights."""
+        return self.outer(g, x) if self.low is None else Product(*self.low[layer].wgrad(g, x))
 
     def by_expert(self, x: Running, weights: Tensor, bias_LM: Tensor | None = None) -> Product:
         """x W_eᵀ + b_e: the bias is one more input, whose rows hold 1, so that it may be added first or last."""
@@ -164,12 +182,12 @@ def forward(call: Call) -> Forward:
     elif call.probs is not None:
         p, p_bias = (Running.of(call.probs[:, None], dtype) for dtype in (call.wide, call.widest))
     computed = call.sums if p is None else call.wide  # the dtype of probs that are not there says nothing
-    h = call.kept(call.by_expert(x, call.fc1_weight, call.fc1_bias).running, computed)
+    h = call.kept(call.fprop(0, x).running, computed)
     act = activated(h, call.settings)
     if early and p is not None:
         act = replace(act, value=call.kept(act.value, computed))
     a = call.kept(act.value if p is None else act.value * p, call.sums)
-    y = call.by_expert(a, call.fc2_weight)
+    y = call.fprop(1, a)
     out = y.running
     if call.fc2_bias is not None:
         bias = Running.of(call.of_rows(call.fc2_bias), call.widest)
@@ -179,12 +197,12 @@ def forward(call: Call) -> Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """The gradients; of rows and weights as products too."""
+    """The gradients; of rows and weights as products too. Those of weights, which a recipe may refuse, are taken when they are asked for."""
 
     rows: Running
     row_product: Product
-    fc1_weight: Product
-    fc2_weight: Product
+    fc1_weight: Callable[[], Product]
+    fc2_weight: Callable[[], Product]
     fc1_bias: Running
     fc2_bias: Running
     probs: Running | None
@@ -193,14 +211,13 @@ class Backward:
 def backward(ahead: Forward, g: Running) -> Backward:
     """The stages back from a cotangent of the output."""
     call, p = ahead.call, ahead.p
-    turned1, turned2 = call.fc1_weight.mT, call.fc2_weight.mT
     g = replace(g, dtype=call.sums)
-    d_a = call.kept(call.by_expert(g, turned2).running, ahead.act.value.dtype)
+    d_a = call.kept(call.dgrad(1, g).running, ahead.act.value.dtype)
     pulled = d_a if p is None else d_a * p
     if call.settings.get("round_before_probs") and p is not None:
         pulled = call.kept(pulled, d_a.dtype)
     d_h = call.kept(ahead.act.pulled(pulled), call.sums)
-    row_product = call.by_expert(d_h, turned1)
+    row_product = call.dgrad(0, d_h)
     d_rows, d_probs = row_product.running, None
     if p is not None:
         d_probs = (d_a * ahead.act.value).sum(1)
@@ -214,8 +231,8 @@ def backward(ahead: Forward, g: Running) -> Backward:
     return Backward(
         d_rows,
         row_product,
-        call.outer(d_h, ahead.x),
-        call.outer(g, ahead.a),
+        partial(call.wgrad, 0, d_h, ahead.x),
+        partial(call.wgrad, 1, g, ahead.a),
         call.summed(d_h, None),
         call.summed(replace(g, dtype=call.widest), ahead.p_bias),
         d_probs,

@@ -10,18 +10,14 @@ from torch import Tensor
 
 import moe_ref
 from conformance.case import Case
-from conformance.contracts.balancing import aux_gradient, aux_scores, z_terms
 from conformance.contracts.base import Contract, Problem, accumulator_of, leaf
-from conformance.contracts.topk import gradient, keys_of, weights
+from conformance.contracts.route_step import Played, Step
+from conformance.contracts.shared_out import check_counts
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Expectation
-from conformance.judge.bound import ROUNDOFF, Bounded
 from conformance.judge.exact import Exact
-from conformance.judge.running import Running
 from conformance.values import DTYPES, hashed, payload
-from moe_ref.capacity import expert_capacity
 from moe_ref.config import MoEConfig, RouterState
-from moe_ref.selection import topk_routing
 
 STEPS = ("train", "eval", "nograd", "record", "forward", "backward", "finish", "frozen", "reload")
 PLAIN = ("law", "grads", "ranks", "per_token", "scale", "padding", "pad", "policy", "capacity", "bias", "scaling", "dtype", "seed", "poison", "rate", "coeff")
@@ -58,7 +54,8 @@ class RouteCase(Case):
     padding: int = 0  # of 8 tokens
     per_token: bool = False  # calculate_per_token_loss
     scale: int = 8  # loss scale in eighths
-    ranks: int = 1  # that share a sequence, all with the same tokens: a sum over them is so many times this rank's
+    ranks: int = 1  # that share a sequence; without counts all with the same tokens: a sum over them is so many times this rank's
+    counts: tuple[int, ...] = ()  # tokens of each of several real ranks; empty: one process
     grads: str = ""
 
     def __post_init__(self) -> None:
@@ -67,6 +64,11 @@ class RouteCase(Case):
             raise ValueError(f"steps is {self.steps!r}; it must be some of {', '.join(STEPS)}, joined by +, and begin with a forward")
         if self.tokens % self.sequences:
             raise ValueError(f"tokens {self.tokens} is no multiple of sequences {self.sequences}")
+        check_counts(self.counts, self.tokens)
+        if self.counts and (len(self.counts) % self.ranks or any(count % self.sequences for count in self.counts)):
+            raise ValueError(
+                f"counts is {self.counts}; it must have multiples of sequences, {self.sequences}, and so many that ranks, {self.ranks}, divide them"
+            )
 
 
 RouteCase.serves("route")
@@ -121,7 +123,8 @@ class Route(Contract[RouteCase]):
         required = {f"logits.{i}": logits_of_step(case, i) for i, step in enumerate(steps) if step in FORWARDS}
         settings: dict[str, Any] = {"training": True, "loss_scale": case.scale / 8}
         settings |= {"batch_size": case.sequences} if case.sequences > 1 else {}
-        settings |= {"padding_mask": torch.from_numpy(hashed(case.seed, "padding", case.tokens) % 8 < case.padding)} if case.padding else {}
+        uneven = len(set(case.counts)) > 1  # then a mask, if only of nothing, says which tokens count: without one all ranks have equally many
+        settings |= {"padding_mask": torch.from_numpy(hashed(case.seed, "padding", case.tokens) % 8 < case.padding)} if case.padding or uneven else {}
         settings |= {"replay": "record"} if any(step in ("record", "forward", "backward") for step in steps) else {}
         settings |= dict.fromkeys(("sum_tp_cp", "sum_tp_dp_cp"), lambda x: x * case.ranks) if case.ranks > 1 else {}
         recorded = [i for i, step in enumerate(steps) if step in FORWARDS and step != "nograd"]
@@ -167,6 +170,12 @@ class Route(Contract[RouteCase]):
         return script
 
     def expected(self, case: RouteCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+        played = self.played(case, problem)
+        own = self.forwards(case, problem, played, declared)
+        return self.judged(played, own, [own] * case.ranks, [own] * case.ranks)
+
+    def played(self, case: RouteCase, problem: Problem) -> Played:
+        """What the reference makes of it, in float64."""
         config, steps = config_of(case), case.steps.split("+")
         before: dict[int, RouterState] = {}
         leaves = {name: leaf(x) for name, x in problem.required.items()}
@@ -177,23 +186,40 @@ class Route(Contract[RouteCase]):
         cotangents = [problem.cotangents[name].double() for name in asked]
         gradients = torch.autograd.grad([out[name] for name in asked], inputs, cotangents, allow_unused=True) if asked else (None,) * len(inputs)
         values = {f"d_{name}": torch.zeros_like(x) if g is None else g for name, x, g in zip(problem.wanted, inputs, gradients, strict=True)}
-        right: dict[str, Expectation] = {}
-        recorded, queue = torch.zeros(0), []
-        for i, step in enumerate(steps):
+        return Played(out, values, before)
+
+    @staticmethod
+    def forwards(case: RouteCase, problem: Problem, played: Played, declared: Mapping[str, Any]) -> list[Step]:
+        """The steps that take logits."""
+        config = config_of(case)
+        recorded, queue, found = torch.zeros(0), [], []
+        for i, step in enumerate(case.steps.split("+")):
             if step not in FORWARDS:
                 continue
             if step == "forward":
                 queue.append(recorded)
             replayed = recorded if step == "forward" else queue.pop(0) if step == "backward" else None
-            one = _Step(case, config, problem, i, step, before[i], out, replayed, accumulator_of(declared, DTYPES[case.dtype]))
-            if one.ambiguous:
-                return {}
+            one = Step(case, config, problem, i, step, played.before[i], played.outputs, replayed, accumulator_of(declared, DTYPES[case.dtype]))
             recorded = one.chosen if step == "record" else recorded
-            right |= one.expectations(values.get(f"d_logits.{i}"))
+            found.append(one)
+        return found
+
+    @staticmethod
+    def judged(played: Played, own: list[Step], sequence: list[list[Step]], every: list[list[Step]]) -> dict[str, Expectation]:
+        """What is right on a rank; nothing, where rounding could change a choice on any.
+
+        Args:
+            sequence, every: the steps of the ranks that share a sequence with it, and of all that share the batch.
+        """
+        if any(one.ambiguous for forwards in every for one in forwards):
+            return {}
+        right: dict[str, Expectation] = {}
+        for i, one in enumerate(own):
+            one.sequence, one.every = ([forwards[i] for forwards in ranks] for ranks in (sequence, every))
+            right |= one.expectations(played.gradients.get(f"d_logits.{one.index}"))
         for name in STATE:
-            value = out[f"state.{name}"]
-            close = Bounded(value.double(), value.double().abs() * 2.0**-22, torch.float32, torch.float32)
-            right[f"state.{name}"] = close if value.is_floating_point() else Exact(value, "integers")
+            value = played.outputs[f"state.{name}"]
+            right[f"state.{name}"] = Exact(value, "values" if value.is_floating_point() else "integers")  # steps of n/1024 add up without rounding
         return right
 
     def neighbour(self, case: RouteCase) -> RouteCase:
@@ -235,126 +261,3 @@ def _replays_fit(steps: list[str]) -> bool:
         if queued < 0 or (step == "forward" and not recorded):
             return False
     return True
-
-
-class _Step:
-    """What is right of one forward, and how far off an honest result may be."""
-
-    def __init__(
-        self,
-        case: RouteCase,
-        config: MoEConfig,
-        problem: Problem,
-        index: int,
-        step: str,
-        state: RouterState,
-        out: dict[str, Any],
-        replayed: Tensor | None,
-        dtype: torch.dtype,
-    ) -> None:
-        self.case, self.config, self.index, self.step, self.state, self.out, self.dtype = case, config, index, step, state, out, dtype
-        self.logits = problem.required[f"logits.{index}"]
-        self.cotangent = problem.cotangents.get(f"{index}.probs")
-        self.x = Running.of(self.logits, dtype)
-        mask = problem.settings.get("padding_mask")
-        self.valid = torch.ones(len(self.logits), dtype=torch.bool) if mask is None else ~mask
-        self.learns = step not in ("eval", "nograd")
-        settings = {name: value for name, value in config.router_settings.items() if value is not None}
-        if config.moe_router_enable_expert_bias:
-            settings["expert_bias"] = state.expert_bias
-        self.settings = settings
-        self.kept = out[f"{index}.routing_map"]
-        self.chosen = topk_routing(self.logits.double(), **settings).routing_map if replayed is None else replayed
-        self.p = weights(self.logits, self.chosen, settings, dtype)[1]
-        self.ambiguous = (replayed is None and self._close_keys()) or self._close_drops()
-
-    def _close_keys(self) -> bool:
-        """Whether rounding could change the choice."""
-        keys = keys_of(self.logits, self.settings, self.dtype)
-        slack = 4 * float(keys.error.max()) if keys.error.numel() else 0.0
-        value, topk = keys.value, self.config.moe_router_topk
-        groups, kept = self.config.moe_router_num_groups, self.config.moe_router_group_topk
-        if groups and kept:
-            by_group = value.reshape(len(value), groups, -1)
-            score = by_group.sort(dim=2, descending=True).values[..., : topk // kept].sum(2)
-            if _close(score, kept, topk * slack):
-                return True
-            best = torch.zeros_like(score, dtype=torch.bool).scatter(1, score.topk(kept).indices, True)
-            value = torch.where(best[..., None].expand_as(by_group).reshape(value.shape), value, -torch.inf)
-        return _close(value, topk, slack)
-
-    def _close_drops(self) -> bool:
-        if self.config.moe_expert_capacity_factor is None or self.config.moe_token_drop_policy != "probs":
-            return False
-        how: dict[str, Any] = {"num_experts": self.case.experts, "topk": self.case.topk, "capacity_factor": self.config.moe_expert_capacity_factor}
-        capacity = expert_capacity(len(self.logits), **how)
-        slack = 4 * (float(self.p.error.max()) + float(self.p.value.max()) * float(torch.finfo(self.logits.dtype).eps)) if self.p.value.numel() else 0.0
-        return _close(torch.where(self.chosen, self.p.value, -torch.inf).T, capacity, slack)
-
-    def expectations(self, gradient_value: Tensor | None) -> dict[str, Expectation]:
-        i = self.index
-        right: dict[str, Expectation] = {f"{i}.routing_map": Exact(self.kept, "integers")}
-        if self.config.moe_pad_expert_input_to_capacity:
-            del right[f"{i}.routing_map"]  # any unrouted tokens may fill up
-        stays = self.kept & self.chosen
-        right[f"{i}.losses"] = Exact(self.out[f"{i}.losses"], "integers")  # which there are
-        right[f"{i}.probs"] = self.p.masked(stays).bounded(self.logits.dtype, self.out[f"{i}.probs"].detach())
-        slope = Running(torch.zeros_like(self.x.value), torch.zeros_like(self.x.value), self.dtype)
-        if self.cotangent is not None:
-            slope = gradient(self.logits, self.chosen, torch.where(stays, self.cotangent, 0), self.settings, self.dtype)
-        apart = torch.zeros_like(slope.value)  # what autograd adds up is rounded to the logits' dtype before and after
-        if self.learns:
-            for name, (loss, by_logits) in self._losses().items():
-                right[f"{i}.{name}"] = Running(loss.value.reshape(()), loss.error.reshape(()), self.dtype).bounded(torch.float32, self.out[f"{i}.{name}"])
-                slope = slope + by_logits
-                apart = apart + by_logits.value.abs() + slope.value.abs()
-        if gradient_value is not None:
-            bound = slope.bounded(self.logits.dtype, gradient_value)
-            right[f"d_logits.{i}"] = replace(bound, bound=bound.bound + 2 * ROUNDOFF[self.logits.dtype] * apart)
-        return right
-
-    def _losses(self) -> dict[str, tuple[Running, Running]]:
-        """Each loss, and its share of dlogits."""
-        config, case = self.config, self.case
-        factor = case.scale / 8 * (int(self.valid.sum()) * case.ranks if config.calculate_per_token_loss else 1)
-        found: dict[str, tuple[Running, Running]] = {}
-        if config.moe_z_loss_coeff:
-            loss, slope = z_terms(self.x, self.valid, config.moe_z_loss_coeff / case.ranks)
-            found["z_loss"] = loss, slope * float(factor)
-        if not config.load_balancing:
-            return found
-        function = config.moe_router_score_function
-        _, scores = aux_scores(self.x, function)
-        aux_map = moe_ref.aux_loss_scores(self.logits.double(), topk=case.topk, score_function=function, padding_mask=~self.valid).routing_map.double()
-        for name, coeff in config.load_balancing.items():
-            # over so many ranks: counts are as many times higher, and so are tokens
-            weight = self._column_weights(name, aux_map) * (coeff * case.experts / case.topk / case.ranks)
-            exact = Running(weight, weight.abs() * 2.0**-22, self.dtype)  # counts are exact; four factors are not
-            shared = (scores * exact).masked(self.valid[:, None])
-            loss = shared.sum(1).sum(0)
-            found[name] = loss, aux_gradient(self.x, exact * float(factor), function).masked(self.valid[:, None])
-        return found
-
-    def _column_weights(self, name: str, aux_map: Tensor) -> Tensor:
-        """[T,E] count of each score's column over the tokens squared; see `moe_ref.router.route`."""
-        case, tokens, valid = self.case, len(self.logits), float(self.valid.sum())
-        if name == "seq_aux_loss":
-            by_sequence = aux_map.reshape(tokens // case.sequences, case.sequences, case.experts)
-            count = by_sequence.sum(0).expand(by_sequence.shape).reshape(aux_map.shape)
-            length = (valid if case.padding else tokens) / case.sequences
-            return count / max(length, 1e-300) ** 2 / case.sequences if length else count * 0
-        count = aux_map.sum(0).expand(aux_map.shape)
-        if name == "global_aux_loss":
-            held = self.state.global_tokens_per_expert.double() / case.ranks + aux_map.sum(0)
-            count = (held / float(self.state.global_steps + 1)).expand(aux_map.shape)
-        length = valid if case.padding else tokens
-        return count / length**2 if length else count * 0
-
-
-def _close(values: Tensor, count: int, slack: float) -> bool:
-    """Whether the last that is in and the first that is out are nearer than `slack`, in some row."""
-    if not 0 < count < values.shape[1]:
-        return False
-    order = values.sort(dim=1, descending=True).values
-    gap = order[:, count - 1] - order[:, count]
-    return bool((gap[gap.isfinite()] <= slack).any())

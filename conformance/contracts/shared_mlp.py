@@ -2,7 +2,7 @@
 
     z = xgᵀ      s = σ(z)      out = y·s          d_y = d_out·s      d_s = Σ d_out·y      d_z = d_s σ(1 - σ)      d_x = … + d_z g
 
-each rounded to the dtype of x, and σ on the way back not. In high precision only.
+each rounded to the dtype of x, and σ on the way back not. The gate is in high precision, whatever the recipe.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,11 @@ from conformance.contracts.base import Contract, Problem
 from conformance.contracts.curves import sigmoid
 from conformance.contracts.experts_mlp import VALUES, Judged, fc1_columns, in_reference, narrower, plainer, rows_of, weight_of
 from conformance.contracts.grouped import LAYOUTS
+from conformance.contracts.grouped_recipes import unit_of
+from conformance.contracts.mlp_recipes import beside_recipe, called, check_low, fits_low, layers_of
 from conformance.contracts.mlp_stages import Call, Product, backward, forward
+from conformance.contracts.quantization import RECIPES, VARIANTS
+from conformance.contracts.shared_out import check_counts
 from conformance.judge import Bounded, Expectation
 from conformance.judge.rowwise import contracted
 from conformance.judge.running import Running
@@ -46,18 +50,25 @@ class SharedCase(Case):
     alpha: int = 0  # in thousandths
     interleave: int = 0
     again: bool = False  # recompute
+    scaling: str = ""  # of the recipe; empty: high precision
+    variant: int = 0  # of the scaling, in RECIPES
+    counts: tuple[int, ...] = ()  # tokens of each of several ranks, with the same weights; empty: one process
     layout: str = "contiguous"
     layout_of: str = ""
     grads: str = ""
 
     early: ClassVar[bool] = False  # there are no probs to round before
+    tail: ClassVar[int] = 0  # nor rows that are not read, nor padding
+    align: ClassVar[int] = 0
 
-    words: ClassVar[dict[str, tuple[str, ...]]] = {"values": VALUES, "kind": GATED + PLAIN, "layout": LAYOUTS}
+    words: ClassVar[dict[str, tuple[str, ...]]] = {"values": VALUES, "kind": GATED + PLAIN, "layout": LAYOUTS, "scaling": tuple(RECIPES)}
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.hidden, self.width, self.clamp, self.alpha, self.interleave) < 0 or self.experts < 1:
             sizes = f"{self.tokens}, {self.hidden}, {self.width}, {self.clamp}, {self.alpha}, {self.interleave}, {self.experts}"
             raise ValueError(f"tokens, hidden, width, clamp, alpha, interleave ≥ 0 and experts ≥ 1 are needed; they are {sizes}")
+        check_counts(self.counts, self.tokens)
+        check_low(self)
 
 
 SharedCase.serves("shared_experts")
@@ -69,28 +80,32 @@ class SharedExperts(Contract[SharedCase]):
     function = "shared_experts"
     outputs = ("out",)
     primary = "out"
-    optional = ("gate_weight", "kind", "offset", "clamp", "alpha", "interleave", "recompute")
+    optional = ("gate_weight", "kind", "offset", "clamp", "alpha", "interleave", "recompute", "recipe", "state", "noise")
 
     def legal(self, case: SharedCase) -> Problem:
         one = replace(case, experts=1)
+        rows, hidden, width = (size * unit_of(case) for size in (case.tokens, case.hidden, case.width))
         required = {
             "x": rows_of(case, "x"),
-            "fc1_weight": weight_of(one, "fc1_weight", fc1_columns(case), case.hidden)[0],
-            "fc2_weight": weight_of(one, "fc2_weight", case.hidden, case.width)[0],
+            "fc1_weight": weight_of(one, "fc1_weight", fc1_columns(case), hidden)[0],
+            "fc2_weight": weight_of(one, "fc2_weight", hidden, width)[0],
         }
-        settings = {"gate_weight": weight_of(one, "gate_weight", 1, case.hidden)[0]} if case.gate else {}
+        settings = {"gate_weight": weight_of(one, "gate_weight", 1, hidden)[0]} if case.gate else {}
         settings |= activation_settings(case) | ({"recompute": True} if case.again else {})
         wanted = tuple(name for name in case.grads.split("+") if name)
-        cotangents = {"out": payload(case.seed, "d_out", (case.tokens, case.hidden), case.dtype)} if wanted else {}
-        return Problem(self.function, required, settings, {case.layout_of: case.layout}, wanted, cotangents)
+        cotangents = {"out": payload(case.seed, "d_out", (rows, hidden), case.dtype)} if wanted else {}
+        tensors, beside = beside_recipe(one, (rows,), (fc1_columns(case), hidden))
+        how: dict[str, Any] = {"layouts": {case.layout_of: case.layout}, "wanted": wanted, "cotangents": cotangents}
+        return called(self.function, self.outputs, required, settings | beside, tensors, **how)
 
     def expected(self, case: SharedCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
-        x, fc1_weight, fc2_weight = problem.required.values()
+        x, fc1_weight, fc2_weight, *_ = problem.required.values()
         gate, dtype = problem.settings.get("gate_weight"), computed_in(declared, x)
         lost = ~x.isfinite().all(1)
         clean, count = torch.where(lost[:, None], 0, x), torch.tensor([len(x)])
-        call = Call(clean, count, fc1_weight[None], fc2_weight[None], None, None, None, problem.settings, dtype, dtype, dtype)
-        judged = Judged(call, len(x), lost, in_reference(shared_experts, problem), len(x) + sum(fc1_weight.shape))
+        low = layers_of(problem, declared, x, count)
+        call = Call(clean, count, fc1_weight[None], fc2_weight[None], None, None, None, problem.settings, dtype, dtype, dtype, low)
+        judged = Judged(call, len(x), count, lost, in_reference(shared_experts, problem), len(x) + sum(fc1_weight.shape))
         ahead = forward(call)
         if gate is None:
             right = {"out": judged.by_row("out", ahead.out, x.dtype, ahead.y)}
@@ -111,8 +126,8 @@ class SharedExperts(Contract[SharedCase]):
             d_gate = contracted(_turned(d_z), _turned(ahead.x), call.accumulator)
         gradients: dict[str, Callable[[], Expectation]] = {
             "x": lambda: judged.by_row("d_x", d_x, x.dtype, back.row_product),
-            "fc1_weight": lambda: _of_one(judged.by_expert("d_fc1_weight", back.fc1_weight.running, x.dtype)),
-            "fc2_weight": lambda: _of_one(judged.by_expert("d_fc2_weight", back.fc2_weight.running, x.dtype)),
+            "fc1_weight": lambda: _of_one(judged.by_expert("d_fc1_weight", back.fc1_weight().running, x.dtype)),
+            "fc2_weight": lambda: _of_one(judged.by_expert("d_fc2_weight", back.fc2_weight().running, x.dtype)),
             "gate_weight": lambda: judged.by_expert("d_gate_weight", d_gate, x.dtype),
         }
         return right | {f"d_{name}": gradients[name]() for name in problem.wanted}
@@ -126,9 +141,19 @@ class SharedExperts(Contract[SharedCase]):
     def neighbour(self, case: SharedCase) -> SharedCase:
         plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": "", "interleave": 0, "alpha": 0}
         clamp = case.clamp + 4 if case.clamp else 0
-        return replace(case, **plain, clamp=clamp, seed=case.seed + 1, tokens=case.tokens + 1, hidden=case.hidden + 3, width=case.width + 1)
+        grown: dict[str, Any] = {"hidden": case.hidden + 3, "width": case.width + 1} if unit_of(case) == 1 else {"hidden": case.hidden + 1}
+        other = replace(case, **plain, **grown, clamp=clamp, seed=case.seed + 1, tokens=case.tokens + 1)
+        later = replace(other, variant=(case.variant + 1) % VARIANTS) if case.scaling else other
+        return later if fits_low(later) else other
 
     def simpler(self, case: SharedCase) -> Iterator[SharedCase]:
+        yield from filter(fits_low, self._simpler(case))
+
+    def _simpler(self, case: SharedCase) -> Iterator[SharedCase]:
+        if case.scaling:
+            yield replace(case, scaling="", variant=0)
+        if case.variant:
+            yield replace(case, variant=0)
         yield from plainer(case, ("again", "gate", "alpha", "kind", "interleave", "clamp", "offset"))
         yield from (replace(case, tokens=size) for size in shorter(case.tokens))
         yield from narrower(case, ("hidden", "width"))

@@ -43,29 +43,36 @@ BIAS_ROWS, BIAS_ELEMENTS = 16, 1024  # smaller groups have no mean to speak of
 class Accumulator:
     """How a contraction is declared to add up.
 
-    One instruction adds `depth` products to a sum of unit roundoff `unit`; after `block` products (None: never) the sum is scaled and
-    added to one in fp32, which is empty at first.
+    Every product that is added is rounded by at most `unit` times the largest magnitude so far; after `block` products (None: never) the
+    sum is scaled and added to one in fp32, which is empty at first.
     """
 
     unit: float = ROUNDOFF[torch.float32]
-    depth: int = 1
     block: int | None = None
+    spread: float = 1.0  # typical error, in units: 1/√3 if it is uniform; left at 1 where n does not count every rounding
 
     def worst(self, terms: int) -> float:
-        """γ: what the roundings of `terms` products can add up to, relative to Σ|terms|. Inside an instruction every product may be rounded."""
-        within = min(terms, self.block or terms)
-        promoted = -(-terms // within) + 2 if self.block and terms else 0  # each partial sum is added once, and scaled twice
+        """γ: what the roundings of `terms` products can add up to, relative to Σ|terms|."""
+        within, promoted = self._steps(terms)
         return math.expm1(within * math.log1p(self.unit) + promoted * math.log1p(ROUNDOFF[torch.float32]))
 
     def typical(self, terms: int) -> float:
-        """α: √n·u, the size of n independent roundings, relative to a sum that does not cancel. A sequential sum reaches a third of it."""
+        """α: √n·u·spread, the size of n independent errors, relative to a sum that does not cancel.
+
+        A sequential sum in float32 reaches a third of it; a matrix unit all, where one product outweighs the others and they are cut off at
+        its last place.
+        """
+        within, promoted = self._steps(terms)
+        return math.hypot(math.sqrt(within) * self.unit * self.spread, math.sqrt(promoted) * ROUNDOFF[torch.float32])
+
+    def _steps(self, terms: int) -> tuple[int, int]:
+        """Products in one block, and roundings of the sum of blocks: each partial sum is added once, and scaled twice."""
         within = min(terms, self.block or terms)
-        promoted = -(-terms // within) + 2 if self.block and terms else 0
-        return math.hypot(math.sqrt(-(-within // self.depth)) * self.unit, math.sqrt(promoted) * ROUNDOFF[torch.float32])
+        return within, -(-terms // within) + 2 if self.block and terms else 0
 
 
 FLOAT32 = Accumulator()
-HOPPER_FP8 = Accumulator(unit=2.0**-13, depth=32, block=128)  # 14 bits, truncated; promoted each 128: DeepSeek-V3 report, 3.3.2
+HOPPER_FP8 = Accumulator(unit=2.0**-13, block=128, spread=3**-0.5)  # 14 bits, truncated; promoted each 128: DeepSeek-V3 report, 3.3.2
 
 
 def contraction_bound(value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype, accumulator: Accumulator = FLOAT32) -> Bounded:

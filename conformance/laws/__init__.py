@@ -4,8 +4,10 @@ A law has a name, says to which cases it applies, and returns a `Finding` or Non
 judged, and costs one more run of the implementation at most.
 """
 
-from conformance.contracts.dispatching import FUNCTIONS, MAPPED
-from conformance.laws import dispatch, experts, general, mlp, moves, permuted_quantization, quantization, quantized_activations, routing, sums
+from dataclasses import replace
+
+from conformance.contracts.dispatching import CACHED, FUNCTIONS, MAPPED
+from conformance.laws import dispatch, experts, general, mlp, moves, permuted_quantization, quantization, quantized_activations, ranks, routing, sums, worlds
 from conformance.laws.base import Law, Trial
 
 __all__ = ["LAWS", "Law", "Trial"]
@@ -31,12 +33,26 @@ _ACTIVATED_AND_QUANTIZED = (
     *(general.HISTORY, general.DETERMINISM, quantized_activations.BUFFER_REUSE, general.LATE_PRODUCER),
     *(general.HOST_SYNC, quantized_activations.GRAPH_CAPTURE),
 )
-_MLP = (*_EVERYWHERE, *_STATIC, mlp.RECOMPUTE, mlp.COTANGENT_SCALING)
+_MLP = (*_PRODUCT, mlp.RECOMPUTE, mlp.COTANGENT_SCALING)
 _EXPERTS = (*_MLP, *_SEGMENTS, experts.GROUP_SPLIT, mlp.ZERO_PROBS, mlp.SCALING, mlp.ALIGNMENT)
 _RANKS = (
     *(general.HISTORY, dispatch.DETERMINISM, dispatch.BUFFER_REUSE, dispatch.LATE_PRODUCER, dispatch.HOST_SYNC, dispatch.GRAPH_CAPTURE),
     *(dispatch.IN_FLIGHT, dispatch.DENSE),
 )
+_WORLDS = (*_RANKS, worlds.CONCATENATION, worlds.REFINEMENT)
+
+
+def _of_one_process(*laws: Law) -> tuple[Law, ...]:
+    """Those of them that do not know of ranks."""
+    return tuple(replace(law, applies=lambda case, law=law: not case.counts and law.applies(case)) for law in laws)  # type: ignore[misc]
+
+
+def _of_rows(*laws: Law) -> tuple[Law, ...]:
+    """Those of them that look at rows, which codes and scales hide."""
+    return tuple(replace(law, applies=lambda case, law=law: not case.fp8 and law.applies(case)) for law in laws)  # type: ignore[misc]
+
+
+_SHARED_OUT = (general.HISTORY, general.DETERMINISM, ranks.ONE_PROCESS)  # of cases whose tokens several ranks have, too
 
 LAWS: dict[str, dict[str, Law]] = {
     function: {law.name: law for law in laws}
@@ -57,7 +73,7 @@ LAWS: dict[str, dict[str, Law]] = {
         "pad_routing_map": (*_EVERYWHERE, *_STATIC, moves.IDEMPOTENCE, moves.COLUMN_RELABELLING),
         "indices_to_multihot": (*_EVERYWHERE, *_STATIC, moves.ROW_REVERSAL, sums.SCALING),
         "multihot_to_indices": (*_EVERYWHERE, *_STATIC, moves.ROW_REVERSAL, sums.SCALING),
-        "gate": (*_EVERYWHERE, *_STATIC, routing.TOKEN_REVERSAL, routing.BATCH_CONCAT),
+        "gate": (*_SHARED_OUT, *_of_one_process(*_EVERYWHERE[2:], *_STATIC, routing.TOKEN_REVERSAL, routing.BATCH_CONCAT)),
         "jitter": (*_EVERYWHERE, *_STATIC, routing.EVENLY_SPREAD),
         "topk_indices": (*_EVERYWHERE, *_STATIC, *_CHOICES, routing.SHIFT, routing.REPLAY),
         "topk_routing": (*_EVERYWHERE, *_STATIC, *_CHOICES, routing.SHIFT, routing.REPLAY),
@@ -67,7 +83,7 @@ LAWS: dict[str, dict[str, Law]] = {
         "load_balancing_loss": (*_EVERYWHERE, *_STATIC, routing.SHARES, sums.SCALING),
         "z_loss": (*_EVERYWHERE, *_STATIC, routing.TOKEN_REVERSAL, routing.EXPERT_RELABELLING, routing.PADDING_TOKENS),
         "attach_loss": (*_EVERYWHERE, *_STATIC, sums.SCALING),
-        "route": (general.HISTORY, general.DETERMINISM, general.LATE_PRODUCER, *_STATIC),
+        "route": (*_SHARED_OUT, *_of_one_process(general.LATE_PRODUCER, *_STATIC)),
         "update_expert_bias": (*_EVERYWHERE, *_STATIC, routing.EXPERT_RELABELLING),
         "quantize": _QUANTIZED,
         "permute_and_quantize": _PERMUTED_AND_QUANTIZED,
@@ -82,9 +98,15 @@ LAWS: dict[str, dict[str, Law]] = {
         "grouped_wgrad": (*_PRODUCT, *_SEGMENTS, experts.SCALING),
         "grouped_mlp": _EXPERTS,
         "sequential_mlp": (mlp.GROUPED, *_EXPERTS),
-        "shared_experts": (*_MLP, mlp.TOKEN_REVERSAL),
-        **dict.fromkeys(FUNCTIONS, (*_RANKS, dispatch.ADJOINTNESS)),
-        **dict.fromkeys(("deepep_low_latency_dispatch", "deepep_low_latency_combine"), _RANKS),
-        **dict.fromkeys((f"{name}_dispatch" for name in MAPPED), (*_RANKS, dispatch.ADJOINTNESS, dispatch.RELABELLING)),
+        "shared_experts": (*_SHARED_OUT, *_of_one_process(*_MLP[2:], mlp.TOKEN_REVERSAL)),
+        "latent_projection": (*_PRODUCT, mlp.TOKEN_REVERSAL, experts.ROW_INDEPENDENCE, experts.SCALING, experts.COTANGENT_SCALING),
+        **dict.fromkeys(FUNCTIONS, (*_WORLDS, dispatch.ADJOINTNESS)),
+        **dict.fromkeys(CACHED, (*_RANKS, dispatch.ADJOINTNESS)),
+        **dict.fromkeys(("deepep_low_latency_dispatch", "deepep_low_latency_combine"), _WORLDS),
+        **dict.fromkeys((f"{name}_dispatch" for name in MAPPED), (*_WORLDS, dispatch.ADJOINTNESS, dispatch.RELABELLING)),
+        "hybridep_dispatch": (
+            *_RANKS,
+            *_of_rows(worlds.CONCATENATION, worlds.REFINEMENT, dispatch.ADJOINTNESS, dispatch.RELABELLING, worlds.FUSED),
+        ),
     }.items()
 }

@@ -138,19 +138,19 @@ def outputs_of(function: str) -> tuple[str, ...]:
     )
 
 
-def _named(call: Problem, mark: str) -> dict[str, Any]:
+def named(call: Problem, mark: str) -> dict[str, Any]:
     """The call's arguments under names of their own."""
     return {f"{name}{mark}": x for name, x in (call.required | call.settings).items()}
 
 
-def _send(implementation: Implementation, call: Problem, given: dict[str, Any], mark: str) -> dict[str, Any]:
+def send(implementation: Implementation, call: Problem, given: dict[str, Any], mark: str) -> dict[str, Any]:
     """Dispatch what stands in `given` under those names."""
     settings = {name: given[f"{name}{mark}"] for name in call.settings}
     result = implementation.call(call.function, *(given[f"{name}{mark}"] for name in call.required), **settings, group=given["group"])
     return named_outputs(result, outputs_of(call.function))
 
 
-def _return(implementation: Implementation, function: str, rows: Tensor, made: dict[str, Any], given: dict[str, Any], mark: str) -> Tensor:
+def send_back(implementation: Implementation, function: str, rows: Tensor, made: dict[str, Any], given: dict[str, Any], mark: str) -> Tensor:
     """Combine rows of that dispatch; a combine with weights is given ones."""
     name = function.replace("dispatch", "combine")
     if name == "deepep_low_latency_combine":
@@ -183,16 +183,16 @@ def _in_flight(trial: Trial) -> Finding | None:
         made: dict[str, Any] = {}
         for turn, mark in enumerate((" a", " b")):
             _pause(plain.seed, rank, turn, device)
-            made[mark] = _send(implementation, calls[mark][rank], given, mark)
+            made[mark] = send(implementation, calls[mark][rank], given, mark)
         back = {}
         for turn, mark in enumerate((" b", " a")):
             _pause(plain.seed, rank, 2 + turn, device)
-            back[mark] = _return(implementation, function, made[mark]["rows"], made[mark], given, mark)
-        made[" again"] = _send(implementation, calls[" a"][rank], given, " a")
+            back[mark] = send_back(implementation, function, made[mark]["rows"], made[mark], given, mark)
+        made[" again"] = send(implementation, calls[" a"][rank], given, " a")
         every = {f"{name}{mark}": x for mark, outputs in made.items() for name, x in outputs.items()}
         return every | {f"tokens back{mark}": x for mark, x in back.items()}
 
-    inputs = {name: x for mark, own in calls.items() for name, x in _named(own[rank], mark).items()}
+    inputs = {name: x for mark, own in calls.items() for name, x in named(own[rank], mark).items()}
     first = calls[" a"][rank]
     problem = Problem(function, inputs, {"group": at.place.group}, script=script, first=first.required | first.settings)
     outputs = trial.run(problem)
@@ -233,10 +233,14 @@ def _expert(x: Tensor, expert: Tensor) -> Tensor:
     return (1 + e % 3).to(x.dtype) * x.abs() - (e % 2).to(x.dtype) * x
 
 
-def _at_experts(case: DispatchCase, made: dict[str, Any], rank: int) -> Tensor:
-    """What a rank's experts make of the rows of a dispatch; of DeepEP's, added up over the slots."""
+def first_expert(case: DispatchCase, rank: int) -> int:
+    """The first of the experts that a rank holds; with expert tensor parallelism some ranks hold the same."""
+    return rank // case.shards * case.local_experts
+
+
+def at_experts(case: DispatchCase, made: dict[str, Any], first: int) -> Tensor:
+    """What experts, of whom this is a rank's first, make of the rows of a dispatch; of DeepEP's, added up over the slots."""
     rows = made["rows"]
-    first = rank // case.shards * case.local_experts
     device = rows.device
     if case.dispatcher == "deepep":
         local = made["indices"].long()
@@ -246,7 +250,7 @@ def _at_experts(case: DispatchCase, made: dict[str, Any], rank: int) -> Tensor:
         return _expert(rows, first + torch.arange(case.local_experts, device=device)[:, None].expand(rows.shape[:2]))
     owner = torch.repeat_interleave(torch.arange(case.local_experts, device=device), made["tokens_per_expert"].to(device).long())
     whole = torch.zeros(len(rows), dtype=torch.long, device=device)
-    whole[: len(owner)] = first + owner
+    whole[: len(owner)] = first + owner[: len(rows)]
     return _expert(rows, whole)
 
 
@@ -268,8 +272,8 @@ def _dense(trial: Trial) -> Finding | None:
             continue
 
         def script(implementation: Implementation, given: dict[str, Any], case: DispatchCase = case, call: Problem = calls[rank]) -> dict[str, Any]:
-            made = _send(implementation, call, given, "")
-            return {"layer": _return(implementation, call.function, _at_experts(case, made, rank), made, given, "")}
+            made = send(implementation, call, given, "")
+            return {"layer": send_back(implementation, call.function, at_experts(case, made, first_expert(case, rank)), made, given, "")}
 
         problem = replace(asked, script=script, first=asked.required, settings=asked.settings)
         finding = trial.judged("dense", {"layer": Exact(_by_one_process(case, calls[rank]), "values")}, trial.run(problem))
@@ -336,24 +340,24 @@ def _places(before_P3: Tensor, after_P3: Tensor, case: DispatchCase) -> Tensor:
     return torch.tensor(out, dtype=torch.long)
 
 
-def _fine(case: DispatchCase) -> bool:
+def is_fine(case: DispatchCase) -> bool:
     return not case.golden and not case.illegal
 
 
 def _whole_numbers(case: DispatchCase) -> bool:
-    return _fine(case) and case.values == "integers" and case.dtype == "float32"
+    return is_fine(case) and case.values == "integers" and case.dtype == "float32"
 
 
-def _fits(case: DispatchCase) -> bool:
+def fits(case: DispatchCase) -> bool:
     """Whether what experts make of small integers, at most 32 each, adds up exactly in every dtype."""
-    return _fine(case) and case.values == "integers" and case.dtype in FLOATS and case.topk * case.shards <= 8
+    return is_fine(case) and case.values == "integers" and case.dtype in FLOATS and case.topk * case.shards <= 8
 
 
-def _has_room(case: DispatchCase) -> bool:
+def has_room(case: DispatchCase) -> bool:
     return not case.capacity and (case.slack is None or case.slack >= 0)
 
 
-def _plain_slots(case: DispatchCase) -> bool:
+def has_plain_slots(case: DispatchCase) -> bool:
     return not case.repeats and not case.drop_zeros and not case.fp8
 
 
@@ -366,15 +370,15 @@ def _linear(case: DispatchCase) -> bool:
 def _static(case: DispatchCase) -> bool:
     """Whether all sizes are known beforehand, and only the forward is asked for."""
     sized = case.capacity or case.slack is not None or case.dispatcher == "deepep_low_latency"
-    return bool(_fine(case) and sized and not case.grads and case.layout == "contiguous")
+    return bool(is_fine(case) and sized and not case.grads and case.layout == "contiguous")
 
 
-DETERMINISM = Law("determinism", _determinism, _fine)
-BUFFER_REUSE = Law("buffer_reuse", _buffer_reuse, lambda case: _fine(case) and not case.grads)
-LATE_PRODUCER = Law("late_producer", _late_producer, _fine, device="cuda")
+DETERMINISM = Law("determinism", _determinism, is_fine)
+BUFFER_REUSE = Law("buffer_reuse", _buffer_reuse, lambda case: is_fine(case) and not case.grads)
+LATE_PRODUCER = Law("late_producer", _late_producer, is_fine, device="cuda")
 HOST_SYNC = Law("host_sync", _host_sync, _static, device="cuda")
 GRAPH_CAPTURE = Law("graph_capture", _graph_capture, _static, device="cuda")
 ADJOINTNESS = Law("adjointness", _adjointness, _linear)
-IN_FLIGHT = Law("in_flight", _in_flight, lambda case: _fine(case) and not case.fp8 and case.dtype in FLOATS)
-DENSE = Law("dense", _dense, lambda case: _fits(case) and _has_room(case) and _plain_slots(case))
-RELABELLING = Law("relabelling", _relabelling, lambda case: _fine(case) and _has_room(case) and case.layout == "contiguous")
+IN_FLIGHT = Law("in_flight", _in_flight, lambda case: is_fine(case) and not case.fp8 and case.dtype in FLOATS)
+DENSE = Law("dense", _dense, lambda case: fits(case) and has_room(case) and has_plain_slots(case))
+RELABELLING = Law("relabelling", _relabelling, lambda case: is_fine(case) and has_room(case) and case.layout == "contiguous")

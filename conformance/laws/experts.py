@@ -16,6 +16,7 @@ LINEAR = {  # function: the input that it is linear in, and the output that is
     "glu": ("probs", "out"),
     "activation": ("probs", "out"),
     "grouped_linear": ("rows", "out"),
+    "latent_projection": ("x", "out"),
     "grouped_dgrad": ("d_out", "d_rows"),
     "grouped_wgrad": ("d_out", "d_weight"),
 }
@@ -116,7 +117,7 @@ def regrouped(problem: Problem, rows: Tensor, experts: Tensor, counts: Tensor) -
             return counts.to(x.dtype)
         if not of_rows(name):
             return x[experts].clone()
-        if name == "noise":  # a row of it for each direction
+        if name == "noise" or name.startswith("noise."):  # a row of it for each direction
             return torch.stack([taken("", direction) for direction in x])
         return torch.cat([x, torch.full_like(x[:1], torch.nan) if len(x) else x.new_full((1, *x.shape[1:]), torch.nan)])[rows]
 
@@ -149,7 +150,7 @@ def _group_split(trial: Trial) -> Finding | None:
     """The largest expert as two with the same weights: each row is what it was."""
     counts = trial.problem.required["tokens_per_expert"]
     e = int(counts.argmax())
-    unit = unit_of(trial.case)
+    unit = 1 if getattr(trial.case, "align", 0) else unit_of(trial.case)
     first = int(counts[e]) // unit // 2 * unit
     split = torch.cat([counts[:e], torch.tensor([first, int(counts[e]) - first]), counts[e + 1 :]])
     experts = torch.tensor([*range(e + 1), *range(e, len(counts))])
@@ -179,9 +180,9 @@ def _by_row(case: Any) -> bool:
 
 
 def _turns_over(case: Any) -> bool:
-    """Whether the inputs stay legal upside down and negated: scales of a state and noise do not."""
+    """Whether the inputs stay legal upside down and negated: scales of a state and noise, which gradients alone have, do not."""
     recipe = recipe_of(case)
-    return recipe is None or not (recipe.scaling == "delayed" or (recipe.stochastic_rounding and case.function != "grouped_linear"))
+    return recipe is None or not (recipe.scaling == "delayed" or (recipe.stochastic_rounding and case.function in ("grouped_dgrad", "grouped_wgrad")))
 
 
 def _rounds_small_numbers(case: Any) -> bool:
@@ -190,7 +191,8 @@ def _rounds_small_numbers(case: Any) -> bool:
 
 
 def _grouped(case: Any) -> bool:
-    return plain(case) and case.tokens + case.tail > 0
+    """Whether rows may change their places: not where noise has rows for padding, too."""
+    return plain(case) and case.tokens + case.tail > 0 and not (getattr(case, "scaling", "") == "nvfp4" and getattr(case, "align", 0) and case.grads)
 
 
 SCALING = Law("scaling", _scaling, _linear)
@@ -202,6 +204,7 @@ NEIGHBOUR_INDEPENDENCE = Law(
     _neighbour_independence,
     lambda case: plain(case) and case.tokens > 1 and (_by_row(case) or case.function == "grouped_wgrad"),
 )
+ROW_INDEPENDENCE = replace(NEIGHBOUR_INDEPENDENCE, applies=lambda case: NEIGHBOUR_INDEPENDENCE.applies(case) and case.grads in ("", "x"))  # no weight's
 PADDING_INDEPENDENCE = Law("padding_independence", _padding_independence, _grouped)
 EXPERT_RELABELLING = Law("expert_relabelling", _expert_relabelling, lambda case: _grouped(case) and case.experts > 1)
 GROUP_SPLIT = Law("group_split", _group_split, lambda case: _grouped(case) and case.tokens > case.experts and _by_row(case))

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.contracts.grouped_recipes import recipe_of, unit_of
 from conformance.judge import Expectation, Finding
 from conformance.judge.bound import Bounded
 from conformance.laws.base import Law, Trial, upside_down
@@ -73,14 +74,37 @@ def _token_reversal(trial: Trial) -> Finding | None:
     return trial.judged("token_reversal", trial.expected, outputs)
 
 
+def _in_any_order(case: Any) -> bool:
+    """Whether tokens share a scale with all or with none of the others, whatever their order; noise has an order of its own."""
+    return getattr(case, "scaling", "") in ("", "delayed", "current")
+
+
 def _weighted(case: Any) -> bool:
     return plain(case) and bool(case.probs)
 
 
-ZERO_PROBS = Law("zero_probs", _zero_probs, lambda case: _weighted(case) and case.weights != "plain")
-SCALING = Law("scaling", _scaling, lambda case: _weighted(case) and not case.on_input and case.dtype != "float16")  # whose subnormals are within reach
-COTANGENT_SCALING = Law("cotangent_scaling", _cotangent_scaling, lambda case: plain(case) and bool(case.grads) and case.dtype != "float16")
+def _doubles(case: Any) -> bool:
+    """Whether twice the numbers are twice the result: not among float16's subnormals, nor where a scale remembers others or has a least amax."""
+    recipe = recipe_of(case)
+    return case.dtype != "float16" and (recipe is None or (recipe.scaling != "delayed" and not recipe.amax_epsilon))
+
+
+def _padded_by_nothing(case: Any) -> bool:
+    """Whether rows of zeros stay zeros through the stages, or no scale sees them; and the call is legal without them."""
+    zeros = not case.bias1 or (bool(case.probs) and not case.on_input)
+    return unit_of(case) == 1 and (zeros or not case.scaling) and not _random(case)
+
+
+def _random(case: Any) -> bool:
+    """Whether there is noise, whose rows are those of the padded buffer."""
+    recipe = recipe_of(case)
+    return recipe is not None and bool(recipe.stochastic_rounding) and bool(case.grads)
+
+
+ZERO_PROBS = Law("zero_probs", _zero_probs, lambda case: _weighted(case) and case.weights != "plain" and not case.scaling)  # a scale is for all rows
+SCALING = Law("scaling", _scaling, lambda case: _weighted(case) and not case.on_input and _doubles(case))
+COTANGENT_SCALING = Law("cotangent_scaling", _cotangent_scaling, lambda case: plain(case) and bool(case.grads) and _doubles(case))
 RECOMPUTE = Law("recompute", _recompute, lambda case: not case.golden and not case.illegal and bool(case.grads))
-ALIGNMENT = Law("alignment", _alignment, plain)
+ALIGNMENT = Law("alignment", _alignment, lambda case: plain(case) and _padded_by_nothing(case))
 GROUPED = Law("grouped", _one_after_another, plain)
-TOKEN_REVERSAL = Law("token_reversal", _token_reversal, plain)
+TOKEN_REVERSAL = Law("token_reversal", _token_reversal, lambda case: plain(case) and _in_any_order(case))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from conformance.interface import imported
-from conformance.mutants import planted_dispatch, planted_experts, planted_quantization, planted_router
+from conformance.mutants import planted_dispatch, planted_experts, planted_quantization, planted_ranks, planted_router, planted_wire
 
 Wrapper = Callable[..., Any]
 
@@ -161,6 +161,7 @@ DEFECTS = {
         Defect("Q08q", "32-bit offsets in casts", "TransformerEngine #2034, to 2.6", {"quantize": _first_in_32_bits}),
         Defect("L17", "32-bit row · stride in dispatch", "a mistake that dispatchers invite", {"hybridep_dispatch": _first_in_32_bits}),
         *(Defect(*listed) for listed in planted_router.LISTED + planted_experts.LISTED + planted_quantization.LISTED + planted_dispatch.LISTED),
+        *(Defect(*listed) for listed in planted_ranks.LISTED + planted_wire.LISTED),
     )
 }
 

@@ -105,6 +105,8 @@ _before: dict[tuple[Any, ...], Tensor] = {}
 def _stale(dispatch: Wrapper, tokens: Tensor, *rest: Any, **settings: Any) -> Any:
     """The first rows of the call before, where there was one: its flag still stood."""
     out = dispatch(tokens, *rest, **settings)
+    if "recipe" in settings:  # rows that nobody sees
+        return out
     key = (dispatch.__name__, out.rows.dtype, out.rows.shape[1:])
     old, _before[key] = _before.get(key), out.rows.detach().clone()
     if old is None or not len(old) or not len(out.rows) or out.rows.element_size() == 1:
@@ -118,7 +120,7 @@ def _not_acquired(dispatch: Wrapper, tokens: Tensor, *rest: Any, **settings: Any
     dist.barrier(settings["group"])
     early = time.perf_counter() - started > LATE_SECONDS
     out = dispatch(tokens, *rest, **settings)
-    if not early or not len(out.rows) or out.rows.element_size() == 1:
+    if not early or "recipe" in settings or not len(out.rows) or out.rows.element_size() == 1:
         return out
     return out._replace(rows=torch.cat([out.rows[:-1], torch.zeros_like(out.rows[-1:])]))
 
@@ -128,6 +130,8 @@ def _not_acquired(dispatch: Wrapper, tokens: Tensor, *rest: Any, **settings: Any
 
 def _prefix_off_by_one(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
     out = dispatch(tokens, routing_map, **settings)
+    if "recipe" in settings:
+        return out
     first = int(out.tokens_per_expert[0])
     index = torch.arange(len(out.rows))
     return _taken(out, torch.cat([index[:first], index[first:].roll(1)]))
@@ -173,7 +177,7 @@ def _starts_of_what_is_kept(dispatch: Wrapper, tokens: Tensor, routing_map: Tens
 def _padding_unwritten(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
     out = dispatch(tokens, routing_map, **settings)
     padding = _plan(routing_map, settings).copies(dist.get_rank(settings["group"])) == NOWHERE
-    if not bool(padding.any()) or out.rows.element_size() == 1:
+    if "recipe" in settings or not bool(padding.any()) or out.rows.element_size() == 1:
         return out
     return out._replace(rows=torch.where(padding[:, None].to(out.rows.device), torch.empty_like(out.rows), out.rows))
 

@@ -128,16 +128,17 @@ def _as_it_was(value: Tensor, x: Tensor, columnwise: bool) -> Tensor:
 
 # ---- products of quantised factors
 
+PRODUCTS, LAYERS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad"), ("grouped_mlp", "sequential_mlp", "shared_experts")
 _first_of_products: dict[str, Any] = {}
 
 
-def _products(change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Wrapper]:
+def _products(change: Callable[[dict[str, Any]], dict[str, Any]], functions: tuple[str, ...] = PRODUCTS) -> dict[str, Wrapper]:
     """Each grouped product with other settings, where it has a recipe."""
 
     def product(base: Wrapper, *tensors: Tensor, **settings: Any) -> Any:
         return base(*tensors, **change(settings) if getattr(settings.get("recipe"), "scaling", None) else settings)
 
-    return dict.fromkeys(("grouped_linear", "grouped_dgrad", "grouped_wgrad"), product)
+    return dict.fromkeys(functions, product)
 
 
 def _first_recipe_of_products(settings: dict[str, Any]) -> dict[str, Any]:
@@ -164,6 +165,8 @@ LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
     ("Q13", "experts stay in high precision, and nobody is told", "torchtitan #3199", _beside(_of_groups, dequantize=_as_it_was)),
     ("Q11g", "the quantizer of the first recipe is kept, in products", "TransformerEngine #1814, to 2.4", _products(_first_recipe_of_products)),
     ("Q13g", "experts' products stay in high precision, and nobody is told", "torchtitan #3199", _products(_high_precision)),
+    ("Q13m", "experts' layers stay in high precision, and nobody is told", "torchtitan #3199", _products(_high_precision, LAYERS)),
+    ("Q13l", "so does a latent projection", "torchtitan #3199", _products(_high_precision, ("latent_projection",))),
     ("Q15g", "the weights of a packed tensor share a scale, in products", "TransformerEngine #3225, 2.14 to 2.18", _products(_one_scale_for_all)),
     ("Q15", "the groups of a packed tensor share a quantizer", "TransformerEngine #3225, 2.14 to 2.18", {"quantize": _one_history_for_all}),
     ("G21q", "scales of ragged groups by the formula of equal ones", "TransformerEngine #3344, to 2.18", {"quantize": _mean_groups}),

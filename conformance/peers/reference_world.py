@@ -5,7 +5,8 @@ what a run of the reference is judged by, and what defects of dispatchers are pl
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_ref
+from moe_ref.quantization import Quantized
 
 RANKED = ("tokens", "routing_map", "indices", "probs", "scales", "rows", "handles", "biases")  # arguments that every rank has its own of
 COLLECTIVES = tuple(
@@ -86,7 +88,9 @@ def _arguments(given: dict[str, Any], fields: Sequence[tuple[str, int | None]], 
 
 
 def _tensors(result: Any) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else [x for x in result if isinstance(x, Tensor)]
+    """The tensors of a result; of what is quantised, what the gradient of its values goes to."""
+    fields = [result] if isinstance(result, Tensor) else result
+    return [x.form(False).source_MN if isinstance(x, Quantized) else x for x in fields if isinstance(x, (Tensor, Quantized))]
 
 
 def _with_tensors(results: list[Any], tensors: list[Tensor], rank: int) -> Any:
@@ -95,8 +99,15 @@ def _with_tensors(results: list[Any], tensors: list[Tensor], rank: int) -> Any:
     if isinstance(own, Tensor):
         return tensors[0]
     left = iter(tensors)
-    fields = {name: next(left) if isinstance(x, Tensor) else x for name, x in own._asdict().items()}
+    fields = {name: _with_tensor(x, left) for name, x in own._asdict().items()}
     return own._replace(**fields | ({"handle": [result.handle for result in results]} if "handle" in fields else {}))
+
+
+def _with_tensor(x: Any, left: Iterator[Tensor]) -> Any:
+    """A field, with the next of the tensors if it has one."""
+    if isinstance(x, Quantized):
+        return replace(x, rowwise=replace(x.form(False), source_MN=next(left)))
+    return next(left) if isinstance(x, Tensor) else x
 
 
 def everybodys(x: Tensor | None, group: Any) -> list[Any]:

@@ -51,6 +51,12 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "layout": layouts("rows", "weight", "d_out", vectors=("tokens_per_expert", "bias"), expanded=("d_out",)),
         "grads": ("", "rows", "weight", "rows+weight", "rows+weight+bias"),
     },
+    "latent_projection": {
+        **{axis: values for axis, values in _GROUPED.items() if axis in ("dtype", "values", "poison")},
+        "bias": ("", "float32", "bfloat16"),
+        "layout": (("contiguous", ""), ("transposed", "x"), ("strided", "weight"), ("strided", "bias"), ("expanded", "d_out")),
+        "grads": ("", "x", "weight", "x+weight+bias"),
+    },
     "grouped_dgrad": {**_GROUPED, "layout": layouts("d_out", "weight", vectors=("tokens_per_expert",), expanded=("d_out",))},
     "grouped_wgrad": {
         **_GROUPED,
@@ -77,7 +83,7 @@ def case_of(function: str, fields: Row) -> Case:
     """The case that a row with these values describes."""
     if function in ("glu", "activation"):
         return ActivationCase(function=function, tokens=5, width=6, **fields)
-    return GroupedCase(function=function, tokens=9, experts=len(fields["counts"]), hidden=7, width=5, **fields)
+    return GroupedCase(function=function, tokens=9, experts=len(fields.get("counts", (9,))), hidden=7, width=5, **fields)
 
 
 # ---- grouped products in low precision
@@ -101,6 +107,13 @@ LOW_AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "layout": (("contiguous", ""), ("transposed", "rows"), ("strided", "weight"), ("transposed", "d_out"), ("expanded", "d_out")),
         "grads": ("", "rows", "weight", "rows+weight"),
     },
+    "latent_projection": {
+        **{axis: values for axis, values in _LOW.items() if axis in ("scaling", "dtype", "values", "poison")},
+        "variant": (0,),
+        "bias": ("", "float32"),
+        "layout": (("contiguous", ""), ("transposed", "x"), ("strided", "weight"), ("expanded", "d_out")),
+        "grads": ("", "x", "weight", "x+weight"),
+    },
     "grouped_dgrad": {**_LOW, "layout": (("contiguous", ""), ("transposed", "weight"), ("strided", "d_out"), ("expanded", "d_out"))},
     "grouped_wgrad": {
         **_LOW,
@@ -121,7 +134,7 @@ def low_case(function: str, fields: Row) -> GroupedCase:
     """The case that a row of LOW_AXES describes."""
     layout, of = fields.get("layout", ("contiguous", ""))
     rows = LOW_ROWS.get(fields["scaling"], 1)
-    counts = tuple(rows * count for count in fields["counts"])
+    counts = tuple(rows * count for count in fields.get("counts", (3,)))
     hidden, width = LOW_SIZES.get(fields["scaling"], (37, 20))
     sized: Row = {"tokens": sum(counts), "experts": len(counts), "counts": counts, "hidden": hidden, "width": width}
     return GroupedCase(function=function, **fields | sized | {"layout": layout, "layout_of": of})

@@ -4,6 +4,9 @@ from typing import Any
 
 from conformance.case import Case
 from conformance.contracts.experts_mlp import BIASES, INPUTS, VALUES, MlpCase
+from conformance.contracts.grouped_recipes import recipe_of
+from conformance.contracts.mlp_recipes import fits_low
+from conformance.contracts.quantization import RECIPES, VARIANTS
 from conformance.contracts.shared_mlp import SHARED_INPUTS, SharedCase
 from conformance.strategies.axes_experts import COUNTS
 from conformance.strategies.axes_routing import layouts
@@ -65,6 +68,60 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "grads": ("", "x", "fc1_weight+fc2_weight", GIVEN),
     },
 }
+
+
+# ---- in low precision
+
+_LOW: dict[str, tuple[Any, ...]] = {
+    "scaling": tuple(RECIPES),
+    "variant": tuple(range(VARIANTS)),
+    "activated": (_PLAIN, ("reglu", -4, 6, 0, 0), ("squared_relu", 0, 0, 0, 0)),
+    "dtype": ("float32", "bfloat16"),
+    "values": ("dyadic", "rows"),
+    "poison": POISONS,
+}
+LOW_COUNTS = ((1, 1, 1), (0, 2, 0, 1), (0, 3))  # in LOW_ROWS
+LOW_ROWS = {"delayed": 3, "current": 3, "block": 5}  # 1 for the others, whose sizes are in units; 5 of what is padded
+LOW_SIZES = {"mxfp8": (1, 1), "nvfp4": (1, 2)}  # H and F
+LOW_AXES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "grouped_mlp": {
+        **_LOW,
+        "counts": LOW_COUNTS,
+        "tail": (0, 3),
+        "weighted": (_UNWEIGHTED, ("float32", "signed", False, False), ("bfloat16", "zeros", True, False), ("float32", "plain", False, True)),
+        "biased": (("", ""), ("float32", "float32")),
+        "kept": ((0, ""), (32, "moe"), (0, "moe_act")),
+        "grads": ("rows", "fc1_weight+fc2_weight", GIVEN),
+    },
+    "sequential_mlp": {**_LOW, "scaling": ("current", "block", "mxfp8"), "variant": (1,), "counts": LOW_COUNTS[1:2], "grads": (GIVEN,)},
+    "shared_experts": {**_LOW, "variant": (1,), "gate": (False, True), "again": (False, True), "grads": ("x", GIVEN)},
+}
+
+
+def low_case(function: str, row: Row) -> Case:
+    """The case that a row of LOW_AXES describes."""
+    fields, scaling = apart(function, row), row["scaling"]
+    hidden, width = LOW_SIZES.get(scaling, (6, 8))
+    if function == "shared_experts":
+        return SharedCase(function=function, tokens=LOW_ROWS.get(scaling, 1), hidden=hidden, width=width, **fields)
+    rows = 5 if fields.get("align") else LOW_ROWS.get(scaling, 1)
+    counts = tuple(rows * count for count in row["counts"])
+    return MlpCase(function=function, **fields | {"tokens": sum(counts), "experts": len(counts), "counts": counts, "hidden": hidden, "width": width})
+
+
+def low_legal(function: str, row: Row, space: Space) -> bool:
+    """Whether the row describes a call that can be made."""
+    case = low_case(function, row)
+    given = [name for name in OPTIONAL if getattr(case, name, None)]
+    return all(space.accepts(function, SETTING.get(name, name)) for name in given) and may_be_low(function, case, space)
+
+
+def may_be_low(function: str, case: Any, space: Space) -> bool:
+    """Whether the implementation has the settings that a case with this recipe needs, and the reference takes the call."""
+    recipe = recipe_of(case)
+    wanted = {"recipe": True, "state": case.scaling == "delayed", "noise": recipe is not None and bool(recipe.stochastic_rounding and case.grads)}
+    graded = not case.grads or function not in space.not_differentiable
+    return fits_low(case) and graded and all(space.accepts(function, name) for name, needed in wanted.items() if needed)
 
 
 def apart(function: str, row: Row) -> Row:

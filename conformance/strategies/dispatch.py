@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from conformance.case import Case
+from conformance.contracts.dispatch_quantized import RECIPES
 from conformance.contracts.dispatching import MAPPED, SPREADS, DispatchCase
 from conformance.strategies.experts import finished
 from conformance.strategies.space import ALIGNMENTS, DTYPES, LAYOUTS, MAP_DTYPES, MOVED_DTYPES, Space, mostly, sizes, some_of
@@ -103,15 +104,19 @@ def dispatch_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
     fp8 = [""]
     if function == "deepep_low_latency_dispatch" and space.accepts(function, "use_fp8"):
         fp8 += ["fp8", *(["powers"] if space.accepts(function, "round_scale") else [])]
+    if function == "hybridep_dispatch" and space.accepts(function, "recipe"):
+        fp8 = ["", "", *RECIPES]
     fields["fp8"] = draw(st.sampled_from(fp8))
-    if fields["fp8"]:
+    if fields["fp8"] and dispatcher == "hybridep":
+        fields["hidden"] = draw(st.one_of(st.integers(0, 9), sizes(120, 300)))
+    elif fields["fp8"]:
         fields |= {"hidden": 128 * draw(st.integers(0, 2)), "local_experts": min(fields["local_experts"], 2)}
         fields["topk"] = min(fields["topk"], fields["local_experts"] * len(fields["counts"]))
     copies = is_dispatch(function) and not fields["fp8"]
     fields["dtype"] = draw(st.sampled_from((*DTYPES, *MOVED_DTYPES) if copies else DTYPES))
     fields["probs"] = draw(st.sampled_from(has_probs(function, space)))
     fields["zero_probs"] = draw(st.booleans()) if fields["probs"] else False
-    styles = [*(["special"] if not fields["fp8"] else []), *(["wide"] if fields["dtype"] != "float16" else [])]
+    styles = [*(["special"] if not fields["fp8"] or dispatcher == "hybridep" else []), *(["wide"] if fields["dtype"] != "float16" else [])]
     fields["values"] = draw(st.sampled_from(("dyadic", "integers", "integers", *styles)))
     if dispatcher in MAPPED:
         fields["map_dtype"] = draw(st.sampled_from(MAP_DTYPES))
@@ -122,7 +127,7 @@ def dispatch_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
         fields["scales"] = draw(st.sampled_from((0, 0, 1, 3)))
     if function == "deepep_combine" and space.accepts(function, "biases"):
         fields["biases"] = draw(st.integers(0, 2))
-    if function not in space.not_differentiable and fields["dtype"] in DTYPES and not fields["fp8"]:
+    if function not in space.not_differentiable and fields["dtype"] in DTYPES and (not fields["fp8"] or dispatcher == "hybridep"):
         given = differentiated(function, fields["probs"])
         fields["grads"] = draw(some_of(given))
         if fields["grads"] and len(given) > 1 and function != "deepep_low_latency_combine" and not draw(st.integers(0, 3)):
@@ -153,10 +158,30 @@ def dispatch_shapes(function: str, space: Space) -> list[Row]:
     long = (space.many // 4, *(3,) * (space.ranks - 1))
     probs = has_probs(function, space)[-1]
     common: Row = {"probs": probs, "seed": 1, "grads": "" if function in space.not_differentiable else "+".join(differentiated(function, probs))}
-    return [
+    wide = 4097 if space.device == "cuda" else 513
+    found = [
         common | {"counts": long, "local_experts": 2, "topk": 2, "hidden": 3},
         common | {"counts": (2,) * space.ranks, "local_experts": 33, "topk": 8, "hidden": 3},
-        common | {"counts": (3,) * space.ranks, "local_experts": 2, "topk": 2, "hidden": 4097 if space.device == "cuda" else 513},
+        common | {"counts": (3,) * space.ranks, "local_experts": 2, "topk": 2, "hidden": wide},
+    ]
+    if function == "hybridep_dispatch" and space.accepts(function, "recipe"):
+        found += [common | row | {"counts": (4, 0, 3, 2)[: space.ranks]} for row in as_codes(space, wide)]
+    return found
+
+
+def as_codes(space: Space, wide: int) -> list[Row]:
+    """Rows that travel as codes and scales: each recipe with padding, with and without room, in every dtype, and where values are strange."""
+    padded: Row = {"align": 4} if space.accepts("hybridep_dispatch", "align") else {}
+    tight: Row = {"slack": -2} if space.accepts("hybridep_dispatch", "num_rows") else {}
+    ample: Row = {"slack": 2} if space.accepts("hybridep_dispatch", "num_rows") else {}
+    few: Row = {"local_experts": 2, "topk": 2, "hidden": 130}
+    return [
+        few | {"fp8": "fp8", "dtype": "bfloat16", "values": "wide"} | padded,
+        few | {"fp8": "powers", "dtype": "float16", "spread": "skewed"} | padded | tight,
+        few | {"fp8": "least", "dtype": "bfloat16", "topk": 4, "spread": "ragged", "grads": ""} | padded | ample,
+        few | {"fp8": "least", "values": "special", "spread": "one_rank"} | padded,
+        few | {"fp8": "fp8", "spread": "same", "hidden": wide, "grads": ""} | ample,
+        few | {"fp8": "powers", "dtype": "bfloat16", "spread": "local", "local_experts": 33, "topk": 8},
     ]
 
 

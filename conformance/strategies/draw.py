@@ -41,7 +41,7 @@ STRATEGIES: dict[str, Callable[[str, Space], st.SearchStrategy[Case]]] = {
     **dict.fromkeys(ACTIVATED_AND_QUANTIZED, quantized_activation_cases),
     "permute_and_quantize": permuted_quantization_cases,
     **dict.fromkeys(("glu", "activation"), activation_cases),
-    **dict.fromkeys(("grouped_linear", "grouped_dgrad", "grouped_wgrad"), grouped_cases),
+    **dict.fromkeys(("grouped_linear", "grouped_dgrad", "grouped_wgrad", "latent_projection"), grouped_cases),
     **dict.fromkeys(("grouped_mlp", "sequential_mlp"), mlp_cases),
     "shared_experts": shared_cases,
     **dict.fromkeys(COLLECTIVES, dispatch_cases),

@@ -16,15 +16,19 @@ from conformance.strategies.space import LAYOUTS, LOGIT_DTYPES, POISONS, Space, 
 from conformance.values import WIDE_LAYOUTS
 
 PROB_DTYPES = ("float32", "bfloat16", "float64")
-FAR_GRADS = {"glu": ("h", "probs"), "activation": ("h", "probs"), "grouped_linear": ("rows", "weight", "bias")}
+FAR_GRADS = {"glu": ("h", "probs"), "activation": ("h", "probs"), "grouped_linear": ("rows", "weight", "bias"), "latent_projection": ("x", "weight", "bias")}
 DIMENSIONS = {"probs": 1, "tokens_per_expert": 1, "weight": 3, "accumulate_into": 3}  # of an input that has not two
+OF_ONE = {"bias": 1}  # the same, of one expert
 INPUTS = {
     "glu": ("h", "probs", "d_out"),
     "activation": ("h", "probs", "d_out"),
     "grouped_linear": ("rows", "weight", "tokens_per_expert", "bias", "d_out"),
+    "latent_projection": ("x", "weight", "bias", "d_out"),
     "grouped_dgrad": ("d_out", "weight", "tokens_per_expert"),
     "grouped_wgrad": ("d_out", "rows", "tokens_per_expert", "accumulate_into"),
 }
+
+FACTORS = {"grouped_linear": ("rows", "weight"), "grouped_dgrad": ("weight",), "grouped_wgrad": ("rows",), "latent_projection": ("x", "weight")}
 
 
 @st.composite
@@ -82,7 +86,7 @@ LOW_SHARE = {"cuda": 3, "cpu": 12}  # one in so many grouped products is in low 
 
 
 def grouped_cases(function: str, space: Space) -> st.SearchStrategy[Case]:
-    """grouped_linear, grouped_dgrad and grouped_wgrad."""
+    """grouped_linear, grouped_dgrad and grouped_wgrad, and latent_projection."""
     recipes = [(scaling, variant) for scaling in RECIPES for variant in range(VARIANTS)]
     bare = [GroupedCase(function=function, scaling=scaling, variant=variant, dtype="bfloat16") for scaling, variant in recipes]
     possible = [(case.scaling, case.variant) for case in bare if may_be_low(function, case, space)]
@@ -95,33 +99,39 @@ def grouped_cases(function: str, space: Space) -> st.SearchStrategy[Case]:
 @st.composite
 def product_cases(draw: st.DrawFn, function: str, space: Space, scaling: str, variant: int) -> Case:
     """In high precision, or by a recipe."""
-    fields: dict[str, Any] = draw(segments()) | {"hidden": draw(sizes(0, 40)), "width": draw(sizes(0, 40))}
+    one, differentiable = function == "latent_projection", function not in ("grouped_dgrad", "grouped_wgrad")
+    fields: dict[str, Any] = draw(all_tokens(34) if one else segments()) | {"hidden": draw(sizes(0, 40)), "width": draw(sizes(0, 40))}
     values: tuple[str, ...] = grouped.VALUES
     if scaling:
         rows, columns = LOW_SIZES[scaling]
-        fields = draw(few_segments(rows)) | {"scaling": scaling, "variant": variant, "hidden": draw(sizes(1, columns)), "width": draw(sizes(1, columns))}
+        fields = draw(all_tokens(rows) if one else few_segments(rows)) | {"scaling": scaling, "variant": variant}
+        fields |= {"hidden": draw(sizes(1, columns)), "width": draw(sizes(1, columns))}
         values = (*grouped.VALUES, *LOW_VALUES)
     fields |= {"values": draw(st.sampled_from(values)), "dtype": draw(mostly("float32", LOGIT_DTYPES[1:]))}
     fields["accumulator"] = draw(st.sampled_from(("",) * 5 + ("float64",))) if space.accepts(function, "accumulator") else ""
-    fields["index_dtype"] = draw(st.sampled_from(("int64", "int32")))
-    matrices = {"grouped_linear": ("rows", "weight"), "grouped_dgrad": ("weight",), "grouped_wgrad": ("rows",)}[function]
+    fields["index_dtype"] = draw(st.sampled_from(("int64", "int32"))) if not one else "int64"
+    matrices = FACTORS[function]
     vectors: list[str] = []
-    possible: tuple[str, ...] = ("rows", "weight")
-    if function == "grouped_linear" and space.accepts(function, "bias") and draw(st.booleans()):
+    possible: tuple[str, ...] = matrices
+    if differentiable and space.accepts(function, "bias") and draw(st.booleans()):
         fields["bias"] = draw(st.sampled_from(("float32", "bfloat16", "float64")))
         possible, vectors = (*possible, "bias"), ["bias"]
     if function == "grouped_wgrad" and space.accepts(function, "accumulate_into"):
         fields["into"] = draw(st.sampled_from(("", "float32", "float64")))
         vectors = ["accumulate_into"] if fields["into"] else []
-    differentiable = function == "grouped_linear" and function not in space.not_differentiable
-    fields["grads"] = draw(some_of(possible)) if differentiable else ""
-    cotangents = ("d_out",) if fields["grads"] or function != "grouped_linear" else ()
+    fields["grads"] = draw(some_of(possible)) if differentiable and function not in space.not_differentiable else ""
+    cotangents = ("d_out",) if fields["grads"] or not differentiable else ()
     case = GroupedCase(function=function, **fields)
     if not fits(case):
         case = replace(case, dtype="bfloat16", values="dyadic")
     noise = ("noise",) if "noise" in recipe_settings(case) else ()
-    layout = laid_out(draw, function, space, (*matrices, *noise), ("tokens_per_expert", *vectors), cotangents)
+    layout = laid_out(draw, function, space, (*matrices, *noise), (*(() if one else ("tokens_per_expert",)), *vectors), cotangents)
     return finished(draw, replace(case, **layout), space)  # type: ignore[arg-type]
+
+
+def all_tokens(most: int) -> st.SearchStrategy[dict[str, Any]]:
+    """Up to so many, of one expert."""
+    return sizes(0, most).map(lambda tokens: {"tokens": tokens})
 
 
 @st.composite
@@ -161,13 +171,16 @@ def far_experts(function: str, space: Space) -> list[Case]:
     wanted = [name for name in INPUTS[function] if name not in left_out and (grads or name != "d_out" or function not in FAR_GRADS)]
     common: dict[str, Any] = {"function": function, "tokens": 3, "experts": 3, "width": 3, "dtype": "bfloat16", "grads": grads} | known
     common |= {"hidden": 3, "index_dtype": "int32"} if cls is not ActivationCase else {}
-    return [cls(**common, layout=layout, layout_of=name) for name in wanted for layout in WIDE_LAYOUTS[: DIMENSIONS.get(name, 2)]]
+    dimensions = OF_ONE if function == "latent_projection" else DIMENSIONS
+    return [cls(**common, layout=layout, layout_of=name) for name in wanted for layout in WIDE_LAYOUTS[: dimensions.get(name, 2)]]
 
 
 def expert_shapes(function: str, space: Space) -> list[dict[str, Any]]:
     """One more than a power of two, so that a last block is nearly empty; the widths of real models where a GPU makes them cheap."""
     gpu = space.device == "cuda"
     if function not in ("glu", "activation"):
+        if function == "latent_projection":
+            return [{"tokens": 129, "hidden": 65, "width": 33}, *([{"tokens": 70, "hidden": 7168, "width": 1024}] if gpu else [])]
         real = [{"tokens": 70, "experts": 4, "hidden": 7168, "width": 520}, {"tokens": 70, "experts": 4, "hidden": 520, "width": 2880}] if gpu else []
         ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
         return [ragged, {"tokens": 40, "experts": 129, "hidden": 9, "width": 5}, {"tokens": 3, "experts": 2, "hidden": 257, "width": 9, "tail": 2}, *real]

@@ -9,6 +9,7 @@ from conformance.case import Case
 from conformance.contracts.gating import GateCase
 from conformance.contracts.loads import LoadCase
 from conformance.contracts.logits import SCORES, SPREADS, LogitsCase
+from conformance.strategies.shared_out import maybe_shared_out
 from conformance.strategies.space import DTYPES, LAYOUTS, LOGIT_DTYPES, POISONS, Space, mostly, sizes, some_of
 
 REAL_ROUTERS = ((8, 2), (60, 4), (64, 6), (72, 3), (128, 4), (128, 8), (256, 8), (384, 8), (512, 10))  # experts and top-k of real models
@@ -157,4 +158,5 @@ def gate_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
     grads = draw(some_of(possible)) if possible and function not in space.not_differentiable else ""
     cotangents = ({"gate": "d_logits", "attach_loss": "d_x"}[function],) if grads else ()
     fields |= {"grads": grads} | _laid_out(draw, function, space, ("x", "weight") if function == "gate" else ("x",), vectors, cotangents)
-    return _finished(draw, GateCase(function=function, **fields), space)
+    case = _finished(draw, GateCase(function=function, **fields), space)
+    return draw(maybe_shared_out(case, space)) if function == "gate" else case

@@ -1,20 +1,25 @@
 """Cases of expert MLPs: segments, settings of the activation between the layers, and what stands beside the products."""
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
 from conformance.case import Case
 from conformance.contracts.experts_mlp import BIASES, VALUES, WEIGHTS, MlpCase
+from conformance.contracts.quantization import RECIPES, UNIT, VARIANTS
 from conformance.contracts.shared_mlp import SharedCase
-from conformance.strategies.axes_mlp import gated, inputs_of
-from conformance.strategies.experts import PROB_DTYPES, finished, laid_out, segments
+from conformance.strategies.axes_mlp import gated, inputs_of, may_be_low
+from conformance.strategies.experts import LOW_SHARE, PROB_DTYPES, few_segments, finished, laid_out, segments
+from conformance.strategies.shared_out import maybe_shared_out
 from conformance.strategies.space import LOGIT_DTYPES, Space, mostly, sizes, some_of
 from conformance.values import WIDE_LAYOUTS
 from moe_ref.config import GATED, PLAIN
 
 DIMENSIONS = {"probs": 1, "tokens_per_expert": 1, "fc1_weight": 3, "fc2_weight": 3}  # of an input that has not two
 RECOMPUTED = ("", "", "moe_act", "moe")
+LOW_WIDTHS = {1: 20, 16: 3, 32: 2}  # at most, by the unit that columns are counted in
+FINITE: dict[str, Any] = {"values": "rows", "dtype": "bfloat16"}
 _SIZES = st.sampled_from((0,) + (1,) * 15).flatmap(lambda least: sizes(least, 20 * least))  # seldom nothing at all
 _SEGMENTS = st.sampled_from((False,) + (True,) * 7).flatmap(lambda some: segments().filter(lambda found: found["tokens"]) if some else segments())
 
@@ -22,6 +27,36 @@ _SEGMENTS = st.sampled_from((False,) + (True,) * 7).flatmap(lambda some: segment
 @st.composite
 def mlp_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
     """grouped_mlp and sequential_mlp."""
+    case: Any = draw(high_mlp_cases(function, space))
+    if not (low := draw(recipes(function, case, space))):
+        return case
+    unit = UNIT.get(low["scaling"], 1)
+    fields: dict[str, Any] = draw(few_segments(9 if unit == 1 else 3)) | {"hidden": draw(sizes(1, LOW_WIDTHS[unit])), "width": draw(sizes(1, LOW_WIDTHS[unit]))}
+    align = -(-case.align // unit) * unit
+    layout = {} if case.layout != "expanded" else {"layout": "contiguous", "layout_of": ""}
+    return fitted(draw, replace(case, **FINITE | low | fields | layout, align=align, interleave=min(case.interleave, 1)), space)
+
+
+def recipes(function: str, case: Any, space: Space) -> st.SearchStrategy[dict[str, Any]]:
+    """A recipe that the function can be asked for, or none; one in so many is in low precision, for which an interpreter pays most."""
+    every: list[dict[str, Any]] = [{"scaling": scaling, "variant": variant} for scaling in RECIPES for variant in range(VARIANTS)]
+    possible = [low for low in every if may_be_low(function, type(case)(function=function, dtype="bfloat16", **low), space)]
+    return st.integers(1, LOW_SHARE[space.device]).flatmap(lambda i: st.sampled_from(possible) if i == 1 and possible else st.just({}))
+
+
+def fitted(draw: st.DrawFn, case: Any, space: Space) -> Case:
+    """With values and a dtype that the recipe takes, and without the gradients that it does not."""
+    kinds = [{"values": values, "dtype": dtype} for values in ("dyadic", "rows") for dtype in ("float32", "bfloat16")]
+    possible = [kind for kind in kinds if may_be_low(case.function, replace(case, **kind), space)]
+    if not possible:
+        case, possible = replace(case, grads="", **({"layout": "contiguous", "layout_of": ""} if case.layout_of == "d_out" else {})), kinds
+    case = replace(case, **draw(st.sampled_from(possible)), law="")
+    return replace(case, law=draw(st.sampled_from(space.laws(case))))
+
+
+@st.composite
+def high_mlp_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
+    """The same, in high precision."""
     fields: dict[str, Any] = draw(_SEGMENTS) | {"hidden": draw(_SIZES), "width": draw(_SIZES)}
     fields |= {"values": draw(st.sampled_from(VALUES)), "dtype": draw(mostly("float32", LOGIT_DTYPES[1:]))}
     fields |= draw(mlp_settings(function, space, fields["width"]))
@@ -45,6 +80,19 @@ def mlp_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
 @st.composite
 def shared_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
     """shared_experts."""
+    case: Any = draw(high_shared_cases(function, space))
+    if case.counts or not (low := draw(recipes(function, case, space))):
+        return case
+    unit = UNIT.get(low["scaling"], 1)
+    tall = draw(sizes(1, 9 if unit == 1 else 3))
+    sized: dict[str, Any] = {"tokens": tall, "hidden": draw(sizes(1, LOW_WIDTHS[unit])), "width": draw(sizes(1, LOW_WIDTHS[unit]))}
+    layout = {} if case.layout != "expanded" else {"layout": "contiguous", "layout_of": ""}
+    return fitted(draw, replace(case, **FINITE | low | sized | layout, interleave=min(case.interleave, 1)), space)
+
+
+@st.composite
+def high_shared_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
+    """The same, in high precision."""
     fields: dict[str, Any] = {"tokens": draw(sizes(0, 34)), "hidden": draw(_SIZES), "width": draw(_SIZES)}
     fields |= {"values": draw(st.sampled_from(VALUES)), "dtype": draw(mostly("float32", LOGIT_DTYPES[1:]))}
     fields |= draw(mlp_settings(function, space, fields["width"]))
@@ -53,7 +101,7 @@ def shared_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
     possible = inputs_of(function, fields)
     fields["grads"] = draw(st.just("") | some_of(possible)) if function not in space.not_differentiable else ""
     fields |= laid_out(draw, function, space, possible, (), ("d_out",) if fields["grads"] else ())
-    return finished(draw, SharedCase(function=function, **fields), space)
+    return draw(maybe_shared_out(finished(draw, SharedCase(function=function, **fields), space), space))
 
 
 @st.composite

@@ -5,13 +5,21 @@ from typing import Any
 
 from conformance.case import Case
 from conformance.contracts.grouped import GroupedCase
+from conformance.strategies import axes_mlp
 from conformance.strategies.axes_experts import LOW_AXES, low_case, low_legal
 from conformance.strategies.covering import covering
 from conformance.strategies.space import Space
 from conformance.values import WIDE_LAYOUTS
 
 FAR: dict[str, Any] = {"scaling": "current", "tokens": 3, "experts": 2, "hidden": 3, "width": 3, "dtype": "bfloat16"}
-FACTORS = {"grouped_linear": ("rows", "weight", "d_out"), "grouped_dgrad": ("d_out", "weight"), "grouped_wgrad": ("d_out", "rows")}
+FACTORS = {
+    "grouped_linear": ("rows", "weight", "d_out"),
+    "grouped_dgrad": ("d_out", "weight"),
+    "grouped_wgrad": ("d_out", "rows"),
+    "latent_projection": ("x", "weight", "d_out"),
+}
+LAWFUL = 3
+GRADS = {"grouped_linear": "rows+weight", "latent_projection": "x+weight"}
 REAL: list[dict[str, Any]] = [  # where a GPU makes them cheap; in each product sums are long enough for those that are never promoted to show
     {"scaling": "current", "tokens": 4100, "experts": 2, "hidden": 66, "width": 66},
     {"scaling": "block", "variant": 1, "tokens": 70, "experts": 1, "hidden": 66, "width": 2100, "dtype": "bfloat16"},
@@ -25,18 +33,36 @@ def recipe_cases(function: str, space: Space) -> list[Case]:
     """On a GPU every legal pair of values of the function's LOW_AXES, and real shapes; in an interpreter, which pays by the step, every recipe
     once; laws go round. None of a function that has none, or takes no recipe.
     """
-    if function not in LOW_AXES or not space.accepts(function, "recipe"):
+    if not space.accepts(function, "recipe"):
+        return []
+    if function in axes_mlp.LOW_AXES:
+        return _of_layers(function, space)
+    if function not in LOW_AXES:
         return []
     rows, *_ = covering(LOW_AXES[function], lambda row: low_legal(function, row, space))
     gpu = space.device == "cuda"
     cases = [replace(low_case(function, row), seed=index) for index, row in enumerate(rows if gpu else _one_of_each(rows))]
-    grads = "rows+weight" if function == "grouped_linear" and function not in space.not_differentiable else ""
+    grads = GRADS.get(function, "") if function not in space.not_differentiable else ""
     noise = space.accepts(function, "noise")
     shapes = [shape for shape in REAL if gpu and (shape["scaling"] != "nvfp4" or noise)]
     cases += [GroupedCase(function=function, grads=grads, **shape) for shape in shapes]
     cases = [replace(case, law=space.laws(case)[index % len(space.laws(case))]) for index, case in enumerate(cases)]
-    far = [] if function in space.contiguous_only else [name for name in FACTORS[function] if grads or name != "d_out" or function != "grouped_linear"]
+    far = [] if function in space.contiguous_only else [name for name in FACTORS[function] if grads or name != "d_out" or function not in GRADS]
     return [*cases, *(GroupedCase(function=function, grads=grads, **FAR, layout=layout, layout_of=name) for name in far for layout in WIDE_LAYOUTS[: 1 + gpu])]
+
+
+def _of_layers(function: str, space: Space) -> list[Case]:
+    """Expert MLPs: likewise."""
+    rows, *_ = covering(axes_mlp.LOW_AXES[function], lambda row: axes_mlp.low_legal(function, row, space))
+    chosen = rows if space.device == "cuda" else _one_of_each(rows)
+    cases = [replace(axes_mlp.low_case(function, row), seed=index) for index, row in enumerate(chosen)]
+    return [replace(case, law=_law_in_turn(case, index, space)) for index, case in enumerate(cases)]
+
+
+def _law_in_turn(case: Case, index: int, space: Space) -> str:
+    """A law of every case; of every third in an interpreter, which takes as long again for it."""
+    laws = space.laws(case)
+    return laws[index % len(laws)] if space.device == "cuda" or index % LAWFUL == 0 else ""
 
 
 def _one_of_each(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Cases of the whole router over several steps."""
+"""Cases of the whole router over several steps, some of them over ranks."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from conformance.case import Case
 from conformance.contracts.route import RouteCase
+from conformance.strategies.shared_out import maybe_shared_out
 from conformance.strategies.space import POISONS, Space, mostly, some_of
 
 SCORES = ("softmax", "softmax_pre", "sigmoid", "sqrtsoftplus")
@@ -45,7 +46,7 @@ def route_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
     if fields["dtype"] == "float32" and draw(st.booleans()):
         fields |= {"capacity": draw(st.integers(1, 8)), "pad": draw(st.booleans()), "policy": draw(st.sampled_from(("probs", "position")))}
     case = RouteCase(function=function, **fields)
-    return replace(case, law=draw(st.sampled_from(space.laws(case))))
+    return draw(maybe_shared_out(replace(case, law=draw(st.sampled_from(space.laws(case)))), space))
 
 
 @st.composite

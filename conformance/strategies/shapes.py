@@ -16,6 +16,7 @@ from conformance.strategies.permuted_quantization import permuted_quantization_s
 from conformance.strategies.quantization import quantize_shapes
 from conformance.strategies.quantized_activations import FUNCTIONS as ACTIVATED_AND_QUANTIZED
 from conformance.strategies.quantized_activations import quantized_activation_shapes
+from conformance.strategies.shared_out import shared_out_shapes
 from conformance.strategies.space import Space
 
 EDGES = ((1, 1), (31, 4), (32, 32), (33, 3), (65, 16), (1023, 8), (1024, 8), (2048, 4))  # experts and top-k
@@ -37,6 +38,8 @@ GRADS = {
     "permute_and_quantize": "tokens+probs",
     **dict.fromkeys(("grouped_mlp", "sequential_mlp"), "rows+fc1_weight+fc2_weight+probs"),
     "shared_experts": "x+fc1_weight+fc2_weight",
+    "latent_projection": "x+weight",
+    "route": "logits",
 }
 WITH_PROBS = ("permute", "unpermute", "sort_chunks", "glu", "activation", "permute_and_quantize", "grouped_mlp", "sequential_mlp", *ACTIVATED_AND_QUANTIZED)
 
@@ -50,7 +53,8 @@ def shape_cases(function: str, space: Space) -> list[Case]:
     with_probs = space.accepts(function, "probs") and function in WITH_PROBS
     if not with_probs:
         grads = grads.removesuffix("+probs")
-    cases = [_case(function, fields | ({"probs": "float32"} if with_probs else {}) | {"grads": grads}) for fields in _shapes(function, space)]
+    shapes = [*_shapes(function, space), *shared_out_shapes(function, space)]
+    cases = [_case(function, fields | ({"probs": "float32"} if with_probs else {}) | {"grads": grads}) for fields in shapes]
     return [replace(case, law=space.laws(case)[i % len(space.laws(case))]) for i, case in enumerate(cases)]
 
 

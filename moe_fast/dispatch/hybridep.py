@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from moe_fast.dispatch import wire
 from moe_fast.dispatch.deduplicated import Sent, add_ranks, send_once
 from moe_fast.dispatch.exchange import check_combined, check_handle, exchanged, size_and_rank
-from moe_fast.permutation import permute, unpermute
-from moe_ref.config import Combined, Dispatched, check_budget, check_dispatch, check_probs, check_tokens, require
+from moe_fast.permutation import _sum_rows, permute, unpermute
+from moe_ref.config import Combined, Dispatched, Recipe, check_budget, check_dispatch, check_probs, check_tokens, check_wire_recipe, require
 
 
 @dataclass(frozen=True)
@@ -35,34 +37,60 @@ def hybridep_dispatch(
     probs: Tensor | None = None,
     align: int | None = None,
     num_rows: int | None = None,
+    recipe: Recipe | None = None,
     group: Any = None,
 ) -> Dispatched:
     """Send each token to the ranks that want it, and write its copies where the experts read them.
 
-    Slots, padding, budget and the tree of the gradient are those of `moe_ref.hybridep_dispatch`.
+    Slots, padding, budget and the tree of the gradient are those of `moe_ref.hybridep_dispatch`. With a recipe each token is quantised once,
+    here, and its codes and scales travel as bytes: the same bits as of rows that are quantised where they arrive.
 
     Args:
         tokens_TH: this rank's, any dtype.
         routing_map_TE: this rank's.
+        recipe: of scaling "block", or None.
         group: whose ranks hold the experts; None for all.
 
     Returns:
         `Dispatched` of this rank.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_dispatch, check_budget; of this rank's own arguments.
+        ValueError: see `moe_ref.config`: check_dispatch, check_budget, check_wire_recipe; of this rank's own arguments.
     """
     ranks, _ = size_and_rank(group)
     check_dispatch([tokens_TH] * ranks, [routing_map_TE] * ranks, None if probs is None else [probs] * ranks)
     check_budget(align, num_rows)
+    check_wire_recipe(recipe, [tokens_TH])
+    payload, of_zeros = (tokens_TH, None) if recipe is None else wire.packed(tokens_TH, recipe)
     map_TWL = (routing_map_TE != 0).unflatten(1, (ranks, -1))
-    sent, rows = send_once(tokens_TH, map_TWL.any(2), group)
+    sent, payload = send_once(payload, map_TWL.any(2), group)
     own_probs = None if probs is None else sent.own(probs.unflatten(1, (ranks, -1)))
-    rows_DH, map_DL, probs_DL = exchanged(sent.exchange, rows, sent.own(map_TWL), own_probs)
+    rows_DH, map_DL, probs_DL = exchanged(sent.exchange, payload, sent.own(map_TWL), own_probs)
     assert rows_DH is not None and map_DL is not None
     permuted = permute(rows_DH, map_DL, probs=probs_DL, align=align, num_rows=num_rows)
     handle = Handle(sent, map_DL, permuted.row_map, align, num_rows, len(permuted.rows))
-    return Dispatched(permuted.rows, permuted.probs, permuted.tokens_per_expert, handle, permuted.overflow)
+    rows: Any = permuted.rows
+    if recipe is not None and of_zeros is not None:
+        form, source = wire.unpacked(rows, of_zeros, tokens_TH.shape[1]), _Place.apply(tokens_TH, handle)
+        rows = wire.rows_of(form, recipe, tokens_TH.dtype, permuted.tokens_per_expert, source)
+    return Dispatched(rows, permuted.probs, permuted.tokens_per_expert, handle, permuted.overflow)
+
+
+class _Place(torch.autograd.Function):
+    """Where rows stand in the graph that came as codes: a tensor of their shape that is never read. Its gradient is a combine."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, handle: Handle) -> Tensor:
+        ctx.handle = handle
+        return tokens.new_empty(()).expand(handle.rows, tokens.shape[1])  # by nobody: it has no values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None]:
+        sent: Sent = ctx.handle.sent
+        (home,) = exchanged(ctx.handle.exchange.back, _sum_rows(d_rows, None, None, ctx.handle.row_map)[0])
+        assert home is not None
+        return add_ranks(home, sent, [], d_rows.dtype), None
 
 
 def hybridep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = None) -> Tensor:

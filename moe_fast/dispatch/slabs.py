@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ref.config import require
+from moe_ref.config import FP8_BLOCK, require
 
 ALIGNED = 256  # bytes; every region begins at a multiple
 PROB_BYTES = 8  # of the widest prob
@@ -35,7 +35,9 @@ class Room:
     def regions(self) -> dict[str, int]:
         """Bytes of each region."""
         rows, probs = self.rows * self.row_bytes, self.rows * PROB_BYTES
-        return {"counts": 4 * self.ranks * self.experts, "link": 4 * self.rows, "rows": rows, "probs": probs, "sums": rows, "sum_probs": probs}
+        scales = self.rows * 4 * -(-self.row_bytes // (2 * FP8_BLOCK))  # a number of two bytes, or more, becomes one of one
+        sizes = {"counts": 4 * self.ranks * self.experts, "link": 4 * self.rows, "rows": rows, "probs": probs, "scales": scales}
+        return sizes | {"sums": rows, "sum_probs": probs}
 
     def holds(self, other: "Room") -> bool:
         return self.ranks == other.ranks and self.experts >= other.experts and self.rows >= other.rows and self.row_bytes >= other.row_bytes

@@ -14,24 +14,14 @@ from moe_fast.kernels.scores import number, widened
 
 
 @triton.jit
-def load_for_gradient(
-    h_ptr, stride_p, stride_f, p, read, column, width, between, LAYOUT: tl.constexpr, WHOLE: tl.constexpr, dtype: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """(u, v, columns of the result, whether each is v's gradient) of columns of d_h; without a gate u and v are h.
-
-    WHOLE: all columns are gradients of gates or all of values, and lie beside each other in the result, too. Pairs are not asked for here.
-    """
+def load_for_gradient(h_ptr, stride_p, stride_f, p, read, column, width, between, LAYOUT: tl.constexpr, dtype: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(u, v, columns of the result, whether each is v's gradient) of columns of d_h; without a gate u and v are h. Pairs are not asked for here."""
     n = column + tl.arange(0, BLOCK_N)
     if LAYOUT == "single":
         num_columns = width
         of_value = column < 0
         f = n
         gate = n
-    elif WHOLE:
-        num_columns = 2 * width
-        of_value = column >= width
-        f = n - tl.where(of_value, tl.cast(width, tl.int64), 0)
-        gate = f
     else:
         num_columns = 2 * width
         rest = n % (2 * between)
@@ -74,16 +64,20 @@ def activated_tile(
     ACCUMULATOR: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """x in float32, 0 where nobody's: f(u) · (v + offset) · p; with d_out its gradient, and beside it each row's part of the probs' gradient."""
+    """(x in float32, another x, each row's part of the probs' gradient), 0 where nobody's: x is f(u) · (v + offset) · p; with d_out its gradient.
+
+    WHOLE: columns are those of the gates, and the other x, `width` columns further on, is the values' gradient; otherwise it is x.
+    """
     if d_out_ptr is None:
         u, v = load_gate_and_value(h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, ACCUMULATOR, BLOCK_N)
     else:
-        if LAYOUT == "pairs":
-            u, v = load_gate_and_value(h_ptr, stride_h_p, stride_h_f, p, read, column // 2, width, between, LAYOUT, ACCUMULATOR, BLOCK_N // 2)
-            f = column // 2 + tl.arange(0, BLOCK_N // 2)
+        if LAYOUT == "pairs" or WHOLE:
+            ratio: tl.constexpr = 1 if WHOLE else 2
+            u, v = load_gate_and_value(h_ptr, stride_h_p, stride_h_f, p, read, column // ratio, width, between, LAYOUT, ACCUMULATOR, BLOCK_N // ratio)
+            f = column // ratio + tl.arange(0, BLOCK_N // ratio)
             inside = (p < read)[:, None] & (f < width)[None, :]  # a tile sticks out of its group and of h
         else:
-            u, v, f, of_value, inside = load_for_gradient(h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, WHOLE, ACCUMULATOR, BLOCK_N)
+            u, v, f, of_value, inside = load_for_gradient(h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, ACCUMULATOR, BLOCK_N)
         d_out = tl.load(d_out_ptr + p[:, None] * stride_d_out_p + f[None, :] * stride_d_out_f, mask=inside, other=0.0)
         d_out = widened(d_out, ACCUMULATOR)
     bound = number(clamp, ACCUMULATOR)
@@ -98,9 +92,10 @@ def activated_tile(
     if probs_ptr is not None:
         prob = widened(tl.load(probs_ptr + p * stride_probs, mask=p < read, other=0.0), ACCUMULATOR)[:, None]  # the last tile sticks out
     mine = (p < owned)[:, None]
+    other = 0.0
+    part = 0.0
     if d_out_ptr is None:
         x = value * shifted * prob
-        part = 0.0
     else:
         g = d_out * prob
         x = g * slope * shifted
@@ -110,7 +105,10 @@ def activated_tile(
             if CLAMPED:
                 x = tl.where(free_u, x, 0.0)
                 dv = tl.where(free_v, dv, 0.0)
-            if LAYOUT == "pairs":
+            if WHOLE:
+                other = as_float32(rounded(dv, h_ptr.dtype.element_ty) if ROUNDED else dv)
+                other = tl.where(mine, other, 0.0)
+            elif LAYOUT == "pairs":
                 x = tl.reshape(tl.join(x, dv), [p.shape[0], BLOCK_N])
             else:
                 x = tl.where(of_value, dv, x)
@@ -118,4 +116,12 @@ def activated_tile(
         part = tl.sum(tl.where(counted, d_out * (value * shifted), 0.0), axis=1)
     if ROUNDED:
         x = rounded(x, h_ptr.dtype.element_ty)
-    return tl.where(mine, as_float32(x), 0.0), part
+    return tl.where(mine, as_float32(x), 0.0), other, part
+
+
+@triton.jit
+def steps_of(first, written, begin, steps, num_columns, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A program's steps: none behind what is written, or behind the columns; of WHOLE ones only the gates'."""
+    columns = num_columns // 2 if WHOLE else num_columns
+    there = tl.maximum(tl.minimum(steps, tl.cdiv(columns - begin, BLOCK_N)), 0)
+    return tl.where(first < written, there, 0).to(tl.int32)

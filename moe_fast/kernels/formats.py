@@ -36,11 +36,11 @@ def encoded(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     if HARDWARE and FORMAT == "e5m2":
         return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    MANTISSA: tl.constexpr = 3 if FORMAT == "e4m3" else 2 if FORMAT == "e5m2" else 1
-    BIAS: tl.constexpr = 7 if FORMAT == "e4m3" else 15 if FORMAT == "e5m2" else 1
-    MAX_CODE: tl.constexpr = 0x7E if FORMAT == "e4m3" else 0x7B if FORMAT == "e5m2" else 7
-    NAN_CODE: tl.constexpr = 7 if FORMAT == "e2m1" else 0x7F
-    SIGN: tl.constexpr = 3 if FORMAT == "e2m1" else 7
+    if FORMAT == "e2m1":
+        return encoded_by_sum(x, HARDWARE)
+    MANTISSA: tl.constexpr = 3 if FORMAT == "e4m3" else 2
+    BIAS: tl.constexpr = 7 if FORMAT == "e4m3" else 15
+    MAX_CODE: tl.constexpr = 0x7E if FORMAT == "e4m3" else 0x7B
     DROPPED: tl.constexpr = 23 - MANTISSA
     SPACED: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23  # the bits of the power of two whose spacing is 2^(1 - BIAS - MANTISSA)
     word = x.to(tl.int32, bitcast=True)
@@ -49,8 +49,23 @@ def encoded(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
     spaced = tl.full([], SPACED, tl.int32).to(tl.float32, bitcast=True)
     subnormal = (body.to(tl.float32, bitcast=True) + spaced).to(tl.int32, bitcast=True) - SPACED
     code = tl.minimum(tl.where(body < ((128 - BIAS) << 23), subnormal, normal), MAX_CODE)
-    code = code | (((word >> 31) & 1) << SIGN)
-    return tl.where(body > INFINITY, NAN_CODE, code).to(tl.uint8)
+    code = code | (((word >> 31) & 1) << 7)
+    return tl.where(body > INFINITY, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def encoded_by_sum(x, HARDWARE: tl.constexpr):
+    """The E2M1 codes of products in float32. With 2^e the power of two below |x|, or 1, codes are k + 2e, k = |x| / u, u = 2^(e-1) the spacing there.
+
+    The sum of |x| and u · (2^23 + 6) has spacing u, and so rounds k, in its last bits; its field is e + 149. 6 + 2 · 149 is divisible by 8.
+    """
+    size = tl.minimum(tl.abs(x), E2M1_MAX)  # a NaN becomes 6
+    word = size.to(tl.int32, bitcast=True)
+    spaced = tl.maximum((word & INFINITY) + ((22 << 23) + 6), (149 << 23) + 6)
+    total = (size + spaced.to(tl.float32, bitcast=True)).to(tl.uint32, bitcast=True)
+    signed = x if HARDWARE else tl.where(x == x, x, 0.0)  # there a NaN that an operation makes has no sign
+    sign = signed.to(tl.uint32, bitcast=True) >> 28
+    return ((((total + (total >> 22)) ^ sign) & 7) ^ sign).to(tl.uint8)
 
 
 @triton.jit

@@ -6,9 +6,10 @@ Tiles are those of `moe_fast.kernels.tiles`, each within one group. A maximum ha
 import triton
 import triton.language as tl
 
-from moe_fast.kernels.formats import FLOAT32_MAX, encoded
-from moe_fast.kernels.hadamard import hadamard_tile
+from moe_fast.kernels.formats import FLOAT32_MAX, as_float32, encoded
+from moe_fast.kernels.hadamard import SIZE, hadamard_sums
 from moe_fast.kernels.quantization import E4M3_MAX, E5M2_MAX, INFINITE, fitting_scale, over
+from moe_fast.kernels.rounding import rounded
 from moe_fast.kernels.scores import number
 from moe_fast.kernels.tiles import load_tile, magnitude, place_of_tile
 
@@ -76,30 +77,31 @@ def two_levels_amax_kernel(
     group, first, end, _, _ = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G)
     row = first + tl.arange(0, BLOCK_M)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
-    largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    largest_turned = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    largest = tl.zeros([BLOCK_M, BLOCK_N] if ROW_SCALED else [BLOCK_M // SIZE, 1, BLOCK_N], tl.float32)
+    largest_turned = tl.zeros([BLOCK_M // SIZE, BLOCK_N], tl.float32)
     for i in tl.range(0, tl.where(first < end, steps, 0), num_stages=STAGES):
         column = begin + i * BLOCK_N
-        n = column + tl.arange(0, BLOCK_N)
-        if row_amax_ptr is not None or ROW_SCALED:
+        if ROW_SCALED:
+            n = column + tl.arange(0, BLOCK_N)
             size = magnitude(load_tile(x_ptr, stride_x_m, stride_x_n, row, end, n, num_columns))
             largest = tl.maximum(largest, size)
-        if column_amax_ptr is not None:
-            if ROW_SCALED:
+            if column_amax_ptr is not None:
                 bits = tl.max(size, axis=0).to(tl.int32, bitcast=True)
                 tl.atomic_max(column_amax_ptr + group * num_columns + n, bits, mask=(n < num_columns) & (bits > 0), sem="relaxed")
-            else:
-                turned = hadamard_tile(x_ptr, stride_x_m, stride_x_n, first, end, column, num_columns, False, BLOCK_M, BLOCK_N)
-                largest_turned = tl.maximum(largest_turned, tl.abs(turned))
+        else:
+            turned, size = hadamard_sums(x_ptr, stride_x_m, stride_x_n, first, end, column, num_columns, False, BLOCK_M, BLOCK_N)
+            largest = tl.maximum(largest, size)
+            largest_turned = tl.maximum(largest_turned, tl.max(tl.abs(turned), axis=1))  # rounding keeps the order
     if row_amax_ptr is not None:
-        bits = tl.max(largest, axis=1).to(tl.int32, bitcast=True)
         if ROW_SCALED:
+            bits = tl.max(largest, axis=1).to(tl.int32, bitcast=True)
             tl.atomic_max(row_amax_ptr + row, bits, mask=(row < end) & (bits > 0), sem="relaxed")
         else:
-            bits = tl.max(bits, axis=0)
+            bits = tl.max(tl.max(tl.max(largest, axis=2), axis=1), axis=0).to(tl.int32, bitcast=True)
             tl.atomic_max(row_amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # the rest of x has no end, and no amax
     if column_amax_ptr is not None and not ROW_SCALED:
-        bits = tl.max(tl.max(largest_turned, axis=1), axis=0).to(tl.int32, bitcast=True)
+        most = as_float32(rounded(tl.max(tl.max(largest_turned, axis=1), axis=0), x_ptr.dtype.element_ty))
+        bits = most.to(tl.int32, bitcast=True)
         tl.atomic_max(column_amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # likewise
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from moe_fast.kernels.formats import as_float32
 from moe_fast.kernels.rounding import rounded
+from moe_fast.kernels.tiles import ending
 
 SIZE = tl.constexpr(16)
 NEGATIVE = tl.constexpr(0xD7E8)  # a bit for each i with sign_i = -1
@@ -18,17 +19,30 @@ ODD = tl.constexpr(0x6996)  # a bit for each number below 16 with an odd number 
 
 
 @triton.jit
-def hadamard_tile(x_ptr, stride_m, stride_n, first, end, column, num_columns, ADJOINT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_M, BLOCK_N] of the transform, rounded to x's dtype, in float32; rows from `end` on are 0. ADJOINT: sign_j in place of sign_i."""
-    block = (first + tl.arange(0, BLOCK_M // SIZE) * SIZE)[:, None, None]
-    n = (column + tl.arange(0, BLOCK_N))[None, None, :]
+def hadamard_sums(x_ptr, stride_m, stride_n, first, end, column, num_columns, ADJOINT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The transform, [BLOCK_M / 16, 16, BLOCK_N] in float32, and max |x| of each sixteen, [BLOCK_M / 16, 1, BLOCK_N]; rows from `end` on are 0."""
+    block = (tl.arange(0, BLOCK_M // SIZE) * SIZE)[:, None, None]
+    n = tl.arange(0, BLOCK_N)[None, None, :]
     j = tl.arange(0, SIZE)[None, :, None]
+    corner = x_ptr + first * stride_m + column * stride_n
+    there = n < (num_columns - column).to(tl.int32)
     total = tl.zeros([BLOCK_M // SIZE, SIZE, BLOCK_N], tl.float32)
+    largest = tl.zeros([BLOCK_M // SIZE, 1, BLOCK_N], tl.float32)
     for i in tl.static_range(SIZE):
-        inside = (block + i < end) & (n < num_columns)  # a tile sticks out of its group and of x
-        quarter = as_float32(tl.load(x_ptr + (block + i) * stride_m + n * stride_n, mask=inside, other=0.0)) * 0.25
+        inside = (block + i < ending(first, end, BLOCK_M)) & there  # a tile sticks out of its group and of x
+        place = corner + (block + i).to(tl.int64) * stride_m + n.to(tl.int64) * stride_n
+        x = as_float32(tl.load(place, mask=inside, other=0.0))
+        largest = tl.maximum(largest, tl.abs(x))  # passes over NaN
+        quarter = x * 0.25
         negative = ((tl.full([], ODD, tl.int32) >> (i & j)) ^ (tl.full([], NEGATIVE, tl.int32) >> (j if ADJOINT else i))) & 1
         total = tl.where(negative == 1, total - quarter, total + quarter)
+    return total, largest
+
+
+@triton.jit
+def hadamard_tile(x_ptr, stride_m, stride_n, first, end, column, num_columns, ADJOINT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N] of the transform, rounded to x's dtype, in float32; rows from `end` on are 0. ADJOINT: sign_j in place of sign_i."""
+    total, _ = hadamard_sums(x_ptr, stride_m, stride_n, first, end, column, num_columns, ADJOINT, BLOCK_M, BLOCK_N)
     return as_float32(rounded(tl.reshape(total, [BLOCK_M, BLOCK_N]), x_ptr.dtype.element_ty))
 
 

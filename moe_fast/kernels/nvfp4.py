@@ -12,7 +12,7 @@ from moe_fast.kernels.formats import E2M1_MAX, FLOAT32_MAX, encoded, encoded_ran
 from moe_fast.kernels.four_over_six import better_of_two, multiplier_of
 from moe_fast.kernels.hadamard import hadamard_tile
 from moe_fast.kernels.quantization import fitting_scale
-from moe_fast.kernels.tiles import block_amax, load_tile, place_of_tile, spread
+from moe_fast.kernels.tiles import block_amax, load_tile_from, place_of_tile, spread, store_blocks, store_tile
 
 SIZE = tl.constexpr(16)  # of a block
 
@@ -87,17 +87,14 @@ def quantize_form(
             x.shape[1],
         )
     scaled = x * spread(multiplier_of(stored, encoding), BLOCK_R, BLOCK_C)
-    inside = (row < written)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of x
     if noise_ptr is None:
         code = encoded(scaled, "e2m1", HARDWARE)
     else:
+        inside = (row < written)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of x
         noise = tl.load(noise_ptr + row[:, None] * stride_noise_m + n[None, :] * stride_noise_n, mask=inside, other=0.0)
         code = encoded_randomly(scaled, noise)
-    tl.store(codes_ptr + row[:, None] * num_columns + n[None, :], code, mask=inside)
-    m = tl.arange(0, x.shape[0] // BLOCK_R)
-    n = column // BLOCK_C + tl.arange(0, x.shape[1] // BLOCK_C)
-    inside = (first + m * BLOCK_R < written)[:, None] & (n * BLOCK_C < num_columns)[None, :]  # likewise
-    tl.store(scale_ptr + (first // BLOCK_R + m)[:, None] * (num_columns // BLOCK_C) + n[None, :], stored, mask=inside)
+    store_tile(codes_ptr, code, first, written, column, num_columns)
+    store_blocks(scale_ptr, num_columns // BLOCK_C, 1, stored, first // BLOCK_R, first, written, column, num_columns, BLOCK_R, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
@@ -140,12 +137,11 @@ def quantize_two_levels_kernel(
     """Codes and scales of blocks of 1 × 16, of 16 × 1, or both of one pass; SQUARE: of 16 × 16. TRANSFORMED: the columnwise form."""
     tile = tl.program_id(0) // parts
     group, first, _, owned, written = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G)
-    row = first + tl.arange(0, BLOCK_M)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     for i in tl.range(0, tl.where(first < written, steps, 0), num_stages=STAGES):
         column = begin + i * BLOCK_N
         if row_codes_ptr is not None or not TRANSFORMED:
-            x = load_tile(x_ptr, stride_x_m, stride_x_n, row, owned, column + tl.arange(0, BLOCK_N), num_columns)
+            x = load_tile_from(x_ptr, stride_x_m, stride_x_n, first, owned, column, num_columns, BLOCK_M, BLOCK_N)
         if row_codes_ptr is not None:
             quantize_form(
                 x,

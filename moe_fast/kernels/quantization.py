@@ -9,7 +9,7 @@ import triton.language as tl
 from moe_fast.kernels.formats import INFINITY, LARGEST_POWER, encoded, encoded_up, power_of_two
 from moe_fast.kernels.rounding import rounded
 from moe_fast.kernels.scores import number
-from moe_fast.kernels.tiles import block_amax, load_tile, place_of_tile, spread
+from moe_fast.kernels.tiles import block_amax, load_tile_from, place_of_tile, spread, store_blocks, store_tile
 
 E4M3_MAX = tl.constexpr(448.0)  # OCP OFP8 1.0
 E5M2_MAX = tl.constexpr(57344.0)
@@ -93,17 +93,11 @@ def quantize_blocks(
     amax = block_amax(x, BLOCK_R, BLOCK_C)
     multiplier, stored = block_scale(amax, epsilon, infinity, RULE, FORMAT, POWER_OF_TWO)
     code = encoded(x * spread(multiplier, BLOCK_R, BLOCK_C), FORMAT, HARDWARE)
-    row = first + tl.arange(0, x.shape[0])
-    n = column + tl.arange(0, x.shape[1])
-    inside = (row < written)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of x
-    tl.store(codes_ptr + row[:, None] * num_columns + n[None, :], code, mask=inside)
-    m = tl.arange(0, x.shape[0] // BLOCK_R)
+    store_tile(codes_ptr, code, first, written, column, num_columns)
     block = tile if RULE == "amax" and BLOCK_R > 1 else first // BLOCK_R
-    n = column // BLOCK_C + tl.arange(0, x.shape[1] // BLOCK_C)
-    inside = (first + m * BLOCK_R < written)[:, None] & (n * BLOCK_C < num_columns)[None, :]  # likewise
-    place = (block + m)[:, None] * stride_m + n[None, :] * stride_n
-    tl.store(scale_ptr + place, stored.to(scale_ptr.dtype.element_ty), mask=inside)
-    tl.store(amax_ptr + place, rounded(amax, amax_ptr.dtype.element_ty), mask=inside)  # exact: it is a number of that dtype
+    store_blocks(scale_ptr, stride_m, stride_n, stored.to(scale_ptr.dtype.element_ty), block, first, written, column, num_columns, BLOCK_R, BLOCK_C)
+    exact = rounded(amax, amax_ptr.dtype.element_ty)  # it is a number of that dtype
+    store_blocks(amax_ptr, stride_m, stride_n, exact, block, first, written, column, num_columns, BLOCK_R, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"])
@@ -154,8 +148,7 @@ def quantize_blocks_kernel(
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     for i in tl.range(0, tl.where(first < written, steps, 0), num_stages=STAGES):
         column = begin + i * BLOCK_N
-        n = column + tl.arange(0, BLOCK_N)
-        x = load_tile(x_ptr, stride_x_m, stride_x_n, row, read, n, num_columns)
+        x = load_tile_from(x_ptr, stride_x_m, stride_x_n, first, read, column, num_columns, BLOCK_M, BLOCK_N)
         if not ALIGNED:  # noqa: SIM102 - known to the compiler; what follows is not
             if first + BLOCK_M > owned:  # few tiles
                 x = tl.where((row < owned)[:, None], x, 0.0)

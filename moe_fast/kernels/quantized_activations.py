@@ -7,11 +7,11 @@ holds is `moe_fast.kernels.activated_tiles`.
 import triton
 import triton.language as tl
 
-from moe_fast.kernels.activated_tiles import activated_tile
+from moe_fast.kernels.activated_tiles import activated_tile, steps_of
 from moe_fast.kernels.formats import FLOAT32_MAX, encoded
 from moe_fast.kernels.quantization import E4M3_MAX, E5M2_MAX, fitting_scale, over, quantize_blocks
 from moe_fast.kernels.scores import number
-from moe_fast.kernels.tiles import magnitude, place_of_tile
+from moe_fast.kernels.tiles import ending, magnitude, place_of_tile, store_tile
 
 
 @triton.jit(do_not_specialize=["stride_probs", "stride_splits", "num_rows", "num_groups", "parts", "steps", "offset", "clamp", "alpha", "epsilon", "infinity"])
@@ -72,25 +72,25 @@ def quantize_activated_blocks_kernel(
     """Codes, scales and amax of blocks of 1 × BLOCK, of BLOCK × 1, or both of one load."""
     tile = tl.program_id(0) // parts
     _, first, read, owned, written = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G)
-    p = first + tl.arange(0, BLOCK_M)
+    p = tl.arange(0, BLOCK_M).to(tl.int64)
     least = number(epsilon, tl.float32)
     most = number(infinity, tl.float32)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     total = tl.zeros([BLOCK_M], ACCUMULATOR)
-    for i in tl.range(0, tl.where(first < written, steps, 0), num_stages=STAGES):
+    for i in tl.range(0, steps_of(first, written, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
         column = begin + i * BLOCK_N
-        x, part = activated_tile(
-            d_out_ptr,
+        x, other, part = activated_tile(
+            None if d_out_ptr is None else d_out_ptr + first * stride_d_out_p,
             stride_d_out_p,
             stride_d_out_f,
-            h_ptr,
+            h_ptr + first * stride_h_p,
             stride_h_p,
             stride_h_f,
-            probs_ptr,
+            None if probs_ptr is None else probs_ptr + first * stride_probs,
             stride_probs,
             p,
-            read,
-            owned,
+            ending(first, read, BLOCK_M),
+            ending(first, owned, BLOCK_M),
             column,
             width,
             between,
@@ -106,52 +106,56 @@ def quantize_activated_blocks_kernel(
             BLOCK_N,
         )
         total += part
-        if row_codes_ptr is not None:
-            quantize_blocks(
-                x,
-                row_codes_ptr,
-                row_scale_ptr,
-                row_amax_ptr,
-                stride_row_m,
-                stride_row_n,
-                tile,
-                first,
-                written,
-                column,
-                num_columns,
-                least,
-                most,
-                RULE,
-                FORMAT,
-                POWER_OF_TWO,
-                HARDWARE,
-                1,
-                BLOCK,
-            )
-        if column_codes_ptr is not None:
-            quantize_blocks(
-                x,
-                column_codes_ptr,
-                column_scale_ptr,
-                column_amax_ptr,
-                stride_column_m,
-                stride_column_n,
-                tile,
-                first,
-                written,
-                column,
-                num_columns,
-                least,
-                most,
-                RULE,
-                FORMAT,
-                POWER_OF_TWO,
-                HARDWARE,
-                BLOCK,
-                1,
-            )
+        for half in tl.static_range(2 if WHOLE else 1):
+            if half == 1:
+                x = other
+                column += width
+            if row_codes_ptr is not None:
+                quantize_blocks(
+                    x,
+                    row_codes_ptr,
+                    row_scale_ptr,
+                    row_amax_ptr,
+                    stride_row_m,
+                    stride_row_n,
+                    tile,
+                    first,
+                    written,
+                    column,
+                    num_columns,
+                    least,
+                    most,
+                    RULE,
+                    FORMAT,
+                    POWER_OF_TWO,
+                    HARDWARE,
+                    1,
+                    BLOCK,
+                )
+            if column_codes_ptr is not None:
+                quantize_blocks(
+                    x,
+                    column_codes_ptr,
+                    column_scale_ptr,
+                    column_amax_ptr,
+                    stride_column_m,
+                    stride_column_n,
+                    tile,
+                    first,
+                    written,
+                    column,
+                    num_columns,
+                    least,
+                    most,
+                    RULE,
+                    FORMAT,
+                    POWER_OF_TWO,
+                    HARDWARE,
+                    BLOCK,
+                    1,
+                )
     if part_ptr is not None:
-        tl.store(part_ptr + p * parts + tl.program_id(0) % parts, total, mask=p < written)  # a tile sticks out of its group
+        tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)  # a tile sticks out of its group
 
 
 @triton.jit(do_not_specialize=["stride_probs", "stride_splits", "num_rows", "num_groups", "parts", "steps", "offset", "clamp", "alpha"])
@@ -194,22 +198,22 @@ def activated_group_amax_kernel(
     """max |x| over each group. Bits of numbers ≥ 0 are in the order of the numbers, and a maximum has no order: programs meet in an atomic."""
     tile = tl.program_id(0) // parts
     group, first, end, _, _ = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G)
-    p = first + tl.arange(0, BLOCK_M)
+    p = tl.arange(0, BLOCK_M).to(tl.int64)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for i in tl.range(0, tl.where(first < end, steps, 0), num_stages=STAGES):
-        x, _part = activated_tile(
-            d_out_ptr,
+    for i in tl.range(0, steps_of(first, end, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
+        x, other, _part = activated_tile(
+            None if d_out_ptr is None else d_out_ptr + first * stride_d_out_p,
             stride_d_out_p,
             stride_d_out_f,
-            h_ptr,
+            h_ptr + first * stride_h_p,
             stride_h_p,
             stride_h_f,
-            probs_ptr,
+            None if probs_ptr is None else probs_ptr + first * stride_probs,
             stride_probs,
             p,
-            end,
-            end,
+            ending(first, end, BLOCK_M),
+            ending(first, end, BLOCK_M),
             begin + i * BLOCK_N,
             width,
             between,
@@ -225,6 +229,8 @@ def activated_group_amax_kernel(
             BLOCK_N,
         )
         largest = tl.maximum(largest, magnitude(x))
+        if WHOLE:
+            largest = tl.maximum(largest, magnitude(other))
     bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
     tl.atomic_max(amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # the rest of x has no end, and no amax
 
@@ -301,24 +307,24 @@ def cast_activated_groups_kernel(
         if tl.program_id(0) == 0:
             amax_G = tl.load(amax_ptr + g, mask=real, other=0).to(tl.float32, bitcast=True)
             tl.store(inverse_ptr + g, over(1.0, fitting_scale(amax_G, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)), mask=real)
-    p = first + tl.arange(0, BLOCK_M)
+    p = tl.arange(0, BLOCK_M).to(tl.int64)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     total = tl.zeros([BLOCK_M], ACCUMULATOR)
-    for i in tl.range(0, tl.where(first < written, steps, 0), num_stages=STAGES):
+    for i in tl.range(0, steps_of(first, written, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
         column = begin + i * BLOCK_N
-        x, part = activated_tile(
-            d_out_ptr,
+        x, other, part = activated_tile(
+            None if d_out_ptr is None else d_out_ptr + first * stride_d_out_p,
             stride_d_out_p,
             stride_d_out_f,
-            h_ptr,
+            h_ptr + first * stride_h_p,
             stride_h_p,
             stride_h_f,
-            probs_ptr,
+            None if probs_ptr is None else probs_ptr + first * stride_probs,
             stride_probs,
             p,
-            read,
-            owned,
+            ending(first, read, BLOCK_M),
+            ending(first, owned, BLOCK_M),
             column,
             width,
             between,
@@ -334,13 +340,15 @@ def cast_activated_groups_kernel(
             BLOCK_N,
         )
         total += part
-        n = column + tl.arange(0, BLOCK_N)
-        inside = (p < written)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of x
-        tl.store(codes_ptr + p[:, None] * num_columns + n[None, :], encoded(x * scale, FORMAT, HARDWARE), mask=inside)
-        if given_ptr is not None:
-            largest = tl.maximum(largest, magnitude(x))
+        for half in tl.static_range(2 if WHOLE else 1):
+            if half == 1:
+                x = other
+                column += width
+            store_tile(codes_ptr, encoded(x * scale, FORMAT, HARDWARE), first, written, column, num_columns)
+            if given_ptr is not None:
+                largest = tl.maximum(largest, magnitude(x))
     if part_ptr is not None:
-        tl.store(part_ptr + p * parts + tl.program_id(0) % parts, total, mask=p < written)  # likewise
+        tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)  # likewise
     if given_ptr is not None:
         bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
         tl.atomic_max(amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed")  # the rest of x is not read

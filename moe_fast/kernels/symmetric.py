@@ -5,6 +5,8 @@ final places: row i of a region is row i of the experts' buffer there. Of the ro
 duplicates are removed; `link` says which rows are first, and which row of the same token follows each.
 
     link[i] = FIRST · (row i travelled) + (1 + the token's next row here, or 0)
+
+Where there are regions for scales, rows travel as codes and scales, made where the token is read.
 """
 
 import triton
@@ -12,6 +14,7 @@ import triton.language as tl
 
 from moe_fast.kernels.metadata import RANK, segments_of
 from moe_fast.kernels.permutation import fill_gaps, find_lists, load_slot
+from moe_fast.kernels.quantized_rows import BLOCK, blocks_of, encode_rows, fill_scales
 from moe_fast.kernels.rounding import rounded
 
 FIRST = tl.constexpr(1 << 30)
@@ -91,10 +94,12 @@ def slab_layout_kernel(
         "stride_probs_e",
         "stride_base_b",
         "stride_base_e",
+        "epsilon",
+        "infinity",
     ]
 )
 def push_kernel(
-    # tokens and probs, as bits
+    # tokens, as bits unless they are quantised, and probs, as bits
     tokens_ptr,
     stride_tokens_t,
     stride_tokens_h,
@@ -104,6 +109,7 @@ def push_kernel(
     start_ptr,  # what is added to a row for its expert, or none
     # regions of all ranks; links, and the lists of rows, only where the lists hold ranks
     rows_table_ptr,
+    scales_table_ptr,
     probs_table_ptr,
     link_table_ptr,
     row_slots_ptr,
@@ -120,6 +126,11 @@ def push_kernel(
     local_experts,
     num_columns,
     num_rows,
+    # numbers, as bits of a float64
+    epsilon,
+    infinity,
+    POWER_OF_TWO: tl.constexpr,
+    HARDWARE: tl.constexpr,
     ONCE: tl.constexpr,  # a token's first row on each rank alone
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -159,14 +170,22 @@ def push_kernel(
         in_row = (h < num_columns)[None, :]  # the last block sticks out
         inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
         token = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0)
+        if scales_table_ptr is not None:
+            sent_as, stored = encode_rows(token, epsilon, infinity, POWER_OF_TWO, HARDWARE)
+            b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
+        else:
+            sent_as = token
         list_t_ptr, base_t_ptr, num_slots = find_lists(slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts)
         last = tl.full([BLOCK_T], -1, tl.int64)
         for j in range(tl.max(num_slots, axis=0)):
             expert, row, live = find_row(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, start_ptr, t, j, num_slots, num_tokens, num_experts, num_rows)
             rank = expert // local_experts
             sent = live & (rank != last) if ONCE else live
-            rows_ptr = at_rank(rows_table_ptr, rank, sent, tokens_ptr.dtype.element_ty)
-            tl.store(rows_ptr[:, None] + row[:, None] * num_columns + h[None, :], token, mask=sent[:, None] & in_row)  # others are not written
+            rows_ptr = at_rank(rows_table_ptr, rank, sent, sent_as.dtype)
+            tl.store(rows_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row)  # others are not written
+            if scales_table_ptr is not None:
+                place = row[:, None] * tl.cdiv(num_columns, BLOCK) + b[None, :]
+                tl.store(at_rank(scales_table_ptr, rank, sent, tl.float32)[:, None] + place, stored, mask=sent[:, None] & in_blocks[None, :])  # likewise
             last = tl.where(live, rank, last)
 
 
@@ -179,14 +198,18 @@ def find_row(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, start_ptr, t, j, n
     return expert, row, live & (row < num_rows)  # rows behind the buffer are dropped
 
 
-@triton.jit(do_not_specialize=["tail_lanes", "local_experts", "num_rows"])
+@triton.jit(do_not_specialize=["tail_lanes", "local_experts", "num_rows", "epsilon", "infinity"])
 def spread_kernel(
     # what has arrived in the slab, as bits
     arrived_ptr,
+    arrived_scales_ptr,
     arrived_probs_ptr,
     link_ptr,
-    # results, contiguous
+    # results, contiguous but for scales
     rows_ptr,
+    scale_ptr,
+    stride_scale_m,
+    stride_scale_n,
     row_probs_ptr,
     kept_link_ptr,
     # rows without a token
@@ -196,10 +219,17 @@ def spread_kernel(
     local_experts,
     num_columns,
     num_rows,
+    # numbers, as bits of a float64
+    epsilon,
+    infinity,
+    POWER_OF_TWO: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Each row that has travelled is copied to all rows of its token. The last programs write zeros into the padding, and behind the segments."""
+    """Each row that has travelled is copied to all rows of its token. The last programs write zeros into the padding, and behind the segments.
+
+    Scales behind the segments are not written.
+    """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     column = tl.program_id(0) % columns
     row = (tl.program_id(0) // columns).to(tl.int64)
@@ -211,14 +241,25 @@ def spread_kernel(
             h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
             in_row = h < num_columns  # the last block sticks out
             tile = tl.load(arrived_ptr + row * num_columns + h, mask=in_row, other=0)
+            if scale_ptr is not None:
+                b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
+                stored = tl.load(arrived_scales_ptr + row * tl.cdiv(num_columns, BLOCK) + b, mask=in_blocks, other=0.0)
             place = row
             while place >= 0:
                 tl.store(rows_ptr + place * num_columns + h, tile, mask=in_row)
+                if scale_ptr is not None:
+                    tl.store(scale_ptr + place * stride_scale_m + b * stride_scale_n, stored, mask=in_blocks)
                 if column == 0 and row_probs_ptr is not None:
                     tl.store(row_probs_ptr + place, tl.load(arrived_probs_ptr + place))
                 place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
     else:
-        fill_gaps(rows_ptr, row_probs_ptr, gap_ptr, row - num_rows, column, tail_lanes, local_experts, num_columns, num_rows, 1, BLOCK_R, BLOCK_H)
+        lane = row - num_rows
+        fill_gaps(rows_ptr, row_probs_ptr, gap_ptr, lane, column, tail_lanes, local_experts, num_columns, num_rows, 1, BLOCK_R, BLOCK_H)
+        if scale_ptr is not None:
+            fill_scales(
+                scale_ptr, stride_scale_m, stride_scale_n, gap_ptr, lane, column, local_experts, num_columns, num_rows,
+                epsilon, infinity, POWER_OF_TWO, BLOCK_R, BLOCK_H,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stride_rows_p", "num_rows"])

@@ -60,6 +60,43 @@ def load_tile(x_ptr, stride_m, stride_n, row, read, column, num_columns):
 
 
 @triton.jit
+def load_tile_from(x_ptr, stride_m, stride_n, first, read, column, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N] of x in float32, from row `first` and `column` on; 0 from row `read` on. Only one address is long."""
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    corner = x_ptr + first * stride_m + column * stride_n
+    place = corner + m[:, None].to(tl.int64) * stride_m + n[None, :].to(tl.int64) * stride_n
+    inside = (m < ending(first, read, BLOCK_M))[:, None] & (n < (num_columns - column).to(tl.int32))[None, :]  # it sticks out of its group and of x
+    return as_float32(tl.load(place, mask=inside, other=0.0))
+
+
+@triton.jit
+def ending(first, end, BLOCK_M: tl.constexpr):
+    """How many of a tile's rows come before row `end`."""
+    return tl.maximum(tl.minimum(end - first, BLOCK_M), 0).to(tl.int32)
+
+
+@triton.jit
+def store_tile(out_ptr, value, first, written, column, num_columns):
+    """A tile of a contiguous result, up to row `written`."""
+    m = tl.arange(0, value.shape[0])
+    n = tl.arange(0, value.shape[1])
+    corner = out_ptr + first * num_columns + column
+    inside = (m < ending(first, written, value.shape[0]))[:, None] & (n < (num_columns - column).to(tl.int32))[None, :]  # likewise
+    tl.store(corner + m[:, None].to(tl.int64) * num_columns + n[None, :], value, mask=inside)
+
+
+@triton.jit
+def store_blocks(out_ptr, stride_m, stride_n, value, block, first, written, column, num_columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """What a tile's blocks have, from row `block` of blocks on, as far as there are blocks."""
+    m = tl.arange(0, value.shape[0])
+    n = tl.arange(0, value.shape[1])
+    corner = out_ptr + block * stride_m + column // BLOCK_C * stride_n
+    inside = (m * BLOCK_R < ending(first, written, value.shape[0] * BLOCK_R))[:, None] & (n * BLOCK_C < (num_columns - column).to(tl.int32))[None, :]
+    tl.store(corner + m[:, None].to(tl.int64) * stride_m + n[None, :].to(tl.int64) * stride_n, value, mask=inside)
+
+
+@triton.jit
 def magnitude(x):
     """|x|, and 0 for a NaN."""
     return tl.where(x == x, tl.abs(x), 0.0)
@@ -76,7 +113,7 @@ def block_amax(x, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
         amax = tl.max(tl.reshape(tl.abs(x), [m, BLOCK_R, n]), axis=1)
     else:
         amax = tl.max(tl.max(tl.reshape(tl.abs(x), [m, BLOCK_R, n, BLOCK_C]), axis=3), axis=1)
-    return tl.where(amax == amax, amax, 0.0)  # a maximum passes over NaN where there is anything else
+    return tl.maximum(amax, 0.0)  # a maximum passes over NaN
 
 
 @triton.jit

@@ -24,6 +24,7 @@ from moe_ref.config.dispatch import (
     check_rows,
     check_slab,
     check_tokens,
+    check_wire_recipe,
 )
 from moe_ref.config.experts import (
     ACCUMULATORS,
@@ -202,6 +203,7 @@ __all__ = [
     "check_topk_routing",
     "check_unpermute",
     "check_update_expert_bias",
+    "check_wire_recipe",
     "is_count",
     "is_number",
     "pads_expert_rows",

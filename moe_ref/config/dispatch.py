@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ref.config.permutation import check_align, check_map
+from moe_ref.config.recipes import Recipe, check_quantize
 from moe_ref.config.rules import MAX_EXPERTS, check_probs, is_count, require
 
 X = TypeVar("X")
@@ -41,7 +42,7 @@ class IndexPolicy:
 class Dispatched(NamedTuple):
     """What a rank gets from `allgather_dispatch`, `alltoall_dispatch` and `hybridep_dispatch`: rows grouped by its own experts."""
 
-    rows: Tensor  # [P,H], the tokens' dtype
+    rows: Any  # [P,H], the tokens' dtype; opaque where a recipe was given: what `quantize` would make of them
     probs: Tensor | None  # [P], the probs' dtype; None when no probs were given
     tokens_per_expert: Tensor  # [L] int64: length of each local expert's segment of `rows`, its padding included
     handle: Any  # opaque: hand it to this implementation's own combine
@@ -145,6 +146,16 @@ def check_budget(align: int | None, num_rows: int | None) -> None:
     check_align(align)
     require(num_rows is None or (is_count(num_rows) and num_rows >= 0), "num_rows", num_rows, "None or an integer ≥ 0")
     require(num_rows is None or num_rows % (align or 1) == 0, "num_rows", num_rows, f"a multiple of align {align}, so that every segment is")
+
+
+def check_wire_recipe(recipe: Recipe | None, tokens: PerRank[Tensor]) -> None:
+    """`recipe` is None, or one whose scales depend on the token's row alone and are as wide as the wire's."""
+    if recipe is None:
+        return
+    right = isinstance(recipe, Recipe) and recipe.scaling == "block"
+    require(right, "recipe", repr(recipe), f"None, or a Recipe of scaling 'block', which gives each {FP8_BLOCK} columns of a token a scale of their own")
+    for own in tokens:
+        check_quantize(own, recipe, "input", None, True, False, None, None)
 
 
 def check_rank_indices(tokens: PerRank[Tensor], indices: PerRank[Tensor], probs: PerRank[Tensor] | None, num_experts: int) -> None:

@@ -6,14 +6,16 @@ expert tensor parallelism the experts are those of `flatten_experts`.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ref.config import Combined, Dispatched, PerRank, check_budget, check_dispatch, check_rank_probs, check_tokens, require
+from moe_ref.config import Combined, Dispatched, PerRank, Recipe, check_budget, check_dispatch, check_rank_probs, check_tokens, check_wire_recipe, require
 from moe_ref.dispatch.exchange import Handle, move, move_probs, plan_of, row_cells
 from moe_ref.dispatch.trees import sum_experts_then_ranks
 from moe_ref.permutation import sum_rows
+from moe_ref.quantization import quantize
 from moe_ref.rounding import accumulator_dtype
 from moe_ref.route_plan import Layout, RoutePlan, plan_of_maps
 
@@ -25,6 +27,7 @@ def hybridep_dispatch(
     probs: PerRank[Tensor] | None = None,
     align: int | None = None,
     num_rows: int | None = None,
+    recipe: Recipe | None = None,
 ) -> list[Dispatched]:
     """Send each token to the ranks that want it, and write its copies where the experts read them.
 
@@ -37,6 +40,13 @@ def hybridep_dispatch(
     So of a budget that is too small the last experts lose first, and of an expert the last ranks and tokens; what stays stands where it would
     stand without a budget. Padding rows are zero, with probability 0. Rows behind the last segment are unspecified (zero here).
 
+    With a recipe the rows come as 1×128 codes and scales:
+
+        quantized = quantize(rows, recipe, splits=tokens_per_expert)
+
+    A scale depends on its own row alone, so that a token may as well be quantised once, before it is sent: codes and scales that travel as
+    bytes are the same bits, and are about half as many as those of bfloat16. Padding has the codes and scales of zeros.
+
     Args:
         tokens: [T_r,H] of each rank, any dtype; copied bit by bit. HybridEP needs the same T_r everywhere, and
             Megatron makes it so by tokens that nobody wants, which change no rank's rows; here it is any.
@@ -44,21 +54,27 @@ def hybridep_dispatch(
         probs: [T_r,E] floating point (HybridEP takes float32), or None. A routed token whose probability is 0 is sent like any other.
         align: rows; a positive integer, or None for 1.
         num_rows: rows of every rank's buffer, a multiple of `align`; None for as many as needed.
+        recipe: of scaling "block", or None for rows as they are. The role is "input". (HybridEP is given codes and scales by its caller.)
 
     Returns:
         `Dispatched` of each rank; `tokens_per_expert` are pad[e], as far as they are inside the buffer. Without a budget nothing overflows
-        (HybridEP then leaves its flag unwritten).
+        (HybridEP then leaves its flag unwritten). With a recipe `rows` are opaque, for `codes`, `scales` and `dequantize`; what `amax` says of
+        them is unspecified, for it does not travel.
 
-    Rounding: none in the forward. The gradient of tokens is `hybridep_combine` of the rows' gradient; that of probs is moved.
+    Rounding: none in the forward, but that of `quantize`. The gradient of tokens is `hybridep_combine` of the rows' gradient, or straight
+    through of that of `dequantize(rows)`, which is not quantised; that of probs is moved.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_dispatch, check_budget.
+        ValueError: see `moe_ref.config`: check_dispatch, check_budget, check_wire_recipe.
     """
     check_dispatch(tokens, routing_map, probs)
     check_budget(align, num_rows)
+    check_wire_recipe(recipe, tokens)
     plan = plan_of_maps(routing_map, Layout(align=align, num_rows=num_rows))
     row_tokens = tuple(plan.row_tokens(rank) for rank in range(plan.ranks))
-    rows = move(tokens, row_tokens, _tree(row_tokens, plan))
+    rows: list[Any] = move(tokens, row_tokens, _tree(row_tokens, plan))
+    if recipe is not None:
+        rows = [quantize(own, recipe, splits=lengths).quantized for own, lengths in zip(rows, plan.length_WL, strict=True)]
     row_probs = move_probs(probs, plan)
     handles = [Handle("hybridep", rank, plan, row_tokens) for rank in range(plan.ranks)]
     return [Dispatched(rows[w], row_probs[w], plan.length_WL[w], handles[w], plan.overflow_W[w]) for w in range(plan.ranks)]

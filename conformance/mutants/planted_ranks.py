@@ -1,0 +1,109 @@
+"""Defects of sums over ranks, planted in functions that know no ranks but those sums; see `planted`.
+
+Those named S are mistakes that such sums invite. None shows where all ranks have the same tokens, and most not even in one process. A05 and A07
+of `planted_router`, which are real, show here too.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Wrapper = Callable[..., Any]
+Sum = Callable[[Tensor], Tensor]
+
+
+def _with_sums(function: Wrapper, args: tuple[Any, ...], settings: dict[str, Any], name: str, other: Callable[[Sum], Sum]) -> Any:
+    """The function with another sum in the place of one that it is given."""
+    return function(*args, **settings | ({name: other(settings[name])} if name in settings else {}))
+
+
+def _ranks(total: Sum) -> int:
+    return int(total(torch.ones(())))
+
+
+def _own_counts_times_ranks(route: Wrapper, *args: Any, **settings: Any) -> Any:
+    """What is a sum only where all ranks have the same."""
+    return _with_sums(route, args, settings, "sum_tp_cp", lambda total: lambda x: x * _ranks(total))
+
+
+def _own_tokens_times_ranks(route: Wrapper, *args: Any, **settings: Any) -> Any:
+    """One number is one rank's tokens, or the one that counts the ranks; counts of experts have a dimension."""
+    return _with_sums(route, args, settings, "sum_tp_cp", lambda total: lambda x: total(x) if x.dim() else x * _ranks(total))
+
+
+def _mean_of_counts(route: Wrapper, *args: Any, **settings: Any) -> Any:
+    return _with_sums(route, args, settings, "sum_tp_cp", lambda total: lambda x: total(x) // _ranks(total) if x.dim() else total(x))
+
+
+def _batch_over_one_sequence(route: Wrapper, *args: Any, **settings: Any) -> Any:
+    narrow = settings.get("sum_tp_cp")
+    return _with_sums(route, args, settings, "sum_tp_dp_cp", lambda total: narrow or total)
+
+
+def _counts_summed_each_step(route: Wrapper, *args: Any, **settings: Any) -> Any:
+    """The running counts go through the sum again with every micro-batch."""
+    out, total = route(*args, **settings), settings.get("sum_tp_dp_cp")
+    if total is None:
+        return out
+    return out._replace(state=out.state._replace(tokens_per_expert=total(out.state.tokens_per_expert)))
+
+
+def _bias_by_own_counts(finish_batch: Wrapper, state: Any, config: Any, **settings: Any) -> Any:
+    return finish_batch(state, config, **{name: x for name, x in settings.items() if name != "sum_tp_dp_cp"})
+
+
+def _bias_of_an_idle_rank(finish_batch: Wrapper, state: Any, config: Any, **settings: Any) -> Any:
+    """It takes part in the sum, and leaves the bias as it was."""
+    after = finish_batch(state, config, **settings)
+    idle = not bool(state.tokens_per_expert.any())
+    return after._replace(expert_bias=state.expert_bias) if idle else after
+
+
+def _bias_of_the_first_rank(finish_batch: Wrapper, state: Any, config: Any, **settings: Any) -> Any:
+    """Sums end on one rank, and the others go by what they had."""
+    total = settings.get("sum_tp_dp_cp")
+    elsewhere = dist.is_initialized() and dist.get_rank() > 0
+    if total is not None and elsewhere:
+        settings["sum_tp_dp_cp"] = lambda x: total(x) * 0 + x
+    return finish_batch(state, config, **settings)
+
+
+class _Averaged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g / dist.get_world_size() if dist.is_initialized() else g
+
+
+def _mean_of_gate_gradients(gate: Wrapper, x: Tensor, weight: Tensor, **settings: Any) -> Any:
+    return gate(x, _Averaged.apply(weight), **settings)
+
+
+def _mean_of_shared_gradients(shared_experts: Wrapper, x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, **settings: Any) -> Any:
+    return shared_experts(x, fc1_weight, _Averaged.apply(fc2_weight), **settings)
+
+
+INVITED = "a mistake that sums over ranks invite"
+LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
+    ("S01", "counts of a balancing loss are this rank's, times the ranks", INVITED, {"route": _own_counts_times_ranks}),
+    (
+        "S02",
+        "a loss per token takes this rank's tokens, times the ranks, for those of all",
+        "Megatron-LM, where ranks have equally many",
+        {"route": _own_tokens_times_ranks},
+    ),
+    ("S03", "counts of a balancing loss are averaged over the ranks", INVITED, {"route": _mean_of_counts}),
+    ("S04", "the global loss counts the ranks of one sequence only", "the wrong group, as in Megatron-LM #5916", {"route": _batch_over_one_sequence}),
+    ("S05", "counts for the expert bias are summed again with every micro-batch", INVITED, {"route": _counts_summed_each_step}),
+    ("S06", "the expert bias moves by this rank's counts", INVITED, {"finish_batch": _bias_by_own_counts}),
+    ("S07", "a rank that had no tokens leaves its expert bias as it was", INVITED, {"finish_batch": _bias_of_an_idle_rank}),
+    ("S08", "only the first rank's expert bias moves by the counts of all", INVITED, {"finish_batch": _bias_of_the_first_rank}),
+    ("S09", "the gradient of the router's weight is divided by the ranks", "partial gradients, as in torchtitan #1878", {"gate": _mean_of_gate_gradients}),
+    ("S10", "the gradient of a shared expert's weight is divided by the ranks", INVITED, {"shared_experts": _mean_of_shared_gradients}),
+)

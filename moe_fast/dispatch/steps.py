@@ -1,0 +1,265 @@
+"""The steps of dispatch and combine on ranks that can address each other's memory; between two of them stands a barrier.
+
+    count → tell all ranks | push | spread, and fill the padding          dispatch
+    | add up a token's rows here | pull                                   combine
+
+They run on one rank as well as on several in one process, which wait for each other in whatever way.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from moe_fast import tuning
+from moe_fast.backend import bits, launch_on
+from moe_fast.dispatch import wire
+from moe_fast.dispatch.slabs import Slab
+from moe_fast.group_scaling import casts_in_hardware
+from moe_fast.kernels import symmetric as kernels
+from moe_fast.metadata import RowMap, empty_slots, walk_map
+from moe_fast.routing import EXACT
+from moe_fast.tuning import ceil_div, power_of_two
+from moe_ref.config import FP8_BLOCK, Recipe
+
+X = TypeVar("X")
+Steps = Generator[None, None, X]  # yields where all ranks must have come
+
+
+@dataclass(frozen=True)
+class Handle:
+    """What combine needs of its dispatch."""
+
+    group: Any
+    ranks: int
+    lists: RowMap  # of rows: where each token's are
+    own_rows: int  # of this rank's buffer; the lists' are the largest of all ranks
+    link_C: Tensor  # which rows have travelled, and the next of the same token
+    gap_2L: Tensor  # begin and end of each local expert's padding
+    overflow_W: Tensor  # of all ranks
+    local_experts: int
+    once: bool
+
+
+def run(steps: Steps[X], slab: Slab) -> X:
+    """One rank's steps, with a barrier between them."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+        slab.barrier()
+
+
+def send(
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor | None,
+    align: int,
+    num_rows: int,
+    slab: Slab,
+    rank: int,
+    group: Any = None,
+    once: bool = True,
+    recipe: Recipe | None = None,
+) -> Steps[tuple[Any, Tensor | None, Tensor, Handle]]:
+    """The steps of dispatch: rows, or with a recipe a form of them, probs, tokens of each expert and the handle."""
+    (num_tokens, num_experts), ranks, device = routing_map.shape, slab.room.ranks, tokens.device
+    local = num_experts // ranks
+    slots = empty_slots(routing_map)
+    walk = walk_map(routing_map, slots)  # the layout that it makes is of one rank's buffer, and not used
+    counts = torch.empty(num_experts, dtype=torch.int32, device=device).copy_(walk.count_E)
+    link = slab.region("link", torch.int32, num_rows).zero_()
+    with launch_on(tokens):
+        kernels.announce_kernel[(ranks,)](counts, slab.tables["counts"], rank, num_experts, BLOCK_E=power_of_two(num_experts))
+    yield
+
+    start = torch.empty(num_experts, dtype=torch.int64, device=device)  # these four: all by slab_layout_kernel
+    tokens_per_expert = torch.empty(local, dtype=torch.int64, device=device)
+    gap = torch.empty((2, local + 1), dtype=torch.int64, device=device)
+    overflow = torch.empty(ranks, dtype=torch.bool, device=device)
+    all_counts = slab.region("counts", torch.int32, ranks * num_experts)
+    sizes = (rank, ranks, num_experts, local, align, num_rows)
+    with launch_on(tokens):
+        results = (start, tokens_per_expert, gap, overflow.view(torch.uint8))
+        kernels.slab_layout_kernel[(1,)](all_counts, *results, *sizes, BLOCK_E=power_of_two(num_experts))
+    ranked = RowMap(slots.slots_TE, slots.num_slots_T, walk.base_EB.t(), gap, walk.tiles * walk.block_tokens, num_tokens, num_experts, num_rows, True, False)
+    lists = ranked.without_bases()
+    # the walk's bases count within this rank's own layout: less the first block's, they are what stands before in the same expert
+    ranked = replace(ranked, base_BE=ranked.base_BE - ranked.base_BE[:1])  # type: ignore[operator,index]
+    push(tokens, probs, start, ranked, lists.slots_TE, slab, local, once, recipe)
+    yield
+
+    kept_link = torch.empty(num_rows, dtype=torch.int32, device=device)  # all by spread_kernel
+    rows, row_probs = spread(tokens, None if probs is None else probs.dtype, link, kept_link, gap, slab, num_rows, local, False, recipe)
+    return rows, row_probs, tokens_per_expert, Handle(group, ranks, lists, num_rows, kept_link, gap, overflow, local, once)
+
+
+def resend(tokens: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab) -> Steps[tuple[Tensor | None, Tensor | None]]:
+    """The steps of a dispatch whose routing is known: the transpose of combine."""
+    yield  # nobody reads an earlier dispatch any more
+    some = tokens if tokens is not None else probs.new_empty((handle.lists.num_tokens, 0))  # type: ignore[union-attr]
+    push(some, probs, None, handle.lists, None, slab, handle.local_experts, handle.once)
+    yield
+    dtype = None if probs is None else probs.dtype
+    rows, row_probs = spread(some, dtype, handle.link_C, None, handle.gap_2L, slab, handle.lists.num_rows, handle.local_experts, whole=True)
+    return None if tokens is None else rows, row_probs
+
+
+def collect(rows: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab) -> Steps[tuple[Tensor | None, Tensor | None]]:
+    """The steps of combine."""
+    yield  # nobody pulls from an earlier combine any more
+    some = rows if rows is not None else probs
+    assert some is not None
+    lists = handle.lists
+    hidden = 0 if rows is None else rows.shape[1]
+    sizes = tuning.for_device(some.device).symmetric
+    columns = max(1, ceil_div(hidden, sizes.columns))
+    accumulator = tl.float64 if rows is not None and rows.dtype == torch.float64 else tl.float32
+    sums = None if rows is None else slab.region("sums", rows.dtype, lists.num_rows * hidden)
+    sum_probs = None if probs is None else bits(slab.region("sum_probs", probs.dtype, lists.num_rows))
+    if lists.num_rows:
+        with launch_on(some):
+            kernels.gather_kernel[(lists.num_rows * columns,)](
+                *((None, 0, 0) if rows is None else (rows.resolve_neg(), *rows.stride())),
+                *((None, 0) if probs is None else (bits(probs), probs.stride(0))),
+                handle.link_C,
+                sums,
+                sum_probs,
+                hidden,
+                lists.num_rows,
+                ACCUMULATOR=accumulator,
+                BLOCK_H=sizes.columns,
+                num_warps=sizes.num_warps,
+            )
+    yield
+
+    shape = (lists.num_tokens, hidden)
+    out = None if rows is None else torch.empty(shape, dtype=rows.dtype, device=some.device)  # all by pull_kernel: whole rows of tokens
+    out_probs = None if probs is None else probs.new_zeros((lists.num_tokens, lists.num_experts))
+    programs = columns * ((ceil_div(lists.num_tokens, sizes.lists) if probs is not None else 0) + (ceil_div(lists.num_tokens, sizes.tokens) if hidden else 0))
+    if programs:
+        with launch_on(some):
+            kernels.pull_kernel[(programs,)](
+                slab.tables["sums"],
+                slab.tables["sum_probs"],
+                out if hidden else None,
+                None if out_probs is None else bits(out_probs),
+                lists.slots_TE,
+                lists.num_slots_T,
+                lists.num_tokens,
+                lists.num_experts,
+                handle.local_experts,
+                hidden,
+                lists.num_rows,
+                ONCE=handle.once,
+                ACCUMULATOR=accumulator,
+                BLOCK_T=sizes.tokens,
+                BLOCK_H=sizes.columns,
+                BLOCK_L=sizes.lists,
+                UNROLL=sizes.unroll,
+                num_warps=sizes.num_warps,
+            )
+    return out, out_probs
+
+
+def push(
+    tokens: Tensor,
+    probs: Tensor | None,
+    start: Tensor | None,
+    row_map: RowMap,
+    row_slots: Tensor | None,
+    slab: Slab,
+    local: int,
+    once: bool,
+    recipe: Recipe | None = None,
+) -> None:
+    """Tokens and probs to their rows on all ranks; with `row_slots`, links there and lists here too. With a recipe, codes and scales of tokens."""
+    sizes, hidden = tuning.for_device(tokens.device).symmetric, tokens.shape[1]
+    columns, num_warps = _tile(sizes, recipe)
+    numbers, settings = wire.rule_of(recipe, tokens)
+    blocks = ceil_div(row_map.num_tokens, sizes.lists) + ceil_div(row_map.num_tokens, sizes.tokens)
+    if blocks == 0:
+        return
+    with launch_on(tokens):
+        kernels.push_kernel[(blocks * max(1, ceil_div(hidden, columns)),)](
+            bits(tokens) if recipe is None else tokens.resolve_neg(),
+            *tokens.stride(),
+            *((None, 0, 0) if probs is None else (bits(probs), *probs.stride())),
+            start,
+            slab.tables["rows"],
+            None if recipe is None else slab.tables["scales"],
+            slab.tables["probs"],
+            slab.tables["link"],
+            row_slots,
+            *row_map.arguments(),
+            row_map.num_tokens,
+            row_map.num_experts,
+            local,
+            hidden,
+            row_map.num_rows,
+            *numbers,
+            **settings,
+            HARDWARE=casts_in_hardware(tokens.device),
+            ONCE=once,
+            BLOCK_T=sizes.tokens,
+            BLOCK_H=columns,
+            BLOCK_L=sizes.lists,
+            num_warps=num_warps,
+            **EXACT,
+        )
+
+
+def spread(
+    like: Tensor,
+    prob_dtype: torch.dtype | None,
+    link: Tensor,
+    kept_link: Tensor | None,
+    gap: Tensor,
+    slab: Slab,
+    num_rows: int,
+    local: int,
+    whole: bool,
+    recipe: Recipe | None = None,
+) -> tuple[Any, Tensor | None]:
+    """What has arrived, in the rows of all its experts; zeros in the padding, and, for the whole of it, behind the segments. With a recipe, a form."""
+    sizes, hidden, device = tuning.for_device(like.device).symmetric, like.shape[1], like.device
+    columns, num_warps = _tile(sizes, recipe)
+    numbers, settings = wire.rule_of(recipe, like)
+    tail = sizes.tail_lanes if whole else 0
+    dtype = like.dtype if recipe is None else torch.uint8
+    rows = torch.empty((num_rows, hidden), dtype=dtype, device=device)  # by spread_kernel; what is left out is nobody's
+    row_probs = None if prob_dtype is None else torch.empty(num_rows, dtype=prob_dtype, device=device)  # likewise
+    blocks = 0 if recipe is None else ceil_div(hidden, FP8_BLOCK)
+    scale = torch.empty((blocks, num_rows), dtype=torch.float32, device=device).T  # likewise; laid out as that of `quantize`
+    with launch_on(like):
+        kernels.spread_kernel[((num_rows + local + tail) * max(1, ceil_div(hidden, columns)),)](
+            bits(slab.region("rows", dtype, num_rows * hidden)),
+            None if recipe is None else slab.region("scales", torch.float32, num_rows * blocks),
+            None if prob_dtype is None else bits(slab.region("probs", prob_dtype, num_rows)),
+            link,
+            bits(rows),
+            *((None, 0, 0) if recipe is None else (scale, *scale.stride())),
+            None if row_probs is None else bits(row_probs),
+            kept_link,
+            gap,
+            max(tail, 1),
+            local,
+            hidden,
+            num_rows,
+            *numbers,
+            **settings,
+            BLOCK_H=columns,
+            BLOCK_R=sizes.fill_rows,
+            num_warps=num_warps,
+            **EXACT,
+        )
+    return rows if recipe is None else wire.form_of(rows, scale), row_probs
+
+
+def _tile(sizes: tuning.Symmetric, recipe: Recipe | None) -> tuple[int, int]:
+    """Columns and warps of a program. Codes are a byte each: half as many lanes write them in pieces as large; and blocks are whole."""
+    return (sizes.columns, sizes.num_warps) if recipe is None else (max(sizes.columns, FP8_BLOCK), max(1, sizes.num_warps // 2))

@@ -1,0 +1,30 @@
+"""Every honest variant loads, and is accepted: a few cases of each function; `benchmarks/honest.py` runs many."""
+
+import pytest
+
+from conformance.contracts.collective import ranks_of
+from conformance.execute.child import Settings
+from conformance.execute.pool import Pool
+from conformance.plan import Section, cases_of
+from conformance.profiles import PROFILES
+from conformance.registry import CONTRACTS
+from conformance.strategies.space import Space
+from tests.variants import HONEST, ROUTERS
+
+EACH = 2
+
+
+@pytest.mark.parametrize("implementation", HONEST + ROUTERS)
+def test_it_is_accepted(implementation):
+    with Pool(Settings(implementation, "cpu")) as pool:
+        description = pool.start()
+        space = Space.of(description)
+        offered = [name for name, about in description["functions"].items() if about["offered"]]
+        cases = []
+        for function in offered:
+            own = cases_of(Section("drawn", function), PROFILES["smoke"], space, 7, [])
+            cases += [case for case in own if not ranks_of(CONTRACTS[function], case)][:EACH]
+        statuses = {case.text: outcome for case, outcome in pool.run(cases)}
+    assert offered
+    assert {text: (o.finding, o.reason) for text, o in statuses.items() if o.status not in ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")} == {}
+    assert any(outcome.status == "PASS" for outcome in statuses.values())
