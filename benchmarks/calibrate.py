@@ -84,7 +84,7 @@ def grouped(device: str, dtype: torch.dtype, runs: int) -> Iterator[Run]:
         a = torch.from_numpy(source.standard_normal((320, terms))).to(dtype)
         b = torch.from_numpy(source.standard_normal((4, columns, terms)) / terms**0.5).to(dtype)
         got = torch._grouped_mm(a.to(device), b.to(device).mT, offs=ends.to(device)).cpu()
-        pieces = torch.tensor_split(torch.arange(320), ends[:-1])
+        pieces = torch.tensor_split(torch.arange(320), ends[:-1].long())
         for expert, rows in enumerate(pieces):
             reference = contraction(a[rows].float(), b[expert].float(), WHOLE_PRODUCT).to(dtype)
             yield f"{terms} terms", ratios(expected_product(a[rows], b[expert], reference), got[rows])

@@ -527,6 +527,23 @@ def test_every_law_has_a_twin_that_must_fail():
     assert {law for law, _, _ in TWINS} == {law.name for laws in ON_A_CPU.values() for law in laws}
 
 
+def adds_by_layout():
+    """A sum whose order, and so its last bit, follows the strides of what is added."""
+
+    def activated(original, h, d_out, recipe, **settings):
+        out = original(h, d_out, recipe, **settings)
+        return out if d_out.is_contiguous() else out._replace(d_probs=torch.nextafter(out.d_probs, torch.zeros(())))
+
+    return wrapped("glu_backward_and_quantize", activated, deterministic=True)
+
+
+def test_no_law_minds_a_sum_whose_order_follows_the_layout():
+    case = replace(ACTIVATED, function="glu_backward_and_quantize", layout="transposed", layout_of="d_out")
+    laws = [law for law in LAWS[case.function].values() if law.device != "cuda" and law.applies(case)]
+    assert "padding_values" in {law.name for law in laws}
+    assert {law.name: outcome_of(replace(case, law=law.name), adds_by_layout()).status for law in laws} == {law.name: "PASS" for law in laws}
+
+
 CALLS = [
     PERMUTE,
     replace(ALIGNED, probs="float32", grads="tokens+probs", map_dtype="int64"),

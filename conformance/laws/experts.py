@@ -55,13 +55,13 @@ def _scaling(trial: Trial) -> Finding | None:
     """Twice the input."""
     name, output = LINEAR[trial.case.function]
     x = trial.problem.tensors[name]
-    twice = replace(trial.problem.with_tensors({name: x * 2}), wanted=(), cotangents={}, layouts={})
+    twice = replace(trial.problem.with_tensors({name: x * 2}), wanted=(), cotangents={})
     return doubled(trial, "scaling", twice, (output,))
 
 
 def _cotangent_scaling(trial: Trial) -> Finding | None:
     """Twice the cotangent."""
-    twice = replace(trial.problem, cotangents={name: x * 2 for name, x in trial.problem.cotangents.items()}, layouts={})
+    twice = replace(trial.problem, cotangents={name: x * 2 for name, x in trial.problem.cotangents.items()})
     return doubled(trial, "cotangent_scaling", twice, tuple(f"d_{name}" for name in trial.problem.wanted))
 
 
@@ -71,7 +71,7 @@ def _neighbour_independence(trial: Trial) -> Finding | None:
     x = trial.problem.required[name].clone()
     middle = trial.case.tokens // 2
     x[middle] = torch.nan
-    second = trial.run(replace(trial.problem.with_tensors({name: x}), layouts={}))
+    second = trial.run(trial.problem.with_tensors({name: x}))
     rows, kept = torch.arange(len(x)) != middle, {}
     for output in judged_outputs(trial):
         kept[output] = rows if of_rows(output) else torch.arange(len(trial.first[output])) != expert_of(trial.problem, middle)
@@ -122,7 +122,7 @@ def regrouped(problem: Problem, rows: Tensor, experts: Tensor, counts: Tensor) -
         return torch.cat([x, torch.full_like(x[:1], torch.nan) if len(x) else x.new_full((1, *x.shape[1:]), torch.nan)])[rows]
 
     cotangents = {name: taken(name, x) for name, x in problem.cotangents.items()}
-    return replace(problem.with_tensors({name: taken(name, x) for name, x in problem.tensors.items()}), cotangents=cotangents, layouts={})
+    return replace(problem.with_tensors({name: taken(name, x) for name, x in problem.tensors.items()}), cotangents=cotangents)
 
 
 def _padding_independence(trial: Trial) -> Finding | None:

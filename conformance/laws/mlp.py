@@ -25,19 +25,19 @@ def _zero_probs(trial: Trial) -> Finding | None:
     right = expected.get("d_probs")
     if isinstance(right, Bounded):
         expected["d_probs"] = replace(right, bound=torch.where(nothing, torch.inf, right.bound))
-    return trial.judged("zero_probs", expected, trial.run(replace(trial.problem.with_tensors({"rows": other}), layouts={})))
+    return trial.judged("zero_probs", expected, trial.run(trial.problem.with_tensors({"rows": other})))
 
 
 def _scaling(trial: Trial) -> Finding | None:
     """Twice the probs."""
     probs = trial.problem.settings["probs"]
-    twice = replace(trial.problem.with_tensors({"probs": probs * 2}), wanted=(), cotangents={}, layouts={})
+    twice = replace(trial.problem.with_tensors({"probs": probs * 2}), wanted=(), cotangents={})
     return doubled(trial, "scaling", twice, ("out",))
 
 
 def _cotangent_scaling(trial: Trial) -> Finding | None:
     """Twice the cotangent."""
-    twice = replace(trial.problem, cotangents={name: x * 2 for name, x in trial.problem.cotangents.items()}, layouts={})
+    twice = replace(trial.problem, cotangents={name: x * 2 for name, x in trial.problem.cotangents.items()})
     return doubled(trial, "cotangent_scaling", twice, tuple(f"d_{name}" for name in trial.problem.wanted))
 
 
@@ -67,9 +67,7 @@ def _one_after_another(trial: Trial) -> Finding | None:
 def _token_reversal(trial: Trial) -> Finding | None:
     """Tokens in the opposite order: each has what it had."""
     problem = trial.problem
-    turned = replace(
-        problem.with_tensors({"x": problem.required["x"].flip(0)}), cotangents={name: x.flip(0) for name, x in problem.cotangents.items()}, layouts={}
-    )
+    turned = replace(problem.with_tensors({"x": problem.required["x"].flip(0)}), cotangents={name: x.flip(0) for name, x in problem.cotangents.items()})
     outputs = {name: x.flip(0) if name in ("out", "d_x") and isinstance(x, Tensor) else x for name, x in trial.run(turned).items()}
     return trial.judged("token_reversal", trial.expected, outputs)
 

@@ -18,8 +18,8 @@ READ = ("amax", "scales", "codes", "values")
 
 
 def _changed(trial: Trial, **tensors: Any) -> Problem:
-    """The call on other values, without gradients and layouts."""
-    return replace(trial.problem.with_tensors(tensors), wanted=(), cotangents={}, layouts={})
+    """The call on other values, without gradients."""
+    return replace(trial.problem.with_tensors(tensors), wanted=(), cotangents={})
 
 
 def _compared(trial: Trial, law: str, kept: Outputs, second: Outputs, problem: Problem) -> Finding | None:

@@ -32,7 +32,7 @@ def _any_of_equals(expected: dict[str, Expectation]) -> dict[str, Expectation]:
 
 def _turned(problem: Problem, turn: Callable[[str, Tensor], Tensor]) -> Problem:
     cotangents = {name: turn(name, x) for name, x in problem.cotangents.items()}
-    return replace(problem.with_tensors({name: turn(name, x) for name, x in problem.tensors.items()}), cotangents=cotangents, layouts={})
+    return replace(problem.with_tensors({name: turn(name, x) for name, x in problem.tensors.items()}), cotangents=cotangents)
 
 
 def _token_reversal(trial: Trial) -> Finding | None:
@@ -94,7 +94,7 @@ def _replay(trial: Trial) -> Finding | None:
     index = _chosen(trial)
     settings = {name: x for name, x in trial.problem.settings.items() if name not in ("expert_bias", "num_groups", "group_topk")}
     cotangents = trial.problem.cotangents
-    outputs = trial.run(replace(trial.problem, settings=settings | {"precomputed_indices": index}, layouts={}, cotangents=cotangents))
+    outputs = trial.run(replace(trial.problem, settings=settings | {"precomputed_indices": index}, cotangents=cotangents))
     return trial.judged("replay", trial.expected, outputs)
 
 
@@ -111,7 +111,7 @@ def _shares(trial: Trial) -> Finding | None:
     parts = []
     for rows in (slice(0, half), slice(half, None)):
         scores = trial.problem.required["scores"][rows].clone()
-        parts.append(trial.run(replace(trial.problem.with_tensors({"scores": scores}), wanted=(), cotangents={}, layouts={}))["loss"])
+        parts.append(trial.run(replace(trial.problem.with_tensors({"scores": scores}), wanted=(), cotangents={}))["loss"])
     whole = settled(trial.expected["loss"], trial.first)
     assert isinstance(whole, Bounded)
     return judge_law("shares", "loss", Bounded(whole.value, 3 * whole.bound, whole.dtype, whole.accumulator), sum(parts))

@@ -24,7 +24,7 @@ def _scaling(trial: Trial) -> Finding | None:
     """Twice the input is exactly twice the output, where runs repeat: a power of two passes through every rounding."""
     into, out = LINEAR[trial.case.function]
     x = trial.problem.tensors[into]
-    twice = replace(trial.problem.with_tensors({into: x * 2}), wanted=(), cotangents={}, layouts={})
+    twice = replace(trial.problem.with_tensors({into: x * 2}), wanted=(), cotangents={})
     outputs = trial.run(twice)
     if not isinstance(trial.expected[out], Exact) and not trial.declared.get("deterministic"):
         return trial.judged("scaling", {out: trial.reference(twice)[out]}, outputs)  # the order of a sum may change from run to run
