@@ -3,18 +3,23 @@
     python benchmarks/honest.py --seeds 5 --profile smoke          # reduced size, for Triton's interpreter
     python benchmarks/honest.py --seeds 20 --profile gate --jobs 6 # on a GPU
 
-One pool of children a variant, so that kernels are compiled once. Prints a line a variant; exit code 1 if any was rejected.
+One pool of children a variant, so that kernels are compiled once. Prints a line a variant; exit code 1 if any was rejected. The cases that no
+seed changes come last. With `--seconds`, a variant draws no case after that time, and the line says how many seeds were drawn whole.
 """
 
 import argparse
+import math
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from itertools import takewhile
 
+from conformance.case import Case
 from conformance.execute.child import Settings
 from conformance.execute.pool import Pool
 from conformance.plan import cases_of, sections
-from conformance.profiles import PROFILES
+from conformance.profiles import PROFILES, Profile
 from conformance.strategies.space import Space
 from tests.variants import HONEST, ROUTERS
 
@@ -26,15 +31,17 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--impl", action="append", help="one of the variants (default: all)")
     parser.add_argument("--function", action="append", help="one of the functions (default: all)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of a variant (default: until all is done)")
     options = parser.parse_args()
     rejected = 0
     for implementation in options.impl or HONEST + ROUTERS:
         started = time.monotonic()
-        counts, kernels, wrong = sweep(implementation, options.seeds, PROFILES[options.profile], options.jobs, options.function)
+        last = started + options.seconds
+        counts, kernels, wrong, seeds = sweep(implementation, options.seeds, PROFILES[options.profile], options.jobs, options.function, last)
         seconds = time.monotonic() - started
         total = sum(counts.values())
         shown = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-        rate = f"{options.seeds} seeds, {seconds:.0f} s ({total / seconds:.0f} a second), {kernels} kernels"
+        rate = f"{seeds} of {options.seeds} seeds, {seconds:.0f} s ({total / seconds:.0f} a second), {kernels} kernels"
         print(f"{implementation}: {len(wrong)} rejected of {total} cases, {rate}; {shown}", flush=True)
         for text in wrong[:3]:
             print(f"    {text}")
@@ -42,21 +49,38 @@ def main() -> int:
     return int(rejected > 0)
 
 
-def sweep(implementation: str, seeds: int, profile, jobs: int, functions: list[str] | None) -> tuple[Counter, int, list[str]]:
-    """Statuses, kernels that were compiled, and what was rejected."""
+def sweep(implementation: str, seeds: int, profile: Profile, jobs: int, functions: list[str] | None, last: float) -> tuple[Counter, int, list[str], int]:
+    """Statuses, kernels that were compiled, what was rejected, and how many seeds were drawn whole before the time `last`."""
     counts: Counter = Counter()
     kernels: set[str] = set()
     wrong = []
+    drawn = 0
+
+    def cases(space: Space) -> Iterator[Case]:
+        nonlocal drawn
+        wanted = [section for section in sections(profile) if functions is None or section.function in functions]
+        for seed in range(seeds):
+            for section in wanted:
+                if section.kind == "drawn":
+                    yield from before(last, cases_of(section, profile, space, seed, []))
+            drawn += time.monotonic() < last
+        for section in wanted:
+            if section.kind != "drawn":
+                yield from before(last, cases_of(section, profile, space, 0, []))
+
     with Pool(Settings(implementation), jobs) as pool:
         space = Space.of(pool.start())
-        wanted = [section for section in sections(profile) if functions is None or section.function in functions]
-        planned = ((section, seed) for seed in range(seeds) for section in wanted if section.kind == "drawn" or not seed)  # fixed ones once
-        for case, outcome in pool.run(case for section, seed in planned for case in cases_of(section, profile, space, seed, [])):
+        for case, outcome in pool.run(cases(space)):
             counts[outcome.status] += 1
             kernels.update(outcome.kernels)
             if outcome.status in ("FAIL", "CRASH", "HANG", "OOM", "BLOCKED", "ERROR"):
                 wrong.append(f"{outcome.status} {outcome.finding or outcome.reason}: {case.text}")
-    return counts, len(kernels), wrong
+    return counts, len(kernels), wrong, drawn
+
+
+def before(last: float, cases: list[Case]) -> Iterator[Case]:
+    """Those that are asked for in time."""
+    return takewhile(lambda _: time.monotonic() < last, cases)
 
 
 if __name__ == "__main__":
