@@ -15,6 +15,7 @@ from conformance.case import Case, case_from
 from conformance.contracts.activation import VALUES as VALUES_ACTIVATED
 from conformance.contracts.activation import ActivationCase, hidden_of
 from conformance.contracts.chunks import ChunksCase
+from conformance.contracts.collective import ranks_of
 from conformance.contracts.dispatching import FUNCTIONS as COLLECTIVES
 from conformance.contracts.dispatching import SPREADS as SPREADS_OF_SLOTS
 from conformance.contracts.dispatching import DispatchCase
@@ -46,6 +47,7 @@ from conformance.strategies.far import far_cases
 from conformance.strategies.logits import REAL_ROUTERS, SINKHORN_SPREADS
 from conformance.strategies.permuted_quantization import kinds as permuted_and_quantized_kinds
 from conformance.strategies.recipes import recipe_cases
+from conformance.strategies.shapes import shape_cases
 from conformance.strategies.space import DTYPES, LAYOUTS, LOGIT_DTYPES, MAP_DTYPES, MOVED_DTYPES, POISONS, Space
 from moe_ref.config import GATED as GATED_KINDS
 from moe_ref.config import PLAIN as PLAIN_KINDS
@@ -756,3 +758,14 @@ def test_what_lies_far_is_there(function):
         masters = problem.tensors | {f"d_{name}": x for name, x in problem.cotangents.items()}
         dim = FAR.index(case.layout) if masters[case.layout_of].dim() > 1 else 0
         assert masters[case.layout_of].shape[dim] > 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("function", [*COLLECTIVES, "route", "shared_experts"])
+def test_a_world_with_less_room_has_all_kinds_of_cases_and_none_of_more_ranks(function, ranks, device):
+    space = Space(device=device, ranks=ranks)
+    cases = [*fixed_cases(function, space), *shape_cases(function, space), *far_cases(function, space), *drawn(strategy(function, space), 3, 6)]
+    asked = [ranks_of(CONTRACTS[function], case) for case in cases if not case.golden and not case.illegal]
+    assert asked
+    assert max(asked) <= ranks

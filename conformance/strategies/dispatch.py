@@ -178,7 +178,7 @@ def as_codes(space: Space, wide: int) -> list[Row]:
     return [
         few | {"fp8": "fp8", "dtype": "bfloat16", "values": "wide"} | padded,
         few | {"fp8": "powers", "dtype": "float16", "spread": "skewed"} | padded | tight,
-        few | {"fp8": "least", "dtype": "bfloat16", "topk": 4, "spread": "ragged", "grads": ""} | padded | ample,
+        few | {"fp8": "least", "dtype": "bfloat16", "local_experts": 4, "topk": 4, "spread": "ragged", "grads": ""} | padded | ample,
         few | {"fp8": "least", "values": "special", "spread": "one_rank"} | padded,
         few | {"fp8": "fp8", "spread": "same", "hidden": wide, "grads": ""} | ample,
         few | {"fp8": "powers", "dtype": "bfloat16", "spread": "local", "local_experts": 33, "topk": 8},
