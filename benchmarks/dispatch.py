@@ -32,6 +32,7 @@ from moe_ref.config import Recipe
 SHAPES = {"deepseek-v3": (7168, 256, 8), "qwen3-235b": (4096, 128, 8), "gptoss-120b": (2880, 128, 4)}  # H, E, K
 ALIGN = 16
 RECIPE = Recipe("block")
+SHARED = 2048  # columns of a shared expert, DeepSeek-V3's
 SLACK = 1.25  # rows of a buffer, in those that even routing would bring
 
 
@@ -63,6 +64,8 @@ class Bench:
         self.probs = torch.rand((num_tokens, experts), device="cuda", generator=noise)
         self.num_rows = int(SLACK * num_tokens * topk) // ALIGN * ALIGN
         self.group = dist.group.WORLD
+        weights = ((2 * SHARED, hidden), (hidden, SHARED))
+        self.shared_weights = [torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=noise) / shape[1] ** 0.5 for shape in weights]
 
     def wire_rows(self) -> tuple[int, int]:
         """Rows that leave this rank: copies, and distinct (token, rank)."""
@@ -137,6 +140,18 @@ class Bench:
         inside = int(rows.tokens_per_expert.sum())
         assert torch.equal(moe_fast.codes(got.rows)[:inside], moe_fast.codes(right)[:inside]), "codes"
         assert torch.equal(moe_fast.scales(got.rows), moe_fast.scales(right)), "scales"
+
+    def shared(self) -> Tensor:
+        """A shared expert of SHARED columns."""
+        import moe_fast
+
+        return moe_fast.shared_experts(self.tokens, *self.shared_weights)
+
+    def all_of_it(self, at_once: bool) -> tuple[Tensor, Tensor]:
+        """The shared expert, and what the symmetric version makes."""
+        from moe_fast.dispatch.overlap import beside
+
+        return beside(self.shared, self.symmetric, self.tokens.device) if at_once else (self.shared(), self.symmetric())
 
     def expected(self) -> Tensor:
         """Each token so often as it has experts, rounded as combine's tree rounds."""
@@ -226,6 +241,8 @@ def work(rank: int, options: argparse.Namespace) -> None:
         assert torch.equal(bench.symmetric(), right) and torch.equal(bench.symmetric_with_duplicates(), right) and torch.equal(bench.over_all_to_all(), right)
         error = (bench.eager().double() - bench.tokens.double() * topk).abs().max()
         assert float(error) < 0.5, error
+        (own, back), (own_beside, back_beside) = bench.all_of_it(False), bench.all_of_it(True)
+        assert torch.equal(own, own_beside) and torch.equal(back, right) and torch.equal(back_beside, right)
         bench.check_quantized(True)
         bench.check_quantized(False)
         replay = captured(bench)
@@ -236,6 +253,8 @@ def work(rank: int, options: argparse.Namespace) -> None:
             "symmetric, with duplicates": bench.symmetric_with_duplicates,
             "symmetric": bench.symmetric,
             "symmetric, graph": replay,
+            "symmetric, shared expert first": partial(bench.all_of_it, False),
+            "symmetric, shared expert beside": partial(bench.all_of_it, True),
             "symmetric, quantised, with duplicates": partial(bench.symmetric_quantized, given.rows, False),
             "symmetric, quantised": partial(bench.symmetric_quantized, given.rows),
             "  dispatch": bench.push,

@@ -4,7 +4,7 @@ Rows travel as bytes, so that every dtype does, and whatever belongs to a row tr
 rows. Permutations before and after are `moe_fast.permute`, `unpermute` and `sort_chunks`. All of it is differentiable, by the reduction
 trees of the reference, and deterministic. The host reads the counts, and what indices it has to refuse.
 
-Read `exchange` first, then `alltoall`, `allgather`, `deepep`, `hybridep`, `low_latency`.
+Read `exchange` first, then `alltoall`, `allgather`, `deepep`, `hybridep`, `low_latency`; `overlap` runs other work beside any of them.
 """
 
 from moe_fast.dispatch.allgather import allgather_combine, allgather_dispatch
