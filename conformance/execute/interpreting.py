@@ -2,7 +2,8 @@
 
 While a kernel is interpreted, `triton.language` stands for numpy. Triton (3.9) puts that in place when a launch begins, takes it away when
 it ends, and puts all of it in place again at every call of a function inside, which takes longer than most functions do. Here a call does
-so only for a module that the launch has not seen to.
+so only for a module that the launch has not seen to. Also, Triton computes whether whole numbers overflow, for an assertion that it makes in
+debugging alone, and lists all dtypes of numpy whenever it wants one: neither is done again and again here.
 """
 
 import sys
@@ -36,3 +37,23 @@ def install() -> None:
             raise interpreter.InterpreterError(repr(error)) from error  # type: ignore[attr-defined]
 
     function.__call__ = call
+    semantic: Any = sys.modules["triton.language.semantic"].TritonSemantic
+    overflow = semantic.binary_op_sanitize_overflow_impl
+
+    def checked(self: Any, *operands: Any) -> None:
+        if self.builder.options.debug:
+            overflow(self, *operands)
+
+    semantic.binary_op_sanitize_overflow_impl = checked
+    listed = interpreter._get_np_dtype  # type: ignore[attr-defined]
+    known: dict[str, Any] = {}  # by the name of a scalar dtype; pointers have none
+
+    def np_dtype(dtype: Any) -> Any:
+        name = getattr(dtype.scalar, "name", "")
+        if name.startswith("pointer"):
+            return listed(dtype)
+        if name not in known:
+            known[name] = listed(dtype)
+        return known[name]
+
+    interpreter._get_np_dtype = np_dtype  # type: ignore[attr-defined]
