@@ -20,7 +20,7 @@ from conformance.contracts.logits import LogitsCase
 from conformance.contracts.permuted_quantization import PermutedQuantizationCase
 from conformance.contracts.quantization import QuantizeCase
 from conformance.contracts.quantized_activation_cases import QuantizedActivationCase
-from conformance.contracts.route import RouteCase
+from conformance.contracts.route_case import RouteCase
 from conformance.contracts.routing import RoutingCase
 from conformance.contracts.routing_map import IndicesCase
 from conformance.contracts.shared_mlp import SharedCase

@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from conformance import corpus
-from conformance.contracts.route import STATE, RouteCase, config_of, logits_of_step
+from conformance.contracts.route import STATE
+from conformance.contracts.route_case import RouteCase, config_of, logits_of_step
 from conformance.execute.child import Settings
 from conformance.execute.evaluate import evaluate
 from conformance.execute.pool import Pool

@@ -11,7 +11,7 @@ import torch
 
 import moe_ref
 from conformance.contracts.gating import GateCase
-from conformance.contracts.route import RouteCase, logits_of_step
+from conformance.contracts.route_case import RouteCase, logits_of_step
 from conformance.contracts.shared_mlp import SharedCase
 from conformance.execute.child import Settings
 from conformance.execute.pool import Pool

@@ -18,7 +18,7 @@ from conformance.contracts.permuted_quantization import PermutedQuantizationCase
 from conformance.contracts.quantization import QuantizeCase, splits_of, x_of
 from conformance.contracts.quantized_activation_cases import QuantizedActivationCase
 from conformance.contracts.quantized_activation_cases import splits_of as groups_of
-from conformance.contracts.route import RouteCase
+from conformance.contracts.route_case import RouteCase
 from conformance.contracts.routing import RoutingCase, routed
 from conformance.contracts.routing_map import IndicesCase, indices
 from conformance.contracts.shared_mlp import SharedCase

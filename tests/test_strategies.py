@@ -30,7 +30,7 @@ from conformance.contracts.quantization import VALUES as VALUES_QUANTIZED
 from conformance.contracts.quantized_activation_cases import BACKWARD as BACK_AND_QUANTIZED
 from conformance.contracts.quantized_activation_cases import FUNCTIONS as ACTIVATED_AND_QUANTIZED
 from conformance.contracts.quantized_activation_cases import RECIPES_HERE, QuantizedActivationCase
-from conformance.contracts.route import LOSSES, STEPS
+from conformance.contracts.route_case import LOSSES, STEPS
 from conformance.contracts.routing import SPREADS, RoutingCase, routed
 from conformance.contracts.routing_map import IndicesCase, indices
 from conformance.contracts.shared_mlp import SharedCase

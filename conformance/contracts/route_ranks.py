@@ -14,7 +14,8 @@ from torch import Tensor
 
 from conformance.contracts.base import Problem
 from conformance.contracts.collective import Place
-from conformance.contracts.route import LOSSES, Route, RouteCase
+from conformance.contracts.route import Route
+from conformance.contracts.route_case import LOSSES, RouteCase
 from conformance.contracts.route_step import Played
 from conformance.contracts.shared_out import SharedOut
 from conformance.judge import Expectation

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 import moe_ref
 from conformance.contracts.balancing import aux_gradient, aux_scores, z_terms
 from conformance.contracts.base import Problem
+from conformance.contracts.route_case import RouteCase
 from conformance.contracts.topk import gradient, keys_of, weights
 from conformance.judge import Expectation
 from conformance.judge.bound import ROUNDOFF
@@ -18,9 +19,6 @@ from conformance.judge.running import Running
 from moe_ref.capacity import expert_capacity
 from moe_ref.config import MoEConfig, RouterState
 from moe_ref.selection import topk_routing
-
-if TYPE_CHECKING:
-    from conformance.contracts.route import RouteCase
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Step:
 
     def __init__(
         self,
-        case: "RouteCase",
+        case: RouteCase,
         config: MoEConfig,
         problem: Problem,
         index: int,

@@ -6,7 +6,7 @@ from conformance.case import Case
 from conformance.contracts.gating import GateCase
 from conformance.contracts.loads import LoadCase
 from conformance.contracts.logits import LogitsCase
-from conformance.contracts.route import RouteCase
+from conformance.contracts.route_case import RouteCase
 from conformance.strategies.space import DTYPES, LAYOUTS, LOGIT_DTYPES, POISONS, Space
 
 Row = dict[str, Any]

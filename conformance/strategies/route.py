@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from conformance.case import Case
-from conformance.contracts.route import RouteCase
+from conformance.contracts.route_case import RouteCase
 from conformance.strategies.shared_out import maybe_shared_out
 from conformance.strategies.space import POISONS, Space, mostly, some_of
 
