@@ -77,22 +77,22 @@ class _Exchanged(torch.autograd.Function):
 
 def _move(exchange: Exchange, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The parts at their destinations: as bytes, since not every backend knows every dtype."""
-    columns = [_bytes(part) for part in parts]
+    columns = [as_bytes(part) for part in parts]
     record = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
     arrived = torch.empty((sum(exchange.receive), record.shape[1]), dtype=torch.uint8, device=record.device)  # all by the collective
     dist.all_to_all_single(arrived, record, list(exchange.receive), list(exchange.send), group=exchange.group)
     pieces = arrived.split([column.shape[1] for column in columns], dim=1)
-    return tuple(_from_bytes(piece, part) for piece, part in zip(pieces, parts, strict=True))
+    return tuple(from_bytes(piece, part) for piece, part in zip(pieces, parts, strict=True))
 
 
-def _bytes(part: Tensor) -> Tensor:
+def as_bytes(part: Tensor) -> Tensor:
     """[R, bytes of a row]."""
-    flat = part.detach().resolve_neg().contiguous().reshape(len(part), prod(part.shape[1:]))
-    return flat.view(torch.uint8) if flat.numel() else torch.empty((len(flat), flat.shape[1] * part.element_size()), dtype=torch.uint8, device=part.device)
+    flat = part.detach().resolve_neg().contiguous().flatten()  # one row or column is contiguous with any stride; a vector is with one
+    return flat.view(torch.uint8).reshape(len(part), prod(part.shape[1:]) * part.element_size())
 
 
-def _from_bytes(piece: Tensor, like: Tensor) -> Tensor:
-    """The rows that `_bytes` made the bytes of."""
+def from_bytes(piece: Tensor, like: Tensor) -> Tensor:
+    """The rows that `as_bytes` made the bytes of."""
     shape = (len(piece), *like.shape[1:])
     return piece.clone(memory_format=torch.contiguous_format).view(like.dtype).reshape(shape) if piece.numel() else like.new_empty(shape)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moe_fast.dispatch.exchange import _bytes, _from_bytes
+from moe_fast.dispatch.exchange import as_bytes, from_bytes
 from moe_fast.quantization import FLOAT32_MAX, quantize
 from moe_fast.quantized import Form, Quantized
 from moe_fast.routing import number_bits
@@ -29,15 +29,14 @@ def packed(tokens_TH: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """
     form = _quantized(tokens_TH, recipe)
     of_zeros = _quantized(tokens_TH.new_zeros((1, 1)), recipe).scale.view(torch.int32)
-    differing = (form.scale.view(torch.int32) ^ of_zeros).clone(memory_format=torch.contiguous_format)  # a single column may have any stride
-    return torch.cat([_bytes(differing), form.codes_MN], 1), of_zeros
+    return torch.cat([as_bytes(form.scale.view(torch.int32) ^ of_zeros), form.codes_MN], 1), of_zeros
 
 
 def unpacked(record_PB: Tensor, of_zeros: Tensor, hidden: int) -> Form:
     """The codes and scales of those bytes, laid out as those of `quantize`."""
     blocks = ceil_div(hidden, FP8_BLOCK)
     scales, codes = record_PB.split([blocks * of_zeros.element_size(), hidden], 1)
-    differing_PB = _from_bytes(scales, of_zeros.expand(1, blocks))
+    differing_PB = from_bytes(scales, of_zeros.expand(1, blocks))
     return form_of(codes.contiguous(), (differing_PB ^ of_zeros).view(torch.float32).T.contiguous().T)
 
 
