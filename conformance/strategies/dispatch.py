@@ -154,7 +154,7 @@ def policies(draw: st.DrawFn, function: str, space: Space, probs: str) -> Row:
 
 
 def dispatch_shapes(function: str, space: Space) -> list[Row]:
-    """More tokens than one block of any kernel, more experts than a warp has lanes, wide rows and narrow ones; on as many ranks as there are."""
+    """More tokens than one block of any kernel, more experts than a warp has lanes, and wide rows; on as many ranks as there are."""
     long = (space.many // 4, *(3,) * (space.ranks - 1))
     probs = has_probs(function, space)[-1]
     common: Row = {"probs": probs, "seed": 1, "grads": "" if function in space.not_differentiable else "+".join(differentiated(function, probs))}
@@ -164,9 +164,6 @@ def dispatch_shapes(function: str, space: Space) -> list[Row]:
         common | {"counts": (2,) * space.ranks, "local_experts": 33, "topk": 8, "hidden": 3},
         common | {"counts": (3,) * space.ranks, "local_experts": 2, "topk": 2, "hidden": wide},
     ]
-    if function not in space.contiguous_only:  # a single column is contiguous whatever its stride
-        strided: Row = {"layout": "transposed", "layout_of": "rows" if function.endswith("combine") else "tokens"}
-        found.append(common | strided | {"counts": (3,) * space.ranks, "local_experts": 2, "topk": 2, "hidden": 1})
     if function == "hybridep_dispatch" and space.accepts(function, "recipe"):
         found += [common | row | {"counts": (4, 0, 3, 2)[: space.ranks]} for row in as_codes(space, wide)]
     return found

@@ -1,0 +1,23 @@
+"""What travels between ranks as bytes comes back as it was."""
+
+import pytest
+import torch
+
+from moe_fast.dispatch.exchange import as_bytes, from_bytes
+
+COLUMN = torch.arange(5.0)[None].T  # contiguous, although its last stride is 5
+PARTS = [COLUMN, COLUMN[:, 0], torch.arange(12.0).reshape(3, 2, 2).mT, torch.zeros(0, 3), torch.zeros(4, 0), torch.arange(6).reshape(2, 3), -COLUMN.half()]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda x: f"{tuple(x.shape)} {tuple(x.stride())}")
+def test_rows_come_back_from_bytes(part):
+    sent = as_bytes(part)
+    assert sent.shape == (len(part), part[:1].numel() * part.element_size() if len(part) else 12)
+    back = from_bytes(sent, part)
+    assert back.dtype == part.dtype
+    assert torch.equal(back, part)
+
+
+def test_the_column_has_the_stride_that_this_is_about():
+    assert COLUMN.stride() == (1, 5)
+    assert COLUMN.is_contiguous()
