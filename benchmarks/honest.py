@@ -4,7 +4,8 @@
     python benchmarks/honest.py --seeds 20 --profile gate --jobs 6 # on a GPU
 
 One pool of children a variant, so that kernels are compiled once. Prints a line a variant; exit code 1 if any was rejected. The cases that no
-seed changes come last. With `--seconds`, a variant draws no case after that time, and the line says how many seeds were drawn whole.
+seed changes come last. With `--seconds`, a variant draws no case after that time, and the line says how many seeds were drawn whole. A run that is
+interrupted says what it has found.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from conformance.case import Case
@@ -36,34 +38,41 @@ def main() -> int:
     rejected = 0
     for implementation in options.impl or HONEST + ROUTERS:
         started = time.monotonic()
-        last = started + options.seconds
-        counts, kernels, wrong, seeds = sweep(implementation, options.seeds, PROFILES[options.profile], options.jobs, options.function, last)
-        seconds = time.monotonic() - started
-        total = sum(counts.values())
-        shown = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-        rate = f"{seeds} of {options.seeds} seeds, {seconds:.0f} s ({total / seconds:.0f} a second), {kernels} kernels"
-        print(f"{implementation}: {len(wrong)} rejected of {total} cases, {rate}; {shown}", flush=True)
-        for text in wrong[:3]:
-            print(f"    {text}")
-        rejected += len(wrong)
+        seen = Seen()
+        try:
+            sweep(seen, implementation, options.seeds, PROFILES[options.profile], options.jobs, options.function, started + options.seconds)
+        finally:
+            seconds = time.monotonic() - started
+            total = sum(seen.statuses.values())
+            shown = ", ".join(f"{count} {status}" for status, count in sorted(seen.statuses.items()))
+            rate = f"{seen.seeds} of {options.seeds} seeds, {seconds:.0f} s ({total / seconds:.0f} a second), {len(seen.kernels)} kernels"
+            print(f"{implementation}: {len(seen.rejected)} rejected of {total} cases, {rate}; {shown}", flush=True)
+            for text in seen.rejected[:3]:
+                print(f"    {text}", flush=True)
+        rejected += len(seen.rejected)
     return int(rejected > 0)
 
 
-def sweep(implementation: str, seeds: int, profile: Profile, jobs: int, functions: list[str] | None, last: float) -> tuple[Counter, int, list[str], int]:
-    """Statuses, kernels that were compiled, what was rejected, and how many seeds were drawn whole before the time `last`."""
-    counts: Counter = Counter()
-    kernels: set[str] = set()
-    wrong = []
-    drawn = 0
+@dataclass
+class Seen:
+    """What has been found of a variant."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    kernels: set[str] = field(default_factory=set)  # that were compiled
+    rejected: list[str] = field(default_factory=list)
+    seeds: int = 0  # drawn whole, in time
+
+
+def sweep(seen: Seen, implementation: str, seeds: int, profile: Profile, jobs: int, functions: list[str] | None, last: float) -> None:
+    """Judge a variant, and draw no case after the time `last`."""
 
     def cases(space: Space) -> Iterator[Case]:
-        nonlocal drawn
         wanted = [section for section in sections(profile) if functions is None or section.function in functions]
         for seed in range(seeds):
             for section in wanted:
                 if section.kind == "drawn":
                     yield from before(last, cases_of(section, profile, space, seed, []))
-            drawn += time.monotonic() < last
+            seen.seeds += time.monotonic() < last
         for section in wanted:
             if section.kind != "drawn":
                 yield from before(last, cases_of(section, profile, space, 0, []))
@@ -71,11 +80,10 @@ def sweep(implementation: str, seeds: int, profile: Profile, jobs: int, function
     with Pool(Settings(implementation), jobs) as pool:
         space = Space.of(pool.start())
         for case, outcome in pool.run(cases(space)):
-            counts[outcome.status] += 1
-            kernels.update(outcome.kernels)
+            seen.statuses[outcome.status] += 1
+            seen.kernels.update(outcome.kernels)
             if outcome.status in ("FAIL", "CRASH", "HANG", "OOM", "BLOCKED", "ERROR"):
-                wrong.append(f"{outcome.status} {outcome.finding or outcome.reason}: {case.text}")
-    return counts, len(kernels), wrong, drawn
+                seen.rejected.append(f"{outcome.status} {outcome.finding or outcome.reason}: {case.text}")
 
 
 def before(last: float, cases: list[Case]) -> Iterator[Case]:

@@ -29,6 +29,7 @@ from conformance.execute.evaluate import evaluate
 from conformance.execute.runner import Outcome
 from conformance.interface import Implementation
 from conformance.laws import LAWS
+from conformance.laws.experts import ordinary
 from conformance.laws.ranks import ONE_PROCESS
 from conformance.registry import CONTRACTS
 
@@ -740,3 +741,10 @@ def test_sums_in_another_order_on_every_run_are_found_where_determinism_is_decla
             return {"deterministic": True}
 
     assert "FAIL" in statuses(Boastful, "determinism") & statuses(Boastful, "scaling")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_doubling_looks_away_from_numbers_that_are_made_of_subnormals_of_float32_alone(dtype):
+    x = torch.tensor([0, 1e-39, 1e-37, 1e-20, 1.5, 1e20], dtype=dtype)
+    assert ordinary(x).tolist() == [True, False, False, True, True, True]
+    assert ordinary(torch.tensor([1e38], dtype=torch.float32)).tolist() == [False]

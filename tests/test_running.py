@@ -342,3 +342,20 @@ def test_drawn_logits_leave_no_weight_without_a_bound(name, spread):
     bound = topk.weights(x, chosen_of(x, settings), settings, torch.float32)[1]
     assert bound.error.isfinite().all()
     assert (bound.error <= bound.value.abs() / 1000 + torch.finfo(torch.float32).tiny * 100).all()
+
+
+NEAR_A_TIE = torch.tensor([[1 + 2.0**-8 + 2.0**-40]], dtype=torch.float64)  # of bfloat16's 1 and 1 + 2^-7; float32 has the middle, which ends in 1
+
+
+def test_float64_may_be_rounded_to_16_bits_once_or_by_way_of_float32():
+    x = Running.of(NEAR_A_TIE, torch.float64)
+    assert NEAR_A_TIE.to(torch.bfloat16) == 1  # torch's way, which the reference goes
+    assert x.ends(torch.bfloat16) == (1.0, 1 + 2.0**-7)
+    assert x.ends(torch.float32) == (1 + 2.0**-8, 1 + 2.0**-8)
+    infinite = Running.of(torch.tensor([-torch.inf, torch.inf]), torch.float64).ends(torch.bfloat16)
+    assert [end.tolist() for end in infinite] == [[-math.inf, math.inf]] * 2
+
+
+def test_what_is_computed_in_float32_is_rounded_once():
+    x = Running(NEAR_A_TIE, torch.zeros(1, 1, dtype=torch.float64), torch.float32)
+    assert x.ends(torch.bfloat16) == (1.0, 1.0)

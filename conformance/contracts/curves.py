@@ -78,7 +78,7 @@ def relu(x: Running) -> Running:
 
 def settled(x: Running, dtype: torch.dtype) -> Running:
     """x rounded to `dtype` on its way: exactly known where no number within the error rounds to another, and none may be flushed to zero."""
-    value, low, high = (y.to(dtype).double() for y in (x.value, x.value - x.error, x.value + x.error))
+    value, (low, high) = x.value.to(dtype).double(), x.ends(dtype)
     tiny = torch.finfo(dtype).tiny if dtype != torch.float16 else 0.0
     flushed = torch.where((value != 0) & (value.abs() <= tiny), tiny, torch.zeros_like(value))
     return Running(value, torch.where(value.isfinite(), torch.maximum(high - value, value - low) + flushed, 0.0), x.dtype)

@@ -42,9 +42,9 @@ class Known:
 
     @classmethod
     def of(cls, x: Running, unspecified: Tensor, dtype: torch.dtype) -> "Known":
-        """What a computation makes, rounded to `dtype` at last."""
+        """What a computation makes, rounded to `dtype` at last, once or by way of float32."""
         y = concluded(x, dtype)
-        low, high = ((y.value + side * y.error).to(dtype).double() for side in (-1, 1))
+        low, high = y.ends(dtype)
         unknown = unspecified | (y.error == torch.inf)
         low, high = (torch.where(bound == 0, side * 0.0, bound) for side, bound in ((-1, low), (1, high)))  # a zero may have either sign
         return cls(low, high, y.value.isnan() & ~unknown, unknown)

@@ -108,6 +108,12 @@ class Running:
         """Exactly zero where `kept` is not set."""
         return Running(torch.where(kept, self.value, 0.0), torch.where(kept, self.error, 0.0), self.dtype)
 
+    def ends(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The least and the most that it may be rounded to. From float64 to 16 bits, torch goes by way of float32, and compiled kernels do not."""
+        twice = 2 * ROUNDOFF[torch.float32] if self.dtype == torch.float64 and ROUNDOFF[dtype] > ROUNDOFF[torch.float32] else 0.0
+        error = self.error + twice * torch.where(self.value.isfinite(), self.value.abs(), 0.0)
+        return (self.value - error).to(dtype).double(), (self.value + error).to(dtype).double()
+
     def bounded(self, dtype: torch.dtype, value: Tensor | None = None, unspecified: Tensor | None = None) -> Bounded:
         """The bound of the result rounded to `dtype`.
 

@@ -36,9 +36,10 @@ def scaled(expected: Expectation, factor: float) -> Bounded:
 
 
 def ordinary(x: Tensor) -> Tensor:
-    """Where neither x nor a few times x is subnormal or overflows."""
+    """Where neither x nor a few times x is subnormal or overflows; nor are the float32 numbers that it is made of, whatever its own dtype."""
     kind = torch.finfo(x.dtype)
-    return (x == 0) | ((x.abs() > 8 * kind.tiny) & (x.abs() < kind.max / 8))
+    least = max(8 * kind.tiny, 2.0**24 * torch.finfo(torch.float32).tiny)
+    return (x == 0) | ((x.abs() > least) & (x.abs() < kind.max / 8))
 
 
 def doubled(trial: Trial, law: str, problem: Problem, outputs: tuple[str, ...]) -> Finding | None:
