@@ -2,8 +2,8 @@
 
 import moe_fast
 from moe_fast import *  # noqa: F403  (the same namespace, with other sizes)
-from tests.variants.sizes import LARGE, use
+from tests.variants.sizes import LARGE, LARGE_ON_GPU, use
 
 __all__ = moe_fast.__all__
 
-use(LARGE)
+use(LARGE, LARGE_ON_GPU)

@@ -1,9 +1,10 @@
-"""Two other choices of block sizes, both honest: so small that everything spans several blocks, and so large that most things fit into one."""
+"""Other choices of block sizes, all honest: so small that everything spans several blocks, and so large that most things fit into one; on a
+GPU, a few times as large as what is fast, which registers and shared memory still hold."""
 
 from dataclasses import replace
 
 from moe_fast import tuning
-from moe_fast.tuning import INTERPRETER, Fill, GroupedTile, Metadata, Router, Symmetric, Tile, Walk, WholeRows
+from moe_fast.tuning import GPU, INTERPRETER, Fill, GroupedTile, Metadata, Router, Symmetric, Tile, Walk, WholeRows
 
 SMALL = replace(
     INTERPRETER,
@@ -97,7 +98,59 @@ LARGE = replace(
     ),
 )
 
+LARGE_ON_GPU = replace(
+    GPU,
+    metadata=replace(GPU.metadata, tokens=256, elements=2048, max_programs=16, layout_experts=32),
+    permute=Tile(tokens=4, columns=1024, num_warps=8),
+    list_tokens=512,
+    unpermute=Tile(tokens=4, columns=512, num_warps=4),
+    unpermute_slots=8,
+    prob_columns=1024,
+    unpermute_backward=Tile(tokens=4, columns=1024, num_warps=4),
+    unpermute_backward_probs=WholeRows(tokens=8, elements=8192, num_warps=8),
+    fill=Fill(lanes=4, rows=32, tail_lanes=256),
+    sort_chunks=Tile(tokens=16, columns=512, num_warps=8),
+    chunk_columns=512,
+    multihot=Tile(tokens=64, columns=128, num_warps=8),
+    multihot_rows=WholeRows(tokens=128, elements=8192, num_warps=8),
+    topk=Router(tokens=64, elements=2048, num_warps=8),
+    topk_backward=Router(tokens=64, elements=2048, num_warps=8),
+    aux_scores=Router(tokens=64, elements=2048, num_warps=8),
+    z_loss=Router(tokens=64, elements=4096, num_warps=8, max_programs=64),
+    balance=Tile(tokens=64, columns=128, num_warps=8),
+    balance_programs=32,
+    loss_step=4096,
+    drop=Tile(tokens=128, columns=32, num_warps=8),
+    drop_column=Tile(tokens=16384, columns=1, num_warps=8),
+    grouped=replace(
+        GPU.grouped,
+        by_rows=(GroupedTile(rows=128, columns=128, depth=128, num_warps=8, num_stages=2),),
+        wide=GroupedTile(rows=64, columns=128, depth=32, num_warps=8, num_stages=2),
+        wgrad=GroupedTile(rows=128, columns=128, depth=128, num_warps=8, num_stages=2),
+        wgrad_wide=GroupedTile(rows=128, columns=64, depth=32, num_warps=8, num_stages=2),
+        turn_columns=256,
+        sums=Tile(tokens=64, columns=128, num_warps=8),
+        plan_tiles=1024,
+        programs=64,
+    ),
+    activation=Tile(tokens=16, columns=256, num_warps=8),
+    activation_backward=Tile(tokens=16, columns=256, num_warps=8),
+    symmetric=Symmetric(tokens=4, columns=1024, lists=512, fill_rows=32, tail_lanes=256, unroll=4, num_warps=8),
+    quantize=replace(
+        GPU.quantize,
+        rows=Walk(tokens=16, columns=512, num_warps=8, steps=1, stages=1),
+        columns=Walk(tokens=64, columns=128, num_warps=8, steps=1, stages=1),
+        groups=Walk(tokens=16, columns=512, num_warps=8, steps=1, stages=1),
+        transformed=Walk(tokens=32, columns=128, num_warps=4, steps=1, stages=1),
+    ),
+    activate_quantize=replace(
+        GPU.activate_quantize,
+        rows=Walk(tokens=16, columns=512, num_warps=8, steps=1, stages=1),
+        groups=Walk(tokens=16, columns=512, num_warps=8, steps=1, stages=1),
+    ),
+)
 
-def use(sizes: tuning.Tuning) -> None:
+
+def use(interpreted: tuning.Tuning, compiled: tuning.Tuning) -> None:
     """Run this process's kernels with these sizes."""
-    tuning.INTERPRETER = tuning.GPU = sizes
+    tuning.INTERPRETER, tuning.GPU = interpreted, compiled

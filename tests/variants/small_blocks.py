@@ -6,4 +6,4 @@ from tests.variants.sizes import SMALL, use
 
 __all__ = moe_fast.__all__
 
-use(SMALL)
+use(SMALL, SMALL)
