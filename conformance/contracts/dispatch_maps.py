@@ -27,7 +27,7 @@ from conformance.contracts.dispatch_base import (
     wanted_of,
 )
 from conformance.contracts.dispatching import DispatchCase, maps_of, probs_of, values_of
-from conformance.contracts.reduction_trees import Tree, tree_bound
+from conformance.contracts.reduction_trees import flat, tree_bound
 from conformance.judge import Exact, Expectation
 from conformance.judge.bound import ROUNDOFF, sum_bound
 from moe_ref.dispatch.exchange import row_cells
@@ -104,7 +104,7 @@ class MapDispatch(Dispatching):
             own["overflow"] = Exact(out.overflow, "integers", flag=True)
             right.append(own)
         for name in calls[0].wanted:
-            gradients = self._d_tokens(case, calls, every, declared) if name == "tokens" else self._d_probs(case, calls, every, declared)
+            gradients = self._d_tokens(case, calls, every, declared) if name == "tokens" else self._d_probs(case, calls, every)
             for own, gradient in zip(right, gradients, strict=True):
                 own[f"d_{name}"] = gradient
         return right
@@ -116,8 +116,8 @@ class MapDispatch(Dispatching):
         return list(sum_of_rows(case, d_rows, row_tokens_of([out.handle for out in every]), *tree_of(case, dtype, declared, dtype)))
 
     @staticmethod
-    def _d_probs(case: DispatchCase, calls: list[Problem], every: list[Any], declared: Mapping[str, Any]) -> list[Expectation]:
-        """Moved back to where they came from; with shards, the sum over those."""
+    def _d_probs(case: DispatchCase, calls: list[Problem], every: list[Any]) -> list[Expectation]:
+        """Moved back to where they came from; with shards, the sum over those in the probs' dtype, as ranks add."""
         d_probs = torch.cat([call.cotangents.get("probs", torch.zeros_like(out.probs)) for call, out in zip(calls, every, strict=True)])
         plan: RoutePlan = every[0].handle.plan
         cells = torch.cat([row_cells(plan, rank) for rank in range(plan.ranks)])
@@ -125,8 +125,7 @@ class MapDispatch(Dispatching):
         shaped = (case.tokens, case.ranks // case.shards, case.shards, case.local_experts)
         token, group, _, local = torch.unravel_index(cells[real], shaped)
         place = (token * (case.ranks // case.shards) + group) * case.local_experts + local
-        accumulator = accumulator_of(declared, d_probs.dtype)
-        tree = Tree(accumulator, torch.float64, accumulator)
+        tree = flat(d_probs.dtype)
         whole = tree_bound(case, d_probs[real].double(), torch.arange(len(place)), place, case.tokens * case.experts, d_probs.dtype, tree)
         if case.shards > 1:
             parts = zip(*(x.reshape(case.tokens, case.experts).split(list(case.counts)) for x in (whole.value, whole.bound)), strict=True)

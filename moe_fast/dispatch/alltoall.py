@@ -36,9 +36,9 @@ def alltoall_dispatch(
 ) -> Dispatched:
     """Permute the copies by expert, send each chunk to the rank of its expert, and sort what arrives by local expert.
 
-    Order, capacity, shards and the trees of the gradients are those of `moe_ref.alltoall_dispatch`. With shards each copy travels to all of
-    them, instead of being gathered behind: as many bytes, one collective less. With `capacity` the sizes are known, and the device is not waited
-    for.
+    Order, capacity, shards and the trees of the gradients are those of `moe_ref.alltoall_dispatch`, but dprobs of shards are added in their own
+    dtype. With shards each copy travels to all of them, instead of being gathered behind: as many bytes, one collective less. With `capacity` the
+    sizes are known, and the device is not waited for.
 
     Args:
         tokens_TH: this rank's, any dtype.

@@ -46,7 +46,7 @@ def alltoall_dispatch(
         `Dispatched` of each rank; `tokens_per_expert` is C·W each with a capacity.
 
     Rounding: none in the forward. dtokens is added like combine's rows, shards first and then experts, but between shards in the tokens' dtype.
-    dprobs is moved back; the shards of an expert are added in the accumulator dtype.
+    dprobs is moved back; the shards of an expert are added in the accumulator dtype, where a reduce-scatter of real ranks adds in the probs' own.
 
     Raises:
         ValueError: see `moe_ref.config.check_dispatch`.
