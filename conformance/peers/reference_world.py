@@ -110,12 +110,7 @@ def _with_tensor(x: Any, left: Iterator[Tensor]) -> Any:
     return next(left) if isinstance(x, Tensor) else x
 
 
-def everybodys(x: Tensor | None, group: Any) -> list[Any]:
-    """What each rank of the group has, on the CPU."""
-    return [own[0] for own in everybodys_list([x], group)]
-
-
-def everybodys_list(tensors: Sequence[Tensor | None], group: Any) -> list[list[Any]]:
+def everybodys(tensors: Sequence[Tensor | None], group: Any) -> list[list[Any]]:
     """The tensors of each rank of the group, on the CPU; None stays None."""
     packed = [None if x is None else (x.dtype, x.shape, _content(x)) for x in tensors]
     every: list[Any] = [None] * dist.get_world_size(group)
@@ -140,7 +135,7 @@ class _Played(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.group, ctx.device, ctx.rank = group, tensors[0].device, dist.get_rank(group)
         ctx.wanted = [x.requires_grad for x in tensors]
-        shared = everybodys_list(tensors, group)
+        shared = everybodys(tensors, group)
         with torch.enable_grad():
             ctx.inputs = [[x.requires_grad_(wanted) for x, wanted in zip(own, ctx.wanted, strict=True)] for own in shared]
             ctx.outputs, results = play(ctx.inputs)
@@ -151,7 +146,7 @@ class _Played(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        every = everybodys_list(cotangents, ctx.group)
+        every = everybodys(cotangents, ctx.group)
         pairs = [(x, dx) for made, own in zip(ctx.outputs, every, strict=True) for x, dx in zip(made, own, strict=True) if dx is not None and x.requires_grad]
         leaves = [x for x, wanted in zip(ctx.inputs[ctx.rank], ctx.wanted, strict=True) if wanted]
         gradients = iter(torch.autograd.grad([x for x, _ in pairs], leaves, [dx for _, dx in pairs], allow_unused=True, retain_graph=True) if pairs else ())
