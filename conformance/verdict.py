@@ -15,6 +15,7 @@ from conformance.registry import CONTRACTS
 
 NAMES = {0: "CONFORMANT", 1: "NOT CONFORMANT", 2: "USAGE ERROR", 3: "HARNESS ERROR", 4: "TOO LITTLE TESTED", 5: "REGRESSION"}
 INFORMATIVE = ("PASS", "FAIL", "CRASH", "HANG", "WAIVED")
+UNTOUCHED = ("not run", "not offered")  # functions of which nothing is said
 WRONG = ("FAIL", "CRASH", "HANG", "OOM", "FLAKY", "BLOCKED")
 
 
@@ -22,7 +23,7 @@ WRONG = ("FAIL", "CRASH", "HANG", "OOM", "FLAKY", "BLOCKED")
 class FunctionVerdict:
     """What is known of one function."""
 
-    status: str  # conformant, differs, blocked, not judged, too little tested or not offered
+    status: str  # conformant, differs, blocked, not judged, too little tested, not run (in a part of a run) or not offered
     cases: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     without: list[str] = field(default_factory=list)
@@ -103,6 +104,8 @@ def _function(name: str, described: dict[str, Any], outcomes: list[dict[str, Any
         out.status = "blocked"
     elif _shortfalls(name, out, profile, whole):
         out.status = "too little tested"
+    elif not counts:
+        out.status = "not run"
     else:
         out.status = "conformant"
     return out

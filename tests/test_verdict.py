@@ -14,6 +14,7 @@ from conformance.interface import UsageError
 from conformance.profiles import PROFILES
 from conformance.registry import CONTRACTS
 from conformance.report import check_path, write
+from conformance.report.files import junit
 from conformance.report.terminal import annotations, lines
 from conformance.verdict import Verdict, assemble
 from conformance.waivers import Waiver, read_waivers
@@ -137,6 +138,15 @@ def test_too_many_unsupported_cases_are_too_little(book):
 
 def test_a_part_of_a_run_is_not_asked_for_the_minimum(book):
     assert book.section("drawn-permute-0", "permute", "PASS").verdict(whole=False).exit_code == 0
+
+
+def test_a_function_of_which_a_part_of_a_run_has_no_case_is_not_called_conformant(book):
+    verdict = book.section("drawn-permute-0", "permute", "PASS").verdict(whole=False)
+    assert [verdict.functions[name].status for name in ("permute", "unpermute")] == ["conformant", "not run"]
+    shown = "\n".join(lines(verdict))
+    assert f"   1 functions · 1 cases in {verdict.seconds:.0f} s" in shown and f"{len(CONTRACTS) - 1} functions not run · 0 functions not offered" in shown
+    assert "unpermute           not run" in shown
+    assert junit(verdict).count('message="not run"') == len(CONTRACTS) - 1
 
 
 def test_offering_nothing_is_too_little(tmp_path):

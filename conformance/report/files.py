@@ -5,21 +5,21 @@ from xml.etree import ElementTree
 
 from conformance.case import case_from
 from conformance.report.terminal import failure_lines, picture
-from conformance.verdict import Verdict
+from conformance.verdict import UNTOUCHED, Verdict
 
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # XML 1.0: an error's message may hold anything
 
 
 def junit(verdict: Verdict) -> str:
     """One test case a function; a function that differs has a failure for each distinct one."""
-    broken = sum(f.status not in ("conformant", "not offered") for f in verdict.functions.values())
-    skipped = sum(f.status == "not offered" for f in verdict.functions.values())
+    broken = sum(f.status not in ("conformant", *UNTOUCHED) for f in verdict.functions.values())
+    skipped = sum(f.status in UNTOUCHED for f in verdict.functions.values())
     numbers = {"tests": len(verdict.functions), "failures": broken, "skipped": skipped, "errors": len(verdict.problems)}
     suite = ElementTree.Element("testsuite", {"name": "moe-conformance", "time": f"{verdict.seconds:.3f}", **{k: str(v) for k, v in numbers.items()}})
     for name, function in verdict.functions.items():
         test = ElementTree.SubElement(suite, "testcase", classname=f"conformance.{verdict.implementation}", name=name)
-        if function.status == "not offered":
-            ElementTree.SubElement(test, "skipped", message="not offered")
+        if function.status in UNTOUCHED:
+            ElementTree.SubElement(test, "skipped", message=function.status)
         elif function.status != "conformant":
             found = [failure for failure in verdict.failures if failure["function"] == name]
             text = "\n\n".join("\n".join(failure_lines(failure, verdict.implementation)) for failure in found)

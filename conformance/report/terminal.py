@@ -6,7 +6,7 @@ from typing import Any
 from conformance.case import case_from
 from conformance.interface import DEFAULTS
 from conformance.registry import CONTRACTS
-from conformance.verdict import Verdict
+from conformance.verdict import UNTOUCHED, Verdict
 
 INDENT = 19  # columns of the name in front
 
@@ -59,14 +59,16 @@ def _declared(key: str, value: Any) -> str:
 
 
 def _summary(verdict: Verdict) -> str:
-    offered = [f for f in verdict.functions.values() if f.status != "not offered"]
-    differing = sum(f.status in ("differs", "blocked") for f in offered)
-    total = {status: sum(f.counts.get(status, 0) for f in offered) for status in ("WAIVED", "DECLARED_UNSUPPORTED", "UNINFORMATIVE")}
+    judged = [f for f in verdict.functions.values() if f.status not in UNTOUCHED]
+    untouched = {status: sum(f.status == status for f in verdict.functions.values()) for status in UNTOUCHED}
+    differing = sum(f.status in ("differs", "blocked") for f in judged)
+    total = {status: sum(f.counts.get(status, 0) for f in judged) for status in ("WAIVED", "DECLARED_UNSUPPORTED", "UNINFORMATIVE")}
     parts = [
-        f"{differing} of {len(offered)} functions differ" if differing else f"{len(offered)} functions",
+        f"{differing} of {len(judged)} functions differ" if differing else f"{len(judged)} functions",
         f"{verdict.cases} cases in {verdict.seconds:.0f} s",
         f"{total['WAIVED']} waived",
-        f"{len(verdict.functions) - len(offered)} functions not offered",
+        *([f"{untouched['not run']} functions not run"] if untouched["not run"] else []),
+        f"{untouched['not offered']} functions not offered",
         f"{total['DECLARED_UNSUPPORTED'] / max(verdict.cases, 1):.1%} declared unsupported",
         f"{total['UNINFORMATIVE'] / max(verdict.cases, 1):.1%} uninformative",
     ]
