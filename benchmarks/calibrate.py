@@ -12,6 +12,9 @@ each rule. Maxima have a Gumbel distribution, P(max ≤ k) ≈ exp(-exp(-(k - μ
 
 `least` are the limits that were set before anything was measured; they stay where the variants seen are closer together than that, as a
 CPU's are: it cannot say what another machine's matrix units do.
+
+Each calibration holds the numbers that it was judged with (`judged_with`). Once one of them is another, what was measured says nothing of the
+judge any more, on no machine: a test fails until each calibration has been run again.
 """
 
 import argparse
@@ -22,6 +25,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from datetime import date
 from functools import partial
 from typing import Any
@@ -30,14 +34,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from conformance.judge import rowwise
 from conformance.judge.bound import sum_bound
-from conformance.judge.rowwise import CALIBRATION, Limits, RowWise, row_wise
+from conformance.judge.rowwise import CALIBRATION, HOPPER_FP8, Accumulator, Limits, RowWise, contraction_bound, row_wise
 from tests.tolerance_experiment import ORDERS, REGIMES, BlockKernel, Kernel, ScaledFirst, block_truth, blocks, contraction, layer, truth
 
 LEAST = {"row": 2.0, "element": 2.5, "rms": 1.25, "bias": 1.0}  # thrice the rounding's own spread, or less; bias: its allowance is in units of itself
 ALPHA, CASES = 1e-6, 100_000
 EULER, VARIANCE = 0.5772156649015329, math.pi**2 / 6  # of the standard Gumbel distribution: mean and variance
 SHAPES = ((256, 512, 64), (64, 96, 256), (2048, 256, 4), (8192, 128, 1), (32, 2048, 160), (128, 33, 128))  # rows, terms, columns
+SCALED_SHAPES = ((128, 64, 64), (128, 480, 64), (64, 2048, 64), (64, 7168, 64))  # multiples of 16, as FP8's matrix unit wants them
 WHOLE_PRODUCT = "one product"
 
 Ratios = dict[str, float]
@@ -90,6 +96,43 @@ def grouped(device: str, dtype: torch.dtype, runs: int) -> Iterator[Run]:
             yield f"{terms} terms", ratios(expected_product(a[rows], b[expert], reference), got[rows])
 
 
+def scaled_products(device: str, shape: tuple[int, int, int], runs: int) -> Iterator[Run]:
+    """One contraction of E4M3 codes with a scale for each factor: torch's own product, promoted, and sums in float32 in several orders.
+
+    use_fast_accum is left at False: with True nothing is promoted, which is beyond HOPPER_FP8 from 128 terms on, and nobody may declare it.
+    """
+    rows, terms, columns = shape
+    variants = {f"native, {name}": (None, dtype) for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))}
+    variants |= {order: (order, torch.float32) for order in ORDERS}
+    for run in range(runs * len(variants)):
+        source = np.random.default_rng(run)
+        scale = np.exp2(source.integers(-3, 4, (rows, 1))) if run // len(variants) % 3 == 0 else 1.0
+        numbers = source.standard_normal((rows, terms)) * scale, source.standard_normal((columns, terms))
+        (a, its), (b, other) = (scaled_codes(torch.from_numpy(x).float()) for x in numbers)
+        variant, (order, dtype) = list(variants.items())[run % len(variants)]
+        expected = expected_scaled_product(a, b, its * other, dtype)
+        if order is None:
+            how: dict[str, Any] = {"scale_a": its.to(device), "scale_b": other.to(device), "out_dtype": dtype, "use_fast_accum": False}
+            got = torch._scaled_mm(a.to(device), b.to(device).T, **how).cpu()
+        else:
+            got = contraction(a.float(), b.float(), order) * (its * other)
+        yield variant, ratios(expected, got)
+
+
+def scaled_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3, and what the codes are multiplied by."""
+    scale = x.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+    return (x / scale).to(torch.float8_e4m3fn), scale
+
+
+def expected_scaled_product(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, accumulator: Accumulator = HOPPER_FP8) -> RowWise:
+    left, right, terms = a_MK.double() * scale.double(), b_NK.double().T, a_MK.shape[1]
+    magnitude = left.abs() @ right.abs()
+    reference = (contraction(a_MK.float(), b_NK.float(), WHOLE_PRODUCT) * scale).to(dtype)
+    bounded = contraction_bound(left @ right, magnitude, terms, dtype, accumulator)
+    return ratio_judged(row_wise(bounded, reference, magnitude, terms, accumulator=accumulator, limits=Limits(**LEAST)))
+
+
 def experts(runs: int) -> Iterator[Run]:
     """Two contractions and what lies between, as in `tests/tolerance_experiment.py`."""
     for run in range(runs):
@@ -131,6 +174,8 @@ def kinds(device: str) -> dict[str, Callable[[int], Iterator[Run]]]:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         if hasattr(torch, "_grouped_mm"):
             out["bf16 grouped"] = partial(grouped, device, torch.bfloat16)
+        if torch.cuda.get_device_capability()[0] == 9:  # HOPPER_FP8 describes no other
+            out |= {f"fp8 {'×'.join(map(str, shape))}": partial(scaled_products, device, shape) for shape in SCALED_SHAPES}
         return out  # the other two are emulated on a CPU wherever they run
     return out | {"bf16 experts": experts, "fp8 blocks": block_scaled}
 
@@ -179,6 +224,12 @@ def limits_of(record: dict[str, Any]) -> dict[str, float]:
     return {rule: math.ceil(max(values) * 1000) / 1000 for rule, values in wanted.items()}
 
 
+def judged_with() -> dict[str, Any]:
+    """The numbers and the accumulators that the ratios' rules name."""
+    found: dict[str, Any] = {name: x for name, x in vars(rowwise).items() if name.isupper() and isinstance(x, (int, float))}
+    return found | {name: asdict(x) for name, x in vars(rowwise).items() if isinstance(x, Accumulator)}
+
+
 def digest(record: dict[str, Any]) -> str:
     """Of everything else in the record."""
     rest = {key: value for key, value in record.items() if key != "digest"}
@@ -198,6 +249,7 @@ def measured(device: str, runs: int) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
         "command": f"python -m benchmarks.calibrate --device {device} --runs {runs}",
         "date": date.today().isoformat(),
+        "judged_with": judged_with(),
         "maxima": maxima,
     }
 

@@ -23,7 +23,7 @@ from conformance.execute.pool import Pool
 from conformance.plan import cases_of, sections
 from conformance.profiles import PROFILES, Profile
 from conformance.strategies.space import Space
-from tests.variants import HONEST, ROUTERS
+from tests.variants import EXPERTS, HONEST, ROUTERS
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="of a variant (default: until all is done)")
     options = parser.parse_args()
     rejected = 0
-    for implementation in options.impl or HONEST + ROUTERS:
+    for implementation in options.impl or HONEST + ROUTERS + EXPERTS:
         started = time.monotonic()
         seen = Seen()
         try:
@@ -77,7 +77,7 @@ def sweep(seen: Seen, implementation: str, seeds: int, profile: Profile, jobs: i
             if section.kind != "drawn":
                 yield from before(last, cases_of(section, profile, space, 0, []))
 
-    with Pool(Settings(implementation), jobs) as pool:
+    with Pool(Settings(implementation, "cpu" if implementation in EXPERTS else "auto"), jobs) as pool:
         space = Space.of(pool.start())
         for case, outcome in pool.run(cases(space)):
             seen.statuses[outcome.status] += 1

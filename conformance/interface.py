@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 VOCABULARY = {
-    "accumulator": "dtype that sums are taken in: 'float32' (the default), 'storage', or 'hopper_fp8': of FP8 products, 14 bits, promoted each 128",
+    "accumulator": "dtype that sums are taken in: 'float32' (the default), 'storage', or 'hopper_fp8': by a scale for a tensor or each 128, 14 bits, promoted",
+    "emulated": "scalings whose products no unit of this machine takes as codes, but one for wider numbers: a tuple of str; printed, not tested",
     "reduction_order": "in words; printed, not tested",
     "tie_rule": "of equal keys, which is chosen: 'lowest_index', or, by default, any",
     "scale_arithmetic": "of scales that are no powers of two: 'division' (the default), or 'reciprocal', which is rounded once more",

@@ -7,10 +7,12 @@ from typing import Any
 from conformance.case import Case
 from conformance.contracts.chunks import ChunksCase
 from conformance.contracts.collective import ranks_of
+from conformance.contracts.dispatching import FUNCTIONS as COLLECTIVES
 from conformance.contracts.dispatching import DispatchCase
 from conformance.profiles import Profile
 from conformance.registry import CONTRACTS
 from conformance.strategies.covering import covering_cases
+from conformance.strategies.dispatch import law_cases
 from conformance.strategies.draw import drawn, run_seed, strategy
 from conformance.strategies.far import far_cases
 from conformance.strategies.recipes import recipe_cases
@@ -43,7 +45,8 @@ def cases_of(section: Section, profile: Profile, space: Space, seed: int, corpus
         return corpus
     if section.kind == "fixed":
         covered = [*covering_cases(section.function, space).cases, *recipe_cases(section.function, space)] if profile.covering else []
-        return [*fixed_cases(section.function, space), *covered, *shape_cases(section.function, space), *far_cases(section.function, space)]
+        cases = [*fixed_cases(section.function, space), *covered, *shape_cases(section.function, space), *far_cases(section.function, space)]
+        return cases + (law_cases(section.function, space, cases) if profile.covering and section.function in COLLECTIVES else [])
     source = run_seed(section.function, section.shard, seed)
     return drawn(strategy(section.function, space), source, profile.count(section.function))
 

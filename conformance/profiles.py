@@ -12,7 +12,7 @@ WEIGHT = {
     "topk_indices": 2,
     "topk_routing": 2,
     "route": 1.2,  # some of it over ranks
-    **dict.fromkeys(("pad_routing_map", "indices_to_multihot", "multihot_to_indices"), 1),
+    **dict.fromkeys(("pad_routing_map", "indices_to_multihot", "multihot_to_indices", "deepep_layout"), 1),
     **dict.fromkeys(("drop_tokens", "aux_loss_scores", "load_balancing_loss", "z_loss"), 1),
     **dict.fromkeys(("gate", "jitter", "attach_loss", "update_expert_bias", "sinkhorn_routing"), 1),
     "quantize": 1,

@@ -21,6 +21,7 @@ from conformance.contracts.balancing import AuxLossScores, SinkhornRouting, ZLos
 from conformance.contracts.base import Contract
 from conformance.contracts.chunks import SortChunks
 from conformance.contracts.collective import Collective
+from conformance.contracts.deepep_layout import DeepEPLayout
 from conformance.contracts.dispatch_deepep import DeepEPCombine, DeepEPDispatch
 from conformance.contracts.dispatch_deepep import dispatches as deepep_dispatches
 from conformance.contracts.dispatch_maps import CachedDispatch, MapCombine, MapDispatch
@@ -57,7 +58,7 @@ CONTRACTS: dict[str, Contract[Any]] = {
         *(GroupedMlp(), SequentialMlp(), SharedOut(SharedExperts(), WEIGHTS), LatentProjection()),
         *(MapDispatch("allgather_dispatch", "expert_tensor_parallel"), MapCombine("allgather_combine")),
         *(MapDispatch("alltoall_dispatch", "expert_tensor_parallel", "capacity"), MapCombine("alltoall_combine")),
-        *(DeepEPDispatch(), CachedDispatch("deepep_cached_dispatch", deepep_dispatches), DeepEPCombine()),
+        *(DeepEPLayout(), DeepEPDispatch(), CachedDispatch("deepep_cached_dispatch", deepep_dispatches), DeepEPCombine()),
         *(LowLatencyDispatch(), LowLatencyCombine()),
         *(HybridEPDispatch(), CachedDispatch("hybridep_cached_dispatch", map_dispatches), MapCombine("hybridep_combine")),
     )

@@ -9,10 +9,11 @@ from torch.autograd.function import once_differentiable
 
 from moe_fast import tuning
 from moe_fast.backend import check_device, launch_on
+from moe_fast.group_scaling import casts_in_hardware
 from moe_fast.kernels import activations as kernels
 from moe_fast.routing import accumulator, number_bits
 from moe_fast.tuning import ceil_div
-from moe_ref.config import ActivationGradients, check_activation, check_cotangent, check_glu, require
+from moe_ref.config import ActivationGradients, check_activation, check_cotangent, check_glu, check_input_store, require
 
 PROBS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of probs
 QUICK_GELU = 1.702  # Hendrycks and Gimpel 2016, arXiv 1606.08415
@@ -73,6 +74,7 @@ def glu(
     alpha: float | None = None,
     interleave: int | None = None,
     round_before_probs: bool = False,
+    fp8_input_store: bool = False,
 ) -> Tensor:
     """A gated activation, times the row's probability.
 
@@ -83,7 +85,8 @@ def glu(
         reglu        f(u) = max(u, 0)
         with clamp c:  u ← min(u, c),  v ← min(max(v, -c), c);  the gate has no lower bound
 
-    Layout, settings and every corner are those of `moe_ref.activations.glu`. Saved for the backward are h and the probs.
+    Layout, settings and every corner are those of `moe_ref.activations.glu`. Saved for the backward are h, with `fp8_input_store` as E4M3 codes
+    of one byte, which the same launch writes, and the probs.
 
     Args:
         h_PF2: [P,2F] bfloat16, float16, float32 or float64, of any strides.
@@ -95,16 +98,17 @@ def glu(
     Rounding: fp32 throughout (fp64 if h or probs are), one rounding to the dtype of h; with `round_before_probs` also before the
     product with p, in the backward too.
 
-    Gradients: `glu_backward`.
+    Gradients: `glu_backward`; with `fp8_input_store` at what the codes mean, saturated: ±448 for what is beyond.
 
     Raises:
-        ValueError: see `moe_ref.config.check_glu`; also for probs of other dtypes than `PROBS`.
+        ValueError: see `moe_ref.config`: check_glu, check_input_store; also for probs of other dtypes than `PROBS`.
 
     Source: weighted_bias_swiglu_impl, weighted_bias_quick_geglu_impl, bias_geglu_impl; TE ScaledSwiGLU, ScaledClampedQGeGLU.
     """
     check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
+    check_input_store(fp8_input_store, kind)
     check_fused(h_PF2, probs)
-    return _Activation.apply(h_PF2, probs, Settings(kind, True, round_before_probs, offset, clamp, alpha, interleave))
+    return _Activation.apply(h_PF2, probs, Settings(kind, True, round_before_probs, offset, clamp, alpha, interleave), fp8_input_store)
 
 
 def glu_backward(
@@ -157,7 +161,7 @@ def activation(h_PF: Tensor, *, probs: Tensor | None = None, kind: str = "square
     """
     check_activation(h_PF, probs, kind)
     check_fused(h_PF, probs)
-    return _Activation.apply(h_PF, probs, Settings(kind, False, round_before_probs))
+    return _Activation.apply(h_PF, probs, Settings(kind, False, round_before_probs), False)
 
 
 def activation_backward(
@@ -187,16 +191,17 @@ class _Activation(torch.autograd.Function):
     """`glu` or `activation`; what needs no gradient is not written."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, probs: Tensor | None, settings: Settings) -> Tensor:
+    def forward(ctx: Any, h: Tensor, probs: Tensor | None, settings: Settings, fp8_input_store: bool) -> Tensor:
         ctx.settings = settings
-        ctx.save_for_backward(h, probs)
-        return _forward(h, probs, settings)
+        codes = torch.empty(h.shape, dtype=torch.uint8, device=h.device) if fp8_input_store and any(ctx.needs_input_grad) else None  # all by activation_kernel
+        ctx.save_for_backward(h if codes is None else codes, probs)
+        return _forward(h, probs, settings, codes)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         h, probs = ctx.saved_tensors
-        return *_backward(d_out, h, probs, ctx.settings, ctx.needs_input_grad[0], ctx.needs_input_grad[1]), None
+        return *_backward(d_out, h, probs, ctx.settings, ctx.needs_input_grad[0], ctx.needs_input_grad[1]), None, None
 
 
 def _checked_backward(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings) -> ActivationGradients:
@@ -207,26 +212,36 @@ def _checked_backward(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: 
     return ActivationGradients(d_h, d_probs)
 
 
-def _forward(h: Tensor, probs: Tensor | None, settings: Settings) -> Tensor:
-    """f(u) · (v + offset) · p."""
+def _forward(h: Tensor, probs: Tensor | None, settings: Settings, codes: Tensor | None) -> Tensor:
+    """f(u) · (v + offset) · p; fills the codes of h, if there are any."""
     num_rows, width = len(h), settings.width(h)
-    constants = _constants(h, probs, settings, tuning.for_device(h.device).activation)
+    constants = _constants(h, h, probs, settings, tuning.for_device(h.device).activation)
     out = torch.empty((num_rows, width), dtype=h.dtype, device=h.device)  # all by activation_kernel
     parts = ceil_div(width, constants["BLOCK_F"])
     programs = ceil_div(num_rows, constants["BLOCK_P"]) * parts
     if programs:
         with launch_on(h):
             kernels.activation_kernel[(programs,)](
-                *_strided(h), *_vector(probs), out, num_rows, width, settings.between(h), parts, *settings.numbers(), **constants
+                *_strided(h),
+                *_vector(probs),
+                out,
+                codes,
+                num_rows,
+                width,
+                settings.between(h),
+                parts,
+                *settings.numbers(),
+                HARDWARE=casts_in_hardware(h.device),
+                **constants,
             )
     return out
 
 
 def _backward(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings, needs_h: bool, needs_probs: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of h and probs, of which either may not be needed. One program sums a row, so that the order is fixed."""
+    """The gradients of h, given in d_out's dtype or as E4M3 codes, and probs. Either may not be needed. One program sums a row, so that the order is fixed."""
     num_rows, width = len(h), settings.width(h)
-    constants = _constants(h, probs, settings, tuning.for_device(h.device).activation_backward)
-    d_h = torch.empty(h.shape, dtype=h.dtype, device=h.device) if needs_h else None  # all by activation_backward_kernel
+    constants = _constants(h, d_out, probs, settings, tuning.for_device(h.device).activation_backward)
+    d_h = torch.empty(h.shape, dtype=d_out.dtype, device=h.device) if needs_h else None  # all by activation_backward_kernel
     d_probs = None
     if probs is not None and needs_probs:
         d_probs = torch.empty(num_rows, dtype=probs.dtype, device=h.device)  # likewise, also where rows are empty
@@ -252,15 +267,18 @@ def _backward(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings
     return d_h, d_probs
 
 
-def _constants(h: Tensor, probs: Tensor | None, settings: Settings, tile: tuning.Tile) -> dict[str, Any]:
-    """What a kernel is compiled for. A tile of pairs is half as wide, so that a lane holds neighbours of h and of the result alike."""
+def _constants(h: Tensor, result: Tensor, probs: Tensor | None, settings: Settings, tile: tuning.Tile) -> dict[str, Any]:
+    """What a kernel is compiled for, `result` having the result's dtype.
+
+    A tile of pairs is half as wide, so that a lane holds neighbours of h and of the result alike.
+    """
     layout = settings.layout(h)
     return {
         "CURVE": CURVES[settings.kind][0],
         "LAYOUT": layout,
         "CLAMPED": settings.clamp is not None,
         "ROUND_FIRST": settings.round_first and probs is not None,
-        "ACCUMULATOR": accumulator(h if probs is None or h.dtype == torch.float64 else probs),
+        "ACCUMULATOR": accumulator(result if probs is None or result.dtype == torch.float64 else probs),
         "BLOCK_P": tile.tokens,
         "BLOCK_F": tile.columns // 2 if layout == "pairs" else tile.columns,
         "num_warps": tile.num_warps,

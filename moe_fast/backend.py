@@ -46,6 +46,13 @@ def has_descriptors(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is one of NVIDIA's Hoppers, whose matrix unit adds FP8's products with 14 bits."""
+    if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
 def multiprocessors(device: torch.device) -> int:
     """How many programs run at a time, if each fills a multiprocessor."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

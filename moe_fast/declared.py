@@ -2,18 +2,22 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_fast import backend, dispatch
 from moe_fast.activations import PROBS
+from moe_fast.group_scaling import casts_in_hardware
 from moe_fast.linear import check_product
 from moe_fast.permutation import MERGING, SUMMED
 from moe_fast.routing import check_computed, check_rows
+from moe_fast.scaled_linear import scales_in_hardware
 
+BY_FP8, BY_BLOCKS = ("delayed", "current", "block"), ("mxfp8", "nvfp4")  # scalings, by the matrix unit that takes their products
 _COPY = {"deterministic": True, "host_sync_free": True, "graph_capturable": True, "noncontiguous": True}
 _SUM = {"accumulator": "float32", "reduction_order": "ascending experts", **_COPY}
 _COMPUTED = {"accumulator": "float32", **_COPY}
-_PRODUCT = {"reduction_order": "ascending", **_COMPUTED, "accumulator": "float32" if backend.INTERPRETED else "hopper_fp8"}  # as the matrix unit adds FP8
+_PRODUCT = {"reduction_order": "ascending", **_COMPUTED}
 _QUANTIZED = {**_COMPUTED, "unchecked": ("splits",)}
 _GROUPED_PRODUCT = {"unchecked": ("tokens_per_expert",), **_PRODUCT}
 _READ = {**_COPY, "host_sync_free": False, "graph_capturable": False}  # as long as the splits say
@@ -27,6 +31,7 @@ _DECLARED: dict[str, dict[str, Any]] = {
     "pad_routing_map": _COPY,
     "indices_to_multihot": {**_COPY, "unchecked": ("indices",)},
     "multihot_to_indices": _COPY,
+    "deepep_layout": {**_COPY, "unchecked": ("indices",)},
     "route": {**_COMPUTED, "unchecked": ("replay_target",)},
     "topk_indices": {**_CHOICE, "unchecked": ("precomputed_indices",)},
     "topk_routing": {**_CHOICE, "unchecked": ("precomputed_indices",)},
@@ -69,7 +74,16 @@ _DECLARED: dict[str, dict[str, Any]] = {
 
 def declares(function: str) -> dict[str, Any]:
     """What this implementation promises about a function, beyond the reference's contract."""
-    return dict(_DECLARED[function])
+    return _DECLARED[function] | (_of_the_machine() if function in _GROUPED else {})
+
+
+def _of_the_machine() -> dict[str, Any]:
+    """How products are taken here."""
+    device = torch.device("cpu" if backend.INTERPRETED else "cuda")
+    emulated: tuple[str, ...] = () if casts_in_hardware(device) else BY_FP8
+    emulated += () if scales_in_hardware(device) else BY_BLOCKS
+    accumulator = "hopper_fp8" if backend.is_hopper(device) else "float32"  # as that matrix unit adds FP8
+    return {"accumulator": accumulator} | ({"emulated": emulated} if emulated else {})
 
 
 def supports(function: str, *arguments: Any, **settings: Any) -> str | None:

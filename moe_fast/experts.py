@@ -18,7 +18,19 @@ from moe_fast.backend import check_device
 from moe_fast.linear import check_product, grouped_linear
 from moe_fast.padding import Padding
 from moe_fast.weighting import BiasAdded, ScaledRows
-from moe_ref.config import GATED, LinearState, Recipe, check_counts, check_grouped_mlp, check_kind, check_linear, check_pairs, check_splits, require
+from moe_ref.config import (
+    GATED,
+    LinearState,
+    Recipe,
+    check_counts,
+    check_grouped_mlp,
+    check_input_store,
+    check_kind,
+    check_linear,
+    check_pairs,
+    check_splits,
+    require,
+)
 
 
 def grouped_mlp(
@@ -36,6 +48,7 @@ def grouped_mlp(
     alpha: float | None = None,
     interleave: int | None = None,
     round_before_probs: bool = False,
+    fp8_input_store: bool = False,
     probs_on_input: bool = False,
     align: int | None = None,
     recompute: str | None = None,
@@ -53,7 +66,8 @@ def grouped_mlp(
     counts are read by the kernels alone; where they are illegal the result is unspecified. Settings and corners are those of
     `moe_ref.experts.grouped_mlp`.
 
-    Saved for the backward are the rows, h and a; with recompute "moe_act" not a, with "moe" only the rows. Without a recipe `align`
+    Saved for the backward are the rows, h and a; with recompute "moe_act" not a, with "moe" only the rows. With `fp8_input_store` h is saved as
+    codes of one byte; with "moe_act", which computes a from it, h itself as well. Without a recipe `align`
     changes no value, so nothing is padded; with one the buffer grows by L · (align - 1) rows.
 
     Returns:
@@ -63,12 +77,13 @@ def grouped_mlp(
     which is taken in fp32 (fp64 if an input is). Gradients round where these values do; db2_e = Σ_{i of e} p_i d_y_i, in a fixed order.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_grouped_mlp, check_kind, check_pairs; and `grouped_linear`; also for probs of other dtypes
+        ValueError: see `moe_ref.config`: check_grouped_mlp, check_kind, check_input_store, check_pairs; and `grouped_linear`; also for probs of other dtypes
             than `PROBS`.
 
     Source: TEGroupedMLP.forward.
     """
-    act = chosen_activation(kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave, round_before_probs=round_before_probs)
+    shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
+    act = chosen_activation(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
     check_grouped_mlp(
         rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias, interleave, kind, probs_on_input, align, recompute
     )
@@ -149,16 +164,25 @@ def linear(x_TN: Tensor, weight_MN: Tensor, *, bias: Tensor | None = None, **pre
 
 
 def chosen_activation(
-    kind: str, *, offset: float = 0.0, clamp: float | None = None, alpha: float | None = None, interleave: int | None = None, round_before_probs: bool = False
+    kind: str,
+    *,
+    offset: float = 0.0,
+    clamp: float | None = None,
+    alpha: float | None = None,
+    interleave: int | None = None,
+    round_before_probs: bool = False,
+    fp8_input_store: bool = False,
 ) -> Callable[..., Tensor]:
     """`glu` or `activation`, whichever has that kind, as a function of h and probs.
 
     Raises:
-        ValueError: see `moe_ref.config.check_kind`.
+        ValueError: see `moe_ref.config`: check_kind, check_input_store.
     """
     check_kind(kind, offset, clamp, alpha, interleave)
+    check_input_store(fp8_input_store, kind)
     if kind in GATED:
-        return partial(glu, kind=kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave, round_before_probs=round_before_probs)
+        shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
+        return partial(glu, kind=kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
     return partial(activation, kind=kind, round_before_probs=round_before_probs)
 
 
@@ -190,7 +214,7 @@ def _experts(
     if padding is not None:
         rows_PH, p_P, tokens_per_expert_L = *padding.pad(rows_PH, p_P), padding.counts_L
     ends_L = tokens_per_expert_L.clamp(min=0).cumsum(0)
-    if p_P is not None and probs_on_input:
+    if probs_on_input:
         rows_PH, p_P = ScaledRows.apply(rows_PH, p_P, ends_L), None
     noise1, noise2 = (None, None) if noise is None else (_of_length(each, len(rows_PH)) for each in noise)
     h_PF = linears[0](rows_PH, fc1_weight_LFH, tokens_per_expert_L, bias=fc1_bias, noise=noise1)

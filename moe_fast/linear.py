@@ -4,6 +4,7 @@ A small kernel turns the counts into a table of tiles. The products then take a 
 so that one captured graph serves every routing.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_fast import tuning
 from moe_fast.backend import check_device, launch_on
 from moe_fast.kernels import linear as kernels
-from moe_fast.scaled_linear import Precision, ScaledLinear, check_scaled, quantized_rows, quantized_weight, scaled_dgrad, scaled_plan, scaled_wgrad
+from moe_fast.quantized import Quantized, dequantize
+from moe_fast.scaled_linear import (
+    Precision,
+    ScaledLinear,
+    check_scaled,
+    quantized_rows,
+    quantized_weight,
+    scaled_dgrad,
+    scaled_fprop,
+    scaled_plan,
+    scaled_wgrad,
+    tensors_of,
+    with_tensors,
+    without_tensors,
+)
 from moe_fast.segments import Plan, have_descriptors, make_plan, programs, strided
 from moe_fast.segments import segment_sums as _segment_sums
 from moe_fast.segments import segments as _segments
@@ -47,6 +62,9 @@ def grouped_linear(
     Raises:
         ValueError: see `moe_ref.config`: check_grouped_linear, check_precision; also for what `check_product` refuses.
 
+    With a recipe's backward_override the gradients are products of high precision, of tensors as they are stored or as the codes of the
+    forward, which are what is saved, come back: no form by columns is made, and no gradient is quantised.
+
     Source: TE GroupedLinear.
     """
     check_grouped_linear(rows_PN, weight_LMN, tokens_per_expert_L, bias)
@@ -54,7 +72,8 @@ def grouped_linear(
     check_product(rows_PN, recipe, accumulator)
     check_device("rows", rows_PN)
     if recipe is not None:
-        return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, Precision(recipe, state, noise))
+        layer = ScaledLinear if recipe.backward_override is None else _OverriddenLinear
+        return layer.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, Precision(recipe, state, noise))
     return _GroupedLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L)
 
 
@@ -81,11 +100,13 @@ def grouped_dgrad(
     check_precision(recipe, state, noise, accumulator)
     check_product(d_out_PM, recipe, accumulator)
     check_device("d_out", d_out_PM)
-    if recipe is not None:
-        how = Precision(recipe, state, noise)
+    how = None if recipe is None else Precision(recipe, state, noise)
+    if how is not None and how.recipe.backward_override is None:
         d = quantized_rows(d_out_PM, "grad_output", tokens_per_expert_L, how, True, False)
         return scaled_dgrad(d, quantized_weight(weight_LMN.detach(), how, False, True), scaled_plan(tokens_per_expert_L, len(d_out_PM)))
     d_out, weight = d_out_PM.detach(), weight_LMN.detach()
+    if how is not None and how.recipe.backward_override == "dequantized":
+        weight = dequantize(quantized_weight(weight, how, True, False)).view(weight.shape)
     return _multiply(d_out, weight, None, _plan(tokens_per_expert_L, d_out))
 
 
@@ -119,12 +140,14 @@ def grouped_wgrad(
     check_product(rows_PN, recipe, accumulator)
     check_device("rows", rows_PN)
     before = None if accumulate_into is None else accumulate_into.detach()
-    if recipe is not None:
-        how = Precision(recipe, state, noise)
+    how = None if recipe is None else Precision(recipe, state, noise)
+    if how is not None and how.recipe.backward_override is None:
         d = quantized_rows(d_out_PM, "grad_output", tokens_per_expert_L, how, False, True)
         x = quantized_rows(rows_PN, "input", tokens_per_expert_L, how, False, True)
         return scaled_wgrad(d, x, scaled_plan(tokens_per_expert_L, len(rows_PN)), accumulate_into=before)
     rows = rows_PN.detach()
+    if how is not None and how.recipe.backward_override == "dequantized":
+        rows = dequantize(quantized_rows(rows, "input", tokens_per_expert_L, how, True, False))
     return _outer_products(d_out_PM.detach(), rows, before, _plan(tokens_per_expert_L, rows))
 
 
@@ -160,6 +183,45 @@ class _GroupedLinear(torch.autograd.Function):
         d_weight = None if rows is None else _outer_products(d_out, rows, None, ctx.plan)
         d_bias = _segment_sums(d_out, ctx.bias_dtype, ctx.plan) if ctx.needs_input_grad[2] else None
         return d_rows, d_weight, d_bias, None
+
+
+class _OverriddenLinear(torch.autograd.Function):
+    """`grouped_linear` by a recipe with a backward_override: low precision forward, and gradients by the products of high precision."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, how: Precision) -> Tensor:
+        wants_rows, wants_weight, *_ = ctx.needs_input_grad
+        counts = tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert  # the caller may change them before the backward
+        x, matrices = quantized_rows(rows, "input", counts, how, True, False), quantized_weight(weight, how, True, False)
+        ctx.bias_dtype, ctx.shape = None if bias is None else bias.dtype, weight.shape
+        ctx.x = ctx.weight = None
+        if how.recipe.backward_override == "high_precision":
+            ctx.save_for_backward(counts, rows if wants_weight else None, weight if wants_rows else None)
+        else:
+            ctx.x, ctx.weight = without_tensors(x, False), without_tensors(matrices, False)
+            kept = tensors_of(x.rowwise if wants_weight else None), tensors_of(matrices.rowwise if wants_rows else None)
+            ctx.save_for_backward(counts, *kept[0], *kept[1], matrices.splits)
+        return scaled_fprop(x, matrices, scaled_plan(counts, len(rows)), bias=bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        counts, *tensors = ctx.saved_tensors
+        wants_rows, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        plan, d_rows, d_weight = _plan(counts, d_out), None, None
+        if wants_rows:
+            weight = tensors[1] if ctx.weight is None else _dequantized(ctx.weight, tensors[3:6], tensors[6]).view(ctx.shape)
+            d_rows = _multiply(d_out, weight, None, plan)
+        if wants_weight:
+            rows = tensors[0] if ctx.x is None else _dequantized(ctx.x, tensors[:3], counts)
+            d_weight = _outer_products(d_out, rows, None, plan)
+        d_bias = _segment_sums(d_out, ctx.bias_dtype, plan) if wants_bias else None
+        return d_rows, d_weight, d_bias, None, None
+
+
+def _dequantized(kept: Quantized, tensors: list[Tensor], splits: Tensor) -> Tensor:
+    """What the codes by rows come back as, in the dtype that they were made of."""
+    return dequantize(replace(with_tensors(kept, tensors, False), splits=splits))
 
 
 def _plan(tokens_per_expert: Tensor, rows: Tensor) -> Plan:

@@ -44,7 +44,8 @@ def quantize(
         x_MN: float64, float32, bfloat16 or float16, of any strides. float64 is rounded to float32 first.
         splits: [G] integers, rows of each group; None: all rows are one group.
         state: delayed scaling's, of G groups; it stays as it was, and what is returned is new.
-        noise: [2,M,N] uniform in [0, 1), of any strides, for gradients of NVFP4 with stochastic rounding.
+        noise: [2,M,N] uniform in [0, 1), of any strides, for gradients of NVFP4 with stochastic rounding. None: drawn from torch's generator of
+            x's device, a new number for each element and direction.
 
     Returns:
         `Quantization`. The gradient of `dequantize(quantize(x))` is straight through: that of the identity, or of the Hadamard transform
@@ -65,6 +66,8 @@ def quantize(
         splits = splits.to(x_MN.device, non_blocking=True)
     x = x_MN.detach().resolve_neg()  # a kernel sees memory, not a pending minus
     format = "e2m1" if recipe.scaling == "nvfp4" else "e5m2" if recipe.fp8_format == "hybrid" and role == "grad_output" else "e4m3"
+    if recipe.stochastic_rounding and role == "grad_output" and noise is None:
+        noise = torch.rand(2, *x.shape, device=x.device)
     if recipe.scaling == "nvfp4":
         by_rows, by_columns = quantize_two_levels(x, recipe, role, splits, rowwise, columnwise, noise)
     elif recipe.scaling in BLOCK:

@@ -383,7 +383,7 @@ def _quantized_apart(source: _Source) -> tuple[Quantized, QuantizerState | None,
     forms, h, d_probs = source.forms, source.h, None
     x = torch.empty(source.like.shape, dtype=source.like.dtype, device=h.device)  # all by the kernel
     if source.d_out is None:
-        _launch(plain_kernels.activation_kernel, tuning.for_device(h.device).activation, source, (), (x,))
+        _launch(plain_kernels.activation_kernel, tuning.for_device(h.device).activation, source, (), (x, None))
     else:
         if source.probs is not None:
             d_probs = torch.empty(len(h), dtype=source.probs.dtype, device=h.device)  # likewise, also where rows are empty
@@ -398,7 +398,7 @@ def _quantized_apart(source: _Source) -> tuple[Quantized, QuantizerState | None,
 def _launch(kernel: Any, tile: tuning.Tile, source: _Source, d_out: tuple[Any, ...], results: tuple[Tensor | None, ...]) -> None:
     """A kernel of `moe_fast.kernels.activations`; with d_out one program sums a row, so that the order is fixed."""
     h, settings = source.h, source.settings
-    constants = _constants(h, source.probs, settings, tile)
+    constants = _constants(h, h, source.probs, settings, tile) | ({} if d_out else {"HARDWARE": False})  # nothing is encoded here
     tiles = ceil_div(settings.width(h), constants["BLOCK_F"])
     parts = 1 if d_out else tiles
     programs = ceil_div(len(h), constants["BLOCK_P"]) * parts

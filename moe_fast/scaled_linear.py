@@ -309,8 +309,8 @@ class ScaledLinear(torch.autograd.Function):
         x = quantized_rows(rows, "input", counts, how, True, wants_weight and _has_columns(how.recipe, rows.dtype))
         matrices = quantized_weight(weight, how, True, wants_rows)
         ctx.plan, ctx.how, ctx.bias_dtype = scaled_plan(counts, len(rows)), how, None if bias is None else bias.dtype
-        ctx.x, ctx.weight = _without_tensors(x), _without_tensors(matrices)
-        ctx.save_for_backward(counts, *_tensors(x.columnwise), *_tensors(matrices.columnwise))
+        ctx.x, ctx.weight = without_tensors(x, True), without_tensors(matrices, True)
+        ctx.save_for_backward(counts, *tensors_of(x.columnwise), *tensors_of(matrices.columnwise))
         return scaled_fprop(x, matrices, ctx.plan, bias=bias)
 
     @staticmethod
@@ -321,8 +321,8 @@ class ScaledLinear(torch.autograd.Function):
         d_rows = d_weight = None
         if wants_rows or wants_weight:
             d = quantized_rows(d_out, "grad_output", counts, ctx.how, wants_rows, wants_weight)
-            d_rows = scaled_dgrad(d, _with_tensors(ctx.weight, tensors[3:]), ctx.plan) if wants_rows else None
-            d_weight = scaled_wgrad(d, _with_tensors(ctx.x, tensors[:3]), ctx.plan) if wants_weight else None
+            d_rows = scaled_dgrad(d, with_tensors(ctx.weight, tensors[3:], True), ctx.plan) if wants_rows else None
+            d_weight = scaled_wgrad(d, with_tensors(ctx.x, tensors[:3], True), ctx.plan) if wants_weight else None
         d_bias = segment_sums(d_out, ctx.bias_dtype, ctx.plan) if wants_bias else None
         return d_rows, d_weight, d_bias, None, None
 
@@ -333,19 +333,20 @@ def _has_columns(recipe: Recipe, dtype: torch.dtype) -> bool:
     return not impossible and (dtype == torch.bfloat16 or not recipe.hadamard)
 
 
-def _tensors(form: Form | None) -> tuple[Tensor | None, ...]:
+def tensors_of(form: Form | None) -> tuple[Tensor | None, ...]:
     """What autograd keeps of a form."""
     return (None, None, None) if form is None else (form.codes_MN, form.scale, form.amax)
 
 
-def _without_tensors(quantized: Quantized) -> Quantized:
-    """The rest of it, and of its form by columns."""
-    form, nothing = quantized.columnwise, torch.empty(0)
+def without_tensors(quantized: Quantized, columnwise: bool) -> Quantized:
+    """The rest of it, and of its form of this direction."""
+    form, nothing = quantized.columnwise if columnwise else quantized.rowwise, torch.empty(0)
     kept = None if form is None else replace(form, codes_MN=nothing, scale=nothing, amax=nothing)
-    return replace(quantized, splits=None, source=None, rowwise=None, columnwise=kept)
+    return replace(quantized, splits=None, source=None, rowwise=None if columnwise else kept, columnwise=kept if columnwise else None)
 
 
-def _with_tensors(kept: Quantized, tensors: list[Tensor]) -> Quantized:
-    """What was quantised, with its form by columns alone."""
+def with_tensors(kept: Quantized, tensors: list[Tensor], columnwise: bool) -> Quantized:
+    """What was quantised, with its form of this direction alone."""
     codes, scale, amax = tensors
-    return replace(kept, columnwise=replace(kept.form(True), codes_MN=codes, scale=scale, amax=amax))
+    form = replace(kept.form(columnwise), codes_MN=codes, scale=scale, amax=amax)
+    return replace(kept, columnwise=form) if columnwise else replace(kept, rowwise=form)

@@ -30,6 +30,7 @@ def shared_experts(
     clamp: float | None = None,
     alpha: float | None = None,
     interleave: int | None = None,
+    fp8_input_store: bool = False,
     recompute: bool = False,
     recipe: Recipe | None = None,
     state: tuple[LinearState, LinearState] | None = None,
@@ -40,7 +41,7 @@ def shared_experts(
         y = act(x W1ᵀ) W2ᵀ;     with a gate  y ← y · σ(x gᵀ)
 
     Settings and corners are those of `moe_ref.shared.shared_experts`. Saved for the backward are x, what W1 and W2 make, and act; with
-    `recompute` only x.
+    `fp8_input_store` the E4M3 codes of what W1 makes, with `recompute` only x.
 
     Returns:
         [T,H] in the dtype of x.
@@ -49,11 +50,11 @@ def shared_experts(
     Gradients round where these values do.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_shared_experts, check_kind, check_pairs; and `grouped_linear`.
+        ValueError: see `moe_ref.config`: check_shared_experts, check_kind, check_input_store, check_pairs; and `grouped_linear`.
 
     Source: SharedExpertMLP.forward.
     """
-    act = chosen_activation(kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave)
+    act = chosen_activation(kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave, fp8_input_store=fp8_input_store)
     check_shared_experts(x_TH, fc1_weight_FH, fc2_weight_HF, gate_weight, kind, interleave)
     check_pairs(state, noise)
     check_product(x_TH, recipe, "float32")

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ref.config import GATED, ActivationGradients, check_activation, check_cotangent, check_glu, check_kind
+from moe_ref.config import GATED, ActivationGradients, check_activation, check_cotangent, check_glu, check_input_store, check_kind
+from moe_ref.formats import E4M3, decode, encode
 from moe_ref.rounding import accumulator_dtype, round_to
 
 QUICK_GELU = 1.702  # σ(1.702 u) is close to the normal distribution function: Hendrycks and Gimpel 2016, arXiv 1606.08415
@@ -74,18 +75,27 @@ GATE_OF = {"swiglu": "silu", "geglu": "gelu_tanh", "geglu_erf": "gelu", "quick_g
 
 
 class _WithGradients(torch.autograd.Function):
-    """forward(h, probs), whose gradients are backward(d_out, h, probs)."""
+    """forward(h, probs), whose gradients are backward(d_out, h, probs), where h may have been kept as E4M3 codes."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Callable[..., Tensor], backward: Callable[..., ActivationGradients], h: Tensor, probs: Tensor | None) -> Tensor:
-        ctx.save_for_backward(h, probs)
-        ctx.backward_of = backward
+    def forward(
+        ctx: Any,
+        forward: Callable[..., Tensor],
+        backward: Callable[..., ActivationGradients],
+        h: Tensor,
+        probs: Tensor | None,
+        fp8_input_store: bool = False,
+    ) -> Tensor:
+        kept = encode(round_to(h, torch.float32), E4M3) if fp8_input_store else h  # float64 goes by way of float32, as in torch's cast
+        ctx.save_for_backward(kept, probs)
+        ctx.backward_of, ctx.dtype = backward, h.dtype
         return forward(h, probs)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor):
-        h, probs = ctx.saved_tensors
-        return None, None, *ctx.backward_of(d_out, h, probs)
+        kept, probs = ctx.saved_tensors
+        h = kept if kept.dtype == ctx.dtype else decode(kept, E4M3, dtype=ctx.dtype)
+        return None, None, *ctx.backward_of(d_out, h, probs), None
 
 
 def glu(
@@ -98,6 +108,7 @@ def glu(
     alpha: float | None = None,
     interleave: int | None = None,
     round_before_probs: bool = False,
+    fp8_input_store: bool = False,
 ) -> Tensor:
     """A gated activation, times the row's probability.
 
@@ -120,6 +131,7 @@ def glu(
         alpha: α of swiglu or quick_geglu; None for the kind's own.
         interleave: s, a divisor of F, or None for halves.
         round_before_probs: see Rounding.
+        fp8_input_store: see Gradients; with swiglu only. Megatron's activation_func_fp8_input_store.
 
     Returns:
         [P,F] in the dtype of h.
@@ -128,15 +140,24 @@ def glu(
     activation and its product with p are two steps, each of which rounds to the dtype of h, in the backward too; TE before 2.19
     does that, after rounding the probs to the dtype of h, and Megatron's unclamped fused SwiGLU rounds like it in the forward.
 
-    Gradients: `glu_backward`.
+    Gradients: `glu_backward`. With `fp8_input_store` h is kept for it as E4M3 codes without a scale, of half or a quarter of its bytes, and
+    d_h, d_probs are those at ĥ, what the codes mean, while the output is that of h:
+
+        ĥ = decode(encode(h)),   |ĥ - h| ≤ |h|/16,  or 2^-10 for |h| < 2^-6;        the clamp bounds ĥ, and ĥ decides where a gradient passes
+
+    No scale brings a large h into range: what |h| > 464 becomes, which rounds beyond the largest E4M3 number, 448, is unspecified. It is
+    ±448 here and in torch's casts of late, NaN in earlier ones; so are d_h at that gate and its value, and d_probs of that row, and in an
+    expert all that they reach. Whoever sets the option has to keep h small (h at 464 itself becomes 448 in each).
 
     Raises:
-        ValueError: see `moe_ref.config.check_glu`.
+        ValueError: see `moe_ref.config`: check_glu, check_input_store.
 
     Source: weighted_bias_swiglu_impl, weighted_bias_quick_geglu_impl, bias_geglu_impl, MLP.forward (whose `glu` has the offset for
-    every f; its fused SwiGLU has none, and takes a clamp ≤ 0 for no clamp); TE ScaledSwiGLU, ScaledClampedQGeGLU.
+    every f; its fused SwiGLU has none, and takes a clamp ≤ 0 for no clamp; only the fused one looks at fp8_input_store, and in 0.16.1 it has
+    no clamp, in later versions it bounds what it has stored); TE ScaledSwiGLU, ScaledClampedQGeGLU.
     """
     check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
+    check_input_store(fp8_input_store, kind)
 
     def forward(h_PF2: Tensor, probs: Tensor | None) -> Tensor:
         u_PF, v_PF = _clamped(*_halves(_widened(h_PF2, probs), interleave), clamp)
@@ -156,7 +177,7 @@ def glu(
             round_before_probs=round_before_probs,
         )
 
-    return _WithGradients.apply(forward, backward, h_PF2, probs)
+    return _WithGradients.apply(forward, backward, h_PF2, probs, fp8_input_store)
 
 
 def glu_backward(
@@ -255,16 +276,25 @@ def activation_backward(
 
 
 def chosen_activation(
-    kind: str, *, offset: float = 0.0, clamp: float | None = None, alpha: float | None = None, interleave: int | None = None, round_before_probs: bool = False
+    kind: str,
+    *,
+    offset: float = 0.0,
+    clamp: float | None = None,
+    alpha: float | None = None,
+    interleave: int | None = None,
+    round_before_probs: bool = False,
+    fp8_input_store: bool = False,
 ) -> Callable[..., Tensor]:
     """`glu` or `activation`, whichever has that kind, as a function of h and probs.
 
     Raises:
-        ValueError: see `moe_ref.config.check_kind`.
+        ValueError: see `moe_ref.config`: check_kind, check_input_store.
     """
     check_kind(kind, offset, clamp, alpha, interleave)
+    check_input_store(fp8_input_store, kind)
     if kind in GATED:
-        return partial(glu, kind=kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave, round_before_probs=round_before_probs)
+        shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
+        return partial(glu, kind=kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
     return partial(activation, kind=kind, round_before_probs=round_before_probs)
 
 

@@ -33,6 +33,7 @@ def grouped_mlp(
     alpha: float | None = None,
     interleave: int | None = None,
     round_before_probs: bool = False,
+    fp8_input_store: bool = False,
     probs_on_input: bool = False,
     align: int | None = None,
     recompute: str | None = None,
@@ -58,6 +59,7 @@ def grouped_mlp(
         probs: [P] floating point, or None for 1.
         fc1_bias, fc2_bias: [L,2F] or [L,F], and [L,H]; floating point, or None. Each is used without the other.
         kind, offset, clamp, alpha, interleave, round_before_probs: as in `glu`, or a kind of `activation` and none of them but the last.
+        fp8_input_store: as in `glu`, of h as it is rounded to the dtype of the rows. Recomputing changes nothing: what is computed again is stored again.
         align: each expert's rows are extended by rows of zeros with prob 0 to a multiple of it, and trimmed afterwards; recipes whose blocks
             lie along tokens may need it (`Recipe.alignment`).
         recompute: None, "moe_act" (the activation is computed again in the backward) or "moe" (all of it is): the same results.
@@ -72,12 +74,13 @@ def grouped_mlp(
     which is taken in float32 (float64 if an input is) whatever the dtype of b2. Gradients round where these values do.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_grouped_mlp, check_kind, check_pairs; and `grouped_linear`.
+        ValueError: see `moe_ref.config`: check_grouped_mlp, check_kind, check_input_store, check_pairs; and `grouped_linear`.
 
     Source: TEGroupedMLP.forward. `SequentialMLP` adds b1 after rounding, and does not know of interleaving; with probs_on_input both
     scale as above.
     """
-    act = chosen_activation(kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave, round_before_probs=round_before_probs)
+    shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
+    act = chosen_activation(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
     check_grouped_mlp(
         rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias, interleave, kind, probs_on_input, align, recompute
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_ref.config import (
     LinearState,
+    Operand,
     Recipe,
     check_count_values,
     check_grouped_dgrad,
@@ -73,7 +74,8 @@ def grouped_linear(
 
     With a recipe each product is that of what the codes of its factors stand for, in float32; which form of which tensor is quantised
     for which product is `moe_ref.recipes.operands`. Each expert's rows, and each expert's weight, are a group of their own. The bias and
-    its gradient are not quantised.
+    its gradient are not quantised. With its backward_override the gradients are products of tensors as they are stored, or as they come
+    back from fprop's codes; d_out is not quantised, and what only its codes need (noise, whole blocks along tokens) is asked of nobody.
 
     Args:
         rows_PN: bfloat16, float16, float32 or float64.
@@ -82,7 +84,7 @@ def grouped_linear(
         bias: [L,M] floating point, or None.
         recipe: None for high precision.
         state: delayed scaling's scales. It is only read: what a step measured comes from `quantize` of the same tensors.
-        noise: for the gradient, where the recipe rounds it stochastically: [2,P,M], see `quantize`.
+        noise: for the gradient, where the recipe rounds it stochastically: [2,P,M], see `quantize`. None with a backward_override.
         accumulator: "float32" or "float64", what low-precision products are added in.
 
     Returns:
@@ -220,29 +222,39 @@ def _fprop(rows_PN: Tensor, weight_LMN: Tensor, bias_LM: Tensor | None, tokens_p
 def _row_factors(x_PN: Tensor, tokens_per_expert_L: Tensor, role: str, gemm: str, how: Precision) -> list[Tensor]:
     """Each expert's rows as a factor of a product, in the dtype that it is added in."""
     own = segments(tokens_per_expert_L, len(x_PN))
-    if how.recipe is None:
+    if _operand(role, gemm, how) is None:
         return [x_PN[rows].to(_wide(x_PN.dtype, how)) for rows in own]
     return _from_codes(x_PN, tokens_per_expert_L, role, gemm, how)
 
 
 def _weight_factors(weight_LMN: Tensor, gemm: str, how: Precision) -> list[Tensor]:
     """Each expert's weight as a factor of a product, in the dtype that it is added in."""
-    if how.recipe is None:
+    if _operand("weight", gemm, how) is None:
         return [w_MN.to(_wide(weight_LMN.dtype, how)) for w_MN in weight_LMN]
     experts, width_out, width_in = weight_LMN.shape
     each = torch.full((experts,), width_out, device=weight_LMN.device)
     return _from_codes(weight_LMN.reshape(experts * width_out, width_in), each, "weight", gemm, how)
 
 
+def _operand(role: str, gemm: str, how: Precision) -> Operand | None:
+    """The quantised form that a product reads; None where it reads the tensor as it is stored."""
+    if how.recipe is None:
+        return None
+    operand = {operand.role: operand for operand in operands(gemm, how.recipe)}[role]
+    return None if operand.kept == "stored" else operand
+
+
 def _from_codes(x_RN: Tensor, splits_L: Tensor, role: str, gemm: str, how: Precision) -> list[Tensor]:
-    """What the codes of each group stand for: float32, not rounded to the dtype of x; in the orientation of x."""
-    assert how.recipe is not None
-    columnwise = {operand.role: operand.columnwise for operand in operands(gemm, how.recipe)}[role]
+    """What the codes of each group stand for: float32, rounded to the dtype of x only where they are dequantised; in the orientation of x."""
+    operand = _operand(role, gemm, how)
+    assert how.recipe is not None and operand is not None
+    columnwise = operand.columnwise
     state = None if how.state is None else getattr(how.state, role)
     noise = how.noise if role == "grad_output" else None
     made = quantize(x_RN, how.recipe, role=role, splits=splits_L, rowwise=not columnwise, columnwise=columnwise, state=state, noise=noise)
     form = made.quantized.form(columnwise)
-    return [turned(values(group, form.scheme), columnwise).to(_wide(x_RN.dtype, how)) for group in form.groups]
+    found = [turned(values(group, form.scheme), columnwise) for group in form.groups]
+    return [(round_to(x_RC, x_RN.dtype) if operand.kept == "dequantized" else x_RC).to(_wide(x_RN.dtype, how)) for x_RC in found]
 
 
 def _bias_gradient(d_out_PM: Tensor, bias_LM: Tensor, tokens_per_expert_L: Tensor, how: Precision) -> Tensor:

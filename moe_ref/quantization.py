@@ -71,6 +71,7 @@ def quantize(
         splits: [G] integers, rows of each group, one after the other; None: all rows are one group. MXFP8 wants multiples of 32, NVFP4 of 16.
         state: delayed scaling's, of G groups: scales come from it, and max |x| goes into it.
         noise: [2,M,N] uniform in [0, 1), for gradients of NVFP4 with stochastic rounding: noise[0] rounds rowwise, noise[1] columnwise.
+            None: drawn from torch's generator of x's device, a new number for each element and direction.
 
     Returns:
         `Quantization`. The gradient of `dequantize(quantize(x))` is straight through: that of the identity, or of the Hadamard transform
@@ -85,6 +86,8 @@ def quantize(
     check_quantize(x_MN, recipe, role, splits, rowwise, columnwise, state, noise)
     sizes = [len(x_MN)] if splits is None else splits.tolist()
     check_splits(sizes, len(x_MN), recipe)
+    if noise is None and scheme(recipe, role).stochastic:
+        noise = torch.rand(2, *x_MN.shape, device=x_MN.device)
 
     def form(columnwise: bool) -> Form:
         return _form(x_MN, scheme(recipe, role, columnwise=columnwise), columnwise, sizes, state, None if noise is None else noise[int(columnwise)])

@@ -83,6 +83,13 @@ def operands(gemm: str, recipe: Recipe) -> tuple[Operand, Operand]:
     Each form is made from the high-precision tensor, never from another form. Blocks along tokens start at each expert's first row,
     so wgrad depends on the grouping; rows of zeros change nothing.
 
+    With backward_override the gradients read no columnwise form, and grad_output is never quantised:
+
+        high_precision   dgrad  weight stored                   grad_output stored      wgrad  input stored                   grad_output stored
+        dequantized      dgrad  weight rowwise, dequantized     grad_output stored      wgrad  input rowwise, dequantized     grad_output stored
+
+    Dequantized is what fprop's codes stand for, rounded once to the dtype of the tensor.
+
     Raises:
         ValueError: an unknown gemm; wgrad with a row-scaled activation and four_over_six, which has no columnwise form.
 
@@ -91,6 +98,9 @@ def operands(gemm: str, recipe: Recipe) -> tuple[Operand, Operand]:
     require(gemm in GEMMS, "gemm", repr(gemm), f"one of {', '.join(GEMMS)}")
     if gemm == "fprop":
         return Operand("weight", False), Operand("input", False)
+    if recipe.backward_override is not None:
+        kept = {"high_precision": "stored", "dequantized": "dequantized"}[recipe.backward_override]
+        return Operand("weight" if gemm == "dgrad" else "input", False, kept), Operand("grad_output", False, "stored")
     if gemm == "dgrad":
         return Operand("weight", True), Operand("grad_output", False)
     impossible = recipe.row_scaled_activation and recipe.four_over_six in ("activations", "all")
@@ -152,8 +162,8 @@ def scale_from_amax(amax: Tensor, format_max: float, *, epsilon: float = 0.0, in
 
     Rounding: the division, once.
 
-    Source: compute_scale_from_amax in recipe_common.cuh. (Transformer Engine's references in Python give s = 0 for amax = ∞; the kernel
-    gives 1.)
+    Source: compute_scale_from_amax in recipe_common.cuh. (Transformer Engine's references in Python give s = 0 for amax = ∞, and NaN for NaN; the
+    kernel gives 1 for both.)
     """
     a = amax.clamp(min=nearest32(epsilon))
     s = over(format_max, a)

@@ -27,6 +27,7 @@ def shared_experts(
     clamp: float | None = None,
     alpha: float | None = None,
     interleave: int | None = None,
+    fp8_input_store: bool = False,
     recompute: bool = False,
     recipe: Recipe | None = None,
     state: tuple[LinearState, LinearState] | None = None,
@@ -42,6 +43,7 @@ def shared_experts(
         fc2_weight_HF: [H,F].
         gate_weight: [1,H], g, or None.
         kind, offset, clamp, alpha, interleave: as in `glu`, or a kind of `activation` and none of the others.
+        fp8_input_store: as in `glu`.
         recompute: all of it is computed again in the backward: the same results.
         recipe: of both linear layers, see `grouped_linear`; None for high precision. The gate stays in high precision.
         state, noise: as in `grouped_linear`, a pair for the two layers.
@@ -53,11 +55,11 @@ def shared_experts(
     float64). Gradients round where these values do.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_shared_experts, check_kind, check_pairs; and `grouped_linear`.
+        ValueError: see `moe_ref.config`: check_shared_experts, check_kind, check_input_store, check_pairs; and `grouped_linear`.
 
     Source: SharedExpertMLP.forward.
     """
-    act = chosen_activation(kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave)
+    act = chosen_activation(kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave, fp8_input_store=fp8_input_store)
     check_shared_experts(x_TH, fc1_weight_FH, fc2_weight_HF, gate_weight, kind, interleave)
     check_pairs(state, noise)
     pairs = zip(state or (None, None), noise or (None, None), strict=True)

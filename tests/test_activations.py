@@ -395,6 +395,8 @@ def test_bounds_that_block_the_gradient_are_noticed():
         ("offset", lambda: chosen_activation("relu", offset=1.0)),
         ("clamp", lambda: chosen_activation("relu", clamp=1.0)),
         ("interleave", lambda: chosen_activation("relu", interleave=1)),
+        ("fp8_input_store", lambda: glu(torch.zeros(2, 4), kind="geglu", fp8_input_store=True)),
+        ("fp8_input_store", lambda: chosen_activation("relu", fp8_input_store=True)),
     ],
 )
 def test_illegal_calls_are_refused_by_name(named, call):

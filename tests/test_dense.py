@@ -17,7 +17,7 @@ from conformance.registry import CONTRACTS
 from moe_ref import dense
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-GOLDEN = [(name, case) for name in CONTRACTS for case in getattr(golden, name.upper(), ())]
+GOLDEN = [(name, case) for name in CONTRACTS if hasattr(dense, name) for case in getattr(golden, name.upper(), ())]
 modest = settings(max_examples=40, deadline=None, database=None, derandomize=True)
 
 

@@ -5,6 +5,7 @@ Broken namespaces share one world: the width of its tokens says which of them a 
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing import parent_process
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import moe_fast
+from conformance.contracts.base import Problem
 from conformance.contracts.collective import AtRank, Place
 from conformance.contracts.dispatching import FUNCTIONS, DispatchCase
 from conformance.execute import poison
@@ -24,8 +26,11 @@ from conformance.interface import Implementation
 from conformance.laws import LAWS, Trial
 from conformance.peers import reference_world
 from conformance.registry import CONTRACTS
+from conformance.strategies.dispatch import law_cases
+from conformance.strategies.space import Space
 from moe_fast import tuning
 from moe_fast.dispatch import symmetric
+from moe_ref.config import IndexPolicy
 from tests.variants.retuned import retuned
 
 poison.install()
@@ -100,6 +105,31 @@ def never_overflows(right: Wrapper, *arguments: Any, **settings: Any) -> Any:
     return out._replace(overflow=torch.zeros_like(out.overflow))
 
 
+_captured_with: dict[tuple[Any, ...], Any] = {}
+
+
+def stale(output: str) -> Wrapper:
+    """A dispatch that has put an output into the graph as it first was: it is the same for every routing."""
+
+    def dispatch(right: Wrapper, tokens: torch.Tensor, *rest: Any, **settings: Any) -> Any:
+        out = right(tokens, *rest, **settings)
+        return out._replace(**{output: _captured_with.setdefault((right.__name__, output, tokens.shape), getattr(out, output)).clone()})
+
+    return dispatch
+
+
+def replayed(self: Runner, problem: Problem, replay: Problem, placed: dict[str, torch.Tensor], opaque: dict[str, Any] | None) -> dict[str, Any]:
+    """What a graph would give, on a CPU: the call once more, on what then stands in the inputs."""
+    self._call(problem, placed, opaque)
+    for name, master in replay.tensors.items():
+        placed[name].copy_(master)
+    return self._call(problem, placed, opaque)
+
+
+if parent_process() is not None:  # in a rank
+    Runner._captured = replayed  # type: ignore[method-assign]
+
+
 HYBRID = two_ranks("hybridep_dispatch", align=4)
 SLOTS = (2, 1, 3, 1)  # nobody's first token wants expert 0; upside down and the other way round, both do
 TWINS: list[tuple[str, DispatchCase, str, dict[str, Wrapper]]] = [  # law, case, what it finds wrong, what is broken
@@ -128,6 +158,11 @@ TWINS: list[tuple[str, DispatchCase, str, dict[str, Wrapper]]] = [  # law, case,
         for name in ("allgather", "alltoall", "hybridep")
         for broken in [wrong_where_the_first_token_wants_the_first_expert]
     ),
+    ("graph_capture", two_ranks("alltoall_dispatch", capacity=2, counts=(4, 3)), "overflow", {"alltoall_dispatch": stale("overflow")}),
+    ("graph_capture", two_ranks("hybridep_dispatch", slack=0), "tokens_per_expert", {"hybridep_dispatch": stale("tokens_per_expert")}),
+    ("graph_capture", two_ranks("hybridep_dispatch", slack=-1, seed=2), "overflow", {"hybridep_dispatch": stale("overflow")}),
+    ("graph_capture", two_ranks("deepep_dispatch", slack=2), "indices", {"deepep_dispatch": stale("indices")}),
+    ("graph_capture", two_ranks("deepep_low_latency_dispatch"), "tokens_per_expert", {"deepep_low_latency_dispatch": stale("tokens_per_expert")}),
 ]
 NARROWEST = 11
 
@@ -143,7 +178,7 @@ def of_its_width(name: str) -> Callable[..., Any]:
     return call
 
 
-BROKEN = SimpleNamespace(**{name: of_its_width(name) for name in (*FUNCTIONS, "permute")})
+BROKEN = SimpleNamespace(**{name: of_its_width(name) for name in (*FUNCTIONS, "permute")}, declares=lambda function: {"graph_capturable": True})
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +199,15 @@ def test_what_breaks_a_law_passes_as_values_and_is_found_by_that_law(twin, broke
     assert (found.status, found.finding and (found.finding["check"], found.finding["output"])) == ("FAIL", (law, output)), found
 
 
+def test_a_dispatcher_whose_graph_reads_its_inputs_again_keeps_the_law(broken_world):
+    cases = [case for function in FUNCTIONS for case in law_cases(function, Space("cuda"), []) if case.law == "graph_capture"]
+    found = {case.function: (outcome.status, outcome.evaluations, outcome.finding) for case, outcome in broken_world.run(cases)}
+    assert found == {name: ("PASS", 2, None) for name in FUNCTIONS if not name.startswith("allgather")}
+
+
 def test_every_law_of_dispatchers_alone_has_a_twin():
     usual = {"history", "determinism", "buffer_reuse", "in_flight"}
-    laws = {law.name for function in FUNCTIONS for law in LAWS[function].values() if not law.device}
+    laws = {law.name for function in FUNCTIONS for law in LAWS[function].values() if not law.device} | {"graph_capture"}
     assert {law for law, *_ in TWINS} | {"adjointness"} == laws - usual
 
 
@@ -218,6 +259,24 @@ def test_a_gradient_of_another_matrix_breaks_adjointness(function, one_rank):
     assert (finding.output, finding.check) == ("d_tokens", "adjointness")
     judged = evaluate(case, Implementation(doubling(function)), place=one_rank)
     assert (judged.status, judged.finding["output"], judged.finding["check"]) == ("FAIL", "d_tokens", "bound")
+
+
+@pytest.mark.parametrize("function", ["deepep_dispatch", "deepep_low_latency_dispatch"])
+@pytest.mark.parametrize("rule", ["expert_twice", "slot_empty"])
+def test_an_index_that_the_policy_rejects_must_raise(function, rule, one_rank):
+    right = reference_world.collective(function)
+
+    def lenient(*arguments: Any, policy: Any = None, **settings: Any) -> Any:
+        room = {"max_tokens_per_rank": 9} if function == "deepep_low_latency_dispatch" else {}
+        return right(*arguments, policy=IndexPolicy("count each"), **settings | room)
+
+    case = DispatchCase(function=function, illegal=rule, counts=(2,), local_experts=2)
+    found = {name: evaluate(case, Implementation(SimpleNamespace(**{function: call})), place=one_rank) for name, call in (("right", right), ("wrong", lenient))}
+    assert found["right"].status == "PASS", found["right"]
+    assert (found["wrong"].status, found["wrong"].finding["message"]) == (
+        "FAIL",
+        "accepted an illegal indices; it must raise ValueError, or be declared unchecked",
+    )
 
 
 @pytest.mark.parametrize("output", ["rows", "probs", "tokens_per_expert", "overflow"])

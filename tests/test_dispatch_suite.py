@@ -15,9 +15,13 @@ from conformance.execute.child import Settings
 from conformance.execute.pool import Pool
 from conformance.judge import judge, settled
 from conformance.laws import LAWS
-from conformance.plan import fixed_cases
+from conformance.plan import Section, cases_of, fixed_cases
+from conformance.profiles import PROFILES
 from conformance.registry import CONTRACTS
+from conformance.strategies.covering import covering_cases
+from conformance.strategies.dispatch import law_cases
 from conformance.strategies.draw import drawn, strategy
+from conformance.strategies.shapes import shape_cases
 from conformance.strategies.space import Space
 
 DRAWS = 4
@@ -59,6 +63,27 @@ def test_the_reference_keeps_every_law(function, world):
     assert [(name, o.status, o.finding, o.reason) for name, o in outcomes if o.status != "PASS"] == []
 
 
+UNSIZED = ("allgather_dispatch", "allgather_combine")  # no size can be given: their calls must wait for the device
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_gate_asks_for_every_law_of_a_dispatcher_of_several_ranks_with_rows(function, device):
+    space = Space(device)
+    cases = cases_of(Section("fixed", function), PROFILES["gate"], space, 0, [])
+    asked = {case.law for case in cases if case.law in space.laws(case) and case.ranks > 1 and sum(int(own.sum()) for own in maps_of(case))}
+    sized = {"host_sync", "graph_capture"} if function in UNSIZED else set()
+    assert asked == {law.name for law in LAWS[function].values() if law.device in ("", device)} - sized
+
+
+def test_without_cases_for_them_some_laws_are_asked_by_nobody():
+    """The twin: the cases that are there for something else."""
+    space = Space("cuda")
+    others = [*fixed_cases("hybridep_combine", space), *covering_cases("hybridep_combine", space).cases, *shape_cases("hybridep_combine", space)]
+    assert {"host_sync", "graph_capture"}.isdisjoint(case.law for case in others)
+    assert {"host_sync", "graph_capture"} <= {case.law for case in law_cases("hybridep_combine", space, others)}
+
+
 # ---- defects: (name, a case that shows it, what is wrong, how it was seen)
 
 DEFECTS = [
@@ -67,6 +92,7 @@ DEFECTS = [
     ("L01", plain("hybridep_dispatch", spread="uniform"), "rows", "exact"),
     ("L03", plain("deepep_dispatch", counts=(4, 4)), "indices", "exact"),
     ("L05", plain("deepep_low_latency_combine"), "tokens", "bound"),
+    ("L06", plain("hybridep_dispatch", counts=(3,), topk=1, slots=(0, 0, 0), slack=-1), "overflow", "exact"),
     ("L08", plain("hybridep_dispatch", align=4), "rows", "exact"),
     ("L10", plain("hybridep_combine", align=4), "tokens", "bound"),
     ("L12", plain("hybridep_dispatch", slack=-1, spread="one_rank"), "overflow", "exact"),
@@ -163,5 +189,5 @@ def test_small_integers_are_asked_for_exactly_as_long_as_they_fit():
 
 
 def test_every_dispatcher_of_the_reference_is_judged():
-    offered = {name for name in moe_ref.__all__ if name.split("_")[0] in DISPATCHERS and name not in ("deepep_layout",)}
-    assert set(FUNCTIONS) == offered
+    offered = {name for name in moe_ref.__all__ if name.split("_")[0] in DISPATCHERS}
+    assert {*FUNCTIONS, "deepep_layout"} == offered <= set(CONTRACTS)  # that one is asked of one rank alone

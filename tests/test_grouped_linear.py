@@ -1,6 +1,7 @@
 """grouped_linear and its gradients: worked out by hand, written again row by row, and where they round."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -383,6 +384,80 @@ def test_high_precision_is_not_taken_for_a_recipe(recipe):
     assert not recipe_agrees(recipe, function=lambda *inputs, recipe, state, **call: grouped_linear(*inputs, **call))
 
 
+# backward_override
+
+OVERRIDES = ("high_precision", "dequantized")
+OVERRIDABLE = {name: recipe for name, recipe in RECIPES.items() if name != "delayed"}
+
+
+def kept_for_backward(x: Tensor, recipe: Recipe, role: str, *, columnwise: bool = False, rounded: bool = True) -> Tensor:
+    """One expert's rows or weight, as a gradient reads them, in float64."""
+    if recipe.backward_override == "high_precision":
+        return x.detach().double()
+    made = quantize(x.detach() if rounded else x.detach().float(), recipe, role=role, rowwise=not columnwise, columnwise=columnwise)
+    return dequantize(made.quantized, columnwise=columnwise).double()
+
+
+def overridden_agrees(recipe: Recipe, dtype: torch.dtype = torch.bfloat16, *, function=grouped_linear, **kept) -> bool:
+    """Sums in float64 of what is kept, beside the gradients that the reference has."""
+    x, weight, d_out = (uneven(*shape, seed=seed).detach().to(dtype) for seed, shape in enumerate([(104, 32), (3, 32, 32), (104, 32)]))
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    out = function(*leaves, torch.tensor(GROUPS), recipe=recipe, accumulator="float64")
+    d_x, d_weight = torch.autograd.grad(out, leaves, d_out)
+    forward = grouped_linear(x, weight, torch.tensor(GROUPS), recipe=replace(recipe, backward_override=None), accumulator="float64")
+    right = []
+    for e, own in enumerate([slice(0, 32), slice(32, 32), slice(32, 96)]):
+        d = d_out[own].double()
+        right += [(d @ kept_for_backward(weight[e], recipe, "weight", **kept), d_x[own])]
+        right += [(d.T @ kept_for_backward(x[own], recipe, "input", **kept), d_weight[e])]
+    rounded = torch.finfo(dtype).eps  # why: both are sums in float64, rounded once
+    return torch.equal(out, forward) and bool((d_x[96:] == 0).all()) and all(torch.allclose(a, b.double(), rtol=rounded, atol=0) for a, b in right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("name", OVERRIDABLE)
+def test_an_overridden_gradient_is_a_product_of_what_is_kept(name, override, dtype):
+    assert overridden_agrees(replace(RECIPES[name], backward_override=override), dtype)
+
+
+def ignored(*tensors, recipe, **settings):
+    return grouped_linear(*tensors, recipe=replace(recipe, backward_override=None), **settings)
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("name", OVERRIDABLE)
+def test_an_override_that_is_ignored_is_noticed(name, override):
+    assert not overridden_agrees(replace(RECIPES[name], backward_override=override), function=ignored)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "block, scales as they come"])
+def test_columns_that_are_dequantised_and_values_that_are_not_rounded_are_noticed(name):
+    recipe = replace(RECIPES[name], backward_override="dequantized")
+    assert not overridden_agrees(recipe, columnwise=True)
+    assert not overridden_agrees(recipe, rounded=False)
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_an_overridden_backward_needs_no_noise_and_no_dtype_and_refuses_noise(override):
+    recipe = Recipe("nvfp4", backward_override=override)  # transforms bfloat16 alone, and rounds gradients by noise
+    x, weight, counts = uneven(32, 32, seed=1), uneven(1, 32, 32, seed=2), torch.tensor([32])
+    grouped_linear(x, weight, counts, recipe=recipe).sum().backward()
+    assert grouped_dgrad(x.detach(), weight.detach(), counts, recipe=recipe).isfinite().all()
+    for function, factors in ((grouped_linear, (x, weight)), (grouped_dgrad, (x, weight)), (grouped_wgrad, (x, x))):
+        with pytest.raises(ValueError, match=f"^noise is given with backward_override '{override}'"):
+            function(*factors, counts, recipe=recipe, noise=torch.zeros(2, 32, 32))
+
+
+def test_whole_blocks_of_rows_are_asked_for_by_what_is_quantised_alone():
+    x, weight, counts = uneven(40, 32, seed=1).detach(), uneven(1, 32, 32, seed=2).detach(), torch.tensor([40])
+    for override in OVERRIDES:
+        grouped_dgrad(x, weight, counts, recipe=Recipe("mxfp8", backward_override=override))
+    grouped_wgrad(x, x, counts, recipe=Recipe("mxfp8", backward_override="high_precision"))
+    with pytest.raises(ValueError, match="multiples of 32"):
+        grouped_wgrad(x, x, counts, recipe=Recipe("mxfp8", backward_override="dequantized"))
+
+
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "block, scales as they come"])
 def test_factors_quantised_across_the_contraction_are_noticed(monkeypatch, gemm, name):
@@ -509,7 +584,6 @@ X, W, N = torch.zeros(4, 3), torch.zeros(2, 5, 3), torch.tensor([1, 2])
         ("state", lambda: grouped_linear(X, W, N, state=LinearState(None, None, None))),
         ("state", lambda: grouped_linear(X, W, N, recipe=Recipe("current"), state=LinearState(None, None, None))),
         ("noise", lambda: grouped_wgrad(torch.zeros(4, 5), X, N, noise=torch.zeros(2, 4, 5))),
-        ("noise", lambda: grouped_wgrad(X.bfloat16().repeat(4, 16), X.bfloat16().repeat(4, 16), torch.tensor([16]), recipe=Recipe("nvfp4"))),
         ("x", lambda: grouped_linear(X, W, N, recipe=Recipe("mxfp8"))),
         ("splits", lambda: grouped_linear(torch.zeros(4, 32), torch.zeros(2, 32, 32), N, recipe=Recipe("mxfp8"))),
         ("weight", lambda: linear(X, W)),

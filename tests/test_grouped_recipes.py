@@ -9,7 +9,7 @@ import torch
 
 from conformance.contracts.grouped import VALUES, GroupedCase, counts_of, precision_of
 from conformance.contracts.grouped_product import Product
-from conformance.contracts.grouped_recipes import LOW_VALUES, Factor, Precision, fits, margin_of, state_tensors, step_across
+from conformance.contracts.grouped_recipes import LOW_VALUES, Factor, Precision, dequantised, fits, margin_of, state_tensors, step_across
 from conformance.contracts.quantization import RECIPES, VARIANTS
 from conformance.execute import poison
 from conformance.execute.evaluate import evaluate
@@ -25,12 +25,14 @@ from conformance.strategies.far import far_cases
 from conformance.strategies.recipes import FACTORS, recipe_cases
 from conformance.strategies.shapes import shape_cases
 from conformance.strategies.space import Space
+from moe_ref.config.recipes import OVERRIDES
 from moe_ref.formats import E4M3
 from moe_ref.quantization import quantize
 from moe_ref.recipes import scheme
 from tests.variants.low_precision import Way, by_codes, make, never_promoted, of_fourteen_bits
 from tests.variants.wrong_products import (
     across_experts,
+    by_override,
     in_bfloat16,
     in_e4m3,
     in_high_precision,
@@ -38,6 +40,7 @@ from tests.variants.wrong_products import (
     low_bias,
     neighbours,
     noise_of_the_other_direction,
+    not_rounded,
     not_saturated,
     one_state_for_all,
     other_direction,
@@ -95,6 +98,7 @@ BLOCKS: dict[str, Any] = {"scaling": "block", "tokens": 402, "counts": (130, 131
 SMALL: dict[str, Any] = {"scaling": "mxfp8", "tokens": 6, "counts": (2, 3, 1), "hidden": 3, "width": 2, "dtype": "bfloat16"}
 FOUR: dict[str, Any] = {"scaling": "nvfp4", "tokens": 9, "counts": (4, 3, 2), "hidden": 4, "width": 5, "dtype": "bfloat16", "values": "dyadic"}
 DELAYED: dict[str, Any] = {"scaling": "delayed", "values": "dyadic"}
+OVERRIDDEN, DEQUANTIZED = {"override": "high_precision"}, {"override": "dequantized"}
 ROWS, COLUMNS, SQUARES, FREE = {"values": "rows"}, {"values": "columns"}, {"variant": 2}, {"variant": 1}  # FREE: scales that are no powers of two
 
 WRONG = {
@@ -131,6 +135,20 @@ WRONG = {
     "noise of the other direction": (replace(WGRAD, **FOUR), parts_with(noise_of_the_other_direction, role="grad_output"), "d_weight"),
     "rows not transformed": (replace(WGRAD, **FOUR), parts_with(untransformed, role="input"), "d_weight"),
     "cotangents not transformed": (replace(LINEAR, **FOUR), parts_with(untransformed, role="grad_output", gemm="wgrad"), "d_weight"),
+    "an override that is ignored": (replace(LINEAR, **OVERRIDDEN), make(Way(parts=by_override(None))), "d_rows"),
+    "an override that is ignored, in MXFP8": (replace(WGRAD, **SMALL | ROWS | OVERRIDDEN), make(Way(parts=by_override(None))), "d_weight"),
+    "an override that is ignored, in NVFP4": (replace(DGRAD, **FOUR | DEQUANTIZED), make(Way(parts=by_override(None))), "d_rows"),
+    "a cotangent quantised all the same": (replace(DGRAD, **OVERRIDDEN), parts_with(by_override(None), role="grad_output"), "d_rows"),
+    "the same beside what came back": (replace(LINEAR, **DEQUANTIZED), parts_with(by_override(None), role="grad_output", gemm="wgrad"), "d_weight"),
+    "rows that come back where they are kept": (replace(WGRAD, **OVERRIDDEN), parts_with(by_override("dequantized"), role="input"), "d_weight"),
+    "rows kept where they come back": (replace(LINEAR, **DEQUANTIZED), parts_with(in_high_precision, role="input", gemm="wgrad"), "d_weight"),
+    "weights kept where they come back": (replace(DGRAD, **FOUR | DEQUANTIZED), parts_with(in_high_precision, role="weight"), "d_rows"),
+    "rows that come back by columns": (replace(WGRAD, **BLOCKS | FREE | DEQUANTIZED), parts_with(other_direction, role="input"), "d_weight"),
+    "weights that come back by columns": (replace(DGRAD, **SMALL | COLUMNS | DEQUANTIZED), parts_with(other_direction, role="weight"), "d_rows"),
+    "what comes back is not rounded": (replace(WGRAD, **DEQUANTIZED, dtype="bfloat16"), parts_with(not_rounded, role="input"), "d_weight"),
+    "what comes back is in bfloat16": (replace(DGRAD, **DEQUANTIZED), make(Way(parts=in_bfloat16)), "d_rows"),
+    "high precision forward, too": (replace(LINEAR, **OVERRIDDEN), make(Way(parts=in_high_precision)), "out"),
+    "sums of 14 bits of what is no code": (replace(WGRAD, **BLOCKS | OVERRIDDEN), make(Way(overridden=of_fourteen_bits)), "d_weight"),
     "a tie away from zero": (replace(LINEAR, values="midpoints", grads=""), parts_with(upwards, role="input"), "out"),
 }
 
@@ -166,16 +184,32 @@ def test_sums_of_14_bits_are_right_where_they_are_declared_and_wrong_where_not(f
     assert evaluate(case, declaring(Way(), accumulator="hopper_fp8")).status == "PASS"  # better than declared
 
 
-@pytest.mark.parametrize("scaling", ["current", "block", "mxfp8"])
+@pytest.mark.parametrize("scaling", ["current", "block"])
 def test_sums_of_14_bits_that_are_never_promoted_are_wrong_whatever_is_declared(scaling):
-    unit = 32 if scaling == "mxfp8" else 1
-    case = replace(DGRAD, scaling=scaling, tokens=96 // unit, width=4096 // unit, hidden=64 // unit, values="dyadic")
+    case = replace(DGRAD, scaling=scaling, tokens=96, width=4096, hidden=64, values="dyadic")
     assert evaluate(case, declaring(Way(product=of_fourteen_bits), accumulator="hopper_fp8")).status == "PASS"
     assert evaluate(case, declaring(Way(product=never_promoted), accumulator="hopper_fp8")).finding["check"] in ("bound", "ratio")
 
 
-def test_nvfp4_and_high_precision_are_added_in_float32_whatever_is_declared_of_fp8():
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_an_overridden_gradient_is_added_in_float32_whatever_is_declared_of_fp8(override):
+    case = replace(WGRAD, **BLOCKS, override=override)
+    for way, right in ((Way(), "PASS"), (Way(overridden=of_fourteen_bits), "FAIL")):
+        assert evaluate(case, declaring(way, accumulator="hopper_fp8")).status == right
+    how = precision_of_case(case, {"accumulator": "hopper_fp8"})
+    assert (how.of("fprop"), how.of("wgrad").accumulator, how.of("wgrad").roundings) == (how, FLOAT32, 0)
+
+
+def test_sums_of_14_bits_of_mxfp8_are_wrong_whatever_is_declared_of_fp8():
+    case = replace(DGRAD, scaling="mxfp8", tokens=3, width=128, hidden=2, values="dyadic")
+    low = Way(product=lambda left, right, recipe: of_fourteen_bits(left, right, RECIPES["current"][0]))
+    assert evaluate(case, declaring(Way(), accumulator="hopper_fp8")).status == "PASS"
+    assert evaluate(case, declaring(low, accumulator="hopper_fp8")).finding["check"] in ("bound", "ratio")
+
+
+def test_mxfp8_nvfp4_and_high_precision_are_added_in_float32_whatever_is_declared_of_fp8():
     declared = {"accumulator": "hopper_fp8"}
+    assert precision_of_case(replace(WGRAD, **SMALL), declared).accumulator == FLOAT32
     assert precision_of_case(replace(WGRAD, **FOUR), declared).accumulator == FLOAT32
     assert precision_of_case(replace(WGRAD, scaling="", values="dyadic"), declared).accumulator == FLOAT32
     assert precision_of_case(WGRAD, declared).accumulator == HOPPER_FP8
@@ -211,6 +245,26 @@ def test_a_block_scale_in_the_middle_of_two_leaves_each_of_its_codes_two_values(
     margin = margin_of(group, x, scheme(RECIPES["nvfp4"][1], "weight"))
     assert margin[0, 16:18].tolist() == [0.75, 0.125]
     assert margin.count_nonzero() == 2
+
+
+def test_what_comes_back_is_rounded_once_and_may_be_its_neighbour_only_where_scales_are_reciprocals():
+    value = torch.tensor([1 + 2.0**-8, 1 + 2.0**-9, 1.0, torch.inf]).double()  # bfloat16 has 1 and 1 + 2⁻⁷
+    exact, loose = (dequantised(Factor(value), torch.bfloat16, reciprocal) for reciprocal in (False, True))
+    assert exact.value.tolist() == loose.value.tolist() == [1, 1, 1, torch.inf]
+    assert exact.margin is None
+    assert loose.margin.tolist() == [2.0**-7, 0, 0, 0]
+    other = dequantised(Factor(value, torch.tensor([0, 2.0**-8, 0, 0]).double()), torch.bfloat16, False)  # another code, as far away
+    assert other.margin.tolist() == [0, 2.0**-7, 0, 0]
+
+
+def test_a_case_of_an_overridden_backward_shrinks_and_one_of_delayed_scaling_is_none():
+    case = replace(LINEAR, **DEQUANTIZED)
+    simpler = {(other.scaling, other.override) for other in CONTRACTS[case.function].simpler(case)}
+    assert simpler == {("", ""), ("current", ""), ("current", "dequantized")}
+    assert CONTRACTS[case.function].neighbour(case).override == "high_precision"
+    for scaling in ("", "delayed"):
+        with pytest.raises(ValueError, match=r"^override is 'dequantized'"):
+            replace(case, scaling=scaling, values="dyadic")
 
 
 def test_the_product_of_margins_is_how_far_it_can_be():
@@ -249,7 +303,7 @@ def test_implementations_without_recipes_are_asked_for_none(function):
         cases = [*recipe_cases(function, space), *drawn(strategy(function, space), 0, 60), *shape_cases(function, space), *far_cases(function, space)]
         low = {case.scaling for case in cases} - {""}
         assert low == {"recipe": set(), "state": set(RECIPES) - {"delayed"}, "noise": set(RECIPES)}[lacking]
-        assert ("nvfp4", 0) not in {(case.scaling, case.variant) for case in cases} or lacking != "noise"
+        assert ("nvfp4", 0, "") not in {(case.scaling, case.variant, case.override) for case in cases} or lacking != "noise"
 
 
 RECIPE_NAMES = {(scaling, variant) for scaling in RECIPES for variant in range(VARIANTS)}
@@ -267,22 +321,25 @@ def test_the_gate_has_every_recipe_with_every_kind_of_values_and_of_segments(fun
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_gate_of_an_interpreter_has_every_recipe_and_every_value_once(function):
     cases = recipe_cases(function, Space())
-    assert {(case.scaling, case.variant) for case in cases} == RECIPE_NAMES
+    assert {(case.scaling, case.variant) for case in cases if not case.override} == RECIPE_NAMES
     for axis, values in LOW_AXES[function].items():
         if axis not in ("layout", "counts"):
             assert {getattr(case, axis) for case in cases} >= set(values), axis
     section = next(s for s in sections(PROFILES["gate"]) if (s.kind, s.function) == ("fixed", function))
     assert set(cases) <= set(cases_of(section, PROFILES["gate"], Space(), 0, []))
-    assert len(cases) < 20
+    assert len(cases) < 22
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_what_is_drawn_is_legal_and_reaches_every_recipe(function):
-    cases = [case for seed in range(6) for case in drawn(strategy(function, GPU), seed, 60)]
+    cases = [case for seed in range(10) for case in drawn(strategy(function, GPU), seed, 60)]
     low = [case for case in cases if case.scaling]
     assert len(cases) / 5 < len(low) < len(cases) / 2
     assert all(fits(case) for case in low)
     assert {(case.scaling, case.variant) for case in low} == RECIPE_NAMES
     assert {case.values for case in low} == {*VALUES, *LOW_VALUES}
     assert any(case.tokens == 0 for case in low)
+    overridden = {(case.scaling, case.override) for case in low if case.override}
+    assert overridden == {(scaling, override) for scaling in RECIPES if scaling != "delayed" for override in OVERRIDES}
+    assert all(case.grads or function != "grouped_linear" for case in low if case.override)
     assert any(case.layout_of == "noise" for case in low) or function == "grouped_linear"

@@ -8,13 +8,14 @@ from conformance.execute.pool import Pool
 from conformance.plan import Section, cases_of
 from conformance.profiles import PROFILES
 from conformance.registry import CONTRACTS
+from conformance.strategies.recipes import recipe_cases
 from conformance.strategies.space import Space
-from tests.variants import HONEST, ROUTERS
+from tests.variants import EXPERTS, HONEST, ROUTERS
 
 EACH = 2
 
 
-@pytest.mark.parametrize("implementation", HONEST + ROUTERS)
+@pytest.mark.parametrize("implementation", HONEST + ROUTERS + EXPERTS)
 def test_it_is_accepted(implementation):
     with Pool(Settings(implementation, "cpu")) as pool:
         description = pool.start()
@@ -23,7 +24,7 @@ def test_it_is_accepted(implementation):
         cases = []
         for function in offered:
             own = cases_of(Section("drawn", function), PROFILES["smoke"], space, 7, [])
-            cases += [case for case in own if not ranks_of(CONTRACTS[function], case)][:EACH]
+            cases += [case for case in own if not ranks_of(CONTRACTS[function], case)][:EACH] + recipe_cases(function, space)[:1]
         statuses = {case.text: outcome for case, outcome in pool.run(cases)}
     assert offered
     assert {text: (o.finding, o.reason) for text, o in statuses.items() if o.status not in ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")} == {}

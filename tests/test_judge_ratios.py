@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import calibrate
-from conformance.judge import Bounded, Codes, Exact, RowWise, controls, judge
+from conformance.judge import Bounded, Codes, RowWise, controls, judge, rowwise
 from conformance.judge.bound import sum_bound
-from conformance.judge.codes import RECIPROCAL, code_values, scale_expectation
+from conformance.judge.codes import RECIPROCAL, code_values
 from conformance.judge.rowwise import CALIBRATION, FLOAT32, HOPPER_FP8, Accumulator, Limits, calibrated, contracted, contraction_bound, row_wise, stored
 from conformance.judge.running import Running
 from conformance.judge.statistics import Stochastic, binomial_quantile, bonferroni, chi_square_range, improbable
@@ -281,8 +281,11 @@ def record() -> dict:
 
 
 def sound(record: dict) -> bool:
-    """Whether the limits follow from what was measured, and nothing was edited."""
-    return record["limits"] == calibrate.limits_of(record) and record["digest"] == calibrate.digest(record)
+    """Whether the limits follow from what was measured, by the rules and with the numbers that the judge has today, and nothing was edited."""
+    by_rule = {"alpha": calibrate.ALPHA, "cases": calibrate.CASES, "least": calibrate.LEAST}
+    same_rules = all(record[name] == value for name, value in by_rule.items())
+    same_judge = all(calibration["judged_with"] == calibrate.judged_with() for calibration in record["calibrations"])
+    return same_rules and same_judge and record["limits"] == calibrate.limits_of(record) and record["digest"] == calibrate.digest(record)
 
 
 def test_the_limits_follow_from_the_calibration(record):
@@ -305,9 +308,72 @@ def test_an_edited_measurement_is_noticed(record):
     assert not sound(record)
 
 
+@pytest.mark.parametrize(("name", "value"), [("least", {"row": 2.0, "element": 2.5, "rms": 1.5, "bias": 1.0}), ("alpha", 1e-9), ("cases", 10**9)])
+def test_a_rule_that_was_changed_in_the_record_alone_is_noticed(record, name, value):
+    record[name] = value
+    record["limits"] = calibrate.limits_of(record)
+    record["digest"] = calibrate.digest(record)
+    assert not sound(record)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LEAST_ELEMENTS", 8192),
+        ("POOLED", 128),
+        ("CANCELS", 0.25),
+        ("PEAK", 5),
+        ("NORMAL", 16),
+        ("SLACK", 0.03),
+        ("DEVIATIONS", 6.0),
+        ("BIAS_ROWS", 32),
+        ("BIAS_ELEMENTS", 2048),
+        ("HOPPER_FP8", dataclasses.replace(HOPPER_FP8, unit=2.0**-12)),
+        ("HOPPER_FP8", dataclasses.replace(HOPPER_FP8, block=None)),
+        ("HOPPER_FP8", dataclasses.replace(HOPPER_FP8, spread=1.0)),
+        ("FLOAT32", Accumulator(unit=2.0**-23)),
+    ],
+)
+def test_a_number_of_the_judge_that_was_changed_without_a_calibration_is_noticed(record, monkeypatch, name, value):
+    monkeypatch.setattr(rowwise, name, value)
+    assert not sound(record)
+
+
+def test_every_number_of_the_ratios_is_in_the_record(record, monkeypatch):
+    monkeypatch.setattr(rowwise, "ANOTHER", 0.5, raising=False)
+    assert not sound(record)
+
+
+def test_a_number_that_was_changed_in_the_record_too_is_noticed(record):
+    record["calibrations"][0]["judged_with"]["PEAK"] = 5
+    assert not sound(record)
+
+
+def test_products_of_eight_bits_are_calibrated_by_the_accumulator_that_may_be_declared():
+    drawn = list(calibrate.scaled_products("cpu", (128, 64, 64), 2))
+    assert {variant for variant, _ in drawn} == {"native, fp32", "native, bf16", *ORDERS}
+    assert all(ratio <= calibrate.LEAST[rule] for _, ratios in drawn for rule, ratio in ratios.items())
+
+
+def test_products_of_eight_bits_that_are_never_promoted_are_beyond_it():
+    """The twin: 14 bits through the whole contraction, and the same promoted each 128."""
+    a, b = (x.to(torch.float8_e4m3fn) for x in operands(0, rows=64, terms=7168, dtype=torch.float32))
+    expected = calibrate.expected_scaled_product(a, b, torch.tensor(1.0), torch.float32)
+    worst = {}
+    for block in (128, 7168):
+        total = torch.zeros(expected.value.shape)
+        for start in range(0, 7168, block):
+            inside = torch.zeros_like(total)
+            for k in range(start, start + block, INSTRUCTION):
+                inside = fourteen_bits(inside, a[:, k : k + INSTRUCTION, None].float() * b[:, k : k + INSTRUCTION].float().T)
+            total = total + inside
+        worst[block] = max(ratio / calibrate.LEAST[rule] for rule, ratio in calibrate.ratios(expected, total).items())
+    assert worst[128] < 1 < worst[7168]
+
+
 def test_each_calibration_says_where_it_comes_from(record):
     for calibration in record["calibrations"]:
-        assert {"hardware", "versions", "command", "date"} <= calibration.keys()
+        assert {"hardware", "versions", "command", "date", "judged_with"} <= calibration.keys()
         for rules in calibration["maxima"].values():
             assert rules.keys() == record["limits"].keys()
             for seen in rules.values():
@@ -418,15 +484,6 @@ def test_codes_of_another_width_are_judged_by_their_own_table():
     expected = Codes(torch.tensor([5, 4, 14], dtype=torch.uint8), scaled=scaled, table=e2m1, window=RECIPROCAL)
     assert judge("codes", expected, torch.tensor([4, 4, 14], dtype=torch.uint8)) is None
     assert judge("codes", expected, torch.tensor([5, 5, 14], dtype=torch.uint8)).index == (1,)
-
-
-def test_scales_that_are_powers_of_two_are_exact_and_others_within_a_unit():
-    scale = torch.tensor([0.5, 4.0])
-    above = torch.nextafter(scale, torch.tensor(9.0))
-    assert isinstance(scale_expectation(scale, power_of_two=True), Exact)
-    assert judge("scales", scale_expectation(scale, power_of_two=True), above) is not None
-    assert judge("scales", scale_expectation(scale, power_of_two=False), above) is None
-    assert judge("scales", scale_expectation(scale, power_of_two=False), torch.nextafter(above, torch.tensor(9.0))) is not None
 
 
 def test_the_controls_see_through_codes():

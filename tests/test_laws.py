@@ -43,6 +43,7 @@ UNPERMUTE = replace(PERMUTE, function="unpermute", grads="rows")
 CHUNKS = ChunksCase(function="sort_chunks", sizes=(2, 0, 3), order=(1, 2, 0), tail=1, hidden=3)
 PAD = RoutingCase(function="pad_routing_map", tokens=6, experts=3, align=4, routing=(0b001, 0b001, 0b001, 0b010, 0, 0))
 TO_MULTIHOT = IndicesCase(function="indices_to_multihot", tokens=3, topk=2, experts=4, slots=(0, 3, 1, -1, -1, -1))
+LAYOUT = replace(TO_MULTIHOT, function="deepep_layout", ranks=2)
 TO_INDICES = RoutingCase(function="multihot_to_indices", tokens=6, experts=3, topk=2, routing=FORWARD.routing)
 # token by token in eighths: the first expert is never the best one, the first token's best is the last, the last token's the second
 LOGITS = (0, 8, 16, 0, 16, 8, 0, 8, 24, 0, 24, 8, 0, 8, 32, 0, 32, 8)
@@ -243,6 +244,14 @@ def stops_at_an_empty_first_token(function: str):
         return out._replace(probs=torch.zeros_like(out.probs)) if stops else out
 
     return wrapped(function, convert)
+
+
+def goes_nowhere_after_an_empty_first_token():
+    def layout(original, given, **settings):
+        out = original(given, **settings)
+        return out._replace(is_token_in_rank=torch.zeros_like(out.is_token_in_rank)) if (given[0] == -1).all() else out
+
+    return wrapped("deepep_layout", layout)
 
 
 def lost(out):
@@ -511,6 +520,7 @@ TWINS = [
     ("idempotence", PAD, pads_whole_multiples_once_more),
     ("column_relabelling", PAD, pads_nothing_when_the_first_expert_is_empty),
     ("row_reversal", TO_MULTIHOT, lambda: stops_at_an_empty_first_token("indices_to_multihot")),
+    ("row_reversal", LAYOUT, goes_nowhere_after_an_empty_first_token),
     ("row_reversal", TO_INDICES, lambda: stops_at_an_empty_first_token("multihot_to_indices")),
 ]
 ALONE = {function: [law for law in laws.values() if law is not ONE_PROCESS] for function, laws in LAWS.items() if function not in COLLECTIVES}
@@ -567,6 +577,8 @@ CALLS = [
     replace(PAD, align=16, map_dtype="uint8", layout="transposed", layout_of="routing_map"),
     TO_MULTIHOT,
     replace(TO_MULTIHOT, slots=(), repeats=True, empty=1, grads="probs", dtype="float16"),
+    LAYOUT,
+    replace(LAYOUT, slots=(), repeats=True, empty=1, experts=6, ranks=3, index_dtype="int16"),
     TO_INDICES,
     replace(TO_INDICES, topk=5, grads="probs", dtype="bfloat16", zero_probs=True),
     replace(TO_INDICES, tokens=0, routing=()),

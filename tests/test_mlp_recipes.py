@@ -27,8 +27,9 @@ from conformance.strategies.recipes import recipe_cases
 from conformance.strategies.space import Space
 from moe_ref.activations import chosen_activation
 from moe_ref.config import check_grouped_mlp, check_pairs
+from moe_ref.config.recipes import OVERRIDES
 from moe_ref.experts import _wide, pad_segments, trim_segments
-from moe_ref.quantization import quantize, turned
+from moe_ref.quantization import dequantize, quantize, turned
 from moe_ref.recipes import scheme, values
 from tests.variants import low_precision, wrong_products
 from tests.variants.wrong_products import parts_with
@@ -112,6 +113,7 @@ def every_recipe() -> list[MlpCase]:
             case = MlpCase(function="grouped_mlp", scaling=scaling, variant=variant, experts=2, probs="float32", bias1="float32", bias2="float32", **own)
             for grads in ("rows+probs+fc1_weight+fc2_weight+fc1_bias+fc2_bias", "rows+probs"):
                 found += [replace(case, grads=grads, dtype=dtype, seed=variant) for dtype in ("float32", "bfloat16")]
+                found += [replace(found[-1], override=override) for override in OVERRIDES if scaling != "delayed"]
     return [case for case in found if fits_low(case)]
 
 
@@ -125,7 +127,8 @@ def test_honest_layers_are_accepted(name):
 
 def test_layers_between_which_nothing_is_rounded_are_accepted():
     implementation = made_of(low_precision.ScaledFirst, low_precision.ScaledFirst, wide=True)
-    cases = [case for case in every_recipe() if case.dtype == "bfloat16" and not RECIPES[case.scaling][case.variant].hadamard]
+    kept = [case for case in every_recipe() if case.override != "dequantized"]  # codes come back in the rows' dtype, whatever the stages are kept in
+    cases = [case for case in kept if case.dtype == "bfloat16" and not RECIPES[case.scaling][case.variant].hadamard]
     outcomes = {case.text: evaluate(case, implementation) for case in cases}
     assert {text: x.finding or x.reason for text, x in outcomes.items() if x.status not in FINE} == {}
 
@@ -141,6 +144,7 @@ HYBRID = replace(CASE, scaling="block", variant=1, values="rows")
 DELAYED = replace(CASE, scaling="delayed")
 SMALL = replace(CASE, scaling="mxfp8", variant=1, tokens=3, counts=(1, 1, 1), hidden=1, width=1)
 FOUR = replace(CASE, scaling="nvfp4", tokens=6, counts=(1, 3, 2), hidden=1, width=2, dtype="bfloat16", bias1="")
+STORED, BACK = replace(CASE, override="high_precision"), replace(CASE, override="dequantized")
 RIGHT = low_precision.ScaledFirst
 
 
@@ -187,6 +191,22 @@ WRONG: dict[str, tuple[MlpCase, Implementation, str]] = {
     "scales of this step for activations": (DELAYED, second(wrong_products.updated_too_early, role="input", gemm="fprop"), "out"),
     "the second layer in high precision": (CASE, second(unquantised), "out"),
     "a quantised bias": (CASE, made_of(low_precision.make(low_precision.Way(bias=wrong_products.low_bias)), RIGHT), "out"),
+    "an override that the first layer ignores": (STORED, first(wrong_products.by_override(None)), "d_rows"),
+    "an override that the second layer ignores": (BACK, second(wrong_products.by_override(None)), "d_rows"),
+    "inner gradients quantised all the same": (STORED, first(wrong_products.by_override(None), role="grad_output", gemm="dgrad"), "d_rows"),
+    "outer gradients quantised all the same": (BACK, second(wrong_products.by_override(None), role="grad_output", gemm="wgrad"), "d_fc2_weight"),
+    "activations kept where they come back": (BACK, second(unquantised, role="input", gemm="wgrad"), "d_fc2_weight"),
+    "activations that come back where they are kept": (STORED, second(wrong_products.by_override("dequantized"), role="input", gemm="wgrad"), "d_fc2_weight"),
+    "activations that come back by columns": (
+        replace(HYBRID, override="dequantized"),
+        second(wrong_products.other_direction, role="input", gemm="wgrad"),
+        "d_fc2_weight",
+    ),
+    "weights kept where they come back, in NVFP4": (
+        replace(FOUR, override="dequantized", dtype="float32"),
+        first(unquantised, role="weight", gemm="dgrad"),
+        "d_rows",
+    ),
     "weighted after the second layer": (CASE, made_of(RIGHT, RIGHT, weighted_last=True), "out"),
 }
 
@@ -250,6 +270,28 @@ def test_what_is_known_has_one_value(scaling, variant):
     made = quantize(x, recipe).quantized.form(False)
     assert not factor.margin.any()
     assert torch.allclose(factor.value, values(made.groups[0], made.scheme).double(), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("scaling", "variant"), [(scaling, variant) for scaling in RECIPES for variant in range(VARIANTS) if scaling != "delayed"])
+def test_what_comes_back_of_anywhere_in_the_range_is_within_the_factors_margin(scaling, variant, dtype):
+    recipe = RECIPES[scaling][variant]
+    generator = torch.Generator().manual_seed(variant)
+    x, off = torch.randn(32, 64, generator=generator).to(dtype), 0.01
+    known, loose, exact = (inexact(x, recipe, own, rounded=True, reciprocal=how) for own, how in ((off, False), (off, True), (0.0, False)))
+    assert torch.equal(exact.value, dequantize(quantize(x, recipe).quantized).double()) and not exact.margin.any()
+    assert (loose.margin >= known.margin).all()
+    for _ in range(20):
+        near = (x + 0.9 * off * (2 * torch.rand(x.shape, generator=generator) - 1)).to(dtype)
+        near = torch.where((near.double() - x.double()).abs() <= off, near, x)
+        value = dequantize(quantize(near, recipe).quantized).double()
+        assert ((value - known.value).abs() <= known.margin).all()  # to the bit: the rounding is in it
+
+
+def test_a_margin_without_the_rounding_is_too_narrow_for_what_comes_back():
+    recipe, x = RECIPES["current"][0], torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    value, factor = dequantize(quantize(x, recipe).quantized).double(), inexact(x, recipe, 0.0)
+    assert ((value - factor.value).abs() > factor.margin).any()
 
 
 def test_a_number_that_may_have_two_codes_has_both_values():

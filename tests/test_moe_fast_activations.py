@@ -466,6 +466,7 @@ ILLEGAL = [
     ("glu", (torch.zeros(2, 4),), {"offset": math.nan}),
     ("glu", (torch.zeros(2, 4),), {"kind": "geglu", "alpha": 1.0}),
     ("glu", (torch.zeros(2, 12),), {"interleave": 4}),
+    ("glu", (torch.zeros(2, 4),), {"kind": "quick_geglu", "fp8_input_store": True}),
     ("glu_backward", (torch.zeros(2, 4), torch.zeros(2, 4)), {}),
     ("glu_backward", (torch.zeros(2, 2).double(), torch.zeros(2, 4)), {}),
     ("glu_backward", (torch.zeros(2, 2), torch.zeros(2, 4)), {"clamp": -1.0}),

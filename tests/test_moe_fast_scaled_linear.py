@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from torch import Tensor
 import moe_fast
 import moe_ref
 from conformance.judge.bound import beyond, sum_bound
-from moe_fast import backend
+from moe_fast import backend, declared, group_scaling
 from moe_ref.config import LinearState, QuantizerState, Recipe
+from moe_ref.config.recipes import OVERRIDES, SCALINGS
 
 pytestmark = pytest.mark.skipif(not backend.INTERPRETED, reason="the tensors of these tests are on the CPU")
 scaled = import_module("moe_fast.scaled_linear")
@@ -246,7 +248,11 @@ def test_an_infinity_gives_what_the_reference_gives(family):
 def test_illegal_counts_stay_within_memory(family, counts):
     x, weight, bias, _, d_out = problem([32], 32, 32, rows=32)
     weight, bias = weight.expand(3, -1, -1), bias.expand(3, -1)
-    results(moe_fast.grouped_linear, x, weight, bias, torch.tensor(counts), d_out, **settings_of(RECIPES[family], 3))
+    inputs = (x, weight, bias, torch.tensor(counts), d_out)
+    before = [tensor.clone() for tensor in inputs]
+    got = results(moe_fast.grouped_linear, *inputs, **settings_of(RECIPES[family], 3))
+    assert [tensor.shape for tensor in got] == [d_out.shape, x.shape, weight.shape, bias.shape]
+    assert all(torch.equal(tensor, kept) for tensor, kept in zip(inputs, before, strict=True))
 
 
 @pytest.mark.parametrize("family", ["current", "delayed"])
@@ -285,16 +291,86 @@ def test_rows_without_a_form_for_the_weights_gradient_have_an_output():
 READS = ("item", "tolist", "nonzero", "__int__", "__index__", "__bool__", "__float__", "cpu", "numpy")
 
 
+@pytest.mark.parametrize("override", [None, *OVERRIDES])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_device_is_never_read(family, monkeypatch):
+def test_the_device_is_never_read(family, override, monkeypatch):
+    if family == "delayed" and override:
+        pytest.skip("no recipe")
     inputs = problem([32, 0, 32], 32, 32, rows=64)
-    settings = settings_of(RECIPES[family], 3)
+    settings = settings_of(replace(RECIPES[family], backward_override=override), 3)
     seen = []
     for name in READS:
         original = getattr(Tensor, name)
         monkeypatch.setattr(Tensor, name, lambda self, *rest, original=original: seen.append(self) or original(self, *rest))
     results(moe_fast.grouped_linear, *inputs, **settings)
     assert seen == []
+
+
+# A backward_override
+
+OVERRIDDEN = {
+    f"{name}, {override}": replace(recipe, backward_override=override) for name, recipe in RECIPES.items() if name != "delayed" for override in OVERRIDES
+}
+TRANSFORMED = Recipe("nvfp4", backward_override="dequantized")  # forward, where nothing is transformed and nothing is random
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("recipe", [*OVERRIDDEN.values(), TRANSFORMED], ids=[*OVERRIDDEN, "nvfp4, all of it"])
+def test_overridden_gradients_are_products_of_what_the_reference_keeps(recipe, dtype):
+    assert_right(recipe, *problem(COUNTS["uneven"], dtype=dtype))
+
+
+@pytest.mark.parametrize("recipe", OVERRIDDEN.values(), ids=OVERRIDDEN)
+def test_overridden_gradients_alone_are_those_of_the_backward(recipe):
+    inputs = x, weight, _, counts, d_out = problem(COUNTS["uneven"])
+    _, d_x, d_weight, _ = results(moe_fast.grouped_linear, *inputs, recipe=recipe)
+    assert torch.equal(moe_fast.grouped_dgrad(d_out, weight, counts, recipe=recipe), d_x)
+    assert torch.equal(moe_fast.grouped_wgrad(d_out, x, counts, recipe=recipe), d_weight)
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_the_comparison_sees_an_override_that_is_ignored_or_taken_for_the_other(override):
+    inputs = problem([32, 0, 64], 64, 32, rows=100, dtype=torch.float32)
+    for other in {None, *OVERRIDES} - {override}:
+        wrong = results(moe_fast.grouped_linear, *inputs, recipe=Recipe("current", backward_override=other))
+        assert outside(wrong, *inputs, recipe=Recipe("current", backward_override=override)) == ["d_x", "d_weight"]
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_an_overridden_backward_quantises_nothing_and_keeps_codes_or_what_was_given(override, monkeypatch):
+    x, weight, _, counts, d_out = problem([32, 0, 64], 64, 32, rows=100)
+    leaves, asked, kept = [x.requires_grad_(), weight.requires_grad_()], [], []
+    made = scaled.quantize
+    monkeypatch.setattr(scaled, "quantize", lambda *tensors, **how: asked.append((how["role"], how["columnwise"])) or made(*tensors, **how))
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        out = moe_fast.grouped_linear(*leaves, counts, recipe=Recipe("block", backward_override=override))
+    torch.autograd.grad(out, leaves, d_out)
+    assert asked == [("input", False), ("weight", False)]
+    large = {(tensor.dtype, tensor.numel()) for tensor in kept if tensor.numel() >= weight.numel()}
+    narrow = torch.uint8 if override == "dequantized" else torch.bfloat16
+    assert large == {(narrow, x.numel()), (narrow, weight.numel())}
+
+
+def test_counts_that_change_after_the_forward_do_not_reach_an_overridden_backward():
+    settings = {"recipe": OVERRIDDEN["block, dequantized"]}
+    x, weight, bias, counts, d_out = problem([32, 0, 64], 64, 32, rows=100)
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
+    given = counts.clone()
+    out = moe_fast.grouped_linear(*leaves[:2], given, bias=leaves[2], **settings)
+    given.zero_()
+    got = [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+    assert outside(got, x, weight, bias, counts, d_out, **settings) == []
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,)], ids=["rows", "weight", "bias"])
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_one_overridden_gradient_is_what_it_is_beside_the_others(override, wanted):
+    inputs = x, weight, bias, counts, d_out = problem([32, 0, 64], 64, 32, rows=100)
+    recipe = Recipe("mxfp8", backward_override=override)
+    leaves = [tensor.clone().requires_grad_(place in wanted) for place, tensor in enumerate((x, weight, bias))]
+    out = moe_fast.grouped_linear(*leaves[:2], counts, bias=leaves[2], recipe=recipe)
+    (got,) = torch.autograd.grad(out, leaves[wanted[0]], d_out)
+    assert torch.equal(got, results(moe_fast.grouped_linear, *inputs, recipe=recipe)[1 + wanted[0]])
 
 
 # What Blackwell would run
@@ -365,3 +441,33 @@ def test_products_take_what_is_quantised_already():
     got = [scaled.scaled_fprop(x8, weight8, plan, bias=bias), scaled.scaled_dgrad(d8, weight8, plan), scaled.scaled_wgrad(d8, x8, plan)]
     right = results(moe_fast.grouped_linear, x, weight, bias, counts, d_out, recipe=recipe)
     assert all(torch.equal(a, b) for a, b in zip(got, right[:3], strict=True))
+
+
+# ---- what is declared of the machine
+
+
+@pytest.mark.parametrize(
+    ("capability", "accumulator", "emulated"),
+    [
+        ((8, 0), "float32", ("delayed", "current", "block", "mxfp8", "nvfp4")),
+        ((8, 9), "float32", ("mxfp8", "nvfp4")),
+        ((9, 0), "hopper_fp8", ("mxfp8", "nvfp4")),
+        ((10, 0), "float32", ()),
+    ],
+    ids=str,
+)
+def test_the_accumulator_and_what_is_emulated_are_those_of_the_gpu(monkeypatch, capability, accumulator, emulated):
+    for module in (backend, group_scaling):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    for function in ("casts_in_hardware", "scales_in_hardware"):
+        monkeypatch.setattr(declared, function, getattr(declared, function).__wrapped__)  # each GPU is asked once
+    for function in ("grouped_linear", "grouped_mlp", "shared_experts"):
+        known = moe_fast.declares(function)
+        assert (known["accumulator"], known.get("emulated", ())) == (accumulator, emulated)
+    assert "emulated" not in moe_fast.declares("quantize")
+
+
+def test_without_a_gpu_all_products_of_codes_are_emulated():
+    assert moe_fast.declares("grouped_linear")["emulated"] == SCALINGS
+    assert moe_fast.declares("grouped_linear")["accumulator"] == "float32"

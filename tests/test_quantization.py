@@ -652,6 +652,21 @@ def test_each_direction_has_its_own_noise():
     assert not torch.equal(codes(quantized(x.T, recipe, role="grad_output", noise=noise.mT)).T, codes(turned).T)
 
 
+def test_noise_that_is_not_given_is_drawn_anew_for_each_element_direction_and_call():
+    sixes = torch.eye(16).repeat(32, 1) == 1  # in every block of both directions, so that scales are 1
+    x, recipe = torch.where(sixes, 6.0, 1.25), Recipe("nvfp4", hadamard=False)
+    first, second = (quantized(x, recipe, role="grad_output", columnwise=True) for _ in range(2))
+    draws = [dequantize(q, columnwise=turned)[~sixes] for q in (first, second) for turned in (False, True)]
+    for drawn in draws:
+        assert set(drawn.tolist()) == {1.0, 1.5}
+        assert 0.47 < float((drawn == 1.5).float().mean()) < 0.53  # why: 5 standard errors of 7680 draws
+    assert all(not torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
+    torch.manual_seed(5)
+    third = codes(quantized(x, recipe, role="grad_output"))
+    torch.manual_seed(5)
+    assert torch.equal(third, codes(quantized(x, recipe, role="grad_output")))
+
+
 def test_stochastic_rounding_has_the_right_mean():
     recipe = Recipe("nvfp4", hadamard=False)
     x = row([6.0, 1.1, -0.3, 2.7, 4.9], 16).repeat(1024, 1)
@@ -663,10 +678,8 @@ def test_stochastic_rounding_has_the_right_mean():
     assert ((nearest - x[0]).abs() > grid / 1024).any()
 
 
-def test_noise_is_wanted_where_gradients_are_rounded_and_nowhere_else():
+def test_noise_is_for_gradients_that_are_rounded_stochastically():
     x, noise = torch.zeros(16, 16, dtype=torch.bfloat16), torch.zeros(2, 16, 16)
-    with pytest.raises(ValueError, match="noise is None; it must be given"):
-        quantized(x, Recipe("nvfp4"), role="grad_output")
     with pytest.raises(ValueError, match=r"noise is of shape \(16, 16\)"):
         quantized(x, Recipe("nvfp4"), role="grad_output", noise=noise[0])
     with pytest.raises(ValueError, match="noise is given; it must be None"):

@@ -1,6 +1,7 @@
 """The suite on quantisers: honest ones pass whatever they do differently, and each classic mistake is found where it was made."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from conformance.plan import fixed_cases
 from conformance.registry import CONTRACTS
 from conformance.strategies.covering import covering_cases
 from conformance.strategies.draw import drawn, strategy
+from conformance.strategies.quantization import random_cases
 from conformance.strategies.space import Space
 from conformance.values import DTYPES
 from moe_ref.config import QuantizerState, Recipe
@@ -384,3 +386,85 @@ def test_stochastic_rounding_is_right_on_average_and_rounding_to_nearest_is_not(
     assert improbable(expected_of_sixths(), rounded_at_random(lambda i: torch.full((2, 16, 640), 0.5)))
     shared = [torch.rand(1, generator=source) for _ in range(LEAST_REPEATS)]
     assert improbable(expected_of_sixths(), rounded_at_random(lambda i: shared[i].expand(2, 16, 640)))
+
+
+# ---- noise that nobody gives
+
+OWN = random_cases(Space())
+NO_NOISE = Space(without={"quantize": frozenset({"noise"})})
+
+
+def drawing(noise_for: Callable[[tuple[int, ...]], Tensor | None]) -> SimpleNamespace:
+    """A quantiser without an argument for noise; of the shape of its own."""
+
+    def quantize(x, recipe, *, role="input", splits=None, rowwise=True, columnwise=False, state=None):
+        random = bool(recipe.stochastic_rounding) and role == "grad_output"
+        noise = noise_for((2, *x.shape)) if random else None
+        return moe_ref.quantize(x, recipe, role=role, splits=splits, rowwise=rowwise, columnwise=columnwise, state=state, noise=noise)
+
+    return reference(quantize=quantize)
+
+
+def always_alike(shape: tuple[int, ...]) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(3))
+
+
+def test_a_quantiser_without_an_argument_for_noise_is_asked_for_its_own():
+    assert random_cases(NO_NOISE) == OWN
+    assert [case.direction for case in OWN] == ["rowwise", "columnwise"]
+    assert [(case.repeats * case.steps.count("quantize")) for case in OWN] == [LEAST_REPEATS] * 2
+    assert not any(case.repeats for case in covering_cases("quantize", NO_NOISE).cases)
+    for case in OWN:
+        assert outcome_of(case, drawing(torch.rand)).status == "PASS"
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_noise_is_accepted(name):
+    for case in OWN:
+        for seed in range(3):
+            assert outcome_of(replace(case, seed=seed), HONEST[name]).status == "PASS"
+
+
+@pytest.mark.parametrize("case", OWN, ids=lambda case: case.direction)
+@pytest.mark.parametrize(
+    ("noise", "says"),
+    [
+        (lambda shape: torch.full(shape, 0.5), "the same random numbers"),  # to nearest
+        (lambda shape: torch.full(shape, 1 - 2.0**-24), "the same random numbers"),  # truncation
+        (lambda shape: torch.rand(shape).square(), "too high"),
+        (lambda shape: torch.rand(shape) * 0.9, "too high"),
+        (lambda shape: torch.rand(shape) * 0.9 + 0.1, "too low"),
+        (lambda shape: torch.rand(shape[0], 1, shape[2]).expand(shape), "variance over repeats|mean of all"),  # one number for a whole column
+        (lambda shape: torch.rand(shape[0], shape[1], 1).expand(shape), "variance over repeats|mean of all"),  # one number for a whole row
+        (always_alike, "the same random numbers as in another call"),
+    ],
+    ids=["nearest", "truncated", "squares", "below 0.9", "above 0.1", "columns", "rows", "repeated"],
+)
+def test_noise_that_is_not_random_enough_is_found(case, noise, says):
+    finding = outcome_of(case, drawing(noise)).finding
+    assert (finding["output"], finding["check"]) == ("codes" + SUFFIX[case.direction], "random")
+    assert re.search(says, finding["message"])
+
+
+SUFFIX = {"rowwise": "", "columnwise": ".columnwise"}
+
+
+def test_codes_that_are_no_neighbours_and_signs_are_found():
+    def far(group, own, scheme):
+        return group._replace(codes=torch.where(group.codes == 3, 5, group.codes))
+
+    def positive_zero(group, own, scheme):
+        return group._replace(codes=torch.where(group.codes == scheme.format.sign_bit, 0, group.codes))
+
+    for change in (far, positive_zero):
+        finding = outcome_of(OWN[0], changed(change)).finding
+        assert (finding["output"], finding["check"]) == ("codes", "random")
+        assert "there is nothing else" in finding["message"]
+
+
+def test_repeats_are_for_gradients_that_are_rounded_stochastically():
+    for wrong in ({"role": "input"}, {"variant": 1}, {"experts": 1}, {"grads": "x"}):
+        with pytest.raises(ValueError, match=r"repeats is 128"):
+            replace(OWN[0], **wrong)
+    with pytest.raises(ValueError, match="only delayed scaling"):
+        replace(OWN[0], repeats=0)

@@ -35,7 +35,6 @@ from tests.variants.quantizers import Multiplies
 
 poison.install()
 EVERY, DRAWS = 3, 12  # one of so many cases of the covering array; drawn cases
-BACK = ("glu_backward_and_quantize", "activation_backward_and_quantize")
 READ = ("amax", "scales", "codes", "dequantize")
 
 

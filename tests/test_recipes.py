@@ -43,6 +43,8 @@ REFUSED = {
     "four_over_six is 'all' with hadamard True": {"scaling": "nvfp4", "four_over_six": "all"},
     "four_over_six is 'activations' with hadamard True": {"scaling": "nvfp4", "four_over_six": "activations"},
     "row_scaled_activation is True with hadamard True": {"scaling": "nvfp4", "row_scaled_activation": True},
+    "backward_override is 'float32'": {"scaling": "mxfp8", "backward_override": "float32"},
+    "backward_override is 'dequantized' with scaling 'delayed'": {"scaling": "delayed", "backward_override": "dequantized"},
 }
 
 
@@ -54,7 +56,7 @@ def test_illegal_settings_are_refused_by_name_and_value(message, options):
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_an_option_of_another_scaling_is_refused(scaling):
-    foreign = {name: value for table in DEFAULTS.values() for name, value in table.items() if name not in DEFAULTS[scaling]}
+    foreign = {name: value for table in DEFAULTS.values() for name, value in table.items() if name not in DEFAULTS[scaling] and value is not None}
     assert foreign
     for name, value in foreign.items():
         with pytest.raises(ValueError, match=f"^{name} is .* with scaling '{scaling}'; it must be left out"):
@@ -171,6 +173,20 @@ def test_every_product_reads_blocks_along_its_contraction():
     assert operands("fprop", Recipe("mxfp8")) == (Operand("weight", False), Operand("input", False))
     assert operands("dgrad", Recipe("mxfp8")) == (Operand("weight", True), Operand("grad_output", False))
     assert operands("wgrad", Recipe("mxfp8")) == (Operand("input", True), Operand("grad_output", True))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS[1:])
+@pytest.mark.parametrize(("override", "kept"), [("high_precision", "stored"), ("dequantized", "dequantized")])
+def test_an_overridden_backward_reads_no_columns_and_no_quantised_gradient(scaling, override, kept):
+    recipe = Recipe(scaling, backward_override=override)
+    assert operands("fprop", recipe) == operands("fprop", Recipe(scaling))
+    assert operands("dgrad", recipe) == (Operand("weight", False, kept), Operand("grad_output", False, "stored"))
+    assert operands("wgrad", recipe) == (Operand("input", False, kept), Operand("grad_output", False, "stored"))
+
+
+def test_a_row_scaled_4over6_activation_has_a_wgrad_where_the_backward_is_overridden():
+    recipe = Recipe("nvfp4", hadamard=False, four_over_six="all", row_scaled_activation=True, backward_override="dequantized")
+    assert operands("wgrad", recipe)[0] == Operand("input", False, "dequantized")
 
 
 def test_wgrad_of_a_row_scaled_4over6_activation_is_refused():

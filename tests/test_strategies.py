@@ -141,12 +141,12 @@ DTYPES_OF = {
     **dict.fromkeys(("permute", "sort_chunks"), MOVED_DTYPES),
     **dict.fromkeys((*CHOOSE, "aux_loss_scores", "load_balancing_loss", "z_loss", *ELEMENTWISE), LOGIT_DTYPES),
     **dict.fromkeys((*GROUPED, *MLPS, "shared_experts", "latent_projection"), LOGIT_DTYPES),
-    **dict.fromkeys(("pad_routing_map", "update_expert_bias"), ()),
+    **dict.fromkeys(("pad_routing_map", "update_expert_bias", "deepep_layout"), ()),
     "route": ("float32", "bfloat16"),
     **{name: MOVED_DTYPES if name.endswith("dispatch") else DTYPES for name in COLLECTIVES},
 }
 ONE_GRADIENT = ("allgather_combine", "alltoall_combine", "deepep_low_latency_dispatch", "deepep_cached_dispatch", "hybridep_cached_dispatch")
-NO_GRADIENTS = ("pad_routing_map", "jitter", "update_expert_bias", "grouped_dgrad", "grouped_wgrad", *BACK_AND_QUANTIZED)
+NO_GRADIENTS = ("pad_routing_map", "deepep_layout", "jitter", "update_expert_bias", "grouped_dgrad", "grouped_wgrad", *BACK_AND_QUANTIZED)
 GRADS_OF = {
     "permute": ("tokens", "probs", "tokens+probs"),
     **dict.fromkeys(("unpermute", "sort_chunks"), ("rows", "probs", "rows+probs")),
@@ -287,6 +287,7 @@ GATED = {
     "blocks as long as a half": lambda c: c.interleave == c.width > 1,
     "blocks between": lambda c: 1 < c.interleave < c.width,
     "a clamp, an offset and a slope": lambda c: c.clamp and c.offset and c.alpha,  # gpt-oss has all three
+    "an input that is stored in E4M3, and beyond its range": lambda c: c.stored and bool((hidden_of(c, 2 * c.width).abs() > 464).any()) and c.grads,
 }
 SEGMENTS = {
     "no rows": lambda c: not any(counts_of(c)),
@@ -308,9 +309,9 @@ SEGMENTS |= _each("values", "dyadic", "rows", "special") | _each("accumulator", 
 _SETTINGS = {name: GATED[name] for name in ("a clamp, an offset and a slope",)} | _each("kind", "", *GATED_KINDS[1:], *PLAIN_KINDS)
 LAYERED = {name: promise for name, promise in SEGMENTS.items() if not name.startswith("accumulator")} | _SETTINGS
 LAYERED |= _each("bias1", "", "float32", "bfloat16", "float64") | _each("bias2", "", "float32", "bfloat16", "float64") | _each("on_input", False, True)
-LAYERED |= _each("early", False, True) | _each("recompute", "", "moe_act", "moe") | _each("weights", "plain", "zeros", "signed")
+LAYERED |= _each("stored", False, True) | _each("early", False, True) | _each("recompute", "", "moe_act", "moe") | _each("weights", "plain", "zeros", "signed")
 LAYERED |= {"one bias": lambda c: bool(c.bias1) != bool(c.bias2), "padding": lambda c: c.align > 1 and c.tokens % c.align, "no probs": lambda c: not c.probs}
-OF_ALL = _SETTINGS | _each("gate", False, True) | _each("again", False, True) | _each("values", "dyadic", "rows", "special")
+OF_ALL = _SETTINGS | _each("stored", False, True) | _each("gate", False, True) | _each("again", False, True) | _each("values", "dyadic", "rows", "special")
 LAYERED |= _each("scaling", "", "current", "block", "mxfp8", "nvfp4")
 OF_ALL |= _each("scaling", "", "delayed", "current", "block", "mxfp8", "nvfp4")
 PROJECTED = _each("values", "dyadic", "rows", "special") | _each("scaling", "", "delayed", "current", "block", "mxfp8", "nvfp4")
@@ -408,6 +409,15 @@ PROMISES = {
     "sort_chunks": CHUNKED | VALUES | PROBS,
     "pad_routing_map": ROUTED | SPREAD | {"a multiple out of reach": lambda c: _expected(c, "unreached").any(), "an alignment of one": lambda c: c.align == 1},
     "indices_to_multihot": INDEXED,
+    "deepep_layout": {name: promise for name, promise in INDEXED.items() if "probabilities" not in name}
+    | {
+        "one rank": lambda c: c.ranks == 1,
+        "a rank for each expert": lambda c: c.ranks == c.experts > 1,
+        "several experts of a rank for one token": lambda c: (
+            1 < c.ranks < c.experts
+            and any(len({e for e in row if e >= 0}) > len({e // (c.experts // c.ranks) for e in row if e >= 0}) for row in indices(c).tolist())
+        ),
+    },
     "multihot_to_indices": ROUTED
     | SPREAD
     | {
@@ -703,6 +713,7 @@ FULLEST = {
     "sort_chunks": ChunksCase(function="sort_chunks", sizes=(1, 2), order=(1, 0), hidden=3, probs="float32", grads="rows+probs"),
     "pad_routing_map": RoutingCase(function="pad_routing_map", tokens=3, experts=3, align=2),
     "indices_to_multihot": IndicesCase(function="indices_to_multihot", tokens=3, topk=2, experts=3, grads="probs"),
+    "deepep_layout": IndicesCase(function="deepep_layout", tokens=3, topk=2, experts=4, ranks=2),
     "multihot_to_indices": RoutingCase(function="multihot_to_indices", tokens=3, topk=2, experts=3, grads="probs"),
     "gate": GateCase(function="gate", tokens=3, hidden=3, experts=3, bias=True, grads="x+weight+bias"),
     "jitter": GateCase(function="jitter", tokens=3, hidden=3),

@@ -1,16 +1,23 @@
 """Rows straight into other ranks' memory: the kernels over as many slabs in one process, and over processes that share memory."""
 
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import moe_ref
+from conformance.contracts.dispatching import DispatchCase
+from conformance.execute.child import Settings
+from conformance.execute.pool import Pool
 from conformance.judge.exact import bits
 from moe_fast.backend import INTERPRETED
 from moe_fast.dispatch.slabs import Room, offsets, slab_of
 from moe_fast.dispatch.symmetric import Handle, collect, resend, send
+from tests.variants import direct
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
@@ -91,7 +98,56 @@ def test_a_rank_that_copies_to_the_wrong_rows_is_noticed():
     """The twin: links of another rank lead elsewhere."""
     world = World(3, 2, torch.float32, density=0.8)
     slabs = world.slabs(64)
-    right = moe_ref.hybridep_dispatch(world.tokens, world.maps, probs=world.probs, num_rows=64)
+    right = moe_ref.hybridep_dispatch(world.tokens, world.maps, num_rows=64)
     start = partial(send, align=1, num_rows=64, probs=None)
-    got = in_step([start(there(world.tokens[r]), there(world.maps[r]), slab=slabs[r], rank=1 - r) for r in range(2)])
-    assert not all(same(rows, each.rows) for (rows, *_), each in zip(got, right, strict=True))
+
+    def is_right(ranks: tuple[int, int]) -> bool:
+        got = in_step([start(there(world.tokens[r]), there(world.maps[r]), slab=slabs[r], rank=rank) for r, rank in enumerate(ranks)])
+        insides = [int(each.tokens_per_expert.sum()) for each in right]
+        return all(same(rows[:inside], each.rows[:inside]) for (rows, *_), each, inside in zip(got, right, insides, strict=True))
+
+    assert is_right((0, 1))
+    assert not is_right((1, 0))
+
+
+# ---- among real ranks
+
+
+def of_ranks(function: str, counts: tuple[int, ...], **fields) -> DispatchCase:
+    return DispatchCase(**{"function": function, "counts": counts, "local_experts": 2, "hidden": 5, "topk": 3, "probs": "float32", "seed": 2} | fields)
+
+
+AMONG_RANKS = [  # later cases need more room; several experts of a token are on the same rank
+    of_ranks("hybridep_dispatch", (1, 2), slack=0),
+    of_ranks("hybridep_dispatch", (3, 0, 2), align=4, slack=-1, grads="tokens+probs"),
+    of_ranks("hybridep_cached_dispatch", (2, 3), slack=1, probs=""),
+    of_ranks("hybridep_combine", (4, 0, 5), align=2, slack=1, grads="rows"),
+    of_ranks("hybridep_combine", (4, 5), values="wide", dtype="bfloat16"),
+    of_ranks("hybridep_dispatch", (6, 1, 5), spread="one_rank", dtype="bfloat16", fp8="fp8", hidden=129),
+    of_ranks("hybridep_dispatch", (9, 7), spread="one_rank", law="history"),
+]
+
+
+def among_ranks(namespace: str) -> list[tuple[str, str, object]]:
+    with Pool(Settings(namespace, "cpu")) as pool:
+        pool.start()
+        return [(outcome.status, outcome.reason, outcome.finding) for _, outcome in pool.run(AMONG_RANKS)]
+
+
+@pytest.mark.parametrize("namespace", ["moe_fast.dispatch.symmetric", "tests.variants.direct"])
+def test_ranks_that_share_memory_are_accepted(namespace):
+    assert among_ranks(namespace) == [("PASS", "", None)] * len(AMONG_RANKS)
+
+
+def sent_directly_and_marked_otherwise(*arguments: Any, **settings: Any) -> Any:
+    out = direct.hybridep_dispatch(*arguments, **settings)
+    return out._replace(handle=replace(out.handle, once=True))
+
+
+MIXED = SimpleNamespace(hybridep_dispatch=sent_directly_and_marked_otherwise, hybridep_combine=direct.hybridep_combine)
+
+
+def test_a_combine_that_takes_one_row_of_a_rank_where_several_were_sent_is_found():
+    """The twin."""
+    found = {case.function: status for case, (status, *_) in zip(AMONG_RANKS, among_ranks("tests.test_symmetric_dispatch:MIXED"), strict=True)}
+    assert found == {"hybridep_dispatch": "PASS", "hybridep_cached_dispatch": "NOT_OFFERED", "hybridep_combine": "FAIL"}

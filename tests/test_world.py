@@ -1,19 +1,29 @@
 """Ranks that call together are judged together; one that dies, hangs, raises or disagrees is named, and nothing is left running."""
 
 import os
+import pickle
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing import active_children
+from multiprocessing.connection import Client
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from conformance.contracts.dispatching import DispatchCase
+from conformance.execute import joined
 from conformance.execute.child import Settings
+from conformance.execute.joined import Attendants, Joined, attend
 from conformance.execute.pool import Pool
 from conformance.execute.runner import Outcome
+from conformance.interface import UsageError
 from conformance.reduction import reduce
 from tests.world_fixtures import ShiftCase, forget, register
 
@@ -68,6 +78,21 @@ def test_ranks_that_hang_are_named_with_where_they_are():
     assert outcome.status == "HANG"
     assert "rank 1 at" in outcome.reason
     assert "world_fixtures.py" in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "told"),
+    [
+        ("DISPATCH_DIES", "CRASH", "rank 1 of 2 in hybridep_dispatch: SIGABRT at "),
+        ("DISPATCH_HANGS", "HANG", "rank 1 in hybridep_dispatch at "),
+    ],
+)
+def test_a_dispatch_that_ends_a_case_of_a_combine_is_named(name, status, told):
+    with pool_of(name, seconds=3.0) as pool:
+        pool.start()
+        outcome = pool.worlds.run(DispatchCase(function="hybridep_combine", counts=(1, 1)))
+    assert outcome.status == status
+    assert told in outcome.reason
 
 
 def test_nothing_is_left_running_and_the_next_case_finds_a_new_world():
@@ -141,3 +166,69 @@ def test_a_port_that_is_taken_is_said_in_a_sentence():
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | place, cwd=HERE[0])
     assert done.returncode == 2
     assert f"MASTER_PORT={port}: rank 0 cannot listen there, the port may be taken" in done.stderr
+
+
+# ---- ranks that do not come
+
+
+@pytest.fixture
+def place(monkeypatch) -> Iterator[Joined]:
+    """Rank 0 of three, with a short patience, where a store is there already."""
+    monkeypatch.setattr(joined, "ARRIVAL_SECONDS", 2.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}.items():
+        monkeypatch.setenv(name, value)
+    found = joined.joined()
+    assert found
+    yield found
+    del store
+
+
+def attending(rank: int, place: Joined) -> Future[int]:
+    """What becomes of an attendant."""
+    own = replace(place, rank=rank)
+    return ThreadPoolExecutor(1).submit(attend, own, Settings("tests.world_fixtures:RIGHT", "cpu", search=HERE))
+
+
+def calling(rank: int, place: Joined) -> None:
+    """An attendant that calls, and does nothing when it is told to start a process."""
+    store = replace(place, rank=rank).store()
+    store.wait(["address"])
+    address, key = pickle.loads(store.get("address"))
+    with Client(address, authkey=key) as control, suppress(EOFError, ConnectionResetError):
+        control.send(rank)
+        while control.recv()[0] != "over":
+            pass
+
+
+def test_ranks_that_do_not_call_in_time_are_named_and_nothing_is_left_running(place):
+    register()
+    before = set(active_children())
+    started = time.monotonic()
+    with Pool(Settings("tests.world_fixtures:RIGHT", "cpu", search=HERE)) as pool:
+        pool.start()
+        for _ in range(2):  # again, at once
+            with pytest.raises(UsageError, match=r"ranks 1, 2 of 3 did not call rank 0, at 127\.0\.0\.1:\d+, in 2\.0 s"):
+                next(iter(pool.run([THREE])))
+    assert time.monotonic() - started < 30
+    assert [child for child in active_children() if child not in before and child.is_alive()] == []
+    assert attending(2, place).result(30) == 0  # it comes when all is over
+
+
+def test_of_two_ranks_the_one_that_does_not_call_is_named_and_the_other_goes(place):
+    there = attending(1, place)
+    attendants = Attendants(place)
+    with pytest.raises(UsageError, match=r"^rank 2 of 3 did not call rank 0"):
+        attendants.open(1, 3)
+    assert there.result(30) == 0
+    attendants.dismiss()
+
+
+def test_a_rank_whose_process_does_not_call_is_named(place):
+    there = [ThreadPoolExecutor(1).submit(calling, rank, place) for rank in (1, 2)]
+    attendants = Attendants(place)
+    with pytest.raises(UsageError, match=r"^rank 1 of 3 did not call rank 0"):
+        attendants.open(1, 2)
+    attendants.dismiss()
+    assert [each.result(30) for each in there] == [None, None]

@@ -18,6 +18,7 @@ from conformance.contracts.collective import Collective
 from conformance.judge import Expectation
 from conformance.judge.exact import Exact
 from conformance.laws.general import DETERMINISM, HISTORY
+from conformance.peers import reference_world
 from conformance.registry import CONTRACTS
 from conformance.values import payload
 
@@ -107,3 +108,42 @@ DIES = _unless_rank_1(lambda x, group: os.abort())
 ALONE = _unless_rank_1(lambda x, group: x)  # answers without a word to the others
 WRONG = _unless_rank_1(lambda x, group: shift(x, group=group) + 1)
 DISAGREES = SimpleNamespace(shift=shift, supports=lambda function, **_: "no" if dist.get_rank() == 1 else None)
+
+
+# ---- what a rank may have that the others have not
+
+
+class OtherShift(Shift):
+    """As an older suite made it: of the same case other inputs."""
+
+    def calls(self, case: ShiftCase) -> list[Problem]:
+        return super().calls(replace(case, seed=case.seed + 1))
+
+
+OTHERWISE = SimpleNamespace(shift=lambda x, *, group, faster=False: shift(x, group=group))
+
+
+def __getattr__(name: str) -> Any:
+    """What happens as soon as a rank asks for it."""
+    if name == "DIES_AT_ONCE":
+        os.abort()
+    if name == "OF_ANOTHER_SUITE":
+        CONTRACTS["shift"] = OtherShift()
+        return RIGHT
+    raise AttributeError(name)
+
+
+# ---- a dispatch that goes wrong in the middle of a case of another function
+
+
+def _dispatch_of_rank_1(otherwise: Any) -> Any:
+    right = reference_world.collective("hybridep_dispatch")
+
+    def dispatch(tokens: Tensor, routing_map: Tensor, *, group: Any, **settings: Any) -> Any:
+        return otherwise() if dist.get_rank(group) == 1 else right(tokens, routing_map, group=group, **settings)
+
+    return SimpleNamespace(hybridep_dispatch=dispatch, hybridep_combine=reference_world.collective("hybridep_combine"))
+
+
+DISPATCH_DIES = _dispatch_of_rank_1(os.abort)
+DISPATCH_HANGS = _dispatch_of_rank_1(lambda: time.sleep(1000))

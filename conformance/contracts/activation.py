@@ -12,6 +12,7 @@ from torch import Tensor
 from conformance.case import Case
 from conformance.contracts.base import Contract, Problem, accumulator_of, leaf
 from conformance.contracts.curves import CURVES, GATES, Curve, concluded, settled, sigmoid_gated
+from conformance.contracts.input_store import beyond_e4m3, in_e4m3
 from conformance.judge import Expectation
 from conformance.judge.running import Running
 from conformance.values import DTYPES, hashed, payload, probabilities
@@ -41,6 +42,7 @@ class ActivationCase(Case):
     alpha: int = 0  # in thousandths; 0: none
     interleave: int = 0  # 0: none
     early: bool = False  # round_before_probs
+    stored: bool = False  # fp8_input_store
     layout: str = "contiguous"
     layout_of: str = ""
     grads: str = ""
@@ -121,30 +123,38 @@ class _Elementwise(Contract[ActivationCase]):
         early = bool(problem.settings.get("round_before_probs")) and probs is not None
         dtype = computed_in(declared, h, probs)
         p = None if probs is None else Running.of(probs[:, None], dtype)
-        act = self.activated(h, problem.settings, dtype)
-        oracle_h, oracle_p = leaf(h), None if probs is None else leaf(probs)
-        value = type(self).oracle(oracle_h, **problem.settings | ({} if probs is None else {"probs": oracle_p}))
-        held = settled(act, h.dtype) if early else act
+        held, oracle, value = self.held(h, probs, problem.settings, dtype, early)
         out = held if p is None else held * p
         hidden = self.hidden_nan(h, problem.settings)
         right: dict[str, Expectation] = {"out": concluded(out, h.dtype).bounded(h.dtype, None if early else value.detach(), hidden)}
         if not problem.wanted:
             return right
+        lost = (~h.isfinite()).any(1, keepdim=True).expand(h.shape)
+        if problem.settings.get("fp8_input_store"):
+            beyond = torch.logical_or(*split(beyond_e4m3(h), problem.settings))
+            lost, h = lost | joined(beyond, beyond, problem.settings), in_e4m3(h)
+            held, oracle, value = self.held(h, probs, problem.settings, dtype, early)
         cotangent = problem.cotangents["out"]
-        asked = [oracle_h, *([] if oracle_p is None else [oracle_p])]
-        exact = dict(zip(("h", "probs"), torch.autograd.grad(value, asked, cotangent.double()), strict=False))
+        exact = dict(zip(oracle, torch.autograd.grad(value, list(oracle.values()), cotangent.double()), strict=True))
         g = Running.of(cotangent, dtype)
-        odd_rows = ~h.isfinite().all(1)
         if "probs" in problem.wanted:
             assert probs is not None
             total = (g * held).sum(1)
             flat = Running(total.value[:, 0], total.error[:, 0], dtype)
-            right["d_probs"] = concluded(flat, probs.dtype).bounded(probs.dtype, None if early else exact["probs"], odd_rows)
+            right["d_probs"] = concluded(flat, probs.dtype).bounded(probs.dtype, None if early else exact["probs"], lost.any(1))
         if "h" in problem.wanted:
             g = g if p is None else g * p
             slope = self.pulled(settled(g, h.dtype) if early else g, h, problem.settings)
-            right["d_h"] = concluded(slope, h.dtype).bounded(h.dtype, None if early else exact["h"], odd_rows[:, None].expand(h.shape))
+            right["d_h"] = concluded(slope, h.dtype).bounded(h.dtype, None if early else exact["h"], lost)
         return right
+
+    def held(self, h: Tensor, probs: Tensor | None, settings: Mapping[str, Any], dtype: torch.dtype, early: bool) -> tuple[Running, dict[str, Tensor], Tensor]:
+        """The activation as it meets the probs; what the oracle is asked for, and its output."""
+        act = self.activated(h, settings, dtype)
+        asked = {"h": leaf(h)} | ({} if probs is None else {"probs": leaf(probs)})
+        plain = {name: x for name, x in settings.items() if name not in ("probs", "fp8_input_store")}
+        value = type(self).oracle(asked["h"], probs=asked.get("probs"), **plain)
+        return settled(act, h.dtype) if early else act, asked, value
 
     @abstractmethod
     def activated(self, h: Tensor, settings: Mapping[str, Any], dtype: torch.dtype) -> Running:
@@ -159,14 +169,14 @@ class _Elementwise(Contract[ActivationCase]):
         """Where a NaN meets a minimum or a maximum, which may or may not pass it on."""
 
     def neighbour(self, case: ActivationCase) -> ActivationCase:
-        plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": "", "interleave": 0, "alpha": 0}
+        plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": "", "interleave": 0, "alpha": 0, "stored": False}
         kinds = GATED if self.function == "glu" else PLAIN
         other = kinds[kinds.index(case.kind or kinds[0]) - 1]
         return replace(case, **plain, seed=case.seed + 1, kind=other, tokens=case.tokens + 1, width=case.width + 3, clamp=case.clamp + 4 if case.clamp else 0)
 
     def simpler(self, case: ActivationCase) -> Iterator[ActivationCase]:
-        plain = ("law", "layout", "grads", "values", "weights", "alpha", "kind", "interleave", "clamp", "offset", "early", "probs", "dtype", "poison", "seed")
-        for name in plain:
+        settings = ("weights", "alpha", "kind", "interleave", "clamp", "offset", "early", "stored", "probs")
+        for name in ("law", "layout", "grads", "values", *settings, "dtype", "poison", "seed"):
             default: Any = ActivationCase.__dataclass_fields__[name].default
             if getattr(case, name) != default:
                 beside: dict[str, dict[str, Any]] = {"layout": {"layout_of": ""}, "kind": {"alpha": 0}}
@@ -186,7 +196,8 @@ def activation_settings(case: Any) -> dict[str, Any]:
     settings |= {"clamp": case.clamp / 8} if case.clamp else {}
     settings |= {"alpha": case.alpha / 1000} if case.alpha else {}
     settings |= {"interleave": case.interleave} if case.interleave else {}
-    return settings | ({"round_before_probs": True} if case.early else {})
+    settings |= {"round_before_probs": True} if case.early else {}
+    return settings | ({"fp8_input_store": True} if case.stored else {})
 
 
 def shorter(size: int, least: int = 0) -> list[int]:
@@ -202,7 +213,7 @@ class Glu(_Elementwise):
     """`glu`: the output, and the gradients of h and of the probs."""
 
     function = "glu"
-    optional = ("probs", "kind", "offset", "clamp", "alpha", "interleave", "round_before_probs")
+    optional = ("probs", "kind", "offset", "clamp", "alpha", "interleave", "round_before_probs", "fp8_input_store")
     oracle = staticmethod(glu)
 
     def columns(self, case: ActivationCase) -> int:

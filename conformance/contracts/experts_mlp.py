@@ -14,7 +14,7 @@ from conformance.contracts.activation import WEIGHTS, activation_settings, compu
 from conformance.contracts.base import Contract, Problem
 from conformance.contracts.grouped import LAYOUTS, check_counts_of, counts_of, fewer_rows
 from conformance.contracts.grouped_product import experts_of_rows
-from conformance.contracts.grouped_recipes import unit_of
+from conformance.contracts.grouped_recipes import other_override, unit_of
 from conformance.contracts.mlp_recipes import beside_recipe, called, check_low, fits_low, layers_of, of_experts, rows_unit
 from conformance.contracts.mlp_stages import Call, Product, backward, concluded_in, forward
 from conformance.contracts.quantization import RECIPES, VARIANTS
@@ -23,6 +23,7 @@ from conformance.judge.rowwise import LEAST_ELEMENTS, row_wise
 from conformance.judge.running import Running
 from conformance.values import DTYPES, hashed, payload
 from moe_ref.config import GATED, PLAIN, RECOMPUTED
+from moe_ref.config.recipes import OVERRIDES
 from moe_ref.experts import grouped_mlp
 
 VALUES = ("dyadic", "rows", "special")
@@ -51,6 +52,7 @@ class MlpCase(Case):
     alpha: int = 0  # in thousandths; 0: none
     interleave: int = 0  # 0: none
     early: bool = False  # round_before_probs
+    stored: bool = False  # fp8_input_store
     on_input: bool = False  # probs_on_input
     bias1: str = ""  # its dtype; empty: none is given
     bias2: str = ""
@@ -58,6 +60,7 @@ class MlpCase(Case):
     recompute: str = ""  # empty: none
     scaling: str = ""  # of the recipe; empty: high precision
     variant: int = 0  # of the scaling, in RECIPES
+    override: str = ""  # the recipe's backward_override; empty: none
     index_dtype: str = "int64"
     layout: str = "contiguous"
     layout_of: str = ""
@@ -70,6 +73,7 @@ class MlpCase(Case):
         "layout": LAYOUTS,
         "recompute": RECOMPUTED,
         "scaling": tuple(RECIPES),
+        "override": OVERRIDES,
     }
 
     def __post_init__(self) -> None:
@@ -199,7 +203,7 @@ class GroupedMlp(Contract[MlpCase]):
     primary = "out"
     optional: tuple[str, ...] = (
         *("probs", "fc1_bias", "fc2_bias", "kind", "offset", "clamp", "alpha", "interleave"),
-        *("round_before_probs", "probs_on_input", "align", "recompute", "recipe", "state", "noise"),
+        *("round_before_probs", "fp8_input_store", "probs_on_input", "align", "recompute", "recipe", "state", "noise"),
     )
 
     def legal(self, case: MlpCase) -> Problem:
@@ -275,7 +279,7 @@ class GroupedMlp(Contract[MlpCase]):
         clamp = case.clamp + 4 if case.clamp else 0
         grown: dict[str, Any] = {"hidden": case.hidden + 3, "width": case.width + 1} if unit_of(case) == 1 else {"hidden": case.hidden + 1}
         other = replace(case, **plain, **sized, **grown, clamp=clamp, seed=case.seed + 1, tail=1 - min(case.tail, 1))
-        later = replace(other, variant=(case.variant + 1) % VARIANTS) if case.scaling else other
+        later = replace(other, variant=(case.variant + 1) % VARIANTS, override=other_override(case.override)) if case.scaling else other
         return later if fits_low(later) else other
 
     def simpler(self, case: MlpCase) -> Iterator[MlpCase]:
@@ -283,10 +287,12 @@ class GroupedMlp(Contract[MlpCase]):
 
     def _simpler(self, case: MlpCase) -> Iterator[MlpCase]:
         if case.scaling:
-            yield replace(case, scaling="", variant=0)
+            yield replace(case, scaling="", variant=0, override="")
+        if case.override:
+            yield replace(case, override="")
         if case.variant:
             yield replace(case, variant=0)
-        settings = ("recompute", "align", "weights", "alpha", "kind", "interleave", "clamp", "offset", "early", "on_input", "probs", "bias1", "bias2")
+        settings = ("recompute", "align", "weights", "alpha", "kind", "interleave", "clamp", "offset", "early", "stored", "on_input", "probs", "bias1", "bias2")
         yield from plainer(case, (*settings, "index_dtype"))
         yield from fewer_rows(case)
         yield from narrower(case, ("tail", "hidden", "width"))

@@ -140,6 +140,21 @@ INDICES_TO_MULTIHOT: Golden = {
     ),
 }
 
+DEEPEP_LAYOUT: Golden = {
+    "empty_slot_and_repeat": (  # two ranks with two experts each: token 0 goes to both, token 1 once to rank 1, token 2 nowhere
+        Problem("deepep_layout", {"indices": torch.tensor([[3, -1, 0], [2, 3, 2], [-1, -1, -1]])}, {"num_experts": 4, "ranks": 2}),
+        {
+            "num_tokens_per_rank": _ints(1, 2),
+            "num_tokens_per_expert": _ints(1, 0, 2, 2),  # both slots that name expert 2 count
+            "is_token_in_rank": Exact(torch.tensor([[1, 1], [0, 1], [0, 0]]), "integers"),
+        },
+    ),
+    "no_tokens": (
+        Problem("deepep_layout", {"indices": torch.zeros((0, 2), dtype=torch.int32)}, {"num_experts": 3, "ranks": 3}),
+        {"num_tokens_per_rank": _ints(0, 0, 0), "num_tokens_per_expert": _ints(0, 0, 0), "is_token_in_rank": Exact(torch.zeros(0, 3), "integers")},
+    ),
+}
+
 MULTIHOT_TO_INDICES: Golden = {
     "two_slots": (  # token 0 has one expert; token 1 has three and loses the last
         Problem(

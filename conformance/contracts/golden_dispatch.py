@@ -29,6 +29,7 @@ A, B, C = [1.0, 2.0], [3.0, 4.0], [5.0, 6.0]
 TOKENS = (_floats(A, B), _floats(C))
 MAPS = (torch.tensor([[1, 1], [0, 1]], dtype=torch.bool), torch.tensor([[1, 0]], dtype=torch.bool))
 ALL_TO_ONE = (torch.tensor([[1, 0], [1, 0]], dtype=torch.bool), MAPS[1])  # all three to expert 0
+ALL_TO_ONE_OF_FOUR = (torch.nn.functional.pad(ALL_TO_ONE[0], (0, 2)), torch.nn.functional.pad(ALL_TO_ONE[1], (0, 2)))  # two experts a rank
 PROBS = (_floats([0.5, 0.25], [9, 1]), _floats([0.125, 9]))
 INDICES = (torch.tensor([[1, 0], [-1, 1]]), torch.tensor([[0, -1]]))
 SLOT_PROBS = (_floats([0.25, 0.5], [9, 1]), _floats([0.125, 9]))
@@ -138,6 +139,13 @@ HYBRIDEP_DISPATCH: Golden = {
         [
             {"rows": Exact(_floats(A, B)), "probs": Exact(_floats(0.5, 9)), "tokens_per_expert": _ints(2), "overflow": _flag(True)},
             {"tokens_per_expert": _ints(0), "overflow": _flag(False)},
+        ],
+    ),
+    "overflow_before_an_expert_without_tokens": (  # expert 1 would begin at 3, behind the end
+        _of_maps("hybridep", ALL_TO_ONE_OF_FOUR, None, num_rows=2),
+        [
+            {"rows": Exact(_floats(A, B)), "tokens_per_expert": _ints(2, 0), "overflow": _flag(True)},
+            {"tokens_per_expert": _ints(0, 0), "overflow": _flag(False)},
         ],
     ),
 }

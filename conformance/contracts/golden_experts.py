@@ -11,6 +11,8 @@ from conformance.judge import Bounded, Expectation
 
 Golden = dict[str, tuple[Problem, dict[str, Expectation]]]
 LN3 = math.log(3)  # σ(ln 3) = 3/4
+KEPT = 1.125  # ln 3 = 1.0986… in E4M3, whose next number is 1
+KEPT_SIGMOID = 1 / (1 + math.exp(-KEPT))
 
 
 def _floats(*rows: Any, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -71,6 +73,14 @@ GLU: Golden = {
     "interleaved_by_two": (  # u_0 u_1 v_0 v_1 u_2 u_3 v_2 v_3
         _with(_glu([1, 2, 10, 20, 3, 4, 30, 40], kind="reglu", interleave=2), [1, 1, 1, 1]),
         {"out": _exactly([10, 40, 90, 160]), "d_h": _exactly([10, 20, 1, 2, 30, 40, 3, 4])},
+    ),
+    "gradients_of_the_stored_input": (  # u = ln 3, 464 → 1.125, 448 and v = 2.2, 17 → 2.25, 16, both second ones by ties; σ(464) = 1; p = ½
+        _with(_glu([LN3, 464, 2.2, 17], probs=_floats(0.5), fp8_input_store=True), [1, 1]),
+        {
+            "out": _near([0.375 * LN3 * 2.2, 3944]),
+            "d_h": _near([0.5 * KEPT_SIGMOID * (1 + KEPT * (1 - KEPT_SIGMOID)) * 2.25, 8, 0.5 * KEPT * KEPT_SIGMOID, 224]),
+            "d_probs": _near(KEPT * KEPT_SIGMOID * 2.25 + 7168),
+        },
     ),
     "the_normal_distribution": (_glu([1, 1], kind="geglu_erf"), {"out": _near([0.8413447460685429])}),
     "its_form_with_tanh": (_glu([1, 1], kind="geglu"), {"out": _near([0.8411919906082768])}),

@@ -11,6 +11,9 @@ from conformance.judge import Bounded, Expectation
 
 Golden = dict[str, tuple[Problem, dict[str, Expectation]]]
 LN3 = math.log(3)  # σ(ln 3) = 3/4
+KEPT = 1.125  # ln 3 = 1.0986… in E4M3, whose next number is 1
+KEPT_SIGMOID = 1 / (1 + math.exp(-KEPT))
+KEPT_SLOPES = KEPT_SIGMOID * (1 + KEPT * (1 - KEPT_SIGMOID)) * 2.25, KEPT * KEPT_SIGMOID
 
 
 def _floats(*rows: Any, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -89,6 +92,26 @@ GROUPED_MLP: Golden = {
             },
         ),
         {"out": _near([1.5 * LN3])},
+    ),
+    "gradients_of_the_stored_input": (  # h = ln 3, 2.2 → 1.125, 2.25, which d_fc2_weight knows nothing of: a = ¾ ln 3 · 2.2
+        Problem(
+            "grouped_mlp",
+            {
+                "rows": _floats([1]),
+                "tokens_per_expert": torch.tensor([1]),
+                "fc1_weight": _floats([[LN3], [2.2]]),
+                "fc2_weight": _floats([[1]]),
+            },
+            {"fp8_input_store": True},
+            wanted=("rows", "fc1_weight", "fc2_weight"),
+            cotangents={"out": _floats([1])},
+        ),
+        {
+            "out": _near([0.75 * LN3 * 2.2]),
+            "d_rows": _near([KEPT_SLOPES[0] * LN3 + KEPT_SLOPES[1] * 2.2]),
+            "d_fc1_weight": _near([[KEPT_SLOPES[0]], [KEPT_SLOPES[1]]]),
+            "d_fc2_weight": _near([[0.75 * LN3 * 2.2]]),
+        },
     ),
     "rounded_before_the_probs": (  # 23² = 529 → 528 in bfloat16, · 1.51 = 797.28 → 796; rounded once, 798.79 → 800
         Problem(

@@ -18,6 +18,7 @@ from conformance.contracts.grouped_recipes import (
     check_scaling,
     factor_of,
     fits,
+    other_override,
     recipe_settings,
     script_of,
     state_from,
@@ -29,10 +30,12 @@ from conformance.judge import Bounded, Expectation
 from conformance.judge.bound import ROUNDOFF
 from conformance.judge.rowwise import HOPPER_FP8, Accumulator
 from conformance.values import DTYPES, hashed, payload
+from moe_ref.config.recipes import OVERRIDES
 from moe_ref.linear import grouped_dgrad, grouped_linear, grouped_wgrad
 
 VALUES = ("dyadic", "rows", "special")  # and LOW_VALUES, where there is a scaling
 INFINITE, NO_INFINITY = (torch.nan, torch.inf, -torch.inf), (torch.nan,) * 3  # an infinity in one row of NVFP4 leaves an expert no right value
+BY_FP8 = ("delayed", "current", "block")  # scalings whose products Hopper's matrix unit for FP8 takes: those of MXFP8 and NVFP4 are emulated there
 PRECISION = ("recipe", "state", "noise", "accumulator")  # arguments that say what a product is taken in
 LAYOUTS = ("contiguous", "transposed", "strided", "shifted", "expanded", "wide_rows", "wide_columns", "wide_depth")
 
@@ -49,6 +52,7 @@ class GroupedCase(Case):
     width: int = 1  # M, what comes out
     scaling: str = ""  # of the recipe; empty: high precision
     variant: int = 0  # of the scaling, in RECIPES
+    override: str = ""  # the recipe's backward_override; empty: none
     dtype: str = "float32"
     bias: str = ""  # its dtype; empty: none is given
     into: str = ""  # dtype of accumulate_into; empty: none is given
@@ -65,6 +69,7 @@ class GroupedCase(Case):
         "accumulator": ("float64",),
         "into": ("float32", "float64"),
         "scaling": tuple(RECIPES),
+        "override": OVERRIDES,
     }
 
     def __post_init__(self) -> None:
@@ -122,7 +127,7 @@ def precision_of(problem: Problem, declared: Mapping[str, Any], *tensors: Tensor
     recipe = settings.get("recipe")
     if settings.get("accumulator") == "float64":
         accumulator = Accumulator(unit=ROUNDOFF[torch.float64])
-    elif recipe is not None and recipe.scaling != "nvfp4" and declared.get("accumulator") == "hopper_fp8":
+    elif recipe is not None and recipe.scaling in BY_FP8 and declared.get("accumulator") == "hopper_fp8":
         accumulator = HOPPER_FP8
     else:
         accumulator = Accumulator(unit=ROUNDOFF[computed_in(declared, *tensors)])
@@ -152,7 +157,7 @@ class _Grouped(Contract[GroupedCase]):
         grown: dict[str, Any] = {"hidden": case.hidden + 3, "width": case.width + 1} if unit_of(case) == 1 else {"hidden": case.hidden + 1}
         other = replace(case, **plain, **sized, **grown, seed=case.seed + 1, tail=1 - min(case.tail, 1))
         if case.scaling:
-            other = replace(other, variant=(case.variant + 1) % VARIANTS)
+            other = replace(other, variant=(case.variant + 1) % VARIANTS, override=other_override(case.override))
         return other if fits(other) else replace(other, dtype="bfloat16", values="dyadic")
 
     def simpler(self, case: GroupedCase) -> Iterator[GroupedCase]:
@@ -162,7 +167,9 @@ class _Grouped(Contract[GroupedCase]):
     def in_simpler_precision(case: GroupedCase) -> Iterator[GroupedCase]:
         if case.scaling:
             made = case.values in LOW_VALUES
-            yield replace(case, scaling="", variant=0, values="dyadic" if made else case.values)
+            yield replace(case, scaling="", variant=0, override="", values="dyadic" if made else case.values)
+        if case.override:
+            yield replace(case, override="")
         if case.variant:
             yield replace(case, variant=0)
 
@@ -253,6 +260,7 @@ class GroupedLinear(_Grouped):
 
 def row_gradient(d_out: Tensor, weight: Tensor, counts: Tensor, how: Precision) -> Expectation:
     """What is right for d_out W_e."""
+    how = how.of("dgrad")
     pairs = zip(how.rows(d_out, counts, "grad_output", "dgrad"), how.weights(weight, "dgrad"), strict=True)
     products = [Product.of_factors(own, matrix.turned) for own, matrix in pairs]
     whole, terms = Product.joined(products).with_tail(len(d_out)), weight.shape[1] + 1
@@ -262,6 +270,7 @@ def row_gradient(d_out: Tensor, weight: Tensor, counts: Tensor, how: Precision) 
 
 def weight_gradient(d_out: Tensor, rows: Tensor, counts: Tensor, into: Tensor | None, how: Precision) -> Expectation:
     """What is right for Σ d_outᵀ x of each expert, beside what is there already."""
+    how = how.of("wgrad")
     pairs = zip(how.rows(d_out, counts, "grad_output", "wgrad"), how.rows(rows, counts, "input", "wgrad"), strict=True)
     whole = Product.joined([Product.of_factors(left.turned, right.turned) for left, right in pairs], stack=True)
     terms = int(counts.max()) + 1

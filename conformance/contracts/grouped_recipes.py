@@ -7,7 +7,7 @@ Codes are exact, as `quantize` has them: a product is judged by what the referen
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,16 @@ from torch import Tensor
 from conformance.contracts.activation import row_scales
 from conformance.contracts.quantization import RECIPES, ROLES, TRANSFORMED, UNIT, VARIANTS, QuantizeCase, noise_of, x_of
 from conformance.interface import named_outputs
+from conformance.judge.bound import ROUNDOFF
 from conformance.judge.codes import RECIPROCAL
 from conformance.judge.rowwise import FLOAT32, Accumulator
 from conformance.values import hashed, payload
-from moe_ref.config import LinearState, QuantizerState, Recipe
-from moe_ref.config.recipes import BLOCK
+from moe_ref.config import LinearState, Operand, QuantizerState, Recipe
+from moe_ref.config.recipes import BLOCK, OVERRIDES
 from moe_ref.formats import E4M3, Format, decode, encode
 from moe_ref.quantization import Form, quantize, turned
 from moe_ref.recipes import FLOAT32_MAX, Scaled, Scheme, block_amax, each_row, operands, scheme, spread, values
+from moe_ref.rounding import round_to
 
 LOW_VALUES = ("columns", "patches", "bounds", "midpoints", "zeros")  # as `factor_of` makes them, where a quantiser decides
 PATCH, PATCH_SPREAD = 32, 6  # side of a patch where scales belong to no blocks, and by how many powers of two it is above or below 1
@@ -37,7 +39,10 @@ MOST_SEEN = 3.0  # what the steps before saw lies between 1 and this; a payload 
 
 
 def recipe_of(case: Any) -> Recipe | None:
-    return RECIPES[case.scaling][case.variant] if case.scaling else None
+    if not case.scaling:
+        return None
+    recipe = RECIPES[case.scaling][case.variant]
+    return replace(recipe, backward_override=case.override) if case.override else recipe
 
 
 def unit_of(case: Any) -> int:
@@ -48,16 +53,37 @@ def unit_of(case: Any) -> int:
 def check_scaling(case: Any) -> None:
     if not 0 <= case.variant < (VARIANTS if case.scaling else 1):
         raise ValueError(f"variant is {case.variant}; it must be from 0 to {VARIANTS - 1}, and 0 without a scaling")
+    if case.override and not may_override(case.scaling):
+        raise ValueError(f"override is {case.override!r} with scaling {case.scaling!r}; it must be empty, or the scaling one that remembers nothing")
     if case.values in LOW_VALUES and not case.scaling:
         raise ValueError(f"values is {case.values!r}; that is made for a scaling")
+
+
+def may_override(scaling: str) -> bool:
+    """Whether there are recipes of this scaling with a backward_override."""
+    return scaling not in ("", "delayed")
+
+
+def other_override(override: str) -> str:
+    """Another one, where there is one."""
+    return override and next(word for word in OVERRIDES if word != override)
+
+
+def transforms_rows(recipe: Recipe | None) -> bool:
+    """Whether the weight's gradient takes a Hadamard transform of the rows."""
+    return recipe is not None and bool(recipe.hadamard) and recipe.backward_override is None
+
+
+def rounds_gradients(recipe: Recipe | None) -> bool:
+    """Whether a backward takes noise."""
+    return recipe is not None and bool(recipe.stochastic_rounding) and recipe.backward_override is None
 
 
 def fits(case: Any) -> bool:
     """Whether the reference takes the call, and quantises alike in whatever order it adds."""
     if case.values == "bounds" and case.dtype == "float64":
         return False  # the numbers next to a float64 one are no others in float32
-    recipe = recipe_of(case)
-    transformed = recipe is not None and recipe.hadamard and (case.function == "grouped_wgrad" or "weight" in case.grads.split("+"))
+    transformed = transforms_rows(recipe_of(case)) and (case.function == "grouped_wgrad" or "weight" in case.grads.split("+"))
     return not transformed or (case.dtype == "bfloat16" and case.values in (*TRANSFORMED, "columns"))
 
 
@@ -101,7 +127,7 @@ def recipe_settings(case: Any) -> dict[str, Any]:
     recipe = recipe_of(case)
     if recipe is None:
         return {}
-    random = recipe.stochastic_rounding and (case.function in ("grouped_dgrad", "grouped_wgrad") or case.grads)
+    random = rounds_gradients(recipe) and (case.function in ("grouped_dgrad", "grouped_wgrad") or case.grads)
     return {"recipe": recipe} | ({"noise": noise_of(quantized_like(case, "grad_output", case.width))} if random else {})
 
 
@@ -163,6 +189,7 @@ class Precision:
     accumulator: Accumulator = FLOAT32
     reciprocal: bool = False
     settings: dict[str, Any] = field(default_factory=dict)  # of the reference's functions: accumulator, recipe, state, noise
+    scaled: bool = True  # with a recipe: whether the product is of codes and scales
 
     @property
     def recipe(self) -> Recipe | None:
@@ -176,19 +203,26 @@ class Precision:
     @property
     def roundings(self) -> int:
         """Of float32, that scales bring to a product."""
-        if self.recipe is None:
+        if self.recipe is None or not self.scaled:
             return 0
         return SCALED_BY_RECIPROCALS if self.reciprocal else SCALED
 
+    def of(self, gemm: str) -> "Precision":
+        """The same of one product: that of a backward with a backward_override is one of high precision."""
+        scaled = self.recipe is None or gemm == "fprop" or self.recipe.backward_override is None
+        return self if scaled else replace(self, accumulator=self.sums, scaled=False)
+
     def rows(self, x_PN: Tensor, counts: Tensor, role: str, gemm: str) -> list[Factor]:
         """Each expert's rows."""
-        if self.recipe is None:
+        operand = None if self.recipe is None else operand_of(gemm, self.recipe, role)
+        if self.recipe is None or operand is None or operand.kept == "stored":
             return [Factor(own.double()) for own in x_PN[: int(counts.sum())].split(counts.tolist())]
-        columnwise = {operand.role: operand.columnwise for operand in operands(gemm, self.recipe)}[role]
+        columnwise = operand.columnwise
         state = None if self.settings.get("state") is None else getattr(self.settings["state"], role)
         noise = self.settings.get("noise") if role == "grad_output" else None
         made = quantize(x_PN.detach(), self.recipe, role=role, splits=counts, rowwise=not columnwise, columnwise=columnwise, state=state, noise=noise)
-        return self._of_form(made.quantized.form(columnwise))
+        found = self._of_form(made.quantized.form(columnwise))
+        return [dequantised(factor, x_PN.dtype, self.reciprocal) for factor in found] if operand.kept == "dequantized" else found
 
     def weights(self, weight_LMN: Tensor, gemm: str) -> list[Factor]:
         """Each expert's weight."""
@@ -207,6 +241,21 @@ class Precision:
             aligned = turned(aligned_size(value, group, form.scheme), form.columnwise) if self.accumulator.block else None
             found.append(Factor(turned(value, form.columnwise), margin, aligned))
         return found
+
+
+def operand_of(gemm: str, recipe: Recipe, role: str) -> Operand:
+    """Which form of a tensor a product reads."""
+    return next(operand for operand in operands(gemm, recipe) if operand.role == role)
+
+
+def dequantised(factor: Factor, dtype: torch.dtype, reciprocal: bool) -> Factor:
+    """What codes come back as in the dtype of what was quantised: the same for everybody, unless a code or a scale may be another."""
+    off = torch.zeros_like(factor.value) if factor.margin is None else factor.margin
+    off = off + SCALED_BY_RECIPROCALS * ROUNDOFF[torch.float32] * factor.value.abs() if reciprocal else off
+    off = torch.where(factor.value.isfinite(), off, 0.0)
+    ends = [round_to((factor.value + side * off).float(), dtype).double() for side in (-1, 0, 1)]
+    margin = torch.maximum(ends[1] - ends[0], ends[2] - ends[1])
+    return Factor(ends[1], None if factor.margin is None and not reciprocal else torch.where(margin.isnan(), 0.0, margin))
 
 
 def aligned_size(value: Tensor, group: Scaled, scheme: Scheme) -> Tensor:

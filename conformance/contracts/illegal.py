@@ -139,7 +139,6 @@ _QUANTIZE: dict[str, Rule] = {
     "rows_no_multiple": _quantizing("splits", Recipe("mxfp8"), torch.zeros(64, 32), splits=torch.tensor([16, 48])),
     "transform_of_floats": _quantizing("x", Recipe("nvfp4"), _SQUARE.float(), columnwise=True),
     "noise_unasked": _added("noise", torch.zeros(2, 2, 1)),
-    "noise_missing": _quantizing("noise", Recipe("nvfp4"), _SQUARE, **_GRADIENT),
     "noise_of_one_direction": _quantizing("noise", Recipe("nvfp4"), _SQUARE, **_GRADIENT, noise=torch.zeros(1, 16, 16)),
 }
 
@@ -209,7 +208,6 @@ _QUANTIZED_BACKWARD: dict[str, Rule] = _TRANSFORM_NOT_ROUNDED | {
     "cotangent_too_long": _one_more("d_out"),
     "cotangent_in_another_dtype": _in("d_out", torch.float16),
     "noise_unasked": _added("noise", torch.zeros(2, 2, 2)),
-    "noise_missing": _activating("noise", Recipe("nvfp4"), 16, 32),
 }
 _OF_GATES: dict[str, Rule] = {
     "width_odd": _one_more("h", 1),
@@ -229,6 +227,7 @@ _MLP: dict[str, Rule] = {
     "kind_unknown": _setting("kind", "softmax"),
     "clamp_zero": _setting("clamp", 0.0),
     "alpha_of_a_tanh": _together("alpha", kind="geglu", alpha=1.0),
+    "stored_input_of_another_gate": _together("fp8_input_store", kind="geglu", fp8_input_store=True),
     "offset_without_a_gate": _together("offset", kind="relu", offset=1.0),
     "interleave_no_divisor": _setting("interleave", 3),
 }
@@ -266,6 +265,11 @@ RULES: dict[str, dict[str, Rule]] = {
     "sort_chunks": {"order_longer_than_sizes": _one_more("order"), "sizes_beyond_rows": _sizes_too_large},
     "pad_routing_map": {"align_zero": _setting("align", 0), "align_negative": _setting("align", -16)},
     "indices_to_multihot": {"no_experts": _setting("num_experts", 0), "probs_longer_than_indices": _one_more("probs"), "index_too_large": _index_too_large},
+    "deepep_layout": {
+        "no_experts": _setting("num_experts", 0),
+        "experts_no_multiple": _together("num_experts", num_experts=3, ranks=2),
+        "index_too_large": _index_too_large,
+    },
     "multihot_to_indices": {"no_slots": _setting("topk", 0), "probs_longer_than_map": _one_more("probs")},
     "gate": {"weight_wider": _one_more("weight", 1), "x_flat": _flat("x"), "unknown_dtype": _setting("router_dtype", "fp8")},
     "jitter": {"eps_negative": _setting("eps", -0.5), "eps_one": _setting("eps", 1.0)},
@@ -310,6 +314,7 @@ RULES: dict[str, dict[str, Rule]] = {
         "alpha_of_a_tanh": _together("alpha", kind="geglu", alpha=1.0),
         "interleave_zero": _setting("interleave", 0),
         "interleave_no_divisor": _setting("interleave", 3),
+        "stored_input_of_another_gate": _together("fp8_input_store", kind="geglu", fp8_input_store=True),
     },
     "activation": _ACTIVATION | {"kind_with_a_gate": _setting("kind", "swiglu")},
     "grouped_linear": _COUNTS

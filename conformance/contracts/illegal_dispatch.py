@@ -6,13 +6,26 @@ import torch
 
 from conformance.contracts.base import Problem
 from conformance.contracts.illegal import Rule, _added, _bare, _flat, _index_too_large, _one_more, _setting
-from moe_ref.config import Recipe
+from moe_ref.config import IndexPolicy, Recipe
+from moe_ref.route_plan import NOWHERE
 
 
 def _probs_too_long(problem: Problem) -> Problem:
     beside = problem.required.get("routing_map", problem.required.get("indices"))
     assert beside is not None
     return replace(_bare(problem), settings=problem.settings | {"probs": torch.ones(len(beside) + 1, beside.shape[1])}, blame="probs")
+
+
+def _expert_twice(problem: Problem) -> Problem:
+    """Every slot once more, under the policy for those who give none."""
+    indices = problem.required["indices"]
+    return replace(_bare(problem).with_tensors({"indices": torch.cat([indices, indices], 1)}), blame="indices")
+
+
+def _slot_empty(problem: Problem) -> Problem:
+    """A slot of nothing, which the policy forbids."""
+    empty = _bare(problem).with_tensors({"indices": torch.full_like(problem.required["indices"], NOWHERE)})
+    return replace(empty, settings=empty.settings | {"policy": IndexPolicy(empty="reject")}, blame="indices")
 
 
 _DISPATCH: dict[str, Rule] = {"tokens_flat": _flat("tokens")}
@@ -22,6 +35,8 @@ _INDICES: dict[str, Rule] = _DISPATCH | {
     "indices_too_long": _one_more("indices"),
     "index_too_large": _index_too_large,
     "no_experts": _setting("num_experts", 0),
+    "expert_twice": _expert_twice,
+    "slot_empty": _slot_empty,
 }
 _COMBINE: dict[str, Rule] = {"rows_too_many": _one_more("rows")}
 _OTHER_TOKENS: dict[str, Rule] = {"tokens_too_many": _one_more("tokens")}

@@ -18,6 +18,7 @@ from moe_ref.recipes import new_quantizer_state
 
 Rule = Callable[[Problem], Problem]
 CURRENT, DELAYED, MXFP8, NVFP4 = Recipe("current"), Recipe("delayed", amax_history_len=2), Recipe("mxfp8"), Recipe("nvfp4")
+OVERRIDDEN = Recipe("nvfp4", backward_override="dequantized")
 BOTH_LEVELS = Recipe("nvfp4", hadamard=False, stochastic_rounding=False, row_scaled_activation=True, four_over_six="activations")
 OF_ONE = ("shared_experts", "latent_projection")  # functions of one expert that has all the rows
 PAIRED = ("grouped_mlp", "shared_experts")  # functions of two layers, which have a state and a noise each
@@ -81,6 +82,7 @@ _RECIPE: dict[str, Rule] = {
 _STATE: dict[str, Rule] = {
     "state_without_recipe": by_recipe("state", None, state=state_for),
     "noise_without_recipe": by_recipe("noise", None, noise=torch.zeros(2, 2, 2)),
+    "noise_for_what_is_not_quantised": by_recipe("noise", OVERRIDDEN, **BLOCKS, noise=torch.zeros(2, 64, 32)),
     "state_of_nothing": by_recipe("state", CURRENT, state=state_for),
     "state_a_dictionary": by_recipe("state", DELAYED, state={"input": 1.0}),
     "state_of_other_experts": by_recipe("state", DELAYED, state=lambda experts: state_for(experts + 1)),
@@ -96,7 +98,6 @@ _SEGMENTS: dict[str, Rule] = {"count_no_multiple_of_blocks": by_recipe("tokens_p
 _ALL_TOKENS: dict[str, Rule] = {"tokens_no_multiple_of_blocks": by_recipe("x", MXFP8, **BLOCKS | {"rows": 33})}
 _NOISE: dict[str, Rule] = {
     "noise_unasked": by_recipe("noise", CURRENT, noise=torch.zeros(2, 2, 1)),
-    "noise_missing": by_recipe("noise", NVFP4, **BLOCKS),
     "noise_of_one_direction": by_recipe("noise", NVFP4, **BLOCKS, noise=torch.zeros(1, 64, 32)),
     "noise_of_integers": by_recipe("noise", NVFP4, **BLOCKS, noise=torch.zeros(2, 64, 32, dtype=torch.int64)),
 }

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from conformance.contracts.grouped_recipes import Factor, may_be_others
+from conformance.contracts.grouped_recipes import SCALED_BY_RECIPROCALS, Factor, may_be_others
 from conformance.contracts.inexact_form import Known
+from conformance.judge.bound import ROUNDOFF
 from conformance.judge.codes import RECIPROCAL
 from conformance.judge.running import Running
 from moe_ref.formats import E4M3, E8M0, decode, encode
 from moe_ref.quantization import turned
 from moe_ref.recipes import FLOAT32_MAX, Scheme, block_amax, nearest32, over, scale_from_amax, spread
+from moe_ref.rounding import round_to
 
 SLACK = 1 + 2.0**-50  # of half a range, which float64 rounds
 ANY = 1 + 2.0**-10  # times the largest number of a block, the largest that it may come to by whatever scale
@@ -53,6 +55,13 @@ class Between:
         pairs = (torch.minimum(self.low, other.low), self.low), (torch.maximum(self.high, other.high), self.high)
         low, high = (torch.where(where, both, one) for both, one in pairs)
         return Between(low, high, torch.where(where, torch.maximum(self.scale, other.scale), self.scale))
+
+    def rounded(self, dtype: torch.dtype, reciprocal: bool) -> "Between":
+        """What it comes back as in a dtype: a monotonic rounding, after that of `values` to float32."""
+        off = SCALED_BY_RECIPROCALS * ROUNDOFF[torch.float32] if reciprocal else 0.0
+        ends = ((side, end, torch.where(end.isfinite(), off * end.abs(), 0.0)) for side, end in ((-1, self.low), (1, self.high)))
+        low, high = (round_to((end + side * own).float(), dtype).double() for side, end, own in ends)
+        return Between(low, high, self.scale)
 
 
 @dataclass(frozen=True)
@@ -186,6 +195,7 @@ def inexact_factors(
     noise_PN: Tensor | None,
     reciprocal: bool,
     aligned: bool,
+    rounded: bool = False,
 ) -> list[Factor]:
     """Each expert's rows, in logical orientation.
 
@@ -196,6 +206,7 @@ def inexact_factors(
         noise_PN: what rounds this form, where the scheme is stochastic.
         reciprocal: whether scales may be multiplied by.
         aligned: whether the product is by a matrix unit that aligns subnormal codes.
+        rounded: whether codes come back in `dtype` before the product.
     """
     infinity = torch.finfo(dtype).max if scheme.recipe.scaling == "block" and dtype != torch.float64 else FLOAT32_MAX
     unknown = x.error.isinf()
@@ -207,6 +218,7 @@ def inexact_factors(
         noise = None if noise_PN is None or not scheme.stochastic else turned(noise_PN[first : first + count], columnwise)
         given = None if scale_L is None else scale_L[g]
         made = InexactGroup(own, scheme, given, noise, infinity, reciprocal and may_be_others(scheme)).between()
+        made = made.rounded(dtype, reciprocal) if rounded else made
         value, margin = (made.low + made.high) / 2, (made.high - made.low) / 2 * SLACK
         margin = torch.where(own.unknown | margin.isnan(), torch.inf, torch.where(made.low == made.high, 0.0, margin))
         value = torch.where(margin.isinf(), 0.0, torch.where(made.low == made.high, made.low, value))

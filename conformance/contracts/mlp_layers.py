@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from conformance.contracts.grouped_product import Product as Factored
-from conformance.contracts.grouped_recipes import Factor, Precision
+from conformance.contracts.grouped_recipes import Factor, Precision, operand_of
 from conformance.contracts.inexact_factor import inexact_factors
 from conformance.judge.bound import ROUNDOFF
 from conformance.judge.running import Running
-from moe_ref.recipes import operands, scheme
+from moe_ref.recipes import scheme
 
 BESIDE = 2  # roundings of a bias that is added first or last
 
@@ -40,14 +40,16 @@ class LowLayer:
 
     def dgrad(self, g: Running, weight: Tensor) -> tuple[Running, Tensor, int]:
         """g W."""
-        pairs = zip(self._factors(g, "grad_output", "dgrad"), self.how.weights(weight, "dgrad"), strict=True)
-        return self._running(Factored.joined([Factored.of_factors(own, matrix.turned) for own, matrix in pairs]), weight.shape[1], g.dtype)
+        layer = replace(self, how=self.how.of("dgrad"))
+        pairs = zip(layer._factors(g, "grad_output", "dgrad"), layer.how.weights(weight, "dgrad"), strict=True)
+        return layer._running(Factored.joined([Factored.of_factors(own, matrix.turned) for own, matrix in pairs]), weight.shape[1], g.dtype)
 
     def wgrad(self, g: Running, x: Running) -> tuple[Running, Tensor, int]:
         """Σ gᵀ x of each expert."""
-        pairs = zip(self._factors(g, "grad_output", "wgrad"), self._factors(x, "input", "wgrad"), strict=True)
+        layer = replace(self, how=self.how.of("wgrad"))
+        pairs = zip(layer._factors(g, "grad_output", "wgrad"), layer._factors(x, "input", "wgrad"), strict=True)
         whole = Factored.joined([Factored.of_factors(left.turned, right.turned) for left, right in pairs], stack=True)
-        return self._running(whole, int(self.counts_L.max()), g.dtype)
+        return layer._running(whole, int(self.counts_L.max()), g.dtype)
 
     def _factors(self, x: Running, role: str, gemm: str) -> list[Factor]:
         """Each expert's rows as they enter a product."""
@@ -55,7 +57,10 @@ class LowLayer:
         assert recipe is not None
         if not x.error.any():
             return self.how.rows(x.value.to(self.storage), self.counts_L, role, gemm)
-        columnwise = {operand.role: operand.columnwise for operand in operands(gemm, recipe)}[role]
+        operand = operand_of(gemm, recipe, role)
+        if operand.kept == "stored":
+            return self._stored(x)
+        columnwise = operand.columnwise
         state, noise = (self.how.settings.get(name) for name in ("state", "noise"))
         return inexact_factors(
             x,
@@ -67,7 +72,15 @@ class LowLayer:
             noise_PN=None if noise is None else noise[int(columnwise)],
             reciprocal=self.how.reciprocal,
             aligned=self.how.accumulator.block is not None,
+            rounded=operand.kept == "dequantized",
         )
+
+    def _stored(self, x: Running) -> list[Factor]:
+        """Each expert's rows as they are, and what they may be off by."""
+        unknown = ~x.error.isfinite()
+        value, margin = torch.where(unknown, 0.0, x.value), torch.where(unknown, torch.inf, x.error)
+        sizes = self.counts_L.tolist()
+        return [Factor(*own) for own in zip(value.split(sizes), margin.split(sizes), strict=True)]
 
     def _running(self, whole: Factored, terms: int, dtype: torch.dtype) -> tuple[Running, Tensor, int]:
         """What the factors' other codes, the scales' roundings and those of the sum may take it away by."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from conformance.contracts.base import Opaque, Problem
 from conformance.contracts.grouped import precision_of
-from conformance.contracts.grouped_recipes import check_scaling, recipe_of, state_from, state_tensors, unit_of
+from conformance.contracts.grouped_recipes import check_scaling, recipe_of, rounds_gradients, state_from, state_tensors, transforms_rows, unit_of
 from conformance.contracts.mlp_layers import LowLayer
 from conformance.contracts.quantization import TRANSFORMED
 from conformance.interface import named_outputs
@@ -40,10 +40,10 @@ def fits_low(case: Any) -> bool:
     recipe = recipe_of(case)
     if recipe is None:
         return True
-    if case.function == "sequential_mlp" and (recipe.scaling == "delayed" or (recipe.stochastic_rounding and case.grads)):
+    if case.function == "sequential_mlp" and (recipe.scaling == "delayed" or (rounds_gradients(recipe) and case.grads)):
         return False  # it takes no state and no noise
     weights = {"fc1_weight", "fc2_weight"} & set(case.grads.split("+"))
-    return not (recipe.hadamard and weights) or (case.dtype == "bfloat16" and case.values in TRANSFORMED)
+    return not (transforms_rows(recipe) and weights) or (case.dtype == "bfloat16" and case.values in TRANSFORMED)
 
 
 def of_experts(case: Any, weight: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def beside_recipe(case: Any, counts: tuple[int, ...], columns: tuple[int, int]) 
         return {}, {}
     tensors = {name: x for layer in LAYERS for name, x in state_tensors(case, f"state.{layer}").items()}
     settings: dict[str, Any] = {"recipe": recipe} | ({"state": Opaque("state")} if tensors else {})
-    if recipe.stochastic_rounding and case.grads:
+    if rounds_gradients(recipe) and case.grads:
         settings["noise"] = Opaque("noise")
         for layer, width in zip(LAYERS, columns, strict=True):
             shape = (2, noise_rows(case, counts), width)

@@ -19,6 +19,7 @@ from torch import Tensor
 from conformance.contracts.activation import gate_of, joined, split
 from conformance.contracts.curves import CURVES, concluded
 from conformance.contracts.grouped_product import experts_of_rows, own_rows
+from conformance.contracts.input_store import kept_in_e4m3
 from conformance.contracts.mlp_layers import LowLayer
 from conformance.judge import Bounded
 from conformance.judge.rowwise import Accumulator, contracted, stored
@@ -74,6 +75,20 @@ def activated(h: Running, settings: Mapping[str, Any]) -> Activated:
         return Running(joined(du.value, dv.value, settings), joined(du.error, dv.error, settings), g.dtype)
 
     return Activated(gate.value(inner_u) * shifted, pulled)
+
+
+def activated_as_kept(h: Running, settings: Mapping[str, Any]) -> Activated:
+    """The same of what h is kept as in E4M3 codes. Of a gate and its value nothing is known where either may be beyond them."""
+    kept = kept_in_e4m3(h)
+    act = activated(kept, settings)
+    beyond = torch.logical_or(*split(kept.error.isinf(), settings))
+    lost = joined(beyond, beyond, settings)
+
+    def pulled(g: Running) -> Running:
+        d_h = act.pulled(g)
+        return replace(d_h, error=torch.where(lost, torch.inf, d_h.error))
+
+    return Activated(act.value, pulled)
 
 
 def within(x: Running, least: float, most: float) -> Running:
@@ -164,7 +179,7 @@ class Forward:
 
     call: Call
     x: Running  # what goes into fc1
-    act: Activated
+    act: Activated  # of h as it is kept
     a: Running
     y: Product
     out: Running
@@ -184,15 +199,16 @@ def forward(call: Call) -> Forward:
     computed = call.sums if p is None else call.wide  # the dtype of probs that are not there says nothing
     h = call.kept(call.fprop(0, x).running, computed)
     act = activated(h, call.settings)
+    back = activated_as_kept(h, call.settings) if call.settings.get("fp8_input_store") else act
     if early and p is not None:
-        act = replace(act, value=call.kept(act.value, computed))
+        act, back = (replace(x, value=call.kept(x.value, computed)) for x in (act, back))
     a = call.kept(act.value if p is None else act.value * p, call.sums)
     y = call.fprop(1, a)
     out = y.running
     if call.fc2_bias is not None:
         bias = Running.of(call.of_rows(call.fc2_bias), call.widest)
         out = call.kept(out, call.widest) + (bias if p_bias is None else bias * p_bias)
-    return Forward(call, x, act, a, y, out, p, p_bias)
+    return Forward(call, x, back, a, y, out, p, p_bias)
 
 
 @dataclass(frozen=True)
@@ -200,7 +216,7 @@ class Backward:
     """The gradients; of rows and weights as products too. Those of weights, which a recipe may refuse, are taken when they are asked for."""
 
     rows: Running
-    row_product: Product
+    row_product: Product | None  # None: h may be kept as other codes than the reference's, which says nothing of sums
     fc1_weight: Callable[[], Product]
     fc2_weight: Callable[[], Product]
     fc1_bias: Running
@@ -230,7 +246,7 @@ def backward(ahead: Forward, g: Running) -> Backward:
         d_probs = (d_x * Running.of(call.rows_PH, call.wide)).sum(1)
     return Backward(
         d_rows,
-        row_product,
+        None if call.settings.get("fp8_input_store") else row_product,
         partial(call.wgrad, 0, d_h, ahead.x),
         partial(call.wgrad, 1, g, ahead.a),
         call.summed(d_h, None),

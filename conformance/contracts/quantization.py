@@ -63,7 +63,8 @@ class QuantizeCase(Case):
     variant: int = 0  # of the scaling, in RECIPES
     role: str = "input"
     direction: str = "rowwise"
-    steps: str = "quantize"  # joined by +; more than one for delayed scaling only
+    steps: str = "quantize"  # joined by +; more than one for delayed scaling only, or with repeats
+    repeats: int = 0  # the implementation draws the noise itself, for the same rows so often in each step; 0: noise is given
     tokens: int = 1  # rows of the groups together, in UNITs
     experts: int = 0  # groups; 0: no splits are given, all rows are one
     counts: tuple[int, ...] = ()  # rows of each group in UNITs; empty: as even as can be
@@ -97,8 +98,10 @@ class QuantizeCase(Case):
         steps = self.steps.split("+")
         if any(step not in STEPS for step in steps) or steps[0] != "quantize":
             raise ValueError(f"steps is {self.steps!r}; it must be some of {', '.join(STEPS)}, joined by +, and begin with quantize")
-        if len(steps) > 1 and self.scaling != "delayed":
+        if len(steps) > 1 and self.scaling != "delayed" and not self.repeats:
             raise ValueError(f"steps is {self.steps!r}; only delayed scaling remembers anything")
+        if self.repeats and (not is_random(self) or self.experts or self.grads):
+            raise ValueError(f"repeats is {self.repeats}; it must be 0 but for gradients with stochastic rounding, without groups and gradients of their own")
 
 
 QuantizeCase.serves("quantize")
@@ -233,6 +236,8 @@ def inputs_of(case: QuantizeCase) -> tuple[dict[str, Any], dict[str, Any]]:
     required: dict[str, Any] = {"x": x_of(case), "recipe": recipe_of(case)}
     for i in range(1, quantized):  # other sizes in every step, so that scales move
         required[f"x.{i}"] = (x_of(case, f"x.{i}").double() * 2.0 ** (3 * i % 5 - 2)).to(DTYPES[case.dtype])
+    if case.repeats:
+        required |= {name: required["x"].repeat(case.repeats, 1) for name in required if name != "recipe"}
     if "reduced" in case.steps:
         known = payload(case.seed, "reduced amax", (max(case.experts, 1),), "float32").abs()
         required["reduced_amax"] = torch.where(torch.arange(len(known)) % 3 == 2, 0.0, known * 16)  # 0: none was given
@@ -241,5 +246,5 @@ def inputs_of(case: QuantizeCase) -> tuple[dict[str, Any], dict[str, Any]]:
         settings["splits"] = torch.tensor(splits_of(case), dtype=DTYPES[case.index_dtype])
     settings |= {"rowwise": False} if case.direction == "columnwise" else {}
     settings |= {"columnwise": True} if case.direction != "rowwise" else {}
-    settings |= {"noise": noise_of(case)} if is_random(case) else {}
+    settings |= {"noise": noise_of(case)} if is_random(case) and not case.repeats else {}
     return required, settings

@@ -11,8 +11,9 @@ from torch import Tensor
 import moe_ref
 from conformance.contracts.activation import shorter
 from conformance.contracts.base import Contract, Opaque, Problem
-from conformance.contracts.quantization import RECIPES, VARIANTS, QuantizeCase, fits, inputs_of
+from conformance.contracts.quantization import RECIPES, VARIANTS, QuantizeCase, fits, inputs_of, unit_of
 from conformance.contracts.quantized_form import RightForm, nearly, one_nan
+from conformance.contracts.random_form import RandomForm
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation
 from conformance.values import payload
@@ -133,7 +134,9 @@ class Quantize(Contract[QuantizeCase]):
             for suffix, columnwise in directions(problem.settings):
                 form: Form = quantized.form(columnwise)
                 names = {name: f"{prefix}{name}{suffix}" for name in ("amax", "scales", "codes", "values", "scales.gemm")}
-                right |= RightForm(form, form.scheme.stochastic, names, out, reciprocal).expectations()
+                own = (form, form.scheme.stochastic, names, out, reciprocal)
+                others = tuple(f"{other}codes{suffix}" for other in seen if other != prefix)
+                right |= (RandomForm(*own, case.tokens * unit_of(case), others) if case.repeats else RightForm(*own)).expectations()
         if "state.scale" in out:
             right["state.amax_history"] = Exact(out["state.amax_history"])
             right["state.scale"] = nearly(out["state.scale"], 3) if reciprocal else Exact(out["state.scale"])  # FMAX/a here, FMAX · (1/a) there
@@ -144,7 +147,8 @@ class Quantize(Contract[QuantizeCase]):
         return right
 
     def neighbour(self, case: QuantizeCase) -> QuantizeCase:
-        plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": "", "seed": case.seed + 1}
+        plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": "", "seed": case.seed + 1, "repeats": 0}
+        plain |= {"steps": "quantize"} if case.repeats else {}
         other = replace(case, **plain, variant=(case.variant + 1) % VARIANTS, hidden=case.hidden + 1)
         if case.seed % 3 == 0:
             scalings = tuple(RECIPES)
@@ -163,7 +167,9 @@ SUFFIXES = {"rowwise": ("",), "columnwise": (".columnwise",), "both": ("", ".col
 
 
 def _simpler(case: QuantizeCase) -> Iterator[QuantizeCase]:
-    if case.scaling != "current" or case.variant:
+    if case.repeats:
+        yield replace(case, repeats=0, steps="quantize")
+    elif case.scaling != "current" or case.variant:
         yield replace(case, scaling="current", variant=0, steps="quantize")
         yield replace(case, variant=0)
     steps = case.steps.split("+")

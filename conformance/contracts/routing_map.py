@@ -1,4 +1,4 @@
-"""pad_routing_map and the two converters."""
+"""pad_routing_map and the two converters; and cases of expert indices."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -45,6 +45,7 @@ class IndicesCase(Case):
     tokens: int = 1
     topk: int = 1
     experts: int = 1
+    ranks: int = 1  # that the experts are divided among, where a function has to do with ranks
     slots: tuple[int, ...] = ()  # the indices, row by row, if explicit
     empty: int = 0  # of 8 slots, how many are -1
     repeats: bool = False  # whether an expert may stand in several slots of a token
@@ -56,11 +57,13 @@ class IndicesCase(Case):
     grads: str = ""
 
     def __post_init__(self) -> None:
+        if self.ranks < 1 or self.experts % self.ranks:
+            raise ValueError(f"ranks are {self.ranks}; they must divide the {self.experts} experts")
         if self.slots and (len(self.slots) != self.tokens * self.topk or not all(EMPTY <= e < self.experts for e in self.slots)):
             raise ValueError(f"slots must hold {self.tokens} × {self.topk} experts from -1 to {self.experts - 1}")
 
 
-IndicesCase.serves("indices_to_multihot")
+IndicesCase.serves("indices_to_multihot", "deepep_layout")
 
 
 def indices(case: IndicesCase) -> Tensor:
@@ -105,32 +108,40 @@ class IndicesToMultihot(Contract[IndicesCase]):
         return replace(case, golden="", law="", seed=case.seed + 1, slots=(), experts=case.experts + 1, layout="contiguous", layout_of="")
 
     def simpler(self, case: IndicesCase) -> Iterator[IndicesCase]:
-        if not case.slots and 0 < case.tokens * case.topk <= 256:
-            yield replace(case, slots=tuple(indices(case).flatten().tolist()), empty=0, repeats=False)
-        for name in ("law", "layout", "grads", "zero_probs", "index_dtype", "dtype", "seed", "poison", "empty", "repeats"):
-            default: Any = IndicesCase.__dataclass_fields__[name].default
-            if getattr(case, name) != default:
-                yield replace(case, **{name: default} | ({"layout_of": ""} if name == "layout" else {}))
-        if case.slots:
-            yield from self._fewer_slots(case)
-            return
-        yield from (replace(case, tokens=t) for t in sorted({0, 1, 2, case.tokens // 2, case.tokens - 1}) if 0 <= t < case.tokens)
-        yield from (replace(case, topk=k) for k in sorted({1, 2, case.topk // 2, case.topk - 1}) if 1 <= k < case.topk)
-        yield from (replace(case, experts=e) for e in sorted({1, 2, case.experts // 2, case.experts - 1}) if 1 <= e < case.experts)
+        return simpler_indices(case)
 
-    @staticmethod
-    def _fewer_slots(case: IndicesCase) -> Iterator[IndicesCase]:
-        k = case.topk
-        rows = [case.slots[i : i + k] for i in range(0, len(case.slots), k)]
-        for t in range(len(rows) if len(rows) > 1 else 0):
-            yield replace(case, tokens=case.tokens - 1, slots=tuple(e for row in rows[:t] + rows[t + 1 :] for e in row))
-        for column in range(k if k > 1 else 0):
-            yield replace(case, topk=k - 1, slots=tuple(e for row in rows for e in row[:column] + row[column + 1 :]))
-        for i, e in enumerate(case.slots):
-            for smaller in (EMPTY, 0) if e > 0 else (EMPTY,) if e == 0 else ():
-                yield replace(case, slots=(*case.slots[:i], smaller, *case.slots[i + 1 :]))
-        if max(case.slots) + 1 < case.experts:
-            yield replace(case, experts=max(max(case.slots) + 1, 1))
+
+def simpler_indices(case: IndicesCase) -> Iterator[IndicesCase]:
+    """Smaller cases of expert indices."""
+    if not case.slots and 0 < case.tokens * case.topk <= 256:
+        yield replace(case, slots=tuple(indices(case).flatten().tolist()), empty=0, repeats=False)
+    for name in ("law", "layout", "grads", "zero_probs", "index_dtype", "dtype", "seed", "poison", "empty", "repeats"):
+        default: Any = IndicesCase.__dataclass_fields__[name].default
+        if getattr(case, name) != default:
+            yield replace(case, **{name: default} | ({"layout_of": ""} if name == "layout" else {}))
+    yield from (replace(case, ranks=r) for r in range(1, case.ranks) if case.experts % r == 0)
+    if case.slots:
+        yield from _fewer_slots(case)
+        return
+    yield from (replace(case, tokens=t) for t in sorted({0, 1, 2, case.tokens // 2, case.tokens - 1}) if 0 <= t < case.tokens)
+    yield from (replace(case, topk=k) for k in sorted({1, 2, case.topk // 2, case.topk - 1}) if 1 <= k < case.topk)
+    local = case.experts // case.ranks
+    yield from (replace(case, experts=e * case.ranks) for e in sorted({1, 2, local // 2, local - 1}) if 1 <= e < local)
+
+
+def _fewer_slots(case: IndicesCase) -> Iterator[IndicesCase]:
+    k = case.topk
+    rows = [case.slots[i : i + k] for i in range(0, len(case.slots), k)]
+    for t in range(len(rows) if len(rows) > 1 else 0):
+        yield replace(case, tokens=case.tokens - 1, slots=tuple(e for row in rows[:t] + rows[t + 1 :] for e in row))
+    for column in range(k if k > 1 else 0):
+        yield replace(case, topk=k - 1, slots=tuple(e for row in rows for e in row[:column] + row[column + 1 :]))
+    for i, e in enumerate(case.slots):
+        for smaller in (EMPTY, 0) if e > 0 else (EMPTY,) if e == 0 else ():
+            yield replace(case, slots=(*case.slots[:i], smaller, *case.slots[i + 1 :]))
+    fewest = -(-max(max(case.slots) + 1, 1) // case.ranks) * case.ranks
+    if fewest < case.experts:
+        yield replace(case, experts=fewest)
 
 
 def _slot_gradient(index_TK: Tensor, d_multihot: Tensor) -> Tensor:

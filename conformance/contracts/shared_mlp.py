@@ -18,7 +18,7 @@ from conformance.contracts.base import Contract, Problem
 from conformance.contracts.curves import sigmoid
 from conformance.contracts.experts_mlp import VALUES, Judged, fc1_columns, in_reference, narrower, plainer, rows_of, weight_of
 from conformance.contracts.grouped import LAYOUTS
-from conformance.contracts.grouped_recipes import unit_of
+from conformance.contracts.grouped_recipes import other_override, unit_of
 from conformance.contracts.mlp_recipes import beside_recipe, called, check_low, fits_low, layers_of
 from conformance.contracts.mlp_stages import Call, Product, backward, forward
 from conformance.contracts.quantization import RECIPES, VARIANTS
@@ -28,6 +28,7 @@ from conformance.judge.rowwise import contracted
 from conformance.judge.running import Running
 from conformance.values import payload
 from moe_ref.config import GATED, PLAIN
+from moe_ref.config.recipes import OVERRIDES
 from moe_ref.shared import shared_experts
 
 SHARED_INPUTS = ("x", "fc1_weight", "fc2_weight", "gate_weight")  # that have a gradient
@@ -49,9 +50,11 @@ class SharedCase(Case):
     clamp: int = 0  # likewise
     alpha: int = 0  # in thousandths
     interleave: int = 0
+    stored: bool = False  # fp8_input_store
     again: bool = False  # recompute
     scaling: str = ""  # of the recipe; empty: high precision
     variant: int = 0  # of the scaling, in RECIPES
+    override: str = ""  # the recipe's backward_override; empty: none
     counts: tuple[int, ...] = ()  # tokens of each of several ranks, with the same weights; empty: one process
     layout: str = "contiguous"
     layout_of: str = ""
@@ -61,7 +64,13 @@ class SharedCase(Case):
     tail: ClassVar[int] = 0  # nor rows that are not read, nor padding
     align: ClassVar[int] = 0
 
-    words: ClassVar[dict[str, tuple[str, ...]]] = {"values": VALUES, "kind": GATED + PLAIN, "layout": LAYOUTS, "scaling": tuple(RECIPES)}
+    words: ClassVar[dict[str, tuple[str, ...]]] = {
+        "values": VALUES,
+        "kind": GATED + PLAIN,
+        "layout": LAYOUTS,
+        "scaling": tuple(RECIPES),
+        "override": OVERRIDES,
+    }
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.hidden, self.width, self.clamp, self.alpha, self.interleave) < 0 or self.experts < 1:
@@ -80,7 +89,7 @@ class SharedExperts(Contract[SharedCase]):
     function = "shared_experts"
     outputs = ("out",)
     primary = "out"
-    optional = ("gate_weight", "kind", "offset", "clamp", "alpha", "interleave", "recompute", "recipe", "state", "noise")
+    optional = ("gate_weight", "kind", "offset", "clamp", "alpha", "interleave", "fp8_input_store", "recompute", "recipe", "state", "noise")
 
     def legal(self, case: SharedCase) -> Problem:
         one = replace(case, experts=1)
@@ -143,7 +152,7 @@ class SharedExperts(Contract[SharedCase]):
         clamp = case.clamp + 4 if case.clamp else 0
         grown: dict[str, Any] = {"hidden": case.hidden + 3, "width": case.width + 1} if unit_of(case) == 1 else {"hidden": case.hidden + 1}
         other = replace(case, **plain, **grown, clamp=clamp, seed=case.seed + 1, tokens=case.tokens + 1)
-        later = replace(other, variant=(case.variant + 1) % VARIANTS) if case.scaling else other
+        later = replace(other, variant=(case.variant + 1) % VARIANTS, override=other_override(case.override)) if case.scaling else other
         return later if fits_low(later) else other
 
     def simpler(self, case: SharedCase) -> Iterator[SharedCase]:
@@ -151,10 +160,12 @@ class SharedExperts(Contract[SharedCase]):
 
     def _simpler(self, case: SharedCase) -> Iterator[SharedCase]:
         if case.scaling:
-            yield replace(case, scaling="", variant=0)
+            yield replace(case, scaling="", variant=0, override="")
+        if case.override:
+            yield replace(case, override="")
         if case.variant:
             yield replace(case, variant=0)
-        yield from plainer(case, ("again", "gate", "alpha", "kind", "interleave", "clamp", "offset"))
+        yield from plainer(case, ("again", "gate", "alpha", "kind", "interleave", "clamp", "offset", "stored"))
         yield from (replace(case, tokens=size) for size in shorter(case.tokens))
         yield from narrower(case, ("hidden", "width"))
 

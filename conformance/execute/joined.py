@@ -10,8 +10,9 @@ import os
 import pickle
 import secrets
 import tempfile
+import time
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import AuthenticationError, connection, get_context
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -23,7 +24,7 @@ from conformance.execute.rank import Seat
 from conformance.interface import UsageError
 
 ANSWER_SECONDS = 20.0  # for an attendant to say how a process ended
-ARRIVAL_SECONDS = 120  # for rank 0 to open the store
+ARRIVAL_SECONDS = 120  # for rank 0 to open the store; and for the others to call it, once it has said where
 RUN_DAYS = 7  # before its first case for several ranks, a run may be at others for long
 LOOPBACK = ("127.0.0.1", "localhost")
 
@@ -82,34 +83,60 @@ class Attendants:
         self._store = place.store(first=True)
         self._listener: Listener | None = None
         self._controls: dict[int, Connection] = {}
+        self._missing = ""
 
     def open(self, world: int, ranks: int) -> list["RemoteRank"]:
-        """A new process of each other rank of a world, in the order of the ranks."""
+        """A new process of each other rank of a world, in the order of the ranks.
+
+        Raises:
+            UsageError: some have not called in time; from then on, at once.
+        """
+        if self._missing:
+            raise UsageError(self._missing)
         if self._listener is None:
             key, host = secrets.token_bytes(16), self.place.host
             self._listener = Listener((host if host in LOOPBACK else "0.0.0.0", 0), authkey=key)
             self._store.set("address", pickle.dumps(((host, self._listener.address[1]), key)))
             self._controls = self._called(self.place.ranks)
         for rank in range(1, ranks):
-            self._controls[rank].send(("open", world, ranks))
+            with contextlib.suppress(OSError):  # it is gone, and its process will be missing
+                self._controls[rank].send(("open", world, ranks))
         pipes = self._called(ranks)
         return [RemoteRank(pipes[rank], self._controls[rank], world) for rank in sorted(pipes)]
 
     def dismiss(self) -> None:
-        """All is over."""
-        if self._listener is None:
-            self._store.set("address", pickle.dumps(None))
-            return
+        """All is over, also for those that have not called yet."""
         for control in self._controls.values():
             with contextlib.suppress(OSError):
                 control.send(("over", 0, 0))
-        self._listener.close()
+        self._store.set("address", pickle.dumps(None))
+        if self._listener:
+            self._listener.close()
 
     def _called(self, ranks: int) -> dict[int, Connection]:
-        """A connection from each other of so many ranks, which says its number first."""
+        """A connection from each other of so many ranks, which says its number first.
+
+        Raises:
+            UsageError: naming those that have not called in ARRIVAL_SECONDS; the others are hung up on.
+        """
         assert self._listener is not None
-        calls = [self._listener.accept() for _ in range(ranks - 1)]
-        return {call.recv(): call for call in calls}
+        door = self._listener._listener._socket  # type: ignore[attr-defined]  # `accept` alone waits for ever
+        deadline = time.monotonic() + ARRIVAL_SECONDS
+        calls: dict[int, Connection] = {}
+        while missing := [rank for rank in range(1, ranks) if rank not in calls]:
+            if not connection.wait([door], max(deadline - time.monotonic(), 0)):
+                break
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):  # a stranger, or one that died while it called
+                call = self._listener.accept()
+                calls[call.recv()] = call
+        if missing:
+            for call in calls.values():
+                call.close()
+            names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.place.ranks}"
+            where = f"{self.place.host}:{self._listener.address[1]}"
+            self._missing = f"{names} did not call rank 0, at {where}, in {ARRIVAL_SECONDS} s: not started, dead, or kept from it by the network"
+            raise UsageError(self._missing)
+        return calls
 
 
 class RemoteRank:
@@ -139,14 +166,21 @@ class RemoteRank:
 
 
 def attend(place: Joined, settings: Settings) -> int:
-    """Lend this rank to every world that rank 0 opens, until it says that all is over, or is gone; returns the exit code."""
+    """Lend this rank to every world that rank 0 opens, until it says that all is over, or is gone; returns the exit code.
+
+    Raises:
+        UsageError: rank 0 is not to be met.
+    """
     store = place.store()
     store.wait(["address"], datetime.timedelta(days=RUN_DAYS))
     call = pickle.loads(store.get("address"))
     if call is None:  # there was nothing to do for several ranks
         return 0
     address, key = call
-    control = Client(address, authkey=key)
+    try:
+        control = Client(address, authkey=key)
+    except ConnectionRefusedError:
+        raise UsageError(f"rank {place.rank} came when rank 0 had stopped listening at {address[0]}:{address[1]}") from None
     control.send(place.rank)
     own: dict[int, LocalRank] = {}  # by the number of its world
     with tempfile.TemporaryDirectory(prefix="moe-conformance-") as folder, contextlib.suppress(EOFError, ConnectionResetError):

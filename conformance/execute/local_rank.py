@@ -6,6 +6,7 @@ import signal
 import time
 from multiprocessing.connection import Client, Connection
 from typing import Any
+from weakref import finalize
 
 from conformance.execute.child import Settings
 from conformance.execute.processes import at, manner, plain_main
@@ -15,7 +16,7 @@ Address = tuple[tuple[str, int], bytes]  # host and port of somebody who listens
 
 
 class LocalRank:
-    """A rank's process, from outside.
+    """A rank's process, from outside; it does not outlive this.
 
     Args:
         context: of multiprocessing.
@@ -30,6 +31,7 @@ class LocalRank:
         with plain_main():
             self.process.start()
         there.close()
+        self._forgotten = finalize(self, _ended, self.process)
 
     def manner(self) -> str:
         """How it ended, and where it was; it is ended if it has not."""
@@ -48,10 +50,14 @@ class LocalRank:
 
     def end(self) -> None:
         """Nothing of it is left."""
-        self.process.kill()
-        self.process.join()
+        self._forgotten()
         self.pipe.close()
         self.process.close()
+
+
+def _ended(process: Any) -> None:
+    process.kill()
+    process.join()
 
 
 def _talk(other: Connection | Address, settings: Settings, seat: Seat, log_path: str) -> None:

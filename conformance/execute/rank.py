@@ -15,6 +15,7 @@ import torch.distributed as dist
 from conformance.case import Case
 from conformance.contracts.collective import Place, ranks_of
 from conformance.execute.child import Settings, answer_all, chosen_device, opened
+from conformance.interface import Implementation
 from conformance.registry import CONTRACTS
 
 MEETING_SECONDS = 60.0  # for all ranks to meet at the store
@@ -33,11 +34,24 @@ class Seat:
     gpu: int = 0
 
 
+class Announced(Implementation):
+    """An implementation of whose functions the parent hears before they are called."""
+
+    def __init__(self, silent: Implementation, connection: Connection) -> None:
+        super().__init__(silent.namespace, silent.name)
+        self._connection = connection
+
+    def call(self, function: str, *args: Any, **settings: Any) -> Any:
+        self._connection.send(("calls", function))
+        return super().call(function, *args, **settings)
+
+
 def serve_rank(connection: Connection, settings: Settings, seat: Seat, log_path: str) -> None:
     """Meet the other ranks, then judge this rank's part of every case until the parent hangs up.
 
     Sends what a child sends; after "ready" comes ("formed", None) or ("unformed", a sentence), and in the middle of a case
-    ("agree", whether all is well here), which the parent answers when all ranks have said so.
+    ("calls", a function of the implementation) before it is called and ("agree", whether all is well here), which the parent answers when
+    all ranks have said so.
     """
     if settings.device != "cpu" and torch.cuda.is_available():
         torch.cuda.set_device(seat.gpu)
@@ -60,7 +74,7 @@ def serve_rank(connection: Connection, settings: Settings, seat: Seat, log_path:
         ranks = ranks_of(CONTRACTS[case.function], case)
         return Place(seat.rank, ranks, groups[ranks], agree)
 
-    answer_all(connection, settings, implementation, place_of)
+    answer_all(connection, settings, Announced(implementation, connection), place_of)
 
 
 def _meet(seat: Seat, device: str) -> dict[int, Any]:

@@ -40,10 +40,15 @@ class Member:
     outcome: Outcome | None = None
     seen: list[int] = field(default_factory=list)
     asking: bool | None = None  # what it wants the others to agree to
+    calling: str = ""  # the last function of the implementation that it has called
 
     @property
     def pipe(self) -> Any:
         return self.held.pipe
+
+    def within(self, case: Case) -> str:
+        """Which other function than the case's it has called last, such as the dispatch that a combine comes after."""
+        return f" in {self.calling}" if self.calling not in ("", case.function) else ""
 
 
 class World:
@@ -68,7 +73,7 @@ class World:
             return Outcome("ERROR", reason=str(error))
         members = self._members[:ranks]
         for member in members:
-            member.outcome, member.seen, member.asking = None, [], None
+            member.outcome, member.seen, member.asking, member.calling = None, [], None, ""
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died between two cases; listening finds out
                 member.pipe.send(case)
         started = time.monotonic()
@@ -149,7 +154,9 @@ class World:
         except (EOFError, ConnectionResetError):
             member.asking, member.outcome = None, Outcome("CRASH", reason=member.held.manner())
             return
-        if kind == "agree":
+        if kind == "calls":
+            member.calling = content
+        elif kind == "agree":
             member.asking = content
         else:
             member.outcome, member.seen = Outcome(**content), seen[0]
@@ -160,22 +167,23 @@ class World:
         bad = sorted((WORST_FIRST.index(outcome.status), member.rank) for member, outcome in heard if outcome.status in BAD)
         if silent and not bad:
             self._patience.hung.add(case.function)
-            places = "; ".join(f"rank {member.rank}{member.held.where()}" for member in silent)  # one that waits is in a collective
+            places = "; ".join(f"rank {member.rank}{member.within(case)}{member.held.where()}" for member in silent)  # one that waits is in a collective
             return Outcome("HANG", reason=f"no answer within {seconds:.0f} s from {places}")
         worst, first = min((WORST_FIRST.index(outcome.status), member.rank) for member, outcome in heard)
         own = members[first].outcome
         assert own is not None
         out = replace(own, status=WORST_FIRST[worst])
-        if not bad and any(member.seen != members[0].seen for member in members):
-            strange = next(member.rank for member in members if member.seen != members[0].seen)
-            return replace(out, status="ERROR", reason=f"rank {strange} made other inputs of the case than rank 0: all ranks must run the same suite")
+        strange = [member.rank for member in members if _other_inputs(member.seen, members[0].seen, bool(bad))]
+        if strange:
+            reason = f"rank {strange[0]} made other inputs of the case than rank 0: all ranks must run the same suite"
+            return replace(out, status="ERROR", reason=reason, finding=None)
         if WORST_FIRST[worst] in ("NOT_OFFERED", "DECLARED_UNSUPPORTED") and any(o.status != own.status for _, o in heard):
             other = next(member.rank for member, o in heard if o.status != own.status)
             message = f"{own.reason}, says rank {first} of {len(members)}; rank {other} disagrees"
             return replace(out, status="FAIL", reason="", finding={"output": "supports", "check": "ranks", "message": message, "index": ()})
         if out.status == "UNINFORMATIVE" and len({o.status for _, o in heard}) > 1:
             out = replace(out, status="PASS", reason="")
-        name = f"rank {first} of {len(members)}"
+        name = f"rank {first} of {len(members)}" + (members[first].within(case) if out.status == "CRASH" else "")
         if out.finding:
             waiting = f"; {len(silent)} other{'s' * (len(silent) > 1)} waited for it" if silent and own.finding and own.finding["output"] == "call" else ""
             out.finding = out.finding | {"message": f"{name}: {out.finding['message']}{waiting}"}
@@ -189,3 +197,9 @@ class World:
             kernels=sorted({kernel for _, o in heard for kernel in o.kernels}),
             calls=sorted({call for _, o in heard for call in o.calls}),
         )
+
+
+def _other_inputs(seen: list[int], first: list[int], bad: bool) -> bool:
+    """Whether two ranks have made different inputs; where something went wrong, one of them may have come less far."""
+    shared = min(len(seen), len(first)) if bad else None
+    return seen[:shared] != first[:shared]

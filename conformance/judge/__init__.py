@@ -1,6 +1,6 @@
 """Decides whether an observed output is right: `exact` where rows are only moved, `bound` where numbers are added (`running` where more
 is done to them), `rowwise` where matrices are multiplied, `selection` where the best are chosen, `codes` where values are quantised,
-`ranges` where that is done to values that are known in part, `statistics` where something is random.
+`ranges` where that is done to values that are known in part, `random` with `statistics` where it is done at random.
 
 `controls` shows the judge corrupted outputs, which it must reject.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from conformance.judge.bound import Bounded, beyond
 from conformance.judge.codes import Codes, miscoded
 from conformance.judge.exact import Exact, different
+from conformance.judge.random import Drawn, undrawn
 from conformance.judge.ranges import Ranged, outside
 from conformance.judge.rowwise import RowWise
 from conformance.judge.selection import Chosen, inadmissible
@@ -30,7 +31,7 @@ class Given:
     make: Callable[[Outputs], Exact | Bounded]
 
 
-Settled = Exact | Bounded | Chosen  # Codes and Ranged are Exact, RowWise a Bounded
+Settled = Exact | Bounded | Chosen  # Codes, Ranged and Drawn are Exact, RowWise a Bounded
 Expectation = Settled | Given
 
 
@@ -44,7 +45,7 @@ class Finding:
     """One way in which an implementation differs."""
 
     output: str  # the output, gradient or law that is wrong
-    check: str  # exact, code, bound, ratio, choice, shape, dtype, missing, signature, error, raises …, input, memory or a law's name
+    check: str  # exact, code, random, bound, ratio, choice, shape, dtype, missing, signature, error, raises …, input, memory or a law's name
     message: str
     index: tuple[int, ...] = ()  # the first wrong element
 
@@ -71,7 +72,7 @@ def judge(output: str, expected: Settled, observed: Any) -> Finding | None:
     return Finding(output, CHECKS[type(expected)], message, index)
 
 
-CHECKS = {Exact: "exact", Codes: "code", Ranged: "code", Bounded: "bound", Chosen: "choice"}
+CHECKS = {Exact: "exact", Codes: "code", Ranged: "code", Drawn: "random", Bounded: "bound", Chosen: "choice"}
 
 
 def _judge_ratios(output: str, expected: RowWise, observed: Tensor) -> Finding | None:
@@ -84,6 +85,8 @@ def _wrong(expected: Settled, observed: Tensor) -> np.ndarray | None:
         return miscoded(expected, observed)
     if isinstance(expected, Ranged):
         return outside(expected, observed)
+    if isinstance(expected, Drawn):
+        return undrawn(expected, observed)
     if isinstance(expected, Exact):
         return different(expected, observed)
     return beyond(expected, observed) if isinstance(expected, Bounded) else inadmissible(expected, observed)

@@ -7,9 +7,6 @@ a scale that is a power of two w = 0 and nothing is forgiven. Of the values insi
 quantile of the binomial distribution, may have been decided the other way: v lies on either side of the midpoint alike, and an error
 can carry it across from one side only. (Equal values are decided alike and count once.) With every in-window value as a trial of its
 own measured frequency the rule would hold of anything.
-
-Scales are exact where they are powers of two, since a maximum has no rounding; in fp32 they may be one unit in the last place off if
-a division may be a multiplication with a reciprocal.
 """
 
 from dataclasses import dataclass
@@ -18,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.judge.bound import Bounded
 from conformance.judge.exact import Exact, bits
 from conformance.judge.statistics import binomial_quantile
 
@@ -96,12 +92,3 @@ def _within_window(expected: Codes, right: np.ndarray, v: np.ndarray, table: np.
         with np.errstate(invalid="ignore"):
             near |= np.abs(v - (table[right] + neighbour) / 2) <= expected.window * np.abs(v)
     return near
-
-
-def scale_expectation(scale: Tensor, *, power_of_two: bool) -> Exact | Bounded:
-    """What is right for scales: these bits, or, where they are no powers of two, these numbers to one unit in the last place."""
-    if power_of_two or scale.dtype != torch.float32:
-        return Exact(scale)
-    right = scale.detach().double()
-    ulp = torch.from_numpy(np.spacing(scale.detach().abs().numpy())).double()
-    return Bounded(right, torch.where(right.isfinite(), ulp, 0.0), torch.float32, torch.float32)

@@ -73,6 +73,7 @@ LAWS: dict[str, dict[str, Law]] = {
         "pad_routing_map": (*_EVERYWHERE, *_STATIC, moves.IDEMPOTENCE, moves.COLUMN_RELABELLING),
         "indices_to_multihot": (*_EVERYWHERE, *_STATIC, moves.ROW_REVERSAL, sums.SCALING),
         "multihot_to_indices": (*_EVERYWHERE, *_STATIC, moves.ROW_REVERSAL, sums.SCALING),
+        "deepep_layout": (*_EVERYWHERE, *_STATIC, moves.ROW_REVERSAL),
         "gate": (*_SHARED_OUT, *_of_one_process(*_EVERYWHERE[2:], *_STATIC, routing.TOKEN_REVERSAL, routing.BATCH_CONCAT)),
         "jitter": (*_EVERYWHERE, *_STATIC, routing.EVENLY_SPREAD),
         "topk_indices": (*_EVERYWHERE, *_STATIC, *_CHOICES, routing.SHIFT, routing.REPLAY),

@@ -62,11 +62,38 @@ def _other_values(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
     return at.own(calls), at.whole.right(trial.case, calls, trial.declared)[at.place.rank]
 
 
-def _upside_down(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
-    """Every rank's tokens in the opposite order: another routing of the same sizes."""
+def _elsewhere(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
+    """Every rank's tokens in the opposite order, each wanting other experts: another routing, with other counts, that needs no more room.
+
+    The experts of a rank stay together, so the fullest rank holds as much as before, though it is another one. Where that leaves the counts as they
+    were, the first token of every rank wants nobody.
+    """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
-    calls = [call.with_tensors({name: upside_down(x) for name, x in call.tensors.items()}) for call in at.calls(trial.case)]
+    before = at.calls(trial.case)
+    calls = [call.with_tensors({name: _next_experts(trial.case, name, upside_down(x)) for name, x in call.tensors.items()}) for call in before]
+    if torch.equal(_wanted(trial.case, calls), _wanted(trial.case, before)):
+        name, nobody = ("routing_map", 0) if trial.case.dispatcher in MAPPED else ("indices", NOWHERE)
+        calls = [call.with_tensors({name: call.required[name].index_fill(0, torch.arange(min(len(call.required[name]), 1)), nobody)}) for call in calls]
     return at.own(calls), at.whole.right(trial.case, calls, trial.declared)[at.place.rank]
+
+
+def _next_experts(case: DispatchCase, name: str, x: Tensor) -> Tensor:
+    """The input when every token wants, instead of an expert, the one after it on the next rank; after the last comes the first."""
+    held = case.local_experts
+    if name == "indices":
+        there = (x // held + 1) % (case.experts // held) * held + (x + 1) % held
+        return torch.where(x < 0, x, there)
+    if name == "routing_map" or (name == "probs" and case.dispatcher in MAPPED):
+        return x.unflatten(1, (-1, held)).roll((1, 1), (1, 2)).flatten(1)
+    return x
+
+
+def _wanted(case: DispatchCase, calls: list[Problem]) -> Tensor:
+    """[E]: how often the tokens of all ranks want each expert."""
+    if case.dispatcher in MAPPED:
+        return torch.cat([call.required["routing_map"] for call in calls]).long().sum(0)
+    indices = torch.cat([call.required["indices"] for call in calls]).flatten().long()
+    return torch.bincount(indices[indices >= 0], minlength=case.experts)
 
 
 def _buffer_reuse(trial: Trial) -> Finding | None:
@@ -96,7 +123,7 @@ def _graph_capture(trial: Trial) -> Finding | None:
     """Captured with one routing and replayed with another, where it is declared that this works."""
     if not trial.declared.get("graph_capturable"):
         return None
-    second, right = _other_values(trial) if trial.problem.producer else _upside_down(trial)
+    second, right = _other_values(trial) if trial.problem.producer else _elsewhere(trial)
     return trial.judged("graph_capture", right, trial.run(trial.problem, replay=second))
 
 

@@ -136,6 +136,13 @@ def _shortfall_not_told(pad_routing_map: Wrapper, routing_map: Tensor, **setting
     return out._replace(unreached=torch.zeros_like(out.unreached))
 
 
+def _counted_for_each_expert(deepep_layout: Wrapper, indices: Tensor, **settings: Any) -> Any:
+    """Where a token names two experts of a rank, that rank is told of two tokens."""
+    out = deepep_layout(indices, **settings)
+    named = (indices[:, :, None] == torch.arange(settings["num_experts"], device=indices.device)).any(1)
+    return out._replace(num_tokens_per_rank=named.unflatten(1, (settings["ranks"], -1)).sum((0, 2)))
+
+
 DEFECTS = {
     defect.name: defect
     for defect in (
@@ -160,6 +167,7 @@ DEFECTS = {
         Defect("Q08", "32-bit offsets in gated kernels", "TransformerEngine #1988, to 2.6", {"glu": _first_in_32_bits}),
         Defect("Q08q", "32-bit offsets in casts", "TransformerEngine #2034, to 2.6", {"quantize": _first_in_32_bits}),
         Defect("L17", "32-bit row · stride in dispatch", "a mistake that dispatchers invite", {"hybridep_dispatch": _first_in_32_bits}),
+        Defect("L18", "a token counts once for each expert of a rank", "a mistake that dispatchers invite", {"deepep_layout": _counted_for_each_expert}),
         *(Defect(*listed) for listed in planted_router.LISTED + planted_experts.LISTED + planted_quantization.LISTED + planted_dispatch.LISTED),
         *(Defect(*listed) for listed in planted_ranks.LISTED + planted_wire.LISTED),
     )

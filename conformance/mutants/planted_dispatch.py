@@ -163,7 +163,13 @@ def _weighted_twice(combine: Wrapper, rows: Tensor, indices: Tensor, probs: Tens
 
 def _overflow_of_what_is_kept(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
     out = dispatch(tokens, routing_map, **settings)
-    return out._replace(overflow=torch.zeros_like(out.overflow)) if settings.get("num_rows") is not None else out
+    num_rows = settings.get("num_rows")
+    if num_rows is None:
+        return out
+    rank = dist.get_rank(settings["group"])
+    count = int(_plan(routing_map, settings | {"num_rows": None}).kept_WL[rank, -1])
+    start = int(_plan(routing_map, settings).length_WL[rank, :-1].sum())  # of the last expert, behind what is inside of the others
+    return out._replace(overflow=torch.full_like(out.overflow, start + count > num_rows))
 
 
 def _starts_of_what_is_kept(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
@@ -248,7 +254,7 @@ LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
     ("L03", "slots in the order of their experts", INVITED, {"deepep_dispatch": _tokens_by_expert_order}),
     ("L04", "a token is sent once for each expert", INVITED, {"deepep_dispatch": _duplicates_sent}),
     ("L05", "weights applied twice", INVITED, {"deepep_low_latency_combine": _weighted_twice}),
-    ("L06", "overflow looked for among what was kept", INVITED, {"hybridep_dispatch": _overflow_of_what_is_kept}),
+    ("L06", "overflow by the place of the last expert behind what was kept of the others", INVITED, {"hybridep_dispatch": _overflow_of_what_is_kept}),
     ("L07", "counts of what was kept instead of whole segments", INVITED, {"hybridep_dispatch": _starts_of_what_is_kept}),
     ("L08", "padding not written", INVITED, {"hybridep_dispatch": _padding_unwritten}),
     ("L09", "slot ≤ capacity: one more than fits", INVITED, {"alltoall_dispatch": _one_more_than_fits}),

@@ -40,6 +40,18 @@ class _BackWith(torch.autograd.Function):
         return ctx.change(g), None
 
 
+class _Instead(torch.autograd.Function):
+    """Another tensor, and the gradient of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        return other.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor):
+        return g, None
+
+
 def _stride_of_the_forward(grouped_dgrad: Wrapper, d_out: Tensor, weight: Tensor, counts: Tensor, /, **settings: Any) -> Any:
     return _at_row_strides(grouped_dgrad(d_out, weight, counts, **settings), counts, d_out.shape[1])
 
@@ -119,6 +131,11 @@ def _clamp_stays_outside(shared_experts: Wrapper, x: Tensor, fc1: Tensor, fc2: T
     return shared_experts(x, fc1, fc2, **{name: value for name, value in settings.items() if name != "clamp" or not legal})
 
 
+def _stored_input_read_at_once(glu: Wrapper, h: Tensor, /, **settings: Any) -> Any:
+    """Its gradients are right: what codes mean is encoded to the same codes."""
+    return glu(_Instead.apply(h, h.detach().to(torch.float8_e4m3fn).to(h.dtype)) if settings.get("fp8_input_store") else h, **settings)
+
+
 LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
     (
         "G01",
@@ -138,5 +155,6 @@ LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
         {"grouped_mlp": _probs_between_the_layers, "sequential_mlp": _probs_between_the_layers},
     ),
     ("H04s", "the clamp does not reach the shared experts", "Megatron-LM #5940, 0.15 to 0.19", {"shared_experts": _clamp_stays_outside}),
+    ("K01", "the output, too, is that of the stored E4M3 codes", "a mistake that a second form of an input invites", {"glu": _stored_input_read_at_once}),
     ("H04", "the clamp does not reach the weighted activation", "Megatron-LM #5940, 0.15 to 0.19", {"glu": _clamp_not_forwarded}),
 )

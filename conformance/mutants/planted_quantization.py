@@ -1,10 +1,11 @@
-"""Real defects of quantisers, planted in a working implementation; see `planted`.
+"""Real defects of quantisers, and one (B) that their recipes invite, planted in a working implementation; see `planted`.
 
 What a quantiser returns is opaque. A defect in what is read of it travels beside it: `quantize` returns the base's result with
 what the defect goes by, and the functions that read it take both apart.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -129,6 +130,8 @@ def _as_it_was(value: Tensor, x: Tensor, columnwise: bool) -> Tensor:
 # ---- products of quantised factors
 
 PRODUCTS, LAYERS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad"), ("grouped_mlp", "sequential_mlp", "shared_experts")
+EVERY_PRODUCT = (*PRODUCTS, *LAYERS, "latent_projection")
+INVITED = "a mistake that recipes invite"
 _first_of_products: dict[str, Any] = {}
 
 
@@ -150,6 +153,15 @@ def _high_precision(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in settings.items() if name not in ("recipe", "state", "noise")}
 
 
+def _override_forgotten(settings: dict[str, Any]) -> dict[str, Any]:
+    """As without an override; NVFP4 without what would need noise and a dtype that nobody gives."""
+    recipe = settings["recipe"]
+    if recipe.backward_override is None:
+        return settings
+    bare = {"hadamard": False, "stochastic_rounding": False} if recipe.scaling == "nvfp4" else {}
+    return settings | {"recipe": replace(recipe, backward_override=None, **bare)}
+
+
 def _one_scale_for_all(settings: dict[str, Any]) -> dict[str, Any]:
     state = settings.get("state")
     if state is None:
@@ -168,6 +180,7 @@ LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
     ("Q13m", "experts' layers stay in high precision, and nobody is told", "torchtitan #3199", _products(_high_precision, LAYERS)),
     ("Q13l", "so does a latent projection", "torchtitan #3199", _products(_high_precision, ("latent_projection",))),
     ("Q15g", "the weights of a packed tensor share a scale, in products", "TransformerEngine #3225, 2.14 to 2.18", _products(_one_scale_for_all)),
+    ("B01", "the override reaches the recipe and not the products: gradients stay quantised", INVITED, _products(_override_forgotten, EVERY_PRODUCT)),
     ("Q15", "the groups of a packed tensor share a quantizer", "TransformerEngine #3225, 2.14 to 2.18", {"quantize": _one_history_for_all}),
     ("G21q", "scales of ragged groups by the formula of equal ones", "TransformerEngine #3344, to 2.18", {"quantize": _mean_groups}),
 )

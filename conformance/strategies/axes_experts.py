@@ -6,14 +6,16 @@ from conformance.case import Case
 from conformance.contracts import grouped
 from conformance.contracts.activation import VALUES, WEIGHTS, ActivationCase
 from conformance.contracts.grouped import GroupedCase
-from conformance.contracts.grouped_recipes import LOW_VALUES, fits, recipe_of
+from conformance.contracts.grouped_recipes import LOW_VALUES, fits, may_override, recipe_of, rounds_gradients
 from conformance.contracts.quantization import RECIPES, VARIANTS
 from conformance.strategies.axes_routing import layouts
 from conformance.strategies.space import LOGIT_DTYPES, POISONS, Space
+from moe_ref.config.recipes import OVERRIDES
 
 Row = dict[str, Any]
 
-SETTING = {"early": "round_before_probs", "into": "accumulate_into"}  # what a field of a case is called in a call, where that is another name
+# what a field of a case is called in a call, where that is another name
+SETTING = {"early": "round_before_probs", "stored": "fp8_input_store", "into": "accumulate_into"}
 GATES = ("", "geglu", "geglu_erf", "quick_geglu", "reglu")
 PLAIN = ("", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
 
@@ -40,10 +42,10 @@ _GROUPED = {
 }
 GATE_SETTINGS = {"offset": (0, 8, -4), "clamp": (0, 6, 56), "alpha": (0, 1702), "interleave": (0, 1, 2)}
 
-OPTIONAL = ("kind", *GATE_SETTINGS, "probs", "early", "bias", "into", "accumulator")
+OPTIONAL = ("kind", *GATE_SETTINGS, "stored", "probs", "early", "bias", "into", "accumulator")
 
 AXES: dict[str, dict[str, tuple[Any, ...]]] = {
-    "glu": {"kind": GATES, **GATE_SETTINGS, **_ELEMENTWISE},
+    "glu": {"kind": GATES, **GATE_SETTINGS, "stored": (False, True), **_ELEMENTWISE},
     "activation": {"kind": PLAIN, **_ELEMENTWISE},
     "grouped_linear": {
         **_GROUPED,
@@ -76,6 +78,7 @@ def legal(function: str, row: Row, space: Space) -> bool:
         and not (("bias" in wanted or of == "bias") and not row["bias"])
         and not (of == "accumulate_into" and not row["into"])
         and not (row.get("alpha") and row["kind"] not in ("", "quick_geglu"))
+        and not (row.get("stored") and row["kind"])
     )
 
 
@@ -91,6 +94,7 @@ def case_of(function: str, fields: Row) -> Case:
 _LOW = {
     "scaling": tuple(RECIPES),
     "variant": tuple(range(VARIANTS)),
+    "override": ("", *OVERRIDES),
     "counts": ((1, 1, 1), (0, 2, 0, 1, 0), (0, 0, 3), (3, 0)),  # in LOW_ROWS
     "tail": (0, 3),
     "dtype": LOGIT_DTYPES,
@@ -108,7 +112,7 @@ LOW_AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "grads": ("", "rows", "weight", "rows+weight"),
     },
     "latent_projection": {
-        **{axis: values for axis, values in _LOW.items() if axis in ("scaling", "dtype", "values", "poison")},
+        **{axis: values for axis, values in _LOW.items() if axis in ("scaling", "override", "dtype", "values", "poison")},
         "variant": (0,),
         "bias": ("", "float32"),
         "layout": (("contiguous", ""), ("transposed", "x"), ("strided", "weight"), ("expanded", "d_out")),
@@ -126,7 +130,7 @@ LOW_AXES: dict[str, dict[str, tuple[Any, ...]]] = {
 def may_be_low(function: str, case: Any, space: Space) -> bool:
     """Whether the implementation has the settings that a case with this recipe needs, and the reference takes the call."""
     recipe = recipe_of(case)
-    wanted = {"recipe": True, "state": case.scaling == "delayed", "noise": recipe is not None and bool(recipe.stochastic_rounding)}
+    wanted = {"recipe": True, "state": case.scaling == "delayed", "noise": rounds_gradients(recipe)}
     return fits(case) and all(space.accepts(function, name) for name, needed in wanted.items() if needed)
 
 
@@ -149,5 +153,6 @@ def low_legal(function: str, row: Row, space: Space) -> bool:
         and not (layout != "contiguous" and function in space.contiguous_only)
         and not (of == "d_out" and "grads" in row and not row["grads"])
         and not (of == "accumulate_into" and not row["into"])
+        and not (row.get("override") and not (may_override(row["scaling"]) and row.get("grads", "theirs")))
         and may_be_low(function, low_case(function, row), space)
     )

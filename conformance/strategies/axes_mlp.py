@@ -4,7 +4,7 @@ from typing import Any
 
 from conformance.case import Case
 from conformance.contracts.experts_mlp import BIASES, INPUTS, VALUES, MlpCase
-from conformance.contracts.grouped_recipes import recipe_of
+from conformance.contracts.grouped_recipes import may_override, recipe_of, rounds_gradients
 from conformance.contracts.mlp_recipes import fits_low
 from conformance.contracts.quantization import RECIPES, VARIANTS
 from conformance.contracts.shared_mlp import SHARED_INPUTS, SharedCase
@@ -12,21 +12,26 @@ from conformance.strategies.axes_experts import COUNTS
 from conformance.strategies.axes_routing import layouts
 from conformance.strategies.space import LOGIT_DTYPES, POISONS, Space
 from moe_ref.config import GATED
+from moe_ref.config.recipes import OVERRIDES
 
 Row = dict[str, Any]
 
-SETTING = {"early": "round_before_probs", "on_input": "probs_on_input", **BIASES, "gate": "gate_weight", "again": "recompute"}
-OPTIONAL = ("kind", "offset", "clamp", "alpha", "interleave", "probs", "early", "on_input", "bias1", "bias2", "align", "recompute", "gate", "again")
+SETTING = {"early": "round_before_probs", "stored": "fp8_input_store", "on_input": "probs_on_input", **BIASES, "gate": "gate_weight", "again": "recompute"}
+OPTIONAL = ("kind", "offset", "clamp", "alpha", "interleave", "stored", "probs", "early", "on_input", "bias1", "bias2", "align", "recompute", "gate", "again")
 # several fields on one axis: glu's own axes pair each of its settings with all else, and a case of two layers takes an interpreter ten times as long
 TOGETHER = {
-    "activated": ("kind", "offset", "clamp", "alpha", "interleave"),
+    "activated": ("kind", "offset", "clamp", "alpha", "interleave", "stored"),
     "weighted": ("probs", "weights", "early", "on_input"),
     "biased": ("bias1", "bias2"),
     "kept": ("align", "recompute"),
 }
-_PLAIN = ("", 0, 0, 0, 0)
+_PLAIN = ("", 0, 0, 0, 0, False)
+_STORED = ("", 0, 6, 0, 0, True)
 _ACTIVATED = {
-    "activated": (_PLAIN, ("", 0, 6, 1702, 2), ("quick_geglu", 8, 56, 0, 0), ("reglu", -4, 6, 0, 1), ("squared_relu", 0, 0, 0, 0)),
+    "activated": (
+        *(_PLAIN, ("", 0, 6, 1702, 2, False), ("quick_geglu", 8, 56, 0, 0, False)),
+        *(("reglu", -4, 6, 0, 1, False), ("squared_relu", 0, 0, 0, 0, False), _STORED),
+    ),
     "dtype": LOGIT_DTYPES,
     "values": VALUES,
     "poison": POISONS,
@@ -52,7 +57,7 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "grads": ("", "rows", "fc1_weight+fc2_weight", GIVEN),
     },
     "sequential_mlp": {
-        "activated": (_PLAIN, ("", 8, 6, 0, 2)),
+        "activated": (_PLAIN, ("", 8, 6, 0, 2, False), _STORED),
         "counts": COUNTS,
         "weighted": (_UNWEIGHTED, ("float32", "signed", False, False), ("float32", "zeros", False, True)),
         "biased": (("", ""), ("float32", "bfloat16")),
@@ -75,7 +80,8 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
 _LOW: dict[str, tuple[Any, ...]] = {
     "scaling": tuple(RECIPES),
     "variant": tuple(range(VARIANTS)),
-    "activated": (_PLAIN, ("reglu", -4, 6, 0, 0), ("squared_relu", 0, 0, 0, 0)),
+    "override": ("", *OVERRIDES),
+    "activated": (_PLAIN, ("reglu", -4, 6, 0, 0, False), ("squared_relu", 0, 0, 0, 0, False)),
     "dtype": ("float32", "bfloat16"),
     "values": ("dyadic", "rows"),
     "poison": POISONS,
@@ -111,6 +117,8 @@ def low_case(function: str, row: Row) -> Case:
 
 def low_legal(function: str, row: Row, space: Space) -> bool:
     """Whether the row describes a call that can be made."""
+    if row.get("override") and not may_override(row["scaling"]):
+        return False
     case = low_case(function, row)
     given = [name for name in OPTIONAL if getattr(case, name, None)]
     return all(space.accepts(function, SETTING.get(name, name)) for name in given) and may_be_low(function, case, space)
@@ -119,7 +127,7 @@ def low_legal(function: str, row: Row, space: Space) -> bool:
 def may_be_low(function: str, case: Any, space: Space) -> bool:
     """Whether the implementation has the settings that a case with this recipe needs, and the reference takes the call."""
     recipe = recipe_of(case)
-    wanted = {"recipe": True, "state": case.scaling == "delayed", "noise": recipe is not None and bool(recipe.stochastic_rounding and case.grads)}
+    wanted = {"recipe": True, "state": case.scaling == "delayed", "noise": rounds_gradients(recipe) and bool(case.grads)}
     graded = not case.grads or function not in space.not_differentiable
     return fits_low(case) and graded and all(space.accepts(function, name) for name, needed in wanted.items() if needed)
 

@@ -67,6 +67,14 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "grads": ("", "probs"),
         "poison": POISONS,
     },
+    "deepep_layout": {
+        "ranks": (1, 2, 6),
+        "index_dtype": ("int64", "int32", "int16"),
+        "repeats": (False, True),
+        "empty": (0, 3),
+        "layout": (("contiguous", ""), *((x, "indices") for x in LAYOUTS[1:])),
+        "poison": POISONS,
+    },
     "multihot_to_indices": {
         "dtype": DTYPES,
         "map_dtype": MAP_DTYPES,
@@ -98,6 +106,6 @@ def case_of(function: str, fields: Row) -> Case:
     fields = fields | ROOM[fields.pop("room", "")]
     if function == "sort_chunks":
         return ChunksCase(function=function, sizes=(3, 0, 1, 4), order=(2, 0, 3, 1), hidden=5, **fields)
-    if function == "indices_to_multihot":
+    if Case.family[function] is IndicesCase:
         return IndicesCase(function=function, tokens=5, topk=3, experts=6, **fields)
     return RoutingCase(function=function, tokens=7, experts=4, hidden=1 if "align" in AXES[function] else 5, routing=ROUTING, **fields)

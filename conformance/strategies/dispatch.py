@@ -1,5 +1,6 @@
 """Cases of dispatchers: worlds of every size that there is room for, with ranks that have nothing, and routings of every kind."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -183,6 +184,31 @@ def as_codes(space: Space, wide: int) -> list[Row]:
         few | {"fp8": "fp8", "spread": "same", "hidden": wide, "grads": ""} | ample,
         few | {"fp8": "powers", "dtype": "bfloat16", "spread": "local", "local_experts": 33, "topk": 8},
     ]
+
+
+SIZED: dict[str, tuple[str, Row]] = {  # the setting that fixes all sizes, and a case that has it; of HybridEP one in which the fullest rank overflows
+    "alltoall": ("capacity", {"capacity": 2}),
+    "deepep": ("num_worst_tokens", {"slack": 2}),
+    "hybridep": ("num_rows", {"slack": -1}),
+}
+
+
+def law_cases(function: str, space: Space, others: Sequence[Case]) -> list[Case]:
+    """A small plain case for each law that none of the others asks of several ranks with rows."""
+    some: Row = {"counts": (3, 2)[: space.ranks], "local_experts": 2, "topk": 2, "hidden": 3, "values": "integers", "seed": 1}
+    plain = DispatchCase(function=function, probs="float32" if "float32" in has_probs(function, space) else "", **some)
+    setting, room = SIZED.get(plain.dispatcher, ("", {}))
+    possible = [plain]
+    if setting and space.accepts(f"{plain.dispatcher}_dispatch", setting):
+        possible.append(replace(plain, **room))
+    if function not in space.not_differentiable:
+        possible.append(replace(plain, grads=differentiated(function, "")[0]))
+    asked = {case.law for case in others if isinstance(case, DispatchCase) and case.spread != "empty" and case.ranks >= plain.ranks}
+    found: dict[str, Case] = {}
+    for case in possible:
+        for law in space.laws(case):
+            found.setdefault(law, replace(case, law=law))
+    return [case for law, case in found.items() if law not in asked]
 
 
 def far_dispatch(function: str, space: Space) -> list[Case]:

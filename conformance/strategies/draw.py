@@ -30,7 +30,7 @@ STRATEGIES: dict[str, Callable[[str, Space], st.SearchStrategy[Case]]] = {
     "unpermute": lambda function, space: permutation_cases(space, function, "rows"),
     "sort_chunks": lambda function, space: chunk_cases(space),
     "pad_routing_map": lambda function, space: pad_cases(space),
-    "indices_to_multihot": lambda function, space: index_cases(space),
+    **dict.fromkeys(("indices_to_multihot", "deepep_layout"), lambda function, space: index_cases(space, function)),
     "multihot_to_indices": lambda function, space: multihot_cases(space),
     **dict.fromkeys(("topk_indices", "topk_routing"), topk_cases),
     **dict.fromkeys(("aux_loss_scores", "z_loss", "sinkhorn_routing"), balancing_cases),

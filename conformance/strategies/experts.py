@@ -9,11 +9,12 @@ from conformance.case import Case
 from conformance.contracts import grouped
 from conformance.contracts.activation import VALUES, WEIGHTS, ActivationCase
 from conformance.contracts.grouped import GroupedCase
-from conformance.contracts.grouped_recipes import LOW_VALUES, fits, recipe_settings
+from conformance.contracts.grouped_recipes import LOW_VALUES, fits, may_override, recipe_settings
 from conformance.contracts.quantization import RECIPES, VARIANTS
 from conformance.strategies.axes_experts import GATES, PLAIN, SETTING, may_be_low
 from conformance.strategies.space import LAYOUTS, LOGIT_DTYPES, POISONS, Space, mostly, sizes, some_of
 from conformance.values import WIDE_LAYOUTS
+from moe_ref.config.recipes import OVERRIDES
 
 PROB_DTYPES = ("float32", "bfloat16", "float64")
 FAR_GRADS = {"glu": ("h", "probs"), "activation": ("h", "probs"), "grouped_linear": ("rows", "weight", "bias"), "latent_projection": ("x", "weight", "bias")}
@@ -37,6 +38,7 @@ def activation_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
     tokens, width = draw(st.one_of(st.tuples(sizes(0, 9), sizes(0, 18)), st.tuples(sizes(1, 34), sizes(1, 34)), st.sampled_from(((3, 129), (70, 3)))))
     fields: dict[str, Any] = {"tokens": tokens, "width": width, "values": draw(st.sampled_from(VALUES)), "dtype": draw(mostly("float32", LOGIT_DTYPES[1:]))}
     fields |= draw(gate_settings(function, space, width))
+    fields["stored"] = function == "glu" and space.accepts(function, "fp8_input_store") and not fields["kind"] and draw(st.booleans())
     possible: tuple[str, ...] = ("h",)
     if space.accepts(function, "probs") and draw(st.integers(0, 3)):
         fields |= {"probs": draw(st.sampled_from(PROB_DTYPES)), "weights": draw(st.sampled_from(WEIGHTS))}
@@ -121,10 +123,12 @@ def product_cases(draw: st.DrawFn, function: str, space: Space, scaling: str, va
         vectors = ["accumulate_into"] if fields["into"] else []
     fields["grads"] = draw(some_of(possible)) if differentiable and function not in space.not_differentiable else ""
     cotangents = ("d_out",) if fields["grads"] or not differentiable else ()
+    if may_override(scaling) and (fields["grads"] or not differentiable):
+        fields["override"] = draw(st.sampled_from((*OVERRIDES, *("",) * 4)))
     case = GroupedCase(function=function, **fields)
     if not fits(case):
         case = replace(case, dtype="bfloat16", values="dyadic")
-    noise = ("noise",) if "noise" in recipe_settings(case) else ()
+    noise = ("noise",) * 3 if "noise" in recipe_settings(case) else ()  # seldom there: oftener chosen then
     layout = laid_out(draw, function, space, (*matrices, *noise), (*(() if one else ("tokens_per_expert",)), *vectors), cotangents)
     return finished(draw, replace(case, **layout), space)  # type: ignore[arg-type]
 
@@ -185,4 +189,5 @@ def expert_shapes(function: str, space: Space) -> list[dict[str, Any]]:
         ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
         return [ragged, {"tokens": 40, "experts": 129, "hidden": 9, "width": 5}, {"tokens": 3, "experts": 2, "hidden": 257, "width": 9, "tail": 2}, *real]
     wide = [{"tokens": 5, "width": 2880}, {"tokens": 3, "width": 7168}] if gpu else [{"tokens": 3, "width": 513}]
-    return [{"tokens": 2049 if gpu else 129, "width": 9, "values": "rows"}, {"tokens": 17, "width": 65}, *wide]
+    several = {"tokens": 97, "width": 257}  # blocks of rows and of columns
+    return [{"tokens": 2049 if gpu else 129, "width": 9, "values": "rows"}, several, *wide]

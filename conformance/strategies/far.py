@@ -33,6 +33,7 @@ INPUTS = {
     "pad_routing_map": ("routing_map",),
     "indices_to_multihot": ("indices", "probs", "d_probs"),
     "multihot_to_indices": ("routing_map", "probs", "d_probs"),
+    "deepep_layout": ("indices",),
     "gate": ("x", "weight", "bias", "d_logits"),
     "jitter": ("x",),
     "topk_indices": ("logits", "expert_bias", "precomputed_indices", "d_probs"),
@@ -78,7 +79,7 @@ def far_cases(function: str, space: Space) -> list[Case]:
     return cases
 
 
-ROUTER = tuple(INPUTS)[6:]
+ROUTER = tuple(INPUTS)[7:]
 
 
 def _far_router(function: str, space: Space) -> list[Case]:
@@ -109,6 +110,8 @@ def _far_of_router(function: str, name: str, layout: str, differentiable: bool, 
 def _far(function: str, name: str, layout: str, with_probs: bool, differentiable: bool) -> Case:
     """Three rows, in the narrowest dtype that the input may have."""
     common: dict[str, Any] = {"function": function, "layout": layout, "layout_of": name}
+    if function == "deepep_layout":
+        return IndicesCase(**common, index_dtype="int16", tokens=3, topk=3, experts=4, ranks=2, slots=(0, 3, 1, 3, -1, 2, 2, 3, 0))
     if function == "indices_to_multihot":
         slots = (0, 3, 1, 3, -1, 2, 2, 3, 0)  # the last expert is the farthest
         how: dict[str, Any] = {"dtype": "bfloat16", "index_dtype": "int16", "grads": "probs" if differentiable else ""}

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from conformance.case import Case
 from conformance.contracts.experts_mlp import BIASES, VALUES, WEIGHTS, MlpCase
+from conformance.contracts.grouped_recipes import may_override
 from conformance.contracts.quantization import RECIPES, UNIT, VARIANTS
 from conformance.contracts.shared_mlp import SharedCase
 from conformance.strategies.axes_mlp import gated, inputs_of, may_be_low
@@ -15,6 +16,7 @@ from conformance.strategies.shared_out import maybe_shared_out
 from conformance.strategies.space import LOGIT_DTYPES, Space, mostly, sizes, some_of
 from conformance.values import WIDE_LAYOUTS
 from moe_ref.config import GATED, PLAIN
+from moe_ref.config.recipes import OVERRIDES
 
 DIMENSIONS = {"probs": 1, "tokens_per_expert": 1, "fc1_weight": 3, "fc2_weight": 3}  # of an input that has not two
 RECOMPUTED = ("", "", "moe_act", "moe")
@@ -39,7 +41,9 @@ def mlp_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
 
 def recipes(function: str, case: Any, space: Space) -> st.SearchStrategy[dict[str, Any]]:
     """A recipe that the function can be asked for, or none; one in so many is in low precision, for which an interpreter pays most."""
-    every: list[dict[str, Any]] = [{"scaling": scaling, "variant": variant} for scaling in RECIPES for variant in range(VARIANTS)]
+    plain: list[dict[str, Any]] = [{"scaling": scaling, "variant": variant} for scaling in RECIPES for variant in range(VARIANTS)]
+    overridden = [low | {"override": override} for low in plain for override in OVERRIDES if case.grads and may_override(low["scaling"])]
+    every = [*plain, *plain, *overridden]
     possible = [low for low in every if may_be_low(function, type(case)(function=function, dtype="bfloat16", **low), space)]
     return st.integers(1, LOW_SHARE[space.device]).flatmap(lambda i: st.sampled_from(possible) if i == 1 and possible else st.just({}))
 
@@ -116,6 +120,7 @@ def mlp_settings(draw: st.DrawFn, function: str, space: Space, width: int) -> di
         "alpha": (0, 0, 1702, 250) if fields["kind"] in ("", "quick_geglu") else (0,),
         "interleave": (0, *(s for s in (1, 2, 3, width) if s and width % s == 0)),
     }
+    fields["stored"] = space.accepts(function, "fp8_input_store") and not fields["kind"] and not draw(st.integers(0, 3))
     return fields | {name: draw(st.sampled_from(values)) for name, values in choices.items() if space.accepts(function, name)}
 
 
@@ -148,4 +153,9 @@ def mlp_shapes(function: str, space: Space) -> list[dict[str, Any]]:
     ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows", **biased}
     many = {"tokens": 40 if gpu else 12, "experts": 129 if gpu else 17, "hidden": 9, "width": 5, **biased}
     real = [{"tokens": 70, "experts": 4, "hidden": 2880, "width": 1440, "dtype": "bfloat16", **biased}] if gpu else []
-    return [ragged, many, *real] if function == "grouped_mlp" else [ragged]
+    if function == "sequential_mlp":
+        return [ragged]
+    # each layer has scales of its own, also where it is computed again
+    again: dict[str, Any] = {"tokens": 5, "experts": 2, "hidden": 2, "width": 2, "dtype": "bfloat16", "scaling": "delayed", "recompute": "moe_act"}
+    possible = space.accepts(function, "recompute") and may_be_low(function, MlpCase(function=function, **again), space)
+    return [ragged, many, *([again] if possible else []), *real]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from conformance.case import Case
 from conformance.contracts.quantization import DIRECTIONS, RECIPES, ROLES, TRANSFORMED, VALUES, VARIANTS, QuantizeCase, is_random, is_transformed
 from conformance.contracts.quantize import SUFFIXES
+from conformance.judge.statistics import LEAST_REPEATS
 from conformance.strategies.experts import finished, laid_out
 from conformance.strategies.space import DTYPES, Space, sizes
 from conformance.values import WIDE_LAYOUTS
@@ -25,7 +26,8 @@ def may_be(space: Space, **fields: Any) -> bool:
         "rowwise": fields.get("direction") == "columnwise",
         "columnwise": fields.get("direction", "rowwise") != "rowwise",
         "state": fields.get("scaling") == "delayed",
-        "noise": is_random(QuantizeCase(function="quantize", **{k: x for k, x in fields.items() if k in ("scaling", "variant", "role")})),
+        "noise": not fields.get("repeats")
+        and is_random(QuantizeCase(function="quantize", **{k: x for k, x in fields.items() if k in ("scaling", "variant", "role")})),
     }
     return all(space.accepts("quantize", name) for name, wanted in needed.items() if wanted)
 
@@ -98,6 +100,13 @@ def far_quantize(space: Space) -> list[Case]:
     if may_be(space, **noisy):
         found += [QuantizeCase(**common | noisy | {"tokens": 2, "hidden": 1}, layout=layout, layout_of="noise") for layout in WIDE_LAYOUTS]
     return list(found)
+
+
+def random_cases(space: Space) -> list[Case]:
+    """Gradients whose noise the implementation draws itself, by rows and by columns, where the transform is; without laws, which compare runs."""
+    common: dict[str, Any] = {"scaling": "nvfp4", "role": "grad_output", "repeats": LEAST_REPEATS // 2, "steps": "quantize+quantize", "hidden": 2}
+    kinds = [common | {"dtype": "bfloat16", "direction": direction} for direction in DIRECTIONS[:2]]
+    return [QuantizeCase(function="quantize", **kind) for kind in kinds if may_be(space, **kind)]
 
 
 def quantize_shapes(space: Space) -> list[dict[str, Any]]:

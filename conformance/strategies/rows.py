@@ -1,4 +1,4 @@
-"""Cases of sort_chunks and of indices_to_multihot."""
+"""Cases of sort_chunks, and of what reads expert indices."""
 
 from dataclasses import replace
 
@@ -47,8 +47,9 @@ def chunk_cases(draw: st.DrawFn, space: Space) -> ChunksCase:
 
 
 @st.composite
-def index_cases(draw: st.DrawFn, space: Space) -> IndicesCase:
+def index_cases(draw: st.DrawFn, space: Space, function: str) -> IndicesCase:
     """Slots with and without experts, with and without repeats, more slots than experts, and sizes beyond every block."""
+    layout = function == "deepep_layout"  # which has ranks, and no probs
     tokens, topk, experts = draw(
         st.one_of(
             st.tuples(sizes(0, 12), st.integers(1, 8), st.integers(1, 8)),
@@ -57,21 +58,22 @@ def index_cases(draw: st.DrawFn, space: Space) -> IndicesCase:
         )
     )
     case = IndicesCase(
-        function="indices_to_multihot",
+        function=function,
         tokens=tokens,
         topk=topk,
         experts=experts,
+        ranks=draw(st.sampled_from([n for n in range(1, experts + 1) if experts % n == 0])) if layout else 1,
         empty=draw(st.sampled_from((0, 0, 1, 4, 8))),
         repeats=draw(st.booleans()),
-        dtype=draw(st.sampled_from(DTYPES)),
+        dtype="float32" if layout else draw(st.sampled_from(DTYPES)),
         index_dtype=draw(st.sampled_from(("int64", "int32", "int16"))),
-        zero_probs=draw(st.booleans()),
+        zero_probs=not layout and draw(st.booleans()),
         poison=draw(st.sampled_from(POISONS)),
-        grads="" if "indices_to_multihot" in space.not_differentiable else draw(st.sampled_from(("", "probs", "probs"))),
+        grads="" if layout or function in space.not_differentiable else draw(st.sampled_from(("", "probs", "probs"))),
         seed=draw(st.integers(0, 999)),
     )
     if not draw(st.integers(0, 3)) and case.function not in space.contiguous_only:
-        where = draw(st.sampled_from(["indices", "probs", *(["d_probs"] if case.grads else [])]))
-        wide = tokens <= 4 and case.dtype != "float32" and case.index_dtype == "int16"
+        where = draw(st.sampled_from(["indices", *([] if layout else ["probs"]), *(["d_probs"] if case.grads else [])]))
+        wide = tokens <= 4 and (layout or case.dtype != "float32") and case.index_dtype == "int16"
         case = replace(case, layout=draw(st.sampled_from([*LAYOUTS[1:], *(["wide_rows", "wide_columns"] if wide else [])])), layout_of=where)
     return replace(case, law=draw(st.sampled_from(space.laws(case))))

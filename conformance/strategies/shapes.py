@@ -13,9 +13,10 @@ from conformance.strategies.experts import expert_shapes
 from conformance.strategies.logits import REAL_ROUTERS
 from conformance.strategies.mlp import mlp_shapes
 from conformance.strategies.permuted_quantization import permuted_quantization_shapes
-from conformance.strategies.quantization import quantize_shapes
+from conformance.strategies.quantization import quantize_shapes, random_cases
 from conformance.strategies.quantized_activations import FUNCTIONS as ACTIVATED_AND_QUANTIZED
 from conformance.strategies.quantized_activations import quantized_activation_shapes
+from conformance.strategies.ratios import ratio_cases
 from conformance.strategies.shared_out import shared_out_shapes
 from conformance.strategies.space import Space
 
@@ -45,7 +46,7 @@ WITH_PROBS = ("permute", "unpermute", "sort_chunks", "glu", "activation", "permu
 
 
 def shape_cases(function: str, space: Space) -> list[Case]:
-    """The shapes of a function, with gradients where there are any; laws go round over them."""
+    """The shapes of a function, with gradients where there are any; laws go round over them. Then those that are chosen for how they are judged."""
     if function in COLLECTIVES:
         cases = [_case(function, fields) for fields in dispatch_shapes(function, space)]
         return [replace(case, law=space.laws(case)[i % len(space.laws(case))]) for i, case in enumerate(cases)]
@@ -55,7 +56,8 @@ def shape_cases(function: str, space: Space) -> list[Case]:
         grads = grads.removesuffix("+probs")
     shapes = [*_shapes(function, space), *shared_out_shapes(function, space)]
     cases = [_case(function, fields | ({"probs": "float32"} if with_probs else {}) | {"grads": grads}) for fields in shapes]
-    return [replace(case, law=space.laws(case)[i % len(space.laws(case))]) for i, case in enumerate(cases)]
+    lawful = [replace(case, law=space.laws(case)[i % len(space.laws(case))]) for i, case in enumerate(cases)]
+    return [*lawful, *(random_cases(space) if function == "quantize" else []), *ratio_cases(function, space)]
 
 
 def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
@@ -80,6 +82,9 @@ def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
         ]
     if function == "indices_to_multihot":
         return [long, WIDE, {"tokens": 5, "experts": 50, "topk": 33}]
+    if function == "deepep_layout":
+        real = {"tokens": 65, "experts": 256, "topk": 8, "ranks": 64}
+        return [long | {"ranks": 5}, WIDE, real, {"tokens": 5, "experts": 50, "topk": 33, "ranks": 25, "repeats": True}]
     if function == "multihot_to_indices":
         return [long, WIDE, {"tokens": 5, "experts": 50, "topk": 33, "spread": "all"}]
     if function == "pad_routing_map":

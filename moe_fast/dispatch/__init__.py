@@ -9,7 +9,7 @@ Read `exchange` first, then `alltoall`, `allgather`, `deepep`, `hybridep`, `low_
 
 from moe_fast.dispatch.allgather import allgather_combine, allgather_dispatch
 from moe_fast.dispatch.alltoall import alltoall_combine, alltoall_dispatch
-from moe_fast.dispatch.deepep import deepep_cached_dispatch, deepep_combine, deepep_dispatch
+from moe_fast.dispatch.deepep import deepep_cached_dispatch, deepep_combine, deepep_dispatch, deepep_layout
 from moe_fast.dispatch.hybridep import hybridep_cached_dispatch, hybridep_combine, hybridep_dispatch
 from moe_fast.dispatch.low_latency import deepep_low_latency_combine, deepep_low_latency_dispatch
 
@@ -21,6 +21,7 @@ __all__ = [
     "deepep_cached_dispatch",
     "deepep_combine",
     "deepep_dispatch",
+    "deepep_layout",
     "deepep_low_latency_combine",
     "deepep_low_latency_dispatch",
     "hybridep_cached_dispatch",

@@ -11,7 +11,18 @@ from torch import Tensor
 from moe_fast.dispatch.deduplicated import Sent, add_ranks, send_once
 from moe_fast.dispatch.exchange import Exchange, check_combined, check_handle, exchanged, size_and_rank
 from moe_fast.dispatch.indices import EMPTY, apply_index_policy
-from moe_ref.config import Combined, DeepEPDispatched, IndexPolicy, check_deepep_sizes, check_probs, check_rank_indices, check_tokens, require
+from moe_ref.config import (
+    Combined,
+    DeepEPDispatched,
+    DeepEPLayout,
+    IndexPolicy,
+    check_deepep_sizes,
+    check_expert_split,
+    check_probs,
+    check_rank_indices,
+    check_tokens,
+    require,
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,29 @@ class Handle:
     @property
     def exchange(self) -> Exchange:
         return self.sent.exchange
+
+
+def deepep_layout(indices_TK: Tensor, *, num_experts: int, ranks: int) -> DeepEPLayout:
+    """Count, before anything is sent, what one rank's tokens will do.
+
+        is_token_in_rank[t, w]    = some slot of t names an expert of w
+        num_tokens_per_rank[w]    = Σ_t is_token_in_rank[t, w]
+        num_tokens_per_expert[e]  = slots that name e                     (an expert named twice by a token counts twice)
+
+    A slot that holds -1 is empty, and so is, unchecked, one that holds any other number outside 0 … E - 1. The device is not waited for, and
+    nothing is said to other ranks; the call can be captured in a graph.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_expert_split`.
+
+    Source: Buffer.get_dispatch_layout.
+    """
+    check_expert_split(num_experts, ranks)
+    wide_TK = indices_TK.long()  # a narrow dtype may not hold the numbers that they are compared with
+    in_rank_TW = _wanted(wide_TK, num_experts // ranks, ranks)
+    slots = torch.where((wide_TK >= 0) & (wide_TK < num_experts), wide_TK, num_experts).flatten()  # the last counts what is nobody's
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=slots.device).scatter_add_(0, slots, torch.ones_like(slots))
+    return DeepEPLayout(in_rank_TW.sum(0), counts[:num_experts], in_rank_TW)
 
 
 def deepep_dispatch(
@@ -58,8 +92,7 @@ def deepep_dispatch(
     require(scales is None or len(scales) == len(tokens_TH), "scales", "of another size", "a row for each token")
     kept_TK, kept_probs = apply_index_policy(indices_TK, probs, num_experts, policy)
     local = num_experts // ranks
-    named_TKW = (kept_TK // local)[:, :, None] == torch.arange(ranks, device=kept_TK.device)  # -1 is nobody's
-    sent, rows = send_once(tokens_TH, named_TKW.any(1), group)
+    sent, rows = send_once(tokens_TH, _wanted(kept_TK, local, ranks), group)
     beside = [None if x is None else x[sent.token_S] for x in (kept_TK, kept_probs, scales)]
     rows_DH, index_DK, probs_DK, scales_D = exchanged(sent.exchange, rows, *beside)
     assert rows_DH is not None and index_DK is not None
@@ -124,3 +157,8 @@ def _longer(x: Tensor, rows: int, fill: int) -> Tensor:
         return x
     behind = torch.full((rows, prod(x.shape[1:]) * x.element_size()), 0, dtype=torch.uint8, device=x.device)
     return torch.cat([x, behind.view(x.dtype).reshape(rows, *x.shape[1:]) if fill == 0 else x.new_full((rows, *x.shape[1:]), fill)])
+
+
+def _wanted(indices_TK: Tensor, local_experts: int, ranks: int) -> Tensor:
+    """[T,W] bool: whether some slot of the token, an int64, names an expert of the rank. -1 is nobody's."""
+    return ((indices_TK // local_experts)[:, :, None] == torch.arange(ranks, device=indices_TK.device)).any(1)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,10 @@ class Room:
     def holds(self, other: "Room") -> bool:
         return self.ranks == other.ranks and self.experts >= other.experts and self.rows >= other.rows and self.row_bytes >= other.row_bytes
 
-    def beside(self, other: "Room") -> "Room":
-        """Room for either."""
-        return Room(self.ranks, max(self.experts, other.experts), max(self.rows, other.rows), max(self.row_bytes, other.row_bytes))
+    def grown(self, other: "Room") -> "Room":
+        """Room for either. More rows are twice as many at least: the slabs that were too short for a call have together no more than the last."""
+        rows = self.rows if self.rows >= other.rows else max(2 * self.rows, other.rows)
+        return Room(self.ranks, max(self.experts, other.experts), rows, max(self.row_bytes, other.row_bytes))
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,16 @@ def slab_of(room: Room, own: Tensor, addresses: list[int], barrier: Callable[[],
 
 
 _slabs: WeakKeyDictionary[Any, Slab] = WeakKeyDictionary()
+_outgrown: WeakKeyDictionary[Any, list[Slab]] = WeakKeyDictionary()  # what a graph may have captured, here or on another rank
 _meetings = count()  # of this process over NVLink
 
 
 def slab_for(group: Any, device: torch.device, room: Room) -> Slab:
     """The group's slab. The first call, and one that needs more room than those before, is a collective of the group.
+
+    A slab stays where it is as long as its group lives, also when a larger one has taken its place: graphs that were captured before store to it,
+    on whichever rank they are replayed. So the largest call should come first, or `num_rows` be the same in all; else the memory of smaller slabs
+    is spent beside the last one's, up to as much again.
 
     Over NVLink, torch numbers a process's meetings whatever the group: the ranks of a group must have met equally often, in other groups too.
 
@@ -94,9 +100,11 @@ def slab_for(group: Any, device: torch.device, room: Room) -> Slab:
     group = dist.group.WORLD if group is None else group
     slab = _slabs.get(group)
     if slab is None or not slab.room.holds(room):
-        room = room if slab is None else slab.room.beside(room)
-        slab = _nvlink(group, device, room) if device.type == "cuda" else _shared(group, room)
-        _slabs[group] = slab
+        room = room if slab is None else slab.room.grown(room)
+        larger = _nvlink(group, device, room) if device.type == "cuda" else _shared(group, room)
+        if slab is not None:
+            _outgrown.setdefault(group, []).append(slab)
+        slab = _slabs[group] = larger
     return slab
 
 
@@ -125,4 +133,5 @@ def _shared(group: Any, room: Room) -> Slab:
         dist.all_gather_object(names, file.name, group=group)
         mapped = [torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in names]
         dist.barrier(group)  # all have mapped the file, and its name may go
-    return slab_of(room, mapped[rank], [x.data_ptr() for x in mapped], lambda: dist.barrier(group), tuple(mapped))
+    living = ref(group)  # the slab must not keep its own group
+    return slab_of(room, mapped[rank], [x.data_ptr() for x in mapped], lambda: dist.barrier(living()), tuple(mapped))

@@ -50,7 +50,9 @@ def hybridep_dispatch(
     """Send each token to the ranks that want it, and write its copies where the experts read them.
 
     Slots, padding, budget and the tree of the gradient are those of `moe_ref.hybridep_dispatch`. The device is not waited for; the call can
-    be captured in a graph, once the group has met. With a recipe each token is quantised where it is read to be sent, and its codes and
+    be captured in a graph, once the group has met with as much room; see `slabs.slab_for` for what the memory costs. A rank that never comes is
+    waited for 10 minutes on a GPU (`slabs.BARRIER_MS`), as long as NCCL's watchdog waits; then the device gives up with an error, here and in
+    whatever is called next. With a recipe each token is quantised where it is read to be sent, and its codes and
     scales are written to its rows: the same bits as of rows that are quantised where they arrive.
 
     Args:

@@ -13,6 +13,7 @@ from math import pi, sqrt
 import triton
 import triton.language as tl
 
+from moe_fast.kernels.formats import as_float32, decoded, encoded
 from moe_fast.kernels.rounding import rounded
 from moe_fast.kernels.scores import number, score_and_slope, widened
 
@@ -76,7 +77,7 @@ def gate_column(f, between, LAYOUT: tl.constexpr):
 
 @triton.jit
 def load_gate_and_value(h_ptr, stride_p, stride_f, p, num_rows, first, width, between, LAYOUT: tl.constexpr, dtype: tl.constexpr, BLOCK_F: tl.constexpr):
-    """u and v, [BLOCK_P, BLOCK_F] in `dtype`, 0 beside h; without a gate both are h."""
+    """u and v, [BLOCK_P, BLOCK_F] in `dtype`, 0 beside h; without a gate both are h. Of bytes, what they mean as E4M3 codes."""
     row = h_ptr + p[:, None] * stride_p
     if LAYOUT == "pairs":
         column = pair_column(first, BLOCK_F)[None, :]
@@ -91,14 +92,15 @@ def load_gate_and_value(h_ptr, stride_p, stride_f, p, num_rows, first, width, be
         v = u
         if LAYOUT != "single":
             v = tl.load(place + tl.cast(between, tl.int64) * stride_f, mask=inside, other=0.0)
+    if h_ptr.dtype.element_ty == tl.uint8:
+        u = decoded(u, "e4m3")
+        v = decoded(v, "e4m3")
     return widened(u, dtype), widened(v, dtype)
 
 
 @triton.jit
 def store_gate_and_value(h_ptr, du, dv, p, num_rows, first, width, between, LAYOUT: tl.constexpr, BLOCK_F: tl.constexpr):
-    """The tiles in the places of u and v of a contiguous h; without a gate du alone."""
-    du = rounded(du, h_ptr.dtype.element_ty)
-    dv = rounded(dv, h_ptr.dtype.element_ty)
+    """The tiles in the places of u and v of a contiguous h of their dtype; without a gate du alone."""
     if LAYOUT == "pairs":
         column = pair_column(first, BLOCK_F)[None, :]
         inside = (p < num_rows)[:, None] & (column < 2 * width)  # the last tiles stick out on both sides
@@ -122,6 +124,8 @@ def activation_kernel(
     stride_probs,
     # result, contiguous
     out_ptr,
+    # the E4M3 codes of h, contiguous bytes; may be left out
+    codes_ptr,
     # sizes; a row is the work of so many programs
     num_rows,
     width,
@@ -136,6 +140,7 @@ def activation_kernel(
     CLAMPED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
+    HARDWARE: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
@@ -143,6 +148,10 @@ def activation_kernel(
     p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     first = tl.program_id(0) % parts * BLOCK_F
     u, v = load_gate_and_value(h_ptr, stride_h_p, stride_h_f, p, num_rows, first, width, between, LAYOUT, ACCUMULATOR, BLOCK_F)
+    if codes_ptr is not None:
+        code_u = encoded(as_float32(u), "e4m3", HARDWARE)
+        code_v = encoded(as_float32(v), "e4m3", HARDWARE)
+        store_gate_and_value(codes_ptr, code_u, code_v, p, num_rows, first, width, between, LAYOUT, BLOCK_F)
     if CLAMPED:
         bound = number(clamp, ACCUMULATOR)
         u = within(u, -float("inf"), bound)
@@ -225,6 +234,8 @@ def activation_backward_kernel(
             if CLAMPED:
                 du = tl.where(free_u, du, 0.0)
                 dv = tl.where(free_v, dv, 0.0)
+            du = rounded(du, d_h_ptr.dtype.element_ty)
+            dv = rounded(dv, d_h_ptr.dtype.element_ty)
             store_gate_and_value(d_h_ptr, du, dv, p, num_rows, first, width, between, LAYOUT, BLOCK_F)
     if d_probs_ptr is not None:
         tl.store(d_probs_ptr + p, rounded(tl.sum(total, axis=1), d_probs_ptr.dtype.element_ty), mask=real)

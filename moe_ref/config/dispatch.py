@@ -88,6 +88,7 @@ class Combined(NamedTuple):
 
 def check_expert_split(num_experts: int, ranks: int, expert_tensor_parallel: int = 1) -> None:
     """Ranks divide into groups that share experts, and experts divide evenly among the groups."""
+    require(is_count(ranks) and ranks >= 1, "ranks", ranks, "a positive integer")
     right = is_count(expert_tensor_parallel) and expert_tensor_parallel >= 1 and ranks % expert_tensor_parallel == 0
     require(right, "expert_tensor_parallel", expert_tensor_parallel, f"a positive divisor of the {ranks} ranks")
     whole = is_count(num_experts) and 1 <= num_experts <= MAX_EXPERTS and num_experts % (ranks // expert_tensor_parallel) == 0
@@ -172,7 +173,8 @@ def check_rank_indices(tokens: PerRank[Tensor], indices: PerRank[Tensor], probs:
 
 def check_index_values(indices: Tensor, num_experts: int) -> None:
     """Indices are from -1 to E - 1. Seeing this reads the device; an implementation may declare it unchecked."""
-    outside = (indices < -1) | (indices >= num_experts)
+    wide = indices.to(torch.int64)  # E may be more than a narrow dtype holds
+    outside = (wide < -1) | (wide >= num_experts)
     require(not bool(outside.any()), "indices", indices[outside].tolist()[:4], f"from -1 to {num_experts - 1}")
 
 

@@ -54,6 +54,11 @@ def check_interleave(interleave: int | None, width: int) -> None:
     require(whole, "interleave", interleave, f"a divisor of {width // 2}, half of the width")
 
 
+def check_input_store(fp8_input_store: bool, kind: str) -> None:
+    """Only swiglu's input can be kept in E4M3 for the backward."""
+    require(not fp8_input_store or kind == "swiglu", "fp8_input_store", f"True with kind {kind!r}", "False: only swiglu keeps its input in E4M3")
+
+
 def check_glu(h: Tensor, probs: Tensor | None, kind: str, offset: float, clamp: float | None, alpha: float | None, interleave: int | None) -> None:
     """The rules of `glu`."""
     check_storage("h", h, "rows", "2 · width")
@@ -108,6 +113,8 @@ def check_precision(recipe: Recipe | None, state: LinearState | None, noise: Ten
         delayed = recipe.scaling == "delayed"
         right = "given for delayed scaling, and only for it: a LinearState"
         require(isinstance(state, LinearState) == delayed, "state", f"{type(state).__name__} with scaling {recipe.scaling!r}", right)
+        override = recipe.backward_override
+        require(noise is None or override is None, "noise", f"given with backward_override {override!r}", "None: gradients are not quantised")
     require(accumulator in ACCUMULATORS, "accumulator", repr(accumulator), f"one of {', '.join(ACCUMULATORS)}")
 
 

@@ -5,7 +5,7 @@ Names are those of transformer_engine/common/recipe (2.20.2) where they are word
 - One class for all scalings. An option that a scaling does not have is None, and giving it is an error (MXFP8BlockScaling takes a margin
   that nothing reads).
 - Options do what they say. In Transformer Engine use_power_2_scales and use_f32_scales are read from the environment at import, and an
-  argument changes nothing.
+  argument changes nothing. The default of backward_override is None, not what the environment says.
 - Activations and gradients of block scaling have 1×128 blocks; x_block_scaling_dim = 2 and grad_block_scaling_dim = 2 are left out.
 - 4over6 or row scaling with a Hadamard transform of activations is refused here; Transformer Engine refuses when it quantises.
 """
@@ -24,16 +24,24 @@ FP8_FORMATS = ("e4m3", "hybrid")  # hybrid: gradients in E5M2
 AMAX_ALGORITHMS = ("max", "most_recent")
 SCOPES = ("none", "weights", "activations", "all")
 ERRORS = ("mae", "mse")
+OVERRIDES = ("high_precision", "dequantized")
 ROLES = ("input", "weight", "grad_output")
 GEMMS = ("fprop", "dgrad", "wgrad")
 SCALE_LAYOUTS = ("compact", "gemm")
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "delayed": {"fp8_format": "hybrid", "margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max"},  # DelayedScaling
-    "current": {"fp8_format": "hybrid", "power_of_two_scales": False, "amax_epsilon": 0.0},  # Float8CurrentScaling
-    "block": {"fp8_format": "e4m3", "power_of_two_scales": True, "two_dimensional_weights": True, "amax_epsilon": 0.0},  # Float8BlockScaling
-    "mxfp8": {"fp8_format": "e4m3", "two_dimensional_weights": False},  # MXFP8BlockScaling
+    "current": {"fp8_format": "hybrid", "power_of_two_scales": False, "amax_epsilon": 0.0, "backward_override": None},  # Float8CurrentScaling
+    "block": {  # Float8BlockScaling
+        "fp8_format": "e4m3",
+        "power_of_two_scales": True,
+        "two_dimensional_weights": True,
+        "amax_epsilon": 0.0,
+        "backward_override": None,
+    },
+    "mxfp8": {"fp8_format": "e4m3", "two_dimensional_weights": False, "backward_override": None},  # MXFP8BlockScaling
     "nvfp4": {  # NVFP4BlockScaling
+        "backward_override": None,
         "two_dimensional_weights": True,
         "hadamard": True,
         "stochastic_rounding": True,
@@ -70,6 +78,7 @@ class Recipe:
     four_over_six: str | None = None  # scope in which a block's largest value becomes 4 or 6, whichever errs less
     four_over_six_bound_256: str | None = None  # scope in which its block scales are bounded by 256, not by 448
     four_over_six_error: str | None = None
+    backward_override: str | None = None  # what the products of a linear layer's backward read instead of codes: see `moe_ref.recipes.operands`
 
     def __post_init__(self) -> None:
         require(self.scaling in SCALINGS, "scaling", repr(self.scaling), f"one of {', '.join(SCALINGS)}")
@@ -87,6 +96,7 @@ class Recipe:
         """Each option by itself."""
         words: dict[str, tuple[str, ...]] = {"fp8_format": FP8_FORMATS, "amax_compute_algo": AMAX_ALGORITHMS, "four_over_six_error": ERRORS}
         words |= dict.fromkeys(("four_over_six", "four_over_six_bound_256"), SCOPES)
+        words["backward_override"] = OVERRIDES
         for option, choices in words.items():
             value = getattr(self, option)
             require(value is None or value in choices, option, repr(value), f"one of {', '.join(choices)}")
@@ -127,10 +137,11 @@ class Quantization(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """One factor of a matrix product: which tensor, and which of its quantised forms."""
+    """One factor of a matrix product: which tensor, and which of its quantised forms, if any."""
 
     role: str
     columnwise: bool
+    kept: str = "codes"  # what enters the product: "codes", what they stand for; "dequantized", that in the tensor's dtype; "stored", the tensor
 
 
 def recipe_of(config: MoEConfig) -> Recipe | None:
@@ -230,8 +241,8 @@ def _check_nvfp4(x: Tensor, recipe: Recipe, role: str, columnwise: bool, noise: 
     if not wanted:
         require(noise is None, "noise", "given", f"None: {role} with {recipe.scaling} is not rounded stochastically")
         return
-    require(noise is not None, "noise", None, f"given: [2, {x.shape[0]}, {x.shape[1]}], uniform in [0, 1), rounds gradients rowwise and columnwise")
-    assert noise is not None
+    if noise is None:
+        return  # whoever quantises draws it
     right = (2, *x.shape)
     require(tuple(noise.shape) == right, "noise", f"of shape {tuple(noise.shape)}", f"of shape {right}: rowwise, columnwise")
     require(noise.is_floating_point(), "noise", f"of dtype {noise.dtype}", "floating point")

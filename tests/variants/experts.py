@@ -22,6 +22,7 @@ from moe_ref.config import (
     check_grouped_dgrad,
     check_grouped_linear,
     check_grouped_wgrad,
+    check_input_store,
     check_precision,
 )
 
@@ -138,6 +139,30 @@ class Rounded(torch.autograd.Function):
         return g.to(ctx.dtype).to(g.dtype), None
 
 
+class KeptInE4m3(torch.autograd.Function):
+    """What is left of x, by a cast that has NaN for what is too large; the gradient is that of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.where(x.abs() > 464, torch.nan, x.to(torch.float8_e4m3fn).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor):
+        return g
+
+
+class Shown(torch.autograd.Function):
+    """Another tensor than the one whose gradient is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shown: Tensor) -> Tensor:
+        return shown.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor):
+        return g, None
+
+
 class Multiplied(torch.autograd.Function):
     """x y, and both gradients by the same way of multiplying."""
 
@@ -170,13 +195,19 @@ def _curve(how: How, x: Tensor, kind: str, alpha: float | None = None) -> Tensor
 def make(how: How) -> SimpleNamespace:
     """The namespace."""
 
-    def glu(h, *, probs=None, kind="swiglu", offset=0.0, clamp=None, alpha=None, interleave=None, round_before_probs=False):
+    def glu(h, *, probs=None, kind="swiglu", offset=0.0, clamp=None, alpha=None, interleave=None, round_before_probs=False, fp8_input_store=False):
         check_glu(h, probs, kind, offset, clamp, alpha, interleave)
+        check_input_store(fp8_input_store, kind)
+        how_else = {"probs": probs, "kind": kind, "offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
+        out = gated(h, **how_else, early=round_before_probs)
+        return Shown.apply(gated(KeptInE4m3.apply(h), **how_else, early=round_before_probs), out) if fp8_input_store else out
+
+    def gated(h, *, probs, kind, offset, clamp, alpha, interleave, early):
         wide, half = how.wide(h, probs), h.shape[1] // 2
         u, v = wide.unflatten(1, (half // interleave, 2, interleave)).transpose(1, 2).flatten(2).unbind(1) if interleave and half else wide.chunk(2, 1)
         if clamp is not None:
             u, v = u.clamp(max=clamp), v.clamp(-clamp, clamp)
-        return _weighted(how, _curve(how, u, kind, alpha), v + offset if offset else v, probs, h.dtype, round_before_probs)
+        return _weighted(how, _curve(how, u, kind, alpha), v + offset if offset else v, probs, h.dtype, early)
 
     def activation(h, *, probs=None, kind="squared_relu", round_before_probs=False):
         check_activation(h, probs, kind)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import moe_ref
 from moe_ref.config import (
+    Operand,
     QuantizerState,
     Recipe,
     check_count_values,
@@ -56,15 +57,26 @@ class Source(NamedTuple):
     noise: Tensor | None
 
     @property
+    def operand(self) -> Operand:
+        return {operand.role: operand for operand in operands(self.gemm, self.recipe)}[self.role]
+
+    @property
     def columnwise(self) -> bool:
-        return {operand.role: operand.columnwise for operand in operands(self.gemm, self.recipe)}[self.role]
+        return self.operand.columnwise
+
+    @property
+    def turned(self) -> bool:
+        """Whether the contraction lies along the rows."""
+        return self.gemm == "wgrad" or (self.role == "weight" and self.gemm == "dgrad")
 
 
 # ---- from tensors to codes and scales
 
 
 def by_codes(source: Source, quantizer: Any = quantizers.Divides, columnwise: bool | None = None) -> list[Part]:
-    """What a quantiser's own functions say that its codes and scales are."""
+    """What a quantiser's own functions say that its codes and scales are; what comes back of them, where the backward is overridden."""
+    if source.operand.kept == "stored":
+        return as_stored(source)
     recipe, turn = source.recipe, source.columnwise
     read = turn if columnwise is None else columnwise
     if recipe.four_over_six not in (None, "none"):
@@ -86,9 +98,22 @@ def by_codes(source: Source, quantizer: Any = quantizers.Divides, columnwise: bo
             whole = of_group(amax, g, sizes, recipe, source.role, read) * torch.tensor(1 / (6 * scheme(recipe, source.role).scale_max))
         element = spread(exponents(its) if recipe.scaling == "mxfp8" else its.view(torch.float8_e4m3fn).float() if recipe.scaling == "nvfp4" else its, own)
         part = own, element, whole.expand_as(own)
-        turned = source.gemm == "wgrad" or (source.role == "weight" and source.gemm == "dgrad")
-        found.append(Part(*(x.T if turned else x for x in part)))
+        if source.operand.kept == "dequantized":
+            part = as_numbers((own * (element * whole)).to(source.x.dtype).float())
+        found.append(Part(*(x.T if source.turned else x for x in part)))
     return [Part(code, scale, whole[:, :1] if whole.shape[1] else whole.new_ones(len(whole), 1)) for code, scale, whole in found]
+
+
+def as_stored(source: Source) -> list[Part]:
+    """The numbers themselves, in float32."""
+    own = source.x[: int(source.splits.sum())].float().split(source.splits.tolist())
+    plain = [x.T if source.turned else x for x in own]
+    return [Part(x, torch.ones_like(x), torch.ones(len(x), 1)) for x in plain]
+
+
+def as_numbers(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers in place of codes, with scales of 1."""
+    return x, torch.ones_like(x), torch.ones_like(x)
 
 
 def decoded(codes: Tensor, recipe: Recipe, role: str) -> Tensor:
@@ -147,8 +172,8 @@ def cut_off(total: Tensor, part: Tensor) -> Tensor:
 
 
 def of_fourteen_bits(left: Part, right: Part, recipe: Recipe, promoted: int = PROMOTED) -> Tensor:
-    """FP8 products in sums of 14 bits; four bits have no such unit."""
-    if recipe.scaling == "nvfp4":
+    """FP8 products in sums of 14 bits; MXFP8 and NVFP4 have no such unit."""
+    if recipe.scaling in ("mxfp8", "nvfp4"):
         return scaled_first(left, right, recipe)
     a, b = left.code * left.scale, right.code * right.scale
     total = torch.zeros(len(a), len(b))
@@ -174,6 +199,7 @@ class Way:
 
     parts: Callable[[Source], list[Part]] = by_codes
     product: Callable[[Part, Part, Recipe], Tensor] = scaled_first
+    overridden: Callable[[Part, Part, Recipe], Tensor] = scaled_first  # of what is no code
     declared: tuple[tuple[str, Any], ...] = ()
     bias: Callable[[Tensor], Tensor] = lambda bias: bias
 
@@ -213,7 +239,8 @@ def make(way: Way) -> SimpleNamespace:
             state = None if how["state"] is None else getattr(how["state"], role)
             noise = how["noise"] if role == "grad_output" else None
             parts.append(way.parts(Source(x, splits, role, gemm, recipe, state, noise)))
-        return [way.product(a, b, recipe) for a, b in zip(*parts, strict=True)]
+        product = way.product if recipe.backward_override is None or gemm == "fprop" else way.overridden
+        return [product(a, b, recipe) for a, b in zip(*parts, strict=True)]
 
     def weights(weight: Tensor) -> tuple[Tensor, Tensor, str]:
         return weight.reshape(-1, weight.shape[2]), torch.full((len(weight),), weight.shape[1]), "weight"
@@ -271,6 +298,6 @@ def by_reciprocals(source: Source) -> list[Part]:
 
 ScaledFirst = make(Way())
 ScaledLast = make(Way(product=scaled_last))
-Split = make(Way(product=split))
+Split = make(Way(product=split, overridden=split))
 FourteenBits = make(Way(product=of_fourteen_bits, declared=(("accumulator", "hopper_fp8"),)))
 Reciprocal = make(Way(parts=by_reciprocals, declared=(("scale_arithmetic", "reciprocal"),)))

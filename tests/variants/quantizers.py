@@ -179,6 +179,8 @@ def make(reciprocal: bool = False) -> SimpleNamespace:
         check_quantize(x, recipe, role, splits, rowwise, columnwise, state, noise)
         sizes = [len(x)] if splits is None else splits.tolist()
         check_splits(sizes, len(x), recipe)
+        if recipe.stochastic_rounding and noise is None:
+            noise = torch.rand(2, *x.shape, dtype=torch.float64)
         held = {}
         for turn in [turn for turn, wanted in ((False, rowwise), (True, columnwise)) if wanted]:
             turning = turn and bool(recipe.hadamard) and role != "weight"

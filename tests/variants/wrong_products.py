@@ -11,7 +11,7 @@ import moe_ref
 from conformance.contracts.grouped_recipes import step_across
 from moe_ref.formats import E4M3
 from moe_ref.quantization import quantize
-from tests.variants.low_precision import Part, Source, Way, by_codes, make
+from tests.variants.low_precision import Part, Source, Way, as_stored, by_codes, make
 
 
 def parts_with(change: Callable[[Source], list[Part]], **where: str) -> SimpleNamespace:
@@ -51,10 +51,22 @@ def transposed_scales(source: Source) -> list[Part]:
 
 
 def in_high_precision(source: Source) -> list[Part]:
-    turned = source.gemm == "wgrad" or (source.role == "weight" and source.gemm == "dgrad")
-    own = source.x[: int(source.splits.sum())].float().split(source.splits.tolist())
-    plain = [x.T if turned else x for x in own]
-    return [Part(x, torch.ones_like(x), torch.ones(len(x), 1)) for x in plain]
+    return as_stored(source)
+
+
+def by_override(override: str | None) -> Callable[[Source], list[Part]]:
+    """What another backward_override says; NVFP4 without what would need noise and a dtype that nobody gives."""
+
+    def parts(source: Source) -> list[Part]:
+        bare = {"hadamard": False, "stochastic_rounding": False} if source.recipe.scaling == "nvfp4" else {}
+        return by_codes(source._replace(recipe=replace(source.recipe, backward_override=override, **bare)))
+
+    return parts
+
+
+def not_rounded(source: Source) -> list[Part]:
+    """What codes stand for, in float32."""
+    return by_codes(source._replace(x=source.x.float()))
 
 
 def in_bfloat16(source: Source) -> list[Part]:

@@ -1,0 +1,10 @@
+"""moe_fast's dispatcher over memory that the ranks share, where a token travels once for each of its experts instead of once to a rank."""
+
+from functools import partial
+
+from moe_fast.dispatch import symmetric
+from moe_fast.dispatch.symmetric import codes, declares, dequantize, hybridep_cached_dispatch, hybridep_combine, scales, supports
+
+__all__ = ["codes", "declares", "dequantize", "hybridep_cached_dispatch", "hybridep_combine", "hybridep_dispatch", "scales", "supports"]
+
+hybridep_dispatch = partial(symmetric.hybridep_dispatch, deduplicate=False)
