@@ -7,7 +7,21 @@ judged, and costs one more run of the implementation at most.
 from dataclasses import replace
 
 from conformance.contracts.dispatching import CACHED, FUNCTIONS, MAPPED
-from conformance.laws import dispatch, experts, general, mlp, moves, permuted_quantization, quantization, quantized_activations, ranks, routing, sums, worlds
+from conformance.laws import (
+    dispatch,
+    experts,
+    general,
+    journeys,
+    mlp,
+    moves,
+    permuted_quantization,
+    quantization,
+    quantized_activations,
+    ranks,
+    routing,
+    sums,
+    worlds,
+)
 from conformance.laws.base import Law, Trial
 
 __all__ = ["LAWS", "Law", "Trial"]
@@ -37,7 +51,7 @@ _MLP = (*_PRODUCT, mlp.RECOMPUTE, mlp.COTANGENT_SCALING)
 _EXPERTS = (*_MLP, *_SEGMENTS, experts.GROUP_SPLIT, mlp.ZERO_PROBS, mlp.SCALING, mlp.ALIGNMENT)
 _RANKS = (
     *(general.HISTORY, dispatch.DETERMINISM, dispatch.BUFFER_REUSE, dispatch.LATE_PRODUCER, dispatch.HOST_SYNC, dispatch.GRAPH_CAPTURE),
-    *(dispatch.IN_FLIGHT, dispatch.DENSE),
+    *(journeys.IN_FLIGHT, journeys.DENSE),
 )
 _WORLDS = (*_RANKS, worlds.CONCATENATION, worlds.REFINEMENT)
 

@@ -16,7 +16,8 @@ from conformance.contracts.dispatching import MAPPED, DispatchCase, indices_of, 
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Finding
 from conformance.laws.base import Law, Trial, same
-from conformance.laws.dispatch import at_experts, dispatches_of, first_expert, fits, has_room, is_fine, named, send, send_back
+from conformance.laws.dispatch import fits, has_room, is_fine
+from conformance.laws.journeys import at_experts, dispatches_of, first_expert, named, send, send_back
 from moe_ref.config import Permuted
 from moe_ref.route_plan import NOWHERE
 
