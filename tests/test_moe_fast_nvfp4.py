@@ -17,6 +17,7 @@ from moe_fast.backend import tl, triton
 from moe_fast.kernels import formats as kernels
 from moe_fast.kernels import four_over_six, hadamard
 from moe_ref import formats
+from moe_ref.config import Recipe
 from moe_ref.quantization import HADAMARD_SIGNS
 from moe_ref.quantization import hadamard as transform
 from tests.quantization_cases import BF16, DTYPES, FP32, FP64, RECIPES, SIZES, SPLITS, agrees, poisoned, problem_of, same
@@ -56,6 +57,19 @@ def poison(monkeypatch):
 def test_everything_that_is_made_equals_the_reference(row, monkeypatch):
     monkeypatch.setattr(tuning, "INTERPRETER", replace(tuning.INTERPRETER, quantize=SIZES[row["blocks"]]))
     assert agrees(moe_fast, problem_of(**row))
+
+
+@pytest.mark.parametrize("name", ["groups", "rows", "columns", "transformed"])
+def test_row_scaling_does_with_the_tiles_of_a_gpu(name, monkeypatch):
+    """Some are lower than a block of the transform, which row scaling does without."""
+    sizes = replace(tuning.INTERPRETER.quantize, **{name: getattr(tuning.GPU.quantize, name)})
+    monkeypatch.setattr(tuning, "INTERPRETER", replace(tuning.INTERPRETER, quantize=sizes))
+    recipe = Recipe("nvfp4", row_scaled_activation=True, hadamard=False, stochastic_rounding=False)
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    got, right = (namespace.quantize(x, recipe, columnwise=True).quantized for namespace in (moe_fast, moe_ref))
+    for columnwise in (False, True):
+        for read in ("codes", "scales", "amax"):
+            assert torch.equal(getattr(moe_fast, read)(got, columnwise=columnwise), getattr(moe_ref, read)(right, columnwise=columnwise))
 
 
 def test_the_transform_adds_in_the_order_of_the_reference():

@@ -78,7 +78,7 @@ def two_levels_amax_kernel(
     row = first + tl.arange(0, BLOCK_M)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     largest = tl.zeros([BLOCK_M, BLOCK_N] if ROW_SCALED else [BLOCK_M // SIZE, 1, BLOCK_N], tl.float32)
-    largest_turned = tl.zeros([BLOCK_M // SIZE, BLOCK_N], tl.float32)
+    largest_turned = tl.zeros([1 if ROW_SCALED else BLOCK_M // SIZE, BLOCK_N], tl.float32)
     for i in tl.range(0, tl.where(first < end, steps, 0), num_stages=STAGES):
         column = begin + i * BLOCK_N
         if ROW_SCALED:
