@@ -57,7 +57,7 @@ def test_the_reference_is_what_megatron_core_does():
     package = SimpleNamespace(glu=lambda h, *, probs: fused.weighted_bias_swiglu_impl(h, None, probs[:, None], True))
     h, probs, d_out = numbers(9, 24), numbers(9, seed=1), numbers(9, 12, seed=2)
     for got, right in zip(results(package, h, probs, d_out), results(moe_ref, h, probs, d_out, fp8_input_store=True), strict=True):
-        assert torch.allclose(got, right, rtol=1e-5, atol=1e-5)
+        assert torch.allclose(got, right, rtol=1e-5, atol=1e-5)  # why: another order of float32's operations; a gradient at h itself is off by two hundredths
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.contracts.input_store import in_e4m3
+
 Wrapper = Callable[..., Any]
 
 
@@ -133,7 +135,7 @@ def _clamp_stays_outside(shared_experts: Wrapper, x: Tensor, fc1: Tensor, fc2: T
 
 def _stored_input_read_at_once(glu: Wrapper, h: Tensor, /, **settings: Any) -> Any:
     """Its gradients are right: what codes mean is encoded to the same codes."""
-    return glu(_Instead.apply(h, h.detach().to(torch.float8_e4m3fn).to(h.dtype)) if settings.get("fp8_input_store") else h, **settings)
+    return glu(_Instead.apply(h, in_e4m3(h.detach())) if settings.get("fp8_input_store") else h, **settings)
 
 
 LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (

@@ -1,6 +1,7 @@
 """The verdict on a screen."""
 
 import os
+import textwrap
 from typing import Any
 
 from conformance.case import case_from
@@ -9,6 +10,7 @@ from conformance.registry import CONTRACTS
 from conformance.verdict import UNTOUCHED, Verdict
 
 INDENT = 19  # columns of the name in front
+WIDTH = 160
 
 
 def lines(verdict: Verdict) -> list[str]:
@@ -26,9 +28,12 @@ def lines(verdict: Verdict) -> list[str]:
             out += [f"{name:<{INDENT}} also breaks the law{'s' * (len(set(echoes)) > 1)} {', '.join(sorted(set(echoes)))} (cases in the report)", ""]
     differ = {failure["function"] for failure in verdict.failures}
     for name, function in verdict.functions.items():
-        if name not in differ:
+        if name not in differ and function.status not in UNTOUCHED:
             detail = f"{function.cases} cases" + (f", without {', '.join(function.without)}" if function.without else "")
             out.append(f"{name:<{INDENT}} {function.status}{f' · {detail}' if function.cases else ''}")
+    for status in UNTOUCHED:
+        names = ", ".join(name for name, function in verdict.functions.items() if function.status == status)
+        out += textwrap.wrap(f"{status:<{INDENT}} {names}", WIDTH, subsequent_indent=" " * (INDENT + 1)) if names else []
     out += [f"{'!':<{INDENT}} {problem}" for problem in verdict.problems]
     return out
 
