@@ -34,7 +34,9 @@ WIDTHS = {  # of an expert, F
     "kimi-k2-ep8": 2048,
     "qwen3next-80b": 512,
 }
-rounded = partial(torch.testing.assert_close, rtol=2.0**-7, atol=2.0**-12)  # neighbours in bfloat16, where float32 differs in its last bits
+rounded = partial(
+    torch.testing.assert_close, rtol=2.0**-7, atol=2.0**-12
+)  # neighbours in bfloat16, where float32 differs in its last bits
 summed = partial(torch.testing.assert_close, rtol=1e-4, atol=2e-2)  # a sum over F in float32, of terms that cancel
 
 
@@ -81,7 +83,14 @@ def joined(u: Tensor, v: Tensor, interleave: int | None) -> Tensor:
     return torch.stack([u.view(blocks), v.view(blocks)], dim=2).flatten(1)
 
 
-def forward(h: Tensor, probs: Tensor, alpha: float = 1.0, clamp: float | None = None, offset: float = 0.0, interleave: int | None = None) -> Tensor:
+def forward(
+    h: Tensor,
+    probs: Tensor,
+    alpha: float = 1.0,
+    clamp: float | None = None,
+    offset: float = 0.0,
+    interleave: int | None = None,
+) -> Tensor:
     """In float32, rounded once."""
     u, v = (x.float() for x in halves(h, interleave))
     if clamp is not None:
@@ -90,7 +99,13 @@ def forward(h: Tensor, probs: Tensor, alpha: float = 1.0, clamp: float | None = 
 
 
 def backward(
-    d_out: Tensor, h: Tensor, probs: Tensor, alpha: float = 1.0, clamp: float | None = None, offset: float = 0.0, interleave: int | None = None
+    d_out: Tensor,
+    h: Tensor,
+    probs: Tensor,
+    alpha: float = 1.0,
+    clamp: float | None = None,
+    offset: float = 0.0,
+    interleave: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """In float32, each result rounded once."""
     free_u, free_v = u, v = tuple(x.float() for x in halves(h, interleave))
@@ -124,7 +139,10 @@ def check(p: Problem) -> None:
         AssertionError: they differ by more than their roundings.
     """
     rounded(moe_fast.glu(p.h_PF2, probs=p.probs_P, **p.settings), forward(p.h_PF2, p.probs_P, **p.settings))
-    fast, eager = moe_fast.glu_backward(p.d_out_PF, p.h_PF2, probs=p.probs_P, **p.settings), backward(p.d_out_PF, p.h_PF2, p.probs_P, **p.settings)
+    fast, eager = (
+        moe_fast.glu_backward(p.d_out_PF, p.h_PF2, probs=p.probs_P, **p.settings),
+        backward(p.d_out_PF, p.h_PF2, p.probs_P, **p.settings),
+    )
     rounded(fast.d_h, eager[0])
     summed(fast.d_probs, eager[1])
 
@@ -209,12 +227,23 @@ def measure(names: list[str], num_tokens: int, blocks: int, reps: int) -> dict[s
         results[name] = {}
         for operation in operations(p):
             source = torch.randn(operation.minimum // 8, device=DEVICE)
-            times = interleaved({**operation.versions, "copy of as many bytes": partial(torch.empty_like(source).copy_, source)}, blocks, reps)
+            times = interleaved(
+                {**operation.versions, "copy of as many bytes": partial(torch.empty_like(source).copy_, source)},
+                blocks,
+                reps,
+            )
             floor = operation.minimum / top["copy"] / 1e6
             size = f"{len(p.probs_P)} · {WIDTHS[name]}"
-            results[name][operation.title] = {"size": size, "floor_us": floor, "to_floor": times["moe_fast"] / floor, "us": times}
+            results[name][operation.title] = {
+                "size": size,
+                "floor_us": floor,
+                "to_floor": times["moe_fast"] / floor,
+                "us": times,
+            }
     after = ceilings(blocks, reps)
-    print(f"copy {top['copy']:.2f} TB/s (after: {after['copy']:.2f}), write {top['write']:.2f}, read {top['read']:.2f}; {time.perf_counter() - started:.0f} s")
+    print(
+        f"copy {top['copy']:.2f} TB/s (after: {after['copy']:.2f}), write {top['write']:.2f}, read {top['read']:.2f}; {time.perf_counter() - started:.0f} s"
+    )
     for title in next(iter(results.values())):
         print(lines_of(results, title, "rows · F"))
     return {"ceilings": top, "ceilings_after": after, "operations": results}
@@ -236,7 +265,9 @@ def main() -> None:
         print("equal to eager torch")
         return
     names = list(WIDTHS) if options.shapes == "all" else options.shapes.split(",")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, T = {options.tokens}")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, T = {options.tokens}"
+    )
     with torch.no_grad():
         figures = measure(names, options.tokens, options.blocks, options.reps)
         for settings in ({}, GPT_OSS, {"interleave": 32}):

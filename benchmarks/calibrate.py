@@ -37,13 +37,41 @@ from torch import Tensor
 from conformance.judge import rowwise
 from conformance.judge.bound import sum_bound
 from conformance.judge.rowwise import CALIBRATION, HOPPER_FP8, Accumulator, Limits, RowWise, contraction_bound, row_wise
-from tests.tolerance_experiment import ORDERS, REGIMES, BlockKernel, Kernel, ScaledFirst, block_truth, blocks, contraction, layer, truth
+from tests.tolerance_experiment import (
+    ORDERS,
+    REGIMES,
+    BlockKernel,
+    Kernel,
+    ScaledFirst,
+    block_truth,
+    blocks,
+    contraction,
+    layer,
+    truth,
+)
 
-LEAST = {"row": 2.0, "element": 2.5, "rms": 1.25, "bias": 1.0}  # thrice the rounding's own spread, or less; bias: its allowance is in units of itself
+LEAST = {
+    "row": 2.0,
+    "element": 2.5,
+    "rms": 1.25,
+    "bias": 1.0,
+}  # thrice the rounding's own spread, or less; bias: its allowance is in units of itself
 ALPHA, CASES = 1e-6, 100_000
 EULER, VARIANCE = 0.5772156649015329, math.pi**2 / 6  # of the standard Gumbel distribution: mean and variance
-SHAPES = ((256, 512, 64), (64, 96, 256), (2048, 256, 4), (8192, 128, 1), (32, 2048, 160), (128, 33, 128))  # rows, terms, columns
-SCALED_SHAPES = ((128, 64, 64), (128, 480, 64), (64, 2048, 64), (64, 7168, 64))  # multiples of 16, as FP8's matrix unit wants them
+SHAPES = (
+    (256, 512, 64),
+    (64, 96, 256),
+    (2048, 256, 4),
+    (8192, 128, 1),
+    (32, 2048, 160),
+    (128, 33, 128),
+)  # rows, terms, columns
+SCALED_SHAPES = (
+    (128, 64, 64),
+    (128, 480, 64),
+    (64, 2048, 64),
+    (64, 7168, 64),
+)  # multiples of 16, as FP8's matrix unit wants them
 WHOLE_PRODUCT = "one product"
 
 Ratios = dict[str, float]
@@ -59,8 +87,18 @@ def products(device: str, dtype: torch.dtype, shape: tuple[int, int, int], runs:
     rows, terms, columns = shape
     for run in range(runs * len(variants)):
         source = np.random.default_rng(run)
-        scale = np.exp2(source.integers(-6, 7, (rows, 1))) if run // len(variants) % 3 == 0 and dtype != torch.float16 else 1.0
-        a, b = (torch.from_numpy(x).to(dtype) for x in (source.standard_normal((rows, terms)) * scale, source.standard_normal((columns, terms)) / terms**0.5))
+        scale = (
+            np.exp2(source.integers(-6, 7, (rows, 1)))
+            if run // len(variants) % 3 == 0 and dtype != torch.float16
+            else 1.0
+        )
+        a, b = (
+            torch.from_numpy(x).to(dtype)
+            for x in (
+                source.standard_normal((rows, terms)) * scale,
+                source.standard_normal((columns, terms)) / terms**0.5,
+            )
+        )
         expected = expected_product(a, b, contraction(a.float(), b.float(), WHOLE_PRODUCT).to(dtype))
         order = variants[run % len(variants)]
         yield order, ratios(expected, product(a.to(device), b.to(device), order, source).cpu())
@@ -86,7 +124,11 @@ def grouped(device: str, dtype: torch.dtype, runs: int) -> Iterator[Run]:
     """torch's grouped kernel, where there is one: four experts of unequal sizes."""
     for run in range(runs):
         source = np.random.default_rng(run)
-        ends, terms, columns = torch.tensor([48, 64, 208, 320], dtype=torch.int32), int(source.choice([256, 1024, 4096])), 256
+        ends, terms, columns = (
+            torch.tensor([48, 64, 208, 320], dtype=torch.int32),
+            int(source.choice([256, 1024, 4096])),
+            256,
+        )
         a = torch.from_numpy(source.standard_normal((320, terms))).to(dtype)
         b = torch.from_numpy(source.standard_normal((4, columns, terms)) / terms**0.5).to(dtype)
         got = torch._grouped_mm(a.to(device), b.to(device).mT, offs=ends.to(device)).cpu()
@@ -112,7 +154,12 @@ def scaled_products(device: str, shape: tuple[int, int, int], runs: int) -> Iter
         variant, (order, dtype) = list(variants.items())[run % len(variants)]
         expected = expected_scaled_product(a, b, its * other, dtype)
         if order is None:
-            how: dict[str, Any] = {"scale_a": its.to(device), "scale_b": other.to(device), "out_dtype": dtype, "use_fast_accum": False}
+            how: dict[str, Any] = {
+                "scale_a": its.to(device),
+                "scale_b": other.to(device),
+                "out_dtype": dtype,
+                "use_fast_accum": False,
+            }
             got = torch._scaled_mm(a.to(device), b.to(device).T, **how).cpu()
         else:
             got = contraction(a.float(), b.float(), order) * (its * other)
@@ -125,7 +172,9 @@ def scaled_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scale).to(torch.float8_e4m3fn), scale
 
 
-def expected_scaled_product(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, accumulator: Accumulator = HOPPER_FP8) -> RowWise:
+def expected_scaled_product(
+    a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, accumulator: Accumulator = HOPPER_FP8
+) -> RowWise:
     left, right, terms = a_MK.double() * scale.double(), b_NK.double().T, a_MK.shape[1]
     magnitude = left.abs() @ right.abs()
     reference = (contraction(a_MK.float(), b_NK.float(), WHOLE_PRODUCT) * scale).to(dtype)
@@ -166,7 +215,9 @@ def kinds(device: str) -> dict[str, Callable[[int], Iterator[Run]]]:
     """The kinds of contraction that are calibrated."""
     names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     out: dict[str, Callable[[int], Iterator[Run]]] = {
-        f"{name} {'×'.join(map(str, shape))}": partial(products, device, dtype, shape) for name, dtype in names.items() for shape in SHAPES
+        f"{name} {'×'.join(map(str, shape))}": partial(products, device, dtype, shape)
+        for name, dtype in names.items()
+        for shape in SHAPES
     }
     if device == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -175,7 +226,9 @@ def kinds(device: str) -> dict[str, Callable[[int], Iterator[Run]]]:
         if hasattr(torch, "_grouped_mm"):
             out["bf16 grouped"] = partial(grouped, device, torch.bfloat16)
         if torch.cuda.get_device_capability()[0] == 9:  # HOPPER_FP8 describes no other
-            out |= {f"fp8 {'×'.join(map(str, shape))}": partial(scaled_products, device, shape) for shape in SCALED_SHAPES}
+            out |= {
+                f"fp8 {'×'.join(map(str, shape))}": partial(scaled_products, device, shape) for shape in SCALED_SHAPES
+            }
         return out  # the other two are emulated on a CPU wherever they run
     return out | {"bf16 experts": experts, "fp8 blocks": block_scaled}
 
@@ -199,7 +252,10 @@ def worst_variant(rule: str, drawn: list[Run]) -> dict[str, Any]:
     by_variant: dict[str, list[float]] = {}
     for variant, row in drawn:
         by_variant.setdefault(variant, []).append(row[rule])
-    return max((summary(variant, maxima) for variant, maxima in by_variant.items()), key=lambda seen: limit_of(seen, ALPHA, CASES))
+    return max(
+        (summary(variant, maxima) for variant, maxima in by_variant.items()),
+        key=lambda seen: limit_of(seen, ALPHA, CASES),
+    )
 
 
 def gumbel(seen: dict[str, Any]) -> tuple[float, float]:
@@ -226,7 +282,9 @@ def limits_of(record: dict[str, Any]) -> dict[str, float]:
 
 def judged_with() -> dict[str, Any]:
     """The numbers and the accumulators that the ratios' rules name."""
-    found: dict[str, Any] = {name: x for name, x in vars(rowwise).items() if name.isupper() and isinstance(x, (int, float))}
+    found: dict[str, Any] = {
+        name: x for name, x in vars(rowwise).items() if name.isupper() and isinstance(x, (int, float))
+    }
     return found | {name: asdict(x) for name, x in vars(rowwise).items() if isinstance(x, Accumulator)}
 
 
@@ -242,7 +300,10 @@ def measured(device: str, runs: int) -> dict[str, Any]:
     for kind, draw in kinds(device).items():
         drawn = list(draw(runs))
         maxima[kind] = {rule: worst_variant(rule, drawn) for rule in LEAST}
-        shown = ", ".join(f"{rule} {seen['largest']:.4g} (asks for {limit_of(seen, ALPHA, CASES):.4g})" for rule, seen in maxima[kind].items())
+        shown = ", ".join(
+            f"{rule} {seen['largest']:.4g} (asks for {limit_of(seen, ALPHA, CASES):.4g})"
+            for rule, seen in maxima[kind].items()
+        )
         print(f"{kind}: worst variants of {len(drawn)} runs: {shown}", flush=True)
     return {
         "hardware": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {cpu_name()}",

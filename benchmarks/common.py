@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-FLUSHED_BYTES = 256 * 2**20  # several times the L2; written, as by triton.testing.do_bench, so that a version also pays for evicting it
+FLUSHED_BYTES = (
+    256 * 2**20
+)  # several times the L2; written, as by triton.testing.do_bench, so that a version also pays for evicting it
 GRAPH_CALLS = 20
 BF16 = 2  # bytes
 
@@ -85,7 +87,11 @@ def ceilings(blocks: int, reps: int) -> dict[str, float]:
     source = torch.randn(2**29, device="cuda").bfloat16()
     target = torch.empty_like(source)
     count = source.numel() * BF16
-    versions = {"copy": lambda: target.copy_(source), "write": lambda: target.view(torch.int32).fill_(3), "read": lambda: source.view(torch.float32).sum()}
+    versions = {
+        "copy": lambda: target.copy_(source),
+        "write": lambda: target.view(torch.int32).fill_(3),
+        "read": lambda: source.view(torch.float32).sum(),
+    }
     times = interleaved(versions, blocks, reps)
     return {name: count * (2 if name == "copy" else 1) / time / 1e6 for name, time in times.items()}
 
@@ -100,10 +106,26 @@ def lines_of(results: dict[str, dict[str, dict]], title: str, size: str = "") ->
     """The table of one operation: a line a shape; `size` is the heading of what each result says of its size, if it does."""
     found = {shape: by_title[title] for shape, by_title in results.items() if title in by_title}
     peers = [name for name in next(iter(found.values()))["us"] if name != "moe_fast"]
-    header = ["shape", *([size] if size else []), "floor µs", "moe_fast µs", "÷ floor", *(f"{name} µs (÷ moe_fast)" for name in peers)]
+    header = [
+        "shape",
+        *([size] if size else []),
+        "floor µs",
+        "moe_fast µs",
+        "÷ floor",
+        *(f"{name} µs (÷ moe_fast)" for name in peers),
+    ]
     lines = []
     for shape, result in found.items():
         ours = result["us"]["moe_fast"]
         compared = [f"{result['us'][name]:.1f} ({result['us'][name] / ours:.2f})" for name in peers]
-        lines.append([shape, *([result["size"]] if size else []), f"{result['floor_us']:.1f}", f"{ours:.1f}", f"{result['to_floor']:.3f}", *compared])
+        lines.append(
+            [
+                shape,
+                *([result["size"]] if size else []),
+                f"{result['floor_us']:.1f}",
+                f"{ours:.1f}",
+                f"{result['to_floor']:.3f}",
+                *compared,
+            ]
+        )
     return table(title, header, lines)

@@ -65,7 +65,10 @@ class Bench:
         self.num_rows = int(SLACK * num_tokens * topk) // ALIGN * ALIGN
         self.group = dist.group.WORLD
         weights = ((2 * SHARED, hidden), (hidden, SHARED))
-        self.shared_weights = [torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=noise) / shape[1] ** 0.5 for shape in weights]
+        self.shared_weights = [
+            torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=noise) / shape[1] ** 0.5
+            for shape in weights
+        ]
 
     def wire_rows(self) -> tuple[int, int]:
         """Rows that leave this rank: copies, and distinct (token, rank)."""
@@ -98,13 +101,20 @@ class Bench:
     def over_all_to_all(self) -> Tensor:
         import moe_fast
 
-        given = moe_fast.hybridep_dispatch(self.tokens, self.map, probs=self.probs, align=ALIGN, num_rows=self.num_rows, group=self.group)
+        given = moe_fast.hybridep_dispatch(
+            self.tokens, self.map, probs=self.probs, align=ALIGN, num_rows=self.num_rows, group=self.group
+        )
         return moe_fast.hybridep_combine(given.rows, given.handle, group=self.group).tokens
 
     def push(self, deduplicate: bool = True, recipe: Recipe | None = None) -> Any:
         from moe_fast.dispatch import symmetric
 
-        settings: dict[str, Any] = {"align": ALIGN, "num_rows": self.num_rows, "deduplicate": deduplicate, "recipe": recipe}
+        settings: dict[str, Any] = {
+            "align": ALIGN,
+            "num_rows": self.num_rows,
+            "deduplicate": deduplicate,
+            "recipe": recipe,
+        }
         return symmetric.hybridep_dispatch(self.tokens, self.map, probs=self.probs, group=self.group, **settings)
 
     def pull(self, given: Any, rows: Tensor | None = None) -> Tensor:
@@ -223,7 +233,9 @@ def ceilings(bench: Bench, turns: int) -> dict[str, float]:
     rows = rows[: slab.region("rows", torch.uint8, slab.room.rows * slab.room.row_bytes).numel() // (7168 * 2)]
 
     def copy(write: bool) -> None:
-        peer_copy_kernel[(len(rows),)](rows, slab.tables["rows"], bench.rank, bench.ranks, 7168, WRITE=write, BLOCK_H=1024)
+        peer_copy_kernel[(len(rows),)](
+            rows, slab.tables["rows"], bench.rank, bench.ranks, 7168, WRITE=write, BLOCK_H=1024
+        )
 
     times = timed({"write": lambda: copy(True), "read": lambda: copy(False)}, turns, 5)
     return {name: rows.numel() * 2 / us / 1000 for name, us in times.items()}
@@ -231,14 +243,24 @@ def ceilings(bench: Bench, turns: int) -> dict[str, float]:
 
 def work(rank: int, options: argparse.Namespace) -> None:
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{options.port}", rank=rank, world_size=options.ranks, device_id=torch.device("cuda", rank))
+    dist.init_process_group(
+        "nccl",
+        init_method=f"tcp://127.0.0.1:{options.port}",
+        rank=rank,
+        world_size=options.ranks,
+        device_id=torch.device("cuda", rank),
+    )
     figures: dict[str, Any] = {}
     lines = []
     for name in options.shapes.split(","):
         hidden, experts, topk = SHAPES[name]
         bench = Bench(rank, options.ranks, hidden, experts, topk, options.tokens)
         right = bench.expected()
-        assert torch.equal(bench.symmetric(), right) and torch.equal(bench.symmetric_with_duplicates(), right) and torch.equal(bench.over_all_to_all(), right)
+        assert (
+            torch.equal(bench.symmetric(), right)
+            and torch.equal(bench.symmetric_with_duplicates(), right)
+            and torch.equal(bench.over_all_to_all(), right)
+        )
         error = (bench.eager().double() - bench.tokens.double() * topk).abs().max()
         assert float(error) < 0.5, error
         (own, back), (own_beside, back_beside) = bench.all_of_it(False), bench.all_of_it(True)
@@ -269,10 +291,20 @@ def work(rank: int, options: argparse.Namespace) -> None:
         wire = {version: wire_bytes(version, hidden, copies, distinct) for version in times}
         figures[name] = {"us": times, "ceilings": top, "wire_bytes": wire}
         for version, us in times.items():
-            lines.append([name, version, f"{us:.0f}", f"{times['eager all-to-all'] / us:.2f}", f"{wire[version] / us / 1000:.0f}"])
+            lines.append(
+                [
+                    name,
+                    version,
+                    f"{us:.0f}",
+                    f"{times['eager all-to-all'] / us:.2f}",
+                    f"{wire[version] / us / 1000:.0f}",
+                ]
+            )
         lines.append([name, "peers' memory: write, read", "", "", f"{top['write']:.0f}, {top['read']:.0f}"])
     if rank == 0:
-        print(f"{options.ranks} × {torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, T = {options.tokens} a rank")
+        print(
+            f"{options.ranks} × {torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, T = {options.tokens} a rank"
+        )
         print(table("Dispatch and combine", ["shape", "version", "µs", "eager ÷", "wire GB/s"], lines))
         if options.json:
             with open(options.json, "w") as file:

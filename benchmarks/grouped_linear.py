@@ -26,7 +26,15 @@ import moe_fast
 from benchmarks.common import table
 from moe_fast.backend import INTERPRETED, triton
 from moe_fast.quantized import Quantized
-from moe_fast.scaled_linear import Precision, quantized_rows, quantized_weight, scaled_dgrad, scaled_fprop, scaled_plan, scaled_wgrad
+from moe_fast.scaled_linear import (
+    Precision,
+    quantized_rows,
+    quantized_weight,
+    scaled_dgrad,
+    scaled_fprop,
+    scaled_plan,
+    scaled_wgrad,
+)
 from moe_ref.config import Recipe
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -80,12 +88,16 @@ def make(layer: Layer, seed: int = 0) -> Problem:
     generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.float32 if INTERPRETED else torch.bfloat16).bfloat16()
+        return torch.randn(
+            shape, generator=generator, device=DEVICE, dtype=torch.float32 if INTERPRETED else torch.bfloat16
+        ).bfloat16()
 
     expert = torch.randint(layer.experts, (layer.rows,), generator=generator, device=DEVICE)
     counts = torch.bincount(expert, minlength=layer.experts)
     weight = normal(layer.experts, layer.outs, layer.ins)
-    return Problem(normal(layer.rows, layer.ins), weight, normal(layer.rows, layer.outs), counts, counts.cumsum(0).int())
+    return Problem(
+        normal(layer.rows, layer.ins), weight, normal(layer.rows, layer.outs), counts, counts.cumsum(0).int()
+    )
 
 
 def versions_of(p: Problem) -> dict[str, Versions]:
@@ -118,7 +130,10 @@ class Quantizeds(NamedTuple):
 def quantized(p: Problem, scaling: str) -> Quantizeds:
     """The operands by a recipe's defaults."""
     how, counts = Precision(Recipe(scaling), None, None), p.tokens_per_expert_L
-    rows, d_out = (quantized_rows(x, role, counts, how, True, True) for x, role in ((p.rows_PN, "input"), (p.d_out_PM, "grad_output")))
+    rows, d_out = (
+        quantized_rows(x, role, counts, how, True, True)
+        for x, role in ((p.rows_PN, "input"), (p.d_out_PM, "grad_output"))
+    )
     return Quantizeds(rows, quantized_weight(p.weight_LMN, how, True, True), d_out)
 
 
@@ -134,7 +149,10 @@ def scaled_versions_of(p: Problem) -> dict[str, Versions]:
         }
 
     by_recipe = {scaling: versions(quantized(p, scaling)) for scaling in RECIPES}
-    by_product = {product: {scaling: by_recipe[scaling][product] for scaling in RECIPES} for product in ("forward", "dgrad", "wgrad")}
+    by_product = {
+        product: {scaling: by_recipe[scaling][product] for scaling in RECIPES}
+        for product in ("forward", "dgrad", "wgrad")
+    }
     if DEVICE == "cuda":
         x, weight = p.rows_PN.to(torch.float8_e4m3fn), p.weight_LMN.to(torch.float8_e4m3fn).mT
         ones = torch.ones(len(x), device=DEVICE), torch.ones(len(weight), weight.shape[2], device=DEVICE)
@@ -153,17 +171,27 @@ def compare_scaled(p: Problem) -> None:
     wide = replace(p, rows_PN=p.rows_PN.float(), weight_LMN=p.weight_LMN.float(), d_out_PM=p.d_out_PM.float())
     for scaling in RECIPES:
         q = quantized(wide, scaling)
-        rows, d_out, weight = ([moe_fast.dequantize(x, columnwise=columns).float() for columns in (False, True)] for x in (q.rows, q.d_out, q.weight))
+        rows, d_out, weight = (
+            [moe_fast.dequantize(x, columnwise=columns).float() for columns in (False, True)]
+            for x in (q.rows, q.d_out, q.weight)
+        )
         ours: dict[str, Any] = {product: by_recipe[scaling]() for product, by_recipe in versions.items()}
         begin = 0
         for e, count in enumerate(p.tokens_per_expert_L.tolist()):
             own, matrix = slice(begin, begin + count), slice(e * p.weight_LMN.shape[1], (e + 1) * p.weight_LMN.shape[1])
             begin += count
-            right = {"forward": (rows[0][own], weight[0][matrix].T), "dgrad": (d_out[0][own], weight[1][matrix]), "wgrad": (d_out[1][own].T, rows[1][own])}
+            right = {
+                "forward": (rows[0][own], weight[0][matrix].T),
+                "dgrad": (d_out[0][own], weight[1][matrix]),
+                "wgrad": (d_out[1][own].T, rows[1][own]),
+            }
             for product, (left, factor) in right.items():
                 got = ours[product][e] if product == "wgrad" else ours[product][own]
                 noise = 2.0**-8 * (left.abs() @ factor.abs())
-                assert ((got.float() - left @ factor).abs() <= noise + 2.0**-8 * (left @ factor).abs()).all(), (scaling, product)
+                assert ((got.float() - left @ factor).abs() <= noise + 2.0**-8 * (left @ factor).abs()).all(), (
+                    scaling,
+                    product,
+                )
 
 
 def compare(p: Problem) -> None:
@@ -176,11 +204,16 @@ def compare(p: Problem) -> None:
     ours: dict[str, Any] = {name: versions["moe_fast"]() for name, versions in versions_of(p).items()}
     begin = 0
     for e, count in enumerate(counts):
-        x, d_out, weight = (tensor.float() for tensor in (p.rows_PN[begin : begin + count], p.d_out_PM[begin : begin + count], p.weight_LMN[e]))
+        x, d_out, weight = (
+            tensor.float()
+            for tensor in (p.rows_PN[begin : begin + count], p.d_out_PM[begin : begin + count], p.weight_LMN[e])
+        )
         right = {"forward": (x, weight.T), "dgrad": (d_out, weight), "wgrad": (d_out.T, x)}
         for name, (left, factor) in right.items():
             got = ours[name][e] if name == "wgrad" else ours[name][begin : begin + count]
-            noise = 2.0**-24 * left.shape[1] * (left.abs() @ factor.abs())  # a sum of n terms in float32 is that near at worst
+            noise = (
+                2.0**-24 * left.shape[1] * (left.abs() @ factor.abs())
+            )  # a sum of n terms in float32 is that near at worst
             exact = left @ factor
             assert ((got.float() - exact).abs() <= 2 * noise + 2.0**-8 * exact.abs()).all(), name
         begin += count
@@ -192,7 +225,11 @@ def captured(p: Problem, layer: Layer) -> None:
     Raises:
         AssertionError: a replay differs from a call.
     """
-    counts, x, weight = p.tokens_per_expert_L.clone(), p.rows_PN.detach().requires_grad_(), p.weight_LMN.detach().requires_grad_()
+    counts, x, weight = (
+        p.tokens_per_expert_L.clone(),
+        p.rows_PN.detach().requires_grad_(),
+        p.weight_LMN.detach().requires_grad_(),
+    )
 
     def step() -> list[Tensor]:
         out = moe_fast.grouped_linear(x, weight, counts)
@@ -247,7 +284,9 @@ def lines_of(results: dict[str, dict[str, dict[str, float]]], flops: dict[str, i
     for layer, by_product in results.items():
         times = by_product[product]
         ours, theirs = times["moe_fast"], times["grouped_mm"]
-        lines.append([layer, *(f"{flops[layer] / us / 1e6:.0f}" for us in times.values()), f"{theirs / ours:.3f}", f"{ours:.0f}"])
+        lines.append(
+            [layer, *(f"{flops[layer] / us / 1e6:.0f}" for us in times.values()), f"{theirs / ours:.3f}", f"{ours:.0f}"]
+        )
     return table(f"{product}, bursts, TFLOP/s", ["layer", *times, "grouped_mm / moe_fast", "moe_fast µs"], lines)
 
 
@@ -264,7 +303,9 @@ def main() -> None:
             compare_scaled(make(layer))
             print(f"{name}: right")
         return
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, {options.rounds} rounds of {CALLS} calls")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, {options.rounds} rounds of {CALLS} calls"
+    )
     results: dict[str, dict[str, dict[str, float]]] = {}
     flops: dict[str, int] = {}
     for name, layer in LAYERS.items():
@@ -276,7 +317,9 @@ def main() -> None:
         captured(p, layer)
         flops[name] = p.flops
         scaled = scaled_versions_of(p)
-        results[name] = {product: bursts(versions | scaled[product], options.rounds) for product, versions in versions_of(p).items()}
+        results[name] = {
+            product: bursts(versions | scaled[product], options.rounds) for product, versions in versions_of(p).items()
+        }
     for product in ("forward", "dgrad", "wgrad"):
         print(lines_of(results, flops, product))
     print("\nall results are right; captured steps follow changed counts; no host sync")

@@ -30,10 +30,16 @@ def main() -> None:
         wall = time.perf_counter() - started
         session.close()
         outcomes = [line for line in entries(Path(folder)) if line["kind"] == "outcome"]
-    reference, implementation = (sum(line[f"seconds_{who}"] for line in outcomes) for who in ("reference", "implementation"))
+    reference, implementation = (
+        sum(line[f"seconds_{who}"] for line in outcomes) for who in ("reference", "implementation")
+    )
     cost = (wall - reference - implementation) / len(outcomes)
-    print(f"{len(outcomes)} cases of {options.impl} in {wall:.2f} s: reference {reference:.2f} s, implementation {implementation:.2f} s")
-    print(f"harness {1e3 * cost:.2f} ms a case (goal: under 3), {sum(line['evaluations'] for line in outcomes) / len(outcomes):.2f} evaluations a case")
+    print(
+        f"{len(outcomes)} cases of {options.impl} in {wall:.2f} s: reference {reference:.2f} s, implementation {implementation:.2f} s"
+    )
+    print(
+        f"harness {1e3 * cost:.2f} ms a case (goal: under 3), {sum(line['evaluations'] for line in outcomes) / len(outcomes):.2f} evaluations a case"
+    )
 
 
 if __name__ == "__main__":

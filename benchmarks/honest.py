@@ -40,7 +40,15 @@ def main() -> int:
         started = time.monotonic()
         seen = Seen()
         try:
-            sweep(seen, implementation, options.seeds, PROFILES[options.profile], options.jobs, options.function, started + options.seconds)
+            sweep(
+                seen,
+                implementation,
+                options.seeds,
+                PROFILES[options.profile],
+                options.jobs,
+                options.function,
+                started + options.seconds,
+            )
         finally:
             seconds = time.monotonic() - started
             total = sum(seen.statuses.values())
@@ -63,7 +71,9 @@ class Seen:
     seeds: int = 0  # drawn whole, in time
 
 
-def sweep(seen: Seen, implementation: str, seeds: int, profile: Profile, jobs: int, functions: list[str] | None, last: float) -> None:
+def sweep(
+    seen: Seen, implementation: str, seeds: int, profile: Profile, jobs: int, functions: list[str] | None, last: float
+) -> None:
     """Judge a variant, and draw no case after the time `last`."""
 
     def cases(space: Space) -> Iterator[Case]:

@@ -56,12 +56,24 @@ def make_problem(shape: Shape, num_tokens: int, align: int, seed: int = 0) -> Pr
     expert_M, token_M = routing_map.t().nonzero(as_tuple=True)
     count = routing_map.sum(0)
     segment = (count + align - 1) // align * align
-    row_M = torch.arange(len(token_M), device=DEVICE) + (segment.cumsum(0) - segment - count.cumsum(0) + count)[expert_M]
+    row_M = (
+        torch.arange(len(token_M), device=DEVICE) + (segment.cumsum(0) - segment - count.cumsum(0) + count)[expert_M]
+    )
     token_P = torch.full((int(segment.sum()),), num_tokens, device=DEVICE)
     token_P[row_M] = token_M
     row_TE = torch.zeros(scores.shape, dtype=torch.int64, device=DEVICE)
     row_TE[token_M, expert_M] = row_M
-    return Problem(tokens, routing_map, probs, token_P, row_M, token_M, expert_M, row_TE.gather(1, experts_TK), probs.gather(1, experts_TK))
+    return Problem(
+        tokens,
+        routing_map,
+        probs,
+        token_P,
+        row_M,
+        token_M,
+        expert_M,
+        row_TE.gather(1, experts_TK),
+        probs.gather(1, experts_TK),
+    )
 
 
 def place(problem: Problem, align: int) -> metadata.RowMap:
@@ -146,7 +158,9 @@ def check(problem: Problem, align: int) -> None:
     close(dtokens.float(), gathered.sum(1))
     assert torch.equal(dprobs, p.probs_TE)
     drows, dprobs = _merge_backward(dout, rows, p.probs_TE, row_map, True)
-    right = torch.zeros_like(rows).index_copy_(0, p.row_M, (dout[p.token_M].float() * p.probs_TE[p.token_M, p.expert_M][:, None]).bfloat16())
+    right = torch.zeros_like(rows).index_copy_(
+        0, p.row_M, (dout[p.token_M].float() * p.probs_TE[p.token_M, p.expert_M][:, None]).bfloat16()
+    )
     assert torch.equal(drows, right)
     right = torch.zeros_like(p.probs_TE)
     right[p.token_M, p.expert_M] = (rows[p.row_M].float() * dout[p.token_M].float()).sum(1)
@@ -178,11 +192,24 @@ def operations(p: Problem, align: int) -> list[Operation]:
     }
     found.append(Operation(f"{unpad}unpermute by probs", summed, merged))
     if align == 1:
-        backward = {"moe_fast": partial(_sum_rows, rows, None, drow_probs, row_map), "gather + sum": lambda: gather_rows(p, rows).sum(1)}
+        backward = {
+            "moe_fast": partial(_sum_rows, rows, None, drow_probs, row_map),
+            "gather + sum": lambda: gather_rows(p, rows).sum(1),
+        }
         backward["index_add"] = partial(index_add, p, rows)
-        return [*found, Operation("permute backward with dprobs", (num_tokens + rows_M) * row + 8 * rows_M + 4 * p.probs_TE.numel(), backward)]
+        return [
+            *found,
+            Operation(
+                "permute backward with dprobs",
+                (num_tokens + rows_M) * row + 8 * rows_M + 4 * p.probs_TE.numel(),
+                backward,
+            ),
+        ]
     minimum = (num_tokens + rows_M + p.num_rows) * row + 12 * rows_M
-    backward = {"moe_fast": partial(_merge_backward, dout, rows, p.probs_TE, row_map, True), "eager": partial(merge_backward, p, dout, rows, probs_M)}
+    backward = {
+        "moe_fast": partial(_merge_backward, dout, rows, p.probs_TE, row_map, True),
+        "eager": partial(merge_backward, p, dout, rows, probs_M),
+    }
     return [*found, Operation(f"{unpad}unpermute by probs, backward with dprobs", minimum, backward)]
 
 
@@ -197,7 +224,10 @@ def metadata_versions(p: Problem, align: int) -> dict[str, Callable[[], object]]
         order = expert.argsort(stable=True)
         count = p.routing_map_TE.sum(0)
         segment = (count + align - 1) // align * align
-        row = torch.arange(len(order), device=DEVICE) + (segment.cumsum(0) - segment - count.cumsum(0) + count)[expert[order]]
+        row = (
+            torch.arange(len(order), device=DEVICE)
+            + (segment.cumsum(0) - segment - count.cumsum(0) + count)[expert[order]]
+        )
         return order, count, row
 
     return {
@@ -242,7 +272,11 @@ def check_graph(shape: Shape, num_tokens: int) -> None:
         x, q = tokens.detach().requires_grad_(), probs.detach().requires_grad_()
         permuted = moe_fast.permute(x, routing_map, probs=q, align=16, num_rows=num_rows)
         merged = moe_fast.unpermute(permuted.rows, permuted.row_map, probs=q)
-        return permuted.rows.detach(), merged.detach(), *torch.autograd.grad([merged, permuted.probs], [x, q], [tokens, permuted.probs.detach()])
+        return (
+            permuted.rows.detach(),
+            merged.detach(),
+            *torch.autograd.grad([merged, permuted.probs], [x, q], [tokens, permuted.probs.detach()]),
+        )
 
     torch.cuda.set_sync_debug_mode("error")
     step()
@@ -256,7 +290,11 @@ def check_graph(shape: Shape, num_tokens: int) -> None:
     with torch.cuda.graph(graph):
         captured = step()
     for problem in (second, first, second):
-        for buffer, value in ((tokens, problem.tokens_TH), (routing_map, problem.routing_map_TE), (probs, problem.probs_TE)):
+        for buffer, value in (
+            (tokens, problem.tokens_TH),
+            (routing_map, problem.routing_map_TE),
+            (probs, problem.probs_TE),
+        ):
             buffer.copy_(value)
         graph.replay()
         expected = padded_gather(torch.cat([tokens, tokens.new_zeros(1, shape.hidden)]), problem.token_P)
@@ -286,14 +324,19 @@ def measure(shapes: dict[str, Shape], num_tokens: int, blocks: int, reps: int) -
             check(p, align)
             for operation in operations(p, align):
                 source = torch.randn(operation.minimum // 8, device=DEVICE)
-                versions = {**operation.versions, "copy of as many bytes": partial(torch.empty_like(source).copy_, source)}
+                versions = {
+                    **operation.versions,
+                    "copy of as many bytes": partial(torch.empty_like(source).copy_, source),
+                }
                 results[name][operation.title] = report(operation, interleaved(versions, blocks, reps), top["copy"])
             if align == 16:
                 latencies[name] = replayed(metadata_versions(p, align), blocks, reps)
                 latencies[name]["permute, graph"] = replayed(whole_call(p, align), blocks, reps)["moe_fast.permute"]
                 latencies[name]["permute, eager"] = interleaved(whole_call(p, align), blocks, reps)["moe_fast.permute"]
     after = ceilings(blocks, reps)
-    print(f"copy {top['copy']:.2f} TB/s (after: {after['copy']:.2f}), write {top['write']:.2f}, read {top['read']:.2f}; {time.perf_counter() - started:.0f} s")
+    print(
+        f"copy {top['copy']:.2f} TB/s (after: {after['copy']:.2f}), write {top['write']:.2f}, read {top['read']:.2f}; {time.perf_counter() - started:.0f} s"
+    )
     for title in dict.fromkeys(title for by_title in results.values() for title in by_title):
         print(lines_of(results, title))
     columns = list(next(iter(latencies.values())))
@@ -320,13 +363,17 @@ def main() -> None:
             print(f"{name}: equal to eager torch")
         return
     names = list(SHAPES) if options.shapes == "all" else options.shapes.split(",")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, T = {options.tokens}")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, T = {options.tokens}"
+    )
     with torch.no_grad():
         figures = measure({name: SHAPES[name] for name in names}, options.tokens, options.blocks, options.reps)
     repeated = sum(check_repeats(SHAPES[name], options.tokens, options.launches) for name in names)
     for name in names:
         check_graph(SHAPES[name], options.tokens)
-    print(f"\n{repeated} launches of the metadata equal torch's; captured steps follow a changed map; no host sync with num_rows")
+    print(
+        f"\n{repeated} launches of the metadata equal torch's; captured steps follow a changed map; no host sync with num_rows"
+    )
     if options.json:
         with open(options.json, "w") as file:
             json.dump(figures, file, indent=1)

@@ -47,7 +47,9 @@ class Kind:
 KINDS = (
     Kind("block 1×128, rows", Recipe("block"), 128, 1, 1 + 4 / 128, partial(eager_block, dims=(1,))),
     Kind("MXFP8, rows", Recipe("mxfp8"), 32, 1, 1 + 1 / 32, partial(eager_mxfp8, dims=(1,))),
-    Kind("block 1×128, rows and columns", Recipe("block"), 128, 1, 2 + 8 / 128, partial(eager_block, dims=(1, 0)), True),
+    Kind(
+        "block 1×128, rows and columns", Recipe("block"), 128, 1, 2 + 8 / 128, partial(eager_block, dims=(1, 0)), True
+    ),
     Kind("MXFP8, rows and columns", Recipe("mxfp8"), 32, 1, 2 + 2 / 32, partial(eager_mxfp8, dims=(1, 0)), True),
     Kind("current", Recipe("current"), 16, 2, 1, eager_current),
     Kind("delayed", Recipe("delayed", amax_history_len=16), 16, 1, 1, eager_delayed),
@@ -62,21 +64,31 @@ def state_of(kind: Kind, experts: int) -> QuantizerState | None:
 
 
 def one_step(p: Problem, kind: Kind, state: QuantizerState | None) -> Any:
-    how: dict[str, Any] = {"probs": p.probs_TE, "align": kind.align, "num_rows": p.num_rows, "columnwise": kind.columnwise, "state": state}
+    how: dict[str, Any] = {
+        "probs": p.probs_TE,
+        "align": kind.align,
+        "num_rows": p.num_rows,
+        "columnwise": kind.columnwise,
+        "state": state,
+    }
     return moe_fast.permute_and_quantize(p.tokens_TH, p.routing_map_TE, kind.recipe, **how)
 
 
 def two_steps(p: Problem, kind: Kind, state: QuantizerState | None) -> tuple[Any, Any]:
     permuted = moe_fast.permute(p.tokens_TH, p.routing_map_TE, probs=p.probs_TE, align=kind.align, num_rows=p.num_rows)
     splits = permuted.tokens_per_expert
-    return permuted, moe_fast.quantize(permuted.rows, kind.recipe, splits=splits, columnwise=kind.columnwise, state=state)
+    return permuted, moe_fast.quantize(
+        permuted.rows, kind.recipe, splits=splits, columnwise=kind.columnwise, state=state
+    )
 
 
 def moves(p: Problem, kind: Kind, state: QuantizerState | None) -> Callable[[], object]:
     """The launches that move, with the places known."""
     lists, slots = metadata.place(p.routing_map_TE, kind.align, p.num_rows)
     row_map = lists.without_bases()
-    return lambda: Work(p.tokens_TH, p.probs_TE, kind.recipe, "input", lists, row_map, slots.tokens_per_expert).done(True, kind.columnwise, state)
+    return lambda: Work(p.tokens_TH, p.probs_TE, kind.recipe, "input", lists, row_map, slots.tokens_per_expert).done(
+        True, kind.columnwise, state
+    )
 
 
 def compiled(p: Problem, kind: Kind) -> Callable[[], object]:
@@ -93,7 +105,9 @@ def check(p: Problem, kind: Kind) -> None:
     whole, (permuted, made) = one_step(p, kind, state), two_steps(p, kind, state)
     for columnwise in (False, True)[: 1 + kind.columnwise]:
         for read in (moe_fast.codes, moe_fast.scales, moe_fast.amax, moe_fast.dequantize):
-            assert torch.equal(read(whole.quantized, columnwise=columnwise), read(made.quantized, columnwise=columnwise)), (kind.title, read.__name__)
+            assert torch.equal(
+                read(whole.quantized, columnwise=columnwise), read(made.quantized, columnwise=columnwise)
+            ), (kind.title, read.__name__)
     assert torch.equal(whole.probs, permuted.probs) and torch.equal(whole.tokens_per_expert, permuted.tokens_per_expert)
     ones = torch.ones_like(permuted.rows)
     assert torch.equal(moe_fast.unpermute(ones, whole.row_map), moe_fast.unpermute(ones, permuted.row_map))
@@ -106,8 +120,13 @@ def check_graph(p: Problem, kind: Kind) -> None:
     state, tokens, chosen = state_of(kind, p.routing_map_TE.shape[1]), p.tokens_TH.clone(), p.routing_map_TE.clone()
 
     def step() -> list[Tensor]:
-        made = moe_fast.permute_and_quantize(tokens, chosen, kind.recipe, align=kind.align, num_rows=p.num_rows, columnwise=kind.columnwise, state=state)
-        return [moe_fast.dequantize(made.quantized, columnwise=columnwise) for columnwise in (False, True)[: 1 + kind.columnwise]]
+        made = moe_fast.permute_and_quantize(
+            tokens, chosen, kind.recipe, align=kind.align, num_rows=p.num_rows, columnwise=kind.columnwise, state=state
+        )
+        return [
+            moe_fast.dequantize(made.quantized, columnwise=columnwise)
+            for columnwise in (False, True)[: 1 + kind.columnwise]
+        ]
 
     torch.cuda.set_sync_debug_mode("error")
     step()
@@ -161,15 +180,26 @@ def measure(names: list[str], kinds: list[Kind], num_tokens: int, blocks: int, r
 def line_of(shape: str, title: str, result: dict[str, Any]) -> str:
     """A line of the table."""
     ours, peer, one, two = result["us"].values()
-    times = [f"{result['floor_us']:.1f}", f"{ours:.1f}", f"{ours / result['floor_us']:.3f}", f"{peer:.1f} ({peer / ours:.2f})"]
-    return "| " + " | ".join([shape, title, result["size"], *times, f"{one:.1f}", f"{two:.1f} ({two / one:.2f})"]) + " |"
+    times = [
+        f"{result['floor_us']:.1f}",
+        f"{ours:.1f}",
+        f"{ours / result['floor_us']:.3f}",
+        f"{peer:.1f} ({peer / ours:.2f})",
+    ]
+    return (
+        "| " + " | ".join([shape, title, result["size"], *times, f"{one:.1f}", f"{two:.1f} ({two / one:.2f})"]) + " |"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--shapes", default="all", help="names separated by commas")
-    parser.add_argument("--recipes", default="all", help="beginnings of their titles, separated by semicolons: compiling the peers takes long")
+    parser.add_argument(
+        "--recipes",
+        default="all",
+        help="beginnings of their titles, separated by semicolons: compiling the peers takes long",
+    )
     parser.add_argument("--blocks", type=int, default=7, help="turns that each version takes")
     parser.add_argument("--reps", type=int, default=15, help="calls a turn")
     parser.add_argument("--json", help="write every figure to this file")
@@ -184,8 +214,14 @@ def main() -> None:
             print("one step makes every bit of two")
             return
         names = list(SHAPES) if options.shapes == "all" else options.shapes.split(",")
-        kinds = [kind for kind in KINDS if options.recipes == "all" or kind.title.startswith(tuple(options.recipes.split(";")))]
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, T = {options.tokens}")
+        kinds = [
+            kind
+            for kind in KINDS
+            if options.recipes == "all" or kind.title.startswith(tuple(options.recipes.split(";")))
+        ]
+        print(
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, T = {options.tokens}"
+        )
         figures = measure(names, kinds, options.tokens, options.blocks, options.reps)
     print("\ncaptured calls follow changed tokens and maps, and wait for no device")
     if options.json:

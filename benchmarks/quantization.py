@@ -28,7 +28,9 @@ from moe_fast.backend import INTERPRETED, triton
 from moe_ref.config import QuantizerState, Recipe
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-CHUNK_ROWS, CHUNK_COLUMNS = (256, 128) if INTERPRETED else (2**14, 2**10)  # the reference takes some 200 bytes an element
+CHUNK_ROWS, CHUNK_COLUMNS = (
+    (256, 128) if INTERPRETED else (2**14, 2**10)
+)  # the reference takes some 200 bytes an element
 DTYPES = (torch.bfloat16, torch.float32)
 E4M3_MAX = 448.0
 GROUPS = 12  # some of them empty
@@ -46,7 +48,12 @@ RECIPES = {
     "nvfp4, row-scaled": Recipe("nvfp4", row_scaled_activation=True, **NEAREST),
     "nvfp4, four over six": Recipe("nvfp4", four_over_six="all", **NEAREST),
     "nvfp4, four over six, squares of errors": Recipe(
-        "nvfp4", four_over_six="all", four_over_six_error="mse", four_over_six_bound_256="none", two_dimensional_weights=False, **NEAREST
+        "nvfp4",
+        four_over_six="all",
+        four_over_six_error="mse",
+        four_over_six_bound_256="none",
+        two_dimensional_weights=False,
+        **NEAREST,
     ),
 }
 ROLES = {  # that have kernels of their own; rows alone for gradients in FP8, both directions for the others
@@ -76,7 +83,9 @@ def of_block(x: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def cast(blocks: Tensor, scale: Tensor, dim: int, length: int) -> Tensor:
-    return (blocks * scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(dim, dim + 1).narrow(dim, 0, length)
+    return (
+        (blocks * scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(dim, dim + 1).narrow(dim, 0, length)
+    )
 
 
 def eager_block(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -139,7 +148,9 @@ def check_peers() -> None:
         codes, scale, columns, column_scale = peer(x, (1, 0))
         assert torch.equal(moe_fast.codes(quantized), codes.view(torch.uint8))
         assert torch.equal(moe_fast.codes(quantized, columnwise=True), columns.view(torch.uint8))
-        assert torch.equal(moe_fast.scales(quantized), scale) and torch.equal(moe_fast.scales(quantized, columnwise=True), column_scale)
+        assert torch.equal(moe_fast.scales(quantized), scale) and torch.equal(
+            moe_fast.scales(quantized, columnwise=True), column_scale
+        )
     quantized = moe_fast.quantize(x, RECIPES["current"]).quantized
     assert torch.equal(moe_fast.codes(quantized), eager_current(x)[0].view(torch.uint8))
 
@@ -150,22 +161,37 @@ def operations(x: Tensor, groups: int) -> list[Operation]:
     state = QuantizerState(torch.zeros(groups, 1024, device=DEVICE), torch.full((groups,), 64.0, device=DEVICE))
     one = torch.full((), 64.0, device=DEVICE)
 
-    def operation(title: str, bytes_each: float, scaling: str, peer: Callable[..., object], *arguments: Any, **settings: Any) -> Operation:
-        ours = partial(moe_fast.quantize, x, RECIPES[scaling] if scaling != "delayed" else Recipe("delayed"), **settings)
-        others = {"torch.compile": partial(torch.compile(peer, dynamic=False), x, *arguments), "eager": partial(peer, x, *arguments)}
+    def operation(
+        title: str, bytes_each: float, scaling: str, peer: Callable[..., object], *arguments: Any, **settings: Any
+    ) -> Operation:
+        ours = partial(
+            moe_fast.quantize, x, RECIPES[scaling] if scaling != "delayed" else Recipe("delayed"), **settings
+        )
+        others = {
+            "torch.compile": partial(torch.compile(peer, dynamic=False), x, *arguments),
+            "eager": partial(peer, x, *arguments),
+        }
         return Operation(title, bytes_each * x.numel(), {"moe_fast": ours, **others})
 
     both = {"columnwise": True}
     return [
         operation("block 1×128, rows", BF16 + 1 + 4 / 128, "block", eager_block, (1,), splits=fp8),
-        operation("block 1×128, rows and columns", BF16 + 2 + 8 / 128, "block", eager_block, (1, 0), splits=fp8, **both),
+        operation(
+            "block 1×128, rows and columns", BF16 + 2 + 8 / 128, "block", eager_block, (1, 0), splits=fp8, **both
+        ),
         operation("MXFP8, rows", BF16 + 1 + 1 / 32, "mxfp8", eager_mxfp8, (1,), splits=mx),
         operation("MXFP8, rows and columns", BF16 + 2 + 2 / 32, "mxfp8", eager_mxfp8, (1, 0), splits=mx, **both),
         operation("current", 2 * BF16 + 1, "current", eager_current, splits=fp8),
         operation("delayed", BF16 + 1, "delayed", eager_delayed, one, splits=fp8, state=state),
-        Operation("NVFP4, rows", (2 * BF16 + 1 + 1 / 16) * x.numel(), {"moe_fast": partial(moe_fast.quantize, x, RECIPES["nvfp4"], splits=mx)}),
         Operation(
-            "NVFP4, rows and columns", (2 * BF16 + 2 + 2 / 16) * x.numel(), {"moe_fast": partial(moe_fast.quantize, x, RECIPES["nvfp4"], splits=mx, **both)}
+            "NVFP4, rows",
+            (2 * BF16 + 1 + 1 / 16) * x.numel(),
+            {"moe_fast": partial(moe_fast.quantize, x, RECIPES["nvfp4"], splits=mx)},
+        ),
+        Operation(
+            "NVFP4, rows and columns",
+            (2 * BF16 + 2 + 2 / 16) * x.numel(),
+            {"moe_fast": partial(moe_fast.quantize, x, RECIPES["nvfp4"], splits=mx, **both)},
         ),
     ]
 
@@ -180,7 +206,9 @@ def seen(namespace: Any, x: Tensor, recipe: Recipe, call: dict[str, Any]) -> dic
     for columnwise in (False, True):
         if call["columnwise" if columnwise else "rowwise"]:
             for name in ("codes", "scales", "amax", "dequantize"):
-                made[f"{name} {'by columns' if columnwise else 'by rows'}"] = getattr(namespace, name)(quantized, columnwise=columnwise)
+                made[f"{name} {'by columns' if columnwise else 'by rows'}"] = getattr(namespace, name)(
+                    quantized, columnwise=columnwise
+                )
     return made
 
 
@@ -197,7 +225,9 @@ def compare(x: Tensor, recipe: Recipe, title: str, call: dict[str, Any]) -> None
         different = (got != want) & ~(got.isnan() & want.isnan())
         if different.any():
             place = tuple(different.nonzero()[0].tolist())
-            raise AssertionError(f"{title}: {int(different.sum())} of {got.numel()} {name} differ, first at {place}: {got[place]} for {want[place]}")
+            raise AssertionError(
+                f"{title}: {int(different.sum())} of {got.numel()} {name} differ, first at {place}: {got[place]} for {want[place]}"
+            )
 
 
 def decisive(rows: int, columns: int, generator: torch.Generator, alike: bool = False) -> Tensor:
@@ -219,7 +249,9 @@ def decisive(rows: int, columns: int, generator: torch.Generator, alike: bool = 
     kind = integers(0, 6, rows, columns)
     mantissa = torch.where(kind < 2, near, torch.where(kind == 2, fits, integers(0, 2**23, rows, columns)))
     bits = (exponent.clamp(0, 255) << 23) | (mantissa & 0x7FFFFF) | (integers(0, 2, rows, columns) << 31)
-    bits = torch.where(integers(0, 97, rows, columns) == 0, integers(0, 2, rows, columns) << 31, bits)  # zeros of both signs
+    bits = torch.where(
+        integers(0, 97, rows, columns) == 0, integers(0, 2, rows, columns) << 31, bits
+    )  # zeros of both signs
     return bits.to(torch.int32).view(torch.float32)
 
 
@@ -235,13 +267,21 @@ def exact_recipe(name: str, count: float) -> None:
     for i in chunks(count):
         two_levels, role = recipe.scaling == "nvfp4", ROLES[name][i // 2 % len(ROLES[name])]
         transformed = bool(recipe.hadamard) and role != "weight"
-        x = decisive(CHUNK_ROWS, CHUNK_COLUMNS, generator, alike=two_levels and i % 4 < 2).to(torch.bfloat16 if transformed else DTYPES[i % 2])
+        x = decisive(CHUNK_ROWS, CHUNK_COLUMNS, generator, alike=two_levels and i % 4 < 2).to(
+            torch.bfloat16 if transformed else DTYPES[i % 2]
+        )
         splits = segments(CHUNK_ROWS - 64 * (i % 3), GROUPS, unit, seed=i)
         state = None
         if recipe.scaling == "delayed":
             scale = decisive(1, GROUPS, generator).flatten().abs()
             state = QuantizerState(torch.zeros(GROUPS, 4, device=DEVICE), scale)
-        call = {"role": role, "splits": splits, "rowwise": True, "columnwise": two_levels or role != "grad_output", "state": state}
+        call = {
+            "role": role,
+            "splits": splits,
+            "rowwise": True,
+            "columnwise": two_levels or role != "grad_output",
+            "state": state,
+        }
         if recipe.stochastic_rounding and role == "grad_output":
             call["noise"] = torch.rand(2, *x.shape, generator=generator, device=DEVICE)
         compare(x, recipe, f"{name}, {role}, chunk {i}", call)
@@ -254,13 +294,27 @@ def exact_casts(role: str, count: float, hardware: bool) -> None:
         size = CHUNK_ROWS * CHUNK_COLUMNS
         state = QuantizerState(torch.zeros(1, 4, device=DEVICE), torch.ones(1, device=DEVICE))
         for i in chunks(min(count, 2**32)):
-            bits = (torch.arange(i * size, (i + 1) * size, device=DEVICE) * 0x9E3779B1) & 0xFFFFFFFF  # odd: 2³² different ones in a row
+            bits = (
+                torch.arange(i * size, (i + 1) * size, device=DEVICE) * 0x9E3779B1
+            ) & 0xFFFFFFFF  # odd: 2³² different ones in a row
             x = (bits - ((bits >> 31) << 32)).to(torch.int32).view(torch.float32).view(CHUNK_ROWS, CHUNK_COLUMNS)
-            compare(x, RECIPES["delayed"], f"casts of {role}, chunk {i}", {"role": role, "rowwise": True, "columnwise": False, "state": state})
+            compare(
+                x,
+                RECIPES["delayed"],
+                f"casts of {role}, chunk {i}",
+                {"role": role, "rowwise": True, "columnwise": False, "state": state},
+            )
     finally:
         group_scaling.casts_in_hardware = chosen
-    every = (torch.arange(2**16, device=DEVICE) << 16).to(torch.int32).view(torch.float32).to(torch.bfloat16).view(256, 256)
-    compare(every, RECIPES["delayed"], f"every bfloat16 as {role}", {"role": role, "rowwise": True, "columnwise": False, "state": state})
+    every = (
+        (torch.arange(2**16, device=DEVICE) << 16).to(torch.int32).view(torch.float32).to(torch.bfloat16).view(256, 256)
+    )
+    compare(
+        every,
+        RECIPES["delayed"],
+        f"every bfloat16 as {role}",
+        {"role": role, "rowwise": True, "columnwise": False, "state": state},
+    )
 
 
 def exact(count: float) -> None:
@@ -269,7 +323,9 @@ def exact(count: float) -> None:
         for hardware in (False,) if INTERPRETED else (True, False):
             started = time.perf_counter()
             exact_casts(role, count, hardware)
-            print(f"casts of {role}, {'by the device' if hardware else 'by integers'}: {min(count, 2**32):.3g} numbers, {time.perf_counter() - started:.1f} s")
+            print(
+                f"casts of {role}, {'by the device' if hardware else 'by integers'}: {min(count, 2**32):.3g} numbers, {time.perf_counter() - started:.1f} s"
+            )
     for name in RECIPES:
         started = time.perf_counter()
         exact_recipe(name, count)
@@ -285,14 +341,18 @@ def check_large(rows: int, columns: int, recipe: Recipe, **call: Any) -> None:
     whole = moe_fast.quantize(x, recipe, splits=splits, **call).quantized
     alone = moe_fast.quantize(x[-last:], recipe, **call).quantized
     for columnwise in (False, True):
-        assert torch.equal(moe_fast.codes(whole, columnwise=columnwise)[-last:], moe_fast.codes(alone, columnwise=columnwise))
+        assert torch.equal(
+            moe_fast.codes(whole, columnwise=columnwise)[-last:], moe_fast.codes(alone, columnwise=columnwise)
+        )
         scale, right = moe_fast.scales(whole, columnwise=columnwise), moe_fast.scales(alone, columnwise=columnwise)
         assert torch.equal(scale[-len(right) :], right)
 
 
 def check_graph(x: Tensor, groups: int) -> None:
     """A captured quantizer follows what is in x and in the splits at the replay, and waits for no device."""
-    for recipe in (RECIPES[name] for name in ("block", "mxfp8", "current", "nvfp4", "nvfp4, row-scaled", "nvfp4, four over six")):
+    for recipe in (
+        RECIPES[name] for name in ("block", "mxfp8", "current", "nvfp4", "nvfp4, row-scaled", "nvfp4, four over six")
+    ):
         y, splits = x.clone(), segments(len(x), groups, 32)
 
         def step(recipe: Recipe = recipe, y: Tensor = y, splits: Tensor = splits) -> list[Tensor]:
@@ -336,9 +396,16 @@ def measure(names: list[str], num_tokens: int, blocks: int, reps: int) -> dict[s
             times = rotated({version: [call] * CAPTURED for version, call in versions.items()}, blocks, reps)
             floor = operation.minimum / top["copy"] / 1e6
             size = f"{len(x)} · {shape.hidden}"
-            results[name][operation.title] = {"size": size, "floor_us": floor, "to_floor": times["moe_fast"] / floor, "us": times}
+            results[name][operation.title] = {
+                "size": size,
+                "floor_us": floor,
+                "to_floor": times["moe_fast"] / floor,
+                "us": times,
+            }
     after = ceilings(blocks, reps)
-    print(f"copy {top['copy']:.2f} TB/s (after: {after['copy']:.2f}), write {top['write']:.2f}, read {top['read']:.2f}; {time.perf_counter() - started:.0f} s")
+    print(
+        f"copy {top['copy']:.2f} TB/s (after: {after['copy']:.2f}), write {top['write']:.2f}, read {top['read']:.2f}; {time.perf_counter() - started:.0f} s"
+    )
     for title in next(iter(results.values())):
         print(lines_of(results, title, "rows · H"))
     return {"ceilings": top, "ceilings_after": after, "operations": results}
@@ -360,14 +427,18 @@ def main() -> None:
             exact(options.exact or CHUNK_ROWS * CHUNK_COLUMNS)
             return
         names = list(SHAPES) if options.shapes == "all" else options.shapes.split(",")
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, T = {options.tokens}")
+        print(
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, T = {options.tokens}"
+        )
         check_peers()
         exact(2**26)
         figures = measure(names, options.tokens, options.blocks, options.reps)
         for recipe in (RECIPES["block"], RECIPES["mxfp8"]):
             check_large(2**16 + 2**12, 2**15 + 128, recipe, columnwise=True)  # more than 2³¹ elements
         check_large(2**24, 64, RECIPES["mxfp8"], columnwise=True)  # many tiles
-    print("\ncaptured steps follow changed rows and splits and wait for no device; the last of more than 2³¹ elements are right")
+    print(
+        "\ncaptured steps follow changed rows and splits and wait for no device; the last of more than 2³¹ elements are right"
+    )
     if options.json:
         with open(options.json, "w") as file:
             json.dump(figures, file, indent=1)

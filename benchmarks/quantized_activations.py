@@ -40,7 +40,13 @@ class Operation:
     versions: dict[str, Callable[[], object]]
 
 
-def one_after_the_other(activate: Callable[..., Any], cast: Callable[..., Any], x: tuple[Tensor, ...], dims: tuple[int, ...], **settings: Any) -> object:
+def one_after_the_other(
+    activate: Callable[..., Any],
+    cast: Callable[..., Any],
+    x: tuple[Tensor, ...],
+    dims: tuple[int, ...],
+    **settings: Any,
+) -> object:
     """An activation that is written, and quantised as one group."""
     made = activate(*x, **settings)
     return cast(made[0] if isinstance(made, tuple) else made, dims), made
@@ -75,7 +81,10 @@ def check_graph(p: Problem, groups: int) -> None:
             call: dict[str, Any] = {"splits": splits, "probs": p.probs_P, "columnwise": True, **p.settings}
             there = moe_fast.glu_and_quantize(h, recipe, **call).quantized
             back = moe_fast.glu_backward_and_quantize(p.d_out_PF, h, recipe, **call)
-            return [*(moe_fast.dequantize(q, columnwise=way) for q in (there, back.quantized) for way in (False, True)), back.d_probs]
+            return [
+                *(moe_fast.dequantize(q, columnwise=way) for q in (there, back.quantized) for way in (False, True)),
+                back.d_probs,
+            ]
 
         torch.cuda.set_sync_debug_mode("error")
         step()
@@ -103,28 +112,42 @@ def operations(p: Problem, groups: int) -> list[Operation]:
     there, back = (p.h_PF2, p.probs_P), (p.d_out_PF, p.h_PF2, p.probs_P)
 
     def two_of_ours(recipe: Recipe, columnwise: bool) -> object:
-        return moe_fast.quantize(moe_fast.glu(p.h_PF2, probs=p.probs_P, **p.settings), recipe, splits=splits, columnwise=columnwise)
+        return moe_fast.quantize(
+            moe_fast.glu(p.h_PF2, probs=p.probs_P, **p.settings), recipe, splits=splits, columnwise=columnwise
+        )
 
     def two_of_ours_back(recipe: Recipe) -> object:
         d_h = moe_fast.glu_backward(p.d_out_PF, p.h_PF2, probs=p.probs_P, **p.settings).d_h
         return moe_fast.quantize(d_h, recipe, role="grad_output", splits=splits, columnwise=True)
 
     found = []
-    for title, recipe, columnwise in (("1x128, rows", BLOCK, False), ("1x128, rows and columns", BLOCK, True), ("MXFP8, rows and columns", MXFP8, True)):
+    for title, recipe, columnwise in (
+        ("1x128, rows", BLOCK, False),
+        ("1x128, rows and columns", BLOCK, True),
+        ("MXFP8, rows and columns", MXFP8, True),
+    ):
         dims = (1, 0) if columnwise else (1,)
         written = len(dims) * (1 + SCALES[recipe.scaling])
         call: dict[str, Any] = {"splits": splits, "probs": p.probs_P, "columnwise": columnwise, **p.settings}
         versions: dict[str, Callable[[], object]] = {
             "moe_fast": partial(moe_fast.glu_and_quantize, p.h_PF2, recipe, **call),
-            "torch.compile, twice": partial(one_after_the_other, compiled["forward"], casts[recipe.scaling], there, dims, **p.settings),
+            "torch.compile, twice": partial(
+                one_after_the_other, compiled["forward"], casts[recipe.scaling], there, dims, **p.settings
+            ),
             "glu, then quantize": partial(two_of_ours, recipe, columnwise),
         }
         found.append(Operation(f"GLU · p, {title}", rows * width * (2 * BF16 + written) + rows * PROB, versions))
-    for title, recipe, rounds in (("1x128, rounded first", BLOCK, True), ("1x128", BLOCK, False), ("MXFP8", MXFP8, False)):
+    for title, recipe, rounds in (
+        ("1x128, rounded first", BLOCK, True),
+        ("1x128", BLOCK, False),
+        ("MXFP8", MXFP8, False),
+    ):
         call = {"splits": splits, "probs": p.probs_P, "columnwise": True, "round_before_quantize": rounds, **p.settings}
         versions = {
             "moe_fast": partial(moe_fast.glu_backward_and_quantize, p.d_out_PF, p.h_PF2, recipe, **call),
-            "torch.compile, twice": partial(one_after_the_other, compiled["backward"], casts[recipe.scaling], back, (1, 0), **p.settings),
+            "torch.compile, twice": partial(
+                one_after_the_other, compiled["backward"], casts[recipe.scaling], back, (1, 0), **p.settings
+            ),
             "glu_backward, then quantize": partial(two_of_ours_back, recipe),
         }
         moved = rows * width * (3 * BF16 + 4 * (1 + SCALES[recipe.scaling])) + 2 * rows * PROB
@@ -147,12 +170,23 @@ def measure(names: list[str], num_tokens: int, blocks: int, reps: int) -> dict[s
         results[name] = {}
         for operation in operations(p, SHAPES[name].experts):
             source = torch.empty(int(operation.minimum) // 4, dtype=torch.bfloat16, device=DEVICE).normal_()
-            times = interleaved({**operation.versions, "copy of as many bytes": partial(torch.empty_like(source).copy_, source)}, blocks, reps)
+            times = interleaved(
+                {**operation.versions, "copy of as many bytes": partial(torch.empty_like(source).copy_, source)},
+                blocks,
+                reps,
+            )
             floor = operation.minimum / top["copy"] / 1e6
             size = f"{len(p.probs_P)} · {WIDTHS[name]}"
-            results[name][operation.title] = {"size": size, "floor_us": floor, "to_floor": times["moe_fast"] / floor, "us": times}
+            results[name][operation.title] = {
+                "size": size,
+                "floor_us": floor,
+                "to_floor": times["moe_fast"] / floor,
+                "us": times,
+            }
     after = ceilings(blocks, reps)
-    print(f"copy {top['copy']:.2f} TB/s (after: {after['copy']:.2f}), write {top['write']:.2f}, read {top['read']:.2f}; {time.perf_counter() - started:.0f} s")
+    print(
+        f"copy {top['copy']:.2f} TB/s (after: {after['copy']:.2f}), write {top['write']:.2f}, read {top['read']:.2f}; {time.perf_counter() - started:.0f} s"
+    )
     for title in next(iter(results.values())):
         print(lines_of(results, title, "rows · F"))
     return {"ceilings": top, "ceilings_after": after, "operations": results}
@@ -175,7 +209,9 @@ def main() -> None:
             print("equal to eager torch up to half a step of each code")
             return
         names = list(WIDTHS) if options.shapes == "all" else options.shapes.split(",")
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, T = {options.tokens}")
+        print(
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, T = {options.tokens}"
+        )
         figures = measure(names, options.tokens, options.blocks, options.reps)
     print("\ncaptured steps follow changed rows and splits and wait for no device")
     if options.json:

@@ -57,7 +57,9 @@ def eager_topk(logits: Tensor, router: Router, bias: Tensor | None) -> tuple[Ten
     keys = scores if bias is None else scores + bias
     if router.groups:
         by_group = keys.view(len(keys), router.groups, -1)
-        group = by_group.topk(router.topk // router.group_topk, dim=2).values.sum(2).topk(router.group_topk, dim=1).indices
+        group = (
+            by_group.topk(router.topk // router.group_topk, dim=2).values.sum(2).topk(router.group_topk, dim=1).indices
+        )
         mask = torch.zeros(len(keys), router.groups, dtype=torch.bool, device=keys.device).scatter(1, group, True)
         keys = by_group.masked_fill(~mask[..., None], -torch.inf).view(keys.shape)
     indices = keys.topk(router.topk, dim=1).indices
@@ -82,7 +84,12 @@ def eager_aux(logits: Tensor, router: Router) -> Tensor:
 
 def fused_aux(logits: Tensor, router: Router) -> Tensor:
     scores, chosen = moe_fast.aux_loss_scores(logits, topk=router.topk, score_function=router.score)
-    how: dict[str, Any] = {"total_num_tokens": len(logits), "topk": router.topk, "num_experts": router.experts, "coeff": 1.0}
+    how: dict[str, Any] = {
+        "total_num_tokens": len(logits),
+        "topk": router.topk,
+        "num_experts": router.experts,
+        "coeff": 1.0,
+    }
     return moe_fast.load_balancing_loss(scores, chosen.sum(0), **how)
 
 
@@ -165,8 +172,12 @@ def backward_versions(router: Router, tokens: int) -> dict[str, list[Callable[[]
     compact = [(x, moe_fast.topk_indices(x, expert_bias=bias, **router.settings)) for x in made]
     dense = [(x, moe_fast.topk_routing(x, expert_bias=bias, **router.settings)) for x in made]
     return {
-        "compact": [lambda x=x, out=out: _choose_backward(out.probs, x, out.indices, settings, False) for x, out in compact],
-        "dense": [lambda x=x, out=out: _choose_backward(out.probs, x, out.routing_map, settings, True) for x, out in dense],
+        "compact": [
+            lambda x=x, out=out: _choose_backward(out.probs, x, out.indices, settings, False) for x, out in compact
+        ],
+        "dense": [
+            lambda x=x, out=out: _choose_backward(out.probs, x, out.routing_map, settings, True) for x, out in dense
+        ],
     }
 
 

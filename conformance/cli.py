@@ -13,7 +13,13 @@ from typing import Any
 from conformance.plugin import OPTIONS, UsageExit
 
 USAGE, HARNESS = 2, 3
-CODES = {"PASS": 0, "UNINFORMATIVE": 4, "NOT_OFFERED": 4, "DECLARED_UNSUPPORTED": 4, "ERROR": 3}  # of one case; others 1
+CODES = {
+    "PASS": 0,
+    "UNINFORMATIVE": 4,
+    "NOT_OFFERED": 4,
+    "DECLARED_UNSUPPORTED": 4,
+    "ERROR": 3,
+}  # of one case; others 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,28 +52,72 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="moe-conformance", allow_abbrev=False, description="Compare an implementation of the Mixture-of-Experts pipeline with the reference."
+        prog="moe-conformance",
+        allow_abbrev=False,
+        description="Compare an implementation of the Mixture-of-Experts pipeline with the reference.",
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    _add(verbs, "run", run, "judge an implementation; ends with a verdict", *(name for name, _ in OPTIONS if name != "--replay"), required=("--impl",))
+    _add(
+        verbs,
+        "run",
+        run,
+        "judge an implementation; ends with a verdict",
+        *(name for name, _ in OPTIONS if name != "--replay"),
+        required=("--impl",),
+    )
     one_case = ("--impl", "--device", "--corpus", "--case-seconds")
     _add(verbs, "replay", replay, "run one case and say what it does", *one_case, case=True, required=("--impl",))
-    _add(verbs, "minimize", minimize, "find the smallest case that fails like this one", *one_case, case=True, required=("--impl",))
+    _add(
+        verbs,
+        "minimize",
+        minimize,
+        "find the smallest case that fails like this one",
+        *one_case,
+        case=True,
+        required=("--impl",),
+    )
     _add(verbs, "list", list_, "list the functions, their laws, illegal calls and golden cases")
     _add(verbs, "doctor", doctor, "say what this machine has and whether the suite works on it")
-    _add(verbs, "check-adapter", check_adapter, "say what of a namespace is offered and what is missing", "--impl", "--device", required=("--impl",))
-    planted = _add(verbs, "mutants", mutants, "plant defects and count how many the suite finds", "--impl", "--run-seed", "--jobs", required=("--impl",))
+    _add(
+        verbs,
+        "check-adapter",
+        check_adapter,
+        "say what of a namespace is offered and what is missing",
+        "--impl",
+        "--device",
+        required=("--impl",),
+    )
+    planted = _add(
+        verbs,
+        "mutants",
+        mutants,
+        "plant defects and count how many the suite finds",
+        "--impl",
+        "--run-seed",
+        "--jobs",
+        required=("--impl",),
+    )
     kinds = "listed defects, those made from the implementation's source, or both"
     planted.add_argument("--kind", choices=("planted", "automatic", "all"), default="planted", help=kinds)
-    planted.add_argument("--sample", type=int, default=0, help="only so many of the automatic ones, spread over all of them")
-    planted.add_argument("--function", default="", help="only this function's cases, and of the automatic mutants those that they reach")
+    planted.add_argument(
+        "--sample", type=int, default=0, help="only so many of the automatic ones, spread over all of them"
+    )
+    planted.add_argument(
+        "--function", default="", help="only this function's cases, and of the automatic mutants those that they reach"
+    )
     planted.add_argument("--only", default="", help="only mutants whose name contains this")
     planted.add_argument("--report", default="", help="write the results to this .json file")
     return parser
 
 
 def _add(
-    verbs: Any, name: str, verb: Callable[..., int], text: str, *flags: str, required: tuple[str, ...] = (), case: bool = False
+    verbs: Any,
+    name: str,
+    verb: Callable[..., int],
+    text: str,
+    *flags: str,
+    required: tuple[str, ...] = (),
+    case: bool = False,
 ) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, help=text, allow_abbrev=False, description=text[0].upper() + text[1:] + ".")
     parser.set_defaults(verb=verb)
@@ -127,7 +177,10 @@ class _Catcher:
 def _session(options: argparse.Namespace, folder: str) -> Any:
     from conformance.session import Options, Session
 
-    session = Session(Options(options.impl, device=options.device, corpus=options.corpus, case_seconds=options.case_seconds), Path(folder))
+    session = Session(
+        Options(options.impl, device=options.device, corpus=options.corpus, case_seconds=options.case_seconds),
+        Path(folder),
+    )
     session.start()
     return session
 
@@ -142,7 +195,11 @@ def replay(options: argparse.Namespace) -> int:
         outcome = session.pool.run_alone(case)
         print(f"{case.function} {case.id}: {picture(case)}")
         finding = outcome.finding
-        print(f"{outcome.status}: {finding['output']} [{finding['check']}] {finding['message']}" if finding else f"{outcome.status} {outcome.reason}".strip())
+        print(
+            f"{outcome.status}: {finding['output']} [{finding['check']}] {finding['message']}"
+            if finding
+            else f"{outcome.status} {outcome.reason}".strip()
+        )
         print(f"case: {case.text}")
     return CODES.get(outcome.status, 1)
 
@@ -163,9 +220,25 @@ def minimize(options: argparse.Namespace) -> int:
         found = reduce(case, outcome, session.attempt, seconds=120)
         from conformance import corpus
 
-        path = corpus.save(Path(options.corpus), found.case, {"implementation": options.impl, "status": found.outcome.status, "finding": found.outcome.finding})
-        failure = {"function": case.function, "finding": found.outcome.finding, "status": found.outcome.status, "reason": found.outcome.reason}
-        print("\n".join(failure_lines(failure | {"case": found.case.record(), "id": found.case.id, "smallest": found.finished}, options.impl)))
+        path = corpus.save(
+            Path(options.corpus),
+            found.case,
+            {"implementation": options.impl, "status": found.outcome.status, "finding": found.outcome.finding},
+        )
+        failure = {
+            "function": case.function,
+            "finding": found.outcome.finding,
+            "status": found.outcome.status,
+            "reason": found.outcome.reason,
+        }
+        print(
+            "\n".join(
+                failure_lines(
+                    failure | {"case": found.case.record(), "id": found.case.id, "smallest": found.finished},
+                    options.impl,
+                )
+            )
+        )
         print(f"saved as {path} after {found.attempts} attempts")
     return 1
 
@@ -186,7 +259,9 @@ def list_(options: argparse.Namespace) -> int:
         print(f"  laws     {', '.join(contract.laws)}")
         print(f"  illegal  {', '.join(contract.illegal)}")
         print(f"  golden   {', '.join(contract.golden)}")
-        print(f"  covering {len(covered.cases)} cases for {covered.pairs} pairs of values; {covered.impossible} pairs are no legal call")
+        print(
+            f"  covering {len(covered.cases)} cases for {covered.pairs} pairs of values; {covered.impossible} pairs are no legal call"
+        )
     for profile in PROFILES.values():
         counts = ", ".join(f"{name} {profile.count(name) * profile.shards}" for name in CONTRACTS)
         print(f"profile {profile.name}: drawn {counts}; covering arrays {'yes' if profile.covering else 'no'}")
@@ -219,7 +294,15 @@ def mutants(options: argparse.Namespace) -> int:
     """Exit code 0 if every mutant was killed, 1 if some survived."""
     from conformance.mutants.score import hunt
 
-    results = hunt(options.impl, options.kind, options.run_seed, options.jobs or min(os.cpu_count() or 1, 2), options.sample, options.only, options.function)
+    results = hunt(
+        options.impl,
+        options.kind,
+        options.run_seed,
+        options.jobs or min(os.cpu_count() or 1, 2),
+        options.sample,
+        options.only,
+        options.function,
+    )
     if options.report:
         Path(options.report).write_text(json.dumps([result.record() for result in results], indent=1) + "\n")
     return 0 if all(result.killed for result in results) else 1

@@ -13,20 +13,39 @@ from conformance.execute.child import Settings
 from conformance.execute.pool import Pool
 from conformance.interface import UsageError
 
-PACKAGES = {"torch": True, "numpy": True, "hypothesis": True, "pytest": True, "triton": False, "pytest-xdist": False, "libcst": False}
+PACKAGES = {
+    "torch": True,
+    "numpy": True,
+    "hypothesis": True,
+    "pytest": True,
+    "triton": False,
+    "pytest-xdist": False,
+    "libcst": False,
+}
 OPTIONAL_PEERS = ("megatron-core", "transformer-engine")
 
 
 def checkup() -> Iterator[tuple[bool, str]]:
     """(fine, sentence) for each thing that was looked at."""
-    yield True, f"python {platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    yield (
+        True,
+        f"python {platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+    )
     for package, needed in PACKAGES.items():
         version = _version(package)
-        yield bool(version) or not needed, f"{package} {version or 'is not installed' + ('' if needed else ' (optional)')}"
+        yield (
+            bool(version) or not needed,
+            f"{package} {version or 'is not installed' + ('' if needed else ' (optional)')}",
+        )
     for package in OPTIONAL_PEERS:
         yield True, f"{package} {_version(package) or 'is not installed (only needed to judge it)'}"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    yield True, f"{gpus} × {torch.cuda.get_device_name(0)}" if gpus else "no GPU: kernels run in Triton's interpreter where the implementation does so"
+    yield (
+        True,
+        f"{gpus} × {torch.cuda.get_device_name(0)}"
+        if gpus
+        else "no GPU: kernels run in Triton's interpreter where the implementation does so",
+    )
     yield from _children()
 
 

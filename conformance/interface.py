@@ -67,7 +67,9 @@ class Implementation:
         if not hasattr(self.namespace, "supports"):
             return None
         with torch.device("meta"):
-            shown = {k: torch.empty_like(v, device="meta") if isinstance(v, Tensor) else v for k, v in arguments.items()}
+            shown = {
+                k: torch.empty_like(v, device="meta") if isinstance(v, Tensor) else v for k, v in arguments.items()
+            }
         return self.namespace.supports(function, **shown)
 
     def declares(self, function: str) -> dict[str, Any]:
@@ -79,7 +81,9 @@ class Implementation:
         declared = dict(self.namespace.declares(function)) if hasattr(self.namespace, "declares") else {}
         for key in declared:
             if key not in VOCABULARY:
-                raise UsageError(f"{self.name} declares {key!r} for {function}; the vocabulary is {', '.join(VOCABULARY)}")
+                raise UsageError(
+                    f"{self.name} declares {key!r} for {function}; the vocabulary is {', '.join(VOCABULARY)}"
+                )
         return DEFAULTS | declared
 
     def call(self, function: str, *args: Any, **settings: Any) -> Any:
@@ -106,12 +110,20 @@ def load(name: str) -> Implementation:
     except ModuleNotFoundError as error:
         missing = error.name or module_name
         if module_name == missing or module_name.startswith(f"{missing}."):
-            raise UsageError(f"--impl {name}: there is no module {missing!r}, installed, on PYTHONPATH or in {os.getcwd()}") from None
+            raise UsageError(
+                f"--impl {name}: there is no module {missing!r}, installed, on PYTHONPATH or in {os.getcwd()}"
+            ) from None
         if missing.startswith(f"{module_name}.") or missing.rpartition(".")[0] == "":
-            raise UsageError(f"--impl {name}: it imports {missing!r}, which does not exist ({_raised_at(error)})") from None
-        raise UsageError(f"--impl {name}: there is no module {missing!r}; something inside a module is written module:name") from None
+            raise UsageError(
+                f"--impl {name}: it imports {missing!r}, which does not exist ({_raised_at(error)})"
+            ) from None
+        raise UsageError(
+            f"--impl {name}: there is no module {missing!r}; something inside a module is written module:name"
+        ) from None
     except BaseException as error:
-        raise UsageError(f"--impl {name}: importing it raised {type(error).__name__}: {error} ({_raised_at(error)})") from error
+        raise UsageError(
+            f"--impl {name}: importing it raised {type(error).__name__}: {error} ({_raised_at(error)})"
+        ) from error
     for part in filter(None, attribute.split(".")):
         if not hasattr(namespace, part):
             raise UsageError(f"--impl {name}: {module_name} has no {attribute!r}")
@@ -141,7 +153,9 @@ def named_outputs(result: Any, names: tuple[str, ...]) -> dict[str, Any]:
         return dict(zip(names, result, strict=True))
     missing = [name for name in names if not hasattr(result, name)]
     if missing:
-        raise ValueError(f"returned {type(result).__name__} without {', '.join(missing)}; it must have {', '.join(names)}")
+        raise ValueError(
+            f"returned {type(result).__name__} without {', '.join(missing)}; it must have {', '.join(names)}"
+        )
     return {name: getattr(result, name) for name in names}
 
 

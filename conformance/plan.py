@@ -36,7 +36,11 @@ class Section:
 def sections(profile: Profile) -> list[Section]:
     """All sections, those that find most in the least time first."""
     fixed = [Section("fixed", function) for function in CONTRACTS]
-    return [Section("corpus"), *fixed, *(Section("drawn", function, shard) for shard in range(profile.shards) for function in CONTRACTS)]
+    return [
+        Section("corpus"),
+        *fixed,
+        *(Section("drawn", function, shard) for shard in range(profile.shards) for function in CONTRACTS),
+    ]
 
 
 def cases_of(section: Section, profile: Profile, space: Space, seed: int, corpus: list[Case]) -> list[Case]:
@@ -44,9 +48,20 @@ def cases_of(section: Section, profile: Profile, space: Space, seed: int, corpus
     if section.kind == "corpus":
         return corpus
     if section.kind == "fixed":
-        covered = [*covering_cases(section.function, space).cases, *recipe_cases(section.function, space)] if profile.covering else []
-        cases = [*fixed_cases(section.function, space), *covered, *shape_cases(section.function, space), *far_cases(section.function, space)]
-        return cases + (law_cases(section.function, space, cases) if profile.covering and section.function in COLLECTIVES else [])
+        covered = (
+            [*covering_cases(section.function, space).cases, *recipe_cases(section.function, space)]
+            if profile.covering
+            else []
+        )
+        cases = [
+            *fixed_cases(section.function, space),
+            *covered,
+            *shape_cases(section.function, space),
+            *far_cases(section.function, space),
+        ]
+        return cases + (
+            law_cases(section.function, space, cases) if profile.covering and section.function in COLLECTIVES else []
+        )
     source = run_seed(section.function, section.shard, seed)
     return drawn(strategy(section.function, space), source, profile.count(section.function))
 
@@ -55,7 +70,10 @@ def fixed_cases(function: str, space: Space) -> list[Case]:
     """The golden cases and the illegal calls, as far as the implementation accepts their settings."""
     contract, cls = CONTRACTS[function], Case.family[function]
     golden = [cls(function=function, golden=name) for name in contract.golden]
-    shapes: dict[type[Case], dict[str, Any]] = {ChunksCase: {"sizes": (2, 3), "order": (1, 0)}, DispatchCase: {"counts": (2, 1)[: space.ranks]}}
+    shapes: dict[type[Case], dict[str, Any]] = {
+        ChunksCase: {"sizes": (2, 3), "order": (1, 0)},
+        DispatchCase: {"counts": (2, 1)[: space.ranks]},
+    }
     shape = shapes.get(cls, {"tokens": 2, "experts": 2})
     illegal = [cls(function=function, illegal=name, **shape) for name in contract.illegal]
     return [case for case in golden + illegal if _accepted(case, space)]

@@ -20,13 +20,26 @@ OPTIONS = (
     ("--profile", {"default": "gate", "choices": ("smoke", "gate", "nightly"), "help": "how much to test"}),
     ("--device", {"default": "auto", "choices": ("auto", "cpu", "cuda"), "help": "where to run the implementation"}),
     ("--run-seed", {"type": int, "default": 0, "help": "seed of the drawn cases"}),
-    ("--jobs", {"type": int, "default": 0, "help": "child processes of one worker (default: 2 on a CPU, 6 on a GPU, 1 under xdist)"}),
+    (
+        "--jobs",
+        {
+            "type": int,
+            "default": 0,
+            "help": "child processes of one worker (default: 2 on a CPU, 6 on a GPU, 1 under xdist)",
+        },
+    ),
     ("--case-seconds", {"type": float, "default": 60.0, "help": "a case that takes longer hangs"}),
-    ("--corpus", {"default": ".moe-conformance", "help": "folder of kept cases: run first, and where failing cases are saved"}),
+    (
+        "--corpus",
+        {"default": ".moe-conformance", "help": "folder of kept cases: run first, and where failing cases are saved"},
+    ),
     ("--waivers", {"default": "", "help": "TOML file of known differences"}),
     ("--baseline", {"default": "", "help": "an earlier JSON report; what it had must not get worse"}),
     ("--shard", {"default": "", "help": "i/n: run the i-th of n parts (from 1)"}),
-    ("--report", {"action": "append", "default": [], "help": "write the verdict to this file: .json, .xml (junit) or .md"}),
+    (
+        "--report",
+        {"action": "append", "default": [], "help": "write the verdict to this file: .json, .xml (junit) or .md"},
+    ),
     ("--replay", {"default": "", "help": "run this one case only: an id, a file or JSON text"}),
 )
 
@@ -140,7 +153,11 @@ class Run:
         from conformance.plan import Section, sections
         from conformance.profiles import PROFILES
 
-        all_of_them = [Section("corpus")] if self.config.getoption("--replay") else sections(PROFILES[self.config.getoption("--profile")])
+        all_of_them = (
+            [Section("corpus")]
+            if self.config.getoption("--replay")
+            else sections(PROFILES[self.config.getoption("--profile")])
+        )
         metafunc.parametrize("section", all_of_them, ids=lambda section: section.label)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -152,7 +169,9 @@ class Run:
         """Whatever a test raises beside a failure of its own is an error of the suite, and must not pass for a verdict."""
         excinfo = call.excinfo
         if self.session and excinfo is not None and not isinstance(excinfo.value, pytest.fail.Exception):
-            self.session.ledger.write("problem", text=f"{getattr(report, 'nodeid', '')}: {excinfo.typename}: {excinfo.value}")
+            self.session.ledger.write(
+                "problem", text=f"{getattr(report, 'nodeid', '')}: {excinfo.typename}: {excinfo.value}"
+            )
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.session:
@@ -165,7 +184,16 @@ class Run:
         get = self.config.getoption
         seconds = time.monotonic() - self.started
         whole = self.parts == 1 and not get("--replay") and not get("-k") and session.exitstatus in (0, 1)
-        self.verdict = assemble(self.folder, get("--impl"), get("--profile"), get("--run-seed"), seconds, self._waiver_names(), whole, self.baseline)
+        self.verdict = assemble(
+            self.folder,
+            get("--impl"),
+            get("--profile"),
+            get("--run-seed"),
+            seconds,
+            self._waiver_names(),
+            whole,
+            self.baseline,
+        )
         for path in self.reports:
             report.write(self.verdict, path)
         session.exitstatus = self.verdict.exit_code

@@ -16,7 +16,15 @@ WEIGHT = {
     **dict.fromkeys(("drop_tokens", "aux_loss_scores", "load_balancing_loss", "z_loss"), 1),
     **dict.fromkeys(("gate", "jitter", "attach_loss", "update_expert_bias", "sinkhorn_routing"), 1),
     "quantize": 1,
-    **dict.fromkeys(("glu_and_quantize", "activation_and_quantize", "glu_backward_and_quantize", "activation_backward_and_quantize"), 0.5),
+    **dict.fromkeys(
+        (
+            "glu_and_quantize",
+            "activation_and_quantize",
+            "glu_backward_and_quantize",
+            "activation_backward_and_quantize",
+        ),
+        0.5,
+    ),
     "permute_and_quantize": 1,
     **dict.fromkeys(("glu", "activation", "grouped_linear", "grouped_dgrad", "grouped_wgrad"), 1),
     **dict.fromkeys(("grouped_mlp", "shared_experts"), 0.5),

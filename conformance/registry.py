@@ -36,7 +36,12 @@ from conformance.contracts.loads import DropTokens, LoadBalancingLoss, UpdateExp
 from conformance.contracts.permutation import Permute, Unpermute
 from conformance.contracts.permuted_quantization import PermuteAndQuantize
 from conformance.contracts.quantize import Quantize
-from conformance.contracts.quantized_activation import ActivationAndQuantize, ActivationBackwardAndQuantize, GluAndQuantize, GluBackwardAndQuantize
+from conformance.contracts.quantized_activation import (
+    ActivationAndQuantize,
+    ActivationBackwardAndQuantize,
+    GluAndQuantize,
+    GluBackwardAndQuantize,
+)
 from conformance.contracts.route_ranks import RouteOverRanks
 from conformance.contracts.routing_map import IndicesToMultihot, MultihotToIndices, PadRoutingMap
 from conformance.contracts.shared_mlp import SharedExperts
@@ -58,12 +63,30 @@ CONTRACTS: dict[str, Contract[Any]] = {
         *(GroupedMlp(), SequentialMlp(), SharedOut(SharedExperts(), WEIGHTS), LatentProjection()),
         *(MapDispatch("allgather_dispatch", "expert_tensor_parallel"), MapCombine("allgather_combine")),
         *(MapDispatch("alltoall_dispatch", "expert_tensor_parallel", "capacity"), MapCombine("alltoall_combine")),
-        *(DeepEPLayout(), DeepEPDispatch(), CachedDispatch("deepep_cached_dispatch", deepep_dispatches), DeepEPCombine()),
+        *(
+            DeepEPLayout(),
+            DeepEPDispatch(),
+            CachedDispatch("deepep_cached_dispatch", deepep_dispatches),
+            DeepEPCombine(),
+        ),
         *(LowLatencyDispatch(), LowLatencyCombine()),
-        *(HybridEPDispatch(), CachedDispatch("hybridep_cached_dispatch", map_dispatches), MapCombine("hybridep_combine")),
+        *(
+            HybridEPDispatch(),
+            CachedDispatch("hybridep_cached_dispatch", map_dispatches),
+            MapCombine("hybridep_combine"),
+        ),
     )
 }
-_GOLDEN = (golden, golden_dispatch, golden_routing, golden_experts, golden_mlp, golden_quantization, golden_permuted_quantization, golden_quantized_activations)
+_GOLDEN = (
+    golden,
+    golden_dispatch,
+    golden_routing,
+    golden_experts,
+    golden_mlp,
+    golden_quantization,
+    golden_permuted_quantization,
+    golden_quantized_activations,
+)
 for _name, _contract in CONTRACTS.items():
     _table = next(getattr(module, _name.upper()) for module in _GOLDEN if hasattr(module, _name.upper()))
     _table = _table | getattr(golden_recipes, _name.upper(), {})

@@ -61,7 +61,9 @@ class Session:
         self.profile: Profile = PROFILES[options.profile]
         self.ledger = Ledger(folder, worker)
         self.pool = Pool(options.settings, options.jobs, options.case_seconds)
-        self.waivers: list[Waiver] = read_waivers(Path(options.waivers), datetime.date.today()) if options.waivers else []
+        self.waivers: list[Waiver] = (
+            read_waivers(Path(options.waivers), datetime.date.today()) if options.waivers else []
+        )
         self.known: set[Key] = set()
         self._artist = ThreadPoolExecutor(1)
         sys.setswitchinterval(2e-4)  # a child that has answered waits no longer than this for the thread that draws
@@ -113,7 +115,9 @@ class Session:
             for case, outcome in self.pool.run(cases):
                 waiver = self._waiver(case, outcome)
                 status = "WAIVED" if waiver else outcome.status
-                self._record("outcome", case, outcome, section=section.label, status=status, waiver=waiver.name if waiver else "")
+                self._record(
+                    "outcome", case, outcome, section=section.label, status=status, waiver=waiver.name if waiver else ""
+                )
                 if status in FAILING:
                     key = failure_key(case, outcome)
                     if key not in failed or _rank(case, place) < _rank(failed[key][0], place):
@@ -234,5 +238,7 @@ class Progress:
     def _show(self, end: str = "") -> None:
         self.shown = time.monotonic()
         rate = self.cases / max(self.shown - self.started, 1e-9)
-        text = f"{self.cases} cases · {rate:.0f} a second · {self.done} of {self.total} sections · {self.failures} failing"
+        text = (
+            f"{self.cases} cases · {rate:.0f} a second · {self.done} of {self.total} sections · {self.failures} failing"
+        )
         print(f"\r\x1b[K{text}{end}" if self.live else text, end="" if self.live else "\n", file=sys.stderr, flush=True)

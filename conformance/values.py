@@ -13,16 +13,35 @@ from torch import Tensor
 
 WIDE = 2**31 + 2**12  # elements between the first and the last row of a wide tensor: past every 32-bit offset
 WIDE_LAYOUTS = ("wide_rows", "wide_columns", "wide_depth")
-BITS = {torch.float32: 12, torch.float16: 11, torch.bfloat16: 8, torch.float64: 12}  # of a payload's integer, its sign apart
+BITS = {
+    torch.float32: 12,
+    torch.float16: 11,
+    torch.bfloat16: 8,
+    torch.float64: 12,
+}  # of a payload's integer, its sign apart
 PROB_BITS = {torch.float32: 10, torch.float16: 10, torch.bfloat16: 7, torch.float64: 10}
 DTYPES = {
-    name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "uint8", "bool", "int32", "int64")
+    name: getattr(torch, name)
+    for name in (
+        "float32",
+        "bfloat16",
+        "float16",
+        "float64",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "uint8",
+        "bool",
+        "int32",
+        "int64",
+    )
 }
 
 
 def hashed(seed: int, name: str, count: int) -> np.ndarray:
     """`count` well-mixed 32-bit integers, a pure function of seed, name and position (the finaliser of MurmurHash3)."""
-    x = np.arange(count, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32((zlib.crc32(name.encode()) ^ (seed * 0x85EBCA6B)) & 0xFFFFFFFF)
+    x = np.arange(count, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(
+        (zlib.crc32(name.encode()) ^ (seed * 0x85EBCA6B)) & 0xFFFFFFFF
+    )
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
     return x ^ (x >> np.uint32(16))
@@ -93,6 +112,8 @@ def _in_storage(x: Tensor, strides: list[int], offset: int, sizes: torch.Size) -
     extent = offset + 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) if x.numel() else offset + 1
     storage = torch.empty(extent, dtype=x.dtype, device=x.device)
     if extent < 2**20:
-        storage.view(torch.uint8).fill_(0xFF)  # garbage between the values; a wide storage is left untouched, it is mostly unmapped
+        storage.view(torch.uint8).fill_(
+            0xFF
+        )  # garbage between the values; a wide storage is left untouched, it is mostly unmapped
     view = storage.as_strided(sizes, strides, offset)
     return view.copy_(x)

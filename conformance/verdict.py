@@ -13,7 +13,14 @@ from conformance.execute.ledger import entries
 from conformance.profiles import PROFILES
 from conformance.registry import CONTRACTS
 
-NAMES = {0: "CONFORMANT", 1: "NOT CONFORMANT", 2: "USAGE ERROR", 3: "HARNESS ERROR", 4: "TOO LITTLE TESTED", 5: "REGRESSION"}
+NAMES = {
+    0: "CONFORMANT",
+    1: "NOT CONFORMANT",
+    2: "USAGE ERROR",
+    3: "HARNESS ERROR",
+    4: "TOO LITTLE TESTED",
+    5: "REGRESSION",
+}
 INFORMATIVE = ("PASS", "FAIL", "CRASH", "HANG", "WAIVED")
 UNTOUCHED = ("not run", "not offered")  # functions of which nothing is said
 WRONG = ("FAIL", "CRASH", "HANG", "OOM", "FLAKY", "BLOCKED")
@@ -23,7 +30,9 @@ WRONG = ("FAIL", "CRASH", "HANG", "OOM", "FLAKY", "BLOCKED")
 class FunctionVerdict:
     """What is known of one function."""
 
-    status: str  # conformant, differs, blocked, not judged, too little tested, not run (in a part of a run) or not offered
+    status: (
+        str  # conformant, differs, blocked, not judged, too little tested, not run (in a part of a run) or not offered
+    )
     cases: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     without: list[str] = field(default_factory=list)
@@ -56,7 +65,14 @@ class Verdict:
 
 
 def assemble(
-    folder: Path, implementation: str, profile: str, seed: int, seconds: float, waivers: list[str], whole: bool, baseline: dict[str, Any] | None = None
+    folder: Path,
+    implementation: str,
+    profile: str,
+    seed: int,
+    seconds: float,
+    waivers: list[str],
+    whole: bool,
+    baseline: dict[str, Any] | None = None,
 ) -> Verdict:
     """The verdict of a run whose ledgers are in `folder`.
 
@@ -68,17 +84,27 @@ def assemble(
     outcomes = [line for line in lines if line["kind"] == "outcome"]
     nothing: dict[str, Any] = {"functions": {}, "device_name": "", "versions": {}}
     described = next((line for line in lines if line["kind"] == "implementation"), nothing)
-    out = Verdict("", 0, implementation, profile, seed, seconds, len(outcomes), described["device_name"], described["versions"])
+    out = Verdict(
+        "", 0, implementation, profile, seed, seconds, len(outcomes), described["device_name"], described["versions"]
+    )
     for function in CONTRACTS:
-        out.functions[function] = _function(function, described["functions"].get(function, {}), outcomes, profile, whole)
+        out.functions[function] = _function(
+            function, described["functions"].get(function, {}), outcomes, profile, whole
+        )
     out.failures = _distinct([line for line in lines if line["kind"] == "failure" and line["status"] != "ERROR"])
     out.evaluations = sum(line["evaluations"] for line in outcomes)
     out.seconds_implementation = sum(line["seconds_implementation"] for line in outcomes)
     out.seconds_reference = sum(line["seconds_reference"] for line in outcomes)
     out.kernels_compiled = len({name for line in outcomes for name in line["kernels"]})
     lost = _harness_problems(lines, outcomes)
-    stale = [f"the waiver {name} waived nothing: remove it" for name in waivers if whole and not any(line["waiver"] == name for line in outcomes)]
-    shortfalls = [text for function in out.functions for text in _shortfalls(function, out.functions[function], profile, whole)]
+    stale = [
+        f"the waiver {name} waived nothing: remove it"
+        for name in waivers
+        if whole and not any(line["waiver"] == name for line in outcomes)
+    ]
+    shortfalls = [
+        text for function in out.functions for text in _shortfalls(function, out.functions[function], profile, whole)
+    ]
     if all(function.status == "not offered" for function in out.functions.values()):
         shortfalls.append(f"{implementation} offers none of {', '.join(CONTRACTS)}")
     elif out.cases == 0:
@@ -91,9 +117,17 @@ def assemble(
     return out
 
 
-def _function(name: str, described: dict[str, Any], outcomes: list[dict[str, Any]], profile: str, whole: bool) -> FunctionVerdict:
+def _function(
+    name: str, described: dict[str, Any], outcomes: list[dict[str, Any]], profile: str, whole: bool
+) -> FunctionVerdict:
     counts = Counter(line["status"] for line in outcomes if line["function"] == name)
-    out = FunctionVerdict("", sum(counts.values()), dict(sorted(counts.items())), described.get("without", []), described.get("declares", {}))
+    out = FunctionVerdict(
+        "",
+        sum(counts.values()),
+        dict(sorted(counts.items())),
+        described.get("without", []),
+        described.get("declares", {}),
+    )
     if not described.get("offered"):
         out.status, out.without = "not offered", []
     elif counts["ERROR"]:
@@ -121,18 +155,24 @@ def _shortfalls(name: str, function: FunctionVerdict, profile: str, whole: bool)
         out.append(f"{name}: {informative} informative cases; the profile {profile} asks for {rules.minimum(name)}")
     share = function.counts.get("DECLARED_UNSUPPORTED", 0) / max(function.cases, 1)
     if share > rules.unsupported:
-        out.append(f"{name}: {share:.0%} of the cases are declared unsupported; the profile {profile} allows {rules.unsupported:.0%}")
+        out.append(
+            f"{name}: {share:.0%} of the cases are declared unsupported; the profile {profile} allows {rules.unsupported:.0%}"
+        )
     return out
 
 
 def _harness_problems(lines: list[dict[str, Any]], outcomes: list[dict[str, Any]]) -> list[str]:
     """Errors of the suite itself, and results that are missing."""
-    out = [f"{line['function']} case {line['id']}: {line['reason']}" for line in outcomes if line["status"] == "ERROR"][:5]
+    out = [f"{line['function']} case {line['id']}: {line['reason']}" for line in outcomes if line["status"] == "ERROR"][
+        :5
+    ]
     out += [line["text"] for line in lines if line["kind"] == "problem"]
     done = Counter(line["section"] for line in outcomes)
     for line in lines:
         if line["kind"] == "plan" and done[line["section"]] != line["scheduled"]:
-            out.append(f"section {line['section']}: {line['scheduled']} cases were scheduled and {done[line['section']]} have a result")
+            out.append(
+                f"section {line['section']}: {line['scheduled']} cases were scheduled and {done[line['section']]} have a result"
+            )
     return out
 
 

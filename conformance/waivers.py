@@ -40,7 +40,10 @@ class Waiver:
 
     @property
     def name(self) -> str:
-        return " ".join(filter(None, (self.function, self.output, self.check, self.message, str(self.where or "")))) + f" ({self.owner})"
+        return (
+            " ".join(filter(None, (self.function, self.output, self.check, self.message, str(self.where or ""))))
+            + f" ({self.owner})"
+        )
 
     def covers(self, case: Case, outcome: Outcome) -> bool:
         finding = outcome.finding or {}
@@ -73,7 +76,9 @@ def read_waivers(path: Path, today: datetime.date) -> list[Waiver]:
         raise UsageError(f"--waivers {path}: {error}") from None
     tables, others = content.get("waiver", []), [name for name in content if name != "waiver"]
     if others or not isinstance(tables, list) or not all(isinstance(entry, dict) for entry in tables):
-        raise UsageError(f"--waivers {path}: must hold [[waiver]] tables and nothing else{''.join(f', not {name}' for name in others)}")
+        raise UsageError(
+            f"--waivers {path}: must hold [[waiver]] tables and nothing else{''.join(f', not {name}' for name in others)}"
+        )
     return [_waiver(entry, f"--waivers {path}: waiver {index}", today) for index, entry in enumerate(tables, 1)]
 
 
@@ -82,7 +87,9 @@ def _waiver(entry: dict[str, Any], place: str, today: datetime.date) -> Waiver:
     missing = [name for name in REQUIRED if name not in entry]
     unknown = [name for name in entry if name not in REQUIRED + OPTIONAL]
     if missing or unknown:
-        raise UsageError(f"{place} {'lacks ' + ', '.join(missing) if missing else 'has the unknown field ' + ', '.join(unknown)}")
+        raise UsageError(
+            f"{place} {'lacks ' + ', '.join(missing) if missing else 'has the unknown field ' + ', '.join(unknown)}"
+        )
     for name in entry:
         if name not in ("expires", "where") and not isinstance(entry[name], str):
             raise UsageError(f"{place}: {name} is {entry[name]!r}; it must be text")
@@ -90,9 +97,13 @@ def _waiver(entry: dict[str, Any], place: str, today: datetime.date) -> Waiver:
         raise UsageError(f"{place} is for {entry['function']!r}; the functions are {', '.join(CONTRACTS)}")
     fields, where = Case.family[entry["function"]].__dataclass_fields__, entry.get("where", {})
     if not isinstance(where, dict) or not all(name in fields for name in where):
-        raise UsageError(f"{place}: where is {where!r}; it must be a table of fields of a {entry['function']} case: {', '.join(fields)}")
+        raise UsageError(
+            f"{place}: where is {where!r}; it must be a table of fields of a {entry['function']} case: {', '.join(fields)}"
+        )
     if type(entry["expires"]) is not datetime.date:  # a datetime is a date too, and cannot be compared with one
-        raise UsageError(f"{place}: expires is {entry['expires']!r}; it must be a date such as 2027-06-30, without quotes")
+        raise UsageError(
+            f"{place}: expires is {entry['expires']!r}; it must be a date such as 2027-06-30, without quotes"
+        )
     if entry["expires"] < today:
         raise UsageError(f"{place} is stale: it expired on {entry['expires']} ({entry['reason']})")
     return Waiver(**entry)

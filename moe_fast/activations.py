@@ -56,7 +56,9 @@ class Settings:
         """Where gates and values stand in h, by the kernels' name."""
         if not self.gated:
             return "single"
-        return {self.width(h): "halves", 1: "pairs"}.get(self.between(h), "blocks")  # a gate and its only value are a pair
+        return {self.width(h): "halves", 1: "pairs"}.get(
+            self.between(h), "blocks"
+        )  # a gate and its only value are a pair
 
     def numbers(self) -> tuple[int, int, int]:
         """offset, clamp and α."""
@@ -108,7 +110,9 @@ def glu(
     check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
     check_input_store(fp8_input_store, kind)
     check_fused(h_PF2, probs)
-    return _Activation.apply(h_PF2, probs, Settings(kind, True, round_before_probs, offset, clamp, alpha, interleave), fp8_input_store)
+    return _Activation.apply(
+        h_PF2, probs, Settings(kind, True, round_before_probs, offset, clamp, alpha, interleave), fp8_input_store
+    )
 
 
 def glu_backward(
@@ -143,7 +147,9 @@ def glu_backward(
     return _checked_backward(d_out_PF, h_PF2, probs, settings)
 
 
-def activation(h_PF: Tensor, *, probs: Tensor | None = None, kind: str = "squared_relu", round_before_probs: bool = False) -> Tensor:
+def activation(
+    h_PF: Tensor, *, probs: Tensor | None = None, kind: str = "squared_relu", round_before_probs: bool = False
+) -> Tensor:
     """An activation without a gate, times the row's probability.
 
         out = f(h) · p
@@ -165,7 +171,12 @@ def activation(h_PF: Tensor, *, probs: Tensor | None = None, kind: str = "square
 
 
 def activation_backward(
-    d_out_PF: Tensor, h_PF: Tensor, *, probs: Tensor | None = None, kind: str = "squared_relu", round_before_probs: bool = False
+    d_out_PF: Tensor,
+    h_PF: Tensor,
+    *,
+    probs: Tensor | None = None,
+    kind: str = "squared_relu",
+    round_before_probs: bool = False,
 ) -> ActivationGradients:
     """The gradients of `activation`.
 
@@ -193,7 +204,11 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, probs: Tensor | None, settings: Settings, fp8_input_store: bool) -> Tensor:
         ctx.settings = settings
-        codes = torch.empty(h.shape, dtype=torch.uint8, device=h.device) if fp8_input_store and any(ctx.needs_input_grad) else None  # all by activation_kernel
+        codes = (
+            torch.empty(h.shape, dtype=torch.uint8, device=h.device)
+            if fp8_input_store and any(ctx.needs_input_grad)
+            else None
+        )  # all by activation_kernel
         ctx.save_for_backward(h if codes is None else codes, probs)
         return _forward(h, probs, settings, codes)
 
@@ -237,11 +252,15 @@ def _forward(h: Tensor, probs: Tensor | None, settings: Settings, codes: Tensor 
     return out
 
 
-def _backward(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings, needs_h: bool, needs_probs: bool) -> tuple[Tensor | None, Tensor | None]:
+def _backward(
+    d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings, needs_h: bool, needs_probs: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of h, given in d_out's dtype or as E4M3 codes, and probs. Either may not be needed. One program sums a row, so that the order is fixed."""
     num_rows, width = len(h), settings.width(h)
     constants = _constants(h, d_out, probs, settings, tuning.for_device(h.device).activation_backward)
-    d_h = torch.empty(h.shape, dtype=d_out.dtype, device=h.device) if needs_h else None  # all by activation_backward_kernel
+    d_h = (
+        torch.empty(h.shape, dtype=d_out.dtype, device=h.device) if needs_h else None
+    )  # all by activation_backward_kernel
     d_probs = None
     if probs is not None and needs_probs:
         d_probs = torch.empty(num_rows, dtype=probs.dtype, device=h.device)  # likewise, also where rows are empty
@@ -267,7 +286,9 @@ def _backward(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings
     return d_h, d_probs
 
 
-def _constants(h: Tensor, result: Tensor, probs: Tensor | None, settings: Settings, tile: tuning.Tile) -> dict[str, Any]:
+def _constants(
+    h: Tensor, result: Tensor, probs: Tensor | None, settings: Settings, tile: tuning.Tile
+) -> dict[str, Any]:
     """What a kernel is compiled for, `result` having the result's dtype.
 
     A tile of pairs is half as wide, so that a lane holds neighbours of h and of the result alike.

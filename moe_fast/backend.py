@@ -20,14 +20,21 @@ from moe_ref.config import require
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 if INTERPRETED and isinstance(tl.sum, triton.JITFunction):
-    raise ImportError("triton was imported before TRITON_INTERPRET=1 was set, which moe_fast needs without a GPU: import moe_fast first, or set it")
+    raise ImportError(
+        "triton was imported before TRITON_INTERPRET=1 was set, which moe_fast needs without a GPU: import moe_fast first, or set it"
+    )
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_device(argument: str, tensor: Tensor) -> None:
     """Compiled kernels read only the GPU's memory; the interpreter reads any."""
-    require(INTERPRETED or tensor.device.type != "cpu", argument, "on the CPU", "on a GPU, or TRITON_INTERPRET=1 set before the first import")
+    require(
+        INTERPRETED or tensor.device.type != "cpu",
+        argument,
+        "on the CPU",
+        "on a GPU, or TRITON_INTERPRET=1 set before the first import",
+    )
 
 
 def launch_on(tensor: Tensor) -> AbstractContextManager:
@@ -67,7 +74,9 @@ def bits(tensor: Tensor) -> Tensor:
     """The same memory as integers of the same width, so that a copy changes no bit and every dtype has a kernel."""
     if tensor.dtype in _BITS.values():
         return tensor
-    return tensor.resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])  # memory, not a pending conjugation or minus
+    return (
+        tensor.resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])
+    )  # memory, not a pending conjugation or minus
 
 
 def integers(tensor: Tensor) -> Tensor:

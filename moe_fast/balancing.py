@@ -24,7 +24,9 @@ from moe_ref.config import (
 )
 
 
-def aux_loss_scores(logits_TE: Tensor, *, topk: int, score_function: str = "softmax", padding_mask: Tensor | None = None) -> AuxScores:
+def aux_loss_scores(
+    logits_TE: Tensor, *, topk: int, score_function: str = "softmax", padding_mask: Tensor | None = None
+) -> AuxScores:
     """Scores and choice as the balancing losses see them: of all experts, without bias, groups, scaling or capacity.
 
         scores = softmax(x), or s / (Σ_E s + 1e-20) with s = σ(x) or √ln(1+exp x)      (also for K = 1)
@@ -49,7 +51,15 @@ def aux_loss_scores(logits_TE: Tensor, *, topk: int, score_function: str = "soft
     return AuxScores(*_AuxScores.apply(logits_TE, padding_mask, topk, score_function))
 
 
-def load_balancing_loss(scores: Tensor, tokens_per_expert: Tensor, *, total_num_tokens: int | Tensor, topk: int, num_experts: int, coeff: float) -> Tensor:
+def load_balancing_loss(
+    scores: Tensor,
+    tokens_per_expert: Tensor,
+    *,
+    total_num_tokens: int | Tensor,
+    topk: int,
+    num_experts: int,
+    coeff: float,
+) -> Tensor:
     """The balancing loss of the Switch Transformer, this rank's share of it.
 
         loss = coeff · E / (K · N²) · Σ_j tokens_per_expert[j] · Σ_t scores[t, j],     N = total_num_tokens; 0 if N is 0
@@ -130,12 +140,22 @@ class _AuxScores(torch.autograd.Function):
         if dscores is None:
             return None, None, None, None
         logits, padding = ctx.saved_tensors
-        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)  # all by aux_scores_backward_kernel
+        dlogits = torch.empty(
+            logits.shape, dtype=logits.dtype, device=logits.device
+        )  # all by aux_scores_backward_kernel
         grid, sizes = _whole_rows(logits)
         if grid[0]:
             with launch_on(logits):
                 kernels.aux_scores_backward_kernel[grid](
-                    dscores, *dscores.stride(), logits, *logits.stride(), *_padding(padding), dlogits, *logits.shape, SCORE=ctx.score, **sizes
+                    dscores,
+                    *dscores.stride(),
+                    logits,
+                    *logits.stride(),
+                    *_padding(padding),
+                    dlogits,
+                    *logits.shape,
+                    SCORE=ctx.score,
+                    **sizes,
                 )
         return dlogits, None, None, None
 
@@ -209,7 +229,9 @@ class _ZLoss(torch.autograd.Function):
         partial = torch.empty(programs, dtype=wide, device=logits.device)  # all by z_loss_kernel
         valid = torch.empty(programs, dtype=torch.int32, device=logits.device)  # likewise
         with launch_on(logits):
-            kernels.z_loss_kernel[(programs,)](logits, *logits.stride(), *_padding(padding), partial, valid, *logits.shape, each, **sizes)
+            kernels.z_loss_kernel[(programs,)](
+                logits, *logits.stride(), *_padding(padding), partial, valid, *logits.shape, each, **sizes
+            )
             loss, factor = _finish(partial, valid, 0, coeff)
         ctx.save_for_backward(logits, padding, factor)
         return loss
@@ -222,7 +244,9 @@ class _ZLoss(torch.autograd.Function):
         grid, sizes = _whole_rows(logits)
         if grid[0]:
             with launch_on(logits):
-                kernels.z_loss_backward_kernel[grid](dloss, factor, logits, *logits.stride(), *_padding(padding), dlogits, *logits.shape, **sizes)
+                kernels.z_loss_backward_kernel[grid](
+                    dloss, factor, logits, *logits.stride(), *_padding(padding), dlogits, *logits.shape, **sizes
+                )
         return dlogits, None, None
 
 
@@ -252,7 +276,12 @@ def _whole_rows(logits: Tensor) -> tuple[tuple[int], dict[str, Any]]:
     rows = tuning.for_device(logits.device).aux_scores
     width = power_of_two(logits.shape[1])
     block_tokens = rows.tile_tokens(width)
-    blocks = {"ACCUMULATOR": accumulator(logits), "BLOCK_T": block_tokens, "BLOCK_E": width, "num_warps": rows.tile_warps(width)}
+    blocks = {
+        "ACCUMULATOR": accumulator(logits),
+        "BLOCK_T": block_tokens,
+        "BLOCK_E": width,
+        "num_warps": rows.tile_warps(width),
+    }
     return (ceil_div(len(logits), block_tokens),), blocks
 
 
@@ -263,7 +292,12 @@ def _rows_of_programs(logits: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
     block_tokens = rows.tile_tokens(width)
     tiles = ceil_div(len(logits), block_tokens)
     each = ceil_div(tiles, rows.max_programs)
-    blocks = {"ACCUMULATOR": accumulator(logits), "BLOCK_T": block_tokens, "BLOCK_E": width, "num_warps": rows.tile_warps(width)}
+    blocks = {
+        "ACCUMULATOR": accumulator(logits),
+        "BLOCK_T": block_tokens,
+        "BLOCK_E": width,
+        "num_warps": rows.tile_warps(width),
+    }
     return (ceil_div(tiles, each) if tiles else 1, each), blocks
 
 

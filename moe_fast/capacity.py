@@ -14,7 +14,12 @@ from moe_fast.kernels import capacity as kernels
 from moe_fast.tuning import ceil_div, power_of_two
 from moe_ref.config import Routed, check_drop_tokens, check_expert_capacity
 
-KEY_BITS = {1: 9, 2: 17, 4: 32, 8: 64}  # of the keys of probs of so many bytes: one more, where there is one, for what is not routed
+KEY_BITS = {
+    1: 9,
+    2: 17,
+    4: 32,
+    8: 64,
+}  # of the keys of probs of so many bytes: one more, where there is one, for what is not routed
 
 
 def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float) -> int:
@@ -29,7 +34,14 @@ def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_fa
     return min(ceil(Fraction(num_tokens * topk, num_experts) * Fraction(str(capacity_factor))), num_tokens)
 
 
-def drop_tokens(probs_TE: Tensor, routing_map_TE: Tensor, *, capacity: int, drop_policy: str = "probs", pad_to_capacity: bool = False) -> Routed:
+def drop_tokens(
+    probs_TE: Tensor,
+    routing_map_TE: Tensor,
+    *,
+    capacity: int,
+    drop_policy: str = "probs",
+    pad_to_capacity: bool = False,
+) -> Routed:
     """Keep at most `capacity` tokens of each expert; drop the others.
 
         policy "probs"      the routed tokens of the largest probs; of equal ones the earlier
@@ -57,7 +69,9 @@ class _Drop(torch.autograd.Function):
     """What is kept; the gradient of what was kept and routed passes."""
 
     @staticmethod
-    def forward(ctx: Any, probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad: bool
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         out, kept = _drop(probs, routing_map, capacity, by_probs, pad)
         ctx.mark_non_differentiable(kept)
@@ -87,7 +101,12 @@ def _drop(probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad
     tile, column = sizes.drop, sizes.drop_column
     grid = (ceil_div(num_tokens, tile.tokens), ceil_div(num_experts, tile.columns))
     given = (bits(probs), *probs.stride(), integers(routing_map), *routing_map.stride())
-    blocking: dict[str, int] = {"KEY_BITS": key_bits, "BLOCK_T": tile.tokens, "BLOCK_E": tile.columns, "num_warps": tile.num_warps}
+    blocking: dict[str, int] = {
+        "KEY_BITS": key_bits,
+        "BLOCK_T": tile.tokens,
+        "BLOCK_E": tile.columns,
+        "num_warps": tile.num_warps,
+    }
     with launch_on(probs):
         kernels.drop_keys_kernel[grid](*given, keys, num_tokens, num_experts, **blocking)
         kernels.drop_search_kernel[(ceil_div(num_experts, column.columns),)](

@@ -13,7 +13,10 @@ from moe_fast.permutation import MERGING, SUMMED
 from moe_fast.routing import check_computed, check_rows
 from moe_fast.scaled_linear import scales_in_hardware
 
-BY_FP8, BY_BLOCKS = ("delayed", "current", "block"), ("mxfp8", "nvfp4")  # scalings, by the matrix unit that takes their products
+BY_FP8, BY_BLOCKS = (
+    ("delayed", "current", "block"),
+    ("mxfp8", "nvfp4"),
+)  # scalings, by the matrix unit that takes their products
 _COPY = {"deterministic": True, "host_sync_free": True, "graph_capturable": True, "noncontiguous": True}
 _SUM = {"accumulator": "float32", "reduction_order": "ascending experts", **_COPY}
 _COMPUTED = {"accumulator": "float32", **_COPY}
@@ -119,8 +122,45 @@ def _not_computed(function: str, payload: Tensor, settings: dict[str, Any]) -> s
     return None
 
 
-_PAYLOADS = ("tokens", "tokens_TH", "rows", "rows_PH", "rows_RH", "logits", "logits_TE", "scores", "h", "h_PF2", "h_PF", "x", "x_MN", "d_out", "d_out_PM")
-_GROUPED = ("grouped_linear", "grouped_dgrad", "grouped_wgrad", "grouped_mlp", "sequential_mlp", "shared_experts", "latent_projection")
+_PAYLOADS = (
+    "tokens",
+    "tokens_TH",
+    "rows",
+    "rows_PH",
+    "rows_RH",
+    "logits",
+    "logits_TE",
+    "scores",
+    "h",
+    "h_PF2",
+    "h_PF",
+    "x",
+    "x_MN",
+    "d_out",
+    "d_out_PM",
+)
+_GROUPED = (
+    "grouped_linear",
+    "grouped_dgrad",
+    "grouped_wgrad",
+    "grouped_mlp",
+    "sequential_mlp",
+    "shared_experts",
+    "latent_projection",
+)
 _COMPUTING = ("topk_indices", "topk_routing", "aux_loss_scores", "z_loss", "load_balancing_loss", *_GROUPED)
-_ACTIVATED_AND_QUANTIZED = ("glu_and_quantize", "activation_and_quantize", "glu_backward_and_quantize", "activation_backward_and_quantize")
-_ACTIVATING = ("glu", "glu_backward", "activation", "activation_backward", "grouped_mlp", "sequential_mlp", *_ACTIVATED_AND_QUANTIZED)
+_ACTIVATED_AND_QUANTIZED = (
+    "glu_and_quantize",
+    "activation_and_quantize",
+    "glu_backward_and_quantize",
+    "activation_backward_and_quantize",
+)
+_ACTIVATING = (
+    "glu",
+    "glu_backward",
+    "activation",
+    "activation_backward",
+    "grouped_mlp",
+    "sequential_mlp",
+    *_ACTIVATED_AND_QUANTIZED,
+)

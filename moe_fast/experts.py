@@ -85,7 +85,18 @@ def grouped_mlp(
     shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
     act = chosen_activation(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
     check_grouped_mlp(
-        rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias, interleave, kind, probs_on_input, align, recompute
+        rows_PH,
+        tokens_per_expert_L,
+        fc1_weight_LFH,
+        fc2_weight_LHF,
+        probs,
+        fc1_bias,
+        fc2_bias,
+        interleave,
+        kind,
+        probs_on_input,
+        align,
+        recompute,
     )
     check_pairs(state, noise)
     check_product(rows_PH, recipe, "float32")
@@ -129,7 +140,9 @@ def sequential_mlp(
     for name in ("state", "noise"):
         require(settings.get(name) is None, name, "given", "None: it would be for all experts together")
     weights = (fc1_weight_LFH, fc2_weight_LHF)
-    return grouped_mlp(rows_PH, tokens_per_expert_L, *weights, probs=probs, fc1_bias=fc1_bias, fc2_bias=fc2_bias, **settings)
+    return grouped_mlp(
+        rows_PH, tokens_per_expert_L, *weights, probs=probs, fc1_bias=fc1_bias, fc2_bias=fc2_bias, **settings
+    )
 
 
 def latent_projection(
@@ -208,8 +221,14 @@ def _experts(
     probs_on_input: bool,
     recompute: bool,
 ) -> Tensor:
-    wide = torch.float64 if any(x is not None and x.dtype == torch.float64 for x in (rows_PH, probs, fc2_bias)) else torch.float32
-    p_P = None if probs is None else probs.to(wide)  # widened once, so that the two ways to its gradient meet before it is rounded
+    wide = (
+        torch.float64
+        if any(x is not None and x.dtype == torch.float64 for x in (rows_PH, probs, fc2_bias))
+        else torch.float32
+    )
+    p_P = (
+        None if probs is None else probs.to(wide)
+    )  # widened once, so that the two ways to its gradient meet before it is rounded
     padding = None if align is None else Padding.of(tokens_per_expert_L, len(rows_PH), align)
     if padding is not None:
         rows_PH, p_P, tokens_per_expert_L = *padding.pad(rows_PH, p_P), padding.counts_L

@@ -22,11 +22,15 @@ def group_amax(x: Tensor, splits: Tensor | None) -> Tensor:
     amax = torch.zeros(grid.groups, dtype=torch.int32, device=x.device)
     if grid.programs:
         with launch_on(x):
-            kernels.group_amax_kernel[(grid.programs,)](x, *x.stride(), *strided(splits), amax, *x.shape, *grid.sizes, **grid.settings)
+            kernels.group_amax_kernel[(grid.programs,)](
+                x, *x.stride(), *strided(splits), amax, *x.shape, *grid.sizes, **grid.settings
+            )
     return amax
 
 
-def cast_groups(x: Tensor, recipe: Recipe, format: str, splits: Tensor | None, state: QuantizerState | None) -> tuple[Form, QuantizerState | None]:
+def cast_groups(
+    x: Tensor, recipe: Recipe, format: str, splits: Tensor | None, state: QuantizerState | None
+) -> tuple[Form, QuantizerState | None]:
     """A scale for each group: of earlier steps if there is a state, which learns this one's amax, else from the amax."""
     grid = grid_of(x.shape, splits, tuning.for_device(x.device).quantize.groups, True)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_groups_kernel
@@ -64,13 +68,20 @@ def cast_groups(x: Tensor, recipe: Recipe, format: str, splits: Tensor | None, s
 @cache
 def casts_in_hardware(device: torch.device) -> bool:
     """Whether the device's own conversions make the codes: rounded, saturated and with NaN as here, from NVIDIA's Ada on."""
-    return not INTERPRETED and device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    return (
+        not INTERPRETED
+        and device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (8, 9)
+    )
 
 
 # --- the memory of delayed scaling
 
 
-def new_quantizer_state(recipe: Recipe, *, num_groups: int = 1, device: torch.device | str | None = None) -> QuantizerState | None:
+def new_quantizer_state(
+    recipe: Recipe, *, num_groups: int = 1, device: torch.device | str | None = None
+) -> QuantizerState | None:
     """The state before the first step: no amax seen, scales of 1; None for a recipe without memory.
 
     Source: DelayedScalingRecipeState.
@@ -79,10 +90,14 @@ def new_quantizer_state(recipe: Recipe, *, num_groups: int = 1, device: torch.de
     if recipe.scaling != "delayed":
         return None
     assert recipe.amax_history_len is not None
-    return QuantizerState(torch.zeros(num_groups, recipe.amax_history_len, device=device), torch.ones(num_groups, device=device))
+    return QuantizerState(
+        torch.zeros(num_groups, recipe.amax_history_len, device=device), torch.ones(num_groups, device=device)
+    )
 
 
-def update_scales(state: QuantizerState, recipe: Recipe, *, role: str = "input", reduced_amax: Tensor | None = None) -> QuantizerState:
+def update_scales(
+    state: QuantizerState, recipe: Recipe, *, role: str = "input", reduced_amax: Tensor | None = None
+) -> QuantizerState:
     """The state of the next step, for each group:
 
         last = reduced_amax if that was given and is not 0, else history[0]
@@ -105,14 +120,21 @@ def update_scales(state: QuantizerState, recipe: Recipe, *, role: str = "input",
     check_state(recipe, state, len(state.scale))
     if reduced_amax is not None:
         shape = tuple(reduced_amax.shape)
-        require(shape == tuple(state.scale.shape), "reduced_amax", f"of shape {shape}", f"of shape {tuple(state.scale.shape)}")
+        require(
+            shape == tuple(state.scale.shape),
+            "reduced_amax",
+            f"of shape {shape}",
+            f"of shape {tuple(state.scale.shape)}",
+        )
     check_role(role)
     check_device("state", state.scale)
     assert recipe.margin is not None
     groups, length = state.amax_history.shape
     history = torch.empty((groups, length), device=state.scale.device)  # all by update_scales_kernel
     scale = torch.empty(groups, device=state.scale.device)  # likewise
-    largest = FORMAT_MAX["e5m2" if recipe.fp8_format == "hybrid" and role == "grad_output" else "e4m3"] * 2.0**-recipe.margin
+    largest = (
+        FORMAT_MAX["e5m2" if recipe.fp8_format == "hybrid" and role == "grad_output" else "e4m3"] * 2.0**-recipe.margin
+    )
     if groups:
         with launch_on(scale):
             kernels.update_scales_kernel[(groups,)](

@@ -35,7 +35,15 @@ from moe_fast.segments import Plan, have_descriptors, make_plan, programs, strid
 from moe_fast.segments import segment_sums as _segment_sums
 from moe_fast.segments import segments as _segments
 from moe_fast.tuning import GroupedTile, ceil_div
-from moe_ref.config import LinearState, Recipe, check_grouped_dgrad, check_grouped_linear, check_grouped_wgrad, check_precision, require
+from moe_ref.config import (
+    LinearState,
+    Recipe,
+    check_grouped_dgrad,
+    check_grouped_linear,
+    check_grouped_wgrad,
+    check_precision,
+    require,
+)
 
 
 def grouped_linear(
@@ -103,7 +111,9 @@ def grouped_dgrad(
     how = None if recipe is None else Precision(recipe, state, noise)
     if how is not None and how.recipe.backward_override is None:
         d = quantized_rows(d_out_PM, "grad_output", tokens_per_expert_L, how, True, False)
-        return scaled_dgrad(d, quantized_weight(weight_LMN.detach(), how, False, True), scaled_plan(tokens_per_expert_L, len(d_out_PM)))
+        return scaled_dgrad(
+            d, quantized_weight(weight_LMN.detach(), how, False, True), scaled_plan(tokens_per_expert_L, len(d_out_PM))
+        )
     d_out, weight = d_out_PM.detach(), weight_LMN.detach()
     if how is not None and how.recipe.backward_override == "dequantized":
         weight = dequantize(quantized_weight(weight, how, True, False)).view(weight.shape)
@@ -161,7 +171,12 @@ def check_product(rows: Tensor, recipe: Recipe | None, accumulator: str) -> None
         check_scaled(rows, accumulator)
         return
     held = accumulator == "float32" or rows.dtype == torch.float64
-    require(held, "accumulator", f"{accumulator!r} with rows of dtype {rows.dtype}", "'float32', unless the rows are float64")
+    require(
+        held,
+        "accumulator",
+        f"{accumulator!r} with rows of dtype {rows.dtype}",
+        "'float32', unless the rows are float64",
+    )
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -189,10 +204,17 @@ class _OverriddenLinear(torch.autograd.Function):
     """`grouped_linear` by a recipe with a backward_override: low precision forward, and gradients by the products of high precision."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, how: Precision) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, how: Precision
+    ) -> Tensor:
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
-        counts = tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert  # the caller may change them before the backward
-        x, matrices = quantized_rows(rows, "input", counts, how, True, False), quantized_weight(weight, how, True, False)
+        counts = (
+            tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert
+        )  # the caller may change them before the backward
+        x, matrices = (
+            quantized_rows(rows, "input", counts, how, True, False),
+            quantized_weight(weight, how, True, False),
+        )
         ctx.bias_dtype, ctx.shape = None if bias is None else bias.dtype, weight.shape
         ctx.x = ctx.weight = None
         if how.recipe.backward_override == "high_precision":
@@ -210,7 +232,9 @@ class _OverriddenLinear(torch.autograd.Function):
         wants_rows, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         plan, d_rows, d_weight = _plan(counts, d_out), None, None
         if wants_rows:
-            weight = tensors[1] if ctx.weight is None else _dequantized(ctx.weight, tensors[3:6], tensors[6]).view(ctx.shape)
+            weight = (
+                tensors[1] if ctx.weight is None else _dequantized(ctx.weight, tensors[3:6], tensors[6]).view(ctx.shape)
+            )
             d_rows = _multiply(d_out, weight, None, plan)
         if wants_weight:
             rows = tensors[0] if ctx.x is None else _dequantized(ctx.x, tensors[:3], counts)
@@ -234,7 +258,9 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
     """out[p] = x[p] · weight[e] + bias[e] for the rows p of each expert e, and 0 in the rows behind."""
     x, weight, tile = x_PD.resolve_neg(), weight_LDC.resolve_neg(), plan.tile
     num_rows, depth, num_columns = *x.shape, weight.shape[2]
-    out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)  # all by grouped_matmul_kernel: the tiles, and the rows behind
+    out = torch.empty(
+        (num_rows, num_columns), dtype=x.dtype, device=x.device
+    )  # all by grouped_matmul_kernel: the tiles, and the rows behind
     if out.numel() == 0:
         return out
     turned = weight.stride(2) != 1
@@ -272,11 +298,15 @@ def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None
     doubles = before_LMN is not None and before_LMN.dtype == torch.float64  # a large tile of them has no room
     tile = tuning.for_device(rows.device).grouped.wgrad_tile(8 if doubles else rows.dtype.itemsize)
     shape = (plan.num_experts, d_out.shape[1], rows.shape[1])
-    out = torch.empty(shape, dtype=(rows if before_LMN is None else before_LMN).dtype, device=rows.device)  # all by grouped_wgrad_kernel
+    out = torch.empty(
+        shape, dtype=(rows if before_LMN is None else before_LMN).dtype, device=rows.device
+    )  # all by grouped_wgrad_kernel
     if out.numel() == 0:
         return out
     described = have_descriptors(d_out, rows)
-    out_described = described and before_LMN is None and have_descriptors(out)  # a sum in float32 leaves no room for a tile of it
+    out_described = (
+        described and before_LMN is None and have_descriptors(out)
+    )  # a sum in float32 leaves no room for a tile of it
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
     with launch_on(rows):
         kernels.grouped_wgrad_kernel[(programs(pieces, rows.device),)](
@@ -299,8 +329,12 @@ def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None
     return out
 
 
-def _matmul_descriptors(x: Tensor, weight: Tensor, out: Tensor, tile: GroupedTile, turned: bool) -> tuple[TensorDescriptor, ...]:
-    matrices, block = (weight.transpose(1, 2), [1, tile.columns, tile.depth]) if turned else (weight, [1, tile.depth, tile.columns])
+def _matmul_descriptors(
+    x: Tensor, weight: Tensor, out: Tensor, tile: GroupedTile, turned: bool
+) -> tuple[TensorDescriptor, ...]:
+    matrices, block = (
+        (weight.transpose(1, 2), [1, tile.columns, tile.depth]) if turned else (weight, [1, tile.depth, tile.columns])
+    )
     return (
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(matrices, block),

@@ -23,7 +23,9 @@ class RowMap:
     slots_TE: Tensor  # int32 or int64: rank << 16 | expert of the token's experts, ascending, in its first `num_slots` entries
     num_slots_T: Tensor  # int32
     base_BE: Tensor | None  # int64, of any strides
-    gap_2E: Tensor  # [2,E+1] int64: begin and end of the rows without a token behind each expert's, and behind all segments
+    gap_2E: (
+        Tensor  # [2,E+1] int64: begin and end of the rows without a token behind each expert's, and behind all segments
+    )
     tokens_per_block: int
     num_tokens: int
     num_experts: int
@@ -38,7 +40,11 @@ class RowMap:
 
     def without_bases(self) -> "RowMap":
         """The same with lists of rows, which permute_kernel is to write."""
-        return replace(self, slots_TE=torch.empty(self.slots_TE.shape, dtype=torch.int64, device=self.slots_TE.device), base_BE=None)
+        return replace(
+            self,
+            slots_TE=torch.empty(self.slots_TE.shape, dtype=torch.int64, device=self.slots_TE.device),
+            base_BE=None,
+        )
 
     def programs(self, block_tokens: int, fill: tuning.Fill) -> tuple[int, tuple[int, int, int]]:
         """How many programs move tokens and fill gaps, and how they are told apart: blocks of tokens, first lane, lanes of the tail."""
@@ -96,10 +102,14 @@ def empty_slots(routing_map: Tensor) -> Slots:
     num_tokens, num_experts = routing_map.shape
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=routing_map.device)  # see above: by the walk and its layout, or capacity_kernel
+        return torch.empty(
+            shape, dtype=dtype, device=routing_map.device
+        )  # see above: by the walk and its layout, or capacity_kernel
 
     return Slots(
-        slots_TE=empty(num_tokens, num_experts, dtype=torch.int32 if num_tokens <= 1 << 15 else torch.int64),  # no rank is num_tokens
+        slots_TE=empty(
+            num_tokens, num_experts, dtype=torch.int32 if num_tokens <= 1 << 15 else torch.int64
+        ),  # no rank is num_tokens
         num_slots_T=empty(num_tokens, dtype=torch.int32),
         gap_2E=empty(2, num_experts + 1),
         tokens_per_expert=empty(num_experts),
@@ -130,9 +140,15 @@ def plan_walk(routing_map: Tensor) -> Walk:
         if tiles * block_tokens < 256 and _has_words(routing_map):
             break
     blocks = sizes.layout_group * max(1, ceil_div(num_tokens, block_tokens * tiles * sizes.layout_group))
-    counted_as = torch.uint8 if tiles * block_tokens < 256 else torch.int32  # every program of the layout reads all of them
-    block_count = torch.empty((num_experts, blocks), dtype=counted_as, device=routing_map.device)  # all by routing_walk_kernel
-    base = torch.empty((num_experts, blocks), dtype=torch.int64, device=routing_map.device)  # all by routing_layout_kernel
+    counted_as = (
+        torch.uint8 if tiles * block_tokens < 256 else torch.int32
+    )  # every program of the layout reads all of them
+    block_count = torch.empty(
+        (num_experts, blocks), dtype=counted_as, device=routing_map.device
+    )  # all by routing_walk_kernel
+    base = torch.empty(
+        (num_experts, blocks), dtype=torch.int64, device=routing_map.device
+    )  # all by routing_layout_kernel
     count = torch.empty(num_experts, dtype=torch.int32, device=routing_map.device)  # likewise
     return Walk(pack, blocks, tiles, block_tokens, block_experts, sizes.tile_warps(width), block_count, base, count)
 
@@ -141,7 +157,10 @@ def _has_words(routing_map: Tensor) -> bool:
     """Whether bytes of 0 and 1 can be read four at a time."""
     if routing_map.dtype != torch.bool or routing_map.stride(1) != 1:
         return False
-    return all(size % 4 == 0 for size in (routing_map.data_ptr(), routing_map.storage_offset(), routing_map.stride(0), routing_map.shape[1]))
+    return all(
+        size % 4 == 0
+        for size in (routing_map.data_ptr(), routing_map.storage_offset(), routing_map.stride(0), routing_map.shape[1])
+    )
 
 
 def count_blocks(routing_map: Tensor, walk: Walk, slots: Slots | None) -> None:
@@ -165,7 +184,11 @@ def lay_out(walk: Walk, slots: Slots | None, align: int, num_rows: int) -> None:
     """The second launch: turn the counts into bases; with `slots`, into the layout of the segments too."""
     sizes = tuning.for_device(walk.base_EB.device).metadata
     num_experts = len(walk.count_E)
-    layout = (slots.tokens_per_expert, slots.pad_offsets, slots.gap_2E, slots.total, slots.overflow.view(torch.uint8)) if slots else (None,) * 5
+    layout = (
+        (slots.tokens_per_expert, slots.pad_offsets, slots.gap_2E, slots.total, slots.overflow.view(torch.uint8))
+        if slots
+        else (None,) * 5
+    )
     kernels.routing_layout_kernel[(max(1, ceil_div(num_experts, sizes.layout_experts)),)](
         walk.block_count_EB,
         walk.base_EB,
@@ -189,7 +212,15 @@ def place(routing_map: Tensor, align: int | None, num_rows: int | None) -> tuple
     slots = empty_slots(routing_map)
     walk = walk_map(routing_map, slots, align or 1, UNBOUNDED if num_rows is None else num_rows)
     rows = int(slots.total) if num_rows is None else num_rows
-    return _row_map(routing_map, walk, slots, walk.base_EB.t(), rows, expert_gaps=align is not None and align > 1, tail_gap=num_rows is not None), slots
+    return _row_map(
+        routing_map,
+        walk,
+        slots,
+        walk.base_EB.t(),
+        rows,
+        expert_gaps=align is not None and align > 1,
+        tail_gap=num_rows is not None,
+    ), slots
 
 
 def place_in_capacity(routing_map: Tensor, capacity: int) -> tuple[RowMap, Slots]:
@@ -197,7 +228,9 @@ def place_in_capacity(routing_map: Tensor, capacity: int) -> tuple[RowMap, Slots
     num_tokens, num_experts = routing_map.shape
     slots = empty_slots(routing_map)
     walk = walk_map(routing_map)
-    base = torch.empty(num_experts, dtype=torch.int64, device=routing_map.device)  # all by the first program of capacity_kernel
+    base = torch.empty(
+        num_experts, dtype=torch.int64, device=routing_map.device
+    )  # all by the first program of capacity_kernel
     with launch_on(routing_map):
         kernels.capacity_kernel[(walk.blocks,)](
             integers(routing_map),
@@ -214,10 +247,14 @@ def place_in_capacity(routing_map: Tensor, capacity: int) -> tuple[RowMap, Slots
             **walk.blocking(),
         )
     base_BE = base.expand(walk.blocks, num_experts)  # the ranks already count all blocks
-    return _row_map(routing_map, walk, slots, base_BE, num_experts * capacity, expert_gaps=capacity > num_tokens, tail_gap=False), slots
+    return _row_map(
+        routing_map, walk, slots, base_BE, num_experts * capacity, expert_gaps=capacity > num_tokens, tail_gap=False
+    ), slots
 
 
-def _row_map(routing_map: Tensor, walk: Walk, slots: Slots, base_BE: Tensor, num_rows: int, *, expert_gaps: bool, tail_gap: bool) -> RowMap:
+def _row_map(
+    routing_map: Tensor, walk: Walk, slots: Slots, base_BE: Tensor, num_rows: int, *, expert_gaps: bool, tail_gap: bool
+) -> RowMap:
     return RowMap(
         slots_TE=slots.slots_TE,
         num_slots_T=slots.num_slots_T,

@@ -14,7 +14,11 @@ from moe_ref.config import Recipe
 from moe_ref.config.recipes import BLOCK
 
 SIZE = BLOCK["nvfp4"]
-SCOPES: dict[str, tuple[str, ...]] = {"input": ("activations", "all"), "weight": ("weights", "all"), "grad_output": ()}  # that a role is in
+SCOPES: dict[str, tuple[str, ...]] = {
+    "input": ("activations", "all"),
+    "weight": ("weights", "all"),
+    "grad_output": (),
+}  # that a role is in
 
 
 def quantize_two_levels(
@@ -74,16 +78,29 @@ def quantize_two_levels(
     return by_rows, by_rows if once else by_columns
 
 
-def _amax_of_forms(x: Tensor, splits: Tensor | None, rowwise: bool, columnwise: bool, row_scaled: bool) -> tuple[Tensor | None, Tensor | None]:
+def _amax_of_forms(
+    x: Tensor, splits: Tensor | None, rowwise: bool, columnwise: bool, row_scaled: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """max |x| over each group, and over each group of the transform; row-scaled: [M] of each row, and [G,N] of each group's columns."""
     sizes = tuning.for_device(x.device).quantize
-    grid = grid_of(x.shape, splits, sizes.groups if row_scaled else sizes.transformed, True, (1 if row_scaled else SIZE, 1))
+    grid = grid_of(
+        x.shape, splits, sizes.groups if row_scaled else sizes.transformed, True, (1 if row_scaled else SIZE, 1)
+    )
     row_shape, column_shape = ((len(x),), (grid.groups, x.shape[1])) if row_scaled else ((grid.groups,), (grid.groups,))
     row_amax = torch.zeros(row_shape, dtype=torch.int32, device=x.device) if rowwise else None
     column_amax = torch.zeros(column_shape, dtype=torch.int32, device=x.device) if columnwise else None
     if grid.programs:
         with launch_on(x):
             group_scales.two_levels_amax_kernel[(grid.programs,)](
-                x, *x.stride(), *strided(splits), row_amax, column_amax, *x.shape, *grid.sizes, ROW_SCALED=row_scaled, **grid.settings, **EXACT
+                x,
+                *x.stride(),
+                *strided(splits),
+                row_amax,
+                column_amax,
+                *x.shape,
+                *grid.sizes,
+                ROW_SCALED=row_scaled,
+                **grid.settings,
+                **EXACT,
             )
     return tuple(None if amax is None else amax.view(torch.float32) for amax in (row_amax, column_amax))  # type: ignore[return-value]

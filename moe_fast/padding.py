@@ -32,7 +32,12 @@ class Padding:
         spare = experts * (align - 1)
         over, behind = spare - missing.sum(0, keepdim=True), rows - counts.sum(0, keepdim=True)
         number = torch.arange(experts, device=device)
-        order = torch.cat([torch.stack([experts + 1 + number, number], 1).flatten(), torch.arange(experts, experts + 1, device=device)])
+        order = torch.cat(
+            [
+                torch.stack([experts + 1 + number, number], 1).flatten(),
+                torch.arange(experts, experts + 1, device=device),
+            ]
+        )
         order = torch.cat([order, torch.arange(2 * experts + 1, 2 * experts + 2, device=device)])
         before = torch.cat([missing, over, counts, behind])
         return cls(spare, counts + missing, before, before[order], order, order.argsort())

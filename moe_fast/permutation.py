@@ -50,13 +50,19 @@ def permute(
     require(movable(tokens_TH.dtype), "tokens", f"of dtype {tokens_TH.dtype}", "of at most 8 bytes an element")
     summable = not tokens_TH.requires_grad or tokens_TH.dtype in MERGING
     require(summable, "tokens", f"of dtype {tokens_TH.dtype} and requires a gradient", f"one of {MERGING} for that")
-    row_map, slots = place(routing_map_TE, align, num_rows) if capacity is None else place_in_capacity(routing_map_TE, capacity)
+    row_map, slots = (
+        place(routing_map_TE, align, num_rows) if capacity is None else place_in_capacity(routing_map_TE, capacity)
+    )
     lists, row_map = row_map, row_map.without_bases()
     rows, row_probs = _Permute.apply(tokens_TH, probs, lists, row_map)
-    return Permuted(rows, row_probs, row_map, slots.tokens_per_expert, None if align is None else slots.pad_offsets, slots.overflow)
+    return Permuted(
+        rows, row_probs, row_map, slots.tokens_per_expert, None if align is None else slots.pad_offsets, slots.overflow
+    )
 
 
-def unpermute(rows_PH: Tensor, row_map: RowMap, *, restore_shape: tuple[int, int] | None = None, probs: Tensor | None = None) -> Tensor:
+def unpermute(
+    rows_PH: Tensor, row_map: RowMap, *, restore_shape: tuple[int, int] | None = None, probs: Tensor | None = None
+) -> Tensor:
     """Add each token's rows together, back in token order.
 
         out[t] = Σ_{i: row i came from token t} rows[i] · (probs[t, expert of i] if probs were given, else 1)
@@ -103,17 +109,25 @@ class _Permute(torch.autograd.Function):
     """The copy of `permute`; its gradient is `unpermute` of the rows, and each prob's gradient moved back."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, probs: Tensor | None, lists: RowMap, row_map: RowMap) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any, tokens: Tensor, probs: Tensor | None, lists: RowMap, row_map: RowMap
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.row_map = row_map
         rows, row_probs = _move_to_rows(tokens, probs, lists, row_map.slots_TE)
-        constant = [output for output, needed in zip((rows, row_probs), ctx.needs_input_grad, strict=False) if output is not None and not needed]
+        constant = [
+            output
+            for output, needed in zip((rows, row_probs), ctx.needs_input_grad, strict=False)
+            if output is not None and not needed
+        ]
         ctx.mark_non_differentiable(*constant)
         return rows, row_probs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, drows: Tensor | None, drow_probs: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, drows: Tensor | None, drow_probs: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
         drows = drows if ctx.needs_input_grad[0] else None
         drow_probs = drow_probs if ctx.needs_input_grad[1] else None
         return *_sum_rows(drows, None, drow_probs, ctx.row_map), None, None
@@ -145,18 +159,26 @@ class _SortChunks(torch.autograd.Function):
     """The gather of `sort_chunks`; its gradient is the gather of the inverse order."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, probs: Tensor | None, sizes: Tensor, order: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any, rows: Tensor, probs: Tensor | None, sizes: Tensor, order: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(sizes, order)
         out, out_probs = _gather_chunks(rows, probs, sizes, order, inverse=False)
-        constant = [output for output, needed in zip((out, out_probs), ctx.needs_input_grad, strict=False) if output is not None and not needed]
+        constant = [
+            output
+            for output, needed in zip((out, out_probs), ctx.needs_input_grad, strict=False)
+            if output is not None and not needed
+        ]
         ctx.mark_non_differentiable(*constant)
         assert out is not None
         return out, out_probs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dout_probs: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, dout: Tensor | None, dout_probs: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
         sizes, order = ctx.saved_tensors
         dout = dout if ctx.needs_input_grad[0] else None
         dout_probs = dout_probs if ctx.needs_input_grad[1] else None
@@ -165,24 +187,40 @@ class _SortChunks(torch.autograd.Function):
 
 def _matrix(tensor: Tensor | None) -> tuple[Any, ...]:
     """A matrix, or none, and its strides."""
-    return (None, 0, 0) if tensor is None else (tensor.resolve_neg(), *tensor.resolve_neg().stride())  # a kernel sees memory, not a pending minus
+    return (
+        (None, 0, 0) if tensor is None else (tensor.resolve_neg(), *tensor.resolve_neg().stride())
+    )  # a kernel sees memory, not a pending minus
 
 
 def _arithmetic(rows: Tensor | None, probs: Tensor | None) -> dict[str, tl.dtype]:
     """The dtypes in which kernels hold rows, probs and their sums."""
-    rows_as, probs_as = (tl.float64 if x is not None and x.dtype == torch.float64 else tl.float32 for x in (rows, probs))
-    return {"ROWS_AS": rows_as, "PROBS_AS": probs_as, "ACCUMULATOR": tl.float64 if tl.float64 in (rows_as, probs_as) else tl.float32}
+    rows_as, probs_as = (
+        tl.float64 if x is not None and x.dtype == torch.float64 else tl.float32 for x in (rows, probs)
+    )
+    return {
+        "ROWS_AS": rows_as,
+        "PROBS_AS": probs_as,
+        "ACCUMULATOR": tl.float64 if tl.float64 in (rows_as, probs_as) else tl.float32,
+    }
 
 
-def _move_to_rows(tokens: Tensor, probs: Tensor | None, row_map: RowMap, row_slots: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def _move_to_rows(
+    tokens: Tensor, probs: Tensor | None, row_map: RowMap, row_slots: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """rows[row of t] = tokens[t], probs likewise, and zeros in rows without a token. Probs move only where the lists of rows are wanted too."""
     sizes = tuning.for_device(tokens.device)
     hidden = tokens.shape[1]
-    rows = torch.empty((row_map.num_rows, hidden), dtype=tokens.dtype, device=tokens.device)  # all by permute_kernel: a token's rows, and the gaps
-    row_probs = None if probs is None else torch.empty(row_map.num_rows, dtype=probs.dtype, device=probs.device)  # likewise
+    rows = torch.empty(
+        (row_map.num_rows, hidden), dtype=tokens.dtype, device=tokens.device
+    )  # all by permute_kernel: a token's rows, and the gaps
+    row_probs = (
+        None if probs is None else torch.empty(row_map.num_rows, dtype=probs.dtype, device=probs.device)
+    )  # likewise
     programs, parts = row_map.programs(sizes.permute.tokens, sizes.fill)
     columns = ceil_div(hidden, sizes.permute.columns)
-    columns = columns if row_slots is None else max(1, columns)  # lists are written, and probs move, also when the rows are empty
+    columns = (
+        columns if row_slots is None else max(1, columns)
+    )  # lists are written, and probs move, also when the rows are empty
     programs += 0 if row_slots is None else ceil_div(row_map.num_tokens, sizes.list_tokens)
     if programs * columns == 0:
         return rows, row_probs
@@ -210,17 +248,23 @@ def _move_to_rows(tokens: Tensor, probs: Tensor | None, row_map: RowMap, row_slo
     return rows, row_probs
 
 
-def _sum_rows(rows: Tensor | None, probs: Tensor | None, drow_probs: Tensor | None, row_map: RowMap) -> tuple[Tensor | None, Tensor | None]:
+def _sum_rows(
+    rows: Tensor | None, probs: Tensor | None, drow_probs: Tensor | None, row_map: RowMap
+) -> tuple[Tensor | None, Tensor | None]:
     """out[t] = Σ over t's rows of rows · probs, and dprobs[t, e] = drow_probs[row of t and e]; either may be left out."""
     some = rows if rows is not None else drow_probs
     if some is None:
         return None, None
     sizes = tuning.for_device(some.device)
     hidden = 0 if rows is None else rows.shape[1]
-    out = None if rows is None else torch.empty((row_map.num_tokens, hidden), dtype=rows.dtype, device=rows.device)  # all by unpermute_kernel
+    out = (
+        None if rows is None else torch.empty((row_map.num_tokens, hidden), dtype=rows.dtype, device=rows.device)
+    )  # all by unpermute_kernel
     dprobs = None
     if drow_probs is not None:
-        dprobs = torch.empty((row_map.num_tokens, row_map.num_experts), dtype=drow_probs.dtype, device=some.device)  # all by its last column of programs
+        dprobs = torch.empty(
+            (row_map.num_tokens, row_map.num_experts), dtype=drow_probs.dtype, device=some.device
+        )  # all by its last column of programs
     columns = ceil_div(hidden, sizes.unpermute.columns) + (dprobs is not None)
     programs = ceil_div(row_map.num_tokens, sizes.unpermute.tokens) * columns
     if programs == 0:
@@ -248,12 +292,18 @@ def _sum_rows(rows: Tensor | None, probs: Tensor | None, drow_probs: Tensor | No
     return out, dprobs
 
 
-def _merge_backward(dout: Tensor, rows: Tensor | None, probs: Tensor, row_map: RowMap, needs_rows: bool) -> tuple[Tensor | None, Tensor | None]:
+def _merge_backward(
+    dout: Tensor, rows: Tensor | None, probs: Tensor, row_map: RowMap, needs_rows: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of `unpermute` with probs; `rows` is given if that of the probs is wanted."""
     sizes = tuning.for_device(dout.device)
     hidden = dout.shape[1]
-    drows = torch.empty((row_map.num_rows, hidden), dtype=dout.dtype, device=dout.device) if needs_rows else None  # all: tokens' rows, and the gaps
-    dprobs = None if rows is None else torch.empty(probs.shape, dtype=probs.dtype, device=dout.device)  # all: whole rows of tokens
+    drows = (
+        torch.empty((row_map.num_rows, hidden), dtype=dout.dtype, device=dout.device) if needs_rows else None
+    )  # all: tokens' rows, and the gaps
+    dprobs = (
+        None if rows is None else torch.empty(probs.shape, dtype=probs.dtype, device=dout.device)
+    )  # all: whole rows of tokens
     block_experts = power_of_two(row_map.num_experts)
     block_tokens = min(sizes.unpermute_backward.tokens, sizes.unpermute_backward_probs.tile_tokens(block_experts))
     programs, parts = row_map.programs(block_tokens, sizes.fill)
@@ -284,7 +334,9 @@ def _merge_backward(dout: Tensor, rows: Tensor | None, probs: Tensor, row_map: R
     return drows, dprobs
 
 
-def _gather_chunks(rows: Tensor | None, probs: Tensor | None, sizes: Tensor, order: Tensor, *, inverse: bool) -> tuple[Tensor | None, Tensor | None]:
+def _gather_chunks(
+    rows: Tensor | None, probs: Tensor | None, sizes: Tensor, order: Tensor, *, inverse: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """The rows and probs of the chunks in their new order, or back in the old one; either may be left out."""
     some = rows if rows is not None else probs
     if some is None:
@@ -292,7 +344,9 @@ def _gather_chunks(rows: Tensor | None, probs: Tensor | None, sizes: Tensor, ord
     blocks = tuning.for_device(some.device)
     num_rows = some.shape[0]
     hidden = 0 if rows is None else rows.shape[1]
-    out = None if rows is None else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)  # all by sort_chunks_kernel
+    out = (
+        None if rows is None else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    )  # all by sort_chunks_kernel
     out_probs = None if probs is None else torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)  # likewise
     if num_rows == 0:
         return out, out_probs

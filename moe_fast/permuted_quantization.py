@@ -63,13 +63,25 @@ def permute_and_quantize(
 
     Source: TE moe_permute_and_pad_with_probs, `tex.split_quantize`.
     """
-    check_permute_and_quantize(tokens_TH, routing_map_TE, recipe, probs, align, capacity, num_rows, role, rowwise, columnwise, state)
+    check_permute_and_quantize(
+        tokens_TH, routing_map_TE, recipe, probs, align, capacity, num_rows, role, rowwise, columnwise, state
+    )
     check_device("tokens", tokens_TH)
     if not _in_one_step(recipe, role, columnwise):
         permuted = permute(tokens_TH, routing_map_TE, probs=probs, align=align, capacity=capacity, num_rows=num_rows)
-        made = quantize(permuted.rows, recipe, role=role, splits=permuted.tokens_per_expert, rowwise=rowwise, columnwise=columnwise, state=state)
+        made = quantize(
+            permuted.rows,
+            recipe,
+            role=role,
+            splits=permuted.tokens_per_expert,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            state=state,
+        )
         return PermutedQuantization(*made, *permuted[1:])
-    lists, slots = place(routing_map_TE, align, num_rows) if capacity is None else place_in_capacity(routing_map_TE, capacity)
+    lists, slots = (
+        place(routing_map_TE, align, num_rows) if capacity is None else place_in_capacity(routing_map_TE, capacity)
+    )
     row_map = lists.without_bases()
     work = Work(tokens_TH.detach().resolve_neg(), probs, recipe, role, lists, row_map, slots.tokens_per_expert)
     by_rows, by_columns, next_state = work.done(rowwise, columnwise, state)
@@ -79,7 +91,9 @@ def permute_and_quantize(
     source = source if source is not None and source.requires_grad else None
     quantized = Quantized(recipe, work.format, tokens_TH.dtype, slots.tokens_per_expert, source, by_rows, by_columns)
     pad_offsets = None if align is None else slots.pad_offsets
-    return PermutedQuantization(quantized, next_state, row_probs, row_map, slots.tokens_per_expert, pad_offsets, slots.overflow)
+    return PermutedQuantization(
+        quantized, next_state, row_probs, row_map, slots.tokens_per_expert, pad_offsets, slots.overflow
+    )
 
 
 def _in_one_step(recipe: Recipe, role: str, columnwise: bool) -> bool:
@@ -87,25 +101,38 @@ def _in_one_step(recipe: Recipe, role: str, columnwise: bool) -> bool:
     if recipe.scaling != "nvfp4":
         return True
     square = role == "weight" and bool(recipe.two_dimensional_weights)
-    return not (columnwise or square or recipe.four_over_six in SCOPES[role] or (bool(recipe.row_scaled_activation) and role == "input"))
+    return not (
+        columnwise
+        or square
+        or recipe.four_over_six in SCOPES[role]
+        or (bool(recipe.row_scaled_activation) and role == "input")
+    )
 
 
 class _Place(torch.autograd.Function):
     """Where the rows stand in the graph: a tensor of their shape that is never read; and their probs, as they were moved."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, probs: Tensor | None, row_probs: Tensor | None, row_map: RowMap) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any, tokens: Tensor, probs: Tensor | None, row_probs: Tensor | None, row_map: RowMap
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.row_map = row_map
         source = tokens.new_empty(()).expand(row_map.num_rows, tokens.shape[1])  # by nobody: it has no values
         moved = None if row_probs is None else row_probs.view_as(row_probs)
-        constant = [output for output, needed in zip((source, moved), ctx.needs_input_grad, strict=False) if output is not None and not needed]
+        constant = [
+            output
+            for output, needed in zip((source, moved), ctx.needs_input_grad, strict=False)
+            if output is not None and not needed
+        ]
         ctx.mark_non_differentiable(*constant)
         return source, moved
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_rows: Tensor | None, d_row_probs: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, d_rows: Tensor | None, d_row_probs: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
         d_rows = d_rows if ctx.needs_input_grad[0] else None
         d_row_probs = d_row_probs if ctx.needs_input_grad[1] else None
         return *_sum_rows(d_rows, None, d_row_probs, ctx.row_map), None, None
@@ -114,17 +141,43 @@ class _Place(torch.autograd.Function):
 class Work:
     """The launches of one call."""
 
-    def __init__(self, tokens: Tensor, probs: Tensor | None, recipe: Recipe, role: str, lists: RowMap, row_map: RowMap, splits: Tensor) -> None:
-        self.tokens, self.probs, self.recipe, self.lists, self.row_map, self.splits = tokens, probs, recipe, lists, row_map, splits
+    def __init__(
+        self,
+        tokens: Tensor,
+        probs: Tensor | None,
+        recipe: Recipe,
+        role: str,
+        lists: RowMap,
+        row_map: RowMap,
+        splits: Tensor,
+    ) -> None:
+        self.tokens, self.probs, self.recipe, self.lists, self.row_map, self.splits = (
+            tokens,
+            probs,
+            recipe,
+            lists,
+            row_map,
+            splits,
+        )
         self.rule, self.size = RULES[recipe.scaling], BLOCK.get(recipe.scaling, 1)
-        self.format = "e2m1" if recipe.scaling == "nvfp4" else "e5m2" if recipe.fp8_format == "hybrid" and role == "grad_output" else "e4m3"
+        self.format = (
+            "e2m1"
+            if recipe.scaling == "nvfp4"
+            else "e5m2"
+            if recipe.fp8_format == "hybrid" and role == "grad_output"
+            else "e4m3"
+        )
         self.square = recipe.scaling in BLOCK and role == "weight" and bool(recipe.two_dimensional_weights)
         self.sizes = tuning.for_device(tokens.device)
         self.source: Tensor | None = None  # [P] the token of each row, or -1
         self.shape = torch.Size((row_map.num_rows, tokens.shape[1]))
-        self.row_probs = None if probs is None else torch.empty(row_map.num_rows, dtype=probs.dtype, device=tokens.device)  # all by scatter_kernel
+        self.row_probs = (
+            None if probs is None else torch.empty(row_map.num_rows, dtype=probs.dtype, device=tokens.device)
+        )  # all by scatter_kernel
 
-    def done(self, rowwise: bool, columnwise: bool, state: QuantizerState | None) -> tuple[Form | None, Form | None, QuantizerState | None]:
+    def done(
+        self, rowwise: bool, columnwise: bool, state: QuantizerState | None
+    ) -> tuple[Form | None, Form | None, QuantizerState | None]:
         """(rowwise form, columnwise form, next state)."""
         if self.rule == "group":
             form, state = self._groups(state)
@@ -177,14 +230,23 @@ class Work:
         """NVFP4, along rows."""
         amax = self._group_amax()
         scale = self._empty(self.shape[0], self.shape[1] // self.size, dtype=torch.uint8)  # all by scatter_kernel
-        form = Form(self._empty(*self.shape, dtype=torch.uint8), scale, amax.view(torch.float32), (1, self.size), "group", E4M3_MAX)
+        form = Form(
+            self._empty(*self.shape, dtype=torch.uint8),
+            scale,
+            amax.view(torch.float32),
+            (1, self.size),
+            "group",
+            E4M3_MAX,
+        )
         self._scatter("nvfp4", form, {"group_amax": amax})
         return form
 
     def _blank(self, block: tuple[int, int], rows: int) -> Form:
         """A form whose codes are all written by the kernels here, and whose scales are as far as there are blocks."""
         columns = ceil_div(self.shape[1], block[1])
-        turned = self.rule == "amax" and block[0] == 1  # neighbouring rows beside each other, as matrix products read them
+        turned = (
+            self.rule == "amax" and block[0] == 1
+        )  # neighbouring rows beside each other, as matrix products read them
 
         def blocks(dtype: torch.dtype) -> Tensor:
             return self._empty(columns, rows, dtype=dtype).T if turned else self._empty(rows, columns, dtype=dtype)
@@ -225,16 +287,24 @@ class Work:
             by_expert["group_amax"] = torch.zeros(experts, dtype=torch.int32, device=self.tokens.device)
             by_expert |= {"given": state.scale, "history": history}
             state = QuantizerState(history, state.scale)
-        form = Form(self._empty(*self.shape, dtype=torch.uint8), inverse, by_expert["group_amax"].view(torch.float32), None)
+        form = Form(
+            self._empty(*self.shape, dtype=torch.uint8), inverse, by_expert["group_amax"].view(torch.float32), None
+        )
         self._scatter("group", form, by_expert)
         return form, state
 
-    def _scatter(self, rule: str, form: Form | None, by_expert: dict[str, Any] | None = None, with_source: bool = False) -> None:
+    def _scatter(
+        self, rule: str, form: Form | None, by_expert: dict[str, Any] | None = None, with_source: bool = False
+    ) -> None:
         """Move the probs, write the lists of rows, and with a form the codes of each token to its rows."""
         if with_source or form is None:
             narrow = len(self.tokens) < 2**31
-            self.source = self._empty(self.row_map.num_rows, dtype=torch.int32 if narrow else torch.int64)  # all by scatter_kernel
-        given, group_amax, history, inverse = ((by_expert or {}).get(name) for name in ("given", "group_amax", "history", "inverse"))
+            self.source = self._empty(
+                self.row_map.num_rows, dtype=torch.int32 if narrow else torch.int64
+            )  # all by scatter_kernel
+        given, group_amax, history, inverse = (
+            (by_expert or {}).get(name) for name in ("given", "group_amax", "history", "inverse")
+        )
         tile, fill, row_map = self.sizes.permute_quantize.scatter, self.sizes.fill, self.row_map
         block_columns = max(tile.columns, self.size)
         programs, (token_blocks, *lanes) = row_map.programs(tile.tokens, fill)
@@ -285,7 +355,14 @@ class Work:
         aligned = self.rule == "amax"  # whole groups of MXFP8 consist of whole blocks, wherever the rows are cut
         block = (self.size, self.size if self.square else 1)
         tuned = self.sizes.permute_quantize
-        grid = grid_of(self.shape, self.splits, tuned.tall if aligned else tuned.gather, aligned, block, self.size if aligned else None)
+        grid = grid_of(
+            self.shape,
+            self.splits,
+            tuned.tall if aligned else tuned.gather,
+            aligned,
+            block,
+            self.size if aligned else None,
+        )
         form = self._blank(block, grid.tiles if aligned else ceil_div(self.shape[0], self.size))
         if self.source is None:
             self._scatter("none", None)
@@ -323,4 +400,8 @@ class Work:
 
     def _rounding(self) -> dict[str, Any]:
         """What the kernels must know of the recipe."""
-        return {"FORMAT": self.format, "POWER_OF_TWO": bool(self.recipe.power_of_two_scales), "HARDWARE": casts_in_hardware(self.tokens.device)}
+        return {
+            "FORMAT": self.format,
+            "POWER_OF_TWO": bool(self.recipe.power_of_two_scales),
+            "HARDWARE": casts_in_hardware(self.tokens.device),
+        }

@@ -65,20 +65,30 @@ def quantize(
     else:
         splits = splits.to(x_MN.device, non_blocking=True)
     x = x_MN.detach().resolve_neg()  # a kernel sees memory, not a pending minus
-    format = "e2m1" if recipe.scaling == "nvfp4" else "e5m2" if recipe.fp8_format == "hybrid" and role == "grad_output" else "e4m3"
+    format = (
+        "e2m1"
+        if recipe.scaling == "nvfp4"
+        else "e5m2"
+        if recipe.fp8_format == "hybrid" and role == "grad_output"
+        else "e4m3"
+    )
     if recipe.stochastic_rounding and role == "grad_output" and noise is None:
         noise = torch.rand(2, *x.shape, device=x.device)
     if recipe.scaling == "nvfp4":
         by_rows, by_columns = quantize_two_levels(x, recipe, role, splits, rowwise, columnwise, noise)
     elif recipe.scaling in BLOCK:
         square = role == "weight" and bool(recipe.two_dimensional_weights)
-        by_rows, by_columns = _quantize_blocks(x, recipe, format, splits, square, rowwise or square, columnwise and not square)
+        by_rows, by_columns = _quantize_blocks(
+            x, recipe, format, splits, square, rowwise or square, columnwise and not square
+        )
         by_columns = by_rows if square else by_columns
     else:
         by_rows, state = cast_groups(x, recipe, format, splits, state)
         by_columns = by_rows
     source = _Place.apply(x_MN, splits) if x_MN.requires_grad else None
-    quantized = Quantized(recipe, format, x.dtype, splits, source, by_rows if rowwise else None, by_columns if columnwise else None)
+    quantized = Quantized(
+        recipe, format, x.dtype, splits, source, by_rows if rowwise else None, by_columns if columnwise else None
+    )
     return Quantization(quantized, state)
 
 
@@ -127,7 +137,11 @@ def _blank(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form:
     turned = rule == "amax" and block[0] == 1  # neighbouring rows beside each other, as matrix products read them
 
     def blocks(dtype: torch.dtype) -> Tensor:
-        return torch.empty((columns, rows), dtype=dtype, device=x.device).T if turned else torch.empty((rows, columns), dtype=dtype, device=x.device)
+        return (
+            torch.empty((columns, rows), dtype=dtype, device=x.device).T
+            if turned
+            else torch.empty((rows, columns), dtype=dtype, device=x.device)
+        )
 
     scale = blocks(torch.float32 if rule == "amax" else torch.uint8)
     amax = blocks(torch.float32 if x.dtype == torch.float64 else x.dtype)

@@ -15,7 +15,13 @@ from moe_fast.tuning import ceil_div, power_of_two
 from moe_ref.config import Recipe, require
 from moe_ref.config.recipes import SCALE_LAYOUTS
 
-RULES = {"delayed": "group", "current": "group", "block": "amax", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}  # the kernels' names
+RULES = {
+    "delayed": "group",
+    "current": "group",
+    "block": "amax",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+}  # the kernels' names
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,9 @@ def scales(quantized: Quantized, *, columnwise: bool = False, layout: str = "com
     if layout == "compact":
         return whole
     scaling = quantized.recipe.scaling
-    return tuple(_for_gemm(part.T if columnwise else part, scaling, turned=min(form.block) == 1) for part in whole.split(counts))
+    return tuple(
+        _for_gemm(part.T if columnwise else part, scaling, turned=min(form.block) == 1) for part in whole.split(counts)
+    )
 
 
 def _compact(quantized: Quantized, form: Form, blocks: Tensor, columnwise: bool) -> tuple[list[int], Tensor]:
@@ -108,7 +116,12 @@ def _for_gemm(scale: Tensor, scaling: str, turned: bool) -> Tensor:
         scale = scale.T if turned else scale
         return torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4))
     padded = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4, 0, -scale.shape[0] % 128))
-    return padded.unflatten(1, (padded.shape[1] // 4, 4)).unflatten(0, (len(padded) // 128, 4, 32)).permute(0, 3, 2, 1, 4).flatten()
+    return (
+        padded.unflatten(1, (padded.shape[1] // 4, 4))
+        .unflatten(0, (len(padded) // 128, 4, 32))
+        .permute(0, 3, 2, 1, 4)
+        .flatten()
+    )
 
 
 def amax(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
@@ -121,7 +134,12 @@ def amax(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
         ValueError: the rows come from a dispatch, which sends none.
     """
     form = quantized.form(columnwise)
-    require(form.amax.numel() > 0 or form.scale.numel() == 0, "quantized", "from a dispatch", "made by a quantizer: amax does not travel")
+    require(
+        form.amax.numel() > 0 or form.scale.numel() == 0,
+        "quantized",
+        "from a dispatch",
+        "made by a quantizer: amax does not travel",
+    )
     if form.per == "row":
         return form.amax[: sum(_sizes(quantized, form))]
     if form.per == "column" or form.amax.dim() == 1:
@@ -145,12 +163,23 @@ def dequantize(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
 
 def _dequantize(quantized: Quantized, form: Form) -> Tensor:
     """The values of one form."""
-    codes_MN, rule, sizes = form.codes_MN, RULES[quantized.recipe.scaling], tuning.for_device(form.codes_MN.device).quantize
+    codes_MN, rule, sizes = (
+        form.codes_MN,
+        RULES[quantized.recipe.scaling],
+        tuning.for_device(form.codes_MN.device).quantize,
+    )
     block = form.block or (1, 1)
     tall = block[0] > 1
     aligned = rule in ("group", "nvfp4") or (rule == "amax" and tall)
     rows = block[0] if rule == "amax" and tall else None
-    grid = grid_of(codes_MN.shape, quantized.splits, sizes.tall if rows else sizes.columns if tall else sizes.groups, aligned, block, rows)
+    grid = grid_of(
+        codes_MN.shape,
+        quantized.splits,
+        sizes.tall if rows else sizes.columns if tall else sizes.groups,
+        aligned,
+        block,
+        rows,
+    )
     out = torch.empty(codes_MN.shape, dtype=quantized.dtype, device=codes_MN.device)  # all by dequantize_kernel
     if grid.programs:
         with launch_on(codes_MN):
@@ -192,12 +221,16 @@ class _StraightThrough(torch.autograd.Function):
 def _hadamard_adjoint(d_value: Tensor) -> Tensor:
     """The gradient of what was transformed, each sum rounded once to its dtype."""
     d_value = d_value.resolve_neg()  # a kernel sees memory, not a pending minus
-    grid = grid_of(d_value.shape, None, tuning.for_device(d_value.device).quantize.transformed, True, (hadamard.SIZE.value, 1))
+    grid = grid_of(
+        d_value.shape, None, tuning.for_device(d_value.device).quantize.transformed, True, (hadamard.SIZE.value, 1)
+    )
     out = torch.empty(d_value.shape, dtype=d_value.dtype, device=d_value.device)  # all by hadamard_adjoint_kernel
     if grid.programs:
         sizes = {name: grid.settings[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps")}
         with launch_on(d_value):
-            hadamard.hadamard_adjoint_kernel[(grid.programs,)](d_value, *d_value.stride(), out, *d_value.shape, grid.parts, grid.steps, **sizes, **EXACT)
+            hadamard.hadamard_adjoint_kernel[(grid.programs,)](
+                d_value, *d_value.stride(), out, *d_value.shape, grid.parts, grid.steps, **sizes, **EXACT
+            )
     return out
 
 
@@ -224,16 +257,31 @@ class Grid:
         return self.groups, self.parts, self.steps
 
 
-def grid_of(shape: torch.Size, splits: Tensor | None, walk: tuning.Walk, aligned: bool, least: tuple[int, int] = (1, 1), rows: int | None = None) -> Grid:
+def grid_of(
+    shape: torch.Size,
+    splits: Tensor | None,
+    walk: tuning.Walk,
+    aligned: bool,
+    least: tuple[int, int] = (1, 1),
+    rows: int | None = None,
+) -> Grid:
     """Tiles of `walk`, but no smaller than a block; with `rows`, exactly so high. Aligned: cut from each group's first row on."""
     num_rows, num_columns = shape
     groups = 1 if splits is None else len(splits)
     block_m = rows or max(walk.tokens, least[0])
     block_n = max(min(walk.columns, power_of_two(num_columns)), least[1])
-    pieces = groups + 1 if aligned and splits is not None else 1  # the rest of x is one more; each has a last tile that may be partial
+    pieces = (
+        groups + 1 if aligned and splits is not None else 1
+    )  # the rest of x is one more; each has a last tile that may be partial
     tiles = (num_rows + pieces * (block_m - 1)) // block_m
     steps = min(walk.steps, max(ceil_div(num_columns, block_n), 1))
-    settings = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_G": power_of_two(groups + 1), "STAGES": walk.stages, "num_warps": walk.num_warps}
+    settings = {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_G": power_of_two(groups + 1),
+        "STAGES": walk.stages,
+        "num_warps": walk.num_warps,
+    }
     settings |= {} if walk.registers is None else {"maxnreg": walk.registers}
     return Grid(groups, tiles, max(ceil_div(num_columns, block_n * steps), 1), steps, settings)
 

@@ -23,7 +23,15 @@ from moe_fast.quantization import FLOAT32_MAX, _blank, _results, quantize
 from moe_fast.quantized import RULES, Form, Grid, Quantized, grid_of, strided
 from moe_fast.routing import EXACT, accumulator, number_bits
 from moe_fast.tuning import ceil_div
-from moe_ref.config import Quantization, QuantizerState, Recipe, check_activation, check_cotangent, check_glu, check_splits
+from moe_ref.config import (
+    Quantization,
+    QuantizerState,
+    Recipe,
+    check_activation,
+    check_cotangent,
+    check_glu,
+    check_splits,
+)
 from moe_ref.config.quantized_activations import QuantizedGradients, check_quantized_activation
 from moe_ref.config.recipes import BLOCK
 
@@ -184,7 +192,13 @@ class _Forms:
 
     def check(self, h: Tensor, width: int) -> None:
         """The rules of both packages that can be seen without reading the device."""
-        how: dict[str, Any] = {"splits": self.splits, "rowwise": self.rowwise, "columnwise": self.columnwise, "state": self.state, "noise": self.noise}
+        how: dict[str, Any] = {
+            "splits": self.splits,
+            "rowwise": self.rowwise,
+            "columnwise": self.columnwise,
+            "state": self.state,
+            "noise": self.noise,
+        }
         check_quantized_activation(h, width, self.recipe, self.role, **how, round_before_quantize=self.rounds)
         if self.splits is None:
             check_splits([len(h)], len(h), self.recipe)
@@ -239,7 +253,13 @@ class _Source:
     def faster_apart(self) -> bool:
         """Whether writing the rounded gradient, and reading it again, takes less time than holding 128 rows of it by both halves."""
         forms = self.forms
-        return self.d_out is not None and forms.rounds and forms.columnwise and forms.recipe.scaling == "block" and self.h.dtype.itemsize == 2
+        return (
+            self.d_out is not None
+            and forms.rounds
+            and forms.columnwise
+            and forms.recipe.scaling == "block"
+            and self.h.dtype.itemsize == 2
+        )
 
     @property
     def halves(self) -> bool:
@@ -248,7 +268,9 @@ class _Source:
 
     def grid(self, walk: tuning.Walk, aligned: bool, least: tuple[int, int] = (1, 1), rows: int | None = None) -> Grid:
         """Tiles of what is quantised; of halves the gates' alone, where that half consists of whole tiles."""
-        half = grid_of(torch.Size((len(self.h), self.settings.width(self.h))), self.forms.splits, walk, aligned, least, rows)
+        half = grid_of(
+            torch.Size((len(self.h), self.settings.width(self.h))), self.forms.splits, walk, aligned, least, rows
+        )
         if self.halves and self.settings.width(self.h) % half.settings["BLOCK_N"] == 0:
             return half
         return grid_of(self.like.shape, self.forms.splits, walk, aligned, least, rows)
@@ -258,7 +280,9 @@ class _Source:
         if self.d_out is None or self.probs is None:
             return None
         dtype = torch.float64 if torch.float64 in (self.h.dtype, self.probs.dtype) else torch.float32
-        return torch.empty((len(self.h), grid.parts), dtype=dtype, device=self.h.device)  # all by the kernel: its tiles cover every row
+        return torch.empty(
+            (len(self.h), grid.parts), dtype=dtype, device=self.h.device
+        )  # all by the kernel: its tiles cover every row
 
 
 def _source(d_out: Tensor | None, h: Tensor, probs: Tensor | None, settings: Settings, forms: _Forms) -> _Source:
@@ -299,7 +323,15 @@ def _quantized(source: _Source) -> tuple[Quantized, QuantizerState | None, Tenso
     else:
         by_rows, state, parts = _cast_groups(source)
         by_columns = by_rows
-    made = Quantized(recipe, forms.format, source.h.dtype, forms.splits, None, by_rows if forms.rowwise else None, by_columns if forms.columnwise else None)
+    made = Quantized(
+        recipe,
+        forms.format,
+        source.h.dtype,
+        forms.splits,
+        None,
+        by_rows if forms.rowwise else None,
+        by_columns if forms.columnwise else None,
+    )
     return made, state, None if parts is None else parts.sum(1)
 
 
@@ -386,26 +418,46 @@ def _quantized_apart(source: _Source) -> tuple[Quantized, QuantizerState | None,
         _launch(plain_kernels.activation_kernel, tuning.for_device(h.device).activation, source, (), (x, None))
     else:
         if source.probs is not None:
-            d_probs = torch.empty(len(h), dtype=source.probs.dtype, device=h.device)  # likewise, also where rows are empty
+            d_probs = torch.empty(
+                len(h), dtype=source.probs.dtype, device=h.device
+            )  # likewise, also where rows are empty
         d_out = (source.d_out, *source.d_out.stride())
-        _launch(plain_kernels.activation_backward_kernel, tuning.for_device(h.device).activation_backward, source, d_out, (x, d_probs))
+        _launch(
+            plain_kernels.activation_backward_kernel,
+            tuning.for_device(h.device).activation_backward,
+            source,
+            d_out,
+            (x, d_probs),
+        )
         d_probs = _owned_rows(d_probs, forms.splits)
-    how: dict[str, Any] = {"role": forms.role, "splits": forms.splits, "rowwise": forms.rowwise, "columnwise": forms.columnwise, "noise": forms.noise}
+    how: dict[str, Any] = {
+        "role": forms.role,
+        "splits": forms.splits,
+        "rowwise": forms.rowwise,
+        "columnwise": forms.columnwise,
+        "noise": forms.noise,
+    }
     made = quantize(x, forms.recipe, **how)
     return replace(made.quantized, dtype=h.dtype), None, d_probs
 
 
-def _launch(kernel: Any, tile: tuning.Tile, source: _Source, d_out: tuple[Any, ...], results: tuple[Tensor | None, ...]) -> None:
+def _launch(
+    kernel: Any, tile: tuning.Tile, source: _Source, d_out: tuple[Any, ...], results: tuple[Tensor | None, ...]
+) -> None:
     """A kernel of `moe_fast.kernels.activations`; with d_out one program sums a row, so that the order is fixed."""
     h, settings = source.h, source.settings
-    constants = _constants(h, h, source.probs, settings, tile) | ({} if d_out else {"HARDWARE": False})  # nothing is encoded here
+    constants = _constants(h, h, source.probs, settings, tile) | (
+        {} if d_out else {"HARDWARE": False}
+    )  # nothing is encoded here
     tiles = ceil_div(settings.width(h), constants["BLOCK_F"])
     parts = 1 if d_out else tiles
     programs = ceil_div(len(h), constants["BLOCK_P"]) * parts
     sizes = (len(h), settings.width(h), settings.between(h), parts, *((tiles,) if d_out else ()))
     if programs:
         with launch_on(h):
-            kernel[(programs,)](*d_out, h, *h.stride(), *strided(source.probs), *results, *sizes, *settings.numbers(), **constants)
+            kernel[(programs,)](
+                *d_out, h, *h.stride(), *strided(source.probs), *results, *sizes, *settings.numbers(), **constants
+            )
 
 
 def _owned_rows(x: Tensor | None, splits: Tensor | None) -> Tensor | None:

@@ -54,7 +54,9 @@ def topk_indices(
 
     Source: moe_utils.topk_routing_with_score_function(dense_output=True); TE fused_topk_with_score_function.
     """
-    check_topk_routing(logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices)
+    check_topk_routing(
+        logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices
+    )
     settings = Settings.of(topk, score_function, pre_softmax, num_groups, group_topk, scaling_factor)
     check_rows(logits_TE, topk, expert_bias)
     given = None if precomputed_indices is None else precomputed_indices.long()
@@ -80,7 +82,9 @@ def topk_routing(
 
     Source: moe_utils.topk_routing_with_score_function, its default form; TE fused_topk_with_score_function.
     """
-    check_topk_routing(logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices)
+    check_topk_routing(
+        logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices
+    )
     settings = Settings.of(topk, score_function, pre_softmax, num_groups, group_topk, scaling_factor)
     check_rows(logits_TE, topk, expert_bias)
     given = None if precomputed_indices is None else precomputed_indices.long()
@@ -98,7 +102,14 @@ class Settings:
     scale: int
 
     @staticmethod
-    def of(topk: int, score_function: str, pre_softmax: bool, num_groups: int | None, group_topk: int | None, scaling_factor: float | None) -> "Settings":
+    def of(
+        topk: int,
+        score_function: str,
+        pre_softmax: bool,
+        num_groups: int | None,
+        group_topk: int | None,
+        scaling_factor: float | None,
+    ) -> "Settings":
         """The settings as the kernels take them."""
         score = "pre_softmax" if pre_softmax and score_function == "softmax" else score_function
         scale = 1.0 if scaling_factor is None else scaling_factor
@@ -109,7 +120,9 @@ class _TopK(torch.autograd.Function):
     """The choice and its weights, compact or dense; the choice has no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, bias: Tensor | None, given: Tensor | None, settings: Settings, dense: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any, logits: Tensor, bias: Tensor | None, given: Tensor | None, settings: Settings, dense: bool
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.settings, ctx.dense = settings, dense
         probs, choice = _choose(logits, bias, given, settings, dense)
@@ -122,14 +135,24 @@ class _TopK(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dprobs: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None, None]:
         logits, choice = ctx.saved_tensors
-        return None if dprobs is None else _choose_backward(dprobs, logits, choice, ctx.settings, ctx.dense), None, None, None, None
+        return (
+            None if dprobs is None else _choose_backward(dprobs, logits, choice, ctx.settings, ctx.dense),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def _choose(logits: Tensor, bias: Tensor | None, given: Tensor | None, settings: Settings, dense: bool) -> tuple[Tensor, Tensor | None]:
+def _choose(
+    logits: Tensor, bias: Tensor | None, given: Tensor | None, settings: Settings, dense: bool
+) -> tuple[Tensor, Tensor | None]:
     """Probs with the map or, unless they are given, the indices."""
     num_tokens, num_experts = logits.shape
     shape = logits.shape if dense else (num_tokens, settings.topk)
-    probs = torch.empty(shape, dtype=logits.dtype, device=logits.device)  # all by topk_kernel, which has K different slots a token
+    probs = torch.empty(
+        shape, dtype=logits.dtype, device=logits.device
+    )  # all by topk_kernel, which has K different slots a token
     choice = None
     if dense or given is None:
         choice = torch.empty(shape, dtype=torch.bool if dense else torch.int64, device=logits.device)  # likewise
@@ -206,7 +229,9 @@ def _choose_backward(dprobs: Tensor, logits: Tensor, choice: Tensor, settings: S
 def check_rows(logits: Tensor, topk: int = 1, bias: Tensor | None = None) -> None:
     """Raise `ValueError` for logits that are legal, but not fused."""
     check_computed("logits", logits)
-    require(logits.shape[1] <= MAX_EXPERTS, "logits", f"of shape {tuple(logits.shape)}", f"of at most {MAX_EXPERTS} experts")
+    require(
+        logits.shape[1] <= MAX_EXPERTS, "logits", f"of shape {tuple(logits.shape)}", f"of at most {MAX_EXPERTS} experts"
+    )
     require(topk <= MAX_TOPK, "topk", topk, f"at most {MAX_TOPK}")
     if bias is not None:
         check_computed("expert_bias", bias)

@@ -43,7 +43,12 @@ def check_scaled(rows: Tensor, accumulator: str) -> None:
     Raises:
         ValueError: rows or sums in float64.
     """
-    require(rows.dtype != torch.float64, "rows", f"of dtype {rows.dtype} with a recipe", "bfloat16, float16 or float32: sums are taken in float32")
+    require(
+        rows.dtype != torch.float64,
+        "rows",
+        f"of dtype {rows.dtype} with a recipe",
+        "bfloat16, float16 or float32: sums are taken in float32",
+    )
     require(accumulator == "float32", "accumulator", f"{accumulator!r} with a recipe", "'float32'")
 
 
@@ -99,7 +104,9 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
     device, sizes = plan.total_2.device, tuning.for_device(plan.total_2.device).grouped
     left, right = d_out.form(True), x.form(True)
     shape = (plan.num_experts, left.codes_MN.shape[1], right.codes_MN.shape[1])
-    out = torch.empty(shape, dtype=x.dtype if accumulate_into is None else accumulate_into.dtype, device=device)  # all by scaled_wgrad_kernel
+    out = torch.empty(
+        shape, dtype=x.dtype if accumulate_into is None else accumulate_into.dtype, device=device
+    )  # all by scaled_wgrad_kernel
     if out.numel() == 0:
         return out
     unit = _unit(x, device)
@@ -170,7 +177,9 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
     form = x.form(False)
     device, sizes = form.codes_MN.device, tuning.for_device(form.codes_MN.device).grouped
     num_rows, depth, num_columns = *form.codes_MN.shape, weight.codes_LCD.shape[1]
-    out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=device)  # all by scaled_matmul_kernel: the tiles, and the rows behind
+    out = torch.empty(
+        (num_rows, num_columns), dtype=x.dtype, device=device
+    )  # all by scaled_matmul_kernel: the tiles, and the rows behind
     if out.numel() == 0:
         return out
     unit = _unit(x, device)
@@ -218,12 +227,22 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
 def _turned(codes_RC: Tensor, plan: Plan) -> Tensor:
     """Codes with rows and columns exchanged, each expert's from a tile on: the matrix unit for FP8 reads nothing else."""
     num_columns = codes_RC.shape[1]
-    out = torch.empty((num_columns, plan.capacity * TILE_ROWS), dtype=torch.uint8, device=codes_RC.device)  # as far as anyone reads by turn_kernel
+    out = torch.empty(
+        (num_columns, plan.capacity * TILE_ROWS), dtype=torch.uint8, device=codes_RC.device
+    )  # as far as anyone reads by turn_kernel
     block = tuning.for_device(codes_RC.device).grouped.turn_columns
     if out.numel():
         with launch_on(out):
             kernels.turn_kernel[(plan.capacity * ceil_div(num_columns, block),)](
-                codes_RC, out, out.stride(0), plan.tile_4C, plan.total_2, plan.capacity, num_columns, BLOCK_C=block, num_warps=4
+                codes_RC,
+                out,
+                out.stride(0),
+                plan.tile_4C,
+                plan.total_2,
+                plan.capacity,
+                num_columns,
+                BLOCK_C=block,
+                num_warps=4,
             )
     return out
 
@@ -283,12 +302,23 @@ def _weight_outer(weight: Matrices) -> tuple[Any, ...]:
 # --- the functions of `moe_fast.linear`, with a recipe
 
 
-def quantized_rows(x: Tensor, role: str, tokens_per_expert: Tensor, how: Precision, rowwise: bool, columnwise: bool) -> Quantized:
+def quantized_rows(
+    x: Tensor, role: str, tokens_per_expert: Tensor, how: Precision, rowwise: bool, columnwise: bool
+) -> Quantized:
     """Rows in the forms that are asked for, each expert's by themselves."""
     state = None if how.state is None else getattr(how.state, role)
     noise = how.noise if role == "grad_output" else None
     splits = tokens_per_expert
-    return quantize(x.detach(), how.recipe, role=role, splits=splits, rowwise=rowwise, columnwise=columnwise, state=state, noise=noise).quantized
+    return quantize(
+        x.detach(),
+        how.recipe,
+        role=role,
+        splits=splits,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        state=state,
+        noise=noise,
+    ).quantized
 
 
 def quantized_weight(weight_LMN: Tensor, how: Precision, rowwise: bool, columnwise: bool) -> Quantized:
@@ -303,9 +333,13 @@ class ScaledLinear(torch.autograd.Function):
     """`grouped_linear`: both forms of a tensor are made at once, and the gradients find the one that they need."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, how: Precision) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, how: Precision
+    ) -> Tensor:
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
-        counts = tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert  # the caller may change them before the backward
+        counts = (
+            tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert
+        )  # the caller may change them before the backward
         x = quantized_rows(rows, "input", counts, how, True, wants_weight and _has_columns(how.recipe, rows.dtype))
         matrices = quantized_weight(weight, how, True, wants_rows)
         ctx.plan, ctx.how, ctx.bias_dtype = scaled_plan(counts, len(rows)), how, None if bias is None else bias.dtype
@@ -342,7 +376,13 @@ def without_tensors(quantized: Quantized, columnwise: bool) -> Quantized:
     """The rest of it, and of its form of this direction."""
     form, nothing = quantized.columnwise if columnwise else quantized.rowwise, torch.empty(0)
     kept = None if form is None else replace(form, codes_MN=nothing, scale=nothing, amax=nothing)
-    return replace(quantized, splits=None, source=None, rowwise=None if columnwise else kept, columnwise=kept if columnwise else None)
+    return replace(
+        quantized,
+        splits=None,
+        source=None,
+        rowwise=None if columnwise else kept,
+        columnwise=kept if columnwise else None,
+    )
 
 
 def with_tensors(kept: Quantized, tensors: list[Tensor], columnwise: bool) -> Quantized:

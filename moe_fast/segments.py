@@ -43,8 +43,12 @@ def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile) -> Pl
     num_experts = len(tokens_per_expert)
     capacity = num_rows // tile.rows + min(num_rows, num_experts)  # each expert fills all its tiles but one
     device = tokens_per_expert.device
-    tiles = torch.empty((4, capacity), dtype=torch.int64, device=device)  # up to the total by plan_kernel; no kernel reads more
-    segments = torch.empty((2, num_experts), dtype=torch.int64, device=device)  # all by plan_kernel: a program an expert
+    tiles = torch.empty(
+        (4, capacity), dtype=torch.int64, device=device
+    )  # up to the total by plan_kernel; no kernel reads more
+    segments = torch.empty(
+        (2, num_experts), dtype=torch.int64, device=device
+    )  # all by plan_kernel: a program an expert
     total = torch.empty(2, dtype=torch.int64, device=device)  # by its last program
     with launch_on(tokens_per_expert):
         kernels.plan_kernel[(num_experts,)](
@@ -104,9 +108,17 @@ def have_descriptors(*tensors: Tensor) -> bool:
 
 
 def _describable(tensor: Tensor) -> bool:
-    aligned = tensor.data_ptr() % DESCRIBED_BYTES == 0 and all(stride * tensor.itemsize % DESCRIBED_BYTES == 0 for stride in tensor.stride()[:-1])
+    aligned = tensor.data_ptr() % DESCRIBED_BYTES == 0 and all(
+        stride * tensor.itemsize % DESCRIBED_BYTES == 0 for stride in tensor.stride()[:-1]
+    )
     small = 0 < tensor.shape[0] <= SEGMENT_ROWS and tensor.numel() > 0
-    return tensor.itemsize <= 2 and aligned and small and tensor.stride(-1) == 1 and all(stride > 0 for stride in tensor.stride())
+    return (
+        tensor.itemsize <= 2
+        and aligned
+        and small
+        and tensor.stride(-1) == 1
+        and all(stride > 0 for stride in tensor.stride())
+    )
 
 
 def segments(rows_PC: Tensor, block: list[int]) -> TensorDescriptor:

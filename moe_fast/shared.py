@@ -54,7 +54,9 @@ def shared_experts(
 
     Source: SharedExpertMLP.forward.
     """
-    act = chosen_activation(kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave, fp8_input_store=fp8_input_store)
+    act = chosen_activation(
+        kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave, fp8_input_store=fp8_input_store
+    )
     check_shared_experts(x_TH, fc1_weight_FH, fc2_weight_HF, gate_weight, kind, interleave)
     check_pairs(state, noise)
     check_product(x_TH, recipe, "float32")
@@ -110,7 +112,9 @@ class _Gated(torch.autograd.Function):
         y, z_T1 = ctx.saved_tensors
         needs_y, needs_z = ctx.needs_input_grad
         d_y = torch.empty(y.shape, dtype=y.dtype, device=y.device) if needs_y else None  # all by gate_backward_kernel
-        d_z = torch.empty(z_T1.shape, dtype=y.dtype, device=y.device) if needs_z else None  # likewise, also where rows are empty
+        d_z = (
+            torch.empty(z_T1.shape, dtype=y.dtype, device=y.device) if needs_z else None
+        )  # likewise, also where rows are empty
         tile = tuning.for_device(y.device).activation_backward
         if len(y) and (needs_y or needs_z):
             with launch_on(y):

@@ -64,7 +64,9 @@ class ScaledRows(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, probs, ends_L = ctx.saved_tensors
         needs_x, needs_probs, _ = ctx.needs_input_grad
-        d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None  # all by weighted_rows_backward_kernel
+        d_x = (
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
+        )  # all by weighted_rows_backward_kernel
         return d_x, _weighted_backward(d_out, x, probs, ends_L, d_x, needs_probs, by_expert=False), None
 
 
@@ -107,10 +109,19 @@ class BiasAdded(torch.autograd.Function):
 
 
 def _weighted_backward(
-    d_out: Tensor, other: Tensor, probs: Tensor | None, ends_L: Tensor, d_x: Tensor | None, needs_probs: bool, *, by_expert: bool
+    d_out: Tensor,
+    other: Tensor,
+    probs: Tensor | None,
+    ends_L: Tensor,
+    d_x: Tensor | None,
+    needs_probs: bool,
+    *,
+    by_expert: bool,
 ) -> Tensor | None:
     """Fills d_x, if there is one, and returns the gradient of the probs, if it is needed: the sums over a row are one program's."""
-    d_probs = torch.empty_like(probs, memory_format=torch.contiguous_format) if probs is not None and needs_probs else None  # all, likewise
+    d_probs = (
+        torch.empty_like(probs, memory_format=torch.contiguous_format) if probs is not None and needs_probs else None
+    )  # all, likewise
     tile = tuning.for_device(d_out.device).activation_backward
     if probs is not None and len(d_out) and (d_x is not None or d_probs is not None):
         with launch_on(d_out):

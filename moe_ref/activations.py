@@ -15,13 +15,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ref.config import GATED, ActivationGradients, check_activation, check_cotangent, check_glu, check_input_store, check_kind
+from moe_ref.config import (
+    GATED,
+    ActivationGradients,
+    check_activation,
+    check_cotangent,
+    check_glu,
+    check_input_store,
+    check_kind,
+)
 from moe_ref.formats import E4M3, decode, encode
 from moe_ref.rounding import accumulator_dtype, round_to
 
-QUICK_GELU = 1.702  # σ(1.702 u) is close to the normal distribution function: Hendrycks and Gimpel 2016, arXiv 1606.08415
+QUICK_GELU = (
+    1.702  # σ(1.702 u) is close to the normal distribution function: Hendrycks and Gimpel 2016, arXiv 1606.08415
+)
 GELU_CUBIC = 0.044715  # the same paper, for the tanh form
-TANH_SATURATED = 30.0  # beyond it the slope of the tanh form is 0 or 1 to the last bit of float64, while u² could overflow
+TANH_SATURATED = (
+    30.0  # beyond it the slope of the tanh form is 0 or 1 to the last bit of float64, while u² could overflow
+)
 
 
 class Curve(NamedTuple):
@@ -86,7 +98,9 @@ class _WithGradients(torch.autograd.Function):
         probs: Tensor | None,
         fp8_input_store: bool = False,
     ) -> Tensor:
-        kept = encode(round_to(h, torch.float32), E4M3) if fp8_input_store else h  # float64 goes by way of float32, as in torch's cast
+        kept = (
+            encode(round_to(h, torch.float32), E4M3) if fp8_input_store else h
+        )  # float64 goes by way of float32, as in torch's cast
         ctx.save_for_backward(kept, probs)
         ctx.backward_of, ctx.dtype = backward, h.dtype
         return forward(h, probs)
@@ -221,7 +235,9 @@ def glu_backward(
     return ActivationGradients(round_to(_joined(du_PF, dv_PF, interleave), h_PF2.dtype), d_probs)
 
 
-def activation(h_PF: Tensor, *, probs: Tensor | None = None, kind: str = "squared_relu", round_before_probs: bool = False) -> Tensor:
+def activation(
+    h_PF: Tensor, *, probs: Tensor | None = None, kind: str = "squared_relu", round_before_probs: bool = False
+) -> Tensor:
     """An activation without a gate, times the row's probability.
 
         out = f(h) · p
@@ -257,7 +273,12 @@ def activation(h_PF: Tensor, *, probs: Tensor | None = None, kind: str = "square
 
 
 def activation_backward(
-    d_out_PF: Tensor, h_PF: Tensor, *, probs: Tensor | None = None, kind: str = "squared_relu", round_before_probs: bool = False
+    d_out_PF: Tensor,
+    h_PF: Tensor,
+    *,
+    probs: Tensor | None = None,
+    kind: str = "squared_relu",
+    round_before_probs: bool = False,
 ) -> ActivationGradients:
     """The gradients of `activation`.
 
@@ -337,12 +358,17 @@ def _times_probs(act_PF: Tensor, probs: Tensor | None, dtype: torch.dtype, round
     return round_to(act_PF * probs.to(act_PF.dtype)[:, None], dtype)
 
 
-def _times_probs_backward(d_out_PF: Tensor, act_PF: Tensor, probs: Tensor | None, round_before_probs: bool) -> tuple[Tensor, Tensor | None]:
+def _times_probs_backward(
+    d_out_PF: Tensor, act_PF: Tensor, probs: Tensor | None, round_before_probs: bool
+) -> tuple[Tensor, Tensor | None]:
     """The gradient of act, not rounded, and that of the probs."""
     wide_PF = d_out_PF.to(act_PF.dtype)
     if probs is None:
         return wide_PF, None
     g_PF = wide_PF * probs.to(act_PF.dtype)[:, None]
     if round_before_probs:
-        act_PF, g_PF = round_to(act_PF, d_out_PF.dtype).to(act_PF.dtype), round_to(g_PF, d_out_PF.dtype).to(act_PF.dtype)
+        act_PF, g_PF = (
+            round_to(act_PF, d_out_PF.dtype).to(act_PF.dtype),
+            round_to(g_PF, d_out_PF.dtype).to(act_PF.dtype),
+        )
     return g_PF, round_to((wide_PF * act_PF).sum(1), probs.dtype)

@@ -31,7 +31,9 @@ from moe_ref.scores import SCORES, normalised, sigmoid, softmax
 from moe_ref.selection import best, spread, topk_indices
 
 
-def aux_loss_scores(logits_TE: Tensor, *, topk: int, score_function: str = "softmax", padding_mask: Tensor | None = None) -> AuxScores:
+def aux_loss_scores(
+    logits_TE: Tensor, *, topk: int, score_function: str = "softmax", padding_mask: Tensor | None = None
+) -> AuxScores:
     """Scores and choice as the balancing losses see them: of all experts, without bias, groups, scaling or capacity.
 
         scores = softmax(x), or s / (Σ_E s + 1e-20) with s = σ(x) or √ln(1+exp x)      (also for K = 1)
@@ -56,15 +58,27 @@ def aux_loss_scores(logits_TE: Tensor, *, topk: int, score_function: str = "soft
     check_topk(topk, logits_TE.shape[1])
     check_score_function(score_function)
     check_padding_mask(padding_mask, len(logits_TE))
-    valid_T1 = torch.ones_like(logits_TE[:, :1], dtype=torch.bool) if padding_mask is None else padding_mask[:, None] == 0
-    scores_TE = SCORES[score_function](torch.where(valid_T1, logits_TE, 0))  # whatever padding holds, NaN included, is not read
+    valid_T1 = (
+        torch.ones_like(logits_TE[:, :1], dtype=torch.bool) if padding_mask is None else padding_mask[:, None] == 0
+    )
+    scores_TE = SCORES[score_function](
+        torch.where(valid_T1, logits_TE, 0)
+    )  # whatever padding holds, NaN included, is not read
     if score_function != "softmax":
         scores_TE = normalised(scores_TE)
     map_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, best(scores_TE.detach(), topk), True)
     return AuxScores(torch.where(valid_T1, scores_TE, 0), map_TE & valid_T1)
 
 
-def load_balancing_loss(scores: Tensor, tokens_per_expert: Tensor, *, total_num_tokens: int | Tensor, topk: int, num_experts: int, coeff: float) -> Tensor:
+def load_balancing_loss(
+    scores: Tensor,
+    tokens_per_expert: Tensor,
+    *,
+    total_num_tokens: int | Tensor,
+    topk: int,
+    num_experts: int,
+    coeff: float,
+) -> Tensor:
     """The balancing loss of the Switch Transformer, this rank's share of it.
 
         loss = coeff · E / (K · N²) · Σ_j tokens_per_expert[j] · Σ_t scores[t, j],     N = total_num_tokens
@@ -223,7 +237,15 @@ def _plan(logits_TE: Tensor) -> Tensor:
     return d1_E * cost_TE * d0_T[:, None]
 
 
-def quantile_routing(logits_TE: Tensor, beta: Tensor, *, topk: int, score_function: str = "softmax", training: bool = True, **settings: Any) -> QuantileRouted:
+def quantile_routing(
+    logits_TE: Tensor,
+    beta: Tensor,
+    *,
+    topk: int,
+    score_function: str = "softmax",
+    training: bool = True,
+    **settings: Any,
+) -> QuantileRouted:
     """Choose by logits less a learnt threshold for each expert.
 
         v = x - β;   routing_map = the K largest v of each token;   weights as `topk_indices` gives those experts
@@ -248,11 +270,23 @@ def quantile_routing(logits_TE: Tensor, beta: Tensor, *, topk: int, score_functi
     plain = round_to(logits_TE.detach(), torch.float64 if logits_TE.dtype == torch.float64 else torch.float32)
     value_TE = plain - beta.to(plain.dtype)
     order = best(value_TE, num_experts)
-    chosen = topk_indices(logits_TE, topk=topk, score_function=score_function, precomputed_indices=order[:, :topk], **settings)
+    chosen = topk_indices(
+        logits_TE, topk=topk, score_function=score_function, precomputed_indices=order[:, :topk], **settings
+    )
     quantile = None
     if training:
-        require(topk < num_experts, "topk", topk, f"less than the {num_experts} experts: the threshold is that of the next one")
-        require(num_tokens * topk % num_experts == 0, "logits", f"of shape {tuple(logits_TE.shape)}", f"such that tokens · {topk} is a multiple of the experts")
+        require(
+            topk < num_experts,
+            "topk",
+            topk,
+            f"less than the {num_experts} experts: the threshold is that of the next one",
+        )
+        require(
+            num_tokens * topk % num_experts == 0,
+            "logits",
+            f"of shape {tuple(logits_TE.shape)}",
+            f"such that tokens · {topk} is a multiple of the experts",
+        )
         alpha_T1 = value_TE.gather(1, order[:, topk : topk + 1])
         share = num_tokens * topk // num_experts
         above = (plain - alpha_T1).sort(dim=0, descending=True).values
@@ -271,7 +305,12 @@ def update_quantile_bias(beta: Tensor, quantile_sum: Tensor, *, count: int, ema:
 
     Source: finalize_model_grads (Megatron main).
     """
-    require(tuple(quantile_sum.shape) == tuple(beta.shape), "quantile_sum", f"of shape {tuple(quantile_sum.shape)}", f"of shape {tuple(beta.shape)}")
+    require(
+        tuple(quantile_sum.shape) == tuple(beta.shape),
+        "quantile_sum",
+        f"of shape {tuple(quantile_sum.shape)}",
+        f"of shape {tuple(beta.shape)}",
+    )
     require(is_number(ema) and 0 <= ema <= 1, "ema", ema, "a number from 0 to 1")
     following = ema * beta + (1 - ema) * quantile_sum / max(count, 1)
     return following - following.mean()

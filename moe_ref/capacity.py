@@ -28,7 +28,14 @@ def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_fa
     return min(ceil(Fraction(num_tokens * topk, num_experts) * Fraction(str(capacity_factor))), num_tokens)
 
 
-def drop_tokens(probs_TE: Tensor, routing_map_TE: Tensor, *, capacity: int, drop_policy: str = "probs", pad_to_capacity: bool = False) -> Routed:
+def drop_tokens(
+    probs_TE: Tensor,
+    routing_map_TE: Tensor,
+    *,
+    capacity: int,
+    drop_policy: str = "probs",
+    pad_to_capacity: bool = False,
+) -> Routed:
     """Keep at most `capacity` tokens of each expert; drop the others.
 
         policy "probs"      the routed tokens of the largest probs; of equal ones the earlier
@@ -56,7 +63,9 @@ def drop_tokens(probs_TE: Tensor, routing_map_TE: Tensor, *, capacity: int, drop
     for routed_T, prob_T in zip(routed_TE.unbind(1), probs_TE.detach().unbind(1), strict=True):
         value_T = prob_T if drop_policy == "probs" else torch.zeros_like(prob_T)
         order = torch.where(routed_T, value_T.double(), -torch.inf).sort(descending=True, stable=True).indices
-        order = torch.cat([order[routed_T[order]], (~routed_T).nonzero().flatten()])  # routed ones by rank, then the others as they come
+        order = torch.cat(
+            [order[routed_T[order]], (~routed_T).nonzero().flatten()]
+        )  # routed ones by rank, then the others as they come
         room = capacity if pad_to_capacity else min(capacity, int(routed_T.sum()))
         kept.append(torch.zeros_like(routed_T).scatter(0, order[:room], True))
     kept_TE = torch.stack(kept, dim=1)

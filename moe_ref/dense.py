@@ -64,7 +64,9 @@ def permute(
     lost = any(wanted[t][e] and (t, e) not in written for t in range(num_tokens) for e in range(num_experts))
     return Permuted(
         rows=_stack(rows, (len(cells), hidden), tokens_TH),
-        probs=None if probs is None else _stack([probs.new_zeros(()) if cell is None else probs[cell] for cell in cells], (len(cells),), probs),
+        probs=None
+        if probs is None
+        else _stack([probs.new_zeros(()) if cell is None else probs[cell] for cell in cells], (len(cells),), probs),
         row_map=Table(tuple(cells), num_tokens),
         tokens_per_expert=_integers([owner.count(e) for e in range(num_experts)], tokens_TH),
         pad_offsets=None if align is None else _integers(padding_before, tokens_TH),
@@ -89,7 +91,9 @@ def _segment(wanted: list[bool], e: int, align: int | None, capacity: int | None
     return cells
 
 
-def unpermute(rows_PH: Tensor, row_map: Table, *, restore_shape: tuple[int, int] | None = None, probs: Tensor | None = None) -> Tensor:
+def unpermute(
+    rows_PH: Tensor, row_map: Table, *, restore_shape: tuple[int, int] | None = None, probs: Tensor | None = None
+) -> Tensor:
     """Add each token's rows in the order they stand in, in float32, or in float64 if an input is, and round once.
 
     for t in tokens:
@@ -156,7 +160,10 @@ def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
                 count += 1
         unreached.append(count % align != 0)
     device = routing_map_TE.device
-    return PaddedMap(torch.tensor(padded, dtype=torch.bool, device=device).reshape(num_tokens, num_experts), torch.tensor(unreached, device=device))
+    return PaddedMap(
+        torch.tensor(padded, dtype=torch.bool, device=device).reshape(num_tokens, num_experts),
+        torch.tensor(unreached, device=device),
+    )
 
 
 def indices_to_multihot(indices_TK: Tensor, probs_TK: Tensor, *, num_experts: int) -> Multihot:
@@ -203,7 +210,11 @@ def multihot_to_indices(routing_map_TE: Tensor, probs_TE: Tensor, *, topk: int) 
                 used += 1
         indices += [-1] * (topk - used)
         moved += [nothing] * (topk - used)
-    return Indices(_integers(indices, probs_TE).reshape(shape), _stack(moved, shape, probs_TE), torch.tensor(overflow, device=probs_TE.device))
+    return Indices(
+        _integers(indices, probs_TE).reshape(shape),
+        _stack(moved, shape, probs_TE),
+        torch.tensor(overflow, device=probs_TE.device),
+    )
 
 
 def _stack(values: Sequence[Tensor], shape: tuple[int, ...], like: Tensor) -> Tensor:

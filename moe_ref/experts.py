@@ -82,13 +82,32 @@ def grouped_mlp(
     shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
     act = chosen_activation(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
     check_grouped_mlp(
-        rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias, interleave, kind, probs_on_input, align, recompute
+        rows_PH,
+        tokens_per_expert_L,
+        fc1_weight_LFH,
+        fc2_weight_LHF,
+        probs,
+        fc1_bias,
+        fc2_bias,
+        interleave,
+        kind,
+        probs_on_input,
+        align,
+        recompute,
     )
     check_pairs(state, noise)
     total = segments(tokens_per_expert_L, len(rows_PH))[-1].stop
     weights = (fc1_weight_LFH, fc2_weight_LHF, fc1_bias, fc2_bias)
     linears = [partial(grouped_linear, recipe=recipe, state=s) for s in state or (None, None)]
-    run = partial(_experts, act=act, linears=linears, noise=noise, align=align, probs_on_input=probs_on_input, recompute=recompute == "moe_act")
+    run = partial(
+        _experts,
+        act=act,
+        linears=linears,
+        noise=noise,
+        align=align,
+        probs_on_input=probs_on_input,
+        recompute=recompute == "moe_act",
+    )
     inputs = (rows_PH[:total], tokens_per_expert_L, None if probs is None else probs[:total], *weights)
     out_PH = checkpoint(run, *inputs, use_reentrant=False) if recompute == "moe" else run(*inputs)
     return torch.cat([out_PH, out_PH.new_zeros((len(rows_PH) - total, out_PH.shape[1]))])
@@ -168,10 +187,15 @@ def _experts(
 ) -> Tensor:
     """`grouped_mlp` where no row is behind the last segment."""
     wide = _wide(rows_PH, probs, fc2_bias)
-    p_P = None if probs is None else probs.to(wide)  # widened once, so that the two ways to its gradient meet before it is rounded
+    p_P = (
+        None if probs is None else probs.to(wide)
+    )  # widened once, so that the two ways to its gradient meet before it is rounded
     counts = tokens_per_expert_L
     if align is not None:
-        rows_PH, p_P = pad_segments(rows_PH, tokens_per_expert_L, align), None if p_P is None else pad_segments(p_P, tokens_per_expert_L, align)
+        rows_PH, p_P = (
+            pad_segments(rows_PH, tokens_per_expert_L, align),
+            None if p_P is None else pad_segments(p_P, tokens_per_expert_L, align),
+        )
         counts = -(-tokens_per_expert_L // align) * align
     if p_P is not None and probs_on_input:
         rows_PH, p_P = round_to(rows_PH.to(wide) * p_P[:, None], rows_PH.dtype), None
@@ -180,7 +204,9 @@ def _experts(
     a_PF = checkpoint(act, h_PF, probs=p_P, use_reentrant=False) if recompute else act(h_PF, probs=p_P)
     y_PH = linears[1](a_PF, fc2_weight_LHF, counts, noise=noise2)
     if fc2_bias is not None:
-        bias_PH = torch.cat([bias_H.expand(count, -1) for bias_H, count in zip(fc2_bias.to(wide), counts.tolist(), strict=True)])
+        bias_PH = torch.cat(
+            [bias_H.expand(count, -1) for bias_H, count in zip(fc2_bias.to(wide), counts.tolist(), strict=True)]
+        )
         y_PH = round_to(y_PH.to(wide) + (bias_PH if p_P is None else bias_PH * p_P[:, None]), y_PH.dtype)
     return y_PH if align is None else trim_segments(y_PH, tokens_per_expert_L, align)
 

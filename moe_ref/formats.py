@@ -40,10 +40,16 @@ class Format:
         return 1 << (self.exponent_bits + self.mantissa_bits) if self.signed else 0
 
 
-E4M3 = Format("e4m3", True, 4, 3, bias=7, max=448.0, max_code=0x7E, infinity=None, nan=0x7F)  # OFP8 1.0: S.1111.111 is the only NaN
-E5M2 = Format("e5m2", True, 5, 2, bias=15, max=57344.0, max_code=0x7B, infinity=0x7C, nan=0x7F)  # OFP8 1.0: as IEEE 754; 0x7D … 0x7F are NaN
+E4M3 = Format(
+    "e4m3", True, 4, 3, bias=7, max=448.0, max_code=0x7E, infinity=None, nan=0x7F
+)  # OFP8 1.0: S.1111.111 is the only NaN
+E5M2 = Format(
+    "e5m2", True, 5, 2, bias=15, max=57344.0, max_code=0x7B, infinity=0x7C, nan=0x7F
+)  # OFP8 1.0: as IEEE 754; 0x7D … 0x7F are NaN
 E2M1 = Format("e2m1", True, 2, 1, bias=1, max=6.0, max_code=0x7, infinity=None, nan=None)  # MX 1.0: 0 ½ 1 1½ 2 3 4 6
-E8M0 = Format("e8m0", False, 8, 0, bias=127, max=2.0**127, max_code=0xFE, infinity=None, nan=0xFF)  # MX 1.0: a power of two, no zero
+E8M0 = Format(
+    "e8m0", False, 8, 0, bias=127, max=2.0**127, max_code=0xFE, infinity=None, nan=0xFF
+)  # MX 1.0: a power of two, no zero
 
 DOUBLE_MANTISSA, DOUBLE_BIAS = 52, 1023  # IEEE 754 binary64
 
@@ -96,12 +102,16 @@ def _round(magnitude: Tensor, format: Format, noise: Tensor | None) -> Tensor:
     least = 1 - format.bias  # the exponent of the smallest normal number, and of the subnormals
     coarse = exponent.clamp(min=least)
     shift = DOUBLE_MANTISSA - format.mantissa_bits + coarse - exponent  # bits that the format has no place for
-    shift = shift.clamp(max=DOUBLE_MANTISSA + 2)  # that far below the smallest subnormal every bit is rest, and less than half
+    shift = shift.clamp(
+        max=DOUBLE_MANTISSA + 2
+    )  # that far below the smallest subnormal every bit is rest, and less than half
     whole, rest, unit = significand >> shift, significand & ((1 << shift) - 1), 1 << shift
     if noise is None:
         up = (2 * rest > unit) | ((2 * rest == unit) & (whole % 2 == 1))
     else:
-        up = round_to(noise, torch.float64) < magnitude / _power_of_two(coarse - format.mantissa_bits) - whole  # exact: r/u
+        up = (
+            round_to(noise, torch.float64) < magnitude / _power_of_two(coarse - format.mantissa_bits) - whole
+        )  # exact: r/u
     return ((coarse - least) << format.mantissa_bits) + whole + up.to(torch.int64)
 
 

@@ -38,7 +38,9 @@ class _GroupedLinear(torch.autograd.Function):
     """The product, with the gradients that `grouped_dgrad` and `grouped_wgrad` have: quantisation is straight through."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, precision: Precision) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, precision: Precision
+    ) -> Tensor:
         ctx.save_for_backward(rows, weight, bias, tokens_per_expert)
         ctx.precision = precision
         return _fprop(rows, weight, bias, tokens_per_expert, precision)
@@ -102,7 +104,9 @@ def grouped_linear(
     """
     check_grouped_linear(rows_PN, weight_LMN, tokens_per_expert_L, bias)
     check_precision(recipe, state, noise, accumulator)
-    return _GroupedLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, Precision(recipe, state, noise, accumulator))
+    return _GroupedLinear.apply(
+        rows_PN, weight_LMN, bias, tokens_per_expert_L, Precision(recipe, state, noise, accumulator)
+    )
 
 
 def grouped_dgrad(
@@ -196,7 +200,9 @@ def linear(
     """
     check_linear("weight", x_TN, weight_MN, bias)
     count = torch.tensor([len(x_TN)], device=x_TN.device)
-    return grouped_linear(x_TN, weight_MN[None], count, bias=None if bias is None else bias[None], recipe=recipe, state=state, noise=noise)
+    return grouped_linear(
+        x_TN, weight_MN[None], count, bias=None if bias is None else bias[None], recipe=recipe, state=state, noise=noise
+    )
 
 
 def segments(tokens_per_expert_L: Tensor, num_rows: int) -> list[slice]:
@@ -211,7 +217,9 @@ def segments(tokens_per_expert_L: Tensor, num_rows: int) -> list[slice]:
     return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
-def _fprop(rows_PN: Tensor, weight_LMN: Tensor, bias_LM: Tensor | None, tokens_per_expert_L: Tensor, how: Precision) -> Tensor:
+def _fprop(
+    rows_PN: Tensor, weight_LMN: Tensor, bias_LM: Tensor | None, tokens_per_expert_L: Tensor, how: Precision
+) -> Tensor:
     rows = _row_factors(rows_PN, tokens_per_expert_L, "input", "fprop", how)
     products = [x_mN @ w_MN.T for x_mN, w_MN in zip(rows, _weight_factors(weight_LMN, "fprop", how), strict=True)]
     if bias_LM is not None:
@@ -251,10 +259,22 @@ def _from_codes(x_RN: Tensor, splits_L: Tensor, role: str, gemm: str, how: Preci
     columnwise = operand.columnwise
     state = None if how.state is None else getattr(how.state, role)
     noise = how.noise if role == "grad_output" else None
-    made = quantize(x_RN, how.recipe, role=role, splits=splits_L, rowwise=not columnwise, columnwise=columnwise, state=state, noise=noise)
+    made = quantize(
+        x_RN,
+        how.recipe,
+        role=role,
+        splits=splits_L,
+        rowwise=not columnwise,
+        columnwise=columnwise,
+        state=state,
+        noise=noise,
+    )
     form = made.quantized.form(columnwise)
     found = [turned(values(group, form.scheme), columnwise) for group in form.groups]
-    return [(round_to(x_RC, x_RN.dtype) if operand.kept == "dequantized" else x_RC).to(_wide(x_RN.dtype, how)) for x_RC in found]
+    return [
+        (round_to(x_RC, x_RN.dtype) if operand.kept == "dequantized" else x_RC).to(_wide(x_RN.dtype, how))
+        for x_RC in found
+    ]
 
 
 def _bias_gradient(d_out_PM: Tensor, bias_LM: Tensor, tokens_per_expert_L: Tensor, how: Precision) -> Tensor:

@@ -105,7 +105,10 @@ def permute(
     routed_TE = routing_map_TE != 0
     segments = [_segment(routed_TE[:, e], align, capacity) for e in range(num_experts)]
     token_P = torch.cat(segments)
-    expert_P = torch.repeat_interleave(torch.arange(num_experts, device=token_P.device), torch.tensor([len(s) for s in segments], device=token_P.device))
+    expert_P = torch.repeat_interleave(
+        torch.arange(num_experts, device=token_P.device),
+        torch.tensor([len(s) for s in segments], device=token_P.device),
+    )
     whole = torch.tensor([len(s) for s in segments], device=token_P.device)
     start = whole.cumsum(0) - whole
     routed = routed_TE.sum(0)
@@ -153,7 +156,9 @@ def _take_probs(probs_TE: Tensor, row_map: RowMap) -> Tensor:
     return _TakeRows.apply(probs_TE.reshape(-1), cell)
 
 
-def unpermute(rows_PH: Tensor, row_map: RowMap, *, restore_shape: tuple[int, int] | None = None, probs: Tensor | None = None) -> Tensor:
+def unpermute(
+    rows_PH: Tensor, row_map: RowMap, *, restore_shape: tuple[int, int] | None = None, probs: Tensor | None = None
+) -> Tensor:
     """Add each token's rows together, back in token order.
 
         out[t] = Σ_{i: row i came from token t} rows[i] · (probs[t, expert of i] if probs were given, else 1)
@@ -211,7 +216,12 @@ def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: T
     check_sort_chunks(rows_RH, chunk_sizes, order, probs)
     sizes, sequence = chunk_sizes.tolist(), order.tolist()
     require(all(size >= 0 for size in sizes), "chunk_sizes", sizes, "all ≥ 0")
-    require(sum(sizes) <= len(rows_RH), "chunk_sizes", f"{sizes}, together {sum(sizes)}", f"at most the {len(rows_RH)} rows together")
+    require(
+        sum(sizes) <= len(rows_RH),
+        "chunk_sizes",
+        f"{sizes}, together {sum(sizes)}",
+        f"at most the {len(rows_RH)} rows together",
+    )
     require(sorted(sequence) == list(range(len(sizes))), "order", sequence, f"a permutation of 0 … {len(sizes) - 1}")
     place = torch.arange(len(rows_RH), device=rows_RH.device)
     chunks = torch.split(place[: sum(sizes)], sizes)

@@ -51,7 +51,17 @@ def permute_and_quantize(
 
     Source: TE moe_permute_and_pad_with_probs, `tex.split_quantize`.
     """
-    check_permute_and_quantize(tokens_TH, routing_map_TE, recipe, probs, align, capacity, num_rows, role, rowwise, columnwise, state)
+    check_permute_and_quantize(
+        tokens_TH, routing_map_TE, recipe, probs, align, capacity, num_rows, role, rowwise, columnwise, state
+    )
     permuted = permute(tokens_TH, routing_map_TE, probs=probs, align=align, capacity=capacity, num_rows=num_rows)
-    quantized = quantize(permuted.rows, recipe, role=role, splits=permuted.tokens_per_expert, rowwise=rowwise, columnwise=columnwise, state=state)
+    quantized = quantize(
+        permuted.rows,
+        recipe,
+        role=role,
+        splits=permuted.tokens_per_expert,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        state=state,
+    )
     return PermutedQuantization(*quantized, *permuted[1:])

@@ -19,7 +19,24 @@ from moe_ref.config.recipes import SCALE_LAYOUTS
 from moe_ref.recipes import RULES, Scaled, Scheme, scheme, values
 from moe_ref.rounding import round_to
 
-HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # TE get_wgrad_sign_vector: "random", but the same for ever
+HADAMARD_SIGNS = (
+    1,
+    1,
+    1,
+    -1,
+    1,
+    -1,
+    -1,
+    -1,
+    -1,
+    -1,
+    -1,
+    1,
+    -1,
+    1,
+    -1,
+    -1,
+)  # TE get_wgrad_sign_vector: "random", but the same for ever
 
 
 @dataclass(frozen=True)
@@ -90,7 +107,14 @@ def quantize(
         noise = torch.rand(2, *x_MN.shape, device=x_MN.device)
 
     def form(columnwise: bool) -> Form:
-        return _form(x_MN, scheme(recipe, role, columnwise=columnwise), columnwise, sizes, state, None if noise is None else noise[int(columnwise)])
+        return _form(
+            x_MN,
+            scheme(recipe, role, columnwise=columnwise),
+            columnwise,
+            sizes,
+            state,
+            None if noise is None else noise[int(columnwise)],
+        )
 
     quantized = Quantized(form(False) if rowwise else None, form(True) if columnwise else None)
     if state is not None:
@@ -100,7 +124,14 @@ def quantize(
     return Quantization(quantized, state)
 
 
-def _form(x_MN: Tensor, scheme: Scheme, columnwise: bool, sizes: list[int], state: QuantizerState | None, noise_MN: Tensor | None) -> Form:
+def _form(
+    x_MN: Tensor,
+    scheme: Scheme,
+    columnwise: bool,
+    sizes: list[int],
+    state: QuantizerState | None,
+    noise_MN: Tensor | None,
+) -> Form:
     """One direction of all groups."""
     groups, sources, start = [], [], 0
     for g, size in enumerate(sizes):
@@ -109,7 +140,9 @@ def _form(x_MN: Tensor, scheme: Scheme, columnwise: bool, sizes: list[int], stat
         if scheme.hadamard:
             own = hadamard(own)
         noise = None if noise_MN is None or not scheme.stochastic else turned(noise_MN[rows], columnwise)
-        groups.append(RULES[scheme.recipe.scaling](own.detach(), scheme, None if state is None else state.scale[g], noise))
+        groups.append(
+            RULES[scheme.recipe.scaling](own.detach(), scheme, None if state is None else state.scale[g], noise)
+        )
         sources.append(turned(own, columnwise))
         start += size
     tail = torch.zeros_like(x_MN[start:])
@@ -134,7 +167,9 @@ def hadamard(x_MN: Tensor) -> Tensor:
     wide = round_to(x_MN, torch.float32).reshape(x_MN.shape[0], x_MN.shape[1] // size, size)
     total = torch.zeros_like(wide)
     for i, sign in enumerate(HADAMARD_SIGNS):
-        row = torch.tensor([sign * (-1) ** (i & j).bit_count() / 4 for j in range(size)], dtype=torch.float32, device=x_MN.device)
+        row = torch.tensor(
+            [sign * (-1) ** (i & j).bit_count() / 4 for j in range(size)], dtype=torch.float32, device=x_MN.device
+        )
         total = total + wide[:, :, i : i + 1] * row
     return round_to(total.reshape(x_MN.shape), x_MN.dtype)
 

@@ -22,7 +22,16 @@ import torch
 from torch import Tensor
 
 from moe_ref.activations import activation, activation_backward, glu, glu_backward
-from moe_ref.config import ActivationGradients, Quantization, QuantizerState, Recipe, check_activation, check_cotangent, check_glu, check_splits
+from moe_ref.config import (
+    ActivationGradients,
+    Quantization,
+    QuantizerState,
+    Recipe,
+    check_activation,
+    check_cotangent,
+    check_glu,
+    check_splits,
+)
 from moe_ref.config.quantized_activations import QuantizedGradients, check_quantized_activation
 from moe_ref.quantization import Form, Quantized, quantize
 from moe_ref.rounding import accumulator_dtype, round_to
@@ -72,7 +81,9 @@ def glu_and_quantize(
     """
     check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
     forms: dict[str, Any] = {"splits": splits, "rowwise": rowwise, "columnwise": columnwise, "state": state}
-    check_quantized_activation(h_PF2, h_PF2.shape[1] // 2, recipe, "input", **forms, round_before_quantize=round_before_quantize)
+    check_quantized_activation(
+        h_PF2, h_PF2.shape[1] // 2, recipe, "input", **forms, round_before_quantize=round_before_quantize
+    )
     rows = _owned(splits, len(h_PF2), recipe)
     how: dict[str, Any] = {"kind": kind, "offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
     a_RF = glu(_wide(h_PF2, probs)[:rows], probs=None if probs is None else probs[:rows], **how)
@@ -121,7 +132,13 @@ def glu_backward_and_quantize(
     check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
     check_cotangent(d_out_PF, h_PF2.shape[0], h_PF2.shape[1] // 2, h_PF2)
     how: dict[str, Any] = {"kind": kind, "offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
-    forms: dict[str, Any] = {"splits": splits, "rowwise": rowwise, "columnwise": columnwise, "state": state, "noise": noise}
+    forms: dict[str, Any] = {
+        "splits": splits,
+        "rowwise": rowwise,
+        "columnwise": columnwise,
+        "state": state,
+        "noise": noise,
+    }
     return _gradients(glu_backward, d_out_PF, h_PF2, recipe, probs, how, forms, round_before_quantize)
 
 
@@ -148,7 +165,9 @@ def activation_and_quantize(
     """
     check_activation(h_PF, probs, kind)
     forms: dict[str, Any] = {"splits": splits, "rowwise": rowwise, "columnwise": columnwise, "state": state}
-    check_quantized_activation(h_PF, h_PF.shape[1], recipe, "input", **forms, round_before_quantize=round_before_quantize)
+    check_quantized_activation(
+        h_PF, h_PF.shape[1], recipe, "input", **forms, round_before_quantize=round_before_quantize
+    )
     rows = _owned(splits, len(h_PF), recipe)
     a_RF = activation(_wide(h_PF, probs)[:rows], probs=None if probs is None else probs[:rows], kind=kind)
     return _quantized(a_RF, h_PF, recipe, round_before_quantize, role="input", **forms)
@@ -178,7 +197,13 @@ def activation_backward_and_quantize(
     """
     check_activation(h_PF, probs, kind)
     check_cotangent(d_out_PF, h_PF.shape[0], h_PF.shape[1], h_PF)
-    forms: dict[str, Any] = {"splits": splits, "rowwise": rowwise, "columnwise": columnwise, "state": state, "noise": noise}
+    forms: dict[str, Any] = {
+        "splits": splits,
+        "rowwise": rowwise,
+        "columnwise": columnwise,
+        "state": state,
+        "noise": noise,
+    }
     return _gradients(activation_backward, d_out_PF, h_PF, recipe, probs, {"kind": kind}, forms, round_before_quantize)
 
 
@@ -200,7 +225,9 @@ def _quantized(x_RN: Tensor, h: Tensor, recipe: Recipe, round_before_quantize: b
         x_RN = round_to(x_RN, h.dtype)
     x_PN = torch.cat([x_RN, x_RN.new_zeros(len(h) - len(x_RN), x_RN.shape[1])])
     quantized, state = quantize(x_PN, recipe, **forms)
-    return Quantization(Quantized(_in_dtype(quantized.rowwise, h.dtype), _in_dtype(quantized.columnwise, h.dtype)), state)
+    return Quantization(
+        Quantized(_in_dtype(quantized.rowwise, h.dtype), _in_dtype(quantized.columnwise, h.dtype)), state
+    )
 
 
 def _in_dtype(form: Form | None, dtype: torch.dtype) -> Form | None:
@@ -219,10 +246,14 @@ def _gradients(
     round_before_quantize: bool,
 ) -> QuantizedGradients:
     """d_h quantised, and d_probs."""
-    check_quantized_activation(h, h.shape[1], recipe, "grad_output", **forms, round_before_quantize=round_before_quantize)
+    check_quantized_activation(
+        h, h.shape[1], recipe, "grad_output", **forms, round_before_quantize=round_before_quantize
+    )
     rows = _owned(forms["splits"], len(h), recipe)
     own_probs = None if probs is None else probs.detach()[:rows]
-    d_h_RN, d_probs = backward(_wide(d_out_PF.detach(), probs)[:rows], _wide(h.detach(), probs)[:rows], probs=own_probs, **how)
+    d_h_RN, d_probs = backward(
+        _wide(d_out_PF.detach(), probs)[:rows], _wide(h.detach(), probs)[:rows], probs=own_probs, **how
+    )
     quantized, state = _quantized(d_h_RN, h, recipe, round_before_quantize, role="grad_output", **forms)
     if d_probs is not None:
         d_probs = torch.cat([d_probs, d_probs.new_zeros(len(h) - rows)])

@@ -149,7 +149,9 @@ class Scaled(NamedTuple):
     amax: Tensor  # float32: of each block; NVFP4: the global one, [1,1], or [m,1] row-scaled
 
 
-def scale_from_amax(amax: Tensor, format_max: float, *, epsilon: float = 0.0, infinity: float = FLOAT32_MAX, power_of_two: bool = False) -> Tensor:
+def scale_from_amax(
+    amax: Tensor, format_max: float, *, epsilon: float = 0.0, infinity: float = FLOAT32_MAX, power_of_two: bool = False
+) -> Tensor:
     """What values are multiplied by so that `amax` just fits.
 
         a = max(amax, ε)
@@ -169,7 +171,9 @@ def scale_from_amax(amax: Tensor, format_max: float, *, epsilon: float = 0.0, in
     s = over(format_max, a)
     s = torch.where(torch.isinf(s), infinity, s)
     s = torch.where((a == 0) | torch.isinf(a), 1.0, s)
-    return (s.view(torch.int32) & -(1 << 23)).view(torch.float32) if power_of_two else s  # sign and exponent bits stay: mantissa 0
+    return (
+        (s.view(torch.int32) & -(1 << 23)).view(torch.float32) if power_of_two else s
+    )  # sign and exponent bits stay: mantissa 0
 
 
 def by_amax(x: Tensor, scheme: Scheme, given: Tensor | None, noise: Tensor | None) -> Scaled:
@@ -184,7 +188,13 @@ def by_amax(x: Tensor, scheme: Scheme, given: Tensor | None, noise: Tensor | Non
     if given is None:
         recipe = scheme.recipe
         infinity = torch.finfo(x.dtype).max if recipe.scaling == "block" and x.dtype != torch.float64 else FLOAT32_MAX
-        scale = scale_from_amax(amax, scheme.format.max, epsilon=recipe.amax_epsilon or 0.0, infinity=infinity, power_of_two=bool(recipe.power_of_two_scales))
+        scale = scale_from_amax(
+            amax,
+            scheme.format.max,
+            epsilon=recipe.amax_epsilon or 0.0,
+            infinity=infinity,
+            power_of_two=bool(recipe.power_of_two_scales),
+        )
     else:
         scale = given.reshape(1, 1)
     return Scaled(encode(wide * spread(scale, scheme.block, x), scheme.format), over(1.0, scale), amax)
@@ -248,9 +258,13 @@ def _better_of_two(wide: Tensor, block: Tensor, amax: Tensor, encoding: Tensor, 
     base = over(block, torch.full_like(block, 6.0)) * encoding
     scale6, scale4 = encode(base, E4M3), encode(base * 1.5, E4M3)
     codes6, codes4 = (_two_level_codes(wide, scale, encoding) for scale in (scale6, scale4))
-    error6, error4 = (_errors(wide, codes, scale, amax, scheme) for codes, scale in ((codes6, scale6), (codes4, scale4)))
+    error6, error4 = (
+        _errors(wide, codes, scale, amax, scheme) for codes, scale in ((codes6, scale6), (codes4, scale4))
+    )
     pick4 = error4 < error6  # False where an error is NaN
-    return Scaled(torch.where(spread(pick4, (1, BLOCK["nvfp4"]), wide), codes4, codes6), torch.where(pick4, scale4, scale6), amax)
+    return Scaled(
+        torch.where(spread(pick4, (1, BLOCK["nvfp4"]), wide), codes4, codes6), torch.where(pick4, scale4, scale6), amax
+    )
 
 
 def _errors(wide: Tensor, codes: Tensor, scale: Tensor, amax: Tensor, scheme: Scheme) -> Tensor:
@@ -298,7 +312,9 @@ def values(scaled: Scaled, scheme: Scheme) -> Tensor:
 # ---- the state of delayed scaling
 
 
-def new_quantizer_state(recipe: Recipe, *, num_groups: int = 1, device: torch.device | str | None = None) -> QuantizerState | None:
+def new_quantizer_state(
+    recipe: Recipe, *, num_groups: int = 1, device: torch.device | str | None = None
+) -> QuantizerState | None:
     """The state before the first step: no amax seen, scales of 1; None for a recipe without memory.
 
     Source: DelayedScalingRecipeState.
@@ -307,10 +323,14 @@ def new_quantizer_state(recipe: Recipe, *, num_groups: int = 1, device: torch.de
     if recipe.scaling != "delayed":
         return None
     assert recipe.amax_history_len is not None
-    return QuantizerState(torch.zeros(num_groups, recipe.amax_history_len, device=device), torch.ones(num_groups, device=device))
+    return QuantizerState(
+        torch.zeros(num_groups, recipe.amax_history_len, device=device), torch.ones(num_groups, device=device)
+    )
 
 
-def update_scales(state: QuantizerState, recipe: Recipe, *, role: str = "input", reduced_amax: Tensor | None = None) -> QuantizerState:
+def update_scales(
+    state: QuantizerState, recipe: Recipe, *, role: str = "input", reduced_amax: Tensor | None = None
+) -> QuantizerState:
     """The state of the next step, for each group:
 
         last = reduced_amax if that was given and is not 0, else history[0]
@@ -336,15 +356,24 @@ def update_scales(state: QuantizerState, recipe: Recipe, *, role: str = "input",
     history_GL, last_G = state.amax_history, state.amax_history[:, 0]
     if reduced_amax is not None:
         shape = tuple(reduced_amax.shape)
-        require(shape == tuple(state.scale.shape), "reduced_amax", f"of shape {shape}", f"of shape {tuple(state.scale.shape)}")
+        require(
+            shape == tuple(state.scale.shape),
+            "reduced_amax",
+            f"of shape {shape}",
+            f"of shape {tuple(state.scale.shape)}",
+        )
         last_G = torch.where(reduced_amax != 0, reduced_amax, last_G)
     seen_G = last_G != 0
     older_GL = history_GL[:, 1:]
-    rolled_GL = torch.cat([torch.zeros_like(last_G)[:, None], older_GL[:, 1:], last_G[:, None]], 1)[:, : history_GL.shape[1]]
+    rolled_GL = torch.cat([torch.zeros_like(last_G)[:, None], older_GL[:, 1:], last_G[:, None]], 1)[
+        :, : history_GL.shape[1]
+    ]
     amax_G = last_G
     if recipe.amax_compute_algo == "max":
         amax_G = torch.where(seen_G, torch.cat([last_G[:, None], older_GL], 1).amax(1), 0)
     assert recipe.margin is not None
     proposed_G = over(scheme(recipe, role).format.max * 2.0**-recipe.margin, amax_G).clamp(max=FLOAT32_MAX)
     usable_G = torch.isfinite(amax_G) & (amax_G > 0)
-    return QuantizerState(torch.where(seen_G[:, None], rolled_GL, history_GL), torch.where(usable_G, proposed_G, state.scale))
+    return QuantizerState(
+        torch.where(seen_G[:, None], rolled_GL, history_GL), torch.where(usable_G, proposed_G, state.scale)
+    )

@@ -23,7 +23,9 @@ class Layout:
     """How the copies that reach a rank stand in its buffer: by expert, in an expert by source, in a source by token and slot."""
 
     sources: tuple[int, ...] | None = None  # the order of the sources in an expert's segment; None for ascending
-    chunk: int | None = None  # rows of every (expert, source), however many were routed: drop and pad; None for as many as were routed
+    chunk: int | None = (
+        None  # rows of every (expert, source), however many were routed: drop and pad; None for as many as were routed
+    )
     align: int | None = None  # every segment's length is a multiple of it; None for 1
     segment: int | None = None  # rows of every segment: a slab; None for as many as its chunks have, aligned
     num_rows: int | None = None  # rows of the buffer: a budget; None for as many as its segments have
@@ -94,7 +96,10 @@ def plan_of_maps(routing_maps: PerRank[Tensor], layout: Layout | None = None) ->
     if layout.chunk is not None:
         filler_token, filler_expert = (~routed_GE).nonzero().unbind(1)
         token_R, expert_R = torch.cat([token_R, filler_token]), torch.cat([expert_R, filler_expert])
-        slot_R, routed_R = torch.cat([slot_R, torch.full_like(filler_token, NOWHERE)]), torch.cat([routed_R, torch.zeros_like(filler_token).bool()])
+        slot_R, routed_R = (
+            torch.cat([slot_R, torch.full_like(filler_token, NOWHERE)]),
+            torch.cat([routed_R, torch.zeros_like(filler_token).bool()]),
+        )
     tokens = tuple(len(own) for own in routing_maps)
     return _plan(tokens, routed_GE.shape[1], token_R, slot_R, expert_R, routed_R, layout)
 
@@ -106,10 +111,26 @@ def plan_of_indices(indices: PerRank[Tensor], num_experts: int, layout: Layout |
     token_R, slot_R = (index_GK != NOWHERE).nonzero().unbind(1)
     expert_R = index_GK[token_R, slot_R]
     tokens = tuple(len(own) for own in indices)
-    return _plan(tokens, num_experts, token_R, slot_R, expert_R, torch.ones_like(token_R, dtype=torch.bool), Layout() if layout is None else layout)
+    return _plan(
+        tokens,
+        num_experts,
+        token_R,
+        slot_R,
+        expert_R,
+        torch.ones_like(token_R, dtype=torch.bool),
+        Layout() if layout is None else layout,
+    )
 
 
-def _plan(tokens: tuple[int, ...], num_experts: int, token_R: Tensor, slot_R: Tensor, expert_R: Tensor, routed_R: Tensor, layout: Layout) -> RoutePlan:
+def _plan(
+    tokens: tuple[int, ...],
+    num_experts: int,
+    token_R: Tensor,
+    slot_R: Tensor,
+    expert_R: Tensor,
+    routed_R: Tensor,
+    layout: Layout,
+) -> RoutePlan:
     """Give each copy its row.
 
         chunk[e,s]  = copies from source s to expert e               (or the layout's)
@@ -126,14 +147,21 @@ def _plan(tokens: tuple[int, ...], num_experts: int, token_R: Tensor, slot_R: Te
     require(sorted(sources) == list(range(ranks)), "sources", sources, f"an order of the ranks 0 … {ranks - 1}")
     source_G, _ = owners(tokens, token_R.device)
     turn_W = torch.tensor(sources, device=token_R.device).argsort()  # each source's place in the order
-    group_R = expert_R * ranks + turn_W[source_G[token_R]]  # copies of one group stand together: (expert, turn of the source)
+    group_R = (
+        expert_R * ranks + turn_W[source_G[token_R]]
+    )  # copies of one group stand together: (expert, turn of the source)
     groups = num_experts * ranks
 
     count_EW = torch.bincount(group_R[routed_R], minlength=groups).reshape(num_experts, ranks)
     chunk_EW = count_EW if layout.chunk is None else torch.full_like(count_EW, layout.chunk)
     whole_E = chunk_EW.sum(1) if layout.segment is None else torch.full_like(chunk_EW[:, 0], layout.segment)
     fullest = int(chunk_EW.sum(1).max())
-    require(layout.segment is None or fullest <= layout.segment, "segment", layout.segment, f"at least {fullest}, the copies that one expert gets")
+    require(
+        layout.segment is None or fullest <= layout.segment,
+        "segment",
+        layout.segment,
+        f"at least {fullest}, the copies that one expert gets",
+    )
     whole_WL = round_up(whole_E, layout.align).reshape(ranks, -1)
     start_WL = exclusive_sum(whole_WL)
     first_EW = start_WL.reshape(-1, 1) + exclusive_sum(chunk_EW)

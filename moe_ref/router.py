@@ -75,7 +75,10 @@ def state_from(tensors: Mapping[str, Tensor]) -> RouterState:
     check_state_tensors(tensors)
     plain = [name for name in RouterState._fields if name != "replay_queue"]
     queued = len(tensors) - len(plain)
-    return RouterState(**{name: tensors[name] for name in plain}, replay_queue=tuple(tensors[f"replay_queue.{i}"] for i in range(queued)))
+    return RouterState(
+        **{name: tensors[name] for name in plain},
+        replay_queue=tuple(tensors[f"replay_queue.{i}"] for i in range(queued)),
+    )
 
 
 def route(
@@ -142,19 +145,35 @@ def route(
     losses = {}
     scores_TE = logits_TE
     if learns and config.moe_z_loss_coeff:
-        losses["z_loss"] = z_loss(logits_TE, coeff=config.moe_z_loss_coeff / ranks, padding_mask=padding_mask) / config.router_repeats
-        tokens = _valid_tokens(logits_TE, padding_mask) * ranks  # of this rank, whose mean it is; it was divided by the ranks
-        scores_TE = attach_loss(logits_TE, losses["z_loss"] * tokens if config.calculate_per_token_loss else losses["z_loss"], scale=loss_scale)
+        losses["z_loss"] = (
+            z_loss(logits_TE, coeff=config.moe_z_loss_coeff / ranks, padding_mask=padding_mask) / config.router_repeats
+        )
+        tokens = (
+            _valid_tokens(logits_TE, padding_mask) * ranks
+        )  # of this rank, whose mean it is; it was divided by the ranks
+        scores_TE = attach_loss(
+            logits_TE,
+            losses["z_loss"] * tokens if config.calculate_per_token_loss else losses["z_loss"],
+            scale=loss_scale,
+        )
     chosen, indices, state = _choose(scores_TE, config, state, replay, replay_target, learns)
     if config.moe_expert_capacity_factor is not None:
         capacity = expert_capacity(
-            len(logits_TE), num_experts=logits_TE.shape[1], topk=config.moe_router_topk, capacity_factor=config.moe_expert_capacity_factor
+            len(logits_TE),
+            num_experts=logits_TE.shape[1],
+            topk=config.moe_router_topk,
+            capacity_factor=config.moe_expert_capacity_factor,
         )
-        how: dict[str, Any] = {"drop_policy": config.moe_token_drop_policy, "pad_to_capacity": config.moe_pad_expert_input_to_capacity}
+        how: dict[str, Any] = {
+            "drop_policy": config.moe_token_drop_policy,
+            "pad_to_capacity": config.moe_pad_expert_input_to_capacity,
+        }
         chosen = drop_tokens(*chosen, capacity=capacity, **how)
     probs = chosen.probs
     if learns:
-        balancing, state = _balancing_losses(logits_TE, config, state, batch_size, padding_mask, sum_tp_cp, sum_tp_dp_cp)
+        balancing, state = _balancing_losses(
+            logits_TE, config, state, batch_size, padding_mask, sum_tp_cp, sum_tp_dp_cp
+        )
         for name, (loss, attached) in balancing.items():
             losses[name] = loss
             probs = attach_loss(probs, attached, scale=loss_scale)
@@ -176,7 +195,9 @@ def _choose(
         how = {name: settings[name] for name in ("topk", "score_function", "pre_softmax", "scaling_factor")}
         out = quantile_routing(logits_TE, state.beta, training=learns, **how)
         if out.quantile is not None:
-            state = state._replace(quantile_sum=state.quantile_sum + out.quantile, quantile_count=state.quantile_count + 1)
+            state = state._replace(
+                quantile_sum=state.quantile_sum + out.quantile, quantile_count=state.quantile_count + 1
+            )
         return Routed(out.probs, out.routing_map), None, state
     target = replay_target
     if replay == "forward":
@@ -191,14 +212,22 @@ def _choose(
 
 
 def _balancing_losses(
-    logits_TE: Tensor, config: MoEConfig, state: RouterState, batch_size: int, padding_mask: Tensor | None, sum_tp_cp: Sum, sum_tp_dp_cp: Sum
+    logits_TE: Tensor,
+    config: MoEConfig,
+    state: RouterState,
+    batch_size: int,
+    padding_mask: Tensor | None,
+    sum_tp_cp: Sum,
+    sum_tp_dp_cp: Sum,
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], RouterState]:
     """Each configured loss as it is told and as it is attached, and the state with the counts of the global one."""
     experts, topk = logits_TE.shape[1], config.moe_router_topk
     coefficients = config.load_balancing
     if not coefficients:
         return {}, state
-    scores_TE, map_TE = aux_loss_scores(logits_TE, topk=topk, score_function=config.moe_router_score_function, padding_mask=padding_mask)
+    scores_TE, map_TE = aux_loss_scores(
+        logits_TE, topk=topk, score_function=config.moe_router_score_function, padding_mask=padding_mask
+    )
     ranks, all_ranks = (int(total(torch.ones(()))) for total in (sum_tp_cp, sum_tp_dp_cp))
     valid = sum_tp_cp(torch.as_tensor(_valid_tokens(logits_TE, padding_mask), device=logits_TE.device))
     how: dict[str, Any] = {"topk": topk, "num_experts": experts}
@@ -206,27 +235,42 @@ def _balancing_losses(
     if "aux_loss" in coefficients:
         count = sum_tp_cp(map_TE.sum(0))
         tokens = len(logits_TE) * ranks if padding_mask is None else count.sum() / topk
-        losses["aux_loss"] = load_balancing_loss(scores_TE, count, total_num_tokens=tokens, coeff=coefficients["aux_loss"], **how)
+        losses["aux_loss"] = load_balancing_loss(
+            scores_TE, count, total_num_tokens=tokens, coeff=coefficients["aux_loss"], **how
+        )
     if "seq_aux_loss" in coefficients:
         by_sequence = [x.reshape(-1, batch_size * experts) for x in (scores_TE, map_TE)]  # row s, column b · E + e
         count = sum_tp_cp(by_sequence[1].sum(0))
         tokens = len(logits_TE) // batch_size * ranks if padding_mask is None else count.sum() / topk / batch_size
-        losses["seq_aux_loss"] = load_balancing_loss(by_sequence[0], count, total_num_tokens=tokens, coeff=coefficients["seq_aux_loss"], **how) / batch_size
+        losses["seq_aux_loss"] = (
+            load_balancing_loss(
+                by_sequence[0], count, total_num_tokens=tokens, coeff=coefficients["seq_aux_loss"], **how
+            )
+            / batch_size
+        )
     if "global_aux_loss" in coefficients:
         now = sum_tp_dp_cp(map_TE.sum(0))
-        state = state._replace(global_tokens_per_expert=state.global_tokens_per_expert + now, global_steps=state.global_steps + 1)
+        state = state._replace(
+            global_tokens_per_expert=state.global_tokens_per_expert + now, global_steps=state.global_steps + 1
+        )
         count = state.global_tokens_per_expert.double() / state.global_steps
         tokens = len(logits_TE) * all_ranks if padding_mask is None else now.sum() / topk
-        losses["global_aux_loss"] = load_balancing_loss(scores_TE, count, total_num_tokens=tokens, coeff=coefficients["global_aux_loss"], **how)
+        losses["global_aux_loss"] = load_balancing_loss(
+            scores_TE, count, total_num_tokens=tokens, coeff=coefficients["global_aux_loss"], **how
+        )
     losses = {name: loss / config.router_repeats for name, loss in losses.items()}
-    return {name: (loss, loss * valid if config.calculate_per_token_loss else loss) for name, loss in losses.items()}, state
+    return {
+        name: (loss, loss * valid if config.calculate_per_token_loss else loss) for name, loss in losses.items()
+    }, state
 
 
 def _valid_tokens(logits_TE: Tensor, padding_mask: Tensor | None) -> int | Tensor:
     return len(logits_TE) if padding_mask is None else (padding_mask == 0).sum()
 
 
-def finish_batch(state: RouterState, config: MoEConfig, *, frozen: bool = False, sum_tp_dp_cp: Sum = alone, mean_dp_cp: Sum = alone) -> RouterState:
+def finish_batch(
+    state: RouterState, config: MoEConfig, *, frozen: bool = False, sum_tp_dp_cp: Sum = alone, mean_dp_cp: Sum = alone
+) -> RouterState:
     """What happens once a global batch, when the gradients are final.
 
         expert bias   `update_expert_bias` by the counts of all ranks, unless it is frozen
@@ -237,18 +281,33 @@ def finish_batch(state: RouterState, config: MoEConfig, *, frozen: bool = False,
     """
     counts = state.tokens_per_expert
     if config.moe_router_enable_expert_bias and not frozen:
-        bias = update_expert_bias(state.expert_bias, sum_tp_dp_cp(counts), update_rate=config.moe_router_bias_update_rate)
+        bias = update_expert_bias(
+            state.expert_bias, sum_tp_dp_cp(counts), update_rate=config.moe_router_bias_update_rate
+        )
         state = state._replace(expert_bias=bias)
     if config.moe_router_load_balancing_type == "quantile_balancing" and not frozen:
         mean = mean_dp_cp(state.quantile_sum / state.quantile_count.clamp(min=1))
-        state = state._replace(beta=update_quantile_bias(state.beta, mean, count=1, ema=config.moe_router_quantile_balancing_ema))
+        state = state._replace(
+            beta=update_quantile_bias(state.beta, mean, count=1, ema=config.moe_router_quantile_balancing_ema)
+        )
     zero, step = torch.zeros_like(counts), torch.zeros_like(state.global_steps)
     return state._replace(
-        tokens_per_expert=zero, global_tokens_per_expert=zero, global_steps=step, quantile_sum=torch.zeros_like(state.quantile_sum), quantile_count=step
+        tokens_per_expert=zero,
+        global_tokens_per_expert=zero,
+        global_steps=step,
+        quantile_sum=torch.zeros_like(state.quantile_sum),
+        quantile_count=step,
     )
 
 
-def hash_routing(logits_TE: Tensor, token_ids: Tensor, table: Tensor, *, score_function: str = "softmax", scaling_factor: float | None = None) -> Routed:
+def hash_routing(
+    logits_TE: Tensor,
+    token_ids: Tensor,
+    table: Tensor,
+    *,
+    score_function: str = "softmax",
+    scaling_factor: float | None = None,
+) -> Routed:
     """Experts by a table of the token's id; weights by the logits.
 
         indices[t] = table[token_ids[t]]
@@ -265,14 +324,26 @@ def hash_routing(logits_TE: Tensor, token_ids: Tensor, table: Tensor, *, score_f
 
     Source: the hash router of Megatron's dev branch.
     """
-    require(table.dim() == 2 and not table.is_floating_point(), "table", f"of shape {tuple(table.shape)}, {table.dtype}", "[vocabulary, topk], integer")
+    require(
+        table.dim() == 2 and not table.is_floating_point(),
+        "table",
+        f"of shape {tuple(table.shape)}, {table.dtype}",
+        "[vocabulary, topk], integer",
+    )
     shape = tuple(token_ids.shape)
     require(shape == (len(logits_TE),), "token_ids", f"of shape {shape}", f"of shape ({len(logits_TE)},), one a token")
     outside = (token_ids < 0) | (token_ids >= len(table))
-    require(not bool(outside.any()), "token_ids", token_ids[outside].tolist()[:4], f"from 0 to {len(table) - 1}, the table's rows")
+    require(
+        not bool(outside.any()),
+        "token_ids",
+        token_ids[outside].tolist()[:4],
+        f"from 0 to {len(table) - 1}, the table's rows",
+    )
     check_topk_routing(logits_TE, table.shape[1], score_function, None, None, scaling_factor, None, None)
     beyond = (table < 0) | (table >= logits_TE.shape[1])
-    require(not bool(beyond.any()), "table", table[beyond].tolist()[:4], f"from 0 to {logits_TE.shape[1] - 1}, the experts")
+    require(
+        not bool(beyond.any()), "table", table[beyond].tolist()[:4], f"from 0 to {logits_TE.shape[1] - 1}, the experts"
+    )
     index_TK = table[token_ids.long()].long()
     weights_TK = round_to(SCORES[score_function](logits_TE), logits_TE.dtype).gather(1, index_TK)
     weights_TK = round_to(weights_TK, accumulator_dtype(logits_TE.dtype))
@@ -308,6 +379,11 @@ def force_balance(logits_TE: Tensor, noise_TE: Tensor, *, shared_bias: Tensor | 
 
     Source: moe_utils.apply_random_logits; force_biased of Megatron main.
     """
-    require(noise_TE.shape == logits_TE.shape, "noise", f"of shape {tuple(noise_TE.shape)}", f"of shape {tuple(logits_TE.shape)}, as logits")
+    require(
+        noise_TE.shape == logits_TE.shape,
+        "noise",
+        f"of shape {tuple(noise_TE.shape)}",
+        f"of shape {tuple(logits_TE.shape)}, as logits",
+    )
     forced = noise_TE if shared_bias is None else noise_TE + shared_bias
     return _StraightThrough.apply(logits_TE, forced.to(logits_TE.dtype))

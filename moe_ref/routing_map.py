@@ -113,4 +113,8 @@ def multihot_to_indices(routing_map_TE: Tensor, probs_TE: Tensor, *, topk: int) 
 def _only(values_TE: Tensor, here_TE: Tensor) -> Tensor:
     """The one value of each row where `here_TE` is set, bit by bit, or 0 where it is set nowhere."""
     column_T = here_TE.to(torch.int8).argmax(1)
-    return torch.where(here_TE.any(1), values_TE.gather(1, column_T[:, None])[:, 0], torch.zeros((), dtype=values_TE.dtype, device=values_TE.device))
+    return torch.where(
+        here_TE.any(1),
+        values_TE.gather(1, column_T[:, None])[:, 0],
+        torch.zeros((), dtype=values_TE.dtype, device=values_TE.device),
+    )

@@ -67,17 +67,26 @@ def topk_indices(
     Source: moe_utils.topk_routing_with_score_function(dense_output=True). Megatron accepts group settings under which fewer
     than K experts are left and then returns -∞ or NaN weights; they are refused here.
     """
-    check_topk_routing(logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices)
+    check_topk_routing(
+        logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices
+    )
     scores_TE = _scores(logits_TE, score_function, pre_softmax)
     if precomputed_indices is None:
-        keys_TE = scores_TE.detach() if expert_bias is None else scores_TE.detach() + expert_bias.detach().to(scores_TE.dtype)
+        keys_TE = (
+            scores_TE.detach() if expert_bias is None else scores_TE.detach() + expert_bias.detach().to(scores_TE.dtype)
+        )
         if num_groups is not None and group_topk is not None:
             keys_TE = _only_best_groups(keys_TE, num_groups, group_topk, topk // group_topk)
         index_TK = best(keys_TE, topk)
     else:
         index_TK = precomputed_indices.long()
         outside = (index_TK < 0) | (index_TK >= logits_TE.shape[1])
-        require(not bool(outside.any()), "precomputed_indices", index_TK[outside].tolist()[:4], f"from 0 to {logits_TE.shape[1] - 1}")
+        require(
+            not bool(outside.any()),
+            "precomputed_indices",
+            index_TK[outside].tolist()[:4],
+            f"from 0 to {logits_TE.shape[1] - 1}",
+        )
     weights_TK = _weights(scores_TE.gather(1, index_TK), score_function, pre_softmax)
     if scaling_factor is not None:
         weights_TK = weights_TK * scaling_factor

@@ -59,7 +59,9 @@ def shared_experts(
 
     Source: SharedExpertMLP.forward.
     """
-    act = chosen_activation(kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave, fp8_input_store=fp8_input_store)
+    act = chosen_activation(
+        kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave, fp8_input_store=fp8_input_store
+    )
     check_shared_experts(x_TH, fc1_weight_FH, fc2_weight_HF, gate_weight, kind, interleave)
     check_pairs(state, noise)
     pairs = zip(state or (None, None), noise or (None, None), strict=True)

@@ -11,7 +11,9 @@ from torch import Tensor
 
 Cell = tuple[int, int, int]
 Segments = list[list[Cell | None]]
-Routing = list[list[list[int]]]  # of each rank: of each token: a number for each expert (map), or an expert for each slot (indices)
+Routing = list[
+    list[list[int]]
+]  # of each rank: of each token: a number for each expert (map), or an expert for each slot (indices)
 
 
 def nested(maps: Sequence[Tensor]) -> Routing:
@@ -22,7 +24,15 @@ def allgather(maps: Routing, num_experts: int, shards: int = 1) -> list[Segments
     """Every rank looks at all tokens in the order of the ranks."""
     local = num_experts // (len(maps) // shards)
     return [
-        [[(s, t, w * local + l_) for s, own in enumerate(maps) for t, row in enumerate(own) if row[w // shards * local + l_]] for l_ in range(local)]
+        [
+            [
+                (s, t, w * local + l_)
+                for s, own in enumerate(maps)
+                for t, row in enumerate(own)
+                if row[w // shards * local + l_]
+            ]
+            for l_ in range(local)
+        ]
         for w in range(len(maps))
     ]
 
@@ -53,7 +63,9 @@ def alltoall(maps: Routing, num_experts: int, shards: int = 1, capacity: int | N
     return arrived
 
 
-def hybridep(maps: Routing, num_experts: int, align: int = 1, num_rows: int | None = None) -> tuple[list[Segments], list[bool]]:
+def hybridep(
+    maps: Routing, num_experts: int, align: int = 1, num_rows: int | None = None
+) -> tuple[list[Segments], list[bool]]:
     """Write copies down one after the other, pad each expert, and stop where the buffer ends; and whether something was lost."""
     local = num_experts // len(maps)
     arrived, lost = [], []
@@ -101,7 +113,10 @@ def low_latency(indices: Routing, num_experts: int) -> list[list[list[list[tuple
     local = num_experts // len(indices)
     return [
         [
-            [[(s, t, k) for t, experts in enumerate(own) for k, e in enumerate(experts) if e == w * local + l_] for s, own in enumerate(indices)]
+            [
+                [(s, t, k) for t, experts in enumerate(own) for k, e in enumerate(experts) if e == w * local + l_]
+                for s, own in enumerate(indices)
+            ]
             for l_ in range(local)
         ]
         for w in range(len(indices))
@@ -114,7 +129,9 @@ def joined(segments: Segments, num_rows: int | None = None) -> list[Cell | None]
     return rows if num_rows is None else rows + [None] * (num_rows - len(rows))
 
 
-Rows = Sequence[Sequence[tuple[int, ...] | None]]  # of each rank: what stands in each row, the source rank and the token first
+Rows = Sequence[
+    Sequence[tuple[int, ...] | None]
+]  # of each rank: what stands in each row, the source rank and the token first
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -136,7 +153,9 @@ def two_levels(rows: Sequence[Tensor], cells: Rows, tokens: Sequence[int], betwe
     return combined
 
 
-def flat(rows: Sequence[Tensor], cells: Rows, tokens: Sequence[int], biases: Sequence[Sequence[Tensor]] = ()) -> list[Tensor]:
+def flat(
+    rows: Sequence[Tensor], cells: Rows, tokens: Sequence[int], biases: Sequence[Sequence[Tensor]] = ()
+) -> list[Tensor]:
     """For each token: add its biases, then its rows of all ranks, round once."""
     every, every_cell = torch.cat(list(rows)), [cell for own in cells for cell in own]
     combined = []
@@ -151,7 +170,9 @@ def flat(rows: Sequence[Tensor], cells: Rows, tokens: Sequence[int], biases: Seq
     return combined
 
 
-def shards_then_experts(rows: Sequence[Tensor], cells: Rows, tokens: Sequence[int], shards: int, between: torch.dtype) -> list[Tensor]:
+def shards_then_experts(
+    rows: Sequence[Tensor], cells: Rows, tokens: Sequence[int], shards: int, between: torch.dtype
+) -> list[Tensor]:
     """Add the rows of neighbouring ranks that are shards of one another, in `between`, round; then add each token's rows, round."""
     if shards == 1:
         return flat(rows, cells, tokens)
@@ -164,7 +185,9 @@ def shards_then_experts(rows: Sequence[Tensor], cells: Rows, tokens: Sequence[in
     return flat(sums, cells[::shards], tokens)
 
 
-def weighted(rows: Sequence[Tensor], slots: Sequence, indices: Routing, probs: Sequence[Tensor], num_experts: int) -> list[Tensor]:
+def weighted(
+    rows: Sequence[Tensor], slots: Sequence, indices: Routing, probs: Sequence[Tensor], num_experts: int
+) -> list[Tensor]:
     """For each token: add prob · row over its slots, ascending, and round once; of an expert named twice the later row counts."""
     combined = []
     for s, own in enumerate(indices):

@@ -35,7 +35,16 @@ class World(NamedTuple):
         return [len(own) for own in self.maps]
 
 
-def world(tokens: list[int], local: int, density: float, seed: int, *, shards: int = 1, align: int = 1, blocks: int | None = None) -> World:
+def world(
+    tokens: list[int],
+    local: int,
+    density: float,
+    seed: int,
+    *,
+    shards: int = 1,
+    align: int = 1,
+    blocks: int | None = None,
+) -> World:
     """`density` of the cells are routed; above 1, everything goes to one expert."""
     noise = torch.Generator().manual_seed(seed)
     experts = len(tokens) * local
@@ -64,7 +73,15 @@ def worlds(draw) -> World:
     tokens = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5]), min_size=ranks, max_size=ranks))
     shards = draw(st.sampled_from([n for n in (1, 2, 4) if ranks % n == 0]))
     density, blocks = draw(st.sampled_from([0.0, 0.2, 0.5, 1.0, 2.0])), draw(st.one_of(st.none(), st.integers(0, 4)))
-    return world(tokens, draw(st.integers(1, 3)), density, draw(st.integers(0, 999)), shards=shards, align=draw(st.sampled_from([1, 2, 3, 8])), blocks=blocks)
+    return world(
+        tokens,
+        draw(st.integers(1, 3)),
+        density,
+        draw(st.integers(0, 999)),
+        shards=shards,
+        align=draw(st.sampled_from([1, 2, 3, 8])),
+        blocks=blocks,
+    )
 
 
 FIXED = [
@@ -77,12 +94,16 @@ FIXED = [
 
 
 def noise(w: World, *shape: int, dtype: torch.dtype = torch.bfloat16, salt: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * w.seed + salt), dtype=torch.float64).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * w.seed + salt), dtype=torch.float64).to(
+        dtype
+    )
 
 
 def names(w: World) -> list[Tensor]:
     """Tokens that say who they are: (rank, token)."""
-    return [torch.stack([torch.full((count,), rank), torch.arange(count)], dim=1) for rank, count in enumerate(w.tokens)]
+    return [
+        torch.stack([torch.full((count,), rank), torch.arange(count)], dim=1) for rank, count in enumerate(w.tokens)
+    ]
 
 
 def cell_numbers(w: World) -> list[Tensor]:
@@ -98,7 +119,10 @@ def sent_rows(w: World, like: list[Tensor]) -> list[Tensor]:
 
 def poison(rows: list[Tensor], cells: oracle.Rows) -> list[Tensor]:
     """NaN in every row that holds no token."""
-    return [torch.where(torch.tensor([cell is None for cell in own], dtype=torch.bool)[:, None], torch.nan, x) for x, own in zip(rows, cells, strict=True)]
+    return [
+        torch.where(torch.tensor([cell is None for cell in own], dtype=torch.bool)[:, None], torch.nan, x)
+        for x, own in zip(rows, cells, strict=True)
+    ]
 
 
 def assert_bits(got: Any, right: Any) -> None:
@@ -114,7 +138,9 @@ def fields(results: list, name: str) -> list:
 # What each rank gets
 
 
-def claim_rows(w: World, results: list, segments: list[oracle.Segments], shards: int, num_rows: int | None = None) -> None:
+def claim_rows(
+    w: World, results: list, segments: list[oracle.Segments], shards: int, num_rows: int | None = None
+) -> None:
     """Rows, probs and counts are those of the oracle's cells, in its order; padding is zero."""
     local = w.experts * shards // w.ranks
     numbers = cell_numbers(w)
@@ -122,7 +148,9 @@ def claim_rows(w: World, results: list, segments: list[oracle.Segments], shards:
         cells = oracle.joined(segments[rank], num_rows)
         assert own.rows.tolist() == [[0, 0] if cell is None else [*cell[:2]] for cell in cells]
         expert = [None if cell is None else rank // shards * local + cell[2] % local for cell in cells]
-        right = [0.0 if cell is None else numbers[cell[0]][cell[1], e].item() for cell, e in zip(cells, expert, strict=True)]
+        right = [
+            0.0 if cell is None else numbers[cell[0]][cell[1], e].item() for cell, e in zip(cells, expert, strict=True)
+        ]
         assert own.probs.tolist() == right
         assert own.tokens_per_expert.tolist() == [len(segment) for segment in segments[rank]]
 
@@ -136,7 +164,9 @@ def claim_allgather(ns: Any, w: World) -> None:
 
 def claim_alltoall(ns: Any, w: World) -> None:
     for capacity in (None, 1, 2, 7):
-        results = ns.alltoall_dispatch(names(w), w.maps, probs=cell_numbers(w), expert_tensor_parallel=w.shards, capacity=capacity)
+        results = ns.alltoall_dispatch(
+            names(w), w.maps, probs=cell_numbers(w), expert_tensor_parallel=w.shards, capacity=capacity
+        )
         segments = oracle.alltoall(oracle.nested(w.maps), w.experts, w.shards, capacity)
         claim_rows(w, results, segments, w.shards)
         local = w.experts * w.shards // w.ranks
@@ -160,7 +190,15 @@ def claim_deepep(ns: Any, w: World) -> None:
     most = max(map(len, rows))
     for room in (None, most + 2):
         scales = [own[:, :1] * 2.0 for own in names(w)]
-        results = ns.deepep_dispatch(names(w), w.indices, num_experts=w.experts, probs=weights, scales=scales, expert_alignment=w.align, num_worst_tokens=room)
+        results = ns.deepep_dispatch(
+            names(w),
+            w.indices,
+            num_experts=w.experts,
+            probs=weights,
+            scales=scales,
+            expert_alignment=w.align,
+            num_worst_tokens=room,
+        )
         for rank, own in enumerate(results):
             here = len(rows[rank])
             assert len(own.rows) == (here if room is None else room)
@@ -171,7 +209,11 @@ def claim_deepep(ns: Any, w: World) -> None:
                 assert torch.equal(own.probs[i], torch.where(torch.tensor(slots[rank][i]) >= 0, weights[s][t], 0.0))
             local = w.experts // w.ranks
             counts = [sum(row.count(e) for row in slots[rank]) for e in range(local)]
-            assert own.tokens_per_expert is None if room else own.tokens_per_expert.tolist() == [-(-n // w.align) * w.align for n in counts]
+            assert (
+                own.tokens_per_expert is None
+                if room
+                else own.tokens_per_expert.tolist() == [-(-n // w.align) * w.align for n in counts]
+            )
         assert_bits(ns.deepep_cached_dispatch(names(w), fields(results, "handle")), fields(results, "rows"))
 
 
@@ -210,7 +252,11 @@ def leaves(w: World, dtype: torch.dtype) -> list[Tensor]:
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
-DTYPES = [(BF16, BF16), (BF16, FP32), (FP32, FP32)]  # of rows and probs; between bfloat16 rows the order of a float32 sum hardly shows
+DTYPES = [
+    (BF16, BF16),
+    (BF16, FP32),
+    (FP32, FP32),
+]  # of rows and probs; between bfloat16 rows the order of a float32 sum hardly shows
 
 
 def claim_allgather_sums(ns: Any, w: World) -> None:
@@ -219,7 +265,9 @@ def claim_allgather_sums(ns: Any, w: World) -> None:
         tokens, probs = leaves(w, storage), [own.to(dtype) for own in cell_numbers(w)]
         results = ns.allgather_dispatch(tokens, w.maps, probs=probs, expert_tensor_parallel=w.shards)
         rows = sent_rows(w, fields(results, "rows"))
-        claim_sums(ns.allgather_combine(rows, fields(results, "handle")), oracle.two_levels(rows, cells, w.tokens, dtype))
+        claim_sums(
+            ns.allgather_combine(rows, fields(results, "handle")), oracle.two_levels(rows, cells, w.tokens, dtype)
+        )
         claim_sums(backward(fields(results, "rows"), tokens, rows), oracle.two_levels(rows, cells, w.tokens, storage))
 
 
@@ -228,7 +276,9 @@ def claim_alltoall_sums(ns: Any, w: World) -> None:
         cells = [oracle.joined(own) for own in oracle.alltoall(oracle.nested(w.maps), w.experts, w.shards, capacity)]
         for storage, dtype in DTYPES:
             tokens, probs = leaves(w, storage), [own.to(dtype) for own in cell_numbers(w)]
-            results = ns.alltoall_dispatch(tokens, w.maps, probs=probs, expert_tensor_parallel=w.shards, capacity=capacity)
+            results = ns.alltoall_dispatch(
+                tokens, w.maps, probs=probs, expert_tensor_parallel=w.shards, capacity=capacity
+            )
             rows = poison(sent_rows(w, fields(results, "rows")), cells)
             right = oracle.shards_then_experts(rows, cells, w.tokens, w.shards, dtype)
             claim_sums(ns.alltoall_combine(rows, fields(results, "handle")), right)
@@ -249,8 +299,13 @@ def claim_hybridep_sums(ns: Any, w: World) -> None:
         claim_sums(fields(combined, "tokens"), right)
         claim_sums(backward(fields(results, "rows"), tokens, rows), right)
         for s, own in enumerate(fields(combined, "probs")):
-            kept = {(t, e) for rank in cells for cell in rank if cell is not None for source, t, e in [cell] if source == s}
-            assert own.tolist() == [[numbers[s][t, e].item() if (t, e) in kept else 0.0 for e in range(w.experts)] for t in range(w.tokens[s])]
+            kept = {
+                (t, e) for rank in cells for cell in rank if cell is not None for source, t, e in [cell] if source == s
+            }
+            assert own.tolist() == [
+                [numbers[s][t, e].item() if (t, e) in kept else 0.0 for e in range(w.experts)]
+                for t in range(w.tokens[s])
+            ]
 
 
 def claim_deepep_sums(ns: Any, w: World) -> None:
@@ -258,23 +313,36 @@ def claim_deepep_sums(ns: Any, w: World) -> None:
     most = max(map(len, arrived)) + 1
     cells = [[*own, *[None] * (most - len(own))] for own in arrived]
     for storage in (BF16, FP32):
-        tokens, weights = leaves(w, storage), [noise(w, *own.shape, dtype=torch.float32, salt=rank) for rank, own in enumerate(w.indices)]
+        tokens, weights = (
+            leaves(w, storage),
+            [noise(w, *own.shape, dtype=torch.float32, salt=rank) for rank, own in enumerate(w.indices)],
+        )
         results = ns.deepep_dispatch(tokens, w.indices, num_experts=w.experts, probs=weights, num_worst_tokens=most)
         rows = poison(sent_rows(w, fields(results, "rows")), cells)
-        biases = [[noise(w, count, 3, dtype=storage, salt=50 + 10 * n + rank) for rank, count in enumerate(w.tokens)] for n in range(2)]
+        biases = [
+            [noise(w, count, 3, dtype=storage, salt=50 + 10 * n + rank) for rank, count in enumerate(w.tokens)]
+            for n in range(2)
+        ]
         for given in ((), biases[:1], biases):
             combined = ns.deepep_combine(rows, fields(results, "handle"), probs=fields(results, "probs"), biases=given)
             claim_sums(fields(combined, "tokens"), oracle.flat(rows, cells, w.tokens, given))
-        assert_bits(fields(combined, "probs"), [torch.where(i >= 0, x, 0.0) for i, x in zip(w.indices, weights, strict=True)])
+        assert_bits(
+            fields(combined, "probs"), [torch.where(i >= 0, x, 0.0) for i, x in zip(w.indices, weights, strict=True)]
+        )
         claim_sums(backward(fields(results, "rows"), tokens, rows), oracle.flat(rows, cells, w.tokens))
 
 
 def claim_low_latency_sums(ns: Any, w: World) -> None:
     copies = oracle.low_latency(oracle.nested(w.indices), w.experts)
-    probs = [torch.where(own >= 0, noise(w, *own.shape, dtype=torch.float32, salt=rank), torch.nan) for rank, own in enumerate(w.indices)]
+    probs = [
+        torch.where(own >= 0, noise(w, *own.shape, dtype=torch.float32, salt=rank), torch.nan)
+        for rank, own in enumerate(w.indices)
+    ]
     for storage in (BF16, FP32):
         tokens = leaves(w, storage)
-        results = ns.deepep_low_latency_dispatch(tokens, w.indices, num_experts=w.experts, max_tokens_per_rank=max(*w.tokens, 1))
+        results = ns.deepep_low_latency_dispatch(
+            tokens, w.indices, num_experts=w.experts, max_tokens_per_rank=max(*w.tokens, 1)
+        )
         rows = []
         for rank, own in enumerate(sent_rows(w, fields(results, "rows"))):
             tail = torch.arange(own.shape[1]) >= results[rank].tokens_per_expert[:, None]
@@ -285,7 +353,10 @@ def claim_low_latency_sums(ns: Any, w: World) -> None:
         for own, rank in zip(rows, copies, strict=True):
             slabs = [[copy for source in sources for copy in source] for sources in rank]
             cells.append([cell for slab in slabs for cell in [*slab, *[None] * (own.shape[1] - len(slab))]])
-        claim_sums(backward(fields(results, "rows"), tokens, rows), oracle.flat([own.flatten(0, 1) for own in rows], cells, w.tokens))
+        claim_sums(
+            backward(fields(results, "rows"), tokens, rows),
+            oracle.flat([own.flatten(0, 1) for own in rows], cells, w.tokens),
+        )
 
 
 CLAIMS = {

@@ -32,9 +32,13 @@ try:
         from megatron.core.transformer.moe.router import TopKRouter
         from megatron.core.transformer.transformer_config import TransformerConfig
 except (ImportError, metadata.PackageNotFoundError) as error:
-    raise ImportError(f"megatron-core cannot be imported ({error}); pip install --no-deps megatron-core==0.16.1") from None
+    raise ImportError(
+        f"megatron-core cannot be imported ({error}); pip install --no-deps megatron-core==0.16.1"
+    ) from None
 if not version.startswith("0.16."):
-    raise ImportError(f"megatron-core {version} is installed; this was written for 0.16.1: pip install --no-deps megatron-core==0.16.1")
+    raise ImportError(
+        f"megatron-core {version} is installed; this was written for 0.16.1: pip install --no-deps megatron-core==0.16.1"
+    )
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None

@@ -1,6 +1,12 @@
 """Configs that are refused: the option that the message must name, the settings, and a change to them that is accepted."""
 
-BASE = {"num_moe_experts": 8, "hidden_size": 16, "ffn_hidden_size": 32, "moe_ffn_hidden_size": 32, "add_bias_linear": False}
+BASE = {
+    "num_moe_experts": 8,
+    "hidden_size": 16,
+    "ffn_hidden_size": 32,
+    "moe_ffn_hidden_size": 32,
+    "add_bias_linear": False,
+}
 A2A = {"moe_token_dispatcher_type": "alltoall"}
 DEEPEP = {"moe_token_dispatcher_type": "flex"}
 HYBRIDEP = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
@@ -39,33 +45,73 @@ ROUTER = [
     ("moe_router_topk", {"moe_router_topk": 1}, {"moe_router_pre_softmax": True}),
     ("moe_router_topk", {"moe_router_topk": 1}, {"moe_router_score_function": "sigmoid"}),
     ("moe_router_topk", {"moe_router_topk": 1}, SINKHORN),
-    ("moe_router_enable_expert_bias", {"moe_router_enable_expert_bias": True}, {"moe_router_score_function": "sqrtsoftplus"}),
-    ("moe_router_enable_expert_bias", {"moe_router_enable_expert_bias": True, "moe_router_pre_softmax": True}, {"moe_router_score_function": "sigmoid"}),
+    (
+        "moe_router_enable_expert_bias",
+        {"moe_router_enable_expert_bias": True},
+        {"moe_router_score_function": "sqrtsoftplus"},
+    ),
+    (
+        "moe_router_enable_expert_bias",
+        {"moe_router_enable_expert_bias": True, "moe_router_pre_softmax": True},
+        {"moe_router_score_function": "sigmoid"},
+    ),
     ("moe_router_num_groups", {"moe_router_group_topk": 2}, {"moe_router_num_groups": 2}),
     ("moe_router_group_topk", {"moe_router_num_groups": 2}, {"moe_router_group_topk": 2}),
     ("moe_router_num_groups", {**GROUPS, "moe_router_num_groups": 3}, {"moe_router_num_groups": 2}),
-    ("moe_router_group_topk", {**GROUPS, "moe_router_group_topk": 5}, {"moe_router_group_topk": 4, "moe_router_topk": 4}),
+    (
+        "moe_router_group_topk",
+        {**GROUPS, "moe_router_group_topk": 5},
+        {"moe_router_group_topk": 4, "moe_router_topk": 4},
+    ),
     ("moe_router_group_topk", {**GROUPS, "moe_router_group_topk": 3}, {"moe_router_topk": 3}),
     ("moe_router_group_topk", {**GROUPS, "moe_router_topk": 5}, {"moe_router_topk": 4}),
-    ("moe_router_group_topk", {**GROUPS, "moe_router_group_topk": 1, "moe_router_topk": 6}, {"moe_router_group_topk": 3}),
-    ("moe_router_load_balancing_type", {"moe_router_load_balancing_type": ["sinkhorn"], "moe_aux_loss_coeff": [0.0]}, {**SINKHORN, "moe_aux_loss_coeff": 0.0}),
+    (
+        "moe_router_group_topk",
+        {**GROUPS, "moe_router_group_topk": 1, "moe_router_topk": 6},
+        {"moe_router_group_topk": 3},
+    ),
+    (
+        "moe_router_load_balancing_type",
+        {"moe_router_load_balancing_type": ["sinkhorn"], "moe_aux_loss_coeff": [0.0]},
+        {**SINKHORN, "moe_aux_loss_coeff": 0.0},
+    ),
     (
         "moe_router_load_balancing_type",
         {"moe_router_load_balancing_type": ["aux_loss", "aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]},
         {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
     ),
-    ("moe_aux_loss_coeff", {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1]}, {"moe_aux_loss_coeff": [0.1, 0.2]}),
-    ("moe_aux_loss_coeff", {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": 0.1}, {"moe_aux_loss_coeff": [0.1]}),
+    (
+        "moe_aux_loss_coeff",
+        {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1]},
+        {"moe_aux_loss_coeff": [0.1, 0.2]},
+    ),
+    (
+        "moe_aux_loss_coeff",
+        {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": 0.1},
+        {"moe_aux_loss_coeff": [0.1]},
+    ),
     ("moe_aux_loss_coeff", {"moe_aux_loss_coeff": [0.1]}, {"moe_router_load_balancing_type": ["aux_loss"]}),
     ("moe_aux_loss_coeff", {"moe_aux_loss_coeff": -0.1}, {"moe_aux_loss_coeff": 0.0}),
-    ("moe_aux_loss_coeff", {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [-0.1]}, {"moe_aux_loss_coeff": [0.0]}),
+    (
+        "moe_aux_loss_coeff",
+        {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [-0.1]},
+        {"moe_aux_loss_coeff": [0.0]},
+    ),
     ("moe_aux_loss_coeff", {**SINKHORN, "moe_aux_loss_coeff": 0.1}, {"moe_router_load_balancing_type": "none"}),
     ("moe_aux_loss_coeff", {**QUANTILES, "moe_aux_loss_coeff": 0.1}, {"moe_aux_loss_coeff": 0.0}),
     ("moe_router_fusion", {**QUANTILES, "moe_router_fusion": True}, {"moe_router_load_balancing_type": "none"}),
     ("moe_router_num_groups", {**QUANTILES, **GROUPS}, {"moe_router_load_balancing_type": "none"}),
     ("moe_router_topk", {**QUANTILES, "moe_router_topk": 8}, {"moe_router_topk": 7}),
-    ("moe_enable_routing_replay", {"moe_enable_routing_replay": True, "moe_router_fusion": True}, {"moe_router_fusion": False}),
-    ("moe_enable_routing_replay", {"moe_enable_routing_replay": True, **SINKHORN}, {"moe_router_load_balancing_type": "seq_aux_loss"}),
+    (
+        "moe_enable_routing_replay",
+        {"moe_enable_routing_replay": True, "moe_router_fusion": True},
+        {"moe_router_fusion": False},
+    ),
+    (
+        "moe_enable_routing_replay",
+        {"moe_enable_routing_replay": True, **SINKHORN},
+        {"moe_router_load_balancing_type": "seq_aux_loss"},
+    ),
 ]
 
 PLACES = [  # capacity and dispatcher
@@ -74,8 +120,16 @@ PLACES = [  # capacity and dispatcher
     ("moe_pad_expert_input_to_capacity", {**PADDED, **NCCLEP}, HYBRIDEP),
     ("moe_expert_capacity_factor", {**CAPACITY, **NCCLEP}, DEEPEP | {"moe_flex_dispatcher_backend": "deepep"}),
     ("moe_expert_capacity_factor", {**CAPACITY, **SINKHORN}, {"moe_router_load_balancing_type": "none"}),
-    ("moe_expert_capacity_factor", {**CAPACITY, **QUANTILES}, {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [0.1]}),
-    ("moe_token_dropping", {"moe_token_dropping": True}, {"moe_token_dropping": False, "moe_expert_capacity_factor": 100.0}),
+    (
+        "moe_expert_capacity_factor",
+        {**CAPACITY, **QUANTILES},
+        {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [0.1]},
+    ),
+    (
+        "moe_token_dropping",
+        {"moe_token_dropping": True},
+        {"moe_token_dropping": False, "moe_expert_capacity_factor": 100.0},
+    ),
     ("moe_router_padding_for_quantization", {**ALIGNED, **A2A}, {"fp8": "hybrid"}),
     ("moe_router_padding_for_quantization", {**ALIGNED, **A2A}, {"fp4": "e2m1"}),
     ("moe_router_padding_for_quantization", {**ALIGNED, "fp8": "hybrid"}, A2A),
@@ -90,8 +144,16 @@ PLACES = [  # capacity and dispatcher
     ("moe_expert_rank_capacity_factor", {**FUSED, **HYBRIDEP, **A2A, "moe_expert_rank_capacity_factor": 1.5}, HYBRIDEP),
     ("moe_expert_rank_capacity_factor", {**HYBRIDEP, "moe_expert_rank_capacity_factor": 1.5}, TENSOR),
     ("moe_expert_rank_capacity_factor", {**NCCLEP, **GROUPED, "moe_expert_rank_capacity_factor": 1.5}, FUSED),
-    ("moe_ncclep_zero_copy", {**NCCLEP, **FUSED, "moe_ncclep_zero_copy": True}, {"moe_expert_rank_capacity_factor": 1.5}),
-    ("moe_ncclep_zero_copy", {**HYBRIDEP, **FUSED, "moe_expert_rank_capacity_factor": 1.5, "moe_ncclep_zero_copy": True}, NCCLEP),
+    (
+        "moe_ncclep_zero_copy",
+        {**NCCLEP, **FUSED, "moe_ncclep_zero_copy": True},
+        {"moe_expert_rank_capacity_factor": 1.5},
+    ),
+    (
+        "moe_ncclep_zero_copy",
+        {**HYBRIDEP, **FUSED, "moe_expert_rank_capacity_factor": 1.5, "moe_ncclep_zero_copy": True},
+        NCCLEP,
+    ),
 ]
 
 EXPERTS = [
@@ -100,7 +162,11 @@ EXPERTS = [
     ("moe_single_grouped_bias", {"moe_single_grouped_bias": True, "add_bias_linear": True}, TENSOR),
     ("moe_single_grouped_weight", {"moe_single_grouped_weight": True, **GROUPED}, TENSOR),
     ("moe_single_grouped_bias", {"moe_single_grouped_bias": True, "add_bias_linear": True, **GROUPED}, TENSOR),
-    ("moe_single_grouped_weight", {"moe_single_grouped_weight": True, **TENSOR, "use_megatron_fsdp": True}, {"use_megatron_fsdp": False}),
+    (
+        "moe_single_grouped_weight",
+        {"moe_single_grouped_weight": True, **TENSOR, "use_megatron_fsdp": True},
+        {"use_megatron_fsdp": False},
+    ),
     (
         "moe_single_grouped_bias",
         {"moe_single_grouped_bias": True, "add_bias_linear": True, **TENSOR, "use_megatron_fsdp": True},
@@ -108,31 +174,79 @@ EXPERTS = [
     ),
     ("moe_single_grouped_bias", {"moe_single_grouped_bias": True, **TENSOR}, {"add_bias_linear": True}),
     ("add_bias_linear", {"add_bias_linear": True, "tensor_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}),
-    ("moe_apply_probs_on_input", {"moe_apply_probs_on_input": True}, {"moe_router_topk": 1, "moe_router_pre_softmax": True}),
+    (
+        "moe_apply_probs_on_input",
+        {"moe_apply_probs_on_input": True},
+        {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+    ),
     (
         "moe_apply_probs_on_input",
         {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True, **FUSED},
         {"use_transformer_engine_op_fuser": False},
     ),
-    ("expert_tensor_parallel_size", {**FUSED, "expert_tensor_parallel_size": 2}, {"use_transformer_engine_op_fuser": False}),
+    (
+        "expert_tensor_parallel_size",
+        {**FUSED, "expert_tensor_parallel_size": 2},
+        {"use_transformer_engine_op_fuser": False},
+    ),
     ("activation_func", {**FUSED, "activation_func": "gelu"}, {"activation_func": "quick_gelu"}),
-    ("activation_func", {**FUSED, "gated_linear_unit": False}, {"activation_func": "squared_relu", "use_fused_weighted_squared_relu": True}),
-    ("use_fused_weighted_squared_relu", {"use_fused_weighted_squared_relu": True, "add_bias_linear": True}, {"add_bias_linear": False}),
-    ("bias_activation_fusion", {**SWIGLU, "bias_activation_fusion": True, "use_te_activation_func": True}, {"use_te_activation_func": False}),
-    ("bias_activation_fusion", {"bias_activation_fusion": True, "activation_func": "silu"}, {"gated_linear_unit": True}),
+    (
+        "activation_func",
+        {**FUSED, "gated_linear_unit": False},
+        {"activation_func": "squared_relu", "use_fused_weighted_squared_relu": True},
+    ),
+    (
+        "use_fused_weighted_squared_relu",
+        {"use_fused_weighted_squared_relu": True, "add_bias_linear": True},
+        {"add_bias_linear": False},
+    ),
+    (
+        "bias_activation_fusion",
+        {**SWIGLU, "bias_activation_fusion": True, "use_te_activation_func": True},
+        {"use_te_activation_func": False},
+    ),
+    (
+        "bias_activation_fusion",
+        {"bias_activation_fusion": True, "activation_func": "silu"},
+        {"gated_linear_unit": True},
+    ),
     ("bias_activation_fusion", {**SWIGLU, "bias_activation_fusion": True, "add_bias_linear": True}, GROUPED),
-    ("use_te_activation_func", {"use_te_activation_func": True, "activation_func": "quick_gelu"}, {"activation_func": "relu"}),
-    ("glu_linear_offset", {**SWIGLU, "bias_activation_fusion": True, "glu_linear_offset": 1.0}, {"activation_func": "quick_gelu"}),
-    ("activation_func_fp8_input_store", {"activation_func_fp8_input_store": True, "activation_func": "silu"}, {"gated_linear_unit": True}),
+    (
+        "use_te_activation_func",
+        {"use_te_activation_func": True, "activation_func": "quick_gelu"},
+        {"activation_func": "relu"},
+    ),
+    (
+        "glu_linear_offset",
+        {**SWIGLU, "bias_activation_fusion": True, "glu_linear_offset": 1.0},
+        {"activation_func": "quick_gelu"},
+    ),
+    (
+        "activation_func_fp8_input_store",
+        {"activation_func_fp8_input_store": True, "activation_func": "silu"},
+        {"gated_linear_unit": True},
+    ),
     (
         "activation_func_clamp_value",
         {**SWIGLU, "activation_func_clamp_value": 7.0, "num_moe_experts": None, "moe_ffn_hidden_size": None},
         {"activation_func": "quick_gelu"},
     ),
-    ("activation_func_clamp_value", {**SWIGLU, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}, {"glu_linear_offset": 0.0}),
-    ("activation_func_clamp_value", {**SWIGLU, "activation_func_clamp_value": 7.0, "use_te_activation_func": True}, {"use_te_activation_func": False}),
+    (
+        "activation_func_clamp_value",
+        {**SWIGLU, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0},
+        {"glu_linear_offset": 0.0},
+    ),
+    (
+        "activation_func_clamp_value",
+        {**SWIGLU, "activation_func_clamp_value": 7.0, "use_te_activation_func": True},
+        {"use_te_activation_func": False},
+    ),
     ("moe_mlp_glu_interleave_size", {**SWIGLU, "moe_mlp_glu_interleave_size": 16}, GROUPED),
-    ("moe_mlp_glu_interleave_size", {**SWIGLU, **GROUPED, "moe_mlp_glu_interleave_size": 12}, {"moe_mlp_glu_interleave_size": 32}),
+    (
+        "moe_mlp_glu_interleave_size",
+        {**SWIGLU, **GROUPED, "moe_mlp_glu_interleave_size": 12},
+        {"moe_mlp_glu_interleave_size": 32},
+    ),
     (
         "moe_mlp_glu_interleave_size",
         {**SWIGLU, **GROUPED, "moe_mlp_glu_interleave_size": 32, "expert_tensor_parallel_size": 2},
@@ -140,7 +254,11 @@ EXPERTS = [
     ),
     ("moe_shared_expert_intermediate_size", {**SHARED, "add_bias_linear": True}, {"add_bias_linear": False}),
     ("moe_shared_expert_overlap", {**SHARED, "moe_shared_expert_overlap": True}, A2A),
-    ("moe_shared_expert_overlap", {**SHARED, **A2A, "moe_shared_expert_overlap": True, "moe_latent_size": 8}, {"moe_latent_size": None}),
+    (
+        "moe_shared_expert_overlap",
+        {**SHARED, **A2A, "moe_shared_expert_overlap": True, "moe_latent_size": 8},
+        {"moe_latent_size": None},
+    ),
     ("moe_shared_expert_overlap", {**SHARED, **A2A, "moe_shared_expert_overlap": True, "moe_latent_size": 8}, INFER),
     (
         "use_grouped_gemm_for_shared_expert",
@@ -154,7 +272,13 @@ EXPERTS = [
     ),
     (
         "use_grouped_gemm_for_shared_expert",
-        {**SHARED, **SWIGLU, "fp8": "hybrid", "use_grouped_gemm_for_shared_expert": True, "moe_shared_expert_glu_interleave_size": 16},
+        {
+            **SHARED,
+            **SWIGLU,
+            "fp8": "hybrid",
+            "use_grouped_gemm_for_shared_expert": True,
+            "moe_shared_expert_glu_interleave_size": 16,
+        },
         {"fp8": None, "fp4": "e2m1"},
     ),
 ]
@@ -164,7 +288,11 @@ PRECISION = [
     ("fp8", {"fp8": "hybrid", "fp4": "e2m1"}, {"fp8": None}),
     ("fp8_param", {"fp8_param": True}, {"fp8": "hybrid"}),
     ("fp4_param", {"fp4_param": True}, {"fp4": "e2m1"}),
-    ("moe_single_grouped_weight", {"moe_single_grouped_weight": True, **TENSOR, "fp8": "hybrid"}, {"fp8_recipe": "mxfp8"}),
+    (
+        "moe_single_grouped_weight",
+        {"moe_single_grouped_weight": True, **TENSOR, "fp8": "hybrid"},
+        {"fp8_recipe": "mxfp8"},
+    ),
     (
         "moe_single_grouped_weight",
         {"moe_single_grouped_weight": True, **TENSOR, "fp4": "e2m1", "fp4_recipe": "custom", "fp4_param": True},
@@ -178,9 +306,17 @@ PRECISION = [
     ("batch_invariant_mode", {**INVARIANT, "fp8": "hybrid"}, {"fp8": None}),
     ("batch_invariant_mode", {**INVARIANT, "fp4": "e2m1"}, {"batch_invariant_mode": False}),
     ("moe_permute_fusion", {**INVARIANT, "moe_permute_fusion": True}, {"moe_permute_fusion": False}),
-    ("moe_permute_fusion_into_hybridep", {**INVARIANT, "moe_permute_fusion_into_hybridep": True}, {"batch_invariant_mode": False}),
+    (
+        "moe_permute_fusion_into_hybridep",
+        {**INVARIANT, "moe_permute_fusion_into_hybridep": True},
+        {"batch_invariant_mode": False},
+    ),
     ("moe_pad_expert_input_to_capacity", {**INVARIANT, **PADDED}, {"moe_pad_expert_input_to_capacity": False}),
-    ("moe_pad_experts_for_cuda_graph_inference", {**INVARIANT, "moe_pad_experts_for_cuda_graph_inference": True}, {"batch_invariant_mode": False}),
+    (
+        "moe_pad_experts_for_cuda_graph_inference",
+        {**INVARIANT, "moe_pad_experts_for_cuda_graph_inference": True},
+        {"batch_invariant_mode": False},
+    ),
 ]
 
 FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
@@ -188,14 +324,26 @@ MEMORY = [
     ("recompute_method", {**FULL, "recompute_method": None}, {"recompute_method": "uniform"}),
     ("recompute_num_layers", {**FULL, "recompute_num_layers": None}, {"recompute_num_layers": 2}),
     ("recompute_num_layers", {**selective("mlp"), "recompute_num_layers": 1}, {"recompute_granularity": None}),
-    ("cpu_offloading", {"cpu_offloading": True, "pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 1}),
+    (
+        "cpu_offloading",
+        {"cpu_offloading": True, "pipeline_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 1},
+    ),
     ("cpu_offloading", {"cpu_offloading": True, **selective("mlp")}, {"recompute_granularity": None}),
     ("offload_modules", offload("attn_proj"), offload("attn_proj", "core_attn")),
     ("recompute_modules", selective("moe_act"), GROUPED),
-    ("recompute_modules", {**selective("shared_experts"), **SHARED, **A2A, "moe_shared_expert_overlap": True}, {"moe_shared_expert_overlap": False}),
+    (
+        "recompute_modules",
+        {**selective("shared_experts"), **SHARED, **A2A, "moe_shared_expert_overlap": True},
+        {"moe_shared_expert_overlap": False},
+    ),
     ("recompute_modules", {**selective("moe_act"), **GROUPED, "fp8": "hybrid"}, {"fp8_recipe": "tensorwise"}),
     ("recompute_modules", {**selective("layernorm"), "fp8": "hybrid"}, {"fp8": None}),
-    ("fine_grained_activation_offloading", {**offload("qkv_linear"), "cpu_offloading": True, "num_layers": 2}, {"cpu_offloading": False}),
+    (
+        "fine_grained_activation_offloading",
+        {**offload("qkv_linear"), "cpu_offloading": True, "num_layers": 2},
+        {"cpu_offloading": False},
+    ),
     ("offload_modules", offload(), {"offload_modules": ("moe_act",)}),
     ("offload_modules", {**offload("moe_act"), **selective("moe")}, selective("mlp")),
     ("offload_modules", offload("fused_group_mlp"), {"use_transformer_engine_op_fuser": True}),
@@ -209,7 +357,13 @@ MEMORY = [
     ("moe_paged_stash", {"moe_paged_stash": True, **FUSED, **HYBRIDEP}, {"moe_expert_rank_capacity_factor": 1.5}),
     (
         "moe_paged_stash",
-        {"moe_paged_stash": True, **FUSED, **HYBRIDEP, "moe_expert_rank_capacity_factor": 1.5, "offload_modules": ("moe_act",)},
+        {
+            "moe_paged_stash": True,
+            **FUSED,
+            **HYBRIDEP,
+            "moe_expert_rank_capacity_factor": 1.5,
+            "offload_modules": ("moe_act",),
+        },
         {"offload_modules": ("attn_norm",)},
     ),
 ]
@@ -219,8 +373,16 @@ GRAPHS = [
     ("cuda_graph_impl", {**graphs("attn"), "cpu_offloading": True, "num_layers": 2}, {"cpu_offloading": False}),
     ("cuda_graph_modules", {**graphs("moe", "moe_router"), **PADDED}, graphs("moe")),
     ("cuda_graph_modules", graphs("moe_preprocess"), graphs("moe_router", "moe_preprocess")),
-    ("cuda_graph_modules", {**graphs("moe_preprocess", "moe"), **PADDED, "cuda_graph_impl": "local"}, graphs("moe_preprocess", impl="local")),
-    ("cuda_graph_modules", {**graphs("moe_router"), "num_moe_experts": None, "moe_ffn_hidden_size": None}, graphs("attn")),
+    (
+        "cuda_graph_modules",
+        {**graphs("moe_preprocess", "moe"), **PADDED, "cuda_graph_impl": "local"},
+        graphs("moe_preprocess", impl="local"),
+    ),
+    (
+        "cuda_graph_modules",
+        {**graphs("moe_router"), "num_moe_experts": None, "moe_ffn_hidden_size": None},
+        graphs("attn"),
+    ),
     (
         "cuda_graph_modules",
         {**graphs("moe_router"), "num_moe_experts": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True},
@@ -230,7 +392,11 @@ GRAPHS = [
     ("cuda_graph_modules", {**graphs("mlp"), "num_layers": 2, "moe_layer_freq": [1, 1]}, {"moe_layer_freq": [0, 1]}),
     ("cuda_graph_modules", {**graphs("moe"), **CAPACITY}, PADDED),
     ("cuda_graph_modules", {**graphs("moe_router", "moe_preprocess"), **A2A, **CAPACITY}, PADDED),
-    ("cuda_graph_modules", {**graphs("moe_router", "moe_preprocess"), **A2A, **CAPACITY}, {"moe_token_dispatcher_type": "allgather"}),
+    (
+        "cuda_graph_modules",
+        {**graphs("moe_router", "moe_preprocess"), **A2A, **CAPACITY},
+        {"moe_token_dispatcher_type": "allgather"},
+    ),
     ("cuda_graph_modules", {**graphs("moe_router", "moe_preprocess"), **A2A, **ALIGNED, "fp8": "hybrid"}, DEEPEP),
     (
         "cuda_graph_impl",
@@ -239,16 +405,28 @@ GRAPHS = [
     ),
     ("cuda_graph_modules", {**graphs("moe_router"), **selective("moe")}, graphs("moe_router", impl="local")),
     ("moe_input_jitter_eps", {**graphs(), **selective("moe"), "moe_input_jitter_eps": 0.1}, graphs("attn")),
-    ("moe_input_jitter_eps", {**graphs("moe"), **PADDED, **selective("moe"), "moe_input_jitter_eps": 0.1}, selective("core_attn")),
+    (
+        "moe_input_jitter_eps",
+        {**graphs("moe"), **PADDED, **selective("moe"), "moe_input_jitter_eps": 0.1},
+        selective("core_attn"),
+    ),
     ("offload_modules", {**graphs("attn", impl="local"), **offload("moe_act", "qkv_linear")}, offload("moe_act")),
     ("cuda_graph_modules", {**graphs(impl="local"), **offload("moe_act")}, graphs("attn", impl="local")),
     ("cuda_graph_modules", {**graphs("moe"), **PADDED, **offload("qkv_linear")}, graphs("attn")),
 ]
 
 OVERLAPS = [
-    ("overlap_moe_expert_parallel_comm", {**OVERLAP, "expert_model_parallel_size": 1}, {"expert_model_parallel_size": 4}),
+    (
+        "overlap_moe_expert_parallel_comm",
+        {**OVERLAP, "expert_model_parallel_size": 1},
+        {"expert_model_parallel_size": 4},
+    ),
     ("overlap_moe_expert_parallel_comm", {**OVERLAP, "moe_token_dispatcher_type": "allgather"}, DEEPEP),
-    ("overlap_moe_expert_parallel_comm", {**OVERLAP, "pipeline_model_parallel_size": 2}, {"virtual_pipeline_model_parallel_size": 2, "num_layers": 4}),
+    (
+        "overlap_moe_expert_parallel_comm",
+        {**OVERLAP, "pipeline_model_parallel_size": 2},
+        {"virtual_pipeline_model_parallel_size": 2, "num_layers": 4},
+    ),
     (
         "overlap_moe_expert_parallel_comm",
         {**OVERLAP, **FULL},
@@ -258,13 +436,21 @@ OVERLAPS = [
     ("overlap_moe_expert_parallel_comm", {**OVERLAP, "recompute_num_layers": 1}, {"recompute_num_layers": None}),
     ("overlap_moe_expert_parallel_comm", {**OVERLAP, **selective("moe")}, selective("mlp")),
     ("overlap_moe_expert_parallel_comm", {**OVERLAP, "bf16": False}, {"fp16": True}),
-    ("overlap_moe_expert_parallel_comm", {**OVERLAP, **SHARED, "moe_shared_expert_overlap": True}, {"moe_shared_expert_overlap": False}),
+    (
+        "overlap_moe_expert_parallel_comm",
+        {**OVERLAP, **SHARED, "moe_shared_expert_overlap": True},
+        {"moe_shared_expert_overlap": False},
+    ),
     ("overlap_moe_expert_parallel_comm", {**OVERLAP, "mtp_num_layers": 2}, {"mtp_num_layers": 1}),
     ("overlap_moe_expert_parallel_comm", {**OVERLAP, **NCCLEP, **offload("expert_fc1")}, offload("qkv_linear")),
     ("overlap_moe_expert_parallel_comm", {**OVERLAP, **graphs("moe"), **PADDED}, graphs("attn")),
     ("overlap_moe_expert_parallel_comm", {**OVERLAP, **graphs("mlp"), "moe_layer_freq": 2}, graphs("moe_router")),
     ("delay_wgrad_compute", {"delay_wgrad_compute": True}, OVERLAP),
-    ("delay_wgrad_compute", {**OVERLAP, "delay_wgrad_compute": True, "transformer_impl": "local"}, {"transformer_impl": "transformer_engine"}),
+    (
+        "delay_wgrad_compute",
+        {**OVERLAP, "delay_wgrad_compute": True, "transformer_impl": "local"},
+        {"transformer_impl": "transformer_engine"},
+    ),
     (
         "delay_wgrad_compute",
         {**OVERLAP, "delay_wgrad_compute": True, "overlap_dispatch_backward_with_experts_wgrad": True},
@@ -282,18 +468,34 @@ INFERENCE = [
     ("expert_tensor_parallel_size", {**INFER, "tensor_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}),
     ("add_bias_linear", {**INFER, "add_bias_linear": True}, {"add_bias_linear": False}),
     ("moe_expert_capacity_factor", {**INFER, **CAPACITY}, {"transformer_impl": "local"}),
-    ("moe_router_padding_for_quantization", {**INFER, **ALIGNED, **A2A, "fp8": "hybrid"}, {"moe_router_padding_for_quantization": False}),
+    (
+        "moe_router_padding_for_quantization",
+        {**INFER, **ALIGNED, **A2A, "fp8": "hybrid"},
+        {"moe_router_padding_for_quantization": False},
+    ),
     ("moe_router_dtype", {**INFER, "moe_router_dtype": "fp64"}, {"moe_router_dtype": "fp32"}),
     ("moe_router_num_groups", {**INFER, **GROUPS}, {"transformer_impl": "transformer_engine"}),
-    ("moe_router_score_function", {**INFER, "moe_router_score_function": "sqrtsoftplus"}, {"moe_router_score_function": "sigmoid"}),
+    (
+        "moe_router_score_function",
+        {**INFER, "moe_router_score_function": "sqrtsoftplus"},
+        {"moe_router_score_function": "sigmoid"},
+    ),
     ("moe_router_fusion", {**INFER, "moe_router_fusion": True}, {"moe_router_fusion": False}),
-    ("inference_grouped_gemm_backend", {**INFER, **SWIGLU, "inference_grouped_gemm_backend": "flashinfer"}, {"gated_linear_unit": False}),
+    (
+        "inference_grouped_gemm_backend",
+        {**INFER, **SWIGLU, "inference_grouped_gemm_backend": "flashinfer"},
+        {"gated_linear_unit": False},
+    ),
     (
         "inference_grouped_gemm_backend",
         {**INFER, **INVARIANT, "inference_grouped_gemm_backend": "flashinfer"},
         {"inference_grouped_gemm_backend": "torch"},
     ),
-    ("inference_grouped_gemm_backend", {**INFER, **MXFP8, "fp8_param": True}, {"inference_grouped_gemm_backend": "torch"}),
+    (
+        "inference_grouped_gemm_backend",
+        {**INFER, **MXFP8, "fp8_param": True},
+        {"inference_grouped_gemm_backend": "torch"},
+    ),
     ("fp8_param", {**INFER, **MXFP8, "inference_grouped_gemm_backend": "torch"}, {"fp8_param": True}),
     (
         "inference_moe_token_dispatcher_type",
@@ -321,22 +523,46 @@ ALSO = {  # what a value of 1 needs beside it
 SIZES = [
     *((name, {name: -1}, {name: 0}) for name in NOT_NEGATIVE.split()),
     *((name, {name: value}, {name: 1, **ALSO.get(name, {})}) for name in POSITIVE.split() for value in (0, -1)),
-    ("moe_router_topk_scaling_factor", {"moe_router_topk_scaling_factor": 0.0}, {"moe_router_topk_scaling_factor": None}),
+    (
+        "moe_router_topk_scaling_factor",
+        {"moe_router_topk_scaling_factor": 0.0},
+        {"moe_router_topk_scaling_factor": None},
+    ),
     ("moe_expert_capacity_factor", {"moe_expert_capacity_factor": -1.0}, {"moe_expert_capacity_factor": 4.5}),
-    ("activation_func_clamp_value", {**SWIGLU, "activation_func_clamp_value": 0.0}, {"activation_func_clamp_value": 0.5}),
+    (
+        "activation_func_clamp_value",
+        {**SWIGLU, "activation_func_clamp_value": 0.0},
+        {"activation_func_clamp_value": 0.5},
+    ),
     ("num_moe_experts", {"num_moe_experts": 0}, {"num_moe_experts": 2}),
     ("num_moe_experts", {"num_moe_experts": 32768}, {"num_moe_experts": 32767}),
-    ("num_moe_experts", {"num_moe_experts": None, "moe_ffn_hidden_size": None, "expert_model_parallel_size": 2}, {"expert_model_parallel_size": 1}),
+    (
+        "num_moe_experts",
+        {"num_moe_experts": None, "moe_ffn_hidden_size": None, "expert_model_parallel_size": 2},
+        {"expert_model_parallel_size": 1},
+    ),
     ("num_moe_experts", {"expert_model_parallel_size": 3}, {"num_moe_experts": 6}),
     ("moe_ffn_hidden_size", {"num_moe_experts": None}, {"moe_ffn_hidden_size": None}),
     ("moe_ffn_hidden_size", {"expert_tensor_parallel_size": 3}, {"moe_ffn_hidden_size": 33}),
-    ("moe_latent_size", {"num_moe_experts": None, "moe_ffn_hidden_size": None, "moe_latent_size": 8}, {"num_moe_experts": 8}),
+    (
+        "moe_latent_size",
+        {"num_moe_experts": None, "moe_ffn_hidden_size": None, "moe_latent_size": 8},
+        {"num_moe_experts": 8},
+    ),
     ("moe_layer_freq", {"moe_layer_freq": 0}, {"moe_layer_freq": 1}),
     ("moe_layer_freq", {"moe_layer_freq": [0, 2]}, {"moe_layer_freq": [0, 1]}),
     ("moe_layer_freq", {"num_layers": 3, "moe_layer_freq": [0, 1]}, {"num_layers": 2}),
     ("sequence_parallel", {"sequence_parallel": True}, {"tensor_model_parallel_size": 2}),
-    ("moe_router_quantile_balancing_ema", {"moe_router_quantile_balancing_ema": 1.5}, {"moe_router_quantile_balancing_ema": 1}),
-    ("moe_router_quantile_balancing_ema", {"moe_router_quantile_balancing_ema": -0.5}, {"moe_router_quantile_balancing_ema": 0.9}),
+    (
+        "moe_router_quantile_balancing_ema",
+        {"moe_router_quantile_balancing_ema": 1.5},
+        {"moe_router_quantile_balancing_ema": 1},
+    ),
+    (
+        "moe_router_quantile_balancing_ema",
+        {"moe_router_quantile_balancing_ema": -0.5},
+        {"moe_router_quantile_balancing_ema": 0.9},
+    ),
 ]
 
 WRONG_KINDS = [

@@ -33,8 +33,12 @@ RECIPES = {
     "nvfp4, vectors": Recipe("nvfp4", two_dimensional_weights=False, **NEAREST),
     "nvfp4, row-scaled": Recipe("nvfp4", row_scaled_activation=True, **NEAREST),
     "nvfp4, 4/6": Recipe("nvfp4", four_over_six="all", **NEAREST),
-    "nvfp4, 4/6 squared": Recipe("nvfp4", four_over_six="all", four_over_six_bound_256="weights", four_over_six_error="mse", **NEAREST),
-    "nvfp4, 4/6 vectors": Recipe("nvfp4", two_dimensional_weights=False, four_over_six="weights", four_over_six_bound_256="none"),
+    "nvfp4, 4/6 squared": Recipe(
+        "nvfp4", four_over_six="all", four_over_six_bound_256="weights", four_over_six_error="mse", **NEAREST
+    ),
+    "nvfp4, 4/6 vectors": Recipe(
+        "nvfp4", two_dimensional_weights=False, four_over_six="weights", four_over_six_bound_256="none"
+    ),
     "nvfp4, 4/6 row-scaled": Recipe("nvfp4", four_over_six="activations", row_scaled_activation=True, **NEAREST),
 }
 SPLITS = {  # of 150 rows; and of 128 where groups must consist of whole blocks, of which half for NVFP4
@@ -46,7 +50,9 @@ SPLITS = {  # of 150 rows; and of 128 where groups must consist of whole blocks,
 }
 SIZES = {
     "default": tuning.INTERPRETER.quantize,
-    "small": tuning.Quantize(*(tuning.Walk(tokens, 64, 4, steps, 2) for tokens, steps in ((32, 2), (32, 3), (32, 3), (32, 2), (16, 2)))),
+    "small": tuning.Quantize(
+        *(tuning.Walk(tokens, 64, 4, steps, 2) for tokens, steps in ((32, 2), (32, 3), (32, 3), (32, 2), (16, 2)))
+    ),
     "large": tuning.Quantize(*(tuning.Walk(256, columns, 4, 1, 1) for columns in (256, 512, 512, 512, 512))),
 }
 
@@ -70,24 +76,46 @@ def spread(rows: int, columns: int, generator: torch.Generator) -> Tensor:
 
 def boundaries(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     """Largest numbers of formats, and powers of two, times a power of two; and their neighbours in float32 and bfloat16."""
-    base = torch.tensor([448.0, 57344.0, 6.0, 1.0, 2688.0, 17.0, 9.0, 5.0], dtype=torch.float64)  # the last are ties of some format
+    base = torch.tensor(
+        [448.0, 57344.0, 6.0, 1.0, 2688.0, 17.0, 9.0, 5.0], dtype=torch.float64
+    )  # the last are ties of some format
     step = torch.tensor([0.0, 0.0, 2.0**-23, -(2.0**-24), 2.0**-7, -(2.0**-8)], dtype=torch.float64)
     pick = torch.randint(len(base) * len(step), (rows, columns), generator=generator)
     value = base[pick // len(step)] * (1 + step[pick % len(step)])
     sign = torch.randint(0, 2, (rows, columns), generator=generator) * 2.0 - 1
-    exponent = torch.randint(-9, 3, (rows, columns), generator=generator) + torch.randint(-6, 7, (rows, 1), generator=generator)
+    exponent = torch.randint(-9, 3, (rows, columns), generator=generator) + torch.randint(
+        -6, 7, (rows, 1), generator=generator
+    )
     return value * sign * torch.exp2(exponent.double())
 
 
 def specials(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     """Zeros of both signs, subnormals, NaN, infinities and the largest numbers, some in rows of their own."""
-    rare = torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-127), 1e-40, 2.0**-126, 3e-36, -6e-8, 65504.0, 3.38e38, math.nan, math.inf, -math.inf])
+    rare = torch.tensor(
+        [
+            0.0,
+            -0.0,
+            2.0**-149,
+            -(2.0**-127),
+            1e-40,
+            2.0**-126,
+            3e-36,
+            -6e-8,
+            65504.0,
+            3.38e38,
+            math.nan,
+            math.inf,
+            -math.inf,
+        ]
+    )
     pick = torch.randint(0, len(rare), (rows, columns), generator=generator)
     seldom = torch.randint(0, 60, (rows, columns), generator=generator) == 0
     x = torch.where(seldom, rare[pick].double(), spread(rows, columns, generator))
     tiny = rare[pick % 6].double() * torch.randint(1, 9, (rows, columns), generator=generator)
     kind = torch.randint(0, 8, (rows, 1), generator=generator)
-    return torch.where(kind == 0, tiny, torch.where(kind == 1, rare[pick[:, :1]].double(), torch.where(kind == 2, -0.0, x)))
+    return torch.where(
+        kind == 0, tiny, torch.where(kind == 1, rare[pick[:, :1]].double(), torch.where(kind == 2, -0.0, x))
+    )
 
 
 MAKERS = {"spread": spread, "boundaries": boundaries, "specials": specials}
@@ -101,7 +129,14 @@ class Problem(SimpleNamespace):
     @property
     def call(self) -> dict[str, Any]:
         rowwise, columnwise = self.directions
-        return {"role": self.role, "splits": self.splits, "rowwise": rowwise, "columnwise": columnwise, "state": self.state, "noise": self.noise}
+        return {
+            "role": self.role,
+            "splits": self.splits,
+            "rowwise": rowwise,
+            "columnwise": columnwise,
+            "state": self.state,
+            "noise": self.noise,
+        }
 
     @property
     def cotangent(self) -> Tensor:
@@ -124,7 +159,17 @@ class Problem(SimpleNamespace):
 
 
 def problem_of(
-    recipe="block", *, role="input", dtype=FP32, splits="ragged", columns=160, directions=(True, True), values="spread", layout="contiguous", seed=0, **_
+    recipe="block",
+    *,
+    role="input",
+    dtype=FP32,
+    splits="ragged",
+    columns=160,
+    directions=(True, True),
+    values="spread",
+    layout="contiguous",
+    seed=0,
+    **_,
 ) -> Problem:
     generator = torch.Generator().manual_seed(seed)
     settings = RECIPES[recipe]

@@ -44,10 +44,16 @@ LN3 = math.log(3)  # σ(ln 3) = 3/4
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).requires_grad_()
+    return (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+    )
 
 
-def one_by_one(h: Tensor, *, probs: Tensor | None = None, kind: str, offset=0.0, clamp=None, alpha=None, interleave=None) -> Tensor:
+def one_by_one(
+    h: Tensor, *, probs: Tensor | None = None, kind: str, offset=0.0, clamp=None, alpha=None, interleave=None
+) -> Tensor:
     """The same with one number at a time: for each row, for each of its columns."""
     width = h.shape[1] // 2
     size = interleave or width
@@ -114,11 +120,21 @@ def test_interleaved_columns_alternate_in_blocks_that_begin_with_the_gate():
     assert glu(h, kind="reglu").tolist() == [[3, 8, 300, 800]]  # u is 1 2 10 20, v is 3 4 30 40
 
 
-@pytest.mark.parametrize(("kind", "at_1"), [("geglu", 0.8411919906), ("geglu_erf", 0.8413447461), ("quick_geglu", 0.8457957659)])
+@pytest.mark.parametrize(
+    ("kind", "at_1"), [("geglu", 0.8411919906), ("geglu_erf", 0.8413447461), ("quick_geglu", 0.8457957659)]
+)
 def test_the_three_gelus_are_told_apart(kind, at_1):
     """½ (1 + tanh(√(2/π) · 1.044715)), the normal distribution function, and σ(1.702), at 1."""
     assert round(glu(torch.ones(1, 2).double(), kind=kind).item(), 10) == at_1
-    assert round(activation(torch.ones(1, 1).double(), kind={"geglu": "gelu_tanh", "geglu_erf": "gelu"}.get(kind, "quick_gelu")).item(), 10) == at_1
+    assert (
+        round(
+            activation(
+                torch.ones(1, 1).double(), kind={"geglu": "gelu_tanh", "geglu_erf": "gelu"}.get(kind, "quick_gelu")
+            ).item(),
+            10,
+        )
+        == at_1
+    )
 
 
 # Against a loop, and against differences
@@ -142,14 +158,18 @@ def test_activation_and_its_gradients_are_torchs_own(kind):
     out, right = activation(h, probs=probs, kind=kind), PLAIN[kind](h) * probs[:, None]
     assert near(out, right)
     g = numbers(3, 4, seed=2)
-    for got, want in zip(torch.autograd.grad(out, [h, probs], g), torch.autograd.grad(right, [h, probs], g), strict=True):
+    for got, want in zip(
+        torch.autograd.grad(out, [h, probs], g), torch.autograd.grad(right, [h, probs], g), strict=True
+    ):
         assert near(got, want)
     assert near(activation(h, kind=kind), PLAIN[kind](h))
 
 
 @each_plain
 def test_second_derivatives_of_activation_exist(kind):
-    assert torch.autograd.gradgradcheck(lambda h, p: activation(h, probs=p, kind=kind), (numbers(2, 2), numbers(2, seed=1)))
+    assert torch.autograd.gradgradcheck(
+        lambda h, p: activation(h, probs=p, kind=kind), (numbers(2, 2), numbers(2, seed=1))
+    )
 
 
 def test_interleaved_weights_change_nothing_but_their_order():
@@ -161,9 +181,17 @@ def test_interleaved_weights_change_nothing_but_their_order():
 
 def test_public_functions_use_the_gradients_derived_by_hand():
     for dtype in (torch.float64, torch.bfloat16):
-        h, probs, g = numbers(4, 12, dtype=dtype), numbers(4, seed=1, dtype=torch.float32), numbers(4, 6, seed=2, dtype=dtype)
+        h, probs, g = (
+            numbers(4, 12, dtype=dtype),
+            numbers(4, seed=1, dtype=torch.float32),
+            numbers(4, 6, seed=2, dtype=dtype),
+        )
         out = glu(h, probs=probs, clamp=0.75, offset=1.0)
-        for got, want in zip(torch.autograd.grad(out, [h, probs], g), glu_backward(g, h, probs=probs, clamp=0.75, offset=1.0), strict=True):
+        for got, want in zip(
+            torch.autograd.grad(out, [h, probs], g),
+            glu_backward(g, h, probs=probs, clamp=0.75, offset=1.0),
+            strict=True,
+        ):
             assert got.dtype == want.dtype and torch.equal(got, want)
 
 
@@ -206,7 +234,9 @@ def test_nan_stays_in_its_row():
         clean, got = glu(h, probs=probs), glu(spoilt, probs=probs)
         assert torch.equal(clean[[0, 2]], got[[0, 2]]) and got[1].isnan().all()  # a prob of 0 does not hide it
         clean, got = (glu_backward(torch.ones(3, 2).double(), x, probs=probs) for x in (h, spoilt))
-        assert torch.equal(clean.d_h[[0, 2]], got.d_h[[0, 2]]) and torch.equal(clean.d_probs[[0, 2]], got.d_probs[[0, 2]])
+        assert torch.equal(clean.d_h[[0, 2]], got.d_h[[0, 2]]) and torch.equal(
+            clean.d_probs[[0, 2]], got.d_probs[[0, 2]]
+        )
 
 
 def test_prob_of_zero_keeps_its_own_gradient():
@@ -224,15 +254,23 @@ def test_relu_has_slope_zero_at_zero():
 
 
 def test_activation_is_not_rounded_before_it_is_multiplied():
-    h, probs = torch.tensor([[5.0, 103.0]]).bfloat16(), torch.tensor([1.5])  # 515 · 1.5 = 772.5; but 515 → 516, and 516 · 1.5 = 774
+    h, probs = (
+        torch.tensor([[5.0, 103.0]]).bfloat16(),
+        torch.tensor([1.5]),
+    )  # 515 · 1.5 = 772.5; but 515 → 516, and 516 · 1.5 = 774
     assert glu(h, probs=probs, kind="reglu").item() == 772
     assert glu(h, probs=probs, kind="reglu", round_before_probs=True).item() == 776
     assert glu(h, kind="reglu").item() == glu(h, kind="reglu", round_before_probs=True).item() == 516
 
 
 def test_squared_relu_is_not_rounded_before_it_is_multiplied():
-    h, probs = torch.tensor([[23.0]]).bfloat16(), torch.tensor([1.5])  # 529 · 1.5 = 793.5; but 529 → 528, and 528 · 1.5 = 792
-    assert activation(h, probs=probs).item() == 792 and activation(h, probs=torch.tensor([1.51])).item() == 800  # 798.79
+    h, probs = (
+        torch.tensor([[23.0]]).bfloat16(),
+        torch.tensor([1.5]),
+    )  # 529 · 1.5 = 793.5; but 529 → 528, and 528 · 1.5 = 792
+    assert (
+        activation(h, probs=probs).item() == 792 and activation(h, probs=torch.tensor([1.51])).item() == 800
+    )  # 798.79
     assert activation(h, probs=torch.tensor([1.51]), round_before_probs=True).item() == 796  # 797.28
 
 
@@ -278,7 +316,10 @@ def test_float64_is_never_narrowed():
 
 
 def test_float64_probs_make_a_float64_product():
-    h, probs = torch.tensor([[1.0, 1 + 2**-23]]), torch.tensor([1 + 2**-24], dtype=torch.float64)  # in float32 the prob is 1
+    h, probs = (
+        torch.tensor([[1.0, 1 + 2**-23]]),
+        torch.tensor([1 + 2**-24], dtype=torch.float64),
+    )  # in float32 the prob is 1
     out = glu(h, probs=probs, kind="reglu")
     assert out.dtype == torch.float32 and out.item() == 1 + 2**-22  # 1 + 3 · 2^-24 + 2^-47, just above half way
 
@@ -299,7 +340,11 @@ def test_strides_do_not_matter():
     h, probs = numbers(12, 4).detach().T, numbers(4, 2, seed=1).detach()[:, 0]
     g = torch.ones(1, 1).double().expand(4, 6)
     assert near(glu(h, probs=probs), glu(h.contiguous(), probs=probs.contiguous()))
-    for got, want in zip(glu_backward(g, h, probs=probs), glu_backward(g.contiguous(), h.contiguous(), probs=probs.contiguous()), strict=True):
+    for got, want in zip(
+        glu_backward(g, h, probs=probs),
+        glu_backward(g.contiguous(), h.contiguous(), probs=probs.contiguous()),
+        strict=True,
+    ):
         assert near(got, want)  # the last bit may depend on how torch vectorises
 
 
@@ -312,7 +357,10 @@ def test_inputs_are_left_as_they_were():
 
 def test_chosen_activation_is_the_function_of_that_kind():
     h, probs = numbers(4, 12), numbers(4, seed=1)
-    assert torch.equal(chosen_activation("swiglu", clamp=0.75, interleave=2)(h, probs=probs), glu(h, probs=probs, clamp=0.75, interleave=2))
+    assert torch.equal(
+        chosen_activation("swiglu", clamp=0.75, interleave=2)(h, probs=probs),
+        glu(h, probs=probs, clamp=0.75, interleave=2),
+    )
     assert torch.equal(chosen_activation("squared_relu")(h, probs=probs), activation(h, probs=probs))
 
 
@@ -341,13 +389,17 @@ def clamped_on_both_sides(h, *, probs, clamp, **call):
 
 TWINS = {
     "clamp ignored": lambda h, *, probs, clamp, **call: glu(h, probs=probs, **call),
-    "clamp ignored in the backward": lambda h, *, probs, clamp, **call: Planted.apply(h, probs, {"clamp": clamp, **call}, call),
+    "clamp ignored in the backward": lambda h, *, probs, clamp, **call: Planted.apply(
+        h, probs, {"clamp": clamp, **call}, call
+    ),
     "gate clamped from below too": clamped_on_both_sides,
     "value before gate": lambda h, **call: glu(torch.cat(h.chunk(2, dim=1)[::-1], dim=1), **call),
     "prob twice": lambda h, *, probs, **call: glu(h, probs=probs * probs, **call),
     "prob forgotten": lambda h, *, probs, **call: glu(h, probs=torch.ones_like(probs) + 0 * probs, **call),
     "offset ignored": lambda h, *, offset, **call: glu(h, **call),
-    "offset before the clamp": lambda h, *, offset, **call: glu(torch.cat([h[:, :6], h[:, 6:] + offset], dim=1), **call),
+    "offset before the clamp": lambda h, *, offset, **call: glu(
+        torch.cat([h[:, :6], h[:, 6:] + offset], dim=1), **call
+    ),
     "interleaved": lambda h, **call: glu(h, interleave=2, **call),
     "another slope of the sigmoid": lambda h, *, kind, **call: glu(h, kind="quick_geglu", **call),
     "no gradient of the probs": lambda h, *, probs, **call: glu(h, probs=probs.detach(), **call) + 0 * probs[:, None],

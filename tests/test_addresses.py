@@ -47,7 +47,11 @@ def test_a_read_in_front_is_told_with_its_line():
 
 @pytest.mark.parametrize(
     "launch",
-    [lambda y: strays.fill[(1,)](y, N, 1, BLOCK=16), lambda y: strays.add[(1,)](y, N, 1, BLOCK=16), lambda y: strays.swap[(1,)](y, N)],
+    [
+        lambda y: strays.fill[(1,)](y, N, 1, BLOCK=16),
+        lambda y: strays.add[(1,)](y, N, 1, BLOCK=16),
+        lambda y: strays.swap[(1,)](y, N),
+    ],
     ids=["store", "atomic add", "compare and swap"],
 )
 def test_a_write_behind_the_end_is_told_and_does_not_happen(launch):

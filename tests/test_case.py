@@ -15,7 +15,15 @@ from conformance.contracts.experts_mlp import MlpCase
 from conformance.contracts.gating import GateCase
 from conformance.contracts.grouped import GroupedCase, counts_of, grouped_rows, weights_of
 from conformance.contracts.loads import LoadCase
-from conformance.contracts.logits import MINUS_INFINITY, NOT_A_NUMBER, SPREADS, LogitsCase, indices_of, logits_of, padding_of
+from conformance.contracts.logits import (
+    MINUS_INFINITY,
+    NOT_A_NUMBER,
+    SPREADS,
+    LogitsCase,
+    indices_of,
+    logits_of,
+    padding_of,
+)
 from conformance.contracts.permuted_quantization import PermutedQuantizationCase
 from conformance.contracts.quantization import QuantizeCase
 from conformance.contracts.quantized_activation_cases import QuantizedActivationCase
@@ -30,45 +38,249 @@ from conformance.values import BITS, DTYPES, PROB_BITS, WIDE, hashed, laid_out, 
 
 CASES = [
     RoutingCase(function="permute", tokens=3, experts=3, routing=(1, 2, 7)),
-    RoutingCase(function="unpermute", tokens=40, experts=6, hidden=3, spread="ragged", topk=2, slack=-2, grads="rows", law="history"),
+    RoutingCase(
+        function="unpermute",
+        tokens=40,
+        experts=6,
+        hidden=3,
+        spread="ragged",
+        topk=2,
+        slack=-2,
+        grads="rows",
+        law="history",
+    ),
     RoutingCase(function="permute", tokens=0, routing=()),
     RoutingCase(function="pad_routing_map", golden="to_two"),
     RoutingCase(function="multihot_to_indices", illegal="no_slots"),
     ChunksCase(function="sort_chunks", sizes=(2, 0, 3), order=(2, 0, 1), tail=1, probs="bfloat16", poison="max"),
     IndicesCase(function="indices_to_multihot", tokens=2, topk=2, experts=3, slots=(0, -1, 2, 2), repeats=True),
-    LogitsCase(function="topk_indices", tokens=2, experts=3, topk=2, logits=(8, 0, -8, 4, MINUS_INFINITY, NOT_A_NUMBER), precomputed=True),
-    LogitsCase(function="topk_routing", tokens=9, experts=6, topk=2, score="sigmoid", bias="large", groups=3, group_topk=1, grads="logits"),
+    LogitsCase(
+        function="topk_indices",
+        tokens=2,
+        experts=3,
+        topk=2,
+        logits=(8, 0, -8, 4, MINUS_INFINITY, NOT_A_NUMBER),
+        precomputed=True,
+    ),
+    LogitsCase(
+        function="topk_routing",
+        tokens=9,
+        experts=6,
+        topk=2,
+        score="sigmoid",
+        bias="large",
+        groups=3,
+        group_topk=1,
+        grads="logits",
+    ),
     LogitsCase(function="aux_loss_scores", tokens=9, experts=6, topk=2, padding=3, spread="minus_inf", dtype="float64"),
     LogitsCase(function="z_loss", golden="two_tokens"),
     LogitsCase(function="sinkhorn_routing", illegal="no_slots", tokens=2, experts=2),
-    LoadCase(function="drop_tokens", tokens=9, experts=4, topk=2, capacity=3, pad=True, values="zeros", policy="position"),
+    LoadCase(
+        function="drop_tokens", tokens=9, experts=4, topk=2, capacity=3, pad=True, values="zeros", policy="position"
+    ),
     LoadCase(function="load_balancing_loss", tokens=9, experts=4, sequences=3, total="device", grads="scores"),
     LoadCase(function="update_expert_bias", tokens=9, experts=4, bias=3, map_dtype="int32"),
-    GateCase(function="gate", tokens=3, hidden=5, experts=2, router_dtype="fp64", weight_dtype="bfloat16", bias=True, grads="x+weight+bias"),
+    GateCase(
+        function="gate",
+        tokens=3,
+        hidden=5,
+        experts=2,
+        router_dtype="fp64",
+        weight_dtype="bfloat16",
+        bias=True,
+        grads="x+weight+bias",
+    ),
     GateCase(function="jitter", tokens=3, hidden=5, eps=15),
     GateCase(function="attach_loss", tokens=3, hidden=5, scale=-8, grads="loss"),
-    ActivationCase(function="glu", tokens=3, width=4, clamp=56, offset=8, alpha=1702, interleave=2, probs="bfloat16", weights="signed", values="bounds"),
+    ActivationCase(
+        function="glu",
+        tokens=3,
+        width=4,
+        clamp=56,
+        offset=8,
+        alpha=1702,
+        interleave=2,
+        probs="bfloat16",
+        weights="signed",
+        values="bounds",
+    ),
     ActivationCase(function="glu", golden="swiglu"),
-    ActivationCase(function="activation", tokens=3, width=4, kind="gelu", early=True, dtype="bfloat16", probs="float32", grads="h+probs"),
-    GroupedCase(function="grouped_linear", tokens=5, experts=3, counts=(0, 4, 1), tail=2, hidden=3, width=2, bias="float32", values="special", grads="weight"),
-    GroupedCase(function="grouped_dgrad", tokens=5, experts=3, hidden=3, width=2, accumulator="float64", index_dtype="int32", dtype="float16"),
-    GroupedCase(function="grouped_wgrad", tokens=5, experts=3, hidden=3, width=2, into="float32", dtype="bfloat16", values="rows", layout="wide_depth"),
-    QuantizeCase(function="quantize", scaling="mxfp8", role="weight", direction="both", tokens=3, experts=3, counts=(1, 0, 2), tail=2, hidden=2, gemm=True),
-    QuantizeCase(function="quantize", scaling="delayed", variant=1, tokens=5, hidden=7, steps="quantize+reduced+reload", values="midpoints", grads="x"),
-    QuantizeCase(function="quantize", scaling="nvfp4", role="grad_output", direction="columnwise", dtype="bfloat16", values="special", layout="strided"),
+    ActivationCase(
+        function="activation",
+        tokens=3,
+        width=4,
+        kind="gelu",
+        early=True,
+        dtype="bfloat16",
+        probs="float32",
+        grads="h+probs",
+    ),
+    GroupedCase(
+        function="grouped_linear",
+        tokens=5,
+        experts=3,
+        counts=(0, 4, 1),
+        tail=2,
+        hidden=3,
+        width=2,
+        bias="float32",
+        values="special",
+        grads="weight",
+    ),
+    GroupedCase(
+        function="grouped_dgrad",
+        tokens=5,
+        experts=3,
+        hidden=3,
+        width=2,
+        accumulator="float64",
+        index_dtype="int32",
+        dtype="float16",
+    ),
+    GroupedCase(
+        function="grouped_wgrad",
+        tokens=5,
+        experts=3,
+        hidden=3,
+        width=2,
+        into="float32",
+        dtype="bfloat16",
+        values="rows",
+        layout="wide_depth",
+    ),
+    QuantizeCase(
+        function="quantize",
+        scaling="mxfp8",
+        role="weight",
+        direction="both",
+        tokens=3,
+        experts=3,
+        counts=(1, 0, 2),
+        tail=2,
+        hidden=2,
+        gemm=True,
+    ),
+    QuantizeCase(
+        function="quantize",
+        scaling="delayed",
+        variant=1,
+        tokens=5,
+        hidden=7,
+        steps="quantize+reduced+reload",
+        values="midpoints",
+        grads="x",
+    ),
+    QuantizeCase(
+        function="quantize",
+        scaling="nvfp4",
+        role="grad_output",
+        direction="columnwise",
+        dtype="bfloat16",
+        values="special",
+        layout="strided",
+    ),
     QuantizeCase(function="quantize", golden="two_levels"),
-    PermutedQuantizationCase(function="permute_and_quantize", scaling="mxfp8", tokens=2, experts=3, routing=(1, 6), align=2, slack=1, grads="tokens"),
+    PermutedQuantizationCase(
+        function="permute_and_quantize",
+        scaling="mxfp8",
+        tokens=2,
+        experts=3,
+        routing=(1, 6),
+        align=2,
+        slack=1,
+        grads="tokens",
+    ),
     PermutedQuantizationCase(function="permute_and_quantize", golden="a_scale_for_each_expert"),
-    QuantizedActivationCase(function="glu_and_quantize", scaling="block", direction="both", tokens=5, experts=2, counts=(0, 5), tail=1, width=6, clamp=4),
-    MlpCase(function="grouped_mlp", tokens=5, experts=2, counts=(0, 5), tail=1, hidden=3, width=4, bias1="float32", align=4, recompute="moe", grads="rows"),
-    MlpCase(function="grouped_mlp", scaling="mxfp8", variant=1, tokens=3, experts=2, hidden=1, width=2, probs="float32", dtype="bfloat16", grads="rows"),
-    GroupedCase(function="latent_projection", scaling="current", tokens=3, hidden=5, width=2, bias="float32", grads="x+bias"),
-    SharedCase(function="shared_experts", tokens=3, hidden=5, width=4, gate=True, again=True, values="special", grads="x+gate_weight"),
-    DispatchCase(function="alltoall_dispatch", counts=(3, 0, 2, 1), local_experts=2, topk=2, shards=2, capacity=2, probs="bfloat16", grads="tokens+probs"),
-    DispatchCase(function="hybridep_combine", counts=(1, 2), topk=2, slots=(0, 1, -1, 1, 0, -1), align=4, slack=-1, values="integers", grads="rows"),
-    DispatchCase(function="deepep_dispatch", counts=(2, 2), local_experts=3, topk=3, repeats="last slot", probs="float32", scales=3, index_dtype="int32"),
+    QuantizedActivationCase(
+        function="glu_and_quantize",
+        scaling="block",
+        direction="both",
+        tokens=5,
+        experts=2,
+        counts=(0, 5),
+        tail=1,
+        width=6,
+        clamp=4,
+    ),
+    MlpCase(
+        function="grouped_mlp",
+        tokens=5,
+        experts=2,
+        counts=(0, 5),
+        tail=1,
+        hidden=3,
+        width=4,
+        bias1="float32",
+        align=4,
+        recompute="moe",
+        grads="rows",
+    ),
+    MlpCase(
+        function="grouped_mlp",
+        scaling="mxfp8",
+        variant=1,
+        tokens=3,
+        experts=2,
+        hidden=1,
+        width=2,
+        probs="float32",
+        dtype="bfloat16",
+        grads="rows",
+    ),
+    GroupedCase(
+        function="latent_projection", scaling="current", tokens=3, hidden=5, width=2, bias="float32", grads="x+bias"
+    ),
+    SharedCase(
+        function="shared_experts",
+        tokens=3,
+        hidden=5,
+        width=4,
+        gate=True,
+        again=True,
+        values="special",
+        grads="x+gate_weight",
+    ),
+    DispatchCase(
+        function="alltoall_dispatch",
+        counts=(3, 0, 2, 1),
+        local_experts=2,
+        topk=2,
+        shards=2,
+        capacity=2,
+        probs="bfloat16",
+        grads="tokens+probs",
+    ),
+    DispatchCase(
+        function="hybridep_combine",
+        counts=(1, 2),
+        topk=2,
+        slots=(0, 1, -1, 1, 0, -1),
+        align=4,
+        slack=-1,
+        values="integers",
+        grads="rows",
+    ),
+    DispatchCase(
+        function="deepep_dispatch",
+        counts=(2, 2),
+        local_experts=3,
+        topk=3,
+        repeats="last slot",
+        probs="float32",
+        scales=3,
+        index_dtype="int32",
+    ),
     DispatchCase(function="deepep_low_latency_dispatch", golden="counts"),
-    RouteCase(function="route", tokens=6, experts=4, topk=2, steps="record+forward+backward+finish+train", losses="aux+z", grads="logits"),
+    RouteCase(
+        function="route",
+        tokens=6,
+        experts=4,
+        topk=2,
+        steps="record+forward+backward+finish+train",
+        losses="aux+z",
+        grads="logits",
+    ),
 ]
 RECORD = {"function": "permute", "tokens": 2}
 
@@ -84,7 +296,9 @@ def test_the_text_is_canonical_json_without_defaults():
     text = '{"experts":3,"function":"permute","routing":[1,2,7],"schema":1,"tokens":3}'
     assert CASES[0].text == text
     assert RoutingCase(function="permute").text == '{"function":"permute","schema":1}'
-    shuffled = '{ "tokens": 3, "poison": "nan", "schema": 1, "routing": [1, 2, 7], "function": "permute", "experts": 3 }'
+    shuffled = (
+        '{ "tokens": 3, "poison": "nan", "schema": 1, "routing": [1, 2, 7], "function": "permute", "experts": 3 }'
+    )
     assert case_from(json.loads(shuffled)).text == text
 
 
@@ -95,7 +309,13 @@ def test_the_id_is_the_start_of_the_texts_hash():
 
 
 def test_cases_that_differ_have_other_ids():
-    changed = [CASES[0], replace(CASES[0], seed=1), replace(CASES[0], routing=(1, 2, 6)), replace(CASES[0], function="unpermute"), *CASES[1:]]
+    changed = [
+        CASES[0],
+        replace(CASES[0], seed=1),
+        replace(CASES[0], routing=(1, 2, 6)),
+        replace(CASES[0], function="unpermute"),
+        *CASES[1:],
+    ]
     assert len({case.id for case in changed}) == len(changed)
 
 
@@ -246,7 +466,10 @@ def test_settings_that_no_call_can_have_are_refused(record):
 
 def tensors_of(case: Case):
     problem = CONTRACTS[case.function].problem(case)
-    return {name: bits(x).tobytes() for name, x in (problem.tensors | {f"d_{k}": x for k, x in problem.cotangents.items()}).items()}
+    return {
+        name: bits(x).tobytes()
+        for name, x in (problem.tensors | {f"d_{k}": x for k, x in problem.cotangents.items()}).items()
+    }
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.illegal], ids=lambda case: case.id)
@@ -266,15 +489,32 @@ def test_hashing_is_pinned():
 
 
 def test_payloads_are_pinned():
-    assert payload(1, "tokens", (2, 3), "float32").tolist() == [[-1.9990234375, 0.921875, -0.51611328125], [-1.41259765625, 0.94580078125, 0.11376953125]]
-    assert payload(1, "tokens", (2, 3), "bfloat16").tolist() == [[-1.984375, -0.6875, 0.5078125], [-0.5859375, 0.9765625, 0.671875]]
-    assert payload(1, "tokens", (1, 3), "float32", "wide").tolist() == [[-4.38795280456543, -0.008654408156871796, -13.915393829345703]]
+    assert payload(1, "tokens", (2, 3), "float32").tolist() == [
+        [-1.9990234375, 0.921875, -0.51611328125],
+        [-1.41259765625, 0.94580078125, 0.11376953125],
+    ]
+    assert payload(1, "tokens", (2, 3), "bfloat16").tolist() == [
+        [-1.984375, -0.6875, 0.5078125],
+        [-0.5859375, 0.9765625, 0.671875],
+    ]
+    assert payload(1, "tokens", (1, 3), "float32", "wide").tolist() == [
+        [-4.38795280456543, -0.008654408156871796, -13.915393829345703]
+    ]
     assert payload(0, "rows", (2, 4), "uint8").tolist() == [[17, 18, 153, 223], [71, 1, 123, 138]]
 
 
 def test_probabilities_are_pinned():
     assert probabilities(3, "probs", (4,), "float32").tolist() == [0.787109375, 0.962890625, 0.919921875, 0.5185546875]
-    assert probabilities(3, "probs", (8,), "bfloat16", zeros=True).tolist() == [0.296875, 0.703125, 0.0, 0.1484375, 0.96875, 0.953125, 0.5, 0.0]
+    assert probabilities(3, "probs", (8,), "bfloat16", zeros=True).tolist() == [
+        0.296875,
+        0.703125,
+        0.0,
+        0.1484375,
+        0.96875,
+        0.953125,
+        0.5,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -285,7 +525,9 @@ def test_dyadic_values_are_exact_and_fill_their_dtype(dtype):
     assert 2 ** (bits_of_them - 1) < integers.abs().max() < 2**bits_of_them
     assert bool((integers % 2 == 1).any())
     narrower = {"float32": torch.bfloat16, "float16": torch.bfloat16, "bfloat16": torch.float8_e4m3fn}[dtype]
-    assert not torch.equal((integers / 2 ** (bits_of_them - 1)).to(narrower).double(), integers / 2 ** (bits_of_them - 1))
+    assert not torch.equal(
+        (integers / 2 ** (bits_of_them - 1)).to(narrower).double(), integers / 2 ** (bits_of_them - 1)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -343,8 +585,12 @@ def test_explicit_logits_are_eighths():
 
 
 def test_logits_are_pinned():
-    assert logits_of(replace(LOGITS, tokens=1, experts=4, seed=1)).tolist() == [[-4.16064453125, -5.17236328125, 7.6793212890625, -5.7032470703125]]
-    assert logits_of(replace(LOGITS, tokens=1, experts=4, seed=1, dtype="bfloat16")).tolist() == [[-1.25, -4.0625, 4.5, -6.3125]]
+    assert logits_of(replace(LOGITS, tokens=1, experts=4, seed=1)).tolist() == [
+        [-4.16064453125, -5.17236328125, 7.6793212890625, -5.7032470703125]
+    ]
+    assert logits_of(replace(LOGITS, tokens=1, experts=4, seed=1, dtype="bfloat16")).tolist() == [
+        [-1.25, -4.0625, 4.5, -6.3125]
+    ]
 
 
 @pytest.mark.parametrize("spread", SPREADS)
@@ -356,7 +602,8 @@ def test_a_spread_is_what_its_name_says(spread, dtype):
     says = {
         "distinct": (order.diff(dim=1) > 0).double().mean() > 0.9 and x.isfinite().all(),
         "ties": (order.diff(dim=1) == 0).any(1).all(),
-        "near": (order.diff(dim=1).abs() < 2 * x.double().abs().max() * torch.finfo(x.dtype).eps).sum(1).min() > 1 and len(x.unique()) > 6,
+        "near": (order.diff(dim=1).abs() < 2 * x.double().abs().max() * torch.finfo(x.dtype).eps).sum(1).min() > 1
+        and len(x.unique()) > 6,
         "negative": (x < 0).all(),
         "extreme": x.isfinite().all() and x.abs().max() > 2**14,
         "minus_inf": (x == -torch.inf).all(1).any() and (x == -torch.inf).any(1).all() and x.isfinite().any(),
@@ -389,9 +636,15 @@ def test_hidden_values_are_what_their_name_says(values, dtype):
     says = {
         "dyadic": wide.abs().max() <= 2,
         "rows": wide.abs().amax(1).max() > 2**11 and wide.abs().amax(1).min() < 2**-10,
-        "bounds": all(bool((wide == y).any()) for y in (7, -7, 0)) and bool(((wide > 7) & (wide < 7.2)).any() and ((wide < 7) & (wide > 6.9)).any()),
-        "saturated": wide.isfinite().all() and {abs(y) for y in wide.flatten().tolist() if abs(y) > 2} == {float(torch.tensor(y).to(x.dtype)) for y in FAR},
-        "special": x.isnan().any() and (x == torch.inf).any() and (x == -torch.inf).any() and 0 < int(x.isfinite().all(1).sum()) < 60,
+        "bounds": all(bool((wide == y).any()) for y in (7, -7, 0))
+        and bool(((wide > 7) & (wide < 7.2)).any() and ((wide < 7) & (wide > 6.9)).any()),
+        "saturated": wide.isfinite().all()
+        and {abs(y) for y in wide.flatten().tolist() if abs(y) > 2}
+        == {float(torch.tensor(y).to(x.dtype)) for y in FAR},
+        "special": x.isnan().any()
+        and (x == torch.inf).any()
+        and (x == -torch.inf).any()
+        and 0 < int(x.isfinite().all(1).sum()) < 60,
     }
     assert x.dtype == DTYPES[dtype]
     assert says[values]
@@ -434,7 +687,11 @@ X = payload(0, "tokens", (5, 6), "float32")
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided", "shifted"])
-@pytest.mark.parametrize("x", [X, X[:, 0].clone(), X[:0], X.to(torch.bfloat16), X.to(torch.float8_e4m3fn), X > 0], ids=lambda x: f"{x.dtype}{list(x.shape)}")
+@pytest.mark.parametrize(
+    "x",
+    [X, X[:, 0].clone(), X[:0], X.to(torch.bfloat16), X.to(torch.float8_e4m3fn), X > 0],
+    ids=lambda x: f"{x.dtype}{list(x.shape)}",
+)
 def test_layouts_keep_the_values(x, layout):
     placed = laid_out(x, layout)
     assert placed.dtype == x.dtype
@@ -469,7 +726,11 @@ def test_what_lies_between_strided_values_is_garbage():
 @pytest.mark.parametrize(("layout", "dim"), [("wide_rows", 0), ("wide_columns", 1), ("wide_depth", 2)])
 @pytest.mark.parametrize("entries", [2, 3, 4])
 def test_wide_layouts_pass_every_32_bit_offset(layout, dim, entries):
-    x = payload(0, "tokens", (entries, entries), "uint8") if dim < 2 else payload(0, "tokens", (entries**2, entries), "uint8").reshape(entries, entries, -1)
+    x = (
+        payload(0, "tokens", (entries, entries), "uint8")
+        if dim < 2
+        else payload(0, "tokens", (entries**2, entries), "uint8").reshape(entries, entries, -1)
+    )
     placed = laid_out(x, layout)
     assert placed.stride(dim) * (entries - 1) > 2**31
     assert placed.stride(dim) * (entries - 1) <= WIDE
@@ -485,7 +746,9 @@ def test_a_vector_is_wide_in_its_only_dimension():
 
 @pytest.mark.parametrize("name", ["d_rows", "tokens"])
 def test_an_expanded_input_repeats_in_the_master_copy_too(name):
-    case = RoutingCase(function="permute", tokens=4, experts=2, hidden=3, grads="tokens", layout="expanded", layout_of=name)
+    case = RoutingCase(
+        function="permute", tokens=4, experts=2, hidden=3, grads="tokens", layout="expanded", layout_of=name
+    )
     problem = CONTRACTS["permute"].problem(case)
     master = problem.cotangents["rows"] if name == "d_rows" else problem.required["tokens"]
     assert torch.equal(master, master[:1].expand(master.shape))

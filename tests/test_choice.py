@@ -37,7 +37,14 @@ def choice(keys, count: int, error: float = 0.0, **more) -> Chosen:
     row = torch.tensor([keys], dtype=torch.float64)
     best = first_best(keys, count, more.get("groups", 1), more.get("group_topk", 1))
     inputs = more.pop("inputs", (row,))
-    return Chosen(as_row(len(keys), best), row, torch.full_like(row, error).where(row.isfinite(), 0.0), torch.tensor([count]), inputs, **more)
+    return Chosen(
+        as_row(len(keys), best),
+        row,
+        torch.full_like(row, error).where(row.isfinite(), 0.0),
+        torch.tensor([count]),
+        inputs,
+        **more,
+    )
 
 
 def taken(expected: Chosen) -> set[tuple[int, ...]]:
@@ -62,16 +69,35 @@ def best_sets_in_groups(keys, count: int, groups: int, kept: int) -> set[tuple[i
     size = len(keys) // groups
     members = [list(range(g * size, (g + 1) * size)) for g in range(groups)]
     score = [sum(sorted((keys[e] for e in member), reverse=True)[: count // kept]) for member in members]
-    return set().union(*(best_sets(keys, count, [e for g in held for e in members[g]]) for held in best_sets(score, kept)))
+    return set().union(
+        *(best_sets(keys, count, [e for g in held for e in members[g]]) for held in best_sets(score, kept))
+    )
 
 
 def roundings(keys, error: float):
     """The keys, each rounded up, down or not at all."""
-    return (tuple(k + s * error if k != NONE else k for k, s in zip(keys, signs, strict=True)) for signs in itertools.product((-1, 0, 1), repeat=len(keys)))
+    return (
+        tuple(k + s * error if k != NONE else k for k, s in zip(keys, signs, strict=True))
+        for signs in itertools.product((-1, 0, 1), repeat=len(keys))
+    )
 
 
-ROWS = [(3, 1, 2, 0), (1, 1, 2, 0), (1, 1, 1, 1), (2, 2, 1, 1), (5, 5, 5, 0), (0, 3, NONE, 1), (NONE, NONE, NONE, 2), (-1, -2, -3, -4)]
-NEAR = [(0, DELTA, 2 * DELTA, 3 * DELTA), (1, 1 + DELTA / 2, 1 - DELTA, 0), (1, 1 + 2 * DELTA, 1 + 4.5 * DELTA, 2), (NONE, 1, 1 + DELTA, NONE)]
+ROWS = [
+    (3, 1, 2, 0),
+    (1, 1, 2, 0),
+    (1, 1, 1, 1),
+    (2, 2, 1, 1),
+    (5, 5, 5, 0),
+    (0, 3, NONE, 1),
+    (NONE, NONE, NONE, 2),
+    (-1, -2, -3, -4),
+]
+NEAR = [
+    (0, DELTA, 2 * DELTA, 3 * DELTA),
+    (1, 1 + DELTA / 2, 1 - DELTA, 0),
+    (1, 1 + 2 * DELTA, 1 + 4.5 * DELTA, 2),
+    (NONE, 1, 1 + DELTA, NONE),
+]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -83,7 +109,9 @@ def test_of_exact_keys_the_best_sets_are_taken_and_no_others(keys, count):
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("keys", [*NEAR, *ROWS])
 def test_of_near_keys_every_set_that_some_rounding_makes_best_is_taken_and_no_other(keys, count):
-    assert taken(choice(keys, count, DELTA)) == set().union(*(best_sets(rounded, count) for rounded in roundings(keys, DELTA)))
+    assert taken(choice(keys, count, DELTA)) == set().union(
+        *(best_sets(rounded, count) for rounded in roundings(keys, DELTA))
+    )
 
 
 GROUPED = [
@@ -95,7 +123,12 @@ GROUPED = [
     (0, NONE, 1, NONE, NONE, NONE),
     (NONE, NONE, NONE, NONE, NONE, 3),
 ]
-LIMITS = [(groups, kept, count) for groups in (2, 3) for kept in range(1, groups + 1) for count in range(kept, kept * 6 // groups + 1)]
+LIMITS = [
+    (groups, kept, count)
+    for groups in (2, 3)
+    for kept in range(1, groups + 1)
+    for count in range(kept, kept * 6 // groups + 1)
+]
 
 
 @pytest.mark.parametrize(("groups", "kept", "count"), LIMITS)
@@ -137,7 +170,10 @@ def test_the_lowest_of_keys_that_are_only_near_need_not_be_taken():
 def test_keys_of_different_inputs_are_not_equal_by_declaration():
     """Two experts with one key, by a rounding of the oracle, but different logits or biases."""
     row, other = torch.tensor([[1.0, 2, 1, 1]]).double(), torch.tensor([[0.0, 0, 1, 0]]).double()
-    assert taken(choice((1, 2, 1, 1), 2, DELTA, lowest=True, inputs=(row, other))) == {(0, 1), (1, 2)}  # 2 has another bias, 3 the same as 0
+    assert taken(choice((1, 2, 1, 1), 2, DELTA, lowest=True, inputs=(row, other))) == {
+        (0, 1),
+        (1, 2),
+    }  # 2 has another bias, 3 the same as 0
 
 
 @pytest.mark.parametrize(("groups", "kept", "count"), LIMITS)
@@ -147,7 +183,11 @@ def test_in_groups_no_expert_is_left_out_for_a_later_one_of_the_same_key(keys, g
     jumps = {
         subset
         for subset in best_sets_in_groups(keys, count, groups, kept)
-        if any(keys[a] == keys[b] and a // size == b // size and a < b and a not in subset for b in subset for a in range(len(keys)))
+        if any(
+            keys[a] == keys[b] and a // size == b // size and a < b and a not in subset
+            for b in subset
+            for a in range(len(keys))
+        )
     }
     expected = choice(keys, count, groups=groups, group_topk=kept, lowest=True)
     assert taken(expected) == best_sets_in_groups(keys, count, groups, kept) - jumps
@@ -181,7 +221,9 @@ def test_even_an_unspecified_row_has_different_experts(observed):
 def test_a_row_that_is_unspecified_frees_no_other():
     keys = torch.tensor([[3.0, 1, 2], [3.0, 1, 2]]).double()
     value = torch.tensor([[True, False, False]] * 2)
-    expected = Chosen(value, keys, torch.zeros_like(keys), torch.tensor([1, 1]), (keys,), unspecified=torch.tensor([True, False]))
+    expected = Chosen(
+        value, keys, torch.zeros_like(keys), torch.tensor([1, 1]), (keys,), unspecified=torch.tensor([True, False])
+    )
     assert judge("routing_map", expected, torch.tensor([[False, True, False], [True, False, False]])) is None
     assert judge("routing_map", expected, torch.tensor([[True, False, False], [False, True, False]])).index == (1,)
 
@@ -210,7 +252,8 @@ def test_columns_may_choose_rows():
 
 def test_the_message_says_what_was_chosen_and_what_is_right():
     assert (
-        "row 0 chooses [1, 2]; the reference chooses [0, 2] (keys 0: 3, 1: 1, 2: 2; 1 of 1 wrong)" in judge("indices", INDEXED, torch.tensor([[1, 2]])).message
+        "row 0 chooses [1, 2]; the reference chooses [0, 2] (keys 0: 3, 1: 1, 2: 2; 1 of 1 wrong)"
+        in judge("indices", INDEXED, torch.tensor([[1, 2]])).message
     )
 
 
@@ -241,7 +284,9 @@ def test_what_depends_on_nothing_is_settled():
     assert settled(INDEXED, {}) is INDEXED
 
 
-TIED = LogitsCase(function="topk_routing", tokens=1, experts=3, topk=2, logits=(8, 16, 8), score="sigmoid", grads="logits")
+TIED = LogitsCase(
+    function="topk_routing", tokens=1, experts=3, topk=2, logits=(8, 16, 8), score="sigmoid", grads="logits"
+)
 
 
 def weights_of(chosen: list[int]):
@@ -261,7 +306,9 @@ def chooses(index: list[int], weigh: list[int]):
     """A router that always chooses `index` and gives the weights of `weigh`."""
 
     def topk_routing(logits, *, topk, score_function):
-        right = moe_ref.topk_routing(logits, topk=topk, score_function=score_function, precomputed_indices=torch.tensor([weigh]))
+        right = moe_ref.topk_routing(
+            logits, topk=topk, score_function=score_function, precomputed_indices=torch.tensor([weigh])
+        )
         return right._replace(routing_map=as_row(3, index))
 
     return Implementation(type("Fixed", (), {"topk_routing": staticmethod(topk_routing)}), "fixed")

@@ -162,7 +162,10 @@ BAD = [
     (("replay", '{"function": "permute", "dtype": "float17"}', "--impl", "moe_ref"), "dtype is 'float17'"),
     (("replay", '{"function": "permute", "layout": "sideways"}', "--impl", "moe_ref"), "layout is 'sideways'"),
     (("replay", '{"function": "permute", "grads": "nobody"}', "--impl", "moe_ref"), "grads asks for 'nobody'"),
-    (("replay", '{"function": "permute", "align": 2, "capacity": 2}', "--impl", "moe_ref"), "capacity is 2 with align 2"),
+    (
+        ("replay", '{"function": "permute", "align": 2, "capacity": 2}', "--impl", "moe_ref"),
+        "capacity is 2 with align 2",
+    ),
     (("replay", '{"function": "permute"}', "--impl", "nobody"), "there is no module 'nobody'"),
     (("minimize", "0123456789ab", "--impl", "moe_ref"), "there is no case '0123456789ab'"),
     (("check-adapter", "--impl", "nobody"), "there is no module 'nobody'"),
@@ -178,13 +181,19 @@ def test_a_bad_input_ends_in_one_clear_sentence(call, arguments, sentence):
     assert sentence in err
     assert "Traceback" not in out + err
     assert "INTERNALERROR" not in out + err
-    assert len([line for line in err.splitlines() if line.startswith("moe-conformance")]) == 1  # the rest is argparse's usage
+    assert (
+        len([line for line in err.splitlines() if line.startswith("moe-conformance")]) == 1
+    )  # the rest is argparse's usage
     assert "CONFORMANT" not in out
 
 
 def test_a_gpu_that_is_not_there_is_said_so(call, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for arguments in (smoke("moe_ref"), ("replay", '{"function": "permute"}', "--impl", "moe_ref"), ("check-adapter", "--impl", "moe_ref")):
+    for arguments in (
+        smoke("moe_ref"),
+        ("replay", '{"function": "permute"}', "--impl", "moe_ref"),
+        ("check-adapter", "--impl", "moe_ref"),
+    ):
         code, _, err = call(*arguments, "--device", "cuda")
         assert (code, err) == (2, err)
         assert "--device cuda: torch sees no GPU here" in err
@@ -204,7 +213,19 @@ def test_the_reference_conforms_and_the_report_says_so(call, place):
     assert code == 0
     assert f"CONFORMANT   {len(CONTRACTS)} functions" in out
     report = json.loads((place / "out.json").read_text())
-    assert {"verdict", "exit_code", "cases", "seconds", "functions", "failures", "problems", "versions", "profile", "seed", "device"} <= set(report)
+    assert {
+        "verdict",
+        "exit_code",
+        "cases",
+        "seconds",
+        "functions",
+        "failures",
+        "problems",
+        "versions",
+        "profile",
+        "seed",
+        "device",
+    } <= set(report)
     assert (report["verdict"], report["exit_code"], report["implementation"]) == ("CONFORMANT", 0, "moe_ref")
     assert set(report["functions"]) == set(CONTRACTS)
     for function in report["functions"].values():
@@ -222,7 +243,9 @@ def test_a_wrong_permute_is_found_replayed_and_minimized(call, place):
     code, out, _ = call(*smoke("wrong"))
     assert code == 1
     assert "NOT CONFORMANT   1 of 1 functions differ" in out
-    assert re.search(r"row \d+ \(expert 2, place \d+ of its segment\) holds token \d+; the reference puts token \d+ there", out)
+    assert re.search(
+        r"row \d+ \(expert 2, place \d+ of its segment\) holds token \d+; the reference puts token \d+ there", out
+    )
     assert re.search(r"smallest case +T=2 H=1 E=3, float32, routing map 001 001", out)
     identity = re.search(r"replay +moe-conformance replay ([0-9a-f]{12}) --impl wrong", out).group(1)
     assert (place / ".moe-conformance" / f"{identity}.json").exists()
@@ -232,7 +255,9 @@ def test_a_wrong_permute_is_found_replayed_and_minimized(call, place):
     code, out, _ = call("replay", identity, "--impl", "moe_ref")
     assert (code, "PASS" in out) == (0, True)
 
-    large = RoutingCase(function="permute", tokens=30, experts=6, hidden=9, topk=3, spread="uniform", probs="bfloat16", dtype="bfloat16")
+    large = RoutingCase(
+        function="permute", tokens=30, experts=6, hidden=9, topk=3, spread="uniform", probs="bfloat16", dtype="bfloat16"
+    )
     code, out, _ = call("minimize", large.text, "--impl", "wrong")
     assert code == 1
     assert re.search(r"smallest case +T=2 H=1 E=3, float32, routing map 001 001", out)
@@ -251,7 +276,10 @@ def test_what_raises_on_a_call_fails_and_does_not_end_the_run(call):
 def test_a_supports_that_raises_is_the_implementations_fault(call):
     code, out, _ = call(*smoke("refusing"))
     assert code == 1
-    assert "supports [raises ZeroDivisionError] supports raised ZeroDivisionError about a legal call: division by zero" in out
+    assert (
+        "supports [raises ZeroDivisionError] supports raised ZeroDivisionError about a legal call: division by zero"
+        in out
+    )
 
 
 def test_offering_nothing_is_not_conformant(call):
@@ -278,7 +306,9 @@ def test_shards_run_every_section_once(call, place):
 
 
 def test_cases_in_the_corpus_run_first(call, place):
-    kept = RoutingCase(function="permute", tokens=3, experts=3, hidden=5, routing=(4, 4, 4), dtype="float16", law="split")
+    kept = RoutingCase(
+        function="permute", tokens=3, experts=3, hidden=5, routing=(4, 4, 4), dtype="float16", law="split"
+    )
     corpus.save(place / "kept", kept, {})
     code, _, _ = call(*smoke("wrong", "--corpus", "kept", *only("corpus"), "--report", "out.json"))
     assert sections(PROFILES["smoke"])[0].label == "corpus"
@@ -322,7 +352,11 @@ def test_check_adapter_says_what_is_offered(call):
     code, out, _ = call("check-adapter", "--impl", "moe_ref")
     assert (code, f"{len(CONTRACTS)} of {len(CONTRACTS)} functions can be judged" in out) == (0, True)
     code, out, _ = call("check-adapter", "--impl", "wrong")
-    assert (code, "without align, capacity, num_rows" in out, f"1 of {len(CONTRACTS)} functions" in out) == (0, True, True)
+    assert (code, "without align, capacity, num_rows" in out, f"1 of {len(CONTRACTS)} functions" in out) == (
+        0,
+        True,
+        True,
+    )
     code, out, _ = call("check-adapter", "--impl", "nothing")
     assert (code, f"0 of {len(CONTRACTS)} functions can be judged" in out) == (4, True)
 
@@ -338,7 +372,14 @@ def test_replay_tells_a_case_that_says_nothing(call):
 
 
 def spawn(*arguments: str, **how) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-m", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **how)
+    return subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **how,
+    )
 
 
 def nobody_left(group: int) -> bool:

@@ -14,13 +14,23 @@ from conformance.plan import Section, cases_of
 from conformance.profiles import PROFILES
 from conformance.strategies.space import Space
 
-CASES = [case for kind in ("fixed", "drawn") for case in cases_of(Section(kind, "deepep_layout"), PROFILES["smoke"], Space(), 0, [])]
-THREE = IndicesCase(function="deepep_layout", tokens=3, topk=3, experts=6, ranks=3, slots=(0, 1, 5, -1, 2, 2, -1, -1, -1))
+CASES = [
+    case
+    for kind in ("fixed", "drawn")
+    for case in cases_of(Section(kind, "deepep_layout"), PROFILES["smoke"], Space(), 0, [])
+]
+THREE = IndicesCase(
+    function="deepep_layout", tokens=3, topk=3, experts=6, ranks=3, slots=(0, 1, 5, -1, 2, 2, -1, -1, -1)
+)
 
 
 @pytest.mark.parametrize("namespace", [moe_ref, moe_fast], ids=lambda x: x.__name__)
 def test_every_case_passes(namespace):
-    bad = {case.text: outcome for case in CASES if (outcome := evaluate(case, Implementation(namespace))).status in ("FAIL", "ERROR")}
+    bad = {
+        case.text: outcome
+        for case in CASES
+        if (outcome := evaluate(case, Implementation(namespace))).status in ("FAIL", "ERROR")
+    }
     assert bad == {}
     assert evaluate(THREE, Implementation(namespace)).status == "PASS"
 
@@ -28,8 +38,14 @@ def test_every_case_passes(namespace):
 @pytest.mark.parametrize("base", ["moe_ref", "moe_fast"])
 def test_a_token_that_counts_once_for_each_expert_of_a_rank_is_found(base):
     outcome = evaluate(THREE, Implementation(getattr(planted.L18, base)))
-    assert (outcome.status, outcome.finding["output"], outcome.finding["check"]) == ("FAIL", "num_tokens_per_rank", "exact")
-    apart = IndicesCase(function="deepep_layout", tokens=2, topk=2, experts=6, ranks=3, slots=(0, 2, 5, 5))  # no token has two experts of a rank
+    assert (outcome.status, outcome.finding["output"], outcome.finding["check"]) == (
+        "FAIL",
+        "num_tokens_per_rank",
+        "exact",
+    )
+    apart = IndicesCase(
+        function="deepep_layout", tokens=2, topk=2, experts=6, ranks=3, slots=(0, 2, 5, 5)
+    )  # no token has two experts of a rank
     assert evaluate(apart, Implementation(getattr(planted.L18, base))).status == "PASS"
 
 
@@ -37,7 +53,9 @@ def test_a_token_that_counts_once_for_each_expert_of_a_rank_is_found(base):
 def test_slots_that_name_nobody_are_empty_whatever_they_hold(dtype):
     slots = torch.tensor([[0, -1, 5], [-1, -1, -1], [4, 4, 3]], dtype=dtype)
     right = moe_ref.deepep_layout(slots, num_experts=6, ranks=2)
-    got = moe_fast.deepep_layout(torch.where(slots < 0, torch.tensor([-7, 6, 100], dtype=dtype), slots), num_experts=6, ranks=2)
+    got = moe_fast.deepep_layout(
+        torch.where(slots < 0, torch.tensor([-7, 6, 100], dtype=dtype), slots), num_experts=6, ranks=2
+    )
     assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(got, right, strict=True))
 
 
@@ -75,7 +93,13 @@ def test_a_case_whose_ranks_do_not_divide_the_experts_cannot_be_written():
         IndicesCase(function="deepep_layout", tokens=1, experts=6, ranks=4)
 
 
-@pytest.mark.parametrize("case", [THREE, IndicesCase(function="deepep_layout", tokens=9, topk=2, experts=12, ranks=4, empty=1, law="history", seed=4)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        THREE,
+        IndicesCase(function="deepep_layout", tokens=9, topk=2, experts=12, ranks=4, empty=1, law="history", seed=4),
+    ],
+)
 def test_simpler_cases_are_legal_and_end_at_the_smallest(case):
     seen, waiting = set(), [case]
     while waiting:

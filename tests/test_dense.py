@@ -38,7 +38,9 @@ LENGTHS = {
     "as long as needed": st.just({}),
     "aligned": st.fixed_dictionaries({"align": st.integers(1, 5)}),
     "fixed rows": st.fixed_dictionaries({"num_rows": st.integers(0, 20)}),
-    "fixed rows, aligned": st.builds(lambda align, blocks: {"align": align, "num_rows": align * blocks}, st.integers(1, 5), st.integers(0, 8)),
+    "fixed rows, aligned": st.builds(
+        lambda align, blocks: {"align": align, "num_rows": align * blocks}, st.integers(1, 5), st.integers(0, 8)
+    ),
     "capacity": st.fixed_dictionaries({"capacity": st.sampled_from([1, 2, 3, 4, 9])}),
 }
 each_length = pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
@@ -102,7 +104,10 @@ def test_unpermute_agrees_bit_by_bit(length, data, routing_map, dtype, probs_dty
     probs = None if probs_dtype is None else quarters(2, *routing_map.shape, dtype=probs_dtype)
     permuted = [oracle.permute(tokens, routing_map, **chosen) for oracle in (moe_ref, dense)]
     rows = quarters(3, *permuted[0].rows.shape, dtype=dtype)
-    assert_bit_equal([moe_ref.unpermute(rows, permuted[0].row_map, probs=probs)], [dense.unpermute(rows, permuted[1].row_map, probs=probs)])
+    assert_bit_equal(
+        [moe_ref.unpermute(rows, permuted[0].row_map, probs=probs)],
+        [dense.unpermute(rows, permuted[1].row_map, probs=probs)],
+    )
 
 
 @each_length
@@ -125,17 +130,30 @@ def test_gradients_of_unpermute_agree(length, data, routing_map, with_probs):
 def test_sums_of_inexact_terms_agree_bit_by_bit(seed):
     noise = torch.Generator().manual_seed(seed)
     routing_map = torch.rand(6, 8, generator=noise) < 0.7
-    probs, permuted = torch.rand(6, 8, generator=noise), [oracle.permute(torch.zeros(6, 5), routing_map, align=4) for oracle in (moe_ref, dense)]
+    probs, permuted = (
+        torch.rand(6, 8, generator=noise),
+        [oracle.permute(torch.zeros(6, 5), routing_map, align=4) for oracle in (moe_ref, dense)],
+    )
     rows = torch.randn(permuted[0].rows.shape, generator=noise)
-    assert_bit_equal(*([oracle.unpermute(rows, p.row_map, probs=probs)] for oracle, p in zip((moe_ref, dense), permuted, strict=True)))
+    assert_bit_equal(
+        *(
+            [oracle.unpermute(rows, p.row_map, probs=probs)]
+            for oracle, p in zip((moe_ref, dense), permuted, strict=True)
+        )
+    )
 
 
 @modest
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(0, 3), st.randoms(use_true_random=False))
 def test_sort_chunks_agrees_in_values_and_gradients(sizes, behind, random):
     order = random.sample(range(len(sizes)), len(sizes))
-    rows, probs = quarters(1, sum(sizes) + behind, 2).requires_grad_(), quarters(2, sum(sizes) + behind).requires_grad_()
-    right, got = (oracle.sort_chunks(rows, torch.tensor(sizes), torch.tensor(order), probs=probs) for oracle in (moe_ref, dense))
+    rows, probs = (
+        quarters(1, sum(sizes) + behind, 2).requires_grad_(),
+        quarters(2, sum(sizes) + behind).requires_grad_(),
+    )
+    right, got = (
+        oracle.sort_chunks(rows, torch.tensor(sizes), torch.tensor(order), probs=probs) for oracle in (moe_ref, dense)
+    )
     assert_bit_equal(right, got)
     assert_equal(gradients(list(right), [rows, probs]), gradients(list(got), [rows, probs]))
 
@@ -149,18 +167,40 @@ def test_pad_routing_map_agrees(routing_map, align):
 @modest
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 6), st.integers(0, 2**32 - 1), st.sampled_from(DTYPES))
 def test_indices_to_multihot_agrees_in_values_and_gradients(experts, slots, tokens, seed, dtype):
-    indices = torch.randint(-1, experts, (tokens, slots), generator=torch.Generator().manual_seed(seed))  # repeats included
-    assert_bit_equal(*(oracle.indices_to_multihot(indices, quarters(seed, tokens, slots, dtype=dtype), num_experts=experts) for oracle in (moe_ref, dense)))
+    indices = torch.randint(
+        -1, experts, (tokens, slots), generator=torch.Generator().manual_seed(seed)
+    )  # repeats included
+    assert_bit_equal(
+        *(
+            oracle.indices_to_multihot(indices, quarters(seed, tokens, slots, dtype=dtype), num_experts=experts)
+            for oracle in (moe_ref, dense)
+        )
+    )
     probs = quarters(seed, tokens, slots).requires_grad_()
-    assert_equal(*(gradients([oracle.indices_to_multihot(indices, probs, num_experts=experts).probs], [probs]) for oracle in (moe_ref, dense)))
+    assert_equal(
+        *(
+            gradients([oracle.indices_to_multihot(indices, probs, num_experts=experts).probs], [probs])
+            for oracle in (moe_ref, dense)
+        )
+    )
 
 
 @modest
 @given(maps(), st.integers(1, 7), st.sampled_from(DTYPES))
 def test_multihot_to_indices_agrees_in_values_and_gradients(routing_map, topk, dtype):
-    assert_bit_equal(*(oracle.multihot_to_indices(routing_map, quarters(1, *routing_map.shape, dtype=dtype), topk=topk) for oracle in (moe_ref, dense)))
+    assert_bit_equal(
+        *(
+            oracle.multihot_to_indices(routing_map, quarters(1, *routing_map.shape, dtype=dtype), topk=topk)
+            for oracle in (moe_ref, dense)
+        )
+    )
     probs = quarters(1, *routing_map.shape).requires_grad_()
-    assert_equal(*(gradients([oracle.multihot_to_indices(routing_map, probs, topk=topk).probs], [probs]) for oracle in (moe_ref, dense)))
+    assert_equal(
+        *(
+            gradients([oracle.multihot_to_indices(routing_map, probs, topk=topk).probs], [probs])
+            for oracle in (moe_ref, dense)
+        )
+    )
 
 
 @pytest.mark.parametrize("oracle", [moe_ref, dense], ids=["reference", "dense"])
@@ -169,9 +209,13 @@ def test_an_integer_map_means_routed_where_it_is_not_zero(oracle, dtype):
     numbers = torch.tensor([[0, 3], [7, 0], [1, 1]], dtype=dtype)
     tokens, probs = quarters(1, 3, 2), quarters(2, 3, 2)
     for chosen in ({"align": 2}, {"capacity": 1}, {"num_rows": 3}):
-        assert_bit_equal(*(without_row_map(oracle.permute(tokens, x, probs=probs, **chosen)) for x in (numbers, numbers != 0)))
+        assert_bit_equal(
+            *(without_row_map(oracle.permute(tokens, x, probs=probs, **chosen)) for x in (numbers, numbers != 0))
+        )
     assert_bit_equal(oracle.pad_routing_map(numbers, align=3), oracle.pad_routing_map(numbers != 0, align=3))
-    assert_bit_equal(oracle.multihot_to_indices(numbers, probs, topk=1), oracle.multihot_to_indices(numbers != 0, probs, topk=1))
+    assert_bit_equal(
+        oracle.multihot_to_indices(numbers, probs, topk=1), oracle.multihot_to_indices(numbers != 0, probs, topk=1)
+    )
 
 
 @pytest.mark.parametrize("oracle", [moe_ref, dense], ids=["reference", "dense"])
@@ -189,10 +233,14 @@ def answer(oracle, problem: Problem) -> dict[str, Tensor]:
     for name, value in inputs.items():
         if isinstance(value, Opaque) and problem.producer:
             inputs[name] = answer(oracle, problem.producer)[value.field_name]
-    called = getattr(oracle, problem.function)(*(inputs[name] for name in problem.required), **{name: inputs[name] for name in problem.settings})
+    called = getattr(oracle, problem.function)(
+        *(inputs[name] for name in problem.required), **{name: inputs[name] for name in problem.settings}
+    )
     outputs = named_outputs(called, CONTRACTS[problem.function].outputs)
     if problem.wanted:
         asked = [inputs[name] for name in problem.wanted]
-        found = torch.autograd.grad([outputs[name] for name in problem.cotangents], asked, list(problem.cotangents.values()))
+        found = torch.autograd.grad(
+            [outputs[name] for name in problem.cotangents], asked, list(problem.cotangents.values())
+        )
         outputs |= {f"d_{name}": gradient for name, gradient in zip(problem.wanted, found, strict=True)}
     return outputs

@@ -64,10 +64,19 @@ def modules_named_by(node: ast.AST, path: Path) -> list[str]:
     if isinstance(node, ast.ImportFrom):
         here = path.parts[: len(path.parts) - node.level] if node.level else ()
         origin = [*here, node.module] if node.module else list(here)
-        return [".".join([*origin, alias.name]) for alias in node.names]  # `from moe_ref import config` names moe_ref.config
+        return [
+            ".".join([*origin, alias.name]) for alias in node.names
+        ]  # `from moe_ref import config` names moe_ref.config
     if isinstance(node, ast.Call) and called_name(node.func) in IMPORT_CALLS:
-        return [text for argument in [*node.args, *(k.value for k in node.keywords)][:1] if (text := leading_text(argument))]
-    if isinstance(node, ast.Constant) and isinstance(node.value, str) and path.parts[0] == "conformance" and FORBIDDEN_NAME.fullmatch(node.value):
+        return [
+            text for argument in [*node.args, *(k.value for k in node.keywords)][:1] if (text := leading_text(argument))
+        ]
+    if (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and path.parts[0] == "conformance"
+        and FORBIDDEN_NAME.fullmatch(node.value)
+    ):
         return [node.value]
     return []
 
@@ -100,7 +109,11 @@ def test_all_three_packages_are_looked_at():
         ("moe_fast/a.py", "from moe_ref import permute", "moe_ref.permute"),
         ("moe_fast/a.py", "import moe_ref", "moe_ref"),
         ("moe_fast/kernels/a.py", "from moe_ref.permutation import RowMap", "moe_ref.permutation.RowMap"),
-        ("moe_fast/a.py", "import importlib\nx = importlib.import_module('moe_ref.routing_map')", "moe_ref.routing_map"),
+        (
+            "moe_fast/a.py",
+            "import importlib\nx = importlib.import_module('moe_ref.routing_map')",
+            "moe_ref.routing_map",
+        ),
         ("moe_fast/a.py", "import torch, conformance", "conformance"),
         ("conformance/a.py", "import moe_fast.tuning", "moe_fast.tuning"),
         ("conformance/laws/a.py", "if True:\n    from moe_fast import permute", "moe_fast.permute"),
@@ -121,10 +134,22 @@ def test_a_forbidden_import_is_reported(tmp_path, path, source, module):
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("moe_ref/a.py", "import math\nfrom torch.nn import functional\nfrom moe_ref.config import require\nfrom . import config"),
-        ("moe_fast/a.py", "from moe_ref.config import Permuted\nfrom moe_ref import config\nimport triton.language as tl"),
-        ("conformance/a.py", "'''Judges moe_fast.'''\nfrom moe_ref.permutation import permute\nHELP = 'for example: --impl moe_fast'"),
-        ("conformance/peers/a.py", "try:\n    from megatron.core.transformer.moe import moe_utils\nexcept ImportError:\n    import transformer_engine"),
+        (
+            "moe_ref/a.py",
+            "import math\nfrom torch.nn import functional\nfrom moe_ref.config import require\nfrom . import config",
+        ),
+        (
+            "moe_fast/a.py",
+            "from moe_ref.config import Permuted\nfrom moe_ref import config\nimport triton.language as tl",
+        ),
+        (
+            "conformance/a.py",
+            "'''Judges moe_fast.'''\nfrom moe_ref.permutation import permute\nHELP = 'for example: --impl moe_fast'",
+        ),
+        (
+            "conformance/peers/a.py",
+            "try:\n    from megatron.core.transformer.moe import moe_utils\nexcept ImportError:\n    import transformer_engine",
+        ),
     ],
 )
 def test_a_lawful_import_is_not_reported(tmp_path, path, source):

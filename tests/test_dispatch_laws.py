@@ -41,7 +41,10 @@ Wrapper = Callable[..., Any]
 def two_ranks(function: str, **fields: Any) -> DispatchCase:
     """Four tokens each; the laws cut off the first token of rank 0 and the first two of rank 1, and give all of them to rank 1."""
     probs = "" if function == "deepep_low_latency_dispatch" else "float32"
-    return DispatchCase(function=function, **{"counts": (4, 4), "local_experts": 2, "topk": 2, "probs": probs, "values": "integers", "seed": 1} | fields)
+    return DispatchCase(
+        function=function,
+        **{"counts": (4, 4), "local_experts": 2, "topk": 2, "probs": probs, "values": "integers", "seed": 1} | fields,
+    )
 
 
 # ---- defects
@@ -85,7 +88,9 @@ def wrong_tokens_for(count: int) -> Wrapper:
     return combine
 
 
-def wrong_where_the_first_token_wants_the_first_expert(right: Wrapper, tokens: torch.Tensor, routing_map: torch.Tensor, **settings: Any) -> Any:
+def wrong_where_the_first_token_wants_the_first_expert(
+    right: Wrapper, tokens: torch.Tensor, routing_map: torch.Tensor, **settings: Any
+) -> Any:
     out = right(tokens, routing_map, **settings)
     return out._replace(rows=out.rows + 1) if len(tokens) and routing_map[0, 0] else out
 
@@ -113,12 +118,16 @@ def stale(output: str) -> Wrapper:
 
     def dispatch(right: Wrapper, tokens: torch.Tensor, *rest: Any, **settings: Any) -> Any:
         out = right(tokens, *rest, **settings)
-        return out._replace(**{output: _captured_with.setdefault((right.__name__, output, tokens.shape), getattr(out, output)).clone()})
+        return out._replace(
+            **{output: _captured_with.setdefault((right.__name__, output, tokens.shape), getattr(out, output)).clone()}
+        )
 
     return dispatch
 
 
-def replayed(self: Runner, problem: Problem, replay: Problem, placed: dict[str, torch.Tensor], opaque: dict[str, Any] | None) -> dict[str, Any]:
+def replayed(
+    self: Runner, problem: Problem, replay: Problem, placed: dict[str, torch.Tensor], opaque: dict[str, Any] | None
+) -> dict[str, Any]:
     """What a graph would give, on a CPU: the call once more, on what then stands in the inputs."""
     self._call(problem, placed, opaque)
     for name, master in replay.tensors.items():
@@ -133,7 +142,10 @@ if parent_process() is not None:  # in a rank
 HYBRID = two_ranks("hybridep_dispatch", align=4)
 SLOTS = (2, 1, 3, 1)  # nobody's first token wants expert 0; upside down and the other way round, both do
 TWINS: list[tuple[str, DispatchCase, str, dict[str, Wrapper]]] = [  # law, case, what it finds wrong, what is broken
-    *(("concatenation", two_ranks(f"{name}_dispatch"), "rows", {f"{name}_dispatch": wrong_for(1)}) for name in ("allgather", "alltoall", "hybridep")),
+    *(
+        ("concatenation", two_ranks(f"{name}_dispatch"), "rows", {f"{name}_dispatch": wrong_for(1)})
+        for name in ("allgather", "alltoall", "hybridep")
+    ),
     ("concatenation", two_ranks("deepep_dispatch"), "rows", {"deepep_dispatch": wrong_for(3)}),
     ("concatenation", two_ranks("deepep_dispatch"), "copies", {"deepep_dispatch": wrong_slots_for(3)}),
     ("concatenation", two_ranks("deepep_low_latency_dispatch"), "rows", {"deepep_low_latency_dispatch": wrong_for(3)}),
@@ -145,7 +157,12 @@ TWINS: list[tuple[str, DispatchCase, str, dict[str, Wrapper]]] = [  # law, case,
         ("refinement", two_ranks(f"{name}_dispatch"), "rows", {f"{name}_dispatch": wrong_for(8)})
         for name in ("allgather", "alltoall", "deepep", "deepep_low_latency", "hybridep")
     ),
-    ("refinement", two_ranks("alltoall_dispatch", counts=(1, 3, 2, 2), shards=2), "rows", {"alltoall_dispatch": wrong_for(8)}),
+    (
+        "refinement",
+        two_ranks("alltoall_dispatch", counts=(1, 3, 2, 2), shards=2),
+        "rows",
+        {"alltoall_dispatch": wrong_for(8)},
+    ),
     ("refinement", two_ranks("deepep_combine"), "layer", {"deepep_combine": wrong_tokens_for(8)}),
     ("fused", HYBRID, "rows", {"permute": wrong_rows}),
     ("fused", HYBRID, "probs", {"permute": wrong_probs}),
@@ -154,15 +171,40 @@ TWINS: list[tuple[str, DispatchCase, str, dict[str, Wrapper]]] = [  # law, case,
     ("dense", two_ranks("alltoall_dispatch"), "layer", {"alltoall_combine": wrong_tokens_for(4)}),
     ("dense", two_ranks("alltoall_dispatch"), "layer", {"deepep_combine": wrong_tokens_for(4)}),
     *(
-        ("relabelling", two_ranks(f"{name}_dispatch", counts=(2, 2), topk=1, slots=SLOTS), "rows", {f"{name}_dispatch": broken})
+        (
+            "relabelling",
+            two_ranks(f"{name}_dispatch", counts=(2, 2), topk=1, slots=SLOTS),
+            "rows",
+            {f"{name}_dispatch": broken},
+        )
         for name in ("allgather", "alltoall", "hybridep")
         for broken in [wrong_where_the_first_token_wants_the_first_expert]
     ),
-    ("graph_capture", two_ranks("alltoall_dispatch", capacity=2, counts=(4, 3)), "overflow", {"alltoall_dispatch": stale("overflow")}),
-    ("graph_capture", two_ranks("hybridep_dispatch", slack=0), "tokens_per_expert", {"hybridep_dispatch": stale("tokens_per_expert")}),
-    ("graph_capture", two_ranks("hybridep_dispatch", slack=-1, seed=2), "overflow", {"hybridep_dispatch": stale("overflow")}),
+    (
+        "graph_capture",
+        two_ranks("alltoall_dispatch", capacity=2, counts=(4, 3)),
+        "overflow",
+        {"alltoall_dispatch": stale("overflow")},
+    ),
+    (
+        "graph_capture",
+        two_ranks("hybridep_dispatch", slack=0),
+        "tokens_per_expert",
+        {"hybridep_dispatch": stale("tokens_per_expert")},
+    ),
+    (
+        "graph_capture",
+        two_ranks("hybridep_dispatch", slack=-1, seed=2),
+        "overflow",
+        {"hybridep_dispatch": stale("overflow")},
+    ),
     ("graph_capture", two_ranks("deepep_dispatch", slack=2), "indices", {"deepep_dispatch": stale("indices")}),
-    ("graph_capture", two_ranks("deepep_low_latency_dispatch"), "tokens_per_expert", {"deepep_low_latency_dispatch": stale("tokens_per_expert")}),
+    (
+        "graph_capture",
+        two_ranks("deepep_low_latency_dispatch"),
+        "tokens_per_expert",
+        {"deepep_low_latency_dispatch": stale("tokens_per_expert")},
+    ),
 ]
 NARROWEST = 11
 
@@ -178,7 +220,10 @@ def of_its_width(name: str) -> Callable[..., Any]:
     return call
 
 
-BROKEN = SimpleNamespace(**{name: of_its_width(name) for name in (*FUNCTIONS, "permute")}, declares=lambda function: {"graph_capturable": True})
+BROKEN = SimpleNamespace(
+    **{name: of_its_width(name) for name in (*FUNCTIONS, "permute")},
+    declares=lambda function: {"graph_capturable": True},
+)
 
 
 @pytest.fixture(scope="module")
@@ -196,12 +241,20 @@ def test_what_breaks_a_law_passes_as_values_and_is_found_by_that_law(twin, broke
     ((_, plain),) = broken_world.run([case])
     assert (plain.status, plain.finding, plain.reason) == ("PASS", None, "")
     ((_, found),) = broken_world.run([replace(case, law=law)])
-    assert (found.status, found.finding and (found.finding["check"], found.finding["output"])) == ("FAIL", (law, output)), found
+    assert (found.status, found.finding and (found.finding["check"], found.finding["output"])) == (
+        "FAIL",
+        (law, output),
+    ), found
 
 
 def test_a_dispatcher_whose_graph_reads_its_inputs_again_keeps_the_law(broken_world):
-    cases = [case for function in FUNCTIONS for case in law_cases(function, Space("cuda"), []) if case.law == "graph_capture"]
-    found = {case.function: (outcome.status, outcome.evaluations, outcome.finding) for case, outcome in broken_world.run(cases)}
+    cases = [
+        case for function in FUNCTIONS for case in law_cases(function, Space("cuda"), []) if case.law == "graph_capture"
+    ]
+    found = {
+        case.function: (outcome.status, outcome.evaluations, outcome.finding)
+        for case, outcome in broken_world.run(cases)
+    }
     assert found == {name: ("PASS", 2, None) for name in FUNCTIONS if not name.startswith("allgather")}
 
 
@@ -247,10 +300,14 @@ def asked_alone(law: str, case: DispatchCase, namespace: Any, place: Place) -> A
     runner = Runner(implementation, "cpu", case.poison, outcome)
     refusal = lambda call: "" if implementation.offers(call.function) else "not offered"  # noqa: E731
     extras = {"refusal": refusal, "offers": implementation.offers}
-    return LAWS[case.function][law].check(Trial(case, contract, problem, {}, runner.run(problem), runner.run, {}, outcome, extras))
+    return LAWS[case.function][law].check(
+        Trial(case, contract, problem, {}, runner.run(problem), runner.run, {}, outcome, extras)
+    )
 
 
-@pytest.mark.parametrize("function", ["allgather_dispatch", "alltoall_dispatch", "hybridep_dispatch", "deepep_dispatch"])
+@pytest.mark.parametrize(
+    "function", ["allgather_dispatch", "alltoall_dispatch", "hybridep_dispatch", "deepep_dispatch"]
+)
 def test_a_gradient_of_another_matrix_breaks_adjointness(function, one_rank):
     case = two_ranks(function, counts=(4,), grads="tokens", probs="")
     assert LAWS[function]["adjointness"].applies(case)
@@ -271,7 +328,10 @@ def test_an_index_that_the_policy_rejects_must_raise(function, rule, one_rank):
         return right(*arguments, policy=IndexPolicy("count each"), **settings | room)
 
     case = DispatchCase(function=function, illegal=rule, counts=(2,), local_experts=2)
-    found = {name: evaluate(case, Implementation(SimpleNamespace(**{function: call})), place=one_rank) for name, call in (("right", right), ("wrong", lenient))}
+    found = {
+        name: evaluate(case, Implementation(SimpleNamespace(**{function: call})), place=one_rank)
+        for name, call in (("right", right), ("wrong", lenient))
+    }
     assert found["right"].status == "PASS", found["right"]
     assert (found["wrong"].status, found["wrong"].finding["message"]) == (
         "FAIL",
@@ -301,15 +361,30 @@ def ill_conditioned(function: str) -> DispatchCase:
     """Sums that depend on their order, on three ranks of which one has no tokens; more than one block of the small sizes in every direction."""
     main, cached = "tokens" if function.endswith("dispatch") else "rows", "cached" in function
     room = {"align": 2, "slack": -1} if function.startswith("hybridep") else {}
-    fields: dict[str, Any] = {"values": "wide", "grads": "" if cached else main, "hidden": 5, "topk": 4, "spread": "ragged"} | room
+    fields: dict[str, Any] = {
+        "values": "wide",
+        "grads": "" if cached else main,
+        "hidden": 5,
+        "topk": 4,
+        "spread": "ragged",
+    } | room
     return two_ranks(function, counts=(7, 0, 5), **fields)
 
 
-@pytest.mark.parametrize(("name", "namespace"), [("COLLECTIVES", moe_fast), ("SYMMETRIC", symmetric)], ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    ("name", "namespace"),
+    [("COLLECTIVES", moe_fast), ("SYMMETRIC", symmetric)],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
 def test_sizes_of_blocks_do_not_show(name, namespace):
     with Pool(Settings(f"tests.variants.retuned:{name}", "cpu")) as pool:
         pool.start()
-        found = {case.text: outcome for case, outcome in pool.run(ill_conditioned(function) for function in FUNCTIONS if hasattr(namespace, function))}
+        found = {
+            case.text: outcome
+            for case, outcome in pool.run(
+                ill_conditioned(function) for function in FUNCTIONS if hasattr(namespace, function)
+            )
+        }
     assert {text: (o.status, o.finding, o.reason) for text, o in found.items() if o.status != "PASS"} == {}
 
 
@@ -321,12 +396,16 @@ def added_up_by_blocks(rows: torch.Tensor, handle: Any, **settings: Any) -> Any:
 def showing() -> SimpleNamespace:
     """moe_fast's symmetric dispatcher, with sums that depend on the tokens of a block."""
     names = ("hybridep_dispatch", "supports", "declares")
-    return retuned(SimpleNamespace(**{name: getattr(symmetric, name) for name in names}, hybridep_combine=added_up_by_blocks))
+    return retuned(
+        SimpleNamespace(**{name: getattr(symmetric, name) for name in names}, hybridep_combine=added_up_by_blocks)
+    )
 
 
 def test_sizes_of_blocks_that_show_are_found(one_rank):
     case = two_ranks("hybridep_combine", counts=(4,), values="dyadic")
-    right, wrong = (evaluate(case, Implementation(namespace), place=one_rank) for namespace in (retuned(symmetric), showing()))
+    right, wrong = (
+        evaluate(case, Implementation(namespace), place=one_rank) for namespace in (retuned(symmetric), showing())
+    )
     assert right.status == "PASS", right
     assert (wrong.status, wrong.finding["check"]) == ("FAIL", "raises AssertionError")
     assert "tokens of hybridep_combine tells its sizes of blocks" in wrong.finding["message"]

@@ -60,7 +60,9 @@ def experts_of(rank: int, rows: Tensor, probs: Tensor, tokens_per_expert: Tensor
     return torch.cat([*outputs, rows[start:]])
 
 
-def by_expert(w: World, x: list[Tensor], probs: list[Tensor], dispatch: Callable, combine: Callable, **how) -> list[Tensor]:
+def by_expert(
+    w: World, x: list[Tensor], probs: list[Tensor], dispatch: Callable, combine: Callable, **how
+) -> list[Tensor]:
     """A layer whose dispatcher puts rows into expert order."""
     sent = dispatch(x, w.maps, probs=probs, **how)
     rows = [experts_of(rank, own.rows, own.probs, own.tokens_per_expert) for rank, own in enumerate(sent)]
@@ -85,7 +87,9 @@ def by_deepep(w: World, x: list[Tensor], probs: list[Tensor]) -> list[Tensor]:
 
 def by_slabs(w: World, x: list[Tensor], probs: list[Tensor]) -> list[Tensor]:
     """A layer in low latency: the experts see no probability, combine weights."""
-    sent = moe_ref.deepep_low_latency_dispatch(x, w.indices, num_experts=w.experts, max_tokens_per_rank=max(*w.tokens, 1))
+    sent = moe_ref.deepep_low_latency_dispatch(
+        x, w.indices, num_experts=w.experts, max_tokens_per_rank=max(*w.tokens, 1)
+    )
     rows = []
     for rank, own in enumerate(sent):
         slabs = [expert(slab, torch.ones(len(slab)), rank * len(own.rows) + l_) for l_, slab in enumerate(own.rows)]
@@ -124,7 +128,11 @@ def test_p16_shards_of_experts_add_up_to_the_same_layer(w):
     x, probs = whole_numbers(w, torch.float32)
     right = [own.float() for own in dense_layer(w, x, probs, w.shards)]
     flat_map, flat_probs = (
-        [moe_ref.flatten_experts(own, expert_parallel=w.ranks // w.shards, expert_tensor_parallel=w.shards) for own in each] for each in (w.maps, probs)
+        [
+            moe_ref.flatten_experts(own, expert_parallel=w.ranks // w.shards, expert_tensor_parallel=w.shards)
+            for own in each
+        ]
+        for each in (w.maps, probs)
     )
     indices = [moe_ref.multihot_to_indices(own, own.float(), topk=own.shape[1]).indices for own in flat_map]
     flat = World(flat_map, indices, 1, w.align, None, w.seed)
@@ -142,7 +150,9 @@ def test_p16_shards_of_experts_add_up_to_the_same_layer(w):
 def test_capacity_without_padding_is_a_matter_of_the_map(w):
     x, probs = whole_numbers(w, torch.float32)
     dropped = [own & (own.cumsum(0) <= 2) for own in w.maps]
-    fewer = w._replace(maps=dropped, indices=[moe_ref.multihot_to_indices(own, own.float(), topk=w.experts).indices for own in dropped])
+    fewer = w._replace(
+        maps=dropped, indices=[moe_ref.multihot_to_indices(own, own.float(), topk=w.experts).indices for own in dropped]
+    )
     silent = [torch.where(own, p, 0.0) for own, p in zip(dropped, probs, strict=True)]
     right = [own.float() for own in dense_layer(fewer, x, probs, 1)]
     padded = by_expert(w, x, silent, moe_ref.alltoall_dispatch, moe_ref.alltoall_combine, capacity=2)
@@ -180,7 +190,9 @@ def test_p11_every_code_arrives_bit_by_bit(dtype):
 
 
 def test_p9_padding_is_zero_and_has_no_probability():
-    sent = moe_ref.hybridep_dispatch([torch.ones(1, 2)], [torch.tensor([[1, 0, 1]])], probs=[torch.ones(1, 3)], align=2, num_rows=6)
+    sent = moe_ref.hybridep_dispatch(
+        [torch.ones(1, 2)], [torch.tensor([[1, 0, 1]])], probs=[torch.ones(1, 3)], align=2, num_rows=6
+    )
     assert sent[0].rows[:, 0].tolist() == sent[0].probs.tolist() == [1, 0, 1, 0, 0, 0]
     assert sent[0].tokens_per_expert.tolist() == [2, 0, 2] and not sent[0].overflow
 
@@ -188,9 +200,14 @@ def test_p9_padding_is_zero_and_has_no_probability():
 def test_p4_p5_slots_keep_their_columns_and_those_of_other_ranks_are_silent():
     indices = [torch.tensor([[3, 0, -1], [2, 3, 1]]), torch.tensor([[-1, -1, 1]])]
     probs = [torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]), torch.tensor([[0.7, 0.8, 0.9]])]
-    first, second = moe_ref.deepep_dispatch([torch.tensor([[1], [2]]), torch.tensor([[3]])], indices, num_experts=4, probs=probs, expert_alignment=2)
+    first, second = moe_ref.deepep_dispatch(
+        [torch.tensor([[1], [2]]), torch.tensor([[3]])], indices, num_experts=4, probs=probs, expert_alignment=2
+    )
     assert first.rows.tolist() == [[1], [2], [3]] and second.rows.tolist() == [[1], [2]]
-    assert first.indices.tolist() == [[-1, 0, -1], [-1, -1, 1], [-1, -1, 1]] and second.indices.tolist() == [[1, -1, -1], [0, 1, -1]]
+    assert first.indices.tolist() == [[-1, 0, -1], [-1, -1, 1], [-1, -1, 1]] and second.indices.tolist() == [
+        [1, -1, -1],
+        [0, 1, -1],
+    ]
     assert torch.equal(first.probs, torch.tensor([[0, 0.2, 0], [0, 0, 0.6], [0, 0, 0.9]]))
     assert first.tokens_per_expert.tolist() == [2, 2] and second.tokens_per_expert.tolist() == [2, 2]
 
@@ -203,8 +220,12 @@ def test_p10_rows_say_where_they_come_from():
         sent = dispatch(x, maps)
         assert [own.rows.tolist() for own in sent] == right
         assert [own.tokens_per_expert.tolist() for own in sent] == [[2, 1], [3, 1]]
-    shards = moe_ref.alltoall_dispatch([*x, x[1][:0], x[1] + 1], [*maps, maps[1][:0], maps[1]], expert_tensor_parallel=2)
-    assert shards[0].rows.tolist() == shards[1].rows.tolist() == [[0, 0], [1, 0], [2, 1], [1, 0], [2, 1]]  # rank 2 sends nothing
+    shards = moe_ref.alltoall_dispatch(
+        [*x, x[1][:0], x[1] + 1], [*maps, maps[1][:0], maps[1]], expert_tensor_parallel=2
+    )
+    assert (
+        shards[0].rows.tolist() == shards[1].rows.tolist() == [[0, 0], [1, 0], [2, 1], [1, 0], [2, 1]]
+    )  # rank 2 sends nothing
 
 
 @modest
@@ -220,15 +241,23 @@ def test_tokens_that_nobody_wants_change_no_row(w):
 def test_p12_fp8_on_the_wire_is_within_half_a_step_of_its_block(round_scale):
     x = [noise(FIXED[2], 4, 256, dtype=torch.bfloat16), torch.zeros(2, 256).bfloat16()]
     indices = [torch.tensor([[0, 1]] * 4), torch.tensor([[1, -1]] * 2)]
-    sent = moe_ref.deepep_low_latency_dispatch(x, indices, num_experts=2, max_tokens_per_rank=4, use_fp8=True, round_scale=round_scale)
+    sent = moe_ref.deepep_low_latency_dispatch(
+        x, indices, num_experts=2, max_tokens_per_rank=4, use_fp8=True, round_scale=round_scale
+    )
     for own, right in zip(sent, (x[0], torch.cat(x)), strict=True):
         count = int(own.tokens_per_expert[0])
         codes, scales = own.rows[0, :count].float().unflatten(1, (2, 128)), own.scales[0, :count, :, None]
         blocks = right.float().unflatten(1, (2, 128))
         amax = blocks.abs().amax(2, keepdim=True).clamp(min=1e-4)
-        step = torch.maximum(codes.abs(), torch.tensor(2.0**-6)) * 2.0**-3  # E4M3 has three bits behind the first, and no exponent below -6
+        step = (
+            torch.maximum(codes.abs(), torch.tensor(2.0**-6)) * 2.0**-3
+        )  # E4M3 has three bits behind the first, and no exponent below -6
         assert ((codes * scales - blocks).abs() <= step * scales).all() and codes.abs().max() <= 448
-        assert torch.equal(scales, amax * (1 / 448)) if not round_scale else ((scales >= amax / 448) & (scales < amax / 224)).all()
+        assert (
+            torch.equal(scales, amax * (1 / 448))
+            if not round_scale
+            else ((scales >= amax / 448) & (scales < amax / 224)).all()
+        )
         assert not round_scale or (torch.frexp(scales).mantissa == 0.5).all()
 
 
@@ -279,7 +308,10 @@ def test_p2_the_layout_of_each_rank_tells_what_will_be_sent(w):
 def test_p23_a_handle_serves_other_tokens_as_a_fresh_dispatch_would(w):
     other = [noise(w, count, 4, salt=9) for count in w.tokens]
     sent = moe_ref.deepep_dispatch(names(w), w.indices, num_experts=w.experts)
-    assert_bits(moe_ref.deepep_cached_dispatch(other, fields(sent, "handle")), fields(moe_ref.deepep_dispatch(other, w.indices, num_experts=w.experts), "rows"))
+    assert_bits(
+        moe_ref.deepep_cached_dispatch(other, fields(sent, "handle")),
+        fields(moe_ref.deepep_dispatch(other, w.indices, num_experts=w.experts), "rows"),
+    )
     sent, fresh = (moe_ref.hybridep_dispatch(x, w.maps, align=w.align, num_rows=w.num_rows) for x in (names(w), other))
     assert_bits(moe_ref.hybridep_cached_dispatch(other, fields(sent, "handle")), fields(fresh, "rows"))
 
@@ -302,7 +334,11 @@ def test_p18_a_token_that_goes_nowhere_is_its_biases_or_positive_zero():
         assert not bits(back[0] if name != "hybridep" else back[0].tokens).any()
     slabs = moe_ref.deepep_low_latency_dispatch(x, empty, num_experts=2, max_tokens_per_rank=2)
     poisoned = [torch.full_like(own.rows, torch.nan) for own in slabs]
-    assert not bits(moe_ref.deepep_low_latency_combine(poisoned, empty, [torch.full((2, 2), torch.nan), torch.ones(0, 2)], fields(slabs, "handle"))[0]).any()
+    assert not bits(
+        moe_ref.deepep_low_latency_combine(
+            poisoned, empty, [torch.full((2, 2), torch.nan), torch.ones(0, 2)], fields(slabs, "handle")
+        )[0]
+    ).any()
 
 
 def test_a_token_all_of_whose_copies_were_dropped_is_zero():
@@ -345,7 +381,9 @@ def test_p20_the_last_slot_is_the_one_that_a_map_keeps():
 
 
 def test_p20_deepep_counts_an_expert_that_is_named_twice_twice_and_sends_its_token_once():
-    (sent,) = moe_ref.deepep_dispatch([torch.ones(2, 1)], [TWICE], num_experts=2, probs=[PROBS], policy=IndexPolicy(duplicates="count each"))
+    (sent,) = moe_ref.deepep_dispatch(
+        [torch.ones(2, 1)], [TWICE], num_experts=2, probs=[PROBS], policy=IndexPolicy(duplicates="count each")
+    )
     assert len(sent.rows) == 2 and sent.tokens_per_expert.tolist() == [2, 3] and sent.indices.tolist() == TWICE.tolist()
     assert moe_ref.deepep_layout(TWICE, num_experts=2, ranks=1).num_tokens_per_expert.tolist() == [2, 3]
 
@@ -355,7 +393,10 @@ def test_p20_in_low_latency_both_slots_of_an_expert_read_its_later_row():
     (sent,) = moe_ref.deepep_low_latency_dispatch(x, [TWICE[:1]], num_experts=2, max_tokens_per_rank=2, policy=policy)
     assert sent.tokens_per_expert.tolist() == [1, 2]
     rows = torch.tensor([[[10.0], [torch.nan]], [[torch.nan], [100.0]]])
-    assert moe_ref.deepep_low_latency_combine([rows], [TWICE[:1]], [PROBS[:1]], [sent.handle])[0].item() == 2 * 10 + (1 + 4) * 100
+    assert (
+        moe_ref.deepep_low_latency_combine([rows], [TWICE[:1]], [PROBS[:1]], [sent.handle])[0].item()
+        == 2 * 10 + (1 + 4) * 100
+    )
 
 
 def test_a_routed_expert_of_probability_zero_is_dispatched_like_any_other():
@@ -404,21 +445,29 @@ ILLEGAL = {
     "an alignment of nothing": lambda: moe_ref.hybridep_dispatch(X, M, align=0),
     "an expert too high": lambda: moe_ref.deepep_dispatch(X, [torch.tensor([[2], [0]])] * 2, num_experts=2),
     "an expert named twice": lambda: moe_ref.deepep_dispatch(X, [torch.tensor([[0, 0], [0, 1]])] * 2, num_experts=2),
-    "an empty slot": lambda: moe_ref.deepep_dispatch(X, [torch.tensor([[-1], [1]])] * 2, num_experts=2, policy=IndexPolicy(empty="reject")),
+    "an empty slot": lambda: moe_ref.deepep_dispatch(
+        X, [torch.tensor([[-1], [1]])] * 2, num_experts=2, policy=IndexPolicy(empty="reject")
+    ),
     "indices that are numbers": lambda: moe_ref.deepep_dispatch(X, [torch.ones(2, 1)] * 2, num_experts=2),
     "too little room": lambda: moe_ref.deepep_dispatch(X, I2, num_experts=2, num_worst_tokens=1),
     "scales for other tokens": lambda: moe_ref.deepep_dispatch(X, I2, num_experts=2, scales=[torch.ones(1, 1)] * 2),
     "slabs too short": lambda: moe_ref.deepep_low_latency_dispatch(X, I2, num_experts=2, max_tokens_per_rank=1),
-    "blocks that are cut": lambda: moe_ref.deepep_low_latency_dispatch(X, I2, num_experts=2, max_tokens_per_rank=2, use_fp8=True),
+    "blocks that are cut": lambda: moe_ref.deepep_low_latency_dispatch(
+        X, I2, num_experts=2, max_tokens_per_rank=2, use_fp8=True
+    ),
     "slots that combine does not know": lambda: moe_ref.deepep_low_latency_combine(*slab_call(slots=1)),
     "indices of fewer tokens": lambda: moe_ref.deepep_low_latency_combine(*slab_call(tokens=1)),
     "tokens that the handle does not know": lambda: moe_ref.deepep_cached_dispatch([X[0][:1], X[1]], sent_by_deepep()),
     "three biases": lambda: moe_ref.deepep_combine([torch.ones(2, 1)] * 2, sent_by_deepep(), biases=[X] * 3),
-    "a bias of another shape": lambda: moe_ref.deepep_combine([torch.ones(2, 1)] * 2, sent_by_deepep(), biases=[[X[0], X[1][:1]]]),
+    "a bias of another shape": lambda: moe_ref.deepep_combine(
+        [torch.ones(2, 1)] * 2, sent_by_deepep(), biases=[[X[0], X[1][:1]]]
+    ),
     "a policy nobody has": lambda: IndexPolicy(duplicates="first slot"),
     "a handle of another dispatcher": lambda: moe_ref.alltoall_combine([torch.ones(4, 1)] * 2, HANDLES),
     "handles in another order": lambda: moe_ref.allgather_combine([torch.ones(4, 1)] * 2, HANDLES[::-1]),
-    "handles of two calls": lambda: moe_ref.allgather_combine([torch.ones(4, 1)] * 2, [HANDLES[0], sent_by("allgather")[1]]),
+    "handles of two calls": lambda: moe_ref.allgather_combine(
+        [torch.ones(4, 1)] * 2, [HANDLES[0], sent_by("allgather")[1]]
+    ),
     "a handle too few": lambda: moe_ref.allgather_combine([torch.ones(4, 1)], HANDLES[:1]),
     "a row too few": lambda: moe_ref.allgather_combine([torch.ones(4, 1), torch.ones(3, 1)], HANDLES),
     "rows of whole numbers": lambda: moe_ref.allgather_combine([torch.ones(4, 1).long()] * 2, HANDLES),
@@ -444,6 +493,9 @@ def test_the_callers_inputs_are_never_changed_nor_shared():
 def test_the_oracle_counts_as_a_hand_would():
     maps = [[[1, 0], [1, 1]], [[0, 1]]]
     assert oracle.allgather(maps, 2) == [[[(0, 0, 0), (0, 1, 0)]], [[(0, 1, 1), (1, 0, 1)]]]
-    assert oracle.alltoall(maps, 2, 2) == [[[(0, 0, 0), (0, 1, 0)], [(0, 1, 1), (1, 0, 1)]], [[(0, 0, 2), (0, 1, 2)], [(0, 1, 3), (1, 0, 3)]]]
+    assert oracle.alltoall(maps, 2, 2) == [
+        [[(0, 0, 0), (0, 1, 0)], [(0, 1, 1), (1, 0, 1)]],
+        [[(0, 0, 2), (0, 1, 2)], [(0, 1, 3), (1, 0, 3)]],
+    ]
     assert oracle.hybridep(maps, 2, 2, 2) == ([[[(0, 0, 0), (0, 1, 0)]], [[(0, 1, 1), (1, 0, 1)]]], [False, False])
     assert oracle.deepep([[[1, 0]], [[1, -1]]], 2) == ([[(0, 0)], [(0, 0), (1, 0)]], [[[-1, 0]], [[0, -1], [0, -1]]])

@@ -23,7 +23,9 @@ def deepep(x: Sequence[Tensor], w: World) -> list:
 
 
 def slabs(x: Sequence[Tensor], w: World) -> list:
-    return moe_ref.deepep_low_latency_dispatch(x, w.indices, num_experts=w.experts, max_tokens_per_rank=max(*w.tokens, 1))
+    return moe_ref.deepep_low_latency_dispatch(
+        x, w.indices, num_experts=w.experts, max_tokens_per_rank=max(*w.tokens, 1)
+    )
 
 
 def weigh(rows: Sequence[Tensor], w: World, sent: list) -> list[Tensor]:
@@ -34,7 +36,9 @@ def weigh(rows: Sequence[Tensor], w: World, sent: list) -> list[Tensor]:
 DISPATCH: dict[str, Callable] = {
     "allgather": lambda x, w: moe_ref.allgather_dispatch(x, w.maps, expert_tensor_parallel=w.shards),
     "alltoall": lambda x, w: moe_ref.alltoall_dispatch(x, w.maps, expert_tensor_parallel=w.shards),
-    "alltoall, drop and pad": lambda x, w: moe_ref.alltoall_dispatch(x, w.maps, expert_tensor_parallel=w.shards, capacity=2),
+    "alltoall, drop and pad": lambda x, w: moe_ref.alltoall_dispatch(
+        x, w.maps, expert_tensor_parallel=w.shards, capacity=2
+    ),
     "deepep": deepep,
     "deepep, low latency": slabs,
     "hybridep": lambda x, w: moe_ref.hybridep_dispatch(x, w.maps, align=w.align, num_rows=w.num_rows),
@@ -83,7 +87,10 @@ def test_gradients_are_derivatives(name):
     x = [noise(w, count, 2, dtype=torch.float64, salt=rank).requires_grad_() for rank, count in enumerate(w.tokens)]
     sent = DISPATCH[name](x, w)
     assert torch.autograd.gradcheck(lambda *x: tuple(fields(DISPATCH[name](x, w), "rows")), x)
-    rows = [noise(w, *own.shape, dtype=torch.float64, salt=9 + rank).requires_grad_() for rank, own in enumerate(fields(sent, "rows"))]
+    rows = [
+        noise(w, *own.shape, dtype=torch.float64, salt=9 + rank).requires_grad_()
+        for rank, own in enumerate(fields(sent, "rows"))
+    ]
     assert torch.autograd.gradcheck(lambda *rows: tuple(COMBINE[name](rows, w, sent)), rows)
 
 
@@ -111,7 +118,10 @@ def test_what_combine_is_for_one_direction_dispatch_is_for_the_other_bit_by_bit(
         rows = [noise(w, *own.shape, salt=9 + rank).requires_grad_() for rank, own in enumerate(fields(sent, "rows"))]
         combined = COMBINE[name](rows, w, sent)
         assert_bits(torch.autograd.grad(fields(sent, "rows"), x, rows), combined)
-        assert_bits([own + 0.0 for own in torch.autograd.grad(combined, rows, x)], [own + 0.0 for own in cached(x, fields(sent, "handle"))])
+        assert_bits(
+            [own + 0.0 for own in torch.autograd.grad(combined, rows, x)],
+            [own + 0.0 for own in cached(x, fields(sent, "handle"))],
+        )
 
 
 @modest
@@ -138,11 +148,15 @@ def test_p17_gradients_of_the_layer_are_those_of_one_rank(w):
 def test_p17_gradients_of_probs_go_to_the_cells_that_have_rows_and_shards_add(w):
     for dispatch in (moe_ref.allgather_dispatch, moe_ref.alltoall_dispatch):
         probs = [torch.zeros(own.shape, requires_grad=True) for own in w.maps]
-        sent = dispatch([torch.zeros(count, 1) for count in w.tokens], w.maps, probs=probs, expert_tensor_parallel=w.shards)
+        sent = dispatch(
+            [torch.zeros(count, 1) for count in w.tokens], w.maps, probs=probs, expert_tensor_parallel=w.shards
+        )
         got = torch.autograd.grad(fields(sent, "probs"), probs, [torch.ones_like(own) for own in fields(sent, "probs")])
         assert all(torch.equal(d, own * float(w.shards)) for d, own in zip(got, w.maps, strict=True))
     probs = [own.requires_grad_() for own in slot_probs(w, [torch.ones(own.shape) for own in w.maps])]
-    sent = moe_ref.deepep_dispatch([torch.zeros(count, 1) for count in w.tokens], w.indices, num_experts=w.experts, probs=probs)
+    sent = moe_ref.deepep_dispatch(
+        [torch.zeros(count, 1) for count in w.tokens], w.indices, num_experts=w.experts, probs=probs
+    )
     got = torch.autograd.grad(fields(sent, "probs"), probs, [torch.ones_like(own) for own in fields(sent, "probs")])
     assert all(torch.equal(d, (own >= 0).float()) for d, own in zip(got, w.indices, strict=True))
 
@@ -193,7 +207,9 @@ def test_alltoall_adds_experts_in_float32_and_shards_in_the_dtype_of_the_probs(d
     sent = moe_ref.alltoall_dispatch(x, maps, probs=probs)
     assert moe_ref.alltoall_combine(LARGE, fields(sent, "handle"))[0].item() == 264
     assert torch.autograd.grad(fields(sent, "rows"), x, LARGE)[0].item() == 264
-    sent = moe_ref.alltoall_dispatch(x, [own[:, :1] for own in maps], probs=[own[:, :1] for own in probs], expert_tensor_parallel=9)
+    sent = moe_ref.alltoall_dispatch(
+        x, [own[:, :1] for own in maps], probs=[own[:, :1] for own in probs], expert_tensor_parallel=9
+    )
     assert moe_ref.alltoall_combine(LARGE, fields(sent, "handle"))[0].item() == total
     assert torch.autograd.grad(fields(sent, "rows"), x, LARGE)[0].item() == 256
 
@@ -212,11 +228,16 @@ def test_deepep_adds_ranks_in_float32_behind_the_biases():
 
 
 def test_hybridep_rounds_once_on_each_rank_and_once_at_home():
-    x = [torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True), torch.zeros(0, 1, dtype=torch.bfloat16, requires_grad=True)]
+    x = [
+        torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True),
+        torch.zeros(0, 1, dtype=torch.bfloat16, requires_grad=True),
+    ]
     sent = moe_ref.hybridep_dispatch(x, [torch.ones(len(own), 6) > 0 for own in x])
     rows = [torch.tensor([[256.0], [0.5], [0.5]]).bfloat16(), torch.tensor([[1.0], [0.25], [0.25]]).bfloat16()]
     combined = moe_ref.hybridep_combine(rows, fields(sent, "handle"))
-    assert combined[0].tokens.item() == 258  # 257 → 256, and 256 + 1.5 → 258; at one go 258.5 → 258, in bfloat16 all the way 256
+    assert (
+        combined[0].tokens.item() == 258
+    )  # 257 → 256, and 256 + 1.5 → 258; at one go 258.5 → 258, in bfloat16 all the way 256
     rows[1] = torch.tensor([[0.5], [0.25], [0.25]]).bfloat16()
     assert moe_ref.hybridep_combine(rows, fields(sent, "handle"))[0].tokens.item() == 256  # at one go 258
     assert torch.autograd.grad(fields(sent, "rows"), x, rows)[0].item() == 256

@@ -14,7 +14,10 @@ from tests.dispatch_worlds import CLAIMS, FIXED, fields, names
 
 FILES = [
     "route_plan",
-    *(f"dispatch.{name}" for name in ("exchange", "trees", "indices", "allgather", "alltoall", "deepep", "low_latency", "hybridep")),
+    *(
+        f"dispatch.{name}"
+        for name in ("exchange", "trees", "indices", "allgather", "alltoall", "deepep", "low_latency", "hybridep")
+    ),
 ]
 FUNCTIONS = [name for name in moe_ref.__all__ if moe_ref._HOME[name].startswith("dispatch.")]
 
@@ -124,8 +127,14 @@ def test_without_a_mistake_nothing_is_caught():
 
 def test_rows_that_are_numbered_in_32_bits_are_caught():
     line = "row_R = first_EW.flatten()[group_R] + nth_R"
-    right, wrong = (with_mistake(mistake).route_plan for mistake in (None, Mistake("route_plan", line, f"{line}.int()\n    row_R = row_R.int()")))
-    rows = [plan.plan_of_indices([torch.tensor([[0, 1]])], 2, plan.Layout(segment=2**32)).row_R.tolist() for plan in (right, wrong)]
+    right, wrong = (
+        with_mistake(mistake).route_plan
+        for mistake in (None, Mistake("route_plan", line, f"{line}.int()\n    row_R = row_R.int()"))
+    )
+    rows = [
+        plan.plan_of_indices([torch.tensor([[0, 1]])], 2, plan.Layout(segment=2**32)).row_R.tolist()
+        for plan in (right, wrong)
+    ]
     assert rows == [[0, 2**32], [0, 0]]
 
 

@@ -9,7 +9,15 @@ import torch
 import moe_ref
 from conformance.contracts.dispatch_base import together
 from conformance.contracts.dispatch_slabs import COUNT, judged, order_of
-from conformance.contracts.dispatching import DISPATCHERS, FUNCTIONS, DispatchCase, indices_of, is_exact, maps_of, slots_of
+from conformance.contracts.dispatching import (
+    DISPATCHERS,
+    FUNCTIONS,
+    DispatchCase,
+    indices_of,
+    is_exact,
+    maps_of,
+    slots_of,
+)
 from conformance.contracts.reduction_trees import Tree, flat, tree_bound
 from conformance.execute.child import Settings
 from conformance.execute.pool import Pool
@@ -40,7 +48,10 @@ def main_of(function: str) -> str:
 
 def plain(function: str, **fields) -> DispatchCase:
     probs = "" if function == "deepep_low_latency_dispatch" else "float32"
-    return DispatchCase(function=function, **{"counts": (3, 0, 2), "local_experts": 2, "hidden": 3, "topk": 2, "probs": probs, "seed": 1} | fields)
+    return DispatchCase(
+        function=function,
+        **{"counts": (3, 0, 2), "local_experts": 2, "hidden": 3, "topk": 2, "probs": probs, "seed": 1} | fields,
+    )
 
 
 # ---- the reference
@@ -50,12 +61,17 @@ def plain(function: str, **fields) -> DispatchCase:
 def test_the_reference_passes(function, world):
     cases = [*fixed_cases(function, Space()), *drawn(strategy(function, Space()), 5, DRAWS)]
     found = {case.text: world.worlds.run(case) for case in cases}
-    assert {text: (o.status, o.finding, o.reason) for text, o in found.items() if o.status not in ("PASS", "UNINFORMATIVE")} == {}
+    assert {
+        text: (o.status, o.finding, o.reason) for text, o in found.items() if o.status not in ("PASS", "UNINFORMATIVE")
+    } == {}
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_reference_keeps_every_law(function, world):
-    some = [plain(function, values="integers"), plain(function, values="integers", counts=(2, 2), grads=main_of(function))]
+    some = [
+        plain(function, values="integers"),
+        plain(function, values="integers", counts=(2, 2), grads=main_of(function)),
+    ]
     laws = [law for law in LAWS[function].values() if not law.device]
     asked = [(law.name, replace(case, law=law.name)) for law in laws for case in some if law.applies(case)]
     assert {name for name, _ in asked} == {law.name for law in laws}
@@ -71,7 +87,11 @@ UNSIZED = ("allgather_dispatch", "allgather_combine")  # no size can be given: t
 def test_the_gate_asks_for_every_law_of_a_dispatcher_of_several_ranks_with_rows(function, device):
     space = Space(device)
     cases = cases_of(Section("fixed", function), PROFILES["gate"], space, 0, [])
-    asked = {case.law for case in cases if case.law in space.laws(case) and case.ranks > 1 and sum(int(own.sum()) for own in maps_of(case))}
+    asked = {
+        case.law
+        for case in cases
+        if case.law in space.laws(case) and case.ranks > 1 and sum(int(own.sum()) for own in maps_of(case))
+    }
     sized = {"host_sync", "graph_capture"} if function in UNSIZED else set()
     assert asked == {law.name for law in LAWS[function].values() if law.device in ("", device)} - sized
 
@@ -79,7 +99,11 @@ def test_the_gate_asks_for_every_law_of_a_dispatcher_of_several_ranks_with_rows(
 def test_without_cases_for_them_some_laws_are_asked_by_nobody():
     """The twin: the cases that are there for something else."""
     space = Space("cuda")
-    others = [*fixed_cases("hybridep_combine", space), *covering_cases("hybridep_combine", space).cases, *shape_cases("hybridep_combine", space)]
+    others = [
+        *fixed_cases("hybridep_combine", space),
+        *covering_cases("hybridep_combine", space).cases,
+        *shape_cases("hybridep_combine", space),
+    ]
     assert {"host_sync", "graph_capture"}.isdisjoint(case.law for case in others)
     assert {"host_sync", "graph_capture"} <= {case.law for case in law_cases("hybridep_combine", space, others)}
 
@@ -109,7 +133,11 @@ def test_a_planted_defect_shows_where_it_should(name, case, output, check):
     if not check:  # it takes another case before
         assert outcome.status == "PASS"
         return
-    assert (outcome.status, outcome.finding and outcome.finding["output"], outcome.finding and outcome.finding["check"]) == ("FAIL", output, check)
+    assert (
+        outcome.status,
+        outcome.finding and outcome.finding["output"],
+        outcome.finding and outcome.finding["check"],
+    ) == ("FAIL", output, check)
 
 
 # ---- routings
@@ -146,11 +174,16 @@ def test_a_slab_in_another_order_is_right_and_one_with_a_strange_row_is_not():
     _, right = _slab()
     count = int(right.tokens_per_expert[0])
     order = torch.arange(right.rows.shape[1])
-    order[:count] = torch.cat([torch.arange(4, count), torch.arange(4).flip(0)])  # the second source first, the first source backwards
+    order[:count] = torch.cat(
+        [torch.arange(4, count), torch.arange(4).flip(0)]
+    )  # the second source first, the first source backwards
     other = {"rows": right.rows[:, order], "source_tokens": right.source_tokens[:, order]}
     other["layout_range"] = torch.tensor([[(count - 4) * COUNT + 4, count - 4]])
     other["tokens_per_expert"] = right.tokens_per_expert
-    verdicts = lambda outputs: {name: judge(name, settled(x, outputs), outputs[name]) for name, x in judged(right).items()}  # noqa: E731
+
+    def verdicts(outputs):
+        return {name: judge(name, settled(x, outputs), outputs[name]) for name, x in judged(right).items()}
+
     assert set(verdicts(other).values()) == {None}
     assert verdicts(other | {"rows": other["rows"].roll(1, 1)})["rows"]
     assert verdicts(other | {"source_tokens": other["source_tokens"].roll(1, 1)})["source_tokens"]
@@ -177,7 +210,10 @@ def test_a_sum_of_two_levels_has_the_bound_of_its_roundings():
 
 
 def test_ranks_that_add_in_a_narrow_dtype_have_a_wider_bound_even_for_one_part():
-    wide, narrow = (_sums(Tree(torch.float32, torch.float32, second), dtype=torch.float32) for second in (torch.float32, torch.bfloat16))
+    wide, narrow = (
+        _sums(Tree(torch.float32, torch.float32, second), dtype=torch.float32)
+        for second in (torch.float32, torch.bfloat16)
+    )
     assert narrow.bound[1] > 2.0**-9 * 3 > wide.bound[1]
     assert _sums(flat(torch.float32)).bound[0] < _sums(Tree(torch.float32, torch.bfloat16, torch.bfloat16)).bound[0]
 

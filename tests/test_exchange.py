@@ -6,7 +6,15 @@ import torch
 from moe_fast.dispatch.exchange import as_bytes, from_bytes
 
 COLUMN = torch.arange(5.0)[None].T  # contiguous, although its last stride is 5
-PARTS = [COLUMN, COLUMN[:, 0], torch.arange(12.0).reshape(3, 2, 2).mT, torch.zeros(0, 3), torch.zeros(4, 0), torch.arange(6).reshape(2, 3), -COLUMN.half()]
+PARTS = [
+    COLUMN,
+    COLUMN[:, 0],
+    torch.arange(12.0).reshape(3, 2, 2).mT,
+    torch.zeros(0, 3),
+    torch.zeros(4, 0),
+    torch.arange(6).reshape(2, 3),
+    -COLUMN.half(),
+]
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda x: f"{tuple(x.shape)} {tuple(x.stride())}")

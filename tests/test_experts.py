@@ -36,14 +36,30 @@ NAMES = ("rows", "fc1_weight", "fc2_weight", "probs", "fc1_bias", "fc2_bias")
 
 
 def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).requires_grad_()
+    return (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+    )
 
 
-def tensors(counts: list[int], call: dict, *, dtype: torch.dtype = torch.float64, rows: int = ROWS) -> dict[str, Tensor]:
+def tensors(
+    counts: list[int], call: dict, *, dtype: torch.dtype = torch.float64, rows: int = ROWS
+) -> dict[str, Tensor]:
     """One of each, in the order of NAMES."""
     experts, wide = len(counts), WIDTH if call.get("kind", "swiglu") in ("squared_relu", "relu", "gelu") else 2 * WIDTH
-    shapes = ((rows, HIDDEN), (experts, wide, HIDDEN), (experts, HIDDEN, WIDTH), (rows,), (experts, wide), (experts, HIDDEN))
-    return {name: numbers(*shape, seed=seed, dtype=dtype) for seed, (name, shape) in enumerate(zip(NAMES, shapes, strict=True))}
+    shapes = (
+        (rows, HIDDEN),
+        (experts, wide, HIDDEN),
+        (experts, HIDDEN, WIDTH),
+        (rows,),
+        (experts, wide),
+        (experts, HIDDEN),
+    )
+    return {
+        name: numbers(*shape, seed=seed, dtype=dtype)
+        for seed, (name, shape) in enumerate(zip(NAMES, shapes, strict=True))
+    }
 
 
 def call_it(function, given: dict[str, Tensor | None], counts: list[int], call: dict) -> Tensor:
@@ -65,13 +81,26 @@ def squash(h: list[Tensor], *, kind="swiglu", offset=0.0, clamp=None, alpha=None
     for j in range(width):
         u, v = h[j // size * 2 * size + j % size], h[j // size * 2 * size + size + j % size]
         if clamp is not None:
-            u, v = (u if u <= clamp else 0 * u + clamp), (v if abs(v) <= clamp else 0 * v + math.copysign(clamp, v.detach()))
+            u, v = (
+                (u if u <= clamp else 0 * u + clamp),
+                (v if abs(v) <= clamp else 0 * v + math.copysign(clamp, v.detach())),
+            )
         out.append(u / (1 + torch.exp(-slope * u)) * (v + offset))
     return out
 
 
 def row_by_row(
-    rows, tokens_per_expert, fc1_weight, fc2_weight, *, probs=None, fc1_bias=None, fc2_bias=None, probs_on_input=False, align=None, **call
+    rows,
+    tokens_per_expert,
+    fc1_weight,
+    fc2_weight,
+    *,
+    probs=None,
+    fc1_bias=None,
+    fc2_bias=None,
+    probs_on_input=False,
+    align=None,
+    **call,
 ) -> Tensor:
     """For each row: find its expert by counting, then two sums of products. Padding has no part in it."""
     owners = [e for e, count in enumerate(tokens_per_expert.tolist()) for _ in range(count)]
@@ -82,18 +111,30 @@ def row_by_row(
             continue
         e, p = owners[i], torch.tensor(1.0) if probs is None else probs[i]
         before, after = (p, 1.0) if probs_on_input else (1.0, p)
-        h = [(before * rows[i] * w).sum() + (0 if fc1_bias is None else fc1_bias[e, f]) for f, w in enumerate(fc1_weight[e])]
+        h = [
+            (before * rows[i] * w).sum() + (0 if fc1_bias is None else fc1_bias[e, f])
+            for f, w in enumerate(fc1_weight[e])
+        ]
         a = [after * x for x in squash(h, **call)]
-        out += [sum(x * w for x, w in zip(a, row, strict=True)) + (0 if fc2_bias is None else after * fc2_bias[e, k]) for k, row in enumerate(fc2_weight[e])]
+        out += [
+            sum(x * w for x, w in zip(a, row, strict=True)) + (0 if fc2_bias is None else after * fc2_bias[e, k])
+            for k, row in enumerate(fc2_weight[e])
+        ]
     return torch.stack(out).reshape(len(rows), HIDDEN)
 
 
-def results(function, counts: list[int], call: dict, *, without: tuple[str, ...] = (), dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def results(
+    function, counts: list[int], call: dict, *, without: tuple[str, ...] = (), dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
     """Output and the gradient of everything."""
     given = {name: None if name in without else x for name, x in tensors(counts, call, dtype=dtype).items()}
     leaves = [x for x in given.values() if x is not None]
     out = call_it(function, given, counts, call)
-    gradients = torch.autograd.grad(out, leaves, numbers(*out.shape, seed=9, dtype=dtype), allow_unused=True) if out.requires_grad else [None] * len(leaves)
+    gradients = (
+        torch.autograd.grad(out, leaves, numbers(*out.shape, seed=9, dtype=dtype), allow_unused=True)
+        if out.requires_grad
+        else [None] * len(leaves)
+    )
     return [out, *(torch.zeros_like(x) if d is None else d for x, d in zip(leaves, gradients, strict=True))]
 
 
@@ -112,17 +153,27 @@ def test_one_row_worked_out():
     b1, b2 = torch.tensor([[0.0, 1.0]], dtype=torch.float64), torch.tensor([[6.0]], dtype=torch.float64)
     u = math.log(3)  # σ(u) = 3/4
     assert grouped_mlp(x, counts, w1, w2).item() == pytest.approx(10 * 0.75 * u * 2 * u)
-    assert grouped_mlp(x, counts, w1, w2, probs=p, fc1_bias=b1, fc2_bias=b2).item() == pytest.approx(10 * 0.5 * 0.75 * u * (2 * u + 1) + 0.5 * 6)
+    assert grouped_mlp(x, counts, w1, w2, probs=p, fc1_bias=b1, fc2_bias=b2).item() == pytest.approx(
+        10 * 0.5 * 0.75 * u * (2 * u + 1) + 0.5 * 6
+    )
     on_input = grouped_mlp(2 * x, counts, w1, w2, probs=p, fc1_bias=b1, fc2_bias=b2, probs_on_input=True)
     assert on_input.item() == pytest.approx(10 * 0.75 * u * (2 * u + 1) + 6)
 
 
 def test_shared_experts_worked_out():
     x = torch.tensor([[math.log(3)], [0.0]], dtype=torch.float64)
-    w1, w2, u = torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.tensor([[10.0]], dtype=torch.float64), math.log(3)
+    w1, w2, u = (
+        torch.tensor([[1.0], [2.0]], dtype=torch.float64),
+        torch.tensor([[10.0]], dtype=torch.float64),
+        math.log(3),
+    )
     assert shared_experts(x, w1, w2).flatten().tolist() == pytest.approx([15 * u * u, 0])
-    assert shared_experts(x, w1, w2, gate_weight=torch.tensor([[1.0]]).double()).flatten().tolist() == pytest.approx([0.75 * 15 * u * u, 0])
-    assert shared_experts(x, w1, w2, gate_weight=torch.tensor([[0.0]]).double())[0].item() == pytest.approx(0.5 * 15 * u * u)
+    assert shared_experts(x, w1, w2, gate_weight=torch.tensor([[1.0]]).double()).flatten().tolist() == pytest.approx(
+        [0.75 * 15 * u * u, 0]
+    )
+    assert shared_experts(x, w1, w2, gate_weight=torch.tensor([[0.0]]).double())[0].item() == pytest.approx(
+        0.5 * 15 * u * u
+    )
 
 
 # Against a loop, and against differences
@@ -135,18 +186,29 @@ def test_experts_and_their_gradients_are_what_a_loop_over_rows_finds(function, c
     assert agrees(function, counts, call)
 
 
-@pytest.mark.parametrize("without", [("fc1_bias",), ("fc2_bias",), ("fc1_bias", "fc2_bias"), ("probs",), ("probs", "fc1_bias", "fc2_bias")], ids=str)
+@pytest.mark.parametrize(
+    "without",
+    [("fc1_bias",), ("fc2_bias",), ("fc1_bias", "fc2_bias"), ("probs",), ("probs", "fc1_bias", "fc2_bias")],
+    ids=str,
+)
 def test_each_optional_tensor_may_be_left_out(without):
-    assert agrees(grouped_mlp, [2, 0, 3], {}, without=without) and agrees(sequential_mlp, [2, 0, 3], {}, without=without)
+    assert agrees(grouped_mlp, [2, 0, 3], {}, without=without) and agrees(
+        sequential_mlp, [2, 0, 3], {}, without=without
+    )
 
 
 @each_call
 def test_gradients_of_experts_are_their_derivatives(call):
     given = tensors([1, 0, 1], call, rows=3)
-    assert torch.autograd.gradcheck(lambda *leaves: call_it(grouped_mlp, dict(zip(NAMES, leaves, strict=True)), [1, 0, 1], call), list(given.values()))
+    assert torch.autograd.gradcheck(
+        lambda *leaves: call_it(grouped_mlp, dict(zip(NAMES, leaves, strict=True)), [1, 0, 1], call),
+        list(given.values()),
+    )
 
 
-@pytest.mark.parametrize("call", [{}, {"clamp": 0.5, "offset": 1.0}, {"interleave": 2}, {"kind": "squared_relu"}], ids=str)
+@pytest.mark.parametrize(
+    "call", [{}, {"clamp": 0.5, "offset": 1.0}, {"interleave": 2}, {"kind": "squared_relu"}], ids=str
+)
 @pytest.mark.parametrize("gated", [False, True])
 def test_shared_experts_are_one_expert_with_every_token(call, gated):
     given = tensors([ROWS], call)
@@ -173,14 +235,19 @@ def test_latent_projections_go_down_and_up():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("recompute", ["moe_act", "moe"])
 def test_recomputation_changes_no_bit(call, dtype, recompute):
-    right, got = results(grouped_mlp, [2, 0, 3], call, dtype=dtype), results(grouped_mlp, [2, 0, 3], call | {"recompute": recompute}, dtype=dtype)
+    right, got = (
+        results(grouped_mlp, [2, 0, 3], call, dtype=dtype),
+        results(grouped_mlp, [2, 0, 3], call | {"recompute": recompute}, dtype=dtype),
+    )
     for x, y in zip(right, got, strict=True):
         assert x.dtype == y.dtype and torch.equal(x, y)
 
 
 @each_call
 def test_padding_changes_nothing(call):
-    for x, y in zip(results(grouped_mlp, [2, 0, 3], call), results(grouped_mlp, [2, 0, 3], call | {"align": 8}), strict=True):
+    for x, y in zip(
+        results(grouped_mlp, [2, 0, 3], call), results(grouped_mlp, [2, 0, 3], call | {"align": 8}), strict=True
+    ):
         assert near(x, y)  # a longer sum may be taken in another order
 
 
@@ -221,7 +288,9 @@ def test_interleaved_weights_are_another_order_of_the_same_function():
     order = torch.tensor([0, 1, 4, 5, 2, 3, 6, 7])  # u_0 u_1 v_0 v_1 u_2 u_3 v_2 v_3
     turned = given | {"fc1_weight": given["fc1_weight"][:, order], "fc1_bias": given["fc1_bias"][:, order]}
     for function in (grouped_mlp, sequential_mlp):
-        assert torch.equal(call_it(function, turned, [2, 0, 3], {"interleave": 2}), call_it(function, given, [2, 0, 3], {}))
+        assert torch.equal(
+            call_it(function, turned, [2, 0, 3], {"interleave": 2}), call_it(function, given, [2, 0, 3], {})
+        )
 
 
 # Padding and tails
@@ -232,7 +301,9 @@ def test_padding_stands_at_the_end_of_each_segment():
     padded = pad_segments(x, counts, 4)
     assert padded.tolist() == [1, 0, 0, 0, 2, 3, 4, 5, 6, 0, 0, 0]
     assert torch.equal(trim_segments(padded, counts, 4), x)
-    assert torch.equal(pad_segments(x[:, None].expand(6, 2), counts, 4)[:, 1], padded) and pad_segments(x[:0], counts * 0, 4).shape == (0,)
+    assert torch.equal(pad_segments(x[:, None].expand(6, 2), counts, 4)[:, 1], padded) and pad_segments(
+        x[:0], counts * 0, 4
+    ).shape == (0,)
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf])
@@ -241,11 +312,15 @@ def test_rows_behind_the_last_segment_reach_nothing(call, garbage):
     for function in (grouped_mlp, sequential_mlp):
         clean, spoilt = tensors([2, 0, 3], call), tensors([2, 0, 3], call)
         for name in ("rows", "probs"):
-            spoilt[name] = torch.cat([clean[name][:5], torch.full_like(clean[name][5:], garbage)]).detach().requires_grad_()
+            spoilt[name] = (
+                torch.cat([clean[name][:5], torch.full_like(clean[name][5:], garbage)]).detach().requires_grad_()
+            )
         pair = []
         for given in (clean, spoilt):
             out = call_it(function, given, [2, 0, 3], call)
-            d_out = torch.cat([torch.ones(5, HIDDEN), torch.full((2, HIDDEN), 1.0 if given is clean else garbage)]).double()
+            d_out = torch.cat(
+                [torch.ones(5, HIDDEN), torch.full((2, HIDDEN), 1.0 if given is clean else garbage)]
+            ).double()
             pair.append([out, *torch.autograd.grad(out, list(given.values()), d_out)])
         for right, got in zip(*pair, strict=True):
             assert torch.equal(right, got)
@@ -292,11 +367,15 @@ def test_second_bias_is_added_after_fc2_rounds():
 
 
 def test_second_bias_meets_the_prob_in_float32():
-    assert plain_mlp(0, 0, 0, fc2_bias=one(129), probs=torch.tensor([1 + 2**-8])) == 130  # 129.504; in bfloat16 the prob is 1
+    assert (
+        plain_mlp(0, 0, 0, fc2_bias=one(129), probs=torch.tensor([1 + 2**-8])) == 130
+    )  # 129.504; in bfloat16 the prob is 1
 
 
 def test_weighted_input_is_rounded():
-    assert plain_mlp(129, 3, 1, probs=torch.tensor([1 + 2**-8]), probs_on_input=True) == 390  # 129.504 → 130; 388.5 would be 388
+    assert (
+        plain_mlp(129, 3, 1, probs=torch.tensor([1 + 2**-8]), probs_on_input=True) == 390
+    )  # 129.504 → 130; 388.5 would be 388
 
 
 def test_gradient_of_the_probs_adds_activation_and_bias_before_it_is_rounded():
@@ -309,13 +388,25 @@ def test_gradient_of_the_probs_adds_activation_and_bias_before_it_is_rounded():
 
 def test_gradient_of_the_second_bias_is_summed_before_it_is_rounded():
     bias, probs = one(0).requires_grad_(), torch.full((3,), 1 + 2**-8)
-    out = grouped_mlp(torch.zeros(3, 1).bfloat16(), torch.tensor([3]), one(0)[None], one(0)[None], kind="relu", probs=probs, fc2_bias=bias)
+    out = grouped_mlp(
+        torch.zeros(3, 1).bfloat16(),
+        torch.tensor([3]),
+        one(0)[None],
+        one(0)[None],
+        kind="relu",
+        probs=probs,
+        fc2_bias=bias,
+    )
     (d_bias,) = torch.autograd.grad(out, bias, torch.full((3, 1), 129.0).bfloat16())
     assert d_bias.item() == 388  # 3 · 129.504 = 388.51; each rounded, 3 · 130 = 390
 
 
 def test_shared_gate_is_in_the_dtype_of_x():
-    x, w1, w2 = torch.tensor([[1.0, 134.0]]).bfloat16(), torch.tensor([[0.0, 1.0]]).bfloat16(), torch.tensor([[0.0], [3.0]]).bfloat16()
+    x, w1, w2 = (
+        torch.tensor([[1.0, 134.0]]).bfloat16(),
+        torch.tensor([[0.0, 1.0]]).bfloat16(),
+        torch.tensor([[0.0], [3.0]]).bfloat16(),
+    )
     out = shared_experts(x, w1, w2, kind="relu", gate_weight=torch.tensor([[3.0, 0.0]]).bfloat16())
     assert out[0, 1].item() == 384  # σ(3) → 0.953125, · 402 = 383.16 → 384; not rounded, 382.93 → 382
 
@@ -336,7 +427,9 @@ def by_parts(rows, counts, w1, w2, *, probs, recipe) -> Tensor:
     return grouped_linear(glu(h, probs=probs), w2, counts, recipe=recipe)
 
 
-@pytest.mark.parametrize("recipe", [Recipe("current"), Recipe("block"), Recipe("mxfp8")], ids=lambda recipe: recipe.scaling)
+@pytest.mark.parametrize(
+    "recipe", [Recipe("current"), Recipe("block"), Recipe("mxfp8")], ids=lambda recipe: recipe.scaling
+)
 def test_both_linear_layers_follow_the_recipe(recipe):
     right, plain = (low_precision(r, [32, 0, 64], function=by_parts) for r in (recipe, None))
     for x, y, z in zip(right, low_precision(recipe, [32, 0, 64]), plain, strict=True):
@@ -349,7 +442,9 @@ def test_both_linear_layers_follow_the_recipe(recipe):
     ids=["recomputed", "activation recomputed", "aligned", "sequential"],
 )
 def test_low_precision_does_not_depend_on_how_it_is_run(how):
-    for x, y in zip(low_precision(Recipe("mxfp8"), [32, 0, 32]), low_precision(Recipe("mxfp8"), [32, 0, 32], **how), strict=True):
+    for x, y in zip(
+        low_precision(Recipe("mxfp8"), [32, 0, 32]), low_precision(Recipe("mxfp8"), [32, 0, 32], **how), strict=True
+    ):
         assert torch.equal(x, y)
 
 
@@ -357,17 +452,32 @@ def test_padding_makes_uneven_experts_legal_for_blocks_along_tokens():
     recipe, counts = Recipe("mxfp8"), [5, 0, 33]
     with pytest.raises(ValueError, match=r"^splits is "):
         low_precision(recipe, counts)
-    assert [x.shape for x in low_precision(recipe, counts, align=recipe.alignment)] == [x.shape for x in low_precision(None, counts)]
+    assert [x.shape for x in low_precision(recipe, counts, align=recipe.alignment)] == [
+        x.shape for x in low_precision(None, counts)
+    ]
 
 
 def test_each_layer_has_its_own_state():
     recipe = Recipe("delayed")
     unit = new_quantizer_state(recipe)
-    plain, tight = LinearState(unit, unit, unit), LinearState(unit._replace(scale=torch.tensor([448.0])), unit, unit)  # tight: 1 is the largest input
-    mlp = partial(grouped_mlp, torch.tensor([[0.5]]), torch.tensor([1]), torch.full((1, 1, 1), 4.0), torch.ones(1, 1, 1), kind="relu", recipe=recipe)
+    plain, tight = (
+        LinearState(unit, unit, unit),
+        LinearState(unit._replace(scale=torch.tensor([448.0])), unit, unit),
+    )  # tight: 1 is the largest input
+    mlp = partial(
+        grouped_mlp,
+        torch.tensor([[0.5]]),
+        torch.tensor([1]),
+        torch.full((1, 1, 1), 4.0),
+        torch.ones(1, 1, 1),
+        kind="relu",
+        recipe=recipe,
+    )
     assert mlp(state=(plain, plain)).item() == mlp(state=(tight, plain)).item() == 2  # 0.5 fits
     assert mlp(state=(plain, tight)).item() == 1  # 2 does not
-    shared = partial(shared_experts, torch.tensor([[0.5]]), torch.full((1, 1), 4.0), torch.ones(1, 1), kind="relu", recipe=recipe)
+    shared = partial(
+        shared_experts, torch.tensor([[0.5]]), torch.full((1, 1), 4.0), torch.ones(1, 1), kind="relu", recipe=recipe
+    )
     assert shared(state=(tight, plain)).item() == 2 and shared(state=(plain, tight)).item() == 1
 
 
@@ -414,19 +524,31 @@ TWINS = {
     "clamp ignored": lambda *given, clamp, **call: grouped_mlp(*given, **call),
     "offset ignored": lambda *given, offset, **call: grouped_mlp(*given, **call),
     "halves taken for blocks": lambda *given, **call: grouped_mlp(*given, interleave=2, **call),
-    "value before gate": lambda x, n, w1, w2, *, fc1_bias, **call: grouped_mlp(x, n, w1.roll(WIDTH, 1), w2, fc1_bias=fc1_bias.roll(WIDTH, 1), **call),
+    "value before gate": lambda x, n, w1, w2, *, fc1_bias, **call: grouped_mlp(
+        x, n, w1.roll(WIDTH, 1), w2, fc1_bias=fc1_bias.roll(WIDTH, 1), **call
+    ),
     "prob twice": lambda *given, probs, **call: grouped_mlp(*given, probs=probs**2, **call),
-    "prob on the input as well": lambda x, *given, probs, **call: grouped_mlp(x * probs[:, None], *given, probs=probs, **call),
+    "prob on the input as well": lambda x, *given, probs, **call: grouped_mlp(
+        x * probs[:, None], *given, probs=probs, **call
+    ),
     "prob on the input instead": lambda *given, **call: grouped_mlp(*given, probs_on_input=True, **call),
     "prob of the next row": lambda *given, probs, **call: grouped_mlp(*given, probs=probs.roll(1), **call),
     "second bias not scaled": bias_without_prob,
     "second bias dropped": lambda *given, fc2_bias, **call: grouped_mlp(*given, **call) + 0 * fc2_bias.sum(),
     "first bias dropped": lambda *given, fc1_bias, **call: grouped_mlp(*given, **call) + 0 * fc1_bias.sum(),
-    "empty expert shifts the others": lambda x, counts, *given, **call: grouped_mlp(x, without_empty(counts), *given, **call),
+    "empty expert shifts the others": lambda x, counts, *given, **call: grouped_mlp(
+        x, without_empty(counts), *given, **call
+    ),
     "fc2 of another expert": lambda x, counts, w1, w2, **call: grouped_mlp(x, counts, w1, w2.roll(1, 0), **call),
-    "last expert takes the tail": lambda x, counts, *given, **call: grouped_mlp(x, torch.tensor([2, 0, 5]), *given, **call),
-    "no gradient of the probs": lambda *given, probs, **call: grouped_mlp(*given, probs=probs.detach(), **call) + 0 * probs.sum(),
-    "no gradient of fc1": lambda x, counts, w1, w2, **call: grouped_mlp(x, counts, w1.detach(), w2, **call) + 0 * w1.sum(),
+    "last expert takes the tail": lambda x, counts, *given, **call: grouped_mlp(
+        x, torch.tensor([2, 0, 5]), *given, **call
+    ),
+    "no gradient of the probs": lambda *given, probs, **call: (
+        grouped_mlp(*given, probs=probs.detach(), **call) + 0 * probs.sum()
+    ),
+    "no gradient of fc1": lambda x, counts, w1, w2, **call: (
+        grouped_mlp(x, counts, w1.detach(), w2, **call) + 0 * w1.sum()
+    ),
 }
 
 

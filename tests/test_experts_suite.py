@@ -32,7 +32,9 @@ poison.install()
 
 FUNCTIONS = ("glu", "activation", "grouped_linear", "grouped_dgrad", "grouped_wgrad")
 EXPERTS = ("Autograd", "BaseTwo", "Wide", "Backwards")
-SPACE = Space(without=dict.fromkeys(FUNCTIONS, frozenset({"recipe", "state", "noise"})))  # products in low precision: test_grouped_recipes
+SPACE = Space(
+    without=dict.fromkeys(FUNCTIONS, frozenset({"recipe", "state", "noise"}))
+)  # products in low precision: test_grouped_recipes
 EVERY, DRAWS, SEEDS = 6, 8, (11, 12, 13)  # one of so many cases of a covering array; drawn cases of each seed
 
 
@@ -48,7 +50,12 @@ def one_thread():
 @functools.cache
 def cases_of(function: str) -> list[Case]:
     many = [case for seed in SEEDS for case in drawn(strategy(function, SPACE), seed, DRAWS)]
-    return [*fixed_cases(function, SPACE), *covering_cases(function, SPACE).cases[::EVERY], *shape_cases(function, SPACE), *many]
+    return [
+        *fixed_cases(function, SPACE),
+        *covering_cases(function, SPACE).cases[::EVERY],
+        *shape_cases(function, SPACE),
+        *many,
+    ]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -56,7 +63,9 @@ def cases_of(function: str) -> list[Case]:
 def test_honest_experts_are_accepted(experts, function):
     implementation, cases = load(f"tests.variants.experts:{experts}"), cases_of(function)
     outcomes = {case.text: evaluate(case, implementation) for case in cases}
-    assert {text: x.finding or x.reason for text, x in outcomes.items() if x.status not in ("PASS", "UNINFORMATIVE")} == {}
+    assert {
+        text: x.finding or x.reason for text, x in outcomes.items() if x.status not in ("PASS", "UNINFORMATIVE")
+    } == {}
     assert sum(x.status == "PASS" for x in outcomes.values()) > len(cases) / 2
 
 
@@ -96,7 +105,9 @@ def without(name: str):
 
 
 def bounded_from_below(original, h, *, clamp=None, **settings):
-    return original(h if clamp is None else torch.maximum(h, torch.tensor(-clamp, dtype=h.dtype)), clamp=clamp, **settings)
+    return original(
+        h if clamp is None else torch.maximum(h, torch.tensor(-clamp, dtype=h.dtype)), clamp=clamp, **settings
+    )
 
 
 def stops_on_the_bound(original, h, *, clamp=None, **settings):
@@ -150,7 +161,9 @@ WEIGHTED = replace(GLU, probs="float32", grads="h+probs", weights="signed")
 SQUARED = ActivationCase(function="activation", tokens=9, width=8, probs="float32", dtype="bfloat16")
 LINEAR = GroupedCase(function="grouped_linear", tokens=60, experts=3, hidden=40, width=30, grads="rows+weight")
 HALF = replace(LINEAR, dtype="bfloat16", hidden=64, width=64, tokens=96, grads="")
-WGRAD = GroupedCase(function="grouped_wgrad", tokens=60, experts=3, hidden=20, width=30, into="float32", dtype="bfloat16")
+WGRAD = GroupedCase(
+    function="grouped_wgrad", tokens=60, experts=3, hidden=20, width=30, into="float32", dtype="bfloat16"
+)
 
 WRONG = [
     (GLU, make(How(sigmoid=in_half(torch.sigmoid))), "out", "bound"),
@@ -187,7 +200,9 @@ def test_what_is_wrong_in_one_place_is_found_there(case, wrong, output, check):
 
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG), ids=lambda case: case.id)
 def test_the_cases_that_find_it_are_passed_by_the_honest(case):
-    assert {evaluate(replace(case, seed=seed), Implementation(make(How()), "here")).status for seed in range(8)} == {"PASS"}
+    assert {evaluate(replace(case, seed=seed), Implementation(make(How()), "here")).status for seed in range(8)} == {
+        "PASS"
+    }
 
 
 def truncated(x: Tensor, y: Tensor) -> Tensor:
@@ -203,7 +218,12 @@ def test_a_result_that_is_cut_off_instead_of_rounded_is_found_by_its_bias():
 
 # ---- the analysis itself
 
-X = torch.cat([torch.linspace(-30, 30, 1201, dtype=torch.float64), torch.tensor([-5000.0, -200, -104, -89, -88, 88, 89, 104, 200, 5000], dtype=torch.float64)])
+X = torch.cat(
+    [
+        torch.linspace(-30, 30, 1201, dtype=torch.float64),
+        torch.tensor([-5000.0, -200, -104, -89, -88, 88, 89, 104, 200, 5000], dtype=torch.float64),
+    ]
+)
 
 
 @pytest.mark.parametrize("kind", CURVES)
@@ -212,7 +232,9 @@ def test_values_and_slopes_are_those_of_the_reference(kind):
     ours, theirs = CURVES[kind], REFERENCE[kind]
     x = Running.of(X, torch.float64)
     for analysed, value in ((ours.value(x), theirs.value(X)), (ours.slope(x), theirs.slope(X))):
-        assert bool(((analysed.value - value).abs() <= 4 * analysed.error + 1e-290).all())  # why: below, exp(-x) has no digits left to compare
+        assert bool(
+            ((analysed.value - value).abs() <= 4 * analysed.error + 1e-290).all()
+        )  # why: below, exp(-x) has no digits left to compare
 
 
 @pytest.mark.parametrize("kind", CURVES)
@@ -234,7 +256,11 @@ def test_curves_are_exact_where_the_exponential_is_lost():
 
 
 def test_a_rounded_number_is_known_unless_it_lies_at_a_boundary():
-    x = Running(torch.tensor([1.001, 1 + 2.0**-8], dtype=torch.float64), torch.full((2,), 1e-6, dtype=torch.float64), torch.float32)
+    x = Running(
+        torch.tensor([1.001, 1 + 2.0**-8], dtype=torch.float64),
+        torch.full((2,), 1e-6, dtype=torch.float64),
+        torch.float32,
+    )
     known = settled(x, torch.bfloat16)
     assert known.value.tolist() == [1, 1]
     assert known.error.tolist() == [0, 2.0**-7]

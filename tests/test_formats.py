@@ -61,13 +61,18 @@ def delicate(format: Format) -> Tensor:
     points = [float(v) for v in table] + [float((a + b) / 2) for a, b in pairwise(table)]
     points += [format.max * 2, float(table[1] / 4), 5e-324, 1e-45, 1e308, math.inf]
     x = torch.tensor(points, dtype=torch.float64)
-    x = torch.cat([x, torch.nextafter(x, x + math.inf), torch.nextafter(x, torch.zeros_like(x)), *_float32_neighbours(x)])
+    x = torch.cat(
+        [x, torch.nextafter(x, x + math.inf), torch.nextafter(x, torch.zeros_like(x)), *_float32_neighbours(x)]
+    )
     return torch.cat([x, -x])
 
 
 def _float32_neighbours(x: Tensor) -> list[Tensor]:
     narrow = x.to(torch.float32)
-    return [torch.nextafter(narrow, narrow + math.inf).double(), torch.nextafter(narrow, torch.zeros_like(narrow)).double()]
+    return [
+        torch.nextafter(narrow, narrow + math.inf).double(),
+        torch.nextafter(narrow, torch.zeros_like(narrow)).double(),
+    ]
 
 
 # ---- decode
@@ -76,8 +81,12 @@ def _float32_neighbours(x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("format", [E4M3, E5M2, E8M0], **named)
 def test_every_code_means_what_torch_says(format):
     expected = all_codes(format).view(TORCH[format.name]).to(torch.float32)
-    assert torch.equal(decode(all_codes(format), format).view(torch.int32) & 0x7FFFFFFF, canonical(expected) & 0x7FFFFFFF)
-    assert torch.equal(torch.signbit(decode(all_codes(format), format)) | expected.isnan(), torch.signbit(expected) | expected.isnan())
+    assert torch.equal(
+        decode(all_codes(format), format).view(torch.int32) & 0x7FFFFFFF, canonical(expected) & 0x7FFFFFFF
+    )
+    assert torch.equal(
+        torch.signbit(decode(all_codes(format), format)) | expected.isnan(), torch.signbit(expected) | expected.isnan()
+    )
 
 
 def canonical(x: Tensor) -> Tensor:
@@ -95,7 +104,12 @@ def test_every_code_means_what_the_standard_says(format):
 @pytest.mark.parametrize(("format", "top"), [(E4M3, 448), (E5M2, 57344), (E2M1, 6), (E8M0, 2.0**127)], **named)
 def test_the_largest_value_is_that_of_the_standard(format, top):
     values = decode(all_codes(format), format)
-    assert values[values.isfinite()].max() == top == format.max == decode(torch.tensor([format.max_code], dtype=torch.uint8), format)
+    assert (
+        values[values.isfinite()].max()
+        == top
+        == format.max
+        == decode(torch.tensor([format.max_code], dtype=torch.uint8), format)
+    )
 
 
 def test_the_smallest_e8m0_is_a_float32_subnormal_and_255_is_nan():
@@ -149,7 +163,9 @@ def test_e2m1_ties_go_to_the_even_code():
 
 
 def test_float64_is_not_rounded_by_way_of_float32():
-    x = torch.tensor([1.0625 + 2.0**-40], dtype=torch.float64)  # just above the middle of 1 and 1.125; in float32 it is the middle
+    x = torch.tensor(
+        [1.0625 + 2.0**-40], dtype=torch.float64
+    )  # just above the middle of 1 and 1.125; in float32 it is the middle
     assert decode(encode(x, E4M3), E4M3) == 1.125
     assert decode(encode(x.float(), E4M3), E4M3) == 1.0
 
@@ -169,7 +185,11 @@ def test_e8m0_rounds_up():
 def test_e8m0_of_what_is_up_to_its_smallest_value_is_0():
     x = torch.tensor([0.0, 2.0**-149, 2.0**-128 * 1.5, 2.0**-127, 2.0**-127 + 2.0**-149, 2.0**-126 * 1.5])
     assert encode(x, E8M0).tolist() == [0, 0, 0, 0, 1, 2]
-    assert encode(torch.tensor([1e-300, 2.0**-127 * (1 + 2**-52), 1e300], dtype=torch.float64), E8M0).tolist() == [0, 1, 254]
+    assert encode(torch.tensor([1e-300, 2.0**-127 * (1 + 2**-52), 1e300], dtype=torch.float64), E8M0).tolist() == [
+        0,
+        1,
+        254,
+    ]
 
 
 def test_e8m0_of_every_bf16_is_the_least_power_of_two_that_is_not_below():
@@ -209,7 +229,10 @@ def test_what_is_far_below_the_smallest_value_is_rounded_up_as_rarely_as_it_shou
 
 def truncated(x: Tensor, format: Format) -> list[int]:
     table = magnitudes(format)
-    return [max(i for i in range(len(table)) if table[i] <= abs(Fraction(v))) + (format.sign_bit if v < 0 else 0) for v in x.tolist()]
+    return [
+        max(i for i in range(len(table)) if table[i] <= abs(Fraction(v))) + (format.sign_bit if v < 0 else 0)
+        for v in x.tolist()
+    ]
 
 
 @pytest.mark.parametrize("format", SIGNED, **named)

@@ -69,7 +69,8 @@ def row_by_row(x: Tensor, weight: Tensor, bias: Tensor, tokens_per_expert: Tenso
                 d_x[i][n] += G[i][m] * W[e][m][n]
                 d_weight[e][m][n] += G[i][m] * X[i][n]
     return [
-        torch.tensor(y, dtype=torch.float64).reshape(shape) for y, shape in ((out, d_out.shape), (d_x, x.shape), (d_weight, weight.shape), (d_bias, bias.shape))
+        torch.tensor(y, dtype=torch.float64).reshape(shape)
+        for y, shape in ((out, d_out.shape), (d_x, x.shape), (d_weight, weight.shape), (d_bias, bias.shape))
     ]
 
 
@@ -81,7 +82,10 @@ def results(function, x, weight, bias, tokens_per_expert, d_out) -> list[Tensor]
 
 def agrees(function, counts: list[int], dtype: torch.dtype = torch.float64) -> bool:
     inputs = problem(counts, dtype=dtype)
-    return all(y.dtype == dtype and torch.equal(x.to(dtype), y) for x, y in zip(row_by_row(*inputs), results(function, *inputs), strict=True))
+    return all(
+        y.dtype == dtype and torch.equal(x.to(dtype), y)
+        for x, y in zip(row_by_row(*inputs), results(function, *inputs), strict=True)
+    )
 
 
 # By hand
@@ -127,7 +131,9 @@ def test_counts_may_be_int32(counts):
 
 def test_linear_is_one_expert_with_all_rows():
     x, weight, bias = quarters(5, 4, seed=1), quarters(3, 4, seed=2), quarters(3, seed=3)
-    assert torch.equal(linear(x, weight), x @ weight.T) and torch.equal(linear(x, weight, bias=bias), x @ weight.T + bias)
+    assert torch.equal(linear(x, weight), x @ weight.T) and torch.equal(
+        linear(x, weight, bias=bias), x @ weight.T + bias
+    )
     assert linear(x[:0], weight).shape == (0, 3)
 
 
@@ -215,29 +221,43 @@ def test_accumulation_leaves_an_empty_expert_as_it_was():
 
 @pytest.mark.parametrize(("dtype", "large"), [(torch.bfloat16, 256.0), (torch.float16, 2048.0)])
 def test_sums_are_taken_in_float32_and_rounded_once(dtype, large):
-    terms = torch.tensor([large, 1, 2**-8], dtype=dtype)  # a little above half way to large + 2, the next number; in `dtype` they make `large`
+    terms = torch.tensor(
+        [large, 1, 2**-8], dtype=dtype
+    )  # a little above half way to large + 2, the next number; in `dtype` they make `large`
     ones, one = torch.ones(1, 3, dtype=dtype), torch.tensor([1])
     assert grouped_linear(terms[None], ones[None], one).item() == large + 2
     assert grouped_dgrad(terms[None], torch.ones(1, 3, 1, dtype=dtype), one).item() == large + 2
     assert grouped_wgrad(terms[:, None], ones.T, torch.tensor([3])).item() == large + 2
     bias = torch.tensor([[2**-8]], dtype=dtype)
-    assert grouped_linear(terms[None, :2], ones[None, :, :2], one, bias=bias).item() == large + 2  # the bias has its part in the one rounding
+    assert (
+        grouped_linear(terms[None, :2], ones[None, :, :2], one, bias=bias).item() == large + 2
+    )  # the bias has its part in the one rounding
 
 
 @pytest.mark.parametrize(("dtype", "large"), [(torch.bfloat16, 256.0), (torch.float16, 2048.0)])
 def test_gradient_of_the_bias_is_summed_in_float32(dtype, large):
     bias = torch.zeros(1, 1, dtype=dtype, requires_grad=True)
-    out = grouped_linear(torch.zeros(9, 1, dtype=dtype), torch.zeros(1, 1, 1, dtype=dtype), torch.tensor([9]), bias=bias)
+    out = grouped_linear(
+        torch.zeros(9, 1, dtype=dtype), torch.zeros(1, 1, 1, dtype=dtype), torch.tensor([9]), bias=bias
+    )
     (d_bias,) = torch.autograd.grad(out, bias, torch.tensor([large, *[1.0] * 8], dtype=dtype)[:, None])
     assert d_bias.dtype == dtype and d_bias.item() == large + 8
     wide = torch.zeros(1, 1, requires_grad=True)
-    out = grouped_linear(torch.zeros(2, 1, dtype=dtype), torch.zeros(1, 1, 1, dtype=dtype), torch.tensor([2]), bias=wide)
+    out = grouped_linear(
+        torch.zeros(2, 1, dtype=dtype), torch.zeros(1, 1, 1, dtype=dtype), torch.tensor([2]), bias=wide
+    )
     (d_wide,) = torch.autograd.grad(out, wide, torch.tensor([[large], [1.0]], dtype=dtype))
-    assert d_wide.dtype == torch.float32 and d_wide.item() == large + 1  # not rounded to the dtype of the rows on its way
+    assert (
+        d_wide.dtype == torch.float32 and d_wide.item() == large + 1
+    )  # not rounded to the dtype of the rows on its way
 
 
 def test_sums_may_be_asked_for_in_float64():
-    fine, ones, one = torch.tensor([[1.0, 2.0**-30, -1.0]]), torch.ones(1, 1, 3), torch.tensor([1])  # in float32, 1 + 2^-30 = 1
+    fine, ones, one = (
+        torch.tensor([[1.0, 2.0**-30, -1.0]]),
+        torch.ones(1, 1, 3),
+        torch.tensor([1]),
+    )  # in float32, 1 + 2^-30 = 1
     assert grouped_linear(fine, ones, one, accumulator="float64").item() == 2.0**-30
     assert grouped_dgrad(fine, ones.mT, one, accumulator="float64").item() == 2.0**-30
     assert grouped_wgrad(fine.T, ones[0].T, torch.tensor([3]), accumulator="float64").item() == 2.0**-30
@@ -251,7 +271,11 @@ def test_sums_may_be_asked_for_in_float64():
 def test_float64_is_never_narrowed():
     fine = torch.tensor([[1.0, 2.0**-50]], dtype=torch.float64)
     ones, one = torch.ones(1, 1, 2, dtype=torch.float64), torch.tensor([1])
-    assert grouped_linear(fine, ones, one).item() == grouped_wgrad(fine.T, torch.ones(2, 1).double(), torch.tensor([2])).item() == 1 + 2.0**-50
+    assert (
+        grouped_linear(fine, ones, one).item()
+        == grouped_wgrad(fine.T, torch.ones(2, 1).double(), torch.tensor([2])).item()
+        == 1 + 2.0**-50
+    )
     assert grouped_dgrad(fine, ones.reshape(1, 2, 1), one).item() == 1 + 2.0**-50
 
 
@@ -260,7 +284,9 @@ def test_strides_do_not_matter():
     turned = x.T.contiguous().T, weight.permute(2, 0, 1).contiguous().permute(1, 2, 0), tokens_per_expert
     assert torch.equal(grouped_linear(*turned), grouped_linear(x, weight, tokens_per_expert))
     spread = torch.ones(1, 1).double().expand(7, 3)
-    assert torch.equal(grouped_wgrad(spread, turned[0], tokens_per_expert), grouped_wgrad(spread.contiguous(), x, tokens_per_expert))
+    assert torch.equal(
+        grouped_wgrad(spread, turned[0], tokens_per_expert), grouped_wgrad(spread.contiguous(), x, tokens_per_expert)
+    )
 
 
 # Twins: what `agrees` must not accept
@@ -294,16 +320,26 @@ def without_empty(counts: Tensor) -> Tensor:
 
 
 TWINS = {
-    "empty expert shifts the others": lambda x, w, counts, *, bias: grouped_linear(x, w, without_empty(counts), bias=bias),
+    "empty expert shifts the others": lambda x, w, counts, *, bias: grouped_linear(
+        x, w, without_empty(counts), bias=bias
+    ),
     "experts in reverse": lambda x, w, counts, *, bias: grouped_linear(x, w.flip(0), counts, bias=bias),
     "bias of the next expert": lambda x, w, counts, *, bias: grouped_linear(x, w, counts, bias=bias.roll(1, 0)),
     "no bias": lambda x, w, counts, *, bias: grouped_linear(x, w, counts) + 0 * bias.sum(),
-    "last expert takes the tail": lambda x, w, counts, *, bias: grouped_linear(x, w, torch.cat([counts[:-1], len(x) - counts[:-1].sum(0, True)]), bias=bias),
+    "last expert takes the tail": lambda x, w, counts, *, bias: grouped_linear(
+        x, w, torch.cat([counts[:-1], len(x) - counts[:-1].sum(0, True)]), bias=bias
+    ),
     "weight gradient of the next expert": planted(wgrad=lambda *inputs: grouped_wgrad(*inputs).roll(1, 0)),
-    "weight gradient without the empty ones": planted(wgrad=lambda g, x, counts: grouped_wgrad(g, x, without_empty(counts))),
-    "weight gradient of the tail too": planted(wgrad=lambda g, x, counts: grouped_wgrad(g, x, torch.cat([counts[:-1], len(x) - counts[:-1].sum(0, True)]))),
+    "weight gradient without the empty ones": planted(
+        wgrad=lambda g, x, counts: grouped_wgrad(g, x, without_empty(counts))
+    ),
+    "weight gradient of the tail too": planted(
+        wgrad=lambda g, x, counts: grouped_wgrad(g, x, torch.cat([counts[:-1], len(x) - counts[:-1].sum(0, True)]))
+    ),
     "no weight gradient": planted(wgrad=lambda *inputs: torch.zeros_like(grouped_wgrad(*inputs))),
-    "row gradient by the wrong expert": planted(dgrad=lambda g, weight, counts: grouped_dgrad(g, weight.flip(0), counts)),
+    "row gradient by the wrong expert": planted(
+        dgrad=lambda g, weight, counts: grouped_dgrad(g, weight.flip(0), counts)
+    ),
 }
 
 
@@ -366,7 +402,12 @@ def one_expert_at_a_time(x, weight, d_out, recipe, state) -> list[Tensor]:
 
 
 def recipe_agrees(recipe: Recipe, *, function=grouped_linear) -> bool:
-    x, weight, d_out, state = uneven(104, 32, seed=1), uneven(3, 32, 32, seed=2), uneven(104, 32, seed=3).detach(), delayed_state(recipe)
+    x, weight, d_out, state = (
+        uneven(104, 32, seed=1),
+        uneven(3, 32, 32, seed=2),
+        uneven(104, 32, seed=3).detach(),
+        delayed_state(recipe),
+    )
     out = function(x, weight, torch.tensor(GROUPS), recipe=recipe, state=state, accumulator="float64")
     got = [out, *torch.autograd.grad(out, [x, weight], d_out)]
     right = one_expert_at_a_time(x, weight, d_out, recipe, state)
@@ -390,28 +431,40 @@ OVERRIDES = ("high_precision", "dequantized")
 OVERRIDABLE = {name: recipe for name, recipe in RECIPES.items() if name != "delayed"}
 
 
-def kept_for_backward(x: Tensor, recipe: Recipe, role: str, *, columnwise: bool = False, rounded: bool = True) -> Tensor:
+def kept_for_backward(
+    x: Tensor, recipe: Recipe, role: str, *, columnwise: bool = False, rounded: bool = True
+) -> Tensor:
     """One expert's rows or weight, as a gradient reads them, in float64."""
     if recipe.backward_override == "high_precision":
         return x.detach().double()
-    made = quantize(x.detach() if rounded else x.detach().float(), recipe, role=role, rowwise=not columnwise, columnwise=columnwise)
+    made = quantize(
+        x.detach() if rounded else x.detach().float(), recipe, role=role, rowwise=not columnwise, columnwise=columnwise
+    )
     return dequantize(made.quantized, columnwise=columnwise).double()
 
 
 def overridden_agrees(recipe: Recipe, dtype: torch.dtype = torch.bfloat16, *, function=grouped_linear, **kept) -> bool:
     """Sums in float64 of what is kept, beside the gradients that the reference has."""
-    x, weight, d_out = (uneven(*shape, seed=seed).detach().to(dtype) for seed, shape in enumerate([(104, 32), (3, 32, 32), (104, 32)]))
+    x, weight, d_out = (
+        uneven(*shape, seed=seed).detach().to(dtype) for seed, shape in enumerate([(104, 32), (3, 32, 32), (104, 32)])
+    )
     leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     out = function(*leaves, torch.tensor(GROUPS), recipe=recipe, accumulator="float64")
     d_x, d_weight = torch.autograd.grad(out, leaves, d_out)
-    forward = grouped_linear(x, weight, torch.tensor(GROUPS), recipe=replace(recipe, backward_override=None), accumulator="float64")
+    forward = grouped_linear(
+        x, weight, torch.tensor(GROUPS), recipe=replace(recipe, backward_override=None), accumulator="float64"
+    )
     right = []
     for e, own in enumerate([slice(0, 32), slice(32, 32), slice(32, 96)]):
         d = d_out[own].double()
         right += [(d @ kept_for_backward(weight[e], recipe, "weight", **kept), d_x[own])]
         right += [(d.T @ kept_for_backward(x[own], recipe, "input", **kept), d_weight[e])]
     rounded = torch.finfo(dtype).eps  # why: both are sums in float64, rounded once
-    return torch.equal(out, forward) and bool((d_x[96:] == 0).all()) and all(torch.allclose(a, b.double(), rtol=rounded, atol=0) for a, b in right)
+    return (
+        torch.equal(out, forward)
+        and bool((d_x[96:] == 0).all())
+        and all(torch.allclose(a, b.double(), rtol=rounded, atol=0) for a, b in right)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -476,7 +529,11 @@ def test_a_role_in_high_precision_is_noticed(monkeypatch, role, name):
     right = grouped_linear_module._from_codes
 
     def some(x, splits, of, gemm, how):
-        return [part.double() for part in x[: int(splits.sum())].split(splits.tolist())] if of == role else right(x, splits, of, gemm, how)
+        return (
+            [part.double() for part in x[: int(splits.sum())].split(splits.tolist())]
+            if of == role
+            else right(x, splits, of, gemm, how)
+        )
 
     monkeypatch.setattr(grouped_linear_module, "_from_codes", some)
     assert not recipe_agrees(RECIPES[name])
@@ -485,14 +542,20 @@ def test_a_role_in_high_precision_is_noticed(monkeypatch, role, name):
 def test_experts_that_share_a_scale_are_noticed():
     def together(x, weight, counts, *, recipe, state, accumulator):
         low = dequantize(quantize(x.detach(), recipe).quantized)
-        return grouped_linear(low + (x - x.detach()), weight, counts, recipe=recipe, state=state, accumulator=accumulator)
+        return grouped_linear(
+            low + (x - x.detach()), weight, counts, recipe=recipe, state=state, accumulator=accumulator
+        )
 
     assert not recipe_agrees(Recipe("current"), function=together)
 
 
 def test_gradients_alone_are_in_e5m2_under_hybrid():
     """Scales are 2^8 and 2^15: 1.75 fits exactly. E4M3 has 1.125; E5M2 has 1 and 1.25, and the even one is 1."""
-    values, one, recipe = torch.tensor([[1.125], [1.75]]), torch.ones(1, 1, 1), Recipe("current", power_of_two_scales=True)
+    values, one, recipe = (
+        torch.tensor([[1.125], [1.75]]),
+        torch.ones(1, 1, 1),
+        Recipe("current", power_of_two_scales=True),
+    )
     counts = torch.tensor([2])
     assert grouped_linear(values, one, counts, recipe=recipe).flatten().tolist() == [1.125, 1.75]
     assert grouped_dgrad(values, one, counts, recipe=recipe).flatten().tolist() == [1.0, 1.75]
@@ -504,14 +567,19 @@ def test_delayed_scales_come_from_the_state():
     unit = new_quantizer_state(recipe, num_groups=2)
     state = LinearState(unit._replace(scale=torch.tensor([448.0, 1.0])), unit, unit)
     x, weight = torch.tensor([[2.0], [2.0]]), torch.ones(2, 1, 1)
-    assert grouped_linear(x, weight, counts, recipe=recipe, state=state).flatten().tolist() == [1, 2]  # 2 · 448 saturates at 448
+    assert grouped_linear(x, weight, counts, recipe=recipe, state=state).flatten().tolist() == [
+        1,
+        2,
+    ]  # 2 · 448 saturates at 448
     assert all(torch.equal(a, b) for a, b in zip(state.weight, new_quantizer_state(recipe, num_groups=2), strict=True))
 
 
 def test_codes_are_not_rounded_to_the_dtype_of_the_rows():
     x, weight = torch.tensor([[3.0, 1.0]]).bfloat16(), torch.tensor([[[0.0, 240.0]]]).bfloat16()
     out = grouped_linear(x, weight, torch.tensor([1]), recipe=Recipe("current"))
-    assert out.item() == 231  # 1 · 448/3 → 144, which stands for 0.96429, · 240 = 231.43; with 0.96484 in bfloat16 it is 231.56
+    assert (
+        out.item() == 231
+    )  # 1 · 448/3 → 144, which stands for 0.96429, · 240 = 231.43; with 0.96484 in bfloat16 it is 231.56
 
 
 def test_hadamard_transforms_cancel_in_the_weight_gradient():
@@ -525,10 +593,15 @@ def test_hadamard_transforms_cancel_in_the_weight_gradient():
 
 
 def test_noise_rounds_the_gradient_and_nothing_else():
-    x, weight = uneven(16, 16, seed=1).detach().bfloat16().requires_grad_(), uneven(1, 16, 16, seed=2).detach().bfloat16().requires_grad_()
+    x, weight = (
+        uneven(16, 16, seed=1).detach().bfloat16().requires_grad_(),
+        uneven(1, 16, 16, seed=2).detach().bfloat16().requires_grad_(),
+    )
     found = []
     for value in (0.0, 0.999):
-        out = grouped_linear(x, weight, torch.tensor([16]), recipe=Recipe("nvfp4"), noise=torch.full((2, 16, 16), value))
+        out = grouped_linear(
+            x, weight, torch.tensor([16]), recipe=Recipe("nvfp4"), noise=torch.full((2, 16, 16), value)
+        )
         found.append([out, *torch.autograd.grad(out, [x, weight], uneven(16, 16, seed=3).detach().bfloat16())])
     assert torch.equal(found[0][0], found[1][0])
     assert not torch.equal(found[0][1], found[1][1]) and not torch.equal(found[0][2], found[1][2])
@@ -536,9 +609,18 @@ def test_noise_rounds_the_gradient_and_nothing_else():
 
 @each_recipe
 def test_rows_behind_the_last_segment_reach_no_scale(recipe):
-    x, weight, d_out, state = uneven(104, 32, seed=1).detach(), uneven(3, 32, 32, seed=2).detach(), uneven(104, 32, seed=3).detach(), delayed_state(recipe)
+    x, weight, d_out, state = (
+        uneven(104, 32, seed=1).detach(),
+        uneven(3, 32, 32, seed=2).detach(),
+        uneven(104, 32, seed=3).detach(),
+        delayed_state(recipe),
+    )
     counts, how = torch.tensor(GROUPS), {"recipe": recipe, "state": state}
-    for function, tensors in ((grouped_linear, (x, weight)), (grouped_dgrad, (d_out, weight)), (grouped_wgrad, (d_out, x))):
+    for function, tensors in (
+        (grouped_linear, (x, weight)),
+        (grouped_dgrad, (d_out, weight)),
+        (grouped_wgrad, (d_out, x)),
+    ):
         spoilt = [torch.cat([y[:96], torch.full_like(y[96:], math.nan)]) if len(y) == 104 else y for y in tensors]
         assert torch.equal(function(*tensors, counts, **how), function(*spoilt, counts, **how))
 
@@ -578,7 +660,10 @@ X, W, N = torch.zeros(4, 3), torch.zeros(2, 5, 3), torch.tensor([1, 2])
         ("d_out", lambda: grouped_wgrad(X[:3], X, N)),
         ("d_out", lambda: grouped_wgrad(X.double(), X, N)),
         ("accumulate_into", lambda: grouped_wgrad(torch.zeros(4, 5), X, N, accumulate_into=torch.zeros(2, 3, 5))),
-        ("accumulate_into", lambda: grouped_wgrad(torch.zeros(4, 5), X, N, accumulate_into=torch.zeros(2, 5, 3).bfloat16())),
+        (
+            "accumulate_into",
+            lambda: grouped_wgrad(torch.zeros(4, 5), X, N, accumulate_into=torch.zeros(2, 5, 3).bfloat16()),
+        ),
         ("recipe", lambda: grouped_linear(X, W, N, recipe="mxfp8")),
         ("state", lambda: grouped_linear(X, W, N, recipe=Recipe("delayed"))),
         ("state", lambda: grouped_linear(X, W, N, state=LinearState(None, None, None))),

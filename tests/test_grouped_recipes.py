@@ -9,7 +9,16 @@ import torch
 
 from conformance.contracts.grouped import VALUES, GroupedCase, counts_of, precision_of
 from conformance.contracts.grouped_product import Product
-from conformance.contracts.grouped_recipes import LOW_VALUES, Factor, Precision, dequantised, fits, margin_of, state_tensors, step_across
+from conformance.contracts.grouped_recipes import (
+    LOW_VALUES,
+    Factor,
+    Precision,
+    dequantised,
+    fits,
+    margin_of,
+    state_tensors,
+    step_across,
+)
 from conformance.contracts.quantization import RECIPES, VARIANTS
 from conformance.execute import poison
 from conformance.execute.evaluate import evaluate
@@ -59,7 +68,11 @@ GPU = Space(device="cuda")  # where most is tested; the cases themselves run any
 REAL = 300  # tokens: those of real shapes are for a GPU
 FUNCTIONS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
 HONEST = ("ScaledFirst", "ScaledLast", "Split", "FourteenBits", "Reciprocal")
-EVERY, SEEDS, DRAWS = 4, range(5), 24  # one of so many cases of a covering array; drawn cases of a seed, of which a third are in low precision
+EVERY, SEEDS, DRAWS = (
+    4,
+    range(5),
+    24,
+)  # one of so many cases of a covering array; drawn cases of a seed, of which a third are in low precision
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -74,7 +87,10 @@ def one_thread():
 @functools.cache
 def low_cases(function: str) -> list[Any]:
     many = [case for seed in SEEDS for case in drawn(strategy(function, GPU), seed, DRAWS)]
-    cases = [*(case for case in recipe_cases(function, GPU)[::EVERY] if case.tokens < REAL), *(case for case in many if case.scaling)]
+    cases = [
+        *(case for case in recipe_cases(function, GPU)[::EVERY] if case.tokens < REAL),
+        *(case for case in many if case.scaling),
+    ]
     return [replace(case, law=case.law if case.law in Space().laws(case) else "") for case in cases]
 
 
@@ -92,63 +108,227 @@ def test_honest_products_are_accepted(name, function):
 # ---- what is wrong in one place
 
 
-LINEAR = GroupedCase(function="grouped_linear", scaling="current", tokens=60, experts=3, hidden=40, width=30, values="patches", grads="rows+weight")
+LINEAR = GroupedCase(
+    function="grouped_linear",
+    scaling="current",
+    tokens=60,
+    experts=3,
+    hidden=40,
+    width=30,
+    values="patches",
+    grads="rows+weight",
+)
 DGRAD, WGRAD = replace(LINEAR, function="grouped_dgrad", grads=""), replace(LINEAR, function="grouped_wgrad", grads="")
-BLOCKS: dict[str, Any] = {"scaling": "block", "tokens": 402, "counts": (130, 131, 141), "hidden": 133, "width": 130, "dtype": "bfloat16"}
-SMALL: dict[str, Any] = {"scaling": "mxfp8", "tokens": 6, "counts": (2, 3, 1), "hidden": 3, "width": 2, "dtype": "bfloat16"}
-FOUR: dict[str, Any] = {"scaling": "nvfp4", "tokens": 9, "counts": (4, 3, 2), "hidden": 4, "width": 5, "dtype": "bfloat16", "values": "dyadic"}
+BLOCKS: dict[str, Any] = {
+    "scaling": "block",
+    "tokens": 402,
+    "counts": (130, 131, 141),
+    "hidden": 133,
+    "width": 130,
+    "dtype": "bfloat16",
+}
+SMALL: dict[str, Any] = {
+    "scaling": "mxfp8",
+    "tokens": 6,
+    "counts": (2, 3, 1),
+    "hidden": 3,
+    "width": 2,
+    "dtype": "bfloat16",
+}
+FOUR: dict[str, Any] = {
+    "scaling": "nvfp4",
+    "tokens": 9,
+    "counts": (4, 3, 2),
+    "hidden": 4,
+    "width": 5,
+    "dtype": "bfloat16",
+    "values": "dyadic",
+}
 DELAYED: dict[str, Any] = {"scaling": "delayed", "values": "dyadic"}
 OVERRIDDEN, DEQUANTIZED = {"override": "high_precision"}, {"override": "dequantized"}
-ROWS, COLUMNS, SQUARES, FREE = {"values": "rows"}, {"values": "columns"}, {"variant": 2}, {"variant": 1}  # FREE: scales that are no powers of two
+ROWS, COLUMNS, SQUARES, FREE = (
+    {"values": "rows"},
+    {"values": "columns"},
+    {"variant": 2},
+    {"variant": 1},
+)  # FREE: scales that are no powers of two
 
 WRONG = {
-    "rows quantised along tokens for fprop": (replace(LINEAR, **SMALL | ROWS, grads=""), parts_with(other_direction, role="input", gemm="fprop"), "out"),
-    "weights quantised along outputs for fprop": (replace(LINEAR, **SMALL | ROWS, grads=""), parts_with(other_direction, role="weight"), "out"),
-    "weights quantised along inputs for dgrad": (replace(DGRAD, **SMALL | COLUMNS), parts_with(other_direction, role="weight"), "d_rows"),
-    "cotangents quantised along tokens for dgrad": (replace(DGRAD, **SMALL | ROWS), parts_with(other_direction, role="grad_output"), "d_rows"),
-    "cotangents quantised along outputs for wgrad": (replace(WGRAD, **SMALL | COLUMNS), parts_with(other_direction, role="grad_output"), "d_weight"),
-    "rows quantised along inputs for wgrad": (replace(WGRAD, **BLOCKS | FREE), parts_with(other_direction, role="input"), "d_weight"),
-    "the same in a gradient": (replace(LINEAR, **SMALL | COLUMNS), parts_with(other_direction, role="input", gemm="wgrad"), "d_weight"),
-    "scales of square blocks transposed": (replace(LINEAR, **BLOCKS, grads=""), parts_with(transposed_scales, role="weight"), "out"),
-    "scales of small square blocks transposed": (replace(DGRAD, **SMALL | SQUARES), parts_with(transposed_scales, role="weight"), "d_rows"),
-    "E4M3 where hybrid says E5M2": (replace(DGRAD, dtype="bfloat16"), parts_with(in_e4m3, role="grad_output"), "d_rows"),
+    "rows quantised along tokens for fprop": (
+        replace(LINEAR, **SMALL | ROWS, grads=""),
+        parts_with(other_direction, role="input", gemm="fprop"),
+        "out",
+    ),
+    "weights quantised along outputs for fprop": (
+        replace(LINEAR, **SMALL | ROWS, grads=""),
+        parts_with(other_direction, role="weight"),
+        "out",
+    ),
+    "weights quantised along inputs for dgrad": (
+        replace(DGRAD, **SMALL | COLUMNS),
+        parts_with(other_direction, role="weight"),
+        "d_rows",
+    ),
+    "cotangents quantised along tokens for dgrad": (
+        replace(DGRAD, **SMALL | ROWS),
+        parts_with(other_direction, role="grad_output"),
+        "d_rows",
+    ),
+    "cotangents quantised along outputs for wgrad": (
+        replace(WGRAD, **SMALL | COLUMNS),
+        parts_with(other_direction, role="grad_output"),
+        "d_weight",
+    ),
+    "rows quantised along inputs for wgrad": (
+        replace(WGRAD, **BLOCKS | FREE),
+        parts_with(other_direction, role="input"),
+        "d_weight",
+    ),
+    "the same in a gradient": (
+        replace(LINEAR, **SMALL | COLUMNS),
+        parts_with(other_direction, role="input", gemm="wgrad"),
+        "d_weight",
+    ),
+    "scales of square blocks transposed": (
+        replace(LINEAR, **BLOCKS, grads=""),
+        parts_with(transposed_scales, role="weight"),
+        "out",
+    ),
+    "scales of small square blocks transposed": (
+        replace(DGRAD, **SMALL | SQUARES),
+        parts_with(transposed_scales, role="weight"),
+        "d_rows",
+    ),
+    "E4M3 where hybrid says E5M2": (
+        replace(DGRAD, dtype="bfloat16"),
+        parts_with(in_e4m3, role="grad_output"),
+        "d_rows",
+    ),
     "the same in MXFP8": (replace(WGRAD, **SMALL | FREE), parts_with(in_e4m3, role="grad_output"), "d_weight"),
-    "scales of the expert before, of weights": (replace(LINEAR, dtype="bfloat16"), parts_with(neighbours, role="weight"), "out"),
-    "scales of the expert before, of rows": (replace(WGRAD, dtype="bfloat16"), parts_with(neighbours, role="input"), "d_weight"),
-    "the last block by the scale before": (replace(LINEAR, **BLOCKS, grads=""), parts_with(last_block_by_the_one_before, role="input"), "out"),
+    "scales of the expert before, of weights": (
+        replace(LINEAR, dtype="bfloat16"),
+        parts_with(neighbours, role="weight"),
+        "out",
+    ),
+    "scales of the expert before, of rows": (
+        replace(WGRAD, dtype="bfloat16"),
+        parts_with(neighbours, role="input"),
+        "d_weight",
+    ),
+    "the last block by the scale before": (
+        replace(LINEAR, **BLOCKS, grads=""),
+        parts_with(last_block_by_the_one_before, role="input"),
+        "out",
+    ),
     "sums of 14 bits, not declared": (replace(WGRAD, **BLOCKS), make(Way(product=of_fourteen_bits)), "d_weight"),
     "never promoted, not declared": (replace(WGRAD, **BLOCKS), make(Way(product=never_promoted)), "d_weight"),
     "high precision instead": (LINEAR, make(Way(parts=in_high_precision)), "out"),
-    "high precision instead, of weights in MXFP8": (replace(DGRAD, **SMALL), parts_with(in_high_precision, role="weight"), "d_rows"),
+    "high precision instead, of weights in MXFP8": (
+        replace(DGRAD, **SMALL),
+        parts_with(in_high_precision, role="weight"),
+        "d_rows",
+    ),
     "high precision instead, in NVFP4": (replace(WGRAD, **FOUR), make(Way(parts=in_high_precision)), "d_weight"),
     "values in bfloat16": (replace(LINEAR, grads=""), make(Way(parts=in_bfloat16)), "out"),
-    "values in bfloat16, and so are rows": (replace(LINEAR, tokens=300, hidden=130, dtype="bfloat16", grads=""), make(Way(parts=in_bfloat16)), "out"),
+    "values in bfloat16, and so are rows": (
+        replace(LINEAR, tokens=300, hidden=130, dtype="bfloat16", grads=""),
+        make(Way(parts=in_bfloat16)),
+        "out",
+    ),
     "a quantised bias": (replace(LINEAR, values="dyadic", bias="float32", grads=""), make(Way(bias=low_bias)), "out"),
     "blocks in two experts": (replace(WGRAD, **BLOCKS | FREE), parts_with(across_experts, role="input"), "d_weight"),
-    "the tail in the last block": (replace(WGRAD, **BLOCKS | FREE, values="dyadic", tail=9), parts_with(with_the_tail, role="grad_output"), "d_weight"),
+    "the tail in the last block": (
+        replace(WGRAD, **BLOCKS | FREE, values="dyadic", tail=9),
+        parts_with(with_the_tail, role="grad_output"),
+        "d_weight",
+    ),
     "delayed scales of this step": (replace(LINEAR, **DELAYED), parts_with(updated_too_early, role="input"), "out"),
-    "delayed scales of this step, of a gradient": (replace(LINEAR, **DELAYED), parts_with(updated_too_early, role="grad_output"), "d_rows"),
-    "one delayed scale for all experts": (replace(LINEAR, **DELAYED), parts_with(one_state_for_all, role="weight"), "out"),
+    "delayed scales of this step, of a gradient": (
+        replace(LINEAR, **DELAYED),
+        parts_with(updated_too_early, role="grad_output"),
+        "d_rows",
+    ),
+    "one delayed scale for all experts": (
+        replace(LINEAR, **DELAYED),
+        parts_with(one_state_for_all, role="weight"),
+        "out",
+    ),
     "a cast without saturation": (replace(LINEAR, **DELAYED, grads=""), parts_with(not_saturated, role="input"), "out"),
     "nearest instead of stochastic": (replace(DGRAD, **FOUR), parts_with(to_nearest, role="grad_output"), "d_rows"),
-    "nearest instead of stochastic, in a gradient": (replace(LINEAR, **FOUR), parts_with(to_nearest, role="grad_output", gemm="wgrad"), "d_weight"),
-    "noise of the other direction": (replace(WGRAD, **FOUR), parts_with(noise_of_the_other_direction, role="grad_output"), "d_weight"),
+    "nearest instead of stochastic, in a gradient": (
+        replace(LINEAR, **FOUR),
+        parts_with(to_nearest, role="grad_output", gemm="wgrad"),
+        "d_weight",
+    ),
+    "noise of the other direction": (
+        replace(WGRAD, **FOUR),
+        parts_with(noise_of_the_other_direction, role="grad_output"),
+        "d_weight",
+    ),
     "rows not transformed": (replace(WGRAD, **FOUR), parts_with(untransformed, role="input"), "d_weight"),
-    "cotangents not transformed": (replace(LINEAR, **FOUR), parts_with(untransformed, role="grad_output", gemm="wgrad"), "d_weight"),
+    "cotangents not transformed": (
+        replace(LINEAR, **FOUR),
+        parts_with(untransformed, role="grad_output", gemm="wgrad"),
+        "d_weight",
+    ),
     "an override that is ignored": (replace(LINEAR, **OVERRIDDEN), make(Way(parts=by_override(None))), "d_rows"),
-    "an override that is ignored, in MXFP8": (replace(WGRAD, **SMALL | ROWS | OVERRIDDEN), make(Way(parts=by_override(None))), "d_weight"),
-    "an override that is ignored, in NVFP4": (replace(DGRAD, **FOUR | DEQUANTIZED), make(Way(parts=by_override(None))), "d_rows"),
-    "a cotangent quantised all the same": (replace(DGRAD, **OVERRIDDEN), parts_with(by_override(None), role="grad_output"), "d_rows"),
-    "the same beside what came back": (replace(LINEAR, **DEQUANTIZED), parts_with(by_override(None), role="grad_output", gemm="wgrad"), "d_weight"),
-    "rows that come back where they are kept": (replace(WGRAD, **OVERRIDDEN), parts_with(by_override("dequantized"), role="input"), "d_weight"),
-    "rows kept where they come back": (replace(LINEAR, **DEQUANTIZED), parts_with(in_high_precision, role="input", gemm="wgrad"), "d_weight"),
-    "weights kept where they come back": (replace(DGRAD, **FOUR | DEQUANTIZED), parts_with(in_high_precision, role="weight"), "d_rows"),
-    "rows that come back by columns": (replace(WGRAD, **BLOCKS | FREE | DEQUANTIZED), parts_with(other_direction, role="input"), "d_weight"),
-    "weights that come back by columns": (replace(DGRAD, **SMALL | COLUMNS | DEQUANTIZED), parts_with(other_direction, role="weight"), "d_rows"),
-    "what comes back is not rounded": (replace(WGRAD, **DEQUANTIZED, dtype="bfloat16"), parts_with(not_rounded, role="input"), "d_weight"),
+    "an override that is ignored, in MXFP8": (
+        replace(WGRAD, **SMALL | ROWS | OVERRIDDEN),
+        make(Way(parts=by_override(None))),
+        "d_weight",
+    ),
+    "an override that is ignored, in NVFP4": (
+        replace(DGRAD, **FOUR | DEQUANTIZED),
+        make(Way(parts=by_override(None))),
+        "d_rows",
+    ),
+    "a cotangent quantised all the same": (
+        replace(DGRAD, **OVERRIDDEN),
+        parts_with(by_override(None), role="grad_output"),
+        "d_rows",
+    ),
+    "the same beside what came back": (
+        replace(LINEAR, **DEQUANTIZED),
+        parts_with(by_override(None), role="grad_output", gemm="wgrad"),
+        "d_weight",
+    ),
+    "rows that come back where they are kept": (
+        replace(WGRAD, **OVERRIDDEN),
+        parts_with(by_override("dequantized"), role="input"),
+        "d_weight",
+    ),
+    "rows kept where they come back": (
+        replace(LINEAR, **DEQUANTIZED),
+        parts_with(in_high_precision, role="input", gemm="wgrad"),
+        "d_weight",
+    ),
+    "weights kept where they come back": (
+        replace(DGRAD, **FOUR | DEQUANTIZED),
+        parts_with(in_high_precision, role="weight"),
+        "d_rows",
+    ),
+    "rows that come back by columns": (
+        replace(WGRAD, **BLOCKS | FREE | DEQUANTIZED),
+        parts_with(other_direction, role="input"),
+        "d_weight",
+    ),
+    "weights that come back by columns": (
+        replace(DGRAD, **SMALL | COLUMNS | DEQUANTIZED),
+        parts_with(other_direction, role="weight"),
+        "d_rows",
+    ),
+    "what comes back is not rounded": (
+        replace(WGRAD, **DEQUANTIZED, dtype="bfloat16"),
+        parts_with(not_rounded, role="input"),
+        "d_weight",
+    ),
     "what comes back is in bfloat16": (replace(DGRAD, **DEQUANTIZED), make(Way(parts=in_bfloat16)), "d_rows"),
     "high precision forward, too": (replace(LINEAR, **OVERRIDDEN), make(Way(parts=in_high_precision)), "out"),
-    "sums of 14 bits of what is no code": (replace(WGRAD, **BLOCKS | OVERRIDDEN), make(Way(overridden=of_fourteen_bits)), "d_weight"),
+    "sums of 14 bits of what is no code": (
+        replace(WGRAD, **BLOCKS | OVERRIDDEN),
+        make(Way(overridden=of_fourteen_bits)),
+        "d_weight",
+    ),
     "a tie away from zero": (replace(LINEAR, values="midpoints", grads=""), parts_with(upwards, role="input"), "out"),
 }
 
@@ -165,7 +345,9 @@ def test_what_is_wrong_in_one_place_is_found_there_by_its_value(name):
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG.values()), ids=lambda case: case.id)
 def test_the_cases_that_find_it_are_passed_by_the_honest(case):
     for name in ("ScaledFirst", "ScaledLast"):
-        assert {evaluate(replace(case, seed=seed), load(f"tests.variants.low_precision:{name}")).status for seed in range(4)} == {"PASS"}
+        assert {
+            evaluate(replace(case, seed=seed), load(f"tests.variants.low_precision:{name}")).status for seed in range(4)
+        } == {"PASS"}
 
 
 # ---- what is declared
@@ -188,7 +370,10 @@ def test_sums_of_14_bits_are_right_where_they_are_declared_and_wrong_where_not(f
 def test_sums_of_14_bits_that_are_never_promoted_are_wrong_whatever_is_declared(scaling):
     case = replace(DGRAD, scaling=scaling, tokens=96, width=4096, hidden=64, values="dyadic")
     assert evaluate(case, declaring(Way(product=of_fourteen_bits), accumulator="hopper_fp8")).status == "PASS"
-    assert evaluate(case, declaring(Way(product=never_promoted), accumulator="hopper_fp8")).finding["check"] in ("bound", "ratio")
+    assert evaluate(case, declaring(Way(product=never_promoted), accumulator="hopper_fp8")).finding["check"] in (
+        "bound",
+        "ratio",
+    )
 
 
 @pytest.mark.parametrize("override", OVERRIDES)
@@ -226,13 +411,28 @@ def test_a_tie_is_anybodys_where_reciprocals_are_declared():
     way = Way(parts=lambda source: upwards(source) if source.role == "input" else by_codes(source))
     assert evaluate(case, declaring(way, scale_arithmetic="reciprocal")).status == "PASS"
     assert evaluate(case, declaring(way, scale_arithmetic="division")).finding["check"] == "bound"
-    assert evaluate(replace(case, variant=1), declaring(way, scale_arithmetic="reciprocal")).finding["check"] == "bound"  # powers of two
+    assert (
+        evaluate(replace(case, variant=1), declaring(way, scale_arithmetic="reciprocal")).finding["check"] == "bound"
+    )  # powers of two
     assert evaluate(case, declaring(Way(), scale_arithmetic="reciprocal")).status == "PASS"
 
 
 def test_the_margin_of_a_code_is_a_step_where_it_lies_in_the_middle_and_nothing_elsewhere():
     scaled = torch.tensor(
-        [1.0625, -1.0625, 1.0625 * (1 + 2.0**-22), 1.0625 * (1 + 2.0**-20), 1.0, 0.0, 2.0**-10, 432.0, 448.0, 1e9, torch.nan], dtype=torch.float64
+        [
+            1.0625,
+            -1.0625,
+            1.0625 * (1 + 2.0**-22),
+            1.0625 * (1 + 2.0**-20),
+            1.0,
+            0.0,
+            2.0**-10,
+            432.0,
+            448.0,
+            1e9,
+            torch.nan,
+        ],
+        dtype=torch.float64,
     )
     assert step_across(scaled, E4M3).tolist() == [0.125, 0.125, 0.125, 0, 0, 0, 2.0**-9, 32, 0, 0, 0]
 
@@ -253,7 +453,9 @@ def test_what_comes_back_is_rounded_once_and_may_be_its_neighbour_only_where_sca
     assert exact.value.tolist() == loose.value.tolist() == [1, 1, 1, torch.inf]
     assert exact.margin is None
     assert loose.margin.tolist() == [2.0**-7, 0, 0, 0]
-    other = dequantised(Factor(value, torch.tensor([0, 2.0**-8, 0, 0]).double()), torch.bfloat16, False)  # another code, as far away
+    other = dequantised(
+        Factor(value, torch.tensor([0, 2.0**-8, 0, 0]).double()), torch.bfloat16, False
+    )  # another code, as far away
     assert other.margin.tolist() == [0, 2.0**-7, 0, 0]
 
 
@@ -268,7 +470,10 @@ def test_a_case_of_an_overridden_backward_shrinks_and_one_of_delayed_scaling_is_
 
 
 def test_the_product_of_margins_is_how_far_it_can_be():
-    left, right = (Factor(torch.tensor([[2.0, -4.0]]).double(), torch.tensor([[0.5, 0.0]]).double()), Factor(torch.tensor([[3.0, 1.0]]).double()))
+    left, right = (
+        Factor(torch.tensor([[2.0, -4.0]]).double(), torch.tensor([[0.5, 0.0]]).double()),
+        Factor(torch.tensor([[3.0, 1.0]]).double()),
+    )
     product = Product.of_factors(left, right)
     assert (product.value.item(), product.magnitude.item(), product.margin.item()) == (2, 10, 1.5)
     assert Product.of_factors(Factor(left.value), right).margin.item() == 0
@@ -278,7 +483,9 @@ def test_rows_with_a_code_that_may_be_another_are_not_compared_with_the_referenc
     case = replace(LINEAR, tokens=300, width=60, values="midpoints", grads="")
     contract = CONTRACTS[case.function]
     problem = contract.problem(case)
-    exact, loose = (contract.expected(case, problem, {"scale_arithmetic": how})["out"] for how in ("division", "reciprocal"))
+    exact, loose = (
+        contract.expected(case, problem, {"scale_arithmetic": how})["out"] for how in ("division", "reciprocal")
+    )
     assert isinstance(exact, RowWise)
     assert type(loose) is Bounded
     assert (loose.bound >= exact.bound).all()
@@ -300,10 +507,17 @@ def test_scales_of_states_differ_by_tensor_and_expert_and_are_no_powers_of_two()
 def test_implementations_without_recipes_are_asked_for_none(function):
     for lacking in ("recipe", "state", "noise"):
         space = Space(without={function: frozenset({lacking})})
-        cases = [*recipe_cases(function, space), *drawn(strategy(function, space), 0, 60), *shape_cases(function, space), *far_cases(function, space)]
+        cases = [
+            *recipe_cases(function, space),
+            *drawn(strategy(function, space), 0, 60),
+            *shape_cases(function, space),
+            *far_cases(function, space),
+        ]
         low = {case.scaling for case in cases} - {""}
         assert low == {"recipe": set(), "state": set(RECIPES) - {"delayed"}, "noise": set(RECIPES)}[lacking]
-        assert ("nvfp4", 0, "") not in {(case.scaling, case.variant, case.override) for case in cases} or lacking != "noise"
+        assert ("nvfp4", 0, "") not in {
+            (case.scaling, case.variant, case.override) for case in cases
+        } or lacking != "noise"
 
 
 RECIPE_NAMES = {(scaling, variant) for scaling in RECIPES for variant in range(VARIANTS)}
@@ -314,7 +528,9 @@ def test_the_gate_has_every_recipe_with_every_kind_of_values_and_of_segments(fun
     cases = recipe_cases(function, GPU)
     pairs = {(case.scaling, case.values) for case in cases}
     assert pairs == {(scaling, values) for scaling in RECIPES for values in (*VALUES, *LOW_VALUES)}
-    assert {(case.scaling, counts_of(case)[0] == 0) for case in cases} == {(scaling, first) for scaling in RECIPES for first in (True, False)}
+    assert {(case.scaling, counts_of(case)[0] == 0) for case in cases} == {
+        (scaling, first) for scaling in RECIPES for first in (True, False)
+    }
     assert len([case for case in cases if case.layout.startswith("wide")]) == 2 * len(FACTORS[function])
 
 

@@ -26,7 +26,9 @@ EVERY, DRAWS = 6, 10  # one of so many cases of a covering array; drawn cases
 def test_an_honest_router_is_accepted(router, function):
     cases = [*covering_cases(function, Space()).cases[::EVERY], *drawn(strategy(function, Space()), 11, DRAWS)]
     outcomes = {case.text: evaluate(case, load(router)) for case in cases}
-    assert {text: x.finding or x.reason for text, x in outcomes.items() if x.status not in ("PASS", "UNINFORMATIVE")} == {}
+    assert {
+        text: x.finding or x.reason for text, x in outcomes.items() if x.status not in ("PASS", "UNINFORMATIVE")
+    } == {}
     assert sum(x.status == "PASS" for x in outcomes.values()) > len(cases) / 2
 
 
@@ -63,7 +65,11 @@ class Loose(How):
 
 WRONG = [
     (replace(CASE, score="sqrtsoftplus", spread="ties"), How(softplus=softplus_with_a_kink), "d_logits"),
-    (replace(CASE, score="sqrtsoftplus", spread="negative"), How(softplus=lambda x: torch.log(1 + torch.exp(x))), "probs"),
+    (
+        replace(CASE, score="sqrtsoftplus", spread="negative"),
+        How(softplus=lambda x: torch.log(1 + torch.exp(x))),
+        "probs",
+    ),
     (CASE, How(exp=exp_of_half_the_digits), "probs"),
     (SIGMOID, How(sigmoid=lambda x: torch.sigmoid(x.bfloat16()).to(x.dtype)), "probs"),
     (SIGMOID, How(total=sum_without_the_last), "probs"),

@@ -24,8 +24,14 @@ def test_it_is_accepted(implementation):
         cases = []
         for function in offered:
             own = cases_of(Section("drawn", function), PROFILES["smoke"], space, 7, [])
-            cases += [case for case in own if not ranks_of(CONTRACTS[function], case)][:EACH] + recipe_cases(function, space)[:1]
+            cases += [case for case in own if not ranks_of(CONTRACTS[function], case)][:EACH] + recipe_cases(
+                function, space
+            )[:1]
         statuses = {case.text: outcome for case, outcome in pool.run(cases)}
     assert offered
-    assert {text: (o.finding, o.reason) for text, o in statuses.items() if o.status not in ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")} == {}
+    assert {
+        text: (o.finding, o.reason)
+        for text, o in statuses.items()
+        if o.status not in ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")
+    } == {}
     assert any(outcome.status == "PASS" for outcome in statuses.values())

@@ -33,9 +33,24 @@ def listed(routing_map=MAP, probs=PROBS, topk=2):
     return moe_ref.multihot_to_indices(routing_map, probs, topk=topk)
 
 
-LOGITS, SCORES, COUNTS, ROUTED = torch.zeros(4, 6), torch.zeros(4, 6), torch.ones(6), torch.zeros(4, 6, dtype=torch.bool)
-WEIGHT, SQUARE, IDS, TABLE = torch.zeros(6, 2), torch.zeros(6, 6), torch.zeros(4, dtype=torch.int64), torch.tensor([[0, 2]])
-CONFIG = {"num_moe_experts": 6, "moe_ffn_hidden_size": 1, "moe_router_load_balancing_type": "none", "moe_router_score_function": "sigmoid"}
+LOGITS, SCORES, COUNTS, ROUTED = (
+    torch.zeros(4, 6),
+    torch.zeros(4, 6),
+    torch.ones(6),
+    torch.zeros(4, 6, dtype=torch.bool),
+)
+WEIGHT, SQUARE, IDS, TABLE = (
+    torch.zeros(6, 2),
+    torch.zeros(6, 6),
+    torch.zeros(4, dtype=torch.int64),
+    torch.tensor([[0, 2]]),
+)
+CONFIG = {
+    "num_moe_experts": 6,
+    "moe_ffn_hidden_size": 1,
+    "moe_router_load_balancing_type": "none",
+    "moe_router_score_function": "sigmoid",
+}
 STATE = moe_ref.new_state(MoEConfig(**CONFIG))
 
 
@@ -52,7 +67,9 @@ def scored(logits=LOGITS, topk=2, **settings):
 
 
 def balanced(scores=SCORES, tokens_per_expert=COUNTS, total_num_tokens=4, topk=2, num_experts=6, coeff=1.0):
-    return moe_ref.load_balancing_loss(scores, tokens_per_expert, total_num_tokens=total_num_tokens, topk=topk, num_experts=num_experts, coeff=coeff)
+    return moe_ref.load_balancing_loss(
+        scores, tokens_per_expert, total_num_tokens=total_num_tokens, topk=topk, num_experts=num_experts, coeff=coeff
+    )
 
 
 def z_loss(logits=LOGITS, coeff=1.0, **settings):
@@ -84,7 +101,9 @@ def route(logits=LOGITS, config=CONFIG, **settings):
 
 
 def loaded(**changed):
-    return moe_ref.state_from({name: x for name, x in (moe_ref.state_tensors(STATE) | changed).items() if x is not None})
+    return moe_ref.state_from(
+        {name: x for name, x in (moe_ref.state_tensors(STATE) | changed).items() if x is not None}
+    )
 
 
 SIGMOID = {"score_function": "sigmoid"}
@@ -133,7 +152,10 @@ ILLEGAL = [
     *((balanced, {"coeff": value}, f"coeff is {value}") for value in (-1.0, *PLAIN_NUMBERS)),
     *((z_loss, {"coeff": value}, f"coeff is {value}") for value in (-1.0, *PLAIN_NUMBERS)),
     (z_loss, {"padding_mask": ROUTED[:3, 0]}, "padding_mask is of shape (3,)"),
-    *((lambda scale: moe_ref.attach_loss(LOGITS, COUNTS[0], scale=scale), {"scale": value}, f"scale is {value}") for value in PLAIN_NUMBERS),
+    *(
+        (lambda scale: moe_ref.attach_loss(LOGITS, COUNTS[0], scale=scale), {"scale": value}, f"scale is {value}")
+        for value in PLAIN_NUMBERS
+    ),
     (updated, {"expert_bias": COUNTS.bfloat16()}, "expert_bias is of dtype torch.bfloat16"),
     (updated, {"expert_bias": COUNTS[None]}, "expert_bias is of shape (1, 6)"),
     (updated, {"tokens_per_expert": COUNTS[1:]}, "tokens_per_expert is of shape (5,)"),
@@ -148,12 +170,18 @@ ILLEGAL = [
     (gate, {"weight": torch.zeros(6)}, "weight is of shape (6,)"),
     (gate, {"bias": COUNTS[1:]}, "bias is of shape (5,)"),
     (gate, {"router_dtype": "fp8"}, "router_dtype is 'fp8'"),
-    *((lambda eps: moe_ref.jitter(TOKENS, eps=eps), {"eps": value}, f"eps is {value}") for value in (-0.5, 1.0, *PLAIN_NUMBERS)),
+    *(
+        (lambda eps: moe_ref.jitter(TOKENS, eps=eps), {"eps": value}, f"eps is {value}")
+        for value in (-0.5, 1.0, *PLAIN_NUMBERS)
+    ),
     (lambda topk: moe_ref.sinkhorn_routing(LOGITS, topk=topk), {"topk": 7}, "topk is 7"),
     (quantile, {"beta": COUNTS[1:]}, "beta is of shape (5,)"),
     (quantile, {"topk": 6}, "topk is 6"),
     (quantile, {"logits": LOGITS}, "logits is of shape (4, 6)"),
-    *((lambda ema: moe_ref.update_quantile_bias(COUNTS, COUNTS, count=1, ema=ema), {"ema": value}, f"ema is {value}") for value in (-0.5, 1.5, *PLAIN_NUMBERS)),
+    *(
+        (lambda ema: moe_ref.update_quantile_bias(COUNTS, COUNTS, count=1, ema=ema), {"ema": value}, f"ema is {value}")
+        for value in (-0.5, 1.5, *PLAIN_NUMBERS)
+    ),
     (hashed, {"table": INDICES[0]}, "table is of shape (2,)"),
     (hashed, {"table": INDICES.float()}, "table is of shape (3, 2), torch.float32"),
     (hashed, {"ids": torch.zeros(3, dtype=torch.int64)}, "token_ids is of shape (3,)"),
@@ -168,17 +196,32 @@ ILLEGAL = [
     (route, {"replay": "backward"}, "replay is backward with an empty queue"),
     (route, {"replay": "record", "config": {"moe_router_load_balancing_type": "sinkhorn"}}, "replay is 'record'"),
     (route, {"padding_mask": ROUTED[:3, 0]}, "padding_mask is of shape (3,)"),
-    *((loaded, {name: torch.zeros(6).bfloat16()}, f"{name} is of dtype torch.bfloat16") for name in ("expert_bias", "beta", "quantile_sum")),
+    *(
+        (loaded, {name: torch.zeros(6).bfloat16()}, f"{name} is of dtype torch.bfloat16")
+        for name in ("expert_bias", "beta", "quantile_sum")
+    ),
     (loaded, {"expert_bias": None}, "tensors is without expert_bias"),
-    (lambda x, batch_size: router.unpack_sequences(x, batch_size), {"x": TOKENS, "batch_size": 2}, "x is of shape (4, 2)"),
-    (lambda x, batch_size: router.unpack_sequences(x, batch_size), {"x": TOKENS[:, :1], "batch_size": 3}, "batch_size is 3"),
+    (
+        lambda x, batch_size: router.unpack_sequences(x, batch_size),
+        {"x": TOKENS, "batch_size": 2},
+        "x is of shape (4, 2)",
+    ),
+    (
+        lambda x, batch_size: router.unpack_sequences(x, batch_size),
+        {"x": TOKENS[:, :1], "batch_size": 3},
+        "batch_size is 3",
+    ),
     (lambda noise: router.force_balance(LOGITS, noise), {"noise": LOGITS[1:]}, "noise is of shape (3, 6)"),
     (permute, {"tokens": torch.zeros(4)}, "tokens is of shape (4,)"),
     (permute, {"tokens": torch.zeros(5, 2)}, "routing_map is of shape (4, 4)"),
     (permute, {"routing_map": MAP[0]}, "routing_map is of shape (4,)"),
     (permute, {"routing_map": MAP.float()}, "routing_map is of dtype torch.float32"),
     (permute, {"routing_map": MAP[:, :0]}, "routing_map is of shape (4, 0)"),
-    (permute, {"routing_map": torch.zeros(4, MAX_EXPERTS + 1, dtype=torch.bool)}, f"routing_map is of shape (4, {MAX_EXPERTS + 1})"),
+    (
+        permute,
+        {"routing_map": torch.zeros(4, MAX_EXPERTS + 1, dtype=torch.bool)},
+        f"routing_map is of shape (4, {MAX_EXPERTS + 1})",
+    ),
     (permute, {"routing_map": MAP.to("meta")}, "routing_map is on meta"),
     (permute, {"probs": PROBS[:3]}, "probs is of shape (3, 4)"),
     (permute, {"probs": PROBS.long()}, "probs is of dtype torch.int64"),
@@ -205,8 +248,15 @@ ILLEGAL = [
     (sort_chunks, {"order": torch.tensor([0, 0, 1])}, "order is [0, 0, 1]"),
     (sort_chunks, {"order": torch.tensor([1, 2, 3])}, "order is [1, 2, 3]"),
     (sort_chunks, {"probs": torch.zeros(5)}, "probs is of shape (5,)"),
-    *((lambda align: moe_ref.pad_routing_map(MAP, align=align), {"align": value}, f"align is {value}") for value in (0, -1, None, 2.0)),
-    (lambda routing_map: moe_ref.pad_routing_map(routing_map, align=2), {"routing_map": MAP[0]}, "routing_map is of shape (4,)"),
+    *(
+        (lambda align: moe_ref.pad_routing_map(MAP, align=align), {"align": value}, f"align is {value}")
+        for value in (0, -1, None, 2.0)
+    ),
+    (
+        lambda routing_map: moe_ref.pad_routing_map(routing_map, align=2),
+        {"routing_map": MAP[0]},
+        "routing_map is of shape (4,)",
+    ),
     (multihot, {"indices": INDICES[0]}, "indices is of shape (2,)"),
     (multihot, {"indices": INDICES.float()}, "indices is of dtype torch.float32"),
     (multihot, {"indices": INDICES - 1}, "indices is [-2]"),
@@ -231,6 +281,13 @@ def test_the_calls_that_are_varied_above_are_legal():
 
 
 def test_the_router_calls_that_are_varied_above_are_legal():
-    assert chosen() and chosen(**IN_GROUPS) and chosen(**SIGMOID, expert_bias=COUNTS) and chosen(precomputed_indices=INDEX) and dropped() and scored()
+    assert (
+        chosen()
+        and chosen(**IN_GROUPS)
+        and chosen(**SIGMOID, expert_bias=COUNTS)
+        and chosen(precomputed_indices=INDEX)
+        and dropped()
+        and scored()
+    )
     assert all(isinstance(x, torch.Tensor) for x in (balanced(), z_loss(), updated(), gate()))
     assert capacity() and quantile() and hashed() and route() and loaded()

@@ -25,7 +25,13 @@ poison.install()
 INTERPRETED = pytest.mark.skipif(not moe_fast.backend.INTERPRETED, reason="the tensors of these tests are on the CPU")
 NAMESPACES = [pytest.param(moe_ref, id="moe_ref"), pytest.param(moe_fast, id="moe_fast", marks=INTERPRETED)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-SETTINGS = ({}, {"clamp": 2.0}, {"interleave": 3, "offset": 1.0}, {"alpha": 1.702, "clamp": 7.0, "interleave": 1}, {"round_before_probs": True})
+SETTINGS = (
+    {},
+    {"clamp": 2.0},
+    {"interleave": 3, "offset": 1.0},
+    {"alpha": 1.702, "clamp": 7.0, "interleave": 1},
+    {"round_before_probs": True},
+)
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -56,8 +62,12 @@ def test_the_reference_is_what_megatron_core_does():
     fused = pytest.importorskip("megatron.core.fusions.fused_bias_swiglu")
     package = SimpleNamespace(glu=lambda h, *, probs: fused.weighted_bias_swiglu_impl(h, None, probs[:, None], True))
     h, probs, d_out = numbers(9, 24), numbers(9, seed=1), numbers(9, 12, seed=2)
-    for got, right in zip(results(package, h, probs, d_out), results(moe_ref, h, probs, d_out, fp8_input_store=True), strict=True):
-        assert torch.allclose(got, right, rtol=1e-5, atol=1e-5)  # why: another order of float32's operations; a gradient at h itself is off by two hundredths
+    for got, right in zip(
+        results(package, h, probs, d_out), results(moe_ref, h, probs, d_out, fp8_input_store=True), strict=True
+    ):
+        assert torch.allclose(
+            got, right, rtol=1e-5, atol=1e-5
+        )  # why: another order of float32's operations; a gradient at h itself is off by two hundredths
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
@@ -65,7 +75,9 @@ def test_what_is_beyond_the_largest_number_is_stored_as_that(namespace):
     h = torch.tensor([[464.0, 1000.0, -465.0, 2.0]])
     kept = torch.tensor([[448.0, 448.0, -448.0, 2.0]])
     one = torch.ones(1, 2)
-    assert torch.equal(results(namespace, h, None, one, fp8_input_store=True)[1], results(namespace, kept, None, one)[1])
+    assert torch.equal(
+        results(namespace, h, None, one, fp8_input_store=True)[1], results(namespace, kept, None, one)[1]
+    )
 
 
 def bytes_saved(call) -> dict[tuple[int, ...], int]:
@@ -90,8 +102,16 @@ def test_a_byte_for_each_number_is_saved(namespace):
 
 @INTERPRETED
 def test_an_expert_saves_its_hidden_numbers_as_bytes_and_nothing_else_more():
-    rows, counts, fc1, fc2 = numbers(9, 5), torch.tensor([4, 5]), numbers(2, 12, 5, seed=1).requires_grad_(), numbers(2, 5, 6, seed=2)
-    plain, kept = (bytes_saved(lambda stored=stored: moe_fast.grouped_mlp(rows, counts, fc1, fc2, fp8_input_store=stored)) for stored in (False, True))
+    rows, counts, fc1, fc2 = (
+        numbers(9, 5),
+        torch.tensor([4, 5]),
+        numbers(2, 12, 5, seed=1).requires_grad_(),
+        numbers(2, 5, 6, seed=2),
+    )
+    plain, kept = (
+        bytes_saved(lambda stored=stored: moe_fast.grouped_mlp(rows, counts, fc1, fc2, fp8_input_store=stored))
+        for stored in (False, True)
+    )
     assert plain.pop((9, 12)) == 4 * 9 * 12 and kept.pop((9, 12)) == 9 * 12
     assert plain == kept
 
@@ -174,15 +194,31 @@ def output_of_the_codes() -> SimpleNamespace:
     """What is stored is read in the forward, too."""
     right = kept_by(lambda h: h)
     return SimpleNamespace(
-        **{name: lambda h, *rest, f=f, **how: f(h + (coded(h.detach(), E4M3) - h.detach()), *rest, **how) for name, f in vars(right).items()}
+        **{
+            name: lambda h, *rest, f=f, **how: f(h + (coded(h.detach(), E4M3) - h.detach()), *rest, **how)
+            for name, f in vars(right).items()
+        }
     )
 
 
 GLU = ActivationCase(function="glu", tokens=9, width=8, probs="float32", stored=True, grads="h+probs")
-MLP = MlpCase(function="grouped_mlp", tokens=12, experts=3, counts=(5, 0, 7), hidden=6, width=5, probs="float32", stored=True, grads="rows+probs+fc1_weight")
+MLP = MlpCase(
+    function="grouped_mlp",
+    tokens=12,
+    experts=3,
+    counts=(5, 0, 7),
+    hidden=6,
+    width=5,
+    probs="float32",
+    stored=True,
+    grads="rows+probs+fc1_weight",
+)
 SHARED = SharedCase(function="shared_experts", tokens=9, hidden=6, width=5, stored=True, grads="x+fc1_weight")
 CASES = [GLU, *(replace(GLU, dtype=dtype) for dtype in ("bfloat16", "float16", "float64")), MLP, SHARED]
-CASES += [replace(GLU, **how) for how in ({"values": "saturated"}, {"values": "rows"}, {"values": "special"}, {"early": True, "clamp": 6})]
+CASES += [
+    replace(GLU, **how)
+    for how in ({"values": "saturated"}, {"values": "rows"}, {"values": "special"}, {"early": True, "clamp": 6})
+]
 HONEST = {"reference": moe_ref, "saturated": kept_by(lambda h: coded(h, E4M3)), "NaN beyond": kept_by(nan_beyond)}
 WRONG = {
     "not stored": kept_by(lambda h: h),
@@ -223,11 +259,23 @@ def test_a_gradient_lost_beside_a_number_beyond_the_range_is_found():
 
 
 def test_numbers_known_in_part_are_kept_as_any_that_lie_between():
-    h = Running(torch.tensor([1.0, 1.06, 1.06, 463.0, 0.0]).double(), torch.tensor([0.0, 0.001, 0.01, 2.0, 0.0]).double(), torch.float32)
+    h = Running(
+        torch.tensor([1.0, 1.06, 1.06, 463.0, 0.0]).double(),
+        torch.tensor([0.0, 0.001, 0.01, 2.0, 0.0]).double(),
+        torch.float32,
+    )
     kept = kept_in_e4m3(h)
     assert kept.value.tolist() == [1, 1, 1, 448, 0]  # 1.0625 lies in the middle of 1 and 1.125
     assert kept.error.tolist() == [0, 0, 0.125, torch.inf, 0]
 
 
 def test_ties_are_stored_as_the_even_code():
-    assert in_e4m3(torch.tensor([1.0625, 1.1875, 17.0, 464.0, -1.0625, 2.0**-10, 3 * 2.0**-10])).tolist() == [1, 1.25, 16, 448, -1, 0, 2.0**-8]
+    assert in_e4m3(torch.tensor([1.0625, 1.1875, 17.0, 464.0, -1.0625, 2.0**-10, 3 * 2.0**-10])).tolist() == [
+        1,
+        1.25,
+        16,
+        448,
+        -1,
+        0,
+        2.0**-8,
+    ]

@@ -34,5 +34,12 @@ print("equal")
 
 def test_results_have_the_same_bits():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, env=environment, cwd=Path(__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        cwd=Path(__file__).parent.parent,
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "equal"), done.stderr

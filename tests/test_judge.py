@@ -28,7 +28,15 @@ def payload_of_nan(bits: int) -> Tensor:
 
 
 def test_the_same_bits_are_right():
-    for x in (FLOATS, FLOATS.bfloat16(), FLOATS.to(torch.float8_e5m2), FLOATS > 0, torch.arange(4), torch.tensor(True), torch.zeros(0, 3)):
+    for x in (
+        FLOATS,
+        FLOATS.bfloat16(),
+        FLOATS.to(torch.float8_e5m2),
+        FLOATS > 0,
+        torch.arange(4),
+        torch.tensor(True),
+        torch.zeros(0, 3),
+    ):
         assert check_of(Exact(x), x.clone()) == "right"
 
 
@@ -37,7 +45,9 @@ def test_memory_layout_and_autograd_do_not_matter():
     assert check_of(Exact(FLOATS), FLOATS.clone().requires_grad_()) == "right"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8, torch.int64]
+)
 def test_one_bit_is_wrong_and_is_found(dtype):
     x = torch.arange(12).reshape(3, 4).to(dtype)
     wrong = x.clone()
@@ -81,7 +91,13 @@ def test_integers_are_equal_by_value_whatever_their_width():
 @pytest.mark.parametrize("shape", [(2, 4), (3, 3), (6,), (2, 3, 1), ()])
 def test_another_shape_is_wrong(shape):
     assert check_of(Exact(FLOATS), torch.zeros(shape)) == "shape"
-    assert check_of(sum_bound(torch.ones(2, 3).double(), torch.ones(2, 3).double(), 2, torch.float32, torch.float32), torch.zeros(shape)) == "shape"
+    assert (
+        check_of(
+            sum_bound(torch.ones(2, 3).double(), torch.ones(2, 3).double(), 2, torch.float32, torch.float32),
+            torch.zeros(shape),
+        )
+        == "shape"
+    )
 
 
 @pytest.mark.parametrize("observed", [None, 3.0, [1.0], "rows"])
@@ -110,7 +126,9 @@ def test_the_message_names_the_first_wrong_element_and_counts_them():
 def terms_of(seed: int) -> Tensor:
     """[n, rows, 4] terms over many magnitudes, half of them nearly cancelling the other half."""
     source = torch.Generator().manual_seed(seed)
-    x = torch.randn(TERMS, ROWS, 4, generator=source) * torch.exp2(torch.randint(-9, 9, (TERMS, ROWS, 4), generator=source).float())
+    x = torch.randn(TERMS, ROWS, 4, generator=source) * torch.exp2(
+        torch.randint(-9, 9, (TERMS, ROWS, 4), generator=source).float()
+    )
     x[1::2] = -x[::2] * (1 + 0.001 * torch.randn(x[1::2].shape, generator=source))
     return x
 
@@ -218,7 +236,12 @@ def test_where_nothing_is_added_the_result_must_be_zero():
 def test_more_terms_and_lower_accumulators_widen_the_bound():
     one = torch.ones(1).double()
     accumulators, counts = (torch.float64, torch.float32, torch.float16, torch.bfloat16), (1, 2, 8, 255, 256, 300, 5000)
-    bounds = torch.tensor([[sum_bound(one, one, n, torch.float32, accumulator).bound.item() for n in counts] for accumulator in accumulators])
+    bounds = torch.tensor(
+        [
+            [sum_bound(one, one, n, torch.float32, accumulator).bound.item() for n in counts]
+            for accumulator in accumulators
+        ]
+    )
     assert (bounds.diff(dim=0) > 0).all()
     assert (bounds.diff(dim=1) >= 0).all()
 
@@ -226,7 +249,12 @@ def test_more_terms_and_lower_accumulators_widen_the_bound():
 # ---- controls
 
 INDEX = torch.arange(1.0, 21.0).reshape(5, 4)
-EXPECTATIONS = [Exact(INDEX), Exact(INDEX.to(torch.int64), "integers"), Exact(INDEX.to(torch.float8_e4m3fn)), bound_of(terms_of(1), torch.bfloat16)]
+EXPECTATIONS = [
+    Exact(INDEX),
+    Exact(INDEX.to(torch.int64), "integers"),
+    Exact(INDEX.to(torch.float8_e4m3fn)),
+    bound_of(terms_of(1), torch.bfloat16),
+]
 
 
 @pytest.mark.parametrize("expected", EXPECTATIONS, ids=lambda x: f"{type(x).__name__}-{x.value.dtype}")
@@ -247,11 +275,17 @@ def blind_to_single_rows(output, expected, observed):
 
 
 def blind_to_places(output, expected, observed):
-    return None if torch.equal(observed.flatten().sort().values, expected.value.flatten().sort().values) else judge(output, expected, observed)
+    return (
+        None
+        if torch.equal(observed.flatten().sort().values, expected.value.flatten().sort().values)
+        else judge(output, expected, observed)
+    )
 
 
 def blind_within_a_tenth(output, expected, observed):
-    return None if torch.allclose(observed, expected.value, rtol=0.1) else judge(output, expected, observed)  # why: its fault is to be so generous
+    return (
+        None if torch.allclose(observed, expected.value, rtol=0.1) else judge(output, expected, observed)
+    )  # why: its fault is to be so generous
 
 
 @pytest.mark.parametrize(
@@ -279,7 +313,9 @@ def test_each_corruption_that_shows_is_counted():
 
 
 @pytest.mark.parametrize(
-    "x", [torch.zeros(0, 4), torch.zeros(5, 0), torch.zeros(5, 4), torch.zeros(5, 4).bool(), torch.tensor(False)], ids=lambda x: str(list(x.shape))
+    "x",
+    [torch.zeros(0, 4), torch.zeros(5, 0), torch.zeros(5, 4), torch.zeros(5, 4).bool(), torch.tensor(False)],
+    ids=lambda x: str(list(x.shape)),
 )
 def test_no_corruption_of_nothing_shows(x):
     assert controls.check("rows", Exact(x)) == 0

@@ -13,7 +13,18 @@ from benchmarks import calibrate
 from conformance.judge import Bounded, Codes, RowWise, controls, judge, rowwise
 from conformance.judge.bound import sum_bound
 from conformance.judge.codes import RECIPROCAL, code_values
-from conformance.judge.rowwise import CALIBRATION, FLOAT32, HOPPER_FP8, Accumulator, Limits, calibrated, contracted, contraction_bound, row_wise, stored
+from conformance.judge.rowwise import (
+    CALIBRATION,
+    FLOAT32,
+    HOPPER_FP8,
+    Accumulator,
+    Limits,
+    calibrated,
+    contracted,
+    contraction_bound,
+    row_wise,
+    stored,
+)
 from conformance.judge.running import Running
 from conformance.judge.statistics import Stochastic, binomial_quantile, bonferroni, chi_square_range, improbable
 from tests.tolerance_experiment import INSTRUCTION, ORDERS, contraction, fourteen_bits, rounded, truncated
@@ -30,7 +41,9 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def operands(seed: int, rows: int = ROWS, terms: int = TERMS, columns: int = COLUMNS, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+def operands(
+    seed: int, rows: int = ROWS, terms: int = TERMS, columns: int = COLUMNS, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor]:
     source = np.random.default_rng(seed)
     a, b = source.standard_normal((rows, terms)), source.standard_normal((columns, terms)) / terms**0.5
     return torch.from_numpy(a).to(dtype), torch.from_numpy(b).to(dtype)
@@ -62,7 +75,9 @@ def rule_of(expected: RowWise, observed: Tensor) -> str | None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("shape", [(128, 256, 64), (64, 96, 256), (2048, 64, 4), (16384, 48, 1), (33, 1000, 161)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(128, 256, 64), (64, 96, 256), (2048, 64, 4), (16384, 48, 1), (33, 1000, 161)], ids=str
+)
 def test_every_honest_order_is_accepted(dtype, shape):
     for seed in range(4):
         a, b = operands(seed, *shape, dtype=dtype)
@@ -94,7 +109,9 @@ def test_short_rows_are_judged_together(columns):
 def test_one_row_in_a_lower_precision_is_rejected_by_its_row(expected):
     a, b = operands(0)
     wrong = product(a, b)
-    wrong[17] = contraction(a[17:18].float(), b.float(), "blocks of 16", keep=lambda x: rounded(x) * (1 + 2.0**-8))[0].bfloat16()
+    wrong[17] = contraction(a[17:18].float(), b.float(), "blocks of 16", keep=lambda x: rounded(x) * (1 + 2.0**-8))[
+        0
+    ].bfloat16()
     finding = judge("rows", expected, wrong)
     assert (finding.check, finding.index[0]) == ("ratio", 17)
     assert finding.message.startswith("row 17; 1 of 128 rows: error ")
@@ -117,7 +134,9 @@ def test_a_little_noise_everywhere_is_rejected_by_the_rms_alone(expected):
     noise = torch.from_numpy(np.random.default_rng(1).standard_normal(expected.value.shape))
     wrong = (expected.value * (1 + 2.0**-9 * noise)).bfloat16()
     assert rule_of(expected, wrong) == "rms"
-    only = {measure.rule: measure.ratio / getattr(expected.limits, measure.rule) for measure in expected.measures(wrong)}
+    only = {
+        measure.rule: measure.ratio / getattr(expected.limits, measure.rule) for measure in expected.measures(wrong)
+    }
     assert only["row"] < 1
     assert only["bias"] < 1
 
@@ -126,7 +145,9 @@ def test_a_little_noise_everywhere_is_rejected_by_the_rms_alone(expected):
 def test_another_rounding_mode_is_rejected_by_its_bias(expected, mistake, direction):
     exact = expected.value.float()
     cut = truncated(exact)
-    above = torch.where(exact > cut, cut.bfloat16().view(torch.int16) + 1, cut.bfloat16().view(torch.int16)).view(torch.bfloat16)
+    above = torch.where(exact > cut, cut.bfloat16().view(torch.int16) + 1, cut.bfloat16().view(torch.int16)).view(
+        torch.bfloat16
+    )
     wrong = cut.bfloat16() if mistake == "truncate" else torch.where(exact > 0, above, cut.bfloat16())
     finding = judge("rows", expected, wrong)
     assert finding.check == "ratio"
@@ -141,7 +162,10 @@ def test_a_bias_of_one_group_does_not_hide_among_the_others():
     whole, by_group = expected_of(a, b), expected_of(a, b, groups=groups)
     exact = whole.value.float()
     wrong = torch.where((groups == 5)[:, None], truncated(exact).bfloat16(), exact.bfloat16())
-    biased = {name: next(m for m in e.measures(wrong) if m.rule == "bias") for name, e in (("whole", whole), ("group", by_group))}
+    biased = {
+        name: next(m for m in e.measures(wrong) if m.rule == "bias")
+        for name, e in (("whole", whole), ("group", by_group))
+    }
     assert biased["group"].ratio > 2 * biased["whole"].ratio
     assert biased["group"].place.startswith("group 5: a mean error of -")
     assert biased["group"].index[0] == 320
@@ -149,7 +173,10 @@ def test_a_bias_of_one_group_does_not_hide_among_the_others():
 
 def test_a_matrix_of_weight_gradients_is_judged_by_expert_and_row():
     a, b = operands(0, rows=96, columns=64)
-    value, magnitude = (a.double() @ b.double().T).reshape(3, 32, 64), (a.double().abs() @ b.double().abs().T).reshape(3, 32, 64)
+    value, magnitude = (
+        (a.double() @ b.double().T).reshape(3, 32, 64),
+        (a.double().abs() @ b.double().abs().T).reshape(3, 32, 64),
+    )
     bounded = sum_bound(value, 50 * magnitude, TERMS, torch.bfloat16, torch.float32)  # loose on purpose
     groups = torch.arange(3)[:, None].expand(3, 32)
     expected = row_wise(bounded, product(a, b).reshape(3, 32, 64), magnitude, TERMS, groups=groups)
@@ -230,7 +257,9 @@ def test_the_controls_see_through_a_contraction():
 def test_the_bound_of_a_promoted_accumulator_lies_between_those_of_its_parts():
     wide, low = Accumulator(), Accumulator(unit=2.0**-13)
     for terms in (1, 100, 128, 129, 7168):
-        assert wide.worst(terms) < HOPPER_FP8.worst(terms) <= low.worst(terms) + 1e-4  # why: what promotion itself rounds
+        assert (
+            wide.worst(terms) < HOPPER_FP8.worst(terms) <= low.worst(terms) + 1e-4
+        )  # why: what promotion itself rounds
         assert wide.typical(terms) < HOPPER_FP8.typical(terms)
     assert HOPPER_FP8.worst(128) < HOPPER_FP8.worst(7168) < HOPPER_FP8.worst(128) * 1.01
     assert FLOAT32.worst(0) == 0
@@ -249,13 +278,18 @@ def test_products_that_one_outweighs_may_be_cut_off_where_that_is_declared(decla
     assert expected.applies
     assert (judge("rows", expected, got) is None) == accepted
     if accepted:
-        assert max(measure.ratio for measure in expected.measures(got)) > 0.5  # the noise that is forgiven is not far above what is seen
+        assert (
+            max(measure.ratio for measure in expected.measures(got)) > 0.5
+        )  # the noise that is forgiven is not far above what is seen
 
 
 def test_the_bound_of_a_contraction_is_that_of_a_sum():
     a, b = operands(0)
     value, magnitude = a.double() @ b.double().T, a.double().abs() @ b.double().abs().T
-    one, other = contraction_bound(value, magnitude, TERMS, torch.bfloat16), sum_bound(value, magnitude, TERMS, torch.bfloat16, torch.float32)
+    one, other = (
+        contraction_bound(value, magnitude, TERMS, torch.bfloat16),
+        sum_bound(value, magnitude, TERMS, torch.bfloat16, torch.float32),
+    )
     assert torch.equal(one.bound, other.bound)
 
 
@@ -268,7 +302,12 @@ def test_two_contractions_with_a_rounding_between_stay_within_their_bound():
         for order in ORDERS:
             y = product(product(a, b, order), c, order)
             assert judge("y", bounded, y) is None
-        low = product(contraction(a.float(), b.float(), "blocks of 16", keep=lambda x: x.to(torch.float8_e5m2).float()).bfloat16(), c)
+        low = product(
+            contraction(
+                a.float(), b.float(), "blocks of 16", keep=lambda x: x.to(torch.float8_e5m2).float()
+            ).bfloat16(),
+            c,
+        )
         assert judge("y", bounded, low) is not None
 
 
@@ -285,7 +324,12 @@ def sound(record: dict) -> bool:
     by_rule = {"alpha": calibrate.ALPHA, "cases": calibrate.CASES, "least": calibrate.LEAST}
     same_rules = all(record[name] == value for name, value in by_rule.items())
     same_judge = all(calibration["judged_with"] == calibrate.judged_with() for calibration in record["calibrations"])
-    return same_rules and same_judge and record["limits"] == calibrate.limits_of(record) and record["digest"] == calibrate.digest(record)
+    return (
+        same_rules
+        and same_judge
+        and record["limits"] == calibrate.limits_of(record)
+        and record["digest"] == calibrate.digest(record)
+    )
 
 
 def test_the_limits_follow_from_the_calibration(record):
@@ -308,7 +352,10 @@ def test_an_edited_measurement_is_noticed(record):
     assert not sound(record)
 
 
-@pytest.mark.parametrize(("name", "value"), [("least", {"row": 2.0, "element": 2.5, "rms": 1.5, "bias": 1.0}), ("alpha", 1e-9), ("cases", 10**9)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("least", {"row": 2.0, "element": 2.5, "rms": 1.5, "bias": 1.0}), ("alpha", 1e-9), ("cases", 10**9)],
+)
 def test_a_rule_that_was_changed_in_the_record_alone_is_noticed(record, name, value):
     record[name] = value
     record["limits"] = calibrate.limits_of(record)
@@ -365,7 +412,9 @@ def test_products_of_eight_bits_that_are_never_promoted_are_beyond_it():
         for start in range(0, 7168, block):
             inside = torch.zeros_like(total)
             for k in range(start, start + block, INSTRUCTION):
-                inside = fourteen_bits(inside, a[:, k : k + INSTRUCTION, None].float() * b[:, k : k + INSTRUCTION].float().T)
+                inside = fourteen_bits(
+                    inside, a[:, k : k + INSTRUCTION, None].float() * b[:, k : k + INSTRUCTION].float().T
+                )
             total = total + inside
         worst[block] = max(ratio / calibrate.LEAST[rule] for rule, ratio in calibrate.ratios(expected, total).items())
     assert worst[128] < 1 < worst[7168]
@@ -401,7 +450,9 @@ def test_wider_maxima_more_cases_and_a_smaller_chance_ask_for_more():
 # ---- codes
 
 E4M3 = code_values(torch.float8_e4m3fn)
-SCALED = torch.tensor([[1.0, 1.0624, 1.06250001, -3.3, 0.0, 447.0]]).double()  # 1.0625 lies between the codes of 1 and 1.125
+SCALED = torch.tensor(
+    [[1.0, 1.0624, 1.06250001, -3.3, 0.0, 447.0]]
+).double()  # 1.0625 lies between the codes of 1 and 1.125
 
 
 def codes_of(scaled: Tensor, window: float = RECIPROCAL) -> Codes:
@@ -442,7 +493,9 @@ def test_more_flips_than_rounding_explains_are_wrong():
     honest = carried.float().to(torch.float8_e4m3fn)
     assert (honest.view(torch.uint8) != expected.value.view(torch.uint8)).sum() > 150
     assert judge("codes", expected, honest) is None
-    other = torch.where(expected.value.float() == 1.0, 0x39, 0x38).to(torch.uint8).view(torch.float8_e4m3fn)  # each one the other way
+    other = (
+        torch.where(expected.value.float() == 1.0, 0x39, 0x38).to(torch.uint8).view(torch.float8_e4m3fn)
+    )  # each one the other way
     assert "more than rounding explains" in judge("codes", expected, other).message
 
 
@@ -465,12 +518,19 @@ def test_a_tie_without_rounding_before_it_goes_to_the_even_code():
     expected = codes_of(torch.tensor([[1.0625, 1.1875]]).double(), window=0.0)
     assert expected.value.float().tolist() == [[1.0, 1.25]]
     assert judge("codes", expected, changed(expected.value, 0, 1)).check == "code"
-    assert judge("codes", codes_of(expected.scaled), changed(expected.value, 0, 1)) is None  # where it may be a reciprocal's doing
+    assert (
+        judge("codes", codes_of(expected.scaled), changed(expected.value, 0, 1)) is None
+    )  # where it may be a reciprocal's doing
 
 
 def test_saturation_nan_and_the_sign_of_zero_have_one_right_code():
     expected = Codes(
-        torch.tensor([[0x7E, 0x7F, 0x00, 0x80]], dtype=torch.uint8).view(torch.float8_e4m3fn), "bits", False, torch.zeros(1, 4).double(), E4M3, 1.0
+        torch.tensor([[0x7E, 0x7F, 0x00, 0x80]], dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "bits",
+        False,
+        torch.zeros(1, 4).double(),
+        E4M3,
+        1.0,
     )
     for column, code in ((0, 0x7F), (1, 0x7E), (2, 0x80), (3, 0x00)):
         wrong = expected.value.clone()
@@ -524,8 +584,14 @@ def test_honest_stochastic_rounding_is_accepted():
         (lambda drawn: np.zeros_like(drawn), "standard errors too high"),  # always up
         (lambda drawn: drawn * 0.97, "standard errors too high"),  # numbers that never reach 1
         (lambda drawn: np.floor(drawn * 4) / 4, "standard errors too high"),  # of two bits
-        (lambda drawn: np.repeat(drawn[:, :1], drawn.shape[1], 1), "the variance over repeats is "),  # one number for all elements
-        (lambda drawn: np.repeat(drawn[:1], len(drawn), 0), "the variance over repeats is "),  # the same numbers every time
+        (
+            lambda drawn: np.repeat(drawn[:, :1], drawn.shape[1], 1),
+            "the variance over repeats is ",
+        ),  # one number for all elements
+        (
+            lambda drawn: np.repeat(drawn[:1], len(drawn), 0),
+            "the variance over repeats is ",
+        ),  # the same numbers every time
     ],
     ids=["nearest", "up", "short", "coarse", "shared", "repeated"],
 )

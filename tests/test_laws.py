@@ -36,7 +36,9 @@ from conformance.registry import CONTRACTS
 poison.install()
 
 # six tokens, three experts: the first token and the first expert have somebody, the last token and the last expert nobody
-PERMUTE = RoutingCase(function="permute", tokens=6, experts=3, hidden=3, routing=(0b011, 0b001, 0b010, 0b011, 0b001, 0), grads="tokens")
+PERMUTE = RoutingCase(
+    function="permute", tokens=6, experts=3, hidden=3, routing=(0b011, 0b001, 0b010, 0b011, 0b001, 0), grads="tokens"
+)
 FORWARD = replace(PERMUTE, grads="")
 ALIGNED = replace(FORWARD, align=4)
 UNPERMUTE = replace(PERMUTE, function="unpermute", grads="rows")
@@ -58,26 +60,47 @@ BIAS = LoadCase(function="update_expert_bias", tokens=9, experts=3, bias=1, seed
 GATE = GateCase(function="gate", tokens=5, hidden=4, experts=3)
 JITTER = GateCase(function="jitter", tokens=12, hidden=12, eps=4)
 ATTACH = GateCase(function="attach_loss", tokens=5, hidden=4)
-ROUTE = RouteCase(function="route", tokens=6, experts=4, topk=2, losses="aux+z", steps="train+finish+train", bias=True, grads="logits")
+ROUTE = RouteCase(
+    function="route", tokens=6, experts=4, topk=2, losses="aux+z", steps="train+finish+train", bias=True, grads="logits"
+)
 GLU = ActivationCase(function="glu", tokens=6, width=4, probs="float32", grads="h+probs", seed=1)
 ACTIVATION = replace(GLU, function="activation")
-LINEAR = GroupedCase(function="grouped_linear", tokens=9, experts=3, counts=(4, 0, 5), hidden=5, width=4, grads="rows+weight", seed=1)
+LINEAR = GroupedCase(
+    function="grouped_linear", tokens=9, experts=3, counts=(4, 0, 5), hidden=5, width=4, grads="rows+weight", seed=1
+)
 FORWARD_LINEAR = replace(LINEAR, grads="")
 DGRAD = replace(LINEAR, function="grouped_dgrad", grads="")
 WGRAD = replace(LINEAR, function="grouped_wgrad", grads="")
-MLP = MlpCase(function="grouped_mlp", tokens=9, experts=3, counts=(4, 0, 5), hidden=5, width=4, probs="float32", weights="zeros", grads="rows", seed=1)
+MLP = MlpCase(
+    function="grouped_mlp",
+    tokens=9,
+    experts=3,
+    counts=(4, 0, 5),
+    hidden=5,
+    width=4,
+    probs="float32",
+    weights="zeros",
+    grads="rows",
+    seed=1,
+)
 FORWARD_MLP = replace(MLP, grads="")
 SHARED = SharedCase(function="shared_experts", tokens=6, hidden=5, width=4, grads="x", seed=1)
 PROJECTION = GroupedCase(function="latent_projection", tokens=6, hidden=5, width=4, grads="x", seed=1)
 QUANTIZE = QuantizeCase(function="quantize", tokens=9, experts=3, counts=(4, 0, 5), hidden=5, seed=1)
 BLOCKS = replace(QUANTIZE, scaling="block")
-ACTIVATED = QuantizedActivationCase(function="glu_and_quantize", tokens=9, experts=3, counts=(4, 0, 5), tail=1, width=4, probs="float32", seed=1)
-ONE_STEP = PermutedQuantizationCase(function="permute_and_quantize", tokens=6, experts=3, hidden=5, routing=FORWARD.routing, align=4, seed=1)
+ACTIVATED = QuantizedActivationCase(
+    function="glu_and_quantize", tokens=9, experts=3, counts=(4, 0, 5), tail=1, width=4, probs="float32", seed=1
+)
+ONE_STEP = PermutedQuantizationCase(
+    function="permute_and_quantize", tokens=6, experts=3, hidden=5, routing=FORWARD.routing, align=4, seed=1
+)
 
 
 def wrapped(function: str, wrapper, **declared) -> SimpleNamespace:
     """The reference, with `wrapper(original, *args, **settings)` in the place of one function."""
-    namespace = SimpleNamespace(**{name: getattr(moe_ref, name) for name in moe_ref.__all__}, declares=lambda name: declared)
+    namespace = SimpleNamespace(
+        **{name: getattr(moe_ref, name) for name in moe_ref.__all__}, declares=lambda name: declared
+    )
     original = getattr(namespace, function)
     setattr(namespace, function, lambda *args, **settings: wrapper(original, *args, **settings))
     return namespace
@@ -197,11 +220,19 @@ class OneUlpInTheGradient(torch.autograd.Function):
 
 
 def rounds_the_gradient_up():
-    return wrapped("permute", lambda original, tokens, routing_map, **settings: original(OneUlpInTheGradient.apply(tokens), routing_map, **settings))
+    return wrapped(
+        "permute",
+        lambda original, tokens, routing_map, **settings: original(
+            OneUlpInTheGradient.apply(tokens), routing_map, **settings
+        ),
+    )
 
 
 def saturates():
-    return wrapped("permute", lambda original, tokens, routing_map, **settings: original(tokens.clamp(-2, 2), routing_map, **settings))
+    return wrapped(
+        "permute",
+        lambda original, tokens, routing_map, **settings: original(tokens.clamp(-2, 2), routing_map, **settings),
+    )
 
 
 def reads_padding_rows():
@@ -301,7 +332,11 @@ def ignores_what_is_replayed():
 def counts_the_padding():
     def z_loss(original, logits, *, padding_mask=None, **settings):
         loss = original(logits, padding_mask=padding_mask, **settings)
-        return loss if padding_mask is None or logits[padding_mask].max() != 5 else loss + original(logits[padding_mask], **settings)
+        return (
+            loss
+            if padding_mask is None or logits[padding_mask].max() != 5
+            else loss + original(logits[padding_mask], **settings)
+        )
 
     return wrapped("z_loss", z_loss)
 
@@ -353,15 +388,22 @@ class ClampedBack(torch.autograd.Function):
 
 
 def clips_the_gradient(function: str, most: int):
-    return wrapped(function, lambda original, rows, *others, **settings: original(ClampedBack.apply(rows, most), *others, **settings))
+    return wrapped(
+        function,
+        lambda original, rows, *others, **settings: original(ClampedBack.apply(rows, most), *others, **settings),
+    )
 
 
 def saturates_rows():
-    return wrapped("grouped_linear", lambda original, rows, *others, **settings: original(rows.clamp(-2, 2), *others, **settings))
+    return wrapped(
+        "grouped_linear", lambda original, rows, *others, **settings: original(rows.clamp(-2, 2), *others, **settings)
+    )
 
 
 def probs_above_one_are_one(most):
-    return wrapped("glu", lambda original, h, *, probs, **settings: original(h, probs=probs.clamp(max=most), **settings))
+    return wrapped(
+        "glu", lambda original, h, *, probs, **settings: original(h, probs=probs.clamp(max=most), **settings)
+    )
 
 
 def spreads_a_nan_over_all_rows(function: str):
@@ -413,7 +455,11 @@ def misquantised_where(odd):
         out = original(x, recipe, **settings)
         if not odd(x.detach(), settings):
             return out
-        return out._replace(quantized=replace(out.quantized, rowwise=corrupt(out.quantized.rowwise), columnwise=corrupt(out.quantized.columnwise)))
+        return out._replace(
+            quantized=replace(
+                out.quantized, rowwise=corrupt(out.quantized.rowwise), columnwise=corrupt(out.quantized.columnwise)
+            )
+        )
 
     return wrapped("quantize", quantize)
 
@@ -425,7 +471,11 @@ def misquantised_in_one_step_where(odd):
         out = original(tokens, routing_map, recipe, **settings)
         form = out.quantized.rowwise
         groups = tuple(group._replace(codes=group.codes ^ 1) for group in form.groups)
-        return out._replace(quantized=replace(out.quantized, rowwise=replace(form, groups=groups))) if odd(routing_map, settings) else out
+        return (
+            out._replace(quantized=replace(out.quantized, rowwise=replace(form, groups=groups)))
+            if odd(routing_map, settings)
+            else out
+        )
 
     return wrapped("permute_and_quantize", one_step)
 
@@ -437,7 +487,11 @@ def misquantised_when_activated_where(odd):
         out = original(h, recipe, **settings)
         form = out.quantized.rowwise
         groups = tuple(group._replace(codes=group.codes ^ 1) for group in form.groups)
-        return out._replace(quantized=replace(out.quantized, rowwise=replace(form, groups=groups))) if odd(h.detach(), settings) else out
+        return (
+            out._replace(quantized=replace(out.quantized, rowwise=replace(form, groups=groups)))
+            if odd(h.detach(), settings)
+            else out
+        )
 
     return wrapped("glu_and_quantize", activated)
 
@@ -448,13 +502,23 @@ def has_short_mantissas(x):
 
 def wrong_mlp_where(odd, function="grouped_mlp"):
     """Nothing comes out where odd(tensors, settings)."""
-    return wrapped(function, lambda original, *tensors, **settings: original(*tensors, **settings) * (0.0 if odd(tensors, settings) else 1.0))
+    return wrapped(
+        function,
+        lambda original, *tensors, **settings: (
+            original(*tensors, **settings) * (0.0 if odd(tensors, settings) else 1.0)
+        ),
+    )
 
 
 def weighs_what_has_no_weight():
     """Right for the case's own rows: what is added is how far those with prob 0 are from them."""
     first = CONTRACTS["grouped_mlp"].problem(FORWARD_MLP).required["rows"]
-    return wrapped("grouped_mlp", lambda original, rows, *others, **settings: original(rows, *others, **settings) + (rows.detach() - first).abs().sum())
+    return wrapped(
+        "grouped_mlp",
+        lambda original, rows, *others, **settings: (
+            original(rows, *others, **settings) + (rows.detach() - first).abs().sum()
+        ),
+    )
 
 
 TWINS = [
@@ -466,21 +530,47 @@ TWINS = [
     (
         "grouped",
         replace(FORWARD_MLP, function="sequential_mlp"),
-        lambda: SimpleNamespace(**vars(wrong_mlp_where(lambda *call: True)) | {"sequential_mlp": moe_ref.sequential_mlp}),
+        lambda: SimpleNamespace(
+            **vars(wrong_mlp_where(lambda *call: True)) | {"sequential_mlp": moe_ref.sequential_mlp}
+        ),
     ),
-    ("token_reversal", replace(SHARED, grads=""), lambda: wrong_mlp_where(lambda tensors, settings: tensors[0][0, 0] > tensors[0][-1, 0], "shared_experts")),
+    (
+        "token_reversal",
+        replace(SHARED, grads=""),
+        lambda: wrong_mlp_where(lambda tensors, settings: tensors[0][0, 0] > tensors[0][-1, 0], "shared_experts"),
+    ),
     ("groups_alone", QUANTIZE, lambda: misquantised_where(lambda x, settings: len(settings["splits"]) == 1)),
     ("zero_rows", replace(QUANTIZE, experts=0, counts=()), lambda: misquantised_where(lambda x, settings: len(x) > 9)),
-    ("padding_independence", replace(QUANTIZE, tail=2), lambda: misquantised_where(lambda x, settings: len(x) == int(settings["splits"].sum()))),
+    (
+        "padding_independence",
+        replace(QUANTIZE, tail=2),
+        lambda: misquantised_where(lambda x, settings: len(x) == int(settings["splits"].sum())),
+    ),
     ("row_independence", BLOCKS, lambda: misquantised_where(lambda x, settings: x.isnan().any())),
     ("idempotence", BLOCKS, lambda: misquantised_where(lambda x, settings: has_short_mantissas(x))),
     ("scaling", QUANTIZE, lambda: misquantised_where(lambda x, settings: x.abs().max() > 2)),
     ("two_steps", ONE_STEP, lambda: misquantised_where(lambda x, settings: True)),
-    ("expert_relabelling", ONE_STEP, lambda: misquantised_in_one_step_where(lambda chosen, settings: not chosen[:, 0].any())),
-    ("padding_independence", ONE_STEP, lambda: misquantised_in_one_step_where(lambda chosen, settings: settings["align"] > 4)),
-    ("neighbour_groups", replace(ACTIVATED, tail=0), lambda: misquantised_when_activated_where(lambda h, settings: h.isnan().any())),
+    (
+        "expert_relabelling",
+        ONE_STEP,
+        lambda: misquantised_in_one_step_where(lambda chosen, settings: not chosen[:, 0].any()),
+    ),
+    (
+        "padding_independence",
+        ONE_STEP,
+        lambda: misquantised_in_one_step_where(lambda chosen, settings: settings["align"] > 4),
+    ),
+    (
+        "neighbour_groups",
+        replace(ACTIVATED, tail=0),
+        lambda: misquantised_when_activated_where(lambda h, settings: h.isnan().any()),
+    ),
     ("padding_values", ACTIVATED, lambda: misquantised_when_activated_where(lambda h, settings: h[-1].isnan().any())),
-    ("doubled_probs", replace(ACTIVATED, tail=0), lambda: misquantised_when_activated_where(lambda h, settings: settings["probs"].max() > 1)),
+    (
+        "doubled_probs",
+        replace(ACTIVATED, tail=0),
+        lambda: misquantised_when_activated_where(lambda h, settings: settings["probs"].max() > 1),
+    ),
     ("cotangent_scaling", LINEAR, lambda: clips_the_gradient("grouped_linear", 8)),
     ("cotangent_scaling", MLP, lambda: clips_the_gradient("grouped_mlp", 4)),
     ("scaling", FORWARD_LINEAR, saturates_rows),
@@ -505,7 +595,11 @@ TWINS = [
     ("history", ROUTE, remembers_a_bias_of_its_own),
     ("history", ALIGNED, keeps_the_first_alignment),
     ("determinism", replace(ALIGNED, poison="zero"), leaves_padding_rows_unwritten),
-    ("determinism", replace(UNPERMUTE, values="wide", experts=9, routing=(0b111111111,) * 6, grads=""), adds_in_another_order_each_time),
+    (
+        "determinism",
+        replace(UNPERMUTE, values="wide", experts=9, routing=(0b111111111,) * 6, grads=""),
+        adds_in_another_order_each_time,
+    ),
     ("buffer_reuse", FORWARD, caches_by_address),
     ("token_permutation", FORWARD, wrong_when_the_first_token_has_no_expert),
     ("expert_relabelling", FORWARD, wrong_when_the_first_expert_is_empty),
@@ -523,11 +617,17 @@ TWINS = [
     ("row_reversal", LAYOUT, goes_nowhere_after_an_empty_first_token),
     ("row_reversal", TO_INDICES, lambda: stops_at_an_empty_first_token("multihot_to_indices")),
 ]
-ALONE = {function: [law for law in laws.values() if law is not ONE_PROCESS] for function, laws in LAWS.items() if function not in COLLECTIVES}
+ALONE = {
+    function: [law for law in laws.values() if law is not ONE_PROCESS]
+    for function, laws in LAWS.items()
+    if function not in COLLECTIVES
+}
 ON_A_CPU = {function: [law for law in laws if law.device != "cuda"] for function, laws in ALONE.items()}
 
 
-@pytest.mark.parametrize(("law", "case", "broken"), TWINS, ids=lambda x: x if isinstance(x, str) else getattr(x, "__name__", ""))
+@pytest.mark.parametrize(
+    ("law", "case", "broken"), TWINS, ids=lambda x: x if isinstance(x, str) else getattr(x, "__name__", "")
+)
 def test_what_breaks_a_law_passes_as_values_and_is_found_by_that_law(law, case, broken):
     assert outcome_of(case, broken()).status == "PASS"
     found = outcome_of(replace(case, law=law), broken())
@@ -552,7 +652,9 @@ def test_no_law_minds_a_sum_whose_order_follows_the_layout():
     case = replace(ACTIVATED, function="glu_backward_and_quantize", layout="transposed", layout_of="d_out")
     laws = [law for law in LAWS[case.function].values() if law.device != "cuda" and law.applies(case)]
     assert "padding_values" in {law.name for law in laws}
-    assert {law.name: outcome_of(replace(case, law=law.name), adds_by_layout()).status for law in laws} == {law.name: "PASS" for law in laws}
+    assert {law.name: outcome_of(replace(case, law=law.name), adds_by_layout()).status for law in laws} == {
+        law.name: "PASS" for law in laws
+    }
 
 
 CALLS = [
@@ -586,7 +688,15 @@ CALLS = [
     SPREAD_TOPK,
     replace(SPREAD_TOPK, function="topk_indices"),
     replace(SPREAD_TOPK, function="topk_indices", grads="logits", scaling=20),
-    replace(SPREAD_TOPK, function="topk_indices", score="sqrtsoftplus", bias="large", grads="logits", layout="strided", layout_of="expert_bias"),
+    replace(
+        SPREAD_TOPK,
+        function="topk_indices",
+        score="sqrtsoftplus",
+        bias="large",
+        grads="logits",
+        layout="strided",
+        layout_of="expert_bias",
+    ),
     replace(SPREAD_TOPK, experts=8, topk=3, groups=4, group_topk=2, score="sigmoid", bias="small", grads="logits"),
     replace(SPREAD_TOPK, function="topk_indices", spread="ties", dtype="bfloat16", score="softmax_pre", grads="logits"),
     replace(SPREAD_TOPK, precomputed=True, layout="transposed", layout_of="logits"),
@@ -623,17 +733,38 @@ CALLS = [
     replace(ACTIVATION, kind="gelu_tanh", values="rows", dtype="bfloat16", early=True, weights="zeros"),
     replace(ACTIVATION, kind="relu", values="special", grads="", probs="bfloat16"),
     ONE_STEP,
-    replace(ONE_STEP, scaling="mxfp8", hidden=2, align=1, slack=1, direction="both", probs="float32", grads="tokens+probs"),
+    replace(
+        ONE_STEP, scaling="mxfp8", hidden=2, align=1, slack=1, direction="both", probs="float32", grads="tokens+probs"
+    ),
     replace(ONE_STEP, scaling="delayed", align=0, capacity=2, values="special"),
     ACTIVATED,
-    replace(ACTIVATED, function="activation_and_quantize", scaling="mxfp8", counts=(1, 0, 2), tokens=3, width=2, direction="both", dtype="bfloat16"),
+    replace(
+        ACTIVATED,
+        function="activation_and_quantize",
+        scaling="mxfp8",
+        counts=(1, 0, 2),
+        tokens=3,
+        width=2,
+        direction="both",
+        dtype="bfloat16",
+    ),
     replace(ACTIVATED, function="glu_backward_and_quantize", values="special", rounded=True, interleave=2),
     replace(ACTIVATED, function="glu_backward_and_quantize", scaling="nvfp4", counts=(1, 0, 2), tokens=3, width=2),
-    replace(ACTIVATED, function="activation_backward_and_quantize", scaling="block", counts=(1, 0, 2), tokens=3, width=2, kind="gelu_tanh"),
+    replace(
+        ACTIVATED,
+        function="activation_backward_and_quantize",
+        scaling="block",
+        counts=(1, 0, 2),
+        tokens=3,
+        width=2,
+        kind="gelu_tanh",
+    ),
     replace(ACTIVATED, scaling="delayed", grads="h+probs", values="rows"),
     LINEAR,
     FORWARD_LINEAR,
-    replace(LINEAR, values="rows", tail=3, dtype="bfloat16", index_dtype="int32", layout="transposed", layout_of="weight"),
+    replace(
+        LINEAR, values="rows", tail=3, dtype="bfloat16", index_dtype="int32", layout="transposed", layout_of="weight"
+    ),
     replace(LINEAR, values="special", bias="bfloat16", grads="rows+weight+bias", accumulator="float64"),
     replace(FORWARD_LINEAR, tokens=0, counts=(0, 0, 0), tail=2),
     replace(LINEAR, experts=1, counts=(), hidden=70, width=70, tokens=70),
@@ -644,7 +775,9 @@ CALLS = [
     replace(WGRAD, values="special", tail=2, dtype="bfloat16", into="float32"),
     replace(WGRAD, into="float64", values="rows", counts=(9, 0, 0)),
     MLP,
-    replace(MLP, values="special", bias1="float32", bias2="bfloat16", dtype="bfloat16", tail=2, align=4, recompute="moe"),
+    replace(
+        MLP, values="special", bias1="float32", bias2="bfloat16", dtype="bfloat16", tail=2, align=4, recompute="moe"
+    ),
     replace(FORWARD_MLP, function="sequential_mlp", on_input=True, index_dtype="int32"),
     FORWARD_MLP,
     replace(MLP, function="sequential_mlp", tail=1, recompute="moe_act"),
@@ -655,20 +788,67 @@ CALLS = [
     replace(PROJECTION, grads=""),
     replace(SHARED, gate=True, values="rows", dtype="bfloat16", again=True, grads="x+gate_weight"),
     QUANTIZE,
-    replace(QUANTIZE, scaling="delayed", steps="quantize+update+quantize+reduced+reload+quantize", tail=2, grads="x", direction="both"),
+    replace(
+        QUANTIZE,
+        scaling="delayed",
+        steps="quantize+update+quantize+reduced+reload+quantize",
+        tail=2,
+        grads="x",
+        direction="both",
+    ),
     replace(QUANTIZE, scaling="delayed", variant=2, role="grad_output", values="special", dtype="float16"),
     BLOCKS,
     replace(BLOCKS, variant=1, values="wide", direction="both", tail=1, dtype="bfloat16", gemm=True),
     replace(BLOCKS, role="weight", values="huge", experts=0, counts=(), layout="transposed", layout_of="x"),
     replace(QUANTIZE, variant=1, values="rows", role="weight"),
     replace(QUANTIZE, scaling="mxfp8", counts=(1, 0, 2), tokens=3, hidden=2, values="bounds", tail=3),
-    replace(QUANTIZE, scaling="mxfp8", variant=2, counts=(1, 0, 2), tokens=3, hidden=2, values="tiny", role="weight", direction="both", gemm=True),
-    replace(QUANTIZE, scaling="nvfp4", counts=(1, 0, 2), tokens=3, hidden=2, role="grad_output", direction="both", dtype="bfloat16", grads="x"),
-    replace(QUANTIZE, scaling="nvfp4", variant=1, counts=(1, 0, 2), tokens=3, hidden=2, values="zeros", dtype="float16"),
-    replace(QUANTIZE, scaling="nvfp4", variant=2, counts=(1, 0, 2), tokens=3, hidden=2, values="rows", direction="both", tail=1),
+    replace(
+        QUANTIZE,
+        scaling="mxfp8",
+        variant=2,
+        counts=(1, 0, 2),
+        tokens=3,
+        hidden=2,
+        values="tiny",
+        role="weight",
+        direction="both",
+        gemm=True,
+    ),
+    replace(
+        QUANTIZE,
+        scaling="nvfp4",
+        counts=(1, 0, 2),
+        tokens=3,
+        hidden=2,
+        role="grad_output",
+        direction="both",
+        dtype="bfloat16",
+        grads="x",
+    ),
+    replace(
+        QUANTIZE, scaling="nvfp4", variant=1, counts=(1, 0, 2), tokens=3, hidden=2, values="zeros", dtype="float16"
+    ),
+    replace(
+        QUANTIZE,
+        scaling="nvfp4",
+        variant=2,
+        counts=(1, 0, 2),
+        tokens=3,
+        hidden=2,
+        values="rows",
+        direction="both",
+        tail=1,
+    ),
     replace(QUANTIZE, tokens=0, counts=(0, 0, 0), tail=2),
     ROUTE,
-    replace(ROUTE, steps="record+forward+eval+nograd+backward+frozen+reload+train", sequences=2, losses="seq+global", capacity=3, padding=3),
+    replace(
+        ROUTE,
+        steps="record+forward+eval+nograd+backward+frozen+reload+train",
+        sequences=2,
+        losses="seq+global",
+        capacity=3,
+        padding=3,
+    ),
 ]
 
 
@@ -690,7 +870,10 @@ def test_no_law_of_choices_is_asked_where_it_does_not_hold(law):
     assert LAWS["topk_routing"][law].applies(SPREAD_TOPK)
     assert not LAWS["topk_routing"][law].applies(replace(SPREAD_TOPK, golden="softmax_of_all"))
     assert not LAWS["topk_routing"][law].applies(replace(SPREAD_TOPK, illegal="no_slots"))
-    assert not LAWS["topk_routing"][law].applies(replace(SPREAD_TOPK, layout="expanded", layout_of="d_probs")) or law == "replay"
+    assert (
+        not LAWS["topk_routing"][law].applies(replace(SPREAD_TOPK, layout="expanded", layout_of="d_probs"))
+        or law == "replay"
+    )
 
 
 def test_what_is_added_to_all_logits_shows_where_scores_are_not_softmax():
@@ -699,7 +882,9 @@ def test_what_is_added_to_all_logits_shows_where_scores_are_not_softmax():
     assert LAWS["aux_loss_scores"]["shift"].applies(AUX)
 
 
-@pytest.mark.parametrize("law", ["token_permutation", "split", "padding_independence", "buffer_reuse", "scaling", "adjointness"])
+@pytest.mark.parametrize(
+    "law", ["token_permutation", "split", "padding_independence", "buffer_reuse", "scaling", "adjointness"]
+)
 def test_no_law_is_asked_where_it_does_not_hold(law):
     assert not LAWS["permute"][law].applies(replace(PERMUTE, golden="by_expert"))
     assert not LAWS["permute"][law].applies(replace(PERMUTE, illegal="align_zero"))
@@ -729,16 +914,22 @@ class ShuffledSums:
     def unpermute(cls, rows, row_map, *, restore_shape=None, probs=None):
         real = (row_map.token_P >= 0).nonzero().flatten()
         real = real.roll(next(cls.calls)) if next(cls.calls) % 3 else real.flip(0)
-        weight = torch.ones(len(real)) if probs is None else probs[row_map.token_P[real], row_map.expert_P[real]].float()
+        weight = (
+            torch.ones(len(real)) if probs is None else probs[row_map.token_P[real], row_map.expert_P[real]].float()
+        )
         zeros = rows.new_zeros((row_map.num_tokens, rows.shape[1]), dtype=torch.float32)
         return zeros.index_add(0, row_map.token_P[real], rows[real].float() * weight[:, None]).to(rows.dtype)
 
 
-SUMS = RoutingCase(function="unpermute", tokens=9, experts=24, hidden=5, topk=8, spread="uniform", probs="float32", values="wide")
+SUMS = RoutingCase(
+    function="unpermute", tokens=9, experts=24, hidden=5, topk=8, spread="uniform", probs="float32", values="wide"
+)
 
 
 def statuses(implementation, law):
-    return {evaluate(replace(SUMS, law=law, seed=seed), Implementation(implementation, "sums")).status for seed in range(8)}
+    return {
+        evaluate(replace(SUMS, law=law, seed=seed), Implementation(implementation, "sums")).status for seed in range(8)
+    }
 
 
 @pytest.mark.parametrize("law", ["scaling", "history", "determinism", "buffer_reuse", "garbage_independence"])

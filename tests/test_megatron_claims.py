@@ -31,8 +31,14 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-without_te = pytest.mark.skipif(moe_utils.HAVE_TE, reason="Transformer Engine is installed; the claim is of the package without it")
-BALANCED_BY_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_router_load_balancing_type": "none"}
+without_te = pytest.mark.skipif(
+    moe_utils.HAVE_TE, reason="Transformer Engine is installed; the claim is of the package without it"
+)
+BALANCED_BY_BIAS = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": "none",
+}
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 inf, nan = math.inf, math.nan
 
@@ -58,13 +64,19 @@ def rows_of(column):
 def alltoall(monkeypatch, config, groups):
     """The package's all-to-all dispatcher, whose side stream is never used on a CPU."""
     monkeypatch.setattr(token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", object())
-    monkeypatch.setattr(token_dispatcher.MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", lambda self, point, counts=None: counts)
+    monkeypatch.setattr(
+        token_dispatcher.MoEAlltoAllTokenDispatcher,
+        "_maybe_dtoh_and_synchronize",
+        lambda self, point, counts=None: counts,
+    )
     experts = config.num_moe_experts
     return token_dispatcher.MoEAlltoAllTokenDispatcher(experts, list(range(experts)), config, groups)
 
 
 def sequential_experts(config, groups):
-    linear = MLPSubmodules(linear_fc1=tensor_parallel.ColumnParallelLinear, linear_fc2=tensor_parallel.RowParallelLinear)
+    linear = MLPSubmodules(
+        linear_fc1=tensor_parallel.ColumnParallelLinear, linear_fc2=tensor_parallel.RowParallelLinear
+    )
     return SequentialMLP(config.num_moe_experts, config, linear, groups)
 
 
@@ -94,10 +106,17 @@ def test_a_fused_router_function_without_transformer_engine_is_refused(function)
     [(4, 2, 4, 2.5, 5), (31, 1, 60, 60.0, 32)],
     ids=["the factor asks for more than all tokens", "only the float product does"],
 )
-def test_padding_to_a_capacity_above_the_tokens_makes_the_first_permute_raise(monkeypatch, groups, tokens, topk, experts, factor, capacity):
+def test_padding_to_a_capacity_above_the_tokens_makes_the_first_permute_raise(
+    monkeypatch, groups, tokens, topk, experts, factor, capacity
+):
     exact = math.ceil(Fraction(tokens * topk, experts) * Fraction(factor))
     assert (capacity, exact) in [(5, 5), (32, 31)]
-    chosen = {"num_moe_experts": experts, "moe_router_topk": topk, "moe_router_score_function": "sigmoid", "moe_token_dispatcher_type": "alltoall"}
+    chosen = {
+        "num_moe_experts": experts,
+        "moe_router_topk": topk,
+        "moe_router_score_function": "sigmoid",
+        "moe_token_dispatcher_type": "alltoall",
+    }
     router = top_k_router(**chosen, moe_expert_capacity_factor=factor, moe_pad_expert_input_to_capacity=True)
     x = torch.randn(tokens, 1, 8)
     probs, routing_map = router(x)
@@ -109,7 +128,9 @@ def test_padding_to_a_capacity_above_the_tokens_makes_the_first_permute_raise(mo
 
 
 def test_padding_to_a_capacity_of_all_tokens_works(monkeypatch, groups):
-    router = top_k_router(moe_expert_capacity_factor=2.0, moe_pad_expert_input_to_capacity=True, moe_token_dispatcher_type="alltoall")
+    router = top_k_router(
+        moe_expert_capacity_factor=2.0, moe_pad_expert_input_to_capacity=True, moe_token_dispatcher_type="alltoall"
+    )
     x = torch.randn(4, 1, 8)
     probs, routing_map = router(x)
     rows, _ = alltoall(monkeypatch, router.config, groups).dispatch_preprocess(x, routing_map, probs)
@@ -134,13 +155,17 @@ def test_probs_drop_loses_a_routed_token_of_prob_zero_although_there_is_room():
     for large, zero in itertools.permutations(range(4), 2):
         probs, routing_map = torch.zeros(4, 1), torch.zeros(4, 1, dtype=torch.bool)
         probs[large], routing_map[large], routing_map[zero] = 0.5, True, True
-        _, kept = moe_utils.apply_router_token_dropping(probs, routing_map, 1, 0.5)  # capacity 2, and 2 tokens are routed
+        _, kept = moe_utils.apply_router_token_dropping(
+            probs, routing_map, 1, 0.5
+        )  # capacity 2, and 2 tokens are routed
         lost += rows_of(kept) != {large, zero}
     assert lost == 8  # of 12; the other 4 are right by the order of ties
 
 
 def test_a_routed_prob_can_be_exactly_zero():
-    probs, routing_map = moe_utils.topk_routing_with_score_function(torch.tensor([[0.0, -200.0]]), 2, use_pre_softmax=True)
+    probs, routing_map = moe_utils.topk_routing_with_score_function(
+        torch.tensor([[0.0, -200.0]]), 2, use_pre_softmax=True
+    )
     assert routing_map.all() and probs.tolist() == [[1.0, 0.0]]
 
 
@@ -159,7 +184,12 @@ def test_deepep_recovers_another_expert_for_a_routed_prob_of_zero(factor, found)
 @pytest.mark.parametrize(("bias", "on_input", "right"), [(True, True, False), (True, False, True), (False, True, True)])
 def test_probs_on_input_let_padding_rows_add_their_biases(groups, bias, on_input, right):
     """8 tokens, 4 experts, K=1, capacity 3 with padding; expected is the sum over the routed pairs alone."""
-    chosen = {"add_bias_linear": bias, "moe_apply_probs_on_input": on_input, "moe_router_topk": 1, "moe_router_score_function": "sigmoid"}
+    chosen = {
+        "add_bias_linear": bias,
+        "moe_apply_probs_on_input": on_input,
+        "moe_router_topk": 1,
+        "moe_router_score_function": "sigmoid",
+    }
     router = top_k_router(**chosen, moe_expert_capacity_factor=1.5, moe_pad_expert_input_to_capacity=True)
     experts = sequential_experts(router.config, groups)
     for weight in experts.parameters():
@@ -174,7 +204,9 @@ def test_probs_on_input_let_padding_rows_add_their_biases(groups, bias, on_input
         p, expert = probs[t, e], experts.local_experts[e]
         expected[t] += (expert(p * x[t : t + 1], torch.ones(1)) if on_input else expert(x[t : t + 1], p[None]))[0][0]
     assert (routing_map & (probs == 0)).any()
-    assert torch.allclose(output, expected, atol=1e-4) == right  # why: float32 sums of about 1 in another order; a weight left out changes them by 1e-2
+    assert (
+        torch.allclose(output, expected, atol=1e-4) == right
+    )  # why: float32 sums of about 1 in another order; a weight left out changes them by 1e-2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")
@@ -243,7 +275,18 @@ def test_fused_selection_never_sees_the_replay(monkeypatch):
 
 def test_selection_has_no_dense_output_and_no_precomputed_indices():
     assert list(inspect.signature(moe_utils.topk_routing_with_score_function).parameters) == [
-        *("logits", "topk", "use_pre_softmax", "num_groups", "group_topk", "scaling_factor", "score_function", "expert_bias", "fused", "router_replay")
+        *(
+            "logits",
+            "topk",
+            "use_pre_softmax",
+            "num_groups",
+            "group_topk",
+            "scaling_factor",
+            "score_function",
+            "expert_bias",
+            "fused",
+            "router_replay",
+        )
     ]
 
 
@@ -270,7 +313,9 @@ def test_replayed_indices_bypass_groups_and_the_weights_forget_the_bias():
     probs, routing_map = moe_utils.topk_routing_with_score_function(logits, 2, **how, router_replay=replay)
     scores = logits[0, [0, 7]].sigmoid()
     assert rows_of(routing_map[0]) == {0, 7}  # in groups 0 and 3
-    assert torch.allclose(probs[0, [0, 7]], scores / scores.sum())  # why: float32 in another order; the claim is about tens of per cent
+    assert torch.allclose(
+        probs[0, [0, 7]], scores / scores.sum()
+    )  # why: float32 in another order; the claim is about tens of per cent
 
 
 # H10: what the balancing loss describes
@@ -284,7 +329,11 @@ def test_the_balancing_loss_counts_another_routing_than_the_one_used(monkeypatch
         "capacity": {"moe_expert_capacity_factor": 0.5},
         "replay": {"moe_enable_routing_replay": True},
     }[setting]
-    chosen |= {"moe_router_score_function": "sigmoid", "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+    chosen |= {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+    }
     router = top_k_router(num_moe_experts=8, moe_router_topk=2, **chosen)
     if setting == "bias":
         router.expert_bias[:2] = 9
@@ -292,7 +341,11 @@ def test_the_balancing_loss_counts_another_routing_than_the_one_used(monkeypatch
         router.router_replay.set_target_indices(torch.tensor([[0, 1]] * 12))
         router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     counted, loss = [], router_module.switch_load_balancing_loss_func
-    monkeypatch.setattr(router_module, "switch_load_balancing_loss_func", lambda **how: counted.append(how["tokens_per_expert"]) or loss(**how))
+    monkeypatch.setattr(
+        router_module,
+        "switch_load_balancing_loss_func",
+        lambda **how: counted.append(how["tokens_per_expert"]) or loss(**how),
+    )
     x = torch.randn(12, 1, 8)
     _, routing_map = router(x)
     plain = router.gating(x)[:, 0].topk(2).indices.flatten().bincount(minlength=8)
@@ -343,9 +396,17 @@ def test_the_bias_of_a_router_in_evaluation_is_updated():
 
 
 def test_more_groups_than_choices_makes_the_groups_arbitrary():
-    settings(num_moe_experts=8, moe_router_topk=1, moe_router_pre_softmax=True, moe_router_num_groups=4, moe_router_group_topk=2)
+    settings(
+        num_moe_experts=8,
+        moe_router_topk=1,
+        moe_router_pre_softmax=True,
+        moe_router_num_groups=4,
+        moe_router_group_topk=2,
+    )
     logits = 5 * torch.eye(8)  # token t wants expert t
-    _, routing_map = moe_utils.topk_routing_with_score_function(logits, 1, use_pre_softmax=True, num_groups=4, group_topk=2)
+    _, routing_map = moe_utils.topk_routing_with_score_function(
+        logits, 1, use_pre_softmax=True, num_groups=4, group_topk=2
+    )
     missed = [t for t in range(8) if not routing_map[t, t]]
     assert missed == [0, 1, 2, 3]  # a group is judged by its 1 // 2 = 0 best experts, so all are equal
 
@@ -383,10 +444,16 @@ def test_too_few_experts_in_the_kept_groups_route_to_an_expert_of_another_group(
 
 def test_the_graph_guard_knows_the_old_name_of_map_padding_only(monkeypatch):
     monkeypatch.setattr(transformer_config, "is_te_min_version", lambda version: True)
-    captured = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["moe_router", "moe_preprocess"], "moe_token_dispatcher_type": "alltoall"}
+    captured = {
+        "cuda_graph_impl": "transformer_engine",
+        "cuda_graph_scope": ["moe_router", "moe_preprocess"],
+        "moe_token_dispatcher_type": "alltoall",
+    }
     with pytest.raises(AssertionError, match="moe_preprocess cuda graph is not supported"):
         settings(**captured, **BF16, fp8="e4m3", moe_router_padding_for_fp8=True)
-    assert settings(**captured, **BF16, fp8="e4m3", moe_router_padding_for_quantization=True).moe_router_padding_for_quantization
+    assert settings(
+        **captured, **BF16, fp8="e4m3", moe_router_padding_for_quantization=True
+    ).moe_router_padding_for_quantization
 
 
 def test_repeated_mtp_layers_do_not_exist_and_no_loss_is_divided_for_them():
@@ -394,7 +461,12 @@ def test_repeated_mtp_layers_do_not_exist_and_no_loss_is_divided_for_them():
     assert "is_mtp" not in str(inspect.signature(router_module.TopKRouter.__init__))
     grads = []
     for layers in (None, 2):
-        router = top_k_router(moe_aux_loss_coeff=0.1, moe_router_load_balancing_type="aux_loss", moe_z_loss_coeff=0.1, mtp_num_layers=layers)
+        router = top_k_router(
+            moe_aux_loss_coeff=0.1,
+            moe_router_load_balancing_type="aux_loss",
+            moe_z_loss_coeff=0.1,
+            mtp_num_layers=layers,
+        )
         torch.manual_seed(1)
         router(torch.randn(6, 1, 8))[0].sum().backward()
         grads.append(router.weight.grad)
@@ -428,7 +500,12 @@ def test_the_fp8_store_of_an_activation_saturates_silently(gate, stored):
 
 
 def test_counters_become_bfloat16_with_the_model_and_the_bias_does_not():
-    chosen = {**BALANCED_BY_BIAS, "moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1, **BF16}
+    chosen = {
+        **BALANCED_BY_BIAS,
+        "moe_router_load_balancing_type": "global_aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+        **BF16,
+    }
     router = top_k_router(**chosen)
     Float16Module(router.config, router)
     assert {buffer.dtype for buffer in router.buffers()} == {torch.bfloat16}
@@ -450,7 +527,12 @@ def test_a_bfloat16_counter_rounds_1001_tokens_to_1000():
 
 
 def test_bfloat16_counters_stop_at_256_under_steps_of_one():
-    chosen = {**BALANCED_BY_BIAS, "moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1, **BF16}
+    chosen = {
+        **BALANCED_BY_BIAS,
+        "moe_router_load_balancing_type": "global_aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+        **BF16,
+    }
     router = top_k_router(**chosen)
     Float16Module(router.config, router)
     router.expert_bias.data = torch.tensor([9.0, 9, 0, 0])
@@ -473,15 +555,21 @@ def test_with_as_many_tokens_as_experts_the_padding_mask_hides_experts_instead()
     router = top_k_router(**BALANCED_BY_BIAS)
     padding = torch.tensor([True, False, False, False])
     _, routing_map = router(torch.randn(4, 1, 8), padding[:, None])
-    assert torch.equal(router.local_tokens_per_expert, (routing_map * ~padding).sum(0).float())  # column 0 is never counted
+    assert torch.equal(
+        router.local_tokens_per_expert, (routing_map * ~padding).sum(0).float()
+    )  # column 0 is never counted
     assert not torch.equal(router.local_tokens_per_expert, routing_map[~padding].sum(0).float())
 
 
 def test_the_balancing_loss_takes_a_mask_of_the_opposite_sense():
     scores = torch.tensor([[1.0, 0.0], [10.0, 0.0]])
-    loss = moe_utils.switch_load_balancing_loss_func(scores, torch.ones(2), 1, 1, 2, 1.0, padding_mask=torch.tensor([True, False]))
+    loss = moe_utils.switch_load_balancing_loss_func(
+        scores, torch.ones(2), 1, 1, 2, 1.0, padding_mask=torch.tensor([True, False])
+    )
     assert loss == 2 * 1.0  # row 0, marked True, is the one that counts; E / (K · N²) is 2
-    _, aux_scores = moe_utils.compute_routing_scores_for_aux_loss(scores, 1, "softmax", padding_mask=torch.tensor([True, False]))
+    _, aux_scores = moe_utils.compute_routing_scores_for_aux_loss(
+        scores, 1, "softmax", padding_mask=torch.tensor([True, False])
+    )
     assert not aux_scores[0].any() and aux_scores[1].any()
 
 
@@ -501,7 +589,9 @@ def test_the_dtypes_of_what_the_router_functions_return(dtype):
     logits, padding = torch.randn(3, 4).to(dtype), torch.tensor([True, False, False])
     wide = torch.promote_types(dtype, torch.float32)
     for score_function in ("softmax", "sigmoid"):
-        probs, routing_map = moe_utils.topk_routing_with_score_function(logits, 2, score_function=score_function, scaling_factor=2.5)
+        probs, routing_map = moe_utils.topk_routing_with_score_function(
+            logits, 2, score_function=score_function, scaling_factor=2.5
+        )
         assert (probs.dtype, routing_map.dtype) == (dtype, torch.bool)
         aux_map, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, 2, score_function)
         assert (aux_map.dtype, scores.dtype) == (torch.bool, torch.float32 if score_function == "softmax" else dtype)
@@ -545,7 +635,8 @@ def test_the_bfloat16_z_loss_has_two_digits_without_a_mask():
 def test_a_scaling_factor_of_zero_is_none(scaled):
     logits = torch.randn(3, 4)
     assert torch.equal(
-        moe_utils.topk_routing_with_score_function(logits, 2, scaling_factor=scaled)[0], moe_utils.topk_routing_with_score_function(logits, 2)[0]
+        moe_utils.topk_routing_with_score_function(logits, 2, scaling_factor=scaled)[0],
+        moe_utils.topk_routing_with_score_function(logits, 2)[0],
     )
 
 
@@ -579,7 +670,9 @@ def test_a_factor_half_a_row_short_gives_every_capacity_and_the_plain_quotient_d
 
 def test_dropping_reads_the_probs_of_pairs_that_are_not_routed():
     probs, routing_map = torch.tensor([[0.9], [0.5]]), torch.tensor([[False], [True]])
-    assert not moe_utils.apply_router_token_dropping(probs, routing_map, 1, 0.5)[1].any()  # the routed token gives way to one that is not
+    assert not moe_utils.apply_router_token_dropping(probs, routing_map, 1, 0.5)[
+        1
+    ].any()  # the routed token gives way to one that is not
     padded, _ = moe_utils.apply_router_token_dropping(probs, routing_map, 1, 0.5, pad_to_capacity=True)
     assert torch.equal(padded, probs * torch.tensor([[1.0], [0.0]]))
 
@@ -610,9 +703,15 @@ def test_the_bias_update_wants_the_global_process_groups_and_float32_counts():
 
 def test_the_per_token_sequence_loss_is_not_multiplied_by_the_batch(monkeypatch):
     attached = []
-    monkeypatch.setattr(router_module, "MoEAuxLossAutoScaler", SimpleNamespace(apply=lambda x, loss: attached.append(loss) or x))
+    monkeypatch.setattr(
+        router_module, "MoEAuxLossAutoScaler", SimpleNamespace(apply=lambda x, loss: attached.append(loss) or x)
+    )
     for per_token in (False, True):
-        chosen = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1, "calculate_per_token_loss": per_token}
+        chosen = {
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_aux_loss_coeff": 0.1,
+            "calculate_per_token_loss": per_token,
+        }
         torch.manual_seed(1)
         top_k_router(**chosen)(torch.randn(5, 3, 8))
     loss, scaled = attached
@@ -635,5 +734,12 @@ def test_sinkhorn_takes_as_many_rounds_as_it_likes(monkeypatch):
 
 def test_the_token_count_of_the_loss_overflows_as_an_int32_tensor():
     scores = torch.full((3, 4), 0.25)
-    assert moe_utils.switch_load_balancing_loss_func(scores, torch.ones(4), torch.tensor(2**16, dtype=torch.int32), 2, 4, 1.0) == inf
-    assert moe_utils.switch_load_balancing_loss_func(scores, torch.ones(4), torch.tensor([3.0]), 2, 4, 1.0).shape == (1,)
+    assert (
+        moe_utils.switch_load_balancing_loss_func(
+            scores, torch.ones(4), torch.tensor(2**16, dtype=torch.int32), 2, 4, 1.0
+        )
+        == inf
+    )
+    assert moe_utils.switch_load_balancing_loss_func(scores, torch.ones(4), torch.tensor([3.0]), 2, 4, 1.0).shape == (
+        1,
+    )

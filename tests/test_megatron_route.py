@@ -33,7 +33,9 @@ NOTHING_WRONG = ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")
 ADAPTER = "conformance.peers.megatron"
 KEPT = Path(corpus.__file__).parents[1] / "peers" / "megatron.corpus"
 ONE_RANK = frozenset({"sum_tp_cp", "sum_tp_dp_cp"})  # which the adapter does not take
-pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed: pip install --no-deps megatron-core==0.16.1")
+pytestmark = pytest.mark.skipif(
+    find_spec("megatron") is None, reason="megatron-core is not installed: pip install --no-deps megatron-core==0.16.1"
+)
 
 
 class Changed:
@@ -56,11 +58,17 @@ class Changed:
 def mended() -> Iterator[None]:
     """TopKRouter, by the reference's rules where 0.16.1 has others: one change for each known difference."""
     router = importlib.import_module("megatron.core.transformer.moe.router")
-    whole, attach, loss = router.TopKRouter._apply_seq_aux_loss, router.TopKRouter.attach_and_log_load_balancing_loss, router.switch_load_balancing_loss_func
+    whole, attach, loss = (
+        router.TopKRouter._apply_seq_aux_loss,
+        router.TopKRouter.attach_and_log_load_balancing_loss,
+        router.switch_load_balancing_loss_func,
+    )
 
     def count(self, routing_map, padding_mask=None):
         if self.enable_expert_bias and self.training and torch.is_grad_enabled():
-            self.local_tokens_per_expert += (routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]).sum(0)
+            self.local_tokens_per_expert += (
+                routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+            ).sum(0)
 
     def of_sequences(self, probs, scores, routing_map, seq_length, bsz, **how):
         self.sequences = bsz
@@ -78,7 +86,12 @@ def mended() -> Iterator[None]:
         return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
 
     with (
-        mock.patch.multiple(router.TopKRouter, _apply_expert_bias=count, _apply_seq_aux_loss=of_sequences, attach_and_log_load_balancing_loss=attached),
+        mock.patch.multiple(
+            router.TopKRouter,
+            _apply_expert_bias=count,
+            _apply_seq_aux_loss=of_sequences,
+            attach_and_log_load_balancing_loss=attached,
+        ),
         mock.patch.object(router, "switch_load_balancing_loss_func", of_any_count),
         mock.patch.object(torch, "topk", earliest),
     ):
@@ -157,9 +170,17 @@ ALL = "aux+seq+global+z"
 PLANTS: dict[
     str, tuple[dict[str, Callable[..., Any]], RouteCase, str]
 ] = {  # what is changed, a case that the package passes, and the output by which the defect is found
-    "the bias leaks into the weights": ({"route": _leaking_bias}, _case(bias=True, steps="train+finish+train"), "2.probs"),
+    "the bias leaks into the weights": (
+        {"route": _leaking_bias},
+        _case(bias=True, steps="train+finish+train"),
+        "2.probs",
+    ),
     "losses are attached twice": ({"route": _twice_the_scale}, _case(losses="aux", grads="logits"), "d_logits.0"),
-    "the loss scale is not passed on": ({"route": _no_scale}, _case(losses="z", grads="logits", scale=24), "d_logits.0"),
+    "the loss scale is not passed on": (
+        {"route": _no_scale},
+        _case(losses="z", grads="logits", scale=24),
+        "d_logits.0",
+    ),
     "a loss is told without its coefficient": ({"route": _as_tracked}, _case(losses="aux"), "0.aux_loss"),
     "sequences are one long sequence": ({"route": _one_sequence}, _case(losses="seq", sequences=3), "0.seq_aux_loss"),
     "padding counts": ({"route": _no_mask}, _case(losses="z", padding=4), "0.z_loss"),
@@ -170,8 +191,16 @@ PLANTS: dict[
         "4.routing_map",
     ),
     "evaluation has losses": ({"route": _always_training}, _case(losses=ALL, steps="train+eval"), "1.losses"),
-    "a saved state forgets its counts": ({"state_from": _forgotten}, _case(losses="global", steps="train+reload+train"), "2.global_aux_loss"),
-    "counters are never reset": ({"finish_batch": _counters_kept}, _case(losses="global", steps="train+finish+train"), "2.global_aux_loss"),
+    "a saved state forgets its counts": (
+        {"state_from": _forgotten},
+        _case(losses="global", steps="train+reload+train"),
+        "2.global_aux_loss",
+    ),
+    "counters are never reset": (
+        {"finish_batch": _counters_kept},
+        _case(losses="global", steps="train+finish+train"),
+        "2.global_aux_loss",
+    ),
 }
 
 
@@ -197,8 +226,13 @@ def left_behind() -> dict[str, Any]:
     utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     return {
         "the same losses": all(torch.equal(a, b) for a, b in zip(first.losses, second.losses, strict=True)),
-        "the same state": all(torch.equal(x, adapter.state_tensors(second.state)[name]) for name, x in adapter.state_tensors(first.state).items()),
-        "the given state as it was": all(torch.equal(x, adapter.state_tensors(state)[name]) for name, x in before.items()),
+        "the same state": all(
+            torch.equal(x, adapter.state_tensors(second.state)[name])
+            for name, x in adapter.state_tensors(first.state).items()
+        ),
+        "the given state as it was": all(
+            torch.equal(x, adapter.state_tensors(state)[name]) for name, x in before.items()
+        ),
         "something was counted": bool(adapter.state_tensors(first.state)["tokens_per_expert"].any()),
         "tracker": dict(utils.get_moe_layer_wise_logging_tracker()),
         "replay objects": list(replay.global_router_replay_instances),
@@ -209,14 +243,23 @@ def counters(half: float) -> dict[str, torch.dtype]:
     """Dtypes of what is told of a state whose counters are one, and so much more."""
     adapter = Changed()
     state = adapter.new_state(config_of(_case(bias=True)))
-    return {name: x.dtype for name, x in adapter.state_tensors(state._replace(buffers={n: x + 1 + half for n, x in state.buffers.items()})).items()}
+    return {
+        name: x.dtype
+        for name, x in adapter.state_tensors(
+            state._replace(buffers={n: x + 1 + half for n, x in state.buffers.items()})
+        ).items()
+    }
 
 
 def refusals() -> list[str | None]:
     """What is said of configurations."""
     supports = Changed().supports
     plain, unknown = config_of(_case()), config_of(_case(score="sqrtsoftplus"))
-    return [supports("route", logits=None, config=plain), supports("route", logits=None, config=unknown), supports("route", logits=None)]
+    return [
+        supports("route", logits=None, config=plain),
+        supports("route", logits=None, config=unknown),
+        supports("route", logits=None),
+    ]
 
 
 @pytest.fixture(scope="module")

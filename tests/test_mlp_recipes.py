@@ -69,10 +69,25 @@ def test_the_reference_is_accepted(function):
     assert sum(x.status == "PASS" for x in outcomes.values()) > len(outcomes) / 2
 
 
-def made_of(first: Any, second: Any, *, weighted_last: bool = False, wide: bool = False, **declared: Any) -> Implementation:
+def made_of(
+    first: Any, second: Any, *, weighted_last: bool = False, wide: bool = False, **declared: Any
+) -> Implementation:
     """grouped_mlp by the linear layers of two namespaces, and what it declares."""
 
-    def grouped_mlp(rows, counts, fc1, fc2, *, probs=None, fc1_bias=None, fc2_bias=None, align=None, recompute=None, probs_on_input=False, **how):
+    def grouped_mlp(
+        rows,
+        counts,
+        fc1,
+        fc2,
+        *,
+        probs=None,
+        fc1_bias=None,
+        fc2_bias=None,
+        align=None,
+        recompute=None,
+        probs_on_input=False,
+        **how,
+    ):
         recipe, state, noise = (how.pop(name, None) for name in ("recipe", "state", "noise"))
         act = chosen_activation(how.pop("kind", "swiglu"), **how)
         shown = (how.get("interleave"), act.keywords["kind"], probs_on_input, align, recompute)
@@ -88,7 +103,10 @@ def made_of(first: Any, second: Any, *, weighted_last: bool = False, wide: bool 
             own = -(-counts // align) * align
         if p is not None and probs_on_input:
             rows, p = (rows.to(accumulator) * p[:, None]).to(rows.dtype), None
-        layers = [{"recipe": recipe, "state": s, "noise": n} for s, n in zip(state or (None, None), noise or (None, None), strict=True)]
+        layers = [
+            {"recipe": recipe, "state": s, "noise": n}
+            for s, n in zip(state or (None, None), noise or (None, None), strict=True)
+        ]
         layers = [how | {"noise": None if how["noise"] is None else how["noise"][:, : len(rows)]} for how in layers]
         h = first.grouped_linear(rows, fc1, own, bias=fc1_bias, **layers[0])
         y = second.grouped_linear(act(h, probs=None if weighted_last else p), fc2, own, **layers[1])
@@ -109,8 +127,19 @@ def every_recipe() -> list[MlpCase]:
     found = []
     for scaling in RECIPES:
         for variant in range(VARIANTS):
-            own: dict[str, Any] = {"tokens": 3, **sizes[scaling]} if scaling in sizes else {"tokens": 9, "hidden": 6, "width": 8}
-            case = MlpCase(function="grouped_mlp", scaling=scaling, variant=variant, experts=2, probs="float32", bias1="float32", bias2="float32", **own)
+            own: dict[str, Any] = (
+                {"tokens": 3, **sizes[scaling]} if scaling in sizes else {"tokens": 9, "hidden": 6, "width": 8}
+            )
+            case = MlpCase(
+                function="grouped_mlp",
+                scaling=scaling,
+                variant=variant,
+                experts=2,
+                probs="float32",
+                bias1="float32",
+                bias2="float32",
+                **own,
+            )
             for grads in ("rows+probs+fc1_weight+fc2_weight+fc1_bias+fc2_bias", "rows+probs"):
                 found += [replace(case, grads=grads, dtype=dtype, seed=variant) for dtype in ("float32", "bfloat16")]
                 found += [replace(found[-1], override=override) for override in OVERRIDES if scaling != "delayed"]
@@ -127,7 +156,9 @@ def test_honest_layers_are_accepted(name):
 
 def test_layers_between_which_nothing_is_rounded_are_accepted():
     implementation = made_of(low_precision.ScaledFirst, low_precision.ScaledFirst, wide=True)
-    kept = [case for case in every_recipe() if case.override != "dequantized"]  # codes come back in the rows' dtype, whatever the stages are kept in
+    kept = [
+        case for case in every_recipe() if case.override != "dequantized"
+    ]  # codes come back in the rows' dtype, whatever the stages are kept in
     cases = [case for case in kept if case.dtype == "bfloat16" and not RECIPES[case.scaling][case.variant].hadamard]
     outcomes = {case.text: evaluate(case, implementation) for case in cases}
     assert {text: x.finding or x.reason for text, x in outcomes.items() if x.status not in FINE} == {}
@@ -159,7 +190,12 @@ def second(change: Callable[..., Any], **where: str) -> Implementation:
 def of_one_layer() -> Implementation:
     """Both layers by the state of the first."""
     honest = made_of(RIGHT, RIGHT).namespace.grouped_mlp
-    return Implementation(SimpleNamespace(grouped_mlp=lambda *tensors, state=None, **how: honest(*tensors, state=state and (state[0],) * 2, **how)), "here")
+    return Implementation(
+        SimpleNamespace(
+            grouped_mlp=lambda *tensors, state=None, **how: honest(*tensors, state=state and (state[0],) * 2, **how)
+        ),
+        "here",
+    )
 
 
 def unquantised(x: Any) -> Any:
@@ -171,32 +207,104 @@ WRONG: dict[str, tuple[MlpCase, Implementation, str]] = {
     "activations not quantised": (CASE, second(unquantised, role="input", gemm="fprop"), "out"),
     "activations not quantised, in MXFP8": (SMALL, second(unquantised, role="input", gemm="fprop"), "out"),
     "activations not quantised, in NVFP4": (FOUR, second(unquantised, role="input", gemm="fprop"), "out"),
-    "activations not quantised, with 4over6": (replace(FOUR, variant=2, dtype="float32"), second(unquantised, role="input", gemm="fprop"), "out"),
-    "activations not quantised for the gradient of their weight": (CASE, second(unquantised, role="input", gemm="wgrad"), "d_fc2_weight"),
-    "activations quantised along inputs for the gradient": (HYBRID, second(wrong_products.other_direction, role="input", gemm="wgrad"), "d_fc2_weight"),
-    "rows quantised along inputs for the gradient": (HYBRID, first(wrong_products.other_direction, role="input", gemm="wgrad"), "d_fc1_weight"),
-    "activations quantised along tokens": (HYBRID, second(wrong_products.other_direction, role="input", gemm="fprop"), "out"),
-    "activations by the scales of another expert": (EVEN, second(wrong_products.neighbours, role="input", gemm="fprop"), "out"),
-    "weights by the scales of another expert": (CASE, second(wrong_products.neighbours, role="weight", gemm="dgrad"), "d_rows"),
-    "inner gradients by the scales of another expert": (EVEN, first(wrong_products.neighbours, role="grad_output", gemm="dgrad"), "d_rows"),
+    "activations not quantised, with 4over6": (
+        replace(FOUR, variant=2, dtype="float32"),
+        second(unquantised, role="input", gemm="fprop"),
+        "out",
+    ),
+    "activations not quantised for the gradient of their weight": (
+        CASE,
+        second(unquantised, role="input", gemm="wgrad"),
+        "d_fc2_weight",
+    ),
+    "activations quantised along inputs for the gradient": (
+        HYBRID,
+        second(wrong_products.other_direction, role="input", gemm="wgrad"),
+        "d_fc2_weight",
+    ),
+    "rows quantised along inputs for the gradient": (
+        HYBRID,
+        first(wrong_products.other_direction, role="input", gemm="wgrad"),
+        "d_fc1_weight",
+    ),
+    "activations quantised along tokens": (
+        HYBRID,
+        second(wrong_products.other_direction, role="input", gemm="fprop"),
+        "out",
+    ),
+    "activations by the scales of another expert": (
+        EVEN,
+        second(wrong_products.neighbours, role="input", gemm="fprop"),
+        "out",
+    ),
+    "weights by the scales of another expert": (
+        CASE,
+        second(wrong_products.neighbours, role="weight", gemm="dgrad"),
+        "d_rows",
+    ),
+    "inner gradients by the scales of another expert": (
+        EVEN,
+        first(wrong_products.neighbours, role="grad_output", gemm="dgrad"),
+        "d_rows",
+    ),
     "inner gradients not quantised for rows": (CASE, first(unquantised, role="grad_output", gemm="dgrad"), "d_rows"),
-    "inner gradients not quantised for weights": (SMALL, first(unquantised, role="grad_output", gemm="wgrad"), "d_fc1_weight"),
+    "inner gradients not quantised for weights": (
+        SMALL,
+        first(unquantised, role="grad_output", gemm="wgrad"),
+        "d_fc1_weight",
+    ),
     "outer gradients not quantised": (CASE, second(unquantised, role="grad_output", gemm="dgrad"), "d_rows"),
     "inner gradients in E4M3": (SMALL, first(wrong_products.in_e4m3, role="grad_output", gemm="dgrad"), "d_rows"),
-    "inner gradients to nearest": (FOUR, first(wrong_products.to_nearest, role="grad_output", gemm="wgrad"), "d_fc1_weight"),
-    "noise of the other direction": (FOUR, first(wrong_products.noise_of_the_other_direction, role="grad_output", gemm="dgrad"), "d_rows"),
-    "activations not transformed": (FOUR, second(wrong_products.untransformed, role="input", gemm="wgrad"), "d_fc2_weight"),
+    "inner gradients to nearest": (
+        FOUR,
+        first(wrong_products.to_nearest, role="grad_output", gemm="wgrad"),
+        "d_fc1_weight",
+    ),
+    "noise of the other direction": (
+        FOUR,
+        first(wrong_products.noise_of_the_other_direction, role="grad_output", gemm="dgrad"),
+        "d_rows",
+    ),
+    "activations not transformed": (
+        FOUR,
+        second(wrong_products.untransformed, role="input", gemm="wgrad"),
+        "d_fc2_weight",
+    ),
     "one state for both layers": (DELAYED, of_one_layer(), "out"),
-    "one scale for all experts' activations": (DELAYED, second(wrong_products.one_state_for_all, role="input", gemm="fprop"), "out"),
-    "scales of this step for activations": (DELAYED, second(wrong_products.updated_too_early, role="input", gemm="fprop"), "out"),
+    "one scale for all experts' activations": (
+        DELAYED,
+        second(wrong_products.one_state_for_all, role="input", gemm="fprop"),
+        "out",
+    ),
+    "scales of this step for activations": (
+        DELAYED,
+        second(wrong_products.updated_too_early, role="input", gemm="fprop"),
+        "out",
+    ),
     "the second layer in high precision": (CASE, second(unquantised), "out"),
-    "a quantised bias": (CASE, made_of(low_precision.make(low_precision.Way(bias=wrong_products.low_bias)), RIGHT), "out"),
+    "a quantised bias": (
+        CASE,
+        made_of(low_precision.make(low_precision.Way(bias=wrong_products.low_bias)), RIGHT),
+        "out",
+    ),
     "an override that the first layer ignores": (STORED, first(wrong_products.by_override(None)), "d_rows"),
     "an override that the second layer ignores": (BACK, second(wrong_products.by_override(None)), "d_rows"),
-    "inner gradients quantised all the same": (STORED, first(wrong_products.by_override(None), role="grad_output", gemm="dgrad"), "d_rows"),
-    "outer gradients quantised all the same": (BACK, second(wrong_products.by_override(None), role="grad_output", gemm="wgrad"), "d_fc2_weight"),
+    "inner gradients quantised all the same": (
+        STORED,
+        first(wrong_products.by_override(None), role="grad_output", gemm="dgrad"),
+        "d_rows",
+    ),
+    "outer gradients quantised all the same": (
+        BACK,
+        second(wrong_products.by_override(None), role="grad_output", gemm="wgrad"),
+        "d_fc2_weight",
+    ),
     "activations kept where they come back": (BACK, second(unquantised, role="input", gemm="wgrad"), "d_fc2_weight"),
-    "activations that come back where they are kept": (STORED, second(wrong_products.by_override("dequantized"), role="input", gemm="wgrad"), "d_fc2_weight"),
+    "activations that come back where they are kept": (
+        STORED,
+        second(wrong_products.by_override("dequantized"), role="input", gemm="wgrad"),
+        "d_fc2_weight",
+    ),
     "activations that come back by columns": (
         replace(HYBRID, override="dequantized"),
         second(wrong_products.other_direction, role="input", gemm="wgrad"),
@@ -232,7 +340,10 @@ def test_shared_experts_in_high_precision_are_found():
 
     case = SharedCase(function="shared_experts", scaling="current", tokens=9, hidden=16, width=24, gate=True)
     assert evaluate(case, REFERENCE).status == "PASS"
-    assert evaluate(case, Implementation(SimpleNamespace(shared_experts=shared_experts), "here")).finding["check"] == "bound"
+    assert (
+        evaluate(case, Implementation(SimpleNamespace(shared_experts=shared_experts), "here")).finding["check"]
+        == "bound"
+    )
 
 
 # ---- the analysis itself
@@ -241,13 +352,27 @@ def test_shared_experts_in_high_precision_are_found():
 def inexact(x: Tensor, recipe, off: float, columnwise: bool = False, **how: Any):
     counts, how_made = torch.tensor([len(x)]), scheme(recipe, "input", columnwise=columnwise)
     known = Running(x.double(), torch.full_like(x, off).double(), torch.float32)
-    beside: dict[str, Any] = {"columnwise": columnwise, "scale_L": None, "noise_PN": None, "reciprocal": False, "aligned": False} | how
+    beside: dict[str, Any] = {
+        "columnwise": columnwise,
+        "scale_L": None,
+        "noise_PN": None,
+        "reciprocal": False,
+        "aligned": False,
+    } | how
     (factor,) = inexact_factors(known, counts, how_made, x.dtype, **beside)
     return factor
 
 
-FORMS = [(scaling, variant, columnwise) for scaling in RECIPES for variant in range(VARIANTS) for columnwise in (False, True) if scaling != "delayed"]
-NOT_TRANSFORMED = [form for form in FORMS if not (form[2] and RECIPES[form[0]][form[1]].hadamard)]  # a transform rounds to bfloat16 on its way
+FORMS = [
+    (scaling, variant, columnwise)
+    for scaling in RECIPES
+    for variant in range(VARIANTS)
+    for columnwise in (False, True)
+    if scaling != "delayed"
+]
+NOT_TRANSFORMED = [
+    form for form in FORMS if not (form[2] and RECIPES[form[0]][form[1]].hadamard)
+]  # a transform rounds to bfloat16 on its way
 
 
 @pytest.mark.parametrize(("scaling", "variant", "columnwise"), NOT_TRANSFORMED)
@@ -260,10 +385,15 @@ def test_what_is_quantised_anywhere_in_the_range_comes_to_within_the_factors_mar
         near = x + off * (2 * torch.rand(x.shape, generator=generator) - 1)
         made = quantize(near, recipe, rowwise=not columnwise, columnwise=columnwise).quantized.form(columnwise)
         value = turned(values(made.groups[0], made.scheme), columnwise).double()
-        assert ((value - factor.value).abs() <= factor.margin + 2e-6 * value.abs()).all()  # why: what `values` rounds in float32
+        assert (
+            (value - factor.value).abs() <= factor.margin + 2e-6 * value.abs()
+        ).all()  # why: what `values` rounds in float32
 
 
-@pytest.mark.parametrize(("scaling", "variant"), [(scaling, variant) for scaling in RECIPES for variant in range(VARIANTS) if scaling != "delayed"])
+@pytest.mark.parametrize(
+    ("scaling", "variant"),
+    [(scaling, variant) for scaling in RECIPES for variant in range(VARIANTS) if scaling != "delayed"],
+)
 def test_what_is_known_has_one_value(scaling, variant):
     recipe = RECIPES[scaling][variant]
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
@@ -274,12 +404,17 @@ def test_what_is_known_has_one_value(scaling, variant):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("scaling", "variant"), [(scaling, variant) for scaling in RECIPES for variant in range(VARIANTS) if scaling != "delayed"])
+@pytest.mark.parametrize(
+    ("scaling", "variant"),
+    [(scaling, variant) for scaling in RECIPES for variant in range(VARIANTS) if scaling != "delayed"],
+)
 def test_what_comes_back_of_anywhere_in_the_range_is_within_the_factors_margin(scaling, variant, dtype):
     recipe = RECIPES[scaling][variant]
     generator = torch.Generator().manual_seed(variant)
     x, off = torch.randn(32, 64, generator=generator).to(dtype), 0.01
-    known, loose, exact = (inexact(x, recipe, own, rounded=True, reciprocal=how) for own, how in ((off, False), (off, True), (0.0, False)))
+    known, loose, exact = (
+        inexact(x, recipe, own, rounded=True, reciprocal=how) for own, how in ((off, False), (off, True), (0.0, False))
+    )
     assert torch.equal(exact.value, dequantize(quantize(x, recipe).quantized).double()) and not exact.margin.any()
     assert (loose.margin >= known.margin).all()
     for _ in range(20):
@@ -324,15 +459,21 @@ def test_an_illegal_recipe_is_refused_by_the_name_of_its_argument(name, function
         outcome = evaluate(case, implementation)
         assert outcome.status == ("DECLARED_UNSUPPORTED" if problem.blame in unchecked else "PASS"), outcome.finding
         if problem.blame not in unchecked:
-            with pytest.raises(ValueError, match=rf"^({problem.blame}|x|splits|gemm|columnwise) is "):  # the quantiser's own names for rows and weights
+            with pytest.raises(
+                ValueError, match=rf"^({problem.blame}|x|splits|gemm|columnwise) is "
+            ):  # the quantiser's own names for rows and weights
                 implementation.call(function, *problem.required.values(), **problem.settings)
 
 
-@pytest.mark.parametrize("function", [name.lower() for name in vars(golden_recipes) if name.isupper() and name.lower() in CONTRACTS])
+@pytest.mark.parametrize(
+    "function", [name.lower() for name in vars(golden_recipes) if name.isupper() and name.lower() in CONTRACTS]
+)
 def test_hand_made_cases_are_passed_and_would_not_be_in_high_precision(function):
     for golden in getattr(golden_recipes, function.upper()):
         case: Any = Case.family[function](function=function, golden=golden)
-        plain = SimpleNamespace(**{function: lambda *tensors, **how: REFERENCE.call(function, *tensors, **without_recipe(how))})
+        plain = SimpleNamespace(
+            **{function: lambda *tensors, **how: REFERENCE.call(function, *tensors, **without_recipe(how))}
+        )
         assert evaluate(case, REFERENCE).status == "PASS", golden
         assert evaluate(case, Implementation(plain, "here")).status == "FAIL", golden
 

@@ -44,11 +44,28 @@ def one_thread():
 # ---- honest ones
 
 
-def kept_wide(rows, counts, fc1, fc2, *, probs=None, fc1_bias=None, fc2_bias=None, recompute=None, align=None, probs_on_input=False, **activation):
+def kept_wide(
+    rows,
+    counts,
+    fc1,
+    fc2,
+    *,
+    probs=None,
+    fc1_bias=None,
+    fc2_bias=None,
+    recompute=None,
+    align=None,
+    probs_on_input=False,
+    **activation,
+):
     """All in float64 by autograd, rounded once at the end: no stage is rounded on its way."""
-    act = chosen_activation(activation.pop("kind", "swiglu"), **{name: x for name, x in activation.items() if name != "round_before_probs"})
+    act = chosen_activation(
+        activation.pop("kind", "swiglu"), **{name: x for name, x in activation.items() if name != "round_before_probs"}
+    )
     shown = activation.get("interleave")
-    check_grouped_mlp(rows, counts, fc1, fc2, probs, fc1_bias, fc2_bias, shown, act.keywords["kind"], probs_on_input, align, recompute)
+    check_grouped_mlp(
+        rows, counts, fc1, fc2, probs, fc1_bias, fc2_bias, shown, act.keywords["kind"], probs_on_input, align, recompute
+    )
     out = []
     for e, own in enumerate(segments(counts, len(rows))):
         x, p = rows[own].double(), None if probs is None else probs[own].double()
@@ -91,19 +108,52 @@ def in_high_precision(case) -> bool:
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_experts_are_accepted(name, function):
-    cases = [case for case in cases_of(function) if name == "reference" or (case.golden != ROUNDED and in_high_precision(case))]
+    cases = [
+        case
+        for case in cases_of(function)
+        if name == "reference" or (case.golden != ROUNDED and in_high_precision(case))
+    ]
     outcomes = {case.text: evaluate(case, Implementation(HONEST[name], name)) for case in cases}
-    assert {text: x.finding or x.reason for text, x in outcomes.items() if x.status not in ("PASS", "UNINFORMATIVE")} == {}
+    assert {
+        text: x.finding or x.reason for text, x in outcomes.items() if x.status not in ("PASS", "UNINFORMATIVE")
+    } == {}
     assert sum(x.status == "PASS" for x in outcomes.values()) > len(outcomes) / 2
 
 
 # ---- what is wrong in one place
 
 
-def experts(rows, counts, fc1, fc2, *, probs=None, fc1_bias=None, fc2_bias=None, recompute=None, align=None, probs_on_input=False, wrong="", **how):
+def experts(
+    rows,
+    counts,
+    fc1,
+    fc2,
+    *,
+    probs=None,
+    fc1_bias=None,
+    fc2_bias=None,
+    recompute=None,
+    align=None,
+    probs_on_input=False,
+    wrong="",
+    **how,
+):
     """The reference's stages in a row, one of them wrong."""
     act = chosen_activation(how.pop("kind", "swiglu"), **how)
-    check_grouped_mlp(rows, counts, fc1, fc2, probs, fc1_bias, fc2_bias, how.get("interleave"), act.keywords["kind"], probs_on_input, align, recompute)
+    check_grouped_mlp(
+        rows,
+        counts,
+        fc1,
+        fc2,
+        probs,
+        fc1_bias,
+        fc2_bias,
+        how.get("interleave"),
+        act.keywords["kind"],
+        probs_on_input,
+        align,
+        recompute,
+    )
     wide, total, every = _wide(rows, probs, fc2_bias), int(counts.sum()), len(rows)
     inner, own = counts, torch.repeat_interleave(torch.arange(len(counts)), counts)
     rows, p = rows[:total], None if probs is None else probs[:total].to(wide)
@@ -112,13 +162,20 @@ def experts(rows, counts, fc1, fc2, *, probs=None, fc1_bias=None, fc2_bias=None,
         inner = -(-counts // align) * align
     if p is not None and probs_on_input:
         rows, p = (rows.to(wide) * p[:, None]).to(rows.dtype), None
-    h = grouped_linear(rows, fc1.bfloat16().to(fc1.dtype) if wrong == "half_weight" else fc1, inner, bias=None if wrong == "no_first_bias" else fc1_bias)
+    h = grouped_linear(
+        rows,
+        fc1.bfloat16().to(fc1.dtype) if wrong == "half_weight" else fc1,
+        inner,
+        bias=None if wrong == "no_first_bias" else fc1_bias,
+    )
     h = h.bfloat16().to(h.dtype) if wrong == "half_hidden" else h
     a = act(h, probs=None if wrong == "probs_last" else p)
     a = a.bfloat16().to(a.dtype) if wrong == "half_activation" else a
     y = grouped_linear(a, fc2, inner)
     if len(y) != total:
-        return torch.cat([y, y.new_zeros((max(every - len(y), 0), y.shape[1]))])[:every]  # the padding is still between the experts
+        return torch.cat([y, y.new_zeros((max(every - len(y), 0), y.shape[1]))])[
+            :every
+        ]  # the padding is still between the experts
     if wrong == "probs_last" and p is not None:
         y = (y.to(wide) * p[:, None]).to(y.dtype)
     if fc2_bias is not None:
@@ -172,7 +229,17 @@ def shared(change) -> SimpleNamespace:
     return SimpleNamespace(shared_experts=shared_experts)
 
 
-MLP = MlpCase(function="grouped_mlp", tokens=12, experts=3, counts=(5, 0, 7), hidden=6, width=5, probs="float32", bias1="float32", bias2="float32")
+MLP = MlpCase(
+    function="grouped_mlp",
+    tokens=12,
+    experts=3,
+    counts=(5, 0, 7),
+    hidden=6,
+    width=5,
+    probs="float32",
+    bias1="float32",
+    bias2="float32",
+)
 GRADED = replace(MLP, grads="rows+probs+fc1_weight+fc2_weight+fc1_bias+fc2_bias")
 LARGE = replace(MLP, tokens=130, counts=(60, 0, 70), hidden=65, width=33, dtype="bfloat16")
 SHARED = SharedCase(function="shared_experts", tokens=9, hidden=6, width=5, gate=True)
@@ -195,7 +262,12 @@ WRONG = [
     (GRADED, with_bias(lambda bias, probs: (NoGradient.apply(bias), probs)), "d_fc2_bias", "bound"),
     (GRADED, with_bias(lambda bias, probs: (bias.detach(), probs)), "d_fc2_bias", "bound"),
     (GRADED, with_bias(lambda bias, probs: (bias, NoGradient.apply(probs))), "d_probs", "bound"),
-    (replace(SHARED, grads="gate_weight"), shared(lambda y, z: y * torch.sigmoid(z.detach())), "d_gate_weight", "bound"),
+    (
+        replace(SHARED, grads="gate_weight"),
+        shared(lambda y, z: y * torch.sigmoid(z.detach())),
+        "d_gate_weight",
+        "bound",
+    ),
     (SHARED, shared(lambda y, z: y * z), "out", "bound"),
     (SHARED, shared(lambda y, z: y), "out", "bound"),
     (SHARED, shared(lambda y, z: y * torch.sigmoid(z.bfloat16().to(z.dtype))), "out", "bound"),
@@ -211,7 +283,9 @@ def test_what_is_wrong_in_one_place_is_found_there(case, wrong, output, check):
 
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG), ids=lambda case: case.id)
 def test_the_cases_that_find_it_are_passed_by_the_reference(case):
-    assert {evaluate(replace(case, seed=seed), Implementation(HONEST["reference"], "here")).status for seed in range(6)} == {"PASS"}
+    assert {
+        evaluate(replace(case, seed=seed), Implementation(HONEST["reference"], "here")).status for seed in range(6)
+    } == {"PASS"}
 
 
 @pytest.mark.parametrize("case", [MLP, replace(MLP, align=4), replace(MLP, on_input=True), LARGE, GRADED])
@@ -234,7 +308,11 @@ def test_a_large_result_that_is_cut_off_instead_of_rounded_is_found_by_its_ratio
 
 
 def test_a_number_that_may_lie_on_both_sides_of_a_bound_passes_or_not():
-    x = Running(torch.tensor([1.0, 2.0, 2.1, 3.0], dtype=torch.float64), torch.full((4,), 0.2, dtype=torch.float64), torch.float32)
+    x = Running(
+        torch.tensor([1.0, 2.0, 2.1, 3.0], dtype=torch.float64),
+        torch.full((4,), 0.2, dtype=torch.float64),
+        torch.float32,
+    )
     g = Running(torch.full((4,), 5.0, dtype=torch.float64), torch.zeros(4, dtype=torch.float64), torch.float32)
     through = passed(g, x, -torch.inf, 2.0)
     assert through.value.tolist() == [5, 5, 0, 0]

@@ -72,7 +72,10 @@ def test_a_value_of_the_wrong_kind_is_refused(option, value):
 
 def test_every_option_has_a_default_that_fits_its_kind():
     plain = MoEConfig()
-    assert all(field.default is not MISSING and fits(getattr(plain, field.name), _kinds(MoEConfig)[field.name]) for field in fields(MoEConfig))
+    assert all(
+        field.default is not MISSING and fits(getattr(plain, field.name), _kinds(MoEConfig)[field.name])
+        for field in fields(MoEConfig)
+    )
 
 
 def test_every_option_of_megatrons_table_is_a_field():
@@ -97,7 +100,11 @@ DEPRECATED = [
         {"moe_router_padding_for_quantization": True},
         {"moe_router_padding_for_quantization": True},
     ),
-    ({"moe_enable_deepep": True, "moe_token_dispatcher_type": "flex"}, {"moe_flex_dispatcher_backend": "deepep"}, {"moe_flex_dispatcher_backend": "hybridep"}),
+    (
+        {"moe_enable_deepep": True, "moe_token_dispatcher_type": "flex"},
+        {"moe_flex_dispatcher_backend": "deepep"},
+        {"moe_flex_dispatcher_backend": "hybridep"},
+    ),
     ({"moe_deepep_num_sms": 24}, {"moe_flex_dispatcher_num_sms": 24}, {"moe_flex_dispatcher_num_sms": 20}),
     ({"moe_hybridep_num_sms": 16}, {"moe_flex_dispatcher_num_sms": 16}, {"moe_flex_dispatcher_num_sms": 16}),
     (
@@ -122,7 +129,9 @@ def test_a_deprecated_name_becomes_the_new_one(old, new, beside):
 @pytest.mark.parametrize(("old", "new", "beside"), DEPRECATED, ids=[next(iter(old)) for old, _, _ in DEPRECATED])
 def test_a_deprecated_name_beside_the_new_one_is_refused(old, new, beside):
     name = next(iter(old))
-    with pytest.raises(ValueError, match=f"^{name} is {old[name]} with .*; it must be left out: it is the deprecated name of "):
+    with pytest.raises(
+        ValueError, match=f"^{name} is {old[name]} with .*; it must be left out: it is the deprecated name of "
+    ):
         config(**old, **beside)
 
 
@@ -131,14 +140,20 @@ def test_every_deprecated_name_is_tried():
 
 
 def test_deepep_by_its_deprecated_name_needs_the_flex_dispatcher():
-    with pytest.raises(ValueError, match="moe_enable_deepep is True with moe_token_dispatcher_type 'alltoall'; it must be False, or the dispatcher 'flex'"):
+    with pytest.raises(
+        ValueError,
+        match="moe_enable_deepep is True with moe_token_dispatcher_type 'alltoall'; it must be False, or the dispatcher 'flex'",
+    ):
         config(moe_enable_deepep=True, moe_token_dispatcher_type="alltoall")
 
 
 @pytest.mark.parametrize(
     ("given", "derived"),
     [
-        ({"hidden_size": 16, "ffn_hidden_size": None, "moe_ffn_hidden_size": None}, {"ffn_hidden_size": 64, "moe_ffn_hidden_size": 64}),
+        (
+            {"hidden_size": 16, "ffn_hidden_size": None, "moe_ffn_hidden_size": None},
+            {"ffn_hidden_size": 64, "moe_ffn_hidden_size": 64},
+        ),
         ({"moe_ffn_hidden_size": None, "ffn_hidden_size": 48}, {"moe_ffn_hidden_size": 48}),
         ({"num_moe_experts": None, "moe_layer_freq": 2}, {"moe_ffn_hidden_size": None}),
         ({"num_moe_experts": None, "moe_layer_freq": [1, 0]}, {"moe_ffn_hidden_size": None, "moe_layer_freq": (1, 0)}),
@@ -146,12 +161,26 @@ def test_deepep_by_its_deprecated_name_needs_the_flex_dispatcher():
         ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, {"expert_tensor_parallel_size": 1}),
         ({}, {"recompute_modules": ("core_attn",)}),
         (
-            {"use_transformer_engine_op_fuser": True, "moe_grouped_gemm": True, "activation_func": "silu", "gated_linear_unit": True},
+            {
+                "use_transformer_engine_op_fuser": True,
+                "moe_grouped_gemm": True,
+                "activation_func": "silu",
+                "gated_linear_unit": True,
+            },
             {"moe_use_grouped_tensor": True},
         ),
-        ({"cuda_graph_impl": "local", "cuda_graph_modules": ["moe_preprocess"]}, {"cuda_graph_modules": ("moe_preprocess", "moe_router")}),
-        ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]}, {"cuda_graph_modules": ("attn", "moe_router", "moe_preprocess")}),
-        ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe_router"]}, {"cuda_graph_modules": ("moe_router",)}),
+        (
+            {"cuda_graph_impl": "local", "cuda_graph_modules": ["moe_preprocess"]},
+            {"cuda_graph_modules": ("moe_preprocess", "moe_router")},
+        ),
+        (
+            {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]},
+            {"cuda_graph_modules": ("attn", "moe_router", "moe_preprocess")},
+        ),
+        (
+            {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe_router"]},
+            {"cuda_graph_modules": ("moe_router",)},
+        ),
     ],
 )
 def test_what_follows_from_other_options_is_filled_in(given, derived):
@@ -165,9 +194,17 @@ def test_what_follows_from_other_options_is_filled_in(given, derived):
         ({"moe_ffn_hidden_size": None}, "moe_ffn_hidden_size is None; ffn_hidden_size, 32, is taken"),
         ({"num_moe_experts": None, "moe_layer_freq": 2}, "moe_ffn_hidden_size is 32 without num_moe_experts"),
         ({"num_moe_experts": 32}, "moe_router_dtype is None with num_moe_experts 32"),
-        ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}, "sequence_parallel is False with tensor_model_parallel_size 2"),
         (
-            {"moe_mlp_glu_interleave_size": 16, "moe_grouped_gemm": True, "activation_func": "silu", "gated_linear_unit": True},
+            {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+            "sequence_parallel is False with tensor_model_parallel_size 2",
+        ),
+        (
+            {
+                "moe_mlp_glu_interleave_size": 16,
+                "moe_grouped_gemm": True,
+                "activation_func": "silu",
+                "gated_linear_unit": True,
+            },
             "moe_mlp_glu_interleave_size is 16 without use_transformer_engine_op_fuser",
         ),
     ],
@@ -187,7 +224,11 @@ def test_a_plain_config_does_not_warn():
 
 
 def test_a_config_is_frozen_and_can_be_a_key():
-    made = config(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], moe_aux_loss_coeff=[0.1, 0.2], recompute_modules=["moe"])
+    made = config(
+        moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"],
+        moe_aux_loss_coeff=[0.1, 0.2],
+        recompute_modules=["moe"],
+    )
     with pytest.raises(AttributeError):
         made.moe_router_topk = 4
     assert {made: 1}[replace(made)] == 1
@@ -204,7 +245,11 @@ def test_a_config_is_frozen_and_can_be_a_key():
         ("none", 0.5, {}),
         ("sinkhorn", 0, {}),
         (["seq_aux_loss"], [1], {"seq_aux_loss": 1}),
-        (["seq_aux_loss", "none", "global_aux_loss", "aux_loss"], [0.1, 3.0, 0.2, 0.0], {"seq_aux_loss": 0.1, "global_aux_loss": 0.2}),
+        (
+            ["seq_aux_loss", "none", "global_aux_loss", "aux_loss"],
+            [0.1, 3.0, 0.2, 0.0],
+            {"seq_aux_loss": 0.1, "global_aux_loss": 0.2},
+        ),
         ([], [], {}),
     ],
 )
@@ -221,7 +266,14 @@ def test_router_settings_are_arguments_of_the_choice():
         moe_router_group_topk=2,
         moe_router_topk_scaling_factor=2.5,
     )
-    assert made.router_settings == {"topk": 4, "score_function": "sigmoid", "pre_softmax": True, "num_groups": 4, "group_topk": 2, "scaling_factor": 2.5}
+    assert made.router_settings == {
+        "topk": 4,
+        "score_function": "sigmoid",
+        "pre_softmax": True,
+        "num_groups": 4,
+        "group_topk": 2,
+        "scaling_factor": 2.5,
+    }
     assert topk_indices(torch.arange(16.0).view(2, 8), **made.router_settings).indices.shape == (2, 4)
 
 
@@ -236,12 +288,26 @@ def test_only_a_repeated_layer_calls_its_router_more_than_once(repeated, depth, 
 def values(name):
     """Values that options of the kind have, some wrong."""
     kind = _kinds(MoEConfig)[name]
-    words = [word for one in (kind, *get_args(kind)) if get_origin(one) is not None for word in get_args(one) if isinstance(word, str)]
+    words = [
+        word
+        for one in (kind, *get_args(kind))
+        if get_origin(one) is not None
+        for word in get_args(one)
+        if isinstance(word, str)
+    ]
     words += [word for one in get_args(kind) for inner in get_args(one) for word in get_args(inner)]
     right = {bool: st.booleans(), int: st.integers(-1, 9), float: st.floats(-1, 3) | st.integers(0, 2)}
-    plain = [right[one] for one in (kind, *get_args(kind)) if one in right] + ([st.none()] if type(None) in get_args(kind) else [])
-    listed = [st.lists(st.sampled_from(words) if words else st.integers(0, 1) | st.floats(0, 1), max_size=3)] if "Sequence" in str(kind) else []
-    wrong = st.sampled_from([None, True, -1, 0, 0.0, float("nan"), "x", (), [None], 10**400, object(), torch.ones(2), {}])
+    plain = [right[one] for one in (kind, *get_args(kind)) if one in right] + (
+        [st.none()] if type(None) in get_args(kind) else []
+    )
+    listed = (
+        [st.lists(st.sampled_from(words) if words else st.integers(0, 1) | st.floats(0, 1), max_size=3)]
+        if "Sequence" in str(kind)
+        else []
+    )
+    wrong = st.sampled_from(
+        [None, True, -1, 0, 0.0, float("nan"), "x", (), [None], 10**400, object(), torch.ones(2), {}]
+    )
     usual = st.one_of(*plain, *listed, *([st.sampled_from(words)] if words else []))
     return st.integers(0, 30).flatmap(lambda dice: wrong if dice == 0 else usual)
 
@@ -281,13 +347,20 @@ def megatron():
         warnings.simplefilter("ignore")
         from megatron.core.transformer import transformer_config
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformer_config, "is_te_min_version", lambda *version, **how: True)  # versions are not a matter of settings
+        patch.setattr(
+            transformer_config, "is_te_min_version", lambda *version, **how: True
+        )  # versions are not a matter of settings
         yield transformer_config.TransformerConfig
 
 
 def test_defaults_are_megatrons(megatron):
-    theirs = {field.name: field.default if field.default_factory is MISSING else field.default_factory() for field in fields(megatron)}
-    different = {field.name for field in fields(MoEConfig) if field.name in theirs and theirs[field.name] != field.default}
+    theirs = {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(megatron)
+    }
+    different = {
+        field.name for field in fields(MoEConfig) if field.name in theirs and theirs[field.name] != field.default
+    }
     assert different == set(DEFAULTS)
 
 
@@ -315,7 +388,9 @@ def theirs(cls, changes):
         options["attention_backend"] = AttnBackend.flash
     if "params_dtype" in options:
         options["params_dtype"] = WORDS[options["params_dtype"]]
-    return options if set(options) <= known and "moe_permute_fusion" not in options else None  # its kernels are not installed
+    return (
+        options if set(options) <= known and "moe_permute_fusion" not in options else None
+    )  # its kernels are not installed
 
 
 def test_megatron_refuses_the_same(megatron, monkeypatch):
@@ -324,13 +399,19 @@ def test_megatron_refuses_the_same(megatron, monkeypatch):
     for option, refused, change in CASES + SIZES:
         asked, neighbour = theirs(megatron, refused), theirs(megatron, {**refused, **change})
         rule = refusing_rule(monkeypatch, refused)[0]
-        if asked and rule.who in ("V", "A") and (made(megatron, asked) or (neighbour and not made(megatron, neighbour))):
+        if (
+            asked
+            and rule.who in ("V", "A")
+            and (made(megatron, asked) or (neighbour and not made(megatron, neighbour)))
+        ):
             different.add((option, rule.beside))
     assert different == set(ELSEWHERE)
 
 
 def made(cls, options):
     try:
-        return bool(cls(**{name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}))
+        return bool(
+            cls(**{name: list(value) if isinstance(value, tuple) else value for name, value in options.items()})
+        )
     except (ValueError, AssertionError):
         return False

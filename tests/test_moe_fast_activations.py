@@ -91,7 +91,17 @@ class Problem(SimpleNamespace):
         return [out.detach(), *torch.autograd.grad(out, [x for x in (h, probs) if x is not None], self.d_out)]
 
 
-def problem_of(kind: str, *, shape=(9, 12), dtype=FP32, probs: torch.dtype | None = FP32, early=False, layout="contiguous", laid="h", **settings) -> Problem:
+def problem_of(
+    kind: str,
+    *,
+    shape=(9, 12),
+    dtype=FP32,
+    probs: torch.dtype | None = FP32,
+    early=False,
+    layout="contiguous",
+    laid="h",
+    **settings,
+) -> Problem:
     rows, width = shape
     tensors = {
         "h": eighths(rows, 2 * width if kind in GATED else width, dtype=dtype),
@@ -100,16 +110,25 @@ def problem_of(kind: str, *, shape=(9, 12), dtype=FP32, probs: torch.dtype | Non
     }
     if tensors[laid] is not None:
         tensors[laid] = laid_out(tensors[laid], layout)
-    return Problem(**tensors, kind=kind, early=early, **{name: settings.get(name, 0.0 if name == "offset" else None) for name in SETTINGS})
+    return Problem(
+        **tensors,
+        kind=kind,
+        early=early,
+        **{name: settings.get(name, 0.0 if name == "offset" else None) for name in SETTINGS},
+    )
 
 
 def problem_of_row(row: dict[str, Any]) -> Problem:
-    return problem_of(**{name: value for name, value in row.items() if name not in ("blocks", "laid_out")}, laid=row["laid_out"])
+    return problem_of(
+        **{name: value for name, value in row.items() if name not in ("blocks", "laid_out")}, laid=row["laid_out"]
+    )
 
 
 def in_float64(problem: Problem) -> list[Tensor]:
     """What the reference finds without rounding to speak of."""
-    wide = {name: None if x is None else x.double() for name in ("h", "probs", "d_out") for x in [getattr(problem, name)]}
+    wide = {
+        name: None if x is None else x.double() for name in ("h", "probs", "d_out") for x in [getattr(problem, name)]
+    }
     return Problem(**{**vars(problem), **wide, "early": False}).results(moe_ref)
 
 
@@ -143,7 +162,10 @@ def bounds(problem: Problem, right: list[Tensor]) -> list[Tensor]:
         sums = unit + u.shape[1] * unit_of(FP64 if exact else FP32)
         before.append((sums * d_out * reach * v).sum(1))
     dtypes = [problem.h.dtype, problem.h.dtype, None if problem.probs is None else problem.probs.dtype]
-    return [error + unit_of(dtype) * (x.abs() + error) + least_of(dtype) for error, x, dtype in zip(before, right, dtypes, strict=False)]
+    return [
+        error + unit_of(dtype) * (x.abs() + error) + least_of(dtype)
+        for error, x, dtype in zip(before, right, dtypes, strict=False)
+    ]
 
 
 def columns(width: int, interleave: int | None) -> tuple[list[int], list[int]]:
@@ -167,7 +189,10 @@ def agrees(namespace: Any, problem: Problem) -> bool:
     results = problem.results(namespace)
     dtypes = [problem.h.dtype] * 2 + ([] if problem.probs is None else [problem.probs.dtype])
     assert [x.dtype for x in results] == dtypes and [x.shape for x in results] == [x.shape for x in right]
-    return all(bool(((x.double() - y).abs() <= bound).all()) for x, y, bound in zip(results, right, bounds(problem, right), strict=True))
+    return all(
+        bool(((x.double() - y).abs() <= bound).all())
+        for x, y, bound in zip(results, right, bounds(problem, right), strict=True)
+    )
 
 
 @pytest.mark.parametrize("row", GLU_CASES, ids=lambda row: "-".join(str(value) for value in row.values()))
@@ -228,7 +253,10 @@ def test_large_numbers_make_no_nan(dtype):
     h, ones = torch.cat([u, torch.ones_like(u)], dim=1), torch.ones_like(u)
     for kind in GATED:
         for clamp in (None, 7.0):
-            out, d_h = moe_fast.glu(h, kind=kind, clamp=clamp), moe_fast.glu_backward(ones, h, kind=kind, clamp=clamp).d_h
+            out, d_h = (
+                moe_fast.glu(h, kind=kind, clamp=clamp),
+                moe_fast.glu_backward(ones, h, kind=kind, clamp=clamp).d_h,
+            )
             assert out.isfinite().all() and d_h.isfinite().all(), kind
             assert (d_h[1:4, 0] == (clamp is None)).all() and (d_h[5:, 0] == 0).all(), kind  # f is u or 0 this far out
     for kind in PLAIN:
@@ -266,7 +294,9 @@ def test_nan_stays_a_nan_and_in_its_row(kind, clamp):
     gated = kind in GATED
     h, probs = eighths(3, 8), torch.tensor([1.0, 0.0, 2.0])  # a prob of 0 does not hide it
     spoilt = torch.cat([h[:1], torch.full((1, 8), math.nan), h[2:]])
-    function, backward = (moe_fast.glu, moe_fast.glu_backward) if gated else (moe_fast.activation, moe_fast.activation_backward)
+    function, backward = (
+        (moe_fast.glu, moe_fast.glu_backward) if gated else (moe_fast.activation, moe_fast.activation_backward)
+    )
     call = {"kind": kind, "probs": probs} | ({"clamp": clamp} if gated else {})
     clean, got = function(h, **call), function(spoilt, **call)
     assert torch.equal(clean[[0, 2]], got[[0, 2]]) and got[1].isnan().all()
@@ -275,7 +305,9 @@ def test_nan_stays_a_nan_and_in_its_row(kind, clamp):
 
 
 def test_prob_of_zero_keeps_its_own_gradient():
-    d_h, d_probs = moe_fast.glu_backward(torch.ones(1, 1), torch.tensor([[3.0, 2.0]]), probs=torch.zeros(1), kind="reglu")
+    d_h, d_probs = moe_fast.glu_backward(
+        torch.ones(1, 1), torch.tensor([[3.0, 2.0]]), probs=torch.zeros(1), kind="reglu"
+    )
     assert d_h.tolist() == [[0, 0]] and d_probs.item() == 6
 
 
@@ -283,12 +315,21 @@ def test_prob_of_zero_keeps_its_own_gradient():
 
 
 def test_activation_is_not_rounded_before_it_is_multiplied():
-    h, probs = torch.tensor([[5.0, 103.0]]).bfloat16(), torch.tensor([1.5])  # 515 · 1.5 = 772.5; but 515 → 516, and 516 · 1.5 = 774
+    h, probs = (
+        torch.tensor([[5.0, 103.0]]).bfloat16(),
+        torch.tensor([1.5]),
+    )  # 515 · 1.5 = 772.5; but 515 → 516, and 516 · 1.5 = 774
     assert moe_fast.glu(h, probs=probs, kind="reglu").item() == 772
     assert moe_fast.glu(h, probs=probs, kind="reglu", round_before_probs=True).item() == 776
     assert moe_fast.glu(h, kind="reglu").item() == moe_fast.glu(h, kind="reglu", round_before_probs=True).item() == 516
-    h, probs = torch.tensor([[23.0]]).bfloat16(), torch.tensor([1.51])  # 529 · 1.51 = 798.79; but 529 → 528, and 528 · 1.51 = 797.28
-    assert moe_fast.activation(h, probs=probs).item() == 800 and moe_fast.activation(h, probs=probs, round_before_probs=True).item() == 796
+    h, probs = (
+        torch.tensor([[23.0]]).bfloat16(),
+        torch.tensor([1.51]),
+    )  # 529 · 1.51 = 798.79; but 529 → 528, and 528 · 1.51 = 797.28
+    assert (
+        moe_fast.activation(h, probs=probs).item() == 800
+        and moe_fast.activation(h, probs=probs, round_before_probs=True).item() == 796
+    )
 
 
 def test_probs_are_not_rounded_to_the_dtype_of_h():
@@ -326,7 +367,10 @@ def test_the_smallest_sizes_are_right(rows, width, function):
     for probs in (None, FP32):
         problem = problem_of(kind, shape=(rows, width), probs=probs)
         assert agrees(moe_fast, problem)
-        fast, slow = (getattr(n, f"{function}_backward")(problem.d_out, problem.h, probs=problem.probs, kind=kind) for n in (moe_fast, moe_ref))
+        fast, slow = (
+            getattr(n, f"{function}_backward")(problem.d_out, problem.h, probs=problem.probs, kind=kind)
+            for n in (moe_fast, moe_ref)
+        )
         assert fast.d_h.shape == slow.d_h.shape and (fast.d_probs is None) == (slow.d_probs is None)
         if width == 0 and probs:
             assert torch.equal(fast.d_probs, torch.zeros(rows))
@@ -477,7 +521,9 @@ ILLEGAL = [
 ]
 
 
-@pytest.mark.parametrize(("function", "arguments", "settings"), ILLEGAL, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("function", "arguments", "settings"), ILLEGAL, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_an_illegal_call_raises_what_the_reference_raises(function, arguments, settings):
     messages = []
     for namespace in (moe_fast, moe_ref):
@@ -489,7 +535,12 @@ def test_an_illegal_call_raises_what_the_reference_raises(function, arguments, s
 
 def test_probs_of_eight_bits_are_not_supported_and_raise():
     h, probs = torch.zeros(2, 4), torch.zeros(2).to(torch.float8_e5m2)
-    for function, arguments in (("glu", (h,)), ("activation", (h,)), ("glu_backward", (h[:, :2], h)), ("activation_backward", (h, h))):
+    for function, arguments in (
+        ("glu", (h,)),
+        ("activation", (h,)),
+        ("glu_backward", (h[:, :2], h)),
+        ("activation_backward", (h, h)),
+    ):
         assert "float8" in moe_fast.supports(function, *arguments, probs=probs)
         assert moe_fast.supports(function, *arguments, probs=probs.float()) is None
         with pytest.raises(ValueError, match="float8"):

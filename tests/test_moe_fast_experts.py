@@ -27,14 +27,24 @@ def inputs(dtype=torch.float32, counts=(3, 0, 2), tail=2, hidden=6, width=5, gat
     x[sum(counts) :], probs[sum(counts) :] = torch.nan, torch.nan
     first = 2 * width if gated else width
     weights = normal(experts, first, hidden) / 2, normal(experts, hidden, width) / 2
-    return (x, torch.tensor(counts), *weights), {"probs": probs, "fc1_bias": normal(experts, first), "fc2_bias": normal(experts, hidden)}
+    return (x, torch.tensor(counts), *weights), {
+        "probs": probs,
+        "fc1_bias": normal(experts, first),
+        "fc2_bias": normal(experts, hidden),
+    }
 
 
 def results(function, tensors, settings):
     """The output, and the gradient of everything that is floating point."""
     x, counts, *weights = tensors
-    leaves = {name: y.clone().requires_grad_() for name, y in {"x": x, **dict(enumerate(weights)), **settings}.items() if isinstance(y, torch.Tensor)}
-    out = function(leaves["x"], counts, leaves[0], leaves[1], **{name: leaves.get(name, y) for name, y in settings.items()})
+    leaves = {
+        name: y.clone().requires_grad_()
+        for name, y in {"x": x, **dict(enumerate(weights)), **settings}.items()
+        if isinstance(y, torch.Tensor)
+    }
+    out = function(
+        leaves["x"], counts, leaves[0], leaves[1], **{name: leaves.get(name, y) for name, y in settings.items()}
+    )
     d_out = torch.linspace(-1, 1, out.numel()).reshape(out.shape).to(out.dtype)
     d_out[int(counts.sum()) :] = torch.nan
     return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), d_out)]
@@ -43,12 +53,22 @@ def results(function, tensors, settings):
 @pytest.mark.parametrize("dtype", ROUGH)
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"probs_on_input": True}, {"kind": "gelu"}, {"kind": "quick_geglu", "clamp": 0.5, "offset": 1.0, "interleave": 1}, {"align": 4}],
+    [
+        {},
+        {"probs_on_input": True},
+        {"kind": "gelu"},
+        {"kind": "quick_geglu", "clamp": 0.5, "offset": 1.0, "interleave": 1},
+        {"align": 4},
+    ],
     ids=str,
 )
 def test_values_and_gradients_are_the_references(settings, dtype):
     tensors, more = inputs(dtype, gated=settings.get("kind") != "gelu")
-    for got, right in zip(results(moe_fast.grouped_mlp, tensors, more | settings), results(moe_ref.grouped_mlp, tensors, more | settings), strict=True):
+    for got, right in zip(
+        results(moe_fast.grouped_mlp, tensors, more | settings),
+        results(moe_ref.grouped_mlp, tensors, more | settings),
+        strict=True,
+    ):
         assert got.dtype == right.dtype
         assert (got.double() - right.double()).abs().max() <= ROUGH[dtype] * max(1.0, float(right.abs().max()))
 
@@ -91,7 +111,9 @@ def test_no_more_is_kept_than_h_and_the_activation():
 
 def test_sequential_experts_are_the_grouped_ones():
     tensors, settings = inputs()
-    first, second = (results(function, tensors, settings) for function in (moe_fast.grouped_mlp, moe_fast.sequential_mlp))
+    first, second = (
+        results(function, tensors, settings) for function in (moe_fast.grouped_mlp, moe_fast.sequential_mlp)
+    )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -135,7 +157,9 @@ def test_padding_puts_zeros_behind_each_segment_and_trims_them(counts, align):
     rows, row_probs = padding.pad(x, probs)
     right = pad_segments(x[:total], counts_L, align)
     assert padding.counts_L.tolist() == [-(-count // align) * align for count in counts]
-    assert torch.equal(rows[: len(right)], right) and torch.equal(row_probs[: len(right)], pad_segments(probs[:total], counts_L, align))
+    assert torch.equal(rows[: len(right)], right) and torch.equal(
+        row_probs[: len(right)], pad_segments(probs[:total], counts_L, align)
+    )
     assert len(rows) == len(x) + len(counts) * (align - 1)
     assert torch.equal(padding.trim(rows), x)
     assert torch.equal(trim_segments(right, counts_L, align), x[:total])

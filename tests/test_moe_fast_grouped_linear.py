@@ -55,7 +55,12 @@ def form(request, monkeypatch):
 def small_blocks(monkeypatch):
     """Everything spans several tiles, steps and programs."""
     tile = GroupedTile(rows=8, columns=16, depth=16, num_warps=4, num_stages=1)
-    sizes = {"by_rows": (tile,), "wide": tile, "wgrad": replace(tile, rows=16, depth=8), "wgrad_wide": replace(tile, rows=16, depth=8)}
+    sizes = {
+        "by_rows": (tile,),
+        "wide": tile,
+        "wgrad": replace(tile, rows=16, depth=8),
+        "wgrad_wide": replace(tile, rows=16, depth=8),
+    }
     grouped = replace(tuning.INTERPRETER.grouped, **sizes, sums=tuning.Tile(4, 8, 4), plan_tiles=2)
     monkeypatch.setattr(tuning, "INTERPRETER", replace(tuning.INTERPRETER, grouped=grouped))
 
@@ -64,7 +69,15 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def problem(counts: list[int], ins: int = 24, outs: int = 32, *, rows: int = ROWS, dtype: torch.dtype = torch.bfloat16, tail: float = torch.nan):
+def problem(
+    counts: list[int],
+    ins: int = 24,
+    outs: int = 32,
+    *,
+    rows: int = ROWS,
+    dtype: torch.dtype = torch.bfloat16,
+    tail: float = torch.nan,
+):
     """x, W, b, counts and the gradient of the output; `tail` stands in the rows behind the last segment."""
     x, d_out = normal(rows, ins, seed=1, dtype=dtype), normal(rows, outs, seed=2, dtype=dtype)
     x[sum(counts) :] = d_out[sum(counts) :] = tail
@@ -104,13 +117,20 @@ def bounds(x, weight, bias, tokens_per_expert, d_out) -> list[Bounded]:
     wide, times = (torch.float64, 2) if x.dtype == torch.float64 else (torch.float32, 1)
     terms = (x.shape[1] + 1, d_out.shape[1], most, most)
     dtypes = (x.dtype, x.dtype, x.dtype, bias.dtype)
-    return [sum_bound(value, size, times * (n + 1), dtype, wide) for value, size, n, dtype in zip(values, sizes, terms, dtypes, strict=True)]
+    return [
+        sum_bound(value, size, times * (n + 1), dtype, wide)
+        for value, size, n, dtype in zip(values, sizes, terms, dtypes, strict=True)
+    ]
 
 
 def outside(observed: list[Tensor], *inputs) -> list[int]:
     """Which of out, dx, dW and db are not right."""
     pairs = enumerate(zip(bounds(*inputs), observed, strict=True))
-    return [i for i, (right, got) in pairs if got.dtype != right.dtype or got.shape != right.value.shape or beyond(right, got) is not None]
+    return [
+        i
+        for i, (right, got) in pairs
+        if got.dtype != right.dtype or got.shape != right.value.shape or beyond(right, got) is not None
+    ]
 
 
 def assert_right(*inputs) -> None:
@@ -130,7 +150,11 @@ def test_every_dtype_is_right(dtype, small_blocks):
     assert_right(*problem(COUNTS["middle empty"], dtype=dtype))
 
 
-@pytest.mark.parametrize("counts, dtype", [("uneven", torch.bfloat16), ("middle empty", torch.float16), ("all empty", torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "counts, dtype",
+    [("uneven", torch.bfloat16), ("middle empty", torch.float16), ("all empty", torch.bfloat16)],
+    ids=str,
+)
 def test_descriptors_give_the_bits_of_pointers(counts, dtype, small_blocks, monkeypatch):
     inputs = problem(COUNTS[counts], dtype=dtype)
     by_pointers = results(moe_fast.grouped_linear, *inputs)
@@ -138,7 +162,9 @@ def test_descriptors_give_the_bits_of_pointers(counts, dtype, small_blocks, monk
     monkeypatch.setattr(backend, "has_descriptors", lambda device: True)
     for name in ("_matmul_descriptors", "_segments"):
         make = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *arguments, name=name, make=make: described.append(name) or make(*arguments))
+        monkeypatch.setattr(
+            module, name, lambda *arguments, name=name, make=make: described.append(name) or make(*arguments)
+        )
     by_descriptors = results(moe_fast.grouped_linear, *inputs)
     assert described == ["_matmul_descriptors", "_segments"] * 2 + ["_segments"] * 2
     assert all(torch.equal(a, b) for a, b in zip(by_pointers, by_descriptors, strict=True))
@@ -177,7 +203,11 @@ def test_counts_may_be_strided_and_narrow(small_blocks):
     assert_right(x, weight, bias, spread[:, 0], d_out)
 
 
-@pytest.mark.parametrize("rows_dtype, dtype", [(torch.bfloat16, torch.float32), (torch.float16, torch.float64), (torch.float64, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "rows_dtype, dtype",
+    [(torch.bfloat16, torch.float32), (torch.float16, torch.float64), (torch.float64, torch.bfloat16)],
+    ids=str,
+)
 def test_a_bias_of_any_dtype_is_right(rows_dtype, dtype, small_blocks):
     x, weight, bias, counts, d_out = problem(COUNTS["uneven"], dtype=rows_dtype)
     assert_right(x, weight, bias.to(dtype), counts, d_out)
@@ -239,16 +269,24 @@ def test_a_nan_in_an_experts_weight_stays_with_it(small_blocks, form):
 @pytest.mark.parametrize("tail", [torch.nan, torch.inf], ids=str)
 def test_rows_behind_the_last_segment_are_zero_and_reach_nothing(tail, small_blocks, form):
     inputs = problem([5, 0, 7], tail=tail)
-    got, right = results(moe_fast.grouped_linear, *inputs), results(moe_fast.grouped_linear, *problem([5, 0, 7], tail=0.0))
+    got, right = (
+        results(moe_fast.grouped_linear, *inputs),
+        results(moe_fast.grouped_linear, *problem([5, 0, 7], tail=0.0)),
+    )
     assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
     assert not got[0][12:].any() and not got[1][12:].any()
 
 
-@pytest.mark.parametrize("counts", [[2**40, -5, 3], [2**62, 2**62, 2**62], [-1, -1, -1], [20, 20, 20], [-7, 40, 2]], ids=str)
+@pytest.mark.parametrize(
+    "counts", [[2**40, -5, 3], [2**62, 2**62, 2**62], [-1, -1, -1], [20, 20, 20], [-7, 40, 2]], ids=str
+)
 def test_illegal_counts_stay_within_memory(counts, small_blocks):
     x, weight, bias, _, d_out = problem([30], tail=0.0)
     weight, bias = weight.expand(3, -1, -1), bias.expand(3, -1)
-    assert all(value.isfinite().all() for value in results(moe_fast.grouped_linear, x, weight, bias, torch.tensor(counts), d_out))
+    assert all(
+        value.isfinite().all()
+        for value in results(moe_fast.grouped_linear, x, weight, bias, torch.tensor(counts), d_out)
+    )
 
 
 # The gradients as functions
@@ -265,12 +303,17 @@ def keeping(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Values among which are -0 and a NaN with a payload, in the last expert."""
     before = normal(*shape, seed=5, dtype=dtype)
     bits = before.view(torch.int32 if dtype == torch.float32 else torch.int64)
-    bits[-1, 0, 0], bits[-1, 0, 1] = torch.iinfo(bits.dtype).min, torch.tensor(torch.nan, dtype=dtype).view(bits.dtype) + 5
+    bits[-1, 0, 0], bits[-1, 0, 1] = (
+        torch.iinfo(bits.dtype).min,
+        torch.tensor(torch.nan, dtype=dtype).view(bits.dtype) + 5,
+    )
     return before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("rows_dtype, strided", [(torch.bfloat16, False), (torch.float32, True), (torch.float64, False)], ids=str)
+@pytest.mark.parametrize(
+    "rows_dtype, strided", [(torch.bfloat16, False), (torch.float32, True), (torch.float64, False)], ids=str
+)
 def test_the_weights_gradient_is_added_to_what_there_is(rows_dtype, strided, dtype, small_blocks, form):
     inputs = x, _, _, counts, d_out = problem(COUNTS["last empty"], dtype=rows_dtype)
     before = keeping(dtype, (3, 32, 24))
@@ -278,13 +321,25 @@ def test_the_weights_gradient_is_added_to_what_there_is(rows_dtype, strided, dty
     got = moe_fast.grouped_wgrad(d_out, x, counts, accumulate_into=given)
     product = bounds(*inputs)[2]
     wide = torch.float64 if torch.float64 in (rows_dtype, dtype) else torch.float32
-    size = before.double().abs() + products(*(tensor.double().abs() for tensor in inputs[:3]), counts, d_out.double().abs())[2]
+    size = (
+        before.double().abs()
+        + products(*(tensor.double().abs() for tensor in inputs[:3]), counts, d_out.double().abs())[2]
+    )
     sums = torch.float64 if rows_dtype == torch.float64 else torch.float32
-    right = sum_bound(before.double() + product.value, size, 2 * 14 if wide == sums == torch.float64 else 15, dtype, sums)
+    right = sum_bound(
+        before.double() + product.value, size, 2 * 14 if wide == sums == torch.float64 else 15, dtype, sums
+    )
     kept = before[2].view(torch.uint8)
-    assert got.dtype == dtype and torch.equal(got[2].view(torch.uint8), kept) and torch.equal(given[2].contiguous().view(torch.uint8), kept)
+    assert (
+        got.dtype == dtype
+        and torch.equal(got[2].view(torch.uint8), kept)
+        and torch.equal(given[2].contiguous().view(torch.uint8), kept)
+    )
     assert beyond(Bounded(right.value[:2], right.bound[:2], dtype, sums), got[:2]) is None
-    assert beyond(Bounded(right.value[:2], right.bound[:2], dtype, sums), moe_fast.grouped_wgrad(d_out, x, counts)[:2]) is not None
+    assert (
+        beyond(Bounded(right.value[:2], right.bound[:2], dtype, sums), moe_fast.grouped_wgrad(d_out, x, counts)[:2])
+        is not None
+    )
     assert torch.equal(given[:2], before[:2])
 
 
@@ -293,8 +348,16 @@ def test_the_weights_gradient_is_added_to_what_there_is(rows_dtype, strided, dty
 
 def test_inputs_may_have_any_strides(small_blocks):
     x, weight, bias, counts, d_out = problem(COUNTS["uneven"])
-    assert_right(x.t().contiguous().t(), weight.mT.contiguous().mT, bias.t().contiguous().t(), counts, d_out.t().contiguous().t())
-    assert_right(x.repeat(1, 2)[:, ::2], weight.repeat(1, 2, 2)[:, ::2, ::2], bias[:, :1].expand(-1, 32), counts, d_out.repeat(2, 1)[::2])
+    assert_right(
+        x.t().contiguous().t(), weight.mT.contiguous().mT, bias.t().contiguous().t(), counts, d_out.t().contiguous().t()
+    )
+    assert_right(
+        x.repeat(1, 2)[:, ::2],
+        weight.repeat(1, 2, 2)[:, ::2, ::2],
+        bias[:, :1].expand(-1, 32),
+        counts,
+        d_out.repeat(2, 1)[::2],
+    )
     assert_right(x, weight[:1].expand(3, -1, -1), bias, counts, torch.ones((), dtype=x.dtype).expand(ROWS, 32))
 
 
@@ -302,7 +365,13 @@ def test_descriptors_are_left_out_where_there_can_be_none(small_blocks, monkeypa
     monkeypatch.setattr(backend, "has_descriptors", lambda device: True)
     x, weight, bias, counts, d_out = problem(COUNTS["uneven"])
     assert_right(x[:, 1:], weight[..., 1:], bias, counts, d_out)  # addresses that are no multiples of 16 bytes
-    assert_right(x.t().contiguous().t(), weight.mT.contiguous().mT, bias, counts, d_out[:1].expand(counts.sum(), -1).repeat(2, 1)[:ROWS])
+    assert_right(
+        x.t().contiguous().t(),
+        weight.mT.contiguous().mT,
+        bias,
+        counts,
+        d_out[:1].expand(counts.sum(), -1).repeat(2, 1)[:ROWS],
+    )
 
 
 def test_a_pending_minus_is_carried_out():
@@ -315,7 +384,9 @@ def test_a_pending_minus_is_carried_out():
 def wide(values: Tensor) -> Tensor:
     """The same values, first dimension 2³⁰ elements apart, in memory that is never touched between them."""
     inner = values[0].numel()
-    far = EMPTY((len(values) - 1) * 2**30 + inner, dtype=values.dtype).as_strided(values.shape, (2**30, *values[0].stride()))
+    far = EMPTY((len(values) - 1) * 2**30 + inner, dtype=values.dtype).as_strided(
+        values.shape, (2**30, *values[0].stride())
+    )
     return far.copy_(values)
 
 
@@ -378,7 +449,9 @@ def test_the_device_is_never_read(monkeypatch):
     seen = []
     for name in READS:
         original = getattr(Tensor, name)
-        monkeypatch.setattr(Tensor, name, lambda self, *rest, original=original: seen.append(self) or original(self, *rest))
+        monkeypatch.setattr(
+            Tensor, name, lambda self, *rest, original=original: seen.append(self) or original(self, *rest)
+        )
     results(moe_fast.grouped_linear, *inputs)
     assert seen == []
     results(reference.grouped_linear, *inputs)  # which does read it
@@ -414,7 +487,10 @@ def test_experts_with_few_rows_have_small_tiles():
 def test_what_is_not_computed_is_refused_and_declared(function):
     x, weight, _, counts, d_out = problem([3, 2], rows=5, tail=0.0)
     arguments = {"grouped_linear": (x, weight), "grouped_dgrad": (d_out, weight), "grouped_wgrad": (d_out, x)}[function]
-    for settings, argument in (({"accumulator": "float64"}, "accumulator"), ({"recipe": Recipe("current"), "accumulator": "float64"}, "accumulator")):
+    for settings, argument in (
+        ({"accumulator": "float64"}, "accumulator"),
+        ({"recipe": Recipe("current"), "accumulator": "float64"}, "accumulator"),
+    ):
         assert moe_fast.supports(function, *arguments, counts, **settings).startswith(argument)
         with pytest.raises(ValueError, match=argument):
             getattr(moe_fast, function)(*arguments, counts, **settings)

@@ -20,7 +20,19 @@ from moe_ref import formats
 from moe_ref.config import Recipe
 from moe_ref.quantization import HADAMARD_SIGNS
 from moe_ref.quantization import hadamard as transform
-from tests.quantization_cases import BF16, DTYPES, FP32, FP64, RECIPES, SIZES, SPLITS, agrees, poisoned, problem_of, same
+from tests.quantization_cases import (
+    BF16,
+    DTYPES,
+    FP32,
+    FP64,
+    RECIPES,
+    SIZES,
+    SPLITS,
+    agrees,
+    poisoned,
+    problem_of,
+    same,
+)
 
 pytestmark = pytest.mark.skipif(not moe_fast.backend.INTERPRETED, reason="the tensors of these tests are on the CPU")
 FP4 = tuple(name for name in RECIPES if name.startswith("nvfp4"))
@@ -69,7 +81,10 @@ def test_row_scaling_does_with_the_tiles_of_a_gpu(name, monkeypatch):
     got, right = (namespace.quantize(x, recipe, columnwise=True).quantized for namespace in (moe_fast, moe_ref))
     for columnwise in (False, True):
         for read in ("codes", "scales", "amax"):
-            assert torch.equal(getattr(moe_fast, read)(got, columnwise=columnwise), getattr(moe_ref, read)(right, columnwise=columnwise))
+            assert torch.equal(
+                getattr(moe_fast, read)(got, columnwise=columnwise),
+                getattr(moe_ref, read)(right, columnwise=columnwise),
+            )
 
 
 def test_the_transform_adds_in_the_order_of_the_reference():
@@ -98,7 +113,12 @@ def test_noise_decides_to_the_last_bit(dtype):
     size = every.abs().double().clamp(max=6).nan_to_num(0)
     spacing = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     rest = (size / spacing - (size / spacing).floor()).to(dtype)
-    for noise in (rest, torch.nextafter(rest, torch.zeros_like(rest)), torch.nextafter(rest, torch.ones_like(rest)), torch.zeros_like(rest)):
+    for noise in (
+        rest,
+        torch.nextafter(rest, torch.zeros_like(rest)),
+        torch.nextafter(rest, torch.ones_like(rest)),
+        torch.zeros_like(rest),
+    ):
         out = torch.empty(2**16, dtype=torch.uint8)
         random_kernel[(64,)](every, noise, out, BLOCK=1024)
         assert torch.equal(out, formats.encode(every, formats.E2M1, noise=noise))
@@ -108,7 +128,9 @@ def test_the_gradient_of_the_transform_is_its_adjoint():
     problem = problem_of("nvfp4", dtype=BF16, directions=(False, True))
     x = problem.x.clone().requires_grad_()
     value = moe_fast.dequantize(moe_fast.quantize(x, problem.recipe, **problem.call).quantized, columnwise=True)
-    whole = partial(torch.randint, -2, 3, generator=torch.Generator().manual_seed(0))  # quarters of their sums have no rounding
+    whole = partial(
+        torch.randint, -2, 3, generator=torch.Generator().manual_seed(0)
+    )  # quarters of their sums have no rounding
     cotangent = whole(value.shape).to(BF16)
     value.backward(cotangent)
     end = int(problem.splits.sum())
@@ -128,7 +150,9 @@ def recalled(**other: Any) -> SimpleNamespace:
         given = {"recipe": recipe, **call}
         return moe_fast.quantize(x, **{**given, **{name: of(given[name]) for name, of in other.items()}})
 
-    return SimpleNamespace(**{name: getattr(moe_fast, name) for name in ("codes", "scales", "amax", "dequantize")}, quantize=quantize)
+    return SimpleNamespace(
+        **{name: getattr(moe_fast, name) for name in ("codes", "scales", "amax", "dequantize")}, quantize=quantize
+    )
 
 
 TWINS: dict[str, Any] = {
@@ -171,4 +195,7 @@ def test_both_directions_of_a_square_share_their_codes_unless_errors_decide():
     weights = problem_of("nvfp4", role="weight", columns=32)
     quantized = moe_fast.quantize(weights.x, weights.recipe, **weights.call).quantized
     assert quantized.rowwise is quantized.columnwise
-    assert same(moe_fast.codes(quantized), moe_ref.codes(moe_ref.quantize(weights.x, weights.recipe, **weights.call).quantized, columnwise=True))
+    assert same(
+        moe_fast.codes(quantized),
+        moe_ref.codes(moe_ref.quantize(weights.x, weights.recipe, **weights.call).quantized, columnwise=True),
+    )

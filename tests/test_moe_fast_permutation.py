@@ -46,7 +46,11 @@ def small_blocks(monkeypatch):
     sizes = dict.fromkeys(("permute", "unpermute", "unpermute_backward", "sort_chunks", "multihot"), tile)
     metadata = tuning.Metadata(2, 64, 4, max_programs=5)
     steps = {"fill": tuning.Fill(2, 2, 3), "prob_columns": 2, "chunk_columns": 2}
-    monkeypatch.setattr(tuning, "INTERPRETER", replace(tuning.INTERPRETER, metadata=metadata, unpermute_backward_probs=rows, **steps, **sizes))
+    monkeypatch.setattr(
+        tuning,
+        "INTERPRETER",
+        replace(tuning.INTERPRETER, metadata=metadata, unpermute_backward_probs=rows, **steps, **sizes),
+    )
 
 
 def dyadic(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -111,7 +115,12 @@ def test_every_pair_of_dtypes_equals_the_reference(dtype, probs_dtype):
 @pytest.mark.parametrize("settings", [{}, {"num_rows": 6}, {"capacity": 2}], ids=str)
 def test_degenerate_shapes_equal_the_reference(shape, settings):
     num_tokens, num_experts, hidden = shape
-    assert_pipelines_agree(dyadic(num_tokens, hidden), random_map(num_tokens, num_experts, 0.5), dyadic(num_tokens, num_experts), **settings)
+    assert_pipelines_agree(
+        dyadic(num_tokens, hidden),
+        random_map(num_tokens, num_experts, 0.5),
+        dyadic(num_tokens, num_experts),
+        **settings,
+    )
 
 
 @pytest.mark.parametrize("settings", [{}, {"align": 4}, {"num_rows": 8}, {"capacity": 3}], ids=str)
@@ -142,21 +151,33 @@ def test_a_second_call_does_not_see_the_first():
 
 
 def test_rows_and_probs_are_copied_bit_by_bit():
-    bits = torch.tensor([[0x7FC01234, -0x80000000], [0x7F800001, -0x00400001]], dtype=torch.int32)  # NaNs with payloads, -0
+    bits = torch.tensor(
+        [[0x7FC01234, -0x80000000], [0x7F800001, -0x00400001]], dtype=torch.int32
+    )  # NaNs with payloads, -0
     tokens, routing_map = bits.view(torch.float32), torch.tensor([[True, True], [False, True]])
     permuted = moe_fast.permute(tokens, routing_map, probs=tokens, num_rows=4)
     assert permuted.rows.view(torch.int32).tolist() == [*bits[[0, 0, 1]].tolist(), [0, 0]]
     assert permuted.probs.view(torch.int32).tolist() == [*bits[[0, 0, 1], [0, 1, 1]].tolist(), 0]
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float64, torch.complex64],
+    ids=str,
+)
 def test_every_dtype_can_be_moved(dtype):
     storage = torch.randint(0, 2, (7, 3 * dtype.itemsize), dtype=torch.uint8)
     tokens, routing_map = storage.view(dtype), random_map(7, 3)
     for settings in ({"align": 4}, {"capacity": 3}):
-        fast, slow = (namespace.permute(tokens, routing_map, **settings).rows.view(torch.uint8) for namespace in (moe_fast, moe_ref))
+        fast, slow = (
+            namespace.permute(tokens, routing_map, **settings).rows.view(torch.uint8)
+            for namespace in (moe_fast, moe_ref)
+        )
         assert_same([fast], [slow])
-    fast, slow = (namespace.sort_chunks(tokens, torch.tensor([2, 3]), torch.tensor([1, 0])).rows.view(torch.uint8) for namespace in (moe_fast, moe_ref))
+    fast, slow = (
+        namespace.sort_chunks(tokens, torch.tensor([2, 3]), torch.tensor([1, 0])).rows.view(torch.uint8)
+        for namespace in (moe_fast, moe_ref)
+    )
     assert_same([fast], [slow])
 
 
@@ -172,7 +193,9 @@ def test_a_pending_minus_is_carried_out():
 def test_float64_tokens_have_a_float64_gradient():
     tokens = torch.zeros(2, 1, dtype=torch.float64, requires_grad=True)
     rows = moe_fast.permute(tokens, torch.ones(2, 2, dtype=torch.bool)).rows
-    (dtokens,) = torch.autograd.grad(rows, tokens, torch.tensor([[1.0], [1.0], [2.0**-40], [2.0**-40]], dtype=torch.float64))
+    (dtokens,) = torch.autograd.grad(
+        rows, tokens, torch.tensor([[1.0], [1.0], [2.0**-40], [2.0**-40]], dtype=torch.float64)
+    )
     assert dtokens.flatten().tolist() == [1 + 2.0**-40] * 2
 
 
@@ -212,10 +235,15 @@ def gradients(namespace, wanted: str, cotangent: str):
 @pytest.mark.parametrize("wanted", ["tokens", "probs", "tokens and probs"])
 @pytest.mark.parametrize("cotangent", ["full", "expanded", "transposed", "rows", "row probs", "merged"])
 def test_gradients_hold_for_any_cotangent_and_any_choice_of_inputs(wanted, cotangent):
-    (fast_outputs, fast), (slow_outputs, slow) = gradients(moe_fast, wanted, cotangent), gradients(moe_ref, wanted, cotangent)
+    (fast_outputs, fast), (slow_outputs, slow) = (
+        gradients(moe_fast, wanted, cotangent),
+        gradients(moe_ref, wanted, cotangent),
+    )
     assert fast_outputs == slow_outputs
     zero = torch.zeros(())
-    assert_same([zero.expand(b.shape) if a is None and b is not None else a for a, b in zip(fast, slow, strict=True)], slow)
+    assert_same(
+        [zero.expand(b.shape) if a is None and b is not None else a for a, b in zip(fast, slow, strict=True)], slow
+    )
 
 
 def wide(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
@@ -228,7 +256,10 @@ def wide(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
 def test_what_lies_far_apart_is_moved(turned):
     tokens = wide(4, 8, torch.uint8).t() if turned else wide(4, 8, torch.uint8)
     routing_map = random_map(len(tokens), 3, 0.6)
-    assert_same([moe_fast.permute(tokens, routing_map, align=2).rows], [moe_ref.permute(tokens.clone(), routing_map, align=2).rows])
+    assert_same(
+        [moe_fast.permute(tokens, routing_map, align=2).rows],
+        [moe_ref.permute(tokens.clone(), routing_map, align=2).rows],
+    )
     sizes, order = torch.tensor([1, 2]), torch.tensor([1, 0])
     assert_same(moe_fast.sort_chunks(tokens, sizes, order), moe_ref.sort_chunks(tokens.clone(), sizes, order))
 
@@ -244,7 +275,10 @@ def test_a_map_and_probs_that_lie_far_apart_are_read(turned, settings):
 @pytest.mark.parametrize("turned", [False, True], ids=["far rows", "far columns"])
 def test_what_lies_far_apart_is_summed(turned):
     far = wide(4, 8, torch.float16).t() if turned else wide(4, 8, torch.float16)
-    near, routing_map = dyadic(*far.shape, dtype=torch.float16).requires_grad_(), torch.ones(len(far), 1, dtype=torch.bool)
+    near, routing_map = (
+        dyadic(*far.shape, dtype=torch.float16).requires_grad_(),
+        torch.ones(len(far), 1, dtype=torch.bool),
+    )
     permuted = moe_fast.permute(near, routing_map)
     assert_same([moe_fast.unpermute(far, permuted.row_map)], [far.clone()])
     assert_same(torch.autograd.grad(permuted.rows, near, far), [far.clone()])
@@ -265,8 +299,13 @@ CHUNKS = {  # rows, sizes, order
 
 def sorted_chunks(namespace, num_rows: int, sizes: list[int], order: list[int], hidden: int, dtype: torch.dtype):
     rows, probs = dyadic(num_rows, hidden).requires_grad_(), dyadic(num_rows, dtype=torch.bfloat16).requires_grad_()
-    result = namespace.sort_chunks(rows, torch.tensor(sizes, dtype=dtype), torch.tensor(order, dtype=dtype), probs=probs)
-    return [*(x.detach() for x in result), *torch.autograd.grad(result, [rows, probs], [dyadic(*x.shape, dtype=x.dtype, seed=1) for x in result])]
+    result = namespace.sort_chunks(
+        rows, torch.tensor(sizes, dtype=dtype), torch.tensor(order, dtype=dtype), probs=probs
+    )
+    return [
+        *(x.detach() for x in result),
+        *torch.autograd.grad(result, [rows, probs], [dyadic(*x.shape, dtype=x.dtype, seed=1) for x in result]),
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
@@ -276,15 +315,23 @@ def test_sorted_chunks_equal_the_reference(chunks, dtype):
 
 
 def test_sorted_chunks_equal_the_reference_for_any_block_size(small_blocks):
-    assert_same(sorted_chunks(moe_fast, *CHUNKS["rows behind"], 33, torch.int64), sorted_chunks(moe_ref, *CHUNKS["rows behind"], 33, torch.int64))
+    assert_same(
+        sorted_chunks(moe_fast, *CHUNKS["rows behind"], 33, torch.int64),
+        sorted_chunks(moe_ref, *CHUNKS["rows behind"], 33, torch.int64),
+    )
 
 
 def test_many_chunks_equal_the_reference():
     sizes, order = [k % 3 for k in range(50)], [(7 * k) % 50 for k in range(50)]
-    assert_same(sorted_chunks(moe_fast, 60, sizes, order, 3, torch.int64), sorted_chunks(moe_ref, 60, sizes, order, 3, torch.int64))
+    assert_same(
+        sorted_chunks(moe_fast, 60, sizes, order, 3, torch.int64),
+        sorted_chunks(moe_ref, 60, sizes, order, 3, torch.int64),
+    )
 
 
-@pytest.mark.parametrize("sizes, order", [([2**40, -5, 3], [0, 1, 2]), ([2, 2], [7, -9]), ([3, 3, 3], [1, 1, 1])], ids=str)
+@pytest.mark.parametrize(
+    "sizes, order", [([2**40, -5, 3], [0, 1, 2]), ([2, 2], [7, -9]), ([3, 3, 3], [1, 1, 1])], ids=str
+)
 def test_illegal_chunks_stay_within_memory(sizes, order):
     rows = dyadic(4, 3).requires_grad_()
     result = moe_fast.sort_chunks(rows, torch.tensor(sizes), torch.tensor(order)).rows
@@ -300,7 +347,9 @@ def test_the_device_is_read_once_or_not_at_all_when_the_rows_are_given(settings,
     seen = []
     for name in READS:
         original = getattr(Tensor, name)
-        monkeypatch.setattr(Tensor, name, lambda self, *rest, original=original: seen.append(self) or original(self, *rest))
+        monkeypatch.setattr(
+            Tensor, name, lambda self, *rest, original=original: seen.append(self) or original(self, *rest)
+        )
     tokens, probs = dyadic(4, 2).requires_grad_(), dyadic(4, 2).requires_grad_()
     permuted = moe_fast.permute(tokens, random_map(4, 2), probs=probs, **settings)
     merged = moe_fast.unpermute(permuted.rows, permuted.row_map, probs=probs)
@@ -309,7 +358,9 @@ def test_the_device_is_read_once_or_not_at_all_when_the_rows_are_given(settings,
 
 
 def test_what_does_not_require_a_gradient_gets_none():
-    permuted = moe_fast.permute(torch.ones(3, 2, dtype=torch.int32), random_map(3, 2), probs=dyadic(3, 2).requires_grad_())
+    permuted = moe_fast.permute(
+        torch.ones(3, 2, dtype=torch.int32), random_map(3, 2), probs=dyadic(3, 2).requires_grad_()
+    )
     assert (permuted.rows.requires_grad, permuted.probs.requires_grad) == (False, True)
     integers = (permuted.tokens_per_expert, permuted.overflow)
     assert not any(value.requires_grad for value in integers)
@@ -326,7 +377,9 @@ def test_what_cannot_be_summed_is_refused_and_declared():
     assert moe_fast.supports("permute", dyadic(3, 2), random_map(3, 2), probs=None) is None
 
 
-@pytest.mark.parametrize("settings", [{"align": 0}, {"capacity": 2, "align": 2}, {"num_rows": 3, "align": 2}, {"num_rows": -1}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"align": 0}, {"capacity": 2, "align": 2}, {"num_rows": 3, "align": 2}, {"num_rows": -1}], ids=str
+)
 def test_illegal_settings_raise_as_the_reference_does(settings):
     messages = []
     for namespace in (moe_fast, moe_ref):

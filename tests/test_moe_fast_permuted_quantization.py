@@ -47,7 +47,9 @@ def small_blocks(monkeypatch):
 
 def inputs(tokens: int = 40, experts: int = 5, hidden: int = 160) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, hidden, generator=generator) * torch.exp2(torch.randint(-8, 9, (tokens, 1), generator=generator))
+    x = torch.randn(tokens, hidden, generator=generator) * torch.exp2(
+        torch.randint(-8, 9, (tokens, 1), generator=generator)
+    )
     chosen = torch.rand(tokens, experts, generator=generator) < 0.4
     chosen[:, 2] = False
     chosen[5] = False
@@ -65,12 +67,23 @@ def agree(name: str, x: torch.Tensor, chosen: torch.Tensor, probs: torch.Tensor 
     if name == "delayed":
         scale = torch.exp2(torch.arange(chosen.shape[1]) - 2.0) * 1.25
         state = QuantizerState(torch.arange(3.0 * len(scale)).reshape(-1, 3), scale)
-    got, right = (namespace.permute_and_quantize(x, chosen, RECIPES[name], probs=probs, state=state, **how) for namespace in (moe_fast, moe_ref))
-    directions = [columnwise for columnwise in (False, True) if how.get("columnwise" if columnwise else "rowwise", not columnwise)]
+    got, right = (
+        namespace.permute_and_quantize(x, chosen, RECIPES[name], probs=probs, state=state, **how)
+        for namespace in (moe_fast, moe_ref)
+    )
+    directions = [
+        columnwise for columnwise in (False, True) if how.get("columnwise" if columnwise else "rowwise", not columnwise)
+    ]
     for columnwise in directions:
         for read in ("codes", "scales", "amax", "dequantize"):
-            a, b = (getattr(namespace, read)(made.quantized, columnwise=columnwise) for namespace, made in ((moe_fast, got), (moe_ref, right)))
-            assert a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()), (read, columnwise)
+            a, b = (
+                getattr(namespace, read)(made.quantized, columnwise=columnwise)
+                for namespace, made in ((moe_fast, got), (moe_ref, right))
+            )
+            assert a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()), (
+                read,
+                columnwise,
+            )
     for field in ("probs", "tokens_per_expert", "pad_offsets", "overflow"):
         a, b = getattr(got, field), getattr(right, field)
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), field
@@ -78,7 +91,9 @@ def agree(name: str, x: torch.Tensor, chosen: torch.Tensor, probs: torch.Tensor 
     assert torch.equal(moe_fast.unpermute(numbers, got.row_map), moe_ref.unpermute(numbers, right.row_map))
     assert (got.state is None) == (right.state is None)
     if got.state is not None:
-        assert torch.equal(got.state.amax_history, right.state.amax_history) and torch.equal(got.state.scale, right.state.scale)
+        assert torch.equal(got.state.amax_history, right.state.amax_history) and torch.equal(
+            got.state.scale, right.state.scale
+        )
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -86,7 +101,15 @@ def agree(name: str, x: torch.Tensor, chosen: torch.Tensor, probs: torch.Tensor 
 def test_one_step_is_the_references(name, room):
     x, chosen, probs = inputs()
     agree(name, x, chosen, probs, **ROOMS[room])
-    agree(name, x.bfloat16(), chosen, None, **ROOMS[room], columnwise=name != "nvfp4", role="weight" if name == "mxfp8" else "grad_output")
+    agree(
+        name,
+        x.bfloat16(),
+        chosen,
+        None,
+        **ROOMS[room],
+        columnwise=name != "nvfp4",
+        role="weight" if name == "mxfp8" else "grad_output",
+    )
     if name != "nvfp4":
         agree(name, x.half(), chosen, probs.bfloat16(), **ROOMS[room], rowwise=False, columnwise=True)
 
@@ -115,7 +138,14 @@ def test_nothing_and_nobody_is_quantised(name):
 def test_tokens_of_any_strides_are_read(layout):
     x, chosen, probs = inputs()
     x[0] = 1.5
-    agree("block", laid_out(x, layout), laid_out(chosen, "transposed"), laid_out(probs, "strided"), align=32, columnwise=True)
+    agree(
+        "block",
+        laid_out(x, layout),
+        laid_out(chosen, "transposed"),
+        laid_out(probs, "strided"),
+        align=32,
+        columnwise=True,
+    )
     agree("delayed", laid_out(x, layout), chosen, probs, align=32)
 
 
@@ -128,7 +158,9 @@ def test_gradients_are_summed_in_float32_and_rounded_once(name):
         out = namespace.permute_and_quantize(tokens, chosen, RECIPES[name], probs=weights, align=32)
         value = namespace.dequantize(out.quantized)
         cotangent = torch.arange(value.numel()).reshape(value.shape).remainder(255).bfloat16()
-        made.append(torch.autograd.grad([value, out.probs], [tokens, weights], [cotangent, torch.arange(len(value)).float()]))
+        made.append(
+            torch.autograd.grad([value, out.probs], [tokens, weights], [cotangent, torch.arange(len(value)).float()])
+        )
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
 

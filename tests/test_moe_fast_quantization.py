@@ -19,7 +19,20 @@ from moe_fast.kernels import formats as kernels
 from moe_ref import formats
 from moe_ref.config import QuantizerState, Recipe
 from moe_ref.config.recipes import WHOLE_BLOCKS
-from tests.quantization_cases import BF16, DTYPES, FP32, FP64, RECIPES, SIZES, SPLITS, Problem, agrees, poisoned, problem_of, same
+from tests.quantization_cases import (
+    BF16,
+    DTYPES,
+    FP32,
+    FP64,
+    RECIPES,
+    SIZES,
+    SPLITS,
+    Problem,
+    agrees,
+    poisoned,
+    problem_of,
+    same,
+)
 
 pytestmark = pytest.mark.skipif(not moe_fast.backend.INTERPRETED, reason="the tensors of these tests are on the CPU")
 FP8 = tuple(name for name in RECIPES if not name.startswith("nvfp4"))
@@ -29,7 +42,10 @@ AXES = {
     "role": ("input", "weight", "grad_output"),
     "dtype": DTYPES,
     "splits": tuple(SPLITS),
-    "columns": (32, 160),  # one block of MXFP8; beyond one of block scaling, and beyond what a program with small tiles takes
+    "columns": (
+        32,
+        160,
+    ),  # one block of MXFP8; beyond one of block scaling, and beyond what a program with small tiles takes
     "directions": ((True, False), (False, True), (True, True)),
     "values": ("spread", "boundaries", "specials"),
     "layout": ("contiguous", "transposed", "strided", "shifted", "expanded"),
@@ -86,12 +102,16 @@ def numbers(format: formats.Format) -> Tensor:
     values = formats.decode(torch.arange(format.max_code + 1, dtype=torch.uint8), format, dtype=FP64)
     halfway = (values[1:] + values[:-1]) / 2
     near = torch.cat([values, halfway, halfway[-1:] + values[-1:] - values[-2:-1]]).to(FP32)
-    near = torch.cat([near, torch.nextafter(near, torch.tensor(math.inf)), torch.nextafter(near, torch.tensor(-math.inf))])
+    near = torch.cat(
+        [near, torch.nextafter(near, torch.tensor(math.inf)), torch.nextafter(near, torch.tensor(-math.inf))]
+    )
     near = torch.cat([near, -near])
     return torch.cat([every, near, near.new_zeros(-len(near) % 1024)])
 
 
-@pytest.mark.parametrize("format", [formats.E4M3, formats.E5M2, formats.E2M1, formats.E8M0], ids=lambda format: format.name)
+@pytest.mark.parametrize(
+    "format", [formats.E4M3, formats.E5M2, formats.E2M1, formats.E8M0], ids=lambda format: format.name
+)
 def test_codes_of_numbers_and_of_what_lies_between_are_right(format):
     x = numbers(format)
     out = torch.empty(len(x), dtype=torch.uint8)
@@ -101,10 +121,18 @@ def test_codes_of_numbers_and_of_what_lies_between_are_right(format):
     assert torch.equal(out[known], right[known])
 
 
-@pytest.mark.parametrize("format", [formats.E4M3, formats.E5M2, formats.E2M1, formats.E8M0], ids=lambda format: format.name)
+@pytest.mark.parametrize(
+    "format", [formats.E4M3, formats.E5M2, formats.E2M1, formats.E8M0], ids=lambda format: format.name
+)
 def test_codes_mean_the_same_numbers(format):
     codes = torch.arange(16 if format is formats.E2M1 else 256, dtype=torch.uint8)
-    codes = codes[(codes & 0x7F) != format.infinity] if format is formats.E5M2 else codes[:255] if format is formats.E8M0 else codes  # never met
+    codes = (
+        codes[(codes & 0x7F) != format.infinity]
+        if format is formats.E5M2
+        else codes[:255]
+        if format is formats.E8M0
+        else codes
+    )  # never met
     size = tuning.power_of_two(len(codes))
     padded, out = torch.nn.functional.pad(codes, (0, size - len(codes))), torch.empty(size)
     decode_kernel[(1,)](padded, out, FORMAT=format.name, BLOCK=size)
@@ -115,7 +143,12 @@ def test_codes_mean_the_same_numbers(format):
 def test_every_bfloat16_is_cast_right(role):
     every = (torch.arange(2**16) << 16).to(torch.int32).view(FP32).to(BF16).view(256, 256)
     problem = Problem(
-        x=every, recipe=RECIPES["delayed"], role=role, splits=None, directions=(True, False), state=QuantizerState(torch.zeros(1, 3), torch.ones(1))
+        x=every,
+        recipe=RECIPES["delayed"],
+        role=role,
+        splits=None,
+        directions=(True, False),
+        state=QuantizerState(torch.zeros(1, 3), torch.ones(1)),
     )
     assert agrees(moe_fast, problem)
 
@@ -124,12 +157,16 @@ def test_every_bfloat16_is_cast_right(role):
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_scales_are_right_for_an_amax_of_every_exponent(name, dtype):
     """A block an exponent, from the smallest subnormal on: what just fits, and its neighbours."""
-    fits = torch.exp2(torch.arange(-149, 128).double())[:, None] * torch.tensor([1.0, 1.75, 1.75 * (1 + 2.0**-22), 1.75 * (1 - 2.0**-22)])
+    fits = torch.exp2(torch.arange(-149, 128).double())[:, None] * torch.tensor(
+        [1.0, 1.75, 1.75 * (1 + 2.0**-22), 1.75 * (1 - 2.0**-22)]
+    )
     x = torch.zeros(len(fits) * 4, 128)
     x[:, 5], x[:, 6] = fits.flatten().float(), -(fits.flatten() / 3).float()
     rows = (len(x) + 31) // 32 * 32
     x = torch.nn.functional.pad(x, (0, 0, 0, rows - len(x))).to(dtype)
-    assert agrees(moe_fast, Problem(x=x, recipe=RECIPES[name], role="input", splits=None, directions=(True, False), state=None))
+    assert agrees(
+        moe_fast, Problem(x=x, recipe=RECIPES[name], role="input", splits=None, directions=(True, False), state=None)
+    )
 
 
 # Places
@@ -164,7 +201,9 @@ def test_the_smallest_sizes_are_right(name, rows, columns):
         rows, columns = rows // 32 * 32, columns // 32 * 32
     for splits in (None, torch.tensor([0, 0]), torch.tensor([rows])):
         problem = problem_of(name, splits="none", dtype=BF16)
-        state = problem.state and QuantizerState(*(x.expand(len(splits) if splits is not None else 1, *x.shape[1:]).contiguous() for x in problem.state))
+        state = problem.state and QuantizerState(
+            *(x.expand(len(splits) if splits is not None else 1, *x.shape[1:]).contiguous() for x in problem.state)
+        )
         problem = Problem(**{**vars(problem), "x": problem.x[:rows, :columns], "splits": splits, "state": state})
         if min(rows, columns) or name != "nvfp4":  # the reference cannot cut nothing into squares of 16
             assert agrees(moe_fast, problem), splits
@@ -181,7 +220,11 @@ def test_many_groups_are_found():
 
 
 def test_the_device_is_not_asked_how_long_the_groups_are(monkeypatch):
-    problems = [problem_of(name, role=role, columns=32, dtype=BF16, directions=(True, "row-scaled" not in name)) for name in RECIPES for role in AXES["role"]]
+    problems = [
+        problem_of(name, role=role, columns=32, dtype=BF16, directions=(True, "row-scaled" not in name))
+        for name in RECIPES
+        for role in AXES["role"]
+    ]
 
     def refuse(*_):
         raise AssertionError("a value of the device was read")
@@ -266,13 +309,18 @@ def test_the_next_scales_are_the_references(algorithm, length, role):
     state = QuantizerState(history, torch.rand(groups, generator=generator))
     reduced = values[torch.randint(0, len(values), (groups,), generator=generator)]
     for given in (None, reduced):
-        got, right = (namespace.update_scales(state, recipe, role=role, reduced_amax=given) for namespace in (moe_fast, moe_ref))
+        got, right = (
+            namespace.update_scales(state, recipe, role=role, reduced_amax=given) for namespace in (moe_fast, moe_ref)
+        )
         assert all(same(a, b) for a, b in zip(got, right, strict=True))
 
 
 def test_a_state_of_any_strides_is_read():
     recipe = Recipe("delayed", amax_history_len=3)
-    state, reduced = QuantizerState(torch.tensor([[0.0, 2.0, 3.0], [1.0, 5.0, 0.5]]), torch.tensor([0.5, 2.0])), torch.tensor([0.0, 7.0])
+    state, reduced = (
+        QuantizerState(torch.tensor([[0.0, 2.0, 3.0], [1.0, 5.0, 0.5]]), torch.tensor([0.5, 2.0])),
+        torch.tensor([0.0, 7.0]),
+    )
     far = QuantizerState(laid_out(state.amax_history, "transposed"), laid_out(state.scale, "strided"))
     got = moe_fast.update_scales(far, recipe, reduced_amax=laid_out(reduced, "strided"))
     assert all(same(a, b) for a, b in zip(got, moe_ref.update_scales(state, recipe, reduced_amax=reduced), strict=True))
@@ -293,7 +341,9 @@ def test_the_first_state_is_the_references():
 
 def changed(**functions: Any) -> SimpleNamespace:
     """moe_fast, some of whose functions are others."""
-    return SimpleNamespace(**{name: getattr(moe_fast, name) for name in ("quantize", "codes", "scales", "amax", "dequantize")} | functions)
+    return SimpleNamespace(
+        **{name: getattr(moe_fast, name) for name in ("quantize", "codes", "scales", "amax", "dequantize")} | functions
+    )
 
 
 def recast(change: Any) -> SimpleNamespace:
@@ -303,7 +353,11 @@ def recast(change: Any) -> SimpleNamespace:
 
 def recalled(**other: Any) -> SimpleNamespace:
     """moe_fast that is called with other settings, each a function of what was to be."""
-    return changed(quantize=lambda x, recipe, **call: moe_fast.quantize(x, recipe, **{**call, **{name: of(call[name]) for name, of in other.items()}}))
+    return changed(
+        quantize=lambda x, recipe, **call: moe_fast.quantize(
+            x, recipe, **{**call, **{name: of(call[name]) for name, of in other.items()}}
+        )
+    )
 
 
 def reading(name: str, change: Any) -> SimpleNamespace:
@@ -343,8 +397,16 @@ TWINS = {
     "the format of gradients": ("current", "ragged", recalled(role=lambda _: "grad_output")),
     "blocks of weights": ("block", "ragged", recalled(role=lambda _: "weight")),
     "scales not padded": ("block", "ragged", reading("scales", lambda x: x[..., :-1])),
-    "the state as it was": ("delayed", "ragged", changed(quantize=lambda x, r, **call: (moe_fast.quantize(x, r, **call)[0], call["state"]))),
-    "an earlier scale ignored": ("delayed", "ragged", recalled(state=lambda s: QuantizerState(s.amax_history, torch.ones_like(s.scale)))),
+    "the state as it was": (
+        "delayed",
+        "ragged",
+        changed(quantize=lambda x, r, **call: (moe_fast.quantize(x, r, **call)[0], call["state"])),
+    ),
+    "an earlier scale ignored": (
+        "delayed",
+        "ragged",
+        recalled(state=lambda s: QuantizerState(s.amax_history, torch.ones_like(s.scale))),
+    ),
     "memory left unwritten": ("block", "ragged", reading("codes", torch.empty_like)),
     "values in float16": ("block", "ragged", reading("dequantize", lambda x: x.half().to(x.dtype))),
     "no gradient but that of one": ("block", "ragged", recast(lambda x: 2 * x - x.detach())),

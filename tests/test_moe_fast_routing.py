@@ -75,9 +75,15 @@ def assert_near(got: Tensor, right: Tensor) -> None:
     """Within the rounding of the dtype, and of float32, of the largest number there is."""
     assert (got.dtype, got.shape) == (right.dtype, right.shape)
     # why: one rounding to the result's dtype, and a few in the accumulator; the suite itself judges by derived bounds
-    roundoff = torch.finfo(got.dtype).eps + 8 * (0 if got.dtype == torch.float64 else torch.finfo(torch.float32).eps) + 8 * torch.finfo(torch.float64).eps
+    roundoff = (
+        torch.finfo(got.dtype).eps
+        + 8 * (0 if got.dtype == torch.float64 else torch.finfo(torch.float32).eps)
+        + 8 * torch.finfo(torch.float64).eps
+    )
     bound = roundoff * max(1.0, right.double().abs().amax().item() if right.numel() else 0.0)
-    assert torch.allclose(got.double(), right.double(), rtol=0, atol=bound, equal_nan=True), (got.double() - right.double()).abs().max() / bound
+    assert torch.allclose(got.double(), right.double(), rtol=0, atol=bound, equal_nan=True), (
+        got.double() - right.double()
+    ).abs().max() / bound
 
 
 def settings_of(score: tuple[str, bool], num_experts: int, topk: int, groups: tuple[int, int] | None = None, **more):
@@ -109,7 +115,9 @@ def assert_routes_alike(logits: Tensor, settings: dict, cotangent=None) -> None:
 def test_routing_equals_the_reference(score, dtype):
     for seed, (num_tokens, num_experts, topk, groups) in enumerate(SHAPES):
         logits = steps(num_tokens, num_experts, dtype=dtype, seed=seed)
-        assert_routes_alike(logits, settings_of(score, num_experts, topk, groups, scaling_factor=None if seed % 2 else 1.1))
+        assert_routes_alike(
+            logits, settings_of(score, num_experts, topk, groups, scaling_factor=None if seed % 2 else 1.1)
+        )
 
 
 @pytest.mark.parametrize("score", SCORES, ids=str)
@@ -153,7 +161,9 @@ def test_negative_logits_equal_the_reference(score):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_extreme_logits_stay_numbers(score, dtype):
     most = torch.finfo(dtype).max
-    logits = torch.tensor([[most, -most, 0, 1, -1, most], [-most] * 5 + [-30], [most, most, most, -most, 200, -200]], dtype=torch.float64).to(dtype)
+    logits = torch.tensor(
+        [[most, -most, 0, 1, -1, most], [-most] * 5 + [-30], [most, most, most, -most, 200, -200]], dtype=torch.float64
+    ).to(dtype)
     settings = {"topk": 4, "score_function": score[0], "pre_softmax": score[1]}
     fast, slow = (namespace.topk_indices(logits, **settings) for namespace in (moe_fast, moe_ref))
     assert torch.equal(fast.indices, slow.indices)
@@ -205,7 +215,9 @@ def test_a_group_of_equal_experts_counts_no_more_of_them_than_there_are_slots():
     logits = torch.tensor([[-1.0] * 4 + [2.0] * 4])
     assert moe_fast.topk_indices(logits, topk=4, num_groups=2, group_topk=1).indices.tolist() == [[4, 5, 6, 7]]
     assert moe_fast.topk_indices(logits[:, 2:6], topk=3, num_groups=2, group_topk=2).indices.tolist() == [[2, 3, 0]]
-    assert moe_fast.topk_indices(torch.tensor([[4.0, 4, 4, 0, 5, 5, 1, 0]]), topk=3, num_groups=2, group_topk=1).indices.tolist() == [[0, 1, 2]]
+    assert moe_fast.topk_indices(
+        torch.tensor([[4.0, 4, 4, 0, 5, 5, 1, 0]]), topk=3, num_groups=2, group_topk=1
+    ).indices.tolist() == [[0, 1, 2]]
 
 
 def test_groups_of_equal_sums_are_kept_from_the_lowest_on():
@@ -218,7 +230,10 @@ def test_groups_of_equal_sums_are_kept_from_the_lowest_on():
 def test_given_indices_are_used_in_their_order(score, dtype):
     given = torch.stack([torch.randperm(20, generator=generator(row))[:5] for row in range(9)])
     for indices in (given, laid_out(given.int(), "strided")):
-        assert_routes_alike(steps(9, 20, dtype=dtype), settings_of(score, 20, 5, (4, 2), precomputed_indices=indices, scaling_factor=3.0))
+        assert_routes_alike(
+            steps(9, 20, dtype=dtype),
+            settings_of(score, 20, 5, (4, 2), precomputed_indices=indices, scaling_factor=3.0),
+        )
 
 
 @pytest.mark.parametrize("layout", ["transposed", "strided", "shifted", "expanded"])
@@ -235,10 +250,14 @@ def test_rows_and_columns_far_apart_are_read(layout):
     logits, settings = steps(3, 4), settings_of(SCORES[2], 4, 2)
     assert_routes_alike(laid_out(logits, layout), settings, lambda like: laid_out(noise(like), layout))
     given = laid_out(torch.tensor([[0, 1, 3], [3, 1, 2], [2, 0, 1]]), layout)
-    assert_routes_alike(logits, settings | {"topk": 3, "precomputed_indices": given}, lambda like: laid_out(noise(like), layout))
+    assert_routes_alike(
+        logits, settings | {"topk": 3, "precomputed_indices": given}, lambda like: laid_out(noise(like), layout)
+    )
     far_logits = laid_out(logits, layout)
     padding = EMPTY(FAR, dtype=torch.bool)[:: (FAR - 1) // 2].copy_(torch.tensor([False, True, False]))
-    for fast, slow in zip(aux(moe_fast, far_logits, 2, "softmax", padding), aux(moe_ref, logits, 2, "softmax", padding), strict=True):
+    for fast, slow in zip(
+        aux(moe_fast, far_logits, 2, "softmax", padding), aux(moe_ref, logits, 2, "softmax", padding), strict=True
+    ):
         assert_near(fast.float(), slow.float())
     for fast, slow in zip(z(moe_fast, far_logits, padding), z(moe_ref, logits, padding), strict=True):
         assert_near(fast, slow)
@@ -261,7 +280,9 @@ def test_a_bias_of_any_dtype_counts(dtype):
         assert_routes_alike(logits, settings)
 
 
-def aux(namespace, logits: Tensor, topk: int, score: str, padding: Tensor | None, layout: str = "contiguous") -> list[Tensor]:
+def aux(
+    namespace, logits: Tensor, topk: int, score: str, padding: Tensor | None, layout: str = "contiguous"
+) -> list[Tensor]:
     x = logits.detach().requires_grad_()
     result = namespace.aux_loss_scores(x, topk=topk, score_function=score, padding_mask=padding)
     gradient = torch.autograd.grad(result.scores, x, laid_out(noise(result.scores), layout))
@@ -273,8 +294,14 @@ def aux(namespace, logits: Tensor, topk: int, score: str, padding: Tensor | None
 def test_scores_for_the_losses_equal_the_reference(score, dtype):
     for num_tokens, num_experts, topk in [(1, 1, 1), (20, 12, 12), (9, 33, 1)]:
         logits = steps(num_tokens, num_experts, dtype=dtype)
-        for padding in (None, torch.rand(num_tokens, generator=generator()) < 0.3, (torch.arange(2 * num_tokens) % 3)[::2].int()):
-            (scores, chosen, gradient), right = (aux(namespace, logits, topk, score, padding, "strided") for namespace in (moe_fast, moe_ref))
+        for padding in (
+            None,
+            torch.rand(num_tokens, generator=generator()) < 0.3,
+            (torch.arange(2 * num_tokens) % 3)[::2].int(),
+        ):
+            (scores, chosen, gradient), right = (
+                aux(namespace, logits, topk, score, padding, "strided") for namespace in (moe_fast, moe_ref)
+            )
             assert_near(scores, right[0])
             assert torch.equal(chosen, right[1])
             assert_near(gradient, right[2])
@@ -287,7 +314,11 @@ def test_scores_in_many_blocks_and_of_padding_are_right(small_blocks):
     padding = torch.tensor([0, 0, 1, 0, 1, 0, 0, 0, 1], dtype=torch.bool)
     scores, chosen, gradient = aux(moe_fast, logits, 4, "softmax", padding)
     right = aux(moe_ref, logits[~padding], 4, "softmax", None)
-    assert torch.equal(scores[padding], torch.zeros(3, 33)) and not chosen[padding].any() and torch.equal(gradient[padding], torch.zeros(3, 33))
+    assert (
+        torch.equal(scores[padding], torch.zeros(3, 33))
+        and not chosen[padding].any()
+        and torch.equal(gradient[padding], torch.zeros(3, 33))
+    )
     assert_near(scores[~padding], right[0])
     assert torch.equal(chosen[~padding], right[1])
 
@@ -301,18 +332,30 @@ def balance(namespace, scores: Tensor, counts: Tensor, total, num_experts: int) 
 TOTALS = [77, 0, torch.tensor(40), torch.tensor([0.5], dtype=torch.bfloat16), torch.tensor([[0]])]
 
 
-@pytest.mark.parametrize(("dtype", "total"), [*zip(DTYPES, TOTALS, strict=False), (torch.float64, TOTALS[2]), (torch.float32, TOTALS[4])], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "total"),
+    [*zip(DTYPES, TOTALS, strict=False), (torch.float64, TOTALS[2]), (torch.float32, TOTALS[4])],
+    ids=str,
+)
 def test_the_balancing_loss_equals_the_reference(dtype, total, small_blocks):
     for rows, columns in [(0, 4), (37, 12)]:
         scores = laid_out(steps(rows, columns, dtype=dtype, least=0), "transposed")
-        for counts in (torch.randint(0, 50, (columns, 2), generator=generator())[:, 1], torch.rand(columns, generator=generator()).to(dtype)):
-            for fast, slow in zip(balance(moe_fast, scores, counts, total, 4), balance(moe_ref, scores, counts, total, 4), strict=True):
+        for counts in (
+            torch.randint(0, 50, (columns, 2), generator=generator())[:, 1],
+            torch.rand(columns, generator=generator()).to(dtype),
+        ):
+            for fast, slow in zip(
+                balance(moe_fast, scores, counts, total, 4), balance(moe_ref, scores, counts, total, 4), strict=True
+            ):
                 assert_near(fast, slow)
 
 
 def test_uniform_routing_has_a_balancing_loss_of_its_coefficient():
     scores, counts = torch.full((64, 8), 1 / 8), torch.full((8,), 24)
-    assert_near(moe_fast.load_balancing_loss(scores, counts, total_num_tokens=64, topk=3, num_experts=8, coeff=0.5), torch.tensor(0.5))
+    assert_near(
+        moe_fast.load_balancing_loss(scores, counts, total_num_tokens=64, topk=3, num_experts=8, coeff=0.5),
+        torch.tensor(0.5),
+    )
 
 
 def z(namespace, logits: Tensor, padding: Tensor | None) -> list[Tensor]:
@@ -329,7 +372,11 @@ def test_the_z_loss_equals_the_reference(dtype, blocks, request):
     for num_tokens, num_experts in [(0, 4), (1, 1), (9, 33)]:
         logits = laid_out(steps(num_tokens, num_experts, dtype=dtype, seed=num_tokens), "transposed")
         logits[1:2, 3:] = -torch.inf
-        for padding in (None, torch.rand(num_tokens, generator=generator()) < 0.3, torch.ones(num_tokens, dtype=torch.int64)):
+        for padding in (
+            None,
+            torch.rand(num_tokens, generator=generator()) < 0.3,
+            torch.ones(num_tokens, dtype=torch.int64),
+        ):
             for fast, slow in zip(z(moe_fast, logits, padding), z(moe_ref, logits, padding), strict=True):
                 assert_near(fast, slow)
 
@@ -353,7 +400,13 @@ def assert_drops_alike(probs: Tensor, routing_map: Tensor, cotangent=noise, **se
     for namespace in (moe_fast, moe_ref):
         x = probs.detach().requires_grad_(probs.dtype.itemsize > 1)
         result = namespace.drop_tokens(x, routing_map, **settings)
-        results.append([result.probs.detach(), result.routing_map, *(torch.autograd.grad(result.probs, x, cotangent(x)) if x.requires_grad else ())])
+        results.append(
+            [
+                result.probs.detach(),
+                result.routing_map,
+                *(torch.autograd.grad(result.probs, x, cotangent(x)) if x.requires_grad else ()),
+            ]
+        )
     for fast, slow in zip(*results, strict=True):
         assert fast.dtype == slow.dtype
         assert torch.equal(fast.float(), slow.float()), settings
@@ -371,7 +424,14 @@ def odds(num_tokens: int, num_experts: int, dtype: torch.dtype) -> tuple[Tensor,
 def test_drops_equal_the_reference(dtype):
     for num_tokens, num_experts in [(0, 4), (1, 1), (41, 9)]:
         probs, routed = odds(num_tokens, num_experts, dtype)
-        for capacity, pad in [(0, False), (7, False), (num_tokens + 2, False), (0, True), (25, True), (num_tokens + 2, True)]:
+        for capacity, pad in [
+            (0, False),
+            (7, False),
+            (num_tokens + 2, False),
+            (0, True),
+            (25, True),
+            (num_tokens + 2, True),
+        ]:
             assert_drops_alike(probs, routed, capacity=capacity, pad_to_capacity=pad)
         assert_drops_alike(probs, routed, capacity=num_tokens // 4, drop_policy="position")
         assert_drops_alike(probs, routed, capacity=num_tokens // 2, drop_policy="position", pad_to_capacity=True)
@@ -381,8 +441,21 @@ def test_drops_equal_the_reference(dtype):
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_drops_in_many_blocks_equal_the_reference(policy, pad, small_blocks):
     probs, routed = odds(35, 3, torch.bfloat16)
-    assert_drops_alike(laid_out(probs, "transposed"), laid_out(routed.int(), "strided"), capacity=11, drop_policy=policy, pad_to_capacity=pad)
-    assert_drops_alike(probs, routed, lambda like: laid_out(noise(like), "expanded"), capacity=15, drop_policy=policy, pad_to_capacity=pad)
+    assert_drops_alike(
+        laid_out(probs, "transposed"),
+        laid_out(routed.int(), "strided"),
+        capacity=11,
+        drop_policy=policy,
+        pad_to_capacity=pad,
+    )
+    assert_drops_alike(
+        probs,
+        routed,
+        lambda like: laid_out(noise(like), "expanded"),
+        capacity=15,
+        drop_policy=policy,
+        pad_to_capacity=pad,
+    )
 
 
 def test_infinite_probs_are_dropped_in_order():
@@ -396,7 +469,9 @@ def test_routed_tokens_go_before_unrouted_ones_whatever_their_probs():
     probs = torch.tensor([[0.0], [torch.nan], [-torch.inf], [-2.0]])
     strange = torch.full((4, 1), -1, dtype=torch.int32).view(torch.float32)  # a NaN of nothing but ones
     for some in (*(probs.to(dtype) for dtype in DTYPES), strange):
-        kept = moe_fast.drop_tokens(some, torch.tensor([[0], [1], [1], [1]]), capacity=3, pad_to_capacity=True).routing_map
+        kept = moe_fast.drop_tokens(
+            some, torch.tensor([[0], [1], [1], [1]]), capacity=3, pad_to_capacity=True
+        ).routing_map
         assert kept.T.tolist() == [[False, True, True, True]]
 
 
@@ -411,7 +486,9 @@ def test_expert_capacity_equals_the_reference():
 def test_the_gate_equals_the_reference(router_dtype, with_bias):
     results = []
     for namespace in (moe_fast, moe_ref):
-        inputs = [steps(5, 16, dtype=torch.bfloat16), steps(8, 16, seed=1), steps(8, dtype=torch.float16, seed=2)][: 2 + with_bias]
+        inputs = [steps(5, 16, dtype=torch.bfloat16), steps(8, 16, seed=1), steps(8, dtype=torch.float16, seed=2)][
+            : 2 + with_bias
+        ]
         inputs = [x.requires_grad_() for x in inputs]
         logits = namespace.gate(*inputs[:2], bias=inputs[2] if with_bias else None, router_dtype=router_dtype)
         results.append([logits.detach(), *torch.autograd.grad(logits, inputs, noise(logits))])
@@ -442,7 +519,10 @@ def test_an_attached_loss_gets_its_scale_and_the_carrier_its_own_gradient():
 
 def test_a_bias_steps_as_in_the_reference():
     bias, counts = steps(9), torch.tensor([3, 4, 5, 4, 4, 4, 0, 8, 4])
-    assert torch.equal(moe_fast.update_expert_bias(bias, counts, update_rate=0.25), moe_ref.update_expert_bias(bias, counts, update_rate=0.25))
+    assert torch.equal(
+        moe_fast.update_expert_bias(bias, counts, update_rate=0.25),
+        moe_ref.update_expert_bias(bias, counts, update_rate=0.25),
+    )
 
 
 def test_no_tokens_give_empty_results_and_gradients():
@@ -464,7 +544,11 @@ ILLEGAL = [
     ("aux_loss_scores", (torch.ones(4),), {"topk": 1}),
     ("aux_loss_scores", (torch.ones(2, 4),), {"topk": 1, "score_function": "tanh"}),
     ("aux_loss_scores", (torch.ones(2, 4),), {"topk": 1, "padding_mask": torch.ones(3)}),
-    ("load_balancing_loss", (torch.ones(2, 4), torch.ones(4)), {"total_num_tokens": -1, "topk": 1, "num_experts": 4, "coeff": 1.0}),
+    (
+        "load_balancing_loss",
+        (torch.ones(2, 4), torch.ones(4)),
+        {"total_num_tokens": -1, "topk": 1, "num_experts": 4, "coeff": 1.0},
+    ),
     ("z_loss", (torch.ones(2),), {"coeff": 1.0}),
     ("z_loss", (torch.ones(2, 4),), {"coeff": -1.0}),
     ("z_loss", (torch.ones(2, 4),), {"coeff": 1.0, "padding_mask": torch.ones(3)}),
@@ -484,7 +568,9 @@ ILLEGAL = [
 ]
 
 
-@pytest.mark.parametrize(("function", "arguments", "settings"), ILLEGAL, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("function", "arguments", "settings"), ILLEGAL, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_an_illegal_call_raises_what_the_reference_raises(function, arguments, settings):
     messages = []
     for namespace in (moe_fast, moe_ref):
@@ -499,14 +585,21 @@ def test_what_is_not_fused_is_not_supported_and_raises():
         (torch.ones(1, 2049), {"topk": 1}, "2048"),
         (torch.ones(1, 64), {"topk": 33}, "32"),
         (torch.ones(1, 4).to(torch.float8_e5m2), {"topk": 1}, "float8"),
-        (torch.ones(1, 4), {"topk": 1, "score_function": "sigmoid", "expert_bias": torch.ones(4).to(torch.float8_e5m2)}, "expert_bias"),
+        (
+            torch.ones(1, 4),
+            {"topk": 1, "score_function": "sigmoid", "expert_bias": torch.ones(4).to(torch.float8_e5m2)},
+            "expert_bias",
+        ),
     ]:
         assert word in moe_fast.supports("topk_indices", logits_TE=logits.to("meta"), **settings)
         for function in (moe_fast.topk_indices, moe_fast.topk_routing):
             with pytest.raises(ValueError, match=word):
                 function(logits, **settings)
     assert moe_fast.supports("topk_routing", torch.ones(1, 2048), topk=32) is None
-    assert moe_fast.supports("load_balancing_loss", torch.ones(1, 4096), torch.ones(4096), topk=40, num_experts=4096) is None
+    assert (
+        moe_fast.supports("load_balancing_loss", torch.ones(1, 4096), torch.ones(4096), topk=40, num_experts=4096)
+        is None
+    )
     for function, more in ((moe_fast.aux_loss_scores, {"topk": 1}), (moe_fast.z_loss, {"coeff": 1.0})):
         with pytest.raises(ValueError, match="2048"):
             function(torch.ones(1, 2049), **more)

@@ -30,7 +30,11 @@ def poison(monkeypatch):
 @pytest.fixture(params=["default blocks", "small blocks"])
 def blocks(request, monkeypatch):
     if request.param == "small blocks":
-        small = {"metadata": tuning.Metadata(2, 64, 4, max_programs=5), "multihot": tuning.Tile(4, 2, 4), "multihot_rows": tuning.WholeRows(2, 64, 4)}
+        small = {
+            "metadata": tuning.Metadata(2, 64, 4, max_programs=5),
+            "multihot": tuning.Tile(4, 2, 4),
+            "multihot_rows": tuning.WholeRows(2, 64, 4),
+        }
         monkeypatch.setattr(tuning, "INTERPRETER", replace(tuning.INTERPRETER, **small))
 
 
@@ -103,7 +107,11 @@ def test_scattered_slots_equal_the_reference_duplicates_included(shape, slots, b
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_every_dtype_of_probs_is_copied(dtype):
-    indices, probs, routing_map = torch.tensor([[0, 2], [1, -1]], dtype=torch.int32), numbers(2, 2, dtype=dtype), random_map(2, 2, 0.7)
+    indices, probs, routing_map = (
+        torch.tensor([[0, 2], [1, -1]], dtype=torch.int32),
+        numbers(2, 2, dtype=dtype),
+        random_map(2, 2, 0.7),
+    )
     assert_same(to_multihot(moe_fast, indices, probs, 3), to_multihot(moe_ref, indices, probs, 3))
     assert_same(to_indices(moe_fast, routing_map, probs, 2), to_indices(moe_ref, routing_map, probs, 2))
 
@@ -171,6 +179,14 @@ def test_an_illegal_align_raises_as_the_reference_does(align):
 
 @pytest.mark.parametrize("function", moe_fast.__all__)
 def test_every_function_declares_what_it_promises(function):
-    beside = ("declares", "supports", "expert_capacity", "new_state", "state_tensors", "state_from", "finish_batch")  # no tensors to compute
+    beside = (
+        "declares",
+        "supports",
+        "expert_capacity",
+        "new_state",
+        "state_tensors",
+        "state_from",
+        "finish_batch",
+    )  # no tensors to compute
     if function not in beside:
         assert function == "jitter" or moe_fast.declares(function)["deterministic"]

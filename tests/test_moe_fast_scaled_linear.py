@@ -65,7 +65,15 @@ def normal(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * size).to(dtype)
 
 
-def problem(counts: list[int], ins: int = 160, outs: int = 96, *, rows: int = 200, dtype: torch.dtype = torch.bfloat16, tail: float = torch.nan):
+def problem(
+    counts: list[int],
+    ins: int = 160,
+    outs: int = 96,
+    *,
+    rows: int = 200,
+    dtype: torch.dtype = torch.bfloat16,
+    tail: float = torch.nan,
+):
     """x, W, b, counts and the gradient of the output; `tail` stands in the rows behind the last segment."""
     x, d_out = normal(rows, ins, seed=1, dtype=dtype), normal(rows, outs, seed=2, dtype=dtype)
     x[sum(counts) :] = d_out[sum(counts) :] = tail
@@ -91,7 +99,12 @@ def results(function, x, weight, bias, tokens_per_expert, d_out, **settings) -> 
 def magnitudes(x, weight, bias, tokens_per_expert, d_out) -> list[Tensor]:
     """Σ|terms|, an expert at a time. A code may stand for a little more than the value that it was made from."""
     x, weight, d_out = (1.5 * tensor.abs().nan_to_num(0, 0, 0) for tensor in (x, weight, d_out))
-    out, d_x, d_weight, d_bias = torch.zeros_like(d_out), torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(bias)
+    out, d_x, d_weight, d_bias = (
+        torch.zeros_like(d_out),
+        torch.zeros_like(x),
+        torch.zeros_like(weight),
+        torch.zeros_like(bias),
+    )
     begin = 0
     for e, count in enumerate(tokens_per_expert.tolist()):
         own = slice(begin, begin + count)
@@ -110,7 +123,9 @@ def outside(observed: list[Tensor], *inputs, **settings) -> list[str]:
     terms = (x.shape[1], d_out.shape[1], len(x), len(x))
     wrong = []
     for name, value, size, n, got in zip(PRODUCTS, right, sizes, terms, observed, strict=True):
-        bound = sum_bound(value, size, n + 8, got.dtype, torch.float32)  # eight: of codes times scales, and of scales times one another
+        bound = sum_bound(
+            value, size, n + 8, got.dtype, torch.float32
+        )  # eight: of codes times scales, and of scales times one another
         if got.dtype != x.dtype or got.shape != value.shape or beyond(bound, got) is not None:
             wrong.append(name)
     return wrong
@@ -120,10 +135,20 @@ def exact(x, weight, bias, tokens_per_expert, d_out, **settings) -> list[Tensor]
     """The reference's results, before the last rounding: factors are quantised as they are, and go on in float64."""
     module = import_module("moe_ref.linear")
     quantized = module._from_codes
-    module._from_codes = lambda x, splits, role, gemm, how: [value.double() for value in quantized(x.to(dtype), splits, role, gemm, how)]
+    module._from_codes = lambda x, splits, role, gemm, how: [
+        value.double() for value in quantized(x.to(dtype), splits, role, gemm, how)
+    ]
     dtype = x.dtype
     try:
-        return results(moe_ref.grouped_linear, x.double(), weight.double(), bias.double(), tokens_per_expert, d_out.double(), **settings)
+        return results(
+            moe_ref.grouped_linear,
+            x.double(),
+            weight.double(),
+            bias.double(),
+            tokens_per_expert,
+            d_out.double(),
+            **settings,
+        )
     finally:
         module._from_codes = quantized
 
@@ -148,7 +173,13 @@ def test_every_dtype_is_right(family, dtype):
     assert_right(RECIPES[family], *problem([32, 0, 64], 96, 64, rows=100, dtype=dtype))
 
 
-RAGGED = ([1, 0, 17], 20, 24, 200), ([1], 1, 145, 17), ([0], 1, 24, 17), ([0, 0], 0, 1, 1), ([129, 3], 132, 1, 1)  # counts, rows, inputs, outputs
+RAGGED = (
+    ([1, 0, 17], 20, 24, 200),
+    ([1], 1, 145, 17),
+    ([0], 1, 24, 17),
+    ([0, 0], 0, 1, 1),
+    ([129, 3], 132, 1, 1),
+)  # counts, rows, inputs, outputs
 
 
 @pytest.mark.parametrize("family", ["current", "delayed", "block"])
@@ -162,7 +193,9 @@ def test_a_depth_that_fills_no_step_is_right(family, form):
     assert_right(RECIPES[family], *problem([96, 32], 32, 96, rows=128))
 
 
-@pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("current", "block", "mxfp8")], ids=lambda recipe: recipe.scaling)
+@pytest.mark.parametrize(
+    "recipe", [RECIPES[name] for name in ("current", "block", "mxfp8")], ids=lambda recipe: recipe.scaling
+)
 def test_a_deep_sum_is_right(recipe):
     x, weight, _, counts, _ = problem([32, 64], 2880, 32, rows=96)
     inputs = (x, weight, torch.zeros(2, 32).bfloat16(), counts, torch.zeros(96, 32).bfloat16())
@@ -212,7 +245,10 @@ def test_the_comparison_sees_what_may_go_wrong():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_behind_the_last_segment_are_zero_and_reach_nothing(family, form):
     settings = settings_of(RECIPES[family], 3)
-    got, right = (results(moe_fast.grouped_linear, *problem([32, 0, 64], 96, 64, rows=150, tail=tail), **settings) for tail in (torch.nan, 0.0))
+    got, right = (
+        results(moe_fast.grouped_linear, *problem([32, 0, 64], 96, 64, rows=150, tail=tail), **settings)
+        for tail in (torch.nan, 0.0)
+    )
     assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
     assert not got[0][96:].any() and not got[1][96:].any()
 
@@ -225,7 +261,9 @@ def test_a_nan_in_an_experts_rows_stays_with_it(family, form):
     x[32:96] = d_out[32:96] = torch.nan
     out, d_x, d_weight, d_bias = results(moe_fast.grouped_linear, *inputs, **settings)
     for got, right in zip((out, d_x), clean[:2], strict=True):
-        assert torch.equal(got[:32], right[:32]) and torch.equal(got[96:], right[96:]) and not got[32:96].isfinite().any()
+        assert (
+            torch.equal(got[:32], right[:32]) and torch.equal(got[96:], right[96:]) and not got[32:96].isfinite().any()
+        )
     for got, right in zip((d_weight, d_bias), clean[2:], strict=True):
         assert torch.equal(got[[0, 2]], right[[0, 2]]) and not got[1].isfinite().any()
 
@@ -291,7 +329,12 @@ def test_rows_without_a_form_for_the_weights_gradient_have_an_output():
 READS = ("item", "tolist", "nonzero", "__int__", "__index__", "__bool__", "__float__", "cpu", "numpy")
 
 
-OVERRIDDEN = [(family, override) for family in FAMILIES for override in (None, *OVERRIDES) if family != "delayed" or override is None]
+OVERRIDDEN = [
+    (family, override)
+    for family in FAMILIES
+    for override in (None, *OVERRIDES)
+    if family != "delayed" or override is None
+]
 
 
 @pytest.mark.parametrize(("family", "override"), OVERRIDDEN)
@@ -301,7 +344,9 @@ def test_the_device_is_never_read(family, override, monkeypatch):
     seen = []
     for name in READS:
         original = getattr(Tensor, name)
-        monkeypatch.setattr(Tensor, name, lambda self, *rest, original=original: seen.append(self) or original(self, *rest))
+        monkeypatch.setattr(
+            Tensor, name, lambda self, *rest, original=original: seen.append(self) or original(self, *rest)
+        )
     results(moe_fast.grouped_linear, *inputs, **settings)
     assert seen == []
 
@@ -309,9 +354,14 @@ def test_the_device_is_never_read(family, override, monkeypatch):
 # A backward_override
 
 OVERRIDDEN = {
-    f"{name}, {override}": replace(recipe, backward_override=override) for name, recipe in RECIPES.items() if name != "delayed" for override in OVERRIDES
+    f"{name}, {override}": replace(recipe, backward_override=override)
+    for name, recipe in RECIPES.items()
+    if name != "delayed"
+    for override in OVERRIDES
 }
-TRANSFORMED = Recipe("nvfp4", backward_override="dequantized")  # forward, where nothing is transformed and nothing is random
+TRANSFORMED = Recipe(
+    "nvfp4", backward_override="dequantized"
+)  # forward, where nothing is transformed and nothing is random
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -341,7 +391,11 @@ def test_an_overridden_backward_quantises_nothing_and_keeps_codes_or_what_was_gi
     x, weight, _, counts, d_out = problem([32, 0, 64], 64, 32, rows=100)
     leaves, asked, kept = [x.requires_grad_(), weight.requires_grad_()], [], []
     made = scaled.quantize
-    monkeypatch.setattr(scaled, "quantize", lambda *tensors, **how: asked.append((how["role"], how["columnwise"])) or made(*tensors, **how))
+    monkeypatch.setattr(
+        scaled,
+        "quantize",
+        lambda *tensors, **how: asked.append((how["role"], how["columnwise"])) or made(*tensors, **how),
+    )
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         out = moe_fast.grouped_linear(*leaves, counts, recipe=Recipe("block", backward_override=override))
     torch.autograd.grad(out, leaves, d_out)
@@ -385,24 +439,44 @@ def compile_for_blackwell(scaling: str) -> str:
     from moe_fast.kernels.scaled_linear import scaled_matmul_kernel as kernel
 
     block, format = {"mxfp8": (32, "e4m3"), "nvfp4": (16, "e2m1")}[scaling]
-    constants = {"RULE": scaling, "X_FORMAT": format, "WEIGHT_FORMAT": format, "FACTOR": None, "SCALED_BY_HARDWARE": True, "BIAS_AS": triton.language.float32}
+    constants = {
+        "RULE": scaling,
+        "X_FORMAT": format,
+        "WEIGHT_FORMAT": format,
+        "FACTOR": None,
+        "SCALED_BY_HARDWARE": True,
+        "BIAS_AS": triton.language.float32,
+    }
     constants |= {"SHARED_C": 1, "SHARED_D": block, "BLOCK_P": 128, "BLOCK_C": 64, "BLOCK_D": 128}
     constants |= dict.fromkeys(("bias_ptr", "x_desc", "weight_desc", "out_desc"))
     if scaling == "mxfp8":
         constants |= dict.fromkeys(("x_outer_ptr", "weight_outer_ptr"))
-    types = {"out_ptr": "*bf16", "tile_ptr": "*i64", "total_ptr": "*i64", "x_outer_ptr": "*fp32", "weight_outer_ptr": "*fp32"}
+    types = {
+        "out_ptr": "*bf16",
+        "tile_ptr": "*i64",
+        "total_ptr": "*i64",
+        "x_outer_ptr": "*fp32",
+        "weight_outer_ptr": "*fp32",
+    }
     types |= {"x_share": "fp32", "weight_share": "fp32"}
     names = [parameter.name for parameter in kernel.params]
-    signature = {name: "constexpr" if name in constants else types.get(name, "*u8" if name.endswith("_ptr") else "i32") for name in names}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "*u8" if name.endswith("_ptr") else "i32")
+        for name in names
+    }
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
-    return triton.compile(source, target=GPUTarget("cuda", 100, 32), options={"num_warps": 8, "num_stages": 2}).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", 100, 32), options={"num_warps": 8, "num_stages": 2}).asm[
+        "ptx"
+    ]
 
 
 @pytest.mark.parametrize("scaling, word", [("mxfp8", "mxf8f6f4.block_scale"), ("nvfp4", "mxf4nvf4.block_scale")])
 def test_blackwells_matrix_unit_takes_the_scales(scaling, word, tmp_path):
     code = f"from tests.test_moe_fast_scaled_linear import compile_for_blackwell; print({word!r} in compile_for_blackwell({scaling!r}))"
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
     assert done.stdout.strip() == "True", done.stderr[-2000:]
 
 
@@ -436,9 +510,16 @@ def test_products_take_what_is_quantised_already():
     recipe = RECIPES["block"]
     x, weight, bias, counts, d_out = problem([32, 0, 64], rows=96)
     how, plan = scaled.Precision(recipe, None, None), scaled.scaled_plan(counts, 96)
-    x8, d8 = (scaled.quantized_rows(tensor, role, counts, how, True, True) for tensor, role in ((x, "input"), (d_out, "grad_output")))
+    x8, d8 = (
+        scaled.quantized_rows(tensor, role, counts, how, True, True)
+        for tensor, role in ((x, "input"), (d_out, "grad_output"))
+    )
     weight8 = scaled.quantized_weight(weight, how, True, True)
-    got = [scaled.scaled_fprop(x8, weight8, plan, bias=bias), scaled.scaled_dgrad(d8, weight8, plan), scaled.scaled_wgrad(d8, x8, plan)]
+    got = [
+        scaled.scaled_fprop(x8, weight8, plan, bias=bias),
+        scaled.scaled_dgrad(d8, weight8, plan),
+        scaled.scaled_wgrad(d8, x8, plan),
+    ]
     right = results(moe_fast.grouped_linear, x, weight, bias, counts, d_out, recipe=recipe)
     assert all(torch.equal(a, b) for a, b in zip(got, right[:3], strict=True))
 

@@ -24,7 +24,10 @@ def test_every_listed_defect_is_planted_and_killed_by_a_value_or_a_law():
     assert set(results) == LISTED == set(DEFECTS)
     assert {name: result.how for name, result in results.items() if result.how not in ("value", "law")} == {}
     raising = {name: result.check for name, result in results.items() if result.check.startswith("raises")}
-    assert raising == {"R04": "raises RuntimeError", "E04": "raises RuntimeError"}  # the others accept every legal call: none dies of how it was planted
+    assert raising == {
+        "R04": "raises RuntimeError",
+        "E04": "raises RuntimeError",
+    }  # the others accept every legal call: none dies of how it was planted
 
 
 def test_an_alignment_that_is_kept_for_ever_is_caught_by_the_law_of_history():

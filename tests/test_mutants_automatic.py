@@ -95,7 +95,9 @@ def mutant_of(mutants: list[SourceMutant], operator: str, after: str) -> SourceM
 def run(folder: Path) -> dict:
     """What the package in `folder` computes, in Triton's interpreter."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", RUN, str(folder)], capture_output=True, text=True, env=environment, cwd=folder)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(folder)], capture_output=True, text=True, env=environment, cwd=folder
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -104,7 +106,9 @@ def test_mutants_are_the_same_every_time_and_have_names_of_their_own(home):
     mutants = source_mutants(PACKAGE)
     assert mutants == source_mutants(PACKAGE)
     assert len({mutant.name for mutant in mutants}) == len(mutants)
-    assert [(mutant.file, mutant.line) for mutant in mutants] == sorted((mutant.file, mutant.line) for mutant in mutants)
+    assert [(mutant.file, mutant.line) for mutant in mutants] == sorted(
+        (mutant.file, mutant.line) for mutant in mutants
+    )
 
 
 def test_a_name_says_where_and_what(home):
@@ -121,7 +125,9 @@ def test_each_mutant_changes_exactly_one_place_and_compiles(home):
         begin = len("".join(lines[: mutant.line - 1]))
         places = [i for i in range(begin, begin + len(lines[mutant.line - 1])) if original.startswith(mutant.before, i)]
         assert mutant.before != mutant.after
-        assert mutant.source in [original[:i] + mutant.after + original[i + len(mutant.before) :] for i in places], mutant.name
+        assert mutant.source in [original[:i] + mutant.after + original[i + len(mutant.before) :] for i in places], (
+            mutant.name
+        )
         compile(mutant.source, mutant.file, "exec")
 
 
@@ -143,11 +149,27 @@ def test_every_operator_says_which_defect_it_stands_for():
 
 def test_docstrings_validation_promises_and_block_sizes_are_left_alone(home):
     mutants = source_mutants(PACKAGE)
-    changed = {(mutant.file, (home / mutant.file).read_text().splitlines()[mutant.line - 1].strip()) for mutant in mutants}
-    untouched = ('"""', "import", "def ", "@", "raise", "check_rows", "if x.dim()", "return None if x.dtype", "if scale is not None")
+    changed = {
+        (mutant.file, (home / mutant.file).read_text().splitlines()[mutant.line - 1].strip()) for mutant in mutants
+    }
+    untouched = (
+        '"""',
+        "import",
+        "def ",
+        "@",
+        "raise",
+        "check_rows",
+        "if x.dim()",
+        "return None if x.dtype",
+        "if scale is not None",
+    )
     assert not [line for _, line in changed if line.startswith(untouched)]
     assert not [file for file, _ in changed if file.endswith("tuning.py")]
-    assert not any("BLOCK_R=4" not in mutant.source or "num_warps=1" not in mutant.source for mutant in mutants if mutant.file.endswith("__init__.py"))
+    assert not any(
+        "BLOCK_R=4" not in mutant.source or "num_warps=1" not in mutant.source
+        for mutant in mutants
+        if mutant.file.endswith("__init__.py")
+    )
 
 
 def test_a_module_is_mutated_alone_but_copied_with_its_package(home, tmp_path):

@@ -24,7 +24,9 @@ PERMUTATION = ["permute", "unpermute", "sort_chunks", "pad_routing_map"]
 SELECTION = ["gate", "jitter", "topk_indices", "topk_routing", "sinkhorn_routing", "drop_tokens"]
 BALANCING = ["aux_loss_scores", "load_balancing_loss", "z_loss", "attach_loss", "update_expert_bias"]
 NOTHING_WRONG = ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")
-needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed: pip install --no-deps megatron-core==0.16.1")
+needs_megatron = pytest.mark.skipif(
+    find_spec("megatron") is None, reason="megatron-core is not installed: pip install --no-deps megatron-core==0.16.1"
+)
 
 
 class CopiedMap:
@@ -64,7 +66,9 @@ def judged(implementation: str, wanted=lambda section: True, kept=(), only=lambd
     profile = PROFILES["gate"]
     with Pool(Settings(implementation, search=(str(Path(__file__).parent),))) as pool:
         known = pool.start()
-        offered = [s for s in sections(profile) if s.function and known["functions"][s.function]["offered"] and wanted(s)]
+        offered = [
+            s for s in sections(profile) if s.function and known["functions"][s.function]["offered"] and wanted(s)
+        ]
         cases = [case for section in offered for case in cases_of(section, profile, Space.of(known), 0, [])]
         return known["functions"], list(pool.run([*kept, *filter(only, cases)]))
 
@@ -73,13 +77,20 @@ def judged(implementation: str, wanted=lambda section: True, kept=(), only=lambd
 def megatron():
     """The gate's cases of the permutation, those of the router that are not drawn, and the kept ones."""
     kept = corpus.read_folder(PEERS / "megatron.corpus")
-    return judged("conformance.peers.megatron", lambda section: section.function in PERMUTATION or section.kind == "fixed", kept)
+    return judged(
+        "conformance.peers.megatron", lambda section: section.function in PERMUTATION or section.kind == "fixed", kept
+    )
 
 
 @needs_megatron
 def test_megatron_offers_the_settings_that_the_package_has_words_for(megatron):
     functions = megatron[0]
-    assert [name for name, known in functions.items() if known["offered"]] == [*SELECTION, *BALANCING, "route", *PERMUTATION]
+    assert [name for name, known in functions.items() if known["offered"]] == [
+        *SELECTION,
+        *BALANCING,
+        "route",
+        *PERMUTATION,
+    ]
     assert {name: known["without"] for name, known in functions.items() if known["offered"] and known["without"]} == {
         "permute": ["align", "num_rows"],
         "route": ["sum_tp_cp", "sum_tp_dp_cp"],
@@ -90,7 +101,11 @@ def test_megatron_offers_the_settings_that_the_package_has_words_for(megatron):
 def test_every_disagreement_with_megatron_is_a_known_one(megatron):
     waivers = read_waivers(PEERS / "megatron.waivers.toml", datetime.date.today())
     wrong = [(case, outcome) for case, outcome in megatron[1] if outcome.status not in NOTHING_WRONG]
-    new = [f"{case.text} {outcome}" for case, outcome in wrong if not any(waiver.covers(case, outcome) for waiver in waivers)]
+    new = [
+        f"{case.text} {outcome}"
+        for case, outcome in wrong
+        if not any(waiver.covers(case, outcome) for waiver in waivers)
+    ]
     assert not new
     assert all(any(waiver.covers(case, outcome) for case, outcome in wrong) for waiver in waivers)
 
@@ -117,7 +132,11 @@ def test_megatron_agrees_everywhere_in_the_plain_functions_of_the_router(megatro
 @needs_megatron
 @pytest.mark.parametrize("function", ["topk_indices", "topk_routing"])
 def test_megatron_selects_right_in_float32(megatron, function):
-    cases = [(case, outcome) for case, outcome in megatron[1] if case.function == function and case.dtype == "float32" and case.tokens and not case.golden]
+    cases = [
+        (case, outcome)
+        for case, outcome in megatron[1]
+        if case.function == function and case.dtype == "float32" and case.tokens and not case.golden
+    ]
     wrong = {case.spread for case, outcome in cases if outcome.status not in NOTHING_WRONG}
     assert wrong <= {"minus_inf"}
     assert sum(outcome.status == "PASS" for _, outcome in cases) > 20
@@ -127,8 +146,14 @@ def test_megatron_selects_right_in_float32(megatron, function):
 def test_megatron_selects_among_float64_logits_as_float32_can():
     waivers = read_waivers(PEERS / "megatron.waivers.toml", datetime.date.today())
     others = [waiver for waiver in waivers if waiver.where.get("dtype") != "float64"]
-    outcomes = judged("test_peers:Float32Sums", lambda section: section.shard == 0, only=lambda case: case.dtype == "float64")[1]
-    wrong = [f"{case.text} {outcome}" for case, outcome in outcomes if outcome.status not in NOTHING_WRONG and not any(w.covers(case, outcome) for w in others)]
+    outcomes = judged(
+        "test_peers:Float32Sums", lambda section: section.shard == 0, only=lambda case: case.dtype == "float64"
+    )[1]
+    wrong = [
+        f"{case.text} {outcome}"
+        for case, outcome in outcomes
+        if outcome.status not in NOTHING_WRONG and not any(w.covers(case, outcome) for w in others)
+    ]
     assert not wrong
     assert sum(outcome.status == "PASS" for _, outcome in outcomes) > 20
 
@@ -165,7 +190,12 @@ def test_the_kernel_in_the_readme_is_conformant(tmp_path):
     with Pool(Settings("readme_kernel", search=(str(tmp_path),))) as pool:
         space = Space.of(pool.start())
         profile = PROFILES["gate"]
-        cases = [case for section in sections(profile) if section.function == "permute" for case in cases_of(section, profile, space, 0, [])]
+        cases = [
+            case
+            for section in sections(profile)
+            if section.function == "permute"
+            for case in cases_of(section, profile, space, 0, [])
+        ]
         statuses = {outcome.status for _, outcome in pool.run(cases)}
     assert len(cases) > 200
     assert statuses <= set(NOTHING_WRONG)

@@ -28,7 +28,9 @@ EVERY = 6  # one of so many cases of the covering array
 
 # six tokens, three experts: the last token and the last expert have nobody
 ROUTING = (0b011, 0b001, 0b010, 0b011, 0b001, 0)
-CURRENT = PermutedQuantizationCase(function="permute_and_quantize", tokens=6, experts=3, hidden=21, routing=ROUTING, align=5, seed=1)
+CURRENT = PermutedQuantizationCase(
+    function="permute_and_quantize", tokens=6, experts=3, hidden=21, routing=ROUTING, align=5, seed=1
+)
 BLOCK = replace(CURRENT, scaling="block", hidden=150)
 MXFP8 = replace(CURRENT, scaling="mxfp8", hidden=3, align=1)
 DELAYED = replace(CURRENT, scaling="delayed")
@@ -51,7 +53,9 @@ def test_one_step_is_two():
     parts = moe_ref.quantize(permuted.rows, recipe, splits=permuted.tokens_per_expert, columnwise=True)
     for columnwise in (False, True):
         for read in (moe_ref.codes, moe_ref.scales, moe_ref.amax, moe_ref.dequantize):
-            assert torch.equal(read(whole.quantized, columnwise=columnwise), read(parts.quantized, columnwise=columnwise))
+            assert torch.equal(
+                read(whole.quantized, columnwise=columnwise), read(parts.quantized, columnwise=columnwise)
+            )
     for name in ("probs", "tokens_per_expert", "pad_offsets", "overflow"):
         assert torch.equal(getattr(whole, name), getattr(permuted, name))
     assert torch.equal(whole.row_map.token_P, permuted.row_map.token_P)
@@ -104,10 +108,14 @@ def reference(**others: Any) -> SimpleNamespace:
     return SimpleNamespace(**{name: getattr(moe_ref, name) for name in moe_ref.__all__} | others)
 
 
-def in_steps(rows: Callable[..., Tensor] | None = None, splits: Callable[..., Tensor] | None = None, **after: Callable[..., Any]) -> SimpleNamespace:
+def in_steps(
+    rows: Callable[..., Tensor] | None = None, splits: Callable[..., Tensor] | None = None, **after: Callable[..., Any]
+) -> SimpleNamespace:
     """permute, then quantize, with something done to the rows and splits in between, and to what is returned afterwards."""
 
-    def permute_and_quantize(tokens, routing_map, recipe, *, probs=None, align=None, capacity=None, num_rows=None, **how):
+    def permute_and_quantize(
+        tokens, routing_map, recipe, *, probs=None, align=None, capacity=None, num_rows=None, **how
+    ):
         permuted = moe_ref.permute(tokens, routing_map, probs=probs, align=align, capacity=capacity, num_rows=num_rows)
         quantised = permuted.rows if rows is None else rows(permuted, tokens)
         sizes = permuted.tokens_per_expert if splits is None else splits(permuted, routing_map)
@@ -120,7 +128,9 @@ def in_steps(rows: Callable[..., Tensor] | None = None, splits: Callable[..., Te
 def test_two_steps_are_accepted():
     cases = covering_cases("permute_and_quantize", Space()).cases[::EVERY]
     outcomes = {case.text: outcome_of(case, in_steps()) for case in cases}
-    assert {text: x.finding or x.reason for text, x in outcomes.items() if x.status not in ("PASS", "UNINFORMATIVE")} == {}
+    assert {
+        text: x.finding or x.reason for text, x in outcomes.items() if x.status not in ("PASS", "UNINFORMATIVE")
+    } == {}
     assert sum(x.status == "PASS" for x in outcomes.values()) > len(cases) / 2
 
 
@@ -139,11 +149,18 @@ def with_codes_of(out: PermutedQuantization, change: Callable[[Tensor, Tensor], 
 
     def changed(form):
         pairs = zip(form.groups, padding, strict=True)
-        groups = (group._replace(codes=turned(change(turned(group.codes, form.columnwise), rows), form.columnwise)) for group, rows in pairs)
+        groups = (
+            group._replace(codes=turned(change(turned(group.codes, form.columnwise), rows), form.columnwise))
+            for group, rows in pairs
+        )
         return replace(form, groups=tuple(groups))
 
     quantized = out.quantized
-    return replace(quantized, rowwise=quantized.rowwise and changed(quantized.rowwise), columnwise=quantized.columnwise and changed(quantized.columnwise))
+    return replace(
+        quantized,
+        rowwise=quantized.rowwise and changed(quantized.rowwise),
+        columnwise=quantized.columnwise and changed(quantized.columnwise),
+    )
 
 
 def loud_padding(permuted, tokens):
@@ -157,7 +174,10 @@ def padding_of_zeros(out):
 
 def scales_one_row_late(out):
     form = out.quantized.rowwise
-    return replace(out.quantized, rowwise=replace(form, groups=tuple(group._replace(scale=group.scale.roll(1, 0)) for group in form.groups)))
+    return replace(
+        out.quantized,
+        rowwise=replace(form, groups=tuple(group._replace(scale=group.scale.roll(1, 0)) for group in form.groups)),
+    )
 
 
 def codes_one_row_late(out):
@@ -192,11 +212,15 @@ def clipped_gradient(permuted, tokens):
 
 
 def other_experts_state(tokens, routing_map, recipe, *, state, **settings):
-    return moe_ref.permute_and_quantize(tokens, routing_map, recipe, state=QuantizerState(state.amax_history, state.scale.roll(1)), **settings)
+    return moe_ref.permute_and_quantize(
+        tokens, routing_map, recipe, state=QuantizerState(state.amax_history, state.scale.roll(1)), **settings
+    )
 
 
 def forgets_what_was_seen(out):
-    return out.state._replace(amax_history=torch.cat([torch.zeros_like(out.state.scale)[:, None], out.state.amax_history[:, 1:]], 1))
+    return out.state._replace(
+        amax_history=torch.cat([torch.zeros_like(out.state.scale)[:, None], out.state.amax_history[:, 1:]], 1)
+    )
 
 
 def neighbours_row_map(out):
@@ -204,26 +228,58 @@ def neighbours_row_map(out):
 
 
 MISTAKES = [
-    ("padding leaks into a block's amax", in_steps(rows=loud_padding, quantized=padding_of_zeros), replace(BLOCK, direction="columnwise"), "amax.columnwise"),
+    (
+        "padding leaks into a block's amax",
+        in_steps(rows=loud_padding, quantized=padding_of_zeros),
+        replace(BLOCK, direction="columnwise"),
+        "amax.columnwise",
+    ),
     ("padding leaks into an expert's amax", in_steps(rows=loud_padding, quantized=padding_of_zeros), CURRENT, "amax"),
     ("padding is not zero", in_steps(rows=loud_padding), BLOCK, "amax"),
     ("the scale of another row", in_steps(quantized=scales_one_row_late), replace(BLOCK, values="rows"), "scales"),
     ("the codes of another row", in_steps(quantized=codes_one_row_late), BLOCK, "codes"),
     ("counts without their padding", in_steps(splits=unpadded), replace(CURRENT, values="rows"), "amax"),
-    ("blocks that do not begin with a segment", in_steps(splits=second_segment_one_row_late), replace(BLOCK, direction="columnwise"), "amax.columnwise"),
+    (
+        "blocks that do not begin with a segment",
+        in_steps(splits=second_segment_one_row_late),
+        replace(BLOCK, direction="columnwise"),
+        "amax.columnwise",
+    ),
     ("tokens without a row have an amax", in_steps(rows=all_tokens), CURRENT, "amax"),
     ("a scale of another expert", reference(permute_and_quantize=other_experts_state), DELAYED, "scales"),
-    ("a history that learns nothing", in_steps(state=forgets_what_was_seen), replace(DELAYED, values="huge"), "state.amax_history"),
+    (
+        "a history that learns nothing",
+        in_steps(state=forgets_what_was_seen),
+        replace(DELAYED, values="huge"),
+        "state.amax_history",
+    ),
     ("a gradient of one row", in_steps(rows=first_row_only), SUMMED, "d_tokens"),
-    ("a gradient that stops at the largest", in_steps(rows=clipped_gradient), replace(SUMMED, grads="tokens"), "d_tokens"),
+    (
+        "a gradient that stops at the largest",
+        in_steps(rows=clipped_gradient),
+        replace(SUMMED, grads="tokens"),
+        "d_tokens",
+    ),
     ("probs one row late", in_steps(probs=lambda out: out.probs.roll(1)), SUMMED, "probs"),
     ("the row map of the row before", in_steps(row_map=neighbours_row_map), CURRENT, "row_sums"),
-    ("no overflow", in_steps(overflow=lambda out: torch.zeros_like(out.overflow)), replace(CURRENT, slack=-1), "overflow"),
-    ("counts of the routed", in_steps(tokens_per_expert=lambda out: out.tokens_per_expert - 1), CURRENT, "tokens_per_expert"),
+    (
+        "no overflow",
+        in_steps(overflow=lambda out: torch.zeros_like(out.overflow)),
+        replace(CURRENT, slack=-1),
+        "overflow",
+    ),
+    (
+        "counts of the routed",
+        in_steps(tokens_per_expert=lambda out: out.tokens_per_expert - 1),
+        CURRENT,
+        "tokens_per_expert",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("namespace", "case", "output"), [mistake[1:] for mistake in MISTAKES], ids=[mistake[0] for mistake in MISTAKES])
+@pytest.mark.parametrize(
+    ("namespace", "case", "output"), [mistake[1:] for mistake in MISTAKES], ids=[mistake[0] for mistake in MISTAKES]
+)
 def test_a_classic_mistake_is_found_where_it_was_made(namespace, case, output):
     assert outcome_of(case, moe_ref).status == "PASS"
     finding = outcome_of(case, namespace).finding or {}
@@ -239,12 +295,17 @@ def test_scalings_of_whole_blocks_always_have_an_alignment_or_a_capacity(scaling
     plain = replace(CURRENT, scaling=scaling, hidden=1, align=0)
     assert permuting(plain).align == (unit if unit > 1 else 0)
     assert permuting(replace(plain, align=3)).align == 3 * unit
-    assert (permuting(replace(plain, capacity=2)).align, permuting(replace(plain, capacity=2)).capacity) == (0, 2 * unit)
+    assert (permuting(replace(plain, capacity=2)).align, permuting(replace(plain, capacity=2)).capacity) == (
+        0,
+        2 * unit,
+    )
     assert permuting(plain).hidden == unit
 
 
 def test_tokens_without_a_row_hold_what_must_reach_no_amax():
     problem = CONTRACTS["permute_and_quantize"].legal(replace(CURRENT, slack=-1, align=0))
-    permuted = moe_ref.permute(problem.required["tokens"], problem.required["routing_map"], num_rows=problem.settings["num_rows"])
+    permuted = moe_ref.permute(
+        problem.required["tokens"], problem.required["routing_map"], num_rows=problem.settings["num_rows"]
+    )
     assert permuted.rows.isfinite().all()
     assert not problem.required["tokens"][-1].isfinite().any()

@@ -31,7 +31,12 @@ class Swept:
 
     def __init__(self, implementation: str, folder: Path) -> None:
         self.implementation, self.folder = implementation, folder
-        session = Session(Options(implementation, profile="smoke", device="cpu", jobs=2, corpus=str(folder / "corpus"), case_seconds=1.0), folder / "ledger")
+        session = Session(
+            Options(
+                implementation, profile="smoke", device="cpu", jobs=2, corpus=str(folder / "corpus"), case_seconds=1.0
+            ),
+            folder / "ledger",
+        )
         with contextlib.closing(session):
             session.start()
             self.cases = {case.id: case for case in session.cases(DRAWN)}
@@ -42,7 +47,9 @@ class Swept:
 
     def found(self, status: str) -> list[Case]:
         """The cases as drawn that had this status."""
-        return [self.cases[line["id"]] for line in self.ledger if line["kind"] == "outcome" and line["status"] == status]
+        return [
+            self.cases[line["id"]] for line in self.ledger if line["kind"] == "outcome" and line["status"] == status
+        ]
 
 
 @pytest.fixture(scope="module", params=["Segfaults", "Hangs", "WritesOutOfBounds", "LeavesRowsUnwritten"])
@@ -54,7 +61,11 @@ def swept(request, tmp_path_factory) -> Swept:
 EXPECTED = {
     "Segfaults": ("CRASH", None, lambda case: case.experts == 3),
     "Hangs": ("HANG", None, lambda case: not routed(case).any(0).all()),
-    "WritesOutOfBounds": ("FAIL", ("memory", "memory"), lambda case: (case.tokens, case.experts, case.hidden) == (1, 1, 1)),
+    "WritesOutOfBounds": (
+        "FAIL",
+        ("memory", "memory"),
+        lambda case: (case.tokens, case.experts, case.hidden) == (1, 1, 1),
+    ),
     "LeavesRowsUnwritten": ("FAIL", ("rows", "exact"), lambda case: routed(case).sum() == 3 and case.hidden == 1),
 }
 
@@ -154,7 +165,10 @@ MODULES = {
     "crashes": ("import ctypes\nctypes.string_at(1)", r"the process died while importing it \(SIGSEGV at .*crashes.py"),
     "broken": ("def permute(:", "importing it raised SyntaxError"),
     "needy": ("import a_module_that_nobody_has", "it imports 'a_module_that_nobody_has'"),
-    "boastful": ("def permute(tokens): ...\ndef declares(function): return {'fast': True}", "declares 'fast' for permute; the vocabulary is"),
+    "boastful": (
+        "def permute(tokens): ...\ndef declares(function): return {'fast': True}",
+        "declares 'fast' for permute; the vocabulary is",
+    ),
     "confused": ("def permute(tokens): ...\ndef declares(function): return 1 / 0", "ZeroDivisionError"),
 }
 
@@ -171,7 +185,11 @@ def test_what_cannot_be_imported_is_a_usage_error_in_one_sentence(tmp_path, name
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("a_module_that_nobody_has", "no module"), ("moe_ref:permutation.nothing", "moe_ref has no 'permutation.nothing'"), ("moe_ref.nothing", "no module")],
+    [
+        ("a_module_that_nobody_has", "no module"),
+        ("moe_ref:permutation.nothing", "moe_ref has no 'permutation.nothing'"),
+        ("moe_ref.nothing", "no module"),
+    ],
 )
 def test_what_is_not_there_is_a_usage_error(name, sentence):
     with Pool(Settings(name)) as pool, pytest.raises(UsageError, match=sentence):
@@ -180,7 +198,10 @@ def test_what_is_not_there_is_a_usage_error(name, sentence):
 
 def test_a_gpu_that_is_not_there_is_a_usage_error(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with Pool(Settings("moe_ref", device="cuda")) as pool, pytest.raises(UsageError, match="--device cuda: torch sees no GPU"):
+    with (
+        Pool(Settings("moe_ref", device="cuda")) as pool,
+        pytest.raises(UsageError, match="--device cuda: torch sees no GPU"),
+    ):
         pool.start()
 
 

@@ -18,7 +18,12 @@ from moe_ref.formats import E2M1, E4M3, E5M2, E8M0, decode
 from moe_ref.quantization import HADAMARD_SIGNS, hadamard
 from moe_ref.recipes import nearest32, scheme
 
-STATELESS = [Recipe("current"), Recipe("block"), Recipe("mxfp8"), Recipe("nvfp4", hadamard=False, stochastic_rounding=False)]
+STATELESS = [
+    Recipe("current"),
+    Recipe("block"),
+    Recipe("mxfp8"),
+    Recipe("nvfp4", hadamard=False, stochastic_rounding=False),
+]
 ALL = [*STATELESS, Recipe("delayed")]
 by_scaling = {"ids": lambda recipe: recipe.scaling}
 NAN, INF = math.nan, math.inf
@@ -43,7 +48,10 @@ def parts(q, columnwise: bool) -> list[Tensor]:
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     """Bit by bit; a NaN equals a NaN."""
-    return all(x.shape == y.shape and x.dtype == y.dtype and bool(((x == y) | (x.isnan() & y.isnan())).all()) for x, y in zip(a, b, strict=True))
+    return all(
+        x.shape == y.shape and x.dtype == y.dtype and bool(((x == y) | (x.isnan() & y.isnan())).all())
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 def row(values: list[float], length: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -107,7 +115,10 @@ def test_nvfp4_maps_to_4_where_that_errs_less():
     x = row([24.0] + [0.0] * 15 + [16.0, 12.0], 32).repeat(16, 1)
     recipe = Recipe("nvfp4", hadamard=False, four_over_six="activations")
     q = quantized(x, recipe)
-    assert scales(q)[0].tolist() == [0x78, 0x78]  # 256 twice: the first block is exact either way, 6 · 4 and 4 · 6, and 6 is taken
+    assert scales(q)[0].tolist() == [
+        0x78,
+        0x78,
+    ]  # 256 twice: the first block is exact either way, 6 · 4 and 4 · 6, and 6 is taken
     assert codes(q)[0, [0, 16, 17]].tolist() == [7, 6, 5]
     assert dequantize(q)[0, [0, 16, 17]].tolist() == [24.0, 16.0, 12.0]
     plain = quantized(x, Recipe("nvfp4", hadamard=False))
@@ -119,7 +130,11 @@ def test_delayed_scaling_uses_the_scale_of_earlier_steps_and_records_the_amax_by
     state = new_quantizer_state(recipe)
     x = torch.tensor([[7.0, -1000.0]])
     q, state = quantize(x, recipe, state=state)
-    assert (codes(q).tolist(), scales(q).tolist(), amax(q).tolist()) == ([[0x4E, 0xFE]], [1.0], [1000.0])  # scale 1: 7 = 1.75·2², -1000 saturates
+    assert (codes(q).tolist(), scales(q).tolist(), amax(q).tolist()) == (
+        [[0x4E, 0xFE]],
+        [1.0],
+        [1000.0],
+    )  # scale 1: 7 = 1.75·2², -1000 saturates
     q, state = quantize(x / 100, recipe, state=state)
     assert state.amax_history.tolist() == [[1000.0, 0.0]]  # the largest of the step
     q, state = quantize(x, recipe, state=update_scales(state, recipe))
@@ -145,7 +160,10 @@ def test_each_group_has_its_own_scale_of_earlier_steps():
 def table(name: str) -> tuple[list[float], list[float]]:
     """(values, midpoints) of the codes without a sign."""
     mantissa, bias, count = {"e4m3": (3, 7, 0x7F), "e5m2": (2, 15, 0x7C), "e2m1": (1, 1, 8)}[name]
-    values = [(c % 2**mantissa + (2**mantissa if c >> mantissa else 0)) * 2.0 ** (max(c >> mantissa, 1) - bias - mantissa) for c in range(count)]
+    values = [
+        (c % 2**mantissa + (2**mantissa if c >> mantissa else 0)) * 2.0 ** (max(c >> mantissa, 1) - bias - mantissa)
+        for c in range(count)
+    ]
     return values, [(a + b) / 2 for a, b in pairwise(values)]
 
 
@@ -189,7 +207,9 @@ def block_of(i: int, j: int, how, columnwise: bool) -> tuple[int, int]:
 
 
 @np.errstate(all="ignore")
-def by_loop(x: Tensor, recipe: Recipe, role: str, columnwise: bool) -> tuple[list[list[int]], dict[tuple[int, int], float], Tensor]:
+def by_loop(
+    x: Tensor, recipe: Recipe, role: str, columnwise: bool
+) -> tuple[list[list[int]], dict[tuple[int, int], float], Tensor]:
     """(codes, what to decode each block with, values) of one group, from the formulas, element by element."""
     how, data = scheme(recipe, role, columnwise=columnwise), x.float().numpy()
     members: dict[tuple[int, int], list[np.float32]] = {}
@@ -231,7 +251,9 @@ SPECIAL = [0.0, -0.0, 1.0, 448.0, 449.0, 3.5, 1e-3, -1e-8, 1e-38, 1e-45, 3e38, -
 
 def drawn(dice: Random, scaling: str, dtype: torch.dtype) -> Tensor:
     """Rows and columns of different size, anywhere in the range of float32; now and then a special value in it."""
-    x = random(*dice.choice(SHAPES[scaling]), seed=dice.randrange(2**30), dtype=torch.float64) * 2.0 ** dice.choice([0, 0, dice.randint(-135, 110)])
+    x = random(*dice.choice(SHAPES[scaling]), seed=dice.randrange(2**30), dtype=torch.float64) * 2.0 ** dice.choice(
+        [0, 0, dice.randint(-135, 110)]
+    )
     x = x * torch.logspace(0, dice.choice([0, 4]), len(x), base=2.0, dtype=torch.float64)[:, None]
     for _ in range(dice.choice([0, 0, 3])):
         x[dice.randrange(x.shape[0]), dice.randrange(x.shape[1])] = dice.choice([*SPECIAL, NAN, INF, -INF])
@@ -266,7 +288,9 @@ def test_codes_and_scales_are_those_of_the_formulas(scaling, dtype, seed):
 
 def test_the_largest_finite_of_the_input_dtype_bounds_a_block_scale_and_that_of_float32_the_others():
     tiny = torch.tensor([[2.0**-130]], dtype=torch.bfloat16)
-    assert scales(quantized(tiny, Recipe("block", power_of_two_scales=False))).item() == f32(1) / f32(torch.finfo(torch.bfloat16).max)
+    assert scales(quantized(tiny, Recipe("block", power_of_two_scales=False))).item() == f32(1) / f32(
+        torch.finfo(torch.bfloat16).max
+    )
     assert scales(quantized(tiny, Recipe("current"))).item() == f32(1) / LARGEST
 
 
@@ -335,7 +359,10 @@ def test_the_columnwise_form_is_the_rowwise_form_of_the_transpose(recipe):
         a, b = quantized(x, recipe, role=role, columnwise=True), quantized(x.T.contiguous(), recipe, role=role)
         assert torch.equal(codes(a, columnwise=True), codes(b).T)
         assert torch.equal(dequantize(a, columnwise=True), dequantize(b).T)
-        assert all(torch.equal(s, t) for s, t in zip(scales(a, columnwise=True, layout="gemm"), scales(b, layout="gemm"), strict=True))
+        assert all(
+            torch.equal(s, t)
+            for s, t in zip(scales(a, columnwise=True, layout="gemm"), scales(b, layout="gemm"), strict=True)
+        )
 
 
 @pytest.mark.parametrize(
@@ -382,14 +409,19 @@ def test_a_group_is_quantised_as_if_it_were_alone(recipe, columnwise):
     whole = quantized(x, recipe, splits=SPLITS, columnwise=columnwise)
     alone = [quantized(group, recipe, columnwise=columnwise) for group in x.split(SPLITS.tolist())]
     for read in (codes, scales, amax, dequantize):
-        assert torch.equal(read(whole, columnwise=columnwise), torch.cat([read(q, columnwise=columnwise) for q in alone]))
+        assert torch.equal(
+            read(whole, columnwise=columnwise), torch.cat([read(q, columnwise=columnwise) for q in alone])
+        )
     for made, q in zip(scales(whole, columnwise=columnwise, layout="gemm"), alone, strict=True):
         assert torch.equal(made, scales(q, columnwise=columnwise, layout="gemm")[0])
 
 
 def test_groups_that_are_no_multiples_of_the_block_are_not_what_their_concatenation_is():
     x = random(200, 4) * torch.logspace(-3, 3, 200)[:, None]
-    grouped, together = quantized(x, Recipe("block"), splits=torch.tensor([72, 128]), columnwise=True), quantized(x, Recipe("block"), columnwise=True)
+    grouped, together = (
+        quantized(x, Recipe("block"), splits=torch.tensor([72, 128]), columnwise=True),
+        quantized(x, Recipe("block"), columnwise=True),
+    )
     assert not torch.equal(codes(grouped, columnwise=True), codes(together, columnwise=True))
     assert torch.equal(codes(grouped), codes(together))  # along a row nothing changes
 
@@ -416,7 +448,10 @@ def test_rows_of_zeros_are_neutral(recipe, columnwise):
     assert torch.equal(codes(b, columnwise=columnwise)[:64], codes(a, columnwise=columnwise))
     assert torch.equal(dequantize(b, columnwise=columnwise)[:64], dequantize(a, columnwise=columnwise))
     assert (codes(b, columnwise=columnwise)[64:] == 0).all()
-    assert not same([dequantize(quantized(torch.cat([x[:40], 100 * x[:24]]), Recipe("current")))], [dequantize(quantized(x, Recipe("current")))])
+    assert not same(
+        [dequantize(quantized(torch.cat([x[:40], 100 * x[:24]]), Recipe("current")))],
+        [dequantize(quantized(x, Recipe("current")))],
+    )
 
 
 @pytest.mark.parametrize("recipe", ALL, **by_scaling)
@@ -437,7 +472,9 @@ def test_a_power_of_two_moves_the_scale_and_no_code(recipe):
     for columnwise in (False, True):
         assert torch.equal(codes(a, columnwise=columnwise), codes(b, columnwise=columnwise))
         assert torch.equal(dequantize(a, columnwise=columnwise) * 2.0**20, dequantize(b, columnwise=columnwise))
-    moved = {"current": 2.0**20, "block": 2.0**20}.get(recipe.scaling, 1) * scales(a).double() + (20 if recipe.scaling == "mxfp8" else 0)
+    moved = {"current": 2.0**20, "block": 2.0**20}.get(recipe.scaling, 1) * scales(a).double() + (
+        20 if recipe.scaling == "mxfp8" else 0
+    )
     assert torch.equal(scales(b).double(), moved)
 
 
@@ -578,7 +615,14 @@ def test_a_row_scaled_activation_has_a_global_amax_for_each_row():
 @pytest.mark.parametrize(("bound", "top"), [("all", 256), ("none", 448)])
 @pytest.mark.parametrize("role", ["input", "weight"])
 def test_4over6_takes_the_better_of_two_encodings(error, bound, top, role):
-    recipe = Recipe("nvfp4", hadamard=False, four_over_six="all", four_over_six_bound_256=bound, four_over_six_error=error, two_dimensional_weights=False)
+    recipe = Recipe(
+        "nvfp4",
+        hadamard=False,
+        four_over_six="all",
+        four_over_six_bound_256=bound,
+        four_over_six_error=error,
+        two_dimensional_weights=False,
+    )
     x = random(16, 64, seed=5)
     q = quantized(x, recipe, role=role)
     picked = []
@@ -617,7 +661,9 @@ def test_4over6_divides_by_6_before_it_multiplies():
         x = row([float(whole)] + [0.0] * 15 + [float(largest), 3.0, -7.0], 32).repeat(16, 1)
         _, scale, _ = better_of_two(x[0, 16:].numpy(), f32(whole), 256, "mae")
         s = f32(1536) / f32(whole)
-        assert code_of(float(f32(largest) * (s * f32(1 / 6))), "e4m3") != code_of(float(f32(largest) / f32(6) * s), "e4m3")
+        assert code_of(float(f32(largest) * (s * f32(1 / 6))), "e4m3") != code_of(
+            float(f32(largest) / f32(6) * s), "e4m3"
+        )
         assert scales(quantized(x, recipe))[0, 1] == scale
 
 
@@ -631,7 +677,9 @@ def test_4over6_decides_once_for_a_square_block():
 
 def test_stochastic_rounding_is_a_function_of_its_noise():
     recipe = Recipe("nvfp4", hadamard=False)
-    x = row([6.0, 1.125, -1.125], 16).repeat(16, 1)  # S = 448, d = 448, multiplier 1: 1.125 is a quarter of the way from 1 to 1.5
+    x = row([6.0, 1.125, -1.125], 16).repeat(
+        16, 1
+    )  # S = 448, d = 448, multiplier 1: 1.125 is a quarter of the way from 1 to 1.5
     noise = torch.zeros(2, 16, 16)
     noise[:, :, :] = 0.25
     q = quantized(x, recipe, role="grad_output", noise=noise)
@@ -673,7 +721,9 @@ def test_stochastic_rounding_has_the_right_mean():
     steps = ((torch.arange(1024) + 0.5) / 1024)[:, None].expand(1024, 16)
     mean = dequantize(quantized(x, recipe, role="grad_output", noise=torch.stack([steps, steps]))).double().mean(0)
     grid = torch.tensor([0.0, 0.5, 0.5, 1.0, 2.0] + [0.0] * 11)
-    assert ((mean - x[0]).abs() <= grid / 1024).all()  # why: equally spaced noise counts the rest to one part in 1024 of a code's step
+    assert (
+        (mean - x[0]).abs() <= grid / 1024
+    ).all()  # why: equally spaced noise counts the rest to one part in 1024 of a code's step
     nearest = dequantize(quantized(x, recipe)).double().mean(0)
     assert ((nearest - x[0]).abs() > grid / 1024).any()
 
@@ -719,7 +769,9 @@ def test_a_stale_scale_is_seen():
 
 def test_the_other_format_is_seen():
     x = random(8, 8)
-    assert not torch.equal(codes(quantized(x, Recipe("current"))), codes(quantized(x, Recipe("current"), role="grad_output")))
+    assert not torch.equal(
+        codes(quantized(x, Recipe("current"))), codes(quantized(x, Recipe("current"), role="grad_output"))
+    )
     assert {f.name for f in (E4M3, E5M2, E2M1)} == {"e4m3", "e5m2", "e2m1"}
 
 

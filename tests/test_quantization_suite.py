@@ -51,7 +51,10 @@ def outcome_of(case: QuantizeCase, namespace: Any) -> Outcome:
 @pytest.mark.parametrize("seed", [11, 12, 13])
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_quantiser_is_accepted(name, seed):
-    cases = [*covering_cases("quantize", Space()).cases[seed % EVERY :: EVERY], *drawn(strategy("quantize", Space()), seed, DRAWS)]
+    cases = [
+        *covering_cases("quantize", Space()).cases[seed % EVERY :: EVERY],
+        *drawn(strategy("quantize", Space()), seed, DRAWS),
+    ]
     outcomes = {case.text: outcome_of(case, HONEST[name]) for case in cases}
     accepted = ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")
     assert {text: x.finding or x.reason for text, x in outcomes.items() if x.status not in accepted} == {}
@@ -70,14 +73,20 @@ def undeclared(namespace: SimpleNamespace) -> SimpleNamespace:
 
 @pytest.mark.parametrize("case", [CURRENT, replace(BLOCK, variant=1), DELAYED], ids=lambda case: case.scaling)
 def test_reciprocals_that_are_not_declared_are_found(case):
-    found = [outcome_of(replace(case, seed=seed, values="wide"), undeclared(quantizers.Multiplies)) for seed in range(8)]
+    found = [
+        outcome_of(replace(case, seed=seed, values="wide"), undeclared(quantizers.Multiplies)) for seed in range(8)
+    ]
     assert "FAIL" in {x.status for x in found}
-    assert {outcome_of(replace(case, seed=seed, values="wide"), quantizers.Multiplies).status for seed in range(8)} == {"PASS"}
+    assert {outcome_of(replace(case, seed=seed, values="wide"), quantizers.Multiplies).status for seed in range(8)} == {
+        "PASS"
+    }
 
 
 # ---- quantisers that are wrong in one place
 
-Change = Callable[[Scaled, Tensor, Any], Scaled]  # a group, what was quantised in the form's own orientation, and the scheme
+Change = Callable[
+    [Scaled, Tensor, Any], Scaled
+]  # a group, what was quantised in the form's own orientation, and the scheme
 
 
 def changed(change: Change, **declared: Any) -> SimpleNamespace:
@@ -87,12 +96,17 @@ def changed(change: Change, **declared: Any) -> SimpleNamespace:
         sizes = [(group.codes.T if whole.columnwise else group.codes).shape[0] for group in whole.groups]
         rows = whole.source_MN.detach()[: sum(sizes)].float().split(sizes)
         own = [part.T if whole.columnwise else part for part in rows]
-        return replace(whole, groups=tuple(change(group, part, whole.scheme) for group, part in zip(whole.groups, own, strict=True)))
+        return replace(
+            whole,
+            groups=tuple(change(group, part, whole.scheme) for group, part in zip(whole.groups, own, strict=True)),
+        )
 
     def quantize(x, recipe, **settings):
         out = moe_ref.quantize(x, recipe, **settings)
         q = out.quantized
-        return out._replace(quantized=replace(q, rowwise=q.rowwise and form(q.rowwise), columnwise=q.columnwise and form(q.columnwise)))
+        return out._replace(
+            quantized=replace(q, rowwise=q.rowwise and form(q.rowwise), columnwise=q.columnwise and form(q.columnwise))
+        )
 
     return reference(quantize=quantize, declares=lambda function: declared)
 
@@ -108,7 +122,9 @@ def multiplied(group: Scaled, own: Tensor, scheme: Any) -> Tensor:
 
 
 def exponent_rounded_down(group, own, scheme):
-    lower = torch.where(torch.frexp(group.amax / scheme.format.max)[0] == 0.5, group.scale, group.scale.clamp(min=1) - 1)
+    lower = torch.where(
+        torch.frexp(group.amax / scheme.format.max)[0] == 0.5, group.scale, group.scale.clamp(min=1) - 1
+    )
     scaled = own * spread(decode(254 - lower, E8M0), (1, scheme.block[1]), own)
     return group._replace(scale=lower, codes=encode(scaled, scheme.format))
 
@@ -127,14 +143,19 @@ def truncated(group, own, scheme):
 
 
 def half_goes_up(group, own, scheme):
-    v, table = multiplied(group, own, scheme).double().abs(), decode(torch.arange(128, dtype=torch.uint8), scheme.format, dtype=torch.float64)
+    v, table = (
+        multiplied(group, own, scheme).double().abs(),
+        decode(torch.arange(128, dtype=torch.uint8), scheme.format, dtype=torch.float64),
+    )
     body = (group.codes & 0x7F).long()
     tie = (body < scheme.format.max_code) & (v == (table[body] + table[(body + 1).clamp(max=127)]) / 2)
     return group._replace(codes=group.codes + tie.to(torch.uint8))
 
 
 def nan_beyond_the_largest(group, own, scheme):
-    return group._replace(codes=torch.where(multiplied(group, own, scheme).abs() > scheme.format.max, 0x7F, group.codes))
+    return group._replace(
+        codes=torch.where(multiplied(group, own, scheme).abs() > scheme.format.max, 0x7F, group.codes)
+    )
 
 
 def minus_zero_is_zero(group, own, scheme):
@@ -177,11 +198,18 @@ CHANGED = [
 ]
 
 
-@pytest.mark.parametrize(("change", "case", "output"), CHANGED, ids=lambda x: getattr(x, "__name__", getattr(x, "scaling", x)))
+@pytest.mark.parametrize(
+    ("change", "case", "output"), CHANGED, ids=lambda x: getattr(x, "__name__", getattr(x, "scaling", x))
+)
 def test_a_group_that_is_wrong_in_one_way_is_found_there(change, case, output):
-    found = {(x.finding or {}).get("output") for x in (outcome_of(replace(case, seed=seed), changed(change)) for seed in range(6))}
+    found = {
+        (x.finding or {}).get("output")
+        for x in (outcome_of(replace(case, seed=seed), changed(change)) for seed in range(6))
+    }
     assert any(name and name.split(".")[-1] == output for name in found)
-    assert {outcome_of(replace(case, seed=seed), changed(lambda group, own, scheme: group)).status for seed in range(6)} == {"PASS"}
+    assert {
+        outcome_of(replace(case, seed=seed), changed(lambda group, own, scheme: group)).status for seed in range(6)
+    } == {"PASS"}
 
 
 @pytest.mark.parametrize("change", [scale_in_half, codes_for_other_scales])
@@ -203,7 +231,12 @@ def swaps_the_noise(x, recipe, *, noise, **settings):
 
 
 def forgets_earlier_amax(x, recipe, *, state, **settings):
-    return moe_ref.quantize(x, recipe, state=QuantizerState(torch.zeros_like(state.amax_history[:, :1]).expand_as(state.amax_history), state.scale), **settings)
+    return moe_ref.quantize(
+        x,
+        recipe,
+        state=QuantizerState(torch.zeros_like(state.amax_history[:, :1]).expand_as(state.amax_history), state.scale),
+        **settings,
+    )
 
 
 def turns_the_codes(x, recipe, **settings):
@@ -236,7 +269,11 @@ WHOLE = [
     ({"quantize": forgets_the_noise}, NVFP4, "codes"),
     ({"quantize": swaps_the_noise}, NVFP4, "codes"),
     ({"quantize": forgets_earlier_amax}, replace(DELAYED, steps="quantize+quantize+quantize"), "state.amax_history"),
-    ({"quantize": turns_the_codes}, replace(BLOCK, direction="both", values="wide", tokens=140, experts=0, counts=()), "amax.columnwise"),
+    (
+        {"quantize": turns_the_codes},
+        replace(BLOCK, direction="both", values="wide", tokens=140, experts=0, counts=()),
+        "amax.columnwise",
+    ),
     ({"quantize": stops_gradients}, replace(CURRENT, grads="x"), "d_x"),
     ({"quantize": clamps_its_input}, CURRENT, "x"),
     ({"scales": unswizzled}, replace(MXFP8, gemm=True), "scales.gemm"),
@@ -263,7 +300,10 @@ def test_what_pads_the_scales_of_a_matrix_product_may_be_anything():
     assert outcome_of(case, reference(scales=padded_with(77))).status == "PASS"
     without = reference(scales=lambda q, *, columnwise=False: moe_ref.scales(q, columnwise=columnwise))
     assert outcome_of(case, without).finding["output"] == "scales.gemm"
-    assert outcome_of(case, SimpleNamespace(**vars(without), declares=lambda function: {"omits": ("scales.gemm",)})).status == "PASS"
+    assert (
+        outcome_of(case, SimpleNamespace(**vars(without), declares=lambda function: {"omits": ("scales.gemm",)})).status
+        == "PASS"
+    )
 
 
 # ---- what is asked
@@ -321,19 +361,32 @@ def test_values_are_what_their_name_says(values, dtype, scaling):
         "dyadic": wide.max() <= 2,
         "rows": wide.amax(1).max() > 2**11 and wide.amax(1).min() < 2**-10,
         "wide": wide.max() > 2**11 and 0 < wide[wide > 0].min() < 2**-11,
-        "bounds": all(bool((mantissa == top / 2.0 ** math.frexp(top)[1] + step * kind.eps / 2).any()) for step in (-1, 0, 1)),
+        "bounds": all(
+            bool((mantissa == top / 2.0 ** math.frexp(top)[1] + step * kind.eps / 2).any()) for step in (-1, 0, 1)
+        ),
         "midpoints": bool((wide == wide.max()).any()) and torch.frexp(wide.max() / top)[0] == 0.5,
-        "tiny": bool((wide[wide > 0] < kind.smallest_normal * 4).all()) and bool(((wide > 0) & (wide < kind.smallest_normal)).any()),
+        "tiny": bool((wide[wide > 0] < kind.smallest_normal * 4).all())
+        and bool(((wide > 0) & (wide < kind.smallest_normal)).any()),
         "huge": x.isfinite().all() and wide.max() > kind.max * 0.9,
         "zeros": bool((wide == 0).any()) and bool(((x == 0) & x.signbit()).any()) and bool((wide > 0).any()),
-        "special": bool(x.isnan().any()) and bool((x == torch.inf).any()) and bool((x == -torch.inf).any()) and 0 < int(x.isfinite().all(1).sum()) < len(x),
+        "special": bool(x.isnan().any())
+        and bool((x == torch.inf).any())
+        and bool((x == -torch.inf).any())
+        and 0 < int(x.isfinite().all(1).sum()) < len(x),
     }
     assert says[values]
 
 
 def test_midpoints_are_halfway_between_two_codes_of_the_scale_that_is_taken():
     for scaling in ("current", "block", "mxfp8"):
-        case = QuantizeCase(function="quantize", scaling=scaling, tokens=2, hidden=2 if scaling == "mxfp8" else 32, values="midpoints", seed=2)
+        case = QuantizeCase(
+            function="quantize",
+            scaling=scaling,
+            tokens=2,
+            hidden=2 if scaling == "mxfp8" else 32,
+            values="midpoints",
+            seed=2,
+        )
         x = x_of(case)
         q = moe_ref.quantize(x, recipe_of(case)).quantized
         v = multiplied(q.rowwise.groups[0], x, q.rowwise.scheme).double().abs()
@@ -382,7 +435,9 @@ def expected_of_sixths() -> Stochastic:
 
 def test_stochastic_rounding_is_right_on_average_and_rounding_to_nearest_is_not():
     source = torch.Generator().manual_seed(0)
-    assert improbable(expected_of_sixths(), rounded_at_random(lambda i: torch.rand(2, 16, 640, generator=source))) is None
+    assert (
+        improbable(expected_of_sixths(), rounded_at_random(lambda i: torch.rand(2, 16, 640, generator=source))) is None
+    )
     assert improbable(expected_of_sixths(), rounded_at_random(lambda i: torch.full((2, 16, 640), 0.5)))
     shared = [torch.rand(1, generator=source) for _ in range(LEAST_REPEATS)]
     assert improbable(expected_of_sixths(), rounded_at_random(lambda i: shared[i].expand(2, 16, 640)))
@@ -400,7 +455,9 @@ def drawing(noise_for: Callable[[tuple[int, ...]], Tensor | None]) -> SimpleName
     def quantize(x, recipe, *, role="input", splits=None, rowwise=True, columnwise=False, state=None):
         random = bool(recipe.stochastic_rounding) and role == "grad_output"
         noise = noise_for((2, *x.shape)) if random else None
-        return moe_ref.quantize(x, recipe, role=role, splits=splits, rowwise=rowwise, columnwise=columnwise, state=state, noise=noise)
+        return moe_ref.quantize(
+            x, recipe, role=role, splits=splits, rowwise=rowwise, columnwise=columnwise, state=state, noise=noise
+        )
 
     return reference(quantize=quantize)
 
@@ -434,8 +491,14 @@ def test_honest_noise_is_accepted(name):
         (lambda shape: torch.rand(shape).square(), "too high"),
         (lambda shape: torch.rand(shape) * 0.9, "too high"),
         (lambda shape: torch.rand(shape) * 0.9 + 0.1, "too low"),
-        (lambda shape: torch.rand(shape[0], 1, shape[2]).expand(shape), "variance over repeats|mean of all"),  # one number for a whole column
-        (lambda shape: torch.rand(shape[0], shape[1], 1).expand(shape), "variance over repeats|mean of all"),  # one number for a whole row
+        (
+            lambda shape: torch.rand(shape[0], 1, shape[2]).expand(shape),
+            "variance over repeats|mean of all",
+        ),  # one number for a whole column
+        (
+            lambda shape: torch.rand(shape[0], shape[1], 1).expand(shape),
+            "variance over repeats|mean of all",
+        ),  # one number for a whole row
         (always_alike, "the same random numbers as in another call"),
     ],
     ids=["nearest", "truncated", "squares", "below 0.9", "above 0.1", "columns", "rows", "repeated"],

@@ -58,10 +58,14 @@ def outcome_of(case: QuantizedActivationCase, namespace: Any) -> Outcome:
 def test_rounded_before_it_is_the_two_steps_one_after_the_other(scaling):
     h, probs, splits = torch.randn(96, 128).bfloat16(), torch.rand(96), torch.tensor([32, 0, 64])
     how: dict[str, Any] = {"splits": splits, "columnwise": True}
-    at_once = moe_ref.glu_and_quantize(h, Recipe(scaling), probs=probs, clamp=2.0, **how, round_before_quantize=True).quantized
+    at_once = moe_ref.glu_and_quantize(
+        h, Recipe(scaling), probs=probs, clamp=2.0, **how, round_before_quantize=True
+    ).quantized
     after = moe_ref.quantize(moe_ref.glu(h, probs=probs, clamp=2.0), Recipe(scaling), **how).quantized
     gradients = moe_ref.glu_backward(h[:, :64], h, probs=probs)
-    back = moe_ref.glu_backward_and_quantize(h[:, :64], h, Recipe(scaling), probs=probs, **how, round_before_quantize=True)
+    back = moe_ref.glu_backward_and_quantize(
+        h[:, :64], h, Recipe(scaling), probs=probs, **how, round_before_quantize=True
+    )
     back_after = moe_ref.quantize(gradients.d_h, Recipe(scaling), role="grad_output", **how).quantized
     assert torch.equal(back.d_probs, gradients.d_probs)
     for name in READ:
@@ -79,10 +83,15 @@ def test_by_itself_it_is_quantised_from_float32_and_comes_back_in_the_dtype_of_h
 
 
 def test_the_gradient_is_that_of_the_activation_and_nothing_behind_the_last_group():
-    h, probs = torch.randn(6, 8, dtype=torch.float64, requires_grad=True), torch.rand(6, dtype=torch.float64, requires_grad=True)
+    h, probs = (
+        torch.randn(6, 8, dtype=torch.float64, requires_grad=True),
+        torch.rand(6, dtype=torch.float64, requires_grad=True),
+    )
     with torch.no_grad():
         h[4:] = torch.nan
-    value = moe_ref.dequantize(moe_ref.glu_and_quantize(h, Recipe("current"), probs=probs, splits=torch.tensor([1, 3])).quantized)
+    value = moe_ref.dequantize(
+        moe_ref.glu_and_quantize(h, Recipe("current"), probs=probs, splits=torch.tensor([1, 3])).quantized
+    )
     d_h, d_probs = torch.autograd.grad(value, [h, probs], torch.ones_like(value))
     right = moe_ref.glu_backward(torch.ones(4, 4, dtype=torch.float64), h.detach()[:4], probs=probs.detach()[:4])
     assert torch.equal(d_h, torch.cat([right.d_h, torch.zeros(2, 8)]))
@@ -92,7 +101,9 @@ def test_the_gradient_is_that_of_the_activation_and_nothing_behind_the_last_grou
 # ---- honest variants
 
 
-def built(activation: Callable[..., Tensor], backward: Callable[..., Any], quantizer: Any) -> dict[str, Callable[..., Any]]:
+def built(
+    activation: Callable[..., Tensor], backward: Callable[..., Any], quantizer: Any
+) -> dict[str, Callable[..., Any]]:
     """The two functions of one kind, from an activation that is not rounded, its gradient and a quantiser."""
 
     def owned(splits: Tensor | None, rows: int) -> int:
@@ -101,20 +112,54 @@ def built(activation: Callable[..., Tensor], backward: Callable[..., Any], quant
     def finished(x: Tensor, like: Tensor, rounds: bool, rows: int, **forms: Any) -> tuple[Any, Any]:
         x = x.to(like.dtype) if rounds else x.float()
         x = torch.cat([x, x.new_zeros(rows - len(x), x.shape[1])])
-        made, state = quantizer.quantize(x, forms.pop("recipe"), **{name: value for name, value in forms.items() if value is not None})
+        made, state = quantizer.quantize(
+            x, forms.pop("recipe"), **{name: value for name, value in forms.items() if value is not None}
+        )
         return InDtype(made, like.dtype), state
 
-    def forward(h, recipe, *, splits=None, probs=None, rowwise=True, columnwise=False, state=None, round_before_quantize=False, **settings):
+    def forward(
+        h,
+        recipe,
+        *,
+        splits=None,
+        probs=None,
+        rowwise=True,
+        columnwise=False,
+        state=None,
+        round_before_quantize=False,
+        **settings,
+    ):
         own = owned(splits, len(h))
         a = activation(h[:own].double(), probs=None if probs is None else probs[:own].double(), **settings)
         forms = {"recipe": recipe, "splits": splits, "rowwise": rowwise, "columnwise": columnwise, "state": state}
         return Quantization(*finished(a, h, round_before_quantize, len(h), **forms))
 
-    def back(d_out, h, recipe, *, splits=None, probs=None, rowwise=True, columnwise=False, state=None, noise=None, round_before_quantize=False, **settings):
+    def back(
+        d_out,
+        h,
+        recipe,
+        *,
+        splits=None,
+        probs=None,
+        rowwise=True,
+        columnwise=False,
+        state=None,
+        noise=None,
+        round_before_quantize=False,
+        **settings,
+    ):
         own = owned(splits, len(h))
         p = None if probs is None else probs[:own].double()
         d_h, d_probs = backward(d_out[:own].double(), h[:own].double(), probs=p, **settings)
-        forms = {"recipe": recipe, "splits": splits, "rowwise": rowwise, "columnwise": columnwise, "state": state, "noise": noise, "role": "grad_output"}
+        forms = {
+            "recipe": recipe,
+            "splits": splits,
+            "rowwise": rowwise,
+            "columnwise": columnwise,
+            "state": state,
+            "noise": noise,
+            "role": "grad_output",
+        }
         if d_probs is not None:
             d_probs = torch.cat([d_probs.to(probs.dtype), probs.new_zeros(len(h) - own)])
         return QuantizedGradients(*finished(d_h, h, round_before_quantize, len(h), **forms), d_probs)
@@ -131,7 +176,10 @@ class InDtype(SimpleNamespace):
 
 def in_float64(quantizer: Any, **declared: Any) -> SimpleNamespace:
     """Activations in float64, and another quantiser; without gradients."""
-    gates, plain = built(moe_ref.glu, moe_ref.glu_backward, quantizer), built(moe_ref.activation, moe_ref.activation_backward, quantizer)
+    gates, plain = (
+        built(moe_ref.glu, moe_ref.glu_backward, quantizer),
+        built(moe_ref.activation, moe_ref.activation_backward, quantizer),
+    )
 
     def reading(name: str) -> Callable[..., Tensor]:
         def read(made: InDtype, **how: Any) -> Tensor:
@@ -141,7 +189,9 @@ def in_float64(quantizer: Any, **declared: Any) -> SimpleNamespace:
         return read
 
     names = dict(zip(FUNCTIONS, (gates["forward"], plain["forward"], gates["back"], plain["back"]), strict=True))
-    return SimpleNamespace(**names, **{name: reading(name) for name in READ}, declares=lambda name: declared | {"differentiable": False})
+    return SimpleNamespace(
+        **names, **{name: reading(name) for name in READ}, declares=lambda name: declared | {"differentiable": False}
+    )
 
 
 HONEST = {
@@ -154,7 +204,11 @@ HONEST = {
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_variants_are_accepted(name, function):
-    cases = [*fixed_cases(function, Space()), *covering_cases(function, Space()).cases[::EVERY], *shape_cases(function, Space())]
+    cases = [
+        *fixed_cases(function, Space()),
+        *covering_cases(function, Space()).cases[::EVERY],
+        *shape_cases(function, Space()),
+    ]
     cases += drawn(strategy(function, Space()), 11, DRAWS)
     if name != "the_reference":
         cases = [replace(case, law="") for case in cases if not case.illegal and not case.grads]
@@ -188,7 +242,9 @@ def regrouped(made: Quantized, change: Callable[[int, Scaled], Scaled]) -> Quant
     """What was quantised by rows, each group changed."""
     assert made.rowwise is not None
     form: Form = made.rowwise
-    return Quantized(replace(form, groups=tuple(change(g, group) for g, group in enumerate(form.groups))), made.columnwise)
+    return Quantized(
+        replace(form, groups=tuple(change(g, group) for g, group in enumerate(form.groups))), made.columnwise
+    )
 
 
 def prob_after_the_scale(original, h, recipe, *, probs, **settings):
@@ -207,7 +263,9 @@ def prob_after_the_scale(original, h, recipe, *, probs, **settings):
 
 def gates_in_the_amax(original, h, recipe, **settings):
     made, state = original(h, recipe, **settings)
-    return Quantization(regrouped(made, lambda g, group: group._replace(amax=torch.maximum(group.amax, h.abs().amax().float()))), state)
+    return Quantization(
+        regrouped(made, lambda g, group: group._replace(amax=torch.maximum(group.amax, h.abs().amax().float()))), state
+    )
 
 
 def one_code_off(original, *args, **settings):
@@ -257,14 +315,18 @@ def half_of_d_h(original, d_out, h, recipe, **settings):
     """Values have the gradient of gates."""
     made = original(d_out, h, recipe, **settings)
     width = h.shape[1] // 2
-    return made._replace(quantized=regrouped(made.quantized, lambda g, x: x._replace(codes=torch.cat([x.codes[:, :width]] * 2, 1))))
+    return made._replace(
+        quantized=regrouped(made.quantized, lambda g, x: x._replace(codes=torch.cat([x.codes[:, :width]] * 2, 1)))
+    )
 
 
 def wide_values(made, **how):
     return moe_ref.dequantize(made, **how).float()
 
 
-CASE = QuantizedActivationCase(function="glu_and_quantize", tokens=12, width=16, probs="float32", dtype="bfloat16", seed=1)
+CASE = QuantizedActivationCase(
+    function="glu_and_quantize", tokens=12, width=16, probs="float32", dtype="bfloat16", seed=1
+)
 GROUPS = replace(CASE, experts=3, counts=(5, 0, 7), tail=3)
 BLOCKS = replace(CASE, scaling="block", width=150)
 GRADIENT = replace(CASE, function="glu_backward_and_quantize")
@@ -280,16 +342,27 @@ WRONG = [
     (replace(CASE, alpha=1702), called("glu_and_quantize", without("alpha")), ("amax",)),
     (replace(CASE, interleave=4), called("glu_and_quantize", without("interleave")), ("amax",)),
     (replace(CASE, scaling="mxfp8", tokens=1, width=1), called("glu_and_quantize", turned_blocks), ("amax",)),
-    *((replace(case, probs=""), called(case.function, one_code_off), ("codes",)) for case in (CASE, BLOCKS, SQUARE, GRADIENT)),
+    *(
+        (replace(case, probs=""), called(case.function, one_code_off), ("codes",))
+        for case in (CASE, BLOCKS, SQUARE, GRADIENT)
+    ),
     (replace(CASE, tokens=40), called("glu_and_quantize", cuts_off), ("codes",)),
     (replace(CASE, scaling="delayed"), called("glu_and_quantize", forgets_the_amax), ("state.amax_history",)),
     (GROUPS, called("glu_and_quantize", reads_padding), ("amax",)),
     (replace(CASE, grads="h+probs"), called("glu_and_quantize", stops_gradients), ("d_h",)),
-    (replace(GROUPS, function="glu_backward_and_quantize"), called("glu_backward_and_quantize", probs_not_masked), ("d_probs",)),
+    (
+        replace(GROUPS, function="glu_backward_and_quantize"),
+        called("glu_backward_and_quantize", probs_not_masked),
+        ("d_probs",),
+    ),
     (GRADIENT, called("glu_backward_and_quantize", half_of_d_h), ("codes",)),
     (GRADIENT, called("glu_backward_and_quantize", with_setting(round_before_quantize=True)), ("amax", "codes")),
     (replace(GRADIENT, clamp=4), called("glu_backward_and_quantize", without("clamp")), ("amax", "codes")),
-    (replace(SQUARE, kind="gelu"), called("activation_and_quantize", with_setting(kind="gelu_tanh")), ("amax", "codes")),
+    (
+        replace(SQUARE, kind="gelu"),
+        called("activation_and_quantize", with_setting(kind="gelu_tanh")),
+        ("amax", "codes"),
+    ),
     (CASE, of(dequantize=wide_values), ("values",)),
 ]
 
@@ -327,7 +400,9 @@ LAWFUL = replace(CASE, experts=3, counts=(5, 3, 4), tail=2)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("law", ["neighbour_groups", "padding_values", "doubled_probs", "history", "determinism", "buffer_reuse"])
+@pytest.mark.parametrize(
+    "law", ["neighbour_groups", "padding_values", "doubled_probs", "history", "determinism", "buffer_reuse"]
+)
 def test_a_law_is_broken_by_what_is_right_once_only(law, function):
     case = replace(LAWFUL, function=function, law=law)
     assert CONTRACTS[function].laws[law].applies(case)
@@ -380,9 +455,16 @@ def test_the_judge_of_ranges_sees_corrupted_codes():
 
 
 def test_known_numbers_are_rounded_at_both_ends():
-    x = Running(torch.tensor([[1 + 2.0**-9, 1.5, 0.0]], dtype=torch.float64), torch.tensor([[2.0**-8, 0, 0]], dtype=torch.float64), torch.float32)
+    x = Running(
+        torch.tensor([[1 + 2.0**-9, 1.5, 0.0]], dtype=torch.float64),
+        torch.tensor([[2.0**-8, 0, 0]], dtype=torch.float64),
+        torch.float32,
+    )
     known = Known.of(x, torch.zeros(1, 3, dtype=torch.bool), torch.bfloat16)
-    assert known.low.tolist() == [[1 - 2.0**-9 if known.low[0, 0] < 1 else 1.0, 1.5, 0]] and known.high[0, 0] == 1 + 2.0**-7
+    assert (
+        known.low.tolist() == [[1 - 2.0**-9 if known.low[0, 0] < 1 else 1.0, 1.5, 0]]
+        and known.high[0, 0] == 1 + 2.0**-7
+    )
     assert known.low.signbit().tolist() == [[False, False, True]]
     least, most = known.magnitudes()
     assert least.tolist() == [[float(known.low[0, 0]), 1.5, 0]] and most[0, 1] == 1.5

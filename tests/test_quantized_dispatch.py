@@ -32,12 +32,17 @@ SETTINGS = [(None, 64), (4, 64), (2, 8), (1, 0)]  # align, num_rows: with room, 
 def of(seed: int, ranks: int, dtype: torch.dtype = torch.bfloat16, hidden: int = 133) -> World:
     """Tokens of very different sizes: a scale of another row is a wrong one."""
     world = World(seed, ranks, dtype, hidden=hidden)
-    world.tokens = [own * torch.exp2((torch.arange(len(own)) * 5 + rank) % 17 - 8.0)[:, None].to(dtype) for rank, own in enumerate(world.tokens)]
+    world.tokens = [
+        own * torch.exp2((torch.arange(len(own)) * 5 + rank) % 17 - 8.0)[:, None].to(dtype)
+        for rank, own in enumerate(world.tokens)
+    ]
     return world
 
 
 def dispatched(world: World, recipe: Recipe | None, align: int | None = None, num_rows: int | None = None) -> list:
-    return moe_ref.hybridep_dispatch(world.tokens, world.maps, probs=world.probs, align=align, num_rows=num_rows, recipe=recipe)
+    return moe_ref.hybridep_dispatch(
+        world.tokens, world.maps, probs=world.probs, align=align, num_rows=num_rows, recipe=recipe
+    )
 
 
 # ---- the reference
@@ -56,7 +61,10 @@ def test_codes_and_scales_that_travel_as_bytes_are_those_of_the_rows(align, num_
         source = own.handle.row_tokens[rank][:inside]
         padding = (source == NOWHERE)[:, None]
         assert same(moe_ref.codes(own.rows)[:inside], take_rows(moe_ref.codes(sent), source))
-        assert same(moe_ref.scales(own.rows), torch.where(padding, moe_ref.scales(zeros), take_rows(moe_ref.scales(sent), source)))
+        assert same(
+            moe_ref.scales(own.rows),
+            torch.where(padding, moe_ref.scales(zeros), take_rows(moe_ref.scales(sent), source)),
+        )
         assert not moe_ref.codes(zeros).any()
         assert same(own.probs, without.probs)
         assert (own.overflow, own.tokens_per_expert.tolist()) == (without.overflow, without.tokens_per_expert.tolist())
@@ -79,7 +87,9 @@ def test_a_recipe_whose_scales_are_not_of_the_wire_is_refused(recipe):
     with pytest.raises(ValueError, match="recipe"):
         dispatched(world, recipe)
     with pytest.raises(ValueError, match="dtype"):
-        moe_ref.hybridep_dispatch([own.to(torch.uint8) for own in world.tokens], world.maps, recipe=RECIPES["any scale"])
+        moe_ref.hybridep_dispatch(
+            [own.to(torch.uint8) for own in world.tokens], world.maps, recipe=RECIPES["any scale"]
+        )
 
 
 # ---- the kernels over as many slabs in one process
@@ -88,9 +98,15 @@ def test_a_recipe_whose_scales_are_not_of_the_wire_is_refused(recipe):
 def sent_by_kernels(world: World, recipe: Recipe, align: int | None, num_rows: int, once: bool) -> tuple[list, list]:
     """(what each rank's steps return, the slabs)."""
     room = Room(world.ranks, world.experts, num_rows, world.hidden * world.tokens[0].element_size())
-    memory = [torch.full((offsets(room)[""],), 0x7F, dtype=torch.uint8, device=there(world.tokens[0]).device) for _ in range(world.ranks)]
+    memory = [
+        torch.full((offsets(room)[""],), 0x7F, dtype=torch.uint8, device=there(world.tokens[0]).device)
+        for _ in range(world.ranks)
+    ]
     slabs = [slab_of(room, own, [x.data_ptr() for x in memory], lambda: None) for own in memory]
-    given = [(there(world.tokens[r]), there(world.maps[r]), there(world.probs[r]), align or 1, num_rows, slabs[r], r) for r in range(world.ranks)]
+    given = [
+        (there(world.tokens[r]), there(world.maps[r]), there(world.probs[r]), align or 1, num_rows, slabs[r], r)
+        for r in range(world.ranks)
+    ]
     return in_step([send(*own, once=once, recipe=recipe) for own in given]), slabs
 
 
@@ -126,7 +142,11 @@ def test_kernels_send_the_references_codes_and_scales(align, num_rows, recipe, o
 @pytest.mark.parametrize("hidden", [0, 1, 128, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_kernels_send_rows_of_any_width_and_dtype(dtype, hidden, monkeypatch):
-    monkeypatch.setattr(tuning, "INTERPRETER", replace(tuning.INTERPRETER, symmetric=replace(tuning.INTERPRETER.symmetric, tokens=2, columns=256)))
+    monkeypatch.setattr(
+        tuning,
+        "INTERPRETER",
+        replace(tuning.INTERPRETER, symmetric=replace(tuning.INTERPRETER.symmetric, tokens=2, columns=256)),
+    )
     world = of(3, 2, dtype, hidden)
     got, _ = sent_by_kernels(world, RECIPES["powers of two"], 4, 40, True)
     assert wrong(world, RECIPES["powers of two"], 4, 40, got) == []
@@ -184,7 +204,16 @@ def test_a_defect_is_noticed(defect):
 
 
 def case(**fields) -> DispatchCase:
-    plain = {"counts": (3, 0, 2), "local_experts": 2, "hidden": 130, "topk": 2, "probs": "float32", "seed": 1, "align": 4, "fp8": "fp8"}
+    plain = {
+        "counts": (3, 0, 2),
+        "local_experts": 2,
+        "hidden": 130,
+        "topk": 2,
+        "probs": "float32",
+        "seed": 1,
+        "align": 4,
+        "fp8": "fp8",
+    }
     return DispatchCase(function="hybridep_dispatch", **plain | fields)
 
 
@@ -210,7 +239,9 @@ def test_a_planted_defect_shows_where_it_should(name, output):
     with Pool(Settings(f"conformance.mutants.planted:{name}.moe_ref", "cpu")) as pool:
         pool.start()
         outcomes = [pool.worlds.run(each) for each in (case(hidden=5, align=8), replace(case(), fp8=""))]
-    assert [(found.status, found.finding and (found.finding["output"], found.finding["check"])) for found in outcomes] == [
+    assert [
+        (found.status, found.finding and (found.finding["output"], found.finding["check"])) for found in outcomes
+    ] == [
         ("FAIL", (output, "exact")),
         ("PASS", None),
     ]
@@ -220,4 +251,8 @@ def test_rows_and_codes_are_different_cases_of_one_function():
     problem = CONTRACTS["hybridep_dispatch"].legal(case(grads="tokens+probs", layout="transposed", layout_of="d_rows"))
     assert (set(problem.cotangents), problem.layouts) == ({"dequantized", "probs"}, {"d_dequantized": "transposed"})
     assert "recipe" not in CONTRACTS["hybridep_dispatch"].legal(case(fp8="")).settings
-    assert not [name for name in ("dense", "in_flight", "relabelling", "fused", "adjointness") if LAWS["hybridep_dispatch"][name].applies(case())]
+    assert not [
+        name
+        for name in ("dense", "in_flight", "relabelling", "fused", "adjointness")
+        if LAWS["hybridep_dispatch"][name].applies(case())
+    ]

@@ -38,10 +38,33 @@ UNEVEN = route((3, 0, 2, 4), padding=2, ranks=4)
 SPLIT = replace(UNEVEN, ranks=2)
 UPDATED = route((2, 0), ranks=1, bias=True, steps="train+finish+train", losses="")
 GATE = GateCase(function="gate", counts=(2, 0, 3), tokens=5, hidden=3, experts=4, bias=True, grads="x+weight+bias")
-SHARED = SharedCase(function="shared_experts", counts=(3, 0, 2), tokens=5, hidden=3, width=4, gate=True, grads="x+fc1_weight+fc2_weight+gate_weight", seed=1)
+SHARED = SharedCase(
+    function="shared_experts",
+    counts=(3, 0, 2),
+    tokens=5,
+    hidden=3,
+    width=4,
+    gate=True,
+    grads="x+fc1_weight+fc2_weight+gate_weight",
+    seed=1,
+)
 CASES = [
-    *(route((2, 2)), route((2, 2), ranks=2, per_token=True), route((4, 2, 0), sequences=2, ranks=3), route((3,)), UNEVEN, replace(UNEVEN, per_token=True)),
-    *(SPLIT, replace(SPLIT, per_token=True, bias=True, steps="train+train+finish+train"), route((0, 0)), UPDATED, GATE, SHARED),
+    *(
+        route((2, 2)),
+        route((2, 2), ranks=2, per_token=True),
+        route((4, 2, 0), sequences=2, ranks=3),
+        route((3,)),
+        UNEVEN,
+        replace(UNEVEN, per_token=True),
+    ),
+    *(
+        SPLIT,
+        replace(SPLIT, per_token=True, bias=True, steps="train+train+finish+train"),
+        route((0, 0)),
+        UPDATED,
+        GATE,
+        SHARED,
+    ),
     *(replace(GATE, dtype="bfloat16", router_dtype="fp32"), replace(SHARED, dtype="bfloat16")),
 ]
 
@@ -58,10 +81,16 @@ def outcomes(pool: Pool, cases: list) -> dict[str, tuple]:
 
 
 def test_who_sums_over_ranks_as_the_reference_does_passes(world):
-    assert {text: told for text, told in outcomes(world, CASES).items() if told[0] not in ("PASS", "UNINFORMATIVE")} == {}
+    assert {
+        text: told for text, told in outcomes(world, CASES).items() if told[0] not in ("PASS", "UNINFORMATIVE")
+    } == {}
 
 
-@pytest.mark.parametrize("case", [route((2, 2), ranks=2), replace(UNEVEN, losses="aux+seq+global", per_token=True), GATE, SHARED], ids=lambda c: c.function)
+@pytest.mark.parametrize(
+    "case",
+    [route((2, 2), ranks=2), replace(UNEVEN, losses="aux+seq+global", per_token=True), GATE, SHARED],
+    ids=lambda c: c.function,
+)
 def test_laws_hold_over_ranks(case, world):
     laws = [law.name for law in LAWS[case.function].values() if not law.device and law.applies(case)]
     assert laws == ["history", "determinism", "one_process"]
@@ -117,7 +146,9 @@ def test_a_bias_that_is_off_by_one_bit_is_wrong():
 
 def _more_losses_alone(logits, config, **settings):
     coefficients = tuple(2 * c for c in config.load_balancing.values())
-    return moe_ref.route(logits, config if "sum_tp_cp" in settings else replace(config, moe_aux_loss_coeff=coefficients), **settings)
+    return moe_ref.route(
+        logits, config if "sum_tp_cp" in settings else replace(config, moe_aux_loss_coeff=coefficients), **settings
+    )
 
 
 def _many_tokens_twice(x, weight, **settings):
@@ -129,7 +160,9 @@ def _many_shared_tokens_twice(x, fc1_weight, fc2_weight, **settings):
 
 
 STATE = {name: getattr(moe_ref, name) for name in ("new_state", "finish_batch", "state_tensors", "state_from")}
-OTHER_ALONE = SimpleNamespace(route=_more_losses_alone, gate=_many_tokens_twice, shared_experts=_many_shared_tokens_twice, **STATE)
+OTHER_ALONE = SimpleNamespace(
+    route=_more_losses_alone, gate=_many_tokens_twice, shared_experts=_many_shared_tokens_twice, **STATE
+)
 
 
 @pytest.mark.parametrize("case", [route((2, 2), ranks=2, losses="aux+seq"), GATE, SHARED], ids=lambda c: c.function)
@@ -147,7 +180,11 @@ def softmax(x: list[float]) -> list[float]:
     return [math.exp(v) / sum(math.exp(w) for w in x) for v in x]
 
 
-@pytest.mark.parametrize(("case", "groups"), [(UNEVEN, [range(4)] * 4), (SPLIT, [range(2), range(2), range(2, 4), range(2, 4)])], ids=["one sequence", "two"])
+@pytest.mark.parametrize(
+    ("case", "groups"),
+    [(UNEVEN, [range(4)] * 4), (SPLIT, [range(2), range(2), range(2, 4), range(2, 4)])],
+    ids=["one sequence", "two"],
+)
 def test_the_losses_of_each_rank_are_those_of_loops_over_all_tokens(case, groups):
     case = replace(case, score="softmax", dtype="float32", grads="")
     calls = CONTRACTS["route"].calls(case)
@@ -161,7 +198,13 @@ def test_the_losses_of_each_rank_are_those_of_loops_over_all_tokens(case, groups
         """coeff · E / (K · N²) · Σ_e count[e] · Σ_t score[t, e]"""
         tokens = [x for r in ranks for x in valid[r]]
         count = [sum(e in sorted(range(experts), key=lambda i: -x[i])[:topk] for x in tokens) for e in range(experts)]
-        return coeff * experts / topk / max(len(tokens), 1) ** 2 * sum(count[e] * softmax(x)[e] for x in valid[rank] for e in range(experts))
+        return (
+            coeff
+            * experts
+            / topk
+            / max(len(tokens), 1) ** 2
+            * sum(count[e] * softmax(x)[e] for x in valid[rank] for e in range(experts))
+        )
 
     for rank, own in enumerate(valid):
         right = CONTRACTS["route"].right_at(rank, case, calls, {})
@@ -183,7 +226,16 @@ def test_a_case_over_ranks_is_reduced_to_the_known_minimum():
         wrong = len(case.counts) > 1 and case.counts[1] < case.counts[0] and "seq" in case.losses
         return Outcome("FAIL", {"output": "", "check": "", "message": "", "index": ()}) if wrong else Outcome("PASS")
 
-    many = route((6, 2, 4, 8), sequences=2, ranks=2, padding=3, per_token=True, bias=True, steps="train+finish+train", law="history")
+    many = route(
+        (6, 2, 4, 8),
+        sequences=2,
+        ranks=2,
+        padding=3,
+        per_token=True,
+        bias=True,
+        steps="train+finish+train",
+        law="history",
+    )
     found = reduce(many, attempt(many), attempt, 20)
     assert found.finished
     assert found.case == RouteCase(function="route", counts=(1, 0), tokens=1, losses="seq")
@@ -209,7 +261,11 @@ def test_counts_that_do_not_fit_are_refused_with_a_sentence(fields, told):
 
 
 def test_a_mask_says_which_tokens_count_wherever_ranks_have_unequally_many():
-    masks = [call.settings.get("padding_mask") for counts in ((2, 2), (3, 1)) for call in CONTRACTS["route"].calls(route(counts))]
+    masks = [
+        call.settings.get("padding_mask")
+        for counts in ((2, 2), (3, 1))
+        for call in CONTRACTS["route"].calls(route(counts))
+    ]
     assert masks[:2] == [None, None]
     assert [mask.tolist() for mask in masks[2:]] == [[False] * 3, [False]]
 

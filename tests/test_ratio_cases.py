@@ -56,12 +56,16 @@ def test_each_is_judged_by_ratios_which_find_what_is_cut_off_without_the_bound(c
 
 
 def test_every_product_has_one_in_each_precision_and_all_are_run():
-    assert [(case.function, case.scaling) for case in CASES] == [(f, s) for f in FUNCTIONS for s in ("", "current", "block", "nvfp4")]
+    assert [(case.function, case.scaling) for case in CASES] == [
+        (f, s) for f in FUNCTIONS for s in ("", "current", "block", "nvfp4")
+    ]
     for function in FUNCTIONS:
         assert set(ratio_cases(function, Space())) <= set(shape_cases(function, Space()))
 
 
-@pytest.mark.parametrize(("lacking", "left"), [("recipe", [("", 0)]), ("noise", [("", 0), ("current", 0), ("block", 0), ("nvfp4", 1)])])
+@pytest.mark.parametrize(
+    ("lacking", "left"), [("recipe", [("", 0)]), ("noise", [("", 0), ("current", 0), ("block", 0), ("nvfp4", 1)])]
+)
 def test_what_is_not_accepted_is_left_out(lacking, left):
     for function in FUNCTIONS:
         found = ratio_cases(function, Space(without={function: frozenset({lacking})}))

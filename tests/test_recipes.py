@@ -10,10 +10,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_ref.config import MoEConfig, Operand, QuantizerState, Recipe, pads_expert_rows, quantization_alignment, recipe_of
+from moe_ref.config import (
+    MoEConfig,
+    Operand,
+    QuantizerState,
+    Recipe,
+    pads_expert_rows,
+    quantization_alignment,
+    recipe_of,
+)
 from moe_ref.config.recipes import DEFAULTS, SCALINGS
 from moe_ref.formats import E2M1, E4M3, E5M2, E8M0, decode, encode
-from moe_ref.recipes import FLOAT32_MAX, block_amax, nearest32, new_quantizer_state, operands, over, scale_from_amax, scheme, spread, update_scales
+from moe_ref.recipes import (
+    FLOAT32_MAX,
+    block_amax,
+    nearest32,
+    new_quantizer_state,
+    operands,
+    over,
+    scale_from_amax,
+    scheme,
+    spread,
+    update_scales,
+)
 
 often = settings(max_examples=150, deadline=None, database=None, derandomize=True)
 
@@ -22,11 +41,17 @@ often = settings(max_examples=150, deadline=None, database=None, derandomize=Tru
 
 
 def test_options_that_are_left_out_become_the_defaults_of_the_scaling():
-    assert Recipe("delayed") == Recipe("delayed", fp8_format="hybrid", margin=0, amax_history_len=1024, amax_compute_algo="max")
+    assert Recipe("delayed") == Recipe(
+        "delayed", fp8_format="hybrid", margin=0, amax_history_len=1024, amax_compute_algo="max"
+    )
     assert Recipe("current") == Recipe("current", fp8_format="hybrid", power_of_two_scales=False, amax_epsilon=0.0)
     assert Recipe("block") == Recipe("block", fp8_format="e4m3", power_of_two_scales=True, two_dimensional_weights=True)
     assert Recipe("mxfp8") == Recipe("mxfp8", fp8_format="e4m3", two_dimensional_weights=False)
-    assert (Recipe("nvfp4").hadamard, Recipe("nvfp4").stochastic_rounding, Recipe("nvfp4").two_dimensional_weights) == (True, True, True)
+    assert (Recipe("nvfp4").hadamard, Recipe("nvfp4").stochastic_rounding, Recipe("nvfp4").two_dimensional_weights) == (
+        True,
+        True,
+        True,
+    )
 
 
 REFUSED = {
@@ -44,7 +69,10 @@ REFUSED = {
     "four_over_six is 'activations' with hadamard True": {"scaling": "nvfp4", "four_over_six": "activations"},
     "row_scaled_activation is True with hadamard True": {"scaling": "nvfp4", "row_scaled_activation": True},
     "backward_override is 'float32'": {"scaling": "mxfp8", "backward_override": "float32"},
-    "backward_override is 'dequantized' with scaling 'delayed'": {"scaling": "delayed", "backward_override": "dequantized"},
+    "backward_override is 'dequantized' with scaling 'delayed'": {
+        "scaling": "delayed",
+        "backward_override": "dequantized",
+    },
 }
 
 
@@ -56,7 +84,12 @@ def test_illegal_settings_are_refused_by_name_and_value(message, options):
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_an_option_of_another_scaling_is_refused(scaling):
-    foreign = {name: value for table in DEFAULTS.values() for name, value in table.items() if name not in DEFAULTS[scaling] and value is not None}
+    foreign = {
+        name: value
+        for table in DEFAULTS.values()
+        for name, value in table.items()
+        if name not in DEFAULTS[scaling] and value is not None
+    }
     assert foreign
     for name, value in foreign.items():
         with pytest.raises(ValueError, match=f"^{name} is .* with scaling '{scaling}'; it must be left out"):
@@ -69,7 +102,14 @@ def test_4over6_of_weights_goes_with_the_hadamard_transform_of_activations():
 
 
 def configured(**options) -> MoEConfig:
-    base = {"num_layers": 1, "hidden_size": 8, "num_moe_experts": 4, "moe_ffn_hidden_size": 8, "bf16": True, "params_dtype": "bf16"}
+    base = {
+        "num_layers": 1,
+        "hidden_size": 8,
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 8,
+        "bf16": True,
+        "params_dtype": "bf16",
+    }
     base |= {"add_bias_linear": False, "gated_linear_unit": True, "activation_func": "silu"}
     return MoEConfig(**(base | options))
 
@@ -147,7 +187,10 @@ def test_hybrid_gives_gradients_e5m2_and_nothing_else():
 
 
 def test_only_weights_have_square_blocks():
-    blocks = {role: [scheme(Recipe(scaling), role).block for scaling in SCALINGS] for role in ("input", "weight", "grad_output")}
+    blocks = {
+        role: [scheme(Recipe(scaling), role).block for scaling in SCALINGS]
+        for role in ("input", "weight", "grad_output")
+    }
     whole = (None, None)
     assert blocks["input"] == blocks["grad_output"] == [whole, whole, (1, 128), (1, 32), (1, 16)]
     assert blocks["weight"] == [whole, whole, (128, 128), (1, 32), (16, 16)]
@@ -157,11 +200,20 @@ def test_only_weights_have_square_blocks():
 def test_nvfp4_transforms_columns_of_activations_and_gradients_and_rounds_gradients_at_random():
     forms = [(role, columnwise) for role in ("input", "weight", "grad_output") for columnwise in (False, True)]
     made = [scheme(Recipe("nvfp4"), role, columnwise=columnwise) for role, columnwise in forms]
-    assert [form for form, how in zip(forms, made, strict=True) if how.hadamard] == [("input", True), ("grad_output", True)]
-    assert [form for form, how in zip(forms, made, strict=True) if how.stochastic] == [("grad_output", False), ("grad_output", True)]
+    assert [form for form, how in zip(forms, made, strict=True) if how.hadamard] == [
+        ("input", True),
+        ("grad_output", True),
+    ]
+    assert [form for form, how in zip(forms, made, strict=True) if how.stochastic] == [
+        ("grad_output", False),
+        ("grad_output", True),
+    ]
 
 
-@pytest.mark.parametrize(("bound", "expected"), [("all", [256, 256]), ("weights", [448, 256]), ("activations", [256, 448]), ("none", [448, 448])])
+@pytest.mark.parametrize(
+    ("bound", "expected"),
+    [("all", [256, 256]), ("weights", [448, 256]), ("activations", [256, 448]), ("none", [448, 448])],
+)
 def test_4over6_never_reaches_gradients_and_is_bounded_in_its_own_scope(bound, expected):
     recipe = Recipe("nvfp4", hadamard=False, four_over_six="all", four_over_six_bound_256=bound)
     made = [scheme(recipe, role) for role in ("input", "weight", "grad_output")]
@@ -185,7 +237,9 @@ def test_an_overridden_backward_reads_no_columns_and_no_quantised_gradient(scali
 
 
 def test_a_row_scaled_4over6_activation_has_a_wgrad_where_the_backward_is_overridden():
-    recipe = Recipe("nvfp4", hadamard=False, four_over_six="all", row_scaled_activation=True, backward_override="dequantized")
+    recipe = Recipe(
+        "nvfp4", hadamard=False, four_over_six="all", row_scaled_activation=True, backward_override="dequantized"
+    )
     assert operands("wgrad", recipe)[0] == Operand("input", False, "dequantized")
 
 
@@ -209,7 +263,9 @@ def exact32(value: Fraction) -> float:
     return float(Fraction(round(value / Fraction(2) ** (exponent - 23))) * Fraction(2) ** (exponent - 23))
 
 
-@pytest.mark.parametrize(("value", "bits"), [(Fraction(1, 448), 0x3B124925), (Fraction(1, 57344), 0x37924925), (Fraction(1, 6), 0x3E2AAAAB)])
+@pytest.mark.parametrize(
+    ("value", "bits"), [(Fraction(1, 448), 0x3B124925), (Fraction(1, 57344), 0x37924925), (Fraction(1, 6), 0x3E2AAAAB)]
+)
 def test_constants_are_rounded_once(value, bits):
     assert nearest32(float(value)) == exact32(value)
     assert torch.tensor(nearest32(float(value))).view(torch.int32) == bits
@@ -263,7 +319,11 @@ def test_block_amax_passes_over_nan_and_counts_missing_elements_as_0():
 
 
 def test_spread_gives_each_element_its_blocks_scale():
-    assert spread(torch.tensor([[1, 2], [3, 4]]), (2, 2), torch.zeros(3, 3)).tolist() == [[1, 1, 2], [1, 1, 2], [3, 3, 4]]
+    assert spread(torch.tensor([[1, 2], [3, 4]]), (2, 2), torch.zeros(3, 3)).tolist() == [
+        [1, 1, 2],
+        [1, 1, 2],
+        [3, 3, 4],
+    ]
 
 
 # ---- a power-of-two block scale and an E8M0 scale are the same rule, said from two sides
@@ -300,7 +360,9 @@ def test_the_floor_of_the_decode_scale_is_another_rule():
 def stepped(state: QuantizerState, amax: float | list[float], recipe: Recipe, **options) -> QuantizerState:
     """One step: an amax is measured, and the scales are updated."""
     measured = torch.as_tensor(amax, dtype=torch.float32).reshape(-1, 1)
-    return update_scales(QuantizerState(torch.cat([measured, state.amax_history[:, 1:]], 1), state.scale), recipe, **options)
+    return update_scales(
+        QuantizerState(torch.cat([measured, state.amax_history[:, 1:]], 1), state.scale), recipe, **options
+    )
 
 
 def test_a_trajectory_worked_by_hand():
@@ -338,7 +400,9 @@ def test_an_infinite_amax_freezes_the_scale_while_it_is_remembered(algorithm, fr
 
 
 def test_margin_format_and_a_tiny_amax():
-    assert stepped(new_quantizer_state(Recipe("delayed", margin=3)), 7.0, Recipe("delayed", margin=3)).scale.item() == 8.0
+    assert (
+        stepped(new_quantizer_state(Recipe("delayed", margin=3)), 7.0, Recipe("delayed", margin=3)).scale.item() == 8.0
+    )
     recipe = Recipe("delayed")
     assert stepped(new_quantizer_state(recipe), 7.0, recipe, role="grad_output").scale.item() == 8192.0
     assert stepped(new_quantizer_state(recipe), 1e-40, recipe).scale.item() == FLOAT32_MAX
@@ -347,7 +411,9 @@ def test_margin_format_and_a_tiny_amax():
 
 def test_a_reduced_amax_counts_unless_it_is_0():
     recipe = Recipe("delayed", amax_history_len=2)
-    state = stepped(new_quantizer_state(recipe, num_groups=3), [7.0, 7.0, 0.0], recipe, reduced_amax=torch.tensor([14.0, 0.0, 3.5]))
+    state = stepped(
+        new_quantizer_state(recipe, num_groups=3), [7.0, 7.0, 0.0], recipe, reduced_amax=torch.tensor([14.0, 0.0, 3.5])
+    )
     assert state.scale.tolist() == [32.0, 64.0, 128.0]
     assert state.amax_history.tolist() == [[0.0, 14.0], [0.0, 7.0], [0.0, 3.5]]
 

@@ -34,8 +34,26 @@ LARGE = RoutingCase(
     function="permute", tokens=60, experts=9, hidden=20, topk=3, spread="uniform", dtype="bfloat16", probs="float32", zero_probs=True, values="special",
     align=4, slack=2, map_dtype="int32", layout="strided", layout_of="tokens", grads="tokens+probs", unused="probs", law="history", poison="max", seed=5,
 )  # fmt: skip
-MANY_CHUNKS = ChunksCase(function="sort_chunks", sizes=(4, 0, 9, 1, 30, 2), order=(5, 4, 3, 2, 1, 0), tail=3, hidden=17, probs="float32", grads="rows")
-MANY_SLOTS = IndicesCase(function="indices_to_multihot", tokens=20, topk=4, experts=11, empty=1, repeats=True, dtype="float16", grads="probs", seed=3)
+MANY_CHUNKS = ChunksCase(
+    function="sort_chunks",
+    sizes=(4, 0, 9, 1, 30, 2),
+    order=(5, 4, 3, 2, 1, 0),
+    tail=3,
+    hidden=17,
+    probs="float32",
+    grads="rows",
+)
+MANY_SLOTS = IndicesCase(
+    function="indices_to_multihot",
+    tokens=20,
+    topk=4,
+    experts=11,
+    empty=1,
+    repeats=True,
+    dtype="float16",
+    grads="probs",
+    seed=3,
+)
 
 MANY_LOGITS = LogitsCase(
     function="topk_routing", tokens=30, experts=8, topk=4, score="sigmoid", bias="large", groups=4, group_topk=2, scaling=20, dtype="bfloat16",
@@ -70,7 +88,18 @@ MANY_STEPS = RouteCase(
     per_token=True, scale=3, grads="logits", sequences=2, steps="record+forward+eval+finish+backward+reload+train", law="history", seed=4,
 )  # fmt: skip
 
-MANY_PRODUCTS = replace(MANY_SEGMENTS, scaling="mxfp8", variant=2, tokens=6, counts=(0, 3, 0, 2, 1), hidden=3, width=2, bias="", accumulator="", grads="rows")
+MANY_PRODUCTS = replace(
+    MANY_SEGMENTS,
+    scaling="mxfp8",
+    variant=2,
+    tokens=6,
+    counts=(0, 3, 0, 2, 1),
+    hidden=3,
+    width=2,
+    bias="",
+    accumulator="",
+    grads="rows",
+)
 MANY_STAGES = MlpCase(
     function="grouped_mlp", tokens=30, experts=5, counts=(0, 12, 0, 17, 1), tail=4, hidden=20, width=12, kind="quick_geglu", alpha=1000, clamp=56, offset=8,
     interleave=4, early=True, bias1="float32", bias2="bfloat16", align=8, recompute="moe", probs="float32", weights="signed", values="special",
@@ -164,26 +193,49 @@ def test_a_gate_case_is_reduced_to_the_known_minimum():
 
 
 def test_an_activation_case_is_reduced_to_the_known_minimum():
-    attempt, _ = failing_if(lambda case: case.clamp and "probs" in case.grads and case.width > 2 and bool((hidden_of(case, case.width) == 7).any()))
+    attempt, _ = failing_if(
+        lambda case: (
+            case.clamp and "probs" in case.grads and case.width > 2 and bool((hidden_of(case, case.width) == 7).any())
+        )
+    )
     found = reduce(MANY_NUMBERS, failed(), attempt, LONG)
     assert found.finished
-    assert found.case == ActivationCase(function="glu", tokens=1, width=3, clamp=56, values="bounds", probs="float32", grads="probs", seed=found.case.seed)
+    assert found.case == ActivationCase(
+        function="glu",
+        tokens=1,
+        width=3,
+        clamp=56,
+        values="bounds",
+        probs="float32",
+        grads="probs",
+        seed=found.case.seed,
+    )
 
 
 def test_segments_are_reduced_to_the_known_minimum():
     attempt, _ = failing_if(lambda case: 0 in counts_of(case)[1:] and case.width > 2)
     found = reduce(MANY_SEGMENTS, failed(), attempt, LONG)
     assert found.finished
-    assert found.case == GroupedCase(function="grouped_linear", tokens=found.case.tokens, experts=2, hidden=0, width=3, counts=found.case.counts)
+    assert found.case == GroupedCase(
+        function="grouped_linear", tokens=found.case.tokens, experts=2, hidden=0, width=3, counts=found.case.counts
+    )
     assert counts_of(found.case) in ((0, 0), (1, 0))
 
 
 def test_a_quantised_tensor_is_reduced_to_the_known_minimum():
-    attempt, _ = failing_if(lambda case: case.scaling == "mxfp8" and 0 in splits_of(case)[1:] and case.direction != "rowwise")
+    attempt, _ = failing_if(
+        lambda case: case.scaling == "mxfp8" and 0 in splits_of(case)[1:] and case.direction != "rowwise"
+    )
     found = reduce(MANY_BLOCKS, failed(), attempt, LONG)
     assert found.finished
     assert found.case == QuantizeCase(
-        function="quantize", scaling="mxfp8", direction="columnwise", tokens=found.case.tokens, experts=2, hidden=0, counts=found.case.counts
+        function="quantize",
+        scaling="mxfp8",
+        direction="columnwise",
+        tokens=found.case.tokens,
+        experts=2,
+        hidden=0,
+        counts=found.case.counts,
     )
     assert splits_of(found.case) in ((0, 0), (32, 0))
 
@@ -194,7 +246,13 @@ def test_steps_of_a_quantiser_are_reduced_to_the_known_minimum():
     assert found.finished
     assert found.case.steps == "quantize+reduced"
     assert found.case == QuantizeCase(
-        function="quantize", scaling="delayed", steps=found.case.steps, tokens=1, hidden=found.case.hidden, values="special", seed=found.case.seed
+        function="quantize",
+        scaling="delayed",
+        steps=found.case.steps,
+        tokens=1,
+        hidden=found.case.hidden,
+        values="special",
+        seed=found.case.seed,
     )
 
 
@@ -203,17 +261,34 @@ def test_products_of_a_recipe_are_reduced_to_the_known_minimum():
     found = reduce(MANY_PRODUCTS, failed(), attempt, LONG)
     assert found.finished
     assert found.case == GroupedCase(
-        function="grouped_linear", scaling="mxfp8", tokens=found.case.tokens, experts=2, hidden=0, width=2, counts=found.case.counts
+        function="grouped_linear",
+        scaling="mxfp8",
+        tokens=found.case.tokens,
+        experts=2,
+        hidden=0,
+        width=2,
+        counts=found.case.counts,
     )
     assert counts_of(found.case) in ((0, 0), (1, 0))
 
 
 def test_layers_are_reduced_to_the_known_minimum():
-    attempt, _ = failing_if(lambda case: case.bias1 == "float32" and "fc1_bias" in case.grads and 0 in counts_of(case)[1:] and case.width > 2)
+    attempt, _ = failing_if(
+        lambda case: (
+            case.bias1 == "float32" and "fc1_bias" in case.grads and 0 in counts_of(case)[1:] and case.width > 2
+        )
+    )
     found = reduce(MANY_STAGES, failed(), attempt, LONG)
     assert found.finished
     assert found.case == MlpCase(
-        function="grouped_mlp", tokens=found.case.tokens, experts=2, hidden=0, width=3, counts=found.case.counts, bias1="float32", grads="fc1_bias"
+        function="grouped_mlp",
+        tokens=found.case.tokens,
+        experts=2,
+        hidden=0,
+        width=3,
+        counts=found.case.counts,
+        bias1="float32",
+        grads="fc1_bias",
     )
     assert counts_of(found.case) in ((0, 0), (1, 0))
 
@@ -222,21 +297,35 @@ def test_tokens_of_shared_experts_are_reduced_to_the_known_minimum():
     attempt, _ = failing_if(lambda case: case.gate and "gate_weight" in case.grads and case.tokens > 1)
     found = reduce(MANY_TOKENS, failed(), attempt, LONG)
     assert found.finished
-    assert found.case == SharedCase(function="shared_experts", tokens=2, hidden=0, width=0, gate=True, grads="gate_weight")
+    assert found.case == SharedCase(
+        function="shared_experts", tokens=2, hidden=0, width=0, gate=True, grads="gate_weight"
+    )
 
 
 def test_what_is_permuted_and_quantised_is_reduced_to_the_known_minimum():
-    attempt, _ = failing_if(lambda case: case.scaling == "mxfp8" and case.direction != "rowwise" and two_tokens_and_somebody_in_a_third_expert(case))
+    attempt, _ = failing_if(
+        lambda case: (
+            case.scaling == "mxfp8" and case.direction != "rowwise" and two_tokens_and_somebody_in_a_third_expert(case)
+        )
+    )
     found = reduce(MANY_PERMUTED, failed(), attempt, LONG)
     assert found.finished
     assert found.case == PermutedQuantizationCase(
-        function="permute_and_quantize", scaling="mxfp8", direction="columnwise", tokens=2, experts=3, hidden=0, routing=found.case.routing
+        function="permute_and_quantize",
+        scaling="mxfp8",
+        direction="columnwise",
+        tokens=2,
+        experts=3,
+        hidden=0,
+        routing=found.case.routing,
     )
     assert routed(found.case).sum() == 1
 
 
 def test_what_is_activated_and_quantised_is_reduced_to_the_known_minimum():
-    attempt, _ = failing_if(lambda case: case.scaling == "mxfp8" and case.direction != "rowwise" and 0 in groups_of(case)[1:] and case.probs)
+    attempt, _ = failing_if(
+        lambda case: case.scaling == "mxfp8" and case.direction != "rowwise" and 0 in groups_of(case)[1:] and case.probs
+    )
     found = reduce(MANY_ACTIVATED, failed(), attempt, LONG)
     assert found.finished
     assert found.case == QuantizedActivationCase(
@@ -247,7 +336,11 @@ def test_what_is_activated_and_quantised_is_reduced_to_the_known_minimum():
 
 
 def test_ranks_are_reduced_to_the_known_minimum():
-    attempt, _ = failing_if(lambda case: len(case.counts) > 1 and case.counts[1] == 0 and case.shards == 1 and bool((slots_of(case) == 1).any()))
+    attempt, _ = failing_if(
+        lambda case: (
+            len(case.counts) > 1 and case.counts[1] == 0 and case.shards == 1 and bool((slots_of(case) == 1).any())
+        )
+    )
     found = reduce(replace(MANY_RANKS, shards=1), failed(), attempt, LONG)
     assert found.finished
     assert found.case == DispatchCase(function="alltoall_dispatch", counts=(1, 0), slots=(1,))
@@ -262,7 +355,23 @@ def test_steps_are_reduced_to_the_known_minimum():
     assert len(found.case.steps.split("+")) == 2
 
 
-@pytest.mark.parametrize("needed", ["values", "layout", "align", "probs", "dtype", "grads", "poison", "law", "map_dtype", "seed", "slack", "zero_probs"])
+@pytest.mark.parametrize(
+    "needed",
+    [
+        "values",
+        "layout",
+        "align",
+        "probs",
+        "dtype",
+        "grads",
+        "poison",
+        "law",
+        "map_dtype",
+        "seed",
+        "slack",
+        "zero_probs",
+    ],
+)
 def test_only_the_settings_that_matter_are_kept(needed):
     default = RoutingCase.__dataclass_fields__[needed].default
     attempt, _ = failing_if(lambda case: getattr(case, needed) != default)
@@ -281,7 +390,15 @@ def test_a_crash_is_reduced_like_a_wrong_value():
 
 
 @pytest.mark.parametrize(
-    "other", [failed("probs"), failed("rows", "shape"), failed(status="CRASH"), failed(status="HANG"), Outcome("BLOCKED"), Outcome("ERROR")]
+    "other",
+    [
+        failed("probs"),
+        failed("rows", "shape"),
+        failed(status="CRASH"),
+        failed(status="HANG"),
+        Outcome("BLOCKED"),
+        Outcome("ERROR"),
+    ],
 )
 def test_what_fails_in_another_way_is_not_taken(other):
     def attempt(case):
@@ -358,10 +475,26 @@ def work(case: Case) -> int:
     "case",
     [
         *(LARGE, replace(LARGE, function="unpermute", grads="rows+probs", unused=""), MANY_CHUNKS, MANY_SLOTS),
-        *(MANY_LOGITS, replace(MANY_LOGITS, function="aux_loss_scores", bias="", groups=0, group_topk=0), MANY_LOADS, MANY_STATES, MANY_STEPS),
-        *(MANY_BLOCKS, MANY_UPDATES, MANY_PERMUTED, MANY_ACTIVATED, replace(MANY_ACTIVATED, function="glu_backward_and_quantize", grads="")),
+        *(
+            MANY_LOGITS,
+            replace(MANY_LOGITS, function="aux_loss_scores", bias="", groups=0, group_topk=0),
+            MANY_LOADS,
+            MANY_STATES,
+            MANY_STEPS,
+        ),
+        *(
+            MANY_BLOCKS,
+            MANY_UPDATES,
+            MANY_PERMUTED,
+            MANY_ACTIVATED,
+            replace(MANY_ACTIVATED, function="glu_backward_and_quantize", grads=""),
+        ),
         *(MANY_PRODUCTS, MANY_STAGES, replace(MANY_STAGES, function="sequential_mlp"), MANY_TOKENS, MANY_RANKS),
-        *(MANY_NUMBERS, MANY_SEGMENTS, replace(MANY_SEGMENTS, function="grouped_wgrad", grads="", bias="", into="float32")),
+        *(
+            MANY_NUMBERS,
+            MANY_SEGMENTS,
+            replace(MANY_SEGMENTS, function="grouped_wgrad", grads="", bias="", into="float32"),
+        ),
     ],
     ids=lambda c: c.function,
 )
@@ -369,4 +502,6 @@ def test_whatever_fails_a_reduction_ends(case):
     """Everything fails: the greedy walk reaches a case that nothing is simpler than."""
     found = reduce(case, failed(), lambda smaller: failed(), LONG)
     assert found.finished
-    assert [smaller for smaller in CONTRACTS[case.function].simpler(found.case) if len(smaller.text) < len(found.case.text)] == []
+    assert [
+        smaller for smaller in CONTRACTS[case.function].simpler(found.case) if len(smaller.text) < len(found.case.text)
+    ] == []

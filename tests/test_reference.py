@@ -11,15 +11,27 @@ from torch import Tensor
 import moe_ref
 from conformance.judge.exact import bits
 
-MAP = torch.tensor([[0, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 0, 1]], dtype=torch.bool)  # expert 2 and token 2 are idle
+MAP = torch.tensor(
+    [[0, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 0, 1]], dtype=torch.bool
+)  # expert 2 and token 2 are idle
 INDICES = torch.tensor([[2, -1], [0, 2], [1, 1]])
-LAYOUTS = [{}, {"align": 2}, {"num_rows": 4}, {"num_rows": 8}, {"align": 4, "num_rows": 8}, {"capacity": 2}, {"capacity": 6}]
+LAYOUTS = [
+    {},
+    {"align": 2},
+    {"num_rows": 4},
+    {"num_rows": 8},
+    {"align": 4, "num_rows": 8},
+    {"capacity": 2},
+    {"capacity": 6},
+]
 SMALL_FLOATS = [(torch.bfloat16, 256.0), (torch.float16, 2048.0)]  # the first number to which adding 1 changes nothing
 WIDTH = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype).requires_grad_()
+    return (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype).requires_grad_()
+    )
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
@@ -31,23 +43,31 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_permute_are_its_derivatives(layout):
-    assert torch.autograd.gradcheck(lambda x, p: moe_ref.permute(x, MAP, probs=p, **layout)[:2], (numbers(4, 2), numbers(4, 4)))
+    assert torch.autograd.gradcheck(
+        lambda x, p: moe_ref.permute(x, MAP, probs=p, **layout)[:2], (numbers(4, 2), numbers(4, 4))
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_unpermute_are_its_derivatives(layout):
     rows, _, row_map, *_ = moe_ref.permute(torch.zeros(4, 2), MAP, **layout)
-    assert torch.autograd.gradcheck(lambda x, p: moe_ref.unpermute(x, row_map, probs=p), (numbers(*rows.shape), numbers(4, 4)))
+    assert torch.autograd.gradcheck(
+        lambda x, p: moe_ref.unpermute(x, row_map, probs=p), (numbers(*rows.shape), numbers(4, 4))
+    )
     assert torch.autograd.gradcheck(lambda x: moe_ref.unpermute(x, row_map), numbers(*rows.shape))
 
 
 def test_gradients_of_sort_chunks_are_its_derivatives():
     sizes, order = torch.tensor([2, 0, 1, 1]), torch.tensor([3, 0, 1, 2])
-    assert torch.autograd.gradcheck(lambda x, p: moe_ref.sort_chunks(x, sizes, order, probs=p), (numbers(5, 2), numbers(5)))
+    assert torch.autograd.gradcheck(
+        lambda x, p: moe_ref.sort_chunks(x, sizes, order, probs=p), (numbers(5, 2), numbers(5))
+    )
 
 
 def test_gradients_of_the_converters_are_their_derivatives():
-    assert torch.autograd.gradcheck(lambda p: moe_ref.indices_to_multihot(INDICES, p, num_experts=3).probs, numbers(3, 2))
+    assert torch.autograd.gradcheck(
+        lambda p: moe_ref.indices_to_multihot(INDICES, p, num_experts=3).probs, numbers(3, 2)
+    )
     assert torch.autograd.gradcheck(lambda p: moe_ref.multihot_to_indices(MAP, p, topk=2).probs, numbers(4, 4))
 
 
@@ -101,7 +121,10 @@ def test_products_are_not_rounded_before_they_are_added():
 
 def test_probs_are_not_rounded_to_the_dtype_of_the_rows():
     row_map = moe_ref.permute(torch.zeros(1, 1), torch.ones(1, 1) > 0).row_map
-    rows, probs = torch.tensor([[129.0]], dtype=torch.bfloat16, requires_grad=True), torch.tensor([[1 + 2**-8]])  # 129.504; 1 + 2^-8 would round to 1
+    rows, probs = (
+        torch.tensor([[129.0]], dtype=torch.bfloat16, requires_grad=True),
+        torch.tensor([[1 + 2**-8]]),
+    )  # 129.504; 1 + 2^-8 would round to 1
     out = moe_ref.unpermute(rows, row_map, probs=probs)
     assert out.dtype == torch.bfloat16 and out.item() == 130
     assert torch.autograd.grad(out, rows, torch.full_like(out, 129))[0].item() == 130
@@ -135,7 +158,9 @@ def every_code(dtype: torch.dtype) -> Tensor:
         return torch.arange(2**16).to(torch.int16).view(dtype).reshape(32, 2048)
     sign = -(2 ** (8 * dtype.itemsize - 1))
     odd = torch.tensor([0.0, 1.0, torch.inf, torch.nan], dtype=dtype).view(WIDTH[dtype.itemsize])
-    positive = torch.cat([odd, odd[2:3] + 1, odd[3:] + 77, torch.ones_like(odd[:2])])  # signalling NaN, NaN with a payload, subnormal
+    positive = torch.cat(
+        [odd, odd[2:3] + 1, odd[3:] + 77, torch.ones_like(odd[:2])]
+    )  # signalling NaN, NaN with a payload, subnormal
     return torch.cat([positive, positive + sign]).view(dtype).reshape(4, 4)
 
 
@@ -146,7 +171,10 @@ MOVED = [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, 
 def test_permute_moves_every_code_bit_by_bit(dtype):
     tokens = every_code(dtype)
     rows = moe_ref.permute(tokens, torch.ones(len(tokens), 2) > 0, align=64).rows
-    assert all(same_bits(segment[: len(tokens)], tokens) and not bits(segment[len(tokens) :]).any() for segment in rows.chunk(2))
+    assert all(
+        same_bits(segment[: len(tokens)], tokens) and not bits(segment[len(tokens) :]).any()
+        for segment in rows.chunk(2)
+    )
 
 
 @pytest.mark.parametrize("dtype", MOVED)
@@ -242,7 +270,9 @@ CALLS = {
     "permute": lambda x, p, m: moe_ref.permute(x[:4], m, probs=p, align=2)[:2],
     "permute to a capacity": lambda x, p, m: moe_ref.permute(x[:4], m, probs=p, capacity=2)[:2],
     "unpermute": lambda x, p, m: [merge(x, p)],
-    "sort_chunks": lambda x, p, m: moe_ref.sort_chunks(x, m[:, 3].long(), m[:, 3].long().argsort(), probs=p[:2].reshape(-1)),
+    "sort_chunks": lambda x, p, m: moe_ref.sort_chunks(
+        x, m[:, 3].long(), m[:, 3].long().argsort(), probs=p[:2].reshape(-1)
+    ),
     "pad_routing_map": lambda x, p, m: moe_ref.pad_routing_map(m, align=4),
     "indices_to_multihot": lambda x, p, m: moe_ref.indices_to_multihot(m[:, :2].long(), p[:, :2], num_experts=2)[1:],
     "multihot_to_indices": lambda x, p, m: moe_ref.multihot_to_indices(m, p, topk=2)[1:2],
@@ -276,7 +306,9 @@ def loaded() -> list[list[str]]:
     """The modules of the reference that a fresh process holds after importing config, then dense, then asking for a function."""
     show = "print(*sorted(m for m in sys.modules if m.startswith('moe_ref')))"
     program = f"import sys, moe_ref.config; {show}; import moe_ref.dense; {show}; moe_ref.pad_routing_map; {show}"
-    lines = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     return [line.split() for line in lines]
 
 

@@ -44,7 +44,9 @@ def test_p2_a_token_reaches_a_rank_once_however_many_of_its_experts_want_it(w):
     rows, _ = oracle.deepep(oracle.nested(w.indices), w.experts)
     for plan in (plan_of_maps(w.maps), plan_of_indices(w.indices, w.experts)):
         start = exclusive_sum(torch.tensor(w.tokens)).tolist()
-        assert [plan.distinct_tokens(rank).tolist() for rank in range(w.ranks)] == [[start[s] + t for s, t in own] for own in rows]
+        assert [plan.distinct_tokens(rank).tolist() for rank in range(w.ranks)] == [
+            [start[s] + t for s, t in own] for own in rows
+        ]
 
 
 @modest
@@ -71,7 +73,9 @@ def test_p6_segments_are_rounded_up_to_the_alignment(w):
     plan = plan_of_maps(w.maps, Layout(align=w.align))
     assert (plan.length_WL % w.align == 0).all()
     assert ((plan.length_WL - plan.kept_WL >= 0) & (plan.length_WL - plan.kept_WL < w.align)).all()
-    assert torch.equal(plan.length_WL, round_up(plan.kept_WL, w.align)) and torch.equal(plan.start_WL, exclusive_sum(plan.length_WL))
+    assert torch.equal(plan.length_WL, round_up(plan.kept_WL, w.align)) and torch.equal(
+        plan.start_WL, exclusive_sum(plan.length_WL)
+    )
 
 
 @modest
@@ -111,7 +115,9 @@ def test_p8_the_flag_says_exactly_that_something_was_dropped(w):
 def test_p19_ranks_and_experts_without_tokens_have_empty_places(tokens, density):
     w = world(tokens, 2, density, 0, align=4)
     plan = plan_of_maps(w.maps, Layout(align=4))
-    assert [rows_of(plan, rank) for rank in range(len(tokens))] == [cells(own) for own in oracle.hybridep(oracle.nested(w.maps), w.experts, 4)[0]]
+    assert [rows_of(plan, rank) for rank in range(len(tokens))] == [
+        cells(own) for own in oracle.hybridep(oracle.nested(w.maps), w.experts, 4)[0]
+    ]
     assert plan.overflow_W.tolist() == [False] * len(tokens)
 
 
@@ -139,7 +145,10 @@ def test_p24_turned_ranks_turn_everything(w):
     plan, other = plan_of_maps(w.maps), plan_of_maps(turned)
     assert torch.equal(other.sends(), plan.sends().roll((-1, -1), (0, 1)))
     for rank in range(w.ranks):
-        moved = {((s - 1) % w.ranks, t, (e - plan.local_experts) % w.experts) for s, t, e in rows_of(plan, (rank + 1) % w.ranks)}
+        moved = {
+            ((s - 1) % w.ranks, t, (e - plan.local_experts) % w.experts)
+            for s, t, e in rows_of(plan, (rank + 1) % w.ranks)
+        }
         assert set(rows_of(other, rank)) == moved
 
 
@@ -160,7 +169,9 @@ def test_p25_one_dispatch_is_two_whose_chunks_lie_behind_one_another(w):
     first, second, whole = (plan_of_maps(maps) for maps in (*cut, w.maps))
     for rank in range(w.ranks):
         later = [(s, t + w.tokens[s] // 2, e) for s, t, e in rows_of(second, rank)]
-        assert sorted(rows_of(first, rank) + later, key=lambda cell: (cell[2], cell[0], cell[1])) == rows_of(whole, rank)
+        assert sorted(rows_of(first, rank) + later, key=lambda cell: (cell[2], cell[0], cell[1])) == rows_of(
+            whole, rank
+        )
     assert torch.equal(first.count_WE + second.count_WE, whole.count_WE)
 
 
@@ -169,7 +180,9 @@ def test_p25_one_dispatch_is_two_whose_chunks_lie_behind_one_another(w):
 def test_p26_the_number_of_ranks_is_not_seen_in_what_all_experts_hold_together(w):
     alone, plan = plan_of_maps([torch.cat(w.maps)]), plan_of_maps(w.maps)
     assert torch.equal(torch.cat([plan.row_tokens(rank) for rank in range(w.ranks)]), alone.row_tokens(0))
-    assert [cell[2] for rank in range(w.ranks) for cell in rows_of(plan, rank)] == [cell[2] for cell in rows_of(alone, 0)]
+    assert [cell[2] for rank in range(w.ranks) for cell in rows_of(plan, rank)] == [
+        cell[2] for cell in rows_of(alone, 0)
+    ]
 
 
 def test_p29_rows_are_numbered_beyond_32_bits():
@@ -188,7 +201,10 @@ def test_p30_slabs_are_filled_from_the_front_source_after_source(w):
         right = [
             cell
             for e, slab_copies in enumerate(copies)
-            for cell in [*[(s, t, rank * len(copies) + e) for s, t, _ in slab_copies], *[None] * (slab - len(slab_copies))]
+            for cell in [
+                *[(s, t, rank * len(copies) + e) for s, t, _ in slab_copies],
+                *[None] * (slab - len(slab_copies)),
+            ]
         ]
         assert rows_of(plan, rank) == right
         assert plan.kept_WL[rank].tolist() == [len(own) for own in copies]

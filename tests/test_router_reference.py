@@ -34,7 +34,9 @@ GOLDEN = [
 ]
 
 
-@pytest.mark.parametrize(("table", "case"), [x for x in GOLDEN if x[0] != "ROUTE"], ids=["-".join(x) for x in GOLDEN if x[0] != "ROUTE"])
+@pytest.mark.parametrize(
+    ("table", "case"), [x for x in GOLDEN if x[0] != "ROUTE"], ids=["-".join(x) for x in GOLDEN if x[0] != "ROUTE"]
+)
 def test_golden_case_holds(table, case):
     problem, expected = getattr(golden_routing, table)[case]
     observed = answer(moe_ref, problem)
@@ -65,7 +67,9 @@ def best(keys: list[float], count: int) -> list[int]:
     return sorted(range(len(keys)), key=lambda e: (-keys[e], e))[:count]
 
 
-def chosen_by_loop(x: list[float], topk: int, function: str, pre: bool, groups: int, kept: int, bias: list[float] | None) -> list[int]:
+def chosen_by_loop(
+    x: list[float], topk: int, function: str, pre: bool, groups: int, kept: int, bias: list[float] | None
+) -> list[int]:
     keys = x if function == "softmax" and not pre else SCORES[function](x)
     keys = [key + b for key, b in zip(keys, bias, strict=True)] if bias else keys
     if not groups:
@@ -92,10 +96,18 @@ def selections(draw):
     table = draw(rows().filter(bool))
     experts, function = len(table[0]), draw(st.sampled_from(sorted(SCORES)))
     how = {"topk": draw(st.integers(1, experts)), "score_function": function, "pre_softmax": draw(st.booleans())}
-    limits = [(g, k) for g in range(1, experts + 1) if experts % g == 0 for k in range(1, min(g, how["topk"]) + 1) if k * (experts // g) >= how["topk"]]
+    limits = [
+        (g, k)
+        for g in range(1, experts + 1)
+        if experts % g == 0
+        for k in range(1, min(g, how["topk"]) + 1)
+        if k * (experts // g) >= how["topk"]
+    ]
     groups = draw(st.sampled_from([(0, 0), *limits]))
     bias = (
-        draw(st.lists(st.integers(-8, 8).map(lambda b: b / 4), min_size=experts, max_size=experts)) if function != "softmax" and draw(st.booleans()) else None
+        draw(st.lists(st.integers(-8, 8).map(lambda b: b / 4), min_size=experts, max_size=experts))
+        if function != "softmax" and draw(st.booleans())
+        else None
     )
     return table, how, groups, bias, draw(st.sampled_from([None, 2.5, 0.125]))
 
@@ -166,7 +178,10 @@ def test_the_bias_chooses_without_a_gradient_and_without_a_part_in_the_weights()
 @pytest.mark.parametrize("x", [0.0, 25.0, 45.0, -30.0])
 def test_the_root_of_softplus_is_accurate_on_both_sides(x, dtype):
     out = moe_ref.topk_indices(torch.tensor([[x]], dtype=dtype), topk=1, score_function="sqrtsoftplus").probs
-    assert_close(out, torch.tensor([[math.sqrt(x + math.log1p(math.exp(-x)) if x > 0 else math.log1p(math.exp(x)))]], dtype=dtype))
+    assert_close(
+        out,
+        torch.tensor([[math.sqrt(x + math.log1p(math.exp(-x)) if x > 0 else math.log1p(math.exp(x)))]], dtype=dtype),
+    )
 
 
 # ---- capacity
@@ -176,17 +191,32 @@ def test_the_root_of_softplus_is_accurate_on_both_sides(x, dtype):
 @often
 def test_the_capacity_is_the_share_by_exact_arithmetic(tokens, experts, topk, factor):
     exact = Fraction(tokens * topk, experts) * Fraction(round(factor * 100), 100)
-    assert moe_ref.expert_capacity(tokens, num_experts=experts, topk=topk, capacity_factor=factor) == min(-(-exact.numerator // exact.denominator), tokens)
+    assert moe_ref.expert_capacity(tokens, num_experts=experts, topk=topk, capacity_factor=factor) == min(
+        -(-exact.numerator // exact.denominator), tokens
+    )
 
 
-@given(st.integers(0, 6), st.integers(1, 4), st.integers(0, 8), st.sampled_from(["probs", "position"]), st.booleans(), st.data())
+@given(
+    st.integers(0, 6),
+    st.integers(1, 4),
+    st.integers(0, 8),
+    st.sampled_from(["probs", "position"]),
+    st.booleans(),
+    st.data(),
+)
 @often
 def test_who_is_dropped_and_who_fills_up_is_what_a_loop_says(tokens, experts, capacity, policy, pad, data):
     cells = st.lists(st.sampled_from([0.0, 0.25, 0.5, -0.5]), min_size=tokens * experts, max_size=tokens * experts)
     routed = data.draw(st.lists(st.booleans(), min_size=tokens * experts, max_size=tokens * experts))
     probs = torch.tensor(data.draw(cells), dtype=torch.float32).reshape(tokens, experts)
     routing_map = torch.tensor(routed, dtype=torch.bool).reshape(tokens, experts)
-    out = moe_ref.drop_tokens(torch.where(routing_map, probs, torch.nan), routing_map, capacity=capacity, drop_policy=policy, pad_to_capacity=pad)
+    out = moe_ref.drop_tokens(
+        torch.where(routing_map, probs, torch.nan),
+        routing_map,
+        capacity=capacity,
+        drop_policy=policy,
+        pad_to_capacity=pad,
+    )
     for e in range(experts):
         inside = [t for t in range(tokens) if routing_map[t, e]]
         order = sorted(inside, key=lambda t: (-float(probs[t, e]), t)) if policy == "probs" else inside
@@ -233,11 +263,18 @@ def test_the_scores_of_the_losses_are_those_of_a_loop(function, topk):
 
 
 def test_scores_of_the_losses_are_float32_at_least():
-    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+    for dtype, wide in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
         x = random(3, 4, dtype=dtype)
         assert moe_ref.aux_loss_scores(x, topk=2).scores.dtype == wide
         assert moe_ref.z_loss(x, coeff=1.0).dtype == wide
-        assert moe_ref.load_balancing_loss(x, torch.ones(4), total_num_tokens=3, topk=1, num_experts=4, coeff=1.0).dtype == wide
+        assert (
+            moe_ref.load_balancing_loss(x, torch.ones(4), total_num_tokens=3, topk=1, num_experts=4, coeff=1.0).dtype
+            == wide
+        )
 
 
 @pytest.mark.parametrize("total", [0, 7, torch.tensor(7), torch.tensor([7.0]), torch.tensor(0)])
@@ -249,7 +286,9 @@ def test_the_balancing_loss_is_that_of_a_loop(total):
 
 def test_uniform_loads_and_scores_cost_the_coefficient():
     score, counts = torch.full((12, 4), 0.25, dtype=torch.float64), torch.full((4,), 6)
-    assert_close(float(moe_ref.load_balancing_loss(score, counts, total_num_tokens=12, topk=2, num_experts=4, coeff=0.7)), 0.7)
+    assert_close(
+        float(moe_ref.load_balancing_loss(score, counts, total_num_tokens=12, topk=2, num_experts=4, coeff=0.7)), 0.7
+    )
 
 
 def test_the_z_loss_is_that_of_a_loop():
@@ -295,12 +334,16 @@ def test_sinkhorn_chooses_by_the_balanced_plan(topk, seed):
     gap = -np.diff(np.sort(plan * 150, axis=1)[:, ::-1])[:, topk - 1]
     out = moe_ref.sinkhorn_routing(x, topk=topk)
     certain = gap > np.median(gap) / 2  # the reference stops a little before the end
-    assert out.routing_map[certain].int().tolist() == [[int(e in best(row, topk)) for e in range(5)] for row in plan[certain].tolist()]
+    assert out.routing_map[certain].int().tolist() == [
+        [int(e in best(row, topk)) for e in range(5)] for row in plan[certain].tolist()
+    ]
 
 
 def test_sinkhorn_evens_out_what_top_k_would_not():
     x = random(400, 4) + torch.tensor([3.0, 0, 0, -1])
-    plain, even = (moe_ref.sinkhorn_routing(x, topk=1, training=training).routing_map.sum(0) for training in (False, True))
+    plain, even = (
+        moe_ref.sinkhorn_routing(x, topk=1, training=training).routing_map.sum(0) for training in (False, True)
+    )
     assert plain.max() > 300
     assert even.min() > 80 and even.max() < 120
 
@@ -311,7 +354,10 @@ def test_sinkhorn_weighs_by_the_activations():
         one, two = (moe_ref.sinkhorn_routing(x, topk=k, training=training) for k in (1, 2))
         assert torch.equal(one.probs, torch.where(one.routing_map, x.sigmoid(), 0))
         assert_close(two.probs, torch.where(two.routing_map, x.softmax(1), 0))
-    assert torch.equal(moe_ref.sinkhorn_routing(x, topk=2, training=False).routing_map.int(), torch.tensor(map_by_loop(x, 2, "softmax")).int())
+    assert torch.equal(
+        moe_ref.sinkhorn_routing(x, topk=2, training=False).routing_map.int(),
+        torch.tensor(map_by_loop(x, 2, "softmax")).int(),
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -321,10 +367,15 @@ def test_quantiles_are_those_of_a_loop(seed):
     value = [[v - float(b) for v, b in zip(row, beta, strict=True)] for row in x.tolist()]
     chosen = [best(row, 2) for row in value]
     alpha = [sorted(row, reverse=True)[2] for row in value]
-    above = [sorted((row[e] - a for row, a in zip(x.tolist(), alpha, strict=True)), reverse=True)[8 * 2 // 4] for e in range(4)]
+    above = [
+        sorted((row[e] - a for row, a in zip(x.tolist(), alpha, strict=True)), reverse=True)[8 * 2 // 4]
+        for e in range(4)
+    ]
     assert out.routing_map.int().tolist() == [[int(e in row) for e in range(4)] for row in chosen]
     assert_close(out.quantile.double(), torch.tensor(above, dtype=torch.float64))
-    weights = [weights_by_loop(row, index, "sigmoid", False, 2.0) for row, index in zip(x.tolist(), chosen, strict=True)]
+    weights = [
+        weights_by_loop(row, index, "sigmoid", False, 2.0) for row, index in zip(x.tolist(), chosen, strict=True)
+    ]
     assert_close(out.probs.gather(1, torch.tensor(chosen)), tensor(weights))
     assert moe_ref.quantile_routing(x, beta, topk=2, training=False).quantile is None
 
@@ -333,7 +384,9 @@ def test_thresholds_that_follow_the_quantiles_even_out_the_loads():
     noise, beta, skew = torch.Generator().manual_seed(0), torch.zeros(4), torch.tensor([2.0, 0, 0, -2])
     loads = []
     for _ in range(60):
-        out = moe_ref.quantile_routing(torch.randn(64, 4, generator=noise) + skew, beta, topk=1, score_function="sigmoid")
+        out = moe_ref.quantile_routing(
+            torch.randn(64, 4, generator=noise) + skew, beta, topk=1, score_function="sigmoid"
+        )
         beta = moe_ref.update_quantile_bias(beta, out.quantile, count=1, ema=0.5)
         loads.append(out.routing_map.sum(0))
         assert_close(beta.mean(), torch.tensor(0.0))
@@ -366,7 +419,9 @@ def test_the_scores_of_a_table_are_rounded_before_they_are_gathered():
 # ---- gate and jitter
 
 
-@pytest.mark.parametrize(("router_dtype", "out"), [(None, torch.bfloat16), ("fp32", torch.float32), ("fp64", torch.float64)])
+@pytest.mark.parametrize(
+    ("router_dtype", "out"), [(None, torch.bfloat16), ("fp32", torch.float32), ("fp64", torch.float64)]
+)
 def test_logits_have_the_router_dtype_and_gradients_that_of_their_inputs(router_dtype, out):
     x, weight, bias = torch.tensor([[256.0, 1]]).bfloat16(), torch.ones(2, 2), torch.zeros(2).half()
     inputs = [y.requires_grad_() for y in (x, weight, bias)]
@@ -384,7 +439,10 @@ def test_the_gate_keeps_its_inputs_as_they_came():
     x, weight = random(3, 4, dtype=torch.bfloat16).requires_grad_(), random(2, 4, dtype=torch.bfloat16).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda y: kept.append(y) or y, lambda y: y):
         moe_ref.gate(x, weight, router_dtype="fp32")
-    assert [(y.dtype, y.data_ptr()) for y in kept] == [(torch.bfloat16, x.data_ptr()), (torch.bfloat16, weight.data_ptr())]
+    assert [(y.dtype, y.data_ptr()) for y in kept] == [
+        (torch.bfloat16, x.data_ptr()),
+        (torch.bfloat16, weight.data_ptr()),
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -410,18 +468,31 @@ DIFFERENTIABLE = {
     "topk_indices softmax": lambda x: moe_ref.topk_indices(x, topk=2).probs,
     "topk_routing pre": lambda x: moe_ref.topk_routing(x, topk=2, pre_softmax=True, scaling_factor=2.5).probs,
     "topk_routing sigmoid": lambda x: moe_ref.topk_routing(x, topk=2, score_function="sigmoid").probs,
-    "topk_routing sqrtsoftplus": lambda x: moe_ref.topk_routing(x, topk=2, score_function="sqrtsoftplus", scaling_factor=0.5).probs,
+    "topk_routing sqrtsoftplus": lambda x: (
+        moe_ref.topk_routing(x, topk=2, score_function="sqrtsoftplus", scaling_factor=0.5).probs
+    ),
     "topk_routing one": lambda x: moe_ref.topk_routing(x, topk=1, score_function="sigmoid").probs,
-    "topk_routing groups": lambda x: moe_ref.topk_routing(x, topk=2, score_function="sigmoid", num_groups=3, group_topk=1).probs,
-    **{f"aux_loss_scores {f}": lambda x, f=f: moe_ref.aux_loss_scores(x, topk=2, score_function=f, padding_mask=torch.arange(4) == 1).scores for f in SCORES},
-    "load_balancing_loss": lambda x: moe_ref.load_balancing_loss(x, torch.arange(6), total_num_tokens=5, topk=2, num_experts=3, coeff=0.5),
+    "topk_routing groups": lambda x: (
+        moe_ref.topk_routing(x, topk=2, score_function="sigmoid", num_groups=3, group_topk=1).probs
+    ),
+    **{
+        f"aux_loss_scores {f}": lambda x, f=f: (
+            moe_ref.aux_loss_scores(x, topk=2, score_function=f, padding_mask=torch.arange(4) == 1).scores
+        )
+        for f in SCORES
+    },
+    "load_balancing_loss": lambda x: moe_ref.load_balancing_loss(
+        x, torch.arange(6), total_num_tokens=5, topk=2, num_experts=3, coeff=0.5
+    ),
     "z_loss": lambda x: moe_ref.z_loss(x, coeff=0.5, padding_mask=torch.arange(4) == 1),
     "sinkhorn_routing": lambda x: moe_ref.sinkhorn_routing(x, topk=2, training=False).probs,
     "sinkhorn_routing one": lambda x: moe_ref.sinkhorn_routing(x, topk=1, training=False).probs,
     "quantile_routing": lambda x: moe_ref.quantile_routing(x, torch.zeros(6), topk=2, training=False).probs,
     "drop_tokens": lambda x: moe_ref.drop_tokens(x, random(4, 6, seed=3) > 0, capacity=1, pad_to_capacity=True).probs,
     **{
-        f"hash_routing {f}": lambda x, f=f: moe_ref.hash_routing(x, torch.tensor([0, 1, 1, 0]), torch.tensor([[0, 3], [2, 1]]), score_function=f).probs
+        f"hash_routing {f}": lambda x, f=f: (
+            moe_ref.hash_routing(x, torch.tensor([0, 1, 1, 0]), torch.tensor([[0, 3], [2, 1]]), score_function=f).probs
+        )
         for f in SCORES
     },
 }
@@ -444,15 +515,26 @@ EXPERTS, TOPK = 6, 2
 
 def config(*losses: str, coeff: float = 0.5, **more) -> MoEConfig:
     kinds = losses or ("none",)
-    plain = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": 1, "moe_router_topk": TOPK, "moe_router_score_function": "sigmoid"}
-    how = {"moe_router_load_balancing_type": kinds, "moe_aux_loss_coeff": (coeff,) * len(kinds)} if losses else {"moe_router_load_balancing_type": "none"}
+    plain = {
+        "num_moe_experts": EXPERTS,
+        "moe_ffn_hidden_size": 1,
+        "moe_router_topk": TOPK,
+        "moe_router_score_function": "sigmoid",
+    }
+    how = (
+        {"moe_router_load_balancing_type": kinds, "moe_aux_loss_coeff": (coeff,) * len(kinds)}
+        if losses
+        else {"moe_router_load_balancing_type": "none"}
+    )
     return MoEConfig(**plain | how | more)
 
 
 ALL = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
-def losses_by_loop(x: Tensor, batch: int = 1, counted: list[Tensor] | None = None, coeff: float = 0.5) -> dict[str, float]:
+def losses_by_loop(
+    x: Tensor, batch: int = 1, counted: list[Tensor] | None = None, coeff: float = 0.5
+) -> dict[str, float]:
     """Each loss of one rank; `counted` are the logits of the micro-batches before."""
     tokens = len(x)
     score, chosen = scores_by_loop(x, "sigmoid"), map_by_loop(x, TOPK, "sigmoid")
@@ -463,7 +545,10 @@ def losses_by_loop(x: Tensor, batch: int = 1, counted: list[Tensor] | None = Non
     def of_sequence(table, b):
         return [table[t] for t in range(b, tokens, batch)]
 
-    sequences = [balance_by_loop(of_sequence(score, b), counts(of_sequence(chosen, b)), tokens // batch, TOPK, coeff) for b in range(batch)]
+    sequences = [
+        balance_by_loop(of_sequence(score, b), counts(of_sequence(chosen, b)), tokens // batch, TOPK, coeff)
+        for b in range(batch)
+    ]
     batches = [counts(map_by_loop(y, TOPK, "sigmoid")) for y in [*(counted or []), x]]
     mean = [sum(batch[e] for batch in batches) / len(batches) for e in range(EXPERTS)]
     return {
@@ -499,7 +584,10 @@ def test_padding_counts_in_no_loss():
     held = [x[:8][b::2][~padding[:8][b::2]] for b in range(2)]
     length = sum(len(y) for y in held) / 2  # the average
     score, chosen = [scores_by_loop(y, "sigmoid") for y in held], [map_by_loop(y, TOPK, "sigmoid") for y in held]
-    right = [balance_by_loop(s, [sum(row[e] for row in c) for e in range(EXPERTS)], length, TOPK, 0.5) for s, c in zip(score, chosen, strict=True)]
+    right = [
+        balance_by_loop(s, [sum(row[e] for row in c) for e in range(EXPERTS)], length, TOPK, 0.5)
+        for s, c in zip(score, chosen, strict=True)
+    ]
     assert_close(told(of_two), {"seq_aux_loss": sum(right) / 2})
 
 
@@ -528,7 +616,10 @@ class Objective(torch.autograd.Function):
 def test_the_gradient_of_a_route_is_that_of_its_probs_and_of_its_losses(scale, a_token):
     how = config(*ALL, moe_z_loss_coeff=0.5, calculate_per_token_loss=a_token)
     factor = 8 if a_token else 1
-    assert torch.autograd.gradcheck(lambda x: Objective.apply(x, random(8, EXPERTS, seed=5), how, scale, factor), random(8, EXPERTS).requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda x: Objective.apply(x, random(8, EXPERTS, seed=5), how, scale, factor),
+        random(8, EXPERTS).requires_grad_(),
+    )
 
 
 def test_a_repeated_layer_shares_its_losses():
@@ -538,7 +629,12 @@ def test_a_repeated_layer_shares_its_losses():
 
 
 def test_capacity_drops_what_drop_tokens_drops_and_fills_up():
-    x, how = random(12, EXPERTS), config(moe_expert_capacity_factor=0.75, moe_pad_expert_input_to_capacity=True, moe_token_dispatcher_type="alltoall")
+    x, how = (
+        random(12, EXPERTS),
+        config(
+            moe_expert_capacity_factor=0.75, moe_pad_expert_input_to_capacity=True, moe_token_dispatcher_type="alltoall"
+        ),
+    )
     out = moe_ref.route(x, how, state=moe_ref.new_state(how))
     chosen = moe_ref.topk_routing(x, topk=TOPK, score_function="sigmoid")
     right = moe_ref.drop_tokens(*chosen, capacity=3, pad_to_capacity=True)
@@ -578,11 +674,16 @@ def test_the_bias_is_updated_by_what_was_counted_without_padding():
     frozen = moe_ref.finish_batch(state, BIASED, frozen=True)
     assert not frozen.expert_bias.any() and not frozen.tokens_per_expert.any()
     moved = moe_ref.route(x, BIASED, state=after).routing_map
-    assert torch.equal(moved, moe_ref.topk_routing(x, topk=TOPK, score_function="sigmoid", expert_bias=after.expert_bias).routing_map)
+    assert torch.equal(
+        moved, moe_ref.topk_routing(x, topk=TOPK, score_function="sigmoid", expert_bias=after.expert_bias).routing_map
+    )
 
 
 def same(a, b) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(moe_ref.state_tensors(a).values(), moe_ref.state_tensors(b).values(), strict=True))
+    return all(
+        torch.equal(x, y)
+        for x, y in zip(moe_ref.state_tensors(a).values(), moe_ref.state_tensors(b).values(), strict=True)
+    )
 
 
 def test_neither_evaluation_nor_a_pass_without_gradients_leaves_a_trace():
@@ -617,7 +718,10 @@ def test_what_is_recorded_can_be_replayed_forward_and_then_backward_in_order():
     for target in recorded:
         out = moe_ref.route(other, REPLAYED, state=state, replay="backward")
         state = out.state
-        assert torch.equal(out.routing_map, moe_ref.topk_routing(other, topk=TOPK, score_function="sigmoid", precomputed_indices=target).routing_map)
+        assert torch.equal(
+            out.routing_map,
+            moe_ref.topk_routing(other, topk=TOPK, score_function="sigmoid", precomputed_indices=target).routing_map,
+        )
     assert state.replay_queue == ()
     with pytest.raises(ValueError, match="empty queue"):
         moe_ref.route(other, REPLAYED, state=state, replay="backward")
@@ -632,7 +736,9 @@ def test_a_state_is_saved_and_restored_with_its_queue():
     tensors = moe_ref.state_tensors(state)
     back = moe_ref.state_from({name: x.clone() for name, x in reversed(tensors.items())})
     assert same(back, state) and len(back.replay_queue) == 2
-    assert all(tensors[name].dtype == torch.int64 for name in ("tokens_per_expert", "global_tokens_per_expert", "global_steps"))
+    assert all(
+        tensors[name].dtype == torch.int64 for name in ("tokens_per_expert", "global_tokens_per_expert", "global_steps")
+    )
     assert tensors["expert_bias"].dtype == torch.float32
 
 
@@ -650,7 +756,11 @@ def test_quantiles_are_gathered_over_a_batch_and_learnt_at_its_end():
     state, seen = moe_ref.new_state(how), []
     for seed in range(2):
         out = moe_ref.route(random(6, EXPERTS, seed=seed), how, state=state)
-        seen.append(moe_ref.quantile_routing(random(6, EXPERTS, seed=seed), state.beta, topk=TOPK, score_function="sigmoid").quantile)
+        seen.append(
+            moe_ref.quantile_routing(
+                random(6, EXPERTS, seed=seed), state.beta, topk=TOPK, score_function="sigmoid"
+            ).quantile
+        )
         state = out.state
     assert state.quantile_count == 2
     after = moe_ref.finish_batch(state, how)
@@ -668,13 +778,24 @@ def split(x: Tensor, ranks: int) -> tuple[Tensor, ...]:
 
 def routed_by_ranks(x: Tensor, how: MoEConfig, tp: int, dp: int = 1, padding: Tensor | None = None, **settings):
     """Each rank's route of its part: data-parallel parts of the rows, each split over its tensor-parallel ranks."""
-    parts, masks = ([part for shard in split(y, dp) for part in split(shard, tp)] for y in (x, torch.zeros(len(x)) if padding is None else padding))
+    parts, masks = (
+        [part for shard in split(y, dp) for part in split(shard, tp)]
+        for y in (x, torch.zeros(len(x)) if padding is None else padding)
+    )
 
     def run(rank, over):
         own = range(rank // tp * tp, rank // tp * tp + tp)
         leaf = parts[rank].detach().clone().requires_grad_()
         mask = {} if padding is None else {"padding_mask": masks[rank]}
-        out = moe_ref.route(leaf, how, state=moe_ref.new_state(how), sum_tp_cp=over(own), sum_tp_dp_cp=over(range(tp * dp)), **mask, **settings)
+        out = moe_ref.route(
+            leaf,
+            how,
+            state=moe_ref.new_state(how),
+            sum_tp_cp=over(own),
+            sum_tp_dp_cp=over(range(tp * dp)),
+            **mask,
+            **settings,
+        )
         return out, torch.autograd.grad(out.probs, leaf, torch.zeros_like(out.probs))[0]
 
     return play(tp * dp, run)
@@ -706,7 +827,14 @@ def gradient_of_weight(hidden: Tensor, weight: Tensor, how: MoEConfig, ranks: in
     def run(rank, over):
         leaf = weight.clone().requires_grad_()
         every = over(range(ranks))
-        out = moe_ref.route(moe_ref.gate(parts[rank], leaf), how, state=moe_ref.new_state(how), batch_size=2, sum_tp_cp=every, sum_tp_dp_cp=every)
+        out = moe_ref.route(
+            moe_ref.gate(parts[rank], leaf),
+            how,
+            state=moe_ref.new_state(how),
+            batch_size=2,
+            sum_tp_cp=every,
+            sum_tp_dp_cp=every,
+        )
         return torch.autograd.grad(out.probs, leaf, torch.zeros_like(out.probs))[0]
 
     total = sum(play(ranks, run))
@@ -716,7 +844,11 @@ def gradient_of_weight(hidden: Tensor, weight: Tensor, how: MoEConfig, ranks: in
 @pytest.mark.parametrize("a_token", [False, True])
 @pytest.mark.parametrize("loss", [*ALL, "z"])
 def test_the_gradient_of_the_weight_does_not_depend_on_the_number_of_ranks(loss, a_token):
-    how = config(*(() if loss == "z" else (loss,)), calculate_per_token_loss=a_token, **({"moe_z_loss_coeff": 0.5} if loss == "z" else {}))
+    how = config(
+        *(() if loss == "z" else (loss,)),
+        calculate_per_token_loss=a_token,
+        **({"moe_z_loss_coeff": 0.5} if loss == "z" else {}),
+    )
     hidden, weight = random(16, 3), random(EXPERTS, 3, seed=1)
     alone = gradient_of_weight(hidden, weight, how, 1)
     assert alone.any()
@@ -726,7 +858,10 @@ def test_the_gradient_of_the_weight_does_not_depend_on_the_number_of_ranks(loss,
 
 def test_losses_of_a_token_and_of_a_batch_have_the_same_gradient_in_the_end():
     hidden, weight = random(16, 3), random(EXPERTS, 3, seed=1)
-    of_batch, of_token = (gradient_of_weight(hidden, weight, config(*ALL, calculate_per_token_loss=a_token), 2) for a_token in (False, True))
+    of_batch, of_token = (
+        gradient_of_weight(hidden, weight, config(*ALL, calculate_per_token_loss=a_token), 2)
+        for a_token in (False, True)
+    )
     assert_close(of_batch, of_token)
 
 

@@ -46,14 +46,18 @@ OPERATIONS = {
 
 
 @often
-@given(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=7), st.integers(0, 2**31), st.sampled_from(LOW))
+@given(
+    st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=7), st.integers(0, 2**31), st.sampled_from(LOW)
+)
 def test_whatever_is_computed_step_by_step_stays_within_the_bound(names, seed, dtype):
     """Both sides choose what is positive by the float64 value, so that no step differs but by rounding."""
     x, y = drawn(seed, 3, 6, dtype=dtype), drawn(seed + 1, 3, 6, dtype=dtype)
     bounds, lows = [Running.of(x, dtype), Running.of(y, dtype)], [x, y]
     for name in names:
         analysed, computed = OPERATIONS[name]
-        masks = lows[-2] if name != "mask" else torch.where(bounds[-2].value > 0, lows[-2].abs() + 1, -lows[-2].abs() - 1)
+        masks = (
+            lows[-2] if name != "mask" else torch.where(bounds[-2].value > 0, lows[-2].abs() + 1, -lows[-2].abs() - 1)
+        )
         bounds.append(analysed(bounds[-1], bounds[-2]))
         lows.append(computed(lows[-1], masks) if name != "mask" else torch.where(masks > 0, lows[-1], 0) + lows[-2])
         assert lows[-1].dtype == dtype
@@ -66,7 +70,12 @@ def test_whatever_is_computed_step_by_step_stays_within_the_bound(names, seed, d
 def test_sums_in_every_order_stay_within_the_bound(seed, count, dtype):
     terms = drawn(seed, 1, count, dtype=dtype)
     bound = Running.of(terms, dtype).sum(1)
-    for order in (terms, terms.flip(1), terms.sort(dim=1).values, terms.abs().sort(dim=1, descending=True).values * terms.sign()):
+    for order in (
+        terms,
+        terms.flip(1),
+        terms.sort(dim=1).values,
+        terms.abs().sort(dim=1, descending=True).values * terms.sign(),
+    ):
         total = torch.zeros(1, 1, dtype=dtype)
         exact = Running.of(order, dtype).sum(1)
         for term in order.split(1, dim=1):
@@ -77,7 +86,16 @@ def test_sums_in_every_order_stay_within_the_bound(seed, count, dtype):
 
 def test_what_is_exactly_zero_stays_zero():
     x = Running.of(torch.tensor([0.0, 0.0]), torch.float32)
-    for result in (x + x, x - x, x * 3.0, x * x, x.sqrt(), x.log1p(), x.sum(0), x / Running.of(torch.tensor([1.0, 2.0]), torch.float32)):
+    for result in (
+        x + x,
+        x - x,
+        x * 3.0,
+        x * x,
+        x.sqrt(),
+        x.log1p(),
+        x.sum(0),
+        x / Running.of(torch.tensor([1.0, 2.0]), torch.float32),
+    ):
         assert not result.value.any() and not result.error.any()
 
 
@@ -197,7 +215,11 @@ def weights_by_formulas(x: Tensor, chosen: Tensor, settings: dict):
     if function == "softmax":
         held = x if settings.get("pre_softmax") else x[chosen].reshape(len(x), -1)
         for p in softmaxes(held):
-            yield torch.where(chosen, p, 0) if settings.get("pre_softmax") else torch.zeros_like(x).masked_scatter(chosen, p)
+            yield (
+                torch.where(chosen, p, 0)
+                if settings.get("pre_softmax")
+                else torch.zeros_like(x).masked_scatter(chosen, p)
+            )
         return
     for s, total in itertools.product(FORMULAS[function](x), TOTALS):
         s = torch.where(chosen, s, 0)
@@ -305,7 +327,10 @@ def test_the_bound_of_weights_and_gradients_is_far_below_what_a_defect_moves(nam
     """A thousandth of the row's largest."""
     x, g = INPUTS["well scaled"](0), drawn(100, 40, 24)
     chosen = chosen_of(x, SETTINGS[name])
-    for bound in (topk.weights(x, chosen, SETTINGS[name], torch.float32)[1], topk.gradient(x, chosen, g, SETTINGS[name], torch.float32)):
+    for bound in (
+        topk.weights(x, chosen, SETTINGS[name], torch.float32)[1],
+        topk.gradient(x, chosen, g, SETTINGS[name], torch.float32),
+    ):
         assert (bound.error.amax(1) < bound.value.abs().amax(1) / 1000).all()
 
 
@@ -344,7 +369,9 @@ def test_drawn_logits_leave_no_weight_without_a_bound(name, spread):
     assert (bound.error <= bound.value.abs() / 1000 + torch.finfo(torch.float32).tiny * 100).all()
 
 
-NEAR_A_TIE = torch.tensor([[1 + 2.0**-8 + 2.0**-40]], dtype=torch.float64)  # of bfloat16's 1 and 1 + 2^-7; float32 has the middle, which ends in 1
+NEAR_A_TIE = torch.tensor(
+    [[1 + 2.0**-8 + 2.0**-40]], dtype=torch.float64
+)  # of bfloat16's 1 and 1 + 2^-7; float32 has the middle, which ends in 1
 
 
 def test_float64_may_be_rounded_to_16_bits_once_or_by_way_of_float32():

@@ -77,7 +77,9 @@ def test_what_is_left_behind_is_no_more_than_what_is_used():
 # ---- over NVLink, with torch's part of it played
 
 
-def meet(monkeypatch: pytest.MonkeyPatch, group: Any, multicast_ptr: int = 0, set_to: str | None = "1") -> tuple[Slab, list[dict[str, int]]]:
+def meet(
+    monkeypatch: pytest.MonkeyPatch, group: Any, multicast_ptr: int = 0, set_to: str | None = "1"
+) -> tuple[Slab, list[dict[str, int]]]:
     """The slab of a host whose handle says so; and how its barrier is called."""
     import torch.distributed._symmetric_memory as symmetric
 
@@ -104,7 +106,9 @@ def test_the_barrier_waits_as_long_as_it_is_said_to(group, monkeypatch):
 
 
 def test_a_handle_with_a_multicast_pointer_is_refused(group, monkeypatch):
-    with pytest.raises(ValueError, match=f"group is with a multicast pointer; it must be without: {MULTICAST} was set too late"):
+    with pytest.raises(
+        ValueError, match=f"group is with a multicast pointer; it must be without: {MULTICAST} was set too late"
+    ):
         meet(monkeypatch, group[0], multicast_ptr=0x7F00)
 
 

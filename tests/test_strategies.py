@@ -25,7 +25,18 @@ from conformance.contracts.grouped import GroupedCase, counts_of
 from conformance.contracts.loads import LoadCase, map_of
 from conformance.contracts.logits import LogitsCase, logits_of, padding_of
 from conformance.contracts.permuted_quantization import PermutedQuantizationCase
-from conformance.contracts.quantization import DIRECTIONS, RECIPES, ROLES, VARIANTS, QuantizeCase, is_random, is_transformed, splits_of, unit_of, x_of
+from conformance.contracts.quantization import (
+    DIRECTIONS,
+    RECIPES,
+    ROLES,
+    VARIANTS,
+    QuantizeCase,
+    is_random,
+    is_transformed,
+    splits_of,
+    unit_of,
+    x_of,
+)
 from conformance.contracts.quantization import VALUES as VALUES_QUANTIZED
 from conformance.contracts.quantized_activation_cases import BACKWARD as BACK_AND_QUANTIZED
 from conformance.contracts.quantized_activation_cases import FUNCTIONS as ACTIVATED_AND_QUANTIZED
@@ -55,7 +66,15 @@ from moe_ref.config import PLAIN as PLAIN_KINDS
 FUNCTIONS = tuple(CONTRACTS)
 WIDE = ("wide_rows", "wide_columns")
 FAR = (*WIDE, "wide_depth")
-DRAWS = {"permute": 700, "unpermute": 500, "sort_chunks": 500, "topk_indices": 500, "topk_routing": 500, "quantize": 700, "permute_and_quantize": 700}
+DRAWS = {
+    "permute": 700,
+    "unpermute": 500,
+    "sort_chunks": 500,
+    "topk_indices": 500,
+    "topk_routing": 500,
+    "quantize": 700,
+    "permute_and_quantize": 700,
+}
 CHOOSE = ("topk_indices", "topk_routing")
 ELEMENTWISE = ("glu", "activation")
 QUANTIZED = ("quantize",)
@@ -117,7 +136,9 @@ INDEXED = {
     "more slots than experts": lambda c: c.topk > c.experts,
     "empty slots": lambda c: c.tokens > 0 and (indices(c) == -1).any(),
     "nothing but empty slots": lambda c: c.tokens > 0 and (indices(c) == -1).all(),
-    "an expert in several slots": lambda c: any(len({e for e in row if e >= 0}) < sum(e >= 0 for e in row) for row in indices(c).tolist()),
+    "an expert in several slots": lambda c: any(
+        len({e for e in row if e >= 0}) < sum(e >= 0 for e in row) for row in indices(c).tolist()
+    ),
     "more than 250 tokens": lambda c: c.tokens > 250,
     "more than 500 experts": lambda c: c.experts > 500,
     "a number of experts that is no power of two": lambda c: c.experts & (c.experts - 1) != 0,
@@ -145,8 +166,22 @@ DTYPES_OF = {
     "route": ("float32", "bfloat16"),
     **{name: MOVED_DTYPES if name.endswith("dispatch") else DTYPES for name in COLLECTIVES},
 }
-ONE_GRADIENT = ("allgather_combine", "alltoall_combine", "deepep_low_latency_dispatch", "deepep_cached_dispatch", "hybridep_cached_dispatch")
-NO_GRADIENTS = ("pad_routing_map", "deepep_layout", "jitter", "update_expert_bias", "grouped_dgrad", "grouped_wgrad", *BACK_AND_QUANTIZED)
+ONE_GRADIENT = (
+    "allgather_combine",
+    "alltoall_combine",
+    "deepep_low_latency_dispatch",
+    "deepep_cached_dispatch",
+    "hybridep_cached_dispatch",
+)
+NO_GRADIENTS = (
+    "pad_routing_map",
+    "deepep_layout",
+    "jitter",
+    "update_expert_bias",
+    "grouped_dgrad",
+    "grouped_wgrad",
+    *BACK_AND_QUANTIZED,
+)
 GRADS_OF = {
     "permute": ("tokens", "probs", "tokens+probs"),
     **dict.fromkeys(("unpermute", "sort_chunks"), ("rows", "probs", "rows+probs")),
@@ -165,13 +200,36 @@ GRADS_OF = {
         for main in ("tokens" if name.endswith("dispatch") else "rows",)
     },
     "grouped_linear": ("rows", "weight", "bias", "rows+weight", "rows+weight+bias"),
-    **dict.fromkeys(MLPS, ("rows", "rows+probs+fc1_weight+fc2_weight", "rows+fc1_weight+fc2_weight", "rows+probs+fc1_weight+fc2_weight+fc1_bias+fc2_bias")),
+    **dict.fromkeys(
+        MLPS,
+        (
+            "rows",
+            "rows+probs+fc1_weight+fc2_weight",
+            "rows+fc1_weight+fc2_weight",
+            "rows+probs+fc1_weight+fc2_weight+fc1_bias+fc2_bias",
+        ),
+    ),
     "latent_projection": ("x", "weight", "bias", "x+weight", "x+weight+bias"),
     "shared_experts": ("x", "x+fc1_weight+fc2_weight", "x+fc1_weight+fc2_weight+gate_weight"),
 }
-EXPANDED = ("permute", "unpermute", "sort_chunks", *CHOOSE, "gate", "sinkhorn_routing", "drop_tokens", "aux_loss_scores", "attach_loss")
+EXPANDED = (
+    "permute",
+    "unpermute",
+    "sort_chunks",
+    *CHOOSE,
+    "gate",
+    "sinkhorn_routing",
+    "drop_tokens",
+    "aux_loss_scores",
+    "attach_loss",
+)
 EXPANDED += ("shared_experts", "latent_projection")
-EXPANDED += (*ELEMENTWISE, *GROUPED, "permute_and_quantize", *(name for name in ACTIVATED_AND_QUANTIZED if name not in BACK_AND_QUANTIZED))
+EXPANDED += (
+    *ELEMENTWISE,
+    *GROUPED,
+    "permute_and_quantize",
+    *(name for name in ACTIVATED_AND_QUANTIZED if name not in BACK_AND_QUANTIZED),
+)
 LAYOUTS_OF = {"update_expert_bias": ("strided", "wide_rows")} | dict.fromkeys(STEPPED, ())  # two vectors; none
 LAYOUTS_OF["deepep_low_latency_combine"] = (*LAYOUTS, *FAR)
 LAYOUTS_OF |= dict.fromkeys((*GROUPED, *QUANTIZED, *MLPS), (*LAYOUTS, *FAR, "expanded"))
@@ -186,7 +244,10 @@ def _everywhere(function: str) -> dict:
     found |= {f"layout {layout}": lambda c, layout=layout: c.layout == layout for layout in layouts}
     found |= {f"dtype {dtype}": lambda c, dtype=dtype: c.dtype == dtype for dtype in DTYPES_OF.get(function, DTYPES)}
     if function not in NO_GRADIENTS:
-        found |= {f"gradients of {grads or 'nothing'}": lambda c, grads=grads: c.grads == grads for grads in ("", *GRADS_OF[function])}
+        found |= {
+            f"gradients of {grads or 'nothing'}": lambda c, grads=grads: c.grads == grads
+            for grads in ("", *GRADS_OF[function])
+        }
     if function in ("permute", "sort_chunks"):
         found |= {f"unused {unused}": lambda c, unused=unused: c.unused == unused for unused in ("rows", "probs")}
     return found
@@ -214,16 +275,25 @@ LARGE = {
     "more than 250 tokens": lambda c: c.tokens > 250,
     "more than 2000 experts": lambda c: c.experts > 2000,
     "more than 30 slots": lambda c: c.topk > 30,
-} | {f"the router of a real model, {experts} {topk}": lambda c, s=(experts, topk): (c.experts, c.topk) == s for experts, topk in REAL_ROUTERS}
-SPREAD_OF_LOGITS = _each("spread", "distinct", "ties", "near", "negative", "extreme", "minus_inf", "nan", "equal", "saturated") | {
+} | {
+    f"the router of a real model, {experts} {topk}": lambda c, s=(experts, topk): (c.experts, c.topk) == s
+    for experts, topk in REAL_ROUTERS
+}
+SPREAD_OF_LOGITS = _each(
+    "spread", "distinct", "ties", "near", "negative", "extreme", "minus_inf", "nan", "equal", "saturated"
+) | {
     "NaN beside rows without": lambda c: 0 < int(logits_of(c).isnan().any(1).sum()) < c.tokens,
     "+∞": lambda c: bool((logits_of(c) == torch.inf).any()),
     "a row of nothing but -∞": lambda c: bool((logits_of(c) == -torch.inf).all(1).any()),
-    "fewer logits above -∞ than slots, but some": lambda c: bool(((n := (logits_of(c) > -torch.inf).sum(1)) < c.topk).logical_and(n > 0).any()),
+    "fewer logits above -∞ than slots, but some": lambda c: bool(
+        ((n := (logits_of(c) > -torch.inf).sum(1)) < c.topk).logical_and(n > 0).any()
+    ),
 }
 CHOICES = {
     "all experts for every token": lambda c: c.tokens > 0 and c.topk == c.experts > 1,
-    "a tie between the last chosen and the next": lambda c: c.topk < c.experts and bool((_sorted(c)[:, c.topk - 1] == _sorted(c)[:, c.topk]).any()),
+    "a tie between the last chosen and the next": lambda c: (
+        c.topk < c.experts and bool((_sorted(c)[:, c.topk - 1] == _sorted(c)[:, c.topk]).any())
+    ),
     "no tie anywhere": lambda c: c.tokens > 1 and c.experts > 1 and bool((_sorted(c).diff(dim=1) < 0).all()),
 }
 SETTINGS_OF_TOPK = {
@@ -276,18 +346,26 @@ ACTIVATED = {
     "more than 100 columns": lambda c: c.width > 100,
     "no probs": lambda c: not c.probs,
     "probs of another dtype than the rows": lambda c: c.probs and c.probs != c.dtype,
-    "a number on the bound": lambda c: c.values == "bounds" and bool((hidden_of(c, c.width).abs() == (c.clamp / 8 or 1)).any()),
+    "a number on the bound": lambda c: (
+        c.values == "bounds" and bool((hidden_of(c, c.width).abs() == (c.clamp / 8 or 1)).any())
+    ),
     "a row with a NaN beside one without": lambda c: 0 < int(hidden_of(c, c.width).isnan().any(1).sum()) < c.tokens,
     "an infinity": lambda c: bool(hidden_of(c, c.width).isinf().any()),
 }
-ACTIVATED |= _each("weights", "plain", "zeros", "signed") | _each("values", "dyadic", "rows", "bounds", "saturated", "special") | _each("early", False, True)
+ACTIVATED |= (
+    _each("weights", "plain", "zeros", "signed")
+    | _each("values", "dyadic", "rows", "bounds", "saturated", "special")
+    | _each("early", False, True)
+)
 GATED = {
     "a negative offset": lambda c: c.offset < 0,
     "columns that alternate": lambda c: c.interleave == 1 < c.width,
     "blocks as long as a half": lambda c: c.interleave == c.width > 1,
     "blocks between": lambda c: 1 < c.interleave < c.width,
     "a clamp, an offset and a slope": lambda c: c.clamp and c.offset and c.alpha,  # gpt-oss has all three
-    "an input that is stored in E4M3, and beyond its range": lambda c: c.stored and bool((hidden_of(c, 2 * c.width).abs() > 464).any()) and c.grads,
+    "an input that is stored in E4M3, and beyond its range": lambda c: (
+        c.stored and bool((hidden_of(c, 2 * c.width).abs() > 464).any()) and c.grads
+    ),
 }
 SEGMENTS = {
     "no rows": lambda c: not any(counts_of(c)),
@@ -304,19 +382,54 @@ SEGMENTS = {
     "nothing in": lambda c: c.hidden == 0,
     "nothing out": lambda c: c.width == 0,
 }
-SEGMENTS |= _each("values", "dyadic", "rows", "special") | _each("accumulator", "", "float64") | _each("index_dtype", "int64", "int32")
+SEGMENTS |= (
+    _each("values", "dyadic", "rows", "special")
+    | _each("accumulator", "", "float64")
+    | _each("index_dtype", "int64", "int32")
+)
 
-_SETTINGS = {name: GATED[name] for name in ("a clamp, an offset and a slope",)} | _each("kind", "", *GATED_KINDS[1:], *PLAIN_KINDS)
+_SETTINGS = {name: GATED[name] for name in ("a clamp, an offset and a slope",)} | _each(
+    "kind", "", *GATED_KINDS[1:], *PLAIN_KINDS
+)
 LAYERED = {name: promise for name, promise in SEGMENTS.items() if not name.startswith("accumulator")} | _SETTINGS
-LAYERED |= _each("bias1", "", "float32", "bfloat16", "float64") | _each("bias2", "", "float32", "bfloat16", "float64") | _each("on_input", False, True)
-LAYERED |= _each("stored", False, True) | _each("early", False, True) | _each("recompute", "", "moe_act", "moe") | _each("weights", "plain", "zeros", "signed")
-LAYERED |= {"one bias": lambda c: bool(c.bias1) != bool(c.bias2), "padding": lambda c: c.align > 1 and c.tokens % c.align, "no probs": lambda c: not c.probs}
-OF_ALL = _SETTINGS | _each("stored", False, True) | _each("gate", False, True) | _each("again", False, True) | _each("values", "dyadic", "rows", "special")
+LAYERED |= (
+    _each("bias1", "", "float32", "bfloat16", "float64")
+    | _each("bias2", "", "float32", "bfloat16", "float64")
+    | _each("on_input", False, True)
+)
+LAYERED |= (
+    _each("stored", False, True)
+    | _each("early", False, True)
+    | _each("recompute", "", "moe_act", "moe")
+    | _each("weights", "plain", "zeros", "signed")
+)
+LAYERED |= {
+    "one bias": lambda c: bool(c.bias1) != bool(c.bias2),
+    "padding": lambda c: c.align > 1 and c.tokens % c.align,
+    "no probs": lambda c: not c.probs,
+}
+OF_ALL = (
+    _SETTINGS
+    | _each("stored", False, True)
+    | _each("gate", False, True)
+    | _each("again", False, True)
+    | _each("values", "dyadic", "rows", "special")
+)
 LAYERED |= _each("scaling", "", "current", "block", "mxfp8", "nvfp4")
 OF_ALL |= _each("scaling", "", "delayed", "current", "block", "mxfp8", "nvfp4")
-PROJECTED = _each("values", "dyadic", "rows", "special") | _each("scaling", "", "delayed", "current", "block", "mxfp8", "nvfp4")
-PROJECTED |= {"no tokens": lambda c: not c.tokens, "nothing in": lambda c: not c.hidden, "nothing out": lambda c: not c.width}
-OF_ALL |= {"no tokens": lambda c: not c.tokens, "nothing in": lambda c: not c.hidden, "nothing between": lambda c: not c.width}
+PROJECTED = _each("values", "dyadic", "rows", "special") | _each(
+    "scaling", "", "delayed", "current", "block", "mxfp8", "nvfp4"
+)
+PROJECTED |= {
+    "no tokens": lambda c: not c.tokens,
+    "nothing in": lambda c: not c.hidden,
+    "nothing out": lambda c: not c.width,
+}
+OF_ALL |= {
+    "no tokens": lambda c: not c.tokens,
+    "nothing in": lambda c: not c.hidden,
+    "nothing between": lambda c: not c.width,
+}
 
 QUANTIZATIONS = {
     f"variant {variant} of {scaling}, {role}, {direction}": lambda c, kind=(scaling, variant, role, direction): (
@@ -340,9 +453,13 @@ QUANTIZATIONS = {
     "a partial block": lambda c: c.scaling == "block" and c.hidden % 128,
     "an infinity that rows of a group hold": lambda c: bool(x_of(c)[: c.tokens * unit_of(c)].isinf().any()),
     "a NaN that rows of a group hold": lambda c: bool(x_of(c)[: c.tokens * unit_of(c)].isnan().any()),
-    "a subnormal number": lambda c: bool(((x := x_of(c)) != 0).logical_and(x.abs() < torch.finfo(x.dtype).smallest_normal).any()),
+    "a subnormal number": lambda c: bool(
+        ((x := x_of(c)) != 0).logical_and(x.abs() < torch.finfo(x.dtype).smallest_normal).any()
+    ),
     "a block of zeros beside others": lambda c: (
-        c.scaling == "mxfp8" and c.direction == "rowwise" and bool((_expected(c, "amax") == 0).any() and _expected(c, "amax").any())
+        c.scaling == "mxfp8"
+        and c.direction == "rowwise"
+        and bool((_expected(c, "amax") == 0).any() and _expected(c, "amax").any())
     ),
     "a transform": is_transformed,
     "noise": is_random,
@@ -351,16 +468,35 @@ QUANTIZATIONS = {
     "two quantisations before an update": lambda c: "quantize+quantize+update" in c.steps,
     "more updates than are remembered": lambda c: c.steps.count("update") > 3,
 }
-QUANTIZATIONS |= _each("values", "dyadic", "rows", "wide", "bounds", "midpoints", "tiny", "huge", "zeros", "special") | _each("gemm", False, True)
+QUANTIZATIONS |= _each(
+    "values", "dyadic", "rows", "wide", "bounds", "midpoints", "tiny", "huge", "zeros", "special"
+) | _each("gemm", False, True)
 QUANTIZATIONS |= _each("index_dtype", "int64", "int32")
 
-PERMUTED_AND_QUANTIZED = {name: promise for name, promise in ROUTED.items() if not name.startswith("more than")} | SPREAD | PROBS
-PERMUTED_AND_QUANTIZED |= {str(kind): lambda c, kind=kind: kind.items() <= vars(c).items() for kind in permuted_and_quantized_kinds(Space())}
+PERMUTED_AND_QUANTIZED = (
+    {name: promise for name, promise in ROUTED.items() if not name.startswith("more than")} | SPREAD | PROBS
+)
+PERMUTED_AND_QUANTIZED |= {
+    str(kind): lambda c, kind=kind: kind.items() <= vars(c).items() for kind in permuted_and_quantized_kinds(Space())
+}
 PERMUTED_AND_QUANTIZED |= _each("values", *VALUES_QUANTIZED) | _each("gemm", False, True)
-PERMUTED_AND_QUANTIZED |= {name: promise for name, promise in WITH_ROOM.items() if not name.startswith("a hidden size above")}
-PERMUTED_AND_QUANTIZED |= {f"unused {unused}": lambda c, unused=unused: c.unused == unused for unused in ("rows", "probs")}
-IN_ONE_STEP = _each("scaling", *RECIPES_HERE) | _each("variant", 0, 1, 2) | _each("direction", "rowwise", "columnwise", "both") | _each("rounded", False, True)
-IN_ONE_STEP |= _each("probs", "", "float32", "bfloat16", "float64") | _each("weights", "plain", "zeros", "signed") | _each("values", *VALUES_ACTIVATED)
+PERMUTED_AND_QUANTIZED |= {
+    name: promise for name, promise in WITH_ROOM.items() if not name.startswith("a hidden size above")
+}
+PERMUTED_AND_QUANTIZED |= {
+    f"unused {unused}": lambda c, unused=unused: c.unused == unused for unused in ("rows", "probs")
+}
+IN_ONE_STEP = (
+    _each("scaling", *RECIPES_HERE)
+    | _each("variant", 0, 1, 2)
+    | _each("direction", "rowwise", "columnwise", "both")
+    | _each("rounded", False, True)
+)
+IN_ONE_STEP |= (
+    _each("probs", "", "float32", "bfloat16", "float64")
+    | _each("weights", "plain", "zeros", "signed")
+    | _each("values", *VALUES_ACTIVATED)
+)
 IN_ONE_STEP |= {
     "no rows": lambda c: not c.tokens,
     "no splits": lambda c: not c.experts,
@@ -369,7 +505,10 @@ IN_ONE_STEP |= {
     "more than a block of rows": lambda c: c.scaling == "block" and c.tokens > 128,
     "more than a block of columns": lambda c: c.scaling == "block" and c.width > 128,
 }
-PERMUTED_AND_QUANTIZED |= {"an overflow": lambda c: _expected(c, "overflow").any(), "more than 100 tokens": lambda c: c.tokens > 100}
+PERMUTED_AND_QUANTIZED |= {
+    "an overflow": lambda c: _expected(c, "overflow").any(),
+    "more than 100 tokens": lambda c: c.tokens > 100,
+}
 
 
 IN_WORLDS = (
@@ -390,8 +529,13 @@ OF_DISPATCHERS = {
     "allgather": _each("shards", 1, 2, 3, 4) | _each("map_dtype", *MAP_DTYPES),
     "alltoall": _each("shards", 1, 2, 3, 4) | _each("capacity", 0, 1, 5) | _each("map_dtype", *MAP_DTYPES),
     "hybridep": _each("align", 0, 16, 128) | _each("slack", None, -3, 0, 3) | _each("map_dtype", *MAP_DTYPES),
-    "deepep": _each("align", 0, 8) | _each("slack", None, 0, 3) | _each("repeats", "", "count each", "last slot") | _each("scales", 0, 3),
-    "deepep_low_latency": _each("repeats", "", "count each", "last slot") | _each("slack", None, 0, 3) | _each("index_dtype", "int64", "int32"),
+    "deepep": _each("align", 0, 8)
+    | _each("slack", None, 0, 3)
+    | _each("repeats", "", "count each", "last slot")
+    | _each("scales", 0, 3),
+    "deepep_low_latency": _each("repeats", "", "count each", "last slot")
+    | _each("slack", None, 0, 3)
+    | _each("index_dtype", "int64", "int32"),
 }
 
 AS_CODES = _each("fp8", "", "fp8", "powers", "least") | {
@@ -403,11 +547,21 @@ AS_CODES = _each("fp8", "", "fp8", "powers", "least") | {
 }
 
 PROMISES = {
-    **{name: IN_WORLDS | OF_DISPATCHERS[DispatchCase(function=name).dispatcher] | (AS_CODES if name == "hybridep_dispatch" else {}) for name in COLLECTIVES},
+    **{
+        name: IN_WORLDS
+        | OF_DISPATCHERS[DispatchCase(function=name).dispatcher]
+        | (AS_CODES if name == "hybridep_dispatch" else {})
+        for name in COLLECTIVES
+    },
     "permute": ROUTED | SPREAD | WITH_ROOM | VALUES | PROBS | {"an overflow": lambda c: _expected(c, "overflow").any()},
     "unpermute": ROUTED | SPREAD | WITH_ROOM | VALUES | PROBS,
     "sort_chunks": CHUNKED | VALUES | PROBS,
-    "pad_routing_map": ROUTED | SPREAD | {"a multiple out of reach": lambda c: _expected(c, "unreached").any(), "an alignment of one": lambda c: c.align == 1},
+    "pad_routing_map": ROUTED
+    | SPREAD
+    | {
+        "a multiple out of reach": lambda c: _expected(c, "unreached").any(),
+        "an alignment of one": lambda c: c.align == 1,
+    },
     "indices_to_multihot": INDEXED,
     "deepep_layout": {name: promise for name, promise in INDEXED.items() if "probabilities" not in name}
     | {
@@ -415,7 +569,10 @@ PROMISES = {
         "a rank for each expert": lambda c: c.ranks == c.experts > 1,
         "several experts of a rank for one token": lambda c: (
             1 < c.ranks < c.experts
-            and any(len({e for e in row if e >= 0}) > len({e // (c.experts // c.ranks) for e in row if e >= 0}) for row in indices(c).tolist())
+            and any(
+                len({e for e in row if e >= 0}) > len({e // (c.experts // c.ranks) for e in row if e >= 0})
+                for row in indices(c).tolist()
+            )
         ),
     },
     "multihot_to_indices": ROUTED
@@ -426,12 +583,20 @@ PROMISES = {
         "probabilities of zero": lambda c: c.zero_probs,
     },
     **dict.fromkeys(CHOOSE, TOPK),
-    "aux_loss_scores": SHAPED | LARGE | SPREAD_OF_LOGITS | CHOICES | PADDED | _each("score", "softmax", "sigmoid", "sqrtsoftplus"),
+    "aux_loss_scores": SHAPED
+    | LARGE
+    | SPREAD_OF_LOGITS
+    | CHOICES
+    | PADDED
+    | _each("score", "softmax", "sigmoid", "sqrtsoftplus"),
     "z_loss": {name: SHAPED[name] for name in ("no tokens", "one expert")}
     | {"more than 250 tokens": LARGE["more than 250 tokens"], "a coefficient of zero": lambda c: c.coeff == 0}
     | _each("spread", "distinct", "negative", "minus_inf", "nan", "extreme")
     | PADDED,
-    "sinkhorn_routing": SHAPED | _each("spread", *SINKHORN_SPREADS) | _each("evaluation", False, True) | {"several slots": lambda c: c.topk > 1},
+    "sinkhorn_routing": SHAPED
+    | _each("spread", *SINKHORN_SPREADS)
+    | _each("evaluation", False, True)
+    | {"several slots": lambda c: c.topk > 1},
     "drop_tokens": SHAPED
     | {name: LARGE[name] for name in ("more than 250 tokens", "more than 2000 experts")}
     | DROPS
@@ -455,7 +620,11 @@ PROMISES = {
     | _each("weight_dtype", "", "float32", "bfloat16"),
     "jitter": STATES | {"no jitter": lambda c: c.eps == 0, "the most jitter": lambda c: c.eps == 15},
     "attach_loss": STATES
-    | {"a negative scale": lambda c: c.scale < 0, "a scale of zero": lambda c: c.scale == 0, "no loss's gradient": lambda c: c.grads == "x"},
+    | {
+        "a negative scale": lambda c: c.scale < 0,
+        "a scale of zero": lambda c: c.scale == 0,
+        "no loss's gradient": lambda c: c.grads == "x",
+    },
     "glu": ACTIVATED | GATED | _each("kind", "", "geglu", "geglu_erf", "quick_geglu", "reglu"),
     "activation": ACTIVATED | _each("kind", "", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu"),
     "grouped_linear": SEGMENTS | _each("bias", "", "float32", "bfloat16", "float64"),
@@ -467,12 +636,19 @@ PROMISES = {
     "quantize": QUANTIZATIONS,
     "permute_and_quantize": PERMUTED_AND_QUANTIZED,
     **dict.fromkeys(ACTIVATED_AND_QUANTIZED, IN_ONE_STEP),
-    "route": ROUTES | _each("score", "softmax", "softmax_pre", "sigmoid", "sqrtsoftplus") | _each("policy", "probs", "position") | _each("pad", False, True),
+    "route": ROUTES
+    | _each("score", "softmax", "softmax_pre", "sigmoid", "sqrtsoftplus")
+    | _each("policy", "probs", "position")
+    | _each("pad", False, True),
 }
 
 
 def unreached(function: str, cases) -> list[str]:
-    return [name for name, promise in (PROMISES[function] | _everywhere(function)).items() if not any(promise(case) for case in cases)]
+    return [
+        name
+        for name, promise in (PROMISES[function] | _everywhere(function)).items()
+        if not any(promise(case) for case in cases)
+    ]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -482,7 +658,12 @@ def test_the_draws_reach_all_that_is_promised(function):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_draws_that_are_held_back_are_missed(function):
-    plain = replace(draws(function)[0], law="", poison="nan", **({} if function in STEPPED else {"layout": "contiguous", "layout_of": ""}))
+    plain = replace(
+        draws(function)[0],
+        law="",
+        poison="nan",
+        **({} if function in STEPPED else {"layout": "contiguous", "layout_of": ""}),
+    )
     assert "poison max" in unreached(function, [plain])
     assert {f"law {law.name}" for law in LAWS[function].values() if not law.device} <= set(unreached(function, [plain]))
 
@@ -511,8 +692,19 @@ for function in CONTRACTS:
 
 def test_the_cases_depend_on_neither_folder_nor_process(tmp_path):
     environment = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)}
-    told = subprocess.run([sys.executable, "-c", DRAW_ELSEWHERE], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
-    here = [cases_of(Section(kind, function), PROFILES["gate"], Space(), 0, []) for function in FUNCTIONS for kind in ("fixed", "drawn")]
+    told = subprocess.run(
+        [sys.executable, "-c", DRAW_ELSEWHERE],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    here = [
+        cases_of(Section(kind, function), PROFILES["gate"], Space(), 0, [])
+        for function in FUNCTIONS
+        for kind in ("fixed", "drawn")
+    ]
     assert told.splitlines() == [" ".join(case.id for case in cases) for cases in here]
 
 
@@ -710,7 +902,9 @@ FULLEST = {
     },
     "permute": RoutingCase(function="permute", tokens=3, experts=3, hidden=3, probs="float32", grads="tokens+probs"),
     "unpermute": RoutingCase(function="unpermute", tokens=3, experts=3, hidden=3, probs="float32", grads="rows+probs"),
-    "sort_chunks": ChunksCase(function="sort_chunks", sizes=(1, 2), order=(1, 0), hidden=3, probs="float32", grads="rows+probs"),
+    "sort_chunks": ChunksCase(
+        function="sort_chunks", sizes=(1, 2), order=(1, 0), hidden=3, probs="float32", grads="rows+probs"
+    ),
     "pad_routing_map": RoutingCase(function="pad_routing_map", tokens=3, experts=3, align=2),
     "indices_to_multihot": IndicesCase(function="indices_to_multihot", tokens=3, topk=2, experts=3, grads="probs"),
     "deepep_layout": IndicesCase(function="deepep_layout", tokens=3, topk=2, experts=4, ranks=2),
@@ -718,23 +912,52 @@ FULLEST = {
     "gate": GateCase(function="gate", tokens=3, hidden=3, experts=3, bias=True, grads="x+weight+bias"),
     "jitter": GateCase(function="jitter", tokens=3, hidden=3),
     "attach_loss": GateCase(function="attach_loss", tokens=3, hidden=3, grads="x+loss"),
-    **{name: LogitsCase(function=name, tokens=3, experts=3, score="sigmoid", bias="small", precomputed=True, grads="logits") for name in CHOOSE},
-    **{name: LogitsCase(function=name, tokens=3, experts=3, padding=4, grads="logits") for name in ("aux_loss_scores", "z_loss")},
+    **{
+        name: LogitsCase(
+            function=name, tokens=3, experts=3, score="sigmoid", bias="small", precomputed=True, grads="logits"
+        )
+        for name in CHOOSE
+    },
+    **{
+        name: LogitsCase(function=name, tokens=3, experts=3, padding=4, grads="logits")
+        for name in ("aux_loss_scores", "z_loss")
+    },
     "sinkhorn_routing": LogitsCase(function="sinkhorn_routing", tokens=3, experts=3, grads="logits"),
     "drop_tokens": LoadCase(function="drop_tokens", tokens=3, experts=3, grads="probs"),
     "load_balancing_loss": LoadCase(function="load_balancing_loss", tokens=3, experts=3, grads="scores"),
     "update_expert_bias": LoadCase(function="update_expert_bias", tokens=3, experts=3),
-    **{name: ActivationCase(function=name, tokens=3, width=3, probs="float32", grads="h+probs") for name in ELEMENTWISE},
-    "quantize": QuantizeCase(function="quantize", scaling="nvfp4", role="grad_output", tokens=2, experts=2, hidden=1, grads="x"),
     **{
-        name: QuantizedActivationCase(function=name, tokens=3, experts=2, width=3, probs="float32", grads="" if name in BACK_AND_QUANTIZED else "h+probs")
+        name: ActivationCase(function=name, tokens=3, width=3, probs="float32", grads="h+probs") for name in ELEMENTWISE
+    },
+    "quantize": QuantizeCase(
+        function="quantize", scaling="nvfp4", role="grad_output", tokens=2, experts=2, hidden=1, grads="x"
+    ),
+    **{
+        name: QuantizedActivationCase(
+            function=name,
+            tokens=3,
+            experts=2,
+            width=3,
+            probs="float32",
+            grads="" if name in BACK_AND_QUANTIZED else "h+probs",
+        )
         for name in ACTIVATED_AND_QUANTIZED
     },
     "permute_and_quantize": PermutedQuantizationCase(
-        function="permute_and_quantize", scaling="delayed", tokens=3, experts=3, hidden=3, probs="float32", grads="tokens+probs"
+        function="permute_and_quantize",
+        scaling="delayed",
+        tokens=3,
+        experts=3,
+        hidden=3,
+        probs="float32",
+        grads="tokens+probs",
     ),
-    "grouped_linear": GroupedCase(function="grouped_linear", tokens=3, experts=3, hidden=3, width=3, bias="float32", grads="rows+weight+bias"),
-    "latent_projection": GroupedCase(function="latent_projection", tokens=3, hidden=3, width=3, bias="float32", grads="x+weight+bias"),
+    "grouped_linear": GroupedCase(
+        function="grouped_linear", tokens=3, experts=3, hidden=3, width=3, bias="float32", grads="rows+weight+bias"
+    ),
+    "latent_projection": GroupedCase(
+        function="latent_projection", tokens=3, hidden=3, width=3, bias="float32", grads="x+weight+bias"
+    ),
     "grouped_dgrad": GroupedCase(function="grouped_dgrad", tokens=3, experts=3, hidden=3, width=3),
     **{
         name: MlpCase(
@@ -745,7 +968,9 @@ FULLEST = {
         )
         for name in MLPS
     },
-    "shared_experts": SharedCase(function="shared_experts", tokens=3, hidden=3, width=3, gate=True, grads="x+fc1_weight+fc2_weight+gate_weight"),
+    "shared_experts": SharedCase(
+        function="shared_experts", tokens=3, hidden=3, width=3, gate=True, grads="x+fc1_weight+fc2_weight+gate_weight"
+    ),
     "grouped_wgrad": GroupedCase(function="grouped_wgrad", tokens=3, experts=3, hidden=3, width=3, into="float32"),
 }
 
@@ -754,7 +979,9 @@ FULLEST = {
 def test_every_input_and_cotangent_lies_far_in_each_of_its_dimensions(function):
     problem = CONTRACTS[function].problem(FULLEST[function])
     tensors = problem.tensors | {f"d_{name}": x for name, x in problem.cotangents.items()}
-    wanted = {(name, layout) for name, x in tensors.items() for layout in FAR[name == "gate_weight" : x.dim()]}  # which has one row
+    wanted = {
+        (name, layout) for name, x in tensors.items() for layout in FAR[name == "gate_weight" : x.dim()]
+    }  # which has one row
     assert {(case.layout_of, case.layout) for case in far_cases(function, Space())} == wanted
 
 
@@ -776,7 +1003,12 @@ def test_what_lies_far_is_there(function):
 @pytest.mark.parametrize("function", [*COLLECTIVES, "route", "shared_experts"])
 def test_a_world_with_less_room_has_all_kinds_of_cases_and_none_of_more_ranks(function, ranks, device):
     space = Space(device=device, ranks=ranks)
-    cases = [*fixed_cases(function, space), *shape_cases(function, space), *far_cases(function, space), *drawn(strategy(function, space), 3, 6)]
+    cases = [
+        *fixed_cases(function, space),
+        *shape_cases(function, space),
+        *far_cases(function, space),
+        *drawn(strategy(function, space), 3, 6),
+    ]
     asked = [ranks_of(CONTRACTS[function], case) for case in cases if not case.golden and not case.illegal]
     assert asked
     assert max(asked) <= ranks

@@ -37,9 +37,14 @@ def in_step(every_rank: list) -> list:
 class World:
     """Ranks with tokens of their own, in one process."""
 
-    def __init__(self, seed: int, ranks: int, dtype: torch.dtype, local: int = 3, hidden: int = 5, density: float = 0.4) -> None:
+    def __init__(
+        self, seed: int, ranks: int, dtype: torch.dtype, local: int = 3, hidden: int = 5, density: float = 0.4
+    ) -> None:
         noise = torch.Generator().manual_seed(seed)
-        self.tokens = [torch.randn(int(torch.randint(0, 7, (1,), generator=noise)), hidden, generator=noise).to(dtype) for _ in range(ranks)]
+        self.tokens = [
+            torch.randn(int(torch.randint(0, 7, (1,), generator=noise)), hidden, generator=noise).to(dtype)
+            for _ in range(ranks)
+        ]
         self.maps = [torch.rand(len(own), ranks * local, generator=noise) < density for own in self.tokens]
         self.probs = [torch.rand(own.shape, generator=noise) for own in self.maps]
         self.ranks, self.experts, self.hidden = ranks, ranks * local, hidden
@@ -69,7 +74,19 @@ def test_dispatch_combine_and_their_transposes_are_the_references(ranks, align, 
     world = World(ranks + num_rows, ranks, dtype)
     slabs = world.slabs(num_rows)
     right = moe_ref.hybridep_dispatch(world.tokens, world.maps, probs=world.probs, align=align, num_rows=num_rows)
-    steps = [send(there(world.tokens[r]), there(world.maps[r]), there(world.probs[r]), align or 1, num_rows, slabs[r], r, once=once) for r in range(ranks)]
+    steps = [
+        send(
+            there(world.tokens[r]),
+            there(world.maps[r]),
+            there(world.probs[r]),
+            align or 1,
+            num_rows,
+            slabs[r],
+            r,
+            once=once,
+        )
+        for r in range(ranks)
+    ]
     got = in_step(steps)
     handles: list[Handle] = [handle for *_, handle in got]
     for rank, (rows, probs, counts, handle) in enumerate(got):
@@ -87,7 +104,9 @@ def test_dispatch_combine_and_their_transposes_are_the_references(ranks, align, 
         assert same(probs, expected.probs)
 
     again = moe_ref.hybridep_cached_dispatch(world.tokens, [each.handle for each in right])
-    resent = in_step([resend(there(world.tokens[r]), there(world.probs[r]), handles[r], slabs[r]) for r in range(ranks)])
+    resent = in_step(
+        [resend(there(world.tokens[r]), there(world.probs[r]), handles[r], slabs[r]) for r in range(ranks)]
+    )
     for rank, (rows, probs) in enumerate(resent):
         inside = int(got[rank][2].sum())
         assert same(rows[:inside], again[rank][:inside])
@@ -102,9 +121,17 @@ def test_a_rank_that_copies_to_the_wrong_rows_is_noticed():
     start = partial(send, align=1, num_rows=64, probs=None)
 
     def is_right(ranks: tuple[int, int]) -> bool:
-        got = in_step([start(there(world.tokens[r]), there(world.maps[r]), slab=slabs[r], rank=rank) for r, rank in enumerate(ranks)])
+        got = in_step(
+            [
+                start(there(world.tokens[r]), there(world.maps[r]), slab=slabs[r], rank=rank)
+                for r, rank in enumerate(ranks)
+            ]
+        )
         insides = [int(each.tokens_per_expert.sum()) for each in right]
-        return all(same(rows[:inside], each.rows[:inside]) for (rows, *_), each, inside in zip(got, right, insides, strict=True))
+        return all(
+            same(rows[:inside], each.rows[:inside])
+            for (rows, *_), each, inside in zip(got, right, insides, strict=True)
+        )
 
     assert is_right((0, 1))
     assert not is_right((1, 0))
@@ -114,7 +141,18 @@ def test_a_rank_that_copies_to_the_wrong_rows_is_noticed():
 
 
 def of_ranks(function: str, counts: tuple[int, ...], **fields) -> DispatchCase:
-    return DispatchCase(**{"function": function, "counts": counts, "local_experts": 2, "hidden": 5, "topk": 3, "probs": "float32", "seed": 2} | fields)
+    return DispatchCase(
+        **{
+            "function": function,
+            "counts": counts,
+            "local_experts": 2,
+            "hidden": 5,
+            "topk": 3,
+            "probs": "float32",
+            "seed": 2,
+        }
+        | fields
+    )
 
 
 AMONG_RANKS = [  # later cases need more room; several experts of a token are on the same rank
@@ -149,5 +187,8 @@ MIXED = SimpleNamespace(hybridep_dispatch=sent_directly_and_marked_otherwise, hy
 
 def test_a_combine_that_takes_one_row_of_a_rank_where_several_were_sent_is_found():
     """The twin."""
-    found = {case.function: status for case, (status, *_) in zip(AMONG_RANKS, among_ranks("tests.test_symmetric_dispatch:MIXED"), strict=True)}
+    found = {
+        case.function: status
+        for case, (status, *_) in zip(AMONG_RANKS, among_ranks("tests.test_symmetric_dispatch:MIXED"), strict=True)
+    }
     assert found == {"hybridep_dispatch": "PASS", "hybridep_cached_dispatch": "NOT_OFFERED", "hybridep_combine": "FAIL"}

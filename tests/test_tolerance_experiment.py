@@ -68,7 +68,9 @@ def table(regime: str) -> tuple[dict[str, int], set[str]]:
     inputs, right = problem(regime)
 
     def rejects(y: torch.Tensor) -> set[str]:
-        return {name for name, accepts in POLICIES.items() if not accepts(y.double(), right.value, right.reference.double())}
+        return {
+            name for name, accepts in POLICIES.items() if not accepts(y.double(), right.value, right.reference.double())
+        }
 
     caught = [rejects(planted(regime, bug)) for bug in BUGS]
     return {name: sum(name in found for found in caught) for name in POLICIES}, rejects(Kernel("split 4")(inputs))
@@ -141,7 +143,13 @@ def test_the_share_of_wrong_elements_lets_half_of_the_bugs_pass():
 
 
 def test_fixed_tolerances_reject_an_honest_kernel_where_rows_differ_in_scale():
-    assert table("C")[1] == {"allclose 1e-2", "95 % within 1e-2", "rtol 1.6e-2 atol 1e-5", "atol 1.4e-2 rtol 2e-2", "2e-2 of rms"}
+    assert table("C")[1] == {
+        "allclose 1e-2",
+        "95 % within 1e-2",
+        "rtol 1.6e-2 atol 1e-5",
+        "atol 1.4e-2 rtol 2e-2",
+        "2e-2 of rms",
+    }
 
 
 def test_no_policy_of_others_catches_all_without_rejecting_the_honest():
@@ -177,7 +185,9 @@ def test_every_bug_of_a_block_scaled_contraction_is_caught(bug):
 @pytest.mark.parametrize("bug", BLOCK_BUGS, ids=lambda bug: bug.__name__)
 def test_wrong_scales_are_caught_also_where_a_low_accumulator_is_declared(bug):
     inputs, expected = block_problem(Hopper)
-    assert (judge("rows", expected, bug()(inputs)) is None) == (bug is NeverPromoted)  # which at 480 terms loses too little
+    assert (judge("rows", expected, bug()(inputs)) is None) == (
+        bug is NeverPromoted
+    )  # which at 480 terms loses too little
 
 
 def test_sums_of_14_bits_are_right_where_they_are_declared_and_wrong_where_not():
@@ -218,7 +228,11 @@ def recipe_table(regime: str) -> dict[str, set[int]]:
     for number, (scaling, gemm, _, kernel) in enumerate(RECIPE_BUGS):
         known = recipe_problem(scaling, gemm, regime)
         y = known.by(kernel)
-        found = {name for name, accepts in POLICIES.items() if not accepts(y.double(), known.expected.value, known.expected.reference.double())}
+        found = {
+            name
+            for name, accepts in POLICIES.items()
+            if not accepts(y.double(), known.expected.value, known.expected.reference.double())
+        }
         for name in found | ({"ours"} if judge("y", known.expected, y) else set()):
             caught[name].add(number)
     return caught
@@ -247,7 +261,9 @@ def test_no_policy_of_others_catches_all_bugs_of_products_by_recipes_without_rej
 def test_no_honest_product_by_a_recipe_is_rejected(regime, scaling, gemm):
     for seed in range(5):
         known = recipe_problem(scaling, gemm, regime, seed)
-        assert {name: judge("y", known.expected, known.by(kernel)) for name, kernel in HONEST.items()} == dict.fromkeys(HONEST)
+        assert {name: judge("y", known.expected, known.by(kernel)) for name, kernel in HONEST.items()} == dict.fromkeys(
+            HONEST
+        )
         for name in declaring(scaling, gemm):
             kernel, declared = DECLARING[name]
             expected = product(scaling, gemm, regime, seed, declared).expected
@@ -282,7 +298,9 @@ def test_a_cast_that_overflows_to_nan_is_rejected():
     x = activations(0)
     right = codes_of(x)
     overflowed = quantised(x, 1, largest(x, 1) / 1.5, saturate=False)[0]
-    only_nan = torch.where(overflowed.float().isnan(), overflowed.view(torch.uint8), right.value.view(torch.uint8)).view(torch.float8_e4m3fn)
+    only_nan = torch.where(
+        overflowed.float().isnan(), overflowed.view(torch.uint8), right.value.view(torch.uint8)
+    ).view(torch.float8_e4m3fn)
     finding = judge("codes", right, only_nan)
     assert finding.check == "code"
     assert "0x7f (nan)" in finding.message

@@ -20,7 +20,12 @@ from conformance.verdict import Verdict, assemble
 from conformance.waivers import Waiver, read_waivers
 
 ENOUGH = 10  # more informative cases than the profile smoke asks for of any function
-ROWS_WRONG = {"output": "rows", "check": "exact", "message": "row 1 holds token 2; the reference puts token 0 there", "index": [1, 0]}
+ROWS_WRONG = {
+    "output": "rows",
+    "check": "exact",
+    "message": "row 1 holds token 2; the reference puts token 0 there",
+    "index": [1, 0],
+}
 SMALL = RoutingCase(function="permute", tokens=2, experts=3, hidden=1, routing=(0b100, 0b001))
 
 
@@ -31,18 +36,45 @@ class Book:
         self.folder, self.ledger = folder, Ledger(folder, worker)
         plain = {"offered": True, "without": [], "declares": {}}
         described = {name: plain | functions.get(name, {}) for name in CONTRACTS}
-        self.ledger.write("implementation", functions=described, device="cpu", device_name="CPU", versions={"torch": "2.0"})
+        self.ledger.write(
+            "implementation", functions=described, device="cpu", device_name="CPU", versions={"torch": "2.0"}
+        )
 
     def section(self, label: str, function: str, *statuses: str, scheduled: int | None = None, **content) -> "Book":
         self.ledger.write("plan", section=label, scheduled=len(statuses) if scheduled is None else scheduled)
         for status in statuses:
-            told = {"finding": None, "reason": "", "seconds_implementation": 0.5, "seconds_reference": 0.25, "evaluations": 2, "kernels": [], "waiver": ""}
-            self.ledger.write("outcome", **told | {"id": "0" * 12, "function": function, "status": status, "section": label, "law": ""} | content)
+            told = {
+                "finding": None,
+                "reason": "",
+                "seconds_implementation": 0.5,
+                "seconds_reference": 0.25,
+                "evaluations": 2,
+                "kernels": [],
+                "waiver": "",
+            }
+            self.ledger.write(
+                "outcome",
+                **told
+                | {"id": "0" * 12, "function": function, "status": status, "section": label, "law": ""}
+                | content,
+            )
         return self
 
-    def failure(self, status: str = "FAIL", finding: dict | None = None, case: RoutingCase = SMALL, **content) -> "Book":
-        found = {"found_in": "drawn-permute-0", "attempts": 7, "smallest": True, "file": "", "reason": "", "status": status, "finding": finding}
-        self.ledger.write("failure", **found | {"id": case.id, "case": case.record(), "function": case.function} | content)
+    def failure(
+        self, status: str = "FAIL", finding: dict | None = None, case: RoutingCase = SMALL, **content
+    ) -> "Book":
+        found = {
+            "found_in": "drawn-permute-0",
+            "attempts": 7,
+            "smallest": True,
+            "file": "",
+            "reason": "",
+            "status": status,
+            "finding": finding,
+        }
+        self.ledger.write(
+            "failure", **found | {"id": case.id, "case": case.record(), "function": case.function} | content
+        )
         return self
 
     def all_pass(self, *but: str) -> "Book":
@@ -61,7 +93,12 @@ def book(tmp_path) -> Book:
 
 
 def differing(book: Book) -> Verdict:
-    return book.all_pass("permute").section("drawn-permute-0", "permute", "FAIL", *["PASS"] * ENOUGH).failure(finding=ROWS_WRONG).verdict()
+    return (
+        book.all_pass("permute")
+        .section("drawn-permute-0", "permute", "FAIL", *["PASS"] * ENOUGH)
+        .failure(finding=ROWS_WRONG)
+        .verdict()
+    )
 
 
 # ---- exit codes
@@ -83,7 +120,10 @@ def test_one_wrong_case_among_many_is_not_conformant(book, status):
 
 @pytest.mark.parametrize("status", ["PASS", "WAIVED", "UNINFORMATIVE", "DECLARED_UNSUPPORTED", "NOT_OFFERED"])
 def test_what_is_not_wrong_does_not_fail(book, status):
-    assert book.all_pass("permute").section("drawn-permute-0", "permute", *["PASS"] * ENOUGH, status).verdict().exit_code == 0
+    assert (
+        book.all_pass("permute").section("drawn-permute-0", "permute", *["PASS"] * ENOUGH, status).verdict().exit_code
+        == 0
+    )
 
 
 def test_an_error_of_the_harness_is_no_verdict_on_the_implementation(book):
@@ -96,11 +136,21 @@ def test_an_error_of_the_harness_is_no_verdict_on_the_implementation(book):
 
 
 def test_an_error_of_the_harness_outweighs_a_failure(book):
-    assert book.all_pass("permute").section("drawn-permute-0", "permute", "FAIL", "ERROR", *["PASS"] * ENOUGH).verdict().exit_code == 3
+    assert (
+        book.all_pass("permute")
+        .section("drawn-permute-0", "permute", "FAIL", "ERROR", *["PASS"] * ENOUGH)
+        .verdict()
+        .exit_code
+        == 3
+    )
 
 
 def test_a_lost_result_is_an_error(book):
-    verdict = book.all_pass("permute").section("drawn-permute-0", "permute", *["PASS"] * ENOUGH, scheduled=ENOUGH + 1).verdict()
+    verdict = (
+        book.all_pass("permute")
+        .section("drawn-permute-0", "permute", *["PASS"] * ENOUGH, scheduled=ENOUGH + 1)
+        .verdict()
+    )
     assert verdict.exit_code == 3
     assert f"{ENOUGH + 1} cases were scheduled and {ENOUGH} have a result" in verdict.problems[0]
 
@@ -130,7 +180,9 @@ def test_too_few_informative_cases_are_too_little(book):
 
 
 def test_too_many_unsupported_cases_are_too_little(book):
-    book.all_pass("permute").section("drawn-permute-0", "permute", *["PASS"] * ENOUGH, *["DECLARED_UNSUPPORTED"] * (ENOUGH + 1))
+    book.all_pass("permute").section(
+        "drawn-permute-0", "permute", *["PASS"] * ENOUGH, *["DECLARED_UNSUPPORTED"] * (ENOUGH + 1)
+    )
     verdict = book.verdict()
     assert (verdict.exit_code, verdict.functions["permute"].status) == (4, "too little tested")
     assert "52% of the cases are declared unsupported; the profile smoke allows 50%" in verdict.problems[0]
@@ -144,8 +196,13 @@ def test_a_function_of_which_a_part_of_a_run_has_no_case_is_not_called_conforman
     verdict = book.section("drawn-permute-0", "permute", "PASS").verdict(whole=False)
     assert [verdict.functions[name].status for name in ("permute", "unpermute")] == ["conformant", "not run"]
     shown = "\n".join(lines(verdict))
-    assert f"   1 functions · 1 cases in {verdict.seconds:.0f} s" in shown and f"{len(CONTRACTS) - 1} functions not run · 0 functions not offered" in shown
-    assert "permute             conformant · 1 cases" in shown and "unpermute           not run" not in shown  # one list says it of all of them
+    assert (
+        f"   1 functions · 1 cases in {verdict.seconds:.0f} s" in shown
+        and f"{len(CONTRACTS) - 1} functions not run · 0 functions not offered" in shown
+    )
+    assert (
+        "permute             conformant · 1 cases" in shown and "unpermute           not run" not in shown
+    )  # one list says it of all of them
     names = shown.split("not run             ")[1]
     assert [name for name in CONTRACTS if name not in names.replace(",", " ").split()] == ["permute"]
     assert junit(verdict).count('message="not run"') == len(CONTRACTS) - 1
@@ -167,7 +224,9 @@ def test_a_function_that_is_not_offered_is_not_held_against_it(tmp_path):
 
 
 def test_what_is_waived_is_counted(book):
-    book.all_pass("permute").section("drawn-permute-0", "permute", *["PASS"] * ENOUGH).section("corpus", "permute", "WAIVED", waiver="permute (me)")
+    book.all_pass("permute").section("drawn-permute-0", "permute", *["PASS"] * ENOUGH).section(
+        "corpus", "permute", "WAIVED", waiver="permute (me)"
+    )
     verdict = book.verdict(waivers=("permute (me)",))
     assert (verdict.exit_code, verdict.functions["permute"].counts["WAIVED"]) == (0, 1)
     assert "1 waived" in "\n".join(lines(verdict))
@@ -191,7 +250,9 @@ def read(folder: Path, text: str) -> list[Waiver]:
 
 
 def test_a_waiver_covers_what_it_says_and_nothing_else(tmp_path):
-    (waiver,) = read(tmp_path, f'[[waiver]]\n{WAIVER}check = "exact"\noutput = "rows"\nwhere = {{ tokens = 2, dtype = "float32" }}')
+    (waiver,) = read(
+        tmp_path, f'[[waiver]]\n{WAIVER}check = "exact"\noutput = "rows"\nwhere = {{ tokens = 2, dtype = "float32" }}'
+    )
     assert waiver.covers(SMALL, Outcome("FAIL", ROWS_WRONG))
     assert not waiver.covers(RoutingCase(function="unpermute", tokens=2), Outcome("FAIL", ROWS_WRONG))
     assert not waiver.covers(RoutingCase(function="permute", tokens=3), Outcome("FAIL", ROWS_WRONG))
@@ -266,14 +327,22 @@ def test_a_setting_that_is_gone_is_a_regression(book, tmp_path):
 
 
 def test_more_unsupported_cases_are_a_regression(book, tmp_path):
-    later = Book(tmp_path / "later").all_pass("permute").section("drawn-permute-0", "permute", *["PASS"] * ENOUGH, *["DECLARED_UNSUPPORTED"] * 2)
+    later = (
+        Book(tmp_path / "later")
+        .all_pass("permute")
+        .section("drawn-permute-0", "permute", *["PASS"] * ENOUGH, *["DECLARED_UNSUPPORTED"] * 2)
+    )
     verdict = later.verdict(baseline=baseline_of(book))
     assert verdict.exit_code == 5
     assert "permute: 17% declared unsupported, 0% in the baseline" in verdict.problems[0]
 
 
 def test_a_failure_outweighs_a_regression(book, tmp_path):
-    later = Book(tmp_path / "later", sort_chunks={"offered": False}).all_pass("sort_chunks").section("corpus", "permute", "FAIL")
+    later = (
+        Book(tmp_path / "later", sort_chunks={"offered": False})
+        .all_pass("sort_chunks")
+        .section("corpus", "permute", "FAIL")
+    )
     assert later.verdict(baseline=baseline_of(book)).exit_code == 1
 
 
@@ -281,20 +350,33 @@ def test_a_failure_outweighs_a_regression(book, tmp_path):
 
 
 def test_the_smallest_of_equal_failures_is_kept(book):
-    larger = RoutingCase(function="permute", tokens=12, experts=8, hidden=100, dtype="bfloat16", align=16, routing=(1,) * 12)
+    larger = RoutingCase(
+        function="permute", tokens=12, experts=8, hidden=100, dtype="bfloat16", align=16, routing=(1,) * 12
+    )
     golden = RoutingCase(function="permute", golden="by_expert")
-    book.all_pass().failure(finding=ROWS_WRONG, case=larger).failure(finding=ROWS_WRONG).failure(finding=ROWS_WRONG, case=golden)
+    book.all_pass().failure(finding=ROWS_WRONG, case=larger).failure(finding=ROWS_WRONG).failure(
+        finding=ROWS_WRONG, case=golden
+    )
     assert [failure["id"] for failure in book.verdict().failures] == [SMALL.id]
 
 
 def test_different_failures_are_all_kept_in_the_order_of_the_functions(book):
     other = RoutingCase(function="unpermute")
-    book.failure("CRASH", case=other).failure(finding=ROWS_WRONG | {"check": "shape"}).failure(finding=ROWS_WRONG).failure("HANG")
-    assert [failure["function"] for failure in book.verdict().failures] == ["permute", "permute", "permute", "unpermute"]
+    book.failure("CRASH", case=other).failure(finding=ROWS_WRONG | {"check": "shape"}).failure(
+        finding=ROWS_WRONG
+    ).failure("HANG")
+    assert [failure["function"] for failure in book.verdict().failures] == [
+        "permute",
+        "permute",
+        "permute",
+        "unpermute",
+    ]
 
 
 def test_numbers_are_added_up(book):
-    book.section("corpus", "permute", "PASS", "PASS", kernels=["copy 1", "copy 2"]).section("fixed-permute", "permute", "PASS", kernels=["copy 2"])
+    book.section("corpus", "permute", "PASS", "PASS", kernels=["copy 1", "copy 2"]).section(
+        "fixed-permute", "permute", "PASS", kernels=["copy 2"]
+    )
     verdict = book.verdict()
     assert (verdict.cases, verdict.evaluations, verdict.kernels_compiled) == (3, 6, 2)
     assert (verdict.seconds_implementation, verdict.seconds_reference) == (1.5, 0.75)
@@ -306,7 +388,12 @@ def test_numbers_are_added_up(book):
 def test_the_json_report_holds_everything(book, tmp_path):
     write(differing(book), tmp_path / "out.json")
     report = json.loads((tmp_path / "out.json").read_text())
-    assert (report["verdict"], report["exit_code"], report["cases"], report["seconds"]) == ("NOT CONFORMANT", 1, len(CONTRACTS) * ENOUGH + 1, 12.0)
+    assert (report["verdict"], report["exit_code"], report["cases"], report["seconds"]) == (
+        "NOT CONFORMANT",
+        1,
+        len(CONTRACTS) * ENOUGH + 1,
+        12.0,
+    )
     assert (report["implementation"], report["profile"], report["seed"]) == ("my_kernels.moe", "smoke", 0)
     assert report["versions"] == {"torch": "2.0"}
     assert set(report["functions"]) == set(CONTRACTS)
@@ -333,9 +420,21 @@ def test_the_junit_report_skips_what_is_not_offered(tmp_path):
     assert [test.get("name") for test in suite.iter("testcase") if test.find("skipped") is not None] == ["sort_chunks"]
 
 
-@pytest.mark.parametrize("text", ["a < b & c > d", "quotes \" and '", "bell \x07 and escape \x1b[31m", "nul \x00", "surrogate \ud800", "pipe | and `ticks`"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a < b & c > d",
+        "quotes \" and '",
+        "bell \x07 and escape \x1b[31m",
+        "nul \x00",
+        "surrogate \ud800",
+        "pipe | and `ticks`",
+    ],
+)
 def test_reports_survive_whatever_an_error_says(book, tmp_path, text):
-    book.all_pass("permute").section("drawn-permute-0", "permute", "FAIL").failure(finding=ROWS_WRONG | {"message": text}, reason=text)
+    book.all_pass("permute").section("drawn-permute-0", "permute", "FAIL").failure(
+        finding=ROWS_WRONG | {"message": text}, reason=text
+    )
     verdict = book.verdict()
     for ending in (".json", ".xml", ".md"):
         write(verdict, tmp_path / f"out{ending}")
@@ -382,13 +481,17 @@ def test_a_search_that_did_not_end_does_not_call_its_case_the_smallest(book):
 
 
 def test_a_crash_is_shown_with_its_place(book):
-    book.all_pass("permute").section("drawn-permute-0", "permute", "CRASH").failure("CRASH", reason='SIGSEGV at "kernel.py", line 3')
+    book.all_pass("permute").section("drawn-permute-0", "permute", "CRASH").failure(
+        "CRASH", reason='SIGSEGV at "kernel.py", line 3'
+    )
     assert 'CRASH: SIGSEGV at "kernel.py", line 3' in "\n".join(lines(book.verdict()))
 
 
 def test_what_is_declared_is_printed(tmp_path):
     declared = {"permute": {"declares": {"accumulator": "storage", "deterministic": True}}}
-    assert "declares: permute: accumulator storage, deterministic" in lines(Book(tmp_path, **declared).all_pass().verdict())
+    assert "declares: permute: accumulator storage, deterministic" in lines(
+        Book(tmp_path, **declared).all_pass().verdict()
+    )
 
 
 def test_annotations_are_for_github_only(book, monkeypatch):

@@ -50,7 +50,11 @@ def outcome_of(name: str, case: ShiftCase = THREE, seconds: float = 20.0) -> Out
 
 
 def test_a_right_function_passes_in_every_world_with_gradients_and_laws():
-    cases = [ShiftCase(function="shift", ranks=ranks, rows=2, grads=grads, law=law) for ranks in (1, 2, 3, 4) for grads, law in (("x", ""), ("", "history"))]
+    cases = [
+        ShiftCase(function="shift", ranks=ranks, rows=2, grads=grads, law=law)
+        for ranks in (1, 2, 3, 4)
+        for grads, law in (("x", ""), ("", "history"))
+    ]
     with pool_of("RIGHT") as pool:
         found = {case.text: outcome for case, outcome in pool.run(cases)}
     assert {text: outcome.status for text, outcome in found.items()} == {case.text: "PASS" for case in cases}
@@ -118,7 +122,10 @@ def test_the_world_shrinks():
 
 def test_a_world_that_has_no_room_is_refused_with_a_sentence():
     outcome = outcome_of("RIGHT", ShiftCase(function="shift", ranks=9))
-    assert (outcome.status, outcome.reason) == ("ERROR", "a world of 9 ranks: there is room for 4, each with its own GPU if there are any")
+    assert (outcome.status, outcome.reason) == (
+        "ERROR",
+        "a world of 9 ranks: there is room for 4, each with its own GPU if there are any",
+    )
 
 
 def under_torchrun(name: str, ranks: int, tmp_path: Path, seconds: float = 20.0) -> str:
@@ -142,7 +149,15 @@ if __name__ == "__main__":
             for _, outcome in pool.run([ShiftCase(function="shift", ranks=3, rows=2, grads="x")]):
                 print(outcome.status, outcome.reason, outcome.finding)
 """)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--standalone",
+        str(script),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -162,7 +177,18 @@ def test_a_port_that_is_taken_is_said_in_a_sentence():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, "-m", "conformance", "run", "--impl", "moe_ref", "--profile", "smoke", "--device", "cpu"]
+        command = [
+            sys.executable,
+            "-m",
+            "conformance",
+            "run",
+            "--impl",
+            "moe_ref",
+            "--profile",
+            "smoke",
+            "--device",
+            "cpu",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | place, cwd=HERE[0])
     assert done.returncode == 2
     assert f"MASTER_PORT={port}: rank 0 cannot listen there, the port may be taken" in done.stderr
@@ -177,7 +203,12 @@ def place(monkeypatch) -> Iterator[Joined]:
     monkeypatch.setattr(joined, "ARRIVAL_SECONDS", 2.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }.items():
         monkeypatch.setenv(name, value)
     found = joined.joined()
     assert found
@@ -209,7 +240,9 @@ def test_ranks_that_do_not_call_in_time_are_named_and_nothing_is_left_running(pl
     with Pool(Settings("tests.world_fixtures:RIGHT", "cpu", search=HERE)) as pool:
         pool.start()
         for _ in range(2):  # again, at once
-            with pytest.raises(UsageError, match=r"ranks 1, 2 of 3 did not call rank 0, at 127\.0\.0\.1:\d+, in 2\.0 s"):
+            with pytest.raises(
+                UsageError, match=r"ranks 1, 2 of 3 did not call rank 0, at 127\.0\.0\.1:\d+, in 2\.0 s"
+            ):
                 next(iter(pool.run([THREE])))
     assert time.monotonic() - started < 30
     assert [child for child in active_children() if child not in before and child.is_alive()] == []

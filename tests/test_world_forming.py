@@ -52,7 +52,14 @@ def test_a_rank_that_is_not_like_the_others_is_named_and_nothing_is_left_running
     def start() -> list[Held]:
         for rank in range(3):
             settings = Settings(f"tests.world_fixtures:{name if rank == 1 else 'RIGHT'}", "cpu", search=HERE)
-            started.append(LocalRank(get_context("forkserver"), settings, Seat(rank, 3, "127.0.0.1", store.port), str(tmp_path / f"{rank}.log")))
+            started.append(
+                LocalRank(
+                    get_context("forkserver"),
+                    settings,
+                    Seat(rank, 3, "127.0.0.1", store.port),
+                    str(tmp_path / f"{rank}.log"),
+                )
+            )
         processes.extend(held.process.pid for held in started)
         return [*started]
 
@@ -88,8 +95,14 @@ READY = ("ready", {"functions": {}, "versions": {}})
     [
         ((), "rank 1 of 2 was not ready within 1 s"),
         ((READY,), "rank 1 of 2 was not formed within 1 s"),
-        ((READY, ("unformed", "DistNetworkError: nobody there")), "rank 1 of 2 cannot join: DistNetworkError: nobody there"),
-        ((("ready", {"functions": {}, "versions": {"torch": "1"}}),), "rank 1 differs from rank 0 in its versions: all ranks must run the same implementation"),
+        (
+            (READY, ("unformed", "DistNetworkError: nobody there")),
+            "rank 1 of 2 cannot join: DistNetworkError: nobody there",
+        ),
+        (
+            (("ready", {"functions": {}, "versions": {"torch": "1"}}),),
+            "rank 1 differs from rank 0 in its versions: all ranks must run the same implementation",
+        ),
     ],
 )
 def test_a_rank_that_does_not_come_is_waited_for_so_long_and_named(messages, told, monkeypatch):

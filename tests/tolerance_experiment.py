@@ -22,10 +22,22 @@ BUGGY_TOKEN = 17
 
 # ---- contractions in several honest orders
 
-ORDERS = ("one product", "blocks of 16", "blocks of 32", "blocks of 64", "blocks of 128", "split 2", "split 4", "tree", "backwards")
+ORDERS = (
+    "one product",
+    "blocks of 16",
+    "blocks of 32",
+    "blocks of 64",
+    "blocks of 128",
+    "split 2",
+    "split 4",
+    "tree",
+    "backwards",
+)
 
 
-def contraction(a_MK: Tensor, b_NK: Tensor, order: str, keep: Callable[[Tensor], Tensor] = lambda total: total) -> Tensor:
+def contraction(
+    a_MK: Tensor, b_NK: Tensor, order: str, keep: Callable[[Tensor], Tensor] = lambda total: total
+) -> Tensor:
     """a · bᵀ in fp32, K cut into blocks that are added up in some order; `keep` is applied to every partial sum."""
     size = a_MK.shape[1]
     widths = {"one product": size, "split 2": -(-size // 2), "split 4": -(-size // 4), "one by one": 1}
@@ -256,12 +268,18 @@ def running_layer(inputs: Layer) -> tuple[Tensor, Tensor, Bounded]:
     value, error, magnitude = (torch.zeros(TOKENS, HIDDEN, dtype=torch.float64) for _ in range(3))
     for expert in range(EXPERTS):
         tokens, slots = inputs.slots(expert)
-        gate_up, down, x = (Running.of(t, torch.float32) for t in (inputs.gate_up_EGH[expert], inputs.down_EHF[expert], inputs.x_TH[tokens]))
+        gate_up, down, x = (
+            Running.of(t, torch.float32)
+            for t in (inputs.gate_up_EGH[expert], inputs.down_EHF[expert], inputs.x_TH[tokens])
+        )
         h = stored(contracted(x, gate_up), torch.bfloat16)
         gate, up = (Running(h.value[:, part], h.error[:, part], h.dtype) for part in (slice(WIDTH), slice(WIDTH, None)))
         a = stored(silu(gate) * up * Running.of(inputs.probs_TK[tokens, slots, None], torch.float32), torch.bfloat16)
         y = stored(contracted(a, down), torch.bfloat16)
-        value, error = value.index_add(0, tokens, y.value), error.index_add(0, tokens, y.error + TOPK * ROUNDOFF[torch.float32] * (y.value.abs() + y.error))
+        value, error = (
+            value.index_add(0, tokens, y.value),
+            error.index_add(0, tokens, y.error + TOPK * ROUNDOFF[torch.float32] * (y.value.abs() + y.error)),
+        )
         magnitude = magnitude.index_add(0, tokens, a.value.abs() @ down.value.abs().T)
     return value, magnitude, Running(value, error, torch.float32).bounded(torch.bfloat16)
 
@@ -269,7 +287,9 @@ def running_layer(inputs: Layer) -> tuple[Tensor, Tensor, Bounded]:
 def silu(g: Running) -> Running:
     """g / (1 + exp(-g)): |silu'| < 1.1; its own rounding grows with the exponential's argument."""
     value = torch.nn.functional.silu(g.value)
-    own = (2 * g.value.abs() + 2 * TRANSCENDENTAL) * ROUNDOFF[torch.float32] * value.abs() + torch.finfo(torch.float32).tiny
+    own = (2 * g.value.abs() + 2 * TRANSCENDENTAL) * ROUNDOFF[torch.float32] * value.abs() + torch.finfo(
+        torch.float32
+    ).tiny
     return Running(value, 1.1 * g.error + own, g.dtype)
 
 
@@ -304,11 +324,15 @@ def relative_to_rms(y: Tensor, right: Tensor) -> bool:
 
 Policy = Callable[[Tensor, Tensor, Tensor], bool]  # of y, y* and the reference, all float64
 POLICIES: dict[str, Policy] = {
-    "allclose 1e-2": lambda y, right, reference: within(y, right, 1e-2, 1e-2),  # BackendBench, KernelBench in half precision
+    "allclose 1e-2": lambda y, right, reference: within(
+        y, right, 1e-2, 1e-2
+    ),  # BackendBench, KernelBench in half precision
     "95 % within 1e-2": lambda y, right, reference: nineteen_of_twenty(y, right),
     "calc_diff 1e-3": lambda y, right, reference: calc_diff(y, right) < 1e-3,  # DeepGEMM, FP8
     "calc_diff 1e-5": lambda y, right, reference: calc_diff(y, right) < 1e-5,  # DeepGEMM, bf16
-    "rtol 1.6e-2 atol 1e-5": lambda y, right, reference: within(y, right, 1e-5, 1.6e-2),  # the table of torch.testing and Transformer Engine
+    "rtol 1.6e-2 atol 1e-5": lambda y, right, reference: within(
+        y, right, 1e-5, 1.6e-2
+    ),  # the table of torch.testing and Transformer Engine
     "atol 1.4e-2 rtol 2e-2": lambda y, right, reference: within(y, right, 1.4e-2, 2e-2),  # sonic-moe
     "2 × largest error": twice_the_largest,
     "2e-2 of rms": lambda y, right, reference: relative_to_rms(y, right),
@@ -346,14 +370,18 @@ def largest(x: Tensor, rows: int) -> Tensor:
     return padded.abs().reshape(tall, rows, wide, BLOCK).amax((1, 3))
 
 
-def quantised(x: Tensor, rows: int, amax: Tensor | None = None, *, reciprocal: bool = False, saturate: bool = True) -> tuple[Tensor, Tensor]:
+def quantised(
+    x: Tensor, rows: int, amax: Tensor | None = None, *, reciprocal: bool = False, saturate: bool = True
+) -> tuple[Tensor, Tensor]:
     """E4M3 codes of x in blocks of `rows` × 128, and their fp32 scales; `amax` is given: somebody else's."""
     scale = (largest(x, rows) if amax is None else amax) / E4M3_MAX
     divided = x * spread_out(1 / scale, rows, x.shape) if reciprocal else x / spread_out(scale, rows, x.shape)
     codes = divided.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     if not saturate:
         overflow = torch.full_like(divided, torch.nan).to(torch.float8_e4m3fn)
-        codes = torch.where(divided.abs() >= E4M3_OVERFLOW, overflow.view(torch.uint8), codes.view(torch.uint8)).view(torch.float8_e4m3fn)
+        codes = torch.where(divided.abs() >= E4M3_OVERFLOW, overflow.view(torch.uint8), codes.view(torch.uint8)).view(
+            torch.float8_e4m3fn
+        )
     return codes, scale
 
 
@@ -365,7 +393,9 @@ def activations(seed: int, rows: int = 256, width: int = FP8_WIDTH) -> Tensor:
 def blocks(seed: int, rows: int = 256, width: int = FP8_WIDTH) -> Blocks:
     source = np.random.default_rng(seed + 1)
     weight_ENK = torch.from_numpy(source.standard_normal((FP8_EXPERTS, FP8_OUT, width)) / width**0.5).float()
-    unequal = torch.from_numpy(2.0 ** source.uniform(-1, 1, (FP8_EXPERTS, FP8_OUT // BLOCK, -(-width // BLOCK)))).float()  # else scales hardly differ
+    unequal = torch.from_numpy(
+        2.0 ** source.uniform(-1, 1, (FP8_EXPERTS, FP8_OUT // BLOCK, -(-width // BLOCK)))
+    ).float()  # else scales hardly differ
     weight_ENK = weight_ENK * spread_out(unequal, BLOCK, weight_ENK.shape)
     codes_RK, a_scale_RB = quantised(activations(seed, rows, width), 1)
     b = [quantised(weight_NK, BLOCK) for weight_NK in weight_ENK]
@@ -393,7 +423,9 @@ class BlockKernel:
         total_RN = torch.zeros(int(rows.sum()), FP8_OUT)
         for block in range(inputs.a_scale_RB.shape[1]):
             k = slice(block * BLOCK, (block + 1) * BLOCK)
-            scale_RN = inputs.a_scale_RB[rows, block, None] * inputs.b_scale_EnB[expert, :, block].repeat_interleave(BLOCK)
+            scale_RN = inputs.a_scale_RB[rows, block, None] * inputs.b_scale_EnB[expert, :, block].repeat_interleave(
+                BLOCK
+            )
             total_RN = self.add(total_RN, inputs.a_RK[rows, k], inputs.b_ENK[expert, :, k], scale_RN)
         return total_RN
 
@@ -432,7 +464,9 @@ class NeverPromoted(BlockKernel):
 
     def add(self, total_RN, a_RK, b_NK, scale_RN):
         for k in range(0, a_RK.shape[1], INSTRUCTION):
-            total_RN = fourteen_bits(total_RN, a_RK[:, k : k + INSTRUCTION, None] * b_NK[:, k : k + INSTRUCTION].T * scale_RN[:, None])
+            total_RN = fourteen_bits(
+                total_RN, a_RK[:, k : k + INSTRUCTION, None] * b_NK[:, k : k + INSTRUCTION].T * scale_RN[:, None]
+            )
         return total_RN
 
 
@@ -503,7 +537,16 @@ class StaleAmax(BlockKernel):
         return replace(inputs, a_RK=self.codes, a_scale_RB=self.scale)
 
 
-BLOCK_BUGS = (NeverPromoted, NeighboursScale, OneRowsScale, TailsScale, OneWeightBlocksScale, AnotherExpertsScale, ScaleTwice, Fp8TailDropped)
+BLOCK_BUGS = (
+    NeverPromoted,
+    NeighboursScale,
+    OneRowsScale,
+    TailsScale,
+    OneWeightBlocksScale,
+    AnotherExpertsScale,
+    ScaleTwice,
+    Fp8TailDropped,
+)
 
 
 def block_truth(inputs: Blocks, declared: type[BlockKernel] = BlockKernel) -> Bounded:
@@ -514,4 +557,6 @@ def block_truth(inputs: Blocks, declared: type[BlockKernel] = BlockKernel) -> Bo
     value, magnitude = torch.cat([a @ b for a, b in operands]), torch.cat([a.abs() @ b.abs() for a, b in operands])
     terms = a_RK.shape[1]
     bounded = contraction_bound(value, magnitude, terms, torch.bfloat16, declared.accumulator)
-    return row_wise(bounded, declared()(inputs), magnitude, terms, accumulator=declared.accumulator, groups=inputs.expert_R)
+    return row_wise(
+        bounded, declared()(inputs), magnitude, terms, accumulator=declared.accumulator, groups=inputs.expert_R
+    )

@@ -43,7 +43,11 @@ from tests.variants.wrong_products import (
     untransformed,
 )
 
-COUNTS, IN, OUT = (96, 128, 64), 512, 128  # rows of experts whose weights differ in size; whole blocks of 16 and 32, and of 128 with a rest
+COUNTS, IN, OUT = (
+    (96, 128, 64),
+    512,
+    128,
+)  # rows of experts whose weights differ in size; whole blocks of 16 and 32, and of 128 with a rest
 UNEQUAL = (1.0, 0.4, 3.0)
 PRODUCTS = {"fprop": "grouped_linear", "dgrad": "grouped_dgrad", "wgrad": "grouped_wgrad"}
 SCALINGS: dict[str, Recipe] = {
@@ -53,12 +57,19 @@ SCALINGS: dict[str, Recipe] = {
     "NVFP4": RECIPES["nvfp4"][0],
 }
 HONEST = {"scaled first": ScaledFirst, "scaled last": ScaledLast, "split": Split}
-DECLARING = {"14 bits": (FourteenBits, {"accumulator": "hopper_fp8"}), "reciprocals": (Reciprocal, {"scale_arithmetic": "reciprocal"})}
+DECLARING = {
+    "14 bits": (FourteenBits, {"accumulator": "hopper_fp8"}),
+    "reciprocals": (Reciprocal, {"scale_arithmetic": "reciprocal"}),
+}
 
 
 def declaring(scaling: str, gemm: str) -> list[str]:
     """Which of DECLARING may be tried: noise decides to the last bit, so that with a scale by a reciprocal no code is sure."""
-    return [name for name in DECLARING if name != "reciprocals" or not SCALINGS[scaling].stochastic_rounding or gemm == "fprop"]
+    return [
+        name
+        for name in DECLARING
+        if name != "reciprocals" or not SCALINGS[scaling].stochastic_rounding or gemm == "fprop"
+    ]
 
 
 @dataclass(frozen=True)
@@ -89,10 +100,16 @@ def product(scaling: str, gemm: str, regime: str, seed: int = 0, declared: dict[
         "dgrad": {"d_out": d_out, "weight": weight, "tokens_per_expert": counts},
         "wgrad": {"d_out": d_out, "rows": x, "tokens_per_expert": counts},
     }[gemm]
-    noise = {"noise": torch.from_numpy(source.random((2, rows, OUT))).float()} if recipe.stochastic_rounding and gemm != "fprop" else {}
+    noise = (
+        {"noise": torch.from_numpy(source.random((2, rows, OUT))).float()}
+        if recipe.stochastic_rounding and gemm != "fprop"
+        else {}
+    )
     problem = Problem(PRODUCTS[gemm], required, {"recipe": recipe} | noise)
     (expected,) = CONTRACTS[problem.function].expected(None, problem, declared or {}).values()
-    assert isinstance(expected, RowWise) or declared  # with codes that may be others in most rows, there is nothing to compare
+    assert (
+        isinstance(expected, RowWise) or declared
+    )  # with codes that may be others in most rows, there is nothing to compare
     return Product(problem, expected)
 
 
@@ -101,7 +118,10 @@ def product(scaling: str, gemm: str, regime: str, seed: int = 0, declared: dict[
 
 def shorter(source: Source) -> list[Part]:
     """The last 16 of the contraction are left out."""
-    return [part._replace(code=torch.cat([part.code[:, :-16], torch.zeros_like(part.code[:, -16:])], 1)) for part in by_codes(source)]
+    return [
+        part._replace(code=torch.cat([part.code[:, :-16], torch.zeros_like(part.code[:, -16:])], 1))
+        for part in by_codes(source)
+    ]
 
 
 def of_one_expert(change: Callable[[Part], Part]) -> Callable[[Source], list[Part]]:
@@ -114,7 +134,9 @@ def scaled_twice(part: Part) -> Part:
 
 def one_rows_scale(part: Part) -> Part:
     """Row 5 is a sixteenth too large."""
-    return part._replace(whole=torch.where(torch.arange(len(part.whole))[:, None] == 5, part.whole * 1.0625, part.whole))
+    return part._replace(
+        whole=torch.where(torch.arange(len(part.whole))[:, None] == 5, part.whole * 1.0625, part.whole)
+    )
 
 
 def one_block(part: Part) -> Part:
@@ -133,15 +155,37 @@ EVERYWHERE: dict[str, SimpleNamespace] = {
     "one block's scale": make(Way(parts=of_one_expert(one_block))),
 }
 BUGS: list[tuple[str, str, str, SimpleNamespace]] = [  # scaling, product, name, kernel
-    *((scaling, gemm, name, kernel) for scaling in SCALINGS for gemm in PRODUCTS for name, kernel in EVERYWHERE.items()),
-    *((scaling, gemm, "values in bfloat16", make(Way(parts=in_bfloat16))) for scaling in ("FP8", "FP8 blocks") for gemm in PRODUCTS),
-    *((scaling, gemm, "another expert's weight scale", parts_with(neighbours, role="weight")) for scaling in SCALINGS for gemm in ("fprop", "dgrad")),
-    *((scaling, "dgrad", "E4M3 for E5M2", parts_with(in_e4m3, role="grad_output")) for scaling in ("FP8", "FP8 blocks", "MXFP8")),
+    *(
+        (scaling, gemm, name, kernel)
+        for scaling in SCALINGS
+        for gemm in PRODUCTS
+        for name, kernel in EVERYWHERE.items()
+    ),
+    *(
+        (scaling, gemm, "values in bfloat16", make(Way(parts=in_bfloat16)))
+        for scaling in ("FP8", "FP8 blocks")
+        for gemm in PRODUCTS
+    ),
+    *(
+        (scaling, gemm, "another expert's weight scale", parts_with(neighbours, role="weight"))
+        for scaling in SCALINGS
+        for gemm in ("fprop", "dgrad")
+    ),
+    *(
+        (scaling, "dgrad", "E4M3 for E5M2", parts_with(in_e4m3, role="grad_output"))
+        for scaling in ("FP8", "FP8 blocks", "MXFP8")
+    ),
     *(("FP8 blocks", gemm, "the other direction", make(Way(parts=lambda s: other_direction(s)))) for gemm in PRODUCTS),
     ("FP8 blocks", "wgrad", "blocks in two experts", parts_with(across_experts, role="input")),
     # along 512 inputs, with no scale but one a tensor, what such sums lose and are promoted in time for is below bfloat16's own rounding
     *(("FP8", gemm, "14 bits", make(Way(product=of_fourteen_bits))) for gemm in ("dgrad", "wgrad")),
     *(("FP8", gemm, "14 bits, never promoted", make(Way(product=never_promoted))) for gemm in ("fprop", "wgrad")),
-    *(("NVFP4", gemm, "nearest for stochastic", parts_with(to_nearest, role="grad_output")) for gemm in ("dgrad", "wgrad")),
-    *(("NVFP4", "wgrad", f"no transform of {role}", parts_with(untransformed, role=role)) for role in ("input", "grad_output")),
+    *(
+        ("NVFP4", gemm, "nearest for stochastic", parts_with(to_nearest, role="grad_output"))
+        for gemm in ("dgrad", "wgrad")
+    ),
+    *(
+        ("NVFP4", "wgrad", f"no transform of {role}", parts_with(untransformed, role=role))
+        for role in ("input", "grad_output")
+    ),
 ]

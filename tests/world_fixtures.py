@@ -39,10 +39,15 @@ class Shift(Collective[ShiftCase]):
 
     def calls(self, case: ShiftCase) -> list[Problem]:
         wanted, cotangents = (
-            (("x",), [{"out": payload(case.seed, f"d_out {r}", (case.rows, 3), "float32")} for r in range(case.ranks)]) if case.grads else ((), [])
+            (("x",), [{"out": payload(case.seed, f"d_out {r}", (case.rows, 3), "float32")} for r in range(case.ranks)])
+            if case.grads
+            else ((), [])
         )
         inputs = [payload(case.seed, f"x {r}", (case.rows, 3), "float32") for r in range(case.ranks)]
-        return [Problem("shift", {"x": x}, wanted=wanted, cotangents=cotangents[r] if cotangents else {}) for r, x in enumerate(inputs)]
+        return [
+            Problem("shift", {"x": x}, wanted=wanted, cotangents=cotangents[r] if cotangents else {})
+            for r, x in enumerate(inputs)
+        ]
 
     def right(self, case: ShiftCase, calls: list[Problem], declared: Mapping[str, Any]) -> list[dict[str, Expectation]]:
         out: list[dict[str, Expectation]] = [{"out": Exact(calls[r - 1].required["x"])} for r in range(case.ranks)]

@@ -21,7 +21,15 @@ from moe_ref.config import GATED, PLAIN
 
 VALUES = ("dyadic", "rows", "bounds", "saturated", "special")
 WEIGHTS = ("plain", "zeros", "signed")
-FAR = (17.0, 30.0, 88.0, 89.0, 104.0, 200.0, 5000.0)  # where σ is 1, exp(-x) is subnormal, overflows, and x³ is large in float32
+FAR = (
+    17.0,
+    30.0,
+    88.0,
+    89.0,
+    104.0,
+    200.0,
+    5000.0,
+)  # where σ is 1, exp(-x) is subnormal, overflows, and x³ is large in float32
 SPREAD = 12  # rows lie so many powers of two above and below 1
 
 
@@ -52,7 +60,9 @@ class ActivationCase(Case):
     def __post_init__(self) -> None:
         if min(self.tokens, self.width, self.clamp, self.alpha, self.interleave) < 0 or self.experts < 1:
             sizes = f"{self.tokens}, {self.width}, {self.clamp}, {self.alpha}, {self.interleave}, {self.experts}"
-            raise ValueError(f"tokens, width, clamp, alpha, interleave ≥ 0 and experts ≥ 1 are needed; they are {sizes}")
+            raise ValueError(
+                f"tokens, width, clamp, alpha, interleave ≥ 0 and experts ≥ 1 are needed; they are {sizes}"
+            )
 
 
 ActivationCase.serves("glu", "activation")
@@ -69,11 +79,18 @@ def hidden_of(case: ActivationCase, columns: int) -> Tensor:
         return (plain.double() * row_scales(case.seed, case.tokens)).to(kind)
     if case.values == "bounds":
         bound, step = case.clamp / 8 or 1.0, torch.finfo(kind).eps
-        near = torch.tensor([0.0, bound, bound * (1 + step), bound * (1 - step), bound / 2, torch.finfo(kind).tiny, bound, 2 * bound], dtype=torch.float64)
+        near = torch.tensor(
+            [0.0, bound, bound * (1 + step), bound * (1 - step), bound / 2, torch.finfo(kind).tiny, bound, 2 * bound],
+            dtype=torch.float64,
+        )
         return (near[torch.from_numpy((noise >> 8).astype(np.int64) % len(near))] * sign).to(kind)
     if case.values == "saturated":
         far = torch.tensor(FAR, dtype=torch.float64)
-        return torch.where(torch.from_numpy(noise % 2 == 0), far[torch.from_numpy((noise >> 8).astype(np.int64) % len(far))] * sign, plain.double()).to(kind)
+        return torch.where(
+            torch.from_numpy(noise % 2 == 0),
+            far[torch.from_numpy((noise >> 8).astype(np.int64) % len(far))] * sign,
+            plain.double(),
+        ).to(kind)
     if case.values == "special":
         strange = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=kind)
         hit = torch.from_numpy((noise % 4 == 0) & (np.arange(case.tokens) % 2 == case.seed % 2)[:, None])
@@ -92,7 +109,9 @@ def probs_of(seed: int, rows: int, dtype: str, weights: str) -> Tensor:
         return probabilities(seed, "probs", (rows,), dtype, zeros=weights == "zeros")
     noise = hashed(seed, "zero probs", rows)
     signed = payload(seed, "probs", (rows,), dtype)
-    return torch.where(torch.from_numpy(noise % 4 == 0), torch.from_numpy(np.where(noise >> 8 & 1, -0.0, 0.0)).to(signed.dtype), signed)
+    return torch.where(
+        torch.from_numpy(noise % 4 == 0), torch.from_numpy(np.where(noise >> 8 & 1, -0.0, 0.0)).to(signed.dtype), signed
+    )
 
 
 def computed_in(declared: Mapping[str, Any], *tensors: Tensor | None) -> torch.dtype:
@@ -112,11 +131,20 @@ class _Elementwise(Contract[ActivationCase]):
         return case.width
 
     def legal(self, case: ActivationCase) -> Problem:
-        settings: dict[str, Any] = {"probs": probs_of(case.seed, case.tokens, case.probs, case.weights)} if case.probs else {}
+        settings: dict[str, Any] = (
+            {"probs": probs_of(case.seed, case.tokens, case.probs, case.weights)} if case.probs else {}
+        )
         settings |= activation_settings(case)
         wanted = tuple(name for name in case.grads.split("+") if name)
         cotangents = {"out": payload(case.seed, "d_out", (case.tokens, case.width), case.dtype)} if wanted else {}
-        return Problem(self.function, {"h": hidden_of(case, self.columns(case))}, settings, {case.layout_of: case.layout}, wanted, cotangents)
+        return Problem(
+            self.function,
+            {"h": hidden_of(case, self.columns(case))},
+            settings,
+            {case.layout_of: case.layout},
+            wanted,
+            cotangents,
+        )
 
     def expected(self, case: ActivationCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         h, probs = problem.required["h"], problem.settings.get("probs")
@@ -126,7 +154,9 @@ class _Elementwise(Contract[ActivationCase]):
         held, oracle, value = self.held(h, probs, problem.settings, dtype, early)
         out = held if p is None else held * p
         hidden = self.hidden_nan(h, problem.settings)
-        right: dict[str, Expectation] = {"out": concluded(out, h.dtype).bounded(h.dtype, None if early else value.detach(), hidden)}
+        right: dict[str, Expectation] = {
+            "out": concluded(out, h.dtype).bounded(h.dtype, None if early else value.detach(), hidden)
+        }
         if not problem.wanted:
             return right
         lost = (~h.isfinite()).any(1, keepdim=True).expand(h.shape)
@@ -141,14 +171,18 @@ class _Elementwise(Contract[ActivationCase]):
             assert probs is not None
             total = (g * held).sum(1)
             flat = Running(total.value[:, 0], total.error[:, 0], dtype)
-            right["d_probs"] = concluded(flat, probs.dtype).bounded(probs.dtype, None if early else exact["probs"], lost.any(1))
+            right["d_probs"] = concluded(flat, probs.dtype).bounded(
+                probs.dtype, None if early else exact["probs"], lost.any(1)
+            )
         if "h" in problem.wanted:
             g = g if p is None else g * p
             slope = self.pulled(settled(g, h.dtype) if early else g, h, problem.settings)
             right["d_h"] = concluded(slope, h.dtype).bounded(h.dtype, None if early else exact["h"], lost)
         return right
 
-    def held(self, h: Tensor, probs: Tensor | None, settings: Mapping[str, Any], dtype: torch.dtype, early: bool) -> tuple[Running, dict[str, Tensor], Tensor]:
+    def held(
+        self, h: Tensor, probs: Tensor | None, settings: Mapping[str, Any], dtype: torch.dtype, early: bool
+    ) -> tuple[Running, dict[str, Tensor], Tensor]:
         """The activation as it meets the probs; what the oracle is asked for, and its output."""
         act = self.activated(h, settings, dtype)
         asked = {"h": leaf(h)} | ({} if probs is None else {"probs": leaf(probs)})
@@ -169,10 +203,26 @@ class _Elementwise(Contract[ActivationCase]):
         """Where a NaN meets a minimum or a maximum, which may or may not pass it on."""
 
     def neighbour(self, case: ActivationCase) -> ActivationCase:
-        plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": "", "interleave": 0, "alpha": 0, "stored": False}
+        plain: dict[str, Any] = {
+            "golden": "",
+            "law": "",
+            "layout": "contiguous",
+            "layout_of": "",
+            "interleave": 0,
+            "alpha": 0,
+            "stored": False,
+        }
         kinds = GATED if self.function == "glu" else PLAIN
         other = kinds[kinds.index(case.kind or kinds[0]) - 1]
-        return replace(case, **plain, seed=case.seed + 1, kind=other, tokens=case.tokens + 1, width=case.width + 3, clamp=case.clamp + 4 if case.clamp else 0)
+        return replace(
+            case,
+            **plain,
+            seed=case.seed + 1,
+            kind=other,
+            tokens=case.tokens + 1,
+            width=case.width + 3,
+            clamp=case.clamp + 4 if case.clamp else 0,
+        )
 
     def simpler(self, case: ActivationCase) -> Iterator[ActivationCase]:
         settings = ("weights", "alpha", "kind", "interleave", "clamp", "offset", "early", "stored", "probs")
@@ -186,7 +236,9 @@ class _Elementwise(Contract[ActivationCase]):
             yield replace(case, grads=grad)
         yield from (replace(case, tokens=size) for size in shorter(case.tokens))
         for size in shorter(case.width):
-            yield replace(case, width=size, interleave=case.interleave if case.interleave and size % case.interleave == 0 else 0)
+            yield replace(
+                case, width=size, interleave=case.interleave if case.interleave and size % case.interleave == 0 else 0
+            )
 
 
 def activation_settings(case: Any) -> dict[str, Any]:

@@ -52,7 +52,15 @@ class _OfLogits(Contract[LogitsCase]):
     def neighbour(self, case: LogitsCase) -> LogitsCase:
         plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": "", "logits": ()}
         other = {"softmax": "sigmoid"}.get(case.score, "softmax") if self.function == "aux_loss_scores" else case.score
-        return replace(case, **plain, seed=case.seed + 1, score=other, experts=case.experts + 1, padding=0 if case.padding else 3, coeff=case.coeff + 8)
+        return replace(
+            case,
+            **plain,
+            seed=case.seed + 1,
+            score=other,
+            experts=case.experts + 1,
+            padding=0 if case.padding else 3,
+            coeff=case.coeff + 8,
+        )
 
     def simpler(self, case: LogitsCase) -> Iterator[LogitsCase]:
         return simpler_logits(case)
@@ -71,12 +79,21 @@ class AuxLossScores(_OfLogits):
     optional = ("score_function", "padding_mask")
 
     def legal(self, case: LogitsCase) -> Problem:
-        settings: dict[str, Any] = {"topk": case.topk} | ({"score_function": case.score} if case.score in ("sigmoid", "sqrtsoftplus") else {})
+        settings: dict[str, Any] = {"topk": case.topk} | (
+            {"score_function": case.score} if case.score in ("sigmoid", "sqrtsoftplus") else {}
+        )
         logits = logits_of(case)
         wanted = ("logits",) if case.grads else ()
         wide = {torch.float64: "float64"}.get(logits.dtype, "float32")
         cotangents = {"scores": payload(case.seed, "d_scores", (case.tokens, case.experts), wide)} if wanted else {}
-        return Problem(self.function, {"logits": logits}, settings | self.padding(case), {case.layout_of: case.layout}, wanted, cotangents)
+        return Problem(
+            self.function,
+            {"logits": logits},
+            settings | self.padding(case),
+            {case.layout_of: case.layout},
+            wanted,
+            cotangents,
+        )
 
     def expected(self, case: LogitsCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         logits, settings = problem.required["logits"], problem.settings
@@ -93,12 +110,16 @@ class AuxLossScores(_OfLogits):
         own_map = aux_loss_scores(logits, **settings).routing_map
         right: dict[str, Expectation] = {
             "routing_map": Chosen(own_map, scores.value, scores.error, counts, (logits.double(),), lowest, unspecified),
-            "scores": scores.masked(~padding[:, None]).bounded(accumulator_dtype(logits.dtype), value.scores.detach(), self._cells(unspecified, logits)),
+            "scores": scores.masked(~padding[:, None]).bounded(
+                accumulator_dtype(logits.dtype), value.scores.detach(), self._cells(unspecified, logits)
+            ),
         }
         if problem.wanted:
             (gradient,) = torch.autograd.grad(value.scores, oracle, problem.cotangents["scores"].double())
             rows = unspecified | ((logits < UNDERFLOW).any(1) if function == "sqrtsoftplus" else False)
-            analysis = aux_gradient(x, Running.of(problem.cotangents["scores"], dtype), function).masked(~padding[:, None])
+            analysis = aux_gradient(x, Running.of(problem.cotangents["scores"], dtype), function).masked(
+                ~padding[:, None]
+            )
             right["d_logits"] = analysis.bounded(logits.dtype, gradient, self._cells(rows & ~padding, logits))
         return right
 
@@ -158,7 +179,9 @@ class SinkhornRouting(_OfLogits):
         wanted = ("logits",) if case.grads else ()
         cotangents = {"probs": payload(case.seed, "d_probs", (case.tokens, case.experts), case.dtype)} if wanted else {}
         settings: dict[str, Any] = {"topk": case.topk} | ({"training": False} if case.evaluation else {})
-        return Problem(self.function, {"logits": logits_of(case)}, settings, {case.layout_of: case.layout}, wanted, cotangents)
+        return Problem(
+            self.function, {"logits": logits_of(case)}, settings, {case.layout_of: case.layout}, wanted, cotangents
+        )
 
     def expected(self, case: LogitsCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         logits, topk = problem.required["logits"], problem.settings["topk"]
@@ -169,10 +192,16 @@ class SinkhornRouting(_OfLogits):
         own = sinkhorn_routing(logits, **problem.settings).routing_map
         free = keys.value.isnan().any(1)
         lowest = declared.get("tie_rule") == "lowest_index"
-        right: dict[str, Expectation] = {"routing_map": Chosen(own, keys.value, keys.error, counts, (logits.double(),), lowest, free)}
-        right["probs"] = Given(own.double(), lambda out: activation.masked(out["routing_map"] != 0).bounded(logits.dtype))
+        right: dict[str, Expectation] = {
+            "routing_map": Chosen(own, keys.value, keys.error, counts, (logits.double(),), lowest, free)
+        }
+        right["probs"] = Given(
+            own.double(), lambda out: activation.masked(out["routing_map"] != 0).bounded(logits.dtype)
+        )
         if problem.wanted:
-            right["d_logits"] = Given(own.double(), lambda out: self._gradient(problem, out["routing_map"] != 0, activation, dtype))
+            right["d_logits"] = Given(
+                own.double(), lambda out: self._gradient(problem, out["routing_map"] != 0, activation, dtype)
+            )
         return right
 
     @staticmethod
@@ -184,7 +213,11 @@ class SinkhornRouting(_OfLogits):
         cost = Running.of(logits, dtype).exp()
         one = cost.constant(1.0)
         rows, columns = one / float(max(len(logits), 1)), one / float(logits.shape[1])
-        d1 = Running(torch.ones(1, logits.shape[1], dtype=torch.float64), torch.zeros(1, logits.shape[1], dtype=torch.float64), dtype)
+        d1 = Running(
+            torch.ones(1, logits.shape[1], dtype=torch.float64),
+            torch.zeros(1, logits.shape[1], dtype=torch.float64),
+            dtype,
+        )
         lows, highs = [], []
         while True:
             before = d1

@@ -25,9 +25,13 @@ class Problem:
     producer: "Problem | None" = None  # makes the opaque input that this call consumes
     produced: Any = None  # what the reference's producer makes of it
     blame: str = ""  # the argument that makes the call illegal
-    script: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None  # several calls: (implementation, placed inputs) -> named outputs
+    script: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = (
+        None  # several calls: (implementation, placed inputs) -> named outputs
+    )
     first: dict[str, Any] = field(default_factory=dict)  # of a script: what its first call is given, for `supports`
-    read: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None  # what outputs hold, looked at when the calls are over: (implementation, outputs)
+    read: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = (
+        None  # what outputs hold, looked at when the calls are over: (implementation, outputs)
+    )
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -63,7 +67,9 @@ class Contract(ABC, Generic[C]):
     outputs: tuple[str, ...]  # what the function returns, in order
     primary: str  # the output that the controls corrupt
     optional: tuple[str, ...] = ()  # keyword arguments that an implementation may lack
-    redundant: tuple[str, ...] = ()  # settings that are passed to those who take them; others find the same in the other arguments
+    redundant: tuple[
+        str, ...
+    ] = ()  # settings that are passed to those who take them; others find the same in the other arguments
     companions: tuple[str, ...] = ()  # functions that must be offered beside it
     static: tuple[str, ...] = ()  # settings that fix every shape, so that nothing needs to wait for the device
     laws: dict[str, Any] = {}  # noqa: RUF012  (filled once, where the contract is registered)
@@ -103,7 +109,10 @@ def expanded(problem: Problem) -> Problem:
     for name, layout in problem.layouts.items():
         if layout == "expanded":
             masters = {k: x[:1].expand(x.shape).clone() for k, x in problem.tensors.items() if k == name and len(x)}
-            cotangents = {k: x[:1].expand(x.shape).clone() if f"d_{k}" == name and len(x) else x for k, x in problem.cotangents.items()}
+            cotangents = {
+                k: x[:1].expand(x.shape).clone() if f"d_{k}" == name and len(x) else x
+                for k, x in problem.cotangents.items()
+            }
             return replace(problem.with_tensors(masters), cotangents=cotangents)
     return problem
 

@@ -32,8 +32,13 @@ class ChunksCase(Case):
     unused: str = ""
 
     def __post_init__(self) -> None:
-        if sorted(self.order) != list(range(len(self.sizes))) or min((*self.sizes, self.tail, self.hidden), default=0) < 0:
-            raise ValueError(f"order must be a permutation of the {len(self.sizes)} chunks, and sizes ≥ 0; they are {self.order}, {self.sizes}")
+        if (
+            sorted(self.order) != list(range(len(self.sizes)))
+            or min((*self.sizes, self.tail, self.hidden), default=0) < 0
+        ):
+            raise ValueError(
+                f"order must be a permutation of the {len(self.sizes)} chunks, and sizes ≥ 0; they are {self.order}, {self.sizes}"
+            )
 
 
 ChunksCase.serves("sort_chunks")
@@ -55,9 +60,15 @@ class SortChunks(Contract[ChunksCase]):
             "chunk_sizes": torch.tensor(case.sizes, dtype=kind),
             "order": torch.tensor(case.order, dtype=kind),
         }
-        settings: dict[str, Any] = {"probs": probabilities(case.seed, "probs", (count,), case.probs)} if case.probs else {}
+        settings: dict[str, Any] = (
+            {"probs": probabilities(case.seed, "probs", (count,), case.probs)} if case.probs else {}
+        )
         wanted = tuple(name for name in case.grads.split("+") if name)
-        cotangents = {"rows": payload(case.seed, "d_rows", (count, case.hidden), case.dtype)} if wanted and case.unused != "rows" else {}
+        cotangents = (
+            {"rows": payload(case.seed, "d_rows", (count, case.hidden), case.dtype)}
+            if wanted and case.unused != "rows"
+            else {}
+        )
         if wanted and case.probs and case.unused != "probs":
             cotangents["probs"] = payload(case.seed, "d_probs", (count,), case.probs)
         return Problem(self.function, required, settings, {case.layout_of: case.layout}, wanted, cotangents)
@@ -74,20 +85,45 @@ class SortChunks(Contract[ChunksCase]):
             if name in problem.wanted and source is not None:
                 cotangent = problem.cotangents.get(name, torch.zeros_like(source))
                 flat = cotangent if cotangent.dim() == 2 else cotangent[:, None]
-                right[f"d_{name}"] = Exact(sort_chunks(flat, sizes[order.long()], back).rows.reshape(source.shape), "values")
+                right[f"d_{name}"] = Exact(
+                    sort_chunks(flat, sizes[order.long()], back).rows.reshape(source.shape), "values"
+                )
         return right
 
     def neighbour(self, case: ChunksCase) -> ChunksCase:
         last = len(case.order) - 1
         order = tuple(last - i for i in case.order)
-        return replace(case, golden="", law="", seed=case.seed + 1, sizes=case.sizes[::-1], order=order, layout="contiguous", layout_of="")
+        return replace(
+            case,
+            golden="",
+            law="",
+            seed=case.seed + 1,
+            sizes=case.sizes[::-1],
+            order=order,
+            layout="contiguous",
+            layout_of="",
+        )
 
     def simpler(self, case: ChunksCase) -> Iterator[ChunksCase]:
-        for name in ("law", "values", "layout", "grads", "unused", "index_dtype", "dtype", "probs", "seed", "poison", "tail"):
+        for name in (
+            "law",
+            "values",
+            "layout",
+            "grads",
+            "unused",
+            "index_dtype",
+            "dtype",
+            "probs",
+            "seed",
+            "poison",
+            "tail",
+        ):
             default: Any = ChunksCase.__dataclass_fields__[name].default
             if getattr(case, name) != default:
                 changes = {name: default} | ({"layout_of": ""} if name == "layout" else {})
-                yield replace(case, **changes | ({"grads": "rows" if "rows" in case.grads else ""} if name == "probs" else {}))
+                yield replace(
+                    case, **changes | ({"grads": "rows" if "rows" in case.grads else ""} if name == "probs" else {})
+                )
         for i in range(len(case.sizes)):
             place = case.order.index(i)
             rest = tuple(o - (o > i) for o in case.order[:place] + case.order[place + 1 :])
@@ -96,7 +132,11 @@ class SortChunks(Contract[ChunksCase]):
             for smaller in sorted({0, 1, 2, size // 2, size - 1}):
                 if 0 <= smaller < size:
                     yield replace(case, sizes=(*case.sizes[:i], smaller, *case.sizes[i + 1 :]))
-        yield from (replace(case, hidden=h) for h in sorted({0, 1, 2, case.hidden // 2, case.hidden - 1}) if 0 <= h < case.hidden)
+        yield from (
+            replace(case, hidden=h)
+            for h in sorted({0, 1, 2, case.hidden // 2, case.hidden - 1})
+            if 0 <= h < case.hidden
+        )
         yield from (replace(case, tail=t) for t in sorted({1, case.tail // 2}) if 0 < t < case.tail)
         for grad in case.grads.split("+") if "+" in case.grads else ():
             yield replace(case, grads=grad)

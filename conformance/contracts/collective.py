@@ -15,7 +15,9 @@ from conformance.contracts.base import C, Contract, Problem, expanded
 from conformance.judge import Expectation
 from conformance.judge.exact import bits
 
-Worldwide = tuple[list[Problem], list[dict[str, Expectation]]]  # a golden case: each rank's call, and what is right there
+Worldwide = tuple[
+    list[Problem], list[dict[str, Expectation]]
+]  # a golden case: each rank's call, and what is right there
 
 
 @dataclass
@@ -59,7 +61,9 @@ class Collective(Ranked[C]):
     """Inputs, expected outputs and laws of a function that only ranks call, with a group."""
 
     def connected(self, call: Problem, place: Place) -> Problem:
-        chain = replace(call.producer, settings=call.producer.settings | {"group": place.group}) if call.producer else None
+        chain = (
+            replace(call.producer, settings=call.producer.settings | {"group": place.group}) if call.producer else None
+        )
         return replace(call, settings=call.settings | {"group": place.group}, producer=chain)
 
     def legal(self, case: C) -> Problem:
@@ -76,9 +80,18 @@ class AtRank(Contract[C], Generic[C]):
         self.whole, self.place = whole, place
         self._made: dict[C, list[Problem]] = {}
         self.function, self.outputs, self.primary = whole.function, whole.outputs, whole.primary
-        self.optional, self.redundant, self.companions, self.static = whole.optional, whole.redundant, whole.companions, whole.static
+        self.optional, self.redundant, self.companions, self.static = (
+            whole.optional,
+            whole.redundant,
+            whole.companions,
+            whole.static,
+        )
         self.laws, self.illegal = whole.laws, whole.illegal
-        self.golden = {name: (self.own(calls), right[place.rank]) for name, (calls, right) in whole.worldwide.items() if len(calls) == place.ranks}
+        self.golden = {
+            name: (self.own(calls), right[place.rank])
+            for name, (calls, right) in whole.worldwide.items()
+            if len(calls) == place.ranks
+        }
 
     def legal(self, case: C) -> Problem:
         calls = self.calls(case)
@@ -107,7 +120,9 @@ class AtRank(Contract[C], Generic[C]):
 
 def digest(call: Problem) -> int:
     """A number that differs where the call's tensors do, in this process or in another."""
-    return crc32(b"".join(name.encode() + bits(x).tobytes() for name, x in sorted((call.tensors | call.cotangents).items())))
+    return crc32(
+        b"".join(name.encode() + bits(x).tobytes() for name, x in sorted((call.tensors | call.cotangents).items()))
+    )
 
 
 def ranks_of(contract: Contract[Any], case: Case) -> int:

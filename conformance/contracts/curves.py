@@ -81,7 +81,9 @@ def settled(x: Running, dtype: torch.dtype) -> Running:
     value, (low, high) = x.value.to(dtype).double(), x.ends(dtype)
     tiny = torch.finfo(dtype).tiny if dtype != torch.float16 else 0.0
     flushed = torch.where((value != 0) & (value.abs() <= tiny), tiny, torch.zeros_like(value))
-    return Running(value, torch.where(value.isfinite(), torch.maximum(high - value, value - low) + flushed, 0.0), x.dtype)
+    return Running(
+        value, torch.where(value.isfinite(), torch.maximum(high - value, value - low) + flushed, 0.0), x.dtype
+    )
 
 
 def concluded(x: Running, dtype: torch.dtype) -> Running:

@@ -22,7 +22,9 @@ class DeepEPLayout(Contract[IndicesCase]):
 
     def legal(self, case: IndicesCase) -> Problem:
         required = {"indices": indices(case).to(getattr(torch, case.index_dtype))}
-        return Problem(self.function, required, {"num_experts": case.experts, "ranks": case.ranks}, {case.layout_of: case.layout})
+        return Problem(
+            self.function, required, {"num_experts": case.experts, "ranks": case.ranks}, {case.layout_of: case.layout}
+        )
 
     def expected(self, case: IndicesCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         out = deepep_layout(problem.required["indices"], **problem.settings)
@@ -30,7 +32,9 @@ class DeepEPLayout(Contract[IndicesCase]):
 
     def neighbour(self, case: IndicesCase) -> IndicesCase:
         experts = case.experts + case.ranks
-        return replace(case, golden="", law="", seed=case.seed + 1, slots=(), experts=experts, layout="contiguous", layout_of="")
+        return replace(
+            case, golden="", law="", seed=case.seed + 1, slots=(), experts=experts, layout="contiguous", layout_of=""
+        )
 
     def simpler(self, case: IndicesCase) -> Iterator[IndicesCase]:
         return simpler_indices(case)

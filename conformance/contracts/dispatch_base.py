@@ -48,7 +48,9 @@ def together(calls: Sequence[Problem]) -> list[Any]:
         listed[name] = [call.required[name] for call in calls]
         if isinstance(first.required[name], Opaque):
             listed[name] = handles_of(calls)
-    settings = {name: [call.settings[name] for call in calls] if name in LISTED else x for name, x in first.settings.items()}
+    settings = {
+        name: [call.settings[name] for call in calls] if name in LISTED else x for name, x in first.settings.items()
+    }
     if "biases" in settings:
         settings["biases"] = [[call.settings["biases"][i] for call in calls] for i in range(len(settings["biases"]))]
     results: list[Any] = getattr(moe_ref, first.function)(*listed.values(), **settings)
@@ -65,7 +67,13 @@ def row_tokens_of(handles: Sequence[Any]) -> list[Tensor]:
     return list(handles[0].row_tokens)
 
 
-def after(function: str, dispatches: Sequence[Problem], made: Sequence[Any], rows: Sequence[Expectation], calls: Sequence[dict[str, Any]]) -> list[Problem]:
+def after(
+    function: str,
+    dispatches: Sequence[Problem],
+    made: Sequence[Any],
+    rows: Sequence[Expectation],
+    calls: Sequence[dict[str, Any]],
+) -> list[Problem]:
     """Calls that consume the handles of these dispatches, whose rows must be as said; `made` is what the reference makes of them."""
     return [
         Problem(function, producer=dispatch, produced=SimpleNamespace(rows=right, made=out, row_map=None), **call)
@@ -96,7 +104,10 @@ def where_rows(chosen: Tensor, x: Tensor, y: Tensor) -> Tensor:
 def garbage_in(rows: Tensor, real: Tensor, poison: str) -> Tensor:
     """The rows, with garbage where nothing may be read."""
     value = POISONED[poison]
-    return rows.masked_fill(~real.reshape(*real.shape, *(1,) * (rows.dim() - real.dim())), torch.finfo(rows.dtype).max if value is None else value)
+    return rows.masked_fill(
+        ~real.reshape(*real.shape, *(1,) * (rows.dim() - real.dim())),
+        torch.finfo(rows.dtype).max if value is None else value,
+    )
 
 
 def given_probs(probs: Tensor, read: Tensor) -> Tensor:
@@ -118,7 +129,9 @@ def p_style(case: DispatchCase) -> str:
     return "integers" if case.values == "integers" else "dyadic"
 
 
-def cotangents_of(case: DispatchCase, name: str, lengths: list[int], columns: tuple[int, ...] | None = None) -> list[Tensor]:
+def cotangents_of(
+    case: DispatchCase, name: str, lengths: list[int], columns: tuple[int, ...] | None = None
+) -> list[Tensor]:
     """A cotangent of the rows or tokens of each rank."""
     return values_of(case, f"d_{name}", lengths, columns, style=d_style(case))
 
@@ -139,7 +152,9 @@ def moved(x_GH: Tensor, source_P: Tensor) -> Tensor:
 # ---- sums
 
 
-def tree_of(case: DispatchCase, dtype: torch.dtype, declared: Mapping[str, Any], reduce: torch.dtype) -> tuple[str, Tree]:
+def tree_of(
+    case: DispatchCase, dtype: torch.dtype, declared: Mapping[str, Any], reduce: torch.dtype
+) -> tuple[str, Tree]:
     """How the dispatcher adds, and what its parts are; `reduce` is the dtype that ranks add in where the dispatcher has a choice."""
     accumulator = accumulator_of(declared, dtype)
     if case.dispatcher == "allgather":
@@ -151,7 +166,9 @@ def tree_of(case: DispatchCase, dtype: torch.dtype, declared: Mapping[str, Any],
     return "rows", flat(accumulator)
 
 
-def sum_of_rows(case: DispatchCase, rows: Sequence[Tensor], row_tokens: Sequence[Tensor], kind: str, tree: Tree) -> list[Bounded]:
+def sum_of_rows(
+    case: DispatchCase, rows: Sequence[Tensor], row_tokens: Sequence[Tensor], kind: str, tree: Tree
+) -> list[Bounded]:
     """y[g] = Σ of the rows that came from g, on all ranks, of each rank's tokens."""
     dtype = rows[0].dtype
     every, source = torch.cat(list(rows)).double(), torch.cat(list(row_tokens))

@@ -56,7 +56,10 @@ def dispatches(case: DispatchCase) -> list[Problem]:
     """The dispatch of each rank, without gradients."""
     maps, tokens = maps_of(case), values_of(case, "tokens", list(case.counts))
     settings = settings_of(case, maps)
-    calls = [Problem(f"{case.dispatcher}_dispatch", {"tokens": x, "routing_map": own}, dict(settings)) for x, own in zip(tokens, maps, strict=True)]
+    calls = [
+        Problem(f"{case.dispatcher}_dispatch", {"tokens": x, "routing_map": own}, dict(settings))
+        for x, own in zip(tokens, maps, strict=True)
+    ]
     if case.probs:
         for call, probs in zip(calls, probs_of(case, "probs", list(case.counts), (case.experts,)), strict=True):
             # what is not routed must not be read, except where a capacity fills up with unrouted tokens
@@ -87,12 +90,19 @@ class MapDispatch(Dispatching):
             for own, d_rows in zip(cotangents, cotangents_of(case, "rows", lengths), strict=True):
                 own["rows"] = d_rows
         if wanted and case.unused != "probs" and case.probs:
-            for own, d_probs in zip(cotangents, values_of(case, "d_probs", lengths, (), case.probs, p_style(case)), strict=True):
+            for own, d_probs in zip(
+                cotangents, values_of(case, "d_probs", lengths, (), case.probs, p_style(case)), strict=True
+            ):
                 own["probs"] = d_probs
         layouts = {case.layout_of: case.layout}
-        return [Problem(call.function, call.required, call.settings, layouts, wanted, own) for call, own in zip(calls, cotangents, strict=True)]
+        return [
+            Problem(call.function, call.required, call.settings, layouts, wanted, own)
+            for call, own in zip(calls, cotangents, strict=True)
+        ]
 
-    def right(self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]) -> list[dict[str, Expectation]]:
+    def right(
+        self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]
+    ) -> list[dict[str, Expectation]]:
         every = together(calls)
         right: list[dict[str, Expectation]] = []
         for out in every:
@@ -104,21 +114,33 @@ class MapDispatch(Dispatching):
             own["overflow"] = Exact(out.overflow, "integers", flag=True)
             right.append(own)
         for name in calls[0].wanted:
-            gradients = self._d_tokens(case, calls, every, declared) if name == "tokens" else self._d_probs(case, calls, every)
+            gradients = (
+                self._d_tokens(case, calls, every, declared) if name == "tokens" else self._d_probs(case, calls, every)
+            )
             for own, gradient in zip(right, gradients, strict=True):
                 own[f"d_{name}"] = gradient
         return right
 
     @staticmethod
-    def _d_tokens(case: DispatchCase, calls: list[Problem], every: list[Any], declared: Mapping[str, Any]) -> list[Expectation]:
-        d_rows = [call.cotangents.get("rows", torch.zeros_like(out.rows)) for call, out in zip(calls, every, strict=True)]
+    def _d_tokens(
+        case: DispatchCase, calls: list[Problem], every: list[Any], declared: Mapping[str, Any]
+    ) -> list[Expectation]:
+        d_rows = [
+            call.cotangents.get("rows", torch.zeros_like(out.rows)) for call, out in zip(calls, every, strict=True)
+        ]
         dtype = d_rows[0].dtype
-        return list(sum_of_rows(case, d_rows, row_tokens_of([out.handle for out in every]), *tree_of(case, dtype, declared, dtype)))
+        return list(
+            sum_of_rows(
+                case, d_rows, row_tokens_of([out.handle for out in every]), *tree_of(case, dtype, declared, dtype)
+            )
+        )
 
     @staticmethod
     def _d_probs(case: DispatchCase, calls: list[Problem], every: list[Any]) -> list[Expectation]:
         """Moved back to where they came from; with shards, the sum over those in the probs' dtype, as ranks add."""
-        d_probs = torch.cat([call.cotangents.get("probs", torch.zeros_like(out.probs)) for call, out in zip(calls, every, strict=True)])
+        d_probs = torch.cat(
+            [call.cotangents.get("probs", torch.zeros_like(out.probs)) for call, out in zip(calls, every, strict=True)]
+        )
         plan: RoutePlan = every[0].handle.plan
         cells = torch.cat([row_cells(plan, rank) for rank in range(plan.ranks)])
         real = cells != NOWHERE
@@ -126,11 +148,25 @@ class MapDispatch(Dispatching):
         token, group, _, local = torch.unravel_index(cells[real], shaped)
         place = (token * (case.ranks // case.shards) + group) * case.local_experts + local
         tree = flat(d_probs.dtype)
-        whole = tree_bound(case, d_probs[real].double(), torch.arange(len(place)), place, case.tokens * case.experts, d_probs.dtype, tree)
+        whole = tree_bound(
+            case,
+            d_probs[real].double(),
+            torch.arange(len(place)),
+            place,
+            case.tokens * case.experts,
+            d_probs.dtype,
+            tree,
+        )
         if case.shards > 1:
-            parts = zip(*(x.reshape(case.tokens, case.experts).split(list(case.counts)) for x in (whole.value, whole.bound)), strict=True)
+            parts = zip(
+                *(x.reshape(case.tokens, case.experts).split(list(case.counts)) for x in (whole.value, whole.bound)),
+                strict=True,
+            )
             return [type(whole)(value, bound, whole.dtype, whole.accumulator) for value, bound in parts]
-        return [masked_exact(own.to(d_probs.dtype)) for own in whole.value.reshape(case.tokens, case.experts).split(list(case.counts))]
+        return [
+            masked_exact(own.to(d_probs.dtype))
+            for own in whole.value.reshape(case.tokens, case.experts).split(list(case.counts))
+        ]
 
 
 class MapCombine(Dispatching):
@@ -151,7 +187,13 @@ class MapCombine(Dispatching):
         wanted = wanted_of(case)
         calls: list[dict[str, Any]] = []
         for rows, own in zip(values_of(case, "rows", lengths), row_tokens, strict=True):
-            calls.append({"required": {"rows": garbage_in(rows, own != NOWHERE, case.poison), "handle": HANDLE}, "settings": {}, "cotangents": {}})
+            calls.append(
+                {
+                    "required": {"rows": garbage_in(rows, own != NOWHERE, case.poison), "handle": HANDLE},
+                    "settings": {},
+                    "cotangents": {},
+                }
+            )
         if self.with_probs and case.probs:
             for call, probs, own in zip(calls, probs_of(case, "row probs", lengths, ()), row_tokens, strict=True):
                 call["settings"]["probs"] = given_probs(probs, own != NOWHERE)
@@ -159,31 +201,49 @@ class MapCombine(Dispatching):
             for call, d_tokens in zip(calls, cotangents_of(case, "tokens", list(case.counts)), strict=True):
                 call["cotangents"]["tokens"] = d_tokens
         if wanted and case.unused != "probs" and "probs" in calls[0]["settings"]:
-            for call, d_probs in zip(calls, values_of(case, "d_probs", list(case.counts), (case.experts,), case.probs, p_style(case)), strict=True):
+            for call, d_probs in zip(
+                calls,
+                values_of(case, "d_probs", list(case.counts), (case.experts,), case.probs, p_style(case)),
+                strict=True,
+            ):
                 call["cotangents"]["probs"] = d_probs
         common = {"layouts": {case.layout_of: case.layout}, "wanted": wanted}
         expected = [free_behind("rows", out.rows, specified(case, out)) for out in made]
         return after(self.function, before, made, expected, [call | common for call in calls])
 
-    def right(self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]) -> list[dict[str, Expectation]]:
+    def right(
+        self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]
+    ) -> list[dict[str, Expectation]]:
         handles = handles_of(calls)
         row_tokens = row_tokens_of(handles)
         rows = [call.required["rows"] for call in calls]
         accumulator = accumulator_of(declared, rows[0].dtype)
         reduce = dtype_of(case.probs) if case.probs else accumulator
         kind, tree = tree_of(case, rows[0].dtype, declared, reduce)
-        right: list[dict[str, Expectation]] = [{"tokens": own} for own in sum_of_rows(case, rows, row_tokens, kind, tree)]
+        right: list[dict[str, Expectation]] = [
+            {"tokens": own} for own in sum_of_rows(case, rows, row_tokens, kind, tree)
+        ]
         plan: RoutePlan = handles[0].plan
         if "probs" in calls[0].settings:
             for own, out in zip(right, together(calls), strict=True):
                 own["probs"] = masked_exact(out.probs)
         if "rows" in calls[0].wanted:
-            d_tokens = torch.cat([call.cotangents.get("tokens", x.new_zeros(n, x.shape[1])) for call, x, n in zip(calls, rows, case.counts, strict=True)])
+            d_tokens = torch.cat(
+                [
+                    call.cotangents.get("tokens", x.new_zeros(n, x.shape[1]))
+                    for call, x, n in zip(calls, rows, case.counts, strict=True)
+                ]
+            )
             for own, source in zip(right, row_tokens, strict=True):
                 own["d_rows"] = self._d_rows(case, moved(d_tokens, source), reduce)
         if "probs" in calls[0].wanted:
             like = calls[0].settings["probs"]
-            d_probs = torch.cat([call.cotangents.get("probs", like.new_zeros(n, case.experts)) for call, n in zip(calls, case.counts, strict=True)])
+            d_probs = torch.cat(
+                [
+                    call.cotangents.get("probs", like.new_zeros(n, case.experts))
+                    for call, n in zip(calls, case.counts, strict=True)
+                ]
+            )
             for rank, own in enumerate(right):
                 own["d_probs"] = masked_exact(moved(d_probs.flatten(), row_cells(plan, rank)))
         return right
@@ -220,20 +280,30 @@ class CachedDispatch(Dispatching):
             }
             for rank, tokens in enumerate(values_of(case, "other tokens", list(case.counts)))
         ]
-        return after(self.function, before, made, [free_behind("rows", out.rows, self._said(case, out)) for out in made], calls)
+        return after(
+            self.function, before, made, [free_behind("rows", out.rows, self._said(case, out)) for out in made], calls
+        )
 
     @staticmethod
     def _said(case: DispatchCase, out: Any) -> Tensor:
         """[P]: rows that are specified: of DeepEP, those that were received."""
-        return specified(case, out) if case.dispatcher == "hybridep" else out.handle.row_tokens[out.handle.rank] != NOWHERE
+        return (
+            specified(case, out) if case.dispatcher == "hybridep" else out.handle.row_tokens[out.handle.rank] != NOWHERE
+        )
 
-    def right(self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]) -> list[dict[str, Expectation]]:
+    def right(
+        self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]
+    ) -> list[dict[str, Expectation]]:
         made, fresh = [call.produced.made for call in calls], together(calls)
         pairs = zip(made, fresh, strict=True)
-        right: list[dict[str, Expectation]] = [{"rows": free_behind("rows", rows, self._said(case, out))} for out, rows in pairs]
+        right: list[dict[str, Expectation]] = [
+            {"rows": free_behind("rows", rows, self._said(case, out))} for out, rows in pairs
+        ]
         if "tokens" in calls[0].wanted:
             d_rows = [call.cotangents["rows"] for call in calls]
             tree = tree_of(case, d_rows[0].dtype, declared, d_rows[0].dtype)
-            for own, gradient in zip(right, sum_of_rows(case, d_rows, row_tokens_of([out.handle for out in made]), *tree), strict=True):
+            for own, gradient in zip(
+                right, sum_of_rows(case, d_rows, row_tokens_of([out.handle for out in made]), *tree), strict=True
+            ):
                 own["d_tokens"] = gradient
         return right

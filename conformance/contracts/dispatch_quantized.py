@@ -40,7 +40,9 @@ class HybridEPDispatch(MapDispatch):
         calls = super().calls(case)
         return [with_recipe(call, RECIPES[case.fp8]) for call in calls] if case.fp8 else calls
 
-    def right(self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]) -> list[dict[str, Expectation]]:
+    def right(
+        self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]
+    ) -> list[dict[str, Expectation]]:
         if not case.fp8:
             return super().right(case, calls, declared)
         right = super().right(case, [_without_recipe(call) for call in calls], declared)
@@ -49,7 +51,9 @@ class HybridEPDispatch(MapDispatch):
         sums = moe_ref.hybridep_combine(numbers, [out.handle for out in every])
         reciprocal = declared.get("scale_arithmetic") == "reciprocal"
         return [
-            {name: x for name, x in own.items() if name != "rows"} | _form_right(out, reciprocal) | {"sums": Exact(total.tokens, "values")}
+            {name: x for name, x in own.items() if name != "rows"}
+            | _form_right(out, reciprocal)
+            | {"sums": Exact(total.tokens, "values")}
             for own, out, total in zip(right, every, sums, strict=True)
         ]
 
@@ -59,20 +63,28 @@ def with_recipe(call: Problem, recipe: Recipe) -> Problem:
     layouts = {"d_dequantized" if of == "d_rows" else of: layout for of, layout in call.layouts.items()}
     cotangents = {"dequantized" if name == "rows" else name: x for name, x in call.cotangents.items()}
     settings = call.settings | {"recipe": recipe}
-    return replace(call, settings=settings, layouts=layouts, cotangents=cotangents, script=_script, first=call.required, read=_read)
+    return replace(
+        call, settings=settings, layouts=layouts, cotangents=cotangents, script=_script, first=call.required, read=_read
+    )
 
 
 def _without_recipe(call: Problem) -> Problem:
     cotangents = {"rows" if name == "dequantized" else name: x for name, x in call.cotangents.items()}
-    return replace(call, settings={name: x for name, x in call.settings.items() if name != "recipe"}, cotangents=cotangents)
+    return replace(
+        call, settings={name: x for name, x in call.settings.items() if name != "recipe"}, cotangents=cotangents
+    )
 
 
 def _script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Dispatch, say what the codes stand for, and see where the handle says that rows are."""
     settings = {name: given[name] for name in KEYWORDS if name in given}
-    outputs = named_outputs(implementation.call("hybridep_dispatch", given["tokens"], given["routing_map"], **settings), OUTPUTS)
+    outputs = named_outputs(
+        implementation.call("hybridep_dispatch", given["tokens"], given["routing_map"], **settings), OUTPUTS
+    )
     outputs["dequantized"] = implementation.call("dequantize", outputs["rows"])
-    combined = implementation.call("hybridep_combine", _numbers(outputs["dequantized"]), outputs["handle"], group=given["group"])
+    combined = implementation.call(
+        "hybridep_combine", _numbers(outputs["dequantized"]), outputs["handle"], group=given["group"]
+    )
     return outputs | {"sums": named_outputs(combined, ("tokens", "probs"))["tokens"]}
 
 
@@ -92,7 +104,11 @@ def _read(implementation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
 
 def _form_right(out: Any, reciprocal: bool) -> dict[str, Expectation]:
     """What is right of one rank's codes, scales and values."""
-    outputs = {"tokens_per_expert": out.tokens_per_expert, "rows": out.rows, "dequantized": moe_ref.dequantize(out.rows)}
+    outputs = {
+        "tokens_per_expert": out.tokens_per_expert,
+        "rows": out.rows,
+        "dequantized": moe_ref.dequantize(out.rows),
+    }
     known = {"amax": moe_ref.amax(out.rows)}
     form: Form = out.rows.form(False)
     inside = replace(form, source_MN=form.source_MN[: int(out.tokens_per_expert.sum())])
@@ -102,4 +118,8 @@ def _form_right(out: Any, reciprocal: bool) -> dict[str, Expectation]:
 
 def _knowing(expected: Expectation, known: dict[str, Tensor]) -> Expectation:
     """The expectation, given outputs that there are not, too."""
-    return Given(expected.value, lambda outputs: expected.make({**outputs, **known})) if isinstance(expected, Given) else expected
+    return (
+        Given(expected.value, lambda outputs: expected.make({**outputs, **known}))
+        if isinstance(expected, Given)
+        else expected
+    )

@@ -43,7 +43,10 @@ OUTPUTS = ("rows", "scales", "tokens_per_expert", "source_tokens", "layout_range
 def dispatches(case: DispatchCase) -> list[Problem]:
     """The dispatch of each rank, without gradients."""
     copies = case.topk if case.repeats == "count each" else 1  # of a token, that one slab may have to hold
-    settings: dict[str, Any] = {"num_experts": case.experts, "max_tokens_per_rank": max(*case.counts, 1) * copies + max(case.slack or 0, 0)}
+    settings: dict[str, Any] = {
+        "num_experts": case.experts,
+        "max_tokens_per_rank": max(*case.counts, 1) * copies + max(case.slack or 0, 0),
+    }
     if case.fp8:
         settings["use_fp8"] = True
     if case.fp8 == "powers":
@@ -51,7 +54,10 @@ def dispatches(case: DispatchCase) -> list[Problem]:
     if case.repeats:
         settings["policy"] = policy_of(case)
     tokens = values_of(case, "tokens", list(case.counts))
-    return [Problem("deepep_low_latency_dispatch", {"tokens": x, "indices": own}, dict(settings)) for x, own in zip(tokens, indices_of(case), strict=True)]
+    return [
+        Problem("deepep_low_latency_dispatch", {"tokens": x, "indices": own}, dict(settings))
+        for x, own in zip(tokens, indices_of(case), strict=True)
+    ]
 
 
 def order_of(layout_range: Tensor, source_tokens: Tensor, right: Any) -> Tensor | None:
@@ -97,7 +103,11 @@ def _arranged(name: str, right: Any, received: Tensor) -> Given:
 
     def make(outputs: Mapping[str, Any]) -> Exact:
         got, layout, tokens = (outputs.get(key) for key in (name, "layout_range", "source_tokens"))
-        if not (isinstance(got, Tensor) and isinstance(layout, Tensor) and isinstance(tokens, Tensor)) or got.shape != value.shape or got.dtype != value.dtype:
+        if (
+            not (isinstance(got, Tensor) and isinstance(layout, Tensor) and isinstance(tokens, Tensor))
+            or got.shape != value.shape
+            or got.dtype != value.dtype
+        ):
             return Exact(value)
         order = order_of(layout, tokens, right)
         if order is None:
@@ -114,7 +124,9 @@ def _ranges(right: Any) -> Given:
         got = outputs.get("layout_range")
         if isinstance(got, Tensor) and got.shape == right.layout_range.shape and not got.is_floating_point():
             begin, count = got.long() // COUNT, got.long() % COUNT
-            held = torch.where(count > 0, begin, count.sum(1, keepdim=True))  # where an empty segment begins says nothing
+            held = torch.where(
+                count > 0, begin, count.sum(1, keepdim=True)
+            )  # where an empty segment begins says nothing
             first, where = held.sort(1)
             tiles = (first == count.gather(1, where).cumsum(1) - count.gather(1, where)).all()
             if tiles and torch.equal(count, right.layout_range % COUNT):
@@ -164,20 +176,36 @@ class LowLatencyDispatch(Dispatching):
             return [Problem(call.function, call.required, call.settings, layouts) for call in calls]
         every = together(calls)
         d_rows = [
-            own.reshape(out.rows.shape) for own, out in zip(cotangents_of(case, "rows", [out.rows.shape[:2].numel() for out in every]), every, strict=True)
+            own.reshape(out.rows.shape)
+            for own, out in zip(
+                cotangents_of(case, "rows", [out.rows.shape[:2].numel() for out in every]), every, strict=True
+            )
         ]
         return [
-            Problem(call.function, call.required, call.settings, layouts, wanted, {"ordered": own}, script=_in_the_references_order(out), first=call.required)
+            Problem(
+                call.function,
+                call.required,
+                call.settings,
+                layouts,
+                wanted,
+                {"ordered": own},
+                script=_in_the_references_order(out),
+                first=call.required,
+            )
             for call, out, own in zip(calls, every, d_rows, strict=True)
         ]
 
-    def right(self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]) -> list[dict[str, Expectation]]:
+    def right(
+        self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]
+    ) -> list[dict[str, Expectation]]:
         every = together(calls)
         right = [judged(out) for out in every]
         if calls[0].wanted:
             d_rows = [call.cotangents["ordered"].flatten(0, 1) for call in calls]
             tree = tree_of(case, d_rows[0].dtype, declared, d_rows[0].dtype)
-            for own, gradient in zip(right, sum_of_rows(case, d_rows, row_tokens_of([out.handle for out in every]), *tree), strict=True):
+            for own, gradient in zip(
+                right, sum_of_rows(case, d_rows, row_tokens_of([out.handle for out in every]), *tree), strict=True
+            ):
                 own["d_tokens"] = gradient
         return right
 
@@ -186,8 +214,12 @@ def _in_the_references_order(right: Any) -> Any:
     """Dispatch, with its rows once more in the reference's order: what a cotangent is given of."""
 
     def script(implementation: Implementation, given: dict[str, Any]) -> dict[str, Any]:
-        settings = {name: given[name] for name in ("num_experts", "max_tokens_per_rank", "policy", "group") if name in given}
-        outputs = named_outputs(implementation.call("deepep_low_latency_dispatch", given["tokens"], given["indices"], **settings), OUTPUTS)
+        settings = {
+            name: given[name] for name in ("num_experts", "max_tokens_per_rank", "policy", "group") if name in given
+        }
+        outputs = named_outputs(
+            implementation.call("deepep_low_latency_dispatch", given["tokens"], given["indices"], **settings), OUTPUTS
+        )
         order = order_of(outputs["layout_range"].detach(), outputs["source_tokens"].detach(), right)
         if order is not None:
             outputs["ordered"] = in_order(outputs["rows"], order.argsort(1))
@@ -212,14 +244,20 @@ class LowLatencyCombine(Dispatching):
         lengths = [out.rows.shape[:2].numel() for out in made]
         for rank, rows in enumerate(values_of(case, "rows", lengths)):
             received = made[rank].handle.row_tokens[rank] != NOWHERE
-            slab = garbage_in(self._alike(rows, made[rank]), received, case.poison).reshape(*made[rank].rows.shape[:2], case.hidden)
+            slab = garbage_in(self._alike(rows, made[rank]), received, case.poison).reshape(
+                *made[rank].rows.shape[:2], case.hidden
+            )
             required = {"rows": slab, "indices": indices[rank], "probs": given_probs(probs[rank], indices[rank] >= 0)}
-            calls.append({"required": required, "cotangents": {}, "script": in_its_own_order(made[rank]), "first": required})
+            calls.append(
+                {"required": required, "cotangents": {}, "script": in_its_own_order(made[rank]), "first": required}
+            )
         if wanted:
             for call, d_tokens in zip(calls, cotangents_of(case, "tokens", counts), strict=True):
                 call["cotangents"]["tokens"] = d_tokens
         common = {"layouts": {case.layout_of: case.layout}, "wanted": wanted}
-        return after(self.function, before, made, [judged(out)["rows"] for out in made], [call | common for call in calls])
+        return after(
+            self.function, before, made, [judged(out)["rows"] for out in made], [call | common for call in calls]
+        )
 
     @staticmethod
     def _alike(rows: Tensor, out: Any) -> Tensor:
@@ -230,7 +268,9 @@ class LowLatencyCombine(Dispatching):
         first = (torch.arange(same.numel()).reshape(same.shape) * (1 - same)).cummax(1).values
         return rows[first.flatten()]
 
-    def right(self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]) -> list[dict[str, Expectation]]:
+    def right(
+        self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]
+    ) -> list[dict[str, Expectation]]:
         handle = handles_of(calls)[0]
         plan: RoutePlan = handle.plan
         rows = torch.cat([call.required["rows"].flatten(0, 1) for call in calls])
@@ -241,14 +281,18 @@ class LowLatencyCombine(Dispatching):
         row, weight = row_GK[token, slot], probs[token, slot].double()
         terms = rows[row].double() * weight[:, None]
         # a product may be rounded before it is added
-        whole = tree_bound(case, terms, torch.arange(len(row)), token, case.tokens, rows.dtype, flat(accumulator).rounded_first())
+        whole = tree_bound(
+            case, terms, torch.arange(len(row)), token, case.tokens, rows.dtype, flat(accumulator).rounded_first()
+        )
         right: list[dict[str, Expectation]] = [{"tokens": own} for own in split_bound(whole, case.counts)]
         if not calls[0].wanted:
             return right
         d_tokens = torch.cat([call.cotangents["tokens"] for call in calls]).double()
         if "rows" in calls[0].wanted:
             value = torch.zeros(rows.shape, dtype=torch.float64).index_add(0, row, d_tokens[token] * weight[:, None])
-            size = torch.zeros(rows.shape, dtype=torch.float64).index_add(0, row, (d_tokens[token] * weight[:, None]).abs())
+            size = torch.zeros(rows.shape, dtype=torch.float64).index_add(
+                0, row, (d_tokens[token] * weight[:, None]).abs()
+            )
             repeated = int(torch.bincount(row, minlength=1).max())
             every = sum_bound(value, size, repeated + 1, rows.dtype, accumulator)
             for own, out in zip(right, split_bound(every, [len(rows) // case.ranks] * case.ranks), strict=True):
@@ -273,6 +317,10 @@ def in_its_own_order(right: Any) -> Any:
         assert order is not None, "dispatch is wrong, and its rows were judged"
         group = {"group": given["group"]} if "group" in given else {}
         rows = in_order(given["rows"], order)
-        return {"tokens": implementation.call("deepep_low_latency_combine", rows, given["indices"], given["probs"], made["handle"], **group)}
+        return {
+            "tokens": implementation.call(
+                "deepep_low_latency_combine", rows, given["indices"], given["probs"], made["handle"], **group
+            )
+        }
 
     return script

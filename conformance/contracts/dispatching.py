@@ -16,7 +16,20 @@ from moe_ref.config import FP8_BLOCK
 SPREADS = ("uniform", "skewed", "one_rank", "local", "ragged", "empty", "same")
 STYLES = ("dyadic", "integers", "wide", "special")
 MOST_RANKS = 8
-PLAINER: tuple[str, ...] = ("law", "values", "zero_probs", "layout", "grads", "unused", "map_dtype", "index_dtype", "dtype", "probs", "seed", "poison")
+PLAINER: tuple[str, ...] = (
+    "law",
+    "values",
+    "zero_probs",
+    "layout",
+    "grads",
+    "unused",
+    "map_dtype",
+    "index_dtype",
+    "dtype",
+    "probs",
+    "seed",
+    "poison",
+)
 PLAINER += ("slack", "capacity", "align", "shards", "scales", "fp8", "biases", "repeats", "drop_zeros")
 EXPLICIT_SLOTS = 2**9  # routings up to this size are written out when a case is reduced
 MAPPED = ("allgather", "alltoall", "hybridep")  # dispatchers that read a routing map; the others read indices
@@ -43,7 +56,9 @@ class DispatchCase(Case):
     align: int = 0  # 0: not given
     capacity: int = 0  # 0: not given
     shards: int = 1  # expert tensor parallelism
-    slack: int | None = None  # rows of the buffers less those that the fullest rank needs, in units of align; None: not given
+    slack: int | None = (
+        None  # rows of the buffers less those that the fullest rank needs, in units of align; None: not given
+    )
     scales: int = 0  # columns of the scales that go with the tokens; 0: none are given
     fp8: str = ""  # rows travel as codes and scales: "fp8", "powers" for scales that are powers of two, "least" for a least amax
     biases: int = 0
@@ -64,7 +79,13 @@ class DispatchCase(Case):
     def __post_init__(self) -> None:
         if not 1 <= len(self.counts) <= MOST_RANKS or min(self.counts) < 0:
             raise ValueError(f"counts are {self.counts}; they must be from 0, of 1 to {MOST_RANKS} ranks")
-        if self.hidden < 0 or self.topk < 1 or self.local_experts < 1 or self.shards < 1 or len(self.counts) % self.shards:
+        if (
+            self.hidden < 0
+            or self.topk < 1
+            or self.local_experts < 1
+            or self.shards < 1
+            or len(self.counts) % self.shards
+        ):
             raise ValueError(
                 f"hidden ≥ 0, topk, local_experts and shards ≥ 1 are needed, shards a divisor of {len(self.counts)}; "
                 f"they are {self.hidden}, {self.topk}, {self.local_experts}, {self.shards}"
@@ -72,13 +93,19 @@ class DispatchCase(Case):
         if self.shards > 1 and self.dispatcher not in ("allgather", "alltoall"):
             raise ValueError(f"shards are {self.shards}; {self.dispatcher} has experts in one piece")
         if self.fp8 and self.dispatcher == "deepep_low_latency" and (self.hidden % FP8_BLOCK or self.fp8 == "least"):
-            raise ValueError(f"hidden is {self.hidden}, fp8 {self.fp8!r}; in low latency rows are blocks of {FP8_BLOCK}, and no amax is given")
+            raise ValueError(
+                f"hidden is {self.hidden}, fp8 {self.fp8!r}; in low latency rows are blocks of {FP8_BLOCK}, and no amax is given"
+            )
         if self.topk > self.experts:
             raise ValueError(f"topk is {self.topk}; there are {self.experts} experts")
-        if self.slots is not None and (len(self.slots) != self.tokens * self.topk or any(not -1 <= e < self.experts for e in self.slots)):
+        if self.slots is not None and (
+            len(self.slots) != self.tokens * self.topk or any(not -1 <= e < self.experts for e in self.slots)
+        ):
             raise ValueError(f"slots must hold {self.tokens * self.topk} experts from -1 to {self.experts - 1}")
         if self.slots is not None and not self.repeats and self.dispatcher not in MAPPED:
-            named = [tuple(e for e in self.slots[t : t + self.topk] if e >= 0) for t in range(0, len(self.slots), self.topk)]
+            named = [
+                tuple(e for e in self.slots[t : t + self.topk] if e >= 0) for t in range(0, len(self.slots), self.topk)
+            ]
             if any(len(set(experts)) < len(experts) for experts in named):
                 raise ValueError("slots name an expert twice; `repeats` must say what that means")
 
@@ -97,7 +124,11 @@ class DispatchCase(Case):
 
     @property
     def dispatcher(self) -> str:
-        return next(name for name in ("allgather", "alltoall", "hybridep", "deepep_low_latency", "deepep") if self.function.startswith(name))
+        return next(
+            name
+            for name in ("allgather", "alltoall", "hybridep", "deepep_low_latency", "deepep")
+            if self.function.startswith(name)
+        )
 
 
 DISPATCHERS = ("allgather", "alltoall", "deepep", "deepep_low_latency", "hybridep")
@@ -137,7 +168,9 @@ def indices_of(case: DispatchCase) -> list[Tensor]:
     """[T_r,K] of each rank. Where experts repeat, a third of the slots name what the slot before them does."""
     slots = torch.from_numpy(slots_of(case))
     if case.repeats and case.slots is None:
-        again = torch.from_numpy(hashed(case.seed, "again", slots.numel()).astype(np.int64)).reshape(slots.shape) % 3 == 0
+        again = (
+            torch.from_numpy(hashed(case.seed, "again", slots.numel()).astype(np.int64)).reshape(slots.shape) % 3 == 0
+        )
         for k in range(1, case.topk):
             slots[:, k] = torch.where(again[:, k], slots[:, k - 1], slots[:, k])
     return list(slots.to(getattr(torch, case.index_dtype)).split(list(case.counts)))
@@ -151,13 +184,22 @@ def maps_of(case: DispatchCase) -> list[Tensor]:
     return list(wide[:, :-1].to(getattr(torch, case.map_dtype)).split(list(case.counts)))
 
 
-def values_of(case: DispatchCase, name: str, lengths: list[int], columns: tuple[int, ...] | None = None, dtype: str = "", style: str = "") -> list[Tensor]:
+def values_of(
+    case: DispatchCase,
+    name: str,
+    lengths: list[int],
+    columns: tuple[int, ...] | None = None,
+    dtype: str = "",
+    style: str = "",
+) -> list[Tensor]:
     """A payload of each rank. The first column tells the rows of all ranks apart, unless the numbers are small integers."""
     dtype, style = dtype or case.dtype, style or case.values
     columns = (case.hidden,) if columns is None else columns
     shape = (sum(lengths), int(np.prod(columns)))
     if style == "integers" and DTYPES[dtype].itemsize > 1:
-        whole = torch.from_numpy(hashed(case.seed, name, shape[0] * shape[1]) % 17 - 8.0).to(DTYPES[dtype]).reshape(shape)
+        whole = (
+            torch.from_numpy(hashed(case.seed, name, shape[0] * shape[1]) % 17 - 8.0).to(DTYPES[dtype]).reshape(shape)
+        )
     else:
         whole = payload(case.seed, name, shape, dtype, "dyadic" if style == "integers" else style)
     return [own.reshape(len(own), *columns).clone() for own in whole.split(lengths)]
@@ -177,7 +219,11 @@ def probs_of(case: DispatchCase, name: str, lengths: list[int], columns: tuple[i
 
 def is_exact(case: DispatchCase, dtype: torch.dtype, magnitude: Tensor) -> Tensor:
     """Where every sum of small integers and halves is exact in `dtype`, in whatever order it is taken."""
-    return 2 * magnitude <= 2 ** min(BITS[dtype], 11) if case.values == "integers" and dtype in BITS else torch.zeros_like(magnitude, dtype=torch.bool)
+    return (
+        2 * magnitude <= 2 ** min(BITS[dtype], 11)
+        if case.values == "integers" and dtype in BITS
+        else torch.zeros_like(magnitude, dtype=torch.bool)
+    )
 
 
 def simpler_dispatch(case: DispatchCase) -> Iterator[DispatchCase]:
@@ -229,13 +275,21 @@ def _fewer_slots(case: DispatchCase, slots_GK: Tensor) -> Iterator[dict[str, Any
     for token in range(case.tokens):
         rank = int(owner[token])
         counts = tuple(n - (r == rank) for r, n in enumerate(case.counts))
-        yield {"counts": counts, "slots": tuple(torch.cat([slots_GK[:token], slots_GK[token + 1 :]]).flatten().tolist())}
+        yield {
+            "counts": counts,
+            "slots": tuple(torch.cat([slots_GK[:token], slots_GK[token + 1 :]]).flatten().tolist()),
+        }
     for expert in range(held) if held > 1 else ():
         local, group = slots_GK % held, slots_GK // held
-        moved = torch.where((slots_GK < 0) | (local == expert), -1, group * (held - 1) + local - (local > expert).long())
+        moved = torch.where(
+            (slots_GK < 0) | (local == expert), -1, group * (held - 1) + local - (local > expert).long()
+        )
         yield {"local_experts": held - 1, "slots": tuple(moved.flatten().tolist())}
     for slot in range(case.topk) if case.topk > 1 else ():
-        yield {"topk": case.topk - 1, "slots": tuple(torch.cat([slots_GK[:, :slot], slots_GK[:, slot + 1 :]], 1).flatten().tolist())}
+        yield {
+            "topk": case.topk - 1,
+            "slots": tuple(torch.cat([slots_GK[:, :slot], slots_GK[:, slot + 1 :]], 1).flatten().tolist()),
+        }
     flat = slots_GK.flatten().tolist()
     for place, expert in enumerate(flat):
         if expert >= 0:

@@ -10,12 +10,28 @@ import torch
 from torch import Tensor
 
 from conformance.case import Case
-from conformance.contracts.activation import WEIGHTS, activation_settings, computed_in, probs_of, row_scales, shorter, without
+from conformance.contracts.activation import (
+    WEIGHTS,
+    activation_settings,
+    computed_in,
+    probs_of,
+    row_scales,
+    shorter,
+    without,
+)
 from conformance.contracts.base import Contract, Problem
 from conformance.contracts.grouped import LAYOUTS, check_counts_of, counts_of, fewer_rows
 from conformance.contracts.grouped_product import experts_of_rows
 from conformance.contracts.grouped_recipes import other_override, unit_of
-from conformance.contracts.mlp_recipes import beside_recipe, called, check_low, fits_low, layers_of, of_experts, rows_unit
+from conformance.contracts.mlp_recipes import (
+    beside_recipe,
+    called,
+    check_low,
+    fits_low,
+    layers_of,
+    of_experts,
+    rows_unit,
+)
 from conformance.contracts.mlp_stages import Call, Product, backward, concluded_in, forward
 from conformance.contracts.quantization import RECIPES, VARIANTS
 from conformance.judge import Bounded, Expectation
@@ -38,7 +54,9 @@ class MlpCase(Case):
 
     tokens: int = 1  # rows in the segments together
     experts: int = 1
-    counts: tuple[int, ...] = ()  # of each expert, together `tokens`; empty: as even as can be, the first experts having one more
+    counts: tuple[
+        int, ...
+    ] = ()  # of each expert, together `tokens`; empty: as even as can be, the first experts having one more
     tail: int = 0  # rows behind the last segment
     hidden: int = 1  # H
     width: int = 1  # F
@@ -77,9 +95,15 @@ class MlpCase(Case):
     }
 
     def __post_init__(self) -> None:
-        if min(self.tokens, self.tail, self.hidden, self.width, self.clamp, self.alpha, self.interleave, self.align) < 0 or self.experts < 1:
+        if (
+            min(self.tokens, self.tail, self.hidden, self.width, self.clamp, self.alpha, self.interleave, self.align)
+            < 0
+            or self.experts < 1
+        ):
             sizes = f"{self.tokens}, {self.tail}, {self.hidden}, {self.width}, {self.clamp}, {self.alpha}, {self.interleave}, {self.align}, {self.experts}"
-            raise ValueError(f"tokens, tail, hidden, width, clamp, alpha, interleave, align ≥ 0 and experts ≥ 1 are needed; they are {sizes}")
+            raise ValueError(
+                f"tokens, tail, hidden, width, clamp, alpha, interleave, align ≥ 0 and experts ≥ 1 are needed; they are {sizes}"
+            )
         check_counts_of(self.counts, self.tokens, self.experts)
         check_low(self)
 
@@ -161,18 +185,33 @@ class Judged:
             return right
         return self.compared(name, right, torch.cat([product.magnitude, missing]), product.terms)
 
-    def by_expert(self, name: str, x: Running, dtype: torch.dtype, product: Product | None = None, unspecified: Tensor | None = None) -> Expectation:
+    def by_expert(
+        self,
+        name: str,
+        x: Running,
+        dtype: torch.dtype,
+        product: Product | None = None,
+        unspecified: Tensor | None = None,
+    ) -> Expectation:
         """Of all of an expert's rows together."""
         lost = self.lost_experts if unspecified is None else unspecified
         right = concluded_in(x, dtype, lost.reshape(-1, *[1] * (x.value.dim() - 1)))
-        return right if product is None or self.call.low is not None else self.compared(name, right, product.magnitude, product.terms)
+        return (
+            right
+            if product is None or self.call.low is not None
+            else self.compared(name, right, product.magnitude, product.terms)
+        )
 
     def compared(self, name: str, right: Bounded, magnitude: Tensor, terms: int) -> Expectation:
         """By ratios too, where the output is large enough; the noise is that of all stages."""
         if right.value.numel() < LEAST_ELEMENTS or right.dtype == torch.float64:
             return right
         shape = right.value.shape[:-1]
-        groups = experts_of_rows(self.counts_L, shape[0]) if len(shape) == 1 else torch.arange(shape[0])[:, None].expand(shape)
+        groups = (
+            experts_of_rows(self.counts_L, shape[0])
+            if len(shape) == 1
+            else torch.arange(shape[0])[:, None].expand(shape)
+        )
         every = max(terms, 1) + self.terms
         walk = magnitude * (every / max(terms, 1)) ** 0.5
         return row_wise(right, self.reference()[name], walk, every, accumulator=self.call.accumulator, groups=groups)
@@ -184,11 +223,18 @@ def in_reference(function: Callable[..., Tensor], problem: Problem) -> Callable[
 
     def run() -> Mapping[str, Tensor]:
         if not known:
-            inputs = {name: x.clone().requires_grad_() if name in problem.wanted else x for name, x in (problem.required | problem.settings).items()}
-            out = function(*(inputs[name] for name in problem.required), **{name: inputs[name] for name in problem.settings})
+            inputs = {
+                name: x.clone().requires_grad_() if name in problem.wanted else x
+                for name, x in (problem.required | problem.settings).items()
+            }
+            out = function(
+                *(inputs[name] for name in problem.required), **{name: inputs[name] for name in problem.settings}
+            )
             known["out"] = out.detach()
             if problem.wanted:
-                gradients = torch.autograd.grad(out, [inputs[name] for name in problem.wanted], problem.cotangents["out"])
+                gradients = torch.autograd.grad(
+                    out, [inputs[name] for name in problem.wanted], problem.cotangents["out"]
+                )
                 known.update({f"d_{name}": x for name, x in zip(problem.wanted, gradients, strict=True)})
         return known
 
@@ -223,9 +269,13 @@ class GroupedMlp(Contract[MlpCase]):
             settings["probs"] = probs
         for field, columns in (("bias1", fc1_columns(case)), ("bias2", hidden)):
             dtype = getattr(case, field)
-            settings |= {BIASES[field]: payload(case.seed, BIASES[field], (case.experts, columns), dtype)} if dtype else {}
+            settings |= (
+                {BIASES[field]: payload(case.seed, BIASES[field], (case.experts, columns), dtype)} if dtype else {}
+            )
         settings |= activation_settings(case) | ({"probs_on_input": True} if case.on_input else {})
-        settings |= ({"align": case.align} if case.align else {}) | ({"recompute": case.recompute} if case.recompute else {})
+        settings |= ({"align": case.align} if case.align else {}) | (
+            {"recompute": case.recompute} if case.recompute else {}
+        )
         wanted = tuple(name for name in case.grads.split("+") if name)
         cotangents = {"out": payload(case.seed, "d_out", (total + case.tail, hidden), case.dtype)} if wanted else {}
         for x in cotangents.values():
@@ -256,30 +306,64 @@ class GroupedMlp(Contract[MlpCase]):
             computed_in(declared, rows, probs, bias2),
             layers_of(problem, declared, rows, padding.counts_L),
         )
-        judged = Judged(call, len(rows), counts, lost, in_reference(grouped_mlp, problem), int(counts.max()) + sum(fc1_weight.shape[1:]))
+        judged = Judged(
+            call,
+            len(rows),
+            counts,
+            lost,
+            in_reference(grouped_mlp, problem),
+            int(counts.max()) + sum(fc1_weight.shape[1:]),
+        )
         ahead = forward(call)
         right = {"out": judged.by_row("out", padding.trim(ahead.out), rows.dtype, ahead.y)}
         if not problem.wanted:
             return right
         back = backward(ahead, Running.of(padding.pad(problem.cotangents["out"][:total]), call.sums))
-        unspoilt = torch.zeros(len(counts), dtype=torch.bool) if p is None or settings.get("probs_on_input") else judged.lost_experts
+        unspoilt = (
+            torch.zeros(len(counts), dtype=torch.bool)
+            if p is None or settings.get("probs_on_input")
+            else judged.lost_experts
+        )
         gradients: dict[str, Callable[[], Expectation]] = {
             "rows": lambda: judged.by_row("d_rows", padding.trim(back.rows), rows.dtype, back.row_product),
             "probs": lambda: judged.by_row("d_probs", padding.trim(_flat(back.probs)), settings["probs"].dtype),
-            "fc1_weight": lambda: judged.by_expert("d_fc1_weight", back.fc1_weight().running, rows.dtype),  # a row shares an error: no ratio
-            "fc2_weight": lambda: judged.by_expert("d_fc2_weight", (second := back.fc2_weight()).running, rows.dtype, second),
+            "fc1_weight": lambda: judged.by_expert(
+                "d_fc1_weight", back.fc1_weight().running, rows.dtype
+            ),  # a row shares an error: no ratio
+            "fc2_weight": lambda: judged.by_expert(
+                "d_fc2_weight", (second := back.fc2_weight()).running, rows.dtype, second
+            ),
             "fc1_bias": lambda: judged.by_expert("d_fc1_bias", back.fc1_bias, settings["fc1_bias"].dtype),
-            "fc2_bias": lambda: judged.by_expert("d_fc2_bias", back.fc2_bias, settings["fc2_bias"].dtype, None, unspoilt),
+            "fc2_bias": lambda: judged.by_expert(
+                "d_fc2_bias", back.fc2_bias, settings["fc2_bias"].dtype, None, unspoilt
+            ),
         }
         return right | {f"d_{name}": gradients[name]() for name in problem.wanted}
 
     def neighbour(self, case: MlpCase) -> MlpCase:
-        plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": "", "interleave": 0, "alpha": 0}
-        sized: dict[str, Any] = {"counts": (0, *counts_of(case)[::-1], 2), "tokens": case.tokens + 2, "experts": case.experts + 2}
+        plain: dict[str, Any] = {
+            "golden": "",
+            "law": "",
+            "layout": "contiguous",
+            "layout_of": "",
+            "interleave": 0,
+            "alpha": 0,
+        }
+        sized: dict[str, Any] = {
+            "counts": (0, *counts_of(case)[::-1], 2),
+            "tokens": case.tokens + 2,
+            "experts": case.experts + 2,
+        }
         clamp = case.clamp + 4 if case.clamp else 0
-        grown: dict[str, Any] = {"hidden": case.hidden + 3, "width": case.width + 1} if unit_of(case) == 1 else {"hidden": case.hidden + 1}
+        grown: dict[str, Any] = (
+            {"hidden": case.hidden + 3, "width": case.width + 1} if unit_of(case) == 1 else {"hidden": case.hidden + 1}
+        )
         other = replace(case, **plain, **sized, **grown, clamp=clamp, seed=case.seed + 1, tail=1 - min(case.tail, 1))
-        later = replace(other, variant=(case.variant + 1) % VARIANTS, override=other_override(case.override)) if case.scaling else other
+        later = (
+            replace(other, variant=(case.variant + 1) % VARIANTS, override=other_override(case.override))
+            if case.scaling
+            else other
+        )
         return later if fits_low(later) else other
 
     def simpler(self, case: MlpCase) -> Iterator[MlpCase]:
@@ -292,7 +376,22 @@ class GroupedMlp(Contract[MlpCase]):
             yield replace(case, override="")
         if case.variant:
             yield replace(case, variant=0)
-        settings = ("recompute", "align", "weights", "alpha", "kind", "interleave", "clamp", "offset", "early", "stored", "on_input", "probs", "bias1", "bias2")
+        settings = (
+            "recompute",
+            "align",
+            "weights",
+            "alpha",
+            "kind",
+            "interleave",
+            "clamp",
+            "offset",
+            "early",
+            "stored",
+            "on_input",
+            "probs",
+            "bias1",
+            "bias2",
+        )
         yield from plainer(case, (*settings, "index_dtype"))
         yield from fewer_rows(case)
         yield from narrower(case, ("tail", "hidden", "width"))

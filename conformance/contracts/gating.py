@@ -49,11 +49,28 @@ GateCase.serves("gate", "jitter", "attach_loss")
 class _OfStates(Contract[GateCase]):
     def neighbour(self, case: GateCase) -> GateCase:
         plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": ""}
-        other: dict[str, Any] = {"tokens": case.tokens + 1, "hidden": case.hidden + 3, "eps": 5 if case.eps != 5 else 3, "scale": case.scale + 4}
+        other: dict[str, Any] = {
+            "tokens": case.tokens + 1,
+            "hidden": case.hidden + 3,
+            "eps": 5 if case.eps != 5 else 3,
+            "scale": case.scale + 4,
+        }
         return replace(case, **plain | other, seed=case.seed + 1)
 
     def simpler(self, case: GateCase) -> Iterator[GateCase]:
-        for name in ("law", "layout", "grads", "router_dtype", "weight_dtype", "bias", "dtype", "eps", "scale", "poison", "seed"):
+        for name in (
+            "law",
+            "layout",
+            "grads",
+            "router_dtype",
+            "weight_dtype",
+            "bias",
+            "dtype",
+            "eps",
+            "scale",
+            "poison",
+            "seed",
+        ):
             default: Any = GateCase.__dataclass_fields__[name].default
             if getattr(case, name) != default:
                 fewer = {"grads": "+".join(g for g in case.grads.split("+") if g != "bias")} if name == "bias" else {}
@@ -78,24 +95,32 @@ class Gate(_OfStates):
     def legal(self, case: GateCase) -> Problem:
         x = payload(case.seed, "x", (case.tokens, case.hidden), case.dtype)
         weight = payload(case.seed, "weight", (case.experts, case.hidden), case.weight_dtype or case.dtype)
-        settings: dict[str, Any] = {"bias": payload(case.seed, "bias", (case.experts,), case.weight_dtype or case.dtype)} if case.bias else {}
+        settings: dict[str, Any] = (
+            {"bias": payload(case.seed, "bias", (case.experts,), case.weight_dtype or case.dtype)} if case.bias else {}
+        )
         settings |= {"router_dtype": case.router_dtype} if case.router_dtype else {}
         wanted = tuple(name for name in case.grads.split("+") if name)
         out = {"fp32": "float32", "fp64": "float64"}.get(case.router_dtype, case.dtype)
         cotangents = {"logits": payload(case.seed, "d_logits", (case.tokens, case.experts), out)} if wanted else {}
-        return Problem(self.function, {"x": x, "weight": weight}, settings, {case.layout_of: case.layout}, wanted, cotangents)
+        return Problem(
+            self.function, {"x": x, "weight": weight}, settings, {case.layout_of: case.layout}, wanted, cotangents
+        )
 
     def expected(self, case: GateCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         x, weight = problem.required.values()
         bias, g = problem.settings.get("bias"), problem.cotangents.get("logits")
         out = ROUTER_DTYPES.get(problem.settings.get("router_dtype", ""), x.dtype)
-        stored = _in(out, x=x, weight=weight, **({} if bias is None else {"bias": bias}))  # operands are rounded to the router dtype first
+        stored = _in(
+            out, x=x, weight=weight, **({} if bias is None else {"bias": bias})
+        )  # operands are rounded to the router dtype first
         accumulator = torch.float64 if out == torch.float64 else torch.float32
         value = gate(stored["x"], stored["weight"], bias=stored.get("bias"))
         magnitude = stored["x"].abs() @ stored["weight"].abs().T + (0 if bias is None else stored["bias"].abs())
         # the product may be rounded before the bias is added
         double = 0 if bias is None else 2 * ROUNDOFF[out] * (value - stored["bias"]).abs()
-        right: dict[str, Expectation] = {"logits": _wider(sum_bound(value, magnitude, x.shape[1] + 2, out, accumulator), double)}
+        right: dict[str, Expectation] = {
+            "logits": _wider(sum_bound(value, magnitude, x.shape[1] + 2, out, accumulator), double)
+        }
         if g is None:
             return right
         g = g.double()
@@ -107,7 +132,9 @@ class Gate(_OfStates):
             terms["bias"] = (g.sum(0), g.abs().sum(0), x.shape[0], bias.dtype)
         for name in problem.wanted:
             v, m, count, dtype = terms[name]
-            between = ROUNDOFF[out] * (v.abs() + m * ROUNDOFF[accumulator]) if dtype != out else 0  # rounded to the router dtype, then to the operand's
+            between = (
+                ROUNDOFF[out] * (v.abs() + m * ROUNDOFF[accumulator]) if dtype != out else 0
+            )  # rounded to the router dtype, then to the operand's
             right[f"d_{name}"] = _wider(sum_bound(v, m, count + 2, dtype, accumulator), between)
         return right
 
@@ -135,7 +162,14 @@ class Jitter(_OfStates):
     def expected(self, case: GateCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         x = problem.required["x"].double()
         unit = ROUNDOFF[problem.required["x"].dtype]
-        return {"x": Bounded(x, x.abs() * (problem.settings["eps"] * (1 + 4 * unit) + 4 * unit), problem.required["x"].dtype, torch.float32)}
+        return {
+            "x": Bounded(
+                x,
+                x.abs() * (problem.settings["eps"] * (1 + 4 * unit) + 4 * unit),
+                problem.required["x"].dtype,
+                torch.float32,
+            )
+        }
 
 
 class AttachLoss(_OfStates):
@@ -150,7 +184,14 @@ class AttachLoss(_OfStates):
         loss = payload(case.seed, "loss", (), "float32")
         wanted = tuple(name for name in case.grads.split("+") if name)
         cotangents = {"x": payload(case.seed, "d_x", tuple(x.shape), case.dtype)} if wanted else {}
-        return Problem(self.function, {"x": x, "loss": loss}, {"scale": case.scale / 8}, {case.layout_of: case.layout}, wanted, cotangents)
+        return Problem(
+            self.function,
+            {"x": x, "loss": loss},
+            {"scale": case.scale / 8},
+            {case.layout_of: case.layout},
+            wanted,
+            cotangents,
+        )
 
     def expected(self, case: GateCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         right: dict[str, Expectation] = {"x": Exact(problem.required["x"])}

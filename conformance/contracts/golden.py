@@ -67,7 +67,11 @@ PERMUTE: Golden = {
     ),
     "room_for_five_rows": (
         Problem("permute", {"tokens": TOKENS, "routing_map": MAP}, {"num_rows": 5}),
-        {"rows": Exact(_floats([5, 6], [1, 2], [3, 4], [0, 0], [0, 0])), "tokens_per_expert": _ints(1, 2, 0), "overflow": _flag(False)},
+        {
+            "rows": Exact(_floats([5, 6], [1, 2], [3, 4], [0, 0], [0, 0])),
+            "tokens_per_expert": _ints(1, 2, 0),
+            "overflow": _flag(False),
+        },
     ),
     "capacity_one": (  # expert 1 drops token 1; expert 2, with nobody, takes the first unrouted token
         Problem("permute", {"tokens": TOKENS, "routing_map": MAP}, {"capacity": 1}),
@@ -97,12 +101,20 @@ PERMUTE: Golden = {
 }
 
 
-def _unpermute(rows: Tensor, chosen: Tensor, shape: tuple[int, int], probs: Tensor | None = None, **settings: Any) -> Problem:
+def _unpermute(
+    rows: Tensor, chosen: Tensor, shape: tuple[int, int], probs: Tensor | None = None, **settings: Any
+) -> Problem:
     numbers = torch.arange(1, len(chosen) + 1, dtype=torch.float32)[:, None]
     producer = Problem("permute", {"tokens": numbers, "routing_map": chosen}, settings)
     merge = {} if probs is None else {"probs": probs}
     required = {"rows": rows, "row_map": Opaque("row_map")}
-    return Problem("unpermute", required, {"restore_shape": shape, **merge}, producer=producer, produced=permute(numbers, chosen, **settings))
+    return Problem(
+        "unpermute",
+        required,
+        {"restore_shape": shape, **merge},
+        producer=producer,
+        produced=permute(numbers, chosen, **settings),
+    )
 
 
 UNPERMUTE: Golden = {
@@ -111,13 +123,26 @@ UNPERMUTE: Golden = {
         _unpermute(_floats([1], [2], [10], [20]), BOTH, (2, 1), _floats([0.5, 0.25], [1, 2])),
         {"tokens": _exactly(_floats([0.5 * 1 + 0.25 * 10], [1 * 2 + 2 * 20]))},
     ),
-    "padding_is_not_read": (_unpermute(_floats([5], [torch.nan], [1], [3]), MAP, (3, 1), align=2), {"tokens": _exactly(_floats([1], [3], [5]))}),
-    "nothing_routed": (_unpermute(torch.zeros(0, 2), torch.zeros(3, 2, dtype=torch.bool), (3, 2)), {"tokens": _exactly(torch.zeros(3, 2))}),
+    "padding_is_not_read": (
+        _unpermute(_floats([5], [torch.nan], [1], [3]), MAP, (3, 1), align=2),
+        {"tokens": _exactly(_floats([1], [3], [5]))},
+    ),
+    "nothing_routed": (
+        _unpermute(torch.zeros(0, 2), torch.zeros(3, 2, dtype=torch.bool), (3, 2)),
+        {"tokens": _exactly(torch.zeros(3, 2))},
+    ),
 }
 
 SORT_CHUNKS: Golden = {
     "last_first": (
-        Problem("sort_chunks", {"rows": _floats([1], [2], [3], [4]), "chunk_sizes": torch.tensor([1, 0, 2]), "order": torch.tensor([2, 0, 1])}),
+        Problem(
+            "sort_chunks",
+            {
+                "rows": _floats([1], [2], [3], [4]),
+                "chunk_sizes": torch.tensor([1, 0, 2]),
+                "order": torch.tensor([2, 0, 1]),
+            },
+        ),
         {"rows": Exact(_floats([2], [3], [1], [4]))},
     ),
 }
@@ -125,24 +150,41 @@ SORT_CHUNKS: Golden = {
 PAD_ROUTING_MAP: Golden = {
     "to_two": (  # expert 0 has one token and gets token 0; expert 1 has two; expert 2 has none
         Problem("pad_routing_map", {"routing_map": MAP}, {"align": 2}),
-        {"routing_map": Exact(torch.tensor([[1, 1, 0], [0, 1, 0], [1, 0, 0]]), "integers"), "unreached": _ints(0, 0, 0)},
+        {
+            "routing_map": Exact(torch.tensor([[1, 1, 0], [0, 1, 0], [1, 0, 0]]), "integers"),
+            "unreached": _ints(0, 0, 0),
+        },
     ),
     "out_of_reach": (  # three tokens cannot make four
         Problem("pad_routing_map", {"routing_map": MAP}, {"align": 4}),
-        {"routing_map": Exact(torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 0]]), "integers"), "unreached": _ints(1, 1, 0)},
+        {
+            "routing_map": Exact(torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 0]]), "integers"),
+            "unreached": _ints(1, 1, 0),
+        },
     ),
 }
 
 INDICES_TO_MULTIHOT: Golden = {
     "empty_slot_and_repeat": (  # token 1 names expert 2 twice: its last slot counts
-        Problem("indices_to_multihot", {"indices": torch.tensor([[2, -1], [2, 2]]), "probs": _floats([0.5, 7], [0.25, 0.75])}, {"num_experts": 3}),
-        {"routing_map": Exact(torch.tensor([[0, 0, 1], [0, 0, 1]]), "integers"), "probs": Exact(_floats([0, 0, 0.5], [0, 0, 0.75]))},
+        Problem(
+            "indices_to_multihot",
+            {"indices": torch.tensor([[2, -1], [2, 2]]), "probs": _floats([0.5, 7], [0.25, 0.75])},
+            {"num_experts": 3},
+        ),
+        {
+            "routing_map": Exact(torch.tensor([[0, 0, 1], [0, 0, 1]]), "integers"),
+            "probs": Exact(_floats([0, 0, 0.5], [0, 0, 0.75])),
+        },
     ),
 }
 
 DEEPEP_LAYOUT: Golden = {
     "empty_slot_and_repeat": (  # two ranks with two experts each: token 0 goes to both, token 1 once to rank 1, token 2 nowhere
-        Problem("deepep_layout", {"indices": torch.tensor([[3, -1, 0], [2, 3, 2], [-1, -1, -1]])}, {"num_experts": 4, "ranks": 2}),
+        Problem(
+            "deepep_layout",
+            {"indices": torch.tensor([[3, -1, 0], [2, 3, 2], [-1, -1, -1]])},
+            {"num_experts": 4, "ranks": 2},
+        ),
         {
             "num_tokens_per_rank": _ints(1, 2),
             "num_tokens_per_expert": _ints(1, 0, 2, 2),  # both slots that name expert 2 count
@@ -151,7 +193,11 @@ DEEPEP_LAYOUT: Golden = {
     ),
     "no_tokens": (
         Problem("deepep_layout", {"indices": torch.zeros((0, 2), dtype=torch.int32)}, {"num_experts": 3, "ranks": 3}),
-        {"num_tokens_per_rank": _ints(0, 0, 0), "num_tokens_per_expert": _ints(0, 0, 0), "is_token_in_rank": Exact(torch.zeros(0, 3), "integers")},
+        {
+            "num_tokens_per_rank": _ints(0, 0, 0),
+            "num_tokens_per_expert": _ints(0, 0, 0),
+            "is_token_in_rank": Exact(torch.zeros(0, 3), "integers"),
+        },
     ),
 }
 
@@ -159,9 +205,16 @@ MULTIHOT_TO_INDICES: Golden = {
     "two_slots": (  # token 0 has one expert; token 1 has three and loses the last
         Problem(
             "multihot_to_indices",
-            {"routing_map": torch.tensor([[0, 1, 0], [1, 1, 1]], dtype=torch.bool), "probs": _floats([9, 0.5, 9], [1, 2, 3])},
+            {
+                "routing_map": torch.tensor([[0, 1, 0], [1, 1, 1]], dtype=torch.bool),
+                "probs": _floats([9, 0.5, 9], [1, 2, 3]),
+            },
             {"topk": 2},
         ),
-        {"indices": Exact(torch.tensor([[1, -1], [0, 1]]), "integers"), "probs": Exact(_floats([0.5, 0], [1, 2])), "overflow": _flag(True)},
+        {
+            "indices": Exact(torch.tensor([[1, -1], [0, 1]]), "integers"),
+            "probs": Exact(_floats([0.5, 0], [1, 2])),
+            "overflow": _flag(True),
+        },
     ),
 }

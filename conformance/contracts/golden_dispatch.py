@@ -29,7 +29,10 @@ A, B, C = [1.0, 2.0], [3.0, 4.0], [5.0, 6.0]
 TOKENS = (_floats(A, B), _floats(C))
 MAPS = (torch.tensor([[1, 1], [0, 1]], dtype=torch.bool), torch.tensor([[1, 0]], dtype=torch.bool))
 ALL_TO_ONE = (torch.tensor([[1, 0], [1, 0]], dtype=torch.bool), MAPS[1])  # all three to expert 0
-ALL_TO_ONE_OF_FOUR = (torch.nn.functional.pad(ALL_TO_ONE[0], (0, 2)), torch.nn.functional.pad(ALL_TO_ONE[1], (0, 2)))  # two experts a rank
+ALL_TO_ONE_OF_FOUR = (
+    torch.nn.functional.pad(ALL_TO_ONE[0], (0, 2)),
+    torch.nn.functional.pad(ALL_TO_ONE[1], (0, 2)),
+)  # two experts a rank
 PROBS = (_floats([0.5, 0.25], [9, 1]), _floats([0.125, 9]))
 INDICES = (torch.tensor([[1, 0], [-1, 1]]), torch.tensor([[0, -1]]))
 SLOT_PROBS = (_floats([0.25, 0.5], [9, 1]), _floats([0.125, 9]))
@@ -40,7 +43,9 @@ def _pair(function: str, required: Both, settings: Both) -> list[Problem]:
     return [Problem(function, own, dict(more)) for own, more in zip(required, settings, strict=True)]
 
 
-def _of_maps(dispatcher: str, maps: tuple[Tensor, Tensor] = MAPS, probs: tuple[Tensor, Tensor] | None = PROBS, **more: Any) -> list[Problem]:
+def _of_maps(
+    dispatcher: str, maps: tuple[Tensor, Tensor] = MAPS, probs: tuple[Tensor, Tensor] | None = PROBS, **more: Any
+) -> list[Problem]:
     """The dispatch of both ranks."""
     required = tuple({"tokens": own, "routing_map": chosen} for own, chosen in zip(TOKENS, maps, strict=True))
     settings = tuple({"probs": own} | more for own in probs) if probs else (more, more)
@@ -56,12 +61,22 @@ def _of_indices(function: str = "deepep_dispatch", probs: bool = True, **more: A
 def _after(function: str, before: list[Problem], produced: tuple[Tensor, Tensor], given: Both) -> list[Problem]:
     """Calls with the handles of a dispatch."""
     return [
-        Problem(function, own | {"handle": Opaque("handle")}, producer=dispatch, produced=SimpleNamespace(rows=rows, row_map=None))
+        Problem(
+            function,
+            own | {"handle": Opaque("handle")},
+            producer=dispatch,
+            produced=SimpleNamespace(rows=rows, row_map=None),
+        )
         for own, dispatch, rows in zip(given, before, produced, strict=True)
     ]
 
 
-def _dispatched(rows: tuple[Tensor, Tensor], counts: tuple[Exact, Exact], probs: tuple[Tensor, Tensor], lost: tuple[bool, bool] = (False, False)) -> Any:
+def _dispatched(
+    rows: tuple[Tensor, Tensor],
+    counts: tuple[Exact, Exact],
+    probs: tuple[Tensor, Tensor],
+    lost: tuple[bool, bool] = (False, False),
+) -> Any:
     return [
         {"rows": Exact(own), "probs": Exact(p), "tokens_per_expert": count, "overflow": _flag(flag)}
         for own, p, count, flag in zip(rows, probs, counts, lost, strict=True)
@@ -81,28 +96,53 @@ def _as_codes() -> Worldwide:
     values, scales = {"a": A, "b": B, "c": C, "-": [0.0, 0.0]}, {"a": 1 / 128, "b": 1 / 64, "c": 1 / 64, "-": 1.0}
     right: list[dict[str, Expectation]] = []
     for rows, probs, sums in (("ac-", [0.5, 0.125, 0], ([2], [2])), ("ab-", [0.25, 1, 0], ([2],))):
-        own: dict[str, Expectation] = {"codes": _codes(*(codes[row] for row in rows)), "scales": Exact(_floats(*([scales[row]] for row in rows)))}
-        own |= {"values": Exact(_floats(*(values[row] for row in rows))), "probs": Exact(_floats(*probs)), "sums": Exact(_floats(*sums))}
+        own: dict[str, Expectation] = {
+            "codes": _codes(*(codes[row] for row in rows)),
+            "scales": Exact(_floats(*([scales[row]] for row in rows))),
+        }
+        own |= {
+            "values": Exact(_floats(*(values[row] for row in rows))),
+            "probs": Exact(_floats(*probs)),
+            "sums": Exact(_floats(*sums)),
+        }
         right.append(own | {"tokens_per_expert": _ints(3), "overflow": _flag(False)})
     return [with_recipe(call, Recipe("block")) for call in _of_maps("hybridep", align=3)], right
 
 
 ROW_PROBS = (_floats(0.5, 0.125), _floats(0.25, 1))
 BY_EXPERT: Worldwide = (_of_maps("allgather"), _dispatched(ROWS, (_ints(2), _ints(2)), ROW_PROBS))
-SUMS: list[dict[str, Expectation]] = [{"tokens": _exactly(_floats([10.0, 200.0], [2000.0, 2.0]))}, {"tokens": _exactly(_floats([7.0, 8.0]))}]
-GIVEN = ({"rows": _floats([3, 100], [7, 8])}, {"rows": _floats([7, 100], [2000, 2])})  # a: 3 + 7, 100 + 100 · b: 2000, 2 · c: 7, 8
+SUMS: list[dict[str, Expectation]] = [
+    {"tokens": _exactly(_floats([10.0, 200.0], [2000.0, 2.0]))},
+    {"tokens": _exactly(_floats([7.0, 8.0]))},
+]
+GIVEN = (
+    {"rows": _floats([3, 100], [7, 8])},
+    {"rows": _floats([7, 100], [2000, 2])},
+)  # a: 3 + 7, 100 + 100 · b: 2000, 2 · c: 7, 8
 
 
 def _gradients(dispatcher: str) -> Worldwide:
     """a has a row on both ranks, so that its gradient is a sum."""
     calls = [
-        Problem(call.function, call.required, call.settings, wanted=("tokens", "probs"), cotangents={"rows": d_rows, "probs": d_probs})
+        Problem(
+            call.function,
+            call.required,
+            call.settings,
+            wanted=("tokens", "probs"),
+            cotangents={"rows": d_rows, "probs": d_probs},
+        )
         for call, d_rows, d_probs in zip(
-            _of_maps(dispatcher), (_floats([1, 2], [10, 20]), _floats([100, 200], [1000, 2000])), (_floats(1, 2), _floats(3, 4)), strict=True
+            _of_maps(dispatcher),
+            (_floats([1, 2], [10, 20]), _floats([100, 200], [1000, 2000])),
+            (_floats(1, 2), _floats(3, 4)),
+            strict=True,
         )
     ]
     right = _dispatched(ROWS, (_ints(2), _ints(2)), ROW_PROBS)
-    right[0] |= {"d_tokens": _exactly(_floats([101, 202], [1000, 2000])), "d_probs": Exact(_floats([1, 3], [0, 4]), "values")}
+    right[0] |= {
+        "d_tokens": _exactly(_floats([101, 202], [1000, 2000])),
+        "d_probs": Exact(_floats([1, 3], [0, 4]), "values"),
+    }
     right[1] |= {"d_tokens": _exactly(_floats([10, 20])), "d_probs": Exact(_floats([2, 0]), "values")}
     return calls, right
 
@@ -118,7 +158,9 @@ ALLTOALL_DISPATCH: Golden = {
     "both_gradients": _gradients("alltoall"),
     "capacity_one": (  # each source has one row for each expert: of rank 0 a for both; of rank 1 c for expert 0, and c, unrouted, for expert 1
         _of_maps("alltoall", capacity=1),
-        _dispatched((_floats(A, C), _floats(A, C)), (_ints(2), _ints(2)), (_floats(0.5, 0.125), _floats(0.25, 9)), (False, True)),
+        _dispatched(
+            (_floats(A, C), _floats(A, C)), (_ints(2), _ints(2)), (_floats(0.5, 0.125), _floats(0.25, 9)), (False, True)
+        ),
     ),
 }
 ALLTOALL_COMBINE: Golden = {"sums": _back("alltoall")}
@@ -127,7 +169,11 @@ HYBRIDEP_DISPATCH: Golden = {
     "both_gradients": _gradients("hybridep"),
     "padded_to_four": (
         _of_maps("hybridep", align=4),
-        _dispatched((_floats(A, C, [0, 0], [0, 0]), _floats(A, B, [0, 0], [0, 0])), (_ints(4), _ints(4)), (_floats(0.5, 0.125, 0, 0), _floats(0.25, 1, 0, 0))),
+        _dispatched(
+            (_floats(A, C, [0, 0], [0, 0]), _floats(A, B, [0, 0], [0, 0])),
+            (_ints(4), _ints(4)),
+            (_floats(0.5, 0.125, 0, 0), _floats(0.25, 1, 0, 0)),
+        ),
     ),
     "as_codes_padded_to_three": _as_codes(),
     "room_for_one_row": (
@@ -137,7 +183,12 @@ HYBRIDEP_DISPATCH: Golden = {
     "only_rank_0_overflows": (
         _of_maps("hybridep", ALL_TO_ONE, num_rows=2),
         [
-            {"rows": Exact(_floats(A, B)), "probs": Exact(_floats(0.5, 9)), "tokens_per_expert": _ints(2), "overflow": _flag(True)},
+            {
+                "rows": Exact(_floats(A, B)),
+                "probs": Exact(_floats(0.5, 9)),
+                "tokens_per_expert": _ints(2),
+                "overflow": _flag(True),
+            },
             {"tokens_per_expert": _ints(0), "overflow": _flag(False)},
         ],
     ),
@@ -152,7 +203,12 @@ HYBRIDEP_DISPATCH: Golden = {
 HYBRIDEP_COMBINE: Golden = {"sums": _back("hybridep")}
 HYBRIDEP_CACHED_DISPATCH: Golden = {
     "other_tokens": (
-        _after("hybridep_cached_dispatch", _of_maps("hybridep"), ROWS, ({"tokens": _floats([1, 1], [2, 2])}, {"tokens": _floats([3, 3])})),
+        _after(
+            "hybridep_cached_dispatch",
+            _of_maps("hybridep"),
+            ROWS,
+            ({"tokens": _floats([1, 1], [2, 2])}, {"tokens": _floats([3, 3])}),
+        ),
         [{"rows": Exact(_floats([1, 1], [3, 3]))}, {"rows": Exact(_floats([1, 1], [2, 2]))}],
     ),
 }
@@ -177,7 +233,12 @@ DEEPEP_DISPATCH: Golden = {
 }
 DEEPEP_CACHED_DISPATCH: Golden = {
     "other_tokens": (
-        _after("deepep_cached_dispatch", _of_indices(), ROWS, ({"tokens": _floats([1, 1], [2, 2])}, {"tokens": _floats([3, 3])})),
+        _after(
+            "deepep_cached_dispatch",
+            _of_indices(),
+            ROWS,
+            ({"tokens": _floats([1, 1], [2, 2])}, {"tokens": _floats([3, 3])}),
+        ),
         [{"rows": Exact(_floats([1, 1], [3, 3]))}, {"rows": Exact(_floats([1, 1], [2, 2]))}],
     ),
 }
@@ -207,8 +268,20 @@ def _weighted() -> Worldwide:
         required = {"rows": slab, "indices": indices, "probs": probs}
         produced = SimpleNamespace(rows=_anything(slab), row_map=None)
         script = in_its_own_order(made)
-        calls.append(Problem("deepep_low_latency_combine", required, producer=dispatch, produced=produced, script=script, first=required))
-    return calls, [{"tokens": _exactly(_floats([0.25 * 7 + 0.5 * 3, 75], [2000, 2]))}, {"tokens": _exactly(_floats([0.125 * 7, 1]))}]
+        calls.append(
+            Problem(
+                "deepep_low_latency_combine",
+                required,
+                producer=dispatch,
+                produced=produced,
+                script=script,
+                first=required,
+            )
+        )
+    return calls, [
+        {"tokens": _exactly(_floats([0.25 * 7 + 0.5 * 3, 75], [2000, 2]))},
+        {"tokens": _exactly(_floats([0.125 * 7, 1]))},
+    ]
 
 
 def _anything(slab: Tensor) -> Given:

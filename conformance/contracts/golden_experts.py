@@ -31,7 +31,9 @@ def _exactly(*rows: Any, dtype: torch.dtype = torch.float32) -> Bounded:
 
 
 def _empty(*shape: int) -> Bounded:
-    return Bounded(torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64), torch.float32, torch.float32)
+    return Bounded(
+        torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64), torch.float32, torch.float32
+    )
 
 
 def _halves(*rows: Any) -> Tensor:
@@ -46,7 +48,9 @@ def _with(problem: Problem, *cotangent: Any) -> Problem:
     """The call with the gradients of all it has."""
     wanted = ("h", *(["probs"] if "probs" in problem.settings else []))
     h = problem.required["h"]
-    return Problem(problem.function, problem.required, problem.settings, {}, wanted, {"out": _floats(*cotangent, dtype=h.dtype)})
+    return Problem(
+        problem.function, problem.required, problem.settings, {}, wanted, {"out": _floats(*cotangent, dtype=h.dtype)}
+    )
 
 
 GLU: Golden = {
@@ -78,7 +82,9 @@ GLU: Golden = {
         _with(_glu([LN3, 464, 2.2, 17], probs=_floats(0.5), fp8_input_store=True), [1, 1]),
         {
             "out": _near([0.375 * LN3 * 2.2, 3944]),
-            "d_h": _near([0.5 * KEPT_SIGMOID * (1 + KEPT * (1 - KEPT_SIGMOID)) * 2.25, 8, 0.5 * KEPT * KEPT_SIGMOID, 224]),
+            "d_h": _near(
+                [0.5 * KEPT_SIGMOID * (1 + KEPT * (1 - KEPT_SIGMOID)) * 2.25, 8, 0.5 * KEPT * KEPT_SIGMOID, 224]
+            ),
             "d_probs": _near(KEPT * KEPT_SIGMOID * 2.25 + 7168),
         },
     ),
@@ -105,15 +111,28 @@ ACTIVATION: Golden = {
         {"out": _exactly([0, 0, 3]), "d_h": _exactly([0, 0, 5])},
     ),
     "silu": (Problem("activation", {"h": _floats([LN3])}, {"kind": "silu"}), {"out": _near([0.75 * LN3])}),
-    "gelu": (Problem("activation", {"h": _floats([1, -1])}, {"kind": "gelu"}), {"out": _near([0.8413447460685429, -0.15865525393145707])}),
-    "gelu_tanh": (Problem("activation", {"h": _floats([1, -1])}, {"kind": "gelu_tanh"}), {"out": _near([0.8411919906082768, -0.15880800939172324])}),
-    "quick_gelu": (Problem("activation", {"h": _floats([1])}, {"kind": "quick_gelu"}), {"out": _near([1 / (1 + math.exp(-1.702))])}),
+    "gelu": (
+        Problem("activation", {"h": _floats([1, -1])}, {"kind": "gelu"}),
+        {"out": _near([0.8413447460685429, -0.15865525393145707])},
+    ),
+    "gelu_tanh": (
+        Problem("activation", {"h": _floats([1, -1])}, {"kind": "gelu_tanh"}),
+        {"out": _near([0.8411919906082768, -0.15880800939172324])},
+    ),
+    "quick_gelu": (
+        Problem("activation", {"h": _floats([1])}, {"kind": "quick_gelu"}),
+        {"out": _near([1 / (1 + math.exp(-1.702))])},
+    ),
     "rounded_once": (  # 529 · 1.5 = 793.5; rounded before, 528 · 1.5 = 792 as well: so 1.51, 798.79 against 797.28
         Problem("activation", {"h": _floats([23], dtype=torch.bfloat16)}, {"probs": _floats(1.51)}),
         {"out": _exactly([800], dtype=torch.bfloat16)},
     ),
     "rounded_before_the_probs": (
-        Problem("activation", {"h": _floats([23], dtype=torch.bfloat16)}, {"probs": _floats(1.51), "round_before_probs": True}),
+        Problem(
+            "activation",
+            {"h": _floats([23], dtype=torch.bfloat16)},
+            {"probs": _floats(1.51), "round_before_probs": True},
+        ),
         {"out": _exactly([796], dtype=torch.bfloat16)},
     ),
 }
@@ -144,11 +163,18 @@ GROUPED_LINEAR: Golden = {
     "experts_without_rows": (  # first, in the middle and last
         Problem(
             "grouped_linear",
-            {"rows": _ROWS[:2], "weight": torch.arange(1.0, 11.0).reshape(5, 1, 2), "tokens_per_expert": torch.tensor([0, 1, 0, 1, 0])},
+            {
+                "rows": _ROWS[:2],
+                "weight": torch.arange(1.0, 11.0).reshape(5, 1, 2),
+                "tokens_per_expert": torch.tensor([0, 1, 0, 1, 0]),
+            },
             wanted=("weight",),
             cotangents={"out": _floats([1], [1])},
         ),
-        {"out": _exactly([1 * 3 + 2 * 4], [3 * 7 + 4 * 8]), "d_weight": _exactly([[0, 0]], [[1, 2]], [[0, 0]], [[3, 4]], [[0, 0]])},
+        {
+            "out": _exactly([1 * 3 + 2 * 4], [3 * 7 + 4 * 8]),
+            "d_weight": _exactly([[0, 0]], [[1, 2]], [[0, 0]], [[3, 4]], [[0, 0]]),
+        },
     ),
     "no_rows_at_all": (
         Problem(
@@ -160,7 +186,10 @@ GROUPED_LINEAR: Golden = {
         {"out": _empty(0, 1), "d_rows": _empty(0, 2), "d_weight": _exactly([[0, 0]], [[0, 0]])},
     ),
     "rounded_once": (  # 256 + 1 + 1 = 258 is a bfloat16; 256 + 1 is not, and would stay 256 twice
-        Problem("grouped_linear", {"rows": _halves([256, 1, 1]), "weight": _halves([[1, 1, 1]]), "tokens_per_expert": torch.tensor([1])}),
+        Problem(
+            "grouped_linear",
+            {"rows": _halves([256, 1, 1]), "weight": _halves([[1, 1, 1]]), "tokens_per_expert": torch.tensor([1])},
+        ),
         {"out": _exactly([258], dtype=torch.bfloat16)},
     ),
 }
@@ -173,10 +202,20 @@ LATENT_PROJECTION: Golden = {
             wanted=("x", "weight", "bias"),
             cotangents={"out": _COTANGENT[:2]},
         ),
-        {"out": _exactly([5.5], [11.5]), "d_x": _exactly([1, 2], [10, 20]), "d_weight": _exactly([31, 42]), "d_bias": _exactly(11)},
+        {
+            "out": _exactly([5.5], [11.5]),
+            "d_x": _exactly([1, 2], [10, 20]),
+            "d_weight": _exactly([31, 42]),
+            "d_bias": _exactly(11),
+        },
     ),
     "no_tokens_at_all": (
-        Problem("latent_projection", {"x": _ROWS[:0], "weight": _WEIGHT[0]}, wanted=("x", "weight"), cotangents={"out": _COTANGENT[:0]}),
+        Problem(
+            "latent_projection",
+            {"x": _ROWS[:0], "weight": _WEIGHT[0]},
+            wanted=("x", "weight"),
+            cotangents={"out": _COTANGENT[:0]},
+        ),
         {"out": _empty(0, 1), "d_x": _empty(0, 2), "d_weight": _exactly([0, 0])},
     ),
     "rounded_once": (  # the bias among the terms: 256 + 1 + 1 = 258

@@ -32,7 +32,9 @@ def _exactly(*rows: Any, dtype: torch.dtype = torch.float32) -> Bounded:
 
 
 def _zeros(*shape: int) -> Bounded:
-    return Bounded(torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64), torch.float32, torch.float32)
+    return Bounded(
+        torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64), torch.float32, torch.float32
+    )
 
 
 # H = 1, F = 1, two experts with one row each, and a row behind them that nobody may read; f(h) = max(h, 0)²
@@ -46,7 +48,14 @@ _EVERY = ("rows", "probs", "fc1_weight", "fc2_weight", "fc1_bias", "fc2_bias")
 
 def _mlp(*wanted: str, **settings: Any) -> Problem:
     cotangents = {"out": _floats([1], [1], [torch.nan])} if wanted else {}
-    return Problem("grouped_mlp", {"rows": _ROWS, "tokens_per_expert": torch.tensor([1, 1]), **_WEIGHTS}, _SQUARED | settings, {}, wanted, cotangents)
+    return Problem(
+        "grouped_mlp",
+        {"rows": _ROWS, "tokens_per_expert": torch.tensor([1, 1]), **_WEIGHTS},
+        _SQUARED | settings,
+        {},
+        wanted,
+        cotangents,
+    )
 
 
 GROUPED_MLP: Golden = {
@@ -75,11 +84,18 @@ GROUPED_MLP: Golden = {
         },
     ),
     "without_probs": (_mlp(**_BIASES), {"out": _exactly([59], [25], [0])}),
-    "the_second_bias_alone": (_mlp("fc2_bias", probs=_PROBS, fc2_bias=_BIASES["fc2_bias"]), {"out": _exactly([23], [176], [0])}),
+    "the_second_bias_alone": (
+        _mlp("fc2_bias", probs=_PROBS, fc2_bias=_BIASES["fc2_bias"]),
+        {"out": _exactly([23], [176], [0])},
+    ),
     "the_first_bias_alone": (_mlp(probs=_PROBS, fc1_bias=_BIASES["fc1_bias"]), {"out": _exactly([24.5], [-150], [0])}),
     "padded": (
         _mlp(*_EVERY, probs=_PROBS, align=4, recompute="moe", **_BIASES),
-        {"out": _exactly([29.5], [50], [0]), "d_fc2_bias": _exactly([0.5], [2]), "d_fc1_weight": _exactly([[21]], [[-120]])},
+        {
+            "out": _exactly([29.5], [50], [0]),
+            "d_fc2_bias": _exactly([0.5], [2]),
+            "d_fc1_weight": _exactly([[21]], [[-120]]),
+        },
     ),
     "gated": (  # h = ln 3, 2: silu(ln 3) · 2 = 1.5 ln 3
         Problem(
@@ -146,7 +162,8 @@ GROUPED_MLP: Golden = {
     ),
 }
 SEQUENTIAL_MLP: Golden = {
-    name: (Problem("sequential_mlp", call.required, call.settings, {}, call.wanted, call.cotangents), right) for name, (call, right) in GROUPED_MLP.items()
+    name: (Problem("sequential_mlp", call.required, call.settings, {}, call.wanted, call.cotangents), right)
+    for name, (call, right) in GROUPED_MLP.items()
 }
 
 _X = _floats([1, 0], [0, 1])
@@ -181,7 +198,11 @@ SHARED_EXPERTS: Golden = {
         {"out": _exactly([-49]), "d_x": _exactly([0])},
     ),
     "without_a_gate": (
-        Problem("shared_experts", {"x": _X, "fc1_weight": _floats([2, 3]), "fc2_weight": _floats([1], [-1])}, _SQUARED | {"recompute": True}),
+        Problem(
+            "shared_experts",
+            {"x": _X, "fc1_weight": _floats([2, 3]), "fc2_weight": _floats([1], [-1])},
+            _SQUARED | {"recompute": True},
+        ),
         {"out": _exactly([4, -4], [9, -9])},
     ),
 }

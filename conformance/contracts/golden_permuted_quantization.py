@@ -16,7 +16,13 @@ BOTH = torch.tensor([[1, 1], [1, 0]], dtype=torch.bool)
 INF = torch.inf
 
 
-def _of(recipe: Recipe, tokens: torch.Tensor = TOKENS, routing_map: torch.Tensor = MAP, more: dict[str, Any] | None = None, **settings: Any) -> Problem:
+def _of(
+    recipe: Recipe,
+    tokens: torch.Tensor = TOKENS,
+    routing_map: torch.Tensor = MAP,
+    more: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Problem:
     return problem_of({"tokens": tokens, "routing_map": routing_map, "recipe": recipe} | (more or {}), settings)
 
 
@@ -58,7 +64,11 @@ PERMUTE_AND_QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
     ),
     "what_is_dropped_has_no_amax": (  # token 1 is behind the buffer
         _of(Recipe("current"), TOKENS[:2].flip(0), torch.ones(2, 1, dtype=torch.bool), num_rows=1),
-        {"amax": _floats(3.5), "codes": _bytes([0x7E, 0x70]), "overflow": Exact(torch.tensor(True), "integers", flag=True)},
+        {
+            "amax": _floats(3.5),
+            "codes": _bytes([0x7E, 0x70]),
+            "overflow": Exact(torch.tensor(True), "integers", flag=True),
+        },
     ),
     "a_scale_of_earlier_steps": (  # 14 · 2, and 7 · 64 of the second expert
         _of(
@@ -79,7 +89,9 @@ PERMUTE_AND_QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
             cotangents={"dequantized": torch.tensor([[10.0], [20], [30]]), "probs": torch.tensor([1.0, 2, 3])},
         ),
         {
-            "d_tokens": Bounded(torch.tensor([[40.0], [20]]).double(), torch.zeros(2, 1).double(), torch.float32, torch.float32),
+            "d_tokens": Bounded(
+                torch.tensor([[40.0], [20]]).double(), torch.zeros(2, 1).double(), torch.float32, torch.float32
+            ),
             "d_probs": _floats([1, 3], [2, 0]),
         },
     ),

@@ -41,7 +41,14 @@ def _codes(*codes: int, columns: int = 0, rows: int = 1) -> Exact:
     return _bytes(*[padded] + [[0] * len(padded)] * (rows - 1))
 
 
-def _of(recipe: Recipe, x: Tensor, steps: str = "quantize", gemm: bool = False, more: dict[str, Tensor] | None = None, **settings: Any) -> Problem:
+def _of(
+    recipe: Recipe,
+    x: Tensor,
+    steps: str = "quantize",
+    gemm: bool = False,
+    more: dict[str, Tensor] | None = None,
+    **settings: Any,
+) -> Problem:
     return problem_of({"x": x, "recipe": recipe} | (more or {}), settings, steps, gemm)
 
 
@@ -53,11 +60,20 @@ PLAIN_FP4 = Recipe("nvfp4", hadamard=False, stochastic_rounding=False)
 QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
     "one_scale": (  # 448 / 7 = 64:  64, 128, -192, 448
         _of(Recipe("current"), _row(1, 2, -3, 7)),
-        {"amax": _exactly(7.0), "scales": _exactly(1 / 64), "codes": _codes(0x68, 0x70, 0xF4, 0x7E), "values": _exactly([1.0, 2, -3, 7])},
+        {
+            "amax": _exactly(7.0),
+            "scales": _exactly(1 / 64),
+            "codes": _codes(0x68, 0x70, 0xF4, 0x7E),
+            "values": _exactly([1.0, 2, -3, 7]),
+        },
     ),
     "halfway_goes_to_the_even_code": (  # 17 and 19 lie between 16, 18 and 20; 2⁻¹⁰ between 0 and 2⁻⁹, 3 · 2⁻¹⁰ between 2⁻⁹ and 2⁻⁸
         _of(Recipe("current"), _row(448, 17, -19, 2.0**-10, 3 * 2.0**-10, -(2.0**-10))),
-        {"scales": _exactly(1.0), "codes": _codes(0x7E, 0x58, 0xDA, 0, 2, 0x80), "values": _exactly([448.0, 16, -20, 0, 2.0**-8, -0.0])},
+        {
+            "scales": _exactly(1.0),
+            "codes": _codes(0x7E, 0x58, 0xDA, 0, 2, 0x80),
+            "values": _exactly([448.0, 16, -20, 0, 2.0**-8, -0.0]),
+        },
     ),
     "nan_infinity_and_minus_zero": (  # a NaN is passed over; with an infinity the scale is 1, and it saturates
         _of(Recipe("current"), _rows([NAN, 1, -0.0], [-INF, 3, 0]), splits=torch.tensor([1, 1])),
@@ -86,7 +102,12 @@ QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
     ),
     "a_power_of_two_below": (  # 448 / 3 is above 128: 384
         _of(Recipe("block"), _row(3, -1.5)),
-        {"amax": _exactly([3.0]), "scales": _exactly([1 / 128]), "codes": _codes(0x7C, 0xF4), "values": _exactly([3.0, -1.5])},
+        {
+            "amax": _exactly([3.0]),
+            "scales": _exactly([1 / 128]),
+            "codes": _codes(0x7C, 0xF4),
+            "values": _exactly([3.0, -1.5]),
+        },
     ),
     "blocks_begin_with_each_group": (  # the two directions of a block of one column
         _of(Recipe("block"), _rows([7], [3], [1]), splits=torch.tensor([2, 1]), columnwise=True),
@@ -98,7 +119,12 @@ QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
         },
     ),
     "the_next_power_of_two": (  # 448 = 2⁰ · 448, and a bit more is 2¹ · 225 → 224;  1/448 lies between 2⁻⁹ and 2⁻⁸
-        _of(Recipe("mxfp8"), torch.cat([_row(448, columns=32), _row(450, columns=32), _row(0, 1, columns=32), _row(columns=32, rows=29)])),
+        _of(
+            Recipe("mxfp8"),
+            torch.cat(
+                [_row(448, columns=32), _row(450, columns=32), _row(0, 1, columns=32), _row(columns=32, rows=29)]
+            ),
+        ),
         {
             "scales": _bytes(*[[127], [128], [119]], *[[0]] * 29),
             "codes": _bytes([0x7E, *[0] * 31], [0x76, *[0] * 31], [0, 0x78, *[0] * 30], *[[0] * 32] * 29),

@@ -41,7 +41,13 @@ def _glu(recipe: Recipe, h: Tensor, **settings: Any) -> Problem:
 
 def _with_gradients(problem: Problem, *cotangent: list[float]) -> Problem:
     wanted = ("h", *(["probs"] if "probs" in problem.settings else []))
-    return problem_of(problem.function, problem.required, problem.settings, wanted=wanted, cotangents={"dequantized": _rows(*cotangent)})
+    return problem_of(
+        problem.function,
+        problem.required,
+        problem.settings,
+        wanted=wanted,
+        cotangents={"dequantized": _rows(*cotangent)},
+    )
 
 
 def _relu2(recipe: Recipe, h: Tensor, **settings: Any) -> Problem:
@@ -59,13 +65,25 @@ _LIFT = torch.tensor([1, 1 + 2.0**-12])
 GLU_AND_QUANTIZE: Golden = {
     "the_gate_is_in_no_amax": (  # 1 · 1, 2 · 1, 0, 7 · 2 = 14, times ½ = 7:  448 / 7 = 64, of which 32, 64, 0, 448 are left
         _glu(CURRENT, _rows([1, 2, -100, 7, 1, 1, 1, 2]), probs=torch.tensor([0.5])),
-        {"amax": _exactly(7.0), "scales": _exactly(1 / 64), "codes": _bytes([0x60, 0x68, 0, 0x7E]), "values": _exactly([0.5, 1, 0, 7])},
+        {
+            "amax": _exactly(7.0),
+            "scales": _exactly(1 / 64),
+            "codes": _bytes([0x60, 0x68, 0, 0x7E]),
+            "values": _exactly([0.5, 1, 0, 7]),
+        },
     ),
     "one_rounding": (
         _glu(CURRENT, _TIE, probs=_LIFT),
-        {"amax": _exactly(448.0), "codes": _bytes([0x7E, 0], [0x39, 0]), "values": _exactly([448.0, 0], [1.125, 0], dtype=torch.bfloat16)},
+        {
+            "amax": _exactly(448.0),
+            "codes": _bytes([0x7E, 0], [0x39, 0]),
+            "values": _exactly([448.0, 0], [1.125, 0], dtype=torch.bfloat16),
+        },
     ),
-    "two_roundings_where_that_is_asked_for": (_glu(CURRENT, _TIE, probs=_LIFT, round_before_quantize=True), {"codes": _bytes([0x7E, 0], [0x38, 0])}),
+    "two_roundings_where_that_is_asked_for": (
+        _glu(CURRENT, _TIE, probs=_LIFT, round_before_quantize=True),
+        {"codes": _bytes([0x7E, 0], [0x38, 0])},
+    ),
     "clamped_and_interleaved": (  # pairs (9, 9) → 7 · (7 + 1) = 56, (1, -9) → 1 · (-7 + 1) = -6;  448 / 56 = 8: 448, -48
         _glu(CURRENT, _rows([9, 9, 1, -9]), clamp=7.0, offset=1.0, interleave=1),
         {"amax": _exactly(56.0), "scales": _exactly(1 / 8), "codes": _bytes([0x7E, 0xE4])},
@@ -83,7 +101,12 @@ GLU_AND_QUANTIZE: Golden = {
     "the_scale_of_earlier_steps": (  # 8 · 7 = 56, and what was seen is remembered
         problem_of(
             "glu_and_quantize",
-            {"h": _rows([7, 2]), "recipe": Recipe("delayed", amax_history_len=2), "scale": torch.tensor([4.0]), "history": _rows([3, 99])},
+            {
+                "h": _rows([7, 2]),
+                "recipe": Recipe("delayed", amax_history_len=2),
+                "scale": torch.tensor([4.0]),
+                "history": _rows([3, 99]),
+            },
             {"kind": "reglu"},
         ),
         {
@@ -95,10 +118,15 @@ GLU_AND_QUANTIZE: Golden = {
         },
     ),
     "straight_through": (  # 3 · 2 · ½: du = 5 · ½ · 2, dv = 5 · ½ · 3, dp = 5 · 3 · 2; nothing of the last row
-        _with_gradients(_glu(CURRENT, _rows([3, 2], [1, 1]), probs=torch.tensor([0.5, 1]), splits=torch.tensor([1])), [5], [5]),
+        _with_gradients(
+            _glu(CURRENT, _rows([3, 2], [1, 1]), probs=torch.tensor([0.5, 1]), splits=torch.tensor([1])), [5], [5]
+        ),
         {"codes": _bytes([0x7E], [0]), "d_h": _numbers([5, 7.5], [0, 0]), "d_probs": _numbers(30, 0)},
     ),
-    "no_rows": (_glu(BLOCK, torch.zeros(0, 4)), {"codes": Exact(torch.zeros(0, 2, dtype=torch.uint8)), "scales": Exact(torch.zeros(0, 1))}),
+    "no_rows": (
+        _glu(BLOCK, torch.zeros(0, 4)),
+        {"codes": Exact(torch.zeros(0, 2, dtype=torch.uint8)), "scales": Exact(torch.zeros(0, 1))},
+    ),
 }
 ACTIVATION_AND_QUANTIZE: Golden = {
     "squares": (  # 4, 0, 16 and a prob of 7/8: 3½, 0, 14;  448 / 14 = 32: 112, 448
@@ -116,7 +144,9 @@ GLU_BACKWARD_AND_QUANTIZE: Golden = {
         {"amax": _exactly(14.0), "scales": _exactly(1 / 4096), "codes": _bytes([0x7B, 0x76]), "d_probs": _numbers(84)},
     ),
     "nothing_passes_a_bound": (  # u above 7 has no gradient, v below -7 none
-        _back("glu", Recipe("current", fp8_format="e4m3"), _rows([1, 1]), _rows([8, 1, 3, -8]), kind="reglu", clamp=7.0),
+        _back(
+            "glu", Recipe("current", fp8_format="e4m3"), _rows([1, 1]), _rows([8, 1, 3, -8]), kind="reglu", clamp=7.0
+        ),
         {"amax": _exactly(7.0), "codes": _bytes([0, 0xFE, 0x7E, 0])},
     ),
 }

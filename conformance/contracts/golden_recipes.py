@@ -94,7 +94,9 @@ def _delayed() -> Problem:
     required = {"rows": _floats([7, 8]), "weight": _floats([[7, 1.1]]), "tokens_per_expert": torch.tensor([1])}
     settings = {"recipe": Recipe("delayed", amax_history_len=1), "state": Opaque("state")}
     state = {f"state.{role}.amax_history": _floats([0]) for role in ("input", "weight", "grad_output")}
-    state |= {f"state.{role}.scale": _floats(scale) for role, scale in (("input", 64), ("weight", 32), ("grad_output", 1024))}
+    state |= {
+        f"state.{role}.scale": _floats(scale) for role, scale in (("input", 64), ("weight", 32), ("grad_output", 1024))
+    }
     return Problem(
         "grouped_linear",
         required | state,
@@ -169,7 +171,10 @@ GROUPED_DGRAD: Golden = {
                 "weight": _floats(_corner(16, [6], [6])),
                 "tokens_per_expert": torch.tensor([16]),
             },
-            {"recipe": Recipe("nvfp4"), "noise": torch.stack([_floats(*_corner(16, [0, 0.75], [0, 0.25])), torch.zeros(16, 16)])},
+            {
+                "recipe": Recipe("nvfp4"),
+                "noise": torch.stack([_floats(*_corner(16, [0, 0.75], [0, 0.25])), torch.zeros(16, 16)]),
+            },
         ),
         {"d_rows": _near(*_corner(16, [36 + 12], [36 + 18]))},
     ),
@@ -208,7 +213,8 @@ GROUPED_MLP: Golden = {
     ),
 }
 SEQUENTIAL_MLP: Golden = {
-    name: (Problem("sequential_mlp", call.required, call.settings, {}, call.wanted, call.cotangents), right) for name, (call, right) in GROUPED_MLP.items()
+    name: (Problem("sequential_mlp", call.required, call.settings, {}, call.wanted, call.cotangents), right)
+    for name, (call, right) in GROUPED_MLP.items()
 }
 SHARED_EXPERTS: Golden = {
     "both_layers_by_a_recipe": (

@@ -58,7 +58,11 @@ TOPK_ROUTING: Golden = {
         {"routing_map": _map([0, 1, 1]), "probs": _near([0, math.e / (1 + BOTH), math.e**3 / (1 + BOTH)])},
     ),
     "sigmoid_normalised_and_scaled": (
-        Problem("topk_routing", {"logits": _floats([0, 0, -1])}, {"topk": 2, "score_function": "sigmoid", "scaling_factor": 2.5}),
+        Problem(
+            "topk_routing",
+            {"logits": _floats([0, 0, -1])},
+            {"topk": 2, "score_function": "sigmoid", "scaling_factor": 2.5},
+        ),
         {"routing_map": _map([1, 1, 0]), "probs": _near([1.25, 1.25, 0])},
     ),
     "one_slot_is_not_normalised": (
@@ -70,19 +74,34 @@ TOPK_ROUTING: Golden = {
         {"routing_map": _map([1, 0]), "probs": _near([math.sqrt(math.log(2)), 0])},
     ),
     "bias_chooses_but_does_not_weigh": (
-        Problem("topk_routing", {"logits": _floats([0, 1, 2])}, {"topk": 2, "score_function": "sigmoid", "expert_bias": torch.tensor([3.0, -3.0, 0.0])}),
-        {"routing_map": _map([1, 0, 1]), "probs": _near([0.5 / (0.5 + _sigmoid(2)), 0, _sigmoid(2) / (0.5 + _sigmoid(2))])},
+        Problem(
+            "topk_routing",
+            {"logits": _floats([0, 1, 2])},
+            {"topk": 2, "score_function": "sigmoid", "expert_bias": torch.tensor([3.0, -3.0, 0.0])},
+        ),
+        {
+            "routing_map": _map([1, 0, 1]),
+            "probs": _near([0.5 / (0.5 + _sigmoid(2)), 0, _sigmoid(2) / (0.5 + _sigmoid(2))]),
+        },
     ),
     "a_group_counts_its_best_four": (  # 18.2 against 10; by the best two it would be 9.5 against 10
         Problem("topk_routing", {"logits": GROUPS}, {"topk": 4, "num_groups": 2, "group_topk": 1}),
         {"routing_map": _map([0, 0, 0, 0, 1, 1, 1, 1]), "probs": _near([0, 0, 0, 0, *OF_GROUP_TWO])},
     ),
     "groups_nearer_than_bf16_can_tell": (  # 2 against 2.001953125
-        Problem("topk_routing", {"logits": _floats([1.5, 0.5, 1.5, 0.501953125])}, {"topk": 2, "num_groups": 2, "group_topk": 1}),
+        Problem(
+            "topk_routing",
+            {"logits": _floats([1.5, 0.5, 1.5, 0.501953125])},
+            {"topk": 2, "num_groups": 2, "group_topk": 1},
+        ),
         {"routing_map": _map([0, 0, 1, 1])},
     ),
     "bests_nearer_than_bf16_can_tell": (  # 2.001953125 against 2.0009765625
-        Problem("topk_routing", {"logits": _floats([1.501953125, 0.5, 1.5, 0.5009765625])}, {"topk": 2, "num_groups": 2, "group_topk": 1}),
+        Problem(
+            "topk_routing",
+            {"logits": _floats([1.501953125, 0.5, 1.5, 0.5009765625])},
+            {"topk": 2, "num_groups": 2, "group_topk": 1},
+        ),
         {"routing_map": _map([1, 1, 0, 0])},
     ),
     "minus_infinity_weighs_nothing": (
@@ -90,7 +109,13 @@ TOPK_ROUTING: Golden = {
         {"probs": _near([0, 1, 0])},
     ),
     "the_gradient_of_a_softmax": (  # p (g - Σ g p) with p = 1/2, 1/2 and g = 1, 3
-        Problem("topk_routing", {"logits": _floats([1, 1, 0])}, {"topk": 2}, wanted=("logits",), cotangents={"probs": _floats([1, 3, 100])}),
+        Problem(
+            "topk_routing",
+            {"logits": _floats([1, 1, 0])},
+            {"topk": 2},
+            wanted=("logits",),
+            cotangents={"probs": _floats([1, 3, 100])},
+        ),
         {"routing_map": _map([1, 1, 0]), "probs": _near([0.5, 0.5, 0]), "d_logits": _near([-0.5, 0.5, 0])},
     ),
 }
@@ -119,7 +144,11 @@ AUX_LOSS_SCORES: Golden = {
         {"scores": _near([0.25, 0.25, 0.25, 0.25])},
     ),
     "padding_is_left_out": (
-        Problem("aux_loss_scores", {"logits": _floats([1, 1], [1, 1])}, {"topk": 2, "padding_mask": torch.tensor([False, True])}),
+        Problem(
+            "aux_loss_scores",
+            {"logits": _floats([1, 1], [1, 1])},
+            {"topk": 2, "padding_mask": torch.tensor([False, True])},
+        ),
         {"scores": _near([0.5, 0.5], [0, 0]), "routing_map": _map([1, 1], [0, 0])},
     ),
 }
@@ -186,9 +215,17 @@ SINKHORN_ROUTING: Golden = {
 DROP_TOKENS: Golden = {
     "the_largest_stay": (
         Problem(
-            "drop_tokens", {"probs": _floats([0.25, 0], [0.5, 0.75], [0.125, 0]), "routing_map": torch.tensor([[1, 0], [1, 1], [1, 0]]).bool()}, {"capacity": 2}
+            "drop_tokens",
+            {
+                "probs": _floats([0.25, 0], [0.5, 0.75], [0.125, 0]),
+                "routing_map": torch.tensor([[1, 0], [1, 1], [1, 0]]).bool(),
+            },
+            {"capacity": 2},
         ),
-        {"probs": Exact(_floats([0.25, 0], [0.5, 0.75], [0, 0]), "values"), "routing_map": _map([1, 0], [1, 1], [0, 0], dim=0)},
+        {
+            "probs": Exact(_floats([0.25, 0], [0.5, 0.75], [0, 0]), "values"),
+            "routing_map": _map([1, 0], [1, 1], [0, 0], dim=0),
+        },
     ),
     "the_first_stay": (
         Problem(
@@ -199,7 +236,11 @@ DROP_TOKENS: Golden = {
         {"probs": Exact(_floats([0.125], [0.25], [0]), "values"), "routing_map": _map([1], [1], [0], dim=0)},
     ),
     "a_routed_prob_of_zero_goes_before_the_unrouted": (
-        Problem("drop_tokens", {"probs": _floats([0], [0], [0]), "routing_map": _bools([0], [0], [1])}, {"capacity": 1, "pad_to_capacity": True}),
+        Problem(
+            "drop_tokens",
+            {"probs": _floats([0], [0], [0]), "routing_map": _bools([0], [0], [1])},
+            {"capacity": 1, "pad_to_capacity": True},
+        ),
         {"probs": Exact(_floats([0], [0], [0]), "values"), "routing_map": _map([0], [0], [1], dim=0)},
     ),
 }
@@ -213,7 +254,12 @@ GATE: Golden = {
             wanted=("x", "weight", "bias"),
             cotangents={"logits": _floats([1, 10])},
         ),
-        {"logits": _near([12, -0.5]), "d_x": _near([8, 4]), "d_weight": _near([1, 2], [10, 20]), "d_bias": _near(1, 10)},
+        {
+            "logits": _near([12, -0.5]),
+            "d_x": _near([8, 4]),
+            "d_weight": _near([1, 2], [10, 20]),
+            "d_bias": _near(1, 10),
+        },
     ),
 }
 JITTER: Golden = {"without": (Problem("jitter", {"x": _floats([1, -2])}, {"eps": 0.0}), {"x": _near([1, -2])})}
@@ -226,12 +272,20 @@ ATTACH_LOSS: Golden = {
             wanted=("x", "loss"),
             cotangents={"x": _floats([5, 6])},
         ),
-        {"x": Exact(_floats([1, 2])), "d_x": Exact(_floats([5, 6]), "values"), "d_loss": Exact(torch.tensor(3.0), "values")},
+        {
+            "x": Exact(_floats([1, 2])),
+            "d_x": Exact(_floats([5, 6]), "values"),
+            "d_loss": Exact(torch.tensor(3.0), "values"),
+        },
     ),
 }
 UPDATE_EXPERT_BIAS: Golden = {
     "towards_the_mean": (
-        Problem("update_expert_bias", {"expert_bias": torch.tensor([0.5, 0.5, 0.5]), "tokens_per_expert": torch.tensor([1, 2, 3])}, {"update_rate": 0.25}),
+        Problem(
+            "update_expert_bias",
+            {"expert_bias": torch.tensor([0.5, 0.5, 0.5]), "tokens_per_expert": torch.tensor([1, 2, 3])},
+            {"update_rate": 0.25},
+        ),
         {"expert_bias": _near(0.75, 0.5, 0.25)},
     ),
 }

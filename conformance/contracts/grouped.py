@@ -34,8 +34,15 @@ from moe_ref.config.recipes import OVERRIDES
 from moe_ref.linear import grouped_dgrad, grouped_linear, grouped_wgrad
 
 VALUES = ("dyadic", "rows", "special")  # and LOW_VALUES, where there is a scaling
-INFINITE, NO_INFINITY = (torch.nan, torch.inf, -torch.inf), (torch.nan,) * 3  # an infinity in one row of NVFP4 leaves an expert no right value
-BY_FP8 = ("delayed", "current", "block")  # scalings whose products Hopper's matrix unit for FP8 takes: those of MXFP8 and NVFP4 are emulated there
+INFINITE, NO_INFINITY = (
+    (torch.nan, torch.inf, -torch.inf),
+    (torch.nan,) * 3,
+)  # an infinity in one row of NVFP4 leaves an expert no right value
+BY_FP8 = (
+    "delayed",
+    "current",
+    "block",
+)  # scalings whose products Hopper's matrix unit for FP8 takes: those of MXFP8 and NVFP4 are emulated there
 PRECISION = ("recipe", "state", "noise", "accumulator")  # arguments that say what a product is taken in
 LAYOUTS = ("contiguous", "transposed", "strided", "shifted", "expanded", "wide_rows", "wide_columns", "wide_depth")
 
@@ -46,7 +53,9 @@ class GroupedCase(Case):
 
     tokens: int = 1  # rows in the segments together
     experts: int = 1
-    counts: tuple[int, ...] = ()  # of each expert, together `tokens`; empty: as even as can be, the first experts having one more
+    counts: tuple[
+        int, ...
+    ] = ()  # of each expert, together `tokens`; empty: as even as can be, the first experts having one more
     tail: int = 0  # rows behind the last segment
     hidden: int = 1  # N, what goes in
     width: int = 1  # M, what comes out
@@ -90,19 +99,27 @@ def check_counts_of(counts: tuple[int, ...], tokens: int, experts: int) -> None:
 
 def counts_of(case: Any) -> tuple[int, ...]:
     """Rows of each expert, in UNITs."""
-    return case.counts or tuple(case.tokens // case.experts + (e < case.tokens % case.experts) for e in range(case.experts))
+    return case.counts or tuple(
+        case.tokens // case.experts + (e < case.tokens % case.experts) for e in range(case.experts)
+    )
 
 
 def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
     """[P, columns]: rows of the segments by `values`, and behind them NaN, and infinities where an amax might see them."""
     kind, own = DTYPES[case.dtype], case.tokens * unit_of(case)
-    x = factor_of(case, name) if case.values in LOW_VALUES else payload(case.seed, name, (own + case.tail, columns), case.dtype)
+    x = (
+        factor_of(case, name)
+        if case.values in LOW_VALUES
+        else payload(case.seed, name, (own + case.tail, columns), case.dtype)
+    )
     if case.values == "rows":
         x = (x.double() * row_scales(case.seed, len(x))).to(kind)
     if case.values == "special" and columns:
         noise = hashed(case.seed, f"{name} kinds", len(x)).astype(np.int64)
         strange = torch.tensor(INFINITE if case.scaling != "nvfp4" else NO_INFINITY, dtype=kind)
-        hit = torch.from_numpy(noise % 4 == 0)[:, None] & (torch.arange(columns)[None] == torch.from_numpy((noise >> 8) % columns)[:, None])
+        hit = torch.from_numpy(noise % 4 == 0)[:, None] & (
+            torch.arange(columns)[None] == torch.from_numpy((noise >> 8) % columns)[:, None]
+        )
         x = torch.where(hit, strange[torch.from_numpy((noise >> 20) % 3)][:, None], x)
     for i in range(case.tail):
         x[own + i] = TAIL[(i + case.seed) % len(TAIL)] if case.scaling else torch.nan
@@ -116,14 +133,18 @@ def weights_of(case: Any, name: str, rows: int, columns: int) -> Tensor:
     weight = payload(case.seed, name, (case.experts * rows, columns), case.dtype).reshape(case.experts, rows, columns)
     if case.values == "special" and rows * columns:
         for e in range(case.seed % 3, case.experts, 3):
-            weight[e, e % rows, (e + case.seed) % columns] = (torch.nan, torch.inf)[e % 2] if case.scaling != "nvfp4" else torch.nan
+            weight[e, e % rows, (e + case.seed) % columns] = (
+                (torch.nan, torch.inf)[e % 2] if case.scaling != "nvfp4" else torch.nan
+            )
     return weight
 
 
 def precision_of(problem: Problem, declared: Mapping[str, Any], *tensors: Tensor) -> Precision:
     """What the call asks for, or else what is declared."""
     state = state_from(problem.required)
-    settings = {name: x for name, x in problem.settings.items() if name in PRECISION} | ({"state": state} if state else {})
+    settings = {name: x for name, x in problem.settings.items() if name in PRECISION} | (
+        {"state": state} if state else {}
+    )
     recipe = settings.get("recipe")
     if settings.get("accumulator") == "float64":
         accumulator = Accumulator(unit=ROUNDOFF[torch.float64])
@@ -147,14 +168,19 @@ class _Grouped(Contract[GroupedCase]):
         state = state_tensors(case)
         if state:
             settings |= {"state": Opaque("state")}
-            how |= {"script": script_of(self.function, tuple(required), tuple(settings), self.outputs), "first": required}
+            how |= {
+                "script": script_of(self.function, tuple(required), tuple(settings), self.outputs),
+                "first": required,
+            }
         return Problem(self.function, required | state, settings, {case.layout_of: case.layout}, **how)
 
     def neighbour(self, case: GroupedCase) -> GroupedCase:
         plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": ""}
         counts = (0, *counts_of(case)[::-1], 2)
         sized: dict[str, Any] = {"counts": counts, "tokens": case.tokens + 2, "experts": case.experts + 2}
-        grown: dict[str, Any] = {"hidden": case.hidden + 3, "width": case.width + 1} if unit_of(case) == 1 else {"hidden": case.hidden + 1}
+        grown: dict[str, Any] = (
+            {"hidden": case.hidden + 3, "width": case.width + 1} if unit_of(case) == 1 else {"hidden": case.hidden + 1}
+        )
         other = replace(case, **plain, **sized, **grown, seed=case.seed + 1, tail=1 - min(case.tail, 1))
         if case.scaling:
             other = replace(other, variant=(case.variant + 1) % VARIANTS, override=other_override(case.override))
@@ -227,7 +253,11 @@ class GroupedLinear(_Grouped):
             "weight": weights_of(case, "weight", unit_of(case) * case.width, unit_of(case) * case.hidden),
             "tokens_per_expert": self.counts(case),
         }
-        settings = {"bias": payload(case.seed, "bias", (case.experts, unit_of(case) * case.width), case.bias)} if case.bias else {}
+        settings = (
+            {"bias": payload(case.seed, "bias", (case.experts, unit_of(case) * case.width), case.bias)}
+            if case.bias
+            else {}
+        )
         wanted = tuple(name for name in case.grads.split("+") if name)
         cotangents = {"out": grouped_rows(case, "d_out", unit_of(case) * case.width)} if wanted else {}
         return self.called(case, required, settings, wanted=wanted, cotangents=cotangents)
@@ -237,14 +267,29 @@ class GroupedLinear(_Grouped):
         bias, cotangent = problem.settings.get("bias"), problem.cotangents.get("out")
         how = precision_of(problem, declared, rows)
         products = []
-        for e, (own, matrix) in enumerate(zip(how.rows(rows, counts, "input", "fprop"), how.weights(weight, "fprop"), strict=True)):
+        for e, (own, matrix) in enumerate(
+            zip(how.rows(rows, counts, "input", "fprop"), how.weights(weight, "fprop"), strict=True)
+        ):
             product = Product.of_factors(own, matrix)
             if bias is not None:
-                product = replace(product, value=product.value + bias[e].double(), magnitude=product.magnitude + bias[e].double().abs())
+                product = replace(
+                    product,
+                    value=product.value + bias[e].double(),
+                    magnitude=product.magnitude + bias[e].double().abs(),
+                )
             products.append(product)
         whole, terms = Product.joined(products).with_tail(len(rows)), rows.shape[1] + 2
         bounded = whole.bounded(terms, rows.dtype, how.accumulator, how.roundings)
-        right = {"out": compared(bounded, lambda: grouped_linear(rows, weight, counts, bias=bias, **how.settings), whole, terms, how, counts)}
+        right = {
+            "out": compared(
+                bounded,
+                lambda: grouped_linear(rows, weight, counts, bias=bias, **how.settings),
+                whole,
+                terms,
+                how,
+                counts,
+            )
+        }
         if cotangent is None:
             return right
         if "rows" in problem.wanted:
@@ -277,12 +322,22 @@ def weight_gradient(d_out: Tensor, rows: Tensor, counts: Tensor, into: Tensor | 
     dtype = rows.dtype if into is None else into.dtype
     bounded = whole.bounded(terms, dtype, how.accumulator, how.roundings)
     if into is not None:
-        kept = Accumulator(unit=max(ROUNDOFF[dtype], how.sums.unit if dtype == torch.float32 else 0.0)).worst(terms) * into.double().abs()
+        kept = (
+            Accumulator(unit=max(ROUNDOFF[dtype], how.sums.unit if dtype == torch.float32 else 0.0)).worst(terms)
+            * into.double().abs()
+        )
         bound = bounded.bound + kept + ROUNDOFF[dtype] * into.double().abs()
         empty = (counts == 0)[:, None, None]
         bounded = Bounded(bounded.value + into.double(), torch.where(empty, 0.0, bound), dtype, bounded.accumulator)
         whole = replace(whole, magnitude=whole.magnitude + into.double().abs())
-    return compared(bounded, lambda: grouped_wgrad(d_out, rows, counts, accumulate_into=into, **how.settings), whole, terms, how, counts)
+    return compared(
+        bounded,
+        lambda: grouped_wgrad(d_out, rows, counts, accumulate_into=into, **how.settings),
+        whole,
+        terms,
+        how,
+        counts,
+    )
 
 
 class GroupedDgrad(_Grouped):

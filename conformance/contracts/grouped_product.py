@@ -33,7 +33,10 @@ class Product:
         spoilt = left.isnan().any(1)[:, None] | right.isnan().any(1)[None]
         infinite = left.isinf().any(1)[:, None] | right.isinf().any(1)[None]
         value = torch.where(spoilt, torch.nan, clean_left @ clean_right.T)
-        sizes = [clean.abs() if x.aligned is None else torch.where(clean == 0, 0.0, x.aligned) for x, clean in ((left_IK, clean_left), (right_JK, clean_right))]
+        sizes = [
+            clean.abs() if x.aligned is None else torch.where(clean == 0, 0.0, x.aligned)
+            for x, clean in ((left_IK, clean_left), (right_JK, clean_right))
+        ]
         magnitude = sizes[0] @ sizes[1].T
         if left_IK.margin is None and right_JK.margin is None:
             return cls(value, magnitude, infinite & ~spoilt, torch.zeros_like(value))
@@ -50,25 +53,43 @@ class Product:
     def with_tail(self, rows: int) -> "Product":
         """Zeros below, to so many rows."""
         more = rows - len(self.value)
-        return Product(*(torch.cat([x, x.new_zeros((more, *x.shape[1:]))]) for x in (self.value, self.magnitude, self.free, self.margin)))
+        return Product(
+            *(
+                torch.cat([x, x.new_zeros((more, *x.shape[1:]))])
+                for x in (self.value, self.magnitude, self.free, self.margin)
+            )
+        )
 
     def bounded(self, terms: int, dtype: torch.dtype, accumulator: Accumulator, roundings: int = 0) -> Bounded:
         """The bound of so many terms, and of roundings of scales."""
         bounded = contraction_bound(self.value, self.magnitude, terms, dtype, accumulator)
-        own = bounded.bound * (2 if accumulator.unit == ROUNDOFF[torch.float64] else 1)  # the oracle's roundings are of the same size
+        own = bounded.bound * (
+            2 if accumulator.unit == ROUNDOFF[torch.float64] else 1
+        )  # the oracle's roundings are of the same size
         own = own + (self.margin + roundings * ROUNDOFF[torch.float32] * self.magnitude) * (1 + ROUNDOFF[dtype])
         bound = torch.where(self.free | (self.value.abs() + own > torch.finfo(dtype).max), torch.inf, own)
-        return Bounded(torch.where(self.free, 0.0, self.value), torch.where(self.value.isnan(), 0.0, bound), dtype, bounded.accumulator)
+        return Bounded(
+            torch.where(self.free, 0.0, self.value),
+            torch.where(self.value.isnan(), 0.0, bound),
+            dtype,
+            bounded.accumulator,
+        )
 
 
-def compared(bounded: Bounded, reference: Callable[[], Tensor], product: Product, terms: int, how: Precision, counts: Tensor) -> Expectation:
+def compared(
+    bounded: Bounded, reference: Callable[[], Tensor], product: Product, terms: int, how: Precision, counts: Tensor
+) -> Expectation:
     """By ratios too, where the output is large enough for them to say something; an expert's rows share a bias."""
     if bounded.value.numel() < LEAST_ELEMENTS:
         return bounded
     shape = bounded.value.shape[:-1]
     groups = experts_of_rows(counts, shape[0]) if len(shape) == 1 else torch.arange(shape[0])[:, None].expand(shape)
-    same = torch.where(product.margin > 0, torch.nan, reference())  # rows in which a code may be another are no reference
-    return row_wise(bounded, same, product.magnitude, max(terms, 1) + how.roundings, accumulator=how.accumulator, groups=groups)
+    same = torch.where(
+        product.margin > 0, torch.nan, reference()
+    )  # rows in which a code may be another are no reference
+    return row_wise(
+        bounded, same, product.magnitude, max(terms, 1) + how.roundings, accumulator=how.accumulator, groups=groups
+    )
 
 
 def own_rows(counts: Tensor) -> list[slice]:

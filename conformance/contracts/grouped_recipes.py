@@ -28,8 +28,17 @@ from moe_ref.quantization import Form, quantize, turned
 from moe_ref.recipes import FLOAT32_MAX, Scaled, Scheme, block_amax, each_row, operands, scheme, spread, values
 from moe_ref.rounding import round_to
 
-LOW_VALUES = ("columns", "patches", "bounds", "midpoints", "zeros")  # as `factor_of` makes them, where a quantiser decides
-PATCH, PATCH_SPREAD = 32, 6  # side of a patch where scales belong to no blocks, and by how many powers of two it is above or below 1
+LOW_VALUES = (
+    "columns",
+    "patches",
+    "bounds",
+    "midpoints",
+    "zeros",
+)  # as `factor_of` makes them, where a quantiser decides
+PATCH, PATCH_SPREAD = (
+    32,
+    6,
+)  # side of a patch where scales belong to no blocks, and by how many powers of two it is above or below 1
 SCALED = 8  # roundings of float32 in what scales do to a product: three in each value of NVFP4's, or in one factor for both, and the product with it
 SCALED_BY_RECIPROCALS = 16  # and each scale up to five roundings off
 MOST_SEEN = 3.0  # what the steps before saw lies between 1 and this; a payload goes up to 2: some groups are cut off, others lose a bit
@@ -54,7 +63,9 @@ def check_scaling(case: Any) -> None:
     if not 0 <= case.variant < (VARIANTS if case.scaling else 1):
         raise ValueError(f"variant is {case.variant}; it must be from 0 to {VARIANTS - 1}, and 0 without a scaling")
     if case.override and not may_override(case.scaling):
-        raise ValueError(f"override is {case.override!r} with scaling {case.scaling!r}; it must be empty, or the scaling one that remembers nothing")
+        raise ValueError(
+            f"override is {case.override!r} with scaling {case.scaling!r}; it must be empty, or the scaling one that remembers nothing"
+        )
     if case.values in LOW_VALUES and not case.scaling:
         raise ValueError(f"values is {case.values!r}; that is made for a scaling")
 
@@ -83,7 +94,9 @@ def fits(case: Any) -> bool:
     """Whether the reference takes the call, and quantises alike in whatever order it adds."""
     if case.values == "bounds" and case.dtype == "float64":
         return False  # the numbers next to a float64 one are no others in float32
-    transformed = transforms_rows(recipe_of(case)) and (case.function == "grouped_wgrad" or "weight" in case.grads.split("+"))
+    transformed = transforms_rows(recipe_of(case)) and (
+        case.function == "grouped_wgrad" or "weight" in case.grads.split("+")
+    )
     return not transformed or (case.dtype == "bfloat16" and case.values in (*TRANSFORMED, "columns"))
 
 
@@ -103,7 +116,11 @@ def factor_of(case: Any, name: str) -> Tensor:
     patches        dyadic, each patch as large as a square block times a power of two
     others         as in `x_of`
     """
-    role, columns = {"rows": ("input", case.hidden), "weight": ("weight", case.hidden), "d_out": ("grad_output", case.width)}[name]
+    role, columns = {
+        "rows": ("input", case.hidden),
+        "weight": ("weight", case.hidden),
+        "d_out": ("grad_output", case.width),
+    }[name]
     like = quantized_like(case, role, columns)
     x = _spread_out(case, like, name) if case.values in ("rows", "columns", "patches") else x_of(like, name)
     return x.reshape(case.experts, unit_of(case) * case.width, x.shape[1]) if name == "weight" else x
@@ -117,7 +134,9 @@ def _spread_out(case: Any, like: QuantizeCase, name: str) -> Tensor:
     else:
         side = BLOCK.get(case.scaling, PATCH)
         tall, wide = (-(-n // side) for n in shape)
-        powers = torch.from_numpy(np.exp2(hashed(case.seed, f"{name} patches", tall * wide) % (2 * PATCH_SPREAD + 1) - float(PATCH_SPREAD)))
+        powers = torch.from_numpy(
+            np.exp2(hashed(case.seed, f"{name} patches", tall * wide) % (2 * PATCH_SPREAD + 1) - float(PATCH_SPREAD))
+        )
         power = powers.reshape(tall, wide).repeat_interleave(side, 0).repeat_interleave(side, 1)[: shape[0], : shape[1]]
     return (x.double() * power).to(x.dtype)
 
@@ -139,10 +158,15 @@ def state_tensors(case: Any, prefix: str = "state") -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for role in ROLES:
         largest = scheme(recipe, role).format.max
-        noise = hashed(case.seed, f"{role} seen{prefix.removeprefix('state')}", case.experts * (recipe.amax_history_len or 1)).reshape(case.experts, -1)
+        noise = hashed(
+            case.seed, f"{role} seen{prefix.removeprefix('state')}", case.experts * (recipe.amax_history_len or 1)
+        ).reshape(case.experts, -1)
         seen = torch.from_numpy(1 + (MOST_SEEN - 1) * (noise % 1000 / 1000)).float()
         last = torch.full((case.experts,), largest) if case.values == "midpoints" else seen[:, -1]
-        found |= {f"{prefix}.{role}.amax_history": seen, f"{prefix}.{role}.scale": torch.full_like(last, largest * 2.0 ** -(recipe.margin or 0)) / last}
+        found |= {
+            f"{prefix}.{role}.amax_history": seen,
+            f"{prefix}.{role}.scale": torch.full_like(last, largest * 2.0 ** -(recipe.margin or 0)) / last,
+        }
     return found
 
 
@@ -150,7 +174,9 @@ def state_from(given: Mapping[str, Any], prefix: str = "state") -> LinearState |
     """The state that those tensors are of; None where there are none."""
     if f"{prefix}.input.scale" not in given:
         return None
-    return LinearState(*(QuantizerState(given[f"{prefix}.{role}.amax_history"], given[f"{prefix}.{role}.scale"]) for role in ROLES))
+    return LinearState(
+        *(QuantizerState(given[f"{prefix}.{role}.amax_history"], given[f"{prefix}.{role}.scale"]) for role in ROLES)
+    )
 
 
 def script_of(
@@ -188,7 +214,9 @@ class Precision:
 
     accumulator: Accumulator = FLOAT32
     reciprocal: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)  # of the reference's functions: accumulator, recipe, state, noise
+    settings: dict[str, Any] = field(
+        default_factory=dict
+    )  # of the reference's functions: accumulator, recipe, state, noise
     scaled: bool = True  # with a recipe: whether the product is of codes and scales
 
     @property
@@ -220,9 +248,22 @@ class Precision:
         columnwise = operand.columnwise
         state = None if self.settings.get("state") is None else getattr(self.settings["state"], role)
         noise = self.settings.get("noise") if role == "grad_output" else None
-        made = quantize(x_PN.detach(), self.recipe, role=role, splits=counts, rowwise=not columnwise, columnwise=columnwise, state=state, noise=noise)
+        made = quantize(
+            x_PN.detach(),
+            self.recipe,
+            role=role,
+            splits=counts,
+            rowwise=not columnwise,
+            columnwise=columnwise,
+            state=state,
+            noise=noise,
+        )
         found = self._of_form(made.quantized.form(columnwise))
-        return [dequantised(factor, x_PN.dtype, self.reciprocal) for factor in found] if operand.kept == "dequantized" else found
+        return (
+            [dequantised(factor, x_PN.dtype, self.reciprocal) for factor in found]
+            if operand.kept == "dequantized"
+            else found
+        )
 
     def weights(self, weight_LMN: Tensor, gemm: str) -> list[Factor]:
         """Each expert's weight."""
@@ -237,8 +278,14 @@ class Precision:
             value = values(group, form.scheme).double()
             if form.scheme.recipe.scaling == "nvfp4":  # over an infinity codes and scales say nothing
                 value = torch.where(group.amax.isinf(), torch.inf, value)
-            margin = turned(margin_of(group, turned(own, form.columnwise).detach().float(), form.scheme), form.columnwise) if loose else None
-            aligned = turned(aligned_size(value, group, form.scheme), form.columnwise) if self.accumulator.block else None
+            margin = (
+                turned(margin_of(group, turned(own, form.columnwise).detach().float(), form.scheme), form.columnwise)
+                if loose
+                else None
+            )
+            aligned = (
+                turned(aligned_size(value, group, form.scheme), form.columnwise) if self.accumulator.block else None
+            )
             found.append(Factor(turned(value, form.columnwise), margin, aligned))
         return found
 
@@ -255,7 +302,9 @@ def dequantised(factor: Factor, dtype: torch.dtype, reciprocal: bool) -> Factor:
     off = torch.where(factor.value.isfinite(), off, 0.0)
     ends = [round_to((factor.value + side * off).float(), dtype).double() for side in (-1, 0, 1)]
     margin = torch.maximum(ends[1] - ends[0], ends[2] - ends[1])
-    return Factor(ends[1], None if factor.margin is None and not reciprocal else torch.where(margin.isnan(), 0.0, margin))
+    return Factor(
+        ends[1], None if factor.margin is None and not reciprocal else torch.where(margin.isnan(), 0.0, margin)
+    )
 
 
 def aligned_size(value: Tensor, group: Scaled, scheme: Scheme) -> Tensor:

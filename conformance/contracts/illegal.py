@@ -45,16 +45,25 @@ def _flat(name: str) -> Rule:
 
 def _restore_one_more(problem: Problem) -> Problem:
     tokens, hidden = problem.settings["restore_shape"]
-    return replace(_bare(problem), settings=problem.settings | {"restore_shape": (tokens + 1, hidden)}, blame="restore_shape")
+    return replace(
+        _bare(problem), settings=problem.settings | {"restore_shape": (tokens + 1, hidden)}, blame="restore_shape"
+    )
 
 
 def _wrong_probs(problem: Problem) -> Problem:
     shape = problem.required["routing_map"].shape
-    return replace(_bare(problem), settings=problem.settings | {"probs": torch.ones(shape[0] + 1, shape[1])}, blame="probs")
+    return replace(
+        _bare(problem), settings=problem.settings | {"probs": torch.ones(shape[0] + 1, shape[1])}, blame="probs"
+    )
 
 
 def _sizes_too_large(problem: Problem) -> Problem:
-    return replace(_bare(problem).with_tensors({"chunk_sizes": problem.required["chunk_sizes"] + 1 + len(problem.required["rows"])}), blame="chunk_sizes")
+    return replace(
+        _bare(problem).with_tensors(
+            {"chunk_sizes": problem.required["chunk_sizes"] + 1 + len(problem.required["rows"])}
+        ),
+        blame="chunk_sizes",
+    )
 
 
 def _index_too_large(problem: Problem) -> Problem:
@@ -125,7 +134,9 @@ _CURRENT, _GRADIENT = Recipe("current"), {"role": "grad_output", "columnwise": T
 _QUANTIZE: dict[str, Rule] = {
     "x_flat": _flat("x"),
     "x_of_integers": _in("x", torch.int32),
-    "recipe_a_word": lambda problem: replace(_bare(problem), required=problem.required | {"recipe": "mxfp8"}, blame="recipe"),
+    "recipe_a_word": lambda problem: replace(
+        _bare(problem), required=problem.required | {"recipe": "mxfp8"}, blame="recipe"
+    ),
     "role_unknown": _setting("role", "activation"),
     "no_direction": _setting("rowwise", False),
     "splits_negative": _with_values("splits", torch.tensor([-1, 2])),
@@ -134,7 +145,9 @@ _QUANTIZE: dict[str, Rule] = {
     "splits_empty": _with_values("splits", torch.zeros(0, dtype=torch.int64)),
     "state_of_nothing": _quantizing("state", _CURRENT, torch.zeros(2, 1), state=new_quantizer_state(Recipe("delayed"))),
     "state_missing": _quantizing("state", Recipe("delayed"), torch.zeros(2, 1), state=None),
-    "state_of_other_groups": _quantizing("state", Recipe("delayed"), torch.zeros(2, 1), state=new_quantizer_state(Recipe("delayed"), num_groups=2)),
+    "state_of_other_groups": _quantizing(
+        "state", Recipe("delayed"), torch.zeros(2, 1), state=new_quantizer_state(Recipe("delayed"), num_groups=2)
+    ),
     "columns_no_multiple": _quantizing("x", Recipe("mxfp8"), torch.zeros(32, 33)),
     "rows_no_multiple": _quantizing("splits", Recipe("mxfp8"), torch.zeros(64, 32), splits=torch.tensor([16, 48])),
     "transform_of_floats": _quantizing("x", Recipe("nvfp4"), _SQUARE.float(), columnwise=True),
@@ -155,13 +168,17 @@ _PERMUTE: dict[str, Rule] = {
 def _by_recipe(blame: str, recipe: Recipe, hidden: int = 16, **settings: object) -> Rule:
     """Another recipe, for two tokens of so many bfloat16, and other settings."""
     tokens = torch.zeros(2, hidden, dtype=torch.bfloat16)
-    return lambda problem: replace(_bare(problem), required=problem.required | {"tokens": tokens, "recipe": recipe}, settings=settings, blame=blame)
+    return lambda problem: replace(
+        _bare(problem), required=problem.required | {"tokens": tokens, "recipe": recipe}, settings=settings, blame=blame
+    )
 
 
 # two tokens for two experts
 _PERMUTE_AND_QUANTIZE: dict[str, Rule] = _PERMUTE | {
     "tokens_of_integers": _in("tokens", torch.int32),
-    "recipe_a_word": lambda problem: replace(_bare(problem), required=problem.required | {"recipe": "mxfp8"}, blame="recipe"),
+    "recipe_a_word": lambda problem: replace(
+        _bare(problem), required=problem.required | {"recipe": "mxfp8"}, blame="recipe"
+    ),
     "role_unknown": _setting("role", "activation"),
     "no_direction": _setting("rowwise", False),
     "state_of_nothing": _by_recipe("state", _CURRENT, state=new_quantizer_state(Recipe("delayed"), num_groups=2)),
@@ -175,7 +192,9 @@ _PERMUTE_AND_QUANTIZE: dict[str, Rule] = _PERMUTE | {
 }
 
 
-def _activating(blame: str, recipe: Recipe, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, **settings: object) -> Rule:
+def _activating(
+    blame: str, recipe: Recipe, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, **settings: object
+) -> Rule:
     """Another recipe, zeros in the place of h (and of the cotangent, as wide), and settings."""
     h = torch.zeros(rows, columns, dtype=dtype)
 
@@ -189,20 +208,26 @@ def _activating(blame: str, recipe: Recipe, rows: int, columns: int, dtype: torc
 
 # two rows, one for each of two groups
 _QUANTIZED_ACTIVATION: dict[str, Rule] = _ACTIVATION | {
-    "recipe_a_word": lambda problem: replace(_bare(problem), required=problem.required | {"recipe": "mxfp8"}, blame="recipe"),
+    "recipe_a_word": lambda problem: replace(
+        _bare(problem), required=problem.required | {"recipe": "mxfp8"}, blame="recipe"
+    ),
     "no_direction": _setting("rowwise", False),
     "splits_negative": _with_values("splits", torch.tensor([-1, 2])),
     "splits_beyond_the_rows": _with_values("splits", torch.tensor([2, 1])),
     "splits_of_floats": _in("splits", torch.float32),
     "state_of_nothing": _activating("state", _CURRENT, 2, 2, state=new_quantizer_state(Recipe("delayed"))),
     "state_missing": _activating("state", Recipe("delayed"), 2, 2, state=None),
-    "state_of_other_groups": _activating("state", Recipe("delayed"), 2, 2, state=new_quantizer_state(Recipe("delayed"), num_groups=2)),
+    "state_of_other_groups": _activating(
+        "state", Recipe("delayed"), 2, 2, state=new_quantizer_state(Recipe("delayed"), num_groups=2)
+    ),
     "columns_no_multiple": _activating("h", Recipe("mxfp8"), 32, 34),
     "rows_no_multiple": _activating("splits", Recipe("mxfp8"), 64, 64, splits=torch.tensor([16, 48])),
     "rounding_a_word": _setting("round_before_quantize", "bfloat16"),
 }
 _TRANSFORM_NOT_ROUNDED: dict[str, Rule] = {
-    "transform_not_rounded": _activating("round_before_quantize", Recipe("nvfp4", stochastic_rounding=False), 16, 32, columnwise=True),
+    "transform_not_rounded": _activating(
+        "round_before_quantize", Recipe("nvfp4", stochastic_rounding=False), 16, 32, columnwise=True
+    ),
 }
 _QUANTIZED_BACKWARD: dict[str, Rule] = _TRANSFORM_NOT_ROUNDED | {
     "cotangent_too_long": _one_more("d_out"),
@@ -257,21 +282,33 @@ _SHARED: dict[str, Rule] = _MLP | {
 
 RULES: dict[str, dict[str, Rule]] = {
     "glu_and_quantize": _QUANTIZED_ACTIVATION | _OF_GATES | _TRANSFORM_NOT_ROUNDED,
-    "activation_and_quantize": _QUANTIZED_ACTIVATION | _TRANSFORM_NOT_ROUNDED | {"kind_with_a_gate": _setting("kind", "swiglu")},
+    "activation_and_quantize": _QUANTIZED_ACTIVATION
+    | _TRANSFORM_NOT_ROUNDED
+    | {"kind_with_a_gate": _setting("kind", "swiglu")},
     "glu_backward_and_quantize": _QUANTIZED_ACTIVATION | _OF_GATES | _QUANTIZED_BACKWARD,
-    "activation_backward_and_quantize": _QUANTIZED_ACTIVATION | _QUANTIZED_BACKWARD | {"kind_with_a_gate": _setting("kind", "swiglu")},
+    "activation_backward_and_quantize": _QUANTIZED_ACTIVATION
+    | _QUANTIZED_BACKWARD
+    | {"kind_with_a_gate": _setting("kind", "swiglu")},
     "permute": _PERMUTE,
     "unpermute": {"rows_too_many": _one_more("rows"), "restore_shape_wrong": _restore_one_more},
     "sort_chunks": {"order_longer_than_sizes": _one_more("order"), "sizes_beyond_rows": _sizes_too_large},
     "pad_routing_map": {"align_zero": _setting("align", 0), "align_negative": _setting("align", -16)},
-    "indices_to_multihot": {"no_experts": _setting("num_experts", 0), "probs_longer_than_indices": _one_more("probs"), "index_too_large": _index_too_large},
+    "indices_to_multihot": {
+        "no_experts": _setting("num_experts", 0),
+        "probs_longer_than_indices": _one_more("probs"),
+        "index_too_large": _index_too_large,
+    },
     "deepep_layout": {
         "no_experts": _setting("num_experts", 0),
         "experts_no_multiple": _together("num_experts", num_experts=3, ranks=2),
         "index_too_large": _index_too_large,
     },
     "multihot_to_indices": {"no_slots": _setting("topk", 0), "probs_longer_than_map": _one_more("probs")},
-    "gate": {"weight_wider": _one_more("weight", 1), "x_flat": _flat("x"), "unknown_dtype": _setting("router_dtype", "fp8")},
+    "gate": {
+        "weight_wider": _one_more("weight", 1),
+        "x_flat": _flat("x"),
+        "unknown_dtype": _setting("router_dtype", "fp8"),
+    },
     "jitter": {"eps_negative": _setting("eps", -0.5), "eps_one": _setting("eps", 1.0)},
     "topk_indices": _TOPK,
     "topk_routing": _TOPK,

@@ -13,7 +13,11 @@ from moe_ref.route_plan import NOWHERE
 def _probs_too_long(problem: Problem) -> Problem:
     beside = problem.required.get("routing_map", problem.required.get("indices"))
     assert beside is not None
-    return replace(_bare(problem), settings=problem.settings | {"probs": torch.ones(len(beside) + 1, beside.shape[1])}, blame="probs")
+    return replace(
+        _bare(problem),
+        settings=problem.settings | {"probs": torch.ones(len(beside) + 1, beside.shape[1])},
+        blame="probs",
+    )
 
 
 def _expert_twice(problem: Problem) -> Problem:
@@ -30,7 +34,10 @@ def _slot_empty(problem: Problem) -> Problem:
 
 _DISPATCH: dict[str, Rule] = {"tokens_flat": _flat("tokens")}
 _MAPS: dict[str, Rule] = _DISPATCH | {"map_too_long": _one_more("routing_map"), "probs_too_long": _probs_too_long}
-_SHARDS: dict[str, Rule] = {"shards_zero": _setting("expert_tensor_parallel", 0), "shards_no_divisor": _setting("expert_tensor_parallel", 3)}
+_SHARDS: dict[str, Rule] = {
+    "shards_zero": _setting("expert_tensor_parallel", 0),
+    "shards_no_divisor": _setting("expert_tensor_parallel", 3),
+}
 _INDICES: dict[str, Rule] = _DISPATCH | {
     "indices_too_long": _one_more("indices"),
     "index_too_large": _index_too_large,
@@ -44,13 +51,17 @@ _OTHER_TOKENS: dict[str, Rule] = {"tokens_too_many": _one_more("tokens")}
 RULES: dict[str, dict[str, Rule]] = {
     "allgather_dispatch": _MAPS | _SHARDS,
     "allgather_combine": _COMBINE,
-    "alltoall_dispatch": _MAPS | _SHARDS | {"capacity_zero": _setting("capacity", 0), "capacity_negative": _setting("capacity", -1)},
+    "alltoall_dispatch": _MAPS
+    | _SHARDS
+    | {"capacity_zero": _setting("capacity", 0), "capacity_negative": _setting("capacity", -1)},
     "alltoall_combine": _COMBINE,
     "hybridep_dispatch": _MAPS
     | {
         "align_zero": _setting("align", 0),
         "num_rows_negative": _setting("num_rows", -1),
-        "num_rows_no_multiple": lambda problem: replace(_bare(problem), settings=problem.settings | {"align": 4, "num_rows": 6}, blame="num_rows"),
+        "num_rows_no_multiple": lambda problem: replace(
+            _bare(problem), settings=problem.settings | {"align": 4, "num_rows": 6}, blame="num_rows"
+        ),
         "recipe_of_whole_tensors": _setting("recipe", Recipe("current")),
         "recipe_of_other_blocks": _setting("recipe", Recipe("mxfp8")),
         "recipe_in_words": _setting("recipe", "block"),

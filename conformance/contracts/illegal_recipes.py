@@ -17,9 +17,16 @@ from moe_ref.config import LinearState, Recipe
 from moe_ref.recipes import new_quantizer_state
 
 Rule = Callable[[Problem], Problem]
-CURRENT, DELAYED, MXFP8, NVFP4 = Recipe("current"), Recipe("delayed", amax_history_len=2), Recipe("mxfp8"), Recipe("nvfp4")
+CURRENT, DELAYED, MXFP8, NVFP4 = (
+    Recipe("current"),
+    Recipe("delayed", amax_history_len=2),
+    Recipe("mxfp8"),
+    Recipe("nvfp4"),
+)
 OVERRIDDEN = Recipe("nvfp4", backward_override="dequantized")
-BOTH_LEVELS = Recipe("nvfp4", hadamard=False, stochastic_rounding=False, row_scaled_activation=True, four_over_six="activations")
+BOTH_LEVELS = Recipe(
+    "nvfp4", hadamard=False, stochastic_rounding=False, row_scaled_activation=True, four_over_six="activations"
+)
 OF_ONE = ("shared_experts", "latent_projection")  # functions of one expert that has all the rows
 PAIRED = ("grouped_mlp", "shared_experts")  # functions of two layers, which have a state and a noise each
 
@@ -31,7 +38,9 @@ def state_for(experts: int, length: int = 2, dtype: torch.dtype = torch.float32)
     return LinearState(*(type(state)(*(part.to(dtype) for part in state)) for _ in range(3)))
 
 
-def factors(function: str, rows: int, columns: int, outputs: int, counts: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+def factors(
+    function: str, rows: int, columns: int, outputs: int, counts: tuple[int, ...], dtype: torch.dtype
+) -> dict[str, Any]:
     """Zeros in the places of a function's arguments, for as many experts as counts."""
 
     def zeros(*shape: int) -> Tensor:
@@ -69,7 +78,9 @@ def by_recipe(
         given = {name: (x, x) if twice and name in ("state", "noise") else x for name, x in made.items()}
         required = factors(problem.function, rows, columns, outputs, counts, dtype)
         known: dict[str, Any] = {} if recipe is None else {"recipe": recipe}
-        return replace(problem, required=required, settings=known | given, blame=blame, wanted=(), cotangents={}, layouts={})
+        return replace(
+            problem, required=required, settings=known | given, blame=blame, wanted=(), cotangents={}, layouts={}
+        )
 
     return break_it
 
@@ -92,9 +103,13 @@ _STATE: dict[str, Rule] = {
 _BLOCKS: dict[str, Rule] = {
     "columns_no_multiple_of_blocks": by_recipe("weight", MXFP8, **BLOCKS | {"columns": 33}),
     "outputs_no_multiple_of_blocks": by_recipe("weight", MXFP8, **BLOCKS | {"outputs": 33}),
-    "columns_no_multiple_of_small_blocks": by_recipe("weight", Recipe("nvfp4", stochastic_rounding=False), **BLOCKS | {"columns": 24}),
+    "columns_no_multiple_of_small_blocks": by_recipe(
+        "weight", Recipe("nvfp4", stochastic_rounding=False), **BLOCKS | {"columns": 24}
+    ),
 }
-_SEGMENTS: dict[str, Rule] = {"count_no_multiple_of_blocks": by_recipe("tokens_per_expert", MXFP8, **BLOCKS | {"counts": (16, 48)})}
+_SEGMENTS: dict[str, Rule] = {
+    "count_no_multiple_of_blocks": by_recipe("tokens_per_expert", MXFP8, **BLOCKS | {"counts": (16, 48)})
+}
 _ALL_TOKENS: dict[str, Rule] = {"tokens_no_multiple_of_blocks": by_recipe("x", MXFP8, **BLOCKS | {"rows": 33})}
 _NOISE: dict[str, Rule] = {
     "noise_unasked": by_recipe("noise", CURRENT, noise=torch.zeros(2, 2, 1)),
@@ -107,11 +122,15 @@ _TOKENS: dict[str, Rule] = {
 }
 _PAIRS: dict[str, Rule] = {
     "state_of_one_layer": lambda problem: _unpaired(by_recipe("state", DELAYED, state=state_for)(problem), "state"),
-    "noise_of_one_layer": lambda problem: _unpaired(by_recipe("noise", NVFP4, **BLOCKS, noise=torch.zeros(2, 64, 32))(problem), "noise"),
+    "noise_of_one_layer": lambda problem: _unpaired(
+        by_recipe("noise", NVFP4, **BLOCKS, noise=torch.zeros(2, 64, 32))(problem), "noise"
+    ),
 }
 _NONE: dict[str, Rule] = {
     "state_for_all_experts": by_recipe("state", DELAYED, state=(state_for(2), state_for(2))),
-    "noise_for_all_experts": by_recipe("noise", NVFP4, **BLOCKS, noise=(torch.zeros(2, 64, 64), torch.zeros(2, 64, 32))),
+    "noise_for_all_experts": by_recipe(
+        "noise", NVFP4, **BLOCKS, noise=(torch.zeros(2, 64, 64), torch.zeros(2, 64, 32))
+    ),
 }
 
 

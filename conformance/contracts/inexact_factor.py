@@ -59,7 +59,10 @@ class Between:
     def rounded(self, dtype: torch.dtype, reciprocal: bool) -> "Between":
         """What it comes back as in a dtype: a monotonic rounding, after that of `values` to float32."""
         off = SCALED_BY_RECIPROCALS * ROUNDOFF[torch.float32] if reciprocal else 0.0
-        ends = ((side, end, torch.where(end.isfinite(), off * end.abs(), 0.0)) for side, end in ((-1, self.low), (1, self.high)))
+        ends = (
+            (side, end, torch.where(end.isfinite(), off * end.abs(), 0.0))
+            for side, end in ((-1, self.low), (1, self.high))
+        )
         low, high = (round_to((end + side * own).float(), dtype).double() for side, end, own in ends)
         return Between(low, high, self.scale)
 
@@ -87,17 +90,26 @@ class InexactGroup:
             either = self._better(six, four)
             found = found.or_else(six, ~either[1]).or_else(four, ~either[0])
         else:
-            rule = {"mxfp8": self._of_exponents, "nvfp4": self._of_two_levels}.get(self.scheme.recipe.scaling, self._of_amax)
+            rule = {"mxfp8": self._of_exponents, "nvfp4": self._of_two_levels}.get(
+                self.scheme.recipe.scaling, self._of_amax
+            )
             found = self._by(list(rule()))
         return self._where_open(found)
 
     def _by(self, choices: list[Scales]) -> Between:
         found = Between.nothing(self.own.low)
         for choice in choices:
-            by, back = ([spread(end, self.block, self.own.low).double() for end in pair] for pair in (choice.by, choice.back))
+            by, back = (
+                [spread(end, self.block, self.own.low).double() for end in pair] for pair in (choice.by, choice.back)
+            )
             codes = [self._code(side, x, by) for side, x in ((-1, self.own.low), (1, self.own.high))]
-            low, high = torch.minimum(*(codes[0] * end for end in back)), torch.maximum(*(codes[1] * end for end in back))
-            found = found.or_else(Between(low, high, torch.maximum(*back)), spread(choice.chosen, self.block, self.own.low))
+            low, high = (
+                torch.minimum(*(codes[0] * end for end in back)),
+                torch.maximum(*(codes[1] * end for end in back)),
+            )
+            found = found.or_else(
+                Between(low, high, torch.maximum(*back)), spread(choice.chosen, self.block, self.own.low)
+            )
         return found
 
     def _code(self, side: int, x: Tensor, by: list[Tensor]) -> Tensor:
@@ -120,7 +132,10 @@ class InexactGroup:
             yield Scales((one, one), (over(1.0, one), over(1.0, one)), torch.ones_like(one, dtype=torch.bool))
             return
         epsilon, power = recipe.amax_epsilon or 0.0, bool(recipe.power_of_two_scales)
-        high, low = (scale_from_amax(amax, format.max, epsilon=epsilon, infinity=self.infinity, power_of_two=power) for amax in self._amax(self.block))
+        high, low = (
+            scale_from_amax(amax, format.max, epsilon=epsilon, infinity=self.infinity, power_of_two=power)
+            for amax in self._amax(self.block)
+        )
         if not power:
             yield Scales((low, high), (over(1.0, high), over(1.0, low)), torch.ones_like(low, dtype=torch.bool))
             return
@@ -130,7 +145,9 @@ class InexactGroup:
 
     def _of_exponents(self) -> Iterator[Scales]:
         """MXFP8."""
-        first, last = (encode(amax * nearest32(1 / self.scheme.format.max), E8M0).int() for amax in self._amax(self.block))
+        first, last = (
+            encode(amax * nearest32(1 / self.scheme.format.max), E8M0).int() for amax in self._amax(self.block)
+        )
         while bool((first <= last).any()):
             code = first.clamp(max=254).to(torch.uint8)
             by, back = decode(254 - code, E8M0), decode(code, E8M0)
@@ -141,11 +158,17 @@ class InexactGroup:
         """NVFP4; `times` 1.5 where the largest value of a block becomes 4."""
         amax = self._amax((1 if self.scheme.row_scaled else None, None))
         encoding = [over(6 * self.scheme.scale_max, end).clamp(max=FLOAT32_MAX) for end in amax[::-1]]
-        encoding = [torch.where((end == 0) | (own == 0), 1.0, end) for end, own in zip(encoding, amax[::-1], strict=True)]
+        encoding = [
+            torch.where((end == 0) | (own == 0), 1.0, end) for end, own in zip(encoding, amax[::-1], strict=True)
+        ]
         widened = (1 - RECIPROCAL, 1 + RECIPROCAL) if self.loose else (1.0, 1.0)
         ends = []
         for block, end, way in zip(self._amax(self.block), encoding, widened, strict=True):
-            base = over(block, torch.full_like(block, 6.0)) * end * times if self.scheme.four_over_six else block * (end * nearest32(1 / 6))
+            base = (
+                over(block, torch.full_like(block, 6.0)) * end * times
+                if self.scheme.four_over_six
+                else block * (end * nearest32(1 / 6))
+            )
             ends.append(encode((base.double() * way).clamp(max=FLOAT32_MAX), E4M3).int())
         code, last = ends
         share = nearest32(1 / (6 * self.scheme.scale_max))
@@ -181,7 +204,11 @@ class InexactGroup:
         least, most = (spread(amax, block, found.low) for amax in self._amax(block))
         open_ = (least == 0) & (most > 0) & (not recipe.amax_epsilon) | most.isinf()
         most = most.double() * ANY
-        return Between(torch.where(open_, -most, found.low), torch.where(open_, most, found.high), torch.where(open_, most, found.scale))
+        return Between(
+            torch.where(open_, -most, found.low),
+            torch.where(open_, most, found.high),
+            torch.where(open_, most, found.scale),
+        )
 
 
 def inexact_factors(
@@ -215,7 +242,9 @@ def inexact_factors(
     for g, count in enumerate(counts.tolist()):
         own = every.rows(first, first + count, columnwise)
         own = own.transformed() if scheme.hadamard else own
-        noise = None if noise_PN is None or not scheme.stochastic else turned(noise_PN[first : first + count], columnwise)
+        noise = (
+            None if noise_PN is None or not scheme.stochastic else turned(noise_PN[first : first + count], columnwise)
+        )
         given = None if scale_L is None else scale_L[g]
         made = InexactGroup(own, scheme, given, noise, infinity, reciprocal and may_be_others(scheme)).between()
         made = made.rounded(dtype, reciprocal) if rounded else made

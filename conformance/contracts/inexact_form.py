@@ -46,7 +46,9 @@ class Known:
         y = concluded(x, dtype)
         low, high = y.ends(dtype)
         unknown = unspecified | (y.error == torch.inf)
-        low, high = (torch.where(bound == 0, side * 0.0, bound) for side, bound in ((-1, low), (1, high)))  # a zero may have either sign
+        low, high = (
+            torch.where(bound == 0, side * 0.0, bound) for side, bound in ((-1, low), (1, high))
+        )  # a zero may have either sign
         return cls(low, high, y.value.isnan() & ~unknown, unknown)
 
     def rows(self, first: int, last: int, columnwise: bool) -> "Known":
@@ -62,7 +64,10 @@ class Known:
     def transformed(self) -> "Known":
         """The Hadamard transform of each 16 neighbours of a row, rounded to bfloat16."""
         size = len(HADAMARD_SIGNS)
-        matrix = torch.tensor([[sign * (-1) ** (i & j).bit_count() / 4 for j in range(size)] for i, sign in enumerate(HADAMARD_SIGNS)], dtype=torch.float64)
+        matrix = torch.tensor(
+            [[sign * (-1) ** (i & j).bit_count() / 4 for j in range(size)] for i, sign in enumerate(HADAMARD_SIGNS)],
+            dtype=torch.float64,
+        )
         odd = self.unknown | self.nan | self.low.isinf() | self.high.isinf()
         middle = torch.where(odd, 0.0, (self.low + self.high) / 2).unflatten(1, (-1, size))
         half = torch.where(odd, 0.0, (self.high - self.low) / 2).unflatten(1, (-1, size))
@@ -103,13 +108,19 @@ class InexactForm(RightForm):
         return parts
 
     def _blocks(self, magnitudes: Tensor, block: tuple[int | None, int | None]) -> Tensor:
-        return each_row(block_amax(magnitudes, block), self.form.scheme) if block == self.form.scheme.block else block_amax(magnitudes, block)
+        return (
+            each_row(block_amax(magnitudes, block), self.form.scheme)
+            if block == self.form.scheme.block
+            else block_amax(magnitudes, block)
+        )
 
     def _amax(self) -> Bounded:
         """Of each block, or of all of a group where NVFP4 has one scale above those of the blocks."""
         scheme = self.form.scheme
         block = (1 if scheme.row_scaled else None, None) if self.two_levels else scheme.block
-        least, most = (self._logical([self._blocks(own.magnitudes()[side], block) for own in self._owns()]) for side in (0, 1))
+        least, most = (
+            self._logical([self._blocks(own.magnitudes()[side], block) for own in self._owns()]) for side in (0, 1)
+        )
         middle = torch.where(least == most, least, torch.where(most.isinf(), least, (least + most) / 2))
         half = torch.where(least == most, 0.0, torch.where(most.isinf(), torch.inf, (most - least) / 2 * SLACK))
         return Bounded(middle, half, torch.float32, torch.float32)
@@ -118,13 +129,19 @@ class InexactForm(RightForm):
         """What each group has in the place of its amax, as `amax` returns it."""
         groups = tuple(group._replace(amax=amax) for group, amax in zip(self.form.groups, amaxes, strict=True))
         form = Form(self.form.scheme, self.form.columnwise, self.form.source_MN, groups)
-        return moe_ref.amax(Quantized(None, form) if form.columnwise else Quantized(form, None), columnwise=form.columnwise)
+        return moe_ref.amax(
+            Quantized(None, form) if form.columnwise else Quantized(form, None), columnwise=form.columnwise
+        )
 
     def _fitting(self, amax: Tensor) -> Tensor:
         """What values are multiplied by, of the amax that was returned."""
         scheme = self.form.scheme
         infinity = torch.finfo(self.dtype).max if scheme.recipe.scaling == "block" else FLOAT32_MAX
-        how: dict[str, Any] = {"epsilon": scheme.recipe.amax_epsilon or 0.0, "infinity": infinity, "power_of_two": bool(scheme.recipe.power_of_two_scales)}
+        how: dict[str, Any] = {
+            "epsilon": scheme.recipe.amax_epsilon or 0.0,
+            "infinity": infinity,
+            "power_of_two": bool(scheme.recipe.power_of_two_scales),
+        }
         return scale_from_amax(amax, scheme.format.max, **how)
 
     def _given_amax(self, outputs: Outputs) -> Exact | Bounded:
@@ -156,8 +173,13 @@ class InexactForm(RightForm):
         for own, group_amax in zip(self._owns(), amax, strict=True):
             encoding = _encoding(group_amax, self.form.scheme).float() * nearest32(1 / 6)
             blocks = (self._blocks(side, self.form.scheme.block) for side in own.magnitudes())
-            ends.append([(block.float() * encoding).double() * way for block, way in zip(blocks, self._widened(), strict=True)])
-        least, most = (torch.cat([turned(encode(pair[side].clamp(max=FLOAT32_MAX), E4M3), self.form.columnwise) for pair in ends]) for side in (0, 1))
+            ends.append(
+                [(block.float() * encoding).double() * way for block, way in zip(blocks, self._widened(), strict=True)]
+            )
+        least, most = (
+            torch.cat([turned(encode(pair[side].clamp(max=FLOAT32_MAX), E4M3), self.form.columnwise) for pair in ends])
+            for side in (0, 1)
+        )
         return _ranged(least, most, least, E4M3)
 
     def _widened(self) -> tuple[float, float]:
@@ -189,7 +211,11 @@ class InexactForm(RightForm):
             size = turned(group.codes, self.form.columnwise).shape[0]
             noise = None if self.noise_MN is None else turned(self.noise_MN[rows : rows + size], self.form.columnwise)
             rows += size
-            block = (1, BLOCK["nvfp4"] if self.two_levels else scheme.block[1]) if scheme.recipe.scaling in ("mxfp8", "nvfp4") else scheme.block
+            block = (
+                (1, BLOCK["nvfp4"] if self.two_levels else scheme.block[1])
+                if scheme.recipe.scaling in ("mxfp8", "nvfp4")
+                else scheme.block
+            )
             factor = spread(self._multiplied_by(g, group), block, own.low).double()
             middle = torch.where(own.low.isinf() | own.high.isinf(), own.low, (own.low + own.high) / 2)
             scaled = (self._scaled(x * factor, side) for x, side in ((own.low, -1), (own.high, 1), (middle, 0)))

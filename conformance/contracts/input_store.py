@@ -6,7 +6,9 @@ from torch import Tensor
 from conformance.judge.running import Running
 from moe_ref.formats import E4M3, decode, encode
 
-MOST_KEPT = 464.0  # what is larger rounds beyond 448, E4M3's largest number: codes saturate or are NaN, as a cast may do either
+MOST_KEPT = (
+    464.0  # what is larger rounds beyond 448, E4M3's largest number: codes saturate or are NaN, as a cast may do either
+)
 
 
 def in_e4m3(x: Tensor) -> Tensor:

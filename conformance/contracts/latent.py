@@ -44,7 +44,9 @@ class LatentProjection(GroupedLinear):
         required = {"rows": x, "weight": weight[None], "tokens_per_expert": torch.tensor([len(x)])} | state
         settings = problem.settings | ({"bias": problem.settings["bias"][None]} if "bias" in problem.settings else {})
         wanted = tuple(OF_GROUPED[name] for name in problem.wanted)
-        right = super().expected(case, Problem("grouped_linear", required, settings, {}, wanted, problem.cotangents), declared)
+        right = super().expected(
+            case, Problem("grouped_linear", required, settings, {}, wanted, problem.cotangents), declared
+        )
         found = {"out": right["out"]} | ({"d_x": right["d_rows"]} if "d_rows" in right else {})
         return found | {name: of_one(right[name]) for name in ("d_weight", "d_bias") if name in right}
 
@@ -74,4 +76,11 @@ def of_one(right: Expectation) -> Expectation:
     if not isinstance(right, RowWise):
         return replace(right, value=right.value[0], bound=right.bound[0])
     groups = None if right.groups is None else right.groups[0]
-    return replace(right, value=right.value[0], bound=right.bound[0], reference=right.reference[0], magnitude=right.magnitude[0], groups=groups)
+    return replace(
+        right,
+        value=right.value[0],
+        bound=right.bound[0],
+        reference=right.reference[0],
+        magnitude=right.magnitude[0],
+        groups=groups,
+    )

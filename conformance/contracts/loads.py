@@ -60,7 +60,12 @@ LoadCase.serves("drop_tokens", "load_balancing_loss", "update_expert_bias")
 
 def map_of(case: LoadCase) -> Tensor:
     """[T,E] bool, up to K experts a token; some tokens have none."""
-    rank = hashed(case.seed, "map", case.tokens * case.experts).reshape(case.tokens, case.experts).argsort(axis=1).argsort(axis=1)
+    rank = (
+        hashed(case.seed, "map", case.tokens * case.experts)
+        .reshape(case.tokens, case.experts)
+        .argsort(axis=1)
+        .argsort(axis=1)
+    )
     some = hashed(case.seed, "count", case.tokens)[:, None] % (case.topk + 1) if case.seed % 3 == 0 else case.topk
     return torch.from_numpy(rank < some)
 
@@ -81,10 +86,34 @@ class _OfLoads(Contract[LoadCase]):
     def neighbour(self, case: LoadCase) -> LoadCase:
         plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": ""}
         policy = "position" if case.policy == "probs" else "probs"
-        return replace(case, **plain, seed=case.seed + 1, experts=case.experts + 1, capacity=case.capacity + 1, policy=policy, coeff=case.coeff + 8)
+        return replace(
+            case,
+            **plain,
+            seed=case.seed + 1,
+            experts=case.experts + 1,
+            capacity=case.capacity + 1,
+            policy=policy,
+            coeff=case.coeff + 8,
+        )
 
     def simpler(self, case: LoadCase) -> Iterator[LoadCase]:
-        plain = ("law", "layout", "grads", "values", "pad", "policy", "total", "map_dtype", "dtype", "coeff", "rate", "bias", "even", "poison", "seed")
+        plain = (
+            "law",
+            "layout",
+            "grads",
+            "values",
+            "pad",
+            "policy",
+            "total",
+            "map_dtype",
+            "dtype",
+            "coeff",
+            "rate",
+            "bias",
+            "even",
+            "poison",
+            "seed",
+        )
         for name in plain:
             default: Any = LoadCase.__dataclass_fields__[name].default
             if getattr(case, name) != default:
@@ -161,7 +190,10 @@ class LoadBalancingLoss(_OfLoads):
         wanted = ("scores",) if case.grads else ()
         wide = {torch.float64: "float64"}.get(scores.dtype, "float32")
         cotangents = {"loss": payload(case.seed, "d_loss", (), wide)} if wanted else {}
-        required = {"scores": scores, "tokens_per_expert": counts.to(getattr(torch, case.map_dtype if case.map_dtype != "bool" else "int64"))}
+        required = {
+            "scores": scores,
+            "tokens_per_expert": counts.to(getattr(torch, case.map_dtype if case.map_dtype != "bool" else "int64")),
+        }
         return Problem(self.function, required, settings, {case.layout_of: case.layout}, wanted, cotangents)
 
     def expected(self, case: LoadCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:

@@ -44,7 +44,9 @@ class LogitsCase(Case):
 
     def __post_init__(self) -> None:
         if self.tokens < 0 or min(self.experts, self.topk) < 1:
-            raise ValueError(f"tokens ≥ 0 and experts, topk ≥ 1 are needed; they are {self.tokens}, {self.experts}, {self.topk}")
+            raise ValueError(
+                f"tokens ≥ 0 and experts, topk ≥ 1 are needed; they are {self.tokens}, {self.experts}, {self.topk}"
+            )
         if self.logits and len(self.logits) != self.tokens * self.experts:
             raise ValueError(f"logits must hold {self.tokens} × {self.experts} numbers")
 
@@ -58,7 +60,9 @@ def logits_of(case: LogitsCase) -> Tensor:
     shape = (case.tokens, case.experts)
     if case.logits:
         eighths = torch.tensor(case.logits, dtype=torch.float64)
-        value = torch.where(eighths == MINUS_INFINITY, -torch.inf, torch.where(eighths == NOT_A_NUMBER, torch.nan, eighths / 8))
+        value = torch.where(
+            eighths == MINUS_INFINITY, -torch.inf, torch.where(eighths == NOT_A_NUMBER, torch.nan, eighths / 8)
+        )
         return value.reshape(shape).to(kind)
     return torch.from_numpy(_drawn(case, kind)).reshape(shape).to(kind)
 
@@ -107,7 +111,9 @@ def padding_of(case: LogitsCase) -> Tensor:
 
 def indices_of(case: LogitsCase) -> Tensor:
     """[T,K] different experts a token, in no order."""
-    rank = torch.from_numpy(hashed(case.seed, "precomputed", case.tokens * case.experts).astype(np.int64)).reshape(case.tokens, case.experts)
+    rank = torch.from_numpy(hashed(case.seed, "precomputed", case.tokens * case.experts).astype(np.int64)).reshape(
+        case.tokens, case.experts
+    )
     return rank.argsort(dim=1, stable=True)[:, : case.topk]
 
 
@@ -116,7 +122,21 @@ GO_WITH: dict[str, dict[str, Any]] = {"layout": {"layout_of": ""}, "groups": {"g
 
 def simpler_logits(case: LogitsCase) -> Iterator[LogitsCase]:
     """Fewer tokens, experts and slots; explicit logits, and plainer ones; then plainer settings."""
-    for name in ("law", "layout", "grads", "precomputed", "padding", "scaling", "bias", "groups", "score", "dtype", "poison", "coeff", "evaluation"):
+    for name in (
+        "law",
+        "layout",
+        "grads",
+        "precomputed",
+        "padding",
+        "scaling",
+        "bias",
+        "groups",
+        "score",
+        "dtype",
+        "poison",
+        "coeff",
+        "evaluation",
+    ):
         default: Any = LogitsCase.__dataclass_fields__[name].default
         if getattr(case, name) != default:
             yield replace(case, **{name: default} | GO_WITH.get(name, {}))
@@ -129,7 +149,9 @@ def simpler_logits(case: LogitsCase) -> Iterator[LogitsCase]:
         if case.seed:
             yield replace(case, seed=0)
         if 0 < case.tokens * case.experts <= EXPLICIT_CELLS:
-            yield replace(case, logits=tuple(_eighths(x) for x in logits_of(case).flatten().tolist()), spread="distinct")
+            yield replace(
+                case, logits=tuple(_eighths(x) for x in logits_of(case).flatten().tolist()), spread="distinct"
+            )
     if not case.groups:
         yield from (replace(case, topk=k) for k in _fewer(case.topk, 1))
 

@@ -30,7 +30,9 @@ class LowLayer:
     def fprop(self, x: Running, weight: Tensor, bias_LM: Tensor | None) -> tuple[Running, Tensor, int]:
         """x Wᵀ + b, with Σ|terms|, and how many terms those are; so the others."""
         products = []
-        for e, (own, matrix) in enumerate(zip(self._factors(x, "input", "fprop"), self.how.weights(weight, "fprop"), strict=True)):
+        for e, (own, matrix) in enumerate(
+            zip(self._factors(x, "input", "fprop"), self.how.weights(weight, "fprop"), strict=True)
+        ):
             product = Factored.of_factors(own, matrix)
             if bias_LM is not None:
                 bias = bias_LM[e].double()
@@ -42,7 +44,11 @@ class LowLayer:
         """g W."""
         layer = replace(self, how=self.how.of("dgrad"))
         pairs = zip(layer._factors(g, "grad_output", "dgrad"), layer.how.weights(weight, "dgrad"), strict=True)
-        return layer._running(Factored.joined([Factored.of_factors(own, matrix.turned) for own, matrix in pairs]), weight.shape[1], g.dtype)
+        return layer._running(
+            Factored.joined([Factored.of_factors(own, matrix.turned) for own, matrix in pairs]),
+            weight.shape[1],
+            g.dtype,
+        )
 
     def wgrad(self, g: Running, x: Running) -> tuple[Running, Tensor, int]:
         """Σ gᵀ x of each expert."""

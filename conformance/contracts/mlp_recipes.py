@@ -12,7 +12,15 @@ from torch import Tensor
 
 from conformance.contracts.base import Opaque, Problem
 from conformance.contracts.grouped import precision_of
-from conformance.contracts.grouped_recipes import check_scaling, recipe_of, rounds_gradients, state_from, state_tensors, transforms_rows, unit_of
+from conformance.contracts.grouped_recipes import (
+    check_scaling,
+    recipe_of,
+    rounds_gradients,
+    state_from,
+    state_tensors,
+    transforms_rows,
+    unit_of,
+)
 from conformance.contracts.mlp_layers import LowLayer
 from conformance.contracts.quantization import TRANSFORMED
 from conformance.interface import named_outputs
@@ -30,9 +38,13 @@ def check_low(case: Any) -> None:
     """The rules of a case with a recipe."""
     check_scaling(case)
     if case.scaling and (case.values == "special" or case.dtype == "float64"):
-        raise ValueError(f"values is {case.values!r} and dtype {case.dtype!r} with a recipe; values must be finite, and stored in at most 32 bits")
+        raise ValueError(
+            f"values is {case.values!r} and dtype {case.dtype!r} with a recipe; values must be finite, and stored in at most 32 bits"
+        )
     if case.scaling and case.align % unit_of(case):
-        raise ValueError(f"align is {case.align} with scaling {case.scaling!r}; it must be a multiple of {unit_of(case)}")
+        raise ValueError(
+            f"align is {case.align} with scaling {case.scaling!r}; it must be a multiple of {unit_of(case)}"
+        )
 
 
 def fits_low(case: Any) -> bool:
@@ -57,7 +69,9 @@ def noise_rows(case: Any, counts: tuple[int, ...]) -> int:
     return sum(-(-count // (case.align or 1)) * (case.align or 1) for count in counts) + case.tail
 
 
-def beside_recipe(case: Any, counts: tuple[int, ...], columns: tuple[int, int]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def beside_recipe(
+    case: Any, counts: tuple[int, ...], columns: tuple[int, int]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of which a script makes the pairs of states and noises, and the settings that stand for them."""
     recipe = recipe_of(case)
     if recipe is None:
@@ -87,12 +101,21 @@ def script_of_pairs(
 
     def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
         known = {name: given[name] for name in settings if name in given and not isinstance(given[name], Opaque)}
-        return named_outputs(implementation.call(function, *(given[name] for name in arguments), **known, **pairs_from(given)), outputs)
+        return named_outputs(
+            implementation.call(function, *(given[name] for name in arguments), **known, **pairs_from(given)), outputs
+        )
 
     return script
 
 
-def called(function: str, outputs: tuple[str, ...], required: dict[str, Any], settings: dict[str, Any], tensors: dict[str, Tensor], **how: Any) -> Problem:
+def called(
+    function: str,
+    outputs: tuple[str, ...],
+    required: dict[str, Any],
+    settings: dict[str, Any],
+    tensors: dict[str, Tensor],
+    **how: Any,
+) -> Problem:
     """The call; where a recipe needs pairs, by a script that makes them."""
     if tensors:
         how |= {"script": script_of_pairs(function, tuple(required), tuple(settings), outputs), "first": required}
@@ -104,7 +127,9 @@ def settings_of(problem: Problem) -> dict[str, Any]:
     return {name: x for name, x in problem.settings.items() if not isinstance(x, Opaque)} | pairs_from(problem.required)
 
 
-def layers_of(problem: Problem, declared: Mapping[str, Any], rows: Tensor, counts: Tensor) -> tuple[LowLayer, LowLayer] | None:
+def layers_of(
+    problem: Problem, declared: Mapping[str, Any], rows: Tensor, counts: Tensor
+) -> tuple[LowLayer, LowLayer] | None:
     """Both layers with what each has of a recipe, for the rows of these experts, padding included; None in high precision."""
     recipe = problem.settings.get("recipe")
     if recipe is None:

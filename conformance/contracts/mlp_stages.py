@@ -45,7 +45,9 @@ class Product:
         """One below the other, or each for itself."""
         join = torch.stack if stack else torch.cat
         first = products[0].running
-        running = Running(join([x.running.value for x in products]), join([x.running.error for x in products]), first.dtype)
+        running = Running(
+            join([x.running.value for x in products]), join([x.running.error for x in products]), first.dtype
+        )
         return cls(running, join([x.magnitude for x in products]), max(x.terms for x in products))
 
 
@@ -102,7 +104,11 @@ def passed(g: Running, x: Running, least: float, most: float) -> Running:
     inside = (x.value >= least) & (x.value <= most)
     open_ = ((x.value - most).abs() <= x.error) | ((x.value - least).abs() <= x.error)
     either = open_ & (x.error > 0)
-    return Running(torch.where(inside, g.value, 0.0), torch.where(either, g.value.abs() + g.error, torch.where(inside, g.error, 0.0)), g.dtype)
+    return Running(
+        torch.where(inside, g.value, 0.0),
+        torch.where(either, g.value.abs() + g.error, torch.where(inside, g.error, 0.0)),
+        g.dtype,
+    )
 
 
 @dataclass(frozen=True)
@@ -154,21 +160,33 @@ class Call:
         for e, own in enumerate(own_rows(self.counts_L)):
             left, right = _rows(x, own), Running.of(weights[e], self.sums)
             if bias_LM is not None:
-                ones, bias = torch.ones(len(left.value), 1, dtype=torch.float64), Running.of(bias_LM[e][:, None], self.sums)
+                ones, bias = (
+                    torch.ones(len(left.value), 1, dtype=torch.float64),
+                    Running.of(bias_LM[e][:, None], self.sums),
+                )
                 left = Running(torch.cat([left.value, ones], 1), torch.cat([left.error, 0 * ones], 1), left.dtype)
-                right = Running(torch.cat([right.value, bias.value], 1), torch.cat([right.error, bias.error], 1), right.dtype)
+                right = Running(
+                    torch.cat([right.value, bias.value], 1), torch.cat([right.error, bias.error], 1), right.dtype
+                )
             products.append(Product.of(left, right, self.accumulator))
         return Product.below(products)
 
     def outer(self, left: Running, right: Running) -> Product:
         """Σ over each expert's rows of leftᵀ right."""
-        return Product.below([Product.of(_turned(left, own), _turned(right, own), self.accumulator) for own in own_rows(self.counts_L)], stack=True)
+        return Product.below(
+            [Product.of(_turned(left, own), _turned(right, own), self.accumulator) for own in own_rows(self.counts_L)],
+            stack=True,
+        )
 
     def summed(self, x: Running, weights: Running | None) -> Running:
         """Σ over each expert's rows of x, weighted, in the dtype of the second bias' sums."""
         accumulator = Accumulator(unit=torch.finfo(x.dtype).eps / 2)
         if weights is None:
-            weights = Running(torch.ones(len(x.value), 1, dtype=torch.float64), torch.zeros(len(x.value), 1, dtype=torch.float64), x.dtype)
+            weights = Running(
+                torch.ones(len(x.value), 1, dtype=torch.float64),
+                torch.zeros(len(x.value), 1, dtype=torch.float64),
+                x.dtype,
+            )
         sums = [contracted(_turned(weights, own), _turned(x, own), accumulator) for own in own_rows(self.counts_L)]
         return Running(torch.cat([s.value for s in sums]), torch.cat([s.error for s in sums]), x.dtype)
 

@@ -62,7 +62,9 @@ class Permute(Contract[RoutingCase]):
         wanted = tuple(name for name in case.grads.split("+") if name)
         cotangents = {}
         if wanted and case.unused != "rows":
-            cotangents["rows"] = payload(case.seed, "d_rows", (_rows(case, settings), case.hidden), case.dtype, _strange(case))
+            cotangents["rows"] = payload(
+                case.seed, "d_rows", (_rows(case, settings), case.hidden), case.dtype, _strange(case)
+            )
         if wanted and case.unused != "probs" and case.probs:
             cotangents["probs"] = payload(case.seed, "d_probs", (_rows(case, settings),), case.probs)
         required = {"tokens": tokens, "routing_map": routing_map(case)}
@@ -104,7 +106,17 @@ class Permute(Contract[RoutingCase]):
         """The map upside down, and an alignment where there was another or none."""
         align = 0 if case.capacity else 3 if case.align != 3 else 5
         masks = None if case.routing is None else case.routing[::-1]
-        return replace(case, golden="", law="", seed=case.seed + 1, routing=masks, align=align, slack=None, layout="contiguous", layout_of="")
+        return replace(
+            case,
+            golden="",
+            law="",
+            seed=case.seed + 1,
+            routing=masks,
+            align=align,
+            slack=None,
+            layout="contiguous",
+            layout_of="",
+        )
 
     def simpler(self, case: RoutingCase) -> Iterator[RoutingCase]:
         return simpler_routing(case)
@@ -114,15 +126,27 @@ class Permute(Contract[RoutingCase]):
             return None
         row_map, tokens = self._reference(problem).row_map, problem.required["tokens"]
         row = observed[index[0]]
-        same = [t for t in range(min(len(tokens), 4096)) if torch.equal(tokens[t].view(torch.uint8), row.contiguous().view(torch.uint8))]
+        same = [
+            t
+            for t in range(min(len(tokens), 4096))
+            if torch.equal(tokens[t].view(torch.uint8), row.contiguous().view(torch.uint8))
+        ]
         token, expert = int(row_map.token_P[index[0]]), int(row_map.expert_P[index[0]])
         first = int((row_map.expert_P == expert).nonzero()[0])
         place = f"row {index[0]} (expert {expert}, place {index[0] - first} of its segment)"
         wrong = [] if token == PADDING else np.flatnonzero(bits(row) != bits(tokens[token])).tolist()
         if wrong and 2 * len(wrong) < len(row):
-            told = f"{len(wrong)} of its {len(row)} columns are wrong, from column {wrong[0]} ({_start(row[wrong[0] :])})"
+            told = (
+                f"{len(wrong)} of its {len(row)} columns are wrong, from column {wrong[0]} ({_start(row[wrong[0] :])})"
+            )
             return f"{place} holds token {token} as it should, but {told}"
-        holds = f"holds token {same[0]}" if same else "is zero" if not row.float().any() else f"holds no token's values ({_start(row)})"
+        holds = (
+            f"holds token {same[0]}"
+            if same
+            else "is zero"
+            if not row.float().any()
+            else f"holds no token's values ({_start(row)})"
+        )
         return f"{place} {holds}; the reference {f'puts token {token} there' if token != PADDING else 'has a padding row of zeros there'}"
 
 
@@ -161,9 +185,15 @@ class Unpermute(Contract[RoutingCase]):
             probs = probabilities(case.seed, "probs", tuple(chosen.shape), case.probs, case.zero_probs)
             settings["probs"] = torch.where(has_row, probs, torch.nan)
         wanted = tuple(name for name in case.grads.split("+") if name)
-        cotangents = {"tokens": payload(case.seed, "d_tokens", (case.tokens, case.hidden), case.dtype, _strange(case))} if wanted else {}
+        cotangents = (
+            {"tokens": payload(case.seed, "d_tokens", (case.tokens, case.hidden), case.dtype, _strange(case))}
+            if wanted
+            else {}
+        )
         required = {"rows": rows, "row_map": Opaque("row_map")}
-        return Problem(self.function, required, settings, {case.layout_of: case.layout}, wanted, cotangents, producer, produced)
+        return Problem(
+            self.function, required, settings, {case.layout_of: case.layout}, wanted, cotangents, producer, produced
+        )
 
     def expected(self, case: RoutingCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         row_map = problem.produced.row_map
@@ -178,7 +208,9 @@ class Unpermute(Contract[RoutingCase]):
             right |= self._gradients(problem, row_map, wide, acc)
         return right
 
-    def _gradients(self, problem: Problem, row_map, wide: tuple[Tensor, Tensor | None], acc: torch.dtype) -> dict[str, Expectation]:
+    def _gradients(
+        self, problem: Problem, row_map, wide: tuple[Tensor, Tensor | None], acc: torch.dtype
+    ) -> dict[str, Expectation]:
         rows, probs = problem.required["rows"], problem.settings.get("probs")
         real = row_map.token_P != PADDING
         token_R, expert_R = row_map.token_P[real], row_map.expert_P[real]

@@ -10,7 +10,18 @@ from torch import Tensor
 import moe_ref
 from conformance.contracts.base import Contract, Opaque, Problem
 from conformance.contracts.permutation import Permute, settings_of
-from conformance.contracts.quantization import DIRECTIONS, RECIPES, ROLES, TAIL, UNIT, VALUES, VARIANTS, QuantizeCase, is_random, x_of
+from conformance.contracts.quantization import (
+    DIRECTIONS,
+    RECIPES,
+    ROLES,
+    TAIL,
+    UNIT,
+    VALUES,
+    VARIANTS,
+    QuantizeCase,
+    is_random,
+    x_of,
+)
 from conformance.contracts.quantization import fits as quantizes
 from conformance.contracts.quantize import Script, Watch, directions, reader_of
 from conformance.contracts.quantized_form import RightForm
@@ -71,7 +82,10 @@ def fits(case: PermutedQuantizationCase) -> bool:
 
 def _alike(case: PermutedQuantizationCase) -> QuantizeCase:
     """What is quantised, as if it were not permuted: a row for each token, and up to a unit more."""
-    common = {name: getattr(case, name) for name in ("scaling", "variant", "role", "direction", "hidden", "dtype", "values", "seed")}
+    common = {
+        name: getattr(case, name)
+        for name in ("scaling", "variant", "role", "direction", "hidden", "dtype", "values", "seed")
+    }
     return QuantizeCase(function="quantize", tokens=-(-case.tokens // unit_of(case)), **common)
 
 
@@ -79,9 +93,29 @@ def permuting(case: PermutedQuantizationCase) -> RoutingCase:
     """The permutation, in rows; a scaling of whole blocks has an alignment where no capacity is asked for."""
     unit = unit_of(case)
     align = case.align or (1 if unit > 1 and not case.capacity else 0)
-    names = ("tokens", "experts", "topk", "routing", "spread", "map_dtype", "probs", "zero_probs", "slack", "grads", "unused", "seed")
+    names = (
+        "tokens",
+        "experts",
+        "topk",
+        "routing",
+        "spread",
+        "map_dtype",
+        "probs",
+        "zero_probs",
+        "slack",
+        "grads",
+        "unused",
+        "seed",
+    )
     common = {name: getattr(case, name) for name in names}
-    return RoutingCase(function="permute", hidden=unit * case.hidden, align=unit * align, capacity=unit * case.capacity, dtype=case.dtype, **common)
+    return RoutingCase(
+        function="permute",
+        hidden=unit * case.hidden,
+        align=unit * align,
+        capacity=unit * case.capacity,
+        dtype=case.dtype,
+        **common,
+    )
 
 
 def tokens_of(case: PermutedQuantizationCase, token_P: Tensor) -> Tensor:
@@ -107,7 +141,15 @@ def problem_of(required: dict[str, Any], settings: dict[str, Any], gemm: bool = 
     if "scale" in required:
         settings = settings | {"state": GIVEN}
     first = {name: required[name] for name in ("tokens", "routing_map", "recipe")}
-    return Problem("permute_and_quantize", required, settings, script=script_of(), first=first, read=reader_of(settings, gemm), **how)
+    return Problem(
+        "permute_and_quantize",
+        required,
+        settings,
+        script=script_of(),
+        first=first,
+        read=reader_of(settings, gemm),
+        **how,
+    )
 
 
 def script_of(watch: Watch | None = None) -> Script:
@@ -116,8 +158,12 @@ def script_of(watch: Watch | None = None) -> Script:
     def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
         settings = {name: given[name] for name in KEYWORDS if name in given}
         if "state" in given:
-            settings["state"] = QuantizerState(given["amax_history"], given["scale"]) if given["state"] is GIVEN else given["state"]
-        called = implementation.call("permute_and_quantize", given["tokens"], given["routing_map"], given["recipe"], **settings)
+            settings["state"] = (
+                QuantizerState(given["amax_history"], given["scale"]) if given["state"] is GIVEN else given["state"]
+            )
+        called = implementation.call(
+            "permute_and_quantize", given["tokens"], given["routing_map"], given["recipe"], **settings
+        )
         result = named_outputs(called, OUTPUTS)
         if watch:
             watch("", result["quantized"])
@@ -130,12 +176,16 @@ def read_back(implementation: Any, settings: dict[str, Any], result: dict[str, A
     """The outputs by which a result is judged: `result` is for the reader."""
     outputs = {"result": result["quantized"]} | {name: result[name] for name in MOVED}
     for suffix, columnwise in directions(settings):
-        outputs[f"dequantized{suffix}"] = implementation.call("dequantize", result["quantized"], **({"columnwise": True} if columnwise else {}))
+        outputs[f"dequantized{suffix}"] = implementation.call(
+            "dequantize", result["quantized"], **({"columnwise": True} if columnwise else {})
+        )
     rows = next(x for name, x in outputs.items() if name.startswith("dequantized"))
     numbers = torch.arange(1, len(rows) + 1, dtype=torch.float32, device=rows.device)
     outputs["row_sums"] = implementation.call("unpermute", numbers[:, None], result["row_map"])
     if "state" in settings:
-        outputs |= {f"state.{name}": x.clone() for name, x in named_outputs(result["state"], ("amax_history", "scale")).items()}
+        outputs |= {
+            f"state.{name}": x.clone() for name, x in named_outputs(result["state"], ("amax_history", "scale")).items()
+        }
     return outputs
 
 
@@ -153,7 +203,11 @@ class PermuteAndQuantize(Contract[PermutedQuantizationCase]):
         routing, chosen = permuting(case), torch.from_numpy(routed(case))
         settings = settings_of(routing)
         token_P = permute(torch.zeros(case.tokens, 0), chosen, **settings).row_map.token_P
-        required: dict[str, Any] = {"tokens": tokens_of(case, token_P), "routing_map": routing_map(case), "recipe": recipe_of(case)}
+        required: dict[str, Any] = {
+            "tokens": tokens_of(case, token_P),
+            "routing_map": routing_map(case),
+            "recipe": recipe_of(case),
+        }
         required |= state_of(case) if case.scaling == "delayed" else {}
         if case.probs:
             probs = probabilities(case.seed, "probs", tuple(chosen.shape), case.probs, case.zero_probs)
@@ -164,13 +218,20 @@ class PermuteAndQuantize(Contract[PermutedQuantizationCase]):
         wanted, cotangents = tuple(filter(None, case.grads.split("+"))), {}
         if wanted:
             shape = (len(token_P), routing.hidden)
-            cotangents = {f"dequantized{suffix}": payload(case.seed, f"d_{suffix}", shape, case.dtype) for suffix, _ in directions(settings)}
+            cotangents = {
+                f"dequantized{suffix}": payload(case.seed, f"d_{suffix}", shape, case.dtype)
+                for suffix, _ in directions(settings)
+            }
             cotangents |= {"probs": payload(case.seed, "d_probs", shape[:1], case.probs)} if case.probs else {}
             unused = {"rows": "dequantized", "probs": "probs", "": "-"}[case.unused]
             cotangents = {name: x for name, x in cotangents.items() if not name.startswith(unused)}
-        return problem_of(required, settings, case.gemm, layouts={case.layout_of: case.layout}, wanted=wanted, cotangents=cotangents)
+        return problem_of(
+            required, settings, case.gemm, layouts={case.layout_of: case.layout}, wanted=wanted, cotangents=cotangents
+        )
 
-    def expected(self, case: PermutedQuantizationCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+    def expected(
+        self, case: PermutedQuantizationCase, problem: Problem, declared: Mapping[str, Any]
+    ) -> dict[str, Expectation]:
         seen: dict[str, Any] = {}
         given = problem.required | problem.settings
         reference = Implementation(moe_ref)
@@ -186,7 +247,14 @@ class PermuteAndQuantize(Contract[PermutedQuantizationCase]):
         return right | {name: x for name, x in permuted.items() if name != "rows"}
 
     def neighbour(self, case: PermutedQuantizationCase) -> PermutedQuantizationCase:
-        plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": "", "seed": case.seed + 1, "slack": None}
+        plain: dict[str, Any] = {
+            "golden": "",
+            "law": "",
+            "layout": "contiguous",
+            "layout_of": "",
+            "seed": case.seed + 1,
+            "slack": None,
+        }
         masks = None if case.routing is None else case.routing[::-1]
         align = 0 if case.capacity else 3 if case.align != 3 else 5
         other = replace(case, **plain, variant=(case.variant + 1) % VARIANTS, routing=masks, align=align)
@@ -220,7 +288,11 @@ def _row_gradient(problem: Problem) -> Tensor:
     permuted = permute(problem.required["tokens"], problem.required["routing_map"], **settings)
     rows = permuted.rows.detach().requires_grad_()
     quantized = moe_ref.quantize(rows, problem.required["recipe"], splits=permuted.tokens_per_expert, **how).quantized
-    pairs = [(f"dequantized{suffix}", turn) for suffix, turn in directions(problem.settings) if f"dequantized{suffix}" in problem.cotangents]
+    pairs = [
+        (f"dequantized{suffix}", turn)
+        for suffix, turn in directions(problem.settings)
+        if f"dequantized{suffix}" in problem.cotangents
+    ]
     values = [moe_ref.dequantize(quantized, columnwise=turn) for _, turn in pairs]
     (gradient,) = torch.autograd.grad(values, [rows], [problem.cotangents[name] for name, _ in pairs])
     return gradient
@@ -239,4 +311,8 @@ def _simpler(case: PermutedQuantizationCase) -> Iterator[PermutedQuantizationCas
     for other in simpler_routing(case):
         without_probs = "probs" in other.grads and not other.probs
         assert isinstance(other, PermutedQuantizationCase)
-        yield replace(other, grads=other.grads.replace("+probs", "").removesuffix("probs"), unused="") if without_probs else other
+        yield (
+            replace(other, grads=other.grads.replace("+probs", "").removesuffix("probs"), unused="")
+            if without_probs
+            else other
+        )

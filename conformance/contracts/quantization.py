@@ -37,7 +37,13 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {  # by scaling and variant
     ),
     "nvfp4": (
         Recipe("nvfp4"),
-        Recipe("nvfp4", hadamard=False, stochastic_rounding=False, two_dimensional_weights=False, row_scaled_activation=True),
+        Recipe(
+            "nvfp4",
+            hadamard=False,
+            stochastic_rounding=False,
+            two_dimensional_weights=False,
+            row_scaled_activation=True,
+        ),
         Recipe("nvfp4", hadamard=False, stochastic_rounding=False, four_over_six="all", four_over_six_error="mse"),
     ),
 }
@@ -52,7 +58,11 @@ TRANSFORMED = ("dyadic", "midpoints", "tiny", "zeros", "special")
 LAYOUTS = ("contiguous", "transposed", "strided", "shifted", "expanded", "wide_rows", "wide_columns", "wide_depth")
 ZERO_BLOCK, ZERO_BAND = 16, 128  # sides of blocks and widths of bands that are zero
 BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-TAIL = (torch.inf, -torch.inf, torch.nan)  # rows that nobody may read; a maximum may pass over NaN, but over no infinity
+TAIL = (
+    torch.inf,
+    -torch.inf,
+    torch.nan,
+)  # rows that nobody may read; a maximum may pass over NaN, but over no infinity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +74,9 @@ class QuantizeCase(Case):
     role: str = "input"
     direction: str = "rowwise"
     steps: str = "quantize"  # joined by +; more than one for delayed scaling only, or with repeats
-    repeats: int = 0  # the implementation draws the noise itself, for the same rows so often in each step; 0: noise is given
+    repeats: int = (
+        0  # the implementation draws the noise itself, for the same rows so often in each step; 0: noise is given
+    )
     tokens: int = 1  # rows of the groups together, in UNITs
     experts: int = 0  # groups; 0: no splits are given, all rows are one
     counts: tuple[int, ...] = ()  # rows of each group in UNITs; empty: as even as can be
@@ -91,17 +103,25 @@ class QuantizeCase(Case):
         if min(self.tokens, self.tail, self.hidden, self.experts) < 0 or not 0 <= self.variant < VARIANTS:
             sizes = f"{self.tokens}, {self.tail}, {self.hidden}, {self.experts}, {self.variant}"
             raise ValueError(f"tokens, tail, hidden, experts ≥ 0 and variant < {VARIANTS} are needed; they are {sizes}")
-        if self.counts and (len(self.counts) != self.experts or min(self.counts) < 0 or sum(self.counts) != self.tokens):
-            raise ValueError(f"counts is {self.counts}; it must have {self.experts} numbers ≥ 0 that sum to {self.tokens}")
+        if self.counts and (
+            len(self.counts) != self.experts or min(self.counts) < 0 or sum(self.counts) != self.tokens
+        ):
+            raise ValueError(
+                f"counts is {self.counts}; it must have {self.experts} numbers ≥ 0 that sum to {self.tokens}"
+            )
         if self.tail and not self.experts:
             raise ValueError(f"tail is {self.tail}; without groups (experts 0) no row is behind the last one")
         steps = self.steps.split("+")
         if any(step not in STEPS for step in steps) or steps[0] != "quantize":
-            raise ValueError(f"steps is {self.steps!r}; it must be some of {', '.join(STEPS)}, joined by +, and begin with quantize")
+            raise ValueError(
+                f"steps is {self.steps!r}; it must be some of {', '.join(STEPS)}, joined by +, and begin with quantize"
+            )
         if len(steps) > 1 and self.scaling != "delayed" and not self.repeats:
             raise ValueError(f"steps is {self.steps!r}; only delayed scaling remembers anything")
         if self.repeats and (not is_random(self) or self.experts or self.grads):
-            raise ValueError(f"repeats is {self.repeats}; it must be 0 but for gradients with stochastic rounding, without groups and gradients of their own")
+            raise ValueError(
+                f"repeats is {self.repeats}; it must be 0 but for gradients with stochastic rounding, without groups and gradients of their own"
+            )
 
 
 QuantizeCase.serves("quantize")
@@ -162,13 +182,20 @@ def x_of(case: QuantizeCase, name: str = "x") -> Tensor:
         "wide": lambda: payload(case.seed, name, (rows, columns), case.dtype, "wide").double(),
         "bounds": lambda: _bounds(case, plain, noise),
         "midpoints": lambda: _midpoints(case, noise),
-        "tiny": lambda: (noise >> 8) % 300 * torch.where(noise % 2 == 0, 1.0, -1.0) * float(torch.finfo(kind).smallest_normal * torch.finfo(kind).eps),
+        "tiny": lambda: (
+            (noise >> 8)
+            % 300
+            * torch.where(noise % 2 == 0, 1.0, -1.0)
+            * float(torch.finfo(kind).smallest_normal * torch.finfo(kind).eps)
+        ),
         "huge": lambda: plain / 2 * torch.finfo(kind).max,
         "zeros": lambda: _zeros(case, plain),
         "special": lambda: _special(case, plain, noise),
     }[case.values]()
     x = made.to(kind)
-    x = torch.where(x.isnan(), torch.nan, x)  # the same bytes everywhere: which NaN a conversion makes depends on the machine
+    x = torch.where(
+        x.isnan(), torch.nan, x
+    )  # the same bytes everywhere: which NaN a conversion makes depends on the machine
     for i in range(case.tail):
         x[rows - case.tail + i] = TAIL[(i + case.seed) % len(TAIL)]
     return x
@@ -191,7 +218,9 @@ def _bounds(case: QuantizeCase, plain: Tensor, noise: Tensor) -> Tensor:
     kind = DTYPES[case.dtype]
     scale = torch.exp2(((number * 7 + case.seed) % 9 - 9).double())
     top = (torch.where(noise >> 3 & 1 == 1, _format(case).max, 1.0) * scale).to(kind)
-    near = (top.view(BITS_OF[kind]) + ((noise >> 8) % 3 - 1).to(BITS_OF[kind])).view(kind)  # the number below, itself, or the one above
+    near = (top.view(BITS_OF[kind]) + ((noise >> 8) % 3 - 1).to(BITS_OF[kind])).view(
+        kind
+    )  # the number below, itself, or the one above
     return torch.where(decides, near.double() * torch.where(noise >> 5 & 1 == 1, 1.0, -1.0), plain / 4 * scale)
 
 
@@ -202,7 +231,9 @@ def _midpoints(case: QuantizeCase, noise: Tensor) -> Tensor:
     middle = (positive[1:] + positive[:-1]) / 2
     value = middle[(noise >> 8) % len(middle)] * torch.where(noise >> 5 & 1 == 1, 1.0, -1.0)
     _, decides = _cells(value)
-    shift = 0 if case.scaling == "delayed" else -(case.seed % 4)  # float16 has no room above E5M2's largest, and the first scale is 1
+    shift = (
+        0 if case.scaling == "delayed" else -(case.seed % 4)
+    )  # float16 has no room above E5M2's largest, and the first scale is 1
     return torch.where(decides, format.max, value) * 2.0**shift
 
 

@@ -27,12 +27,22 @@ Watch = Callable[[str, Any], None]
 Script = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
-def problem_of(required: dict[str, Any], settings: dict[str, Any], steps: str = "quantize", gemm: bool = False, **how: Any) -> Problem:
+def problem_of(
+    required: dict[str, Any], settings: dict[str, Any], steps: str = "quantize", gemm: bool = False, **how: Any
+) -> Problem:
     """The calls: x, x.1, … are quantised one after the other."""
     if required["recipe"].scaling == "delayed":
         settings = settings | {"state": FRESH}
     first = {name: required[name] for name in ("x", "recipe")}
-    return Problem("quantize", required, settings, script=script_of(steps.split("+")), first=first, read=reader_of(settings, gemm), **how)
+    return Problem(
+        "quantize",
+        required,
+        settings,
+        script=script_of(steps.split("+")),
+        first=first,
+        read=reader_of(settings, gemm),
+        **how,
+    )
 
 
 def script_of(steps: list[str], watch: Watch | None = None) -> Script:
@@ -56,13 +66,17 @@ def script_of(steps: list[str], watch: Watch | None = None) -> Script:
             else:
                 prefix, x = (f"{count}.", given[f"x.{count}"]) if count else ("", given["x"])
                 remembered = {"state": state} if state is not None else {}
-                result = named_outputs(implementation.call("quantize", x, recipe, **settings, **remembered), ("quantized", "state"))
+                result = named_outputs(
+                    implementation.call("quantize", x, recipe, **settings, **remembered), ("quantized", "state")
+                )
                 state, count = result["state"], count + 1
                 if watch:
                     watch(prefix, result["quantized"])
                 outputs[f"{prefix}result"] = result["quantized"]
                 for suffix, columnwise in directions(settings):
-                    outputs[f"{prefix}dequantized{suffix}"] = implementation.call("dequantize", result["quantized"], **_turned(columnwise))
+                    outputs[f"{prefix}dequantized{suffix}"] = implementation.call(
+                        "dequantize", result["quantized"], **_turned(columnwise)
+                    )
         if given.get("state") is not None:
             outputs |= {f"state.{name}": x.clone() for name, x in named_outputs(state, STATE).items()}
         return outputs
@@ -87,7 +101,9 @@ def reader_of(settings: Mapping[str, Any], gemm: bool) -> Script:
                 found |= {f"{name.removesuffix('result')}{what}{suffix}": value for what, value in own.items()}
         for name in [name for name in found if "dequantized" in name]:
             value = found[name]
-            found[name.replace("dequantized", "values")] = one_nan(value.detach()) if isinstance(value, Tensor) else value
+            found[name.replace("dequantized", "values")] = (
+                one_nan(value.detach()) if isinstance(value, Tensor) else value
+            )
         return found
 
     return read
@@ -120,26 +136,38 @@ class Quantize(Contract[QuantizeCase]):
         required, settings = inputs_of(case)
         shape, names = tuple(required["x"].shape), [f"dequantized{suffix}" for suffix, _ in directions(settings)]
         cotangents = {name: payload(case.seed, f"d_{name}", shape, case.dtype) for name in names} if case.grads else {}
-        how: dict[str, Any] = {"layouts": {case.layout_of: case.layout}, "wanted": tuple(filter(None, case.grads.split("+"))), "cotangents": cotangents}
+        how: dict[str, Any] = {
+            "layouts": {case.layout_of: case.layout},
+            "wanted": tuple(filter(None, case.grads.split("+"))),
+            "cotangents": cotangents,
+        }
         return problem_of(required, settings, case.steps, case.gemm, **how)
 
     def expected(self, case: QuantizeCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         seen: dict[str, Any] = {}
         x = problem.required["x"].detach().clone().requires_grad_(bool(problem.wanted))
         script, read = script_of(case.steps.split("+"), seen.__setitem__), reader_of(problem.settings, case.gemm)
-        out = read(Implementation(moe_ref), script(Implementation(moe_ref), problem.required | problem.settings | {"x": x}))
+        out = read(
+            Implementation(moe_ref), script(Implementation(moe_ref), problem.required | problem.settings | {"x": x})
+        )
         reciprocal = declared.get("scale_arithmetic") == "reciprocal"
         right: dict[str, Expectation] = {}
         for prefix, quantized in seen.items():
             for suffix, columnwise in directions(problem.settings):
                 form: Form = quantized.form(columnwise)
-                names = {name: f"{prefix}{name}{suffix}" for name in ("amax", "scales", "codes", "values", "scales.gemm")}
+                names = {
+                    name: f"{prefix}{name}{suffix}" for name in ("amax", "scales", "codes", "values", "scales.gemm")
+                }
                 own = (form, form.scheme.stochastic, names, out, reciprocal)
                 others = tuple(f"{other}codes{suffix}" for other in seen if other != prefix)
-                right |= (RandomForm(*own, case.tokens * unit_of(case), others) if case.repeats else RightForm(*own)).expectations()
+                right |= (
+                    RandomForm(*own, case.tokens * unit_of(case), others) if case.repeats else RightForm(*own)
+                ).expectations()
         if "state.scale" in out:
             right["state.amax_history"] = Exact(out["state.amax_history"])
-            right["state.scale"] = nearly(out["state.scale"], 3) if reciprocal else Exact(out["state.scale"])  # FMAX/a here, FMAX · (1/a) there
+            right["state.scale"] = (
+                nearly(out["state.scale"], 3) if reciprocal else Exact(out["state.scale"])
+            )  # FMAX/a here, FMAX · (1/a) there
         if problem.wanted:
             attached = {name: cotangent for name, cotangent in problem.cotangents.items() if out[name].requires_grad}
             (gradient,) = torch.autograd.grad([out[name] for name in attached], [x], list(attached.values()))
@@ -147,7 +175,14 @@ class Quantize(Contract[QuantizeCase]):
         return right
 
     def neighbour(self, case: QuantizeCase) -> QuantizeCase:
-        plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": "", "seed": case.seed + 1, "repeats": 0}
+        plain: dict[str, Any] = {
+            "golden": "",
+            "law": "",
+            "layout": "contiguous",
+            "layout_of": "",
+            "seed": case.seed + 1,
+            "repeats": 0,
+        }
         plain |= {"steps": "quantize"} if case.repeats else {}
         other = replace(case, **plain, variant=(case.variant + 1) % VARIANTS, hidden=case.hidden + 1)
         if case.seed % 3 == 0:
@@ -158,7 +193,11 @@ class Quantize(Contract[QuantizeCase]):
     def simpler(self, case: QuantizeCase) -> Iterator[QuantizeCase]:
         for other in _simpler(case):
             if fits(other):
-                names = ("x", *(["splits"] if other.experts else []), *([f"d_dequantized{s}" for s in SUFFIXES[other.direction]] if other.grads else []))
+                names = (
+                    "x",
+                    *(["splits"] if other.experts else []),
+                    *([f"d_dequantized{s}" for s in SUFFIXES[other.direction]] if other.grads else []),
+                )
                 stays = other.layout != "contiguous" and other.layout_of in names
                 yield other if stays else replace(other, layout="contiguous", layout_of="")
 
@@ -174,7 +213,19 @@ def _simpler(case: QuantizeCase) -> Iterator[QuantizeCase]:
         yield replace(case, variant=0)
     steps = case.steps.split("+")
     yield from (replace(case, steps="+".join(steps[:i] + steps[i + 1 :])) for i in range(1, len(steps)))
-    for name in ("law", "layout", "grads", "gemm", "values", "direction", "role", "index_dtype", "dtype", "poison", "seed"):
+    for name in (
+        "law",
+        "layout",
+        "grads",
+        "gemm",
+        "values",
+        "direction",
+        "role",
+        "index_dtype",
+        "dtype",
+        "poison",
+        "seed",
+    ):
         default: Any = QuantizeCase.__dataclass_fields__[name].default
         if getattr(case, name) != default:
             yield replace(case, **{name: default})
@@ -189,7 +240,9 @@ def _simpler(case: QuantizeCase) -> Iterator[QuantizeCase]:
         if kept:
             yield replace(case, counts=kept, experts=len(kept), tokens=sum(kept))
         for size in shorter(count):
-            yield replace(case, counts=(*case.counts[:e], size, *case.counts[e + 1 :]), tokens=case.tokens - count + size)
+            yield replace(
+                case, counts=(*case.counts[:e], size, *case.counts[e + 1 :]), tokens=case.tokens - count + size
+            )
     for size in shorter(case.tokens) if not case.counts else ():
         yield replace(case, tokens=size)
     for name in ("tail", "hidden"):

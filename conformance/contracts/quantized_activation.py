@@ -14,7 +14,14 @@ from conformance.contracts.base import Contract, Opaque, Problem
 from conformance.contracts.inexact_form import InexactForm, Known
 from conformance.contracts.quantization import VARIANTS
 from conformance.contracts.quantize import STATE, Script, directions, reader_of
-from conformance.contracts.quantized_activation_cases import BACKWARD, OF_GATES, RECIPES_HERE, QuantizedActivationCase, fits, inputs_of
+from conformance.contracts.quantized_activation_cases import (
+    BACKWARD,
+    OF_GATES,
+    RECIPES_HERE,
+    QuantizedActivationCase,
+    fits,
+    inputs_of,
+)
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation, Given, Outputs
 from conformance.judge.running import Running
@@ -32,7 +39,9 @@ def problem_of(function: str, required: dict[str, Any], settings: dict[str, Any]
     if "scale" in required:
         settings = settings | {"state": GIVEN}
     first = {name: x for name, x in required.items() if name not in ("scale", "history")}
-    return Problem(function, required, settings, script=_script_of(function), first=first, read=reader_of(settings, False), **how)
+    return Problem(
+        function, required, settings, script=_script_of(function), first=first, read=reader_of(settings, False), **how
+    )
 
 
 def _script_of(function: str) -> Script:
@@ -48,7 +57,9 @@ def _script_of(function: str) -> Script:
         made = named_outputs(implementation.call(function, *(given[name] for name in required), **settings), names)
         outputs: dict[str, Any] = {"result": made["quantized"]}
         for suffix, columnwise in directions(settings):
-            outputs[f"dequantized{suffix}"] = implementation.call("dequantize", made["quantized"], **({"columnwise": True} if columnwise else {}))
+            outputs[f"dequantized{suffix}"] = implementation.call(
+                "dequantize", made["quantized"], **({"columnwise": True} if columnwise else {})
+            )
         if made.get("d_probs") is not None:
             outputs["d_probs"] = made["d_probs"]
         if state is not None:
@@ -73,9 +84,18 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
         name = f"dequantized{next(suffix for suffix, _ in directions(settings))}"
         shape = (len(required["h"]), required["h"].shape[1] // (2 if self.function in OF_GATES else 1))
         cotangents = {name: payload(case.seed, f"d_{name}", shape, case.dtype)} if wanted else {}
-        return problem_of(self.function, required, settings, layouts={case.layout_of: case.layout}, wanted=wanted, cotangents=cotangents)
+        return problem_of(
+            self.function,
+            required,
+            settings,
+            layouts={case.layout_of: case.layout},
+            wanted=wanted,
+            cotangents=cotangents,
+        )
 
-    def expected(self, case: QuantizedActivationCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+    def expected(
+        self, case: QuantizedActivationCase, problem: Problem, declared: Mapping[str, Any]
+    ) -> dict[str, Expectation]:
         given = problem.required | problem.settings
         settings = {name: given[name] for name in KEYWORDS if name in given}
         out, quantized = self._reference(problem)
@@ -91,9 +111,13 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
             form = quantized.form(columnwise)
             noise = given["noise"][int(columnwise)] if form.scheme.stochastic else None
             names = {name: f"{name}{suffix}" for name in READ}
-            right |= InexactForm(form, noise is not None, names, out, reciprocal, known, given.get("scale"), noise, dtype).expectations()
+            right |= InexactForm(
+                form, noise is not None, names, out, reciprocal, known, given.get("scale"), noise, dtype
+            ).expectations()
         if given.get("state") is not None:
-            right["state.amax_history"] = Given(out["state.amax_history"], _history_of(given["history"], directions(settings)[0][0]))
+            right["state.amax_history"] = Given(
+                out["state.amax_history"], _history_of(given["history"], directions(settings)[0][0])
+            )
             right["state.scale"] = Exact(given["scale"])
         return right | self._gradients(problem, given, h, activating, declared)
 
@@ -101,11 +125,16 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
         """What the reference returns, and the tensor that it quantised."""
         implementation = Implementation(moe_ref)
         assert problem.script is not None and problem.read is not None
-        given = {name: x.detach() if isinstance(x, Tensor) else x for name, x in (problem.required | problem.settings).items()}
+        given = {
+            name: x.detach() if isinstance(x, Tensor) else x
+            for name, x in (problem.required | problem.settings).items()
+        }
         outputs = problem.script(implementation, given)
         return problem.read(implementation, outputs), outputs["result"]
 
-    def before_rounding(self, given: dict[str, Any], h: Tensor, activating: dict[str, Any], declared: Mapping[str, Any]) -> tuple[Running, Tensor]:
+    def before_rounding(
+        self, given: dict[str, Any], h: Tensor, activating: dict[str, Any], declared: Mapping[str, Any]
+    ) -> tuple[Running, Tensor]:
         """What is quantised, of the rows of all groups, before it is rounded at last; and where it is unspecified."""
         probs = activating.get("probs")
         dtype = computed_in(declared, h, probs)
@@ -114,21 +143,40 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
             act = self.plain.activated(h, activating, dtype)
             return act if p is None else act * p, self.plain.hidden_nan(h, activating)
         g = Running.of(given["d_out"][: len(h)], dtype)
-        return self.plain.pulled(g if p is None else g * p, h, activating), (~h.isfinite().all(1))[:, None].expand(h.shape)
+        return self.plain.pulled(g if p is None else g * p, h, activating), (~h.isfinite().all(1))[:, None].expand(
+            h.shape
+        )
 
-    def _gradients(self, problem: Problem, given: dict[str, Any], h: Tensor, activating: dict[str, Any], declared: Mapping[str, Any]) -> dict[str, Expectation]:
+    def _gradients(
+        self,
+        problem: Problem,
+        given: dict[str, Any],
+        h: Tensor,
+        activating: dict[str, Any],
+        declared: Mapping[str, Any],
+    ) -> dict[str, Expectation]:
         """The gradients of the activation, of a cotangent that came straight through; 0 behind the last group."""
         backward = self.function in BACKWARD
         wanted = ("probs",) * ("probs" in given) if backward else problem.wanted
         if not wanted:
             return {}
         cotangent = given["d_out"] if backward else next(iter(problem.cotangents.values()))
-        call = Problem(self.plain.function, {"h": h}, activating, wanted=wanted, cotangents={"out": cotangent[: len(h)]})
+        call = Problem(
+            self.plain.function, {"h": h}, activating, wanted=wanted, cotangents={"out": cotangent[: len(h)]}
+        )
         found: dict[str, Any] = self.plain.expected(ActivationCase(function=self.plain.function), call, declared)
         return {name: _with_zeros(found[name], len(given["h"])) for name in (f"d_{name}" for name in wanted)}
 
     def neighbour(self, case: QuantizedActivationCase) -> QuantizedActivationCase:
-        plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": "", "interleave": 0, "alpha": 0, "seed": case.seed + 1}
+        plain: dict[str, Any] = {
+            "golden": "",
+            "law": "",
+            "layout": "contiguous",
+            "layout_of": "",
+            "interleave": 0,
+            "alpha": 0,
+            "seed": case.seed + 1,
+        }
         kinds = GATED if self.function in OF_GATES else PLAIN
         kind = kinds[kinds.index(case.kind or self.plain_kind) - 1]
         other = replace(case, **plain, kind=kind, variant=(case.variant + 1) % VARIANTS, width=case.width + 1)
@@ -145,8 +193,12 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
     def simpler(self, case: QuantizedActivationCase) -> Iterator[QuantizedActivationCase]:
         for other in _simpler(case):
             if fits(other):
-                gone = (other.layout_of == "probs" and not other.probs) or (other.layout_of == "splits" and not other.experts)
-                gone |= other.layout_of.startswith("d_dequantized") and (not other.grads or other.direction != case.direction)
+                gone = (other.layout_of == "probs" and not other.probs) or (
+                    other.layout_of == "splits" and not other.experts
+                )
+                gone |= other.layout_of.startswith("d_dequantized") and (
+                    not other.grads or other.direction != case.direction
+                )
                 yield replace(other, layout="contiguous", layout_of="") if gone or other.layout_of == "noise" else other
 
 
@@ -160,7 +212,9 @@ def _history_of(history: Tensor, suffix: str) -> Any:
     """The amax that was returned, among those before."""
 
     def right(outputs: Outputs) -> Exact:
-        return Exact(torch.cat([torch.maximum(history[:, :1], outputs[f"amax{suffix}"].reshape(-1, 1)), history[:, 1:]], 1))
+        return Exact(
+            torch.cat([torch.maximum(history[:, :1], outputs[f"amax{suffix}"].reshape(-1, 1)), history[:, 1:]], 1)
+        )
 
     return right
 
@@ -175,7 +229,21 @@ def _simpler(case: QuantizedActivationCase) -> Iterator[QuantizedActivationCase]
     if case.scaling != "current" or case.variant:
         yield replace(case, scaling="current", variant=0)
         yield replace(case, variant=0)
-    plain = ("law", "layout", "grads", "rounded", "values", "weights", "alpha", "kind", "interleave", "clamp", "offset", "probs", "direction")
+    plain = (
+        "law",
+        "layout",
+        "grads",
+        "rounded",
+        "values",
+        "weights",
+        "alpha",
+        "kind",
+        "interleave",
+        "clamp",
+        "offset",
+        "probs",
+        "direction",
+    )
     beside: dict[str, dict[str, Any]] = {"layout": {"layout_of": ""}, "kind": {"alpha": 0}}
     beside["probs"] = {"grads": without(case.grads, "probs"), "weights": "plain"}
     for name in (*plain, "index_dtype", "dtype", "poison", "seed"):
@@ -194,7 +262,9 @@ def _simpler(case: QuantizedActivationCase) -> Iterator[QuantizedActivationCase]
         if kept:
             yield replace(case, counts=kept, experts=len(kept), tokens=sum(kept))
         for size in shorter(count):
-            yield replace(case, counts=(*case.counts[:e], size, *case.counts[e + 1 :]), tokens=case.tokens - count + size)
+            yield replace(
+                case, counts=(*case.counts[:e], size, *case.counts[e + 1 :]), tokens=case.tokens - count + size
+            )
     yield from (replace(case, tokens=size) for size in shorter(case.tokens) if not case.counts)
     yield from (replace(case, tail=size) for size in shorter(case.tail))
     yield from (replace(case, width=size) for size in shorter(case.width))

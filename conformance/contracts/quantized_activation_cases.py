@@ -68,9 +68,15 @@ class QuantizedActivationCase(Case):
         least = min(self.tokens, self.tail, self.width, self.experts, self.clamp, self.alpha, self.interleave)
         if least < 0 or not 0 <= self.variant < VARIANTS:
             sizes = f"{self.tokens}, {self.tail}, {self.width}, {self.experts}, {self.clamp}, {self.alpha}, {self.interleave}, {self.variant}"
-            raise ValueError(f"tokens, tail, width, experts, clamp, alpha, interleave ≥ 0 and variant < {VARIANTS} are needed; they are {sizes}")
-        if self.counts and (len(self.counts) != self.experts or min(self.counts) < 0 or sum(self.counts) != self.tokens):
-            raise ValueError(f"counts is {self.counts}; it must have {self.experts} numbers ≥ 0 that sum to {self.tokens}")
+            raise ValueError(
+                f"tokens, tail, width, experts, clamp, alpha, interleave ≥ 0 and variant < {VARIANTS} are needed; they are {sizes}"
+            )
+        if self.counts and (
+            len(self.counts) != self.experts or min(self.counts) < 0 or sum(self.counts) != self.tokens
+        ):
+            raise ValueError(
+                f"counts is {self.counts}; it must have {self.experts} numbers ≥ 0 that sum to {self.tokens}"
+            )
         if self.tail and not self.experts:
             raise ValueError(f"tail is {self.tail}; without groups (experts 0) no row is behind the last one")
 
@@ -116,23 +122,33 @@ def inputs_of(case: QuantizedActivationCase) -> tuple[dict[str, Any], dict[str, 
     unit = unit_of(case)
     own, width = case.tokens * unit, case.width * unit
     rows = own + case.tail
-    plain = ActivationCase(function="glu", tokens=rows, dtype=case.dtype, values=case.values, clamp=case.clamp, seed=case.seed)
+    plain = ActivationCase(
+        function="glu", tokens=rows, dtype=case.dtype, values=case.values, clamp=case.clamp, seed=case.seed
+    )
     columns = 2 * width if case.function in OF_GATES else width
     required: dict[str, Any] = {"h": _spoilt(hidden_of(plain, columns), own, case.seed), "recipe": recipe_of(case)}
     if case.function in BACKWARD:
-        required = {"d_out": _spoilt(payload(case.seed, "d_out", (rows, width), case.dtype), own, case.seed + 1)} | required
+        required = {
+            "d_out": _spoilt(payload(case.seed, "d_out", (rows, width), case.dtype), own, case.seed + 1)
+        } | required
     if case.scaling == "delayed":
         groups = max(case.experts, 1)
         exponent = torch.from_numpy(hashed(case.seed, "scale", groups).astype(np.int64)) % 9 - 2
         required["scale"] = torch.exp2(exponent.float()) * torch.where(torch.arange(groups) % 2 == 1, 1.375, 1.0)
         length = recipe_of(case).amax_history_len or 1
         history = payload(case.seed, "history", (groups, length), "float32").abs()
-        required["history"] = torch.where(torch.arange(groups)[:, None] % 3 == 1, 2.0**14, history)  # one that has seen more than there is here
+        required["history"] = torch.where(
+            torch.arange(groups)[:, None] % 3 == 1, 2.0**14, history
+        )  # one that has seen more than there is here
     settings: dict[str, Any] = {}
     if case.probs:
         settings["probs"] = _spoilt(probs_of(case.seed, rows, case.probs, case.weights), own, case.seed + 2)
     settings |= {"kind": case.kind} if case.kind else {}
-    settings |= {name: getattr(case, name) / per for name, per in (("offset", 8), ("clamp", 8), ("alpha", 1000)) if getattr(case, name)}
+    settings |= {
+        name: getattr(case, name) / per
+        for name, per in (("offset", 8), ("clamp", 8), ("alpha", 1000))
+        if getattr(case, name)
+    }
     settings |= {"interleave": case.interleave} if case.interleave else {}
     settings |= {"splits": torch.tensor(splits_of(case), dtype=DTYPES[case.index_dtype])} if case.experts else {}
     settings |= {"rowwise": False} if case.direction == "columnwise" else {}

@@ -37,7 +37,9 @@ class RightForm:
     @property
     def loose(self) -> bool:
         recipe = self.form.scheme.recipe
-        return self.reciprocal and not (recipe.power_of_two_scales or recipe.scaling == "mxfp8" or self.form.scheme.four_over_six)
+        return self.reciprocal and not (
+            recipe.power_of_two_scales or recipe.scaling == "mxfp8" or self.form.scheme.four_over_six
+        )
 
     @property
     def two_levels(self) -> bool:
@@ -84,7 +86,9 @@ class RightForm:
         if not self.two_levels:
             return nearly(scale, 5)  # 1/(FMAX/a) here; FMAX · (1/a), and one more reciprocal, there
         wanted = [
-            each_row(block_amax(own, self.form.scheme.block), self.form.scheme).double() / 6 * _encoding(group.amax, self.form.scheme)
+            each_row(block_amax(own, self.form.scheme.block), self.form.scheme).double()
+            / 6
+            * _encoding(group.amax, self.form.scheme)
             for own, group in zip(self._sources(), self.form.groups, strict=True)
         ]
         scaled = torch.cat([turned(part, self.form.columnwise) for part in wanted]).clamp(max=E4M3.max)
@@ -111,12 +115,17 @@ class RightForm:
         """What each element is multiplied by, in float64."""
         if not self.two_levels:
             return spread(1 / group.scale.double(), self.form.scheme.block, own)
-        factor = (_encoding(group.amax, self.form.scheme) / decode(group.scale, E4M3, dtype=torch.float64)).clamp(max=FLOAT32_MAX)
+        factor = (_encoding(group.amax, self.form.scheme) / decode(group.scale, E4M3, dtype=torch.float64)).clamp(
+            max=FLOAT32_MAX
+        )
         return spread(factor, (1, BLOCK["nvfp4"]), own)
 
     def _values(self, outputs: Outputs) -> Exact | Bounded:
         """What the codes that were returned stand for, with the scales that were returned."""
-        value, dtype = self._whole([values(group, self.form.scheme) for group in self.returned(outputs)]), self.form.source_MN.dtype
+        value, dtype = (
+            self._whole([values(group, self.form.scheme) for group in self.returned(outputs)]),
+            self.form.source_MN.dtype,
+        )
         if not (self.loose and self.two_levels):
             return Exact(one_nan(value.to(dtype)))
         bound = value.double().abs() * (4 * ROUNDING + torch.finfo(dtype).eps / 2) + torch.finfo(dtype).smallest_normal

@@ -26,11 +26,20 @@ class RandomForm(RightForm):
     checks: ClassVar[int] = 8  # two calls in each direction of two cases
 
     def _codes(self, outputs: Outputs) -> Exact:
-        scaled = self._whole([own.double() * self._multiplier(group, own) for own, group in zip(self._sources(), self.returned(outputs), strict=True)])
+        scaled = self._whole(
+            [
+                own.double() * self._multiplier(group, own)
+                for own, group in zip(self._sources(), self.returned(outputs), strict=True)
+            ]
+        )
         rounding = self._rounding(scaled[: self.rows].abs().flatten())
         codes, format = self._right("codes"), self.form.scheme.format
-        others = tuple(x for name in self.others if isinstance(x := outputs.get(name), Tensor) and x.shape == codes.shape)
-        return Drawn(codes, "integers", rounding=rounding, table=_meanings(format), sign_bit=format.sign_bit, others=others)
+        others = tuple(
+            x for name in self.others if isinstance(x := outputs.get(name), Tensor) and x.shape == codes.shape
+        )
+        return Drawn(
+            codes, "integers", rounding=rounding, table=_meanings(format), sign_bit=format.sign_bit, others=others
+        )
 
     def _rounding(self, magnitude_N: Tensor) -> Stochastic:
         """Between which two codes each magnitude lies."""
@@ -38,4 +47,6 @@ class RandomForm(RightForm):
         grid = _meanings(format)[: format.max_code + 1]
         value = magnitude_N.clamp(max=format.max)
         place = torch.searchsorted(grid, value, right=True) - 1
-        return Stochastic(value, grid[place], grid[(place + (grid[place] < value)).clamp(max=format.max_code)], ALPHA, self.checks)
+        return Stochastic(
+            value, grid[place], grid[(place + (grid[place] < value)).clamp(max=format.max_code)], ALPHA, self.checks
+        )

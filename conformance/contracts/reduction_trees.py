@@ -36,7 +36,9 @@ def flat(accumulator: torch.dtype) -> Tree:
     return Tree(accumulator, torch.float64, accumulator)
 
 
-def tree_bound(case: DispatchCase, rows_RH: Tensor, part_R: Tensor, token_P: Tensor, tokens: int, dtype: torch.dtype, tree: Tree) -> Bounded:
+def tree_bound(
+    case: DispatchCase, rows_RH: Tensor, part_R: Tensor, token_P: Tensor, tokens: int, dtype: torch.dtype, tree: Tree
+) -> Bounded:
     """The bound of y[g], the sum over the parts p of g, of the rows of p.
 
     Args:
@@ -50,7 +52,9 @@ def tree_bound(case: DispatchCase, rows_RH: Tensor, part_R: Tensor, token_P: Ten
     part, size = (_added(x, part_R, parts) for x in (rows_RH, rows_RH.abs()))
     most = _most(part_R, parts)
     gamma = _gamma(most, tree.first) if most > 1 else 0.0
-    error = gamma * size + ROUNDOFF[tree.between] * (part.abs() + gamma * size) + HALF_SUBNORMAL[tree.between] * (size > 0)
+    error = (
+        gamma * size + ROUNDOFF[tree.between] * (part.abs() + gamma * size) + HALF_SUBNORMAL[tree.between] * (size > 0)
+    )
     value, magnitude, total, brought = (_added(x, token_P, tokens) for x in (part, size, part.abs() + error, error))
     several = _most(token_P, tokens)
     narrowed = ROUNDOFF[tree.second] > ROUNDOFF[tree.between]  # then even a part that is alone is rounded

@@ -46,7 +46,9 @@ class RouteCase(Case):
     def __post_init__(self) -> None:
         unknown = [step for step in self.steps.split("+") if step not in STEPS]
         if unknown or self.steps.split("+")[0] not in FORWARDS:
-            raise ValueError(f"steps is {self.steps!r}; it must be some of {', '.join(STEPS)}, joined by +, and begin with a forward")
+            raise ValueError(
+                f"steps is {self.steps!r}; it must be some of {', '.join(STEPS)}, joined by +, and begin with a forward"
+            )
         if self.tokens % self.sequences:
             raise ValueError(f"tokens {self.tokens} is no multiple of sequences {self.sequences}")
         check_counts(self.counts, self.tokens)

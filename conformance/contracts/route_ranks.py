@@ -22,7 +22,12 @@ from conformance.judge import Expectation
 from moe_ref.ranks import Sum, play
 
 SUMS = ("sum_tp_cp", "sum_tp_dp_cp")
-SAME = ("losses", "expert_bias", "global_tokens_per_expert", "global_steps")  # of what is told and of the state: on all ranks alike
+SAME = (
+    "losses",
+    "expert_bias",
+    "global_tokens_per_expert",
+    "global_steps",
+)  # of what is told and of the state: on all ranks alike
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,9 @@ class RouteOverRanks(SharedOut[RouteCase]):
             calls.append(replace(call, settings=call.settings | members))
         return calls
 
-    def right_at(self, rank: int, case: RouteCase, calls: list[Problem], declared: Mapping[str, Any]) -> dict[str, Expectation]:
+    def right_at(
+        self, rank: int, case: RouteCase, calls: list[Problem], declared: Mapping[str, Any]
+    ) -> dict[str, Expectation]:
         """By the reference on all ranks at once, each a thread."""
 
         def at(rank: int, over: Callable[[Any], Sum]) -> Played:
@@ -62,11 +69,17 @@ class RouteOverRanks(SharedOut[RouteCase]):
         return self.route.judged(played[rank], every[rank], sequence, every)
 
     def connected(self, call: Problem, place: Place) -> Problem:
-        return replace(call, settings=call.settings | {name: summed(call.settings[name].ranks, place) for name in SUMS if name in call.settings})
+        return replace(
+            call,
+            settings=call.settings
+            | {name: summed(call.settings[name].ranks, place) for name in SUMS if name in call.settings},
+        )
 
     def together(self, case: RouteCase) -> tuple[Problem, RouteCase]:
         whole = self.alone.legal(case)
-        return replace(whole, settings={name: x for name, x in whole.settings.items() if name not in SUMS}), replace(case, ranks=1)
+        return replace(whole, settings={name: x for name, x in whole.settings.items() if name not in SUMS}), replace(
+            case, ranks=1
+        )
 
 
 def summed(ranks: tuple[int, ...], place: Place) -> Sum:
@@ -79,7 +92,11 @@ def summed(ranks: tuple[int, ...], place: Place) -> Sum:
             return own
         given = {rank: own if rank == place.rank else torch.empty_like(own) for rank in ranks}
         others = [rank for rank in ranks if rank != place.rank]
-        pairs = [dist.P2POp(move, buffer, rank, place.group) for rank in others for move, buffer in ((dist.isend, own), (dist.irecv, given[rank]))]
+        pairs = [
+            dist.P2POp(move, buffer, rank, place.group)
+            for rank in others
+            for move, buffer in ((dist.isend, own), (dist.irecv, given[rank]))
+        ]
         for work in dist.batch_isend_irecv(pairs) if pairs else ():
             work.wait()
         return torch.stack(list(given.values())).sum(0)  # in the order of the ranks, so that all have the same

@@ -48,7 +48,15 @@ class Step:
         replayed: Tensor | None,
         dtype: torch.dtype,
     ) -> None:
-        self.case, self.config, self.index, self.step, self.state, self.out, self.dtype = case, config, index, step, state, out, dtype
+        self.case, self.config, self.index, self.step, self.state, self.out, self.dtype = (
+            case,
+            config,
+            index,
+            step,
+            state,
+            out,
+            dtype,
+        )
         self.logits = problem.required[f"logits.{index}"]
         self.cotangent = problem.cotangents.get(f"{index}.probs")
         self.x = Running.of(self.logits, dtype)
@@ -83,9 +91,17 @@ class Step:
     def _close_drops(self) -> bool:
         if self.config.moe_expert_capacity_factor is None or self.config.moe_token_drop_policy != "probs":
             return False
-        how: dict[str, Any] = {"num_experts": self.case.experts, "topk": self.case.topk, "capacity_factor": self.config.moe_expert_capacity_factor}
+        how: dict[str, Any] = {
+            "num_experts": self.case.experts,
+            "topk": self.case.topk,
+            "capacity_factor": self.config.moe_expert_capacity_factor,
+        }
         capacity = expert_capacity(len(self.logits), **how)
-        slack = 4 * (float(self.p.error.max()) + float(self.p.value.max()) * float(torch.finfo(self.logits.dtype).eps)) if self.p.value.numel() else 0.0
+        slack = (
+            4 * (float(self.p.error.max()) + float(self.p.value.max()) * float(torch.finfo(self.logits.dtype).eps))
+            if self.p.value.numel()
+            else 0.0
+        )
         return _close(torch.where(self.chosen, self.p.value, -torch.inf).T, capacity, slack)
 
     def expectations(self, gradient_value: Tensor | None) -> dict[str, Expectation]:
@@ -102,7 +118,9 @@ class Step:
         apart = torch.zeros_like(slope.value)  # what autograd adds up is rounded to the logits' dtype before and after
         if self.learns:
             for name, (loss, by_logits) in self._losses().items():
-                right[f"{i}.{name}"] = Running(loss.value.reshape(()), loss.error.reshape(()), self.dtype).bounded(torch.float32, self.out[f"{i}.{name}"])
+                right[f"{i}.{name}"] = Running(loss.value.reshape(()), loss.error.reshape(()), self.dtype).bounded(
+                    torch.float32, self.out[f"{i}.{name}"]
+                )
                 slope = slope + by_logits
                 apart = apart + by_logits.value.abs() + slope.value.abs()
         if gradient_value is not None:
@@ -135,7 +153,9 @@ class Step:
         """[T,E] count of each score's column over the tokens squared; see `moe_ref.router.route`."""
         shape, sequences = self.aux_map.shape, self.case.sequences
         if name == "seq_aux_loss":
-            count = _sum([rank.aux_map.reshape(-1, sequences, shape[1]).sum(0) for rank in self.sequence]).repeat(shape[0] // sequences, 1)
+            count = _sum([rank.aux_map.reshape(-1, sequences, shape[1]).sum(0) for rank in self.sequence]).repeat(
+                shape[0] // sequences, 1
+            )
             length = self._tokens(self.sequence) / sequences
             return count / length**2 / sequences if length else count * 0
         ranks = self.every if name == "global_aux_loss" else self.sequence
@@ -148,7 +168,11 @@ class Step:
     @cached_property
     def aux_map(self) -> Tensor:
         """[T,E] what the balancing losses count, in float64."""
-        how: dict[str, Any] = {"topk": self.case.topk, "score_function": self.config.moe_router_score_function, "padding_mask": ~self.valid}
+        how: dict[str, Any] = {
+            "topk": self.case.topk,
+            "score_function": self.config.moe_router_score_function,
+            "padding_mask": ~self.valid,
+        }
         return moe_ref.aux_loss_scores(self.logits.double(), **how).routing_map.double()
 
     def _tokens(self, ranks: list["Step"]) -> float:

@@ -11,7 +11,19 @@ from torch import Tensor
 from conformance.case import Case
 from conformance.values import hashed
 
-SPREADS = ("uniform", "skewed", "one_hot", "empty", "all", "ragged", "sparse", "front_empty", "middle_empty", "back_empty", "last_token")
+SPREADS = (
+    "uniform",
+    "skewed",
+    "one_hot",
+    "empty",
+    "all",
+    "ragged",
+    "sparse",
+    "front_empty",
+    "middle_empty",
+    "back_empty",
+    "last_token",
+)
 EXPLICIT_CELLS = 2**12  # maps up to this size are turned into bitmasks when a case is reduced
 
 
@@ -40,8 +52,12 @@ class RoutingCase(Case):
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.hidden) < 0 or min(self.experts, self.topk) < 1:
-            raise ValueError(f"tokens, hidden ≥ 0 and experts, topk ≥ 1 are needed; they are {self.tokens}, {self.hidden}, {self.experts}, {self.topk}")
-        if self.routing is not None and (len(self.routing) != self.tokens or any(not 0 <= m < 2**self.experts for m in self.routing)):
+            raise ValueError(
+                f"tokens, hidden ≥ 0 and experts, topk ≥ 1 are needed; they are {self.tokens}, {self.hidden}, {self.experts}, {self.topk}"
+            )
+        if self.routing is not None and (
+            len(self.routing) != self.tokens or any(not 0 <= m < 2**self.experts for m in self.routing)
+        ):
             raise ValueError(f"routing must hold {self.tokens} bitmasks below 2^{self.experts}")
         if self.routing is None and self.spread not in SPREADS:
             raise ValueError(f"spread is {self.spread!r}; known are {', '.join(SPREADS)}")
@@ -54,10 +70,14 @@ def routed(case: RoutingCase) -> np.ndarray:
     """The map as a [T,E] bool array."""
     shape = (case.tokens, case.experts)
     if case.routing is not None:
-        return np.array([[mask >> e & 1 for e in range(case.experts)] for mask in case.routing], dtype=bool).reshape(shape)
+        return np.array([[mask >> e & 1 for e in range(case.experts)] for mask in case.routing], dtype=bool).reshape(
+            shape
+        )
     noise = hashed(case.seed, "map", case.tokens * case.experts).reshape(shape)
     if case.spread == "skewed":
-        noise = (noise >> np.uint32(1)) // (1 + np.arange(case.experts, dtype=np.uint32))  # low experts have the higher scores
+        noise = (noise >> np.uint32(1)) // (
+            1 + np.arange(case.experts, dtype=np.uint32)
+        )  # low experts have the higher scores
     count = np.full(case.tokens, min(case.topk, case.experts))
     if case.spread == "ragged":
         count = hashed(case.seed, "count", case.tokens) % (min(case.topk, case.experts) + 1)
@@ -67,7 +87,11 @@ def routed(case: RoutingCase) -> np.ndarray:
     order = np.argsort(noise, axis=1, kind="stable")[:, ::-1]
     np.put_along_axis(out, order, np.arange(case.experts)[None, :] < count[:, None], axis=1)
     third = -(-case.experts // 3)
-    hole = {"front_empty": slice(0, third), "middle_empty": slice(third, 2 * third), "back_empty": slice(case.experts - third, case.experts)}
+    hole = {
+        "front_empty": slice(0, third),
+        "middle_empty": slice(third, 2 * third),
+        "back_empty": slice(case.experts - third, case.experts),
+    }
     out[:, hole.get(case.spread, slice(0, 0))] = False
     return out
 
@@ -101,7 +125,9 @@ def simpler_routing(case: RoutingCase) -> Iterator[RoutingCase]:
             yield replace(case, experts=experts)
         if case.tokens * case.experts <= EXPLICIT_CELLS:
             masks = tuple(sum(1 << e for e in np.flatnonzero(row).tolist()) for row in routed(case))
-            yield replace(case, routing=masks, spread="all", topk=case.topk if case.function == "multihot_to_indices" else 1)
+            yield replace(
+                case, routing=masks, spread="all", topk=case.topk if case.function == "multihot_to_indices" else 1
+            )
     else:
         yield from _without_tokens(case, case.routing)
         yield from _without_experts(case, case.routing)
@@ -117,12 +143,35 @@ def simpler_routing(case: RoutingCase) -> Iterator[RoutingCase]:
 
 def _plainer(case: RoutingCase) -> Iterator[RoutingCase]:
     """Each setting at its default, or at a smaller value."""
-    plain = ("law", "values", "zero_probs", "layout", "grads", "unused", "map_dtype", "dtype", "probs", "seed", "slack", "capacity", "align", "poison")
+    plain = (
+        "law",
+        "values",
+        "zero_probs",
+        "layout",
+        "grads",
+        "unused",
+        "map_dtype",
+        "dtype",
+        "probs",
+        "seed",
+        "slack",
+        "capacity",
+        "align",
+        "poison",
+    )
     for name in plain:
         default: Any = type(case).__dataclass_fields__[name].default
         if getattr(case, name) != default:
             changes = {name: default} | ({"layout_of": ""} if name == "layout" else {})
-            yield replace(case, **changes | ({"grads": _less(case.grads, "probs")} if name == "probs" and case.function in ("permute", "unpermute") else {}))
+            yield replace(
+                case,
+                **changes
+                | (
+                    {"grads": _less(case.grads, "probs")}
+                    if name == "probs" and case.function in ("permute", "unpermute")
+                    else {}
+                ),
+            )
     for name in ("align", "capacity"):
         for smaller in _shorter(getattr(case, name), 1):
             changed: dict[str, Any] = {name: smaller}
@@ -139,7 +188,9 @@ def _less(grads: str, name: str) -> str:
 
 def _shorter(size: int, least: int = 0) -> list[int]:
     """Smaller sizes, the smallest first."""
-    return sorted({s for s in (least, 1, 2, 3, size // 4, size // 2, size * 3 // 4, size - 8, size - 1) if least <= s < size})
+    return sorted(
+        {s for s in (least, 1, 2, 3, size // 4, size // 2, size * 3 // 4, size - 8, size - 1) if least <= s < size}
+    )
 
 
 def _without_tokens(case: RoutingCase, masks: tuple[int, ...]) -> Iterator[RoutingCase]:

@@ -24,15 +24,32 @@ class PadRoutingMap(Contract[RoutingCase]):
     primary = "routing_map"
 
     def legal(self, case: RoutingCase) -> Problem:
-        return Problem(self.function, {"routing_map": routing_map(case)}, {"align": max(case.align, 1)}, {case.layout_of: case.layout})
+        return Problem(
+            self.function,
+            {"routing_map": routing_map(case)},
+            {"align": max(case.align, 1)},
+            {case.layout_of: case.layout},
+        )
 
     def expected(self, case: RoutingCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         out = pad_routing_map(problem.required["routing_map"], align=problem.settings["align"])
-        return {"routing_map": Exact(out.routing_map, "integers"), "unreached": Exact(out.unreached, "integers", flag=True)}
+        return {
+            "routing_map": Exact(out.routing_map, "integers"),
+            "unreached": Exact(out.unreached, "integers", flag=True),
+        }
 
     def neighbour(self, case: RoutingCase) -> RoutingCase:
         masks = None if case.routing is None else case.routing[::-1]
-        return replace(case, golden="", law="", seed=case.seed + 1, routing=masks, align=3 if case.align != 3 else 5, layout="contiguous", layout_of="")
+        return replace(
+            case,
+            golden="",
+            law="",
+            seed=case.seed + 1,
+            routing=masks,
+            align=3 if case.align != 3 else 5,
+            layout="contiguous",
+            layout_of="",
+        )
 
     def simpler(self, case: RoutingCase) -> Iterator[RoutingCase]:
         return simpler_routing(case)
@@ -59,7 +76,9 @@ class IndicesCase(Case):
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.experts % self.ranks:
             raise ValueError(f"ranks are {self.ranks}; they must divide the {self.experts} experts")
-        if self.slots and (len(self.slots) != self.tokens * self.topk or not all(EMPTY <= e < self.experts for e in self.slots)):
+        if self.slots and (
+            len(self.slots) != self.tokens * self.topk or not all(EMPTY <= e < self.experts for e in self.slots)
+        ):
             raise ValueError(f"slots must hold {self.tokens} × {self.topk} experts from -1 to {self.experts - 1}")
 
 
@@ -72,10 +91,16 @@ def indices(case: IndicesCase) -> Tensor:
     if case.slots:
         return torch.tensor(case.slots).reshape(shape)
     if case.repeats:
-        chosen = torch.from_numpy((hashed(case.seed, "indices", case.tokens * case.topk) % case.experts).astype("int64")).reshape(shape)
+        chosen = torch.from_numpy(
+            (hashed(case.seed, "indices", case.tokens * case.topk) % case.experts).astype("int64")
+        ).reshape(shape)
     else:
-        rank = torch.from_numpy(hashed(case.seed, "indices", case.tokens * case.experts).astype("int64")).reshape(case.tokens, case.experts)
-        chosen = torch.nn.functional.pad(rank.argsort(dim=1, stable=True), (0, max(case.topk - case.experts, 0)), value=EMPTY)[:, : case.topk]
+        rank = torch.from_numpy(hashed(case.seed, "indices", case.tokens * case.experts).astype("int64")).reshape(
+            case.tokens, case.experts
+        )
+        chosen = torch.nn.functional.pad(
+            rank.argsort(dim=1, stable=True), (0, max(case.topk - case.experts, 0)), value=EMPTY
+        )[:, : case.topk]
     none = torch.from_numpy((hashed(case.seed, "empty", case.tokens * case.topk) % 8 < case.empty).reshape(shape))
     return torch.where(none, EMPTY, chosen)
 
@@ -94,7 +119,9 @@ class IndicesToMultihot(Contract[IndicesCase]):
         }
         wanted = ("probs",) if case.grads else ()
         cotangents = {"probs": payload(case.seed, "d_probs", (case.tokens, case.experts), case.dtype)} if wanted else {}
-        return Problem(self.function, required, {"num_experts": case.experts}, {case.layout_of: case.layout}, wanted, cotangents)
+        return Problem(
+            self.function, required, {"num_experts": case.experts}, {case.layout_of: case.layout}, wanted, cotangents
+        )
 
     def expected(self, case: IndicesCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         index_TK, probs = problem.required.values()
@@ -105,7 +132,16 @@ class IndicesToMultihot(Contract[IndicesCase]):
         return right
 
     def neighbour(self, case: IndicesCase) -> IndicesCase:
-        return replace(case, golden="", law="", seed=case.seed + 1, slots=(), experts=case.experts + 1, layout="contiguous", layout_of="")
+        return replace(
+            case,
+            golden="",
+            law="",
+            seed=case.seed + 1,
+            slots=(),
+            experts=case.experts + 1,
+            layout="contiguous",
+            layout_of="",
+        )
 
     def simpler(self, case: IndicesCase) -> Iterator[IndicesCase]:
         return simpler_indices(case)
@@ -123,7 +159,9 @@ def simpler_indices(case: IndicesCase) -> Iterator[IndicesCase]:
     if case.slots:
         yield from _fewer_slots(case)
         return
-    yield from (replace(case, tokens=t) for t in sorted({0, 1, 2, case.tokens // 2, case.tokens - 1}) if 0 <= t < case.tokens)
+    yield from (
+        replace(case, tokens=t) for t in sorted({0, 1, 2, case.tokens // 2, case.tokens - 1}) if 0 <= t < case.tokens
+    )
     yield from (replace(case, topk=k) for k in sorted({1, 2, case.topk // 2, case.topk - 1}) if 1 <= k < case.topk)
     local = case.experts // case.ranks
     yield from (replace(case, experts=e * case.ranks) for e in sorted({1, 2, local // 2, local - 1}) if 1 <= e < local)
@@ -186,7 +224,16 @@ class MultihotToIndices(Contract[RoutingCase]):
 
     def neighbour(self, case: RoutingCase) -> RoutingCase:
         masks = None if case.routing is None else case.routing[::-1]
-        return replace(case, golden="", law="", seed=case.seed + 1, routing=masks, topk=case.topk + 1, layout="contiguous", layout_of="")
+        return replace(
+            case,
+            golden="",
+            law="",
+            seed=case.seed + 1,
+            routing=masks,
+            topk=case.topk + 1,
+            layout="contiguous",
+            layout_of="",
+        )
 
     def simpler(self, case: RoutingCase) -> Iterator[RoutingCase]:
         return simpler_routing(case)

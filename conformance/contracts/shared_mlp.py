@@ -16,7 +16,16 @@ from conformance.case import Case
 from conformance.contracts.activation import activation_settings, computed_in, shorter
 from conformance.contracts.base import Contract, Problem
 from conformance.contracts.curves import sigmoid
-from conformance.contracts.experts_mlp import VALUES, Judged, fc1_columns, in_reference, narrower, plainer, rows_of, weight_of
+from conformance.contracts.experts_mlp import (
+    VALUES,
+    Judged,
+    fc1_columns,
+    in_reference,
+    narrower,
+    plainer,
+    rows_of,
+    weight_of,
+)
 from conformance.contracts.grouped import LAYOUTS
 from conformance.contracts.grouped_recipes import other_override, unit_of
 from conformance.contracts.mlp_recipes import beside_recipe, called, check_low, fits_low, layers_of
@@ -75,7 +84,9 @@ class SharedCase(Case):
     def __post_init__(self) -> None:
         if min(self.tokens, self.hidden, self.width, self.clamp, self.alpha, self.interleave) < 0 or self.experts < 1:
             sizes = f"{self.tokens}, {self.hidden}, {self.width}, {self.clamp}, {self.alpha}, {self.interleave}, {self.experts}"
-            raise ValueError(f"tokens, hidden, width, clamp, alpha, interleave ≥ 0 and experts ≥ 1 are needed; they are {sizes}")
+            raise ValueError(
+                f"tokens, hidden, width, clamp, alpha, interleave ≥ 0 and experts ≥ 1 are needed; they are {sizes}"
+            )
         check_counts(self.counts, self.tokens)
         check_low(self)
 
@@ -89,7 +100,19 @@ class SharedExperts(Contract[SharedCase]):
     function = "shared_experts"
     outputs = ("out",)
     primary = "out"
-    optional = ("gate_weight", "kind", "offset", "clamp", "alpha", "interleave", "fp8_input_store", "recompute", "recipe", "state", "noise")
+    optional = (
+        "gate_weight",
+        "kind",
+        "offset",
+        "clamp",
+        "alpha",
+        "interleave",
+        "fp8_input_store",
+        "recompute",
+        "recipe",
+        "state",
+        "noise",
+    )
 
     def legal(self, case: SharedCase) -> Problem:
         one = replace(case, experts=1)
@@ -113,8 +136,23 @@ class SharedExperts(Contract[SharedCase]):
         lost = ~x.isfinite().all(1)
         clean, count = torch.where(lost[:, None], 0, x), torch.tensor([len(x)])
         low = layers_of(problem, declared, x, count)
-        call = Call(clean, count, fc1_weight[None], fc2_weight[None], None, None, None, problem.settings, dtype, dtype, dtype, low)
-        judged = Judged(call, len(x), count, lost, in_reference(shared_experts, problem), len(x) + sum(fc1_weight.shape))
+        call = Call(
+            clean,
+            count,
+            fc1_weight[None],
+            fc2_weight[None],
+            None,
+            None,
+            None,
+            problem.settings,
+            dtype,
+            dtype,
+            dtype,
+            low,
+        )
+        judged = Judged(
+            call, len(x), count, lost, in_reference(shared_experts, problem), len(x) + sum(fc1_weight.shape)
+        )
         ahead = forward(call)
         if gate is None:
             right = {"out": judged.by_row("out", ahead.out, x.dtype, ahead.y)}
@@ -148,11 +186,24 @@ class SharedExperts(Contract[SharedCase]):
         return sigmoid(call.kept(product.running, call.sums))
 
     def neighbour(self, case: SharedCase) -> SharedCase:
-        plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": "", "interleave": 0, "alpha": 0}
+        plain: dict[str, Any] = {
+            "golden": "",
+            "law": "",
+            "layout": "contiguous",
+            "layout_of": "",
+            "interleave": 0,
+            "alpha": 0,
+        }
         clamp = case.clamp + 4 if case.clamp else 0
-        grown: dict[str, Any] = {"hidden": case.hidden + 3, "width": case.width + 1} if unit_of(case) == 1 else {"hidden": case.hidden + 1}
+        grown: dict[str, Any] = (
+            {"hidden": case.hidden + 3, "width": case.width + 1} if unit_of(case) == 1 else {"hidden": case.hidden + 1}
+        )
         other = replace(case, **plain, **grown, clamp=clamp, seed=case.seed + 1, tokens=case.tokens + 1)
-        later = replace(other, variant=(case.variant + 1) % VARIANTS, override=other_override(case.override)) if case.scaling else other
+        later = (
+            replace(other, variant=(case.variant + 1) % VARIANTS, override=other_override(case.override))
+            if case.scaling
+            else other
+        )
         return later if fits_low(later) else other
 
     def simpler(self, case: SharedCase) -> Iterator[SharedCase]:

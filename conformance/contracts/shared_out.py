@@ -20,7 +20,9 @@ from conformance.judge import Expectation
 class SharedOut(Ranked[C]):
     """The contract of one process; and, of a case with counts, each rank's."""
 
-    def __init__(self, alone: Contract[C], weights: tuple[str, ...] = (), sums: tuple[str, ...] = (), same: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, alone: Contract[C], weights: tuple[str, ...] = (), sums: tuple[str, ...] = (), same: tuple[str, ...] = ()
+    ) -> None:
         """
         Args:
             alone: the contract of one process.
@@ -30,7 +32,12 @@ class SharedOut(Ranked[C]):
         """
         self.alone, self.weights, self.sums, self.same = alone, weights, (*weights, *sums), same
         self.function, self.outputs, self.primary = alone.function, alone.outputs, alone.primary
-        self.optional, self.redundant, self.companions, self.static = alone.optional, alone.redundant, alone.companions, alone.static
+        self.optional, self.redundant, self.companions, self.static = (
+            alone.optional,
+            alone.redundant,
+            alone.companions,
+            alone.static,
+        )
 
     def ranks(self, case: Any) -> int:
         return len(case.counts)
@@ -40,7 +47,9 @@ class SharedOut(Ranked[C]):
         return [_changed(whole, self._part(case, rank)) for rank in range(len(case.counts))]
 
     def _part(self, case: Any, rank: int) -> Callable[[str, Any], Any]:
-        return lambda name, x: x if name in self.weights or not isinstance(x, Tensor) else x.split(list(case.counts))[rank].clone()
+        return lambda name, x: (
+            x if name in self.weights or not isinstance(x, Tensor) else x.split(list(case.counts))[rank].clone()
+        )
 
     def right(self, case: C, calls: list[Problem], declared: Mapping[str, Any]) -> list[dict[str, Expectation]]:
         return [self.right_at(rank, case, calls, declared) for rank in range(len(calls))]
@@ -56,7 +65,11 @@ class SharedOut(Ranked[C]):
         return self.calls(case)[0] if case.counts else self.alone.legal(case)
 
     def expected(self, case: Any, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
-        return self.right_at(0, case, self.calls(case), declared) if case.counts else self.alone.expected(case, problem, declared)
+        return (
+            self.right_at(0, case, self.calls(case), declared)
+            if case.counts
+            else self.alone.expected(case, problem, declared)
+        )
 
     def explain(self, problem: Problem, output: str, index: tuple[int, ...], observed: Tensor) -> str | None:
         return self.alone.explain(problem, output, index, observed)
@@ -86,7 +99,10 @@ def check_counts(counts: tuple[int, ...], tokens: int) -> None:
 
 def _changed(whole: Problem, part: Callable[[str, Any], Any]) -> Problem:
     """The call with a part of each tensor."""
-    parts = {name: {key: part(key, x) for key, x in getattr(whole, name).items()} for name in ("required", "settings", "cotangents", "first")}
+    parts = {
+        name: {key: part(key, x) for key, x in getattr(whole, name).items()}
+        for name in ("required", "settings", "cotangents", "first")
+    }
     return replace(whole, **parts)  # type: ignore[arg-type]
 
 
@@ -97,7 +113,11 @@ def _fewer(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     for least in (0, 1, 2):
         yield tuple(min(count, least) for count in counts)
     for r, count in enumerate(counts):
-        yield from ((*counts[:r], size, *counts[r + 1 :]) for size in sorted({0, 1, 2, count // 2, count - 1}) if 0 <= size < count)
+        yield from (
+            (*counts[:r], size, *counts[r + 1 :])
+            for size in sorted({0, 1, 2, count // 2, count - 1})
+            if 0 <= size < count
+        )
 
 
 def _with_counts(case: Any, counts: tuple[int, ...]) -> Any:

@@ -28,7 +28,11 @@ def score(x: Running, function: str) -> Running:
         return x.constant(1.0) / ((x * -1.0).exp() + 1.0)
     if function == "sqrtsoftplus":
         return softplus(x).sqrt()
-    power = (x - Running(x.value.amax(-1, keepdim=True), x.error.amax(-1, keepdim=True), x.dtype)).exp() if x.value.shape[-1] else x
+    power = (
+        (x - Running(x.value.amax(-1, keepdim=True), x.error.amax(-1, keepdim=True), x.dtype)).exp()
+        if x.value.shape[-1]
+        else x
+    )
     return power / power.sum(-1)
 
 
@@ -131,7 +135,14 @@ class _TopK(Contract[LogitsCase]):
         wanted = ("logits",) if case.grads else ()
         width = case.topk if self.function == "topk_indices" else case.experts
         cotangents = {"probs": payload(case.seed, "d_probs", (case.tokens, width), case.dtype)} if wanted else {}
-        return Problem(self.function, {"logits": logits_of(case)}, self.settings(case), {case.layout_of: case.layout}, wanted, cotangents)
+        return Problem(
+            self.function,
+            {"logits": logits_of(case)},
+            self.settings(case),
+            {case.layout_of: case.layout},
+            wanted,
+            cotangents,
+        )
 
     def choice(self, problem: Problem, dtype: torch.dtype, lowest: bool) -> Chosen:
         logits, settings = problem.required["logits"], problem.settings
@@ -144,7 +155,14 @@ class _TopK(Contract[LogitsCase]):
             keys = keys_of(torch.where(free[:, None], 0, logits), settings, dtype)
         free = free | keys.value.isnan().any(1)  # softmax of nothing but -∞
         groups = settings.get("num_groups") or 0 if settings.get("precomputed_indices") is None else 0
-        inputs = (logits.double(), *([settings["expert_bias"].double().expand(logits.shape)] if settings.get("expert_bias") is not None else []))
+        inputs = (
+            logits.double(),
+            *(
+                [settings["expert_bias"].double().expand(logits.shape)]
+                if settings.get("expert_bias") is not None
+                else []
+            ),
+        )
         counts = torch.full((len(logits),), settings["topk"])
         indices = self.function == "topk_indices"
         return Chosen(
@@ -174,13 +192,18 @@ class _TopK(Contract[LogitsCase]):
     def _given(self, choice: Tensor, judge_by: Callable[[Tensor], Bounded]) -> Given:
         """What is right given the candidate's choice; worked out again only where that is not the reference's."""
         own = judge_by(choice)
-        return Given(own.value, lambda out: own if torch.equal(out[self.primary].long(), choice.long()) else judge_by(out[self.primary]))
+        return Given(
+            own.value,
+            lambda out: own if torch.equal(out[self.primary].long(), choice.long()) else judge_by(out[self.primary]),
+        )
 
     def _oracle(self, problem: Problem, index: Tensor) -> tuple[Tensor, Tensor]:
         """The float64 weights [T,K] of these experts, and the logits to differentiate them by."""
         x = leaf(problem.required["logits"])
         bias = problem.settings.get("expert_bias")
-        settings = problem.settings | {"precomputed_indices": index} | ({} if bias is None else {"expert_bias": bias.double()})
+        settings = (
+            problem.settings | {"precomputed_indices": index} | ({} if bias is None else {"expert_bias": bias.double()})
+        )
         return topk_indices(x, **settings).probs, x
 
     @abstractmethod
@@ -191,7 +214,9 @@ class _TopK(Contract[LogitsCase]):
     def _gradient(self, problem: Problem, observed: Tensor, dtype: torch.dtype) -> Bounded:
         """The right gradient of the logits, given the observed choice."""
 
-    def _bounded_gradient(self, problem: Problem, chosen: Tensor, cotangent_TE: Tensor, value: Tensor, dtype: torch.dtype) -> Bounded:
+    def _bounded_gradient(
+        self, problem: Problem, chosen: Tensor, cotangent_TE: Tensor, value: Tensor, dtype: torch.dtype
+    ) -> Bounded:
         logits = problem.required["logits"]
         free = unspecified_gradient(logits, chosen, problem.settings)[:, None].expand(logits.shape)
         analysis = gradient(logits, chosen, cotangent_TE, problem.settings, dtype)
@@ -199,8 +224,19 @@ class _TopK(Contract[LogitsCase]):
 
     def neighbour(self, case: LogitsCase) -> LogitsCase:
         other = "sigmoid" if case.score != "sigmoid" else "softmax_pre"
-        plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": "", "bias": "", "groups": 0, "group_topk": 0, "logits": ()}
-        return replace(case, **plain, seed=case.seed + 1, score=other, experts=case.experts + 1, scaling=case.scaling + 4)
+        plain: dict[str, Any] = {
+            "golden": "",
+            "law": "",
+            "layout": "contiguous",
+            "layout_of": "",
+            "bias": "",
+            "groups": 0,
+            "group_topk": 0,
+            "logits": (),
+        }
+        return replace(
+            case, **plain, seed=case.seed + 1, score=other, experts=case.experts + 1, scaling=case.scaling + 4
+        )
 
     def simpler(self, case: LogitsCase) -> Iterator[LogitsCase]:
         return simpler_logits(case)
@@ -219,7 +255,9 @@ class TopkIndices(_TopK):
         value, _ = self._oracle(problem, index)
         _, scaled = weights(logits, chosen, problem.settings, dtype)
         free = unspecified_weights(logits, chosen, problem.settings)[:, None].expand(index.shape)
-        return Running(scaled.value.gather(1, index), scaled.error.gather(1, index), dtype).bounded(logits.dtype, value.detach(), free)
+        return Running(scaled.value.gather(1, index), scaled.error.gather(1, index), dtype).bounded(
+            logits.dtype, value.detach(), free
+        )
 
     def _gradient(self, problem: Problem, observed: Tensor, dtype: torch.dtype) -> Bounded:
         logits, index, cotangent = problem.required["logits"], observed.long(), problem.cotangents["probs"]
@@ -249,7 +287,9 @@ class TopkRouting(_TopK):
         value, _ = self._oracle(problem, index)
         _, scaled = weights(logits, chosen, problem.settings, dtype)
         free = unspecified_weights(logits, chosen, problem.settings)[:, None] & chosen
-        return scaled.bounded(logits.dtype, torch.zeros(logits.shape, dtype=torch.float64).scatter(1, index, value.detach()), free)
+        return scaled.bounded(
+            logits.dtype, torch.zeros(logits.shape, dtype=torch.float64).scatter(1, index, value.detach()), free
+        )
 
     def _gradient(self, problem: Problem, observed: Tensor, dtype: torch.dtype) -> Bounded:
         chosen, index = self._listed(problem, observed)

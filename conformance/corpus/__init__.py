@@ -52,7 +52,12 @@ def checked(case: Case) -> Case:
         CaseError: an unknown law, golden case, illegal call or word, or settings that no call can have.
     """
     contract = CONTRACTS[case.function]
-    for name, known in (("law", contract.laws), ("golden", contract.golden), ("illegal", contract.illegal), *(WORDS | case.words).items()):
+    for name, known in (
+        ("law", contract.laws),
+        ("golden", contract.golden),
+        ("illegal", contract.illegal),
+        *(WORDS | case.words).items(),
+    ):
         value = getattr(case, name, "")
         if value and value not in known:
             raise CaseError(f"{name} is {value!r}; {case.function} has {', '.join(known)}")
@@ -98,4 +103,6 @@ def find(name: str, folder: Path) -> Case:
     for place in (folder, COMMITTED):
         if (place / f"{name}.json").exists():
             return read_case(place / f"{name}.json")
-    raise CaseError(f"there is no case {name!r} in {folder} or in the committed corpus; give its file, its id, or its JSON text")
+    raise CaseError(
+        f"there is no case {name!r} in {folder} or in the committed corpus; give its file, its id, or its JSON text"
+    )

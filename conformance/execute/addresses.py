@@ -26,7 +26,9 @@ class Addresses:
     memory: Poison
     outside: str = ""  # the first access outside of every tensor, in words
     _launch: Any = None  # the kernel's Python function
-    _spans: list[tuple[int, int, str]] = field(default_factory=list)  # first byte, end and name of each tensor of the launch
+    _spans: list[tuple[int, int, str]] = field(
+        default_factory=list
+    )  # first byte, end and name of each tensor of the launch
     _indirect: bool = False  # the launch has made a pointer of an integer
 
     def __enter__(self) -> "Addresses":
@@ -42,7 +44,9 @@ class Addresses:
     def launched(self, kernel: Any, names: list[str], values: list[Any]) -> None:
         """A kernel starts, with these arguments."""
         self._launch, self._indirect = kernel, False
-        self._spans = [(*self.memory.body(x), name) for name, value in zip(names, values, strict=False) for x in _tensors(value)]
+        self._spans = [
+            (*self.memory.body(x), name) for name, value in zip(names, values, strict=False) for x in _tensors(value)
+        ]
 
     def made_pointer(self) -> None:
         """The kernel made a pointer of an integer."""
@@ -70,7 +74,9 @@ class Addresses:
         told = f"kernel {self._launch.__name__}{_line(self._launch)} {verb} {lanes} outside of every tensor that it was given"
         if not self._spans:
             return told
-        distance, begins, name = min((max(begin - address, address + size - end), address < begin, name) for begin, end, name in self._spans)
+        distance, begins, name = min(
+            (max(begin - address, address + size - end), address < begin, name) for begin, end, name in self._spans
+        )
         return f"{told}: the first {'begins' if begins else 'ends'} {distance} bytes {'in front' if begins else 'behind the end'} of {name}"
 
 
@@ -106,7 +112,9 @@ def _install() -> None:
     def placed(self: Any, arguments: Any, settings: Any) -> Any:
         on_host = place(self, arguments, settings)
         if _watch is not None:
-            _watch.launched(self.fn, [*self.arg_names[: len(on_host[0])], *on_host[1]], [*on_host[0], *on_host[1].values()])
+            _watch.launched(
+                self.fn, [*self.arg_names[: len(on_host[0])], *on_host[1]], [*on_host[0], *on_host[1].values()]
+            )
         return on_host
 
     def pointer_made(self: Any, *arguments: Any) -> Any:

@@ -39,7 +39,9 @@ class Settings:
     implementation: str
     device: str = "auto"  # auto, cpu or cuda
     trace: str = ""  # a package's folder, or a file: record which of its functions a case runs
-    search: tuple[str, ...] = ()  # folders put in front of the import path, such as a mutant's copy; the working directory comes last
+    search: tuple[
+        str, ...
+    ] = ()  # folders put in front of the import path, such as a mutant's copy; the working directory comes last
 
 
 def serve(connection: Connection, settings: Settings, log_path: str) -> None:
@@ -70,7 +72,12 @@ def opened(connection: Connection, settings: Settings, log_path: str) -> Impleme
     return None
 
 
-def answer_all(connection: Connection, settings: Settings, implementation: Implementation, place_of: Callable[[Case], Place] | None = None) -> None:
+def answer_all(
+    connection: Connection,
+    settings: Settings,
+    implementation: Implementation,
+    place_of: Callable[[Case], Place] | None = None,
+) -> None:
     """Judge the cases that come, until the parent hangs up: alone, or at a place in a world of each."""
     device = chosen_device(settings.device)
     compiled = _watch_compiler()
@@ -133,7 +140,9 @@ def _answer(case: Case, implementation: Implementation, device: str, place: Plac
         if device_is_lost(error):
             return Outcome("CRASH", reason=f"the device was lost: {' '.join(str(error).split())[:160]}")
         last = traceback.extract_tb(error.__traceback__)[-1]
-        return Outcome("ERROR", reason=f"{type(error).__name__}: {error} ({os.path.basename(last.filename)}:{last.lineno})")
+        return Outcome(
+            "ERROR", reason=f"{type(error).__name__}: {error} ({os.path.basename(last.filename)}:{last.lineno})"
+        )
     finally:
         gc.collect(0)
         if device == "cuda" and torch.cuda.memory_reserved() > KEPT_BYTES:
@@ -173,20 +182,34 @@ def _description(implementation: Implementation, settings: Settings) -> dict[str
     """What the parent may know: what is offered, with which settings, what is declared, and on what it runs."""
     functions = {}
     for function, contract in CONTRACTS.items():
-        offered = implementation.offers(function) and not (isinstance(contract, Collective) and implementation.lacks(function, {"group": None}))
+        offered = implementation.offers(function) and not (
+            isinstance(contract, Collective) and implementation.lacks(function, {"group": None})
+        )
         functions[function] = {
             "offered": offered,
-            "without": implementation.lacks(function, dict.fromkeys(contract.optional)) if offered else list(contract.optional),
+            "without": implementation.lacks(function, dict.fromkeys(contract.optional))
+            if offered
+            else list(contract.optional),
             "declares": implementation.declares(function) if offered else {},
             "signature": _signature(function, implementation) if offered else "",
         }
     device = chosen_device(settings.device)
     triton = sys.modules.get("triton")
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "triton": getattr(triton, "__version__", "")}
+    versions = {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "triton": getattr(triton, "__version__", ""),
+    }
     for package in ("transformer_engine", "megatron.core"):
         module = sys.modules.get(package)
         if module is not None:
             versions[package] = str(getattr(module, "__version__", "unknown"))
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     ranks = MOST_RANKS if device == "cpu" else min(MOST_RANKS, torch.cuda.device_count())
-    return {"functions": functions, "device": device, "device_name": name, "ranks": ranks, "versions": {k: v for k, v in versions.items() if v}}
+    return {
+        "functions": functions,
+        "device": device,
+        "device_name": name,
+        "ranks": ranks,
+        "versions": {k: v for k, v in versions.items() if v},
+    }

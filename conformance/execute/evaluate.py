@@ -66,7 +66,9 @@ def _evaluate(case: Case, implementation: Implementation, device: str, outcome: 
     if _digest(expected) != before:
         raise Misbehaved("memory", "memory", "overwrote memory that belongs to the test")
     right = {name: settled(expectation, outputs) for name, expectation in expected.items()}
-    finding = _first_wrong(contract, problem, right, outputs) or (Finding(changed, "input", f"changed its input {changed}") if changed else None)
+    finding = _first_wrong(contract, problem, right, outputs) or (
+        Finding(changed, "input", f"changed its input {changed}") if changed else None
+    )
     if finding:
         _fail(outcome, finding)
     if place and not place.agree(not finding):  # a law is asked of all ranks, or of none
@@ -85,7 +87,9 @@ def _evaluate(case: Case, implementation: Implementation, device: str, outcome: 
         outcome.status, outcome.reason = "UNINFORMATIVE", "no corruption of the expected output would change it"
 
 
-def _first_wrong(contract: Contract[Any], problem: Problem, right: dict[str, Any], outputs: dict[str, Any]) -> Finding | None:
+def _first_wrong(
+    contract: Contract[Any], problem: Problem, right: dict[str, Any], outputs: dict[str, Any]
+) -> Finding | None:
     """The first output that is not as it should be, in the function's own words where it has some."""
     for name, expectation in right.items():
         finding = judge(name, expectation, outputs.get(name))
@@ -95,7 +99,9 @@ def _first_wrong(contract: Contract[Any], problem: Problem, right: dict[str, Any
     return None
 
 
-def _refusal(case: Case, problem: Problem, implementation: Implementation, declared: dict[str, Any]) -> tuple[str, str] | None:
+def _refusal(
+    case: Case, problem: Problem, implementation: Implementation, declared: dict[str, Any]
+) -> tuple[str, str] | None:
     """NOT_OFFERED or DECLARED_UNSUPPORTED with the reason, or None."""
     chain = [problem.producer, problem] if problem.producer else [problem]
     for call in chain:
@@ -103,7 +109,11 @@ def _refusal(case: Case, problem: Problem, implementation: Implementation, decla
             if not implementation.offers(name):
                 return "NOT_OFFERED", f"{name} is not offered"
         redundant = CONTRACTS[call.function].redundant
-        lacking = [name for name in implementation.lacks(call.function, call.settings) if name not in redundant or name == problem.blame]
+        lacking = [
+            name
+            for name in implementation.lacks(call.function, call.settings)
+            if name not in redundant or name == problem.blame
+        ]
         if lacking:
             return "NOT_OFFERED", f"{call.function} without {', '.join(lacking)}"
     if problem.blame and problem.blame in declared.get("unchecked", ()):
@@ -117,7 +127,9 @@ def _refusal(case: Case, problem: Problem, implementation: Implementation, decla
             reason = implementation.supports(call.function, call.shown)
         except Exception as error:
             name = type(error).__name__
-            raise Misbehaved("supports", f"raises {name}", f"supports raised {name} about a legal call: {_short(error)}") from error
+            raise Misbehaved(
+                "supports", f"raises {name}", f"supports raised {name} about a legal call: {_short(error)}"
+            ) from error
         if reason:
             return "DECLARED_UNSUPPORTED", reason
     return None
@@ -137,7 +149,11 @@ def _must_raise(runner: Runner, problem: Problem, outcome: Outcome) -> None:
             raise
         message = f"raised {type(error).__name__} from inside ({_short(error)}); an illegal {problem.blame} must raise ValueError"
         raise Misbehaved(problem.blame, "error", message) from error
-    raise Misbehaved(problem.blame, "error", f"accepted an illegal {problem.blame}; it must raise ValueError, or be declared unchecked")
+    raise Misbehaved(
+        problem.blame,
+        "error",
+        f"accepted an illegal {problem.blame}; it must raise ValueError, or be declared unchecked",
+    )
 
 
 def _guarded(runner: Runner, problem: Problem) -> dict[str, Any]:
@@ -175,7 +191,9 @@ def _of_the_harness(error: BaseException) -> bool:
     while trace is not None:
         frames.append(trace.tb_frame.f_code)
         trace = trace.tb_next
-    return not any(code.co_filename.endswith("interface.py") and code.co_name == "call" for code in frames) and "backward" not in str(frames[-1])
+    return not any(
+        code.co_filename.endswith("interface.py") and code.co_name == "call" for code in frames
+    ) and "backward" not in str(frames[-1])
 
 
 def device_is_lost(error: BaseException) -> bool:
@@ -184,7 +202,9 @@ def device_is_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("CUDA error" in text or "device-side assert" in text)
 
 
-def _trial(case, contract: Contract[Any], problem, expected, outputs, runner: Runner, declared, implementation: Implementation) -> Trial:
+def _trial(
+    case, contract: Contract[Any], problem, expected, outputs, runner: Runner, declared, implementation: Implementation
+) -> Trial:
     refusal = lambda other: _refusal(case, other, implementation, declared)  # noqa: E731
     extras: dict[str, Any] = {"placed": runner.placed, "offers": implementation.offers, "refusal": refusal}
     if problem.producer:

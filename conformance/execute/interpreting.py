@@ -20,7 +20,9 @@ def install() -> None:
     language: Any = interpreter.tl  # type: ignore[attr-defined]
     function = interpreter.InterpretedFunction  # type: ignore[attr-defined]
     replaced = interpreter._patch_lang  # type: ignore[attr-defined]
-    modules_of: dict[int, bool] = {}  # by a function's globals: whether they know triton.language.core, which no launch sees to
+    modules_of: dict[
+        int, bool
+    ] = {}  # by a function's globals: whether they know triton.language.core, which no launch sees to
     ready = False  # whether that is seen to; nothing takes it away again
 
     def call(self: Any, *arguments: Any, **settings: Any) -> Any:

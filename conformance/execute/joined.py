@@ -51,10 +51,22 @@ class Joined:
         """
         hosting = self.hosts_store and first
         try:
-            store = dist.TCPStore(self.host, self.port, is_master=hosting, wait_for_workers=False, timeout=datetime.timedelta(seconds=ARRIVAL_SECONDS))
+            store = dist.TCPStore(
+                self.host,
+                self.port,
+                is_master=hosting,
+                wait_for_workers=False,
+                timeout=datetime.timedelta(seconds=ARRIVAL_SECONDS),
+            )
         except dist.DistError as error:
-            what = "rank 0 cannot listen there, the port may be taken" if hosting else f"rank {self.rank} found nobody there in {ARRIVAL_SECONDS} s"
-            raise UsageError(f"MASTER_ADDR={self.host} MASTER_PORT={self.port}: {what} ({str(error).splitlines()[0]})") from None
+            what = (
+                "rank 0 cannot listen there, the port may be taken"
+                if hosting
+                else f"rank {self.rank} found nobody there in {ARRIVAL_SECONDS} s"
+            )
+            raise UsageError(
+                f"MASTER_ADDR={self.host} MASTER_PORT={self.port}: {what} ({str(error).splitlines()[0]})"
+            ) from None
         return dist.PrefixStore("moe-conformance", store)
 
 
@@ -69,10 +81,14 @@ def joined() -> Joined | None:
         return None
     missing = [name for name, value in given.items() if not value]
     if missing:
-        raise UsageError(f"RANK is set, so this process is one of several; {', '.join(missing)} must be set too, as torchrun does")
+        raise UsageError(
+            f"RANK is set, so this process is one of several; {', '.join(missing)} must be set too, as torchrun does"
+        )
     rank, agent = int(given["RANK"]), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     gpu = int(os.environ.get("LOCAL_RANK", rank))
-    return Joined(rank, int(given["WORLD_SIZE"]), given["MASTER_ADDR"], int(given["MASTER_PORT"]), gpu, rank == 0 and not agent)
+    return Joined(
+        rank, int(given["WORLD_SIZE"]), given["MASTER_ADDR"], int(given["MASTER_PORT"]), gpu, rank == 0 and not agent
+    )
 
 
 class Attendants:
@@ -126,7 +142,9 @@ class Attendants:
         while missing := [rank for rank in range(1, ranks) if rank not in calls]:
             if not connection.wait([door], max(deadline - time.monotonic(), 0)):
                 break
-            with contextlib.suppress(AuthenticationError, EOFError, OSError):  # a stranger, or one that died while it called
+            with contextlib.suppress(
+                AuthenticationError, EOFError, OSError
+            ):  # a stranger, or one that died while it called
                 call = self._listener.accept()
                 calls[call.recv()] = call
         if missing:
@@ -180,15 +198,22 @@ def attend(place: Joined, settings: Settings) -> int:
     try:
         control = Client(address, authkey=key)
     except ConnectionRefusedError:
-        raise UsageError(f"rank {place.rank} came when rank 0 had stopped listening at {address[0]}:{address[1]}") from None
+        raise UsageError(
+            f"rank {place.rank} came when rank 0 had stopped listening at {address[0]}:{address[1]}"
+        ) from None
     control.send(place.rank)
     own: dict[int, LocalRank] = {}  # by the number of its world
-    with tempfile.TemporaryDirectory(prefix="moe-conformance-") as folder, contextlib.suppress(EOFError, ConnectionResetError):
+    with (
+        tempfile.TemporaryDirectory(prefix="moe-conformance-") as folder,
+        contextlib.suppress(EOFError, ConnectionResetError),
+    ):
         while (request := control.recv())[0] != "over":
             verb, world, ranks = request
             if verb == "open":
                 log_path = os.path.join(folder, f"world{world}.log")
-                own[world] = LocalRank(get_context("forkserver"), settings, place.seat(world, place.rank, ranks), log_path, call)
+                own[world] = LocalRank(
+                    get_context("forkserver"), settings, place.seat(world, place.rank, ranks), log_path, call
+                )
             elif verb == "where":
                 control.send(own[world].where())
             else:

@@ -24,10 +24,14 @@ class LocalRank:
         call: whom it talks to, if not to this process through `pipe`.
     """
 
-    def __init__(self, context: Any, settings: Settings, seat: Seat, log_path: str, call: Address | None = None) -> None:
+    def __init__(
+        self, context: Any, settings: Settings, seat: Seat, log_path: str, call: Address | None = None
+    ) -> None:
         self.log_path = log_path
         self.pipe, there = context.Pipe()
-        self.process = context.Process(target=_talk, args=(there if call is None else call, settings, seat, log_path), daemon=True)
+        self.process = context.Process(
+            target=_talk, args=(there if call is None else call, settings, seat, log_path), daemon=True
+        )
         with plain_main():
             self.process.start()
         there.close()

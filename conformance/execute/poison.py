@@ -23,7 +23,13 @@ def install() -> None:
     """Route torch's uninitialised allocations through this module. A second call does nothing."""
     if _originals:
         return
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"), (Tensor, "new_empty_strided")):
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (Tensor, "new_empty"),
+        (Tensor, "new_empty_strided"),
+    ):
         _originals[owner, name] = original = getattr(owner, name)
         setattr(owner, name, _poisoned(original))
 
@@ -44,7 +50,9 @@ class Poison:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._storages: list[Tensor] = []
-        self._bodies: dict[int, tuple[int, int]] = {}  # of a guarded storage, by its address: the first byte between the guards, and the end
+        self._bodies: dict[
+            int, tuple[int, int]
+        ] = {}  # of a guarded storage, by its address: the first byte between the guards, and the end
 
     def __enter__(self) -> "Poison":
         global _active
@@ -83,7 +91,10 @@ class Poison:
 
     def overrun(self) -> bool:
         """Whether some guard has been written to."""
-        by_device = [[guard for guard in self._storages if guard.device == device] for device in {guard.device for guard in self._storages}]
+        by_device = [
+            [guard for guard in self._storages if guard.device == device]
+            for device in {guard.device for guard in self._storages}
+        ]
         return any(bool((torch.cat(guards) != GUARD_VALUE).any()) for guards in by_device)
 
 

@@ -25,7 +25,10 @@ from conformance.interface import UsageError
 from conformance.registry import CONTRACTS
 
 CASE_SECONDS = 60.0  # a case that takes longer hangs
-NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}  # hosts have been seen to hang with it
+NO_MULTICAST = {
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+}  # hosts have been seen to hang with it
 START_SECONDS = 180.0  # import of the implementation
 COMPILE_SECONDS = 60.0  # added on a GPU, where a case may wait for compilers
 
@@ -52,7 +55,9 @@ class Pool:
         for name, value in NO_MULTICAST.items():
             os.environ.setdefault(name, value)  # before torch starts in any child
         self._context = get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.fx.experimental.symbolic_shapes", "conformance.execute.child"])
+        self._context.set_forkserver_preload(
+            ["torch", "torch.fx.experimental.symbolic_shapes", "conformance.execute.child"]
+        )
         self._folder = tempfile.TemporaryDirectory(prefix="moe-conformance-")
         self._started = 0
         self._children: list[Child] = []
@@ -153,7 +158,9 @@ class Pool:
             kind, content = child.pipe.recv()
         except EOFError:
             child.process.join()
-            raise UsageError(f"--impl {name}: the process died while importing it ({manner(child.process, child.log_path)})") from None
+            raise UsageError(
+                f"--impl {name}: the process died while importing it ({manner(child.process, child.log_path)})"
+            ) from None
         if kind == "unusable":
             raise UsageError(content)
         child.ready, self.description = True, content
@@ -176,7 +183,9 @@ class Pool:
     def _send(self, child: Child, case: Case) -> None:
         child.case, child.started = case, time.monotonic()
         child.deadline = child.started + self.patience.allowed(case.function)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died between two cases; the next look sees it
+        with contextlib.suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # it died between two cases; the next look sees it
             child.pipe.send(case)
 
     def _wait(self) -> None:

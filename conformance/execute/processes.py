@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-STDLIB, ELSEWHERE = os.path.dirname(os.__file__), ("conformance/execute", "/torch/", "/triton/")  # where the cause of a crash is not
+STDLIB, ELSEWHERE = (
+    os.path.dirname(os.__file__),
+    ("conformance/execute", "/torch/", "/triton/"),
+)  # where the cause of a crash is not
 
 
 PATIENCE = 10  # after one hang, a case hangs that takes so many times as long as the slowest before
@@ -56,7 +59,11 @@ def at(log_path: str) -> str:
     """Where a process was when it last wrote a traceback into its log, as " at …"; nothing if that says nothing."""
     with contextlib.suppress(OSError), open(log_path, errors="replace") as log:
         frames = [line.strip() for line in log if line.lstrip().startswith("File ")]
-        mine = [line for line in frames if not any(place in line for place in ELSEWHERE) and (STDLIB not in line or "site-packages" in line)]
+        mine = [
+            line
+            for line in frames
+            if not any(place in line for place in ELSEWHERE) and (STDLIB not in line or "site-packages" in line)
+        ]
         if mine:
             return f" at {mine[0].removeprefix('File ')}"
     return ""

@@ -21,14 +21,20 @@ from conformance.values import laid_out
 class Outcome:
     """What became of one case."""
 
-    status: str  # PASS FAIL CRASH HANG OOM NOT_OFFERED DECLARED_UNSUPPORTED BLOCKED UNINFORMATIVE, or ERROR of the harness
+    status: (
+        str  # PASS FAIL CRASH HANG OOM NOT_OFFERED DECLARED_UNSUPPORTED BLOCKED UNINFORMATIVE, or ERROR of the harness
+    )
     finding: dict[str, Any] | None = None
     reason: str = ""
     seconds_implementation: float = 0.0
     seconds_reference: float = 0.0
     evaluations: int = 0
-    kernels: list[str] = field(default_factory=list)  # names of the kernel specialisations that were compiled or loaded for it
-    calls: list[str] = field(default_factory=list)  # "file:function" of the implementation's Python functions that it ran, if traced
+    kernels: list[str] = field(
+        default_factory=list
+    )  # names of the kernel specialisations that were compiled or loaded for it
+    calls: list[str] = field(
+        default_factory=list
+    )  # "file:function" of the implementation's Python functions that it ran, if traced
 
 
 class Blocked(Exception):
@@ -87,7 +93,11 @@ class Runner:
                     self._delay(problem, placed)
                 if forbid_sync:
                     torch.cuda.set_sync_debug_mode("error")
-                outputs = self._call(problem, placed, opaque) if replay is None else self._captured(problem, replay, placed, opaque)
+                outputs = (
+                    self._call(problem, placed, opaque)
+                    if replay is None
+                    else self._captured(problem, replay, placed, opaque)
+                )
             finally:
                 if forbid_sync:
                     torch.cuda.set_sync_debug_mode("default")
@@ -102,7 +112,9 @@ class Runner:
         if memory.overrun():
             raise Misbehaved("memory", "memory", "wrote outside the memory it had allocated")
         masters = (replay or problem).tensors
-        self.changed = next((name for name, x in masters.items() if (bits(x) != bits(placed[name].detach().cpu())).any()), "")
+        self.changed = next(
+            (name for name, x in masters.items() if (bits(x) != bits(placed[name].detach().cpu())).any()), ""
+        )
         return {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in outputs.items()}
 
     def _moved(self, x: Any) -> Any:
@@ -114,9 +126,15 @@ class Runner:
     def _place(self, problem: Problem, storage: dict[str, Tensor] | None) -> dict[str, Tensor]:
         masters = problem.tensors | {f"d_{name}": x for name, x in problem.cotangents.items()}
         if storage is None:
-            placed = {name: laid_out(x.to(self.device, copy=True), problem.layouts.get(name, "contiguous")) for name, x in masters.items()}
+            placed = {
+                name: laid_out(x.to(self.device, copy=True), problem.layouts.get(name, "contiguous"))
+                for name, x in masters.items()
+            }
         else:
-            placed = {name: storage[name].detach().copy_(x) if name in storage else x.to(self.device) for name, x in masters.items()}
+            placed = {
+                name: storage[name].detach().copy_(x) if name in storage else x.to(self.device)
+                for name, x in masters.items()
+            }
         for name in problem.wanted:
             placed[name] = placed[name].detach().requires_grad_()
         return placed
@@ -137,7 +155,9 @@ class Runner:
         moved = {name: self._moved(x) for name, x in (producer.required | producer.settings).items()}
         arguments = [moved[name] for name in producer.required]
         try:
-            result = self.implementation.call(producer.function, *arguments, **{name: moved[name] for name in producer.settings})
+            result = self.implementation.call(
+                producer.function, *arguments, **{name: moved[name] for name in producer.settings}
+            )
             outputs = named_outputs(result, CONTRACTS[producer.function].outputs)
         except Exception as error:
             raise Blocked(f"{producer.function} raised {type(error).__name__}: {error}") from error
@@ -151,13 +171,26 @@ class Runner:
     def _call(self, problem: Problem, placed: dict[str, Tensor], opaque: dict[str, Any] | None) -> dict[str, Any]:
         contract = CONTRACTS[problem.function]
         if problem.script:
-            outputs = problem.script(self.implementation, problem.required | problem.settings | placed | {"produced": opaque})
+            outputs = problem.script(
+                self.implementation, problem.required | problem.settings | placed | {"produced": opaque}
+            )
             return outputs | self._gradients(problem, placed, outputs)
-        arguments = [opaque[x.field_name] if isinstance(x, Opaque) and opaque else placed.get(name, x) for name, x in problem.required.items()]
-        left_out = [name for name in self.implementation.lacks(problem.function, problem.settings) if name in contract.redundant]
-        settings = {name: placed[name] if name in placed else self._moved(x) for name, x in problem.settings.items() if name not in left_out}
+        arguments = [
+            opaque[x.field_name] if isinstance(x, Opaque) and opaque else placed.get(name, x)
+            for name, x in problem.required.items()
+        ]
+        left_out = [
+            name for name in self.implementation.lacks(problem.function, problem.settings) if name in contract.redundant
+        ]
+        settings = {
+            name: placed[name] if name in placed else self._moved(x)
+            for name, x in problem.settings.items()
+            if name not in left_out
+        }
         try:
-            outputs = named_outputs(self.implementation.call(problem.function, *arguments, **settings), contract.outputs)
+            outputs = named_outputs(
+                self.implementation.call(problem.function, *arguments, **settings), contract.outputs
+            )
         except ValueError as error:
             if str(error).startswith("returned"):
                 raise Misbehaved("call", "signature", str(error)) from error
@@ -170,7 +203,11 @@ class Runner:
         used = [name for name in problem.cotangents if isinstance(outputs.get(name), Tensor)]
         for name in used:
             if tuple(outputs[name].shape) != tuple(placed[f"d_{name}"].shape):
-                raise Misbehaved(name, "shape", f"has shape {tuple(outputs[name].shape)}; the reference's is {tuple(placed[f'd_{name}'].shape)}")
+                raise Misbehaved(
+                    name,
+                    "shape",
+                    f"has shape {tuple(outputs[name].shape)}; the reference's is {tuple(placed[f'd_{name}'].shape)}",
+                )
         gradients: tuple[Tensor | None, ...]
         attached = [name for name in used if outputs[name].requires_grad]
         inputs = [placed[name] for name in problem.wanted]
@@ -182,7 +219,9 @@ class Runner:
         asked = zip(problem.wanted, inputs, gradients or (None,) * len(inputs), strict=True)
         return {f"d_{name}": torch.zeros_like(x) if g is None else g for name, x, g in asked}
 
-    def _captured(self, problem: Problem, replay: Problem, placed: dict[str, Tensor], opaque: dict[str, Any] | None) -> dict[str, Any]:
+    def _captured(
+        self, problem: Problem, replay: Problem, placed: dict[str, Tensor], opaque: dict[str, Any] | None
+    ) -> dict[str, Any]:
         self._call(problem, placed, opaque)  # compiles what must be compiled
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()

@@ -20,7 +20,18 @@ from conformance.execute.runner import Outcome
 
 GRACE_SECONDS = 4.0  # for the other ranks, once one has failed: they may be waiting for it for ever
 ANSWER_SECONDS = 2.0  # for a rank that has judged its values to say what became of the case
-WORST_FIRST = ("ERROR", "CRASH", "FAIL", "HANG", "OOM", "BLOCKED", "NOT_OFFERED", "DECLARED_UNSUPPORTED", "PASS", "UNINFORMATIVE")
+WORST_FIRST = (
+    "ERROR",
+    "CRASH",
+    "FAIL",
+    "HANG",
+    "OOM",
+    "BLOCKED",
+    "NOT_OFFERED",
+    "DECLARED_UNSUPPORTED",
+    "PASS",
+    "UNINFORMATIVE",
+)
 BAD = WORST_FIRST[: WORST_FIRST.index("BLOCKED") + 1]
 
 
@@ -74,7 +85,9 @@ class World:
         members = self._members[:ranks]
         for member in members:
             member.outcome, member.seen, member.asking, member.calling = None, [], None, ""
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died between two cases; listening finds out
+            with contextlib.suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # it died between two cases; listening finds out
                 member.pipe.send(case)
         started = time.monotonic()
         silent = self._listen(members, started + self._patience.allowed(case.function))
@@ -99,7 +112,9 @@ class World:
         for member, description in zip(self._members, descriptions, strict=True):
             different = [key for key in ("functions", "versions") if description[key] != descriptions[0][key]]
             if different:
-                raise NoWorld(f"rank {member.rank} differs from rank 0 in its {' and '.join(different)}: all ranks must run the same implementation")
+                raise NoWorld(
+                    f"rank {member.rank} differs from rank 0 in its {' and '.join(different)}: all ranks must run the same implementation"
+                )
         for member in self._members:
             self._heard(member, "formed")
 
@@ -125,7 +140,9 @@ class World:
         it; they get a little time, and it gets its answer.
         """
         while waiting := [member for member in members if member.outcome is None]:
-            audible = connection.wait([member.pipe for member in waiting], timeout=max(min(deadline - time.monotonic(), 1.0), 0))
+            audible = connection.wait(
+                [member.pipe for member in waiting], timeout=max(min(deadline - time.monotonic(), 1.0), 0)
+            )
             for member in waiting:
                 if member.pipe in audible:
                     self._hear(member)
@@ -164,10 +181,14 @@ class World:
     def _together(self, case: Case, members: list[Member], silent: list[Member], seconds: float) -> Outcome:
         """One outcome of all ranks': the worst, with the name of its rank."""
         heard = [(member, member.outcome) for member in members if member.outcome]
-        bad = sorted((WORST_FIRST.index(outcome.status), member.rank) for member, outcome in heard if outcome.status in BAD)
+        bad = sorted(
+            (WORST_FIRST.index(outcome.status), member.rank) for member, outcome in heard if outcome.status in BAD
+        )
         if silent and not bad:
             self._patience.hung.add(case.function)
-            places = "; ".join(f"rank {member.rank}{member.within(case)}{member.held.where()}" for member in silent)  # one that waits is in a collective
+            places = "; ".join(
+                f"rank {member.rank}{member.within(case)}{member.held.where()}" for member in silent
+            )  # one that waits is in a collective
             return Outcome("HANG", reason=f"no answer within {seconds:.0f} s from {places}")
         worst, first = min((WORST_FIRST.index(outcome.status), member.rank) for member, outcome in heard)
         own = members[first].outcome
@@ -177,15 +198,26 @@ class World:
         if strange:
             reason = f"rank {strange[0]} made other inputs of the case than rank 0: all ranks must run the same suite"
             return replace(out, status="ERROR", reason=reason, finding=None)
-        if WORST_FIRST[worst] in ("NOT_OFFERED", "DECLARED_UNSUPPORTED") and any(o.status != own.status for _, o in heard):
+        if WORST_FIRST[worst] in ("NOT_OFFERED", "DECLARED_UNSUPPORTED") and any(
+            o.status != own.status for _, o in heard
+        ):
             other = next(member.rank for member, o in heard if o.status != own.status)
             message = f"{own.reason}, says rank {first} of {len(members)}; rank {other} disagrees"
-            return replace(out, status="FAIL", reason="", finding={"output": "supports", "check": "ranks", "message": message, "index": ()})
+            return replace(
+                out,
+                status="FAIL",
+                reason="",
+                finding={"output": "supports", "check": "ranks", "message": message, "index": ()},
+            )
         if out.status == "UNINFORMATIVE" and len({o.status for _, o in heard}) > 1:
             out = replace(out, status="PASS", reason="")
         name = f"rank {first} of {len(members)}" + (members[first].within(case) if out.status == "CRASH" else "")
         if out.finding:
-            waiting = f"; {len(silent)} other{'s' * (len(silent) > 1)} waited for it" if silent and own.finding and own.finding["output"] == "call" else ""
+            waiting = (
+                f"; {len(silent)} other{'s' * (len(silent) > 1)} waited for it"
+                if silent and own.finding and own.finding["output"] == "call"
+                else ""
+            )
             out.finding = out.finding | {"message": f"{name}: {out.finding['message']}{waiting}"}
         elif out.status in BAD:
             out.reason = f"{name}: {out.reason}"

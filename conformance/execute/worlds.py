@@ -53,7 +53,10 @@ class Worlds:
         """The case on all its ranks."""
         ranks = ranks_of(CONTRACTS[case.function], case)
         if ranks > self.most:
-            return Outcome("ERROR", reason=f"a world of {ranks} ranks: there is room for {self.most}, each with its own GPU if there are any")
+            return Outcome(
+                "ERROR",
+                reason=f"a world of {ranks} ranks: there is room for {self.most}, each with its own GPU if there are any",
+            )
         size = ranks if self._on_gpus else self.most
         if size not in self._worlds:
             self._worlds[size] = World(partial(self._start, size), self._patience)
@@ -80,12 +83,17 @@ class Worlds:
         self._started += 1
         logs = [os.path.join(self._folder, f"world{self._started}rank{rank}.log") for rank in range(ranks)]
         if self._attendants:
-            own = LocalRank(self._context, self._settings, self._attendants.place.seat(self._started, 0, ranks), logs[0])
+            own = LocalRank(
+                self._context, self._settings, self._attendants.place.seat(self._started, 0, ranks), logs[0]
+            )
             return [own, *self._attendants.open(self._started, ranks)]
         if self._on_gpus and not self._turn:
             self._turn = open(TURN, "w")  # noqa: SIM115  (held until the worlds end)
             fcntl.flock(self._turn, fcntl.LOCK_EX)
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        seats = [Seat(rank, ranks, "127.0.0.1", self._store.port, f"world {self._started}", gpu=rank) for rank in range(ranks)]
+        seats = [
+            Seat(rank, ranks, "127.0.0.1", self._store.port, f"world {self._started}", gpu=rank)
+            for rank in range(ranks)
+        ]
         return [LocalRank(self._context, self._settings, seat, log) for seat, log in zip(seats, logs, strict=True)]

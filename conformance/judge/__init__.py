@@ -55,12 +55,16 @@ def judge(output: str, expected: Settled, observed: Any) -> Finding | None:
     if isinstance(expected, RowWise):
         return judge(output, expected.bounded, observed) or _judge_ratios(output, expected, observed)
     if observed is None:
-        flag_down = isinstance(expected, Exact) and expected.kind == "integers" and expected.flag and not expected.value.any()
+        flag_down = (
+            isinstance(expected, Exact) and expected.kind == "integers" and expected.flag and not expected.value.any()
+        )
         return None if flag_down else Finding(output, "missing", "is None; the reference returns a tensor")
     if not isinstance(observed, Tensor):
         return Finding(output, "missing", f"is a {type(observed).__name__}, not a tensor")
     if tuple(observed.shape) != tuple(expected.value.shape):
-        return Finding(output, "shape", f"has shape {tuple(observed.shape)}; the reference's is {tuple(expected.value.shape)}")
+        return Finding(
+            output, "shape", f"has shape {tuple(observed.shape)}; the reference's is {tuple(expected.value.shape)}"
+        )
     wrong_kind = expected.dtype_error(observed)
     if wrong_kind:
         return Finding(output, "dtype", wrong_kind)

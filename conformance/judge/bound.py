@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-HALF_SUBNORMAL = {torch.float64: 2.0**-1075, torch.float32: 2.0**-150, torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}
+HALF_SUBNORMAL = {
+    torch.float64: 2.0**-1075,
+    torch.float32: 2.0**-150,
+    torch.float16: 2.0**-25,
+    torch.bfloat16: 2.0**-134,
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,11 @@ class Bounded:
             ratio = np.where(wrong, np.abs(got - right) / self.bound.numpy(), 0)
         finite = ratio[np.isfinite(ratio)].max(initial=0)
         rows = int(wrong.reshape(len(wrong), -1).any(1).sum()) if wrong.ndim else 1
-        worst = f"error {finite:.1f} × the bound of {self.accumulator} accumulation".replace("torch.", "") if finite else "where it must be exact"
+        worst = (
+            f"error {finite:.1f} × the bound of {self.accumulator} accumulation".replace("torch.", "")
+            if finite
+            else "where it must be exact"
+        )
         return f"{where}: {worst}, {rows} of {len(wrong) if wrong.ndim else 1} rows"
 
 

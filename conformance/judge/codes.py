@@ -18,7 +18,10 @@ from torch import Tensor
 from conformance.judge.exact import Exact, bits
 from conformance.judge.statistics import binomial_quantile
 
-DIVISION, RECIPROCAL = 2.0**-24, 4 * 2.0**-23  # w above: one rounding; 1/scale, a product, and either approximated by 1 ulp
+DIVISION, RECIPROCAL = (
+    2.0**-24,
+    4 * 2.0**-23,
+)  # w above: one rounding; 1/scale, a product, and either approximated by 1 ulp
 FLIP_QUANTILE = 0.9999
 
 
@@ -73,7 +76,9 @@ def miscoded(expected: Codes, observed: Tensor, flips: bool = True) -> np.ndarra
     table, v = expected.table.numpy(), expected.scaled.numpy()
     first, second = table[right], table[got]
     with np.errstate(invalid="ignore"):  # NaN and infinity are near no midpoint
-        forgiven = other & (np.abs(right - got) == 1) & (np.abs(v - (first + second) / 2) <= expected.window * np.abs(v))
+        forgiven = (
+            other & (np.abs(right - got) == 1) & (np.abs(v - (first + second) / 2) <= expected.window * np.abs(v))
+        )
     wrong = other & ~forgiven
     if wrong.any():
         return wrong

@@ -43,7 +43,9 @@ def _cropped(expected: Exact | Bounded) -> Exact | Bounded:
     if expected.value.numel() <= ELEMENTS or expected.value.dim() == 0:
         return expected
     rows = max(ELEMENTS // max(expected.value[0].numel(), 1), 4)
-    fewer: dict[str, Any] = {"value": expected.value[:rows]} | ({"bound": expected.bound[:rows]} if isinstance(expected, Bounded) else {})
+    fewer: dict[str, Any] = {"value": expected.value[:rows]} | (
+        {"bound": expected.bound[:rows]} if isinstance(expected, Bounded) else {}
+    )
     return replace(expected, **fewer)
 
 
@@ -56,7 +58,9 @@ def corruptions(honest: Tensor) -> Iterator[tuple[str, Tensor]]:
         return
     last = honest.shape[0] - 1
     swapped = honest.clone()
-    swapped[[0, last]] = honest[[last, 0]] if honest.dtype not in ONE_BYTE else honest.view(torch.uint8)[[last, 0]].view(honest.dtype)
+    swapped[[0, last]] = (
+        honest[[last, 0]] if honest.dtype not in ONE_BYTE else honest.view(torch.uint8)[[last, 0]].view(honest.dtype)
+    )
     yield "the first and last row swapped", swapped
     middle = last // 2
     zeroed = honest.clone()
@@ -88,6 +92,10 @@ def _moved(expected: Settled, honest: Tensor, corrupt: Tensor) -> bool:
 def _worse(expected: Chosen, honest: Tensor, corrupt: Tensor) -> bool:
     """Whether a row has too few columns, or ones whose keys add up to less than any rounding of the best could."""
     if expected.indices:
-        return bool(((corrupt != honest).any(1) & (corrupt.sort(dim=1).values.diff(dim=1) == 0).any(1)).any()) if corrupt.shape[1:] > (1,) else False
+        return (
+            bool(((corrupt != honest).any(1) & (corrupt.sort(dim=1).values.diff(dim=1) == 0).any(1)).any())
+            if corrupt.shape[1:] > (1,)
+            else False
+        )
     before, after = expected.as_map(honest), expected.as_map(corrupt)
     return bool((before.sum(1) != after.sum(1)).any())

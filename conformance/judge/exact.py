@@ -24,14 +24,19 @@ class Exact:
     def dtype_error(self, observed: Tensor) -> str | None:
         if self.kind == "integers":
             return f"has dtype {observed.dtype}; it must be bool or integer" if observed.is_floating_point() else None
-        return None if observed.dtype == self.value.dtype else f"has dtype {observed.dtype}; the reference's is {self.value.dtype}"
+        return (
+            None
+            if observed.dtype == self.value.dtype
+            else f"has dtype {observed.dtype}; the reference's is {self.value.dtype}"
+        )
 
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
         """The first wrong element, and how many there are."""
         got, right = (_readable(x[index]) for x in (observed, self.value))
         if got == right:  # NaNs, or zeros, with other bits
             got, right = (
-                f"{text} with bits {int(bits(x[index]).item()) & (1 << 8 * x.element_size()) - 1:#x}" for text, x in ((got, observed), (right, self.value))
+                f"{text} with bits {int(bits(x[index]).item()) & (1 << 8 * x.element_size()) - 1:#x}"
+                for text, x in ((got, observed), (right, self.value))
             )
         return f"{list(index)} is {got}; the reference has {right} ({int(wrong.sum())} of {wrong.size} wrong)"
 

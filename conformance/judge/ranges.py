@@ -74,4 +74,6 @@ def outside(expected: Ranged, observed: Tensor) -> np.ndarray | None:
 def visibly_moved(expected: Ranged, before: Tensor, after: Tensor) -> bool:
     """Whether some code was moved further than its range is wide."""
     assert expected.least is not None and expected.most is not None
-    return bool(((places_of(expected, after) - places_of(expected, before)).abs() > expected.most - expected.least).any())
+    return bool(
+        ((places_of(expected, after) - places_of(expected, before)).abs() > expected.most - expected.least).any()
+    )

@@ -29,7 +29,9 @@ from conformance.judge.running import Running
 CALIBRATION = Path(__file__).with_name("calibration.json")
 LEAST_ELEMENTS = 4096  # with fewer, honest reorderings left the ratios: 1.8 % of runs at 64 × 64 before rows that cancel were taken out
 POOLED = 64  # elements: the noise of a row's ratio falls with their root, so shorter rows are taken together
-CANCELS = 0.5  # of Σ|terms|/√n, what a random walk of n steps of that length reaches (1.25 times that for normal factors)
+CANCELS = (
+    0.5  # of Σ|terms|/√n, what a random walk of n steps of that length reaches (1.25 times that for normal factors)
+)
 PEAK = 4  # the largest of many elements' noise, in that of a row
 NORMAL = 8  # times the smallest normal number: a row below has subnormal elements, whose roundoff is not u
 SLACK, DEVIATIONS = 0.02, 5.0  # of the bias, in ulps and in standard errors: 5 are passed by chance once in two million
@@ -49,7 +51,9 @@ class Accumulator:
 
     unit: float = ROUNDOFF[torch.float32]
     block: int | None = None
-    spread: float = 1.0  # typical error, in units: 1/√3 if it is uniform; left at 1 where n does not count every rounding
+    spread: float = (
+        1.0  # typical error, in units: 1/√3 if it is uniform; left at 1 where n does not count every rounding
+    )
 
     def worst(self, terms: int) -> float:
         """γ: what the roundings of `terms` products can add up to, relative to Σ|terms|."""
@@ -72,10 +76,14 @@ class Accumulator:
 
 
 FLOAT32 = Accumulator()
-HOPPER_FP8 = Accumulator(unit=2.0**-13, block=128, spread=3**-0.5)  # 14 bits, truncated; promoted each 128: DeepSeek-V3 report, 3.3.2
+HOPPER_FP8 = Accumulator(
+    unit=2.0**-13, block=128, spread=3**-0.5
+)  # 14 bits, truncated; promoted each 128: DeepSeek-V3 report, 3.3.2
 
 
-def contraction_bound(value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype, accumulator: Accumulator = FLOAT32) -> Bounded:
+def contraction_bound(
+    value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype, accumulator: Accumulator = FLOAT32
+) -> Bounded:
     """`bound.sum_bound` for an accumulator that is no dtype: value and Σ|terms| in float64, `terms` products each."""
     brought = accumulator.worst(terms) * magnitude
     bound = brought + ROUNDOFF[dtype] * (value.abs() + brought) + HALF_SUBNORMAL[dtype]
@@ -142,7 +150,9 @@ class RowWise(Bounded):
     magnitude: Tensor  # float64 Σ|terms|
     terms: int
     noise: float  # α above
-    groups: Tensor | None = None  # integers, of value's shape without its last dimension (1-D: of its shape): rows that share a bias, such as an expert's
+    groups: Tensor | None = (
+        None  # integers, of value's shape without its last dimension (1-D: of its shape): rows that share a bias, such as an expert's
+    )
     limits: Limits = field(default_factory=calibrated)
 
     def __post_init__(self) -> None:
@@ -160,7 +170,9 @@ class RowWise(Bounded):
     @cached_property
     def judged(self) -> Tensor:
         """The numbers of the rows of which a ratio says something; the oracle alone decides which."""
-        right, bound, reference, magnitude = (_rows(x).double() for x in (self.value, self.bound, self.reference, self.magnitude))
+        right, bound, reference, magnitude = (
+            _rows(x).double() for x in (self.value, self.bound, self.reference, self.magnitude)
+        )
         kind = torch.finfo(self.dtype)
         norm, walk = right.norm(dim=1), magnitude.norm(dim=1) / math.sqrt(self.terms)
         ordinary = right.isfinite().all(1) & bound.isfinite().all(1) & reference.isfinite().all(1)
@@ -224,7 +236,9 @@ class RowWise(Bounded):
         over = int((ratio > self.limits.row).sum())
         place = f"row {self._named(row)}" if len(members) == 1 else f"{len(members)} rows around row {self._named(row)}"
         others = f"; {over} of {len(ratio)} {'rows' if len(members) == 1 else 'groups of rows'}" if over else ""
-        return Measure("row", float(ratio[pool]), (*self._place(row), *self._column(got, row)), f"{place}{others}: error")
+        return Measure(
+            "row", float(ratio[pool]), (*self._place(row), *self._column(got, row)), f"{place}{others}: error"
+        )
 
     def _worst_element(self, got: Errors, own: Errors) -> Measure:
         floor = ROUNDOFF[self.dtype] + PEAK * self.noise
@@ -237,12 +251,18 @@ class RowWise(Bounded):
     def _rms(self, got: Errors, own: Errors) -> Measure:
         worst = int(got.row_J.argmax())
         ratio = float((got.row_J.square().mean() / (own.row_J.square().mean() + self.noise**2)).sqrt())
-        return Measure("rms", ratio, (*self._place(worst), *self._column(got, worst)), f"all {len(got.row_J)} rows together: error")
+        return Measure(
+            "rms", ratio, (*self._place(worst), *self._column(got, worst)), f"all {len(got.row_J)} rows together: error"
+        )
 
     def _bias(self, got: Errors, own: Errors) -> list[Measure]:
         """Of each group, the mean error away from zero, and upwards, over slack, noise, standard errors and the reference's own mean."""
         sign = _rows(self.value)[self.judged].sign()
-        groups = torch.zeros(len(self.judged), dtype=torch.int64) if self.groups is None else self.groups.flatten()[self.judged].long()
+        groups = (
+            torch.zeros(len(self.judged), dtype=torch.int64)
+            if self.groups is None
+            else self.groups.flatten()[self.judged].long()
+        )
         found = []
         for group in groups.unique().tolist():
             members = (groups == group).nonzero().flatten()
@@ -255,7 +275,9 @@ class RowWise(Bounded):
                 where = "" if self.groups is None else f"group {group}: "
                 place = f"{where}a mean error of {mean:.3g} ulp {direction},"
                 first = int(members[0])
-                found.append(Measure("bias", abs(mean) / allowed, (*self._place(first), *self._column(got, first)), place))
+                found.append(
+                    Measure("bias", abs(mean) / allowed, (*self._place(first), *self._column(got, first)), place)
+                )
         return [max(found, key=lambda measure: measure.ratio)] if found else []
 
     def _column(self, got: Errors, row: int) -> tuple[int, ...]:
@@ -296,7 +318,16 @@ def row_wise(
         return bounded
     noise = accumulator.typical(terms)
     whole = RowWise(
-        bounded.value, bounded.bound, bounded.dtype, bounded.accumulator, reference.detach(), magnitude, terms, noise, groups, limits or calibrated()
+        bounded.value,
+        bounded.bound,
+        bounded.dtype,
+        bounded.accumulator,
+        reference.detach(),
+        magnitude,
+        terms,
+        noise,
+        groups,
+        limits or calibrated(),
     )
     return whole if whole.applies else bounded
 

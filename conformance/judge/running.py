@@ -21,7 +21,11 @@ from torch import Tensor
 
 from conformance.judge.bound import HALF_SUBNORMAL, ROUNDOFF, Bounded
 
-DIVISION, ROOT, TRANSCENDENTAL = 2.5, 2.0, 6.0  # c above, in units of u: div.full and sqrt.approx have 2 ulp, ex2.approx and lg2.approx 2 to 4
+DIVISION, ROOT, TRANSCENDENTAL = (
+    2.5,
+    2.0,
+    6.0,
+)  # c above, in units of u: div.full and sqrt.approx have 2 ulp, ex2.approx and lg2.approx 2 to 4
 Operand = Union["Running", float]
 
 
@@ -73,7 +77,11 @@ class Running:
         y = self.constant(other)
         value = self.value / y.value
         room = y.value.abs() - y.error
-        brought = torch.where(room > 0, (self.error + _times(value.abs(), y.error)) / room, torch.where((self.value == 0) & (self.error == 0), 0.0, torch.inf))
+        brought = torch.where(
+            room > 0,
+            (self.error + _times(value.abs(), y.error)) / room,
+            torch.where((self.value == 0) & (self.error == 0), 0.0, torch.inf),
+        )
         return self._made(value, brought, DIVISION)
 
     def exp(self) -> "Running":
@@ -90,7 +98,11 @@ class Running:
 
     def log(self) -> "Running":
         room = self.value - self.error
-        return self._made(self.value.log(), torch.where(room > 0, self.error / room, torch.inf) + 2 * ROUNDOFF[self.dtype], TRANSCENDENTAL)
+        return self._made(
+            self.value.log(),
+            torch.where(room > 0, self.error / room, torch.inf) + 2 * ROUNDOFF[self.dtype],
+            TRANSCENDENTAL,
+        )
 
     def sqrt(self) -> "Running":
         high, low = (self.value + self.error).sqrt(), (self.value - self.error).clamp(min=0).sqrt()
@@ -110,7 +122,11 @@ class Running:
 
     def ends(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The least and the most that it may be rounded to. From float64 to 16 bits, torch goes by way of float32, and compiled kernels do not."""
-        twice = 2 * ROUNDOFF[torch.float32] if self.dtype == torch.float64 and ROUNDOFF[dtype] > ROUNDOFF[torch.float32] else 0.0
+        twice = (
+            2 * ROUNDOFF[torch.float32]
+            if self.dtype == torch.float64 and ROUNDOFF[dtype] > ROUNDOFF[torch.float32]
+            else 0.0
+        )
         error = self.error + twice * torch.where(self.value.isfinite(), self.value.abs(), 0.0)
         return (self.value - error).to(dtype).double(), (self.value + error).to(dtype).double()
 

@@ -26,7 +26,9 @@ class Chosen:
     keys: Tensor  # [N,E] float64
     error: Tensor  # [N,E] float64, δ
     counts: Tensor  # [N] how many are chosen of each row
-    inputs: tuple[Tensor, ...] = ()  # [N,E] each: two columns equal in all of them have equal keys whatever the arithmetic
+    inputs: tuple[
+        Tensor, ...
+    ] = ()  # [N,E] each: two columns equal in all of them have equal keys whatever the arithmetic
     lowest: bool = False  # whether equal keys are declared to go to the lowest index
     unspecified: Tensor | None = None  # [N] rows of which any K different columns are right
     groups: int = 0
@@ -57,7 +59,9 @@ class Chosen:
         got = observed[row].tolist() if self.indices else self.as_map(observed)[row].nonzero().flatten().tolist()
         right = self.map[row].nonzero().flatten().tolist()
         what = ("column", "row") if self.dim == 0 else ("row", "columns")
-        keys = ", ".join(f"{e}: {self.keys[row, e]:.6g}" for e in sorted({*got, *right})[:6] if 0 <= e < self.keys.shape[1])
+        keys = ", ".join(
+            f"{e}: {self.keys[row, e]:.6g}" for e in sorted({*got, *right})[:6] if 0 <= e < self.keys.shape[1]
+        )
         return f"{what[0]} {row} chooses {_few(got)}; the reference chooses {_few(right)} (keys {keys}; {int(wrong.sum())} of {len(wrong)} wrong)"
 
 
@@ -112,7 +116,9 @@ def _group_sets(expected: Chosen, row: int, chosen: Tensor) -> Iterator[Tensor]:
     counted = int(expected.counts[row]) // kept
     top = keys.sort(dim=1, descending=True).values[:, :counted]
     score = top.sum(1)
-    slack = counted * (error.max(1).values + torch.where(top.isfinite(), top.abs(), 0.0).sum(1) * ROUNDOFF[expected.dtype])
+    slack = counted * (
+        error.max(1).values + torch.where(top.isfinite(), top.abs(), 0.0).sum(1) * ROUNDOFF[expected.dtype]
+    )
     touched = chosen.reshape(groups, -1).any(1)
     better = [int(((score - slack) > (score[g] + slack[g])).sum()) for g in range(groups)]
     worse = [int(((score + slack) < (score[g] - slack[g])).sum()) for g in range(groups)]

@@ -46,7 +46,9 @@ def binomial_quantile(trials: int, p: float, level: float) -> int:
         return trials
     k = np.arange(trials + 1)
     log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, trials + 1)))])
-    log_chance = log_factorial[-1] - log_factorial[k] - log_factorial[::-1][k] + k * math.log(p) + (trials - k) * math.log1p(-p)
+    log_chance = (
+        log_factorial[-1] - log_factorial[k] - log_factorial[::-1][k] + k * math.log(p) + (trials - k) * math.log1p(-p)
+    )
     return int(np.searchsorted(np.cumsum(np.exp(log_chance)), level).clip(max=trials))
 
 
@@ -107,7 +109,11 @@ def _standardised(up_RN: Tensor, p_N: Tensor) -> Tensor:
 def _mean_of_all(up_RN: Tensor, p_N: Tensor, level: float) -> str | None:
     z = float(_standardised(up_RN, p_N).sum()) / math.sqrt(len(up_RN))
     limit = bernstein_z(level, len(up_RN) * float((p_N * (1 - p_N)).sum()))
-    return None if abs(z) <= limit else f"the mean of all is {abs(z):.3g} standard errors too {'high' if z > 0 else 'low'}, {limit:.3g} are allowed"
+    return (
+        None
+        if abs(z) <= limit
+        else f"the mean of all is {abs(z):.3g} standard errors too {'high' if z > 0 else 'low'}, {limit:.3g} are allowed"
+    )
 
 
 def _variance(up_RN: Tensor, p_N: Tensor, level: float) -> str | None:

@@ -29,28 +29,68 @@ __all__ = ["LAWS", "Law", "Trial"]
 _EVERYWHERE = (general.HISTORY, general.DETERMINISM, general.BUFFER_REUSE, general.LATE_PRODUCER)
 _STATIC = (general.HOST_SYNC, general.GRAPH_CAPTURE)
 _CHOICES = (routing.TOKEN_REVERSAL, routing.EXPERT_RELABELLING, routing.BATCH_CONCAT)
-_PRODUCT = (general.HISTORY, general.DETERMINISM, experts.BUFFER_REUSE, general.LATE_PRODUCER, general.HOST_SYNC, experts.GRAPH_CAPTURE)
+_PRODUCT = (
+    general.HISTORY,
+    general.DETERMINISM,
+    experts.BUFFER_REUSE,
+    general.LATE_PRODUCER,
+    general.HOST_SYNC,
+    experts.GRAPH_CAPTURE,
+)
 _SEGMENTS = (experts.NEIGHBOUR_INDEPENDENCE, experts.PADDING_INDEPENDENCE, experts.EXPERT_RELABELLING)
-_ROWS = (routing.TOKEN_REVERSAL, routing.BATCH_CONCAT, experts.NEIGHBOUR_INDEPENDENCE, experts.SCALING, experts.COTANGENT_SCALING)
+_ROWS = (
+    routing.TOKEN_REVERSAL,
+    routing.BATCH_CONCAT,
+    experts.NEIGHBOUR_INDEPENDENCE,
+    experts.SCALING,
+    experts.COTANGENT_SCALING,
+)
 _QUANTIZED = (
-    *(quantization.IDEMPOTENCE, quantization.ROW_INDEPENDENCE, quantization.SCALING, quantization.GROUPS_ALONE, quantization.ZERO_ROWS),
-    *(quantization.PADDING_INDEPENDENCE, general.HISTORY, general.DETERMINISM, quantization.BUFFER_REUSE, general.LATE_PRODUCER),
+    *(
+        quantization.IDEMPOTENCE,
+        quantization.ROW_INDEPENDENCE,
+        quantization.SCALING,
+        quantization.GROUPS_ALONE,
+        quantization.ZERO_ROWS,
+    ),
+    *(
+        quantization.PADDING_INDEPENDENCE,
+        general.HISTORY,
+        general.DETERMINISM,
+        quantization.BUFFER_REUSE,
+        general.LATE_PRODUCER,
+    ),
     *(general.HOST_SYNC, quantization.GRAPH_CAPTURE),
 )
 _PERMUTED_AND_QUANTIZED = (
-    *(permuted_quantization.EXPERT_RELABELLING, permuted_quantization.PADDING_INDEPENDENCE, permuted_quantization.TWO_STEPS),
+    *(
+        permuted_quantization.EXPERT_RELABELLING,
+        permuted_quantization.PADDING_INDEPENDENCE,
+        permuted_quantization.TWO_STEPS,
+    ),
     *(general.HISTORY, general.DETERMINISM, permuted_quantization.BUFFER_REUSE, general.LATE_PRODUCER),
     *(general.HOST_SYNC, permuted_quantization.GRAPH_CAPTURE),
 )
 _ACTIVATED_AND_QUANTIZED = (
-    *(quantized_activations.NEIGHBOUR_GROUPS, quantized_activations.PADDING_VALUES, quantized_activations.DOUBLED_PROBS),
+    *(
+        quantized_activations.NEIGHBOUR_GROUPS,
+        quantized_activations.PADDING_VALUES,
+        quantized_activations.DOUBLED_PROBS,
+    ),
     *(general.HISTORY, general.DETERMINISM, quantized_activations.BUFFER_REUSE, general.LATE_PRODUCER),
     *(general.HOST_SYNC, quantized_activations.GRAPH_CAPTURE),
 )
 _MLP = (*_PRODUCT, mlp.RECOMPUTE, mlp.COTANGENT_SCALING)
 _EXPERTS = (*_MLP, *_SEGMENTS, experts.GROUP_SPLIT, mlp.ZERO_PROBS, mlp.SCALING, mlp.ALIGNMENT)
 _RANKS = (
-    *(general.HISTORY, dispatch.DETERMINISM, dispatch.BUFFER_REUSE, dispatch.LATE_PRODUCER, dispatch.HOST_SYNC, dispatch.GRAPH_CAPTURE),
+    *(
+        general.HISTORY,
+        dispatch.DETERMINISM,
+        dispatch.BUFFER_REUSE,
+        dispatch.LATE_PRODUCER,
+        dispatch.HOST_SYNC,
+        dispatch.GRAPH_CAPTURE,
+    ),
     *(journeys.IN_FLIGHT, journeys.DENSE),
 )
 _WORLDS = (*_RANKS, worlds.CONCATENATION, worlds.REFINEMENT)
@@ -83,12 +123,22 @@ LAWS: dict[str, dict[str, Law]] = {
             sums.SCALING,
         ),
         "unpermute": (*_EVERYWHERE, *_STATIC, sums.GARBAGE_INDEPENDENCE, sums.ADJOINTNESS, sums.SCALING),
-        "sort_chunks": (*_EVERYWHERE, *_STATIC, moves.NEIGHBOUR_INDEPENDENCE, moves.ROUND_TRIP, sums.ADJOINTNESS, sums.SCALING),
+        "sort_chunks": (
+            *_EVERYWHERE,
+            *_STATIC,
+            moves.NEIGHBOUR_INDEPENDENCE,
+            moves.ROUND_TRIP,
+            sums.ADJOINTNESS,
+            sums.SCALING,
+        ),
         "pad_routing_map": (*_EVERYWHERE, *_STATIC, moves.IDEMPOTENCE, moves.COLUMN_RELABELLING),
         "indices_to_multihot": (*_EVERYWHERE, *_STATIC, moves.ROW_REVERSAL, sums.SCALING),
         "multihot_to_indices": (*_EVERYWHERE, *_STATIC, moves.ROW_REVERSAL, sums.SCALING),
         "deepep_layout": (*_EVERYWHERE, *_STATIC, moves.ROW_REVERSAL),
-        "gate": (*_SHARED_OUT, *_of_one_process(*_EVERYWHERE[2:], *_STATIC, routing.TOKEN_REVERSAL, routing.BATCH_CONCAT)),
+        "gate": (
+            *_SHARED_OUT,
+            *_of_one_process(*_EVERYWHERE[2:], *_STATIC, routing.TOKEN_REVERSAL, routing.BATCH_CONCAT),
+        ),
         "jitter": (*_EVERYWHERE, *_STATIC, routing.EVENLY_SPREAD),
         "topk_indices": (*_EVERYWHERE, *_STATIC, *_CHOICES, routing.SHIFT, routing.REPLAY),
         "topk_routing": (*_EVERYWHERE, *_STATIC, *_CHOICES, routing.SHIFT, routing.REPLAY),
@@ -114,14 +164,24 @@ LAWS: dict[str, dict[str, Law]] = {
         "grouped_mlp": _EXPERTS,
         "sequential_mlp": (mlp.GROUPED, *_EXPERTS),
         "shared_experts": (*_SHARED_OUT, *_of_one_process(*_MLP[2:], mlp.TOKEN_REVERSAL)),
-        "latent_projection": (*_PRODUCT, mlp.TOKEN_REVERSAL, experts.ROW_INDEPENDENCE, experts.SCALING, experts.COTANGENT_SCALING),
+        "latent_projection": (
+            *_PRODUCT,
+            mlp.TOKEN_REVERSAL,
+            experts.ROW_INDEPENDENCE,
+            experts.SCALING,
+            experts.COTANGENT_SCALING,
+        ),
         **dict.fromkeys(FUNCTIONS, (*_WORLDS, dispatch.ADJOINTNESS)),
         **dict.fromkeys(CACHED, (*_RANKS, dispatch.ADJOINTNESS)),
         **dict.fromkeys(("deepep_low_latency_dispatch", "deepep_low_latency_combine"), _WORLDS),
-        **dict.fromkeys((f"{name}_dispatch" for name in MAPPED), (*_WORLDS, dispatch.ADJOINTNESS, dispatch.RELABELLING)),
+        **dict.fromkeys(
+            (f"{name}_dispatch" for name in MAPPED), (*_WORLDS, dispatch.ADJOINTNESS, dispatch.RELABELLING)
+        ),
         "hybridep_dispatch": (
             *_RANKS,
-            *_of_rows(worlds.CONCATENATION, worlds.REFINEMENT, dispatch.ADJOINTNESS, dispatch.RELABELLING, worlds.FUSED),
+            *_of_rows(
+                worlds.CONCATENATION, worlds.REFINEMENT, dispatch.ADJOINTNESS, dispatch.RELABELLING, worlds.FUSED
+            ),
         ),
     }.items()
 }

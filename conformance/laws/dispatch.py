@@ -50,7 +50,13 @@ def _other_values(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
         return _other(trial, replace(trial.case, seed=trial.case.seed + 1, law="", slots=None))
     name = next(iter(trial.problem.required))
     calls = [
-        call.with_tensors({name: -call.required[name] if call.required[name].element_size() > 1 else upside_down(call.required[name], 1)})
+        call.with_tensors(
+            {
+                name: -call.required[name]
+                if call.required[name].element_size() > 1
+                else upside_down(call.required[name], 1)
+            }
+        )
         for call in at.calls(trial.case)
     ]
     return at.own(calls), at.whole.right(trial.case, calls, trial.declared)[at.place.rank]
@@ -64,10 +70,18 @@ def _elsewhere(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
     """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     before = at.calls(trial.case)
-    calls = [call.with_tensors({name: _next_experts(trial.case, name, upside_down(x)) for name, x in call.tensors.items()}) for call in before]
+    calls = [
+        call.with_tensors({name: _next_experts(trial.case, name, upside_down(x)) for name, x in call.tensors.items()})
+        for call in before
+    ]
     if torch.equal(_wanted(trial.case, calls), _wanted(trial.case, before)):
         name, nobody = ("routing_map", 0) if trial.case.dispatcher in MAPPED else ("indices", NOWHERE)
-        calls = [call.with_tensors({name: call.required[name].index_fill(0, torch.arange(min(len(call.required[name]), 1)), nobody)}) for call in calls]
+        calls = [
+            call.with_tensors(
+                {name: call.required[name].index_fill(0, torch.arange(min(len(call.required[name]), 1)), nobody)}
+            )
+            for call in calls
+        ]
     return at.own(calls), at.whole.right(trial.case, calls, trial.declared)[at.place.rank]
 
 
@@ -132,7 +146,11 @@ def _adjointness(trial: Trial) -> Finding | None:
     dist.all_reduce(both, group=at.place.group)
     if both[0] == both[1]:
         return None
-    return Finding(f"d_{into}", "adjointness", f"⟨d_{out}, {out}⟩ = {both[0]:.9g}, but ⟨d_{into}, {into}⟩ = {both[1]:.9g}, added over the ranks")
+    return Finding(
+        f"d_{into}",
+        "adjointness",
+        f"⟨d_{out}, {out}⟩ = {both[0]:.9g}, but ⟨d_{into}, {into}⟩ = {both[1]:.9g}, added over the ranks",
+    )
 
 
 def _inner(a: Tensor, b: Tensor) -> float:
@@ -226,4 +244,6 @@ LATE_PRODUCER = Law("late_producer", _late_producer, is_fine, device="cuda")
 HOST_SYNC = Law("host_sync", _host_sync, _static, device="cuda")
 GRAPH_CAPTURE = Law("graph_capture", _graph_capture, _static, device="cuda")
 ADJOINTNESS = Law("adjointness", _adjointness, _linear)
-RELABELLING = Law("relabelling", _relabelling, lambda case: is_fine(case) and has_room(case) and case.layout == "contiguous")
+RELABELLING = Law(
+    "relabelling", _relabelling, lambda case: is_fine(case) and has_room(case) and case.layout == "contiguous"
+)

@@ -21,7 +21,11 @@ LINEAR = {  # function: the input that it is linear in, and the output that is
     "grouped_wgrad": ("d_out", "d_weight"),
 }
 BY_EXPERT = ("weight", "bias", "accumulate_into", "fc1_weight", "fc2_weight", "fc1_bias", "fc2_bias")
-BY_ROW = ("delayed", "block", "mxfp8")  # scalings of which a row's codes are the same whoever stands beside it, where blocks lie along rows
+BY_ROW = (
+    "delayed",
+    "block",
+    "mxfp8",
+)  # scalings of which a row's codes are the same whoever stands beside it, where blocks lie along rows
 DOUBLED = ("dyadic", "rows", "columns", "patches", "zeros")  # values that stay finite
 
 
@@ -30,7 +34,11 @@ def scaled(expected: Expectation, factor: float) -> Bounded:
     assert isinstance(expected, Bounded)
     finite = expected.value.abs() * factor + expected.bound * factor <= torch.finfo(expected.dtype).max
     lost = torch.finfo(expected.dtype).tiny * max(factor, 1.0)
-    bound = torch.where(finite & expected.bound.isfinite(), expected.bound * factor + torch.where(expected.bound > 0, lost, 0.0), torch.inf)
+    bound = torch.where(
+        finite & expected.bound.isfinite(),
+        expected.bound * factor + torch.where(expected.bound > 0, lost, 0.0),
+        torch.inf,
+    )
     value = expected.value * factor
     return Bounded(value, torch.where(value.isfinite(), bound, 0.0), expected.dtype, expected.accumulator)
 
@@ -49,7 +57,11 @@ def doubled(trial: Trial, law: str, problem: Problem, outputs: tuple[str, ...]) 
     if finding or not trial.declared.get("deterministic"):
         return finding
     kept = {name: ordinary(trial.first[name]) for name in outputs}
-    return same(law, {name: trial.first[name][kept[name]] * 2 for name in outputs}, {name: second[name][kept[name]] for name in outputs})
+    return same(
+        law,
+        {name: trial.first[name][kept[name]] * 2 for name in outputs},
+        {name: second[name][kept[name]] for name in outputs},
+    )
 
 
 def _scaling(trial: Trial) -> Finding | None:
@@ -75,18 +87,28 @@ def _neighbour_independence(trial: Trial) -> Finding | None:
     second = trial.run(trial.problem.with_tensors({name: x}))
     rows, kept = torch.arange(len(x)) != middle, {}
     for output in judged_outputs(trial):
-        kept[output] = rows if of_rows(output) else torch.arange(len(trial.first[output])) != expert_of(trial.problem, middle)
-    return untouched(trial, "neighbour_independence", {output: second[output][some] for output, some in kept.items()}, kept)
+        kept[output] = (
+            rows if of_rows(output) else torch.arange(len(trial.first[output])) != expert_of(trial.problem, middle)
+        )
+    return untouched(
+        trial, "neighbour_independence", {output: second[output][some] for output, some in kept.items()}, kept
+    )
 
 
-def untouched(trial: Trial, law: str, second: dict[str, Any], kept: dict[str, Tensor], bitwise: bool = True) -> Finding | None:
+def untouched(
+    trial: Trial, law: str, second: dict[str, Any], kept: dict[str, Tensor], bitwise: bool = True
+) -> Finding | None:
     """`second` is what some rows were in the first run: bit by bit if runs of one shape repeat, else by what was expected there."""
     if bitwise and trial.declared.get("deterministic"):
         return same(law, {name: trial.first[name][rows] for name, rows in kept.items()}, second)
     for name, rows in kept.items():
         expected = trial.expected[name]
         assert isinstance(expected, Bounded)
-        finding = judge(name, Bounded(expected.value[rows], expected.bound[rows], expected.dtype, expected.accumulator), second[name])
+        finding = judge(
+            name,
+            Bounded(expected.value[rows], expected.bound[rows], expected.dtype, expected.accumulator),
+            second[name],
+        )
         if finding:
             return Finding(name, law, finding.message, finding.index)
     return None
@@ -120,10 +142,14 @@ def regrouped(problem: Problem, rows: Tensor, experts: Tensor, counts: Tensor) -
             return x[experts].clone()
         if name == "noise" or name.startswith("noise."):  # a row of it for each direction
             return torch.stack([taken("", direction) for direction in x])
-        return torch.cat([x, torch.full_like(x[:1], torch.nan) if len(x) else x.new_full((1, *x.shape[1:]), torch.nan)])[rows]
+        return torch.cat(
+            [x, torch.full_like(x[:1], torch.nan) if len(x) else x.new_full((1, *x.shape[1:]), torch.nan)]
+        )[rows]
 
     cotangents = {name: taken(name, x) for name, x in problem.cotangents.items()}
-    return replace(problem.with_tensors({name: taken(name, x) for name, x in problem.tensors.items()}), cotangents=cotangents)
+    return replace(
+        problem.with_tensors({name: taken(name, x) for name, x in problem.tensors.items()}), cotangents=cotangents
+    )
 
 
 def _padding_independence(trial: Trial) -> Finding | None:
@@ -132,8 +158,16 @@ def _padding_independence(trial: Trial) -> Finding | None:
     total = int(counts.sum())
     rows = torch.tensor([*range(total), *([-1] * 3 if not trial.case.tail else [])], dtype=torch.int64)
     outputs = trial.run(regrouped(trial.problem, rows, torch.arange(len(counts)), counts))
-    kept = {name: torch.arange(len(trial.first[name]))[: total if of_rows(name) else None] for name in judged_outputs(trial)}
-    return untouched(trial, "padding_independence", {name: outputs[name][: len(some)] for name, some in kept.items()}, kept, bitwise=False)
+    kept = {
+        name: torch.arange(len(trial.first[name]))[: total if of_rows(name) else None] for name in judged_outputs(trial)
+    }
+    return untouched(
+        trial,
+        "padding_independence",
+        {name: outputs[name][: len(some)] for name, some in kept.items()},
+        kept,
+        bitwise=False,
+    )
 
 
 def _expert_relabelling(trial: Trial) -> Finding | None:
@@ -143,7 +177,9 @@ def _expert_relabelling(trial: Trial) -> Finding | None:
     segments = numbers.split([*counts.tolist(), trial.case.tail])
     rows = torch.cat([*segments[:-1][::-1], segments[-1]])
     outputs = trial.run(regrouped(trial.problem, rows, torch.arange(len(counts)).flip(0), counts.flip(0)))
-    back = {name: x[rows.argsort()] if of_rows(name) else x.flip(0) for name, x in outputs.items() if isinstance(x, Tensor)}
+    back = {
+        name: x[rows.argsort()] if of_rows(name) else x.flip(0) for name, x in outputs.items() if isinstance(x, Tensor)
+    }
     return trial.judged("expert_relabelling", trial.expected, back)
 
 
@@ -183,7 +219,10 @@ def _by_row(case: Any) -> bool:
 def _turns_over(case: Any) -> bool:
     """Whether the inputs stay legal upside down and negated: scales of a state and noise, which gradients alone have, do not."""
     recipe = recipe_of(case)
-    return recipe is None or not (recipe.scaling == "delayed" or (recipe.stochastic_rounding and case.function in ("grouped_dgrad", "grouped_wgrad")))
+    return recipe is None or not (
+        recipe.scaling == "delayed"
+        or (recipe.stochastic_rounding and case.function in ("grouped_dgrad", "grouped_wgrad"))
+    )
 
 
 def _rounds_small_numbers(case: Any) -> bool:
@@ -193,21 +232,35 @@ def _rounds_small_numbers(case: Any) -> bool:
 
 def _grouped(case: Any) -> bool:
     """Whether rows may change their places: not where noise has rows for padding, too."""
-    return plain(case) and case.tokens + case.tail > 0 and not (getattr(case, "scaling", "") == "nvfp4" and getattr(case, "align", 0) and case.grads)
+    return (
+        plain(case)
+        and case.tokens + case.tail > 0
+        and not (getattr(case, "scaling", "") == "nvfp4" and getattr(case, "align", 0) and case.grads)
+    )
 
 
 SCALING = Law("scaling", _scaling, _linear)
 COTANGENT_SCALING = Law(
-    "cotangent_scaling", _cotangent_scaling, lambda case: plain(case) and bool(case.grads) and _doubles(case) and not _rounds_small_numbers(case)
+    "cotangent_scaling",
+    _cotangent_scaling,
+    lambda case: plain(case) and bool(case.grads) and _doubles(case) and not _rounds_small_numbers(case),
 )
 NEIGHBOUR_INDEPENDENCE = Law(
     "neighbour_independence",
     _neighbour_independence,
     lambda case: plain(case) and case.tokens > 1 and (_by_row(case) or case.function == "grouped_wgrad"),
 )
-ROW_INDEPENDENCE = replace(NEIGHBOUR_INDEPENDENCE, applies=lambda case: NEIGHBOUR_INDEPENDENCE.applies(case) and case.grads in ("", "x"))  # no weight's
+ROW_INDEPENDENCE = replace(
+    NEIGHBOUR_INDEPENDENCE, applies=lambda case: NEIGHBOUR_INDEPENDENCE.applies(case) and case.grads in ("", "x")
+)  # no weight's
 PADDING_INDEPENDENCE = Law("padding_independence", _padding_independence, _grouped)
 EXPERT_RELABELLING = Law("expert_relabelling", _expert_relabelling, lambda case: _grouped(case) and case.experts > 1)
-GROUP_SPLIT = Law("group_split", _group_split, lambda case: _grouped(case) and case.tokens > case.experts and _by_row(case))
-BUFFER_REUSE = replace(general.BUFFER_REUSE, applies=lambda case: general.BUFFER_REUSE.applies(case) and _turns_over(case))
-GRAPH_CAPTURE = replace(general.GRAPH_CAPTURE, applies=lambda case: general.GRAPH_CAPTURE.applies(case) and _turns_over(case))
+GROUP_SPLIT = Law(
+    "group_split", _group_split, lambda case: _grouped(case) and case.tokens > case.experts and _by_row(case)
+)
+BUFFER_REUSE = replace(
+    general.BUFFER_REUSE, applies=lambda case: general.BUFFER_REUSE.applies(case) and _turns_over(case)
+)
+GRAPH_CAPTURE = replace(
+    general.GRAPH_CAPTURE, applies=lambda case: general.GRAPH_CAPTURE.applies(case) and _turns_over(case)
+)

@@ -28,7 +28,9 @@ def _other_values(problem: Problem) -> Problem:
     if problem.producer is not None:  # the rows belong to a row map: they keep their places
         return problem.with_tensors({"rows": -problem.required["rows"]})
     other = {name: upside_down(x) for name, x in problem.tensors.items() if name not in ("chunk_sizes", "order")}
-    signed = {name: x for name, x in other.items() if x.is_floating_point() and x.element_size() > 1 and name != "probs"}
+    signed = {
+        name: x for name, x in other.items() if x.is_floating_point() and x.element_size() > 1 and name != "probs"
+    }
     return problem.with_tensors(other | {name: -x for name, x in signed.items()})
 
 
@@ -73,7 +75,9 @@ def _layout(case) -> str:
 
 def _static(case) -> bool:
     """Whether a static size is given, or none is needed, and only the forward is asked for."""
-    sized = case.function not in ("permute", "unpermute", "permute_and_quantize") or case.capacity or case.slack is not None
+    sized = (
+        case.function not in ("permute", "unpermute", "permute_and_quantize") or case.capacity or case.slack is not None
+    )
     return bool(_has_values(case) and sized and not case.grads and _layout(case) == "contiguous")
 
 

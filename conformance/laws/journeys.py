@@ -37,9 +37,10 @@ def outputs_of(function: str) -> tuple[str, ...]:
     """What a dispatch, or a combine with several outputs, returns."""
     if function.endswith("combine"):
         return ("tokens", "probs")
-    return {"deepep_dispatch": dispatch_deepep.DeepEPDispatch.outputs, "deepep_low_latency_dispatch": dispatch_slabs.OUTPUTS}.get(
-        function, dispatch_maps.OUTPUTS
-    )
+    return {
+        "deepep_dispatch": dispatch_deepep.DeepEPDispatch.outputs,
+        "deepep_low_latency_dispatch": dispatch_slabs.OUTPUTS,
+    }.get(function, dispatch_maps.OUTPUTS)
 
 
 def named(call: Problem, mark: str) -> dict[str, Any]:
@@ -50,11 +51,15 @@ def named(call: Problem, mark: str) -> dict[str, Any]:
 def send(implementation: Implementation, call: Problem, given: dict[str, Any], mark: str) -> dict[str, Any]:
     """Dispatch what stands in `given` under those names."""
     settings = {name: given[f"{name}{mark}"] for name in call.settings}
-    result = implementation.call(call.function, *(given[f"{name}{mark}"] for name in call.required), **settings, group=given["group"])
+    result = implementation.call(
+        call.function, *(given[f"{name}{mark}"] for name in call.required), **settings, group=given["group"]
+    )
     return named_outputs(result, outputs_of(call.function))
 
 
-def send_back(implementation: Implementation, function: str, rows: Tensor, made: dict[str, Any], given: dict[str, Any], mark: str) -> Tensor:
+def send_back(
+    implementation: Implementation, function: str, rows: Tensor, made: dict[str, Any], given: dict[str, Any], mark: str
+) -> Tensor:
     """Combine rows of that dispatch; a combine with weights is given ones."""
     name = function.replace("dispatch", "combine")
     if name == "deepep_low_latency_combine":
@@ -109,7 +114,9 @@ def _in_flight(trial: Trial) -> Finding | None:
         if mark != " again" and case.dtype in FLOATS:
             rows = [out.rows.flatten(0, -2) for out in every]
             kind, tree = tree_of(case, rows[0].dtype, trial.declared, _reduce(case, rows[0].dtype))
-            right["tokens back"] = sum_of_rows(case, rows, row_tokens_of([out.handle for out in every]), kind, tree)[rank]
+            right["tokens back"] = sum_of_rows(case, rows, row_tokens_of([out.handle for out in every]), kind, tree)[
+                rank
+            ]
         finding = trial.judged("in_flight", right, own)
         if finding:
             return finding
@@ -124,7 +131,11 @@ def _reduce(case: DispatchCase, dtype: torch.dtype) -> torch.dtype:
 def _rows_right(case: DispatchCase, out: Any) -> Expectation:
     if case.dispatcher == "deepep_low_latency":
         return dispatch_slabs.judged(out)["rows"]
-    said = dispatch_maps.specified(case, out) if case.dispatcher in MAPPED else out.handle.row_tokens[out.handle.rank] != NOWHERE
+    said = (
+        dispatch_maps.specified(case, out)
+        if case.dispatcher in MAPPED
+        else out.handle.row_tokens[out.handle.rank] != NOWHERE
+    )
     return dispatch_maps.free_behind("rows", out.rows, said)
 
 
@@ -148,11 +159,15 @@ def at_experts(case: DispatchCase, made: dict[str, Any], first: int) -> Tensor:
     device = rows.device
     if case.dispatcher == "deepep":
         local = made["indices"].long()
-        parts = [torch.where((local[:, k] >= 0)[:, None], _expert(rows, first + local[:, k]), 0.0) for k in range(case.topk)]
+        parts = [
+            torch.where((local[:, k] >= 0)[:, None], _expert(rows, first + local[:, k]), 0.0) for k in range(case.topk)
+        ]
         return torch.stack(parts).sum(0)
     if case.dispatcher == "deepep_low_latency":
         return _expert(rows, first + torch.arange(case.local_experts, device=device)[:, None].expand(rows.shape[:2]))
-    owner = torch.repeat_interleave(torch.arange(case.local_experts, device=device), made["tokens_per_expert"].to(device).long())
+    owner = torch.repeat_interleave(
+        torch.arange(case.local_experts, device=device), made["tokens_per_expert"].to(device).long()
+    )
     whole = torch.zeros(len(rows), dtype=torch.long, device=device)
     whole[: len(owner)] = first + owner[: len(rows)]
     return _expert(rows, whole)
@@ -162,8 +177,22 @@ def _dense(trial: Trial) -> Finding | None:
     """Dispatch, experts that are not linear, combine: by every dispatcher that is offered the very numbers that one process gets."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank = at.place.rank
-    plain = replace(trial.case, law="", grads="", unused="", layout="contiguous", layout_of="", probs="", align=0, slack=None, scales=0, biases=0)
-    own_case = replace(trial.case, law="", grads="", unused="", layout="contiguous", layout_of="", probs="", scales=0, biases=0)
+    plain = replace(
+        trial.case,
+        law="",
+        grads="",
+        unused="",
+        layout="contiguous",
+        layout_of="",
+        probs="",
+        align=0,
+        slack=None,
+        scales=0,
+        biases=0,
+    )
+    own_case = replace(
+        trial.case, law="", grads="", unused="", layout="contiguous", layout_of="", probs="", scales=0, biases=0
+    )
     for dispatcher in dict.fromkeys((trial.case.dispatcher, *(DISPATCHERS if trial.case.shards == 1 else ()))):
         own = dispatcher == trial.case.dispatcher
         case = own_case if own else replace(plain, function=f"{dispatcher}_dispatch")
@@ -175,12 +204,23 @@ def _dense(trial: Trial) -> Finding | None:
         if trial.extras["refusal"](asked) or not trial.extras["offers"](back.function):
             continue
 
-        def script(implementation: Implementation, given: dict[str, Any], case: DispatchCase = case, call: Problem = calls[rank]) -> dict[str, Any]:
+        def script(
+            implementation: Implementation,
+            given: dict[str, Any],
+            case: DispatchCase = case,
+            call: Problem = calls[rank],
+        ) -> dict[str, Any]:
             made = send(implementation, call, given, "")
-            return {"layer": send_back(implementation, call.function, at_experts(case, made, first_expert(case, rank)), made, given, "")}
+            return {
+                "layer": send_back(
+                    implementation, call.function, at_experts(case, made, first_expert(case, rank)), made, given, ""
+                )
+            }
 
         problem = replace(asked, script=script, first=asked.required, settings=asked.settings)
-        finding = trial.judged("dense", {"layer": Exact(_by_one_process(case, calls[rank]), "values")}, trial.run(problem))
+        finding = trial.judged(
+            "dense", {"layer": Exact(_by_one_process(case, calls[rank]), "values")}, trial.run(problem)
+        )
         if finding:
             return replace(finding, message=f"{dispatcher}: {finding.message}")
     return None

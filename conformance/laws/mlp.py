@@ -51,7 +51,9 @@ def _other_setting(trial: Trial, name: str, value: Any) -> dict[str, Any]:
 def _recompute(trial: Trial) -> Finding | None:
     """What is computed again in the backward, or no longer is: the same bits where runs repeat."""
     shared = trial.case.function == "shared_experts"
-    return trial.repeats("recompute", _other_setting(trial, "recompute", True if shared else ("moe_act", "moe")[trial.case.seed % 2]))
+    return trial.repeats(
+        "recompute", _other_setting(trial, "recompute", True if shared else ("moe_act", "moe")[trial.case.seed % 2])
+    )
 
 
 def _alignment(trial: Trial) -> Finding | None:
@@ -67,8 +69,14 @@ def _one_after_another(trial: Trial) -> Finding | None:
 def _token_reversal(trial: Trial) -> Finding | None:
     """Tokens in the opposite order: each has what it had."""
     problem = trial.problem
-    turned = replace(problem.with_tensors({"x": problem.required["x"].flip(0)}), cotangents={name: x.flip(0) for name, x in problem.cotangents.items()})
-    outputs = {name: x.flip(0) if name in ("out", "d_x") and isinstance(x, Tensor) else x for name, x in trial.run(turned).items()}
+    turned = replace(
+        problem.with_tensors({"x": problem.required["x"].flip(0)}),
+        cotangents={name: x.flip(0) for name, x in problem.cotangents.items()},
+    )
+    outputs = {
+        name: x.flip(0) if name in ("out", "d_x") and isinstance(x, Tensor) else x
+        for name, x in trial.run(turned).items()
+    }
     return trial.judged("token_reversal", trial.expected, outputs)
 
 
@@ -99,9 +107,13 @@ def _random(case: Any) -> bool:
     return recipe is not None and bool(recipe.stochastic_rounding) and bool(case.grads)
 
 
-ZERO_PROBS = Law("zero_probs", _zero_probs, lambda case: _weighted(case) and case.weights != "plain" and not case.scaling)  # a scale is for all rows
+ZERO_PROBS = Law(
+    "zero_probs", _zero_probs, lambda case: _weighted(case) and case.weights != "plain" and not case.scaling
+)  # a scale is for all rows
 SCALING = Law("scaling", _scaling, lambda case: _weighted(case) and not case.on_input and _doubles(case))
-COTANGENT_SCALING = Law("cotangent_scaling", _cotangent_scaling, lambda case: plain(case) and bool(case.grads) and _doubles(case))
+COTANGENT_SCALING = Law(
+    "cotangent_scaling", _cotangent_scaling, lambda case: plain(case) and bool(case.grads) and _doubles(case)
+)
 RECOMPUTE = Law("recompute", _recompute, lambda case: not case.golden and not case.illegal and bool(case.grads))
 ALIGNMENT = Law("alignment", _alignment, lambda case: plain(case) and _padded_by_nothing(case))
 GROUPED = Law("grouped", _one_after_another, plain)

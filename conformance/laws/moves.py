@@ -11,7 +11,9 @@ from conformance.judge import Finding
 from conformance.laws.base import Law, Trial, same, upside_down
 from moe_ref.permutation import PADDING, RowMap, permute
 
-Cells = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # (token, expert) in the second problem -> the same pair in the first
+Cells = Callable[
+    [Tensor, Tensor], tuple[Tensor, Tensor]
+]  # (token, expert) in the second problem -> the same pair in the first
 
 
 def _row_map(problem: Problem) -> RowMap:
@@ -46,7 +48,9 @@ def _plain_call(problem: Problem) -> Problem:
 def _token_permutation(trial: Trial) -> Finding | None:
     """Tokens in the opposite order: each expert's rows in the opposite order."""
     last = trial.case.tokens - 1
-    second = _plain_call(trial.problem.with_tensors({name: upside_down(x) for name, x in trial.problem.tensors.items()}))
+    second = _plain_call(
+        trial.problem.with_tensors({name: upside_down(x) for name, x in trial.problem.tensors.items()})
+    )
     return same("token_permutation", _relocated(trial, second, lambda t, e: (last - t, e)), trial.run(second))
 
 
@@ -61,7 +65,9 @@ def _expert_relabelling(trial: Trial) -> Finding | None:
 def _split(trial: Trial) -> Finding | None:
     """The first half of the tokens alone: the same rows without the others."""
     half = trial.case.tokens // 2
-    second = _plain_call(trial.problem.with_tensors({name: x[:half].clone() for name, x in trial.problem.tensors.items()}))
+    second = _plain_call(
+        trial.problem.with_tensors({name: x[:half].clone() for name, x in trial.problem.tensors.items()})
+    )
     return same("split", _relocated(trial, second, lambda t, e: (t, e)), trial.run(second))
 
 
@@ -91,7 +97,11 @@ def _neighbour_independence(trial: Trial) -> Finding | None:
 
 def _not_equal_rows(rows: Tensor, row: Tensor) -> Tensor:
     """True for the rows whose bytes are not those of `row`."""
-    return (rows.contiguous().view(torch.uint8) != row.contiguous().view(torch.uint8)).any(1) if rows.numel() else torch.zeros(len(rows), dtype=torch.bool)
+    return (
+        (rows.contiguous().view(torch.uint8) != row.contiguous().view(torch.uint8)).any(1)
+        if rows.numel()
+        else torch.zeros(len(rows), dtype=torch.bool)
+    )
 
 
 def _round_trip(trial: Trial) -> Finding | None:
@@ -100,7 +110,10 @@ def _round_trip(trial: Trial) -> Finding | None:
     back = {"rows": trial.first["rows"], "chunk_sizes": sizes[order], "order": order.argsort()}
     settings = {} if trial.first.get("probs") is None else {"probs": trial.first["probs"]}
     second = replace(_plain_call(trial.problem), required=back, settings=settings)
-    first: dict[str, Tensor | None] = {"rows": trial.problem.required["rows"], "probs": trial.problem.settings.get("probs")}
+    first: dict[str, Tensor | None] = {
+        "rows": trial.problem.required["rows"],
+        "probs": trial.problem.settings.get("probs"),
+    }
     return same("round_trip", first, trial.run(second))
 
 
@@ -113,14 +126,22 @@ def _idempotence(trial: Trial) -> Finding | None:
 
 def _column_relabelling(trial: Trial) -> Finding | None:
     """Experts in the opposite order: columns in the opposite order."""
-    second = _plain_call(trial.problem.with_tensors({"routing_map": upside_down(trial.problem.required["routing_map"], 1)}))
+    second = _plain_call(
+        trial.problem.with_tensors({"routing_map": upside_down(trial.problem.required["routing_map"], 1)})
+    )
     return same("column_relabelling", {"routing_map": upside_down(trial.first["routing_map"], 1)}, trial.run(second))
 
 
 def _row_reversal(trial: Trial) -> Finding | None:
     """Tokens in the opposite order: rows in the opposite order."""
-    second = _plain_call(trial.problem.with_tensors({name: upside_down(x) for name, x in trial.problem.tensors.items()}))
-    first = {name: upside_down(x) for name, x in trial.first.items() if isinstance(x, Tensor) and x.dim() == 2 and not name.startswith("d_")}
+    second = _plain_call(
+        trial.problem.with_tensors({name: upside_down(x) for name, x in trial.problem.tensors.items()})
+    )
+    first = {
+        name: upside_down(x)
+        for name, x in trial.first.items()
+        if isinstance(x, Tensor) and x.dim() == 2 and not name.startswith("d_")
+    }
     return same("row_reversal", first, trial.run(second))
 
 
@@ -138,10 +159,18 @@ def _dropless(case) -> bool:
 
 
 TOKEN_PERMUTATION = Law("token_permutation", _token_permutation, _dropless)
-EXPERT_RELABELLING = Law("expert_relabelling", _expert_relabelling, lambda case: _moves_only(case) and (case.slack is None or case.slack >= 0))
+EXPERT_RELABELLING = Law(
+    "expert_relabelling",
+    _expert_relabelling,
+    lambda case: _moves_only(case) and (case.slack is None or case.slack >= 0),
+)
 SPLIT = Law("split", _split, lambda case: _dropless(case) and case.tokens > 1)
-PADDING_INDEPENDENCE = Law("padding_independence", _padding_independence, lambda case: _dropless(case) and case.align > 1)
-NEIGHBOUR_INDEPENDENCE = Law("neighbour_independence", _neighbour_independence, lambda case: _moves_only(case) and _rows(case) > 0)
+PADDING_INDEPENDENCE = Law(
+    "padding_independence", _padding_independence, lambda case: _dropless(case) and case.align > 1
+)
+NEIGHBOUR_INDEPENDENCE = Law(
+    "neighbour_independence", _neighbour_independence, lambda case: _moves_only(case) and _rows(case) > 0
+)
 ROUND_TRIP = Law("round_trip", _round_trip, _moves_only)
 IDEMPOTENCE = Law("idempotence", _idempotence, _moves_only)
 COLUMN_RELABELLING = Law("column_relabelling", _column_relabelling, _moves_only)

@@ -42,7 +42,9 @@ def _same_rows(law: str, trial: Trial, second: Problem, expert: Callable[[Tensor
     before, after = _rows_in(_row_map(second), _row_map(trial.problem), expert)
     names = [f"{name}{suffix}" for name in ("codes", "values") for suffix, _ in directions(trial.problem.settings)]
     outputs = trial.run(second)
-    return same(law, {name: trial.first[name][before] for name in names}, {name: outputs[name][after] for name in names})
+    return same(
+        law, {name: trial.first[name][before] for name in names}, {name: outputs[name][after] for name in names}
+    )
 
 
 def _without_gradients(problem: Problem) -> Problem:
@@ -54,7 +56,9 @@ def _expert_relabelling(trial: Trial) -> Finding | None:
     last = trial.case.experts - 1
     flipped = {name: upside_down(x, 1) for name, x in trial.problem.tensors.items() if name in BY_EXPERT}
     flipped |= {name: upside_down(x) for name, x in trial.problem.tensors.items() if name in STATES}
-    return _same_rows("expert_relabelling", trial, _without_gradients(trial.problem.with_tensors(flipped)), lambda e: last - e)
+    return _same_rows(
+        "expert_relabelling", trial, _without_gradients(trial.problem.with_tensors(flipped)), lambda e: last - e
+    )
 
 
 def _padding_independence(trial: Trial) -> Finding | None:
@@ -71,15 +75,27 @@ def _two_steps(trial: Trial) -> Finding | None:
         if not (implementation.offers("permute") and implementation.offers("quantize")):
             return {}
         settings = {name: given[name] for name in KEYWORDS if name in given}
-        sizes, how = ({name: x for name, x in settings.items() if name in names} for names in (KEYWORDS[:4], KEYWORDS[4:]))
+        sizes, how = (
+            {name: x for name, x in settings.items() if name in names} for names in (KEYWORDS[:4], KEYWORDS[4:])
+        )
         if "state" in given:
             how["state"] = QuantizerState(given["amax_history"], given["scale"])
         permuted = named_outputs(implementation.call("permute", given["tokens"], given["routing_map"], **sizes), STEPS)
-        made = implementation.call("quantize", permuted["rows"], given["recipe"], splits=permuted["tokens_per_expert"], **how)
+        made = implementation.call(
+            "quantize", permuted["rows"], given["recipe"], splits=permuted["tokens_per_expert"], **how
+        )
         return read_back(implementation, how, permuted | named_outputs(made, ("quantized", "state")))
 
     outputs = trial.run(replace(_without_gradients(trial.problem), script=script))
-    return same("two_steps", {name: x for name, x in trial.first.items() if isinstance(x, Tensor) and name in trial.expected and name in outputs}, outputs)
+    return same(
+        "two_steps",
+        {
+            name: x
+            for name, x in trial.first.items()
+            if isinstance(x, Tensor) and name in trial.expected and name in outputs
+        },
+        outputs,
+    )
 
 
 def _dropless(case: Any) -> bool:
@@ -92,8 +108,14 @@ def _turns_over(case: Any) -> bool:
     return bool(case.scaling != "delayed")
 
 
-EXPERT_RELABELLING = Law("expert_relabelling", _expert_relabelling, lambda case: plain(case) and (case.slack is None or case.slack >= 0))
+EXPERT_RELABELLING = Law(
+    "expert_relabelling", _expert_relabelling, lambda case: plain(case) and (case.slack is None or case.slack >= 0)
+)
 PADDING_INDEPENDENCE = Law("padding_independence", _padding_independence, _dropless)
 TWO_STEPS = Law("two_steps", _two_steps, plain)
-BUFFER_REUSE = replace(general.BUFFER_REUSE, applies=lambda case: general.BUFFER_REUSE.applies(case) and _turns_over(case))
-GRAPH_CAPTURE = replace(general.GRAPH_CAPTURE, applies=lambda case: general.GRAPH_CAPTURE.applies(case) and _turns_over(case))
+BUFFER_REUSE = replace(
+    general.BUFFER_REUSE, applies=lambda case: general.BUFFER_REUSE.applies(case) and _turns_over(case)
+)
+GRAPH_CAPTURE = replace(
+    general.GRAPH_CAPTURE, applies=lambda case: general.GRAPH_CAPTURE.applies(case) and _turns_over(case)
+)

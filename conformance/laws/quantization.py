@@ -44,7 +44,11 @@ def _forms(trial: Trial) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     steps = trial.case.steps.split("+")
     script_of(steps, seen.__setitem__)(Implementation(moe_ref), trial.problem.required | trial.problem.settings)
-    return {f"{prefix}{{}}{suffix}": q.form(turn) for prefix, q in seen.items() for suffix, turn in directions(trial.problem.settings)}
+    return {
+        f"{prefix}{{}}{suffix}": q.form(turn)
+        for prefix, q in seen.items()
+        for suffix, turn in directions(trial.problem.settings)
+    }
 
 
 def _outputs(trial: Trial, what: tuple[str, ...]) -> list[str]:
@@ -78,7 +82,9 @@ def _groups_alone(trial: Trial) -> Finding | None:
     start = int(splits[:e].sum())
     rows = torch.arange(start, start + int(splits[e]))
     alone = _with_rows(trial.problem, rows, splits[e : e + 1])
-    state = {name: trial.first[name][e : e + 1] for name in ("state.scale", "state.amax_history") if name in trial.first}
+    state = {
+        name: trial.first[name][e : e + 1] for name in ("state.scale", "state.amax_history") if name in trial.first
+    }
     if "reduced_amax" in alone.required:
         alone = alone.with_tensors({"reduced_amax": alone.required["reduced_amax"][e : e + 1]})
     kept: Outputs = {}
@@ -99,7 +105,11 @@ def _zero_rows(trial: Trial) -> Finding | None:
     rows = torch.tensor([row for segment in segments for row in segment])
     outputs = trial.run(_with_rows(trial.problem, rows, None if splits is None else splits + unit))
     names, real = _outputs(trial, ("codes", "values")), int(sum(sizes))
-    return same("zero_rows", {name: trial.first[name][:real] for name in names}, {name: outputs[name][rows >= 0] for name in names})
+    return same(
+        "zero_rows",
+        {name: trial.first[name][:real] for name in names},
+        {name: outputs[name][rows >= 0] for name in names},
+    )
 
 
 def _padding_independence(trial: Trial) -> Finding | None:
@@ -123,12 +133,18 @@ def _row_independence(trial: Trial) -> Finding | None:
     second = trial.run(replace(trial.problem.with_tensors({"x": x}), wanted=(), cotangents={}, layouts={}))
     real = trial.case.tokens * unit_of(trial.case)
     others = torch.arange(real) != middle
-    return same("row_independence", {n: trial.first[n][:real][others] for n in READ}, {n: second[n][:real][others] for n in READ})
+    return same(
+        "row_independence",
+        {n: trial.first[n][:real][others] for n in READ},
+        {n: second[n][:real][others] for n in READ},
+    )
 
 
 def _idempotence(trial: Trial) -> Finding | None:
     """What was quantised loses nothing the second time."""
-    again = trial.run(replace(trial.problem.with_tensors({"x": trial.first["values"]}), wanted=(), cotangents={}, layouts={}))
+    again = trial.run(
+        replace(trial.problem.with_tensors({"x": trial.first["values"]}), wanted=(), cotangents={}, layouts={})
+    )
     return same("idempotence", {"values": trial.first["values"]}, {"values": again["values"]})
 
 
@@ -144,7 +160,13 @@ def _exact_again(case: Any) -> bool:
     """Whether scales are powers of two, and values of the dtype hold what codes and scales stand for."""
     recipe = recipe_of(case)
     by_two = case.scaling == "mxfp8" or bool(recipe.power_of_two_scales)
-    return by_two and not recipe.amax_epsilon and case.direction == "rowwise" and case.dtype != "float16" and case.values in ORDINARY
+    return (
+        by_two
+        and not recipe.amax_epsilon
+        and case.direction == "rowwise"
+        and case.dtype != "float16"
+        and case.values in ORDINARY
+    )
 
 
 def _doubles(case: Any) -> bool:
@@ -165,7 +187,15 @@ SCALING = Law("scaling", _scaling, lambda case: _doubles(case) and _has_rows(cas
 GROUPS_ALONE = Law("groups_alone", _groups_alone, lambda case: plain(case) and case.experts > 0)
 ZERO_ROWS = Law("zero_rows", _zero_rows, lambda case: plain(case) and _has_rows(case))
 PADDING_INDEPENDENCE = Law("padding_independence", _padding_independence, lambda case: plain(case) and case.experts > 0)
-ROW_INDEPENDENCE = Law("row_independence", _row_independence, lambda case: plain(case) and _by_rows(case) and case.tokens > 1 and case.hidden > 0)
+ROW_INDEPENDENCE = Law(
+    "row_independence",
+    _row_independence,
+    lambda case: plain(case) and _by_rows(case) and case.tokens > 1 and case.hidden > 0,
+)
 IDEMPOTENCE = Law("idempotence", _idempotence, lambda case: plain(case) and _exact_again(case) and _has_rows(case))
-BUFFER_REUSE = replace(general.BUFFER_REUSE, applies=lambda case: general.BUFFER_REUSE.applies(case) and _turns_over(case))
-GRAPH_CAPTURE = replace(general.GRAPH_CAPTURE, applies=lambda case: general.GRAPH_CAPTURE.applies(case) and _turns_over(case))
+BUFFER_REUSE = replace(
+    general.BUFFER_REUSE, applies=lambda case: general.BUFFER_REUSE.applies(case) and _turns_over(case)
+)
+GRAPH_CAPTURE = replace(
+    general.GRAPH_CAPTURE, applies=lambda case: general.GRAPH_CAPTURE.applies(case) and _turns_over(case)
+)

@@ -24,7 +24,11 @@ def _changed(trial: Trial, **tensors: Any) -> Problem:
 
 def _compared(trial: Trial, law: str, kept: Outputs, second: Outputs, problem: Problem) -> Finding | None:
     """Bit by bit where runs repeat, else by what is right of the second call."""
-    return same(law, kept, second) if trial.declared.get("deterministic") else trial.judged(law, trial.reference(problem), second)
+    return (
+        same(law, kept, second)
+        if trial.declared.get("deterministic")
+        else trial.judged(law, trial.reference(problem), second)
+    )
 
 
 def _neighbour_groups(trial: Trial) -> Finding | None:
@@ -61,7 +65,11 @@ def _padding_values(trial: Trial) -> Finding | None:
     for x in others.values():
         x[real:] = torch.where(x[real:].isnan(), 3.0, torch.nan)
     problem = _changed(trial, **others)
-    kept = {name: trial.first[name] for name in trial.expected if not name.startswith("d_") or trial.case.function in BACKWARD}
+    kept = {
+        name: trial.first[name]
+        for name in trial.expected
+        if not name.startswith("d_") or trial.case.function in BACKWARD
+    }
     return _compared(trial, "padding_values", kept, trial.run(problem), problem)
 
 
@@ -80,7 +88,14 @@ def _doubled_probs(trial: Trial) -> Finding | None:
 
 def _doubles(case: Any) -> bool:
     fixed = case.scaling == "delayed" or bool(recipe_of(case).amax_epsilon) or is_random(case)
-    return plain(case) and bool(case.probs) and not fixed and case.values == "dyadic" and case.dtype != "float16" and case.tokens * case.width > 0
+    return (
+        plain(case)
+        and bool(case.probs)
+        and not fixed
+        and case.values == "dyadic"
+        and case.dtype != "float16"
+        and case.tokens * case.width > 0
+    )
 
 
 def _turns_over(case: Any) -> bool:
@@ -88,8 +103,14 @@ def _turns_over(case: Any) -> bool:
     return not is_random(case) and case.scaling != "delayed"
 
 
-NEIGHBOUR_GROUPS = Law("neighbour_groups", _neighbour_groups, lambda case: plain(case) and case.experts > 1 and case.tokens > 0)
+NEIGHBOUR_GROUPS = Law(
+    "neighbour_groups", _neighbour_groups, lambda case: plain(case) and case.experts > 1 and case.tokens > 0
+)
 PADDING_VALUES = Law("padding_values", _padding_values, lambda case: plain(case) and case.tail > 0)
 DOUBLED_PROBS = Law("doubled_probs", _doubled_probs, _doubles)
-BUFFER_REUSE = replace(general.BUFFER_REUSE, applies=lambda case: general.BUFFER_REUSE.applies(case) and _turns_over(case))
-GRAPH_CAPTURE = replace(general.GRAPH_CAPTURE, applies=lambda case: general.GRAPH_CAPTURE.applies(case) and _turns_over(case))
+BUFFER_REUSE = replace(
+    general.BUFFER_REUSE, applies=lambda case: general.BUFFER_REUSE.applies(case) and _turns_over(case)
+)
+GRAPH_CAPTURE = replace(
+    general.GRAPH_CAPTURE, applies=lambda case: general.GRAPH_CAPTURE.applies(case) and _turns_over(case)
+)

@@ -39,7 +39,9 @@ def _one_process(trial: Trial) -> Finding | None:
             all_of, off_whole = all_of[rows], off_whole[rows]
         found.append(judge(name, Bounded(all_of, off + off_whole, torch.float64, torch.float64), part))
     wrong = next(filter(None, found), None)
-    return wrong and Finding(wrong.output, "one_process", f"{wrong.message} (of one process with the tokens of all ranks)", wrong.index)
+    return wrong and Finding(
+        wrong.output, "one_process", f"{wrong.message} (of one process with the tokens of all ranks)", wrong.index
+    )
 
 
 def _bound(right: Expectation) -> Tensor:

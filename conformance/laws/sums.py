@@ -27,7 +27,9 @@ def _scaling(trial: Trial) -> Finding | None:
     twice = replace(trial.problem.with_tensors({into: x * 2}), wanted=(), cotangents={})
     outputs = trial.run(twice)
     if not isinstance(trial.expected[out], Exact) and not trial.declared.get("deterministic"):
-        return trial.judged("scaling", {out: trial.reference(twice)[out]}, outputs)  # the order of a sum may change from run to run
+        return trial.judged(
+            "scaling", {out: trial.reference(twice)[out]}, outputs
+        )  # the order of a sum may change from run to run
     return same("scaling", {out: trial.first[out] * 2}, {out: outputs.get(out)})
 
 
@@ -60,7 +62,9 @@ def _garbage_independence(trial: Trial) -> Finding | None:
 
 def _exact_fp32(case) -> bool:
     plain = not case.golden and not case.illegal and case.values == "dyadic" and case.layout != "expanded"
-    exact_products = case.function != "unpermute" or not case.probs or case.experts <= 4  # 12 + 10 bits, and 2 for their sum
+    exact_products = (
+        case.function != "unpermute" or not case.probs or case.experts <= 4
+    )  # 12 + 10 bits, and 2 for their sum
     return plain and exact_products and case.dtype == "float32" and case.probs in ("", "float32")
 
 
@@ -70,5 +74,11 @@ def _doubles(case) -> bool:
 
 
 SCALING = Law("scaling", _scaling, _doubles)
-ADJOINTNESS = Law("adjointness", _adjointness, lambda case: _exact_fp32(case) and LINEAR[case.function][0] in case.grads.split("+") and not case.unused)
-GARBAGE_INDEPENDENCE = Law("garbage_independence", _garbage_independence, lambda case: not case.golden and not case.illegal)
+ADJOINTNESS = Law(
+    "adjointness",
+    _adjointness,
+    lambda case: _exact_fp32(case) and LINEAR[case.function][0] in case.grads.split("+") and not case.unused,
+)
+GARBAGE_INDEPENDENCE = Law(
+    "garbage_independence", _garbage_independence, lambda case: not case.golden and not case.illegal
+)

@@ -62,7 +62,9 @@ def _played(trial: Trial, runs: dict[str, Run]) -> dict[str, Any] | None:
     return trial.run(Problem(function, inputs, group, script=script, first=every[rank].required | every[rank].settings))
 
 
-def _copies(law: str, trial: Trial, run: Run, outputs: dict[str, Any], mark: str) -> tuple[dict[str, Tensor], Finding | None]:
+def _copies(
+    law: str, trial: Trial, run: Run, outputs: dict[str, Any], mark: str
+) -> tuple[dict[str, Tensor], Finding | None]:
     """The copies that this rank's experts were sent, by expert and token, with what came along; or what makes them illegible.
 
     DeepEP's rows count once for each slot that names an expert here; of a slab, whose rows are in any order, the tokens say which is which.
@@ -71,7 +73,9 @@ def _copies(law: str, trial: Trial, run: Run, outputs: dict[str, Any], mark: str
     rank, case = at.place.rank, run.case
     out = together(run.calls)[rank]
     made = {name.removesuffix(mark): x for name, x in outputs.items() if name.endswith(mark)}
-    legible = {name: x for name in ("rows", "probs", "scales", "indices") if isinstance(x := getattr(out, name, None), Tensor)}
+    legible = {
+        name: x for name in ("rows", "probs", "scales", "indices") if isinstance(x := getattr(out, name, None), Tensor)
+    }
     right = {name: free_behind(name, x, torch.zeros(len(x), dtype=torch.bool)) for name, x in legible.items()}
     if case.dispatcher == "deepep_low_latency":
         right |= {name: judged(out)[name] for name in ("layout_range", "source_tokens")}
@@ -119,10 +123,17 @@ def _concatenation(trial: Trial) -> Finding | None:
     case = _plain(trial.case)
     calls, numbers = dispatches_of(case), torch.arange(case.tokens).split(list(case.counts))
     cuts = [(case.seed + rank) % (count + 1) for rank, count in enumerate(case.counts)]
-    ranges = {" whole": [slice(None) for _ in cuts], " first": [slice(cut) for cut in cuts], " rest": [slice(cut, None) for cut in cuts]}
+    ranges = {
+        " whole": [slice(None) for _ in cuts],
+        " first": [slice(cut) for cut in cuts],
+        " rest": [slice(cut, None) for cut in cuts],
+    }
     runs = {}
     for mark, own in ranges.items():
-        part = [call.with_tensors({name: x[kept] for name, x in call.tensors.items()}) for call, kept in zip(calls, own, strict=True)]
+        part = [
+            call.with_tensors({name: x[kept] for name, x in call.tensors.items()})
+            for call, kept in zip(calls, own, strict=True)
+        ]
         runs[mark] = Run(case, part, torch.cat([number[kept] for number, kept in zip(numbers, own, strict=True)]))
     outputs = _played(trial, runs)
     if outputs is None:
@@ -175,7 +186,9 @@ def _on_one_rank(case: DispatchCase, host: int) -> tuple[DispatchCase, list[Prob
     slots_GK = torch.from_numpy(slots_of(case)) if case.dispatcher in MAPPED else torch.cat(indices_of(case)).long()
     one = replace(case, counts=counts, local_experts=case.experts)
     before = first_expert(one, host)
-    one = replace(one, slots=tuple(torch.where(slots_GK < 0, NOWHERE, slots_GK + before).flatten().tolist()), spread="uniform")
+    one = replace(
+        one, slots=tuple(torch.where(slots_GK < 0, NOWHERE, slots_GK + before).flatten().tolist()), spread="uniform"
+    )
     alone = dispatches_of(one)
     if case.probs and case.dispatcher in MAPPED:  # [T,E] is as wide as there are experts
         probs = torch.cat([call.settings["probs"] for call in dispatches_of(case)])
@@ -208,11 +221,17 @@ def _fused(trial: Trial) -> Finding | None:
         own = _local(send(implementation, slots[rank], given, " sent"), trial.case.local_experts) if sends else given
         settings = sizes | ({"probs": own["probs"]} if probs else {})
         arguments = (own["tokens"], own["routing_map"])
-        result = implementation.call("permute", *arguments, **settings) if permutes else moe_ref.permute(*arguments, **settings)
+        result = (
+            implementation.call("permute", *arguments, **settings)
+            if permutes
+            else moe_ref.permute(*arguments, **settings)
+        )
         return named_outputs(result, Permuted._fields)
 
     inputs = named(slots[rank], " sent") if sends else arrived
-    steps = trial.run(Problem(calls[rank].function, inputs, group, script=script, first=calls[rank].required | calls[rank].settings))
+    steps = trial.run(
+        Problem(calls[rank].function, inputs, group, script=script, first=calls[rank].required | calls[rank].settings)
+    )
     rows = int(trial.first["tokens_per_expert"].sum())
     return same("fused", _told(steps, rows), _told(trial.first, rows))
 
@@ -221,7 +240,10 @@ def _told(outputs: dict[str, Any], rows: int) -> dict[str, Tensor]:
     """What is specified of a result: as many rows as the segments have, and what the flags say."""
     told = {name: x[:rows] for name in ("rows", "probs") if isinstance(x := outputs.get(name), Tensor)}
     overflow = outputs.get("overflow")
-    return told | {"tokens_per_expert": outputs["tokens_per_expert"].long(), "overflow": torch.tensor(overflow is not None and bool(overflow))}
+    return told | {
+        "tokens_per_expert": outputs["tokens_per_expert"].long(),
+        "overflow": torch.tensor(overflow is not None and bool(overflow)),
+    }
 
 
 def _arrived(case: DispatchCase, calls: list[Problem], rank: int) -> dict[str, Tensor]:
@@ -254,7 +276,9 @@ def _local(made: dict[str, Any], local_experts: int) -> dict[str, Tensor]:
     """What has arrived in slots, as maps of this rank's experts."""
     indices = made["indices"].long()
     column = torch.where(indices < 0, local_experts, indices)
-    routing_map = torch.zeros((len(column), local_experts + 1), dtype=torch.bool, device=column.device).scatter_(1, column, True)
+    routing_map = torch.zeros((len(column), local_experts + 1), dtype=torch.bool, device=column.device).scatter_(
+        1, column, True
+    )
     out = {"tokens": made["rows"], "routing_map": routing_map[:, :-1]}
     if made["probs"] is None:
         return out

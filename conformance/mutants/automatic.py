@@ -55,7 +55,11 @@ def source_mutants(implementation: str) -> list[SourceMutant]:
     top, named = _locate(implementation)
     files = sorted(file for file in named.rglob("*.py") if file.name not in SAME_RESULTS) if named.is_dir() else [named]
     folder = named if named.is_dir() else named.parent
-    return [mutant for file in files for mutant in _mutants_of(file, file.relative_to(top.parent).as_posix(), file.relative_to(folder).as_posix())]
+    return [
+        mutant
+        for file in files
+        for mutant in _mutants_of(file, file.relative_to(top.parent).as_posix(), file.relative_to(folder).as_posix())
+    ]
 
 
 def home(implementation: str) -> Path:
@@ -65,7 +69,11 @@ def home(implementation: str) -> Path:
 
 def enclosing_function(mutant: SourceMutant) -> str:
     """The name of the innermost function that the change is in."""
-    spans = [(node.lineno, node.end_lineno or node.lineno, node.name) for node in ast.walk(ast.parse(mutant.source)) if isinstance(node, ast.FunctionDef)]
+    spans = [
+        (node.lineno, node.end_lineno or node.lineno, node.name)
+        for node in ast.walk(ast.parse(mutant.source))
+        if isinstance(node, ast.FunctionDef)
+    ]
     return max((span for span in spans if span[0] <= mutant.line <= span[1]), default=(0, 0, ""))[2]
 
 
@@ -82,7 +90,9 @@ def write_copy(mutant: SourceMutant, implementation: str, folder: Path) -> None:
     if (folder / top.name).exists():
         raise FileExistsError(folder / top.name)
     if top.is_dir():
-        shutil.copytree(top, folder / top.name, ignore=shutil.ignore_patterns("__pycache__"), copy_function=_copy_or_link)
+        shutil.copytree(
+            top, folder / top.name, ignore=shutil.ignore_patterns("__pycache__"), copy_function=_copy_or_link
+        )
     (folder / mutant.file).write_text(mutant.source, encoding="utf-8")
 
 
@@ -149,6 +159,11 @@ def _thinned(edits: list[Edit]) -> list[Edit]:
             edit = min(here, key=lambda edit: (edit.operator in COMMON, used[edit.operator], edit))
             used[edit.operator] += 1
             chosen.append(edit)
-            here = [other for other in here if other != edit and not (other.operator in COMMON and (other.operator == edit.operator or len(chosen) > 1))]
+            here = [
+                other
+                for other in here
+                if other != edit
+                and not (other.operator in COMMON and (other.operator == edit.operator or len(chosen) > 1))
+            ]
         kept += chosen
     return sorted(kept)

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 import libcst as cst
 
 PLAIN_FUNCTIONS = re.compile(r"declares|supports|_*(check|require|validate)\w*")
-PLAIN_CALLS = re.compile(r"_*(check|require|validate)\w*|isinstance|(debug|static|device)_\w+|print|assume|multiple_of|max_contiguous")
-PLAIN_NAMES = re.compile(r"(?i)block_\w+|num_(warps|stages|ctas)|sem|cache_modifier|eviction_policy|device|strict|non_blocking|bitcast")
+PLAIN_CALLS = re.compile(
+    r"_*(check|require|validate)\w*|isinstance|(debug|static|device)_\w+|print|assume|multiple_of|max_contiguous"
+)
+PLAIN_NAMES = re.compile(
+    r"(?i)block_\w+|num_(warps|stages|ctas)|sem|cache_modifier|eviction_policy|device|strict|non_blocking|bitcast"
+)
 PLAIN_NODES = (cst.Annotation, cst.Raise, cst.Assert, cst.Import, cst.ImportFrom, cst.BaseString)
 
 Parents = Mapping[cst.CSTNode, cst.CSTNode]
@@ -29,7 +33,9 @@ class Function:
     parents: Parents
 
 
-def changes(node: cst.CSTNode, parents: Parents, function: Function | None = None) -> Iterator[tuple[str, cst.CSTNode, str]]:
+def changes(
+    node: cst.CSTNode, parents: Parents, function: Function | None = None
+) -> Iterator[tuple[str, cst.CSTNode, str]]:
     """Every operator's changes in the bodies of functions: its name, the node, and the code in its place."""
     if isinstance(node, cst.FunctionDef):
         if not PLAIN_FUNCTIONS.fullmatch(node.name.value):
@@ -45,10 +51,18 @@ def changes(node: cst.CSTNode, parents: Parents, function: Function | None = Non
 
 def _function(node: cst.FunctionDef, parents: Parents) -> Function:
     kernel = any("jit" in _code(decorator.decorator) for decorator in node.decorators)
-    annotated = [(p.name.value, _code(p.annotation.annotation)) for p in (*node.params.params, *node.params.kwonly_params) if p.annotation]
+    annotated = [
+        (p.name.value, _code(p.annotation.annotation))
+        for p in (*node.params.params, *node.params.kwonly_params)
+        if p.annotation
+    ]
     constants = frozenset(name for name, annotation in annotated if annotation.endswith("constexpr"))
     dtypes = "|".join(["tl.float32", "tl.float64", *constants])
-    sums = re.findall(rf"^\s*(\w+) = tl\.(?:zeros|full)\(.*\b(?:{dtypes})\)", _code(node.body), re.MULTILINE) if kernel else []
+    sums = (
+        re.findall(rf"^\s*(\w+) = tl\.(?:zeros|full)\(.*\b(?:{dtypes})\)", _code(node.body), re.MULTILINE)
+        if kernel
+        else []
+    )
     return Function(kernel, constants, frozenset(sums), parents)
 
 
@@ -57,7 +71,9 @@ def _plain(node: cst.CSTNode) -> bool:
     match node:
         case cst.Call():
             return bool(PLAIN_CALLS.fullmatch(_callee(node)))
-        case cst.Arg(keyword=cst.Name(value=name)) | cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]):
+        case (
+            cst.Arg(keyword=cst.Name(value=name)) | cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))])
+        ):
             return bool(PLAIN_NAMES.fullmatch(name))
         case cst.If(body=cst.IndentedBlock(body=[cst.SimpleStatementLine(body=[cst.Raise()])]), orelse=None):
             return True
@@ -70,7 +86,10 @@ def _code(node: cst.CSTNode) -> str:
 
 def _term(node: cst.BaseExpression) -> str:
     """Code that may stand beside any operator."""
-    loose = isinstance(node, cst.BinaryOperation | cst.BooleanOperation | cst.UnaryOperation | cst.Comparison | cst.IfExp) and not node.lpar
+    loose = (
+        isinstance(node, cst.BinaryOperation | cst.BooleanOperation | cst.UnaryOperation | cst.Comparison | cst.IfExp)
+        and not node.lpar
+    )
     return f"({_code(node)})" if loose else _code(node)
 
 
@@ -81,7 +100,13 @@ def _bare(node: cst.BaseExpression, **parts: object) -> str:
 
 def _callee(call: cst.Call) -> str:
     """The last name of what is called."""
-    return call.func.attr.value if isinstance(call.func, cst.Attribute) else call.func.value if isinstance(call.func, cst.Name) else ""
+    return (
+        call.func.attr.value
+        if isinstance(call.func, cst.Attribute)
+        else call.func.value
+        if isinstance(call.func, cst.Name)
+        else ""
+    )
 
 
 def _renamed(call: cst.Call, names: Mapping[str, str]) -> str:
@@ -95,14 +120,22 @@ OTHER_NUMBER = {"0": "1", "1": "0", "-1": "-2"}
 OTHER_FILL = {"0": "1", "0.0": "1.0", "-1": "0"}
 OTHER_FUNCTION = {"minimum": "maximum", "maximum": "minimum", "min": "max", "max": "min"}
 UNWRITTEN = {"zeros": "empty", "zeros_like": "empty_like", "new_zeros": "new_empty"}
-LOWER_DTYPE = {"tl.float32": "tl.float16", "tl.float64": "tl.float32", "torch.float32": "torch.bfloat16", "torch.float64": "torch.float32"}
+LOWER_DTYPE = {
+    "tl.float32": "tl.float16",
+    "tl.float64": "tl.float32",
+    "torch.float32": "torch.bfloat16",
+    "torch.float64": "torch.float32",
+}
 ROUNDED = ".to(tl.float32).to(tl.bfloat16)"  # by way of float32: there is no direct one from float64, and no arithmetic on bfloat16 in the interpreter
 
 
 def comparison(node: cst.CSTNode, function: Function) -> Changes:
     """One element too many or too few: a boundary that belongs to the other side."""
     if isinstance(node, cst.Comparison):
-        parts = [_code(node.left), *(_code(part) for target in node.comparisons for part in (target.operator, target.comparator))]
+        parts = [
+            _code(node.left),
+            *(_code(part) for target in node.comparisons for part in (target.operator, target.comparator)),
+        ]
         for i, part in enumerate(parts):
             token = part.strip()
             if i % 2 and token in OTHER_BOUND:
@@ -125,14 +158,20 @@ def off_by_one(node: cst.CSTNode, function: Function) -> Changes:
             yield fill, OTHER_NUMBER[_code(fill)]
         case cst.Subscript(value=value) if not _code(value).endswith(".shape"):
             for element in node.slice:
-                bounds = [part for part in (getattr(element.slice, name, None) for name in ("value", "lower", "upper")) if part]
+                bounds = [
+                    part
+                    for part in (getattr(element.slice, name, None) for name in ("value", "lower", "upper"))
+                    if part
+                ]
                 yield from ((bound, OTHER_NUMBER[_code(bound)]) for bound in bounds if _code(bound) in OTHER_NUMBER)
 
 
 def dropped_mask(node: cst.CSTNode, function: Function) -> Changes:
     """Padding, dropped rows or a neighbour's memory read or written, because a mask lacks a condition or is left out."""
     match node:
-        case cst.BinaryOperation(operator=cst.BitAnd() | cst.BitOr(), left=left, right=right) if not isinstance(right, cst.Integer):
+        case cst.BinaryOperation(operator=cst.BitAnd() | cst.BitOr(), left=left, right=right) if not isinstance(
+            right, cst.Integer
+        ):
             yield from ((node, _code(side)) for side in (left, right))
         case cst.Call(args=args) if function.kernel and re.fullmatch(r"load|store|atomic_\w+", _callee(node)):
             masks = [arg.value for arg in args if arg.keyword and arg.keyword.value == "mask"]
@@ -144,9 +183,13 @@ def dropped_mask(node: cst.CSTNode, function: Function) -> Changes:
 def dropped_cast(node: cst.CSTNode, function: Function) -> Changes:
     """row × stride in 32 bits, which overflows beyond 2³¹ elements."""
     match node:
-        case cst.Call(func=cst.Attribute(value=value), args=[cst.Arg(value=dtype)]) if _callee(node) == "to" and _code(dtype) in ("tl.int64", "torch.int64"):
+        case cst.Call(func=cst.Attribute(value=value), args=[cst.Arg(value=dtype)]) if _callee(node) == "to" and _code(
+            dtype
+        ) in ("tl.int64", "torch.int64"):
             yield node, _term(value)
-        case cst.Call(args=[cst.Arg(value=value), cst.Arg(value=dtype)]) if _callee(node) == "cast" and _code(dtype) == "tl.int64":
+        case cst.Call(args=[cst.Arg(value=value), cst.Arg(value=dtype)]) if (
+            _callee(node) == "cast" and _code(dtype) == "tl.int64"
+        ):
             yield node, _term(value)
 
 
@@ -155,21 +198,37 @@ def swapped_axes(node: cst.CSTNode, function: Function) -> Changes:
     match node:
         case cst.Arg(keyword=cst.Name(value="axis" | "dim" as keyword), value=cst.Integer(value="0" | "1" as axis)):
             yield node, f"{keyword}={OTHER_NUMBER[axis]}"
-        case cst.Call(args=[cst.Arg(value=cst.Integer(value="0" | "1" as axis))]) if _callee(node) in ("program_id", "num_programs", "stride", "size"):
+        case cst.Call(args=[cst.Arg(value=cst.Integer(value="0" | "1" as axis))]) if _callee(node) in (
+            "program_id",
+            "num_programs",
+            "stride",
+            "size",
+        ):
             yield node, f"{_code(node.func)}({OTHER_NUMBER[axis]})"
-        case cst.Subscript(value=cst.Attribute(attr=cst.Name(value="shape")), slice=[cst.SubscriptElement(slice=cst.Index(value=place))]):
+        case cst.Subscript(
+            value=cst.Attribute(attr=cst.Name(value="shape")),
+            slice=[cst.SubscriptElement(slice=cst.Index(value=place))],
+        ):
             if _code(place) in ("0", "1"):
                 yield node, f"{_code(node.value)}[{OTHER_NUMBER[_code(place)]}]"
         case cst.Subscript(slice=[first, second]) if {_code(first.slice), _code(second.slice)} == {":", "None"}:
-            yield node, _bare(node, slice=[first.with_changes(slice=second.slice), second.with_changes(slice=first.slice)])
-        case cst.Arg(star="*", value=cst.Call(args=[]) as strides) | cst.StarredElement(value=cst.Call(args=[]) as strides) if _callee(strides) == "stride":
+            yield (
+                node,
+                _bare(node, slice=[first.with_changes(slice=second.slice), second.with_changes(slice=first.slice)]),
+            )
+        case (
+            cst.Arg(star="*", value=cst.Call(args=[]) as strides)
+            | cst.StarredElement(value=cst.Call(args=[]) as strides)
+        ) if _callee(strides) == "stride":
             yield strides, f"{_code(strides)}[::-1]"
 
 
 def dropped_store(node: cst.CSTNode, function: Function) -> Changes:
     """A result, the zeros of padding or a count that is never written: fresh memory is often zero and hides it."""
     match node:
-        case cst.Expr(value=cst.Call() as call) if not _plain(call) and (function.kernel or re.fullmatch(r"[a-z]\w*[a-z]_", _callee(call))):
+        case cst.Expr(value=cst.Call() as call) if not _plain(call) and (
+            function.kernel or re.fullmatch(r"[a-z]\w*[a-z]_", _callee(call))
+        ):
             yield node, "pass"
 
 
@@ -182,7 +241,9 @@ def accumulation_dtype(node: cst.CSTNode, function: Function) -> Changes:
         case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))], value=value) if name in function.sums:
             if re.search(rf"\b{name}\b", _code(value)):
                 yield node, f"{name} = ({_code(value)}){ROUNDED}.to({name}.dtype)"
-        case cst.Call(func=cst.Attribute(value=value), args=[cst.Arg(value=dtype)]) if function.kernel and _callee(node) == "to" and _code(dtype) in floating:
+        case cst.Call(func=cst.Attribute(value=value), args=[cst.Arg(value=dtype)]) if (
+            function.kernel and _callee(node) == "to" and _code(dtype) in floating
+        ):
             outer = function.parents[node]
             if not (isinstance(outer, cst.Attribute) and outer.attr.value == "to"):  # a chain of casts is one
                 yield node, f"{_code(value)}{ROUNDED}.to({_code(dtype)})"
@@ -201,14 +262,23 @@ def _compared(node: cst.CSTNode, function: Function) -> bool:
 def arithmetic(node: cst.CSTNode, function: Function) -> Changes:
     """A wrong index or offset, a bound that does not hold, branches the wrong way round, a sum that keeps only its last term."""
     match node:
-        case cst.BinaryOperation(operator=operator, left=left, right=right) if (token := _code(operator).strip()) in OTHER_OPERATION:
-            pointer = token == "+" and (re.match(r"\(*\w*_ptr\b", _code(left)) or "arange(" in _code(right))  # a minus there only leaves the buffer
-            if not pointer and not any(isinstance(side, cst.BaseString | cst.Tuple | cst.List) for side in (left, right)):
+        case cst.BinaryOperation(operator=operator, left=left, right=right) if (
+            token := _code(operator).strip()
+        ) in OTHER_OPERATION:
+            pointer = token == "+" and (
+                re.match(r"\(*\w*_ptr\b", _code(left)) or "arange(" in _code(right)
+            )  # a minus there only leaves the buffer
+            if not pointer and not any(
+                isinstance(side, cst.BaseString | cst.Tuple | cst.List) for side in (left, right)
+            ):
                 yield node, _code(left) + _code(operator).replace(token, OTHER_OPERATION[token]) + _code(right)
         case cst.AugAssign(operator=cst.AddAssign(), target=target, value=value):
             yield node, f"{_code(target)} = {_code(value)}"
         case cst.Call(args=[condition, yes, no]) if function.kernel and _callee(node) == "where":
-            yield node, _bare(node, args=[condition, yes.with_changes(value=no.value), no.with_changes(value=yes.value)])
+            yield (
+                node,
+                _bare(node, args=[condition, yes.with_changes(value=no.value), no.with_changes(value=yes.value)]),
+            )
         case cst.Call(args=[_, _]) if _callee(node) in OTHER_FUNCTION and not any(arg.keyword for arg in node.args):
             yield node, _renamed(node, OTHER_FUNCTION)
         case cst.Arg(keyword=cst.Name(value="other"), value=other):
@@ -222,7 +292,9 @@ def dropped_condition(node: cst.CSTNode, function: Function) -> Changes:
             yield from ((node, _code(side)) for side in (left, right))
         case cst.UnaryOperation(operator=cst.Not(), expression=expression):
             yield node, _term(expression)
-        case cst.Arg(keyword=cst.Name(value=keyword), value=cst.Name(value="True" | "False" as flag)) if not function.kernel:
+        case cst.Arg(keyword=cst.Name(value=keyword), value=cst.Name(value="True" | "False" as flag)) if (
+            not function.kernel
+        ):
             yield node, f"{keyword}={flag == 'False'}"
 
 

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from conformance.interface import imported
-from conformance.mutants import planted_dispatch, planted_experts, planted_quantization, planted_ranks, planted_router, planted_wire
+from conformance.mutants import (
+    planted_dispatch,
+    planted_experts,
+    planted_quantization,
+    planted_ranks,
+    planted_router,
+    planted_wire,
+)
 
 Wrapper = Callable[..., Any]
 
@@ -146,29 +153,100 @@ def _counted_for_each_expert(deepep_layout: Wrapper, indices: Tensor, **settings
 DEFECTS = {
     defect.name: defect
     for defect in (
-        Defect("P01", "32-bit row · stride in permute", "TransformerEngine #2196, 2.1 to 2.8", {"permute": _first_in_32_bits}),
-        Defect("P02", "32-bit row · columns in the index form", "TransformerEngine #2907, 2.0 to 2.15", {"indices_to_multihot": _first_in_32_bits}),
-        Defect("P04", "slots of probability 0 and padding rows not stored", "TransformerEngine #2026, 2.6", {"permute": _prob_zero_not_stored}),
-        Defect("P06", "num_rows = -1 reaches the allocator", "TransformerEngine #2876, 2.1 to 2.14.1", {"permute": _negative_rows_allocated}),
-        Defect("P09", "two values instead of six when there are no tokens", "TransformerEngine #1468, before 2.2", {"permute": _two_values_without_tokens}),
-        Defect("P10", "a token with several experts gets one row", "Megatron-LM a98c5ba19c, before 0.5", {"permute": _one_expert_a_token}),
-        Defect("P12", "unpermute of no rows returns no tokens", "TransformerEngine 2.1 to 2.18", {"unpermute": _empty_buffer_returned}),
-        Defect("P13", "probability 0 taken for padding: the row is zeroed", "TransformerEngine 2.6 to 2.18", {"permute": _prob_zero_is_padding}),
+        Defect(
+            "P01",
+            "32-bit row · stride in permute",
+            "TransformerEngine #2196, 2.1 to 2.8",
+            {"permute": _first_in_32_bits},
+        ),
+        Defect(
+            "P02",
+            "32-bit row · columns in the index form",
+            "TransformerEngine #2907, 2.0 to 2.15",
+            {"indices_to_multihot": _first_in_32_bits},
+        ),
+        Defect(
+            "P04",
+            "slots of probability 0 and padding rows not stored",
+            "TransformerEngine #2026, 2.6",
+            {"permute": _prob_zero_not_stored},
+        ),
+        Defect(
+            "P06",
+            "num_rows = -1 reaches the allocator",
+            "TransformerEngine #2876, 2.1 to 2.14.1",
+            {"permute": _negative_rows_allocated},
+        ),
+        Defect(
+            "P09",
+            "two values instead of six when there are no tokens",
+            "TransformerEngine #1468, before 2.2",
+            {"permute": _two_values_without_tokens},
+        ),
+        Defect(
+            "P10",
+            "a token with several experts gets one row",
+            "Megatron-LM a98c5ba19c, before 0.5",
+            {"permute": _one_expert_a_token},
+        ),
+        Defect(
+            "P12",
+            "unpermute of no rows returns no tokens",
+            "TransformerEngine 2.1 to 2.18",
+            {"unpermute": _empty_buffer_returned},
+        ),
+        Defect(
+            "P13",
+            "probability 0 taken for padding: the row is zeroed",
+            "TransformerEngine 2.6 to 2.18",
+            {"permute": _prob_zero_is_padding},
+        ),
         Defect("P19", "32-bit addresses in a row-copy kernel", "torchtitan #3969", {"sort_chunks": _first_in_32_bits}),
-        Defect("P21", "tail mask: columns past the last whole block not written", "scattermoe 1b3dfa4", {"permute": _tail_columns_unwritten}),
-        Defect("D01", "32-bit row · columns in unpadding", "TransformerEngine #2548, 2.0 to 2.11", {"unpermute": _first_in_32_bits}),
+        Defect(
+            "P21",
+            "tail mask: columns past the last whole block not written",
+            "scattermoe 1b3dfa4",
+            {"permute": _tail_columns_unwritten},
+        ),
+        Defect(
+            "D01",
+            "32-bit row · columns in unpadding",
+            "TransformerEngine #2548, 2.0 to 2.11",
+            {"unpermute": _first_in_32_bits},
+        ),
         Defect(
             "D02",
             "the first alignment is kept for ever",
             "TransformerEngine #1926, 2.3 to 2.5",
             {"permute": _first_align_for_ever, "pad_routing_map": _first_align_for_ever},
         ),
-        Defect("D05", "a multiple that cannot be reached is not told", "Megatron-LM #6086, 0.13 to 0.19", {"pad_routing_map": _shortfall_not_told}),
+        Defect(
+            "D05",
+            "a multiple that cannot be reached is not told",
+            "Megatron-LM #6086, 0.13 to 0.19",
+            {"pad_routing_map": _shortfall_not_told},
+        ),
         Defect("Q08", "32-bit offsets in gated kernels", "TransformerEngine #1988, to 2.6", {"glu": _first_in_32_bits}),
         Defect("Q08q", "32-bit offsets in casts", "TransformerEngine #2034, to 2.6", {"quantize": _first_in_32_bits}),
-        Defect("L17", "32-bit row · stride in dispatch", "a mistake that dispatchers invite", {"hybridep_dispatch": _first_in_32_bits}),
-        Defect("L18", "a token counts once for each expert of a rank", "a mistake that dispatchers invite", {"deepep_layout": _counted_for_each_expert}),
-        *(Defect(*listed) for listed in planted_router.LISTED + planted_experts.LISTED + planted_quantization.LISTED + planted_dispatch.LISTED),
+        Defect(
+            "L17",
+            "32-bit row · stride in dispatch",
+            "a mistake that dispatchers invite",
+            {"hybridep_dispatch": _first_in_32_bits},
+        ),
+        Defect(
+            "L18",
+            "a token counts once for each expert of a rank",
+            "a mistake that dispatchers invite",
+            {"deepep_layout": _counted_for_each_expert},
+        ),
+        *(
+            Defect(*listed)
+            for listed in planted_router.LISTED
+            + planted_experts.LISTED
+            + planted_quantization.LISTED
+            + planted_dispatch.LISTED
+        ),
         *(Defect(*listed) for listed in planted_ranks.LISTED + planted_wire.LISTED),
     )
 }

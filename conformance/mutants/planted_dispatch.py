@@ -39,7 +39,9 @@ def _plan(routing_map: Tensor, settings: dict[str, Any]) -> RoutePlan:
     maps = _everybodys(routing_map, group)
     flat = [flatten_experts(own, expert_parallel=len(maps) // shards, expert_tensor_parallel=shards) for own in maps]
     sources = tuple(rank for tp in range(shards) for rank in range(tp, len(maps), shards))
-    return plan_of_maps(flat, Layout(sources, settings.get("capacity"), settings.get("align"), num_rows=settings.get("num_rows")))
+    return plan_of_maps(
+        flat, Layout(sources, settings.get("capacity"), settings.get("align"), num_rows=settings.get("num_rows"))
+    )
 
 
 def _taken(out: Any, index: Tensor) -> Any:
@@ -57,7 +59,9 @@ def _chunks_transposed(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, *
         return out
     plan, rank = _plan(routing_map, settings), dist.get_rank(settings["group"])
     owner = plan.provenance(rank)
-    key = owner[:, 0] * (plan.ranks * plan.local_experts) + owner[:, 2]  # by source and expert, not by expert and source
+    key = (
+        owner[:, 0] * (plan.ranks * plan.local_experts) + owner[:, 2]
+    )  # by source and expert, not by expert and source
     return _taken(out, key.argsort(stable=True))
 
 
@@ -153,11 +157,15 @@ def _duplicates_sent(dispatch: Wrapper, tokens: Tensor, indices: Tensor, **setti
     out = dispatch(tokens, indices, **settings)
     times = (out.indices >= 0).sum(1)
     again = torch.repeat_interleave(torch.arange(len(out.rows), device=times.device), times)[: len(out.rows)]
-    index = torch.cat([again, torch.arange(len(again), len(out.rows), device=times.device)])  # the last ones find no room
+    index = torch.cat(
+        [again, torch.arange(len(again), len(out.rows), device=times.device)]
+    )  # the last ones find no room
     return _taken(out, index)._replace(indices=out.indices[index])
 
 
-def _weighted_twice(combine: Wrapper, rows: Tensor, indices: Tensor, probs: Tensor, handle: Any, **settings: Any) -> Any:
+def _weighted_twice(
+    combine: Wrapper, rows: Tensor, indices: Tensor, probs: Tensor, handle: Any, **settings: Any
+) -> Any:
     return combine(rows, indices, probs * probs, handle, **settings)
 
 
@@ -168,7 +176,9 @@ def _overflow_of_what_is_kept(dispatch: Wrapper, tokens: Tensor, routing_map: Te
         return out
     rank = dist.get_rank(settings["group"])
     count = int(_plan(routing_map, settings | {"num_rows": None}).kept_WL[rank, -1])
-    start = int(_plan(routing_map, settings).length_WL[rank, :-1].sum())  # of the last expert, behind what is inside of the others
+    start = int(
+        _plan(routing_map, settings).length_WL[rank, :-1].sum()
+    )  # of the last expert, behind what is inside of the others
     return out._replace(overflow=torch.full_like(out.overflow, start + count > num_rows))
 
 
@@ -195,7 +205,9 @@ def _one_more_than_fits(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, 
         return out
     more = dispatch(tokens, routing_map, **settings | {"capacity": capacity + 1})
     place = torch.arange(len(more.rows)) % (capacity + 1)
-    taken = _taken(more, (place != capacity - 1).nonzero().flatten())  # slot ≤ C: the last one that fits is written over
+    taken = _taken(
+        more, (place != capacity - 1).nonzero().flatten()
+    )  # slot ≤ C: the last one that fits is written over
     return out._replace(rows=taken.rows, probs=taken.probs)
 
 
@@ -212,7 +224,11 @@ def _columns_swapped(dispatch: Wrapper, tokens: Tensor, indices: Tensor, **setti
 def _flag_on_the_last_rank(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
     out = dispatch(tokens, routing_map, **settings)
     group = settings["group"]
-    return out if dist.get_rank(group) == dist.get_world_size(group) - 1 else out._replace(overflow=torch.zeros_like(out.overflow))
+    return (
+        out
+        if dist.get_rank(group) == dist.get_world_size(group) - 1
+        else out._replace(overflow=torch.zeros_like(out.overflow))
+    )
 
 
 def _probs_of_another_expert(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
@@ -238,24 +254,54 @@ EVERY = (*MAPS, "deepep_dispatch", "deepep_low_latency_dispatch")
 INVITED = "a mistake that dispatchers invite"
 
 LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
-    ("E01", "counts reversed on all three axes: chunks by source instead of by expert", "Megatron-LM #2824, 0.11", {"alltoall_dispatch": _chunks_transposed}),
+    (
+        "E01",
+        "counts reversed on all three axes: chunks by source instead of by expert",
+        "Megatron-LM #2824, 0.11",
+        {"alltoall_dispatch": _chunks_transposed},
+    ),
     (
         "E02",
         "shards are added only in training",
         "Megatron-LM issue 109, to 0.7",
         {"alltoall_dispatch": _shards_beside, "alltoall_combine": _shards_not_added},
     ),
-    ("E04", "a rank that receives nothing raises", "Megatron-LM eef48ef31c, before 0.5", {"alltoall_dispatch": _nothing_received}),
-    ("E06", "the first token's number taken for rank · own tokens", "torchtitan #3604", {"allgather_combine": _flat_offset}),
-    ("E07", "a partial gradient taken for the whole", "torchtitan #1878", {"allgather_dispatch": _gradient_not_reduced}),
+    (
+        "E04",
+        "a rank that receives nothing raises",
+        "Megatron-LM eef48ef31c, before 0.5",
+        {"alltoall_dispatch": _nothing_received},
+    ),
+    (
+        "E06",
+        "the first token's number taken for rank · own tokens",
+        "torchtitan #3604",
+        {"allgather_combine": _flat_offset},
+    ),
+    (
+        "E07",
+        "a partial gradient taken for the whole",
+        "torchtitan #1878",
+        {"allgather_dispatch": _gradient_not_reduced},
+    ),
     ("F02", "a flag of the call before lets the next one read too early", "DeepEP #580", dict.fromkeys(EVERY, _stale)),
     ("L01", "the second segment begins one row late", INVITED, {"hybridep_dispatch": _prefix_off_by_one}),
     ("L02", "segments begin where they end", INVITED, {"alltoall_dispatch": _inclusive_prefix}),
     ("L03", "slots in the order of their experts", INVITED, {"deepep_dispatch": _tokens_by_expert_order}),
     ("L04", "a token is sent once for each expert", INVITED, {"deepep_dispatch": _duplicates_sent}),
     ("L05", "weights applied twice", INVITED, {"deepep_low_latency_combine": _weighted_twice}),
-    ("L06", "overflow by the place of the last expert behind what was kept of the others", INVITED, {"hybridep_dispatch": _overflow_of_what_is_kept}),
-    ("L07", "counts of what was kept instead of whole segments", INVITED, {"hybridep_dispatch": _starts_of_what_is_kept}),
+    (
+        "L06",
+        "overflow by the place of the last expert behind what was kept of the others",
+        INVITED,
+        {"hybridep_dispatch": _overflow_of_what_is_kept},
+    ),
+    (
+        "L07",
+        "counts of what was kept instead of whole segments",
+        INVITED,
+        {"hybridep_dispatch": _starts_of_what_is_kept},
+    ),
     ("L08", "padding not written", INVITED, {"hybridep_dispatch": _padding_unwritten}),
     ("L09", "slot ≤ capacity: one more than fits", INVITED, {"alltoall_dispatch": _one_more_than_fits}),
     ("L10", "rows of padding are read", INVITED, {"hybridep_combine": _tail_read}),
@@ -263,7 +309,12 @@ LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
     ("L12", "only the last rank tells of an overflow", INVITED, {"hybridep_dispatch": _flag_on_the_last_rank}),
     ("L13", "rows are read before they have arrived", INVITED, dict.fromkeys(EVERY, _not_acquired)),
     ("L14", "probabilities in the order of the sender", INVITED, {"allgather_dispatch": _probs_of_another_expert}),
-    ("L15", "segments of a slab begin where they end", INVITED, {"deepep_low_latency_dispatch": _segments_begin_at_their_end}),
+    (
+        "L15",
+        "segments of a slab begin where they end",
+        INVITED,
+        {"deepep_low_latency_dispatch": _segments_begin_at_their_end},
+    ),
     (
         "L16",
         "a cached dispatch gives the tokens of its first call",

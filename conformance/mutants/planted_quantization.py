@@ -38,7 +38,9 @@ def _beside(known: Callable[..., Any], **readers: Callable[[Tensor, Any, bool], 
 
         return read
 
-    return {"quantize": quantize} | {name: reading(readers.get(name)) for name in ("amax", "scales", "codes", "dequantize")}
+    return {"quantize": quantize} | {
+        name: reading(readers.get(name)) for name in ("amax", "scales", "codes", "dequantize")
+    }
 
 
 # ---- the exponent of a scale
@@ -110,7 +112,11 @@ def _legal(splits: Tensor, x: Tensor) -> bool:
 
 def _mean_groups(quantize: Wrapper, x: Tensor, recipe: Any, /, **settings: Any) -> Any:
     splits = settings.get("splits")
-    if not isinstance(splits, Tensor) or getattr(recipe, "scaling", "mxfp8") in ("mxfp8", "nvfp4") or not _legal(splits, x):
+    if (
+        not isinstance(splits, Tensor)
+        or getattr(recipe, "scaling", "mxfp8") in ("mxfp8", "nvfp4")
+        or not _legal(splits, x)
+    ):
         return quantize(x, recipe, **settings)
     total = int(splits.sum())
     ends = torch.tensor([(g + 1) * total // len(splits) for g in range(len(splits))], device=splits.device)
@@ -120,7 +126,9 @@ def _mean_groups(quantize: Wrapper, x: Tensor, recipe: Any, /, **settings: Any) 
 def _of_groups(x: Tensor, recipe: Any, settings: dict[str, Any]) -> Tensor | None:
     """x with zeros behind the last group, where it is cut into groups."""
     splits = settings.get("splits")
-    return None if splits is None else torch.where(torch.arange(len(x), device=x.device)[:, None] < splits.sum(), x, 0.0)
+    return (
+        None if splits is None else torch.where(torch.arange(len(x), device=x.device)[:, None] < splits.sum(), x, 0.0)
+    )
 
 
 def _as_it_was(value: Tensor, x: Tensor, columnwise: bool) -> Tensor:
@@ -129,13 +137,18 @@ def _as_it_was(value: Tensor, x: Tensor, columnwise: bool) -> Tensor:
 
 # ---- products of quantised factors
 
-PRODUCTS, LAYERS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad"), ("grouped_mlp", "sequential_mlp", "shared_experts")
+PRODUCTS, LAYERS = (
+    ("grouped_linear", "grouped_dgrad", "grouped_wgrad"),
+    ("grouped_mlp", "sequential_mlp", "shared_experts"),
+)
 EVERY_PRODUCT = (*PRODUCTS, *LAYERS, "latent_projection")
 INVITED = "a mistake that recipes invite"
 _first_of_products: dict[str, Any] = {}
 
 
-def _products(change: Callable[[dict[str, Any]], dict[str, Any]], functions: tuple[str, ...] = PRODUCTS) -> dict[str, Wrapper]:
+def _products(
+    change: Callable[[dict[str, Any]], dict[str, Any]], functions: tuple[str, ...] = PRODUCTS
+) -> dict[str, Wrapper]:
     """Each grouped product with other settings, where it has a recipe."""
 
     def product(base: Wrapper, *tensors: Tensor, **settings: Any) -> Any:
@@ -146,7 +159,11 @@ def _products(change: Callable[[dict[str, Any]], dict[str, Any]], functions: tup
 
 def _first_recipe_of_products(settings: dict[str, Any]) -> dict[str, Any]:
     scaling = settings["recipe"].scaling
-    return settings if scaling in ("delayed", "nvfp4") else settings | {"recipe": _first_of_products.setdefault(scaling, settings["recipe"])}
+    return (
+        settings
+        if scaling in ("delayed", "nvfp4")
+        else settings | {"recipe": _first_of_products.setdefault(scaling, settings["recipe"])}
+    )
 
 
 def _high_precision(settings: dict[str, Any]) -> dict[str, Any]:
@@ -171,16 +188,71 @@ def _one_scale_for_all(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
-    ("Q01", "the mantissa of a scale leaks into the next byte", "TransformerEngine #2589, 2.9 to 2.11", _beside(_blocks_along_rows, scales=_leaking)),
-    ("Q03", "the reciprocal of the extreme exponents is wrong", "TransformerEngine #2647, 2.6 to 2.12", _beside(_extreme_blocks, codes=_signs_only)),
-    ("Q11", "the quantizer of the first recipe is kept", "TransformerEngine #1814, to 2.4", {"quantize": _first_recipe_for_ever}),
-    ("Q13", "experts stay in high precision, and nobody is told", "torchtitan #3199", _beside(_of_groups, dequantize=_as_it_was)),
-    ("Q11g", "the quantizer of the first recipe is kept, in products", "TransformerEngine #1814, to 2.4", _products(_first_recipe_of_products)),
-    ("Q13g", "experts' products stay in high precision, and nobody is told", "torchtitan #3199", _products(_high_precision)),
-    ("Q13m", "experts' layers stay in high precision, and nobody is told", "torchtitan #3199", _products(_high_precision, LAYERS)),
+    (
+        "Q01",
+        "the mantissa of a scale leaks into the next byte",
+        "TransformerEngine #2589, 2.9 to 2.11",
+        _beside(_blocks_along_rows, scales=_leaking),
+    ),
+    (
+        "Q03",
+        "the reciprocal of the extreme exponents is wrong",
+        "TransformerEngine #2647, 2.6 to 2.12",
+        _beside(_extreme_blocks, codes=_signs_only),
+    ),
+    (
+        "Q11",
+        "the quantizer of the first recipe is kept",
+        "TransformerEngine #1814, to 2.4",
+        {"quantize": _first_recipe_for_ever},
+    ),
+    (
+        "Q13",
+        "experts stay in high precision, and nobody is told",
+        "torchtitan #3199",
+        _beside(_of_groups, dequantize=_as_it_was),
+    ),
+    (
+        "Q11g",
+        "the quantizer of the first recipe is kept, in products",
+        "TransformerEngine #1814, to 2.4",
+        _products(_first_recipe_of_products),
+    ),
+    (
+        "Q13g",
+        "experts' products stay in high precision, and nobody is told",
+        "torchtitan #3199",
+        _products(_high_precision),
+    ),
+    (
+        "Q13m",
+        "experts' layers stay in high precision, and nobody is told",
+        "torchtitan #3199",
+        _products(_high_precision, LAYERS),
+    ),
     ("Q13l", "so does a latent projection", "torchtitan #3199", _products(_high_precision, ("latent_projection",))),
-    ("Q15g", "the weights of a packed tensor share a scale, in products", "TransformerEngine #3225, 2.14 to 2.18", _products(_one_scale_for_all)),
-    ("B01", "the override reaches the recipe and not the products: gradients stay quantised", INVITED, _products(_override_forgotten, EVERY_PRODUCT)),
-    ("Q15", "the groups of a packed tensor share a quantizer", "TransformerEngine #3225, 2.14 to 2.18", {"quantize": _one_history_for_all}),
-    ("G21q", "scales of ragged groups by the formula of equal ones", "TransformerEngine #3344, to 2.18", {"quantize": _mean_groups}),
+    (
+        "Q15g",
+        "the weights of a packed tensor share a scale, in products",
+        "TransformerEngine #3225, 2.14 to 2.18",
+        _products(_one_scale_for_all),
+    ),
+    (
+        "B01",
+        "the override reaches the recipe and not the products: gradients stay quantised",
+        INVITED,
+        _products(_override_forgotten, EVERY_PRODUCT),
+    ),
+    (
+        "Q15",
+        "the groups of a packed tensor share a quantizer",
+        "TransformerEngine #3225, 2.14 to 2.18",
+        {"quantize": _one_history_for_all},
+    ),
+    (
+        "G21q",
+        "scales of ragged groups by the formula of equal ones",
+        "TransformerEngine #3344, to 2.18",
+        {"quantize": _mean_groups},
+    ),
 )

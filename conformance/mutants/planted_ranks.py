@@ -15,7 +15,9 @@ Wrapper = Callable[..., Any]
 Sum = Callable[[Tensor], Tensor]
 
 
-def _with_sums(function: Wrapper, args: tuple[Any, ...], settings: dict[str, Any], name: str, other: Callable[[Sum], Sum]) -> Any:
+def _with_sums(
+    function: Wrapper, args: tuple[Any, ...], settings: dict[str, Any], name: str, other: Callable[[Sum], Sum]
+) -> Any:
     """The function with another sum in the place of one that it is given."""
     return function(*args, **settings | ({name: other(settings[name])} if name in settings else {}))
 
@@ -31,11 +33,15 @@ def _own_counts_times_ranks(route: Wrapper, *args: Any, **settings: Any) -> Any:
 
 def _own_tokens_times_ranks(route: Wrapper, *args: Any, **settings: Any) -> Any:
     """One number is one rank's tokens, or the one that counts the ranks; counts of experts have a dimension."""
-    return _with_sums(route, args, settings, "sum_tp_cp", lambda total: lambda x: total(x) if x.dim() else x * _ranks(total))
+    return _with_sums(
+        route, args, settings, "sum_tp_cp", lambda total: lambda x: total(x) if x.dim() else x * _ranks(total)
+    )
 
 
 def _mean_of_counts(route: Wrapper, *args: Any, **settings: Any) -> Any:
-    return _with_sums(route, args, settings, "sum_tp_cp", lambda total: lambda x: total(x) // _ranks(total) if x.dim() else total(x))
+    return _with_sums(
+        route, args, settings, "sum_tp_cp", lambda total: lambda x: total(x) // _ranks(total) if x.dim() else total(x)
+    )
 
 
 def _batch_over_one_sequence(route: Wrapper, *args: Any, **settings: Any) -> Any:
@@ -85,7 +91,9 @@ def _mean_of_gate_gradients(gate: Wrapper, x: Tensor, weight: Tensor, **settings
     return gate(x, _Averaged.apply(weight), **settings)
 
 
-def _mean_of_shared_gradients(shared_experts: Wrapper, x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, **settings: Any) -> Any:
+def _mean_of_shared_gradients(
+    shared_experts: Wrapper, x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, **settings: Any
+) -> Any:
     return shared_experts(x, fc1_weight, _Averaged.apply(fc2_weight), **settings)
 
 
@@ -99,11 +107,41 @@ LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
         {"route": _own_tokens_times_ranks},
     ),
     ("S03", "counts of a balancing loss are averaged over the ranks", INVITED, {"route": _mean_of_counts}),
-    ("S04", "the global loss counts the ranks of one sequence only", "the wrong group, as in Megatron-LM #5916", {"route": _batch_over_one_sequence}),
-    ("S05", "counts for the expert bias are summed again with every micro-batch", INVITED, {"route": _counts_summed_each_step}),
+    (
+        "S04",
+        "the global loss counts the ranks of one sequence only",
+        "the wrong group, as in Megatron-LM #5916",
+        {"route": _batch_over_one_sequence},
+    ),
+    (
+        "S05",
+        "counts for the expert bias are summed again with every micro-batch",
+        INVITED,
+        {"route": _counts_summed_each_step},
+    ),
     ("S06", "the expert bias moves by this rank's counts", INVITED, {"finish_batch": _bias_by_own_counts}),
-    ("S07", "a rank that had no tokens leaves its expert bias as it was", INVITED, {"finish_batch": _bias_of_an_idle_rank}),
-    ("S08", "only the first rank's expert bias moves by the counts of all", INVITED, {"finish_batch": _bias_of_the_first_rank}),
-    ("S09", "the gradient of the router's weight is divided by the ranks", "partial gradients, as in torchtitan #1878", {"gate": _mean_of_gate_gradients}),
-    ("S10", "the gradient of a shared expert's weight is divided by the ranks", INVITED, {"shared_experts": _mean_of_shared_gradients}),
+    (
+        "S07",
+        "a rank that had no tokens leaves its expert bias as it was",
+        INVITED,
+        {"finish_batch": _bias_of_an_idle_rank},
+    ),
+    (
+        "S08",
+        "only the first rank's expert bias moves by the counts of all",
+        INVITED,
+        {"finish_batch": _bias_of_the_first_rank},
+    ),
+    (
+        "S09",
+        "the gradient of the router's weight is divided by the ranks",
+        "partial gradients, as in torchtitan #1878",
+        {"gate": _mean_of_gate_gradients},
+    ),
+    (
+        "S10",
+        "the gradient of a shared expert's weight is divided by the ranks",
+        INVITED,
+        {"shared_experts": _mean_of_shared_gradients},
+    ),
 )

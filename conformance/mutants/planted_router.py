@@ -16,7 +16,11 @@ Wrapper = Callable[..., Any]
 def _keys(logits: Tensor, settings: dict[str, Any]) -> Tensor:
     """What the choice goes by, in float32."""
     function = settings.get("score_function", "softmax")
-    keys = logits.detach().float() if function == "softmax" and not settings.get("pre_softmax") else SCORES[function](logits.detach().float())
+    keys = (
+        logits.detach().float()
+        if function == "softmax" and not settings.get("pre_softmax")
+        else SCORES[function](logits.detach().float())
+    )
     return keys if settings.get("expert_bias") is None else keys + settings["expert_bias"]
 
 
@@ -34,7 +38,11 @@ def _taken_twice(base: Wrapper, logits: Tensor, /, **settings: Any) -> Any:
         pick = keys.argmax(1, keepdim=True)
         keys = keys.scatter(1, pick, -1 - keys.gather(1, pick))
         picks.append(pick)
-    index = torch.cat(picks, 1) if picks else torch.zeros(len(logits), settings["topk"], dtype=torch.int64, device=logits.device)
+    index = (
+        torch.cat(picks, 1)
+        if picks
+        else torch.zeros(len(logits), settings["topk"], dtype=torch.int64, device=logits.device)
+    )
     return _chosen_by(index, base, logits, settings)
 
 
@@ -121,7 +129,9 @@ def _always_softmax(aux_loss_scores: Wrapper, logits: Tensor, **settings: Any) -
     return aux_loss_scores(logits, **{name: x for name, x in settings.items() if name != "score_function"})
 
 
-def _experts_for_columns(load_balancing_loss: Wrapper, scores: Tensor, tokens_per_expert: Tensor, **settings: Any) -> Any:
+def _experts_for_columns(
+    load_balancing_loss: Wrapper, scores: Tensor, tokens_per_expert: Tensor, **settings: Any
+) -> Any:
     experts = settings["num_experts"]
     return load_balancing_loss(scores[:, :experts], tokens_per_expert[:experts], **settings)
 
@@ -161,10 +171,19 @@ def _counts_of_the_dispatched(route: Wrapper, logits: Tensor, config: Any, **set
     loss = out.losses.aux_loss
     if loss is None or settings.get("padding_mask") is not None:
         return out
-    scores = moe_ref.aux_loss_scores(logits.detach(), topk=config.moe_router_topk, score_function=config.moe_router_score_function).scores
-    how = {"topk": config.moe_router_topk, "num_experts": logits.shape[1], "coeff": config.load_balancing["aux_loss"], "total_num_tokens": len(logits)}
+    scores = moe_ref.aux_loss_scores(
+        logits.detach(), topk=config.moe_router_topk, score_function=config.moe_router_score_function
+    ).scores
+    how = {
+        "topk": config.moe_router_topk,
+        "num_experts": logits.shape[1],
+        "coeff": config.load_balancing["aux_loss"],
+        "total_num_tokens": len(logits),
+    }
     ranks = int(settings["sum_tp_cp"](torch.ones(()))) if "sum_tp_cp" in settings else 1
-    return out._replace(losses=out.losses._replace(aux_loss=moe_ref.load_balancing_loss(scores, out.routing_map.sum(0), **how) / ranks))
+    return out._replace(
+        losses=out.losses._replace(aux_loss=moe_ref.load_balancing_loss(scores, out.routing_map.sum(0), **how) / ranks)
+    )
 
 
 def _ranks(settings: dict[str, Any]) -> int:
@@ -213,17 +232,57 @@ LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
         "TransformerEngine #2720, 2.6 to 2.13",
         {"aux_loss_scores": _not_normalised_alone},
     ),
-    ("R04", "the backward cannot launch for more than 900 experts", "TransformerEngine #2821, 2.6 to 2.14.1", _both(_few_experts_back)),
-    ("R05", "a group is judged by its best two, whatever K and g are", "Megatron-LM !2942, 0.11", _both(_two_of_a_group)),
-    ("R06", "the expert bias leaks into the weights", "Megatron-LM !3209, in the tree for five days", _both(_biased_weights)),
+    (
+        "R04",
+        "the backward cannot launch for more than 900 experts",
+        "TransformerEngine #2821, 2.6 to 2.14.1",
+        _both(_few_experts_back),
+    ),
+    (
+        "R05",
+        "a group is judged by its best two, whatever K and g are",
+        "Megatron-LM !2942, 0.11",
+        _both(_two_of_a_group),
+    ),
+    (
+        "R06",
+        "the expert bias leaks into the weights",
+        "Megatron-LM !3209, in the tree for five days",
+        _both(_biased_weights),
+    ),
     ("R08", "the expert bias is kept in bf16", "Megatron-LM !2895, 0.11", {"update_expert_bias": _bias_in_half}),
-    ("R09", "sigmoid of the aux scores in the logits' dtype", "Megatron-LM #2765, 0.12 to 0.16.1", {"aux_loss_scores": _scores_in_half}),
+    (
+        "R09",
+        "sigmoid of the aux scores in the logits' dtype",
+        "Megatron-LM #2765, 0.12 to 0.16.1",
+        {"aux_loss_scores": _scores_in_half},
+    ),
     ("R10", "jitter turns bf16 into float32", "Megatron-LM !3774, to 0.14", {"jitter": _jitter_in_float32}),
-    ("R15", "no gate bias, and weights that are not renormalised", "torchtitan #2319", _both(_not_renormalised) | {"gate": _no_gate_bias}),
-    ("R16", "a router bias that nobody initialised", "torchtitan #2450; Megatron-LM #2033, 0.15", {"gate": _garbage_gate_bias}),
+    (
+        "R15",
+        "no gate bias, and weights that are not renormalised",
+        "torchtitan #2319",
+        _both(_not_renormalised) | {"gate": _no_gate_bias},
+    ),
+    (
+        "R16",
+        "a router bias that nobody initialised",
+        "torchtitan #2450; Megatron-LM #2033, 0.15",
+        {"gate": _garbage_gate_bias},
+    ),
     ("R19", "what is saved is the bias as it began", "torchtitan #1226", {"state_tensors": _bias_saved_as_it_began}),
-    ("R20", "a layer without bias ends the update of those after it", "torchtitan #3686", {"finish_batch": _layers_after_one_without_bias}),
-    ("R26", "one shape, 128 experts and 8 of them, uses another score function", "flashinfer #2889; vLLM-MetaX #270", _both(_one_shape_by_sigmoid)),
+    (
+        "R20",
+        "a layer without bias ends the update of those after it",
+        "torchtitan #3686",
+        {"finish_batch": _layers_after_one_without_bias},
+    ),
+    (
+        "R26",
+        "one shape, 128 experts and 8 of them, uses another score function",
+        "flashinfer #2889; vLLM-MetaX #270",
+        _both(_one_shape_by_sigmoid),
+    ),
     (
         "R27",
         "the balancing loss counts what is dispatched instead of the plain choice",
@@ -231,10 +290,35 @@ LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
         {"route": _counts_of_the_dispatched},
     ),
     ("A01", "experts taken for columns", "TransformerEngine #1944", {"load_balancing_loss": _experts_for_columns}),
-    ("A05", "the z-loss is not divided by the ranks that share it", "Megatron-LM cac8d1a3f0, before 0.7", {"route": _not_divided_by_ranks}),
-    ("A07", "a loss per token counts this rank's tokens only", "Megatron-LM #5047, 0.12 to 0.18.2", {"route": _tokens_of_this_rank}),
+    (
+        "A05",
+        "the z-loss is not divided by the ranks that share it",
+        "Megatron-LM cac8d1a3f0, before 0.7",
+        {"route": _not_divided_by_ranks},
+    ),
+    (
+        "A07",
+        "a loss per token counts this rank's tokens only",
+        "Megatron-LM #5047, 0.12 to 0.18.2",
+        {"route": _tokens_of_this_rank},
+    ),
     ("A09", "aux scores are always softmax", "Megatron-LM !2801, 0.11", {"aux_loss_scores": _always_softmax}),
-    ("A10", "the first pass of a recomputed layer leaves its losses and counts", "Megatron-LM !2574, to 0.10", {"route": _traces_of_the_first_pass}),
-    ("A11", "a sequence loss per token counts one sequence's tokens", "Megatron-LM #5798, 0.16 to 0.18.2", {"route": _tokens_of_one_sequence}),
-    ("A12", "the sequence loss of a batch of packed sequences is that of one long one", "Megatron-LM #5696, to 0.18", {"route": _one_long_sequence}),
+    (
+        "A10",
+        "the first pass of a recomputed layer leaves its losses and counts",
+        "Megatron-LM !2574, to 0.10",
+        {"route": _traces_of_the_first_pass},
+    ),
+    (
+        "A11",
+        "a sequence loss per token counts one sequence's tokens",
+        "Megatron-LM #5798, 0.16 to 0.18.2",
+        {"route": _tokens_of_one_sequence},
+    ),
+    (
+        "A12",
+        "the sequence loss of a batch of packed sequences is that of one long one",
+        "Megatron-LM #5696, to 0.18",
+        {"route": _one_long_sequence},
+    ),
 )

@@ -53,13 +53,17 @@ def _of_another_row(scale: Tensor, known: Known) -> Tensor:
 
 def _none_for_zeros(scale: Tensor, known: Known) -> Tensor:
     amax = scale.new_zeros(())
-    multiplier = scale_from_amax(amax, E4M3.max, epsilon=known.recipe.amax_epsilon or 0.0, power_of_two=bool(known.recipe.power_of_two_scales))
+    multiplier = scale_from_amax(
+        amax, E4M3.max, epsilon=known.recipe.amax_epsilon or 0.0, power_of_two=bool(known.recipe.power_of_two_scales)
+    )
     return torch.where(scale == over(1.0, multiplier), 0.0, scale)
 
 
 def _by_tiles(scale: Tensor, known: Known) -> Tensor:
     """One scale for some rows of an expert, that of the largest number of them."""
-    return torch.cat([own.amax(0, keepdim=True).expand_as(own) for own in scale.split(TILE)]) if scale.numel() else scale
+    return (
+        torch.cat([own.amax(0, keepdim=True).expand_as(own) for own in scale.split(TILE)]) if scale.numel() else scale
+    )
 
 
 LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (

@@ -47,7 +47,9 @@ class Mutant:
     name: str
     title: str
     implementation: str
-    copy: Callable[[Path], None] | None = None  # writes the mutated package into a folder; None: the namespace is the mutant
+    copy: Callable[[Path], None] | None = (
+        None  # writes the mutated package into a folder; None: the namespace is the mutant
+    )
     touches: str = ""  # "file:function" that the change is in; empty: unknown
     first: tuple[str, ...] = ()  # functions of the interface to try before others
 
@@ -74,10 +76,14 @@ class Result:
         if not self.killed:
             return f"SURVIVED                {self.mutant}: {self.title} ({self.cases} cases)"
         how = f"{self.how} (only)" if self.how == "crash" else self.how
-        return f"killed by {how:<13} {self.mutant}: {self.title} ({self.function} {self.check}, after {self.cases} cases)"
+        return (
+            f"killed by {how:<13} {self.mutant}: {self.title} ({self.function} {self.check}, after {self.cases} cases)"
+        )
 
 
-def hunt(implementation: str, kind: str, seed: int = 0, jobs: int = 2, sample: int = 0, only: str = "", function: str = "") -> list[Result]:
+def hunt(
+    implementation: str, kind: str, seed: int = 0, jobs: int = 2, sample: int = 0, only: str = "", function: str = ""
+) -> list[Result]:
     """Try every mutant of a kind on the gate's cases; prints a line each and the score.
 
     Args:
@@ -91,7 +97,11 @@ def hunt(implementation: str, kind: str, seed: int = 0, jobs: int = 2, sample: i
     if function and function not in CONTRACTS:
         raise UsageError(f"--function is {function!r}; the functions are {', '.join(CONTRACTS)}")
     known = _known(implementation, seed, jobs, function, trace=kind != "planted")
-    chosen = [mutant for mutant in _mutants(implementation, kind) if only in mutant.name and (not function or _reached(mutant, function, known))]
+    chosen = [
+        mutant
+        for mutant in _mutants(implementation, kind)
+        if only in mutant.name and (not function or _reached(mutant, function, known))
+    ]
     if not chosen:
         raise UsageError(
             f"there is no {'' if kind == 'all' else kind + ' '}mutant whose name contains {only!r}{f' that {function} reaches' if function else ''}"
@@ -105,7 +115,9 @@ def hunt(implementation: str, kind: str, seed: int = 0, jobs: int = 2, sample: i
             results.append(result)
     killed = [result for result in results if result.killed]
     ways = ", ".join(f"{sum(r.how == how for r in killed)} by {how}" for how in ("value", "law", "crash"))
-    print(f"\nscore {len(killed)} of {len(results)} ({len(killed) / len(results):.1%}): {ways}; {len(results) - len(killed)} survived")
+    print(
+        f"\nscore {len(killed)} of {len(results)} ({len(killed) / len(results):.1%}): {ways}; {len(results) - len(killed)} survived"
+    )
     return results
 
 
@@ -121,7 +133,9 @@ def _mutants(implementation: str, kind: str) -> Iterator[Mutant]:
         def planted(mutant: SourceMutant) -> Mutant:
             touches = f"{mutant.file}:{enclosing_function(mutant)}"
             title = f"{mutant.before} → {mutant.after}"
-            return Mutant(mutant.name, title, implementation, lambda folder: write_copy(mutant, implementation, folder), touches)
+            return Mutant(
+                mutant.name, title, implementation, lambda folder: write_copy(mutant, implementation, folder), touches
+            )
 
         yield from map(planted, source_mutants(implementation))
 
@@ -147,7 +161,10 @@ def _known(implementation: str, seed: int, jobs: int, function: str, trace: bool
         space = Space.of(described)
         offered = {name for name, what in described["functions"].items() if what["offered"] and function in ("", name)}
         planned = [section for section in sections(profile) if section.function in offered]
-        cases = {name: [case for s in planned if s.function == name for case in cases_of(s, profile, space, seed, [])] for name in offered}
+        cases = {
+            name: [case for s in planned if s.function == name for case in cases_of(s, profile, space, seed, [])]
+            for name in offered
+        }
         if not trace:
             return _sound(implementation, cases, pool)
         ran = []
@@ -211,7 +228,10 @@ def _try(mutant: Mutant, known: list[Known]) -> Result:
                     count += 1
                     how = _kill(case, outcome)
                     if how == "value" and not mutant.copy and pool.run_alone(case).status == "PASS":
-                        how, outcome = "law", replace(outcome, finding={"check": "history"})  # wrong only after other cases
+                        how, outcome = (
+                            "law",
+                            replace(outcome, finding={"check": "history"}),
+                        )  # wrong only after other cases
                     if how in ("value", "law"):
                         return _killed(mutant, how, case, outcome, count, started)
                     if how == "crash" and crash is None:
@@ -220,8 +240,17 @@ def _try(mutant: Mutant, known: list[Known]) -> Result:
                     if crash and (count > crash.cases + AFTER_A_CRASH or hangs == HANGS):
                         break
         except UsageError as error:
-            return Result(mutant.name, mutant.title, True, "crash", check=f"cannot be imported: {error}", seconds=time.monotonic() - started)
-    return crash or Result(mutant.name, mutant.title, False, "survived", cases=count, seconds=time.monotonic() - started)
+            return Result(
+                mutant.name,
+                mutant.title,
+                True,
+                "crash",
+                check=f"cannot be imported: {error}",
+                seconds=time.monotonic() - started,
+            )
+    return crash or Result(
+        mutant.name, mutant.title, False, "survived", cases=count, seconds=time.monotonic() - started
+    )
 
 
 def _kill(case: Case, outcome: Outcome) -> str:
@@ -235,4 +264,6 @@ def _kill(case: Case, outcome: Outcome) -> str:
 
 def _killed(mutant: Mutant, how: str, case: Case, outcome: Outcome, count: int, started: float) -> Result:
     check = (outcome.finding or {}).get("check", outcome.status)
-    return Result(mutant.name, mutant.title, True, how, case.function, check, count, time.monotonic() - started, case.text)
+    return Result(
+        mutant.name, mutant.title, True, how, case.function, check, count, time.monotonic() - started, case.text
+    )

@@ -26,14 +26,22 @@ try:
 
         from conformance.peers import megatron_route, megatron_router
 except (ImportError, metadata.PackageNotFoundError) as error:
-    raise ImportError(f"megatron-core cannot be imported ({error}); pip install --no-deps megatron-core==0.16.1") from None
+    raise ImportError(
+        f"megatron-core cannot be imported ({error}); pip install --no-deps megatron-core==0.16.1"
+    ) from None
 if not version.startswith(KNOWN):
-    raise ImportError(f"megatron-core {version} is installed; this adapter knows {KNOWN}x: pip install --no-deps megatron-core==0.16.1")
+    raise ImportError(
+        f"megatron-core {version} is installed; this adapter knows {KNOWN}x: pip install --no-deps megatron-core==0.16.1"
+    )
 
 gate, jitter = megatron_router.gate, megatron_router.jitter
 topk_indices, topk_routing = megatron_router.topk_indices, megatron_router.topk_routing
 sinkhorn_routing, drop_tokens = megatron_router.sinkhorn_routing, megatron_router.drop_tokens
-aux_loss_scores, load_balancing_loss, z_loss = megatron_router.aux_loss_scores, megatron_router.load_balancing_loss, megatron_router.z_loss
+aux_loss_scores, load_balancing_loss, z_loss = (
+    megatron_router.aux_loss_scores,
+    megatron_router.load_balancing_loss,
+    megatron_router.z_loss,
+)
 attach_loss, update_expert_bias = megatron_router.attach_loss, megatron_router.update_expert_bias
 route, finish_batch = megatron_route.route, megatron_route.finish_batch
 new_state, state_tensors, state_from = megatron_route.new_state, megatron_route.state_tensors, megatron_route.state_from
@@ -49,9 +57,15 @@ class RowMap(NamedTuple):
 
 def supports(function: str, **arguments: Any) -> str | None:
     """drop_and_pad is documented for maps with exactly `capacity` non-zeros in each column; no more than there are tokens."""
-    if function == "permute" and arguments.get("capacity") is not None and arguments["capacity"] > len(arguments["tokens"]):
+    if (
+        function == "permute"
+        and arguments.get("capacity") is not None
+        and arguments["capacity"] > len(arguments["tokens"])
+    ):
         return "capacity above the number of tokens: drop_and_pad takes exactly capacity tokens from each column"
-    return megatron_route.supports(**arguments) if function == "route" else megatron_router.supports(function, **arguments)
+    return (
+        megatron_route.supports(**arguments) if function == "route" else megatron_router.supports(function, **arguments)
+    )
 
 
 def declares(function: str) -> dict[str, Any]:
@@ -69,9 +83,13 @@ DECLARED: dict[str, dict[str, Any]] = {
 }
 
 
-def permute(tokens: Tensor, routing_map: Tensor, *, probs: Tensor | None = None, capacity: int | None = None) -> Permuted:
+def permute(
+    tokens: Tensor, routing_map: Tensor, *, probs: Tensor | None = None, capacity: int | None = None
+) -> Permuted:
     """moe_utils.permute; a capacity is its drop_and_pad with room for `capacity` rows of each expert."""
-    how: dict[str, Any] = {} if capacity is None else {"num_out_tokens": routing_map.shape[1] * capacity, "drop_and_pad": True}
+    how: dict[str, Any] = (
+        {} if capacity is None else {"num_out_tokens": routing_map.shape[1] * capacity, "drop_and_pad": True}
+    )
     rows, permuted_probs, sorted_indices = moe_utils.permute(tokens, routing_map, probs=probs, **how)
     row_map = RowMap(sorted_indices, routing_map, capacity is not None)
     return Permuted(rows, permuted_probs, row_map, None, None, None)  # type: ignore[arg-type]  # it returns no counts
@@ -80,7 +98,9 @@ def permute(tokens: Tensor, routing_map: Tensor, *, probs: Tensor | None = None,
 def unpermute(rows: Tensor, row_map: RowMap, *, restore_shape: tuple[int, int], probs: Tensor | None = None) -> Tensor:
     """moe_utils.unpermute."""
     indices, routing_map, drop_and_pad = row_map
-    return moe_utils.unpermute(rows, indices, restore_shape, probs=probs, routing_map=routing_map, drop_and_pad=drop_and_pad)
+    return moe_utils.unpermute(
+        rows, indices, restore_shape, probs=probs, routing_map=routing_map, drop_and_pad=drop_and_pad
+    )
 
 
 def sort_chunks(rows: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: Tensor | None = None) -> SortedChunks:

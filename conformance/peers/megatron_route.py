@@ -34,12 +34,36 @@ from moe_ref.config import MoEConfig, RouteOutput, RouterLosses
 DECLARED: dict[str, Any] = {"accumulator": "storage", "unchecked": ("batch_size", "padding_mask")}
 
 READ = (  # what TopKRouter and the functions that it calls read of the configuration; the names are the same
-    *("num_moe_experts", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+    *(
+        "num_moe_experts",
+        "moe_router_topk",
+        "moe_router_score_function",
+        "moe_router_pre_softmax",
+        "moe_router_topk_scaling_factor",
+    ),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
-    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "calculate_per_token_loss", "moe_enable_routing_replay"),
-    *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy", "moe_token_dispatcher_type"),
+    *(
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "calculate_per_token_loss",
+        "moe_enable_routing_replay",
+    ),
+    *(
+        "moe_expert_capacity_factor",
+        "moe_pad_expert_input_to_capacity",
+        "moe_token_drop_policy",
+        "moe_token_dispatcher_type",
+    ),
 )
-MODEL = {"num_layers": 1, "num_attention_heads": 1, "hidden_size": 1, "ffn_hidden_size": 1, "moe_ffn_hidden_size": 1, "add_bias_linear": False}
+MODEL = {
+    "num_layers": 1,
+    "num_attention_heads": 1,
+    "hidden_size": 1,
+    "ffn_hidden_size": 1,
+    "moe_ffn_hidden_size": 1,
+    "add_bias_linear": False,
+}
 BUFFERS = {  # of the router, by their names in the state
     "expert_bias": "expert_bias",
     "tokens_per_expert": "local_tokens_per_expert",
@@ -52,7 +76,11 @@ TRACKED = {  # names of the losses in the package's tracker
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-ACTIONS = {"record": RouterReplayAction.RECORD, "forward": RouterReplayAction.REPLAY_FORWARD, "backward": RouterReplayAction.REPLAY_BACKWARD}
+ACTIONS = {
+    "record": RouterReplayAction.RECORD,
+    "forward": RouterReplayAction.REPLAY_FORWARD,
+    "backward": RouterReplayAction.REPLAY_BACKWARD,
+}
 
 
 class State(NamedTuple):
@@ -116,7 +144,9 @@ def route(
     with torch.compiler.set_stance("force_eager"):
         probs, routing_map = router.routing(logits.reshape(-1, batch_size, logits.shape[-1]), padding_mask=mask)
     coefficients = {"z_loss": config.moe_z_loss_coeff, **config.load_balancing}
-    losses = {name: tracker[told]["values"][0] * coefficients[name] for name, told in TRACKED.items() if told in tracker}
+    losses = {
+        name: tracker[told]["values"][0] * coefficients[name] for name, told in TRACKED.items() if told in tracker
+    }
     tracker.clear()
     recorded = router.router_replay.get_recorded_indices() if replay == "record" else None
     return RouteOutput(probs, routing_map, RouterLosses(**losses), recorded, _state(router, logits.device))  # type: ignore[arg-type]  # its own state

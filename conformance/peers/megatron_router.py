@@ -40,7 +40,10 @@ DECLARED: dict[str, dict[str, Any]] = {
     "sinkhorn_routing": {"accumulator": "storage", "unchecked": ("topk",)},
     "drop_tokens": {"unchecked": ("capacity", "routing_map")},
     "aux_loss_scores": {"unchecked": ("topk", "padding_mask")},
-    "load_balancing_loss": {"accumulator": "storage", "unchecked": ("tokens_per_expert", "total_num_tokens", "num_experts", "coeff")},
+    "load_balancing_loss": {
+        "accumulator": "storage",
+        "unchecked": ("tokens_per_expert", "total_num_tokens", "num_experts", "coeff"),
+    },
     "z_loss": {"accumulator": "storage", "unchecked": ("logits", "coeff", "padding_mask")},
     "attach_loss": {"unchecked": ("scale",)},
     "update_expert_bias": {"unchecked": ("expert_bias", "tokens_per_expert", "update_rate")},
@@ -68,18 +71,28 @@ def jitter(x: Tensor, *, eps: float) -> Tensor:
     return TopKRouter.apply_input_jitter(router, x)
 
 
-def topk_indices(logits: Tensor, *, topk: int, pre_softmax: bool = False, precomputed_indices: Tensor | None = None, **settings: Any) -> TopK:
+def topk_indices(
+    logits: Tensor, *, topk: int, pre_softmax: bool = False, precomputed_indices: Tensor | None = None, **settings: Any
+) -> TopK:
     """moe_utils.topk_routing_with_score_function, which has no such form; its RouterReplay records the indices."""
     replay = _replay(precomputed_indices)
-    probs, _ = moe_utils.topk_routing_with_score_function(logits, topk, use_pre_softmax=pre_softmax, router_replay=replay, **settings)
+    probs, _ = moe_utils.topk_routing_with_score_function(
+        logits, topk, use_pre_softmax=pre_softmax, router_replay=replay, **settings
+    )
     indices = replay.get_recorded_indices() if precomputed_indices is None else precomputed_indices
     return TopK(probs.gather(1, indices), indices)
 
 
-def topk_routing(logits: Tensor, *, topk: int, pre_softmax: bool = False, precomputed_indices: Tensor | None = None, **settings: Any) -> Routed:
+def topk_routing(
+    logits: Tensor, *, topk: int, pre_softmax: bool = False, precomputed_indices: Tensor | None = None, **settings: Any
+) -> Routed:
     """moe_utils.topk_routing_with_score_function; precomputed indices are the target of a RouterReplay."""
     replay = None if precomputed_indices is None else _replay(precomputed_indices)
-    return Routed(*moe_utils.topk_routing_with_score_function(logits, topk, use_pre_softmax=pre_softmax, router_replay=replay, **settings))
+    return Routed(
+        *moe_utils.topk_routing_with_score_function(
+            logits, topk, use_pre_softmax=pre_softmax, router_replay=replay, **settings
+        )
+    )
 
 
 def sinkhorn_routing(logits: Tensor, *, topk: int, training: bool = True) -> Routed:
@@ -88,7 +101,9 @@ def sinkhorn_routing(logits: Tensor, *, topk: int, training: bool = True) -> Rou
     return Routed(*TopKRouter.sinkhorn_load_balancing(router, logits))
 
 
-def drop_tokens(probs: Tensor, routing_map: Tensor, *, capacity: int, drop_policy: str = "probs", pad_to_capacity: bool = False) -> Routed:
+def drop_tokens(
+    probs: Tensor, routing_map: Tensor, *, capacity: int, drop_policy: str = "probs", pad_to_capacity: bool = False
+) -> Routed:
     """moe_utils.apply_router_token_dropping by the capacity factor that makes `capacity`: half a row less, rounded up."""
     factor = (capacity - 0.5) * routing_map.shape[1] / max(len(routing_map), 1)
     of_chosen = torch.where(routing_map != 0, probs, 0)
@@ -96,15 +111,29 @@ def drop_tokens(probs: Tensor, routing_map: Tensor, *, capacity: int, drop_polic
     return Routed(*moe_utils.apply_router_token_dropping(of_chosen, routing_map, 1, factor, **how))
 
 
-def aux_loss_scores(logits: Tensor, *, topk: int, score_function: str = "softmax", padding_mask: Tensor | None = None) -> AuxScores:
+def aux_loss_scores(
+    logits: Tensor, *, topk: int, score_function: str = "softmax", padding_mask: Tensor | None = None
+) -> AuxScores:
     """moe_utils.compute_routing_scores_for_aux_loss, which returns the map first."""
-    routing_map, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, topk, score_function, padding_mask=padding_mask)
+    routing_map, scores = moe_utils.compute_routing_scores_for_aux_loss(
+        logits, topk, score_function, padding_mask=padding_mask
+    )
     return AuxScores(scores, routing_map)
 
 
-def load_balancing_loss(scores: Tensor, tokens_per_expert: Tensor, *, total_num_tokens: int | Tensor, topk: int, num_experts: int, coeff: float) -> Tensor:
+def load_balancing_loss(
+    scores: Tensor,
+    tokens_per_expert: Tensor,
+    *,
+    total_num_tokens: int | Tensor,
+    topk: int,
+    num_experts: int,
+    coeff: float,
+) -> Tensor:
     """moe_utils.switch_load_balancing_loss_func."""
-    return moe_utils.switch_load_balancing_loss_func(scores, tokens_per_expert, total_num_tokens, topk, num_experts, coeff)
+    return moe_utils.switch_load_balancing_loss_func(
+        scores, tokens_per_expert, total_num_tokens, topk, num_experts, coeff
+    )
 
 
 def z_loss(logits: Tensor, *, coeff: float, padding_mask: Tensor | None = None) -> Tensor:

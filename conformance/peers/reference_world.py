@@ -16,7 +16,16 @@ from torch import Tensor
 import moe_ref
 from moe_ref.quantization import Quantized
 
-RANKED = ("tokens", "routing_map", "indices", "probs", "scales", "rows", "handles", "biases")  # arguments that every rank has its own of
+RANKED = (
+    "tokens",
+    "routing_map",
+    "indices",
+    "probs",
+    "scales",
+    "rows",
+    "handles",
+    "biases",
+)  # arguments that every rank has its own of
 COLLECTIVES = tuple(
     f"{dispatcher}_{step}"
     for dispatcher, steps in (
@@ -73,7 +82,9 @@ def _places(x: Any) -> list[int | None]:
     return [index for index, part in enumerate(x) if isinstance(part, Tensor)] if isinstance(x, (tuple, list)) else []
 
 
-def _arguments(given: dict[str, Any], fields: Sequence[tuple[str, int | None]], every: Sequence[Sequence[Tensor]]) -> dict[str, Any]:
+def _arguments(
+    given: dict[str, Any], fields: Sequence[tuple[str, int | None]], every: Sequence[Sequence[Tensor]]
+) -> dict[str, Any]:
     """The reference's arguments: lists over the ranks; of biases, a list of lists."""
     arguments = {key: x for key, x in given.items() if key not in RANKED or x is None}
     for place, (key, index) in enumerate(fields):
@@ -90,7 +101,9 @@ def _arguments(given: dict[str, Any], fields: Sequence[tuple[str, int | None]], 
 def _tensors(result: Any) -> list[Tensor]:
     """The tensors of a result; of what is quantised, what the gradient of its values goes to."""
     fields = [result] if isinstance(result, Tensor) else result
-    return [x.form(False).source_MN if isinstance(x, Quantized) else x for x in fields if isinstance(x, (Tensor, Quantized))]
+    return [
+        x.form(False).source_MN if isinstance(x, Quantized) else x for x in fields if isinstance(x, (Tensor, Quantized))
+    ]
 
 
 def _with_tensors(results: list[Any], tensors: list[Tensor], rank: int) -> Any:
@@ -124,7 +137,11 @@ def _content(x: Tensor) -> bytes:
 
 
 def _unpacked(dtype: torch.dtype, shape: torch.Size, content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)
+    return (
+        torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).reshape(shape)
+        if content
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
 class _Played(torch.autograd.Function):
@@ -137,18 +154,33 @@ class _Played(torch.autograd.Function):
         ctx.wanted = [x.requires_grad for x in tensors]
         shared = everybodys(tensors, group)
         with torch.enable_grad():
-            ctx.inputs = [[x.requires_grad_(wanted) for x, wanted in zip(own, ctx.wanted, strict=True)] for own in shared]
+            ctx.inputs = [
+                [x.requires_grad_(wanted) for x, wanted in zip(own, ctx.wanted, strict=True)] for own in shared
+            ]
             ctx.outputs, results = play(ctx.inputs)
         out.append(results)
         own = tuple(x.detach().to(ctx.device, copy=True) for x in ctx.outputs[ctx.rank])
-        ctx.mark_non_differentiable(*(x for x, made in zip(own, ctx.outputs[ctx.rank], strict=True) if not made.requires_grad))
+        ctx.mark_non_differentiable(
+            *(x for x, made in zip(own, ctx.outputs[ctx.rank], strict=True) if not made.requires_grad)
+        )
         return own
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         every = everybodys(cotangents, ctx.group)
-        pairs = [(x, dx) for made, own in zip(ctx.outputs, every, strict=True) for x, dx in zip(made, own, strict=True) if dx is not None and x.requires_grad]
+        pairs = [
+            (x, dx)
+            for made, own in zip(ctx.outputs, every, strict=True)
+            for x, dx in zip(made, own, strict=True)
+            if dx is not None and x.requires_grad
+        ]
         leaves = [x for x, wanted in zip(ctx.inputs[ctx.rank], ctx.wanted, strict=True) if wanted]
-        gradients = iter(torch.autograd.grad([x for x, _ in pairs], leaves, [dx for _, dx in pairs], allow_unused=True, retain_graph=True) if pairs else ())
+        gradients = iter(
+            torch.autograd.grad(
+                [x for x, _ in pairs], leaves, [dx for _, dx in pairs], allow_unused=True, retain_graph=True
+            )
+            if pairs
+            else ()
+        )
         found = [next(gradients, None) if wanted else None for wanted in ctx.wanted]
         return None, None, None, *(None if x is None else x.to(ctx.device) for x in found)

@@ -42,12 +42,16 @@ def _gather(tokens: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Any, An
     return (rows, probs[token_R, expert_R], token_R), (token_R, expert_R, tokens, probs)
 
 
-def _scatter(saved: Any, d_rows: Tensor | None, d_probs: Tensor | None, _: None) -> tuple[Tensor | None, Tensor | None, None]:
+def _scatter(
+    saved: Any, d_rows: Tensor | None, d_probs: Tensor | None, _: None
+) -> tuple[Tensor | None, Tensor | None, None]:
     """Its backward: one gradient for each argument; a cotangent is None where its output was not used."""
     token_R, expert_R, tokens, probs = saved
     to_tokens = to_probs = None
     if d_rows is not None:  # summed in float32, which is what an accumulator is by default
-        to_tokens = torch.zeros(tokens.shape, device=tokens.device).index_add(0, token_R, d_rows.float()).to(tokens.dtype)
+        to_tokens = (
+            torch.zeros(tokens.shape, device=tokens.device).index_add(0, token_R, d_rows.float()).to(tokens.dtype)
+        )
     if d_probs is not None:
         to_probs = torch.zeros_like(probs).index_put((token_R, expert_R), d_probs)
     return to_tokens, to_probs, None

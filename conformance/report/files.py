@@ -7,7 +7,9 @@ from conformance.case import case_from
 from conformance.report.terminal import failure_lines, picture
 from conformance.verdict import UNTOUCHED, Verdict
 
-FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # XML 1.0: an error's message may hold anything
+FORBIDDEN = re.compile(
+    "[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
+)  # XML 1.0: an error's message may hold anything
 
 
 def junit(verdict: Verdict) -> str:
@@ -15,7 +17,10 @@ def junit(verdict: Verdict) -> str:
     broken = sum(f.status not in ("conformant", *UNTOUCHED) for f in verdict.functions.values())
     skipped = sum(f.status in UNTOUCHED for f in verdict.functions.values())
     numbers = {"tests": len(verdict.functions), "failures": broken, "skipped": skipped, "errors": len(verdict.problems)}
-    suite = ElementTree.Element("testsuite", {"name": "moe-conformance", "time": f"{verdict.seconds:.3f}", **{k: str(v) for k, v in numbers.items()}})
+    suite = ElementTree.Element(
+        "testsuite",
+        {"name": "moe-conformance", "time": f"{verdict.seconds:.3f}", **{k: str(v) for k, v in numbers.items()}},
+    )
     for name, function in verdict.functions.items():
         test = ElementTree.SubElement(suite, "testcase", classname=f"conformance.{verdict.implementation}", name=name)
         if function.status in UNTOUCHED:
@@ -35,15 +40,30 @@ def markdown(verdict: Verdict) -> str:
     """A table of the functions, then a section for each failure."""
     versions = ", ".join(f"{name} {version}" for name, version in verdict.versions.items())
     out = [f"# {verdict.verdict}: `{verdict.implementation}`", ""]
-    out += [f"{verdict.cases} cases in {verdict.seconds:.0f} s, profile {verdict.profile}, seed {verdict.seed}, on {verdict.device}; {versions}.", ""]
+    out += [
+        f"{verdict.cases} cases in {verdict.seconds:.0f} s, profile {verdict.profile}, seed {verdict.seed}, on {verdict.device}; {versions}.",
+        "",
+    ]
     out += ["| function | verdict | cases | by status | without |", "|---|---|--:|---|---|"]
     for name, function in verdict.functions.items():
         counts = ", ".join(f"{count} {status}" for status, count in function.counts.items())
         out.append(f"| `{name}` | {function.status} | {function.cases} | {counts} | {', '.join(function.without)} |")
     for failure in verdict.failures:
         finding = failure["finding"]
-        what = f"`{finding['output']}` ({finding['check']}): {finding['message']}" if finding else f"{failure['status']}: {failure['reason']}"
-        out += ["", f"## `{failure['function']}`", "", what, "", f"Smallest case: {picture(case_from(failure['case']))}", ""]
+        what = (
+            f"`{finding['output']}` ({finding['check']}): {finding['message']}"
+            if finding
+            else f"{failure['status']}: {failure['reason']}"
+        )
+        out += [
+            "",
+            f"## `{failure['function']}`",
+            "",
+            what,
+            "",
+            f"Smallest case: {picture(case_from(failure['case']))}",
+            "",
+        ]
         out += ["```", f"moe-conformance replay {failure['id']} --impl {verdict.implementation}", "```"]
     if verdict.problems:
         out += ["", "## Problems", "", *(f"- {problem}" for problem in verdict.problems)]

@@ -16,24 +16,37 @@ WIDTH = 160
 def lines(verdict: Verdict) -> list[str]:
     """The verdict as lines of text."""
     versions = ", ".join(f"{name} {version}" for name, version in verdict.versions.items())
-    out = [f"moe-conformance · impl {verdict.implementation} · {versions} · {verdict.device} · profile {verdict.profile} · seed {verdict.seed}"]
+    out = [
+        f"moe-conformance · impl {verdict.implementation} · {versions} · {verdict.device} · profile {verdict.profile} · seed {verdict.seed}"
+    ]
     out += _declarations(verdict)
     out += ["", f"{verdict.verdict}   {_summary(verdict)}", ""]
     for failure in verdict.failures:
         if not _echo(failure, verdict):
             out += [*failure_lines(failure, verdict.implementation), ""]
     for name in verdict.functions:
-        echoes = [failure["finding"]["check"] for failure in verdict.failures if failure["function"] == name and _echo(failure, verdict)]
+        echoes = [
+            failure["finding"]["check"]
+            for failure in verdict.failures
+            if failure["function"] == name and _echo(failure, verdict)
+        ]
         if echoes:
-            out += [f"{name:<{INDENT}} also breaks the law{'s' * (len(set(echoes)) > 1)} {', '.join(sorted(set(echoes)))} (cases in the report)", ""]
+            out += [
+                f"{name:<{INDENT}} also breaks the law{'s' * (len(set(echoes)) > 1)} {', '.join(sorted(set(echoes)))} (cases in the report)",
+                "",
+            ]
     differ = {failure["function"] for failure in verdict.failures}
     for name, function in verdict.functions.items():
         if name not in differ and function.status not in UNTOUCHED:
-            detail = f"{function.cases} cases" + (f", without {', '.join(function.without)}" if function.without else "")
+            detail = f"{function.cases} cases" + (
+                f", without {', '.join(function.without)}" if function.without else ""
+            )
             out.append(f"{name:<{INDENT}} {function.status}{f' · {detail}' if function.cases else ''}")
     for status in UNTOUCHED:
         names = ", ".join(name for name, function in verdict.functions.items() if function.status == status)
-        out += textwrap.wrap(f"{status:<{INDENT}} {names}", WIDTH, subsequent_indent=" " * (INDENT + 1)) if names else []
+        out += (
+            textwrap.wrap(f"{status:<{INDENT}} {names}", WIDTH, subsequent_indent=" " * (INDENT + 1)) if names else []
+        )
     out += [f"{'!':<{INDENT}} {problem}" for problem in verdict.problems]
     return out
 
@@ -41,7 +54,11 @@ def lines(verdict: Verdict) -> list[str]:
 def _echo(failure: dict[str, Any], verdict: Verdict) -> bool:
     """Whether it is a broken law of a function whose values are wrong already: most likely the same defect again."""
     laws = CONTRACTS[failure["function"]].laws
-    plain = [other for other in verdict.failures if other["function"] == failure["function"] and (other["finding"] or {}).get("check") not in laws]
+    plain = [
+        other
+        for other in verdict.failures
+        if other["function"] == failure["function"] and (other["finding"] or {}).get("check") not in laws
+    ]
     return bool(plain) and (failure["finding"] or {}).get("check") in laws
 
 
@@ -67,7 +84,10 @@ def _summary(verdict: Verdict) -> str:
     judged = [f for f in verdict.functions.values() if f.status not in UNTOUCHED]
     untouched = {status: sum(f.status == status for f in verdict.functions.values()) for status in UNTOUCHED}
     differing = sum(f.status in ("differs", "blocked") for f in judged)
-    total = {status: sum(f.counts.get(status, 0) for f in judged) for status in ("WAIVED", "DECLARED_UNSUPPORTED", "UNINFORMATIVE")}
+    total = {
+        status: sum(f.counts.get(status, 0) for f in judged)
+        for status in ("WAIVED", "DECLARED_UNSUPPORTED", "UNINFORMATIVE")
+    }
     parts = [
         f"{differing} of {len(judged)} functions differ" if differing else f"{len(judged)} functions",
         f"{verdict.cases} cases in {verdict.seconds:.0f} s",
@@ -86,7 +106,11 @@ def failure_lines(failure: dict[str, Any], implementation: str) -> list[str]:
     """One failure: what is wrong, the smallest case, and how to replay it."""
     case = case_from(failure["case"])
     finding = failure["finding"]
-    what = f"{finding['output']} [{finding['check']}] {finding['message']}" if finding else f"{failure['status']}: {failure['reason']}"
+    what = (
+        f"{finding['output']} [{finding['check']}] {finding['message']}"
+        if finding
+        else f"{failure['status']}: {failure['reason']}"
+    )
     if finding and failure["status"] not in ("FAIL",):
         what = f"{failure['status']}: {what} ({failure['reason']})"
     size = "smallest case" if failure["smallest"] else "failing case"
@@ -103,10 +127,18 @@ def picture(case: Any) -> str:
         return f"golden case {case.golden}" if case.golden else f"illegal call {case.illegal}"
     letters = {"tokens": "T", "hidden": "H", "experts": "E", "topk": "K"}
     record = {name: value for name, value in case.record().items() if name not in ("schema", "function")}
-    sizes = [f"{letter}={getattr(case, name)}" for name, letter in letters.items() if hasattr(case, name) and (name != "topk" or "topk" in record)]
+    sizes = [
+        f"{letter}={getattr(case, name)}"
+        for name, letter in letters.items()
+        if hasattr(case, name) and (name != "topk" or "topk" in record)
+    ]
     parts = [" ".join(sizes)] if sizes else []
     routing = record.pop("routing", None)
-    rest = [f"{name}={','.join(map(str, value)) if isinstance(value, list) else value}" for name, value in record.items() if name not in letters]
+    rest = [
+        f"{name}={','.join(map(str, value)) if isinstance(value, list) else value}"
+        for name, value in record.items()
+        if name not in letters
+    ]
     if hasattr(case, "dtype"):
         parts.append(case.dtype)
     rest = [text for text in rest if not text.startswith("dtype=")]
@@ -120,4 +152,7 @@ def annotations(verdict: Verdict) -> list[str]:
     """Lines that GitHub Actions shows beside the change; none elsewhere."""
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return []
-    return [f"::error title={f['function']} differs::{' %0A'.join(failure_lines(f, verdict.implementation))}" for f in verdict.failures]
+    return [
+        f"::error title={f['function']} differs::{' %0A'.join(failure_lines(f, verdict.implementation))}"
+        for f in verdict.failures
+    ]

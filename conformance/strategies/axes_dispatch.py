@@ -4,7 +4,15 @@ from typing import Any
 
 from conformance.case import Case
 from conformance.contracts.dispatching import FUNCTIONS, MAPPED, SPREADS, DispatchCase
-from conformance.strategies.dispatch import INDEX_DTYPES, differentiated, dispatcher_of, has_probs, inputs_of, is_dispatch, takes
+from conformance.strategies.dispatch import (
+    INDEX_DTYPES,
+    differentiated,
+    dispatcher_of,
+    has_probs,
+    inputs_of,
+    is_dispatch,
+    takes,
+)
 from conformance.strategies.space import DTYPES, MAP_DTYPES, POISONS, Space
 
 Row = dict[str, Any]
@@ -33,14 +41,24 @@ def _axes(function: str) -> dict[str, tuple[Any, ...]]:
     routes = is_dispatch(function) and "cached" not in function
     axes: dict[str, tuple[Any, ...]] = {
         "world": tuple(WORLDS),
-        "spread": SPREADS if routes else SPREADS[::2],  # what goes back has been spread by dispatch, which is judged for itself
+        "spread": SPREADS
+        if routes
+        else SPREADS[::2],  # what goes back has been spread by dispatch, which is judged for itself
         "dtype": (*DTYPES, "float8_e4m3fn") if routes else DTYPES[:2],
         "values": ("dyadic", "integers", "special"),
-        "layout": (("contiguous", ""), ("transposed", main), *(("strided", of) for of in inputs)),  # others are drawn: a case has several processes
+        "layout": (
+            ("contiguous", ""),
+            ("transposed", main),
+            *(("strided", of) for of in inputs),
+        ),  # others are drawn: a case has several processes
         "grads": ("", main, *(("probs", f"{main}+probs") if len(given) > 1 else ())),
         "poison": POISONS,
     }
-    axes |= {"map_dtype": MAP_DTYPES} if dispatcher in MAPPED else {"index_dtype": INDEX_DTYPES, "repeats": ("", "count each", "last slot")}
+    axes |= (
+        {"map_dtype": MAP_DTYPES}
+        if dispatcher in MAPPED
+        else {"index_dtype": INDEX_DTYPES, "repeats": ("", "count each", "last slot")}
+    )
     axes |= {"probs": probs} if len(probs) > 1 else {}
     axes |= {"room": ROOMS[dispatcher]} if dispatcher in ROOMS else {}
     axes |= {"shards": (1, 2)} if dispatcher in ("allgather", "alltoall") else {}
@@ -62,7 +80,11 @@ def legal(function: str, row: Row, space: Space) -> bool:
     """Whether the row describes a call that can be made."""
     dispatcher = dispatcher_of(function)
     needed, room = NEEDED.get(dispatcher, {}), ROOM[row.get("room", "")]
-    asked = [setting for name, setting in needed.items() if (room.get(name) if name in ("align", "capacity", "slack") else row.get(name)) not in (None, 0, "")]
+    asked = [
+        setting
+        for name, setting in needed.items()
+        if (room.get(name) if name in ("align", "capacity", "slack") else row.get(name)) not in (None, 0, "")
+    ]
     asked += ["expert_tensor_parallel"] if row.get("shards", 1) > 1 else []
     ranks = len(WORLDS[row["world"]])
     return (
@@ -86,20 +108,34 @@ def _lies_somewhere(function: str, row: Row) -> bool:
         return True
     if of == "scales":
         return bool(row["scales"])
-    return ((of != "probs" and of != "d_probs") or row.get("probs") != "") and not (of.startswith("d_") and not row["grads"])
+    return ((of != "probs" and of != "d_probs") or row.get("probs") != "") and not (
+        of.startswith("d_") and not row["grads"]
+    )
 
 
 def case_of(function: str, fields: Row) -> Case:
     """The case that a row with these values describes."""
-    named = {name: x for name, x in fields.items() if name not in ("world", "room")} | ROOM[fields.get("room", "")] | {"counts": WORLDS[fields["world"]]}
-    common = {"local_experts": 2, "hidden": 128 if fields.get("fp8") else 5, "topk": 2, "probs": has_probs(function, Space())[-1]}
+    named = (
+        {name: x for name, x in fields.items() if name not in ("world", "room")}
+        | ROOM[fields.get("room", "")]
+        | {"counts": WORLDS[fields["world"]]}
+    )
+    common = {
+        "local_experts": 2,
+        "hidden": 128 if fields.get("fp8") else 5,
+        "topk": 2,
+        "probs": has_probs(function, Space())[-1],
+    }
     return DispatchCase(function=function, **common | named)
 
 
 def row_of(case: Any) -> Row:
     """The values of the axes that a case of a covering array stands for."""
     fields = {axis: getattr(case, axis) for axis in AXES[case.function] if axis not in ("layout", "room", "world")}
-    fields |= {"layout": (case.layout, case.layout_of), "world": next(name for name, counts in WORLDS.items() if counts == case.counts)}
+    fields |= {
+        "layout": (case.layout, case.layout_of),
+        "world": next(name for name, counts in WORLDS.items() if counts == case.counts),
+    }
     if "room" in AXES[case.function]:
         plain = {"align": 0, "capacity": 0, "slack": None}
         shown = {name: getattr(case, name) for name in plain}

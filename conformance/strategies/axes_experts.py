@@ -56,10 +56,19 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
     "latent_projection": {
         **{axis: values for axis, values in _GROUPED.items() if axis in ("dtype", "values", "poison")},
         "bias": ("", "float32", "bfloat16"),
-        "layout": (("contiguous", ""), ("transposed", "x"), ("strided", "weight"), ("strided", "bias"), ("expanded", "d_out")),
+        "layout": (
+            ("contiguous", ""),
+            ("transposed", "x"),
+            ("strided", "weight"),
+            ("strided", "bias"),
+            ("expanded", "d_out"),
+        ),
         "grads": ("", "x", "weight", "x+weight+bias"),
     },
-    "grouped_dgrad": {**_GROUPED, "layout": layouts("d_out", "weight", vectors=("tokens_per_expert",), expanded=("d_out",))},
+    "grouped_dgrad": {
+        **_GROUPED,
+        "layout": layouts("d_out", "weight", vectors=("tokens_per_expert",), expanded=("d_out",)),
+    },
     "grouped_wgrad": {
         **_GROUPED,
         "into": ("", "float32", "float64"),
@@ -86,7 +95,9 @@ def case_of(function: str, fields: Row) -> Case:
     """The case that a row with these values describes."""
     if function in ("glu", "activation"):
         return ActivationCase(function=function, tokens=5, width=6, **fields)
-    return GroupedCase(function=function, tokens=9, experts=len(fields.get("counts", (9,))), hidden=7, width=5, **fields)
+    return GroupedCase(
+        function=function, tokens=9, experts=len(fields.get("counts", (9,))), hidden=7, width=5, **fields
+    )
 
 
 # ---- grouped products in low precision
@@ -103,22 +114,39 @@ _LOW = {
     "poison": POISONS,
 }
 LOW_ROWS = {"delayed": 9, "current": 9, "block": 45}  # 1 for the others, whose sizes are in units
-LOW_SIZES = {"block": (133, 130), "mxfp8": (3, 2), "nvfp4": (5, 6)}  # columns in and out: more than a block along each contraction
+LOW_SIZES = {
+    "block": (133, 130),
+    "mxfp8": (3, 2),
+    "nvfp4": (5, 6),
+}  # columns in and out: more than a block along each contraction
 LOW_AXES: dict[str, dict[str, tuple[Any, ...]]] = {
     "grouped_linear": {
         **_LOW,
         "bias": ("", "float32"),
-        "layout": (("contiguous", ""), ("transposed", "rows"), ("strided", "weight"), ("transposed", "d_out"), ("expanded", "d_out")),
+        "layout": (
+            ("contiguous", ""),
+            ("transposed", "rows"),
+            ("strided", "weight"),
+            ("transposed", "d_out"),
+            ("expanded", "d_out"),
+        ),
         "grads": ("", "rows", "weight", "rows+weight"),
     },
     "latent_projection": {
-        **{axis: values for axis, values in _LOW.items() if axis in ("scaling", "override", "dtype", "values", "poison")},
+        **{
+            axis: values
+            for axis, values in _LOW.items()
+            if axis in ("scaling", "override", "dtype", "values", "poison")
+        },
         "variant": (0,),
         "bias": ("", "float32"),
         "layout": (("contiguous", ""), ("transposed", "x"), ("strided", "weight"), ("expanded", "d_out")),
         "grads": ("", "x", "weight", "x+weight"),
     },
-    "grouped_dgrad": {**_LOW, "layout": (("contiguous", ""), ("transposed", "weight"), ("strided", "d_out"), ("expanded", "d_out"))},
+    "grouped_dgrad": {
+        **_LOW,
+        "layout": (("contiguous", ""), ("transposed", "weight"), ("strided", "d_out"), ("expanded", "d_out")),
+    },
     "grouped_wgrad": {
         **_LOW,
         "into": ("", "float32", "float64"),

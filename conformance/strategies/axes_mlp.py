@@ -16,8 +16,31 @@ from moe_ref.config.recipes import OVERRIDES
 
 Row = dict[str, Any]
 
-SETTING = {"early": "round_before_probs", "stored": "fp8_input_store", "on_input": "probs_on_input", **BIASES, "gate": "gate_weight", "again": "recompute"}
-OPTIONAL = ("kind", "offset", "clamp", "alpha", "interleave", "stored", "probs", "early", "on_input", "bias1", "bias2", "align", "recompute", "gate", "again")
+SETTING = {
+    "early": "round_before_probs",
+    "stored": "fp8_input_store",
+    "on_input": "probs_on_input",
+    **BIASES,
+    "gate": "gate_weight",
+    "again": "recompute",
+}
+OPTIONAL = (
+    "kind",
+    "offset",
+    "clamp",
+    "alpha",
+    "interleave",
+    "stored",
+    "probs",
+    "early",
+    "on_input",
+    "bias1",
+    "bias2",
+    "align",
+    "recompute",
+    "gate",
+    "again",
+)
 # several fields on one axis: glu's own axes pair each of its settings with all else, and a case of two layers takes an interpreter ten times as long
 TOGETHER = {
     "activated": ("kind", "offset", "clamp", "alpha", "interleave", "stored"),
@@ -47,7 +70,11 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "tail": (0, 3),
         "weighted": (
             _UNWEIGHTED,
-            *(("float32", "signed", False, False), ("bfloat16", "zeros", True, False), ("float64", "plain", False, False)),
+            *(
+                ("float32", "signed", False, False),
+                ("bfloat16", "zeros", True, False),
+                ("float64", "plain", False, False),
+            ),
             *(("float32", "zeros", False, True), ("bfloat16", "signed", False, True)),
         ),
         "biased": (("", ""), ("float32", ""), ("", "float32"), ("bfloat16", "float64"), ("float32", "bfloat16")),
@@ -94,12 +121,23 @@ LOW_AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         **_LOW,
         "counts": LOW_COUNTS,
         "tail": (0, 3),
-        "weighted": (_UNWEIGHTED, ("float32", "signed", False, False), ("bfloat16", "zeros", True, False), ("float32", "plain", False, True)),
+        "weighted": (
+            _UNWEIGHTED,
+            ("float32", "signed", False, False),
+            ("bfloat16", "zeros", True, False),
+            ("float32", "plain", False, True),
+        ),
         "biased": (("", ""), ("float32", "float32")),
         "kept": ((0, ""), (32, "moe"), (0, "moe_act")),
         "grads": ("rows", "fc1_weight+fc2_weight", GIVEN),
     },
-    "sequential_mlp": {**_LOW, "scaling": ("current", "block", "mxfp8"), "variant": (1,), "counts": LOW_COUNTS[1:2], "grads": (GIVEN,)},
+    "sequential_mlp": {
+        **_LOW,
+        "scaling": ("current", "block", "mxfp8"),
+        "variant": (1,),
+        "counts": LOW_COUNTS[1:2],
+        "grads": (GIVEN,),
+    },
     "shared_experts": {**_LOW, "variant": (1,), "gate": (False, True), "again": (False, True), "grads": ("x", GIVEN)},
 }
 
@@ -112,7 +150,10 @@ def low_case(function: str, row: Row) -> Case:
         return SharedCase(function=function, tokens=LOW_ROWS.get(scaling, 1), hidden=hidden, width=width, **fields)
     rows = 5 if fields.get("align") else LOW_ROWS.get(scaling, 1)
     counts = tuple(rows * count for count in row["counts"])
-    return MlpCase(function=function, **fields | {"tokens": sum(counts), "experts": len(counts), "counts": counts, "hidden": hidden, "width": width})
+    return MlpCase(
+        function=function,
+        **fields | {"tokens": sum(counts), "experts": len(counts), "counts": counts, "hidden": hidden, "width": width},
+    )
 
 
 def low_legal(function: str, row: Row, space: Space) -> bool:
@@ -127,7 +168,11 @@ def low_legal(function: str, row: Row, space: Space) -> bool:
 def may_be_low(function: str, case: Any, space: Space) -> bool:
     """Whether the implementation has the settings that a case with this recipe needs, and the reference takes the call."""
     recipe = recipe_of(case)
-    wanted = {"recipe": True, "state": case.scaling == "delayed", "noise": rounds_gradients(recipe) and bool(case.grads)}
+    wanted = {
+        "recipe": True,
+        "state": case.scaling == "delayed",
+        "noise": rounds_gradients(recipe) and bool(case.grads),
+    }
     graded = not case.grads or function not in space.not_differentiable
     return fits_low(case) and graded and all(space.accepts(function, name) for name, needed in wanted.items() if needed)
 
@@ -135,8 +180,17 @@ def may_be_low(function: str, case: Any, space: Space) -> bool:
 def apart(function: str, row: Row) -> Row:
     """The row with each field by itself."""
     fields = {name: value for name, value in row.items() if name not in TOGETHER}
-    fields |= {name: value for axis, names in TOGETHER.items() if axis in row for name, value in zip(names, row[axis], strict=True)}
-    return fields | ({"grads": "+".join(inputs_of(function, row if function == "shared_experts" else fields))} if fields["grads"] == GIVEN else {})
+    fields |= {
+        name: value
+        for axis, names in TOGETHER.items()
+        if axis in row
+        for name, value in zip(names, row[axis], strict=True)
+    }
+    return fields | (
+        {"grads": "+".join(inputs_of(function, row if function == "shared_experts" else fields))}
+        if fields["grads"] == GIVEN
+        else {}
+    )
 
 
 def gated(kind: str) -> bool:
@@ -166,9 +220,16 @@ def legal(function: str, row: Row, space: Space) -> bool:
 def row_of(case: Any) -> Row:
     """The row that `case_of` made this case of."""
     axes = AXES[case.function]
-    row = {axis: tuple(getattr(case, name) for name in TOGETHER[axis]) if axis in TOGETHER else getattr(case, axis) for axis in axes if axis != "layout"}
+    row = {
+        axis: tuple(getattr(case, name) for name in TOGETHER[axis]) if axis in TOGETHER else getattr(case, axis)
+        for axis in axes
+        if axis != "layout"
+    }
     fields = apart(case.function, row | {"grads": GIVEN})
-    return row | {"layout": (case.layout, case.layout_of), "grads": GIVEN if case.grads == fields["grads"] else case.grads}
+    return row | {
+        "layout": (case.layout, case.layout_of),
+        "grads": GIVEN if case.grads == fields["grads"] else case.grads,
+    }
 
 
 def case_of(function: str, fields: Row) -> Case:

@@ -11,7 +11,13 @@ from conformance.strategies.space import DTYPES, LAYOUTS, MAP_DTYPES, POISONS, S
 Row = dict[str, Any]
 
 ROUTING = (0b0110, 0b0001, 0b0000, 0b1111, 0b0110, 0b0100, 0b1001)  # seven tokens, four experts, one token without any
-ROOM: dict[str, Row] = {"": {}, "align": {"align": 4}, "capacity": {"capacity": 3}, "tight": {"slack": -2}, "ample": {"align": 2, "slack": 3}}
+ROOM: dict[str, Row] = {
+    "": {},
+    "align": {"align": 4},
+    "capacity": {"capacity": 3},
+    "tight": {"slack": -2},
+    "ample": {"align": 2, "slack": 3},
+}
 
 
 def _permutation_axes(function: str, main: str) -> dict[str, tuple[Any, ...]]:
@@ -47,7 +53,11 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "values": ("dyadic", "special"),
         "index_dtype": ("int64", "int32"),
         "tail": (0, 2),
-        "layout": (("contiguous", ""), *((x, of) for of in ("rows", "probs", "d_rows") for x in LAYOUTS[1:]), *SORT_ONLY),
+        "layout": (
+            ("contiguous", ""),
+            *((x, of) for of in ("rows", "probs", "d_rows") for x in LAYOUTS[1:]),
+            *SORT_ONLY,
+        ),
         "grads": ("", "rows", "probs", "rows+probs"),
         "poison": POISONS,
     },
@@ -90,7 +100,11 @@ def legal(function: str, row: Row, space: Space) -> bool:
     """Whether the row describes a call that can be made."""
     wanted, of = row.get("grads", "").split("+"), row["layout"][1]
     room = ROOM[row.get("room", "")]
-    asked = [*(["align"] if "align" in room else []), *(["capacity"] if "capacity" in room else []), *(["num_rows"] if "slack" in room else [])]
+    asked = [
+        *(["align"] if "align" in room else []),
+        *(["capacity"] if "capacity" in room else []),
+        *(["num_rows"] if "slack" in room else []),
+    ]
     return (
         all(space.accepts("permute", name) for name in asked)
         and (not row.get("probs") or space.accepts(function, "probs"))
@@ -108,4 +122,6 @@ def case_of(function: str, fields: Row) -> Case:
         return ChunksCase(function=function, sizes=(3, 0, 1, 4), order=(2, 0, 3, 1), hidden=5, **fields)
     if Case.family[function] is IndicesCase:
         return IndicesCase(function=function, tokens=5, topk=3, experts=6, **fields)
-    return RoutingCase(function=function, tokens=7, experts=4, hidden=1 if "align" in AXES[function] else 5, routing=ROUTING, **fields)
+    return RoutingCase(
+        function=function, tokens=7, experts=4, hidden=1 if "align" in AXES[function] else 5, routing=ROUTING, **fields
+    )

@@ -39,7 +39,9 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
 def legal(function: str, row: Row, space: Space) -> bool:
     """Whether the row describes a call that can be made."""
     of = row["layout"][1]
-    if (row["scaling"] != "delayed" and row["steps"] != "quantize") or (not row["counts"] and (row["tail"] or of == "splits")):
+    if (row["scaling"] != "delayed" and row["steps"] != "quantize") or (
+        not row["counts"] and (row["tail"] or of == "splits")
+    ):
         return False
     if of == "d_dequantized" and "" not in SUFFIXES[row["direction"]]:
         return False
@@ -55,4 +57,10 @@ def case_of(function: str, fields: Row) -> Case:
     """The case that a row with these values describes."""
     scaling, counts = fields["scaling"], fields["counts"]
     tokens = sum(counts) if counts else WHOLE
-    return QuantizeCase(function=function, tokens=tokens, experts=len(counts), hidden=HIDDEN.get(scaling, 7 // UNIT.get(scaling, 1)), **fields)
+    return QuantizeCase(
+        function=function,
+        tokens=tokens,
+        experts=len(counts),
+        hidden=HIDDEN.get(scaling, 7 // UNIT.get(scaling, 1)),
+        **fields,
+    )

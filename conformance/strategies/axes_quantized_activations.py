@@ -7,7 +7,13 @@ from conformance.case import Case
 from conformance.contracts.activation import WEIGHTS
 from conformance.contracts.quantization import DIRECTIONS, VARIANTS
 from conformance.contracts.quantize import SUFFIXES
-from conformance.contracts.quantized_activation_cases import BACKWARD, FUNCTIONS, OF_GATES, RECIPES_HERE, QuantizedActivationCase
+from conformance.contracts.quantized_activation_cases import (
+    BACKWARD,
+    FUNCTIONS,
+    OF_GATES,
+    RECIPES_HERE,
+    QuantizedActivationCase,
+)
 from conformance.strategies.axes_experts import GATES, PLAIN
 from conformance.strategies.space import DTYPES, POISONS, Space
 
@@ -36,7 +42,12 @@ _SETTINGS = {"offset": (0, 8, -4), "clamp": (0, 6), "alpha": (0, 1702), "interle
 def _axes(function: str) -> dict[str, tuple[Any, ...]]:
     backward = function in BACKWARD
     own = {"kind": GATES[:4], **_SETTINGS} if function in OF_GATES else {"kind": PLAIN[:4]}
-    layouts = (("contiguous", ""), ("transposed", "h"), ("strided", "probs"), ("shifted", "d_out") if backward else ("expanded", "d_dequantized"))
+    layouts = (
+        ("contiguous", ""),
+        ("transposed", "h"),
+        ("strided", "probs"),
+        ("shifted", "d_out") if backward else ("expanded", "d_dequantized"),
+    )
     return _AXES | own | {"layout": layouts} | ({} if backward else {"grads": ("", "h", "h+probs")})
 
 
@@ -57,7 +68,11 @@ def legal(function: str, row: Row, space: Space) -> bool:
 
 
 def _is_transformed(row: Row) -> bool:
-    return row["scaling"] == "nvfp4" and bool(RECIPES_HERE["nvfp4"][row["variant"]].hadamard) and row["direction"] != "rowwise"
+    return (
+        row["scaling"] == "nvfp4"
+        and bool(RECIPES_HERE["nvfp4"][row["variant"]].hadamard)
+        and row["direction"] != "rowwise"
+    )
 
 
 def _may_be_transformed(row: Row) -> bool:
@@ -77,7 +92,12 @@ _NEEDED: dict[str, Callable[[str, Row], bool]] = {  # by setting: whether a row 
 
 def _sized(row: Row) -> dict[str, Any]:
     counts = row["counts"]
-    return {"tokens": sum(counts) if counts else WHOLE, "experts": len(counts), "counts": counts, "width": WIDTH.get(row["scaling"], 6)}
+    return {
+        "tokens": sum(counts) if counts else WHOLE,
+        "experts": len(counts),
+        "counts": counts,
+        "width": WIDTH.get(row["scaling"], 6),
+    }
 
 
 def case_of(function: str, fields: Row) -> Case:

@@ -12,7 +12,9 @@ from conformance.strategies.space import DTYPES, LAYOUTS, LOGIT_DTYPES, POISONS,
 Row = dict[str, Any]
 
 
-def layouts(*matrices: str, vectors: tuple[str, ...] = (), expanded: tuple[str, ...] = ()) -> tuple[tuple[str, str], ...]:
+def layouts(
+    *matrices: str, vectors: tuple[str, ...] = (), expanded: tuple[str, ...] = ()
+) -> tuple[tuple[str, str], ...]:
     """A layout and the tensor that has it: every one for matrices, one for vectors and for tensors that may be expanded."""
     return (
         ("contiguous", ""),
@@ -147,7 +149,10 @@ def legal(function: str, row: Row, space: Space) -> bool:
     wide = {"sigmoid": "score_function", "sqrtsoftplus": "score_function", "softmax_pre": "pre_softmax"}
     return (
         (function == "route" or row.get("score", "softmax") == "softmax" or needs(function, wide[row["score"]]))
-        and not (row.get("bias") in ("small", "large") and (row["score"].startswith("softmax") or not needs(function, "expert_bias")))
+        and not (
+            row.get("bias") in ("small", "large")
+            and (row["score"].startswith("softmax") or not needs(function, "expert_bias"))
+        )
         and not (of == "expert_bias" and function != "update_expert_bias" and not row["bias"])
         and not (row.get("precomputed") and not needs(function, "precomputed_indices"))
         and not (of == "precomputed_indices" and not row["precomputed"])
@@ -181,7 +186,11 @@ def _route_fits(row: Row, space: Space) -> bool:
     asked |= dict.fromkeys(("sum_tp_cp", "sum_tp_dp_cp"), row["ranks"] > 1)
     needed = [name for name, wanted in asked.items() if wanted]
     by_softmax = row["score"].startswith("softmax")
-    return all(space.accepts("route", name) for name in needed) and not (row["bias"] and by_softmax) and not (row["room"] and row["dtype"] != "float32")
+    return (
+        all(space.accepts("route", name) for name in needed)
+        and not (row["bias"] and by_softmax)
+        and not (row["room"] and row["dtype"] != "float32")
+    )
 
 
 def case_of(function: str, fields: Row) -> Case:
@@ -195,5 +204,7 @@ def case_of(function: str, fields: Row) -> Case:
         room = fields.pop("room")
         sized = {"capacity": abs(room), "pad": room < 0}
         fields = {name: x for name, x in fields.items() if not name.startswith("layout")}
-        return RouteCase(function=function, tokens=12, experts=8, topk=3, groups=groups, group_topk=kept, **sized, **fields)
+        return RouteCase(
+            function=function, tokens=12, experts=8, topk=3, groups=groups, group_topk=kept, **sized, **fields
+        )
     return LogitsCase(function=function, tokens=7, experts=8, groups=groups, group_topk=kept, **fields)

@@ -43,13 +43,20 @@ def pairs_of(row: Mapping[str, Any]) -> Iterator[Pair]:
 def covering(axes: Mapping[str, tuple[Any, ...]], legal: Callable[[Row], bool]) -> tuple[list[Row], int, int]:
     """Rows that have every legal pair of values; the number of pairs they have, and of those that no legal row was found for."""
     source = random.Random(0)
-    every = [dict((a, b)) for x, y in itertools.combinations(sorted(axes), 2) for a in _values(axes, x) for b in _values(axes, y)]
+    every = [
+        dict((a, b))
+        for x, y in itertools.combinations(sorted(axes), 2)
+        for a in _values(axes, x)
+        for b in _values(axes, y)
+    ]
     uncovered = {next(pairs_of(pair)): pair for pair in every}
     rows: list[Row] = []
     impossible = 0
     while uncovered:
         wanted = next(iter(uncovered.values()))
-        made = [row for row in (_completed(axes, wanted, source) for _ in range(20 * CANDIDATES)) if legal(row)][:CANDIDATES]
+        made = [row for row in (_completed(axes, wanted, source) for _ in range(20 * CANDIDATES)) if legal(row)][
+            :CANDIDATES
+        ]
         if not made:
             impossible += 1
             del uncovered[next(pairs_of(wanted))]
@@ -69,7 +76,16 @@ def _completed(axes: Mapping[str, tuple[Any, ...]], fixed: Row, source: random.R
     return {name: fixed.get(name, source.choice(values)) for name, values in axes.items()}
 
 
-HOMES = (axes_permutation, axes_routing, axes_experts, axes_mlp, axes_dispatch, axes_quantization, axes_permuted_quantization, axes_quantized_activations)
+HOMES = (
+    axes_permutation,
+    axes_routing,
+    axes_experts,
+    axes_mlp,
+    axes_dispatch,
+    axes_quantization,
+    axes_permuted_quantization,
+    axes_quantized_activations,
+)
 AXES = {function: axes for home in HOMES for function, axes in home.AXES.items()}
 
 

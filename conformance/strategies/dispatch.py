@@ -10,7 +10,17 @@ from conformance.case import Case
 from conformance.contracts.dispatch_quantized import RECIPES
 from conformance.contracts.dispatching import MAPPED, SPREADS, DispatchCase
 from conformance.strategies.experts import finished
-from conformance.strategies.space import ALIGNMENTS, DTYPES, LAYOUTS, MAP_DTYPES, MOVED_DTYPES, Space, mostly, sizes, some_of
+from conformance.strategies.space import (
+    ALIGNMENTS,
+    DTYPES,
+    LAYOUTS,
+    MAP_DTYPES,
+    MOVED_DTYPES,
+    Space,
+    mostly,
+    sizes,
+    some_of,
+)
 
 Row = dict[str, Any]
 INDEX_DTYPES = ("int64", "int32")
@@ -54,7 +64,13 @@ def inputs_of(function: str, probs: str, scales: int, grads: str, unused: str = 
     """Names of inputs and cotangents that a case has, which may lie anyhow."""
     dispatcher, given = dispatcher_of(function), differentiated(function, probs)
     sent = is_dispatch(function) and not is_cached(function)
-    routing = ("routing_map",) if sent and dispatcher in MAPPED else ("indices",) if sent or function == "deepep_low_latency_combine" else ()
+    routing = (
+        ("routing_map",)
+        if sent and dispatcher in MAPPED
+        else ("indices",)
+        if sent or function == "deepep_low_latency_combine"
+        else ()
+    )
     also = ("scales",) * bool(scales and function == "deepep_dispatch")
     if function == "deepep_low_latency_dispatch":
         returned: tuple[str, ...] = ("ordered",)
@@ -86,7 +102,9 @@ def rooms(draw: st.DrawFn, function: str, space: Space) -> Row:
     if dispatcher == "alltoall" and takes(function, space, "capacity"):
         return {"capacity": draw(st.sampled_from((0, 0, 1, 2, 5)))}
     room: Row = {}
-    names = {"hybridep": ("align", "num_rows"), "deepep": ("expert_alignment", "num_worst_tokens")}.get(dispatcher, ("", ""))
+    names = {"hybridep": ("align", "num_rows"), "deepep": ("expert_alignment", "num_worst_tokens")}.get(
+        dispatcher, ("", "")
+    )
     if names[0] and space.accepts(f"{dispatcher}_dispatch", names[0]):
         room["align"] = draw(st.sampled_from((0, 0, *ALIGNMENTS)))
     if names[1] and space.accepts(f"{dispatcher}_dispatch", names[1]):
@@ -98,10 +116,13 @@ def rooms(draw: st.DrawFn, function: str, space: Space) -> Row:
 def dispatch_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
     """Any function of a dispatcher."""
     dispatcher, before = dispatcher_of(function), f"{dispatcher_of(function)}_dispatch"
-    fields: Row = draw(worlds(space, dispatcher in ("allgather", "alltoall") and space.accepts(before, "expert_tensor_parallel"))) | draw(
-        rooms(function, space)
-    )
-    fields |= {"spread": draw(st.sampled_from(SPREADS)), "hidden": draw(st.one_of(st.integers(1, 9), st.integers(1, 9), sizes(1, 70)))}
+    fields: Row = draw(
+        worlds(space, dispatcher in ("allgather", "alltoall") and space.accepts(before, "expert_tensor_parallel"))
+    ) | draw(rooms(function, space))
+    fields |= {
+        "spread": draw(st.sampled_from(SPREADS)),
+        "hidden": draw(st.one_of(st.integers(1, 9), st.integers(1, 9), sizes(1, 70))),
+    }
     fp8 = [""]
     if function == "deepep_low_latency_dispatch" and space.accepts(function, "use_fp8"):
         fp8 += ["fp8", *(["powers"] if space.accepts(function, "round_scale") else [])]
@@ -117,7 +138,10 @@ def dispatch_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
     fields["dtype"] = draw(st.sampled_from((*DTYPES, *MOVED_DTYPES) if copies else DTYPES))
     fields["probs"] = draw(st.sampled_from(has_probs(function, space)))
     fields["zero_probs"] = draw(st.booleans()) if fields["probs"] else False
-    styles = [*(["special"] if not fields["fp8"] or dispatcher == "hybridep" else []), *(["wide"] if fields["dtype"] != "float16" else [])]
+    styles = [
+        *(["special"] if not fields["fp8"] or dispatcher == "hybridep" else []),
+        *(["wide"] if fields["dtype"] != "float16" else []),
+    ]
     fields["values"] = draw(st.sampled_from(("dyadic", "integers", "integers", *styles)))
     if dispatcher in MAPPED:
         fields["map_dtype"] = draw(st.sampled_from(MAP_DTYPES))
@@ -128,13 +152,31 @@ def dispatch_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
         fields["scales"] = draw(st.sampled_from((0, 0, 1, 3)))
     if function == "deepep_combine" and space.accepts(function, "biases"):
         fields["biases"] = draw(st.integers(0, 2))
-    if function not in space.not_differentiable and fields["dtype"] in DTYPES and (not fields["fp8"] or dispatcher == "hybridep"):
+    if (
+        function not in space.not_differentiable
+        and fields["dtype"] in DTYPES
+        and (not fields["fp8"] or dispatcher == "hybridep")
+    ):
         given = differentiated(function, fields["probs"])
         fields["grads"] = draw(some_of(given))
-        if fields["grads"] and len(given) > 1 and function != "deepep_low_latency_combine" and not draw(st.integers(0, 3)):
+        if (
+            fields["grads"]
+            and len(given) > 1
+            and function != "deepep_low_latency_combine"
+            and not draw(st.integers(0, 3))
+        ):
             fields["unused"] = draw(st.sampled_from(("tokens" if given[0] == "rows" else "rows", "probs")))
-    if fields.get("grads") and dispatcher != "deepep_low_latency" and not draw(st.integers(0, 2)):  # as adjointness needs it: rare otherwise
-        fields |= {"grads": given[0], "unused": "", "dtype": "float32", "values": "integers", "slack": None, "biases": 0}
+    if (
+        fields.get("grads") and dispatcher != "deepep_low_latency" and not draw(st.integers(0, 2))
+    ):  # as adjointness needs it: rare otherwise
+        fields |= {
+            "grads": given[0],
+            "unused": "",
+            "dtype": "float32",
+            "values": "integers",
+            "slack": None,
+            "biases": 0,
+        }
     case = DispatchCase(function=function, **fields)
     if not draw(st.integers(0, 3)) and function not in space.contiguous_only:
         case = replace(case, layout=draw(st.sampled_from(LAYOUTS[1:])), layout_of=draw(st.sampled_from(_inputs(case))))
@@ -158,7 +200,11 @@ def dispatch_shapes(function: str, space: Space) -> list[Row]:
     """More tokens than one block of any kernel, more experts than a warp has lanes, and wide rows; on as many ranks as there are."""
     long = (space.many // 4, *(3,) * (space.ranks - 1))
     probs = has_probs(function, space)[-1]
-    common: Row = {"probs": probs, "seed": 1, "grads": "" if function in space.not_differentiable else "+".join(differentiated(function, probs))}
+    common: Row = {
+        "probs": probs,
+        "seed": 1,
+        "grads": "" if function in space.not_differentiable else "+".join(differentiated(function, probs)),
+    }
     wide = 4097 if space.device == "cuda" else 513
     found = [
         common | {"counts": long, "local_experts": 2, "topk": 2, "hidden": 3},
@@ -179,14 +225,19 @@ def as_codes(space: Space, wide: int) -> list[Row]:
     return [
         few | {"fp8": "fp8", "dtype": "bfloat16", "values": "wide"} | padded,
         few | {"fp8": "powers", "dtype": "float16", "spread": "skewed"} | padded | tight,
-        few | {"fp8": "least", "dtype": "bfloat16", "local_experts": 4, "topk": 4, "spread": "ragged", "grads": ""} | padded | ample,
+        few
+        | {"fp8": "least", "dtype": "bfloat16", "local_experts": 4, "topk": 4, "spread": "ragged", "grads": ""}
+        | padded
+        | ample,
         few | {"fp8": "least", "values": "special", "spread": "one_rank"} | padded,
         few | {"fp8": "fp8", "spread": "same", "hidden": wide, "grads": ""} | ample,
         few | {"fp8": "powers", "dtype": "bfloat16", "spread": "local", "local_experts": 33, "topk": 8},
     ]
 
 
-SIZED: dict[str, tuple[str, Row]] = {  # the setting that fixes all sizes, and a case that has it; of HybridEP one in which the fullest rank overflows
+SIZED: dict[
+    str, tuple[str, Row]
+] = {  # the setting that fixes all sizes, and a case that has it; of HybridEP one in which the fullest rank overflows
     "alltoall": ("capacity", {"capacity": 2}),
     "deepep": ("num_worst_tokens", {"slack": 2}),
     "hybridep": ("num_rows", {"slack": -1}),
@@ -195,7 +246,14 @@ SIZED: dict[str, tuple[str, Row]] = {  # the setting that fixes all sizes, and a
 
 def law_cases(function: str, space: Space, others: Sequence[Case]) -> list[Case]:
     """A small plain case for each law that none of the others asks of several ranks with rows."""
-    some: Row = {"counts": (3, 2)[: space.ranks], "local_experts": 2, "topk": 2, "hidden": 3, "values": "integers", "seed": 1}
+    some: Row = {
+        "counts": (3, 2)[: space.ranks],
+        "local_experts": 2,
+        "topk": 2,
+        "hidden": 3,
+        "values": "integers",
+        "seed": 1,
+    }
     plain = DispatchCase(function=function, probs="float32" if "float32" in has_probs(function, space) else "", **some)
     setting, room = SIZED.get(plain.dispatcher, ("", {}))
     possible = [plain]
@@ -203,7 +261,11 @@ def law_cases(function: str, space: Space, others: Sequence[Case]) -> list[Case]
         possible.append(replace(plain, **room))
     if function not in space.not_differentiable:
         possible.append(replace(plain, grads=differentiated(function, "")[0]))
-    asked = {case.law for case in others if isinstance(case, DispatchCase) and case.spread != "empty" and case.ranks >= plain.ranks}
+    asked = {
+        case.law
+        for case in others
+        if isinstance(case, DispatchCase) and case.spread != "empty" and case.ranks >= plain.ranks
+    }
     found: dict[str, Case] = {}
     for case in possible:
         for law in space.laws(case):
@@ -215,8 +277,23 @@ def far_dispatch(function: str, space: Space) -> list[Case]:
     """Three tokens on one rank, every input and cotangent once with far rows and once with far columns."""
     probs = has_probs(function, space)[-1]
     grads = "" if function in space.not_differentiable else "+".join(differentiated(function, probs))
-    scales = 3 if dispatcher_of(function) == "deepep" and space.accepts(f"{dispatcher_of(function)}_dispatch", "scales") else 0
-    plain = DispatchCase(function=function, counts=(3,), local_experts=3, topk=2, hidden=3, dtype="bfloat16", probs=probs, grads=grads, scales=scales, seed=1)
+    scales = (
+        3
+        if dispatcher_of(function) == "deepep" and space.accepts(f"{dispatcher_of(function)}_dispatch", "scales")
+        else 0
+    )
+    plain = DispatchCase(
+        function=function,
+        counts=(3,),
+        local_experts=3,
+        topk=2,
+        hidden=3,
+        dtype="bfloat16",
+        probs=probs,
+        grads=grads,
+        scales=scales,
+        seed=1,
+    )
     dims = {"rows": 3 if function == "deepep_low_latency_combine" else 2, "d_ordered": 3}
     if dispatcher_of(function) in MAPPED:
         vectors = ("probs", "d_probs") if function.endswith("combine") else ("d_probs",)
@@ -224,4 +301,8 @@ def far_dispatch(function: str, space: Space) -> list[Case]:
     if function == "hybridep_combine":
         dims["d_probs"] = 2
     layouts = ("wide_rows", "wide_columns", "wide_depth")
-    return [replace(plain, layout=layout, layout_of=name) for name in _inputs(plain) for layout in layouts[: dims.get(name, 2)]]
+    return [
+        replace(plain, layout=layout, layout_of=name)
+        for name in _inputs(plain)
+        for layout in layouts[: dims.get(name, 2)]
+    ]

@@ -17,7 +17,12 @@ from conformance.values import WIDE_LAYOUTS
 from moe_ref.config.recipes import OVERRIDES
 
 PROB_DTYPES = ("float32", "bfloat16", "float64")
-FAR_GRADS = {"glu": ("h", "probs"), "activation": ("h", "probs"), "grouped_linear": ("rows", "weight", "bias"), "latent_projection": ("x", "weight", "bias")}
+FAR_GRADS = {
+    "glu": ("h", "probs"),
+    "activation": ("h", "probs"),
+    "grouped_linear": ("rows", "weight", "bias"),
+    "latent_projection": ("x", "weight", "bias"),
+}
 DIMENSIONS = {"probs": 1, "tokens_per_expert": 1, "weight": 3, "accumulate_into": 3}  # of an input that has not two
 OF_ONE = {"bias": 1}  # the same, of one expert
 INPUTS = {
@@ -29,16 +34,34 @@ INPUTS = {
     "grouped_wgrad": ("d_out", "rows", "tokens_per_expert", "accumulate_into"),
 }
 
-FACTORS = {"grouped_linear": ("rows", "weight"), "grouped_dgrad": ("weight",), "grouped_wgrad": ("rows",), "latent_projection": ("x", "weight")}
+FACTORS = {
+    "grouped_linear": ("rows", "weight"),
+    "grouped_dgrad": ("weight",),
+    "grouped_wgrad": ("rows",),
+    "latent_projection": ("x", "weight"),
+}
 
 
 @st.composite
 def activation_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
     """glu and activation."""
-    tokens, width = draw(st.one_of(st.tuples(sizes(0, 9), sizes(0, 18)), st.tuples(sizes(1, 34), sizes(1, 34)), st.sampled_from(((3, 129), (70, 3)))))
-    fields: dict[str, Any] = {"tokens": tokens, "width": width, "values": draw(st.sampled_from(VALUES)), "dtype": draw(mostly("float32", LOGIT_DTYPES[1:]))}
+    tokens, width = draw(
+        st.one_of(
+            st.tuples(sizes(0, 9), sizes(0, 18)),
+            st.tuples(sizes(1, 34), sizes(1, 34)),
+            st.sampled_from(((3, 129), (70, 3))),
+        )
+    )
+    fields: dict[str, Any] = {
+        "tokens": tokens,
+        "width": width,
+        "values": draw(st.sampled_from(VALUES)),
+        "dtype": draw(mostly("float32", LOGIT_DTYPES[1:])),
+    }
     fields |= draw(gate_settings(function, space, width))
-    fields["stored"] = function == "glu" and space.accepts(function, "fp8_input_store") and not fields["kind"] and draw(st.booleans())
+    fields["stored"] = (
+        function == "glu" and space.accepts(function, "fp8_input_store") and not fields["kind"] and draw(st.booleans())
+    )
     possible: tuple[str, ...] = ("h",)
     if space.accepts(function, "probs") and draw(st.integers(0, 3)):
         fields |= {"probs": draw(st.sampled_from(PROB_DTYPES)), "weights": draw(st.sampled_from(WEIGHTS))}
@@ -63,10 +86,19 @@ def gate_settings(draw: st.DrawFn, function: str, space: Space, width: int) -> d
         "alpha": (0, 1000, 1702, 250) if fields["kind"] in ("", "quick_geglu") else (0,),
         "interleave": (0, *(s for s in (1, 2, 3, 8, 16, 32, width) if s and width % s == 0)),
     }
-    return fields | {name: draw(st.sampled_from(values)) for name, values in choices.items() if space.accepts(function, name)}
+    return fields | {
+        name: draw(st.sampled_from(values)) for name, values in choices.items() if space.accepts(function, name)
+    }
 
 
-def laid_out(draw: st.DrawFn, function: str, space: Space, matrices: tuple[str, ...], vectors: tuple[str, ...], cotangents: tuple[str, ...]) -> dict[str, str]:
+def laid_out(
+    draw: st.DrawFn,
+    function: str,
+    space: Space,
+    matrices: tuple[str, ...],
+    vectors: tuple[str, ...],
+    cotangents: tuple[str, ...],
+) -> dict[str, str]:
     """One input or cotangent in another layout, or none."""
     if function in space.contiguous_only or not draw(st.booleans()):
         return {}
@@ -84,25 +116,36 @@ def finished(draw: st.DrawFn, case: Case, space: Space) -> Case:
 
 # at most, in units: rows of an expert, and columns; as few as fill no second block, and more
 LOW_SIZES = {"delayed": (30, 40), "current": (30, 40), "block": (140, 150), "mxfp8": (3, 3), "nvfp4": (5, 6)}
-LOW_SHARE = {"cuda": 3, "cpu": 12}  # one in so many grouped products is in low precision, for which an interpreter pays most
+LOW_SHARE = {
+    "cuda": 3,
+    "cpu": 12,
+}  # one in so many grouped products is in low precision, for which an interpreter pays most
 
 
 def grouped_cases(function: str, space: Space) -> st.SearchStrategy[Case]:
     """grouped_linear, grouped_dgrad and grouped_wgrad, and latent_projection."""
     recipes = [(scaling, variant) for scaling in RECIPES for variant in range(VARIANTS)]
-    bare = [GroupedCase(function=function, scaling=scaling, variant=variant, dtype="bfloat16") for scaling, variant in recipes]
+    bare = [
+        GroupedCase(function=function, scaling=scaling, variant=variant, dtype="bfloat16")
+        for scaling, variant in recipes
+    ]
     possible = [(case.scaling, case.variant) for case in bare if may_be_low(function, case, space)]
     if not possible:
         return product_cases(function, space, "", 0)
     low = st.sampled_from(possible).flatmap(lambda recipe: product_cases(function, space, *recipe))
-    return st.integers(1, LOW_SHARE[space.device]).flatmap(lambda i: low if i == 1 else product_cases(function, space, "", 0))
+    return st.integers(1, LOW_SHARE[space.device]).flatmap(
+        lambda i: low if i == 1 else product_cases(function, space, "", 0)
+    )
 
 
 @st.composite
 def product_cases(draw: st.DrawFn, function: str, space: Space, scaling: str, variant: int) -> Case:
     """In high precision, or by a recipe."""
     one, differentiable = function == "latent_projection", function not in ("grouped_dgrad", "grouped_wgrad")
-    fields: dict[str, Any] = draw(all_tokens(34) if one else segments()) | {"hidden": draw(sizes(0, 40)), "width": draw(sizes(0, 40))}
+    fields: dict[str, Any] = draw(all_tokens(34) if one else segments()) | {
+        "hidden": draw(sizes(0, 40)),
+        "width": draw(sizes(0, 40)),
+    }
     values: tuple[str, ...] = grouped.VALUES
     if scaling:
         rows, columns = LOW_SIZES[scaling]
@@ -110,7 +153,9 @@ def product_cases(draw: st.DrawFn, function: str, space: Space, scaling: str, va
         fields |= {"hidden": draw(sizes(1, columns)), "width": draw(sizes(1, columns))}
         values = (*grouped.VALUES, *LOW_VALUES)
     fields |= {"values": draw(st.sampled_from(values)), "dtype": draw(mostly("float32", LOGIT_DTYPES[1:]))}
-    fields["accumulator"] = draw(st.sampled_from(("",) * 5 + ("float64",))) if space.accepts(function, "accumulator") else ""
+    fields["accumulator"] = (
+        draw(st.sampled_from(("",) * 5 + ("float64",))) if space.accepts(function, "accumulator") else ""
+    )
     fields["index_dtype"] = draw(st.sampled_from(("int64", "int32"))) if not one else "int64"
     matrices = FACTORS[function]
     vectors: list[str] = []
@@ -129,7 +174,9 @@ def product_cases(draw: st.DrawFn, function: str, space: Space, scaling: str, va
     if not fits(case):
         case = replace(case, dtype="bfloat16", values="dyadic")
     noise = ("noise",) * 3 if "noise" in recipe_settings(case) else ()  # seldom there: oftener chosen then
-    layout = laid_out(draw, function, space, (*matrices, *noise), (*(() if one else ("tokens_per_expert",)), *vectors), cotangents)
+    layout = laid_out(
+        draw, function, space, (*matrices, *noise), (*(() if one else ("tokens_per_expert",)), *vectors), cotangents
+    )
     return finished(draw, replace(case, **layout), space)  # type: ignore[arg-type]
 
 
@@ -146,7 +193,12 @@ def few_segments(draw: st.DrawFn, most: int) -> dict[str, Any]:
     counts = tuple(draw(st.lists(part, min_size=1, max_size=4)))
     if kind == "one":
         counts = tuple(draw(st.permutations([draw(sizes(1, most)), *[0] * draw(st.integers(0, 3))])))
-    return {"tokens": sum(counts), "experts": len(counts), "counts": counts, "tail": draw(st.sampled_from((0, 0, 1, 5)))}
+    return {
+        "tokens": sum(counts),
+        "experts": len(counts),
+        "counts": counts,
+        "tail": draw(st.sampled_from((0, 0, 1, 5))),
+    }
 
 
 @st.composite
@@ -160,7 +212,12 @@ def segments(draw: st.DrawFn) -> dict[str, Any]:
     else:
         size = st.integers(0, 9) | sizes(0, 34) if kind == "few" else st.just(0)
         counts = tuple(draw(st.lists(size, min_size=1, max_size=5)))
-    return {"tokens": sum(counts), "experts": len(counts), "counts": counts, "tail": draw(st.sampled_from((0, 0, 1, 7)))}
+    return {
+        "tokens": sum(counts),
+        "experts": len(counts),
+        "counts": counts,
+        "tail": draw(st.sampled_from((0, 0, 1, 7))),
+    }
 
 
 def far_experts(function: str, space: Space) -> list[Case]:
@@ -168,15 +225,34 @@ def far_experts(function: str, space: Space) -> list[Case]:
     differentiable = function not in space.not_differentiable
     cls: Any = Case.family[function]
     given = {"probs": "bfloat16", "bias": "bfloat16", "into": "float32"}
-    known = {field: dtype for field, dtype in given.items() if field in cls.__dataclass_fields__ and SETTING.get(field, field) in INPUTS[function]}
+    known = {
+        field: dtype
+        for field, dtype in given.items()
+        if field in cls.__dataclass_fields__ and SETTING.get(field, field) in INPUTS[function]
+    }
     known = {field: dtype for field, dtype in known.items() if space.accepts(function, SETTING.get(field, field))}
     left_out = {SETTING.get(field, field) for field in given} - {SETTING.get(field, field) for field in known}
     grads = "+".join(name for name in FAR_GRADS.get(function, ()) if name not in left_out) if differentiable else ""
-    wanted = [name for name in INPUTS[function] if name not in left_out and (grads or name != "d_out" or function not in FAR_GRADS)]
-    common: dict[str, Any] = {"function": function, "tokens": 3, "experts": 3, "width": 3, "dtype": "bfloat16", "grads": grads} | known
+    wanted = [
+        name
+        for name in INPUTS[function]
+        if name not in left_out and (grads or name != "d_out" or function not in FAR_GRADS)
+    ]
+    common: dict[str, Any] = {
+        "function": function,
+        "tokens": 3,
+        "experts": 3,
+        "width": 3,
+        "dtype": "bfloat16",
+        "grads": grads,
+    } | known
     common |= {"hidden": 3, "index_dtype": "int32"} if cls is not ActivationCase else {}
     dimensions = OF_ONE if function == "latent_projection" else DIMENSIONS
-    return [cls(**common, layout=layout, layout_of=name) for name in wanted for layout in WIDE_LAYOUTS[: dimensions.get(name, 2)]]
+    return [
+        cls(**common, layout=layout, layout_of=name)
+        for name in wanted
+        for layout in WIDE_LAYOUTS[: dimensions.get(name, 2)]
+    ]
 
 
 def expert_shapes(function: str, space: Space) -> list[dict[str, Any]]:
@@ -184,10 +260,25 @@ def expert_shapes(function: str, space: Space) -> list[dict[str, Any]]:
     gpu = space.device == "cuda"
     if function not in ("glu", "activation"):
         if function == "latent_projection":
-            return [{"tokens": 129, "hidden": 65, "width": 33}, *([{"tokens": 70, "hidden": 7168, "width": 1024}] if gpu else [])]
-        real = [{"tokens": 70, "experts": 4, "hidden": 7168, "width": 520}, {"tokens": 70, "experts": 4, "hidden": 520, "width": 2880}] if gpu else []
+            return [
+                {"tokens": 129, "hidden": 65, "width": 33},
+                *([{"tokens": 70, "hidden": 7168, "width": 1024}] if gpu else []),
+            ]
+        real = (
+            [
+                {"tokens": 70, "experts": 4, "hidden": 7168, "width": 520},
+                {"tokens": 70, "experts": 4, "hidden": 520, "width": 2880},
+            ]
+            if gpu
+            else []
+        )
         ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
-        return [ragged, {"tokens": 40, "experts": 129, "hidden": 9, "width": 5}, {"tokens": 3, "experts": 2, "hidden": 257, "width": 9, "tail": 2}, *real]
+        return [
+            ragged,
+            {"tokens": 40, "experts": 129, "hidden": 9, "width": 5},
+            {"tokens": 3, "experts": 2, "hidden": 257, "width": 9, "tail": 2},
+            *real,
+        ]
     wide = [{"tokens": 5, "width": 2880}, {"tokens": 3, "width": 7168}] if gpu else [{"tokens": 3, "width": 513}]
     several = {"tokens": 97, "width": 257}  # blocks of rows and of columns
     return [{"tokens": 2049 if gpu else 129, "width": 9, "values": "rows"}, several, *wide]

@@ -48,7 +48,10 @@ INPUTS = {
     "route": (),  # made of the functions above
 }
 ROUTER_VECTORS = ("bias", "expert_bias", "padding_mask", "tokens_per_expert")
-VECTORS = {("permute", "d_probs"), *(("sort_chunks", name) for name in ("chunk_sizes", "order", "probs", "d_probs"))}  # one dimension: rows only
+VECTORS = {
+    ("permute", "d_probs"),
+    *(("sort_chunks", name) for name in ("chunk_sizes", "order", "probs", "d_probs")),
+}  # one dimension: rows only
 
 
 def far_cases(function: str, space: Space) -> list[Case]:
@@ -70,12 +73,26 @@ def far_cases(function: str, space: Space) -> list[Case]:
     if function in ROUTER:
         return _far_router(function, space)
     with_probs = space.accepts(function, "probs")
-    wanted = [name for name in INPUTS[function] if (with_probs or "probs" not in name) and not (name.startswith("d_") and function in space.not_differentiable)]
-    layouts = {name: ("wide_rows",) if (function, name) in VECTORS else ("wide_rows", "wide_columns") for name in wanted}
-    cases = [_far(function, name, layout, with_probs, function not in space.not_differentiable) for name in wanted for layout in layouts[name]]
+    wanted = [
+        name
+        for name in INPUTS[function]
+        if (with_probs or "probs" not in name) and not (name.startswith("d_") and function in space.not_differentiable)
+    ]
+    layouts = {
+        name: ("wide_rows",) if (function, name) in VECTORS else ("wide_rows", "wide_columns") for name in wanted
+    }
+    cases = [
+        _far(function, name, layout, with_probs, function not in space.not_differentiable)
+        for name in wanted
+        for layout in layouts[name]
+    ]
     if function == "permute" and space.device == "cuda" and space.accepts(function, "align"):
         # expert 1's rows begin behind 2²⁴ rows of expert 0's segment
-        cases.append(RoutingCase(function=function, tokens=2, experts=2, hidden=130, routing=(0b01, 0b10), dtype="uint8", align=2**24))
+        cases.append(
+            RoutingCase(
+                function=function, tokens=2, experts=2, hidden=130, routing=(0b01, 0b10), dtype="uint8", align=2**24
+            )
+        )
     return cases
 
 
@@ -84,16 +101,26 @@ ROUTER = tuple(INPUTS)[7:]
 
 def _far_router(function: str, space: Space) -> list[Case]:
     differentiable = function not in space.not_differentiable
-    wanted = [name for name in INPUTS[function] if space.accepts(function, name) and (differentiable or not name.startswith("d_"))]
+    wanted = [
+        name
+        for name in INPUTS[function]
+        if space.accepts(function, name) and (differentiable or not name.startswith("d_"))
+    ]
     layouts = {name: ("wide_rows",) if name in ROUTER_VECTORS else ("wide_rows", "wide_columns") for name in wanted}
-    return [_far_of_router(function, name, layout, differentiable, space) for name in wanted for layout in layouts[name]]
+    return [
+        _far_of_router(function, name, layout, differentiable, space) for name in wanted for layout in layouts[name]
+    ]
 
 
 def _far_of_router(function: str, name: str, layout: str, differentiable: bool, space: Space) -> Case:
     """Three rows, and three or four columns, so that a step between them fits into 32 bits; in the narrowest dtype that the input may have."""
     common: dict[str, Any] = {"function": function, "layout": layout, "layout_of": name, "dtype": "bfloat16"}
     if function in ("gate", "jitter", "attach_loss"):
-        grads = {"gate": "x+weight" + "+bias" * (name == "bias"), "attach_loss": "x+loss"}.get(function, "") if differentiable else ""
+        grads = (
+            {"gate": "x+weight" + "+bias" * (name == "bias"), "attach_loss": "x+loss"}.get(function, "")
+            if differentiable
+            else ""
+        )
         return GateCase(**common, tokens=3, hidden=3, experts=3, bias=name == "bias", grads=grads)
     if function in ("drop_tokens", "load_balancing_loss", "update_expert_bias"):
         grads = {"drop_tokens": "probs", "load_balancing_loss": "scores"}.get(function, "") if differentiable else ""
@@ -104,14 +131,18 @@ def _far_of_router(function: str, name: str, layout: str, differentiable: bool, 
         "precomputed_indices": {"precomputed": True},
         "padding_mask": {"padding": 4},
     }
-    return LogitsCase(**common, tokens=3, experts=4, topk=3, grads="logits" if differentiable else "", **how.get(name, {}))
+    return LogitsCase(
+        **common, tokens=3, experts=4, topk=3, grads="logits" if differentiable else "", **how.get(name, {})
+    )
 
 
 def _far(function: str, name: str, layout: str, with_probs: bool, differentiable: bool) -> Case:
     """Three rows, in the narrowest dtype that the input may have."""
     common: dict[str, Any] = {"function": function, "layout": layout, "layout_of": name}
     if function == "deepep_layout":
-        return IndicesCase(**common, index_dtype="int16", tokens=3, topk=3, experts=4, ranks=2, slots=(0, 3, 1, 3, -1, 2, 2, 3, 0))
+        return IndicesCase(
+            **common, index_dtype="int16", tokens=3, topk=3, experts=4, ranks=2, slots=(0, 3, 1, 3, -1, 2, 2, 3, 0)
+        )
     if function == "indices_to_multihot":
         slots = (0, 3, 1, 3, -1, 2, 2, 3, 0)  # the last expert is the farthest
         how: dict[str, Any] = {"dtype": "bfloat16", "index_dtype": "int16", "grads": "probs" if differentiable else ""}
@@ -125,4 +156,12 @@ def _far(function: str, name: str, layout: str, with_probs: bool, differentiable
         return ChunksCase(**common, **floating, sizes=(1, 1, 1), order=(2, 0, 1), hidden=3, index_dtype="int32")
     if function == "pad_routing_map":
         return RoutingCase(**common, tokens=3, experts=3, routing=ROUTING, align=2)
-    return RoutingCase(**common, **floating, tokens=3, experts=3, hidden=3, topk=3 if function == "multihot_to_indices" else 1, routing=ROUTING)
+    return RoutingCase(
+        **common,
+        **floating,
+        tokens=3,
+        experts=3,
+        hidden=3,
+        topk=3 if function == "multihot_to_indices" else 1,
+        routing=ROUTING,
+    )

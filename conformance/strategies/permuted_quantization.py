@@ -45,7 +45,11 @@ def kinds(space: Space) -> list[Row]:
         for role in ROLES
         for direction in DIRECTIONS
     ]
-    return [kind for kind in every if _some_fits(kind) and any(may_be(space, **kind, capacity=capacity) for capacity in (0, 1))]
+    return [
+        kind
+        for kind in every
+        if _some_fits(kind) and any(may_be(space, **kind, capacity=capacity) for capacity in (0, 1))
+    ]
 
 
 def _some_fits(kind: Row) -> bool:
@@ -71,15 +75,24 @@ def room(draw: st.DrawFn, space: Space, kind: Row, tokens: int, experts: int) ->
 def permuted_quantization_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
     """permute_and_quantize."""
     kind: Row = draw(st.sampled_from(kinds(space)))
-    shape = draw(st.sampled_from((small(), small(), small(), spread(140, 9, 1), spread(40, 70, 1))).flatmap(lambda shapes: shapes))
+    shape = draw(
+        st.sampled_from((small(), small(), small(), spread(140, 9, 1), spread(40, 70, 1))).flatmap(
+            lambda shapes: shapes
+        )
+    )
     if kind["scaling"] in ALIGNED and not space.accepts(function, "align"):
         shape |= {"experts": 1, "routing": None, "spread": "ragged"} if shape["experts"] > 64 else {}
     dtype = "bfloat16" if _transformed(kind) else draw(st.sampled_from(DTYPES))
     probs = draw(st.sampled_from(("", "float32", "bfloat16"))) if space.accepts(function, "probs") else ""
     differentiable = function not in space.not_differentiable
-    fields = kind | shape | {"hidden": draw(mostly_some(COLUMNS.get(kind["scaling"], 70))), "dtype": dtype, "probs": probs}
+    fields = (
+        kind | shape | {"hidden": draw(mostly_some(COLUMNS.get(kind["scaling"], 70))), "dtype": dtype, "probs": probs}
+    )
     fields |= draw(room(space, kind, shape["tokens"], shape["experts"]))
-    fields |= {"values": draw(st.sampled_from(TRANSFORMED if _transformed(kind) else VALUES)), "gemm": draw(st.booleans())}
+    fields |= {
+        "values": draw(st.sampled_from(TRANSFORMED if _transformed(kind) else VALUES)),
+        "gemm": draw(st.booleans()),
+    }
     fields |= {"map_dtype": draw(mostly("bool", MAP_DTYPES[1:])), "zero_probs": bool(probs) and draw(st.booleans())}
     fields["grads"] = draw(some_of(("tokens", *(("probs",) if probs else ())))) if differentiable else ""
     if fields["grads"] and probs:
@@ -95,24 +108,42 @@ def _layout(draw: st.DrawFn, case: PermutedQuantizationCase) -> tuple[str, str]:
     """Another layout and the input or cotangent that has it, or none."""
     if draw(st.booleans()):
         return "contiguous", ""
-    choices = [(layout, of) for of in ("tokens", "routing_map", *cotangents(case)[:1], *(["probs"] if case.probs else [])) for layout in LAYOUTS[1:]]
+    choices = [
+        (layout, of)
+        for of in ("tokens", "routing_map", *cotangents(case)[:1], *(["probs"] if case.probs else []))
+        for layout in LAYOUTS[1:]
+    ]
     return draw(st.sampled_from([*choices, *(("expanded", of) for of in ("tokens", *cotangents(case)))]))
 
 
 def cotangents(case: PermutedQuantizationCase) -> list[str]:
     """The names of the matrices among the cotangents."""
-    return [f"d_dequantized{suffix}" for suffix in SUFFIXES[case.direction]] if case.grads and case.unused != "rows" else []
+    return (
+        [f"d_dequantized{suffix}" for suffix in SUFFIXES[case.direction]]
+        if case.grads and case.unused != "rows"
+        else []
+    )
 
 
 # two tokens for both experts, one for one of them
-FAR: Row = {"function": FUNCTION, "tokens": 3, "experts": 3, "hidden": 3, "routing": (0b101, 0b010, 0b111), "dtype": "bfloat16"}
+FAR: Row = {
+    "function": FUNCTION,
+    "tokens": 3,
+    "experts": 3,
+    "hidden": 3,
+    "routing": (0b101, 0b010, 0b111),
+    "dtype": "bfloat16",
+}
 
 
 def far_permuted_quantization(space: Space) -> list[Case]:
     """Every input and cotangent once far in each of its dimensions."""
     differentiable = FUNCTION not in space.not_differentiable
     probs = space.accepts(FUNCTION, "probs")
-    common = FAR | {"probs": "bfloat16" if probs else "", "grads": ("tokens+probs" if probs else "tokens") if differentiable else ""}
+    common = FAR | {
+        "probs": "bfloat16" if probs else "",
+        "grads": ("tokens+probs" if probs else "tokens") if differentiable else "",
+    }
     stated = {"scaling": "delayed", "variant": 0} if space.accepts(FUNCTION, "state") else {}
     matrices = ["tokens", "routing_map", *(["probs"] if probs else []), *(["d_dequantized"] if differentiable else [])]
     vectors = [*(["scale"] if stated else []), *(["d_probs"] if probs and differentiable else [])]
@@ -127,11 +158,43 @@ def permuted_quantization_shapes(space: Space) -> list[Row]:
     found: list[Row] = [
         uniform | many | {"experts": 3, "hidden": 5},
         uniform | many | {"experts": 3, "hidden": 130, "scaling": "block", "values": "rows"},
-        uniform | {"tokens": 150, "experts": 2, "hidden": 130, "scaling": "block", "direction": "both", "values": "bounds", "gemm": True},
-        uniform | {"tokens": 40, "experts": 3, "hidden": 5, "scaling": "mxfp8", "direction": "both", "values": "rows", "dtype": "bfloat16"},
-        uniform | {"tokens": 40, "experts": 3, "hidden": 5, "scaling": "nvfp4", "variant": 2, "role": "grad_output", "direction": "both", "values": "rows"},
-        uniform | {"tokens": 33, "experts": 257 if space.device == "cuda" else 65, "topk": 3, "hidden": 3, "values": "wide"},
+        uniform
+        | {
+            "tokens": 150,
+            "experts": 2,
+            "hidden": 130,
+            "scaling": "block",
+            "direction": "both",
+            "values": "bounds",
+            "gemm": True,
+        },
+        uniform
+        | {
+            "tokens": 40,
+            "experts": 3,
+            "hidden": 5,
+            "scaling": "mxfp8",
+            "direction": "both",
+            "values": "rows",
+            "dtype": "bfloat16",
+        },
+        uniform
+        | {
+            "tokens": 40,
+            "experts": 3,
+            "hidden": 5,
+            "scaling": "nvfp4",
+            "variant": 2,
+            "role": "grad_output",
+            "direction": "both",
+            "values": "rows",
+        },
+        uniform
+        | {"tokens": 33, "experts": 257 if space.device == "cuda" else 65, "topk": 3, "hidden": 3, "values": "wide"},
     ]
     units = {"block": 1, "mxfp8": 32, "current": 1}
-    wide = [uniform | {"tokens": 40, "experts": 8, "hidden": 7168 // unit, "scaling": scaling} for scaling, unit in units.items()]
+    wide = [
+        uniform | {"tokens": 40, "experts": 8, "hidden": 7168 // unit, "scaling": scaling}
+        for scaling, unit in units.items()
+    ]
     return [shape for shape in [*found, *(wide if space.device == "cuda" else [])] if may_be(space, **shape)]

@@ -6,16 +6,36 @@ from typing import Any
 from hypothesis import strategies as st
 
 from conformance.case import Case
-from conformance.contracts.quantization import DIRECTIONS, RECIPES, ROLES, TRANSFORMED, VALUES, VARIANTS, QuantizeCase, is_random, is_transformed
+from conformance.contracts.quantization import (
+    DIRECTIONS,
+    RECIPES,
+    ROLES,
+    TRANSFORMED,
+    VALUES,
+    VARIANTS,
+    QuantizeCase,
+    is_random,
+    is_transformed,
+)
 from conformance.contracts.quantize import SUFFIXES
 from conformance.judge.statistics import LEAST_REPEATS
 from conformance.strategies.experts import finished, laid_out
 from conformance.strategies.space import DTYPES, Space, sizes
 from conformance.values import WIDE_LAYOUTS
 
-COLUMNS, ROWS = {"block": 300, "mxfp8": 3, "nvfp4": 7}, {"block": 280, "mxfp8": 3, "nvfp4": 6}  # in units; as few as fill no second block, and more
+COLUMNS, ROWS = (
+    {"block": 300, "mxfp8": 3, "nvfp4": 7},
+    {"block": 280, "mxfp8": 3, "nvfp4": 6},
+)  # in units; as few as fill no second block, and more
 SELDOM = ("idempotence", "row_independence", "scaling")  # laws that few cases have
-FAR: dict[str, Any] = {"function": "quantize", "tokens": 3, "experts": 2, "hidden": 3, "dtype": "bfloat16", "index_dtype": "int32"}
+FAR: dict[str, Any] = {
+    "function": "quantize",
+    "tokens": 3,
+    "experts": 2,
+    "hidden": 3,
+    "dtype": "bfloat16",
+    "index_dtype": "int32",
+}
 
 
 def may_be(space: Space, **fields: Any) -> bool:
@@ -27,7 +47,11 @@ def may_be(space: Space, **fields: Any) -> bool:
         "columnwise": fields.get("direction", "rowwise") != "rowwise",
         "state": fields.get("scaling") == "delayed",
         "noise": not fields.get("repeats")
-        and is_random(QuantizeCase(function="quantize", **{k: x for k, x in fields.items() if k in ("scaling", "variant", "role")})),
+        and is_random(
+            QuantizeCase(
+                function="quantize", **{k: x for k, x in fields.items() if k in ("scaling", "variant", "role")}
+            )
+        ),
     }
     return all(space.accepts("quantize", name) for name, wanted in needed.items() if wanted)
 
@@ -76,13 +100,23 @@ def groups(draw: st.DrawFn, most: int, split: bool) -> dict[str, Any]:
     else:
         part = sizes(0, max(most // 3, 2)) | st.sampled_from((0, 1)) if kind == "few" else st.just(0)
         counts = tuple(draw(st.lists(part, min_size=1, max_size=4)))
-    return {"tokens": sum(counts), "experts": len(counts), "counts": counts, "tail": draw(st.sampled_from((0, 0, 1, 5)))}
+    return {
+        "tokens": sum(counts),
+        "experts": len(counts),
+        "counts": counts,
+        "tail": draw(st.sampled_from((0, 0, 1, 5))),
+    }
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> str:
     """Quantising, updating, and saving in between."""
-    more = draw(st.lists(st.sampled_from(("quantize", "update+quantize", "update+quantize", "reduced+quantize", "reload", "update")), max_size=5))
+    more = draw(
+        st.lists(
+            st.sampled_from(("quantize", "update+quantize", "update+quantize", "reduced+quantize", "reload", "update")),
+            max_size=5,
+        )
+    )
     return "+".join(["quantize", *more])
 
 
@@ -98,20 +132,33 @@ def far_quantize(space: Space) -> list[Case]:
             found += [QuantizeCase(**common, layout=layout, layout_of=name) for layout in WIDE_LAYOUTS[:dimensions]]
     noisy = {"scaling": "nvfp4", "role": "grad_output"}
     if may_be(space, **noisy):
-        found += [QuantizeCase(**common | noisy | {"tokens": 2, "hidden": 1}, layout=layout, layout_of="noise") for layout in WIDE_LAYOUTS]
+        found += [
+            QuantizeCase(**common | noisy | {"tokens": 2, "hidden": 1}, layout=layout, layout_of="noise")
+            for layout in WIDE_LAYOUTS
+        ]
     return list(found)
 
 
 def random_cases(space: Space) -> list[Case]:
     """Gradients whose noise the implementation draws itself, by rows and by columns, where the transform is; without laws, which compare runs."""
-    common: dict[str, Any] = {"scaling": "nvfp4", "role": "grad_output", "repeats": LEAST_REPEATS // 2, "steps": "quantize+quantize", "hidden": 2}
+    common: dict[str, Any] = {
+        "scaling": "nvfp4",
+        "role": "grad_output",
+        "repeats": LEAST_REPEATS // 2,
+        "steps": "quantize+quantize",
+        "hidden": 2,
+    }
     kinds = [common | {"dtype": "bfloat16", "direction": direction} for direction in DIRECTIONS[:2]]
     return [QuantizeCase(function="quantize", **kind) for kind in kinds if may_be(space, **kind)]
 
 
 def quantize_shapes(space: Space) -> list[dict[str, Any]]:
     """One more than a block, more than one of cuBLAS's tiles, and many groups; wide rows where a GPU makes them cheap."""
-    square = {"scaling": "block", "role": "weight"} if may_be(space, scaling="block", role="weight") else {"scaling": "block"}
+    square = (
+        {"scaling": "block", "role": "weight"}
+        if may_be(space, scaling="block", role="weight")
+        else {"scaling": "block"}
+    )
     turned = {"direction": "both"} if may_be(space, direction="both") else {}
     split = space.accepts("quantize", "splits")
     found: list[dict[str, Any]] = [
@@ -120,9 +167,21 @@ def quantize_shapes(space: Space) -> list[dict[str, Any]]:
     ]
     if split:
         found += [
-            turned | {"scaling": "block", "tokens": 262, "experts": 5, "counts": (0, 130, 1, 0, 131), "tail": 3, "hidden": 5, "values": "bounds"},
+            turned
+            | {
+                "scaling": "block",
+                "tokens": 262,
+                "experts": 5,
+                "counts": (0, 130, 1, 0, 131),
+                "tail": 3,
+                "hidden": 5,
+                "values": "bounds",
+            },
             {"scaling": "mxfp8", "tokens": 0, "experts": 2, "counts": (0, 0), "tail": 3, "hidden": 2},
             {"tokens": 66, "experts": 40, "hidden": 33, "tail": 2, "values": "wide"},
         ]
-    wide = [{"scaling": scaling, "tokens": 8, "hidden": 7168 // unit} for scaling, unit in (("block", 1), ("mxfp8", 32), ("current", 1))]
+    wide = [
+        {"scaling": scaling, "tokens": 8, "hidden": 7168 // unit}
+        for scaling, unit in (("block", 1), ("mxfp8", 32), ("current", 1))
+    ]
     return [*found, *(wide if space.device == "cuda" else [])]

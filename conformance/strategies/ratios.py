@@ -8,7 +8,11 @@ from conformance.strategies.axes_experts import may_be_low
 from conformance.strategies.space import Space
 
 FUNCTIONS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
-UNEVEN: dict[str, Any] = {"tokens": 80, "experts": 2, "counts": (31, 49)}  # more rows than 4096 elements need: those that cancel are not judged
+UNEVEN: dict[str, Any] = {
+    "tokens": 80,
+    "experts": 2,
+    "counts": (31, 49),
+}  # more rows than 4096 elements need: those that cancel are not judged
 SHORT: dict[str, dict[str, Any]] = {  # a contraction of a few terms, 64 columns
     "grouped_linear": UNEVEN | {"hidden": 33, "width": 64},
     "grouped_dgrad": UNEVEN | {"hidden": 64, "width": 33},
@@ -27,6 +31,9 @@ def ratio_cases(function: str, space: Space) -> list[Case]:
         return []
     found: list[Case] = [GroupedCase(function=function, dtype="bfloat16", **SHORT[function])]
     for scaling, sizes in (("current", SHORT), ("block", SHORT), ("nvfp4", SHORT_BLOCKS)):
-        variants = [GroupedCase(function=function, dtype="bfloat16", scaling=scaling, variant=variant, **sizes[function]) for variant in range(2)]
+        variants = [
+            GroupedCase(function=function, dtype="bfloat16", scaling=scaling, variant=variant, **sizes[function])
+            for variant in range(2)
+        ]
         found += [case for case in variants if may_be_low(function, case, space)][:1]
     return found

@@ -21,12 +21,16 @@ FACTORS = {
     "latent_projection": ("x", "weight", "d_out"),
 }
 LAWFUL = 3
-OVERRIDDEN: list[dict[str, Any]] = [  # where forms by columns would come back as other numbers, and where they would need a dtype and noise
+OVERRIDDEN: list[
+    dict[str, Any]
+] = [  # where forms by columns would come back as other numbers, and where they would need a dtype and noise
     {"scaling": "block", "variant": 1, "override": "dequantized", "dtype": "bfloat16", "values": "columns"},
     {"scaling": "nvfp4", "variant": 0, "override": "high_precision", "dtype": "float32"},
 ]
 GRADS = {"grouped_linear": "rows+weight", "latent_projection": "x+weight"}
-REAL: list[dict[str, Any]] = [  # where a GPU makes them cheap; in each product sums are long enough for those that are never promoted to show
+REAL: list[
+    dict[str, Any]
+] = [  # where a GPU makes them cheap; in each product sums are long enough for those that are never promoted to show
     {"scaling": "current", "tokens": 4100, "experts": 2, "hidden": 66, "width": 66},
     {"scaling": "block", "variant": 1, "tokens": 70, "experts": 1, "hidden": 66, "width": 2100, "dtype": "bfloat16"},
     {"scaling": "block", "tokens": 300, "experts": 2, "hidden": 7168, "width": 264, "dtype": "bfloat16"},
@@ -53,13 +57,26 @@ def recipe_cases(function: str, space: Space) -> list[Case]:
     shapes = [shape for shape in REAL if gpu and (shape["scaling"] != "nvfp4" or noise)]
     cases += [GroupedCase(function=function, grads=grads, **shape) for shape in shapes]
     cases = [replace(case, law=space.laws(case)[index % len(space.laws(case))]) for index, case in enumerate(cases)]
-    far = [] if function in space.contiguous_only else [name for name in FACTORS[function] if grads or name != "d_out" or function not in GRADS]
-    return [*cases, *(GroupedCase(function=function, grads=grads, **FAR, layout=layout, layout_of=name) for name in far for layout in WIDE_LAYOUTS[: 1 + gpu])]
+    far = (
+        []
+        if function in space.contiguous_only
+        else [name for name in FACTORS[function] if grads or name != "d_out" or function not in GRADS]
+    )
+    return [
+        *cases,
+        *(
+            GroupedCase(function=function, grads=grads, **FAR, layout=layout, layout_of=name)
+            for name in far
+            for layout in WIDE_LAYOUTS[: 1 + gpu]
+        ),
+    ]
 
 
 def _of_layers(function: str, space: Space) -> list[Case]:
     """Expert MLPs: likewise."""
-    rows = _low_rows(axes_mlp.LOW_AXES[function], lambda row: axes_mlp.low_legal(function, row, space), space.device == "cuda")
+    rows = _low_rows(
+        axes_mlp.LOW_AXES[function], lambda row: axes_mlp.low_legal(function, row, space), space.device == "cuda"
+    )
     cases = [replace(axes_mlp.low_case(function, row), seed=index) for index, row in enumerate(rows)]
     return [replace(case, law=_law_in_turn(case, index, space)) for index, case in enumerate(cases)]
 
@@ -70,7 +87,9 @@ def _law_in_turn(case: Case, index: int, space: Space) -> str:
     return laws[index % len(laws)] if space.device == "cuda" or index % LAWFUL == 0 else ""
 
 
-def _low_rows(axes: dict[str, tuple[Any, ...]], legal: Callable[[dict[str, Any]], bool], gpu: bool) -> list[dict[str, Any]]:
+def _low_rows(
+    axes: dict[str, tuple[Any, ...]], legal: Callable[[dict[str, Any]], bool], gpu: bool
+) -> list[dict[str, Any]]:
     """A covering array, and every recipe with a backward_override; without a GPU a row of each recipe, and of each backward_override."""
     rows, *_ = covering({axis: values for axis, values in axes.items() if axis != "override"}, legal)
     if gpu:

@@ -35,7 +35,9 @@ def route_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
         "padding": draw(st.sampled_from((0, 0, 2, 5))) if space.accepts(function, "padding_mask") else 0,
         "per_token": draw(st.booleans()),
         "scale": draw(st.integers(1, 32)),
-        "ranks": draw(st.sampled_from((1, 1, 2, 3))) if space.accepts(function, "sum_tp_cp") and space.accepts(function, "sum_tp_dp_cp") else 1,
+        "ranks": draw(st.sampled_from((1, 1, 2, 3)))
+        if space.accepts(function, "sum_tp_cp") and space.accepts(function, "sum_tp_dp_cp")
+        else 1,
         "grads": draw(mostly("logits", ("",))) if function not in space.not_differentiable else "",
         "seed": draw(st.integers(0, 999)),
         "poison": draw(st.sampled_from(POISONS)),
@@ -44,7 +46,11 @@ def route_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
     if experts % 4 == 0 and topk >= 2 and draw(st.booleans()):
         fields |= {"groups": 4, "group_topk": 2} if 2 * experts // 4 >= topk else {}
     if fields["dtype"] == "float32" and draw(st.booleans()):
-        fields |= {"capacity": draw(st.integers(1, 8)), "pad": draw(st.booleans()), "policy": draw(st.sampled_from(("probs", "position")))}
+        fields |= {
+            "capacity": draw(st.integers(1, 8)),
+            "pad": draw(st.booleans()),
+            "policy": draw(st.sampled_from(("probs", "position"))),
+        }
     case = RouteCase(function=function, **fields)
     return draw(maybe_shared_out(replace(case, law=draw(st.sampled_from(space.laws(case)))), space))
 

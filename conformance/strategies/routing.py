@@ -6,9 +6,27 @@ from typing import Any
 from hypothesis import strategies as st
 
 from conformance.contracts.routing import SPREADS, RoutingCase
-from conformance.strategies.space import ALIGNMENTS, DTYPES, LAYOUTS, MAP_DTYPES, MOVED_DTYPES, POISONS, Space, mostly, sizes, some_of
+from conformance.strategies.space import (
+    ALIGNMENTS,
+    DTYPES,
+    LAYOUTS,
+    MAP_DTYPES,
+    MOVED_DTYPES,
+    POISONS,
+    Space,
+    mostly,
+    sizes,
+    some_of,
+)
 
-REAL_SHAPES = ((4096, 8, 2), (7168, 256, 8), (2048, 128, 8), (2880, 128, 4), (7168, 384, 8), (2048, 512, 10))  # hidden, experts, top-k of real models
+REAL_SHAPES = (
+    (4096, 8, 2),
+    (7168, 256, 8),
+    (2048, 128, 8),
+    (2880, 128, 4),
+    (7168, 384, 8),
+    (2048, 512, 10),
+)  # hidden, experts, top-k of real models
 
 
 @st.composite
@@ -16,7 +34,13 @@ def small(draw: st.DrawFn) -> dict[str, Any]:
     """An explicit map: up to 12 tokens and 8 experts, one bitmask a token."""
     experts = draw(st.integers(1, 8))
     masks = draw(st.lists(st.integers(0, 2**experts - 1), max_size=12))
-    return {"tokens": len(masks), "experts": experts, "hidden": draw(sizes(0, 20)), "topk": draw(st.integers(1, 8)), "routing": tuple(masks)}
+    return {
+        "tokens": len(masks),
+        "experts": experts,
+        "hidden": draw(sizes(0, 20)),
+        "topk": draw(st.integers(1, 8)),
+        "routing": tuple(masks),
+    }
 
 
 @st.composite
@@ -35,10 +59,18 @@ def spread(draw: st.DrawFn, tokens: int, experts: int, hidden: int) -> dict[str,
 @st.composite
 def beyond_blocks(draw: st.DrawFn, space: Space) -> dict[str, Any]:
     """One size beyond every block that a kernel may have, the others small."""
-    sizes_ = draw(st.sampled_from(((space.many, 3, 2), (space.many // 3, 9, 5), (5, 4, 5000), (3, 600, 3), (40, 300, 2), (200, 7, 130))))
+    sizes_ = draw(
+        st.sampled_from(
+            ((space.many, 3, 2), (space.many // 3, 9, 5), (5, 4, 5000), (3, 600, 3), (40, 300, 2), (200, 7, 130))
+        )
+    )
     shape = dict(zip(("tokens", "experts", "hidden"), sizes_, strict=True))
     plain = ("uniform", "ragged", "skewed", "sparse", "last_token")
-    return shape | {"topk": draw(st.integers(1, 3)), "spread": draw(st.sampled_from(plain)), "seed": draw(st.integers(0, 999))}
+    return shape | {
+        "topk": draw(st.integers(1, 3)),
+        "spread": draw(st.sampled_from(plain)),
+        "seed": draw(st.integers(0, 999)),
+    }
 
 
 @st.composite
@@ -47,7 +79,14 @@ def real(draw: st.DrawFn) -> dict[str, Any]:
     hidden, experts, topk = draw(st.sampled_from(REAL_SHAPES))
     tokens = draw(st.sampled_from((1, 17, 65)))
     full = draw(st.sampled_from(("uniform", "skewed", "ragged")))
-    return {"tokens": tokens, "experts": experts, "hidden": hidden, "topk": topk, "spread": full, "seed": draw(st.integers(0, 99))}
+    return {
+        "tokens": tokens,
+        "experts": experts,
+        "hidden": hidden,
+        "topk": topk,
+        "spread": full,
+        "seed": draw(st.integers(0, 99)),
+    }
 
 
 def shapes(space: Space) -> st.SearchStrategy[dict[str, Any]]:
@@ -60,8 +99,14 @@ def shapes(space: Space) -> st.SearchStrategy[dict[str, Any]]:
 def room(draw: st.DrawFn, space: Space, tokens: int, experts: int) -> dict[str, Any]:
     """How the permuted buffer is sized: as needed, aligned, by capacity, or by a number of rows."""
     owner = "permute"  # unpermute's rows are sized by its producer
-    filled = experts > 64 and space.device == "cpu"  # fillers give the first tokens a row for every expert: slow in an interpreter
-    offers = [name for name in ("align", "capacity", "num_rows") if space.accepts(owner, name) and not (name == "capacity" and filled)]
+    filled = (
+        experts > 64 and space.device == "cpu"
+    )  # fillers give the first tokens a row for every expert: slow in an interpreter
+    offers = [
+        name
+        for name in ("align", "capacity", "num_rows")
+        if space.accepts(owner, name) and not (name == "capacity" and filled)
+    ]
     mode = draw(st.sampled_from(["", *offers, *(["align+num_rows"] if {"align", "num_rows"} <= set(offers) else [])]))
     out: dict[str, Any] = {}
     if "align" in mode:
@@ -108,9 +153,22 @@ def _with_layout(draw: st.DrawFn, case: RoutingCase, main: str) -> RoutingCase:
     if draw(st.integers(0, 2)):
         return case
     cotangents = [f"d_{'tokens' if main == 'rows' else 'rows'}"] if case.grads else []
-    where = draw(st.sampled_from([main, *(["routing_map"] if case.function == "permute" else []), *(["probs"] if case.probs else []), *cotangents]))
+    where = draw(
+        st.sampled_from(
+            [
+                main,
+                *(["routing_map"] if case.function == "permute" else []),
+                *(["probs"] if case.probs else []),
+                *cotangents,
+            ]
+        )
+    )
     layouts = [*LAYOUTS[1:], *(["expanded"] if where.startswith("d_") or where == "tokens" else [])]
-    if case.tokens <= 4 and (where.startswith("d_") or where in (main, "probs", "routing_map")) and case.dtype in ("bfloat16", "float16", "uint8"):
+    if (
+        case.tokens <= 4
+        and (where.startswith("d_") or where in (main, "probs", "routing_map"))
+        and case.dtype in ("bfloat16", "float16", "uint8")
+    ):
         layouts += ["wide_rows", "wide_columns"]
     return replace(case, layout=draw(st.sampled_from(layouts)), layout_of=where)
 
@@ -127,7 +185,10 @@ def pad_cases(draw: st.DrawFn, space: Space) -> RoutingCase:
         poison=draw(st.sampled_from(POISONS)),
     )
     if not draw(st.integers(0, 3)) and case.function not in space.contiguous_only:
-        layouts = [*LAYOUTS[1:], *(["wide_rows", "wide_columns"] if case.tokens <= 4 and case.map_dtype in ("bool", "uint8") else [])]
+        layouts = [
+            *LAYOUTS[1:],
+            *(["wide_rows", "wide_columns"] if case.tokens <= 4 and case.map_dtype in ("bool", "uint8") else []),
+        ]
         case = replace(case, layout=draw(st.sampled_from(layouts)), layout_of="routing_map")
     return replace(case, law=draw(st.sampled_from(space.laws(case))))
 
@@ -142,7 +203,9 @@ def multihot_cases(draw: st.DrawFn, space: Space) -> RoutingCase:
         zero_probs=draw(st.booleans()),
         map_dtype=draw(mostly("bool", MAP_DTYPES[1:])),
         poison=draw(st.sampled_from(POISONS)),
-        grads="" if "multihot_to_indices" in space.not_differentiable else draw(st.sampled_from(("", "probs", "probs"))),
+        grads=""
+        if "multihot_to_indices" in space.not_differentiable
+        else draw(st.sampled_from(("", "probs", "probs"))),
     )
     if not draw(st.integers(0, 3)) and case.function not in space.contiguous_only:
         where = draw(st.sampled_from(["routing_map", "probs", *(["d_probs"] if case.grads else [])]))

@@ -75,5 +75,9 @@ def index_cases(draw: st.DrawFn, space: Space, function: str) -> IndicesCase:
     if not draw(st.integers(0, 3)) and case.function not in space.contiguous_only:
         where = draw(st.sampled_from(["indices", *([] if layout else ["probs"]), *(["d_probs"] if case.grads else [])]))
         wide = tokens <= 4 and (layout or case.dtype != "float32") and case.index_dtype == "int16"
-        case = replace(case, layout=draw(st.sampled_from([*LAYOUTS[1:], *(["wide_rows", "wide_columns"] if wide else [])])), layout_of=where)
+        case = replace(
+            case,
+            layout=draw(st.sampled_from([*LAYOUTS[1:], *(["wide_rows", "wide_columns"] if wide else [])])),
+            layout_of=where,
+        )
     return replace(case, law=draw(st.sampled_from(space.laws(case))))

@@ -42,7 +42,17 @@ GRADS = {
     "latent_projection": "x+weight",
     "route": "logits",
 }
-WITH_PROBS = ("permute", "unpermute", "sort_chunks", "glu", "activation", "permute_and_quantize", "grouped_mlp", "sequential_mlp", *ACTIVATED_AND_QUANTIZED)
+WITH_PROBS = (
+    "permute",
+    "unpermute",
+    "sort_chunks",
+    "glu",
+    "activation",
+    "permute_and_quantize",
+    "grouped_mlp",
+    "sequential_mlp",
+    *ACTIVATED_AND_QUANTIZED,
+)
 
 
 def shape_cases(function: str, space: Space) -> list[Case]:
@@ -55,7 +65,9 @@ def shape_cases(function: str, space: Space) -> list[Case]:
     if not with_probs:
         grads = grads.removesuffix("+probs")
     shapes = [*_shapes(function, space), *shared_out_shapes(function, space)]
-    cases = [_case(function, fields | ({"probs": "float32"} if with_probs else {}) | {"grads": grads}) for fields in shapes]
+    cases = [
+        _case(function, fields | ({"probs": "float32"} if with_probs else {}) | {"grads": grads}) for fields in shapes
+    ]
     lawful = [replace(case, law=space.laws(case)[i % len(space.laws(case))]) for i, case in enumerate(cases)]
     return [*lawful, *(random_cases(space) if function == "quantize" else []), *ratio_cases(function, space)]
 
@@ -69,10 +81,18 @@ def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
             {"tokens": 3, "experts": 8, "topk": 8, "spread": "equal"},
             {"tokens": 65, "experts": 4, "topk": 2, "spread": "ties", "seed": 3},
         ]
-        return [*plain, long, *tied, *([{"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5}] if limited else [])]
+        return [
+            *plain,
+            long,
+            *tied,
+            *([{"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5}] if limited else []),
+        ]
     if function == "sort_chunks":
         counts = (33, 257 if space.device == "cuda" else 65)
-        return [{"sizes": tuple(i % 4 for i in range(n)), "order": tuple((i * 7 + 3) % n for i in range(n)), "hidden": 3} for n in counts]
+        return [
+            {"sizes": tuple(i % 4 for i in range(n)), "order": tuple((i * 7 + 3) % n for i in range(n)), "hidden": 3}
+            for n in counts
+        ]
     if function in ("permute", "unpermute"):
         align = {"align": 4} if space.accepts("permute", "align") else {}
         return [

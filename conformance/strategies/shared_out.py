@@ -42,7 +42,11 @@ def _routes(draw: st.DrawFn, case: Any, space: Space) -> Any:
         return case
     even = not space.accepts("route", "padding_mask") or draw(st.booleans())
     counts = draw(worlds(space, case.sequences, even, 1 if case.capacity else 0))
-    steps = draw(st.sampled_from(("train", "train+finish", "train+train", "train+finish+train", "eval+train+frozen", "nograd+train+reload")))
+    steps = draw(
+        st.sampled_from(
+            ("train", "train+finish", "train+train", "train+finish+train", "eval+train+frozen", "nograd+train+reload")
+        )
+    )
     sharing = draw(st.sampled_from([n for n in range(len(counts), 0, -1) if len(counts) % n == 0]))
     groups = {} if case.experts <= 8 else {"experts": 8, "topk": min(case.topk, 2), "groups": 0, "group_topk": 0}
     losses = case.losses or "aux+seq+global"
@@ -57,7 +61,9 @@ def shared_out_shapes(function: str, space: Space) -> list[dict[str, Any]]:
         return []
     if function == "shared_experts":
         return [{"counts": (2, 0, 3, 1), "tokens": 6, "hidden": 3, "width": 2, "seed": 1}]
-    if function != "route" or not all(space.accepts(function, name) for name in ("sum_tp_cp", "sum_tp_dp_cp", "padding_mask")):
+    if function != "route" or not all(
+        space.accepts(function, name) for name in ("sum_tp_cp", "sum_tp_dp_cp", "padding_mask")
+    ):
         return []
     common = {"experts": 6, "topk": 2, "losses": "aux+seq+global+z", "bias": True, "seed": 3}
     uneven = {"counts": (3, 0, 2, 4), "tokens": 9, "padding": 2}

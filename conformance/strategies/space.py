@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from conformance.case import Case
 from conformance.registry import CONTRACTS
 
-LATTICE = tuple(sorted({max(2**p + d, 0) for p in range(12) for d in (-1, 0, 1)}))  # sizes around every power of two to 2048
+LATTICE = tuple(
+    sorted({max(2**p + d, 0) for p in range(12) for d in (-1, 0, 1)})
+)  # sizes around every power of two to 2048
 DTYPES = ("float32", "bfloat16", "float16")
 LOGIT_DTYPES = (*DTYPES, "float64")
 MOVED_DTYPES = (*DTYPES, "float8_e4m3fn", "float8_e5m2", "uint8")
@@ -23,7 +25,9 @@ class Space:
     """What is drawn from."""
 
     device: str = "cpu"
-    without: dict[str, frozenset[str]] = field(default_factory=dict)  # by function: optional arguments that are not accepted
+    without: dict[str, frozenset[str]] = field(
+        default_factory=dict
+    )  # by function: optional arguments that are not accepted
     not_differentiable: frozenset[str] = frozenset()  # functions that are declared so
     contiguous_only: frozenset[str] = frozenset()  # likewise
     ranks: int = 4  # that a world has room for
@@ -40,9 +44,14 @@ class Space:
     def of(cls, description: dict[str, Any]) -> "Space":
         """The space of an implementation, from what its child says of it."""
         functions = description["functions"]
-        denied = {key: frozenset(f for f, known in functions.items() if known["declares"].get(key) is False) for key in ("differentiable", "noncontiguous")}
+        denied = {
+            key: frozenset(f for f, known in functions.items() if known["declares"].get(key) is False)
+            for key in ("differentiable", "noncontiguous")
+        }
         without = {name: frozenset(known["without"]) for name, known in functions.items()}
-        return cls(description["device"], without, denied["differentiable"], denied["noncontiguous"], description["ranks"])
+        return cls(
+            description["device"], without, denied["differentiable"], denied["noncontiguous"], description["ranks"]
+        )
 
     def laws(self, case: Case) -> list[str]:
         """The laws that apply to the case on this device; never none."""

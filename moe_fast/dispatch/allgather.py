@@ -6,7 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_fast.dispatch.exchange import Exchange, added, check_combined, check_handle, counts_of_all, exchange_of, exchanged, replicated, size_and_rank
+from moe_fast.dispatch.exchange import (
+    Exchange,
+    added,
+    check_combined,
+    check_handle,
+    counts_of_all,
+    exchange_of,
+    exchanged,
+    replicated,
+    size_and_rank,
+)
 from moe_fast.permutation import permute, unpermute
 from moe_ref.config import Dispatched, check_dispatch
 
@@ -22,7 +32,12 @@ class Handle:
 
 
 def allgather_dispatch(
-    tokens_TH: Tensor, routing_map_TE: Tensor, *, probs: Tensor | None = None, expert_tensor_parallel: int = 1, group: Any = None
+    tokens_TH: Tensor,
+    routing_map_TE: Tensor,
+    *,
+    probs: Tensor | None = None,
+    expert_tensor_parallel: int = 1,
+    group: Any = None,
 ) -> Dispatched:
     """Gather all tokens on every rank, and permute the copies that the rank's own experts want.
 
@@ -45,7 +60,10 @@ def allgather_dispatch(
     check_dispatch([tokens_TH] * ranks, [routing_map_TE] * ranks, None if probs is None else [probs] * ranks, shards)
     tokens_S = counts_of_all(torch.full((1,), len(tokens_TH), device=tokens_TH.device), group)[:, 0].tolist()
     exchange = exchange_of([[count] * ranks for count in tokens_S], rank, group)
-    maps, columns = _for_each_rank(routing_map_TE, ranks, shards), None if probs is None else _for_each_rank(probs, ranks, shards)
+    maps, columns = (
+        _for_each_rank(routing_map_TE, ranks, shards),
+        None if probs is None else _for_each_rank(probs, ranks, shards),
+    )
     tokens_GH, map_GL, probs_GL = exchanged(exchange, replicated(tokens_TH, ranks), maps, columns)
     assert tokens_GH is not None and map_GL is not None
     permuted = permute(tokens_GH, map_GL, probs=probs_GL)

@@ -6,7 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_fast.dispatch.exchange import Exchange, added, check_combined, check_handle, counts_of_all, exchange_of, exchanged, replicated, size_and_rank
+from moe_fast.dispatch.exchange import (
+    Exchange,
+    added,
+    check_combined,
+    check_handle,
+    counts_of_all,
+    exchange_of,
+    exchanged,
+    replicated,
+    size_and_rank,
+)
 from moe_fast.permutation import permute, sort_chunks, unpermute
 from moe_ref.config import Dispatched, check_dispatch
 
@@ -53,7 +63,9 @@ def alltoall_dispatch(
     """
     ranks, rank = size_and_rank(group)
     shards = expert_tensor_parallel
-    check_dispatch([tokens_TH] * ranks, [routing_map_TE] * ranks, None if probs is None else [probs] * ranks, shards, capacity)
+    check_dispatch(
+        [tokens_TH] * ranks, [routing_map_TE] * ranks, None if probs is None else [probs] * ranks, shards, capacity
+    )
     holders = ranks // shards  # groups of shards
     local = routing_map_TE.shape[1] // holders
     permuted = permute(tokens_TH, routing_map_TE, probs=probs, capacity=capacity)
@@ -66,7 +78,9 @@ def alltoall_dispatch(
         counts = [[capacity * local] * holders] * ranks
     exchange = exchange_of([[count for count in row for _ in range(shards)] for row in counts], rank, group)
     blocks = tuple(counts[rank])
-    rows, row_probs = exchanged(exchange, _to_shards(permuted.rows, blocks, shards), _to_shards(permuted.probs, blocks, shards))
+    rows, row_probs = exchanged(
+        exchange, _to_shards(permuted.rows, blocks, shards), _to_shards(permuted.probs, blocks, shards)
+    )
     own = slice(rank // shards * local, (rank // shards + 1) * local)
     sizes = sent_SE[:, own].flatten()
     places = torch.arange(ranks * local, device=tokens_TH.device).reshape(holders, shards, local)
@@ -75,7 +89,9 @@ def alltoall_dispatch(
     behind = sort_chunks(rows, sizes, order, probs=row_probs)
     reduce_dtype = None if probs is None else probs.dtype
     handle = Handle(exchange, permuted.row_map, len(tokens_TH), sizes, order, blocks, shards, reduce_dtype)
-    return Dispatched(behind.rows, behind.probs, sent_SE[:, own].sum(0), handle, (asked_SE[:, own] > sent_SE[:, own]).any())
+    return Dispatched(
+        behind.rows, behind.probs, sent_SE[:, own].sum(0), handle, (asked_SE[:, own] > sent_SE[:, own]).any()
+    )
 
 
 def alltoall_combine(rows_PH: Tensor, handle: Handle, *, group: Any = None) -> Tensor:
@@ -109,4 +125,9 @@ def _from_shards(x: Tensor, blocks: tuple[int, ...], shards: int, between: torch
     if shards == 1:
         return x
     pieces = x.split([count * shards for count in blocks])
-    return torch.cat([added(piece.unflatten(0, (shards, -1)) if len(piece) else piece.reshape(shards, 0, x.shape[1]), between) for piece in pieces])
+    return torch.cat(
+        [
+            added(piece.unflatten(0, (shards, -1)) if len(piece) else piece.reshape(shards, 0, x.shape[1]), between)
+            for piece in pieces
+        ]
+    )

@@ -46,8 +46,12 @@ def send_once(tokens_TH: Tensor, wanted_TW: Tensor, group: Any) -> tuple[Sent, T
     number_T = torch.arange(len(tokens_TH), device=tokens_TH.device)[:, None]
     token_S = permute(number_T, wanted_TW).rows[:, 0]
     destinations = torch.arange(len(counts), device=tokens_TH.device)
-    rank_S = destinations.repeat_interleave(torch.tensor(counts[rank], device=tokens_TH.device), output_size=len(token_S))
-    return Sent(exchange, permuted.row_map, token_S, rank_S, len(tokens_TH), max(map(sum, zip(*counts, strict=True)))), permuted.rows
+    rank_S = destinations.repeat_interleave(
+        torch.tensor(counts[rank], device=tokens_TH.device), output_size=len(token_S)
+    )
+    return Sent(
+        exchange, permuted.row_map, token_S, rank_S, len(tokens_TH), max(map(sum, zip(*counts, strict=True)))
+    ), permuted.rows
 
 
 def add_ranks(rows_SH: Tensor, sent: Sent, biases: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -55,8 +55,12 @@ def deepep_layout(indices_TK: Tensor, *, num_experts: int, ranks: int) -> DeepEP
     check_expert_split(num_experts, ranks)
     wide_TK = indices_TK.long()  # a narrow dtype may not hold the numbers that they are compared with
     in_rank_TW = _wanted(wide_TK, num_experts // ranks, ranks)
-    slots = torch.where((wide_TK >= 0) & (wide_TK < num_experts), wide_TK, num_experts).flatten()  # the last counts what is nobody's
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=slots.device).scatter_add_(0, slots, torch.ones_like(slots))
+    slots = torch.where(
+        (wide_TK >= 0) & (wide_TK < num_experts), wide_TK, num_experts
+    ).flatten()  # the last counts what is nobody's
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=slots.device).scatter_add_(
+        0, slots, torch.ones_like(slots)
+    )
     return DeepEPLayout(in_rank_TW.sum(0), counts[:num_experts], in_rank_TW)
 
 
@@ -88,7 +92,9 @@ def deepep_dispatch(
         ValueError: see `moe_ref.config`: check_rank_indices, check_index_values, check_deepep_sizes; and what the policy rejects.
     """
     ranks, rank = size_and_rank(group)
-    check_rank_indices([tokens_TH] * ranks, [indices_TK] * ranks, None if probs is None else [probs] * ranks, num_experts)
+    check_rank_indices(
+        [tokens_TH] * ranks, [indices_TK] * ranks, None if probs is None else [probs] * ranks, num_experts
+    )
     require(scales is None or len(scales) == len(tokens_TH), "scales", "of another size", "a row for each token")
     kept_TK, kept_probs = apply_index_policy(indices_TK, probs, num_experts, policy)
     local = num_experts // ranks
@@ -106,7 +112,10 @@ def deepep_dispatch(
     if num_worst_tokens is None:
         counts = (index_DK.flatten()[:, None] == torch.arange(local, device=index_DK.device)).sum(0)
         counts = -(-counts // expert_alignment) * expert_alignment
-    longer = [None if x is None else _longer(x, behind, fill) for x, fill in ((rows_DH, 0), (scales_D, 0), (index_DK, EMPTY), (probs_DK, 0))]
+    longer = [
+        None if x is None else _longer(x, behind, fill)
+        for x, fill in ((rows_DH, 0), (scales_D, 0), (index_DK, EMPTY), (probs_DK, 0))
+    ]
     assert longer[0] is not None and longer[2] is not None
     return DeepEPDispatched(longer[0], longer[1], longer[2], longer[3], counts, Handle(sent, behind))
 
@@ -119,13 +128,20 @@ def deepep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = No
     """
     check_handle(handle, Handle, group)
     check_tokens([tokens_TH])
-    require(len(tokens_TH) == handle.sent.num_tokens, "tokens", f"of {len(tokens_TH)} rows", f"of {handle.sent.num_tokens} rows, as the handle says")
+    require(
+        len(tokens_TH) == handle.sent.num_tokens,
+        "tokens",
+        f"of {len(tokens_TH)} rows",
+        f"of {handle.sent.num_tokens} rows, as the handle says",
+    )
     (rows_DH,) = exchanged(handle.exchange, handle.sent.rows(tokens_TH))
     assert rows_DH is not None
     return _longer(rows_DH, handle.behind, 0)
 
 
-def deepep_combine(rows_DH: Tensor, handle: Handle, *, probs: Tensor | None = None, biases: Sequence[Tensor] = (), group: Any = None) -> Combined:
+def deepep_combine(
+    rows_DH: Tensor, handle: Handle, *, probs: Tensor | None = None, biases: Sequence[Tensor] = (), group: Any = None
+) -> Combined:
     """Send each row back and add what the ranks made of each token. No probability is applied.
 
     Trees and rounding are those of `moe_ref.deepep_combine`.
@@ -142,7 +158,12 @@ def deepep_combine(rows_DH: Tensor, handle: Handle, *, probs: Tensor | None = No
     arrived = sum(handle.exchange.receive)
     check_combined(rows_DH, arrived + handle.behind)
     shape = (handle.sent.num_tokens, rows_DH.shape[1])
-    require(len(biases) <= 2 and all(tuple(bias.shape) == shape for bias in biases), "biases", [tuple(b.shape) for b in biases], f"at most two of {shape}")
+    require(
+        len(biases) <= 2 and all(tuple(bias.shape) == shape for bias in biases),
+        "biases",
+        [tuple(b.shape) for b in biases],
+        f"at most two of {shape}",
+    )
     if probs is not None:
         check_probs(probs, (len(rows_DH), *probs.shape[1:]), rows_DH)
     home, home_probs = exchanged(handle.exchange.back, rows_DH[:arrived], None if probs is None else probs[:arrived])
@@ -156,7 +177,9 @@ def _longer(x: Tensor, rows: int, fill: int) -> Tensor:
     if rows == 0:
         return x
     behind = torch.full((rows, prod(x.shape[1:]) * x.element_size()), 0, dtype=torch.uint8, device=x.device)
-    return torch.cat([x, behind.view(x.dtype).reshape(rows, *x.shape[1:]) if fill == 0 else x.new_full((rows, *x.shape[1:]), fill)])
+    return torch.cat(
+        [x, behind.view(x.dtype).reshape(rows, *x.shape[1:]) if fill == 0 else x.new_full((rows, *x.shape[1:]), fill)]
+    )
 
 
 def _wanted(indices_TK: Tensor, local_experts: int, ranks: int) -> Tensor:

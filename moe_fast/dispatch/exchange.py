@@ -32,8 +32,18 @@ def size_and_rank(group: Any) -> tuple[int, int]:
     Raises:
         ValueError: no process group, or one that this process is not in.
     """
-    require(group is None or isinstance(group, dist.ProcessGroup), "group", type(group).__name__, "a process group of torch.distributed, or None")
-    require(dist.is_initialized(), "group", "of no world", "of a world: torch.distributed.init_process_group has not been called")
+    require(
+        group is None or isinstance(group, dist.ProcessGroup),
+        "group",
+        type(group).__name__,
+        "a process group of torch.distributed, or None",
+    )
+    require(
+        dist.is_initialized(),
+        "group",
+        "of no world",
+        "of a world: torch.distributed.init_process_group has not been called",
+    )
     return dist.get_world_size(group), dist.get_rank(group)
 
 
@@ -79,7 +89,9 @@ def _move(exchange: Exchange, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The parts at their destinations: as bytes, since not every backend knows every dtype."""
     columns = [as_bytes(part) for part in parts]
     record = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-    arrived = torch.empty((sum(exchange.receive), record.shape[1]), dtype=torch.uint8, device=record.device)  # all by the collective
+    arrived = torch.empty(
+        (sum(exchange.receive), record.shape[1]), dtype=torch.uint8, device=record.device
+    )  # all by the collective
     dist.all_to_all_single(arrived, record, list(exchange.receive), list(exchange.send), group=exchange.group)
     pieces = arrived.split([column.shape[1] for column in columns], dim=1)
     return tuple(from_bytes(piece, part) for piece, part in zip(pieces, parts, strict=True))
@@ -87,14 +99,20 @@ def _move(exchange: Exchange, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def as_bytes(part: Tensor) -> Tensor:
     """[R, bytes of a row]."""
-    flat = part.detach().resolve_neg().contiguous().flatten()  # one row or column is contiguous with any stride; a vector is with one
+    flat = (
+        part.detach().resolve_neg().contiguous().flatten()
+    )  # one row or column is contiguous with any stride; a vector is with one
     return flat.view(torch.uint8).reshape(len(part), prod(part.shape[1:]) * part.element_size())
 
 
 def from_bytes(piece: Tensor, like: Tensor) -> Tensor:
     """The rows that `as_bytes` made the bytes of."""
     shape = (len(piece), *like.shape[1:])
-    return piece.clone(memory_format=torch.contiguous_format).view(like.dtype).reshape(shape) if piece.numel() else like.new_empty(shape)
+    return (
+        piece.clone(memory_format=torch.contiguous_format).view(like.dtype).reshape(shape)
+        if piece.numel()
+        else like.new_empty(shape)
+    )
 
 
 def check_handle(handle: Any, kind: type, group: Any) -> None:
@@ -114,7 +132,12 @@ def check_combined(rows: Tensor, num_rows: int) -> None:
         ValueError: it does not, or they are no numbers to be added.
     """
     right = rows.dim() == 2 and len(rows) == num_rows and rows.is_floating_point() and rows.element_size() > 1
-    require(right, "rows", f"{tuple(rows.shape)} of {rows.dtype}", f"[{num_rows}, hidden], floating point, as dispatch gave them")
+    require(
+        right,
+        "rows",
+        f"{tuple(rows.shape)} of {rows.dtype}",
+        f"[{num_rows}, hidden], floating point, as dispatch gave them",
+    )
 
 
 def replicated(x_TH: Tensor, times: int) -> Tensor:

@@ -11,7 +11,17 @@ from moe_fast.dispatch import wire
 from moe_fast.dispatch.deduplicated import Sent, add_ranks, send_once
 from moe_fast.dispatch.exchange import check_combined, check_handle, exchanged, size_and_rank
 from moe_fast.permutation import _sum_rows, permute, unpermute
-from moe_ref.config import Combined, Dispatched, Recipe, check_budget, check_dispatch, check_probs, check_tokens, check_wire_recipe, require
+from moe_ref.config import (
+    Combined,
+    Dispatched,
+    Recipe,
+    check_budget,
+    check_dispatch,
+    check_probs,
+    check_tokens,
+    check_wire_recipe,
+    require,
+)
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,12 @@ def hybridep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = 
     """
     check_handle(handle, Handle, group)
     check_tokens([tokens_TH])
-    require(len(tokens_TH) == handle.sent.num_tokens, "tokens", f"of {len(tokens_TH)} rows", f"of {handle.sent.num_tokens} rows, as the handle says")
+    require(
+        len(tokens_TH) == handle.sent.num_tokens,
+        "tokens",
+        f"of {len(tokens_TH)} rows",
+        f"of {handle.sent.num_tokens} rows, as the handle says",
+    )
     (rows_DH,) = exchanged(handle.sent.exchange, handle.sent.rows(tokens_TH))
     assert rows_DH is not None
     return permute(rows_DH, handle.map_DL, align=handle.align, num_rows=handle.num_rows).rows
@@ -123,7 +138,9 @@ def hybridep_combine(rows_PH: Tensor, handle: Handle, *, probs: Tensor | None = 
     if probs is not None:
         check_probs(probs, (len(rows_PH),), rows_PH)
     parts_DH = unpermute(rows_PH, handle.row_map, restore_shape=(len(handle.map_DL), rows_PH.shape[1]))
-    home, home_probs = exchanged(handle.sent.exchange.back, parts_DH, None if probs is None else _to_cells(probs, handle))
+    home, home_probs = exchanged(
+        handle.sent.exchange.back, parts_DH, None if probs is None else _to_cells(probs, handle)
+    )
     assert home is not None
     tokens = add_ranks(home, handle.sent, [], rows_PH.dtype)
     return Combined(tokens, None if home_probs is None else handle.sent.to_tokens(home_probs).flatten(1))
@@ -137,4 +154,6 @@ def _to_cells(probs_P: Tensor, handle: Handle) -> Tensor:
     nothing = probs_P.new_zeros((received, 1))
     number_P = permute(nothing, handle.map_DL, probs=number_DL, align=handle.align, num_rows=handle.num_rows).probs
     assert number_P is not None
-    return probs_P.new_zeros(cells + 1).index_put((number_P.long(),), probs_P)[1:].reshape(received, local)  # padding falls on 0
+    return (
+        probs_P.new_zeros(cells + 1).index_put((number_P.long(),), probs_P)[1:].reshape(received, local)
+    )  # padding falls on 0

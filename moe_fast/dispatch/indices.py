@@ -8,7 +8,9 @@ from moe_ref.config import IndexPolicy, check_index_values, require
 EMPTY = -1
 
 
-def apply_index_policy(indices_TK: Tensor, probs_TK: Tensor | None, num_experts: int, policy: IndexPolicy | None) -> tuple[Tensor, Tensor | None]:
+def apply_index_policy(
+    indices_TK: Tensor, probs_TK: Tensor | None, num_experts: int, policy: IndexPolicy | None
+) -> tuple[Tensor, Tensor | None]:
     """Refuse, skip or keep the slots that libraries differ on; a slot that is skipped holds -1 afterwards, with probability 0.
 
     Raises:
@@ -17,11 +19,21 @@ def apply_index_policy(indices_TK: Tensor, probs_TK: Tensor | None, num_experts:
     policy = policy or IndexPolicy()
     check_index_values(indices_TK, num_experts)
     empty_TK = indices_TK == EMPTY
-    require(policy.empty == "skip" or not bool(empty_TK.any()), "indices", "-1 in some slot", "an expert in every slot, by the policy")
+    require(
+        policy.empty == "skip" or not bool(empty_TK.any()),
+        "indices",
+        "-1 in some slot",
+        "an expert in every slot, by the policy",
+    )
     if policy.duplicates != "count each":
         same_TKK = (indices_TK[:, :, None] == indices_TK[:, None, :]).triu(1)
         again_TK = same_TKK.any(2) & ~empty_TK
-        require(policy.duplicates != "reject" or not bool(again_TK.any()), "indices", "the same expert in two slots", "distinct in a token, by the policy")
+        require(
+            policy.duplicates != "reject" or not bool(again_TK.any()),
+            "indices",
+            "the same expert in two slots",
+            "distinct in a token, by the policy",
+        )
         empty_TK = empty_TK | again_TK
     if policy.zero_prob == "drop" and probs_TK is not None:
         empty_TK = empty_TK | (probs_TK == 0)

@@ -9,7 +9,15 @@ from torch.autograd.function import once_differentiable
 
 from moe_fast.dispatch.exchange import Exchange, check_handle, counts_of_all, exchange_of, exchanged, size_and_rank
 from moe_fast.dispatch.indices import EMPTY, apply_index_policy
-from moe_ref.config import FP8_BLOCK, IndexPolicy, LowLatencyDispatched, check_rank_indices, check_rows, check_slab, require
+from moe_ref.config import (
+    FP8_BLOCK,
+    IndexPolicy,
+    LowLatencyDispatched,
+    check_rank_indices,
+    check_rows,
+    check_slab,
+    require,
+)
 
 E4M3_MAX = 448.0  # OCP OFP8 1.0
 SMALLEST_AMAX = 1e-4  # DeepEP's: a block of zeros still has a scale
@@ -59,7 +67,9 @@ def deepep_low_latency_dispatch(
     own_E = (kept_TK.flatten()[:, None] == torch.arange(num_experts, device=kept_TK.device)).sum(0)
     count_SE = counts_of_all(own_E, group)
     exchange = exchange_of(count_SE.unflatten(1, (ranks, local)).sum(2).tolist(), rank, group)
-    copy_N = kept_TK.flatten().sort(stable=True).indices  # by expert, in an expert by token and slot; empty slots in front
+    copy_N = (
+        kept_TK.flatten().sort(stable=True).indices
+    )  # by expert, in an expert by token and slot; empty slots in front
     copy_N = copy_N[kept_TK.numel() - sum(exchange.send) :]
     token_N = copy_N // max(kept_TK.shape[1], 1)
     place_TK = _places(kept_TK, copy_N)
@@ -71,19 +81,28 @@ def deepep_low_latency_dispatch(
     arrived = exchanged(exchange, codes, scale, token_N)
     count_SL = count_SE[:, rank * local : (rank + 1) * local]
     begin_LS = count_SL.T.cumsum(1) - count_SL.T
-    chunk_of_D = torch.arange(ranks * local, device=kept_TK.device).repeat_interleave(count_SL.flatten(), output_size=sum(exchange.receive))
-    place_in_chunk = torch.arange(len(chunk_of_D), device=kept_TK.device) - (count_SL.flatten().cumsum(0) - count_SL.flatten())[chunk_of_D]
+    chunk_of_D = torch.arange(ranks * local, device=kept_TK.device).repeat_interleave(
+        count_SL.flatten(), output_size=sum(exchange.receive)
+    )
+    place_in_chunk = (
+        torch.arange(len(chunk_of_D), device=kept_TK.device)
+        - (count_SL.flatten().cumsum(0) - count_SL.flatten())[chunk_of_D]
+    )
     source_D, local_D = chunk_of_D // local, chunk_of_D % local
     row_D = local_D * slab + begin_LS[local_D, source_D] + place_in_chunk
     rows, scales, numbers = (None if x is None else _placed(x, row_D, (local, slab)) for x in arrived)
     assert rows is not None and numbers is not None
     same_TKK = (kept_TK[:, :, None] == kept_TK[:, None, :]) & (kept_TK != EMPTY)[:, :, None]
-    last_TK = torch.where(same_TKK, place_TK[:, None, :], EMPTY).amax(2) if kept_TK.shape[1] else place_TK  # of a repeated expert, the later row
+    last_TK = (
+        torch.where(same_TKK, place_TK[:, None, :], EMPTY).amax(2) if kept_TK.shape[1] else place_TK
+    )  # of a repeated expert, the later row
     handle = Handle(exchange, row_D, last_TK, (local, slab))
     return LowLatencyDispatched(rows, scales, count_SL.sum(0), numbers, begin_LS * 2**32 + count_SL.T, handle)
 
 
-def deepep_low_latency_combine(rows: Tensor, indices_TK: Tensor, probs: Tensor, handle: Handle, *, group: Any = None) -> Tensor:
+def deepep_low_latency_combine(
+    rows: Tensor, indices_TK: Tensor, probs: Tensor, handle: Handle, *, group: Any = None
+) -> Tensor:
     """Send each row back and add each token's rows, weighted.
 
     Sums, rounding and what becomes of a repeated expert are those of `moe_ref.deepep_low_latency_combine`.
@@ -99,7 +118,12 @@ def deepep_low_latency_combine(rows: Tensor, indices_TK: Tensor, probs: Tensor, 
     check_handle(handle, Handle, group)
     check_rows([rows], [handle.shape])
     for name, given in (("indices", indices_TK), ("probs", probs)):
-        require(given.shape == handle.slot_TK.shape, name, f"of shape {tuple(given.shape)}", f"of shape {tuple(handle.slot_TK.shape)}, as dispatch's")
+        require(
+            given.shape == handle.slot_TK.shape,
+            name,
+            f"of shape {tuple(given.shape)}",
+            f"of shape {tuple(handle.slot_TK.shape)}, as dispatch's",
+        )
     wide = torch.float64 if torch.float64 in (rows.dtype, probs.dtype) else torch.float32
     (home,) = exchanged(handle.exchange.back, rows.flatten(0, 1)[handle.row_D])
     assert home is not None

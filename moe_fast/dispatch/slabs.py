@@ -35,12 +35,25 @@ class Room:
     def regions(self) -> dict[str, int]:
         """Bytes of each region."""
         rows, probs = self.rows * self.row_bytes, self.rows * PROB_BYTES
-        scales = self.rows * 4 * -(-self.row_bytes // (2 * FP8_BLOCK))  # a number of two bytes, or more, becomes one of one
-        sizes = {"counts": 4 * self.ranks * self.experts, "link": 4 * self.rows, "rows": rows, "probs": probs, "scales": scales}
+        scales = (
+            self.rows * 4 * -(-self.row_bytes // (2 * FP8_BLOCK))
+        )  # a number of two bytes, or more, becomes one of one
+        sizes = {
+            "counts": 4 * self.ranks * self.experts,
+            "link": 4 * self.rows,
+            "rows": rows,
+            "probs": probs,
+            "scales": scales,
+        }
         return sizes | {"sums": rows, "sum_probs": probs}
 
     def holds(self, other: "Room") -> bool:
-        return self.ranks == other.ranks and self.experts >= other.experts and self.rows >= other.rows and self.row_bytes >= other.row_bytes
+        return (
+            self.ranks == other.ranks
+            and self.experts >= other.experts
+            and self.rows >= other.rows
+            and self.row_bytes >= other.row_bytes
+        )
 
     def grown(self, other: "Room") -> "Room":
         """Room for either. More rows are twice as many at least: the slabs that were too short for a call have together no more than the last."""
@@ -73,14 +86,22 @@ def offsets(room: Room) -> dict[str, int]:
     return found | {"": end}
 
 
-def slab_of(room: Room, own: Tensor, addresses: list[int], barrier: Callable[[], None], kept: tuple[Any, ...] = ()) -> Slab:
+def slab_of(
+    room: Room, own: Tensor, addresses: list[int], barrier: Callable[[], None], kept: tuple[Any, ...] = ()
+) -> Slab:
     """A slab over memory that is there."""
-    tables = {name: torch.tensor([address + begin for address in addresses], device=own.device) for name, begin in offsets(room).items() if name}
+    tables = {
+        name: torch.tensor([address + begin for address in addresses], device=own.device)
+        for name, begin in offsets(room).items()
+        if name
+    }
     return Slab(room, own, tables, barrier, kept)
 
 
 _slabs: WeakKeyDictionary[Any, Slab] = WeakKeyDictionary()
-_outgrown: WeakKeyDictionary[Any, list[Slab]] = WeakKeyDictionary()  # what a graph may have captured, here or on another rank
+_outgrown: WeakKeyDictionary[Any, list[Slab]] = (
+    WeakKeyDictionary()
+)  # what a graph may have captured, here or on another rank
 _meetings = count()  # of this process over NVLink
 
 
@@ -111,14 +132,26 @@ def slab_for(group: Any, device: torch.device, room: Room) -> Slab:
 def _nvlink(group: Any, device: torch.device, room: Room) -> Slab:
     import torch.distributed._symmetric_memory as symmetric
 
-    require(os.environ.get(MULTICAST) == "1", MULTICAST, repr(os.environ.get(MULTICAST)), "1, set before torch is imported: multicast is not used")
+    require(
+        os.environ.get(MULTICAST) == "1",
+        MULTICAST,
+        repr(os.environ.get(MULTICAST)),
+        "1, set before torch is imported: multicast is not used",
+    )
     said: list[Any] = [None] * room.ranks
     dist.all_gather_object(said, (room, next(_meetings)), group=group)  # torch would wait for ever
     for rank, (asked, meeting) in enumerate(said):
         require(asked == said[0][0], "room", f"{asked} on rank {rank}", f"{said[0][0]}, as on rank 0")
-        require(meeting == said[0][1], "group", f"whose rank {rank} has met others {meeting} times", f"{said[0][1]} times, as rank 0")
+        require(
+            meeting == said[0][1],
+            "group",
+            f"whose rank {rank} has met others {meeting} times",
+            f"{said[0][1]} times, as rank 0",
+        )
     size = offsets(room)[""]
-    own = symmetric.empty(size, dtype=torch.uint8, device=device)  # regions: counts by announce_kernel, links zeroed, others by who pushes or sums
+    own = symmetric.empty(
+        size, dtype=torch.uint8, device=device
+    )  # regions: counts by announce_kernel, links zeroed, others by who pushes or sums
     handle = symmetric.rendezvous(own, group)
     require(not handle.multicast_ptr, "group", "with a multicast pointer", f"without: {MULTICAST} was set too late")
     addresses = [handle.get_remote_tensor(rank, (size,), torch.uint8).data_ptr() for rank in range(room.ranks)]

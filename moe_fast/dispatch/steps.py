@@ -74,7 +74,9 @@ def send(
     counts = torch.empty(num_experts, dtype=torch.int32, device=device).copy_(walk.count_E)
     link = slab.region("link", torch.int32, num_rows).zero_()
     with launch_on(tokens):
-        kernels.announce_kernel[(ranks,)](counts, slab.tables["counts"], rank, num_experts, BLOCK_E=power_of_two(num_experts))
+        kernels.announce_kernel[(ranks,)](
+            counts, slab.tables["counts"], rank, num_experts, BLOCK_E=power_of_two(num_experts)
+        )
     yield
 
     start = torch.empty(num_experts, dtype=torch.int64, device=device)  # these four: all by slab_layout_kernel
@@ -86,7 +88,18 @@ def send(
     with launch_on(tokens):
         results = (start, tokens_per_expert, gap, overflow.view(torch.uint8))
         kernels.slab_layout_kernel[(1,)](all_counts, *results, *sizes, BLOCK_E=power_of_two(num_experts))
-    ranked = RowMap(slots.slots_TE, slots.num_slots_T, walk.base_EB.t(), gap, walk.tiles * walk.block_tokens, num_tokens, num_experts, num_rows, True, False)
+    ranked = RowMap(
+        slots.slots_TE,
+        slots.num_slots_T,
+        walk.base_EB.t(),
+        gap,
+        walk.tiles * walk.block_tokens,
+        num_tokens,
+        num_experts,
+        num_rows,
+        True,
+        False,
+    )
     lists = ranked.without_bases()
     # the walk's bases count within this rank's own layout: less the first block's, they are what stands before in the same expert
     ranked = replace(ranked, base_BE=ranked.base_BE - ranked.base_BE[:1])  # type: ignore[operator,index]
@@ -94,22 +107,35 @@ def send(
     yield
 
     kept_link = torch.empty(num_rows, dtype=torch.int32, device=device)  # all by spread_kernel
-    rows, row_probs = spread(tokens, None if probs is None else probs.dtype, link, kept_link, gap, slab, num_rows, local, False, recipe)
-    return rows, row_probs, tokens_per_expert, Handle(group, ranks, lists, num_rows, kept_link, gap, overflow, local, once)
+    rows, row_probs = spread(
+        tokens, None if probs is None else probs.dtype, link, kept_link, gap, slab, num_rows, local, False, recipe
+    )
+    return (
+        rows,
+        row_probs,
+        tokens_per_expert,
+        Handle(group, ranks, lists, num_rows, kept_link, gap, overflow, local, once),
+    )
 
 
-def resend(tokens: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab) -> Steps[tuple[Tensor | None, Tensor | None]]:
+def resend(
+    tokens: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab
+) -> Steps[tuple[Tensor | None, Tensor | None]]:
     """The steps of a dispatch whose routing is known: the transpose of combine."""
     yield  # nobody reads an earlier dispatch any more
     some = tokens if tokens is not None else probs.new_empty((handle.lists.num_tokens, 0))  # type: ignore[union-attr]
     push(some, probs, None, handle.lists, None, slab, handle.local_experts, handle.once)
     yield
     dtype = None if probs is None else probs.dtype
-    rows, row_probs = spread(some, dtype, handle.link_C, None, handle.gap_2L, slab, handle.lists.num_rows, handle.local_experts, whole=True)
+    rows, row_probs = spread(
+        some, dtype, handle.link_C, None, handle.gap_2L, slab, handle.lists.num_rows, handle.local_experts, whole=True
+    )
     return None if tokens is None else rows, row_probs
 
 
-def collect(rows: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab) -> Steps[tuple[Tensor | None, Tensor | None]]:
+def collect(
+    rows: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab
+) -> Steps[tuple[Tensor | None, Tensor | None]]:
     """The steps of combine."""
     yield  # nobody pulls from an earlier combine any more
     some = rows if rows is not None else probs
@@ -138,9 +164,14 @@ def collect(rows: Tensor | None, probs: Tensor | None, handle: Handle, slab: Sla
     yield
 
     shape = (lists.num_tokens, hidden)
-    out = None if rows is None else torch.empty(shape, dtype=rows.dtype, device=some.device)  # all by pull_kernel: whole rows of tokens
+    out = (
+        None if rows is None else torch.empty(shape, dtype=rows.dtype, device=some.device)
+    )  # all by pull_kernel: whole rows of tokens
     out_probs = None if probs is None else probs.new_zeros((lists.num_tokens, lists.num_experts))
-    programs = columns * ((ceil_div(lists.num_tokens, sizes.lists) if probs is not None else 0) + (ceil_div(lists.num_tokens, sizes.tokens) if hidden else 0))
+    programs = columns * (
+        (ceil_div(lists.num_tokens, sizes.lists) if probs is not None else 0)
+        + (ceil_div(lists.num_tokens, sizes.tokens) if hidden else 0)
+    )
     if programs:
         with launch_on(some):
             kernels.pull_kernel[(programs,)](
@@ -234,7 +265,9 @@ def spread(
     rows = torch.empty((num_rows, hidden), dtype=dtype, device=device)  # by spread_kernel; what is left out is nobody's
     row_probs = None if prob_dtype is None else torch.empty(num_rows, dtype=prob_dtype, device=device)  # likewise
     blocks = 0 if recipe is None else ceil_div(hidden, FP8_BLOCK)
-    scale = torch.empty((blocks, num_rows), dtype=torch.float32, device=device).T  # likewise; laid out as that of `quantize`
+    scale = torch.empty(
+        (blocks, num_rows), dtype=torch.float32, device=device
+    ).T  # likewise; laid out as that of `quantize`
     with launch_on(like):
         kernels.spread_kernel[((num_rows + local + tail) * max(1, ceil_div(hidden, columns)),)](
             bits(slab.region("rows", dtype, num_rows * hidden)),
@@ -262,4 +295,8 @@ def spread(
 
 def _tile(sizes: tuning.Symmetric, recipe: Recipe | None) -> tuple[int, int]:
     """Columns and warps of a program. Codes are a byte each: half as many lanes write them in pieces as large; and blocks are whole."""
-    return (sizes.columns, sizes.num_warps) if recipe is None else (max(sizes.columns, FP8_BLOCK), max(1, sizes.num_warps // 2))
+    return (
+        (sizes.columns, sizes.num_warps)
+        if recipe is None
+        else (max(sizes.columns, FP8_BLOCK), max(1, sizes.num_warps // 2))
+    )

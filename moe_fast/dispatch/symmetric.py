@@ -21,7 +21,17 @@ from moe_fast.dispatch.exchange import check_combined, counts_of_all, size_and_r
 from moe_fast.dispatch.slabs import Room, Slab, slab_for
 from moe_fast.dispatch.steps import Handle, collect, resend, run, send
 from moe_fast.quantized import codes, dequantize, scales
-from moe_ref.config import Combined, Dispatched, Recipe, check_budget, check_dispatch, check_probs, check_tokens, check_wire_recipe, require
+from moe_ref.config import (
+    Combined,
+    Dispatched,
+    Recipe,
+    check_budget,
+    check_dispatch,
+    check_probs,
+    check_tokens,
+    check_wire_recipe,
+    require,
+)
 
 __all__ = [
     "codes",
@@ -80,7 +90,11 @@ def hybridep_dispatch(
     where, own = (align or 1, most, slab, rank, group, deduplicate), slice(whole[rank])
     if recipe is None:
         rows, row_probs, counts, handle = _Dispatch.apply(tokens_TH, probs, routing_map_TE, *where)
-        rows, row_probs, handle = rows[own], None if row_probs is None else row_probs[own], replace(handle, own_rows=whole[rank])
+        rows, row_probs, handle = (
+            rows[own],
+            None if row_probs is None else row_probs[own],
+            replace(handle, own_rows=whole[rank]),
+        )
         return Dispatched(rows, row_probs, counts, handle, handle.overflow_W[rank])
     form, row_probs, counts, handle = run(send(tokens_TH.detach(), routing_map_TE, probs, *where, recipe), slab)
     handle = replace(handle, own_rows=whole[rank])
@@ -124,15 +138,26 @@ def hybridep_combine(rows_PH: Tensor, handle: Handle, *, probs: Tensor | None = 
 
 def supports(function: str, *arguments: Any, **settings: Any) -> str | None:
     """Why a call is not supported, or None."""
-    payload = arguments[0] if arguments else next((settings[name] for name in ("tokens", "rows") if name in settings), None)
-    if isinstance(payload, Tensor) and payload.dtype not in SUMMED and (function == "hybridep_combine" or payload.requires_grad):
+    payload = (
+        arguments[0] if arguments else next((settings[name] for name in ("tokens", "rows") if name in settings), None)
+    )
+    if (
+        isinstance(payload, Tensor)
+        and payload.dtype not in SUMMED
+        and (function == "hybridep_combine" or payload.requires_grad)
+    ):
         return f"a payload of dtype {payload.dtype}: sums are taken of {SUMMED}"
     return None
 
 
 def declares(function: str) -> dict[str, Any]:
     """What this implementation promises about a function, beyond the reference's contract."""
-    promised = {"deterministic": True, "host_sync_free": True, "graph_capturable": True, "noncontiguous": True}  # where num_rows is given
+    promised = {
+        "deterministic": True,
+        "host_sync_free": True,
+        "graph_capturable": True,
+        "noncontiguous": True,
+    }  # where num_rows is given
     return promised | {"accumulator": "float32", "differentiable": function != "hybridep_cached_dispatch"}
 
 
@@ -140,7 +165,16 @@ class _Dispatch(torch.autograd.Function):
     """`hybridep_dispatch`; its gradient is a combine."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, probs: Tensor | None, routing_map: Tensor, align: int, num_rows: int, slab: Slab, *where: Any) -> Any:
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        probs: Tensor | None,
+        routing_map: Tensor,
+        align: int,
+        num_rows: int,
+        slab: Slab,
+        *where: Any,
+    ) -> Any:
         ctx.set_materialize_grads(False)
         rows, row_probs, counts, handle = run(send(tokens, routing_map, probs, align, num_rows, slab, *where), slab)
         ctx.handle = handle
@@ -157,17 +191,27 @@ class _Place(torch.autograd.Function):
     """Where rows stand in the graph that came as codes: a tensor of their shape that is never read; and their probs. The gradient is a combine."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, probs: Tensor | None, row_probs: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any, tokens: Tensor, probs: Tensor | None, row_probs: Tensor | None, handle: Handle
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.handle = handle
         source = tokens.new_empty(()).expand(handle.own_rows, tokens.shape[1])  # by nobody: it has no values
         moved = None if row_probs is None else row_probs.view_as(row_probs)
-        ctx.mark_non_differentiable(*(x for x, needed in zip((source, moved), ctx.needs_input_grad, strict=False) if x is not None and not needed))
+        ctx.mark_non_differentiable(
+            *(
+                x
+                for x, needed in zip((source, moved), ctx.needs_input_grad, strict=False)
+                if x is not None and not needed
+            )
+        )
         return source, moved
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_rows: Tensor | None, d_probs: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, d_rows: Tensor | None, d_probs: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
         return *_collect(d_rows, d_probs, ctx.handle), None, None
 
 
@@ -194,7 +238,9 @@ def _collect(rows: Tensor | None, probs: Tensor | None, handle: Handle) -> tuple
 def _resend(tokens: Tensor | None, probs: Tensor | None, handle: Handle) -> tuple[Tensor | None, Tensor | None]:
     slab = _slab(handle, tokens, probs)
     rows, row_probs = run(resend(tokens, probs, handle, slab), slab) if slab else (None, None)
-    return None if rows is None else rows[: handle.own_rows], None if row_probs is None else row_probs[: handle.own_rows]
+    return None if rows is None else rows[: handle.own_rows], None if row_probs is None else row_probs[
+        : handle.own_rows
+    ]
 
 
 def _slab(handle: Handle, rows: Tensor | None, probs: Tensor | None) -> Slab | None:
@@ -203,7 +249,9 @@ def _slab(handle: Handle, rows: Tensor | None, probs: Tensor | None) -> Slab | N
     if some is None:
         return None
     wide = 0 if rows is None else rows.shape[1] * rows.element_size()
-    return slab_for(handle.group, some.device, Room(handle.ranks, handle.lists.num_experts, handle.lists.num_rows, wide))
+    return slab_for(
+        handle.group, some.device, Room(handle.ranks, handle.lists.num_experts, handle.lists.num_rows, wide)
+    )
 
 
 def _rows_of_ranks(routing_map_TE: Tensor, align: int, ranks: int, group: Any) -> list[int]:
@@ -213,5 +261,7 @@ def _rows_of_ranks(routing_map_TE: Tensor, align: int, ranks: int, group: Any) -
 
 
 def _check(handle: Any, group: Any) -> None:
-    require(isinstance(handle, Handle), "handle", type(handle).__name__, "what this module's hybridep_dispatch returned")
+    require(
+        isinstance(handle, Handle), "handle", type(handle).__name__, "what this module's hybridep_dispatch returned"
+    )
     require(handle.group is group, "group", group, "the group that dispatch was given")

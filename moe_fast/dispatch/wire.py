@@ -18,7 +18,9 @@ def rule_of(recipe: Recipe | None, tokens: Tensor) -> tuple[tuple[int, int], dic
     if recipe is None:
         return (0, 0), {"POWER_OF_TWO": False}
     infinity = FLOAT32_MAX if tokens.dtype == torch.float64 else torch.finfo(tokens.dtype).max
-    return (number_bits(recipe.amax_epsilon or 0.0), number_bits(infinity)), {"POWER_OF_TWO": bool(recipe.power_of_two_scales)}
+    return (number_bits(recipe.amax_epsilon or 0.0), number_bits(infinity)), {
+        "POWER_OF_TWO": bool(recipe.power_of_two_scales)
+    }
 
 
 def packed(tokens_TH: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:

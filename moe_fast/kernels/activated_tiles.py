@@ -14,7 +14,19 @@ from moe_fast.kernels.scores import number, widened
 
 
 @triton.jit
-def load_for_gradient(h_ptr, stride_p, stride_f, p, read, column, width, between, LAYOUT: tl.constexpr, dtype: tl.constexpr, BLOCK_N: tl.constexpr):
+def load_for_gradient(
+    h_ptr,
+    stride_p,
+    stride_f,
+    p,
+    read,
+    column,
+    width,
+    between,
+    LAYOUT: tl.constexpr,
+    dtype: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """(u, v, columns of the result, whether each is v's gradient) of columns of d_h; without a gate u and v are h. Pairs are not asked for here."""
     n = column + tl.arange(0, BLOCK_N)
     if LAYOUT == "single":
@@ -69,15 +81,31 @@ def activated_tile(
     WHOLE: columns are those of the gates, and the other x, `width` columns further on, is the values' gradient; otherwise it is x.
     """
     if d_out_ptr is None:
-        u, v = load_gate_and_value(h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, ACCUMULATOR, BLOCK_N)
+        u, v = load_gate_and_value(
+            h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, ACCUMULATOR, BLOCK_N
+        )
     else:
         if LAYOUT == "pairs" or WHOLE:
             ratio: tl.constexpr = 1 if WHOLE else 2
-            u, v = load_gate_and_value(h_ptr, stride_h_p, stride_h_f, p, read, column // ratio, width, between, LAYOUT, ACCUMULATOR, BLOCK_N // ratio)
+            u, v = load_gate_and_value(
+                h_ptr,
+                stride_h_p,
+                stride_h_f,
+                p,
+                read,
+                column // ratio,
+                width,
+                between,
+                LAYOUT,
+                ACCUMULATOR,
+                BLOCK_N // ratio,
+            )
             f = column // ratio + tl.arange(0, BLOCK_N // ratio)
             inside = (p < read)[:, None] & (f < width)[None, :]  # a tile sticks out of its group and of h
         else:
-            u, v, f, of_value, inside = load_for_gradient(h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, ACCUMULATOR, BLOCK_N)
+            u, v, f, of_value, inside = load_for_gradient(
+                h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, ACCUMULATOR, BLOCK_N
+            )
         d_out = tl.load(d_out_ptr + p[:, None] * stride_d_out_p + f[None, :] * stride_d_out_f, mask=inside, other=0.0)
         d_out = widened(d_out, ACCUMULATOR)
     bound = number(clamp, ACCUMULATOR)
@@ -90,7 +118,9 @@ def activated_tile(
     shifted = v + number(offset, ACCUMULATOR) if LAYOUT != "single" else 1.0
     prob = 1.0
     if probs_ptr is not None:
-        prob = widened(tl.load(probs_ptr + p * stride_probs, mask=p < read, other=0.0), ACCUMULATOR)[:, None]  # the last tile sticks out
+        prob = widened(tl.load(probs_ptr + p * stride_probs, mask=p < read, other=0.0), ACCUMULATOR)[
+            :, None
+        ]  # the last tile sticks out
     mine = (p < owned)[:, None]
     other = 0.0
     part = 0.0

@@ -76,7 +76,19 @@ def gate_column(f, between, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def load_gate_and_value(h_ptr, stride_p, stride_f, p, num_rows, first, width, between, LAYOUT: tl.constexpr, dtype: tl.constexpr, BLOCK_F: tl.constexpr):
+def load_gate_and_value(
+    h_ptr,
+    stride_p,
+    stride_f,
+    p,
+    num_rows,
+    first,
+    width,
+    between,
+    LAYOUT: tl.constexpr,
+    dtype: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
     """u and v, [BLOCK_P, BLOCK_F] in `dtype`, 0 beside h; without a gate both are h. Of bytes, what they mean as E4M3 codes."""
     row = h_ptr + p[:, None] * stride_p
     if LAYOUT == "pairs":
@@ -99,12 +111,18 @@ def load_gate_and_value(h_ptr, stride_p, stride_f, p, num_rows, first, width, be
 
 
 @triton.jit
-def store_gate_and_value(h_ptr, du, dv, p, num_rows, first, width, between, LAYOUT: tl.constexpr, BLOCK_F: tl.constexpr):
+def store_gate_and_value(
+    h_ptr, du, dv, p, num_rows, first, width, between, LAYOUT: tl.constexpr, BLOCK_F: tl.constexpr
+):
     """The tiles in the places of u and v of a contiguous h of their dtype; without a gate du alone."""
     if LAYOUT == "pairs":
         column = pair_column(first, BLOCK_F)[None, :]
         inside = (p < num_rows)[:, None] & (column < 2 * width)  # the last tiles stick out on both sides
-        tl.store(h_ptr + p[:, None] * (2 * width) + column, tl.reshape(tl.join(du, dv), [p.shape[0], 2 * BLOCK_F]), mask=inside)
+        tl.store(
+            h_ptr + p[:, None] * (2 * width) + column,
+            tl.reshape(tl.join(du, dv), [p.shape[0], 2 * BLOCK_F]),
+            mask=inside,
+        )
     else:
         f = first + tl.arange(0, BLOCK_F)
         inside = (p < num_rows)[:, None] & (f < width)[None, :]  # the last tiles stick out on both sides
@@ -147,7 +165,9 @@ def activation_kernel(
     """out = f(u) · (v + offset) · p, without a gate f(u) · p, each program one tile."""
     p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     first = tl.program_id(0) % parts * BLOCK_F
-    u, v = load_gate_and_value(h_ptr, stride_h_p, stride_h_f, p, num_rows, first, width, between, LAYOUT, ACCUMULATOR, BLOCK_F)
+    u, v = load_gate_and_value(
+        h_ptr, stride_h_p, stride_h_f, p, num_rows, first, width, between, LAYOUT, ACCUMULATOR, BLOCK_F
+    )
     if codes_ptr is not None:
         code_u = encoded(as_float32(u), "e4m3", HARDWARE)
         code_v = encoded(as_float32(v), "e4m3", HARDWARE)
@@ -209,10 +229,14 @@ def activation_backward_kernel(
     total = tl.zeros([BLOCK_P, BLOCK_F], ACCUMULATOR)
     for i in range(tiles):
         first = (tl.program_id(0) % parts * tiles + i) * BLOCK_F
-        u, v = load_gate_and_value(h_ptr, stride_h_p, stride_h_f, p, num_rows, first, width, between, LAYOUT, ACCUMULATOR, BLOCK_F)
+        u, v = load_gate_and_value(
+            h_ptr, stride_h_p, stride_h_f, p, num_rows, first, width, between, LAYOUT, ACCUMULATOR, BLOCK_F
+        )
         f = (first + tl.arange(0, BLOCK_F)).to(tl.int64)[None, :]
         inside = real[:, None] & (f < width)  # the last tiles stick out on both sides
-        d_out = widened(tl.load(d_out_ptr + p[:, None] * stride_d_out_p + f * stride_d_out_f, mask=inside, other=0.0), ACCUMULATOR)
+        d_out = widened(
+            tl.load(d_out_ptr + p[:, None] * stride_d_out_p + f * stride_d_out_f, mask=inside, other=0.0), ACCUMULATOR
+        )
         if CLAMPED:
             free_u = u <= bound  # the bounds themselves are free
             free_v = tl.abs(v) <= bound

@@ -17,10 +17,24 @@ def least_key(KEY_BITS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_keys(probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e, t, e, inside, KEY_BITS: tl.constexpr, KEY: tl.constexpr):
+def load_keys(
+    probs_ptr,
+    stride_probs_t,
+    stride_probs_e,
+    map_ptr,
+    stride_map_t,
+    stride_map_e,
+    t,
+    e,
+    inside,
+    KEY_BITS: tl.constexpr,
+    KEY: tl.constexpr,
+):
     """[BLOCK_T, BLOCK_E] probs as bits, 0 of what is not routed, and keys: all of the routed equal if KEY_BITS is 1."""
     routed = tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=inside, other=0) != 0
-    bits = tl.load(probs_ptr + t[:, None] * stride_probs_t + e[None, :] * stride_probs_e, mask=routed, other=0)  # others may be anything
+    bits = tl.load(
+        probs_ptr + t[:, None] * stride_probs_t + e[None, :] * stride_probs_e, mask=routed, other=0
+    )  # others may be anything
     key = tl.zeros(bits.shape, KEY)
     if KEY_BITS > 1:
         magnitude: tl.constexpr = 2 ** (bits.dtype.primitive_bitwidth - 1) - 1
@@ -53,7 +67,9 @@ def drop_keys_kernel(
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     inside = (t < num_tokens)[:, None] & (e < num_experts)[None, :]  # the last tiles stick out on both sides
     KEY: tl.constexpr = keys_ptr.dtype.element_ty
-    _, key = load_keys(probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e, t, e, inside, KEY_BITS, KEY)
+    _, key = load_keys(
+        probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e, t, e, inside, KEY_BITS, KEY
+    )
     tl.store(keys_ptr + e[None, :] * num_tokens + t[:, None], key, mask=inside)
 
 
@@ -61,7 +77,11 @@ def drop_keys_kernel(
 def load_columns(keys_ptr, e, t, num_tokens, num_experts, KEY_BITS: tl.constexpr):
     """[BLOCK_E, BLOCK_T] keys; past the last token they are the least."""
     inside = (e < num_experts)[:, None] & (t < num_tokens)[None, :]  # the last tiles stick out on both sides
-    return tl.load(keys_ptr + e[:, None] * num_tokens + t[None, :], mask=inside, other=least_key(KEY_BITS, keys_ptr.dtype.element_ty))
+    return tl.load(
+        keys_ptr + e[:, None] * num_tokens + t[None, :],
+        mask=inside,
+        other=least_key(KEY_BITS, keys_ptr.dtype.element_ty),
+    )
 
 
 @triton.jit
@@ -74,7 +94,18 @@ def is_kept(key, t, least, before):
 
 
 @triton.jit
-def count_kept(keys_ptr, whole, e, least, before, num_tokens, num_experts, KEY_BITS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_T: tl.constexpr):
+def count_kept(
+    keys_ptr,
+    whole,
+    e,
+    least,
+    before,
+    num_tokens,
+    num_experts,
+    KEY_BITS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
     """[BLOCK_E, 1] int32: how many tokens each expert would keep."""
     t = tl.arange(0, BLOCK_T)
     if WHOLE:
@@ -112,10 +143,15 @@ def drop_search_kernel(
     least = tl.zeros([BLOCK_E, 1], KEY) + least_key(KEY_BITS, KEY)
     wanted = tl.zeros([BLOCK_E, 1], tl.int32) + room
     if not PAD:
-        wanted = tl.minimum(wanted, count_kept(keys_ptr, whole, e, least, None, num_tokens, num_experts, KEY_BITS, WHOLE, BLOCK_T))
+        wanted = tl.minimum(
+            wanted, count_kept(keys_ptr, whole, e, least, None, num_tokens, num_experts, KEY_BITS, WHOLE, BLOCK_T)
+        )
     for i in range(KEY_BITS):
         higher = least + (tl.full([BLOCK_E, 1], 1, KEY) << (KEY_BITS - 1 - i))
-        enough = count_kept(keys_ptr, whole, e, higher - 1, None, num_tokens, num_experts, KEY_BITS, WHOLE, BLOCK_T) >= wanted
+        enough = (
+            count_kept(keys_ptr, whole, e, higher - 1, None, num_tokens, num_experts, KEY_BITS, WHOLE, BLOCK_T)
+            >= wanted
+        )
         least = tl.where(enough, higher, least)
     before = tl.zeros([BLOCK_E, 1], tl.int32)
     for i in range(token_bits):
@@ -155,7 +191,9 @@ def drop_kernel(
     in_row = e < num_experts  # the last block sticks out
     inside = (t < num_tokens)[:, None] & in_row[None, :]  # on both sides
     KEY: tl.constexpr = least_ptr.dtype.element_ty
-    bits, key = load_keys(probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e, t, e, inside, KEY_BITS, KEY)
+    bits, key = load_keys(
+        probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e, t, e, inside, KEY_BITS, KEY
+    )
     least = tl.load(least_ptr + e, mask=in_row, other=0)[None, :]  # the last block sticks out
     before = tl.load(before_ptr + e, mask=in_row, other=0)[None, :]  # likewise
     kept = is_kept(key, t[:, None], least, before)
@@ -190,6 +228,10 @@ def drop_backward_kernel(
     cell = t[:, None] * num_experts + e[None, :]
     through = tl.load(kept_ptr + cell, mask=inside, other=0) != 0
     if map_ptr is not None:
-        through = tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=through, other=0) != 0  # no more matter
-    dout = tl.load(dout_ptr + t[:, None] * stride_dout_t + e[None, :] * stride_dout_e, mask=through, other=0)  # 0 where it does not pass
+        through = (
+            tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=through, other=0) != 0
+        )  # no more matter
+    dout = tl.load(
+        dout_ptr + t[:, None] * stride_dout_t + e[None, :] * stride_dout_e, mask=through, other=0
+    )  # 0 where it does not pass
     tl.store(dprobs_ptr + cell, dout, mask=inside)

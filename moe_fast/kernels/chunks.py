@@ -9,8 +9,12 @@ def load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, place, num_chu
     """The chunks that stand at a few places, in their new order or in the old one: their numbers and sizes."""
     chunk = place
     if REORDERED:
-        chunk = tl.load(order_ptr + place * stride_order, mask=place < num_chunks, other=-1).to(tl.int64)  # the last block sticks out
-    known = (chunk >= 0) & (chunk < num_chunks)  # nor is there a chunk outside the block, nor in an order that is no permutation
+        chunk = tl.load(order_ptr + place * stride_order, mask=place < num_chunks, other=-1).to(
+            tl.int64
+        )  # the last block sticks out
+    known = (chunk >= 0) & (
+        chunk < num_chunks
+    )  # nor is there a chunk outside the block, nor in an order that is no permutation
     return chunk, tl.load(sizes_ptr + chunk * stride_sizes, mask=known, other=0).to(tl.int64)
 
 
@@ -45,7 +49,15 @@ def sort_chunks_kernel(
     begin_R = tl.zeros([BLOCK_R], tl.int64)
     carry = tl.zeros([1], tl.int64)
     for first in range(0, num_chunks, BLOCK_S):
-        chunk, size = load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, first + tl.arange(0, BLOCK_S).to(tl.int64), num_chunks, not INVERSE)
+        chunk, size = load_chunks(
+            sizes_ptr,
+            stride_sizes,
+            order_ptr,
+            stride_order,
+            first + tl.arange(0, BLOCK_S).to(tl.int64),
+            num_chunks,
+            not INVERSE,
+        )
         end = carry + tl.cumsum(size, axis=0)
         begin = end - size
         here = (begin[None, :] <= r[:, None]) & (r[:, None] < end[None, :])
@@ -55,7 +67,15 @@ def sort_chunks_kernel(
     source = r - begin_R
     carry = tl.zeros([1], tl.int64)
     for first in range(0, num_chunks, BLOCK_S):
-        chunk, size = load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, first + tl.arange(0, BLOCK_S).to(tl.int64), num_chunks, INVERSE)
+        chunk, size = load_chunks(
+            sizes_ptr,
+            stride_sizes,
+            order_ptr,
+            stride_order,
+            first + tl.arange(0, BLOCK_S).to(tl.int64),
+            num_chunks,
+            INVERSE,
+        )
         begin = carry + tl.cumsum(size, axis=0) - size
         here = (chunk[None, :] == chunk_R[:, None]) & (chunk_R >= 0)[:, None]
         source += tl.sum(tl.where(here, begin[None, :], 0), axis=1)
@@ -65,7 +85,11 @@ def sort_chunks_kernel(
         for first in range(0, num_columns, BLOCK_H):
             h = first + tl.arange(0, BLOCK_H).to(tl.int64)
             in_row = (h < num_columns)[None, :]  # the last block sticks out
-            row = tl.load(rows_ptr + source[:, None] * stride_rows_r + h[None, :] * stride_rows_h, mask=readable[:, None] & in_row, other=0)
+            row = tl.load(
+                rows_ptr + source[:, None] * stride_rows_r + h[None, :] * stride_rows_h,
+                mask=readable[:, None] & in_row,
+                other=0,
+            )
             tl.store(out_ptr + r[:, None] * num_columns + h[None, :], row, mask=(r < num_rows)[:, None] & in_row)
     if probs_ptr is not None:
         prob = tl.load(probs_ptr + source * stride_probs_r, mask=readable, other=0)

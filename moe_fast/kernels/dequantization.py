@@ -44,7 +44,9 @@ def dequantize_kernel(
     RULE "nvfp4": the scale is d · A · (1/LARGEST), LARGEST being the largest number of E2M1 times the largest d, and A an amax PER so much.
     """
     tile = tl.program_id(0) // parts
-    group, first, _, owned, written = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G)
+    group, first, _, owned, written = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G
+    )
     row = first + tl.arange(0, BLOCK_M)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     for i in tl.range(0, tl.where(first < written, steps, 0), num_stages=STAGES):
@@ -59,8 +61,12 @@ def dequantize_kernel(
             m = tl.arange(0, BLOCK_M // BLOCK_R)
             block = tile if RULE == "amax" and BLOCK_R > 1 else first // BLOCK_R
             b = column // BLOCK_C + tl.arange(0, BLOCK_N // BLOCK_C)
-            there = (first + m * BLOCK_R < owned)[:, None] & (b * BLOCK_C < num_columns)[None, :]  # no scale behind the last group
-            stored = tl.load(scale_ptr + (block + m)[:, None] * stride_scale_m + b[None, :] * stride_scale_n, mask=there, other=0)
+            there = (first + m * BLOCK_R < owned)[:, None] & (b * BLOCK_C < num_columns)[
+                None, :
+            ]  # no scale behind the last group
+            stored = tl.load(
+                scale_ptr + (block + m)[:, None] * stride_scale_m + b[None, :] * stride_scale_n, mask=there, other=0
+            )
             if RULE == "mxfp8":
                 stored = power_of_two(stored)
             elif RULE == "nvfp4":

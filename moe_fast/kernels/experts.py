@@ -28,7 +28,9 @@ def segment_begin(ends_ptr, expert):
 @triton.jit
 def rows_in_segments(ends_ptr, num_experts, num_rows):
     """How many rows are some expert's."""
-    return tl.minimum(tl.load(ends_ptr + num_experts - 1), num_rows)  # whatever the counts are, nothing beside the rows is touched
+    return tl.minimum(
+        tl.load(ends_ptr + num_experts - 1), num_rows
+    )  # whatever the counts are, nothing beside the rows is touched
 
 
 @triton.jit
@@ -75,7 +77,11 @@ def scale_rows_kernel(
     in_row = (c < width)[None, :]  # the last block sticks out
     x = tl.load(x_ptr + p[:, None] * stride_x_p + c[None, :] * stride_x_h, mask=live[:, None] & in_row, other=0.0)
     product = widened(x, ACCUMULATOR) * load_probs(probs_ptr, stride_probs, p, live, ACCUMULATOR)
-    tl.store(out_ptr + p[:, None] * width + c[None, :], stored_as(product, out_ptr.dtype.element_ty), mask=(p < num_rows)[:, None] & in_row)
+    tl.store(
+        out_ptr + p[:, None] * width + c[None, :],
+        stored_as(product, out_ptr.dtype.element_ty),
+        mask=(p < num_rows)[:, None] & in_row,
+    )
 
 
 @triton.jit(do_not_specialize=["stride_probs", "stride_bias_l", "num_rows", "num_experts"])
@@ -109,9 +115,16 @@ def add_bias_kernel(
     inside = live[:, None] & in_row
     expert = expert_of(p, ends_ptr, num_experts, BLOCK_E)
     y = widened(tl.load(y_ptr + p[:, None] * stride_y_p + c[None, :] * stride_y_h, mask=inside, other=0.0), ACCUMULATOR)
-    bias = widened(tl.load(bias_ptr + expert[:, None] * stride_bias_l + c[None, :] * stride_bias_h, mask=inside, other=0.0), ACCUMULATOR)
+    bias = widened(
+        tl.load(bias_ptr + expert[:, None] * stride_bias_l + c[None, :] * stride_bias_h, mask=inside, other=0.0),
+        ACCUMULATOR,
+    )
     total = y + load_probs(probs_ptr, stride_probs, p, live, ACCUMULATOR) * bias
-    tl.store(out_ptr + p[:, None] * width + c[None, :], stored_as(total, out_ptr.dtype.element_ty), mask=(p < num_rows)[:, None] & in_row)
+    tl.store(
+        out_ptr + p[:, None] * width + c[None, :],
+        stored_as(total, out_ptr.dtype.element_ty),
+        mask=(p < num_rows)[:, None] & in_row,
+    )
 
 
 @triton.jit(do_not_specialize=["stride_other_r", "stride_probs", "num_rows", "num_experts"])
@@ -150,15 +163,22 @@ def weighted_rows_backward_kernel(
         c = first + tl.arange(0, BLOCK_H).to(tl.int64)
         in_row = (c < width)[None, :]  # the last step sticks out
         inside = live[:, None] & in_row
-        d_out = widened(tl.load(d_out_ptr + p[:, None] * stride_d_out_p + c[None, :] * stride_d_out_h, mask=inside, other=0.0), ACCUMULATOR)
+        d_out = widened(
+            tl.load(d_out_ptr + p[:, None] * stride_d_out_p + c[None, :] * stride_d_out_h, mask=inside, other=0.0),
+            ACCUMULATOR,
+        )
         if d_x_ptr is not None:
             d_x = stored_as(d_out * load_probs(probs_ptr, stride_probs, p, live, ACCUMULATOR), d_x_ptr.dtype.element_ty)
             tl.store(d_x_ptr + p[:, None] * width + c[None, :], d_x, mask=(p < num_rows)[:, None] & in_row)
         if d_probs_ptr is not None:
-            other = tl.load(other_ptr + row[:, None] * stride_other_r + c[None, :] * stride_other_h, mask=inside, other=0.0)
+            other = tl.load(
+                other_ptr + row[:, None] * stride_other_r + c[None, :] * stride_other_h, mask=inside, other=0.0
+            )
             total += d_out * widened(other, ACCUMULATOR)
     if d_probs_ptr is not None:
-        tl.store(d_probs_ptr + p, stored_as(tl.sum(total, axis=1), d_probs_ptr.dtype.element_ty), mask=p < num_rows)  # the last tile sticks out
+        tl.store(
+            d_probs_ptr + p, stored_as(tl.sum(total, axis=1), d_probs_ptr.dtype.element_ty), mask=p < num_rows
+        )  # the last tile sticks out
 
 
 @triton.jit(do_not_specialize=["stride_probs", "num_rows", "num_experts"])
@@ -189,9 +209,15 @@ def bias_gradient_kernel(
     for first in range(begin, end, BLOCK_P):
         p = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_P)
         live = p < end  # the last step sticks out, into the next expert's rows
-        d_out = tl.load(d_out_ptr + p[:, None] * stride_d_out_p + c[None, :] * stride_d_out_h, mask=live[:, None] & (c < width)[None, :], other=0.0)
+        d_out = tl.load(
+            d_out_ptr + p[:, None] * stride_d_out_p + c[None, :] * stride_d_out_h,
+            mask=live[:, None] & (c < width)[None, :],
+            other=0.0,
+        )
         total += widened(d_out, ACCUMULATOR) * load_probs(probs_ptr, stride_probs, p, live, ACCUMULATOR)
-    tl.store(out_ptr + expert * width + c, stored_as(tl.sum(total, axis=0), out_ptr.dtype.element_ty), mask=c < width)  # the last block sticks out
+    tl.store(
+        out_ptr + expert * width + c, stored_as(tl.sum(total, axis=0), out_ptr.dtype.element_ty), mask=c < width
+    )  # the last block sticks out
 
 
 @triton.jit(do_not_specialize=["stride_z", "num_rows"])
@@ -218,7 +244,9 @@ def gate_kernel(
     score, _ = score_and_slope(widened(tl.load(z_ptr + t * stride_z, mask=live, other=0.0), ACCUMULATOR), "sigmoid")
     score = widened(stored_as(score, z_ptr.dtype.element_ty), ACCUMULATOR)
     y = widened(tl.load(y_ptr + t[:, None] * stride_y_t + c[None, :] * stride_y_h, mask=inside, other=0.0), ACCUMULATOR)
-    tl.store(out_ptr + t[:, None] * width + c[None, :], stored_as(y * score[:, None], out_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        out_ptr + t[:, None] * width + c[None, :], stored_as(y * score[:, None], out_ptr.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit(do_not_specialize=["stride_z", "num_rows"])
@@ -249,9 +277,16 @@ def gate_backward_kernel(
     for first in range(0, width, BLOCK_H):
         c = first + tl.arange(0, BLOCK_H).to(tl.int64)
         inside = live[:, None] & (c < width)[None, :]  # the last tile and the last step stick out
-        d_out = widened(tl.load(d_out_ptr + t[:, None] * stride_d_out_t + c[None, :] * stride_d_out_h, mask=inside, other=0.0), ACCUMULATOR)
+        d_out = widened(
+            tl.load(d_out_ptr + t[:, None] * stride_d_out_t + c[None, :] * stride_d_out_h, mask=inside, other=0.0),
+            ACCUMULATOR,
+        )
         if d_y_ptr is not None:
-            tl.store(d_y_ptr + t[:, None] * width + c[None, :], stored_as(d_out * score[:, None], d_y_ptr.dtype.element_ty), mask=inside)
+            tl.store(
+                d_y_ptr + t[:, None] * width + c[None, :],
+                stored_as(d_out * score[:, None], d_y_ptr.dtype.element_ty),
+                mask=inside,
+            )
         if d_z_ptr is not None:
             y = tl.load(y_ptr + t[:, None] * stride_y_t + c[None, :] * stride_y_h, mask=inside, other=0.0)
             total += d_out * widened(y, ACCUMULATOR)

@@ -42,7 +42,9 @@ def encoded(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
     BIAS: tl.constexpr = 7 if FORMAT == "e4m3" else 15
     MAX_CODE: tl.constexpr = 0x7E if FORMAT == "e4m3" else 0x7B
     DROPPED: tl.constexpr = 23 - MANTISSA
-    SPACED: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23  # the bits of the power of two whose spacing is 2^(1 - BIAS - MANTISSA)
+    SPACED: tl.constexpr = (
+        127 + 24 - BIAS - MANTISSA
+    ) << 23  # the bits of the power of two whose spacing is 2^(1 - BIAS - MANTISSA)
     word = x.to(tl.int32, bitcast=True)
     body = word & MAGNITUDE
     normal = ((body + ((1 << (DROPPED - 1)) - 1) + ((body >> DROPPED) & 1)) >> DROPPED) - ((127 - BIAS) << MANTISSA)
@@ -94,10 +96,14 @@ def decoded(code, FORMAT: tl.constexpr):
     code = code.to(tl.int32)
     body = code & ((1 << SIGN) - 1)
     rebias = tl.full([], (127 + 127 - BIAS) << 23, tl.int32).to(tl.float32, bitcast=True)  # 2^(127 - BIAS)
-    value = (body << (23 - MANTISSA)).to(tl.float32, bitcast=True) * rebias  # a subnormal of the format is one of float32, too
+    value = (body << (23 - MANTISSA)).to(
+        tl.float32, bitcast=True
+    ) * rebias  # a subnormal of the format is one of float32, too
     value = tl.where(body > MAX_CODE, float("nan"), value)
     sign = (code >> SIGN) << 31
-    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)  # a minus is 0 - value in Triton 3.6, and loses that of -0
+    return (value.to(tl.int32, bitcast=True) | sign).to(
+        tl.float32, bitcast=True
+    )  # a minus is 0 - value in Triton 3.6, and loses that of -0
 
 
 @triton.jit

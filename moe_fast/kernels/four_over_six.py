@@ -85,5 +85,7 @@ def better_of_two(
         a: tl.constexpr = BLOCK_M // SIZE
         b: tl.constexpr = BLOCK_N // SIZE
         errs_six = sum_of_sixteen(tl.reshape(errs_six, [a, SIZE, b] if BY_ROWS else [a, b, SIZE]), 1 if BY_ROWS else 2)
-        errs_four = sum_of_sixteen(tl.reshape(errs_four, [a, SIZE, b] if BY_ROWS else [a, b, SIZE]), 1 if BY_ROWS else 2)
+        errs_four = sum_of_sixteen(
+            tl.reshape(errs_four, [a, SIZE, b] if BY_ROWS else [a, b, SIZE]), 1 if BY_ROWS else 2
+        )
     return tl.where(errs_four < errs_six, four, six)  # not where one is a NaN

@@ -36,15 +36,21 @@ def group_amax_kernel(
 ):
     """max |x| over each group. Bits of numbers ≥ 0 are in the order of the numbers."""
     tile = tl.program_id(0) // parts
-    group, first, end, _, _ = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G)
+    group, first, end, _, _ = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
+    )
     row = first + tl.arange(0, BLOCK_M)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in tl.range(0, tl.where(first < end, steps, 0), num_stages=STAGES):
         n = begin + i * BLOCK_N + tl.arange(0, BLOCK_N)
-        largest = tl.maximum(largest, tl.abs(load_tile(x_ptr, stride_x_m, stride_x_n, row, end, n, num_columns)))  # passes over NaN
+        largest = tl.maximum(
+            largest, tl.abs(load_tile(x_ptr, stride_x_m, stride_x_n, row, end, n, num_columns))
+        )  # passes over NaN
     bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
-    tl.atomic_max(amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # the rest of x has no end, and no amax
+    tl.atomic_max(
+        amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed"
+    )  # the rest of x has no end, and no amax
 
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
@@ -74,7 +80,9 @@ def two_levels_amax_kernel(
     Bits of numbers ≥ 0 are in the order of the numbers, and a maximum has no order: programs meet in an atomic.
     """
     tile = tl.program_id(0) // parts
-    group, first, end, _, _ = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G)
+    group, first, end, _, _ = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
+    )
     row = first + tl.arange(0, BLOCK_M)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     largest = tl.zeros([BLOCK_M, BLOCK_N] if ROW_SCALED else [BLOCK_M // SIZE, 1, BLOCK_N], tl.float32)
@@ -87,9 +95,13 @@ def two_levels_amax_kernel(
             largest = tl.maximum(largest, size)
             if column_amax_ptr is not None:
                 bits = tl.max(size, axis=0).to(tl.int32, bitcast=True)
-                tl.atomic_max(column_amax_ptr + group * num_columns + n, bits, mask=(n < num_columns) & (bits > 0), sem="relaxed")
+                tl.atomic_max(
+                    column_amax_ptr + group * num_columns + n, bits, mask=(n < num_columns) & (bits > 0), sem="relaxed"
+                )
         else:
-            turned, size = hadamard_sums(x_ptr, stride_x_m, stride_x_n, first, end, column, num_columns, False, BLOCK_M, BLOCK_N)
+            turned, size = hadamard_sums(
+                x_ptr, stride_x_m, stride_x_n, first, end, column, num_columns, False, BLOCK_M, BLOCK_N
+            )
             largest = tl.maximum(largest, size)
             largest_turned = tl.maximum(largest_turned, tl.max(tl.abs(turned), axis=1))  # rounding keeps the order
     if row_amax_ptr is not None:
@@ -98,14 +110,27 @@ def two_levels_amax_kernel(
             tl.atomic_max(row_amax_ptr + row, bits, mask=(row < end) & (bits > 0), sem="relaxed")
         else:
             bits = tl.max(tl.max(tl.max(largest, axis=2), axis=1), axis=0).to(tl.int32, bitcast=True)
-            tl.atomic_max(row_amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # the rest of x has no end, and no amax
+            tl.atomic_max(
+                row_amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed"
+            )  # the rest of x has no end, and no amax
     if column_amax_ptr is not None and not ROW_SCALED:
         most = as_float32(rounded(tl.max(tl.max(largest_turned, axis=1), axis=0), x_ptr.dtype.element_ty))
         bits = most.to(tl.int32, bitcast=True)
         tl.atomic_max(column_amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # likewise
 
 
-@triton.jit(do_not_specialize=["stride_splits", "stride_given", "stride_history", "num_rows", "num_groups", "parts", "steps", "epsilon"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_splits",
+        "stride_given",
+        "stride_history",
+        "num_rows",
+        "num_groups",
+        "parts",
+        "steps",
+        "epsilon",
+    ]
+)
 def cast_groups_kernel(
     x_ptr,
     stride_x_m,
@@ -142,7 +167,9 @@ def cast_groups_kernel(
     FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
     least = number(epsilon, tl.float32)
     tile = tl.program_id(0) // parts
-    group, first, read, _, written = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G)
+    group, first, read, _, written = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
+    )
     g = tl.arange(0, BLOCK_G)
     real = g < num_groups  # BLOCK_G is a power of two
     if given_ptr is not None:
@@ -154,7 +181,11 @@ def cast_groups_kernel(
         scale = fitting_scale(amax, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)
         if tl.program_id(0) == 0:
             amax_G = tl.load(amax_ptr + g, mask=real, other=0).to(tl.float32, bitcast=True)
-            tl.store(inverse_ptr + g, over(1.0, fitting_scale(amax_G, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)), mask=real)
+            tl.store(
+                inverse_ptr + g,
+                over(1.0, fitting_scale(amax_G, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)),
+                mask=real,
+            )
     row = first + tl.arange(0, BLOCK_M)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -167,7 +198,9 @@ def cast_groups_kernel(
             largest = tl.maximum(largest, tl.abs(x))  # passes over NaN
     if given_ptr is not None:
         bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
-        tl.atomic_max(amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed")  # the rest of x is not read
+        tl.atomic_max(
+            amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed"
+        )  # the rest of x is not read
         tl.atomic_max(history_ptr + group * stride_history, bits, mask=first < read, sem="relaxed")
 
 

@@ -19,7 +19,18 @@ ODD = tl.constexpr(0x6996)  # a bit for each number below 16 with an odd number 
 
 
 @triton.jit
-def hadamard_sums(x_ptr, stride_m, stride_n, first, end, column, num_columns, ADJOINT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def hadamard_sums(
+    x_ptr,
+    stride_m,
+    stride_n,
+    first,
+    end,
+    column,
+    num_columns,
+    ADJOINT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """The transform, [BLOCK_M / 16, 16, BLOCK_N] in float32, and max |x| of each sixteen, [BLOCK_M / 16, 1, BLOCK_N]; rows from `end` on are 0."""
     block = (tl.arange(0, BLOCK_M // SIZE) * SIZE)[:, None, None]
     n = tl.arange(0, BLOCK_N)[None, None, :]
@@ -34,13 +45,26 @@ def hadamard_sums(x_ptr, stride_m, stride_n, first, end, column, num_columns, AD
         x = as_float32(tl.load(place, mask=inside, other=0.0))
         largest = tl.maximum(largest, tl.abs(x))  # passes over NaN
         quarter = x * 0.25
-        negative = ((tl.full([], ODD, tl.int32) >> (i & j)) ^ (tl.full([], NEGATIVE, tl.int32) >> (j if ADJOINT else i))) & 1
+        negative = (
+            (tl.full([], ODD, tl.int32) >> (i & j)) ^ (tl.full([], NEGATIVE, tl.int32) >> (j if ADJOINT else i))
+        ) & 1
         total = tl.where(negative == 1, total - quarter, total + quarter)
     return total, largest
 
 
 @triton.jit
-def hadamard_tile(x_ptr, stride_m, stride_n, first, end, column, num_columns, ADJOINT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def hadamard_tile(
+    x_ptr,
+    stride_m,
+    stride_n,
+    first,
+    end,
+    column,
+    num_columns,
+    ADJOINT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """[BLOCK_M, BLOCK_N] of the transform, rounded to x's dtype, in float32; rows from `end` on are 0. ADJOINT: sign_j in place of sign_i."""
     total, _ = hadamard_sums(x_ptr, stride_m, stride_n, first, end, column, num_columns, ADJOINT, BLOCK_M, BLOCK_N)
     return as_float32(rounded(tl.reshape(total, [BLOCK_M, BLOCK_N]), x_ptr.dtype.element_ty))
@@ -70,4 +94,6 @@ def hadamard_adjoint_kernel(
         n = column + tl.arange(0, BLOCK_N)
         value = hadamard_tile(d_ptr, stride_m, stride_n, first, num_rows, column, num_columns, True, BLOCK_M, BLOCK_N)
         inside = (row < num_rows)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of x
-        tl.store(out_ptr + row[:, None] * num_columns + n[None, :], rounded(value, out_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            out_ptr + row[:, None] * num_columns + n[None, :], rounded(value, out_ptr.dtype.element_ty), mask=inside
+        )

@@ -55,7 +55,9 @@ def plan_kernel(
     """Cut each expert's rows into tiles. A program writes those of one expert; the last one also how many tiles and rows there are."""
     own = tl.program_id(0)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
-    count = tl.load(counts_ptr + e * stride_counts, mask=e < num_experts, other=0).to(tl.int64)  # the block is a power of two
+    count = tl.load(counts_ptr + e * stride_counts, mask=e < num_experts, other=0).to(
+        tl.int64
+    )  # the block is a power of two
     count = tl.minimum(tl.maximum(count, 0), num_rows)  # whatever the counts are, no tile leaves the rows
     behind = tl.cumsum(count, 0)
     begin = tl.minimum(behind - count, num_rows)
@@ -102,7 +104,11 @@ def zero_rows(out_ptr, begin, end, num_columns, BLOCK_P: tl.constexpr, BLOCK_C: 
         p = begin + (work // columns).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
         c = (work % columns).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
         inside = (p < end)[:, None] & (c < num_columns)[None, :]  # the last tile and the last block stick out
-        tl.store(out_ptr + p[:, None] * num_columns + c[None, :], tl.zeros([BLOCK_P, BLOCK_C], out_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            out_ptr + p[:, None] * num_columns + c[None, :],
+            tl.zeros([BLOCK_P, BLOCK_C], out_ptr.dtype.element_ty),
+            mask=inside,
+        )
 
 
 @triton.jit
@@ -167,16 +173,28 @@ def grouped_matmul_kernel(
             else:
                 d = first + tl.arange(0, BLOCK_D).to(tl.int64)
                 in_depth = d < depth  # the last step sticks out
-                x = tl.load(x_ptr + p[:, None] * stride_x_p + d[None, :] * stride_x_d, mask=in_segment & in_depth[None, :], other=0.0)
+                x = tl.load(
+                    x_ptr + p[:, None] * stride_x_p + d[None, :] * stride_x_d,
+                    mask=in_segment & in_depth[None, :],
+                    other=0.0,
+                )
                 matrix_ptr = weight_ptr + expert.to(tl.int64) * stride_weight_l
-                weight = tl.load(matrix_ptr + d[:, None] * stride_weight_d + c[None, :] * stride_weight_c, mask=in_depth[:, None] & in_row, other=0.0)
+                weight = tl.load(
+                    matrix_ptr + d[:, None] * stride_weight_d + c[None, :] * stride_weight_c,
+                    mask=in_depth[:, None] & in_row,
+                    other=0.0,
+                )
             acc = add_product(acc, x, weight)
         if bias_ptr is not None:
-            bias = tl.load(bias_ptr + expert.to(tl.int64) * stride_bias_l + c * stride_bias_c, mask=c < num_columns, other=0.0)  # as above
+            bias = tl.load(
+                bias_ptr + expert.to(tl.int64) * stride_bias_l + c * stride_bias_c, mask=c < num_columns, other=0.0
+            )  # as above
             acc += bias.to(BIAS_AS).to(ACCUMULATOR)[None, :]
         result = rounded(acc, out_ptr.dtype.element_ty)
         if out_desc is not None:
-            store_segment(out_desc, begin, end - begin, (row - begin).to(tl.int32), column * BLOCK_C, result, BLOCK_P, BLOCK_C)
+            store_segment(
+                out_desc, begin, end - begin, (row - begin).to(tl.int32), column * BLOCK_C, result, BLOCK_P, BLOCK_C
+            )
         else:
             tl.store(out_ptr + p[:, None] * num_columns + c[None, :], result, mask=in_segment & in_row)
     zero_rows(out_ptr, tl.load(total_ptr + 1), num_rows, num_columns, BLOCK_P, BLOCK_C)
@@ -233,7 +251,11 @@ def grouped_wgrad_kernel(
                 live = (p < end)[:, None]  # the last step sticks out
                 d_out_ptrs = d_out_ptr + p[:, None] * stride_d_out_p + m[None, :] * stride_d_out_m
                 d_out = tl.load(d_out_ptrs, mask=live & (m < num_outs)[None, :], other=0.0)  # the last block sticks out
-                x = tl.load(x_ptr + p[:, None] * stride_x_p + n[None, :] * stride_x_n, mask=live & (n < num_ins)[None, :], other=0.0)  # likewise
+                x = tl.load(
+                    x_ptr + p[:, None] * stride_x_p + n[None, :] * stride_x_n,
+                    mask=live & (n < num_ins)[None, :],
+                    other=0.0,
+                )  # likewise
             acc = add_product(acc, tl.trans(d_out), x)
         if out_desc is not None:
             result = tl.reshape(rounded(acc, out_ptr.dtype.element_ty), [1, BLOCK_M, BLOCK_N])
@@ -241,7 +263,9 @@ def grouped_wgrad_kernel(
         else:
             inside = (m < num_outs)[:, None] & (n < num_ins)[None, :]  # the last blocks stick out
             if before_ptr is not None:
-                before_ptrs = before_ptr + expert * stride_before_l + m[:, None] * stride_before_m + n[None, :] * stride_before_n
+                before_ptrs = (
+                    before_ptr + expert * stride_before_l + m[:, None] * stride_before_m + n[None, :] * stride_before_n
+                )
                 before = tl.load(before_ptrs, mask=inside, other=0.0)  # as above
                 result = tl.where(count > 0, (before + acc).to(before.dtype), before)  # -0 + 0 is another zero than -0
             else:
@@ -276,6 +300,10 @@ def segment_sums_kernel(
     for first in range(begin, end, BLOCK_P):
         p = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_P)
         inside = (p < end)[:, None] & (c < num_columns)[None, :]  # the last step and the last block stick out
-        acc += tl.load(x_ptr + p[:, None] * stride_x_p + c[None, :] * stride_x_c, mask=inside, other=0.0).to(ACCUMULATOR)
+        acc += tl.load(x_ptr + p[:, None] * stride_x_p + c[None, :] * stride_x_c, mask=inside, other=0.0).to(
+            ACCUMULATOR
+        )
     total = tl.sum(acc, axis=0).to(RESULT_AS)
-    tl.store(out_ptr + expert * num_columns + c, rounded(total, out_ptr.dtype.element_ty), mask=c < num_columns)  # likewise
+    tl.store(
+        out_ptr + expert * num_columns + c, rounded(total, out_ptr.dtype.element_ty), mask=c < num_columns
+    )  # likewise

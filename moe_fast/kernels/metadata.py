@@ -49,7 +49,9 @@ def field(words, i: tl.constexpr, PACK: tl.constexpr):
     return (words >> (8 * i)) & 0xFF
 
 
-@triton.jit(do_not_specialize=["stride_map_e", "num_tokens", "tiles"])  # a stride of 1 would cost a change of layout at each list
+@triton.jit(
+    do_not_specialize=["stride_map_e", "num_tokens", "tiles"]
+)  # a stride of 1 would cost a change of layout at each list
 def routing_walk_kernel(
     # the map, or words of four experts of it
     map_ptr,
@@ -83,7 +85,9 @@ def routing_walk_kernel(
     of_block = tl.sum(count, axis=0)
     for k in tl.static_range(PACK):
         cell = (w * PACK + k) * tl.num_programs(0) + b
-        tl.store(block_count_ptr + cell, field(of_block, k, PACK).to(block_count_ptr.dtype.element_ty), mask=w < num_words)  # a power of two
+        tl.store(
+            block_count_ptr + cell, field(of_block, k, PACK).to(block_count_ptr.dtype.element_ty), mask=w < num_words
+        )  # a power of two
     if slots_ptr is not None:
         rank = tl.cumsum(count, axis=0) - count
         for i in range(tiles):
@@ -93,7 +97,15 @@ def routing_walk_kernel(
             place = tl.cumsum(ones, axis=1) - ones
             for k in tl.static_range(PACK):
                 one = field(words, k, PACK)
-                put_slots(slots_ptr, t + i, w * PACK + k, one != 0, place + field(up_to, k, PACK) - one, field(rank, k, PACK), num_experts)
+                put_slots(
+                    slots_ptr,
+                    t + i,
+                    w * PACK + k,
+                    one != 0,
+                    place + field(up_to, k, PACK) - one,
+                    field(rank, k, PACK),
+                    num_experts,
+                )
             tl.store(num_slots_ptr + t + i, tl.sum(ones, axis=1), mask=t + i < num_tokens)  # the last tile sticks out
             rank += words
 
@@ -152,7 +164,9 @@ def routing_layout_kernel(
         count_before = tl.zeros([1], tl.int64)
         rows_before = tl.zeros([1], tl.int64)
         for first in range(0, own, BLOCK_E):
-            other_count = tl.sum(load_counts(block_count_ptr, first + tl.arange(0, BLOCK_E), own, block, num_blocks), axis=1)
+            other_count = tl.sum(
+                load_counts(block_count_ptr, first + tl.arange(0, BLOCK_E), own, block, num_blocks), axis=1
+            )
             count_before += tl.sum(other_count, axis=0)
             rows_before += tl.sum(segments_of(other_count, align), axis=0)
         segment = segments_of(count, align)
@@ -167,9 +181,13 @@ def routing_layout_kernel(
             tl.store(gap_ptr + num_experts + one, total)
             tl.store(gap_ptr + 2 * num_experts + 1 + one, num_rows)
             tl.store(total_ptr + one, total)
-            tl.store(overflow_ptr + one, (total > num_rows).to(tl.uint8))  # rows are dropped in multiples of align: never padding alone
+            tl.store(
+                overflow_ptr + one, (total > num_rows).to(tl.uint8)
+            )  # rows are dropped in multiples of align: never padding alone
     base = start[:, None] + (tl.cumsum(counts, axis=1) - counts)
-    tl.store(base_ptr + e[:, None] * num_blocks + block[None, :], base, mask=real[:, None] & (block < num_blocks)[None, :])  # the last tile sticks out
+    tl.store(
+        base_ptr + e[:, None] * num_blocks + block[None, :], base, mask=real[:, None] & (block < num_blocks)[None, :]
+    )  # the last tile sticks out
 
 
 @triton.jit(do_not_specialize=["num_tokens", "tiles", "capacity"])
@@ -211,7 +229,9 @@ def capacity_kernel(
         one = routed.to(tl.int32)
         routed_before = before[None, :] + tl.cumsum(one, axis=0) - one
         rank = tl.where(routed, routed_before, count[None, :] + t[:, None] - routed_before)
-        inside = (t < num_tokens)[:, None] & real[None, :]  # outside the map nothing is routed, and nothing fills either
+        inside = (t < num_tokens)[:, None] & real[
+            None, :
+        ]  # outside the map nothing is routed, and nothing fills either
         chosen = inside & (rank < capacity)
         listed = chosen.to(tl.int32)
         put_slots(slots_ptr, t, e, chosen, tl.cumsum(listed, axis=1) - listed, rank, num_experts)

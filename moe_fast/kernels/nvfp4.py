@@ -94,7 +94,19 @@ def quantize_form(
         noise = tl.load(noise_ptr + row[:, None] * stride_noise_m + n[None, :] * stride_noise_n, mask=inside, other=0.0)
         code = encoded_randomly(scaled, noise)
     store_tile(codes_ptr, code, first, written, column, num_columns)
-    store_blocks(scale_ptr, num_columns // BLOCK_C, 1, stored, first // BLOCK_R, first, written, column, num_columns, BLOCK_R, BLOCK_C)
+    store_blocks(
+        scale_ptr,
+        num_columns // BLOCK_C,
+        1,
+        stored,
+        first // BLOCK_R,
+        first,
+        written,
+        column,
+        num_columns,
+        BLOCK_R,
+        BLOCK_C,
+    )
 
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
@@ -136,7 +148,9 @@ def quantize_two_levels_kernel(
 ):
     """Codes and scales of blocks of 1 × 16, of 16 × 1, or both of one pass; SQUARE: of 16 × 16. TRANSFORMED: the columnwise form."""
     tile = tl.program_id(0) // parts
-    group, first, _, owned, written = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G)
+    group, first, _, owned, written = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
+    )
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     for i in tl.range(0, tl.where(first < written, steps, 0), num_stages=STAGES):
         column = begin + i * BLOCK_N
@@ -170,7 +184,9 @@ def quantize_two_levels_kernel(
             )
         if column_codes_ptr is not None:
             if TRANSFORMED:
-                x = hadamard_tile(x_ptr, stride_x_m, stride_x_n, first, owned, column, num_columns, False, BLOCK_M, BLOCK_N)
+                x = hadamard_tile(
+                    x_ptr, stride_x_m, stride_x_n, first, owned, column, num_columns, False, BLOCK_M, BLOCK_N
+                )
             quantize_form(
                 x,
                 x_ptr,

@@ -36,7 +36,9 @@ def load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row):
     if rows_ptr is None:  # noqa: SIM108  (not a return of its own: what follows one is compiled all the same)
         tile = live
     else:
-        tile = tl.load(rows_ptr + row[:, None] * stride_rows_p + h[None, :] * stride_rows_h, mask=live[:, None] & in_row, other=0.0)
+        tile = tl.load(
+            rows_ptr + row[:, None] * stride_rows_p + h[None, :] * stride_rows_h, mask=live[:, None] & in_row, other=0.0
+        )
     return tile
 
 
@@ -67,10 +69,14 @@ def add_rows(
 ):
     """The sum of each token's rows, and a few more of them."""
     for j in tl.static_range(UNROLL):  # their loads are on their way together
-        expert, row, live = load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, first + j, num_slots, num_tokens, num_experts, num_rows)
+        expert, row, live = load_slot(
+            list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, first + j, num_slots, num_tokens, num_experts, num_rows
+        )
         value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row).to(ROWS_AS).to(acc.dtype)
         if probs_ptr is not None:
-            prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0)  # only those with a row
+            prob = tl.load(
+                probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0
+            )  # only those with a row
             value *= prob.to(PROBS_AS).to(acc.dtype)[:, None]
         acc += value
     return acc
@@ -103,9 +109,15 @@ def fill_gaps(
         row = tl.reshape(row_GR, [BLOCK_G * BLOCK_R])
         in_gap = tl.reshape(row_GR < end[:, None], [BLOCK_G * BLOCK_R])
         inside = in_gap[:, None] & (h < num_columns)[None, :]  # the last block sticks out
-        tl.store(rows_ptr + row[:, None] * num_columns + h[None, :], tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H], rows_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            rows_ptr + row[:, None] * num_columns + h[None, :],
+            tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H], rows_ptr.dtype.element_ty),
+            mask=inside,
+        )
         if probs_ptr is not None and column == 0:  # once a row
-            tl.store(probs_ptr + row, tl.zeros([BLOCK_G * BLOCK_R], probs_ptr.dtype.element_ty), mask=in_gap)  # other lanes' gaps may be longer
+            tl.store(
+                probs_ptr + row, tl.zeros([BLOCK_G * BLOCK_R], probs_ptr.dtype.element_ty), mask=in_gap
+            )  # other lanes' gaps may be longer
 
 
 @triton.jit(
@@ -162,7 +174,9 @@ def permute_kernel(
 
     `row_slots` gets the tokens' lists with rows in place of ranks, so that other kernels need no bases; probs move only with it.
     """
-    columns = tl.cdiv(num_columns, BLOCK_H) if row_slots_ptr is None else tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)  # lists are without columns too
+    columns = (
+        tl.cdiv(num_columns, BLOCK_H) if row_slots_ptr is None else tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
+    )  # lists are without columns too
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     block = tl.program_id(0) // columns
     lists = tl.cdiv(num_tokens, BLOCK_L) if row_slots_ptr is not None else 0
@@ -170,32 +184,70 @@ def permute_kernel(
     if block < lists:
         if column == 0 and row_slots_ptr is not None:
             t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-            list_t_ptr, base_t_ptr, num_slots = find_lists(slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts)
+            list_t_ptr, base_t_ptr, num_slots = find_lists(
+                slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
+            )
             for j in range(tl.max(num_slots, axis=0)):
-                expert, row, live = load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows)
+                expert, row, live = load_slot(
+                    list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows
+                )
                 if probs_ptr is not None:
-                    prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)  # only those with a row
+                    prob = tl.load(
+                        probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0
+                    )  # only those with a row
                     tl.store(row_probs_ptr + row, prob, mask=live)  # likewise
-                tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots)  # dropped rows too
+                tl.store(
+                    row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots
+                )  # dropped rows too
     elif block < lists + fills:
         lane = first_lane + (block - lists) * BLOCK_G
-        fill_gaps(rows_ptr, row_probs_ptr, gap_ptr, lane, column, tail_lanes, num_experts, num_columns, num_rows, BLOCK_G, BLOCK_R, BLOCK_H)
+        fill_gaps(
+            rows_ptr,
+            row_probs_ptr,
+            gap_ptr,
+            lane,
+            column,
+            tail_lanes,
+            num_experts,
+            num_columns,
+            num_rows,
+            BLOCK_G,
+            BLOCK_R,
+            BLOCK_H,
+        )
     else:
         t = (block - lists - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
         in_row = (h < num_columns)[None, :]  # the last block sticks out
         inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
         token = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0)
-        list_t_ptr, base_t_ptr, num_slots = find_lists(slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts)
-        expert, row, live = load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, 0, num_slots, num_tokens, num_experts, num_rows)
+        list_t_ptr, base_t_ptr, num_slots = find_lists(
+            slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
+        )
+        expert, row, live = load_slot(
+            list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, 0, num_slots, num_tokens, num_experts, num_rows
+        )
         for j in range(tl.max(num_slots, axis=0)):
-            following = load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j + 1, num_slots, num_tokens, num_experts, num_rows)  # on its way
-            tl.store(rows_ptr + row[:, None] * num_columns + h[None, :], token, mask=live[:, None] & in_row)  # dropped rows are not written
+            following = load_slot(
+                list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j + 1, num_slots, num_tokens, num_experts, num_rows
+            )  # on its way
+            tl.store(
+                rows_ptr + row[:, None] * num_columns + h[None, :], token, mask=live[:, None] & in_row
+            )  # dropped rows are not written
             expert, row, live = following
 
 
 @triton.jit(
-    do_not_specialize=["tokens_per_block", "num_tokens", "num_rows", "stride_row_dprobs", "stride_probs_t", "stride_probs_e", "stride_base_b", "stride_base_e"]
+    do_not_specialize=[
+        "tokens_per_block",
+        "num_tokens",
+        "num_rows",
+        "stride_row_dprobs",
+        "stride_probs_t",
+        "stride_probs_e",
+        "stride_base_b",
+        "stride_base_e",
+    ]
 )
 def unpermute_kernel(
     # rows to sum, merging probs, result
@@ -234,7 +286,9 @@ def unpermute_kernel(
     columns = tl.cdiv(num_columns, BLOCK_H) + (1 if dprobs_ptr is not None else 0)
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     t = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    list_t_ptr, base_t_ptr, num_slots = find_lists(slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts)
+    list_t_ptr, base_t_ptr, num_slots = find_lists(
+        slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
+    )
     in_time = (t < num_tokens)[:, None]  # the last tile sticks out
     if column < tl.cdiv(num_columns, BLOCK_H):
         if rows_ptr is not None:
@@ -250,16 +304,26 @@ def unpermute_kernel(
                     acc, first, rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs_t, stride_probs_e, list_t_ptr, base_ptr, base_t_ptr,
                     stride_base_e, t, h, in_row, num_slots, num_tokens, num_experts, num_rows, ROWS_AS, PROBS_AS, UNROLL,
                 )  # fmt: skip
-            tl.store(out_ptr + t[:, None] * num_columns + h[None, :], rounded(acc.to(ROWS_AS), out_ptr.dtype.element_ty), mask=in_time & in_row)
+            tl.store(
+                out_ptr + t[:, None] * num_columns + h[None, :],
+                rounded(acc.to(ROWS_AS), out_ptr.dtype.element_ty),
+                mask=in_time & in_row,
+            )
     elif dprobs_ptr is not None:
         for first in range(0, num_experts, BLOCK_E):
             e = first + tl.arange(0, BLOCK_E)
             dprobs = tl.zeros([BLOCK_T, BLOCK_E], dprobs_ptr.dtype.element_ty)
             for j in range(tl.max(num_slots, axis=0)):
-                expert, row, live = load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows)
-                dprob = tl.load(row_dprobs_ptr + row * stride_row_dprobs, mask=live, other=0)  # a dropped row has no gradient
+                expert, row, live = load_slot(
+                    list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows
+                )
+                dprob = tl.load(
+                    row_dprobs_ptr + row * stride_row_dprobs, mask=live, other=0
+                )  # a dropped row has no gradient
                 dprobs = tl.where((expert[:, None] == e[None, :]) & live[:, None], dprob[:, None], dprobs)
-            tl.store(dprobs_ptr + t[:, None] * num_experts + e[None, :], dprobs, mask=in_time & (e < num_experts)[None, :])  # the last block sticks out
+            tl.store(
+                dprobs_ptr + t[:, None] * num_experts + e[None, :], dprobs, mask=in_time & (e < num_experts)[None, :]
+            )  # the last block sticks out
 
 
 @triton.jit(
@@ -322,25 +386,52 @@ def unpermute_backward_kernel(
     if block >= fills:
         t = (block - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         e = tl.arange(0, BLOCK_E)
-        list_t_ptr, base_t_ptr, num_slots = find_lists(slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts)
+        list_t_ptr, base_t_ptr, num_slots = find_lists(
+            slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
+        )
         dprobs = tl.zeros([BLOCK_T, BLOCK_E], ACCUMULATOR)
         in_time = (t < num_tokens)[:, None]  # the last tile sticks out
         for first in range(0, num_columns, BLOCK_H):
             h = first + tl.arange(0, BLOCK_H).to(tl.int64)
             in_row = (h < num_columns)[None, :]  # the last block sticks out
-            dout = tl.load(dout_ptr + t[:, None] * stride_dout_t + h[None, :] * stride_dout_h, mask=in_time & in_row, other=0.0)
-            expert, row, live = load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, 0, num_slots, num_tokens, num_experts, num_rows)
-            prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0)  # only those with a row
+            dout = tl.load(
+                dout_ptr + t[:, None] * stride_dout_t + h[None, :] * stride_dout_h, mask=in_time & in_row, other=0.0
+            )
+            expert, row, live = load_slot(
+                list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, 0, num_slots, num_tokens, num_experts, num_rows
+            )
+            prob = tl.load(
+                probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0
+            )  # only those with a row
             value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row)
-            next_expert, next_row, next_live = load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, 1, num_slots, num_tokens, num_experts, num_rows)
+            next_expert, next_row, next_live = load_slot(
+                list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, 1, num_slots, num_tokens, num_experts, num_rows
+            )
             for j in range(tl.max(num_slots, axis=0)):  # the next row and the slot after it are on their way
-                next_prob = tl.load(probs_ptr + t * stride_probs_t + next_expert * stride_probs_e, mask=next_live, other=0.0)  # as above
+                next_prob = tl.load(
+                    probs_ptr + t * stride_probs_t + next_expert * stride_probs_e, mask=next_live, other=0.0
+                )  # as above
                 next_value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, next_row, h, next_live, in_row)
-                following = load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j + 2, num_slots, num_tokens, num_experts, num_rows)
+                following = load_slot(
+                    list_t_ptr,
+                    base_ptr,
+                    base_t_ptr,
+                    stride_base_e,
+                    t,
+                    j + 2,
+                    num_slots,
+                    num_tokens,
+                    num_experts,
+                    num_rows,
+                )
                 d = dout.to(ROWS_AS).to(ACCUMULATOR)
                 if drows_ptr is not None:
-                    drow = rounded((d * prob.to(PROBS_AS).to(ACCUMULATOR)[:, None]).to(ROWS_AS), drows_ptr.dtype.element_ty)
-                    tl.store(drows_ptr + row[:, None] * num_columns + h[None, :], drow, mask=live[:, None] & in_row)  # dropped rows are not written
+                    drow = rounded(
+                        (d * prob.to(PROBS_AS).to(ACCUMULATOR)[:, None]).to(ROWS_AS), drows_ptr.dtype.element_ty
+                    )
+                    tl.store(
+                        drows_ptr + row[:, None] * num_columns + h[None, :], drow, mask=live[:, None] & in_row
+                    )  # dropped rows are not written
                 if dprobs_ptr is not None:
                     dot = tl.sum(d * value.to(ROWS_AS).to(ACCUMULATOR), axis=1)
                     dprobs += tl.where((expert[:, None] == e[None, :]) & live[:, None], dot[:, None], 0.0)
@@ -348,8 +439,25 @@ def unpermute_backward_kernel(
                 next_expert, next_row, next_live = following
         if dprobs_ptr is not None:
             inside = in_time & (e < num_experts)[None, :]  # experts are padded to a power of two
-            tl.store(dprobs_ptr + t[:, None] * num_experts + e[None, :], rounded(dprobs.to(PROBS_AS), dprobs_ptr.dtype.element_ty), mask=inside)
+            tl.store(
+                dprobs_ptr + t[:, None] * num_experts + e[None, :],
+                rounded(dprobs.to(PROBS_AS), dprobs_ptr.dtype.element_ty),
+                mask=inside,
+            )
     elif drows_ptr is not None:
         lane = first_lane + block * BLOCK_G
         for column in range(tl.cdiv(num_columns, BLOCK_H)):
-            fill_gaps(drows_ptr, None, gap_ptr, lane, column, tail_lanes, num_experts, num_columns, num_rows, BLOCK_G, BLOCK_R, BLOCK_H)
+            fill_gaps(
+                drows_ptr,
+                None,
+                gap_ptr,
+                lane,
+                column,
+                tail_lanes,
+                num_experts,
+                num_columns,
+                num_rows,
+                BLOCK_G,
+                BLOCK_R,
+                BLOCK_H,
+            )

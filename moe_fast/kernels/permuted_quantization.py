@@ -27,7 +27,9 @@ def raise_amax(amax_ptr, expert, bits, live):
 
 
 @triton.jit
-def group_scale(scale_ptr, stride_scale, amax_ptr, expert, real, epsilon, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def group_scale(
+    scale_ptr, stride_scale, amax_ptr, expert, real, epsilon, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr
+):
     """What the rows of each expert are multiplied by: given, or from its amax."""
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + expert * stride_scale, mask=real, other=1.0)  # only of experts that there are
@@ -51,7 +53,9 @@ def store_blocks(scale_ptr, amax_ptr, stride_m, stride_n, row, block, stored, am
     place = row[:, None] * stride_m + block[None, :] * stride_n
     tl.store(scale_ptr + place, stored.to(scale_ptr.dtype.element_ty), mask=inside)
     if amax_ptr is not None:
-        tl.store(amax_ptr + place, rounded(amax, amax_ptr.dtype.element_ty), mask=inside)  # exact: it is a number of that dtype
+        tl.store(
+            amax_ptr + place, rounded(amax, amax_ptr.dtype.element_ty), mask=inside
+        )  # exact: it is a number of that dtype
 
 
 @triton.jit(
@@ -134,7 +138,9 @@ def scatter_kernel(
     `row_slots` gets the tokens' lists with rows in place of ranks, `source` each row's token, or -1. Scales of rule "amax" stay with the
     tokens, a row each: they lie across the rows that they are for, and so are not written here.
     """
-    columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1) if RULE != "none" else 1  # lists are written without columns too
+    columns = (
+        tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1) if RULE != "none" else 1
+    )  # lists are written without columns too
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     block = tl.program_id(0) // columns
     lists = tl.cdiv(num_tokens, BLOCK_L)
@@ -147,15 +153,23 @@ def scatter_kernel(
     if block < lists:
         if column == 0:
             t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-            list_t_ptr, base_t_ptr, num_slots = find_lists(slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts)
+            list_t_ptr, base_t_ptr, num_slots = find_lists(
+                slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
+            )
             for j in range(tl.max(num_slots, axis=0)):
-                expert, row, live = load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows)
+                expert, row, live = load_slot(
+                    list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows
+                )
                 if probs_ptr is not None:
-                    prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)  # only those with a row
+                    prob = tl.load(
+                        probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0
+                    )  # only those with a row
                     tl.store(row_probs_ptr + row, prob, mask=live)  # likewise
                 if source_ptr is not None:
                     tl.store(source_ptr + row, t.to(source_ptr.dtype.element_ty), mask=live)
-                tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots)  # dropped rows too
+                tl.store(
+                    row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots
+                )  # dropped rows too
     elif block < lists + fills:
         lane = first_lane + (block - lists) * BLOCK_G + tl.arange(0, BLOCK_G)
         gap = tl.minimum(lane, num_experts)
@@ -168,26 +182,40 @@ def scatter_kernel(
             row = tl.reshape(row_GR, [BLOCK_G * BLOCK_R])
             in_gap = tl.reshape(row_GR < end[:, None], [BLOCK_G * BLOCK_R])  # other lanes' gaps may be longer
             if column == 0 and row_probs_ptr is not None:
-                tl.store(row_probs_ptr + row, tl.zeros([BLOCK_G * BLOCK_R], row_probs_ptr.dtype.element_ty), mask=in_gap)
+                tl.store(
+                    row_probs_ptr + row, tl.zeros([BLOCK_G * BLOCK_R], row_probs_ptr.dtype.element_ty), mask=in_gap
+                )
             if source_ptr is not None:
                 tl.store(source_ptr + row, tl.full([BLOCK_G * BLOCK_R], -1, source_ptr.dtype.element_ty), mask=in_gap)
             if RULE != "none":
                 inside = in_gap[:, None] & (h < num_columns)[None, :]  # the last block sticks out
-                tl.store(codes_ptr + row[:, None] * num_columns + h[None, :], tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H], tl.uint8), mask=inside)
+                tl.store(
+                    codes_ptr + row[:, None] * num_columns + h[None, :],
+                    tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H], tl.uint8),
+                    mask=inside,
+                )
             if RULE == "mxfp8" or RULE == "nvfp4":
                 b = column.to(tl.int64) * (BLOCK_H // BLOCK) + tl.arange(0, BLOCK_H // BLOCK)
                 amax = tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H // BLOCK], tl.float32)
                 inside = in_gap[:, None] & (b * BLOCK < num_columns)[None, :]  # likewise
-                store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, amax, amax, inside)  # zeros have a scale of 0
+                store_blocks(
+                    scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, amax, amax, inside
+                )  # zeros have a scale of 0
     elif RULE != "none":
         t = (block - lists - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
         b = column.to(tl.int64) * (BLOCK_H // BLOCK) + tl.arange(0, BLOCK_H // BLOCK)
         in_row = (h < num_columns)[None, :]  # the last block sticks out
         inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
-        x = as_float32(tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0.0))
-        list_t_ptr, base_t_ptr, num_slots = find_lists(slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts)
-        expert, row, live = load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, 0, num_slots, num_tokens, num_experts, num_rows)
+        x = as_float32(
+            tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0.0)
+        )
+        list_t_ptr, base_t_ptr, num_slots = find_lists(
+            slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
+        )
+        expert, row, live = load_slot(
+            list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, 0, num_slots, num_tokens, num_experts, num_rows
+        )
         amax = block_amax(x, 1, BLOCK_H if RULE == "group" else BLOCK)
         if RULE == "amax" or RULE == "mxfp8":
             multiplier, stored = block_scale(amax, least, most, RULE, FORMAT, POWER_OF_TWO)
@@ -196,7 +224,9 @@ def scatter_kernel(
             there = (t < num_tokens)[:, None] & (b * BLOCK < num_columns)[None, :]  # likewise
             store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, t, b, stored, amax, there)
         for j in range(tl.max(num_slots, axis=0)):
-            following = load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j + 1, num_slots, num_tokens, num_experts, num_rows)  # on its way
+            following = load_slot(
+                list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j + 1, num_slots, num_tokens, num_experts, num_rows
+            )  # on its way
             if RULE == "group":
                 scale = group_scale(given_ptr, stride_given, group_amax_ptr, expert, live, least, FORMAT, POWER_OF_TWO)
                 code = encoded(x * scale[:, None], FORMAT, HARDWARE)
@@ -205,10 +235,14 @@ def scatter_kernel(
                     larger = raise_amax(group_amax_ptr, expert, bits, live)
                     tl.atomic_max(history_ptr + expert * stride_history, bits, mask=larger, sem="relaxed")
             elif RULE == "nvfp4":
-                whole = tl.load(group_amax_ptr + expert, mask=live, other=0).to(tl.float32, bitcast=True)  # only those with a row
+                whole = tl.load(group_amax_ptr + expert, mask=live, other=0).to(
+                    tl.float32, bitcast=True
+                )  # only those with a row
                 multiplier, stored = two_level_scale(amax, whole, HARDWARE)
                 code = encoded(x * spread(multiplier, 1, BLOCK), FORMAT, HARDWARE)
-            tl.store(codes_ptr + row[:, None] * num_columns + h[None, :], code, mask=live[:, None] & in_row)  # dropped rows are not written
+            tl.store(
+                codes_ptr + row[:, None] * num_columns + h[None, :], code, mask=live[:, None] & in_row
+            )  # dropped rows are not written
             if RULE == "mxfp8" or RULE == "nvfp4":
                 there = live[:, None] & (b * BLOCK < num_columns)[None, :]  # likewise
                 store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, stored, amax, there)
@@ -247,14 +281,18 @@ def row_scales_kernel(
     amax = tl.load(token_amax_ptr + place, mask=inside, other=0.0)
     stored = tl.load(token_scale_ptr + place, mask=inside, other=0.0)
     zero = tl.zeros([BLOCK_M, BLOCK_B], tl.float32)
-    of_zero = block_scale(zero, number(epsilon, tl.float32), number(infinity, tl.float32), "amax", FORMAT, POWER_OF_TWO)[1]
+    of_zero = block_scale(
+        zero, number(epsilon, tl.float32), number(infinity, tl.float32), "amax", FORMAT, POWER_OF_TWO
+    )[1]
     inside = (row < num_rows)[:, None] & (b < num_blocks)[None, :]  # likewise
     place = row[:, None] * stride_m + b[None, :] * stride_n
     tl.store(scale_ptr + place, tl.where((source >= 0)[:, None], stored, of_zero), mask=inside)
     tl.store(amax_ptr + place, amax, mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens_per_block", "num_tokens", "num_experts", "num_rows", "stride_base_b", "stride_base_e"])
+@triton.jit(
+    do_not_specialize=["tokens_per_block", "num_tokens", "num_experts", "num_rows", "stride_base_b", "stride_base_e"]
+)
 def expert_amax_kernel(
     tokens_ptr,
     stride_tokens_t,
@@ -278,7 +316,9 @@ def expert_amax_kernel(
 ):
     """max |x| over each expert's rows, from one look at each token."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    list_t_ptr, base_t_ptr, num_slots = find_lists(slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts)
+    list_t_ptr, base_t_ptr, num_slots = find_lists(
+        slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
+    )
     largest = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
     for first in range(0, num_columns, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H).to(tl.int64)
@@ -287,7 +327,9 @@ def expert_amax_kernel(
         largest = tl.maximum(largest, magnitude(as_float32(x)))
     bits = tl.max(largest, axis=1).to(tl.int32, bitcast=True)
     for j in range(tl.max(num_slots, axis=0)):
-        expert, _, live = load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows)
+        expert, _, live = load_slot(
+            list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows
+        )
         raise_amax(amax_ptr, expert, bits, live)
 
 
@@ -337,15 +379,23 @@ def gather_kernel(
     part = slab * SLAB + tl.program_id(0) % SLAB
     _, first, read, _, written = place_of_tile(splits_ptr, 1, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G)
     row = first + tl.arange(0, BLOCK_M)
-    source = tl.load(source_ptr + row, mask=row < read, other=-1).to(tl.int64)  # a tile sticks out of its group and of the rows
+    source = tl.load(source_ptr + row, mask=row < read, other=-1).to(
+        tl.int64
+    )  # a tile sticks out of its group and of the rows
     least = number(epsilon, tl.float32)
     most = number(infinity, tl.float32)
     begin = part.to(tl.int64) * (steps * BLOCK_N)
     for i in tl.range(0, tl.where((first < written) & (begin < num_columns), steps, 0), num_stages=STAGES):
         column = begin + i * BLOCK_N
         n = column + tl.arange(0, BLOCK_N)
-        inside = (source >= 0)[:, None] & (n < num_columns)[None, :]  # padding has no token, and the last block sticks out
-        x = as_float32(tl.load(tokens_ptr + source[:, None] * stride_tokens_t + n[None, :] * stride_tokens_h, mask=inside, other=0.0))
+        inside = (source >= 0)[:, None] & (n < num_columns)[
+            None, :
+        ]  # padding has no token, and the last block sticks out
+        x = as_float32(
+            tl.load(
+                tokens_ptr + source[:, None] * stride_tokens_t + n[None, :] * stride_tokens_h, mask=inside, other=0.0
+            )
+        )
         quantize_blocks(
             x, codes_ptr, scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, tile, first, written, column, num_columns,
             least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK_R, BLOCK_C,

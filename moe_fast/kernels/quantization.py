@@ -42,7 +42,9 @@ def fitting_power(amax, epsilon, infinity, FORMAT: tl.constexpr):
     bits = tl.maximum(amax, epsilon).to(tl.int32, bitcast=True)
     above = (bits & 0x7FFFFF) > 0x600000
     code = (254 + (8 if FORMAT == "e4m3" else 15)) - (bits >> 23) - above.to(tl.int32)
-    code = tl.where(code > LARGEST_POWER, infinity.to(tl.int32, bitcast=True) >> 23, code)  # subnormal numbers among them
+    code = tl.where(
+        code > LARGEST_POWER, infinity.to(tl.int32, bitcast=True) >> 23, code
+    )  # subnormal numbers among them
     return tl.where((bits == 0) | (bits == INFINITY), 127, code)
 
 
@@ -95,7 +97,19 @@ def quantize_blocks(
     code = encoded(x * spread(multiplier, BLOCK_R, BLOCK_C), FORMAT, HARDWARE)
     store_tile(codes_ptr, code, first, written, column, num_columns)
     block = tile if RULE == "amax" and BLOCK_R > 1 else first // BLOCK_R
-    store_blocks(scale_ptr, stride_m, stride_n, stored.to(scale_ptr.dtype.element_ty), block, first, written, column, num_columns, BLOCK_R, BLOCK_C)
+    store_blocks(
+        scale_ptr,
+        stride_m,
+        stride_n,
+        stored.to(scale_ptr.dtype.element_ty),
+        block,
+        first,
+        written,
+        column,
+        num_columns,
+        BLOCK_R,
+        BLOCK_C,
+    )
     exact = rounded(amax, amax_ptr.dtype.element_ty)  # it is a number of that dtype
     store_blocks(amax_ptr, stride_m, stride_n, exact, block, first, written, column, num_columns, BLOCK_R, BLOCK_C)
 
@@ -141,7 +155,9 @@ def quantize_blocks_kernel(
 ):
     """Codes, scales and amax of blocks of 1 × BLOCK, of BLOCK × 1, or both of one load; SQUARE: of BLOCK × BLOCK, as the form by rows."""
     tile = tl.program_id(0) // parts
-    _, first, read, owned, written = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G)
+    _, first, read, owned, written = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G
+    )
     row = first + tl.arange(0, BLOCK_M)
     least = number(epsilon, tl.float32)
     most = number(infinity, tl.float32)

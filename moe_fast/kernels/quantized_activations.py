@@ -14,7 +14,21 @@ from moe_fast.kernels.scores import number
 from moe_fast.kernels.tiles import ending, magnitude, place_of_tile, store_tile
 
 
-@triton.jit(do_not_specialize=["stride_probs", "stride_splits", "num_rows", "num_groups", "parts", "steps", "offset", "clamp", "alpha", "epsilon", "infinity"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_probs",
+        "stride_splits",
+        "num_rows",
+        "num_groups",
+        "parts",
+        "steps",
+        "offset",
+        "clamp",
+        "alpha",
+        "epsilon",
+        "infinity",
+    ]
+)
 def quantize_activated_blocks_kernel(
     d_out_ptr,
     stride_d_out_p,
@@ -71,7 +85,9 @@ def quantize_activated_blocks_kernel(
 ):
     """Codes, scales and amax of blocks of 1 × BLOCK, of BLOCK × 1, or both of one load."""
     tile = tl.program_id(0) // parts
-    _, first, read, owned, written = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G)
+    _, first, read, owned, written = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G
+    )
     p = tl.arange(0, BLOCK_M).to(tl.int64)
     least = number(epsilon, tl.float32)
     most = number(infinity, tl.float32)
@@ -155,10 +171,24 @@ def quantize_activated_blocks_kernel(
                     1,
                 )
     if part_ptr is not None:
-        tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)  # a tile sticks out of its group
+        tl.store(
+            part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written
+        )  # a tile sticks out of its group
 
 
-@triton.jit(do_not_specialize=["stride_probs", "stride_splits", "num_rows", "num_groups", "parts", "steps", "offset", "clamp", "alpha"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_probs",
+        "stride_splits",
+        "num_rows",
+        "num_groups",
+        "parts",
+        "steps",
+        "offset",
+        "clamp",
+        "alpha",
+    ]
+)
 def activated_group_amax_kernel(
     d_out_ptr,
     stride_d_out_p,
@@ -197,7 +227,9 @@ def activated_group_amax_kernel(
 ):
     """max |x| over each group. Bits of numbers ≥ 0 are in the order of the numbers, and a maximum has no order: programs meet in an atomic."""
     tile = tl.program_id(0) // parts
-    group, first, end, _, _ = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G)
+    group, first, end, _, _ = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
+    )
     p = tl.arange(0, BLOCK_M).to(tl.int64)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -232,7 +264,9 @@ def activated_group_amax_kernel(
         if WHOLE:
             largest = tl.maximum(largest, magnitude(other))
     bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
-    tl.atomic_max(amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # the rest of x has no end, and no amax
+    tl.atomic_max(
+        amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed"
+    )  # the rest of x has no end, and no amax
 
 
 @triton.jit(
@@ -294,7 +328,9 @@ def cast_activated_groups_kernel(
     FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
     least = number(epsilon, tl.float32)
     tile = tl.program_id(0) // parts
-    group, first, read, owned, written = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G)
+    group, first, read, owned, written = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
+    )
     g = tl.arange(0, BLOCK_G)
     real = g < num_groups  # BLOCK_G is a power of two
     if given_ptr is not None:
@@ -306,7 +342,11 @@ def cast_activated_groups_kernel(
         scale = fitting_scale(amax, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)
         if tl.program_id(0) == 0:
             amax_G = tl.load(amax_ptr + g, mask=real, other=0).to(tl.float32, bitcast=True)
-            tl.store(inverse_ptr + g, over(1.0, fitting_scale(amax_G, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)), mask=real)
+            tl.store(
+                inverse_ptr + g,
+                over(1.0, fitting_scale(amax_G, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)),
+                mask=real,
+            )
     p = tl.arange(0, BLOCK_M).to(tl.int64)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -351,5 +391,7 @@ def cast_activated_groups_kernel(
         tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)  # likewise
     if given_ptr is not None:
         bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
-        tl.atomic_max(amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed")  # the rest of x is not read
+        tl.atomic_max(
+            amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed"
+        )  # the rest of x is not read
         tl.atomic_max(history_ptr + group * stride_history, bits, mask=first < read, sem="relaxed")

@@ -49,7 +49,9 @@ def fill_scales(
     if lane < num_experts:
         b, in_row = blocks_of(column, num_columns, BLOCK_H)
         zero = tl.zeros([BLOCK_R, BLOCK_H // BLOCK], tl.float32)
-        of_zeros = block_scale(zero, number(epsilon, tl.float32), number(infinity, tl.float32), "amax", FORMAT, POWER_OF_TWO)[1]
+        of_zeros = block_scale(
+            zero, number(epsilon, tl.float32), number(infinity, tl.float32), "amax", FORMAT, POWER_OF_TWO
+        )[1]
         begin = tl.load(gap_ptr + lane)
         end = tl.minimum(tl.load(gap_ptr + num_experts + 1 + lane), num_rows)
         for i in range(tl.cdiv(end - begin, BLOCK_R)):

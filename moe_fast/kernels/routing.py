@@ -8,7 +8,18 @@ import triton
 import triton.language as tl
 
 from moe_fast.kernels.rounding import rounded
-from moe_fast.kernels.scores import inverse_sum, key_of, lowest, number, out_of_choice, score_and_slope, score_of, softmax, weights_gradient, widened
+from moe_fast.kernels.scores import (
+    inverse_sum,
+    key_of,
+    lowest,
+    number,
+    out_of_choice,
+    score_and_slope,
+    score_of,
+    softmax,
+    weights_gradient,
+    widened,
+)
 
 PAIRED = tl.constexpr(16)  # up to so many groups are ranked all at once, each against each
 SLOT = tl.constexpr(0xFFFF)  # the bits of a mark that hold its slot; no column is as high
@@ -35,7 +46,9 @@ def mark_largest(key, column, count, TIES_ARE_RARE: tl.constexpr):
             largest = tl.max(marked, axis=1)
         marked = tl.where(marked == largest[:, None], lowest(key.dtype) + count - 1, marked)
         num_marked = tl.sum((marked < out_of_choice(key.dtype)).to(tl.int32), axis=1)
-        tied = (num_marked > count) | (largest <= out_of_choice(key.dtype))  # more marks than slots, or too few keys for the slots
+        tied = (num_marked > count) | (
+            largest <= out_of_choice(key.dtype)
+        )  # more marks than slots, or too few keys for the slots
         if tl.max(tied.to(tl.int32), axis=0) > 0:
             marked = mark_in_order(key, column, count)
     else:
@@ -44,7 +57,16 @@ def mark_largest(key, column, count, TIES_ARE_RARE: tl.constexpr):
 
 
 @triton.jit
-def only_best_groups(key, num_groups, group_topk, counted, ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr):
+def only_best_groups(
+    key,
+    num_groups,
+    group_topk,
+    counted,
+    ACCUMULATOR: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
     """Take the experts out of choice whose group is not among the `group_topk` with the largest sums of `counted` keys."""
     by_group = tl.reshape(key, [BLOCK_T, BLOCK_G, BLOCK_S])
     left = by_group
@@ -60,17 +82,32 @@ def only_best_groups(key, num_groups, group_topk, counted, ACCUMULATOR: tl.const
     total += tl.where(missing > 0, score_of(tl.max(left, axis=2)), 0.0)  # at most one is missing
     group = tl.arange(0, BLOCK_G)
     group_key = key_of(total)
-    group_key = tl.where((group < num_groups)[None, :], group_key, out_of_choice(group_key.dtype))  # groups are padded to a power of two
+    group_key = tl.where(
+        (group < num_groups)[None, :], group_key, out_of_choice(group_key.dtype)
+    )  # groups are padded to a power of two
     if BLOCK_G <= PAIRED:
         better = group_key[:, None, :] > group_key[:, :, None]
-        before = better | ((group_key[:, None, :] == group_key[:, :, None]) & (group[None, :] < group[:, None])[None, :, :])
+        before = better | (
+            (group_key[:, None, :] == group_key[:, :, None]) & (group[None, :] < group[:, None])[None, :, :]
+        )
         kept = tl.sum(before.to(tl.int32), axis=2) < group_topk
     else:
         kept = mark_in_order(group_key, group, group_topk) < out_of_choice(group_key.dtype)
     return tl.reshape(tl.where(kept[:, :, None], by_group, out_of_choice(key.dtype)), [BLOCK_T, BLOCK_G * BLOCK_S])
 
 
-@triton.jit(do_not_specialize=["stride_given_t", "stride_given_k", "scale", "num_tokens", "topk", "num_groups", "group_topk", "counted"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_given_t",
+        "stride_given_k",
+        "scale",
+        "num_tokens",
+        "topk",
+        "num_groups",
+        "group_topk",
+        "counted",
+    ]
+)
 def topk_kernel(
     # logits, their bias, or indices that are given
     logits_ptr,
@@ -103,14 +140,20 @@ def topk_kernel(
     BLOCK_S: tl.constexpr,
 ):
     """A column is a place in a group, so that groups of any size lie at powers of two. Without groups there is one."""
-    t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)  # the last tile repeats the last row
+    t = tl.minimum(
+        tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1
+    )  # the last tile repeats the last row
     column = tl.arange(0, BLOCK_G * BLOCK_S)
     e = column.to(tl.int64)
     real = tl.full([1, BLOCK_G * BLOCK_S], True, tl.int1)
     if RAGGED:
         e = (column // BLOCK_S * group_size + column % BLOCK_S).to(tl.int64)
-        real = ((column % BLOCK_S < group_size) & (column // BLOCK_S < num_groups))[None, :]  # blocks of groups and of experts are powers of two
-    x = tl.load(logits_ptr + t[:, None] * stride_logits_t + e[None, :] * stride_logits_e, mask=real, other=0.0).to(ACCUMULATOR)
+        real = ((column % BLOCK_S < group_size) & (column // BLOCK_S < num_groups))[
+            None, :
+        ]  # blocks of groups and of experts are powers of two
+    x = tl.load(logits_ptr + t[:, None] * stride_logits_t + e[None, :] * stride_logits_e, mask=real, other=0.0).to(
+        ACCUMULATOR
+    )
     if SCORE == "pre_softmax":
         s = softmax(tl.where(real, x, -float("inf")))
     elif SCORE == "softmax":
@@ -147,10 +190,16 @@ def topk_kernel(
         slot = tl.where(chosen, marked & SLOT, topk).to(tl.int32).to(tl.int64)
         tl.store((probs_ptr + t * topk)[:, None] + slot, weight, mask=slot < topk)
         if indices_ptr is not None:
-            tl.store((indices_ptr + t * topk)[:, None] + slot, tl.broadcast_to(e[None, :], [BLOCK_T, BLOCK_G * BLOCK_S]), mask=slot < topk)
+            tl.store(
+                (indices_ptr + t * topk)[:, None] + slot,
+                tl.broadcast_to(e[None, :], [BLOCK_T, BLOCK_G * BLOCK_S]),
+                mask=slot < topk,
+            )
 
 
-@triton.jit(do_not_specialize=["stride_dprobs_t", "stride_indices_t", "stride_indices_k", "scale", "num_tokens", "topk"])
+@triton.jit(
+    do_not_specialize=["stride_dprobs_t", "stride_indices_t", "stride_indices_k", "scale", "num_tokens", "topk"]
+)
 def topk_backward_kernel(
     # the gradient of the probs: of [T,K], with the indices, or of [T,E], with the contiguous map
     dprobs_ptr,
@@ -176,14 +225,18 @@ def topk_backward_kernel(
     BLOCK_E: tl.constexpr,
 ):
     """The scores are computed again; only the choice is not."""
-    t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)  # the last tile repeats the last row
+    t = tl.minimum(
+        tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1
+    )  # the last tile repeats the last row
     e = tl.arange(0, BLOCK_E).to(tl.int64)[None, :]
     real = e < num_experts  # the block is a power of two
     x = tl.load(logits_ptr + t[:, None] * stride_logits_t + e * stride_logits_e, mask=real, other=0.0).to(ACCUMULATOR)
     cell = t[:, None] * num_experts + e
     if map_ptr is not None:
         chosen = tl.load(map_ptr + cell, mask=real, other=0) != 0
-        g = tl.load(dprobs_ptr + t[:, None] * stride_dprobs_t + e * stride_dprobs_x, mask=chosen, other=0.0).to(ACCUMULATOR)  # else 0 were constants
+        g = tl.load(dprobs_ptr + t[:, None] * stride_dprobs_t + e * stride_dprobs_x, mask=chosen, other=0.0).to(
+            ACCUMULATOR
+        )  # else 0 were constants
     else:
         chosen = tl.zeros([BLOCK_T, BLOCK_E], tl.int32) != 0
         g = tl.zeros([BLOCK_T, BLOCK_E], ACCUMULATOR)

@@ -4,7 +4,16 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots", "stride_indices_t", "stride_indices_k", "stride_values_t", "stride_values_k"])
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "num_slots",
+        "stride_indices_t",
+        "stride_indices_k",
+        "stride_values_t",
+        "stride_values_k",
+    ]
+)
 def multihot_kernel(
     # lists; values as bits
     indices_ptr,
@@ -43,7 +52,17 @@ def multihot_kernel(
         tl.store(map_ptr + cell, routed, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_experts", "stride_indices_t", "stride_indices_k", "stride_dout_t", "stride_dout_e"])
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "num_slots",
+        "num_experts",
+        "stride_indices_t",
+        "stride_indices_k",
+        "stride_dout_t",
+        "stride_dout_e",
+    ]
+)
 def multihot_backward_kernel(
     # the gradient of the map's values, as bits, and the lists
     dout_ptr,
@@ -66,12 +85,18 @@ def multihot_backward_kernel(
     k = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     in_time = t < num_tokens  # the last tile sticks out
     inside = in_time[:, None] & (k < num_slots)[None, :]  # on both sides
-    index = tl.load(indices_ptr + t[:, None] * stride_indices_t + k[None, :] * stride_indices_k, mask=inside, other=-1).to(tl.int64)
+    index = tl.load(
+        indices_ptr + t[:, None] * stride_indices_t + k[None, :] * stride_indices_k, mask=inside, other=-1
+    ).to(tl.int64)
     counts = (index >= 0) & (index < num_experts)  # others are empty slots
     for slot in range(num_slots):
-        later = tl.load(indices_ptr + t * stride_indices_t + tl.cast(slot, tl.int64) * stride_indices_k, mask=in_time, other=-1)
+        later = tl.load(
+            indices_ptr + t * stride_indices_t + tl.cast(slot, tl.int64) * stride_indices_k, mask=in_time, other=-1
+        )
         counts = counts & ((index != later[:, None]) | (k >= slot)[None, :])
-    dvalue = tl.load(dout_ptr + t[:, None] * stride_dout_t + index * stride_dout_e, mask=counts, other=0)  # zero for slots that do not count
+    dvalue = tl.load(
+        dout_ptr + t[:, None] * stride_dout_t + index * stride_dout_e, mask=counts, other=0
+    )  # zero for slots that do not count
     tl.store(dvalues_ptr + t[:, None] * num_slots + k[None, :], dvalue, mask=inside)
 
 
@@ -112,7 +137,9 @@ def indices_kernel(
     count = tl.sum(one, axis=1)
     for first in range(0, num_slots, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
-        vacant = in_time & (k < num_slots)[None, :] & (k[None, :] >= count[:, None])  # the slots that no expert was written to
+        vacant = (
+            in_time & (k < num_slots)[None, :] & (k[None, :] >= count[:, None])
+        )  # the slots that no expert was written to
         vacant_cell = t[:, None] * num_slots + k[None, :]
         tl.store(indices_ptr + vacant_cell, tl.full([BLOCK_T, BLOCK_K], -1, tl.int64), mask=vacant)
         tl.store(out_ptr + vacant_cell, tl.zeros([BLOCK_T, BLOCK_K], out_ptr.dtype.element_ty), mask=vacant)

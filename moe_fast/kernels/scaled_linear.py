@@ -42,12 +42,18 @@ def turn_kernel(
     t = (tl.program_id(0) // columns).to(tl.int64)
     c = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     if t < tl.load(total_ptr):
-        first, begin, end = (tl.load(tile_ptr + capacity + t), tl.load(tile_ptr + 2 * capacity + t), tl.load(tile_ptr + 3 * capacity + t))
+        first, begin, end = (
+            tl.load(tile_ptr + capacity + t),
+            tl.load(tile_ptr + 2 * capacity + t),
+            tl.load(tile_ptr + 3 * capacity + t),
+        )
         i = tl.arange(0, TILE)
         p = begin + (t - first) * TILE + i
         inside = (p < end)[:, None] & (c < num_columns)[None, :]  # the last tile and the last block stick out
         codes = tl.load(codes_ptr + p[:, None] * num_columns + c[None, :], mask=inside, other=0)
-        tl.store(out_ptr + c[:, None] * stride_out + t * TILE + i[None, :], tl.trans(codes), mask=(c < num_columns)[:, None])
+        tl.store(
+            out_ptr + c[:, None] * stride_out + t * TILE + i[None, :], tl.trans(codes), mask=(c < num_columns)[:, None]
+        )
 
 
 @triton.jit
@@ -66,7 +72,11 @@ def block_codes(row_ptrs, stride, block, blocks, live, COUNT: tl.constexpr):
 @triton.jit
 def scaled_factor(codes, stored, amax, block, blocks, RULE: tl.constexpr, FORMAT: tl.constexpr, FACTOR: tl.constexpr):
     """What codes stand for, but for a finite amax; 0 behind the last block: what fills it up is 0 · 2^-127, or 0 · ∞."""
-    scale = power_of_two(stored) if RULE == "mxfp8" else decoded(stored, "e4m3") * tl.where(amax == INFINITE, amax, 1.0)[:, None]
+    scale = (
+        power_of_two(stored)
+        if RULE == "mxfp8"
+        else decoded(stored, "e4m3") * tl.where(amax == INFINITE, amax, 1.0)[:, None]
+    )
     b = block + tl.arange(0, stored.shape[1])
     scale = tl.where((b < blocks)[None, :], scale, 0.0)
     return (decoded(codes, FORMAT) * spread(scale, 1, codes.shape[1] // stored.shape[1])).to(FACTOR)
@@ -80,18 +90,34 @@ def packed(codes):
 
 
 @triton.jit
-def add_scaled_by_hardware(acc, left, left_stored, left_format: tl.constexpr, right, right_stored, right_format: tl.constexpr, RULE: tl.constexpr):
+def add_scaled_by_hardware(
+    acc,
+    left,
+    left_stored,
+    left_format: tl.constexpr,
+    right,
+    right_stored,
+    right_format: tl.constexpr,
+    RULE: tl.constexpr,
+):
     """acc + left · rightᵀ of codes whose scales the matrix unit multiplies in itself."""
     if RULE == "nvfp4":
         left, right = packed(left), packed(right)
-        left_stored, right_stored = left_stored.to(tl.float8e4nv, bitcast=True), right_stored.to(tl.float8e4nv, bitcast=True)
+        left_stored, right_stored = (
+            left_stored.to(tl.float8e4nv, bitcast=True),
+            right_stored.to(tl.float8e4nv, bitcast=True),
+        )
     return tl.dot_scaled(left, left_stored, left_format, tl.trans(right), right_stored, right_format, acc)
 
 
 @triton.jit
 def add_codes(acc, left, right, FACTOR: tl.constexpr):
     """acc + left · rightᵀ. Hopper adds products of eight bits with 14 bits: what comes of 128 is added in float32."""
-    return tl.dot(left, tl.trans(right), acc, max_num_imprecise_acc=TILE) if FACTOR is None else tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+    return (
+        tl.dot(left, tl.trans(right), acc, max_num_imprecise_acc=TILE)
+        if FACTOR is None
+        else tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+    )
 
 
 @triton.jit
@@ -122,7 +148,17 @@ def times(acc, left, right):
     return acc * (left[:, None] * right[None, :]) * (left_back[:, None] * right_back[None, :])
 
 
-@triton.jit(do_not_specialize=["stride_bias_l", "stride_bias_c", "capacity", "num_rows", "num_experts", "x_share", "weight_share"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_bias_l",
+        "stride_bias_c",
+        "capacity",
+        "num_rows",
+        "num_experts",
+        "x_share",
+        "weight_share",
+    ]
+)
 def scaled_matmul_kernel(
     # rows: codes, contiguous along the depth; scales of blocks, and what belongs to the sum
     x_ptr,
@@ -177,14 +213,18 @@ def scaled_matmul_kernel(
     """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, and 0 in the rows behind all segments."""
     columns = tl.cdiv(num_columns, BLOCK_C)
     pieces = tl.load(total_ptr).to(tl.int32) * columns
-    for work in range(tl.program_id(0), pieces, tl.num_programs(0)):  # one flat loop with that over the depth is a fifth slower
+    for work in range(
+        tl.program_id(0), pieces, tl.num_programs(0)
+    ):  # one flat loop with that over the depth is a fifth slower
         expert, begin, end, row, column = find_tile(tile_ptr, capacity, work, columns, BLOCK_P)
         p = row + tl.arange(0, BLOCK_P)
         c = column.to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
         in_segment, in_row = p < end, c < num_columns  # the last tile and the last block stick out
         own_scales = expert.to(tl.int64) * stride_weight_scale_l
         if RULE == "nvfp4":
-            x_amax = tl.load(x_outer_ptr + expert.to(tl.int64) * stride_x_outer_l + p * stride_x_outer_p, mask=in_segment, other=0.0).to(tl.float32)
+            x_amax = tl.load(
+                x_outer_ptr + expert.to(tl.int64) * stride_x_outer_l + p * stride_x_outer_p, mask=in_segment, other=0.0
+            ).to(tl.float32)
             weight_amax = tl.load(weight_outer_ptr + expert.to(tl.int64) * stride_weight_outer_l + c * 0).to(tl.float32)
         else:
             x_amax, weight_amax = None, None
@@ -196,44 +236,66 @@ def scaled_matmul_kernel(
             else:
                 d = first + tl.arange(0, BLOCK_D)
                 in_depth = (d < depth)[None, :]  # the last step sticks out
-                x = tl.load(x_ptr + p[:, None] * stride_x_p + d[None, :], mask=in_segment[:, None] & in_depth, other=0.0)
+                x = tl.load(
+                    x_ptr + p[:, None] * stride_x_p + d[None, :], mask=in_segment[:, None] & in_depth, other=0.0
+                )
                 matrix_ptr = weight_ptr + expert.to(tl.int64) * stride_weight_l
-                weight = tl.load(matrix_ptr + c[:, None] * stride_weight_c + d[None, :], mask=in_row[:, None] & in_depth, other=0.0)
+                weight = tl.load(
+                    matrix_ptr + c[:, None] * stride_weight_c + d[None, :], mask=in_row[:, None] & in_depth, other=0.0
+                )
             if RULE == "group":
                 acc = add_codes(acc, factor(x, X_FORMAT, FACTOR), factor(weight, WEIGHT_FORMAT, FACTOR), FACTOR)
             elif RULE == "amax":
                 block = tl.cast(first // SHARED_D, tl.int64)
-                x_scale = tl.load(x_scale_ptr + p * stride_x_scale_p + block * stride_x_scale_d, mask=in_segment, other=0.0)
+                x_scale = tl.load(
+                    x_scale_ptr + p * stride_x_scale_p + block * stride_x_scale_d, mask=in_segment, other=0.0
+                )
                 weight_scale_ptrs = weight_scale_ptr + own_scales + block * stride_weight_scale_d
                 if SHARED_C == BLOCK_C:
-                    scale = (x_scale * tl.load(weight_scale_ptrs + column.to(tl.int64) * stride_weight_scale_c))[:, None]
+                    scale = (x_scale * tl.load(weight_scale_ptrs + column.to(tl.int64) * stride_weight_scale_c))[
+                        :, None
+                    ]
                 else:
-                    weight_scale = tl.load(weight_scale_ptrs + (c // SHARED_C) * stride_weight_scale_c, mask=in_row, other=0.0)
+                    weight_scale = tl.load(
+                        weight_scale_ptrs + (c // SHARED_C) * stride_weight_scale_c, mask=in_row, other=0.0
+                    )
                     scale = x_scale[:, None] * weight_scale[None, :]
                 acc += codes_product(factor(x, X_FORMAT, FACTOR), factor(weight, WEIGHT_FORMAT, FACTOR)) * scale
             else:
                 block, blocks = tl.cast(first // SHARED_D, tl.int64), depth // SHARED_D
-                x_stored = block_codes(x_scale_ptr + p * stride_x_scale_p, stride_x_scale_d, block, blocks, in_segment, BLOCK_D // SHARED_D)
+                x_stored = block_codes(
+                    x_scale_ptr + p * stride_x_scale_p, stride_x_scale_d, block, blocks, in_segment, BLOCK_D // SHARED_D
+                )
                 row_ptrs = weight_scale_ptr + own_scales + (c // SHARED_C) * stride_weight_scale_c
                 weight_stored = block_codes(row_ptrs, stride_weight_scale_d, block, blocks, in_row, BLOCK_D // SHARED_D)
                 if SCALED_BY_HARDWARE:
                     acc = add_scaled_by_hardware(acc, x, x_stored, X_FORMAT, weight, weight_stored, WEIGHT_FORMAT, RULE)
                 else:
                     left = scaled_factor(x, x_stored, x_amax, block, blocks, RULE, X_FORMAT, FACTOR)
-                    right = scaled_factor(weight, weight_stored, weight_amax, block, blocks, RULE, WEIGHT_FORMAT, FACTOR)
+                    right = scaled_factor(
+                        weight, weight_stored, weight_amax, block, blocks, RULE, WEIGHT_FORMAT, FACTOR
+                    )
                     acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
         if RULE == "group" or RULE == "nvfp4":
             x_outer = outer_scale(x_outer_ptr, stride_x_outer_l, stride_x_outer_p, expert, p, in_segment, x_share, RULE)
-            weight_outer = outer_scale(weight_outer_ptr, stride_weight_outer_l, 0, expert, c, in_row, weight_share, RULE)
+            weight_outer = outer_scale(
+                weight_outer_ptr, stride_weight_outer_l, 0, expert, c, in_row, weight_share, RULE
+            )
             acc = times(acc, x_outer, weight_outer)
         if bias_ptr is not None:
-            bias = tl.load(bias_ptr + expert.to(tl.int64) * stride_bias_l + c * stride_bias_c, mask=in_row, other=0.0)  # as above
+            bias = tl.load(
+                bias_ptr + expert.to(tl.int64) * stride_bias_l + c * stride_bias_c, mask=in_row, other=0.0
+            )  # as above
             acc += bias.to(BIAS_AS).to(tl.float32)[None, :]
         result = rounded(acc, out_ptr.dtype.element_ty)
         if out_desc is not None:
-            store_segment(out_desc, begin, end - begin, (row - begin).to(tl.int32), column * BLOCK_C, result, BLOCK_P, BLOCK_C)
+            store_segment(
+                out_desc, begin, end - begin, (row - begin).to(tl.int32), column * BLOCK_C, result, BLOCK_P, BLOCK_C
+            )
         else:
-            tl.store(out_ptr + p[:, None] * num_columns + c[None, :], result, mask=in_segment[:, None] & in_row[None, :])
+            tl.store(
+                out_ptr + p[:, None] * num_columns + c[None, :], result, mask=in_segment[:, None] & in_row[None, :]
+            )
     zero_rows(out_ptr, tl.load(total_ptr + 1), num_rows, num_columns, BLOCK_P, BLOCK_C)
 
 
@@ -290,7 +352,9 @@ def scaled_wgrad_kernel(
     blocks_m, blocks_n = tl.cdiv(num_outs, BLOCK_M), tl.cdiv(num_ins, BLOCK_N)
     experts = tl.arange(0, BLOCK_L)
     real = experts < num_experts  # the block is a power of two
-    sizes = tl.load(segment_ptr + num_experts + experts, mask=real, other=0) - tl.load(segment_ptr + experts, mask=real, other=0)
+    sizes = tl.load(segment_ptr + num_experts + experts, mask=real, other=0) - tl.load(
+        segment_ptr + experts, mask=real, other=0
+    )
     for work in range(tl.program_id(0), num_experts * blocks_m * blocks_n, tl.num_programs(0)):
         block_m = work % blocks_m  # programs that run together share the columns of the rows
         block_n = work // blocks_m % blocks_n
@@ -301,8 +365,12 @@ def scaled_wgrad_kernel(
         n = block_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
         live_m, live_n = m < num_outs, n < num_ins  # the last blocks stick out
         if RULE == "nvfp4":
-            d_out_amax = tl.load(d_out_outer_ptr + expert * stride_d_out_outer_l + m * stride_d_out_outer_m, mask=live_m, other=0.0).to(tl.float32)
-            x_amax = tl.load(x_outer_ptr + expert * stride_x_outer_l + n * stride_x_outer_n, mask=live_n, other=0.0).to(tl.float32)
+            d_out_amax = tl.load(
+                d_out_outer_ptr + expert * stride_d_out_outer_l + m * stride_d_out_outer_m, mask=live_m, other=0.0
+            ).to(tl.float32)
+            x_amax = tl.load(x_outer_ptr + expert * stride_x_outer_l + n * stride_x_outer_n, mask=live_n, other=0.0).to(
+                tl.float32
+            )
         else:
             d_out_amax, x_amax = None, None
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -314,13 +382,17 @@ def scaled_wgrad_kernel(
                 x = x_desc.load([block_n * BLOCK_N, place.to(tl.int32)])
             else:
                 i = place + tl.arange(0, BLOCK_P)
-                d_out = tl.load(d_out_ptr + m[:, None] * stride_d_out_m + i[None, :], mask=live_m[:, None], other=0.0)  # tiles are whole
+                d_out = tl.load(
+                    d_out_ptr + m[:, None] * stride_d_out_m + i[None, :], mask=live_m[:, None], other=0.0
+                )  # tiles are whole
                 x = tl.load(x_ptr + n[:, None] * stride_x_n + i[None, :], mask=live_n[:, None], other=0.0)
             if RULE == "group":
                 acc = add_codes(acc, factor(d_out, D_OUT_FORMAT, FACTOR), factor(x, X_FORMAT, FACTOR), FACTOR)
             elif RULE == "amax":
                 block = tile + first // SHARED_P
-                d_out_scale = tl.load(d_out_scale_ptr + block * stride_d_out_scale_p + m * stride_d_out_scale_m, mask=live_m, other=0.0)
+                d_out_scale = tl.load(
+                    d_out_scale_ptr + block * stride_d_out_scale_p + m * stride_d_out_scale_m, mask=live_m, other=0.0
+                )
                 x_scale = tl.load(x_scale_ptr + block * stride_x_scale_p + n * stride_x_scale_n, mask=live_n, other=0.0)
                 product = codes_product(factor(d_out, D_OUT_FORMAT, FACTOR), factor(x, X_FORMAT, FACTOR))
                 acc += product * (d_out_scale[:, None] * x_scale[None, :])
@@ -336,12 +408,16 @@ def scaled_wgrad_kernel(
                     right = scaled_factor(x, x_stored, x_amax, block, blocks, RULE, X_FORMAT, FACTOR)
                     acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
         if RULE == "group" or RULE == "nvfp4":
-            d_out_outer = outer_scale(d_out_outer_ptr, stride_d_out_outer_l, stride_d_out_outer_m, expert, m, live_m, d_out_share, RULE)
+            d_out_outer = outer_scale(
+                d_out_outer_ptr, stride_d_out_outer_l, stride_d_out_outer_m, expert, m, live_m, d_out_share, RULE
+            )
             x_outer = outer_scale(x_outer_ptr, stride_x_outer_l, stride_x_outer_n, expert, n, live_n, x_share, RULE)
             acc = times(acc, d_out_outer, x_outer)
         inside = live_m[:, None] & live_n[None, :]
         if before_ptr is not None:
-            before_ptrs = before_ptr + expert * stride_before_l + m[:, None] * stride_before_m + n[None, :] * stride_before_n
+            before_ptrs = (
+                before_ptr + expert * stride_before_l + m[:, None] * stride_before_m + n[None, :] * stride_before_n
+            )
             before = tl.load(before_ptrs, mask=inside, other=0.0)  # as above
             result = tl.where(count > 0, (before + acc).to(before.dtype), before)  # -0 + 0 is another zero than -0
         else:

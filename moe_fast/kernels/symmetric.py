@@ -144,17 +144,45 @@ def push_kernel(
     if block < lists:
         if column == 0:
             t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-            list_t_ptr, base_t_ptr, num_slots = find_lists(slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts)
+            list_t_ptr, base_t_ptr, num_slots = find_lists(
+                slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
+            )
             last = tl.full([BLOCK_L], -1, tl.int64)
             for j in range(tl.max(num_slots, axis=0)):
-                expert, row, live = find_row(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, start_ptr, t, j, num_slots, num_tokens, num_experts, num_rows)
+                expert, row, live = find_row(
+                    list_t_ptr,
+                    base_ptr,
+                    base_t_ptr,
+                    stride_base_e,
+                    start_ptr,
+                    t,
+                    j,
+                    num_slots,
+                    num_tokens,
+                    num_experts,
+                    num_rows,
+                )
                 next_expert, next_row, next_live = find_row(
-                    list_t_ptr, base_ptr, base_t_ptr, stride_base_e, start_ptr, t, j + 1, num_slots, num_tokens, num_experts, num_rows
+                    list_t_ptr,
+                    base_ptr,
+                    base_t_ptr,
+                    stride_base_e,
+                    start_ptr,
+                    t,
+                    j + 1,
+                    num_slots,
+                    num_tokens,
+                    num_experts,
+                    num_rows,
                 )
                 rank = expert // local_experts
                 if probs_ptr is not None:
-                    prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)  # only those with a row
-                    tl.store(at_rank(probs_table_ptr, rank, live, probs_ptr.dtype.element_ty) + row, prob, mask=live)  # likewise
+                    prob = tl.load(
+                        probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0
+                    )  # only those with a row
+                    tl.store(
+                        at_rank(probs_table_ptr, rank, live, probs_ptr.dtype.element_ty) + row, prob, mask=live
+                    )  # likewise
                 if row_slots_ptr is not None:
                     if ONCE:
                         follows = next_live & (next_expert // local_experts == rank)
@@ -162,7 +190,9 @@ def push_kernel(
                     else:
                         link = tl.full([BLOCK_L], FIRST, tl.int64)
                     tl.store(at_rank(link_table_ptr, rank, live, tl.int32) + row, link.to(tl.int32), mask=live)
-                    tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots)  # dropped rows too
+                    tl.store(
+                        row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots
+                    )  # dropped rows too
                 last = tl.where(live, rank, last)
     else:
         t = (block - lists).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -175,24 +205,48 @@ def push_kernel(
             b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
         else:
             sent_as = token
-        list_t_ptr, base_t_ptr, num_slots = find_lists(slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts)
+        list_t_ptr, base_t_ptr, num_slots = find_lists(
+            slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
+        )
         last = tl.full([BLOCK_T], -1, tl.int64)
         for j in range(tl.max(num_slots, axis=0)):
-            expert, row, live = find_row(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, start_ptr, t, j, num_slots, num_tokens, num_experts, num_rows)
+            expert, row, live = find_row(
+                list_t_ptr,
+                base_ptr,
+                base_t_ptr,
+                stride_base_e,
+                start_ptr,
+                t,
+                j,
+                num_slots,
+                num_tokens,
+                num_experts,
+                num_rows,
+            )
             rank = expert // local_experts
             sent = live & (rank != last) if ONCE else live
             rows_ptr = at_rank(rows_table_ptr, rank, sent, sent_as.dtype)
-            tl.store(rows_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row)  # others are not written
+            tl.store(
+                rows_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row
+            )  # others are not written
             if scales_table_ptr is not None:
                 place = row[:, None] * tl.cdiv(num_columns, BLOCK) + b[None, :]
-                tl.store(at_rank(scales_table_ptr, rank, sent, tl.float32)[:, None] + place, stored, mask=sent[:, None] & in_blocks[None, :])  # likewise
+                tl.store(
+                    at_rank(scales_table_ptr, rank, sent, tl.float32)[:, None] + place,
+                    stored,
+                    mask=sent[:, None] & in_blocks[None, :],
+                )  # likewise
             last = tl.where(live, rank, last)
 
 
 @triton.jit
-def find_row(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, start_ptr, t, j, num_slots, num_tokens, num_experts, num_rows):
+def find_row(
+    list_t_ptr, base_ptr, base_t_ptr, stride_base_e, start_ptr, t, j, num_slots, num_tokens, num_experts, num_rows
+):
     """The expert and the row of slot j of each token, and whether there is such a row."""
-    expert, row, live = load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, 1 << 62)
+    expert, row, live = load_slot(
+        list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, 1 << 62
+    )
     if start_ptr is not None:
         row += tl.load(start_ptr + expert, mask=live, other=0)  # what follows in the list was never written
     return expert, row, live & (row < num_rows)  # rows behind the buffer are dropped
@@ -254,7 +308,20 @@ def spread_kernel(
                 place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
     else:
         lane = row - num_rows
-        fill_gaps(rows_ptr, row_probs_ptr, gap_ptr, lane, column, tail_lanes, local_experts, num_columns, num_rows, 1, BLOCK_R, BLOCK_H)
+        fill_gaps(
+            rows_ptr,
+            row_probs_ptr,
+            gap_ptr,
+            lane,
+            column,
+            tail_lanes,
+            local_experts,
+            num_columns,
+            num_rows,
+            1,
+            BLOCK_R,
+            BLOCK_H,
+        )
         if scale_ptr is not None:
             fill_scales(
                 scale_ptr, stride_scale_m, stride_scale_n, gap_ptr, lane, column, local_experts, num_columns, num_rows,
@@ -291,7 +358,9 @@ def gather_kernel(
         place = row
         while place >= 0:
             if rows_ptr is not None:
-                total += tl.load(rows_ptr + place * stride_rows_p + h * stride_rows_h, mask=in_row, other=0.0).to(ACCUMULATOR)
+                total += tl.load(rows_ptr + place * stride_rows_p + h * stride_rows_h, mask=in_row, other=0.0).to(
+                    ACCUMULATOR
+                )
             if column == 0 and probs_ptr is not None:
                 tl.store(sum_probs_ptr + place, tl.load(probs_ptr + place * stride_probs))
             place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
@@ -333,7 +402,9 @@ def pull_kernel(
             t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
             list_t_ptr, _, num_slots = find_lists(slots_ptr, num_slots_ptr, None, 0, t, 1, num_tokens, num_experts)
             for j in range(tl.max(num_slots, axis=0)):
-                expert, row, live = load_slot(list_t_ptr, None, list_t_ptr, 0, t, j, num_slots, num_tokens, num_experts, num_rows)
+                expert, row, live = load_slot(
+                    list_t_ptr, None, list_t_ptr, 0, t, j, num_slots, num_tokens, num_experts, num_rows
+                )
                 probs_ptr = at_rank(probs_table_ptr, expert // local_experts, live, out_probs_ptr.dtype.element_ty)
                 prob = tl.load(probs_ptr + row, mask=live, other=0)
                 tl.store(out_probs_ptr + t * num_experts + expert, prob, mask=live)
@@ -347,12 +418,16 @@ def pull_kernel(
         last = tl.full([BLOCK_T], -1, tl.int64)
         for first in range(0, tl.max(num_slots, axis=0), UNROLL):
             for j in tl.static_range(UNROLL):  # their loads are on their way together
-                expert, row, live = load_slot(list_t_ptr, None, list_t_ptr, 0, t, first + j, num_slots, num_tokens, num_experts, num_rows)
+                expert, row, live = load_slot(
+                    list_t_ptr, None, list_t_ptr, 0, t, first + j, num_slots, num_tokens, num_experts, num_rows
+                )
                 rank = expert // local_experts
                 new = live & (rank != last)
                 read = new if ONCE else live
                 sums_ptr = at_rank(sums_table_ptr, rank, read, out_ptr.dtype.element_ty)
-                value = tl.load(sums_ptr[:, None] + row[:, None] * num_columns + h[None, :], mask=read[:, None] & in_row, other=0.0).to(ACCUMULATOR)
+                value = tl.load(
+                    sums_ptr[:, None] + row[:, None] * num_columns + h[None, :], mask=read[:, None] & in_row, other=0.0
+                ).to(ACCUMULATOR)
                 total = tl.where(new[:, None], total + rounded(part, out_ptr.dtype.element_ty).to(ACCUMULATOR), total)
                 part = tl.where(new[:, None], value, part + value)
                 last = tl.where(live, rank, last)

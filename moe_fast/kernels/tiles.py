@@ -20,7 +20,9 @@ def group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M
         size = tl.cast(num_rows, tl.int64)
     else:
         g = tl.arange(0, BLOCK_G)
-        sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)  # BLOCK_G is a power of two
+        sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(
+            tl.int64
+        )  # BLOCK_G is a power of two
         sizes = tl.maximum(sizes, 0)  # what is illegal is not checked, but reads and writes nothing that is not there
         sizes = tl.where(g == num_groups, tl.maximum(num_rows - tl.sum(sizes), 0), sizes)
         tiles = (sizes + (BLOCK_M - 1)) // BLOCK_M
@@ -33,7 +35,16 @@ def group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M
 
 
 @triton.jit
-def place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr):
+def place_of_tile(
+    splits_ptr,
+    stride_splits,
+    num_rows,
+    num_groups,
+    tile,
+    ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
     """(group, first row, end of the rows that are read, end of those that are anybody's, end of those that are written) of a tile."""
     if ALIGNED:
         group, first, written = group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M, BLOCK_G)
@@ -47,7 +58,9 @@ def place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED
         read = written  # loads do not wait for the splits
         if splits_ptr is not None:
             g = tl.arange(0, BLOCK_G)
-            sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)  # BLOCK_G is a power of two
+            sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(
+                tl.int64
+            )  # BLOCK_G is a power of two
             owned = tl.minimum(tl.sum(sizes), written)
     return group, first, read, owned, written
 
@@ -60,13 +73,17 @@ def load_tile(x_ptr, stride_m, stride_n, row, read, column, num_columns):
 
 
 @triton.jit
-def load_tile_from(x_ptr, stride_m, stride_n, first, read, column, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def load_tile_from(
+    x_ptr, stride_m, stride_n, first, read, column, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """[BLOCK_M, BLOCK_N] of x in float32, from row `first` and `column` on; 0 from row `read` on. Only one address is long."""
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     corner = x_ptr + first * stride_m + column * stride_n
     place = corner + m[:, None].to(tl.int64) * stride_m + n[None, :].to(tl.int64) * stride_n
-    inside = (m < ending(first, read, BLOCK_M))[:, None] & (n < (num_columns - column).to(tl.int32))[None, :]  # it sticks out of its group and of x
+    inside = (m < ending(first, read, BLOCK_M))[:, None] & (n < (num_columns - column).to(tl.int32))[
+        None, :
+    ]  # it sticks out of its group and of x
     return as_float32(tl.load(place, mask=inside, other=0.0))
 
 
@@ -82,17 +99,33 @@ def store_tile(out_ptr, value, first, written, column, num_columns):
     m = tl.arange(0, value.shape[0])
     n = tl.arange(0, value.shape[1])
     corner = out_ptr + first * num_columns + column
-    inside = (m < ending(first, written, value.shape[0]))[:, None] & (n < (num_columns - column).to(tl.int32))[None, :]  # likewise
+    inside = (m < ending(first, written, value.shape[0]))[:, None] & (n < (num_columns - column).to(tl.int32))[
+        None, :
+    ]  # likewise
     tl.store(corner + m[:, None].to(tl.int64) * num_columns + n[None, :], value, mask=inside)
 
 
 @triton.jit
-def store_blocks(out_ptr, stride_m, stride_n, value, block, first, written, column, num_columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def store_blocks(
+    out_ptr,
+    stride_m,
+    stride_n,
+    value,
+    block,
+    first,
+    written,
+    column,
+    num_columns,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
     """What a tile's blocks have, from row `block` of blocks on, as far as there are blocks."""
     m = tl.arange(0, value.shape[0])
     n = tl.arange(0, value.shape[1])
     corner = out_ptr + block * stride_m + column // BLOCK_C * stride_n
-    inside = (m * BLOCK_R < ending(first, written, value.shape[0] * BLOCK_R))[:, None] & (n * BLOCK_C < (num_columns - column).to(tl.int32))[None, :]
+    inside = (m * BLOCK_R < ending(first, written, value.shape[0] * BLOCK_R))[:, None] & (
+        n * BLOCK_C < (num_columns - column).to(tl.int32)
+    )[None, :]
     tl.store(corner + m[:, None].to(tl.int64) * stride_m + n[None, :].to(tl.int64) * stride_n, value, mask=inside)
 
 

@@ -36,7 +36,9 @@ class IndexPolicy:
         """Raise `ValueError` for a value that is none of those listed."""
         for name, known in (("duplicates", Duplicates), ("empty", Empty), ("zero_prob", ZeroProb)):
             values = known.__args__  # type: ignore[attr-defined]
-            require(getattr(self, name) in values, name, repr(getattr(self, name)), f"one of {', '.join(map(repr, values))}")
+            require(
+                getattr(self, name) in values, name, repr(getattr(self, name)), f"one of {', '.join(map(repr, values))}"
+            )
 
 
 class Dispatched(NamedTuple):
@@ -56,7 +58,9 @@ class DeepEPDispatched(NamedTuple):
     scales: Tensor | None  # [D,…], moved like the rows; None when none were given
     indices: Tensor  # [D,K] int64: each slot's local expert, -1 where the slot belongs to another rank or to none
     probs: Tensor | None  # [D,K], 0 where `indices` is -1; None when no probs were given
-    tokens_per_expert: Tensor | None  # [L] int64: slots of each local expert, rounded up to `expert_alignment`; None with `num_worst_tokens`
+    tokens_per_expert: (
+        Tensor | None
+    )  # [L] int64: slots of each local expert, rounded up to `expert_alignment`; None with `num_worst_tokens`
     handle: Any  # opaque
 
 
@@ -91,8 +95,17 @@ def check_expert_split(num_experts: int, ranks: int, expert_tensor_parallel: int
     require(is_count(ranks) and ranks >= 1, "ranks", ranks, "a positive integer")
     right = is_count(expert_tensor_parallel) and expert_tensor_parallel >= 1 and ranks % expert_tensor_parallel == 0
     require(right, "expert_tensor_parallel", expert_tensor_parallel, f"a positive divisor of the {ranks} ranks")
-    whole = is_count(num_experts) and 1 <= num_experts <= MAX_EXPERTS and num_experts % (ranks // expert_tensor_parallel) == 0
-    require(whole, "num_experts", num_experts, f"from 1 to {MAX_EXPERTS} and a multiple of {ranks // expert_tensor_parallel}, the groups that hold experts")
+    whole = (
+        is_count(num_experts)
+        and 1 <= num_experts <= MAX_EXPERTS
+        and num_experts % (ranks // expert_tensor_parallel) == 0
+    )
+    require(
+        whole,
+        "num_experts",
+        num_experts,
+        f"from 1 to {MAX_EXPERTS} and a multiple of {ranks // expert_tensor_parallel}, the groups that hold experts",
+    )
 
 
 def check_tokens(tokens: PerRank[Tensor]) -> None:
@@ -110,7 +123,9 @@ def check_beside(name: str, values: PerRank[Tensor] | None, tokens: PerRank[Tens
     """`values` has an entry for each rank, with a row for each of its tokens; or there are none."""
     if values is None:
         return
-    require(len(values) == len(tokens), name, f"a list of {len(values)}", f"a list of {len(tokens)}, an entry for each rank")
+    require(
+        len(values) == len(tokens), name, f"a list of {len(values)}", f"a list of {len(tokens)}, an entry for each rank"
+    )
     for rank, (own, beside) in enumerate(zip(values, tokens, strict=True)):
         right = f"[{len(beside)}, …] on {beside.device}, a row for each token"
         require(own.dim() >= 1 and len(own) == len(beside), f"{name}[{rank}]", f"of shape {tuple(own.shape)}", right)
@@ -118,7 +133,11 @@ def check_beside(name: str, values: PerRank[Tensor] | None, tokens: PerRank[Tens
 
 
 def check_dispatch(
-    tokens: PerRank[Tensor], routing_map: PerRank[Tensor], probs: PerRank[Tensor] | None, expert_tensor_parallel: int = 1, capacity: int | None = None
+    tokens: PerRank[Tensor],
+    routing_map: PerRank[Tensor],
+    probs: PerRank[Tensor] | None,
+    expert_tensor_parallel: int = 1,
+    capacity: int | None = None,
 ) -> None:
     """The rules of the dispatchers that read a routing map."""
     check_tokens(tokens)
@@ -126,17 +145,29 @@ def check_dispatch(
     for own in routing_map:
         check_map(own)
         experts = routing_map[0].shape[1]
-        require(own.shape[1] == experts, "routing_map", f"of shape {tuple(own.shape)}", f"[tokens, {experts}], as the first rank's")
+        require(
+            own.shape[1] == experts,
+            "routing_map",
+            f"of shape {tuple(own.shape)}",
+            f"[tokens, {experts}], as the first rank's",
+        )
     check_expert_split(routing_map[0].shape[1], len(tokens), expert_tensor_parallel)
     check_rank_probs(probs, routing_map)
-    require(capacity is None or (is_count(capacity) and capacity >= 1), "capacity", capacity, "None or a positive integer")
+    require(
+        capacity is None or (is_count(capacity) and capacity >= 1), "capacity", capacity, "None or a positive integer"
+    )
 
 
 def check_rank_probs(probs: PerRank[Tensor] | None, beside: PerRank[Tensor]) -> None:
     """`probs` is None, or floating point of the shapes of `beside`, of one dtype."""
     if probs is None:
         return
-    require(len(probs) == len(beside), "probs", f"a list of {len(probs)}", f"a list of {len(beside)}, an entry for each rank")
+    require(
+        len(probs) == len(beside),
+        "probs",
+        f"a list of {len(probs)}",
+        f"a list of {len(beside)}, an entry for each rank",
+    )
     for own, shaped in zip(probs, beside, strict=True):
         check_probs(own, tuple(shaped.shape), shaped)
         require(own.dtype == probs[0].dtype, "probs", f"of dtype {own.dtype}", f"{probs[0].dtype}, as the first rank's")
@@ -146,7 +177,12 @@ def check_budget(align: int | None, num_rows: int | None) -> None:
     """`align` is None or positive; `num_rows` is None or whole blocks of it."""
     check_align(align)
     require(num_rows is None or (is_count(num_rows) and num_rows >= 0), "num_rows", num_rows, "None or an integer ≥ 0")
-    require(num_rows is None or num_rows % (align or 1) == 0, "num_rows", num_rows, f"a multiple of align {align}, so that every segment is")
+    require(
+        num_rows is None or num_rows % (align or 1) == 0,
+        "num_rows",
+        num_rows,
+        f"a multiple of align {align}, so that every segment is",
+    )
 
 
 def check_wire_recipe(recipe: Recipe | None, tokens: PerRank[Tensor]) -> None:
@@ -154,20 +190,37 @@ def check_wire_recipe(recipe: Recipe | None, tokens: PerRank[Tensor]) -> None:
     if recipe is None:
         return
     right = isinstance(recipe, Recipe) and recipe.scaling == "block"
-    require(right, "recipe", repr(recipe), f"None, or a Recipe of scaling 'block', which gives each {FP8_BLOCK} columns of a token a scale of their own")
+    require(
+        right,
+        "recipe",
+        repr(recipe),
+        f"None, or a Recipe of scaling 'block', which gives each {FP8_BLOCK} columns of a token a scale of their own",
+    )
     for own in tokens:
         check_quantize(own, recipe, "input", None, True, False, None, None)
 
 
-def check_rank_indices(tokens: PerRank[Tensor], indices: PerRank[Tensor], probs: PerRank[Tensor] | None, num_experts: int) -> None:
+def check_rank_indices(
+    tokens: PerRank[Tensor], indices: PerRank[Tensor], probs: PerRank[Tensor] | None, num_experts: int
+) -> None:
     """The rules of the dispatchers that read indices."""
     check_tokens(tokens)
     check_beside("indices", indices, tokens)
     check_expert_split(num_experts, len(tokens))
     for own in indices:
         slots = indices[0].shape[-1]
-        require(own.dim() == 2 and own.shape[1] == slots, "indices", f"of shape {tuple(own.shape)}", f"[tokens, {slots}], as the first rank's")
-        require(not (own.is_floating_point() or own.is_complex()) and own.dtype != torch.bool, "indices", f"of dtype {own.dtype}", "integer")
+        require(
+            own.dim() == 2 and own.shape[1] == slots,
+            "indices",
+            f"of shape {tuple(own.shape)}",
+            f"[tokens, {slots}], as the first rank's",
+        )
+        require(
+            not (own.is_floating_point() or own.is_complex()) and own.dtype != torch.bool,
+            "indices",
+            f"of dtype {own.dtype}",
+            "integer",
+        )
     check_rank_probs(probs, indices)
 
 
@@ -180,27 +233,51 @@ def check_index_values(indices: Tensor, num_experts: int) -> None:
 
 def check_deepep_sizes(expert_alignment: int, num_worst_tokens: int | None, largest: int) -> None:
     """A positive alignment; and room for the `largest` number of rows that a rank receives."""
-    require(is_count(expert_alignment) and expert_alignment >= 1, "expert_alignment", expert_alignment, "a positive integer")
+    require(
+        is_count(expert_alignment) and expert_alignment >= 1, "expert_alignment", expert_alignment, "a positive integer"
+    )
     right = f"None or at least {largest}, the rows that a rank receives"
-    require(num_worst_tokens is None or (is_count(num_worst_tokens) and num_worst_tokens >= largest), "num_worst_tokens", num_worst_tokens, right)
+    require(
+        num_worst_tokens is None or (is_count(num_worst_tokens) and num_worst_tokens >= largest),
+        "num_worst_tokens",
+        num_worst_tokens,
+        right,
+    )
 
 
 def check_slab(tokens: PerRank[Tensor], max_tokens_per_rank: int, use_fp8: bool, round_scale: bool) -> None:
     """No rank has more tokens than the slabs were made for, and with FP8 rows are whole blocks."""
     most = max(len(own) for own in tokens)
     right = f"a positive integer, at least {most}, the most tokens of a rank"
-    require(is_count(max_tokens_per_rank) and max_tokens_per_rank >= max(most, 1), "max_tokens_per_rank", max_tokens_per_rank, right)
+    require(
+        is_count(max_tokens_per_rank) and max_tokens_per_rank >= max(most, 1),
+        "max_tokens_per_rank",
+        max_tokens_per_rank,
+        right,
+    )
     require(use_fp8 or not round_scale, "round_scale", round_scale, "False without use_fp8: nothing is scaled")
     hidden = tokens[0].shape[1]
-    require(not use_fp8 or hidden % FP8_BLOCK == 0, "tokens", f"of hidden size {hidden}", f"a multiple of {FP8_BLOCK}, so that blocks are whole")
+    require(
+        not use_fp8 or hidden % FP8_BLOCK == 0,
+        "tokens",
+        f"of hidden size {hidden}",
+        f"a multiple of {FP8_BLOCK}, so that blocks are whole",
+    )
 
 
 def check_rows(rows: PerRank[Tensor], shapes: PerRank[tuple[int, ...]]) -> None:
     """What combine gets has the shapes that dispatch gave, up to the hidden size, and one dtype."""
-    require(len(rows) == len(shapes), "rows", f"a list of {len(rows)}", f"a list of {len(shapes)}, an entry for each rank")
+    require(
+        len(rows) == len(shapes), "rows", f"a list of {len(rows)}", f"a list of {len(shapes)}, an entry for each rank"
+    )
     for rank, (own, shape) in enumerate(zip(rows, shapes, strict=True)):
         right = f"[{', '.join(map(str, shape))}, hidden], as dispatch gave them"
-        require(own.dim() == len(shape) + 1 and tuple(own.shape[:-1]) == shape, f"rows[{rank}]", f"of shape {tuple(own.shape)}", right)
+        require(
+            own.dim() == len(shape) + 1 and tuple(own.shape[:-1]) == shape,
+            f"rows[{rank}]",
+            f"of shape {tuple(own.shape)}",
+            right,
+        )
         same = own.dtype == rows[0].dtype and own.shape[-1] == rows[0].shape[-1] and own.is_floating_point()
         right = f"{rows[0].dtype} and floating point, of hidden size {rows[0].shape[-1]}, as rows[0]"
         require(same, f"rows[{rank}]", f"{own.dtype} of hidden size {own.shape[-1]}", right)

@@ -41,25 +41,50 @@ def check_gate_settings(kind: str, offset: float, clamp: float | None, alpha: fl
     """What shapes a gated activation: a kind of `GATED`, an offset, a positive bound, a positive slope of the sigmoid."""
     require(kind in GATED, "kind", repr(kind), f"one of {', '.join(GATED)}")
     require(is_number(offset), "offset", offset, "a number")
-    require(clamp is None or (is_number(clamp) and clamp > 0), "clamp", clamp, "None, for no bound, or a positive number")
+    require(
+        clamp is None or (is_number(clamp) and clamp > 0), "clamp", clamp, "None, for no bound, or a positive number"
+    )
     if alpha is not None:
         require(is_number(alpha) and alpha > 0, "alpha", alpha, "None, for the kind's own, or a positive number")
-        require(kind in SIGMOID_GATED, "alpha", f"{alpha} with kind {kind!r}", f"None: only {' and '.join(SIGMOID_GATED)} gate by σ(αu)")
+        require(
+            kind in SIGMOID_GATED,
+            "alpha",
+            f"{alpha} with kind {kind!r}",
+            f"None: only {' and '.join(SIGMOID_GATED)} gate by σ(αu)",
+        )
 
 
 def check_interleave(interleave: int | None, width: int) -> None:
     """Blocks of `interleave` columns fill each half of `width` columns in all."""
-    require(interleave is None or (is_count(interleave) and interleave >= 1), "interleave", interleave, "None, for halves, or a positive integer")
+    require(
+        interleave is None or (is_count(interleave) and interleave >= 1),
+        "interleave",
+        interleave,
+        "None, for halves, or a positive integer",
+    )
     whole = interleave is None or (width // 2) % interleave == 0
     require(whole, "interleave", interleave, f"a divisor of {width // 2}, half of the width")
 
 
 def check_input_store(fp8_input_store: bool, kind: str) -> None:
     """Only swiglu's input can be kept in E4M3 for the backward."""
-    require(not fp8_input_store or kind == "swiglu", "fp8_input_store", f"True with kind {kind!r}", "False: only swiglu keeps its input in E4M3")
+    require(
+        not fp8_input_store or kind == "swiglu",
+        "fp8_input_store",
+        f"True with kind {kind!r}",
+        "False: only swiglu keeps its input in E4M3",
+    )
 
 
-def check_glu(h: Tensor, probs: Tensor | None, kind: str, offset: float, clamp: float | None, alpha: float | None, interleave: int | None) -> None:
+def check_glu(
+    h: Tensor,
+    probs: Tensor | None,
+    kind: str,
+    offset: float,
+    clamp: float | None,
+    alpha: float | None,
+    interleave: int | None,
+) -> None:
     """The rules of `glu`."""
     check_storage("h", h, "rows", "2 · width")
     require(h.shape[1] % 2 == 0, "h", f"of shape {tuple(h.shape)}", "of even width: a gate and a value for each column")
@@ -86,7 +111,12 @@ def check_cotangent(d_out: Tensor, rows: int, width: int, beside: Tensor) -> Non
 def check_counts(tokens_per_expert: Tensor, experts: int, beside: Tensor) -> None:
     """One count an expert, int32 or int64, on the device of `beside`."""
     shape = tuple(tokens_per_expert.shape)
-    require(shape == (experts,), "tokens_per_expert", f"of shape {shape}", f"of shape ({experts},), a count for each expert of the weight")
+    require(
+        shape == (experts,),
+        "tokens_per_expert",
+        f"of shape {shape}",
+        f"of shape ({experts},), a count for each expert of the weight",
+    )
     check_count_dtype(tokens_per_expert, beside)
 
 
@@ -94,14 +124,29 @@ def check_count_dtype(tokens_per_expert: Tensor, beside: Tensor) -> None:
     """int32 or int64, [experts], at least one, on the device of `beside`."""
     shape = tuple(tokens_per_expert.shape)
     require(len(shape) == 1 and shape[0] >= 1, "tokens_per_expert", f"of shape {shape}", "[experts], at least one")
-    require(tokens_per_expert.dtype in (torch.int32, torch.int64), "tokens_per_expert", f"of dtype {tokens_per_expert.dtype}", "int32 or int64")
-    require(tokens_per_expert.device == beside.device, "tokens_per_expert", f"on {tokens_per_expert.device}", f"on {beside.device}, where the rows are")
+    require(
+        tokens_per_expert.dtype in (torch.int32, torch.int64),
+        "tokens_per_expert",
+        f"of dtype {tokens_per_expert.dtype}",
+        "int32 or int64",
+    )
+    require(
+        tokens_per_expert.device == beside.device,
+        "tokens_per_expert",
+        f"on {tokens_per_expert.device}",
+        f"on {beside.device}, where the rows are",
+    )
 
 
 def check_count_values(counts: list[int], rows: int) -> None:
     """Counts are ≥ 0 and sum to at most the rows. Seeing this reads the device; an implementation may declare it unchecked."""
     require(all(count >= 0 for count in counts), "tokens_per_expert", counts, "all ≥ 0")
-    require(sum(counts) <= rows, "tokens_per_expert", f"{counts}, together {sum(counts)}", f"at most the {rows} rows together")
+    require(
+        sum(counts) <= rows,
+        "tokens_per_expert",
+        f"{counts}, together {sum(counts)}",
+        f"at most the {rows} rows together",
+    )
 
 
 def check_precision(recipe: Recipe | None, state: LinearState | None, noise: Tensor | None, accumulator: str) -> None:
@@ -112,9 +157,19 @@ def check_precision(recipe: Recipe | None, state: LinearState | None, noise: Ten
     if recipe is not None:
         delayed = recipe.scaling == "delayed"
         right = "given for delayed scaling, and only for it: a LinearState"
-        require(isinstance(state, LinearState) == delayed, "state", f"{type(state).__name__} with scaling {recipe.scaling!r}", right)
+        require(
+            isinstance(state, LinearState) == delayed,
+            "state",
+            f"{type(state).__name__} with scaling {recipe.scaling!r}",
+            right,
+        )
         override = recipe.backward_override
-        require(noise is None or override is None, "noise", f"given with backward_override {override!r}", "None: gradients are not quantised")
+        require(
+            noise is None or override is None,
+            "noise",
+            f"given with backward_override {override!r}",
+            "None: gradients are not quantised",
+        )
     require(accumulator in ACCUMULATORS, "accumulator", repr(accumulator), f"one of {', '.join(ACCUMULATORS)}")
 
 
@@ -129,7 +184,12 @@ def check_grouped_linear(rows: Tensor, weight: Tensor, tokens_per_expert: Tensor
 
 def check_weight(argument: str, weight: Tensor, rows: Tensor, width_in: int, width_out: int | None) -> None:
     """[experts, out, in] in the dtype and on the device of the rows, of the widths that are given."""
-    require(weight.dim() == 3 and weight.shape[0] >= 1, argument, f"of shape {tuple(weight.shape)}", "[experts, out, in], at least one expert")
+    require(
+        weight.dim() == 3 and weight.shape[0] >= 1,
+        argument,
+        f"of shape {tuple(weight.shape)}",
+        "[experts, out, in], at least one expert",
+    )
     shape = (weight.shape[0], weight.shape[1] if width_out is None else width_out, width_in)
     check_float(argument, weight, shape, rows)
     require(weight.dtype == rows.dtype, argument, f"of dtype {weight.dtype}", f"{rows.dtype}, that of the rows")
@@ -138,7 +198,12 @@ def check_weight(argument: str, weight: Tensor, rows: Tensor, width_in: int, wid
 def check_grouped_dgrad(d_out: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> None:
     """The rules of `grouped_dgrad`."""
     check_storage("d_out", d_out, "rows", "out")
-    require(weight.dim() == 3 and weight.shape[0] >= 1, "weight", f"of shape {tuple(weight.shape)}", "[experts, out, in], at least one expert")
+    require(
+        weight.dim() == 3 and weight.shape[0] >= 1,
+        "weight",
+        f"of shape {tuple(weight.shape)}",
+        "[experts, out, in], at least one expert",
+    )
     check_weight("weight", weight, d_out, weight.shape[2], d_out.shape[1])
     check_counts(tokens_per_expert, weight.shape[0], d_out)
 
@@ -150,7 +215,9 @@ def check_grouped_wgrad(d_out: Tensor, rows: Tensor, tokens_per_expert: Tensor, 
     check_cotangent(d_out, rows.shape[0], d_out.shape[1], rows)
     check_count_dtype(tokens_per_expert, rows)
     if accumulate_into is not None:
-        check_float("accumulate_into", accumulate_into, (tokens_per_expert.shape[0], d_out.shape[1], rows.shape[1]), rows)
+        check_float(
+            "accumulate_into", accumulate_into, (tokens_per_expert.shape[0], d_out.shape[1], rows.shape[1]), rows
+        )
         wide = accumulate_into.dtype in (torch.float32, torch.float64)
         require(wide, "accumulate_into", f"of dtype {accumulate_into.dtype}", "float32 or float64")
 
@@ -161,7 +228,12 @@ def check_kind(kind: str, offset: float, clamp: float | None, alpha: float | Non
     if kind in GATED:
         check_gate_settings(kind, offset, clamp, alpha)
         return
-    for name, value, unset in (("offset", offset, 0), ("clamp", clamp, None), ("alpha", alpha, None), ("interleave", interleave, None)):
+    for name, value, unset in (
+        ("offset", offset, 0),
+        ("clamp", clamp, None),
+        ("alpha", alpha, None),
+        ("interleave", interleave, None),
+    ):
         require(value == unset, name, f"{value} with kind {kind!r}", f"{unset}: an activation without a gate has none")
 
 
@@ -177,7 +249,9 @@ def check_mlp_weights(rows: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, kind
         width //= 2
     check_weight("fc2_weight", fc2_weight, rows, width, rows.shape[1])
     right = fc2_weight.shape[0] == fc1_weight.shape[0]
-    require(right, "fc2_weight", f"of shape {tuple(fc2_weight.shape)}", f"of {fc1_weight.shape[0]} experts, as fc1_weight")
+    require(
+        right, "fc2_weight", f"of shape {tuple(fc2_weight.shape)}", f"of {fc1_weight.shape[0]} experts, as fc1_weight"
+    )
 
 
 def check_grouped_mlp(
@@ -204,13 +278,23 @@ def check_grouped_mlp(
         check_probs(probs, (rows.shape[0],), rows)
     require(probs is not None or not probs_on_input, "probs_on_input", probs_on_input, "False without probs")
     require(align is None or (is_count(align) and align >= 1), "align", align, "None or a positive integer")
-    require(recompute is None or recompute in RECOMPUTED, "recompute", repr(recompute), f"None or one of {', '.join(RECOMPUTED)}")
+    require(
+        recompute is None or recompute in RECOMPUTED,
+        "recompute",
+        repr(recompute),
+        f"None or one of {', '.join(RECOMPUTED)}",
+    )
 
 
 def check_pairs(state: object, noise: object) -> None:
     """What each of two linear layers has: none, or a pair."""
     for name, both in (("state", state), ("noise", noise)):
-        require(both is None or (type(both) is tuple and len(both) == 2), name, type(both).__name__, "None or a pair, of fc1 and of fc2")
+        require(
+            both is None or (type(both) is tuple and len(both) == 2),
+            name,
+            type(both).__name__,
+            "None or a pair, of fc1 and of fc2",
+        )
 
 
 def check_linear(argument: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -223,7 +307,9 @@ def check_linear(argument: str, x: Tensor, weight: Tensor, bias: Tensor | None) 
         check_float("bias", bias, (weight.shape[0],), x)
 
 
-def check_shared_experts(x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, gate_weight: Tensor | None, kind: str, interleave: int | None) -> None:
+def check_shared_experts(
+    x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, gate_weight: Tensor | None, kind: str, interleave: int | None
+) -> None:
     """The rules of `shared_experts`; those of the activation are `check_kind`'s."""
     for name, weight in (("fc1_weight", fc1_weight), ("fc2_weight", fc2_weight)):
         require(weight.dim() == 2, name, f"of shape {tuple(weight.shape)}", "[out, in]")

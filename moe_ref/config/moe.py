@@ -30,8 +30,30 @@ from moe_ref.config.rules import require
 
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
-Recomputed = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc"]
-Offloaded = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "fused_group_mlp", "gdp_qkv"]
+Recomputed = Literal[
+    "core_attn",
+    "moe_act",
+    "layernorm",
+    "mla_up_proj",
+    "mlp",
+    "moe",
+    "shared_experts",
+    "gdn_norm_out",
+    "gdp_in_proj",
+    "gdp_qkv",
+    "mhc",
+]
+Offloaded = Literal[
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "expert_fc1",
+    "moe_act",
+    "fused_group_mlp",
+    "gdp_qkv",
+]
 Graphed = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"]
 
 
@@ -53,7 +75,9 @@ class MoEConfig:
     ffn_hidden_size: int | None = None  # width of a dense layer; None: 4 · H
     num_moe_experts: int | None = None  # E; None: no MoE layers
     moe_ffn_hidden_size: int | None = None  # F, width of an expert; None: ffn_hidden_size
-    moe_layer_freq: int | Sequence[int] = 1  # N: each Nth layer is MoE; a list: 1 for MoE, 0 for dense, an entry a layer
+    moe_layer_freq: int | Sequence[int] = (
+        1  # N: each Nth layer is MoE; a list: 1 for MoE, 0 for dense, an entry a layer
+    )
     moe_latent_size: int | None = None  # width that tokens are projected to before dispatch; None: H
     mtp_num_layers: int | None = None  # multi-token prediction depth
     mtp_use_repeated_layer: bool = False  # one MTP layer is called that often, instead of as many layers
@@ -115,7 +139,9 @@ class MoEConfig:
     moe_pad_expert_input_to_capacity: bool = False  # an expert takes exactly that many
     moe_token_drop_policy: Literal["probs", "position"] = "probs"  # keep the most probable, or the first
     moe_token_dropping: bool = False  # no meaning
-    moe_router_padding_for_quantization: bool = False  # routing map padded, so that counts are multiples of the alignment
+    moe_router_padding_for_quantization: bool = (
+        False  # routing map padded, so that counts are multiples of the alignment
+    )
     moe_router_padding_for_fp8: bool = False  # deprecated: moe_router_padding_for_quantization
     moe_pad_experts_for_cuda_graph_inference: bool = False  # pads to capacity E/K while decoding
 
@@ -143,7 +169,9 @@ class MoEConfig:
     moe_single_grouped_weight: bool = False  # a weight [L,out,in] instead of L weights
     moe_single_grouped_bias: bool = False
     moe_apply_probs_on_input: bool = False  # weights multiply what experts read instead of their activations
-    moe_mlp_glu_interleave_size: int | None = None  # fc1 columns alternate between gate and value in blocks of this size
+    moe_mlp_glu_interleave_size: int | None = (
+        None  # fc1 columns alternate between gate and value in blocks of this size
+    )
     use_transformer_engine_op_fuser: bool = False  # fc1, activation and fc2 as one fused operation
     bias_activation_fusion: bool = False
     use_te_activation_func: bool = False
@@ -180,12 +208,18 @@ class MoEConfig:
     inference_moe_token_dispatcher_type: Literal["nccl", "nvls"] = "nvls"
 
     deprecated: ClassVar[dict[str, Callable[["MoEConfig", Any], dict[str, Any]]]] = {
-        "moe_router_topk_limited_devices": lambda c, g: {"moe_router_num_groups": c.expert_model_parallel_size, "moe_router_group_topk": g},
+        "moe_router_topk_limited_devices": lambda c, g: {
+            "moe_router_num_groups": c.expert_model_parallel_size,
+            "moe_router_group_topk": g,
+        },
         "moe_router_padding_for_fp8": lambda c, _: {"moe_router_padding_for_quantization": True},
         "moe_enable_deepep": lambda c, _: {"moe_flex_dispatcher_backend": "deepep"},
         "moe_deepep_num_sms": lambda c, count: {"moe_flex_dispatcher_num_sms": count},
         "moe_hybridep_num_sms": lambda c, count: {"moe_flex_dispatcher_num_sms": count},
-        "moe_layer_recompute": lambda c, _: {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe")},
+        "moe_layer_recompute": lambda c, _: {
+            "recompute_granularity": "selective",
+            "recompute_modules": ("core_attn", "moe"),
+        },
     }
 
     def __post_init__(self) -> None:
@@ -210,9 +244,16 @@ class MoEConfig:
             words = ", ".join(f"{new}={what!r}" for new, what in meant.items())
             for new in meant:
                 beside = f"{value!r} with {new} {getattr(self, new)!r}"
-                require(getattr(self, new) == default[new], old, beside, f"left out: it is the deprecated name of {words}")
+                require(
+                    getattr(self, new) == default[new], old, beside, f"left out: it is the deprecated name of {words}"
+                )
             flex = old != "moe_enable_deepep" or self.moe_token_dispatcher_type == "flex"
-            require(flex, old, f"{value!r} with moe_token_dispatcher_type {self.moe_token_dispatcher_type!r}", "False, or the dispatcher 'flex'")
+            require(
+                flex,
+                old,
+                f"{value!r} with moe_token_dispatcher_type {self.moe_token_dispatcher_type!r}",
+                "False, or the dispatcher 'flex'",
+            )
             self._warn(f"{old} is deprecated; say {words}", DeprecationWarning)
             self._set(old, default[old])
             for new, what in meant.items():
@@ -228,14 +269,18 @@ class MoEConfig:
             self._warn(f"moe_ffn_hidden_size is None; ffn_hidden_size, {self.ffn_hidden_size}, is taken")
             self._set("moe_ffn_hidden_size", self.ffn_hidden_size)
         if self.num_moe_experts is None and self.moe_ffn_hidden_size is not None and some_dense(self):
-            self._warn(f"moe_ffn_hidden_size is {self.moe_ffn_hidden_size} without num_moe_experts; as for a dense layer among MoE layers, it is dropped")
+            self._warn(
+                f"moe_ffn_hidden_size is {self.moe_ffn_hidden_size} without num_moe_experts; as for a dense layer among MoE layers, it is dropped"
+            )
             self._set("moe_ffn_hidden_size", None)
         if self.recompute_modules is None:
             self._set("recompute_modules", ("core_attn",))
         if self.use_transformer_engine_op_fuser and self.moe_grouped_gemm:
             self._set("moe_use_grouped_tensor", True)
         if self.cuda_graph_impl == "local" and {"moe_router", "moe_preprocess"} & set(self.cuda_graph_modules):
-            self._set("cuda_graph_modules", tuple(dict.fromkeys([*self.cuda_graph_modules, "moe_router", "moe_preprocess"])))
+            self._set(
+                "cuda_graph_modules", tuple(dict.fromkeys([*self.cuda_graph_modules, "moe_router", "moe_preprocess"]))
+            )
 
     def _warn_of_what_is_seldom_meant(self) -> None:
         for condition, message in WARNINGS:
@@ -246,7 +291,9 @@ class MoEConfig:
         object.__setattr__(self, name, value)
 
     def _warn(self, message: str, category: type[Warning] = UserWarning) -> None:
-        warnings.warn(message, category, stacklevel=5)  # who made the config, over __init__, __post_init__ and one step of it
+        warnings.warn(
+            message, category, stacklevel=5
+        )  # who made the config, over __init__, __post_init__ and one step of it
 
     @property
     def load_balancing(self) -> dict[str, float]:

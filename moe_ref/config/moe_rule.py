@@ -33,9 +33,14 @@ class Rule(NamedTuple):
         require(not self.refused(config), self.option, value, self.right.format_map(values))
 
 
-def each(who: Who, options: str, beside: str, refused: Callable[["MoEConfig", Any], object], right: str) -> tuple[Rule, ...]:
+def each(
+    who: Who, options: str, beside: str, refused: Callable[["MoEConfig", Any], object], right: str
+) -> tuple[Rule, ...]:
     """The same rule for several options; `refused` gets the option's value too."""
-    return tuple(Rule(who, name, beside, lambda c, name=name: refused(c, getattr(c, name)), right) for name in options.split())  # type: ignore[misc]
+    return tuple(
+        Rule(who, name, beside, lambda c, name=name: refused(c, getattr(c, name)), right)  # type: ignore[misc]
+        for name in options.split()
+    )
 
 
 def positive(who: Who, options: str, right: str = "positive") -> tuple[Rule, ...]:

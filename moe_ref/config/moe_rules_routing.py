@@ -4,7 +4,18 @@ The rules are tables, a row a rule, read in order. A row may rely on those befor
 when combinations are looked at.
 """
 
-from moe_ref.config.moe_rule import Rule, by_plan, each, flex, fused_experts, listed, not_negative, positive, quantiles, swiglu
+from moe_ref.config.moe_rule import (
+    Rule,
+    by_plan,
+    each,
+    flex,
+    fused_experts,
+    listed,
+    not_negative,
+    positive,
+    quantiles,
+    swiglu,
+)
 from moe_ref.config.rules import MAX_EXPERTS
 
 # fmt: off

@@ -20,7 +20,13 @@ from moe_ref.config.moe_rule import (
 
 
 def _overlap(beside: str, wrong: Condition, right: str) -> Rule:
-    return Rule("A", "overlap_moe_expert_parallel_comm", beside, lambda c: c.overlap_moe_expert_parallel_comm and wrong(c), f"False, or {right}")
+    return Rule(
+        "A",
+        "overlap_moe_expert_parallel_comm",
+        beside,
+        lambda c: c.overlap_moe_expert_parallel_comm and wrong(c),
+        f"False, or {right}",
+    )
 
 
 # fmt: off

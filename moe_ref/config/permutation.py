@@ -53,7 +53,12 @@ def check_map(routing_map: Tensor) -> None:
     kind = not (routing_map.is_floating_point() or routing_map.is_complex())
     require(kind, "routing_map", f"of dtype {routing_map.dtype}", "bool or integer")
     experts = routing_map.shape[1]
-    require(1 <= experts <= MAX_EXPERTS, "routing_map", f"of shape {tuple(routing_map.shape)}", f"of 1 to {MAX_EXPERTS} experts")
+    require(
+        1 <= experts <= MAX_EXPERTS,
+        "routing_map",
+        f"of shape {tuple(routing_map.shape)}",
+        f"of 1 to {MAX_EXPERTS} experts",
+    )
 
 
 def check_align(align: int | None) -> None:
@@ -61,31 +66,67 @@ def check_align(align: int | None) -> None:
     require(align is None or (is_count(align) and align >= 1), "align", align, "None or a positive integer")
 
 
-def check_permute(tokens: Tensor, routing_map: Tensor, probs: Tensor | None, align: int | None, capacity: int | None, num_rows: int | None) -> None:
+def check_permute(
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor | None,
+    align: int | None,
+    capacity: int | None,
+    num_rows: int | None,
+) -> None:
     """The rules of `permute`."""
     require(tokens.dim() == 2, "tokens", f"of shape {tuple(tokens.shape)}", "[tokens, hidden]")
     check_map(routing_map)
     right = f"[{tokens.shape[0]}, experts], a row for each token"
     require(routing_map.shape[0] == tokens.shape[0], "routing_map", f"of shape {tuple(routing_map.shape)}", right)
-    require(routing_map.device == tokens.device, "routing_map", f"on {routing_map.device}", f"on {tokens.device}, where tokens is")
+    require(
+        routing_map.device == tokens.device,
+        "routing_map",
+        f"on {routing_map.device}",
+        f"on {tokens.device}, where tokens is",
+    )
     if probs is not None:
         check_probs(probs, tuple(routing_map.shape), tokens)
     check_align(align)
-    require(capacity is None or (is_count(capacity) and capacity >= 1), "capacity", capacity, "None or a positive integer")
-    require(capacity is None or align is None, "capacity", f"{capacity} with align {align}", "used without align: choose a capacity that is a multiple of it")
-    require(capacity is None or num_rows is None, "num_rows", f"{num_rows} with capacity {capacity}", "None: a capacity fixes the rows at experts × capacity")
+    require(
+        capacity is None or (is_count(capacity) and capacity >= 1), "capacity", capacity, "None or a positive integer"
+    )
+    require(
+        capacity is None or align is None,
+        "capacity",
+        f"{capacity} with align {align}",
+        "used without align: choose a capacity that is a multiple of it",
+    )
+    require(
+        capacity is None or num_rows is None,
+        "num_rows",
+        f"{num_rows} with capacity {capacity}",
+        "None: a capacity fixes the rows at experts × capacity",
+    )
     require(num_rows is None or (is_count(num_rows) and num_rows >= 0), "num_rows", num_rows, "None or an integer ≥ 0")
     whole = num_rows is None or align is None or num_rows % align == 0
     require(whole, "num_rows", num_rows, f"a multiple of align {align}, so that every segment is")
 
 
-def check_unpermute(rows: Tensor, row_map_rows: int, row_map_tokens: int, row_map_experts: int, restore_shape: Any, probs: Tensor | None) -> None:
+def check_unpermute(
+    rows: Tensor, row_map_rows: int, row_map_tokens: int, row_map_experts: int, restore_shape: Any, probs: Tensor | None
+) -> None:
     """The rules of `unpermute`, given the sizes that the row map was made for."""
     require(rows.dim() == 2, "rows", f"of shape {tuple(rows.shape)}", "[rows, hidden]")
-    require(rows.shape[0] == row_map_rows, "rows", f"of shape {tuple(rows.shape)}", f"[{row_map_rows}, hidden], as the row_map was made")
+    require(
+        rows.shape[0] == row_map_rows,
+        "rows",
+        f"of shape {tuple(rows.shape)}",
+        f"[{row_map_rows}, hidden], as the row_map was made",
+    )
     if restore_shape is not None:
         right = (row_map_tokens, rows.shape[1])
-        require(tuple(restore_shape) == right, "restore_shape", tuple(restore_shape), f"{right}: the row_map's tokens, the rows' hidden size")
+        require(
+            tuple(restore_shape) == right,
+            "restore_shape",
+            tuple(restore_shape),
+            f"{right}: the row_map's tokens, the rows' hidden size",
+        )
     if probs is not None:
         check_probs(probs, (row_map_tokens, row_map_experts), rows)
 
@@ -96,7 +137,12 @@ def check_sort_chunks(rows: Tensor, chunk_sizes: Tensor, order: Tensor, probs: T
     for name, vector in (("chunk_sizes", chunk_sizes), ("order", order)):
         require(vector.dim() == 1, name, f"of shape {tuple(vector.shape)}", "[chunks]")
         require(not vector.is_floating_point(), name, f"of dtype {vector.dtype}", "integer")
-    require(order.shape == chunk_sizes.shape, "order", f"of shape {tuple(order.shape)}", f"of shape {tuple(chunk_sizes.shape)}, as chunk_sizes")
+    require(
+        order.shape == chunk_sizes.shape,
+        "order",
+        f"of shape {tuple(order.shape)}",
+        f"of shape {tuple(chunk_sizes.shape)}, as chunk_sizes",
+    )
     if probs is not None:
         check_probs(probs, (rows.shape[0],), rows)
 

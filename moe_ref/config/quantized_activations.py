@@ -31,8 +31,15 @@ def check_quantized_activation(
     round_before_quantize: bool,
 ) -> None:
     """The rules of `quantize` for x, an activation of h or its gradient, [rows, width]; and a transform has bfloat16 to transform."""
-    require(isinstance(round_before_quantize, bool), "round_before_quantize", repr(round_before_quantize), "True or False")
+    require(
+        isinstance(round_before_quantize, bool), "round_before_quantize", repr(round_before_quantize), "True or False"
+    )
     x = torch.empty((len(h), width), dtype=h.dtype, device="meta")
     check_quantize(x, recipe, role, splits, rowwise, columnwise, state, noise)
     transformed = bool(recipe.hadamard) and columnwise
-    require(round_before_quantize or not transformed, "round_before_quantize", "False with hadamard, columnwise", "True: the transform takes bfloat16")
+    require(
+        round_before_quantize or not transformed,
+        "round_before_quantize",
+        "False with hadamard, columnwise",
+        "True: the transform takes bfloat16",
+    )

@@ -30,8 +30,18 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 SCALE_LAYOUTS = ("compact", "gemm")
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "delayed": {"fp8_format": "hybrid", "margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max"},  # DelayedScaling
-    "current": {"fp8_format": "hybrid", "power_of_two_scales": False, "amax_epsilon": 0.0, "backward_override": None},  # Float8CurrentScaling
+    "delayed": {
+        "fp8_format": "hybrid",
+        "margin": 0,
+        "amax_history_len": 1024,
+        "amax_compute_algo": "max",
+    },  # DelayedScaling
+    "current": {
+        "fp8_format": "hybrid",
+        "power_of_two_scales": False,
+        "amax_epsilon": 0.0,
+        "backward_override": None,
+    },  # Float8CurrentScaling
     "block": {  # Float8BlockScaling
         "fp8_format": "e4m3",
         "power_of_two_scales": True,
@@ -78,7 +88,9 @@ class Recipe:
     four_over_six: str | None = None  # scope in which a block's largest value becomes 4 or 6, whichever errs less
     four_over_six_bound_256: str | None = None  # scope in which its block scales are bounded by 256, not by 448
     four_over_six_error: str | None = None
-    backward_override: str | None = None  # what the products of a linear layer's backward read instead of codes: see `moe_ref.recipes.operands`
+    backward_override: str | None = (
+        None  # what the products of a linear layer's backward read instead of codes: see `moe_ref.recipes.operands`
+    )
 
     def __post_init__(self) -> None:
         require(self.scaling in SCALINGS, "scaling", repr(self.scaling), f"one of {', '.join(SCALINGS)}")
@@ -88,23 +100,43 @@ class Recipe:
                 object.__setattr__(self, option, defaults.get(option))
             else:
                 owners = ", ".join(scaling for scaling in SCALINGS if option in DEFAULTS[scaling])
-                require(option in defaults, option, f"{getattr(self, option)!r} with scaling {self.scaling!r}", f"left out: it belongs to {owners}")
+                require(
+                    option in defaults,
+                    option,
+                    f"{getattr(self, option)!r} with scaling {self.scaling!r}",
+                    f"left out: it belongs to {owners}",
+                )
         self._check_values()
         self._check_combinations()
 
     def _check_values(self) -> None:
         """Each option by itself."""
-        words: dict[str, tuple[str, ...]] = {"fp8_format": FP8_FORMATS, "amax_compute_algo": AMAX_ALGORITHMS, "four_over_six_error": ERRORS}
+        words: dict[str, tuple[str, ...]] = {
+            "fp8_format": FP8_FORMATS,
+            "amax_compute_algo": AMAX_ALGORITHMS,
+            "four_over_six_error": ERRORS,
+        }
         words |= dict.fromkeys(("four_over_six", "four_over_six_bound_256"), SCOPES)
         words["backward_override"] = OVERRIDES
         for option, choices in words.items():
             value = getattr(self, option)
             require(value is None or value in choices, option, repr(value), f"one of {', '.join(choices)}")
-        for option in ("power_of_two_scales", "two_dimensional_weights", "hadamard", "stochastic_rounding", "row_scaled_activation"):
+        for option in (
+            "power_of_two_scales",
+            "two_dimensional_weights",
+            "hadamard",
+            "stochastic_rounding",
+            "row_scaled_activation",
+        ):
             value = getattr(self, option)
             require(value is None or isinstance(value, bool), option, repr(value), "True or False")
         margin, length, epsilon = self.margin, self.amax_history_len, self.amax_epsilon
-        require(margin is None or (is_count(margin) and 0 <= margin <= MAX_MARGIN), "margin", margin, f"an integer from 0 to {MAX_MARGIN}")
+        require(
+            margin is None or (is_count(margin) and 0 <= margin <= MAX_MARGIN),
+            "margin",
+            margin,
+            f"an integer from 0 to {MAX_MARGIN}",
+        )
         require(length is None or (is_count(length) and length >= 1), "amax_history_len", length, "a positive integer")
         require(epsilon is None or (is_number(epsilon) and epsilon >= 0), "amax_epsilon", epsilon, "a number ≥ 0")
 
@@ -112,9 +144,19 @@ class Recipe:
         """What NVFP4's kernels cannot do at once."""
         activations = self.four_over_six in ("activations", "all")
         beside = f"{self.four_over_six!r} with hadamard True"
-        require(not (activations and self.hadamard), "four_over_six", beside, "none or weights, or hadamard False: activations are not transformed")
+        require(
+            not (activations and self.hadamard),
+            "four_over_six",
+            beside,
+            "none or weights, or hadamard False: activations are not transformed",
+        )
         beside = "True with hadamard True"
-        require(not (self.row_scaled_activation and self.hadamard), "row_scaled_activation", beside, "False, or hadamard False")
+        require(
+            not (self.row_scaled_activation and self.hadamard),
+            "row_scaled_activation",
+            beside,
+            "False, or hadamard False",
+        )
 
     @property
     def alignment(self) -> int:
@@ -197,7 +239,14 @@ def check_role(role: str) -> None:
 
 
 def check_quantize(
-    x: Tensor, recipe: Recipe, role: str, splits: Tensor | None, rowwise: bool, columnwise: bool, state: QuantizerState | None, noise: Tensor | None
+    x: Tensor,
+    recipe: Recipe,
+    role: str,
+    splits: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    state: QuantizerState | None,
+    noise: Tensor | None,
 ) -> None:
     """The rules of `quantize` that can be seen without reading the device."""
     require(isinstance(recipe, Recipe), "recipe", repr(recipe), "a Recipe")
@@ -207,12 +256,19 @@ def check_quantize(
     require(wide, "x", f"of dtype {x.dtype}", "float64, float32, bfloat16 or float16")
     require(rowwise or columnwise, "rowwise", "False with columnwise False", "True, or columnwise True")
     if splits is not None:
-        require(splits.dim() == 1 and len(splits) > 0, "splits", f"of shape {tuple(splits.shape)}", "[groups], at least one")
+        require(
+            splits.dim() == 1 and len(splits) > 0, "splits", f"of shape {tuple(splits.shape)}", "[groups], at least one"
+        )
         require(splits.dtype in (torch.int32, torch.int64), "splits", f"of dtype {splits.dtype}", "int32 or int64")
     groups = 1 if splits is None else len(splits)
     if recipe.scaling in WHOLE_BLOCKS:
         block = BLOCK[recipe.scaling]
-        require(x.shape[1] % block == 0, "x", f"of shape {tuple(x.shape)}", f"of a multiple of {block} columns for {recipe.scaling}")
+        require(
+            x.shape[1] % block == 0,
+            "x",
+            f"of shape {tuple(x.shape)}",
+            f"of a multiple of {block} columns for {recipe.scaling}",
+        )
     check_state(recipe, state, groups)
     _check_nvfp4(x, recipe, role, columnwise, noise)
 
@@ -226,15 +282,30 @@ def check_state(recipe: Recipe, state: QuantizerState | None, groups: int) -> No
     assert state is not None
     history, scale = tuple(state.amax_history.shape), tuple(state.scale.shape)
     right = (groups, recipe.amax_history_len)
-    require(history == right, "state", f"with amax_history of shape {history}", f"of shape {right}: groups, amax_history_len")
+    require(
+        history == right,
+        "state",
+        f"with amax_history of shape {history}",
+        f"of shape {right}: groups, amax_history_len",
+    )
     require(scale == right[:1], "state", f"with scale of shape {scale}", f"of shape {right[:1]}")
-    require(state.amax_history.dtype == state.scale.dtype == torch.float32, "state", f"of dtypes {state.amax_history.dtype}, {state.scale.dtype}", "float32")
+    require(
+        state.amax_history.dtype == state.scale.dtype == torch.float32,
+        "state",
+        f"of dtypes {state.amax_history.dtype}, {state.scale.dtype}",
+        "float32",
+    )
 
 
 def _check_nvfp4(x: Tensor, recipe: Recipe, role: str, columnwise: bool, noise: Tensor | None) -> None:
     """Where the Hadamard transform, row scaling and stochastic rounding may be."""
     transformed = bool(recipe.hadamard) and role != "weight" and columnwise
-    require(not transformed or x.dtype == torch.bfloat16, "x", f"of dtype {x.dtype}", "bfloat16 where the Hadamard transform is taken: columnwise")
+    require(
+        not transformed or x.dtype == torch.bfloat16,
+        "x",
+        f"of dtype {x.dtype}",
+        "bfloat16 where the Hadamard transform is taken: columnwise",
+    )
     both = recipe.row_scaled_activation and recipe.four_over_six in ("activations", "all") and role == "input"
     require(not (both and columnwise), "columnwise", "True for a row-scaled input with four_over_six", "False")
     wanted = bool(recipe.stochastic_rounding) and role == "grad_output"
@@ -244,7 +315,9 @@ def _check_nvfp4(x: Tensor, recipe: Recipe, role: str, columnwise: bool, noise: 
     if noise is None:
         return  # whoever quantises draws it
     right = (2, *x.shape)
-    require(tuple(noise.shape) == right, "noise", f"of shape {tuple(noise.shape)}", f"of shape {right}: rowwise, columnwise")
+    require(
+        tuple(noise.shape) == right, "noise", f"of shape {tuple(noise.shape)}", f"of shape {right}: rowwise, columnwise"
+    )
     require(noise.is_floating_point(), "noise", f"of dtype {noise.dtype}", "floating point")
 
 
@@ -254,4 +327,9 @@ def check_splits(sizes: list[int], rows: int, recipe: Recipe) -> None:
     require(sum(sizes) <= rows, "splits", f"{sizes}, together {sum(sizes)}", f"at most the {rows} rows together")
     if recipe.scaling in WHOLE_BLOCKS:
         block = BLOCK[recipe.scaling]
-        require(all(size % block == 0 for size in sizes), "splits", sizes, f"multiples of {block} for {recipe.scaling} (without splits: x's rows)")
+        require(
+            all(size % block == 0 for size in sizes),
+            "splits",
+            sizes,
+            f"multiples of {block} for {recipe.scaling} (without splits: x's rows)",
+        )

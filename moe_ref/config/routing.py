@@ -85,12 +85,19 @@ def check_logits(logits: Tensor) -> None:
     """Logits are [T,E], floating point, with 1 to MAX_EXPERTS experts."""
     require(logits.dim() == 2, "logits", f"of shape {tuple(logits.shape)}", "[tokens, experts]")
     require(logits.is_floating_point(), "logits", f"of dtype {logits.dtype}", "floating point")
-    require(1 <= logits.shape[1] <= MAX_EXPERTS, "logits", f"of shape {tuple(logits.shape)}", f"of 1 to {MAX_EXPERTS} experts")
+    require(
+        1 <= logits.shape[1] <= MAX_EXPERTS,
+        "logits",
+        f"of shape {tuple(logits.shape)}",
+        f"of 1 to {MAX_EXPERTS} experts",
+    )
 
 
 def check_topk(topk: int, num_experts: int) -> None:
     """A token goes to 1 to E experts."""
-    require(is_count(topk) and 1 <= topk <= num_experts, "topk", topk, f"an integer from 1 to {num_experts}, the experts")
+    require(
+        is_count(topk) and 1 <= topk <= num_experts, "topk", topk, f"an integer from 1 to {num_experts}, the experts"
+    )
 
 
 def check_groups(topk: int, num_experts: int, num_groups: int | None, group_topk: int | None) -> None:
@@ -103,16 +110,31 @@ def check_groups(topk: int, num_experts: int, num_groups: int | None, group_topk
     divides = is_count(num_groups) and num_groups >= 1 and num_experts % num_groups == 0
     require(divides, "num_groups", num_groups, f"a positive divisor of the {num_experts} experts")
     most = min(num_groups, topk)
-    require(is_count(group_topk) and 1 <= group_topk <= most, "group_topk", group_topk, f"an integer from 1 to {most}, the lesser of num_groups and topk")
+    require(
+        is_count(group_topk) and 1 <= group_topk <= most,
+        "group_topk",
+        group_topk,
+        f"an integer from 1 to {most}, the lesser of num_groups and topk",
+    )
     group = num_experts // num_groups
     enough = group_topk * group >= topk
-    require(enough, "group_topk", group_topk, f"at least {-(-topk // group)}: the kept groups have {group} experts each, and topk is {topk}")
+    require(
+        enough,
+        "group_topk",
+        group_topk,
+        f"at least {-(-topk // group)}: the kept groups have {group} experts each, and topk is {topk}",
+    )
     # topk // group_topk experts of a group are summed; with enough experts in the kept groups there are as many in each
 
 
 def check_score_function(score_function: str) -> None:
     """One of SCORE_FUNCTIONS."""
-    require(score_function in SCORE_FUNCTIONS, "score_function", repr(score_function), f"one of {', '.join(SCORE_FUNCTIONS)}")
+    require(
+        score_function in SCORE_FUNCTIONS,
+        "score_function",
+        repr(score_function),
+        f"one of {', '.join(SCORE_FUNCTIONS)}",
+    )
 
 
 def check_topk_routing(
@@ -133,18 +155,33 @@ def check_topk_routing(
     scaled = scaling_factor is None or (is_number(scaling_factor) and scaling_factor > 0)
     require(scaled, "scaling_factor", scaling_factor, "None or a positive number")
     if expert_bias is not None:
-        require(score_function != "softmax", "expert_bias", "given with score_function softmax", "None: a bias goes with sigmoid or sqrtsoftplus")
+        require(
+            score_function != "softmax",
+            "expert_bias",
+            "given with score_function softmax",
+            "None: a bias goes with sigmoid or sqrtsoftplus",
+        )
         check_float("expert_bias", expert_bias, (logits.shape[1],), logits)
     if precomputed_indices is not None:
         shape, right = tuple(precomputed_indices.shape), (logits.shape[0], topk)
         require(shape == right, "precomputed_indices", f"of shape {shape}", f"of shape {right}")
-        require(not precomputed_indices.is_floating_point(), "precomputed_indices", f"of dtype {precomputed_indices.dtype}", "integer")
+        require(
+            not precomputed_indices.is_floating_point(),
+            "precomputed_indices",
+            f"of dtype {precomputed_indices.dtype}",
+            "integer",
+        )
 
 
 def check_padding_mask(padding_mask: Tensor | None, tokens: int) -> None:
     """True marks padding; one entry a token."""
     if padding_mask is not None:
-        require(tuple(padding_mask.shape) == (tokens,), "padding_mask", f"of shape {tuple(padding_mask.shape)}", f"of shape ({tokens},)")
+        require(
+            tuple(padding_mask.shape) == (tokens,),
+            "padding_mask",
+            f"of shape {tuple(padding_mask.shape)}",
+            f"of shape ({tokens},)",
+        )
         require(not padding_mask.is_floating_point(), "padding_mask", f"of dtype {padding_mask.dtype}", "bool")
 
 
@@ -161,23 +198,50 @@ def check_coeff(coeff: float) -> None:
     require(is_number(coeff) and coeff >= 0, "coeff", coeff, "a number ≥ 0")
 
 
-def check_load_balancing_loss(scores: Tensor, tokens_per_expert: Tensor, total_num_tokens: int | Tensor, topk: int, num_experts: int, coeff: float) -> None:
+def check_load_balancing_loss(
+    scores: Tensor, tokens_per_expert: Tensor, total_num_tokens: int | Tensor, topk: int, num_experts: int, coeff: float
+) -> None:
     """The rules of `load_balancing_loss`."""
-    require(scores.dim() == 2 and scores.is_floating_point(), "scores", f"of shape {tuple(scores.shape)}, {scores.dtype}", "[rows, columns], floating point")
+    require(
+        scores.dim() == 2 and scores.is_floating_point(),
+        "scores",
+        f"of shape {tuple(scores.shape)}, {scores.dtype}",
+        "[rows, columns], floating point",
+    )
     require(is_count(num_experts) and num_experts >= 1, "num_experts", num_experts, "a positive integer")
     whole = scores.shape[1] % num_experts == 0 and scores.shape[1] > 0
-    require(whole, "scores", f"of shape {tuple(scores.shape)}", f"with a positive multiple of num_experts {num_experts} columns")
+    require(
+        whole,
+        "scores",
+        f"of shape {tuple(scores.shape)}",
+        f"with a positive multiple of num_experts {num_experts} columns",
+    )
     shape = tuple(tokens_per_expert.shape)
-    require(shape == (scores.shape[1],), "tokens_per_expert", f"of shape {shape}", f"of shape ({scores.shape[1]},), a count for each column of scores")
+    require(
+        shape == (scores.shape[1],),
+        "tokens_per_expert",
+        f"of shape {shape}",
+        f"of shape ({scores.shape[1]},), a count for each column of scores",
+    )
     check_topk(topk, num_experts)
     if not isinstance(total_num_tokens, Tensor):
-        require(is_count(total_num_tokens) and total_num_tokens >= 0, "total_num_tokens", total_num_tokens, "an integer ≥ 0 or a tensor of one")
+        require(
+            is_count(total_num_tokens) and total_num_tokens >= 0,
+            "total_num_tokens",
+            total_num_tokens,
+            "an integer ≥ 0 or a tensor of one",
+        )
     check_coeff(coeff)
 
 
 def check_gate(x: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: str | None) -> None:
     """The rules of `gate`."""
-    require(x.dim() == 2 and x.is_floating_point(), "x", f"of shape {tuple(x.shape)}, {x.dtype}", "[tokens, hidden], floating point")
+    require(
+        x.dim() == 2 and x.is_floating_point(),
+        "x",
+        f"of shape {tuple(x.shape)}, {x.dtype}",
+        "[tokens, hidden], floating point",
+    )
     require(weight.dim() == 2, "weight", f"of shape {tuple(weight.shape)}", "[experts, hidden]")
     check_float("weight", weight, (weight.shape[0], x.shape[1]), x)
     if bias is not None:
@@ -185,7 +249,9 @@ def check_gate(x: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: str
     require(router_dtype in (None, "fp32", "fp64"), "router_dtype", repr(router_dtype), "None, 'fp32' or 'fp64'")
 
 
-def check_route(logits: Tensor, config: MoEConfig, batch_size: int, replay: str, replay_target: Tensor | None, queued: int) -> None:
+def check_route(
+    logits: Tensor, config: MoEConfig, batch_size: int, replay: str, replay_target: Tensor | None, queued: int
+) -> None:
     """The rules of `route`."""
     right = f"[tokens, {config.num_moe_experts}], the experts of the configuration"
     require(logits.shape[1] == config.num_moe_experts, "logits", f"of shape {tuple(logits.shape)}", right)
@@ -193,9 +259,24 @@ def check_route(logits: Tensor, config: MoEConfig, batch_size: int, replay: str,
     require(whole, "batch_size", batch_size, f"a positive divisor of the {logits.shape[0]} tokens")
     require(replay in REPLAYS, "replay", repr(replay), f"one of {', '.join(REPLAYS)}")
     plain = config.moe_router_load_balancing_type not in ("sinkhorn", "quantile_balancing")
-    require(replay == "none" or plain, "replay", repr(replay), f"none with {config.moe_router_load_balancing_type}, which has no indices to replay")
-    require((replay_target is not None) == (replay == "forward"), "replay_target", "missing or not wanted", "given with replay='forward', and only then")
-    require(replay != "backward" or queued > 0, "replay", "backward with an empty queue", "preceded by as many forward replays")
+    require(
+        replay == "none" or plain,
+        "replay",
+        repr(replay),
+        f"none with {config.moe_router_load_balancing_type}, which has no indices to replay",
+    )
+    require(
+        (replay_target is not None) == (replay == "forward"),
+        "replay_target",
+        "missing or not wanted",
+        "given with replay='forward', and only then",
+    )
+    require(
+        replay != "backward" or queued > 0,
+        "replay",
+        "backward with an empty queue",
+        "preceded by as many forward replays",
+    )
 
 
 def check_jitter(eps: float) -> None:
@@ -218,10 +299,20 @@ def check_expert_capacity(num_tokens: int, num_experts: int, topk: int, capacity
 
 def check_update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, update_rate: float) -> None:
     """The rules of `update_expert_bias`."""
-    require(expert_bias.dtype in (torch.float32, torch.float64), "expert_bias", f"of dtype {expert_bias.dtype}", "float32: a lower precision loses the steps")
+    require(
+        expert_bias.dtype in (torch.float32, torch.float64),
+        "expert_bias",
+        f"of dtype {expert_bias.dtype}",
+        "float32: a lower precision loses the steps",
+    )
     require(expert_bias.dim() == 1, "expert_bias", f"of shape {tuple(expert_bias.shape)}", "[experts]")
     shape = tuple(tokens_per_expert.shape)
-    require(shape == tuple(expert_bias.shape), "tokens_per_expert", f"of shape {shape}", f"of shape {tuple(expert_bias.shape)}, as expert_bias")
+    require(
+        shape == tuple(expert_bias.shape),
+        "tokens_per_expert",
+        f"of shape {shape}",
+        f"of shape {tuple(expert_bias.shape)}, as expert_bias",
+    )
     require(is_number(update_rate) and update_rate >= 0, "update_rate", update_rate, "a number ≥ 0")
 
 

@@ -16,7 +16,11 @@ from moe_ref.route_plan import plan_of_maps
 
 
 def allgather_dispatch(
-    tokens: PerRank[Tensor], routing_map: PerRank[Tensor], *, probs: PerRank[Tensor] | None = None, expert_tensor_parallel: int = 1
+    tokens: PerRank[Tensor],
+    routing_map: PerRank[Tensor],
+    *,
+    probs: PerRank[Tensor] | None = None,
+    expert_tensor_parallel: int = 1,
 ) -> list[Dispatched]:
     """Gather all tokens on every rank, and permute the copies that the rank's own experts want.
 
@@ -40,7 +44,11 @@ def allgather_dispatch(
         ValueError: see `moe_ref.config.check_dispatch`.
     """
     check_dispatch(tokens, routing_map, probs, expert_tensor_parallel)
-    flat = partial(flatten_experts, expert_parallel=len(tokens) // expert_tensor_parallel, expert_tensor_parallel=expert_tensor_parallel)
+    flat = partial(
+        flatten_experts,
+        expert_parallel=len(tokens) // expert_tensor_parallel,
+        expert_tensor_parallel=expert_tensor_parallel,
+    )
     plan = plan_of_maps([flat(own) for own in routing_map])
     row_tokens = tuple(plan.row_tokens(rank) for rank in range(plan.ranks))
 
@@ -51,7 +59,14 @@ def allgather_dispatch(
     row_probs = move_probs(None if probs is None else [flat(own) for own in probs], plan)
     between = None if probs is None else probs[0].dtype
     return [
-        Dispatched(rows[w], row_probs[w], plan.length_WL[w], Handle("allgather", w, plan, row_tokens, between), plan.overflow_W[w]) for w in range(plan.ranks)
+        Dispatched(
+            rows[w],
+            row_probs[w],
+            plan.length_WL[w],
+            Handle("allgather", w, plan, row_tokens, between),
+            plan.overflow_W[w],
+        )
+        for w in range(plan.ranks)
     ]
 
 

@@ -65,7 +65,9 @@ def alltoall_dispatch(
     row_probs = move_probs(None if probs is None else [flat(own) for own in probs], plan)
     between = None if probs is None else probs[0].dtype
     handles = [Handle("alltoall", rank, plan, row_tokens, between, shards) for rank in range(plan.ranks)]
-    return [Dispatched(rows[w], row_probs[w], plan.length_WL[w], handles[w], plan.overflow_W[w]) for w in range(plan.ranks)]
+    return [
+        Dispatched(rows[w], row_probs[w], plan.length_WL[w], handles[w], plan.overflow_W[w]) for w in range(plan.ranks)
+    ]
 
 
 def alltoall_combine(rows: PerRank[Tensor], handles: PerRank[Handle]) -> list[Tensor]:
@@ -89,10 +91,14 @@ def alltoall_combine(rows: PerRank[Tensor], handles: PerRank[Handle]) -> list[Te
     """
     plan = plan_of(handles, "alltoall", rows)
     between = handles[0].reduce_dtype or accumulator_dtype(rows[0].dtype)
-    return _sum_shards_then_experts(rows, handles[0].row_tokens, plan.tokens, handles[0].expert_tensor_parallel, between)
+    return _sum_shards_then_experts(
+        rows, handles[0].row_tokens, plan.tokens, handles[0].expert_tensor_parallel, between
+    )
 
 
-def _sum_shards_then_experts(rows: PerRank[Tensor], row_tokens: PerRank[Tensor], tokens: tuple[int, ...], shards: int, between: torch.dtype) -> list[Tensor]:
+def _sum_shards_then_experts(
+    rows: PerRank[Tensor], row_tokens: PerRank[Tensor], tokens: tuple[int, ...], shards: int, between: torch.dtype
+) -> list[Tensor]:
     """The tree of combine. Every `shards` neighbouring ranks hold shards of the same rows."""
     if shards > 1:
         rows = [sum_ranks(rows[first : first + shards], between) for first in range(0, len(rows), shards)]

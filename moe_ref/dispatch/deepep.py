@@ -90,9 +90,16 @@ def deepep_dispatch(
     Source: Buffer.dispatch.
     """
     check_rank_indices(tokens, indices, probs, num_experts)
-    require(scales is None or [len(own) for own in scales] == [len(own) for own in tokens], "scales", "of other sizes", "a row for each token")
+    require(
+        scales is None or [len(own) for own in scales] == [len(own) for own in tokens],
+        "scales",
+        "of other sizes",
+        "a row for each token",
+    )
     policed = [
-        apply_index_policy(own, None if probs is None else probs[rank], num_experts=num_experts, policy=policy or IndexPolicy())
+        apply_index_policy(
+            own, None if probs is None else probs[rank], num_experts=num_experts, policy=policy or IndexPolicy()
+        )
         for rank, own in enumerate(indices)
     ]
     kept = [own for own, _ in policed]
@@ -107,12 +114,23 @@ def deepep_dispatch(
     row_probs: list[Tensor | None] = [None] * plan.ranks
     if probs is not None:
         moved = move([own for _, own in policed if own is not None], row_tokens)
-        row_probs = [torch.where(own >= 0, moved[rank], torch.zeros_like(moved[rank])) for rank, own in enumerate(local)]
-    row_scales = [None] * plan.ranks if scales is None else [take_rows(torch.cat(list(scales)), own) for own in row_tokens]
+        row_probs = [
+            torch.where(own >= 0, moved[rank], torch.zeros_like(moved[rank])) for rank, own in enumerate(local)
+        ]
+    row_scales = (
+        [None] * plan.ranks if scales is None else [take_rows(torch.cat(list(scales)), own) for own in row_tokens]
+    )
     counts_WL = round_up(plan.kept_WL, expert_alignment)
     handles = [Handle("deepep", rank, plan, tuple(row_tokens)) for rank in range(plan.ranks)]
     return [
-        DeepEPDispatched(rows[w], row_scales[w], local[w], row_probs[w], None if num_worst_tokens is not None else counts_WL[w], handles[w])
+        DeepEPDispatched(
+            rows[w],
+            row_scales[w],
+            local[w],
+            row_probs[w],
+            None if num_worst_tokens is not None else counts_WL[w],
+            handles[w],
+        )
         for w in range(plan.ranks)
     ]
 
@@ -127,12 +145,21 @@ def deepep_cached_dispatch(tokens: PerRank[Tensor], handles: PerRank[Handle]) ->
     """
     plan = plan_of(handles, "deepep")
     check_tokens(tokens)
-    require(tuple(map(len, tokens)) == plan.tokens, "tokens", f"of {[len(own) for own in tokens]} rows", f"of {list(plan.tokens)} rows, as the handles say")
+    require(
+        tuple(map(len, tokens)) == plan.tokens,
+        "tokens",
+        f"of {[len(own) for own in tokens]} rows",
+        f"of {list(plan.tokens)} rows, as the handles say",
+    )
     return move(tokens, handles[0].row_tokens)
 
 
 def deepep_combine(
-    rows: PerRank[Tensor], handles: PerRank[Handle], *, probs: PerRank[Tensor] | None = None, biases: Sequence[PerRank[Tensor]] = ()
+    rows: PerRank[Tensor],
+    handles: PerRank[Handle],
+    *,
+    probs: PerRank[Tensor] | None = None,
+    biases: Sequence[PerRank[Tensor]] = (),
 ) -> list[Combined]:
     """Send each row back and add what the ranks made of each token. No probability is applied.
 
@@ -168,10 +195,15 @@ def deepep_combine(
     if probs is None:
         return [Combined(own, None) for own in tokens]
     check_rank_probs(probs, [row.new_empty((len(row), probs[0].shape[-1])) for row in rows])
-    return [Combined(own, own_probs) for own, own_probs in zip(tokens, _sum_over_ranks(probs, row_tokens, plan, []), strict=True)]
+    return [
+        Combined(own, own_probs)
+        for own, own_probs in zip(tokens, _sum_over_ranks(probs, row_tokens, plan, []), strict=True)
+    ]
 
 
-def _sum_over_ranks(rows: PerRank[Tensor], row_tokens: PerRank[Tensor], plan: RoutePlan, biases: list[Tensor]) -> list[Tensor]:
+def _sum_over_ranks(
+    rows: PerRank[Tensor], row_tokens: PerRank[Tensor], plan: RoutePlan, biases: list[Tensor]
+) -> list[Tensor]:
     """round(biases + Σ_w rows_w): from left to right, ranks ascending."""
     every, source = torch.cat(list(rows)), torch.cat(list(row_tokens))
     real = source != NOWHERE

@@ -22,7 +22,9 @@ class Handle:
     rank: int
     plan: RoutePlan
     row_tokens: tuple[Tensor, ...]  # of each rank: the token (of all ranks' tokens) that each row came from, or NOWHERE
-    reduce_dtype: torch.dtype | None = None  # what is sent between ranks when they add; None where the dispatcher has no choice
+    reduce_dtype: torch.dtype | None = (
+        None  # what is sent between ranks when they add; None where the dispatcher has no choice
+    )
     expert_tensor_parallel: int = 1
 
 
@@ -90,9 +92,23 @@ def plan_of(handles: PerRank[Any], dispatcher: str, rows: PerRank[Tensor] | None
     require(len(handles) >= 1, "handles", "an empty list", "a list with an entry for each rank")
     for rank, handle in enumerate(handles):
         right = f"rank {rank}'s, of the same {dispatcher} dispatch as the others"
-        own = isinstance(handle, Handle) and (handle.dispatcher, handle.rank) == (dispatcher, rank) and handle.plan is handles[0].plan
-        require(own, f"handles[{rank}]", f"{handle.dispatcher}'s, of rank {handle.rank}" if isinstance(handle, Handle) else type(handle).__name__, right)
-    require(len(handles) == handles[0].plan.ranks, "handles", f"a list of {len(handles)}", f"a list of {handles[0].plan.ranks}, an entry for each rank")
+        own = (
+            isinstance(handle, Handle)
+            and (handle.dispatcher, handle.rank) == (dispatcher, rank)
+            and handle.plan is handles[0].plan
+        )
+        require(
+            own,
+            f"handles[{rank}]",
+            f"{handle.dispatcher}'s, of rank {handle.rank}" if isinstance(handle, Handle) else type(handle).__name__,
+            right,
+        )
+    require(
+        len(handles) == handles[0].plan.ranks,
+        "handles",
+        f"a list of {len(handles)}",
+        f"a list of {handles[0].plan.ranks}, an entry for each rank",
+    )
     if rows is not None:
         check_rows(rows, [tuple(own.shape) for own in handles[0].row_tokens])
     return handles[0].plan

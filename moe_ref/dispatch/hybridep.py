@@ -11,7 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ref.config import Combined, Dispatched, PerRank, Recipe, check_budget, check_dispatch, check_rank_probs, check_tokens, check_wire_recipe, require
+from moe_ref.config import (
+    Combined,
+    Dispatched,
+    PerRank,
+    Recipe,
+    check_budget,
+    check_dispatch,
+    check_rank_probs,
+    check_tokens,
+    check_wire_recipe,
+    require,
+)
 from moe_ref.dispatch.exchange import Handle, move, move_probs, plan_of, row_cells
 from moe_ref.dispatch.trees import sum_experts_then_ranks
 from moe_ref.permutation import sum_rows
@@ -74,10 +85,14 @@ def hybridep_dispatch(
     row_tokens = tuple(plan.row_tokens(rank) for rank in range(plan.ranks))
     rows: list[Any] = move(tokens, row_tokens, _tree(row_tokens, plan))
     if recipe is not None:
-        rows = [quantize(own, recipe, splits=lengths).quantized for own, lengths in zip(rows, plan.length_WL, strict=True)]
+        rows = [
+            quantize(own, recipe, splits=lengths).quantized for own, lengths in zip(rows, plan.length_WL, strict=True)
+        ]
     row_probs = move_probs(probs, plan)
     handles = [Handle("hybridep", rank, plan, row_tokens) for rank in range(plan.ranks)]
-    return [Dispatched(rows[w], row_probs[w], plan.length_WL[w], handles[w], plan.overflow_W[w]) for w in range(plan.ranks)]
+    return [
+        Dispatched(rows[w], row_probs[w], plan.length_WL[w], handles[w], plan.overflow_W[w]) for w in range(plan.ranks)
+    ]
 
 
 def hybridep_cached_dispatch(tokens: PerRank[Tensor], handles: PerRank[Handle]) -> list[Tensor]:
@@ -90,11 +105,18 @@ def hybridep_cached_dispatch(tokens: PerRank[Tensor], handles: PerRank[Handle]) 
     """
     plan = plan_of(handles, "hybridep")
     check_tokens(tokens)
-    require(tuple(map(len, tokens)) == plan.tokens, "tokens", f"of {[len(own) for own in tokens]} rows", f"of {list(plan.tokens)} rows, as the handles say")
+    require(
+        tuple(map(len, tokens)) == plan.tokens,
+        "tokens",
+        f"of {[len(own) for own in tokens]} rows",
+        f"of {list(plan.tokens)} rows, as the handles say",
+    )
     return move(tokens, handles[0].row_tokens, _tree(handles[0].row_tokens, plan))
 
 
-def hybridep_combine(rows: PerRank[Tensor], handles: PerRank[Handle], *, probs: PerRank[Tensor] | None = None) -> list[Combined]:
+def hybridep_combine(
+    rows: PerRank[Tensor], handles: PerRank[Handle], *, probs: PerRank[Tensor] | None = None
+) -> list[Combined]:
     """Add each token's rows on every rank, send the sums back, and add those. No probability is applied.
 
         part_w[g]   = round(Σ_{local experts e of w, ascending, (g, e) kept} rows_w[slot(g, e)])

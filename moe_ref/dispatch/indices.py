@@ -26,12 +26,19 @@ def flatten_experts(x_TE: Tensor, *, expert_parallel: int, expert_tensor_paralle
     check_map(x_TE != 0)
     for name, size in (("expert_parallel", expert_parallel), ("expert_tensor_parallel", expert_tensor_parallel)):
         check_align(size)
-        require(size is not None and x_TE.shape[1] % expert_parallel == 0, name, size, f"a positive integer; {x_TE.shape[1]} experts, evenly split")
+        require(
+            size is not None and x_TE.shape[1] % expert_parallel == 0,
+            name,
+            size,
+            f"a positive integer; {x_TE.shape[1]} experts, evenly split",
+        )
     parts = x_TE.unflatten(1, (expert_parallel, 1, -1))
     return parts.expand(-1, -1, expert_tensor_parallel, -1).flatten(1)
 
 
-def apply_index_policy(indices_TK: Tensor, probs_TK: Tensor | None, *, num_experts: int, policy: IndexPolicy) -> tuple[Tensor, Tensor | None]:
+def apply_index_policy(
+    indices_TK: Tensor, probs_TK: Tensor | None, *, num_experts: int, policy: IndexPolicy
+) -> tuple[Tensor, Tensor | None]:
     """Refuse, skip or keep the slots that libraries differ on; a slot that is skipped holds -1 afterwards, with probability 0.
 
     Args:
@@ -48,9 +55,19 @@ def apply_index_policy(indices_TK: Tensor, probs_TK: Tensor | None, *, num_exper
     check_indices(indices_TK, shaped, num_experts)
     check_index_values(indices_TK, num_experts)
     empty_TK = indices_TK == EMPTY
-    require(policy.empty == "skip" or not bool(empty_TK.any()), "indices", "-1 in some slot", "an expert in every slot, by the policy")
+    require(
+        policy.empty == "skip" or not bool(empty_TK.any()),
+        "indices",
+        "-1 in some slot",
+        "an expert in every slot, by the policy",
+    )
     repeats_TK = _named_again(indices_TK)
-    require(policy.duplicates != "reject" or not bool(repeats_TK.any()), "indices", "the same expert in two slots", "distinct in a token, by the policy")
+    require(
+        policy.duplicates != "reject" or not bool(repeats_TK.any()),
+        "indices",
+        "the same expert in two slots",
+        "distinct in a token, by the policy",
+    )
     if policy.duplicates == "last slot":
         empty_TK = empty_TK | repeats_TK
     if policy.zero_prob == "drop" and probs_TK is not None:

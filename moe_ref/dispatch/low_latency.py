@@ -64,7 +64,9 @@ def deepep_low_latency_dispatch(
     """
     check_rank_indices(tokens, indices, None, num_experts)
     check_slab(tokens, max_tokens_per_rank, use_fp8, round_scale)
-    kept = [apply_index_policy(own, None, num_experts=num_experts, policy=policy or IndexPolicy())[0] for own in indices]
+    kept = [
+        apply_index_policy(own, None, num_experts=num_experts, policy=policy or IndexPolicy())[0] for own in indices
+    ]
     slab = len(tokens) * max_tokens_per_rank
     plan = plan_of_indices(kept, num_experts, Layout(segment=slab))
     row_tokens = tuple(plan.row_tokens(rank) for rank in range(plan.ranks))
@@ -81,11 +83,17 @@ def deepep_low_latency_dispatch(
         own_scales = row_scales[w].unflatten(0, shape) if use_fp8 else None
         source_tokens = torch.where(row_tokens[w] == NOWHERE, NOWHERE, take_rows(local_G, row_tokens[w])).reshape(shape)
         handle = Handle("deepep low latency", w, plan, row_tokens)
-        results.append(LowLatencyDispatched(rows[w].unflatten(0, shape), own_scales, plan.kept_WL[w], source_tokens, _layout_range(plan, w), handle))
+        results.append(
+            LowLatencyDispatched(
+                rows[w].unflatten(0, shape), own_scales, plan.kept_WL[w], source_tokens, _layout_range(plan, w), handle
+            )
+        )
     return results
 
 
-def deepep_low_latency_combine(rows: PerRank[Tensor], indices: PerRank[Tensor], probs: PerRank[Tensor], handles: PerRank[Handle]) -> list[Tensor]:
+def deepep_low_latency_combine(
+    rows: PerRank[Tensor], indices: PerRank[Tensor], probs: PerRank[Tensor], handles: PerRank[Handle]
+) -> list[Tensor]:
     """Send each row back and add each token's rows, weighted.
 
         y[t] = round(Σ_{k ascending, indices[t, k] ≠ -1} probs[t, k] · (row of slot k))
@@ -111,10 +119,20 @@ def deepep_low_latency_combine(rows: PerRank[Tensor], indices: PerRank[Tensor], 
     plan = plan_of(handles, "deepep low latency")
     slab = (plan.local_experts, plan.num_rows[0] // plan.local_experts)
     check_rows(rows, [slab] * plan.ranks)
-    require(tuple(map(len, indices)) == plan.tokens, "indices", f"of {[len(own) for own in indices]} rows", f"of {list(plan.tokens)} rows")
+    require(
+        tuple(map(len, indices)) == plan.tokens,
+        "indices",
+        f"of {[len(own) for own in indices]} rows",
+        f"of {list(plan.tokens)} rows",
+    )
     check_rank_probs(probs, indices)
     used = int(plan.slot_R.max()) + 1 if len(plan.slot_R) else 0
-    require(indices[0].shape[1] >= used, "indices", f"of shape {tuple(indices[0].shape)}", f"of at least {used} slots, as dispatch was given them")
+    require(
+        indices[0].shape[1] >= used,
+        "indices",
+        f"of shape {tuple(indices[0].shape)}",
+        f"of at least {used} slots, as dispatch was given them",
+    )
     wide = accumulator_dtype(torch.promote_types(rows[0].dtype, probs[0].dtype))
     every = [own.flatten(0, 1).to(wide) for own in rows]
     prob_GK = torch.cat(list(probs)).to(wide)
@@ -162,6 +180,12 @@ def _rows_of_slots(plan: RoutePlan, slots: int) -> Tensor:
     cell_R = plan.token_R * (plan.ranks * plan.local_experts) + plan.expert_R
     place_R = plan.expert_R // plan.local_experts * plan.num_rows[0] + plan.row_R
     cells = sum(plan.tokens) * plan.ranks * plan.local_experts
-    last = torch.full((cells,), NOWHERE, device=cell_R.device).scatter_reduce(0, cell_R, place_R, "amax")  # rows of a cell ascend with the slot
+    last = torch.full((cells,), NOWHERE, device=cell_R.device).scatter_reduce(
+        0, cell_R, place_R, "amax"
+    )  # rows of a cell ascend with the slot
     slot_GK = plan.token_R * slots + plan.slot_R
-    return torch.full((sum(plan.tokens) * slots,), NOWHERE, device=cell_R.device).index_copy(0, slot_GK, last[cell_R]).reshape(-1, slots)
+    return (
+        torch.full((sum(plan.tokens) * slots,), NOWHERE, device=cell_R.device)
+        .index_copy(0, slot_GK, last[cell_R])
+        .reshape(-1, slots)
+    )

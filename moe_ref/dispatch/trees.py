@@ -14,7 +14,9 @@ def sum_flat(rows: PerRank[Tensor], row_tokens: PerRank[Tensor], tokens: tuple[i
     return list(total_GH.split(list(tokens)))
 
 
-def sum_experts_then_ranks(rows: PerRank[Tensor], row_tokens: PerRank[Tensor], tokens: tuple[int, ...], between: torch.dtype) -> list[Tensor]:
+def sum_experts_then_ranks(
+    rows: PerRank[Tensor], row_tokens: PerRank[Tensor], tokens: tuple[int, ...], between: torch.dtype
+) -> list[Tensor]:
     """y[g] = round(Σ_w round(Σ_i rows_w[i])): inside a rank in the accumulator dtype, between ranks in the dtype `between`."""
     parts = [sum_rows(own, own_tokens, sum(tokens)) for own, own_tokens in zip(rows, row_tokens, strict=True)]
     return list(sum_ranks(parts, between).split(list(tokens)))

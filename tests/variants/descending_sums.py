@@ -15,7 +15,10 @@ def _descending_sum(rows: Tensor, source: Tensor, num_tokens: int) -> Tensor:
     """out[t] = Σ over the rows of t, odd rows first, then even ones, each descending; fp32."""
     real = (source != PADDING).nonzero().flatten().flip(0)
     halves = [
-        rows.new_zeros((num_tokens, *rows.shape[1:]), dtype=torch.float32).index_add(0, source[part], rows[part].float()) for part in (real[::2], real[1::2])
+        rows.new_zeros((num_tokens, *rows.shape[1:]), dtype=torch.float32).index_add(
+            0, source[part], rows[part].float()
+        )
+        for part in (real[::2], real[1::2])
     ]
     return halves[1] + halves[0]
 
@@ -45,6 +48,8 @@ def unpermute(rows: Tensor, row_map: RowMap, *, restore_shape=None, probs=None) 
     weighted = rows.float()
     if probs is not None:
         real = row_map.token_P != PADDING
-        weight = torch.zeros(len(rows), device=rows.device).masked_scatter(real, probs[row_map.token_P[real], row_map.expert_P[real]].float())
+        weight = torch.zeros(len(rows), device=rows.device).masked_scatter(
+            real, probs[row_map.token_P[real], row_map.expert_P[real]].float()
+        )
         weighted = torch.where(real[:, None], weighted, 0.0) * weight[:, None]
     return _descending_sum(weighted, row_map.token_P, row_map.num_tokens).to(rows.dtype)

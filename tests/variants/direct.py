@@ -3,8 +3,25 @@
 from functools import partial
 
 from moe_fast.dispatch import symmetric
-from moe_fast.dispatch.symmetric import codes, declares, dequantize, hybridep_cached_dispatch, hybridep_combine, scales, supports
+from moe_fast.dispatch.symmetric import (
+    codes,
+    declares,
+    dequantize,
+    hybridep_cached_dispatch,
+    hybridep_combine,
+    scales,
+    supports,
+)
 
-__all__ = ["codes", "declares", "dequantize", "hybridep_cached_dispatch", "hybridep_combine", "hybridep_dispatch", "scales", "supports"]
+__all__ = [
+    "codes",
+    "declares",
+    "dequantize",
+    "hybridep_cached_dispatch",
+    "hybridep_combine",
+    "hybridep_dispatch",
+    "scales",
+    "supports",
+]
 
 hybridep_dispatch = partial(symmetric.hybridep_dispatch, deduplicate=False)

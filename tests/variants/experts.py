@@ -107,7 +107,9 @@ class How:
             t = self.bend(x)
             return 0.5 * ((1 + t) + x * (1 - t * t) * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x * x))
         if kind in ("geglu_erf", "gelu"):
-            return 0.5 * (1 + self.erf(x * math.sqrt(0.5))) + x * torch.exp2(-0.5 * LOG2E * x * x) / math.sqrt(2 * math.pi)
+            return 0.5 * (1 + self.erf(x * math.sqrt(0.5))) + x * torch.exp2(-0.5 * LOG2E * x * x) / math.sqrt(
+                2 * math.pi
+            )
         return (x > 0).to(x.dtype) * (2 * x if kind == "squared_relu" else 1)
 
 
@@ -195,16 +197,42 @@ def _curve(how: How, x: Tensor, kind: str, alpha: float | None = None) -> Tensor
 def make(how: How) -> SimpleNamespace:
     """The namespace."""
 
-    def glu(h, *, probs=None, kind="swiglu", offset=0.0, clamp=None, alpha=None, interleave=None, round_before_probs=False, fp8_input_store=False):
+    def glu(
+        h,
+        *,
+        probs=None,
+        kind="swiglu",
+        offset=0.0,
+        clamp=None,
+        alpha=None,
+        interleave=None,
+        round_before_probs=False,
+        fp8_input_store=False,
+    ):
         check_glu(h, probs, kind, offset, clamp, alpha, interleave)
         check_input_store(fp8_input_store, kind)
-        how_else = {"probs": probs, "kind": kind, "offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
+        how_else = {
+            "probs": probs,
+            "kind": kind,
+            "offset": offset,
+            "clamp": clamp,
+            "alpha": alpha,
+            "interleave": interleave,
+        }
         out = gated(h, **how_else, early=round_before_probs)
-        return Shown.apply(gated(KeptInE4m3.apply(h), **how_else, early=round_before_probs), out) if fp8_input_store else out
+        return (
+            Shown.apply(gated(KeptInE4m3.apply(h), **how_else, early=round_before_probs), out)
+            if fp8_input_store
+            else out
+        )
 
     def gated(h, *, probs, kind, offset, clamp, alpha, interleave, early):
         wide, half = how.wide(h, probs), h.shape[1] // 2
-        u, v = wide.unflatten(1, (half // interleave, 2, interleave)).transpose(1, 2).flatten(2).unbind(1) if interleave and half else wide.chunk(2, 1)
+        u, v = (
+            wide.unflatten(1, (half // interleave, 2, interleave)).transpose(1, 2).flatten(2).unbind(1)
+            if interleave and half
+            else wide.chunk(2, 1)
+        )
         if clamp is not None:
             u, v = u.clamp(max=clamp), v.clamp(-clamp, clamp)
         return _weighted(how, _curve(how, u, kind, alpha), v + offset if offset else v, probs, h.dtype, early)
@@ -220,7 +248,9 @@ def make(how: How) -> SimpleNamespace:
         out = rows.new_zeros((len(rows), weight.shape[1]), dtype=wide)
         for e, own in enumerate(_segments(tokens_per_expert, len(rows))):
             product = Multiplied.apply(rows[own].to(wide), weight[e].to(wide).T, how.product)
-            out = out.index_copy(0, torch.arange(own.start, own.stop), product if bias is None else product + bias[e].to(wide))
+            out = out.index_copy(
+                0, torch.arange(own.start, own.stop), product if bias is None else product + bias[e].to(wide)
+            )
         return out.to(rows.dtype)
 
     def grouped_dgrad(d_out, weight, tokens_per_expert, *, accumulator="float32"):
@@ -236,7 +266,9 @@ def make(how: How) -> SimpleNamespace:
         check_grouped_wgrad(d_out, rows, tokens_per_expert, accumulate_into)
         check_precision(None, None, None, accumulator)
         wide = _accumulated_in(how, accumulator, rows)
-        gradients = [how.product(d_out[own].to(wide).T, rows[own].to(wide)) for own in _segments(tokens_per_expert, len(rows))]
+        gradients = [
+            how.product(d_out[own].to(wide).T, rows[own].to(wide)) for own in _segments(tokens_per_expert, len(rows))
+        ]
         whole = torch.stack(gradients)
         return whole.to(rows.dtype) if accumulate_into is None else (whole + accumulate_into).to(accumulate_into.dtype)
 
@@ -262,6 +294,16 @@ def _weighted(how: How, f: Tensor, v: Tensor | None, probs: Tensor | None, dtype
 
 
 Autograd = make(How())
-BaseTwo = make(How(sigmoid=sigmoid_base_two, tanh=tanh_by_sigmoid, erf=erf_by_polynomial, closed=True, product=in_halves))
+BaseTwo = make(
+    How(sigmoid=sigmoid_base_two, tanh=tanh_by_sigmoid, erf=erf_by_polynomial, closed=True, product=in_halves)
+)
 Wide = make(How(dtype=torch.float64))
-Backwards = make(How(gated=lambda x, y: x / (1 + torch.exp(-y)), tanh=tanh_backwards, closed=True, probs_first=True, product=one_by_one))
+Backwards = make(
+    How(
+        gated=lambda x, y: x / (1 + torch.exp(-y)),
+        tanh=tanh_backwards,
+        closed=True,
+        probs_first=True,
+        product=one_by_one,
+    )
+)

@@ -95,13 +95,25 @@ def by_codes(source: Source, quantizer: Any = quantizers.Divides, columnwise: bo
     for g, (own, its) in enumerate(zip(codes, scales, strict=True)):
         whole = torch.ones(1, 1)
         if recipe.scaling == "nvfp4":
-            whole = of_group(amax, g, sizes, recipe, source.role, read) * torch.tensor(1 / (6 * scheme(recipe, source.role).scale_max))
-        element = spread(exponents(its) if recipe.scaling == "mxfp8" else its.view(torch.float8_e4m3fn).float() if recipe.scaling == "nvfp4" else its, own)
+            whole = of_group(amax, g, sizes, recipe, source.role, read) * torch.tensor(
+                1 / (6 * scheme(recipe, source.role).scale_max)
+            )
+        element = spread(
+            exponents(its)
+            if recipe.scaling == "mxfp8"
+            else its.view(torch.float8_e4m3fn).float()
+            if recipe.scaling == "nvfp4"
+            else its,
+            own,
+        )
         part = own, element, whole.expand_as(own)
         if source.operand.kept == "dequantized":
             part = as_numbers((own * (element * whole)).to(source.x.dtype).float())
         found.append(Part(*(x.T if source.turned else x for x in part)))
-    return [Part(code, scale, whole[:, :1] if whole.shape[1] else whole.new_ones(len(whole), 1)) for code, scale, whole in found]
+    return [
+        Part(code, scale, whole[:, :1] if whole.shape[1] else whole.new_ones(len(whole), 1))
+        for code, scale, whole in found
+    ]
 
 
 def as_stored(source: Source) -> list[Part]:
@@ -119,7 +131,10 @@ def as_numbers(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def decoded(codes: Tensor, recipe: Recipe, role: str) -> Tensor:
     if recipe.scaling == "nvfp4":
         return quantizers.meaning(codes, None)
-    return quantizers.meaning(codes.contiguous(), torch.float8_e5m2 if recipe.fp8_format == "hybrid" and role == "grad_output" else torch.float8_e4m3fn)
+    return quantizers.meaning(
+        codes.contiguous(),
+        torch.float8_e5m2 if recipe.fp8_format == "hybrid" and role == "grad_output" else torch.float8_e4m3fn,
+    )
 
 
 def exponents(codes: Tensor) -> Tensor:
@@ -137,7 +152,10 @@ def spread(scale: Tensor, like: Tensor) -> Tensor:
     """Each block's scale at each of its elements: blocks are as long as it takes."""
     if scale.dim() == 0:
         return scale.expand_as(like)
-    tall, wide = (next((size for size in (1, 16, 32, 128) if -(-n // size) == m), 1) for n, m in zip(like.shape, scale.shape, strict=True))
+    tall, wide = (
+        next((size for size in (1, 16, 32, 128) if -(-n // size) == m), 1)
+        for n, m in zip(like.shape, scale.shape, strict=True)
+    )
     return scale.repeat_interleave(tall, 0).repeat_interleave(wide, 1)[: like.shape[0], : like.shape[1]]
 
 
@@ -208,7 +226,15 @@ class Layer(torch.autograd.Function):
     """The three products, of one way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, ways: SimpleNamespace, how: dict[str, Any]) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        counts: Tensor,
+        ways: SimpleNamespace,
+        how: dict[str, Any],
+    ) -> Tensor:
         ctx.save_for_backward(rows, weight, bias, counts)
         ctx.ways, ctx.how = ways, how
         return ways.forward(rows, weight, bias, counts, how)
@@ -219,7 +245,9 @@ class Layer(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         d_rows = ctx.ways.grouped_dgrad(d_out, weight, counts, **ctx.how) if wanted[0] else None
         d_weight = ctx.ways.grouped_wgrad(d_out, rows, counts, **ctx.how) if wanted[1] else None
-        d_bias = torch.stack([own.double().sum(0) for own in segments(d_out, counts)]).to(bias.dtype) if wanted[2] else None
+        d_bias = (
+            torch.stack([own.double().sum(0) for own in segments(d_out, counts)]).to(bias.dtype) if wanted[2] else None
+        )
         return d_rows, d_weight, d_bias, None, None, None
 
 
@@ -251,7 +279,9 @@ def make(way: Way) -> SimpleNamespace:
 
     def forward(rows, weight, bias, counts, how):
         parts = products((rows, counts, "input"), weights(weight), "fprop", how)
-        return below(parts if bias is None else [part + way.bias(bias[e]).float() for e, part in enumerate(parts)], rows)
+        return below(
+            parts if bias is None else [part + way.bias(bias[e]).float() for e, part in enumerate(parts)], rows
+        )
 
     def settings(recipe, state, noise, accumulator):
         check_precision(recipe, state, noise, accumulator)
@@ -271,7 +301,9 @@ def make(way: Way) -> SimpleNamespace:
             return moe_ref.grouped_dgrad(d_out, weight, counts, accumulator=accumulator)
         return below(products((d_out, counts, "grad_output"), weights(weight), "dgrad", how), d_out)
 
-    def grouped_wgrad(d_out, rows, counts, *, accumulate_into=None, recipe=None, state=None, noise=None, accumulator="float32"):
+    def grouped_wgrad(
+        d_out, rows, counts, *, accumulate_into=None, recipe=None, state=None, noise=None, accumulator="float32"
+    ):
         check_grouped_wgrad(d_out, rows, counts, accumulate_into)
         how = settings(recipe, state, noise, accumulator)
         if recipe is None:
@@ -280,14 +312,22 @@ def make(way: Way) -> SimpleNamespace:
         return whole.to(rows.dtype) if accumulate_into is None else (whole + accumulate_into).to(accumulate_into.dtype)
 
     def supports(function, **arguments):
-        wide = arguments.get("accumulator") == "float64" or arguments.get("rows", arguments.get("d_out")).dtype == torch.float64
+        wide = (
+            arguments.get("accumulator") == "float64"
+            or arguments.get("rows", arguments.get("d_out")).dtype == torch.float64
+        )
         return "sums are taken in float32" if wide else None
 
     def declares(function):
         return dict(way.declared)
 
     ways = SimpleNamespace(
-        forward=forward, grouped_linear=grouped_linear, grouped_dgrad=grouped_dgrad, grouped_wgrad=grouped_wgrad, supports=supports, declares=declares
+        forward=forward,
+        grouped_linear=grouped_linear,
+        grouped_dgrad=grouped_dgrad,
+        grouped_wgrad=grouped_wgrad,
+        supports=supports,
+        declares=declares,
     )
     return ways
 

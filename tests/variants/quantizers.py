@@ -82,7 +82,11 @@ def largest_along(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 def grown(scale: Tensor, block: tuple[int, int], like: Tensor) -> Tensor:
     rows, columns = scale.shape
-    return scale[:, None, :, None].expand(rows, block[0], columns, block[1]).reshape(rows * block[0], columns * block[1])[: like.shape[0], : like.shape[1]]
+    return (
+        scale[:, None, :, None]
+        .expand(rows, block[0], columns, block[1])
+        .reshape(rows * block[0], columns * block[1])[: like.shape[0], : like.shape[1]]
+    )
 
 
 def exponent_above(x: Tensor) -> Tensor:
@@ -135,13 +139,24 @@ def make(reciprocal: bool = False) -> SimpleNamespace:
             return two_levels(x, recipe, role, columnwise, noise)
         kind = torch.float8_e5m2 if recipe.fp8_format == "hybrid" and role == "grad_output" else torch.float8_e4m3fn
         size, square = BLOCK.get(recipe.scaling, 0), role == "weight" and bool(recipe.two_dimensional_weights)
-        block = (max(x.shape[0], 1), max(x.shape[1], 1)) if not size else (size, size) if square else (size, 1) if columnwise else (1, size)
+        block = (
+            (max(x.shape[0], 1), max(x.shape[1], 1))
+            if not size
+            else (size, size)
+            if square
+            else (size, 1)
+            if columnwise
+            else (1, size)
+        )
         wide, most = x.float(), torch.finfo(kind).max
         amax = largest(wide, block) if size else largest_along(wide, (0, 1))
         if recipe.scaling == "mxfp8":
             code = exponent_above(amax * torch.tensor(1 / most))
             inverse = torch.ldexp(torch.ones_like(amax, dtype=torch.float64), code.int() - 127).float()
-            scale, codes = code, cast(wide * grown(torch.ldexp(torch.ones_like(amax), 127 - code.int()), block, x), kind)
+            scale, codes = (
+                code,
+                cast(wide * grown(torch.ldexp(torch.ones_like(amax), 127 - code.int()), block, x), kind),
+            )
         else:
             ceiling = torch.finfo(x.dtype).max if size else LARGEST
             s = scale_of(amax, most, recipe, ceiling) if given is None else given.reshape(1, 1)
@@ -157,7 +172,11 @@ def make(reciprocal: bool = False) -> SimpleNamespace:
 
     def repeated(scale: Tensor, square: bool, columnwise: bool, recipe: Any) -> Tensor:
         """Square blocks of the small formats are stored for each of their rows, in the form's own orientation."""
-        return scale.repeat_interleave(BLOCK[recipe.scaling], int(columnwise)) if square and recipe.scaling != "block" else scale
+        return (
+            scale.repeat_interleave(BLOCK[recipe.scaling], int(columnwise))
+            if square and recipe.scaling != "block"
+            else scale
+        )
 
     def two_levels(x: Tensor, recipe: Any, role: str, columnwise: bool, noise: Tensor | None) -> Piece:
         square = role == "weight" and bool(recipe.two_dimensional_weights)
@@ -188,10 +207,17 @@ def make(reciprocal: bool = False) -> SimpleNamespace:
             source = TransformedRows.apply(real) if turning else real
             source = torch.cat([source, torch.zeros_like(x[sum(sizes) :])])
             parts = source.detach()[: sum(sizes)].split(sizes)
-            random = [None] * len(sizes) if noise is None or role != "grad_output" else noise[int(turn)][: sum(sizes)].split(sizes)
+            random = (
+                [None] * len(sizes)
+                if noise is None or role != "grad_output"
+                else noise[int(turn)][: sum(sizes)].split(sizes)
+            )
             held[turn] = (
                 source,
-                [piece(part, recipe, role, turn, None if state is None else state.scale[g], random[g]) for g, part in enumerate(parts)],
+                [
+                    piece(part, recipe, role, turn, None if state is None else state.scale[g], random[g])
+                    for g, part in enumerate(parts)
+                ],
                 recipe,
                 role,
             )
@@ -219,7 +245,10 @@ def make(reciprocal: bool = False) -> SimpleNamespace:
         if layout == "compact":
             whole = torch.cat([p.scale for p in parts])
             return whole.flatten() if flat else whole
-        return tuple(p.scale.flatten() if flat else for_gemm(p.scale.T if columnwise else p.scale, recipe, p.square) for p in parts)
+        return tuple(
+            p.scale.flatten() if flat else for_gemm(p.scale.T if columnwise else p.scale, recipe, p.square)
+            for p in parts
+        )
 
     def for_gemm(scale: Tensor, recipe: Any, square: bool) -> Tensor:
         """Index by index; padding is 7, which nobody may look at."""
@@ -260,7 +289,11 @@ def make(reciprocal: bool = False) -> SimpleNamespace:
             known = torch.cat([last[None], history[g, 1:]]).max() if recipe.amax_compute_algo == "max" else last
             if known.isfinite():
                 scale[g] = ratio(most * 2.0**-recipe.margin, known).clamp(max=LARGEST)
-            history[g] = torch.cat([torch.zeros(1), history[g, 2:], last[None]])[: history.shape[1]] if history.shape[1] > 1 else 0
+            history[g] = (
+                torch.cat([torch.zeros(1), history[g, 2:], last[None]])[: history.shape[1]]
+                if history.shape[1] > 1
+                else 0
+            )
         return QuantizerState(history, scale)
 
     def supports(function, **arguments):

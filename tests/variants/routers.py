@@ -155,7 +155,9 @@ def make(how: How) -> SimpleNamespace:
         expert_bias=None,
         precomputed_indices=None,
     ):
-        check_topk_routing(logits, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices)
+        check_topk_routing(
+            logits, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices
+        )
         x, experts = how.wide(logits), logits.shape[1]
         plain = score_function == "softmax" and (not pre_softmax or (not how.by_score and num_groups is None))
         if precomputed_indices is None:
@@ -171,7 +173,12 @@ def make(how: How) -> SimpleNamespace:
             index = how.best(keys, topk)
         else:
             index = precomputed_indices.long()
-            require(bool(((index >= 0) & (index < experts)).all()), "precomputed_indices", "out of range", f"below {experts}")
+            require(
+                bool(((index >= 0) & (index < experts)).all()),
+                "precomputed_indices",
+                "out of range",
+                f"below {experts}",
+            )
         scale = 1.0 if scaling_factor is None else scaling_factor
         if how.closed:
             probs = Closed.apply(x, index, score_function, pre_softmax, scale, how)
@@ -195,7 +202,11 @@ def make(how: How) -> SimpleNamespace:
         check_topk(topk, logits.shape[1])
         check_score_function(score_function)
         check_padding_mask(padding_mask, len(logits))
-        padding = torch.zeros(len(logits), dtype=torch.bool, device=logits.device) if padding_mask is None else padding_mask != 0
+        padding = (
+            torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+            if padding_mask is None
+            else padding_mask != 0
+        )
         x = how.wide(logits.masked_fill(padding[:, None], 0))
         scores = how.score(x, score_function)
         keys = scores.detach() if how.by_score else x.detach()
@@ -245,7 +256,11 @@ def make(how: How) -> SimpleNamespace:
         check_drop_tokens(probs, routing_map, capacity, drop_policy)
         routed = routing_map != 0
         tokens = len(probs)
-        key = probs.detach().double() if drop_policy == "probs" else -torch.arange(tokens, device=probs.device).double()[:, None].expand(probs.shape)
+        key = (
+            probs.detach().double()
+            if drop_policy == "probs"
+            else -torch.arange(tokens, device=probs.device).double()[:, None].expand(probs.shape)
+        )
         key = torch.where(routed, key, -torch.inf)
         room = min(capacity, tokens)
         index = how.best(key.T.contiguous(), room)
@@ -255,8 +270,18 @@ def make(how: How) -> SimpleNamespace:
         return Routed(probs.masked_fill(~(kept & routed), 0), kept)
 
     def update_expert_bias(expert_bias, tokens_per_expert, *, update_rate):
-        require(expert_bias.dtype in (torch.float32, torch.float64) and expert_bias.dim() == 1, "expert_bias", expert_bias.dtype, "float32")
-        require(tokens_per_expert.shape == expert_bias.shape, "tokens_per_expert", tuple(tokens_per_expert.shape), "like expert_bias")
+        require(
+            expert_bias.dtype in (torch.float32, torch.float64) and expert_bias.dim() == 1,
+            "expert_bias",
+            expert_bias.dtype,
+            "float32",
+        )
+        require(
+            tokens_per_expert.shape == expert_bias.shape,
+            "tokens_per_expert",
+            tuple(tokens_per_expert.shape),
+            "like expert_bias",
+        )
         require(is_number(update_rate) and update_rate >= 0, "update_rate", update_rate, "≥ 0")
         count = tokens_per_expert.long()
         return expert_bias + torch.sign(count.sum() - len(count) * count) * update_rate
@@ -267,13 +292,26 @@ def make(how: How) -> SimpleNamespace:
 
     def jitter(x, *, eps):
         require(is_number(eps) and 0 <= eps < 1, "eps", eps, "from 0 to 1")
-        return x * torch.empty_like(x).uniform_(1 - eps, 1 + eps) if x.is_contiguous() else x * (1 + eps * (2 * torch.rand_like(x) - 1))
+        return (
+            x * torch.empty_like(x).uniform_(1 - eps, 1 + eps)
+            if x.is_contiguous()
+            else x * (1 + eps * (2 * torch.rand_like(x) - 1))
+        )
 
     def attach_loss(x, loss, *, scale=1.0):
         require(is_number(scale), "scale", scale, "a number")
         return Riding.apply(x, loss, scale)
 
-    offered = (topk_indices, topk_routing, aux_loss_scores, z_loss, sinkhorn_routing, load_balancing_loss, drop_tokens, update_expert_bias)
+    offered = (
+        topk_indices,
+        topk_routing,
+        aux_loss_scores,
+        z_loss,
+        sinkhorn_routing,
+        load_balancing_loss,
+        drop_tokens,
+        update_expert_bias,
+    )
     return SimpleNamespace(**{function.__name__: function for function in (*offered, gate, jitter, attach_loss)})
 
 
@@ -309,6 +347,8 @@ class Riding(torch.autograd.Function):
 
 
 Autograd = make(How())
-BaseTwo = make(How(exp=exp_base_two, sigmoid=sigmoid_by_exp, softplus=softplus_by_logaddexp, total=descending, closed=True))
+BaseTwo = make(
+    How(exp=exp_base_two, sigmoid=sigmoid_by_exp, softplus=softplus_by_logaddexp, total=descending, closed=True)
+)
 Wide = make(How(dtype=torch.float64))
 OneByOne = make(How(total=one_by_one, best=last_of_equals, by_score=True))

@@ -18,7 +18,9 @@ def parts_with(change: Callable[[Source], list[Part]], **where: str) -> SimpleNa
     """The honest parts of a source, and of those where role and gemm are these, what `change` makes of it."""
 
     def parts(source: Source) -> list[Part]:
-        return change(source) if all(getattr(source, name) == value for name, value in where.items()) else by_codes(source)
+        return (
+            change(source) if all(getattr(source, name) == value for name, value in where.items()) else by_codes(source)
+        )
 
     return make(Way(parts=parts))
 
@@ -34,7 +36,10 @@ def in_e4m3(source: Source) -> list[Part]:
 def neighbours(source: Source) -> list[Part]:
     """The scales of the expert before."""
     honest = by_codes(source)
-    return [part._replace(scale=other.scale, whole=other.whole) for part, other in zip(honest, honest[-1:] + honest[:-1], strict=True)]
+    return [
+        part._replace(scale=other.scale, whole=other.whole)
+        for part, other in zip(honest, honest[-1:] + honest[:-1], strict=True)
+    ]
 
 
 def transposed_scales(source: Source) -> list[Part]:
@@ -71,7 +76,10 @@ def not_rounded(source: Source) -> list[Part]:
 
 def in_bfloat16(source: Source) -> list[Part]:
     """Values on their way to a matrix unit."""
-    return [Part(part.value.bfloat16().float(), torch.ones_like(part.scale), torch.ones_like(part.whole)) for part in by_codes(source)]
+    return [
+        Part(part.value.bfloat16().float(), torch.ones_like(part.scale), torch.ones_like(part.whole))
+        for part in by_codes(source)
+    ]
 
 
 def across_experts(source: Source) -> list[Part]:
@@ -79,7 +87,10 @@ def across_experts(source: Source) -> list[Part]:
     rows = torch.tensor([int(source.splits.sum())])
     (whole,) = by_codes(source._replace(splits=rows))
     sizes = source.splits.tolist()
-    return [Part(code, scale, whole.whole) for code, scale in zip(whole.code.split(sizes, 1), whole.scale.split(sizes, 1), strict=True)]
+    return [
+        Part(code, scale, whole.whole)
+        for code, scale in zip(whole.code.split(sizes, 1), whole.scale.split(sizes, 1), strict=True)
+    ]
 
 
 def with_the_tail(source: Source) -> list[Part]:
@@ -95,14 +106,18 @@ def with_the_tail(source: Source) -> list[Part]:
 
 def updated_too_early(source: Source) -> list[Part]:
     """With what this step has measured in the scale already."""
-    measured = quantize(source.x.detach(), source.recipe, role=source.role, splits=source.splits, state=source.state).state
+    measured = quantize(
+        source.x.detach(), source.recipe, role=source.role, splits=source.splits, state=source.state
+    ).state
     assert measured is not None
     return by_codes(source._replace(state=moe_ref.update_scales(measured, source.recipe, role=source.role)))
 
 
 def one_state_for_all(source: Source) -> list[Part]:
     assert source.state is not None
-    return by_codes(source._replace(state=source.state._replace(scale=source.state.scale.amin().expand_as(source.state.scale))))
+    return by_codes(
+        source._replace(state=source.state._replace(scale=source.state.scale.amin().expand_as(source.state.scale)))
+    )
 
 
 def to_nearest(source: Source) -> list[Part]:
@@ -125,11 +140,19 @@ def not_saturated(source: Source) -> list[Part]:
     scaled = [own * source.state.scale[e] for e, own in enumerate(source.x[: sum(sizes)].float().split(sizes))]
     turned = source.gemm == "wgrad"
     lost = [(x.T if turned else x).abs() >= 464 for x in scaled]
-    return [part._replace(code=torch.where(over, torch.nan, part.code)) for part, over in zip(by_codes(source), lost, strict=True)]
+    return [
+        part._replace(code=torch.where(over, torch.nan, part.code))
+        for part, over in zip(by_codes(source), lost, strict=True)
+    ]
 
 
 def last_block_by_the_one_before(source: Source) -> list[Part]:
-    return [part._replace(scale=torch.cat([part.scale[:, :128], part.scale[:, 127:128].expand(-1, part.scale.shape[1] - 128)], 1)) for part in by_codes(source)]
+    return [
+        part._replace(
+            scale=torch.cat([part.scale[:, :128], part.scale[:, 127:128].expand(-1, part.scale.shape[1] - 128)], 1)
+        )
+        for part in by_codes(source)
+    ]
 
 
 def low_bias(bias: Tensor) -> Tensor:
