@@ -20,7 +20,7 @@ from torch import Tensor
 
 import moe_fast
 from benchmarks.common import BF16, SHAPES, ceilings, interleaved, lines_of
-from moe_fast.backend import INTERPRETED, triton
+from moe_fast.launch.backend import INTERPRETED, triton
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 PROB = 4  # bytes

@@ -1,4 +1,4 @@
-"""How far honest kernels stray from one another, and the limits of `conformance.judge.rowwise` that follow.
+"""How far honest kernels stray from one another, and the limits of `conformance.judge.ratios` that follow.
 
     python -m benchmarks.calibrate                      # this machine's CPU, in minutes; replaces what the file says of such a machine
     python -m benchmarks.calibrate --device cuda        # matrix units, grouped kernels and split-K as torch has them
@@ -34,10 +34,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.judge import rowwise
+from conformance.judge import ratios as rowwise
 from conformance.judge.bound import sum_bound
-from conformance.judge.rowwise import CALIBRATION, HOPPER_FP8, Accumulator, Limits, RowWise, contraction_bound, row_wise
-from tests.tolerance_experiment import (
+from conformance.judge.ratios import CALIBRATION, HOPPER_FP8, Accumulator, Limits, RowWise, contraction_bound, row_wise
+from tests.judge.tolerance_experiment import (
     ORDERS,
     REGIMES,
     BlockKernel,
@@ -183,7 +183,7 @@ def expected_scaled_product(
 
 
 def experts(runs: int) -> Iterator[Run]:
-    """Two contractions and what lies between, as in `tests/tolerance_experiment.py`."""
+    """Two contractions and what lies between, as in `tests/judge/tolerance_experiment.py`."""
     for run in range(runs):
         inputs = layer(1000 + run, list(REGIMES)[run % len(REGIMES)])
         expected = ratio_judged(truth(inputs).expected)

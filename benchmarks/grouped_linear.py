@@ -24,9 +24,7 @@ from torch import Tensor
 
 import moe_fast
 from benchmarks.common import table
-from moe_fast.backend import INTERPRETED, triton
-from moe_fast.quantized import Quantized
-from moe_fast.scaled_linear import (
+from moe_fast.experts.scaled_linear import (
     Precision,
     quantized_rows,
     quantized_weight,
@@ -35,6 +33,8 @@ from moe_fast.scaled_linear import (
     scaled_plan,
     scaled_wgrad,
 )
+from moe_fast.launch.backend import INTERPRETED, triton
+from moe_fast.quantization.quantized import Quantized
 from moe_ref.config import Recipe
 
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from conformance.execute.ledger import entries
-from conformance.plan import sections
-from conformance.session import Options, Session
+from conformance.engine.choose.plan import sections
+from conformance.engine.run.ledger import entries
+from conformance.engine.run.session import Options, Session
 
 
 def main() -> None:

@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from conformance.case import Case
-from conformance.execute.child import Settings
-from conformance.execute.pool import Pool
-from conformance.plan import cases_of, sections
-from conformance.profiles import PROFILES, Profile
-from conformance.strategies.space import Space
-from tests.variants import EXPERTS, HONEST, ROUTERS
+from conformance.core.case import Case
+from conformance.core.space import Space
+from conformance.engine.child.child import Settings
+from conformance.engine.choose.plan import cases_of, sections
+from conformance.engine.choose.profiles import PROFILES, Profile
+from conformance.engine.run.pool import Pool
+from tests.honest import EXPERTS, HONEST, ROUTERS
 
 
 def main() -> int:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 import moe_fast
 from benchmarks.common import BF16, QUICK_SHAPES, SHAPES, Shape, ceilings, interleaved, lines_of, replayed, table
-from moe_fast import metadata
-from moe_fast.backend import INTERPRETED, triton
-from moe_fast.permutation import _merge_backward, _move_to_rows, _sum_rows
+from moe_fast.launch.backend import INTERPRETED, triton
+from moe_fast.permutation import row_map as metadata
+from moe_fast.permutation.permute import _merge_backward, _move_to_rows, _sum_rows
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 

@@ -23,9 +23,9 @@ import moe_fast
 from benchmarks.common import BF16, QUICK_SHAPES, SHAPES, ceilings, replayed, table
 from benchmarks.permutation import Problem, make_problem, padded_gather
 from benchmarks.quantization import eager_block, eager_current, eager_delayed, eager_mxfp8
-from moe_fast import metadata
-from moe_fast.backend import INTERPRETED, triton
-from moe_fast.permuted_quantization import Work
+from moe_fast.fused.permute_and_quantize import Work
+from moe_fast.launch.backend import INTERPRETED, triton
+from moe_fast.permutation import row_map as metadata
 from moe_ref.config import QuantizerState, Recipe
 
 DEVICE = "cpu" if INTERPRETED else "cuda"

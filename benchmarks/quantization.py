@@ -23,8 +23,8 @@ from torch import Tensor
 import moe_fast
 import moe_ref
 from benchmarks.common import BF16, SHAPES, ceilings, lines_of, rotated
-from moe_fast import group_scaling
-from moe_fast.backend import INTERPRETED, triton
+from moe_fast.launch.backend import INTERPRETED, triton
+from moe_fast.quantization import group_scales as group_scaling
 from moe_ref.config import QuantizerState, Recipe
 
 DEVICE = "cpu" if INTERPRETED else "cuda"

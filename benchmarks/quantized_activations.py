@@ -22,7 +22,7 @@ import moe_fast
 from benchmarks.activations import GPT_OSS, PROB, WIDTHS, Problem, backward, forward, make
 from benchmarks.common import BF16, SHAPES, ceilings, interleaved, lines_of
 from benchmarks.quantization import eager_block, eager_mxfp8, segments
-from moe_fast.backend import INTERPRETED, triton
+from moe_fast.launch.backend import INTERPRETED, triton
 from moe_ref.config import Recipe
 
 DEVICE = "cpu" if INTERPRETED else "cuda"

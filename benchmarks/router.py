@@ -17,7 +17,7 @@ from torch import Tensor
 
 import moe_fast
 from benchmarks.common import rotated, table
-from moe_fast.backend import INTERPRETED
+from moe_fast.launch.backend import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 COLD_BYTES = 256 * 2**20  # of all copies of the logits together
@@ -163,7 +163,7 @@ def versions_of(router: Router, tokens: int, te: Any) -> dict[str, dict[str, lis
 
 def backward_versions(router: Router, tokens: int) -> dict[str, list[Callable[[], object]]]:
     """The backward of the compact and of the dense form, by the kernels alone."""
-    from moe_fast.routing import Settings, _choose_backward
+    from moe_fast.router.selection import Settings, _choose_backward
 
     copies = min(256, max(2, -(-COLD_BYTES // (tokens * router.experts * 4)))) if not INTERPRETED else 1
     made = [make(router, tokens, seed)[0] for seed in range(copies)]

@@ -23,11 +23,11 @@ CODES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code (see `conformance.verdict`)."""
+    """Run one verb; returns the exit code (see `conformance.engine.run.verdict`)."""
     options = _parser().parse_args(arguments)
-    from conformance.case import CaseError
-    from conformance.execute.child import Settings
-    from conformance.execute.joined import attend, joined
+    from conformance.core.case import CaseError
+    from conformance.engine.child.child import Settings
+    from conformance.engine.world.joined import attend, joined
     from conformance.interface import UsageError
 
     try:
@@ -175,7 +175,7 @@ class _Catcher:
 
 
 def _session(options: argparse.Namespace, folder: str) -> Any:
-    from conformance.session import Options, Session
+    from conformance.engine.run.session import Options, Session
 
     session = Session(
         Options(options.impl, device=options.device, corpus=options.corpus, case_seconds=options.case_seconds),
@@ -187,7 +187,7 @@ def _session(options: argparse.Namespace, folder: str) -> Any:
 
 def replay(options: argparse.Namespace) -> int:
     """Exit code 0 if the case passes, 1 if it fails, 4 if it says nothing."""
-    from conformance.corpus import find
+    from conformance.engine.run.corpus import find
     from conformance.report.terminal import picture
 
     case = find(options.case, Path(options.corpus))
@@ -206,10 +206,10 @@ def replay(options: argparse.Namespace) -> int:
 
 def minimize(options: argparse.Namespace) -> int:
     """Exit code 1 with the smallest case; if the case does not fail, the one that `replay` has."""
-    from conformance.corpus import find
-    from conformance.reduction import reduce
+    from conformance.engine.run.corpus import find
+    from conformance.engine.run.reduction import reduce
+    from conformance.engine.run.session import FAILING
     from conformance.report.terminal import failure_lines
-    from conformance.session import FAILING
 
     case = find(options.case, Path(options.corpus))
     with tempfile.TemporaryDirectory() as folder, closing(_session(options, folder)) as session:
@@ -218,7 +218,7 @@ def minimize(options: argparse.Namespace) -> int:
             print(f"{case.function} {case.id}: {outcome.status} {outcome.reason}; there is nothing to minimize")
             return CODES.get(outcome.status, 1)
         found = reduce(case, outcome, session.attempt, seconds=120)
-        from conformance import corpus
+        from conformance.engine.run import corpus
 
         path = corpus.save(
             Path(options.corpus),
@@ -245,11 +245,11 @@ def minimize(options: argparse.Namespace) -> int:
 
 def list_(options: argparse.Namespace) -> int:
     """Print what the suite knows."""
-    from conformance.contracts.collective import Collective
-    from conformance.profiles import PROFILES
-    from conformance.registry import CONTRACTS
-    from conformance.strategies.covering import covering_cases
-    from conformance.strategies.space import Space
+    from conformance.catalogue import CONTRACTS
+    from conformance.core.covering import covering_cases
+    from conformance.core.ranks import Collective
+    from conformance.core.space import Space
+    from conformance.engine.choose.profiles import PROFILES
 
     for name, contract in CONTRACTS.items():
         covered = covering_cases(name, Space())
@@ -270,7 +270,7 @@ def list_(options: argparse.Namespace) -> int:
 
 def doctor(options: argparse.Namespace) -> int:
     """Exit code 0 if the suite can run here, 3 if not."""
-    from conformance.doctor import checkup
+    from conformance.report.doctor import checkup
 
     findings = list(checkup())
     for fine, text in findings:
@@ -280,9 +280,9 @@ def doctor(options: argparse.Namespace) -> int:
 
 def check_adapter(options: argparse.Namespace) -> int:
     """Exit code 0 if the namespace offers anything that can be judged, else 4."""
-    from conformance.adapter import described
-    from conformance.execute.child import Settings
-    from conformance.execute.pool import Pool
+    from conformance.engine.child.child import Settings
+    from conformance.engine.run.pool import Pool
+    from conformance.report.adapter import described
 
     with Pool(Settings(options.impl, options.device)) as pool:
         offered, text = described(pool.start())

@@ -78,7 +78,7 @@ class Run:
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Check everything that the user gave before a case is run."""
-        from conformance.case import CaseError
+        from conformance.core.case import CaseError
         from conformance.interface import UsageError
 
         try:
@@ -114,7 +114,7 @@ class Run:
             raise UsageError(f"--corpus {kept}: is no folder")
 
     def options(self) -> Any:
-        from conformance.session import Options
+        from conformance.engine.run.session import Options
 
         get = self.config.getoption
         return Options(
@@ -129,18 +129,18 @@ class Run:
         )
 
     def _start(self) -> None:
-        from conformance.session import Session
+        from conformance.engine.run.session import Session
 
         self.session = Session(self.options(), self.folder, self.worker or "main", progress=not self.worker)
         self.session.start()
         if replay := self.config.getoption("--replay"):
-            from conformance.corpus import find
+            from conformance.engine.run.corpus import find
 
             self.session.corpus = [find(replay, Path(self.config.getoption("--corpus")))]
 
     def _preflight(self) -> None:
         """Fail in the controller, once, rather than in every worker."""
-        from conformance.session import Session
+        from conformance.engine.run.session import Session
 
         with tempfile.TemporaryDirectory() as scratch:
             trial = Session(self.options(), Path(scratch), "preflight")
@@ -150,8 +150,8 @@ class Run:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "section" not in metafunc.fixturenames:
             return
-        from conformance.plan import Section, sections
-        from conformance.profiles import PROFILES
+        from conformance.engine.choose.plan import Section, sections
+        from conformance.engine.choose.profiles import PROFILES
 
         all_of_them = (
             [Section("corpus")]
@@ -179,7 +179,7 @@ class Run:
         if self.worker or not any(self.folder.glob("*.jsonl")):
             return
         from conformance import report
-        from conformance.verdict import assemble
+        from conformance.engine.run.verdict import assemble
 
         get = self.config.getoption
         seconds = time.monotonic() - self.started
@@ -203,7 +203,7 @@ class Run:
     def _waiver_names(self) -> list[str]:
         import datetime
 
-        from conformance.waivers import read_waivers
+        from conformance.engine.run.waivers import read_waivers
 
         path = self.config.getoption("--waivers")
         return [waiver.name for waiver in read_waivers(Path(path), datetime.date.today())] if path else []

@@ -2,9 +2,9 @@
 
 import pytest
 
-from conformance.plan import Section
+from conformance.engine.choose.plan import Section
+from conformance.engine.run.session import Session
 from conformance.report.terminal import failure_lines
-from conformance.session import Session
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ and `linear` hold the products of each expert's rows, `scaled_linear` those in l
 `dispatch` brings rows to other ranks. `declared` says what is promised. The kernels are in `kernels`, their block sizes in `tuning`.
 """
 
-from moe_fast import backend as backend  # first: it chooses the interpreter before any kernel is decorated
-from moe_fast.activations import activation, activation_backward, glu, glu_backward
-from moe_fast.balancing import attach_loss, aux_loss_scores, load_balancing_loss, update_expert_bias, z_loss
-from moe_fast.capacity import drop_tokens, expert_capacity
+from moe_fast.launch import backend as backend  # first: it chooses the interpreter before any kernel is decorated
+
+# isort: split
 from moe_fast.declared import declares, supports
 from moe_fast.dispatch import (
     allgather_combine,
@@ -29,24 +28,27 @@ from moe_fast.dispatch import (
     hybridep_combine,
     hybridep_dispatch,
 )
-from moe_fast.experts import grouped_mlp, latent_projection, sequential_mlp
-from moe_fast.gating import gate, jitter
-from moe_fast.group_scaling import new_quantizer_state, update_scales
-from moe_fast.linear import grouped_dgrad, grouped_linear, grouped_wgrad
-from moe_fast.permutation import permute, sort_chunks, unpermute
-from moe_fast.permuted_quantization import permute_and_quantize
-from moe_fast.quantization import quantize
-from moe_fast.quantized import amax, codes, dequantize, scales
-from moe_fast.quantized_activations import (
+from moe_fast.experts.activations import activation, activation_backward, glu, glu_backward
+from moe_fast.experts.linear import grouped_dgrad, grouped_linear, grouped_wgrad
+from moe_fast.experts.mlp import grouped_mlp, latent_projection, sequential_mlp
+from moe_fast.experts.shared import shared_experts
+from moe_fast.fused.activate_and_quantize import (
     activation_and_quantize,
     activation_backward_and_quantize,
     glu_and_quantize,
     glu_backward_and_quantize,
 )
-from moe_fast.router import finish_batch, new_state, route, state_from, state_tensors
-from moe_fast.routing import topk_indices, topk_routing
-from moe_fast.routing_map import indices_to_multihot, multihot_to_indices, pad_routing_map
-from moe_fast.shared import shared_experts
+from moe_fast.fused.permute_and_quantize import permute_and_quantize
+from moe_fast.permutation.permute import permute, sort_chunks, unpermute
+from moe_fast.permutation.routing_map import indices_to_multihot, multihot_to_indices, pad_routing_map
+from moe_fast.quantization.group_scales import new_quantizer_state, update_scales
+from moe_fast.quantization.quantize import quantize
+from moe_fast.quantization.quantized import amax, codes, dequantize, scales
+from moe_fast.router.balancing import attach_loss, aux_loss_scores, load_balancing_loss, update_expert_bias, z_loss
+from moe_fast.router.capacity import drop_tokens, expert_capacity
+from moe_fast.router.gating import gate, jitter
+from moe_fast.router.route import finish_batch, new_state, route, state_from, state_tensors
+from moe_fast.router.selection import topk_indices, topk_routing
 
 __all__ = [
     "activation",

@@ -5,13 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_fast import backend, dispatch
-from moe_fast.activations import PROBS
-from moe_fast.group_scaling import casts_in_hardware
-from moe_fast.linear import check_product
-from moe_fast.permutation import MERGING, SUMMED
-from moe_fast.routing import check_computed, check_rows
-from moe_fast.scaled_linear import scales_in_hardware
+from moe_fast import dispatch
+from moe_fast.experts.activations import PROBS
+from moe_fast.experts.linear import check_product
+from moe_fast.experts.scaled_linear import scales_in_hardware
+from moe_fast.launch import backend
+from moe_fast.permutation.permute import MERGING, SUMMED
+from moe_fast.quantization.group_scales import casts_in_hardware
+from moe_fast.router.selection import check_computed, check_rows
 
 BY_FP8, BY_BLOCKS = (
     ("delayed", "current", "block"),

@@ -13,12 +13,12 @@ import numpy as np
 from torch import Tensor
 
 from conformance.judge.bound import Bounded, beyond
+from conformance.judge.choice import Chosen, inadmissible
 from conformance.judge.codes import Codes, miscoded
+from conformance.judge.draws import Drawn, undrawn
 from conformance.judge.exact import Exact, different
-from conformance.judge.random import Drawn, undrawn
 from conformance.judge.ranges import Ranged, outside
-from conformance.judge.rowwise import RowWise
-from conformance.judge.selection import Chosen, inadmissible
+from conformance.judge.ratios import RowWise
 
 Outputs = Mapping[str, Any]
 

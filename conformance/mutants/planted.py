@@ -16,15 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.families.dispatch import defects as planted_dispatch
+from conformance.families.dispatch import defects_wire as planted_wire
+from conformance.families.experts import defects as planted_experts
+from conformance.families.quantization import defects as planted_quantization
+from conformance.families.router import defects as planted_router
+from conformance.families.router import defects_ranks as planted_ranks
 from conformance.interface import imported
-from conformance.mutants import (
-    planted_dispatch,
-    planted_experts,
-    planted_quantization,
-    planted_ranks,
-    planted_router,
-    planted_wire,
-)
 
 Wrapper = Callable[..., Any]
 

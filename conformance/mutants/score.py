@@ -13,16 +13,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from conformance.case import Case
-from conformance.execute.child import Settings
-from conformance.execute.pool import Pool
-from conformance.execute.runner import Outcome
+from conformance.catalogue import CONTRACTS
+from conformance.core.case import Case
+from conformance.core.space import Space
+from conformance.engine.child.child import Settings
+from conformance.engine.child.runner import Outcome
+from conformance.engine.choose.plan import cases_of, sections
+from conformance.engine.choose.profiles import PROFILES
+from conformance.engine.run.pool import Pool
 from conformance.interface import UsageError
 from conformance.mutants.planted import DEFECTS
-from conformance.plan import cases_of, sections
-from conformance.profiles import PROFILES
-from conformance.registry import CONTRACTS
-from conformance.strategies.space import Space
 
 SOUND = 40  # cases of each function that the implementation must pass before listed defects are planted in it; all, before automatic ones
 TRACED = 8  # of so many cases, one is run again with its calls recorded, which slows an interpreter down

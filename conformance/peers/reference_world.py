@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_ref
-from moe_ref.quantization import Quantized
+from moe_ref.quantization.quantize import Quantized
 
 RANKED = (
     "tokens",

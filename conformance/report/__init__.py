@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
+from conformance.engine.run.verdict import Verdict
 from conformance.interface import UsageError
 from conformance.report.files import junit, markdown
-from conformance.verdict import Verdict
 
 WRITERS = {".json": lambda verdict: json.dumps(verdict.record(), indent=1) + "\n", ".xml": junit, ".md": markdown}
 

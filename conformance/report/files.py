@@ -3,9 +3,9 @@
 import re
 from xml.etree import ElementTree
 
-from conformance.case import case_from
+from conformance.core.case import case_from
+from conformance.engine.run.verdict import UNTOUCHED, Verdict
 from conformance.report.terminal import failure_lines, picture
-from conformance.verdict import UNTOUCHED, Verdict
 
 FORBIDDEN = re.compile(
     "[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"

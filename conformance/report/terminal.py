@@ -4,10 +4,10 @@ import os
 import textwrap
 from typing import Any
 
-from conformance.case import case_from
+from conformance.catalogue import CONTRACTS
+from conformance.core.case import case_from
+from conformance.engine.run.verdict import UNTOUCHED, Verdict
 from conformance.interface import DEFAULTS
-from conformance.registry import CONTRACTS
-from conformance.verdict import UNTOUCHED, Verdict
 
 INDENT = 19  # columns of the name in front
 WIDTH = 160

@@ -17,7 +17,7 @@ from moe_fast.dispatch.exchange import (
     replicated,
     size_and_rank,
 )
-from moe_fast.permutation import permute, unpermute
+from moe_fast.permutation.permute import permute, unpermute
 from moe_ref.config import Dispatched, check_dispatch
 
 

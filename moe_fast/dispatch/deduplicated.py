@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_fast.dispatch.exchange import Exchange, counts_of_all, exchange_of, size_and_rank
-from moe_fast.permutation import permute
+from moe_fast.permutation.permute import permute
 
 
 @dataclass(frozen=True)

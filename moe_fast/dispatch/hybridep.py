@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from moe_fast.dispatch import wire
 from moe_fast.dispatch.deduplicated import Sent, add_ranks, send_once
 from moe_fast.dispatch.exchange import check_combined, check_handle, exchanged, size_and_rank
-from moe_fast.permutation import _sum_rows, permute, unpermute
+from moe_fast.permutation.permute import _sum_rows, permute, unpermute
 from moe_ref.config import (
     Combined,
     Dispatched,

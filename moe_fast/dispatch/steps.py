@@ -14,15 +14,15 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from moe_fast import tuning
-from moe_fast.backend import bits, launch_on
+from moe_fast.dispatch import _symmetric as kernels
 from moe_fast.dispatch import wire
 from moe_fast.dispatch.slabs import Slab
-from moe_fast.group_scaling import casts_in_hardware
-from moe_fast.kernels import symmetric as kernels
-from moe_fast.metadata import RowMap, empty_slots, walk_map
-from moe_fast.routing import EXACT
-from moe_fast.tuning import ceil_div, power_of_two
+from moe_fast.launch import tuning
+from moe_fast.launch.backend import bits, launch_on
+from moe_fast.launch.tuning import ceil_div, power_of_two
+from moe_fast.permutation.row_map import RowMap, empty_slots, walk_map
+from moe_fast.quantization.group_scales import casts_in_hardware
+from moe_fast.router.selection import EXACT
 from moe_ref.config import FP8_BLOCK, Recipe
 
 X = TypeVar("X")

@@ -49,7 +49,8 @@ from moe_ref.config.experts import (
     check_precision,
     check_shared_experts,
 )
-from moe_ref.config.moe import MoEConfig
+from moe_ref.config.fused import PermutedQuantization, check_permute_and_quantize
+from moe_ref.config.megatron.settings import MoEConfig
 from moe_ref.config.permutation import (
     Indices,
     Multihot,
@@ -64,8 +65,7 @@ from moe_ref.config.permutation import (
     check_sort_chunks,
     check_unpermute,
 )
-from moe_ref.config.permuted_quantization import PermutedQuantization, check_permute_and_quantize
-from moe_ref.config.recipes import (
+from moe_ref.config.quantization import (
     GEMMS,
     SCALINGS,
     Operand,
@@ -80,7 +80,7 @@ from moe_ref.config.recipes import (
     quantization_alignment,
     recipe_of,
 )
-from moe_ref.config.routing import (
+from moe_ref.config.router import (
     DROP_POLICIES,
     REPLAYS,
     SCORE_FUNCTIONS,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ref.config.permutation import check_align, check_map
-from moe_ref.config.recipes import Recipe, check_quantize
+from moe_ref.config.quantization import Recipe, check_quantize
 from moe_ref.config.rules import MAX_EXPERTS, check_probs, is_count, require
 
 X = TypeVar("X")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ref.config.recipes import QuantizerState, Recipe
+from moe_ref.config.quantization import QuantizerState, Recipe
 from moe_ref.config.rules import check_float, check_probs, is_count, is_number, require
 
 GATED = ("swiglu", "geglu", "geglu_erf", "quick_geglu", "reglu")  # f(u) · v: fc1 is twice as wide as fc2's input

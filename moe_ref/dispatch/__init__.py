@@ -1,7 +1,7 @@
 """The dispatchers: each brings tokens to the ranks that hold their experts (dispatch) and adds what comes back (combine).
 
 All of them are played for all ranks at once: arguments and results are lists with an entry for each rank. What they have in common is
-`moe_ref.route_plan`; what they differ in is the layout they ask of it, and the tree in which combine adds:
+`moe_ref.dispatch.plan`; what they differ in is the layout they ask of it, and the tree in which combine adds:
 
     dispatcher             a rank's buffer holds                           y[t] is added up like this
     allgather              copies, by (expert, source, token)              Σ experts of a rank → round → Σ ranks in the probs' dtype → round

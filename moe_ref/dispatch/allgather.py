@@ -10,9 +10,9 @@ from torch import Tensor
 from moe_ref.config import Dispatched, PerRank, check_dispatch
 from moe_ref.dispatch.exchange import Handle, move, move_probs, plan_of
 from moe_ref.dispatch.indices import flatten_experts
+from moe_ref.dispatch.plan import plan_of_maps
 from moe_ref.dispatch.trees import sum_experts_then_ranks
 from moe_ref.rounding import accumulator_dtype
-from moe_ref.route_plan import plan_of_maps
 
 
 def allgather_dispatch(

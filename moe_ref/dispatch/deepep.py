@@ -27,8 +27,8 @@ from moe_ref.config import (
 )
 from moe_ref.dispatch.exchange import Handle, move, plan_of, take_rows
 from moe_ref.dispatch.indices import apply_index_policy
+from moe_ref.dispatch.plan import NOWHERE, RoutePlan, plan_of_indices, round_up
 from moe_ref.rounding import accumulator_dtype, round_to
-from moe_ref.route_plan import NOWHERE, RoutePlan, plan_of_indices, round_up
 
 
 def deepep_layout(indices_TK: Tensor, *, num_experts: int, ranks: int) -> DeepEPLayout:

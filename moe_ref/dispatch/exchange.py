@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_ref.config import PerRank, check_rows, require
-from moe_ref.permutation import sum_rows
-from moe_ref.route_plan import NOWHERE, RoutePlan
+from moe_ref.dispatch.plan import NOWHERE, RoutePlan
+from moe_ref.permutation.permute import sum_rows
 
 Map = Callable[[list[Tensor]], list[Tensor]]  # tensors of all ranks to tensors of all ranks
 

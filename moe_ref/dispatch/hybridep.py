@@ -24,11 +24,11 @@ from moe_ref.config import (
     require,
 )
 from moe_ref.dispatch.exchange import Handle, move, move_probs, plan_of, row_cells
+from moe_ref.dispatch.plan import Layout, RoutePlan, plan_of_maps
 from moe_ref.dispatch.trees import sum_experts_then_ranks
-from moe_ref.permutation import sum_rows
-from moe_ref.quantization import quantize
+from moe_ref.permutation.permute import sum_rows
+from moe_ref.quantization.quantize import quantize
 from moe_ref.rounding import accumulator_dtype
-from moe_ref.route_plan import Layout, RoutePlan, plan_of_maps
 
 
 def hybridep_dispatch(

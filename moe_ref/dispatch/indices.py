@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_ref.config import IndexPolicy, check_align, check_index_values, check_indices, check_map, require
-from moe_ref.routing_map import EMPTY
+from moe_ref.permutation.routing_map import EMPTY
 
 
 def flatten_experts(x_TE: Tensor, *, expert_parallel: int, expert_tensor_parallel: int) -> Tensor:

@@ -19,9 +19,9 @@ from moe_ref.config import (
 )
 from moe_ref.dispatch.exchange import Handle, move, plan_of, take_rows
 from moe_ref.dispatch.indices import apply_index_policy
-from moe_ref.recipes import nearest32
+from moe_ref.dispatch.plan import NOWHERE, Layout, RoutePlan, exclusive_sum, owners, plan_of_indices
+from moe_ref.quantization.recipes import nearest32
 from moe_ref.rounding import accumulator_dtype, round_to
-from moe_ref.route_plan import NOWHERE, Layout, RoutePlan, exclusive_sum, owners, plan_of_indices
 
 E4M3_MAX = 448.0  # OCP OFP8 1.0
 SMALLEST_AMAX = 1e-4  # DeepEP's: a block of zeros still has a scale

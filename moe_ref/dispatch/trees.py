@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_ref.config import PerRank
-from moe_ref.permutation import sum_rows
+from moe_ref.permutation.permute import sum_rows
 from moe_ref.rounding import round_to
 
 

@@ -1,0 +1,146 @@
+"""Running error analysis of activations: f and f' as `moe_ref.experts.activations` has them, with what an honest computation may be off by.
+
+σ and tanh come from an exponential, so they are off by some roundings of 1 where they cancel, and exactly 1 where the exponential is
+lost beside 1: f' multiplies what is left of 1 - σ or 1 - tanh² by large numbers, and a bound that forgot this would allow anything.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from conformance.judge.bound import ROUNDOFF
+from conformance.judge.running import DIVISION, TRANSCENDENTAL, Running
+
+LOST = 8.0  # e⁻⁸ of half an ulp: what is smaller beside 1 is lost in any formula
+BESIDE_ONE = 8.0  # in u: 2σ(2x) - 1 with the two constants above, and published polynomials of erf
+QUICK_GELU, GELU_CUBIC = 1.702, 0.044715  # Hendrycks and Gimpel 2016, arXiv 1606.08415
+
+
+class Curve(NamedTuple):
+    """A function of one number, and its derivative."""
+
+    value: Callable[[Running], Running]
+    slope: Callable[[Running], Running]
+
+
+def _room(dtype: torch.dtype) -> float:
+    """The exponent from which on exp(-x) is lost beside 1."""
+    return LOST - math.log(ROUNDOFF[dtype])
+
+
+def _off(x: Running) -> Tensor:
+    """What the argument of an exponential is off by, as x · log₂e is rounded once more."""
+    return torch.where(x.value.isfinite(), x.error + 2 * ROUNDOFF[x.dtype] * x.value.abs(), 0.0)
+
+
+def sigmoid(x: Running) -> Running:
+    """1 / (1 + exp(-x)); where exp(-x) overflows, 0."""
+    value, off, unit = x.value.sigmoid(), _off(x), ROUNDOFF[x.dtype]
+    brought = torch.maximum((x.value + off).sigmoid() - value, value - (x.value - off).sigmoid())
+    own = unit * value * (TRANSCENDENTAL * (1 - value) + 1 + DIVISION) + torch.finfo(x.dtype).tiny
+    saturated = x.value - off > _room(x.dtype)
+    error = torch.where(saturated, _left(value, (off - x.value).exp(), x.dtype), brought + own)
+    return Running(value, torch.where(x.value.isfinite(), error, 0.0), x.dtype)
+
+
+def tanh(x: Running) -> Running:
+    """By an exponential, or better."""
+    least, value = x.value.abs() - _off(x), x.value.tanh()
+    left = torch.where(2 * least > _room(x.dtype), _left(value, 2 * (-2 * least).exp(), x.dtype), torch.inf)
+    return _beside_one(x, value, (x.value + _off(x)).tanh(), (x.value - _off(x)).tanh(), left)
+
+
+def erf(x: Running) -> Running:
+    """By a polynomial whose error is some roundings of 1, or better."""
+    least, value = (x.value.abs() - _off(x)).clamp(min=0), x.value.erf()
+    left = torch.where(least.square() > _room(x.dtype), _left(value, torch.special.erfc(least), x.dtype), torch.inf)
+    return _beside_one(x, value, (x.value + _off(x)).erf(), (x.value - _off(x)).erf(), left)
+
+
+def _left(value: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is left of 1 beside a saturated curve: as float64 has it, and where it has nothing, by a formula."""
+    return torch.maximum(1 - value.abs(), rest) + torch.finfo(dtype).tiny
+
+
+def _beside_one(x: Running, value: Tensor, high: Tensor, low: Tensor, left: Tensor) -> Running:
+    """Some roundings of 1; or what is left of 1, where the curve is saturated."""
+    error = torch.minimum(torch.maximum(high - value, value - low) + BESIDE_ONE * ROUNDOFF[x.dtype], left)
+    return Running(value, torch.where(x.value.isfinite(), error, 0.0), x.dtype)
+
+
+def relu(x: Running) -> Running:
+    """max(x, 0)."""
+    return Running(x.value.clamp(min=0), torch.where(x.value + x.error > 0, x.error, 0.0), x.dtype)
+
+
+def settled(x: Running, dtype: torch.dtype) -> Running:
+    """x rounded to `dtype` on its way: exactly known where no number within the error rounds to another, and none may be flushed to zero."""
+    value, (low, high) = x.value.to(dtype).double(), x.ends(dtype)
+    tiny = torch.finfo(dtype).tiny if dtype != torch.float16 else 0.0
+    flushed = torch.where((value != 0) & (value.abs() <= tiny), tiny, torch.zeros_like(value))
+    return Running(
+        value, torch.where(value.isfinite(), torch.maximum(high - value, value - low) + flushed, 0.0), x.dtype
+    )
+
+
+def concluded(x: Running, dtype: torch.dtype) -> Running:
+    """x before it is rounded to `dtype` at last: where the result may be flushed to zero, as float32 may be everywhere and float16 is
+    nowhere; and with the roundings of the oracle itself where those are of the same size."""
+    least = torch.finfo(dtype).tiny if dtype != torch.float16 else 0.0
+    error = torch.where((x.value == 0) & (x.error == 0), 0.0, x.error * (2 if x.dtype == torch.float64 else 1) + least)
+    return Running(x.value, torch.where(x.value.isfinite(), error, 0.0), x.dtype)
+
+
+def sigmoid_gated(alpha: float) -> Curve:
+    """x σ(αx), and σ + αx σ(1 - σ)"""
+
+    def slope(x: Running) -> Running:
+        s = sigmoid(x * alpha)
+        return s + x * s * (s.constant(1.0) - s) * alpha
+
+    return Curve(lambda x: x * sigmoid(x * alpha), slope)
+
+
+def _normal(x: Running) -> Running:
+    """(1 + erf(x/√2)) / 2"""
+    return (erf(x * math.sqrt(0.5)) + 1.0) * 0.5
+
+
+def _normal_slope(x: Running) -> Running:
+    return _normal(x) + x * (x * x * -0.5).exp() * (1 / math.sqrt(2 * math.pi))
+
+
+def _bend(x: Running) -> Running:
+    return tanh((x + x * x * x * GELU_CUBIC) * math.sqrt(2 / math.pi))
+
+
+def _bend_slope(x: Running) -> Running:
+    t = _bend(x)
+    room = (t.constant(1.0) - t) * (t + 1.0)
+    return (t + 1.0) * 0.5 + x * room * (x * x * (3 * GELU_CUBIC) + 1.0) * (0.5 * math.sqrt(2 / math.pi))
+
+
+def _positive(x: Running) -> Running:
+    """1 or 0; either, where x may lie on both sides of 0."""
+    either = (x.value.abs() <= x.error) & (x.error > 0)
+    return Running((x.value > 0).double(), either.double(), x.dtype)
+
+
+CURVES = {
+    "silu": sigmoid_gated(1.0),
+    "gelu": Curve(lambda x: x * _normal(x), _normal_slope),
+    "gelu_tanh": Curve(lambda x: x * ((_bend(x) + 1.0) * 0.5), _bend_slope),
+    "quick_gelu": sigmoid_gated(QUICK_GELU),
+    "relu": Curve(relu, _positive),
+    "squared_relu": Curve(lambda x: relu(x) * relu(x), lambda x: relu(x) * 2.0),
+}
+GATES = {
+    "swiglu": CURVES["silu"],
+    "geglu": CURVES["gelu_tanh"],
+    "geglu_erf": CURVES["gelu"],
+    "quick_geglu": CURVES["quick_gelu"],
+    "reglu": CURVES["relu"],
+}

@@ -1,0 +1,28 @@
+"""What an activation's input stands for once it is kept as E4M3 codes without a scale, which its gradients are taken at."""
+
+import torch
+from torch import Tensor
+
+from conformance.judge.running import Running
+from moe_ref.quantization.formats import E4M3, decode, encode
+
+MOST_KEPT = (
+    464.0  # what is larger rounds beyond 448, E4M3's largest number: codes saturate or are NaN, as a cast may do either
+)
+
+
+def in_e4m3(x: Tensor) -> Tensor:
+    """The nearest E4M3 numbers, ties to even, in x's dtype; float64 by way of float32."""
+    return decode(encode(x.float(), E4M3), E4M3, dtype=x.dtype)
+
+
+def beyond_e4m3(x: Tensor) -> Tensor:
+    """What has no code that all casts agree on."""
+    return x.abs() > MOST_KEPT
+
+
+def kept_in_e4m3(h: Running) -> Running:
+    """All that h may be kept as: encoding is monotonic. Nothing is known of what may be beyond."""
+    value, low, high = (in_e4m3(h.value + side * h.error) for side in (0, -1, 1))
+    error = torch.where(value.isfinite(), torch.maximum(high - value, value - low), 0.0)
+    return Running(value, torch.where(beyond_e4m3(h.value.abs() + h.error), torch.inf, error), h.dtype)

@@ -1,0 +1,286 @@
+"""An expert MLP in running numbers: what each stage may be off by, and what that does to the stages after it, forward and backward.
+
+    x' = p·x or x     h = x'W1ᵀ + b1     a = act(h)·p     y = aW2ᵀ     out = y + p·b2          rounded to the rows' dtype: x', h, a, y, out
+    d_a = d_out W2    d_h = act'(h)(d_a·p)    d_x' = d_h W1                                    rounded likewise: d_a, d_h, d_x', d_rows
+    dW1 = Σ d_hᵀx'    dW2 = Σ d_outᵀa    db1 = Σ d_h    db2 = Σ p·d_out    dp = Σ d_a·act(h) + Σ d_out·b2, or Σ d_x'·x
+
+The truth rounds nowhere. A stage that is kept in a wider dtype than its own is nearer to it, so it is right as well. With a recipe each
+product is of what its factors are quantised to: see `mlp_layers`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.analysis.curves import CURVES, concluded
+from conformance.analysis.input_store import kept_in_e4m3
+from conformance.analysis.mlp_layers import LowLayer
+from conformance.analysis.products import experts_of_rows, own_rows
+from conformance.families.experts.activations import gate_of, joined, split
+from conformance.judge import Bounded
+from conformance.judge.ratios import Accumulator, contracted, stored
+from conformance.judge.running import Running
+from moe_ref.config import PLAIN
+
+
+@dataclass(frozen=True)
+class Product:
+    """A contraction, Σ|terms| of what it adds up, and how many terms those are."""
+
+    running: Running
+    magnitude: Tensor
+    terms: int
+
+    @classmethod
+    def of(cls, left_IK: Running, right_JK: Running, accumulator: Accumulator) -> "Product":
+        magnitude = left_IK.value.abs() @ right_JK.value.abs().mT
+        return cls(contracted(left_IK, right_JK, accumulator), magnitude, left_IK.value.shape[-1])
+
+    @classmethod
+    def below(cls, products: list["Product"], stack: bool = False) -> "Product":
+        """One below the other, or each for itself."""
+        join = torch.stack if stack else torch.cat
+        first = products[0].running
+        running = Running(
+            join([x.running.value for x in products]), join([x.running.error for x in products]), first.dtype
+        )
+        return cls(running, join([x.magnitude for x in products]), max(x.terms for x in products))
+
+
+@dataclass(frozen=True)
+class Activated:
+    """act(h), and d_h of a cotangent of it."""
+
+    value: Running
+    pulled: Callable[[Running], Running]
+
+
+def activated(h: Running, settings: Mapping[str, Any]) -> Activated:
+    """The activation of numbers that are not known exactly."""
+    kind = settings.get("kind", "swiglu")
+    if kind in PLAIN:
+        return Activated(CURVES[kind].value(h), lambda g: g * CURVES[kind].slope(h))
+    gate, clamp = gate_of(settings), settings.get("clamp")
+    (u, v), (off_u, off_v) = split(h.value, settings), split(h.error, settings)
+    free_u, free_v = Running(u, off_u, h.dtype), Running(v, off_v, h.dtype)
+    bound = torch.inf if clamp is None else clamp
+    inner_u, inner_v = within(free_u, -torch.inf, bound), within(free_v, -bound, bound)
+    shifted = inner_v + settings["offset"] if settings.get("offset") else inner_v
+
+    def pulled(g: Running) -> Running:
+        du = passed(g * gate.slope(inner_u) * shifted, free_u, -torch.inf, bound)
+        dv = passed(g * gate.value(inner_u), free_v, -bound, bound)
+        return Running(joined(du.value, dv.value, settings), joined(du.error, dv.error, settings), g.dtype)
+
+    return Activated(gate.value(inner_u) * shifted, pulled)
+
+
+def activated_as_kept(h: Running, settings: Mapping[str, Any]) -> Activated:
+    """The same of what h is kept as in E4M3 codes. Of a gate and its value nothing is known where either may be beyond them."""
+    kept = kept_in_e4m3(h)
+    act = activated(kept, settings)
+    beyond = torch.logical_or(*split(kept.error.isinf(), settings))
+    lost = joined(beyond, beyond, settings)
+
+    def pulled(g: Running) -> Running:
+        d_h = act.pulled(g)
+        return replace(d_h, error=torch.where(lost, torch.inf, d_h.error))
+
+    return Activated(act.value, pulled)
+
+
+def within(x: Running, least: float, most: float) -> Running:
+    """min(max(x, least), most), which takes nothing of x's error across a bound."""
+    outside = (x.value - x.error >= most) | (x.value + x.error <= least)
+    return Running(x.value.clamp(least, most), torch.where(outside, 0.0, x.error), x.dtype)
+
+
+def passed(g: Running, x: Running, least: float, most: float) -> Running:
+    """g where x lies within the bounds, else 0; either, where x may lie on both sides of one."""
+    inside = (x.value >= least) & (x.value <= most)
+    open_ = ((x.value - most).abs() <= x.error) | ((x.value - least).abs() <= x.error)
+    either = open_ & (x.error > 0)
+    return Running(
+        torch.where(inside, g.value, 0.0),
+        torch.where(either, g.value.abs() + g.error, torch.where(inside, g.error, 0.0)),
+        g.dtype,
+    )
+
+
+@dataclass(frozen=True)
+class Call:
+    """The inputs of one call, as far as rows are in segments and hold numbers only."""
+
+    rows_PH: Tensor
+    counts_L: Tensor
+    fc1_weight: Tensor
+    fc2_weight: Tensor
+    probs: Tensor | None
+    fc1_bias: Tensor | None
+    fc2_bias: Tensor | None
+    settings: Mapping[str, Any]
+    sums: torch.dtype  # that products are added in
+    wide: torch.dtype  # that products with probs are computed in, and activations that are one
+    widest: torch.dtype  # that the second bias is added in
+    low: tuple[LowLayer, LowLayer] | None = None  # with a recipe: both layers
+
+    @property
+    def accumulator(self) -> Accumulator:
+        return Accumulator(unit=torch.finfo(self.sums).eps / 2)
+
+    def of_rows(self, x_L: Tensor) -> Tensor:
+        """Each row's own entry."""
+        return x_L[experts_of_rows(self.counts_L, len(self.rows_PH))]
+
+    def kept(self, x: Running, dtype: torch.dtype) -> Running:
+        """x rounded to the rows' dtype, on its way into a stage that is computed in `dtype`."""
+        return replace(stored(x, self.rows_PH.dtype), dtype=dtype)
+
+    def fprop(self, layer: int, x: Running) -> Product:
+        """The product of a layer, the first with its bias."""
+        weight, bias = ((self.fc1_weight, self.fc1_bias), (self.fc2_weight, None))[layer]
+        return self.by_expert(x, weight, bias) if self.low is None else Product(*self.low[layer].fprop(x, weight, bias))
+
+    def dgrad(self, layer: int, g: Running) -> Product:
+        """The gradient of its rows."""
+        weight = (self.fc1_weight, self.fc2_weight)[layer]
+        return self.by_expert(g, weight.mT) if self.low is None else Product(*self.low[layer].dgrad(g, weight))
+
+    def wgrad(self, layer: int, g: Running, x: Running) -> Product:
+        """The gradient of its weights."""
+        return self.outer(g, x) if self.low is None else Product(*self.low[layer].wgrad(g, x))
+
+    def by_expert(self, x: Running, weights: Tensor, bias_LM: Tensor | None = None) -> Product:
+        """x W_eᵀ + b_e: the bias is one more input, whose rows hold 1, so that it may be added first or last."""
+        products = []
+        for e, own in enumerate(own_rows(self.counts_L)):
+            left, right = _rows(x, own), Running.of(weights[e], self.sums)
+            if bias_LM is not None:
+                ones, bias = (
+                    torch.ones(len(left.value), 1, dtype=torch.float64),
+                    Running.of(bias_LM[e][:, None], self.sums),
+                )
+                left = Running(torch.cat([left.value, ones], 1), torch.cat([left.error, 0 * ones], 1), left.dtype)
+                right = Running(
+                    torch.cat([right.value, bias.value], 1), torch.cat([right.error, bias.error], 1), right.dtype
+                )
+            products.append(Product.of(left, right, self.accumulator))
+        return Product.below(products)
+
+    def outer(self, left: Running, right: Running) -> Product:
+        """Σ over each expert's rows of leftᵀ right."""
+        return Product.below(
+            [Product.of(_turned(left, own), _turned(right, own), self.accumulator) for own in own_rows(self.counts_L)],
+            stack=True,
+        )
+
+    def summed(self, x: Running, weights: Running | None) -> Running:
+        """Σ over each expert's rows of x, weighted, in the dtype of the second bias' sums."""
+        accumulator = Accumulator(unit=torch.finfo(x.dtype).eps / 2)
+        if weights is None:
+            weights = Running(
+                torch.ones(len(x.value), 1, dtype=torch.float64),
+                torch.zeros(len(x.value), 1, dtype=torch.float64),
+                x.dtype,
+            )
+        sums = [contracted(_turned(weights, own), _turned(x, own), accumulator) for own in own_rows(self.counts_L)]
+        return Running(torch.cat([s.value for s in sums]), torch.cat([s.error for s in sums]), x.dtype)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What the backward needs of the stages, and the result."""
+
+    call: Call
+    x: Running  # what goes into fc1
+    act: Activated  # of h as it is kept
+    a: Running
+    y: Product
+    out: Running
+    p: Running | None  # of the activation
+    p_bias: Running | None  # of the second bias
+
+
+def forward(call: Call) -> Forward:
+    """The stages up to the output."""
+    on_input, early = bool(call.settings.get("probs_on_input")), bool(call.settings.get("round_before_probs"))
+    x = Running.of(call.rows_PH, call.sums)
+    p = p_bias = None
+    if call.probs is not None and on_input:
+        x = call.kept(replace(x, dtype=call.wide) * Running.of(call.probs[:, None], call.wide), call.sums)
+    elif call.probs is not None:
+        p, p_bias = (Running.of(call.probs[:, None], dtype) for dtype in (call.wide, call.widest))
+    computed = call.sums if p is None else call.wide  # the dtype of probs that are not there says nothing
+    h = call.kept(call.fprop(0, x).running, computed)
+    act = activated(h, call.settings)
+    back = activated_as_kept(h, call.settings) if call.settings.get("fp8_input_store") else act
+    if early and p is not None:
+        act, back = (replace(x, value=call.kept(x.value, computed)) for x in (act, back))
+    a = call.kept(act.value if p is None else act.value * p, call.sums)
+    y = call.fprop(1, a)
+    out = y.running
+    if call.fc2_bias is not None:
+        bias = Running.of(call.of_rows(call.fc2_bias), call.widest)
+        out = call.kept(out, call.widest) + (bias if p_bias is None else bias * p_bias)
+    return Forward(call, x, back, a, y, out, p, p_bias)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The gradients; of rows and weights as products too. Those of weights, which a recipe may refuse, are taken when they are asked for."""
+
+    rows: Running
+    row_product: Product | None  # None: h may be kept as other codes than the reference's, which says nothing of sums
+    fc1_weight: Callable[[], Product]
+    fc2_weight: Callable[[], Product]
+    fc1_bias: Running
+    fc2_bias: Running
+    probs: Running | None
+
+
+def backward(ahead: Forward, g: Running) -> Backward:
+    """The stages back from a cotangent of the output."""
+    call, p = ahead.call, ahead.p
+    g = replace(g, dtype=call.sums)
+    d_a = call.kept(call.dgrad(1, g).running, ahead.act.value.dtype)
+    pulled = d_a if p is None else d_a * p
+    if call.settings.get("round_before_probs") and p is not None:
+        pulled = call.kept(pulled, d_a.dtype)
+    d_h = call.kept(ahead.act.pulled(pulled), call.sums)
+    row_product = call.dgrad(0, d_h)
+    d_rows, d_probs = row_product.running, None
+    if p is not None:
+        d_probs = (d_a * ahead.act.value).sum(1)
+        if call.fc2_bias is not None:
+            beside = (replace(g, dtype=call.widest) * Running.of(call.of_rows(call.fc2_bias), call.widest)).sum(1)
+            d_probs = d_probs + replace(beside, dtype=d_probs.dtype)
+    elif call.probs is not None:
+        d_x = call.kept(d_rows, call.wide)
+        d_rows = d_x * Running.of(call.probs[:, None], call.wide)
+        d_probs = (d_x * Running.of(call.rows_PH, call.wide)).sum(1)
+    return Backward(
+        d_rows,
+        None if call.settings.get("fp8_input_store") else row_product,
+        partial(call.wgrad, 0, d_h, ahead.x),
+        partial(call.wgrad, 1, g, ahead.a),
+        call.summed(d_h, None),
+        call.summed(replace(g, dtype=call.widest), ahead.p_bias),
+        d_probs,
+    )
+
+
+def concluded_in(x: Running, dtype: torch.dtype, unspecified: Tensor) -> Bounded:
+    """The bound of x rounded to `dtype` at last."""
+    return concluded(x, dtype).bounded(dtype, None, unspecified.expand(x.value.shape))
+
+
+def _rows(x: Running, own: slice) -> Running:
+    return Running(x.value[own], x.error[own], x.dtype)
+
+
+def _turned(x: Running, own: slice) -> Running:
+    return Running(x.value[own].mT, x.error[own].mT, x.dtype)

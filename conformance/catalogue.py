@@ -1,0 +1,94 @@
+"""Which functions there are: one contract each, in the order in which a verdict lists them, producers before consumers."""
+
+from typing import Any
+
+from conformance.catalogue_laws import LAWS
+from conformance.core import illegal
+from conformance.core.contract import Contract
+from conformance.core.ranks import Collective
+from conformance.core.shared_out import SharedOut
+from conformance.families.dispatch import golden as golden_dispatch
+from conformance.families.dispatch import illegal as illegal_dispatch
+from conformance.families.dispatch.deepep import DeepEPCombine, DeepEPDispatch
+from conformance.families.dispatch.deepep import dispatches as deepep_dispatches
+from conformance.families.dispatch.deepep_layout import DeepEPLayout
+from conformance.families.dispatch.hybridep import HybridEPDispatch
+from conformance.families.dispatch.low_latency import LowLatencyCombine, LowLatencyDispatch
+from conformance.families.dispatch.maps import CachedDispatch, MapCombine, MapDispatch
+from conformance.families.dispatch.maps import dispatches as map_dispatches
+from conformance.families.experts import golden as golden_experts
+from conformance.families.experts import golden_mlp, golden_recipes, illegal_recipes
+from conformance.families.experts.activations import Activation, Glu
+from conformance.families.experts.latent import LatentProjection
+from conformance.families.experts.linear import GroupedDgrad, GroupedLinear, GroupedWgrad
+from conformance.families.experts.mlp import GroupedMlp, SequentialMlp
+from conformance.families.experts.shared import SharedExperts
+from conformance.families.fused import golden as golden_permuted_quantization
+from conformance.families.fused import golden_activate as golden_quantized_activations
+from conformance.families.fused.activate_and_quantize import (
+    ActivationAndQuantize,
+    ActivationBackwardAndQuantize,
+    GluAndQuantize,
+    GluBackwardAndQuantize,
+)
+from conformance.families.fused.permute_and_quantize import PermuteAndQuantize
+from conformance.families.permutation import golden
+from conformance.families.permutation.chunks import SortChunks
+from conformance.families.permutation.permute import Permute, Unpermute
+from conformance.families.permutation.routing_map import IndicesToMultihot, MultihotToIndices, PadRoutingMap
+from conformance.families.quantization import golden as golden_quantization
+from conformance.families.quantization.quantize import Quantize
+from conformance.families.router import golden as golden_routing
+from conformance.families.router.balancing import AuxLossScores, SinkhornRouting, ZLoss
+from conformance.families.router.capacity import DropTokens, LoadBalancingLoss, UpdateExpertBias
+from conformance.families.router.gating import AttachLoss, Gate, Jitter
+from conformance.families.router.route_ranks import RouteOverRanks
+from conformance.families.router.selection import TopkIndices, TopkRouting
+
+WEIGHTS = ("weight", "bias", "fc1_weight", "fc2_weight", "gate_weight")  # that ranks which share a batch out have alike
+
+CONTRACTS: dict[str, Contract[Any]] = {
+    contract.function: contract
+    for contract in (
+        *(SharedOut(Gate(), WEIGHTS), Jitter(), TopkIndices(), TopkRouting(), SinkhornRouting(), DropTokens()),
+        *(AuxLossScores(), LoadBalancingLoss(), ZLoss(), AttachLoss(), UpdateExpertBias(), RouteOverRanks()),
+        *(Permute(), Unpermute(), SortChunks(), PadRoutingMap(), IndicesToMultihot(), MultihotToIndices()),
+        *(Quantize(), PermuteAndQuantize()),
+        *(GluAndQuantize(), ActivationAndQuantize(), GluBackwardAndQuantize(), ActivationBackwardAndQuantize()),
+        *(Glu(), Activation(), GroupedLinear(), GroupedDgrad(), GroupedWgrad()),
+        *(GroupedMlp(), SequentialMlp(), SharedOut(SharedExperts(), WEIGHTS), LatentProjection()),
+        *(MapDispatch("allgather_dispatch", "expert_tensor_parallel"), MapCombine("allgather_combine")),
+        *(MapDispatch("alltoall_dispatch", "expert_tensor_parallel", "capacity"), MapCombine("alltoall_combine")),
+        *(
+            DeepEPLayout(),
+            DeepEPDispatch(),
+            CachedDispatch("deepep_cached_dispatch", deepep_dispatches),
+            DeepEPCombine(),
+        ),
+        *(LowLatencyDispatch(), LowLatencyCombine()),
+        *(
+            HybridEPDispatch(),
+            CachedDispatch("hybridep_cached_dispatch", map_dispatches),
+            MapCombine("hybridep_combine"),
+        ),
+    )
+}
+_GOLDEN = (
+    golden,
+    golden_dispatch,
+    golden_routing,
+    golden_experts,
+    golden_mlp,
+    golden_quantization,
+    golden_permuted_quantization,
+    golden_quantized_activations,
+)
+for _name, _contract in CONTRACTS.items():
+    _table = next(getattr(module, _name.upper()) for module in _GOLDEN if hasattr(module, _name.upper()))
+    _table = _table | getattr(golden_recipes, _name.upper(), {})
+    if isinstance(_contract, Collective):
+        _contract.worldwide = _table
+        _table = {name: (calls[0], right[0]) for name, (calls, right) in _table.items()}
+    _contract.golden = _table
+    _contract.illegal = (illegal.RULES | illegal_dispatch.RULES)[_name] | illegal_recipes.RULES.get(_name, {})
+    _contract.laws = LAWS[_name]

@@ -1,0 +1,185 @@
+"""Laws: relations between runs of the implementation itself, that hold whatever the reference says.
+
+A law has a name, says to which cases it applies, and returns a `Finding` or None. It runs after the values have been
+judged, and costs one more run of the implementation at most.
+"""
+
+from dataclasses import replace
+
+from conformance.core import universal_laws as general
+from conformance.core.law import Law, Trial
+from conformance.families.dispatch import laws as dispatch
+from conformance.families.dispatch import laws_journeys as journeys
+from conformance.families.dispatch import laws_worlds as worlds
+from conformance.families.dispatch.cases import CACHED, FUNCTIONS, MAPPED
+from conformance.families.experts import laws as experts
+from conformance.families.experts import laws_mlp as mlp
+from conformance.families.fused import laws as permuted_quantization
+from conformance.families.fused import laws_activate as quantized_activations
+from conformance.families.permutation import laws as moves
+from conformance.families.permutation import laws_sums as sums
+from conformance.families.quantization import laws as quantization
+from conformance.families.router import laws as routing
+from conformance.families.router import laws_ranks as ranks
+
+__all__ = ["LAWS", "Law", "Trial"]
+
+_EVERYWHERE = (general.HISTORY, general.DETERMINISM, general.BUFFER_REUSE, general.LATE_PRODUCER)
+_STATIC = (general.HOST_SYNC, general.GRAPH_CAPTURE)
+_CHOICES = (routing.TOKEN_REVERSAL, routing.EXPERT_RELABELLING, routing.BATCH_CONCAT)
+_PRODUCT = (
+    general.HISTORY,
+    general.DETERMINISM,
+    experts.BUFFER_REUSE,
+    general.LATE_PRODUCER,
+    general.HOST_SYNC,
+    experts.GRAPH_CAPTURE,
+)
+_SEGMENTS = (experts.NEIGHBOUR_INDEPENDENCE, experts.PADDING_INDEPENDENCE, experts.EXPERT_RELABELLING)
+_ROWS = (
+    routing.TOKEN_REVERSAL,
+    routing.BATCH_CONCAT,
+    experts.NEIGHBOUR_INDEPENDENCE,
+    experts.SCALING,
+    experts.COTANGENT_SCALING,
+)
+_QUANTIZED = (
+    *(
+        quantization.IDEMPOTENCE,
+        quantization.ROW_INDEPENDENCE,
+        quantization.SCALING,
+        quantization.GROUPS_ALONE,
+        quantization.ZERO_ROWS,
+    ),
+    *(
+        quantization.PADDING_INDEPENDENCE,
+        general.HISTORY,
+        general.DETERMINISM,
+        quantization.BUFFER_REUSE,
+        general.LATE_PRODUCER,
+    ),
+    *(general.HOST_SYNC, quantization.GRAPH_CAPTURE),
+)
+_PERMUTED_AND_QUANTIZED = (
+    *(
+        permuted_quantization.EXPERT_RELABELLING,
+        permuted_quantization.PADDING_INDEPENDENCE,
+        permuted_quantization.TWO_STEPS,
+    ),
+    *(general.HISTORY, general.DETERMINISM, permuted_quantization.BUFFER_REUSE, general.LATE_PRODUCER),
+    *(general.HOST_SYNC, permuted_quantization.GRAPH_CAPTURE),
+)
+_ACTIVATED_AND_QUANTIZED = (
+    *(
+        quantized_activations.NEIGHBOUR_GROUPS,
+        quantized_activations.PADDING_VALUES,
+        quantized_activations.DOUBLED_PROBS,
+    ),
+    *(general.HISTORY, general.DETERMINISM, quantized_activations.BUFFER_REUSE, general.LATE_PRODUCER),
+    *(general.HOST_SYNC, quantized_activations.GRAPH_CAPTURE),
+)
+_MLP = (*_PRODUCT, mlp.RECOMPUTE, mlp.COTANGENT_SCALING)
+_EXPERTS = (*_MLP, *_SEGMENTS, experts.GROUP_SPLIT, mlp.ZERO_PROBS, mlp.SCALING, mlp.ALIGNMENT)
+_RANKS = (
+    *(
+        general.HISTORY,
+        dispatch.DETERMINISM,
+        dispatch.BUFFER_REUSE,
+        dispatch.LATE_PRODUCER,
+        dispatch.HOST_SYNC,
+        dispatch.GRAPH_CAPTURE,
+    ),
+    *(journeys.IN_FLIGHT, journeys.DENSE),
+)
+_WORLDS = (*_RANKS, worlds.CONCATENATION, worlds.REFINEMENT)
+
+
+def _of_one_process(*laws: Law) -> tuple[Law, ...]:
+    """Those of them that do not know of ranks."""
+    return tuple(replace(law, applies=lambda case, law=law: not case.counts and law.applies(case)) for law in laws)  # type: ignore[misc]
+
+
+def _of_rows(*laws: Law) -> tuple[Law, ...]:
+    """Those of them that look at rows, which codes and scales hide."""
+    return tuple(replace(law, applies=lambda case, law=law: not case.fp8 and law.applies(case)) for law in laws)  # type: ignore[misc]
+
+
+_SHARED_OUT = (general.HISTORY, general.DETERMINISM, ranks.ONE_PROCESS)  # of cases whose tokens several ranks have, too
+
+LAWS: dict[str, dict[str, Law]] = {
+    function: {law.name: law for law in laws}
+    for function, laws in {
+        "permute": (
+            *_EVERYWHERE,
+            *_STATIC,
+            moves.TOKEN_PERMUTATION,
+            moves.EXPERT_RELABELLING,
+            moves.SPLIT,
+            moves.PADDING_INDEPENDENCE,
+            moves.NEIGHBOUR_INDEPENDENCE,
+            sums.ADJOINTNESS,
+            sums.SCALING,
+        ),
+        "unpermute": (*_EVERYWHERE, *_STATIC, sums.GARBAGE_INDEPENDENCE, sums.ADJOINTNESS, sums.SCALING),
+        "sort_chunks": (
+            *_EVERYWHERE,
+            *_STATIC,
+            moves.NEIGHBOUR_INDEPENDENCE,
+            moves.ROUND_TRIP,
+            sums.ADJOINTNESS,
+            sums.SCALING,
+        ),
+        "pad_routing_map": (*_EVERYWHERE, *_STATIC, moves.IDEMPOTENCE, moves.COLUMN_RELABELLING),
+        "indices_to_multihot": (*_EVERYWHERE, *_STATIC, moves.ROW_REVERSAL, sums.SCALING),
+        "multihot_to_indices": (*_EVERYWHERE, *_STATIC, moves.ROW_REVERSAL, sums.SCALING),
+        "deepep_layout": (*_EVERYWHERE, *_STATIC, moves.ROW_REVERSAL),
+        "gate": (
+            *_SHARED_OUT,
+            *_of_one_process(*_EVERYWHERE[2:], *_STATIC, routing.TOKEN_REVERSAL, routing.BATCH_CONCAT),
+        ),
+        "jitter": (*_EVERYWHERE, *_STATIC, routing.EVENLY_SPREAD),
+        "topk_indices": (*_EVERYWHERE, *_STATIC, *_CHOICES, routing.SHIFT, routing.REPLAY),
+        "topk_routing": (*_EVERYWHERE, *_STATIC, *_CHOICES, routing.SHIFT, routing.REPLAY),
+        "sinkhorn_routing": (*_EVERYWHERE, routing.EXPERT_RELABELLING),
+        "drop_tokens": (*_EVERYWHERE, *_STATIC, routing.EXPERT_RELABELLING, sums.SCALING),
+        "aux_loss_scores": (*_EVERYWHERE, *_STATIC, *_CHOICES, routing.SHIFT, routing.PADDING_TOKENS),
+        "load_balancing_loss": (*_EVERYWHERE, *_STATIC, routing.SHARES, sums.SCALING),
+        "z_loss": (*_EVERYWHERE, *_STATIC, routing.TOKEN_REVERSAL, routing.EXPERT_RELABELLING, routing.PADDING_TOKENS),
+        "attach_loss": (*_EVERYWHERE, *_STATIC, sums.SCALING),
+        "route": (*_SHARED_OUT, *_of_one_process(general.LATE_PRODUCER, *_STATIC)),
+        "update_expert_bias": (*_EVERYWHERE, *_STATIC, routing.EXPERT_RELABELLING),
+        "quantize": _QUANTIZED,
+        "permute_and_quantize": _PERMUTED_AND_QUANTIZED,
+        "glu_and_quantize": _ACTIVATED_AND_QUANTIZED,
+        "activation_and_quantize": _ACTIVATED_AND_QUANTIZED,
+        "glu_backward_and_quantize": _ACTIVATED_AND_QUANTIZED,
+        "activation_backward_and_quantize": _ACTIVATED_AND_QUANTIZED,
+        "glu": (*_EVERYWHERE, *_STATIC, *_ROWS),
+        "activation": (*_EVERYWHERE, *_STATIC, *_ROWS),
+        "grouped_linear": (*_PRODUCT, *_SEGMENTS, experts.GROUP_SPLIT, experts.SCALING, experts.COTANGENT_SCALING),
+        "grouped_dgrad": (*_PRODUCT, *_SEGMENTS, experts.GROUP_SPLIT, experts.SCALING),
+        "grouped_wgrad": (*_PRODUCT, *_SEGMENTS, experts.SCALING),
+        "grouped_mlp": _EXPERTS,
+        "sequential_mlp": (mlp.GROUPED, *_EXPERTS),
+        "shared_experts": (*_SHARED_OUT, *_of_one_process(*_MLP[2:], mlp.TOKEN_REVERSAL)),
+        "latent_projection": (
+            *_PRODUCT,
+            mlp.TOKEN_REVERSAL,
+            experts.ROW_INDEPENDENCE,
+            experts.SCALING,
+            experts.COTANGENT_SCALING,
+        ),
+        **dict.fromkeys(FUNCTIONS, (*_WORLDS, dispatch.ADJOINTNESS)),
+        **dict.fromkeys(CACHED, (*_RANKS, dispatch.ADJOINTNESS)),
+        **dict.fromkeys(("deepep_low_latency_dispatch", "deepep_low_latency_combine"), _WORLDS),
+        **dict.fromkeys(
+            (f"{name}_dispatch" for name in MAPPED), (*_WORLDS, dispatch.ADJOINTNESS, dispatch.RELABELLING)
+        ),
+        "hybridep_dispatch": (
+            *_RANKS,
+            *_of_rows(
+                worlds.CONCATENATION, worlds.REFINEMENT, dispatch.ADJOINTNESS, dispatch.RELABELLING, worlds.FUSED
+            ),
+        ),
+    }.items()
+}

@@ -1,0 +1,1 @@
+"""The parts from which a family is written."""

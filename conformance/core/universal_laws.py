@@ -1,0 +1,89 @@
+"""Laws of every function: what ran before, what fresh memory held, and who wrote the inputs do not matter."""
+
+from dataclasses import replace
+
+from conformance.core.contract import Problem
+from conformance.core.law import Law, Trial, upside_down
+from conformance.judge import Finding
+
+
+def _history(trial: Trial) -> Finding | None:
+    """Another case right after this one: other settings and sizes, or this one's where those are not supported."""
+    for other in (trial.contract.neighbour(trial.case), replace(trial.case, law="", seed=trial.case.seed + 1)):
+        problem = trial.contract.problem(other)
+        if not trial.extras["refusal"](problem):
+            finding = trial.judged("history", trial.reference(problem, other), trial.run(problem))
+            return replace(finding, message=f"after another case it {finding.message}") if finding else None
+    return None
+
+
+def _determinism(trial: Trial) -> Finding | None:
+    """The same call on memory that held something else."""
+    other = {"nan": "zero", "zero": "max", "max": "nan"}[trial.case.poison]
+    return trial.repeats("determinism", trial.run(trial.problem, poison=other))
+
+
+def _other_values(problem: Problem) -> Problem:
+    """The same shapes and counts with other values: tensors upside down and negated, as far as the call stays legal."""
+    if problem.producer is not None:  # the rows belong to a row map: they keep their places
+        return problem.with_tensors({"rows": -problem.required["rows"]})
+    other = {name: upside_down(x) for name, x in problem.tensors.items() if name not in ("chunk_sizes", "order")}
+    signed = {
+        name: x for name, x in other.items() if x.is_floating_point() and x.element_size() > 1 and name != "probs"
+    }
+    return problem.with_tensors(other | {name: -x for name, x in signed.items()})
+
+
+def _buffer_reuse(trial: Trial) -> Finding | None:
+    """Other values in the very storage that the first run read."""
+    second = _other_values(trial.problem)
+    return trial.judged("buffer_reuse", trial.reference(second), trial.run(second, storage=trial.extras["placed"]))
+
+
+def _late_producer(trial: Trial) -> Finding | None:
+    """Inputs that are still being written, on the current stream, when the call is made."""
+    return trial.repeats("late_producer", trial.run(trial.problem, late=True))
+
+
+def _host_sync(trial: Trial) -> Finding | None:
+    """No wait for the device where it is declared that there is none."""
+    if not trial.declared.get("host_sync_free"):
+        return None
+    try:
+        return trial.repeats("host_sync", trial.run(trial.problem, forbid_sync=True))
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return Finding("call", "host_sync", f"waits for the device, although host_sync_free is declared: {error}")
+
+
+def _graph_capture(trial: Trial) -> Finding | None:
+    """Captured on one set of values and replayed on another, where it is declared that this works."""
+    if not trial.declared.get("graph_capturable"):
+        return None
+    second = _other_values(trial.problem)
+    return trial.judged("graph_capture", trial.reference(second), trial.run(trial.problem, replay=second))
+
+
+def _has_values(case) -> bool:
+    return not case.golden and not case.illegal and _layout(case) != "expanded"
+
+
+def _layout(case) -> str:
+    return getattr(case, "layout", "contiguous")
+
+
+def _static(case) -> bool:
+    """Whether a static size is given, or none is needed, and only the forward is asked for."""
+    sized = (
+        case.function not in ("permute", "unpermute", "permute_and_quantize") or case.capacity or case.slack is not None
+    )
+    return bool(_has_values(case) and sized and not case.grads and _layout(case) == "contiguous")
+
+
+HISTORY = Law("history", _history, lambda case: not case.illegal and not case.golden)
+DETERMINISM = Law("determinism", _determinism, lambda case: not case.illegal and not case.golden)
+BUFFER_REUSE = Law("buffer_reuse", _buffer_reuse, lambda case: _has_values(case) and not case.grads)
+LATE_PRODUCER = Law("late_producer", _late_producer, _has_values, device="cuda")
+HOST_SYNC = Law("host_sync", _host_sync, _static, device="cuda")
+GRAPH_CAPTURE = Law("graph_capture", _graph_capture, _static, device="cuda")

@@ -1,0 +1,1 @@
+"""One case, in a process that may die."""

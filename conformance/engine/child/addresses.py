@@ -1,0 +1,157 @@
+"""Watches every address that a kernel reads or writes, where Triton interprets it.
+
+A kernel may touch the tensors that its launch was given, and nothing else. On a GPU an access beside them is undefined: harmless on
+most days, an illegal address on some. In the interpreter it returns what happens to lie there, or ends the process. Here such lanes
+are masked out, and the first is told.
+
+A tensor is its whole storage, less the guards that `poison` put around it: a view may be read around. A kernel that makes a pointer of
+an integer is not watched for the rest of its launch, since what it points to is no argument.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from conformance.engine.child.poison import Poison
+
+_watch: "Addresses | None" = None
+
+
+@dataclass
+class Addresses:
+    """A span in which launches are watched: `with Addresses(memory) as addresses: …; addresses.outside`."""
+
+    memory: Poison
+    outside: str = ""  # the first access outside of every tensor, in words
+    _launch: Any = None  # the kernel's Python function
+    _spans: list[tuple[int, int, str]] = field(
+        default_factory=list
+    )  # first byte, end and name of each tensor of the launch
+    _indirect: bool = False  # the launch has made a pointer of an integer
+
+    def __enter__(self) -> "Addresses":
+        global _watch
+        _install()
+        _watch = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _watch
+        _watch = None
+
+    def launched(self, kernel: Any, names: list[str], values: list[Any]) -> None:
+        """A kernel starts, with these arguments."""
+        self._launch, self._indirect = kernel, False
+        self._spans = [
+            (*self.memory.body(x), name) for name, value in zip(names, values, strict=False) for x in _tensors(value)
+        ]
+
+    def made_pointer(self) -> None:
+        """The kernel made a pointer of an integer."""
+        self._indirect = True
+
+    def inside(self, verb: str, pointers: Any, mask: Any, size: int) -> Any:
+        """The mask without the lanes whose `size` bytes do not lie in one tensor of the launch."""
+        if self._indirect or not mask.any():
+            return mask
+        live = pointers[mask]
+        low, high = int(live.min()), int(live.max())
+        if any(begin <= low and high + size <= end for begin, end, _ in self._spans):
+            return mask
+        good = ~mask
+        for begin, end, _ in self._spans:
+            if end - begin >= size:
+                good = good | ((pointers >= begin) & (pointers <= end - size))
+        bad = ~good
+        if bad.any() and not self.outside:
+            self.outside = self._told(verb, int(pointers[bad].flat[0]), int(bad.sum()), size)
+        return mask & good
+
+    def _told(self, verb: str, address: int, count: int, size: int) -> str:
+        lanes = "an address" if count == 1 else f"{count} addresses"
+        told = f"kernel {self._launch.__name__}{_line(self._launch)} {verb} {lanes} outside of every tensor that it was given"
+        if not self._spans:
+            return told
+        distance, begins, name = min(
+            (max(begin - address, address + size - end), address < begin, name) for begin, end, name in self._spans
+        )
+        return f"{told}: the first {'begins' if begins else 'ends'} {distance} bytes {'in front' if begins else 'behind the end'} of {name}"
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """The tensors in an argument of a launch: itself, a tuple's, or a descriptor's."""
+    if isinstance(value, tuple):
+        for x in value:
+            yield from _tensors(x)
+    elif hasattr(value, "untyped_storage"):
+        yield value
+    elif hasattr(value, "base"):
+        yield from _tensors(value.base)
+
+
+def _line(kernel: Any) -> str:
+    """Where in the kernel's file execution is now, as " (file:line)"."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == kernel.__name__:
+            return f" ({frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno})"
+        frame = frame.f_back
+    return ""
+
+
+def _install() -> None:
+    """Route the interpreter's memory through this module, once it has been imported. A second call does nothing."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None or isinstance(interpreter._interpreter, _Memory):  # type: ignore[attr-defined]
+        return
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder  # type: ignore[attr-defined]
+    place, make_pointer = executor._init_args_hst, builder.create_int_to_ptr
+
+    def placed(self: Any, arguments: Any, settings: Any) -> Any:
+        on_host = place(self, arguments, settings)
+        if _watch is not None:
+            _watch.launched(
+                self.fn, [*self.arg_names[: len(on_host[0])], *on_host[1]], [*on_host[0], *on_host[1].values()]
+            )
+        return on_host
+
+    def pointer_made(self: Any, *arguments: Any) -> Any:
+        if _watch is not None:
+            _watch.made_pointer()
+        return make_pointer(self, *arguments)
+
+    executor._init_args_hst, builder.create_int_to_ptr = placed, pointer_made
+    interpreter._interpreter = _Memory(interpreter._interpreter)  # type: ignore[attr-defined]
+
+
+class _Memory:
+    """The interpreter's compiled half, with the lanes of each access that lie outside masked out."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        if _watch is not None:
+            mask = _watch.inside("reads", pointers, mask, dtype.itemsize)
+        return self._original.load(pointers, mask, other, dtype)
+
+    def store(self, pointers: Any, value: Any, mask: Any) -> Any:
+        if _watch is not None:
+            mask = _watch.inside("writes", pointers, mask, value.itemsize)
+        return self._original.store(pointers, value, mask)
+
+    def atomic_rmw(self, operation: Any, pointers: Any, value: Any, mask: Any, order: Any) -> Any:
+        if _watch is not None:
+            mask = _watch.inside("writes", pointers, mask, value.itemsize)
+        return self._original.atomic_rmw(operation, pointers, value, mask, order)
+
+    def atomic_cas(self, pointers: Any, compared: Any, value: Any, order: Any) -> Any:
+        everywhere = pointers == pointers
+        if _watch is not None and not _watch.inside("writes", pointers, everywhere, value.itemsize).all():
+            return compared
+        return self._original.atomic_cas(pointers, compared, value, order)

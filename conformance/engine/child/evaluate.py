@@ -1,0 +1,228 @@
+"""Runs one case and judges it. Everything here happens in the process that the implementation may kill."""
+
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from conformance.catalogue import CONTRACTS
+from conformance.catalogue_laws import Trial
+from conformance.core.case import Case
+from conformance.core.contract import Contract, Problem
+from conformance.core.ranks import AtRank, Place
+from conformance.engine.child.runner import Blocked, Misbehaved, Outcome, Runner
+from conformance.interface import Implementation
+from conformance.judge import Finding, controls, judge, settled
+from conformance.judge.exact import bits
+
+CLEAR_ERRORS = (ValueError, TypeError, AssertionError, IndexError, NotImplementedError)
+
+
+class Inapplicable(Exception):
+    """A law asks for a call that the implementation does not offer."""
+
+
+def evaluate(case: Case, implementation: Implementation, device: str = "cpu", place: Place | None = None) -> Outcome:
+    """Judge one case: values first, then its law, then, if all is well, the judge itself. At a place in a world: that rank's part of it."""
+    outcome = Outcome("PASS")
+    try:
+        _evaluate(case, implementation, device, outcome, place)
+    except Misbehaved as wrong:
+        _fail(outcome, wrong.finding)
+    except Blocked as blocked:
+        outcome.status, outcome.reason = "BLOCKED", str(blocked)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        outcome.status, outcome.reason = "OOM", str(error)
+    return outcome
+
+
+def _fail(outcome: Outcome, finding: Finding) -> None:
+    outcome.status, outcome.finding = "FAIL", asdict(finding)
+
+
+def _evaluate(case: Case, implementation: Implementation, device: str, outcome: Outcome, place: Place | None) -> None:
+    contract = AtRank(CONTRACTS[case.function], place) if place else CONTRACTS[case.function]  # type: ignore[arg-type]
+    problem = contract.problem(case)
+    declared = implementation.declares(case.function) if implementation.offers(case.function) else {}
+    refusal = _refusal(case, problem, implementation, declared)
+    if refusal:
+        outcome.status, outcome.reason = refusal
+    if place and not place.agree(not refusal):  # a call is made by all ranks, or by none
+        return
+    if refusal:
+        return
+    runner = Runner(implementation, device, case.poison, outcome)
+    if problem.blame:
+        _must_raise(runner, problem, outcome)
+        return
+    started = time.perf_counter()
+    expected = contract.golden[case.golden][1] if case.golden else contract.expected(case, problem, declared)
+    expected = {name: x for name, x in expected.items() if name not in declared.get("omits", ())}
+    outcome.seconds_reference += time.perf_counter() - started
+    before = _digest(expected)
+    outputs = _guarded(runner, problem)
+    changed = runner.changed
+    if _digest(expected) != before:
+        raise Misbehaved("memory", "memory", "overwrote memory that belongs to the test")
+    right = {name: settled(expectation, outputs) for name, expectation in expected.items()}
+    finding = _first_wrong(contract, problem, right, outputs) or (
+        Finding(changed, "input", f"changed its input {changed}") if changed else None
+    )
+    if finding:
+        _fail(outcome, finding)
+    if place and not place.agree(not finding):  # a law is asked of all ranks, or of none
+        return
+    if finding:
+        return
+    if case.law and contract.laws[case.law].applies(case):
+        trial = _trial(case, contract, problem, expected, outputs, runner, declared, implementation)
+        finding = _judged_law(contract.laws[case.law], trial)
+        if finding:
+            _fail(outcome, finding)
+            return
+    main = (contract.primary, *(f"d_{name}" for name in problem.wanted))
+    informative = sum(controls.check(name, right[name]) for name in main if name in right)
+    if not informative and not any(controls.check(name, x) for name, x in right.items() if name not in main):
+        outcome.status, outcome.reason = "UNINFORMATIVE", "no corruption of the expected output would change it"
+
+
+def _first_wrong(
+    contract: Contract[Any], problem: Problem, right: dict[str, Any], outputs: dict[str, Any]
+) -> Finding | None:
+    """The first output that is not as it should be, in the function's own words where it has some."""
+    for name, expectation in right.items():
+        finding = judge(name, expectation, outputs.get(name))
+        if finding:
+            told = contract.explain(problem, name, finding.index, outputs[name]) if finding.index else None
+            return replace(finding, message=told) if told else finding
+    return None
+
+
+def _refusal(
+    case: Case, problem: Problem, implementation: Implementation, declared: dict[str, Any]
+) -> tuple[str, str] | None:
+    """NOT_OFFERED or DECLARED_UNSUPPORTED with the reason, or None."""
+    chain = [problem.producer, problem] if problem.producer else [problem]
+    for call in chain:
+        for name in (call.function, *CONTRACTS[call.function].companions):
+            if not implementation.offers(name):
+                return "NOT_OFFERED", f"{name} is not offered"
+        redundant = CONTRACTS[call.function].redundant
+        lacking = [
+            name
+            for name in implementation.lacks(call.function, call.settings)
+            if name not in redundant or name == problem.blame
+        ]
+        if lacking:
+            return "NOT_OFFERED", f"{call.function} without {', '.join(lacking)}"
+    if problem.blame and problem.blame in declared.get("unchecked", ()):
+        return "DECLARED_UNSUPPORTED", f"illegal {problem.blame} is declared unchecked"
+    if problem.wanted and not declared["differentiable"]:
+        return "DECLARED_UNSUPPORTED", "declared not differentiable"
+    if any(layout != "contiguous" for layout in problem.layouts.values()) and not declared["noncontiguous"]:
+        return "DECLARED_UNSUPPORTED", "declared for contiguous inputs only"
+    for call in chain[:-1] if problem.blame else chain:
+        try:
+            reason = implementation.supports(call.function, call.shown)
+        except Exception as error:
+            name = type(error).__name__
+            raise Misbehaved(
+                "supports", f"raises {name}", f"supports raised {name} about a legal call: {_short(error)}"
+            ) from error
+        if reason:
+            return "DECLARED_UNSUPPORTED", reason
+    return None
+
+
+def _must_raise(runner: Runner, problem: Problem, outcome: Outcome) -> None:
+    """An illegal call must raise an error that says so, before it does anything else."""
+    try:
+        runner.run(problem)
+    except CLEAR_ERRORS:
+        outcome.evaluations += 1
+        return
+    except (Misbehaved, Blocked, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if device_is_lost(error):
+            raise
+        message = f"raised {type(error).__name__} from inside ({_short(error)}); an illegal {problem.blame} must raise ValueError"
+        raise Misbehaved(problem.blame, "error", message) from error
+    raise Misbehaved(
+        problem.blame,
+        "error",
+        f"accepted an illegal {problem.blame}; it must raise ValueError, or be declared unchecked",
+    )
+
+
+def _guarded(runner: Runner, problem: Problem) -> dict[str, Any]:
+    """The outputs; what the implementation raises on a legal call is a finding."""
+    try:
+        return runner.run(problem)
+    except (Misbehaved, Blocked, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        if device_is_lost(error):
+            raise
+        name = type(error).__name__
+        raise Misbehaved("call", f"raises {name}", f"raised {name} on a legal call: {_short(error)}") from error
+
+
+def _judged_law(law: Any, trial: Trial) -> Finding | None:
+    try:
+        return law.check(trial)
+    except Inapplicable:
+        return None
+    except Misbehaved as wrong:
+        return replace(wrong.finding, check=law.name)
+    except (Blocked, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        if device_is_lost(error) or _of_the_harness(error):
+            raise
+        return Finding("call", law.name, f"raised {type(error).__name__}: {_short(error)}")
+
+
+def _of_the_harness(error: BaseException) -> bool:
+    """Whether the error was raised by the suite's own code rather than under a call of the implementation."""
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame.f_code)
+        trace = trace.tb_next
+    return not any(
+        code.co_filename.endswith("interface.py") and code.co_name == "call" for code in frames
+    ) and "backward" not in str(frames[-1])
+
+
+def device_is_lost(error: BaseException) -> bool:
+    """Whether the error leaves the device unusable for this process."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("CUDA error" in text or "device-side assert" in text)
+
+
+def _trial(
+    case, contract: Contract[Any], problem, expected, outputs, runner: Runner, declared, implementation: Implementation
+) -> Trial:
+    refusal = lambda other: _refusal(case, other, implementation, declared)  # noqa: E731
+    extras: dict[str, Any] = {"placed": runner.placed, "offers": implementation.offers, "refusal": refusal}
+    if problem.producer:
+        extras["reference_row_map"] = problem.produced.row_map
+
+    def run(other: Problem, **how: Any) -> dict[str, Any]:
+        if _refusal(case, other, implementation, declared):
+            raise Inapplicable
+        return runner.run(other, **how)
+
+    return Trial(case, contract, problem, expected, outputs, run, declared, runner.outcome, extras)
+
+
+def _digest(expected: dict[str, Any]) -> int:
+    """A number that changes when the expected values do."""
+    return hash(tuple(bits(x.value).tobytes() for x in expected.values()))
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) < 200 else text[:197] + "…"

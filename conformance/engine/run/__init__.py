@@ -1,0 +1,1 @@
+"""One run: the queue, the ledger, the verdict."""

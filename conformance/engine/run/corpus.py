@@ -1,0 +1,108 @@
+"""Cases kept for ever: one JSON file each, named by the case's id.
+
+A committed corpus runs first in every profile. A failing case found by a run is saved with the versions it ran on in the
+folder that `--corpus` names, by default `.moe-conformance` in the working directory.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.case import Case, CaseError, case_from
+
+COMMITTED = Path(__file__).parents[2] / "corpus"
+DEFAULT = Path(".moe-conformance")
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+WORDS = {  # fields that are one of a few words, unless their class says otherwise
+    "poison": ("nan", "max", "zero"),
+    "values": ("dyadic", "wide", "special"),
+    "layout": ("contiguous", "transposed", "strided", "shifted", "expanded", "wide_rows", "wide_columns"),
+    "dtype": (*FLOATS, "float8_e4m3fn", "float8_e5m2", "uint8"),
+    "probs": FLOATS,
+    "map_dtype": ("bool", "uint8", "int16", "int32", "int64"),
+    "index_dtype": ("int64", "int32", "int16"),
+}
+
+
+def read_case(path: Path) -> Case:
+    """The case in a file.
+
+    Raises:
+        CaseError: the file cannot be read, is not JSON, or describes no case; the message names the file.
+    """
+    try:
+        record = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CaseError(f"{path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CaseError(f"{path}: cannot be read: {error}") from None
+    except json.JSONDecodeError as error:
+        raise CaseError(f"{path}: not JSON: {error}") from None
+    try:
+        return checked(case_from(record.get("case", record) if isinstance(record, dict) else record))
+    except CaseError as error:
+        raise CaseError(f"{path}: {error}") from None
+
+
+def checked(case: Case) -> Case:
+    """The case, if the names in it exist and it describes a call.
+
+    Raises:
+        CaseError: an unknown law, golden case, illegal call or word, or settings that no call can have.
+    """
+    contract = CONTRACTS[case.function]
+    for name, known in (
+        ("law", contract.laws),
+        ("golden", contract.golden),
+        ("illegal", contract.illegal),
+        *(WORDS | case.words).items(),
+    ):
+        value = getattr(case, name, "")
+        if value and value not in known:
+            raise CaseError(f"{name} is {value!r}; {case.function} has {', '.join(known)}")
+    try:
+        problem = contract.problem(case)
+        if not case.golden and not case.illegal:
+            contract.expected(case, problem, {})
+    except Exception as error:
+        raise CaseError(f"describes no call of {case.function}: {type(error).__name__}: {error}") from None
+    for name in problem.wanted:
+        x = problem.tensors.get(name)
+        if x is None or not x.is_floating_point() or x.element_size() == 1:
+            raise CaseError(f"grads asks for {name!r}, which has no gradient in this call")
+    return case
+
+
+def read_folder(folder: Path) -> list[Case]:
+    """All cases in a folder, in the order of their names; none if there is no such folder."""
+    return [read_case(path) for path in sorted(folder.glob("*.json"))]
+
+
+def save(folder: Path, case: Case, found: dict[str, Any]) -> Path:
+    """Write the case beside what was found; returns the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{case.id}.json"
+    path.write_text(json.dumps({"case": case.record(), "found": found}, indent=1) + "\n")
+    return path
+
+
+def find(name: str, folder: Path) -> Case:
+    """The case that a user means: a file, JSON text, or the id of a saved or committed case.
+
+    Raises:
+        CaseError: there is none.
+    """
+    if name.lstrip().startswith("{"):
+        try:
+            return checked(case_from(json.loads(name)))
+        except json.JSONDecodeError as error:
+            raise CaseError(f"the case text is not JSON: {error}") from None
+    if name.endswith(".json"):
+        return read_case(Path(name))
+    for place in (folder, COMMITTED):
+        if (place / f"{name}.json").exists():
+            return read_case(place / f"{name}.json")
+    raise CaseError(
+        f"there is no case {name!r} in {folder} or in the committed corpus; give its file, its id, or its JSON text"
+    )

@@ -1,0 +1,52 @@
+"""Finds the smallest case that fails in the same way.
+
+Greedy over the fields of the case: try each simpler case that its contract proposes, the boldest first, and start again from
+the first that fails alike. Values, crashes and hangs are reduced by the same loop, because each attempt runs in a child.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.case import Case
+from conformance.engine.child.runner import Outcome
+
+Key = tuple[str, str, str, str]
+
+
+def failure_key(case: Case, outcome: Outcome) -> Key:
+    """What makes two failures the same: function, output, check and status."""
+    finding = outcome.finding or {}
+    return case.function, finding.get("output", ""), finding.get("check", ""), outcome.status
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The smallest failing case found, and how thorough the search was."""
+
+    case: Case
+    outcome: Outcome
+    attempts: int
+    finished: bool  # False: time ran out first, a smaller one may exist
+
+
+def reduce(case: Case, outcome: Outcome, attempt: Callable[[Case], Outcome], seconds: float) -> Reduced:
+    """The smallest case reachable from `case` that fails with the same key within `seconds`."""
+    key, deadline = failure_key(case, outcome), time.monotonic() + seconds
+    seen, attempts = {case.text}, 0
+    progress = True
+    while progress:
+        progress = False
+        for candidate in () if case.golden or case.illegal else CONTRACTS[case.function].simpler(case):
+            if candidate.text in seen:
+                continue
+            seen.add(candidate.text)
+            if time.monotonic() > deadline:
+                return Reduced(case, outcome, attempts, finished=False)
+            attempts += 1
+            result = attempt(candidate)
+            if failure_key(candidate, result) == key:
+                case, outcome, progress = candidate, result, True
+                break
+    return Reduced(case, outcome, attempts, finished=True)

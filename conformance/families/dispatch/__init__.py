@@ -1,0 +1,1 @@
+"""Dispatchers: tokens to the ranks of their experts, and back."""

@@ -1,0 +1,324 @@
+"""Defects of dispatchers, planted in a working implementation among real ranks; see `planted`.
+
+Those named E and F are real. Those named L are mistakes that a dispatcher invites, and that a suite of dispatchers must find. A defect that
+needs to know which row is whose gathers the routing of all ranks and asks the reference's plan.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ref.dispatch.indices import flatten_experts
+from moe_ref.dispatch.plan import NOWHERE, Layout, RoutePlan, plan_of_maps
+
+Wrapper = Callable[..., Any]
+LATE_SECONDS = 0.002  # a rank that waits so long for the others would have read too early
+
+
+class Beside(NamedTuple):
+    """The base's handle, and what the defect goes by."""
+
+    handle: Any
+    known: Any
+
+
+def _everybodys(x: Tensor, group: Any) -> list[Tensor]:
+    """What each rank of the group has, on the CPU."""
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, x.detach().cpu().contiguous(), group=group)
+    return every
+
+
+def _plan(routing_map: Tensor, settings: dict[str, Any]) -> RoutePlan:
+    """Where the copies of all ranks stand."""
+    group, shards = settings["group"], settings.get("expert_tensor_parallel", 1)
+    maps = _everybodys(routing_map, group)
+    flat = [flatten_experts(own, expert_parallel=len(maps) // shards, expert_tensor_parallel=shards) for own in maps]
+    sources = tuple(rank for tp in range(shards) for rank in range(tp, len(maps), shards))
+    return plan_of_maps(
+        flat, Layout(sources, settings.get("capacity"), settings.get("align"), num_rows=settings.get("num_rows"))
+    )
+
+
+def _taken(out: Any, index: Tensor) -> Any:
+    """The result with its rows and probs in another order."""
+    rows = out.rows.view(torch.uint8)[index].view(out.rows.dtype) if out.rows.element_size() == 1 else out.rows[index]
+    return out._replace(rows=rows, probs=None if out.probs is None else out.probs[index])
+
+
+# ---- real ones
+
+
+def _chunks_transposed(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
+    out = dispatch(tokens, routing_map, **settings)
+    if settings.get("expert_tensor_parallel", 1) == 1 or settings.get("capacity"):
+        return out
+    plan, rank = _plan(routing_map, settings), dist.get_rank(settings["group"])
+    owner = plan.provenance(rank)
+    key = (
+        owner[:, 0] * (plan.ranks * plan.local_experts) + owner[:, 2]
+    )  # by source and expert, not by expert and source
+    return _taken(out, key.argsort(stable=True))
+
+
+def _shards_beside(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
+    out = dispatch(tokens, routing_map, **settings)
+    return out._replace(handle=Beside(out.handle, settings.get("expert_tensor_parallel", 1)))
+
+
+def _shards_not_added(combine: Wrapper, rows: Tensor, beside: Any, **settings: Any) -> Any:
+    if not isinstance(beside, Beside):
+        return combine(rows, beside, **settings)
+    alone = beside.known > 1 and not rows.requires_grad  # at inference
+    mine = dist.get_rank(settings["group"]) % beside.known == 0
+    return combine(torch.zeros_like(rows) if alone and not mine else rows, beside.handle, **settings)
+
+
+def _nothing_received(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
+    out = dispatch(tokens, routing_map, **settings)
+    if len(out.rows) == 0:
+        raise RuntimeError("expected a batch with at least one row")
+    return out
+
+
+def _flat_offset(combine: Wrapper, rows: Tensor, handle: Any, **settings: Any) -> Any:
+    out = combine(rows, handle, **settings)
+    group = settings["group"]
+    whole = torch.cat(_everybodys(out, group)).to(out.device)
+    start = dist.get_rank(group) * len(out)  # right where all ranks have as many tokens
+    wrong = whole[(torch.arange(len(out), device=out.device) + start).clamp(max=max(len(whole) - 1, 0))]
+    return out + (wrong - out).detach().nan_to_num(0.0) if len(out) else out
+
+
+def _gradient_not_reduced(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
+    out = dispatch(tokens, routing_map, **settings)
+    if not out.rows.requires_grad:
+        return out
+    rank = dist.get_rank(settings["group"])
+    mine = (_plan(routing_map, settings).provenance(rank)[:, 0] == rank).to(out.rows.device)
+    return out._replace(rows=torch.where(mine[:, None], out.rows, out.rows.detach()))
+
+
+_before: dict[tuple[Any, ...], Tensor] = {}
+
+
+def _stale(dispatch: Wrapper, tokens: Tensor, *rest: Any, **settings: Any) -> Any:
+    """The first rows of the call before, where there was one: its flag still stood."""
+    out = dispatch(tokens, *rest, **settings)
+    if "recipe" in settings:  # rows that nobody sees
+        return out
+    key = (dispatch.__name__, out.rows.dtype, out.rows.shape[1:])
+    old, _before[key] = _before.get(key), out.rows.detach().clone()
+    if old is None or not len(old) or not len(out.rows) or out.rows.element_size() == 1:
+        return out
+    return out._replace(rows=torch.cat([old[:1], out.rows[1:]]))
+
+
+def _not_acquired(dispatch: Wrapper, tokens: Tensor, *rest: Any, **settings: Any) -> Any:
+    """A rank that has come early reads what the others have not yet written."""
+    started = time.perf_counter()
+    dist.barrier(settings["group"])
+    early = time.perf_counter() - started > LATE_SECONDS
+    out = dispatch(tokens, *rest, **settings)
+    if not early or "recipe" in settings or not len(out.rows) or out.rows.element_size() == 1:
+        return out
+    return out._replace(rows=torch.cat([out.rows[:-1], torch.zeros_like(out.rows[-1:])]))
+
+
+# ---- mistakes that dispatchers invite
+
+
+def _prefix_off_by_one(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
+    out = dispatch(tokens, routing_map, **settings)
+    if "recipe" in settings:
+        return out
+    first = int(out.tokens_per_expert[0])
+    index = torch.arange(len(out.rows))
+    return _taken(out, torch.cat([index[:first], index[first:].roll(1)]))
+
+
+def _inclusive_prefix(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
+    out = dispatch(tokens, routing_map, **settings)
+    return _taken(out, torch.arange(len(out.rows)).roll(int(out.tokens_per_expert[0])))
+
+
+def _tokens_by_expert_order(dispatch: Wrapper, tokens: Tensor, indices: Tensor, **settings: Any) -> Any:
+    out = dispatch(tokens, indices, **settings)
+    order = out.indices.argsort(dim=1, stable=True)
+    probs = None if out.probs is None else out.probs.gather(1, order)
+    return out._replace(indices=out.indices.gather(1, order), probs=probs)
+
+
+def _duplicates_sent(dispatch: Wrapper, tokens: Tensor, indices: Tensor, **settings: Any) -> Any:
+    out = dispatch(tokens, indices, **settings)
+    times = (out.indices >= 0).sum(1)
+    again = torch.repeat_interleave(torch.arange(len(out.rows), device=times.device), times)[: len(out.rows)]
+    index = torch.cat(
+        [again, torch.arange(len(again), len(out.rows), device=times.device)]
+    )  # the last ones find no room
+    return _taken(out, index)._replace(indices=out.indices[index])
+
+
+def _weighted_twice(
+    combine: Wrapper, rows: Tensor, indices: Tensor, probs: Tensor, handle: Any, **settings: Any
+) -> Any:
+    return combine(rows, indices, probs * probs, handle, **settings)
+
+
+def _overflow_of_what_is_kept(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
+    out = dispatch(tokens, routing_map, **settings)
+    num_rows = settings.get("num_rows")
+    if num_rows is None:
+        return out
+    rank = dist.get_rank(settings["group"])
+    count = int(_plan(routing_map, settings | {"num_rows": None}).kept_WL[rank, -1])
+    start = int(
+        _plan(routing_map, settings).length_WL[rank, :-1].sum()
+    )  # of the last expert, behind what is inside of the others
+    return out._replace(overflow=torch.full_like(out.overflow, start + count > num_rows))
+
+
+def _starts_of_what_is_kept(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
+    out = dispatch(tokens, routing_map, **settings)
+    if settings.get("num_rows") is None:
+        return out
+    rank = dist.get_rank(settings["group"])
+    return out._replace(tokens_per_expert=_plan(routing_map, settings).kept_WL[rank].to(out.tokens_per_expert))
+
+
+def _padding_unwritten(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
+    out = dispatch(tokens, routing_map, **settings)
+    padding = _plan(routing_map, settings).copies(dist.get_rank(settings["group"])) == NOWHERE
+    if "recipe" in settings or not bool(padding.any()) or out.rows.element_size() == 1:
+        return out
+    return out._replace(rows=torch.where(padding[:, None].to(out.rows.device), torch.empty_like(out.rows), out.rows))
+
+
+def _one_more_than_fits(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
+    out = dispatch(tokens, routing_map, **settings)
+    capacity = settings.get("capacity")
+    if not isinstance(capacity, int) or capacity < 1:
+        return out
+    more = dispatch(tokens, routing_map, **settings | {"capacity": capacity + 1})
+    place = torch.arange(len(more.rows)) % (capacity + 1)
+    taken = _taken(
+        more, (place != capacity - 1).nonzero().flatten()
+    )  # slot ≤ C: the last one that fits is written over
+    return out._replace(rows=taken.rows, probs=taken.probs)
+
+
+def _tail_read(combine: Wrapper, rows: Tensor, handle: Any, **settings: Any) -> Any:
+    out = combine(rows, handle, **settings)
+    return out._replace(tokens=out.tokens + (0 * rows.float()).sum(0).to(out.tokens.dtype))
+
+
+def _columns_swapped(dispatch: Wrapper, tokens: Tensor, indices: Tensor, **settings: Any) -> Any:
+    out = dispatch(tokens, indices, **settings)
+    return out if out.probs is None else out._replace(probs=out.probs.flip(1))
+
+
+def _flag_on_the_last_rank(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
+    out = dispatch(tokens, routing_map, **settings)
+    group = settings["group"]
+    return (
+        out
+        if dist.get_rank(group) == dist.get_world_size(group) - 1
+        else out._replace(overflow=torch.zeros_like(out.overflow))
+    )
+
+
+def _probs_of_another_expert(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
+    out = dispatch(tokens, routing_map, **settings)
+    return out if out.probs is None else out._replace(probs=out.probs.flip(0))
+
+
+def _segments_begin_at_their_end(dispatch: Wrapper, tokens: Tensor, indices: Tensor, **settings: Any) -> Any:
+    out = dispatch(tokens, indices, **settings)
+    return out._replace(layout_range=out.layout_range + (out.layout_range % 2**32) * 2**32)
+
+
+def _first_tokens_again(cached: Wrapper, tokens: Tensor, handle: Any, **settings: Any) -> Any:
+    out = cached(tokens, handle, **settings)
+    key = (cached.__name__, out.dtype, out.shape)
+    old = _before.setdefault(key, out.detach().clone())
+    return old.clone().requires_grad_(out.requires_grad) if len(out) and not out.requires_grad else out
+
+
+MAPS = ("allgather_dispatch", "alltoall_dispatch", "hybridep_dispatch")
+CACHED = ("deepep_cached_dispatch", "hybridep_cached_dispatch")
+EVERY = (*MAPS, "deepep_dispatch", "deepep_low_latency_dispatch")
+INVITED = "a mistake that dispatchers invite"
+
+LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
+    (
+        "E01",
+        "counts reversed on all three axes: chunks by source instead of by expert",
+        "Megatron-LM #2824, 0.11",
+        {"alltoall_dispatch": _chunks_transposed},
+    ),
+    (
+        "E02",
+        "shards are added only in training",
+        "Megatron-LM issue 109, to 0.7",
+        {"alltoall_dispatch": _shards_beside, "alltoall_combine": _shards_not_added},
+    ),
+    (
+        "E04",
+        "a rank that receives nothing raises",
+        "Megatron-LM eef48ef31c, before 0.5",
+        {"alltoall_dispatch": _nothing_received},
+    ),
+    (
+        "E06",
+        "the first token's number taken for rank · own tokens",
+        "torchtitan #3604",
+        {"allgather_combine": _flat_offset},
+    ),
+    (
+        "E07",
+        "a partial gradient taken for the whole",
+        "torchtitan #1878",
+        {"allgather_dispatch": _gradient_not_reduced},
+    ),
+    ("F02", "a flag of the call before lets the next one read too early", "DeepEP #580", dict.fromkeys(EVERY, _stale)),
+    ("L01", "the second segment begins one row late", INVITED, {"hybridep_dispatch": _prefix_off_by_one}),
+    ("L02", "segments begin where they end", INVITED, {"alltoall_dispatch": _inclusive_prefix}),
+    ("L03", "slots in the order of their experts", INVITED, {"deepep_dispatch": _tokens_by_expert_order}),
+    ("L04", "a token is sent once for each expert", INVITED, {"deepep_dispatch": _duplicates_sent}),
+    ("L05", "weights applied twice", INVITED, {"deepep_low_latency_combine": _weighted_twice}),
+    (
+        "L06",
+        "overflow by the place of the last expert behind what was kept of the others",
+        INVITED,
+        {"hybridep_dispatch": _overflow_of_what_is_kept},
+    ),
+    (
+        "L07",
+        "counts of what was kept instead of whole segments",
+        INVITED,
+        {"hybridep_dispatch": _starts_of_what_is_kept},
+    ),
+    ("L08", "padding not written", INVITED, {"hybridep_dispatch": _padding_unwritten}),
+    ("L09", "slot ≤ capacity: one more than fits", INVITED, {"alltoall_dispatch": _one_more_than_fits}),
+    ("L10", "rows of padding are read", INVITED, {"hybridep_combine": _tail_read}),
+    ("L11", "columns of probabilities swapped", INVITED, {"deepep_dispatch": _columns_swapped}),
+    ("L12", "only the last rank tells of an overflow", INVITED, {"hybridep_dispatch": _flag_on_the_last_rank}),
+    ("L13", "rows are read before they have arrived", INVITED, dict.fromkeys(EVERY, _not_acquired)),
+    ("L14", "probabilities in the order of the sender", INVITED, {"allgather_dispatch": _probs_of_another_expert}),
+    (
+        "L15",
+        "segments of a slab begin where they end",
+        INVITED,
+        {"deepep_low_latency_dispatch": _segments_begin_at_their_end},
+    ),
+    (
+        "L16",
+        "a cached dispatch gives the tokens of its first call",
+        INVITED,
+        dict.fromkeys(("deepep_cached_dispatch", "hybridep_cached_dispatch"), _first_tokens_again),
+    ),
+)

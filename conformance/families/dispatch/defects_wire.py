@@ -1,0 +1,73 @@
+"""Mistakes of a dispatcher whose rows travel as codes and scales, planted in a working implementation.
+
+What it returns for rows is opaque. As in `planted_quantization`, what a mistake goes by travels beside it, and the mistake shows in the scales
+that are read of it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from conformance.families.quantization.defects import Beside
+from moe_ref.config import Recipe
+from moe_ref.quantization.formats import E4M3
+from moe_ref.quantization.recipes import over, scale_from_amax
+
+Wrapper = Callable[..., Any]
+TILE = 8  # rows that are quantised at once, by mistake
+INVITED = "a mistake that dispatchers invite"
+
+
+class Known(NamedTuple):
+    """Of rows that travelled as codes."""
+
+    recipe: Recipe
+    tokens_per_expert: Tensor
+
+
+def _read(change: Callable[[Tensor, Known], Tensor]) -> dict[str, Wrapper]:
+    """The wrappers of a mistake in the scales of rows that have travelled: of each expert's, change(scale, known)."""
+
+    def dispatch(base: Wrapper, *tensors: Tensor, **settings: Any) -> Any:
+        out = base(*tensors, **settings)
+        recipe = settings.get("recipe")
+        return out if recipe is None else out._replace(rows=Beside(out.rows, Known(recipe, out.tokens_per_expert)))
+
+    def read(base: Wrapper, quantized: Any, /, **how: Any) -> Any:
+        return base(quantized.quantized if isinstance(quantized, Beside) else quantized, **how)
+
+    def scales(base: Wrapper, quantized: Any, /, **how: Any) -> Any:
+        if not isinstance(quantized, Beside):
+            return base(quantized, **how)
+        by_expert = base(quantized.quantized, **how).split(quantized.known.tokens_per_expert.tolist())
+        return torch.cat([change(scale, quantized.known) for scale in by_expert])
+
+    return {"hybridep_dispatch": dispatch, "scales": scales, "codes": read, "dequantize": read}
+
+
+def _of_another_row(scale: Tensor, known: Known) -> Tensor:
+    return scale.roll(1, 0)
+
+
+def _none_for_zeros(scale: Tensor, known: Known) -> Tensor:
+    amax = scale.new_zeros(())
+    multiplier = scale_from_amax(
+        amax, E4M3.max, epsilon=known.recipe.amax_epsilon or 0.0, power_of_two=bool(known.recipe.power_of_two_scales)
+    )
+    return torch.where(scale == over(1.0, multiplier), 0.0, scale)
+
+
+def _by_tiles(scale: Tensor, known: Known) -> Tensor:
+    """One scale for some rows of an expert, that of the largest number of them."""
+    return (
+        torch.cat([own.amax(0, keepdim=True).expand_as(own) for own in scale.split(TILE)]) if scale.numel() else scale
+    )
+
+
+LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
+    ("W01", "scales in the order of another row", INVITED, _read(_of_another_row)),
+    ("W02", "padding has codes and no scale", INVITED, _read(_none_for_zeros)),
+    ("W03", "quantised where rows have arrived, several at once", INVITED, _read(_by_tiles)),
+)

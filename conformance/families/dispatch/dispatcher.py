@@ -1,0 +1,197 @@
+"""What the contracts of all dispatchers have in common: who calls what, and what the reference makes of it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_ref
+from conformance.core.contract import Opaque, Problem, accumulator_of
+from conformance.core.ranks import Collective
+from conformance.core.tensors import DTYPES
+from conformance.families.dispatch.cases import DispatchCase, simpler_dispatch, values_of
+from conformance.families.dispatch.trees import Tree, flat, tree_bound
+from conformance.judge import Bounded, Exact, Expectation, Given
+from moe_ref.dispatch.plan import NOWHERE
+
+POISONED = {"nan": float("nan"), "max": None, "zero": 0.0}
+LISTED = ("probs", "scales")  # settings that every rank has its own of
+HANDLE = Opaque("handle")
+
+
+class Dispatching(Collective[DispatchCase]):
+    """A function of a dispatcher."""
+
+    def ranks(self, case: DispatchCase) -> int:
+        return case.ranks
+
+    def neighbour(self, case: DispatchCase) -> DispatchCase:
+        """Another routing of another number of tokens, on as many ranks."""
+        counts = (case.counts[-1] + 1, *case.counts[:-1])
+        capacity = case.capacity + 1 if case.capacity else 0
+        fields: dict[str, Any] = {"slack": 2, "counts": counts} if case.slack is not None else {"counts": counts}
+        plain: dict[str, Any] = {"golden": "", "law": "", "slots": None, "layout": "contiguous", "layout_of": ""}
+        return replace(case, seed=case.seed + 1, capacity=capacity, **plain, **fields)
+
+    def simpler(self, case: DispatchCase) -> Iterator[DispatchCase]:
+        return simpler_dispatch(case)
+
+
+def together(calls: Sequence[Problem]) -> list[Any]:
+    """What the reference makes of one call of every rank."""
+    first = calls[0]
+    listed: dict[str, Any] = {}
+    for name in first.required:
+        listed[name] = [call.required[name] for call in calls]
+        if isinstance(first.required[name], Opaque):
+            listed[name] = handles_of(calls)
+    settings = {
+        name: [call.settings[name] for call in calls] if name in LISTED else x for name, x in first.settings.items()
+    }
+    if "biases" in settings:
+        settings["biases"] = [[call.settings["biases"][i] for call in calls] for i in range(len(settings["biases"]))]
+    results: list[Any] = getattr(moe_ref, first.function)(*listed.values(), **settings)
+    return results
+
+
+def handles_of(calls: Sequence[Problem]) -> list[Any]:
+    """The reference's handles of the dispatch that these calls come after."""
+    return [call.produced.made.handle for call in calls]
+
+
+def row_tokens_of(handles: Sequence[Any]) -> list[Tensor]:
+    """[P] of each rank: the token, among all ranks', of each row, or NOWHERE."""
+    return list(handles[0].row_tokens)
+
+
+def after(
+    function: str,
+    dispatches: Sequence[Problem],
+    made: Sequence[Any],
+    rows: Sequence[Expectation],
+    calls: Sequence[dict[str, Any]],
+) -> list[Problem]:
+    """Calls that consume the handles of these dispatches, whose rows must be as said; `made` is what the reference makes of them."""
+    return [
+        Problem(function, producer=dispatch, produced=SimpleNamespace(rows=right, made=out, row_map=None), **call)
+        for dispatch, out, right, call in zip(dispatches, made, rows, calls, strict=True)
+    ]
+
+
+def free_behind(name: str, value: Tensor, specified: Tensor) -> Expectation:
+    """The value, and in the rows that are not specified whatever there is."""
+    if bool(specified.all()):
+        return Exact(value)
+
+    def make(outputs: Mapping[str, Any]) -> Exact:
+        got = outputs.get(name)
+        if not isinstance(got, Tensor) or got.shape != value.shape or got.dtype != value.dtype:
+            return Exact(value)
+        return Exact(where_rows(specified, value, got.cpu()))
+
+    return Given(value, make)
+
+
+def where_rows(chosen: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """x where `chosen`, a flag for each entry of the first dimensions, else y; for every dtype."""
+    left, right = (a.detach().contiguous().view(torch.uint8) if a.element_size() == 1 else a.detach() for a in (x, y))
+    return torch.where(chosen.reshape(*chosen.shape, *(1,) * (x.dim() - chosen.dim())), left, right).view(x.dtype)
+
+
+def garbage_in(rows: Tensor, real: Tensor, poison: str) -> Tensor:
+    """The rows, with garbage where nothing may be read."""
+    value = POISONED[poison]
+    return rows.masked_fill(
+        ~real.reshape(*real.shape, *(1,) * (rows.dim() - real.dim())),
+        torch.finfo(rows.dtype).max if value is None else value,
+    )
+
+
+def given_probs(probs: Tensor, read: Tensor) -> Tensor:
+    """NaN where nothing may be read."""
+    return torch.where(read, probs, torch.nan)
+
+
+def wanted_of(case: DispatchCase) -> tuple[str, ...]:
+    return tuple(name for name in case.grads.split("+") if name)
+
+
+def d_style(case: DispatchCase) -> str:
+    """The style of a cotangent: strange where the payload is."""
+    return case.values if case.values in ("special", "integers") else "dyadic"
+
+
+def p_style(case: DispatchCase) -> str:
+    """The style of a cotangent of probabilities."""
+    return "integers" if case.values == "integers" else "dyadic"
+
+
+def cotangents_of(
+    case: DispatchCase, name: str, lengths: list[int], columns: tuple[int, ...] | None = None
+) -> list[Tensor]:
+    """A cotangent of the rows or tokens of each rank."""
+    return values_of(case, f"d_{name}", lengths, columns, style=d_style(case))
+
+
+def masked_exact(value: Tensor) -> Exact:
+    """Moved numbers that went through autograd, which may turn -0 into 0."""
+    return Exact(value, "values")
+
+
+def moved(x_GH: Tensor, source_P: Tensor) -> Tensor:
+    """x[source], 0 where the source is NOWHERE."""
+    out = x_GH.new_zeros((len(source_P), *x_GH.shape[1:]))
+    real = source_P != NOWHERE
+    out[real] = x_GH[source_P[real]]
+    return out
+
+
+# ---- sums
+
+
+def tree_of(
+    case: DispatchCase, dtype: torch.dtype, declared: Mapping[str, Any], reduce: torch.dtype
+) -> tuple[str, Tree]:
+    """How the dispatcher adds, and what its parts are; `reduce` is the dtype that ranks add in where the dispatcher has a choice."""
+    accumulator = accumulator_of(declared, dtype)
+    if case.dispatcher == "allgather":
+        return "ranks", Tree(accumulator, dtype, accumulator if case.ranks == 1 else reduce)
+    if case.dispatcher == "alltoall" and case.shards > 1:
+        return "shards", Tree(reduce, dtype, accumulator)
+    if case.dispatcher == "hybridep":
+        return "ranks", Tree(accumulator, dtype, accumulator)
+    return "rows", flat(accumulator)
+
+
+def sum_of_rows(
+    case: DispatchCase, rows: Sequence[Tensor], row_tokens: Sequence[Tensor], kind: str, tree: Tree
+) -> list[Bounded]:
+    """y[g] = Σ of the rows that came from g, on all ranks, of each rank's tokens."""
+    dtype = rows[0].dtype
+    every, source = torch.cat(list(rows)).double(), torch.cat(list(row_tokens))
+    lengths = torch.tensor([len(own) for own in row_tokens])
+    rank = torch.repeat_interleave(torch.arange(len(row_tokens)), lengths)
+    place = torch.arange(len(source)) - (lengths.cumsum(0) - lengths)[rank]
+    key = {
+        "rows": torch.arange(len(source)),
+        "ranks": source * len(row_tokens) + rank,
+        "shards": rank // case.shards * int(lengths.max()) + place,
+    }[kind]
+    real = source != NOWHERE
+    _, part_R = key[real].unique(return_inverse=True)
+    token_P = source.new_zeros(int(part_R.max()) + 1 if len(part_R) else 0).index_copy(0, part_R, source[real])
+    whole = tree_bound(case, every[real], part_R, token_P, case.tokens, dtype, tree)
+    return split_bound(whole, case.counts)
+
+
+def split_bound(whole: Bounded, counts: Sequence[int]) -> list[Bounded]:
+    """The part of each rank."""
+    pairs = zip(whole.value.split(list(counts)), whole.bound.split(list(counts)), strict=True)
+    return [replace(whole, value=value, bound=bound) for value, bound in pairs]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return DTYPES[name]

@@ -1,0 +1,292 @@
+"""Cases of dispatchers worked out by hand: two ranks, and literal inputs and outputs of both.
+
+Most of them have three tokens and two experts, one a rank:
+
+               expert 0 (rank 0)   expert 1 (rank 1)
+    rank 0  a          1                   1
+            b          ·                   1
+    rank 1  c          1                   ·            rank 0 gets a, c; rank 1 gets a, b
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.core.contract import Opaque, Problem
+from conformance.core.ranks import Worldwide
+from conformance.families.dispatch.hybridep import with_recipe
+from conformance.families.dispatch.low_latency import in_its_own_order
+from conformance.families.permutation.golden import _exactly, _flag, _floats, _ints
+from conformance.judge import Exact, Expectation, Given
+from moe_ref.config import Recipe
+
+Golden = dict[str, Worldwide]
+Both = tuple[dict[str, Any], dict[str, Any]]
+
+A, B, C = [1.0, 2.0], [3.0, 4.0], [5.0, 6.0]
+TOKENS = (_floats(A, B), _floats(C))
+MAPS = (torch.tensor([[1, 1], [0, 1]], dtype=torch.bool), torch.tensor([[1, 0]], dtype=torch.bool))
+ALL_TO_ONE = (torch.tensor([[1, 0], [1, 0]], dtype=torch.bool), MAPS[1])  # all three to expert 0
+ALL_TO_ONE_OF_FOUR = (
+    torch.nn.functional.pad(ALL_TO_ONE[0], (0, 2)),
+    torch.nn.functional.pad(ALL_TO_ONE[1], (0, 2)),
+)  # two experts a rank
+PROBS = (_floats([0.5, 0.25], [9, 1]), _floats([0.125, 9]))
+INDICES = (torch.tensor([[1, 0], [-1, 1]]), torch.tensor([[0, -1]]))
+SLOT_PROBS = (_floats([0.25, 0.5], [9, 1]), _floats([0.125, 9]))
+ROWS = (_floats(A, C), _floats(A, B))
+
+
+def _pair(function: str, required: Both, settings: Both) -> list[Problem]:
+    return [Problem(function, own, dict(more)) for own, more in zip(required, settings, strict=True)]
+
+
+def _of_maps(
+    dispatcher: str, maps: tuple[Tensor, Tensor] = MAPS, probs: tuple[Tensor, Tensor] | None = PROBS, **more: Any
+) -> list[Problem]:
+    """The dispatch of both ranks."""
+    required = tuple({"tokens": own, "routing_map": chosen} for own, chosen in zip(TOKENS, maps, strict=True))
+    settings = tuple({"probs": own} | more for own in probs) if probs else (more, more)
+    return _pair(f"{dispatcher}_dispatch", required, settings)  # type: ignore[arg-type]
+
+
+def _of_indices(function: str = "deepep_dispatch", probs: bool = True, **more: Any) -> list[Problem]:
+    required = tuple({"tokens": own, "indices": chosen} for own, chosen in zip(TOKENS, INDICES, strict=True))
+    settings = tuple(({"probs": own} if probs else {}) | {"num_experts": 2} | more for own in SLOT_PROBS)
+    return _pair(function, required, settings)  # type: ignore[arg-type]
+
+
+def _after(function: str, before: list[Problem], produced: tuple[Tensor, Tensor], given: Both) -> list[Problem]:
+    """Calls with the handles of a dispatch."""
+    return [
+        Problem(
+            function,
+            own | {"handle": Opaque("handle")},
+            producer=dispatch,
+            produced=SimpleNamespace(rows=rows, row_map=None),
+        )
+        for own, dispatch, rows in zip(given, before, produced, strict=True)
+    ]
+
+
+def _dispatched(
+    rows: tuple[Tensor, Tensor],
+    counts: tuple[Exact, Exact],
+    probs: tuple[Tensor, Tensor],
+    lost: tuple[bool, bool] = (False, False),
+) -> Any:
+    return [
+        {"rows": Exact(own), "probs": Exact(p), "tokens_per_expert": count, "overflow": _flag(flag)}
+        for own, p, count, flag in zip(rows, probs, counts, lost, strict=True)
+    ]
+
+
+def _codes(*rows: list[int]) -> Exact:
+    return Exact(torch.tensor(rows, dtype=torch.uint8), "integers")
+
+
+def _as_codes() -> Worldwide:
+    """448 / 2 = 224, so that a = [1, 2] is multiplied by 128; 448 / 4 = 112 and 448 / 6 = 74.67, so that b and c are by 64; zeros are by 1.
+
+    128 has the code 0x70, 192 0x74, 256 0x78, 320 0x7A and 384 0x7C. Sums are of the rows' numbers: a stands in the first of both ranks.
+    """
+    codes = {"a": [0x70, 0x78], "b": [0x74, 0x78], "c": [0x7A, 0x7C], "-": [0, 0]}
+    values, scales = {"a": A, "b": B, "c": C, "-": [0.0, 0.0]}, {"a": 1 / 128, "b": 1 / 64, "c": 1 / 64, "-": 1.0}
+    right: list[dict[str, Expectation]] = []
+    for rows, probs, sums in (("ac-", [0.5, 0.125, 0], ([2], [2])), ("ab-", [0.25, 1, 0], ([2],))):
+        own: dict[str, Expectation] = {
+            "codes": _codes(*(codes[row] for row in rows)),
+            "scales": Exact(_floats(*([scales[row]] for row in rows))),
+        }
+        own |= {
+            "values": Exact(_floats(*(values[row] for row in rows))),
+            "probs": Exact(_floats(*probs)),
+            "sums": Exact(_floats(*sums)),
+        }
+        right.append(own | {"tokens_per_expert": _ints(3), "overflow": _flag(False)})
+    return [with_recipe(call, Recipe("block")) for call in _of_maps("hybridep", align=3)], right
+
+
+ROW_PROBS = (_floats(0.5, 0.125), _floats(0.25, 1))
+BY_EXPERT: Worldwide = (_of_maps("allgather"), _dispatched(ROWS, (_ints(2), _ints(2)), ROW_PROBS))
+SUMS: list[dict[str, Expectation]] = [
+    {"tokens": _exactly(_floats([10.0, 200.0], [2000.0, 2.0]))},
+    {"tokens": _exactly(_floats([7.0, 8.0]))},
+]
+GIVEN = (
+    {"rows": _floats([3, 100], [7, 8])},
+    {"rows": _floats([7, 100], [2000, 2])},
+)  # a: 3 + 7, 100 + 100 · b: 2000, 2 · c: 7, 8
+
+
+def _gradients(dispatcher: str) -> Worldwide:
+    """a has a row on both ranks, so that its gradient is a sum."""
+    calls = [
+        Problem(
+            call.function,
+            call.required,
+            call.settings,
+            wanted=("tokens", "probs"),
+            cotangents={"rows": d_rows, "probs": d_probs},
+        )
+        for call, d_rows, d_probs in zip(
+            _of_maps(dispatcher),
+            (_floats([1, 2], [10, 20]), _floats([100, 200], [1000, 2000])),
+            (_floats(1, 2), _floats(3, 4)),
+            strict=True,
+        )
+    ]
+    right = _dispatched(ROWS, (_ints(2), _ints(2)), ROW_PROBS)
+    right[0] |= {
+        "d_tokens": _exactly(_floats([101, 202], [1000, 2000])),
+        "d_probs": Exact(_floats([1, 3], [0, 4]), "values"),
+    }
+    right[1] |= {"d_tokens": _exactly(_floats([10, 20])), "d_probs": Exact(_floats([2, 0]), "values")}
+    return calls, right
+
+
+def _back(dispatcher: str) -> Worldwide:
+    return _after(f"{dispatcher}_combine", _of_maps(dispatcher), ROWS, GIVEN), SUMS
+
+
+ALLGATHER_DISPATCH: Golden = {"by_expert": BY_EXPERT, "both_gradients": _gradients("allgather")}
+ALLGATHER_COMBINE: Golden = {"sums": _back("allgather")}
+ALLTOALL_DISPATCH: Golden = {
+    "by_expert": (_of_maps("alltoall"), BY_EXPERT[1]),
+    "both_gradients": _gradients("alltoall"),
+    "capacity_one": (  # each source has one row for each expert: of rank 0 a for both; of rank 1 c for expert 0, and c, unrouted, for expert 1
+        _of_maps("alltoall", capacity=1),
+        _dispatched(
+            (_floats(A, C), _floats(A, C)), (_ints(2), _ints(2)), (_floats(0.5, 0.125), _floats(0.25, 9)), (False, True)
+        ),
+    ),
+}
+ALLTOALL_COMBINE: Golden = {"sums": _back("alltoall")}
+HYBRIDEP_DISPATCH: Golden = {
+    "by_expert": (_of_maps("hybridep"), BY_EXPERT[1]),
+    "both_gradients": _gradients("hybridep"),
+    "padded_to_four": (
+        _of_maps("hybridep", align=4),
+        _dispatched(
+            (_floats(A, C, [0, 0], [0, 0]), _floats(A, B, [0, 0], [0, 0])),
+            (_ints(4), _ints(4)),
+            (_floats(0.5, 0.125, 0, 0), _floats(0.25, 1, 0, 0)),
+        ),
+    ),
+    "as_codes_padded_to_three": _as_codes(),
+    "room_for_one_row": (
+        _of_maps("hybridep", num_rows=1),
+        _dispatched((_floats(A), _floats(A)), (_ints(1), _ints(1)), (_floats(0.5), _floats(0.25)), (True, True)),
+    ),
+    "only_rank_0_overflows": (
+        _of_maps("hybridep", ALL_TO_ONE, num_rows=2),
+        [
+            {
+                "rows": Exact(_floats(A, B)),
+                "probs": Exact(_floats(0.5, 9)),
+                "tokens_per_expert": _ints(2),
+                "overflow": _flag(True),
+            },
+            {"tokens_per_expert": _ints(0), "overflow": _flag(False)},
+        ],
+    ),
+    "overflow_before_an_expert_without_tokens": (  # expert 1 would begin at 3, behind the end
+        _of_maps("hybridep", ALL_TO_ONE_OF_FOUR, None, num_rows=2),
+        [
+            {"rows": Exact(_floats(A, B)), "tokens_per_expert": _ints(2, 0), "overflow": _flag(True)},
+            {"tokens_per_expert": _ints(0, 0), "overflow": _flag(False)},
+        ],
+    ),
+}
+HYBRIDEP_COMBINE: Golden = {"sums": _back("hybridep")}
+HYBRIDEP_CACHED_DISPATCH: Golden = {
+    "other_tokens": (
+        _after(
+            "hybridep_cached_dispatch",
+            _of_maps("hybridep"),
+            ROWS,
+            ({"tokens": _floats([1, 1], [2, 2])}, {"tokens": _floats([3, 3])}),
+        ),
+        [{"rows": Exact(_floats([1, 1], [3, 3]))}, {"rows": Exact(_floats([1, 1], [2, 2]))}],
+    ),
+}
+
+_RECEIVED: list[dict[str, Expectation]] = [
+    {
+        "rows": Exact(_floats(A, C)),
+        "indices": Exact(torch.tensor([[-1, 0], [0, -1]]), "integers"),
+        "probs": Exact(_floats([0, 0.5], [0.125, 0])),
+        "tokens_per_expert": _ints(2),
+    },
+    {
+        "rows": Exact(_floats(A, B)),
+        "indices": Exact(torch.tensor([[0, -1], [-1, 0]]), "integers"),
+        "probs": Exact(_floats([0.25, 0], [0, 1])),
+        "tokens_per_expert": _ints(2),
+    },
+]
+DEEPEP_DISPATCH: Golden = {
+    "slots": (_of_indices(), _RECEIVED),
+    "counts_of_four": (_of_indices(expert_alignment=4), [own | {"tokens_per_expert": _ints(4)} for own in _RECEIVED]),
+}
+DEEPEP_CACHED_DISPATCH: Golden = {
+    "other_tokens": (
+        _after(
+            "deepep_cached_dispatch",
+            _of_indices(),
+            ROWS,
+            ({"tokens": _floats([1, 1], [2, 2])}, {"tokens": _floats([3, 3])}),
+        ),
+        [{"rows": Exact(_floats([1, 1], [3, 3]))}, {"rows": Exact(_floats([1, 1], [2, 2]))}],
+    ),
+}
+DEEPEP_COMBINE: Golden = {
+    "sums": (_after("deepep_combine", _of_indices(), ROWS, GIVEN), SUMS),
+}
+
+
+DEEPEP_LOW_LATENCY_DISPATCH: Golden = {
+    "counts": (
+        _of_indices("deepep_low_latency_dispatch", probs=False, max_tokens_per_rank=2),
+        [{"tokens_per_expert": _ints(2)}, {"tokens_per_expert": _ints(2)}],
+    ),
+}
+# a and c on rank 0, each the first of its source; a and b on rank 1, both of rank 0; two rows are free in each slab
+_SLABS = (
+    SimpleNamespace(source_tokens=torch.tensor([[0, 0, -1, -1]]), layout_range=torch.tensor([[1, 2**32 + 1]])),
+    SimpleNamespace(source_tokens=torch.tensor([[0, 1, -1, -1]]), layout_range=torch.tensor([[2, 2 * 2**32]])),
+)
+
+
+def _weighted() -> Worldwide:
+    calls = []
+    before = _of_indices("deepep_low_latency_dispatch", probs=False, max_tokens_per_rank=2)
+    for given, dispatch, made, indices, probs in zip(GIVEN, before, _SLABS, INDICES, SLOT_PROBS, strict=True):
+        slab = torch.cat([given["rows"], torch.full((2, 2), torch.nan)])[None]
+        required = {"rows": slab, "indices": indices, "probs": probs}
+        produced = SimpleNamespace(rows=_anything(slab), row_map=None)
+        script = in_its_own_order(made)
+        calls.append(
+            Problem(
+                "deepep_low_latency_combine",
+                required,
+                producer=dispatch,
+                produced=produced,
+                script=script,
+                first=required,
+            )
+        )
+    return calls, [
+        {"tokens": _exactly(_floats([0.25 * 7 + 0.5 * 3, 75], [2000, 2]))},
+        {"tokens": _exactly(_floats([0.125 * 7, 1]))},
+    ]
+
+
+def _anything(slab: Tensor) -> Given:
+    """Rows whose order is not known beforehand; another case looks at them."""
+    return Given(slab, lambda outputs: Exact(outputs["rows"]))
+
+
+DEEPEP_LOW_LATENCY_COMBINE: Golden = {"weighted": _weighted()}

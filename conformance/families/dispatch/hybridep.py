@@ -1,0 +1,125 @@
+"""hybridep_dispatch with a recipe: rows that nobody sees, and their codes and scales, judged as those of `quantize` are.
+
+What `amax` says is left out: it does not travel.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_ref
+from conformance.analysis.quantizer import RightForm, one_nan
+from conformance.core.contract import Problem
+from conformance.families.dispatch.cases import DispatchCase
+from conformance.families.dispatch.dispatcher import together
+from conformance.families.dispatch.maps import OUTPUTS, MapDispatch
+from conformance.interface import Implementation, named_outputs
+from conformance.judge import Exact, Expectation, Given
+from moe_ref.config import Recipe
+from moe_ref.quantization.quantize import Form
+
+RECIPES = {
+    "fp8": Recipe("block", power_of_two_scales=False),
+    "powers": Recipe("block"),
+    "least": Recipe("block", power_of_two_scales=False, amax_epsilon=1.5),
+}
+KEYWORDS = ("probs", "align", "num_rows", "recipe", "group")
+NAMES = {name: name for name in ("amax", "scales", "codes", "values", "scales.gemm")}
+
+
+class HybridEPDispatch(MapDispatch):
+    """`hybridep_dispatch`, of rows as they are, and of codes and scales, which are read by `codes`, `scales` and `dequantize`."""
+
+    def __init__(self) -> None:
+        super().__init__("hybridep_dispatch", "align", "num_rows", "recipe")
+
+    def calls(self, case: DispatchCase) -> list[Problem]:
+        calls = super().calls(case)
+        return [with_recipe(call, RECIPES[case.fp8]) for call in calls] if case.fp8 else calls
+
+    def right(
+        self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]
+    ) -> list[dict[str, Expectation]]:
+        if not case.fp8:
+            return super().right(case, calls, declared)
+        right = super().right(case, [_without_recipe(call) for call in calls], declared)
+        every = together(calls)
+        numbers = [_numbers(moe_ref.codes(out.rows)) for out in every]
+        sums = moe_ref.hybridep_combine(numbers, [out.handle for out in every])
+        reciprocal = declared.get("scale_arithmetic") == "reciprocal"
+        return [
+            {name: x for name, x in own.items() if name != "rows"}
+            | _form_right(out, reciprocal)
+            | {"sums": Exact(total.tokens, "values")}
+            for own, out, total in zip(right, every, sums, strict=True)
+        ]
+
+
+def with_recipe(call: Problem, recipe: Recipe) -> Problem:
+    """The call with a recipe: its cotangent is that of what the codes stand for."""
+    layouts = {"d_dequantized" if of == "d_rows" else of: layout for of, layout in call.layouts.items()}
+    cotangents = {"dequantized" if name == "rows" else name: x for name, x in call.cotangents.items()}
+    settings = call.settings | {"recipe": recipe}
+    return replace(
+        call, settings=settings, layouts=layouts, cotangents=cotangents, script=_script, first=call.required, read=_read
+    )
+
+
+def _without_recipe(call: Problem) -> Problem:
+    cotangents = {"rows" if name == "dequantized" else name: x for name, x in call.cotangents.items()}
+    return replace(
+        call, settings={name: x for name, x in call.settings.items() if name != "recipe"}, cotangents=cotangents
+    )
+
+
+def _script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Dispatch, say what the codes stand for, and see where the handle says that rows are."""
+    settings = {name: given[name] for name in KEYWORDS if name in given}
+    outputs = named_outputs(
+        implementation.call("hybridep_dispatch", given["tokens"], given["routing_map"], **settings), OUTPUTS
+    )
+    outputs["dequantized"] = implementation.call("dequantize", outputs["rows"])
+    combined = implementation.call(
+        "hybridep_combine", _numbers(outputs["dequantized"]), outputs["handle"], group=given["group"]
+    )
+    return outputs | {"sums": named_outputs(combined, ("tokens", "probs"))["tokens"]}
+
+
+def _numbers(like: Tensor) -> Tensor:
+    """A column that tells rows apart."""
+    return torch.arange(1, len(like) + 1, dtype=torch.float32, device=like.device)[:, None]
+
+
+def _read(implementation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
+    """What the rows of the segments hold, in place of the rows: the device knows how many those are."""
+    quantized, inside = outputs["rows"], max(int(outputs["tokens_per_expert"].sum()), 0)
+    found = {name: x for name, x in outputs.items() if name != "rows"}
+    found["codes"] = implementation.call("codes", quantized)[:inside]
+    found["scales"] = implementation.call("scales", quantized)
+    return found | {"values": one_nan(outputs["dequantized"].detach()[:inside])}
+
+
+def _form_right(out: Any, reciprocal: bool) -> dict[str, Expectation]:
+    """What is right of one rank's codes, scales and values."""
+    outputs = {
+        "tokens_per_expert": out.tokens_per_expert,
+        "rows": out.rows,
+        "dequantized": moe_ref.dequantize(out.rows),
+    }
+    known = {"amax": moe_ref.amax(out.rows)}
+    form: Form = out.rows.form(False)
+    inside = replace(form, source_MN=form.source_MN[: int(out.tokens_per_expert.sum())])
+    right = RightForm(inside, False, NAMES, _read(Implementation(moe_ref), outputs) | known, reciprocal).expectations()
+    return {name: _knowing(x, known) for name, x in right.items() if name not in known}
+
+
+def _knowing(expected: Expectation, known: dict[str, Tensor]) -> Expectation:
+    """The expectation, given outputs that there are not, too."""
+    return (
+        Given(expected.value, lambda outputs: expected.make({**outputs, **known}))
+        if isinstance(expected, Given)
+        else expected
+    )

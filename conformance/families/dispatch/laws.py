@@ -1,0 +1,249 @@
+"""Laws of dispatchers: relations between calls of all ranks, whatever the reference says; those of rows that come back are in `journeys`.
+
+Every rank asks for the same runs in the same order, or all of them wait for each other.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conformance.core.contract import Problem
+from conformance.core.law import Law, Trial, same, upside_down
+from conformance.core.ranks import AtRank
+from conformance.families.dispatch.cases import MAPPED, DispatchCase
+from conformance.families.dispatch.dispatcher import together
+from conformance.judge import Bounded, Exact, Expectation, Finding
+from moe_ref.dispatch.plan import NOWHERE
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+def _repeats(trial: Trial, law: str, outputs: dict[str, Any]) -> Finding | None:
+    """The second run against the first; where an output is free, both are judged by themselves."""
+    finding = trial.judged(law, trial.expected, outputs)
+    if finding or not trial.declared.get("deterministic"):
+        return finding
+    sums = [name for name, x in trial.expected.items() if isinstance(x, (Bounded, Exact))]
+    return same(law, {name: trial.first.get(name) for name in sums}, outputs)
+
+
+def _determinism(trial: Trial) -> Finding | None:
+    """The same call on memory that held something else."""
+    other = {"nan": "zero", "zero": "max", "max": "nan"}[trial.case.poison]
+    return _repeats(trial, "determinism", trial.run(trial.problem, poison=other))
+
+
+def _other(trial: Trial, case: DispatchCase) -> tuple[Problem, dict[str, Expectation]]:
+    """Another case's call of this rank, and what is right of it."""
+    at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
+    calls = at.whole.calls(case)
+    return at.own(calls), at.whole.right(case, calls, trial.declared)[at.place.rank]
+
+
+def _other_values(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
+    """The same shapes: of a dispatch with another routing, of what comes after one with other rows."""
+    at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
+    if not trial.problem.producer:
+        return _other(trial, replace(trial.case, seed=trial.case.seed + 1, law="", slots=None))
+    name = next(iter(trial.problem.required))
+    calls = [
+        call.with_tensors(
+            {
+                name: -call.required[name]
+                if call.required[name].element_size() > 1
+                else upside_down(call.required[name], 1)
+            }
+        )
+        for call in at.calls(trial.case)
+    ]
+    return at.own(calls), at.whole.right(trial.case, calls, trial.declared)[at.place.rank]
+
+
+def _elsewhere(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
+    """Every rank's tokens in the opposite order, each wanting other experts: another routing, with other counts, that needs no more room.
+
+    The experts of a rank stay together, so the fullest rank holds as much as before, though it is another one. Where that leaves the counts as they
+    were, the first token of every rank wants nobody.
+    """
+    at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
+    before = at.calls(trial.case)
+    calls = [
+        call.with_tensors({name: _next_experts(trial.case, name, upside_down(x)) for name, x in call.tensors.items()})
+        for call in before
+    ]
+    if torch.equal(_wanted(trial.case, calls), _wanted(trial.case, before)):
+        name, nobody = ("routing_map", 0) if trial.case.dispatcher in MAPPED else ("indices", NOWHERE)
+        calls = [
+            call.with_tensors(
+                {name: call.required[name].index_fill(0, torch.arange(min(len(call.required[name]), 1)), nobody)}
+            )
+            for call in calls
+        ]
+    return at.own(calls), at.whole.right(trial.case, calls, trial.declared)[at.place.rank]
+
+
+def _next_experts(case: DispatchCase, name: str, x: Tensor) -> Tensor:
+    """The input when every token wants, instead of an expert, the one after it on the next rank; after the last comes the first."""
+    held = case.local_experts
+    if name == "indices":
+        there = (x // held + 1) % (case.experts // held) * held + (x + 1) % held
+        return torch.where(x < 0, x, there)
+    if name == "routing_map" or (name == "probs" and case.dispatcher in MAPPED):
+        return x.unflatten(1, (-1, held)).roll((1, 1), (1, 2)).flatten(1)
+    return x
+
+
+def _wanted(case: DispatchCase, calls: list[Problem]) -> Tensor:
+    """[E]: how often the tokens of all ranks want each expert."""
+    if case.dispatcher in MAPPED:
+        return torch.cat([call.required["routing_map"] for call in calls]).long().sum(0)
+    indices = torch.cat([call.required["indices"] for call in calls]).flatten().long()
+    return torch.bincount(indices[indices >= 0], minlength=case.experts)
+
+
+def _buffer_reuse(trial: Trial) -> Finding | None:
+    """Other values in the very storage that the first run read."""
+    second, right = _other_values(trial)
+    return trial.judged("buffer_reuse", right, trial.run(second, storage=trial.extras["placed"]))
+
+
+def _late_producer(trial: Trial) -> Finding | None:
+    """Inputs that are still being written, on the current stream, when the call is made."""
+    return _repeats(trial, "late_producer", trial.run(trial.problem, late=True))
+
+
+def _host_sync(trial: Trial) -> Finding | None:
+    """No wait for the device where it is declared that there is none."""
+    if not trial.declared.get("host_sync_free"):
+        return None
+    try:
+        return _repeats(trial, "host_sync", trial.run(trial.problem, forbid_sync=True))
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return Finding("call", "host_sync", f"waits for the device, although host_sync_free is declared: {error}")
+
+
+def _graph_capture(trial: Trial) -> Finding | None:
+    """Captured with one routing and replayed with another, where it is declared that this works."""
+    if not trial.declared.get("graph_capturable"):
+        return None
+    second, right = _other_values(trial) if trial.problem.producer else _elsewhere(trial)
+    return trial.judged("graph_capture", right, trial.run(trial.problem, replay=second))
+
+
+def _adjointness(trial: Trial) -> Finding | None:
+    """Σ over ranks ⟨dy, A x⟩ = Σ over ranks ⟨Aᵀ dy, x⟩: forward and backward are the same matrix. Small integers make both sides exact."""
+    at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
+    into = trial.problem.wanted[0]
+    out = {"tokens": "rows", "rows": "tokens"}[into]
+    left = _inner(trial.problem.cotangents[out], trial.first[out])
+    right = _inner(trial.first[f"d_{into}"], trial.problem.required[into])
+    both = torch.tensor([left, right], dtype=torch.float64)
+    dist.all_reduce(both, group=at.place.group)
+    if both[0] == both[1]:
+        return None
+    return Finding(
+        f"d_{into}",
+        "adjointness",
+        f"⟨d_{out}, {out}⟩ = {both[0]:.9g}, but ⟨d_{into}, {into}⟩ = {both[1]:.9g}, added over the ranks",
+    )
+
+
+def _inner(a: Tensor, b: Tensor) -> float:
+    """The product; what is no number is garbage that nothing may read."""
+    return float(torch.where(b.double().isfinite(), a.double() * b.double(), 0.0).sum())
+
+
+# ---- other names for the same
+
+
+def _relabelling(trial: Trial) -> Finding | None:
+    """Every rank's tokens and experts in the opposite order: the same rows in other places."""
+    at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
+    rank, case = at.place.rank, replace(trial.case, grads="", unused="", law="", layout="contiguous", layout_of="")
+    before = at.calls(trial.case)
+    after = [replace(_turned(case, call), wanted=(), cotangents={}, layouts={}) for call in before]
+    one, two = (together(calls) for calls in (before, after))
+    outputs = trial.run(at.own(after))
+    places = _places(one[rank].handle.plan.provenance(rank), two[rank].handle.plan.provenance(rank), case)
+    moved = {}
+    for name in ("rows", "probs"):
+        x = trial.first.get(name)
+        if isinstance(x, Tensor):
+            raw = x.view(torch.uint8) if x.element_size() == 1 else x
+            moved[name] = raw[places].view(x.dtype)
+            got = outputs.get(name)
+            if isinstance(got, Tensor) and len(got) == two[rank].handle.plan.num_rows[rank]:
+                real = two[rank].handle.plan.copies(rank) != NOWHERE
+                outputs[name] = (got.view(torch.uint8) if got.element_size() == 1 else got)[real].view(got.dtype)
+    return same("relabelling", moved, outputs)
+
+
+def _turned(case: DispatchCase, call: Problem) -> Problem:
+    """Tokens upside down, and the columns of each rank's experts."""
+    turned = {}
+    for name, x in call.tensors.items():
+        raw = upside_down(x)
+        if name in ("routing_map", "probs"):
+            raw = raw.unflatten(1, (-1, case.local_experts)).flip(2).flatten(1)
+        turned[name] = raw
+    return call.with_tensors(turned)
+
+
+def _places(before_P3: Tensor, after_P3: Tensor, case: DispatchCase) -> Tensor:
+    """Where the rows of the second run stood in the first."""
+    where = {tuple(key): row for row, key in enumerate(before_P3.tolist())}
+    counts, held = case.counts, case.local_experts
+    out = []
+    for source, token, expert in after_P3.tolist():
+        if source != NOWHERE:
+            out.append(where[source, counts[source] - 1 - token, expert // held * held + held - 1 - expert % held])
+    return torch.tensor(out, dtype=torch.long)
+
+
+def is_fine(case: DispatchCase) -> bool:
+    return not case.golden and not case.illegal
+
+
+def _whole_numbers(case: DispatchCase) -> bool:
+    return is_fine(case) and case.values == "integers" and case.dtype == "float32"
+
+
+def fits(case: DispatchCase) -> bool:
+    """Whether what experts make of small integers, at most 32 each, adds up exactly in every dtype."""
+    return is_fine(case) and case.values == "integers" and case.dtype in FLOATS and case.topk * case.shards <= 8
+
+
+def has_room(case: DispatchCase) -> bool:
+    return not case.capacity and (case.slack is None or case.slack >= 0)
+
+
+def has_plain_slots(case: DispatchCase) -> bool:
+    return not case.repeats and not case.drop_zeros and not case.fp8
+
+
+def _linear(case: DispatchCase) -> bool:
+    """Whether the only output that counts is a linear map of the first input, whose gradient was asked for."""
+    asked = case.grads.split("+")[0] in ("tokens", "rows") and not case.unused and not case.biases
+    return _whole_numbers(case) and asked and case.slack is None
+
+
+def _static(case: DispatchCase) -> bool:
+    """Whether all sizes are known beforehand, and only the forward is asked for."""
+    sized = case.capacity or case.slack is not None or case.dispatcher == "deepep_low_latency"
+    return bool(is_fine(case) and sized and not case.grads and case.layout == "contiguous")
+
+
+DETERMINISM = Law("determinism", _determinism, is_fine)
+BUFFER_REUSE = Law("buffer_reuse", _buffer_reuse, lambda case: is_fine(case) and not case.grads)
+LATE_PRODUCER = Law("late_producer", _late_producer, is_fine, device="cuda")
+HOST_SYNC = Law("host_sync", _host_sync, _static, device="cuda")
+GRAPH_CAPTURE = Law("graph_capture", _graph_capture, _static, device="cuda")
+ADJOINTNESS = Law("adjointness", _adjointness, _linear)
+RELABELLING = Law(
+    "relabelling", _relabelling, lambda case: is_fine(case) and has_room(case) and case.layout == "contiguous"
+)

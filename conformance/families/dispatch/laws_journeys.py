@@ -1,0 +1,243 @@
+"""Laws of rows that go to their experts and come back: several dispatches in flight, and experts that are not linear.
+
+As in `dispatch`, every rank asks for the same runs in the same order.
+"""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.core.contract import Problem
+from conformance.core.law import Law, Trial
+from conformance.core.ranks import AtRank
+from conformance.core.tensors import hashed
+from conformance.families.dispatch import deepep as dispatch_deepep
+from conformance.families.dispatch import low_latency as dispatch_slabs
+from conformance.families.dispatch import maps as dispatch_maps
+from conformance.families.dispatch.cases import DISPATCHERS, MAPPED, DispatchCase
+from conformance.families.dispatch.dispatcher import row_tokens_of, sum_of_rows, together, tree_of
+from conformance.families.dispatch.laws import FLOATS, fits, has_plain_slots, has_room, is_fine
+from conformance.interface import Implementation, named_outputs
+from conformance.judge import Exact, Expectation, Finding
+from moe_ref.dispatch.plan import NOWHERE
+
+PAUSES = 4  # of one rank during a law, each up to PAUSE_MS
+PAUSE_MS = 4
+
+
+def dispatches_of(case: DispatchCase) -> list[Problem]:
+    """The dispatch of each rank, without gradients."""
+    if case.dispatcher in MAPPED:
+        return dispatch_maps.dispatches(case)
+    return (dispatch_deepep if case.dispatcher == "deepep" else dispatch_slabs).dispatches(case)
+
+
+def outputs_of(function: str) -> tuple[str, ...]:
+    """What a dispatch, or a combine with several outputs, returns."""
+    if function.endswith("combine"):
+        return ("tokens", "probs")
+    return {
+        "deepep_dispatch": dispatch_deepep.DeepEPDispatch.outputs,
+        "deepep_low_latency_dispatch": dispatch_slabs.OUTPUTS,
+    }.get(function, dispatch_maps.OUTPUTS)
+
+
+def named(call: Problem, mark: str) -> dict[str, Any]:
+    """The call's arguments under names of their own."""
+    return {f"{name}{mark}": x for name, x in (call.required | call.settings).items()}
+
+
+def send(implementation: Implementation, call: Problem, given: dict[str, Any], mark: str) -> dict[str, Any]:
+    """Dispatch what stands in `given` under those names."""
+    settings = {name: given[f"{name}{mark}"] for name in call.settings}
+    result = implementation.call(
+        call.function, *(given[f"{name}{mark}"] for name in call.required), **settings, group=given["group"]
+    )
+    return named_outputs(result, outputs_of(call.function))
+
+
+def send_back(
+    implementation: Implementation, function: str, rows: Tensor, made: dict[str, Any], given: dict[str, Any], mark: str
+) -> Tensor:
+    """Combine rows of that dispatch; a combine with weights is given ones."""
+    name = function.replace("dispatch", "combine")
+    if name == "deepep_low_latency_combine":
+        indices = given[f"indices{mark}"]
+        weights = given.get(f"weights{mark}", torch.ones(indices.shape, device=indices.device))
+        return implementation.call(name, rows, indices, weights, made["handle"], group=given["group"])
+    out = implementation.call(name, rows, made["handle"], group=given["group"])
+    tokens: Tensor = out if isinstance(out, Tensor) else named_outputs(out, outputs_of(name))["tokens"]
+    return tokens
+
+
+def _pause(seed: int, rank: int, turn: int, device: torch.device) -> None:
+    """Hold this rank up: now, and where there is a device, there too."""
+    length = int(hashed(seed, f"pause {rank}", PAUSES)[turn] % (PAUSE_MS * 1000))
+    time.sleep(length / 1e6)
+    if device.type == "cuda":
+        torch.cuda._sleep(length * 1000)
+
+
+def _in_flight(trial: Trial) -> Finding | None:
+    """Two dispatches before the first combine, ranks held up here and there, and the first dispatch once more: none reads another's rows."""
+    at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
+    rank, plain = at.place.rank, replace(trial.case, grads="", unused="", law="", layout="contiguous", layout_of="")
+    cases = {" a": plain, " b": replace(plain, seed=plain.seed + 1, slots=None)}
+    calls = {mark: dispatches_of(case) for mark, case in cases.items()}
+    function = calls[" a"][0].function
+
+    def script(implementation: Implementation, given: dict[str, Any]) -> dict[str, Any]:
+        device = given["tokens a"].device
+        made: dict[str, Any] = {}
+        for turn, mark in enumerate((" a", " b")):
+            _pause(plain.seed, rank, turn, device)
+            made[mark] = send(implementation, calls[mark][rank], given, mark)
+        back = {}
+        for turn, mark in enumerate((" b", " a")):
+            _pause(plain.seed, rank, 2 + turn, device)
+            back[mark] = send_back(implementation, function, made[mark]["rows"], made[mark], given, mark)
+        made[" again"] = send(implementation, calls[" a"][rank], given, " a")
+        every = {f"{name}{mark}": x for mark, outputs in made.items() for name, x in outputs.items()}
+        return every | {f"tokens back{mark}": x for mark, x in back.items()}
+
+    inputs = {name: x for mark, own in calls.items() for name, x in named(own[rank], mark).items()}
+    first = calls[" a"][rank]
+    problem = Problem(function, inputs, {"group": at.place.group}, script=script, first=first.required | first.settings)
+    outputs = trial.run(problem)
+    for mark in (" a", " b", " again"):
+        case = cases.get(mark, plain)
+        sent = calls.get(mark, calls[" a"])
+        every = together(sent)
+        right = {"rows": _rows_right(case, every[rank])}
+        own = {name.removesuffix(mark): x for name, x in outputs.items() if name.endswith(mark)}
+        if mark != " again" and case.dtype in FLOATS:
+            rows = [out.rows.flatten(0, -2) for out in every]
+            kind, tree = tree_of(case, rows[0].dtype, trial.declared, _reduce(case, rows[0].dtype))
+            right["tokens back"] = sum_of_rows(case, rows, row_tokens_of([out.handle for out in every]), kind, tree)[
+                rank
+            ]
+        finding = trial.judged("in_flight", right, own)
+        if finding:
+            return finding
+    return None
+
+
+def _reduce(case: DispatchCase, dtype: torch.dtype) -> torch.dtype:
+    """What ranks add in, where the dispatcher has a choice."""
+    return getattr(torch, case.probs) if case.probs else torch.promote_types(dtype, torch.float32)
+
+
+def _rows_right(case: DispatchCase, out: Any) -> Expectation:
+    if case.dispatcher == "deepep_low_latency":
+        return dispatch_slabs.judged(out)["rows"]
+    said = (
+        dispatch_maps.specified(case, out)
+        if case.dispatcher in MAPPED
+        else out.handle.row_tokens[out.handle.rank] != NOWHERE
+    )
+    return dispatch_maps.free_behind("rows", out.rows, said)
+
+
+# ---- experts that are not linear
+
+
+def _expert(x: Tensor, expert: Tensor) -> Tensor:
+    """(1 + e mod 3)·|x| - (e mod 2)·x: whole numbers, and another of every expert."""
+    e = expert.reshape(*expert.shape, *(1,) * (x.dim() - expert.dim()))
+    return (1 + e % 3).to(x.dtype) * x.abs() - (e % 2).to(x.dtype) * x
+
+
+def first_expert(case: DispatchCase, rank: int) -> int:
+    """The first of the experts that a rank holds; with expert tensor parallelism some ranks hold the same."""
+    return rank // case.shards * case.local_experts
+
+
+def at_experts(case: DispatchCase, made: dict[str, Any], first: int) -> Tensor:
+    """What experts, of whom this is a rank's first, make of the rows of a dispatch; of DeepEP's, added up over the slots."""
+    rows = made["rows"]
+    device = rows.device
+    if case.dispatcher == "deepep":
+        local = made["indices"].long()
+        parts = [
+            torch.where((local[:, k] >= 0)[:, None], _expert(rows, first + local[:, k]), 0.0) for k in range(case.topk)
+        ]
+        return torch.stack(parts).sum(0)
+    if case.dispatcher == "deepep_low_latency":
+        return _expert(rows, first + torch.arange(case.local_experts, device=device)[:, None].expand(rows.shape[:2]))
+    owner = torch.repeat_interleave(
+        torch.arange(case.local_experts, device=device), made["tokens_per_expert"].to(device).long()
+    )
+    whole = torch.zeros(len(rows), dtype=torch.long, device=device)
+    whole[: len(owner)] = first + owner[: len(rows)]
+    return _expert(rows, whole)
+
+
+def _dense(trial: Trial) -> Finding | None:
+    """Dispatch, experts that are not linear, combine: by every dispatcher that is offered the very numbers that one process gets."""
+    at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
+    rank = at.place.rank
+    plain = replace(
+        trial.case,
+        law="",
+        grads="",
+        unused="",
+        layout="contiguous",
+        layout_of="",
+        probs="",
+        align=0,
+        slack=None,
+        scales=0,
+        biases=0,
+    )
+    own_case = replace(
+        trial.case, law="", grads="", unused="", layout="contiguous", layout_of="", probs="", scales=0, biases=0
+    )
+    for dispatcher in dict.fromkeys((trial.case.dispatcher, *(DISPATCHERS if trial.case.shards == 1 else ()))):
+        own = dispatcher == trial.case.dispatcher
+        case = own_case if own else replace(plain, function=f"{dispatcher}_dispatch")
+        function = f"{dispatcher}_dispatch"
+        calls = dispatches_of(case)
+        group = {"group": at.place.group}
+        back = Problem(function.replace("dispatch", "combine"), calls[rank].required, group)
+        asked = replace(calls[rank], settings=calls[rank].settings | group)
+        if trial.extras["refusal"](asked) or not trial.extras["offers"](back.function):
+            continue
+
+        def script(
+            implementation: Implementation,
+            given: dict[str, Any],
+            case: DispatchCase = case,
+            call: Problem = calls[rank],
+        ) -> dict[str, Any]:
+            made = send(implementation, call, given, "")
+            return {
+                "layer": send_back(
+                    implementation, call.function, at_experts(case, made, first_expert(case, rank)), made, given, ""
+                )
+            }
+
+        problem = replace(asked, script=script, first=asked.required, settings=asked.settings)
+        finding = trial.judged(
+            "dense", {"layer": Exact(_by_one_process(case, calls[rank]), "values")}, trial.run(problem)
+        )
+        if finding:
+            return replace(finding, message=f"{dispatcher}: {finding.message}")
+    return None
+
+
+def _by_one_process(case: DispatchCase, call: Problem) -> Tensor:
+    """[T,H]: the layer without a dispatcher."""
+    tokens = call.required["tokens"]
+    chosen = call.required["routing_map"] != 0 if case.dispatcher in MAPPED else None
+    total = torch.zeros_like(tokens)
+    for expert in range(case.experts):
+        times = chosen[:, expert] if chosen is not None else (call.required["indices"] == expert).sum(1)
+        total += times[:, None] * _expert(tokens, torch.tensor(expert))
+    return total * case.shards
+
+
+IN_FLIGHT = Law("in_flight", _in_flight, lambda case: is_fine(case) and not case.fp8 and case.dtype in FLOATS)
+DENSE = Law("dense", _dense, lambda case: fits(case) and has_room(case) and has_plain_slots(case))

@@ -1,0 +1,300 @@
+"""Laws of worlds: some of the tokens, the same tokens and experts on fewer ranks, and one step instead of two send every expert the same copies."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import moe_ref
+from conformance.core.contract import Problem
+from conformance.core.law import Law, Trial, same
+from conformance.core.ranks import AtRank
+from conformance.families.dispatch.cases import MAPPED, DispatchCase, indices_of, slots_of
+from conformance.families.dispatch.dispatcher import free_behind, together
+from conformance.families.dispatch.laws import fits, has_room, is_fine
+from conformance.families.dispatch.laws_journeys import at_experts, dispatches_of, first_expert, named, send, send_back
+from conformance.families.dispatch.low_latency import in_order, judged, order_of
+from conformance.interface import Implementation, named_outputs
+from conformance.judge import Finding
+from moe_ref.config import Permuted
+from moe_ref.dispatch.plan import NOWHERE
+
+MOST_EXPERTS, MOST_TOKENS = 16, 128  # that one rank is given in the place of all
+
+
+class Run(NamedTuple):
+    """A dispatch of all ranks."""
+
+    case: DispatchCase
+    calls: list[Problem]
+    numbers_G: Tensor  # the number that each of their tokens has among those of the law's case
+    before: int = 0  # experts before the first of the law's case
+
+
+def _plain(case: DispatchCase) -> DispatchCase:
+    return replace(case, grads="", unused="", law="", layout="contiguous", layout_of="", biases=0)
+
+
+def _played(trial: Trial, runs: dict[str, Run]) -> dict[str, Any] | None:
+    """What this rank gets of the runs, by output and mark, each combined as "layer" where that is exact; None where a run is not supported."""
+    at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
+    rank, group = at.place.rank, {"group": at.place.group}
+    every = [replace(call, settings=call.settings | group) for run in runs.values() for call in run.calls]
+    if any(trial.extras["refusal"](call) for call in every):  # of all ranks, so that all of them know
+        return None
+    function = every[0].function
+    case = next(iter(runs.values())).case
+    layer = fits(case) and not case.fp8 and trial.extras["offers"](function.replace("dispatch", "combine"))
+
+    def script(implementation: Implementation, given: dict[str, Any]) -> dict[str, Any]:
+        outputs: dict[str, Any] = {}
+        for mark, run in runs.items():
+            made = send(implementation, run.calls[rank], given, mark)
+            outputs |= {f"{name}{mark}": x for name, x in made.items()}
+            if layer:
+                rows = at_experts(run.case, made, first_expert(run.case, rank) - run.before)
+                outputs[f"layer{mark}"] = send_back(implementation, function, rows, made, given, mark)
+        return outputs
+
+    inputs = {name: x for mark, run in runs.items() for name, x in named(run.calls[rank], mark).items()}
+    return trial.run(Problem(function, inputs, group, script=script, first=every[rank].required | every[rank].settings))
+
+
+def _copies(
+    law: str, trial: Trial, run: Run, outputs: dict[str, Any], mark: str
+) -> tuple[dict[str, Tensor], Finding | None]:
+    """The copies that this rank's experts were sent, by expert and token, with what came along; or what makes them illegible.
+
+    DeepEP's rows count once for each slot that names an expert here; of a slab, whose rows are in any order, the tokens say which is which.
+    """
+    at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
+    rank, case = at.place.rank, run.case
+    out = together(run.calls)[rank]
+    made = {name.removesuffix(mark): x for name, x in outputs.items() if name.endswith(mark)}
+    legible = {
+        name: x for name in ("rows", "probs", "scales", "indices") if isinstance(x := getattr(out, name, None), Tensor)
+    }
+    right = {name: free_behind(name, x, torch.zeros(len(x), dtype=torch.bool)) for name, x in legible.items()}
+    if case.dispatcher == "deepep_low_latency":
+        right |= {name: judged(out)[name] for name in ("layout_range", "source_tokens")}
+    finding = trial.judged(law, right, made)
+    if finding:
+        return {}, finding
+    moved = {name: _raw(made[name]) for name in legible if name != "indices" and isinstance(made.get(name), Tensor)}
+    token_P = out.handle.row_tokens[rank]
+    if case.dispatcher == "deepep":
+        local = made["indices"].long()
+        row, slot = (local >= 0).nonzero().unbind(1)
+        expert = local[row, slot]
+        copied = {name: x[row, slot] if name == "probs" else x[row] for name, x in moved.items()}
+    else:
+        if case.dispatcher == "deepep_low_latency":
+            order = order_of(made["layout_range"], made["source_tokens"], out)
+            assert order is not None  # as judged above
+            moved = {name: in_order(x, order.argsort(1)).flatten(0, 1) for name, x in moved.items()}
+        row = (token_P != NOWHERE).nonzero().flatten()
+        expert = out.handle.plan.provenance(rank)[row, 2] % case.local_experts
+        copied = {name: x[row] for name, x in moved.items()}
+    first = first_expert(case, rank) - run.before
+    tokens = trial.case.tokens
+    return _ascending({"copies": (first + expert) * tokens + run.numbers_G[token_P[row]]} | copied), None
+
+
+def _raw(x: Tensor) -> Tensor:
+    """x, or its bytes where an element is one: fp8 cannot be indexed on every torch, nor sent."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def _ascending(copies: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By expert and token; a token that an expert is sent twice keeps its order."""
+    order = copies["copies"].argsort(stable=True)
+    return {name: x[order] for name, x in copies.items()}
+
+
+def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """All copies of the parts."""
+    return _ascending({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+
+
+def _concatenation(trial: Trial) -> Finding | None:
+    """All tokens, and some of each rank's and then the rest: every expert is sent the same copies, and the layer is that of the parts."""
+    case = _plain(trial.case)
+    calls, numbers = dispatches_of(case), torch.arange(case.tokens).split(list(case.counts))
+    cuts = [(case.seed + rank) % (count + 1) for rank, count in enumerate(case.counts)]
+    ranges = {
+        " whole": [slice(None) for _ in cuts],
+        " first": [slice(cut) for cut in cuts],
+        " rest": [slice(cut, None) for cut in cuts],
+    }
+    runs = {}
+    for mark, own in ranges.items():
+        part = [
+            call.with_tensors({name: x[kept] for name, x in call.tensors.items()})
+            for call, kept in zip(calls, own, strict=True)
+        ]
+        runs[mark] = Run(case, part, torch.cat([number[kept] for number, kept in zip(numbers, own, strict=True)]))
+    outputs = _played(trial, runs)
+    if outputs is None:
+        return None
+    copies = {}
+    for mark, run in runs.items():
+        copies[mark], finding = _copies("concatenation", trial, run, outputs, mark)
+        if finding:
+            return replace(finding, message=f"of{mark}: {finding.message}")
+    finding = same("concatenation", copies[" whole"], _joined([copies[" first"], copies[" rest"]]))
+    if finding or "layer whole" not in outputs:
+        return finding
+    parts = torch.cat([outputs["layer first"], outputs["layer rest"]])
+    return _same_layer("concatenation", outputs["layer whole"], parts)
+
+
+def _same_layer(law: str, whole: Tensor, other: Tensor) -> Finding | None:
+    """Equal numbers, whatever the sign of a zero."""
+    return same(law, {"layer": whole + 0.0}, {"layer": other + 0.0})
+
+
+def _refinement(trial: Trial) -> Finding | None:
+    """All tokens on one rank, and on it all experts that they want: the copies of all ranks, one after the other, and their tokens."""
+    at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
+    rank, case = at.place.rank, _plain(trial.case)
+    host = case.seed % case.ranks
+    calls, (one, alone) = dispatches_of(case), _on_one_rank(case, host)
+    numbers = torch.arange(case.tokens)
+    runs = {" spread": Run(case, calls, numbers), " alone": Run(one, alone, numbers, first_expert(one, host))}
+    outputs = _played(trial, runs)
+    if outputs is None:
+        return None
+    copies, finding = _copies("refinement", trial, runs[" spread"], outputs, " spread")
+    if not finding:
+        alone_copies, finding = _copies("refinement", trial, runs[" alone"], outputs, " alone")
+    own = None if finding else (copies, outputs.get("layer spread"))
+    every: list[Any] = [None] * case.ranks
+    dist.all_gather_object(every, own, group=at.place.group)
+    if finding or rank != host or None in every:
+        return finding
+    finding = same("refinement", _joined([part for part, _ in every[:: case.shards]]), alone_copies)
+    if finding or "layer alone" not in outputs:
+        return finding
+    return _same_layer("refinement", torch.cat([layer for _, layer in every]), outputs["layer alone"])
+
+
+def _on_one_rank(case: DispatchCase, host: int) -> tuple[DispatchCase, list[Problem]]:
+    """The case with all tokens on one rank, which has as many experts as all of them had and is alone asked for any; and its dispatch."""
+    counts = tuple(case.tokens if rank == host else 0 for rank in range(case.ranks))
+    slots_GK = torch.from_numpy(slots_of(case)) if case.dispatcher in MAPPED else torch.cat(indices_of(case)).long()
+    one = replace(case, counts=counts, local_experts=case.experts)
+    before = first_expert(one, host)
+    one = replace(
+        one, slots=tuple(torch.where(slots_GK < 0, NOWHERE, slots_GK + before).flatten().tolist()), spread="uniform"
+    )
+    alone = dispatches_of(one)
+    if case.probs and case.dispatcher in MAPPED:  # [T,E] is as wide as there are experts
+        probs = torch.cat([call.settings["probs"] for call in dispatches_of(case)])
+        wide = torch.full_like(alone[host].settings["probs"], torch.nan)
+        wide[:, before : before + case.experts] = probs
+        alone[host] = alone[host].with_tensors({"probs": wide})
+    return one, alone
+
+
+# ---- one step instead of two
+
+
+def _fused(trial: Trial) -> Finding | None:
+    """HybridEP's rows, probabilities, padding, budget and overflow are those of two steps: tokens once to each rank, and `permute` there.
+
+    Both steps are the implementation's own, if it offers them; else the reference's.
+    """
+    at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
+    rank, group = at.place.rank, {"group": at.place.group}
+    calls = at.calls(trial.case)
+    sizes = {name: calls[rank].settings[name] for name in ("align", "num_rows") if name in calls[rank].settings}
+    arrived = _arrived(trial.case, calls, rank)
+    slots = _with_slots(calls)
+    sends = not any(trial.extras["refusal"](replace(call, settings=call.settings | group)) for call in slots)
+    probs = {"probs": arrived["probs"]} if "probs" in arrived else {}
+    second = Problem("permute", {name: arrived[name] for name in ("tokens", "routing_map")}, probs | sizes)
+    permutes = not trial.extras["refusal"](second)
+
+    def script(implementation: Implementation, given: dict[str, Any]) -> dict[str, Any]:
+        own = _local(send(implementation, slots[rank], given, " sent"), trial.case.local_experts) if sends else given
+        settings = sizes | ({"probs": own["probs"]} if probs else {})
+        arguments = (own["tokens"], own["routing_map"])
+        result = (
+            implementation.call("permute", *arguments, **settings)
+            if permutes
+            else moe_ref.permute(*arguments, **settings)
+        )
+        return named_outputs(result, Permuted._fields)
+
+    inputs = named(slots[rank], " sent") if sends else arrived
+    steps = trial.run(
+        Problem(calls[rank].function, inputs, group, script=script, first=calls[rank].required | calls[rank].settings)
+    )
+    rows = int(trial.first["tokens_per_expert"].sum())
+    return same("fused", _told(steps, rows), _told(trial.first, rows))
+
+
+def _told(outputs: dict[str, Any], rows: int) -> dict[str, Tensor]:
+    """What is specified of a result: as many rows as the segments have, and what the flags say."""
+    told = {name: x[:rows] for name in ("rows", "probs") if isinstance(x := outputs.get(name), Tensor)}
+    overflow = outputs.get("overflow")
+    return told | {
+        "tokens_per_expert": outputs["tokens_per_expert"].long(),
+        "overflow": torch.tensor(overflow is not None and bool(overflow)),
+    }
+
+
+def _arrived(case: DispatchCase, calls: list[Problem], rank: int) -> dict[str, Tensor]:
+    """The tokens that this rank's experts want, once each, with their columns of the map and of the probabilities."""
+    token = together(calls)[rank].handle.plan.distinct_tokens(rank)
+    own = slice(rank * case.local_experts, (rank + 1) * case.local_experts)
+    tokens = [call.required["tokens"] for call in calls]
+    there = {"tokens": torch.cat([_raw(own) for own in tokens])[token].view(tokens[rank].dtype)}
+    there["routing_map"] = torch.cat([call.required["routing_map"] for call in calls])[token, own] != 0
+    return there | ({"probs": torch.cat([call.settings["probs"] for call in calls])[token, own]} if case.probs else {})
+
+
+def _with_slots(calls: list[Problem]) -> list[Problem]:
+    """The same as dispatches without duplicates: routing maps as indices, ascending in a token."""
+    maps = [call.required["routing_map"] != 0 for call in calls]
+    most, num_experts = max(1, *(int(own.sum(1).max()) for own in maps if len(own)), 1), maps[0].shape[1]
+    out = []
+    for call, own in zip(calls, maps, strict=True):
+        slots = torch.where(own, torch.arange(num_experts), num_experts).sort(1).values[:, :most]
+        settings: dict[str, Any] = {"num_experts": num_experts}
+        if "probs" in call.settings:
+            probs = call.settings["probs"]
+            settings["probs"] = torch.cat([probs, torch.full_like(probs[:, :1], torch.nan)], 1).gather(1, slots)
+        indices = torch.where(slots == num_experts, NOWHERE, slots)
+        out.append(Problem("deepep_dispatch", {"tokens": call.required["tokens"], "indices": indices}, settings))
+    return out
+
+
+def _local(made: dict[str, Any], local_experts: int) -> dict[str, Tensor]:
+    """What has arrived in slots, as maps of this rank's experts."""
+    indices = made["indices"].long()
+    column = torch.where(indices < 0, local_experts, indices)
+    routing_map = torch.zeros((len(column), local_experts + 1), dtype=torch.bool, device=column.device).scatter_(
+        1, column, True
+    )
+    out = {"tokens": made["rows"], "routing_map": routing_map[:, :-1]}
+    if made["probs"] is None:
+        return out
+    probs = made["probs"].new_full(routing_map.shape, torch.nan).scatter_(1, column, made["probs"])
+    return out | {"probs": probs[:, :-1]}
+
+
+def _shows(case: DispatchCase) -> bool:
+    """Whether copies can be told, or, of a combine, tokens."""
+    return is_fine(case) and has_room(case) and (case.function.endswith("dispatch") or fits(case))
+
+
+def _fits_one_rank(case: DispatchCase) -> bool:
+    return case.ranks > 1 and case.experts <= MOST_EXPERTS and case.tokens <= MOST_TOKENS
+
+
+CONCATENATION = Law("concatenation", _concatenation, _shows)
+REFINEMENT = Law("refinement", _refinement, lambda case: _shows(case) and _fits_one_rank(case))
+FUSED = Law("fused", _fused, is_fine)

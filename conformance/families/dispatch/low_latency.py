@@ -1,0 +1,326 @@
+"""DeepEP's low-latency mode: slabs in which the rows of one source stand in whatever order they arrived, and a weighted combine.
+
+`layout_range` and `source_tokens` say which row is whose. What is right of the rows depends on them; so each implementation is judged by
+its own order, and combine is given rows in that order.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.core.contract import Problem, accumulator_of
+from conformance.families.dispatch.cases import DispatchCase, indices_of, probs_of, values_of
+from conformance.families.dispatch.deepep import policy_of
+from conformance.families.dispatch.dispatcher import (
+    Dispatching,
+    after,
+    cotangents_of,
+    garbage_in,
+    given_probs,
+    handles_of,
+    row_tokens_of,
+    split_bound,
+    sum_of_rows,
+    together,
+    tree_of,
+    wanted_of,
+    where_rows,
+)
+from conformance.families.dispatch.trees import flat, tree_bound
+from conformance.interface import Implementation, named_outputs
+from conformance.judge import Exact, Expectation, Given
+from conformance.judge.bound import sum_bound
+from moe_ref.dispatch.low_latency import _rows_of_slots
+from moe_ref.dispatch.plan import NOWHERE, RoutePlan
+
+COUNT = 2**32  # layout_range is begin · COUNT + count
+OUTPUTS = ("rows", "scales", "tokens_per_expert", "source_tokens", "layout_range", "handle")
+
+
+def dispatches(case: DispatchCase) -> list[Problem]:
+    """The dispatch of each rank, without gradients."""
+    copies = case.topk if case.repeats == "count each" else 1  # of a token, that one slab may have to hold
+    settings: dict[str, Any] = {
+        "num_experts": case.experts,
+        "max_tokens_per_rank": max(*case.counts, 1) * copies + max(case.slack or 0, 0),
+    }
+    if case.fp8:
+        settings["use_fp8"] = True
+    if case.fp8 == "powers":
+        settings["round_scale"] = True
+    if case.repeats:
+        settings["policy"] = policy_of(case)
+    tokens = values_of(case, "tokens", list(case.counts))
+    return [
+        Problem("deepep_low_latency_dispatch", {"tokens": x, "indices": own}, dict(settings))
+        for x, own in zip(tokens, indices_of(case), strict=True)
+    ]
+
+
+def order_of(layout_range: Tensor, source_tokens: Tensor, right: Any) -> Tensor | None:
+    """[L,W·M]: which row of the reference's slab stands in each row of another one; None if segments or tokens are not those.
+
+    Rows of one source that are of the same token are told apart by their order. Behind the counts stand the rows behind the counts.
+    """
+    layout, own = layout_range.cpu().long(), source_tokens.cpu().long()
+    if layout.shape != right.layout_range.shape or own.shape != right.source_tokens.shape:
+        return None
+    begin_LW, count_LW = layout // COUNT, layout % COUNT
+    first_LW = right.layout_range // COUNT
+    if not torch.equal(count_LW, right.layout_range % COUNT):
+        return None
+    order = torch.arange(own.shape[1]).repeat(len(own), 1)
+    for slab in range(len(own)):
+        filled = torch.zeros(int(count_LW[slab].sum()), dtype=torch.bool)
+        for source in range(layout.shape[1]):
+            begin, count, first = (int(x[slab, source]) for x in (begin_LW, count_LW, first_LW))
+            if count == 0:
+                continue
+            if begin + count > len(filled) or bool(filled[begin : begin + count].any()):
+                return None
+            filled[begin : begin + count] = True
+            mine, theirs = own[slab, begin : begin + count], right.source_tokens[slab, first : first + count]
+            if not torch.equal(mine.sort().values, theirs.sort().values):
+                return None
+            order[slab, begin + mine.argsort(stable=True)] = first + theirs.argsort(stable=True)
+    return order
+
+
+def in_order(x: Tensor, order: Tensor) -> Tensor:
+    """x of each slab, its rows in that order; for every dtype, and with a gradient where there is one."""
+    slab = torch.arange(len(order), device=x.device)[:, None]
+    if x.element_size() == 1:
+        return x.view(torch.uint8)[slab, order.to(x.device)].view(x.dtype)
+    return x[slab, order.to(x.device)]
+
+
+def _arranged(name: str, right: Any, received: Tensor) -> Given:
+    """The reference's rows in the order that this result says; free behind the counts."""
+    value: Tensor = getattr(right, name)
+
+    def make(outputs: Mapping[str, Any]) -> Exact:
+        got, layout, tokens = (outputs.get(key) for key in (name, "layout_range", "source_tokens"))
+        if (
+            not (isinstance(got, Tensor) and isinstance(layout, Tensor) and isinstance(tokens, Tensor))
+            or got.shape != value.shape
+            or got.dtype != value.dtype
+        ):
+            return Exact(value)
+        order = order_of(layout, tokens, right)
+        if order is None:
+            return Exact(value)
+        return Exact(where_rows(received, in_order(value, order), got))
+
+    return Given(value, make)
+
+
+def _ranges(right: Any) -> Given:
+    """Segments of the right lengths, in any order, that fill the slab from its front."""
+
+    def make(outputs: Mapping[str, Any]) -> Exact:
+        got = outputs.get("layout_range")
+        if isinstance(got, Tensor) and got.shape == right.layout_range.shape and not got.is_floating_point():
+            begin, count = got.long() // COUNT, got.long() % COUNT
+            held = torch.where(
+                count > 0, begin, count.sum(1, keepdim=True)
+            )  # where an empty segment begins says nothing
+            first, where = held.sort(1)
+            tiles = (first == count.gather(1, where).cumsum(1) - count.gather(1, where)).all()
+            if tiles and torch.equal(count, right.layout_range % COUNT):
+                return Exact(got.long(), "integers")
+        return Exact(right.layout_range, "integers")
+
+    return Given(right.layout_range, make)
+
+
+def _tokens(right: Any, received: Tensor) -> Given:
+    """The tokens of each segment in any order."""
+
+    def make(outputs: Mapping[str, Any]) -> Exact:
+        got, layout = outputs.get("source_tokens"), outputs.get("layout_range")
+        if not isinstance(got, Tensor) or not isinstance(layout, Tensor) or got.shape != right.source_tokens.shape:
+            return Exact(right.source_tokens, "integers")
+        if order_of(layout, got, right) is not None:
+            return Exact(got.long(), "integers")
+        return Exact(torch.where(received, right.source_tokens, got.long()), "integers")
+
+    return Given(right.source_tokens, make)
+
+
+def judged(right: Any) -> dict[str, Expectation]:
+    """What is right of one rank's dispatch."""
+    received = torch.arange(right.source_tokens.shape[1]) < right.tokens_per_expert[:, None]
+    own: dict[str, Expectation] = {
+        "tokens_per_expert": Exact(right.tokens_per_expert, "integers"),
+        "layout_range": _ranges(right),
+        "source_tokens": _tokens(right, received),
+        "rows": _arranged("rows", right, received),
+    }
+    return own | ({"scales": _arranged("scales", right, received)} if right.scales is not None else {})
+
+
+class LowLatencyDispatch(Dispatching):
+    """`deepep_low_latency_dispatch`: slabs, whose rows they hold, and the gradient of the tokens."""
+
+    function, outputs, primary = "deepep_low_latency_dispatch", OUTPUTS, "rows"
+    optional = ("use_fp8", "round_scale", "policy")
+
+    def calls(self, case: DispatchCase) -> list[Problem]:
+        calls = dispatches(case)
+        layouts = {case.layout_of: case.layout}
+        wanted = wanted_of(case)
+        if not wanted:
+            return [Problem(call.function, call.required, call.settings, layouts) for call in calls]
+        every = together(calls)
+        d_rows = [
+            own.reshape(out.rows.shape)
+            for own, out in zip(
+                cotangents_of(case, "rows", [out.rows.shape[:2].numel() for out in every]), every, strict=True
+            )
+        ]
+        return [
+            Problem(
+                call.function,
+                call.required,
+                call.settings,
+                layouts,
+                wanted,
+                {"ordered": own},
+                script=_in_the_references_order(out),
+                first=call.required,
+            )
+            for call, out, own in zip(calls, every, d_rows, strict=True)
+        ]
+
+    def right(
+        self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]
+    ) -> list[dict[str, Expectation]]:
+        every = together(calls)
+        right = [judged(out) for out in every]
+        if calls[0].wanted:
+            d_rows = [call.cotangents["ordered"].flatten(0, 1) for call in calls]
+            tree = tree_of(case, d_rows[0].dtype, declared, d_rows[0].dtype)
+            for own, gradient in zip(
+                right, sum_of_rows(case, d_rows, row_tokens_of([out.handle for out in every]), *tree), strict=True
+            ):
+                own["d_tokens"] = gradient
+        return right
+
+
+def _in_the_references_order(right: Any) -> Any:
+    """Dispatch, with its rows once more in the reference's order: what a cotangent is given of."""
+
+    def script(implementation: Implementation, given: dict[str, Any]) -> dict[str, Any]:
+        settings = {
+            name: given[name] for name in ("num_experts", "max_tokens_per_rank", "policy", "group") if name in given
+        }
+        outputs = named_outputs(
+            implementation.call("deepep_low_latency_dispatch", given["tokens"], given["indices"], **settings), OUTPUTS
+        )
+        order = order_of(outputs["layout_range"].detach(), outputs["source_tokens"].detach(), right)
+        if order is not None:
+            outputs["ordered"] = in_order(outputs["rows"], order.argsort(1))
+        return outputs
+
+    return script
+
+
+class LowLatencyCombine(Dispatching):
+    """`deepep_low_latency_combine` of rows that dispatch never saw, in the order of this implementation's dispatch."""
+
+    function, outputs, primary = "deepep_low_latency_combine", ("tokens",), "tokens"
+    companions = ("deepep_low_latency_dispatch",)
+
+    def calls(self, case: DispatchCase) -> list[Problem]:
+        before = dispatches(case)
+        made = together(before)
+        counts, wanted = list(case.counts), wanted_of(case)
+        indices = [call.required["indices"] for call in before]
+        probs = probs_of(case, "probs", counts, (case.topk,))
+        calls: list[dict[str, Any]] = []
+        lengths = [out.rows.shape[:2].numel() for out in made]
+        for rank, rows in enumerate(values_of(case, "rows", lengths)):
+            received = made[rank].handle.row_tokens[rank] != NOWHERE
+            slab = garbage_in(self._alike(rows, made[rank]), received, case.poison).reshape(
+                *made[rank].rows.shape[:2], case.hidden
+            )
+            required = {"rows": slab, "indices": indices[rank], "probs": given_probs(probs[rank], indices[rank] >= 0)}
+            calls.append(
+                {"required": required, "cotangents": {}, "script": in_its_own_order(made[rank]), "first": required}
+            )
+        if wanted:
+            for call, d_tokens in zip(calls, cotangents_of(case, "tokens", counts), strict=True):
+                call["cotangents"]["tokens"] = d_tokens
+        common = {"layouts": {case.layout_of: case.layout}, "wanted": wanted}
+        return after(
+            self.function, before, made, [judged(out)["rows"] for out in made], [call | common for call in calls]
+        )
+
+    @staticmethod
+    def _alike(rows: Tensor, out: Any) -> Tensor:
+        """The same row for a token that names an expert twice: which of both is read, its order decides."""
+        source = out.handle.row_tokens[out.handle.rank].reshape(out.source_tokens.shape)
+        same = torch.zeros_like(source)
+        same[:, 1:] = (source[:, 1:] == source[:, :-1]) & (source[:, 1:] != NOWHERE)
+        first = (torch.arange(same.numel()).reshape(same.shape) * (1 - same)).cummax(1).values
+        return rows[first.flatten()]
+
+    def right(
+        self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]
+    ) -> list[dict[str, Expectation]]:
+        handle = handles_of(calls)[0]
+        plan: RoutePlan = handle.plan
+        rows = torch.cat([call.required["rows"].flatten(0, 1) for call in calls])
+        probs = torch.cat([call.required["probs"] for call in calls])
+        accumulator = accumulator_of(declared, rows.dtype)
+        row_GK = _rows_of_slots(plan, case.topk)
+        token, slot = (row_GK != NOWHERE).nonzero().unbind(1)
+        row, weight = row_GK[token, slot], probs[token, slot].double()
+        terms = rows[row].double() * weight[:, None]
+        # a product may be rounded before it is added
+        whole = tree_bound(
+            case, terms, torch.arange(len(row)), token, case.tokens, rows.dtype, flat(accumulator).rounded_first()
+        )
+        right: list[dict[str, Expectation]] = [{"tokens": own} for own in split_bound(whole, case.counts)]
+        if not calls[0].wanted:
+            return right
+        d_tokens = torch.cat([call.cotangents["tokens"] for call in calls]).double()
+        if "rows" in calls[0].wanted:
+            value = torch.zeros(rows.shape, dtype=torch.float64).index_add(0, row, d_tokens[token] * weight[:, None])
+            size = torch.zeros(rows.shape, dtype=torch.float64).index_add(
+                0, row, (d_tokens[token] * weight[:, None]).abs()
+            )
+            repeated = int(torch.bincount(row, minlength=1).max())
+            every = sum_bound(value, size, repeated + 1, rows.dtype, accumulator)
+            for own, out in zip(right, split_bound(every, [len(rows) // case.ranks] * case.ranks), strict=True):
+                shape = (plan.local_experts, -1, case.hidden)
+                own["d_rows"] = replace(out, value=out.value.reshape(shape), bound=out.bound.reshape(shape))
+        if "probs" in calls[0].wanted:
+            products = rows[row].double() * d_tokens[token]
+            value, size = torch.zeros((2, *probs.shape), dtype=torch.float64)
+            value[token, slot], size[token, slot] = products.sum(1), products.abs().sum(1)
+            whole = sum_bound(value, size, case.hidden + 1, probs.dtype, accumulator)
+            for own, gradient in zip(right, split_bound(whole, case.counts), strict=True):
+                own["d_probs"] = gradient
+        return right
+
+
+def in_its_own_order(right: Any) -> Any:
+    """Combine of the rows, put where this implementation's dispatch has them."""
+
+    def script(implementation: Implementation, given: dict[str, Any]) -> dict[str, Any]:
+        made = given["produced"]
+        order = order_of(made["layout_range"].detach(), made["source_tokens"].detach(), right)
+        assert order is not None, "dispatch is wrong, and its rows were judged"
+        group = {"group": given["group"]} if "group" in given else {}
+        rows = in_order(given["rows"], order)
+        return {
+            "tokens": implementation.call(
+                "deepep_low_latency_combine", rows, given["indices"], given["probs"], made["handle"], **group
+            )
+        }
+
+    return script

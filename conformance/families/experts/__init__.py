@@ -1,0 +1,1 @@
+"""The experts: activations, grouped GEMMs, expert MLPs, shared experts."""

@@ -1,0 +1,86 @@
+"""latent_projection: grouped_linear of one expert that has all the tokens, in high and in low precision.
+
+Cases are those of grouped_linear; their experts, counts, tail, accumulator and index_dtype are not looked at.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from conformance.core.contract import Problem
+from conformance.core.tensors import payload
+from conformance.families.experts.activations import shorter
+from conformance.families.experts.linear import GroupedCase, GroupedLinear, grouped_rows, plainer_grouped, weights_of
+from conformance.families.experts.precision import fits, unit_of
+from conformance.judge import Bounded, Expectation
+from conformance.judge.ratios import RowWise
+
+GroupedCase.serves("latent_projection")
+OF_GROUPED = {"x": "rows", "weight": "weight", "bias": "bias"}  # inputs, and what grouped_linear calls them
+
+
+class LatentProjection(GroupedLinear):
+    """`latent_projection`: the output, and the gradients of x, the weight and the bias."""
+
+    function = "latent_projection"
+    optional = ("bias", "recipe", "state", "noise")
+
+    def legal(self, case: GroupedCase) -> Problem:
+        one, unit = of_one_expert(case), unit_of(case)
+        required = {
+            "x": grouped_rows(one, "rows", unit * case.hidden),
+            "weight": weights_of(one, "weight", unit * case.width, unit * case.hidden)[0],
+        }
+        settings = {"bias": payload(case.seed, "bias", (1, unit * case.width), case.bias)[0]} if case.bias else {}
+        wanted = tuple(name for name in case.grads.split("+") if name)
+        cotangents = {"out": grouped_rows(one, "d_out", unit * case.width)} if wanted else {}
+        return self.called(one, required, settings, wanted=wanted, cotangents=cotangents)
+
+    def expected(self, case: GroupedCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+        x, weight, *_ = problem.required.values()
+        state = {name: value for name, value in problem.required.items() if name not in OF_GROUPED}
+        required = {"rows": x, "weight": weight[None], "tokens_per_expert": torch.tensor([len(x)])} | state
+        settings = problem.settings | ({"bias": problem.settings["bias"][None]} if "bias" in problem.settings else {})
+        wanted = tuple(OF_GROUPED[name] for name in problem.wanted)
+        right = super().expected(
+            case, Problem("grouped_linear", required, settings, {}, wanted, problem.cotangents), declared
+        )
+        found = {"out": right["out"]} | ({"d_x": right["d_rows"]} if "d_rows" in right else {})
+        return found | {name: of_one(right[name]) for name in ("d_weight", "d_bias") if name in right}
+
+    def neighbour(self, case: GroupedCase) -> GroupedCase:
+        return super().neighbour(of_one_expert(case))
+
+    def simpler(self, case: GroupedCase) -> Iterator[GroupedCase]:
+        yield from filter(fits, self._simpler(case))
+
+    def _simpler(self, case: GroupedCase) -> Iterator[GroupedCase]:
+        yield from self.in_simpler_precision(case)
+        yield from plainer_grouped(case, ("bias",))
+        for name in ("tokens", "hidden", "width"):
+            for size in shorter(getattr(case, name)):
+                changed: dict[str, Any] = {name: size}
+                yield replace(case, **changed)
+
+
+def of_one_expert(case: GroupedCase) -> GroupedCase:
+    """The case as grouped_linear has it."""
+    return replace(case, experts=1, counts=(), tail=0, accumulator="")
+
+
+def of_one(right: Expectation) -> Expectation:
+    """The only expert's."""
+    assert isinstance(right, Bounded)
+    if not isinstance(right, RowWise):
+        return replace(right, value=right.value[0], bound=right.bound[0])
+    groups = None if right.groups is None else right.groups[0]
+    return replace(
+        right,
+        value=right.value[0],
+        bound=right.bound[0],
+        reference=right.reference[0],
+        magnitude=right.magnitude[0],
+        groups=groups,
+    )

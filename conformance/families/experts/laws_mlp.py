@@ -1,0 +1,120 @@
+"""Laws of an expert's two layers: rows that do not count, and settings that must not change a result."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.core.law import Law, Trial, upside_down
+from conformance.families.experts.laws import doubled, plain
+from conformance.families.experts.precision import recipe_of, unit_of
+from conformance.judge import Expectation, Finding
+from conformance.judge.bound import Bounded
+
+ALIGNED = 16  # rows: more than most experts of a small case have
+
+
+def _zero_probs(trial: Trial) -> Finding | None:
+    """Other numbers in the rows whose prob is 0: they reach nothing but the gradient of that prob."""
+    probs = trial.problem.settings["probs"]
+    nothing = probs == 0
+    rows = trial.problem.required["rows"]
+    other = torch.where(nothing[:, None], upside_down(torch.where(rows.isfinite(), rows, 0), 1) + 1, rows)
+    expected: dict[str, Expectation] = dict(trial.expected)
+    right = expected.get("d_probs")
+    if isinstance(right, Bounded):
+        expected["d_probs"] = replace(right, bound=torch.where(nothing, torch.inf, right.bound))
+    return trial.judged("zero_probs", expected, trial.run(trial.problem.with_tensors({"rows": other})))
+
+
+def _scaling(trial: Trial) -> Finding | None:
+    """Twice the probs."""
+    probs = trial.problem.settings["probs"]
+    twice = replace(trial.problem.with_tensors({"probs": probs * 2}), wanted=(), cotangents={})
+    return doubled(trial, "scaling", twice, ("out",))
+
+
+def _cotangent_scaling(trial: Trial) -> Finding | None:
+    """Twice the cotangent."""
+    twice = replace(trial.problem, cotangents={name: x * 2 for name, x in trial.problem.cotangents.items()})
+    return doubled(trial, "cotangent_scaling", twice, tuple(f"d_{name}" for name in trial.problem.wanted))
+
+
+def _other_setting(trial: Trial, name: str, value: Any) -> dict[str, Any]:
+    """Without a setting, or with it where it was not given."""
+    settings = {key: x for key, x in trial.problem.settings.items() if key != name}
+    given = name in trial.problem.settings
+    return trial.run(replace(trial.problem, settings=settings if given else settings | {name: value}))
+
+
+def _recompute(trial: Trial) -> Finding | None:
+    """What is computed again in the backward, or no longer is: the same bits where runs repeat."""
+    shared = trial.case.function == "shared_experts"
+    return trial.repeats(
+        "recompute", _other_setting(trial, "recompute", True if shared else ("moe_act", "moe")[trial.case.seed % 2])
+    )
+
+
+def _alignment(trial: Trial) -> Finding | None:
+    """Rows of zeros behind each expert's, or none."""
+    return trial.judged("alignment", trial.expected, _other_setting(trial, "align", ALIGNED))
+
+
+def _one_after_another(trial: Trial) -> Finding | None:
+    """grouped_mlp, where it is offered too."""
+    return trial.judged("grouped", trial.expected, trial.run(replace(trial.problem, function="grouped_mlp")))
+
+
+def _token_reversal(trial: Trial) -> Finding | None:
+    """Tokens in the opposite order: each has what it had."""
+    problem = trial.problem
+    turned = replace(
+        problem.with_tensors({"x": problem.required["x"].flip(0)}),
+        cotangents={name: x.flip(0) for name, x in problem.cotangents.items()},
+    )
+    outputs = {
+        name: x.flip(0) if name in ("out", "d_x") and isinstance(x, Tensor) else x
+        for name, x in trial.run(turned).items()
+    }
+    return trial.judged("token_reversal", trial.expected, outputs)
+
+
+def _in_any_order(case: Any) -> bool:
+    """Whether tokens share a scale with all or with none of the others, whatever their order; noise has an order of its own."""
+    return getattr(case, "scaling", "") in ("", "delayed", "current")
+
+
+def _weighted(case: Any) -> bool:
+    return plain(case) and bool(case.probs)
+
+
+def _doubles(case: Any) -> bool:
+    """Whether twice the numbers are twice the result: not among float16's subnormals, nor where a scale remembers others or has a least amax."""
+    recipe = recipe_of(case)
+    return case.dtype != "float16" and (recipe is None or (recipe.scaling != "delayed" and not recipe.amax_epsilon))
+
+
+def _padded_by_nothing(case: Any) -> bool:
+    """Whether rows of zeros stay zeros through the stages, or no scale sees them; and the call is legal without them."""
+    zeros = not case.bias1 or (bool(case.probs) and not case.on_input)
+    return unit_of(case) == 1 and (zeros or not case.scaling) and not _random(case)
+
+
+def _random(case: Any) -> bool:
+    """Whether there is noise, whose rows are those of the padded buffer."""
+    recipe = recipe_of(case)
+    return recipe is not None and bool(recipe.stochastic_rounding) and bool(case.grads)
+
+
+ZERO_PROBS = Law(
+    "zero_probs", _zero_probs, lambda case: _weighted(case) and case.weights != "plain" and not case.scaling
+)  # a scale is for all rows
+SCALING = Law("scaling", _scaling, lambda case: _weighted(case) and not case.on_input and _doubles(case))
+COTANGENT_SCALING = Law(
+    "cotangent_scaling", _cotangent_scaling, lambda case: plain(case) and bool(case.grads) and _doubles(case)
+)
+RECOMPUTE = Law("recompute", _recompute, lambda case: not case.golden and not case.illegal and bool(case.grads))
+ALIGNMENT = Law("alignment", _alignment, lambda case: plain(case) and _padded_by_nothing(case))
+GROUPED = Law("grouped", _one_after_another, plain)
+TOKEN_REVERSAL = Law("token_reversal", _token_reversal, lambda case: plain(case) and _in_any_order(case))

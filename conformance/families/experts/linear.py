@@ -1,0 +1,384 @@
+"""grouped_linear, grouped_dgrad and grouped_wgrad: contractions expert by expert, and rows that nobody may read."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from conformance.analysis.products import Product, compared, own_rows
+from conformance.core.case import Case
+from conformance.core.contract import Contract, Opaque, Problem
+from conformance.core.tensors import DTYPES, hashed, payload
+from conformance.families.experts.activations import computed_in, row_scales, shorter, without
+from conformance.families.experts.precision import (
+    LOW_VALUES,
+    Precision,
+    check_scaling,
+    factor_of,
+    fits,
+    other_override,
+    recipe_settings,
+    script_of,
+    state_from,
+    state_tensors,
+    unit_of,
+)
+from conformance.families.quantization.cases import RECIPES, TAIL, VARIANTS
+from conformance.judge import Bounded, Expectation
+from conformance.judge.bound import ROUNDOFF
+from conformance.judge.ratios import HOPPER_FP8, Accumulator
+from moe_ref.config.quantization import OVERRIDES
+from moe_ref.experts.linear import grouped_dgrad, grouped_linear, grouped_wgrad
+
+VALUES = ("dyadic", "rows", "special")  # and LOW_VALUES, where there is a scaling
+INFINITE, NO_INFINITY = (
+    (torch.nan, torch.inf, -torch.inf),
+    (torch.nan,) * 3,
+)  # an infinity in one row of NVFP4 leaves an expert no right value
+BY_FP8 = (
+    "delayed",
+    "current",
+    "block",
+)  # scalings whose products Hopper's matrix unit for FP8 takes: those of MXFP8 and NVFP4 are emulated there
+PRECISION = ("recipe", "state", "noise", "accumulator")  # arguments that say what a product is taken in
+LAYOUTS = ("contiguous", "transposed", "strided", "shifted", "expanded", "wide_rows", "wide_columns", "wide_depth")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedCase(Case):
+    """A case of rows that stand grouped by expert, with a matrix for each expert. Sizes but the tail's are in UNITs of the scaling."""
+
+    tokens: int = 1  # rows in the segments together
+    experts: int = 1
+    counts: tuple[
+        int, ...
+    ] = ()  # of each expert, together `tokens`; empty: as even as can be, the first experts having one more
+    tail: int = 0  # rows behind the last segment
+    hidden: int = 1  # N, what goes in
+    width: int = 1  # M, what comes out
+    scaling: str = ""  # of the recipe; empty: high precision
+    variant: int = 0  # of the scaling, in RECIPES
+    override: str = ""  # the recipe's backward_override; empty: none
+    dtype: str = "float32"
+    bias: str = ""  # its dtype; empty: none is given
+    into: str = ""  # dtype of accumulate_into; empty: none is given
+    accumulator: str = ""
+    values: str = "dyadic"  # rows: each times a power of two; special: NaN and infinities in some rows and in some experts' weights
+    index_dtype: str = "int64"
+    layout: str = "contiguous"
+    layout_of: str = ""
+    grads: str = ""
+
+    words: ClassVar[dict[str, tuple[str, ...]]] = {
+        "values": VALUES + LOW_VALUES,
+        "layout": LAYOUTS,
+        "accumulator": ("float64",),
+        "into": ("float32", "float64"),
+        "scaling": tuple(RECIPES),
+        "override": OVERRIDES,
+    }
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.tail, self.hidden, self.width) < 0 or self.experts < 1:
+            sizes = f"{self.tokens}, {self.tail}, {self.hidden}, {self.width}, {self.experts}"
+            raise ValueError(f"tokens, tail, hidden, width ≥ 0 and experts ≥ 1 are needed; they are {sizes}")
+        check_counts_of(self.counts, self.tokens, self.experts)
+        check_scaling(self)
+
+
+GroupedCase.serves("grouped_linear", "grouped_dgrad", "grouped_wgrad")
+
+
+def check_counts_of(counts: tuple[int, ...], tokens: int, experts: int) -> None:
+    if counts and (len(counts) != experts or min(counts) < 0 or sum(counts) != tokens):
+        raise ValueError(f"counts is {counts}; it must have {experts} numbers ≥ 0 that sum to {tokens}")
+
+
+def counts_of(case: Any) -> tuple[int, ...]:
+    """Rows of each expert, in UNITs."""
+    return case.counts or tuple(
+        case.tokens // case.experts + (e < case.tokens % case.experts) for e in range(case.experts)
+    )
+
+
+def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
+    """[P, columns]: rows of the segments by `values`, and behind them NaN, and infinities where an amax might see them."""
+    kind, own = DTYPES[case.dtype], case.tokens * unit_of(case)
+    x = (
+        factor_of(case, name)
+        if case.values in LOW_VALUES
+        else payload(case.seed, name, (own + case.tail, columns), case.dtype)
+    )
+    if case.values == "rows":
+        x = (x.double() * row_scales(case.seed, len(x))).to(kind)
+    if case.values == "special" and columns:
+        noise = hashed(case.seed, f"{name} kinds", len(x)).astype(np.int64)
+        strange = torch.tensor(INFINITE if case.scaling != "nvfp4" else NO_INFINITY, dtype=kind)
+        hit = torch.from_numpy(noise % 4 == 0)[:, None] & (
+            torch.arange(columns)[None] == torch.from_numpy((noise >> 8) % columns)[:, None]
+        )
+        x = torch.where(hit, strange[torch.from_numpy((noise >> 20) % 3)][:, None], x)
+    for i in range(case.tail):
+        x[own + i] = TAIL[(i + case.seed) % len(TAIL)] if case.scaling else torch.nan
+    return x
+
+
+def weights_of(case: Any, name: str, rows: int, columns: int) -> Tensor:
+    """[L, rows, columns]; where values are special, every third expert has a NaN or an infinity somewhere."""
+    if case.values in LOW_VALUES or (case.scaling and case.values == "rows"):
+        return factor_of(case, name)
+    weight = payload(case.seed, name, (case.experts * rows, columns), case.dtype).reshape(case.experts, rows, columns)
+    if case.values == "special" and rows * columns:
+        for e in range(case.seed % 3, case.experts, 3):
+            weight[e, e % rows, (e + case.seed) % columns] = (
+                (torch.nan, torch.inf)[e % 2] if case.scaling != "nvfp4" else torch.nan
+            )
+    return weight
+
+
+def precision_of(problem: Problem, declared: Mapping[str, Any], *tensors: Tensor) -> Precision:
+    """What the call asks for, or else what is declared."""
+    state = state_from(problem.required)
+    settings = {name: x for name, x in problem.settings.items() if name in PRECISION} | (
+        {"state": state} if state else {}
+    )
+    recipe = settings.get("recipe")
+    if settings.get("accumulator") == "float64":
+        accumulator = Accumulator(unit=ROUNDOFF[torch.float64])
+    elif recipe is not None and recipe.scaling in BY_FP8 and declared.get("accumulator") == "hopper_fp8":
+        accumulator = HOPPER_FP8
+    else:
+        accumulator = Accumulator(unit=ROUNDOFF[computed_in(declared, *tensors)])
+    return Precision(accumulator, declared.get("scale_arithmetic") == "reciprocal", settings)
+
+
+class _Grouped(Contract[GroupedCase]):
+    optional: tuple[str, ...] = PRECISION
+
+    @staticmethod
+    def counts(case: GroupedCase) -> Tensor:
+        return unit_of(case) * torch.tensor(counts_of(case), dtype=DTYPES[case.index_dtype])
+
+    def called(self, case: GroupedCase, required: dict[str, Any], settings: dict[str, Any], **how: Any) -> Problem:
+        """The call; with a state, which is made of tensors that no argument is, by a script."""
+        settings = settings | recipe_settings(case) | ({"accumulator": case.accumulator} if case.accumulator else {})
+        state = state_tensors(case)
+        if state:
+            settings |= {"state": Opaque("state")}
+            how |= {
+                "script": script_of(self.function, tuple(required), tuple(settings), self.outputs),
+                "first": required,
+            }
+        return Problem(self.function, required | state, settings, {case.layout_of: case.layout}, **how)
+
+    def neighbour(self, case: GroupedCase) -> GroupedCase:
+        plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": ""}
+        counts = (0, *counts_of(case)[::-1], 2)
+        sized: dict[str, Any] = {"counts": counts, "tokens": case.tokens + 2, "experts": case.experts + 2}
+        grown: dict[str, Any] = (
+            {"hidden": case.hidden + 3, "width": case.width + 1} if unit_of(case) == 1 else {"hidden": case.hidden + 1}
+        )
+        other = replace(case, **plain, **sized, **grown, seed=case.seed + 1, tail=1 - min(case.tail, 1))
+        if case.scaling:
+            other = replace(other, variant=(case.variant + 1) % VARIANTS, override=other_override(case.override))
+        return other if fits(other) else replace(other, dtype="bfloat16", values="dyadic")
+
+    def simpler(self, case: GroupedCase) -> Iterator[GroupedCase]:
+        yield from filter(fits, self._simpler(case))
+
+    @staticmethod
+    def in_simpler_precision(case: GroupedCase) -> Iterator[GroupedCase]:
+        if case.scaling:
+            made = case.values in LOW_VALUES
+            yield replace(case, scaling="", variant=0, override="", values="dyadic" if made else case.values)
+        if case.override:
+            yield replace(case, override="")
+        if case.variant:
+            yield replace(case, variant=0)
+
+    def _simpler(self, case: GroupedCase) -> Iterator[GroupedCase]:
+        yield from self.in_simpler_precision(case)
+        yield from plainer_grouped(case, ("bias", "into", "accumulator", "index_dtype"))
+        yield from fewer_rows(case)
+        for name in ("tail", "hidden", "width"):
+            for size in shorter(getattr(case, name)):
+                changed: dict[str, Any] = {name: size}
+                yield replace(case, **changed)
+
+
+def plainer_grouped(case: Any, more: tuple[str, ...]) -> Iterator[Any]:
+    """Each setting at its default."""
+    for name in ("law", "layout", "grads", "values", *more, "dtype", "poison", "seed"):
+        default: Any = type(case).__dataclass_fields__[name].default
+        if getattr(case, name) != default:
+            changed = {"layout": {"layout_of": ""}, "bias": {"grads": without(case.grads, "bias")}}.get(name, {})
+            yield replace(case, **{name: default} | changed)
+    for grad in case.grads.split("+") if "+" in case.grads else ():
+        yield replace(case, grads=grad)
+
+
+def fewer_rows(case: Any) -> Iterator[Any]:
+    """Fewer experts and fewer rows: as even as can be, or one expert, then one count, after the other."""
+    for name, least in (("tokens", 0), ("experts", 1)):
+        for size in shorter(getattr(case, name), least):
+            changed: dict[str, Any] = {name: size, "counts": ()}
+            yield replace(case, **changed)
+    counts = counts_of(case)
+    if not case.counts:
+        return
+    yield replace(case, counts=())
+    for e in range(case.experts) if case.experts > 1 else ():
+        kept = counts[:e] + counts[e + 1 :]
+        yield replace(case, counts=kept, experts=len(kept), tokens=sum(kept))
+    for e, count in enumerate(counts):
+        for size in shorter(count):
+            fewer = (*counts[:e], size, *counts[e + 1 :])
+            yield replace(case, counts=fewer, tokens=sum(fewer))
+
+
+class GroupedLinear(_Grouped):
+    """`grouped_linear`: the output, and the gradients of the rows, the weights and the biases."""
+
+    function = "grouped_linear"
+    outputs = ("out",)
+    primary = "out"
+    optional: tuple[str, ...] = ("bias", *PRECISION)
+
+    def legal(self, case: GroupedCase) -> Problem:
+        required = {
+            "rows": grouped_rows(case, "rows", unit_of(case) * case.hidden),
+            "weight": weights_of(case, "weight", unit_of(case) * case.width, unit_of(case) * case.hidden),
+            "tokens_per_expert": self.counts(case),
+        }
+        settings = (
+            {"bias": payload(case.seed, "bias", (case.experts, unit_of(case) * case.width), case.bias)}
+            if case.bias
+            else {}
+        )
+        wanted = tuple(name for name in case.grads.split("+") if name)
+        cotangents = {"out": grouped_rows(case, "d_out", unit_of(case) * case.width)} if wanted else {}
+        return self.called(case, required, settings, wanted=wanted, cotangents=cotangents)
+
+    def expected(self, case: GroupedCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+        rows, weight, counts = (problem.required[name] for name in ("rows", "weight", "tokens_per_expert"))
+        bias, cotangent = problem.settings.get("bias"), problem.cotangents.get("out")
+        how = precision_of(problem, declared, rows)
+        products = []
+        for e, (own, matrix) in enumerate(
+            zip(how.rows(rows, counts, "input", "fprop"), how.weights(weight, "fprop"), strict=True)
+        ):
+            product = Product.of_factors(own, matrix)
+            if bias is not None:
+                product = replace(
+                    product,
+                    value=product.value + bias[e].double(),
+                    magnitude=product.magnitude + bias[e].double().abs(),
+                )
+            products.append(product)
+        whole, terms = Product.joined(products).with_tail(len(rows)), rows.shape[1] + 2
+        bounded = whole.bounded(terms, rows.dtype, how.accumulator, how.roundings)
+        right = {
+            "out": compared(
+                bounded,
+                lambda: grouped_linear(rows, weight, counts, bias=bias, **how.settings),
+                whole,
+                terms,
+                how,
+                counts,
+            )
+        }
+        if cotangent is None:
+            return right
+        if "rows" in problem.wanted:
+            right["d_rows"] = row_gradient(cotangent, weight, counts, how)
+        if "weight" in problem.wanted:
+            right["d_weight"] = weight_gradient(cotangent, rows, counts, None, how)
+        if "bias" in problem.wanted:
+            assert bias is not None
+            ones = [Product.of(torch.ones(1, own.stop - own.start), cotangent[own].T) for own in own_rows(counts)]
+            right["d_bias"] = Product.joined(ones).bounded(int(counts.max()) + 1, bias.dtype, how.sums)
+        return right
+
+
+def row_gradient(d_out: Tensor, weight: Tensor, counts: Tensor, how: Precision) -> Expectation:
+    """What is right for d_out W_e."""
+    how = how.of("dgrad")
+    pairs = zip(how.rows(d_out, counts, "grad_output", "dgrad"), how.weights(weight, "dgrad"), strict=True)
+    products = [Product.of_factors(own, matrix.turned) for own, matrix in pairs]
+    whole, terms = Product.joined(products).with_tail(len(d_out)), weight.shape[1] + 1
+    bounded = whole.bounded(terms, d_out.dtype, how.accumulator, how.roundings)
+    return compared(bounded, lambda: grouped_dgrad(d_out, weight, counts, **how.settings), whole, terms, how, counts)
+
+
+def weight_gradient(d_out: Tensor, rows: Tensor, counts: Tensor, into: Tensor | None, how: Precision) -> Expectation:
+    """What is right for Σ d_outᵀ x of each expert, beside what is there already."""
+    how = how.of("wgrad")
+    pairs = zip(how.rows(d_out, counts, "grad_output", "wgrad"), how.rows(rows, counts, "input", "wgrad"), strict=True)
+    whole = Product.joined([Product.of_factors(left.turned, right.turned) for left, right in pairs], stack=True)
+    terms = int(counts.max()) + 1
+    dtype = rows.dtype if into is None else into.dtype
+    bounded = whole.bounded(terms, dtype, how.accumulator, how.roundings)
+    if into is not None:
+        kept = (
+            Accumulator(unit=max(ROUNDOFF[dtype], how.sums.unit if dtype == torch.float32 else 0.0)).worst(terms)
+            * into.double().abs()
+        )
+        bound = bounded.bound + kept + ROUNDOFF[dtype] * into.double().abs()
+        empty = (counts == 0)[:, None, None]
+        bounded = Bounded(bounded.value + into.double(), torch.where(empty, 0.0, bound), dtype, bounded.accumulator)
+        whole = replace(whole, magnitude=whole.magnitude + into.double().abs())
+    return compared(
+        bounded,
+        lambda: grouped_wgrad(d_out, rows, counts, accumulate_into=into, **how.settings),
+        whole,
+        terms,
+        how,
+        counts,
+    )
+
+
+class GroupedDgrad(_Grouped):
+    """`grouped_dgrad`."""
+
+    function = "grouped_dgrad"
+    outputs = ("d_rows",)
+    primary = "d_rows"
+
+    def legal(self, case: GroupedCase) -> Problem:
+        required = {
+            "d_out": grouped_rows(case, "d_out", unit_of(case) * case.width),
+            "weight": weights_of(case, "weight", unit_of(case) * case.width, unit_of(case) * case.hidden),
+            "tokens_per_expert": self.counts(case),
+        }
+        return self.called(case, required, {})
+
+    def expected(self, case: GroupedCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+        d_out, weight, counts = (problem.required[name] for name in ("d_out", "weight", "tokens_per_expert"))
+        return {"d_rows": row_gradient(d_out, weight, counts, precision_of(problem, declared, d_out))}
+
+
+class GroupedWgrad(_Grouped):
+    """`grouped_wgrad`, alone or added to what is there already."""
+
+    function = "grouped_wgrad"
+    outputs = ("d_weight",)
+    primary = "d_weight"
+    optional = ("accumulate_into", *PRECISION)
+
+    def legal(self, case: GroupedCase) -> Problem:
+        required = {
+            "d_out": grouped_rows(case, "d_out", unit_of(case) * case.width),
+            "rows": grouped_rows(case, "rows", unit_of(case) * case.hidden),
+            "tokens_per_expert": self.counts(case),
+        }
+        shape = (case.experts, unit_of(case) * case.width, unit_of(case) * case.hidden)
+        flat = payload(case.seed, "into", (shape[0] * shape[1], shape[2]), case.into or "float32").reshape(shape)
+        return self.called(case, required, {"accumulate_into": flat} if case.into else {})
+
+    def expected(self, case: GroupedCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+        d_out, rows, counts = (problem.required[name] for name in ("d_out", "rows", "tokens_per_expert"))
+        how = precision_of(problem, declared, rows)
+        return {"d_weight": weight_gradient(d_out, rows, counts, problem.settings.get("accumulate_into"), how)}

@@ -1,0 +1,142 @@
+"""Recipes of expert MLPs: what a case of one is counted in, what goes with a recipe, and the layers that it makes.
+
+Columns are counted in UNITs, and so are each expert's rows unless `align` pads them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.analysis.mlp_layers import LowLayer
+from conformance.core.contract import Opaque, Problem
+from conformance.core.tensors import hashed
+from conformance.families.experts.linear import precision_of
+from conformance.families.experts.precision import (
+    check_scaling,
+    recipe_of,
+    rounds_gradients,
+    state_from,
+    state_tensors,
+    transforms_rows,
+    unit_of,
+)
+from conformance.families.quantization.cases import TRANSFORMED
+from conformance.interface import named_outputs
+
+LAYERS = (0, 1)
+
+
+def rows_unit(case: Any) -> int:
+    """What an expert's rows are counted in."""
+    return 1 if case.align else unit_of(case)
+
+
+def check_low(case: Any) -> None:
+    """The rules of a case with a recipe."""
+    check_scaling(case)
+    if case.scaling and (case.values == "special" or case.dtype == "float64"):
+        raise ValueError(
+            f"values is {case.values!r} and dtype {case.dtype!r} with a recipe; values must be finite, and stored in at most 32 bits"
+        )
+    if case.scaling and case.align % unit_of(case):
+        raise ValueError(
+            f"align is {case.align} with scaling {case.scaling!r}; it must be a multiple of {unit_of(case)}"
+        )
+
+
+def fits_low(case: Any) -> bool:
+    """Whether the function takes the call, and quantises alike in whatever order it adds."""
+    recipe = recipe_of(case)
+    if recipe is None:
+        return True
+    if case.function == "sequential_mlp" and (recipe.scaling == "delayed" or (rounds_gradients(recipe) and case.grads)):
+        return False  # it takes no state and no noise
+    weights = {"fc1_weight", "fc2_weight"} & set(case.grads.split("+"))
+    return not (transforms_rows(recipe) and weights) or (case.dtype == "bfloat16" and case.values in TRANSFORMED)
+
+
+def of_experts(case: Any, weight: Tensor) -> Tensor:
+    """The weights, each expert's times a power of two: with a recipe no expert has a scale that would do for another."""
+    power = 2.0 ** ((torch.arange(len(weight)) + case.seed) % 3 - 1)
+    return (weight.double() * power[:, None, None]).to(weight.dtype) if case.scaling else weight
+
+
+def noise_rows(case: Any, counts: tuple[int, ...]) -> int:
+    """Rows of the buffer, padding included, and those behind."""
+    return sum(-(-count // (case.align or 1)) * (case.align or 1) for count in counts) + case.tail
+
+
+def beside_recipe(
+    case: Any, counts: tuple[int, ...], columns: tuple[int, int]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of which a script makes the pairs of states and noises, and the settings that stand for them."""
+    recipe = recipe_of(case)
+    if recipe is None:
+        return {}, {}
+    tensors = {name: x for layer in LAYERS for name, x in state_tensors(case, f"state.{layer}").items()}
+    settings: dict[str, Any] = {"recipe": recipe} | ({"state": Opaque("state")} if tensors else {})
+    if rounds_gradients(recipe) and case.grads:
+        settings["noise"] = Opaque("noise")
+        for layer, width in zip(LAYERS, columns, strict=True):
+            shape = (2, noise_rows(case, counts), width)
+            bits = hashed(case.seed, f"noise {layer}", 2 * shape[1] * width) >> 9
+            tensors[f"noise.{layer}"] = torch.from_numpy((2.0 * bits + 1) / 2**24).to(torch.float32).reshape(shape)
+    return tensors, settings
+
+
+def pairs_from(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The pairs that those tensors are of."""
+    states = tuple(state_from(given, f"state.{layer}") for layer in LAYERS)
+    found: dict[str, Any] = {} if states[0] is None else {"state": states}
+    return found | ({"noise": tuple(given[f"noise.{layer}"] for layer in LAYERS)} if "noise.0" in given else {})
+
+
+def script_of_pairs(
+    function: str, arguments: tuple[str, ...], settings: tuple[str, ...], outputs: tuple[str, ...]
+) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
+    """The call, with pairs put together of their tensors."""
+
+    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+        known = {name: given[name] for name in settings if name in given and not isinstance(given[name], Opaque)}
+        return named_outputs(
+            implementation.call(function, *(given[name] for name in arguments), **known, **pairs_from(given)), outputs
+        )
+
+    return script
+
+
+def called(
+    function: str,
+    outputs: tuple[str, ...],
+    required: dict[str, Any],
+    settings: dict[str, Any],
+    tensors: dict[str, Tensor],
+    **how: Any,
+) -> Problem:
+    """The call; where a recipe needs pairs, by a script that makes them."""
+    if tensors:
+        how |= {"script": script_of_pairs(function, tuple(required), tuple(settings), outputs), "first": required}
+    return Problem(function, required | tensors, settings, **how)
+
+
+def settings_of(problem: Problem) -> dict[str, Any]:
+    """The settings of the reference's function."""
+    return {name: x for name, x in problem.settings.items() if not isinstance(x, Opaque)} | pairs_from(problem.required)
+
+
+def layers_of(
+    problem: Problem, declared: Mapping[str, Any], rows: Tensor, counts: Tensor
+) -> tuple[LowLayer, LowLayer] | None:
+    """Both layers with what each has of a recipe, for the rows of these experts, padding included; None in high precision."""
+    recipe = problem.settings.get("recipe")
+    if recipe is None:
+        return None
+    common, pairs = precision_of(problem, declared, rows), pairs_from(problem.required)
+    if "noise" in pairs:
+        pairs["noise"] = tuple(each[:, : int(counts.sum())] for each in pairs["noise"])
+    settings = ({"recipe": recipe} | {name: pair[layer] for name, pair in pairs.items()} for layer in LAYERS)
+    first, second = (LowLayer(counts, replace(common, settings=own), rows.dtype) for own in settings)
+    return first, second

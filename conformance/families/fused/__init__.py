@@ -1,0 +1,1 @@
+"""Two stages in one launch: permutation or activation, and quantisation."""

@@ -1,0 +1,116 @@
+"""Laws of activations that are quantised at once: groups know nothing of one another, and powers of two pass through."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from conformance.analysis.quantizer import by_group
+from conformance.core import universal_laws as general
+from conformance.core.contract import Problem
+from conformance.core.law import Law, Outputs, Trial, same
+from conformance.families.experts.laws import plain
+from conformance.families.fused.cases import BACKWARD, is_random, recipe_of, unit_of
+from conformance.families.quantization.quantize import directions
+from conformance.judge import Finding
+
+READ = ("amax", "scales", "codes", "values")
+
+
+def _changed(trial: Trial, **tensors: Any) -> Problem:
+    """The call on other values, without gradients."""
+    return replace(trial.problem.with_tensors(tensors), wanted=(), cotangents={})
+
+
+def _compared(trial: Trial, law: str, kept: Outputs, second: Outputs, problem: Problem) -> Finding | None:
+    """Bit by bit where runs repeat, else by what is right of the second call."""
+    return (
+        same(law, kept, second)
+        if trial.declared.get("deterministic")
+        else trial.judged(law, trial.reference(problem), second)
+    )
+
+
+def _neighbour_groups(trial: Trial) -> Finding | None:
+    """A NaN and larger numbers in one group: what the others become does not change."""
+    h, splits = trial.problem.required["h"].clone(), trial.problem.settings["splits"]
+    e = int(splits.argmax())
+    first = int(splits[:e].sum())
+    h[first : first + int(splits[e])] = torch.where(h[first : first + int(splits[e])] > 0, torch.nan, 3.0)
+    problem = _changed(trial, h=h)
+    second = trial.run(problem)
+    kept, there = {}, {}
+    for suffix, form in _forms(trial).items():
+        for what in READ:
+            name = f"{what}{suffix}"
+            before, after = (by_group(form, what, outputs[name]) for outputs in (trial.first, second))
+            others = [g for g in range(len(splits)) if g != e]
+            kept[name], there[name] = (torch.cat([parts[g] for g in others]) for parts in (before, after))
+    if trial.declared.get("deterministic"):
+        return same("neighbour_groups", kept, there)
+    return trial.judged("neighbour_groups", trial.reference(problem), second)
+
+
+def _forms(trial: Trial) -> dict[str, Any]:
+    """The reference's forms, by what their outputs end in."""
+    _, quantized = trial.contract._reference(trial.problem)  # type: ignore[attr-defined]
+    return {suffix: quantized.form(columnwise) for suffix, columnwise in directions(trial.problem.settings)}
+
+
+def _padding_values(trial: Trial) -> Finding | None:
+    """Other numbers in the rows behind the last group: nothing changes."""
+    real = trial.case.tokens * unit_of(trial.case)
+    names = [name for name in ("h", "d_out", "probs") if name in trial.problem.tensors]
+    others = {name: trial.problem.tensors[name].clone() for name in names}
+    for x in others.values():
+        x[real:] = torch.where(x[real:].isnan(), 3.0, torch.nan)
+    problem = _changed(trial, **others)
+    kept = {
+        name: trial.first[name]
+        for name in trial.expected
+        if not name.startswith("d_") or trial.case.function in BACKWARD
+    }
+    return _compared(trial, "padding_values", kept, trial.run(problem), problem)
+
+
+def _doubled_probs(trial: Trial) -> Finding | None:
+    """Twice the probs: the same codes, and twice the scales of whatever has an amax."""
+    problem = _changed(trial, probs=trial.problem.settings["probs"] * 2)
+    second = trial.run(problem)
+    kept: Outputs = {}
+    for suffix, _ in directions(trial.problem.settings):
+        scale, amax = trial.first[f"scales{suffix}"], trial.first[f"amax{suffix}"]
+        larger = {"nvfp4": lambda s: s, "mxfp8": lambda s: s + 1}.get(trial.case.scaling, lambda s: s * 2)(scale)
+        kept |= {f"codes{suffix}": trial.first[f"codes{suffix}"], f"amax{suffix}": amax * 2}
+        kept[f"scales{suffix}"] = scale if trial.case.scaling == "nvfp4" else torch.where(amax > 0, larger, scale)
+    return _compared(trial, "doubled_probs", kept, second, problem)
+
+
+def _doubles(case: Any) -> bool:
+    fixed = case.scaling == "delayed" or bool(recipe_of(case).amax_epsilon) or is_random(case)
+    return (
+        plain(case)
+        and bool(case.probs)
+        and not fixed
+        and case.values == "dyadic"
+        and case.dtype != "float16"
+        and case.tokens * case.width > 0
+    )
+
+
+def _turns_over(case: Any) -> bool:
+    """Whether the inputs stay legal upside down and negated: noise and scales do not."""
+    return not is_random(case) and case.scaling != "delayed"
+
+
+NEIGHBOUR_GROUPS = Law(
+    "neighbour_groups", _neighbour_groups, lambda case: plain(case) and case.experts > 1 and case.tokens > 0
+)
+PADDING_VALUES = Law("padding_values", _padding_values, lambda case: plain(case) and case.tail > 0)
+DOUBLED_PROBS = Law("doubled_probs", _doubled_probs, _doubles)
+BUFFER_REUSE = replace(
+    general.BUFFER_REUSE, applies=lambda case: general.BUFFER_REUSE.applies(case) and _turns_over(case)
+)
+GRAPH_CAPTURE = replace(
+    general.GRAPH_CAPTURE, applies=lambda case: general.GRAPH_CAPTURE.applies(case) and _turns_over(case)
+)

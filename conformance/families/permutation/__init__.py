@@ -1,0 +1,1 @@
+"""Permutation: rows by expert, chunks, and forms of the routing map."""

@@ -1,0 +1,177 @@
+"""Laws of functions that move rows: a change of the routing moves the same rows to other places."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from conformance.core.contract import Problem
+from conformance.core.law import Law, Trial, same, upside_down
+from conformance.judge import Finding
+from moe_ref.permutation.permute import PADDING, RowMap, permute
+
+Cells = Callable[
+    [Tensor, Tensor], tuple[Tensor, Tensor]
+]  # (token, expert) in the second problem -> the same pair in the first
+
+
+def _row_map(problem: Problem) -> RowMap:
+    settings = {name: x for name, x in problem.settings.items() if name != "probs"}
+    numbers = torch.zeros(len(problem.required["tokens"]), 0)
+    return permute(numbers, problem.required["routing_map"], **settings).row_map
+
+
+def _relocated(trial: Trial, second: Problem, cells: Cells) -> dict[str, Tensor | None]:
+    """The rows and probs of the first run, moved to where the second problem has the same token and expert."""
+    before, after = _row_map(trial.problem), _row_map(second)
+    place = torch.full((before.num_tokens, before.num_experts), PADDING)
+    real = before.token_P != PADDING
+    place[before.token_P[real], before.expert_P[real]] = real.nonzero().flatten()
+    there = after.token_P != PADDING
+    token, expert = cells(after.token_P[there], after.expert_P[there])
+    moved: dict[str, Tensor | None] = {}
+    for name in ("rows", "probs"):
+        x = trial.first.get(name)
+        if x is not None:
+            raw = x.view(torch.uint8) if x.element_size() == 1 else x
+            out = raw.new_zeros((len(after.token_P), *x.shape[1:]))
+            out[there] = raw[place[token, expert]]
+            moved[name] = out.view(x.dtype)
+    return moved
+
+
+def _plain_call(problem: Problem) -> Problem:
+    return replace(problem, wanted=(), cotangents={}, layouts={})
+
+
+def _token_permutation(trial: Trial) -> Finding | None:
+    """Tokens in the opposite order: each expert's rows in the opposite order."""
+    last = trial.case.tokens - 1
+    second = _plain_call(
+        trial.problem.with_tensors({name: upside_down(x) for name, x in trial.problem.tensors.items()})
+    )
+    return same("token_permutation", _relocated(trial, second, lambda t, e: (last - t, e)), trial.run(second))
+
+
+def _expert_relabelling(trial: Trial) -> Finding | None:
+    """Experts in the opposite order: segments in the opposite order."""
+    last = trial.case.experts - 1
+    flipped = {name: upside_down(x, 1) for name, x in trial.problem.tensors.items() if name != "tokens"}
+    second = _plain_call(trial.problem.with_tensors(flipped))
+    return same("expert_relabelling", _relocated(trial, second, lambda t, e: (t, last - e)), trial.run(second))
+
+
+def _split(trial: Trial) -> Finding | None:
+    """The first half of the tokens alone: the same rows without the others."""
+    half = trial.case.tokens // 2
+    second = _plain_call(
+        trial.problem.with_tensors({name: x[:half].clone() for name, x in trial.problem.tensors.items()})
+    )
+    return same("split", _relocated(trial, second, lambda t, e: (t, e)), trial.run(second))
+
+
+def _padding_independence(trial: Trial) -> Finding | None:
+    """Without the alignment: the same rows without the padding."""
+    settings = {name: x for name, x in trial.problem.settings.items() if name != "align"}
+    second = _plain_call(replace(trial.problem, settings=settings))
+    return same("padding_independence", _relocated(trial, second, lambda t, e: (t, e)), trial.run(second))
+
+
+def _neighbour_independence(trial: Trial) -> Finding | None:
+    """Another payload in one row of the input: no other row of the output changes."""
+    name = "tokens" if trial.case.function == "permute" else "rows"
+    x = trial.problem.required[name]
+    middle = len(x) // 2
+    changed = x.clone().view(torch.uint8) if x.element_size() == 1 else x.clone()
+    changed[middle] = 0 if x.element_size() == 1 else torch.nan
+    outputs = trial.run(_plain_call(trial.problem.with_tensors({name: changed.view(x.dtype)})))
+    right = trial.reference(trial.problem)["rows"].value
+    untouched = _not_equal_rows(right, x[middle])
+    got = outputs.get("rows")
+    if not isinstance(got, Tensor) or got.shape != right.shape:
+        return Finding("rows", "neighbour_independence", "has another shape when one row's payload changes")
+    raw = [y.view(torch.uint8) if y.element_size() == 1 else y for y in (trial.first["rows"], got)]
+    return same("neighbour_independence", {"rows": raw[0][untouched]}, {"rows": raw[1][untouched]})
+
+
+def _not_equal_rows(rows: Tensor, row: Tensor) -> Tensor:
+    """True for the rows whose bytes are not those of `row`."""
+    return (
+        (rows.contiguous().view(torch.uint8) != row.contiguous().view(torch.uint8)).any(1)
+        if rows.numel()
+        else torch.zeros(len(rows), dtype=torch.bool)
+    )
+
+
+def _round_trip(trial: Trial) -> Finding | None:
+    """Sorted back by the inverse order, the rows are where they were."""
+    order, sizes = (trial.problem.required[name].long() for name in ("order", "chunk_sizes"))
+    back = {"rows": trial.first["rows"], "chunk_sizes": sizes[order], "order": order.argsort()}
+    settings = {} if trial.first.get("probs") is None else {"probs": trial.first["probs"]}
+    second = replace(_plain_call(trial.problem), required=back, settings=settings)
+    first: dict[str, Tensor | None] = {
+        "rows": trial.problem.required["rows"],
+        "probs": trial.problem.settings.get("probs"),
+    }
+    return same("round_trip", first, trial.run(second))
+
+
+def _idempotence(trial: Trial) -> Finding | None:
+    """A padded map padded again stays what it is."""
+    padded = trial.first["routing_map"]
+    again = trial.run(_plain_call(trial.problem.with_tensors({"routing_map": padded})))
+    return same("idempotence", {"routing_map": padded.bool()}, {"routing_map": again["routing_map"].bool()})
+
+
+def _column_relabelling(trial: Trial) -> Finding | None:
+    """Experts in the opposite order: columns in the opposite order."""
+    second = _plain_call(
+        trial.problem.with_tensors({"routing_map": upside_down(trial.problem.required["routing_map"], 1)})
+    )
+    return same("column_relabelling", {"routing_map": upside_down(trial.first["routing_map"], 1)}, trial.run(second))
+
+
+def _row_reversal(trial: Trial) -> Finding | None:
+    """Tokens in the opposite order: rows in the opposite order."""
+    second = _plain_call(
+        trial.problem.with_tensors({name: upside_down(x) for name, x in trial.problem.tensors.items()})
+    )
+    first = {
+        name: upside_down(x)
+        for name, x in trial.first.items()
+        if isinstance(x, Tensor) and x.dim() == 2 and not name.startswith("d_")
+    }
+    return same("row_reversal", first, trial.run(second))
+
+
+def _moves_only(case) -> bool:
+    return not case.golden and not case.illegal and case.layout != "expanded"
+
+
+def _rows(case) -> int:
+    return case.tokens if case.function == "permute" else sum(case.sizes) + case.tail
+
+
+def _dropless(case) -> bool:
+    """No row is dropped, and none is filled in."""
+    return _moves_only(case) and not case.capacity and (case.slack is None or case.slack >= 0)
+
+
+TOKEN_PERMUTATION = Law("token_permutation", _token_permutation, _dropless)
+EXPERT_RELABELLING = Law(
+    "expert_relabelling",
+    _expert_relabelling,
+    lambda case: _moves_only(case) and (case.slack is None or case.slack >= 0),
+)
+SPLIT = Law("split", _split, lambda case: _dropless(case) and case.tokens > 1)
+PADDING_INDEPENDENCE = Law(
+    "padding_independence", _padding_independence, lambda case: _dropless(case) and case.align > 1
+)
+NEIGHBOUR_INDEPENDENCE = Law(
+    "neighbour_independence", _neighbour_independence, lambda case: _moves_only(case) and _rows(case) > 0
+)
+ROUND_TRIP = Law("round_trip", _round_trip, _moves_only)
+IDEMPOTENCE = Law("idempotence", _idempotence, _moves_only)
+COLUMN_RELABELLING = Law("column_relabelling", _column_relabelling, _moves_only)
+ROW_REVERSAL = Law("row_reversal", _row_reversal, _moves_only)

@@ -1,0 +1,235 @@
+"""permute and unpermute."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from conformance.core.contract import Contract, Opaque, Problem, accumulator_of
+from conformance.core.tensors import payload, probabilities
+from conformance.families.permutation.cases import RoutingCase, routed, routing_map, simpler_routing
+from conformance.judge import Expectation
+from conformance.judge.bound import sum_bound
+from conformance.judge.exact import Exact, bits
+from moe_ref.permutation.permute import PADDING, permute, unpermute
+
+POISONED = {"nan": float("nan"), "max": None, "zero": 0.0}
+
+
+def settings_of(case: RoutingCase) -> dict[str, Any]:
+    """The sizes that the case asks for, as keyword arguments."""
+    settings: dict[str, Any] = {}
+    if case.align:
+        settings["align"] = case.align
+    if case.capacity:
+        settings["capacity"] = case.capacity
+    if case.slack is not None:
+        settings["num_rows"] = max(_needed(case) + case.slack * max(case.align, 1), 0)
+    return settings
+
+
+def _needed(case: RoutingCase) -> int:
+    """Rows of all segments together."""
+    unit = max(case.align, 1)
+    return sum(-(-int(n) // unit) * unit for n in routed(case).sum(0))
+
+
+def _rows(case: RoutingCase, settings: dict[str, Any]) -> int:
+    """Rows of the permuted buffer."""
+    return settings.get("num_rows", case.experts * case.capacity if case.capacity else _needed(case))
+
+
+class Permute(Contract[RoutingCase]):
+    """`permute`: rows, probabilities, counts, padding and both gradients; the row map is probed by `unpermute`."""
+
+    function = "permute"
+    outputs = ("rows", "probs", "row_map", "tokens_per_expert", "pad_offsets", "overflow")
+    primary = "rows"
+    optional = ("probs", "align", "capacity", "num_rows")
+    static = ("capacity", "num_rows")
+
+    def legal(self, case: RoutingCase) -> Problem:
+        tokens = payload(case.seed, "tokens", (case.tokens, case.hidden), case.dtype, case.values)
+        settings = settings_of(case)
+        chosen = torch.from_numpy(routed(case))
+        if case.probs:
+            probs = probabilities(case.seed, "probs", tuple(chosen.shape), case.probs, case.zero_probs)
+            # what is not routed must not be read, except where a capacity fills up with unrouted tokens
+            settings["probs"] = probs if case.capacity else torch.where(chosen, probs, torch.nan)
+        wanted = tuple(name for name in case.grads.split("+") if name)
+        cotangents = {}
+        if wanted and case.unused != "rows":
+            cotangents["rows"] = payload(
+                case.seed, "d_rows", (_rows(case, settings), case.hidden), case.dtype, _strange(case)
+            )
+        if wanted and case.unused != "probs" and case.probs:
+            cotangents["probs"] = payload(case.seed, "d_probs", (_rows(case, settings),), case.probs)
+        required = {"tokens": tokens, "routing_map": routing_map(case)}
+        return Problem(self.function, required, settings, {case.layout_of: case.layout}, wanted, cotangents)
+
+    @staticmethod
+    def _reference(problem: Problem):
+        return permute(*problem.required.values(), **problem.settings)
+
+    def expected(self, case: RoutingCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+        out = self._reference(problem)
+        right: dict[str, Expectation] = {"rows": Exact(out.rows)}
+        if out.probs is not None:
+            right["probs"] = Exact(out.probs)
+        right["tokens_per_expert"] = Exact(out.tokens_per_expert, "integers")
+        if out.pad_offsets is not None:
+            right["pad_offsets"] = Exact(out.pad_offsets, "integers")
+        right["overflow"] = Exact(out.overflow, "integers", flag=True)
+        return right | self._gradients(problem, out, declared)
+
+    def _gradients(self, problem: Problem, out, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+        right: dict[str, Expectation] = {}
+        if "tokens" in problem.wanted:
+            tokens = problem.required["tokens"]
+            d_rows = problem.cotangents.get("rows", torch.zeros_like(out.rows)).double()
+            value, magnitude = (unpermute(x, out.row_map) for x in (d_rows, d_rows.abs()))
+            terms = max(problem.required["routing_map"].shape[1], 1)
+            right["d_tokens"] = sum_bound(value, magnitude, terms, tokens.dtype, accumulator_of(declared, tokens.dtype))
+        if "probs" in problem.wanted:
+            probs = problem.settings["probs"]
+            d_probs = torch.zeros_like(probs)
+            if "probs" in problem.cotangents:
+                real = out.row_map.token_P != PADDING
+                d_probs[out.row_map.token_P[real], out.row_map.expert_P[real]] = problem.cotangents["probs"][real]
+            right["d_probs"] = Exact(d_probs, "values")
+        return right
+
+    def neighbour(self, case: RoutingCase) -> RoutingCase:
+        """The map upside down, and an alignment where there was another or none."""
+        align = 0 if case.capacity else 3 if case.align != 3 else 5
+        masks = None if case.routing is None else case.routing[::-1]
+        return replace(
+            case,
+            golden="",
+            law="",
+            seed=case.seed + 1,
+            routing=masks,
+            align=align,
+            slack=None,
+            layout="contiguous",
+            layout_of="",
+        )
+
+    def simpler(self, case: RoutingCase) -> Iterator[RoutingCase]:
+        return simpler_routing(case)
+
+    def explain(self, problem: Problem, output: str, index: tuple[int, ...], observed: Tensor) -> str | None:
+        if output != "rows" or not index:
+            return None
+        row_map, tokens = self._reference(problem).row_map, problem.required["tokens"]
+        row = observed[index[0]]
+        same = [
+            t
+            for t in range(min(len(tokens), 4096))
+            if torch.equal(tokens[t].view(torch.uint8), row.contiguous().view(torch.uint8))
+        ]
+        token, expert = int(row_map.token_P[index[0]]), int(row_map.expert_P[index[0]])
+        first = int((row_map.expert_P == expert).nonzero()[0])
+        place = f"row {index[0]} (expert {expert}, place {index[0] - first} of its segment)"
+        wrong = [] if token == PADDING else np.flatnonzero(bits(row) != bits(tokens[token])).tolist()
+        if wrong and 2 * len(wrong) < len(row):
+            told = (
+                f"{len(wrong)} of its {len(row)} columns are wrong, from column {wrong[0]} ({_start(row[wrong[0] :])})"
+            )
+            return f"{place} holds token {token} as it should, but {told}"
+        holds = (
+            f"holds token {same[0]}"
+            if same
+            else "is zero"
+            if not row.float().any()
+            else f"holds no token's values ({_start(row)})"
+        )
+        return f"{place} {holds}; the reference {f'puts token {token} there' if token != PADDING else 'has a padding row of zeros there'}"
+
+
+def _start(row: Tensor) -> str:
+    return ", ".join(f"{x:.4g}" for x in row[:3].float().tolist()) + (", …" if len(row) > 3 else "")
+
+
+def _strange(case: RoutingCase) -> str:
+    """The style of a cotangent: with NaN and infinities where the payload has them; they may reach no token or expert but their own."""
+    return "special" if case.values == "special" else "dyadic"
+
+
+class Unpermute(Contract[RoutingCase]):
+    """`unpermute` of rows that `permute` never saw, through the row map that this implementation's own `permute` made."""
+
+    function = "unpermute"
+    outputs = ("tokens",)
+    primary = "tokens"
+    optional = ("probs",)
+    redundant = ("restore_shape",)
+
+    def legal(self, case: RoutingCase) -> Problem:
+        chosen = routing_map(case)
+        numbers = torch.arange(1, case.tokens + 1, dtype=torch.float32)[:, None]
+        producer = Problem("permute", {"tokens": numbers, "routing_map": chosen}, settings_of(case))
+        produced = permute(numbers, chosen, **producer.settings)
+        row_map = produced.row_map
+        rows = payload(case.seed, "rows", (len(row_map.token_P), case.hidden), case.dtype, case.values)
+        garbage = POISONED[case.poison]
+        rows[row_map.token_P == PADDING] = torch.finfo(rows.dtype).max if garbage is None else garbage
+        settings: dict[str, Any] = {"restore_shape": (case.tokens, case.hidden)}
+        if case.probs:
+            real = row_map.token_P != PADDING
+            has_row = torch.zeros(chosen.shape, dtype=torch.bool)
+            has_row[row_map.token_P[real], row_map.expert_P[real]] = True
+            probs = probabilities(case.seed, "probs", tuple(chosen.shape), case.probs, case.zero_probs)
+            settings["probs"] = torch.where(has_row, probs, torch.nan)
+        wanted = tuple(name for name in case.grads.split("+") if name)
+        cotangents = (
+            {"tokens": payload(case.seed, "d_tokens", (case.tokens, case.hidden), case.dtype, _strange(case))}
+            if wanted
+            else {}
+        )
+        required = {"rows": rows, "row_map": Opaque("row_map")}
+        return Problem(
+            self.function, required, settings, {case.layout_of: case.layout}, wanted, cotangents, producer, produced
+        )
+
+    def expected(self, case: RoutingCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+        row_map = problem.produced.row_map
+        rows, probs = problem.required["rows"], problem.settings.get("probs")
+        acc = accumulator_of(declared, rows.dtype)
+        terms = max(row_map.num_experts, 1)
+        wide = rows.double(), None if probs is None else probs.double()
+        value = unpermute(wide[0], row_map, probs=wide[1])
+        magnitude = unpermute(wide[0].abs(), row_map, probs=None if wide[1] is None else wide[1].abs())
+        right: dict[str, Expectation] = {"tokens": sum_bound(value, magnitude, terms, rows.dtype, acc)}
+        if problem.wanted:
+            right |= self._gradients(problem, row_map, wide, acc)
+        return right
+
+    def _gradients(
+        self, problem: Problem, row_map, wide: tuple[Tensor, Tensor | None], acc: torch.dtype
+    ) -> dict[str, Expectation]:
+        rows, probs = problem.required["rows"], problem.settings.get("probs")
+        real = row_map.token_P != PADDING
+        token_R, expert_R = row_map.token_P[real], row_map.expert_P[real]
+        d_out = problem.cotangents["tokens"].double()[token_R]
+        right: dict[str, Expectation] = {}
+        if "rows" in problem.wanted:
+            value = torch.zeros(rows.shape, dtype=torch.float64)
+            value[real] = d_out if wide[1] is None else d_out * wide[1][token_R, expert_R][:, None]
+            right["d_rows"] = sum_bound(value, value.abs(), 1, rows.dtype, acc)
+        if "probs" in problem.wanted and probs is not None:
+            value, magnitude = torch.zeros((2, *probs.shape), dtype=torch.float64)
+            terms_RH = wide[0][real] * d_out
+            value[token_R, expert_R] = terms_RH.sum(1)
+            magnitude[token_R, expert_R] = terms_RH.abs().sum(1)
+            right["d_probs"] = sum_bound(value, magnitude, max(rows.shape[1], 1), probs.dtype, acc)
+        return right
+
+    def neighbour(self, case: RoutingCase) -> RoutingCase:
+        return replace(Permute().neighbour(case), function=self.function)
+
+    def simpler(self, case: RoutingCase) -> Iterator[RoutingCase]:
+        return simpler_routing(case)

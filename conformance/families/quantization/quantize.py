@@ -1,0 +1,251 @@
+"""quantize, and what is read of its result by the implementation's own functions: amax, scales, codes and values; over several steps
+for delayed scaling, with what it remembers."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_ref
+from conformance.analysis.quantizer import RightForm, nearly, one_nan
+from conformance.analysis.random_form import RandomForm
+from conformance.core.contract import Contract, Opaque, Problem
+from conformance.core.tensors import payload
+from conformance.families.experts.activations import shorter
+from conformance.families.quantization.cases import RECIPES, VARIANTS, QuantizeCase, fits, inputs_of, unit_of
+from conformance.interface import Implementation, named_outputs
+from conformance.judge import Exact, Expectation
+from moe_ref.config import QuantizerState
+from moe_ref.quantization.quantize import Form
+
+KEYWORDS = ("role", "splits", "rowwise", "columnwise", "noise")
+STATE = ("amax_history", "scale")
+FRESH = Opaque("state")  # stands for the state before the first step
+Watch = Callable[[str, Any], None]
+Script = Callable[[Any, dict[str, Any]], dict[str, Any]]
+
+
+def problem_of(
+    required: dict[str, Any], settings: dict[str, Any], steps: str = "quantize", gemm: bool = False, **how: Any
+) -> Problem:
+    """The calls: x, x.1, … are quantised one after the other."""
+    if required["recipe"].scaling == "delayed":
+        settings = settings | {"state": FRESH}
+    first = {name: required[name] for name in ("x", "recipe")}
+    return Problem(
+        "quantize",
+        required,
+        settings,
+        script=script_of(steps.split("+")),
+        first=first,
+        read=reader_of(settings, gemm),
+        **how,
+    )
+
+
+def script_of(steps: list[str], watch: Watch | None = None) -> Script:
+    """Quantise, go back, and hand the state on."""
+
+    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+        recipe, count = given["recipe"], 0
+        outputs: dict[str, Any] = {}
+        settings = {name: given[name] for name in KEYWORDS if name in given}
+        role = {name: x for name, x in settings.items() if name == "role"}
+        state = given.get("state")
+        if state is FRESH:
+            groups = {"num_groups": len(settings["splits"])} if "splits" in settings else {}
+            state = implementation.call("new_quantizer_state", recipe, **groups, device=given["x"].device)
+        for step in steps:
+            if step in ("update", "reduced"):
+                reduced = {"reduced_amax": given["reduced_amax"]} if step == "reduced" else {}
+                state = implementation.call("update_scales", state, recipe, **role, **reduced)
+            elif step == "reload":
+                state = QuantizerState(**{name: x.detach().clone() for name, x in named_outputs(state, STATE).items()})
+            else:
+                prefix, x = (f"{count}.", given[f"x.{count}"]) if count else ("", given["x"])
+                remembered = {"state": state} if state is not None else {}
+                result = named_outputs(
+                    implementation.call("quantize", x, recipe, **settings, **remembered), ("quantized", "state")
+                )
+                state, count = result["state"], count + 1
+                if watch:
+                    watch(prefix, result["quantized"])
+                outputs[f"{prefix}result"] = result["quantized"]
+                for suffix, columnwise in directions(settings):
+                    outputs[f"{prefix}dequantized{suffix}"] = implementation.call(
+                        "dequantize", result["quantized"], **_turned(columnwise)
+                    )
+        if given.get("state") is not None:
+            outputs |= {f"state.{name}": x.clone() for name, x in named_outputs(state, STATE).items()}
+        return outputs
+
+    return script
+
+
+def directions(settings: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    """What the outputs of each form that is asked for are called, and whether it is the columnwise one."""
+    asked = [("", False)] if settings.get("rowwise", True) else []
+    return asked + ([(".columnwise", True)] if settings.get("columnwise") else [])
+
+
+def reader_of(settings: Mapping[str, Any], gemm: bool) -> Script:
+    """What each result holds, in place of the result. The shapes of scales depend on the splits: to read them may wait for the device."""
+
+    def read(implementation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
+        found = {name: x for name, x in outputs.items() if not name.endswith("result")}
+        for name in outputs.keys() - found.keys():
+            for suffix, columnwise in directions(settings):
+                own = _read(implementation, outputs[name], columnwise, gemm)
+                found |= {f"{name.removesuffix('result')}{what}{suffix}": value for what, value in own.items()}
+        for name in [name for name in found if "dequantized" in name]:
+            value = found[name]
+            found[name.replace("dequantized", "values")] = (
+                one_nan(value.detach()) if isinstance(value, Tensor) else value
+            )
+        return found
+
+    return read
+
+
+def _read(implementation: Any, quantized: Any, columnwise: bool, gemm: bool) -> dict[str, Any]:
+    how = _turned(columnwise)
+    out = {name: implementation.call(name, quantized, **how) for name in ("amax", "scales", "codes")}
+    if gemm and not implementation.lacks("scales", {"layout": ""}):
+        laid_out = implementation.call("scales", quantized, **how, layout="gemm")
+        out["scales.gemm"] = torch.cat([part.flatten() for part in laid_out])
+    return out
+
+
+def _turned(columnwise: bool) -> dict[str, Any]:
+    """The setting that asks for the columnwise form."""
+    return {"columnwise": True} if columnwise else {}
+
+
+class Quantize(Contract[QuantizeCase]):
+    """`quantize` with `amax`, `scales`, `codes` and `dequantize`; for delayed scaling with `new_quantizer_state` and `update_scales`."""
+
+    function = "quantize"
+    outputs = ("quantized", "state")
+    primary = "codes"
+    optional = ("role", "splits", "rowwise", "columnwise", "state", "noise")
+    companions = ("amax", "scales", "codes", "dequantize")
+
+    def legal(self, case: QuantizeCase) -> Problem:
+        required, settings = inputs_of(case)
+        shape, names = tuple(required["x"].shape), [f"dequantized{suffix}" for suffix, _ in directions(settings)]
+        cotangents = {name: payload(case.seed, f"d_{name}", shape, case.dtype) for name in names} if case.grads else {}
+        how: dict[str, Any] = {
+            "layouts": {case.layout_of: case.layout},
+            "wanted": tuple(filter(None, case.grads.split("+"))),
+            "cotangents": cotangents,
+        }
+        return problem_of(required, settings, case.steps, case.gemm, **how)
+
+    def expected(self, case: QuantizeCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+        seen: dict[str, Any] = {}
+        x = problem.required["x"].detach().clone().requires_grad_(bool(problem.wanted))
+        script, read = script_of(case.steps.split("+"), seen.__setitem__), reader_of(problem.settings, case.gemm)
+        out = read(
+            Implementation(moe_ref), script(Implementation(moe_ref), problem.required | problem.settings | {"x": x})
+        )
+        reciprocal = declared.get("scale_arithmetic") == "reciprocal"
+        right: dict[str, Expectation] = {}
+        for prefix, quantized in seen.items():
+            for suffix, columnwise in directions(problem.settings):
+                form: Form = quantized.form(columnwise)
+                names = {
+                    name: f"{prefix}{name}{suffix}" for name in ("amax", "scales", "codes", "values", "scales.gemm")
+                }
+                own = (form, form.scheme.stochastic, names, out, reciprocal)
+                others = tuple(f"{other}codes{suffix}" for other in seen if other != prefix)
+                right |= (
+                    RandomForm(*own, case.tokens * unit_of(case), others) if case.repeats else RightForm(*own)
+                ).expectations()
+        if "state.scale" in out:
+            right["state.amax_history"] = Exact(out["state.amax_history"])
+            right["state.scale"] = (
+                nearly(out["state.scale"], 3) if reciprocal else Exact(out["state.scale"])
+            )  # FMAX/a here, FMAX · (1/a) there
+        if problem.wanted:
+            attached = {name: cotangent for name, cotangent in problem.cotangents.items() if out[name].requires_grad}
+            (gradient,) = torch.autograd.grad([out[name] for name in attached], [x], list(attached.values()))
+            right["d_x"] = Exact(gradient, "values")
+        return right
+
+    def neighbour(self, case: QuantizeCase) -> QuantizeCase:
+        plain: dict[str, Any] = {
+            "golden": "",
+            "law": "",
+            "layout": "contiguous",
+            "layout_of": "",
+            "seed": case.seed + 1,
+            "repeats": 0,
+        }
+        plain |= {"steps": "quantize"} if case.repeats else {}
+        other = replace(case, **plain, variant=(case.variant + 1) % VARIANTS, hidden=case.hidden + 1)
+        if case.seed % 3 == 0:
+            scalings = tuple(RECIPES)
+            other = replace(other, scaling=scalings[scalings.index(case.scaling) - 1], steps="quantize")
+        return other if fits(other) else replace(other, dtype="bfloat16", values="dyadic")
+
+    def simpler(self, case: QuantizeCase) -> Iterator[QuantizeCase]:
+        for other in _simpler(case):
+            if fits(other):
+                names = (
+                    "x",
+                    *(["splits"] if other.experts else []),
+                    *([f"d_dequantized{s}" for s in SUFFIXES[other.direction]] if other.grads else []),
+                )
+                stays = other.layout != "contiguous" and other.layout_of in names
+                yield other if stays else replace(other, layout="contiguous", layout_of="")
+
+
+SUFFIXES = {"rowwise": ("",), "columnwise": (".columnwise",), "both": ("", ".columnwise")}
+
+
+def _simpler(case: QuantizeCase) -> Iterator[QuantizeCase]:
+    if case.repeats:
+        yield replace(case, repeats=0, steps="quantize")
+    elif case.scaling != "current" or case.variant:
+        yield replace(case, scaling="current", variant=0, steps="quantize")
+        yield replace(case, variant=0)
+    steps = case.steps.split("+")
+    yield from (replace(case, steps="+".join(steps[:i] + steps[i + 1 :])) for i in range(1, len(steps)))
+    for name in (
+        "law",
+        "layout",
+        "grads",
+        "gemm",
+        "values",
+        "direction",
+        "role",
+        "index_dtype",
+        "dtype",
+        "poison",
+        "seed",
+    ):
+        default: Any = QuantizeCase.__dataclass_fields__[name].default
+        if getattr(case, name) != default:
+            yield replace(case, **{name: default})
+    if case.direction == "both":
+        yield replace(case, direction="columnwise")
+    if case.experts:
+        yield replace(case, experts=0, counts=(), tail=0)
+        yield replace(case, counts=())
+    yield from (replace(case, experts=size, counts=()) for size in shorter(case.experts, 1))
+    for e, count in enumerate(case.counts):
+        kept = case.counts[:e] + case.counts[e + 1 :]
+        if kept:
+            yield replace(case, counts=kept, experts=len(kept), tokens=sum(kept))
+        for size in shorter(count):
+            yield replace(
+                case, counts=(*case.counts[:e], size, *case.counts[e + 1 :]), tokens=case.tokens - count + size
+            )
+    for size in shorter(case.tokens) if not case.counts else ():
+        yield replace(case, tokens=size)
+    for name in ("tail", "hidden"):
+        for size in shorter(getattr(case, name)):
+            changed: dict[str, Any] = {name: size}
+            yield replace(case, **changed)

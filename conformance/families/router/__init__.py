@@ -1,0 +1,1 @@
+"""The router: logits, choice, capacity, balancing losses, and one routing step."""

@@ -1,0 +1,245 @@
+"""aux_loss_scores, z_loss and sinkhorn_routing: what balances the loads, from logits."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.core.contract import Contract, Problem, accumulator_of, leaf
+from conformance.core.tensors import payload
+from conformance.families.router.cases import LogitsCase, logits_of, padding_of, simpler_logits
+from conformance.families.router.selection import UNDERFLOW, score, unspecified_rows
+from conformance.judge import Expectation, Given
+from conformance.judge.bound import Bounded
+from conformance.judge.choice import Chosen
+from conformance.judge.running import Running
+from moe_ref.rounding import accumulator_dtype
+from moe_ref.router.balancing import aux_loss_scores, sinkhorn_routing, z_loss
+from moe_ref.router.scores import EPSILON
+
+SINKHORN_STOP = 1e-4  # mean change of d1: moe_ref.router.balancing.sinkhorn_routing
+
+
+def aux_scores(x: Running, function: str) -> tuple[Running, Running]:
+    """The raw scores and those that the losses see."""
+    s = score(x, function)
+    return s, s if function == "softmax" else s / (s.sum(1) + EPSILON)
+
+
+def aux_gradient(x: Running, g: Running, function: str) -> Running:
+    """dlogits of the scores by the closed form: p (g - Σ g p), or s'(x) (g - Σ g p) / (Σ s + 1e-20)."""
+    s, scores = aux_scores(x, function)
+    inner = g - (g * scores).sum(1)
+    if function == "softmax":
+        return s * inner
+    slope = s * (s.constant(1.0) - s) if function == "sigmoid" else score(x, "sigmoid") / (s * 2.0)
+    return inner / (s.sum(1) + EPSILON) * slope
+
+
+def z_terms(x: Running, valid: Tensor, coeff: float) -> tuple[Running, Running]:
+    """The z-loss, [1,1], and its gradient by the logits, [T,E]."""
+    top = Running(x.value.amax(1, keepdim=True), x.error.amax(1, keepdim=True), x.dtype)
+    lse = (x - top).exp().sum(1).log() + top
+    count = float(max(int(valid.sum()), 1))
+    loss = (lse * lse).masked(valid[:, None]).sum(0) / count * coeff
+    p = (x - lse).exp()  # autograd of a logsumexp; exp(x - max x) / Σ is more accurate
+    return loss, (p * lse * 2.0 * coeff / count).masked(valid[:, None])
+
+
+class _OfLogits(Contract[LogitsCase]):
+    def neighbour(self, case: LogitsCase) -> LogitsCase:
+        plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": "", "logits": ()}
+        other = {"softmax": "sigmoid"}.get(case.score, "softmax") if self.function == "aux_loss_scores" else case.score
+        return replace(
+            case,
+            **plain,
+            seed=case.seed + 1,
+            score=other,
+            experts=case.experts + 1,
+            padding=0 if case.padding else 3,
+            coeff=case.coeff + 8,
+        )
+
+    def simpler(self, case: LogitsCase) -> Iterator[LogitsCase]:
+        return simpler_logits(case)
+
+    @staticmethod
+    def padding(case: LogitsCase) -> dict[str, Any]:
+        return {"padding_mask": padding_of(case)} if case.padding else {}
+
+
+class AuxLossScores(_OfLogits):
+    """`aux_loss_scores`: the scores, the choice by the rule of margins, and the gradient."""
+
+    function = "aux_loss_scores"
+    outputs = ("scores", "routing_map")
+    primary = "scores"
+    optional = ("score_function", "padding_mask")
+
+    def legal(self, case: LogitsCase) -> Problem:
+        settings: dict[str, Any] = {"topk": case.topk} | (
+            {"score_function": case.score} if case.score in ("sigmoid", "sqrtsoftplus") else {}
+        )
+        logits = logits_of(case)
+        wanted = ("logits",) if case.grads else ()
+        wide = {torch.float64: "float64"}.get(logits.dtype, "float32")
+        cotangents = {"scores": payload(case.seed, "d_scores", (case.tokens, case.experts), wide)} if wanted else {}
+        return Problem(
+            self.function,
+            {"logits": logits},
+            settings | self.padding(case),
+            {case.layout_of: case.layout},
+            wanted,
+            cotangents,
+        )
+
+    def expected(self, case: LogitsCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+        logits, settings = problem.required["logits"], problem.settings
+        dtype, function = accumulator_of(declared, logits.dtype), settings.get("score_function", "softmax")
+        padding = settings["padding_mask"] if "padding_mask" in settings else torch.zeros(len(logits), dtype=torch.bool)
+        free = self._free(logits, function)
+        x = Running.of(torch.where(free[:, None], 0, logits), dtype)
+        _, scores = aux_scores(x, function)
+        oracle = leaf(logits)
+        value = aux_loss_scores(oracle, **settings)
+        counts = torch.where(padding, 0, settings["topk"])
+        lowest = declared.get("tie_rule") == "lowest_index"
+        unspecified = free & ~padding
+        own_map = aux_loss_scores(logits, **settings).routing_map
+        right: dict[str, Expectation] = {
+            "routing_map": Chosen(own_map, scores.value, scores.error, counts, (logits.double(),), lowest, unspecified),
+            "scores": scores.masked(~padding[:, None]).bounded(
+                accumulator_dtype(logits.dtype), value.scores.detach(), self._cells(unspecified, logits)
+            ),
+        }
+        if problem.wanted:
+            (gradient,) = torch.autograd.grad(value.scores, oracle, problem.cotangents["scores"].double())
+            rows = unspecified | ((logits < UNDERFLOW).any(1) if function == "sqrtsoftplus" else False)
+            analysis = aux_gradient(x, Running.of(problem.cotangents["scores"], dtype), function).masked(
+                ~padding[:, None]
+            )
+            right["d_logits"] = analysis.bounded(logits.dtype, gradient, self._cells(rows & ~padding, logits))
+        return right
+
+    @staticmethod
+    def _cells(rows: Tensor, logits: Tensor) -> Tensor:
+        return rows[:, None].expand(logits.shape)
+
+    @staticmethod
+    def _free(logits: Tensor, function: str) -> Tensor:
+        rows = unspecified_rows(logits, {})
+        return rows | (logits == -torch.inf).all(1) if function == "softmax" else rows
+
+
+class ZLoss(_OfLogits):
+    """`z_loss` and its gradient."""
+
+    function = "z_loss"
+    outputs = ("loss",)
+    primary = "loss"
+    optional = ("padding_mask",)
+
+    def legal(self, case: LogitsCase) -> Problem:
+        logits = logits_of(case)
+        wanted = ("logits",) if case.grads else ()
+        wide = {torch.float64: "float64"}.get(logits.dtype, "float32")
+        cotangents = {"loss": payload(case.seed, "d_loss", (), wide)} if wanted else {}
+        settings = {"coeff": case.coeff / 8} | self.padding(case)
+        return Problem(self.function, {"logits": logits}, settings, {case.layout_of: case.layout}, wanted, cotangents)
+
+    def expected(self, case: LogitsCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+        logits, settings = problem.required["logits"], problem.settings
+        dtype, out = accumulator_of(declared, logits.dtype), accumulator_dtype(logits.dtype)
+        valid = ~settings["padding_mask"] if "padding_mask" in settings else torch.ones(len(logits), dtype=torch.bool)
+        odd = unspecified_rows(logits, {}) | (logits == -torch.inf).all(1)
+        x = Running.of(torch.where((odd | ~valid)[:, None], 0, logits), dtype)
+        loss, slope = z_terms(x, valid, settings["coeff"])
+        oracle = leaf(logits)
+        value = z_loss(oracle, **settings)
+        free = (odd & valid).any()
+        analysis = Running(loss.value.reshape(()), loss.error.reshape(()), dtype)
+        right: dict[str, Expectation] = {"loss": analysis.bounded(out, value.detach(), free)}
+        if problem.wanted:
+            (gradient,) = torch.autograd.grad(value, oracle, problem.cotangents["loss"].double())
+            slope = slope * Running.of(problem.cotangents["loss"], dtype)
+            right["d_logits"] = slope.bounded(logits.dtype, gradient, (odd & valid)[:, None].expand(logits.shape))
+        return right
+
+
+class SinkhornRouting(_OfLogits):
+    """`sinkhorn_routing`: the choice, where the plan leaves no doubt, and the weights and gradient of what was chosen."""
+
+    function = "sinkhorn_routing"
+    outputs = ("probs", "routing_map")
+    primary = "routing_map"
+
+    def legal(self, case: LogitsCase) -> Problem:
+        wanted = ("logits",) if case.grads else ()
+        cotangents = {"probs": payload(case.seed, "d_probs", (case.tokens, case.experts), case.dtype)} if wanted else {}
+        settings: dict[str, Any] = {"topk": case.topk} | ({"training": False} if case.evaluation else {})
+        return Problem(
+            self.function, {"logits": logits_of(case)}, settings, {case.layout_of: case.layout}, wanted, cotangents
+        )
+
+    def expected(self, case: LogitsCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+        logits, topk = problem.required["logits"], problem.settings["topk"]
+        dtype = accumulator_of(declared, logits.dtype)
+        activation = score(Running.of(logits, dtype), "sigmoid" if topk == 1 else "softmax")
+        keys = activation if case.evaluation else self._plan(logits, dtype)
+        counts = torch.full((len(logits),), topk)
+        own = sinkhorn_routing(logits, **problem.settings).routing_map
+        free = keys.value.isnan().any(1)
+        lowest = declared.get("tie_rule") == "lowest_index"
+        right: dict[str, Expectation] = {
+            "routing_map": Chosen(own, keys.value, keys.error, counts, (logits.double(),), lowest, free)
+        }
+        right["probs"] = Given(
+            own.double(), lambda out: activation.masked(out["routing_map"] != 0).bounded(logits.dtype)
+        )
+        if problem.wanted:
+            right["d_logits"] = Given(
+                own.double(), lambda out: self._gradient(problem, out["routing_map"] != 0, activation, dtype)
+            )
+        return right
+
+    @staticmethod
+    def _plan(logits: Tensor, dtype: torch.dtype) -> Running:
+        """Every plan at which an honest computation may stop, as one interval: the stop is a comparison, and rounded like the rest.
+
+        Where its own error hides the stop, nothing is known, and every key is NaN.
+        """
+        cost = Running.of(logits, dtype).exp()
+        one = cost.constant(1.0)
+        rows, columns = one / float(max(len(logits), 1)), one / float(logits.shape[1])
+        d1 = Running(
+            torch.ones(1, logits.shape[1], dtype=torch.float64),
+            torch.zeros(1, logits.shape[1], dtype=torch.float64),
+            dtype,
+        )
+        lows, highs = [], []
+        while True:
+            before = d1
+            d0 = rows / ((cost * d1).sum(1) + 1e-8)
+            d1 = columns / ((cost * d0).sum(0) + 1e-8)
+            step = before - d1
+            change = Running(step.value.abs(), step.error, dtype).sum(1) / float(logits.shape[1])
+            value, error = float(change.value), float(change.error)
+            if not error < SINKHORN_STOP:
+                return Running(torch.full_like(cost.value, torch.nan), torch.zeros_like(cost.value), dtype)
+            if value - error <= SINKHORN_STOP:
+                plan = d1 * cost * d0
+                lows.append(plan.value - plan.error)
+                highs.append(plan.value + plan.error)
+            if value + error <= SINKHORN_STOP:
+                break
+        low, high = torch.stack(lows).amin(0), torch.stack(highs).amax(0)
+        return Running((low + high) / 2, (high - low) / 2, dtype)
+
+    @staticmethod
+    def _gradient(problem: Problem, chosen: Tensor, activation: Running, dtype: torch.dtype) -> Bounded:
+        g = Running.of(problem.cotangents["probs"], dtype).masked(chosen)
+        alone = problem.settings["topk"] == 1
+        slope = g * activation * (g.constant(1.0) - activation) if alone else activation * (g - (g * activation).sum(1))
+        return slope.bounded(problem.required["logits"].dtype)

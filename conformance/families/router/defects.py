@@ -1,0 +1,324 @@
+"""Real defects of routers, planted in a working implementation; see `planted`."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_ref
+from moe_ref.router.scores import SCORES, normalised
+
+Wrapper = Callable[..., Any]
+
+
+def _keys(logits: Tensor, settings: dict[str, Any]) -> Tensor:
+    """What the choice goes by, in float32."""
+    function = settings.get("score_function", "softmax")
+    keys = (
+        logits.detach().float()
+        if function == "softmax" and not settings.get("pre_softmax")
+        else SCORES[function](logits.detach().float())
+    )
+    return keys if settings.get("expert_bias") is None else keys + settings["expert_bias"]
+
+
+def _chosen_by(index: Tensor, base: Wrapper, logits: Tensor, settings: dict[str, Any]) -> Any:
+    """The function's own weights for experts that the defect chose."""
+    left = {name: x for name, x in settings.items() if name not in ("num_groups", "group_topk")}
+    return base(logits, **left | {"precomputed_indices": index})
+
+
+def _taken_twice(base: Wrapper, logits: Tensor, /, **settings: Any) -> Any:
+    if settings.get("precomputed_indices") is not None or settings.get("num_groups"):
+        return base(logits, **settings)
+    keys, picks = _keys(logits, settings), []
+    for _ in range(settings["topk"] if logits.numel() else 0):
+        pick = keys.argmax(1, keepdim=True)
+        keys = keys.scatter(1, pick, -1 - keys.gather(1, pick))
+        picks.append(pick)
+    index = (
+        torch.cat(picks, 1)
+        if picks
+        else torch.zeros(len(logits), settings["topk"], dtype=torch.int64, device=logits.device)
+    )
+    return _chosen_by(index, base, logits, settings)
+
+
+def _two_of_a_group(base: Wrapper, logits: Tensor, /, **settings: Any) -> Any:
+    groups, kept = settings.get("num_groups"), settings.get("group_topk")
+    if not groups or settings.get("precomputed_indices") is not None or not logits.numel():
+        return base(logits, **settings)
+    by_group = _keys(logits, settings).unflatten(1, (groups, -1))
+    score = by_group.topk(min(2, by_group.shape[2]), dim=2).values.sum(2)
+    mask = torch.zeros_like(score, dtype=torch.bool).scatter(1, score.topk(kept, dim=1).indices, True)
+    keys = by_group.masked_fill(~mask[..., None], -torch.inf).flatten(1)
+    return _chosen_by(keys.topk(settings["topk"], dim=1).indices, base, logits, settings)
+
+
+class _FewExpertsBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        if g.shape[1] > 900:
+            raise RuntimeError("invalid argument")
+        return g
+
+
+def _few_experts_back(base: Wrapper, logits: Tensor, /, **settings: Any) -> Any:
+    return base(_FewExpertsBack.apply(logits), **settings)
+
+
+def _weights(base: Wrapper, logits: Tensor, settings: dict[str, Any], weigh: Callable[[Tensor], Tensor]) -> Any:
+    """The function's own choice with other weights, `weigh` of the logits gathered to [T,K]; spread if the function spreads."""
+    out = base(logits, **settings)
+    dense = hasattr(out, "routing_map")
+    index = (out.routing_map != 0).nonzero()[:, 1].reshape(len(logits), settings["topk"]) if dense else out.indices
+    weights = (weigh(index) * (settings.get("scaling_factor") or 1.0)).to(logits.dtype)
+    return out._replace(probs=torch.zeros_like(out.probs).scatter(1, index, weights) if dense else weights)
+
+
+def _biased_weights(base: Wrapper, logits: Tensor, /, **settings: Any) -> Any:
+    bias = settings.get("expert_bias")
+    if bias is None:
+        return base(logits, **settings)
+    biased = SCORES[settings["score_function"]](logits) + bias
+
+    def weigh(index: Tensor) -> Tensor:
+        chosen = biased.gather(1, index)
+        return normalised(chosen) if settings["topk"] > 1 else chosen
+
+    return _weights(base, logits, settings, weigh)
+
+
+def _not_renormalised(base: Wrapper, logits: Tensor, /, **settings: Any) -> Any:
+    if settings.get("pre_softmax") or not logits.numel():
+        return base(logits, **settings)
+    scores = SCORES[settings.get("score_function", "softmax")](logits)
+    return _weights(base, logits, settings, lambda index: scores.gather(1, index))
+
+
+def _one_shape_by_sigmoid(base: Wrapper, logits: Tensor, /, **settings: Any) -> Any:
+    if logits.shape[1] != 128 or settings["topk"] != 8 or "score_function" in settings:
+        return base(logits, **settings)
+    return _weights(base, logits, settings, lambda index: normalised(SCORES["sigmoid"](logits).gather(1, index)))
+
+
+def _not_normalised_alone(aux_loss_scores: Wrapper, logits: Tensor, **settings: Any) -> Any:
+    out = aux_loss_scores(logits, **settings)
+    function = settings.get("score_function", "softmax")
+    if settings["topk"] > 1 or function == "softmax":
+        return out
+    valid = out.scores.detach().sum(1, keepdim=True) > 0
+    return out._replace(scores=torch.where(valid, SCORES[function](logits).to(out.scores.dtype), 0))
+
+
+def _scores_in_half(aux_loss_scores: Wrapper, logits: Tensor, **settings: Any) -> Any:
+    if settings.get("score_function") != "sigmoid" or logits.dtype not in (torch.bfloat16, torch.float16):
+        return aux_loss_scores(logits, **settings)
+    out = aux_loss_scores(logits, **settings)
+    valid = out.scores.detach().sum(1, keepdim=True) > 0
+    return out._replace(scores=torch.where(valid, normalised(torch.sigmoid(logits).float()), 0))
+
+
+def _always_softmax(aux_loss_scores: Wrapper, logits: Tensor, **settings: Any) -> Any:
+    return aux_loss_scores(logits, **{name: x for name, x in settings.items() if name != "score_function"})
+
+
+def _experts_for_columns(
+    load_balancing_loss: Wrapper, scores: Tensor, tokens_per_expert: Tensor, **settings: Any
+) -> Any:
+    experts = settings["num_experts"]
+    return load_balancing_loss(scores[:, :experts], tokens_per_expert[:experts], **settings)
+
+
+def _bias_in_half(update_expert_bias: Wrapper, expert_bias: Tensor, tokens_per_expert: Tensor, **settings: Any) -> Any:
+    return update_expert_bias(expert_bias, tokens_per_expert, **settings).bfloat16().float()
+
+
+def _jitter_in_float32(jitter: Wrapper, x: Tensor, **settings: Any) -> Any:
+    return jitter(x.float(), **settings)
+
+
+def _no_gate_bias(gate: Wrapper, x: Tensor, weight: Tensor, **settings: Any) -> Any:
+    return gate(x, weight, **{name: value for name, value in settings.items() if name != "bias"})
+
+
+def _garbage_gate_bias(gate: Wrapper, x: Tensor, weight: Tensor, **settings: Any) -> Any:
+    return gate(x, weight, **{"bias": torch.empty(len(weight), dtype=weight.dtype, device=weight.device)} | settings)
+
+
+def _bias_saved_as_it_began(state_tensors: Wrapper, state: Any) -> Any:
+    saved = state_tensors(state)
+    return saved | {"expert_bias": torch.zeros_like(saved["expert_bias"])}
+
+
+_left_early: list[bool] = []
+
+
+def _layers_after_one_without_bias(finish_batch: Wrapper, state: Any, config: Any, **settings: Any) -> Any:
+    if not config.moe_router_enable_expert_bias:
+        _left_early.append(True)
+    return state if _left_early else finish_batch(state, config, **settings)
+
+
+def _counts_of_the_dispatched(route: Wrapper, logits: Tensor, config: Any, **settings: Any) -> Any:
+    out = route(logits, config, **settings)
+    loss = out.losses.aux_loss
+    if loss is None or settings.get("padding_mask") is not None:
+        return out
+    scores = moe_ref.aux_loss_scores(
+        logits.detach(), topk=config.moe_router_topk, score_function=config.moe_router_score_function
+    ).scores
+    how = {
+        "topk": config.moe_router_topk,
+        "num_experts": logits.shape[1],
+        "coeff": config.load_balancing["aux_loss"],
+        "total_num_tokens": len(logits),
+    }
+    ranks = int(settings["sum_tp_cp"](torch.ones(()))) if "sum_tp_cp" in settings else 1
+    return out._replace(
+        losses=out.losses._replace(aux_loss=moe_ref.load_balancing_loss(scores, out.routing_map.sum(0), **how) / ranks)
+    )
+
+
+def _ranks(settings: dict[str, Any]) -> int:
+    return int(settings["sum_tp_cp"](torch.ones(()))) if "sum_tp_cp" in settings else 1
+
+
+def _not_divided_by_ranks(route: Wrapper, logits: Tensor, config: Any, **settings: Any) -> Any:
+    z = config.moe_z_loss_coeff
+    return route(logits, replace(config, moe_z_loss_coeff=z * _ranks(settings)) if z else config, **settings)
+
+
+def _tokens_of_this_rank(route: Wrapper, logits: Tensor, config: Any, **settings: Any) -> Any:
+    scale = settings.get("loss_scale", 1.0)
+    less = scale / _ranks(settings) if config.calculate_per_token_loss else scale
+    return route(logits, config, **settings | {"loss_scale": less})
+
+
+def _traces_of_the_first_pass(route: Wrapper, logits: Tensor, config: Any, **settings: Any) -> Any:
+    with torch.enable_grad():
+        return route(logits, config, **settings)
+
+
+def _tokens_of_one_sequence(route: Wrapper, logits: Tensor, config: Any, **settings: Any) -> Any:
+    batch, coeff = settings.get("batch_size", 1), config.load_balancing.get("seq_aux_loss")
+    if batch == 1 or not coeff or not config.calculate_per_token_loss:
+        return route(logits, config, **settings)
+    kinds = {name: c / (batch if name == "seq_aux_loss" else 1) for name, c in config.load_balancing.items()}
+    less = replace(config, moe_router_load_balancing_type=tuple(kinds), moe_aux_loss_coeff=tuple(kinds.values()))
+    out, right = route(logits, less, **settings), route(logits.detach(), config, **settings)
+    return out._replace(losses=right.losses)
+
+
+def _one_long_sequence(route: Wrapper, logits: Tensor, config: Any, **settings: Any) -> Any:
+    return route(logits, config, **{name: x for name, x in settings.items() if name != "batch_size"})
+
+
+def _both(wrapper: Wrapper) -> dict[str, Wrapper]:
+    return {"topk_indices": wrapper, "topk_routing": wrapper}
+
+
+LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
+    ("R01", "a taken slot marked by -1 - x is taken again", "TransformerEngine #2009, 2.6", _both(_taken_twice)),
+    (
+        "R03",
+        "aux scores of a top-1 router are not normalised",
+        "TransformerEngine #2720, 2.6 to 2.13",
+        {"aux_loss_scores": _not_normalised_alone},
+    ),
+    (
+        "R04",
+        "the backward cannot launch for more than 900 experts",
+        "TransformerEngine #2821, 2.6 to 2.14.1",
+        _both(_few_experts_back),
+    ),
+    (
+        "R05",
+        "a group is judged by its best two, whatever K and g are",
+        "Megatron-LM !2942, 0.11",
+        _both(_two_of_a_group),
+    ),
+    (
+        "R06",
+        "the expert bias leaks into the weights",
+        "Megatron-LM !3209, in the tree for five days",
+        _both(_biased_weights),
+    ),
+    ("R08", "the expert bias is kept in bf16", "Megatron-LM !2895, 0.11", {"update_expert_bias": _bias_in_half}),
+    (
+        "R09",
+        "sigmoid of the aux scores in the logits' dtype",
+        "Megatron-LM #2765, 0.12 to 0.16.1",
+        {"aux_loss_scores": _scores_in_half},
+    ),
+    ("R10", "jitter turns bf16 into float32", "Megatron-LM !3774, to 0.14", {"jitter": _jitter_in_float32}),
+    (
+        "R15",
+        "no gate bias, and weights that are not renormalised",
+        "torchtitan #2319",
+        _both(_not_renormalised) | {"gate": _no_gate_bias},
+    ),
+    (
+        "R16",
+        "a router bias that nobody initialised",
+        "torchtitan #2450; Megatron-LM #2033, 0.15",
+        {"gate": _garbage_gate_bias},
+    ),
+    ("R19", "what is saved is the bias as it began", "torchtitan #1226", {"state_tensors": _bias_saved_as_it_began}),
+    (
+        "R20",
+        "a layer without bias ends the update of those after it",
+        "torchtitan #3686",
+        {"finish_batch": _layers_after_one_without_bias},
+    ),
+    (
+        "R26",
+        "one shape, 128 experts and 8 of them, uses another score function",
+        "flashinfer #2889; vLLM-MetaX #270",
+        _both(_one_shape_by_sigmoid),
+    ),
+    (
+        "R27",
+        "the balancing loss counts what is dispatched instead of the plain choice",
+        "Megatron-LM #2767: policies differ by version",
+        {"route": _counts_of_the_dispatched},
+    ),
+    ("A01", "experts taken for columns", "TransformerEngine #1944", {"load_balancing_loss": _experts_for_columns}),
+    (
+        "A05",
+        "the z-loss is not divided by the ranks that share it",
+        "Megatron-LM cac8d1a3f0, before 0.7",
+        {"route": _not_divided_by_ranks},
+    ),
+    (
+        "A07",
+        "a loss per token counts this rank's tokens only",
+        "Megatron-LM #5047, 0.12 to 0.18.2",
+        {"route": _tokens_of_this_rank},
+    ),
+    ("A09", "aux scores are always softmax", "Megatron-LM !2801, 0.11", {"aux_loss_scores": _always_softmax}),
+    (
+        "A10",
+        "the first pass of a recomputed layer leaves its losses and counts",
+        "Megatron-LM !2574, to 0.10",
+        {"route": _traces_of_the_first_pass},
+    ),
+    (
+        "A11",
+        "a sequence loss per token counts one sequence's tokens",
+        "Megatron-LM #5798, 0.16 to 0.18.2",
+        {"route": _tokens_of_one_sequence},
+    ),
+    (
+        "A12",
+        "the sequence loss of a batch of packed sequences is that of one long one",
+        "Megatron-LM #5696, to 0.18",
+        {"route": _one_long_sequence},
+    ),
+)

@@ -1,0 +1,188 @@
+"""Laws of the router: what may not change a choice, a weight or a loss.
+
+Most transform the inputs, run again, transform the outputs back, and judge them by what was right the first time: in exact
+arithmetic nothing has changed.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.core.contract import Problem
+from conformance.core.law import Law, Trial
+from conformance.judge import Bounded, Chosen, Expectation, Finding, judge, settled
+
+PER_EXPERT = ("expert_bias", "tokens_per_expert")
+SIGMAS = 6  # 1/√3 is the deviation of a number uniform in -1 … 1; over √n it is that of their mean, and 1/√15 that of their deviation
+PARAMETERS = ("weight", "bias")  # and their gradients: the same for all tokens
+
+
+def _flipped(x: Tensor, dim: int) -> Tensor:
+    return x.flip(dim) if x.dim() > dim else x
+
+
+def _any_of_equals(expected: dict[str, Expectation]) -> dict[str, Expectation]:
+    """Without the tie rule: a transformation may have turned the order round."""
+    return {name: replace(x, lowest=False) if isinstance(x, Chosen) else x for name, x in expected.items()}
+
+
+def _turned(problem: Problem, turn: Callable[[str, Tensor], Tensor]) -> Problem:
+    cotangents = {name: turn(name, x) for name, x in problem.cotangents.items()}
+    return replace(
+        problem.with_tensors({name: turn(name, x) for name, x in problem.tensors.items()}), cotangents=cotangents
+    )
+
+
+def _token_reversal(trial: Trial) -> Finding | None:
+    """Tokens in the opposite order: each has what it had."""
+    second = _turned(trial.problem, lambda name, x: x if name in (*PER_EXPERT, *PARAMETERS) else _flipped(x, 0))
+    of_all = tuple(f"d_{name}" for name in PARAMETERS)
+    outputs = {
+        name: _flipped(x, 0) if isinstance(x, Tensor) and name not in of_all else x
+        for name, x in trial.run(second).items()
+    }
+    return trial.judged("token_reversal", _any_of_equals(trial.expected), outputs)
+
+
+def _expert_relabelling(trial: Trial) -> Finding | None:
+    """Experts in the opposite order: the same experts under their new numbers."""
+    last = trial.case.experts - 1
+    slots = trial.case.function == "topk_indices"  # its outputs are [T,K]
+
+    def turn(name: str, x: Tensor) -> Tensor:
+        if name == "precomputed_indices":
+            return last - x
+        if name in PER_EXPERT:
+            return x.flip(0)
+        return x if slots and name == "probs" else _flipped(x, 1)
+
+    def back(name: str, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if name == "indices":
+            return last - x
+        if name in PER_EXPERT:
+            return x.flip(0)
+        return x if slots and name == "probs" else _flipped(x, 1)
+
+    outputs = {name: back(name, x) for name, x in trial.run(_turned(trial.problem, turn)).items()}
+    return trial.judged("expert_relabelling", _any_of_equals(trial.expected), outputs)
+
+
+def _batch_concat(trial: Trial) -> Finding | None:
+    """The same tokens with others behind them: each has what it had."""
+    second = _turned(
+        trial.problem,
+        lambda name, x: x if name in (*PER_EXPERT, *PARAMETERS) or not x.dim() else torch.cat([x, x.flip(0)]),
+    )
+    tokens = trial.case.tokens
+    outputs = {name: x[:tokens] if isinstance(x, Tensor) and x.dim() else x for name, x in trial.run(second).items()}
+    return trial.judged("batch_concat", _any_of_equals(trial.expected), outputs)
+
+
+def _shift(trial: Trial) -> Finding | None:
+    """The same number added to all logits: softmax does not notice."""
+    second = trial.problem.with_tensors({"logits": trial.problem.required["logits"] + 2})
+    return trial.judged("shift", trial.expected, trial.run(second))
+
+
+def _chosen(trial: Trial) -> Tensor:
+    """The experts that the first run chose, as [T,K] indices."""
+    if "indices" in trial.first:
+        return trial.first["indices"].long()
+    return trial.first["routing_map"].nonzero()[:, 1].reshape(trial.case.tokens, trial.case.topk)
+
+
+def _replay(trial: Trial) -> Finding | None:
+    """The experts that were chosen, given as indices, have the same weights, with or without bias and groups."""
+    index = _chosen(trial)
+    settings = {
+        name: x for name, x in trial.problem.settings.items() if name not in ("expert_bias", "num_groups", "group_topk")
+    }
+    cotangents = trial.problem.cotangents
+    outputs = trial.run(
+        replace(trial.problem, settings=settings | {"precomputed_indices": index}, cotangents=cotangents)
+    )
+    return trial.judged("replay", trial.expected, outputs)
+
+
+def _padding_tokens(trial: Trial) -> Finding | None:
+    """Other logits in the rows of padding: nothing changes."""
+    padding = trial.problem.settings["padding_mask"]
+    logits = torch.where(
+        padding[:, None],
+        torch.full((), 5.0, dtype=trial.problem.required["logits"].dtype),
+        trial.problem.required["logits"],
+    )
+    return trial.judged("padding_tokens", trial.expected, trial.run(trial.problem.with_tensors({"logits": logits})))
+
+
+def _shares(trial: Trial) -> Finding | None:
+    """The losses of two ranks, each of half of the tokens, add up to that of one rank."""
+    half = trial.case.tokens // 2
+    parts = []
+    for rows in (slice(0, half), slice(half, None)):
+        scores = trial.problem.required["scores"][rows].clone()
+        parts.append(
+            trial.run(replace(trial.problem.with_tensors({"scores": scores}), wanted=(), cotangents={}))["loss"]
+        )
+    whole = settled(trial.expected["loss"], trial.first)
+    assert isinstance(whole, Bounded)
+    return judge_law(
+        "shares", "loss", Bounded(whole.value, 3 * whole.bound, whole.dtype, whole.accumulator), sum(parts)
+    )
+
+
+def judge_law(law: str, output: str, expected: Bounded, observed: Any) -> Finding | None:
+    finding = judge(output, expected, observed)
+    return Finding(output, law, finding.message, finding.index) if finding else None
+
+
+def _evenly_spread(trial: Trial) -> Finding | None:
+    """The factors are spread over the whole of [1 - eps, 1 + eps], with mean 1, and differ from call to call."""
+    x, eps = trial.problem.required["x"].double(), trial.problem.settings["eps"]
+    again = trial.run(trial.problem)["x"].double()
+    u = ((trial.first["x"].double() / x - 1) / eps)[x != 0]
+    if len(u) < 64:
+        return None
+    mean, width = float(u.mean()), float(u.std())
+    if abs(mean) > SIGMAS * 3**-0.5 / math.sqrt(len(u)) or abs(width - 3**-0.5) > SIGMAS * 15**-0.5 / math.sqrt(len(u)):
+        return Finding(
+            "x",
+            "evenly_spread",
+            f"its factors have mean 1 {mean:+.2f} eps and deviation {width:.2f} eps; uniform ones have 1 and 0.58 eps",
+        )
+    return Finding("x", "evenly_spread", "is the same twice") if torch.equal(again, trial.first["x"].double()) else None
+
+
+def _plain(case: Any) -> bool:
+    return not case.golden and not case.illegal and case.layout != "expanded"
+
+
+def _softmax(case: Any) -> bool:
+    chosen = (
+        case.score in ("softmax", "softmax_pre")
+        if case.function != "aux_loss_scores"
+        else case.score not in ("sigmoid", "sqrtsoftplus")
+    )
+    return _plain(case) and chosen and case.spread in ("distinct", "ties", "equal") and not case.logits
+
+
+TOKEN_REVERSAL = Law("token_reversal", _token_reversal, _plain)
+EXPERT_RELABELLING = Law("expert_relabelling", _expert_relabelling, _plain)
+BATCH_CONCAT = Law(
+    "batch_concat",
+    _batch_concat,
+    lambda case: _plain(case) and case.tokens > 0 and not ("weight" in case.grads or "bias" in case.grads),
+)
+SHIFT = Law("shift", _shift, _softmax)
+REPLAY = Law("replay", _replay, lambda case: _plain(case) and not case.precomputed and case.spread != "nan")
+PADDING_TOKENS = Law("padding_tokens", _padding_tokens, lambda case: _plain(case) and case.padding > 0)
+SHARES = Law("shares", _shares, lambda case: _plain(case) and case.tokens > 1)
+EVENLY_SPREAD = Law(
+    "evenly_spread", _evenly_spread, lambda case: _plain(case) and case.dtype == "float32" and case.eps > 0
+)

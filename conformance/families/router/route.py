@@ -1,0 +1,265 @@
+"""route over several steps: probs, map, losses, gradients and state, with what happens between global batches."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import moe_ref
+from conformance.core.contract import Contract, Problem, accumulator_of, leaf
+from conformance.core.tensors import DTYPES, hashed, payload
+from conformance.families.router.cases_route import FORWARDS, LOSSES, RouteCase, config_of, logits_of_step
+from conformance.families.router.route_step import Played, Step
+from conformance.interface import Implementation, named_outputs
+from conformance.judge import Expectation
+from conformance.judge.exact import Exact
+from moe_ref.config import MoEConfig, RouterState
+
+PLAIN = (
+    "law",
+    "grads",
+    "ranks",
+    "per_token",
+    "scale",
+    "padding",
+    "pad",
+    "policy",
+    "capacity",
+    "bias",
+    "scaling",
+    "dtype",
+    "seed",
+    "poison",
+    "rate",
+    "coeff",
+)
+STATE = (
+    "expert_bias",
+    "tokens_per_expert",
+    "global_tokens_per_expert",
+    "global_steps",
+)  # what is compared of the state
+ROUTE_OUTPUTS = ("probs", "routing_map", "losses", "indices", "state")
+
+Script = Callable[[Any, dict[str, Any]], dict[str, Any]]
+
+
+class Route(Contract[RouteCase]):
+    """`route`, `finish_batch` and the state between them."""
+
+    function = "route"
+    outputs = ROUTE_OUTPUTS
+    primary = "0.probs"
+    optional = ("batch_size", "padding_mask", "replay", "sum_tp_cp", "sum_tp_dp_cp")
+    companions = ("new_state", "finish_batch", "state_tensors", "state_from")
+
+    def legal(self, case: RouteCase) -> Problem:
+        steps = case.steps.split("+")
+        required = {f"logits.{i}": logits_of_step(case, i) for i, step in enumerate(steps) if step in FORWARDS}
+        settings: dict[str, Any] = {"training": True, "loss_scale": case.scale / 8}
+        settings |= {"batch_size": case.sequences} if case.sequences > 1 else {}
+        uneven = (
+            len(set(case.counts)) > 1
+        )  # then a mask, if only of nothing, says which tokens count: without one all ranks have equally many
+        settings |= (
+            {"padding_mask": torch.from_numpy(hashed(case.seed, "padding", case.tokens) % 8 < case.padding)}
+            if case.padding or uneven
+            else {}
+        )
+        settings |= {"replay": "record"} if any(step in ("record", "forward", "backward") for step in steps) else {}
+        settings |= dict.fromkeys(("sum_tp_cp", "sum_tp_dp_cp"), lambda x: x * case.ranks) if case.ranks > 1 else {}
+        recorded = [i for i, step in enumerate(steps) if step in FORWARDS and step != "nograd"]
+        cotangents = (
+            {
+                f"{i}.probs": payload(case.seed, f"d_probs {i}", (case.tokens, case.experts), case.dtype)
+                for i in recorded
+            }
+            if case.grads
+            else {}
+        )
+        wanted = tuple(f"logits.{i}" for i in recorded) if case.grads else ()
+        config = config_of(case)
+        first = {"logits": required["logits.0"], "config": config}
+        return Problem(
+            self.function, required, settings, {}, wanted, cotangents, script=self._script(config, steps), first=first
+        )
+
+    @staticmethod
+    def _script(
+        config: MoEConfig, steps: list[str], watch: Callable[[int, RouterState], None] | None = None
+    ) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
+        def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+            state = implementation.call("new_state", config, device=given["logits.0"].device)
+            common = {
+                name: given[name]
+                for name in ("batch_size", "padding_mask", "loss_scale", "sum_tp_cp", "sum_tp_dp_cp")
+                if name in given
+            }
+            over_all = {name: given[name] for name in ("sum_tp_dp_cp",) if name in given}
+            target = None
+            outputs: dict[str, Any] = {}
+            for i, step in enumerate(steps):
+                if watch:
+                    watch(i, state)
+                if step in ("finish", "frozen"):
+                    state = implementation.call(
+                        "finish_batch", state, config, **over_all, **({"frozen": True} if step == "frozen" else {})
+                    )
+                elif step == "reload":
+                    saved = {name: x.clone() for name, x in implementation.call("state_tensors", state).items()}
+                    state = implementation.call("state_from", saved)
+                else:
+                    how: dict[str, Any] = {"training": False} if step == "eval" else {}
+                    how |= {"replay": step} if step in ("record", "forward", "backward") else {}
+                    how |= {"replay_target": target} if step == "forward" else {}
+                    with torch.no_grad() if step == "nograd" else nullcontext():
+                        result = named_outputs(
+                            implementation.call("route", given[f"logits.{i}"], config, state=state, **common, **how),
+                            ROUTE_OUTPUTS,
+                        )
+                    state = result["state"]
+                    target = result["indices"] if step == "record" else target
+                    outputs |= {f"{i}.{name}": result[name] for name in ("probs", "routing_map")}
+                    told = _fields(result["losses"])
+                    outputs |= {f"{i}.{name}": loss for name, loss in told.items() if loss is not None}
+                    outputs[f"{i}.losses"] = torch.tensor([told.get(name) is not None for name in LOSSES])
+            tensors = implementation.call("state_tensors", state)
+            return outputs | {f"state.{name}": tensors[name].clone() for name in STATE if name in tensors}
+
+        return script
+
+    def expected(self, case: RouteCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+        played = self.played(case, problem)
+        own = self.forwards(case, problem, played, declared)
+        return self.judged(played, own, [own] * case.ranks, [own] * case.ranks)
+
+    def played(self, case: RouteCase, problem: Problem) -> Played:
+        """What the reference makes of it, in float64."""
+        config, steps = config_of(case), case.steps.split("+")
+        before: dict[int, RouterState] = {}
+        leaves = {name: leaf(x) for name, x in problem.required.items()}
+        right_script = self._script(config, steps, before.__setitem__)
+        out = right_script(Implementation(moe_ref), problem.settings | leaves)
+        asked = [name for name in problem.cotangents if out[name].requires_grad]
+        inputs = [leaves[name] for name in problem.wanted]
+        cotangents = [problem.cotangents[name].double() for name in asked]
+        gradients = (
+            torch.autograd.grad([out[name] for name in asked], inputs, cotangents, allow_unused=True)
+            if asked
+            else (None,) * len(inputs)
+        )
+        values = {
+            f"d_{name}": torch.zeros_like(x) if g is None else g
+            for name, x, g in zip(problem.wanted, inputs, gradients, strict=True)
+        }
+        return Played(out, values, before)
+
+    @staticmethod
+    def forwards(case: RouteCase, problem: Problem, played: Played, declared: Mapping[str, Any]) -> list[Step]:
+        """The steps that take logits."""
+        config = config_of(case)
+        recorded, queue, found = torch.zeros(0), [], []
+        for i, step in enumerate(case.steps.split("+")):
+            if step not in FORWARDS:
+                continue
+            if step == "forward":
+                queue.append(recorded)
+            replayed = recorded if step == "forward" else queue.pop(0) if step == "backward" else None
+            one = Step(
+                case,
+                config,
+                problem,
+                i,
+                step,
+                played.before[i],
+                played.outputs,
+                replayed,
+                accumulator_of(declared, DTYPES[case.dtype]),
+            )
+            recorded = one.chosen if step == "record" else recorded
+            found.append(one)
+        return found
+
+    @staticmethod
+    def judged(
+        played: Played, own: list[Step], sequence: list[list[Step]], every: list[list[Step]]
+    ) -> dict[str, Expectation]:
+        """What is right on a rank; nothing, where rounding could change a choice on any.
+
+        Args:
+            sequence, every: the steps of the ranks that share a sequence with it, and of all that share the batch.
+        """
+        if any(one.ambiguous for forwards in every for one in forwards):
+            return {}
+        right: dict[str, Expectation] = {}
+        for i, one in enumerate(own):
+            one.sequence, one.every = ([forwards[i] for forwards in ranks] for ranks in (sequence, every))
+            right |= one.expectations(played.gradients.get(f"d_logits.{one.index}"))
+        for name in STATE:
+            value = played.outputs[f"state.{name}"]
+            right[f"state.{name}"] = Exact(
+                value, "values" if value.is_floating_point() else "integers"
+            )  # steps of n/1024 add up without rounding
+        return right
+
+    def neighbour(self, case: RouteCase) -> RouteCase:
+        other = "softmax_pre" if case.score != "softmax_pre" and not case.bias else "sigmoid"
+        return replace(
+            case,
+            golden="",
+            law="",
+            seed=case.seed + 1,
+            score=other,
+            experts=case.experts * 2,
+            groups=0,
+            group_topk=0,
+            rate=case.rate + 5,
+        )
+
+    def simpler(self, case: RouteCase) -> Iterator[RouteCase]:
+        steps = case.steps.split("+")
+        for i in range(len(steps)):
+            fewer = steps[:i] + steps[i + 1 :]
+            if fewer and fewer[0] in FORWARDS and _replays_fit(fewer):
+                yield replace(case, steps="+".join(fewer))
+        for name in PLAIN:
+            default: Any = RouteCase.__dataclass_fields__[name].default
+            if getattr(case, name) != default:
+                yield replace(
+                    case, **{name: default} | ({"pad": False, "policy": "probs"} if name == "capacity" else {})
+                )
+        for kind in filter(None, case.losses.split("+")):
+            yield replace(case, losses="+".join(x for x in case.losses.split("+") if x != kind))
+        if case.groups:
+            yield replace(case, groups=0, group_topk=0)
+        if case.sequences > 1:
+            yield replace(case, sequences=1)
+        yield from (
+            replace(case, tokens=t)
+            for t in sorted({1, 2, case.tokens // 2, case.tokens - 1})
+            if 0 < t < case.tokens and t % case.sequences == 0
+        )
+        if not case.groups:
+            yield from (
+                replace(case, experts=e)
+                for e in sorted({case.topk + 1, case.experts // 2})
+                if case.topk < e < case.experts
+            )
+            yield from (replace(case, topk=k) for k in (1, 2) if k < case.topk and (k > 1 or case.score != "softmax"))
+
+
+def _fields(losses: Any) -> dict[str, Any]:
+    return dict(losses) if isinstance(losses, dict) else {name: getattr(losses, name, None) for name in LOSSES}
+
+
+def _replays_fit(steps: list[str]) -> bool:
+    """Whether each forward replay has something recorded, and each backward one something queued."""
+    recorded = queued = 0
+    for step in steps:
+        recorded += step == "record"
+        queued += (step == "forward") - (step == "backward")
+        if queued < 0 or (step == "forward" and not recorded):
+            return False
+    return True

@@ -1,0 +1,197 @@
+"""One forward of route on one rank: what is right of it, and how far off an honest result may be."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_ref
+from conformance.core.contract import Problem
+from conformance.families.router.balancing import aux_gradient, aux_scores, z_terms
+from conformance.families.router.cases_route import RouteCase
+from conformance.families.router.selection import gradient, keys_of, weights
+from conformance.judge import Expectation
+from conformance.judge.bound import ROUNDOFF
+from conformance.judge.exact import Exact
+from conformance.judge.running import Running
+from moe_ref.config import MoEConfig, RouterState
+from moe_ref.router.capacity import expert_capacity
+from moe_ref.router.selection import topk_routing
+
+
+@dataclass(frozen=True)
+class Played:
+    """What the reference made of the steps of one rank."""
+
+    outputs: dict[str, Any]
+    gradients: dict[str, Tensor]
+    before: dict[int, RouterState]  # the state before each step
+
+
+class Step:
+    """What is right of one forward, and how far off an honest result may be."""
+
+    sequence: list["Step"]  # what the ranks that share a sequence do at this step
+    every: list["Step"]  # what all ranks do
+
+    def __init__(
+        self,
+        case: RouteCase,
+        config: MoEConfig,
+        problem: Problem,
+        index: int,
+        step: str,
+        state: RouterState,
+        out: dict[str, Any],
+        replayed: Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self.case, self.config, self.index, self.step, self.state, self.out, self.dtype = (
+            case,
+            config,
+            index,
+            step,
+            state,
+            out,
+            dtype,
+        )
+        self.logits = problem.required[f"logits.{index}"]
+        self.cotangent = problem.cotangents.get(f"{index}.probs")
+        self.x = Running.of(self.logits, dtype)
+        mask = problem.settings.get("padding_mask")
+        self.masked = mask is not None
+        self.valid = torch.ones(len(self.logits), dtype=torch.bool) if mask is None else ~mask
+        self.learns = step not in ("eval", "nograd")
+        settings = {name: value for name, value in config.router_settings.items() if value is not None}
+        if config.moe_router_enable_expert_bias:
+            settings["expert_bias"] = state.expert_bias
+        self.settings = settings
+        self.kept = out[f"{index}.routing_map"]
+        self.chosen = topk_routing(self.logits.double(), **settings).routing_map if replayed is None else replayed
+        self.p = weights(self.logits, self.chosen, settings, dtype)[1]
+        self.ambiguous = (replayed is None and self._close_keys()) or self._close_drops()
+
+    def _close_keys(self) -> bool:
+        """Whether rounding could change the choice."""
+        keys = keys_of(self.logits, self.settings, self.dtype)
+        slack = 4 * float(keys.error.max()) if keys.error.numel() else 0.0
+        value, topk = keys.value, self.config.moe_router_topk
+        groups, kept = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        if groups and kept:
+            by_group = value.unflatten(1, (groups, -1))
+            score = by_group.sort(dim=2, descending=True).values[..., : topk // kept].sum(2)
+            if _close(score, kept, topk * slack):
+                return True
+            best = torch.zeros_like(score, dtype=torch.bool).scatter(1, score.topk(kept).indices, True)
+            value = torch.where(best[..., None].expand_as(by_group).reshape(value.shape), value, -torch.inf)
+        return _close(value, topk, slack)
+
+    def _close_drops(self) -> bool:
+        if self.config.moe_expert_capacity_factor is None or self.config.moe_token_drop_policy != "probs":
+            return False
+        how: dict[str, Any] = {
+            "num_experts": self.case.experts,
+            "topk": self.case.topk,
+            "capacity_factor": self.config.moe_expert_capacity_factor,
+        }
+        capacity = expert_capacity(len(self.logits), **how)
+        slack = (
+            4 * (float(self.p.error.max()) + float(self.p.value.max()) * float(torch.finfo(self.logits.dtype).eps))
+            if self.p.value.numel()
+            else 0.0
+        )
+        return _close(torch.where(self.chosen, self.p.value, -torch.inf).T, capacity, slack)
+
+    def expectations(self, gradient_value: Tensor | None) -> dict[str, Expectation]:
+        i = self.index
+        right: dict[str, Expectation] = {f"{i}.routing_map": Exact(self.kept, "integers")}
+        if self.config.moe_pad_expert_input_to_capacity:
+            del right[f"{i}.routing_map"]  # any unrouted tokens may fill up
+        stays = self.kept & self.chosen
+        right[f"{i}.losses"] = Exact(self.out[f"{i}.losses"], "integers")  # which there are
+        right[f"{i}.probs"] = self.p.masked(stays).bounded(self.logits.dtype, self.out[f"{i}.probs"].detach())
+        slope = Running(torch.zeros_like(self.x.value), torch.zeros_like(self.x.value), self.dtype)
+        if self.cotangent is not None:
+            slope = gradient(self.logits, self.chosen, torch.where(stays, self.cotangent, 0), self.settings, self.dtype)
+        apart = torch.zeros_like(slope.value)  # what autograd adds up is rounded to the logits' dtype before and after
+        if self.learns:
+            for name, (loss, by_logits) in self._losses().items():
+                right[f"{i}.{name}"] = Running(loss.value.reshape(()), loss.error.reshape(()), self.dtype).bounded(
+                    torch.float32, self.out[f"{i}.{name}"]
+                )
+                slope = slope + by_logits
+                apart = apart + by_logits.value.abs() + slope.value.abs()
+        if gradient_value is not None:
+            bound = slope.bounded(self.logits.dtype, gradient_value)
+            right[f"d_logits.{i}"] = replace(bound, bound=bound.bound + 2 * ROUNDOFF[self.logits.dtype] * apart)
+        return right
+
+    def _losses(self) -> dict[str, tuple[Running, Running]]:
+        """Each loss, and its share of dlogits."""
+        config, case = self.config, self.case
+        valid = float(self.valid.sum())
+        scale, of_all = case.scale / 8, _valid(self.sequence) if config.calculate_per_token_loss else 1.0
+        found: dict[str, tuple[Running, Running]] = {}
+        if config.moe_z_loss_coeff:
+            loss, slope = z_terms(self.x, self.valid, config.moe_z_loss_coeff / case.ranks)
+            found["z_loss"] = loss, slope * (scale * (valid * case.ranks if config.calculate_per_token_loss else 1.0))
+        if not config.load_balancing:
+            return found
+        function = config.moe_router_score_function
+        _, scores = aux_scores(self.x, function)
+        for name, coeff in config.load_balancing.items():
+            weight = self._column_weights(name) * (coeff * case.experts / case.topk)
+            exact = Running(weight, weight.abs() * 2.0**-22, self.dtype)  # counts are exact; four factors are not
+            shared = (scores * exact).masked(self.valid[:, None])
+            loss = shared.sum(1).sum(0)
+            found[name] = loss, aux_gradient(self.x, exact * (scale * of_all), function).masked(self.valid[:, None])
+        return found
+
+    def _column_weights(self, name: str) -> Tensor:
+        """[T,E] count of each score's column over the tokens squared; see `moe_ref.router.route`."""
+        shape, sequences = self.aux_map.shape, self.case.sequences
+        if name == "seq_aux_loss":
+            count = _sum([rank.aux_map.reshape(-1, sequences, shape[1]).sum(0) for rank in self.sequence]).repeat(
+                shape[0] // sequences, 1
+            )
+            length = self._tokens(self.sequence) / sequences
+            return count / length**2 / sequences if length else count * 0
+        ranks = self.every if name == "global_aux_loss" else self.sequence
+        count = _sum([rank.aux_map.sum(0) for rank in ranks])
+        if name == "global_aux_loss":
+            count = (self.state.global_tokens_per_expert.double() + count) / float(self.state.global_steps + 1)
+        length = self._tokens(ranks)
+        return (count / length**2 if length else count * 0).expand(shape)
+
+    @cached_property
+    def aux_map(self) -> Tensor:
+        """[T,E] what the balancing losses count, in float64."""
+        how: dict[str, Any] = {
+            "topk": self.case.topk,
+            "score_function": self.config.moe_router_score_function,
+            "padding_mask": ~self.valid,
+        }
+        return moe_ref.aux_loss_scores(self.logits.double(), **how).routing_map.double()
+
+    def _tokens(self, ranks: list["Step"]) -> float:
+        """Tokens that a loss of those ranks is over: the valid ones, or, without a mask, this rank's times the ranks."""
+        return _valid(ranks) if self.masked else float(len(self.logits) * len(ranks))
+
+
+def _valid(ranks: list[Step]) -> float:
+    return float(sum(int(rank.valid.sum()) for rank in ranks))
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).sum(0)
+
+
+def _close(values: Tensor, count: int, slack: float) -> bool:
+    """Whether the last that is in and the first that is out are nearer than `slack`, in some row."""
+    if not 0 < count < values.shape[1]:
+        return False
+    order = values.sort(dim=1, descending=True).values
+    gap = order[:, count - 1] - order[:, count]
+    return bool((gap[gap.isfinite()] <= slack).any())

@@ -1,0 +1,299 @@
+"""topk_indices and topk_routing: the choice by the rule of margins, weights and gradients given the candidate's own choice."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.core.contract import Contract, Problem, accumulator_of, leaf
+from conformance.core.tensors import payload
+from conformance.families.router.cases import LogitsCase, bias_of, indices_of, logits_of, simpler_logits
+from conformance.judge import Expectation, Given
+from conformance.judge.bound import Bounded
+from conformance.judge.choice import Chosen
+from conformance.judge.running import Running
+from moe_ref.router.scores import EPSILON
+from moe_ref.router.selection import topk_indices
+
+Settings = dict[str, Any]
+UNDERFLOW = -87.0  # below it exp(x) is subnormal in float32: √ln(1+exp x) may be 0, and its slope has no value
+
+
+def score(x: Running, function: str) -> Running:
+    """The score of each logit, over the last dimension."""
+    if function == "sigmoid":
+        return x.constant(1.0) / ((x * -1.0).exp() + 1.0)
+    if function == "sqrtsoftplus":
+        return softplus(x).sqrt()
+    power = (
+        (x - Running(x.value.amax(-1, keepdim=True), x.error.amax(-1, keepdim=True), x.dtype)).exp()
+        if x.value.shape[-1]
+        else x
+    )
+    return power / power.sum(-1)
+
+
+def softplus(x: Running) -> Running:
+    """ln(1 + exp x) = max(x, 0) + ln(1 + exp(-|x|))."""
+    positive = Running(x.value.clamp(min=0), torch.where(x.value > 0, x.error, 0.0), x.dtype)
+    return positive + Running(-x.value.abs(), x.error, x.dtype).exp().log1p()
+
+
+def keys_of(logits: Tensor, settings: Settings, dtype: torch.dtype) -> Running:
+    """What the choice goes by, and how far honest keys may be off."""
+    x = Running.of(logits, dtype)
+    function = settings.get("score_function", "softmax")
+    keys = x if function == "softmax" and not settings.get("pre_softmax") else score(x, function)
+    if settings.get("expert_bias") is not None:
+        keys = keys + Running.of(settings["expert_bias"], dtype)
+    return keys
+
+
+def weights(logits: Tensor, chosen: Tensor, settings: Settings, dtype: torch.dtype) -> tuple[Running, Running]:
+    """Weights of the chosen, [T,E], before and after the scaling factor."""
+    x = Running.of(logits, dtype)
+    function, count = settings.get("score_function", "softmax"), settings["topk"]
+    if function == "softmax" and not settings.get("pre_softmax"):
+        alone = Running(torch.where(chosen, x.value, -torch.inf), torch.where(chosen, x.error, 0.0), dtype)
+        p = score(alone, "softmax").masked(chosen)
+    else:
+        p = score(x, function).masked(chosen)
+        if function != "softmax" and count > 1:
+            p = p / (p.sum(1, count) + EPSILON)
+    factor = settings.get("scaling_factor")
+    return p, p if factor is None else p * factor
+
+
+def gradient(logits: Tensor, chosen: Tensor, cotangent: Tensor, settings: Settings, dtype: torch.dtype) -> Running:
+    """dlogits, [T,E], by the closed form.
+
+    softmax: p (g - Σ g p), over S or over all E · normalised s: dx = s'(x) (g - Σ_S g p) / (Σ_S s + 1e-20) · alone: dx = s'(x) g
+    """
+    x, g = Running.of(logits, dtype), Running.of(cotangent, dtype).masked(chosen)
+    if settings.get("scaling_factor") is not None:
+        g = g * settings["scaling_factor"]
+    function, count = settings.get("score_function", "softmax"), settings["topk"]
+    p, _ = weights(logits, chosen, settings, dtype)
+    if function == "softmax":
+        s = score(x, "softmax") if settings.get("pre_softmax") else p
+        return s * (g - (g * p).sum(1, count))
+    s = score(x, function)
+    if count > 1:
+        g = (g - (g * p).sum(1, count)) / (s.masked(chosen).sum(1, count) + EPSILON)
+    return (g * _slope(x, s, function)).masked(chosen)
+
+
+def _slope(x: Running, s: Running, function: str) -> Running:
+    if function == "sigmoid":
+        return s * (s.constant(1.0) - s)
+    return score(x, "sigmoid") / (s * 2.0)
+
+
+def unspecified_rows(logits: Tensor, settings: Settings) -> Tensor:
+    """[T] rows of which nothing but K different experts is promised."""
+    return logits.isnan().any(1) | (logits == torch.inf).any(1)
+
+
+def unspecified_weights(logits: Tensor, chosen: Tensor, settings: Settings) -> Tensor:
+    """[T] rows whose weights are not specified: also softmax of nothing but -∞."""
+    rows = unspecified_rows(logits, settings)
+    if settings.get("score_function", "softmax") == "softmax":
+        considered = torch.ones_like(chosen) if settings.get("pre_softmax") else chosen
+        rows = rows | ~((logits > -torch.inf) & considered).any(1)
+    return rows
+
+
+def unspecified_gradient(logits: Tensor, chosen: Tensor, settings: Settings) -> Tensor:
+    """[T] rows whose gradient is not specified."""
+    rows = unspecified_weights(logits, chosen, settings)
+    return rows | (logits < UNDERFLOW).any(1) if settings.get("score_function") == "sqrtsoftplus" else rows
+
+
+class _TopK(Contract[LogitsCase]):
+    """What the two forms have in common."""
+
+    optional = ("pre_softmax", "num_groups", "group_topk", "scaling_factor", "expert_bias", "precomputed_indices")
+
+    def settings(self, case: LogitsCase) -> Settings:
+        settings: Settings = {"topk": case.topk}
+        if case.score != "softmax":
+            settings |= {"pre_softmax": True} if case.score == "softmax_pre" else {"score_function": case.score}
+        if case.groups:
+            settings |= {"num_groups": case.groups, "group_topk": case.group_topk}
+        if case.scaling:
+            settings["scaling_factor"] = case.scaling / 8
+        if case.bias:
+            settings["expert_bias"] = bias_of(case)
+        if case.precomputed:
+            settings["precomputed_indices"] = indices_of(case)
+        return settings
+
+    def legal(self, case: LogitsCase) -> Problem:
+        wanted = ("logits",) if case.grads else ()
+        width = case.topk if self.function == "topk_indices" else case.experts
+        cotangents = {"probs": payload(case.seed, "d_probs", (case.tokens, width), case.dtype)} if wanted else {}
+        return Problem(
+            self.function,
+            {"logits": logits_of(case)},
+            self.settings(case),
+            {case.layout_of: case.layout},
+            wanted,
+            cotangents,
+        )
+
+    def choice(self, problem: Problem, dtype: torch.dtype, lowest: bool) -> Chosen:
+        logits, settings = problem.required["logits"], problem.settings
+        free = unspecified_rows(logits, settings)
+        index = topk_indices(logits, **settings).indices
+        value = torch.zeros(logits.shape, dtype=torch.bool).scatter(1, index, True)
+        if settings.get("precomputed_indices") is not None:
+            keys = Running(value.double(), torch.zeros(value.shape, dtype=torch.float64), dtype)
+        else:
+            keys = keys_of(torch.where(free[:, None], 0, logits), settings, dtype)
+        free = free | keys.value.isnan().any(1)  # softmax of nothing but -∞
+        groups = settings.get("num_groups") or 0 if settings.get("precomputed_indices") is None else 0
+        inputs = (
+            logits.double(),
+            *(
+                [settings["expert_bias"].double().expand(logits.shape)]
+                if settings.get("expert_bias") is not None
+                else []
+            ),
+        )
+        counts = torch.full((len(logits),), settings["topk"])
+        indices = self.function == "topk_indices"
+        return Chosen(
+            index if indices else value,
+            keys.value,
+            keys.error,
+            counts,
+            inputs,
+            lowest,
+            None if settings.get("precomputed_indices") is not None else free,
+            groups,
+            settings.get("group_topk") or 0,
+            dtype,
+            indices=indices,
+        )
+
+    def expected(self, case: LogitsCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+        logits = problem.required["logits"]
+        dtype = accumulator_of(declared, logits.dtype)
+        choice = self.choice(problem, dtype, declared.get("tie_rule") == "lowest_index")
+        right: dict[str, Expectation] = {self.primary: choice}
+        right["probs"] = self._given(choice.value, lambda chosen: self._weights(problem, chosen, dtype))
+        if problem.wanted:
+            right["d_logits"] = self._given(choice.value, lambda chosen: self._gradient(problem, chosen, dtype))
+        return right
+
+    def _given(self, choice: Tensor, judge_by: Callable[[Tensor], Bounded]) -> Given:
+        """What is right given the candidate's choice; worked out again only where that is not the reference's."""
+        own = judge_by(choice)
+        return Given(
+            own.value,
+            lambda out: own if torch.equal(out[self.primary].long(), choice.long()) else judge_by(out[self.primary]),
+        )
+
+    def _oracle(self, problem: Problem, index: Tensor) -> tuple[Tensor, Tensor]:
+        """The float64 weights [T,K] of these experts, and the logits to differentiate them by."""
+        x = leaf(problem.required["logits"])
+        bias = problem.settings.get("expert_bias")
+        settings = (
+            problem.settings | {"precomputed_indices": index} | ({} if bias is None else {"expert_bias": bias.double()})
+        )
+        return topk_indices(x, **settings).probs, x
+
+    @abstractmethod
+    def _weights(self, problem: Problem, observed: Tensor, dtype: torch.dtype) -> Bounded:
+        """The right weights of the observed choice."""
+
+    @abstractmethod
+    def _gradient(self, problem: Problem, observed: Tensor, dtype: torch.dtype) -> Bounded:
+        """The right gradient of the logits, given the observed choice."""
+
+    def _bounded_gradient(
+        self, problem: Problem, chosen: Tensor, cotangent_TE: Tensor, value: Tensor, dtype: torch.dtype
+    ) -> Bounded:
+        logits = problem.required["logits"]
+        free = unspecified_gradient(logits, chosen, problem.settings)[:, None].expand(logits.shape)
+        analysis = gradient(logits, chosen, cotangent_TE, problem.settings, dtype)
+        return analysis.bounded(logits.dtype, value, free)
+
+    def neighbour(self, case: LogitsCase) -> LogitsCase:
+        other = "sigmoid" if case.score != "sigmoid" else "softmax_pre"
+        plain: dict[str, Any] = {
+            "golden": "",
+            "law": "",
+            "layout": "contiguous",
+            "layout_of": "",
+            "bias": "",
+            "groups": 0,
+            "group_topk": 0,
+            "logits": (),
+        }
+        return replace(
+            case, **plain, seed=case.seed + 1, score=other, experts=case.experts + 1, scaling=case.scaling + 4
+        )
+
+    def simpler(self, case: LogitsCase) -> Iterator[LogitsCase]:
+        return simpler_logits(case)
+
+
+class TopkIndices(_TopK):
+    """`topk_indices`: slots in any order; weights and the gradient by the candidate's slots."""
+
+    function = "topk_indices"
+    outputs = ("probs", "indices")
+    primary = "indices"
+
+    def _weights(self, problem: Problem, observed: Tensor, dtype: torch.dtype) -> Bounded:
+        logits, index = problem.required["logits"], observed.long()
+        chosen = torch.zeros(logits.shape, dtype=torch.bool).scatter(1, index, True)
+        value, _ = self._oracle(problem, index)
+        _, scaled = weights(logits, chosen, problem.settings, dtype)
+        free = unspecified_weights(logits, chosen, problem.settings)[:, None].expand(index.shape)
+        return Running(scaled.value.gather(1, index), scaled.error.gather(1, index), dtype).bounded(
+            logits.dtype, value.detach(), free
+        )
+
+    def _gradient(self, problem: Problem, observed: Tensor, dtype: torch.dtype) -> Bounded:
+        logits, index, cotangent = problem.required["logits"], observed.long(), problem.cotangents["probs"]
+        chosen = torch.zeros(logits.shape, dtype=torch.bool).scatter(1, index, True)
+        spread = torch.zeros(logits.shape, dtype=cotangent.dtype).scatter(1, index, cotangent)
+        weight, x = self._oracle(problem, index)
+        (value,) = torch.autograd.grad(weight, x, cotangent.double())
+        return self._bounded_gradient(problem, chosen, spread, value, dtype)
+
+
+class TopkRouting(_TopK):
+    """`topk_routing`: the dense form."""
+
+    function = "topk_routing"
+    outputs = ("probs", "routing_map")
+    primary = "routing_map"
+
+    @staticmethod
+    def _listed(problem: Problem, observed: Tensor) -> tuple[Tensor, Tensor]:
+        """The map, and its experts as [T,K] indices."""
+        chosen = observed != 0
+        return chosen, chosen.nonzero()[:, 1].reshape(len(chosen), problem.settings["topk"])
+
+    def _weights(self, problem: Problem, observed: Tensor, dtype: torch.dtype) -> Bounded:
+        logits = problem.required["logits"]
+        chosen, index = self._listed(problem, observed)
+        value, _ = self._oracle(problem, index)
+        _, scaled = weights(logits, chosen, problem.settings, dtype)
+        free = unspecified_weights(logits, chosen, problem.settings)[:, None] & chosen
+        return scaled.bounded(
+            logits.dtype, torch.zeros(logits.shape, dtype=torch.float64).scatter(1, index, value.detach()), free
+        )
+
+    def _gradient(self, problem: Problem, observed: Tensor, dtype: torch.dtype) -> Bounded:
+        chosen, index = self._listed(problem, observed)
+        cotangent = problem.cotangents["probs"]
+        weight, x = self._oracle(problem, index)
+        (value,) = torch.autograd.grad(weight, x, cotangent.double().gather(1, index))
+        return self._bounded_gradient(problem, chosen, cotangent, value, dtype)

@@ -1,0 +1,436 @@
+"""Rows straight into other ranks' memory, and back out of it.
+
+Each rank has a slab that all ranks can address. A table holds, for one region of the slab, where that is for each rank. Rows go to their
+final places: row i of a region is row i of the experts' buffer there. Of the rows that a token has on one rank only the first travels when
+duplicates are removed; `link` says which rows are first, and which row of the same token follows each.
+
+    link[i] = FIRST · (row i travelled) + (1 + the token's next row here, or 0)
+
+Where there are regions for scales, rows travel as codes and scales, made where the token is read.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_fast.launch._rounding import rounded
+from moe_fast.permutation._permute import fill_gaps, find_lists, load_slot
+from moe_fast.permutation._row_map import RANK, segments_of
+from moe_fast.quantization._rows import BLOCK, blocks_of, encode_rows, fill_scales
+
+FIRST = tl.constexpr(1 << 30)
+NEXT = tl.constexpr((1 << 30) - 1)
+
+
+@triton.jit
+def at_rank(table_ptr, rank, mask, ELEMENT: tl.constexpr):
+    """Where a region begins at each of these ranks: at a multiple of 256 bytes, of which vectors need 16."""
+    return tl.multiple_of(tl.load(table_ptr + rank, mask=mask, other=0).to(tl.pointer_type(ELEMENT)), 16)
+
+
+@triton.jit(do_not_specialize=["own_rank", "num_experts"])
+def announce_kernel(count_ptr, counts_table_ptr, own_rank, num_experts, BLOCK_E: tl.constexpr):
+    """This rank's counts into its row of everybody's counts; a program for each rank."""
+    e = tl.arange(0, BLOCK_E)
+    inside = e < num_experts  # the block is a power of two
+    counts_ptr = at_rank(counts_table_ptr, tl.program_id(0), True, tl.int32)
+    tl.store(counts_ptr + own_rank * num_experts + e, tl.load(count_ptr + e, mask=inside, other=0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["own_rank", "ranks", "num_experts", "local_experts", "align", "num_rows"])
+def slab_layout_kernel(
+    counts_ptr,
+    # results: this rank's first row for each expert; for its own experts, and for each rank
+    start_ptr,
+    tokens_per_expert_ptr,
+    gap_ptr,
+    overflow_ptr,
+    # sizes
+    own_rank,
+    ranks,
+    num_experts,
+    local_experts,
+    align,
+    num_rows,
+    BLOCK_E: tl.constexpr,
+):
+    """Lay out the segments of all ranks' buffers: the same on every rank, so that all of them know who overflows."""
+    e = tl.arange(0, BLOCK_E)
+    inside = e < num_experts  # the block is a power of two
+    total = tl.zeros([BLOCK_E], tl.int64)
+    before = tl.zeros([BLOCK_E], tl.int64)
+    for source in range(ranks):
+        count = tl.load(counts_ptr + source * num_experts + e, mask=inside, other=0).to(tl.int64)
+        before = tl.where(source < own_rank, before + count, before)
+        total += count
+    segment = segments_of(total, align)
+    holder = e // local_experts
+    start = tl.zeros([BLOCK_E], tl.int64)
+    for rank in range(ranks):
+        here = inside & (holder == rank)
+        own_segment = tl.where(here, segment, 0)
+        start = tl.where(here, tl.cumsum(own_segment, axis=0) - own_segment, start)
+        lost = here & (total > 0) & (start + total > num_rows)
+        tl.store(overflow_ptr + rank, tl.max(lost.to(tl.int32), axis=0).to(tl.uint8))
+        if rank == own_rank:
+            rows = tl.sum(own_segment, axis=0)
+            tl.store(gap_ptr + local_experts, rows)
+            tl.store(gap_ptr + 2 * local_experts + 1, num_rows)
+    tl.store(start_ptr + e, start + before, mask=inside)
+    own = inside & (holder == own_rank)
+    place = e - own_rank * local_experts
+    tl.store(tokens_per_expert_ptr + place, tl.minimum(tl.maximum(num_rows - start, 0), segment), mask=own)
+    tl.store(gap_ptr + place, start + total, mask=own)
+    tl.store(gap_ptr + local_experts + 1 + place, start + segment, mask=own)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "tokens_per_block",
+        "num_tokens",
+        "num_experts",
+        "local_experts",
+        "num_rows",
+        "stride_probs_t",
+        "stride_probs_e",
+        "stride_base_b",
+        "stride_base_e",
+        "epsilon",
+        "infinity",
+    ]
+)
+def push_kernel(
+    # tokens, as bits unless they are quantised, and probs, as bits
+    tokens_ptr,
+    stride_tokens_t,
+    stride_tokens_h,
+    probs_ptr,
+    stride_probs_t,
+    stride_probs_e,
+    start_ptr,  # what is added to a row for its expert, or none
+    # regions of all ranks; links, and the lists of rows, only where the lists hold ranks
+    rows_table_ptr,
+    scales_table_ptr,
+    probs_table_ptr,
+    link_table_ptr,
+    row_slots_ptr,
+    # row map
+    slots_ptr,
+    num_slots_ptr,
+    base_ptr,
+    stride_base_b,
+    stride_base_e,
+    tokens_per_block,
+    # sizes
+    num_tokens,
+    num_experts,
+    local_experts,
+    num_columns,
+    num_rows,
+    # numbers, as bits of a float64
+    epsilon,
+    infinity,
+    POWER_OF_TWO: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    ONCE: tl.constexpr,  # a token's first row on each rank alone
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """Each token is read once and written to its rows, wherever those are. The first programs move probs, and write links and lists."""
+    columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
+    column = tl.program_id(0) % columns
+    block = tl.program_id(0) // columns
+    lists = tl.cdiv(num_tokens, BLOCK_L)
+    if block < lists:
+        if column == 0:
+            t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
+            list_t_ptr, base_t_ptr, num_slots = find_lists(
+                slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
+            )
+            last = tl.full([BLOCK_L], -1, tl.int64)
+            for j in range(tl.max(num_slots, axis=0)):
+                expert, row, live = find_row(
+                    list_t_ptr,
+                    base_ptr,
+                    base_t_ptr,
+                    stride_base_e,
+                    start_ptr,
+                    t,
+                    j,
+                    num_slots,
+                    num_tokens,
+                    num_experts,
+                    num_rows,
+                )
+                next_expert, next_row, next_live = find_row(
+                    list_t_ptr,
+                    base_ptr,
+                    base_t_ptr,
+                    stride_base_e,
+                    start_ptr,
+                    t,
+                    j + 1,
+                    num_slots,
+                    num_tokens,
+                    num_experts,
+                    num_rows,
+                )
+                rank = expert // local_experts
+                if probs_ptr is not None:
+                    prob = tl.load(
+                        probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0
+                    )  # only those with a row
+                    tl.store(
+                        at_rank(probs_table_ptr, rank, live, probs_ptr.dtype.element_ty) + row, prob, mask=live
+                    )  # likewise
+                if row_slots_ptr is not None:
+                    if ONCE:
+                        follows = next_live & (next_expert // local_experts == rank)
+                        link = tl.where(rank != last, FIRST, 0) + tl.where(follows, next_row + 1, 0)
+                    else:
+                        link = tl.full([BLOCK_L], FIRST, tl.int64)
+                    tl.store(at_rank(link_table_ptr, rank, live, tl.int32) + row, link.to(tl.int32), mask=live)
+                    tl.store(
+                        row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots
+                    )  # dropped rows too
+                last = tl.where(live, rank, last)
+    else:
+        t = (block - lists).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+        in_row = (h < num_columns)[None, :]  # the last block sticks out
+        inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
+        token = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0)
+        if scales_table_ptr is not None:
+            sent_as, stored = encode_rows(token, epsilon, infinity, POWER_OF_TWO, HARDWARE)
+            b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
+        else:
+            sent_as = token
+        list_t_ptr, base_t_ptr, num_slots = find_lists(
+            slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
+        )
+        last = tl.full([BLOCK_T], -1, tl.int64)
+        for j in range(tl.max(num_slots, axis=0)):
+            expert, row, live = find_row(
+                list_t_ptr,
+                base_ptr,
+                base_t_ptr,
+                stride_base_e,
+                start_ptr,
+                t,
+                j,
+                num_slots,
+                num_tokens,
+                num_experts,
+                num_rows,
+            )
+            rank = expert // local_experts
+            sent = live & (rank != last) if ONCE else live
+            rows_ptr = at_rank(rows_table_ptr, rank, sent, sent_as.dtype)
+            tl.store(
+                rows_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row
+            )  # others are not written
+            if scales_table_ptr is not None:
+                place = row[:, None] * tl.cdiv(num_columns, BLOCK) + b[None, :]
+                tl.store(
+                    at_rank(scales_table_ptr, rank, sent, tl.float32)[:, None] + place,
+                    stored,
+                    mask=sent[:, None] & in_blocks[None, :],
+                )  # likewise
+            last = tl.where(live, rank, last)
+
+
+@triton.jit
+def find_row(
+    list_t_ptr, base_ptr, base_t_ptr, stride_base_e, start_ptr, t, j, num_slots, num_tokens, num_experts, num_rows
+):
+    """The expert and the row of slot j of each token, and whether there is such a row."""
+    expert, row, live = load_slot(
+        list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, 1 << 62
+    )
+    if start_ptr is not None:
+        row += tl.load(start_ptr + expert, mask=live, other=0)  # what follows in the list was never written
+    return expert, row, live & (row < num_rows)  # rows behind the buffer are dropped
+
+
+@triton.jit(do_not_specialize=["tail_lanes", "local_experts", "num_rows", "epsilon", "infinity"])
+def spread_kernel(
+    # what has arrived in the slab, as bits
+    arrived_ptr,
+    arrived_scales_ptr,
+    arrived_probs_ptr,
+    link_ptr,
+    # results, contiguous but for scales
+    rows_ptr,
+    scale_ptr,
+    stride_scale_m,
+    stride_scale_n,
+    row_probs_ptr,
+    kept_link_ptr,
+    # rows without a token
+    gap_ptr,
+    # sizes
+    tail_lanes,
+    local_experts,
+    num_columns,
+    num_rows,
+    # numbers, as bits of a float64
+    epsilon,
+    infinity,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Each row that has travelled is copied to all rows of its token. The last programs write zeros into the padding, and behind the segments.
+
+    Scales behind the segments are not written.
+    """
+    columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
+    column = tl.program_id(0) % columns
+    row = (tl.program_id(0) // columns).to(tl.int64)
+    if row < num_rows:
+        link = tl.load(link_ptr + row)
+        if column == 0 and kept_link_ptr is not None:
+            tl.store(kept_link_ptr + row, link)
+        if link >= FIRST:
+            h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+            in_row = h < num_columns  # the last block sticks out
+            tile = tl.load(arrived_ptr + row * num_columns + h, mask=in_row, other=0)
+            if scale_ptr is not None:
+                b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
+                stored = tl.load(arrived_scales_ptr + row * tl.cdiv(num_columns, BLOCK) + b, mask=in_blocks, other=0.0)
+            place = row
+            while place >= 0:
+                tl.store(rows_ptr + place * num_columns + h, tile, mask=in_row)
+                if scale_ptr is not None:
+                    tl.store(scale_ptr + place * stride_scale_m + b * stride_scale_n, stored, mask=in_blocks)
+                if column == 0 and row_probs_ptr is not None:
+                    tl.store(row_probs_ptr + place, tl.load(arrived_probs_ptr + place))
+                place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
+    else:
+        lane = row - num_rows
+        fill_gaps(
+            rows_ptr,
+            row_probs_ptr,
+            gap_ptr,
+            lane,
+            column,
+            tail_lanes,
+            local_experts,
+            num_columns,
+            num_rows,
+            1,
+            BLOCK_R,
+            BLOCK_H,
+        )
+        if scale_ptr is not None:
+            fill_scales(
+                scale_ptr, stride_scale_m, stride_scale_n, gap_ptr, lane, column, local_experts, num_columns, num_rows,
+                epsilon, infinity, POWER_OF_TWO, BLOCK_R, BLOCK_H,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["stride_rows_p", "num_rows"])
+def gather_kernel(
+    # rows, and their probs as bits
+    rows_ptr,
+    stride_rows_p,
+    stride_rows_h,
+    probs_ptr,
+    stride_probs,
+    link_ptr,
+    # regions of this rank's slab
+    sums_ptr,
+    sum_probs_ptr,
+    # sizes
+    num_columns,
+    num_rows,
+    ACCUMULATOR: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """The rows of each token on this rank are added in their order, in the place of the first; their probs are put where others can read them."""
+    columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
+    column = tl.program_id(0) % columns
+    row = (tl.program_id(0) // columns).to(tl.int64)
+    h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    in_row = h < num_columns  # the last block sticks out
+    if tl.load(link_ptr + row) >= FIRST:
+        total = tl.zeros([BLOCK_H], ACCUMULATOR)
+        place = row
+        while place >= 0:
+            if rows_ptr is not None:
+                total += tl.load(rows_ptr + place * stride_rows_p + h * stride_rows_h, mask=in_row, other=0.0).to(
+                    ACCUMULATOR
+                )
+            if column == 0 and probs_ptr is not None:
+                tl.store(sum_probs_ptr + place, tl.load(probs_ptr + place * stride_probs))
+            place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
+        if rows_ptr is not None:
+            tl.store(sums_ptr + row * num_columns + h, rounded(total, sums_ptr.dtype.element_ty), mask=in_row)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_experts", "local_experts", "num_rows"])
+def pull_kernel(
+    # regions of all ranks
+    sums_table_ptr,
+    probs_table_ptr,
+    # results, contiguous; either may be left out
+    out_ptr,
+    out_probs_ptr,
+    # lists of rows
+    slots_ptr,
+    num_slots_ptr,
+    # sizes
+    num_tokens,
+    num_experts,
+    local_experts,
+    num_columns,
+    num_rows,
+    ONCE: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """out[t] = Σ over ranks, ascending, of what is there of t, rounded before it is added; out_probs[t, e] that of its row, 0 where there is none."""
+    columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
+    column = tl.program_id(0) % columns
+    block = tl.program_id(0) // columns
+    lists = tl.cdiv(num_tokens, BLOCK_L) if out_probs_ptr is not None else 0
+    if block < lists:
+        if column == 0 and out_probs_ptr is not None:
+            t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
+            list_t_ptr, _, num_slots = find_lists(slots_ptr, num_slots_ptr, None, 0, t, 1, num_tokens, num_experts)
+            for j in range(tl.max(num_slots, axis=0)):
+                expert, row, live = load_slot(
+                    list_t_ptr, None, list_t_ptr, 0, t, j, num_slots, num_tokens, num_experts, num_rows
+                )
+                probs_ptr = at_rank(probs_table_ptr, expert // local_experts, live, out_probs_ptr.dtype.element_ty)
+                prob = tl.load(probs_ptr + row, mask=live, other=0)
+                tl.store(out_probs_ptr + t * num_experts + expert, prob, mask=live)
+    elif out_ptr is not None:
+        t = (block - lists).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+        in_row = (h < num_columns)[None, :]  # the last block sticks out
+        list_t_ptr, _, num_slots = find_lists(slots_ptr, num_slots_ptr, None, 0, t, 1, num_tokens, num_experts)
+        total = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
+        part = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
+        last = tl.full([BLOCK_T], -1, tl.int64)
+        for first in range(0, tl.max(num_slots, axis=0), UNROLL):
+            for j in tl.static_range(UNROLL):  # their loads are on their way together
+                expert, row, live = load_slot(
+                    list_t_ptr, None, list_t_ptr, 0, t, first + j, num_slots, num_tokens, num_experts, num_rows
+                )
+                rank = expert // local_experts
+                new = live & (rank != last)
+                read = new if ONCE else live
+                sums_ptr = at_rank(sums_table_ptr, rank, read, out_ptr.dtype.element_ty)
+                value = tl.load(
+                    sums_ptr[:, None] + row[:, None] * num_columns + h[None, :], mask=read[:, None] & in_row, other=0.0
+                ).to(ACCUMULATOR)
+                total = tl.where(new[:, None], total + rounded(part, out_ptr.dtype.element_ty).to(ACCUMULATOR), total)
+                part = tl.where(new[:, None], value, part + value)
+                last = tl.where(live, rank, last)
+        total += rounded(part, out_ptr.dtype.element_ty).to(ACCUMULATOR)
+        inside = (t < num_tokens)[:, None] & in_row  # the last tile sticks out
+        tl.store(out_ptr + t[:, None] * num_columns + h[None, :], rounded(total, out_ptr.dtype.element_ty), mask=inside)

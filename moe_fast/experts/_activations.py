@@ -1,0 +1,265 @@
+"""An activation of whole rows, gated or not, times the row's probability; and back.
+
+A tile is [rows, columns of the result]. `LAYOUT` says where the gate u and the value v of a result's column stand in h:
+
+    single  u at f, no v                              halves  u at f, v at f + width
+    pairs   u at 2f, v at 2f + 1                      blocks  u at f // s · 2s + f % s, v s further on, s = `between`
+
+Everything is computed in `ACCUMULATOR`, float32 or float64.
+"""
+
+from math import pi, sqrt
+
+import triton
+import triton.language as tl
+
+from moe_fast.launch._rounding import rounded
+from moe_fast.quantization._formats import as_float32, decoded, encoded
+from moe_fast.router._scores import number, score_and_slope, widened
+
+TWO_ROOT = tl.constexpr(2 * sqrt(2 / pi))
+CUBIC = tl.constexpr(0.044715)  # Hendrycks and Gimpel 2016, arXiv 1606.08415
+SATURATED = tl.constexpr(30.0)  # σ is 0 or 1 there to the last bit of float64, and u³ is far from an overflow
+ROOT_HALF = tl.constexpr(sqrt(0.5))
+NORMAL = tl.constexpr(1 / sqrt(2 * pi))
+
+
+@triton.jit
+def within(x, least, most):
+    """min(max(x, least), most), a NaN if x is one."""
+    return tl.where(x > most, most, tl.where(x < least, least, x))
+
+
+@triton.jit
+def value_and_slope(u, alpha, CURVE: tl.constexpr):
+    """f(u) and f'(u), numbers for every number u unless f itself overflows; a NaN stays one.
+
+    sigmoid  u σ(αu)                              erf           u (1 + erf(u/√2)) / 2
+    tanh     u (1 + tanh x) / 2 = u σ(2x)         relu          max(u, 0)
+             x = √(2/π) (u + 0.044715 u³)         squared_relu  max(u, 0)²
+    """
+    if CURVE == "sigmoid":
+        s, ds = score_and_slope(alpha * u, "sigmoid")
+        value = u * s
+        slope = s + alpha * (u * ds)  # where u is large ds is 0: α must not come before it
+    elif CURVE == "tanh":
+        near = within(u, -SATURATED, SATURATED)
+        square = near * near * CUBIC
+        s, ds = score_and_slope(near * TWO_ROOT * (1.0 + square), "sigmoid")
+        value = u * s
+        slope = s + near * TWO_ROOT * (1.0 + 3.0 * square) * ds
+    elif CURVE == "erf":
+        s = 0.5 * (1.0 + tl.erf(u * ROOT_HALF))
+        value = u * s
+        slope = s + u * tl.exp(-0.5 * u * u) * NORMAL
+    else:
+        value = tl.where(u <= 0, 0.0, u)
+        slope = tl.where(u > 0, 1.0, 0.0)
+        if CURVE == "squared_relu":
+            slope = 2.0 * value
+            value = value * value
+    return value, slope
+
+
+@triton.jit
+def pair_column(first, BLOCK_F: tl.constexpr):
+    """[2 · BLOCK_F] columns of h that hold the pairs from a result's column `first` on."""
+    return (2 * first + tl.arange(0, 2 * BLOCK_F)).to(tl.int64)
+
+
+@triton.jit
+def gate_column(f, between, LAYOUT: tl.constexpr):
+    """The column of u in h."""
+    if LAYOUT == "blocks":
+        f = f // between * (2 * between) + f % between
+    return f.to(tl.int64)
+
+
+@triton.jit
+def load_gate_and_value(
+    h_ptr,
+    stride_p,
+    stride_f,
+    p,
+    num_rows,
+    first,
+    width,
+    between,
+    LAYOUT: tl.constexpr,
+    dtype: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """u and v, [BLOCK_P, BLOCK_F] in `dtype`, 0 beside h; without a gate both are h. Of bytes, what they mean as E4M3 codes."""
+    row = h_ptr + p[:, None] * stride_p
+    if LAYOUT == "pairs":
+        column = pair_column(first, BLOCK_F)[None, :]
+        inside = (p < num_rows)[:, None] & (column < 2 * width)  # the last tiles stick out on both sides
+        x = tl.load(row + column * stride_f, mask=inside, other=0.0)
+        u, v = tl.split(tl.reshape(x, [p.shape[0], BLOCK_F, 2]))
+    else:
+        f = first + tl.arange(0, BLOCK_F)
+        inside = (p < num_rows)[:, None] & (f < width)[None, :]  # the last tiles stick out on both sides
+        place = row + gate_column(f, between, LAYOUT)[None, :] * stride_f
+        u = tl.load(place, mask=inside, other=0.0)
+        v = u
+        if LAYOUT != "single":
+            v = tl.load(place + tl.cast(between, tl.int64) * stride_f, mask=inside, other=0.0)
+    if h_ptr.dtype.element_ty == tl.uint8:
+        u = decoded(u, "e4m3")
+        v = decoded(v, "e4m3")
+    return widened(u, dtype), widened(v, dtype)
+
+
+@triton.jit
+def store_gate_and_value(
+    h_ptr, du, dv, p, num_rows, first, width, between, LAYOUT: tl.constexpr, BLOCK_F: tl.constexpr
+):
+    """The tiles in the places of u and v of a contiguous h of their dtype; without a gate du alone."""
+    if LAYOUT == "pairs":
+        column = pair_column(first, BLOCK_F)[None, :]
+        inside = (p < num_rows)[:, None] & (column < 2 * width)  # the last tiles stick out on both sides
+        tl.store(
+            h_ptr + p[:, None] * (2 * width) + column,
+            tl.reshape(tl.join(du, dv), [p.shape[0], 2 * BLOCK_F]),
+            mask=inside,
+        )
+    else:
+        f = first + tl.arange(0, BLOCK_F)
+        inside = (p < num_rows)[:, None] & (f < width)[None, :]  # the last tiles stick out on both sides
+        row_width = width if LAYOUT == "single" else 2 * width
+        place = h_ptr + p[:, None] * row_width + gate_column(f, between, LAYOUT)[None, :]
+        tl.store(place, du, mask=inside)
+        if LAYOUT != "single":
+            tl.store(place + between, dv, mask=inside)
+
+
+@triton.jit(do_not_specialize=["stride_probs", "num_rows", "parts", "offset", "clamp", "alpha"])
+def activation_kernel(
+    h_ptr,
+    stride_h_p,
+    stride_h_f,
+    probs_ptr,
+    stride_probs,
+    # result, contiguous
+    out_ptr,
+    # the E4M3 codes of h, contiguous bytes; may be left out
+    codes_ptr,
+    # sizes; a row is the work of so many programs
+    num_rows,
+    width,
+    between,
+    parts,
+    # numbers, as bits of a float64
+    offset,
+    clamp,
+    alpha,
+    CURVE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """out = f(u) · (v + offset) · p, without a gate f(u) · p, each program one tile."""
+    p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+    first = tl.program_id(0) % parts * BLOCK_F
+    u, v = load_gate_and_value(
+        h_ptr, stride_h_p, stride_h_f, p, num_rows, first, width, between, LAYOUT, ACCUMULATOR, BLOCK_F
+    )
+    if codes_ptr is not None:
+        code_u = encoded(as_float32(u), "e4m3", HARDWARE)
+        code_v = encoded(as_float32(v), "e4m3", HARDWARE)
+        store_gate_and_value(codes_ptr, code_u, code_v, p, num_rows, first, width, between, LAYOUT, BLOCK_F)
+    if CLAMPED:
+        bound = number(clamp, ACCUMULATOR)
+        u = within(u, -float("inf"), bound)
+        v = within(v, -bound, bound)
+    act, _ = value_and_slope(u, number(alpha, ACCUMULATOR), CURVE)
+    if LAYOUT != "single":
+        act = act * (v + number(offset, ACCUMULATOR))
+    if probs_ptr is not None:
+        if ROUND_FIRST:
+            act = widened(rounded(act, out_ptr.dtype.element_ty), ACCUMULATOR)
+        prob = tl.load(probs_ptr + p * stride_probs, mask=p < num_rows, other=0.0)  # the last tile sticks out
+        act = act * widened(prob, ACCUMULATOR)[:, None]
+    f = first + tl.arange(0, BLOCK_F)
+    inside = (p < num_rows)[:, None] & (f < width)[None, :]  # the last tiles stick out on both sides
+    tl.store(out_ptr + p[:, None] * width + f[None, :], rounded(act, out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["stride_probs", "num_rows", "parts", "tiles", "offset", "clamp", "alpha"])
+def activation_backward_kernel(
+    d_out_ptr,
+    stride_d_out_p,
+    stride_d_out_f,
+    h_ptr,
+    stride_h_p,
+    stride_h_f,
+    probs_ptr,
+    stride_probs,
+    # results, contiguous; either may be left out
+    d_h_ptr,
+    d_probs_ptr,
+    # sizes; a row is the work of so many programs, each so many tiles: one program, if there are d_probs
+    num_rows,
+    width,
+    between,
+    parts,
+    tiles,
+    # numbers, as bits of a float64
+    offset,
+    clamp,
+    alpha,
+    CURVE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """With g = d_out · p: du = g · f'(u) · (v + offset), dv = g · f(u), dp = Σ_f d_out · f(u) · (v + offset)."""
+    p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+    real = p < num_rows  # the last tile sticks out
+    bound = number(clamp, ACCUMULATOR)
+    if probs_ptr is not None:
+        prob = widened(tl.load(probs_ptr + p * stride_probs, mask=real, other=0.0), ACCUMULATOR)[:, None]
+    total = tl.zeros([BLOCK_P, BLOCK_F], ACCUMULATOR)
+    for i in range(tiles):
+        first = (tl.program_id(0) % parts * tiles + i) * BLOCK_F
+        u, v = load_gate_and_value(
+            h_ptr, stride_h_p, stride_h_f, p, num_rows, first, width, between, LAYOUT, ACCUMULATOR, BLOCK_F
+        )
+        f = (first + tl.arange(0, BLOCK_F)).to(tl.int64)[None, :]
+        inside = real[:, None] & (f < width)  # the last tiles stick out on both sides
+        d_out = widened(
+            tl.load(d_out_ptr + p[:, None] * stride_d_out_p + f * stride_d_out_f, mask=inside, other=0.0), ACCUMULATOR
+        )
+        if CLAMPED:
+            free_u = u <= bound  # the bounds themselves are free
+            free_v = tl.abs(v) <= bound
+            u = within(u, -float("inf"), bound)
+            v = within(v, -bound, bound)
+        value, slope = value_and_slope(u, number(alpha, ACCUMULATOR), CURVE)
+        shifted = v + number(offset, ACCUMULATOR) if LAYOUT != "single" else 1.0
+        act = value * shifted
+        g = d_out
+        if probs_ptr is not None:
+            g = g * prob
+            if ROUND_FIRST:
+                act = widened(rounded(act, d_out_ptr.dtype.element_ty), ACCUMULATOR)
+                g = widened(rounded(g, d_out_ptr.dtype.element_ty), ACCUMULATOR)
+            total += d_out * act
+        if d_h_ptr is not None:
+            du = g * slope * shifted
+            dv = g * value
+            if CLAMPED:
+                du = tl.where(free_u, du, 0.0)
+                dv = tl.where(free_v, dv, 0.0)
+            du = rounded(du, d_h_ptr.dtype.element_ty)
+            dv = rounded(dv, d_h_ptr.dtype.element_ty)
+            store_gate_and_value(d_h_ptr, du, dv, p, num_rows, first, width, between, LAYOUT, BLOCK_F)
+    if d_probs_ptr is not None:
+        tl.store(d_probs_ptr + p, rounded(tl.sum(total, axis=1), d_probs_ptr.dtype.element_ty), mask=real)

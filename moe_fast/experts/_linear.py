@@ -1,0 +1,309 @@
+"""Each expert's rows times its own matrix. A result is summed by one program, in ascending order.
+
+P rows, M outputs and N inputs of the layer. The product of rows with matrices serves forward and backward: there C are the
+columns of the result, and D is the depth that is summed over. Operands are given by pointers; where there are tensor
+descriptors of the same operands too, tiles are moved by those.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_fast.launch._rounding import INTERPRETED, rounded
+
+SEGMENT_ROWS = 1 << 30
+SEGMENT = tl.constexpr(SEGMENT_ROWS)  # where every segment ends for a descriptor of segments
+
+
+@triton.jit
+def load_segment(desc, begin, count, row, column, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+    """A tile from `row` of the `count` rows at `begin`, 0 behind them. The descriptor is one of segments."""
+    begin, count, segment = begin.to(tl.int32), count.to(tl.int32), tl.full([], SEGMENT, tl.int32)
+    return tl.reshape(desc.load([segment, begin + count, segment - count + row, column]), [BLOCK_P, BLOCK_C])
+
+
+@triton.jit
+def store_segment(desc, begin, count, row, column, tile, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The same tile, stored; nothing is written behind the rows."""
+    begin, count, segment = begin.to(tl.int32), count.to(tl.int32), tl.full([], SEGMENT, tl.int32)
+    desc.store([segment, begin + count, segment - count + row, column], tl.reshape(tile, [1, 1, BLOCK_P, BLOCK_C]))
+
+
+@triton.jit
+def add_product(acc, left, right):
+    """acc + left · right."""
+    if INTERPRETED:  # Triton 3.9 multiplies bfloat16 wrongly there
+        left, right = left.to(acc.dtype), right.to(acc.dtype)
+    return tl.dot(left, right, acc, input_precision="ieee", out_dtype=acc.dtype)
+
+
+@triton.jit(do_not_specialize=["stride_counts", "capacity", "num_rows", "num_experts"])
+def plan_kernel(
+    counts_ptr,
+    stride_counts,
+    # results: expert, its first tile, its first row and the row behind its last, a tile; the two rows, an expert; the two totals
+    tile_ptr,
+    segment_ptr,
+    total_ptr,
+    # sizes
+    capacity,
+    num_rows,
+    num_experts,
+    BLOCK_P: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Cut each expert's rows into tiles. A program writes those of one expert; the last one also how many tiles and rows there are."""
+    own = tl.program_id(0)
+    e = tl.arange(0, BLOCK_E).to(tl.int64)
+    count = tl.load(counts_ptr + e * stride_counts, mask=e < num_experts, other=0).to(
+        tl.int64
+    )  # the block is a power of two
+    count = tl.minimum(tl.maximum(count, 0), num_rows)  # whatever the counts are, no tile leaves the rows
+    behind = tl.cumsum(count, 0)
+    begin = tl.minimum(behind - count, num_rows)
+    end = tl.minimum(behind, num_rows)
+    tiles = tl.cdiv(end - begin, BLOCK_P)
+    first = tl.sum(tl.where(e < own, tiles, 0), axis=0)
+    own_tiles = tl.sum(tl.where(e == own, tiles, 0), axis=0)
+    own_begin = tl.sum(tl.where(e == own, begin, 0), axis=0)
+    own_end = tl.sum(tl.where(e == own, end, 0), axis=0)
+    for step in range(0, own_tiles, BLOCK_T):
+        t = step + tl.arange(0, BLOCK_T)
+        entry = tile_ptr + first + t
+        of_own = t < own_tiles  # the last block sticks out
+        tl.store(entry, tl.zeros_like(t) + own, mask=of_own)
+        tl.store(entry + capacity, tl.zeros_like(t) + first, mask=of_own)
+        tl.store(entry + 2 * capacity, tl.zeros_like(t) + own_begin, mask=of_own)
+        tl.store(entry + 3 * capacity, tl.zeros_like(t) + own_end, mask=of_own)
+    tl.store(segment_ptr + own, own_begin)
+    tl.store(segment_ptr + num_experts + own, own_end)
+    if own == num_experts - 1:
+        tl.store(total_ptr, first + own_tiles)
+        tl.store(total_ptr + 1, own_end)
+
+
+@triton.jit
+def find_tile(tile_ptr, capacity, work, columns, BLOCK_P: tl.constexpr):
+    """What a piece of work is: its expert, that one's rows from `begin` to `end`, the first row and the column of its tile.
+
+    An expert's tiles of one column follow each other, so that programs that run together share the matrix's columns.
+    """
+    entry = tile_ptr + work // columns  # some tile of the expert
+    expert, first = tl.load(entry).to(tl.int32), tl.load(entry + capacity).to(tl.int32)
+    begin, end = tl.load(entry + 2 * capacity), tl.load(entry + 3 * capacity)
+    tiles = tl.cdiv(end - begin, BLOCK_P).to(tl.int32)
+    place = work - first * columns
+    return expert, begin, end, begin + place % tiles * BLOCK_P, place // tiles
+
+
+@triton.jit
+def zero_rows(out_ptr, begin, end, num_columns, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Zeros in whole rows from `begin` to `end`, shared by all programs."""
+    columns = tl.cdiv(num_columns, BLOCK_C)
+    for work in range(tl.program_id(0), tl.cdiv(end - begin, BLOCK_P) * columns, tl.num_programs(0)):
+        p = begin + (work // columns).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+        c = (work % columns).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+        inside = (p < end)[:, None] & (c < num_columns)[None, :]  # the last tile and the last block stick out
+        tl.store(
+            out_ptr + p[:, None] * num_columns + c[None, :],
+            tl.zeros([BLOCK_P, BLOCK_C], out_ptr.dtype.element_ty),
+            mask=inside,
+        )
+
+
+@triton.jit
+def load_matrix(weight_desc, expert, d, c, TURNED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr):
+    """A [D, C] tile of an expert's matrix, which lies in memory as it is or turned."""
+    if TURNED:
+        tile = tl.trans(tl.reshape(weight_desc.load([expert, c, d]), [BLOCK_C, BLOCK_D]))
+    else:
+        tile = tl.reshape(weight_desc.load([expert, d, c]), [BLOCK_D, BLOCK_C])
+    return tile
+
+
+@triton.jit(do_not_specialize=["stride_bias_l", "stride_bias_c", "capacity", "num_rows", "num_experts"])
+def grouped_matmul_kernel(
+    # operands: rows, a matrix for each expert, bias
+    x_ptr,
+    stride_x_p,
+    stride_x_d,
+    weight_ptr,
+    stride_weight_l,
+    stride_weight_d,
+    stride_weight_c,
+    bias_ptr,
+    stride_bias_l,
+    stride_bias_c,
+    # result, contiguous
+    out_ptr,
+    # descriptors of rows, matrices and result, or none
+    x_desc,
+    weight_desc,
+    out_desc,
+    # plan
+    tile_ptr,
+    total_ptr,
+    capacity,
+    # sizes
+    num_rows,
+    num_columns,
+    depth,
+    ACCUMULATOR: tl.constexpr,
+    BIAS_AS: tl.constexpr,  # holds the bias exactly, or in the accumulator's dtype: bfloat16 has no direct way to float64
+    TURNED: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, and 0 in the rows behind all segments."""
+    columns = tl.cdiv(num_columns, BLOCK_C)
+    pieces = tl.load(total_ptr).to(tl.int32) * columns
+    for work in tl.range(tl.program_id(0), pieces, tl.num_programs(0), flatten=FLATTEN):
+        expert, begin, end, row, column = find_tile(tile_ptr, capacity, work, columns, BLOCK_P)
+        p = row + tl.arange(0, BLOCK_P)
+        c = column.to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+        in_segment = (p < end)[:, None]  # the last tile sticks out, into the next expert's rows
+        in_row = (c < num_columns)[None, :]  # the last block sticks out
+        acc = tl.zeros([BLOCK_P, BLOCK_C], ACCUMULATOR)
+        for first in range(0, depth, BLOCK_D):
+            if x_desc is not None:
+                x = x_desc.load([row.to(tl.int32), first])  # the next expert's rows make only rows that are not stored
+                weight = load_matrix(weight_desc, expert, first, column * BLOCK_C, TURNED, BLOCK_D, BLOCK_C)
+            else:
+                d = first + tl.arange(0, BLOCK_D).to(tl.int64)
+                in_depth = d < depth  # the last step sticks out
+                x = tl.load(
+                    x_ptr + p[:, None] * stride_x_p + d[None, :] * stride_x_d,
+                    mask=in_segment & in_depth[None, :],
+                    other=0.0,
+                )
+                matrix_ptr = weight_ptr + expert.to(tl.int64) * stride_weight_l
+                weight = tl.load(
+                    matrix_ptr + d[:, None] * stride_weight_d + c[None, :] * stride_weight_c,
+                    mask=in_depth[:, None] & in_row,
+                    other=0.0,
+                )
+            acc = add_product(acc, x, weight)
+        if bias_ptr is not None:
+            bias = tl.load(
+                bias_ptr + expert.to(tl.int64) * stride_bias_l + c * stride_bias_c, mask=c < num_columns, other=0.0
+            )  # as above
+            acc += bias.to(BIAS_AS).to(ACCUMULATOR)[None, :]
+        result = rounded(acc, out_ptr.dtype.element_ty)
+        if out_desc is not None:
+            store_segment(
+                out_desc, begin, end - begin, (row - begin).to(tl.int32), column * BLOCK_C, result, BLOCK_P, BLOCK_C
+            )
+        else:
+            tl.store(out_ptr + p[:, None] * num_columns + c[None, :], result, mask=in_segment & in_row)
+    zero_rows(out_ptr, tl.load(total_ptr + 1), num_rows, num_columns, BLOCK_P, BLOCK_C)
+
+
+@triton.jit(do_not_specialize=["stride_before_l", "num_experts"])
+def grouped_wgrad_kernel(
+    # operands: the gradient of the output, and the rows
+    d_out_ptr,
+    stride_d_out_p,
+    stride_d_out_m,
+    x_ptr,
+    stride_x_p,
+    stride_x_n,
+    # what is added to, or none
+    before_ptr,
+    stride_before_l,
+    stride_before_m,
+    stride_before_n,
+    # result, contiguous
+    out_ptr,
+    # descriptors of the operands and the result, or none
+    d_out_desc,
+    x_desc,
+    out_desc,
+    # plan
+    segment_ptr,
+    # sizes
+    num_experts,
+    num_outs,
+    num_ins,
+    ACCUMULATOR: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out[e] = Σ over e's rows p of d_out[p]ᵀ · x[p], added to before[e] if there is one. Neither operand is read in other rows: 0 · NaN is no 0."""
+    blocks_m, blocks_n = tl.cdiv(num_outs, BLOCK_M), tl.cdiv(num_ins, BLOCK_N)
+    for work in range(tl.program_id(0), num_experts * blocks_m * blocks_n, tl.num_programs(0)):
+        block_m = work % blocks_m  # programs that run together share the columns of the rows
+        block_n = work // blocks_m % blocks_n
+        expert = (work // blocks_m // blocks_n).to(tl.int64)
+        begin, end = tl.load(segment_ptr + expert), tl.load(segment_ptr + num_experts + expert)
+        m = block_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        n = block_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], ACCUMULATOR)
+        count = (end - begin).to(tl.int32)
+        for first in range(0, count, BLOCK_P):
+            if x_desc is not None:
+                d_out = load_segment(d_out_desc, begin, count, first, block_m * BLOCK_M, BLOCK_P, BLOCK_M)
+                x = load_segment(x_desc, begin, count, first, block_n * BLOCK_N, BLOCK_P, BLOCK_N)
+            else:
+                p = begin + first + tl.arange(0, BLOCK_P)
+                live = (p < end)[:, None]  # the last step sticks out
+                d_out_ptrs = d_out_ptr + p[:, None] * stride_d_out_p + m[None, :] * stride_d_out_m
+                d_out = tl.load(d_out_ptrs, mask=live & (m < num_outs)[None, :], other=0.0)  # the last block sticks out
+                x = tl.load(
+                    x_ptr + p[:, None] * stride_x_p + n[None, :] * stride_x_n,
+                    mask=live & (n < num_ins)[None, :],
+                    other=0.0,
+                )  # likewise
+            acc = add_product(acc, tl.trans(d_out), x)
+        if out_desc is not None:
+            result = tl.reshape(rounded(acc, out_ptr.dtype.element_ty), [1, BLOCK_M, BLOCK_N])
+            out_desc.store([expert.to(tl.int32), block_m * BLOCK_M, block_n * BLOCK_N], result)
+        else:
+            inside = (m < num_outs)[:, None] & (n < num_ins)[None, :]  # the last blocks stick out
+            if before_ptr is not None:
+                before_ptrs = (
+                    before_ptr + expert * stride_before_l + m[:, None] * stride_before_m + n[None, :] * stride_before_n
+                )
+                before = tl.load(before_ptrs, mask=inside, other=0.0)  # as above
+                result = tl.where(count > 0, (before + acc).to(before.dtype), before)  # -0 + 0 is another zero than -0
+            else:
+                result = rounded(acc, out_ptr.dtype.element_ty)
+            tl.store(out_ptr + (expert * num_outs + m[:, None]) * num_ins + n[None, :], result, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def segment_sums_kernel(
+    # rows to sum
+    x_ptr,
+    stride_x_p,
+    stride_x_c,
+    # result, contiguous
+    out_ptr,
+    # plan
+    segment_ptr,
+    # sizes
+    num_experts,
+    num_columns,
+    ACCUMULATOR: tl.constexpr,
+    RESULT_AS: tl.constexpr,  # on the way to the result's dtype: float64 has no direct one to bfloat16
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """out[e] = Σ over e's rows p of x[p]: first every BLOCK_P-th row, then those sums together."""
+    columns = tl.cdiv(num_columns, BLOCK_C)
+    expert = (tl.program_id(0) // columns).to(tl.int64)
+    c = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    begin, end = tl.load(segment_ptr + expert), tl.load(segment_ptr + num_experts + expert)
+    acc = tl.zeros([BLOCK_P, BLOCK_C], ACCUMULATOR)
+    for first in range(begin, end, BLOCK_P):
+        p = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_P)
+        inside = (p < end)[:, None] & (c < num_columns)[None, :]  # the last step and the last block stick out
+        acc += tl.load(x_ptr + p[:, None] * stride_x_p + c[None, :] * stride_x_c, mask=inside, other=0.0).to(
+            ACCUMULATOR
+        )
+    total = tl.sum(acc, axis=0).to(RESULT_AS)
+    tl.store(
+        out_ptr + expert * num_columns + c, rounded(total, out_ptr.dtype.element_ty), mask=c < num_columns
+    )  # likewise

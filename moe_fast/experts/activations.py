@@ -1,0 +1,316 @@
+"""glu, activation and their gradients, fused: one launch each, which reads everything once."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_fast.experts import _activations as kernels
+from moe_fast.launch import tuning
+from moe_fast.launch.backend import check_device, launch_on
+from moe_fast.launch.tuning import ceil_div
+from moe_fast.quantization.group_scales import casts_in_hardware
+from moe_fast.router.selection import accumulator, number_bits
+from moe_ref.config import ActivationGradients, check_activation, check_cotangent, check_glu, check_input_store, require
+
+PROBS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of probs
+QUICK_GELU = 1.702  # Hendrycks and Gimpel 2016, arXiv 1606.08415
+CURVES = {  # kind → the kernels' name of f, and its α
+    "swiglu": ("sigmoid", 1.0),
+    "quick_geglu": ("sigmoid", QUICK_GELU),
+    "geglu": ("tanh", 1.0),
+    "geglu_erf": ("erf", 1.0),
+    "reglu": ("relu", 1.0),
+    "silu": ("sigmoid", 1.0),
+    "quick_gelu": ("sigmoid", QUICK_GELU),
+    "gelu_tanh": ("tanh", 1.0),
+    "gelu": ("erf", 1.0),
+    "relu": ("relu", 1.0),
+    "squared_relu": ("squared_relu", 1.0),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is computed, as the kernels take it; α of the kind itself where none is given."""
+
+    kind: str
+    gated: bool
+    round_first: bool
+    offset: float = 0.0
+    clamp: float | None = None
+    alpha: float | None = None
+    interleave: int | None = None
+
+    def width(self, h: Tensor) -> int:
+        """Columns of the result."""
+        return h.shape[1] // 2 if self.gated else h.shape[1]
+
+    def between(self, h: Tensor) -> int:
+        """Columns of h from a gate to its value."""
+        return (self.interleave or max(self.width(h), 1)) if self.gated else 0
+
+    def layout(self, h: Tensor) -> str:
+        """Where gates and values stand in h, by the kernels' name."""
+        if not self.gated:
+            return "single"
+        return {self.width(h): "halves", 1: "pairs"}.get(
+            self.between(h), "blocks"
+        )  # a gate and its only value are a pair
+
+    def numbers(self) -> tuple[int, int, int]:
+        """offset, clamp and α."""
+        alpha = CURVES[self.kind][1] if self.alpha is None else self.alpha
+        return number_bits(self.offset), number_bits(self.clamp or 0.0), number_bits(alpha)
+
+
+def glu(
+    h_PF2: Tensor,
+    *,
+    probs: Tensor | None = None,
+    kind: str = "swiglu",
+    offset: float = 0.0,
+    clamp: float | None = None,
+    alpha: float | None = None,
+    interleave: int | None = None,
+    round_before_probs: bool = False,
+    fp8_input_store: bool = False,
+) -> Tensor:
+    """A gated activation, times the row's probability.
+
+        out = f(u) · (v + offset) · p,     u, v = the halves of h, the gate u first
+
+        swiglu       f(u) = u σ(αu), α = 1              geglu       f(u) = u (1 + tanh(√(2/π) (u + 0.044715 u³))) / 2
+        quick_geglu  f(u) = u σ(αu), α = 1.702          geglu_erf   f(u) = u (1 + erf(u/√2)) / 2
+        reglu        f(u) = max(u, 0)
+        with clamp c:  u ← min(u, c),  v ← min(max(v, -c), c);  the gate has no lower bound
+
+    Layout, settings and every corner are those of `moe_ref.experts.activations.glu`. Saved for the backward are h, with `fp8_input_store` as E4M3 codes
+    of one byte, which the same launch writes, and the probs.
+
+    Args:
+        h_PF2: [P,2F] bfloat16, float16, float32 or float64, of any strides.
+        probs: [P] of a dtype of `PROBS`, or None for 1.
+
+    Returns:
+        [P,F] in the dtype of h.
+
+    Rounding: fp32 throughout (fp64 if h or probs are), one rounding to the dtype of h; with `round_before_probs` also before the
+    product with p, in the backward too.
+
+    Gradients: `glu_backward`; with `fp8_input_store` at what the codes mean, saturated: ±448 for what is beyond.
+
+    Raises:
+        ValueError: see `moe_ref.config`: check_glu, check_input_store; also for probs of other dtypes than `PROBS`.
+
+    Source: weighted_bias_swiglu_impl, weighted_bias_quick_geglu_impl, bias_geglu_impl; TE ScaledSwiGLU, ScaledClampedQGeGLU.
+    """
+    check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
+    check_input_store(fp8_input_store, kind)
+    check_fused(h_PF2, probs)
+    return _Activation.apply(
+        h_PF2, probs, Settings(kind, True, round_before_probs, offset, clamp, alpha, interleave), fp8_input_store
+    )
+
+
+def glu_backward(
+    d_out_PF: Tensor,
+    h_PF2: Tensor,
+    *,
+    probs: Tensor | None = None,
+    kind: str = "swiglu",
+    offset: float = 0.0,
+    clamp: float | None = None,
+    alpha: float | None = None,
+    interleave: int | None = None,
+    round_before_probs: bool = False,
+) -> ActivationGradients:
+    """The gradients of `glu`.
+
+        g  = d_out · p,   with u and v after the clamp, and the bounds themselves passing:
+        du = g · f'(u) · (v + offset)   where u ≤ c, else 0
+        dv = g · f(u)                   where |v| ≤ c, else 0
+        dp = Σ_F d_out · f(u) · (v + offset)
+
+    d_h has the layout of h. dp is summed in an order that depends on the width and the block sizes only.
+
+    Rounding: fp32 throughout (fp64 if h or probs are); d_h is rounded once, to the dtype of h, and d_probs once, to that of the
+    probs. With `round_before_probs`, g is also rounded to the dtype of h, and f(u) · (v + offset) in dp.
+
+    Raises:
+        ValueError: see `moe_ref.config`: check_glu, check_cotangent; also for probs of other dtypes than `PROBS`.
+    """
+    check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
+    settings = Settings(kind, True, round_before_probs, offset, clamp, alpha, interleave)
+    return _checked_backward(d_out_PF, h_PF2, probs, settings)
+
+
+def activation(
+    h_PF: Tensor, *, probs: Tensor | None = None, kind: str = "squared_relu", round_before_probs: bool = False
+) -> Tensor:
+    """An activation without a gate, times the row's probability.
+
+        out = f(h) · p
+
+        silu        h σ(h)                      gelu          h (1 + erf(h/√2)) / 2
+        quick_gelu  h σ(1.702 h)                gelu_tanh     h (1 + tanh(√(2/π) (h + 0.044715 h³))) / 2
+        relu        max(h, 0)                   squared_relu  max(h, 0)²
+
+    Args, rounding, and what a NaN or an infinity does: as in `glu`. Gradients: `activation_backward`.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_activation`; also for probs of other dtypes than `PROBS`.
+
+    Source: weighted_squared_relu_impl, MLP.forward; TE ScaledSReLU.
+    """
+    check_activation(h_PF, probs, kind)
+    check_fused(h_PF, probs)
+    return _Activation.apply(h_PF, probs, Settings(kind, False, round_before_probs), False)
+
+
+def activation_backward(
+    d_out_PF: Tensor,
+    h_PF: Tensor,
+    *,
+    probs: Tensor | None = None,
+    kind: str = "squared_relu",
+    round_before_probs: bool = False,
+) -> ActivationGradients:
+    """The gradients of `activation`.
+
+        d_h = d_out · p · f'(h),     dp = Σ_F d_out · f(h);     relu has slope 0 at 0
+
+    Rounding: as in `glu_backward`.
+
+    Raises:
+        ValueError: see `moe_ref.config`: check_activation, check_cotangent; also for probs of other dtypes than `PROBS`.
+    """
+    check_activation(h_PF, probs, kind)
+    return _checked_backward(d_out_PF, h_PF, probs, Settings(kind, False, round_before_probs))
+
+
+def check_fused(h: Tensor, probs: Tensor | None) -> None:
+    """What the kernels can read."""
+    check_device("h", h)
+    if probs is not None:
+        require(probs.dtype in PROBS, "probs", f"of dtype {probs.dtype}", f"one of {PROBS}")
+
+
+class _Activation(torch.autograd.Function):
+    """`glu` or `activation`; what needs no gradient is not written."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, probs: Tensor | None, settings: Settings, fp8_input_store: bool) -> Tensor:
+        ctx.settings = settings
+        codes = (
+            torch.empty(h.shape, dtype=torch.uint8, device=h.device)
+            if fp8_input_store and any(ctx.needs_input_grad)
+            else None
+        )  # all by activation_kernel
+        ctx.save_for_backward(h if codes is None else codes, probs)
+        return _forward(h, probs, settings, codes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        h, probs = ctx.saved_tensors
+        return *_backward(d_out, h, probs, ctx.settings, ctx.needs_input_grad[0], ctx.needs_input_grad[1]), None, None
+
+
+def _checked_backward(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings) -> ActivationGradients:
+    check_cotangent(d_out, len(h), settings.width(h), h)
+    check_fused(h, probs)
+    d_h, d_probs = _backward(d_out, h, probs, settings, True, True)
+    assert d_h is not None
+    return ActivationGradients(d_h, d_probs)
+
+
+def _forward(h: Tensor, probs: Tensor | None, settings: Settings, codes: Tensor | None) -> Tensor:
+    """f(u) · (v + offset) · p; fills the codes of h, if there are any."""
+    num_rows, width = len(h), settings.width(h)
+    constants = _constants(h, h, probs, settings, tuning.for_device(h.device).activation)
+    out = torch.empty((num_rows, width), dtype=h.dtype, device=h.device)  # all by activation_kernel
+    parts = ceil_div(width, constants["BLOCK_F"])
+    programs = ceil_div(num_rows, constants["BLOCK_P"]) * parts
+    if programs:
+        with launch_on(h):
+            kernels.activation_kernel[(programs,)](
+                *_strided(h),
+                *_vector(probs),
+                out,
+                codes,
+                num_rows,
+                width,
+                settings.between(h),
+                parts,
+                *settings.numbers(),
+                HARDWARE=casts_in_hardware(h.device),
+                **constants,
+            )
+    return out
+
+
+def _backward(
+    d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings, needs_h: bool, needs_probs: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of h, given in d_out's dtype or as E4M3 codes, and probs. Either may not be needed. One program sums a row, so that the order is fixed."""
+    num_rows, width = len(h), settings.width(h)
+    constants = _constants(h, d_out, probs, settings, tuning.for_device(h.device).activation_backward)
+    d_h = (
+        torch.empty(h.shape, dtype=d_out.dtype, device=h.device) if needs_h else None
+    )  # all by activation_backward_kernel
+    d_probs = None
+    if probs is not None and needs_probs:
+        d_probs = torch.empty(num_rows, dtype=probs.dtype, device=h.device)  # likewise, also where rows are empty
+    tiles = ceil_div(width, constants["BLOCK_F"])
+    parts = 1 if d_probs is not None else tiles if needs_h else 0
+    programs = ceil_div(num_rows, constants["BLOCK_P"]) * parts
+    if programs:
+        with launch_on(h):
+            kernels.activation_backward_kernel[(programs,)](
+                *_strided(d_out),
+                *_strided(h),
+                *_vector(probs),
+                d_h,
+                d_probs,
+                num_rows,
+                width,
+                settings.between(h),
+                parts,
+                tiles // parts,
+                *settings.numbers(),
+                **constants,
+            )
+    return d_h, d_probs
+
+
+def _constants(
+    h: Tensor, result: Tensor, probs: Tensor | None, settings: Settings, tile: tuning.Tile
+) -> dict[str, Any]:
+    """What a kernel is compiled for, `result` having the result's dtype.
+
+    A tile of pairs is half as wide, so that a lane holds neighbours of h and of the result alike.
+    """
+    layout = settings.layout(h)
+    return {
+        "CURVE": CURVES[settings.kind][0],
+        "LAYOUT": layout,
+        "CLAMPED": settings.clamp is not None,
+        "ROUND_FIRST": settings.round_first and probs is not None,
+        "ACCUMULATOR": accumulator(result if probs is None or result.dtype == torch.float64 else probs),
+        "BLOCK_P": tile.tokens,
+        "BLOCK_F": tile.columns // 2 if layout == "pairs" else tile.columns,
+        "num_warps": tile.num_warps,
+    }
+
+
+def _strided(matrix: Tensor) -> tuple[Any, ...]:
+    """A matrix and its strides."""
+    return matrix.resolve_neg(), *matrix.resolve_neg().stride()  # a kernel sees memory, not a pending minus
+
+
+def _vector(vector: Tensor | None) -> tuple[Any, ...]:
+    """A vector, or none, and its stride."""
+    return (None, 0) if vector is None else _strided(vector)

@@ -1,0 +1,342 @@
+"""grouped_linear and its gradients: each expert's rows times its own weight, without asking the device how many rows there are.
+
+A small kernel turns the counts into a table of tiles. The products then take a fixed number of programs, whatever the counts are,
+so that one captured graph serves every routing.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_fast.experts import _linear as kernels
+from moe_fast.experts.scaled_linear import (
+    Precision,
+    ScaledLinear,
+    check_scaled,
+    quantized_rows,
+    quantized_weight,
+    scaled_dgrad,
+    scaled_fprop,
+    scaled_plan,
+    scaled_wgrad,
+    tensors_of,
+    with_tensors,
+    without_tensors,
+)
+from moe_fast.experts.segments import Plan, have_descriptors, make_plan, programs, strided
+from moe_fast.experts.segments import segment_sums as _segment_sums
+from moe_fast.experts.segments import segments as _segments
+from moe_fast.launch import tuning
+from moe_fast.launch.backend import check_device, launch_on
+from moe_fast.launch.tuning import GroupedTile, ceil_div
+from moe_fast.quantization.quantized import Quantized, dequantize
+from moe_ref.config import (
+    LinearState,
+    Recipe,
+    check_grouped_dgrad,
+    check_grouped_linear,
+    check_grouped_wgrad,
+    check_precision,
+    require,
+)
+
+
+def grouped_linear(
+    rows_PN: Tensor,
+    weight_LMN: Tensor,
+    tokens_per_expert_L: Tensor,
+    *,
+    bias: Tensor | None = None,
+    recipe: Recipe | None = None,
+    state: LinearState | None = None,
+    noise: Tensor | None = None,
+    accumulator: str = "float32",
+) -> Tensor:
+    """Multiply each expert's rows by its own weight.
+
+        out_i = x_i W_eᵀ + b_e,     e the expert in whose segment row i stands: the first tokens_per_expert[0] rows are expert 0's, …
+
+    Rows behind the last segment are not read; there out is 0, and nothing of them reaches a gradient. The counts are read by the
+    kernels alone: the device is never waited for, and where the counts are illegal the result is unspecified.
+
+    Rounding: products and sums, the bias last, in fp32 (fp64 for fp64 rows), ascending inputs; one rounding to the dtype of the rows.
+    Gradients: `grouped_dgrad`, `grouped_wgrad`; db_e = Σ_{i of e} d_out_i in fp32, rounded once to the dtype of the bias.
+
+    Raises:
+        ValueError: see `moe_ref.config`: check_grouped_linear, check_precision; also for what `check_product` refuses.
+
+    With a recipe's backward_override the gradients are products of high precision, of tensors as they are stored or as the codes of the
+    forward, which are what is saved, come back: no form by columns is made, and no gradient is quantised.
+
+    Source: TE GroupedLinear.
+    """
+    check_grouped_linear(rows_PN, weight_LMN, tokens_per_expert_L, bias)
+    check_precision(recipe, state, noise, accumulator)
+    check_product(rows_PN, recipe, accumulator)
+    check_device("rows", rows_PN)
+    if recipe is not None:
+        layer = ScaledLinear if recipe.backward_override is None else _OverriddenLinear
+        return layer.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, Precision(recipe, state, noise))
+    return _GroupedLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L)
+
+
+def grouped_dgrad(
+    d_out_PM: Tensor,
+    weight_LMN: Tensor,
+    tokens_per_expert_L: Tensor,
+    *,
+    recipe: Recipe | None = None,
+    state: LinearState | None = None,
+    noise: Tensor | None = None,
+    accumulator: str = "float32",
+) -> Tensor:
+    """The gradient of `grouped_linear` in its rows.
+
+        dx_i = d_out_i W_e,     0 behind the last segment
+
+    Rounding: products and sums in fp32 (fp64 for fp64), ascending outputs; one rounding to the dtype of d_out.
+
+    Raises:
+        ValueError: see `moe_ref.config`: check_grouped_dgrad, check_precision; also for what `check_product` refuses.
+    """
+    check_grouped_dgrad(d_out_PM, weight_LMN, tokens_per_expert_L)
+    check_precision(recipe, state, noise, accumulator)
+    check_product(d_out_PM, recipe, accumulator)
+    check_device("d_out", d_out_PM)
+    how = None if recipe is None else Precision(recipe, state, noise)
+    if how is not None and how.recipe.backward_override is None:
+        d = quantized_rows(d_out_PM, "grad_output", tokens_per_expert_L, how, True, False)
+        return scaled_dgrad(
+            d, quantized_weight(weight_LMN.detach(), how, False, True), scaled_plan(tokens_per_expert_L, len(d_out_PM))
+        )
+    d_out, weight = d_out_PM.detach(), weight_LMN.detach()
+    if how is not None and how.recipe.backward_override == "dequantized":
+        weight = dequantize(quantized_weight(weight, how, True, False)).view(weight.shape)
+    return _multiply(d_out, weight, None, _plan(tokens_per_expert_L, d_out))
+
+
+def grouped_wgrad(
+    d_out_PM: Tensor,
+    rows_PN: Tensor,
+    tokens_per_expert_L: Tensor,
+    *,
+    accumulate_into: Tensor | None = None,
+    recipe: Recipe | None = None,
+    state: LinearState | None = None,
+    noise: Tensor | None = None,
+    accumulator: str = "float32",
+) -> Tensor:
+    """The gradient of `grouped_linear` in its weight.
+
+        dW_e = Σ_{i of e} d_out_iᵀ x_i,     0 for an expert without rows
+
+    With `accumulate_into` the result is that plus dW, a new tensor; an expert without rows keeps what it had, bit by bit.
+
+    Rounding: products and sums in fp32 (fp64 for fp64), ascending rows; one rounding to the dtype of the rows, or, after
+    `accumulate_into` is added, to its dtype.
+
+    Raises:
+        ValueError: see `moe_ref.config`: check_grouped_wgrad, check_precision; also for what `check_product` refuses.
+
+    Source: TE GroupedLinear.backward_dw; fuse_wgrad_accumulation (main_grad).
+    """
+    check_grouped_wgrad(d_out_PM, rows_PN, tokens_per_expert_L, accumulate_into)
+    check_precision(recipe, state, noise, accumulator)
+    check_product(rows_PN, recipe, accumulator)
+    check_device("rows", rows_PN)
+    before = None if accumulate_into is None else accumulate_into.detach()
+    how = None if recipe is None else Precision(recipe, state, noise)
+    if how is not None and how.recipe.backward_override is None:
+        d = quantized_rows(d_out_PM, "grad_output", tokens_per_expert_L, how, False, True)
+        x = quantized_rows(rows_PN, "input", tokens_per_expert_L, how, False, True)
+        return scaled_wgrad(d, x, scaled_plan(tokens_per_expert_L, len(rows_PN)), accumulate_into=before)
+    rows = rows_PN.detach()
+    if how is not None and how.recipe.backward_override == "dequantized":
+        rows = dequantize(quantized_rows(rows, "input", tokens_per_expert_L, how, True, False))
+    return _outer_products(d_out_PM.detach(), rows, before, _plan(tokens_per_expert_L, rows))
+
+
+def check_product(rows: Tensor, recipe: Recipe | None, accumulator: str) -> None:
+    """Whether these kernels compute it.
+
+    Raises:
+        ValueError: float64 sums of products that are no float64; with a recipe, see `check_scaled`.
+    """
+    if recipe is not None:
+        check_scaled(rows, accumulator)
+        return
+    held = accumulator == "float32" or rows.dtype == torch.float64
+    require(
+        held,
+        "accumulator",
+        f"{accumulator!r} with rows of dtype {rows.dtype}",
+        "'float32', unless the rows are float64",
+    )
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """`grouped_linear`; one plan serves the forward and the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor) -> Tensor:
+        ctx.plan = _plan(tokens_per_expert, rows)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        wants_rows, wants_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(rows if wants_weight else None, weight if wants_rows else None)
+        return _multiply(rows, weight.transpose(1, 2), bias, ctx.plan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        rows, weight = ctx.saved_tensors
+        d_rows = None if weight is None else _multiply(d_out, weight, None, ctx.plan)
+        d_weight = None if rows is None else _outer_products(d_out, rows, None, ctx.plan)
+        d_bias = _segment_sums(d_out, ctx.bias_dtype, ctx.plan) if ctx.needs_input_grad[2] else None
+        return d_rows, d_weight, d_bias, None
+
+
+class _OverriddenLinear(torch.autograd.Function):
+    """`grouped_linear` by a recipe with a backward_override: low precision forward, and gradients by the products of high precision."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, how: Precision
+    ) -> Tensor:
+        wants_rows, wants_weight, *_ = ctx.needs_input_grad
+        counts = (
+            tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert
+        )  # the caller may change them before the backward
+        x, matrices = (
+            quantized_rows(rows, "input", counts, how, True, False),
+            quantized_weight(weight, how, True, False),
+        )
+        ctx.bias_dtype, ctx.shape = None if bias is None else bias.dtype, weight.shape
+        ctx.x = ctx.weight = None
+        if how.recipe.backward_override == "high_precision":
+            ctx.save_for_backward(counts, rows if wants_weight else None, weight if wants_rows else None)
+        else:
+            ctx.x, ctx.weight = without_tensors(x, False), without_tensors(matrices, False)
+            kept = tensors_of(x.rowwise if wants_weight else None), tensors_of(matrices.rowwise if wants_rows else None)
+            ctx.save_for_backward(counts, *kept[0], *kept[1], matrices.splits)
+        return scaled_fprop(x, matrices, scaled_plan(counts, len(rows)), bias=bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        counts, *tensors = ctx.saved_tensors
+        wants_rows, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        plan, d_rows, d_weight = _plan(counts, d_out), None, None
+        if wants_rows:
+            weight = (
+                tensors[1] if ctx.weight is None else _dequantized(ctx.weight, tensors[3:6], tensors[6]).view(ctx.shape)
+            )
+            d_rows = _multiply(d_out, weight, None, plan)
+        if wants_weight:
+            rows = tensors[0] if ctx.x is None else _dequantized(ctx.x, tensors[:3], counts)
+            d_weight = _outer_products(d_out, rows, None, plan)
+        d_bias = _segment_sums(d_out, ctx.bias_dtype, plan) if wants_bias else None
+        return d_rows, d_weight, d_bias, None, None
+
+
+def _dequantized(kept: Quantized, tensors: list[Tensor], splits: Tensor) -> Tensor:
+    """What the codes by rows come back as, in the dtype that they were made of."""
+    return dequantize(replace(with_tensors(kept, tensors, False), splits=splits))
+
+
+def _plan(tokens_per_expert: Tensor, rows: Tensor) -> Plan:
+    """The plan for these rows, of tiles that suit their number and dtype."""
+    tile = tuning.for_device(rows.device).grouped.tile(len(rows), len(tokens_per_expert), rows.dtype.itemsize)
+    return make_plan(tokens_per_expert, len(rows), tile)
+
+
+def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Plan) -> Tensor:
+    """out[p] = x[p] · weight[e] + bias[e] for the rows p of each expert e, and 0 in the rows behind."""
+    x, weight, tile = x_PD.resolve_neg(), weight_LDC.resolve_neg(), plan.tile
+    num_rows, depth, num_columns = *x.shape, weight.shape[2]
+    out = torch.empty(
+        (num_rows, num_columns), dtype=x.dtype, device=x.device
+    )  # all by grouped_matmul_kernel: the tiles, and the rows behind
+    if out.numel() == 0:
+        return out
+    turned = weight.stride(2) != 1
+    described = have_descriptors(x, weight.transpose(1, 2) if turned else weight, out)
+    wide = x.dtype == torch.float64
+    with launch_on(x):
+        kernels.grouped_matmul_kernel[(programs(plan.capacity * ceil_div(num_columns, tile.columns), x.device),)](
+            *strided(x, 2),
+            *strided(weight, 3),
+            *strided(bias_LC, 2),
+            out,
+            *(_matmul_descriptors(x, weight, out, tile, turned) if described else (None, None, None)),
+            plan.tile_4C,
+            plan.total_2,
+            plan.capacity,
+            num_rows,
+            num_columns,
+            depth,
+            ACCUMULATOR=tl.float64 if wide else tl.float32,
+            BIAS_AS=tl.float64 if wide and bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
+            TURNED=turned,
+            FLATTEN=described and tuning.for_device(x.device).grouped.flatten,
+            BLOCK_P=tile.rows,
+            BLOCK_C=tile.columns,
+            BLOCK_D=tile.depth,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    return out
+
+
+def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None, plan: Plan) -> Tensor:
+    """out[e] = Σ over e's rows p of d_out[p]ᵀ · rows[p], added to before[e] if there is one."""
+    d_out, rows = d_out_PM.resolve_neg(), rows_PN.resolve_neg()
+    doubles = before_LMN is not None and before_LMN.dtype == torch.float64  # a large tile of them has no room
+    tile = tuning.for_device(rows.device).grouped.wgrad_tile(8 if doubles else rows.dtype.itemsize)
+    shape = (plan.num_experts, d_out.shape[1], rows.shape[1])
+    out = torch.empty(
+        shape, dtype=(rows if before_LMN is None else before_LMN).dtype, device=rows.device
+    )  # all by grouped_wgrad_kernel
+    if out.numel() == 0:
+        return out
+    described = have_descriptors(d_out, rows)
+    out_described = (
+        described and before_LMN is None and have_descriptors(out)
+    )  # a sum in float32 leaves no room for a tile of it
+    pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
+    with launch_on(rows):
+        kernels.grouped_wgrad_kernel[(programs(pieces, rows.device),)](
+            *strided(d_out, 2),
+            *strided(rows, 2),
+            *strided(before_LMN, 3),
+            out,
+            _segments(d_out, [tile.depth, tile.rows]) if described else None,
+            _segments(rows, [tile.depth, tile.columns]) if described else None,
+            TensorDescriptor.from_tensor(out, [1, tile.rows, tile.columns]) if out_described else None,
+            plan.segment_2L,
+            *shape,
+            ACCUMULATOR=tl.float64 if rows.dtype == torch.float64 else tl.float32,
+            BLOCK_P=tile.depth,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.columns,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    return out
+
+
+def _matmul_descriptors(
+    x: Tensor, weight: Tensor, out: Tensor, tile: GroupedTile, turned: bool
+) -> tuple[TensorDescriptor, ...]:
+    matrices, block = (
+        (weight.transpose(1, 2), [1, tile.columns, tile.depth]) if turned else (weight, [1, tile.depth, tile.columns])
+    )
+    return (
+        TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
+        TensorDescriptor.from_tensor(matrices, block),
+        _segments(out, [tile.rows, tile.columns]),
+    )

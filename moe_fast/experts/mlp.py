@@ -1,0 +1,265 @@
+"""grouped_mlp: the experts of one rank, whose rows stand grouped by expert, without asking the device how many each has.
+
+It is made of `grouped_linear`, `glu` or `activation`, and two small steps of its own: rows times probabilities, and a bias that is
+weighted like its row.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from moe_fast.experts.activations import PROBS, activation, glu
+from moe_fast.experts.linear import check_product, grouped_linear
+from moe_fast.experts.padding import Padding
+from moe_fast.experts.weighting import BiasAdded, ScaledRows
+from moe_fast.launch.backend import check_device
+from moe_ref.config import (
+    GATED,
+    LinearState,
+    Recipe,
+    check_counts,
+    check_grouped_mlp,
+    check_input_store,
+    check_kind,
+    check_linear,
+    check_pairs,
+    check_splits,
+    require,
+)
+
+
+def grouped_mlp(
+    rows_PH: Tensor,
+    tokens_per_expert_L: Tensor,
+    fc1_weight_LFH: Tensor,
+    fc2_weight_LHF: Tensor,
+    *,
+    probs: Tensor | None = None,
+    fc1_bias: Tensor | None = None,
+    fc2_bias: Tensor | None = None,
+    kind: str = "swiglu",
+    offset: float = 0.0,
+    clamp: float | None = None,
+    alpha: float | None = None,
+    interleave: int | None = None,
+    round_before_probs: bool = False,
+    fp8_input_store: bool = False,
+    probs_on_input: bool = False,
+    align: int | None = None,
+    recompute: str | None = None,
+    recipe: Recipe | None = None,
+    state: tuple[LinearState, LinearState] | None = None,
+    noise: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Each expert's two linear layers over its own rows, weighted by the rows' probabilities.
+
+        h = x W1_eᵀ + b1_e;     a = act(h) · p;     y = a W2_eᵀ + p · b2_e     (e the expert in whose segment the row stands)
+
+    With `probs_on_input` the row is weighted instead:  h = (p · x) W1_eᵀ + b1_e;  a = act(h);  y = a W2_eᵀ + b2_e.
+
+    Rows behind the last segment are not read, nor are their probs: there the output is 0, and nothing of them reaches a gradient. The
+    counts are read by the kernels alone; where they are illegal the result is unspecified. Settings and corners are those of
+    `moe_ref.experts.grouped_mlp`.
+
+    Saved for the backward are the rows, h and a; with recompute "moe_act" not a, with "moe" only the rows. With `fp8_input_store` h is saved as
+    codes of one byte; with "moe_act", which computes a from it, h itself as well. Without a recipe `align`
+    changes no value, so nothing is padded; with one the buffer grows by L · (align - 1) rows.
+
+    Returns:
+        [P,H] in the dtype of the rows.
+
+    Rounding, each once, to the dtype of the rows: p · x; h, its bias included; a; a W2ᵀ; and after it, separately, the sum with p · b2,
+    which is taken in fp32 (fp64 if an input is). Gradients round where these values do; db2_e = Σ_{i of e} p_i d_y_i, in a fixed order.
+
+    Raises:
+        ValueError: see `moe_ref.config`: check_grouped_mlp, check_kind, check_input_store, check_pairs; and `grouped_linear`; also for probs of other dtypes
+            than `PROBS`.
+
+    Source: TEGroupedMLP.forward.
+    """
+    shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
+    act = chosen_activation(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
+    check_grouped_mlp(
+        rows_PH,
+        tokens_per_expert_L,
+        fc1_weight_LFH,
+        fc2_weight_LHF,
+        probs,
+        fc1_bias,
+        fc2_bias,
+        interleave,
+        kind,
+        probs_on_input,
+        align,
+        recompute,
+    )
+    check_pairs(state, noise)
+    check_product(rows_PH, recipe, "float32")
+    check_device("rows", rows_PH)
+    if probs is not None:
+        require(probs.dtype in PROBS, "probs", f"of dtype {probs.dtype}", f"one of {PROBS}")
+    run = partial(
+        _experts,
+        act=act,
+        linears=[partial(grouped_linear, recipe=recipe, state=each) for each in state or (None, None)],
+        noise=noise,
+        align=None if recipe is None else align,
+        probs_on_input=probs_on_input,
+        recompute=recompute == "moe_act",
+    )
+    inputs = (rows_PH, tokens_per_expert_L, probs, fc1_weight_LFH, fc2_weight_LHF, fc1_bias, fc2_bias)
+    return run_again(run, *inputs) if recompute == "moe" else run(*inputs)
+
+
+def sequential_mlp(
+    rows_PH: Tensor,
+    tokens_per_expert_L: Tensor,
+    fc1_weight_LFH: Tensor,
+    fc2_weight_LHF: Tensor,
+    *,
+    probs: Tensor | None = None,
+    fc1_bias: Tensor | None = None,
+    fc2_bias: Tensor | None = None,
+    **settings: Any,
+) -> Tensor:
+    """`grouped_mlp`, which is what one expert after the other comes to: the same function of the same weights.
+
+    Like it, and unlike a loop over experts, this does not ask the device where their rows are. It takes no state and no noise.
+
+    Raises:
+        ValueError: as `grouped_mlp`; also for a state or a noise.
+
+    Source: SequentialMLP.
+    """
+    check_counts(tokens_per_expert_L, len(fc1_weight_LFH), rows_PH)
+    for name in ("state", "noise"):
+        require(settings.get(name) is None, name, "given", "None: it would be for all experts together")
+    weights = (fc1_weight_LFH, fc2_weight_LHF)
+    return grouped_mlp(
+        rows_PH, tokens_per_expert_L, *weights, probs=probs, fc1_bias=fc1_bias, fc2_bias=fc2_bias, **settings
+    )
+
+
+def latent_projection(
+    x_TN: Tensor,
+    weight_MN: Tensor,
+    *,
+    bias: Tensor | None = None,
+    recipe: Recipe | None = None,
+    state: LinearState | None = None,
+    noise: Tensor | None = None,
+) -> Tensor:
+    """x Wᵀ + b: from H down to the latent width before dispatch, and from there up to H after combine; once a token.
+
+    Rounding and errors: as `grouped_linear` with one expert that has all the rows.
+
+    Source: MoELayer.fc1_latent_proj, fc2_latent_proj.
+    """
+    check_linear("weight", x_TN, weight_MN, bias)
+    return linear(x_TN, weight_MN, bias=bias, recipe=recipe, state=state, noise=noise)
+
+
+def linear(x_TN: Tensor, weight_MN: Tensor, *, bias: Tensor | None = None, **precision: Any) -> Tensor:
+    """`grouped_linear` of one expert that has all the rows: how many those are is known here, so that they are checked.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_splits`, and `grouped_linear`.
+    """
+    if isinstance(precision.get("recipe"), Recipe):
+        check_splits([len(x_TN)], len(x_TN), precision["recipe"])
+    count = torch.full((1,), len(x_TN), dtype=torch.int64, device=x_TN.device)
+    return grouped_linear(x_TN, weight_MN[None], count, bias=None if bias is None else bias[None], **precision)
+
+
+def chosen_activation(
+    kind: str,
+    *,
+    offset: float = 0.0,
+    clamp: float | None = None,
+    alpha: float | None = None,
+    interleave: int | None = None,
+    round_before_probs: bool = False,
+    fp8_input_store: bool = False,
+) -> Callable[..., Tensor]:
+    """`glu` or `activation`, whichever has that kind, as a function of h and probs.
+
+    Raises:
+        ValueError: see `moe_ref.config`: check_kind, check_input_store.
+    """
+    check_kind(kind, offset, clamp, alpha, interleave)
+    check_input_store(fp8_input_store, kind)
+    if kind in GATED:
+        shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
+        return partial(glu, kind=kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
+    return partial(activation, kind=kind, round_before_probs=round_before_probs)
+
+
+def run_again(run: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    """run(*inputs), of which only the inputs are kept; the backward runs it again. Nothing here is random, so no state of it is saved."""
+    out: Tensor = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
+def _experts(
+    rows_PH: Tensor,
+    tokens_per_expert_L: Tensor,
+    probs: Tensor | None,
+    fc1_weight_LFH: Tensor,
+    fc2_weight_LHF: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_bias: Tensor | None,
+    *,
+    act: Callable[..., Tensor],
+    linears: list[Callable[..., Tensor]],
+    noise: tuple[Tensor, Tensor] | None,
+    align: int | None,
+    probs_on_input: bool,
+    recompute: bool,
+) -> Tensor:
+    wide = (
+        torch.float64
+        if any(x is not None and x.dtype == torch.float64 for x in (rows_PH, probs, fc2_bias))
+        else torch.float32
+    )
+    p_P = (
+        None if probs is None else probs.to(wide)
+    )  # widened once, so that the two ways to its gradient meet before it is rounded
+    padding = None if align is None else Padding.of(tokens_per_expert_L, len(rows_PH), align)
+    if padding is not None:
+        rows_PH, p_P, tokens_per_expert_L = *padding.pad(rows_PH, p_P), padding.counts_L
+    ends_L = tokens_per_expert_L.clamp(min=0).cumsum(0)
+    if probs_on_input:
+        rows_PH, p_P = ScaledRows.apply(rows_PH, p_P, ends_L), None
+    noise1, noise2 = (None, None) if noise is None else (_of_length(each, len(rows_PH)) for each in noise)
+    h_PF = linears[0](rows_PH, fc1_weight_LFH, tokens_per_expert_L, bias=fc1_bias, noise=noise1)
+    a_PF = act(h_PF, probs=p_P)
+    if recompute:
+        with _computed_again(a_PF, act, h_PF, p_P):
+            y_PH = linears[1](a_PF, fc2_weight_LHF, tokens_per_expert_L, noise=noise2)
+    else:
+        y_PH = linears[1](a_PF, fc2_weight_LHF, tokens_per_expert_L, noise=noise2)
+    if fc2_bias is not None:
+        y_PH = BiasAdded.apply(y_PH, fc2_bias, p_P, ends_L)
+    return y_PH if padding is None else padding.trim(y_PH)
+
+
+def _computed_again(a_PF: Tensor, act: Callable[..., Tensor], h_PF: Tensor, p_P: Tensor | None) -> saved_tensors_hooks:
+    """While this is entered `a` is not saved for a backward, which computes it again from h, which is saved anyway."""
+    known = (a_PF.data_ptr(), a_PF.shape, a_PF.dtype)
+    h_PF, p_P = h_PF.detach(), None if p_P is None else p_P.detach()
+
+    def unpack(kept: Tensor | None) -> Tensor:
+        return act(h_PF, probs=p_P) if kept is None else kept
+
+    return saved_tensors_hooks(lambda x: None if (x.data_ptr(), x.shape, x.dtype) == known else x, unpack)
+
+
+def _of_length(noise_XRC: Tensor, rows: int) -> Tensor:
+    """So many rows of noise; rows that nobody is to read may be missing."""
+    missing = max(rows - noise_XRC.shape[1], 0)
+    return torch.nn.functional.pad(noise_XRC, (0, 0, 0, missing))[:, :rows]

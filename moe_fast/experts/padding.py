@@ -1,0 +1,54 @@
+"""Each expert's rows extended by zeros to a multiple of something, and trimmed again; the device is not asked how many that are."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_fast.permutation.permute import sort_chunks
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Rows of zeros in front of the rows, and the order of chunks that puts some of them behind each segment.
+
+    before  zeros_0 … zeros_{L-1}, zeros that are left over, segment_0 … segment_{L-1}, rows behind the last segment
+    padded  segment_0, zeros_0, …, segment_{L-1}, zeros_{L-1}, zeros that are left over, rows behind
+    """
+
+    spare: int  # rows of zeros: L · (align - 1) are enough for any counts
+    counts_L: Tensor  # of the padded segments
+    before: Tensor  # sizes of the chunks, in either order
+    padded: Tensor
+    order: Tensor  # of the chunks before, one after the other as they stand when padded
+    back: Tensor  # and the other way
+
+    @classmethod
+    def of(cls, counts_L: Tensor, rows: int, align: int) -> "Padding":
+        """The padding of so many rows that stand in segments of these sizes."""
+        experts, device = len(counts_L), counts_L.device
+        counts = counts_L.long()
+        missing = -counts % align
+        spare = experts * (align - 1)
+        over, behind = spare - missing.sum(0, keepdim=True), rows - counts.sum(0, keepdim=True)
+        number = torch.arange(experts, device=device)
+        order = torch.cat(
+            [
+                torch.stack([experts + 1 + number, number], 1).flatten(),
+                torch.arange(experts, experts + 1, device=device),
+            ]
+        )
+        order = torch.cat([order, torch.arange(2 * experts + 1, 2 * experts + 2, device=device)])
+        before = torch.cat([missing, over, counts, behind])
+        return cls(spare, counts + missing, before, before[order], order, order.argsort())
+
+    def pad(self, rows: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Rows, and their probs, with zeros behind each segment."""
+        rows = torch.cat([rows.new_zeros(self.spare, rows.shape[1]), rows])
+        probs = None if probs is None else torch.cat([probs.new_zeros(self.spare), probs])
+        moved = sort_chunks(rows, self.before, self.order, probs=probs)
+        return moved.rows, moved.probs
+
+    def trim(self, rows: Tensor) -> Tensor:
+        """The rows that were there before."""
+        return sort_chunks(rows, self.padded, self.back).rows[self.spare :]

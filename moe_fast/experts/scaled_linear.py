@@ -1,0 +1,392 @@
+"""grouped_linear and its gradients in low precision: the products of what `quantize` made, with the scales where they cost least.
+
+Codes of FP8 are multiplied by the GPU's matrix unit for FP8, from NVIDIA's Ada on (in bfloat16 before: that is exact). Blocks of MXFP8 and
+NVFP4 have a matrix unit of their own from Blackwell on, and are emulated before: codes times scales in bfloat16, which is exact for rows of
+bfloat16 and float16; rows of float32 are multiplied in float32. (The native path compiles; it has never run.)
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_fast.experts import _scaled_linear as kernels
+from moe_fast.experts._scaled_linear import TILE_ROWS
+from moe_fast.experts.segments import Plan, have_descriptors, make_plan, programs, segment_sums, segments, strided
+from moe_fast.launch import tuning
+from moe_fast.launch.backend import INTERPRETED, launch_on
+from moe_fast.launch.tuning import ceil_div, power_of_two
+from moe_fast.quantization.group_scales import casts_in_hardware
+from moe_fast.quantization.quantize import quantize
+from moe_fast.quantization.quantized import RULES, Form, Quantized
+from moe_ref.config import LinearState, Recipe, check_splits, require
+
+FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+class Precision(NamedTuple):
+    """What the factors of a product become before it is taken."""
+
+    recipe: Recipe
+    state: LinearState | None
+    noise: Tensor | None
+
+
+def check_scaled(rows: Tensor, accumulator: str) -> None:
+    """Whether these kernels compute products by it.
+
+    Raises:
+        ValueError: rows or sums in float64.
+    """
+    require(
+        rows.dtype != torch.float64,
+        "rows",
+        f"of dtype {rows.dtype} with a recipe",
+        "bfloat16, float16 or float32: sums are taken in float32",
+    )
+    require(accumulator == "float32", "accumulator", f"{accumulator!r} with a recipe", "'float32'")
+
+
+# --- the products of quantised tensors
+
+
+def scaled_plan(tokens_per_expert_L: Tensor, num_rows: int) -> Plan:
+    """The plan that these products want."""
+    return make_plan(tokens_per_expert_L, num_rows, tuning.for_device(tokens_per_expert_L.device).grouped.scaled)
+
+
+def scaled_fprop(x: Quantized, weight: Quantized, plan: Plan, *, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b of each expert's rows, 0 behind the last segment; [P,M] in the dtype that x had.
+
+    Args:
+        x: [P,N], with its form by rows; split by the counts of the plan.
+        weight: [L·M,N], likewise, split into experts.
+        plan: of `scaled_plan`.
+        bias: [L,M] or None.
+
+    Rounding: products of codes, times scales, and sums in float32 (from Ada on FP8's products of 128 neighbours first with 14 bits), ascending
+    inputs; the bias last; one rounding to the result's dtype.
+    """
+    form = weight.form(False)
+    matrices_LMN = form.codes_MN.unflatten(0, (plan.num_experts, len(form.codes_MN) // plan.num_experts))
+    return _multiply(x, Matrices(weight, form, matrices_LMN, False), bias, plan)
+
+
+def scaled_dgrad(d_out: Quantized, weight: Quantized, plan: Plan) -> Tensor:
+    """d_out W of each expert's rows, 0 behind the last segment; [P,N] in the dtype that d_out had.
+
+    Args:
+        d_out: [P,M], with its form by rows; split by the counts of the plan.
+        weight: [L·M,N], with its form by columns, split into experts.
+    """
+    form, experts = weight.form(True), plan.num_experts
+    height, width = len(form.codes_MN) // experts, form.codes_MN.shape[1]
+    counts = torch.full((experts,), height, device=form.codes_MN.device)
+    turned = _turned(form.codes_MN, make_plan(counts, experts * height, plan.tile))
+    length = turned.stride(0)
+    matrices_LNM = turned.as_strided((experts, width, height), (ceil_div(height, TILE_ROWS) * TILE_ROWS, length, 1))
+    return _multiply(d_out, Matrices(weight, form, matrices_LNM, True), None, plan)
+
+
+def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into: Tensor | None = None) -> Tensor:
+    """d_outᵀ x of each expert's rows, 0 for an expert without rows; [L,M,N] in the dtype that x had, or that of `accumulate_into` and added to it.
+
+    Args:
+        d_out: [P,M], with its form by columns; split by the counts of the plan.
+        x: [P,N], likewise.
+        accumulate_into: [L,M,N] float32 or float64, or None.
+    """
+    device, sizes = plan.total_2.device, tuning.for_device(plan.total_2.device).grouped
+    left, right = d_out.form(True), x.form(True)
+    shape = (plan.num_experts, left.codes_MN.shape[1], right.codes_MN.shape[1])
+    out = torch.empty(
+        shape, dtype=x.dtype if accumulate_into is None else accumulate_into.dtype, device=device
+    )  # all by scaled_wgrad_kernel
+    if out.numel() == 0:
+        return out
+    unit = _unit(x, device)
+    tile = sizes.scaled if unit.rule in ("group", "amax") else sizes.decoded
+    codes = [_as_factor(_turned(form.codes_MN, plan), q, unit) for q, form in ((d_out, left), (x, right))]
+    described = have_descriptors(*codes)
+    pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
+    with launch_on(out):
+        kernels.scaled_wgrad_kernel[(programs(pieces, device),)](
+            codes[0],
+            codes[0].stride(0),
+            *_blocks(left),
+            *_outer(d_out, left),
+            codes[1],
+            codes[1].stride(0),
+            *_blocks(right),
+            *_outer(x, right),
+            *strided(accumulate_into, 3),
+            out,
+            *((TensorDescriptor.from_tensor(codes[0], [tile.rows, tile.depth]) if described else None),),
+            *((TensorDescriptor.from_tensor(codes[1], [tile.columns, tile.depth]) if described else None),),
+            plan.segment_2L,
+            *shape,
+            RULE=unit.rule,
+            D_OUT_FORMAT=d_out.format,
+            X_FORMAT=x.format,
+            FACTOR=unit.factor,
+            SCALED_BY_HARDWARE=unit.scales,
+            SHARED_P=1 if right.block is None else right.block[0],
+            BLOCK_L=power_of_two(plan.num_experts),
+            BLOCK_P=tile.depth,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.columns,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    return out
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """A quantised weight as a product reads it: its codes are contiguous along the depth."""
+
+    quantized: Quantized
+    form: Form
+    codes_LCD: Tensor
+    turned: bool  # the depth lies along the weight's outputs
+
+    @property
+    def blocks(self) -> tuple[Any, ...]:
+        """The scales, and how far apart those of experts, columns and depth are."""
+        if self.form.block is None:
+            return None, 0, 0, 0
+        height = self.codes_LCD.shape[2 if self.turned else 1]
+        stride_m, stride_n = self.form.scale.stride()
+        along = (stride_n, stride_m) if self.turned else (stride_m, stride_n)
+        return self.form.scale, ceil_div(height, self.form.block[0]) * stride_m, *along
+
+    @property
+    def shared(self) -> tuple[int, int]:
+        """How many columns, and how deep, a scale is for."""
+        block = self.form.block or (1, 1)
+        return block[::-1] if self.turned else block
+
+
+def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan) -> Tensor:
+    """out[p] = x[p] · weight[e] + bias[e] for the rows p of each expert e, and 0 in the rows behind."""
+    form = x.form(False)
+    device, sizes = form.codes_MN.device, tuning.for_device(form.codes_MN.device).grouped
+    num_rows, depth, num_columns = *form.codes_MN.shape, weight.codes_LCD.shape[1]
+    out = torch.empty(
+        (num_rows, num_columns), dtype=x.dtype, device=device
+    )  # all by scaled_matmul_kernel: the tiles, and the rows behind
+    if out.numel() == 0:
+        return out
+    unit = _unit(x, device)
+    tile = sizes.scaled if unit.rule in ("group", "amax") else sizes.decoded
+    codes, matrices = _as_factor(form.codes_MN, x, unit), _as_factor(weight.codes_LCD, weight.quantized, unit)
+    described = have_descriptors(codes, matrices)
+    with launch_on(out):
+        kernels.scaled_matmul_kernel[(programs(plan.capacity * ceil_div(num_columns, tile.columns), device),)](
+            codes,
+            codes.stride(0),
+            *_blocks(form),
+            *_outer(x, form),
+            matrices,
+            *matrices.stride()[:2],
+            *weight.blocks,
+            *_weight_outer(weight),
+            *strided(bias_LC, 2),
+            out,
+            *((TensorDescriptor.from_tensor(codes, [tile.rows, tile.depth]) if described else None),),
+            *((TensorDescriptor.from_tensor(matrices, [1, tile.columns, tile.depth]) if described else None),),
+            segments(out, [tile.rows, tile.columns]) if have_descriptors(out) else None,
+            plan.tile_4C,
+            plan.total_2,
+            plan.capacity,
+            num_rows,
+            num_columns,
+            depth,
+            RULE=unit.rule,
+            X_FORMAT=x.format,
+            WEIGHT_FORMAT=weight.quantized.format,
+            FACTOR=unit.factor,
+            SCALED_BY_HARDWARE=unit.scales,
+            SHARED_C=weight.shared[0],
+            SHARED_D=weight.shared[1],
+            BIAS_AS=tl.float64 if bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
+            BLOCK_P=tile.rows,
+            BLOCK_C=tile.columns,
+            BLOCK_D=tile.depth,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    return out
+
+
+def _turned(codes_RC: Tensor, plan: Plan) -> Tensor:
+    """Codes with rows and columns exchanged, each expert's from a tile on: the matrix unit for FP8 reads nothing else."""
+    num_columns = codes_RC.shape[1]
+    out = torch.empty(
+        (num_columns, plan.capacity * TILE_ROWS), dtype=torch.uint8, device=codes_RC.device
+    )  # as far as anyone reads by turn_kernel
+    block = tuning.for_device(codes_RC.device).grouped.turn_columns
+    if out.numel():
+        with launch_on(out):
+            kernels.turn_kernel[(plan.capacity * ceil_div(num_columns, block),)](
+                codes_RC,
+                out,
+                out.stride(0),
+                plan.tile_4C,
+                plan.total_2,
+                plan.capacity,
+                num_columns,
+                BLOCK_C=block,
+                num_warps=4,
+            )
+    return out
+
+
+# --- what a form is for a kernel
+
+
+class Unit(NamedTuple):
+    """How a product is taken."""
+
+    rule: str
+    factor: Any  # the dtype that codes are multiplied in; None: as they are
+    scales: bool  # the matrix unit multiplies blocks by their scales
+
+
+def _unit(x: Quantized, device: torch.device) -> Unit:
+    rule = RULES[x.recipe.scaling]
+    if INTERPRETED:
+        return Unit(rule, tl.float32, False)
+    if rule in ("group", "amax"):
+        return Unit(rule, None if casts_in_hardware(device) else tl.bfloat16, False)
+    return Unit(rule, tl.float32 if x.dtype == torch.float32 else tl.bfloat16, scales_in_hardware(device))
+
+
+@cache
+def scales_in_hardware(device: torch.device) -> bool:
+    """Whether the matrix unit takes the scales of blocks: on NVIDIA's Blackwell for data centres."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 10
+
+
+def _as_factor(codes: Tensor, quantized: Quantized, unit: Unit) -> Tensor:
+    """Codes as numbers of eight bits, if the matrix unit multiplies those."""
+    return codes.view(FLOAT8[quantized.format]) if unit.factor is None else codes
+
+
+def _blocks(form: Form) -> tuple[Any, ...]:
+    """The scales of blocks and their strides; or none."""
+    return (None, 0, 0) if form.block is None else (form.scale, *form.scale.stride())
+
+
+def _outer(quantized: Quantized, form: Form) -> tuple[Any, ...]:
+    """What the sum is multiplied by: a number for each group, or an amax, its strides for experts and for rows, and its share."""
+    if form.block is None:
+        return form.scale, form.scale.stride(0), 0, 1.0
+    if quantized.recipe.scaling != "nvfp4":
+        return None, 0, 0, 1.0
+    strides = (0, *form.amax.stride()) if form.per == "row" else (*form.amax.stride(), 0)[:2]
+    return form.amax, *strides, 1 / (6 * form.largest)  # E2M1's largest number times that of the scales
+
+
+def _weight_outer(weight: Matrices) -> tuple[Any, ...]:
+    """The same of a weight, whose columns have nothing of their own."""
+    scale, stride, _, share = _outer(weight.quantized, weight.form)
+    return scale, stride, share
+
+
+# --- the functions of `moe_fast.experts.linear`, with a recipe
+
+
+def quantized_rows(
+    x: Tensor, role: str, tokens_per_expert: Tensor, how: Precision, rowwise: bool, columnwise: bool
+) -> Quantized:
+    """Rows in the forms that are asked for, each expert's by themselves."""
+    state = None if how.state is None else getattr(how.state, role)
+    noise = how.noise if role == "grad_output" else None
+    splits = tokens_per_expert
+    return quantize(
+        x.detach(),
+        how.recipe,
+        role=role,
+        splits=splits,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        state=state,
+        noise=noise,
+    ).quantized
+
+
+def quantized_weight(weight_LMN: Tensor, how: Precision, rowwise: bool, columnwise: bool) -> Quantized:
+    """Each expert's matrix in the forms that are asked for."""
+    experts, height, width = weight_LMN.shape
+    check_splits([height], height, how.recipe)
+    splits = torch.full((experts,), height, device=weight_LMN.device)
+    return quantized_rows(weight_LMN.reshape(experts * height, width), "weight", splits, how, rowwise, columnwise)
+
+
+class ScaledLinear(torch.autograd.Function):
+    """`grouped_linear`: both forms of a tensor are made at once, and the gradients find the one that they need."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, how: Precision
+    ) -> Tensor:
+        wants_rows, wants_weight, *_ = ctx.needs_input_grad
+        counts = (
+            tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert
+        )  # the caller may change them before the backward
+        x = quantized_rows(rows, "input", counts, how, True, wants_weight and _has_columns(how.recipe, rows.dtype))
+        matrices = quantized_weight(weight, how, True, wants_rows)
+        ctx.plan, ctx.how, ctx.bias_dtype = scaled_plan(counts, len(rows)), how, None if bias is None else bias.dtype
+        ctx.x, ctx.weight = without_tensors(x, True), without_tensors(matrices, True)
+        ctx.save_for_backward(counts, *tensors_of(x.columnwise), *tensors_of(matrices.columnwise))
+        return scaled_fprop(x, matrices, ctx.plan, bias=bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        counts, *tensors = ctx.saved_tensors
+        wants_rows, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        d_rows = d_weight = None
+        if wants_rows or wants_weight:
+            d = quantized_rows(d_out, "grad_output", counts, ctx.how, wants_rows, wants_weight)
+            d_rows = scaled_dgrad(d, with_tensors(ctx.weight, tensors[3:], True), ctx.plan) if wants_rows else None
+            d_weight = scaled_wgrad(d, with_tensors(ctx.x, tensors[:3], True), ctx.plan) if wants_weight else None
+        d_bias = segment_sums(d_out, ctx.bias_dtype, ctx.plan) if wants_bias else None
+        return d_rows, d_weight, d_bias, None, None
+
+
+def _has_columns(recipe: Recipe, dtype: torch.dtype) -> bool:
+    """Whether rows have a form for the weight's gradient. Where they have not, the backward raises, as that of the reference does."""
+    impossible = recipe.row_scaled_activation and recipe.four_over_six in ("activations", "all")
+    return not impossible and (dtype == torch.bfloat16 or not recipe.hadamard)
+
+
+def tensors_of(form: Form | None) -> tuple[Tensor | None, ...]:
+    """What autograd keeps of a form."""
+    return (None, None, None) if form is None else (form.codes_MN, form.scale, form.amax)
+
+
+def without_tensors(quantized: Quantized, columnwise: bool) -> Quantized:
+    """The rest of it, and of its form of this direction."""
+    form, nothing = quantized.columnwise if columnwise else quantized.rowwise, torch.empty(0)
+    kept = None if form is None else replace(form, codes_MN=nothing, scale=nothing, amax=nothing)
+    return replace(
+        quantized,
+        splits=None,
+        source=None,
+        rowwise=None if columnwise else kept,
+        columnwise=kept if columnwise else None,
+    )
+
+
+def with_tensors(kept: Quantized, tensors: list[Tensor], columnwise: bool) -> Quantized:
+    """What was quantised, with its form of this direction alone."""
+    codes, scale, amax = tensors
+    form = replace(kept.form(columnwise), codes_MN=codes, scale=scale, amax=amax)
+    return replace(kept, columnwise=form) if columnwise else replace(kept, rowwise=form)

@@ -1,0 +1,135 @@
+"""What products of segments share: the plan of their tiles, descriptors that end where a segment ends, and sums over its rows."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_fast.experts import _linear as kernels
+from moe_fast.experts._linear import SEGMENT_ROWS
+from moe_fast.launch import backend, tuning
+from moe_fast.launch.backend import launch_on
+from moe_fast.launch.tuning import GroupedTile, ceil_div, power_of_two
+
+DESCRIBED_BYTES = 16  # CUDA driver API, cuTensorMapEncodeTiled: the address and every stride are multiples
+DESCRIBED_SIZE = 0x7FFF0000  # of a side that is as long as can be; coordinates are int32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which rows are whose, and the tiles that they are cut into. Only kernels know how many there are."""
+
+    tile: GroupedTile
+    tile_4C: Tensor  # int64: expert, its first tile, its first row and the row behind its last, for each tile
+    segment_2L: Tensor  # int64: the two rows, for each expert
+    total_2: Tensor  # int64: how many tiles, and rows in them
+
+    @property
+    def capacity(self) -> int:
+        """How many tiles there are at most."""
+        return self.tile_4C.shape[1]
+
+    @property
+    def num_experts(self) -> int:
+        return self.segment_2L.shape[1]
+
+
+def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile) -> Plan:
+    """The plan for rows that stand in segments of these sizes; the counts are not asked for."""
+    sizes = tuning.for_device(tokens_per_expert.device).grouped
+    num_experts = len(tokens_per_expert)
+    capacity = num_rows // tile.rows + min(num_rows, num_experts)  # each expert fills all its tiles but one
+    device = tokens_per_expert.device
+    tiles = torch.empty(
+        (4, capacity), dtype=torch.int64, device=device
+    )  # up to the total by plan_kernel; no kernel reads more
+    segments = torch.empty(
+        (2, num_experts), dtype=torch.int64, device=device
+    )  # all by plan_kernel: a program an expert
+    total = torch.empty(2, dtype=torch.int64, device=device)  # by its last program
+    with launch_on(tokens_per_expert):
+        kernels.plan_kernel[(num_experts,)](
+            tokens_per_expert,
+            *tokens_per_expert.stride(),
+            tiles,
+            segments,
+            total,
+            capacity,
+            num_rows,
+            num_experts,
+            BLOCK_P=tile.rows,
+            BLOCK_E=power_of_two(num_experts),
+            BLOCK_T=sizes.plan_tiles,
+            num_warps=4,
+        )
+    return Plan(tile, tiles, segments, total)
+
+
+def segment_sums(rows_PC: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:
+    """out[e] = Σ over e's rows."""
+    rows, tile = rows_PC.resolve_neg(), tuning.for_device(rows_PC.device).grouped.sums
+    num_columns = rows.shape[1]
+    out = torch.empty((plan.num_experts, num_columns), dtype=dtype, device=rows.device)  # all by segment_sums_kernel
+    if out.numel() == 0:
+        return out
+    with launch_on(rows):
+        kernels.segment_sums_kernel[(plan.num_experts * ceil_div(num_columns, tile.columns),)](
+            *strided(rows, 2),
+            out,
+            plan.segment_2L,
+            plan.num_experts,
+            num_columns,
+            ACCUMULATOR=tl.float64 if rows.dtype == torch.float64 else tl.float32,
+            RESULT_AS=tl.float64 if dtype == torch.float64 else tl.float32,
+            BLOCK_P=tile.tokens,
+            BLOCK_C=tile.columns,
+            num_warps=tile.num_warps,
+        )
+    return out
+
+
+def programs(pieces: int, device: torch.device) -> int:
+    """How many programs share the work."""
+    most = tuning.for_device(device).grouped.programs
+    return min(pieces, backend.multiprocessors(device) if most is None else most)
+
+
+def strided(tensor: Tensor | None, dims: int) -> tuple[Any, ...]:
+    """A tensor and its strides; or none."""
+    return (None, *(0,) * dims) if tensor is None else (tensor.resolve_neg(), *tensor.resolve_neg().stride())
+
+
+def have_descriptors(*tensors: Tensor) -> bool:
+    """Whether tiles of all these can be moved by descriptors: of the dtypes that have a matrix unit, rows of whole lines, and no overlap."""
+    return backend.has_descriptors(tensors[0].device) and all(_describable(tensor) for tensor in tensors)
+
+
+def _describable(tensor: Tensor) -> bool:
+    aligned = tensor.data_ptr() % DESCRIBED_BYTES == 0 and all(
+        stride * tensor.itemsize % DESCRIBED_BYTES == 0 for stride in tensor.stride()[:-1]
+    )
+    small = 0 < tensor.shape[0] <= SEGMENT_ROWS and tensor.numel() > 0
+    return (
+        tensor.itemsize <= 2
+        and aligned
+        and small
+        and tensor.stride(-1) == 1
+        and all(stride > 0 for stride in tensor.stride())
+    )
+
+
+def segments(rows_PC: Tensor, block: list[int]) -> TensorDescriptor:
+    """A descriptor of rows that ends where an expert's rows end, wherever that is.
+
+        [S, end, S - count + row, c]  lies at  S (2³⁴ - s) + end · s + (S - count + row) s + c  =  (end - count + row) s + c  mod 2⁶⁴
+
+    with S = 2³⁰ rows, s their stride: an address is 64 bits. The third side is S long, so that it ends at row = count.
+
+    Source: triton.tools.ragged_tma.
+    """
+    stride, num_columns = rows_PC.stride(0), rows_PC.shape[1]
+    shape, strides = [DESCRIBED_SIZE, DESCRIBED_SIZE, SEGMENT_ROWS, num_columns], [2**34 - stride, stride, stride, 1]
+    return TensorDescriptor(rows_PC, shape, strides, [1, 1, *block])

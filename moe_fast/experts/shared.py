@@ -1,0 +1,134 @@
+"""shared_experts: the MLP that every token goes through, and its gate."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_fast.experts import _weighting as kernels
+from moe_fast.experts.linear import check_product
+from moe_fast.experts.mlp import chosen_activation, linear, run_again
+from moe_fast.experts.weighting import strided
+from moe_fast.launch import tuning
+from moe_fast.launch.backend import check_device, launch_on
+from moe_fast.launch.tuning import ceil_div
+from moe_fast.router.selection import accumulator
+from moe_ref.config import LinearState, Recipe, check_pairs, check_shared_experts
+
+
+def shared_experts(
+    x_TH: Tensor,
+    fc1_weight_FH: Tensor,
+    fc2_weight_HF: Tensor,
+    *,
+    gate_weight: Tensor | None = None,
+    kind: str = "swiglu",
+    offset: float = 0.0,
+    clamp: float | None = None,
+    alpha: float | None = None,
+    interleave: int | None = None,
+    fp8_input_store: bool = False,
+    recompute: bool = False,
+    recipe: Recipe | None = None,
+    state: tuple[LinearState, LinearState] | None = None,
+    noise: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Two linear layers over all tokens, without biases, and a gate of their own.
+
+        y = act(x W1ᵀ) W2ᵀ;     with a gate  y ← y · σ(x gᵀ)
+
+    Settings and corners are those of `moe_ref.experts.shared.shared_experts`. Saved for the backward are x, what W1 and W2 make, and act; with
+    `fp8_input_store` the E4M3 codes of what W1 makes, with `recompute` only x.
+
+    Returns:
+        [T,H] in the dtype of x.
+
+    Rounding, each once, to the dtype of x: x W1ᵀ, act, y, x gᵀ, σ and its product with y. Sums are taken in fp32 (fp64 for fp64).
+    Gradients round where these values do.
+
+    Raises:
+        ValueError: see `moe_ref.config`: check_shared_experts, check_kind, check_input_store, check_pairs; and `grouped_linear`.
+
+    Source: SharedExpertMLP.forward.
+    """
+    act = chosen_activation(
+        kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave, fp8_input_store=fp8_input_store
+    )
+    check_shared_experts(x_TH, fc1_weight_FH, fc2_weight_HF, gate_weight, kind, interleave)
+    check_pairs(state, noise)
+    check_product(x_TH, recipe, "float32")
+    check_device("x", x_TH)
+    pairs = zip(state or (None, None), noise or (None, None), strict=True)
+    run = partial(_shared, act=act, linears=[partial(linear, recipe=recipe, state=s, noise=n) for s, n in pairs])
+    inputs = (x_TH, fc1_weight_FH, fc2_weight_HF, gate_weight)
+    return run_again(run, *inputs) if recompute else run(*inputs)
+
+
+def _shared(
+    x_TH: Tensor,
+    fc1_weight_FH: Tensor,
+    fc2_weight_HF: Tensor,
+    gate_weight: Tensor | None,
+    *,
+    act: Callable[..., Tensor],
+    linears: list[Callable[..., Tensor]],
+) -> Tensor:
+    fc1, fc2 = linears
+    y_TH: Tensor = fc2(act(fc1(x_TH, fc1_weight_FH)), fc2_weight_HF)
+    return y_TH if gate_weight is None else _Gated.apply(y_TH, linear(x_TH, gate_weight))
+
+
+class _Gated(torch.autograd.Function):
+    """y · σ(z)."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, z_T1: Tensor) -> Tensor:
+        ctx.save_for_backward(y, z_T1)
+        tile = tuning.for_device(y.device).activation
+        out = torch.empty(y.shape, dtype=y.dtype, device=y.device)  # all by gate_kernel
+        parts = ceil_div(y.shape[1], tile.columns)
+        if out.numel():
+            with launch_on(y):
+                kernels.gate_kernel[(ceil_div(len(y), tile.tokens) * parts,)](
+                    *strided(y),
+                    *strided(z_T1[:, 0]),
+                    out,
+                    len(y),
+                    y.shape[1],
+                    parts,
+                    ACCUMULATOR=accumulator(y),
+                    BLOCK_T=tile.tokens,
+                    BLOCK_H=tile.columns,
+                    num_warps=tile.num_warps,
+                )
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        y, z_T1 = ctx.saved_tensors
+        needs_y, needs_z = ctx.needs_input_grad
+        d_y = torch.empty(y.shape, dtype=y.dtype, device=y.device) if needs_y else None  # all by gate_backward_kernel
+        d_z = (
+            torch.empty(z_T1.shape, dtype=y.dtype, device=y.device) if needs_z else None
+        )  # likewise, also where rows are empty
+        tile = tuning.for_device(y.device).activation_backward
+        if len(y) and (needs_y or needs_z):
+            with launch_on(y):
+                kernels.gate_backward_kernel[(ceil_div(len(y), tile.tokens),)](
+                    *strided(d_out),
+                    *strided(y),
+                    *strided(z_T1[:, 0]),
+                    d_y,
+                    d_z,
+                    len(y),
+                    y.shape[1],
+                    ACCUMULATOR=accumulator(y),
+                    BLOCK_T=tile.tokens,
+                    BLOCK_H=tile.columns,
+                    num_warps=tile.num_warps,
+                )
+        return d_y, d_z

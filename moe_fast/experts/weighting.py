@@ -1,0 +1,167 @@
+"""Rows times probabilities, and a bias that is weighted like its row; with their gradients.
+
+P rows in segments, one for each of L experts, which end at `ends_L`, int64 on the device. Rows behind the last segment are not read; results
+are 0 there.
+"""
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_fast.experts import _weighting as kernels
+from moe_fast.launch import tuning
+from moe_fast.launch.backend import launch_on
+from moe_fast.launch.tuning import ceil_div, power_of_two
+
+
+def strided(matrix: Tensor) -> tuple[Any, ...]:
+    """A matrix, or a vector, and its strides."""
+    return matrix.resolve_neg(), *matrix.resolve_neg().stride()  # a kernel sees memory, not a pending minus
+
+
+def vector(x: Tensor | None) -> tuple[Any, ...]:
+    """A vector, or none, and its stride."""
+    return (None, 0) if x is None else strided(x)
+
+
+def _accumulator(*tensors: Tensor | None) -> tl.dtype:
+    """float64 if one of them is."""
+    return tl.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else tl.float32
+
+
+class ScaledRows(torch.autograd.Function):
+    """x · p, rounded to the dtype of x; 0 behind the last segment."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probs: Tensor, ends_L: Tensor) -> Tensor:
+        ctx.save_for_backward(x, probs, ends_L)
+        tile = tuning.for_device(x.device).activation
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # all by scale_rows_kernel
+        parts = ceil_div(x.shape[1], tile.columns)
+        if out.numel():
+            with launch_on(x):
+                kernels.scale_rows_kernel[(ceil_div(len(x), tile.tokens) * parts,)](
+                    *strided(x),
+                    *strided(probs),
+                    out,
+                    ends_L,
+                    len(x),
+                    len(ends_L),
+                    x.shape[1],
+                    parts,
+                    ACCUMULATOR=_accumulator(probs),
+                    BLOCK_P=tile.tokens,
+                    BLOCK_H=tile.columns,
+                    num_warps=tile.num_warps,
+                )
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, probs, ends_L = ctx.saved_tensors
+        needs_x, needs_probs, _ = ctx.needs_input_grad
+        d_x = (
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
+        )  # all by weighted_rows_backward_kernel
+        return d_x, _weighted_backward(d_out, x, probs, ends_L, d_x, needs_probs, by_expert=False), None
+
+
+class BiasAdded(torch.autograd.Function):
+    """y + p · b_e, rounded to the dtype of y; 0 behind the last segment, as y is there."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, probs: Tensor | None, ends_L: Tensor) -> Tensor:
+        ctx.save_for_backward(bias, probs, ends_L)
+        tile = tuning.for_device(y.device).activation
+        out = torch.empty(y.shape, dtype=y.dtype, device=y.device)  # all by add_bias_kernel
+        parts = ceil_div(y.shape[1], tile.columns)
+        if out.numel():
+            with launch_on(y):
+                kernels.add_bias_kernel[(ceil_div(len(y), tile.tokens) * parts,)](
+                    *strided(y),
+                    *strided(bias),
+                    *vector(probs),
+                    out,
+                    ends_L,
+                    len(y),
+                    len(ends_L),
+                    y.shape[1],
+                    parts,
+                    ACCUMULATOR=_accumulator(y, bias, probs),
+                    BLOCK_P=tile.tokens,
+                    BLOCK_H=tile.columns,
+                    BLOCK_E=power_of_two(len(ends_L)),
+                    num_warps=tile.num_warps,
+                )
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        bias, probs, ends_L = ctx.saved_tensors
+        _, needs_bias, needs_probs, *_ = ctx.needs_input_grad
+        d_bias = _bias_gradient(d_out, bias, probs, ends_L) if needs_bias else None
+        return d_out, d_bias, _weighted_backward(d_out, bias, probs, ends_L, None, needs_probs, by_expert=True), None
+
+
+def _weighted_backward(
+    d_out: Tensor,
+    other: Tensor,
+    probs: Tensor | None,
+    ends_L: Tensor,
+    d_x: Tensor | None,
+    needs_probs: bool,
+    *,
+    by_expert: bool,
+) -> Tensor | None:
+    """Fills d_x, if there is one, and returns the gradient of the probs, if it is needed: the sums over a row are one program's."""
+    d_probs = (
+        torch.empty_like(probs, memory_format=torch.contiguous_format) if probs is not None and needs_probs else None
+    )  # all, likewise
+    tile = tuning.for_device(d_out.device).activation_backward
+    if probs is not None and len(d_out) and (d_x is not None or d_probs is not None):
+        with launch_on(d_out):
+            kernels.weighted_rows_backward_kernel[(ceil_div(len(d_out), tile.tokens),)](
+                *strided(d_out),
+                *strided(other),
+                *strided(probs),
+                d_x,
+                d_probs,
+                ends_L,
+                len(d_out),
+                len(ends_L),
+                d_out.shape[1],
+                ACCUMULATOR=_accumulator(probs),
+                BY_EXPERT=by_expert,
+                BLOCK_P=tile.tokens,
+                BLOCK_H=tile.columns,
+                BLOCK_E=power_of_two(len(ends_L)),
+                num_warps=tile.num_warps,
+            )
+    return d_probs
+
+
+def _bias_gradient(d_out: Tensor, bias: Tensor, probs: Tensor | None, ends_L: Tensor) -> Tensor:
+    """Σ over e's rows of d_out · p, in the dtype of the bias."""
+    tile = tuning.for_device(d_out.device).grouped.sums
+    out = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)  # all by bias_gradient_kernel
+    if out.numel():
+        with launch_on(d_out):
+            kernels.bias_gradient_kernel[(len(ends_L) * ceil_div(bias.shape[1], tile.columns),)](
+                *strided(d_out),
+                *vector(probs),
+                out,
+                ends_L,
+                len(d_out),
+                len(ends_L),
+                bias.shape[1],
+                ACCUMULATOR=_accumulator(d_out, bias, probs),
+                BLOCK_P=tile.tokens,
+                BLOCK_H=tile.columns,
+                num_warps=tile.num_warps,
+            )
+    return out

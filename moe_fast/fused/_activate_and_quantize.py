@@ -1,0 +1,397 @@
+"""An activation, or its gradient, that is quantised as soon as it is computed.
+
+Tiles are those of `moe_fast.quantization._tiles`, of the tensor that is quantised: out, or with `d_out` d_h, which has the layout of h. What a tile
+holds is `moe_fast.fused._tiles`.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_fast.fused._tiles import activated_tile, steps_of
+from moe_fast.quantization._formats import FLOAT32_MAX, encoded
+from moe_fast.quantization._quantize import E4M3_MAX, E5M2_MAX, fitting_scale, over, quantize_blocks
+from moe_fast.quantization._tiles import ending, magnitude, place_of_tile, store_tile
+from moe_fast.router._scores import number
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_probs",
+        "stride_splits",
+        "num_rows",
+        "num_groups",
+        "parts",
+        "steps",
+        "offset",
+        "clamp",
+        "alpha",
+        "epsilon",
+        "infinity",
+    ]
+)
+def quantize_activated_blocks_kernel(
+    d_out_ptr,
+    stride_d_out_p,
+    stride_d_out_f,
+    h_ptr,
+    stride_h_p,
+    stride_h_f,
+    probs_ptr,
+    stride_probs,
+    width,
+    between,
+    # numbers, as bits of a float64
+    offset,
+    clamp,
+    alpha,
+    splits_ptr,
+    stride_splits,
+    # results; either form may be left out, and so may the parts of d_probs, [rows, parts]. Codes are contiguous
+    row_codes_ptr,
+    row_scale_ptr,
+    row_amax_ptr,
+    stride_row_m,
+    stride_row_n,
+    column_codes_ptr,
+    column_scale_ptr,
+    column_amax_ptr,
+    stride_column_m,
+    stride_column_n,
+    part_ptr,
+    # sizes; a tile's rows are the work of so many programs, each so many steps
+    num_rows,
+    num_columns,
+    num_groups,
+    parts,
+    steps,
+    epsilon,
+    infinity,
+    CURVE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    RULE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Codes, scales and amax of blocks of 1 × BLOCK, of BLOCK × 1, or both of one load."""
+    tile = tl.program_id(0) // parts
+    _, first, read, owned, written = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G
+    )
+    p = tl.arange(0, BLOCK_M).to(tl.int64)
+    least = number(epsilon, tl.float32)
+    most = number(infinity, tl.float32)
+    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    total = tl.zeros([BLOCK_M], ACCUMULATOR)
+    for i in tl.range(0, steps_of(first, written, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
+        column = begin + i * BLOCK_N
+        x, other, part = activated_tile(
+            None if d_out_ptr is None else d_out_ptr + first * stride_d_out_p,
+            stride_d_out_p,
+            stride_d_out_f,
+            h_ptr + first * stride_h_p,
+            stride_h_p,
+            stride_h_f,
+            None if probs_ptr is None else probs_ptr + first * stride_probs,
+            stride_probs,
+            p,
+            ending(first, read, BLOCK_M),
+            ending(first, owned, BLOCK_M),
+            column,
+            width,
+            between,
+            offset,
+            clamp,
+            alpha,
+            CURVE,
+            LAYOUT,
+            CLAMPED,
+            WHOLE,
+            ROUNDED,
+            ACCUMULATOR,
+            BLOCK_N,
+        )
+        total += part
+        for half in tl.static_range(2 if WHOLE else 1):
+            if half == 1:
+                x = other
+                column += width
+            if row_codes_ptr is not None:
+                quantize_blocks(
+                    x,
+                    row_codes_ptr,
+                    row_scale_ptr,
+                    row_amax_ptr,
+                    stride_row_m,
+                    stride_row_n,
+                    tile,
+                    first,
+                    written,
+                    column,
+                    num_columns,
+                    least,
+                    most,
+                    RULE,
+                    FORMAT,
+                    POWER_OF_TWO,
+                    HARDWARE,
+                    1,
+                    BLOCK,
+                )
+            if column_codes_ptr is not None:
+                quantize_blocks(
+                    x,
+                    column_codes_ptr,
+                    column_scale_ptr,
+                    column_amax_ptr,
+                    stride_column_m,
+                    stride_column_n,
+                    tile,
+                    first,
+                    written,
+                    column,
+                    num_columns,
+                    least,
+                    most,
+                    RULE,
+                    FORMAT,
+                    POWER_OF_TWO,
+                    HARDWARE,
+                    BLOCK,
+                    1,
+                )
+    if part_ptr is not None:
+        tl.store(
+            part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written
+        )  # a tile sticks out of its group
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_probs",
+        "stride_splits",
+        "num_rows",
+        "num_groups",
+        "parts",
+        "steps",
+        "offset",
+        "clamp",
+        "alpha",
+    ]
+)
+def activated_group_amax_kernel(
+    d_out_ptr,
+    stride_d_out_p,
+    stride_d_out_f,
+    h_ptr,
+    stride_h_p,
+    stride_h_f,
+    probs_ptr,
+    stride_probs,
+    width,
+    between,
+    # numbers, as bits of a float64
+    offset,
+    clamp,
+    alpha,
+    splits_ptr,
+    stride_splits,
+    # result, as integers, zeros before
+    amax_ptr,
+    # sizes; a tile's rows are the work of so many programs, each so many steps
+    num_rows,
+    num_columns,
+    num_groups,
+    parts,
+    steps,
+    CURVE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """max |x| over each group. Bits of numbers ≥ 0 are in the order of the numbers, and a maximum has no order: programs meet in an atomic."""
+    tile = tl.program_id(0) // parts
+    group, first, end, _, _ = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
+    )
+    p = tl.arange(0, BLOCK_M).to(tl.int64)
+    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i in tl.range(0, steps_of(first, end, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
+        x, other, _part = activated_tile(
+            None if d_out_ptr is None else d_out_ptr + first * stride_d_out_p,
+            stride_d_out_p,
+            stride_d_out_f,
+            h_ptr + first * stride_h_p,
+            stride_h_p,
+            stride_h_f,
+            None if probs_ptr is None else probs_ptr + first * stride_probs,
+            stride_probs,
+            p,
+            ending(first, end, BLOCK_M),
+            ending(first, end, BLOCK_M),
+            begin + i * BLOCK_N,
+            width,
+            between,
+            offset,
+            clamp,
+            alpha,
+            CURVE,
+            LAYOUT,
+            CLAMPED,
+            WHOLE,
+            ROUNDED,
+            ACCUMULATOR,
+            BLOCK_N,
+        )
+        largest = tl.maximum(largest, magnitude(x))
+        if WHOLE:
+            largest = tl.maximum(largest, magnitude(other))
+    bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
+    tl.atomic_max(
+        amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed"
+    )  # the rest of x has no end, and no amax
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("stride_probs", "stride_splits", "stride_given", "stride_history"),
+        *("num_rows", "num_groups", "parts", "steps", "offset", "clamp", "alpha", "epsilon"),
+    ]
+)
+def cast_activated_groups_kernel(
+    d_out_ptr,
+    stride_d_out_p,
+    stride_d_out_f,
+    h_ptr,
+    stride_h_p,
+    stride_h_f,
+    probs_ptr,
+    stride_probs,
+    width,
+    between,
+    # numbers, as bits of a float64
+    offset,
+    clamp,
+    alpha,
+    splits_ptr,
+    stride_splits,
+    # scales of earlier steps; None: they follow from the amax
+    given_ptr,
+    stride_given,
+    # the amax of each group, as integers: read, or with scales given a result, and zeros before; its first column of the history likewise
+    amax_ptr,
+    history_ptr,
+    stride_history,
+    # results; the parts of d_probs, [rows, parts], may be left out
+    codes_ptr,
+    inverse_ptr,
+    part_ptr,
+    # sizes; a tile's rows are the work of so many programs, each so many steps
+    num_rows,
+    num_columns,
+    num_groups,
+    parts,
+    steps,
+    epsilon,
+    CURVE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    FORMAT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """encode(x · s) and 1/s, with one s for each group: of earlier steps, while this one's amax is measured, or from the amax."""
+    FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
+    least = number(epsilon, tl.float32)
+    tile = tl.program_id(0) // parts
+    group, first, read, owned, written = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
+    )
+    g = tl.arange(0, BLOCK_G)
+    real = g < num_groups  # BLOCK_G is a power of two
+    if given_ptr is not None:
+        scale = tl.load(given_ptr + group * stride_given, mask=group < num_groups, other=1.0)  # the rest of x has none
+        if tl.program_id(0) == 0:
+            tl.store(inverse_ptr + g, over(1.0, tl.load(given_ptr + g * stride_given, mask=real, other=1.0)), mask=real)
+    else:
+        amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0).to(tl.float32, bitcast=True)  # likewise
+        scale = fitting_scale(amax, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)
+        if tl.program_id(0) == 0:
+            amax_G = tl.load(amax_ptr + g, mask=real, other=0).to(tl.float32, bitcast=True)
+            tl.store(
+                inverse_ptr + g,
+                over(1.0, fitting_scale(amax_G, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)),
+                mask=real,
+            )
+    p = tl.arange(0, BLOCK_M).to(tl.int64)
+    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total = tl.zeros([BLOCK_M], ACCUMULATOR)
+    for i in tl.range(0, steps_of(first, written, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
+        column = begin + i * BLOCK_N
+        x, other, part = activated_tile(
+            None if d_out_ptr is None else d_out_ptr + first * stride_d_out_p,
+            stride_d_out_p,
+            stride_d_out_f,
+            h_ptr + first * stride_h_p,
+            stride_h_p,
+            stride_h_f,
+            None if probs_ptr is None else probs_ptr + first * stride_probs,
+            stride_probs,
+            p,
+            ending(first, read, BLOCK_M),
+            ending(first, owned, BLOCK_M),
+            column,
+            width,
+            between,
+            offset,
+            clamp,
+            alpha,
+            CURVE,
+            LAYOUT,
+            CLAMPED,
+            WHOLE,
+            ROUNDED,
+            ACCUMULATOR,
+            BLOCK_N,
+        )
+        total += part
+        for half in tl.static_range(2 if WHOLE else 1):
+            if half == 1:
+                x = other
+                column += width
+            store_tile(codes_ptr, encoded(x * scale, FORMAT, HARDWARE), first, written, column, num_columns)
+            if given_ptr is not None:
+                largest = tl.maximum(largest, magnitude(x))
+    if part_ptr is not None:
+        tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)  # likewise
+    if given_ptr is not None:
+        bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
+        tl.atomic_max(
+            amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed"
+        )  # the rest of x is not read
+        tl.atomic_max(history_ptr + group * stride_history, bits, mask=first < read, sem="relaxed")

@@ -1,0 +1,402 @@
+"""Codes and scales of tokens, in the places of their rows. `moe_fast.permutation.row_map.RowMap` says where those are.
+
+Blocks along rows and scales of whole groups are made where the token is read, once, and written to each of its rows. Blocks that span rows
+are made where the rows are to be: each tile of them gathers its tokens.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_fast.launch._rounding import rounded
+from moe_fast.permutation._permute import find_lists, load_slot
+from moe_fast.permutation._row_map import RANK
+from moe_fast.quantization._formats import E2M1_MAX, FLOAT32_MAX, as_float32, encoded
+from moe_fast.quantization._nvfp4 import multiplier_of
+from moe_fast.quantization._quantize import E4M3_MAX, E5M2_MAX, block_scale, fitting_scale, over, quantize_blocks
+from moe_fast.quantization._tiles import block_amax, magnitude, place_of_tile, spread
+from moe_fast.router._scores import number
+
+
+@triton.jit
+def raise_amax(amax_ptr, expert, bits, live):
+    """The larger of the two, as the bits of numbers ≥ 0: few of many have to wait for each other. What is read may be old, and is then smaller."""
+    known = tl.load(amax_ptr + expert, mask=live, other=0)  # only those of a row
+    larger = live & (bits > known)
+    tl.atomic_max(amax_ptr + expert, bits, mask=larger, sem="relaxed")
+    return larger
+
+
+@triton.jit
+def group_scale(
+    scale_ptr, stride_scale, amax_ptr, expert, real, epsilon, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr
+):
+    """What the rows of each expert are multiplied by: given, or from its amax."""
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + expert * stride_scale, mask=real, other=1.0)  # only of experts that there are
+    else:
+        amax = tl.load(amax_ptr + expert, mask=real, other=0).to(tl.float32, bitcast=True)  # likewise
+        scale = fitting_scale(amax, epsilon, FLOAT32_MAX, E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX, POWER_OF_TWO)
+    return scale
+
+
+@triton.jit
+def two_level_scale(amax, whole, HARDWARE: tl.constexpr):
+    """As `moe_fast.quantization._nvfp4`: (what is multiplied by, what is stored to decode with) of blocks along rows, each under its expert's amax."""
+    encoding = fitting_scale(whole, 0.0, FLOAT32_MAX, E2M1_MAX * E4M3_MAX, False)[:, None]
+    stored = encoded(tl.minimum(amax * (encoding * (1 / E2M1_MAX)), FLOAT32_MAX), "e4m3", HARDWARE)
+    return multiplier_of(stored, encoding), stored
+
+
+@triton.jit
+def store_blocks(scale_ptr, amax_ptr, stride_m, stride_n, row, block, stored, amax, inside):
+    """The scale and amax of a row's blocks."""
+    place = row[:, None] * stride_m + block[None, :] * stride_n
+    tl.store(scale_ptr + place, stored.to(scale_ptr.dtype.element_ty), mask=inside)
+    if amax_ptr is not None:
+        tl.store(
+            amax_ptr + place, rounded(amax, amax_ptr.dtype.element_ty), mask=inside
+        )  # exact: it is a number of that dtype
+
+
+@triton.jit(
+    do_not_specialize=[
+        "tokens_per_block",
+        "fills",
+        "first_lane",
+        "tail_lanes",
+        "num_tokens",
+        "num_experts",
+        "num_rows",
+        "stride_probs_t",
+        "stride_probs_e",
+        "stride_base_b",
+        "stride_base_e",
+        "stride_given",
+        "stride_history",
+        "epsilon",
+        "infinity",
+    ]
+)
+def scatter_kernel(
+    # tokens, and probs as bits
+    tokens_ptr,
+    stride_tokens_t,
+    stride_tokens_h,
+    probs_ptr,
+    stride_probs_t,
+    stride_probs_e,
+    # by expert: scales of earlier steps, the amax as integers (read, or with scales given a result, and zeros before), its history, 1/s as a result
+    given_ptr,
+    stride_given,
+    group_amax_ptr,
+    history_ptr,
+    stride_history,
+    inverse_ptr,
+    # results; codes are contiguous
+    codes_ptr,
+    scale_ptr,
+    amax_ptr,
+    stride_scale_m,
+    stride_scale_n,
+    row_probs_ptr,
+    row_slots_ptr,
+    source_ptr,
+    # row map
+    slots_ptr,
+    num_slots_ptr,
+    base_ptr,
+    stride_base_b,
+    stride_base_e,
+    tokens_per_block,
+    gap_ptr,
+    # programs: lists of tokens, so many whose lanes fill gaps, then blocks of tokens
+    fills,
+    first_lane,
+    tail_lanes,
+    # sizes
+    num_tokens,
+    num_experts,
+    num_columns,
+    num_rows,
+    # numbers, as bits of a float64
+    epsilon,
+    infinity,
+    RULE: tl.constexpr,  # that of blocks; "nvfp4"; "group": a scale for each expert; "none": nothing is quantised here
+    FORMAT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """Each token is read once, and its codes are written to each of its rows. The first programs move the probs, the next write padding.
+
+    `row_slots` gets the tokens' lists with rows in place of ranks, `source` each row's token, or -1. Scales of rule "amax" stay with the
+    tokens, a row each: they lie across the rows that they are for, and so are not written here.
+    """
+    columns = (
+        tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1) if RULE != "none" else 1
+    )  # lists are written without columns too
+    column = tl.program_id(0) % columns  # programs that run together finish whole rows
+    block = tl.program_id(0) // columns
+    lists = tl.cdiv(num_tokens, BLOCK_L)
+    least = number(epsilon, tl.float32)
+    most = number(infinity, tl.float32)
+    if RULE == "group" and tl.program_id(0) == 0:
+        e = tl.arange(0, BLOCK_E).to(tl.int64)
+        scale_E = group_scale(given_ptr, stride_given, group_amax_ptr, e, e < num_experts, least, FORMAT, POWER_OF_TWO)
+        tl.store(inverse_ptr + e, over(1.0, scale_E), mask=e < num_experts)  # experts are padded to a power of two
+    if block < lists:
+        if column == 0:
+            t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
+            list_t_ptr, base_t_ptr, num_slots = find_lists(
+                slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
+            )
+            for j in range(tl.max(num_slots, axis=0)):
+                expert, row, live = load_slot(
+                    list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows
+                )
+                if probs_ptr is not None:
+                    prob = tl.load(
+                        probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0
+                    )  # only those with a row
+                    tl.store(row_probs_ptr + row, prob, mask=live)  # likewise
+                if source_ptr is not None:
+                    tl.store(source_ptr + row, t.to(source_ptr.dtype.element_ty), mask=live)
+                tl.store(
+                    row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots
+                )  # dropped rows too
+    elif block < lists + fills:
+        lane = first_lane + (block - lists) * BLOCK_G + tl.arange(0, BLOCK_G)
+        gap = tl.minimum(lane, num_experts)
+        end = tl.minimum(tl.load(gap_ptr + num_experts + 1 + gap), num_rows)
+        begin = tl.load(gap_ptr + gap) + (lane - gap) * BLOCK_R
+        step = tl.where(gap == num_experts, tail_lanes, 1) * BLOCK_R
+        h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+        for i in range(tl.max(tl.cdiv(end - begin, step), axis=0)):
+            row_GR = (begin + i * step)[:, None] + tl.arange(0, BLOCK_R)[None, :]
+            row = tl.reshape(row_GR, [BLOCK_G * BLOCK_R])
+            in_gap = tl.reshape(row_GR < end[:, None], [BLOCK_G * BLOCK_R])  # other lanes' gaps may be longer
+            if column == 0 and row_probs_ptr is not None:
+                tl.store(
+                    row_probs_ptr + row, tl.zeros([BLOCK_G * BLOCK_R], row_probs_ptr.dtype.element_ty), mask=in_gap
+                )
+            if source_ptr is not None:
+                tl.store(source_ptr + row, tl.full([BLOCK_G * BLOCK_R], -1, source_ptr.dtype.element_ty), mask=in_gap)
+            if RULE != "none":
+                inside = in_gap[:, None] & (h < num_columns)[None, :]  # the last block sticks out
+                tl.store(
+                    codes_ptr + row[:, None] * num_columns + h[None, :],
+                    tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H], tl.uint8),
+                    mask=inside,
+                )
+            if RULE == "mxfp8" or RULE == "nvfp4":
+                b = column.to(tl.int64) * (BLOCK_H // BLOCK) + tl.arange(0, BLOCK_H // BLOCK)
+                amax = tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H // BLOCK], tl.float32)
+                inside = in_gap[:, None] & (b * BLOCK < num_columns)[None, :]  # likewise
+                store_blocks(
+                    scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, amax, amax, inside
+                )  # zeros have a scale of 0
+    elif RULE != "none":
+        t = (block - lists - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+        b = column.to(tl.int64) * (BLOCK_H // BLOCK) + tl.arange(0, BLOCK_H // BLOCK)
+        in_row = (h < num_columns)[None, :]  # the last block sticks out
+        inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
+        x = as_float32(
+            tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0.0)
+        )
+        list_t_ptr, base_t_ptr, num_slots = find_lists(
+            slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
+        )
+        expert, row, live = load_slot(
+            list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, 0, num_slots, num_tokens, num_experts, num_rows
+        )
+        amax = block_amax(x, 1, BLOCK_H if RULE == "group" else BLOCK)
+        if RULE == "amax" or RULE == "mxfp8":
+            multiplier, stored = block_scale(amax, least, most, RULE, FORMAT, POWER_OF_TWO)
+            code = encoded(x * spread(multiplier, 1, BLOCK), FORMAT, HARDWARE)
+        if RULE == "amax":
+            there = (t < num_tokens)[:, None] & (b * BLOCK < num_columns)[None, :]  # likewise
+            store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, t, b, stored, amax, there)
+        for j in range(tl.max(num_slots, axis=0)):
+            following = load_slot(
+                list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j + 1, num_slots, num_tokens, num_experts, num_rows
+            )  # on its way
+            if RULE == "group":
+                scale = group_scale(given_ptr, stride_given, group_amax_ptr, expert, live, least, FORMAT, POWER_OF_TWO)
+                code = encoded(x * scale[:, None], FORMAT, HARDWARE)
+                if given_ptr is not None:
+                    bits = tl.reshape(amax, [BLOCK_T]).to(tl.int32, bitcast=True)
+                    larger = raise_amax(group_amax_ptr, expert, bits, live)
+                    tl.atomic_max(history_ptr + expert * stride_history, bits, mask=larger, sem="relaxed")
+            elif RULE == "nvfp4":
+                whole = tl.load(group_amax_ptr + expert, mask=live, other=0).to(
+                    tl.float32, bitcast=True
+                )  # only those with a row
+                multiplier, stored = two_level_scale(amax, whole, HARDWARE)
+                code = encoded(x * spread(multiplier, 1, BLOCK), FORMAT, HARDWARE)
+            tl.store(
+                codes_ptr + row[:, None] * num_columns + h[None, :], code, mask=live[:, None] & in_row
+            )  # dropped rows are not written
+            if RULE == "mxfp8" or RULE == "nvfp4":
+                there = live[:, None] & (b * BLOCK < num_columns)[None, :]  # likewise
+                store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, stored, amax, there)
+            expert, row, live = following
+
+
+@triton.jit(do_not_specialize=["num_rows", "epsilon", "infinity"])
+def row_scales_kernel(
+    # by row, its token; by token, what scatter_kernel found, contiguous
+    source_ptr,
+    token_scale_ptr,
+    token_amax_ptr,
+    # results
+    scale_ptr,
+    amax_ptr,
+    stride_m,
+    stride_n,
+    # sizes
+    num_rows,
+    num_blocks,
+    # numbers, as bits of a float64
+    epsilon,
+    infinity,
+    FORMAT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """The scale and amax of each row's blocks are those of its token, or of zeros. Neighbouring rows are beside each other."""
+    parts = tl.cdiv(num_blocks, BLOCK_B)
+    row = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    b = (tl.program_id(0) % parts) * BLOCK_B + tl.arange(0, BLOCK_B)
+    source = tl.load(source_ptr + row, mask=row < num_rows, other=-1).to(tl.int64)  # the last tile sticks out
+    inside = (source >= 0)[:, None] & (b < num_blocks)[None, :]  # on both sides; and padding has no token
+    place = source[:, None] * num_blocks + b[None, :]
+    amax = tl.load(token_amax_ptr + place, mask=inside, other=0.0)
+    stored = tl.load(token_scale_ptr + place, mask=inside, other=0.0)
+    zero = tl.zeros([BLOCK_M, BLOCK_B], tl.float32)
+    of_zero = block_scale(
+        zero, number(epsilon, tl.float32), number(infinity, tl.float32), "amax", FORMAT, POWER_OF_TWO
+    )[1]
+    inside = (row < num_rows)[:, None] & (b < num_blocks)[None, :]  # likewise
+    place = row[:, None] * stride_m + b[None, :] * stride_n
+    tl.store(scale_ptr + place, tl.where((source >= 0)[:, None], stored, of_zero), mask=inside)
+    tl.store(amax_ptr + place, amax, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["tokens_per_block", "num_tokens", "num_experts", "num_rows", "stride_base_b", "stride_base_e"]
+)
+def expert_amax_kernel(
+    tokens_ptr,
+    stride_tokens_t,
+    stride_tokens_h,
+    # result, as integers, zeros before
+    amax_ptr,
+    # row map
+    slots_ptr,
+    num_slots_ptr,
+    base_ptr,
+    stride_base_b,
+    stride_base_e,
+    tokens_per_block,
+    # sizes
+    num_tokens,
+    num_experts,
+    num_columns,
+    num_rows,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """max |x| over each expert's rows, from one look at each token."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    list_t_ptr, base_t_ptr, num_slots = find_lists(
+        slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
+    )
+    largest = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
+    for first in range(0, num_columns, BLOCK_H):
+        h = first + tl.arange(0, BLOCK_H).to(tl.int64)
+        inside = (t < num_tokens)[:, None] & (h < num_columns)[None, :]  # the last tiles stick out on both sides
+        x = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0.0)
+        largest = tl.maximum(largest, magnitude(as_float32(x)))
+    bits = tl.max(largest, axis=1).to(tl.int32, bitcast=True)
+    for j in range(tl.max(num_slots, axis=0)):
+        expert, _, live = load_slot(
+            list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows
+        )
+        raise_amax(amax_ptr, expert, bits, live)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_groups", "tiles", "steps", "epsilon", "infinity"])
+def gather_kernel(
+    tokens_ptr,
+    stride_tokens_t,
+    stride_tokens_h,
+    # by row, its token; by expert, the rows of its segment
+    source_ptr,
+    splits_ptr,
+    # results; codes are contiguous
+    codes_ptr,
+    scale_ptr,
+    amax_ptr,
+    stride_scale_m,
+    stride_scale_n,
+    # sizes; a program takes so many steps along the columns of one of so many tiles of rows
+    num_rows,
+    num_columns,
+    num_groups,
+    tiles,
+    steps,
+    # numbers, as bits of a float64
+    epsilon,
+    infinity,
+    RULE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    SLAB: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """As quantize_blocks_kernel, one form of rows that are still tokens, in blocks that span rows.
+
+    SLAB programs that run together finish the same rows of a slab of columns; all tiles of a slab come before the next. So tokens stay in the
+    L2 from one of their rows to the next.
+    """
+    slab = tl.program_id(0) // (tiles * SLAB)
+    tile = tl.program_id(0) // SLAB % tiles
+    part = slab * SLAB + tl.program_id(0) % SLAB
+    _, first, read, _, written = place_of_tile(splits_ptr, 1, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G)
+    row = first + tl.arange(0, BLOCK_M)
+    source = tl.load(source_ptr + row, mask=row < read, other=-1).to(
+        tl.int64
+    )  # a tile sticks out of its group and of the rows
+    least = number(epsilon, tl.float32)
+    most = number(infinity, tl.float32)
+    begin = part.to(tl.int64) * (steps * BLOCK_N)
+    for i in tl.range(0, tl.where((first < written) & (begin < num_columns), steps, 0), num_stages=STAGES):
+        column = begin + i * BLOCK_N
+        n = column + tl.arange(0, BLOCK_N)
+        inside = (source >= 0)[:, None] & (n < num_columns)[
+            None, :
+        ]  # padding has no token, and the last block sticks out
+        x = as_float32(
+            tl.load(
+                tokens_ptr + source[:, None] * stride_tokens_t + n[None, :] * stride_tokens_h, mask=inside, other=0.0
+            )
+        )
+        quantize_blocks(
+            x, codes_ptr, scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, tile, first, written, column, num_columns,
+            least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK_R, BLOCK_C,
+        )  # fmt: skip

@@ -1,0 +1,157 @@
+"""A tile of an activation, or of its gradient, in registers: what `moe_fast.fused._activate_and_quantize` quantises.
+
+Where x stands in h, `LAYOUT` says as in `moe_fast.experts._activations`. x is computed in `ACCUMULATOR`, rounded to the dtype of h if
+`ROUNDED`, and from there on in float32.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_fast.experts._activations import load_gate_and_value, value_and_slope, within
+from moe_fast.launch._rounding import rounded
+from moe_fast.quantization._formats import as_float32
+from moe_fast.router._scores import number, widened
+
+
+@triton.jit
+def load_for_gradient(
+    h_ptr,
+    stride_p,
+    stride_f,
+    p,
+    read,
+    column,
+    width,
+    between,
+    LAYOUT: tl.constexpr,
+    dtype: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """(u, v, columns of the result, whether each is v's gradient) of columns of d_h; without a gate u and v are h. Pairs are not asked for here."""
+    n = column + tl.arange(0, BLOCK_N)
+    if LAYOUT == "single":
+        num_columns = width
+        of_value = column < 0
+        f = n
+        gate = n
+    else:
+        num_columns = 2 * width
+        rest = n % (2 * between)
+        of_value = (rest >= between)[None, :]
+        f = n // (2 * between) * between + rest % between
+        gate = n - tl.where(rest >= between, between, 0)
+    inside = (p < read)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of h
+    place = h_ptr + p[:, None] * stride_p + gate[None, :] * stride_f
+    u = tl.load(place, mask=inside, other=0.0)
+    v = u
+    if LAYOUT != "single":
+        v = tl.load(place + tl.cast(between, tl.int64) * stride_f, mask=inside, other=0.0)
+    return widened(u, dtype), widened(v, dtype), f, of_value, inside
+
+
+@triton.jit
+def activated_tile(
+    d_out_ptr,
+    stride_d_out_p,
+    stride_d_out_f,
+    h_ptr,
+    stride_h_p,
+    stride_h_f,
+    probs_ptr,
+    stride_probs,
+    p,
+    read,
+    owned,
+    column,
+    width,
+    between,
+    offset,
+    clamp,
+    alpha,
+    CURVE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """(x in float32, another x, each row's part of the probs' gradient), 0 where nobody's: x is f(u) · (v + offset) · p; with d_out its gradient.
+
+    WHOLE: columns are those of the gates, and the other x, `width` columns further on, is the values' gradient; otherwise it is x.
+    """
+    if d_out_ptr is None:
+        u, v = load_gate_and_value(
+            h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, ACCUMULATOR, BLOCK_N
+        )
+    else:
+        if LAYOUT == "pairs" or WHOLE:
+            ratio: tl.constexpr = 1 if WHOLE else 2
+            u, v = load_gate_and_value(
+                h_ptr,
+                stride_h_p,
+                stride_h_f,
+                p,
+                read,
+                column // ratio,
+                width,
+                between,
+                LAYOUT,
+                ACCUMULATOR,
+                BLOCK_N // ratio,
+            )
+            f = column // ratio + tl.arange(0, BLOCK_N // ratio)
+            inside = (p < read)[:, None] & (f < width)[None, :]  # a tile sticks out of its group and of h
+        else:
+            u, v, f, of_value, inside = load_for_gradient(
+                h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, ACCUMULATOR, BLOCK_N
+            )
+        d_out = tl.load(d_out_ptr + p[:, None] * stride_d_out_p + f[None, :] * stride_d_out_f, mask=inside, other=0.0)
+        d_out = widened(d_out, ACCUMULATOR)
+    bound = number(clamp, ACCUMULATOR)
+    if CLAMPED:
+        free_u = u <= bound  # the bounds themselves are free
+        free_v = tl.abs(v) <= bound
+        u = within(u, -float("inf"), bound)
+        v = within(v, -bound, bound)
+    value, slope = value_and_slope(u, number(alpha, ACCUMULATOR), CURVE)
+    shifted = v + number(offset, ACCUMULATOR) if LAYOUT != "single" else 1.0
+    prob = 1.0
+    if probs_ptr is not None:
+        prob = widened(tl.load(probs_ptr + p * stride_probs, mask=p < read, other=0.0), ACCUMULATOR)[
+            :, None
+        ]  # the last tile sticks out
+    mine = (p < owned)[:, None]
+    other = 0.0
+    part = 0.0
+    if d_out_ptr is None:
+        x = value * shifted * prob
+    else:
+        g = d_out * prob
+        x = g * slope * shifted
+        counted = mine
+        if LAYOUT != "single":
+            dv = g * value
+            if CLAMPED:
+                x = tl.where(free_u, x, 0.0)
+                dv = tl.where(free_v, dv, 0.0)
+            if WHOLE:
+                other = as_float32(rounded(dv, h_ptr.dtype.element_ty) if ROUNDED else dv)
+                other = tl.where(mine, other, 0.0)
+            elif LAYOUT == "pairs":
+                x = tl.reshape(tl.join(x, dv), [p.shape[0], BLOCK_N])
+            else:
+                x = tl.where(of_value, dv, x)
+                counted = mine & (of_value == 0)  # each term once
+        part = tl.sum(tl.where(counted, d_out * (value * shifted), 0.0), axis=1)
+    if ROUNDED:
+        x = rounded(x, h_ptr.dtype.element_ty)
+    return tl.where(mine, as_float32(x), 0.0), other, part
+
+
+@triton.jit
+def steps_of(first, written, begin, steps, num_columns, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A program's steps: none behind what is written, or behind the columns; of WHOLE ones only the gates'."""
+    columns = num_columns // 2 if WHOLE else num_columns
+    there = tl.maximum(tl.minimum(steps, tl.cdiv(columns - begin, BLOCK_N)), 0)
+    return tl.where(first < written, there, 0).to(tl.int32)

@@ -1,0 +1,485 @@
+"""glu, activation and their gradients quantised in the launch that computes them, so that the activation itself is never written.
+
+Blocks and delayed scaling take one pass over h; current scaling takes two, the first for each group's amax, and computes the activation
+twice. Both directions are made of one load. NVFP4 writes the activation, in float32 or rounded as that is asked for, and quantises it as
+`quantize` does: its scale of a whole group, its transform and its noise are more than a pass could hold. So does the gradient of block scaling
+in both directions where it is rounded first: two kernels are faster there.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_fast.experts import _activations as plain_kernels
+from moe_fast.experts.activations import CURVES, Settings, _backward, _constants, check_fused
+from moe_fast.fused import _activate_and_quantize as kernels
+from moe_fast.launch import tuning
+from moe_fast.launch.backend import launch_on
+from moe_fast.launch.tuning import ceil_div
+from moe_fast.quantization.group_scales import casts_in_hardware
+from moe_fast.quantization.quantize import FLOAT32_MAX, _blank, _results, quantize
+from moe_fast.quantization.quantized import RULES, Form, Grid, Quantized, grid_of, strided
+from moe_fast.router.selection import EXACT, accumulator, number_bits
+from moe_ref.config import (
+    Quantization,
+    QuantizerState,
+    Recipe,
+    check_activation,
+    check_cotangent,
+    check_glu,
+    check_splits,
+)
+from moe_ref.config.fused_activations import QuantizedGradients, check_quantized_activation
+from moe_ref.config.quantization import BLOCK
+
+
+def glu_and_quantize(
+    h_PF2: Tensor,
+    recipe: Recipe,
+    *,
+    splits: Tensor | None = None,
+    probs: Tensor | None = None,
+    kind: str = "swiglu",
+    offset: float = 0.0,
+    clamp: float | None = None,
+    alpha: float | None = None,
+    interleave: int | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    state: QuantizerState | None = None,
+    round_before_quantize: bool = False,
+) -> Quantization:
+    """A gated activation times the row's probability, quantised as the input of the next linear layer.
+
+        a = f(u) · (v + offset) · p            quantize(a, recipe, role="input")
+
+    Settings, layouts, blocks and every corner are those of `moe_ref.fused.activate_and_quantize.glu_and_quantize`. The splits are read by the
+    kernels alone: the device is never waited for, and where their values are illegal the result is unspecified. Saved for the backward
+    are h and the probs.
+
+    Args:
+        h_PF2: [P,2F] bfloat16, float16, float32 or float64, of any strides.
+        probs: [P] of a dtype of `moe_fast.experts.activations.PROBS`, or None for 1.
+
+    Returns:
+        `Quantization`. `dequantize` returns [P,F] in the dtype of h, with the gradient of `glu`, and none behind the last group.
+
+    Rounding: a in fp32 (fp64 if h or probs are, and then rounded to fp32), with `round_before_quantize` rounded to the dtype of h; from
+    there on that of `quantize`.
+
+    Raises:
+        ValueError: see the reference; also for probs of other dtypes.
+
+    Source: nvte_swiglu, nvte_geglu, nvte_reglu, nvte_qgeglu, nvte_clamped_swiglu with a quantised output.
+    """
+    check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
+    settings = Settings(kind, True, False, offset, clamp, alpha, interleave)
+    forms = _Forms(recipe, "input", splits, rowwise, columnwise, state, None, round_before_quantize)
+    return _forward(h_PF2, probs, settings, forms)
+
+
+def glu_backward_and_quantize(
+    d_out_PF: Tensor,
+    h_PF2: Tensor,
+    recipe: Recipe,
+    *,
+    splits: Tensor | None = None,
+    probs: Tensor | None = None,
+    kind: str = "swiglu",
+    offset: float = 0.0,
+    clamp: float | None = None,
+    alpha: float | None = None,
+    interleave: int | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    state: QuantizerState | None = None,
+    noise: Tensor | None = None,
+    round_before_quantize: bool = False,
+) -> QuantizedGradients:
+    """The gradients of `glu`, that of h quantised as the gradient that the linear layer before goes back with.
+
+    A tile of d_h has gradients of gates, of values or of both, and reads what they need; d_probs is summed in an order that depends on the
+    width and the block sizes only, and is 0 behind the last group.
+
+    Rounding: d_h as a in `glu_and_quantize`; d_probs once, to the dtype of the probs.
+
+    Raises:
+        ValueError: see `moe_ref.fused.activate_and_quantize.glu_backward_and_quantize`; also for probs of other dtypes.
+
+    Source: nvte_dswiglu, nvte_dgeglu, nvte_dreglu, nvte_dqgeglu, nvte_clamped_dswiglu with a quantised output.
+    """
+    check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
+    settings = Settings(kind, True, False, offset, clamp, alpha, interleave)
+    forms = _Forms(recipe, "grad_output", splits, rowwise, columnwise, state, noise, round_before_quantize)
+    return _gradients(d_out_PF, h_PF2, probs, settings, forms)
+
+
+def activation_and_quantize(
+    h_PF: Tensor,
+    recipe: Recipe,
+    *,
+    splits: Tensor | None = None,
+    probs: Tensor | None = None,
+    kind: str = "squared_relu",
+    rowwise: bool = True,
+    columnwise: bool = False,
+    state: QuantizerState | None = None,
+    round_before_quantize: bool = False,
+) -> Quantization:
+    """An activation without a gate times the row's probability, quantised as the input of the next linear layer.
+
+    Args, returns, rounding, gradients: as in `glu_and_quantize`, with the kinds of `activation`.
+
+    Raises:
+        ValueError: see `moe_ref.fused.activate_and_quantize.activation_and_quantize`; also for probs of other dtypes.
+
+    Source: nvte_silu, nvte_gelu, nvte_qgelu, nvte_relu, nvte_srelu with a quantised output.
+    """
+    check_activation(h_PF, probs, kind)
+    forms = _Forms(recipe, "input", splits, rowwise, columnwise, state, None, round_before_quantize)
+    return _forward(h_PF, probs, Settings(kind, False, False), forms)
+
+
+def activation_backward_and_quantize(
+    d_out_PF: Tensor,
+    h_PF: Tensor,
+    recipe: Recipe,
+    *,
+    splits: Tensor | None = None,
+    probs: Tensor | None = None,
+    kind: str = "squared_relu",
+    rowwise: bool = True,
+    columnwise: bool = False,
+    state: QuantizerState | None = None,
+    noise: Tensor | None = None,
+    round_before_quantize: bool = False,
+) -> QuantizedGradients:
+    """The gradients of `activation`, that of h quantised as the gradient that the linear layer before goes back with.
+
+    Args, returns, rounding: as in `glu_backward_and_quantize`.
+
+    Raises:
+        ValueError: see `moe_ref.fused.activate_and_quantize.activation_backward_and_quantize`; also for probs of other dtypes.
+
+    Source: nvte_dsilu, nvte_dgelu, nvte_dqgelu, nvte_drelu, nvte_dsrelu with a quantised output.
+    """
+    check_activation(h_PF, probs, kind)
+    forms = _Forms(recipe, "grad_output", splits, rowwise, columnwise, state, noise, round_before_quantize)
+    return _gradients(d_out_PF, h_PF, probs, Settings(kind, False, False), forms)
+
+
+@dataclass(frozen=True)
+class _Forms:
+    """What is quantised how."""
+
+    recipe: Recipe
+    role: str
+    splits: Tensor | None
+    rowwise: bool
+    columnwise: bool
+    state: QuantizerState | None
+    noise: Tensor | None
+    rounds: bool
+
+    @property
+    def format(self) -> str:
+        if self.recipe.scaling == "nvfp4":
+            return "e2m1"
+        return "e5m2" if self.recipe.fp8_format == "hybrid" and self.role == "grad_output" else "e4m3"
+
+    def check(self, h: Tensor, width: int) -> None:
+        """The rules of both packages that can be seen without reading the device."""
+        how: dict[str, Any] = {
+            "splits": self.splits,
+            "rowwise": self.rowwise,
+            "columnwise": self.columnwise,
+            "state": self.state,
+            "noise": self.noise,
+        }
+        check_quantized_activation(h, width, self.recipe, self.role, **how, round_before_quantize=self.rounds)
+        if self.splits is None:
+            check_splits([len(h)], len(h), self.recipe)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """An activation, or with d_out its gradient, as the kernels compute it."""
+
+    d_out: Tensor | None
+    h: Tensor
+    probs: Tensor | None
+    settings: Settings
+    forms: _Forms
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the shape and dtype of what is quantised, without memory of its own."""
+        columns = self.settings.width(self.h) if self.d_out is None else self.h.shape[1]
+        dtype = self.h.dtype if self.forms.rounds else torch.float32
+        return torch.empty((), dtype=dtype, device=self.h.device).expand(len(self.h), columns)  # read by nobody
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The kernels' first arguments."""
+        d_out = (None, 0, 0) if self.d_out is None else (self.d_out, *self.d_out.stride())
+        settings = self.settings
+        return (
+            *d_out,
+            self.h,
+            *self.h.stride(),
+            *strided(self.probs),
+            settings.width(self.h),
+            settings.between(self.h),
+            *settings.numbers(),
+            *strided(self.forms.splits),
+        )
+
+    def constants(self, grid: Grid) -> dict[str, Any]:
+        """What they are compiled for."""
+        layout = self.settings.layout(self.h)
+        return {
+            "CURVE": CURVES[self.settings.kind][0],
+            "LAYOUT": layout,
+            "WHOLE": self.halves and self.settings.width(self.h) % grid.settings["BLOCK_N"] == 0,
+            "CLAMPED": self.settings.clamp is not None,
+            "ROUNDED": self.forms.rounds,
+            "ACCUMULATOR": accumulator(self.h if self.probs is None or self.h.dtype == torch.float64 else self.probs),
+        }
+
+    @property
+    def faster_apart(self) -> bool:
+        """Whether writing the rounded gradient, and reading it again, takes less time than holding 128 rows of it by both halves."""
+        forms = self.forms
+        return (
+            self.d_out is not None
+            and forms.rounds
+            and forms.columnwise
+            and forms.recipe.scaling == "block"
+            and self.h.dtype.itemsize == 2
+        )
+
+    @property
+    def halves(self) -> bool:
+        """Whether gradients of gates and of values lie apart, so that a tile of each comes of one load."""
+        return self.d_out is not None and self.settings.layout(self.h) == "halves"
+
+    def grid(self, walk: tuning.Walk, aligned: bool, least: tuple[int, int] = (1, 1), rows: int | None = None) -> Grid:
+        """Tiles of what is quantised; of halves the gates' alone, where that half consists of whole tiles."""
+        half = grid_of(
+            torch.Size((len(self.h), self.settings.width(self.h))), self.forms.splits, walk, aligned, least, rows
+        )
+        if self.halves and self.settings.width(self.h) % half.settings["BLOCK_N"] == 0:
+            return half
+        return grid_of(self.like.shape, self.forms.splits, walk, aligned, least, rows)
+
+    def parts(self, grid: Grid) -> Tensor | None:
+        """Where each program leaves its part of d_probs: [rows, programs of a row]; None without them."""
+        if self.d_out is None or self.probs is None:
+            return None
+        dtype = torch.float64 if torch.float64 in (self.h.dtype, self.probs.dtype) else torch.float32
+        return torch.empty(
+            (len(self.h), grid.parts), dtype=dtype, device=self.h.device
+        )  # all by the kernel: its tiles cover every row
+
+
+def _source(d_out: Tensor | None, h: Tensor, probs: Tensor | None, settings: Settings, forms: _Forms) -> _Source:
+    """What the kernels read: memory, not a pending minus, on the device of h."""
+    check_fused(h, probs)
+    splits = None if forms.splits is None else forms.splits.to(h.device, non_blocking=True)
+    plain = (None if x is None else x.detach().resolve_neg() for x in (d_out, h, probs))
+    d_out, memory, probs = plain
+    assert memory is not None
+    return _Source(d_out, memory, probs, settings, replace(forms, splits=splits))
+
+
+def _forward(h: Tensor, probs: Tensor | None, settings: Settings, forms: _Forms) -> Quantization:
+    forms.check(h, settings.width(h))
+    source = _source(None, h, probs, settings, forms)
+    quantized, state, _ = _quantized(source)
+    wanted = torch.is_grad_enabled() and (h.requires_grad or (probs is not None and probs.requires_grad))
+    place = _Place.apply(h, probs, settings, source.forms.splits) if wanted else None
+    return Quantization(replace(quantized, source=place), state)
+
+
+def _gradients(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings, forms: _Forms) -> QuantizedGradients:
+    check_cotangent(d_out, len(h), settings.width(h), h)
+    forms.check(h, h.shape[1])
+    source = _source(d_out, h, probs, settings, forms)
+    quantized, state, d_probs = _quantized(source)
+    return QuantizedGradients(quantized, state, None if probs is None or d_probs is None else d_probs.to(probs.dtype))
+
+
+def _quantized(source: _Source) -> tuple[Quantized, QuantizerState | None, Tensor | None]:
+    """(what was quantised, the next state, d_probs)."""
+    forms, recipe = source.forms, source.forms.recipe
+    if recipe.scaling == "nvfp4" or source.faster_apart:
+        return _quantized_apart(source)
+    state = forms.state
+    if recipe.scaling in BLOCK:
+        by_rows, by_columns, parts = _quantize_blocks(source)
+    else:
+        by_rows, state, parts = _cast_groups(source)
+        by_columns = by_rows
+    made = Quantized(
+        recipe,
+        forms.format,
+        source.h.dtype,
+        forms.splits,
+        None,
+        by_rows if forms.rowwise else None,
+        by_columns if forms.columnwise else None,
+    )
+    return made, state, None if parts is None else parts.sum(1)
+
+
+def _quantize_blocks(source: _Source) -> tuple[Form | None, Form | None, Tensor | None]:
+    """A scale for each block, by rows and by columns; and the parts of d_probs."""
+    forms, recipe, x = source.forms, source.forms.recipe, source.like
+    size, rule = BLOCK[recipe.scaling], RULES[recipe.scaling]
+    sizes = tuning.for_device(x.device).activate_quantize
+    aligned = rule == "amax" and forms.columnwise  # whole groups of MXFP8 consist of whole blocks, wherever x is cut
+    tall, low = (sizes.columns, sizes.low) if source.d_out is None else (sizes.backward, sizes.low_backward)
+    walk = tall if aligned else low if forms.columnwise else sizes.rows
+    grid = source.grid(walk, aligned, (size if forms.columnwise else 1, size), size if aligned else None)
+    by_rows = _blank(x, rule, (1, size), grid) if forms.rowwise else None
+    by_columns = _blank(x, rule, (size, 1), grid) if forms.columnwise else None
+    parts = source.parts(grid)
+    infinity = torch.finfo(x.dtype).max if x.dtype != torch.float64 else FLOAT32_MAX
+    if grid.programs:
+        with launch_on(x):
+            kernels.quantize_activated_blocks_kernel[(grid.programs,)](
+                *source.arguments,
+                *_results(by_rows),
+                *_results(by_columns),
+                parts,
+                *x.shape,
+                *grid.sizes,
+                number_bits(recipe.amax_epsilon or 0.0),
+                number_bits(infinity),
+                **source.constants(grid),
+                RULE=rule,
+                FORMAT=forms.format,
+                POWER_OF_TWO=bool(recipe.power_of_two_scales),
+                HARDWARE=casts_in_hardware(x.device),
+                ALIGNED=aligned,
+                BLOCK=size,
+                **grid.settings,
+                **EXACT,
+            )
+    return by_rows, by_columns, parts
+
+
+def _cast_groups(source: _Source) -> tuple[Form, QuantizerState | None, Tensor | None]:
+    """A scale for each group, of earlier steps if there is a state, which learns this one's amax, else from the amax; the parts of d_probs."""
+    forms, recipe, x = source.forms, source.forms.recipe, source.like
+    grid = source.grid(tuning.for_device(x.device).activate_quantize.groups, True)
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_activated_groups_kernel
+    inverse = torch.empty(grid.groups, device=x.device)  # likewise, by its first program
+    amax = torch.zeros(grid.groups, dtype=torch.int32, device=x.device)
+    parts, state, history = source.parts(grid), None, None
+    if forms.state is not None:
+        history = forms.state.amax_history.clone()
+        state = QuantizerState(history, forms.state.scale)
+    with launch_on(x):
+        if state is None and grid.programs:
+            kernels.activated_group_amax_kernel[(grid.programs,)](
+                *source.arguments, amax, *x.shape, *grid.sizes, **source.constants(grid), **grid.settings, **EXACT
+            )
+        kernels.cast_activated_groups_kernel[(max(grid.programs, 1),)](
+            *source.arguments,
+            *strided(None if state is None else state.scale),
+            amax,
+            None if history is None else history.view(torch.int32),
+            0 if history is None else history.stride(0),
+            codes,
+            inverse,
+            parts,
+            *x.shape,
+            *grid.sizes,
+            number_bits(recipe.amax_epsilon or 0.0),
+            **source.constants(grid),
+            FORMAT=forms.format,
+            POWER_OF_TWO=bool(recipe.power_of_two_scales),
+            HARDWARE=casts_in_hardware(x.device),
+            **grid.settings,
+            **EXACT,
+        )
+    return Form(codes, inverse, amax.view(torch.float32), None), state, parts
+
+
+def _quantized_apart(source: _Source) -> tuple[Quantized, QuantizerState | None, Tensor | None]:
+    """The activation written, and then quantised."""
+    forms, h, d_probs = source.forms, source.h, None
+    x = torch.empty(source.like.shape, dtype=source.like.dtype, device=h.device)  # all by the kernel
+    if source.d_out is None:
+        _launch(plain_kernels.activation_kernel, tuning.for_device(h.device).activation, source, (), (x, None))
+    else:
+        if source.probs is not None:
+            d_probs = torch.empty(
+                len(h), dtype=source.probs.dtype, device=h.device
+            )  # likewise, also where rows are empty
+        d_out = (source.d_out, *source.d_out.stride())
+        _launch(
+            plain_kernels.activation_backward_kernel,
+            tuning.for_device(h.device).activation_backward,
+            source,
+            d_out,
+            (x, d_probs),
+        )
+        d_probs = _owned_rows(d_probs, forms.splits)
+    how: dict[str, Any] = {
+        "role": forms.role,
+        "splits": forms.splits,
+        "rowwise": forms.rowwise,
+        "columnwise": forms.columnwise,
+        "noise": forms.noise,
+    }
+    made = quantize(x, forms.recipe, **how)
+    return replace(made.quantized, dtype=h.dtype), None, d_probs
+
+
+def _launch(
+    kernel: Any, tile: tuning.Tile, source: _Source, d_out: tuple[Any, ...], results: tuple[Tensor | None, ...]
+) -> None:
+    """A kernel of `moe_fast.experts._activations`; with d_out one program sums a row, so that the order is fixed."""
+    h, settings = source.h, source.settings
+    constants = _constants(h, h, source.probs, settings, tile) | (
+        {} if d_out else {"HARDWARE": False}
+    )  # nothing is encoded here
+    tiles = ceil_div(settings.width(h), constants["BLOCK_F"])
+    parts = 1 if d_out else tiles
+    programs = ceil_div(len(h), constants["BLOCK_P"]) * parts
+    sizes = (len(h), settings.width(h), settings.between(h), parts, *((tiles,) if d_out else ()))
+    if programs:
+        with launch_on(h):
+            kernel[(programs,)](
+                *d_out, h, *h.stride(), *strided(source.probs), *results, *sizes, *settings.numbers(), **constants
+            )
+
+
+def _owned_rows(x: Tensor | None, splits: Tensor | None) -> Tensor | None:
+    """x, where it is given, and 0 in the rows behind the last group."""
+    if x is None or splits is None:
+        return x
+    owned = torch.arange(len(x), device=x.device) < splits.sum()
+    return torch.where(owned if x.dim() == 1 else owned[:, None], x, 0)
+
+
+class _Place(torch.autograd.Function):
+    """Where the activation stands in the graph: a tensor of its shape that is never read."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, probs: Tensor | None, settings: Settings, splits: Tensor | None) -> Tensor:
+        ctx.settings, ctx.splits = settings, splits
+        ctx.save_for_backward(h, probs)
+        return h.new_empty(()).expand(len(h), settings.width(h))  # by nobody: it has no values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        h, probs = ctx.saved_tensors
+        d_h, d_probs = _backward(d_out, h, probs, ctx.settings, ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        return _owned_rows(d_h, ctx.splits), _owned_rows(d_probs, ctx.splits), None, None

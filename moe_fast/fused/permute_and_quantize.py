@@ -1,0 +1,407 @@
+"""permute_and_quantize, fused: a token is read once, and its codes and scales are written to its rows."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_fast.fused import _permute_and_quantize as kernels
+from moe_fast.launch import tuning
+from moe_fast.launch.backend import bits, check_device, launch_on
+from moe_fast.launch.tuning import ceil_div, power_of_two
+from moe_fast.permutation.permute import _matrix, _sum_rows, permute
+from moe_fast.permutation.row_map import RowMap, place, place_in_capacity
+from moe_fast.quantization.group_scales import FORMAT_MAX, casts_in_hardware
+from moe_fast.quantization.nvfp4 import SCOPES
+from moe_fast.quantization.quantize import FLOAT32_MAX, quantize
+from moe_fast.quantization.quantized import RULES, Form, Quantized, grid_of, strided
+from moe_fast.router.selection import EXACT, number_bits
+from moe_ref.config import PermutedQuantization, QuantizerState, Recipe, check_permute_and_quantize
+from moe_ref.config.quantization import BLOCK
+
+E4M3_MAX = FORMAT_MAX["e4m3"]
+
+
+def permute_and_quantize(
+    tokens_TH: Tensor,
+    routing_map_TE: Tensor,
+    recipe: Recipe,
+    *,
+    probs: Tensor | None = None,
+    align: int | None = None,
+    capacity: int | None = None,
+    num_rows: int | None = None,
+    role: str = "input",
+    rowwise: bool = True,
+    columnwise: bool = False,
+    state: QuantizerState | None = None,
+) -> PermutedQuantization:
+    """Copy each token once for every expert it is routed to, and quantise each expert's segment by itself.
+
+        permuted  = permute(tokens, routing_map, probs, align, capacity, num_rows)
+        quantized = quantize(permuted.rows, recipe, role, splits=permuted.tokens_per_expert, rowwise, columnwise, state)
+
+    Every corner is that of `moe_ref.fused.permute_and_quantize.permute_and_quantize`, and so is every bit; the rows themselves are never written.
+    Two launches find the places (three with `capacity`). Then
+
+        blocks along rows, delayed      one launch reads each token once and writes the codes of its rows; block scaling has one more for
+                                        scales, which lie across the rows
+        current, plain NVFP4 by rows    one more before it reads each token for the amax of its experts
+        blocks that span rows           one launch says which token a row has (that above, if there is one), one gathers tiles of tokens
+
+    NVFP4 otherwise (columnwise, of weights with square blocks, row-scaled or four over six) takes two steps: what is permuted is written,
+    and then quantised.
+    The device is waited for only if neither `capacity` nor `num_rows` is given, once, to learn how many rows there are.
+
+    Rounding: that of the reference, each operation once in float32; dtokens[t] = Σ over t's rows of drows, ascending experts, in fp32
+    (fp64 for fp64), rounded once.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_permute_and_quantize`.
+
+    Source: TE moe_permute_and_pad_with_probs, `tex.split_quantize`.
+    """
+    check_permute_and_quantize(
+        tokens_TH, routing_map_TE, recipe, probs, align, capacity, num_rows, role, rowwise, columnwise, state
+    )
+    check_device("tokens", tokens_TH)
+    if not _in_one_step(recipe, role, columnwise):
+        permuted = permute(tokens_TH, routing_map_TE, probs=probs, align=align, capacity=capacity, num_rows=num_rows)
+        made = quantize(
+            permuted.rows,
+            recipe,
+            role=role,
+            splits=permuted.tokens_per_expert,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            state=state,
+        )
+        return PermutedQuantization(*made, *permuted[1:])
+    lists, slots = (
+        place(routing_map_TE, align, num_rows) if capacity is None else place_in_capacity(routing_map_TE, capacity)
+    )
+    row_map = lists.without_bases()
+    work = Work(tokens_TH.detach().resolve_neg(), probs, recipe, role, lists, row_map, slots.tokens_per_expert)
+    by_rows, by_columns, next_state = work.done(rowwise, columnwise, state)
+    source, row_probs = None, work.row_probs
+    if torch.is_grad_enabled() and (tokens_TH.requires_grad or (probs is not None and probs.requires_grad)):
+        source, row_probs = _Place.apply(tokens_TH, probs, row_probs, row_map)
+    source = source if source is not None and source.requires_grad else None
+    quantized = Quantized(recipe, work.format, tokens_TH.dtype, slots.tokens_per_expert, source, by_rows, by_columns)
+    pad_offsets = None if align is None else slots.pad_offsets
+    return PermutedQuantization(
+        quantized, next_state, row_probs, row_map, slots.tokens_per_expert, pad_offsets, slots.overflow
+    )
+
+
+def _in_one_step(recipe: Recipe, role: str, columnwise: bool) -> bool:
+    """Whether the kernels here make what the recipe wants: of NVFP4 only blocks along rows, under one scale for each expert."""
+    if recipe.scaling != "nvfp4":
+        return True
+    square = role == "weight" and bool(recipe.two_dimensional_weights)
+    return not (
+        columnwise
+        or square
+        or recipe.four_over_six in SCOPES[role]
+        or (bool(recipe.row_scaled_activation) and role == "input")
+    )
+
+
+class _Place(torch.autograd.Function):
+    """Where the rows stand in the graph: a tensor of their shape that is never read; and their probs, as they were moved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, probs: Tensor | None, row_probs: Tensor | None, row_map: RowMap
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.row_map = row_map
+        source = tokens.new_empty(()).expand(row_map.num_rows, tokens.shape[1])  # by nobody: it has no values
+        moved = None if row_probs is None else row_probs.view_as(row_probs)
+        constant = [
+            output
+            for output, needed in zip((source, moved), ctx.needs_input_grad, strict=False)
+            if output is not None and not needed
+        ]
+        ctx.mark_non_differentiable(*constant)
+        return source, moved
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, d_rows: Tensor | None, d_row_probs: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        d_rows = d_rows if ctx.needs_input_grad[0] else None
+        d_row_probs = d_row_probs if ctx.needs_input_grad[1] else None
+        return *_sum_rows(d_rows, None, d_row_probs, ctx.row_map), None, None
+
+
+class Work:
+    """The launches of one call."""
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        probs: Tensor | None,
+        recipe: Recipe,
+        role: str,
+        lists: RowMap,
+        row_map: RowMap,
+        splits: Tensor,
+    ) -> None:
+        self.tokens, self.probs, self.recipe, self.lists, self.row_map, self.splits = (
+            tokens,
+            probs,
+            recipe,
+            lists,
+            row_map,
+            splits,
+        )
+        self.rule, self.size = RULES[recipe.scaling], BLOCK.get(recipe.scaling, 1)
+        self.format = (
+            "e2m1"
+            if recipe.scaling == "nvfp4"
+            else "e5m2"
+            if recipe.fp8_format == "hybrid" and role == "grad_output"
+            else "e4m3"
+        )
+        self.square = recipe.scaling in BLOCK and role == "weight" and bool(recipe.two_dimensional_weights)
+        self.sizes = tuning.for_device(tokens.device)
+        self.source: Tensor | None = None  # [P] the token of each row, or -1
+        self.shape = torch.Size((row_map.num_rows, tokens.shape[1]))
+        self.row_probs = (
+            None if probs is None else torch.empty(row_map.num_rows, dtype=probs.dtype, device=tokens.device)
+        )  # all by scatter_kernel
+
+    def done(
+        self, rowwise: bool, columnwise: bool, state: QuantizerState | None
+    ) -> tuple[Form | None, Form | None, QuantizerState | None]:
+        """(rowwise form, columnwise form, next state)."""
+        if self.rule == "group":
+            form, state = self._groups(state)
+            return form if rowwise else None, form if columnwise else None, state
+        if self.rule == "nvfp4":
+            return self._two_levels(), None, None
+        if self.square:
+            form = self._gather()
+            return form if rowwise else None, form if columnwise else None, None
+        by_rows = self._blocks_along_rows(with_source=columnwise) if rowwise else None
+        return by_rows, self._gather() if columnwise else None, None
+
+    def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.tokens.device)
+
+    def _blocks_along_rows(self, with_source: bool) -> Form:
+        """A scale for each block of a row; on the way, `source`."""
+        form = self._blank((1, self.size), self.row_map.num_rows)
+        if self.rule == "mxfp8":
+            self._scatter("mxfp8", form, with_source=with_source)
+            return form
+        tokens, blocks = len(self.tokens), form.scale.shape[1]
+        scale = self._empty(tokens, blocks, dtype=form.scale.dtype)  # all by scatter_kernel
+        amax = self._empty(tokens, blocks, dtype=form.amax.dtype)  # likewise
+        self._scatter("amax", replace(form, scale=scale, amax=amax), with_source=True)
+        tile = self.sizes.permute_quantize.scales
+        programs = ceil_div(self.shape[0], tile.tokens) * ceil_div(blocks, tile.columns)
+        if programs:
+            with launch_on(self.tokens):
+                kernels.row_scales_kernel[(programs,)](
+                    self.source,
+                    scale,
+                    amax,
+                    form.scale,
+                    form.amax,
+                    *form.scale.stride(),
+                    self.shape[0],
+                    blocks,
+                    *self._numbers(),
+                    FORMAT=self.format,
+                    POWER_OF_TWO=bool(self.recipe.power_of_two_scales),
+                    BLOCK_M=tile.tokens,
+                    BLOCK_B=tile.columns,
+                    num_warps=tile.num_warps,
+                    **EXACT,
+                )
+        return form
+
+    def _two_levels(self) -> Form:
+        """NVFP4, along rows."""
+        amax = self._group_amax()
+        scale = self._empty(self.shape[0], self.shape[1] // self.size, dtype=torch.uint8)  # all by scatter_kernel
+        form = Form(
+            self._empty(*self.shape, dtype=torch.uint8),
+            scale,
+            amax.view(torch.float32),
+            (1, self.size),
+            "group",
+            E4M3_MAX,
+        )
+        self._scatter("nvfp4", form, {"group_amax": amax})
+        return form
+
+    def _blank(self, block: tuple[int, int], rows: int) -> Form:
+        """A form whose codes are all written by the kernels here, and whose scales are as far as there are blocks."""
+        columns = ceil_div(self.shape[1], block[1])
+        turned = (
+            self.rule == "amax" and block[0] == 1
+        )  # neighbouring rows beside each other, as matrix products read them
+
+        def blocks(dtype: torch.dtype) -> Tensor:
+            return self._empty(columns, rows, dtype=dtype).T if turned else self._empty(rows, columns, dtype=dtype)
+
+        scale = blocks(torch.float32 if self.rule == "amax" else torch.uint8)
+        narrow = torch.float32 if self.tokens.dtype == torch.float64 else self.tokens.dtype
+        return Form(self._empty(*self.shape, dtype=torch.uint8), scale, blocks(narrow), block)
+
+    def _group_amax(self) -> Tensor:
+        """[E] max |x|, as the bits of float32."""
+        amax = torch.zeros(self.row_map.num_experts, dtype=torch.int32, device=self.tokens.device)
+        tile = self.sizes.permute_quantize.amax
+        programs = ceil_div(len(self.tokens), tile.tokens)
+        if programs:
+            with launch_on(self.tokens):
+                kernels.expert_amax_kernel[(programs,)](
+                    *_matrix(self.tokens),
+                    amax,
+                    *self.lists.arguments(),
+                    *self.tokens.shape[:1],
+                    self.row_map.num_experts,
+                    *self.shape[::-1],
+                    BLOCK_T=tile.tokens,
+                    BLOCK_H=tile.columns,
+                    num_warps=tile.num_warps,
+                )
+        return amax
+
+    def _groups(self, state: QuantizerState | None) -> tuple[Form, QuantizerState | None]:
+        """A scale for each expert: of earlier steps if there is a state, which learns this one's amax, else from the amax."""
+        experts = self.row_map.num_experts
+        inverse = self._empty(experts, dtype=torch.float32)  # all by the first program of scatter_kernel
+        by_expert: dict[str, Any] = {"inverse": inverse}
+        if state is None:
+            by_expert["group_amax"] = self._group_amax()
+        else:
+            history = state.amax_history.clone()
+            by_expert["group_amax"] = torch.zeros(experts, dtype=torch.int32, device=self.tokens.device)
+            by_expert |= {"given": state.scale, "history": history}
+            state = QuantizerState(history, state.scale)
+        form = Form(
+            self._empty(*self.shape, dtype=torch.uint8), inverse, by_expert["group_amax"].view(torch.float32), None
+        )
+        self._scatter("group", form, by_expert)
+        return form, state
+
+    def _scatter(
+        self, rule: str, form: Form | None, by_expert: dict[str, Any] | None = None, with_source: bool = False
+    ) -> None:
+        """Move the probs, write the lists of rows, and with a form the codes of each token to its rows."""
+        if with_source or form is None:
+            narrow = len(self.tokens) < 2**31
+            self.source = self._empty(
+                self.row_map.num_rows, dtype=torch.int32 if narrow else torch.int64
+            )  # all by scatter_kernel
+        given, group_amax, history, inverse = (
+            (by_expert or {}).get(name) for name in ("given", "group_amax", "history", "inverse")
+        )
+        tile, fill, row_map = self.sizes.permute_quantize.scatter, self.sizes.fill, self.row_map
+        block_columns = max(tile.columns, self.size)
+        programs, (token_blocks, *lanes) = row_map.programs(tile.tokens, fill)
+        columns, fills = max(1, ceil_div(self.shape[1], block_columns)), programs - token_blocks
+        programs, columns = (fills, 1) if form is None else (programs, columns)
+        programs += ceil_div(row_map.num_tokens, self.sizes.list_tokens)
+        blocks = (None, None, 0, 0)
+        if form is not None and rule != "group":
+            blocks = (form.scale, form.amax if group_amax is None else None, *form.scale.stride())  # type: ignore[assignment]
+        with launch_on(self.tokens):
+            kernels.scatter_kernel[(max(programs * columns, 1),)](
+                *_matrix(self.tokens),
+                *_matrix(None if self.probs is None else bits(self.probs)),
+                *strided(given),
+                group_amax,
+                None if history is None else history.view(torch.int32),
+                0 if history is None else history.stride(0),
+                inverse,
+                None if form is None else form.codes_MN,
+                *blocks,
+                None if self.row_probs is None else bits(self.row_probs),
+                row_map.slots_TE,
+                self.source,
+                *self.lists.arguments(),
+                row_map.gap_2E,
+                fills,
+                *lanes,
+                row_map.num_tokens,
+                row_map.num_experts,
+                self.shape[1],
+                row_map.num_rows,
+                *self._numbers(),
+                RULE=rule,
+                **self._rounding(),
+                BLOCK=block_columns if rule == "group" else self.size,
+                BLOCK_T=tile.tokens,
+                BLOCK_H=block_columns,
+                BLOCK_E=power_of_two(row_map.num_experts),
+                BLOCK_G=fill.lanes,
+                BLOCK_R=fill.rows,
+                BLOCK_L=self.sizes.list_tokens,
+                num_warps=tile.num_warps,
+                **EXACT,
+            )
+
+    def _gather(self) -> Form:
+        """A scale for each block that spans rows: of columns, or square."""
+        aligned = self.rule == "amax"  # whole groups of MXFP8 consist of whole blocks, wherever the rows are cut
+        block = (self.size, self.size if self.square else 1)
+        tuned = self.sizes.permute_quantize
+        grid = grid_of(
+            self.shape,
+            self.splits,
+            tuned.tall if aligned else tuned.gather,
+            aligned,
+            block,
+            self.size if aligned else None,
+        )
+        form = self._blank(block, grid.tiles if aligned else ceil_div(self.shape[0], self.size))
+        if self.source is None:
+            self._scatter("none", None)
+        programs = grid.tiles * ceil_div(grid.parts, tuned.slab) * tuned.slab
+        if programs:
+            with launch_on(self.tokens):
+                kernels.gather_kernel[(programs,)](
+                    *_matrix(self.tokens),
+                    self.source,
+                    self.splits,
+                    form.codes_MN,
+                    form.scale,
+                    form.amax,
+                    *form.scale.stride(),
+                    *self.shape,
+                    grid.groups,
+                    grid.tiles,
+                    grid.steps,
+                    *self._numbers(),
+                    RULE=self.rule,
+                    **self._rounding(),
+                    ALIGNED=aligned,
+                    BLOCK_R=block[0],
+                    BLOCK_C=block[1],
+                    SLAB=tuned.slab,
+                    **grid.settings,
+                    **EXACT,
+                )
+        return form
+
+    def _numbers(self) -> tuple[int, int]:
+        """The least amax, and what a scale is that overflows."""
+        infinity = FLOAT32_MAX if self.tokens.dtype == torch.float64 else torch.finfo(self.tokens.dtype).max
+        return number_bits(self.recipe.amax_epsilon or 0.0), number_bits(infinity)
+
+    def _rounding(self) -> dict[str, Any]:
+        """What the kernels must know of the recipe."""
+        return {
+            "FORMAT": self.format,
+            "POWER_OF_TWO": bool(self.recipe.power_of_two_scales),
+            "HARDWARE": casts_in_hardware(self.tokens.device),
+        }

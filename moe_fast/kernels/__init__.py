@@ -1,1 +1,0 @@
-"""Triton kernels only; their launchers and gradients live beside the public functions."""

@@ -1,0 +1,1 @@
+"""What every launch shares: backend, tuning, arithmetic."""

@@ -1,0 +1,370 @@
+"""Block sizes and warps as data. Any power of two gives the same results; these are fast.
+
+A tile is [tokens, columns]. Where the columns must be all the experts of a token, `tile_tokens` shortens the tile instead.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_fast.launch.backend import INTERPRETED
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One [tokens, columns] tile a step."""
+
+    tokens: int
+    columns: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class Walk(Tile):
+    """Tiles side by side, so many of which are one program's; it loads so many at once."""
+
+    steps: int
+    stages: int
+    registers: int | None = None  # of a thread, at most: fewer for one are more threads at a time
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Tiles of quantization; no smaller than a block."""
+
+    rows: Walk  # blocks along rows alone
+    columns: Walk  # along columns, in both directions, or square
+    tall: Walk  # likewise of block scaling, whose tiles are as high as its blocks
+    groups: Walk  # a scale for each group; also what dequantizes rows
+    transformed: Walk  # sixteen rows of a column are one thread's
+
+
+@dataclass(frozen=True)
+class ActivateQuantize:
+    """Tiles of activations that are quantised at once; no smaller than a block."""
+
+    rows: Walk  # blocks along rows alone
+    columns: Walk  # along columns, or in both directions; block scaling has tiles as high as its blocks
+    backward: Walk  # likewise, of gradients
+    low: Walk  # along columns, or in both directions, where blocks are low: MXFP8
+    low_backward: Walk  # likewise, of gradients
+    groups: Walk  # a scale for each group
+
+
+@dataclass(frozen=True)
+class PermuteQuantize:
+    """Tokens that are quantised on the way to their rows; tiles are no smaller than a block."""
+
+    scatter: Tile  # one pass from each token to its rows
+    amax: Tile  # whole tokens, step by step
+    scales: Tile  # of rows, by blocks
+    gather: Walk  # tiles of rows, where blocks span them
+    tall: Walk  # likewise of block scaling, whose tiles are as high as its blocks
+    slab: int  # programs that run together on the columns of a tile
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """Tiles of whole rows: as many tokens as keep the tile within `elements`, but no more than `tokens`."""
+
+    tokens: int
+    elements: int
+    num_warps: int
+
+    def tile_tokens(self, width: int) -> int:
+        """Tokens of a tile whose rows have `width` elements, a power of two."""
+        return max(1, min(self.tokens, self.elements // width))
+
+
+@dataclass(frozen=True)
+class Metadata(WholeRows):
+    """The walk over the routing map, and the layout that follows from the counts of its blocks."""
+
+    max_programs: int
+    min_tokens: int = 1  # of a tile, as long as that takes no more than twice its elements
+    warp_elements: int = 1  # of a tile, at least
+    layout_experts: int = 16  # experts of a program of the layout
+    layout_step: int = 16  # other experts a step
+    layout_group: int = 1  # blocks come in groups of so many
+    layout_warps: int = 4
+
+    def tile_tokens(self, width: int) -> int:
+        """Tokens of a tile whose rows have `width` elements, a power of two."""
+        return max(super().tile_tokens(width), min(self.min_tokens, 2 * self.elements // width))
+
+    def tile_warps(self, width: int) -> int:
+        """Warps for such a tile."""
+        return max(1, min(self.num_warps, self.tile_tokens(width) * width // self.warp_elements))
+
+
+@dataclass(frozen=True)
+class Router(WholeRows):
+    """Rows of logits: a row that lies within one warp is searched without shared memory."""
+
+    warp_elements: int = 1024  # of a tile, at least
+    max_programs: int = 1  # of a loss
+
+    def tile_warps(self, width: int) -> int:
+        """Warps for a tile whose rows have `width` elements."""
+        return max(1, min(self.num_warps, self.tile_tokens(width) * width // self.warp_elements))
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Zeros in rows without a token: so many rows a step in each of a program's lanes."""
+
+    lanes: int
+    rows: int
+    tail_lanes: int  # lanes that share the rows behind the last segment
+
+
+@dataclass(frozen=True)
+class GroupedTile:
+    """One [rows, columns] tile of a product, and how deep a step of its sum is."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """grouped_linear and its gradients: programs stay, and take one tile after the other."""
+
+    by_rows: tuple[
+        GroupedTile, ...
+    ]  # each for experts that have, on average, as many rows as it has; the last for more
+    wide: GroupedTile  # elements of four bytes and more, which have no matrix unit that keeps all their bits
+    wgrad: GroupedTile  # [outputs, inputs], as many rows deep
+    wgrad_wide: GroupedTile
+    scaled: GroupedTile  # codes of eight bits; as high, and as deep, as blocks of block scaling are long
+    decoded: GroupedTile  # codes whose scales are multiplied in before the product; as high
+    turn_columns: int  # of a tile that is turned
+    sums: Tile  # of an expert's rows
+    plan_tiles: int  # tiles that a program of the plan writes at once
+    flatten: bool  # with descriptors, make one loop of that over tiles and that over depth; loads by pointers would come one by one
+    programs: int | None  # None: one for each multiprocessor
+
+    def tile(self, rows: int, experts: int, itemsize: int) -> GroupedTile:
+        """The tile for so many rows of so many experts."""
+        if itemsize > 2:
+            return self.wide
+        return next((tile for tile in self.by_rows if rows <= tile.rows * experts), self.by_rows[-1])
+
+    def wgrad_tile(self, itemsize: int) -> GroupedTile:
+        """The tile of the weight's gradient."""
+        return self.wgrad if itemsize <= 2 else self.wgrad_wide
+
+
+@dataclass(frozen=True)
+class Symmetric:
+    """Rows to other ranks' memory and back."""
+
+    tokens: int  # that a program sends or receives
+    columns: int
+    lists: int  # tokens whose lists a program writes
+    fill_rows: int  # of padding that are zeroed at once
+    tail_lanes: int  # programs that share the rows behind the segments
+    unroll: int  # rows of a token that are on their way together
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The sizes of every kernel family."""
+
+    metadata: Metadata
+    permute: Tile  # also unpermute's backward without probs
+    list_tokens: int  # tokens whose probs and lists a program of permute moves
+    unpermute: Tile
+    unpermute_slots: int  # rows of a token that are loaded together
+    prob_columns: int  # experts a step of the probs' gradient
+    unpermute_backward: Tile
+    unpermute_backward_probs: WholeRows  # bounds the tokens above: their rows of dprobs stay in registers
+    fill: Fill  # with the columns of permute or unpermute_backward
+    sort_chunks: Tile
+    chunk_columns: int  # chunks a step of the search
+    multihot: Tile  # columns are experts or slots
+    multihot_rows: WholeRows
+    topk: Router
+    topk_backward: Router
+    aux_scores: Router
+    z_loss: Router
+    balance: Tile
+    balance_programs: int  # that add up scores, at most
+    loss_step: int  # partial sums that are added together
+    drop: Tile
+    drop_column: Tile  # the tokens of some experts at once; more are walked over for every bit of the key
+    grouped: Grouped
+    activation: Tile  # columns of the result
+    activation_backward: Tile  # likewise; a program walks along its rows
+    symmetric: Symmetric
+    quantize: Quantize
+    permute_quantize: PermuteQuantize
+    activate_quantize: ActivateQuantize
+
+
+# Measured on an H200 (docs/results/permutation-h200.md): small programs, so that many on a multiprocessor wait for their lists at once.
+GPU = Tuning(
+    metadata=Metadata(
+        tokens=128,
+        elements=512,
+        num_warps=8,
+        max_programs=128,
+        min_tokens=8,
+        warp_elements=128,
+        layout_experts=8,
+        layout_step=512,
+        layout_group=16,
+        layout_warps=8,
+    ),
+    permute=Tile(tokens=1, columns=1024, num_warps=4),
+    list_tokens=128,
+    unpermute=Tile(tokens=1, columns=512, num_warps=1),
+    unpermute_slots=2,
+    prob_columns=256,
+    unpermute_backward=Tile(tokens=1, columns=1024, num_warps=1),
+    unpermute_backward_probs=WholeRows(tokens=4, elements=4096, num_warps=4),
+    fill=Fill(lanes=1, rows=8, tail_lanes=64),
+    sort_chunks=Tile(tokens=8, columns=512, num_warps=4),
+    chunk_columns=128,
+    multihot=Tile(tokens=32, columns=128, num_warps=4),
+    multihot_rows=WholeRows(tokens=64, elements=4096, num_warps=4),
+    topk=Router(tokens=32, elements=256, num_warps=8),
+    topk_backward=Router(tokens=32, elements=256, num_warps=8),
+    aux_scores=Router(tokens=32, elements=256, num_warps=8),
+    z_loss=Router(tokens=32, elements=1024, num_warps=4, max_programs=1024),
+    balance=Tile(tokens=32, columns=128, num_warps=4),
+    balance_programs=512,
+    loss_step=1024,
+    drop=Tile(tokens=64, columns=32, num_warps=4),
+    drop_column=Tile(tokens=8192, columns=1, num_warps=8),
+    grouped=Grouped(
+        by_rows=(
+            GroupedTile(rows=16, columns=128, depth=128, num_warps=4, num_stages=4),
+            GroupedTile(rows=64, columns=128, depth=64, num_warps=4, num_stages=4),
+            GroupedTile(rows=128, columns=256, depth=64, num_warps=8, num_stages=3),
+        ),
+        wide=GroupedTile(rows=64, columns=64, depth=32, num_warps=8, num_stages=2),
+        wgrad=GroupedTile(rows=128, columns=256, depth=64, num_warps=8, num_stages=3),
+        wgrad_wide=GroupedTile(rows=64, columns=64, depth=32, num_warps=8, num_stages=2),
+        scaled=GroupedTile(rows=128, columns=128, depth=128, num_warps=8, num_stages=4),
+        decoded=GroupedTile(rows=128, columns=128, depth=64, num_warps=8, num_stages=3),
+        turn_columns=128,
+        sums=Tile(tokens=32, columns=128, num_warps=4),
+        plan_tiles=256,
+        flatten=True,
+        programs=None,
+    ),
+    activation=Tile(tokens=4, columns=256, num_warps=4),  # 16 bytes a lane; 256 divides nearly every model's width
+    activation_backward=Tile(tokens=4, columns=256, num_warps=4),  # a warp walks along one row
+    symmetric=Symmetric(tokens=1, columns=1024, lists=128, fill_rows=8, tail_lanes=64, unroll=2, num_warps=4),
+    quantize=Quantize(
+        rows=Walk(tokens=4, columns=512, num_warps=1, steps=1, stages=1),
+        columns=Walk(tokens=32, columns=64, num_warps=2, steps=4, stages=1, registers=96),
+        tall=Walk(tokens=128, columns=128, num_warps=4, steps=8, stages=1),
+        groups=Walk(tokens=4, columns=512, num_warps=1, steps=4, stages=1),
+        transformed=Walk(tokens=16, columns=64, num_warps=1, steps=8, stages=1, registers=96),
+    ),
+    permute_quantize=PermuteQuantize(
+        scatter=Tile(tokens=1, columns=1024, num_warps=2),
+        amax=Tile(tokens=1, columns=1024, num_warps=4),
+        scales=Tile(tokens=128, columns=8, num_warps=4),
+        gather=Walk(tokens=32, columns=64, num_warps=1, steps=1, stages=1, registers=128),
+        tall=Walk(tokens=128, columns=128, num_warps=4, steps=4, stages=1),
+        slab=8,
+    ),
+    activate_quantize=ActivateQuantize(
+        rows=Walk(tokens=4, columns=512, num_warps=4, steps=4, stages=2),
+        columns=Walk(tokens=128, columns=128, num_warps=8, steps=8, stages=1, registers=128),
+        backward=Walk(tokens=128, columns=128, num_warps=8, steps=8, stages=1),
+        low=Walk(tokens=32, columns=64, num_warps=2, steps=4, stages=1, registers=96),
+        low_backward=Walk(tokens=32, columns=64, num_warps=2, steps=4, stages=1, registers=128),
+        groups=Walk(tokens=8, columns=256, num_warps=4, steps=8, stages=1),
+    ),
+)
+
+# A step costs the same whatever its tile, so tiles are large; yet a hundred tokens still span several.
+INTERPRETER = Tuning(
+    metadata=Metadata(tokens=32, elements=8192, num_warps=4, max_programs=3),
+    permute=Tile(tokens=32, columns=128, num_warps=4),
+    list_tokens=16,
+    unpermute=Tile(tokens=32, columns=128, num_warps=4),
+    unpermute_slots=2,
+    prob_columns=16,
+    unpermute_backward=Tile(tokens=32, columns=128, num_warps=4),
+    unpermute_backward_probs=WholeRows(tokens=32, elements=8192, num_warps=4),
+    fill=Fill(lanes=8, rows=8, tail_lanes=8),
+    sort_chunks=Tile(tokens=32, columns=128, num_warps=4),
+    chunk_columns=16,
+    multihot=Tile(tokens=32, columns=16, num_warps=4),
+    multihot_rows=WholeRows(tokens=32, elements=8192, num_warps=4),
+    topk=Router(tokens=64, elements=16384, num_warps=4),
+    topk_backward=Router(tokens=64, elements=16384, num_warps=4),
+    aux_scores=Router(tokens=64, elements=16384, num_warps=4),
+    z_loss=Router(tokens=32, elements=8192, num_warps=4, max_programs=3),
+    balance=Tile(tokens=32, columns=64, num_warps=4),
+    balance_programs=6,
+    loss_step=2,
+    drop=Tile(tokens=64, columns=64, num_warps=4),
+    drop_column=Tile(tokens=128, columns=64, num_warps=4),
+    grouped=Grouped(
+        by_rows=(
+            GroupedTile(rows=16, columns=64, depth=64, num_warps=4, num_stages=1),
+            GroupedTile(rows=64, columns=64, depth=64, num_warps=4, num_stages=1),
+        ),
+        wide=GroupedTile(rows=32, columns=64, depth=64, num_warps=4, num_stages=1),
+        wgrad=GroupedTile(rows=64, columns=64, depth=32, num_warps=4, num_stages=1),
+        wgrad_wide=GroupedTile(rows=64, columns=64, depth=32, num_warps=4, num_stages=1),
+        scaled=GroupedTile(rows=128, columns=128, depth=128, num_warps=4, num_stages=1),
+        decoded=GroupedTile(rows=128, columns=64, depth=64, num_warps=4, num_stages=1),
+        turn_columns=64,
+        sums=Tile(tokens=32, columns=64, num_warps=4),
+        plan_tiles=16,
+        flatten=False,
+        programs=3,
+    ),
+    activation=Tile(tokens=32, columns=128, num_warps=4),
+    activation_backward=Tile(tokens=32, columns=128, num_warps=4),
+    symmetric=Symmetric(tokens=32, columns=128, lists=16, fill_rows=64, tail_lanes=2, unroll=2, num_warps=4),
+    quantize=Quantize(
+        rows=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
+        columns=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
+        tall=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
+        groups=Walk(tokens=64, columns=256, num_warps=4, steps=2, stages=1),
+        transformed=Walk(tokens=64, columns=256, num_warps=4, steps=1, stages=1),
+    ),
+    permute_quantize=PermuteQuantize(
+        scatter=Tile(tokens=32, columns=128, num_warps=4),
+        amax=Tile(tokens=32, columns=128, num_warps=4),
+        scales=Tile(tokens=128, columns=4, num_warps=4),
+        gather=Walk(tokens=64, columns=128, num_warps=4, steps=2, stages=1),
+        tall=Walk(tokens=128, columns=128, num_warps=4, steps=2, stages=1),
+        slab=2,
+    ),
+    activate_quantize=ActivateQuantize(
+        rows=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
+        columns=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
+        backward=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
+        low=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
+        low_backward=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
+        groups=Walk(tokens=64, columns=256, num_warps=4, steps=2, stages=1),
+    ),
+)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """⌈a/b⌉; triton.cdiv takes microseconds on the host."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two from `n` on, at least 1."""
+    return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
+def for_device(device: torch.device) -> Tuning:
+    """The sizes for kernels that run on `device`."""
+    return INTERPRETER if INTERPRETED or device.type == "cpu" else GPU

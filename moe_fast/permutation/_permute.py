@@ -1,0 +1,463 @@
+"""Rows to their experts and back. `moe_fast.permutation.row_map.RowMap` says where a token's rows are."""
+
+import triton
+import triton.language as tl
+
+from moe_fast.launch._rounding import rounded
+from moe_fast.permutation._row_map import EXPERT, RANK
+
+
+@triton.jit
+def find_lists(slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts):
+    """Where the list of each token and the bases of its block begin, and how many rows it has."""
+    list_t_ptr = slots_ptr + t * num_experts
+    base_t_ptr = list_t_ptr
+    if base_ptr is not None:  # else the lists hold rows
+        base_t_ptr = base_ptr + t // tokens_per_block * stride_base_b
+    return list_t_ptr, base_t_ptr, tl.load(num_slots_ptr + t, mask=t < num_tokens, other=0)  # the last tile sticks out
+
+
+@triton.jit
+def load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows):
+    """The expert and the row of slot j of each token, and whether there is such a row. The list is read while `num_slots` is on its way."""
+    live = j < num_slots  # what follows in the list was never written
+    inside = (t < num_tokens) & (j + tl.zeros_like(t) < num_experts)  # the last tile sticks out, and j may
+    slot = tl.load(list_t_ptr + j, mask=inside, other=0).to(tl.int64)
+    expert = slot & EXPERT
+    row = slot >> RANK
+    if base_ptr is not None:
+        row += tl.load(base_t_ptr + expert * stride_base_e, mask=live, other=0)
+    return expert, row, live & (row < num_rows)  # rows behind the buffer are dropped
+
+
+@triton.jit
+def load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row):
+    """A tile of rows, if there are any; 0 where no row is, so that rows without a token are never read."""
+    if rows_ptr is None:  # noqa: SIM108  (not a return of its own: what follows one is compiled all the same)
+        tile = live
+    else:
+        tile = tl.load(
+            rows_ptr + row[:, None] * stride_rows_p + h[None, :] * stride_rows_h, mask=live[:, None] & in_row, other=0.0
+        )
+    return tile
+
+
+@triton.jit
+def add_rows(
+    acc,
+    first,
+    rows_ptr,
+    stride_rows_p,
+    stride_rows_h,
+    probs_ptr,
+    stride_probs_t,
+    stride_probs_e,
+    list_t_ptr,
+    base_ptr,
+    base_t_ptr,
+    stride_base_e,
+    t,
+    h,
+    in_row,
+    num_slots,
+    num_tokens,
+    num_experts,
+    num_rows,
+    ROWS_AS: tl.constexpr,
+    PROBS_AS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """The sum of each token's rows, and a few more of them."""
+    for j in tl.static_range(UNROLL):  # their loads are on their way together
+        expert, row, live = load_slot(
+            list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, first + j, num_slots, num_tokens, num_experts, num_rows
+        )
+        value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row).to(ROWS_AS).to(acc.dtype)
+        if probs_ptr is not None:
+            prob = tl.load(
+                probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0
+            )  # only those with a row
+            value *= prob.to(PROBS_AS).to(acc.dtype)[:, None]
+        acc += value
+    return acc
+
+
+@triton.jit
+def fill_gaps(
+    rows_ptr,
+    probs_ptr,
+    gap_ptr,
+    first_lane,
+    column,
+    tail_lanes,
+    num_experts,
+    num_columns,
+    num_rows,
+    BLOCK_G: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Zeros in the rows without a token. A lane has those behind one expert, or a share of those behind all segments."""
+    lane = first_lane + tl.arange(0, BLOCK_G)
+    gap = tl.minimum(lane, num_experts)
+    end = tl.minimum(tl.load(gap_ptr + num_experts + 1 + gap), num_rows)
+    begin = tl.load(gap_ptr + gap) + (lane - gap) * BLOCK_R
+    step = tl.where(gap == num_experts, tail_lanes, 1) * BLOCK_R
+    h = tl.cast(column, tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    for i in range(tl.max(tl.cdiv(end - begin, step), axis=0)):
+        row_GR = (begin + i * step)[:, None] + tl.arange(0, BLOCK_R)[None, :]
+        row = tl.reshape(row_GR, [BLOCK_G * BLOCK_R])
+        in_gap = tl.reshape(row_GR < end[:, None], [BLOCK_G * BLOCK_R])
+        inside = in_gap[:, None] & (h < num_columns)[None, :]  # the last block sticks out
+        tl.store(
+            rows_ptr + row[:, None] * num_columns + h[None, :],
+            tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H], rows_ptr.dtype.element_ty),
+            mask=inside,
+        )
+        if probs_ptr is not None and column == 0:  # once a row
+            tl.store(
+                probs_ptr + row, tl.zeros([BLOCK_G * BLOCK_R], probs_ptr.dtype.element_ty), mask=in_gap
+            )  # other lanes' gaps may be longer
+
+
+@triton.jit(
+    do_not_specialize=[
+        "tokens_per_block",
+        "token_blocks",
+        "first_lane",
+        "tail_lanes",
+        "num_tokens",
+        "num_experts",
+        "num_rows",
+        "stride_probs_t",
+        "stride_probs_e",
+        "stride_base_b",
+        "stride_base_e",
+    ]
+)
+def permute_kernel(
+    # tokens and probs, as bits
+    tokens_ptr,
+    stride_tokens_t,
+    stride_tokens_h,
+    probs_ptr,
+    stride_probs_t,
+    stride_probs_e,
+    # rows, contiguous
+    rows_ptr,
+    row_probs_ptr,
+    row_slots_ptr,
+    # row map
+    slots_ptr,
+    num_slots_ptr,
+    base_ptr,
+    stride_base_b,
+    stride_base_e,
+    tokens_per_block,
+    gap_ptr,
+    # programs: lists of tokens, lanes that fill gaps, then blocks of tokens
+    token_blocks,
+    first_lane,
+    tail_lanes,
+    # sizes
+    num_tokens,
+    num_experts,
+    num_columns,
+    num_rows,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """Each token is read once and written to each of its rows. The first programs move the probs, the next write rows without a token.
+
+    `row_slots` gets the tokens' lists with rows in place of ranks, so that other kernels need no bases; probs move only with it.
+    """
+    columns = (
+        tl.cdiv(num_columns, BLOCK_H) if row_slots_ptr is None else tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
+    )  # lists are without columns too
+    column = tl.program_id(0) % columns  # programs that run together finish whole rows
+    block = tl.program_id(0) // columns
+    lists = tl.cdiv(num_tokens, BLOCK_L) if row_slots_ptr is not None else 0
+    fills = tl.num_programs(0) // columns - token_blocks - lists
+    if block < lists:
+        if column == 0 and row_slots_ptr is not None:
+            t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
+            list_t_ptr, base_t_ptr, num_slots = find_lists(
+                slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
+            )
+            for j in range(tl.max(num_slots, axis=0)):
+                expert, row, live = load_slot(
+                    list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows
+                )
+                if probs_ptr is not None:
+                    prob = tl.load(
+                        probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0
+                    )  # only those with a row
+                    tl.store(row_probs_ptr + row, prob, mask=live)  # likewise
+                tl.store(
+                    row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots
+                )  # dropped rows too
+    elif block < lists + fills:
+        lane = first_lane + (block - lists) * BLOCK_G
+        fill_gaps(
+            rows_ptr,
+            row_probs_ptr,
+            gap_ptr,
+            lane,
+            column,
+            tail_lanes,
+            num_experts,
+            num_columns,
+            num_rows,
+            BLOCK_G,
+            BLOCK_R,
+            BLOCK_H,
+        )
+    else:
+        t = (block - lists - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+        in_row = (h < num_columns)[None, :]  # the last block sticks out
+        inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
+        token = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0)
+        list_t_ptr, base_t_ptr, num_slots = find_lists(
+            slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
+        )
+        expert, row, live = load_slot(
+            list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, 0, num_slots, num_tokens, num_experts, num_rows
+        )
+        for j in range(tl.max(num_slots, axis=0)):
+            following = load_slot(
+                list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j + 1, num_slots, num_tokens, num_experts, num_rows
+            )  # on its way
+            tl.store(
+                rows_ptr + row[:, None] * num_columns + h[None, :], token, mask=live[:, None] & in_row
+            )  # dropped rows are not written
+            expert, row, live = following
+
+
+@triton.jit(
+    do_not_specialize=[
+        "tokens_per_block",
+        "num_tokens",
+        "num_rows",
+        "stride_row_dprobs",
+        "stride_probs_t",
+        "stride_probs_e",
+        "stride_base_b",
+        "stride_base_e",
+    ]
+)
+def unpermute_kernel(
+    # rows to sum, merging probs, result
+    rows_ptr,
+    stride_rows_p,
+    stride_rows_h,
+    probs_ptr,
+    stride_probs_t,
+    stride_probs_e,
+    out_ptr,
+    # the gradient of permute's probs, as bits: that of the rows' probs to that of [T,E]
+    row_dprobs_ptr,
+    stride_row_dprobs,
+    dprobs_ptr,
+    # row map
+    slots_ptr,
+    num_slots_ptr,
+    base_ptr,
+    stride_base_b,
+    stride_base_e,
+    tokens_per_block,
+    # sizes
+    num_tokens,
+    num_experts,
+    num_columns,
+    num_rows,
+    ACCUMULATOR: tl.constexpr,
+    ROWS_AS: tl.constexpr,  # holds rows exactly: bfloat16 has no direct way to and from float64
+    PROBS_AS: tl.constexpr,  # likewise
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """A token's rows are summed in ascending expert. The programs behind the last column block move the gradient of the probs."""
+    columns = tl.cdiv(num_columns, BLOCK_H) + (1 if dprobs_ptr is not None else 0)
+    column = tl.program_id(0) % columns  # programs that run together finish whole rows
+    t = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    list_t_ptr, base_t_ptr, num_slots = find_lists(
+        slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
+    )
+    in_time = (t < num_tokens)[:, None]  # the last tile sticks out
+    if column < tl.cdiv(num_columns, BLOCK_H):
+        if rows_ptr is not None:
+            h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+            in_row = (h < num_columns)[None, :]  # the last block sticks out
+            acc = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
+            acc = add_rows(
+                acc, 0, rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs_t, stride_probs_e, list_t_ptr, base_ptr, base_t_ptr, stride_base_e,
+                t, h, in_row, num_slots, num_tokens, num_experts, num_rows, ROWS_AS, PROBS_AS, UNROLL,
+            )  # fmt: skip
+            for first in range(UNROLL, tl.max(num_slots, axis=0), UNROLL):
+                acc = add_rows(
+                    acc, first, rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs_t, stride_probs_e, list_t_ptr, base_ptr, base_t_ptr,
+                    stride_base_e, t, h, in_row, num_slots, num_tokens, num_experts, num_rows, ROWS_AS, PROBS_AS, UNROLL,
+                )  # fmt: skip
+            tl.store(
+                out_ptr + t[:, None] * num_columns + h[None, :],
+                rounded(acc.to(ROWS_AS), out_ptr.dtype.element_ty),
+                mask=in_time & in_row,
+            )
+    elif dprobs_ptr is not None:
+        for first in range(0, num_experts, BLOCK_E):
+            e = first + tl.arange(0, BLOCK_E)
+            dprobs = tl.zeros([BLOCK_T, BLOCK_E], dprobs_ptr.dtype.element_ty)
+            for j in range(tl.max(num_slots, axis=0)):
+                expert, row, live = load_slot(
+                    list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows
+                )
+                dprob = tl.load(
+                    row_dprobs_ptr + row * stride_row_dprobs, mask=live, other=0
+                )  # a dropped row has no gradient
+                dprobs = tl.where((expert[:, None] == e[None, :]) & live[:, None], dprob[:, None], dprobs)
+            tl.store(
+                dprobs_ptr + t[:, None] * num_experts + e[None, :], dprobs, mask=in_time & (e < num_experts)[None, :]
+            )  # the last block sticks out
+
+
+@triton.jit(
+    do_not_specialize=[
+        "tokens_per_block",
+        "token_blocks",
+        "first_lane",
+        "tail_lanes",
+        "num_tokens",
+        "num_rows",
+        "stride_probs_t",
+        "stride_probs_e",
+        "stride_base_b",
+        "stride_base_e",
+    ]
+)
+def unpermute_backward_kernel(
+    # the gradient of the sums, and what was merged: rows and probs
+    dout_ptr,
+    stride_dout_t,
+    stride_dout_h,
+    rows_ptr,
+    stride_rows_p,
+    stride_rows_h,
+    probs_ptr,
+    stride_probs_t,
+    stride_probs_e,
+    # results, contiguous
+    drows_ptr,
+    dprobs_ptr,
+    # row map
+    slots_ptr,
+    num_slots_ptr,
+    base_ptr,
+    stride_base_b,
+    stride_base_e,
+    tokens_per_block,
+    gap_ptr,
+    # programs: lanes that fill gaps, then blocks of tokens
+    token_blocks,
+    first_lane,
+    tail_lanes,
+    # sizes
+    num_tokens,
+    num_experts,
+    num_columns,
+    num_rows,
+    ACCUMULATOR: tl.constexpr,
+    ROWS_AS: tl.constexpr,  # holds rows exactly: bfloat16 has no direct way to and from float64
+    PROBS_AS: tl.constexpr,  # likewise
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """drows[row] = dout[t] · p and dprobs[t, e] = Σ_h rows[row, h] · dout[t, h]. A program owns whole rows of both."""
+    block = tl.program_id(0)
+    fills = tl.num_programs(0) - token_blocks
+    if block >= fills:
+        t = (block - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        e = tl.arange(0, BLOCK_E)
+        list_t_ptr, base_t_ptr, num_slots = find_lists(
+            slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
+        )
+        dprobs = tl.zeros([BLOCK_T, BLOCK_E], ACCUMULATOR)
+        in_time = (t < num_tokens)[:, None]  # the last tile sticks out
+        for first in range(0, num_columns, BLOCK_H):
+            h = first + tl.arange(0, BLOCK_H).to(tl.int64)
+            in_row = (h < num_columns)[None, :]  # the last block sticks out
+            dout = tl.load(
+                dout_ptr + t[:, None] * stride_dout_t + h[None, :] * stride_dout_h, mask=in_time & in_row, other=0.0
+            )
+            expert, row, live = load_slot(
+                list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, 0, num_slots, num_tokens, num_experts, num_rows
+            )
+            prob = tl.load(
+                probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0
+            )  # only those with a row
+            value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row)
+            next_expert, next_row, next_live = load_slot(
+                list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, 1, num_slots, num_tokens, num_experts, num_rows
+            )
+            for j in range(tl.max(num_slots, axis=0)):  # the next row and the slot after it are on their way
+                next_prob = tl.load(
+                    probs_ptr + t * stride_probs_t + next_expert * stride_probs_e, mask=next_live, other=0.0
+                )  # as above
+                next_value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, next_row, h, next_live, in_row)
+                following = load_slot(
+                    list_t_ptr,
+                    base_ptr,
+                    base_t_ptr,
+                    stride_base_e,
+                    t,
+                    j + 2,
+                    num_slots,
+                    num_tokens,
+                    num_experts,
+                    num_rows,
+                )
+                d = dout.to(ROWS_AS).to(ACCUMULATOR)
+                if drows_ptr is not None:
+                    drow = rounded(
+                        (d * prob.to(PROBS_AS).to(ACCUMULATOR)[:, None]).to(ROWS_AS), drows_ptr.dtype.element_ty
+                    )
+                    tl.store(
+                        drows_ptr + row[:, None] * num_columns + h[None, :], drow, mask=live[:, None] & in_row
+                    )  # dropped rows are not written
+                if dprobs_ptr is not None:
+                    dot = tl.sum(d * value.to(ROWS_AS).to(ACCUMULATOR), axis=1)
+                    dprobs += tl.where((expert[:, None] == e[None, :]) & live[:, None], dot[:, None], 0.0)
+                expert, row, live, prob, value = next_expert, next_row, next_live, next_prob, next_value
+                next_expert, next_row, next_live = following
+        if dprobs_ptr is not None:
+            inside = in_time & (e < num_experts)[None, :]  # experts are padded to a power of two
+            tl.store(
+                dprobs_ptr + t[:, None] * num_experts + e[None, :],
+                rounded(dprobs.to(PROBS_AS), dprobs_ptr.dtype.element_ty),
+                mask=inside,
+            )
+    elif drows_ptr is not None:
+        lane = first_lane + block * BLOCK_G
+        for column in range(tl.cdiv(num_columns, BLOCK_H)):
+            fill_gaps(
+                drows_ptr,
+                None,
+                gap_ptr,
+                lane,
+                column,
+                tail_lanes,
+                num_experts,
+                num_columns,
+                num_rows,
+                BLOCK_G,
+                BLOCK_R,
+                BLOCK_H,
+            )

@@ -1,0 +1,372 @@
+"""permute, unpermute and sort_chunks, fused: rows in the order of their tokens, and rows in the order of their experts."""
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_fast.launch import tuning
+from moe_fast.launch.backend import bits, check_device, integers, launch_on, movable
+from moe_fast.launch.tuning import ceil_div, power_of_two
+from moe_fast.permutation import _chunks as chunk_kernels
+from moe_fast.permutation import _permute as kernels
+from moe_fast.permutation.row_map import RowMap, place, place_in_capacity
+from moe_ref.config import Permuted, SortedChunks, check_permute, check_sort_chunks, check_unpermute, require
+
+SUMMED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that unpermute sums
+MERGING = (*SUMMED, torch.float64)  # dtypes of probs that unpermute multiplies by
+
+
+def permute(
+    tokens_TH: Tensor,
+    routing_map_TE: Tensor,
+    *,
+    probs: Tensor | None = None,
+    align: int | None = None,
+    capacity: int | None = None,
+    num_rows: int | None = None,
+) -> Permuted:
+    """Copy each token once for every expert it is routed to, grouped by expert, tokens ascending inside an expert.
+
+        rows  = [tokens[t] for e in experts for t in tokens if routing_map[t, e]]
+        probs = [probs[t, e] for the same e and t]
+
+    Padding by `align`, drop-and-pad by `capacity` and a fixed `num_rows` are those of `moe_ref.permutation.permute`. Two
+    launches find the places (three with `capacity`), one moves the rows and writes the zeros. The device is waited for only if
+    neither `capacity` nor `num_rows` is given, once, to learn how many rows there are.
+
+    Rounding: none in the forward. dtokens[t] = Σ over t's rows of drows, ascending experts, fp32 (fp64 for fp64), rounded once.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_permute`; also for elements of 16 bytes, and for tokens that require a gradient
+            in a dtype that has no sum here.
+
+    Source: TE moe_permute_and_pad_with_probs, Megatron moe_utils.permute.
+    """
+    check_permute(tokens_TH, routing_map_TE, probs, align, capacity, num_rows)
+    check_device("tokens", tokens_TH)
+    require(movable(tokens_TH.dtype), "tokens", f"of dtype {tokens_TH.dtype}", "of at most 8 bytes an element")
+    summable = not tokens_TH.requires_grad or tokens_TH.dtype in MERGING
+    require(summable, "tokens", f"of dtype {tokens_TH.dtype} and requires a gradient", f"one of {MERGING} for that")
+    row_map, slots = (
+        place(routing_map_TE, align, num_rows) if capacity is None else place_in_capacity(routing_map_TE, capacity)
+    )
+    lists, row_map = row_map, row_map.without_bases()
+    rows, row_probs = _Permute.apply(tokens_TH, probs, lists, row_map)
+    return Permuted(
+        rows, row_probs, row_map, slots.tokens_per_expert, None if align is None else slots.pad_offsets, slots.overflow
+    )
+
+
+def unpermute(
+    rows_PH: Tensor, row_map: RowMap, *, restore_shape: tuple[int, int] | None = None, probs: Tensor | None = None
+) -> Tensor:
+    """Add each token's rows together, back in token order.
+
+        out[t] = Σ_{i: row i came from token t} rows[i] · (probs[t, expert of i] if probs were given, else 1)
+
+    The sum runs in ascending expert. Padding rows and dropped rows are never read. A token without rows is exactly 0.
+
+    Rounding: products and sums in fp32 (fp64 if probs are), one rounding to the rows' dtype. drows likewise;
+    dprobs[t, e] = Σ_h rows[i, h] · dout[t, h] in fp32, rounded once to the probs' dtype, and 0 elsewhere.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_unpermute`; also for other dtypes than `SUMMED` of rows and `MERGING` of probs.
+
+    Source: TE moe_unpermute, Megatron moe_utils.unpermute.
+    """
+    check_unpermute(rows_PH, row_map.num_rows, row_map.num_tokens, row_map.num_experts, restore_shape, probs)
+    check_device("rows", rows_PH)
+    require(rows_PH.dtype in SUMMED, "rows", f"of dtype {rows_PH.dtype}", f"one of {SUMMED}")
+    if probs is not None:
+        require(probs.dtype in MERGING, "probs", f"of dtype {probs.dtype}", f"one of {MERGING}")
+    return _Unpermute.apply(rows_PH, probs, row_map)
+
+
+def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: Tensor | None = None) -> SortedChunks:
+    """Cut the rows into consecutive chunks and put the chunks into another order.
+
+        out = cat(chunk[order[0]], chunk[order[1]], …),  chunk[i] = rows[c_i : c_i + chunk_sizes[i]],  c_i = Σ_{j<i} chunk_sizes[j]
+
+    Rows behind the last chunk stay where they are. Sizes and order are read by the kernel alone, so their values are not
+    checked: where they are illegal the result is unspecified.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_sort_chunks`; also for elements of 16 bytes.
+
+    Source: TE moe_sort_chunks_by_index_with_probs, Megatron moe_utils.sort_chunks_by_idxs.
+    """
+    check_sort_chunks(rows_RH, chunk_sizes, order, probs)
+    check_device("rows", rows_RH)
+    require(movable(rows_RH.dtype), "rows", f"of dtype {rows_RH.dtype}", "of at most 8 bytes an element")
+    sizes, order = (integers(vector).to(rows_RH.device, non_blocking=True) for vector in (chunk_sizes, order))
+    return SortedChunks(*_SortChunks.apply(rows_RH, probs, sizes, order))
+
+
+class _Permute(torch.autograd.Function):
+    """The copy of `permute`; its gradient is `unpermute` of the rows, and each prob's gradient moved back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, probs: Tensor | None, lists: RowMap, row_map: RowMap
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.row_map = row_map
+        rows, row_probs = _move_to_rows(tokens, probs, lists, row_map.slots_TE)
+        constant = [
+            output
+            for output, needed in zip((rows, row_probs), ctx.needs_input_grad, strict=False)
+            if output is not None and not needed
+        ]
+        ctx.mark_non_differentiable(*constant)
+        return rows, row_probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, drows: Tensor | None, drow_probs: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        drows = drows if ctx.needs_input_grad[0] else None
+        drow_probs = drow_probs if ctx.needs_input_grad[1] else None
+        return *_sum_rows(drows, None, drow_probs, ctx.row_map), None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    """The sum of `unpermute`; without probs its gradient is `permute` of the sums."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, probs: Tensor | None, row_map: RowMap) -> Tensor:
+        ctx.row_map = row_map
+        ctx.merging = probs is not None
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, probs)
+        out, _ = _sum_rows(rows, probs, None, row_map)
+        assert out is not None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, probs = ctx.saved_tensors
+        if not ctx.merging:
+            drows, _ = _move_to_rows(dout, None, ctx.row_map)
+            return drows, None, None
+        return *_merge_backward(dout, rows, probs, ctx.row_map, ctx.needs_input_grad[0]), None
+
+
+class _SortChunks(torch.autograd.Function):
+    """The gather of `sort_chunks`; its gradient is the gather of the inverse order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, probs: Tensor | None, sizes: Tensor, order: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(sizes, order)
+        out, out_probs = _gather_chunks(rows, probs, sizes, order, inverse=False)
+        constant = [
+            output
+            for output, needed in zip((out, out_probs), ctx.needs_input_grad, strict=False)
+            if output is not None and not needed
+        ]
+        ctx.mark_non_differentiable(*constant)
+        assert out is not None
+        return out, out_probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dout: Tensor | None, dout_probs: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        sizes, order = ctx.saved_tensors
+        dout = dout if ctx.needs_input_grad[0] else None
+        dout_probs = dout_probs if ctx.needs_input_grad[1] else None
+        return *_gather_chunks(dout, dout_probs, sizes, order, inverse=True), None, None
+
+
+def _matrix(tensor: Tensor | None) -> tuple[Any, ...]:
+    """A matrix, or none, and its strides."""
+    return (
+        (None, 0, 0) if tensor is None else (tensor.resolve_neg(), *tensor.resolve_neg().stride())
+    )  # a kernel sees memory, not a pending minus
+
+
+def _arithmetic(rows: Tensor | None, probs: Tensor | None) -> dict[str, tl.dtype]:
+    """The dtypes in which kernels hold rows, probs and their sums."""
+    rows_as, probs_as = (
+        tl.float64 if x is not None and x.dtype == torch.float64 else tl.float32 for x in (rows, probs)
+    )
+    return {
+        "ROWS_AS": rows_as,
+        "PROBS_AS": probs_as,
+        "ACCUMULATOR": tl.float64 if tl.float64 in (rows_as, probs_as) else tl.float32,
+    }
+
+
+def _move_to_rows(
+    tokens: Tensor, probs: Tensor | None, row_map: RowMap, row_slots: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """rows[row of t] = tokens[t], probs likewise, and zeros in rows without a token. Probs move only where the lists of rows are wanted too."""
+    sizes = tuning.for_device(tokens.device)
+    hidden = tokens.shape[1]
+    rows = torch.empty(
+        (row_map.num_rows, hidden), dtype=tokens.dtype, device=tokens.device
+    )  # all by permute_kernel: a token's rows, and the gaps
+    row_probs = (
+        None if probs is None else torch.empty(row_map.num_rows, dtype=probs.dtype, device=probs.device)
+    )  # likewise
+    programs, parts = row_map.programs(sizes.permute.tokens, sizes.fill)
+    columns = ceil_div(hidden, sizes.permute.columns)
+    columns = (
+        columns if row_slots is None else max(1, columns)
+    )  # lists are written, and probs move, also when the rows are empty
+    programs += 0 if row_slots is None else ceil_div(row_map.num_tokens, sizes.list_tokens)
+    if programs * columns == 0:
+        return rows, row_probs
+    with launch_on(tokens):
+        kernels.permute_kernel[(programs * columns,)](
+            *_matrix(bits(tokens)),
+            *_matrix(None if probs is None else bits(probs)),
+            bits(rows),
+            None if row_probs is None else bits(row_probs),
+            row_slots,
+            *row_map.arguments(),
+            row_map.gap_2E,
+            *parts,
+            row_map.num_tokens,
+            row_map.num_experts,
+            hidden,
+            row_map.num_rows,
+            BLOCK_T=sizes.permute.tokens,
+            BLOCK_H=sizes.permute.columns,
+            BLOCK_G=sizes.fill.lanes,
+            BLOCK_R=sizes.fill.rows,
+            BLOCK_L=sizes.list_tokens,
+            num_warps=sizes.permute.num_warps,
+        )
+    return rows, row_probs
+
+
+def _sum_rows(
+    rows: Tensor | None, probs: Tensor | None, drow_probs: Tensor | None, row_map: RowMap
+) -> tuple[Tensor | None, Tensor | None]:
+    """out[t] = Σ over t's rows of rows · probs, and dprobs[t, e] = drow_probs[row of t and e]; either may be left out."""
+    some = rows if rows is not None else drow_probs
+    if some is None:
+        return None, None
+    sizes = tuning.for_device(some.device)
+    hidden = 0 if rows is None else rows.shape[1]
+    out = (
+        None if rows is None else torch.empty((row_map.num_tokens, hidden), dtype=rows.dtype, device=rows.device)
+    )  # all by unpermute_kernel
+    dprobs = None
+    if drow_probs is not None:
+        dprobs = torch.empty(
+            (row_map.num_tokens, row_map.num_experts), dtype=drow_probs.dtype, device=some.device
+        )  # all by its last column of programs
+    columns = ceil_div(hidden, sizes.unpermute.columns) + (dprobs is not None)
+    programs = ceil_div(row_map.num_tokens, sizes.unpermute.tokens) * columns
+    if programs == 0:
+        return out, dprobs
+    with launch_on(some):
+        kernels.unpermute_kernel[(programs,)](
+            *_matrix(rows),
+            *_matrix(probs),
+            out,
+            None if drow_probs is None else bits(drow_probs),
+            0 if drow_probs is None else drow_probs.stride(0),
+            None if dprobs is None else bits(dprobs),
+            *row_map.arguments(),
+            row_map.num_tokens,
+            row_map.num_experts,
+            hidden,
+            row_map.num_rows,
+            **_arithmetic(rows, probs),
+            BLOCK_T=sizes.unpermute.tokens,
+            BLOCK_H=sizes.unpermute.columns,
+            BLOCK_E=sizes.prob_columns,
+            UNROLL=sizes.unpermute_slots,
+            num_warps=sizes.unpermute.num_warps,
+        )
+    return out, dprobs
+
+
+def _merge_backward(
+    dout: Tensor, rows: Tensor | None, probs: Tensor, row_map: RowMap, needs_rows: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of `unpermute` with probs; `rows` is given if that of the probs is wanted."""
+    sizes = tuning.for_device(dout.device)
+    hidden = dout.shape[1]
+    drows = (
+        torch.empty((row_map.num_rows, hidden), dtype=dout.dtype, device=dout.device) if needs_rows else None
+    )  # all: tokens' rows, and the gaps
+    dprobs = (
+        None if rows is None else torch.empty(probs.shape, dtype=probs.dtype, device=dout.device)
+    )  # all: whole rows of tokens
+    block_experts = power_of_two(row_map.num_experts)
+    block_tokens = min(sizes.unpermute_backward.tokens, sizes.unpermute_backward_probs.tile_tokens(block_experts))
+    programs, parts = row_map.programs(block_tokens, sizes.fill)
+    if programs == 0:
+        return drows, dprobs
+    with launch_on(dout):
+        kernels.unpermute_backward_kernel[(programs,)](
+            *_matrix(dout),
+            *_matrix(rows),
+            *_matrix(probs),
+            drows,
+            dprobs,
+            *row_map.arguments(),
+            row_map.gap_2E,
+            *parts,
+            row_map.num_tokens,
+            row_map.num_experts,
+            hidden,
+            row_map.num_rows,
+            **_arithmetic(dout, probs),
+            BLOCK_T=block_tokens,
+            BLOCK_H=sizes.unpermute_backward.columns,
+            BLOCK_E=block_experts,
+            BLOCK_G=sizes.fill.lanes,
+            BLOCK_R=sizes.fill.rows,
+            num_warps=sizes.unpermute_backward.num_warps,
+        )
+    return drows, dprobs
+
+
+def _gather_chunks(
+    rows: Tensor | None, probs: Tensor | None, sizes: Tensor, order: Tensor, *, inverse: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The rows and probs of the chunks in their new order, or back in the old one; either may be left out."""
+    some = rows if rows is not None else probs
+    if some is None:
+        return None, None
+    blocks = tuning.for_device(some.device)
+    num_rows = some.shape[0]
+    hidden = 0 if rows is None else rows.shape[1]
+    out = (
+        None if rows is None else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    )  # all by sort_chunks_kernel
+    out_probs = None if probs is None else torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)  # likewise
+    if num_rows == 0:
+        return out, out_probs
+    with launch_on(some):
+        chunk_kernels.sort_chunks_kernel[(ceil_div(num_rows, blocks.sort_chunks.tokens),)](
+            *_matrix(None if rows is None else bits(rows)),
+            *((None, 0) if probs is None else (bits(probs), probs.stride(0))),
+            sizes,
+            sizes.stride(0),
+            order,
+            order.stride(0),
+            None if out is None else bits(out),
+            None if out_probs is None else bits(out_probs),
+            num_rows,
+            hidden,
+            sizes.shape[0],
+            INVERSE=inverse,
+            BLOCK_R=blocks.sort_chunks.tokens,
+            BLOCK_H=blocks.sort_chunks.columns,
+            BLOCK_S=blocks.chunk_columns,
+            num_warps=blocks.sort_chunks.num_warps,
+        )
+    return out, out_probs

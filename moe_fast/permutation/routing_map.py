@@ -1,0 +1,215 @@
+"""The routing map in its other forms, fused: padded to a multiple, and as expert indices."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_fast.launch import tuning
+from moe_fast.launch.backend import bits, check_device, integers, launch_on
+from moe_fast.permutation import _routing_map as kernels
+from moe_fast.permutation import _row_map as map_kernels
+from moe_fast.permutation.row_map import walk_map
+from moe_ref.config import Indices, Multihot, PaddedMap, check_align, check_indices, check_map, check_multihot, require
+
+
+def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
+    """Route more tokens to each expert until its count is a multiple of `align`.
+
+        missing[e] = (-count[e]) mod align
+        the first missing[e] tokens, ascending, that are not routed to e become routed to it
+
+    If fewer than missing[e] tokens are unrouted, all of them become routed and `unreached[e]` is True. The caller's map is
+    only read, twice: once to count, once to copy and pad. The device is not waited for.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_map` and `check_align`.
+
+    Source: Megatron fused_pad_routing_map, which writes into the caller's map.
+    """
+    check_map(routing_map_TE)
+    require(align is not None, "align", align, "a positive integer")
+    check_align(align)
+    check_device("routing_map", routing_map_TE)
+    device = routing_map_TE.device
+    walk = walk_map(routing_map_TE)
+    padded = torch.empty(
+        routing_map_TE.shape, dtype=torch.bool, device=device
+    )  # all: a block of tokens by each program
+    unreached = torch.empty(routing_map_TE.shape[1], dtype=torch.bool, device=device)  # all by the first program
+    with launch_on(routing_map_TE):
+        map_kernels.pad_routing_map_kernel[(walk.blocks,)](
+            integers(routing_map_TE),
+            *routing_map_TE.stride(),
+            *walk.counted(),
+            integers(padded),
+            integers(unreached),
+            *walk.sizes(routing_map_TE),
+            align,
+            **walk.blocking(),
+        )
+    return PaddedMap(padded, unreached)
+
+
+def indices_to_multihot(indices_TK: Tensor, probs_TK: Tensor, *, num_experts: int) -> Multihot:
+    """Turn each token's list of experts into a row of the routing map.
+
+        routing_map[t, e] = e ∈ indices[t]
+        probs[t, e]       = probs[t, k] of the last slot k with indices[t, k] = e, else 0
+
+    A slot that holds -1 is empty, and so is, unchecked, one that holds any other number outside 0 … E-1. Slots that are
+    empty or not the last of their expert get gradient 0. Probs and their gradient are copied bit by bit.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_indices`.
+
+    Source: Megatron fused_indices_to_multihot.
+    """
+    check_indices(indices_TK, probs_TK, num_experts)
+    check_device("indices", indices_TK)
+    return Multihot(*_ToMultihot.apply(indices_TK, probs_TK, num_experts))
+
+
+def multihot_to_indices(routing_map_TE: Tensor, probs_TE: Tensor, *, topk: int) -> Indices:
+    """List each token's experts, ascending, in K slots.
+
+        indices[t] = [e for e in experts if routing_map[t, e]][:K], then -1
+        probs[t]   = the same experts' probs, then 0
+
+    `overflow`, on the device, says that some token had more than K experts. Probs and their gradient are copied bit by bit.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_multihot`.
+
+    Source: the inverse that DeepEP's dispatch needs.
+    """
+    check_multihot(routing_map_TE, probs_TE, topk)
+    check_device("routing_map", routing_map_TE)
+    return Indices(*_ToIndices.apply(routing_map_TE, probs_TE, topk))
+
+
+class _ToMultihot(torch.autograd.Function):
+    """`indices_to_multihot`; its gradient is taken from each slot's expert."""
+
+    @staticmethod
+    def forward(ctx: Any, indices: Tensor, probs: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(indices)
+        routing_map, out = _scatter(indices, probs, num_experts, with_map=True)
+        ctx.mark_non_differentiable(routing_map)
+        return routing_map, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: None, dout: Tensor | None) -> tuple[None, Tensor | None, None]:
+        (indices,) = ctx.saved_tensors
+        return None, None if dout is None else _gather(dout, indices), None
+
+
+class _ToIndices(torch.autograd.Function):
+    """`multihot_to_indices`; its gradient is the scatter of its slots."""
+
+    @staticmethod
+    def forward(ctx: Any, routing_map: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.num_experts = routing_map.shape[1]
+        indices, out, overflow = _list(routing_map, probs, topk)
+        ctx.save_for_backward(indices)
+        ctx.mark_non_differentiable(indices, overflow)
+        return indices, out, overflow
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: None, dout: Tensor | None, __: None) -> tuple[None, Tensor | None, None]:
+        (indices,) = ctx.saved_tensors
+        return None, None if dout is None else _scatter(indices, dout, ctx.num_experts, with_map=False)[1], None
+
+
+def _scatter(indices: Tensor, values: Tensor, num_experts: int, *, with_map: bool) -> tuple[Tensor, Tensor]:
+    """The values of the slots at their experts, 0 elsewhere, and on request which experts those are."""
+    tile = tuning.for_device(indices.device).multihot
+    num_tokens, num_slots = indices.shape
+    routing_map = torch.empty(
+        (num_tokens, num_experts), dtype=torch.bool, device=indices.device
+    )  # all by multihot_kernel, with_map; else unused
+    out = torch.empty((num_tokens, num_experts), dtype=values.dtype, device=indices.device)  # all by multihot_kernel
+    if num_tokens == 0:
+        return routing_map, out
+    with launch_on(indices):
+        kernels.multihot_kernel[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(num_experts, tile.columns))](
+            integers(indices),
+            *indices.stride(),
+            bits(values),
+            *values.stride(),
+            integers(routing_map) if with_map else None,
+            bits(out),
+            num_tokens,
+            num_experts,
+            num_slots,
+            BLOCK_T=tile.tokens,
+            BLOCK_E=tile.columns,
+            num_warps=tile.num_warps,
+        )
+    return routing_map, out
+
+
+def _gather(dout: Tensor, indices: Tensor) -> Tensor:
+    """The gradient of each slot's value: that of its expert, or 0 if the slot does not count."""
+    tile = tuning.for_device(indices.device).multihot
+    num_tokens, num_slots = indices.shape
+    dvalues = torch.empty(
+        (num_tokens, num_slots), dtype=dout.dtype, device=dout.device
+    )  # all by multihot_backward_kernel
+    if dvalues.numel() == 0:
+        return dvalues
+    with launch_on(dout):
+        kernels.multihot_backward_kernel[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(num_slots, tile.columns))](
+            bits(dout),
+            *dout.stride(),
+            integers(indices),
+            *indices.stride(),
+            bits(dvalues),
+            num_tokens,
+            dout.shape[1],
+            num_slots,
+            BLOCK_T=tile.tokens,
+            BLOCK_K=tile.columns,
+            num_warps=tile.num_warps,
+        )
+    return dvalues
+
+
+def _list(routing_map: Tensor, values: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The routed experts of each token in K slots, their values, and whether some token had more."""
+    sizes = tuning.for_device(routing_map.device)
+    num_tokens, num_experts = routing_map.shape
+    device = routing_map.device
+    indices = torch.empty(
+        (num_tokens, topk), dtype=torch.int64, device=device
+    )  # all by indices_kernel: listed slots, and vacant ones
+    out = torch.empty((num_tokens, topk), dtype=values.dtype, device=device)  # likewise
+    overflow = torch.zeros((), dtype=torch.bool, device=device)
+    if num_tokens == 0:
+        return indices, out, overflow
+    block_experts = triton.next_power_of_2(num_experts)
+    block_tokens = sizes.multihot_rows.tile_tokens(block_experts)
+    with launch_on(routing_map):
+        kernels.indices_kernel[(triton.cdiv(num_tokens, block_tokens),)](
+            integers(routing_map),
+            *routing_map.stride(),
+            bits(values),
+            *values.stride(),
+            indices,
+            bits(out),
+            integers(overflow),
+            num_tokens,
+            num_experts,
+            topk,
+            BLOCK_T=block_tokens,
+            BLOCK_E=block_experts,
+            BLOCK_K=sizes.multihot.columns,
+            num_warps=sizes.multihot_rows.num_warps,
+        )
+    return indices, out, overflow

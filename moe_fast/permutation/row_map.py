@@ -1,0 +1,269 @@
+"""The launch of the walk over the routing map, and what the other kernels learn from it."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moe_fast.launch import tuning
+from moe_fast.launch.backend import integers, launch_on
+from moe_fast.launch.tuning import ceil_div, power_of_two
+from moe_fast.permutation import _row_map as kernels
+
+UNBOUNDED = 1 << 62  # more rows than any buffer has
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """Where each token's rows are: row = base[t // tokens_per_block, expert] + rank, and dropped if that is num_rows or later.
+
+    Without bases the lists hold rows in place of ranks.
+    """
+
+    slots_TE: Tensor  # int32 or int64: rank << 16 | expert of the token's experts, ascending, in its first `num_slots` entries
+    num_slots_T: Tensor  # int32
+    base_BE: Tensor | None  # int64, of any strides
+    gap_2E: (
+        Tensor  # [2,E+1] int64: begin and end of the rows without a token behind each expert's, and behind all segments
+    )
+    tokens_per_block: int
+    num_tokens: int
+    num_experts: int
+    num_rows: int
+    expert_gaps: bool  # whether there may be rows without a token behind an expert's
+    tail_gap: bool  # whether there may be rows behind the last segment
+
+    def arguments(self) -> tuple[Tensor | int | None, ...]:
+        """The row map as every kernel takes it."""
+        strides = (0, 0) if self.base_BE is None else self.base_BE.stride()
+        return self.slots_TE, self.num_slots_T, self.base_BE, *strides, self.tokens_per_block
+
+    def without_bases(self) -> "RowMap":
+        """The same with lists of rows, which permute_kernel is to write."""
+        return replace(
+            self,
+            slots_TE=torch.empty(self.slots_TE.shape, dtype=torch.int64, device=self.slots_TE.device),
+            base_BE=None,
+        )
+
+    def programs(self, block_tokens: int, fill: tuning.Fill) -> tuple[int, tuple[int, int, int]]:
+        """How many programs move tokens and fill gaps, and how they are told apart: blocks of tokens, first lane, lanes of the tail."""
+        token_blocks = ceil_div(self.num_tokens, block_tokens)
+        gaps = self.num_experts if self.expert_gaps else 0
+        fills = ceil_div(gaps + (fill.tail_lanes if self.tail_gap else 0), fill.lanes)
+        return token_blocks + fills, (token_blocks, self.num_experts - gaps, fills * fill.lanes - gaps)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How the routing map is cut into blocks of tokens, and what was counted in them."""
+
+    pack: int  # 4: the map is read in words of four experts
+    blocks: int
+    tiles: int
+    block_tokens: int
+    block_experts: int
+    num_warps: int
+    block_count_EB: Tensor  # uint8 or int32
+    base_EB: Tensor  # int64
+    count_E: Tensor  # int32
+
+    def counted(self) -> tuple[Tensor, int, Tensor]:
+        """How many tokens are routed to each expert before each block, and in all."""
+        return self.base_EB, self.blocks, self.count_E
+
+    def sizes(self, routing_map: Tensor) -> tuple[int, int, int]:
+        """The sizes that the kernels behind the walk take: they look at experts one by one, and so at fewer tokens a tile."""
+        return (*routing_map.shape, self.tiles * self.block_tokens // self._tile_tokens())
+
+    def blocking(self) -> dict[str, int]:
+        """The block sizes that those kernels take."""
+        return {"BLOCK_T": self._tile_tokens(), "BLOCK_E": self.block_experts, "num_warps": self.num_warps}
+
+    def _tile_tokens(self) -> int:
+        return max(1, self.block_tokens // self.pack)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The lists of each token, and the layout of the segments."""
+
+    slots_TE: Tensor
+    num_slots_T: Tensor
+    gap_2E: Tensor
+    tokens_per_expert: Tensor
+    pad_offsets: Tensor
+    total: Tensor
+    overflow: Tensor
+
+
+def empty_slots(routing_map: Tensor) -> Slots:
+    """Memory for `Slots`; the kernels write all of it but the entries of the lists past a token's slots, which none reads."""
+    num_tokens, num_experts = routing_map.shape
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(
+            shape, dtype=dtype, device=routing_map.device
+        )  # see above: by the walk and its layout, or capacity_kernel
+
+    return Slots(
+        slots_TE=empty(
+            num_tokens, num_experts, dtype=torch.int32 if num_tokens <= 1 << 15 else torch.int64
+        ),  # no rank is num_tokens
+        num_slots_T=empty(num_tokens, dtype=torch.int32),
+        gap_2E=empty(2, num_experts + 1),
+        tokens_per_expert=empty(num_experts),
+        pad_offsets=empty(num_experts),
+        total=empty(),
+        overflow=empty(dtype=torch.bool),
+    )
+
+
+def walk_map(routing_map: Tensor, slots: Slots | None = None, align: int = 1, num_rows: int = UNBOUNDED) -> Walk:
+    """Count the routed tokens; with `slots`, list them too and lay the segments out."""
+    walk = plan_walk(routing_map)
+    with launch_on(routing_map):
+        count_blocks(routing_map, walk, slots)
+        lay_out(walk, slots, align, num_rows)
+    return walk
+
+
+def plan_walk(routing_map: Tensor) -> Walk:
+    """Cut the routing map into blocks, with memory for what is counted in them."""
+    num_tokens, num_experts = routing_map.shape
+    sizes = tuning.for_device(routing_map.device).metadata
+    block_experts = power_of_two(num_experts)
+    for pack in (4, 1):
+        width = max(1, block_experts // pack)
+        block_tokens = sizes.tile_tokens(width)
+        tiles = max(1, ceil_div(num_tokens, block_tokens * sizes.max_programs))
+        if tiles * block_tokens < 256 and _has_words(routing_map):
+            break
+    blocks = sizes.layout_group * max(1, ceil_div(num_tokens, block_tokens * tiles * sizes.layout_group))
+    counted_as = (
+        torch.uint8 if tiles * block_tokens < 256 else torch.int32
+    )  # every program of the layout reads all of them
+    block_count = torch.empty(
+        (num_experts, blocks), dtype=counted_as, device=routing_map.device
+    )  # all by routing_walk_kernel
+    base = torch.empty(
+        (num_experts, blocks), dtype=torch.int64, device=routing_map.device
+    )  # all by routing_layout_kernel
+    count = torch.empty(num_experts, dtype=torch.int32, device=routing_map.device)  # likewise
+    return Walk(pack, blocks, tiles, block_tokens, block_experts, sizes.tile_warps(width), block_count, base, count)
+
+
+def _has_words(routing_map: Tensor) -> bool:
+    """Whether bytes of 0 and 1 can be read four at a time."""
+    if routing_map.dtype != torch.bool or routing_map.stride(1) != 1:
+        return False
+    return all(
+        size % 4 == 0
+        for size in (routing_map.data_ptr(), routing_map.storage_offset(), routing_map.stride(0), routing_map.shape[1])
+    )
+
+
+def count_blocks(routing_map: Tensor, walk: Walk, slots: Slots | None) -> None:
+    """The first launch: count the routed tokens of each block; with `slots`, list them."""
+    words = integers(routing_map) if walk.pack == 1 else routing_map.view(torch.int32)
+    kernels.routing_walk_kernel[(walk.blocks,)](
+        words,
+        *words.stride(),
+        *((slots.slots_TE, slots.num_slots_T) if slots else (None, None)),
+        walk.block_count_EB,
+        *routing_map.shape,
+        walk.tiles,
+        PACK=walk.pack,
+        BLOCK_T=walk.block_tokens,
+        BLOCK_W=max(1, walk.block_experts // walk.pack),
+        num_warps=walk.num_warps,
+    )
+
+
+def lay_out(walk: Walk, slots: Slots | None, align: int, num_rows: int) -> None:
+    """The second launch: turn the counts into bases; with `slots`, into the layout of the segments too."""
+    sizes = tuning.for_device(walk.base_EB.device).metadata
+    num_experts = len(walk.count_E)
+    layout = (
+        (slots.tokens_per_expert, slots.pad_offsets, slots.gap_2E, slots.total, slots.overflow.view(torch.uint8))
+        if slots
+        else (None,) * 5
+    )
+    kernels.routing_layout_kernel[(max(1, ceil_div(num_experts, sizes.layout_experts)),)](
+        walk.block_count_EB,
+        walk.base_EB,
+        walk.count_E,
+        *layout,
+        walk.blocks // sizes.layout_group,
+        num_experts,
+        align,
+        num_rows,
+        SEGMENTS=slots is not None,
+        GROUP=sizes.layout_group,
+        BLOCK_B=power_of_two(sizes.max_programs),
+        BLOCK_E=min(walk.block_experts, sizes.layout_step),
+        BLOCK_L=sizes.layout_experts,
+        num_warps=sizes.layout_warps,
+    )
+
+
+def place(routing_map: Tensor, align: int | None, num_rows: int | None) -> tuple[RowMap, Slots]:
+    """The row map of `permute` without capacity. Waits for the device once, to learn the number of rows, if it is not given."""
+    slots = empty_slots(routing_map)
+    walk = walk_map(routing_map, slots, align or 1, UNBOUNDED if num_rows is None else num_rows)
+    rows = int(slots.total) if num_rows is None else num_rows
+    return _row_map(
+        routing_map,
+        walk,
+        slots,
+        walk.base_EB.t(),
+        rows,
+        expert_gaps=align is not None and align > 1,
+        tail_gap=num_rows is not None,
+    ), slots
+
+
+def place_in_capacity(routing_map: Tensor, capacity: int) -> tuple[RowMap, Slots]:
+    """The row map of `permute` with drop and pad."""
+    num_tokens, num_experts = routing_map.shape
+    slots = empty_slots(routing_map)
+    walk = walk_map(routing_map)
+    base = torch.empty(
+        num_experts, dtype=torch.int64, device=routing_map.device
+    )  # all by the first program of capacity_kernel
+    with launch_on(routing_map):
+        kernels.capacity_kernel[(walk.blocks,)](
+            integers(routing_map),
+            *routing_map.stride(),
+            *walk.counted(),
+            slots.slots_TE,
+            slots.num_slots_T,
+            base,
+            slots.tokens_per_expert,
+            slots.gap_2E,
+            slots.overflow.view(torch.uint8),
+            *walk.sizes(routing_map),
+            capacity,
+            **walk.blocking(),
+        )
+    base_BE = base.expand(walk.blocks, num_experts)  # the ranks already count all blocks
+    return _row_map(
+        routing_map, walk, slots, base_BE, num_experts * capacity, expert_gaps=capacity > num_tokens, tail_gap=False
+    ), slots
+
+
+def _row_map(
+    routing_map: Tensor, walk: Walk, slots: Slots, base_BE: Tensor, num_rows: int, *, expert_gaps: bool, tail_gap: bool
+) -> RowMap:
+    return RowMap(
+        slots_TE=slots.slots_TE,
+        num_slots_T=slots.num_slots_T,
+        base_BE=base_BE,
+        gap_2E=slots.gap_2E,
+        tokens_per_block=walk.tiles * walk.block_tokens,
+        num_tokens=routing_map.shape[0],
+        num_experts=routing_map.shape[1],
+        num_rows=num_rows,
+        expert_gaps=expert_gaps,
+        tail_gap=tail_gap,
+    )

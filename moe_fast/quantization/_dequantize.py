@@ -1,0 +1,77 @@
+"""Back from codes and scales to numbers."""
+
+import triton
+import triton.language as tl
+
+from moe_fast.launch._rounding import rounded
+from moe_fast.quantization._formats import decoded, power_of_two
+from moe_fast.quantization._nvfp4 import global_amax
+from moe_fast.quantization._tiles import place_of_tile, spread
+
+
+@triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
+def dequantize_kernel(
+    codes_ptr,
+    scale_ptr,
+    stride_scale_m,
+    stride_scale_n,
+    # NVFP4: the amax that scales share
+    amax_ptr,
+    splits_ptr,
+    stride_splits,
+    # result, contiguous
+    out_ptr,
+    # sizes; a tile's rows are the work of so many programs, each so many steps
+    num_rows,
+    num_columns,
+    num_groups,
+    parts,
+    steps,
+    RULE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    PER: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """code · scale, rounded once more; 0 behind the last group. RULE "group": a scale for each group, else for each block.
+
+    RULE "nvfp4": the scale is d · A · (1/LARGEST), LARGEST being the largest number of E2M1 times the largest d, and A an amax PER so much.
+    """
+    tile = tl.program_id(0) // parts
+    group, first, _, owned, written = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G
+    )
+    row = first + tl.arange(0, BLOCK_M)
+    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    for i in tl.range(0, tl.where(first < written, steps, 0), num_stages=STAGES):
+        column = begin + i * BLOCK_N
+        n = column + tl.arange(0, BLOCK_N)
+        inside = (row < written)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of x
+        place = row[:, None] * num_columns + n[None, :]
+        value = decoded(tl.load(codes_ptr + place, mask=inside, other=0), FORMAT)
+        if RULE == "group":
+            scale = tl.load(scale_ptr + group, mask=group < num_groups, other=0.0)  # the rest of x has none
+        else:
+            m = tl.arange(0, BLOCK_M // BLOCK_R)
+            block = tile if RULE == "amax" and BLOCK_R > 1 else first // BLOCK_R
+            b = column // BLOCK_C + tl.arange(0, BLOCK_N // BLOCK_C)
+            there = (first + m * BLOCK_R < owned)[:, None] & (b * BLOCK_C < num_columns)[
+                None, :
+            ]  # no scale behind the last group
+            stored = tl.load(
+                scale_ptr + (block + m)[:, None] * stride_scale_m + b[None, :] * stride_scale_n, mask=there, other=0
+            )
+            if RULE == "mxfp8":
+                stored = power_of_two(stored)
+            elif RULE == "nvfp4":
+                whole = global_amax(amax_ptr, group, num_groups, row, owned, n, num_columns, PER)
+                stored = decoded(stored, "e4m3") * whole * (1 / LARGEST)
+            scale = spread(stored, BLOCK_R, BLOCK_C)
+        value = tl.where((row < owned)[:, None], value * scale, 0.0)
+        tl.store(out_ptr + place, rounded(value, out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,122 @@
+"""Numbers of eight and four bits: E4M3, E5M2, E2M1 and E8M0 as codes, and back.
+
+A code is sign · exponent field · mantissa field. Codes of one sign count upwards, so the code of a float32 is its own bits, shortened:
+rounded to fewer mantissa bits, less the difference of the exponents' biases. Where the format is subnormal, adding a power of two whose
+spacing is the format's rounds in the same way.
+
+Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0; PTX ISA, cvt with .satfinite.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_fast.launch import backend
+
+INTERPRETED = tl.constexpr(backend.INTERPRETED)
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # of a float32: all but its sign
+INFINITY = tl.constexpr(0x7F800000)
+E2M1_MAX = tl.constexpr(6.0)
+LARGEST_POWER = tl.constexpr(254)  # E8M0's code of 2^127
+SUBNORMAL_HALF = tl.constexpr(0x400000)  # the bits of 2^-127
+
+
+@triton.jit
+def as_float32(x):
+    """x in float32, float64 rounded to it. Triton's interpreter (3.9) takes bfloat16's subnormals for 0."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def encoded(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
+    """The codes of float32 numbers, uint8: to nearest, ties to even, saturated; a NaN becomes 0x7F, in E2M1 the largest number."""
+    if HARDWARE and FORMAT == "e4m3":
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    if HARDWARE and FORMAT == "e5m2":
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    if FORMAT == "e2m1":
+        return encoded_by_sum(x, HARDWARE)
+    MANTISSA: tl.constexpr = 3 if FORMAT == "e4m3" else 2
+    BIAS: tl.constexpr = 7 if FORMAT == "e4m3" else 15
+    MAX_CODE: tl.constexpr = 0x7E if FORMAT == "e4m3" else 0x7B
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    SPACED: tl.constexpr = (
+        127 + 24 - BIAS - MANTISSA
+    ) << 23  # the bits of the power of two whose spacing is 2^(1 - BIAS - MANTISSA)
+    word = x.to(tl.int32, bitcast=True)
+    body = word & MAGNITUDE
+    normal = ((body + ((1 << (DROPPED - 1)) - 1) + ((body >> DROPPED) & 1)) >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    spaced = tl.full([], SPACED, tl.int32).to(tl.float32, bitcast=True)
+    subnormal = (body.to(tl.float32, bitcast=True) + spaced).to(tl.int32, bitcast=True) - SPACED
+    code = tl.minimum(tl.where(body < ((128 - BIAS) << 23), subnormal, normal), MAX_CODE)
+    code = code | (((word >> 31) & 1) << 7)
+    return tl.where(body > INFINITY, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def encoded_by_sum(x, HARDWARE: tl.constexpr):
+    """The E2M1 codes of products in float32. With 2^e the power of two below |x|, or 1, codes are k + 2e, k = |x| / u, u = 2^(e-1) the spacing there.
+
+    The sum of |x| and u · (2^23 + 6) has spacing u, and so rounds k, in its last bits; its field is e + 149. 6 + 2 · 149 is divisible by 8.
+    """
+    size = tl.minimum(tl.abs(x), E2M1_MAX)  # a NaN becomes 6
+    word = size.to(tl.int32, bitcast=True)
+    spaced = tl.maximum((word & INFINITY) + ((22 << 23) + 6), (149 << 23) + 6)
+    total = (size + spaced.to(tl.float32, bitcast=True)).to(tl.uint32, bitcast=True)
+    signed = x if HARDWARE else tl.where(x == x, x, 0.0)  # there a NaN that an operation makes has no sign
+    sign = signed.to(tl.uint32, bitcast=True) >> 28
+    return ((((total + (total >> 22)) ^ sign) & 7) ^ sign).to(tl.uint8)
+
+
+@triton.jit
+def encoded_randomly(x, noise):
+    """The E2M1 codes of float32 numbers, uint8: |x| = k·u + r, u the spacing there, becomes k + 1 where noise < r/u. Saturated, NaN likewise.
+
+    Every step is exact; float64 noise is compared as such.
+    """
+    size = tl.where(tl.abs(x) < E2M1_MAX, tl.abs(x), E2M1_MAX)
+    units = size * tl.where(size < 2, 2.0, tl.where(size < 4, 1.0, 0.5))
+    whole = tl.floor(units)
+    rest = units - whole
+    up = rest.to(tl.float64) > noise if noise.dtype == tl.float64 else rest > as_float32(noise)
+    code = whole.to(tl.int32) + tl.where(size < 2, 0, tl.where(size < 4, 2, 4)) + up.to(tl.int32)
+    negative = (x.to(tl.int32, bitcast=True) < 0) & (x == x)
+    return (code + tl.where(negative, 8, 0)).to(tl.uint8)
+
+
+@triton.jit
+def decoded(code, FORMAT: tl.constexpr):
+    """What codes mean, in float32; exact. Of E5M2's codes ∞ is never met: casts saturate."""
+    MANTISSA: tl.constexpr = 3 if FORMAT == "e4m3" else 2 if FORMAT == "e5m2" else 1
+    BIAS: tl.constexpr = 7 if FORMAT == "e4m3" else 15 if FORMAT == "e5m2" else 1
+    MAX_CODE: tl.constexpr = 0x7E if FORMAT == "e4m3" else 0x7B if FORMAT == "e5m2" else 7
+    SIGN: tl.constexpr = 3 if FORMAT == "e2m1" else 7
+    code = code.to(tl.int32)
+    body = code & ((1 << SIGN) - 1)
+    rebias = tl.full([], (127 + 127 - BIAS) << 23, tl.int32).to(tl.float32, bitcast=True)  # 2^(127 - BIAS)
+    value = (body << (23 - MANTISSA)).to(
+        tl.float32, bitcast=True
+    ) * rebias  # a subnormal of the format is one of float32, too
+    value = tl.where(body > MAX_CODE, float("nan"), value)
+    sign = (code >> SIGN) << 31
+    return (value.to(tl.int32, bitcast=True) | sign).to(
+        tl.float32, bitcast=True
+    )  # a minus is 0 - value in Triton 3.6, and loses that of -0
+
+
+@triton.jit
+def encoded_up(x):
+    """The E8M0 codes of numbers ≥ 0, int32: ⌈log₂ x⌉ + 127, within 0 … 254."""
+    word = x.to(tl.int32, bitcast=True)
+    field = word >> 23
+    above = (word & 0x7FFFFF) > tl.where(field == 0, SUBNORMAL_HALF, 0)  # more than the power of two below
+    return tl.minimum(field + above.to(tl.int32), LARGEST_POWER)
+
+
+@triton.jit
+def power_of_two(code):
+    """2^(code - 127) in float32, of which that of code 0 is subnormal."""
+    code = code.to(tl.int32)
+    return tl.where(code == 0, SUBNORMAL_HALF, code << 23).to(tl.float32, bitcast=True)

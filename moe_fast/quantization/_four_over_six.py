@@ -1,0 +1,91 @@
+"""NVFP4, four over six: the largest value of a block becomes 6 or 4, whichever errs less."""
+
+import triton
+import triton.language as tl
+
+from moe_fast.quantization._formats import E2M1_MAX, FLOAT32_MAX, decoded, encoded
+from moe_fast.quantization._quantize import over
+from moe_fast.quantization._tiles import load_tile, spread
+
+SIZE = tl.constexpr(16)  # of a block
+
+
+@triton.jit
+def multiplier_of(stored, encoding):
+    """m = 1 / (d · (1/S)) of blocks with the scale codes `stored` under S, at most the largest float32."""
+    return tl.minimum(over(1.0, decoded(stored, "e4m3") * over(1.0, encoding)), FLOAT32_MAX)
+
+
+@triton.jit
+def error_of(x, scale, multiplier, whole, LARGEST: tl.constexpr, ERROR: tl.constexpr):
+    """|q·d·A/(6·LARGEST) - x|, or its square, of one element of each block."""
+    code = encoded(x * multiplier, "e2m1", False)
+    product = decoded(code, "e2m1") * scale * whole
+    difference = tl.div_rn(product, tl.full(product.shape, E2M1_MAX * LARGEST, tl.float32)) - x
+    return difference * difference if ERROR == "mse" else tl.abs(difference)
+
+
+@triton.jit
+def sum_of_sixteen(total, AXIS: tl.constexpr):
+    """[a, 16, b] to [a, b], or [a, b, 16] to it: of two numbers the one so far ahead as there are halves, and so on."""
+    a: tl.constexpr = total.shape[0]
+    b: tl.constexpr = total.shape[3 - AXIS]
+    for i in tl.static_range(4):
+        total = tl.sum(tl.reshape(total, [a, 2, 8 >> i, b] if AXIS == 1 else [a, b, 2, 8 >> i]), axis=AXIS)
+    return tl.reshape(total, [a, b])
+
+
+@triton.jit
+def better_of_two(
+    x_ptr,
+    stride_m,
+    stride_n,
+    amax,
+    whole,
+    encoding,
+    first,
+    owned,
+    column,
+    num_columns,
+    LARGEST: tl.constexpr,
+    ERROR: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    SQUARE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The d of blocks that map their largest value to 6, or to 4 by a d 1.5 times as large: whichever errs less; 6 if they err alike.
+
+        d₆ = E4M3(amax / 6 · S),   d₄ = E4M3(amax / 6 · S · 1.5)
+
+    Errors are added in ascending order along a block's row (its column, not BY_ROWS), then, of a square block, by a tree over the others.
+    """
+    base = tl.div_rn(amax, tl.full(amax.shape, E2M1_MAX, tl.float32)) * encoding
+    six = encoded(base, "e4m3", HARDWARE)
+    four = encoded(base * 1.5, "e4m3", HARDWARE)
+    m: tl.constexpr = BLOCK_M if BY_ROWS else BLOCK_M // SIZE
+    n: tl.constexpr = BLOCK_N // SIZE if BY_ROWS else BLOCK_N
+    scale_six = spread(decoded(six, "e4m3"), m // six.shape[0], n // six.shape[1])
+    scale_four = spread(decoded(four, "e4m3"), m // six.shape[0], n // six.shape[1])
+    multiplier_six = spread(multiplier_of(six, encoding), m // six.shape[0], n // six.shape[1])
+    multiplier_four = spread(multiplier_of(four, encoding), m // six.shape[0], n // six.shape[1])
+    errs_six = tl.zeros([m, n], tl.float32)
+    errs_four = tl.zeros([m, n], tl.float32)
+    row = first + tl.arange(0, m) * (BLOCK_M // m)
+    place = column + tl.arange(0, n) * (BLOCK_N // n)
+    for i in range(SIZE):  # the first, the second, … of each block
+        if BY_ROWS:
+            x = load_tile(x_ptr, stride_m, stride_n, row, owned, place + i, num_columns)
+        else:
+            x = load_tile(x_ptr, stride_m, stride_n, row + i, owned, place, num_columns)
+        errs_six += error_of(x, scale_six, multiplier_six, whole, LARGEST, ERROR)
+        errs_four += error_of(x, scale_four, multiplier_four, whole, LARGEST, ERROR)
+    if SQUARE:
+        a: tl.constexpr = BLOCK_M // SIZE
+        b: tl.constexpr = BLOCK_N // SIZE
+        errs_six = sum_of_sixteen(tl.reshape(errs_six, [a, SIZE, b] if BY_ROWS else [a, b, SIZE]), 1 if BY_ROWS else 2)
+        errs_four = sum_of_sixteen(
+            tl.reshape(errs_four, [a, SIZE, b] if BY_ROWS else [a, b, SIZE]), 1 if BY_ROWS else 2
+        )
+    return tl.where(errs_four < errs_six, four, six)  # not where one is a NaN

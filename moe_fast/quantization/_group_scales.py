@@ -1,0 +1,246 @@
+"""One scale for a whole group: taken from its amax, or from earlier steps while the amax is measured; and the memory of those steps.
+
+Tiles are those of `moe_fast.quantization._tiles`, each within one group. A maximum has no order, so programs meet in an atomic.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_fast.launch._rounding import rounded
+from moe_fast.quantization._formats import FLOAT32_MAX, as_float32, encoded
+from moe_fast.quantization._hadamard import SIZE, hadamard_sums
+from moe_fast.quantization._quantize import E4M3_MAX, E5M2_MAX, INFINITE, fitting_scale, over
+from moe_fast.quantization._tiles import load_tile, magnitude, place_of_tile
+from moe_fast.router._scores import number
+
+
+@triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
+def group_amax_kernel(
+    x_ptr,
+    stride_x_m,
+    stride_x_n,
+    splits_ptr,
+    stride_splits,
+    # result, as integers, zeros before
+    amax_ptr,
+    # sizes; a tile's rows are the work of so many programs, each so many steps
+    num_rows,
+    num_columns,
+    num_groups,
+    parts,
+    steps,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """max |x| over each group. Bits of numbers ≥ 0 are in the order of the numbers."""
+    tile = tl.program_id(0) // parts
+    group, first, end, _, _ = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
+    )
+    row = first + tl.arange(0, BLOCK_M)
+    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i in tl.range(0, tl.where(first < end, steps, 0), num_stages=STAGES):
+        n = begin + i * BLOCK_N + tl.arange(0, BLOCK_N)
+        largest = tl.maximum(
+            largest, tl.abs(load_tile(x_ptr, stride_x_m, stride_x_n, row, end, n, num_columns))
+        )  # passes over NaN
+    bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
+    tl.atomic_max(
+        amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed"
+    )  # the rest of x has no end, and no amax
+
+
+@triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
+def two_levels_amax_kernel(
+    x_ptr,
+    stride_x_m,
+    stride_x_n,
+    splits_ptr,
+    stride_splits,
+    # results, as integers, zeros before; either may be left out
+    row_amax_ptr,
+    column_amax_ptr,
+    # sizes; a tile's rows are the work of so many programs, each so many steps
+    num_rows,
+    num_columns,
+    num_groups,
+    parts,
+    steps,
+    ROW_SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """max |x| over each group, and over each group of the transform; ROW_SCALED: over each row, and over each column of each group.
+
+    Bits of numbers ≥ 0 are in the order of the numbers, and a maximum has no order: programs meet in an atomic.
+    """
+    tile = tl.program_id(0) // parts
+    group, first, end, _, _ = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
+    )
+    row = first + tl.arange(0, BLOCK_M)
+    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    largest = tl.zeros([BLOCK_M, BLOCK_N] if ROW_SCALED else [BLOCK_M // SIZE, 1, BLOCK_N], tl.float32)
+    largest_turned = tl.zeros([1 if ROW_SCALED else BLOCK_M // SIZE, BLOCK_N], tl.float32)
+    for i in tl.range(0, tl.where(first < end, steps, 0), num_stages=STAGES):
+        column = begin + i * BLOCK_N
+        if ROW_SCALED:
+            n = column + tl.arange(0, BLOCK_N)
+            size = magnitude(load_tile(x_ptr, stride_x_m, stride_x_n, row, end, n, num_columns))
+            largest = tl.maximum(largest, size)
+            if column_amax_ptr is not None:
+                bits = tl.max(size, axis=0).to(tl.int32, bitcast=True)
+                tl.atomic_max(
+                    column_amax_ptr + group * num_columns + n, bits, mask=(n < num_columns) & (bits > 0), sem="relaxed"
+                )
+        else:
+            turned, size = hadamard_sums(
+                x_ptr, stride_x_m, stride_x_n, first, end, column, num_columns, False, BLOCK_M, BLOCK_N
+            )
+            largest = tl.maximum(largest, size)
+            largest_turned = tl.maximum(largest_turned, tl.max(tl.abs(turned), axis=1))  # rounding keeps the order
+    if row_amax_ptr is not None:
+        if ROW_SCALED:
+            bits = tl.max(largest, axis=1).to(tl.int32, bitcast=True)
+            tl.atomic_max(row_amax_ptr + row, bits, mask=(row < end) & (bits > 0), sem="relaxed")
+        else:
+            bits = tl.max(tl.max(tl.max(largest, axis=2), axis=1), axis=0).to(tl.int32, bitcast=True)
+            tl.atomic_max(
+                row_amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed"
+            )  # the rest of x has no end, and no amax
+    if column_amax_ptr is not None and not ROW_SCALED:
+        most = as_float32(rounded(tl.max(tl.max(largest_turned, axis=1), axis=0), x_ptr.dtype.element_ty))
+        bits = most.to(tl.int32, bitcast=True)
+        tl.atomic_max(column_amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # likewise
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_splits",
+        "stride_given",
+        "stride_history",
+        "num_rows",
+        "num_groups",
+        "parts",
+        "steps",
+        "epsilon",
+    ]
+)
+def cast_groups_kernel(
+    x_ptr,
+    stride_x_m,
+    stride_x_n,
+    splits_ptr,
+    stride_splits,
+    # scales of earlier steps; None: they follow from the amax
+    given_ptr,
+    stride_given,
+    # the amax of each group, as integers: read, or with scales given a result, and zeros before; its first column of the history likewise
+    amax_ptr,
+    history_ptr,
+    stride_history,
+    # results
+    codes_ptr,
+    inverse_ptr,
+    # sizes; a tile's rows are the work of so many programs, each so many steps
+    num_rows,
+    num_columns,
+    num_groups,
+    parts,
+    steps,
+    # bits of a float64
+    epsilon,
+    FORMAT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """encode(x · s) and 1/s, with one s for each group: of earlier steps, while this one's amax is measured, or from the amax."""
+    FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
+    least = number(epsilon, tl.float32)
+    tile = tl.program_id(0) // parts
+    group, first, read, _, written = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
+    )
+    g = tl.arange(0, BLOCK_G)
+    real = g < num_groups  # BLOCK_G is a power of two
+    if given_ptr is not None:
+        scale = tl.load(given_ptr + group * stride_given, mask=group < num_groups, other=1.0)  # the rest of x has none
+        if tl.program_id(0) == 0:
+            tl.store(inverse_ptr + g, over(1.0, tl.load(given_ptr + g * stride_given, mask=real, other=1.0)), mask=real)
+    else:
+        amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0).to(tl.float32, bitcast=True)  # likewise
+        scale = fitting_scale(amax, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)
+        if tl.program_id(0) == 0:
+            amax_G = tl.load(amax_ptr + g, mask=real, other=0).to(tl.float32, bitcast=True)
+            tl.store(
+                inverse_ptr + g,
+                over(1.0, fitting_scale(amax_G, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)),
+                mask=real,
+            )
+    row = first + tl.arange(0, BLOCK_M)
+    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i in tl.range(0, tl.where(first < written, steps, 0), num_stages=STAGES):
+        n = begin + i * BLOCK_N + tl.arange(0, BLOCK_N)
+        x = load_tile(x_ptr, stride_x_m, stride_x_n, row, read, n, num_columns)
+        inside = (row < written)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of x
+        tl.store(codes_ptr + row[:, None] * num_columns + n[None, :], encoded(x * scale, FORMAT, HARDWARE), mask=inside)
+        if given_ptr is not None:
+            largest = tl.maximum(largest, tl.abs(x))  # passes over NaN
+    if given_ptr is not None:
+        bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
+        tl.atomic_max(
+            amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed"
+        )  # the rest of x is not read
+        tl.atomic_max(history_ptr + group * stride_history, bits, mask=first < read, sem="relaxed")
+
+
+@triton.jit
+def update_scales_kernel(
+    history_ptr,
+    stride_history_g,
+    stride_history_l,
+    scale_ptr,
+    stride_scale,
+    reduced_ptr,
+    stride_reduced,
+    # results, contiguous
+    new_history_ptr,
+    new_scale_ptr,
+    length,
+    largest,
+    MOST_RECENT: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """One group's history, rolled, and the scale that follows from it."""
+    g = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK_L)
+    history = history_ptr + g * stride_history_g
+    last = tl.load(history)
+    if reduced_ptr is not None:
+        reduced = tl.load(reduced_ptr + g * stride_reduced)
+        last = tl.where(reduced != 0, reduced, last)
+    seen = last != 0
+    before = tl.load(history + i * stride_history_l, mask=i < length, other=0.0)  # BLOCK_L is a power of two
+    rolled = tl.load(history + (i + 1) * stride_history_l, mask=i + 1 < length, other=0.0)  # the last has no next
+    rolled = tl.where(i == 0, 0.0, tl.where(i == length - 1, last, rolled))
+    tl.store(new_history_ptr + g * length + i, tl.where(seen, rolled, before), mask=i < length)
+    amax = last
+    usable = last == last
+    if not MOST_RECENT:
+        older = tl.where((i > 0) & (i < length), before, -INFINITE)
+        usable = usable & (tl.sum((older != older).to(tl.int32)) == 0)
+        amax = tl.where(seen, tl.maximum(last, tl.max(older)), 0.0)
+    usable = usable & (amax > 0) & (amax < INFINITE)
+    number_of = number(largest, tl.float32)
+    proposed = tl.minimum(tl.div_rn(number_of, tl.where(usable, amax, 1.0)), FLOAT32_MAX)
+    tl.store(new_scale_ptr + g, tl.where(usable, proposed, tl.load(scale_ptr + g * stride_scale)))

@@ -1,0 +1,214 @@
+"""NVFP4: codes of E2M1, an E4M3 scale d for each block of 16, and above it a float32 scale S of the group, or of each row or column.
+
+    S = 2688 / A,   d = E4M3(amax · (S · (1/6))),   m = 1 / (d · (1/S)),   q = E2M1(x · m)
+
+with A = max |x|; `four_over_six` has another d. Tiles lie within one group, and consist of whole blocks.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_fast.quantization._formats import E2M1_MAX, FLOAT32_MAX, encoded, encoded_randomly
+from moe_fast.quantization._four_over_six import better_of_two, multiplier_of
+from moe_fast.quantization._hadamard import hadamard_tile
+from moe_fast.quantization._quantize import fitting_scale
+from moe_fast.quantization._tiles import block_amax, load_tile_from, place_of_tile, spread, store_blocks, store_tile
+
+SIZE = tl.constexpr(16)  # of a block
+
+
+@triton.jit
+def global_amax(amax_ptr, group, num_groups, row, owned, column, num_columns, PER: tl.constexpr):
+    """A of a tile: PER "group", a scalar; "row", [m, 1]; "column" of its group, [1, n]. 0 where nobody's."""
+    if PER == "row":
+        amax = tl.load(amax_ptr + row, mask=row < owned, other=0.0)[:, None]
+    elif PER == "column":
+        there = column < tl.where(group < num_groups, num_columns, 0)  # the rest of x has none
+        amax = tl.load(amax_ptr + group * num_columns + column, mask=there, other=0.0)[None, :]
+    else:
+        amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0.0)  # likewise
+    return amax
+
+
+@triton.jit
+def quantize_form(
+    x,
+    x_ptr,
+    stride_x_m,
+    stride_x_n,
+    amax_ptr,
+    noise_ptr,
+    stride_noise_m,
+    stride_noise_n,
+    codes_ptr,
+    scale_ptr,
+    group,
+    num_groups,
+    first,
+    owned,
+    written,
+    column,
+    num_columns,
+    PER: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ERROR: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    SQUARE: tl.constexpr,
+):
+    """One form of a tile: its codes, and the scales of its blocks. ERROR: what two scales are compared by; None: there is one."""
+    BLOCK_R: tl.constexpr = SIZE if SQUARE or not BY_ROWS else 1
+    BLOCK_C: tl.constexpr = SIZE if SQUARE or BY_ROWS else 1
+    row = first + tl.arange(0, x.shape[0])
+    n = column + tl.arange(0, x.shape[1])
+    amax = block_amax(x, BLOCK_R, BLOCK_C)
+    whole = global_amax(amax_ptr, group, num_groups, row, owned, n, num_columns, PER)
+    encoding = fitting_scale(whole, 0.0, FLOAT32_MAX, E2M1_MAX * LARGEST, False)
+    if ERROR is None:
+        stored = encoded(tl.minimum(amax * (encoding * (1 / E2M1_MAX)), FLOAT32_MAX), "e4m3", HARDWARE)
+    else:
+        stored = better_of_two(
+            x_ptr,
+            stride_x_m,
+            stride_x_n,
+            amax,
+            whole,
+            encoding,
+            first,
+            owned,
+            column,
+            num_columns,
+            LARGEST,
+            ERROR,
+            HARDWARE,
+            BY_ROWS,
+            SQUARE,
+            x.shape[0],
+            x.shape[1],
+        )
+    scaled = x * spread(multiplier_of(stored, encoding), BLOCK_R, BLOCK_C)
+    if noise_ptr is None:
+        code = encoded(scaled, "e2m1", HARDWARE)
+    else:
+        inside = (row < written)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of x
+        noise = tl.load(noise_ptr + row[:, None] * stride_noise_m + n[None, :] * stride_noise_n, mask=inside, other=0.0)
+        code = encoded_randomly(scaled, noise)
+    store_tile(codes_ptr, code, first, written, column, num_columns)
+    store_blocks(
+        scale_ptr,
+        num_columns // BLOCK_C,
+        1,
+        stored,
+        first // BLOCK_R,
+        first,
+        written,
+        column,
+        num_columns,
+        BLOCK_R,
+        BLOCK_C,
+    )
+
+
+@triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
+def quantize_two_levels_kernel(
+    x_ptr,
+    stride_x_m,
+    stride_x_n,
+    splits_ptr,
+    stride_splits,
+    # the global amax of each form
+    row_amax_ptr,
+    column_amax_ptr,
+    # [2, rows, columns], for the one form and the other; None: codes are the nearest
+    noise_ptr,
+    stride_noise_d,
+    stride_noise_m,
+    stride_noise_n,
+    # results, contiguous; either form may be left out
+    row_codes_ptr,
+    row_scale_ptr,
+    column_codes_ptr,
+    column_scale_ptr,
+    # sizes; a tile's rows are the work of so many programs, each so many steps
+    num_rows,
+    num_columns,
+    num_groups,
+    parts,
+    steps,
+    ROW_SCALED: tl.constexpr,
+    TRANSFORMED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ERROR: tl.constexpr,
+    SQUARE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Codes and scales of blocks of 1 × 16, of 16 × 1, or both of one pass; SQUARE: of 16 × 16. TRANSFORMED: the columnwise form."""
+    tile = tl.program_id(0) // parts
+    group, first, _, owned, written = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
+    )
+    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    for i in tl.range(0, tl.where(first < written, steps, 0), num_stages=STAGES):
+        column = begin + i * BLOCK_N
+        if row_codes_ptr is not None or not TRANSFORMED:
+            x = load_tile_from(x_ptr, stride_x_m, stride_x_n, first, owned, column, num_columns, BLOCK_M, BLOCK_N)
+        if row_codes_ptr is not None:
+            quantize_form(
+                x,
+                x_ptr,
+                stride_x_m,
+                stride_x_n,
+                row_amax_ptr,
+                noise_ptr,
+                stride_noise_m,
+                stride_noise_n,
+                row_codes_ptr,
+                row_scale_ptr,
+                group,
+                num_groups,
+                first,
+                owned,
+                written,
+                column,
+                num_columns,
+                "row" if ROW_SCALED else "group",
+                LARGEST,
+                ERROR,
+                HARDWARE,
+                True,
+                SQUARE,
+            )
+        if column_codes_ptr is not None:
+            if TRANSFORMED:
+                x = hadamard_tile(
+                    x_ptr, stride_x_m, stride_x_n, first, owned, column, num_columns, False, BLOCK_M, BLOCK_N
+                )
+            quantize_form(
+                x,
+                x_ptr,
+                stride_x_m,
+                stride_x_n,
+                column_amax_ptr,
+                None if noise_ptr is None else noise_ptr + stride_noise_d,
+                stride_noise_m,
+                stride_noise_n,
+                column_codes_ptr,
+                column_scale_ptr,
+                group,
+                num_groups,
+                first,
+                owned,
+                written,
+                column,
+                num_columns,
+                "column" if ROW_SCALED else "group",
+                LARGEST,
+                ERROR,
+                HARDWARE,
+                False,
+                SQUARE,
+            )

@@ -1,0 +1,214 @@
+"""Codes and scales of blocks that need nothing but the block: scaling by amax, and MXFP8.
+
+Every quotient is rounded once, and no product is fused with a sum.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_fast.launch._rounding import rounded
+from moe_fast.quantization._formats import INFINITY, LARGEST_POWER, encoded, encoded_up, power_of_two
+from moe_fast.quantization._tiles import block_amax, load_tile_from, place_of_tile, spread, store_blocks, store_tile
+from moe_fast.router._scores import number
+
+E4M3_MAX = tl.constexpr(448.0)  # OCP OFP8 1.0
+E5M2_MAX = tl.constexpr(57344.0)
+INFINITE = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def over(numerator: tl.constexpr, denominator):
+    """The quotient, rounded once; `/` is an approximation on a GPU."""
+    return tl.div_rn(tl.full(denominator.shape, numerator, tl.float32), denominator)
+
+
+@triton.jit
+def fitting_scale(amax, epsilon, infinity, FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """format_max / max(amax, ε); 1 if that is 0 or ∞, `infinity` where it overflows; POWER_OF_TWO: rounded down to one."""
+    a = tl.maximum(amax, epsilon)
+    s = over(FORMAT_MAX, tl.where((a == 0) | (a == INFINITE), FORMAT_MAX, a))
+    s = tl.where(s == INFINITE, infinity, s)
+    if POWER_OF_TWO:
+        s = (s.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)  # the mantissa becomes 0
+    return s
+
+
+@triton.jit
+def fitting_power(amax, epsilon, infinity, FORMAT: tl.constexpr):
+    """As an E8M0 code, the power of two that `fitting_scale` rounds down to, from bits alone: format_max is 1.75 · 2^p.
+
+    With a = (1 + f) · 2^E the quotient is below 2^(p - E), in float32 too, where f > 0.75.
+    """
+    bits = tl.maximum(amax, epsilon).to(tl.int32, bitcast=True)
+    above = (bits & 0x7FFFFF) > 0x600000
+    code = (254 + (8 if FORMAT == "e4m3" else 15)) - (bits >> 23) - above.to(tl.int32)
+    code = tl.where(
+        code > LARGEST_POWER, infinity.to(tl.int32, bitcast=True) >> 23, code
+    )  # subnormal numbers among them
+    return tl.where((bits == 0) | (bits == INFINITY), 127, code)
+
+
+@triton.jit
+def block_scale(amax, epsilon, infinity, RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """(what is multiplied by, what is stored to decode with) of blocks.
+
+    amax   s = format_max / amax                 1/s
+    mxfp8  2^(127 - e)                           e = E8M0(amax · (1/format_max))
+    """
+    FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
+    if RULE == "amax" and POWER_OF_TWO:  # quotients of every column would take as long as all else
+        code = fitting_power(amax, epsilon, infinity, FORMAT)
+        multiplier = power_of_two(code)
+        stored = power_of_two(254 - code)
+    elif RULE == "amax":
+        multiplier = fitting_scale(amax, epsilon, infinity, FORMAT_MAX, False)
+        stored = over(1.0, multiplier)
+    else:
+        stored = encoded_up(amax * (1 / FORMAT_MAX))
+        multiplier = power_of_two(254 - stored)  # 2^(127 - e), e at most 254
+    return multiplier, stored
+
+
+@triton.jit
+def quantize_blocks(
+    x,
+    codes_ptr,
+    scale_ptr,
+    amax_ptr,
+    stride_m,
+    stride_n,
+    tile,
+    first,
+    written,
+    column,
+    num_columns,
+    epsilon,
+    infinity,
+    RULE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One form of a tile: its codes, and the scale and amax of its blocks. Blocks of scaling by amax that span rows are as high as a tile."""
+    amax = block_amax(x, BLOCK_R, BLOCK_C)
+    multiplier, stored = block_scale(amax, epsilon, infinity, RULE, FORMAT, POWER_OF_TWO)
+    code = encoded(x * spread(multiplier, BLOCK_R, BLOCK_C), FORMAT, HARDWARE)
+    store_tile(codes_ptr, code, first, written, column, num_columns)
+    block = tile if RULE == "amax" and BLOCK_R > 1 else first // BLOCK_R
+    store_blocks(
+        scale_ptr,
+        stride_m,
+        stride_n,
+        stored.to(scale_ptr.dtype.element_ty),
+        block,
+        first,
+        written,
+        column,
+        num_columns,
+        BLOCK_R,
+        BLOCK_C,
+    )
+    exact = rounded(amax, amax_ptr.dtype.element_ty)  # it is a number of that dtype
+    store_blocks(amax_ptr, stride_m, stride_n, exact, block, first, written, column, num_columns, BLOCK_R, BLOCK_C)
+
+
+@triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"])
+def quantize_blocks_kernel(
+    x_ptr,
+    stride_x_m,
+    stride_x_n,
+    splits_ptr,
+    stride_splits,
+    # results; either form may be left out. Codes are contiguous
+    row_codes_ptr,
+    row_scale_ptr,
+    row_amax_ptr,
+    stride_row_m,
+    stride_row_n,
+    column_codes_ptr,
+    column_scale_ptr,
+    column_amax_ptr,
+    stride_column_m,
+    stride_column_n,
+    # sizes; a tile's rows are the work of so many programs, each so many steps
+    num_rows,
+    num_columns,
+    num_groups,
+    parts,
+    steps,
+    # numbers, as bits of a float64
+    epsilon,
+    infinity,
+    RULE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SQUARE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Codes, scales and amax of blocks of 1 × BLOCK, of BLOCK × 1, or both of one load; SQUARE: of BLOCK × BLOCK, as the form by rows."""
+    tile = tl.program_id(0) // parts
+    _, first, read, owned, written = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G
+    )
+    row = first + tl.arange(0, BLOCK_M)
+    least = number(epsilon, tl.float32)
+    most = number(infinity, tl.float32)
+    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    for i in tl.range(0, tl.where(first < written, steps, 0), num_stages=STAGES):
+        column = begin + i * BLOCK_N
+        x = load_tile_from(x_ptr, stride_x_m, stride_x_n, first, read, column, num_columns, BLOCK_M, BLOCK_N)
+        if not ALIGNED:  # noqa: SIM102 - known to the compiler; what follows is not
+            if first + BLOCK_M > owned:  # few tiles
+                x = tl.where((row < owned)[:, None], x, 0.0)
+        if row_codes_ptr is not None:
+            quantize_blocks(
+                x,
+                row_codes_ptr,
+                row_scale_ptr,
+                row_amax_ptr,
+                stride_row_m,
+                stride_row_n,
+                tile,
+                first,
+                written,
+                column,
+                num_columns,
+                least,
+                most,
+                RULE,
+                FORMAT,
+                POWER_OF_TWO,
+                HARDWARE,
+                BLOCK if SQUARE else 1,
+                BLOCK,
+            )
+        if column_codes_ptr is not None:
+            quantize_blocks(
+                x,
+                column_codes_ptr,
+                column_scale_ptr,
+                column_amax_ptr,
+                stride_column_m,
+                stride_column_n,
+                tile,
+                first,
+                written,
+                column,
+                num_columns,
+                least,
+                most,
+                RULE,
+                FORMAT,
+                POWER_OF_TWO,
+                HARDWARE,
+                BLOCK,
+                1,
+            )

@@ -1,0 +1,60 @@
+"""Rows that become codes and scales on their way to other ranks. Blocks lie along rows, so that a scale depends on its own row alone."""
+
+import triton
+import triton.language as tl
+
+from moe_fast.quantization._formats import as_float32, encoded
+from moe_fast.quantization._quantize import block_scale
+from moe_fast.quantization._tiles import block_amax, spread
+from moe_fast.router._scores import number
+
+BLOCK = tl.constexpr(128)  # columns that share a scale
+FORMAT = tl.constexpr("e4m3")
+
+
+@triton.jit
+def encode_rows(token, epsilon, infinity, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr):
+    """(codes, what is stored to decode each block with) of a tile of whole blocks; elements that are not there are 0."""
+    x = as_float32(token)
+    least, most = number(epsilon, tl.float32), number(infinity, tl.float32)
+    multiplier, stored = block_scale(block_amax(x, 1, BLOCK), least, most, "amax", FORMAT, POWER_OF_TWO)
+    return encoded(x * spread(multiplier, 1, BLOCK), FORMAT, HARDWARE), stored
+
+
+@triton.jit
+def blocks_of(column, num_columns, BLOCK_H: tl.constexpr):
+    """The blocks of a tile's columns, and which of them there are."""
+    b = tl.cast(column, tl.int64) * (BLOCK_H // BLOCK) + tl.arange(0, BLOCK_H // BLOCK)
+    return b, b * BLOCK < num_columns  # the last tile sticks out
+
+
+@triton.jit
+def fill_scales(
+    scale_ptr,
+    stride_scale_m,
+    stride_scale_n,
+    gap_ptr,
+    lane,
+    column,
+    num_experts,
+    num_columns,
+    num_rows,
+    epsilon,
+    infinity,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """The scales of zeros in the rows without a token behind one expert; codes of zeros are zeros."""
+    if lane < num_experts:
+        b, in_row = blocks_of(column, num_columns, BLOCK_H)
+        zero = tl.zeros([BLOCK_R, BLOCK_H // BLOCK], tl.float32)
+        of_zeros = block_scale(
+            zero, number(epsilon, tl.float32), number(infinity, tl.float32), "amax", FORMAT, POWER_OF_TWO
+        )[1]
+        begin = tl.load(gap_ptr + lane)
+        end = tl.minimum(tl.load(gap_ptr + num_experts + 1 + lane), num_rows)
+        for i in range(tl.cdiv(end - begin, BLOCK_R)):
+            row = begin + i * BLOCK_R + tl.arange(0, BLOCK_R)
+            inside = (row < end)[:, None] & in_row[None, :]  # the last rows stick out
+            tl.store(scale_ptr + row[:, None] * stride_scale_m + b[None, :] * stride_scale_n, of_zeros, mask=inside)

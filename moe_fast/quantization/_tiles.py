@@ -1,0 +1,163 @@
+"""Tiles of x and blocks of tiles.
+
+A tile is [rows, columns] of x and lies within one group: each group is cut into tiles from its own first row on, and the rows behind the
+last group are cut likewise, as one more group, of zeros. Where nothing but the end of the last group matters, x is cut as a whole.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_fast.quantization._formats import as_float32
+
+
+@triton.jit
+def group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr):
+    """(its group, its first row, the row behind its group) of a tile; group `num_groups` is the rest of x. None has a tile too many."""
+    if splits_ptr is None:
+        group = tl.full([], 0, tl.int64)
+        begin = tl.full([], 0, tl.int64)
+        first_tile = tl.full([], 0, tl.int64)
+        size = tl.cast(num_rows, tl.int64)
+    else:
+        g = tl.arange(0, BLOCK_G)
+        sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(
+            tl.int64
+        )  # BLOCK_G is a power of two
+        sizes = tl.maximum(sizes, 0)  # what is illegal is not checked, but reads and writes nothing that is not there
+        sizes = tl.where(g == num_groups, tl.maximum(num_rows - tl.sum(sizes), 0), sizes)
+        tiles = (sizes + (BLOCK_M - 1)) // BLOCK_M
+        before = tl.cumsum(tiles, 0) <= tile
+        group = tl.sum(before.to(tl.int64))
+        begin = tl.sum(tl.where(before, sizes, 0))
+        first_tile = tl.sum(tl.where(before, tiles, 0))
+        size = tl.sum(tl.where(g == group, sizes, 0))
+    return group, begin + (tile - first_tile) * BLOCK_M, tl.minimum(begin + size, num_rows)
+
+
+@triton.jit
+def place_of_tile(
+    splits_ptr,
+    stride_splits,
+    num_rows,
+    num_groups,
+    tile,
+    ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """(group, first row, end of the rows that are read, end of those that are anybody's, end of those that are written) of a tile."""
+    if ALIGNED:
+        group, first, written = group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M, BLOCK_G)
+        owned = tl.where(group < num_groups, written, 0)
+        read = owned
+    else:
+        group = tl.full([], 0, tl.int64)
+        first = tile.to(tl.int64) * BLOCK_M
+        written = tl.cast(num_rows, tl.int64)
+        owned = written
+        read = written  # loads do not wait for the splits
+        if splits_ptr is not None:
+            g = tl.arange(0, BLOCK_G)
+            sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(
+                tl.int64
+            )  # BLOCK_G is a power of two
+            owned = tl.minimum(tl.sum(sizes), written)
+    return group, first, read, owned, written
+
+
+@triton.jit
+def load_tile(x_ptr, stride_m, stride_n, row, read, column, num_columns):
+    """x in float32; 0 from row `read` on."""
+    inside = (row < read)[:, None] & (column < num_columns)[None, :]  # a tile sticks out of its group and of x
+    return as_float32(tl.load(x_ptr + row[:, None] * stride_m + column[None, :] * stride_n, mask=inside, other=0.0))
+
+
+@triton.jit
+def load_tile_from(
+    x_ptr, stride_m, stride_n, first, read, column, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """[BLOCK_M, BLOCK_N] of x in float32, from row `first` and `column` on; 0 from row `read` on. Only one address is long."""
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    corner = x_ptr + first * stride_m + column * stride_n
+    place = corner + m[:, None].to(tl.int64) * stride_m + n[None, :].to(tl.int64) * stride_n
+    inside = (m < ending(first, read, BLOCK_M))[:, None] & (n < (num_columns - column).to(tl.int32))[
+        None, :
+    ]  # it sticks out of its group and of x
+    return as_float32(tl.load(place, mask=inside, other=0.0))
+
+
+@triton.jit
+def ending(first, end, BLOCK_M: tl.constexpr):
+    """How many of a tile's rows come before row `end`."""
+    return tl.maximum(tl.minimum(end - first, BLOCK_M), 0).to(tl.int32)
+
+
+@triton.jit
+def store_tile(out_ptr, value, first, written, column, num_columns):
+    """A tile of a contiguous result, up to row `written`."""
+    m = tl.arange(0, value.shape[0])
+    n = tl.arange(0, value.shape[1])
+    corner = out_ptr + first * num_columns + column
+    inside = (m < ending(first, written, value.shape[0]))[:, None] & (n < (num_columns - column).to(tl.int32))[
+        None, :
+    ]  # likewise
+    tl.store(corner + m[:, None].to(tl.int64) * num_columns + n[None, :], value, mask=inside)
+
+
+@triton.jit
+def store_blocks(
+    out_ptr,
+    stride_m,
+    stride_n,
+    value,
+    block,
+    first,
+    written,
+    column,
+    num_columns,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """What a tile's blocks have, from row `block` of blocks on, as far as there are blocks."""
+    m = tl.arange(0, value.shape[0])
+    n = tl.arange(0, value.shape[1])
+    corner = out_ptr + block * stride_m + column // BLOCK_C * stride_n
+    inside = (m * BLOCK_R < ending(first, written, value.shape[0] * BLOCK_R))[:, None] & (
+        n * BLOCK_C < (num_columns - column).to(tl.int32)
+    )[None, :]
+    tl.store(corner + m[:, None].to(tl.int64) * stride_m + n[None, :].to(tl.int64) * stride_n, value, mask=inside)
+
+
+@triton.jit
+def magnitude(x):
+    """|x|, and 0 for a NaN."""
+    return tl.where(x == x, tl.abs(x), 0.0)
+
+
+@triton.jit
+def block_amax(x, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """max |x| over each block, [m / BLOCK_R, n / BLOCK_C]; NaN does not count."""
+    m: tl.constexpr = x.shape[0] // BLOCK_R
+    n: tl.constexpr = x.shape[1] // BLOCK_C
+    if BLOCK_R == 1:
+        amax = tl.max(tl.reshape(tl.abs(x), [m, n, BLOCK_C]), axis=2)
+    elif BLOCK_C == 1:
+        amax = tl.max(tl.reshape(tl.abs(x), [m, BLOCK_R, n]), axis=1)
+    else:
+        amax = tl.max(tl.max(tl.reshape(tl.abs(x), [m, BLOCK_R, n, BLOCK_C]), axis=3), axis=1)
+    return tl.maximum(amax, 0.0)  # a maximum passes over NaN
+
+
+@triton.jit
+def spread(scale, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Each block's number at each of its elements."""
+    m: tl.constexpr = scale.shape[0]
+    n: tl.constexpr = scale.shape[1]
+    if BLOCK_R == 1:
+        wide = tl.broadcast_to(scale[:, :, None], [m, n, BLOCK_C])
+    elif BLOCK_C == 1:
+        wide = tl.broadcast_to(scale[:, None, :], [m, BLOCK_R, n])
+    else:
+        wide = tl.broadcast_to(scale[:, None, :, None], [m, BLOCK_R, n, BLOCK_C])
+    return tl.reshape(wide, [m * BLOCK_R, n * BLOCK_C])

@@ -1,0 +1,153 @@
+"""One scale for a whole group: delayed and current scaling, and what delayed scaling remembers."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from moe_fast.launch import tuning
+from moe_fast.launch.backend import INTERPRETED, check_device, launch_on
+from moe_fast.launch.tuning import power_of_two
+from moe_fast.quantization import _group_scales as kernels
+from moe_fast.quantization.quantized import Form, grid_of, strided
+from moe_fast.router.selection import EXACT, number_bits
+from moe_ref.config import QuantizerState, Recipe, check_role, check_state, is_count, require
+
+FORMAT_MAX = {"e4m3": 448.0, "e5m2": 57344.0}  # OCP OFP8 1.0
+
+
+def group_amax(x: Tensor, splits: Tensor | None) -> Tensor:
+    """[G] max |x|, as the bits of float32."""
+    grid = grid_of(x.shape, splits, tuning.for_device(x.device).quantize.groups, True)
+    amax = torch.zeros(grid.groups, dtype=torch.int32, device=x.device)
+    if grid.programs:
+        with launch_on(x):
+            kernels.group_amax_kernel[(grid.programs,)](
+                x, *x.stride(), *strided(splits), amax, *x.shape, *grid.sizes, **grid.settings
+            )
+    return amax
+
+
+def cast_groups(
+    x: Tensor, recipe: Recipe, format: str, splits: Tensor | None, state: QuantizerState | None
+) -> tuple[Form, QuantizerState | None]:
+    """A scale for each group: of earlier steps if there is a state, which learns this one's amax, else from the amax."""
+    grid = grid_of(x.shape, splits, tuning.for_device(x.device).quantize.groups, True)
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_groups_kernel
+    inverse = torch.empty(grid.groups, device=x.device)  # likewise, by its first program
+    given = history = None
+    if state is None:
+        amax = group_amax(x, splits)
+    else:
+        given, history = state.scale, state.amax_history.clone()
+        amax = torch.zeros(grid.groups, dtype=torch.int32, device=x.device)
+        state = QuantizerState(history, given)
+    with launch_on(x):
+        kernels.cast_groups_kernel[(max(grid.programs, 1),)](
+            x,
+            *x.stride(),
+            *strided(splits),
+            *strided(given),
+            amax,
+            None if history is None else history.view(torch.int32),
+            0 if history is None else history.stride(0),
+            codes,
+            inverse,
+            *x.shape,
+            *grid.sizes,
+            number_bits(recipe.amax_epsilon or 0.0),
+            FORMAT=format,
+            POWER_OF_TWO=bool(recipe.power_of_two_scales),
+            HARDWARE=casts_in_hardware(x.device),
+            **grid.settings,
+            **EXACT,
+        )
+    return Form(codes, inverse, amax.view(torch.float32), None), state
+
+
+@cache
+def casts_in_hardware(device: torch.device) -> bool:
+    """Whether the device's own conversions make the codes: rounded, saturated and with NaN as here, from NVIDIA's Ada on."""
+    return (
+        not INTERPRETED
+        and device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (8, 9)
+    )
+
+
+# --- the memory of delayed scaling
+
+
+def new_quantizer_state(
+    recipe: Recipe, *, num_groups: int = 1, device: torch.device | str | None = None
+) -> QuantizerState | None:
+    """The state before the first step: no amax seen, scales of 1; None for a recipe without memory.
+
+    Source: DelayedScalingRecipeState.
+    """
+    require(is_count(num_groups) and num_groups >= 1, "num_groups", num_groups, "a positive integer")
+    if recipe.scaling != "delayed":
+        return None
+    assert recipe.amax_history_len is not None
+    return QuantizerState(
+        torch.zeros(num_groups, recipe.amax_history_len, device=device), torch.ones(num_groups, device=device)
+    )
+
+
+def update_scales(
+    state: QuantizerState, recipe: Recipe, *, role: str = "input", reduced_amax: Tensor | None = None
+) -> QuantizerState:
+    """The state of the next step, for each group:
+
+        last = reduced_amax if that was given and is not 0, else history[0]
+        A = max(last, history[1:]), or last for "most_recent"
+        scale = FMAX · 2^-margin / A if A is finite and above 0, the largest float32 where that overflows; else as it was
+        history = [0, history[2], …, history[L-1], last]        if last is not 0; else as it was, and A = 0
+
+    Args:
+        role: of the tensor; grad_output has another FMAX under hybrid.
+        reduced_amax: [G], the maximum over the ranks that share the scale.
+
+    Rounding: the division, once.
+
+    Raises:
+        ValueError: a state that is not this recipe's, or a reduced_amax of another shape.
+
+    Source: kernel_bulk of delayed_scaling.cu.
+    """
+    require(recipe.scaling == "delayed", "recipe", f"of scaling {recipe.scaling!r}", "delayed: only that has a state")
+    check_state(recipe, state, len(state.scale))
+    if reduced_amax is not None:
+        shape = tuple(reduced_amax.shape)
+        require(
+            shape == tuple(state.scale.shape),
+            "reduced_amax",
+            f"of shape {shape}",
+            f"of shape {tuple(state.scale.shape)}",
+        )
+    check_role(role)
+    check_device("state", state.scale)
+    assert recipe.margin is not None
+    groups, length = state.amax_history.shape
+    history = torch.empty((groups, length), device=state.scale.device)  # all by update_scales_kernel
+    scale = torch.empty(groups, device=state.scale.device)  # likewise
+    largest = (
+        FORMAT_MAX["e5m2" if recipe.fp8_format == "hybrid" and role == "grad_output" else "e4m3"] * 2.0**-recipe.margin
+    )
+    if groups:
+        with launch_on(scale):
+            kernels.update_scales_kernel[(groups,)](
+                state.amax_history,
+                *state.amax_history.stride(),
+                *strided(state.scale),
+                *strided(reduced_amax),
+                history,
+                scale,
+                length,
+                number_bits(largest),
+                MOST_RECENT=recipe.amax_compute_algo == "most_recent",
+                BLOCK_L=power_of_two(length),
+                **EXACT,
+            )
+    return QuantizerState(history, scale)

@@ -1,0 +1,107 @@
+"""NVFP4: a global amax first, then codes and block scales of both directions in one pass."""
+
+import torch
+from torch import Tensor
+
+from moe_fast.launch import tuning
+from moe_fast.launch.backend import launch_on
+from moe_fast.launch.tuning import ceil_div
+from moe_fast.quantization import _group_scales as group_scales
+from moe_fast.quantization import _nvfp4 as nvfp4
+from moe_fast.quantization.group_scales import casts_in_hardware, group_amax
+from moe_fast.quantization.quantized import Form, grid_of, strided
+from moe_fast.router.selection import EXACT
+from moe_ref.config import Recipe
+from moe_ref.config.quantization import BLOCK
+
+SIZE = BLOCK["nvfp4"]
+SCOPES: dict[str, tuple[str, ...]] = {
+    "input": ("activations", "all"),
+    "weight": ("weights", "all"),
+    "grad_output": (),
+}  # that a role is in
+
+
+def quantize_two_levels(
+    x: Tensor, recipe: Recipe, role: str, splits: Tensor | None, rowwise: bool, columnwise: bool, noise: Tensor | None
+) -> tuple[Form | None, Form | None]:
+    """The forms of x, [M,N], by rows and by columns; see `moe_ref.quantization.recipes.by_two_levels`.
+
+    Square blocks are the same in both directions, unless a sum of errors decides: that has an order.
+    """
+    square = role == "weight" and bool(recipe.two_dimensional_weights)
+    transformed = bool(recipe.hadamard) and role != "weight" and columnwise
+    row_scaled = bool(recipe.row_scaled_activation) and role == "input"
+    error = recipe.four_over_six_error if recipe.four_over_six in SCOPES[role] else None
+    largest = 256.0 if error and recipe.four_over_six_bound_256 in SCOPES[role] else 448.0
+    once = square and error is None
+    rowwise, columnwise = rowwise or once, columnwise and not once
+    if row_scaled or transformed:
+        row_amax, column_amax = _amax_of_forms(x, splits, rowwise, columnwise, row_scaled)
+    else:
+        row_amax = column_amax = group_amax(x, splits).view(torch.float32)
+
+    def blank(amax: Tensor | None, block: tuple[int, int], per: str) -> Form:
+        """A form whose codes and scales are all written by quantize_two_levels_kernel."""
+        assert amax is not None
+        codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+        scale = torch.empty(ceil_div(len(x), block[0]), x.shape[1] // block[1], dtype=torch.uint8, device=x.device)
+        return Form(codes, scale, amax, block, per if row_scaled else "group", largest, transformed and per == "column")
+
+    by_rows = blank(row_amax, (SIZE if square else 1, SIZE), "row") if rowwise else None
+    by_columns = blank(column_amax, (SIZE, SIZE if square else 1), "column") if columnwise else None
+    sizes = tuning.for_device(x.device).quantize
+    walk = sizes.transformed if transformed else sizes.columns if square or columnwise else sizes.rows
+    grid = grid_of(x.shape, splits, walk, True, (SIZE if square or columnwise else 1, SIZE))
+    if grid.programs:
+        with launch_on(x):
+            nvfp4.quantize_two_levels_kernel[(grid.programs,)](
+                x,
+                *x.stride(),
+                *strided(splits),
+                row_amax,
+                column_amax,
+                noise,
+                *((0, 0, 0) if noise is None else noise.stride()),
+                *((None, None) if by_rows is None else (by_rows.codes_MN, by_rows.scale)),
+                *((None, None) if by_columns is None else (by_columns.codes_MN, by_columns.scale)),
+                *x.shape,
+                *grid.sizes,
+                ROW_SCALED=row_scaled,
+                TRANSFORMED=transformed,
+                LARGEST=largest,
+                ERROR=error,
+                SQUARE=square,
+                HARDWARE=casts_in_hardware(x.device),
+                **grid.settings,
+                **EXACT,
+            )
+    return by_rows, by_rows if once else by_columns
+
+
+def _amax_of_forms(
+    x: Tensor, splits: Tensor | None, rowwise: bool, columnwise: bool, row_scaled: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """max |x| over each group, and over each group of the transform; row-scaled: [M] of each row, and [G,N] of each group's columns."""
+    sizes = tuning.for_device(x.device).quantize
+    grid = grid_of(
+        x.shape, splits, sizes.groups if row_scaled else sizes.transformed, True, (1 if row_scaled else SIZE, 1)
+    )
+    row_shape, column_shape = ((len(x),), (grid.groups, x.shape[1])) if row_scaled else ((grid.groups,), (grid.groups,))
+    row_amax = torch.zeros(row_shape, dtype=torch.int32, device=x.device) if rowwise else None
+    column_amax = torch.zeros(column_shape, dtype=torch.int32, device=x.device) if columnwise else None
+    if grid.programs:
+        with launch_on(x):
+            group_scales.two_levels_amax_kernel[(grid.programs,)](
+                x,
+                *x.stride(),
+                *strided(splits),
+                row_amax,
+                column_amax,
+                *x.shape,
+                *grid.sizes,
+                ROW_SCALED=row_scaled,
+                **grid.settings,
+                **EXACT,
+            )
+    return tuple(None if amax is None else amax.view(torch.float32) for amax in (row_amax, column_amax))  # type: ignore[return-value]

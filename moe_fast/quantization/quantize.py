@@ -1,0 +1,169 @@
+"""quantize, fused: codes and scales of every group from one pass over x, without asking the device how long the groups are.
+
+Current scaling and NVFP4 take two: their scales need the maximum of the whole group. Both directions are made in the same pass.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_fast.launch import tuning
+from moe_fast.launch.backend import check_device, launch_on
+from moe_fast.launch.tuning import ceil_div
+from moe_fast.quantization import _quantize as kernels
+from moe_fast.quantization.group_scales import cast_groups, casts_in_hardware
+from moe_fast.quantization.nvfp4 import quantize_two_levels
+from moe_fast.quantization.quantized import RULES, Form, Grid, Quantized, grid_of, strided
+from moe_fast.router.selection import EXACT, number_bits
+from moe_ref.config import Quantization, QuantizerState, Recipe, check_quantize, check_splits
+from moe_ref.config.quantization import BLOCK
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def quantize(
+    x_MN: Tensor,
+    recipe: Recipe,
+    *,
+    role: str = "input",
+    splits: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    state: QuantizerState | None = None,
+    noise: Tensor | None = None,
+) -> Quantization:
+    """Quantise each group of rows by itself.
+
+        for each group, direction and block:  scale = rule(max |x| over the block),  code = encode(x · scale)
+
+    Rules, blocks and every corner are those of `moe_ref.quantization.quantize`, and so is every bit. The splits are read by the kernels
+    alone: the device is never waited for, and where their values are illegal the result is unspecified.
+
+    Args:
+        x_MN: float64, float32, bfloat16 or float16, of any strides. float64 is rounded to float32 first.
+        splits: [G] integers, rows of each group; None: all rows are one group.
+        state: delayed scaling's, of G groups; it stays as it was, and what is returned is new.
+        noise: [2,M,N] uniform in [0, 1), of any strides, for gradients of NVFP4 with stochastic rounding. None: drawn from torch's generator of
+            x's device, a new number for each element and direction.
+
+    Returns:
+        `Quantization`. The gradient of `dequantize(quantize(x))` is straight through: that of the identity, or of the Hadamard transform
+        where there is one; 0 for rows behind the last group.
+
+    Rounding: that of the reference, each operation once in float32.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_quantize`.
+
+    Source: `tex.quantize`, `tex.split_quantize` and `tex.group_quantize`.
+    """
+    check_quantize(x_MN, recipe, role, splits, rowwise, columnwise, state, noise)
+    check_device("x", x_MN)
+    if splits is None:
+        check_splits([len(x_MN)], len(x_MN), recipe)
+    else:
+        splits = splits.to(x_MN.device, non_blocking=True)
+    x = x_MN.detach().resolve_neg()  # a kernel sees memory, not a pending minus
+    format = (
+        "e2m1"
+        if recipe.scaling == "nvfp4"
+        else "e5m2"
+        if recipe.fp8_format == "hybrid" and role == "grad_output"
+        else "e4m3"
+    )
+    if recipe.stochastic_rounding and role == "grad_output" and noise is None:
+        noise = torch.rand(2, *x.shape, device=x.device)
+    if recipe.scaling == "nvfp4":
+        by_rows, by_columns = quantize_two_levels(x, recipe, role, splits, rowwise, columnwise, noise)
+    elif recipe.scaling in BLOCK:
+        square = role == "weight" and bool(recipe.two_dimensional_weights)
+        by_rows, by_columns = _quantize_blocks(
+            x, recipe, format, splits, square, rowwise or square, columnwise and not square
+        )
+        by_columns = by_rows if square else by_columns
+    else:
+        by_rows, state = cast_groups(x, recipe, format, splits, state)
+        by_columns = by_rows
+    source = _Place.apply(x_MN, splits) if x_MN.requires_grad else None
+    quantized = Quantized(
+        recipe, format, x.dtype, splits, source, by_rows if rowwise else None, by_columns if columnwise else None
+    )
+    return Quantization(quantized, state)
+
+
+def _quantize_blocks(
+    x: Tensor, recipe: Recipe, format: str, splits: Tensor | None, square: bool, rowwise: bool, columnwise: bool
+) -> tuple[Form | None, Form | None]:
+    """A scale for each block, by rows (or of squares) and by columns."""
+    size, rule = BLOCK[recipe.scaling], RULES[recipe.scaling]
+    sizes = tuning.for_device(x.device).quantize
+    tall = square or columnwise  # blocks span rows
+    aligned = rule == "amax" and tall  # whole groups of MXFP8 consist of whole blocks, wherever x is cut
+    walk = sizes.tall if aligned else sizes.columns if tall else sizes.rows
+    grid = grid_of(x.shape, splits, walk, aligned, (size if tall else 1, size), size if aligned else None)
+    by_rows = _blank(x, rule, (size if square else 1, size), grid) if rowwise else None
+    by_columns = _blank(x, rule, (size, 1), grid) if columnwise else None
+    infinity = torch.finfo(x.dtype).max if x.dtype != torch.float64 else FLOAT32_MAX
+    if grid.programs:
+        with launch_on(x):
+            kernels.quantize_blocks_kernel[(grid.programs,)](
+                x,
+                *x.stride(),
+                *strided(splits),
+                *_results(by_rows),
+                *_results(by_columns),
+                *x.shape,
+                *grid.sizes,
+                number_bits(recipe.amax_epsilon or 0.0),
+                number_bits(infinity),
+                RULE=rule,
+                FORMAT=format,
+                POWER_OF_TWO=bool(recipe.power_of_two_scales),
+                HARDWARE=casts_in_hardware(x.device),
+                ALIGNED=aligned,
+                BLOCK=size,
+                SQUARE=square,
+                **grid.settings,
+                **EXACT,
+            )
+    return by_rows, by_columns
+
+
+def _blank(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form:
+    """A form whose codes are all written by quantize_blocks_kernel, and whose scales are as far as there are blocks."""
+    rows = grid.tiles if rule == "amax" and block[0] > 1 else ceil_div(len(x), block[0])
+    columns = ceil_div(x.shape[1], block[1])
+    turned = rule == "amax" and block[0] == 1  # neighbouring rows beside each other, as matrix products read them
+
+    def blocks(dtype: torch.dtype) -> Tensor:
+        return (
+            torch.empty((columns, rows), dtype=dtype, device=x.device).T
+            if turned
+            else torch.empty((rows, columns), dtype=dtype, device=x.device)
+        )
+
+    scale = blocks(torch.float32 if rule == "amax" else torch.uint8)
+    amax = blocks(torch.float32 if x.dtype == torch.float64 else x.dtype)
+    return Form(torch.empty(x.shape, dtype=torch.uint8, device=x.device), scale, amax, block)
+
+
+def _results(form: Form | None) -> tuple[Any, ...]:
+    """A form as the kernel takes it."""
+    return (None, None, None, 0, 0) if form is None else (form.codes_MN, form.scale, form.amax, *form.scale.stride())
+
+
+class _Place(torch.autograd.Function):
+    """Where x stands in the graph: a tensor of its shape that is never read. Rows behind the last group have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, splits: Tensor | None) -> Tensor:
+        ctx.splits = splits  # not saved: both directions may be gone through, one after the other
+        return x.new_empty(()).expand(x.shape)  # by nobody: it has no values
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:
+        if ctx.splits is None:
+            return d_x, None
+        owned = torch.arange(len(d_x), device=d_x.device) < ctx.splits.sum()
+        return torch.where(owned[:, None], d_x, 0), None

@@ -1,0 +1,291 @@
+"""What `quantize` made: codes, scales and amax in the shapes of the reference, and the values that they stand for."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_fast.launch import tuning
+from moe_fast.launch.backend import launch_on
+from moe_fast.launch.tuning import ceil_div, power_of_two
+from moe_fast.quantization import _hadamard as hadamard
+from moe_fast.quantization._dequantize import dequantize_kernel
+from moe_fast.router.selection import EXACT
+from moe_ref.config import Recipe, require
+from moe_ref.config.quantization import SCALE_LAYOUTS
+
+RULES = {
+    "delayed": "group",
+    "current": "group",
+    "block": "amax",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+}  # the kernels' names
+
+
+@dataclass(frozen=True)
+class Form:
+    """A tensor along one direction, as the kernels keep it.
+
+    Scales are one a group, or one a block, in x's orientation. There is room for as many rows of blocks as any splits may have: what lies
+    behind those that there are is unspecified.
+    """
+
+    codes_MN: Tensor  # uint8, contiguous; 0 behind the last group
+    scale: Tensor  # [G], or [rows of blocks, columns of blocks]
+    amax: Tensor  # likewise, in x's dtype where that is narrower than float32: a maximum is one of its numbers; NVFP4: see `per`; empty: not known
+    block: tuple[int, int] | None  # rows and columns that share a scale; None: a group
+    per: str = "group"  # NVFP4: what has an amax, each "group" [G], "row" [M], or "column" of a group [G,N]
+    largest: float = 448.0  # NVFP4: what the largest block's scale becomes
+    transformed: bool = False  # codes are those of the Hadamard transform
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What `quantize` made; see `codes`, `scales`, `amax` and `dequantize`."""
+
+    recipe: Recipe
+    format: str
+    dtype: torch.dtype
+    splits: Tensor | None
+    source: Tensor | None  # where x stands in autograd's graph, without memory of its own
+    rowwise: Form | None
+    columnwise: Form | None  # may be the same form as by rows
+
+    def form(self, columnwise: bool) -> Form:
+        """The form of that direction."""
+        chosen = self.columnwise if columnwise else self.rowwise
+        require(chosen is not None, "columnwise", columnwise, "a direction that quantize was asked for")
+        assert chosen is not None
+        return chosen
+
+
+def codes(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
+    """The codes, [M,N] uint8, one an element and never transposed; 0 in rows behind the last group. An E2M1 code is in the low four bits.
+
+    Raises:
+        ValueError: a direction that `quantize` was not asked for; so do `scales`, `amax` and `dequantize`.
+    """
+    return quantized.form(columnwise).codes_MN
+
+
+def scales(quantized: Quantized, *, columnwise: bool = False, layout: str = "compact") -> Any:
+    """The scales to decode with: float32 1/s, uint8 codes of E8M0 for MXFP8, uint8 codes of E4M3 for NVFP4.
+
+    Both layouts are those of `moe_ref.quantization.scales`. Their shapes depend on the splits, which are read where there is more than
+    one scale a group: only then the device is waited for.
+
+    Raises:
+        ValueError: an unknown layout.
+
+    Source: get_scale_shape of the quantizers; common/swizzle/swizzle.cu.
+    """
+    require(layout in SCALE_LAYOUTS, "layout", repr(layout), f"one of {', '.join(SCALE_LAYOUTS)}")
+    form = quantized.form(columnwise)
+    if form.block is None:
+        return form.scale if layout == "compact" else tuple(form.scale.split(1))
+    counts, whole = _compact(quantized, form, form.scale, columnwise)
+    if layout == "compact":
+        return whole
+    scaling = quantized.recipe.scaling
+    return tuple(
+        _for_gemm(part.T if columnwise else part, scaling, turned=min(form.block) == 1) for part in whole.split(counts)
+    )
+
+
+def _compact(quantized: Quantized, form: Form, blocks: Tensor, columnwise: bool) -> tuple[list[int], Tensor]:
+    """(rows of each group, all rows) of what is kept for each block; MXFP8 and NVFP4 repeat that of a square for each of its rows."""
+    assert form.block is not None
+    sizes = _sizes(quantized, form)
+    counts = [ceil_div(size, form.block[0]) for size in sizes]
+    whole = blocks[: sum(counts)]
+    if quantized.recipe.scaling == "block" or min(form.block) == 1:
+        return counts, whole
+    return counts if columnwise else sizes, whole.repeat_interleave(form.block[0], 1 if columnwise else 0)
+
+
+def _sizes(quantized: Quantized, form: Form) -> list[int]:
+    """Rows of each group; waits for the device."""
+    return [len(form.codes_MN)] if quantized.splits is None else quantized.splits.tolist()
+
+
+def _for_gemm(scale: Tensor, scaling: str, turned: bool) -> Tensor:
+    """One group's scales, in the form's own orientation, as a matrix product reads them."""
+    if scaling == "block":
+        scale = scale.T if turned else scale
+        return torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4))
+    padded = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4, 0, -scale.shape[0] % 128))
+    return (
+        padded.unflatten(1, (padded.shape[1] // 4, 4))
+        .unflatten(0, (len(padded) // 128, 4, 32))
+        .permute(0, 3, 2, 1, 4)
+        .flatten()
+    )
+
+
+def amax(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
+    """max |x| that scales came from, float32, of the transform where there is one: [G] for delayed, current and NVFP4, else of the shape
+    of the compact scales. NVFP4, row-scaled: [R], all groups' rows; columnwise [G,N].
+
+    For delayed scaling it is what was measured in this step, not what the scale came from.
+
+    Raises:
+        ValueError: the rows come from a dispatch, which sends none.
+    """
+    form = quantized.form(columnwise)
+    require(
+        form.amax.numel() > 0 or form.scale.numel() == 0,
+        "quantized",
+        "from a dispatch",
+        "made by a quantizer: amax does not travel",
+    )
+    if form.per == "row":
+        return form.amax[: sum(_sizes(quantized, form))]
+    if form.per == "column" or form.amax.dim() == 1:
+        return form.amax
+    return _compact(quantized, form, form.amax, columnwise)[1].float()
+
+
+def dequantize(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
+    """What the codes stand for, [M,N] in x's dtype; 0 in rows behind the last group.
+
+        delayed, current, block  q · (1/s)      MXFP8  q · 2^(e - 127)      NVFP4  q · (d · A · (1/2688)), or 1/1536
+
+    Columnwise gradients and inputs of NVFP4 with a Hadamard transform come back transformed.
+
+    Rounding: each operation in float32, then once to x's dtype. The gradient is straight through.
+
+    Source: `dequantize` of the quantised tensors.
+    """
+    return _StraightThrough.apply(quantized.source, quantized, quantized.form(columnwise))
+
+
+def _dequantize(quantized: Quantized, form: Form) -> Tensor:
+    """The values of one form."""
+    codes_MN, rule, sizes = (
+        form.codes_MN,
+        RULES[quantized.recipe.scaling],
+        tuning.for_device(form.codes_MN.device).quantize,
+    )
+    block = form.block or (1, 1)
+    tall = block[0] > 1
+    aligned = rule in ("group", "nvfp4") or (rule == "amax" and tall)
+    rows = block[0] if rule == "amax" and tall else None
+    grid = grid_of(
+        codes_MN.shape,
+        quantized.splits,
+        sizes.tall if rows else sizes.columns if tall else sizes.groups,
+        aligned,
+        block,
+        rows,
+    )
+    out = torch.empty(codes_MN.shape, dtype=quantized.dtype, device=codes_MN.device)  # all by dequantize_kernel
+    if grid.programs:
+        with launch_on(codes_MN):
+            dequantize_kernel[(grid.programs,)](
+                codes_MN,
+                form.scale,
+                *((0, 0) if form.block is None else form.scale.stride()),
+                form.amax if rule == "nvfp4" else None,
+                *strided(quantized.splits),
+                out,
+                *codes_MN.shape,
+                *grid.sizes,
+                RULE=rule,
+                FORMAT=quantized.format,
+                PER=form.per,
+                LARGEST=6 * form.largest,
+                ALIGNED=aligned,
+                BLOCK_R=block[0],
+                BLOCK_C=block[1],
+                **grid.settings,
+                **EXACT,
+            )
+    return out
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The values in the forward, the source's gradient in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor | None, quantized: Quantized, form: Form) -> Tensor:
+        ctx.transformed = form.transformed
+        return _dequantize(quantized, form)
+
+    @staticmethod
+    def backward(ctx: Any, d_value: Tensor) -> tuple[Tensor, None, None]:
+        return _hadamard_adjoint(d_value) if ctx.transformed else d_value, None, None
+
+
+def _hadamard_adjoint(d_value: Tensor) -> Tensor:
+    """The gradient of what was transformed, each sum rounded once to its dtype."""
+    d_value = d_value.resolve_neg()  # a kernel sees memory, not a pending minus
+    grid = grid_of(
+        d_value.shape, None, tuning.for_device(d_value.device).quantize.transformed, True, (hadamard.SIZE.value, 1)
+    )
+    out = torch.empty(d_value.shape, dtype=d_value.dtype, device=d_value.device)  # all by hadamard_adjoint_kernel
+    if grid.programs:
+        sizes = {name: grid.settings[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps")}
+        with launch_on(d_value):
+            hadamard.hadamard_adjoint_kernel[(grid.programs,)](
+                d_value, *d_value.stride(), out, *d_value.shape, grid.parts, grid.steps, **sizes, **EXACT
+            )
+    return out
+
+
+# --- how the kernels cut a tensor
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a tensor is cut into tiles."""
+
+    groups: int
+    tiles: int  # along the rows; at least as many as any splits need
+    parts: int  # programs that share a tile's rows
+    steps: int  # tiles side by side that are one program's
+    settings: dict[str, int]  # block sizes and warps
+
+    @property
+    def programs(self) -> int:
+        return self.tiles * self.parts
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The kernels' last sizes."""
+        return self.groups, self.parts, self.steps
+
+
+def grid_of(
+    shape: torch.Size,
+    splits: Tensor | None,
+    walk: tuning.Walk,
+    aligned: bool,
+    least: tuple[int, int] = (1, 1),
+    rows: int | None = None,
+) -> Grid:
+    """Tiles of `walk`, but no smaller than a block; with `rows`, exactly so high. Aligned: cut from each group's first row on."""
+    num_rows, num_columns = shape
+    groups = 1 if splits is None else len(splits)
+    block_m = rows or max(walk.tokens, least[0])
+    block_n = max(min(walk.columns, power_of_two(num_columns)), least[1])
+    pieces = (
+        groups + 1 if aligned and splits is not None else 1
+    )  # the rest of x is one more; each has a last tile that may be partial
+    tiles = (num_rows + pieces * (block_m - 1)) // block_m
+    steps = min(walk.steps, max(ceil_div(num_columns, block_n), 1))
+    settings = {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_G": power_of_two(groups + 1),
+        "STAGES": walk.stages,
+        "num_warps": walk.num_warps,
+    }
+    settings |= {} if walk.registers is None else {"maxnreg": walk.registers}
+    return Grid(groups, tiles, max(ceil_div(num_columns, block_n * steps), 1), steps, settings)
+
+
+def strided(vector: Tensor | None) -> tuple[Any, ...]:
+    """A vector, or none, and its stride."""
+    return (None, 0) if vector is None else (vector, vector.stride(0))

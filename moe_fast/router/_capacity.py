@@ -1,0 +1,237 @@
+"""Which tokens an expert keeps.
+
+A token's key for an expert is an integer in the order of the probs, the least for those that are not routed to it. An expert
+keeps the tokens above a key, and those of this key before a token; both are found bit by bit.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_fast.router._scores import ordered
+
+
+@triton.jit
+def least_key(KEY_BITS: tl.constexpr, dtype: tl.constexpr):
+    """The key of what is not routed."""
+    return tl.full([], -(2 ** (KEY_BITS - 1)), dtype)
+
+
+@triton.jit
+def load_keys(
+    probs_ptr,
+    stride_probs_t,
+    stride_probs_e,
+    map_ptr,
+    stride_map_t,
+    stride_map_e,
+    t,
+    e,
+    inside,
+    KEY_BITS: tl.constexpr,
+    KEY: tl.constexpr,
+):
+    """[BLOCK_T, BLOCK_E] probs as bits, 0 of what is not routed, and keys: all of the routed equal if KEY_BITS is 1."""
+    routed = tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=inside, other=0) != 0
+    bits = tl.load(
+        probs_ptr + t[:, None] * stride_probs_t + e[None, :] * stride_probs_e, mask=routed, other=0
+    )  # others may be anything
+    key = tl.zeros(bits.shape, KEY)
+    if KEY_BITS > 1:
+        magnitude: tl.constexpr = 2 ** (bits.dtype.primitive_bitwidth - 1) - 1
+        word = bits.to(KEY)
+        word = tl.where(word == -magnitude - 1, 0, word)  # -0 becomes +0
+        key = tl.maximum(ordered(word, magnitude), least_key(KEY_BITS, KEY) + 1)  # a NaN is routed, too
+    return bits, tl.where(routed, key, least_key(KEY_BITS, KEY))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_experts", "stride_map_t", "stride_map_e"])
+def drop_keys_kernel(
+    # probs, as bits, and the map
+    probs_ptr,
+    stride_probs_t,
+    stride_probs_e,
+    map_ptr,
+    stride_map_t,
+    stride_map_e,
+    # result [E,T]
+    keys_ptr,
+    # sizes
+    num_tokens,
+    num_experts,
+    KEY_BITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """The keys, those of an expert one after the other."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
+    inside = (t < num_tokens)[:, None] & (e < num_experts)[None, :]  # the last tiles stick out on both sides
+    KEY: tl.constexpr = keys_ptr.dtype.element_ty
+    _, key = load_keys(
+        probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e, t, e, inside, KEY_BITS, KEY
+    )
+    tl.store(keys_ptr + e[None, :] * num_tokens + t[:, None], key, mask=inside)
+
+
+@triton.jit
+def load_columns(keys_ptr, e, t, num_tokens, num_experts, KEY_BITS: tl.constexpr):
+    """[BLOCK_E, BLOCK_T] keys; past the last token they are the least."""
+    inside = (e < num_experts)[:, None] & (t < num_tokens)[None, :]  # the last tiles stick out on both sides
+    return tl.load(
+        keys_ptr + e[:, None] * num_tokens + t[None, :],
+        mask=inside,
+        other=least_key(KEY_BITS, keys_ptr.dtype.element_ty),
+    )
+
+
+@triton.jit
+def is_kept(key, t, least, before):
+    """Above the key, or of the key and before the token, if there is one."""
+    kept = key > least
+    if before is not None:
+        kept = kept | ((key == least) & (t < before))
+    return kept
+
+
+@triton.jit
+def count_kept(
+    keys_ptr,
+    whole,
+    e,
+    least,
+    before,
+    num_tokens,
+    num_experts,
+    KEY_BITS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """[BLOCK_E, 1] int32: how many tokens each expert would keep."""
+    t = tl.arange(0, BLOCK_T)
+    if WHOLE:
+        count = tl.sum(is_kept(whole, t[None, :], least, before).to(tl.int32), axis=1)
+    else:
+        count = tl.zeros(e.shape, tl.int32)
+        for first in range(0, num_tokens, BLOCK_T):
+            key = load_columns(keys_ptr, e, first + t, num_tokens, num_experts, KEY_BITS)
+            count += tl.sum(is_kept(key, first + t[None, :], least, before).to(tl.int32), axis=1)
+    return count[:, None]
+
+
+@triton.jit(do_not_specialize=["num_experts", "room", "token_bits"])
+def drop_search_kernel(
+    # [E,T]
+    keys_ptr,
+    # results [E]
+    least_ptr,
+    before_ptr,
+    # sizes
+    num_tokens,
+    num_experts,
+    room,
+    token_bits,
+    KEY_BITS: tl.constexpr,
+    PAD: tl.constexpr,
+    WHOLE: tl.constexpr,  # all tokens are in one tile
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """The key above which, and of which before which token, an expert keeps tokens: as many as there is room for."""
+    e = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
+    KEY: tl.constexpr = keys_ptr.dtype.element_ty
+    whole = load_columns(keys_ptr, e, tl.arange(0, BLOCK_T), num_tokens, num_experts, KEY_BITS)
+    least = tl.zeros([BLOCK_E, 1], KEY) + least_key(KEY_BITS, KEY)
+    wanted = tl.zeros([BLOCK_E, 1], tl.int32) + room
+    if not PAD:
+        wanted = tl.minimum(
+            wanted, count_kept(keys_ptr, whole, e, least, None, num_tokens, num_experts, KEY_BITS, WHOLE, BLOCK_T)
+        )
+    for i in range(KEY_BITS):
+        higher = least + (tl.full([BLOCK_E, 1], 1, KEY) << (KEY_BITS - 1 - i))
+        enough = (
+            count_kept(keys_ptr, whole, e, higher - 1, None, num_tokens, num_experts, KEY_BITS, WHOLE, BLOCK_T)
+            >= wanted
+        )
+        least = tl.where(enough, higher, least)
+    before = tl.zeros([BLOCK_E, 1], tl.int32)
+    for i in range(token_bits):
+        later = before + (1 << (token_bits - 1 - i))
+        fits = count_kept(keys_ptr, whole, e, least, later, num_tokens, num_experts, KEY_BITS, WHOLE, BLOCK_T) <= wanted
+        before = tl.where(fits, later, before)
+    real = (e < num_experts)[:, None]  # the last tile sticks out
+    tl.store(least_ptr + e[:, None], least, mask=real)
+    tl.store(before_ptr + e[:, None], before, mask=real)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_experts", "stride_map_t", "stride_map_e"])
+def drop_kernel(
+    # probs, as bits, and the map
+    probs_ptr,
+    stride_probs_t,
+    stride_probs_e,
+    map_ptr,
+    stride_map_t,
+    stride_map_e,
+    # what each expert keeps
+    least_ptr,
+    before_ptr,
+    # results, contiguous
+    out_ptr,
+    kept_ptr,
+    # sizes
+    num_tokens,
+    num_experts,
+    KEY_BITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """The map of the kept tokens, and the probs of those that were routed."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
+    in_row = e < num_experts  # the last block sticks out
+    inside = (t < num_tokens)[:, None] & in_row[None, :]  # on both sides
+    KEY: tl.constexpr = least_ptr.dtype.element_ty
+    bits, key = load_keys(
+        probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e, t, e, inside, KEY_BITS, KEY
+    )
+    least = tl.load(least_ptr + e, mask=in_row, other=0)[None, :]  # the last block sticks out
+    before = tl.load(before_ptr + e, mask=in_row, other=0)[None, :]  # likewise
+    kept = is_kept(key, t[:, None], least, before)
+    cell = t[:, None] * num_experts + e[None, :]
+    tl.store(out_ptr + cell, tl.where(kept, bits, 0), mask=inside)  # of what is not routed, the bits are 0
+    tl.store(kept_ptr + cell, kept.to(tl.uint8), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_experts", "stride_map_t", "stride_map_e"])
+def drop_backward_kernel(
+    # the gradient of the probs, as bits
+    dout_ptr,
+    stride_dout_t,
+    stride_dout_e,
+    # which tokens were kept, contiguous, and, where unrouted ones were kept too, which were routed
+    kept_ptr,
+    map_ptr,
+    stride_map_t,
+    stride_map_e,
+    # result, contiguous
+    dprobs_ptr,
+    # sizes
+    num_tokens,
+    num_experts,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """The gradient of what was kept and routed, 0 elsewhere."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
+    inside = (t < num_tokens)[:, None] & (e < num_experts)[None, :]  # the last tiles stick out on both sides
+    cell = t[:, None] * num_experts + e[None, :]
+    through = tl.load(kept_ptr + cell, mask=inside, other=0) != 0
+    if map_ptr is not None:
+        through = (
+            tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=through, other=0) != 0
+        )  # no more matter
+    dout = tl.load(
+        dout_ptr + t[:, None] * stride_dout_t + e[None, :] * stride_dout_e, mask=through, other=0
+    )  # 0 where it does not pass
+    tl.store(dprobs_ptr + cell, dout, mask=inside)

@@ -1,0 +1,253 @@
+"""Choose each token's experts and weigh them, in one pass over the logits.
+
+Keys are integers in the order of the scores. A chosen one is replaced by a mark below all keys, `lowest` + the slot: no expert is
+chosen twice, even where all scores are -∞, and the marks say afterwards which expert goes to which slot.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_fast.launch._rounding import rounded
+from moe_fast.router._scores import (
+    inverse_sum,
+    key_of,
+    lowest,
+    number,
+    out_of_choice,
+    score_and_slope,
+    score_of,
+    softmax,
+    weights_gradient,
+    widened,
+)
+
+PAIRED = tl.constexpr(16)  # up to so many groups are ranked all at once, each against each
+SLOT = tl.constexpr(0xFFFF)  # the bits of a mark that hold its slot; no column is as high
+
+
+@triton.jit
+def mark_in_order(key, column, count):
+    """Mark the `count` largest keys of each row; of equal ones the lower column."""
+    for i in range(count):
+        largest = tl.max(key, axis=1)
+        first = tl.min(tl.where(key == largest[:, None], column[None, :], SLOT), axis=1)
+        key = tl.where(column[None, :] == first[:, None], lowest(key.dtype) + i, key)
+    return key
+
+
+@triton.jit
+def mark_largest(key, column, count, TIES_ARE_RARE: tl.constexpr):
+    """The same. If ties are rare, at first as though there were none, which takes half the instructions."""
+    if TIES_ARE_RARE:
+        marked = key
+        largest = tl.max(key, axis=1)
+        for i in range(count - 1):
+            marked = tl.where(marked == largest[:, None], lowest(key.dtype) + i, marked)
+            largest = tl.max(marked, axis=1)
+        marked = tl.where(marked == largest[:, None], lowest(key.dtype) + count - 1, marked)
+        num_marked = tl.sum((marked < out_of_choice(key.dtype)).to(tl.int32), axis=1)
+        tied = (num_marked > count) | (
+            largest <= out_of_choice(key.dtype)
+        )  # more marks than slots, or too few keys for the slots
+        if tl.max(tied.to(tl.int32), axis=0) > 0:
+            marked = mark_in_order(key, column, count)
+    else:
+        marked = mark_in_order(key, column, count)
+    return marked
+
+
+@triton.jit
+def only_best_groups(
+    key,
+    num_groups,
+    group_topk,
+    counted,
+    ACCUMULATOR: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Take the experts out of choice whose group is not among the `group_topk` with the largest sums of `counted` keys."""
+    by_group = tl.reshape(key, [BLOCK_T, BLOCK_G, BLOCK_S])
+    left = by_group
+    total = tl.zeros([BLOCK_T, BLOCK_G], ACCUMULATOR)
+    missing = tl.zeros([BLOCK_T, BLOCK_G], tl.int32) + counted
+    for _ in range(counted - 1):
+        largest = tl.max(left, axis=2)
+        equal = left == largest[:, :, None]
+        taken = tl.minimum(tl.sum(equal.to(tl.int32), axis=2), missing)
+        total += tl.where(taken > 0, score_of(largest) * taken.to(ACCUMULATOR), 0.0)  # 0 · -∞ is no number
+        missing -= taken
+        left = tl.where(equal, lowest(key.dtype), left)
+    total += tl.where(missing > 0, score_of(tl.max(left, axis=2)), 0.0)  # at most one is missing
+    group = tl.arange(0, BLOCK_G)
+    group_key = key_of(total)
+    group_key = tl.where(
+        (group < num_groups)[None, :], group_key, out_of_choice(group_key.dtype)
+    )  # groups are padded to a power of two
+    if BLOCK_G <= PAIRED:
+        better = group_key[:, None, :] > group_key[:, :, None]
+        before = better | (
+            (group_key[:, None, :] == group_key[:, :, None]) & (group[None, :] < group[:, None])[None, :, :]
+        )
+        kept = tl.sum(before.to(tl.int32), axis=2) < group_topk
+    else:
+        kept = mark_in_order(group_key, group, group_topk) < out_of_choice(group_key.dtype)
+    return tl.reshape(tl.where(kept[:, :, None], by_group, out_of_choice(key.dtype)), [BLOCK_T, BLOCK_G * BLOCK_S])
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_given_t",
+        "stride_given_k",
+        "scale",
+        "num_tokens",
+        "topk",
+        "num_groups",
+        "group_topk",
+        "counted",
+    ]
+)
+def topk_kernel(
+    # logits, their bias, or indices that are given
+    logits_ptr,
+    stride_logits_t,
+    stride_logits_e,
+    bias_ptr,
+    stride_bias,
+    given_ptr,
+    stride_given_t,
+    stride_given_k,
+    # results, contiguous: probs and map [T,E], or probs [T,K], with indices unless they were given
+    probs_ptr,
+    indices_ptr,
+    map_ptr,
+    # settings and sizes
+    scale,
+    num_tokens,
+    num_experts,
+    topk,
+    num_groups,
+    group_size,
+    group_topk,
+    counted,
+    SCORE: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    TIES_ARE_RARE: tl.constexpr,
+    RAGGED: tl.constexpr,  # the columns are more than the experts
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """A column is a place in a group, so that groups of any size lie at powers of two. Without groups there is one."""
+    t = tl.minimum(
+        tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1
+    )  # the last tile repeats the last row
+    column = tl.arange(0, BLOCK_G * BLOCK_S)
+    e = column.to(tl.int64)
+    real = tl.full([1, BLOCK_G * BLOCK_S], True, tl.int1)
+    if RAGGED:
+        e = (column // BLOCK_S * group_size + column % BLOCK_S).to(tl.int64)
+        real = ((column % BLOCK_S < group_size) & (column // BLOCK_S < num_groups))[
+            None, :
+        ]  # blocks of groups and of experts are powers of two
+    x = tl.load(logits_ptr + t[:, None] * stride_logits_t + e[None, :] * stride_logits_e, mask=real, other=0.0).to(
+        ACCUMULATOR
+    )
+    if SCORE == "pre_softmax":
+        s = softmax(tl.where(real, x, -float("inf")))
+    elif SCORE == "softmax":
+        s = x + 0.0  # -0 becomes +0: they are equal, and so must be their keys
+    else:
+        s, _ = score_and_slope(x, SCORE)
+    if given_ptr is not None:
+        marked = tl.zeros([BLOCK_T, BLOCK_G * BLOCK_S], tl.int32)
+        for i in range(topk):
+            given = tl.load(given_ptr + t * stride_given_t + tl.cast(i, tl.int64) * stride_given_k)
+            marked = tl.where(e[None, :] == given[:, None], lowest(tl.int32) + i, marked)
+    else:
+        biased = s
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + e[None, :] * stride_bias, mask=real, other=0.0)
+            biased += widened(bias, ACCUMULATOR)
+        key = key_of(biased)
+        key = tl.where(real, key, out_of_choice(key.dtype))
+        if BLOCK_G > 1:
+            key = only_best_groups(key, num_groups, group_topk, counted, ACCUMULATOR, BLOCK_T, BLOCK_G, BLOCK_S)
+        marked = mark_largest(key, column, topk, TIES_ARE_RARE)
+    chosen = marked < out_of_choice(marked.dtype)
+    if SCORE == "softmax":
+        s = softmax(tl.where(chosen, s, -float("inf")))
+    elif SCORE != "pre_softmax":
+        s = s * inverse_sum(s, chosen, topk > 1)
+    weight = rounded(s * number(scale, ACCUMULATOR), probs_ptr.dtype.element_ty)
+    if map_ptr is not None:
+        cell = t[:, None] * num_experts + e[None, :]
+        tl.store(probs_ptr + cell, tl.where(chosen, weight, 0.0), mask=real)
+        tl.store(map_ptr + cell, chosen.to(tl.uint8), mask=real)
+    else:
+        # one integer of 32 bits says all, so that only it changes its layout for the stores
+        slot = tl.where(chosen, marked & SLOT, topk).to(tl.int32).to(tl.int64)
+        tl.store((probs_ptr + t * topk)[:, None] + slot, weight, mask=slot < topk)
+        if indices_ptr is not None:
+            tl.store(
+                (indices_ptr + t * topk)[:, None] + slot,
+                tl.broadcast_to(e[None, :], [BLOCK_T, BLOCK_G * BLOCK_S]),
+                mask=slot < topk,
+            )
+
+
+@triton.jit(
+    do_not_specialize=["stride_dprobs_t", "stride_indices_t", "stride_indices_k", "scale", "num_tokens", "topk"]
+)
+def topk_backward_kernel(
+    # the gradient of the probs: of [T,K], with the indices, or of [T,E], with the contiguous map
+    dprobs_ptr,
+    stride_dprobs_t,
+    stride_dprobs_x,
+    indices_ptr,
+    stride_indices_t,
+    stride_indices_k,
+    map_ptr,
+    # logits, and their gradient, contiguous
+    logits_ptr,
+    stride_logits_t,
+    stride_logits_e,
+    dlogits_ptr,
+    # settings and sizes
+    scale,
+    num_tokens,
+    num_experts,
+    topk,
+    SCORE: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """The scores are computed again; only the choice is not."""
+    t = tl.minimum(
+        tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1
+    )  # the last tile repeats the last row
+    e = tl.arange(0, BLOCK_E).to(tl.int64)[None, :]
+    real = e < num_experts  # the block is a power of two
+    x = tl.load(logits_ptr + t[:, None] * stride_logits_t + e * stride_logits_e, mask=real, other=0.0).to(ACCUMULATOR)
+    cell = t[:, None] * num_experts + e
+    if map_ptr is not None:
+        chosen = tl.load(map_ptr + cell, mask=real, other=0) != 0
+        g = tl.load(dprobs_ptr + t[:, None] * stride_dprobs_t + e * stride_dprobs_x, mask=chosen, other=0.0).to(
+            ACCUMULATOR
+        )  # else 0 were constants
+    else:
+        chosen = tl.zeros([BLOCK_T, BLOCK_E], tl.int32) != 0
+        g = tl.zeros([BLOCK_T, BLOCK_E], ACCUMULATOR)
+        for i in range(topk):
+            k = tl.cast(i, tl.int64)
+            index = tl.load(indices_ptr + t * stride_indices_t + k * stride_indices_k)
+            dprob = tl.load(dprobs_ptr + t * stride_dprobs_t + k * stride_dprobs_x)
+            hit = e == index[:, None]
+            chosen = chosen | hit
+            g = tl.where(hit, dprob[:, None].to(ACCUMULATOR), g)
+    g = g * number(scale, ACCUMULATOR)
+    among = real if SCORE == "pre_softmax" else chosen
+    dx = weights_gradient(x, g, among, topk > 1, "softmax" if SCORE == "pre_softmax" else SCORE)
+    tl.store(dlogits_ptr + cell, rounded(dx, dlogits_ptr.dtype.element_ty), mask=real)

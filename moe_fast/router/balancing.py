@@ -1,0 +1,346 @@
+"""Auxiliary losses, z-loss and the expert bias, fused where there is something to fuse."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_fast.launch import tuning
+from moe_fast.launch.backend import integers, launch_on
+from moe_fast.launch.tuning import ceil_div, power_of_two
+from moe_fast.router import _balancing as kernels
+from moe_fast.router.selection import EXACT, accumulator, check_computed, check_rows, number_bits
+from moe_ref.config import (
+    AuxScores,
+    check_coeff,
+    check_load_balancing_loss,
+    check_logits,
+    check_loss_scale,
+    check_padding_mask,
+    check_score_function,
+    check_topk,
+    check_update_expert_bias,
+)
+
+
+def aux_loss_scores(
+    logits_TE: Tensor, *, topk: int, score_function: str = "softmax", padding_mask: Tensor | None = None
+) -> AuxScores:
+    """Scores and choice as the balancing losses see them: of all experts, without bias, groups, scaling or capacity.
+
+        scores = softmax(x), or s / (Σ_E s + 1e-20) with s = σ(x) or √ln(1+exp x)      (also for K = 1)
+        routing_map = the K largest scores of each token; of equal ones the lower expert
+
+    Rows of padding are 0 and False, and have gradient 0. The backward computes the scores again.
+
+    Returns:
+        `AuxScores`, in fp32 (fp64 for fp64 logits). dlogits is rounded once to the logits' dtype.
+
+    Raises:
+        ValueError: see `moe_ref.config`: check_logits, check_topk, check_score_function, check_padding_mask; also for what
+            `moe_fast.router.selection.check_rows` refuses.
+
+    Source: moe_utils.compute_routing_scores_for_aux_loss; TE fused_compute_score_for_moe_aux_loss.
+    """
+    check_logits(logits_TE)
+    check_topk(topk, logits_TE.shape[1])
+    check_score_function(score_function)
+    check_padding_mask(padding_mask, len(logits_TE))
+    check_rows(logits_TE, topk)
+    return AuxScores(*_AuxScores.apply(logits_TE, padding_mask, topk, score_function))
+
+
+def load_balancing_loss(
+    scores: Tensor,
+    tokens_per_expert: Tensor,
+    *,
+    total_num_tokens: int | Tensor,
+    topk: int,
+    num_experts: int,
+    coeff: float,
+) -> Tensor:
+    """The balancing loss of the Switch Transformer, this rank's share of it.
+
+        loss = coeff · E / (K · N²) · Σ_j tokens_per_expert[j] · Σ_t scores[t, j],     N = total_num_tokens; 0 if N is 0
+
+    Scores are [rows, several times E]. N may be a tensor of one element, which is read by the kernel alone. The sum is taken in
+    an order that depends on the shape only.
+
+    Returns:
+        [] in fp32 (fp64 for fp64 scores). dscores[t, j] = dloss · coeff · E / (K · N²) · tokens_per_expert[j], rounded once.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_load_balancing_loss`; also for scores of other dtypes than `LOGITS`.
+
+    Source: moe_utils.switch_load_balancing_loss_func; TE fused_moe_aux_loss.
+    """
+    check_load_balancing_loss(scores, tokens_per_expert, total_num_tokens, topk, num_experts, coeff)
+    check_computed("scores", scores)
+    if isinstance(total_num_tokens, Tensor):
+        total_num_tokens = total_num_tokens.detach().to(scores.device, non_blocking=True)
+    return _BalancingLoss.apply(scores, tokens_per_expert.detach(), total_num_tokens, coeff * num_experts / topk)
+
+
+def z_loss(logits_TE: Tensor, *, coeff: float, padding_mask: Tensor | None = None) -> Tensor:
+    """The penalty on large logits.
+
+        loss = coeff · mean_t (ln Σ_e exp x_te)²     over the tokens that are no padding; 0 if there are none
+
+    The sum is taken in an order that depends on the shape only. The backward reads the logits again.
+
+    Returns:
+        [] in fp32 (fp64 for fp64 logits). dx_te = dloss · coeff · 2 · lse_t · softmax(x)_te / n, rounded once.
+
+    Raises:
+        ValueError: see `moe_ref.config`: check_logits, check_coeff, check_padding_mask; also for what
+            `moe_fast.router.selection.check_rows` refuses.
+
+    Source: moe_utils.z_loss_func.
+    """
+    check_logits(logits_TE)
+    check_coeff(coeff)
+    check_padding_mask(padding_mask, len(logits_TE))
+    check_rows(logits_TE)
+    return _ZLoss.apply(logits_TE, padding_mask, coeff)
+
+
+class _AuxScores(torch.autograd.Function):
+    """`aux_loss_scores`; the choice has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, padding: Tensor | None, topk: int, score: str) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.score = score
+        ctx.save_for_backward(logits, padding)
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        scores = torch.empty(logits.shape, dtype=wide, device=logits.device)  # all by aux_scores_kernel
+        routing_map = torch.empty(logits.shape, dtype=torch.bool, device=logits.device)  # likewise
+        ctx.mark_non_differentiable(routing_map)
+        grid, sizes = _whole_rows(logits)
+        if grid[0]:
+            with launch_on(logits):
+                kernels.aux_scores_kernel[grid](
+                    logits,
+                    *logits.stride(),
+                    *_padding(padding),
+                    scores,
+                    integers(routing_map),
+                    *logits.shape,
+                    topk,
+                    SCORE=score,
+                    TIES_ARE_RARE=logits.dtype.itemsize >= 4,
+                    **sizes,
+                )
+        return scores, routing_map
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dscores: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None]:
+        if dscores is None:
+            return None, None, None, None
+        logits, padding = ctx.saved_tensors
+        dlogits = torch.empty(
+            logits.shape, dtype=logits.dtype, device=logits.device
+        )  # all by aux_scores_backward_kernel
+        grid, sizes = _whole_rows(logits)
+        if grid[0]:
+            with launch_on(logits):
+                kernels.aux_scores_backward_kernel[grid](
+                    dscores,
+                    *dscores.stride(),
+                    logits,
+                    *logits.stride(),
+                    *_padding(padding),
+                    dlogits,
+                    *logits.shape,
+                    SCORE=ctx.score,
+                    **sizes,
+                )
+        return dlogits, None, None, None
+
+
+class _BalancingLoss(torch.autograd.Function):
+    """`load_balancing_loss`; saved are the counts and the factor."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, count: Tensor, total: int | Tensor, coeff: float) -> Tensor:
+        sizes = tuning.for_device(scores.device)
+        num_rows, num_columns = scores.shape
+        columns = ceil_div(num_columns, sizes.balance.columns)
+        tiles = ceil_div(num_rows, sizes.balance.tokens)
+        each = max(1, ceil_div(tiles * columns, sizes.balance_programs))
+        grid = (max(1, ceil_div(tiles, each)), columns)
+        wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        partial = torch.empty(grid[0] * columns, dtype=wide, device=scores.device)  # all by balance_kernel
+        with launch_on(scores):
+            kernels.balance_kernel[grid](
+                scores,
+                *scores.stride(),
+                count,
+                count.stride(0),
+                partial,
+                num_rows,
+                num_columns,
+                each,
+                ACCUMULATOR=accumulator(scores),
+                BLOCK_R=sizes.balance.tokens,
+                BLOCK_C=sizes.balance.columns,
+                num_warps=sizes.balance.num_warps,
+                **EXACT,
+            )
+            loss, factor = _finish(partial, None, total, coeff)
+        ctx.shape, ctx.dtype = scores.shape, scores.dtype
+        ctx.save_for_backward(count, factor)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None]:
+        count, factor = ctx.saved_tensors
+        tile = tuning.for_device(count.device).balance
+        num_rows, num_columns = ctx.shape
+        dscores = torch.empty(ctx.shape, dtype=ctx.dtype, device=count.device)  # all by balance_backward_kernel
+        if num_rows:
+            with launch_on(dloss):
+                kernels.balance_backward_kernel[(ceil_div(num_rows, tile.tokens), ceil_div(num_columns, tile.columns))](
+                    dloss,
+                    factor,
+                    count,
+                    count.stride(0),
+                    dscores,
+                    num_rows,
+                    num_columns,
+                    ACCUMULATOR=accumulator(factor),
+                    BLOCK_R=tile.tokens,
+                    BLOCK_C=tile.columns,
+                    num_warps=tile.num_warps,
+                )
+        return dscores, None, None, None
+
+
+class _ZLoss(torch.autograd.Function):
+    """`z_loss`; saved are the logits and the factor."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, padding: Tensor | None, coeff: float) -> Tensor:
+        (programs, each), sizes = _rows_of_programs(logits)
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        partial = torch.empty(programs, dtype=wide, device=logits.device)  # all by z_loss_kernel
+        valid = torch.empty(programs, dtype=torch.int32, device=logits.device)  # likewise
+        with launch_on(logits):
+            kernels.z_loss_kernel[(programs,)](
+                logits, *logits.stride(), *_padding(padding), partial, valid, *logits.shape, each, **sizes
+            )
+            loss, factor = _finish(partial, valid, 0, coeff)
+        ctx.save_for_backward(logits, padding, factor)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
+        logits, padding, factor = ctx.saved_tensors
+        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)  # all by z_loss_backward_kernel
+        grid, sizes = _whole_rows(logits)
+        if grid[0]:
+            with launch_on(logits):
+                kernels.z_loss_backward_kernel[grid](
+                    dloss, factor, logits, *logits.stride(), *_padding(padding), dlogits, *logits.shape, **sizes
+                )
+        return dlogits, None, None
+
+
+def _finish(partial: Tensor, valid: Tensor | None, total: int | Tensor, coeff: float) -> tuple[Tensor, Tensor]:
+    """The loss, and the factor before its sum."""
+    loss = torch.empty((), dtype=partial.dtype, device=partial.device)  # by finish_loss_kernel
+    factor = torch.empty((), dtype=partial.dtype, device=partial.device)  # likewise
+    in_tensor = isinstance(total, Tensor)
+    kernels.finish_loss_kernel[(1,)](
+        partial,
+        valid,
+        total if in_tensor else None,
+        0 if isinstance(total, Tensor) else number_bits(total),
+        number_bits(coeff),
+        loss,
+        factor,
+        len(partial),
+        ACCUMULATOR=accumulator(partial),
+        BLOCK=tuning.for_device(partial.device).loss_step,
+        num_warps=4,
+    )
+    return loss, factor
+
+
+def _whole_rows(logits: Tensor) -> tuple[tuple[int], dict[str, Any]]:
+    """The grid and the blocks of the kernels that take whole rows."""
+    rows = tuning.for_device(logits.device).aux_scores
+    width = power_of_two(logits.shape[1])
+    block_tokens = rows.tile_tokens(width)
+    blocks = {
+        "ACCUMULATOR": accumulator(logits),
+        "BLOCK_T": block_tokens,
+        "BLOCK_E": width,
+        "num_warps": rows.tile_warps(width),
+    }
+    return (ceil_div(len(logits), block_tokens),), blocks
+
+
+def _rows_of_programs(logits: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Programs, tiles of each, and their blocks, where programs add up rows."""
+    rows = tuning.for_device(logits.device).z_loss
+    width = power_of_two(logits.shape[1])
+    block_tokens = rows.tile_tokens(width)
+    tiles = ceil_div(len(logits), block_tokens)
+    each = ceil_div(tiles, rows.max_programs)
+    blocks = {
+        "ACCUMULATOR": accumulator(logits),
+        "BLOCK_T": block_tokens,
+        "BLOCK_E": width,
+        "num_warps": rows.tile_warps(width),
+    }
+    return (ceil_div(tiles, each) if tiles else 1, each), blocks
+
+
+def _padding(mask: Tensor | None) -> tuple[Tensor | None, int]:
+    """The padding mask as the kernels take it."""
+    return (None, 0) if mask is None else (integers(mask), mask.stride(0))
+
+
+class _AttachLoss(torch.autograd.Function):
+    """The identity, with a gradient of its own for the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.like = scale, loss.detach()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None]:
+        return dx, torch.full_like(ctx.like, ctx.scale), None
+
+
+def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
+    """x itself, with a loss that rides on it.
+
+        out = x;   dx = dout;   dloss = scale, whatever dout is
+
+    Source: moe_utils.MoEAuxLossAutoScaler, where scale is a global of the process.
+    """
+    check_loss_scale(scale)
+    return _AttachLoss.apply(x, loss, scale)
+
+
+def update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, *, update_rate: float) -> Tensor:
+    """The next bias: up where an expert had fewer tokens than the average, down where it had more.
+
+        bias'[e] = bias[e] + update_rate · sign(mean(c) - c[e]),   sign(0) = 0,   c the tokens per expert
+
+    Raises:
+        ValueError: a bias that is not float32 or float64, counts of another shape, a rate that is no number ≥ 0.
+
+    Source: moe_utils.get_updated_expert_bias.
+    """
+    check_update_expert_bias(expert_bias, tokens_per_expert, update_rate)
+    count = tokens_per_expert.double()  # exact below 2⁵³, and so is the comparison E · c with Σ c
+    direction = (count.sum() - len(count) * count).sign()
+    return expert_bias + update_rate * direction.to(expert_bias.dtype)

@@ -1,0 +1,152 @@
+"""Capacity, fused: no expert takes more than so many tokens."""
+
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_fast.launch import tuning
+from moe_fast.launch.backend import bits, check_device, integers, launch_on
+from moe_fast.launch.tuning import ceil_div, power_of_two
+from moe_fast.router import _capacity as kernels
+from moe_ref.config import Routed, check_drop_tokens, check_expert_capacity
+
+KEY_BITS = {
+    1: 9,
+    2: 17,
+    4: 32,
+    8: 64,
+}  # of the keys of probs of so many bytes: one more, where there is one, for what is not routed
+
+
+def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float) -> int:
+    """Rows of one expert: min(⌈T · K / E · cf⌉, T), with cf as the decimal it is written as.
+
+    Raises:
+        ValueError: num_tokens, num_experts, topk or capacity_factor is no number of its kind.
+
+    Source: moe_utils.get_capacity.
+    """
+    check_expert_capacity(num_tokens, num_experts, topk, capacity_factor)
+    return min(ceil(Fraction(num_tokens * topk, num_experts) * Fraction(str(capacity_factor))), num_tokens)
+
+
+def drop_tokens(
+    probs_TE: Tensor,
+    routing_map_TE: Tensor,
+    *,
+    capacity: int,
+    drop_policy: str = "probs",
+    pad_to_capacity: bool = False,
+) -> Routed:
+    """Keep at most `capacity` tokens of each expert; drop the others.
+
+        policy "probs"      the routed tokens of the largest probs; of equal ones the earlier
+        policy "position"   the earliest routed tokens
+
+        probs'[t, e] = probs[t, e] if kept and routed, else 0     (nothing is renormalised)
+
+    `pad_to_capacity` is that of `moe_ref.router.capacity.drop_tokens`. Three launches: keys an expert after the other, the search for
+    each expert's last token, the results. The device is not waited for. A NaN is routed, too; which tokens stand before it is
+    not specified.
+
+    Rounding: none; probs and their gradient, which is that of the kept and routed, are copied bit by bit.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_drop_tokens`.
+
+    Source: moe_utils.apply_router_token_dropping.
+    """
+    check_drop_tokens(probs_TE, routing_map_TE, capacity, drop_policy)
+    check_device("probs", probs_TE)
+    return Routed(*_Drop.apply(probs_TE, routing_map_TE, capacity, drop_policy == "probs", pad_to_capacity))
+
+
+class _Drop(torch.autograd.Function):
+    """What is kept; the gradient of what was kept and routed passes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        out, kept = _drop(probs, routing_map, capacity, by_probs, pad)
+        ctx.mark_non_differentiable(kept)
+        ctx.save_for_backward(kept, routing_map if pad else None)
+        return out, kept
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None, None]:
+        return None if dout is None else _drop_backward(dout, *ctx.saved_tensors), None, None, None, None
+
+
+def _drop(probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad: bool) -> tuple[Tensor, Tensor]:
+    """The kept probs, and the map of what is kept."""
+    num_tokens, num_experts = shape = probs.shape
+    device = probs.device
+    out = torch.empty(shape, dtype=probs.dtype, device=device)  # all by drop_kernel
+    kept = torch.empty(shape, dtype=torch.bool, device=device)  # likewise
+    if num_tokens == 0:
+        return out, kept
+    sizes = tuning.for_device(device)
+    key_bits = KEY_BITS[probs.dtype.itemsize] if by_probs else 1
+    key = torch.int64 if key_bits == 64 else torch.int32
+    keys = torch.empty((num_experts, num_tokens), dtype=key, device=device)  # all by drop_keys_kernel
+    least = torch.empty(num_experts, dtype=key, device=device)  # all by drop_search_kernel
+    before = torch.empty(num_experts, dtype=torch.int32, device=device)  # likewise
+    tile, column = sizes.drop, sizes.drop_column
+    grid = (ceil_div(num_tokens, tile.tokens), ceil_div(num_experts, tile.columns))
+    given = (bits(probs), *probs.stride(), integers(routing_map), *routing_map.stride())
+    blocking: dict[str, int] = {
+        "KEY_BITS": key_bits,
+        "BLOCK_T": tile.tokens,
+        "BLOCK_E": tile.columns,
+        "num_warps": tile.num_warps,
+    }
+    with launch_on(probs):
+        kernels.drop_keys_kernel[grid](*given, keys, num_tokens, num_experts, **blocking)
+        kernels.drop_search_kernel[(ceil_div(num_experts, column.columns),)](
+            keys,
+            least,
+            before,
+            num_tokens,
+            num_experts,
+            min(capacity, num_tokens),
+            num_tokens.bit_length(),
+            KEY_BITS=key_bits,
+            PAD=pad,
+            WHOLE=num_tokens <= column.tokens,
+            BLOCK_E=column.columns,
+            BLOCK_T=min(column.tokens, power_of_two(num_tokens)),
+            num_warps=column.num_warps,
+        )
+        kernels.drop_kernel[grid](*given, least, before, bits(out), integers(kept), num_tokens, num_experts, **blocking)
+    return out, kept
+
+
+def _drop_backward(dout: Tensor, kept: Tensor, routing_map: Tensor | None) -> Tensor:
+    """The gradient of the probs."""
+    num_tokens, num_experts = dout.shape
+    dprobs = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)  # all by drop_backward_kernel
+    if num_tokens == 0:
+        return dprobs
+    tile = tuning.for_device(dout.device).drop
+    with launch_on(dout):
+        kernels.drop_backward_kernel[(ceil_div(num_tokens, tile.tokens), ceil_div(num_experts, tile.columns))](
+            bits(dout),
+            *dout.stride(),
+            integers(kept),
+            None if routing_map is None else integers(routing_map),
+            *((0, 0) if routing_map is None else routing_map.stride()),
+            bits(dprobs),
+            num_tokens,
+            num_experts,
+            BLOCK_T=tile.tokens,
+            BLOCK_E=tile.columns,
+            num_warps=tile.num_warps,
+        )
+    return dprobs

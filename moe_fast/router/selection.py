@@ -1,0 +1,253 @@
+"""Top-k routing, fused: one kernel chooses and weighs, one goes back."""
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_fast.launch import tuning
+from moe_fast.launch.backend import check_device, integers, launch_on
+from moe_fast.launch.tuning import ceil_div, power_of_two
+from moe_fast.router import _selection as kernels
+from moe_ref.config import Routed, TopK, check_topk_routing, require
+
+LOGITS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of logits, scores and bias
+MAX_EXPERTS, MAX_TOPK = 2048, 32  # a row stays in registers; every slot is a round
+# The compiler may compute a key twice, for two layouts. With a product and a sum fused in one of them only, they differ by a bit, and a
+# maximum is not found again among the keys it was taken of: a round is lost.
+EXACT = {"enable_fp_fusion": False}
+
+
+def topk_indices(
+    logits_TE: Tensor,
+    *,
+    topk: int,
+    score_function: str = "softmax",
+    pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    expert_bias: Tensor | None = None,
+    precomputed_indices: Tensor | None = None,
+) -> TopK:
+    """Choose K experts a token and weigh them.
+
+        score function   key of expert e          weight of a chosen expert e, S the chosen set
+        softmax          x_e                      exp(x_e) / Σ_{i∈S} exp(x_i)
+        softmax, pre     softmax(x)_e over E      softmax(x)_e
+        sigmoid          σ(x_e) + bias_e          σ(x_e) / (Σ_{i∈S} σ(x_i) + 1e-20); σ(x_e) itself if K = 1
+        sqrtsoftplus     √ln(1+exp x_e) + bias_e  as sigmoid
+
+    Groups, scaling and every corner are those of `moe_ref.router.selection.topk_indices`. S holds the K largest keys, of equal ones the
+    lower experts; slots are in descending order of key. Saved for the backward are the logits as they came and the indices.
+
+    Rounding: everything in fp32 (fp64 for fp64 logits), the weight once to the logits' dtype; dlogits likewise.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_topk_routing`; also for logits or a bias of other dtypes than `LOGITS`, more than
+            `MAX_EXPERTS` experts or `MAX_TOPK` slots. Values of `precomputed_indices` are not checked: where they are
+            illegal the result is unspecified.
+
+    Source: moe_utils.topk_routing_with_score_function(dense_output=True); TE fused_topk_with_score_function.
+    """
+    check_topk_routing(
+        logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices
+    )
+    settings = Settings.of(topk, score_function, pre_softmax, num_groups, group_topk, scaling_factor)
+    check_rows(logits_TE, topk, expert_bias)
+    given = None if precomputed_indices is None else precomputed_indices.long()
+    probs, indices = _TopK.apply(logits_TE, expert_bias, given, settings, False)
+    return TopK(probs, indices if given is None else given)
+
+
+def topk_routing(
+    logits_TE: Tensor,
+    *,
+    topk: int,
+    score_function: str = "softmax",
+    pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    expert_bias: Tensor | None = None,
+    precomputed_indices: Tensor | None = None,
+) -> Routed:
+    """`topk_indices`, spread over all experts by the same kernel.
+
+        probs[t, e] = weight of e if e was chosen for t, else 0;   routing_map[t, e] = e was chosen for t
+
+    Source: moe_utils.topk_routing_with_score_function, its default form; TE fused_topk_with_score_function.
+    """
+    check_topk_routing(
+        logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices
+    )
+    settings = Settings.of(topk, score_function, pre_softmax, num_groups, group_topk, scaling_factor)
+    check_rows(logits_TE, topk, expert_bias)
+    given = None if precomputed_indices is None else precomputed_indices.long()
+    return Routed(*_TopK.apply(logits_TE, expert_bias, given, settings, True))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to choose and weigh."""
+
+    topk: int
+    score: str
+    num_groups: int
+    group_topk: int
+    scale: int
+
+    @staticmethod
+    def of(
+        topk: int,
+        score_function: str,
+        pre_softmax: bool,
+        num_groups: int | None,
+        group_topk: int | None,
+        scaling_factor: float | None,
+    ) -> "Settings":
+        """The settings as the kernels take them."""
+        score = "pre_softmax" if pre_softmax and score_function == "softmax" else score_function
+        scale = 1.0 if scaling_factor is None else scaling_factor
+        return Settings(topk, score, num_groups or 1, group_topk or 1, number_bits(scale))
+
+
+class _TopK(torch.autograd.Function):
+    """The choice and its weights, compact or dense; the choice has no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, bias: Tensor | None, given: Tensor | None, settings: Settings, dense: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.settings, ctx.dense = settings, dense
+        probs, choice = _choose(logits, bias, given, settings, dense)
+        ctx.save_for_backward(logits, given if choice is None else choice)
+        if choice is not None:
+            ctx.mark_non_differentiable(choice)
+        return probs, choice
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dprobs: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None, None]:
+        logits, choice = ctx.saved_tensors
+        return (
+            None if dprobs is None else _choose_backward(dprobs, logits, choice, ctx.settings, ctx.dense),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _choose(
+    logits: Tensor, bias: Tensor | None, given: Tensor | None, settings: Settings, dense: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Probs with the map or, unless they are given, the indices."""
+    num_tokens, num_experts = logits.shape
+    shape = logits.shape if dense else (num_tokens, settings.topk)
+    probs = torch.empty(
+        shape, dtype=logits.dtype, device=logits.device
+    )  # all by topk_kernel, which has K different slots a token
+    choice = None
+    if dense or given is None:
+        choice = torch.empty(shape, dtype=torch.bool if dense else torch.int64, device=logits.device)  # likewise
+    if num_tokens == 0:
+        return probs, choice
+    groups = 1 if given is not None else settings.num_groups
+    block_groups, block_size = power_of_two(groups), power_of_two(num_experts // groups)
+    rows = tuning.for_device(logits.device).topk
+    block_tokens = rows.tile_tokens(block_groups * block_size)
+    with launch_on(logits):
+        kernels.topk_kernel[(ceil_div(num_tokens, block_tokens),)](
+            logits,
+            *logits.stride(),
+            bias,
+            0 if bias is None else bias.stride(0),
+            given,
+            *((0, 0) if given is None else given.stride()),
+            probs,
+            None if dense else choice,
+            integers(choice) if dense and choice is not None else None,
+            settings.scale,
+            num_tokens,
+            num_experts,
+            settings.topk,
+            groups,
+            num_experts // groups,
+            settings.group_topk,
+            settings.topk // settings.group_topk,
+            SCORE=settings.score,
+            ACCUMULATOR=accumulator(logits),
+            TIES_ARE_RARE=logits.dtype.itemsize >= 4,
+            RAGGED=block_groups * block_size != num_experts,
+            BLOCK_T=block_tokens,
+            BLOCK_G=block_groups,
+            BLOCK_S=block_size,
+            num_warps=rows.tile_warps(block_groups * block_size),
+            **EXACT,
+        )
+    return probs, choice
+
+
+def _choose_backward(dprobs: Tensor, logits: Tensor, choice: Tensor, settings: Settings, dense: bool) -> Tensor:
+    """The gradient of the logits, from that of the probs."""
+    num_tokens, num_experts = logits.shape
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)  # all by topk_backward_kernel
+    if num_tokens == 0:
+        return dlogits
+    block_experts = power_of_two(num_experts)
+    rows = tuning.for_device(logits.device).topk_backward
+    block_tokens = rows.tile_tokens(block_experts)
+    with launch_on(logits):
+        kernels.topk_backward_kernel[(ceil_div(num_tokens, block_tokens),)](
+            dprobs,
+            *dprobs.stride(),
+            None if dense else choice,
+            *choice.stride(),
+            integers(choice) if dense else None,
+            logits,
+            *logits.stride(),
+            dlogits,
+            settings.scale,
+            num_tokens,
+            num_experts,
+            settings.topk,
+            SCORE=settings.score,
+            ACCUMULATOR=accumulator(logits),
+            BLOCK_T=block_tokens,
+            BLOCK_E=block_experts,
+            num_warps=rows.tile_warps(block_experts),
+        )
+    return dlogits
+
+
+def check_rows(logits: Tensor, topk: int = 1, bias: Tensor | None = None) -> None:
+    """Raise `ValueError` for logits that are legal, but not fused."""
+    check_computed("logits", logits)
+    require(
+        logits.shape[1] <= MAX_EXPERTS, "logits", f"of shape {tuple(logits.shape)}", f"of at most {MAX_EXPERTS} experts"
+    )
+    require(topk <= MAX_TOPK, "topk", topk, f"at most {MAX_TOPK}")
+    if bias is not None:
+        check_computed("expert_bias", bias)
+
+
+def check_computed(argument: str, x: Tensor) -> None:
+    """Raise `ValueError` for numbers that no kernel computes with."""
+    require(x.dtype in LOGITS, argument, f"of dtype {x.dtype}", f"one of {LOGITS}")
+    check_device(argument, x)
+
+
+def accumulator(x: Tensor) -> tl.dtype:
+    """What x is computed in."""
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
+def number_bits(x: float) -> int:
+    """The bits of a float64, which kernels take as an integer: they would take a float as float32."""
+    return struct.unpack("<q", struct.pack("<d", x))[0]

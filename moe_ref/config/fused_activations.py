@@ -1,0 +1,45 @@
+"""Activations that are quantised at once: the result, and the rules that make a call illegal."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ref.config.quantization import QuantizerState, Recipe, check_quantize
+from moe_ref.config.rules import require
+
+
+class QuantizedGradients(NamedTuple):
+    """What `glu_backward_and_quantize` and `activation_backward_and_quantize` return."""
+
+    quantized: Any  # d_h, opaque: for `codes`, `scales`, `amax` and `dequantize` of the same implementation
+    state: QuantizerState | None  # the next state; None but for delayed scaling
+    d_probs: Tensor | None  # [P], the probs' dtype; None when no probs were given
+
+
+def check_quantized_activation(
+    h: Tensor,
+    width: int,
+    recipe: Recipe,
+    role: str,
+    *,
+    splits: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    state: QuantizerState | None,
+    noise: Tensor | None = None,
+    round_before_quantize: bool,
+) -> None:
+    """The rules of `quantize` for x, an activation of h or its gradient, [rows, width]; and a transform has bfloat16 to transform."""
+    require(
+        isinstance(round_before_quantize, bool), "round_before_quantize", repr(round_before_quantize), "True or False"
+    )
+    x = torch.empty((len(h), width), dtype=h.dtype, device="meta")
+    check_quantize(x, recipe, role, splits, rowwise, columnwise, state, noise)
+    transformed = bool(recipe.hadamard) and columnwise
+    require(
+        round_before_quantize or not transformed,
+        "round_before_quantize",
+        "False with hadamard, columnwise",
+        "True: the transform takes bfloat16",
+    )

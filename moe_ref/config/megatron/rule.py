@@ -1,0 +1,153 @@
+"""A row of the tables of rules: one reason why `MoEConfig` refuses, and the conditions that rows are made of."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import NoneType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from moe_ref.config.rules import is_count, is_number, require
+
+if TYPE_CHECKING:
+    from moe_ref.config.megatron.settings import MoEConfig
+
+Condition = Callable[["MoEConfig"], object]  # anything true counts
+Who = Literal["V", "A", "run", "args", "our"]
+"""Who else refuses it: Megatron's TransformerConfig by a ValueError (V) or an assertion (A), its modules when they are built,
+called or reached (run), its command line (args), or nobody: there the option has no effect, or not the one it names (our)."""
+
+
+class Rule(NamedTuple):
+    """One reason to refuse."""
+
+    who: Who
+    option: str  # the option to name
+    beside: str  # the others that the reason depends on, in the order to name them
+    refused: Condition
+    right: str  # what goes on after "it must be"; {option} stands for that option's value
+
+    def check(self, config: "MoEConfig") -> None:
+        """Raise `ValueError` if the config is refused."""
+        values = vars(config)
+        others = " and ".join(f"{name} {values[name]!r}" for name in self.beside.split())
+        value = f"{values[self.option]!r} with {others}" if others else repr(values[self.option])
+        require(not self.refused(config), self.option, value, self.right.format_map(values))
+
+
+def each(
+    who: Who, options: str, beside: str, refused: Callable[["MoEConfig", Any], object], right: str
+) -> tuple[Rule, ...]:
+    """The same rule for several options; `refused` gets the option's value too."""
+    return tuple(
+        Rule(who, name, beside, lambda c, name=name: refused(c, getattr(c, name)), right)  # type: ignore[misc]
+        for name in options.split()
+    )
+
+
+def positive(who: Who, options: str, right: str = "positive") -> tuple[Rule, ...]:
+    return each(who, options, "", lambda c, value: value is not None and value <= 0, right)
+
+
+def not_negative(options: str) -> tuple[Rule, ...]:
+    return each("our", options, "", lambda c, value: value is not None and value < 0, "0 or more")
+
+
+def listed(value: Any) -> tuple[Any, ...]:
+    """The entries of a list, or the one value."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def by_plan(c: "MoEConfig") -> bool:
+    return c.moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing")
+
+
+def quantiles(c: "MoEConfig") -> bool:
+    return c.moe_router_load_balancing_type == "quantile_balancing"
+
+
+def flex(c: "MoEConfig", *backends: str) -> bool:
+    return c.moe_token_dispatcher_type == "flex" and c.moe_flex_dispatcher_backend in backends
+
+
+def fused_experts(c: "MoEConfig") -> bool:
+    return c.use_transformer_engine_op_fuser and c.moe_grouped_gemm
+
+
+def swiglu(c: "MoEConfig") -> bool:
+    return c.gated_linear_unit and c.activation_func == "silu"
+
+
+def gated(c: "MoEConfig") -> bool:
+    return c.gated_linear_unit and c.activation_func in ("silu", "quick_gelu")
+
+
+def shared(c: "MoEConfig") -> bool:
+    return c.moe_shared_expert_intermediate_size is not None
+
+
+def some_dense(c: "MoEConfig") -> bool:
+    """There are dense layers among the MoE layers."""
+    return 0 in c.moe_layer_freq if isinstance(c.moe_layer_freq, tuple) else c.moe_layer_freq != 1
+
+
+def recomputes(c: "MoEConfig", *modules: str) -> bool:
+    return c.recompute_granularity == "selective" and bool(set(modules) & set(c.recompute_modules or ()))
+
+
+def offloads(c: "MoEConfig", *modules: str) -> bool:
+    return c.fine_grained_activation_offloading and bool(set(modules) & set(c.offload_modules))
+
+
+def graphs(c: "MoEConfig", *modules: str) -> bool:
+    return c.cuda_graph_impl in ("local", "transformer_engine") and set(modules) <= set(c.cuda_graph_modules)
+
+
+def inference(c: "MoEConfig") -> bool:
+    return c.transformer_impl == "inference_optimized" and c.num_moe_experts is not None
+
+
+def invariant(c: "MoEConfig") -> bool:
+    return c.batch_invariant_mode and c.num_moe_experts is not None
+
+
+def drops_and_pads(c: "MoEConfig") -> bool:
+    return c.moe_expert_capacity_factor is not None and c.moe_pad_expert_input_to_capacity
+
+
+def check_kinds(config: "MoEConfig") -> None:
+    """Every value is of the kind that its field is annotated with."""
+    cls: Any = type(config)
+    for name, kind in _kinds(cls).items():
+        value = getattr(config, name)
+        require(fits(value, kind), name, repr(value), words(kind))
+
+
+@cache
+def _kinds(cls: type) -> dict[str, Any]:
+    return {name: kind for name, kind in get_type_hints(cls).items() if get_origin(kind) is not ClassVar}
+
+
+def fits(value: object, kind: Any) -> bool:
+    """The value is of the kind; lists are tuples by now. A bool is no number, and a number is finite."""
+    if kind is float:
+        return is_count(value) or is_number(value)  # is_number fails on an integer that no float can hold
+    if kind is int:
+        return is_count(value)
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return isinstance(value, str) and value in inside
+    if origin is Sequence:
+        return isinstance(value, tuple) and all(fits(item, inside[0]) for item in value)
+    return any(fits(value, one) for one in inside) if inside else isinstance(value, kind)
+
+
+def words(kind: Any) -> str:
+    """The kind, to be read after "it must be"."""
+    plain: dict[Any, str] = {int: "an integer", float: "a finite number", bool: "True or False", NoneType: "None"}
+    if kind in plain:
+        return plain[kind]
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, inside))}"
+    if origin is Sequence:
+        return f"a list, of {words(inside[0])} each"
+    return " or ".join(map(words, inside))

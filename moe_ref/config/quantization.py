@@ -1,0 +1,335 @@
+"""Low-precision recipes: settings, results, and the rules that make a call illegal.
+
+Names are those of transformer_engine/common/recipe (2.20.2) where they are words; defaults are its defaults. What differs, on purpose:
+
+- One class for all scalings. An option that a scaling does not have is None, and giving it is an error (MXFP8BlockScaling takes a margin
+  that nothing reads).
+- Options do what they say. In Transformer Engine use_power_2_scales and use_f32_scales are read from the environment at import, and an
+  argument changes nothing. The default of backward_override is None, not what the environment says.
+- Activations and gradients of block scaling have 1×128 blocks; x_block_scaling_dim = 2 and grad_block_scaling_dim = 2 are left out.
+- 4over6 or row scaling with a Hadamard transform of activations is refused here; Transformer Engine refuses when it quantises.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ref.config.megatron.settings import MoEConfig
+from moe_ref.config.rules import is_count, is_number, require
+
+SCALINGS = ("delayed", "current", "block", "mxfp8", "nvfp4")
+FP8_FORMATS = ("e4m3", "hybrid")  # hybrid: gradients in E5M2
+AMAX_ALGORITHMS = ("max", "most_recent")
+SCOPES = ("none", "weights", "activations", "all")
+ERRORS = ("mae", "mse")
+OVERRIDES = ("high_precision", "dequantized")
+ROLES = ("input", "weight", "grad_output")
+GEMMS = ("fprop", "dgrad", "wgrad")
+SCALE_LAYOUTS = ("compact", "gemm")
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "delayed": {
+        "fp8_format": "hybrid",
+        "margin": 0,
+        "amax_history_len": 1024,
+        "amax_compute_algo": "max",
+    },  # DelayedScaling
+    "current": {
+        "fp8_format": "hybrid",
+        "power_of_two_scales": False,
+        "amax_epsilon": 0.0,
+        "backward_override": None,
+    },  # Float8CurrentScaling
+    "block": {  # Float8BlockScaling
+        "fp8_format": "e4m3",
+        "power_of_two_scales": True,
+        "two_dimensional_weights": True,
+        "amax_epsilon": 0.0,
+        "backward_override": None,
+    },
+    "mxfp8": {"fp8_format": "e4m3", "two_dimensional_weights": False, "backward_override": None},  # MXFP8BlockScaling
+    "nvfp4": {  # NVFP4BlockScaling
+        "backward_override": None,
+        "two_dimensional_weights": True,
+        "hadamard": True,
+        "stochastic_rounding": True,
+        "row_scaled_activation": False,
+        "four_over_six": "none",
+        "four_over_six_bound_256": "all",
+        "four_over_six_error": "mae",
+    },
+}
+BLOCK = {"block": 128, "mxfp8": 32, "nvfp4": 16}  # elements that share a scale, along the contraction
+WHOLE_BLOCKS = ("mxfp8", "nvfp4")  # both dimensions, and each group's rows, must be multiples of the block
+MAX_MARGIN = 64  # 448 · 2^-64 is far from float32's edges
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How tensors become low precision: a scaling and its options; None stands for the default of that scaling in DEFAULTS.
+
+    Raises:
+        ValueError: naming the option, its value and what would be right.
+    """
+
+    scaling: str
+    fp8_format: str | None = None
+    margin: int | None = None  # delayed: scales are 2^-margin of what would just fit
+    amax_history_len: int | None = None  # L, steps that are remembered
+    amax_compute_algo: str | None = None
+    power_of_two_scales: bool | None = None
+    amax_epsilon: float | None = None  # the least amax
+    two_dimensional_weights: bool | None = None  # square blocks for weights: the same values in both directions
+    hadamard: bool | None = None  # 16-point transform along tokens of columnwise inputs and gradients
+    stochastic_rounding: bool | None = None  # of gradients
+    row_scaled_activation: bool | None = None  # inputs: a global amax for each row
+    four_over_six: str | None = None  # scope in which a block's largest value becomes 4 or 6, whichever errs less
+    four_over_six_bound_256: str | None = None  # scope in which its block scales are bounded by 256, not by 448
+    four_over_six_error: str | None = None
+    backward_override: str | None = (
+        None  # what the products of a linear layer's backward read instead of codes: see `moe_ref.quantization.recipes.operands`
+    )
+
+    def __post_init__(self) -> None:
+        require(self.scaling in SCALINGS, "scaling", repr(self.scaling), f"one of {', '.join(SCALINGS)}")
+        defaults = DEFAULTS[self.scaling]
+        for option in list(vars(self))[1:]:
+            if getattr(self, option) is None:
+                object.__setattr__(self, option, defaults.get(option))
+            else:
+                owners = ", ".join(scaling for scaling in SCALINGS if option in DEFAULTS[scaling])
+                require(
+                    option in defaults,
+                    option,
+                    f"{getattr(self, option)!r} with scaling {self.scaling!r}",
+                    f"left out: it belongs to {owners}",
+                )
+        self._check_values()
+        self._check_combinations()
+
+    def _check_values(self) -> None:
+        """Each option by itself."""
+        words: dict[str, tuple[str, ...]] = {
+            "fp8_format": FP8_FORMATS,
+            "amax_compute_algo": AMAX_ALGORITHMS,
+            "four_over_six_error": ERRORS,
+        }
+        words |= dict.fromkeys(("four_over_six", "four_over_six_bound_256"), SCOPES)
+        words["backward_override"] = OVERRIDES
+        for option, choices in words.items():
+            value = getattr(self, option)
+            require(value is None or value in choices, option, repr(value), f"one of {', '.join(choices)}")
+        for option in (
+            "power_of_two_scales",
+            "two_dimensional_weights",
+            "hadamard",
+            "stochastic_rounding",
+            "row_scaled_activation",
+        ):
+            value = getattr(self, option)
+            require(value is None or isinstance(value, bool), option, repr(value), "True or False")
+        margin, length, epsilon = self.margin, self.amax_history_len, self.amax_epsilon
+        require(
+            margin is None or (is_count(margin) and 0 <= margin <= MAX_MARGIN),
+            "margin",
+            margin,
+            f"an integer from 0 to {MAX_MARGIN}",
+        )
+        require(length is None or (is_count(length) and length >= 1), "amax_history_len", length, "a positive integer")
+        require(epsilon is None or (is_number(epsilon) and epsilon >= 0), "amax_epsilon", epsilon, "a number ≥ 0")
+
+    def _check_combinations(self) -> None:
+        """What NVFP4's kernels cannot do at once."""
+        activations = self.four_over_six in ("activations", "all")
+        beside = f"{self.four_over_six!r} with hadamard True"
+        require(
+            not (activations and self.hadamard),
+            "four_over_six",
+            beside,
+            "none or weights, or hadamard False: activations are not transformed",
+        )
+        beside = "True with hadamard True"
+        require(
+            not (self.row_scaled_activation and self.hadamard),
+            "row_scaled_activation",
+            beside,
+            "False, or hadamard False",
+        )
+
+    @property
+    def alignment(self) -> int:
+        """What each expert's rows are padded to a multiple of. Source: TE get_align_size_for_quantization."""
+        return {"mxfp8": 32, "nvfp4": 128}.get(self.scaling, 16)
+
+
+class QuantizerState(NamedTuple):
+    """What delayed scaling remembers of one tensor. Column 0 of the history is the step that is running."""
+
+    amax_history: Tensor  # [G,L] float32
+    scale: Tensor  # [G] float32, what values are multiplied by
+
+
+class Quantization(NamedTuple):
+    """What `quantize` returns."""
+
+    quantized: Any  # opaque: for `codes`, `scales`, `amax` and `dequantize` of the same implementation
+    state: QuantizerState | None  # the next state; None but for delayed scaling
+
+
+class Operand(NamedTuple):
+    """One factor of a matrix product: which tensor, and which of its quantised forms, if any."""
+
+    role: str
+    columnwise: bool
+    kept: str = "codes"  # what enters the product: "codes", what they stand for; "dequantized", that in the tensor's dtype; "stored", the tensor
+
+
+def recipe_of(config: MoEConfig) -> Recipe | None:
+    """The recipe that a configuration asks for; None for high precision.
+
+    Raises:
+        ValueError: a custom recipe, which is a function that no configuration describes.
+    """
+    if config.fp8 is not None:
+        names = {"tensorwise": "current", "blockwise": "block"}
+        require(config.fp8_recipe != "custom", "fp8_recipe", "'custom'", "delayed, tensorwise, blockwise or mxfp8")
+        return Recipe(names.get(config.fp8_recipe, config.fp8_recipe), fp8_format=config.fp8)
+    if config.fp4 is not None:
+        require(config.fp4_recipe != "custom", "fp4_recipe", "'custom'", "nvfp4")
+        return Recipe("nvfp4")
+    return None
+
+
+def quantization_alignment(config: MoEConfig) -> int:
+    """What each expert's rows must be a multiple of; 0: anything goes.
+
+    op fuser or grouped tensors  256 · fp8, recipe mxfp8  32 · fp8, another recipe  16 · fp4  128 · otherwise  0
+
+    The op fuser alone asks for 256, without grouped gemm too.
+
+    Source: moe_utils.get_align_size_for_quantization (Megatron main).
+    """
+    if config.use_transformer_engine_op_fuser or config.moe_use_grouped_tensor:
+        return 256
+    if config.fp8 is not None:
+        return 32 if config.fp8_recipe == "mxfp8" else 16
+    return 0 if config.fp4 is None else 128
+
+
+def pads_expert_rows(config: MoEConfig, *, pad_permute: bool = True) -> bool:
+    """Whether the experts pad each segment with rows of zeros themselves, and trim them afterwards.
+
+    They do for fp8, fp4 and grouped tensors, unless somebody before them is configured to: the router's map, the hybridep or ncclep
+    backend, or deepep's fused permutation for grouped tensors, if the library has one (`pad_permute`). Nobody pads where the router was
+    to do it and had too few tokens.
+
+    Source: moe_utils.skip_routed_expert_padding and experts.py (Megatron main).
+    """
+    needs = config.fp8 is not None or config.fp4 is not None or config.moe_use_grouped_tensor
+    backend = config.moe_flex_dispatcher_backend if config.moe_token_dispatcher_type == "flex" else None
+    deepep = backend == "deepep" and config.moe_use_grouped_tensor and config.moe_permute_fusion and pad_permute
+    return needs and not (config.moe_router_padding_for_quantization or backend in ("hybridep", "ncclep") or deepep)
+
+
+def check_role(role: str) -> None:
+    """One of ROLES."""
+    require(role in ROLES, "role", repr(role), f"one of {', '.join(ROLES)}")
+
+
+def check_quantize(
+    x: Tensor,
+    recipe: Recipe,
+    role: str,
+    splits: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    state: QuantizerState | None,
+    noise: Tensor | None,
+) -> None:
+    """The rules of `quantize` that can be seen without reading the device."""
+    require(isinstance(recipe, Recipe), "recipe", repr(recipe), "a Recipe")
+    check_role(role)
+    require(x.dim() == 2, "x", f"of shape {tuple(x.shape)}", "[rows, columns]")
+    wide = x.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    require(wide, "x", f"of dtype {x.dtype}", "float64, float32, bfloat16 or float16")
+    require(rowwise or columnwise, "rowwise", "False with columnwise False", "True, or columnwise True")
+    if splits is not None:
+        require(
+            splits.dim() == 1 and len(splits) > 0, "splits", f"of shape {tuple(splits.shape)}", "[groups], at least one"
+        )
+        require(splits.dtype in (torch.int32, torch.int64), "splits", f"of dtype {splits.dtype}", "int32 or int64")
+    groups = 1 if splits is None else len(splits)
+    if recipe.scaling in WHOLE_BLOCKS:
+        block = BLOCK[recipe.scaling]
+        require(
+            x.shape[1] % block == 0,
+            "x",
+            f"of shape {tuple(x.shape)}",
+            f"of a multiple of {block} columns for {recipe.scaling}",
+        )
+    check_state(recipe, state, groups)
+    _check_nvfp4(x, recipe, role, columnwise, noise)
+
+
+def check_state(recipe: Recipe, state: QuantizerState | None, groups: int) -> None:
+    """Delayed scaling has a state, of a row for each group; nothing else has."""
+    if recipe.scaling != "delayed":
+        require(state is None, "state", "given", f"None for {recipe.scaling}: it remembers nothing")
+        return
+    require(state is not None, "state", None, "given for delayed scaling: see new_quantizer_state")
+    assert state is not None
+    history, scale = tuple(state.amax_history.shape), tuple(state.scale.shape)
+    right = (groups, recipe.amax_history_len)
+    require(
+        history == right,
+        "state",
+        f"with amax_history of shape {history}",
+        f"of shape {right}: groups, amax_history_len",
+    )
+    require(scale == right[:1], "state", f"with scale of shape {scale}", f"of shape {right[:1]}")
+    require(
+        state.amax_history.dtype == state.scale.dtype == torch.float32,
+        "state",
+        f"of dtypes {state.amax_history.dtype}, {state.scale.dtype}",
+        "float32",
+    )
+
+
+def _check_nvfp4(x: Tensor, recipe: Recipe, role: str, columnwise: bool, noise: Tensor | None) -> None:
+    """Where the Hadamard transform, row scaling and stochastic rounding may be."""
+    transformed = bool(recipe.hadamard) and role != "weight" and columnwise
+    require(
+        not transformed or x.dtype == torch.bfloat16,
+        "x",
+        f"of dtype {x.dtype}",
+        "bfloat16 where the Hadamard transform is taken: columnwise",
+    )
+    both = recipe.row_scaled_activation and recipe.four_over_six in ("activations", "all") and role == "input"
+    require(not (both and columnwise), "columnwise", "True for a row-scaled input with four_over_six", "False")
+    wanted = bool(recipe.stochastic_rounding) and role == "grad_output"
+    if not wanted:
+        require(noise is None, "noise", "given", f"None: {role} with {recipe.scaling} is not rounded stochastically")
+        return
+    if noise is None:
+        return  # whoever quantises draws it
+    right = (2, *x.shape)
+    require(
+        tuple(noise.shape) == right, "noise", f"of shape {tuple(noise.shape)}", f"of shape {right}: rowwise, columnwise"
+    )
+    require(noise.is_floating_point(), "noise", f"of dtype {noise.dtype}", "floating point")
+
+
+def check_splits(sizes: list[int], rows: int, recipe: Recipe) -> None:
+    """The rules of `splits` that need its values."""
+    require(all(size >= 0 for size in sizes), "splits", sizes, "all ≥ 0")
+    require(sum(sizes) <= rows, "splits", f"{sizes}, together {sum(sizes)}", f"at most the {rows} rows together")
+    if recipe.scaling in WHOLE_BLOCKS:
+        block = BLOCK[recipe.scaling]
+        require(
+            all(size % block == 0 for size in sizes),
+            "splits",
+            sizes,
+            f"multiples of {block} for {recipe.scaling} (without splits: x's rows)",
+        )

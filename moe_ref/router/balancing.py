@@ -1,0 +1,316 @@
+"""What keeps the experts' loads even: auxiliary losses, z-loss, the expert bias, quantiles, Sinkhorn.
+
+Mirrors `compute_routing_scores_for_aux_loss`, `switch_load_balancing_loss_func`, `z_loss_func`, `MoEAuxLossAutoScaler`,
+`get_updated_expert_bias` and `sinkhorn` of megatron.core.transformer.moe.moe_utils, and `fused_compute_score_for_moe_aux_loss`
+and `fused_moe_aux_loss` of transformer_engine.pytorch.router.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ref.config import (
+    AuxScores,
+    QuantileRouted,
+    Routed,
+    check_coeff,
+    check_float,
+    check_load_balancing_loss,
+    check_logits,
+    check_loss_scale,
+    check_padding_mask,
+    check_score_function,
+    check_topk,
+    check_update_expert_bias,
+    is_number,
+    require,
+)
+from moe_ref.rounding import accumulator_dtype, round_to
+from moe_ref.router.scores import SCORES, normalised, sigmoid, softmax
+from moe_ref.router.selection import best, spread, topk_indices
+
+
+def aux_loss_scores(
+    logits_TE: Tensor, *, topk: int, score_function: str = "softmax", padding_mask: Tensor | None = None
+) -> AuxScores:
+    """Scores and choice as the balancing losses see them: of all experts, without bias, groups, scaling or capacity.
+
+        scores = softmax(x), or s / (Σ_E s + 1e-20) with s = σ(x) or √ln(1+exp x)      (also for K = 1)
+        routing_map = the K largest scores of each token; of equal ones the lower expert
+
+    Rows of padding are 0 and False, whatever they hold. A row with NaN or +∞, or of nothing but -∞ with softmax, has unspecified
+    scores; sqrtsoftplus has no specified gradient in a row with a logit below -87.
+
+    Args:
+        logits_TE: floating point.
+        padding_mask: [T], True for padding.
+
+    Returns:
+        `AuxScores`, in float32 (float64 for float64 logits).
+
+    Raises:
+        ValueError: see `moe_ref.config`: check_logits, check_topk, check_score_function, check_padding_mask.
+
+    Source: moe_utils.compute_routing_scores_for_aux_loss.
+    """
+    check_logits(logits_TE)
+    check_topk(topk, logits_TE.shape[1])
+    check_score_function(score_function)
+    check_padding_mask(padding_mask, len(logits_TE))
+    valid_T1 = (
+        torch.ones_like(logits_TE[:, :1], dtype=torch.bool) if padding_mask is None else padding_mask[:, None] == 0
+    )
+    scores_TE = SCORES[score_function](
+        torch.where(valid_T1, logits_TE, 0)
+    )  # whatever padding holds, NaN included, is not read
+    if score_function != "softmax":
+        scores_TE = normalised(scores_TE)
+    map_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, best(scores_TE.detach(), topk), True)
+    return AuxScores(torch.where(valid_T1, scores_TE, 0), map_TE & valid_T1)
+
+
+def load_balancing_loss(
+    scores: Tensor,
+    tokens_per_expert: Tensor,
+    *,
+    total_num_tokens: int | Tensor,
+    topk: int,
+    num_experts: int,
+    coeff: float,
+) -> Tensor:
+    """The balancing loss of the Switch Transformer, this rank's share of it.
+
+        loss = coeff · E / (K · N²) · Σ_j tokens_per_expert[j] · Σ_t scores[t, j],     N = total_num_tokens
+
+    Columns may be several times the experts: a sequence loss folds B sequences into B·E columns. Shares over the ranks whose
+    counts are in `tokens_per_expert` add up to the whole; uniform routing and scores make coeff.
+
+    Args:
+        scores: [rows, columns] floating point.
+        tokens_per_expert: [columns], summed over all ranks that share the loss; gets no gradient.
+        total_num_tokens: N, tokens on all those ranks; 0 makes a loss of 0. A tensor of one element stays on the device. A sequence loss
+            with padding has the mean length of its sequences here, which may be less than 1.
+        topk, num_experts: K and E.
+        coeff: c ≥ 0.
+
+    Returns:
+        [] in float32 (float64 for float64 scores). dscores[t, j] = dloss · coeff · E / (K · N²) · tokens_per_expert[j].
+
+    Raises:
+        ValueError: see `moe_ref.config.check_load_balancing_loss`.
+
+    Source: moe_utils.switch_load_balancing_loss_func; TE fused_moe_aux_loss (N = 0 gives NaN there).
+    """
+    check_load_balancing_loss(scores, tokens_per_expert, total_num_tokens, topk, num_experts, coeff)
+    wide = accumulator_dtype(scores.dtype)
+    per_column = round_to(scores, wide).sum(0) * tokens_per_expert.detach().to(wide)
+    total = torch.as_tensor(total_num_tokens, device=scores.device).reshape(()).to(wide)
+    tokens = torch.where(total > 0, total, 1)
+    factor = torch.where(total > 0, coeff * num_experts / topk / tokens / tokens, 0.0)
+    return per_column.sum() * factor
+
+
+def z_loss(logits_TE: Tensor, *, coeff: float, padding_mask: Tensor | None = None) -> Tensor:
+    """The penalty on large logits.
+
+        loss = coeff · mean_t (ln Σ_e exp x_te)²     over the tokens that are no padding; 0 if there are none
+
+    Args:
+        logits_TE: floating point.
+        coeff: c ≥ 0, already divided by the ranks that compute the same loss.
+        padding_mask: [T], True for padding.
+
+    Returns:
+        [] in float32 (float64 for float64 logits). dx_te = dloss · coeff · 2 · lse_t · softmax(x)_te / n.
+
+    Raises:
+        ValueError: see `moe_ref.config`: check_logits, check_coeff, check_padding_mask.
+
+    Source: moe_utils.z_loss_func, which computes in the logits' dtype: in bf16 its loss has two digits.
+    """
+    check_logits(logits_TE)
+    check_coeff(coeff)
+    check_padding_mask(padding_mask, len(logits_TE))
+    if padding_mask is not None:
+        logits_TE = logits_TE[padding_mask == 0]
+    square_T = round_to(logits_TE, accumulator_dtype(logits_TE.dtype)).logsumexp(1) ** 2
+    return coeff * square_T.sum() / max(len(square_T), 1)
+
+
+class _AttachLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.like = scale, loss.detach()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None]:
+        return dx, torch.full_like(ctx.like, ctx.scale), None
+
+
+def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
+    """x itself, with a loss that rides on it.
+
+        out = x;   dx = dout;   dloss = scale, whatever dout is
+
+    The balancing losses ride on probs and the z-loss on logits: who does not differentiate through those gets no gradient of them.
+
+    Args:
+        scale: what the training loss is multiplied by, divided by the micro-batches.
+
+    Source: moe_utils.MoEAuxLossAutoScaler, where scale is a global of the process.
+    """
+    check_loss_scale(scale)
+    return _AttachLoss.apply(x, loss, scale)
+
+
+def update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, *, update_rate: float) -> Tensor:
+    """The next bias: up where an expert had fewer tokens than the average, down where it had more.
+
+        bias'[e] = bias[e] + update_rate · sign(mean(c) - c[e]),   sign(0) = 0
+
+    Args:
+        expert_bias: [E] float32. (In bf16 a step of 1e-3 vanishes once the bias is 0.5: that is refused.)
+        tokens_per_expert: c, [E] counts of the whole global batch, summed over all ranks.
+        update_rate: ≥ 0.
+
+    Returns:
+        [E] float32, a new tensor.
+
+    Raises:
+        ValueError: a bias that is not float32 or float64, counts of another shape, a rate that is no number ≥ 0.
+
+    Source: moe_utils.get_updated_expert_bias.
+    """
+    check_update_expert_bias(expert_bias, tokens_per_expert, update_rate)
+    count = tokens_per_expert.double()  # exact below 2⁵³, and so is the comparison E · c with Σ c
+    direction = (count.sum() - len(count) * count).sign()
+    return expert_bias + update_rate * direction.to(expert_bias.dtype)
+
+
+def sinkhorn_routing(logits_TE: Tensor, *, topk: int, training: bool = True) -> Routed:
+    """Choose by a balanced plan: rows and columns of exp(logits) scaled until the experts' shares are even.
+
+        C = exp(x);  d1 = 1;  repeat  d0 = (1/T) / (C d1 + 1e-8),  d1 = (1/E) / (Cᵀ d0 + 1e-8)  until mean |Δd1| ≤ 1e-4
+        routing_map = the K largest d1_e · C_te · d0_t of each token       (in evaluation: of the activations)
+        probs = activation · routing_map,   activation = σ(x) if K = 1, else softmax(x) over E
+
+    The plan is taken in float32 and gets no gradient; weights are not renormalised. Score function, bias, groups and
+    scaling have no part in it. A logit above 88 makes the plan NaN, and the choice is then unspecified. Where a token has nothing but
+    logits below -9, the 1e-8 outweighs its row: d1 creeps, and the rounds may be millions.
+
+    Args:
+        logits_TE: floating point.
+        topk: K.
+        training: False chooses by the activations.
+
+    Returns:
+        `Routed`, probs in the logits' dtype.
+
+    Raises:
+        ValueError: see `moe_ref.config`: check_logits, check_topk.
+
+    Source: moe_utils.sinkhorn; TopKRouter.sinkhorn_load_balancing.
+    """
+    check_logits(logits_TE)
+    check_topk(topk, logits_TE.shape[1])
+    activation_TE = sigmoid(logits_TE) if topk == 1 else softmax(logits_TE)
+    keys_TE = _plan(logits_TE.detach()) if training else activation_TE.detach()
+    map_TE = torch.zeros_like(keys_TE, dtype=torch.bool).scatter(1, best(keys_TE, topk), True)
+    return Routed(round_to(torch.where(map_TE, activation_TE, 0), logits_TE.dtype), map_TE)
+
+
+def _plan(logits_TE: Tensor) -> Tensor:
+    """The balanced plan of `sinkhorn_routing`."""
+    num_tokens, num_experts = logits_TE.shape
+    if num_tokens == 0:
+        return logits_TE
+    cost_TE = round_to(logits_TE, accumulator_dtype(logits_TE.dtype)).exp()
+    d0_T, d1_E = cost_TE.new_ones(num_tokens), cost_TE.new_ones(num_experts)
+    change = torch.inf
+    while change > 1e-4:  # a NaN ends it too
+        before_E = d1_E
+        d0_T = 1 / num_tokens / ((cost_TE * d1_E).sum(1) + 1e-8)
+        d1_E = 1 / num_experts / ((cost_TE * d0_T[:, None]).sum(0) + 1e-8)
+        change = float((before_E - d1_E).abs().mean())
+    return d1_E * cost_TE * d0_T[:, None]
+
+
+def quantile_routing(
+    logits_TE: Tensor,
+    beta: Tensor,
+    *,
+    topk: int,
+    score_function: str = "softmax",
+    training: bool = True,
+    **settings: Any,
+) -> QuantileRouted:
+    """Choose by logits less a learnt threshold for each expert.
+
+        v = x - β;   routing_map = the K largest v of each token;   weights as `topk_indices` gives those experts
+        α_t = the (K+1)-th largest v_t;   n = T · K / E;   quantile_e = the (n+1)-th largest of x_te - α_t over t
+
+    All in float32 and without a gradient but for the weights'. In evaluation there is no quantile.
+
+    Args:
+        logits_TE: of all ranks that share the sequence; in training T · K must be a multiple of E, and K < E.
+        beta: [E] float32.
+        settings: `pre_softmax` and `scaling_factor` of `topk_indices`.
+
+    Raises:
+        ValueError: as above; also see `moe_ref.config.check_topk_routing`.
+
+    Source: TopKRouter, load balancing type quantile_balancing (Megatron main; 0.16.1 takes the name for plain top-k).
+    """
+    check_logits(logits_TE)
+    num_tokens, num_experts = logits_TE.shape
+    check_topk(topk, num_experts)
+    check_float("beta", beta, (num_experts,), logits_TE)
+    plain = round_to(logits_TE.detach(), torch.float64 if logits_TE.dtype == torch.float64 else torch.float32)
+    value_TE = plain - beta.to(plain.dtype)
+    order = best(value_TE, num_experts)
+    chosen = topk_indices(
+        logits_TE, topk=topk, score_function=score_function, precomputed_indices=order[:, :topk], **settings
+    )
+    quantile = None
+    if training:
+        require(
+            topk < num_experts,
+            "topk",
+            topk,
+            f"less than the {num_experts} experts: the threshold is that of the next one",
+        )
+        require(
+            num_tokens * topk % num_experts == 0,
+            "logits",
+            f"of shape {tuple(logits_TE.shape)}",
+            f"such that tokens · {topk} is a multiple of the experts",
+        )
+        alpha_T1 = value_TE.gather(1, order[:, topk : topk + 1])
+        share = num_tokens * topk // num_experts
+        above = (plain - alpha_T1).sort(dim=0, descending=True).values
+        quantile = above[share] if num_tokens else torch.zeros_like(beta)
+    routed = spread(chosen, num_experts)
+    return QuantileRouted(routed.probs, routed.routing_map, quantile)
+
+
+def update_quantile_bias(beta: Tensor, quantile_sum: Tensor, *, count: int, ema: float = 0.0) -> Tensor:
+    """The next threshold: the mean of the quantiles since the last update, smoothed and centred.
+
+        β' = ema · β + (1 - ema) · quantile_sum / max(count, 1);   β' - mean(β')
+
+    Raises:
+        ValueError: ema outside 0 … 1, or a sum of another shape.
+
+    Source: finalize_model_grads (Megatron main).
+    """
+    require(
+        tuple(quantile_sum.shape) == tuple(beta.shape),
+        "quantile_sum",
+        f"of shape {tuple(quantile_sum.shape)}",
+        f"of shape {tuple(beta.shape)}",
+    )
+    require(is_number(ema) and 0 <= ema <= 1, "ema", ema, "a number from 0 to 1")
+    following = ema * beta + (1 - ema) * quantile_sum / max(count, 1)
+    return following - following.mean()

@@ -1,0 +1,411 @@
+"""Laws of dispatchers find what passes as values, in worlds of real ranks; and sizes of blocks do not show in what a dispatcher gives.
+
+Broken namespaces share one world: the width of its tokens says which of them a case has to do with.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing import parent_process
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import moe_fast
+from conformance.catalogue import CONTRACTS
+from conformance.catalogue_laws import LAWS, Trial
+from conformance.core.contract import Problem
+from conformance.core.ranks import AtRank, Place
+from conformance.core.space import Space
+from conformance.engine.child import poison
+from conformance.engine.child.child import Settings
+from conformance.engine.child.evaluate import evaluate
+from conformance.engine.child.runner import Outcome, Runner
+from conformance.engine.run.pool import Pool
+from conformance.families.dispatch.cases import FUNCTIONS, DispatchCase
+from conformance.families.dispatch.space import law_cases
+from conformance.interface import Implementation
+from conformance.peers import reference_world
+from moe_fast.dispatch import symmetric
+from moe_fast.launch import tuning
+from moe_ref.config import IndexPolicy
+from tests.honest.retuned import retuned
+
+poison.install()
+
+Wrapper = Callable[..., Any]
+
+
+def two_ranks(function: str, **fields: Any) -> DispatchCase:
+    """Four tokens each; the laws cut off the first token of rank 0 and the first two of rank 1, and give all of them to rank 1."""
+    probs = "" if function == "deepep_low_latency_dispatch" else "float32"
+    return DispatchCase(
+        function=function,
+        **{"counts": (4, 4), "local_experts": 2, "topk": 2, "probs": probs, "values": "integers", "seed": 1} | fields,
+    )
+
+
+# ---- defects
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """Other rows."""
+    return x.roll(1, 0)
+
+
+def wrong_for(count: int) -> Wrapper:
+    """A dispatch that gives a rank the wrong rows if it has so many tokens."""
+
+    def dispatch(right: Wrapper, tokens: torch.Tensor, *rest: Any, **settings: Any) -> Any:
+        out = right(tokens, *rest, **settings)
+        return out._replace(rows=out.rows.flip(-1) + 1) if len(tokens) == count else out
+
+    return dispatch
+
+
+def wrong_slots_for(count: int) -> Wrapper:
+    """A dispatch that names the experts of other slots if its rank has so many tokens."""
+
+    def dispatch(right: Wrapper, tokens: torch.Tensor, *rest: Any, **settings: Any) -> Any:
+        out = right(tokens, *rest, **settings)
+        return out._replace(indices=turned(out.indices)) if len(tokens) == count else out
+
+    return dispatch
+
+
+def wrong_tokens_for(count: int) -> Wrapper:
+    """A combine that gives a rank too much if it has so many tokens."""
+
+    def combine(right: Wrapper, *arguments: Any, **settings: Any) -> Any:
+        out = right(*arguments, **settings)
+        tokens = out if isinstance(out, torch.Tensor) else out.tokens
+        if len(tokens) != count:
+            return out
+        return tokens + 1 if isinstance(out, torch.Tensor) else out._replace(tokens=tokens + 1)
+
+    return combine
+
+
+def wrong_where_the_first_token_wants_the_first_expert(
+    right: Wrapper, tokens: torch.Tensor, routing_map: torch.Tensor, **settings: Any
+) -> Any:
+    out = right(tokens, routing_map, **settings)
+    return out._replace(rows=out.rows + 1) if len(tokens) and routing_map[0, 0] else out
+
+
+def wrong_rows(right: Wrapper, *arguments: Any, **settings: Any) -> Any:
+    out = right(*arguments, **settings)
+    return out._replace(rows=turned(out.rows))
+
+
+def wrong_probs(right: Wrapper, *arguments: Any, **settings: Any) -> Any:
+    out = right(*arguments, **settings)
+    return out._replace(probs=out.probs + 1)
+
+
+def never_overflows(right: Wrapper, *arguments: Any, **settings: Any) -> Any:
+    out = right(*arguments, **settings)
+    return out._replace(overflow=torch.zeros_like(out.overflow))
+
+
+_captured_with: dict[tuple[Any, ...], Any] = {}
+
+
+def stale(output: str) -> Wrapper:
+    """A dispatch that has put an output into the graph as it first was: it is the same for every routing."""
+
+    def dispatch(right: Wrapper, tokens: torch.Tensor, *rest: Any, **settings: Any) -> Any:
+        out = right(tokens, *rest, **settings)
+        return out._replace(
+            **{output: _captured_with.setdefault((right.__name__, output, tokens.shape), getattr(out, output)).clone()}
+        )
+
+    return dispatch
+
+
+def replayed(
+    self: Runner, problem: Problem, replay: Problem, placed: dict[str, torch.Tensor], opaque: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What a graph would give, on a CPU: the call once more, on what then stands in the inputs."""
+    self._call(problem, placed, opaque)
+    for name, master in replay.tensors.items():
+        placed[name].copy_(master)
+    return self._call(problem, placed, opaque)
+
+
+if parent_process() is not None:  # in a rank
+    Runner._captured = replayed  # type: ignore[method-assign]
+
+
+HYBRID = two_ranks("hybridep_dispatch", align=4)
+SLOTS = (2, 1, 3, 1)  # nobody's first token wants expert 0; upside down and the other way round, both do
+TWINS: list[tuple[str, DispatchCase, str, dict[str, Wrapper]]] = [  # law, case, what it finds wrong, what is broken
+    *(
+        ("concatenation", two_ranks(f"{name}_dispatch"), "rows", {f"{name}_dispatch": wrong_for(1)})
+        for name in ("allgather", "alltoall", "hybridep")
+    ),
+    ("concatenation", two_ranks("deepep_dispatch"), "rows", {"deepep_dispatch": wrong_for(3)}),
+    ("concatenation", two_ranks("deepep_dispatch"), "copies", {"deepep_dispatch": wrong_slots_for(3)}),
+    ("concatenation", two_ranks("deepep_low_latency_dispatch"), "rows", {"deepep_low_latency_dispatch": wrong_for(3)}),
+    *(
+        ("concatenation", two_ranks(f"{name}_combine"), "layer", {f"{name}_combine": wrong_tokens_for(3)})
+        for name in ("allgather", "alltoall", "deepep", "deepep_low_latency", "hybridep")
+    ),
+    *(
+        ("refinement", two_ranks(f"{name}_dispatch"), "rows", {f"{name}_dispatch": wrong_for(8)})
+        for name in ("allgather", "alltoall", "deepep", "deepep_low_latency", "hybridep")
+    ),
+    (
+        "refinement",
+        two_ranks("alltoall_dispatch", counts=(1, 3, 2, 2), shards=2),
+        "rows",
+        {"alltoall_dispatch": wrong_for(8)},
+    ),
+    ("refinement", two_ranks("deepep_combine"), "layer", {"deepep_combine": wrong_tokens_for(8)}),
+    ("fused", HYBRID, "rows", {"permute": wrong_rows}),
+    ("fused", HYBRID, "probs", {"permute": wrong_probs}),
+    ("fused", replace(HYBRID, slack=-1), "overflow", {"permute": never_overflows}),
+    ("fused", HYBRID, "rows", {"deepep_dispatch": wrong_rows}),
+    ("dense", two_ranks("alltoall_dispatch"), "layer", {"alltoall_combine": wrong_tokens_for(4)}),
+    ("dense", two_ranks("alltoall_dispatch"), "layer", {"deepep_combine": wrong_tokens_for(4)}),
+    *(
+        (
+            "relabelling",
+            two_ranks(f"{name}_dispatch", counts=(2, 2), topk=1, slots=SLOTS),
+            "rows",
+            {f"{name}_dispatch": broken},
+        )
+        for name in ("allgather", "alltoall", "hybridep")
+        for broken in [wrong_where_the_first_token_wants_the_first_expert]
+    ),
+    (
+        "graph_capture",
+        two_ranks("alltoall_dispatch", capacity=2, counts=(4, 3)),
+        "overflow",
+        {"alltoall_dispatch": stale("overflow")},
+    ),
+    (
+        "graph_capture",
+        two_ranks("hybridep_dispatch", slack=0),
+        "tokens_per_expert",
+        {"hybridep_dispatch": stale("tokens_per_expert")},
+    ),
+    (
+        "graph_capture",
+        two_ranks("hybridep_dispatch", slack=-1, seed=2),
+        "overflow",
+        {"hybridep_dispatch": stale("overflow")},
+    ),
+    ("graph_capture", two_ranks("deepep_dispatch", slack=2), "indices", {"deepep_dispatch": stale("indices")}),
+    (
+        "graph_capture",
+        two_ranks("deepep_low_latency_dispatch"),
+        "tokens_per_expert",
+        {"deepep_low_latency_dispatch": stale("tokens_per_expert")},
+    ),
+]
+NARROWEST = 11
+
+
+def of_its_width(name: str) -> Callable[..., Any]:
+    """The reference's function; for tokens of a twin's width, what is broken there."""
+    right = getattr(reference_world, name)
+
+    def call(payload: torch.Tensor, *rest: Any, **settings: Any) -> Any:
+        broken = TWINS[payload.shape[-1] - NARROWEST][3].get(name) if payload.shape[-1] >= NARROWEST else None
+        return broken(right, payload, *rest, **settings) if broken else right(payload, *rest, **settings)
+
+    return call
+
+
+BROKEN = SimpleNamespace(
+    **{name: of_its_width(name) for name in (*FUNCTIONS, "permute")},
+    declares=lambda function: {"graph_capturable": True},
+)
+
+
+@pytest.fixture(scope="module")
+def broken_world() -> Iterator[Pool]:
+    with Pool(Settings("tests.dispatch.test_laws:BROKEN", "cpu")) as pool:
+        pool.start()
+        yield pool
+
+
+@pytest.mark.parametrize("twin", range(len(TWINS)), ids=lambda i: f"{TWINS[i][0]}-{TWINS[i][1].function}-{i}")
+def test_what_breaks_a_law_passes_as_values_and_is_found_by_that_law(twin, broken_world):
+    law, case, output, _ = TWINS[twin]
+    case = replace(case, hidden=NARROWEST + twin)
+    assert LAWS[case.function][law].applies(case)
+    ((_, plain),) = broken_world.run([case])
+    assert (plain.status, plain.finding, plain.reason) == ("PASS", None, "")
+    ((_, found),) = broken_world.run([replace(case, law=law)])
+    assert (found.status, found.finding and (found.finding["check"], found.finding["output"])) == (
+        "FAIL",
+        (law, output),
+    ), found
+
+
+def test_a_dispatcher_whose_graph_reads_its_inputs_again_keeps_the_law(broken_world):
+    cases = [
+        case for function in FUNCTIONS for case in law_cases(function, Space("cuda"), []) if case.law == "graph_capture"
+    ]
+    found = {
+        case.function: (outcome.status, outcome.evaluations, outcome.finding)
+        for case, outcome in broken_world.run(cases)
+    }
+    assert found == {name: ("PASS", 2, None) for name in FUNCTIONS if not name.startswith("allgather")}
+
+
+def test_every_law_of_dispatchers_alone_has_a_twin():
+    usual = {"history", "determinism", "buffer_reuse", "in_flight"}
+    laws = {law.name for function in FUNCTIONS for law in LAWS[function].values() if not law.device} | {"graph_capture"}
+    assert {law for law, *_ in TWINS} | {"adjointness"} == laws - usual
+
+
+# ---- adjointness: of small whole numbers every sum is exact, so a gradient that breaks the law is wrong as a value too
+
+
+class Doubled(torch.autograd.Function):
+    """x, with twice the gradient."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d_x: torch.Tensor) -> torch.Tensor:
+        return 2 * d_x
+
+
+@pytest.fixture
+def one_rank() -> Iterator[Place]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Place(0, 1, dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+def doubling(function: str) -> SimpleNamespace:
+    def dispatch(tokens: torch.Tensor, *rest: Any, **settings: Any) -> Any:
+        return getattr(reference_world, function)(Doubled.apply(tokens), *rest, **settings)
+
+    return SimpleNamespace(**{function: dispatch})
+
+
+def asked_alone(law: str, case: DispatchCase, namespace: Any, place: Place) -> Any:
+    """What the law says, whatever the values are."""
+    contract: AtRank[DispatchCase] = AtRank(CONTRACTS[case.function], place)
+    implementation, problem, outcome = Implementation(namespace), contract.problem(case), Outcome("PASS")
+    runner = Runner(implementation, "cpu", case.poison, outcome)
+    refusal = lambda call: "" if implementation.offers(call.function) else "not offered"  # noqa: E731
+    extras = {"refusal": refusal, "offers": implementation.offers}
+    return LAWS[case.function][law].check(
+        Trial(case, contract, problem, {}, runner.run(problem), runner.run, {}, outcome, extras)
+    )
+
+
+@pytest.mark.parametrize(
+    "function", ["allgather_dispatch", "alltoall_dispatch", "hybridep_dispatch", "deepep_dispatch"]
+)
+def test_a_gradient_of_another_matrix_breaks_adjointness(function, one_rank):
+    case = two_ranks(function, counts=(4,), grads="tokens", probs="")
+    assert LAWS[function]["adjointness"].applies(case)
+    assert asked_alone("adjointness", case, reference_world, one_rank) is None
+    finding = asked_alone("adjointness", case, doubling(function), one_rank)
+    assert (finding.output, finding.check) == ("d_tokens", "adjointness")
+    judged = evaluate(case, Implementation(doubling(function)), place=one_rank)
+    assert (judged.status, judged.finding["output"], judged.finding["check"]) == ("FAIL", "d_tokens", "bound")
+
+
+@pytest.mark.parametrize("function", ["deepep_dispatch", "deepep_low_latency_dispatch"])
+@pytest.mark.parametrize("rule", ["expert_twice", "slot_empty"])
+def test_an_index_that_the_policy_rejects_must_raise(function, rule, one_rank):
+    right = reference_world.collective(function)
+
+    def lenient(*arguments: Any, policy: Any = None, **settings: Any) -> Any:
+        room = {"max_tokens_per_rank": 9} if function == "deepep_low_latency_dispatch" else {}
+        return right(*arguments, policy=IndexPolicy("count each"), **settings | room)
+
+    case = DispatchCase(function=function, illegal=rule, counts=(2,), local_experts=2)
+    found = {
+        name: evaluate(case, Implementation(SimpleNamespace(**{function: call})), place=one_rank)
+        for name, call in (("right", right), ("wrong", lenient))
+    }
+    assert found["right"].status == "PASS", found["right"]
+    assert (found["wrong"].status, found["wrong"].finding["message"]) == (
+        "FAIL",
+        "accepted an illegal indices; it must raise ValueError, or be declared unchecked",
+    )
+
+
+@pytest.mark.parametrize("output", ["rows", "probs", "tokens_per_expert", "overflow"])
+def test_fused_dispatch_without_a_permute_beside_it_is_held_to_the_references(output, one_rank):
+    """So is its value: the law finds nothing more there, but it does find what it asks for."""
+    right = reference_world.collective("hybridep_dispatch")
+
+    def dispatch(*arguments: Any, **settings: Any) -> Any:
+        out = right(*arguments, **settings)
+        return out._replace(**{output: ~out.overflow if output == "overflow" else turned(getattr(out, output))})
+
+    case = two_ranks("hybridep_dispatch", counts=(5,), align=2, local_experts=3, spread="ragged")
+    assert asked_alone("fused", case, SimpleNamespace(hybridep_dispatch=right), one_rank) is None
+    finding = asked_alone("fused", case, SimpleNamespace(hybridep_dispatch=dispatch), one_rank)
+    assert (finding.output, finding.check) == (output, "fused")
+
+
+# ---- sizes of blocks
+
+
+def ill_conditioned(function: str) -> DispatchCase:
+    """Sums that depend on their order, on three ranks of which one has no tokens; more than one block of the small sizes in every direction."""
+    main, cached = "tokens" if function.endswith("dispatch") else "rows", "cached" in function
+    room = {"align": 2, "slack": -1} if function.startswith("hybridep") else {}
+    fields: dict[str, Any] = {
+        "values": "wide",
+        "grads": "" if cached else main,
+        "hidden": 5,
+        "topk": 4,
+        "spread": "ragged",
+    } | room
+    return two_ranks(function, counts=(7, 0, 5), **fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "namespace"),
+    [("COLLECTIVES", moe_fast), ("SYMMETRIC", symmetric)],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_sizes_of_blocks_do_not_show(name, namespace):
+    with Pool(Settings(f"tests.honest.retuned:{name}", "cpu")) as pool:
+        pool.start()
+        found = {
+            case.text: outcome
+            for case, outcome in pool.run(
+                ill_conditioned(function) for function in FUNCTIONS if hasattr(namespace, function)
+            )
+        }
+    assert {text: (o.status, o.finding, o.reason) for text, o in found.items() if o.status != "PASS"} == {}
+
+
+def added_up_by_blocks(rows: torch.Tensor, handle: Any, **settings: Any) -> Any:
+    out = symmetric.hybridep_combine(rows, handle, **settings)
+    return out._replace(tokens=out.tokens * (1 + 2.0**-23 * (tuning.INTERPRETER.symmetric.tokens == 4)))
+
+
+def showing() -> SimpleNamespace:
+    """moe_fast's symmetric dispatcher, with sums that depend on the tokens of a block."""
+    names = ("hybridep_dispatch", "supports", "declares")
+    return retuned(
+        SimpleNamespace(**{name: getattr(symmetric, name) for name in names}, hybridep_combine=added_up_by_blocks)
+    )
+
+
+def test_sizes_of_blocks_that_show_are_found(one_rank):
+    case = two_ranks("hybridep_combine", counts=(4,), values="dyadic")
+    right, wrong = (
+        evaluate(case, Implementation(namespace), place=one_rank) for namespace in (retuned(symmetric), showing())
+    )
+    assert right.status == "PASS", right
+    assert (wrong.status, wrong.finding["check"]) == ("FAIL", "raises AssertionError")
+    assert "tokens of hybridep_combine tells its sizes of blocks" in wrong.finding["message"]

@@ -1,0 +1,229 @@
+"""Dispatchers among real ranks: the reference passes, planted defects do not, and the judge's own bounds hold and bite."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import moe_ref
+from conformance.catalogue import CONTRACTS
+from conformance.catalogue_laws import LAWS
+from conformance.core.covering import covering_cases
+from conformance.core.space import Space
+from conformance.engine.child.child import Settings
+from conformance.engine.choose.draw import drawn, strategy
+from conformance.engine.choose.plan import Section, cases_of, fixed_cases
+from conformance.engine.choose.profiles import PROFILES
+from conformance.engine.choose.shapes import shape_cases
+from conformance.engine.run.pool import Pool
+from conformance.families.dispatch.cases import (
+    DISPATCHERS,
+    FUNCTIONS,
+    DispatchCase,
+    indices_of,
+    is_exact,
+    maps_of,
+    slots_of,
+)
+from conformance.families.dispatch.dispatcher import together
+from conformance.families.dispatch.low_latency import COUNT, judged, order_of
+from conformance.families.dispatch.space import law_cases
+from conformance.families.dispatch.trees import Tree, flat, tree_bound
+from conformance.judge import judge, settled
+
+DRAWS = 4
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Pool]:
+    with Pool(Settings("moe_ref", "cpu")) as pool:
+        pool.start()
+        yield pool
+
+
+def main_of(function: str) -> str:
+    return "tokens" if function.endswith("dispatch") else "rows"
+
+
+def plain(function: str, **fields) -> DispatchCase:
+    probs = "" if function == "deepep_low_latency_dispatch" else "float32"
+    return DispatchCase(
+        function=function,
+        **{"counts": (3, 0, 2), "local_experts": 2, "hidden": 3, "topk": 2, "probs": probs, "seed": 1} | fields,
+    )
+
+
+# ---- the reference
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_reference_passes(function, world):
+    cases = [*fixed_cases(function, Space()), *drawn(strategy(function, Space()), 5, DRAWS)]
+    found = {case.text: world.worlds.run(case) for case in cases}
+    assert {
+        text: (o.status, o.finding, o.reason) for text, o in found.items() if o.status not in ("PASS", "UNINFORMATIVE")
+    } == {}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_reference_keeps_every_law(function, world):
+    some = [
+        plain(function, values="integers"),
+        plain(function, values="integers", counts=(2, 2), grads=main_of(function)),
+    ]
+    laws = [law for law in LAWS[function].values() if not law.device]
+    asked = [(law.name, replace(case, law=law.name)) for law in laws for case in some if law.applies(case)]
+    assert {name for name, _ in asked} == {law.name for law in laws}
+    outcomes = [(name, world.worlds.run(case)) for name, case in asked]
+    assert [(name, o.status, o.finding, o.reason) for name, o in outcomes if o.status != "PASS"] == []
+
+
+UNSIZED = ("allgather_dispatch", "allgather_combine")  # no size can be given: their calls must wait for the device
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_gate_asks_for_every_law_of_a_dispatcher_of_several_ranks_with_rows(function, device):
+    space = Space(device)
+    cases = cases_of(Section("fixed", function), PROFILES["gate"], space, 0, [])
+    asked = {
+        case.law
+        for case in cases
+        if case.law in space.laws(case) and case.ranks > 1 and sum(int(own.sum()) for own in maps_of(case))
+    }
+    sized = {"host_sync", "graph_capture"} if function in UNSIZED else set()
+    assert asked == {law.name for law in LAWS[function].values() if law.device in ("", device)} - sized
+
+
+def test_without_cases_for_them_some_laws_are_asked_by_nobody():
+    """The twin: the cases that are there for something else."""
+    space = Space("cuda")
+    others = [
+        *fixed_cases("hybridep_combine", space),
+        *covering_cases("hybridep_combine", space).cases,
+        *shape_cases("hybridep_combine", space),
+    ]
+    assert {"host_sync", "graph_capture"}.isdisjoint(case.law for case in others)
+    assert {"host_sync", "graph_capture"} <= {case.law for case in law_cases("hybridep_combine", space, others)}
+
+
+# ---- defects: (name, a case that shows it, what is wrong, how it was seen)
+
+DEFECTS = [
+    ("E07", plain("allgather_dispatch", grads="tokens"), "d_tokens", "bound"),
+    ("F02", plain("alltoall_dispatch", values="integers", law="in_flight"), "rows", "in_flight"),
+    ("L01", plain("hybridep_dispatch", spread="uniform"), "rows", "exact"),
+    ("L03", plain("deepep_dispatch", counts=(4, 4)), "indices", "exact"),
+    ("L05", plain("deepep_low_latency_combine"), "tokens", "bound"),
+    ("L06", plain("hybridep_dispatch", counts=(3,), topk=1, slots=(0, 0, 0), slack=-1), "overflow", "exact"),
+    ("L08", plain("hybridep_dispatch", align=4), "rows", "exact"),
+    ("L10", plain("hybridep_combine", align=4), "tokens", "bound"),
+    ("L12", plain("hybridep_dispatch", slack=-1, spread="one_rank"), "overflow", "exact"),
+    ("L15", plain("deepep_low_latency_dispatch"), "layout_range", "exact"),
+    ("L16", plain("deepep_cached_dispatch", law="determinism"), "", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "case", "output", "check"), DEFECTS, ids=[name for name, *_ in DEFECTS])
+def test_a_planted_defect_shows_where_it_should(name, case, output, check):
+    with Pool(Settings(f"conformance.mutants.planted:{name}.moe_ref", "cpu")) as pool:
+        pool.start()
+        outcome = pool.worlds.run(case)
+    if not check:  # it takes another case before
+        assert outcome.status == "PASS"
+        return
+    assert (
+        outcome.status,
+        outcome.finding and outcome.finding["output"],
+        outcome.finding and outcome.finding["check"],
+    ) == ("FAIL", output, check)
+
+
+# ---- routings
+
+
+@pytest.mark.parametrize("spread", ["uniform", "skewed", "one_rank", "local", "ragged", "empty", "same"])
+def test_slots_and_maps_say_the_same(spread):
+    case = plain("deepep_dispatch", counts=(5, 0, 4), topk=3, spread=spread)
+    chosen = torch.zeros(9, 6, dtype=torch.bool)
+    for token, row in enumerate(slots_of(case)):
+        for expert in row[row >= 0]:
+            chosen[token, expert] = True
+    assert torch.equal(torch.cat(maps_of(case)), chosen)
+    assert torch.equal(torch.cat(indices_of(case)), torch.from_numpy(slots_of(case)))
+    owners = {int(e) // 2 for e in slots_of(case).flatten() if e >= 0}
+    assert len(owners) == {"one_rank": 1, "empty": 0, "local": 2}.get(spread, len(owners))
+
+
+def test_tokens_name_experts_twice_only_where_a_policy_says_what_that_means():
+    twice = lambda case: any(len(set(row.tolist())) < len(row) for row in torch.cat(indices_of(case)))  # noqa: E731
+    assert not twice(plain("deepep_dispatch", counts=(9, 9), topk=3))
+    assert twice(plain("deepep_dispatch", counts=(9, 9), topk=3, repeats="count each"))
+
+
+# ---- slabs
+
+
+def _slab() -> tuple[DispatchCase, object]:
+    case = plain("deepep_low_latency_dispatch", counts=(4, 3), local_experts=1, topk=2)
+    return case, together(CONTRACTS[case.function].calls(case))[0]
+
+
+def test_a_slab_in_another_order_is_right_and_one_with_a_strange_row_is_not():
+    _, right = _slab()
+    count = int(right.tokens_per_expert[0])
+    order = torch.arange(right.rows.shape[1])
+    order[:count] = torch.cat(
+        [torch.arange(4, count), torch.arange(4).flip(0)]
+    )  # the second source first, the first source backwards
+    other = {"rows": right.rows[:, order], "source_tokens": right.source_tokens[:, order]}
+    other["layout_range"] = torch.tensor([[(count - 4) * COUNT + 4, count - 4]])
+    other["tokens_per_expert"] = right.tokens_per_expert
+
+    def verdicts(outputs):
+        return {name: judge(name, settled(x, outputs), outputs[name]) for name, x in judged(right).items()}
+
+    assert set(verdicts(other).values()) == {None}
+    assert verdicts(other | {"rows": other["rows"].roll(1, 1)})["rows"]
+    assert verdicts(other | {"source_tokens": other["source_tokens"].roll(1, 1)})["source_tokens"]
+    assert verdicts(other | {"layout_range": other["layout_range"] + COUNT})["layout_range"]
+    assert order_of(other["layout_range"] + COUNT, other["source_tokens"], right) is None
+
+
+# ---- bounds of sums
+
+
+def _sums(tree: Tree, values: str = "dyadic", dtype: torch.dtype = torch.bfloat16):
+    rows = torch.tensor([[1.0], [0.5], [0.25], [-3.0]], dtype=torch.float64)
+    case = plain("hybridep_combine", values=values)
+    return tree_bound(case, rows, torch.tensor([0, 0, 1, 2]), torch.tensor([0, 0, 1]), 3, dtype, tree)
+
+
+def test_a_sum_of_two_levels_has_the_bound_of_its_roundings():
+    u = 2.0**-8
+    found = _sums(Tree(torch.float32, torch.bfloat16, torch.float32))
+    assert found.value.flatten().tolist() == [1.75, -3.0, 0.0]
+    between = u * 1.75  # of both parts, 1.5 and 0.25
+    assert found.bound[0].item() == pytest.approx(between + u * (1.75 + between), rel=1e-3)
+    assert found.bound[2].item() == 0  # nothing was added
+
+
+def test_ranks_that_add_in_a_narrow_dtype_have_a_wider_bound_even_for_one_part():
+    wide, narrow = (
+        _sums(Tree(torch.float32, torch.float32, second), dtype=torch.float32)
+        for second in (torch.float32, torch.bfloat16)
+    )
+    assert narrow.bound[1] > 2.0**-9 * 3 > wide.bound[1]
+    assert _sums(flat(torch.float32)).bound[0] < _sums(Tree(torch.float32, torch.bfloat16, torch.bfloat16)).bound[0]
+
+
+def test_small_integers_are_asked_for_exactly_as_long_as_they_fit():
+    assert not _sums(flat(torch.float32), "integers").bound.any()
+    case = plain("hybridep_combine", values="integers")
+    assert is_exact(case, torch.bfloat16, torch.tensor([128.0, 129.0])).tolist() == [True, False]
+
+
+def test_every_dispatcher_of_the_reference_is_judged():
+    offered = {name for name in moe_ref.__all__ if name.split("_")[0] in DISPATCHERS}
+    assert {*FUNCTIONS, "deepep_layout"} == offered <= set(CONTRACTS)  # that one is asked of one rank alone

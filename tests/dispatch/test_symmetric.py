@@ -1,0 +1,194 @@
+"""Rows straight into other ranks' memory: the kernels over as many slabs in one process, and over processes that share memory."""
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_ref
+from conformance.engine.child.child import Settings
+from conformance.engine.run.pool import Pool
+from conformance.families.dispatch.cases import DispatchCase
+from conformance.judge.exact import bits
+from moe_fast.dispatch.slabs import Room, offsets, slab_of
+from moe_fast.dispatch.symmetric import Handle, collect, resend, send
+from moe_fast.launch.backend import INTERPRETED
+from tests.honest import direct
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+def in_step(every_rank: list) -> list:
+    """What each rank's steps return, when no rank goes on before all have come as far."""
+    ended: dict[int, object] = {}
+    while len(ended) < len(every_rank):
+        for rank, steps in enumerate(every_rank):
+            try:
+                next(steps)
+            except StopIteration as end:
+                ended[rank] = end.value
+    return [ended[rank] for rank in range(len(every_rank))]
+
+
+class World:
+    """Ranks with tokens of their own, in one process."""
+
+    def __init__(
+        self, seed: int, ranks: int, dtype: torch.dtype, local: int = 3, hidden: int = 5, density: float = 0.4
+    ) -> None:
+        noise = torch.Generator().manual_seed(seed)
+        self.tokens = [
+            torch.randn(int(torch.randint(0, 7, (1,), generator=noise)), hidden, generator=noise).to(dtype)
+            for _ in range(ranks)
+        ]
+        self.maps = [torch.rand(len(own), ranks * local, generator=noise) < density for own in self.tokens]
+        self.probs = [torch.rand(own.shape, generator=noise) for own in self.maps]
+        self.ranks, self.experts, self.hidden = ranks, ranks * local, hidden
+
+    def slabs(self, num_rows: int) -> list:
+        room = Room(self.ranks, self.experts, num_rows, self.hidden * 8)
+        memory = [torch.full((offsets(room)[""],), 0x7F, dtype=torch.uint8, device=DEVICE) for _ in range(self.ranks)]
+        return [slab_of(room, own, [x.data_ptr() for x in memory], lambda: None) for own in memory]
+
+
+def there(x: Tensor) -> Tensor:
+    return x.to(DEVICE)
+
+
+def same(got: Tensor, right: Tensor) -> bool:
+    return got.shape == right.shape and got.dtype == right.dtype and not (bits(got.cpu()) != bits(right)).any()
+
+
+SETTINGS = [(None, 64), (4, 64), (2, 8), (1, 0)]  # align, num_rows: with room, and without
+
+
+@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("align", "num_rows"), SETTINGS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_dispatch_combine_and_their_transposes_are_the_references(ranks, align, num_rows, dtype, once):
+    world = World(ranks + num_rows, ranks, dtype)
+    slabs = world.slabs(num_rows)
+    right = moe_ref.hybridep_dispatch(world.tokens, world.maps, probs=world.probs, align=align, num_rows=num_rows)
+    steps = [
+        send(
+            there(world.tokens[r]),
+            there(world.maps[r]),
+            there(world.probs[r]),
+            align or 1,
+            num_rows,
+            slabs[r],
+            r,
+            once=once,
+        )
+        for r in range(ranks)
+    ]
+    got = in_step(steps)
+    handles: list[Handle] = [handle for *_, handle in got]
+    for rank, (rows, probs, counts, handle) in enumerate(got):
+        inside = int(counts.sum())
+        assert same(counts, right[rank].tokens_per_expert)
+        assert same(rows[:inside], right[rank].rows[:inside])
+        assert same(probs[:inside], right[rank].probs[:inside])
+        assert handle.overflow_W.tolist() == [bool(other.overflow) for other in right]
+
+    made = [torch.randn(num_rows, world.hidden).to(dtype) for _ in range(ranks)]
+    back = moe_ref.hybridep_combine(made, [each.handle for each in right], probs=[each.probs for each in right])
+    pulled = in_step([collect(there(made[r]), there(right[r].probs), handles[r], slabs[r]) for r in range(ranks)])
+    for (tokens, probs), expected in zip(pulled, back, strict=True):
+        assert same(tokens, expected.tokens)
+        assert same(probs, expected.probs)
+
+    again = moe_ref.hybridep_cached_dispatch(world.tokens, [each.handle for each in right])
+    resent = in_step(
+        [resend(there(world.tokens[r]), there(world.probs[r]), handles[r], slabs[r]) for r in range(ranks)]
+    )
+    for rank, (rows, probs) in enumerate(resent):
+        inside = int(got[rank][2].sum())
+        assert same(rows[:inside], again[rank][:inside])
+        assert same(probs[:inside], right[rank].probs[:inside])
+
+
+def test_a_rank_that_copies_to_the_wrong_rows_is_noticed():
+    """The twin: links of another rank lead elsewhere."""
+    world = World(3, 2, torch.float32, density=0.8)
+    slabs = world.slabs(64)
+    right = moe_ref.hybridep_dispatch(world.tokens, world.maps, num_rows=64)
+    start = partial(send, align=1, num_rows=64, probs=None)
+
+    def is_right(ranks: tuple[int, int]) -> bool:
+        got = in_step(
+            [
+                start(there(world.tokens[r]), there(world.maps[r]), slab=slabs[r], rank=rank)
+                for r, rank in enumerate(ranks)
+            ]
+        )
+        insides = [int(each.tokens_per_expert.sum()) for each in right]
+        return all(
+            same(rows[:inside], each.rows[:inside])
+            for (rows, *_), each, inside in zip(got, right, insides, strict=True)
+        )
+
+    assert is_right((0, 1))
+    assert not is_right((1, 0))
+
+
+# ---- among real ranks
+
+
+def of_ranks(function: str, counts: tuple[int, ...], **fields) -> DispatchCase:
+    return DispatchCase(
+        **{
+            "function": function,
+            "counts": counts,
+            "local_experts": 2,
+            "hidden": 5,
+            "topk": 3,
+            "probs": "float32",
+            "seed": 2,
+        }
+        | fields
+    )
+
+
+AMONG_RANKS = [  # later cases need more room; several experts of a token are on the same rank
+    of_ranks("hybridep_dispatch", (1, 2), slack=0),
+    of_ranks("hybridep_dispatch", (3, 0, 2), align=4, slack=-1, grads="tokens+probs"),
+    of_ranks("hybridep_cached_dispatch", (2, 3), slack=1, probs=""),
+    of_ranks("hybridep_combine", (4, 0, 5), align=2, slack=1, grads="rows"),
+    of_ranks("hybridep_combine", (4, 5), values="wide", dtype="bfloat16"),
+    of_ranks("hybridep_dispatch", (6, 1, 5), spread="one_rank", dtype="bfloat16", fp8="fp8", hidden=129),
+    of_ranks("hybridep_dispatch", (9, 7), spread="one_rank", law="history"),
+]
+
+
+def among_ranks(namespace: str) -> list[tuple[str, str, object]]:
+    with Pool(Settings(namespace, "cpu")) as pool:
+        pool.start()
+        return [(outcome.status, outcome.reason, outcome.finding) for _, outcome in pool.run(AMONG_RANKS)]
+
+
+@pytest.mark.parametrize("namespace", ["moe_fast.dispatch.symmetric", "tests.honest.direct"])
+def test_ranks_that_share_memory_are_accepted(namespace):
+    assert among_ranks(namespace) == [("PASS", "", None)] * len(AMONG_RANKS)
+
+
+def sent_directly_and_marked_otherwise(*arguments: Any, **settings: Any) -> Any:
+    out = direct.hybridep_dispatch(*arguments, **settings)
+    return out._replace(handle=replace(out.handle, once=True))
+
+
+MIXED = SimpleNamespace(hybridep_dispatch=sent_directly_and_marked_otherwise, hybridep_combine=direct.hybridep_combine)
+
+
+def test_a_combine_that_takes_one_row_of_a_rank_where_several_were_sent_is_found():
+    """The twin."""
+    found = {
+        case.function: status
+        for case, (status, *_) in zip(AMONG_RANKS, among_ranks("tests.dispatch.test_symmetric:MIXED"), strict=True)
+    }
+    assert found == {"hybridep_dispatch": "PASS", "hybridep_cached_dispatch": "NOT_OFFERED", "hybridep_combine": "FAIL"}

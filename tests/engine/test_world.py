@@ -1,0 +1,267 @@
+"""Ranks that call together are judged together; one that dies, hangs, raises or disagrees is named, and nothing is left running."""
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing import active_children
+from multiprocessing.connection import Client
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from conformance.engine.child.child import Settings
+from conformance.engine.child.runner import Outcome
+from conformance.engine.run.pool import Pool
+from conformance.engine.run.reduction import reduce
+from conformance.engine.world import joined
+from conformance.engine.world.joined import Attendants, Joined, attend
+from conformance.families.dispatch.cases import DispatchCase
+from conformance.interface import UsageError
+from tests.engine.world_fixtures import ShiftCase, forget, register
+
+HERE = (str(Path(__file__).parents[2]),)
+THREE = ShiftCase(function="shift", ranks=3, rows=2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _known() -> Iterator[None]:
+    register()
+    yield
+    forget()
+
+
+@contextmanager
+def pool_of(name: str, seconds: float = 20.0) -> Iterator[Pool]:
+    with Pool(Settings(f"tests.engine.world_fixtures:{name}", "cpu", search=HERE), case_seconds=seconds) as pool:
+        yield pool
+
+
+def outcome_of(name: str, case: ShiftCase = THREE, seconds: float = 20.0) -> Outcome:
+    with pool_of(name, seconds) as pool:
+        return next(outcome for _, outcome in pool.run([case]))
+
+
+def test_a_right_function_passes_in_every_world_with_gradients_and_laws():
+    cases = [
+        ShiftCase(function="shift", ranks=ranks, rows=2, grads=grads, law=law)
+        for ranks in (1, 2, 3, 4)
+        for grads, law in (("x", ""), ("", "history"))
+    ]
+    with pool_of("RIGHT") as pool:
+        found = {case.text: outcome for case, outcome in pool.run(cases)}
+    assert {text: outcome.status for text, outcome in found.items()} == {case.text: "PASS" for case in cases}
+    assert all(outcome.evaluations == (2 if '"law"' in text else 1) for text, outcome in found.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "told"),
+    [
+        ("RAISES", "FAIL", "rank 1 of 3: raised RuntimeError on a legal call: no buffer; 2 others waited for it"),
+        ("WRONG", "FAIL", "rank 1 of 3: "),
+        ("DIES", "CRASH", "rank 1 of 3: SIGABRT at "),
+        ("ALONE", "FAIL", "rank 1 of 3: "),
+        ("DISAGREES", "FAIL", "no, says rank 1 of 3; rank 0 disagrees"),
+    ],
+)
+def test_the_rank_that_goes_wrong_is_named(name, status, told):
+    outcome = outcome_of(name)
+    assert outcome.status == status
+    assert told in (outcome.finding["message"] if outcome.finding else outcome.reason)
+
+
+def test_ranks_that_hang_are_named_with_where_they_are():
+    outcome = outcome_of("HANGS", seconds=2.0)
+    assert outcome.status == "HANG"
+    assert "rank 1 at" in outcome.reason
+    assert "world_fixtures.py" in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "told"),
+    [
+        ("DISPATCH_DIES", "CRASH", "rank 1 of 2 in hybridep_dispatch: SIGABRT at "),
+        ("DISPATCH_HANGS", "HANG", "rank 1 in hybridep_dispatch at "),
+    ],
+)
+def test_a_dispatch_that_ends_a_case_of_a_combine_is_named(name, status, told):
+    with pool_of(name, seconds=3.0) as pool:
+        pool.start()
+        outcome = pool.worlds.run(DispatchCase(function="hybridep_combine", counts=(1, 1)))
+    assert outcome.status == status
+    assert told in outcome.reason
+
+
+def test_nothing_is_left_running_and_the_next_case_finds_a_new_world():
+    with pool_of("DIES", seconds=20.0) as pool:
+        list(pool.run([THREE]))
+        alone = ShiftCase(function="shift", ranks=1, rows=2)
+        assert [outcome.status for _, outcome in pool.run([alone])] == ["PASS"]
+        processes = [member.held.process.pid for world in pool.worlds._worlds.values() for member in world._members]
+        assert len(processes) == 4
+    deadline = time.monotonic() + 5
+    while any(os.path.exists(f"/proc/{pid}") for pid in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in processes)
+
+
+def test_the_world_shrinks():
+    with pool_of("WRONG") as pool:
+        attempt = lambda case: next(iter(pool.run([case])))[1]  # noqa: E731
+        case = ShiftCase(function="shift", ranks=4, rows=3)
+        found = reduce(case, attempt(case), attempt, seconds=30)
+    assert (found.case.ranks, found.case.rows, found.finished) == (2, 1, True)
+
+
+def test_a_world_that_has_no_room_is_refused_with_a_sentence():
+    outcome = outcome_of("RIGHT", ShiftCase(function="shift", ranks=9))
+    assert (outcome.status, outcome.reason) == (
+        "ERROR",
+        "a world of 9 ranks: there is room for 4, each with its own GPU if there are any",
+    )
+
+
+def under_torchrun(name: str, ranks: int, tmp_path: Path, seconds: float = 20.0) -> str:
+    """What rank 0 prints of each outcome of THREE, run twice."""
+    script = tmp_path / "judge.py"
+    script.write_text(f"""
+import sys
+sys.path.insert(0, {HERE[0]!r})
+from conformance.engine.child.child import Settings
+from conformance.engine.world.joined import attend, joined
+from conformance.engine.run.pool import Pool
+from tests.engine.world_fixtures import ShiftCase, register
+
+if __name__ == "__main__":
+    register()
+    settings = Settings("tests.engine.world_fixtures:{name}", "cpu", search=({HERE[0]!r},))
+    if joined().rank:
+        sys.exit(attend(joined(), settings))
+    with Pool(settings, case_seconds={seconds}) as pool:
+        for _ in range(2):
+            for _, outcome in pool.run([ShiftCase(function="shift", ranks=3, rows=2, grads="x")]):
+                print(outcome.status, outcome.reason, outcome.finding)
+""")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--standalone",
+        str(script),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_under_torchrun_its_processes_are_the_ranks(tmp_path):
+    assert under_torchrun("RIGHT", 3, tmp_path).split() == ["PASS", "None"] * 2
+
+
+def test_under_torchrun_a_rank_that_dies_is_named_and_the_world_is_formed_again(tmp_path):
+    told = under_torchrun("DIES", 3, tmp_path).splitlines()
+    assert len(told) == 2
+    assert all(line.startswith("CRASH rank 1 of 3: SIGABRT at ") for line in told)
+
+
+def test_a_port_that_is_taken_is_said_in_a_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [
+            sys.executable,
+            "-m",
+            "conformance",
+            "run",
+            "--impl",
+            "moe_ref",
+            "--profile",
+            "smoke",
+            "--device",
+            "cpu",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | place, cwd=HERE[0])
+    assert done.returncode == 2
+    assert f"MASTER_PORT={port}: rank 0 cannot listen there, the port may be taken" in done.stderr
+
+
+# ---- ranks that do not come
+
+
+@pytest.fixture
+def place(monkeypatch) -> Iterator[Joined]:
+    """Rank 0 of three, with a short patience, where a store is there already."""
+    monkeypatch.setattr(joined, "ARRIVAL_SECONDS", 2.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }.items():
+        monkeypatch.setenv(name, value)
+    found = joined.joined()
+    assert found
+    yield found
+    del store
+
+
+def attending(rank: int, place: Joined) -> Future[int]:
+    """What becomes of an attendant."""
+    own = replace(place, rank=rank)
+    return ThreadPoolExecutor(1).submit(attend, own, Settings("tests.engine.world_fixtures:RIGHT", "cpu", search=HERE))
+
+
+def calling(rank: int, place: Joined) -> None:
+    """An attendant that calls, and does nothing when it is told to start a process."""
+    store = replace(place, rank=rank).store()
+    store.wait(["address"])
+    address, key = pickle.loads(store.get("address"))
+    with Client(address, authkey=key) as control, suppress(EOFError, ConnectionResetError):
+        control.send(rank)
+        while control.recv()[0] != "over":
+            pass
+
+
+def test_ranks_that_do_not_call_in_time_are_named_and_nothing_is_left_running(place):
+    register()
+    before = set(active_children())
+    started = time.monotonic()
+    with Pool(Settings("tests.engine.world_fixtures:RIGHT", "cpu", search=HERE)) as pool:
+        pool.start()
+        for _ in range(2):  # again, at once
+            with pytest.raises(
+                UsageError, match=r"ranks 1, 2 of 3 did not call rank 0, at 127\.0\.0\.1:\d+, in 2\.0 s"
+            ):
+                next(iter(pool.run([THREE])))
+    assert time.monotonic() - started < 30
+    assert [child for child in active_children() if child not in before and child.is_alive()] == []
+    assert attending(2, place).result(30) == 0  # it comes when all is over
+
+
+def test_of_two_ranks_the_one_that_does_not_call_is_named_and_the_other_goes(place):
+    there = attending(1, place)
+    attendants = Attendants(place)
+    with pytest.raises(UsageError, match=r"^rank 2 of 3 did not call rank 0"):
+        attendants.open(1, 3)
+    assert there.result(30) == 0
+    attendants.dismiss()
+
+
+def test_a_rank_whose_process_does_not_call_is_named(place):
+    there = [ThreadPoolExecutor(1).submit(calling, rank, place) for rank in (1, 2)]
+    attendants = Attendants(place)
+    with pytest.raises(UsageError, match=r"^rank 1 of 3 did not call rank 0"):
+        attendants.open(1, 2)
+    attendants.dismiss()
+    assert [each.result(30) for each in there] == [None, None]

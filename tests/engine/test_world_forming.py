@@ -1,0 +1,116 @@
+"""A world in which one rank is not like the others, or does not come: it is named in a sentence, in time, and nothing is left running."""
+
+import os
+import time
+from collections.abc import Iterator
+from multiprocessing import Pipe, get_context
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from conformance.engine.child.child import Settings
+from conformance.engine.child.processes import Patience
+from conformance.engine.world import world as world_module
+from conformance.engine.world.local_rank import LocalRank
+from conformance.engine.world.rank import MEETING_SECONDS, Seat
+from conformance.engine.world.world import Held, World
+from tests.engine.world_fixtures import ShiftCase, forget, register
+
+HERE = (str(Path(__file__).parents[2]),)
+THREE = ShiftCase(function="shift", ranks=3, rows=2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _known() -> Iterator[None]:
+    register()
+    yield
+    forget()
+
+
+def all_gone(processes: list[int]) -> bool:
+    """Whether none of them is there any more, soon."""
+    deadline = time.monotonic() + 5
+    while any(os.path.exists(f"/proc/{pid}") for pid in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(os.path.exists(f"/proc/{pid}") for pid in processes)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("OTHERWISE", "rank 1 differs from rank 0 in its functions: all ranks must run the same implementation"),
+        (
+            "NOBODY",
+            "rank 1 of 3 cannot join: --impl tests.engine.world_fixtures:NOBODY: tests.engine.world_fixtures has no 'NOBODY'",
+        ),
+        ("DIES_AT_ONCE", "rank 1 of 3 died while the world was forming (SIGABRT at "),
+        ("OF_ANOTHER_SUITE", "rank 1 made other inputs of the case than rank 0: all ranks must run the same suite"),
+    ],
+)
+def test_a_rank_that_is_not_like_the_others_is_named_and_nothing_is_left_running(name, told, tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    started: list[LocalRank] = []
+
+    def start() -> list[Held]:
+        for rank in range(3):
+            settings = Settings(f"tests.engine.world_fixtures:{name if rank == 1 else 'RIGHT'}", "cpu", search=HERE)
+            started.append(
+                LocalRank(
+                    get_context("forkserver"),
+                    settings,
+                    Seat(rank, 3, "127.0.0.1", store.port),
+                    str(tmp_path / f"{rank}.log"),
+                )
+            )
+        processes.extend(held.process.pid for held in started)
+        return [*started]
+
+    processes: list[int] = []
+    world, began = World(start, Patience(20.0)), time.monotonic()
+    outcome = world.run(THREE, 3)
+    world.close()
+    assert (outcome.status, outcome.finding) == ("ERROR", None)
+    assert outcome.reason.startswith(told)
+    assert time.monotonic() - began < MEETING_SECONDS
+    assert len(processes) == 3
+    assert all_gone(processes)
+
+
+class Told:
+    """A rank that has said so much and says no more."""
+
+    def __init__(self, *messages: tuple[str, object]) -> None:
+        self.pipe, self._own = Pipe()
+        self.ended = 0
+        for message in messages:
+            self._own.send(message)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+READY = ("ready", {"functions": {}, "versions": {}})
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ((), "rank 1 of 2 was not ready within 1 s"),
+        ((READY,), "rank 1 of 2 was not formed within 1 s"),
+        (
+            (READY, ("unformed", "DistNetworkError: nobody there")),
+            "rank 1 of 2 cannot join: DistNetworkError: nobody there",
+        ),
+        (
+            (("ready", {"functions": {}, "versions": {"torch": "1"}}),),
+            "rank 1 differs from rank 0 in its versions: all ranks must run the same implementation",
+        ),
+    ],
+)
+def test_a_rank_that_does_not_come_is_waited_for_so_long_and_named(messages, told, monkeypatch):
+    monkeypatch.setattr(world_module, "MEETING_SECONDS", 0.5)
+    ranks = [Told(READY, ("formed", None)), Told(*messages)]
+    outcome = World(lambda: [*ranks], Patience(20.0)).run(THREE, 2)
+    assert (outcome.status, outcome.reason) == ("ERROR", told)
+    assert [rank.ended for rank in ranks] == [1, 1]

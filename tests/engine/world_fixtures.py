@@ -1,0 +1,154 @@
+"""A function of all ranks for the tests of worlds: `shift` gives each rank what the one before it has. And what may go wrong with it."""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from multiprocessing import parent_process
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.case import Case
+from conformance.core.contract import Problem
+from conformance.core.ranks import Collective
+from conformance.core.tensors import payload
+from conformance.core.universal_laws import DETERMINISM, HISTORY
+from conformance.judge import Expectation
+from conformance.judge.exact import Exact
+from conformance.peers import reference_world
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShiftCase(Case):
+    ranks: int = 1
+    rows: int = 1
+    grads: str = ""
+
+
+class Shift(Collective[ShiftCase]):
+    function, outputs, primary = "shift", ("out",), "out"
+    laws = {law.name: law for law in (HISTORY, DETERMINISM)}  # noqa: RUF012
+
+    def ranks(self, case: ShiftCase) -> int:
+        return case.ranks
+
+    def calls(self, case: ShiftCase) -> list[Problem]:
+        wanted, cotangents = (
+            (("x",), [{"out": payload(case.seed, f"d_out {r}", (case.rows, 3), "float32")} for r in range(case.ranks)])
+            if case.grads
+            else ((), [])
+        )
+        inputs = [payload(case.seed, f"x {r}", (case.rows, 3), "float32") for r in range(case.ranks)]
+        return [
+            Problem("shift", {"x": x}, wanted=wanted, cotangents=cotangents[r] if cotangents else {})
+            for r, x in enumerate(inputs)
+        ]
+
+    def right(self, case: ShiftCase, calls: list[Problem], declared: Mapping[str, Any]) -> list[dict[str, Expectation]]:
+        out: list[dict[str, Expectation]] = [{"out": Exact(calls[r - 1].required["x"])} for r in range(case.ranks)]
+        for r in range(case.ranks) if case.grads else ():
+            out[r]["d_x"] = Exact(calls[(r + 1) % case.ranks].cotangents["out"])
+        return out
+
+    def neighbour(self, case: ShiftCase) -> ShiftCase:
+        return replace(case, rows=case.rows + 1, law="")
+
+    def simpler(self, case: ShiftCase) -> Iterator[ShiftCase]:
+        for name in ("ranks", "rows"):
+            if getattr(case, name) > 1:
+                yield replace(case, **{name: getattr(case, name) - 1})
+
+
+def register() -> None:
+    """Make the suite know of it, in this process."""
+    ShiftCase.serves("shift")
+    CONTRACTS["shift"] = Shift()
+
+
+def forget() -> None:
+    del Case.family["shift"], CONTRACTS["shift"]
+
+
+if parent_process() is not None:  # in a rank
+    register()
+
+
+class _Shift(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Any, step: int) -> Tensor:
+        ctx.group, ctx.step = group, step
+        all_of = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(all_of, x.contiguous(), group=group)
+        return all_of[(dist.get_rank(group) - step) % len(all_of)]
+
+    @staticmethod
+    def backward(ctx, d_out: Tensor):
+        return _Shift.apply(d_out, ctx.group, -ctx.step), None, None
+
+
+def shift(x: Tensor, *, group: Any) -> Tensor:
+    return _Shift.apply(x, group, 1)
+
+
+def _unless_rank_1(otherwise: Any) -> Any:
+    def function(x: Tensor, *, group: Any) -> Tensor:
+        return otherwise(x, group) if dist.get_rank(group) == 1 else shift(x, group=group)
+
+    return SimpleNamespace(shift=function)
+
+
+def _raise(x: Tensor, group: Any) -> Tensor:
+    raise RuntimeError("no buffer")
+
+
+RIGHT = SimpleNamespace(shift=shift)
+RAISES = _unless_rank_1(_raise)
+HANGS = _unless_rank_1(lambda x, group: time.sleep(1000))
+DIES = _unless_rank_1(lambda x, group: os.abort())
+ALONE = _unless_rank_1(lambda x, group: x)  # answers without a word to the others
+WRONG = _unless_rank_1(lambda x, group: shift(x, group=group) + 1)
+DISAGREES = SimpleNamespace(shift=shift, supports=lambda function, **_: "no" if dist.get_rank() == 1 else None)
+
+
+# ---- what a rank may have that the others have not
+
+
+class OtherShift(Shift):
+    """As an older suite made it: of the same case other inputs."""
+
+    def calls(self, case: ShiftCase) -> list[Problem]:
+        return super().calls(replace(case, seed=case.seed + 1))
+
+
+OTHERWISE = SimpleNamespace(shift=lambda x, *, group, faster=False: shift(x, group=group))
+
+
+def __getattr__(name: str) -> Any:
+    """What happens as soon as a rank asks for it."""
+    if name == "DIES_AT_ONCE":
+        os.abort()
+    if name == "OF_ANOTHER_SUITE":
+        CONTRACTS["shift"] = OtherShift()
+        return RIGHT
+    raise AttributeError(name)
+
+
+# ---- a dispatch that goes wrong in the middle of a case of another function
+
+
+def _dispatch_of_rank_1(otherwise: Any) -> Any:
+    right = reference_world.collective("hybridep_dispatch")
+
+    def dispatch(tokens: Tensor, routing_map: Tensor, *, group: Any, **settings: Any) -> Any:
+        return otherwise() if dist.get_rank(group) == 1 else right(tokens, routing_map, group=group, **settings)
+
+    return SimpleNamespace(hybridep_dispatch=dispatch, hybridep_combine=reference_world.collective("hybridep_combine"))
+
+
+DISPATCH_DIES = _dispatch_of_rank_1(os.abort)
+DISPATCH_HANGS = _dispatch_of_rank_1(lambda: time.sleep(1000))

@@ -1,0 +1,681 @@
+"""grouped_linear and its gradients: worked out by hand, written again row by row, and where they round."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_ref.experts.linear as grouped_linear_module
+from moe_ref.config import LinearState, QuantizerState, Recipe
+from moe_ref.experts.linear import grouped_dgrad, grouped_linear, grouped_wgrad, linear
+from moe_ref.quantization.quantize import HADAMARD_SIGNS, dequantize, quantize
+from moe_ref.quantization.recipes import new_quantizer_state
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+COUNTS = {
+    "even": [2, 2, 2],
+    "uneven": [1, 4, 2],
+    "first empty": [0, 3, 2],
+    "middle empty": [3, 0, 2],
+    "last empty": [2, 3, 0],
+    "two empty": [0, 0, 5],
+    "one for all": [7],
+    "all empty": [0, 0, 0],
+    "a tail": [2, 0, 3],
+}
+ROWS = 7  # behind [2, 0, 3] two rows are left
+each_layout = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+
+
+def quarters(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Multiples of 1/4 from -2 to 2: every sum of products here is exact in float32, and rounded once gives one answer."""
+    return (torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)) / 4).to(dtype)
+
+
+def problem(counts: list[int], *, dtype: torch.dtype = torch.float64, rows: int = ROWS):
+    """x, W, b, counts and the gradient of the output, N = 4 and M = 3."""
+    x, weight = quarters(rows, 4, seed=1, dtype=dtype), quarters(len(counts), 3, 4, seed=2, dtype=dtype)
+    bias, d_out = quarters(len(counts), 3, seed=3, dtype=dtype), quarters(rows, 3, seed=4, dtype=dtype)
+    return x, weight, bias, torch.tensor(counts), d_out
+
+
+def owner(counts: list[int], row: int) -> int | None:
+    """The expert that a row belongs to, found by counting."""
+    for e, count in enumerate(counts):
+        if row < count:
+            return e
+        row -= count
+    return None
+
+
+def row_by_row(x: Tensor, weight: Tensor, bias: Tensor, tokens_per_expert: Tensor, d_out: Tensor) -> list[Tensor]:
+    """out, dx, dW and db in plain numbers: for each row, for each output, for each input."""
+    counts, (experts, outs, ins) = tokens_per_expert.tolist(), weight.shape
+    X, W, B, G = x.double().tolist(), weight.double().tolist(), bias.double().tolist(), d_out.double().tolist()
+    out = [[0.0] * outs for _ in X]
+    d_x = [[0.0] * ins for _ in X]
+    d_weight = [[[0.0] * ins for _ in range(outs)] for _ in range(experts)]
+    d_bias = [[0.0] * outs for _ in range(experts)]
+    for i in range(len(X)):
+        e = owner(counts, i)
+        if e is None:
+            continue
+        for m in range(outs):
+            out[i][m] = B[e][m] + sum(X[i][n] * W[e][m][n] for n in range(ins))
+            d_bias[e][m] += G[i][m]
+            for n in range(ins):
+                d_x[i][n] += G[i][m] * W[e][m][n]
+                d_weight[e][m][n] += G[i][m] * X[i][n]
+    return [
+        torch.tensor(y, dtype=torch.float64).reshape(shape)
+        for y, shape in ((out, d_out.shape), (d_x, x.shape), (d_weight, weight.shape), (d_bias, bias.shape))
+    ]
+
+
+def results(function, x, weight, bias, tokens_per_expert, d_out) -> list[Tensor]:
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
+    out = function(*leaves[:2], tokens_per_expert, bias=leaves[2])
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+
+def agrees(function, counts: list[int], dtype: torch.dtype = torch.float64) -> bool:
+    inputs = problem(counts, dtype=dtype)
+    return all(
+        y.dtype == dtype and torch.equal(x.to(dtype), y)
+        for x, y in zip(row_by_row(*inputs), results(function, *inputs), strict=True)
+    )
+
+
+# By hand
+
+
+def test_two_experts_worked_out():
+    x, weight = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), torch.tensor([[[1.0, 0.0]], [[10.0, 100.0]]])
+    counts, bias = torch.tensor([1, 2]), torch.tensor([[0.5], [-1.0]])
+    assert grouped_linear(x, weight, counts).tolist() == [[1], [430], [650]]
+    assert grouped_linear(x, weight, counts, bias=bias).tolist() == [[1.5], [429], [649]]
+    d_out = torch.tensor([[1.0], [1.0], [2.0]])
+    assert grouped_dgrad(d_out, weight, counts).tolist() == [[1, 0], [10, 100], [20, 200]]
+    assert grouped_wgrad(d_out, x, counts).tolist() == [[[1, 2]], [[13, 16]]]  # 3 + 2 · 5, 4 + 2 · 6
+
+
+# Against a loop, and against differences
+
+
+@each_layout
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_output_and_gradients_are_what_a_loop_over_rows_finds(counts, dtype):
+    assert agrees(grouped_linear, counts, dtype)
+
+
+@each_layout
+def test_gradients_are_its_derivatives(counts):
+    x, weight, bias, tokens_per_expert, _ = problem(counts)
+    leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+    assert torch.autograd.gradcheck(lambda x, w, b: grouped_linear(x, w, tokens_per_expert, bias=b), leaves)
+    assert torch.autograd.gradgradcheck(lambda x, w: grouped_linear(x, w, tokens_per_expert), leaves[:2])
+
+
+@each_layout
+def test_counts_may_be_int32(counts):
+    x, weight, bias, tokens_per_expert, d_out = problem(counts)
+    for right, got in zip(
+        results(grouped_linear, x, weight, bias, tokens_per_expert, d_out),
+        results(grouped_linear, x, weight, bias, tokens_per_expert.int(), d_out),
+        strict=True,
+    ):
+        assert torch.equal(right, got)
+
+
+def test_linear_is_one_expert_with_all_rows():
+    x, weight, bias = quarters(5, 4, seed=1), quarters(3, 4, seed=2), quarters(3, seed=3)
+    assert torch.equal(linear(x, weight), x @ weight.T) and torch.equal(
+        linear(x, weight, bias=bias), x @ weight.T + bias
+    )
+    assert linear(x[:0], weight).shape == (0, 3)
+
+
+# Empty groups and tails
+
+
+@each_layout
+def test_an_expert_without_rows_has_a_zero_gradient(counts):
+    x, weight, bias, tokens_per_expert, d_out = problem(counts)
+    _, _, d_weight, d_bias = results(grouped_linear, x, weight, bias, tokens_per_expert, d_out)
+    for e, count in enumerate(counts):
+        assert (d_weight[e] == 0).all() == (d_bias[e] == 0).all() == (count == 0)
+
+
+def test_no_rows_at_all():
+    x, weight, bias, tokens_per_expert, d_out = problem([0, 0], rows=0)
+    out, d_x, d_weight, d_bias = results(grouped_linear, x, weight, bias, tokens_per_expert, d_out)
+    assert out.shape == (0, 3) and d_x.shape == (0, 4)
+    assert torch.equal(d_weight, torch.zeros(2, 3, 4).double()) and torch.equal(d_bias, torch.zeros(2, 3).double())
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, 3.0])
+@pytest.mark.parametrize("counts", [[2, 0, 3], [0, 0, 0]])
+def test_rows_behind_the_last_segment_reach_nothing(counts, garbage):
+    x, weight, bias, tokens_per_expert, d_out = problem(counts)
+    total = sum(counts)
+    clean = results(grouped_linear, x, weight, bias, tokens_per_expert, d_out)
+    spoilt_x = torch.cat([x[:total], torch.full_like(x[total:], garbage)])
+    spoilt_d = torch.cat([d_out[:total], torch.full_like(d_out[total:], garbage)])
+    spoilt = results(grouped_linear, spoilt_x, weight, bias, tokens_per_expert, spoilt_d)
+    for right, got in zip(clean, spoilt, strict=True):
+        assert torch.equal(right, got)
+    assert (spoilt[0][total:] == 0).all() and (spoilt[1][total:] == 0).all()
+
+
+def test_nan_stays_with_its_row_and_its_expert():
+    x, weight, bias, tokens_per_expert, d_out = problem([2, 3, 2])
+    spoilt = torch.cat([x[:2], torch.full_like(x[:1], math.nan), x[3:]])
+    out, d_x, d_weight, _ = results(grouped_linear, spoilt, weight, bias, tokens_per_expert, d_out)
+    right = results(grouped_linear, x, weight, bias, tokens_per_expert, d_out)
+    others = [0, 1, 3, 4, 5, 6]
+    assert torch.equal(out[others], right[0][others]) and out[2].isnan().all()
+    assert torch.equal(d_x, right[1]) and torch.equal(d_weight[[0, 2]], right[2][[0, 2]]) and d_weight[1].isnan().any()
+
+
+# Delayed and accumulated weight gradients
+
+
+@each_layout
+def test_weight_gradient_may_be_taken_later(counts):
+    x, weight, bias, tokens_per_expert, d_out = problem(counts)
+    _, d_x, d_weight, _ = results(grouped_linear, x, weight, bias, tokens_per_expert, d_out)
+    alone = x.clone().requires_grad_()
+    (now,) = torch.autograd.grad(grouped_linear(alone, weight, tokens_per_expert), alone, d_out)
+    assert torch.equal(now, d_x) and torch.equal(grouped_wgrad(d_out, x, tokens_per_expert), d_weight)
+    assert torch.equal(grouped_dgrad(d_out, weight, tokens_per_expert), d_x)
+
+
+def test_accumulation_adds_to_a_copy():
+    x, _, _, tokens_per_expert, d_out = problem([2, 0, 3], dtype=torch.bfloat16)
+    before = quarters(3, 3, 4, seed=5, dtype=torch.float32)
+    kept = before.clone()
+    after = grouped_wgrad(d_out, x, tokens_per_expert, accumulate_into=before)
+    assert torch.equal(before, kept) and after.dtype == torch.float32
+    assert torch.equal(after, before + grouped_wgrad(d_out.float(), x.float(), tokens_per_expert))
+
+
+def test_accumulation_does_not_round_the_product_to_the_dtype_of_the_rows():
+    d_out, x = torch.tensor([[1 + 2**-7]]).bfloat16(), torch.tensor([[1 + 2**-7]]).bfloat16()  # 1 + 2^-6 + 2^-14
+    for before, dtype in ((0.0, torch.float32), (1.0, torch.float32), (1.0, torch.float64)):
+        into = torch.full((1, 1, 1), before, dtype=dtype)
+        assert grouped_wgrad(d_out, x, torch.tensor([1]), accumulate_into=into).item() == before + 1 + 2**-6 + 2**-14
+    assert grouped_wgrad(d_out, x, torch.tensor([1])).item() == 1 + 2**-6
+
+
+def test_accumulation_leaves_an_empty_expert_as_it_was():
+    for kept in (-0.0, math.nan, 1.0):
+        into = torch.full((2, 1, 1), kept)
+        after = grouped_wgrad(torch.ones(1, 1), torch.ones(1, 1), torch.tensor([1, 0]), accumulate_into=into)
+        assert torch.equal(after[1].view(torch.int32), into[1].view(torch.int32))
+
+
+# Rounding
+
+
+@pytest.mark.parametrize(("dtype", "large"), [(torch.bfloat16, 256.0), (torch.float16, 2048.0)])
+def test_sums_are_taken_in_float32_and_rounded_once(dtype, large):
+    terms = torch.tensor(
+        [large, 1, 2**-8], dtype=dtype
+    )  # a little above half way to large + 2, the next number; in `dtype` they make `large`
+    ones, one = torch.ones(1, 3, dtype=dtype), torch.tensor([1])
+    assert grouped_linear(terms[None], ones[None], one).item() == large + 2
+    assert grouped_dgrad(terms[None], torch.ones(1, 3, 1, dtype=dtype), one).item() == large + 2
+    assert grouped_wgrad(terms[:, None], ones.T, torch.tensor([3])).item() == large + 2
+    bias = torch.tensor([[2**-8]], dtype=dtype)
+    assert (
+        grouped_linear(terms[None, :2], ones[None, :, :2], one, bias=bias).item() == large + 2
+    )  # the bias has its part in the one rounding
+
+
+@pytest.mark.parametrize(("dtype", "large"), [(torch.bfloat16, 256.0), (torch.float16, 2048.0)])
+def test_gradient_of_the_bias_is_summed_in_float32(dtype, large):
+    bias = torch.zeros(1, 1, dtype=dtype, requires_grad=True)
+    out = grouped_linear(
+        torch.zeros(9, 1, dtype=dtype), torch.zeros(1, 1, 1, dtype=dtype), torch.tensor([9]), bias=bias
+    )
+    (d_bias,) = torch.autograd.grad(out, bias, torch.tensor([large, *[1.0] * 8], dtype=dtype)[:, None])
+    assert d_bias.dtype == dtype and d_bias.item() == large + 8
+    wide = torch.zeros(1, 1, requires_grad=True)
+    out = grouped_linear(
+        torch.zeros(2, 1, dtype=dtype), torch.zeros(1, 1, 1, dtype=dtype), torch.tensor([2]), bias=wide
+    )
+    (d_wide,) = torch.autograd.grad(out, wide, torch.tensor([[large], [1.0]], dtype=dtype))
+    assert (
+        d_wide.dtype == torch.float32 and d_wide.item() == large + 1
+    )  # not rounded to the dtype of the rows on its way
+
+
+def test_sums_may_be_asked_for_in_float64():
+    fine, ones, one = (
+        torch.tensor([[1.0, 2.0**-30, -1.0]]),
+        torch.ones(1, 1, 3),
+        torch.tensor([1]),
+    )  # in float32, 1 + 2^-30 = 1
+    assert grouped_linear(fine, ones, one, accumulator="float64").item() == 2.0**-30
+    assert grouped_dgrad(fine, ones.mT, one, accumulator="float64").item() == 2.0**-30
+    assert grouped_wgrad(fine.T, ones[0].T, torch.tensor([3]), accumulator="float64").item() == 2.0**-30
+    weight = torch.ones(1, 3, 1, requires_grad=True)  # one input, three outputs: its gradient is the sum over them
+    leaf = torch.ones(1, 1, requires_grad=True)
+    out = grouped_linear(leaf, weight, one, accumulator="float64")
+    (d_leaf,) = torch.autograd.grad(out, leaf, fine)
+    assert out.dtype == d_leaf.dtype == torch.float32 and d_leaf.item() == 2.0**-30
+
+
+def test_float64_is_never_narrowed():
+    fine = torch.tensor([[1.0, 2.0**-50]], dtype=torch.float64)
+    ones, one = torch.ones(1, 1, 2, dtype=torch.float64), torch.tensor([1])
+    assert (
+        grouped_linear(fine, ones, one).item()
+        == grouped_wgrad(fine.T, torch.ones(2, 1).double(), torch.tensor([2])).item()
+        == 1 + 2.0**-50
+    )
+    assert grouped_dgrad(fine, ones.reshape(1, 2, 1), one).item() == 1 + 2.0**-50
+
+
+def test_strides_do_not_matter():
+    x, weight, _, tokens_per_expert, _ = problem([2, 0, 3])
+    turned = x.T.contiguous().T, weight.permute(2, 0, 1).contiguous().permute(1, 2, 0), tokens_per_expert
+    assert torch.equal(grouped_linear(*turned), grouped_linear(x, weight, tokens_per_expert))
+    spread = torch.ones(1, 1).double().expand(7, 3)
+    assert torch.equal(
+        grouped_wgrad(spread, turned[0], tokens_per_expert), grouped_wgrad(spread.contiguous(), x, tokens_per_expert)
+    )
+
+
+# Twins: what `agrees` must not accept
+
+
+class Planted(torch.autograd.Function):
+    """grouped_linear with other gradients."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, counts, dgrad, wgrad):
+        ctx.save_for_backward(x, weight, bias, counts)
+        ctx.dgrad, ctx.wgrad = dgrad, wgrad
+        return grouped_linear(x, weight, counts, bias=bias)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight, bias, counts = ctx.saved_tensors
+        with torch.enable_grad():
+            leaf = bias.detach().requires_grad_()
+            (d_bias,) = torch.autograd.grad(grouped_linear(x, weight, counts, bias=leaf), leaf, g)
+        return ctx.dgrad(g, weight, counts), ctx.wgrad(g, x, counts), d_bias, None, None, None
+
+
+def planted(dgrad=grouped_dgrad, wgrad=grouped_wgrad):
+    return lambda x, weight, counts, *, bias: Planted.apply(x, weight, bias, counts, dgrad, wgrad)
+
+
+def without_empty(counts: Tensor) -> Tensor:
+    """An empty expert left out, so that those behind it move forward."""
+    return torch.cat([counts[counts > 0], counts[counts == 0]])
+
+
+TWINS = {
+    "empty expert shifts the others": lambda x, w, counts, *, bias: grouped_linear(
+        x, w, without_empty(counts), bias=bias
+    ),
+    "experts in reverse": lambda x, w, counts, *, bias: grouped_linear(x, w.flip(0), counts, bias=bias),
+    "bias of the next expert": lambda x, w, counts, *, bias: grouped_linear(x, w, counts, bias=bias.roll(1, 0)),
+    "no bias": lambda x, w, counts, *, bias: grouped_linear(x, w, counts) + 0 * bias.sum(),
+    "last expert takes the tail": lambda x, w, counts, *, bias: grouped_linear(
+        x, w, torch.cat([counts[:-1], len(x) - counts[:-1].sum(0, True)]), bias=bias
+    ),
+    "weight gradient of the next expert": planted(wgrad=lambda *inputs: grouped_wgrad(*inputs).roll(1, 0)),
+    "weight gradient without the empty ones": planted(
+        wgrad=lambda g, x, counts: grouped_wgrad(g, x, without_empty(counts))
+    ),
+    "weight gradient of the tail too": planted(
+        wgrad=lambda g, x, counts: grouped_wgrad(g, x, torch.cat([counts[:-1], len(x) - counts[:-1].sum(0, True)]))
+    ),
+    "no weight gradient": planted(wgrad=lambda *inputs: torch.zeros_like(grouped_wgrad(*inputs))),
+    "row gradient by the wrong expert": planted(
+        dgrad=lambda g, weight, counts: grouped_dgrad(g, weight.flip(0), counts)
+    ),
+}
+
+
+@pytest.mark.parametrize("twin", TWINS.values(), ids=TWINS)
+def test_a_wrong_grouped_linear_is_noticed(twin):
+    assert agrees(grouped_linear, [2, 0, 3]) and not agrees(twin, [2, 0, 3])
+
+
+# Recipes
+
+RECIPES = {
+    "current": Recipe("current"),
+    "current, powers of two": Recipe("current", power_of_two_scales=True, fp8_format="e4m3"),
+    "block": Recipe("block"),
+    "block, scales as they come": Recipe("block", power_of_two_scales=False, two_dimensional_weights=False),
+    "mxfp8": Recipe("mxfp8"),
+    "mxfp8, square weights": Recipe("mxfp8", two_dimensional_weights=True, fp8_format="hybrid"),
+    "nvfp4": Recipe("nvfp4", hadamard=False, stochastic_rounding=False),
+    "delayed": Recipe("delayed", amax_history_len=2),
+}
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+GROUPS = [32, 0, 64]
+
+
+def uneven(*shape: int, seed: int) -> Tensor:
+    """float32 whose magnitudes change from row to row, from column to column and from expert to expert, so that every block has its own scale."""
+    row, column = torch.arange(shape[-2])[:, None], torch.arange(shape[-1])
+    magnitude = 2.0 ** (column % 7) * 2.0 ** (row % 5) * 3.0 ** -(row // 32)
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * magnitude).requires_grad_()
+
+
+def delayed_state(recipe: Recipe) -> LinearState | None:
+    """Scales of which some saturate."""
+    if recipe.scaling != "delayed":
+        return None
+    history = torch.zeros(len(GROUPS), 2)
+    return LinearState(*(QuantizerState(history, torch.tensor([2.0**k, 8.0, 3.0])) for k in range(3)))
+
+
+def alone(x: Tensor, recipe: Recipe, role: str, columnwise: bool, state: LinearState | None, e: int) -> Tensor:
+    """One expert's tensor, quantised by itself and read back."""
+    own = None if state is None else QuantizerState(*(field[e : e + 1] for field in getattr(state, role)))
+    made = quantize(x.detach(), recipe, role=role, rowwise=not columnwise, columnwise=columnwise, state=own)
+    return dequantize(made.quantized, columnwise=columnwise).double()
+
+
+def one_expert_at_a_time(x, weight, d_out, recipe, state) -> list[Tensor]:
+    """out, dx and dW: products along in, along out and along tokens, each of factors quantised along the same."""
+    out, d_x, d_weight = [], [], []
+    for e, own in enumerate([slice(0, 32), slice(32, 32), slice(32, 96)]):
+
+        def q(tensor, role, columnwise, e=e):
+            return alone(tensor, recipe, role, columnwise, state, e)
+
+        out.append(q(x[own], "input", False) @ q(weight[e], "weight", False).T)
+        d_x.append(q(d_out[own], "grad_output", False) @ q(weight[e], "weight", True))
+        d_weight.append(q(d_out[own], "grad_output", True).T @ q(x[own], "input", True))
+    tail = torch.zeros(8, 32, dtype=torch.float64)
+    return [torch.cat([*out, tail]).float(), torch.cat([*d_x, tail]).float(), torch.stack(d_weight).float()]
+
+
+def recipe_agrees(recipe: Recipe, *, function=grouped_linear) -> bool:
+    x, weight, d_out, state = (
+        uneven(104, 32, seed=1),
+        uneven(3, 32, 32, seed=2),
+        uneven(104, 32, seed=3).detach(),
+        delayed_state(recipe),
+    )
+    out = function(x, weight, torch.tensor(GROUPS), recipe=recipe, state=state, accumulator="float64")
+    got = [out, *torch.autograd.grad(out, [x, weight], d_out)]
+    right = one_expert_at_a_time(x, weight, d_out, recipe, state)
+    neighbours = torch.finfo(torch.float32).eps  # why: both are sums in float64, rounded once
+    return all(torch.allclose(a, b, rtol=neighbours, atol=0) for a, b in zip(got, right, strict=True))
+
+
+@each_recipe
+def test_factors_are_quantised_along_the_contraction_expert_by_expert(recipe):
+    assert recipe_agrees(recipe)
+
+
+@each_recipe
+def test_high_precision_is_not_taken_for_a_recipe(recipe):
+    assert not recipe_agrees(recipe, function=lambda *inputs, recipe, state, **call: grouped_linear(*inputs, **call))
+
+
+# backward_override
+
+OVERRIDES = ("high_precision", "dequantized")
+OVERRIDABLE = {name: recipe for name, recipe in RECIPES.items() if name != "delayed"}
+
+
+def kept_for_backward(
+    x: Tensor, recipe: Recipe, role: str, *, columnwise: bool = False, rounded: bool = True
+) -> Tensor:
+    """One expert's rows or weight, as a gradient reads them, in float64."""
+    if recipe.backward_override == "high_precision":
+        return x.detach().double()
+    made = quantize(
+        x.detach() if rounded else x.detach().float(), recipe, role=role, rowwise=not columnwise, columnwise=columnwise
+    )
+    return dequantize(made.quantized, columnwise=columnwise).double()
+
+
+def overridden_agrees(recipe: Recipe, dtype: torch.dtype = torch.bfloat16, *, function=grouped_linear, **kept) -> bool:
+    """Sums in float64 of what is kept, beside the gradients that the reference has."""
+    x, weight, d_out = (
+        uneven(*shape, seed=seed).detach().to(dtype) for seed, shape in enumerate([(104, 32), (3, 32, 32), (104, 32)])
+    )
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    out = function(*leaves, torch.tensor(GROUPS), recipe=recipe, accumulator="float64")
+    d_x, d_weight = torch.autograd.grad(out, leaves, d_out)
+    forward = grouped_linear(
+        x, weight, torch.tensor(GROUPS), recipe=replace(recipe, backward_override=None), accumulator="float64"
+    )
+    right = []
+    for e, own in enumerate([slice(0, 32), slice(32, 32), slice(32, 96)]):
+        d = d_out[own].double()
+        right += [(d @ kept_for_backward(weight[e], recipe, "weight", **kept), d_x[own])]
+        right += [(d.T @ kept_for_backward(x[own], recipe, "input", **kept), d_weight[e])]
+    rounded = torch.finfo(dtype).eps  # why: both are sums in float64, rounded once
+    return (
+        torch.equal(out, forward)
+        and bool((d_x[96:] == 0).all())
+        and all(torch.allclose(a, b.double(), rtol=rounded, atol=0) for a, b in right)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("name", OVERRIDABLE)
+def test_an_overridden_gradient_is_a_product_of_what_is_kept(name, override, dtype):
+    assert overridden_agrees(replace(RECIPES[name], backward_override=override), dtype)
+
+
+def ignored(*tensors, recipe, **settings):
+    return grouped_linear(*tensors, recipe=replace(recipe, backward_override=None), **settings)
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("name", OVERRIDABLE)
+def test_an_override_that_is_ignored_is_noticed(name, override):
+    assert not overridden_agrees(replace(RECIPES[name], backward_override=override), function=ignored)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "block, scales as they come"])
+def test_columns_that_are_dequantised_and_values_that_are_not_rounded_are_noticed(name):
+    recipe = replace(RECIPES[name], backward_override="dequantized")
+    assert not overridden_agrees(recipe, columnwise=True)
+    assert not overridden_agrees(recipe, rounded=False)
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_an_overridden_backward_needs_no_noise_and_no_dtype_and_refuses_noise(override):
+    recipe = Recipe("nvfp4", backward_override=override)  # transforms bfloat16 alone, and rounds gradients by noise
+    x, weight, counts = uneven(32, 32, seed=1), uneven(1, 32, 32, seed=2), torch.tensor([32])
+    grouped_linear(x, weight, counts, recipe=recipe).sum().backward()
+    assert grouped_dgrad(x.detach(), weight.detach(), counts, recipe=recipe).isfinite().all()
+    for function, factors in ((grouped_linear, (x, weight)), (grouped_dgrad, (x, weight)), (grouped_wgrad, (x, x))):
+        with pytest.raises(ValueError, match=f"^noise is given with backward_override '{override}'"):
+            function(*factors, counts, recipe=recipe, noise=torch.zeros(2, 32, 32))
+
+
+def test_whole_blocks_of_rows_are_asked_for_by_what_is_quantised_alone():
+    x, weight, counts = uneven(40, 32, seed=1).detach(), uneven(1, 32, 32, seed=2).detach(), torch.tensor([40])
+    for override in OVERRIDES:
+        grouped_dgrad(x, weight, counts, recipe=Recipe("mxfp8", backward_override=override))
+    grouped_wgrad(x, x, counts, recipe=Recipe("mxfp8", backward_override="high_precision"))
+    with pytest.raises(ValueError, match="multiples of 32"):
+        grouped_wgrad(x, x, counts, recipe=Recipe("mxfp8", backward_override="dequantized"))
+
+
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "block, scales as they come"])
+def test_factors_quantised_across_the_contraction_are_noticed(monkeypatch, gemm, name):
+    right = grouped_linear_module.operands
+
+    def turned(of: str, recipe: Recipe):
+        return tuple(operand._replace(columnwise=operand.columnwise ^ (of == gemm)) for operand in right(of, recipe))
+
+    monkeypatch.setattr(grouped_linear_module, "operands", turned)
+    assert not recipe_agrees(RECIPES[name])
+
+
+@pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+@pytest.mark.parametrize("name", ["current", "mxfp8", "block"])
+def test_a_role_in_high_precision_is_noticed(monkeypatch, role, name):
+    right = grouped_linear_module._from_codes
+
+    def some(x, splits, of, gemm, how):
+        return (
+            [part.double() for part in x[: int(splits.sum())].split(splits.tolist())]
+            if of == role
+            else right(x, splits, of, gemm, how)
+        )
+
+    monkeypatch.setattr(grouped_linear_module, "_from_codes", some)
+    assert not recipe_agrees(RECIPES[name])
+
+
+def test_experts_that_share_a_scale_are_noticed():
+    def together(x, weight, counts, *, recipe, state, accumulator):
+        low = dequantize(quantize(x.detach(), recipe).quantized)
+        return grouped_linear(
+            low + (x - x.detach()), weight, counts, recipe=recipe, state=state, accumulator=accumulator
+        )
+
+    assert not recipe_agrees(Recipe("current"), function=together)
+
+
+def test_gradients_alone_are_in_e5m2_under_hybrid():
+    """Scales are 2^8 and 2^15: 1.75 fits exactly. E4M3 has 1.125; E5M2 has 1 and 1.25, and the even one is 1."""
+    values, one, recipe = (
+        torch.tensor([[1.125], [1.75]]),
+        torch.ones(1, 1, 1),
+        Recipe("current", power_of_two_scales=True),
+    )
+    counts = torch.tensor([2])
+    assert grouped_linear(values, one, counts, recipe=recipe).flatten().tolist() == [1.125, 1.75]
+    assert grouped_dgrad(values, one, counts, recipe=recipe).flatten().tolist() == [1.0, 1.75]
+    assert grouped_wgrad(values, values, counts, recipe=recipe).item() == 1.0 * 1.125 + 1.75 * 1.75
+
+
+def test_delayed_scales_come_from_the_state():
+    recipe, counts = Recipe("delayed"), torch.tensor([1, 1])
+    unit = new_quantizer_state(recipe, num_groups=2)
+    state = LinearState(unit._replace(scale=torch.tensor([448.0, 1.0])), unit, unit)
+    x, weight = torch.tensor([[2.0], [2.0]]), torch.ones(2, 1, 1)
+    assert grouped_linear(x, weight, counts, recipe=recipe, state=state).flatten().tolist() == [
+        1,
+        2,
+    ]  # 2 · 448 saturates at 448
+    assert all(torch.equal(a, b) for a, b in zip(state.weight, new_quantizer_state(recipe, num_groups=2), strict=True))
+
+
+def test_codes_are_not_rounded_to_the_dtype_of_the_rows():
+    x, weight = torch.tensor([[3.0, 1.0]]).bfloat16(), torch.tensor([[[0.0, 240.0]]]).bfloat16()
+    out = grouped_linear(x, weight, torch.tensor([1]), recipe=Recipe("current"))
+    assert (
+        out.item() == 231
+    )  # 1 · 448/3 → 144, which stands for 0.96429, · 240 = 231.43; with 0.96484 in bfloat16 it is 231.56
+
+
+def test_hadamard_transforms_cancel_in_the_weight_gradient():
+    """Walsh functions, with the signs of the transform: it makes each column a single 4, which E2M1 holds."""
+    signs = torch.tensor(HADAMARD_SIGNS)
+    walsh = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)])
+    x = (signs[:, None] * walsh).bfloat16()
+    noise = torch.rand(2, 16, 16, generator=torch.Generator().manual_seed(0))
+    d_weight = grouped_wgrad(x, x, torch.tensor([16]), recipe=Recipe("nvfp4"), noise=noise)
+    assert torch.equal(d_weight, 16 * torch.eye(16).bfloat16()[None])
+
+
+def test_noise_rounds_the_gradient_and_nothing_else():
+    x, weight = (
+        uneven(16, 16, seed=1).detach().bfloat16().requires_grad_(),
+        uneven(1, 16, 16, seed=2).detach().bfloat16().requires_grad_(),
+    )
+    found = []
+    for value in (0.0, 0.999):
+        out = grouped_linear(
+            x, weight, torch.tensor([16]), recipe=Recipe("nvfp4"), noise=torch.full((2, 16, 16), value)
+        )
+        found.append([out, *torch.autograd.grad(out, [x, weight], uneven(16, 16, seed=3).detach().bfloat16())])
+    assert torch.equal(found[0][0], found[1][0])
+    assert not torch.equal(found[0][1], found[1][1]) and not torch.equal(found[0][2], found[1][2])
+
+
+@each_recipe
+def test_rows_behind_the_last_segment_reach_no_scale(recipe):
+    x, weight, d_out, state = (
+        uneven(104, 32, seed=1).detach(),
+        uneven(3, 32, 32, seed=2).detach(),
+        uneven(104, 32, seed=3).detach(),
+        delayed_state(recipe),
+    )
+    counts, how = torch.tensor(GROUPS), {"recipe": recipe, "state": state}
+    for function, tensors in (
+        (grouped_linear, (x, weight)),
+        (grouped_dgrad, (d_out, weight)),
+        (grouped_wgrad, (d_out, x)),
+    ):
+        spoilt = [torch.cat([y[:96], torch.full_like(y[96:], math.nan)]) if len(y) == 104 else y for y in tensors]
+        assert torch.equal(function(*tensors, counts, **how), function(*spoilt, counts, **how))
+
+
+def test_an_empty_expert_has_a_zero_gradient_in_low_precision():
+    x, d_out = uneven(104, 32, seed=1).detach(), uneven(104, 32, seed=3).detach()
+    for counts in (GROUPS, [0, 0, 0]):
+        d_weight = grouped_wgrad(d_out, x, torch.tensor(counts), recipe=Recipe("mxfp8"))
+        assert [bool((d != 0).any()) for d in d_weight] == [count > 0 for count in counts]
+
+
+# Errors
+
+X, W, N = torch.zeros(4, 3), torch.zeros(2, 5, 3), torch.tensor([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("named", "call"),
+    [
+        ("rows", lambda: grouped_linear(torch.zeros(4), W, N)),
+        ("rows", lambda: grouped_linear(X.long(), W, N)),
+        ("weight", lambda: grouped_linear(X, W[0], N)),
+        ("weight", lambda: grouped_linear(X, W[:0], N[:0])),
+        ("weight", lambda: grouped_linear(X, W.mT, N)),
+        ("weight", lambda: grouped_linear(X, W.double(), N)),
+        ("bias", lambda: grouped_linear(X, W, N, bias=torch.zeros(2, 3))),
+        ("bias", lambda: grouped_linear(X, W, N, bias=torch.zeros(5))),
+        ("tokens_per_expert", lambda: grouped_linear(X, W, torch.tensor([1, 2, 0]))),
+        ("tokens_per_expert", lambda: grouped_linear(X, W, torch.tensor([1.0, 2.0]))),
+        ("tokens_per_expert", lambda: grouped_linear(X, W, torch.tensor([True, True]))),
+        ("tokens_per_expert", lambda: grouped_linear(X, W, torch.tensor([-1, 2]))),
+        ("tokens_per_expert", lambda: grouped_linear(X, W, torch.tensor([3, 2]))),
+        ("tokens_per_expert", lambda: grouped_wgrad(X, X, torch.tensor([3, 2]))),
+        ("tokens_per_expert", lambda: grouped_wgrad(X, X, torch.tensor(3))),
+        ("accumulator", lambda: grouped_linear(X, W, N, accumulator="bfloat16")),
+        ("weight", lambda: grouped_dgrad(X, W, N)),
+        ("d_out", lambda: grouped_wgrad(X[:3], X, N)),
+        ("d_out", lambda: grouped_wgrad(X.double(), X, N)),
+        ("accumulate_into", lambda: grouped_wgrad(torch.zeros(4, 5), X, N, accumulate_into=torch.zeros(2, 3, 5))),
+        (
+            "accumulate_into",
+            lambda: grouped_wgrad(torch.zeros(4, 5), X, N, accumulate_into=torch.zeros(2, 5, 3).bfloat16()),
+        ),
+        ("recipe", lambda: grouped_linear(X, W, N, recipe="mxfp8")),
+        ("state", lambda: grouped_linear(X, W, N, recipe=Recipe("delayed"))),
+        ("state", lambda: grouped_linear(X, W, N, state=LinearState(None, None, None))),
+        ("state", lambda: grouped_linear(X, W, N, recipe=Recipe("current"), state=LinearState(None, None, None))),
+        ("noise", lambda: grouped_wgrad(torch.zeros(4, 5), X, N, noise=torch.zeros(2, 4, 5))),
+        ("x", lambda: grouped_linear(X, W, N, recipe=Recipe("mxfp8"))),
+        ("splits", lambda: grouped_linear(torch.zeros(4, 32), torch.zeros(2, 32, 32), N, recipe=Recipe("mxfp8"))),
+        ("weight", lambda: linear(X, W)),
+        ("weight", lambda: linear(X, W[0].T)),
+        ("bias", lambda: linear(X, W[0], bias=torch.zeros(3))),
+    ],
+)
+def test_illegal_calls_are_refused_by_name(named, call):
+    with pytest.raises(ValueError, match=f"^{named} is "):
+        call()

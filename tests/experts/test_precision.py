@@ -1,0 +1,561 @@
+"""Grouped products in low precision: honest ones are accepted whatever they leave open, and every stage that is wrong is found by a value."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.analysis.products import Product
+from conformance.catalogue import CONTRACTS
+from conformance.core.space import Space
+from conformance.engine.child import poison
+from conformance.engine.child.evaluate import evaluate
+from conformance.engine.choose.draw import drawn, strategy
+from conformance.engine.choose.far import far_cases
+from conformance.engine.choose.plan import cases_of, sections
+from conformance.engine.choose.profiles import PROFILES
+from conformance.engine.choose.shapes import shape_cases
+from conformance.families.experts.axes import LOW_AXES
+from conformance.families.experts.linear import VALUES, GroupedCase, counts_of, precision_of
+from conformance.families.experts.precision import (
+    LOW_VALUES,
+    Factor,
+    Precision,
+    dequantised,
+    fits,
+    margin_of,
+    state_tensors,
+    step_across,
+)
+from conformance.families.experts.space_recipes import FACTORS, recipe_cases
+from conformance.families.quantization.cases import RECIPES, VARIANTS
+from conformance.interface import Implementation, load
+from conformance.judge import Bounded
+from conformance.judge.ratios import FLOAT32, HOPPER_FP8, RowWise
+from moe_ref.config.quantization import OVERRIDES
+from moe_ref.quantization.formats import E4M3
+from moe_ref.quantization.quantize import quantize
+from moe_ref.quantization.recipes import scheme
+from tests.honest.low_precision import Way, by_codes, make, never_promoted, of_fourteen_bits
+from tests.honest.wrong_products import (
+    across_experts,
+    by_override,
+    in_bfloat16,
+    in_e4m3,
+    in_high_precision,
+    last_block_by_the_one_before,
+    low_bias,
+    neighbours,
+    noise_of_the_other_direction,
+    not_rounded,
+    not_saturated,
+    one_state_for_all,
+    other_direction,
+    parts_with,
+    to_nearest,
+    transposed_scales,
+    untransformed,
+    updated_too_early,
+    upwards,
+    with_the_tail,
+)
+
+poison.install()
+
+GPU = Space(device="cuda")  # where most is tested; the cases themselves run anywhere
+REAL = 300  # tokens: those of real shapes are for a GPU
+FUNCTIONS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
+HONEST = ("ScaledFirst", "ScaledLast", "Split", "FourteenBits", "Reciprocal")
+EVERY, SEEDS, DRAWS = (
+    4,
+    range(5),
+    24,
+)  # one of so many cases of a covering array; drawn cases of a seed, of which a third are in low precision
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small products are quicker without others to wait for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def low_cases(function: str) -> list[Any]:
+    many = [case for seed in SEEDS for case in drawn(strategy(function, GPU), seed, DRAWS)]
+    cases = [
+        *(case for case in recipe_cases(function, GPU)[::EVERY] if case.tokens < REAL),
+        *(case for case in many if case.scaling),
+    ]
+    return [replace(case, law=case.law if case.law in Space().laws(case) else "") for case in cases]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("name", [*HONEST, "reference"])
+def test_honest_products_are_accepted(name, function):
+    implementation = load("moe_ref" if name == "reference" else f"tests.honest.low_precision:{name}")
+    cases = low_cases(function)
+    outcomes = {case.text: evaluate(case, implementation) for case in cases}
+    fine = ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")
+    assert {text: x.finding or x.reason for text, x in outcomes.items() if x.status not in fine} == {}
+    assert sum(x.status == "PASS" for x in outcomes.values()) > len(cases) / 2
+
+
+# ---- what is wrong in one place
+
+
+LINEAR = GroupedCase(
+    function="grouped_linear",
+    scaling="current",
+    tokens=60,
+    experts=3,
+    hidden=40,
+    width=30,
+    values="patches",
+    grads="rows+weight",
+)
+DGRAD, WGRAD = replace(LINEAR, function="grouped_dgrad", grads=""), replace(LINEAR, function="grouped_wgrad", grads="")
+BLOCKS: dict[str, Any] = {
+    "scaling": "block",
+    "tokens": 402,
+    "counts": (130, 131, 141),
+    "hidden": 133,
+    "width": 130,
+    "dtype": "bfloat16",
+}
+SMALL: dict[str, Any] = {
+    "scaling": "mxfp8",
+    "tokens": 6,
+    "counts": (2, 3, 1),
+    "hidden": 3,
+    "width": 2,
+    "dtype": "bfloat16",
+}
+FOUR: dict[str, Any] = {
+    "scaling": "nvfp4",
+    "tokens": 9,
+    "counts": (4, 3, 2),
+    "hidden": 4,
+    "width": 5,
+    "dtype": "bfloat16",
+    "values": "dyadic",
+}
+DELAYED: dict[str, Any] = {"scaling": "delayed", "values": "dyadic"}
+OVERRIDDEN, DEQUANTIZED = {"override": "high_precision"}, {"override": "dequantized"}
+ROWS, COLUMNS, SQUARES, FREE = (
+    {"values": "rows"},
+    {"values": "columns"},
+    {"variant": 2},
+    {"variant": 1},
+)  # FREE: scales that are no powers of two
+
+WRONG = {
+    "rows quantised along tokens for fprop": (
+        replace(LINEAR, **SMALL | ROWS, grads=""),
+        parts_with(other_direction, role="input", gemm="fprop"),
+        "out",
+    ),
+    "weights quantised along outputs for fprop": (
+        replace(LINEAR, **SMALL | ROWS, grads=""),
+        parts_with(other_direction, role="weight"),
+        "out",
+    ),
+    "weights quantised along inputs for dgrad": (
+        replace(DGRAD, **SMALL | COLUMNS),
+        parts_with(other_direction, role="weight"),
+        "d_rows",
+    ),
+    "cotangents quantised along tokens for dgrad": (
+        replace(DGRAD, **SMALL | ROWS),
+        parts_with(other_direction, role="grad_output"),
+        "d_rows",
+    ),
+    "cotangents quantised along outputs for wgrad": (
+        replace(WGRAD, **SMALL | COLUMNS),
+        parts_with(other_direction, role="grad_output"),
+        "d_weight",
+    ),
+    "rows quantised along inputs for wgrad": (
+        replace(WGRAD, **BLOCKS | FREE),
+        parts_with(other_direction, role="input"),
+        "d_weight",
+    ),
+    "the same in a gradient": (
+        replace(LINEAR, **SMALL | COLUMNS),
+        parts_with(other_direction, role="input", gemm="wgrad"),
+        "d_weight",
+    ),
+    "scales of square blocks transposed": (
+        replace(LINEAR, **BLOCKS, grads=""),
+        parts_with(transposed_scales, role="weight"),
+        "out",
+    ),
+    "scales of small square blocks transposed": (
+        replace(DGRAD, **SMALL | SQUARES),
+        parts_with(transposed_scales, role="weight"),
+        "d_rows",
+    ),
+    "E4M3 where hybrid says E5M2": (
+        replace(DGRAD, dtype="bfloat16"),
+        parts_with(in_e4m3, role="grad_output"),
+        "d_rows",
+    ),
+    "the same in MXFP8": (replace(WGRAD, **SMALL | FREE), parts_with(in_e4m3, role="grad_output"), "d_weight"),
+    "scales of the expert before, of weights": (
+        replace(LINEAR, dtype="bfloat16"),
+        parts_with(neighbours, role="weight"),
+        "out",
+    ),
+    "scales of the expert before, of rows": (
+        replace(WGRAD, dtype="bfloat16"),
+        parts_with(neighbours, role="input"),
+        "d_weight",
+    ),
+    "the last block by the scale before": (
+        replace(LINEAR, **BLOCKS, grads=""),
+        parts_with(last_block_by_the_one_before, role="input"),
+        "out",
+    ),
+    "sums of 14 bits, not declared": (replace(WGRAD, **BLOCKS), make(Way(product=of_fourteen_bits)), "d_weight"),
+    "never promoted, not declared": (replace(WGRAD, **BLOCKS), make(Way(product=never_promoted)), "d_weight"),
+    "high precision instead": (LINEAR, make(Way(parts=in_high_precision)), "out"),
+    "high precision instead, of weights in MXFP8": (
+        replace(DGRAD, **SMALL),
+        parts_with(in_high_precision, role="weight"),
+        "d_rows",
+    ),
+    "high precision instead, in NVFP4": (replace(WGRAD, **FOUR), make(Way(parts=in_high_precision)), "d_weight"),
+    "values in bfloat16": (replace(LINEAR, grads=""), make(Way(parts=in_bfloat16)), "out"),
+    "values in bfloat16, and so are rows": (
+        replace(LINEAR, tokens=300, hidden=130, dtype="bfloat16", grads=""),
+        make(Way(parts=in_bfloat16)),
+        "out",
+    ),
+    "a quantised bias": (replace(LINEAR, values="dyadic", bias="float32", grads=""), make(Way(bias=low_bias)), "out"),
+    "blocks in two experts": (replace(WGRAD, **BLOCKS | FREE), parts_with(across_experts, role="input"), "d_weight"),
+    "the tail in the last block": (
+        replace(WGRAD, **BLOCKS | FREE, values="dyadic", tail=9),
+        parts_with(with_the_tail, role="grad_output"),
+        "d_weight",
+    ),
+    "delayed scales of this step": (replace(LINEAR, **DELAYED), parts_with(updated_too_early, role="input"), "out"),
+    "delayed scales of this step, of a gradient": (
+        replace(LINEAR, **DELAYED),
+        parts_with(updated_too_early, role="grad_output"),
+        "d_rows",
+    ),
+    "one delayed scale for all experts": (
+        replace(LINEAR, **DELAYED),
+        parts_with(one_state_for_all, role="weight"),
+        "out",
+    ),
+    "a cast without saturation": (replace(LINEAR, **DELAYED, grads=""), parts_with(not_saturated, role="input"), "out"),
+    "nearest instead of stochastic": (replace(DGRAD, **FOUR), parts_with(to_nearest, role="grad_output"), "d_rows"),
+    "nearest instead of stochastic, in a gradient": (
+        replace(LINEAR, **FOUR),
+        parts_with(to_nearest, role="grad_output", gemm="wgrad"),
+        "d_weight",
+    ),
+    "noise of the other direction": (
+        replace(WGRAD, **FOUR),
+        parts_with(noise_of_the_other_direction, role="grad_output"),
+        "d_weight",
+    ),
+    "rows not transformed": (replace(WGRAD, **FOUR), parts_with(untransformed, role="input"), "d_weight"),
+    "cotangents not transformed": (
+        replace(LINEAR, **FOUR),
+        parts_with(untransformed, role="grad_output", gemm="wgrad"),
+        "d_weight",
+    ),
+    "an override that is ignored": (replace(LINEAR, **OVERRIDDEN), make(Way(parts=by_override(None))), "d_rows"),
+    "an override that is ignored, in MXFP8": (
+        replace(WGRAD, **SMALL | ROWS | OVERRIDDEN),
+        make(Way(parts=by_override(None))),
+        "d_weight",
+    ),
+    "an override that is ignored, in NVFP4": (
+        replace(DGRAD, **FOUR | DEQUANTIZED),
+        make(Way(parts=by_override(None))),
+        "d_rows",
+    ),
+    "a cotangent quantised all the same": (
+        replace(DGRAD, **OVERRIDDEN),
+        parts_with(by_override(None), role="grad_output"),
+        "d_rows",
+    ),
+    "the same beside what came back": (
+        replace(LINEAR, **DEQUANTIZED),
+        parts_with(by_override(None), role="grad_output", gemm="wgrad"),
+        "d_weight",
+    ),
+    "rows that come back where they are kept": (
+        replace(WGRAD, **OVERRIDDEN),
+        parts_with(by_override("dequantized"), role="input"),
+        "d_weight",
+    ),
+    "rows kept where they come back": (
+        replace(LINEAR, **DEQUANTIZED),
+        parts_with(in_high_precision, role="input", gemm="wgrad"),
+        "d_weight",
+    ),
+    "weights kept where they come back": (
+        replace(DGRAD, **FOUR | DEQUANTIZED),
+        parts_with(in_high_precision, role="weight"),
+        "d_rows",
+    ),
+    "rows that come back by columns": (
+        replace(WGRAD, **BLOCKS | FREE | DEQUANTIZED),
+        parts_with(other_direction, role="input"),
+        "d_weight",
+    ),
+    "weights that come back by columns": (
+        replace(DGRAD, **SMALL | COLUMNS | DEQUANTIZED),
+        parts_with(other_direction, role="weight"),
+        "d_rows",
+    ),
+    "what comes back is not rounded": (
+        replace(WGRAD, **DEQUANTIZED, dtype="bfloat16"),
+        parts_with(not_rounded, role="input"),
+        "d_weight",
+    ),
+    "what comes back is in bfloat16": (replace(DGRAD, **DEQUANTIZED), make(Way(parts=in_bfloat16)), "d_rows"),
+    "high precision forward, too": (replace(LINEAR, **OVERRIDDEN), make(Way(parts=in_high_precision)), "out"),
+    "sums of 14 bits of what is no code": (
+        replace(WGRAD, **BLOCKS | OVERRIDDEN),
+        make(Way(overridden=of_fourteen_bits)),
+        "d_weight",
+    ),
+    "a tie away from zero": (replace(LINEAR, values="midpoints", grads=""), parts_with(upwards, role="input"), "out"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_in_one_place_is_found_there_by_its_value(name):
+    case, wrong, output = WRONG[name]
+    assert fits(case)
+    outcomes = [evaluate(replace(case, seed=seed), Implementation(wrong, "here")) for seed in range(4)]
+    found = {(x.finding["output"], x.finding["check"]) for x in outcomes if x.status == "FAIL"}
+    assert found & {(output, "bound"), (output, "ratio")}, [x.finding or x.reason for x in outcomes]
+
+
+@pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG.values()), ids=lambda case: case.id)
+def test_the_cases_that_find_it_are_passed_by_the_honest(case):
+    for name in ("ScaledFirst", "ScaledLast"):
+        assert {
+            evaluate(replace(case, seed=seed), load(f"tests.honest.low_precision:{name}")).status for seed in range(4)
+        } == {"PASS"}
+
+
+# ---- what is declared
+
+
+def declaring(way: Way, **declared: Any) -> Implementation:
+    return Implementation(make(replace(way, declared=tuple(declared.items()))), "here")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_sums_of_14_bits_are_right_where_they_are_declared_and_wrong_where_not(function):
+    case = replace(LINEAR, **BLOCKS, function=function, grads="")
+    way = Way(product=of_fourteen_bits)
+    assert evaluate(case, declaring(way, accumulator="hopper_fp8")).status == "PASS"
+    assert evaluate(case, declaring(way, accumulator="float32")).finding["check"] in ("bound", "ratio")
+    assert evaluate(case, declaring(Way(), accumulator="hopper_fp8")).status == "PASS"  # better than declared
+
+
+@pytest.mark.parametrize("scaling", ["current", "block"])
+def test_sums_of_14_bits_that_are_never_promoted_are_wrong_whatever_is_declared(scaling):
+    case = replace(DGRAD, scaling=scaling, tokens=96, width=4096, hidden=64, values="dyadic")
+    assert evaluate(case, declaring(Way(product=of_fourteen_bits), accumulator="hopper_fp8")).status == "PASS"
+    assert evaluate(case, declaring(Way(product=never_promoted), accumulator="hopper_fp8")).finding["check"] in (
+        "bound",
+        "ratio",
+    )
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_an_overridden_gradient_is_added_in_float32_whatever_is_declared_of_fp8(override):
+    case = replace(WGRAD, **BLOCKS, override=override)
+    for way, right in ((Way(), "PASS"), (Way(overridden=of_fourteen_bits), "FAIL")):
+        assert evaluate(case, declaring(way, accumulator="hopper_fp8")).status == right
+    how = precision_of_case(case, {"accumulator": "hopper_fp8"})
+    assert (how.of("fprop"), how.of("wgrad").accumulator, how.of("wgrad").roundings) == (how, FLOAT32, 0)
+
+
+def test_sums_of_14_bits_of_mxfp8_are_wrong_whatever_is_declared_of_fp8():
+    case = replace(DGRAD, scaling="mxfp8", tokens=3, width=128, hidden=2, values="dyadic")
+    low = Way(product=lambda left, right, recipe: of_fourteen_bits(left, right, RECIPES["current"][0]))
+    assert evaluate(case, declaring(Way(), accumulator="hopper_fp8")).status == "PASS"
+    assert evaluate(case, declaring(low, accumulator="hopper_fp8")).finding["check"] in ("bound", "ratio")
+
+
+def test_mxfp8_nvfp4_and_high_precision_are_added_in_float32_whatever_is_declared_of_fp8():
+    declared = {"accumulator": "hopper_fp8"}
+    assert precision_of_case(replace(WGRAD, **SMALL), declared).accumulator == FLOAT32
+    assert precision_of_case(replace(WGRAD, **FOUR), declared).accumulator == FLOAT32
+    assert precision_of_case(replace(WGRAD, scaling="", values="dyadic"), declared).accumulator == FLOAT32
+    assert precision_of_case(WGRAD, declared).accumulator == HOPPER_FP8
+    assert precision_of_case(WGRAD, declared).sums == FLOAT32  # of a bias, and of what is accumulated into
+
+
+def precision_of_case(case: GroupedCase, declared: dict[str, Any]) -> Precision:
+    problem = CONTRACTS[case.function].problem(case)
+    return precision_of(problem, declared, problem.required["rows"])
+
+
+def test_a_tie_is_anybodys_where_reciprocals_are_declared():
+    case = replace(LINEAR, values="midpoints", grads="")
+    way = Way(parts=lambda source: upwards(source) if source.role == "input" else by_codes(source))
+    assert evaluate(case, declaring(way, scale_arithmetic="reciprocal")).status == "PASS"
+    assert evaluate(case, declaring(way, scale_arithmetic="division")).finding["check"] == "bound"
+    assert (
+        evaluate(replace(case, variant=1), declaring(way, scale_arithmetic="reciprocal")).finding["check"] == "bound"
+    )  # powers of two
+    assert evaluate(case, declaring(Way(), scale_arithmetic="reciprocal")).status == "PASS"
+
+
+def test_the_margin_of_a_code_is_a_step_where_it_lies_in_the_middle_and_nothing_elsewhere():
+    scaled = torch.tensor(
+        [
+            1.0625,
+            -1.0625,
+            1.0625 * (1 + 2.0**-22),
+            1.0625 * (1 + 2.0**-20),
+            1.0,
+            0.0,
+            2.0**-10,
+            432.0,
+            448.0,
+            1e9,
+            torch.nan,
+        ],
+        dtype=torch.float64,
+    )
+    assert step_across(scaled, E4M3).tolist() == [0.125, 0.125, 0.125, 0, 0, 0, 2.0**-9, 32, 0, 0, 0]
+
+
+def test_a_block_scale_in_the_middle_of_two_leaves_each_of_its_codes_two_values():
+    """A = 6 · 448, so S = 1; the block's amax is 6 · 1.0625, and its scale 1 or 1.125."""
+    x = torch.zeros(16, 32)
+    x[0, 0], x[0, 16], x[0, 17] = 6 * 448, 6 * 1.0625, 1.0
+    (group,) = quantize(x, RECIPES["nvfp4"][1], role="weight").quantized.form(False).groups
+    margin = margin_of(group, x, scheme(RECIPES["nvfp4"][1], "weight"))
+    assert margin[0, 16:18].tolist() == [0.75, 0.125]
+    assert margin.count_nonzero() == 2
+
+
+def test_what_comes_back_is_rounded_once_and_may_be_its_neighbour_only_where_scales_are_reciprocals():
+    value = torch.tensor([1 + 2.0**-8, 1 + 2.0**-9, 1.0, torch.inf]).double()  # bfloat16 has 1 and 1 + 2⁻⁷
+    exact, loose = (dequantised(Factor(value), torch.bfloat16, reciprocal) for reciprocal in (False, True))
+    assert exact.value.tolist() == loose.value.tolist() == [1, 1, 1, torch.inf]
+    assert exact.margin is None
+    assert loose.margin.tolist() == [2.0**-7, 0, 0, 0]
+    other = dequantised(
+        Factor(value, torch.tensor([0, 2.0**-8, 0, 0]).double()), torch.bfloat16, False
+    )  # another code, as far away
+    assert other.margin.tolist() == [0, 2.0**-7, 0, 0]
+
+
+def test_a_case_of_an_overridden_backward_shrinks_and_one_of_delayed_scaling_is_none():
+    case = replace(LINEAR, **DEQUANTIZED)
+    simpler = {(other.scaling, other.override) for other in CONTRACTS[case.function].simpler(case)}
+    assert simpler == {("", ""), ("current", ""), ("current", "dequantized")}
+    assert CONTRACTS[case.function].neighbour(case).override == "high_precision"
+    for scaling in ("", "delayed"):
+        with pytest.raises(ValueError, match=r"^override is 'dequantized'"):
+            replace(case, scaling=scaling, values="dyadic")
+
+
+def test_the_product_of_margins_is_how_far_it_can_be():
+    left, right = (
+        Factor(torch.tensor([[2.0, -4.0]]).double(), torch.tensor([[0.5, 0.0]]).double()),
+        Factor(torch.tensor([[3.0, 1.0]]).double()),
+    )
+    product = Product.of_factors(left, right)
+    assert (product.value.item(), product.magnitude.item(), product.margin.item()) == (2, 10, 1.5)
+    assert Product.of_factors(Factor(left.value), right).margin.item() == 0
+
+
+def test_rows_with_a_code_that_may_be_another_are_not_compared_with_the_reference():
+    case = replace(LINEAR, tokens=300, width=60, values="midpoints", grads="")
+    contract = CONTRACTS[case.function]
+    problem = contract.problem(case)
+    exact, loose = (
+        contract.expected(case, problem, {"scale_arithmetic": how})["out"] for how in ("division", "reciprocal")
+    )
+    assert isinstance(exact, RowWise)
+    assert type(loose) is Bounded
+    assert (loose.bound >= exact.bound).all()
+
+
+# ---- what is made of a case
+
+
+def test_scales_of_states_differ_by_tensor_and_expert_and_are_no_powers_of_two():
+    state = state_tensors(replace(LINEAR, **DELAYED))
+    scales = torch.stack([x for name, x in state.items() if name.endswith("scale")])
+    assert len(state) == 6
+    assert scales.shape == (3, 3)
+    assert len(scales.unique()) == 9
+    assert (torch.frexp(scales)[0] != 0.5).all()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_implementations_without_recipes_are_asked_for_none(function):
+    for lacking in ("recipe", "state", "noise"):
+        space = Space(without={function: frozenset({lacking})})
+        cases = [
+            *recipe_cases(function, space),
+            *drawn(strategy(function, space), 0, 60),
+            *shape_cases(function, space),
+            *far_cases(function, space),
+        ]
+        low = {case.scaling for case in cases} - {""}
+        assert low == {"recipe": set(), "state": set(RECIPES) - {"delayed"}, "noise": set(RECIPES)}[lacking]
+        assert ("nvfp4", 0, "") not in {
+            (case.scaling, case.variant, case.override) for case in cases
+        } or lacking != "noise"
+
+
+RECIPE_NAMES = {(scaling, variant) for scaling in RECIPES for variant in range(VARIANTS)}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_gate_has_every_recipe_with_every_kind_of_values_and_of_segments(function):
+    cases = recipe_cases(function, GPU)
+    pairs = {(case.scaling, case.values) for case in cases}
+    assert pairs == {(scaling, values) for scaling in RECIPES for values in (*VALUES, *LOW_VALUES)}
+    assert {(case.scaling, counts_of(case)[0] == 0) for case in cases} == {
+        (scaling, first) for scaling in RECIPES for first in (True, False)
+    }
+    assert len([case for case in cases if case.layout.startswith("wide")]) == 2 * len(FACTORS[function])
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_gate_of_an_interpreter_has_every_recipe_and_every_value_once(function):
+    cases = recipe_cases(function, Space())
+    assert {(case.scaling, case.variant) for case in cases if not case.override} == RECIPE_NAMES
+    for axis, values in LOW_AXES[function].items():
+        if axis not in ("layout", "counts"):
+            assert {getattr(case, axis) for case in cases} >= set(values), axis
+    section = next(s for s in sections(PROFILES["gate"]) if (s.kind, s.function) == ("fixed", function))
+    assert set(cases) <= set(cases_of(section, PROFILES["gate"], Space(), 0, []))
+    assert len(cases) < 22
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_what_is_drawn_is_legal_and_reaches_every_recipe(function):
+    cases = [case for seed in range(10) for case in drawn(strategy(function, GPU), seed, 60)]
+    low = [case for case in cases if case.scaling]
+    assert len(cases) / 5 < len(low) < len(cases) / 2
+    assert all(fits(case) for case in low)
+    assert {(case.scaling, case.variant) for case in low} == RECIPE_NAMES
+    assert {case.values for case in low} == {*VALUES, *LOW_VALUES}
+    assert any(case.tokens == 0 for case in low)
+    overridden = {(case.scaling, case.override) for case in low if case.override}
+    assert overridden == {(scaling, override) for scaling in RECIPES if scaling != "delayed" for override in OVERRIDES}
+    assert all(case.grads or function != "grouped_linear" for case in low if case.override)
+    assert any(case.layout_of == "noise" for case in low) or function == "grouped_linear"

@@ -1,0 +1,287 @@
+"""Experts that differ in what the contract leaves open are accepted; those that differ in anything else are found, and where."""
+
+import functools
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conformance.analysis.curves import CURVES, GATES, Curve, erf, settled, sigmoid, sigmoid_gated, tanh
+from conformance.analysis.products import Product, experts_of_rows
+from conformance.core.case import Case
+from conformance.core.covering import covering_cases
+from conformance.core.space import Space
+from conformance.engine.child import poison
+from conformance.engine.child.evaluate import evaluate
+from conformance.engine.choose.draw import drawn, strategy
+from conformance.engine.choose.plan import fixed_cases
+from conformance.engine.choose.shapes import shape_cases
+from conformance.families.experts.activations import ActivationCase
+from conformance.families.experts.linear import GroupedCase
+from conformance.interface import Implementation, load
+from conformance.judge.ratios import FLOAT32
+from conformance.judge.running import Running
+from moe_ref.experts.activations import CURVES as REFERENCE
+from tests.honest.experts import How, make
+
+poison.install()
+
+FUNCTIONS = ("glu", "activation", "grouped_linear", "grouped_dgrad", "grouped_wgrad")
+EXPERTS = ("Autograd", "BaseTwo", "Wide", "Backwards")
+SPACE = Space(
+    without=dict.fromkeys(FUNCTIONS, frozenset({"recipe", "state", "noise"}))
+)  # products in low precision: test_grouped_recipes
+EVERY, DRAWS, SEEDS = 6, 8, (11, 12, 13)  # one of so many cases of a covering array; drawn cases of each seed
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small products are quicker without others to wait for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def cases_of(function: str) -> list[Case]:
+    many = [case for seed in SEEDS for case in drawn(strategy(function, SPACE), seed, DRAWS)]
+    return [
+        *fixed_cases(function, SPACE),
+        *covering_cases(function, SPACE).cases[::EVERY],
+        *shape_cases(function, SPACE),
+        *many,
+    ]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_honest_experts_are_accepted(experts, function):
+    implementation, cases = load(f"tests.honest.experts:{experts}"), cases_of(function)
+    outcomes = {case.text: evaluate(case, implementation) for case in cases}
+    assert {
+        text: x.finding or x.reason for text, x in outcomes.items() if x.status not in ("PASS", "UNINFORMATIVE")
+    } == {}
+    assert sum(x.status == "PASS" for x in outcomes.values()) > len(cases) / 2
+
+
+# ---- what is wrong in one place
+
+
+def of(**changed: Any) -> SimpleNamespace:
+    return SimpleNamespace(**vars(make(How())) | changed)
+
+
+def changed(function: str, wrapper) -> SimpleNamespace:
+    original = getattr(make(How()), function)
+    return of(**{function: lambda *args, **settings: wrapper(original, *args, **settings)})
+
+
+def in_half(curve):
+    return lambda x: curve(x.bfloat16()).to(x.dtype)
+
+
+def sum_of_the_first_half(x: Tensor, y: Tensor) -> Tensor:
+    return x[..., : x.shape[-1] // 2 + 1] @ y[: x.shape[-1] // 2 + 1]
+
+
+def added_in_half(x: Tensor, y: Tensor) -> Tensor:
+    total = x.new_zeros((*x.shape[:-1], y.shape[-1])).bfloat16()
+    for k in range(x.shape[-1]):
+        total = total + (x[..., k, None] * y[k]).bfloat16()
+    return total.to(x.dtype)
+
+
+def with_settings(**other: Any):
+    return lambda original, h, **settings: original(h, **settings | other)
+
+
+def without(name: str):
+    return lambda original, h, **settings: original(h, **{key: x for key, x in settings.items() if key != name})
+
+
+def bounded_from_below(original, h, *, clamp=None, **settings):
+    return original(
+        h if clamp is None else torch.maximum(h, torch.tensor(-clamp, dtype=h.dtype)), clamp=clamp, **settings
+    )
+
+
+def stops_on_the_bound(original, h, *, clamp=None, **settings):
+    """The gradient passes below the bound only."""
+    if clamp is None or not h.requires_grad:
+        return original(h, clamp=clamp, **settings)
+    return original(torch.where(h.abs() == clamp, h.detach(), h), clamp=clamp, **settings)
+
+
+def rounds_the_probs(original, h, *, probs=None, **settings):
+    return original(h, probs=None if probs is None else probs.to(h.dtype).to(probs.dtype), **settings)
+
+
+def rounds_twice(original, h, *, probs=None, **settings):
+    out = original(h, **settings)
+    return out if probs is None else (out.double() * probs[:, None].double()).to(h.dtype)
+
+
+def wrong_where_a_prob_is_negative(original, h, *, probs=None, **settings):
+    return original(h, probs=None if probs is None else probs.clamp(min=0), **settings)
+
+
+def nothing_for_nan(original, h, **settings):
+    return original(h, **settings).nan_to_num()
+
+
+def reads_behind(original, x, other, counts, **settings):
+    out = original(x, other, counts, **settings)
+    return out + 0 * x[int(counts.sum()) :].sum().to(out.dtype)
+
+
+def adds_bias_after_rounding(original, rows, weight, counts, *, bias=None, **settings):
+    out = original(rows, weight, counts, **settings)
+    if bias is None:
+        return out
+    own = experts_of_rows(counts, len(rows))
+    return torch.where((own < len(counts))[:, None], out + bias[own.clamp(max=len(counts) - 1)].to(out.dtype), out)
+
+
+def rounds_before_adding(original, d_out, rows, counts, *, accumulate_into=None, **settings):
+    out = original(d_out, rows, counts, **settings)
+    return out if accumulate_into is None else (out + accumulate_into).to(accumulate_into.dtype)
+
+
+def neighbours_weight(original, rows, weight, counts, **settings):
+    return original(rows, weight.roll(1, 0), counts, **settings)
+
+
+GLU = ActivationCase(function="glu", tokens=9, width=8, grads="h")
+WEIGHTED = replace(GLU, probs="float32", grads="h+probs", weights="signed")
+SQUARED = ActivationCase(function="activation", tokens=9, width=8, probs="float32", dtype="bfloat16")
+LINEAR = GroupedCase(function="grouped_linear", tokens=60, experts=3, hidden=40, width=30, grads="rows+weight")
+HALF = replace(LINEAR, dtype="bfloat16", hidden=64, width=64, tokens=96, grads="")
+WGRAD = GroupedCase(
+    function="grouped_wgrad", tokens=60, experts=3, hidden=20, width=30, into="float32", dtype="bfloat16"
+)
+
+WRONG = [
+    (GLU, make(How(sigmoid=in_half(torch.sigmoid))), "out", "bound"),
+    (replace(GLU, kind="geglu"), make(How(tanh=in_half(torch.tanh))), "out", "bound"),
+    (replace(GLU, kind="geglu_erf"), make(How(erf=in_half(torch.erf))), "out", "bound"),
+    (replace(GLU, kind="geglu"), changed("glu", with_settings(kind="geglu_erf")), "out", "bound"),
+    (replace(GLU, alpha=1702), changed("glu", without("alpha")), "out", "bound"),
+    (replace(GLU, offset=8), changed("glu", without("offset")), "out", "bound"),
+    (replace(GLU, interleave=4), changed("glu", without("interleave")), "out", "bound"),
+    (replace(GLU, clamp=4), changed("glu", without("clamp")), "out", "bound"),
+    (replace(GLU, clamp=4), changed("glu", bounded_from_below), "out", "bound"),
+    (replace(GLU, clamp=56, values="bounds", grads="h"), changed("glu", stops_on_the_bound), "d_h", "bound"),
+    (replace(WEIGHTED, dtype="bfloat16"), changed("glu", rounds_the_probs), "out", "bound"),
+    (replace(WEIGHTED, dtype="bfloat16"), changed("glu", rounds_twice), "out", "bound"),
+    (replace(WEIGHTED, dtype="bfloat16", early=True), changed("glu", without("round_before_probs")), "out", "bound"),
+    (replace(WEIGHTED, grads=""), changed("glu", wrong_where_a_prob_is_negative), "out", "bound"),
+    (replace(GLU, values="special", grads=""), changed("glu", nothing_for_nan), "out", "bound"),
+    (replace(SQUARED, weights="signed"), changed("activation", rounds_twice), "out", "bound"),
+    (replace(SQUARED, early=True), changed("activation", without("round_before_probs")), "out", "bound"),
+    (LINEAR, make(How(product=sum_of_the_first_half)), "out", "bound"),
+    (LINEAR, changed("grouped_linear", neighbours_weight), "out", "bound"),
+    (replace(LINEAR, tail=3, grads=""), changed("grouped_linear", reads_behind), "out", "bound"),
+    (replace(HALF, bias="bfloat16", tokens=30), changed("grouped_linear", adds_bias_after_rounding), "out", "bound"),
+    (HALF, make(How(product=added_in_half)), "out", "bound"),
+    (WGRAD, changed("grouped_wgrad", rounds_before_adding), "d_weight", "bound"),
+]
+
+
+@pytest.mark.parametrize(("case", "wrong", "output", "check"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_what_is_wrong_in_one_place_is_found_there(case, wrong, output, check):
+    outcomes = [evaluate(replace(case, seed=seed), Implementation(wrong, "here")) for seed in range(8)]
+    assert (output, check) in {(x.finding["output"], x.finding["check"]) for x in outcomes if x.status == "FAIL"}
+
+
+@pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG), ids=lambda case: case.id)
+def test_the_cases_that_find_it_are_passed_by_the_honest(case):
+    assert {evaluate(replace(case, seed=seed), Implementation(make(How()), "here")).status for seed in range(8)} == {
+        "PASS"
+    }
+
+
+def truncated(x: Tensor, y: Tensor) -> Tensor:
+    """A product whose last eight bits are cut off: within the bound, and always towards zero."""
+    return ((x @ y).view(torch.int32) & ~0xFFFF).view(torch.float32)
+
+
+def test_a_result_that_is_cut_off_instead_of_rounded_is_found_by_its_bias():
+    """The bound of one rounding is twice half an ulp away: only the mean tells."""
+    outcome = evaluate(HALF, Implementation(make(How(product=truncated)), "here"))
+    assert outcome.status == "FAIL" and outcome.finding["check"] in ("bound", "ratio")
+
+
+# ---- the analysis itself
+
+X = torch.cat(
+    [
+        torch.linspace(-30, 30, 1201, dtype=torch.float64),
+        torch.tensor([-5000.0, -200, -104, -89, -88, 88, 89, 104, 200, 5000], dtype=torch.float64),
+    ]
+)
+
+
+@pytest.mark.parametrize("kind", CURVES)
+def test_values_and_slopes_are_those_of_the_reference(kind):
+    """Two formulas in float64: what separates them is a few roundings of 1, times x."""
+    ours, theirs = CURVES[kind], REFERENCE[kind]
+    x = Running.of(X, torch.float64)
+    for analysed, value in ((ours.value(x), theirs.value(X)), (ours.slope(x), theirs.slope(X))):
+        assert bool(
+            ((analysed.value - value).abs() <= 4 * analysed.error + 1e-290).all()
+        )  # why: below, exp(-x) has no digits left to compare
+
+
+@pytest.mark.parametrize("kind", CURVES)
+def test_the_bound_of_a_curve_holds_in_float32_and_is_worth_something(kind):
+    x, analysis = X.float(), Running.of(X.float(), torch.float32)
+    ours, theirs = CURVES[kind], REFERENCE[kind]
+    for analysed, computed in ((ours.value(analysis), theirs.value(x)), (ours.slope(analysis), theirs.slope(x))):
+        assert bool(((computed.double() - analysed.value).abs() <= analysed.error).all())
+        allowed = analysed.error / analysed.value.abs().clamp(min=1)
+        assert allowed.max() < 1e-3  # why: a slope in bfloat16 is off by 2⁻⁸ = 4e-3, and must be found
+
+
+def test_curves_are_exact_where_the_exponential_is_lost():
+    far = Running.of(torch.tensor([40.0, 5000.0]), torch.float32)
+    for curve in (sigmoid, tanh, erf):
+        assert (curve(far).error < 1e-10).all()  # why: 1 - σ(40) is 4e-18; half an ulp of 1 would be 6e-8
+    near = Running.of(torch.tensor([3.0]), torch.float32)
+    assert all(float(curve(near).error) > 1e-8 for curve in (sigmoid, tanh, erf))
+
+
+def test_a_rounded_number_is_known_unless_it_lies_at_a_boundary():
+    x = Running(
+        torch.tensor([1.001, 1 + 2.0**-8], dtype=torch.float64),
+        torch.full((2,), 1e-6, dtype=torch.float64),
+        torch.float32,
+    )
+    known = settled(x, torch.bfloat16)
+    assert known.value.tolist() == [1, 1]
+    assert known.error.tolist() == [0, 2.0**-7]
+
+
+def test_an_alpha_makes_its_own_gate():
+    x = Running.of(torch.tensor([math.log(3) / 2]), torch.float64)
+    assert float(sigmoid_gated(2.0).value(x).value) == pytest.approx(0.75 * math.log(3) / 2)
+    assert isinstance(GATES["swiglu"], Curve)
+
+
+def test_products_know_who_spoilt_them():
+    left = torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [torch.inf, 1.0]])
+    right = torch.tensor([[3.0, 4.0], [0.0, torch.inf]])
+    product = Product.of(left, right)
+    assert product.value.isnan().tolist() == [[False, False], [True, True], [False, False]]
+    assert product.free.tolist() == [[False, True], [False, False], [True, True]]
+    assert product.value[0, 0] == 11 and product.magnitude[0, 0] == 11
+    bounded = product.bounded(3, torch.float32, FLOAT32)
+    assert bounded.bound.isinf().tolist() == product.free.tolist()
+
+
+def test_experts_of_rows_counts_those_behind_as_one_more():
+    assert experts_of_rows(torch.tensor([2, 0, 1]), 5).tolist() == [0, 0, 2, 3, 3]

@@ -1,0 +1,486 @@
+"""Activations that are quantised at once: the reference is what its two halves are; honest variants are accepted, and each mistake is found."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_ref
+from conformance.analysis.curves import CURVES
+from conformance.analysis.inexact_form import Known
+from conformance.catalogue import CONTRACTS
+from conformance.core.covering import covering_cases
+from conformance.core.space import Space
+from conformance.engine.child import poison
+from conformance.engine.child.evaluate import evaluate
+from conformance.engine.child.runner import Outcome
+from conformance.engine.choose.draw import drawn, strategy
+from conformance.engine.choose.plan import fixed_cases
+from conformance.engine.choose.shapes import shape_cases
+from conformance.families.fused.cases import FUNCTIONS, QuantizedActivationCase, unit_of
+from conformance.interface import Implementation
+from conformance.judge import controls, judge
+from conformance.judge.ranges import Ranged, code_places
+from conformance.judge.running import Running
+from moe_ref.config import Quantization, Recipe
+from moe_ref.config.fused_activations import QuantizedGradients
+from moe_ref.quantization.formats import E2M1, E4M3, E5M2, decode, encode
+from moe_ref.quantization.quantize import Form, Quantized
+from moe_ref.quantization.recipes import Scaled
+from tests.honest.quantizers import Multiplies
+
+poison.install()
+EVERY, DRAWS = 3, 12  # one of so many cases of the covering array; drawn cases
+READ = ("amax", "scales", "codes", "dequantize")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small tensors are quicker without others to wait for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def outcome_of(case: QuantizedActivationCase, namespace: Any) -> Outcome:
+    return evaluate(case, Implementation(namespace, "here"))
+
+
+# ---- the reference
+
+
+@pytest.mark.parametrize("scaling", ["current", "block", "mxfp8"])
+def test_rounded_before_it_is_the_two_steps_one_after_the_other(scaling):
+    h, probs, splits = torch.randn(96, 128).bfloat16(), torch.rand(96), torch.tensor([32, 0, 64])
+    how: dict[str, Any] = {"splits": splits, "columnwise": True}
+    at_once = moe_ref.glu_and_quantize(
+        h, Recipe(scaling), probs=probs, clamp=2.0, **how, round_before_quantize=True
+    ).quantized
+    after = moe_ref.quantize(moe_ref.glu(h, probs=probs, clamp=2.0), Recipe(scaling), **how).quantized
+    gradients = moe_ref.glu_backward(h[:, :64], h, probs=probs)
+    back = moe_ref.glu_backward_and_quantize(
+        h[:, :64], h, Recipe(scaling), probs=probs, **how, round_before_quantize=True
+    )
+    back_after = moe_ref.quantize(gradients.d_h, Recipe(scaling), role="grad_output", **how).quantized
+    assert torch.equal(back.d_probs, gradients.d_probs)
+    for name in READ:
+        for columnwise in (False, True):
+            read = getattr(moe_ref, name)
+            assert torch.equal(read(at_once, columnwise=columnwise), read(after, columnwise=columnwise))
+            assert torch.equal(read(back.quantized, columnwise=columnwise), read(back_after, columnwise=columnwise))
+
+
+def test_by_itself_it_is_quantised_from_float32_and_comes_back_in_the_dtype_of_h():
+    h, probs = torch.randn(8, 64).bfloat16(), torch.rand(8)
+    made = moe_ref.glu_and_quantize(h, Recipe("current"), probs=probs).quantized
+    assert torch.equal(moe_ref.amax(made), moe_ref.glu(h.float(), probs=probs).abs().amax().reshape(1))
+    assert moe_ref.dequantize(made).dtype == torch.bfloat16
+
+
+def test_the_gradient_is_that_of_the_activation_and_nothing_behind_the_last_group():
+    h, probs = (
+        torch.randn(6, 8, dtype=torch.float64, requires_grad=True),
+        torch.rand(6, dtype=torch.float64, requires_grad=True),
+    )
+    with torch.no_grad():
+        h[4:] = torch.nan
+    value = moe_ref.dequantize(
+        moe_ref.glu_and_quantize(h, Recipe("current"), probs=probs, splits=torch.tensor([1, 3])).quantized
+    )
+    d_h, d_probs = torch.autograd.grad(value, [h, probs], torch.ones_like(value))
+    right = moe_ref.glu_backward(torch.ones(4, 4, dtype=torch.float64), h.detach()[:4], probs=probs.detach()[:4])
+    assert torch.equal(d_h, torch.cat([right.d_h, torch.zeros(2, 8)]))
+    assert torch.equal(d_probs, torch.cat([right.d_probs, torch.zeros(2)]))
+
+
+# ---- honest variants
+
+
+def built(
+    activation: Callable[..., Tensor], backward: Callable[..., Any], quantizer: Any
+) -> dict[str, Callable[..., Any]]:
+    """The two functions of one kind, from an activation that is not rounded, its gradient and a quantiser."""
+
+    def owned(splits: Tensor | None, rows: int) -> int:
+        return rows if splits is None else int(splits.sum())
+
+    def finished(x: Tensor, like: Tensor, rounds: bool, rows: int, **forms: Any) -> tuple[Any, Any]:
+        x = x.to(like.dtype) if rounds else x.float()
+        x = torch.cat([x, x.new_zeros(rows - len(x), x.shape[1])])
+        made, state = quantizer.quantize(
+            x, forms.pop("recipe"), **{name: value for name, value in forms.items() if value is not None}
+        )
+        return InDtype(made, like.dtype), state
+
+    def forward(
+        h,
+        recipe,
+        *,
+        splits=None,
+        probs=None,
+        rowwise=True,
+        columnwise=False,
+        state=None,
+        round_before_quantize=False,
+        **settings,
+    ):
+        own = owned(splits, len(h))
+        a = activation(h[:own].double(), probs=None if probs is None else probs[:own].double(), **settings)
+        forms = {"recipe": recipe, "splits": splits, "rowwise": rowwise, "columnwise": columnwise, "state": state}
+        return Quantization(*finished(a, h, round_before_quantize, len(h), **forms))
+
+    def back(
+        d_out,
+        h,
+        recipe,
+        *,
+        splits=None,
+        probs=None,
+        rowwise=True,
+        columnwise=False,
+        state=None,
+        noise=None,
+        round_before_quantize=False,
+        **settings,
+    ):
+        own = owned(splits, len(h))
+        p = None if probs is None else probs[:own].double()
+        d_h, d_probs = backward(d_out[:own].double(), h[:own].double(), probs=p, **settings)
+        forms = {
+            "recipe": recipe,
+            "splits": splits,
+            "rowwise": rowwise,
+            "columnwise": columnwise,
+            "state": state,
+            "noise": noise,
+            "role": "grad_output",
+        }
+        if d_probs is not None:
+            d_probs = torch.cat([d_probs.to(probs.dtype), probs.new_zeros(len(h) - own)])
+        return QuantizedGradients(*finished(d_h, h, round_before_quantize, len(h), **forms), d_probs)
+
+    return {"forward": forward, "back": back}
+
+
+class InDtype(SimpleNamespace):
+    """What a quantiser made of a tensor in another dtype."""
+
+    def __init__(self, made: Any, dtype: torch.dtype) -> None:
+        super().__init__(made=made, dtype=dtype)
+
+
+def in_float64(quantizer: Any, **declared: Any) -> SimpleNamespace:
+    """Activations in float64, and another quantiser; without gradients."""
+    gates, plain = (
+        built(moe_ref.glu, moe_ref.glu_backward, quantizer),
+        built(moe_ref.activation, moe_ref.activation_backward, quantizer),
+    )
+
+    def reading(name: str) -> Callable[..., Tensor]:
+        def read(made: InDtype, **how: Any) -> Tensor:
+            value: Tensor = getattr(quantizer, name)(made.made, **how)
+            return value.to(made.dtype) if name == "dequantize" else value
+
+        return read
+
+    names = dict(zip(FUNCTIONS, (gates["forward"], plain["forward"], gates["back"], plain["back"]), strict=True))
+    return SimpleNamespace(
+        **names, **{name: reading(name) for name in READ}, declares=lambda name: declared | {"differentiable": False}
+    )
+
+
+HONEST = {
+    "the_reference": moe_ref,
+    "in_float64": in_float64(moe_ref),
+    "by_reciprocals": in_float64(Multiplies, scale_arithmetic="reciprocal"),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_variants_are_accepted(name, function):
+    cases = [
+        *fixed_cases(function, Space()),
+        *covering_cases(function, Space()).cases[::EVERY],
+        *shape_cases(function, Space()),
+    ]
+    cases += drawn(strategy(function, Space()), 11, DRAWS)
+    if name != "the_reference":
+        cases = [replace(case, law="") for case in cases if not case.illegal and not case.grads]
+    outcomes = {case.text: outcome_of(case, HONEST[name]) for case in cases}
+    accepted = ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")
+    assert {text: x.finding or x.reason for text, x in outcomes.items() if x.status not in accepted} == {}
+    assert sum(x.status == "PASS" for x in outcomes.values()) > len(cases) / 3
+
+
+# ---- what is wrong in one place
+
+
+def of(**changed: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{name: getattr(moe_ref, name) for name in moe_ref.__all__} | changed)
+
+
+def called(function: str, wrapper: Callable[..., Any]) -> SimpleNamespace:
+    original = getattr(moe_ref, function)
+    return of(**{function: lambda *args, **settings: wrapper(original, *args, **settings)})
+
+
+def with_setting(**other: Any) -> Callable[..., Any]:
+    return lambda original, *args, **settings: original(*args, **settings | other)
+
+
+def without(name: str) -> Callable[..., Any]:
+    return lambda original, *args, **settings: original(*args, **{key: x for key, x in settings.items() if key != name})
+
+
+def regrouped(made: Quantized, change: Callable[[int, Scaled], Scaled]) -> Quantized:
+    """What was quantised by rows, each group changed."""
+    assert made.rowwise is not None
+    form: Form = made.rowwise
+    return Quantized(
+        replace(form, groups=tuple(change(g, group) for g, group in enumerate(form.groups))), made.columnwise
+    )
+
+
+def prob_after_the_scale(original, h, recipe, *, probs, **settings):
+    """The scale comes from what the probs have not been multiplied with; amax is said to be right."""
+    made, state = original(h, recipe, probs=probs, **settings)
+    bare, _ = original(h, recipe, **settings)
+    a, spreads = moe_ref.glu(h.float(), probs=probs), {"current": (1, 1)}
+
+    def change(g: int, group: Scaled) -> Scaled:
+        other = bare.form(False).groups[g].scale
+        return Scaled(encode(a / other, E4M3), other, group.amax)
+
+    assert spreads
+    return Quantization(regrouped(made, change), state)
+
+
+def gates_in_the_amax(original, h, recipe, **settings):
+    made, state = original(h, recipe, **settings)
+    return Quantization(
+        regrouped(made, lambda g, group: group._replace(amax=torch.maximum(group.amax, h.abs().amax().float()))), state
+    )
+
+
+def one_code_off(original, *args, **settings):
+    made = original(*args, **settings)
+
+    def change(g: int, group: Scaled) -> Scaled:
+        codes = group.codes.clone()
+        codes[-1, -1] ^= 1
+        return group._replace(codes=codes)
+
+    return made._replace(quantized=regrouped(made.quantized, change))
+
+
+def turned_blocks(original, h, recipe, *, rowwise=True, columnwise=False, **settings):
+    made, state = original(h, recipe, rowwise=True, columnwise=True, **settings)
+    assert made.columnwise is not None
+    return Quantization(Quantized(replace(made.columnwise, columnwise=False), None), state)
+
+
+def cuts_off(original, h, recipe, **settings):
+    """Codes of what was cut to 16 bits instead of rounded."""
+    made, state = original(h, recipe, **settings)
+    a = (moe_ref.glu(h.float(), probs=settings.get("probs")).view(torch.int32) & -0x10000).view(torch.float32)
+    return Quantization(regrouped(made, lambda g, group: group._replace(codes=encode(a / group.scale, E4M3))), state)
+
+
+def forgets_the_amax(original, h, recipe, *, state, **settings):
+    made, _ = original(h, recipe, state=state, **settings)
+    return Quantization(made, state)
+
+
+def reads_padding(original, h, recipe, *, splits, **settings):
+    whole = torch.cat([splits[:-1], splits[-1:] + len(h) - splits.sum()])
+    return original(h.nan_to_num(1, 1, 1), recipe, splits=whole, **settings)
+
+
+def stops_gradients(original, h, recipe, **settings):
+    return original(h.detach(), recipe, **settings)
+
+
+def probs_not_masked(original, d_out, h, recipe, *, splits, probs, **settings):
+    made = original(d_out, h, recipe, splits=splits, probs=probs, **settings)
+    return made._replace(d_probs=moe_ref.glu_backward(d_out, h, probs=probs).d_probs)
+
+
+def half_of_d_h(original, d_out, h, recipe, **settings):
+    """Values have the gradient of gates."""
+    made = original(d_out, h, recipe, **settings)
+    width = h.shape[1] // 2
+    return made._replace(
+        quantized=regrouped(made.quantized, lambda g, x: x._replace(codes=torch.cat([x.codes[:, :width]] * 2, 1)))
+    )
+
+
+def wide_values(made, **how):
+    return moe_ref.dequantize(made, **how).float()
+
+
+CASE = QuantizedActivationCase(
+    function="glu_and_quantize", tokens=12, width=16, probs="float32", dtype="bfloat16", seed=1
+)
+GROUPS = replace(CASE, experts=3, counts=(5, 0, 7), tail=3)
+BLOCKS = replace(CASE, scaling="block", width=150)
+GRADIENT = replace(CASE, function="glu_backward_and_quantize")
+SQUARE = replace(CASE, function="activation_and_quantize")
+WRONG = [
+    (CASE, called("glu_and_quantize", with_setting(round_before_quantize=True)), ("amax", "codes")),
+    (replace(CASE, rounded=True), called("glu_and_quantize", without("round_before_quantize")), ("amax", "codes")),
+    (CASE, called("glu_and_quantize", without("probs")), ("amax",)),
+    (CASE, called("glu_and_quantize", prob_after_the_scale), ("scales",)),
+    (CASE, called("glu_and_quantize", gates_in_the_amax), ("amax",)),
+    (replace(CASE, clamp=4), called("glu_and_quantize", without("clamp")), ("amax",)),
+    (replace(CASE, offset=8), called("glu_and_quantize", without("offset")), ("amax",)),
+    (replace(CASE, alpha=1702), called("glu_and_quantize", without("alpha")), ("amax",)),
+    (replace(CASE, interleave=4), called("glu_and_quantize", without("interleave")), ("amax",)),
+    (replace(CASE, scaling="mxfp8", tokens=1, width=1), called("glu_and_quantize", turned_blocks), ("amax",)),
+    *(
+        (replace(case, probs=""), called(case.function, one_code_off), ("codes",))
+        for case in (CASE, BLOCKS, SQUARE, GRADIENT)
+    ),
+    (replace(CASE, tokens=40), called("glu_and_quantize", cuts_off), ("codes",)),
+    (replace(CASE, scaling="delayed"), called("glu_and_quantize", forgets_the_amax), ("state.amax_history",)),
+    (GROUPS, called("glu_and_quantize", reads_padding), ("amax",)),
+    (replace(CASE, grads="h+probs"), called("glu_and_quantize", stops_gradients), ("d_h",)),
+    (
+        replace(GROUPS, function="glu_backward_and_quantize"),
+        called("glu_backward_and_quantize", probs_not_masked),
+        ("d_probs",),
+    ),
+    (GRADIENT, called("glu_backward_and_quantize", half_of_d_h), ("codes",)),
+    (GRADIENT, called("glu_backward_and_quantize", with_setting(round_before_quantize=True)), ("amax", "codes")),
+    (replace(GRADIENT, clamp=4), called("glu_backward_and_quantize", without("clamp")), ("amax", "codes")),
+    (
+        replace(SQUARE, kind="gelu"),
+        called("activation_and_quantize", with_setting(kind="gelu_tanh")),
+        ("amax", "codes"),
+    ),
+    (CASE, of(dequantize=wide_values), ("values",)),
+]
+
+
+@pytest.mark.parametrize(("case", "wrong", "outputs"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_what_is_wrong_in_one_place_is_found_there(case, wrong, outputs):
+    found = [outcome_of(replace(case, seed=seed), wrong) for seed in range(6)]
+    assert any(x.status == "FAIL" for x in found), [x.status for x in found]
+    assert {x.finding["output"] for x in found if x.finding} <= set(outputs)
+
+
+@pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG), ids=lambda case: case.id)
+def test_the_cases_that_find_it_are_passed_by_the_honest(case):
+    assert {outcome_of(replace(case, seed=seed), moe_ref).status for seed in range(6)} == {"PASS"}
+
+
+# ---- laws
+
+
+def only_the_first_is_right(function: str) -> SimpleNamespace:
+    """From the second call on, h counts as larger than it is."""
+    calls: list[int] = []
+
+    def wrapper(original, *args, **settings):
+        calls.append(1)
+        changed = [x * 1.25 if isinstance(x, Tensor) and len(calls) > 1 else x for x in args]
+        return original(*changed, **settings)
+
+    namespace = called(function, wrapper)
+    namespace.declares = lambda name: {"deterministic": True}
+    return namespace
+
+
+LAWFUL = replace(CASE, experts=3, counts=(5, 3, 4), tail=2)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    "law", ["neighbour_groups", "padding_values", "doubled_probs", "history", "determinism", "buffer_reuse"]
+)
+def test_a_law_is_broken_by_what_is_right_once_only(law, function):
+    case = replace(LAWFUL, function=function, law=law)
+    assert CONTRACTS[function].laws[law].applies(case)
+    broken, kept = outcome_of(case, only_the_first_is_right(function)), outcome_of(case, moe_ref)
+    assert broken.status == "FAIL" and broken.finding["check"] == law
+    assert kept.status == "PASS"
+
+
+# ---- the judge
+
+
+def ranged(least: list[int], most: list[int], format: Any = E4M3) -> Ranged:
+    places = code_places(decode(torch.arange(256, dtype=torch.uint8), format, dtype=torch.float64), format.sign_bit)
+    first, last = (places[torch.tensor([codes])] for codes in (least, most))
+    return Ranged(torch.tensor([least], dtype=torch.uint8), "integers", least=first, most=last, places=places)
+
+
+@pytest.mark.parametrize(
+    ("observed", "right"),
+    [(0x10, True), (0x11, True), (0x12, False), (0x0F, False), (0x90, False), (0x7F, False)],
+)
+def test_a_code_is_right_between_two(observed, right):
+    finding = judge("codes", ranged([0x10], [0x11]), torch.tensor([[observed]], dtype=torch.uint8))
+    assert (finding is None) == right
+    assert right or (finding.check == "code" and finding.index == (0, 0))
+
+
+def test_both_zeros_lie_beside_each_other_and_a_nan_beside_nothing():
+    around = ranged([0x81], [0x01])
+    for code in (0x81, 0x80, 0x00, 0x01):
+        assert judge("codes", around, torch.tensor([[code]], dtype=torch.uint8)) is None
+    for code in (0x82, 0x02, 0x7F, 0xFF):
+        assert judge("codes", around, torch.tensor([[code]], dtype=torch.uint8)) is not None
+    assert judge("codes", ranged([0x7F], [0x7F]), torch.tensor([[0xFF]], dtype=torch.uint8)) is None
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2, E2M1], ids=lambda format: format.name)
+def test_places_are_in_the_order_of_what_codes_mean(format):
+    count = 2 * format.sign_bit
+    meaning = decode(torch.arange(256, dtype=torch.uint8), format, dtype=torch.float64)[:count]
+    places = code_places(meaning, format.sign_bit)[:count]
+    numbers = ~meaning.isnan()
+    assert bool((meaning[numbers][places[numbers].argsort()].diff() >= 0).all())
+
+
+def test_the_judge_of_ranges_sees_corrupted_codes():
+    exact = ranged([0x10, 0x20, 0x30], [0x10, 0x20, 0x30])
+    rows = Ranged(exact.value.T.contiguous(), "integers", least=exact.least.T, most=exact.most.T, places=exact.places)
+    assert controls.check("codes", rows) >= 2
+
+
+def test_known_numbers_are_rounded_at_both_ends():
+    x = Running(
+        torch.tensor([[1 + 2.0**-9, 1.5, 0.0]], dtype=torch.float64),
+        torch.tensor([[2.0**-8, 0, 0]], dtype=torch.float64),
+        torch.float32,
+    )
+    known = Known.of(x, torch.zeros(1, 3, dtype=torch.bool), torch.bfloat16)
+    assert (
+        known.low.tolist() == [[1 - 2.0**-9 if known.low[0, 0] < 1 else 1.0, 1.5, 0]]
+        and known.high[0, 0] == 1 + 2.0**-7
+    )
+    assert known.low.signbit().tolist() == [[False, False, True]]
+    least, most = known.magnitudes()
+    assert least.tolist() == [[float(known.low[0, 0]), 1.5, 0]] and most[0, 1] == 1.5
+
+
+def test_what_is_transformed_lies_in_the_range_of_its_transform():
+    x = CURVES["silu"].value(Running.of(torch.randn(8, 32).bfloat16(), torch.float32))
+    known = Known.of(x, torch.zeros(8, 32, dtype=torch.bool), torch.bfloat16)
+    turned = moe_ref.quantization.hadamard(x.value.to(torch.bfloat16)).double()
+    made = known.transformed()
+    assert bool(((made.low <= turned) & (turned <= made.high)).all())
+    assert float((made.high - made.low).mean()) < 0.05  # why: a range as wide as the values would forgive anything
+
+
+def test_rows_behind_the_last_group_hold_what_must_reach_nothing():
+    case = replace(GROUPS, tail=6)
+    problem = CONTRACTS[case.function].problem(case)
+    behind = problem.required["h"][case.tokens * unit_of(case) :]
+    assert not behind.isfinite().any() and not problem.settings["probs"][-6:].isfinite().any()

@@ -1,0 +1,311 @@
+"""permute_and_quantize: the reference is permute, then quantize; the suite accepts who does it otherwise, and finds each classic mistake."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_ref
+from conformance.catalogue import CONTRACTS
+from conformance.core.covering import covering_cases
+from conformance.core.space import Space
+from conformance.engine.child import poison
+from conformance.engine.child.evaluate import evaluate
+from conformance.engine.child.runner import Outcome
+from conformance.engine.choose.plan import fixed_cases
+from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase, permuting
+from conformance.interface import Implementation
+from moe_ref.config import PermutedQuantization, QuantizerState, Recipe
+from moe_ref.permutation.permute import PADDING
+from moe_ref.quantization.quantize import turned
+
+poison.install()
+EVERY = 6  # one of so many cases of the covering array
+
+# six tokens, three experts: the last token and the last expert have nobody
+ROUTING = (0b011, 0b001, 0b010, 0b011, 0b001, 0)
+CURRENT = PermutedQuantizationCase(
+    function="permute_and_quantize", tokens=6, experts=3, hidden=21, routing=ROUTING, align=5, seed=1
+)
+BLOCK = replace(CURRENT, scaling="block", hidden=150)
+MXFP8 = replace(CURRENT, scaling="mxfp8", hidden=3, align=1)
+DELAYED = replace(CURRENT, scaling="delayed")
+SUMMED = replace(CURRENT, grads="tokens+probs", probs="float32")
+
+
+def outcome_of(case: PermutedQuantizationCase, namespace: Any) -> Outcome:
+    return evaluate(case, Implementation(namespace, "here"))
+
+
+# ---- the reference
+
+
+def test_one_step_is_two():
+    tokens, chosen = torch.randn(70, 64), torch.rand(70, 5) < 0.4
+    probs, recipe = torch.rand(70, 5), Recipe("mxfp8")
+    how: dict[str, Any] = {"probs": probs, "align": 32, "num_rows": 256}
+    whole = moe_ref.permute_and_quantize(tokens, chosen, recipe, **how, columnwise=True)
+    permuted = moe_ref.permute(tokens, chosen, **how)
+    parts = moe_ref.quantize(permuted.rows, recipe, splits=permuted.tokens_per_expert, columnwise=True)
+    for columnwise in (False, True):
+        for read in (moe_ref.codes, moe_ref.scales, moe_ref.amax, moe_ref.dequantize):
+            assert torch.equal(
+                read(whole.quantized, columnwise=columnwise), read(parts.quantized, columnwise=columnwise)
+            )
+    for name in ("probs", "tokens_per_expert", "pad_offsets", "overflow"):
+        assert torch.equal(getattr(whole, name), getattr(permuted, name))
+    assert torch.equal(whole.row_map.token_P, permuted.row_map.token_P)
+    assert whole.state is None
+
+
+def test_the_gradient_is_that_of_permute():
+    tokens, probs = torch.randn(9, 8, requires_grad=True), torch.rand(9, 3, requires_grad=True)
+    chosen = torch.rand(9, 3) < 0.5
+    made = moe_ref.permute_and_quantize(tokens, chosen, Recipe("current"), probs=probs, align=4)
+    value = moe_ref.dequantize(made.quantized)
+    d_value, d_probs = torch.randn_like(value), torch.randn(len(value))
+    got = torch.autograd.grad([value, made.probs], [tokens, probs], [d_value, d_probs])
+    permuted = moe_ref.permute(tokens, chosen, probs=probs, align=4)
+    right = torch.autograd.grad([permuted.rows, permuted.probs], [tokens, probs], [d_value, d_probs])
+    assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
+
+
+def test_the_next_state_knows_every_expert():
+    state = QuantizerState(torch.tensor([[9.0, 0], [0, 0]]), torch.tensor([2.0, 4.0]))
+    tokens, chosen = torch.tensor([[1.0], [3.0], [99.0]]), torch.tensor([[1, 1], [0, 1], [0, 0]])
+    made = moe_ref.permute_and_quantize(tokens, chosen, Recipe("delayed", amax_history_len=2), state=state)
+    assert made.state is not None
+    assert made.state.amax_history.tolist() == [[9, 0], [3, 0]]
+    assert torch.equal(moe_ref.scales(made.quantized), 1 / state.scale)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "word"),
+    [
+        (Recipe("mxfp8"), {}, "align"),
+        (Recipe("mxfp8"), {"align": 48}, "align"),
+        (Recipe("nvfp4"), {"capacity": 24}, "capacity"),
+        (Recipe("nvfp4"), {"align": 16, "role": "grad_output"}, "stochastic_rounding"),
+        (Recipe("current"), {"align": 4, "num_rows": 6}, "num_rows"),
+        (Recipe("current"), {"rowwise": False}, "rowwise"),
+        (Recipe("delayed"), {}, "state"),
+        ("mxfp8", {}, "recipe"),
+    ],
+)
+def test_an_illegal_call_is_refused_before_the_device_is_asked(recipe, settings, word):
+    with pytest.raises(ValueError, match=word):
+        moe_ref.permute_and_quantize(torch.zeros(4, 32), torch.ones(4, 2, dtype=torch.bool), recipe, **settings)
+
+
+# ---- who does it otherwise
+
+
+def reference(**others: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{name: getattr(moe_ref, name) for name in moe_ref.__all__} | others)
+
+
+def in_steps(
+    rows: Callable[..., Tensor] | None = None, splits: Callable[..., Tensor] | None = None, **after: Callable[..., Any]
+) -> SimpleNamespace:
+    """permute, then quantize, with something done to the rows and splits in between, and to what is returned afterwards."""
+
+    def permute_and_quantize(
+        tokens, routing_map, recipe, *, probs=None, align=None, capacity=None, num_rows=None, **how
+    ):
+        permuted = moe_ref.permute(tokens, routing_map, probs=probs, align=align, capacity=capacity, num_rows=num_rows)
+        quantised = permuted.rows if rows is None else rows(permuted, tokens)
+        sizes = permuted.tokens_per_expert if splits is None else splits(permuted, routing_map)
+        out = PermutedQuantization(*moe_ref.quantize(quantised, recipe, splits=sizes, **how), *permuted[1:])
+        return out._replace(**{name: change(out) for name, change in after.items()})
+
+    return reference(permute_and_quantize=permute_and_quantize)
+
+
+def test_two_steps_are_accepted():
+    cases = covering_cases("permute_and_quantize", Space()).cases[::EVERY]
+    outcomes = {case.text: outcome_of(case, in_steps()) for case in cases}
+    assert {
+        text: x.finding or x.reason for text, x in outcomes.items() if x.status not in ("PASS", "UNINFORMATIVE")
+    } == {}
+    assert sum(x.status == "PASS" for x in outcomes.values()) > len(cases) / 2
+
+
+def test_what_was_worked_out_by_hand_and_what_is_illegal_is_so_for_the_reference():
+    outcomes = {case.text: outcome_of(case, moe_ref) for case in fixed_cases("permute_and_quantize", Space())}
+    assert {text: x.finding or x.reason for text, x in outcomes.items() if x.status != "PASS"} == {}
+
+
+# ---- classic mistakes
+
+
+def with_codes_of(out: PermutedQuantization, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """The quantised rows with other codes: change(codes of a segment, whether its rows are padding)."""
+    sizes = out.tokens_per_expert.tolist()
+    padding = (out.row_map.token_P == PADDING)[: sum(sizes)].split(sizes)
+
+    def changed(form):
+        pairs = zip(form.groups, padding, strict=True)
+        groups = (
+            group._replace(codes=turned(change(turned(group.codes, form.columnwise), rows), form.columnwise))
+            for group, rows in pairs
+        )
+        return replace(form, groups=tuple(groups))
+
+    quantized = out.quantized
+    return replace(
+        quantized,
+        rowwise=quantized.rowwise and changed(quantized.rowwise),
+        columnwise=quantized.columnwise and changed(quantized.columnwise),
+    )
+
+
+def loud_padding(permuted, tokens):
+    """What was in the buffer before."""
+    return torch.where((permuted.row_map.token_P == PADDING)[:, None], 64.0, permuted.rows)
+
+
+def padding_of_zeros(out):
+    return with_codes_of(out, lambda codes, padding: torch.where(padding[:, None], 0, codes))
+
+
+def scales_one_row_late(out):
+    form = out.quantized.rowwise
+    return replace(
+        out.quantized,
+        rowwise=replace(form, groups=tuple(group._replace(scale=group.scale.roll(1, 0)) for group in form.groups)),
+    )
+
+
+def codes_one_row_late(out):
+    return with_codes_of(out, lambda codes, padding: codes.roll(1, 0))
+
+
+def unpadded(permuted, routing_map):
+    return (routing_map != 0).sum(0)
+
+
+def all_tokens(permuted, tokens):
+    """A first row as large as any token, routed or not."""
+    most = torch.where(tokens.isfinite(), tokens, 64).abs().amax()
+    rows = permuted.rows.clone()
+    rows[0, 0] = most
+    return rows
+
+
+def second_segment_one_row_late(permuted, routing_map):
+    return permuted.tokens_per_expert + torch.tensor([1, -1, 0])
+
+
+def first_row_only(permuted, tokens):
+    """The gradient of a token comes from the first of its rows."""
+    seen: set[int] = set()
+    first = torch.tensor([t >= 0 and not (t in seen or seen.add(t)) for t in permuted.row_map.token_P.tolist()])
+    return torch.where(first[:, None], permuted.rows, permuted.rows.detach())
+
+
+def clipped_gradient(permuted, tokens):
+    return torch.where(permuted.rows.abs() < permuted.rows.detach().abs().amax(), permuted.rows, permuted.rows.detach())
+
+
+def other_experts_state(tokens, routing_map, recipe, *, state, **settings):
+    return moe_ref.permute_and_quantize(
+        tokens, routing_map, recipe, state=QuantizerState(state.amax_history, state.scale.roll(1)), **settings
+    )
+
+
+def forgets_what_was_seen(out):
+    return out.state._replace(
+        amax_history=torch.cat([torch.zeros_like(out.state.scale)[:, None], out.state.amax_history[:, 1:]], 1)
+    )
+
+
+def neighbours_row_map(out):
+    return replace(out.row_map, token_P=out.row_map.token_P.roll(1))
+
+
+MISTAKES = [
+    (
+        "padding leaks into a block's amax",
+        in_steps(rows=loud_padding, quantized=padding_of_zeros),
+        replace(BLOCK, direction="columnwise"),
+        "amax.columnwise",
+    ),
+    ("padding leaks into an expert's amax", in_steps(rows=loud_padding, quantized=padding_of_zeros), CURRENT, "amax"),
+    ("padding is not zero", in_steps(rows=loud_padding), BLOCK, "amax"),
+    ("the scale of another row", in_steps(quantized=scales_one_row_late), replace(BLOCK, values="rows"), "scales"),
+    ("the codes of another row", in_steps(quantized=codes_one_row_late), BLOCK, "codes"),
+    ("counts without their padding", in_steps(splits=unpadded), replace(CURRENT, values="rows"), "amax"),
+    (
+        "blocks that do not begin with a segment",
+        in_steps(splits=second_segment_one_row_late),
+        replace(BLOCK, direction="columnwise"),
+        "amax.columnwise",
+    ),
+    ("tokens without a row have an amax", in_steps(rows=all_tokens), CURRENT, "amax"),
+    ("a scale of another expert", reference(permute_and_quantize=other_experts_state), DELAYED, "scales"),
+    (
+        "a history that learns nothing",
+        in_steps(state=forgets_what_was_seen),
+        replace(DELAYED, values="huge"),
+        "state.amax_history",
+    ),
+    ("a gradient of one row", in_steps(rows=first_row_only), SUMMED, "d_tokens"),
+    (
+        "a gradient that stops at the largest",
+        in_steps(rows=clipped_gradient),
+        replace(SUMMED, grads="tokens"),
+        "d_tokens",
+    ),
+    ("probs one row late", in_steps(probs=lambda out: out.probs.roll(1)), SUMMED, "probs"),
+    ("the row map of the row before", in_steps(row_map=neighbours_row_map), CURRENT, "row_sums"),
+    (
+        "no overflow",
+        in_steps(overflow=lambda out: torch.zeros_like(out.overflow)),
+        replace(CURRENT, slack=-1),
+        "overflow",
+    ),
+    (
+        "counts of the routed",
+        in_steps(tokens_per_expert=lambda out: out.tokens_per_expert - 1),
+        CURRENT,
+        "tokens_per_expert",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("namespace", "case", "output"), [mistake[1:] for mistake in MISTAKES], ids=[mistake[0] for mistake in MISTAKES]
+)
+def test_a_classic_mistake_is_found_where_it_was_made(namespace, case, output):
+    assert outcome_of(case, moe_ref).status == "PASS"
+    finding = outcome_of(case, namespace).finding or {}
+    assert finding.get("output") == output
+
+
+# ---- what is asked
+
+
+@pytest.mark.parametrize("scaling", ["current", "mxfp8", "nvfp4"])
+def test_scalings_of_whole_blocks_always_have_an_alignment_or_a_capacity(scaling):
+    unit = {"mxfp8": 32, "nvfp4": 16}.get(scaling, 1)
+    plain = replace(CURRENT, scaling=scaling, hidden=1, align=0)
+    assert permuting(plain).align == (unit if unit > 1 else 0)
+    assert permuting(replace(plain, align=3)).align == 3 * unit
+    assert (permuting(replace(plain, capacity=2)).align, permuting(replace(plain, capacity=2)).capacity) == (
+        0,
+        2 * unit,
+    )
+    assert permuting(plain).hidden == unit
+
+
+def test_tokens_without_a_row_hold_what_must_reach_no_amax():
+    problem = CONTRACTS["permute_and_quantize"].legal(replace(CURRENT, slack=-1, align=0))
+    permuted = moe_ref.permute(
+        problem.required["tokens"], problem.required["routing_map"], num_rows=problem.settings["num_rows"]
+    )
+    assert permuted.rows.isfinite().all()
+    assert not problem.required["tokens"][-1].isfinite().any()

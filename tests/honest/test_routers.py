@@ -1,0 +1,111 @@
+"""Routers that differ in what the contract leaves open are accepted, those that differ in anything else are not."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.covering import covering_cases
+from conformance.core.space import Space
+from conformance.engine.child.evaluate import evaluate
+from conformance.engine.choose.draw import drawn, strategy
+from conformance.families.router.cases import LogitsCase
+from conformance.interface import Implementation, load
+from moe_ref.router import balancing
+from tests.honest import ROUTERS
+from tests.honest.routers import How, ascending, make
+
+FUNCTIONS = [name for name in CONTRACTS if hasattr(make(How()), name)]
+EVERY, DRAWS = 6, 10  # one of so many cases of a covering array; drawn cases
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("router", ROUTERS, ids=lambda name: name.partition(":")[2])
+def test_an_honest_router_is_accepted(router, function):
+    cases = [*covering_cases(function, Space()).cases[::EVERY], *drawn(strategy(function, Space()), 11, DRAWS)]
+    outcomes = {case.text: evaluate(case, load(router)) for case in cases}
+    assert {
+        text: x.finding or x.reason for text, x in outcomes.items() if x.status not in ("PASS", "UNINFORMATIVE")
+    } == {}
+    assert sum(x.status == "PASS" for x in outcomes.values()) > len(cases) / 2
+
+
+CASE = LogitsCase(function="topk_routing", tokens=7, experts=8, topk=2, grads="logits")
+SIGMOID = replace(CASE, score="sigmoid")
+
+
+def softplus_with_a_kink(x):
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))  # autograd finds 1 or 0 at x = 0, where the slope is 1/2
+
+
+def exp_of_half_the_digits(x):
+    return torch.exp(x.bfloat16()).to(x.dtype)
+
+
+def sum_without_the_last(x):
+    return ascending(x[..., :-1]) if x.shape[-1] > 1 else ascending(x)
+
+
+def best_by_bfloat16(keys, count):
+    return keys.bfloat16().topk(count, dim=1).indices
+
+
+def second_best(keys, count):
+    return keys.topk(min(count + 1, keys.shape[1]), dim=1).indices[:, -count:]
+
+
+class Loose(How):
+    """softmax without the maximum taken off."""
+
+    def softmax(self, x):
+        return torch.exp(x) / torch.exp(x).sum(-1, keepdim=True)
+
+
+WRONG = [
+    (replace(CASE, score="sqrtsoftplus", spread="ties"), How(softplus=softplus_with_a_kink), "d_logits"),
+    (
+        replace(CASE, score="sqrtsoftplus", spread="negative"),
+        How(softplus=lambda x: torch.log(1 + torch.exp(x))),
+        "probs",
+    ),
+    (CASE, How(exp=exp_of_half_the_digits), "probs"),
+    (SIGMOID, How(sigmoid=lambda x: torch.sigmoid(x.bfloat16()).to(x.dtype)), "probs"),
+    (SIGMOID, How(total=sum_without_the_last), "probs"),
+    (replace(CASE, spread="near"), How(best=best_by_bfloat16), "routing_map"),
+    (SIGMOID, How(best=second_best), "routing_map"),
+    (replace(CASE, spread="saturated", score="softmax_pre"), How(dtype=torch.bfloat16), "probs"),
+    (replace(CASE, spread="extreme", score="softmax_pre"), Loose(), "probs"),
+]
+
+
+@pytest.mark.parametrize(("case", "how", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_a_router_that_is_wrong_in_one_place_is_found_there(case, how, output):
+    outcomes = [evaluate(replace(case, seed=seed), Implementation(make(how), "here")) for seed in range(8)]
+    found = {x.finding["output"] for x in outcomes if x.status == "FAIL"}
+    assert output in found
+
+
+def by_activations(logits, *, topk, training=True):
+    return balancing.sinkhorn_routing(logits, topk=topk, training=False)
+
+
+def by_one_round(logits, *, topk, training=True):
+    if not training:
+        return balancing.sinkhorn_routing(logits, topk=topk, training=False)
+    cost = logits.detach().float().exp()
+    share = 1 / len(cost) / (cost.sum(1) + 1e-8)  # what Megatron adds to each sum
+    plan = cost * share[:, None] / ((cost * share[:, None]).sum(0) + 1e-8) / cost.shape[1]
+    right = balancing.sinkhorn_routing(logits, topk=topk, training=True)
+    routing_map = torch.zeros_like(plan, dtype=torch.bool).scatter(1, plan.topk(topk, dim=1).indices, True)
+    activation = torch.sigmoid(logits) if topk == 1 else torch.softmax(logits, -1)
+    return right._replace(probs=torch.where(routing_map, activation, 0), routing_map=routing_map)
+
+
+@pytest.mark.parametrize("plan", [by_activations, by_one_round])
+def test_a_sinkhorn_plan_that_is_not_balanced_is_found(plan):
+    cases = [LogitsCase(function="sinkhorn_routing", tokens=16, experts=6, topk=4, seed=seed) for seed in range(12)]
+    outcomes = [evaluate(case, Implementation(SimpleNamespace(sinkhorn_routing=plan), "here")) for case in cases]
+    assert {(x.status, (x.finding or {}).get("output")) for x in outcomes} & {("FAIL", "routing_map")}
+    assert all(evaluate(case, load("moe_ref")).status == "PASS" for case in cases)

@@ -1,0 +1,37 @@
+"""Every honest variant loads, and is accepted: a few cases of each function; `benchmarks/honest.py` runs many."""
+
+import pytest
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.ranks import ranks_of
+from conformance.core.space import Space
+from conformance.engine.child.child import Settings
+from conformance.engine.choose.plan import Section, cases_of
+from conformance.engine.choose.profiles import PROFILES
+from conformance.engine.run.pool import Pool
+from conformance.families.experts.space_recipes import recipe_cases
+from tests.honest import EXPERTS, HONEST, ROUTERS
+
+EACH = 2
+
+
+@pytest.mark.parametrize("implementation", HONEST + ROUTERS + EXPERTS)
+def test_it_is_accepted(implementation):
+    with Pool(Settings(implementation, "cpu")) as pool:
+        description = pool.start()
+        space = Space.of(description)
+        offered = [name for name, about in description["functions"].items() if about["offered"]]
+        cases = []
+        for function in offered:
+            own = cases_of(Section("drawn", function), PROFILES["smoke"], space, 7, [])
+            cases += [case for case in own if not ranks_of(CONTRACTS[function], case)][:EACH] + recipe_cases(
+                function, space
+            )[:1]
+        statuses = {case.text: outcome for case, outcome in pool.run(cases)}
+    assert offered
+    assert {
+        text: (o.finding, o.reason)
+        for text, o in statuses.items()
+        if o.status not in ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")
+    } == {}
+    assert any(outcome.status == "PASS" for outcome in statuses.values())

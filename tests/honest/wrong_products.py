@@ -1,0 +1,170 @@
+"""Grouped products in low precision that are wrong in one stage: what a defect makes of one factor, in place of its honest parts."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+import moe_ref
+from conformance.families.experts.precision import step_across
+from moe_ref.quantization.formats import E4M3
+from moe_ref.quantization.quantize import quantize
+from tests.honest.low_precision import Part, Source, Way, as_stored, by_codes, make
+
+
+def parts_with(change: Callable[[Source], list[Part]], **where: str) -> SimpleNamespace:
+    """The honest parts of a source, and of those where role and gemm are these, what `change` makes of it."""
+
+    def parts(source: Source) -> list[Part]:
+        return (
+            change(source) if all(getattr(source, name) == value for name, value in where.items()) else by_codes(source)
+        )
+
+    return make(Way(parts=parts))
+
+
+def other_direction(source: Source) -> list[Part]:
+    return by_codes(source, columnwise=not source.columnwise)
+
+
+def in_e4m3(source: Source) -> list[Part]:
+    return by_codes(source._replace(recipe=replace(source.recipe, fp8_format="e4m3")))
+
+
+def neighbours(source: Source) -> list[Part]:
+    """The scales of the expert before."""
+    honest = by_codes(source)
+    return [
+        part._replace(scale=other.scale, whole=other.whole)
+        for part, other in zip(honest, honest[-1:] + honest[:-1], strict=True)
+    ]
+
+
+def transposed_scales(source: Source) -> list[Part]:
+    """Of square blocks, as many in each direction: those of the other form."""
+    size = {"block": 128, "mxfp8": 32}[source.recipe.scaling]
+    found = []
+    for part in by_codes(source):
+        side = min(-(-n // size) for n in part.scale.shape)
+        scale, grid = part.scale.clone(), part.scale[::size, ::size][:side, :side].T
+        large = grid.repeat_interleave(size, 0).repeat_interleave(size, 1)[: scale.shape[0], : scale.shape[1]]
+        scale[: large.shape[0], : large.shape[1]] = large
+        found.append(part._replace(scale=scale))
+    return found
+
+
+def in_high_precision(source: Source) -> list[Part]:
+    return as_stored(source)
+
+
+def by_override(override: str | None) -> Callable[[Source], list[Part]]:
+    """What another backward_override says; NVFP4 without what would need noise and a dtype that nobody gives."""
+
+    def parts(source: Source) -> list[Part]:
+        bare = {"hadamard": False, "stochastic_rounding": False} if source.recipe.scaling == "nvfp4" else {}
+        return by_codes(source._replace(recipe=replace(source.recipe, backward_override=override, **bare)))
+
+    return parts
+
+
+def not_rounded(source: Source) -> list[Part]:
+    """What codes stand for, in float32."""
+    return by_codes(source._replace(x=source.x.float()))
+
+
+def in_bfloat16(source: Source) -> list[Part]:
+    """Values on their way to a matrix unit."""
+    return [
+        Part(part.value.bfloat16().float(), torch.ones_like(part.scale), torch.ones_like(part.whole))
+        for part in by_codes(source)
+    ]
+
+
+def across_experts(source: Source) -> list[Part]:
+    """Blocks along tokens begin at the first row of all: one lies in two experts."""
+    rows = torch.tensor([int(source.splits.sum())])
+    (whole,) = by_codes(source._replace(splits=rows))
+    sizes = source.splits.tolist()
+    return [
+        Part(code, scale, whole.whole)
+        for code, scale in zip(whole.code.split(sizes, 1), whole.scale.split(sizes, 1), strict=True)
+    ]
+
+
+def with_the_tail(source: Source) -> list[Part]:
+    """The rows behind the last segment are in its last block: they were finite."""
+    x = source.x.nan_to_num(4.0, 4.0, -4.0)
+    sizes = source.splits.clone()
+    more = len(x) - int(sizes.sum())
+    sizes[-1] += more
+    *others, last = by_codes(source._replace(x=x, splits=sizes))
+    kept = last.code.shape[1] - more
+    return [*others, last._replace(code=last.code[:, :kept], scale=last.scale[:, :kept])]
+
+
+def updated_too_early(source: Source) -> list[Part]:
+    """With what this step has measured in the scale already."""
+    measured = quantize(
+        source.x.detach(), source.recipe, role=source.role, splits=source.splits, state=source.state
+    ).state
+    assert measured is not None
+    return by_codes(source._replace(state=moe_ref.update_scales(measured, source.recipe, role=source.role)))
+
+
+def one_state_for_all(source: Source) -> list[Part]:
+    assert source.state is not None
+    return by_codes(
+        source._replace(state=source.state._replace(scale=source.state.scale.amin().expand_as(source.state.scale)))
+    )
+
+
+def to_nearest(source: Source) -> list[Part]:
+    return by_codes(source._replace(recipe=replace(source.recipe, stochastic_rounding=False), noise=None))
+
+
+def noise_of_the_other_direction(source: Source) -> list[Part]:
+    assert source.noise is not None
+    return by_codes(source._replace(noise=source.noise.flip(0)))
+
+
+def untransformed(source: Source) -> list[Part]:
+    return by_codes(source._replace(recipe=replace(source.recipe, hadamard=False)))
+
+
+def not_saturated(source: Source) -> list[Part]:
+    """A cast to E4M3 without saturation has NaN where a delayed scale is too large."""
+    assert source.state is not None
+    sizes = source.splits.tolist()
+    scaled = [own * source.state.scale[e] for e, own in enumerate(source.x[: sum(sizes)].float().split(sizes))]
+    turned = source.gemm == "wgrad"
+    lost = [(x.T if turned else x).abs() >= 464 for x in scaled]
+    return [
+        part._replace(code=torch.where(over, torch.nan, part.code))
+        for part, over in zip(by_codes(source), lost, strict=True)
+    ]
+
+
+def last_block_by_the_one_before(source: Source) -> list[Part]:
+    return [
+        part._replace(
+            scale=torch.cat([part.scale[:, :128], part.scale[:, 127:128].expand(-1, part.scale.shape[1] - 128)], 1)
+        )
+        for part in by_codes(source)
+    ]
+
+
+def low_bias(bias: Tensor) -> Tensor:
+    return bias.to(torch.float8_e4m3fn).to(bias.dtype)
+
+
+def upwards(source: Source) -> list[Part]:
+    """What lies in the middle of two codes away from zero, as a product with a reciprocal may have it."""
+    found = []
+    for part in by_codes(source):
+        own = source.x[: int(source.splits.sum())].float().split(source.splits.tolist())[len(found)]
+        scaled = own.double() / (part.scale * part.whole).double()
+        step = step_across(scaled, E4M3)
+        found.append(part._replace(code=torch.where(step > 0, (scaled + step / 2 * scaled.sign()).float(), part.code)))
+    return found

@@ -1,0 +1,50 @@
+"""The suite finds what is planted: every listed defect, and a sample of the automatic mutants."""
+
+from pathlib import Path
+
+import pytest
+
+from conformance.interface import UsageError
+from conformance.mutants.planted import DEFECTS
+from conformance.mutants.score import hunt
+
+LISTED = {
+    *("P01", "P02", "P04", "P06", "P09", "P10", "P12", "P13", "P19", "P21", "D01", "D02", "D05"),
+    *("R01", "R03", "R04", "R05", "R06", "R08", "R09", "R10", "R15", "R16", "R19", "R20", "R26", "R27"),
+    *("A01", "A05", "A07", "A09", "A10", "A11", "A12"),
+    *(f"S{number:02}" for number in range(1, 11)),
+    *("Q01", "Q03", "Q08q", "Q11", "Q13", "Q15", "G21q", "Q11g", "Q13g", "Q13m", "Q13l", "Q15g", "B01"),
+    *("E01", "E02", "E04", "E06", "E07", "F02", *(f"L{number:02}" for number in range(1, 19)), "W01", "W02", "W03"),
+    *("G01", "G03", "G04", "G12", "G21", "J01", "H02", "H04", "H04s", "Q08", "K01"),
+}
+
+
+def test_every_listed_defect_is_planted_and_killed_by_a_value_or_a_law():
+    results = {result.mutant: result for result in hunt("moe_ref", "planted")}
+    assert set(results) == LISTED == set(DEFECTS)
+    assert {name: result.how for name, result in results.items() if result.how not in ("value", "law")} == {}
+    raising = {name: result.check for name, result in results.items() if result.check.startswith("raises")}
+    assert raising == {
+        "R04": "raises RuntimeError",
+        "E04": "raises RuntimeError",
+    }  # the others accept every legal call: none dies of how it was planted
+
+
+def test_an_alignment_that_is_kept_for_ever_is_caught_by_the_law_of_history():
+    (result,) = hunt("moe_ref", "planted", only="D02")
+    assert (result.how, result.check) == ("law", "history")
+
+
+@pytest.mark.parametrize("function", ["indices_to_multihot", "pad_routing_map"])
+def test_a_sample_of_automatic_mutants_is_killed_and_each_survivor_is_explained(function):
+    results = hunt("moe_fast", "automatic", sample=6, function=function)
+    explained = (Path(__file__).parents[2] / "docs" / "mutants.md").read_text()
+    survivors = [result for result in results if not result.killed]
+    assert len(results) == 6
+    assert len(survivors) < 4
+    assert [result.line for result in survivors if f"`{result.title}`" not in explained] == []
+
+
+def test_nothing_is_learned_from_mutants_of_a_wrong_implementation():
+    with pytest.raises(UsageError, match="itself fails"):
+        hunt("conformance.engine.child.misbehaving:LeavesRowsUnwritten", "planted")

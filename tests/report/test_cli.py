@@ -1,0 +1,430 @@
+"""The command line: every verb does what it says, and every bad input ends in one clear sentence."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conformance.catalogue import CONTRACTS
+from conformance.cli import main
+from conformance.engine.choose.plan import sections
+from conformance.engine.choose.profiles import PROFILES
+from conformance.engine.run import corpus
+from conformance.families.permutation.cases import RoutingCase
+
+NAMESPACES = {
+    "good": "import moe_ref\npermute = moe_ref.permute\n",
+    # the rows of the third expert come in the opposite order
+    "wrong": """
+import moe_ref
+import torch
+
+def permute(tokens, routing_map, *, probs=None):
+    out = moe_ref.permute(tokens, routing_map, probs=probs)
+    third = (out.row_map.expert_P == 2).nonzero().flatten()
+    order = torch.arange(len(out.rows))
+    order[third] = third.flip(0)
+    raw = out.rows.view(torch.uint8) if out.rows.element_size() == 1 else out.rows
+    rows = raw[order].view(out.rows.dtype) if out.rows.element_size() == 1 else raw[order]
+    return out._replace(rows=rows)
+""",
+    "raising": """
+import moe_ref
+
+def permute(tokens, routing_map, *, probs=None):
+    if tokens.shape[1] > 3:
+        raise RuntimeError("no kernel for so many columns")
+    return moe_ref.permute(tokens, routing_map, probs=probs)
+""",
+    "refusing": """
+import moe_ref
+permute = moe_ref.permute
+
+def supports(function, **arguments):
+    return 1 / 0
+""",
+    "sleeping": """
+import pathlib, time
+
+def permute(tokens, routing_map):
+    pathlib.Path("asleep").touch()
+    time.sleep(3600)
+""",
+    "nothing": "x = 1\n",
+    "broken": "raise RuntimeError('no such card')\n",
+    "leaving": "raise SystemExit(3)\n",
+    "dying": "import os\nos._exit(3)\n",
+    "unshaped": """
+import moe_ref
+permute = moe_ref.permute
+
+def unpermute(rows, row_map, *, probs=None):
+    return moe_ref.unpermute(rows, row_map, probs=probs)
+""",
+}
+WAIVER = '[[waiver]]\nfunction = "permute"\nowner = "me"\nreason = "known"\nexpires = {}\n'
+FILES = {
+    "text.txt": "hello",
+    "text.json": "hello",
+    "list.json": "[1]",
+    "number.json": '{"functions": 3}',
+    "empty.json": '{"functions": {"permute": {}}}',
+    "expired.toml": WAIVER.format("2020-01-01"),
+    "bad.toml": "[[waiver]",
+    "unused.toml": WAIVER.format("2999-01-01"),
+    "case_field.json": '{"case": {"function": "permute", "tokenz": 1}}',
+    "case_type.json": '{"case": {"function": "permute", "tokens": "two"}}',
+}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """A working directory with namespaces and files in it."""
+    for name, text in NAMESPACES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for name in ("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "PYTEST_ADDOPTS", "GITHUB_ACTIONS"):
+        monkeypatch.setenv(name, "")
+    return tmp_path
+
+
+@pytest.fixture
+def call(place, capfd):
+    """call(*arguments) -> exit code, stdout, stderr"""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            code = main(arguments)
+        except SystemExit as left:  # argparse
+            code = left.code
+        told = capfd.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+def smoke(implementation: str, *more: str) -> tuple[str, ...]:
+    return ("run", "--impl", implementation, "--profile", "smoke", *more)
+
+
+def only(label: str) -> tuple[str, str]:
+    """The shard that is this section."""
+    labels = [section.label for section in sections(PROFILES["smoke"])]
+    return "--shard", f"{labels.index(label) + 1}/{len(labels)}"
+
+
+# ---- bad input
+
+BAD = [
+    (smoke("nobody"), "there is no module 'nobody'"),
+    (smoke("moe_ref:nothing"), "moe_ref has no 'nothing'"),
+    (smoke("broken"), "importing it raised RuntimeError: no such card"),
+    (smoke("leaving"), "importing it raised SystemExit: 3"),
+    (smoke("dying"), "the process died while importing it (exit code 3)"),
+    (smoke(""), "--impl is empty"),
+    (("run",), "--impl"),
+    (("run", "--impl", "moe_ref", "--profile", "huge"), "invalid choice: 'huge'"),
+    (smoke("moe_ref", "--shard", "3/2"), "--shard is '3/2'"),
+    (smoke("moe_ref", "--shard", "0/2"), "--shard is '0/2'"),
+    (smoke("moe_ref", "--shard", "half"), "--shard is 'half'; it must be i/n"),
+    (smoke("moe_ref", "--jobs", "-1"), "--jobs is -1"),
+    (smoke("moe_ref", "--jobs", "many"), "invalid int value: 'many'"),
+    (smoke("moe_ref", "--case-seconds", "0"), "--case-seconds is 0"),
+    (smoke("moe_ref", "--report", "out.pdf"), "--report out.pdf: the ending must be one of .json, .xml, .md"),
+    (smoke("moe_ref", "--report", "nowhere/out.json"), "there is no folder"),
+    (smoke("moe_ref", "--waivers", "missing.toml"), "--waivers missing.toml"),
+    (smoke("moe_ref", "--waivers", "bad.toml"), "--waivers bad.toml"),
+    (smoke("moe_ref", "--waivers", "expired.toml"), "waiver 1 is stale: it expired on 2020-01-01 (known)"),
+    (smoke("moe_ref", "--baseline", "missing.json"), "--baseline missing.json"),
+    (smoke("moe_ref", "--baseline", "text.json"), "--baseline text.json: not a JSON report"),
+    (smoke("moe_ref", "--baseline", "list.json"), "--baseline list.json: not a JSON report"),
+    (smoke("moe_ref", "--baseline", "number.json"), "--baseline number.json: not a JSON report"),
+    (smoke("moe_ref", "--baseline", "empty.json"), "--baseline empty.json: not a JSON report"),
+    (smoke("moe_ref", "--corpus", "text.txt"), "--corpus text.txt: is no folder"),
+    (smoke("moe_ref", "--corpus", "."), "case_field.json: 'tokenz' is no field"),
+    (("replay", "0123456789ab", "--impl", "moe_ref"), "there is no case '0123456789ab'"),
+    (("replay", "missing.json", "--impl", "moe_ref"), "missing.json: there is no such file"),
+    (("replay", "text.json", "--impl", "moe_ref"), "text.json: not JSON"),
+    (("replay", "list.json", "--impl", "moe_ref"), "list.json: a case is a JSON object, not list"),
+    (("replay", "case_field.json", "--impl", "moe_ref"), "case_field.json: 'tokenz' is no field of a permute case"),
+    (("replay", "case_type.json", "--impl", "moe_ref"), "case_type.json: tokens is 'two'; it must be of type int"),
+    (("replay", '{"function": ', "--impl", "moe_ref"), "the case text is not JSON"),
+    (("replay", '{"function": "permute", "law": "gravity"}', "--impl", "moe_ref"), "law is 'gravity'"),
+    (("replay", '{"function": "permute", "dtype": "float17"}', "--impl", "moe_ref"), "dtype is 'float17'"),
+    (("replay", '{"function": "permute", "layout": "sideways"}', "--impl", "moe_ref"), "layout is 'sideways'"),
+    (("replay", '{"function": "permute", "grads": "nobody"}', "--impl", "moe_ref"), "grads asks for 'nobody'"),
+    (
+        ("replay", '{"function": "permute", "align": 2, "capacity": 2}', "--impl", "moe_ref"),
+        "capacity is 2 with align 2",
+    ),
+    (("replay", '{"function": "permute"}', "--impl", "nobody"), "there is no module 'nobody'"),
+    (("minimize", "0123456789ab", "--impl", "moe_ref"), "there is no case '0123456789ab'"),
+    (("check-adapter", "--impl", "nobody"), "there is no module 'nobody'"),
+    (("fly",), "invalid choice: 'fly'"),
+    ((), "VERB"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), BAD, ids=lambda x: " ".join(x)[:50] if isinstance(x, tuple) else "")
+def test_a_bad_input_ends_in_one_clear_sentence(call, arguments, sentence):
+    code, out, err = call(*arguments)
+    assert code == 2
+    assert sentence in err
+    assert "Traceback" not in out + err
+    assert "INTERNALERROR" not in out + err
+    assert (
+        len([line for line in err.splitlines() if line.startswith("moe-conformance")]) == 1
+    )  # the rest is argparse's usage
+    assert "CONFORMANT" not in out
+
+
+def test_a_gpu_that_is_not_there_is_said_so(call, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for arguments in (
+        smoke("moe_ref"),
+        ("replay", '{"function": "permute"}', "--impl", "moe_ref"),
+        ("check-adapter", "--impl", "moe_ref"),
+    ):
+        code, _, err = call(*arguments, "--device", "cuda")
+        assert (code, err) == (2, err)
+        assert "--device cuda: torch sees no GPU here" in err
+
+
+def test_a_stale_waiver_is_an_error_of_the_harness(call):
+    code, out, _ = call(*smoke("good", "--waivers", "unused.toml"))
+    assert (code, "HARNESS ERROR" in out) == (3, True)
+    assert "the waiver permute (me) waived nothing: remove it" in out
+
+
+# ---- run
+
+
+def test_the_reference_conforms_and_the_report_says_so(call, place):
+    code, out, _ = call(*smoke("moe_ref", "--report", "out.json", "--report", "out.xml", "--report", "out.md"))
+    assert code == 0
+    assert f"CONFORMANT   {len(CONTRACTS)} functions" in out
+    report = json.loads((place / "out.json").read_text())
+    assert {
+        "verdict",
+        "exit_code",
+        "cases",
+        "seconds",
+        "functions",
+        "failures",
+        "problems",
+        "versions",
+        "profile",
+        "seed",
+        "device",
+    } <= set(report)
+    assert (report["verdict"], report["exit_code"], report["implementation"]) == ("CONFORMANT", 0, "moe_ref")
+    assert set(report["functions"]) == set(CONTRACTS)
+    for function in report["functions"].values():
+        assert function["status"] == "conformant"
+        assert sum(function["counts"].values()) == function["cases"] > 0
+    assert (place / "out.xml").read_text().startswith("<?xml")
+    assert (place / "out.md").read_text().startswith("# CONFORMANT")
+    code, _, _ = call(*smoke("moe_ref", "--baseline", "out.json"))
+    assert code == 0
+    code, out, _ = call(*smoke("good", "--baseline", "out.json"))
+    assert (code, "sort_chunks was conformant in the baseline and is not offered any more" in out) == (5, True)
+
+
+def test_a_wrong_permute_is_found_replayed_and_minimized(call, place):
+    code, out, _ = call(*smoke("wrong"))
+    assert code == 1
+    assert "NOT CONFORMANT   1 of 1 functions differ" in out
+    assert re.search(
+        r"row \d+ \(expert 2, place \d+ of its segment\) holds token \d+; the reference puts token \d+ there", out
+    )
+    assert re.search(r"smallest case +T=2 H=1 E=3, float32, routing map 001 001", out)
+    identity = re.search(r"replay +moe-conformance replay ([0-9a-f]{12}) --impl wrong", out).group(1)
+    assert (place / ".moe-conformance" / f"{identity}.json").exists()
+
+    code, out, _ = call("replay", identity, "--impl", "wrong")
+    assert (code, "FAIL: rows [exact]" in out) == (1, True)
+    code, out, _ = call("replay", identity, "--impl", "moe_ref")
+    assert (code, "PASS" in out) == (0, True)
+
+    large = RoutingCase(
+        function="permute", tokens=30, experts=6, hidden=9, topk=3, spread="uniform", probs="bfloat16", dtype="bfloat16"
+    )
+    code, out, _ = call("minimize", large.text, "--impl", "wrong")
+    assert code == 1
+    assert re.search(r"smallest case +T=2 H=1 E=3, float32, routing map 001 001", out)
+    code, out, _ = call("minimize", large.text, "--impl", "moe_ref")
+    assert (code, "there is nothing to minimize" in out) == (0, True)
+
+
+def test_what_raises_on_a_call_fails_and_does_not_end_the_run(call):
+    code, out, err = call(*smoke("raising"))
+    assert code == 1
+    assert "raised RuntimeError on a legal call: no kernel for so many columns" in out
+    assert re.search(r"smallest case +T=0 H=4 E=1, float32", out)
+    assert "Traceback" not in out + err
+
+
+def test_a_supports_that_raises_is_the_implementations_fault(call):
+    code, out, _ = call(*smoke("refusing"))
+    assert code == 1
+    assert (
+        "supports [raises ZeroDivisionError] supports raised ZeroDivisionError about a legal call: division by zero"
+        in out
+    )
+
+
+def test_offering_nothing_is_not_conformant(call):
+    code, out, _ = call(*smoke("nothing"))
+    assert (code, f"nothing offers none of {next(iter(CONTRACTS))}" in out) == (4, True)
+
+
+def test_a_signature_without_a_setting_is_judged_without_it(call):
+    code, out, _ = call(*smoke("unshaped"))
+    assert (code, "unpermute           conformant" in out) == (0, True)
+
+
+def test_shards_run_every_section_once(call, place):
+    whole = {section.label for section in sections(PROFILES["smoke"])}
+    counts = []
+    for shard in ("1/2", "2/2", ""):
+        code, _, _ = call(*smoke("moe_ref", "--shard", shard, "--report", "out.json"))
+        assert code == 0
+        report = json.loads((place / "out.json").read_text())
+        counts.append({name: function["cases"] for name, function in report["functions"].items()})
+    first, second, both = counts
+    assert {name: first[name] + second[name] for name in CONTRACTS} == both
+    assert len(whole) == 1 + 2 * len(CONTRACTS)
+
+
+def test_cases_in_the_corpus_run_first(call, place):
+    kept = RoutingCase(
+        function="permute", tokens=3, experts=3, hidden=5, routing=(4, 4, 4), dtype="float16", law="split"
+    )
+    corpus.save(place / "kept", kept, {})
+    code, _, _ = call(*smoke("wrong", "--corpus", "kept", *only("corpus"), "--report", "out.json"))
+    assert sections(PROFILES["smoke"])[0].label == "corpus"
+    assert (code, json.loads((place / "out.json").read_text())["functions"]["permute"]["counts"]) == (1, {"FAIL": 1})
+
+
+def test_the_committed_corpus_is_part_of_every_run(call, place, monkeypatch):
+    monkeypatch.setattr(corpus, "COMMITTED", place / "committed")
+    corpus.save(place / "committed", RoutingCase(function="permute", tokens=2, experts=3, routing=(4, 4)), {})
+    code, _, _ = call(*smoke("wrong", *only("corpus")))
+    assert code == 1
+    assert corpus.read_folder(corpus.COMMITTED)
+
+
+def test_github_gets_annotations(call, monkeypatch):
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    code, out, _ = call(*smoke("wrong", *only("fixed-permute")))
+    assert code == 1
+    assert [line for line in out.splitlines() if line.startswith("::error title=permute differs::")]
+
+
+# ---- the other verbs
+
+
+def test_list_names_every_function_and_profile(call):
+    code, out, _ = call("list")
+    assert code == 0
+    assert all(f"\n{name}(" in f"\n{out}" for name in CONTRACTS)
+    assert all(f"profile {name}" in out for name in PROFILES)
+
+
+def test_doctor_finds_this_machine_fit(call):
+    code, out, _ = call("doctor")
+    assert code == 0
+    assert "finds the reference right: PASS" in out
+    assert "a kernel that kills its process is noticed: CRASH" in out
+    assert "FAIL" not in out
+
+
+def test_check_adapter_says_what_is_offered(call):
+    code, out, _ = call("check-adapter", "--impl", "moe_ref")
+    assert (code, f"{len(CONTRACTS)} of {len(CONTRACTS)} functions can be judged" in out) == (0, True)
+    code, out, _ = call("check-adapter", "--impl", "wrong")
+    assert (code, "without align, capacity, num_rows" in out, f"1 of {len(CONTRACTS)} functions" in out) == (
+        0,
+        True,
+        True,
+    )
+    code, out, _ = call("check-adapter", "--impl", "nothing")
+    assert (code, f"0 of {len(CONTRACTS)} functions can be judged" in out) == (4, True)
+
+
+def test_replay_tells_a_case_that_says_nothing(call):
+    code, out, _ = call("replay", '{"function": "permute", "tokens": 0}', "--impl", "moe_ref")
+    assert (code, "UNINFORMATIVE" in out) == (4, True)
+    code, out, _ = call("replay", '{"function": "sort_chunks"}', "--impl", "good")
+    assert (code, "NOT_OFFERED sort_chunks is not offered" in out) == (4, True)
+
+
+# ---- as a process
+
+
+def spawn(*arguments: str, **how) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **how,
+    )
+
+
+def nobody_left(group: int) -> bool:
+    """Whether every process of the group is gone, within a few seconds."""
+    for _ in range(100):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_pytest_with_two_workers_runs_the_same_suite(place):
+    suite = ("pytest", "-p", "no:cacheprovider", "-n", "2", "--pyargs", "conformance", "--profile", "smoke", "--impl")
+    processes = {name: spawn(*suite, name, "--report", f"{name}.json") for name in ("moe_ref", "nobody")}
+    told = {name: process.communicate() for name, process in processes.items()}
+    assert processes["moe_ref"].returncode == 0, told["moe_ref"]
+    assert f"CONFORMANT   {len(CONTRACTS)} functions" in told["moe_ref"][0]
+    report = json.loads((place / "moe_ref.json").read_text())
+    assert all(function["cases"] > 0 for function in report["functions"].values())
+    assert processes["nobody"].returncode == 2
+    assert "there is no module 'nobody'" in "".join(told["nobody"])
+    assert "Traceback" not in "".join(told["nobody"])
+
+
+def test_pytest_without_an_implementation_judges_nothing(place):
+    process = spawn("pytest", "-p", "no:cacheprovider", "--pyargs", "conformance")
+    out, err = process.communicate()
+    assert (process.returncode, "skipped" in out) == (0, True), err
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
+def test_a_run_that_is_ended_leaves_nothing_running(place, how):
+    process = spawn("conformance", *smoke("sleeping", "--case-seconds", "100"))
+    try:
+        while not (place / "asleep").exists():
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(how)
+        out, err = process.communicate(timeout=30)
+        assert process.returncode != 0
+        assert "CONFORMANT" not in out
+        assert "Traceback" not in err
+        assert nobody_left(process.pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

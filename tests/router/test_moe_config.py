@@ -1,0 +1,418 @@
+"""`MoEConfig` refuses what it should, for the reason it should, and nothing next to it."""
+
+import re
+import warnings
+from dataclasses import MISSING, fields, replace
+from typing import get_args, get_origin
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ref.config import DROP_POLICIES, SCORE_FUNCTIONS, MoEConfig
+from moe_ref.config.megatron import settings as moe
+from moe_ref.config.megatron.routing import ROUTING
+from moe_ref.config.megatron.rule import _kinds, fits
+from moe_ref.config.megatron.running import RUNNING
+from moe_ref.router.selection import topk_indices
+from tests.router.moe_config_cases import BASE, CASES, ELSEWHERE, OPTIONS, SIZES, WRONG_KINDS
+
+RULES = (*ROUTING, *RUNNING)
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+
+
+def config(**changes):
+    return MoEConfig(**{**BASE, **changes})
+
+
+def refusing_rule(monkeypatch, changes):
+    """The first rule that refuses the config."""
+    with monkeypatch.context() as patch:
+        patch.setattr(moe, "ROUTING", ())
+        patch.setattr(moe, "RUNNING", ())
+        unchecked = config(**changes)
+    return next(rule for rule in RULES if rule.refused(unchecked)), unchecked
+
+
+def case_id(case):
+    return f"{case[0]}-{'-'.join(name for name in case[1] if name != case[0])}"
+
+
+@pytest.mark.parametrize(("option", "refused", "change"), CASES + SIZES, ids=[case_id(case) for case in CASES + SIZES])
+def test_a_refusal_names_the_option_and_all_it_depends_on(monkeypatch, option, refused, change):
+    rule, unchecked = refusing_rule(monkeypatch, refused)
+    with pytest.raises(ValueError, match="; it must be ") as raised:
+        config(**refused)
+    assert rule.option == option
+    assert str(raised.value).startswith(f"{option} is {getattr(unchecked, option)!r}")
+    assert all(f" {name} {getattr(unchecked, name)!r}" in str(raised.value) for name in rule.beside.split())
+    assert not re.search(r"[{}]", str(raised.value).partition("; it must be ")[2])
+
+
+@pytest.mark.parametrize(("option", "refused", "change"), CASES + SIZES, ids=[case_id(case) for case in CASES + SIZES])
+def test_the_neighbour_of_a_refused_config_is_accepted(option, refused, change):
+    assert config(**{**refused, **change})
+
+
+def test_every_rule_refuses_some_case(monkeypatch):
+    seen = {id(refusing_rule(monkeypatch, refused)[0]) for _, refused, _ in CASES + SIZES}
+    assert [rule[:3] for rule in RULES if id(rule) not in seen] == []
+
+
+def test_a_rule_depends_on_no_option_that_it_does_not_name_or_that_does_not_exist():
+    names = {field.name for field in fields(MoEConfig)}
+    assert [(rule.option, rule.beside) for rule in RULES if not {rule.option, *rule.beside.split()} <= names] == []
+
+
+@pytest.mark.parametrize(("option", "value"), WRONG_KINDS, ids=str)
+def test_a_value_of_the_wrong_kind_is_refused(option, value):
+    with pytest.raises(ValueError, match=f"^{option} is .*; it must be .+"):
+        config(**{option: value})
+
+
+def test_every_option_has_a_default_that_fits_its_kind():
+    plain = MoEConfig()
+    assert all(
+        field.default is not MISSING and fits(getattr(plain, field.name), _kinds(MoEConfig)[field.name])
+        for field in fields(MoEConfig)
+    )
+
+
+def test_every_option_of_megatrons_table_is_a_field():
+    assert OPTIONS - {field.name for field in fields(MoEConfig)} == set()
+
+
+def test_the_words_are_those_of_the_router():
+    assert get_args(_kinds(MoEConfig)["moe_router_score_function"]) == SCORE_FUNCTIONS
+    assert get_args(_kinds(MoEConfig)["moe_token_drop_policy"]) == DROP_POLICIES
+
+
+# Deprecated names, derived values, warnings
+
+DEPRECATED = [
+    (
+        {"moe_router_topk_limited_devices": 2, "expert_model_parallel_size": 4},
+        {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+        {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    ),
+    (
+        {"moe_router_padding_for_fp8": True, "fp8": "hybrid", "moe_token_dispatcher_type": "alltoall"},
+        {"moe_router_padding_for_quantization": True},
+        {"moe_router_padding_for_quantization": True},
+    ),
+    (
+        {"moe_enable_deepep": True, "moe_token_dispatcher_type": "flex"},
+        {"moe_flex_dispatcher_backend": "deepep"},
+        {"moe_flex_dispatcher_backend": "hybridep"},
+    ),
+    ({"moe_deepep_num_sms": 24}, {"moe_flex_dispatcher_num_sms": 24}, {"moe_flex_dispatcher_num_sms": 20}),
+    ({"moe_hybridep_num_sms": 16}, {"moe_flex_dispatcher_num_sms": 16}, {"moe_flex_dispatcher_num_sms": 16}),
+    (
+        {"moe_layer_recompute": True},
+        {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe")},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    ),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "beside"), DEPRECATED, ids=[next(iter(old)) for old, _, _ in DEPRECATED])
+def test_a_deprecated_name_becomes_the_new_one(old, new, beside):
+    name = next(iter(old))
+    with pytest.warns(DeprecationWarning, match=f"^{name} is deprecated; say {next(iter(new))}="):
+        made = config(**old)
+    assert made == config(**{key: value for key, value in old.items() if key != name}, **new)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        assert replace(made) == made
+
+
+@pytest.mark.parametrize(("old", "new", "beside"), DEPRECATED, ids=[next(iter(old)) for old, _, _ in DEPRECATED])
+def test_a_deprecated_name_beside_the_new_one_is_refused(old, new, beside):
+    name = next(iter(old))
+    with pytest.raises(
+        ValueError, match=f"^{name} is {old[name]} with .*; it must be left out: it is the deprecated name of "
+    ):
+        config(**old, **beside)
+
+
+def test_every_deprecated_name_is_tried():
+    assert {next(iter(old)) for old, _, _ in DEPRECATED} == set(MoEConfig.deprecated)
+
+
+def test_deepep_by_its_deprecated_name_needs_the_flex_dispatcher():
+    with pytest.raises(
+        ValueError,
+        match="moe_enable_deepep is True with moe_token_dispatcher_type 'alltoall'; it must be False, or the dispatcher 'flex'",
+    ):
+        config(moe_enable_deepep=True, moe_token_dispatcher_type="alltoall")
+
+
+@pytest.mark.parametrize(
+    ("given", "derived"),
+    [
+        (
+            {"hidden_size": 16, "ffn_hidden_size": None, "moe_ffn_hidden_size": None},
+            {"ffn_hidden_size": 64, "moe_ffn_hidden_size": 64},
+        ),
+        ({"moe_ffn_hidden_size": None, "ffn_hidden_size": 48}, {"moe_ffn_hidden_size": 48}),
+        ({"num_moe_experts": None, "moe_layer_freq": 2}, {"moe_ffn_hidden_size": None}),
+        ({"num_moe_experts": None, "moe_layer_freq": [1, 0]}, {"moe_ffn_hidden_size": None, "moe_layer_freq": (1, 0)}),
+        ({"tensor_model_parallel_size": 2}, {"expert_tensor_parallel_size": 2}),
+        ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, {"expert_tensor_parallel_size": 1}),
+        ({}, {"recompute_modules": ("core_attn",)}),
+        (
+            {
+                "use_transformer_engine_op_fuser": True,
+                "moe_grouped_gemm": True,
+                "activation_func": "silu",
+                "gated_linear_unit": True,
+            },
+            {"moe_use_grouped_tensor": True},
+        ),
+        (
+            {"cuda_graph_impl": "local", "cuda_graph_modules": ["moe_preprocess"]},
+            {"cuda_graph_modules": ("moe_preprocess", "moe_router")},
+        ),
+        (
+            {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]},
+            {"cuda_graph_modules": ("attn", "moe_router", "moe_preprocess")},
+        ),
+        (
+            {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe_router"]},
+            {"cuda_graph_modules": ("moe_router",)},
+        ),
+    ],
+)
+def test_what_follows_from_other_options_is_filled_in(given, derived):
+    made = config(**given)
+    assert {name: getattr(made, name) for name in derived} == derived
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moe_ffn_hidden_size": None}, "moe_ffn_hidden_size is None; ffn_hidden_size, 32, is taken"),
+        ({"num_moe_experts": None, "moe_layer_freq": 2}, "moe_ffn_hidden_size is 32 without num_moe_experts"),
+        ({"num_moe_experts": 32}, "moe_router_dtype is None with num_moe_experts 32"),
+        (
+            {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+            "sequence_parallel is False with tensor_model_parallel_size 2",
+        ),
+        (
+            {
+                "moe_mlp_glu_interleave_size": 16,
+                "moe_grouped_gemm": True,
+                "activation_func": "silu",
+                "gated_linear_unit": True,
+            },
+            "moe_mlp_glu_interleave_size is 16 without use_transformer_engine_op_fuser",
+        ),
+    ],
+)
+def test_what_is_legal_but_seldom_meant_warns_at_the_callers_line(changes, message):
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}") as caught:
+        config(**changes)
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_a_plain_config_does_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config(num_moe_experts=31)
+        config(num_moe_experts=32, moe_router_dtype="fp32")
+        MoEConfig()
+
+
+def test_a_config_is_frozen_and_can_be_a_key():
+    made = config(
+        moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"],
+        moe_aux_loss_coeff=[0.1, 0.2],
+        recompute_modules=["moe"],
+    )
+    with pytest.raises(AttributeError):
+        made.moe_router_topk = 4
+    assert {made: 1}[replace(made)] == 1
+
+
+# What the router reads
+
+
+@pytest.mark.parametrize(
+    ("kinds", "coeffs", "expected"),
+    [
+        ("aux_loss", 0.0, {}),
+        ("aux_loss", 0.5, {"aux_loss": 0.5}),
+        ("none", 0.5, {}),
+        ("sinkhorn", 0, {}),
+        (["seq_aux_loss"], [1], {"seq_aux_loss": 1}),
+        (
+            ["seq_aux_loss", "none", "global_aux_loss", "aux_loss"],
+            [0.1, 3.0, 0.2, 0.0],
+            {"seq_aux_loss": 0.1, "global_aux_loss": 0.2},
+        ),
+        ([], [], {}),
+    ],
+)
+def test_load_balancing_is_the_losses_that_count(kinds, coeffs, expected):
+    assert config(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coeffs).load_balancing == expected
+
+
+def test_router_settings_are_arguments_of_the_choice():
+    made = config(
+        moe_router_topk=4,
+        moe_router_score_function="sigmoid",
+        moe_router_pre_softmax=True,
+        moe_router_num_groups=4,
+        moe_router_group_topk=2,
+        moe_router_topk_scaling_factor=2.5,
+    )
+    assert made.router_settings == {
+        "topk": 4,
+        "score_function": "sigmoid",
+        "pre_softmax": True,
+        "num_groups": 4,
+        "group_topk": 2,
+        "scaling_factor": 2.5,
+    }
+    assert topk_indices(torch.arange(16.0).view(2, 8), **made.router_settings).indices.shape == (2, 4)
+
+
+@pytest.mark.parametrize(("repeated", "depth", "times"), [(False, 3, 1), (True, 3, 3), (True, None, 1), (True, 0, 1)])
+def test_only_a_repeated_layer_calls_its_router_more_than_once(repeated, depth, times):
+    assert config(mtp_use_repeated_layer=repeated, mtp_num_layers=depth).router_repeats == times
+
+
+# Any config
+
+
+def values(name):
+    """Values that options of the kind have, some wrong."""
+    kind = _kinds(MoEConfig)[name]
+    words = [
+        word
+        for one in (kind, *get_args(kind))
+        if get_origin(one) is not None
+        for word in get_args(one)
+        if isinstance(word, str)
+    ]
+    words += [word for one in get_args(kind) for inner in get_args(one) for word in get_args(inner)]
+    right = {bool: st.booleans(), int: st.integers(-1, 9), float: st.floats(-1, 3) | st.integers(0, 2)}
+    plain = [right[one] for one in (kind, *get_args(kind)) if one in right] + (
+        [st.none()] if type(None) in get_args(kind) else []
+    )
+    listed = (
+        [st.lists(st.sampled_from(words) if words else st.integers(0, 1) | st.floats(0, 1), max_size=3)]
+        if "Sequence" in str(kind)
+        else []
+    )
+    wrong = st.sampled_from(
+        [None, True, -1, 0, 0.0, float("nan"), "x", (), [None], 10**400, object(), torch.ones(2), {}]
+    )
+    usual = st.one_of(*plain, *listed, *([st.sampled_from(words)] if words else []))
+    return st.integers(0, 30).flatmap(lambda dice: wrong if dice == 0 else usual)
+
+
+@settings(deadline=None, database=None, max_examples=100)
+@given(st.data())
+def test_a_config_is_made_or_refused_by_a_value_error(data):
+    names = data.draw(st.lists(st.sampled_from([field.name for field in fields(MoEConfig)]), unique=True, max_size=12))
+    changes = {name: data.draw(values(name), label=name) for name in names}
+    try:
+        made = config(**changes)
+    except ValueError as refusal:
+        assert re.match(r"\w+ is .*; it must be ", str(refusal), re.DOTALL)
+        assert str(refusal).split(" ")[0] in {field.name for field in fields(MoEConfig)}
+    else:
+        assert replace(made) == made
+        assert hash(made) == hash(replace(made))
+        assert set(made.load_balancing) <= set(moe.LOSSES)
+
+
+# The installed Megatron
+
+DEFAULTS = {  # option: why the default is another one than in megatron-core 0.16.1
+    "activation_func": "a word instead of a function",
+    "params_dtype": "a word instead of a dtype",
+    "offload_modules": "a tuple instead of a list",
+    "moe_deepep_num_sms": "deprecated since, None there too",
+    "moe_hybridep_num_sms": "deprecated since, None there too",
+}
+WORDS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+
+
+@pytest.fixture(scope="module")
+def megatron():
+    pytest.importorskip("megatron.core")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.transformer import transformer_config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            transformer_config, "is_te_min_version", lambda *version, **how: True
+        )  # versions are not a matter of settings
+        yield transformer_config.TransformerConfig
+
+
+def test_defaults_are_megatrons(megatron):
+    theirs = {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(megatron)
+    }
+    different = {
+        field.name for field in fields(MoEConfig) if field.name in theirs and theirs[field.name] != field.default
+    }
+    assert different == set(DEFAULTS)
+
+
+def theirs(cls, changes):
+    """The same settings for Megatron, or None where it has no such option."""
+    attention = {"num_attention_heads": 8, "attention_dropout": 0.0, "hidden_dropout": 0.0, "normalization": "RMSNorm"}
+    options = {"num_layers": 2, **attention, **BASE, **changes}
+    known = {field.name for field in fields(cls)}
+    if "cuda_graph_modules" in options and "cuda_graph_modules" not in known:
+        options["cuda_graph_scope"] = options.pop("cuda_graph_modules")
+        if options["cuda_graph_impl"] == "full_iteration":
+            return None
+    if options.get("pipeline_model_parallel_size", 1) > 1:
+        options["pipeline_dtype"] = torch.bfloat16
+    if "activation_func" in options:
+        from megatron.core.activations import squared_relu
+        from megatron.core.transformer.transformer_config import quick_gelu
+
+        special = {"squared_relu": squared_relu, "quick_gelu": quick_gelu}
+        name = options["activation_func"]
+        options["activation_func"] = special[name] if name in special else getattr(torch.nn.functional, name)
+    if options.get("batch_invariant_mode"):
+        from megatron.core.transformer.enums import AttnBackend
+
+        options["attention_backend"] = AttnBackend.flash
+    if "params_dtype" in options:
+        options["params_dtype"] = WORDS[options["params_dtype"]]
+    return (
+        options if set(options) <= known and "moe_permute_fusion" not in options else None
+    )  # its kernels are not installed
+
+
+def test_megatron_refuses_the_same(megatron, monkeypatch):
+    """Of the rules said to be Megatron's, the installed one has those whose options it has, but for the listed ones."""
+    different = set()
+    for option, refused, change in CASES + SIZES:
+        asked, neighbour = theirs(megatron, refused), theirs(megatron, {**refused, **change})
+        rule = refusing_rule(monkeypatch, refused)[0]
+        if (
+            asked
+            and rule.who in ("V", "A")
+            and (made(megatron, asked) or (neighbour and not made(megatron, neighbour)))
+        ):
+            different.add((option, rule.beside))
+    assert different == set(ELSEWHERE)
+
+
+def made(cls, options):
+    try:
+        return bool(
+            cls(**{name: list(value) if isinstance(value, tuple) else value for name, value in options.items()})
+        )
+    except (ValueError, AssertionError):
+        return False

@@ -1,9 +1,0 @@
-"""moe_fast with large blocks, so that most things fit into one."""
-
-import moe_fast
-from moe_fast import *  # noqa: F403  (the same namespace, with other sizes)
-from tests.variants.sizes import LARGE, LARGE_ON_GPU, use
-
-__all__ = moe_fast.__all__
-
-use(LARGE, LARGE_ON_GPU)
