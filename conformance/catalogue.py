@@ -3,7 +3,6 @@
 from typing import Any
 
 from conformance.catalogue_laws import LAWS
-from conformance.core import illegal
 from conformance.core.contract import Contract
 from conformance.core.ranks import Collective
 from conformance.core.shared_out import SharedOut
@@ -18,6 +17,7 @@ from conformance.families.dispatch.maps import CachedDispatch, MapCombine, MapDi
 from conformance.families.dispatch.maps import dispatches as map_dispatches
 from conformance.families.experts import golden as golden_experts
 from conformance.families.experts import golden_mlp, golden_recipes, illegal_recipes
+from conformance.families.experts import illegal as illegal_experts
 from conformance.families.experts.activations import Activation, Glu
 from conformance.families.experts.latent import LatentProjection
 from conformance.families.experts.linear import GroupedDgrad, GroupedLinear, GroupedWgrad
@@ -25,6 +25,7 @@ from conformance.families.experts.mlp import GroupedMlp, SequentialMlp
 from conformance.families.experts.shared import SharedExperts
 from conformance.families.fused import golden as golden_permuted_quantization
 from conformance.families.fused import golden_activate as golden_quantized_activations
+from conformance.families.fused import illegal as illegal_fused
 from conformance.families.fused.activate_and_quantize import (
     ActivationAndQuantize,
     ActivationBackwardAndQuantize,
@@ -33,12 +34,15 @@ from conformance.families.fused.activate_and_quantize import (
 )
 from conformance.families.fused.permute_and_quantize import PermuteAndQuantize
 from conformance.families.permutation import golden
+from conformance.families.permutation import illegal as illegal_permutation
 from conformance.families.permutation.chunks import SortChunks
 from conformance.families.permutation.permute import Permute, Unpermute
 from conformance.families.permutation.routing_map import IndicesToMultihot, MultihotToIndices, PadRoutingMap
 from conformance.families.quantization import golden as golden_quantization
+from conformance.families.quantization import illegal as illegal_quantization
 from conformance.families.quantization.quantize import Quantize
 from conformance.families.router import golden as golden_routing
+from conformance.families.router import illegal as illegal_router
 from conformance.families.router.balancing import AuxLossScores, SinkhornRouting, ZLoss
 from conformance.families.router.capacity import DropTokens, LoadBalancingLoss, UpdateExpertBias
 from conformance.families.router.gating import AttachLoss, Gate, Jitter
@@ -83,6 +87,18 @@ _GOLDEN = (
     golden_permuted_quantization,
     golden_quantized_activations,
 )
+_ILLEGAL = {
+    name: rules
+    for module in (
+        illegal_router,
+        illegal_permutation,
+        illegal_quantization,
+        illegal_fused,
+        illegal_experts,
+        illegal_dispatch,
+    )
+    for name, rules in module.RULES.items()
+}
 for _name, _contract in CONTRACTS.items():
     _table = next(getattr(module, _name.upper()) for module in _GOLDEN if hasattr(module, _name.upper()))
     _table = _table | getattr(golden_recipes, _name.upper(), {})
@@ -90,5 +106,5 @@ for _name, _contract in CONTRACTS.items():
         _contract.worldwide = _table
         _table = {name: (calls[0], right[0]) for name, (calls, right) in _table.items()}
     _contract.golden = _table
-    _contract.illegal = (illegal.RULES | illegal_dispatch.RULES)[_name] | illegal_recipes.RULES.get(_name, {})
+    _contract.illegal = _ILLEGAL[_name] | illegal_recipes.RULES.get(_name, {})
     _contract.laws = LAWS[_name]

@@ -5,8 +5,8 @@ lost beside 1: f' multiplies what is left of 1 - σ or 1 - tanh² by large numbe
 """
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,3 +144,38 @@ GATES = {
     "quick_geglu": CURVES["quick_gelu"],
     "reglu": CURVES["relu"],
 }
+
+
+def gate_of(settings: Mapping[str, Any]) -> Curve:
+    """f."""
+    alpha = settings.get("alpha")
+    return GATES[settings.get("kind", "swiglu")] if alpha is None else sigmoid_gated(alpha)
+
+
+def split(h: Tensor, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """u and v, column by column."""
+    width = h.shape[1] // 2
+    size = settings.get("interleave") or max(width, 1)
+    gates = torch.tensor([j // size * 2 * size + j % size for j in range(width)], dtype=torch.int64)
+    return h[:, gates], h[:, gates + size]
+
+
+def joined(u: Tensor, v: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """The h whose `split` are u and v."""
+    numbers = torch.arange(2 * u.shape[1])[None]
+    places = torch.cat(split(numbers, settings), 1)[0]
+    return torch.cat([u, v], 1)[:, places.argsort()]
+
+
+def halves(h: Tensor, settings: Mapping[str, Any], dtype: torch.dtype) -> tuple[Running, Running]:
+    """u and v within their bounds."""
+    u, v = split(h, settings)
+    clamp = settings.get("clamp")
+    if clamp is not None:
+        u, v = u.double().clamp(max=clamp).to(u.dtype), v.double().clamp(-clamp, clamp).to(v.dtype)
+    return Running.of(u, dtype), Running.of(v, dtype)
+
+
+def shifted(v: Running, settings: Mapping[str, Any]) -> Running:
+    """v + offset."""
+    return v + settings["offset"] if settings.get("offset") else v

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.analysis.curves import CURVES, concluded
+from conformance.analysis.curves import CURVES, concluded, gate_of, joined, split
 from conformance.analysis.input_store import kept_in_e4m3
 from conformance.analysis.mlp_layers import LowLayer
 from conformance.analysis.products import experts_of_rows, own_rows
-from conformance.families.experts.activations import gate_of, joined, split
 from conformance.judge import Bounded
 from conformance.judge.ratios import Accumulator, contracted, stored
 from conformance.judge.running import Running

@@ -125,3 +125,9 @@ def accumulator_of(declared: Mapping[str, Any], storage: torch.dtype) -> torch.d
 def leaf(x: Tensor) -> Tensor:
     """A float64 copy that autograd can be asked for."""
     return x.detach().to(torch.float64, copy=True).requires_grad_()
+
+
+def computed_in(declared: Mapping[str, Any], *tensors: Tensor | None) -> torch.dtype:
+    """float64 if an input is, else what is declared."""
+    given = [x for x in tensors if x is not None]
+    return torch.float64 if any(x.dtype == torch.float64 for x in given) else accumulator_of(declared, given[0].dtype)

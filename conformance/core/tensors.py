@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+SPREAD = 12  # rows lie so many powers of two above and below 1
+
+
 WIDE = 2**31 + 2**12  # elements between the first and the last row of a wide tensor: past every 32-bit offset
 WIDE_LAYOUTS = ("wide_rows", "wide_columns", "wide_depth")
 BITS = {
@@ -117,3 +120,8 @@ def _in_storage(x: Tensor, strides: list[int], offset: int, sizes: torch.Size) -
         )  # garbage between the values; a wide storage is left untouched, it is mostly unmapped
     view = storage.as_strided(sizes, strides, offset)
     return view.copy_(x)
+
+
+def row_scales(seed: int, rows: int) -> Tensor:
+    """[rows,1] float64, powers of two from 2⁻¹² to 2¹²."""
+    return torch.from_numpy(np.exp2(hashed(seed, "row scales", rows) % (2 * SPREAD + 1) - float(SPREAD)))[:, None]

@@ -9,11 +9,19 @@ import torch
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import SCHEMA, Case, CaseError, case_from
-from conformance.core.tensors import BITS, DTYPES, PROB_BITS, WIDE, hashed, laid_out, payload, probabilities
+from conformance.core.tensors import BITS, DTYPES, PROB_BITS, WIDE, hashed, laid_out, payload, probabilities, row_scales
 from conformance.engine.run.corpus import checked
 from conformance.families.dispatch.cases import DispatchCase
-from conformance.families.experts.activations import FAR, ActivationCase, hidden_of, probs_of, row_scales
-from conformance.families.experts.linear import GroupedCase, counts_of, grouped_rows, weights_of
+from conformance.families.experts.cases import (
+    FAR,
+    ActivationCase,
+    GroupedCase,
+    counts_of,
+    grouped_rows,
+    hidden_of,
+    probs_of,
+    weights_of,
+)
 from conformance.families.experts.mlp import MlpCase
 from conformance.families.experts.shared import SharedCase
 from conformance.families.fused.cases import QuantizedActivationCase

@@ -15,9 +15,8 @@ from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.child.runner import Outcome
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
-from conformance.families.experts.activations import ActivationCase
+from conformance.families.experts.cases import ActivationCase, GroupedCase
 from conformance.families.experts.laws import ordinary
-from conformance.families.experts.linear import GroupedCase
 from conformance.families.experts.mlp import MlpCase
 from conformance.families.experts.shared import SharedCase
 from conformance.families.fused.cases import QuantizedActivationCase

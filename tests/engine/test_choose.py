@@ -29,9 +29,8 @@ from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
 from conformance.families.dispatch.cases import SPREADS as SPREADS_OF_SLOTS
 from conformance.families.dispatch.cases import DispatchCase
 from conformance.families.experts import axes_mlp
-from conformance.families.experts.activations import VALUES as VALUES_ACTIVATED
-from conformance.families.experts.activations import ActivationCase, hidden_of
-from conformance.families.experts.linear import GroupedCase, counts_of
+from conformance.families.experts.cases import VALUES as VALUES_ACTIVATED
+from conformance.families.experts.cases import ActivationCase, GroupedCase, counts_of, hidden_of
 from conformance.families.experts.mlp import MlpCase
 from conformance.families.experts.shared import SharedCase
 from conformance.families.experts.space_recipes import recipe_cases

@@ -13,8 +13,7 @@ from conformance.engine.choose.draw import drawn, strategy
 from conformance.engine.choose.plan import fixed_cases
 from conformance.engine.run.reduction import failure_key, reduce
 from conformance.families.dispatch.cases import DispatchCase, slots_of
-from conformance.families.experts.activations import ActivationCase, hidden_of
-from conformance.families.experts.linear import GroupedCase, counts_of
+from conformance.families.experts.cases import ActivationCase, GroupedCase, counts_of, hidden_of
 from conformance.families.experts.mlp import MlpCase
 from conformance.families.experts.shared import SharedCase
 from conformance.families.fused.cases import QuantizedActivationCase

@@ -13,7 +13,7 @@ import moe_ref
 from conformance.analysis.input_store import MOST_KEPT, in_e4m3, kept_in_e4m3
 from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
-from conformance.families.experts.activations import ActivationCase
+from conformance.families.experts.cases import ActivationCase
 from conformance.families.experts.mlp import MlpCase
 from conformance.families.experts.shared import SharedCase
 from conformance.interface import Implementation

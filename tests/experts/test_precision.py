@@ -18,7 +18,8 @@ from conformance.engine.choose.plan import cases_of, sections
 from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.choose.shapes import shape_cases
 from conformance.families.experts.axes import LOW_AXES
-from conformance.families.experts.linear import VALUES, GroupedCase, counts_of, precision_of
+from conformance.families.experts.cases import GROUPED_VALUES, GroupedCase, counts_of
+from conformance.families.experts.linear import precision_of
 from conformance.families.experts.precision import (
     LOW_VALUES,
     Factor,
@@ -527,7 +528,7 @@ RECIPE_NAMES = {(scaling, variant) for scaling in RECIPES for variant in range(V
 def test_the_gate_has_every_recipe_with_every_kind_of_values_and_of_segments(function):
     cases = recipe_cases(function, GPU)
     pairs = {(case.scaling, case.values) for case in cases}
-    assert pairs == {(scaling, values) for scaling in RECIPES for values in (*VALUES, *LOW_VALUES)}
+    assert pairs == {(scaling, values) for scaling in RECIPES for values in (*GROUPED_VALUES, *LOW_VALUES)}
     assert {(case.scaling, counts_of(case)[0] == 0) for case in cases} == {
         (scaling, first) for scaling in RECIPES for first in (True, False)
     }
@@ -553,7 +554,7 @@ def test_what_is_drawn_is_legal_and_reaches_every_recipe(function):
     assert len(cases) / 5 < len(low) < len(cases) / 2
     assert all(fits(case) for case in low)
     assert {(case.scaling, case.variant) for case in low} == RECIPE_NAMES
-    assert {case.values for case in low} == {*VALUES, *LOW_VALUES}
+    assert {case.values for case in low} == {*GROUPED_VALUES, *LOW_VALUES}
     assert any(case.tokens == 0 for case in low)
     overridden = {(case.scaling, case.override) for case in low if case.override}
     assert overridden == {(scaling, override) for scaling in RECIPES if scaling != "delayed" for override in OVERRIDES}

@@ -20,8 +20,7 @@ from conformance.engine.child.evaluate import evaluate
 from conformance.engine.choose.draw import drawn, strategy
 from conformance.engine.choose.plan import fixed_cases
 from conformance.engine.choose.shapes import shape_cases
-from conformance.families.experts.activations import ActivationCase
-from conformance.families.experts.linear import GroupedCase
+from conformance.families.experts.cases import ActivationCase, GroupedCase
 from conformance.interface import Implementation, load
 from conformance.judge.ratios import FLOAT32
 from conformance.judge.running import Running

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from conformance.core.contract import Problem
-from conformance.core.illegal import Rule, _added, _bare, _flat, _index_too_large, _one_more, _setting
+from conformance.core.illegal import Rule, added, bare, flat, index_too_large, one_more, setting, together
 from moe_ref.config import IndexPolicy, Recipe
 from moe_ref.dispatch.plan import NOWHERE
 
@@ -14,7 +14,7 @@ def _probs_too_long(problem: Problem) -> Problem:
     beside = problem.required.get("routing_map", problem.required.get("indices"))
     assert beside is not None
     return replace(
-        _bare(problem),
+        bare(problem),
         settings=problem.settings | {"probs": torch.ones(len(beside) + 1, beside.shape[1])},
         blame="probs",
     )
@@ -23,65 +23,70 @@ def _probs_too_long(problem: Problem) -> Problem:
 def _expert_twice(problem: Problem) -> Problem:
     """Every slot once more, under the policy for those who give none."""
     indices = problem.required["indices"]
-    return replace(_bare(problem).with_tensors({"indices": torch.cat([indices, indices], 1)}), blame="indices")
+    return replace(bare(problem).with_tensors({"indices": torch.cat([indices, indices], 1)}), blame="indices")
 
 
 def _slot_empty(problem: Problem) -> Problem:
     """A slot of nothing, which the policy forbids."""
-    empty = _bare(problem).with_tensors({"indices": torch.full_like(problem.required["indices"], NOWHERE)})
+    empty = bare(problem).with_tensors({"indices": torch.full_like(problem.required["indices"], NOWHERE)})
     return replace(empty, settings=empty.settings | {"policy": IndexPolicy(empty="reject")}, blame="indices")
 
 
-_DISPATCH: dict[str, Rule] = {"tokens_flat": _flat("tokens")}
-_MAPS: dict[str, Rule] = _DISPATCH | {"map_too_long": _one_more("routing_map"), "probs_too_long": _probs_too_long}
+_DISPATCH: dict[str, Rule] = {"tokens_flat": flat("tokens")}
+_MAPS: dict[str, Rule] = _DISPATCH | {"map_too_long": one_more("routing_map"), "probs_too_long": _probs_too_long}
 _SHARDS: dict[str, Rule] = {
-    "shards_zero": _setting("expert_tensor_parallel", 0),
-    "shards_no_divisor": _setting("expert_tensor_parallel", 3),
+    "shards_zero": setting("expert_tensor_parallel", 0),
+    "shards_no_divisor": setting("expert_tensor_parallel", 3),
 }
 _INDICES: dict[str, Rule] = _DISPATCH | {
-    "indices_too_long": _one_more("indices"),
-    "index_too_large": _index_too_large,
-    "no_experts": _setting("num_experts", 0),
+    "indices_too_long": one_more("indices"),
+    "index_too_large": index_too_large,
+    "no_experts": setting("num_experts", 0),
     "expert_twice": _expert_twice,
     "slot_empty": _slot_empty,
 }
-_COMBINE: dict[str, Rule] = {"rows_too_many": _one_more("rows")}
-_OTHER_TOKENS: dict[str, Rule] = {"tokens_too_many": _one_more("tokens")}
+_COMBINE: dict[str, Rule] = {"rows_too_many": one_more("rows")}
+_OTHER_TOKENS: dict[str, Rule] = {"tokens_too_many": one_more("tokens")}
 
 RULES: dict[str, dict[str, Rule]] = {
+    "deepep_layout": {
+        "no_experts": setting("num_experts", 0),
+        "experts_no_multiple": together("num_experts", num_experts=3, ranks=2),
+        "index_too_large": index_too_large,
+    },
     "allgather_dispatch": _MAPS | _SHARDS,
     "allgather_combine": _COMBINE,
     "alltoall_dispatch": _MAPS
     | _SHARDS
-    | {"capacity_zero": _setting("capacity", 0), "capacity_negative": _setting("capacity", -1)},
+    | {"capacity_zero": setting("capacity", 0), "capacity_negative": setting("capacity", -1)},
     "alltoall_combine": _COMBINE,
     "hybridep_dispatch": _MAPS
     | {
-        "align_zero": _setting("align", 0),
-        "num_rows_negative": _setting("num_rows", -1),
+        "align_zero": setting("align", 0),
+        "num_rows_negative": setting("num_rows", -1),
         "num_rows_no_multiple": lambda problem: replace(
-            _bare(problem), settings=problem.settings | {"align": 4, "num_rows": 6}, blame="num_rows"
+            bare(problem), settings=problem.settings | {"align": 4, "num_rows": 6}, blame="num_rows"
         ),
-        "recipe_of_whole_tensors": _setting("recipe", Recipe("current")),
-        "recipe_of_other_blocks": _setting("recipe", Recipe("mxfp8")),
-        "recipe_in_words": _setting("recipe", "block"),
+        "recipe_of_whole_tensors": setting("recipe", Recipe("current")),
+        "recipe_of_other_blocks": setting("recipe", Recipe("mxfp8")),
+        "recipe_in_words": setting("recipe", "block"),
     },
-    "hybridep_combine": _COMBINE | {"probs_flat": _added("probs", torch.ones(1, 1))},
+    "hybridep_combine": _COMBINE | {"probs_flat": added("probs", torch.ones(1, 1))},
     "hybridep_cached_dispatch": _OTHER_TOKENS,
     "deepep_dispatch": _INDICES
     | {
         "probs_too_long": _probs_too_long,
-        "scales_too_few": _added("scales", torch.ones(0, 1)),
-        "alignment_zero": _setting("expert_alignment", 0),
-        "worst_tokens_negative": _setting("num_worst_tokens", -1),
+        "scales_too_few": added("scales", torch.ones(0, 1)),
+        "alignment_zero": setting("expert_alignment", 0),
+        "worst_tokens_negative": setting("num_worst_tokens", -1),
     },
     "deepep_combine": _COMBINE,
     "deepep_cached_dispatch": _OTHER_TOKENS,
     "deepep_low_latency_dispatch": _INDICES
     | {
-        "slab_of_nothing": _setting("max_tokens_per_rank", 0),
-        "powers_without_fp8": _setting("round_scale", True),
-        "fp8_of_half_a_block": _setting("use_fp8", True),
+        "slab_of_nothing": setting("max_tokens_per_rank", 0),
+        "powers_without_fp8": setting("round_scale", True),
+        "fp8_of_half_a_block": setting("use_fp8", True),
     },
-    "deepep_low_latency_combine": {"probs_too_long": _one_more("probs")},
+    "deepep_low_latency_combine": {"probs_too_long": one_more("probs")},
 }

@@ -2,122 +2,32 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.analysis.curves import CURVES, GATES, Curve, concluded, settled, sigmoid_gated
+from conformance.analysis.curves import (
+    CURVES,
+    Curve,
+    concluded,
+    gate_of,
+    halves,
+    joined,
+    settled,
+    shifted,
+    split,
+)
 from conformance.analysis.input_store import beyond_e4m3, in_e4m3
-from conformance.core.case import Case
-from conformance.core.contract import Contract, Problem, accumulator_of, leaf
-from conformance.core.tensors import DTYPES, hashed, payload, probabilities
+from conformance.core.case import shorter, without
+from conformance.core.contract import Contract, Problem, computed_in, leaf
+from conformance.core.tensors import payload
+from conformance.families.experts.cases import ActivationCase, hidden_of, probs_of
 from conformance.judge import Expectation
 from conformance.judge.running import Running
 from moe_ref.config import GATED, PLAIN
 from moe_ref.experts.activations import activation, glu
-
-VALUES = ("dyadic", "rows", "bounds", "saturated", "special")
-WEIGHTS = ("plain", "zeros", "signed")
-FAR = (
-    17.0,
-    30.0,
-    88.0,
-    89.0,
-    104.0,
-    200.0,
-    5000.0,
-)  # where σ is 1, exp(-x) is subnormal, overflows, and x³ is large in float32
-SPREAD = 12  # rows lie so many powers of two above and below 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActivationCase(Case):
-    """A case of rows that an activation is applied to."""
-
-    tokens: int = 1
-    experts: int = 1  # not looked at: the rows of all experts are alike
-    width: int = 1  # F, half of h's where it is gated
-    kind: str = ""  # empty: the function's own
-    dtype: str = "float32"
-    probs: str = ""  # their dtype; empty: none are given
-    weights: str = "plain"  # of the probs: in (0, 1], with zeros, or from -2 to 2 with zeros
-    values: str = "dyadic"  # of h: see `hidden_of`
-    offset: int = 0  # in eighths
-    clamp: int = 0  # in eighths; 0: none
-    alpha: int = 0  # in thousandths; 0: none
-    interleave: int = 0  # 0: none
-    early: bool = False  # round_before_probs
-    stored: bool = False  # fp8_input_store
-    layout: str = "contiguous"
-    layout_of: str = ""
-    grads: str = ""
-
-    words: ClassVar[dict[str, tuple[str, ...]]] = {"values": VALUES, "weights": WEIGHTS, "kind": GATED + PLAIN}
-
-    def __post_init__(self) -> None:
-        if min(self.tokens, self.width, self.clamp, self.alpha, self.interleave) < 0 or self.experts < 1:
-            sizes = f"{self.tokens}, {self.width}, {self.clamp}, {self.alpha}, {self.interleave}, {self.experts}"
-            raise ValueError(
-                f"tokens, width, clamp, alpha, interleave ≥ 0 and experts ≥ 1 are needed; they are {sizes}"
-            )
-
-
-ActivationCase.serves("glu", "activation")
-
-
-def hidden_of(case: ActivationCase, columns: int) -> Tensor:
-    """h: dyadic · rows, dyadic, each row times a power of two · bounds, on and around the clamp (or 1) and 0 · saturated, where curves
-    are flat · special, dyadic with a NaN or an infinity in some rows."""
-    shape, kind = (case.tokens, columns), DTYPES[case.dtype]
-    plain = payload(case.seed, "h", shape, case.dtype)
-    noise = hashed(case.seed, "h kinds", case.tokens * columns).reshape(shape)
-    sign = torch.from_numpy(np.where(noise >> 30 & 1, -1.0, 1.0))
-    if case.values == "rows":
-        return (plain.double() * row_scales(case.seed, case.tokens)).to(kind)
-    if case.values == "bounds":
-        bound, step = case.clamp / 8 or 1.0, torch.finfo(kind).eps
-        near = torch.tensor(
-            [0.0, bound, bound * (1 + step), bound * (1 - step), bound / 2, torch.finfo(kind).tiny, bound, 2 * bound],
-            dtype=torch.float64,
-        )
-        return (near[torch.from_numpy((noise >> 8).astype(np.int64) % len(near))] * sign).to(kind)
-    if case.values == "saturated":
-        far = torch.tensor(FAR, dtype=torch.float64)
-        return torch.where(
-            torch.from_numpy(noise % 2 == 0),
-            far[torch.from_numpy((noise >> 8).astype(np.int64) % len(far))] * sign,
-            plain.double(),
-        ).to(kind)
-    if case.values == "special":
-        strange = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=kind)
-        hit = torch.from_numpy((noise % 4 == 0) & (np.arange(case.tokens) % 2 == case.seed % 2)[:, None])
-        return torch.where(hit, strange[torch.from_numpy((noise >> 8).astype(np.int64) % 3)], plain)
-    return plain
-
-
-def row_scales(seed: int, rows: int) -> Tensor:
-    """[rows,1] float64, powers of two from 2⁻¹² to 2¹²."""
-    return torch.from_numpy(np.exp2(hashed(seed, "row scales", rows) % (2 * SPREAD + 1) - float(SPREAD)))[:, None]
-
-
-def probs_of(seed: int, rows: int, dtype: str, weights: str) -> Tensor:
-    """[rows]: in (0, 1]; with a quarter of zeros; or from -2 to 2 with a quarter of zeros of both signs."""
-    if weights != "signed":
-        return probabilities(seed, "probs", (rows,), dtype, zeros=weights == "zeros")
-    noise = hashed(seed, "zero probs", rows)
-    signed = payload(seed, "probs", (rows,), dtype)
-    return torch.where(
-        torch.from_numpy(noise % 4 == 0), torch.from_numpy(np.where(noise >> 8 & 1, -0.0, 0.0)).to(signed.dtype), signed
-    )
-
-
-def computed_in(declared: Mapping[str, Any], *tensors: Tensor | None) -> torch.dtype:
-    """float64 if an input is, else what is declared."""
-    given = [x for x in tensors if x is not None]
-    return torch.float64 if any(x.dtype == torch.float64 for x in given) else accumulator_of(declared, given[0].dtype)
 
 
 class _Elementwise(Contract[ActivationCase]):
@@ -252,15 +162,6 @@ def activation_settings(case: Any) -> dict[str, Any]:
     return settings | ({"fp8_input_store": True} if case.stored else {})
 
 
-def shorter(size: int, least: int = 0) -> list[int]:
-    """Smaller sizes, the smallest first."""
-    return sorted({s for s in (least, 1, 2, 3, size // 2, size - 1) if least <= s < size})
-
-
-def without(grads: str, name: str) -> str:
-    return "+".join(grad for grad in grads.split("+") if grad != name)
-
-
 class Glu(_Elementwise):
     """`glu`: the output, and the gradients of h and of the probs."""
 
@@ -309,38 +210,3 @@ class Activation(_Elementwise):
     @staticmethod
     def _curve(settings: Mapping[str, Any]) -> Curve:
         return CURVES[settings.get("kind", "squared_relu")]
-
-
-def gate_of(settings: Mapping[str, Any]) -> Curve:
-    """f."""
-    alpha = settings.get("alpha")
-    return GATES[settings.get("kind", "swiglu")] if alpha is None else sigmoid_gated(alpha)
-
-
-def split(h: Tensor, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """u and v, column by column."""
-    width = h.shape[1] // 2
-    size = settings.get("interleave") or max(width, 1)
-    gates = torch.tensor([j // size * 2 * size + j % size for j in range(width)], dtype=torch.int64)
-    return h[:, gates], h[:, gates + size]
-
-
-def joined(u: Tensor, v: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    """The h whose `split` are u and v."""
-    numbers = torch.arange(2 * u.shape[1])[None]
-    places = torch.cat(split(numbers, settings), 1)[0]
-    return torch.cat([u, v], 1)[:, places.argsort()]
-
-
-def halves(h: Tensor, settings: Mapping[str, Any], dtype: torch.dtype) -> tuple[Running, Running]:
-    """u and v within their bounds."""
-    u, v = split(h, settings)
-    clamp = settings.get("clamp")
-    if clamp is not None:
-        u, v = u.double().clamp(max=clamp).to(u.dtype), v.double().clamp(-clamp, clamp).to(v.dtype)
-    return Running.of(u, dtype), Running.of(v, dtype)
-
-
-def shifted(v: Running, settings: Mapping[str, Any]) -> Running:
-    """v + offset."""
-    return v + settings["offset"] if settings.get("offset") else v

@@ -4,9 +4,7 @@ from typing import Any
 
 from conformance.core.case import Case
 from conformance.core.space import LOGIT_DTYPES, POISONS, Space
-from conformance.families.experts import linear as grouped
-from conformance.families.experts.activations import VALUES, WEIGHTS, ActivationCase
-from conformance.families.experts.linear import GroupedCase
+from conformance.families.experts.cases import GROUPED_VALUES, VALUES, WEIGHTS, ActivationCase, GroupedCase
 from conformance.families.experts.precision import LOW_VALUES, fits, may_override, recipe_of, rounds_gradients
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from conformance.families.router.axes import layouts
@@ -35,7 +33,7 @@ _GROUPED = {
     "counts": COUNTS,
     "tail": (0, 3),
     "dtype": LOGIT_DTYPES,
-    "values": grouped.VALUES,
+    "values": GROUPED_VALUES,
     "accumulator": ("", "float64"),
     "index_dtype": ("int64", "int32"),
     "poison": POISONS,
@@ -109,7 +107,7 @@ _LOW = {
     "counts": ((1, 1, 1), (0, 2, 0, 1, 0), (0, 0, 3), (3, 0)),  # in LOW_ROWS
     "tail": (0, 3),
     "dtype": LOGIT_DTYPES,
-    "values": (*grouped.VALUES, *LOW_VALUES),
+    "values": (*GROUPED_VALUES, *LOW_VALUES),
     "index_dtype": ("int64", "int32"),
     "poison": POISONS,
 }

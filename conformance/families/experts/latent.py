@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from conformance.core.case import shorter
 from conformance.core.contract import Problem
 from conformance.core.tensors import payload
-from conformance.families.experts.activations import shorter
-from conformance.families.experts.linear import GroupedCase, GroupedLinear, grouped_rows, plainer_grouped, weights_of
+from conformance.families.experts.cases import GroupedCase, grouped_rows, weights_of
+from conformance.families.experts.linear import GroupedLinear, plainer_grouped
 from conformance.families.experts.precision import fits, unit_of
 from conformance.judge import Bounded, Expectation
 from conformance.judge.ratios import RowWise

@@ -1,23 +1,20 @@
 """grouped_linear, grouped_dgrad and grouped_wgrad: contractions expert by expert, and rows that nobody may read."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from conformance.analysis.products import Product, compared, own_rows
-from conformance.core.case import Case
-from conformance.core.contract import Contract, Opaque, Problem
-from conformance.core.tensors import DTYPES, hashed, payload
-from conformance.families.experts.activations import computed_in, row_scales, shorter, without
+from conformance.core.case import shorter, without
+from conformance.core.contract import Contract, Opaque, Problem, computed_in
+from conformance.core.tensors import DTYPES, payload
+from conformance.families.experts.cases import GroupedCase, counts_of, grouped_rows, weights_of
 from conformance.families.experts.precision import (
     LOW_VALUES,
     Precision,
-    check_scaling,
-    factor_of,
     fits,
     other_override,
     recipe_settings,
@@ -26,117 +23,18 @@ from conformance.families.experts.precision import (
     state_tensors,
     unit_of,
 )
-from conformance.families.quantization.cases import RECIPES, TAIL, VARIANTS
+from conformance.families.quantization.cases import VARIANTS
 from conformance.judge import Bounded, Expectation
 from conformance.judge.bound import ROUNDOFF
 from conformance.judge.ratios import HOPPER_FP8, Accumulator
-from moe_ref.config.quantization import OVERRIDES
 from moe_ref.experts.linear import grouped_dgrad, grouped_linear, grouped_wgrad
 
-VALUES = ("dyadic", "rows", "special")  # and LOW_VALUES, where there is a scaling
-INFINITE, NO_INFINITY = (
-    (torch.nan, torch.inf, -torch.inf),
-    (torch.nan,) * 3,
-)  # an infinity in one row of NVFP4 leaves an expert no right value
 BY_FP8 = (
     "delayed",
     "current",
     "block",
 )  # scalings whose products Hopper's matrix unit for FP8 takes: those of MXFP8 and NVFP4 are emulated there
 PRECISION = ("recipe", "state", "noise", "accumulator")  # arguments that say what a product is taken in
-LAYOUTS = ("contiguous", "transposed", "strided", "shifted", "expanded", "wide_rows", "wide_columns", "wide_depth")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupedCase(Case):
-    """A case of rows that stand grouped by expert, with a matrix for each expert. Sizes but the tail's are in UNITs of the scaling."""
-
-    tokens: int = 1  # rows in the segments together
-    experts: int = 1
-    counts: tuple[
-        int, ...
-    ] = ()  # of each expert, together `tokens`; empty: as even as can be, the first experts having one more
-    tail: int = 0  # rows behind the last segment
-    hidden: int = 1  # N, what goes in
-    width: int = 1  # M, what comes out
-    scaling: str = ""  # of the recipe; empty: high precision
-    variant: int = 0  # of the scaling, in RECIPES
-    override: str = ""  # the recipe's backward_override; empty: none
-    dtype: str = "float32"
-    bias: str = ""  # its dtype; empty: none is given
-    into: str = ""  # dtype of accumulate_into; empty: none is given
-    accumulator: str = ""
-    values: str = "dyadic"  # rows: each times a power of two; special: NaN and infinities in some rows and in some experts' weights
-    index_dtype: str = "int64"
-    layout: str = "contiguous"
-    layout_of: str = ""
-    grads: str = ""
-
-    words: ClassVar[dict[str, tuple[str, ...]]] = {
-        "values": VALUES + LOW_VALUES,
-        "layout": LAYOUTS,
-        "accumulator": ("float64",),
-        "into": ("float32", "float64"),
-        "scaling": tuple(RECIPES),
-        "override": OVERRIDES,
-    }
-
-    def __post_init__(self) -> None:
-        if min(self.tokens, self.tail, self.hidden, self.width) < 0 or self.experts < 1:
-            sizes = f"{self.tokens}, {self.tail}, {self.hidden}, {self.width}, {self.experts}"
-            raise ValueError(f"tokens, tail, hidden, width ≥ 0 and experts ≥ 1 are needed; they are {sizes}")
-        check_counts_of(self.counts, self.tokens, self.experts)
-        check_scaling(self)
-
-
-GroupedCase.serves("grouped_linear", "grouped_dgrad", "grouped_wgrad")
-
-
-def check_counts_of(counts: tuple[int, ...], tokens: int, experts: int) -> None:
-    if counts and (len(counts) != experts or min(counts) < 0 or sum(counts) != tokens):
-        raise ValueError(f"counts is {counts}; it must have {experts} numbers ≥ 0 that sum to {tokens}")
-
-
-def counts_of(case: Any) -> tuple[int, ...]:
-    """Rows of each expert, in UNITs."""
-    return case.counts or tuple(
-        case.tokens // case.experts + (e < case.tokens % case.experts) for e in range(case.experts)
-    )
-
-
-def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
-    """[P, columns]: rows of the segments by `values`, and behind them NaN, and infinities where an amax might see them."""
-    kind, own = DTYPES[case.dtype], case.tokens * unit_of(case)
-    x = (
-        factor_of(case, name)
-        if case.values in LOW_VALUES
-        else payload(case.seed, name, (own + case.tail, columns), case.dtype)
-    )
-    if case.values == "rows":
-        x = (x.double() * row_scales(case.seed, len(x))).to(kind)
-    if case.values == "special" and columns:
-        noise = hashed(case.seed, f"{name} kinds", len(x)).astype(np.int64)
-        strange = torch.tensor(INFINITE if case.scaling != "nvfp4" else NO_INFINITY, dtype=kind)
-        hit = torch.from_numpy(noise % 4 == 0)[:, None] & (
-            torch.arange(columns)[None] == torch.from_numpy((noise >> 8) % columns)[:, None]
-        )
-        x = torch.where(hit, strange[torch.from_numpy((noise >> 20) % 3)][:, None], x)
-    for i in range(case.tail):
-        x[own + i] = TAIL[(i + case.seed) % len(TAIL)] if case.scaling else torch.nan
-    return x
-
-
-def weights_of(case: Any, name: str, rows: int, columns: int) -> Tensor:
-    """[L, rows, columns]; where values are special, every third expert has a NaN or an infinity somewhere."""
-    if case.values in LOW_VALUES or (case.scaling and case.values == "rows"):
-        return factor_of(case, name)
-    weight = payload(case.seed, name, (case.experts * rows, columns), case.dtype).reshape(case.experts, rows, columns)
-    if case.values == "special" and rows * columns:
-        for e in range(case.seed % 3, case.experts, 3):
-            weight[e, e % rows, (e + case.seed) % columns] = (
-                (torch.nan, torch.inf)[e % 2] if case.scaling != "nvfp4" else torch.nan
-            )
-    return weight
 
 
 def precision_of(problem: Problem, declared: Mapping[str, Any], *tensors: Tensor) -> Precision:

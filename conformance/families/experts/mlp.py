@@ -11,19 +11,12 @@ from torch import Tensor
 
 from conformance.analysis.mlp_stages import Call, Product, backward, concluded_in, forward
 from conformance.analysis.products import experts_of_rows
-from conformance.core.case import Case
-from conformance.core.contract import Contract, Problem
-from conformance.core.tensors import DTYPES, hashed, payload
-from conformance.families.experts.activations import (
-    WEIGHTS,
-    activation_settings,
-    computed_in,
-    probs_of,
-    row_scales,
-    shorter,
-    without,
-)
-from conformance.families.experts.linear import LAYOUTS, check_counts_of, counts_of, fewer_rows
+from conformance.core.case import Case, shorter, without
+from conformance.core.contract import Contract, Problem, computed_in
+from conformance.core.tensors import DTYPES, hashed, payload, row_scales
+from conformance.families.experts.activations import activation_settings
+from conformance.families.experts.cases import LAYOUTS, WEIGHTS, check_counts_of, counts_of, probs_of
+from conformance.families.experts.linear import fewer_rows
 from conformance.families.experts.precision import other_override, unit_of
 from conformance.families.experts.precision_mlp import (
     beside_recipe,

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.core.tensors import hashed, payload
-from conformance.families.experts.activations import row_scales
+from conformance.core.tensors import hashed, payload, row_scales
 from conformance.families.quantization.cases import (
     RECIPES,
     ROLES,

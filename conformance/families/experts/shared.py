@@ -14,12 +14,12 @@ from torch import Tensor
 
 from conformance.analysis.curves import sigmoid
 from conformance.analysis.mlp_stages import Call, Product, backward, forward
-from conformance.core.case import Case
-from conformance.core.contract import Contract, Problem
+from conformance.core.case import Case, shorter
+from conformance.core.contract import Contract, Problem, computed_in
 from conformance.core.shared_out import check_counts
 from conformance.core.tensors import payload
-from conformance.families.experts.activations import activation_settings, computed_in, shorter
-from conformance.families.experts.linear import LAYOUTS
+from conformance.families.experts.activations import activation_settings
+from conformance.families.experts.cases import LAYOUTS
 from conformance.families.experts.mlp import (
     VALUES,
     Judged,

@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 from conformance.core.case import Case
 from conformance.core.space import LAYOUTS, LOGIT_DTYPES, POISONS, Space, mostly, sizes, some_of
 from conformance.core.tensors import WIDE_LAYOUTS
-from conformance.families.experts import linear as grouped
-from conformance.families.experts.activations import VALUES, WEIGHTS, ActivationCase
 from conformance.families.experts.axes import GATES, PLAIN, SETTING, may_be_low
-from conformance.families.experts.linear import GroupedCase
+from conformance.families.experts.cases import GROUPED_VALUES, VALUES, WEIGHTS, ActivationCase, GroupedCase
 from conformance.families.experts.precision import LOW_VALUES, fits, may_override, recipe_settings
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from moe_ref.config.quantization import OVERRIDES
@@ -146,12 +144,12 @@ def product_cases(draw: st.DrawFn, function: str, space: Space, scaling: str, va
         "hidden": draw(sizes(0, 40)),
         "width": draw(sizes(0, 40)),
     }
-    values: tuple[str, ...] = grouped.VALUES
+    values: tuple[str, ...] = GROUPED_VALUES
     if scaling:
         rows, columns = LOW_SIZES[scaling]
         fields = draw(all_tokens(rows) if one else few_segments(rows)) | {"scaling": scaling, "variant": variant}
         fields |= {"hidden": draw(sizes(1, columns)), "width": draw(sizes(1, columns))}
-        values = (*grouped.VALUES, *LOW_VALUES)
+        values = (*GROUPED_VALUES, *LOW_VALUES)
     fields |= {"values": draw(st.sampled_from(values)), "dtype": draw(mostly("float32", LOGIT_DTYPES[1:]))}
     fields["accumulator"] = (
         draw(st.sampled_from(("",) * 5 + ("float64",))) if space.accepts(function, "accumulator") else ""

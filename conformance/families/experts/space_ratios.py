@@ -5,7 +5,7 @@ from typing import Any
 from conformance.core.case import Case
 from conformance.core.space import Space
 from conformance.families.experts.axes import may_be_low
-from conformance.families.experts.linear import GroupedCase
+from conformance.families.experts.cases import GroupedCase
 
 FUNCTIONS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
 UNEVEN: dict[str, Any] = {

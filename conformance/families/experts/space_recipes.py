@@ -10,7 +10,7 @@ from conformance.core.space import Space
 from conformance.core.tensors import WIDE_LAYOUTS
 from conformance.families.experts import axes_mlp
 from conformance.families.experts.axes import LOW_AXES, low_case, low_legal
-from conformance.families.experts.linear import GroupedCase
+from conformance.families.experts.cases import GroupedCase
 from moe_ref.config.quantization import OVERRIDES
 
 FAR: dict[str, Any] = {"scaling": "current", "tokens": 3, "experts": 2, "hidden": 3, "width": 3, "dtype": "bfloat16"}

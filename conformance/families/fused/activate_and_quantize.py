@@ -10,9 +10,11 @@ from torch import Tensor
 
 import moe_ref
 from conformance.analysis.inexact_form import InexactForm, Known
-from conformance.core.contract import Contract, Opaque, Problem
+from conformance.core.case import shorter, without
+from conformance.core.contract import Contract, Opaque, Problem, computed_in
 from conformance.core.tensors import payload
-from conformance.families.experts.activations import Activation, ActivationCase, Glu, computed_in, shorter, without
+from conformance.families.experts.activations import Activation, Glu
+from conformance.families.experts.cases import ActivationCase
 from conformance.families.fused.cases import BACKWARD, OF_GATES, RECIPES_HERE, QuantizedActivationCase, fits, inputs_of
 from conformance.families.quantization.cases import VARIANTS
 from conformance.families.quantization.quantize import STATE, Script, directions, reader_of

@@ -5,8 +5,8 @@ from typing import Any
 
 from conformance.core.case import Case
 from conformance.core.space import DTYPES, POISONS, Space
-from conformance.families.experts.activations import WEIGHTS
 from conformance.families.experts.axes import GATES, PLAIN
+from conformance.families.experts.cases import WEIGHTS
 from conformance.families.fused.cases import BACKWARD, FUNCTIONS, OF_GATES, RECIPES_HERE, QuantizedActivationCase
 from conformance.families.quantization.cases import DIRECTIONS, VARIANTS
 from conformance.families.quantization.quantize import SUFFIXES

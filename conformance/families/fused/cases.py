@@ -9,7 +9,7 @@ from torch import Tensor
 
 from conformance.core.case import Case
 from conformance.core.tensors import DTYPES, hashed, payload
-from conformance.families.experts.activations import VALUES, WEIGHTS, ActivationCase, hidden_of, probs_of
+from conformance.families.experts.cases import VALUES, WEIGHTS, ActivationCase, hidden_of, probs_of
 from conformance.families.quantization.cases import DIRECTIONS, LAYOUTS, RECIPES, TAIL, UNIT
 from moe_ref.config import GATED, PLAIN, Recipe
 

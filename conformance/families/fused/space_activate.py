@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from conformance.core.case import Case
 from conformance.core.space import DTYPES, Space, some_of
 from conformance.core.tensors import WIDE_LAYOUTS
-from conformance.families.experts.activations import VALUES, WEIGHTS
 from conformance.families.experts.axes import GATES, PLAIN
+from conformance.families.experts.cases import VALUES, WEIGHTS
 from conformance.families.experts.space import PROB_DTYPES, finished, laid_out
 from conformance.families.fused.cases import (
     BACKWARD,

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from conformance.core.case import Case
-from conformance.core.tensors import DTYPES, hashed, payload
-from conformance.families.experts.activations import row_scales
+from conformance.core.tensors import DTYPES, hashed, payload, row_scales
 from moe_ref.config import Recipe
 from moe_ref.quantization.formats import Format, decode
 from moe_ref.quantization.recipes import scheme

@@ -11,9 +11,9 @@ from torch import Tensor
 import moe_ref
 from conformance.analysis.quantizer import RightForm, nearly, one_nan
 from conformance.analysis.random_form import RandomForm
+from conformance.core.case import shorter
 from conformance.core.contract import Contract, Opaque, Problem
 from conformance.core.tensors import payload
-from conformance.families.experts.activations import shorter
 from conformance.families.quantization.cases import RECIPES, VARIANTS, QuantizeCase, fits, inputs_of, unit_of
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation

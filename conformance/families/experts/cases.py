@@ -1,0 +1,203 @@
+"""Cases of the experts, and the tensors made from them."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from conformance.core.case import Case
+from conformance.core.tensors import DTYPES, hashed, payload, probabilities, row_scales
+from conformance.families.experts.precision import LOW_VALUES, check_scaling, factor_of, unit_of
+from conformance.families.quantization.cases import RECIPES, TAIL
+from moe_ref.config import GATED, PLAIN
+from moe_ref.config.quantization import OVERRIDES
+
+GROUPED_VALUES = ("dyadic", "rows", "special")  # and LOW_VALUES, where there is a scaling
+INFINITE, NO_INFINITY = (
+    (torch.nan, torch.inf, -torch.inf),
+    (torch.nan,) * 3,
+)  # an infinity in one row of NVFP4 leaves an expert no right value
+LAYOUTS = ("contiguous", "transposed", "strided", "shifted", "expanded", "wide_rows", "wide_columns", "wide_depth")
+
+
+VALUES = ("dyadic", "rows", "bounds", "saturated", "special")
+WEIGHTS = ("plain", "zeros", "signed")
+FAR = (
+    17.0,
+    30.0,
+    88.0,
+    89.0,
+    104.0,
+    200.0,
+    5000.0,
+)  # where σ is 1, exp(-x) is subnormal, overflows, and x³ is large in float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCase(Case):
+    """A case of rows that an activation is applied to."""
+
+    tokens: int = 1
+    experts: int = 1  # not looked at: the rows of all experts are alike
+    width: int = 1  # F, half of h's where it is gated
+    kind: str = ""  # empty: the function's own
+    dtype: str = "float32"
+    probs: str = ""  # their dtype; empty: none are given
+    weights: str = "plain"  # of the probs: in (0, 1], with zeros, or from -2 to 2 with zeros
+    values: str = "dyadic"  # of h: see `hidden_of`
+    offset: int = 0  # in eighths
+    clamp: int = 0  # in eighths; 0: none
+    alpha: int = 0  # in thousandths; 0: none
+    interleave: int = 0  # 0: none
+    early: bool = False  # round_before_probs
+    stored: bool = False  # fp8_input_store
+    layout: str = "contiguous"
+    layout_of: str = ""
+    grads: str = ""
+
+    words: ClassVar[dict[str, tuple[str, ...]]] = {"values": VALUES, "weights": WEIGHTS, "kind": GATED + PLAIN}
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.width, self.clamp, self.alpha, self.interleave) < 0 or self.experts < 1:
+            sizes = f"{self.tokens}, {self.width}, {self.clamp}, {self.alpha}, {self.interleave}, {self.experts}"
+            raise ValueError(
+                f"tokens, width, clamp, alpha, interleave ≥ 0 and experts ≥ 1 are needed; they are {sizes}"
+            )
+
+
+ActivationCase.serves("glu", "activation")
+
+
+def hidden_of(case: ActivationCase, columns: int) -> Tensor:
+    """h: dyadic · rows, dyadic, each row times a power of two · bounds, on and around the clamp (or 1) and 0 · saturated, where curves
+    are flat · special, dyadic with a NaN or an infinity in some rows."""
+    shape, kind = (case.tokens, columns), DTYPES[case.dtype]
+    plain = payload(case.seed, "h", shape, case.dtype)
+    noise = hashed(case.seed, "h kinds", case.tokens * columns).reshape(shape)
+    sign = torch.from_numpy(np.where(noise >> 30 & 1, -1.0, 1.0))
+    if case.values == "rows":
+        return (plain.double() * row_scales(case.seed, case.tokens)).to(kind)
+    if case.values == "bounds":
+        bound, step = case.clamp / 8 or 1.0, torch.finfo(kind).eps
+        near = torch.tensor(
+            [0.0, bound, bound * (1 + step), bound * (1 - step), bound / 2, torch.finfo(kind).tiny, bound, 2 * bound],
+            dtype=torch.float64,
+        )
+        return (near[torch.from_numpy((noise >> 8).astype(np.int64) % len(near))] * sign).to(kind)
+    if case.values == "saturated":
+        far = torch.tensor(FAR, dtype=torch.float64)
+        return torch.where(
+            torch.from_numpy(noise % 2 == 0),
+            far[torch.from_numpy((noise >> 8).astype(np.int64) % len(far))] * sign,
+            plain.double(),
+        ).to(kind)
+    if case.values == "special":
+        strange = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=kind)
+        hit = torch.from_numpy((noise % 4 == 0) & (np.arange(case.tokens) % 2 == case.seed % 2)[:, None])
+        return torch.where(hit, strange[torch.from_numpy((noise >> 8).astype(np.int64) % 3)], plain)
+    return plain
+
+
+def probs_of(seed: int, rows: int, dtype: str, weights: str) -> Tensor:
+    """[rows]: in (0, 1]; with a quarter of zeros; or from -2 to 2 with a quarter of zeros of both signs."""
+    if weights != "signed":
+        return probabilities(seed, "probs", (rows,), dtype, zeros=weights == "zeros")
+    noise = hashed(seed, "zero probs", rows)
+    signed = payload(seed, "probs", (rows,), dtype)
+    return torch.where(
+        torch.from_numpy(noise % 4 == 0), torch.from_numpy(np.where(noise >> 8 & 1, -0.0, 0.0)).to(signed.dtype), signed
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedCase(Case):
+    """A case of rows that stand grouped by expert, with a matrix for each expert. Sizes but the tail's are in UNITs of the scaling."""
+
+    tokens: int = 1  # rows in the segments together
+    experts: int = 1
+    counts: tuple[
+        int, ...
+    ] = ()  # of each expert, together `tokens`; empty: as even as can be, the first experts having one more
+    tail: int = 0  # rows behind the last segment
+    hidden: int = 1  # N, what goes in
+    width: int = 1  # M, what comes out
+    scaling: str = ""  # of the recipe; empty: high precision
+    variant: int = 0  # of the scaling, in RECIPES
+    override: str = ""  # the recipe's backward_override; empty: none
+    dtype: str = "float32"
+    bias: str = ""  # its dtype; empty: none is given
+    into: str = ""  # dtype of accumulate_into; empty: none is given
+    accumulator: str = ""
+    values: str = "dyadic"  # rows: each times a power of two; special: NaN and infinities in some rows and in some experts' weights
+    index_dtype: str = "int64"
+    layout: str = "contiguous"
+    layout_of: str = ""
+    grads: str = ""
+
+    words: ClassVar[dict[str, tuple[str, ...]]] = {
+        "values": GROUPED_VALUES + LOW_VALUES,
+        "layout": LAYOUTS,
+        "accumulator": ("float64",),
+        "into": ("float32", "float64"),
+        "scaling": tuple(RECIPES),
+        "override": OVERRIDES,
+    }
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.tail, self.hidden, self.width) < 0 or self.experts < 1:
+            sizes = f"{self.tokens}, {self.tail}, {self.hidden}, {self.width}, {self.experts}"
+            raise ValueError(f"tokens, tail, hidden, width ≥ 0 and experts ≥ 1 are needed; they are {sizes}")
+        check_counts_of(self.counts, self.tokens, self.experts)
+        check_scaling(self)
+
+
+GroupedCase.serves("grouped_linear", "grouped_dgrad", "grouped_wgrad")
+
+
+def check_counts_of(counts: tuple[int, ...], tokens: int, experts: int) -> None:
+    if counts and (len(counts) != experts or min(counts) < 0 or sum(counts) != tokens):
+        raise ValueError(f"counts is {counts}; it must have {experts} numbers ≥ 0 that sum to {tokens}")
+
+
+def counts_of(case: Any) -> tuple[int, ...]:
+    """Rows of each expert, in UNITs."""
+    return case.counts or tuple(
+        case.tokens // case.experts + (e < case.tokens % case.experts) for e in range(case.experts)
+    )
+
+
+def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
+    """[P, columns]: rows of the segments by `values`, and behind them NaN, and infinities where an amax might see them."""
+    kind, own = DTYPES[case.dtype], case.tokens * unit_of(case)
+    x = (
+        factor_of(case, name)
+        if case.values in LOW_VALUES
+        else payload(case.seed, name, (own + case.tail, columns), case.dtype)
+    )
+    if case.values == "rows":
+        x = (x.double() * row_scales(case.seed, len(x))).to(kind)
+    if case.values == "special" and columns:
+        noise = hashed(case.seed, f"{name} kinds", len(x)).astype(np.int64)
+        strange = torch.tensor(INFINITE if case.scaling != "nvfp4" else NO_INFINITY, dtype=kind)
+        hit = torch.from_numpy(noise % 4 == 0)[:, None] & (
+            torch.arange(columns)[None] == torch.from_numpy((noise >> 8) % columns)[:, None]
+        )
+        x = torch.where(hit, strange[torch.from_numpy((noise >> 20) % 3)][:, None], x)
+    for i in range(case.tail):
+        x[own + i] = TAIL[(i + case.seed) % len(TAIL)] if case.scaling else torch.nan
+    return x
+
+
+def weights_of(case: Any, name: str, rows: int, columns: int) -> Tensor:
+    """[L, rows, columns]; where values are special, every third expert has a NaN or an infinity somewhere."""
+    if case.values in LOW_VALUES or (case.scaling and case.values == "rows"):
+        return factor_of(case, name)
+    weight = payload(case.seed, name, (case.experts * rows, columns), case.dtype).reshape(case.experts, rows, columns)
+    if case.values == "special" and rows * columns:
+        for e in range(case.seed % 3, case.experts, 3):
+            weight[e, e % rows, (e + case.seed) % columns] = (
+                (torch.nan, torch.inf)[e % 2] if case.scaling != "nvfp4" else torch.nan
+            )
+    return weight

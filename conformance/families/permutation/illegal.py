@@ -1,0 +1,55 @@
+"""Illegal calls of permutation."""
+
+from dataclasses import replace
+
+import torch
+
+from conformance.core.contract import Problem
+from conformance.core.illegal import Rule, bare, flat, index_too_large, one_more, only_setting, setting
+
+
+def _restore_one_more(problem: Problem) -> Problem:
+    tokens, hidden = problem.settings["restore_shape"]
+    return replace(
+        bare(problem), settings=problem.settings | {"restore_shape": (tokens + 1, hidden)}, blame="restore_shape"
+    )
+
+
+def _wrong_probs(problem: Problem) -> Problem:
+    shape = problem.required["routing_map"].shape
+    return replace(
+        bare(problem), settings=problem.settings | {"probs": torch.ones(shape[0] + 1, shape[1])}, blame="probs"
+    )
+
+
+def _sizes_too_large(problem: Problem) -> Problem:
+    return replace(
+        bare(problem).with_tensors(
+            {"chunk_sizes": problem.required["chunk_sizes"] + 1 + len(problem.required["rows"])}
+        ),
+        blame="chunk_sizes",
+    )
+
+
+PERMUTE: dict[str, Rule] = {
+    "num_rows_negative": only_setting("num_rows", -1),
+    "align_zero": only_setting("align", 0),
+    "capacity_negative": only_setting("capacity", -4),
+    "map_longer_than_tokens": one_more("routing_map"),
+    "map_flat": flat("routing_map"),
+    "probs_longer_than_map": _wrong_probs,
+}
+
+
+RULES: dict[str, dict[str, Rule]] = {
+    "permute": PERMUTE,
+    "unpermute": {"rows_too_many": one_more("rows"), "restore_shape_wrong": _restore_one_more},
+    "sort_chunks": {"order_longer_than_sizes": one_more("order"), "sizes_beyond_rows": _sizes_too_large},
+    "pad_routing_map": {"align_zero": setting("align", 0), "align_negative": setting("align", -16)},
+    "indices_to_multihot": {
+        "no_experts": setting("num_experts", 0),
+        "probs_longer_than_indices": one_more("probs"),
+        "index_too_large": index_too_large,
+    },
+    "multihot_to_indices": {"no_slots": setting("topk", 0), "probs_longer_than_map": one_more("probs")},
+}
