@@ -43,8 +43,14 @@ from conformance.families.quantization import illegal as illegal_quantization
 from conformance.families.quantization.quantize import Quantize
 from conformance.families.router import golden as golden_routing
 from conformance.families.router import illegal as illegal_router
-from conformance.families.router.balancing import AuxLossScores, SinkhornRouting, ZLoss
-from conformance.families.router.capacity import DropTokens, LoadBalancingLoss, UpdateExpertBias
+from conformance.families.router.balancing import (
+    AuxLossScores,
+    LoadBalancingLoss,
+    SinkhornRouting,
+    UpdateExpertBias,
+    ZLoss,
+)
+from conformance.families.router.capacity import DropTokens
 from conformance.families.router.gating import AttachLoss, Gate, Jitter
 from conformance.families.router.route_ranks import RouteOverRanks
 from conformance.families.router.selection import TopkIndices, TopkRouting

@@ -30,18 +30,18 @@ from conformance.families.permutation.cases import RoutingCase, routed
 from conformance.families.permutation.chunks import ChunksCase
 from conformance.families.permutation.routing_map import IndicesCase
 from conformance.families.quantization.cases import QuantizeCase
-from conformance.families.router.capacity import LoadCase
 from conformance.families.router.cases import (
     MINUS_INFINITY,
     NOT_A_NUMBER,
     SPREADS,
+    GateCase,
+    LoadCase,
     LogitsCase,
     indices_of,
     logits_of,
     padding_of,
 )
 from conformance.families.router.cases_route import RouteCase
-from conformance.families.router.gating import GateCase
 from conformance.judge.exact import bits
 
 CASES = [

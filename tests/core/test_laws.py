@@ -25,10 +25,8 @@ from conformance.families.permutation.cases import RoutingCase
 from conformance.families.permutation.chunks import ChunksCase
 from conformance.families.permutation.routing_map import IndicesCase
 from conformance.families.quantization.cases import QuantizeCase
-from conformance.families.router.capacity import LoadCase
-from conformance.families.router.cases import LogitsCase
+from conformance.families.router.cases import GateCase, LoadCase, LogitsCase
 from conformance.families.router.cases_route import RouteCase
-from conformance.families.router.gating import GateCase
 from conformance.families.router.laws_ranks import ONE_PROCESS
 from conformance.interface import Implementation
 

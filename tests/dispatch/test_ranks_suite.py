@@ -21,8 +21,8 @@ from conformance.engine.choose.shapes import shape_cases
 from conformance.engine.run.pool import Pool
 from conformance.engine.run.reduction import reduce
 from conformance.families.experts.shared import SharedCase
+from conformance.families.router.cases import GateCase
 from conformance.families.router.cases_route import RouteCase, logits_of_step
-from conformance.families.router.gating import GateCase
 from conformance.judge import judge
 
 HERE = (str(Path(__file__).parents[2]),)

@@ -56,10 +56,8 @@ from conformance.families.quantization.cases import (
     x_of,
 )
 from conformance.families.quantization.cases import VALUES as VALUES_QUANTIZED
-from conformance.families.router.capacity import LoadCase, map_of
-from conformance.families.router.cases import LogitsCase, logits_of, padding_of
+from conformance.families.router.cases import GateCase, LoadCase, LogitsCase, logits_of, map_of, padding_of
 from conformance.families.router.cases_route import LOSSES, STEPS
-from conformance.families.router.gating import GateCase
 from conformance.families.router.space import REAL_ROUTERS, SINKHORN_SPREADS
 from moe_ref.config import GATED as GATED_KINDS
 from moe_ref.config import PLAIN as PLAIN_KINDS

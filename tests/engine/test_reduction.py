@@ -23,10 +23,8 @@ from conformance.families.permutation.cases import RoutingCase, routed
 from conformance.families.permutation.chunks import ChunksCase
 from conformance.families.permutation.routing_map import IndicesCase, indices
 from conformance.families.quantization.cases import QuantizeCase, splits_of, x_of
-from conformance.families.router.capacity import LoadCase, map_of
-from conformance.families.router.cases import LogitsCase, logits_of
+from conformance.families.router.cases import GateCase, LoadCase, LogitsCase, logits_of, map_of
 from conformance.families.router.cases_route import RouteCase
-from conformance.families.router.gating import GateCase
 
 LONG = 60.0
 LARGE = RoutingCase(

@@ -21,9 +21,7 @@ from conformance.families.permutation.cases import RoutingCase
 from conformance.families.permutation.chunks import ChunksCase
 from conformance.families.permutation.routing_map import IndicesCase
 from conformance.families.quantization.space import far_quantize
-from conformance.families.router.capacity import LoadCase
-from conformance.families.router.cases import LogitsCase
-from conformance.families.router.gating import GateCase
+from conformance.families.router.cases import GateCase, LoadCase, LogitsCase
 
 ROUTING = (0b101, 0b010, 0b111)
 INPUTS = {

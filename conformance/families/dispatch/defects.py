@@ -5,17 +5,16 @@ needs to know which row is whose gathers the routing of all ranks and asks the r
 """
 
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from conformance.core.defect import Defect, Wrapper, first_in_32_bits
 from moe_ref.dispatch.indices import flatten_experts
 from moe_ref.dispatch.plan import NOWHERE, Layout, RoutePlan, plan_of_maps
 
-Wrapper = Callable[..., Any]
 LATE_SECONDS = 0.002  # a rank that waits so long for the others would have read too early
 
 
@@ -253,69 +252,93 @@ CACHED = ("deepep_cached_dispatch", "hybridep_cached_dispatch")
 EVERY = (*MAPS, "deepep_dispatch", "deepep_low_latency_dispatch")
 INVITED = "a mistake that dispatchers invite"
 
-LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
-    (
+
+def _counted_for_each_expert(deepep_layout: Wrapper, indices: Tensor, **settings: Any) -> Any:
+    """Where a token names two experts of a rank, that rank is told of two tokens."""
+    out = deepep_layout(indices, **settings)
+    named = (indices[:, :, None] == torch.arange(settings["num_experts"], device=indices.device)).any(1)
+    return out._replace(num_tokens_per_rank=named.unflatten(1, (settings["ranks"], -1)).sum((0, 2)))
+
+
+DEFECTS: tuple[Defect, ...] = (
+    Defect(
+        "L17",
+        "32-bit row · stride in dispatch",
+        "a mistake that dispatchers invite",
+        {"hybridep_dispatch": first_in_32_bits},
+    ),
+    Defect(
+        "L18",
+        "a token counts once for each expert of a rank",
+        "a mistake that dispatchers invite",
+        {"deepep_layout": _counted_for_each_expert},
+    ),
+    Defect(
         "E01",
         "counts reversed on all three axes: chunks by source instead of by expert",
         "Megatron-LM #2824, 0.11",
         {"alltoall_dispatch": _chunks_transposed},
     ),
-    (
+    Defect(
         "E02",
         "shards are added only in training",
         "Megatron-LM issue 109, to 0.7",
         {"alltoall_dispatch": _shards_beside, "alltoall_combine": _shards_not_added},
     ),
-    (
+    Defect(
         "E04",
         "a rank that receives nothing raises",
         "Megatron-LM eef48ef31c, before 0.5",
         {"alltoall_dispatch": _nothing_received},
     ),
-    (
+    Defect(
         "E06",
         "the first token's number taken for rank · own tokens",
         "torchtitan #3604",
         {"allgather_combine": _flat_offset},
     ),
-    (
+    Defect(
         "E07",
         "a partial gradient taken for the whole",
         "torchtitan #1878",
         {"allgather_dispatch": _gradient_not_reduced},
     ),
-    ("F02", "a flag of the call before lets the next one read too early", "DeepEP #580", dict.fromkeys(EVERY, _stale)),
-    ("L01", "the second segment begins one row late", INVITED, {"hybridep_dispatch": _prefix_off_by_one}),
-    ("L02", "segments begin where they end", INVITED, {"alltoall_dispatch": _inclusive_prefix}),
-    ("L03", "slots in the order of their experts", INVITED, {"deepep_dispatch": _tokens_by_expert_order}),
-    ("L04", "a token is sent once for each expert", INVITED, {"deepep_dispatch": _duplicates_sent}),
-    ("L05", "weights applied twice", INVITED, {"deepep_low_latency_combine": _weighted_twice}),
-    (
+    Defect(
+        "F02", "a flag of the call before lets the next one read too early", "DeepEP #580", dict.fromkeys(EVERY, _stale)
+    ),
+    Defect("L01", "the second segment begins one row late", INVITED, {"hybridep_dispatch": _prefix_off_by_one}),
+    Defect("L02", "segments begin where they end", INVITED, {"alltoall_dispatch": _inclusive_prefix}),
+    Defect("L03", "slots in the order of their experts", INVITED, {"deepep_dispatch": _tokens_by_expert_order}),
+    Defect("L04", "a token is sent once for each expert", INVITED, {"deepep_dispatch": _duplicates_sent}),
+    Defect("L05", "weights applied twice", INVITED, {"deepep_low_latency_combine": _weighted_twice}),
+    Defect(
         "L06",
         "overflow by the place of the last expert behind what was kept of the others",
         INVITED,
         {"hybridep_dispatch": _overflow_of_what_is_kept},
     ),
-    (
+    Defect(
         "L07",
         "counts of what was kept instead of whole segments",
         INVITED,
         {"hybridep_dispatch": _starts_of_what_is_kept},
     ),
-    ("L08", "padding not written", INVITED, {"hybridep_dispatch": _padding_unwritten}),
-    ("L09", "slot ≤ capacity: one more than fits", INVITED, {"alltoall_dispatch": _one_more_than_fits}),
-    ("L10", "rows of padding are read", INVITED, {"hybridep_combine": _tail_read}),
-    ("L11", "columns of probabilities swapped", INVITED, {"deepep_dispatch": _columns_swapped}),
-    ("L12", "only the last rank tells of an overflow", INVITED, {"hybridep_dispatch": _flag_on_the_last_rank}),
-    ("L13", "rows are read before they have arrived", INVITED, dict.fromkeys(EVERY, _not_acquired)),
-    ("L14", "probabilities in the order of the sender", INVITED, {"allgather_dispatch": _probs_of_another_expert}),
-    (
+    Defect("L08", "padding not written", INVITED, {"hybridep_dispatch": _padding_unwritten}),
+    Defect("L09", "slot ≤ capacity: one more than fits", INVITED, {"alltoall_dispatch": _one_more_than_fits}),
+    Defect("L10", "rows of padding are read", INVITED, {"hybridep_combine": _tail_read}),
+    Defect("L11", "columns of probabilities swapped", INVITED, {"deepep_dispatch": _columns_swapped}),
+    Defect("L12", "only the last rank tells of an overflow", INVITED, {"hybridep_dispatch": _flag_on_the_last_rank}),
+    Defect("L13", "rows are read before they have arrived", INVITED, dict.fromkeys(EVERY, _not_acquired)),
+    Defect(
+        "L14", "probabilities in the order of the sender", INVITED, {"allgather_dispatch": _probs_of_another_expert}
+    ),
+    Defect(
         "L15",
         "segments of a slab begin where they end",
         INVITED,
         {"deepep_low_latency_dispatch": _segments_begin_at_their_end},
     ),
-    (
+    Defect(
         "L16",
         "a cached dispatch gives the tokens of its first call",
         INVITED,

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from conformance.core.defect import Defect, Wrapper
 from conformance.families.quantization.defects import Beside
 from moe_ref.config import Recipe
 from moe_ref.quantization.formats import E4M3
 from moe_ref.quantization.recipes import over, scale_from_amax
 
-Wrapper = Callable[..., Any]
 TILE = 8  # rows that are quantised at once, by mistake
 INVITED = "a mistake that dispatchers invite"
 
@@ -66,8 +66,8 @@ def _by_tiles(scale: Tensor, known: Known) -> Tensor:
     )
 
 
-LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
-    ("W01", "scales in the order of another row", INVITED, _read(_of_another_row)),
-    ("W02", "padding has codes and no scale", INVITED, _read(_none_for_zeros)),
-    ("W03", "quantised where rows have arrived, several at once", INVITED, _read(_by_tiles)),
+DEFECTS: tuple[Defect, ...] = (
+    Defect("W01", "scales in the order of another row", INVITED, _read(_of_another_row)),
+    Defect("W02", "padding has codes and no scale", INVITED, _read(_none_for_zeros)),
+    Defect("W03", "quantised where rows have arrived, several at once", INVITED, _read(_by_tiles)),
 )

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from conformance.analysis.input_store import in_e4m3
-
-Wrapper = Callable[..., Any]
+from conformance.core.defect import Defect, Wrapper, first_in_32_bits
 
 
 def _legal(counts: Tensor, rows: Tensor) -> bool:
@@ -162,62 +161,63 @@ def _stored_input_read_at_once(glu: Wrapper, h: Tensor, /, **settings: Any) -> A
     return glu(_Instead.apply(h, in_e4m3(h.detach())) if settings.get("fp8_input_store") else h, **settings)
 
 
-LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
-    (
+DEFECTS: tuple[Defect, ...] = (
+    Defect("Q08", "32-bit offsets in gated kernels", "TransformerEngine #1988, to 2.6", {"glu": first_in_32_bits}),
+    Defect(
         "G01",
         "the output of dgrad advances by the width of its input",
         "TransformerEngine #1475, 2.0",
         {"grouped_dgrad": _stride_of_the_forward, "grouped_linear": _stride_of_the_forward_back},
     ),
-    (
+    Defect(
         "G03",
         "only an empty buffer is noticed, not an empty expert behind others",
         "TransformerEngine #2134, 2.6 to 2.7",
         _without_a_gradient(_last),
     ),
-    (
+    Defect(
         "G04",
         "no group with rows at all is not noticed",
         "TransformerEngine #3067, 2.8 to 2.16.1",
         _without_a_gradient(_all),
     ),
-    (
+    Defect(
         "G12",
         "the offset grows by the groups that a program visits",
         "DeepGEMM #238, to 2.1",
         {"grouped_wgrad": _offset_of_visited_groups},
     ),
-    (
+    Defect(
         "G21",
         "one formula, that of equal groups, for ragged ones",
         "TransformerEngine #3344, to 2.18",
         {"grouped_linear": _mean_rows},
     ),
-    (
+    Defect(
         "J01",
         "the product is left out where it is to be accumulated",
         "TransformerEngine #1488, 2.0",
         {"grouped_wgrad": _not_added_where_it_is_accumulated},
     ),
-    (
+    Defect(
         "H02",
         "the flag that weighs rows instead of activations is ignored",
         "Megatron-LM !3083, to 0.12",
         {"grouped_mlp": _probs_between_the_layers, "sequential_mlp": _probs_between_the_layers},
     ),
-    (
+    Defect(
         "H04s",
         "the clamp does not reach the shared experts",
         "Megatron-LM #5940, 0.15 to 0.19",
         {"shared_experts": _clamp_stays_outside},
     ),
-    (
+    Defect(
         "K01",
         "the output, too, is that of the stored E4M3 codes",
         "a mistake that a second form of an input invites",
         {"glu": _stored_input_read_at_once},
     ),
-    (
+    Defect(
         "H04",
         "the clamp does not reach the weighted activation",
         "Megatron-LM #5940, 0.15 to 0.19",

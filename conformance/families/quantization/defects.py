@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Wrapper = Callable[..., Any]
+from conformance.core.defect import Defect, Wrapper, first_in_32_bits
+
 MX_BLOCK, E4M3_MAX = 32, 448.0  # OCP Microscaling Formats 1.0
 MANTISSA, ALL_BUT_SIGN = 23, 0x7FFFFFFF  # of float32
 
@@ -187,69 +188,72 @@ def _one_scale_for_all(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"state": state._replace(**dict(zip(state._fields, shared, strict=True)))}
 
 
-LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
-    (
+DEFECTS: tuple[Defect, ...] = (
+    Defect("Q08q", "32-bit offsets in casts", "TransformerEngine #2034, to 2.6", {"quantize": first_in_32_bits}),
+    Defect(
         "Q01",
         "the mantissa of a scale leaks into the next byte",
         "TransformerEngine #2589, 2.9 to 2.11",
         _beside(_blocks_along_rows, scales=_leaking),
     ),
-    (
+    Defect(
         "Q03",
         "the reciprocal of the extreme exponents is wrong",
         "TransformerEngine #2647, 2.6 to 2.12",
         _beside(_extreme_blocks, codes=_signs_only),
     ),
-    (
+    Defect(
         "Q11",
         "the quantizer of the first recipe is kept",
         "TransformerEngine #1814, to 2.4",
         {"quantize": _first_recipe_for_ever},
     ),
-    (
+    Defect(
         "Q13",
         "experts stay in high precision, and nobody is told",
         "torchtitan #3199",
         _beside(_of_groups, dequantize=_as_it_was),
     ),
-    (
+    Defect(
         "Q11g",
         "the quantizer of the first recipe is kept, in products",
         "TransformerEngine #1814, to 2.4",
         _products(_first_recipe_of_products),
     ),
-    (
+    Defect(
         "Q13g",
         "experts' products stay in high precision, and nobody is told",
         "torchtitan #3199",
         _products(_high_precision),
     ),
-    (
+    Defect(
         "Q13m",
         "experts' layers stay in high precision, and nobody is told",
         "torchtitan #3199",
         _products(_high_precision, LAYERS),
     ),
-    ("Q13l", "so does a latent projection", "torchtitan #3199", _products(_high_precision, ("latent_projection",))),
-    (
+    Defect(
+        "Q13l", "so does a latent projection", "torchtitan #3199", _products(_high_precision, ("latent_projection",))
+    ),
+    Defect(
         "Q15g",
         "the weights of a packed tensor share a scale, in products",
         "TransformerEngine #3225, 2.14 to 2.18",
         _products(_one_scale_for_all),
     ),
-    (
+    Defect(
         "B01",
         "the override reaches the recipe and not the products: gradients stay quantised",
         INVITED,
         _products(_override_forgotten, EVERY_PRODUCT),
     ),
-    (
+    Defect(
         "Q15",
         "the groups of a packed tensor share a quantizer",
         "TransformerEngine #3225, 2.14 to 2.18",
         {"quantize": _one_history_for_all},
     ),
-    (
+    Defect(
         "G21q",
         "scales of ragged groups by the formula of equal ones",
         "TransformerEngine #3344, to 2.18",

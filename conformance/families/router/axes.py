@@ -4,10 +4,8 @@ from typing import Any
 
 from conformance.core.case import Case
 from conformance.core.space import DTYPES, LAYOUTS, LOGIT_DTYPES, POISONS, Space
-from conformance.families.router.capacity import LoadCase
-from conformance.families.router.cases import LogitsCase
+from conformance.families.router.cases import GateCase, LoadCase, LogitsCase
 from conformance.families.router.cases_route import RouteCase
-from conformance.families.router.gating import GateCase
 
 Row = dict[str, Any]
 

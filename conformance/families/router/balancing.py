@@ -4,19 +4,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from conformance.core.contract import Contract, Problem, accumulator_of, leaf
-from conformance.core.tensors import payload
-from conformance.families.router.cases import LogitsCase, logits_of, padding_of, simpler_logits
+from conformance.core.tensors import hashed, payload
+from conformance.families.router.capacity import _OfLoads
+from conformance.families.router.cases import LoadCase, LogitsCase, logits_of, numbers, padding_of, simpler_logits
 from conformance.families.router.selection import UNDERFLOW, score, unspecified_rows
 from conformance.judge import Expectation, Given
-from conformance.judge.bound import Bounded
+from conformance.judge.bound import Bounded, sum_bound
 from conformance.judge.choice import Chosen
 from conformance.judge.running import Running
 from moe_ref.rounding import accumulator_dtype
-from moe_ref.router.balancing import aux_loss_scores, sinkhorn_routing, z_loss
+from moe_ref.router.balancing import aux_loss_scores, load_balancing_loss, sinkhorn_routing, update_expert_bias, z_loss
 from moe_ref.router.scores import EPSILON
 
 SINKHORN_STOP = 1e-4  # mean change of d1: moe_ref.router.balancing.sinkhorn_routing
@@ -243,3 +245,64 @@ class SinkhornRouting(_OfLogits):
         alone = problem.settings["topk"] == 1
         slope = g * activation * (g.constant(1.0) - activation) if alone else activation * (g - (g * activation).sum(1))
         return slope.bounded(problem.required["logits"].dtype)
+
+
+class LoadBalancingLoss(_OfLoads):
+    """`load_balancing_loss` and its gradient."""
+
+    function = "load_balancing_loss"
+    outputs = ("loss",)
+    primary = "loss"
+
+    def legal(self, case: LoadCase) -> Problem:
+        columns = case.experts * case.sequences
+        scores = numbers(case, "scores", (case.tokens, columns))
+        counts = torch.from_numpy(hashed(case.seed, "counts", columns).astype(np.int64) % (case.tokens * case.topk + 2))
+        total: int | Tensor = case.tokens + case.seed % 3
+        total = {"number": total, "device": torch.tensor(total), "zero": 0}[case.total]
+        settings = {"total_num_tokens": total, "topk": case.topk, "num_experts": case.experts, "coeff": case.coeff / 8}
+        wanted = ("scores",) if case.grads else ()
+        wide = {torch.float64: "float64"}.get(scores.dtype, "float32")
+        cotangents = {"loss": payload(case.seed, "d_loss", (), wide)} if wanted else {}
+        required = {
+            "scores": scores,
+            "tokens_per_expert": counts.to(getattr(torch, case.map_dtype if case.map_dtype != "bool" else "int64")),
+        }
+        return Problem(self.function, required, settings, {case.layout_of: case.layout}, wanted, cotangents)
+
+    def expected(self, case: LoadCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+        scores, counts = problem.required.values()
+        dtype, out = accumulator_of(declared, scores.dtype), accumulator_dtype(scores.dtype)
+        terms = scores.shape[0] + scores.shape[1] + 12  # sums over rows and columns, counts, factors
+        oracle = leaf(scores)
+        value = load_balancing_loss(oracle, counts, **problem.settings)
+        magnitude = load_balancing_loss(scores.double().abs(), counts, **problem.settings)
+        right: dict[str, Expectation] = {"loss": sum_bound(value.detach(), magnitude, terms, out, dtype)}
+        if problem.wanted:
+            (gradient,) = torch.autograd.grad(value, oracle, problem.cotangents["loss"].double())
+            right["d_scores"] = sum_bound(gradient, gradient.abs(), 12, scores.dtype, dtype)
+        return right
+
+
+class UpdateExpertBias(_OfLoads):
+    """`update_expert_bias`."""
+
+    function = "update_expert_bias"
+    outputs = ("expert_bias",)
+    primary = "expert_bias"
+
+    def legal(self, case: LoadCase) -> Problem:
+        noise = hashed(case.seed, "bias", case.experts).astype(np.int64)
+        bias = torch.from_numpy((noise % 1025 - 512) / 512 * (case.bias / 2)).float()
+        counts = hashed(case.seed, "counts", case.experts).astype(np.int64) % (case.tokens + 1)
+        held = torch.from_numpy(counts if not case.even else np.full(case.experts, case.tokens))
+        kind = {"bool": torch.int64, "uint8": torch.float32}.get(case.map_dtype, getattr(torch, case.map_dtype))
+        required = {"expert_bias": bias, "tokens_per_expert": held.to(kind)}
+        return Problem(self.function, required, {"update_rate": case.rate / 1000}, {case.layout_of: case.layout})
+
+    def expected(self, case: LoadCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
+        bias, counts = problem.required.values()
+        value = update_expert_bias(bias.double(), counts, **problem.settings)
+        step = (value - bias.double()).abs()
+        bound = 2.0**-23 * (value.abs() + step)  # the rate and the sum are each rounded once
+        return {"expert_bias": Bounded(value, torch.where(step > 0, bound, 0.0), torch.float32, torch.float32)}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from conformance.core.case import Case
+from conformance.core.shared_out import check_counts
 from conformance.core.tensors import DTYPES, hashed
 
 EXPLICIT_CELLS = 64  # up to so many logits are written out
@@ -176,3 +177,95 @@ def _smaller_table(case: LogitsCase) -> Iterator[LogitsCase]:
         for plain in (0, 8, -8):
             if abs(plain) < abs(x):
                 yield replace(case, logits=(*case.logits[:i], plain, *case.logits[i + 1 :]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateCase(Case):
+    """A case around [T,H] hidden states."""
+
+    tokens: int = 1
+    hidden: int = 1
+    experts: int = 1
+    dtype: str = "float32"
+    weight_dtype: str = ""  # empty: as dtype
+    router_dtype: str = ""
+    bias: bool = False
+    eps: int = 1  # of the jitter, in sixteenths
+    scale: int = 8  # of the loss, in eighths
+    counts: tuple[int, ...] = ()  # tokens of each of several ranks, with the same weights; empty: one process
+    layout: str = "contiguous"
+    layout_of: str = ""
+    grads: str = ""
+
+    words: ClassVar[dict[str, tuple[str, ...]]] = {"router_dtype": ("fp32", "fp64")}
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.hidden) < 0 or self.experts < 1 or not 0 <= self.eps < 16:
+            sizes = f"{self.tokens}, {self.hidden}, {self.experts}, {self.eps}"
+            raise ValueError(f"tokens, hidden ≥ 0, experts ≥ 1 and eps from 0 to 15 are needed; they are {sizes}")
+        check_counts(self.counts, self.tokens)
+
+
+GateCase.serves("gate", "jitter", "attach_loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadCase(Case):
+    """A case around a routing map drawn from the seed, or its counts."""
+
+    tokens: int = 1
+    experts: int = 1
+    topk: int = 1
+    sequences: int = 1  # folded into columns
+    dtype: str = "float32"
+    map_dtype: str = "bool"
+    values: str = "distinct"  # of the probs or scores: distinct, ties, zeros, negative
+    capacity: int = 0
+    policy: str = "probs"
+    pad: bool = False
+    coeff: int = 8  # in eighths
+    total: str = "number"  # total_num_tokens as a number, on the device, or zero
+    rate: int = 1  # update rate in thousandths
+    bias: int = 0  # magnitude of the expert bias before, in halves
+    even: bool = False  # all counts equal
+    layout: str = "contiguous"
+    layout_of: str = ""
+    grads: str = ""
+
+    words: ClassVar[dict[str, tuple[str, ...]]] = {
+        "values": ("distinct", "ties", "zeros", "negative"),
+        "policy": ("probs", "position"),
+        "total": ("number", "device", "zero"),
+    }
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.capacity) < 0 or min(self.experts, self.topk, self.sequences) < 1:
+            sizes = f"{self.tokens}, {self.capacity}, {self.experts}, {self.topk}, {self.sequences}"
+            raise ValueError(f"tokens, capacity ≥ 0 and experts, topk, sequences ≥ 1 are needed; they are {sizes}")
+
+
+LoadCase.serves("drop_tokens", "load_balancing_loss", "update_expert_bias")
+
+
+def map_of(case: LoadCase) -> Tensor:
+    """[T,E] bool, up to K experts a token; some tokens have none."""
+    rank = (
+        hashed(case.seed, "map", case.tokens * case.experts)
+        .reshape(case.tokens, case.experts)
+        .argsort(axis=1)
+        .argsort(axis=1)
+    )
+    some = hashed(case.seed, "count", case.tokens)[:, None] % (case.topk + 1) if case.seed % 3 == 0 else case.topk
+    return torch.from_numpy(rank < some)
+
+
+def numbers(case: LoadCase, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Values of probs or scores."""
+    noise = hashed(case.seed, name, int(np.prod(shape))).astype(np.int64)
+    value = {
+        "distinct": (noise % 2**16 + 1) / 2**16,
+        "ties": (noise % 3 + 1) / 4,
+        "zeros": np.where(noise % 2 == 0, np.where(noise % 4 == 0, 0.0, -0.0), (noise >> 8) % 64 / 64),
+        "negative": (noise % 2**16) / 2**15 - 1,
+    }[case.values]
+    return torch.from_numpy(value).reshape(shape).to(DTYPES[case.dtype])

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 import moe_ref
+from conformance.core.defect import Defect, Wrapper
 from moe_ref.router.scores import SCORES, normalised
-
-Wrapper = Callable[..., Any]
 
 
 def _keys(logits: Tensor, settings: dict[str, Any]) -> Tensor:
@@ -224,98 +223,102 @@ def _both(wrapper: Wrapper) -> dict[str, Wrapper]:
     return {"topk_indices": wrapper, "topk_routing": wrapper}
 
 
-LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
-    ("R01", "a taken slot marked by -1 - x is taken again", "TransformerEngine #2009, 2.6", _both(_taken_twice)),
-    (
+DEFECTS: tuple[Defect, ...] = (
+    Defect("R01", "a taken slot marked by -1 - x is taken again", "TransformerEngine #2009, 2.6", _both(_taken_twice)),
+    Defect(
         "R03",
         "aux scores of a top-1 router are not normalised",
         "TransformerEngine #2720, 2.6 to 2.13",
         {"aux_loss_scores": _not_normalised_alone},
     ),
-    (
+    Defect(
         "R04",
         "the backward cannot launch for more than 900 experts",
         "TransformerEngine #2821, 2.6 to 2.14.1",
         _both(_few_experts_back),
     ),
-    (
+    Defect(
         "R05",
         "a group is judged by its best two, whatever K and g are",
         "Megatron-LM !2942, 0.11",
         _both(_two_of_a_group),
     ),
-    (
+    Defect(
         "R06",
         "the expert bias leaks into the weights",
         "Megatron-LM !3209, in the tree for five days",
         _both(_biased_weights),
     ),
-    ("R08", "the expert bias is kept in bf16", "Megatron-LM !2895, 0.11", {"update_expert_bias": _bias_in_half}),
-    (
+    Defect("R08", "the expert bias is kept in bf16", "Megatron-LM !2895, 0.11", {"update_expert_bias": _bias_in_half}),
+    Defect(
         "R09",
         "sigmoid of the aux scores in the logits' dtype",
         "Megatron-LM #2765, 0.12 to 0.16.1",
         {"aux_loss_scores": _scores_in_half},
     ),
-    ("R10", "jitter turns bf16 into float32", "Megatron-LM !3774, to 0.14", {"jitter": _jitter_in_float32}),
-    (
+    Defect("R10", "jitter turns bf16 into float32", "Megatron-LM !3774, to 0.14", {"jitter": _jitter_in_float32}),
+    Defect(
         "R15",
         "no gate bias, and weights that are not renormalised",
         "torchtitan #2319",
         _both(_not_renormalised) | {"gate": _no_gate_bias},
     ),
-    (
+    Defect(
         "R16",
         "a router bias that nobody initialised",
         "torchtitan #2450; Megatron-LM #2033, 0.15",
         {"gate": _garbage_gate_bias},
     ),
-    ("R19", "what is saved is the bias as it began", "torchtitan #1226", {"state_tensors": _bias_saved_as_it_began}),
-    (
+    Defect(
+        "R19", "what is saved is the bias as it began", "torchtitan #1226", {"state_tensors": _bias_saved_as_it_began}
+    ),
+    Defect(
         "R20",
         "a layer without bias ends the update of those after it",
         "torchtitan #3686",
         {"finish_batch": _layers_after_one_without_bias},
     ),
-    (
+    Defect(
         "R26",
         "one shape, 128 experts and 8 of them, uses another score function",
         "flashinfer #2889; vLLM-MetaX #270",
         _both(_one_shape_by_sigmoid),
     ),
-    (
+    Defect(
         "R27",
         "the balancing loss counts what is dispatched instead of the plain choice",
         "Megatron-LM #2767: policies differ by version",
         {"route": _counts_of_the_dispatched},
     ),
-    ("A01", "experts taken for columns", "TransformerEngine #1944", {"load_balancing_loss": _experts_for_columns}),
-    (
+    Defect(
+        "A01", "experts taken for columns", "TransformerEngine #1944", {"load_balancing_loss": _experts_for_columns}
+    ),
+    Defect(
         "A05",
         "the z-loss is not divided by the ranks that share it",
         "Megatron-LM cac8d1a3f0, before 0.7",
         {"route": _not_divided_by_ranks},
     ),
-    (
+    Defect(
         "A07",
         "a loss per token counts this rank's tokens only",
         "Megatron-LM #5047, 0.12 to 0.18.2",
         {"route": _tokens_of_this_rank},
     ),
-    ("A09", "aux scores are always softmax", "Megatron-LM !2801, 0.11", {"aux_loss_scores": _always_softmax}),
-    (
+    Defect("A09", "aux scores are always softmax", "Megatron-LM !2801, 0.11", {"aux_loss_scores": _always_softmax}),
+    Defect(
         "A10",
         "the first pass of a recomputed layer leaves its losses and counts",
         "Megatron-LM !2574, to 0.10",
         {"route": _traces_of_the_first_pass},
     ),
-    (
+    Defect(
         "A11",
         "a sequence loss per token counts one sequence's tokens",
         "Megatron-LM #5798, 0.16 to 0.18.2",
         {"route": _tokens_of_one_sequence},
     ),
-    (
+    Defect(
         "A12",
         "the sequence loss of a batch of packed sequences is that of one long one",
         "Megatron-LM #5696, to 0.18",

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Wrapper = Callable[..., Any]
+from conformance.core.defect import Defect, Wrapper
+
 Sum = Callable[[Tensor], Tensor]
 
 
@@ -98,47 +99,52 @@ def _mean_of_shared_gradients(
 
 
 INVITED = "a mistake that sums over ranks invite"
-LISTED: tuple[tuple[str, str, str, dict[str, Wrapper]], ...] = (
-    ("S01", "counts of a balancing loss are this rank's, times the ranks", INVITED, {"route": _own_counts_times_ranks}),
-    (
+DEFECTS: tuple[Defect, ...] = (
+    Defect(
+        "S01",
+        "counts of a balancing loss are this rank's, times the ranks",
+        INVITED,
+        {"route": _own_counts_times_ranks},
+    ),
+    Defect(
         "S02",
         "a loss per token takes this rank's tokens, times the ranks, for those of all",
         "Megatron-LM, where ranks have equally many",
         {"route": _own_tokens_times_ranks},
     ),
-    ("S03", "counts of a balancing loss are averaged over the ranks", INVITED, {"route": _mean_of_counts}),
-    (
+    Defect("S03", "counts of a balancing loss are averaged over the ranks", INVITED, {"route": _mean_of_counts}),
+    Defect(
         "S04",
         "the global loss counts the ranks of one sequence only",
         "the wrong group, as in Megatron-LM #5916",
         {"route": _batch_over_one_sequence},
     ),
-    (
+    Defect(
         "S05",
         "counts for the expert bias are summed again with every micro-batch",
         INVITED,
         {"route": _counts_summed_each_step},
     ),
-    ("S06", "the expert bias moves by this rank's counts", INVITED, {"finish_batch": _bias_by_own_counts}),
-    (
+    Defect("S06", "the expert bias moves by this rank's counts", INVITED, {"finish_batch": _bias_by_own_counts}),
+    Defect(
         "S07",
         "a rank that had no tokens leaves its expert bias as it was",
         INVITED,
         {"finish_batch": _bias_of_an_idle_rank},
     ),
-    (
+    Defect(
         "S08",
         "only the first rank's expert bias moves by the counts of all",
         INVITED,
         {"finish_batch": _bias_of_the_first_rank},
     ),
-    (
+    Defect(
         "S09",
         "the gradient of the router's weight is divided by the ranks",
         "partial gradients, as in torchtitan #1878",
         {"gate": _mean_of_gate_gradients},
     ),
-    (
+    Defect(
         "S10",
         "the gradient of a shared expert's weight is divided by the ranks",
         INVITED,

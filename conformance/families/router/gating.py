@@ -1,49 +1,18 @@
 """gate, jitter and attach_loss."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from conformance.core.case import Case
 from conformance.core.contract import Contract, Problem
-from conformance.core.shared_out import check_counts
 from conformance.core.tensors import payload
+from conformance.families.router.cases import GateCase
 from conformance.judge import Expectation
 from conformance.judge.bound import ROUNDOFF, Bounded, sum_bound
 from conformance.judge.exact import Exact
 from moe_ref.router.gating import ROUTER_DTYPES, gate
-
-
-@dataclass(frozen=True, kw_only=True)
-class GateCase(Case):
-    """A case around [T,H] hidden states."""
-
-    tokens: int = 1
-    hidden: int = 1
-    experts: int = 1
-    dtype: str = "float32"
-    weight_dtype: str = ""  # empty: as dtype
-    router_dtype: str = ""
-    bias: bool = False
-    eps: int = 1  # of the jitter, in sixteenths
-    scale: int = 8  # of the loss, in eighths
-    counts: tuple[int, ...] = ()  # tokens of each of several ranks, with the same weights; empty: one process
-    layout: str = "contiguous"
-    layout_of: str = ""
-    grads: str = ""
-
-    words: ClassVar[dict[str, tuple[str, ...]]] = {"router_dtype": ("fp32", "fp64")}
-
-    def __post_init__(self) -> None:
-        if min(self.tokens, self.hidden) < 0 or self.experts < 1 or not 0 <= self.eps < 16:
-            sizes = f"{self.tokens}, {self.hidden}, {self.experts}, {self.eps}"
-            raise ValueError(f"tokens, hidden ≥ 0, experts ≥ 1 and eps from 0 to 15 are needed; they are {sizes}")
-        check_counts(self.counts, self.tokens)
-
-
-GateCase.serves("gate", "jitter", "attach_loss")
 
 
 class _OfStates(Contract[GateCase]):

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from conformance.core.case import Case
 from conformance.core.shared_out_space import maybe_shared_out
 from conformance.core.space import DTYPES, LAYOUTS, LOGIT_DTYPES, POISONS, Space, mostly, sizes, some_of
-from conformance.families.router.capacity import LoadCase
-from conformance.families.router.cases import SCORES, SPREADS, LogitsCase
-from conformance.families.router.gating import GateCase
+from conformance.families.router.cases import SCORES, SPREADS, GateCase, LoadCase, LogitsCase
 
 REAL_ROUTERS = (
     (8, 2),
