@@ -119,7 +119,7 @@ def test_all_three_packages_are_looked_at():
         ("conformance/families/a.py", "if True:\n    from moe_fast import permute", "moe_fast.permute"),
         ("conformance/a.py", "__import__('moe_fast')", "moe_fast"),
         ("conformance/a.py", "from importlib import import_module\nimport_module(f'moe_fast.{1}')", "moe_fast."),
-        ("conformance/a.py", "DEFAULT = 'moe_fast.launch'", "moe_fast.kernels"),
+        ("conformance/a.py", "DEFAULT = 'moe_fast.launch'", "moe_fast.launch"),
         ("conformance/a.py", "def f():\n    import megatron.core", "megatron.core"),
         ("conformance/peers/__init__.py", "import megatron.core", "megatron.core"),
         ("conformance/peers/a.py", "import triton", "triton"),

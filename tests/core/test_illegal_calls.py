@@ -5,7 +5,7 @@ import torch
 
 import moe_ref
 from moe_ref.config import MAX_EXPERTS, MoEConfig
-from moe_ref.router import route as router
+from moe_ref.router.route import force_balance, unpack_sequences
 
 MAP = torch.tensor([[0, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 0, 1]], dtype=torch.bool)
 INDICES = torch.tensor([[2, -1], [0, 2], [1, 1]])
@@ -202,16 +202,16 @@ ILLEGAL = [
     ),
     (loaded, {"expert_bias": None}, "tensors is without expert_bias"),
     (
-        lambda x, batch_size: router.unpack_sequences(x, batch_size),
+        lambda x, batch_size: unpack_sequences(x, batch_size),
         {"x": TOKENS, "batch_size": 2},
         "x is of shape (4, 2)",
     ),
     (
-        lambda x, batch_size: router.unpack_sequences(x, batch_size),
+        lambda x, batch_size: unpack_sequences(x, batch_size),
         {"x": TOKENS[:, :1], "batch_size": 3},
         "batch_size is 3",
     ),
-    (lambda noise: router.force_balance(LOGITS, noise), {"noise": LOGITS[1:]}, "noise is of shape (3, 6)"),
+    (lambda noise: force_balance(LOGITS, noise), {"noise": LOGITS[1:]}, "noise is of shape (3, 6)"),
     (permute, {"tokens": torch.zeros(4)}, "tokens is of shape (4,)"),
     (permute, {"tokens": torch.zeros(5, 2)}, "routing_map is of shape (4, 4)"),
     (permute, {"routing_map": MAP[0]}, "routing_map is of shape (4,)"),

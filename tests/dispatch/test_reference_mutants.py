@@ -13,10 +13,19 @@ import moe_ref
 from tests.dispatch.worlds import CLAIMS, FIXED, fields, names
 
 FILES = [
-    "route_plan",
     *(
         f"dispatch.{name}"
-        for name in ("exchange", "trees", "indices", "allgather", "alltoall", "deepep", "low_latency", "hybridep")
+        for name in (
+            "plan",
+            "exchange",
+            "trees",
+            "indices",
+            "allgather",
+            "alltoall",
+            "deepep",
+            "low_latency",
+            "hybridep",
+        )
     ),
 ]
 FUNCTIONS = [name for name in moe_ref.__all__ if moe_ref._HOME[name].startswith("dispatch.")]
@@ -29,24 +38,24 @@ class Mistake(NamedTuple):
 
 
 MISTAKES = {
-    "a prefix that is one too many": Mistake("route_plan", "+ nth_R\n", "+ nth_R + (nth_R > 0)\n"),
-    "an inclusive sum for an exclusive one": Mistake("route_plan", "return x.cumsum(-1) - x", "return x.cumsum(-1)"),
+    "a prefix that is one too many": Mistake("dispatch.plan", "+ nth_R\n", "+ nth_R + (nth_R > 0)\n"),
+    "an inclusive sum for an exclusive one": Mistake("dispatch.plan", "return x.cumsum(-1) - x", "return x.cumsum(-1)"),
     "sources in the order of the ranks for shards": Mistake("dispatch.alltoall", "Layout(sources=sources, chunk", "Layout(chunk"),
-    "tokens before sources": Mistake("route_plan", "group_R.argsort(stable=True)", "group_R.flip(0).argsort(stable=True)"),
-    "duplicates that are not removed": Mistake("route_plan", "== rank)].unique()", "== rank)].sort().values"),
+    "tokens before sources": Mistake("dispatch.plan", "group_R.argsort(stable=True)", "group_R.flip(0).argsort(stable=True)"),
+    "duplicates that are not removed": Mistake("dispatch.plan", "== rank)].unique()", "== rank)].sort().values"),
     "a flag from clamped starts": Mistake(
-        "route_plan",
+        "dispatch.plan",
         "overflow_W=lost_E.reshape(ranks, -1).sum(1) > 0",
         "overflow_W=torch.minimum(start_WL[:, -1], limit_W) + count_EW.sum(1).reshape(ranks, -1)[:, -1] > limit_W",
     ),
-    "starts without the padding": Mistake("route_plan", "exclusive_sum(whole_WL)", "exclusive_sum(whole_E.reshape(ranks, -1))"),
-    "one row past the budget": Mistake("route_plan", "(row_R < limit_W", "(row_R <= limit_W"),
-    "one row short of the budget": Mistake("route_plan", "(row_R < limit_W", "(row_R + 1 < limit_W"),
-    "one copy past the capacity": Mistake("route_plan", "(nth_R < chunk_EW", "(nth_R <= chunk_EW"),
-    "a flag on the last rank only": Mistake("route_plan", ".sum(1) > 0,", ".sum(1).mul(torch.arange(ranks) == ranks - 1) > 0,"),
-    "a flag for a full buffer": Mistake("route_plan", "overflow_W=lost_E.reshape(ranks, -1).sum(1) > 0", "overflow_W=whole_WL.sum(1) >= limit_W"),
-    "counts without padding": Mistake("route_plan", "max=whole_WL)", "max=count_EW.sum(1).reshape(ranks, -1))"),
-    "fillers that count as drops": Mistake("route_plan", "expert_R[routed_R & ~fits_R]", "expert_R[~fits_R]"),
+    "starts without the padding": Mistake("dispatch.plan", "exclusive_sum(whole_WL)", "exclusive_sum(whole_E.reshape(ranks, -1))"),
+    "one row past the budget": Mistake("dispatch.plan", "(row_R < limit_W", "(row_R <= limit_W"),
+    "one row short of the budget": Mistake("dispatch.plan", "(row_R < limit_W", "(row_R + 1 < limit_W"),
+    "one copy past the capacity": Mistake("dispatch.plan", "(nth_R < chunk_EW", "(nth_R <= chunk_EW"),
+    "a flag on the last rank only": Mistake("dispatch.plan", ".sum(1) > 0,", ".sum(1).mul(torch.arange(ranks) == ranks - 1) > 0,"),
+    "a flag for a full buffer": Mistake("dispatch.plan", "overflow_W=lost_E.reshape(ranks, -1).sum(1) > 0", "overflow_W=whole_WL.sum(1) >= limit_W"),
+    "counts without padding": Mistake("dispatch.plan", "max=whole_WL)", "max=count_EW.sum(1).reshape(ranks, -1))"),
+    "fillers that count as drops": Mistake("dispatch.plan", "expert_R[routed_R & ~fits_R]", "expert_R[~fits_R]"),
     "padding that is not zero": Mistake("dispatch.exchange", "bits.new_zeros((len(source)", "bits.new_ones((len(source)"),
     "probs of the wrong token": Mistake("dispatch.exchange", "plan.token_R * num_experts + plan.expert_R", "plan.token_R * num_experts + plan.slot_R"),
     "a gradient that goes to the wrong rank": Mistake("dispatch.exchange", "transpose or add_flat", "(lambda g: add_flat(g)[::-1])"),
@@ -99,7 +108,7 @@ def with_mistake(mistake: Mistake | None) -> Any:
             sys.modules[name] = fresh
             exec(compile(source, f"{name} with a mistake", "exec"), fresh.__dict__)
         functions = {name: getattr(sys.modules[f"moe_ref.{moe_ref._HOME[name]}"], name) for name in FUNCTIONS}
-        return SimpleNamespace(**functions, route_plan=sys.modules["moe_ref.dispatch.plan"])
+        return SimpleNamespace(**functions, plan=sys.modules["moe_ref.dispatch.plan"])
     finally:
         sys.modules.update(kept)
 
@@ -128,8 +137,8 @@ def test_without_a_mistake_nothing_is_caught():
 def test_rows_that_are_numbered_in_32_bits_are_caught():
     line = "row_R = first_EW.flatten()[group_R] + nth_R"
     right, wrong = (
-        with_mistake(mistake).route_plan
-        for mistake in (None, Mistake("route_plan", line, f"{line}.int()\n    row_R = row_R.int()"))
+        with_mistake(mistake).plan
+        for mistake in (None, Mistake("dispatch.plan", line, f"{line}.int()\n    row_R = row_R.int()"))
     )
     rows = [
         plan.plan_of_indices([torch.tensor([[0, 1]])], 2, plan.Layout(segment=2**32)).row_R.tolist()

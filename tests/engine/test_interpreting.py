@@ -8,7 +8,7 @@ from pathlib import Path
 PROGRAM = """
 import torch
 import moe_fast
-from conformance.engine import interpreting
+from conformance.engine.child import interpreting
 from conformance.judge.exact import bits
 from moe_ref.config import Recipe
 
