@@ -9,10 +9,13 @@ kernel can leave it. (The usual n·u / (1 - n·u) is an upper estimate of γ_n t
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from conformance.judge.expectation import Resolved
 
 ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 HALF_SUBNORMAL = {
@@ -24,16 +27,37 @@ HALF_SUBNORMAL = {
 
 
 @dataclass(frozen=True)
-class Bounded:
+class Bounded(Resolved):
     """An output that is a sum: its float64 value, how far an honest result may be from it, and its dtype."""
 
-    value: Tensor  # float64
     bound: Tensor  # float64, ≥ 0; 0 asks for the exact value, infinity for none
     dtype: torch.dtype
     accumulator: torch.dtype
 
+    check: ClassVar[str] = "bound"
+    by_row: ClassVar[tuple[str, ...]] = ("value", "bound")
+
+    @property
+    def honest(self) -> Tensor:
+        return self.value.to(self.dtype)
+
     def dtype_error(self, observed: Tensor) -> str | None:
         return None if observed.dtype == self.dtype else f"has dtype {observed.dtype}; the reference's is {self.dtype}"
+
+    def wrong(self, observed: Tensor) -> np.ndarray | None:
+        """Where the distance exceeds the bound; NaN and infinities must be where the reference has them."""
+        right, got, bound = self.value.numpy(), observed.detach().double().numpy(), self.bound.numpy()
+        with np.errstate(invalid="ignore"):
+            fine = (np.abs(got - right) <= bound) | (bound == np.inf)
+        odd = ~np.isfinite(right)
+        if odd.any():
+            fine = np.where(odd, (right == got) | (np.isnan(right) & np.isnan(got)), fine)
+        return None if fine.all() else ~fine
+
+    def moved(self, corrupt: Tensor) -> bool:
+        before, after = self.honest.double().numpy(), corrupt.double().numpy()
+        with np.errstate(invalid="ignore"):  # `honest` is rounded, up to one bound away
+            return bool((np.abs(after - before) > 4 * self.bound.numpy()).any())
 
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
         """The worst element in units of its bound, and how many are wrong."""
@@ -63,14 +87,3 @@ def sum_bound(value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype, 
     gamma = math.expm1(terms * math.log1p(ROUNDOFF[accumulator]))
     bound = gamma * magnitude + ROUNDOFF[dtype] * (value.abs() + gamma * magnitude)
     return Bounded(value, torch.where(magnitude > 0, bound + HALF_SUBNORMAL[dtype], 0.0), dtype, accumulator)
-
-
-def beyond(expected: Bounded, observed: Tensor) -> np.ndarray | None:
-    """True where `observed` is further away than the bound, or None. NaN and infinities must be where the reference has them."""
-    right, got, bound = expected.value.numpy(), observed.detach().double().numpy(), expected.bound.numpy()
-    with np.errstate(invalid="ignore"):
-        fine = (np.abs(got - right) <= bound) | (bound == np.inf)
-    odd = ~np.isfinite(right)
-    if odd.any():
-        fine = np.where(odd, (right == got) | (np.isnan(right) & np.isnan(got)), fine)
-    return None if fine.all() else ~fine

@@ -19,11 +19,14 @@ import math
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from conformance.judge.bound import HALF_SUBNORMAL, ROUNDOFF, Bounded
+from conformance.judge.expectation import Resolved
 from conformance.judge.running import Running
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
@@ -155,12 +158,27 @@ class RowWise(Bounded):
     )
     limits: Limits = field(default_factory=calibrated)
 
-    def __post_init__(self) -> None:
-        """A copy with fewer rows of `value` keeps as many of the others."""
-        for name in ("reference", "magnitude", "groups"):
-            tensor = getattr(self, name)
-            if tensor is not None and len(tensor) > len(self.value):
-                object.__setattr__(self, name, tensor[: len(self.value)])
+    check: ClassVar[str] = "ratio"
+    by_row: ClassVar[tuple[str, ...]] = ("value", "bound", "reference", "magnitude", "groups")
+
+    @property
+    def stages(self) -> tuple[Resolved, ...]:
+        return self.bounded, self
+
+    def wrong(self, observed: Tensor) -> np.ndarray | None:
+        """Where the ratio that is furthest beyond its limit is worst; of what is within the bound."""
+        worst = self.excess(observed)
+        if worst is None:
+            return None
+        wrong = np.zeros(tuple(self.value.shape), dtype=bool)
+        wrong[worst.index] = True
+        return wrong
+
+    def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
+        worst = self.excess(observed)
+        assert worst is not None
+        limit = getattr(self.limits, worst.rule)
+        return f"{worst.place} {self._share(worst):.3g} × what the recipe allows ({worst.ratio:.3g}, limit {limit:.3g})"
 
     @property
     def bounded(self) -> Bounded:
@@ -195,10 +213,6 @@ class RowWise(Bounded):
         """The ratio that is furthest beyond its limit."""
         worst = max(self.measures(observed), key=self._share, default=None)
         return worst if worst and self._share(worst) > 1 else None
-
-    def explain_excess(self, worst: Measure) -> str:
-        limit = getattr(self.limits, worst.rule)
-        return f"{worst.place} {self._share(worst):.3g} × what the recipe allows ({worst.ratio:.3g}, limit {limit:.3g})"
 
     def _share(self, measure: Measure) -> float:
         return measure.ratio / getattr(self.limits, measure.rule)
