@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.analysis.running import Running
 from conformance.core.contract import Contract, Problem, accumulator_of, leaf
 from conformance.core.tensors import payload
 from conformance.families.router.cases import LogitsCase, logits_of, padding_of, simpler_logits
@@ -14,7 +15,6 @@ from conformance.families.router.selection import UNDERFLOW, score, unspecified_
 from conformance.judge import Expectation, Given
 from conformance.judge.bound import Bounded
 from conformance.judge.choice import Chosen
-from conformance.judge.running import Running
 from moe_ref.rounding import accumulator_dtype
 from moe_ref.router.balancing import aux_loss_scores, sinkhorn_routing, z_loss
 from moe_ref.router.scores import EPSILON
