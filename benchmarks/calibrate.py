@@ -34,9 +34,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.judge import ratios as rowwise
-from conformance.judge.bound import sum_bound
-from conformance.judge.ratios import CALIBRATION, HOPPER_FP8, Accumulator, Limits, RowWise, contraction_bound, row_wise
+from conformance.judge import bound
+from conformance.judge import ratios as ratio_rules
+from conformance.judge.bound import HOPPER_FP8, Accumulator, contraction_bound, sum_bound
+from conformance.judge.ratios import CALIBRATION, Limits, RowWise, row_wise
 from tests.judge.tolerance_experiment import (
     ORDERS,
     REGIMES,
@@ -283,9 +284,9 @@ def limits_of(record: dict[str, Any]) -> dict[str, float]:
 def judged_with() -> dict[str, Any]:
     """The numbers and the accumulators that the ratios' rules name."""
     found: dict[str, Any] = {
-        name: x for name, x in vars(rowwise).items() if name.isupper() and isinstance(x, (int, float))
+        name: x for name, x in vars(ratio_rules).items() if name.isupper() and isinstance(x, (int, float))
     }
-    return found | {name: asdict(x) for name, x in vars(rowwise).items() if isinstance(x, Accumulator)}
+    return found | {name: asdict(x) for name, x in vars(bound).items() if isinstance(x, Accumulator)}
 
 
 def digest(record: dict[str, Any]) -> str:

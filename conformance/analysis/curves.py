@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from conformance.analysis.running import DIVISION, TRANSCENDENTAL, Running
 from conformance.judge.bound import ROUNDOFF
-from conformance.judge.running import DIVISION, TRANSCENDENTAL, Running
 
 LOST = 8.0  # e⁻⁸ of half an ulp: what is smaller beside 1 is lost in any formula
 BESIDE_ONE = 8.0  # in u: 2σ(2x) - 1 with the two constants above, and published polynomials of erf

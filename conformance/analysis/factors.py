@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from conformance.analysis.inexact_form import Known
+from conformance.analysis.running import Running
 from conformance.families.experts.precision import SCALED_BY_RECIPROCALS, Factor, may_be_others
 from conformance.judge.bound import ROUNDOFF
 from conformance.judge.codes import RECIPROCAL
-from conformance.judge.running import Running
 from moe_ref.quantization.formats import E4M3, E8M0, decode, encode
 from moe_ref.quantization.quantize import turned
 from moe_ref.quantization.recipes import FLOAT32_MAX, Scheme, block_amax, nearest32, over, scale_from_amax, spread

@@ -18,10 +18,10 @@ from torch import Tensor
 import moe_ref
 from conformance.analysis.curves import concluded
 from conformance.analysis.quantizer import RightForm, _encoding, _meanings, nearly
+from conformance.analysis.running import Running
 from conformance.judge import Bounded, Exact, Expectation, Given, Outputs
 from conformance.judge.codes import RECIPROCAL
 from conformance.judge.ranges import LEAST_PLACE, MOST_PLACE, Ranged, code_places
-from conformance.judge.running import Running
 from moe_ref.config.quantization import BLOCK
 from moe_ref.quantization.formats import E4M3, E8M0, Format, decode, encode
 from moe_ref.quantization.quantize import HADAMARD_SIGNS, Form, Quantized, turned

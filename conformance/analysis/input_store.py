@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from conformance.judge.running import Running
+from conformance.analysis.running import Running
 from moe_ref.quantization.formats import E4M3, decode, encode
 
 MOST_KEPT = (

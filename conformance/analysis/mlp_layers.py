@@ -11,9 +11,9 @@ from torch import Tensor
 
 from conformance.analysis.factors import inexact_factors
 from conformance.analysis.products import Product as Factored
+from conformance.analysis.running import Running
 from conformance.families.experts.precision import Factor, Precision, operand_of
 from conformance.judge.bound import ROUNDOFF
-from conformance.judge.running import Running
 from moe_ref.quantization.recipes import scheme
 
 BESIDE = 2  # roundings of a bias that is added first or last

@@ -20,9 +20,9 @@ from conformance.analysis.curves import CURVES, concluded, gate_of, joined, spli
 from conformance.analysis.input_store import kept_in_e4m3
 from conformance.analysis.mlp_layers import LowLayer
 from conformance.analysis.products import experts_of_rows, own_rows
+from conformance.analysis.running import Running, add_rounding, contracted
 from conformance.judge import Bounded
-from conformance.judge.ratios import Accumulator, contracted, stored
-from conformance.judge.running import Running
+from conformance.judge.bound import Accumulator
 from moe_ref.config import PLAIN
 
 
@@ -137,7 +137,7 @@ class Call:
 
     def kept(self, x: Running, dtype: torch.dtype) -> Running:
         """x rounded to the rows' dtype, on its way into a stage that is computed in `dtype`."""
-        return replace(stored(x, self.rows_PH.dtype), dtype=dtype)
+        return replace(add_rounding(x, self.rows_PH.dtype), dtype=dtype)
 
     def fprop(self, layer: int, x: Running) -> Product:
         """The product of a layer, the first with its bias."""

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from conformance.families.experts.precision import Factor, Precision
 from conformance.judge import Bounded, Expectation
-from conformance.judge.bound import ROUNDOFF
-from conformance.judge.ratios import LEAST_ELEMENTS, Accumulator, contraction_bound, row_wise
+from conformance.judge.bound import ROUNDOFF, Accumulator, contraction_bound
+from conformance.judge.ratios import LEAST_ELEMENTS, row_wise
 
 
 @dataclass(frozen=True)

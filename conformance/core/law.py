@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from conformance.core.contract import Contract, Problem
-from conformance.judge import Expectation, Finding, judge, settled
+from conformance.judge import Expectation, Finding, judge
 from conformance.judge.exact import Exact
 
 Outputs = dict[str, Any]
@@ -41,7 +41,7 @@ class Trial:
         for name, expectation in expected.items():
             if name in self.declared.get("omits", ()):
                 continue
-            finding = judge(name, settled(expectation, outputs), outputs.get(name))
+            finding = judge(name, expectation.resolve(outputs), outputs.get(name))
             if finding:
                 return Finding(name, law, finding.message, finding.index)
         return None

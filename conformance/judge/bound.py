@@ -9,10 +9,13 @@ kernel can leave it. (The usual n·u / (1 - n·u) is an upper estimate of γ_n t
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from conformance.judge.expectation import Resolved
 
 ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 HALF_SUBNORMAL = {
@@ -24,16 +27,37 @@ HALF_SUBNORMAL = {
 
 
 @dataclass(frozen=True)
-class Bounded:
+class Bounded(Resolved):
     """An output that is a sum: its float64 value, how far an honest result may be from it, and its dtype."""
 
-    value: Tensor  # float64
     bound: Tensor  # float64, ≥ 0; 0 asks for the exact value, infinity for none
     dtype: torch.dtype
     accumulator: torch.dtype
 
+    check: ClassVar[str] = "bound"
+    by_row: ClassVar[tuple[str, ...]] = ("value", "bound")
+
+    @property
+    def honest(self) -> Tensor:
+        return self.value.to(self.dtype)
+
     def dtype_error(self, observed: Tensor) -> str | None:
         return None if observed.dtype == self.dtype else f"has dtype {observed.dtype}; the reference's is {self.dtype}"
+
+    def wrong(self, observed: Tensor) -> np.ndarray | None:
+        """Where the distance exceeds the bound; NaN and infinities must be where the reference has them."""
+        right, got, bound = self.value.numpy(), observed.detach().double().numpy(), self.bound.numpy()
+        with np.errstate(invalid="ignore"):
+            fine = (np.abs(got - right) <= bound) | (bound == np.inf)
+        odd = ~np.isfinite(right)
+        if odd.any():
+            fine = np.where(odd, (right == got) | (np.isnan(right) & np.isnan(got)), fine)
+        return None if fine.all() else ~fine
+
+    def moved(self, corrupt: Tensor) -> bool:
+        before, after = self.honest.double().numpy(), corrupt.double().numpy()
+        with np.errstate(invalid="ignore"):  # `honest` is rounded, up to one bound away
+            return bool((np.abs(after - before) > 4 * self.bound.numpy()).any())
 
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
         """The worst element in units of its bound, and how many are wrong."""
@@ -65,12 +89,53 @@ def sum_bound(value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype, 
     return Bounded(value, torch.where(magnitude > 0, bound + HALF_SUBNORMAL[dtype], 0.0), dtype, accumulator)
 
 
-def beyond(expected: Bounded, observed: Tensor) -> np.ndarray | None:
-    """True where `observed` is further away than the bound, or None. NaN and infinities must be where the reference has them."""
-    right, got, bound = expected.value.numpy(), observed.detach().double().numpy(), expected.bound.numpy()
-    with np.errstate(invalid="ignore"):
-        fine = (np.abs(got - right) <= bound) | (bound == np.inf)
-    odd = ~np.isfinite(right)
-    if odd.any():
-        fine = np.where(odd, (right == got) | (np.isnan(right) & np.isnan(got)), fine)
-    return None if fine.all() else ~fine
+# ---- contractions
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """How a contraction is declared to add up.
+
+    Every product that is added is rounded by at most `unit` times the largest magnitude so far; after `block` products (None: never) the
+    sum is scaled and added to one in fp32, which is empty at first.
+    """
+
+    unit: float = ROUNDOFF[torch.float32]
+    block: int | None = None
+    spread: float = (
+        1.0  # typical error, in units: 1/√3 if it is uniform; left at 1 where n does not count every rounding
+    )
+
+    def worst(self, terms: int) -> float:
+        """γ: what the roundings of `terms` products can add up to, relative to Σ|terms|."""
+        within, promoted = self._steps(terms)
+        return math.expm1(within * math.log1p(self.unit) + promoted * math.log1p(ROUNDOFF[torch.float32]))
+
+    def typical(self, terms: int) -> float:
+        """α: √n·u·spread, the size of n independent errors, relative to a sum that does not cancel.
+
+        A sequential sum in float32 reaches a third of it; a matrix unit all, where one product outweighs the others and they are cut off at
+        its last place.
+        """
+        within, promoted = self._steps(terms)
+        return math.hypot(math.sqrt(within) * self.unit * self.spread, math.sqrt(promoted) * ROUNDOFF[torch.float32])
+
+    def _steps(self, terms: int) -> tuple[int, int]:
+        """Products in one block, and roundings of the sum of blocks: each partial sum is added once, and scaled twice."""
+        within = min(terms, self.block or terms)
+        return within, -(-terms // within) + 2 if self.block and terms else 0
+
+
+FLOAT32 = Accumulator()
+HOPPER_FP8 = Accumulator(
+    unit=2.0**-13, block=128, spread=3**-0.5
+)  # 14 bits, truncated; promoted each 128: DeepSeek-V3 report, 3.3.2
+
+
+def contraction_bound(
+    value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype, accumulator: Accumulator = FLOAT32
+) -> Bounded:
+    """`bound.sum_bound` for an accumulator that is no dtype: value and Σ|terms| in float64, `terms` products each."""
+    brought = accumulator.worst(terms) * magnitude
+    bound = brought + ROUNDOFF[dtype] * (value.abs() + brought) + HALF_SUBNORMAL[dtype]
+    return Bounded(value, torch.where(magnitude > 0, bound, 0.0), dtype, torch.float32)

@@ -8,21 +8,22 @@ to the lowest index, experts of the very same input must be taken in that order.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from conformance.judge.bound import ROUNDOFF
+from conformance.judge.expectation import Resolved
 
 GROUP_SETS = 4096  # of so many sets of near-equal groups, each is tried; more are taken for admissible
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """An output that says which columns of each row were chosen: a map, or indices."""
+class Chosen(Resolved):
+    """An output that says which columns of each row were chosen: `value` is a map, [N,E] bool, or indices, [N,K]."""
 
-    value: Tensor  # the reference's map, [N,E] bool, or its indices, [N,K]
     keys: Tensor  # [N,E] float64
     error: Tensor  # [N,E] float64, δ
     counts: Tensor  # [N] how many are chosen of each row
@@ -36,6 +37,9 @@ class Chosen:
     dtype: torch.dtype = torch.float32  # that the scores of groups are summed in
     dim: int = 1  # 0: the rows above are the columns of the output
     indices: bool = False
+
+    check: ClassVar[str] = "choice"
+    by_row: ClassVar[tuple[str, ...]] = ()  # few elements: all are shown
 
     @property
     def map(self) -> Tensor:
@@ -53,6 +57,22 @@ class Chosen:
     def dtype_error(self, observed: Tensor) -> str | None:
         return f"has dtype {observed.dtype}; it must be bool or integer" if observed.is_floating_point() else None
 
+    def wrong(self, observed: Tensor) -> np.ndarray | None:
+        """The rows whose choice no honest rounding explains."""
+        chosen, right = self.as_map(observed), self.map
+        wrong = chosen.sum(1) != self.counts
+        free = torch.zeros_like(wrong) if self.unspecified is None else self.unspecified
+        for row in ((chosen != right).any(1) & ~wrong & ~free).nonzero().flatten().tolist():
+            wrong[row] = not _admissible(self, row, chosen[row])
+        return wrong.numpy() if bool(wrong.any()) else None
+
+    def moved(self, corrupt: Tensor) -> bool:
+        """Whether a row of a map has too few columns or too many, or one of several indices twice."""
+        if not self.indices:
+            return bool((self.map.sum(1) != self.as_map(corrupt).sum(1)).any())
+        twice = (corrupt.sort(dim=1).values.diff(dim=1) == 0).any(1)
+        return bool(((corrupt != self.value).any(1) & twice).any())
+
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
         """What the first wrong row chose, and what the reference chooses."""
         row = index[0]
@@ -67,16 +87,6 @@ class Chosen:
 
 def _few(items: list[int]) -> str:
     return f"[{', '.join(map(str, items[:8]))}{', …' if len(items) > 8 else ''}]"
-
-
-def inadmissible(expected: Chosen, observed: Tensor) -> np.ndarray | None:
-    """True for the rows whose choice no honest rounding explains, or None."""
-    chosen, right = expected.as_map(observed), expected.map
-    wrong = chosen.sum(1) != expected.counts
-    free = torch.zeros_like(wrong) if expected.unspecified is None else expected.unspecified
-    for row in ((chosen != right).any(1) & ~wrong & ~free).nonzero().flatten().tolist():
-        wrong[row] = not _admissible(expected, row, chosen[row])
-    return wrong.numpy() if bool(wrong.any()) else None
 
 
 def _admissible(expected: Chosen, row: int, chosen: Tensor) -> bool:

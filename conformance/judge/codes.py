@@ -10,6 +10,7 @@ own measured frequency the rule would hold of anything.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -36,20 +37,51 @@ class Codes(Exact):
     table: Tensor | None = None  # float64, what each code means, by code; as `code_values` makes it
     window: float = 0.0  # w above
 
-    def __post_init__(self) -> None:
-        """A copy with fewer rows of `value` keeps as many of the others."""
-        if self.scaled is not None and len(self.scaled) > len(self.value):
-            object.__setattr__(self, "scaled", self.scaled[: len(self.value)])
+    check: ClassVar[str] = "code"
+    by_row: ClassVar[tuple[str, ...]] = ("value", "scaled")
+
+    def wrong(self, observed: Tensor) -> np.ndarray | None:
+        wrong, forgiven = self._compared(observed)
+        if wrong.any():
+            return wrong
+        return forgiven if self._too_many(forgiven) else None
 
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
         """The first wrong code with the value that it stands for, and how many are wrong."""
         if self.table is None or self.scaled is None:
             return super().explain(observed, wrong, index)
         got, right = (int(_integers(x)[index]) for x in (observed, self.value))
-        means = f"{got:#x} ({self.table[got]:.6g}); the nearest to {float(self.scaled[index]):.9g} is {right:#x} ({self.table[right]:.6g})"
-        if miscoded(self, observed, flips=False) is None:
-            return f"{list(index)} is {means}: {int(wrong.sum())} values near a midpoint are decided the other way, more than rounding explains"
-        return f"{list(index)} is {means} ({int(wrong.sum())} of {wrong.size} wrong)"
+        value, count = float(self.scaled[index]), int(wrong.sum())
+        means = f"{got:#x} ({self.table[got]:.6g}); the nearest to {value:.9g} is {right:#x} ({self.table[right]:.6g})"
+        if not self._compared(observed)[0].any():
+            others = f"{count} values near a midpoint are decided the other way, more than rounding explains"
+            return f"{list(index)} is {means}: {others}"
+        return f"{list(index)} is {means} ({count} of {wrong.size} wrong)"
+
+    def _compared(self, observed: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """True where a code is wrong, and where it is another one than the nearest but right by the window."""
+        right, got = _integers(self.value), _integers(observed)
+        other = right != got
+        if not other.any() or self.scaled is None or self.table is None or self.window == 0:
+            return other, np.zeros_like(other)
+        table, v = self.table.numpy(), self.scaled.numpy()
+        forgiven = other & (np.abs(right - got) == 1) & self._near_midpoint(table[right], table[got], v)
+        return other & ~forgiven, forgiven
+
+    def _near_midpoint(self, first: np.ndarray, second: np.ndarray, v: np.ndarray) -> np.ndarray:
+        with np.errstate(invalid="ignore"):  # NaN and infinity are near no midpoint
+            near: np.ndarray = np.abs(v - (first + second) / 2) <= self.window * np.abs(v)
+        return near
+
+    def _too_many(self, forgiven: np.ndarray) -> bool:
+        """Whether more values inside the window are decided the other way than rounding explains."""
+        if not forgiven.any():
+            return False
+        assert self.table is not None and self.scaled is not None
+        right, table, v = _integers(self.value), self.table.numpy(), self.scaled.numpy()
+        neighbours = (table[np.clip(right + step, 0, len(table) - 1)] for step in (-1, 1))
+        near = np.logical_or(*(self._near_midpoint(table[right], neighbour, v) for neighbour in neighbours))
+        return len(np.unique(v[forgiven])) > binomial_quantile(len(np.unique(v[near])), 0.5, FLIP_QUANTILE)
 
 
 def code_values(dtype: torch.dtype) -> Tensor:
@@ -59,41 +91,3 @@ def code_values(dtype: torch.dtype) -> Tensor:
 
 def _integers(codes: Tensor) -> np.ndarray:
     return bits(codes).astype(np.int64)
-
-
-def miscoded(expected: Codes, observed: Tensor, flips: bool = True) -> np.ndarray | None:
-    """True where a code is wrong, or None.
-
-    Args:
-        flips: whether to count those that are right only because of the window; if there are too many, all of those are wrong.
-    """
-    right, got = _integers(expected.value), _integers(observed)
-    other = right != got
-    if not other.any():
-        return None
-    if expected.scaled is None or expected.table is None or expected.window == 0:
-        return other
-    table, v = expected.table.numpy(), expected.scaled.numpy()
-    first, second = table[right], table[got]
-    with np.errstate(invalid="ignore"):  # NaN and infinity are near no midpoint
-        forgiven = (
-            other & (np.abs(right - got) == 1) & (np.abs(v - (first + second) / 2) <= expected.window * np.abs(v))
-        )
-    wrong = other & ~forgiven
-    if wrong.any():
-        return wrong
-    if not flips:
-        return None
-    near = len(np.unique(v[_within_window(expected, right, v, table)]))
-    decided_otherwise = len(np.unique(v[forgiven]))
-    return forgiven if decided_otherwise > binomial_quantile(near, 0.5, FLIP_QUANTILE) else None
-
-
-def _within_window(expected: Codes, right: np.ndarray, v: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """The values that are near enough to a midpoint for another code to be right."""
-    near = np.zeros(v.shape, dtype=bool)
-    for step in (-1, 1):
-        neighbour = table[np.clip(right + step, 0, len(table) - 1)]
-        with np.errstate(invalid="ignore"):
-            near |= np.abs(v - (table[right] + neighbour) / 2) <= expected.window * np.abs(v)
-    return near

@@ -3,6 +3,7 @@ calls, which must not be the same over again.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -21,11 +22,20 @@ class Drawn(Exact):
     sign_bit: int = 0
     others: tuple[Tensor, ...] = ()  # codes of other calls
 
+    check: ClassVar[str] = "random"
+
+    def wrong(self, observed: Tensor) -> np.ndarray | None:
+        """Where a code is no neighbour; everywhere if all together are improbable."""
+        wrong = self._no_neighbour(observed)
+        if not wrong.any() and self._odds(observed) is not None:
+            wrong = np.ones_like(wrong)
+        return wrong if wrong.any() else None
+
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
         """The first code that is no neighbour, or what is improbable about all of them."""
         assert self.rounding is not None and self.table is not None
-        if not _no_neighbour(self, observed).any():
-            return _odds(self, observed) or ""
+        if not self._no_neighbour(observed).any():
+            return self._odds(observed) or ""
         n = int(np.ravel_multi_index(index, wrong.shape)) % len(self.rounding.value_N)
         got, low, high = int(observed[index]), float(self.rounding.low_N[n]), float(self.rounding.high_N[n])
         means = f"{float(self.table[got]):.6g}" if 0 <= got < len(self.table) else "nothing"
@@ -33,39 +43,28 @@ class Drawn(Exact):
         count = f"{int(wrong.sum())} of {wrong.size} wrong"
         return f"{list(index)} is {got:#x} ({means}); between {sign}{low:.6g} and {sign}{high:.6g} there is nothing else ({count})"
 
+    def _no_neighbour(self, observed: Tensor) -> np.ndarray:
+        assert self.rounding is not None
+        codes, magnitude = observed.long(), self._magnitudes(observed)
+        repeated = len(codes.flatten()) // max(len(self.rounding.value_N), 1)
+        low, high = (x.repeat(repeated).reshape(codes.shape) for x in (self.rounding.low_N, self.rounding.high_N))
+        signed = (codes & self.sign_bit) == (self.value.long() & self.sign_bit)
+        wrong: np.ndarray = (~((magnitude == low) | (magnitude == high)) | ~signed).numpy()
+        return wrong
 
-def undrawn(expected: Drawn, observed: Tensor) -> np.ndarray | None:
-    """True where a code is no neighbour; everywhere if all together are improbable; or None."""
-    wrong = _no_neighbour(expected, observed)
-    if not wrong.any() and _odds(expected, observed) is not None:
-        wrong = np.ones_like(wrong)
-    return wrong if wrong.any() else None
+    def _odds(self, observed: Tensor) -> str | None:
+        """What is improbable about the draws of all calls, or None; of fewer than can be judged, nothing is."""
+        assert self.rounding is not None
+        random = (self.rounding.p_N > 0) & (self.rounding.p_N < 1)
+        calls = [observed, *(other[: len(observed)] for other in self.others)]
+        if bool(random.any()) and any(torch.equal(calls[0], other) for other in calls[1:]):
+            return "the same random numbers as in another call"
+        draws_RN = torch.cat([self._magnitudes(codes).reshape(-1, len(self.rounding.value_N)) for codes in calls])
+        return improbable(self.rounding, draws_RN) if len(draws_RN) >= LEAST_REPEATS else None
 
-
-def _no_neighbour(expected: Drawn, observed: Tensor) -> np.ndarray:
-    assert expected.rounding is not None
-    codes, magnitude = observed.long(), _magnitudes(expected, observed)
-    repeated = len(codes.flatten()) // max(len(expected.rounding.value_N), 1)
-    low, high = (x.repeat(repeated).reshape(codes.shape) for x in (expected.rounding.low_N, expected.rounding.high_N))
-    signed = (codes & expected.sign_bit) == (expected.value.long() & expected.sign_bit)
-    wrong: np.ndarray = (~((magnitude == low) | (magnitude == high)) | ~signed).numpy()
-    return wrong
-
-
-def _odds(expected: Drawn, observed: Tensor) -> str | None:
-    """What is improbable about the draws of all calls, or None; of fewer than can be judged, nothing is."""
-    assert expected.rounding is not None
-    random = (expected.rounding.p_N > 0) & (expected.rounding.p_N < 1)
-    calls = [observed, *(other[: len(observed)] for other in expected.others)]
-    if bool(random.any()) and any(torch.equal(calls[0], other) for other in calls[1:]):
-        return "the same random numbers as in another call"
-    draws_RN = torch.cat([_magnitudes(expected, codes).reshape(-1, len(expected.rounding.value_N)) for codes in calls])
-    return improbable(expected.rounding, draws_RN) if len(draws_RN) >= LEAST_REPEATS else None
-
-
-def _magnitudes(expected: Drawn, codes: Tensor) -> Tensor:
-    """What codes mean, without a sign; NaN where there is no such code."""
-    assert expected.table is not None
-    whole = codes.long()
-    known = (whole >= 0) & (whole < len(expected.table))
-    return torch.where(known, expected.table[whole.clamp(0, len(expected.table) - 1)].abs(), torch.nan)
+    def _magnitudes(self, codes: Tensor) -> Tensor:
+        """What codes mean, without a sign; NaN where there is no such code."""
+        assert self.table is not None
+        whole = codes.long()
+        known = (whole >= 0) & (whole < len(self.table))
+        return torch.where(known, self.table[whole.clamp(0, len(self.table) - 1)].abs(), torch.nan)

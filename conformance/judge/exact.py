@@ -1,25 +1,33 @@
 """Level 0: data movement. There is no tolerance."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from conformance.judge.expectation import Resolved
+
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Exact:
+class Exact(Resolved):
     """An output that has one right value.
 
     Kinds: `bits`, the same bytes (NaN payloads and -0 included) and dtype · `values`, equal numbers and dtype, -0 equal to 0 ·
     `integers`, equal by value whatever the width, bool included. A `flag` that is up nowhere may be missing.
     """
 
-    value: Tensor
     kind: str = "bits"
     flag: bool = False
+
+    check: ClassVar[str] = "exact"
+
+    @property
+    def optional(self) -> bool:
+        return self.kind == "integers" and self.flag and not self.value.any()
 
     def dtype_error(self, observed: Tensor) -> str | None:
         if self.kind == "integers":
@@ -29,6 +37,22 @@ class Exact:
             if observed.dtype == self.value.dtype
             else f"has dtype {observed.dtype}; the reference's is {self.value.dtype}"
         )
+
+    def wrong(self, observed: Tensor) -> np.ndarray | None:
+        if self.kind == "integers":
+            wrong = self.value.to(torch.int64).numpy() != observed.to(torch.int64).numpy()
+        else:
+            wrong = bits(self.value) != bits(observed)
+            if self.kind == "values" and wrong.any():
+                right, got = self.value.double().numpy(), observed.detach().double().numpy()
+                wrong = ~((right == got) | (np.isnan(right) & np.isnan(got)))
+        return wrong if wrong.any() else None
+
+    def moved(self, corrupt: Tensor) -> bool:
+        if self.kind != "values":
+            return bool((self.value.contiguous().view(torch.uint8) != corrupt.contiguous().view(torch.uint8)).any())
+        before, after = self.value.double().numpy(), corrupt.double().numpy()  # where -0 is 0
+        return bool(((before != after) & ~(np.isnan(before) & np.isnan(after))).any())
 
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
         """The first wrong element, and how many there are."""
@@ -49,15 +73,3 @@ def _readable(x: Tensor) -> str:
 def bits(x: Tensor) -> np.ndarray:
     """The tensor's bytes as integers of its width."""
     return x.detach().contiguous().view(_CARRIER[x.element_size()]).numpy()
-
-
-def different(expected: Exact, observed: Tensor) -> np.ndarray | None:
-    """True where `observed` is wrong, or None if it is wrong nowhere."""
-    if expected.kind == "integers":
-        wrong = expected.value.to(torch.int64).numpy() != observed.to(torch.int64).numpy()
-    else:
-        wrong = bits(expected.value) != bits(observed)
-        if expected.kind == "values" and wrong.any():
-            right, got = expected.value.double().numpy(), observed.detach().double().numpy()
-            wrong = ~((right == got) | (np.isnan(right) & np.isnan(got)))
-    return wrong if wrong.any() else None

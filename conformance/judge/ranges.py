@@ -7,6 +7,7 @@ being near.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -26,12 +27,25 @@ class Ranged(Exact):
     most: Tensor | None = None  # and the last
     places: Tensor | None = None  # int64 [256], the place of each code; as `code_places` makes it
 
-    def __post_init__(self) -> None:
-        """A copy with fewer rows of `value` keeps as many of the others."""
-        for name in ("least", "most"):
-            places = getattr(self, name)
-            if places is not None and len(places) > len(self.value):
-                object.__setattr__(self, name, places[: len(self.value)])
+    check: ClassVar[str] = "code"
+    by_row: ClassVar[tuple[str, ...]] = ("value", "least", "most")
+
+    def wrong(self, observed: Tensor) -> np.ndarray | None:
+        assert self.least is not None and self.most is not None
+        place = self._place(observed)
+        wrong = ((place < self.least) | (place > self.most)).numpy()
+        return wrong if wrong.any() else None
+
+    def moved(self, corrupt: Tensor) -> bool:
+        """Whether some code was moved further than its range is wide."""
+        assert self.least is not None and self.most is not None
+        return bool(((self._place(corrupt) - self._place(self.value)).abs() > self.most - self.least).any())
+
+    def _place(self, codes: Tensor) -> Tensor:
+        """Where codes stand; what is no byte stands nowhere."""
+        assert self.places is not None
+        whole = codes.to(torch.int64)
+        return torch.where((whole >= 0) & (whole < 256), self.places[whole & 0xFF], NO_PLACE)
 
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
         """The first wrong code with those that would be right, and how many are wrong."""
@@ -54,26 +68,3 @@ def code_places(meanings: Tensor, sign_bit: int) -> Tensor:
     place = torch.where(negative, -(code & ~sign_bit) - 1, code)
     place = torch.where(torch.cat([meanings, meanings.new_zeros(256 - len(meanings))]).isnan(), NAN_PLACE, place)
     return torch.where(code < len(meanings), place, NO_PLACE)
-
-
-def places_of(expected: Ranged, codes: Tensor) -> Tensor:
-    """Where codes stand; what is no byte stands nowhere."""
-    assert expected.places is not None
-    whole = codes.to(torch.int64)
-    return torch.where((whole >= 0) & (whole < 256), expected.places[whole & 0xFF], NO_PLACE)
-
-
-def outside(expected: Ranged, observed: Tensor) -> np.ndarray | None:
-    """True where a code is out of its range, or None."""
-    assert expected.least is not None and expected.most is not None
-    place = places_of(expected, observed)
-    wrong = ((place < expected.least) | (place > expected.most)).numpy()
-    return wrong if wrong.any() else None
-
-
-def visibly_moved(expected: Ranged, before: Tensor, after: Tensor) -> bool:
-    """Whether some code was moved further than its range is wide."""
-    assert expected.least is not None and expected.most is not None
-    return bool(
-        ((places_of(expected, after) - places_of(expected, before)).abs() > expected.most - expected.least).any()
-    )

@@ -19,12 +19,14 @@ import math
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.judge.bound import HALF_SUBNORMAL, ROUNDOFF, Bounded
-from conformance.judge.running import Running
+from conformance.judge.bound import FLOAT32, ROUNDOFF, Accumulator, Bounded
+from conformance.judge.expectation import Resolved
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
 LEAST_ELEMENTS = 4096  # with fewer, honest reorderings left the ratios: 1.8 % of runs at 64 × 64 before rows that cancel were taken out
@@ -36,75 +38,6 @@ PEAK = 4  # the largest of many elements' noise, in that of a row
 NORMAL = 8  # times the smallest normal number: a row below has subnormal elements, whose roundoff is not u
 SLACK, DEVIATIONS = 0.02, 5.0  # of the bias, in ulps and in standard errors: 5 are passed by chance once in two million
 BIAS_ROWS, BIAS_ELEMENTS = 16, 1024  # smaller groups have no mean to speak of
-
-
-# ---- level 2, for contractions
-
-
-@dataclass(frozen=True)
-class Accumulator:
-    """How a contraction is declared to add up.
-
-    Every product that is added is rounded by at most `unit` times the largest magnitude so far; after `block` products (None: never) the
-    sum is scaled and added to one in fp32, which is empty at first.
-    """
-
-    unit: float = ROUNDOFF[torch.float32]
-    block: int | None = None
-    spread: float = (
-        1.0  # typical error, in units: 1/√3 if it is uniform; left at 1 where n does not count every rounding
-    )
-
-    def worst(self, terms: int) -> float:
-        """γ: what the roundings of `terms` products can add up to, relative to Σ|terms|."""
-        within, promoted = self._steps(terms)
-        return math.expm1(within * math.log1p(self.unit) + promoted * math.log1p(ROUNDOFF[torch.float32]))
-
-    def typical(self, terms: int) -> float:
-        """α: √n·u·spread, the size of n independent errors, relative to a sum that does not cancel.
-
-        A sequential sum in float32 reaches a third of it; a matrix unit all, where one product outweighs the others and they are cut off at
-        its last place.
-        """
-        within, promoted = self._steps(terms)
-        return math.hypot(math.sqrt(within) * self.unit * self.spread, math.sqrt(promoted) * ROUNDOFF[torch.float32])
-
-    def _steps(self, terms: int) -> tuple[int, int]:
-        """Products in one block, and roundings of the sum of blocks: each partial sum is added once, and scaled twice."""
-        within = min(terms, self.block or terms)
-        return within, -(-terms // within) + 2 if self.block and terms else 0
-
-
-FLOAT32 = Accumulator()
-HOPPER_FP8 = Accumulator(
-    unit=2.0**-13, block=128, spread=3**-0.5
-)  # 14 bits, truncated; promoted each 128: DeepSeek-V3 report, 3.3.2
-
-
-def contraction_bound(
-    value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype, accumulator: Accumulator = FLOAT32
-) -> Bounded:
-    """`bound.sum_bound` for an accumulator that is no dtype: value and Σ|terms| in float64, `terms` products each."""
-    brought = accumulator.worst(terms) * magnitude
-    bound = brought + ROUNDOFF[dtype] * (value.abs() + brought) + HALF_SUBNORMAL[dtype]
-    return Bounded(value, torch.where(magnitude > 0, bound, 0.0), dtype, torch.float32)
-
-
-def contracted(left: Running, right: Running, accumulator: Accumulator = FLOAT32) -> Running:
-    """left_MK · right_NKᵀ: what the operands are off by, and the roundings of the sum."""
-    magnitude = (left.value.abs() + left.error) @ (right.value.abs() + right.error).mT
-    brought = magnitude - left.value.abs() @ right.value.abs().mT
-    error = brought.clamp(min=0) + accumulator.worst(left.value.shape[-1]) * magnitude
-    return Running(left.value @ right.value.mT, error, left.dtype)
-
-
-def stored(x: Running, dtype: torch.dtype) -> Running:
-    """x rounded to `dtype` on its way to a later stage, which goes on in x's own."""
-    error = x.error + ROUNDOFF[dtype] * (x.value.abs() + x.error) + HALF_SUBNORMAL[dtype]
-    return Running(x.value, torch.where((x.value == 0) & (x.error == 0), 0.0, error), x.dtype)
-
-
-# ---- level 3
 
 
 @dataclass(frozen=True)
@@ -155,12 +88,27 @@ class RowWise(Bounded):
     )
     limits: Limits = field(default_factory=calibrated)
 
-    def __post_init__(self) -> None:
-        """A copy with fewer rows of `value` keeps as many of the others."""
-        for name in ("reference", "magnitude", "groups"):
-            tensor = getattr(self, name)
-            if tensor is not None and len(tensor) > len(self.value):
-                object.__setattr__(self, name, tensor[: len(self.value)])
+    check: ClassVar[str] = "ratio"
+    by_row: ClassVar[tuple[str, ...]] = ("value", "bound", "reference", "magnitude", "groups")
+
+    @property
+    def stages(self) -> tuple[Resolved, ...]:
+        return self.bounded, self
+
+    def wrong(self, observed: Tensor) -> np.ndarray | None:
+        """Where the ratio that is furthest beyond its limit is worst; of what is within the bound."""
+        worst = self.excess(observed)
+        if worst is None:
+            return None
+        wrong = np.zeros(tuple(self.value.shape), dtype=bool)
+        wrong[worst.index] = True
+        return wrong
+
+    def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
+        worst = self.excess(observed)
+        assert worst is not None
+        limit = getattr(self.limits, worst.rule)
+        return f"{worst.place} {self._share(worst):.3g} × what the recipe allows ({worst.ratio:.3g}, limit {limit:.3g})"
 
     @property
     def bounded(self) -> Bounded:
@@ -195,10 +143,6 @@ class RowWise(Bounded):
         """The ratio that is furthest beyond its limit."""
         worst = max(self.measures(observed), key=self._share, default=None)
         return worst if worst and self._share(worst) > 1 else None
-
-    def explain_excess(self, worst: Measure) -> str:
-        limit = getattr(self.limits, worst.rule)
-        return f"{worst.place} {self._share(worst):.3g} × what the recipe allows ({worst.ratio:.3g}, limit {limit:.3g})"
 
     def _share(self, measure: Measure) -> float:
         return measure.ratio / getattr(self.limits, measure.rule)

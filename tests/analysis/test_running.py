@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from conformance.analysis.running import Running
 from conformance.families.router import selection as topk
 from conformance.families.router.balancing import aux_gradient, aux_scores, z_terms
 from conformance.families.router.cases import LogitsCase, logits_of
 from conformance.judge import judge
 from conformance.judge.bound import ROUNDOFF
-from conformance.judge.running import Running
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 often = settings(max_examples=150, deadline=None, database=None, derandomize=True)

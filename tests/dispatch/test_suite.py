@@ -30,7 +30,7 @@ from conformance.families.dispatch.dispatcher import together
 from conformance.families.dispatch.low_latency import COUNT, judged, order_of
 from conformance.families.dispatch.space import law_cases
 from conformance.families.dispatch.trees import Tree, flat, tree_bound
-from conformance.judge import judge, settled
+from conformance.judge import judge
 
 DRAWS = 4
 
@@ -182,7 +182,7 @@ def test_a_slab_in_another_order_is_right_and_one_with_a_strange_row_is_not():
     other["tokens_per_expert"] = right.tokens_per_expert
 
     def verdicts(outputs):
-        return {name: judge(name, settled(x, outputs), outputs[name]) for name, x in judged(right).items()}
+        return {name: judge(name, x.resolve(outputs), outputs[name]) for name, x in judged(right).items()}
 
     assert set(verdicts(other).values()) == {None}
     assert verdicts(other | {"rows": other["rows"].roll(1, 1)})["rows"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import moe_fast
-from conformance.judge.bound import Bounded, beyond, sum_bound
+from conformance.judge.bound import Bounded, sum_bound
 from moe_fast.launch import backend, tuning
 from moe_fast.launch.tuning import GroupedTile
 from moe_ref.config import Recipe
@@ -129,7 +129,7 @@ def outside(observed: list[Tensor], *inputs) -> list[int]:
     return [
         i
         for i, (right, got) in pairs
-        if got.dtype != right.dtype or got.shape != right.value.shape or beyond(right, got) is not None
+        if got.dtype != right.dtype or got.shape != right.value.shape or right.wrong(got) is not None
     ]
 
 
@@ -193,7 +193,7 @@ def test_sizes_beyond_every_block_are_right(dtype, form):
 def test_a_deep_sum_is_right(form):
     x, weight, bias, counts, d_out = problem([2, 3], 2880, 8, rows=6)
     out = moe_fast.grouped_linear(x, weight, counts, bias=bias)
-    assert beyond(bounds(x, weight, bias, counts, d_out)[0], out) is None
+    assert bounds(x, weight, bias, counts, d_out)[0].wrong(out) is None
 
 
 def test_counts_may_be_strided_and_narrow(small_blocks):
@@ -335,11 +335,8 @@ def test_the_weights_gradient_is_added_to_what_there_is(rows_dtype, strided, dty
         and torch.equal(got[2].view(torch.uint8), kept)
         and torch.equal(given[2].contiguous().view(torch.uint8), kept)
     )
-    assert beyond(Bounded(right.value[:2], right.bound[:2], dtype, sums), got[:2]) is None
-    assert (
-        beyond(Bounded(right.value[:2], right.bound[:2], dtype, sums), moe_fast.grouped_wgrad(d_out, x, counts)[:2])
-        is not None
-    )
+    assert right.first(2).wrong(got[:2]) is None
+    assert right.first(2).wrong(moe_fast.grouped_wgrad(d_out, x, counts)[:2]) is not None
     assert torch.equal(given[:2], before[:2])
 
 

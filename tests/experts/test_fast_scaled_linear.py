@@ -13,7 +13,7 @@ from torch import Tensor
 
 import moe_fast
 import moe_ref
-from conformance.judge.bound import beyond, sum_bound
+from conformance.judge.bound import sum_bound
 from moe_fast import declared
 from moe_fast.launch import backend
 from moe_fast.quantization import group_scales as group_scaling
@@ -128,7 +128,7 @@ def outside(observed: list[Tensor], *inputs, **settings) -> list[str]:
         bound = sum_bound(
             value, size, n + 8, got.dtype, torch.float32
         )  # eight: of codes times scales, and of scales times one another
-        if got.dtype != x.dtype or got.shape != value.shape or beyond(bound, got) is not None:
+        if got.dtype != x.dtype or got.shape != value.shape or bound.wrong(got) is not None:
             wrong.append(name)
     return wrong
 

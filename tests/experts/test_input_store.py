@@ -11,13 +11,13 @@ from torch.autograd.graph import saved_tensors_hooks
 import moe_fast
 import moe_ref
 from conformance.analysis.input_store import MOST_KEPT, in_e4m3, kept_in_e4m3
+from conformance.analysis.running import Running
 from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
 from conformance.families.experts.cases import ActivationCase
 from conformance.families.experts.mlp import MlpCase
 from conformance.families.experts.shared import SharedCase
 from conformance.interface import Implementation
-from conformance.judge.running import Running
 from moe_ref.quantization.formats import E4M3, E5M2, Format, decode, encode
 
 poison.install()

@@ -9,6 +9,7 @@ import torch
 
 import moe_ref
 from conformance.analysis.mlp_stages import passed, within
+from conformance.analysis.running import Running
 from conformance.catalogue import CONTRACTS
 from conformance.core.covering import covering_cases
 from conformance.core.ranks import ranks_of
@@ -21,7 +22,6 @@ from conformance.engine.choose.shapes import shape_cases
 from conformance.families.experts.mlp import MlpCase
 from conformance.families.experts.shared import SharedCase
 from conformance.interface import Implementation
-from conformance.judge.running import Running
 from moe_ref.config import check_grouped_mlp, check_shared_experts
 from moe_ref.experts.activations import chosen_activation
 from moe_ref.experts.linear import grouped_linear, linear, segments

@@ -34,7 +34,8 @@ from conformance.families.experts.space_recipes import FACTORS, recipe_cases
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from conformance.interface import Implementation, load
 from conformance.judge import Bounded
-from conformance.judge.ratios import FLOAT32, HOPPER_FP8, RowWise
+from conformance.judge.bound import FLOAT32, HOPPER_FP8
+from conformance.judge.ratios import RowWise
 from moe_ref.config.quantization import OVERRIDES
 from moe_ref.quantization.formats import E4M3
 from moe_ref.quantization.quantize import quantize

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from conformance.analysis.factors import inexact_factors
+from conformance.analysis.running import Running
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.space import Space
@@ -24,7 +25,6 @@ from conformance.families.experts.shared import SharedCase
 from conformance.families.experts.space_recipes import recipe_cases
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from conformance.interface import Implementation, load
-from conformance.judge.running import Running
 from moe_ref.config import check_grouped_mlp, check_pairs
 from moe_ref.config.quantization import OVERRIDES
 from moe_ref.experts.activations import chosen_activation

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from conformance.analysis.curves import CURVES, GATES, Curve, erf, settled, sigmoid, sigmoid_gated, tanh
 from conformance.analysis.products import Product, experts_of_rows
+from conformance.analysis.running import Running
 from conformance.core.case import Case
 from conformance.core.covering import covering_cases
 from conformance.core.space import Space
@@ -22,8 +23,7 @@ from conformance.engine.choose.plan import fixed_cases
 from conformance.engine.choose.shapes import shape_cases
 from conformance.families.experts.cases import ActivationCase, GroupedCase
 from conformance.interface import Implementation, load
-from conformance.judge.ratios import FLOAT32
-from conformance.judge.running import Running
+from conformance.judge.bound import FLOAT32
 from moe_ref.experts.activations import CURVES as REFERENCE
 from tests.honest.experts import How, make
 

@@ -12,6 +12,7 @@ from torch import Tensor
 import moe_ref
 from conformance.analysis.curves import CURVES
 from conformance.analysis.inexact_form import Known
+from conformance.analysis.running import Running
 from conformance.catalogue import CONTRACTS
 from conformance.core.covering import covering_cases
 from conformance.core.space import Space
@@ -25,7 +26,6 @@ from conformance.families.fused.cases import FUNCTIONS, QuantizedActivationCase,
 from conformance.interface import Implementation
 from conformance.judge import controls, judge
 from conformance.judge.ranges import Ranged, code_places
-from conformance.judge.running import Running
 from moe_ref.config import Quantization, Recipe
 from moe_ref.config.fused_activations import QuantizedGradients
 from moe_ref.quantization.formats import E2M1, E4M3, E5M2, decode, encode

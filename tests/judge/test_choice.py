@@ -12,7 +12,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.engine.child.evaluate import evaluate
 from conformance.families.router.cases import LogitsCase
 from conformance.interface import Implementation
-from conformance.judge import Chosen, Exact, Given, controls, judge, settled
+from conformance.judge import Chosen, Exact, Given, controls, judge
 from conformance.judge import choice as selection
 from conformance.judge.controls import BlindJudge
 
@@ -277,12 +277,12 @@ def test_a_judge_that_takes_any_choice_is_noticed(monkeypatch):
 
 def test_what_depends_on_another_output_is_judged_by_the_one_observed():
     given = Given(torch.tensor([1.0]), lambda out: Exact(out["indices"].float(), "values"))
-    assert judge("probs", settled(given, {"indices": torch.tensor([5])}), torch.tensor([5.0])) is None
-    assert judge("probs", settled(given, {"indices": torch.tensor([5])}), torch.tensor([1.0])).check == "exact"
+    assert judge("probs", given.resolve({"indices": torch.tensor([5])}), torch.tensor([5.0])) is None
+    assert judge("probs", given.resolve({"indices": torch.tensor([5])}), torch.tensor([1.0])).check == "exact"
 
 
 def test_what_depends_on_nothing_is_settled():
-    assert settled(INDEXED, {}) is INDEXED
+    assert INDEXED.resolve({}) is INDEXED
 
 
 TIED = LogitsCase(
@@ -292,7 +292,7 @@ TIED = LogitsCase(
 
 def weights_of(chosen: list[int]):
     expected = CONTRACTS["topk_routing"].expected(TIED, CONTRACTS["topk_routing"].problem(TIED), {})
-    return {name: settled(x, {"routing_map": as_row(3, chosen)}) for name, x in expected.items()}
+    return {name: x.resolve({"routing_map": as_row(3, chosen)}) for name, x in expected.items()}
 
 
 def test_weights_and_gradients_are_those_of_the_candidates_own_choice():

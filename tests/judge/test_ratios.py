@@ -10,23 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import calibrate
-from conformance.judge import Bounded, Codes, RowWise, controls, judge
-from conformance.judge import ratios as rowwise
-from conformance.judge.bound import sum_bound
+from conformance.analysis.running import Running, add_rounding, contracted
+from conformance.judge import Bounded, Codes, RowWise, bound, controls, judge, ratios
+from conformance.judge.bound import FLOAT32, HOPPER_FP8, Accumulator, contraction_bound, sum_bound
 from conformance.judge.codes import RECIPROCAL, code_values
-from conformance.judge.ratios import (
-    CALIBRATION,
-    FLOAT32,
-    HOPPER_FP8,
-    Accumulator,
-    Limits,
-    calibrated,
-    contracted,
-    contraction_bound,
-    row_wise,
-    stored,
-)
-from conformance.judge.running import Running
+from conformance.judge.ratios import CALIBRATION, Limits, calibrated, row_wise
 from conformance.judge.statistics import Stochastic, binomial_quantile, bonferroni, chi_square_range, improbable
 from tests.judge.tolerance_experiment import INSTRUCTION, ORDERS, contraction, fourteen_bits, rounded, truncated
 
@@ -247,7 +235,7 @@ def test_shape_and_dtype_are_judged_first(expected):
 def test_the_controls_see_through_a_contraction():
     large = expected_of(*operands(0, rows=2048))
     assert controls.check("rows", expected_of(*operands(0))) == controls.check("rows", large) == 4
-    cropped = dataclasses.replace(large, value=large.value[:8], bound=large.bound[:8])
+    cropped = large.first(8)
     assert len(cropped.reference) == 8
     assert not cropped.applies
 
@@ -298,7 +286,7 @@ def test_two_contractions_with_a_rounding_between_stay_within_their_bound():
     for seed in range(5):
         a, b = operands(seed)
         _, c = operands(seed + 50, terms=COLUMNS)
-        first = stored(contracted(Running.of(a, torch.float32), Running.of(b, torch.float32)), torch.bfloat16)
+        first = add_rounding(contracted(Running.of(a, torch.float32), Running.of(b, torch.float32)), torch.bfloat16)
         bounded = contracted(first, Running.of(c, torch.float32)).bounded(torch.bfloat16)
         for order in ORDERS:
             y = product(product(a, b, order), c, order)
@@ -383,12 +371,12 @@ def test_a_rule_that_was_changed_in_the_record_alone_is_noticed(record, name, va
     ],
 )
 def test_a_number_of_the_judge_that_was_changed_without_a_calibration_is_noticed(record, monkeypatch, name, value):
-    monkeypatch.setattr(rowwise, name, value)
+    monkeypatch.setattr(bound if isinstance(value, Accumulator) else ratios, name, value)
     assert not sound(record)
 
 
 def test_every_number_of_the_ratios_is_in_the_record(record, monkeypatch):
-    monkeypatch.setattr(rowwise, "ANOTHER", 0.5, raising=False)
+    monkeypatch.setattr(ratios, "ANOTHER", 0.5, raising=False)
     assert not sound(record)
 
 

@@ -13,7 +13,7 @@ from conformance.core.contract import Contract, Problem
 from conformance.core.ranks import AtRank, Place
 from conformance.engine.child.runner import Blocked, Misbehaved, Outcome, Runner
 from conformance.interface import Implementation
-from conformance.judge import Finding, controls, judge, settled
+from conformance.judge import Finding, controls, judge
 from conformance.judge.exact import bits
 
 CLEAR_ERRORS = (ValueError, TypeError, AssertionError, IndexError, NotImplementedError)
@@ -65,7 +65,7 @@ def _evaluate(case: Case, implementation: Implementation, device: str, outcome: 
     changed = runner.changed
     if _digest(expected) != before:
         raise Misbehaved("memory", "memory", "overwrote memory that belongs to the test")
-    right = {name: settled(expectation, outputs) for name, expectation in expected.items()}
+    right = {name: expectation.resolve(outputs) for name, expectation in expected.items()}
     finding = _first_wrong(contract, problem, right, outputs) or (
         Finding(changed, "input", f"changed its input {changed}") if changed else None
     )

@@ -13,7 +13,7 @@ from conformance.core.tensors import laid_out
 from conformance.engine.child.addresses import Addresses
 from conformance.engine.child.poison import Poison
 from conformance.interface import Implementation, named_outputs
-from conformance.judge import Finding, judge, settled
+from conformance.judge import Finding, judge
 from conformance.judge.exact import Exact, bits
 
 
@@ -163,7 +163,7 @@ class Runner:
             raise Blocked(f"{producer.function} raised {type(error).__name__}: {error}") from error
         got = {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in outputs.items()}
         right = problem.produced.rows
-        wrong = judge("rows", Exact(right) if isinstance(right, Tensor) else settled(right, got), got["rows"])
+        wrong = judge("rows", Exact(right) if isinstance(right, Tensor) else right.resolve(got), got["rows"])
         if wrong:
             raise Blocked(f"{producer.function} is wrong here: rows {wrong.message}")
         return outputs

@@ -20,12 +20,12 @@ from conformance.analysis.curves import (
     split,
 )
 from conformance.analysis.input_store import beyond_e4m3, in_e4m3
+from conformance.analysis.running import Running
 from conformance.core.case import shorter, without
 from conformance.core.contract import Contract, Problem, computed_in, leaf
 from conformance.core.tensors import payload
 from conformance.families.experts.cases import ActivationCase, hidden_of, probs_of
 from conformance.judge import Expectation
-from conformance.judge.running import Running
 from moe_ref.config import GATED, PLAIN
 from moe_ref.experts.activations import activation, glu
 

@@ -25,8 +25,7 @@ from conformance.families.experts.precision import (
 )
 from conformance.families.quantization.cases import VARIANTS
 from conformance.judge import Bounded, Expectation
-from conformance.judge.bound import ROUNDOFF
-from conformance.judge.ratios import HOPPER_FP8, Accumulator
+from conformance.judge.bound import HOPPER_FP8, ROUNDOFF, Accumulator
 from moe_ref.experts.linear import grouped_dgrad, grouped_linear, grouped_wgrad
 
 BY_FP8 = (

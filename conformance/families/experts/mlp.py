@@ -11,6 +11,7 @@ from torch import Tensor
 
 from conformance.analysis.mlp_stages import Call, Product, backward, concluded_in, forward
 from conformance.analysis.products import experts_of_rows
+from conformance.analysis.running import Running
 from conformance.core.case import Case, shorter, without
 from conformance.core.contract import Contract, Problem, computed_in
 from conformance.core.tensors import DTYPES, hashed, payload, row_scales
@@ -30,7 +31,6 @@ from conformance.families.experts.precision_mlp import (
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from conformance.judge import Bounded, Expectation
 from conformance.judge.ratios import LEAST_ELEMENTS, row_wise
-from conformance.judge.running import Running
 from moe_ref.config import GATED, PLAIN, RECOMPUTED
 from moe_ref.config.quantization import OVERRIDES
 from moe_ref.experts.mlp import grouped_mlp

@@ -26,9 +26,8 @@ from conformance.families.quantization.cases import (
     x_of,
 )
 from conformance.interface import named_outputs
-from conformance.judge.bound import ROUNDOFF
+from conformance.judge.bound import FLOAT32, ROUNDOFF, Accumulator
 from conformance.judge.codes import RECIPROCAL
-from conformance.judge.ratios import FLOAT32, Accumulator
 from moe_ref.config import LinearState, Operand, QuantizerState, Recipe
 from moe_ref.config.quantization import BLOCK, OVERRIDES
 from moe_ref.quantization.formats import E4M3, Format, decode, encode

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from conformance.analysis.curves import sigmoid
 from conformance.analysis.mlp_stages import Call, Product, backward, forward
+from conformance.analysis.running import Running, contracted
 from conformance.core.case import Case, shorter
 from conformance.core.contract import Contract, Problem, computed_in
 from conformance.core.shared_out import check_counts
@@ -34,8 +35,6 @@ from conformance.families.experts.precision import other_override, unit_of
 from conformance.families.experts.precision_mlp import beside_recipe, called, check_low, fits_low, layers_of
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from conformance.judge import Bounded, Expectation
-from conformance.judge.ratios import contracted
-from conformance.judge.running import Running
 from moe_ref.config import GATED, PLAIN
 from moe_ref.config.quantization import OVERRIDES
 from moe_ref.experts.shared import shared_experts

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import moe_ref
 from conformance.analysis.inexact_form import InexactForm, Known
+from conformance.analysis.running import Running
 from conformance.core.case import shorter, without
 from conformance.core.contract import Contract, Opaque, Problem, computed_in
 from conformance.core.tensors import payload
@@ -20,7 +21,6 @@ from conformance.families.quantization.cases import VARIANTS
 from conformance.families.quantization.quantize import STATE, Script, directions, reader_of
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation, Given, Outputs
-from conformance.judge.running import Running
 from moe_ref.config import GATED, PLAIN, QuantizerState
 
 ACTIVATING = ("kind", "offset", "clamp", "alpha", "interleave", "probs")  # what the activation alone is given

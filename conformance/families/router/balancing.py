@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from conformance.analysis.running import Running
 from conformance.core.contract import Contract, Problem, accumulator_of, leaf
 from conformance.core.tensors import hashed, payload
 from conformance.families.router.capacity import _OfLoads
@@ -16,7 +17,6 @@ from conformance.families.router.selection import UNDERFLOW, score, unspecified_
 from conformance.judge import Expectation, Given
 from conformance.judge.bound import Bounded, sum_bound
 from conformance.judge.choice import Chosen
-from conformance.judge.running import Running
 from moe_ref.rounding import accumulator_dtype
 from moe_ref.router.balancing import aux_loss_scores, load_balancing_loss, sinkhorn_routing, update_expert_bias, z_loss
 from moe_ref.router.scores import EPSILON

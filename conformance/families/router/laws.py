@@ -14,7 +14,7 @@ from torch import Tensor
 
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Trial
-from conformance.judge import Bounded, Chosen, Expectation, Finding, judge, settled
+from conformance.judge import Bounded, Chosen, Expectation, Finding, judge
 
 PER_EXPERT = ("expert_bias", "tokens_per_expert")
 SIGMAS = 6  # 1/√3 is the deviation of a number uniform in -1 … 1; over √n it is that of their mean, and 1/√15 that of their deviation
@@ -130,7 +130,7 @@ def _shares(trial: Trial) -> Finding | None:
         parts.append(
             trial.run(replace(trial.problem.with_tensors({"scores": scores}), wanted=(), cotangents={}))["loss"]
         )
-    whole = settled(trial.expected["loss"], trial.first)
+    whole = trial.expected["loss"].resolve(trial.first)
     assert isinstance(whole, Bounded)
     return judge_law(
         "shares", "loss", Bounded(whole.value, 3 * whole.bound, whole.dtype, whole.accumulator), sum(parts)

@@ -12,7 +12,7 @@ from torch import Tensor
 from conformance.core.law import Law, Trial
 from conformance.core.ranks import AtRank
 from conformance.core.shared_out import SharedOut
-from conformance.judge import Bounded, Exact, Expectation, Finding, judge, settled
+from conformance.judge import Bounded, Exact, Expectation, Finding, judge
 
 
 def _one_process(trial: Trial) -> Finding | None:
@@ -27,7 +27,7 @@ def _one_process(trial: Trial) -> Finding | None:
     rows = slice(sum(case.counts[: at.place.rank]), sum(case.counts[: at.place.rank + 1]))
     found = []
     for name, expectation in shared.alone.expected(case, problem, trial.declared).items():
-        mine, whole = (settled(x, of) for x, of in ((trial.expected[name], trial.first), (expectation, outputs)))
+        mine, whole = (x.resolve(of) for x, of in ((trial.expected[name], trial.first), (expectation, outputs)))
         part, all_of = trial.first[name].double(), outputs[name].double()
         off, off_whole = _bound(mine), _bound(whole)
         named = name.removeprefix("d_").rpartition(".")[2]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import moe_ref
+from conformance.analysis.running import Running
 from conformance.core.contract import Problem
 from conformance.families.router.balancing import aux_gradient, aux_scores, z_terms
 from conformance.families.router.cases_route import RouteCase
@@ -15,7 +16,6 @@ from conformance.families.router.selection import gradient, keys_of, weights
 from conformance.judge import Expectation
 from conformance.judge.bound import ROUNDOFF
 from conformance.judge.exact import Exact
-from conformance.judge.running import Running
 from moe_ref.config import MoEConfig, RouterState
 from moe_ref.router.capacity import expert_capacity
 from moe_ref.router.selection import topk_routing

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.analysis.running import Running
 from conformance.core.contract import Contract, Problem, accumulator_of, leaf
 from conformance.core.tensors import payload
 from conformance.families.router.cases import LogitsCase, bias_of, indices_of, logits_of, simpler_logits
 from conformance.judge import Expectation, Given
 from conformance.judge.bound import Bounded
 from conformance.judge.choice import Chosen
-from conformance.judge.running import Running
 from moe_ref.router.scores import EPSILON
 from moe_ref.router.selection import topk_indices
 

@@ -19,7 +19,7 @@ from typing import Union
 import torch
 from torch import Tensor
 
-from conformance.judge.bound import HALF_SUBNORMAL, ROUNDOFF, Bounded
+from conformance.judge.bound import FLOAT32, HALF_SUBNORMAL, ROUNDOFF, Accumulator, Bounded
 
 DIVISION, ROOT, TRANSCENDENTAL = (
     2.5,
@@ -146,6 +146,20 @@ class Running:
         if unspecified is not None:
             right, bound = torch.where(unspecified, 0.0, right), torch.where(unspecified, torch.inf, bound)
         return Bounded(right, torch.where(right.isfinite(), bound, 0.0), dtype, self.dtype)
+
+
+def contracted(left: Running, right: Running, accumulator: Accumulator = FLOAT32) -> Running:
+    """left_MK · right_NKᵀ: what the operands are off by, and the roundings of the sum."""
+    magnitude = (left.value.abs() + left.error) @ (right.value.abs() + right.error).mT
+    brought = magnitude - left.value.abs() @ right.value.abs().mT
+    error = brought.clamp(min=0) + accumulator.worst(left.value.shape[-1]) * magnitude
+    return Running(left.value @ right.value.mT, error, left.dtype)
+
+
+def add_rounding(x: Running, dtype: torch.dtype) -> Running:
+    """x rounded to `dtype` on its way to a later stage, which goes on in x's own."""
+    error = x.error + ROUNDOFF[dtype] * (x.value.abs() + x.error) + HALF_SUBNORMAL[dtype]
+    return Running(x.value, torch.where((x.value == 0) & (x.error == 0), 0.0, error), x.dtype)
 
 
 def _times(x: Tensor, error: Tensor) -> Tensor:

@@ -1,0 +1,78 @@
+"""What is right for an output: one protocol, which every check of this package implements."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+
+Outputs = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Expectation(ABC):
+    """What is right for an output, perhaps given other outputs of the same call."""
+
+    value: Tensor  # the reference's result
+
+    @abstractmethod
+    def resolve(self, outputs: Outputs) -> "Resolved":
+        """What is right, given the outputs; those that it depends on have been judged."""
+
+
+@dataclass(frozen=True)
+class Given(Expectation):
+    """An output that is right or wrong given other outputs of the same call: weights, given the chosen experts."""
+
+    make: Callable[[Outputs], "Resolved"]
+
+    def resolve(self, outputs: Outputs) -> "Resolved":
+        return self.make(outputs)
+
+
+class Resolved(Expectation):
+    """An expectation that judges an output by itself."""
+
+    check: ClassVar[str]  # its name in a finding
+    by_row: ClassVar[tuple[str, ...]] = ("value",)  # fields whose first dimension is the output's
+
+    def resolve(self, outputs: Outputs) -> "Resolved":
+        return self
+
+    @property
+    def honest(self) -> Tensor:
+        """A right output."""
+        return self.value
+
+    @property
+    def optional(self) -> bool:
+        """Whether None is right, too."""
+        return False
+
+    @property
+    def stages(self) -> tuple["Resolved", ...]:
+        """What is judged in turn; a later stage presumes that the earlier ones are passed."""
+        return (self,)
+
+    @abstractmethod
+    def dtype_error(self, observed: Tensor) -> str | None:
+        """What is wrong with the dtype of `observed`, or None."""
+
+    @abstractmethod
+    def wrong(self, observed: Tensor) -> np.ndarray | None:
+        """True where `observed`, of the right shape and dtype, is wrong; None if it is wrong nowhere."""
+
+    @abstractmethod
+    def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
+        """The first wrong element, at `index`, and how many are wrong."""
+
+    @abstractmethod
+    def moved(self, corrupt: Tensor) -> bool:
+        """Whether `corrupt` is visibly not `honest`, by arithmetic that shares nothing with `wrong`."""
+
+    def first(self, rows: int) -> "Resolved":
+        """The same of the first rows."""
+        fields = {name: getattr(self, name) for name in self.by_row}
+        return replace(self, **{name: x[:rows] for name, x in fields.items() if x is not None})
