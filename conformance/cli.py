@@ -246,9 +246,9 @@ def minimize(options: argparse.Namespace) -> int:
 def list_(options: argparse.Namespace) -> int:
     """Print what the suite knows."""
     from conformance.catalogue import CONTRACTS
-    from conformance.core.covering import covering_cases
     from conformance.core.ranks import Collective
     from conformance.core.space import Space
+    from conformance.engine.choose.draw import covering_cases
     from conformance.engine.choose.profiles import PROFILES
 
     for name, contract in CONTRACTS.items():

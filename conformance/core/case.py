@@ -1,14 +1,16 @@
 """A case: one small frozen record of integers and short words from which everything else is made.
 
-A case has no tensors. The contract of its function makes them from it, the same bytes on every device and version, so
-that a case is its own replay: canonical JSON (defaults left out, keys sorted), and an id that is the first 12 hex digits of
-that text's SHA-256.
+Its fields are axes. A case has no tensors: the contract of its function makes them, the same bytes
+on every device and version. So a case is its own replay: canonical JSON (defaults left out, keys
+sorted), and an id, the first 12 hex digits of that text's SHA-256.
 """
 
 import hashlib
 import json
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar
+
+from conformance.core.axes import Axis, Gradients, Layout, Unused, choice, declared, seed
 
 SCHEMA = 1  # raised when a field changes its meaning, so that an old corpus cannot be misread
 
@@ -19,17 +21,35 @@ class CaseError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What every case has. Families add fields; a default is what the smallest case uses."""
+    """The fields of every case. Families add fields; a default is the value in the smallest case."""
 
     function: str
     golden: str = ""  # name of a hand-computed case of this function; the other fields are then ignored
     illegal: str = ""  # name of a rule that this call breaks: it must raise
     law: str = ""  # name of the law that is checked besides the values
-    poison: str = "nan"  # what fresh memory holds: nan, max or zero
-    seed: int = 0  # of the tensors' values
+    poison: str = choice("nan", "max", "zero")  # content of fresh memory
+    seed: int = seed()  # of the tensors' values
+    grads: str = declared(Gradients(default=""))
+    unused: str = declared(Unused(default=""))
+    layout: str = declared(Layout(default="contiguous"))
+    layout_of: str = ""  # the input or cotangent that has this layout; the axis of `layout` sets it
 
-    family: ClassVar[dict[str, type["Case"]]] = {}
-    words: ClassVar[dict[str, tuple[str, ...]]] = {}  # fields of this class that are one of a few words
+    family: ClassVar[dict[str, type["Case"]]] = {}  # class by function
+    words: ClassVar[dict[str, tuple[str, ...]]] = {}  # of unconverted classes: fields that are one of a few words
+
+    def __post_init__(self) -> None:
+        for axis in axes_of(type(self)).values():
+            value = getattr(self, axis.name)
+            if value is not axis.default and (needed := axis.wrong(value)):
+                raise ValueError(f"{axis.name} is {value!r}; it must be {needed}")
+
+    def clash(self) -> str | None:
+        """Why these fields exclude each other, beyond the axes and the signature; None: they do not."""
+        return None
+
+    def arguments(self) -> tuple[str, ...]:
+        """Optional keyword arguments of the call, besides those that axes and inputs name."""
+        return ()
 
     @classmethod
     def serves(cls, *functions: str) -> None:
@@ -55,6 +75,18 @@ class Case:
     def id(self) -> str:
         """Twelve hex digits that name the case."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:12]
+
+
+_AXES: dict[Any, dict[str, Axis]] = {}
+
+
+def axes_of(cls: type[Case]) -> dict[str, Axis]:
+    """The axes of a class by field: the family's own first, because the fields of every case depend on them."""
+    if cls not in _AXES:
+        common = {field.name for field in fields(Case)}
+        declared = sorted((field for field in fields(cls) if "axis" in field.metadata), key=lambda f: f.name in common)
+        _AXES[cls] = {field.name: replace(field.metadata["axis"], name=field.name) for field in declared}
+    return _AXES[cls]
 
 
 def case_from(record: Any) -> Case:

@@ -5,12 +5,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from conformance.catalogue import CONTRACTS
+from conformance.core.axes import sizes as sizes
 from conformance.core.case import Case
 
-LATTICE = tuple(
-    sorted({max(2**p + d, 0) for p in range(12) for d in (-1, 0, 1)})
-)  # sizes around every power of two to 2048
 DTYPES = ("float32", "bfloat16", "float16")
 LOGIT_DTYPES = (*DTYPES, "float64")
 MOVED_DTYPES = (*DTYPES, "float8_e4m3fn", "float8_e5m2", "uint8")
@@ -55,14 +52,10 @@ class Space:
 
     def laws(self, case: Case) -> list[str]:
         """The laws that apply to the case on this device; never none."""
+        from conformance.catalogue import CONTRACTS  # of unconverted families; others ask their Scope
+
         laws = CONTRACTS[case.function].laws.values()
         return [law.name for law in laws if law.device in ("", self.device) and law.applies(case)]
-
-
-def sizes(least: int, most: int) -> st.SearchStrategy[int]:
-    """Sizes from `least` to `most`, of which those around powers of two are likely."""
-    lattice = [s for s in LATTICE if least <= s <= most]
-    return st.sampled_from(lattice) | st.integers(least, most)
 
 
 def mostly(plain: str, others: tuple[str, ...]) -> st.SearchStrategy[str]:

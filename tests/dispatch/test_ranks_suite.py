@@ -16,8 +16,7 @@ from conformance.core.shared_out_space import SHARED_ONE_IN
 from conformance.core.space import Space
 from conformance.engine.child.child import Settings
 from conformance.engine.child.runner import Outcome
-from conformance.engine.choose.draw import drawn, strategy
-from conformance.engine.choose.shapes import shape_cases
+from conformance.engine.choose.draw import drawn, shape_cases, strategy
 from conformance.engine.run.pool import Pool
 from conformance.engine.run.reduction import reduce
 from conformance.families.experts.shared import SharedCase

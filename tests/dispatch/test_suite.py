@@ -9,13 +9,11 @@ import torch
 import moe_ref
 from conformance.catalogue import CONTRACTS
 from conformance.catalogue_laws import LAWS
-from conformance.core.covering import covering_cases
 from conformance.core.space import Space
 from conformance.engine.child.child import Settings
-from conformance.engine.choose.draw import drawn, strategy
+from conformance.engine.choose.draw import covering_cases, drawn, shape_cases, strategy
 from conformance.engine.choose.plan import Section, cases_of, fixed_cases
 from conformance.engine.choose.profiles import PROFILES
-from conformance.engine.choose.shapes import shape_cases
 from conformance.engine.run.pool import Pool
 from conformance.families.dispatch.cases import (
     DISPATCHERS,

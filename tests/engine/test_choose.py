@@ -13,16 +13,14 @@ import torch
 
 from conformance.catalogue import CONTRACTS
 from conformance.catalogue_laws import LAWS
-from conformance.core import covering
 from conformance.core.case import Case, case_from
-from conformance.core.covering import AXES, covering_cases
 from conformance.core.ranks import ranks_of
 from conformance.core.space import DTYPES, LAYOUTS, LOGIT_DTYPES, MAP_DTYPES, MOVED_DTYPES, POISONS, Space
-from conformance.engine.choose.draw import drawn, run_seed, strategy
-from conformance.engine.choose.far import far_cases
+from conformance.engine.choose import unconverted
+from conformance.engine.choose.draw import covering_cases, drawn, far_cases, run_seed, shape_cases, strategy
 from conformance.engine.choose.plan import Section, cases_of, fixed_cases
 from conformance.engine.choose.profiles import PROFILES
-from conformance.engine.choose.shapes import shape_cases
+from conformance.engine.choose.unconverted import AXES
 from conformance.engine.run.corpus import checked
 from conformance.families.dispatch import axes as axes_dispatch
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
@@ -849,7 +847,7 @@ def decisions(axes, legal, held=()):
 def legal_pairs(function: str) -> set:
     """Every pair of values that some legal combination of all axes has: an axis that legality does not look at has any value."""
     axes, found = AXES[function], set()
-    for held in decisions(axes, lambda row: covering.legal(function, row, Space())):
+    for held in decisions(axes, lambda row: unconverted.legal(function, row, Space())):
         open_ = {name: axes[name] if name not in held else (held[name],) for name in sorted(axes)}
         for x, y in itertools.combinations(open_, 2):
             found.update(((x, a), (y, b)) for a in open_[x] for b in open_[y])
@@ -861,7 +859,7 @@ def test_legal_pairs_are_those_of_all_combinations(function):
     axes = {name: values if name != "poison" else values[:1] for name, values in AXES[function].items()}
     every = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
     known = {pair for pair in legal_pairs(function) if ("poison", "max") not in pair and ("poison", "zero") not in pair}
-    assert known == pairs(row for row in every if covering.legal(function, row, Space()))
+    assert known == pairs(row for row in every if unconverted.legal(function, row, Space()))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

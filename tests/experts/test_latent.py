@@ -9,13 +9,11 @@ import torch
 
 import moe_ref
 from conformance.catalogue import CONTRACTS
-from conformance.core.covering import covering_cases
 from conformance.core.space import Space
 from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
-from conformance.engine.choose.draw import drawn, strategy
+from conformance.engine.choose.draw import covering_cases, drawn, shape_cases, strategy
 from conformance.engine.choose.plan import fixed_cases
-from conformance.engine.choose.shapes import shape_cases
 from conformance.families.experts.cases import GroupedCase
 from conformance.families.experts.space_recipes import recipe_cases
 from conformance.interface import Implementation, load

@@ -11,14 +11,12 @@ import moe_ref
 from conformance.analysis.mlp_stages import passed, within
 from conformance.analysis.running import Running
 from conformance.catalogue import CONTRACTS
-from conformance.core.covering import covering_cases
 from conformance.core.ranks import ranks_of
 from conformance.core.space import Space
 from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
-from conformance.engine.choose.draw import drawn, strategy
+from conformance.engine.choose.draw import covering_cases, drawn, shape_cases, strategy
 from conformance.engine.choose.plan import fixed_cases
-from conformance.engine.choose.shapes import shape_cases
 from conformance.families.experts.mlp import MlpCase
 from conformance.families.experts.shared import SharedCase
 from conformance.interface import Implementation

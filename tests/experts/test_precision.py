@@ -12,11 +12,9 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
 from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
-from conformance.engine.choose.draw import drawn, strategy
-from conformance.engine.choose.far import far_cases
+from conformance.engine.choose.draw import drawn, far_cases, shape_cases, strategy
 from conformance.engine.choose.plan import cases_of, sections
 from conformance.engine.choose.profiles import PROFILES
-from conformance.engine.choose.shapes import shape_cases
 from conformance.families.experts.axes import LOW_AXES
 from conformance.families.experts.cases import GROUPED_VALUES, GroupedCase, counts_of
 from conformance.families.experts.linear import precision_of

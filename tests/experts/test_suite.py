@@ -14,13 +14,11 @@ from conformance.analysis.curves import CURVES, GATES, Curve, erf, settled, sigm
 from conformance.analysis.products import Product, experts_of_rows
 from conformance.analysis.running import Running
 from conformance.core.case import Case
-from conformance.core.covering import covering_cases
 from conformance.core.space import Space
 from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
-from conformance.engine.choose.draw import drawn, strategy
+from conformance.engine.choose.draw import covering_cases, drawn, shape_cases, strategy
 from conformance.engine.choose.plan import fixed_cases
-from conformance.engine.choose.shapes import shape_cases
 from conformance.families.experts.cases import ActivationCase, GroupedCase
 from conformance.interface import Implementation, load
 from conformance.judge.bound import FLOAT32

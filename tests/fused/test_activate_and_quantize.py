@@ -14,14 +14,12 @@ from conformance.analysis.curves import CURVES
 from conformance.analysis.inexact_form import Known
 from conformance.analysis.running import Running
 from conformance.catalogue import CONTRACTS
-from conformance.core.covering import covering_cases
 from conformance.core.space import Space
 from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.child.runner import Outcome
-from conformance.engine.choose.draw import drawn, strategy
+from conformance.engine.choose.draw import covering_cases, drawn, shape_cases, strategy
 from conformance.engine.choose.plan import fixed_cases
-from conformance.engine.choose.shapes import shape_cases
 from conformance.families.fused.cases import FUNCTIONS, QuantizedActivationCase, unit_of
 from conformance.interface import Implementation
 from conformance.judge import controls, judge

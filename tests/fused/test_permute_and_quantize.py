@@ -11,11 +11,11 @@ from torch import Tensor
 
 import moe_ref
 from conformance.catalogue import CONTRACTS
-from conformance.core.covering import covering_cases
 from conformance.core.space import Space
 from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.child.runner import Outcome
+from conformance.engine.choose.draw import covering_cases
 from conformance.engine.choose.plan import fixed_cases
 from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase, permuting
 from conformance.interface import Implementation

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from conformance.catalogue import CONTRACTS
-from conformance.core.covering import covering_cases
 from conformance.core.space import Space
 from conformance.engine.child.evaluate import evaluate
-from conformance.engine.choose.draw import drawn, strategy
+from conformance.engine.choose.draw import covering_cases, drawn, strategy
 from conformance.families.router.cases import LogitsCase
 from conformance.interface import Implementation, load
 from moe_ref.router import balancing

@@ -13,13 +13,12 @@ from torch import Tensor
 
 import moe_ref
 from conformance.catalogue import CONTRACTS
-from conformance.core.covering import covering_cases
 from conformance.core.space import Space
 from conformance.core.tensors import DTYPES
 from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.child.runner import Outcome
-from conformance.engine.choose.draw import drawn, strategy
+from conformance.engine.choose.draw import covering_cases, drawn, strategy
 from conformance.engine.choose.plan import fixed_cases
 from conformance.families.quantization.cases import VALUES, QuantizeCase, noise_of, recipe_of, x_of
 from conformance.families.quantization.space import random_cases

@@ -2,35 +2,13 @@
 
 from dataclasses import dataclass
 
-from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
+from conformance.core.space import Space
+from conformance.engine.choose.draw import scope_of
 
-# how much of a run a function has: by how much can go wrong in it
-WEIGHT = {
-    "permute": 3,
-    "unpermute": 3,
-    "sort_chunks": 2,
-    "topk_indices": 2,
-    "topk_routing": 2,
-    "route": 1.2,  # some of it over ranks
-    **dict.fromkeys(("pad_routing_map", "indices_to_multihot", "multihot_to_indices", "deepep_layout"), 1),
-    **dict.fromkeys(("drop_tokens", "aux_loss_scores", "load_balancing_loss", "z_loss"), 1),
-    **dict.fromkeys(("gate", "jitter", "attach_loss", "update_expert_bias", "sinkhorn_routing"), 1),
-    "quantize": 1,
-    **dict.fromkeys(
-        (
-            "glu_and_quantize",
-            "activation_and_quantize",
-            "glu_backward_and_quantize",
-            "activation_backward_and_quantize",
-        ),
-        0.5,
-    ),
-    "permute_and_quantize": 1,
-    **dict.fromkeys(("glu", "activation", "grouped_linear", "grouped_dgrad", "grouped_wgrad"), 1),
-    **dict.fromkeys(("grouped_mlp", "shared_experts"), 0.5),
-    **dict.fromkeys(("sequential_mlp", "latent_projection"), 0.2),
-    **dict.fromkeys(COLLECTIVES, 0.25),
-}
+
+def weight_of(function: str) -> float:
+    """How much of a run the function has."""
+    return scope_of(function, Space()).weight
 
 
 @dataclass(frozen=True)
@@ -47,10 +25,10 @@ class Profile:
 
     def count(self, function: str) -> int:
         """Drawn cases of one shard of a function."""
-        return int(-(-self.drawn * WEIGHT[function] // self.shards))
+        return int(-(-self.drawn * weight_of(function) // self.shards))
 
     def minimum(self, function: str) -> int:
-        return int(self.least * WEIGHT[function])
+        return int(self.least * weight_of(function))
 
 
 PROFILES = {

@@ -10,19 +10,11 @@ from typing import Any
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case, CaseError, case_from
+from conformance.core.space import Space
+from conformance.engine.choose.draw import scope_of
 
 COMMITTED = Path(__file__).parents[2] / "corpus"
 DEFAULT = Path(".moe-conformance")
-FLOATS = ("float64", "float32", "bfloat16", "float16")
-WORDS = {  # fields that are one of a few words, unless their class says otherwise
-    "poison": ("nan", "max", "zero"),
-    "values": ("dyadic", "wide", "special"),
-    "layout": ("contiguous", "transposed", "strided", "shifted", "expanded", "wide_rows", "wide_columns"),
-    "dtype": (*FLOATS, "float8_e4m3fn", "float8_e5m2", "uint8"),
-    "probs": FLOATS,
-    "map_dtype": ("bool", "uint8", "int16", "int32", "int64"),
-    "index_dtype": ("int64", "int32", "int16"),
-}
 
 
 def read_case(path: Path) -> Case:
@@ -56,11 +48,13 @@ def checked(case: Case) -> Case:
         ("law", contract.laws),
         ("golden", contract.golden),
         ("illegal", contract.illegal),
-        *(WORDS | case.words).items(),
     ):
-        value = getattr(case, name, "")
+        value = getattr(case, name)
         if value and value not in known:
             raise CaseError(f"{name} is {value!r}; {case.function} has {', '.join(known)}")
+    reason = None if case.golden or case.illegal else scope_of(case.function, Space()).refused(case)
+    if reason:
+        raise CaseError(reason)
     try:
         problem = contract.problem(case)
         if not case.golden and not case.illegal:

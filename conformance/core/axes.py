@@ -1,0 +1,394 @@
+"""Axes: the values that one field of a case may have.
+
+An axis is written where the field is declared. Drawing, covering arrays, the check of JSON and
+reduction ask the axis for values.
+
+Every proposal of an axis is a dict of changes to a case, because some axes move several fields
+together: a routing map sets its number of tokens, a memory layout the name of its tensor. An axis
+proposes without regard to the other axes; `core.scope.Scope.mended` then repairs the other fields.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import strategies as st
+
+if TYPE_CHECKING:
+    from conformance.core.contract import Signature
+
+Changes = dict[str, Any]
+
+LATTICE = tuple(sorted({max(2**p + d, 0) for p in range(12) for d in (-1, 0, 1)}))  # around powers of two up to 2048
+
+
+def sizes(least: int, most: int) -> st.SearchStrategy[int]:
+    """Sizes from `least` to `most`; sizes around powers of two are likely."""
+    return st.sampled_from([s for s in LATTICE if least <= s <= most]) | st.integers(least, most)
+
+
+def shorter(size: int, least: int = 0) -> list[int]:
+    """Smaller sizes, the smallest first."""
+    tried = {least, 1, 2, 3, size // 4, size // 2, size * 3 // 4, size - 8, size - 1}
+    return sorted(s for s in tried if least <= s < size)
+
+
+def blocks(count: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of blocks to remove from a list: all, halves, quarters, …, single entries."""
+    step = count
+    while step:
+        yield from ((start, min(start + step, count)) for start in range(0, count, step))
+        step //= 2
+
+
+def subsets(names: list[str]) -> list[str]:
+    """All subsets, each joined by +: none of the names first, all of them last."""
+    return ["+".join(n for i, n in enumerate(names) if bits >> i & 1) for bits in range(2 ** len(names))]
+
+
+@dataclass(kw_only=True)
+class Axis:
+    """The interface of an axis. `default` is the field's value in the smallest case."""
+
+    default: Any
+    name: str = ""  # of the field; set by `core.case.axes_of`
+    argument: str = ""  # the keyword argument that the field gives; the default: it is not given
+
+    def live(self, signature: "Signature") -> bool:
+        """Whether the function's calls depend on the field."""
+        return not self.argument or self.argument in signature.settings + signature.required
+
+    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+        """Values of random cases."""
+        return st.just({self.name: self.default})
+
+    def covered(self, signature: "Signature") -> list[Changes]:
+        """Values whose pairs with other axes' values a covering array has."""
+        return []
+
+    def wrong(self, value: Any) -> str:
+        """What the value must be instead, if the axis does not have it; else empty."""
+        return ""
+
+    def fits(self, case: Any) -> str | None:
+        """Why the value does not fit the fields that the axis itself names; None: it fits."""
+        return None
+
+    def plainer(self, case: Any) -> Iterator[Changes]:
+        """The default, where it is simpler than every other value."""
+        if getattr(case, self.name) != self.default:
+            yield {self.name: self.default}
+
+    def smaller(self, case: Any) -> Iterator[Changes]:
+        """Smaller values to try, other than the default, the boldest first."""
+        yield from ()
+
+    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+        """The case's value; then replacements, if it does not fit the earlier fields, which `kept` has."""
+        yield {self.name: getattr(case, self.name)}
+        yield {self.name: self.default}
+
+    def other(self, case: Any) -> Changes:
+        """Another value, for a second call right after the first; empty: the value stays."""
+        return {}
+
+
+@dataclass(kw_only=True)
+class Size(Axis):
+    """A whole number: the length of each dimension that a signature calls by `letter`."""
+
+    letter: str = ""
+    at_least: int = 0
+    most: int = 128  # that the axis draws by itself
+    pairs: tuple[int, ...] = ()  # sizes whose pairs are covered, where a dimension has the letter
+    divides: str = ""  # the field that it is a divisor of
+    always: bool = False  # it matters even where no dimension has the letter
+
+    def live(self, signature: "Signature") -> bool:
+        return self.always or not self.letter or self.letter in signature.letters
+
+    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+        return sizes(self.at_least, self.most).map(lambda n: {self.name: n})
+
+    def covered(self, signature: "Signature") -> list[Changes]:
+        has_letter = not self.letter or self.letter in signature.letters
+        return [{self.name: n} for n in self.pairs] if has_letter else []
+
+    def wrong(self, value: Any) -> str:
+        return "" if type(value) is int and value >= self.at_least else f"a whole number ≥ {self.at_least}"
+
+    def fits(self, case: Any) -> str | None:
+        if self.divides and getattr(case, self.divides) % getattr(case, self.name):
+            return f"{self.name} is {getattr(case, self.name)}; it must divide {self.divides}"
+        return None
+
+    def plainer(self, case: Any) -> Iterator[Changes]:
+        yield from ()  # sizes come after all settings
+
+    def smaller(self, case: Any) -> Iterator[Changes]:
+        yield from ({self.name: n} for n in shorter(getattr(case, self.name), self.at_least))
+
+    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+        value = getattr(case, self.name)
+        yield from ({self.name: n} for n in (range(value, 1, -1) if self.divides else (value,)))
+        yield {self.name: self.default}
+
+    def other(self, case: Any) -> Changes:
+        """One more, where the size is an argument of the call."""
+        return {self.name: getattr(case, self.name) + 1} if self.argument else {}
+
+
+@dataclass(kw_only=True)
+class Seed(Axis):
+    """The start of the hashed values."""
+
+    most: int
+
+    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+        return st.integers(0, self.most).map(lambda n: {self.name: n})
+
+    def wrong(self, value: Any) -> str:
+        return "" if type(value) is int else "a whole number"
+
+    def other(self, case: Any) -> Changes:
+        return {self.name: getattr(case, self.name) + 1}
+
+
+@dataclass(kw_only=True)
+class Choice(Axis):
+    """One of a few values, the first the simplest."""
+
+    values: tuple[Any, ...]
+    also: tuple[Any, ...] = ()  # drawn, but their pairs are not covered
+    of: tuple[str, ...] = ()  # inputs that the field describes; a function without them has no use for it
+
+    def live(self, signature: "Signature") -> bool:
+        return super().live(signature) and (not self.of or any(name in signature.names for name in self.of))
+
+    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+        """The simplest value half of the time."""
+        plain, *others = self.values + self.also
+        return st.sampled_from([plain] * max(len(others), 1) + others).map(lambda value: {self.name: value})
+
+    def covered(self, signature: "Signature") -> list[Changes]:
+        return [{self.name: value} for value in self.values]
+
+    def wrong(self, value: Any) -> str:
+        known = self.values + self.also
+        right = any(type(value) is type(one) and value == one for one in known)
+        return "" if right else f"one of {', '.join(repr(one) if one == '' else str(one) for one in known)}"
+
+    def smaller(self, case: Any) -> Iterator[Changes]:
+        """The values before the case's value in the list."""
+        known = self.values + self.also
+        yield from ({self.name: value} for value in known[1 : known.index(getattr(case, self.name))])
+
+
+@dataclass(kw_only=True)
+class Dtype(Choice):
+    """The dtype of the inputs that name this field."""
+
+    def live(self, signature: "Signature") -> bool:
+        return any(x.field == self.name for x in signature.every_input)
+
+    def allowed(self, signature: "Signature", values: tuple[str, ...]) -> list[str]:
+        """The values that all inputs of the field may have; empty where an optional input is not given."""
+        inputs = [x for x in signature.every_input if x.field == self.name]
+        taken = [{*(x.dtypes or values), *([""] if x.optional == self.name else [])} for x in inputs]
+        return [value for value in values if all(value in known for known in taken)]
+
+    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+        plain, *others = self.allowed(signature, self.values + self.also) or [self.default]
+        return st.sampled_from([plain] * max(len(others), 1) + others).map(lambda value: {self.name: value})
+
+    def covered(self, signature: "Signature") -> list[Changes]:
+        return [{self.name: value} for value in self.allowed(signature, self.values)]
+
+
+@dataclass(kw_only=True)
+class Number(Choice):
+    """A whole number, mostly a setting. Reading takes every number from the least of `values` on."""
+
+    pairs: tuple[int, ...] = ()  # whose pairs are covered, besides the default's
+
+    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+        if self.argument not in signature.required:
+            return super().drawn(signature)
+        return st.sampled_from(self.values[1:]).map(lambda value: {self.name: value})
+
+    def covered(self, signature: "Signature") -> list[Changes]:
+        given = [{self.name: value} for value in self.pairs]
+        return given if self.argument in signature.required else [{self.name: self.default}, *given]
+
+    def wrong(self, value: Any) -> str:
+        least = min(0, *(v for v in self.values if v is not None))
+        right = value == self.default or (type(value) is int and (value >= 0 or least < 0))
+        return "" if right and not isinstance(value, bool) else f"{self.default} or a whole number"
+
+    def smaller(self, case: Any) -> Iterator[Changes]:
+        """Numbers nearer to 0."""
+        value = getattr(case, self.name)
+        if value != self.default:
+            nearer = (0, 1, -1) if value < 0 else shorter(value, 0 if self.default is None else 1)
+            yield from ({self.name: n} for n in nearer if abs(n) < abs(value))
+
+    def other(self, case: Any) -> Changes:
+        """Another of the covered values, if the number is a given setting."""
+        value = getattr(case, self.name)
+        others = [v for v in self.pairs if v != value]
+        return {self.name: others[0]} if self.argument and value != self.default and others else {}
+
+
+@dataclass(kw_only=True)
+class Words(Axis):
+    """Some words joined by +, such as steps one after the other, or losses."""
+
+    known: tuple[str, ...]
+    most: int = 6  # words that the axis draws by itself
+    repeat: bool = True  # False: each word at most once, in the order of `known`
+    of: tuple[str, ...] = ()  # values whose pairs are covered
+
+    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+        if not self.repeat:
+            return st.sampled_from(subsets(list(self.known))).map(lambda value: {self.name: value})
+        words = st.lists(st.sampled_from(self.known), max_size=self.most)
+        return words.map(lambda words: {self.name: "+".join(words) or self.default})
+
+    def covered(self, signature: "Signature") -> list[Changes]:
+        return [{self.name: value} for value in self.of]
+
+    def wrong(self, value: Any) -> str:
+        words = value.split("+") if isinstance(value, str) and value else []
+        right = isinstance(value, str) and all(word in self.known for word in words)
+        right = right and (self.repeat or words == [word for word in self.known if word in words])
+        return "" if right else f"some of {', '.join(self.known)}, joined by +"
+
+    def smaller(self, case: Any) -> Iterator[Changes]:
+        """Without some of the words."""
+        words = getattr(case, self.name).split("+")
+        for start, stop in blocks(len(words)):
+            if stop - start < len(words):
+                yield {self.name: "+".join(words[:start] + words[stop:])}
+
+
+@dataclass(kw_only=True)
+class Gradients(Axis):
+    """Inputs whose gradients are asked for, joined by +: any subset of those that have a gradient."""
+
+    def live(self, signature: "Signature") -> bool:
+        return bool(signature.gradients)
+
+    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+        """All of them half of the time."""
+        every = subsets(signature.gradients)
+        return st.sampled_from(every + every[-1:] * len(every)).map(lambda value: {self.name: value})
+
+    def covered(self, signature: "Signature") -> list[Changes]:
+        """Every subset of two; of more inputs none, each, and all that are given."""
+        names = signature.gradients
+        if len(names) < 3:
+            return [{self.name: value} for value in subsets(names)]
+        return [*({self.name: value} for value in ("", *names)), {self.name: signature.all_gradients}]
+
+    def wrong(self, value: Any) -> str:
+        return "" if isinstance(value, str) else "names of inputs, joined by +"
+
+    def smaller(self, case: Any) -> Iterator[Changes]:
+        names = getattr(case, self.name).split("+")
+        yield from ({self.name: name} for name in names if len(names) > 1)
+
+    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+        """With fewer and fewer names."""
+        every = subsets(getattr(case, self.name).split("+"))
+        yield from ({self.name: value} for value in sorted(every, key=lambda s: -s.count("+") - bool(s)))
+
+
+@dataclass(kw_only=True)
+class Unused(Axis):
+    """The differentiable output that has no cotangent."""
+
+    def live(self, signature: "Signature") -> bool:
+        return len(signature.differentiable) > 1
+
+    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+        return st.sampled_from(["", "", "", *signature.differentiable]).map(lambda name: {self.name: name})
+
+    def covered(self, signature: "Signature") -> list[Changes]:
+        return [{self.name: name} for name in ("", *signature.differentiable)]
+
+    def wrong(self, value: Any) -> str:
+        return "" if isinstance(value, str) else "the name of an output"
+
+
+NEAR = ("transposed", "strided", "shifted")
+FAR = ("wide_rows", "wide_columns", "wide_depth")  # by dimension
+LAYOUTS = ("contiguous", *NEAR, "expanded", *FAR)
+
+
+@dataclass(kw_only=True)
+class Layout(Axis):
+    """One input or cotangent in another memory layout. It sets two fields: `layout`, and `layout_of`, the tensor."""
+
+    def placed(self, layout: str = "contiguous", of: str = "") -> Changes:
+        return {self.name: layout, f"{self.name}_of": of}
+
+    def live(self, signature: "Signature") -> bool:
+        return bool(signature.placed)
+
+    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+        """Contiguous more than half of the time."""
+        near, far = ([self.placed(x, of) for of, x in signature.layouts(far)] for far in (False, True))
+        return st.sampled_from([self.placed()] * (2 * len(near) + 3) + near + far)
+
+    def covered(self, signature: "Signature") -> list[Changes]:
+        return [self.placed(), *(self.placed(x, of) for of, x in signature.layouts(far=False))]
+
+    def wrong(self, value: Any) -> str:
+        return "" if value in LAYOUTS else f"one of {', '.join(LAYOUTS)}"
+
+    def plainer(self, case: Any) -> Iterator[Changes]:
+        if getattr(case, self.name) != self.default:
+            yield self.placed()
+
+    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+        yield self.placed(getattr(case, self.name), getattr(case, f"{self.name}_of"))
+        yield self.placed()
+
+    def other(self, case: Any) -> Changes:
+        return self.placed()
+
+
+# ---- as fields are declared; axes that hold lists are in `core.lists`
+
+
+def declared(axis: Axis) -> Any:
+    """A dataclass field with this axis."""
+    return field(default=axis.default, metadata={"axis": axis})
+
+
+def size(letter: str = "", at_least: int = 0, default: int = 1, **more: Any) -> Any:
+    return declared(Size(default=default, letter=letter, at_least=at_least, **more))
+
+
+def seed(most: int = 999) -> Any:
+    return declared(Seed(default=0, most=most))
+
+
+def choice(*values: Any, **more: Any) -> Any:
+    return declared(Choice(default=values[0], values=values, **more))
+
+
+def flag(**more: Any) -> Any:
+    return choice(False, True, **more)
+
+
+def dtypes(*values: str, also: tuple[str, ...] = ()) -> Any:
+    return declared(Dtype(default=values[0], values=values, also=also))
+
+
+def number(default: int | None, *values: int, pairs: tuple[int, ...] = (), argument: str = "", **more: Any) -> Any:
+    return declared(Number(default=default, values=(default, *values), pairs=pairs, argument=argument, **more))
+
+
+def words(default: str, *known: str, **more: Any) -> Any:
+    return declared(Words(default=default, known=known, **more))

@@ -1,0 +1,243 @@
+"""Axes whose values are lists: sizes of parts, permutations, small tables written out.
+
+The first value of each is the empty list or None: other fields then describe the content.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import strategies as st
+
+from conformance.core.axes import Axis, Changes, blocks, declared, shorter, sizes
+
+if TYPE_CHECKING:
+    from conformance.core.contract import Signature
+
+Rows = list[tuple[int, ...]]
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, tuple) and all(type(n) is int and n >= least for n in value)
+
+
+@dataclass(kw_only=True)
+class Parts(Axis):
+    """Sizes of parts one after the other, such as the rows of each expert."""
+
+    total: str = ""  # the field that has their sum
+    number: str = ""  # the field that has how many they are
+    order: str = ""  # the field that has a permutation of them
+    written_out: Callable[[Any], tuple[int, ...]] | None = None  # case -> the parts, where the field has its default
+    most: int = 130  # a part that the axis draws by itself
+
+    def changes(self, parts: Sequence[int], **more: Any) -> Changes:
+        """These parts, with their sum and their number."""
+        numbers = {self.total: sum(parts), self.number: len(parts)}
+        return {self.name: tuple(parts)} | {name: n for name, n in numbers.items() if name} | more
+
+    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+        """A few parts of any size, or many small ones."""
+        part = st.just(0) | st.integers(0, 9) | sizes(0, self.most)
+        many = st.lists(st.integers(0, 3), min_size=20, max_size=150)
+        few = st.lists(part, min_size=int(bool(self.number)), max_size=8)
+        return st.integers(0, 4).flatmap(lambda i: few if i else many).map(self.changes)
+
+    def wrong(self, value: Any) -> str:
+        return "" if _whole(value, 0) else "a list of whole numbers ≥ 0"
+
+    def fits(self, case: Any) -> str | None:
+        parts = getattr(case, self.name)
+        if parts == self.default:
+            return None
+        if self.number and len(parts) != getattr(case, self.number):
+            return f"{self.name} has {len(parts)} numbers; {self.number} is {getattr(case, self.number)}"
+        if self.total and sum(parts) != getattr(case, self.total):
+            return f"{self.name} is {parts}; it must have the sum {self.total}, {getattr(case, self.total)}"
+        return None
+
+    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+        """The first parts, the last of them longer or shorter, where number or sum are others now."""
+        parts = list(getattr(case, self.name))
+        yield {self.name: tuple(parts)}
+        if parts:
+            if self.number:
+                count = getattr(kept, self.number)
+                parts = (parts + [0] * count)[:count]
+            if self.total and parts:
+                surplus = sum(parts) - getattr(kept, self.total)
+                for i in reversed(range(len(parts))):
+                    taken = min(parts[i], max(surplus, 0))
+                    parts[i], surplus = parts[i] - taken, surplus - taken
+                parts[-1] -= min(surplus, 0)
+            yield {self.name: tuple(parts)}
+        yield {self.name: self.default}
+
+    def smaller(self, case: Any) -> Iterator[Changes]:
+        """Written out; without some parts; with a smaller part."""
+        parts = getattr(case, self.name)
+        if parts == self.default and self.written_out and getattr(case, self.number, 0) <= 64:
+            yield {self.name: self.written_out(case)}
+        for start, stop in blocks(len(parts)):
+            order = [i - (stop - start) * (i >= stop) for i in getattr(case, self.order, ()) if not start <= i < stop]
+            moved = {self.order: tuple(order)} if self.order else {}
+            yield self.changes(parts[:start] + parts[stop:], **moved)
+        for i, part in enumerate(parts):
+            yield from (self.changes((*parts[:i], n, *parts[i + 1 :])) for n in shorter(part))
+
+    def other(self, case: Any) -> Changes:
+        return {self.name: getattr(case, self.name)[::-1]}
+
+
+@dataclass(kw_only=True)
+class Order(Axis):
+    """A permutation of another field's entries."""
+
+    of: str
+
+    def wrong(self, value: Any) -> str:
+        return "" if _whole(value, 0) else "a list of whole numbers ≥ 0"
+
+    def fits(self, case: Any) -> str | None:
+        count = len(getattr(case, self.of))
+        right = sorted(getattr(case, self.name)) == list(range(count))
+        return None if right else f"{self.name} must be a permutation of the {count} {self.of}"
+
+    def plainer(self, case: Any) -> Iterator[Changes]:
+        yield from ()
+
+    def smaller(self, case: Any) -> Iterator[Changes]:
+        yield {self.name: tuple(range(len(getattr(case, self.of))))}
+
+    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+        """The same order of as many entries as there are now."""
+        order, count = getattr(case, self.name), len(getattr(kept, self.of))
+        yield {self.name: order}
+        yield {self.name: (*(i for i in order if i < count), *range(len(order), count))}
+        yield {self.name: tuple(range(count))}
+
+    def other(self, case: Any) -> Changes:
+        return {self.name: getattr(case, self.name)[::-1]}
+
+
+@dataclass(kw_only=True)
+class Table(Axis):
+    """A small matrix of integers written out row by row; the default: other fields describe it."""
+
+    rows: str  # the field that has the number of rows
+    columns: str
+    written_out: Callable[[Any], Any]  # case -> the matrix, where the field has its default
+    least: int = 0
+    below: str = ""  # the field that entries stay below
+    simple: tuple[int, ...] = (0,)  # entries that are tried in place of others, the simplest first
+    cells: int = 2**12  # at most, for a matrix that reduction writes out
+
+    def unpacked(self, case: Any) -> Rows:
+        """The rows that the case has written out."""
+        flat, columns = getattr(case, self.name), getattr(case, self.columns)
+        return [tuple(flat[i : i + columns]) for i in range(0, len(flat), columns)]
+
+    def packed(self, rows: Rows) -> tuple[int, ...]:
+        return tuple(entry for row in rows for entry in row)
+
+    def wrong(self, value: Any) -> str:
+        return "" if value == self.default or _whole(value, self.least) else f"a list of integers ≥ {self.least}"
+
+    def fits(self, case: Any) -> str | None:
+        flat = getattr(case, self.name)
+        if flat == self.default:
+            return None
+        rows, columns = getattr(case, self.rows), getattr(case, self.columns)
+        below = getattr(case, self.below) if self.below else None
+        if len(flat) != rows * columns or (below is not None and any(entry >= below for entry in flat)):
+            limit = "" if below is None else f", below {below}"
+            return f"{self.name} must hold {rows} × {columns} integers from {self.least}{limit}"
+        return None
+
+    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+        """The first rows and columns, where there are fewer of them now; entries that are too large become simple."""
+        yield {self.name: getattr(case, self.name)}
+        if getattr(case, self.name) != self.default:
+            rows, columns = getattr(kept, self.rows), getattr(kept, self.columns)
+            below = getattr(kept, self.below) if self.below else float("inf")
+            cut = [row[:columns] for row in self.unpacked(case)[:rows]]
+            yield {self.name: self.packed([tuple(e if e < below else self.simple[0] for e in row) for row in cut])}
+        yield {self.name: self.default}
+
+    def plainer(self, case: Any) -> Iterator[Changes]:
+        yield from ()
+
+    def smaller(self, case: Any) -> Iterator[Changes]:
+        """Written out; then without some rows, without a column, with a simpler entry."""
+        if getattr(case, self.name) == self.default:
+            if 0 < getattr(case, self.rows) * getattr(case, self.columns) <= self.cells:
+                matrix = self.written_out(case).tolist()
+                yield {self.name: self.packed([tuple(map(int, row)) for row in matrix])}
+            return
+        rows = self.unpacked(case)
+        for start, stop in blocks(len(rows)):
+            kept = rows[:start] + rows[stop:]
+            yield {self.rows: len(kept), self.name: self.packed(kept)}
+        columns = getattr(case, self.columns)
+        for c in range(columns) if columns > 1 else ():
+            yield {self.columns: columns - 1, self.name: self.packed([row[:c] + row[c + 1 :] for row in rows])}
+        for r, row in enumerate(rows):
+            for c, entry in enumerate(row):
+                simpler = self.simple[: self.simple.index(entry)] if entry in self.simple else self.simple
+                for one in simpler:
+                    changed = (*row[:c], one, *row[c + 1 :])
+                    yield {self.name: self.packed([*rows[:r], changed, *rows[r + 1 :]])}
+
+    def other(self, case: Any) -> Changes:
+        """Upside down."""
+        if getattr(case, self.name) == self.default:
+            return {}
+        return {self.name: self.packed(self.unpacked(case)[::-1])}
+
+
+@dataclass(kw_only=True)
+class Bitmasks(Table):
+    """A small 0/1 matrix: one integer per row, bit c for column c."""
+
+    most: tuple[int, int] = (12, 8)  # rows and columns that are drawn
+
+    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+        """Bit by bit; the sizes come with it."""
+        rows, columns = self.most
+
+        @st.composite
+        def matrix(draw: st.DrawFn) -> Changes:
+            width = draw(st.integers(1, columns))
+            masks = draw(st.lists(st.integers(0, 2**width - 1), max_size=rows))
+            return {self.rows: len(masks), self.columns: width, self.name: tuple(masks)}
+
+        return matrix()
+
+    def unpacked(self, case: Any) -> Rows:
+        columns = range(getattr(case, self.columns))
+        return [tuple(mask >> c & 1 for c in columns) for mask in getattr(case, self.name)]
+
+    def packed(self, rows: Rows) -> tuple[int, ...]:
+        return tuple(sum(1 << c for c, bit in enumerate(row) if bit) for row in rows)
+
+    def fits(self, case: Any) -> str | None:
+        masks, rows, columns = (getattr(case, name) for name in (self.name, self.rows, self.columns))
+        if masks is not None and (len(masks) != rows or any(mask >> columns for mask in masks)):
+            return f"{self.name} must hold {rows} bitmasks below 2^{columns}"
+        return None
+
+
+def parts(default: tuple[int, ...] = (), **more: Any) -> Any:
+    return declared(Parts(default=default, **more))
+
+
+def order(of: str) -> Any:
+    return declared(Order(default=(), of=of))
+
+
+def table(rows: str, columns: str, written_out: Callable[[Any], Any], **more: Any) -> Any:
+    return declared(Table(default=(), rows=rows, columns=columns, written_out=written_out, **more))
+
+
+def bitmasks(rows: str, columns: str, written_out: Callable[[Any], Any]) -> Any:
+    return declared(Bitmasks(default=None, rows=rows, columns=columns, written_out=written_out))

@@ -1,0 +1,241 @@
+"""One function on one implementation: the cases that its axes, its signature and its family's shapes give.
+
+All choices of cases are made here, for every family alike: random cases, covering arrays, far
+addresses, the walk to smaller cases.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import strategies as st
+
+from conformance.core.axes import Axis, Changes, Dtype, Size
+from conformance.core.case import Case, axes_of
+from conformance.core.covering import Covered, covering
+from conformance.core.space import Space
+from conformance.core.tensors import DTYPES
+
+if TYPE_CHECKING:
+    from conformance.core.contract import Contract, Signature
+
+# dtypes of at most two bytes: 2³¹ of their elements have addresses in 4 GiB
+NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8", "bool", "int16")
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """One function's choices that no axis can make: fields that depend on each other, sizes that always run."""
+
+    drawn: Callable[["Scope"], st.SearchStrategy[Changes]] = lambda scope: st.just({})  # axes draw the other fields
+    affordable: Callable[[Any, "Scope"], Any] = lambda case, scope: case  # the case without what takes too long
+    covered: Changes = field(default_factory=dict)  # fields of all cases of the covering array
+    together: Callable[["Scope"], dict[str, list[Changes]]] = lambda scope: {}  # fields covered as one axis
+    more: Callable[["Scope", list[Case]], list[Case]] = lambda scope, others: []  # run with the covering array
+    always: Callable[["Scope"], list[Any]] = lambda scope: []  # fields of cases that always run, or whole cases
+    far: Changes = field(default_factory=dict)  # fields of far cases, besides three of every size in narrow dtypes
+    illegal: Changes = field(default_factory=lambda: {"tokens": 2, "experts": 2})  # fields of illegal calls
+    weight: float = 1  # how much of a run the function has
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A contract with a signature, and what one implementation takes."""
+
+    contract: "Contract[Any]"
+    space: Space
+
+    @property
+    def function(self) -> str:
+        return self.contract.function
+
+    @property
+    def signature(self) -> "Signature":
+        assert self.contract.signature is not None
+        return self.contract.signature
+
+    @property
+    def weight(self) -> float:
+        return self.contract.shapes.weight
+
+    @property
+    def illegal(self) -> Changes:
+        """The fields of illegal calls."""
+        return self.contract.shapes.illegal
+
+    @cached_property
+    def axes(self) -> list[Axis]:
+        """The axes that a call of the function depends on."""
+        return [axis for axis in axes_of(self.contract.case_type).values() if axis.live(self.signature)]
+
+    @cached_property
+    def live(self) -> set[str]:
+        """The fields that matter."""
+        return {axis.name for axis in self.axes} | {"layout_of", "law"}
+
+    def laws(self, case: Case) -> list[str]:
+        """The laws that apply to the case on this device; never none."""
+        laws = self.contract.laws.values()
+        return [law.name for law in laws if law.device in ("", self.space.device) and law.applies(case)]
+
+    # ---- which cases fit
+
+    def accepts(self, argument: str) -> bool:
+        """Whether the implementation, or its producer, takes the keyword argument."""
+        owner = self.function if argument in self.signature.names else self.signature.producer or self.function
+        return self.space.accepts(owner, argument)
+
+    def takes(self, case: Case) -> bool:
+        """Whether the implementation takes the arguments, the gradients and the layout of the case."""
+        if case.grads and self.function in self.space.not_differentiable:
+            return False
+        if case.layout != "contiguous" and self.function in self.space.contiguous_only:
+            return False
+        if self.function not in self.space.without and self.signature.producer not in self.space.without:
+            return True
+        named = [a.argument for a in self.axes if a.argument and getattr(case, a.name) != a.default]
+        given = [x.name for x in self.signature.inputs if x.optional and x.given(case)]
+        return all(self.accepts(argument) for argument in (*named, *given, *case.arguments()))
+
+    def refused(self, case: Case) -> str | None:
+        """Why the case is no call of the function, on any implementation; None: it is one."""
+        return self.signature.fits(case)
+
+    def fits(self, case: Case) -> bool:
+        return self.signature.fits(case) is None and self.takes(case)
+
+    def case(self, fields: Changes) -> Any:
+        """The case with these fields, as far as the function has a use for them; it need not fit."""
+        used = {name: value for name, value in fields.items() if name in self.live}
+        return self.contract.case_type(function=self.function, **used)
+
+    def mended(self, case: Any) -> Any:
+        """The nearest case that fits: field by field, a value that does not fit the fields before it gives way."""
+        if self.fits(case):
+            return case
+        kept = type(case)(**{name: getattr(case, name) for name in ("function", "law", "golden", "illegal")})
+        for axis in axes_of(type(case)).values():
+            candidates = (_changed(kept, changes) for changes in axis.nearest(case, kept))
+            kept = next((other for other in candidates if other and self.fits(other)), kept)
+        return kept
+
+    # ---- cases near another
+
+    def smaller(self, case: Any) -> Iterator[Any]:
+        """Simpler cases, the boldest first: without the law, each setting at its default, less of each field."""
+        axes = axes_of(type(case)).values()
+        plainer = (changes for axis in axes for changes in axis.plainer(case))
+        smaller = (changes for axis in axes for changes in axis.smaller(case))
+        for changes in ({"law": ""}, *plainer, *smaller):
+            changed = _changed(case, changes)
+            other = self.mended(changed) if changed else case
+            if other != case:
+                yield other
+
+    def neighbour(self, case: Any) -> Any:
+        """Another call of the function: other values, other settings."""
+        changes: Changes = {"golden": "", "law": ""}
+        for axis in self.axes:
+            changes |= axis.other(case)
+        return self.mended(replace(case, **changes))
+
+    # ---- chosen cases
+
+    def drawn(self) -> st.SearchStrategy[Any]:
+        """Random cases: the family's shapes, every other axis by itself, mended; a law that applies."""
+        axes = [(axis.name, axis.drawn(self.signature)) for axis in self.axes]
+        shapes = self.contract.shapes
+
+        @st.composite
+        def drawn(draw: st.DrawFn) -> Any:
+            fields = draw(shapes.drawn(self))
+            for name, changes in axes:
+                if name not in fields:
+                    fields = fields | draw(changes)
+            case = self.mended(shapes.affordable(self.case(fields), self))
+            return replace(case, law=draw(st.sampled_from(self.laws(case))))
+
+        return drawn()
+
+    def covering(self) -> Covered:
+        """The covering array of all axes; laws go round over its cases."""
+        return self.array(self.contract.shapes.covered, self.contract.shapes.together(self))
+
+    def array(self, base: Changes, together: dict[str, list[Changes]], only: Collection[str] | None = None) -> Covered:
+        """A covering array over cases with the fields of `base`.
+
+        Args:
+            together: fields covered as one axis, with their values; a value that is a function is called with the case.
+            only: the axes to cover; None: all.
+        """
+        axes = self.covered_axes(base, together, only)
+        rows, pairs, impossible = covering(axes, lambda row: self.fits(self.row(base, row)))
+        cases = [self.row(base | {"seed": index}, row) for index, row in enumerate(rows)]
+        return Covered(self.lawful(cases), pairs, impossible)
+
+    def covered_axes(
+        self, base: Changes, together: dict[str, list[Changes]], only: Collection[str] | None = None
+    ) -> dict[str, tuple[tuple[tuple[str, Any], ...], ...]]:
+        """The finite axes and their values that the implementation takes, each a tuple of changes."""
+        joint = {name for values in together.values() for changes in values for name in changes}
+        covered = {axis.name: axis.covered(self.signature) for axis in self.axes if axis.name not in joint} | together
+        taken = {
+            name: tuple(tuple(changes.items()) for changes in values if self.takes(self.row(base, {name: changes})))
+            for name, values in covered.items()
+            if only is None or name in only
+        }
+        return {name: values for name, values in taken.items() if len(values) > 1}
+
+    def row(self, base: Changes, row: dict[str, Any]) -> Any:
+        """The case of a row of the covering array."""
+        changes = base | {name: value for values in row.values() for name, value in dict(values).items()}
+        late = {name: value for name, value in changes.items() if callable(value)}
+        case = self.case({name: value for name, value in changes.items() if name not in late})
+        return replace(case, **{name: value(case) for name, value in late.items()}) if late else case
+
+    def more(self, others: list[Case]) -> list[Case]:
+        """The family's cases that run with the covering array."""
+        return self.contract.shapes.more(self, others)
+
+    def always(self) -> list[Any]:
+        """The family's shapes, with every optional input and every gradient; laws go round."""
+        given = self.contract.shapes.always(self)
+        shapes = [self.fullest(one) for one in given if not isinstance(one, Case)]
+        return [*self.lawful(shapes), *(one for one in given if isinstance(one, Case))]
+
+    def fullest(self, fields: Changes) -> Any:
+        """A case with these fields, and with every optional input and every gradient that the implementation takes."""
+        known = axes_of(self.contract.case_type)
+        given: Changes = {}
+        for x in self.signature.inputs:
+            if x.optional in known:
+                values = (changes[x.optional] for changes in known[x.optional].covered(self.signature))
+                given[x.optional] = next((value for value in values if value), known[x.optional].default)
+        case = self.mended(self.case(given | fields))
+        return self.mended(replace(case, grads=self.signature.all_gradients(case)))
+
+    def far(self) -> list[Any]:
+        """Three of every size, in narrow dtypes: each input and cotangent far in each of its dimensions."""
+        fields: Changes = {}
+        for axis in self.axes:
+            if isinstance(axis, Size):
+                fields[axis.name] = 3
+            elif isinstance(axis, Dtype):
+                given = [value for value in axis.allowed(self.signature, axis.values) if value]
+                fields[axis.name] = min(given, key=lambda name: DTYPES[name].itemsize, default=axis.default)
+        base = self.fullest(fields | self.contract.shapes.far)
+        placed = [replace(base, layout=layout, layout_of=name) for name, layout in self.signature.layouts(far=True)]
+        return [case for case in placed if self.fits(case)]
+
+    def lawful(self, cases: list[Any]) -> list[Any]:
+        """The cases with laws that apply, which go round."""
+        return [replace(case, law=self.laws(case)[i % len(self.laws(case))]) for i, case in enumerate(cases)]
+
+
+def _changed(case: Any, changes: Changes) -> Any:
+    """The case with other fields; None if a field may not have that value."""
+    try:
+        return replace(case, **changes)
+    except ValueError:
+        return None
