@@ -49,7 +49,7 @@ def _call(name: str) -> str:
         f"{name}{inspect.signature(getattr(imported('moe_ref'), name))}",
     )
     return (
-        text.replace(": moe_ref.dispatch.exchange.Handle", "")
+        re.sub(r": moe_ref\.dispatch\.\w+\.\w+Handle", "", text)
         .replace("torch.", "")
         .replace("moe_ref.config.", "")
         .replace("moe_ref.permutation.", "")

@@ -1,8 +1,14 @@
 """AlltoAll: each copy of a token travels by itself to the rank of its expert.
 
+    layout   by expert, then tensor rank, then source, then token; with a capacity, chunks of that size
+    mover    each copy to the rank of its expert, and to all ranks that hold shards of it
+    tree     Σ shards in the probs' dtype → round → Σ experts → round
+
 Mirrors `MoEAlltoAllTokenDispatcher` of megatron.core.transformer.moe.token_dispatcher.
+Differs: docs/differences.md#dispatchers.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,6 +22,14 @@ from moe_ref.dispatch.trees import sum_flat, sum_ranks
 from moe_ref.rounding import accumulator_dtype
 
 
+@dataclass(frozen=True)
+class AllToAllHandle(Handle):
+    """`Handle`, with the shards of an expert and the dtype in which they add: the probs', or None without probs."""
+
+    reduce_dtype: torch.dtype | None
+    shards: int
+
+
 def alltoall_dispatch(
     tokens: PerRank[Tensor],
     routing_map: PerRank[Tensor],
@@ -24,29 +38,23 @@ def alltoall_dispatch(
     expert_tensor_parallel: int = 1,
     capacity: int | None = None,
 ) -> list[Dispatched]:
-    """Permute the copies by expert, send each chunk to the rank of its expert, and sort what arrives by local expert.
+    """Permute the copies by expert, send each chunk to the rank of its expert, and sort arrivals by local expert.
 
         rows_w = [tokens_s[t] for e in experts of w for s in sources for t in tokens of s if routing_map_s[t, e]]
 
-    Ranks are r = ep · ETP + tp. Rank (ep, tp) sends to the ranks (…, tp) and gathers from the ranks (ep, …): all ETP of these then hold the
-    same rows, and the sources stand in the order (tp, ep). With ETP = 1 that is the order of the ranks.
-
-    Without `capacity` every routed copy is sent. A router that drops tokens over a capacity says so in its map, and then the same holds.
-    With `capacity` (drop and pad) every source has exactly C = `capacity` rows for each expert, as in `permute`: its first C routed tokens,
-    then unrouted tokens with their own values and probabilities, then rows of zeros. Their sizes are known before anything is routed.
+    Ranks are r = ep · ETP + tp. Rank (ep, tp) sends to the ranks (…, tp) and gathers from the ranks (ep, …), which then
+    hold the same rows; sources are in the order (tp, ep). With `capacity` (drop and pad) every source has exactly that
+    many rows per expert, chosen as in `permute`; their sizes are known before anything is routed.
 
     Args:
-        tokens: [T_r,H] of each rank, any dtype; copied bit by bit. T_r differs from rank to rank and may be 0.
+        tokens: [T_r,H] of each rank, any dtype; copied bit by bit. T_r differs between ranks and may be 0.
         routing_map: [T_r,E], bool or integers 0 and 1.
         probs: [T_r,E] floating point, or None.
         expert_tensor_parallel: ETP, a divisor of the ranks.
         capacity: rows; a positive integer or None.
 
-    Returns:
-        `Dispatched` of each rank; `tokens_per_expert` is C·W each with a capacity.
-
-    Rounding: none in the forward. dtokens is added like combine's rows, shards first and then experts, but between shards in the tokens' dtype.
-    dprobs is moved back; the shards of an expert are added in the accumulator dtype, where a reduce-scatter of real ranks adds in the probs' own.
+    Rounding: none. dtokens takes combine's tree, but adds shards in the tokens' dtype. dprobs is moved back; shards are
+    added in the accumulator dtype.
 
     Raises:
         ValueError: see `moe_ref.config.check_dispatch`.
@@ -55,25 +63,21 @@ def alltoall_dispatch(
     shards = expert_tensor_parallel
     flat = partial(flatten_experts, expert_parallel=len(tokens) // shards, expert_tensor_parallel=shards)
     sources = tuple(rank for tp in range(shards) for rank in range(tp, len(tokens), shards))
-    plan = plan_of_maps([flat(own) for own in routing_map], Layout(sources=sources, chunk=capacity))
-    row_tokens = tuple(plan.row_tokens(rank) for rank in range(plan.ranks))
-
-    def add(gradients: list[Tensor]) -> list[Tensor]:
-        return _sum_shards_then_experts(gradients, row_tokens, plan.tokens, shards, gradients[0].dtype)
-
-    rows = move(tokens, row_tokens, add)
-    row_probs = move_probs(None if probs is None else [flat(own) for own in probs], plan)
+    plan = plan_of_maps([flat(map_TE) for map_TE in routing_map], Layout(sources=sources, chunk=capacity))
+    row_tokens = plan.row_tokens_of_ranks()
+    tree = partial(_sum_shards_then_experts, row_tokens=row_tokens, tokens=plan.tokens, shards=shards)
+    rows = move(tokens, row_tokens, partial(tree, between=tokens[0].dtype))
+    row_probs = move_probs(None if probs is None else [flat(probs_TE) for probs_TE in probs], plan)
     between = None if probs is None else probs[0].dtype
-    handles = [Handle("alltoall", rank, plan, row_tokens, between, shards) for rank in range(plan.ranks)]
-    return [
-        Dispatched(rows[w], row_probs[w], plan.length_WL[w], handles[w], plan.overflow_W[w]) for w in range(plan.ranks)
-    ]
+    handles = [AllToAllHandle(rank, plan, row_tokens, between, shards) for rank in range(plan.ranks)]
+    results = zip(rows, row_probs, plan.length_WL, handles, plan.overflow_W, strict=True)
+    return [Dispatched(*fields) for fields in results]
 
 
-def alltoall_combine(rows: PerRank[Tensor], handles: PerRank[Handle]) -> list[Tensor]:
+def alltoall_combine(rows: PerRank[Tensor], handles: PerRank[AllToAllHandle]) -> list[Tensor]:
     """Add the shards of each row, send the rows back, and add each token's rows.
 
-        sum[i] = round(rows_(ep,0)[i] + rows_(ep,1)[i] + …)           only with ETP > 1, in the dtype of the probs that dispatch was given
+        sum[i] = round(rows_(ep,0)[i] + rows_(ep,1)[i] + …)           only with ETP > 1, in the dtype of dispatch's probs
         y[g]   = round(Σ_{i: row i came from g} sum[i])               in the accumulator dtype, experts ascending
 
     Args:
@@ -81,19 +85,17 @@ def alltoall_combine(rows: PerRank[Tensor], handles: PerRank[Handle]) -> list[Te
         handles: as this implementation's `alltoall_dispatch` returned them.
 
     Returns:
-        [T_r,H] of each rank, in the dtype of the rows. A token without rows is 0. With a capacity the rows of unrouted tokens count: it is
-        their probability, 0 from any router, that keeps them silent. Rows of zeros behind them are not read.
+        [T_r,H] of each rank, in the dtype of the rows. A token without rows is 0. With a capacity the rows of unrouted
+        tokens count: a router gives them probability 0. Rows of zeros after them are not read.
 
     Rounding: as above, to the dtype of the rows; without probs shards are added in the accumulator dtype.
 
     Raises:
         ValueError: handles of another call, or rows of other shapes.
     """
-    plan = plan_of(handles, "alltoall", rows)
-    between = handles[0].reduce_dtype or accumulator_dtype(rows[0].dtype)
-    return _sum_shards_then_experts(
-        rows, handles[0].row_tokens, plan.tokens, handles[0].expert_tensor_parallel, between
-    )
+    plan, handle = plan_of(handles, AllToAllHandle, rows), handles[0]
+    between = handle.reduce_dtype or accumulator_dtype(rows[0].dtype)
+    return _sum_shards_then_experts(rows, handle.row_tokens, plan.tokens, handle.shards, between)
 
 
 def _sum_shards_then_experts(

@@ -1,11 +1,17 @@
-"""HybridEP: each token travels once to each rank that wants it, and permute and unpermute are part of the way.
+"""HybridEP: each token travels once to each rank with an expert for it; permute and unpermute are part of the transfer.
 
-Mirrors `dispatch_with_permute` and `combine_with_unpermute` of deep_ep.HybridEPBuffer, and `hybrid_ep_dispatch` and `hybrid_ep_combine` of
-megatron.core.transformer.moe.fused_a2a. Whether the library fuses permutation into the transfer or runs it behind must not be seen. With
+    layout   by expert, then source, then token, segments aligned, in a budget of rows
+    mover    each token to each rank that wants it; its copies to their places in that rank's buffer
+    tree     Σ experts of a rank → round → Σ ranks → round
+
+Whether the library fuses permutation into the transfer or runs it afterwards does not change a bit of the result. With
 expert tensor parallelism the experts are those of `flatten_experts`.
+
+Mirrors `dispatch_with_permute` and `combine_with_unpermute` of deep_ep.HybridEPBuffer, and `hybrid_ep_dispatch` and
+`hybrid_ep_combine` of megatron.core.transformer.moe.fused_a2a. Differs: docs/differences.md#dispatchers.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +25,18 @@ from moe_ref.config import (
     check_budget,
     check_dispatch,
     check_rank_probs,
-    check_tokens,
     check_wire_recipe,
-    require,
 )
-from moe_ref.dispatch.exchange import Handle, move, move_probs, plan_of, row_cells
+from moe_ref.dispatch.exchange import Handle, Tree, check_resent, move, move_probs, plan_of
 from moe_ref.dispatch.plan import Layout, RoutePlan, plan_of_maps
 from moe_ref.dispatch.trees import sum_experts_then_ranks
-from moe_ref.permutation.permute import sum_rows
+from moe_ref.permutation.rows import sum_rows
 from moe_ref.quantization.quantize import quantize
 from moe_ref.rounding import accumulator_dtype
+
+
+class HybridEPHandle(Handle):
+    """`Handle` of `hybridep_dispatch`."""
 
 
 def hybridep_dispatch(
@@ -42,38 +50,24 @@ def hybridep_dispatch(
 ) -> list[Dispatched]:
     """Send each token to the ranks that want it, and write its copies where the experts read them.
 
-        pad[e]     = c[e] rounded up to `align`,   c[e] the copies that local expert e is sent from all ranks
-        start[e]   = Σ_{j<e} pad[j]                (of what was asked for, not of what is kept)
+        pad[e]     = c[e] rounded up to `align`,   c[e] the copies for local expert e from all ranks
+        start[e]   = Σ_{j<e} pad[j]                (of the copies routed, not of those kept)
         slot(g, e) = start[e] + number of tokens g' < g that want e
         kept       : slot < `num_rows`;            n[e] = clamp(num_rows - start[e], 0, c[e])
         overflow   = start[last] + c[last] > num_rows
 
-    So of a budget that is too small the last experts lose first, and of an expert the last ranks and tokens; what stays stands where it would
-    stand without a budget. Padding rows are zero, with probability 0. Rows behind the last segment are unspecified (zero here).
-
-    With a recipe the rows come as 1×128 codes and scales:
-
-        quantized = quantize(rows, recipe, splits=tokens_per_expert)
-
-    A scale depends on its own row alone, so that a token may as well be quantised once, before it is sent: codes and scales that travel as
-    bytes are the same bits, and are about half as many as those of bfloat16. Padding has the codes and scales of zeros.
+    Padding rows are zero, with probability 0. Rows past the last segment are unspecified (zero here). With a recipe the
+    rows are quantize(rows, recipe, splits=tokens_per_expert): codes and scales of 1×128 blocks. Scales depend on their
+    own row alone, so a token may be quantised once, before it is sent.
 
     Args:
-        tokens: [T_r,H] of each rank, any dtype; copied bit by bit. HybridEP needs the same T_r everywhere, and
-            Megatron makes it so by tokens that nobody wants, which change no rank's rows; here it is any.
-        routing_map: [T_r,E], bool or integers 0 and 1. Its index form is `indices_to_multihot` of this.
-        probs: [T_r,E] floating point (HybridEP takes float32), or None. A routed token whose probability is 0 is sent like any other.
-        align: rows; a positive integer, or None for 1.
-        num_rows: rows of every rank's buffer, a multiple of `align`; None for as many as needed.
-        recipe: of scaling "block", or None for rows as they are. The role is "input". (HybridEP is given codes and scales by its caller.)
+        tokens: [T_r,H] of each rank, any dtype; copied bit by bit.
+        routing_map: [T_r,E], bool or integers 0 and 1.
+        probs: [T_r,E] floating point, or None. A routed token of probability 0 is sent like any other.
+        align, num_rows: rows; `num_rows` of every rank's buffer, a multiple of `align`; None for 1, for as many as needed.
+        recipe: of scaling "block", role "input"; None for rows as they are. `amax` of the rows is then unspecified.
 
-    Returns:
-        `Dispatched` of each rank; `tokens_per_expert` are pad[e], as far as they are inside the buffer. Without a budget nothing overflows
-        (HybridEP then leaves its flag unwritten). With a recipe `rows` are opaque, for `codes`, `scales` and `dequantize`; what `amax` says of
-        them is unspecified, for it does not travel.
-
-    Rounding: none in the forward, but that of `quantize`. The gradient of tokens is `hybridep_combine` of the rows' gradient, or straight
-    through of that of `dequantize(rows)`, which is not quantised; that of probs is moved.
+    Rounding: none but `quantize`'s. dtokens is `hybridep_combine` of drows, of dequantize(rows) straight through.
 
     Raises:
         ValueError: see `moe_ref.config`: check_dispatch, check_budget, check_wire_recipe.
@@ -82,49 +76,40 @@ def hybridep_dispatch(
     check_budget(align, num_rows)
     check_wire_recipe(recipe, tokens)
     plan = plan_of_maps(routing_map, Layout(align=align, num_rows=num_rows))
-    row_tokens = tuple(plan.row_tokens(rank) for rank in range(plan.ranks))
-    rows: list[Any] = move(tokens, row_tokens, _tree(row_tokens, plan))
+    row_tokens = plan.row_tokens_of_ranks()
+    rows: list[Any] = move(tokens, row_tokens, _tree(row_tokens, plan, tokens[0].dtype))
     if recipe is not None:
-        rows = [
-            quantize(own, recipe, splits=lengths).quantized for own, lengths in zip(rows, plan.length_WL, strict=True)
-        ]
+        segments = zip(rows, plan.length_WL, strict=True)
+        rows = [quantize(rows_PH, recipe, splits=length_L).quantized for rows_PH, length_L in segments]
     row_probs = move_probs(probs, plan)
-    handles = [Handle("hybridep", rank, plan, row_tokens) for rank in range(plan.ranks)]
-    return [
-        Dispatched(rows[w], row_probs[w], plan.length_WL[w], handles[w], plan.overflow_W[w]) for w in range(plan.ranks)
-    ]
+    handles = [HybridEPHandle(rank, plan, row_tokens) for rank in range(plan.ranks)]
+    results = zip(rows, row_probs, plan.length_WL, handles, plan.overflow_W, strict=True)
+    return [Dispatched(*fields) for fields in results]
 
 
-def hybridep_cached_dispatch(tokens: PerRank[Tensor], handles: PerRank[Handle]) -> list[Tensor]:
-    """The rows of `hybridep_dispatch` for other tokens of the same routing. It is the transpose of combine, and so combine's gradient.
+def hybridep_cached_dispatch(tokens: PerRank[Tensor], handles: PerRank[HybridEPHandle]) -> list[Tensor]:
+    """The rows of `hybridep_dispatch` for other tokens of the same routing: the transpose, and the gradient, of combine.
 
     Raises:
         ValueError: handles of another call, or other numbers of tokens.
-
-    Source: dispatch_with_permute with a handle.
     """
-    plan = plan_of(handles, "hybridep")
-    check_tokens(tokens)
-    require(
-        tuple(map(len, tokens)) == plan.tokens,
-        "tokens",
-        f"of {[len(own) for own in tokens]} rows",
-        f"of {list(plan.tokens)} rows, as the handles say",
-    )
-    return move(tokens, handles[0].row_tokens, _tree(handles[0].row_tokens, plan))
+    plan, row_tokens = plan_of(handles, HybridEPHandle), handles[0].row_tokens
+    check_resent(tokens, plan)
+    return move(tokens, row_tokens, _tree(row_tokens, plan, tokens[0].dtype))
 
 
 def hybridep_combine(
-    rows: PerRank[Tensor], handles: PerRank[Handle], *, probs: PerRank[Tensor] | None = None
+    rows: PerRank[Tensor], handles: PerRank[HybridEPHandle], *, probs: PerRank[Tensor] | None = None
 ) -> list[Combined]:
     """Add each token's rows on every rank, send the sums back, and add those. No probability is applied.
 
         part_w[g]   = round(Σ_{local experts e of w, ascending, (g, e) kept} rows_w[slot(g, e)])
         tokens[g]   = round(Σ_{w ascending} part_w[g])
-        probs[g, e] = probs_w[slot(g, e)], 0 where that was not kept
+        probs[g, e] = probs_w[slot(g, e)], 0 if that was not kept
 
     Args:
-        rows: [P_r,H] floating point of each rank, in the order of dispatch's rows. Padding rows and those behind them are not read.
+        rows: [P_r,H] floating point of each rank, in the order of dispatch's rows. Padding rows, and rows past the last
+            segment, are not read.
         handles: as this implementation's `hybridep_dispatch` returned them.
         probs: [P_r] floating point of each rank, or None.
 
@@ -136,17 +121,18 @@ def hybridep_combine(
     Raises:
         ValueError: handles of another call, or rows of other shapes.
     """
-    plan = plan_of(handles, "hybridep", rows)
-    tokens = _tree(handles[0].row_tokens, plan)(list(rows))
+    plan = plan_of(handles, HybridEPHandle, rows)
+    tokens = _tree(handles[0].row_tokens, plan, rows[0].dtype)(list(rows))
     if probs is None:
-        return [Combined(own, None) for own in tokens]
+        return [Combined(tokens_TH, None) for tokens_TH in tokens]
     check_rank_probs(probs, [row.new_empty(len(row)) for row in rows])
     num_experts = plan.ranks * plan.local_experts
-    cells = torch.cat([row_cells(plan, rank) for rank in range(plan.ranks)])
+    cells = torch.cat([plan.row_cells(rank) for rank in range(plan.ranks)])
     prob_GE = sum_rows(torch.cat(list(probs)), cells, sum(plan.tokens) * num_experts).reshape(-1, num_experts)
-    return [Combined(own, own_probs) for own, own_probs in zip(tokens, prob_GE.split(list(plan.tokens)), strict=True)]
+    return [Combined(*fields) for fields in zip(tokens, prob_GE.split(list(plan.tokens)), strict=True)]
 
 
-def _tree(row_tokens: PerRank[Tensor], plan: RoutePlan) -> Callable[[list[Tensor]], list[Tensor]]:
+def _tree(row_tokens: PerRank[Tensor], plan: RoutePlan, dtype: torch.dtype) -> Tree:
     """Combine's tree: experts of a rank, rounded, then ranks, rounded, both in the accumulator dtype."""
-    return lambda rows: sum_experts_then_ranks(rows, row_tokens, plan.tokens, accumulator_dtype(rows[0].dtype))
+    between = accumulator_dtype(dtype)
+    return partial(sum_experts_then_ranks, row_tokens=row_tokens, tokens=plan.tokens, between=between)

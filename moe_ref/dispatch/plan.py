@@ -1,10 +1,11 @@
-"""The plan of who sends which row where, in integers: the one thing that all dispatchers have in common.
+"""The plan: which copy of which token goes to which row of which rank, in integers. All dispatchers share it.
 
-A dispatcher is a layout (where rows stand), a mover (how bytes get there) and a reduction tree (how they are added on their way back).
-The layout is a pure function of the routing of all ranks. It is written down here, once; `moe_ref.dispatch` adds movers and trees.
+A dispatcher is a layout (where rows are), a mover (how bytes get there) and a reduction tree (how rows are added on
+the way back). The layout is a pure function of the routing of all ranks and is computed here; `moe_ref.dispatch` adds
+movers and trees.
 
-The world has W ranks. Rank r brings T_r tokens, any number, 0 included; they are numbered through in the order of the ranks, so that
-token t of rank r is number g = T_0 + … + T_{r-1} + t of G. Rank w holds the experts w·L … w·L + L - 1 of E = W·L.
+The world has W ranks. Rank r brings T_r tokens, any number, 0 included. Tokens are numbered over all ranks: token t of
+rank r is number g = T_0 + … + T_{r-1} + t of G. Rank w holds the experts w·L … w·L + L - 1 of E = W·L.
 """
 
 from collections.abc import Sequence
@@ -14,41 +15,57 @@ import torch
 from torch import Tensor
 
 from moe_ref.config import PerRank, check_expert_split, check_index_values, check_map, require
-
-NOWHERE = -1  # the row of a copy that was dropped; the copy, the token or the expert of a row that holds none
+from moe_ref.permutation.rows import PADDING
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the copies that reach a rank stand in its buffer: by expert, in an expert by source, in a source by token and slot."""
+    """The order of copies in a rank's buffer: by expert, then by source rank, then by token and slot.
 
-    sources: tuple[int, ...] | None = None  # the order of the sources in an expert's segment; None for ascending
-    chunk: int | None = (
-        None  # rows of every (expert, source), however many were routed: drop and pad; None for as many as were routed
-    )
-    align: int | None = None  # every segment's length is a multiple of it; None for 1
-    segment: int | None = None  # rows of every segment: a slab; None for as many as its chunks have, aligned
-    num_rows: int | None = None  # rows of the buffer: a budget; None for as many as its segments have
+    Expert 0 of two ranks; copies of the tokens 0, 1 come from rank 0, of 2 from rank 1; 3 on rank 1 is not routed:
+
+        Layout()                 0 1 2
+        Layout(sources=(1, 0))   2 0 1
+        Layout(chunk=2)          0 1 2 3        a chunk is filled by unrouted tokens
+        Layout(chunk=1)          0 2            and copies past it are dropped
+        Layout(align=4)          0 1 2 -1
+        Layout(segment=5)        0 1 2 -1 -1
+        Layout(num_rows=2)       0 1            the buffer ends here
+    """
+
+    sources: tuple[int, ...] | None = None  # order of the sources in a segment; None: ascending
+    chunk: int | None = None  # rows per (expert, source): drop and pad; None: as many as were routed
+    align: int | None = None  # each segment's length is a multiple of it; None: 1
+    segment: int | None = None  # rows per segment: a slab; None: the rows of its chunks, aligned
+    num_rows: int | None = None  # rows of the buffer: a budget; None: the rows of its segments
 
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """Every copy of a token that an expert asks for, and the row that it gets; R copies in all.
+    """Every copy of a token that some expert asks for, and its row; R copies in all.
 
-    Copies stand in ascending (token, slot). Copies that nobody asked for but drop and pad sends all the same stand behind them.
+    Copies ascend by (token, slot); copies that only fill chunks follow. Two ranks of two tokens and two experts each,
+    Layout(align=2), the experts of the tokens 0 … 3 being 0 2, 0, 0 3, 2:
+
+        token_R  = 0 0 1 2 2 3      count_WE  = 2 0 1 0, 1 0 1 1
+        slot_R   = 0 1 0 0 1 0      start_WL  = 0 4, 0 2
+        expert_R = 0 2 0 0 3 2      kept_WL   = 3 0, 2 1
+        row_R    = 0 0 1 2 2 1      length_WL = 4 0, 2 2      num_rows = 4 4
+
+    Its `row_tokens` are 0 1 2 -1 on rank 0 and 0 3 2 -1 on rank 1.
     """
 
     tokens: tuple[int, ...]  # T of each rank
     local_experts: int  # L
-    token_R: Tensor  # number of the token, among all ranks' tokens
-    slot_R: Tensor  # which of the token's slots asked
+    token_R: Tensor  # number of the token, over all ranks
+    slot_R: Tensor  # the token's slot that asked
     expert_R: Tensor  # of W·L
-    routed_R: Tensor  # bool: False for a copy that only fills up a chunk
-    row_R: Tensor  # row in the buffer of rank expert // L, or NOWHERE
+    routed_R: Tensor  # bool: False for a copy that only fills a chunk
+    row_R: Tensor  # row in the buffer of rank expert // L, or PADDING for a dropped copy
     count_WE: Tensor  # copies that each source was asked to send to each expert
     start_WL: Tensor  # first row of each expert's segment
-    kept_WL: Tensor  # copies of each expert that have a row, those that fill up a chunk included
-    length_WL: Tensor  # rows of each expert's segment that are inside the buffer, padding included
+    kept_WL: Tensor  # copies of each expert that have a row, fillers of chunks included
+    length_WL: Tensor  # rows of each expert's segment inside the buffer, padding included
     overflow_W: Tensor  # bool: some routed copy has no row on that rank
     num_rows: tuple[int, ...]  # P of each rank
 
@@ -57,23 +74,31 @@ class RoutePlan:
         return len(self.tokens)
 
     def copies(self, rank: int) -> Tensor:
-        """[P]: the copy that stands in each row of the rank's buffer, or NOWHERE."""
-        here = ((self.row_R != NOWHERE) & (self.expert_R // self.local_experts == rank)).nonzero().flatten()
-        copy_P = torch.full((self.num_rows[rank],), NOWHERE, device=here.device)
+        """[P]: the copy in each row of the rank's buffer, or PADDING."""
+        here = ((self.row_R != PADDING) & (self.expert_R // self.local_experts == rank)).nonzero().flatten()
+        copy_P = torch.full((self.num_rows[rank],), PADDING, device=here.device)
         return copy_P.index_copy(0, self.row_R[here], here)
 
     def row_tokens(self, rank: int) -> Tensor:
-        """[P]: the token that stands in each row of the rank's buffer, or NOWHERE."""
+        """[P]: the token in each row of the rank's buffer, or PADDING."""
         return _look_up(self.token_R, self.copies(rank))
 
+    def row_tokens_of_ranks(self) -> tuple[Tensor, ...]:
+        """`row_tokens` of every rank."""
+        return tuple(self.row_tokens(rank) for rank in range(self.ranks))
+
+    def row_cells(self, rank: int) -> Tensor:
+        """[P]: token · E + expert of each row of the rank's buffer, or PADDING: its entry of the flattened probs."""
+        return _look_up(self.token_R * self.ranks * self.local_experts + self.expert_R, self.copies(rank))
+
     def provenance(self, rank: int) -> Tensor:
-        """[P,3]: source rank, token on that rank, and expert of each row of the rank's buffer, or NOWHERE three times."""
+        """[P,3]: source rank, token on that rank, and expert of each row of the rank's buffer, or PADDING."""
         source_G, local_G = owners(self.tokens, self.token_R.device)
         copy_P, columns = self.copies(rank), (source_G[self.token_R], local_G[self.token_R], self.expert_R)
         return torch.stack([_look_up(column, copy_P) for column in columns], dim=1)
 
     def distinct_tokens(self, rank: int) -> Tensor:
-        """[D]: the tokens that some expert of the rank asks for, once each, ascending: what is left when duplicates are removed."""
+        """[D]: the tokens that some expert of the rank asks for, once each, ascending."""
         return self.token_R[self.routed_R & (self.expert_R // self.local_experts == rank)].unique()
 
     def sends(self) -> Tensor:
@@ -84,42 +109,33 @@ class RoutePlan:
 def plan_of_maps(routing_maps: PerRank[Tensor], layout: Layout | None = None) -> RoutePlan:
     """The plan for the routing maps [T_r,E] of all ranks; a token's slots are its experts, ascending.
 
-    With `layout.chunk` every unrouted (token, expert) is a copy too, behind the routed ones: it fills its chunk where those are too few.
+    With `layout.chunk` every unrouted (token, expert) is a copy too, after the routed ones: it fills a chunk that has
+    too few of those.
     """
-    for own in routing_maps:
-        check_map(own)
-    layout = Layout() if layout is None else layout
-    routed_GE = torch.cat([own != 0 for own in routing_maps])
+    for routing_map in routing_maps:
+        check_map(routing_map)
+    layout = layout or Layout()
+    routed_GE = torch.cat([routing_map != 0 for routing_map in routing_maps])
     token_R, expert_R = routed_GE.nonzero().unbind(1)
     slot_R = (routed_GE.cumsum(1) - 1)[token_R, expert_R]
     routed_R = torch.ones_like(token_R, dtype=torch.bool)
     if layout.chunk is not None:
         filler_token, filler_expert = (~routed_GE).nonzero().unbind(1)
         token_R, expert_R = torch.cat([token_R, filler_token]), torch.cat([expert_R, filler_expert])
-        slot_R, routed_R = (
-            torch.cat([slot_R, torch.full_like(filler_token, NOWHERE)]),
-            torch.cat([routed_R, torch.zeros_like(filler_token).bool()]),
-        )
-    tokens = tuple(len(own) for own in routing_maps)
+        slot_R = torch.cat([slot_R, torch.full_like(filler_token, PADDING)])
+        routed_R = torch.cat([routed_R, torch.zeros_like(filler_token, dtype=torch.bool)])
+    tokens = tuple(len(routing_map) for routing_map in routing_maps)
     return _plan(tokens, routed_GE.shape[1], token_R, slot_R, expert_R, routed_R, layout)
 
 
 def plan_of_indices(indices: PerRank[Tensor], num_experts: int, layout: Layout | None = None) -> RoutePlan:
-    """The plan for the expert indices [T_r,K] of all ranks; -1 is no expert, and an expert named twice by a token gets two copies."""
+    """The plan for the expert indices [T_r,K] of all ranks; -1 is no expert, and a repeated expert gets two copies."""
     index_GK = torch.cat(list(indices)).long()
     check_index_values(index_GK, num_experts)
-    token_R, slot_R = (index_GK != NOWHERE).nonzero().unbind(1)
-    expert_R = index_GK[token_R, slot_R]
-    tokens = tuple(len(own) for own in indices)
-    return _plan(
-        tokens,
-        num_experts,
-        token_R,
-        slot_R,
-        expert_R,
-        torch.ones_like(token_R, dtype=torch.bool),
-        Layout() if layout is None else layout,
-    )
+    token_R, slot_R = (index_GK != PADDING).nonzero().unbind(1)
+    routed_R = torch.ones_like(token_R, dtype=torch.bool)
+    tokens = tuple(len(rank_indices) for rank_indices in indices)
+    return _plan(tokens, num_experts, token_R, slot_R, index_GK[token_R, slot_R], routed_R, layout or Layout())
 
 
 def _plan(
@@ -136,10 +152,10 @@ def _plan(
         chunk[e,s]  = copies from source s to expert e               (or the layout's)
         whole[e]    = Σ_s chunk[e,s], rounded up to `align`          (or the layout's)
         start[e]    = Σ whole[e']   over the experts e' before e on the same rank
-        row(copy)   = start[e] + Σ chunk[e,s'] over the sources s' before s + copies from s to e that stand before it
+        row(copy)   = start[e] + Σ chunk[e,s'] over the sources s' before s + copies from s to e before it
 
-    A copy past its chunk, or whose row is past the buffer, is dropped. The starts do not depend on what is dropped: of a budget that is too
-    small the last experts lose first, and of an expert the last sources and tokens.
+    A copy past its chunk, or whose row is past the buffer, is dropped. The starts do not depend on what is dropped: of
+    a budget that is too small the last experts lose first, and of an expert the last sources and tokens.
     """
     ranks = len(tokens)
     check_expert_split(num_experts, ranks)
@@ -147,28 +163,20 @@ def _plan(
     require(sorted(sources) == list(range(ranks)), "sources", sources, f"an order of the ranks 0 … {ranks - 1}")
     source_G, _ = owners(tokens, token_R.device)
     turn_W = torch.tensor(sources, device=token_R.device).argsort()  # each source's place in the order
-    group_R = (
-        expert_R * ranks + turn_W[source_G[token_R]]
-    )  # copies of one group stand together: (expert, turn of the source)
+    group_R = expert_R * ranks + turn_W[source_G[token_R]]  # copies of one (expert, source) are neighbours
     groups = num_experts * ranks
 
     count_EW = torch.bincount(group_R[routed_R], minlength=groups).reshape(num_experts, ranks)
     chunk_EW = count_EW if layout.chunk is None else torch.full_like(count_EW, layout.chunk)
     whole_E = chunk_EW.sum(1) if layout.segment is None else torch.full_like(chunk_EW[:, 0], layout.segment)
     fullest = int(chunk_EW.sum(1).max())
-    require(
-        layout.segment is None or fullest <= layout.segment,
-        "segment",
-        layout.segment,
-        f"at least {fullest}, the copies that one expert gets",
-    )
+    right = f"at least {fullest}, the copies that one expert gets"
+    require(layout.segment is None or fullest <= layout.segment, "segment", layout.segment, right)
     whole_WL = round_up(whole_E, layout.align).reshape(ranks, -1)
     start_WL = exclusive_sum(whole_WL)
-    first_EW = start_WL.reshape(-1, 1) + exclusive_sum(chunk_EW)
 
     nth_R = _number_in_group(group_R, groups)
-    row_R = first_EW.flatten()[group_R] + nth_R
-
+    row_R = (start_WL.reshape(-1, 1) + exclusive_sum(chunk_EW)).flatten()[group_R] + nth_R
     limit_W = whole_WL.sum(1) if layout.num_rows is None else torch.full_like(whole_WL[:, 0], layout.num_rows)
     fits_R = (nth_R < chunk_EW.flatten()[group_R]) & (row_R < limit_W[expert_R // whole_WL.shape[1]])
     lost_E = torch.bincount(expert_R[routed_R & ~fits_R], minlength=num_experts)
@@ -179,7 +187,7 @@ def _plan(
         slot_R=slot_R,
         expert_R=expert_R,
         routed_R=routed_R,
-        row_R=torch.where(fits_R, row_R, NOWHERE),
+        row_R=torch.where(fits_R, row_R, PADDING),
         count_WE=count_EW.T[turn_W],
         start_WL=start_WL,
         kept_WL=torch.bincount(expert_R[fits_R], minlength=num_experts).reshape(ranks, -1),
@@ -207,14 +215,14 @@ def exclusive_sum(x: Tensor) -> Tensor:
 
 
 def _number_in_group(group_R: Tensor, groups: int) -> Tensor:
-    """How many copies of the same group stand before each copy."""
-    together = group_R.argsort(stable=True)
+    """The number of copies of the same group before each copy."""
+    order = group_R.argsort(stable=True)
     first = exclusive_sum(torch.bincount(group_R, minlength=groups))
-    number = torch.arange(len(group_R), device=group_R.device) - first[group_R[together]]
-    return torch.empty_like(number).index_copy(0, together, number)  # written whole: `together` is a permutation
+    number = torch.arange(len(group_R), device=group_R.device) - first[group_R[order]]
+    return torch.empty_like(number).index_copy(0, order, number)  # written whole: `order` is a permutation
 
 
 def _look_up(values_R: Tensor, copy_P: Tensor) -> Tensor:
-    """values[copy], or NOWHERE where the row holds no copy."""
-    real = copy_P != NOWHERE
-    return torch.full_like(copy_P, NOWHERE).masked_scatter(real, values_R[copy_P[real]])
+    """values[copy], or PADDING where the row holds no copy."""
+    real = copy_P != PADDING
+    return torch.full_like(copy_P, PADDING).masked_scatter(real, values_R[copy_P[real]])

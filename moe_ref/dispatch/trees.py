@@ -1,24 +1,35 @@
-"""The reduction trees: how rows of many ranks become tokens again. A tree is an order, the dtype it adds in, and where it rounds."""
+"""The reduction trees: how rows of many ranks become tokens again.
+
+A tree is an order of additions, the dtype of each addition, and the places where it rounds.
+"""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from moe_ref.config import PerRank
-from moe_ref.permutation.permute import sum_rows
+from moe_ref.permutation.rows import sum_rows
 from moe_ref.rounding import round_to
 
 
-def sum_flat(rows: PerRank[Tensor], row_tokens: PerRank[Tensor], tokens: tuple[int, ...]) -> list[Tensor]:
-    """y[g] = round(Σ_w Σ_i rows_w[i] over the rows i of g): ranks ascending, in a rank rows ascending, one rounding."""
-    total_GH = sum_rows(torch.cat(list(rows)), torch.cat(list(row_tokens)), sum(tokens))
+def sum_flat(
+    rows: PerRank[Tensor],
+    row_tokens: PerRank[Tensor],
+    tokens: tuple[int, ...],
+    biases: Sequence[PerRank[Tensor]] = (),
+) -> list[Tensor]:
+    """y[g] = round(biases[g] + Σ_w Σ_i rows_w[i] over the rows i of g): ranks ascending, rows ascending, one rounding."""
+    whole = [torch.cat(list(bias)) for bias in biases]
+    total_GH = sum_rows(torch.cat(list(rows)), torch.cat(list(row_tokens)), sum(tokens), whole)
     return list(total_GH.split(list(tokens)))
 
 
 def sum_experts_then_ranks(
     rows: PerRank[Tensor], row_tokens: PerRank[Tensor], tokens: tuple[int, ...], between: torch.dtype
 ) -> list[Tensor]:
-    """y[g] = round(Σ_w round(Σ_i rows_w[i])): inside a rank in the accumulator dtype, between ranks in the dtype `between`."""
-    parts = [sum_rows(own, own_tokens, sum(tokens)) for own, own_tokens in zip(rows, row_tokens, strict=True)]
+    """y[g] = round(Σ_w round(Σ_i rows_w[i])): in a rank in the accumulator dtype, between ranks in `between`."""
+    parts = [sum_rows(rows_P, tokens_P, sum(tokens)) for rows_P, tokens_P in zip(rows, row_tokens, strict=True)]
     return list(sum_ranks(parts, between).split(list(tokens)))
 
 

@@ -1,59 +1,44 @@
 """permute, unpermute and sort_chunks: rows in the order of their tokens, and rows in the order of their experts.
 
 Mirrors `permute`, `unpermute` and `sort_chunks_by_idxs` of megatron.core.transformer.moe.moe_utils, and
-`moe_permute_and_pad_with_probs`, `moe_unpermute` and `moe_sort_chunks_by_index_with_probs` of transformer_engine.pytorch.
+`moe_permute_and_pad_with_probs`, `moe_unpermute` and `moe_sort_chunks_by_index_with_probs` of
+transformer_engine.pytorch. Differs: docs/differences.md#permutation.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moe_ref.config import Permuted, SortedChunks, check_permute, check_sort_chunks, check_unpermute, require
+from moe_ref.permutation.rows import PADDING, take_rows
 from moe_ref.rounding import accumulator_dtype, round_to
 
-PADDING = -1  # the source token of a row that belongs to no token
+Cell = tuple[int, int]  # (token, expert): one entry of the routing map; the token is PADDING for a row of zeros
 
 
 @dataclass(frozen=True)
 class RowMap:
-    """Where each permuted row came from."""
+    """The cell of the routing map from which each permuted row came.
 
-    token_P: Tensor  # int64: the row's source token, or PADDING
-    expert_P: Tensor  # int64: the expert whose segment holds the row, or PADDING behind the last segment
-    num_tokens: int
-    num_experts: int
+    Four tokens, three experts, align=2:
 
+        routing_map = 1 0 1      expert 0 has tokens 0, 1      rows 0, 1
+                      1 1 0      expert 1 has token 1          row 2, and row 3 of zeros
+                      0 0 1      expert 2 has tokens 0, 2      rows 4, 5
+                      0 0 0
+        token_P     = 0 1 1 -1 0 2
+        expert_P    = 0 0 1  1 2 2
 
-class _TakeRows(torch.autograd.Function):
-    """out[i] = x[source[i]], or 0 where source[i] is PADDING; a bit copy for every dtype.
-
-    Its gradient is a sum, dx[t] = Σ_{i: source[i]=t} dout[i], which autograd would take in the storage dtype. This one
-    takes it in the accumulator dtype, in ascending i, and rounds once.
+    and `permute` returns tokens_per_expert = 2 2 2 and pad_offsets = 0 0 1 with it.
     """
 
-    @staticmethod
-    def forward(ctx, x: Tensor, source: Tensor) -> Tensor:
-        ctx.save_for_backward(source)
-        ctx.num_tokens = x.shape[0]
-        bits = x.view(torch.uint8) if x.element_size() == 1 else x  # fp8 cannot be indexed on every torch
-        out = bits.new_zeros((source.shape[0], *x.shape[1:]))
-        real = source != PADDING
-        out[real] = bits[source[real]]
-        return out.view(x.dtype)
-
-    @staticmethod
-    def backward(ctx, dout: Tensor) -> tuple[Tensor, None]:
-        (source,) = ctx.saved_tensors
-        return sum_rows(dout, source, ctx.num_tokens), None
-
-
-def sum_rows(rows: Tensor, source: Tensor, num_tokens: int) -> Tensor:
-    """out[t] = Σ_{i: source[i]=t} rows[i]: accumulated in the accumulator dtype in ascending i, rounded once."""
-    real = source != PADDING
-    acc = rows.new_zeros((num_tokens, *rows.shape[1:]), dtype=accumulator_dtype(rows.dtype))
-    acc = acc.index_add(0, source[real], rows[real].to(acc.dtype))
-    return round_to(acc, rows.dtype)
+    token_P: Tensor  # int64: the row's source token, or PADDING
+    expert_P: Tensor  # int64: the expert whose segment holds the row, or PADDING past the last segment
+    num_tokens: int
+    num_experts: int
 
 
 def permute(
@@ -65,95 +50,67 @@ def permute(
     capacity: int | None = None,
     num_rows: int | None = None,
 ) -> Permuted:
-    """Copy each token once for every expert it is routed to, grouped by expert, tokens ascending inside an expert.
+    """Copy each token once per expert it is routed to, grouped by expert, tokens ascending inside an expert.
 
-        rows  = [tokens[t] for e in experts for t in tokens if routing_map[t, e]]
-        probs = [probs[t, e] for the same e and t]
+        for e in experts:
+            for t in tokens:
+                if routing_map[t, e]: rows.append(tokens[t]); row_probs.append(probs[t, e])
 
-    With `align` each expert's segment is extended to a multiple of `align` by rows of zeros with probability 0.
-
-    With `capacity` (drop and pad) each expert has exactly C = `capacity` rows: its first C routed tokens, ascending; if
-    there are fewer, its unrouted tokens, ascending, fill the rest with their own values and whatever probs[t, e] holds;
-    if there are fewer than C tokens at all, rows of zeros follow. Routed tokens past the C-th are dropped.
-
-    With `num_rows` the buffer has exactly that many rows, whatever was routed: rows whose place is `num_rows` or later are
-    dropped, and rows behind the last segment are zero. Without it the buffer is as long as the segments together.
+    `align`: rows of zeros extend each expert's segment to a multiple of it, with probability 0.
+    `capacity`: each segment has exactly that many rows: the first routed tokens, then the first
+    unrouted ones with their own values and probs, then rows of zeros. Other routed tokens are dropped.
+    `num_rows`: the buffer is cut, or extended by zeros, to that many rows, whatever was routed.
 
     Args:
         tokens_TH: any dtype; copied bit by bit.
         routing_map_TE: bool, or integers 0 and 1.
-        probs: [T,E] floating point, or None. A routed token whose probability is 0 is copied like any other.
-        align: rows; a positive integer or None. Not together with `capacity`.
-        capacity: rows; a positive integer or None. Not together with `num_rows`.
-        num_rows: rows; an integer ≥ 0, a multiple of `align`, or None.
+        probs: [T,E] floating point, or None. A routed token of probability 0 is copied like any other.
+        align, capacity, num_rows: rows. `capacity` excludes the others; `num_rows` is a multiple of `align`.
 
-    Returns:
-        `Permuted`. `tokens_per_expert[e]` is the length of segment e inside the buffer, padding included: with
-        start[e] the sum of the whole segments before e, it is min(max(num_rows - start[e], 0), whole segment).
-        `pad_offsets[e]` is the padding of all whole segments before e. `overflow` says that a routed row was dropped.
-
-    Rounding: none in the forward. dtokens[t] = Σ over t's rows of drows, accumulated in fp32 (fp64 for fp64), rounded once.
+    Rounding: none. dtokens[t] = Σ over t's rows of drows, in fp32 (fp64 for fp64), rounded once.
 
     Raises:
         ValueError: see `moe_ref.config.check_permute`.
-
-    Source: moe_utils.permute; TE moe_permute_and_pad_with_probs (which writes zeros where a probability is 0: that is its
-    policy, not this one's).
     """
     check_permute(tokens_TH, routing_map_TE, probs, align, capacity, num_rows)
     num_tokens, num_experts = routing_map_TE.shape
-    routed_TE = routing_map_TE != 0
-    segments = [_segment(routed_TE[:, e], align, capacity) for e in range(num_experts)]
-    token_P = torch.cat(segments)
-    expert_P = torch.repeat_interleave(
-        torch.arange(num_experts, device=token_P.device),
-        torch.tensor([len(s) for s in segments], device=token_P.device),
-    )
-    whole = torch.tensor([len(s) for s in segments], device=token_P.device)
-    start = whole.cumsum(0) - whole
-    routed = routed_TE.sum(0)
+    routed = (routing_map_TE != 0).tolist()
+    cells: list[Cell] = []
+    pad_offsets, padding = [], 0
+    for e in range(num_experts):
+        segment = _segment([routed[t][e] for t in range(num_tokens)], e, align, capacity)
+        cells += segment
+        pad_offsets.append(padding)
+        padding += segment.count((PADDING, e))
+    kept = cells if num_rows is None else cells[:num_rows] + [(PADDING, PADDING)] * (num_rows - len(cells))
+    rows_of_expert = Counter(e for _, e in kept)
+    asked = {(t, e) for t in range(num_tokens) for e in range(num_experts) if routed[t][e]}
 
-    if capacity is not None:
-        overflow = (routed > capacity).any()
-    else:
-        limit = len(token_P) if num_rows is None else num_rows
-        overflow = ((routed > 0) & (start + routed > limit)).any()
-    if num_rows is not None:
-        token_P, expert_P = _resize(token_P, num_rows), _resize(expert_P, num_rows)
-    row_map = RowMap(token_P, expert_P, num_tokens, num_experts)
+    def integers(values: Sequence) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=tokens_TH.device)
 
+    token_P, expert_P = integers(kept).reshape(-1, 2).unbind(1)
+    cell_P = torch.where(token_P == PADDING, PADDING, token_P * num_experts + expert_P)
     return Permuted(
-        rows=_TakeRows.apply(tokens_TH, token_P),
-        probs=None if probs is None else _take_probs(probs, row_map),
-        row_map=row_map,
-        tokens_per_expert=torch.clamp(len(token_P) - start, min=torch.zeros_like(whole), max=whole),
-        pad_offsets=None if align is None else start - (routed.cumsum(0) - routed),
-        overflow=overflow,
+        rows=take_rows(tokens_TH, token_P),
+        probs=None if probs is None else take_rows(probs.flatten(), cell_P),
+        row_map=RowMap(token_P, expert_P, num_tokens, num_experts),
+        tokens_per_expert=integers([rows_of_expert[e] for e in range(num_experts)]),
+        pad_offsets=None if align is None else integers(pad_offsets),
+        overflow=torch.tensor(not asked <= set(kept), device=tokens_TH.device),
     )
 
 
-def _segment(routed_T: Tensor, align: int | None, capacity: int | None) -> Tensor:
-    """The source token of each row of one expert's segment, PADDING for rows of zeros."""
-    chosen = routed_T.nonzero().flatten()
+def _segment(routed: list[bool], e: int, align: int | None, capacity: int | None) -> list[Cell]:
+    """The rows of expert e: its routed tokens; with a capacity C of them, then unrouted ones; then zeros."""
+    tokens = [t for t, wanted in enumerate(routed) if wanted]
+    length = len(tokens)
     if capacity is not None:
-        unchosen = (~routed_T).nonzero().flatten()
-        return _resize(torch.cat([chosen, unchosen]), capacity)
+        tokens = (tokens + [t for t, wanted in enumerate(routed) if not wanted])[:capacity]
+        length = capacity
     if align is not None:
-        return _resize(chosen, -(-len(chosen) // align) * align)
-    return chosen
-
-
-def _resize(source: Tensor, length: int) -> Tensor:
-    """`source` cut to `length`, or extended to it by PADDING."""
-    missing = max(length - len(source), 0)
-    return torch.cat([source[:length], source.new_full((missing,), PADDING)])
-
-
-def _take_probs(probs_TE: Tensor, row_map: RowMap) -> Tensor:
-    """out[i] = probs[token[i], expert[i]], or 0 for padding rows."""
-    real = row_map.token_P != PADDING
-    cell = torch.where(real, row_map.token_P * row_map.num_experts + row_map.expert_P, PADDING)
-    return _TakeRows.apply(probs_TE.reshape(-1), cell)
+        length = -(-length // align) * align
+    return [(t, e) for t in tokens] + [(PADDING, e)] * (length - len(tokens))
 
 
 def unpermute(
@@ -163,8 +120,8 @@ def unpermute(
 
         out[t] = Σ_{i: row i came from token t} rows[i] · (probs[t, expert of i] if probs were given, else 1)
 
-    The sum runs in ascending row order, that is in ascending expert. Padding rows and dropped rows take no part: whatever
-    they hold, NaN included, is never read. A token without rows is exactly 0, also when nothing was routed at all.
+    Padding rows and dropped tokens take no part: whatever padding rows hold, NaN included, is never
+    read. A token without rows is exactly 0, also when no token was routed.
 
     Args:
         rows_PH: floating point, in the order of `permute`'s rows.
@@ -175,31 +132,29 @@ def unpermute(
     Returns:
         [T,H] in the dtype of `rows_PH`.
 
-    Rounding: products and sums in fp32 (fp64 if rows or probs are), one rounding to the rows' dtype. drows likewise;
-    dprobs[t, e] = Σ_h rows[i, h] · dout[t, h] is summed in fp32, rounded once to the probs' dtype, and 0 elsewhere.
+    Rounding: products and sums in fp32 (fp64 if rows or probs are), rows ascending, one rounding to the
+    rows' dtype; drows too. dprobs[t, e] = Σ_h rows[i, h] · dout[t, h] in fp32, rounded once to the probs' dtype.
 
     Raises:
         ValueError: see `moe_ref.config.check_unpermute`.
-
-    Source: moe_utils.unpermute; TE moe_unpermute.
     """
     check_unpermute(rows_PH, len(row_map.token_P), row_map.num_tokens, row_map.num_experts, restore_shape, probs)
     real = row_map.token_P != PADDING
     token_R, expert_R = row_map.token_P[real], row_map.expert_P[real]
     accumulator = accumulator_dtype(rows_PH.dtype if probs is None else torch.promote_types(rows_PH.dtype, probs.dtype))
-    weighted = rows_PH[real].to(accumulator)
+    weighted_RH = rows_PH[real].to(accumulator)
     if probs is not None:
-        weighted = weighted * probs[token_R, expert_R].to(accumulator)[:, None]
-    out = weighted.new_zeros((row_map.num_tokens, rows_PH.shape[1])).index_add(0, token_R, weighted)
-    return round_to(out, rows_PH.dtype)
+        weighted_RH = weighted_RH * probs[token_R, expert_R].to(accumulator)[:, None]
+    zeros_TH = weighted_RH.new_zeros((row_map.num_tokens, rows_PH.shape[1]))
+    return round_to(zeros_TH.index_add(0, token_R, weighted_RH), rows_PH.dtype)
 
 
 def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: Tensor | None = None) -> SortedChunks:
     """Cut the rows into consecutive chunks and put the chunks into another order.
 
-        out = cat(chunk[order[0]], chunk[order[1]], …),  chunk[i] = rows[c_i : c_i + chunk_sizes[i]],  c_i = Σ_{j<i} chunk_sizes[j]
+        out = cat(chunk[order[0]], chunk[order[1]], …),   chunk[i] = rows[c_i : c_i + chunk_sizes[i]],   c_i = Σ_{j<i} chunk_sizes[j]
 
-    Rows behind the last chunk stay where they are.
+    Rows past the last chunk stay where they are.
 
     Args:
         rows_RH: any dtype; copied bit by bit.
@@ -208,22 +163,15 @@ def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: T
         probs: [R] floating point, moved like the rows, or None.
 
     Raises:
-        ValueError: see `moe_ref.config.check_sort_chunks`; also if a size is negative, the sizes sum to more than R, or
-            `order` is no permutation. An implementation that must not read the device may declare those unchecked.
-
-    Source: moe_utils.sort_chunks_by_idxs (which needs the sum to be R); TE moe_sort_chunks_by_index_with_probs.
+        ValueError: see `moe_ref.config.check_sort_chunks`; also if a size is negative, the sizes sum to more than R,
+            or `order` is no permutation. An implementation that must not read the device may declare those unchecked.
     """
     check_sort_chunks(rows_RH, chunk_sizes, order, probs)
-    sizes, sequence = chunk_sizes.tolist(), order.tolist()
+    sizes, sequence, num_rows = chunk_sizes.tolist(), order.tolist(), len(rows_RH)
     require(all(size >= 0 for size in sizes), "chunk_sizes", sizes, "all ≥ 0")
-    require(
-        sum(sizes) <= len(rows_RH),
-        "chunk_sizes",
-        f"{sizes}, together {sum(sizes)}",
-        f"at most the {len(rows_RH)} rows together",
-    )
+    right = f"at most the {num_rows} rows together"
+    require(sum(sizes) <= num_rows, "chunk_sizes", f"{sizes}, together {sum(sizes)}", right)
     require(sorted(sequence) == list(range(len(sizes))), "order", sequence, f"a permutation of 0 … {len(sizes) - 1}")
-    place = torch.arange(len(rows_RH), device=rows_RH.device)
-    chunks = torch.split(place[: sum(sizes)], sizes)
-    source = torch.cat([*(chunks[i] for i in sequence), place[sum(sizes) :]])
-    return SortedChunks(_TakeRows.apply(rows_RH, source), None if probs is None else _TakeRows.apply(probs, source))
+    *chunks, rest = torch.arange(num_rows, device=rows_RH.device).split([*sizes, num_rows - sum(sizes)])
+    source = torch.cat([*(chunks[i] for i in sequence), rest])
+    return SortedChunks(take_rows(rows_RH, source), None if probs is None else take_rows(probs, source))

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 
 from moe_ref.config import check_expert_split
-from moe_ref.dispatch.plan import NOWHERE, Layout, exclusive_sum, plan_of_indices, plan_of_maps, round_up
+from moe_ref.dispatch.plan import Layout, exclusive_sum, plan_of_indices, plan_of_maps, round_up
+from moe_ref.permutation.rows import PADDING
 from tests.dispatch import oracle
 from tests.dispatch.worlds import World, world, worlds
 
@@ -17,7 +18,7 @@ modest = settings(max_examples=8, deadline=None, database=None, derandomize=True
 
 
 def rows_of(plan, rank: int) -> list[oracle.Cell | None]:
-    return [None if row[0] == NOWHERE else tuple(row) for row in plan.provenance(rank).tolist()]
+    return [None if row[0] == PADDING else tuple(row) for row in plan.provenance(rank).tolist()]
 
 
 def cells(segments: oracle.Segments, num_rows: int | None = None) -> list[oracle.Cell | None]:
@@ -86,7 +87,7 @@ def test_p7_a_slot_is_the_experts_start_and_the_tokens_before(w):
     assert torch.equal(plan.start_WL.flatten(), start_E)
     for g, e, row in zip(plan.token_R.tolist(), plan.expert_R.tolist(), plan.row_R.tolist(), strict=True):
         slot = int(start_E[e] + routed_GE[:g, e].sum())
-        assert row == (slot if slot < plan.num_rows[e // plan.local_experts] else NOWHERE)
+        assert row == (slot if slot < plan.num_rows[e // plan.local_experts] else PADDING)
 
 
 @modest

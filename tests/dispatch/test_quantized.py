@@ -17,8 +17,7 @@ from moe_fast.dispatch.steps import collect, send
 from moe_fast.launch import tuning
 from moe_fast.quantization.quantized import amax
 from moe_ref.config import Recipe
-from moe_ref.dispatch.exchange import take_rows
-from moe_ref.dispatch.plan import NOWHERE
+from moe_ref.permutation.rows import PADDING, take_rows
 from tests.dispatch.test_symmetric import World, in_step, same, there
 
 RECIPES = {
@@ -59,7 +58,7 @@ def test_codes_and_scales_that_travel_as_bytes_are_those_of_the_rows(align, num_
     for rank, (own, without) in enumerate(zip(right, plain, strict=True)):
         inside = int(own.tokens_per_expert.sum())
         source = own.handle.row_tokens[rank][:inside]
-        padding = (source == NOWHERE)[:, None]
+        padding = (source == PADDING)[:, None]
         assert same(moe_ref.codes(own.rows)[:inside], take_rows(moe_ref.codes(sent), source))
         assert same(
             moe_ref.scales(own.rows),

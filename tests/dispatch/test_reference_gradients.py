@@ -102,7 +102,7 @@ def test_the_written_backward_is_that_of_plain_indexing(name, w):
     sent = DISPATCH[name](x, w)
     rows = [own.flatten(0, -2) for own in fields(sent, "rows")]
     cotangents = whole(w.seed, rows)
-    padded = torch.cat([*x, torch.zeros(1, 2, dtype=torch.float64)])  # NOWHERE is the last row
+    padded = torch.cat([*x, torch.zeros(1, 2, dtype=torch.float64)])  # PADDING is the last row
     plain = [padded[own] for own in sent[0].handle.row_tokens]
     assert all(torch.equal(*pair) for pair in zip(rows, plain, strict=True))
     written, autograd = (torch.autograd.grad(outputs, x, cotangents) for outputs in (rows, plain))

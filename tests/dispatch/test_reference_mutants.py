@@ -13,6 +13,7 @@ import moe_ref
 from tests.dispatch.worlds import CLAIMS, FIXED, fields, names
 
 FILES = [
+    "permutation.rows",
     *(
         f"dispatch.{name}"
         for name in (
@@ -40,58 +41,116 @@ class Mistake(NamedTuple):
 MISTAKES = {
     "a prefix that is one too many": Mistake("dispatch.plan", "+ nth_R\n", "+ nth_R + (nth_R > 0)\n"),
     "an inclusive sum for an exclusive one": Mistake("dispatch.plan", "return x.cumsum(-1) - x", "return x.cumsum(-1)"),
-    "sources in the order of the ranks for shards": Mistake("dispatch.alltoall", "Layout(sources=sources, chunk", "Layout(chunk"),
-    "tokens before sources": Mistake("dispatch.plan", "group_R.argsort(stable=True)", "group_R.flip(0).argsort(stable=True)"),
+    "sources in the order of the ranks for shards": Mistake(
+        "dispatch.alltoall", "Layout(sources=sources, chunk", "Layout(chunk"
+    ),
+    "tokens before sources": Mistake(
+        "dispatch.plan", "group_R.argsort(stable=True)", "group_R.flip(0).argsort(stable=True)"
+    ),
     "duplicates that are not removed": Mistake("dispatch.plan", "== rank)].unique()", "== rank)].sort().values"),
     "a flag from clamped starts": Mistake(
         "dispatch.plan",
         "overflow_W=lost_E.reshape(ranks, -1).sum(1) > 0",
         "overflow_W=torch.minimum(start_WL[:, -1], limit_W) + count_EW.sum(1).reshape(ranks, -1)[:, -1] > limit_W",
     ),
-    "starts without the padding": Mistake("dispatch.plan", "exclusive_sum(whole_WL)", "exclusive_sum(whole_E.reshape(ranks, -1))"),
+    "starts without the padding": Mistake(
+        "dispatch.plan", "start_WL = exclusive_sum(whole_WL)", "start_WL = exclusive_sum(whole_E.reshape(ranks, -1))"
+    ),
     "one row past the budget": Mistake("dispatch.plan", "(row_R < limit_W", "(row_R <= limit_W"),
     "one row short of the budget": Mistake("dispatch.plan", "(row_R < limit_W", "(row_R + 1 < limit_W"),
     "one copy past the capacity": Mistake("dispatch.plan", "(nth_R < chunk_EW", "(nth_R <= chunk_EW"),
-    "a flag on the last rank only": Mistake("dispatch.plan", ".sum(1) > 0,", ".sum(1).mul(torch.arange(ranks) == ranks - 1) > 0,"),
-    "a flag for a full buffer": Mistake("dispatch.plan", "overflow_W=lost_E.reshape(ranks, -1).sum(1) > 0", "overflow_W=whole_WL.sum(1) >= limit_W"),
+    "a flag on the last rank only": Mistake(
+        "dispatch.plan", ".sum(1) > 0,", ".sum(1).mul(torch.arange(ranks) == ranks - 1) > 0,"
+    ),
+    "a flag for a full buffer": Mistake(
+        "dispatch.plan", "overflow_W=lost_E.reshape(ranks, -1).sum(1) > 0", "overflow_W=whole_WL.sum(1) >= limit_W"
+    ),
     "counts without padding": Mistake("dispatch.plan", "max=whole_WL)", "max=count_EW.sum(1).reshape(ranks, -1))"),
     "fillers that count as drops": Mistake("dispatch.plan", "expert_R[routed_R & ~fits_R]", "expert_R[~fits_R]"),
-    "padding that is not zero": Mistake("dispatch.exchange", "bits.new_zeros((len(source)", "bits.new_ones((len(source)"),
-    "probs of the wrong token": Mistake("dispatch.exchange", "plan.token_R * num_experts + plan.expert_R", "plan.token_R * num_experts + plan.slot_R"),
-    "a gradient that goes to the wrong rank": Mistake("dispatch.exchange", "transpose or add_flat", "(lambda g: add_flat(g)[::-1])"),
-    "a padding row that is read": Mistake("dispatch.trees", "torch.cat(list(row_tokens))", "torch.cat(list(row_tokens)).clamp(min=0)"),
-    "ranks from the last to the first": Mistake("dispatch.trees", "= round_to(parts[0], between)\n", "= round_to((parts := parts[::-1])[0], between)\n"),
+    "padding that is not zero": Mistake(
+        "permutation.rows", "bits.new_zeros((len(source)", "bits.new_ones((len(source)"
+    ),
+    "probs of the wrong token": Mistake(
+        "dispatch.plan", "self.local_experts + self.expert_R", "self.local_experts + self.slot_R"
+    ),
+    "a gradient that goes to the wrong rank": Mistake(
+        "permutation.rows", "return ctx.transpose(dout), None", "return ctx.transpose(dout).flip(0), None"
+    ),
+    "a padding row that is read": Mistake(
+        "dispatch.trees", "torch.cat(list(row_tokens))", "torch.cat(list(row_tokens)).clamp(min=0)"
+    ),
+    "ranks from the last to the first": Mistake(
+        "dispatch.trees", "= round_to(parts[0], between)\n", "= round_to((parts := parts[::-1])[0], between)\n"
+    ),
     "a sum over ranks that is not rounded in between": Mistake(
-        "dispatch.trees", "round_to(part, between)", "round_to(part, between).to(torch.float32 if between == torch.bfloat16 else between)"
+        "dispatch.trees",
+        "round_to(part, between)",
+        "round_to(part, between).to(torch.float32 if between == torch.bfloat16 else between)",
     ),
     "all ranks in one flat sum": Mistake(
-        "dispatch.trees", "parts = [sum_rows(own,", "parts = [sum_rows(own.float() if own.dtype == torch.bfloat16 else own,"
+        "dispatch.trees",
+        "parts = [sum_rows(rows_P,",
+        "parts = [sum_rows(rows_P.float() if rows_P.dtype == torch.bfloat16 else rows_P,",
     ),
-    "shards that are not added": Mistake("dispatch.alltoall", "rows[first : first + shards], between", "rows[first : first + 1], between"),
-    "gradients of shards in the dtype of the probs": Mistake("dispatch.alltoall", "shards, gradients[0].dtype)", "shards, between or gradients[0].dtype)"),
-    "gradients between ranks in float32": Mistake("dispatch.allgather", "tokens, gradients[0].dtype)", "tokens, accumulator_dtype(gradients[0].dtype))"),
-    "columns of probs that are swapped": Mistake("dispatch.deepep", "torch.where(own >= 0, moved[rank],", "torch.where(own >= 0, moved[rank].flip(1),"),
-    "probs of other ranks' experts": Mistake("dispatch.deepep", "torch.where(own >= 0, moved[rank],", "torch.where(own >= -1, moved[rank],"),
-    "experts that keep their global number": Mistake("dispatch.deepep", "torch.where(own, index_DK - first,", "torch.where(own, index_DK,"),
-    "a tail that looks like expert 0": Mistake("dispatch.deepep", " & (row_token != NOWHERE)[:, None]", ""),
-    "a tail that is read": Mistake("dispatch.deepep", "real = source != NOWHERE", "real = source >= NOWHERE"),
+    "shards that are not added": Mistake(
+        "dispatch.alltoall", "rows[first : first + shards], between", "rows[first : first + 1], between"
+    ),
+    "gradients of shards in the dtype of the probs": Mistake(
+        "dispatch.alltoall",
+        "partial(tree, between=tokens[0].dtype)",
+        "partial(tree, between=(tokens if probs is None else probs)[0].dtype)",
+    ),
+    "gradients between ranks in float32": Mistake(
+        "dispatch.allgather", "between=tokens[0].dtype)", "between=accumulator_dtype(tokens[0].dtype))"
+    ),
+    "columns of probs that are swapped": Mistake(
+        "dispatch.deepep", "torch.where(i_DK >= 0, p_DK,", "torch.where(i_DK >= 0, p_DK.flip(1),"
+    ),
+    "probs of other ranks' experts": Mistake(
+        "dispatch.deepep", "torch.where(i_DK >= 0, p_DK,", "torch.where(i_DK >= -1, p_DK,"
+    ),
+    "experts that keep their global number": Mistake(
+        "dispatch.deepep", "torch.where(mine, index_DK - first,", "torch.where(mine, index_DK,"
+    ),
+    "a tail that looks like expert 0": Mistake("dispatch.deepep", " & (row_token != PADDING)[:, None]", ""),
+    "a tail that is read": Mistake(
+        "permutation.rows",
+        "    real = source != PADDING\n    total",
+        "    real = source >= PADDING\n    total",
+    ),
     "biases behind the sum": Mistake(
-        "dispatch.deepep",
-        "    total = total.index_add(0, source[real], every[real].to(total.dtype))",
-        "    total = total + torch.zeros_like(total).index_add(0, source[real], every[real].to(total.dtype))",
+        "permutation.rows",
+        "round_to(total.index_add(",
+        "round_to(total + torch.zeros_like(total).index_add(",
     ),
-    "counts that are not rounded": Mistake("dispatch.deepep", "round_up(plan.kept_WL, expert_alignment)", "round_up(plan.kept_WL, 1)"),
-    "weights applied twice": Mistake("dispatch.low_latency", "weight_G[:, None] * sent", "weight_G[:, None] ** 2 * sent"),
+    "counts that are not rounded": Mistake(
+        "dispatch.deepep", "round_up(plan.kept_WL, expert_alignment)", "round_up(plan.kept_WL, 1)"
+    ),
+    "weights applied twice": Mistake(
+        "dispatch.low_latency", "weight_G[:, None] * take_rows", "weight_G[:, None] ** 2 * take_rows"
+    ),
     "slots from the last to the first": Mistake(
-        "dispatch.low_latency", "row_GK.unbind(1), prob_GK.unbind(1)", "row_GK.flip(1).unbind(1), prob_GK.flip(1).unbind(1)"
+        "dispatch.low_latency",
+        "row_GK.unbind(1), prob_GK.unbind(1)",
+        "row_GK.flip(1).unbind(1), prob_GK.flip(1).unbind(1)",
     ),
-    "slots in another order": Mistake("dispatch.low_latency", "slots + plan.slot_R", "slots + plan.slot_R.sort().values"),
-    "weights of empty slots that are read": Mistake("dispatch.low_latency", "torch.zeros_like(prob_G), prob_G)", "prob_G, prob_G)"),
+    "slots in another order": Mistake(
+        "dispatch.low_latency", "slots + plan.slot_R", "slots + plan.slot_R.sort().values"
+    ),
+    "weights of empty slots that are read": Mistake(
+        "dispatch.low_latency", "torch.zeros_like(prob_G), prob_G)", "prob_G, prob_G)"
+    ),
     "a count where the begin belongs": Mistake("dispatch.low_latency", "exclusive_sum(count_LW) *", "count_LW *"),
-    "tokens counted over all ranks": Mistake("dispatch.low_latency", "take_rows(local_G, row_tokens[w])", "row_tokens[w]"),
-    "probs that come back to the wrong expert": Mistake("dispatch.hybridep", "torch.cat([row_cells(plan, rank)", "torch.cat([row_cells(plan, rank).flip(0)"),
-    "a gradient in one flat sum": Mistake("dispatch.hybridep", "move(tokens, row_tokens, _tree(row_tokens, plan))", "move(tokens, row_tokens)"),
-}  # fmt: skip
+    "tokens counted over all ranks": Mistake("dispatch.low_latency", "take_rows(local_G, token_P)", "token_P"),
+    "probs that come back to the wrong expert": Mistake(
+        "dispatch.hybridep", "torch.cat([plan.row_cells(rank)", "torch.cat([plan.row_cells(rank).flip(0)"
+    ),
+    "a gradient in one flat sum": Mistake(
+        "dispatch.hybridep",
+        "move(tokens, row_tokens, _tree(row_tokens, plan, tokens[0].dtype))",
+        "move(tokens, row_tokens)",
+    ),
+}
 
 
 def with_mistake(mistake: Mistake | None) -> Any:
@@ -108,7 +167,7 @@ def with_mistake(mistake: Mistake | None) -> Any:
             sys.modules[name] = fresh
             exec(compile(source, f"{name} with a mistake", "exec"), fresh.__dict__)
         functions = {name: getattr(sys.modules[f"moe_ref.{moe_ref._HOME[name]}"], name) for name in FUNCTIONS}
-        return SimpleNamespace(**functions, plan=sys.modules["moe_ref.dispatch.plan"])
+        return SimpleNamespace(**functions, route_plan=sys.modules["moe_ref.dispatch.plan"])
     finally:
         sys.modules.update(kept)
 
@@ -135,9 +194,9 @@ def test_without_a_mistake_nothing_is_caught():
 
 
 def test_rows_that_are_numbered_in_32_bits_are_caught():
-    line = "row_R = first_EW.flatten()[group_R] + nth_R"
+    line = "row_R = (start_WL.reshape(-1, 1) + exclusive_sum(chunk_EW)).flatten()[group_R] + nth_R"
     right, wrong = (
-        with_mistake(mistake).plan
+        with_mistake(mistake).route_plan
         for mistake in (None, Mistake("dispatch.plan", line, f"{line}.int()\n    row_R = row_R.int()"))
     )
     rows = [
@@ -150,5 +209,5 @@ def test_rows_that_are_numbered_in_32_bits_are_caught():
 def test_a_stale_handle_is_refused():
     w = FIXED[0]
     old, new = (moe_ref.alltoall_dispatch(names(w), w.maps) for _ in range(2))
-    with pytest.raises(ValueError, match="of the same alltoall dispatch"):
+    with pytest.raises(ValueError, match="AllToAllHandle of another call"):
         moe_ref.alltoall_combine([own.rows.float() for own in new], [new[0].handle, *fields(old, "handle")[1:]])

@@ -17,7 +17,7 @@ from conformance.judge import judge
 from moe_ref.config import MoEConfig
 from moe_ref.dispatch.ranks import play
 from moe_ref.router.route import force_balance, unpack_sequences
-from tests.permutation.test_dense import answer
+from tests.permutation.test_second_oracle import answer
 
 NONE = -math.inf
 SCORES = {

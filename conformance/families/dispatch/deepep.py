@@ -29,7 +29,7 @@ from conformance.families.dispatch.dispatcher import (
 from conformance.families.dispatch.trees import flat
 from conformance.judge import Exact, Expectation
 from moe_ref.config import IndexPolicy
-from moe_ref.dispatch.plan import NOWHERE
+from moe_ref.permutation.rows import PADDING
 
 
 def policy_of(case: DispatchCase) -> IndexPolicy | None:
@@ -101,7 +101,7 @@ class DeepEPDispatch(Dispatching):
         row_tokens = row_tokens_of([out.handle for out in every])
         right: list[dict[str, Expectation]] = []
         for out, source in zip(every, row_tokens, strict=True):
-            said = source != NOWHERE
+            said = source != PADDING
             own: dict[str, Expectation] = {
                 "rows": free_behind("rows", out.rows, said),
                 "indices": Exact(out.indices, "integers"),
@@ -141,7 +141,7 @@ class DeepEPCombine(Dispatching):
         for rows, own in zip(values_of(case, "rows", lengths), row_tokens, strict=True):
             calls.append(
                 {
-                    "required": {"rows": garbage_in(rows, own != NOWHERE, case.poison), "handle": HANDLE},
+                    "required": {"rows": garbage_in(rows, own != PADDING, case.poison), "handle": HANDLE},
                     "settings": {},
                     "cotangents": {},
                 }
@@ -154,7 +154,7 @@ class DeepEPCombine(Dispatching):
             for call, probs, own in zip(
                 calls, probs_of(case, "row probs", lengths, (case.topk,)), row_tokens, strict=True
             ):
-                call["settings"]["probs"] = given_probs(probs, (own != NOWHERE)[:, None].expand(probs.shape))
+                call["settings"]["probs"] = given_probs(probs, (own != PADDING)[:, None].expand(probs.shape))
         if wanted and case.unused != "tokens":
             for call, d_tokens in zip(calls, cotangents_of(case, "tokens", counts), strict=True):
                 call["cotangents"]["tokens"] = d_tokens
@@ -164,7 +164,7 @@ class DeepEPCombine(Dispatching):
             ):
                 call["cotangents"]["probs"] = d_probs
         common = {"layouts": {case.layout_of: case.layout}, "wanted": wanted}
-        expected = [free_behind("rows", out.rows, own != NOWHERE) for out, own in zip(made, row_tokens, strict=True)]
+        expected = [free_behind("rows", out.rows, own != PADDING) for out, own in zip(made, row_tokens, strict=True)]
         return after(self.function, before, made, expected, [call | common for call in calls])
 
     def right(

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from conformance.core.defect import Defect, Wrapper, first_in_32_bits
 from moe_ref.dispatch.indices import flatten_experts
-from moe_ref.dispatch.plan import NOWHERE, Layout, RoutePlan, plan_of_maps
+from moe_ref.dispatch.plan import Layout, RoutePlan, plan_of_maps
+from moe_ref.permutation.rows import PADDING
 
 LATE_SECONDS = 0.002  # a rank that waits so long for the others would have read too early
 
@@ -191,7 +192,7 @@ def _starts_of_what_is_kept(dispatch: Wrapper, tokens: Tensor, routing_map: Tens
 
 def _padding_unwritten(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
     out = dispatch(tokens, routing_map, **settings)
-    padding = _plan(routing_map, settings).copies(dist.get_rank(settings["group"])) == NOWHERE
+    padding = _plan(routing_map, settings).copies(dist.get_rank(settings["group"])) == PADDING
     if "recipe" in settings or not bool(padding.any()) or out.rows.element_size() == 1:
         return out
     return out._replace(rows=torch.where(padding[:, None].to(out.rows.device), torch.empty_like(out.rows), out.rows))

@@ -15,7 +15,7 @@ from conformance.core.tensors import DTYPES
 from conformance.families.dispatch.cases import DispatchCase, simpler_dispatch, values_of
 from conformance.families.dispatch.trees import Tree, flat, tree_bound
 from conformance.judge import Bounded, Exact, Expectation, Given
-from moe_ref.dispatch.plan import NOWHERE
+from moe_ref.permutation.rows import PADDING
 
 POISONED = {"nan": float("nan"), "max": None, "zero": 0.0}
 LISTED = ("probs", "scales")  # settings that every rank has its own of
@@ -63,7 +63,7 @@ def handles_of(calls: Sequence[Problem]) -> list[Any]:
 
 
 def row_tokens_of(handles: Sequence[Any]) -> list[Tensor]:
-    """[P] of each rank: the token, among all ranks', of each row, or NOWHERE."""
+    """[P] of each rank: the token, among all ranks', of each row, or PADDING."""
     return list(handles[0].row_tokens)
 
 
@@ -142,9 +142,9 @@ def masked_exact(value: Tensor) -> Exact:
 
 
 def moved(x_GH: Tensor, source_P: Tensor) -> Tensor:
-    """x[source], 0 where the source is NOWHERE."""
+    """x[source], 0 where the source is PADDING."""
     out = x_GH.new_zeros((len(source_P), *x_GH.shape[1:]))
-    real = source_P != NOWHERE
+    real = source_P != PADDING
     out[real] = x_GH[source_P[real]]
     return out
 
@@ -180,7 +180,7 @@ def sum_of_rows(
         "ranks": source * len(row_tokens) + rank,
         "shards": rank // case.shards * int(lengths.max()) + place,
     }[kind]
-    real = source != NOWHERE
+    real = source != PADDING
     _, part_R = key[real].unique(return_inverse=True)
     token_P = source.new_zeros(int(part_R.max()) + 1 if len(part_R) else 0).index_copy(0, part_R, source[real])
     whole = tree_bound(case, every[real], part_R, token_P, case.tokens, dtype, tree)

@@ -7,7 +7,7 @@ import torch
 from conformance.core.contract import Problem
 from conformance.core.illegal import Rule, added, bare, flat, index_too_large, one_more, setting, together
 from moe_ref.config import IndexPolicy, Recipe
-from moe_ref.dispatch.plan import NOWHERE
+from moe_ref.permutation.rows import PADDING
 
 
 def _probs_too_long(problem: Problem) -> Problem:
@@ -28,7 +28,7 @@ def _expert_twice(problem: Problem) -> Problem:
 
 def _slot_empty(problem: Problem) -> Problem:
     """A slot of nothing, which the policy forbids."""
-    empty = bare(problem).with_tensors({"indices": torch.full_like(problem.required["indices"], NOWHERE)})
+    empty = bare(problem).with_tensors({"indices": torch.full_like(problem.required["indices"], PADDING)})
     return replace(empty, settings=empty.settings | {"policy": IndexPolicy(empty="reject")}, blame="indices")
 
 

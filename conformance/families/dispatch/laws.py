@@ -16,7 +16,7 @@ from conformance.core.ranks import AtRank
 from conformance.families.dispatch.cases import MAPPED, DispatchCase
 from conformance.families.dispatch.dispatcher import together
 from conformance.judge import Bounded, Exact, Expectation, Finding
-from moe_ref.dispatch.plan import NOWHERE
+from moe_ref.permutation.rows import PADDING
 
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -75,7 +75,7 @@ def _elsewhere(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
         for call in before
     ]
     if torch.equal(_wanted(trial.case, calls), _wanted(trial.case, before)):
-        name, nobody = ("routing_map", 0) if trial.case.dispatcher in MAPPED else ("indices", NOWHERE)
+        name, nobody = ("routing_map", 0) if trial.case.dispatcher in MAPPED else ("indices", PADDING)
         calls = [
             call.with_tensors(
                 {name: call.required[name].index_fill(0, torch.arange(min(len(call.required[name]), 1)), nobody)}
@@ -178,7 +178,7 @@ def _relabelling(trial: Trial) -> Finding | None:
             moved[name] = raw[places].view(x.dtype)
             got = outputs.get(name)
             if isinstance(got, Tensor) and len(got) == two[rank].handle.plan.num_rows[rank]:
-                real = two[rank].handle.plan.copies(rank) != NOWHERE
+                real = two[rank].handle.plan.copies(rank) != PADDING
                 outputs[name] = (got.view(torch.uint8) if got.element_size() == 1 else got)[real].view(got.dtype)
     return same("relabelling", moved, outputs)
 
@@ -200,7 +200,7 @@ def _places(before_P3: Tensor, after_P3: Tensor, case: DispatchCase) -> Tensor:
     counts, held = case.counts, case.local_experts
     out = []
     for source, token, expert in after_P3.tolist():
-        if source != NOWHERE:
+        if source != PADDING:
             out.append(where[source, counts[source] - 1 - token, expert // held * held + held - 1 - expert % held])
     return torch.tensor(out, dtype=torch.long)
 

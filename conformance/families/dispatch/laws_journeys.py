@@ -22,7 +22,7 @@ from conformance.families.dispatch.dispatcher import row_tokens_of, sum_of_rows,
 from conformance.families.dispatch.laws import FLOATS, fits, has_plain_slots, has_room, is_fine
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation, Finding
-from moe_ref.dispatch.plan import NOWHERE
+from moe_ref.permutation.rows import PADDING
 
 PAUSES = 4  # of one rank during a law, each up to PAUSE_MS
 PAUSE_MS = 4
@@ -136,7 +136,7 @@ def _rows_right(case: DispatchCase, out: Any) -> Expectation:
     said = (
         dispatch_maps.specified(case, out)
         if case.dispatcher in MAPPED
-        else out.handle.row_tokens[out.handle.rank] != NOWHERE
+        else out.handle.row_tokens[out.handle.rank] != PADDING
     )
     return dispatch_maps.free_behind("rows", out.rows, said)
 

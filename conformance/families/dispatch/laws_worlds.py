@@ -19,7 +19,7 @@ from conformance.families.dispatch.low_latency import in_order, judged, order_of
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Finding
 from moe_ref.config import Permuted
-from moe_ref.dispatch.plan import NOWHERE
+from moe_ref.permutation.rows import PADDING
 
 MOST_EXPERTS, MOST_TOKENS = 16, 128  # that one rank is given in the place of all
 
@@ -94,7 +94,7 @@ def _copies(
             order = order_of(made["layout_range"], made["source_tokens"], out)
             assert order is not None  # as judged above
             moved = {name: in_order(x, order.argsort(1)).flatten(0, 1) for name, x in moved.items()}
-        row = (token_P != NOWHERE).nonzero().flatten()
+        row = (token_P != PADDING).nonzero().flatten()
         expert = out.handle.plan.provenance(rank)[row, 2] % case.local_experts
         copied = {name: x[row] for name, x in moved.items()}
     first = first_expert(case, rank) - run.before
@@ -187,7 +187,7 @@ def _on_one_rank(case: DispatchCase, host: int) -> tuple[DispatchCase, list[Prob
     one = replace(case, counts=counts, local_experts=case.experts)
     before = first_expert(one, host)
     one = replace(
-        one, slots=tuple(torch.where(slots_GK < 0, NOWHERE, slots_GK + before).flatten().tolist()), spread="uniform"
+        one, slots=tuple(torch.where(slots_GK < 0, PADDING, slots_GK + before).flatten().tolist()), spread="uniform"
     )
     alone = dispatches_of(one)
     if case.probs and case.dispatcher in MAPPED:  # [T,E] is as wide as there are experts
@@ -267,7 +267,7 @@ def _with_slots(calls: list[Problem]) -> list[Problem]:
         if "probs" in call.settings:
             probs = call.settings["probs"]
             settings["probs"] = torch.cat([probs, torch.full_like(probs[:, :1], torch.nan)], 1).gather(1, slots)
-        indices = torch.where(slots == num_experts, NOWHERE, slots)
+        indices = torch.where(slots == num_experts, PADDING, slots)
         out.append(Problem("deepep_dispatch", {"tokens": call.required["tokens"], "indices": indices}, settings))
     return out
 

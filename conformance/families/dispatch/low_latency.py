@@ -33,8 +33,9 @@ from conformance.families.dispatch.trees import flat, tree_bound
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation, Given
 from conformance.judge.bound import sum_bound
-from moe_ref.dispatch.low_latency import _rows_of_slots
-from moe_ref.dispatch.plan import NOWHERE, RoutePlan
+from moe_ref.dispatch.low_latency import slot_rows
+from moe_ref.dispatch.plan import RoutePlan
+from moe_ref.permutation.rows import PADDING
 
 COUNT = 2**32  # layout_range is begin · COUNT + count
 OUTPUTS = ("rows", "scales", "tokens_per_expert", "source_tokens", "layout_range", "handle")
@@ -243,7 +244,7 @@ class LowLatencyCombine(Dispatching):
         calls: list[dict[str, Any]] = []
         lengths = [out.rows.shape[:2].numel() for out in made]
         for rank, rows in enumerate(values_of(case, "rows", lengths)):
-            received = made[rank].handle.row_tokens[rank] != NOWHERE
+            received = made[rank].handle.row_tokens[rank] != PADDING
             slab = garbage_in(self._alike(rows, made[rank]), received, case.poison).reshape(
                 *made[rank].rows.shape[:2], case.hidden
             )
@@ -264,7 +265,7 @@ class LowLatencyCombine(Dispatching):
         """The same row for a token that names an expert twice: which of both is read, its order decides."""
         source = out.handle.row_tokens[out.handle.rank].reshape(out.source_tokens.shape)
         same = torch.zeros_like(source)
-        same[:, 1:] = (source[:, 1:] == source[:, :-1]) & (source[:, 1:] != NOWHERE)
+        same[:, 1:] = (source[:, 1:] == source[:, :-1]) & (source[:, 1:] != PADDING)
         first = (torch.arange(same.numel()).reshape(same.shape) * (1 - same)).cummax(1).values
         return rows[first.flatten()]
 
@@ -276,8 +277,8 @@ class LowLatencyCombine(Dispatching):
         rows = torch.cat([call.required["rows"].flatten(0, 1) for call in calls])
         probs = torch.cat([call.required["probs"] for call in calls])
         accumulator = accumulator_of(declared, rows.dtype)
-        row_GK = _rows_of_slots(plan, case.topk)
-        token, slot = (row_GK != NOWHERE).nonzero().unbind(1)
+        row_GK = slot_rows(plan, case.topk)
+        token, slot = (row_GK != PADDING).nonzero().unbind(1)
         row, weight = row_GK[token, slot], probs[token, slot].double()
         terms = rows[row].double() * weight[:, None]
         # a product may be rounded before it is added

@@ -30,8 +30,8 @@ from conformance.families.dispatch.dispatcher import (
 from conformance.families.dispatch.trees import flat, tree_bound
 from conformance.judge import Exact, Expectation
 from conformance.judge.bound import ROUNDOFF, sum_bound
-from moe_ref.dispatch.exchange import row_cells
-from moe_ref.dispatch.plan import NOWHERE, RoutePlan
+from moe_ref.dispatch.plan import RoutePlan
+from moe_ref.permutation.rows import PADDING
 
 OUTPUTS = ("rows", "probs", "tokens_per_expert", "handle", "overflow")
 
@@ -142,8 +142,8 @@ class MapDispatch(Dispatching):
             [call.cotangents.get("probs", torch.zeros_like(out.probs)) for call, out in zip(calls, every, strict=True)]
         )
         plan: RoutePlan = every[0].handle.plan
-        cells = torch.cat([row_cells(plan, rank) for rank in range(plan.ranks)])
-        real = cells != NOWHERE
+        cells = torch.cat([plan.row_cells(rank) for rank in range(plan.ranks)])
+        real = cells != PADDING
         shaped = (case.tokens, case.ranks // case.shards, case.shards, case.local_experts)
         token, group, _, local = torch.unravel_index(cells[real], shaped)
         place = (token * (case.ranks // case.shards) + group) * case.local_experts + local
@@ -189,14 +189,14 @@ class MapCombine(Dispatching):
         for rows, own in zip(values_of(case, "rows", lengths), row_tokens, strict=True):
             calls.append(
                 {
-                    "required": {"rows": garbage_in(rows, own != NOWHERE, case.poison), "handle": HANDLE},
+                    "required": {"rows": garbage_in(rows, own != PADDING, case.poison), "handle": HANDLE},
                     "settings": {},
                     "cotangents": {},
                 }
             )
         if self.with_probs and case.probs:
             for call, probs, own in zip(calls, probs_of(case, "row probs", lengths, ()), row_tokens, strict=True):
-                call["settings"]["probs"] = given_probs(probs, own != NOWHERE)
+                call["settings"]["probs"] = given_probs(probs, own != PADDING)
         if wanted and case.unused != "tokens":
             for call, d_tokens in zip(calls, cotangents_of(case, "tokens", list(case.counts)), strict=True):
                 call["cotangents"]["tokens"] = d_tokens
@@ -245,7 +245,7 @@ class MapCombine(Dispatching):
                 ]
             )
             for rank, own in enumerate(right):
-                own["d_probs"] = masked_exact(moved(d_probs.flatten(), row_cells(plan, rank)))
+                own["d_probs"] = masked_exact(moved(d_probs.flatten(), plan.row_cells(rank)))
         return right
 
     @staticmethod
@@ -288,7 +288,7 @@ class CachedDispatch(Dispatching):
     def _said(case: DispatchCase, out: Any) -> Tensor:
         """[P]: rows that are specified: of DeepEP, those that were received."""
         return (
-            specified(case, out) if case.dispatcher == "hybridep" else out.handle.row_tokens[out.handle.rank] != NOWHERE
+            specified(case, out) if case.dispatcher == "hybridep" else out.handle.row_tokens[out.handle.rank] != PADDING
         )
 
     def right(

@@ -1,13 +1,11 @@
-"""The same six functions a second time: plain loops over tokens, experts and slots, one row or number at a time.
+"""The same six functions a second time, computed in another way: `permute` by index arithmetic, the others by loops.
 
-A second opinion on `permutation` and `routing_map`, with which it shares no code: here a row's place is found by counting,
-there by index tensors. What the functions mean is written there. These take the same arguments and return the same results,
-but
+A second opinion on `permute` and `routing_map`, with which it shares no code. The functions take the same
+arguments, return the same results and mean what is written there, but
 
 - validate nothing: give them legal calls;
-- move bits and take forward sums as the reference does, but leave every gradient to autograd, which adds in the storage
-  dtype: ask for gradients in float64;
-- cost a tensor operation a row or number, so they are for small sizes.
+- leave every gradient to autograd, which adds in the storage dtype: ask for gradients in float64;
+- cost a tensor operation per row or number, so they are for small sizes.
 """
 
 from collections.abc import Sequence
@@ -18,14 +16,12 @@ from torch import Tensor
 
 from moe_ref.config import Indices, Multihot, PaddedMap, Permuted, SortedChunks
 
-Cell = tuple[int, int]  # (token, expert)
-
 
 @dataclass(frozen=True)
 class Table:
-    """Which cell of the routing map each permuted row holds; None for a row of zeros."""
+    """The (token, expert) of each permuted row; None for a row of zeros."""
 
-    cells: tuple[Cell | None, ...]
+    cells: tuple[tuple[int, int] | None, ...]
     num_tokens: int
 
 
@@ -38,57 +34,43 @@ def permute(
     capacity: int | None = None,
     num_rows: int | None = None,
 ) -> Permuted:
-    """Write the rows down one after the other, expert by expert, then cut or extend the list to `num_rows`.
+    """Compute each row's place from running sums over the routing map.
 
-    for e in experts:
-        for t in tokens:
-            if routing_map[t, e]: write (t, e)
-        write zeros until the segment is long enough
+    place[t, e] = start[e] + number of tokens before t that come first in e's segment,   start[e] = Σ_{j<e} length[j]
+
+    length[e] = count[e], rounded up to `align`, or `capacity`. A place past its segment or `num_rows` is no row.
     """
-    wanted = routing_map_TE.tolist()
-    num_tokens, num_experts = routing_map_TE.shape
-    cells: list[Cell | None] = []
-    owner: list[int] = []  # the expert whose segment a row stands in, zeros included
-    padding_before = []
-    for e in range(num_experts):
-        padding_before.append(cells.count(None))
-        segment = _segment([bool(wanted[t][e]) for t in range(num_tokens)], e, align, capacity)
-        cells += segment
-        owner += [e] * len(segment)
-    if num_rows is not None:
-        cells, owner = (cells + [None] * num_rows)[:num_rows], owner[:num_rows]
-
-    hidden, written = tokens_TH.shape[1], set(cells)
-    zeros_H = tokens_TH.new_zeros(hidden)
-    rows = [zeros_H if cell is None else tokens_TH[cell[0]] for cell in cells]
-    lost = any(wanted[t][e] and (t, e) not in written for t in range(num_tokens) for e in range(num_experts))
-    return Permuted(
-        rows=_stack(rows, (len(cells), hidden), tokens_TH),
-        probs=None
-        if probs is None
-        else _stack([probs.new_zeros(()) if cell is None else probs[cell] for cell in cells], (len(cells),), probs),
-        row_map=Table(tuple(cells), num_tokens),
-        tokens_per_expert=_integers([owner.count(e) for e in range(num_experts)], tokens_TH),
-        pad_offsets=None if align is None else _integers(padding_before, tokens_TH),
-        overflow=torch.tensor(lost, device=tokens_TH.device),
+    routed_TE = routing_map_TE != 0
+    count_E = routed_TE.sum(0)
+    length_E = (
+        torch.full_like(count_E, capacity) if capacity is not None else -(-count_E // (align or 1)) * (align or 1)
     )
+    start_E = length_E.cumsum(0) - length_E
+    buffer = int(length_E.sum()) if num_rows is None else num_rows
 
+    rank_TE = torch.where(routed_TE, routed_TE.cumsum(0), count_E + (~routed_TE).cumsum(0)) - 1  # routed tokens first
+    place_TE = start_E + rank_TE
+    stays_TE = (rank_TE < length_E) & (place_TE < buffer)
+    if capacity is None:
+        stays_TE = stays_TE & routed_TE
+    token_R, expert_R = stays_TE.nonzero().unbind(1)
+    cells: list[tuple[int, int] | None] = [None] * buffer
+    for place, t, e in zip(place_TE[stays_TE].tolist(), token_R.tolist(), expert_R.tolist(), strict=True):
+        cells[place] = (t, e)
 
-def _segment(wanted: list[bool], e: int, align: int | None, capacity: int | None) -> list[Cell | None]:
-    """The rows of expert e: its tokens; with `capacity` at most that many, then others until it is full; then zeros."""
-    cells: list[Cell | None] = []
-    for t, routed in enumerate(wanted):
-        if routed and len(cells) != capacity:
-            cells.append((t, e))
-    if capacity is not None:
-        for t, routed in enumerate(wanted):
-            if not routed and len(cells) != capacity:
-                cells.append((t, e))
-        while len(cells) < capacity:
-            cells.append(None)
-    while align is not None and len(cells) % align != 0:
-        cells.append(None)
-    return cells
+    zeros_H, hidden = tokens_TH.new_zeros(tokens_TH.shape[1]), tokens_TH.shape[1]
+    rows = [zeros_H if cell is None else tokens_TH[cell[0]] for cell in cells]
+    row_probs = None
+    if probs is not None:
+        row_probs = _stack([probs.new_zeros(()) if cell is None else probs[cell] for cell in cells], (buffer,), probs)
+    return Permuted(
+        rows=_stack(rows, (buffer, hidden), tokens_TH),
+        probs=row_probs,
+        row_map=Table(tuple(cells), len(routed_TE)),
+        tokens_per_expert=torch.clamp(buffer - start_E, min=torch.zeros_like(length_E), max=length_E),
+        pad_offsets=None if align is None else start_E - (count_E.cumsum(0) - count_E),
+        overflow=(routed_TE & ~stays_TE).any(),
+    )
 
 
 def unpermute(
@@ -121,7 +103,7 @@ def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: T
 
     for s in order:
         for r in rows of chunk s: write r
-    write the rows behind the last chunk
+    write the rows past the last chunk
     """
     sizes = chunk_sizes.tolist()
     written = []
@@ -193,7 +175,7 @@ def multihot_to_indices(routing_map_TE: Tensor, probs_TE: Tensor, *, topk: int) 
 
     for t in tokens:
         for e in experts:
-            if routing_map[t, e]: write e and probs[t, e], or, if all K slots are taken, say so
+            if routing_map[t, e]: write e and probs[t, e], or, if all K slots are taken, set overflow
         write -1 and 0 into the slots that are left
     """
     shape = (len(routing_map_TE), topk)
