@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from moe_fast.dispatch import wire
 from moe_fast.dispatch.deduplicated import Sent, add_ranks, send_once
 from moe_fast.dispatch.exchange import check_combined, check_handle, exchanged, size_and_rank
-from moe_fast.permutation.permute import _sum_rows, permute, unpermute
+from moe_fast.permutation.permute import permute, sum_rows, unpermute
 from moe_ref.config import (
     Combined,
     Dispatched,
@@ -98,7 +98,7 @@ class _Place(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None]:
         sent: Sent = ctx.handle.sent
-        (home,) = exchanged(ctx.handle.exchange.back, _sum_rows(d_rows, None, None, ctx.handle.row_map)[0])
+        (home,) = exchanged(ctx.handle.exchange.back, sum_rows(d_rows, None, None, ctx.handle.row_map)[0])
         assert home is not None
         return add_ranks(home, sent, [], d_rows.dtype), None
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_fast.declared import COMPUTED, COPY, READ, Family
 from moe_fast.dispatch import wire
 from moe_fast.dispatch.exchange import check_combined, counts_of_all, size_and_rank
 from moe_fast.dispatch.slabs import Room, Slab, slab_for
@@ -33,16 +34,6 @@ from moe_ref.config import (
     require,
 )
 
-__all__ = [
-    "codes",
-    "declares",
-    "dequantize",
-    "hybridep_cached_dispatch",
-    "hybridep_combine",
-    "hybridep_dispatch",
-    "scales",
-    "supports",
-]
 SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes of rows that are added
 
 
@@ -134,31 +125,6 @@ def hybridep_combine(rows_PH: Tensor, handle: Handle, *, probs: Tensor | None = 
     if probs is not None:
         check_probs(probs, (len(rows_PH),), rows_PH)
     return Combined(*_Combine.apply(rows_PH, probs, handle))
-
-
-def supports(function: str, *arguments: Any, **settings: Any) -> str | None:
-    """Why a call is not supported, or None."""
-    payload = (
-        arguments[0] if arguments else next((settings[name] for name in ("tokens", "rows") if name in settings), None)
-    )
-    if (
-        isinstance(payload, Tensor)
-        and payload.dtype not in SUMMED
-        and (function == "hybridep_combine" or payload.requires_grad)
-    ):
-        return f"a payload of dtype {payload.dtype}: sums are taken of {SUMMED}"
-    return None
-
-
-def declares(function: str) -> dict[str, Any]:
-    """What this implementation promises about a function, beyond the reference's contract."""
-    promised = {
-        "deterministic": True,
-        "host_sync_free": True,
-        "graph_capturable": True,
-        "noncontiguous": True,
-    }  # where num_rows is given
-    return promised | {"accumulator": "float32", "differentiable": function != "hybridep_cached_dispatch"}
 
 
 class _Dispatch(torch.autograd.Function):
@@ -265,3 +231,23 @@ def _check(handle: Any, group: Any) -> None:
         isinstance(handle, Handle), "handle", type(handle).__name__, "what this module's hybridep_dispatch returned"
     )
     require(handle.group is group, "group", group, "the group that dispatch was given")
+
+
+def _check_summed(function: str, payload: Tensor, settings: dict[str, Any]) -> None:
+    if function == "hybridep_combine" or payload.requires_grad:
+        require(payload.dtype in SUMMED, "payload", f"of dtype {payload.dtype}", f"one of {SUMMED}, which are summed")
+
+
+_family = Family(
+    {
+        hybridep_dispatch: COMPUTED,  # free of syncs where num_rows is given
+        hybridep_cached_dispatch: COMPUTED | {"differentiable": False},
+        hybridep_combine: COMPUTED,
+        codes: COPY,
+        scales: READ,
+        dequantize: COMPUTED,
+    },
+    _check_summed,
+)
+declares, supports = _family.declares, _family.supports
+__all__ = _family.names

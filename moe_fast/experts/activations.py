@@ -9,10 +9,9 @@ from torch.autograd.function import once_differentiable
 
 from moe_fast.experts import _activations as kernels
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import check_device, launch_on
+from moe_fast.launch.arithmetic import accumulator, number_bits
+from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, strided
 from moe_fast.launch.tuning import ceil_div
-from moe_fast.quantization.group_scales import casts_in_hardware
-from moe_fast.router.selection import accumulator, number_bits
 from moe_ref.config import ActivationGradients, check_activation, check_cotangent, check_glu, check_input_store, require
 
 PROBS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of probs
@@ -194,6 +193,11 @@ def activation_backward(
 def check_fused(h: Tensor, probs: Tensor | None) -> None:
     """What the kernels can read."""
     check_device("h", h)
+    check_probs(probs)
+
+
+def check_probs(probs: Tensor | None) -> None:
+    """Raise `ValueError` for probs that no kernel multiplies by."""
     if probs is not None:
         require(probs.dtype in PROBS, "probs", f"of dtype {probs.dtype}", f"one of {PROBS}")
 
@@ -216,13 +220,13 @@ class _Activation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         h, probs = ctx.saved_tensors
-        return *_backward(d_out, h, probs, ctx.settings, ctx.needs_input_grad[0], ctx.needs_input_grad[1]), None, None
+        return *backward_of(d_out, h, probs, ctx.settings, ctx.needs_input_grad[0], ctx.needs_input_grad[1]), None, None
 
 
 def _checked_backward(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings) -> ActivationGradients:
     check_cotangent(d_out, len(h), settings.width(h), h)
     check_fused(h, probs)
-    d_h, d_probs = _backward(d_out, h, probs, settings, True, True)
+    d_h, d_probs = backward_of(d_out, h, probs, settings, True, True)
     assert d_h is not None
     return ActivationGradients(d_h, d_probs)
 
@@ -230,15 +234,15 @@ def _checked_backward(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: 
 def _forward(h: Tensor, probs: Tensor | None, settings: Settings, codes: Tensor | None) -> Tensor:
     """f(u) · (v + offset) · p; fills the codes of h, if there are any."""
     num_rows, width = len(h), settings.width(h)
-    constants = _constants(h, h, probs, settings, tuning.for_device(h.device).activation)
+    constants = constants_of(h, h, probs, settings, tuning.for_device(h.device).activation)
     out = torch.empty((num_rows, width), dtype=h.dtype, device=h.device)  # all by activation_kernel
     parts = ceil_div(width, constants["BLOCK_F"])
     programs = ceil_div(num_rows, constants["BLOCK_P"]) * parts
     if programs:
         with launch_on(h):
             kernels.activation_kernel[(programs,)](
-                *_strided(h),
-                *_vector(probs),
+                *strided(h),
+                *strided(probs, 1),
                 out,
                 codes,
                 num_rows,
@@ -252,12 +256,12 @@ def _forward(h: Tensor, probs: Tensor | None, settings: Settings, codes: Tensor 
     return out
 
 
-def _backward(
+def backward_of(
     d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings, needs_h: bool, needs_probs: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of h, given in d_out's dtype or as E4M3 codes, and probs. Either may not be needed. One program sums a row, so that the order is fixed."""
     num_rows, width = len(h), settings.width(h)
-    constants = _constants(h, d_out, probs, settings, tuning.for_device(h.device).activation_backward)
+    constants = constants_of(h, d_out, probs, settings, tuning.for_device(h.device).activation_backward)
     d_h = (
         torch.empty(h.shape, dtype=d_out.dtype, device=h.device) if needs_h else None
     )  # all by activation_backward_kernel
@@ -270,9 +274,9 @@ def _backward(
     if programs:
         with launch_on(h):
             kernels.activation_backward_kernel[(programs,)](
-                *_strided(d_out),
-                *_strided(h),
-                *_vector(probs),
+                *strided(d_out),
+                *strided(h),
+                *strided(probs, 1),
                 d_h,
                 d_probs,
                 num_rows,
@@ -286,7 +290,7 @@ def _backward(
     return d_h, d_probs
 
 
-def _constants(
+def constants_of(
     h: Tensor, result: Tensor, probs: Tensor | None, settings: Settings, tile: tuning.Tile
 ) -> dict[str, Any]:
     """What a kernel is compiled for, `result` having the result's dtype.
@@ -299,18 +303,8 @@ def _constants(
         "LAYOUT": layout,
         "CLAMPED": settings.clamp is not None,
         "ROUND_FIRST": settings.round_first and probs is not None,
-        "ACCUMULATOR": accumulator(result if probs is None or result.dtype == torch.float64 else probs),
+        "ACCUMULATOR": accumulator(result, probs),
         "BLOCK_P": tile.tokens,
         "BLOCK_F": tile.columns // 2 if layout == "pairs" else tile.columns,
         "num_warps": tile.num_warps,
     }
-
-
-def _strided(matrix: Tensor) -> tuple[Any, ...]:
-    """A matrix and its strides."""
-    return matrix.resolve_neg(), *matrix.resolve_neg().stride()  # a kernel sees memory, not a pending minus
-
-
-def _vector(vector: Tensor | None) -> tuple[Any, ...]:
-    """A vector, or none, and its stride."""
-    return (None, 0) if vector is None else _strided(vector)

@@ -28,11 +28,11 @@ from moe_fast.experts.scaled_linear import (
     with_tensors,
     without_tensors,
 )
-from moe_fast.experts.segments import Plan, have_descriptors, make_plan, programs, strided
+from moe_fast.experts.segments import Plan, have_descriptors, make_plan, programs
 from moe_fast.experts.segments import segment_sums as _segment_sums
 from moe_fast.experts.segments import segments as _segments
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import check_device, launch_on
+from moe_fast.launch.backend import check_device, launch_on, strided
 from moe_fast.launch.tuning import GroupedTile, ceil_div
 from moe_fast.quantization.quantized import Quantized, dequantize
 from moe_ref.config import (

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from moe_fast.experts.activations import PROBS, activation, glu
+from moe_fast.experts.activations import activation, check_probs, glu
 from moe_fast.experts.linear import check_product, grouped_linear
 from moe_fast.experts.padding import Padding
 from moe_fast.experts.weighting import BiasAdded, ScaledRows
@@ -101,8 +101,7 @@ def grouped_mlp(
     check_pairs(state, noise)
     check_product(rows_PH, recipe, "float32")
     check_device("rows", rows_PH)
-    if probs is not None:
-        require(probs.dtype in PROBS, "probs", f"of dtype {probs.dtype}", f"one of {PROBS}")
+    check_probs(probs)
     run = partial(
         _experts,
         act=act,

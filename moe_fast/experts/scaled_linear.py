@@ -17,11 +17,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_fast.experts import _scaled_linear as kernels
 from moe_fast.experts._scaled_linear import TILE_ROWS
-from moe_fast.experts.segments import Plan, have_descriptors, make_plan, programs, segment_sums, segments, strided
+from moe_fast.experts.segments import Plan, have_descriptors, make_plan, programs, segment_sums, segments
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import INTERPRETED, launch_on
+from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
-from moe_fast.quantization.group_scales import casts_in_hardware
 from moe_fast.quantization.quantize import quantize
 from moe_fast.quantization.quantized import RULES, Form, Quantized
 from moe_ref.config import LinearState, Recipe, check_splits, require

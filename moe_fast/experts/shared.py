@@ -11,11 +11,10 @@ from torch.autograd.function import once_differentiable
 from moe_fast.experts import _weighting as kernels
 from moe_fast.experts.linear import check_product
 from moe_fast.experts.mlp import chosen_activation, linear, run_again
-from moe_fast.experts.weighting import strided
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import check_device, launch_on
+from moe_fast.launch.arithmetic import accumulator
+from moe_fast.launch.backend import check_device, launch_on, strided
 from moe_fast.launch.tuning import ceil_div
-from moe_fast.router.selection import accumulator
 from moe_ref.config import LinearState, Recipe, check_pairs, check_shared_experts
 
 

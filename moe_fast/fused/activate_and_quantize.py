@@ -14,15 +14,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_fast.experts import _activations as plain_kernels
-from moe_fast.experts.activations import CURVES, Settings, _backward, _constants, check_fused
+from moe_fast.experts.activations import CURVES, Settings, backward_of, check_fused, constants_of
 from moe_fast.fused import _activate_and_quantize as kernels
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import launch_on
+from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
+from moe_fast.launch.backend import casts_in_hardware, launch_on, strided
 from moe_fast.launch.tuning import ceil_div
-from moe_fast.quantization.group_scales import casts_in_hardware
-from moe_fast.quantization.quantize import FLOAT32_MAX, _blank, _results, quantize
-from moe_fast.quantization.quantized import RULES, Form, Grid, Quantized, grid_of, strided
-from moe_fast.router.selection import EXACT, accumulator, number_bits
+from moe_fast.quantization.quantize import FLOAT32_MAX, empty_form, form_arguments, quantize
+from moe_fast.quantization.quantized import RULES, Form, Grid, Quantized, grid_of
 from moe_ref.config import (
     Quantization,
     QuantizerState,
@@ -230,11 +229,11 @@ class _Source:
             *d_out,
             self.h,
             *self.h.stride(),
-            *strided(self.probs),
+            *strided(self.probs, 1),
             settings.width(self.h),
             settings.between(self.h),
             *settings.numbers(),
-            *strided(self.forms.splits),
+            *strided(self.forms.splits, 1),
         )
 
     def constants(self, grid: Grid) -> dict[str, Any]:
@@ -246,7 +245,7 @@ class _Source:
             "WHOLE": self.halves and self.settings.width(self.h) % grid.settings["BLOCK_N"] == 0,
             "CLAMPED": self.settings.clamp is not None,
             "ROUNDED": self.forms.rounds,
-            "ACCUMULATOR": accumulator(self.h if self.probs is None or self.h.dtype == torch.float64 else self.probs),
+            "ACCUMULATOR": accumulator(self.h, self.probs),
         }
 
     @property
@@ -344,16 +343,16 @@ def _quantize_blocks(source: _Source) -> tuple[Form | None, Form | None, Tensor 
     tall, low = (sizes.columns, sizes.low) if source.d_out is None else (sizes.backward, sizes.low_backward)
     walk = tall if aligned else low if forms.columnwise else sizes.rows
     grid = source.grid(walk, aligned, (size if forms.columnwise else 1, size), size if aligned else None)
-    by_rows = _blank(x, rule, (1, size), grid) if forms.rowwise else None
-    by_columns = _blank(x, rule, (size, 1), grid) if forms.columnwise else None
+    by_rows = empty_form(x, rule, (1, size), grid) if forms.rowwise else None
+    by_columns = empty_form(x, rule, (size, 1), grid) if forms.columnwise else None
     parts = source.parts(grid)
     infinity = torch.finfo(x.dtype).max if x.dtype != torch.float64 else FLOAT32_MAX
     if grid.programs:
         with launch_on(x):
             kernels.quantize_activated_blocks_kernel[(grid.programs,)](
                 *source.arguments,
-                *_results(by_rows),
-                *_results(by_columns),
+                *form_arguments(by_rows),
+                *form_arguments(by_columns),
                 parts,
                 *x.shape,
                 *grid.sizes,
@@ -367,7 +366,7 @@ def _quantize_blocks(source: _Source) -> tuple[Form | None, Form | None, Tensor 
                 ALIGNED=aligned,
                 BLOCK=size,
                 **grid.settings,
-                **EXACT,
+                **NO_FP_FUSION,
             )
     return by_rows, by_columns, parts
 
@@ -386,11 +385,17 @@ def _cast_groups(source: _Source) -> tuple[Form, QuantizerState | None, Tensor |
     with launch_on(x):
         if state is None and grid.programs:
             kernels.activated_group_amax_kernel[(grid.programs,)](
-                *source.arguments, amax, *x.shape, *grid.sizes, **source.constants(grid), **grid.settings, **EXACT
+                *source.arguments,
+                amax,
+                *x.shape,
+                *grid.sizes,
+                **source.constants(grid),
+                **grid.settings,
+                **NO_FP_FUSION,
             )
         kernels.cast_activated_groups_kernel[(max(grid.programs, 1),)](
             *source.arguments,
-            *strided(None if state is None else state.scale),
+            *strided(None if state is None else state.scale, 1),
             amax,
             None if history is None else history.view(torch.int32),
             0 if history is None else history.stride(0),
@@ -405,7 +410,7 @@ def _cast_groups(source: _Source) -> tuple[Form, QuantizerState | None, Tensor |
             POWER_OF_TWO=bool(recipe.power_of_two_scales),
             HARDWARE=casts_in_hardware(x.device),
             **grid.settings,
-            **EXACT,
+            **NO_FP_FUSION,
         )
     return Form(codes, inverse, amax.view(torch.float32), None), state, parts
 
@@ -446,7 +451,7 @@ def _launch(
 ) -> None:
     """A kernel of `moe_fast.experts._activations`; with d_out one program sums a row, so that the order is fixed."""
     h, settings = source.h, source.settings
-    constants = _constants(h, h, source.probs, settings, tile) | (
+    constants = constants_of(h, h, source.probs, settings, tile) | (
         {} if d_out else {"HARDWARE": False}
     )  # nothing is encoded here
     tiles = ceil_div(settings.width(h), constants["BLOCK_F"])
@@ -456,7 +461,7 @@ def _launch(
     if programs:
         with launch_on(h):
             kernel[(programs,)](
-                *d_out, h, *h.stride(), *strided(source.probs), *results, *sizes, *settings.numbers(), **constants
+                *d_out, h, *h.stride(), *strided(source.probs, 1), *results, *sizes, *settings.numbers(), **constants
             )
 
 
@@ -481,5 +486,5 @@ class _Place(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         h, probs = ctx.saved_tensors
-        d_h, d_probs = _backward(d_out, h, probs, ctx.settings, ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        d_h, d_probs = backward_of(d_out, h, probs, ctx.settings, ctx.needs_input_grad[0], ctx.needs_input_grad[1])
         return _owned_rows(d_h, ctx.splits), _owned_rows(d_probs, ctx.splits), None, None

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import bits, check_device, integers, launch_on, movable
+from moe_fast.launch.arithmetic import accumulator
+from moe_fast.launch.backend import bits, check_device, integers, launch_on, movable, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.permutation import _chunks as chunk_kernels
 from moe_fast.permutation import _permute as kernels
@@ -47,9 +48,8 @@ def permute(
     """
     check_permute(tokens_TH, routing_map_TE, probs, align, capacity, num_rows)
     check_device("tokens", tokens_TH)
-    require(movable(tokens_TH.dtype), "tokens", f"of dtype {tokens_TH.dtype}", "of at most 8 bytes an element")
-    summable = not tokens_TH.requires_grad or tokens_TH.dtype in MERGING
-    require(summable, "tokens", f"of dtype {tokens_TH.dtype} and requires a gradient", f"one of {MERGING} for that")
+    check_movable(tokens_TH)
+    check_summable(tokens_TH)
     row_map, slots = (
         place(routing_map_TE, align, num_rows) if capacity is None else place_in_capacity(routing_map_TE, capacity)
     )
@@ -79,9 +79,7 @@ def unpermute(
     """
     check_unpermute(rows_PH, row_map.num_rows, row_map.num_tokens, row_map.num_experts, restore_shape, probs)
     check_device("rows", rows_PH)
-    require(rows_PH.dtype in SUMMED, "rows", f"of dtype {rows_PH.dtype}", f"one of {SUMMED}")
-    if probs is not None:
-        require(probs.dtype in MERGING, "probs", f"of dtype {probs.dtype}", f"one of {MERGING}")
+    check_merged(rows_PH, probs)
     return _Unpermute.apply(rows_PH, probs, row_map)
 
 
@@ -100,9 +98,27 @@ def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: T
     """
     check_sort_chunks(rows_RH, chunk_sizes, order, probs)
     check_device("rows", rows_RH)
-    require(movable(rows_RH.dtype), "rows", f"of dtype {rows_RH.dtype}", "of at most 8 bytes an element")
+    check_movable(rows_RH)
     sizes, order = (integers(vector).to(rows_RH.device, non_blocking=True) for vector in (chunk_sizes, order))
     return SortedChunks(*_SortChunks.apply(rows_RH, probs, sizes, order))
+
+
+def check_movable(payload: Tensor) -> None:
+    """Raise `ValueError` for elements without an integer of their size."""
+    require(movable(payload.dtype), "payload", f"of dtype {payload.dtype}", "of at most 8 bytes per element")
+
+
+def check_summable(tokens: Tensor) -> None:
+    """Raise `ValueError` for tokens whose gradient no kernel sums."""
+    summable = not tokens.requires_grad or tokens.dtype in MERGING
+    require(summable, "tokens", f"of dtype {tokens.dtype} and requires a gradient", f"one of {MERGING} for that")
+
+
+def check_merged(rows: Tensor, probs: Tensor | None) -> None:
+    """Raise `ValueError` for rows that no kernel sums, or probs that none multiplies by."""
+    require(rows.dtype in SUMMED, "rows", f"of dtype {rows.dtype}", f"one of {SUMMED}")
+    if probs is not None:
+        require(probs.dtype in MERGING, "probs", f"of dtype {probs.dtype}", f"one of {MERGING}")
 
 
 class _Permute(torch.autograd.Function):
@@ -114,7 +130,7 @@ class _Permute(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.row_map = row_map
-        rows, row_probs = _move_to_rows(tokens, probs, lists, row_map.slots_TE)
+        rows, row_probs = move_to_rows(tokens, probs, lists, row_map.slots_TE)
         constant = [
             output
             for output, needed in zip((rows, row_probs), ctx.needs_input_grad, strict=False)
@@ -130,7 +146,7 @@ class _Permute(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         drows = drows if ctx.needs_input_grad[0] else None
         drow_probs = drow_probs if ctx.needs_input_grad[1] else None
-        return *_sum_rows(drows, None, drow_probs, ctx.row_map), None, None
+        return *sum_rows(drows, None, drow_probs, ctx.row_map), None, None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -141,7 +157,7 @@ class _Unpermute(torch.autograd.Function):
         ctx.row_map = row_map
         ctx.merging = probs is not None
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, probs)
-        out, _ = _sum_rows(rows, probs, None, row_map)
+        out, _ = sum_rows(rows, probs, None, row_map)
         assert out is not None
         return out
 
@@ -150,9 +166,9 @@ class _Unpermute(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, probs = ctx.saved_tensors
         if not ctx.merging:
-            drows, _ = _move_to_rows(dout, None, ctx.row_map)
+            drows, _ = move_to_rows(dout, None, ctx.row_map)
             return drows, None, None
-        return *_merge_backward(dout, rows, probs, ctx.row_map, ctx.needs_input_grad[0]), None
+        return *merge_backward(dout, rows, probs, ctx.row_map, ctx.needs_input_grad[0]), None
 
 
 class _SortChunks(torch.autograd.Function):
@@ -185,26 +201,12 @@ class _SortChunks(torch.autograd.Function):
         return *_gather_chunks(dout, dout_probs, sizes, order, inverse=True), None, None
 
 
-def _matrix(tensor: Tensor | None) -> tuple[Any, ...]:
-    """A matrix, or none, and its strides."""
-    return (
-        (None, 0, 0) if tensor is None else (tensor.resolve_neg(), *tensor.resolve_neg().stride())
-    )  # a kernel sees memory, not a pending minus
-
-
 def _arithmetic(rows: Tensor | None, probs: Tensor | None) -> dict[str, tl.dtype]:
     """The dtypes in which kernels hold rows, probs and their sums."""
-    rows_as, probs_as = (
-        tl.float64 if x is not None and x.dtype == torch.float64 else tl.float32 for x in (rows, probs)
-    )
-    return {
-        "ROWS_AS": rows_as,
-        "PROBS_AS": probs_as,
-        "ACCUMULATOR": tl.float64 if tl.float64 in (rows_as, probs_as) else tl.float32,
-    }
+    return {"ROWS_AS": accumulator(rows), "PROBS_AS": accumulator(probs), "ACCUMULATOR": accumulator(rows, probs)}
 
 
-def _move_to_rows(
+def move_to_rows(
     tokens: Tensor, probs: Tensor | None, row_map: RowMap, row_slots: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """rows[row of t] = tokens[t], probs likewise, and zeros in rows without a token. Probs move only where the lists of rows are wanted too."""
@@ -226,8 +228,8 @@ def _move_to_rows(
         return rows, row_probs
     with launch_on(tokens):
         kernels.permute_kernel[(programs * columns,)](
-            *_matrix(bits(tokens)),
-            *_matrix(None if probs is None else bits(probs)),
+            *strided(bits(tokens)),
+            *strided(None if probs is None else bits(probs)),
             bits(rows),
             None if row_probs is None else bits(row_probs),
             row_slots,
@@ -248,7 +250,7 @@ def _move_to_rows(
     return rows, row_probs
 
 
-def _sum_rows(
+def sum_rows(
     rows: Tensor | None, probs: Tensor | None, drow_probs: Tensor | None, row_map: RowMap
 ) -> tuple[Tensor | None, Tensor | None]:
     """out[t] = Σ over t's rows of rows · probs, and dprobs[t, e] = drow_probs[row of t and e]; either may be left out."""
@@ -271,8 +273,8 @@ def _sum_rows(
         return out, dprobs
     with launch_on(some):
         kernels.unpermute_kernel[(programs,)](
-            *_matrix(rows),
-            *_matrix(probs),
+            *strided(rows),
+            *strided(probs),
             out,
             None if drow_probs is None else bits(drow_probs),
             0 if drow_probs is None else drow_probs.stride(0),
@@ -292,7 +294,7 @@ def _sum_rows(
     return out, dprobs
 
 
-def _merge_backward(
+def merge_backward(
     dout: Tensor, rows: Tensor | None, probs: Tensor, row_map: RowMap, needs_rows: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of `unpermute` with probs; `rows` is given if that of the probs is wanted."""
@@ -311,9 +313,9 @@ def _merge_backward(
         return drows, dprobs
     with launch_on(dout):
         kernels.unpermute_backward_kernel[(programs,)](
-            *_matrix(dout),
-            *_matrix(rows),
-            *_matrix(probs),
+            *strided(dout),
+            *strided(rows),
+            *strided(probs),
             drows,
             dprobs,
             *row_map.arguments(),
@@ -352,7 +354,7 @@ def _gather_chunks(
         return out, out_probs
     with launch_on(some):
         chunk_kernels.sort_chunks_kernel[(ceil_div(num_rows, blocks.sort_chunks.tokens),)](
-            *_matrix(None if rows is None else bits(rows)),
+            *strided(None if rows is None else bits(rows)),
             *((None, 0) if probs is None else (bits(probs), probs.stride(0))),
             sizes,
             sizes.stride(0),

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import check_device, launch_on
+from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
+from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, strided
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization import _quantize as kernels
-from moe_fast.quantization.group_scales import cast_groups, casts_in_hardware
+from moe_fast.quantization.group_scales import cast_groups
 from moe_fast.quantization.nvfp4 import quantize_two_levels
-from moe_fast.quantization.quantized import RULES, Form, Grid, Quantized, grid_of, strided
-from moe_fast.router.selection import EXACT, number_bits
+from moe_fast.quantization.quantized import RULES, Form, Grid, Quantized, grid_of
 from moe_ref.config import Quantization, QuantizerState, Recipe, check_quantize, check_splits
 from moe_ref.config.quantization import BLOCK
 
@@ -102,17 +102,17 @@ def _quantize_blocks(
     aligned = rule == "amax" and tall  # whole groups of MXFP8 consist of whole blocks, wherever x is cut
     walk = sizes.tall if aligned else sizes.columns if tall else sizes.rows
     grid = grid_of(x.shape, splits, walk, aligned, (size if tall else 1, size), size if aligned else None)
-    by_rows = _blank(x, rule, (size if square else 1, size), grid) if rowwise else None
-    by_columns = _blank(x, rule, (size, 1), grid) if columnwise else None
+    by_rows = empty_form(x, rule, (size if square else 1, size), grid) if rowwise else None
+    by_columns = empty_form(x, rule, (size, 1), grid) if columnwise else None
     infinity = torch.finfo(x.dtype).max if x.dtype != torch.float64 else FLOAT32_MAX
     if grid.programs:
         with launch_on(x):
             kernels.quantize_blocks_kernel[(grid.programs,)](
                 x,
                 *x.stride(),
-                *strided(splits),
-                *_results(by_rows),
-                *_results(by_columns),
+                *strided(splits, 1),
+                *form_arguments(by_rows),
+                *form_arguments(by_columns),
                 *x.shape,
                 *grid.sizes,
                 number_bits(recipe.amax_epsilon or 0.0),
@@ -125,12 +125,12 @@ def _quantize_blocks(
                 BLOCK=size,
                 SQUARE=square,
                 **grid.settings,
-                **EXACT,
+                **NO_FP_FUSION,
             )
     return by_rows, by_columns
 
 
-def _blank(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form:
+def empty_form(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form:
     """A form whose codes are all written by quantize_blocks_kernel, and whose scales are as far as there are blocks."""
     rows = grid.tiles if rule == "amax" and block[0] > 1 else ceil_div(len(x), block[0])
     columns = ceil_div(x.shape[1], block[1])
@@ -148,7 +148,7 @@ def _blank(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form:
     return Form(torch.empty(x.shape, dtype=torch.uint8, device=x.device), scale, amax, block)
 
 
-def _results(form: Form | None) -> tuple[Any, ...]:
+def form_arguments(form: Form | None) -> tuple[Any, ...]:
     """A form as the kernel takes it."""
     return (None, None, None, 0, 0) if form is None else (form.codes_MN, form.scale, form.amax, *form.scale.stride())
 

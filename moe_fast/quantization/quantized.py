@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import launch_on
+from moe_fast.launch.arithmetic import NO_FP_FUSION
+from moe_fast.launch.backend import launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.quantization import _hadamard as hadamard
 from moe_fast.quantization._dequantize import dequantize_kernel
-from moe_fast.router.selection import EXACT
 from moe_ref.config import Recipe, require
 from moe_ref.config.quantization import SCALE_LAYOUTS
 
@@ -188,7 +188,7 @@ def _dequantize(quantized: Quantized, form: Form) -> Tensor:
                 form.scale,
                 *((0, 0) if form.block is None else form.scale.stride()),
                 form.amax if rule == "nvfp4" else None,
-                *strided(quantized.splits),
+                *strided(quantized.splits, 1),
                 out,
                 *codes_MN.shape,
                 *grid.sizes,
@@ -200,7 +200,7 @@ def _dequantize(quantized: Quantized, form: Form) -> Tensor:
                 BLOCK_R=block[0],
                 BLOCK_C=block[1],
                 **grid.settings,
-                **EXACT,
+                **NO_FP_FUSION,
             )
     return out
 
@@ -229,7 +229,7 @@ def _hadamard_adjoint(d_value: Tensor) -> Tensor:
         sizes = {name: grid.settings[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps")}
         with launch_on(d_value):
             hadamard.hadamard_adjoint_kernel[(grid.programs,)](
-                d_value, *d_value.stride(), out, *d_value.shape, grid.parts, grid.steps, **sizes, **EXACT
+                d_value, *d_value.stride(), out, *d_value.shape, grid.parts, grid.steps, **sizes, **NO_FP_FUSION
             )
     return out
 
@@ -284,8 +284,3 @@ def grid_of(
     }
     settings |= {} if walk.registers is None else {"maxnreg": walk.registers}
     return Grid(groups, tiles, max(ceil_div(num_columns, block_n * steps), 1), steps, settings)
-
-
-def strided(vector: Tensor | None) -> tuple[Any, ...]:
-    """A vector, or none, and its stride."""
-    return (None, 0) if vector is None else (vector, vector.stride(0))

@@ -7,10 +7,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_fast.launch import tuning
+from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
 from moe_fast.launch.backend import integers, launch_on
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.router import _balancing as kernels
-from moe_fast.router.selection import EXACT, accumulator, check_computed, check_rows, number_bits
+from moe_fast.router.selection import check_computed, check_rows
 from moe_ref.config import (
     AuxScores,
     check_coeff,
@@ -187,7 +188,7 @@ class _BalancingLoss(torch.autograd.Function):
                 BLOCK_R=sizes.balance.tokens,
                 BLOCK_C=sizes.balance.columns,
                 num_warps=sizes.balance.num_warps,
-                **EXACT,
+                **NO_FP_FUSION,
             )
             loss, factor = _finish(partial, None, total, coeff)
         ctx.shape, ctx.dtype = scores.shape, scores.dtype

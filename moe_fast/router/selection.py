@@ -1,15 +1,14 @@
 """Top-k routing, fused: one kernel chooses and weighs, one goes back."""
 
-import struct
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_fast.launch import tuning
+from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
 from moe_fast.launch.backend import check_device, integers, launch_on
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.router import _selection as kernels
@@ -17,9 +16,6 @@ from moe_ref.config import Routed, TopK, check_topk_routing, require
 
 LOGITS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of logits, scores and bias
 MAX_EXPERTS, MAX_TOPK = 2048, 32  # a row stays in registers; every slot is a round
-# The compiler may compute a key twice, for two layouts. With a product and a sum fused in one of them only, they differ by a bit, and a
-# maximum is not found again among the keys it was taken of: a round is lost.
-EXACT = {"enable_fp_fusion": False}
 
 
 def topk_indices(
@@ -189,7 +185,7 @@ def _choose(
             BLOCK_G=block_groups,
             BLOCK_S=block_size,
             num_warps=rows.tile_warps(block_groups * block_size),
-            **EXACT,
+            **NO_FP_FUSION,
         )
     return probs, choice
 
@@ -241,13 +237,3 @@ def check_computed(argument: str, x: Tensor) -> None:
     """Raise `ValueError` for numbers that no kernel computes with."""
     require(x.dtype in LOGITS, argument, f"of dtype {x.dtype}", f"one of {LOGITS}")
     check_device(argument, x)
-
-
-def accumulator(x: Tensor) -> tl.dtype:
-    """What x is computed in."""
-    return tl.float64 if x.dtype == torch.float64 else tl.float32
-
-
-def number_bits(x: float) -> int:
-    """The bits of a float64, which kernels take as an integer: they would take a float as float32."""
-    return struct.unpack("<q", struct.pack("<d", x))[0]
