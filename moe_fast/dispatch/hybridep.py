@@ -50,22 +50,10 @@ def hybridep_dispatch(
     recipe: Recipe | None = None,
     group: Any = None,
 ) -> Dispatched:
-    """Send each token to the ranks that want it, and write its copies where the experts read them.
+    """Send each token once to each rank that wants it, and write its copies where the experts read them.
 
-    Slots, padding, budget and the tree of the gradient are those of `moe_ref.hybridep_dispatch`. With a recipe each token is quantised once,
-    here, and its codes and scales travel as bytes: the same bits as of rows that are quantised where they arrive.
-
-    Args:
-        tokens_TH: this rank's, any dtype.
-        routing_map_TE: this rank's.
-        recipe: of scaling "block", or None.
-        group: whose ranks hold the experts; None for all.
-
-    Returns:
-        `Dispatched` of this rank.
-
-    Raises:
-        ValueError: see `moe_ref.config`: check_dispatch, check_budget, check_wire_recipe; of this rank's own arguments.
+    With a recipe each token is quantised once, here, and its codes and scales travel as bytes: the bits are those of rows
+    quantised on arrival. The host reads the counts.
     """
     ranks, _ = size_and_rank(group)
     check_dispatch([tokens_TH] * ranks, [routing_map_TE] * ranks, None if probs is None else [probs] * ranks)
@@ -123,12 +111,9 @@ def hybridep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = 
 
 
 def hybridep_combine(rows_PH: Tensor, handle: Handle, *, probs: Tensor | None = None, group: Any = None) -> Combined:
-    """Add each token's rows on every rank, send the sums back, and add those. No probability is applied.
+    """Add each token's rows on every rank, send the sums back, and add them; no probability is applied.
 
-    Trees and rounding are those of `moe_ref.hybridep_combine`.
-
-    Args:
-        probs: [P] floating point, or None; they come back as [T,E].
+    Probs, [P] or None, come back as [T,E].
 
     Raises:
         ValueError: rows of another shape than dispatch's, or another group.

@@ -77,34 +77,12 @@ def glu(
     round_before_probs: bool = False,
     fp8_input_store: bool = False,
 ) -> Tensor:
-    """A gated activation, times the row's probability.
+    """A gated activation, times the row's probability: one launch.
 
-        out = f(u) · (v + offset) · p,     u, v = the halves of h, the gate u first
-
-        swiglu       f(u) = u σ(αu), α = 1              geglu       f(u) = u (1 + tanh(√(2/π) (u + 0.044715 u³))) / 2
-        quick_geglu  f(u) = u σ(αu), α = 1.702          geglu_erf   f(u) = u (1 + erf(u/√2)) / 2
-        reglu        f(u) = max(u, 0)
-        with clamp c:  u ← min(u, c),  v ← min(max(v, -c), c);  the gate has no lower bound
-
-    Layout, settings and every corner are those of `moe_ref.experts.activations.glu`. Saved for the backward are h, with `fp8_input_store` as E4M3 codes
-    of one byte, which the same launch writes, and the probs.
-
-    Args:
-        h_PF2: [P,2F] bfloat16, float16, float32 or float64, of any strides.
-        probs: [P] of a dtype of `PROBS`, or None for 1.
-
-    Returns:
-        [P,F] in the dtype of h.
-
-    Rounding: fp32 throughout (fp64 if h or probs are), one rounding to the dtype of h; with `round_before_probs` also before the
-    product with p, in the backward too.
-
-    Gradients: `glu_backward`; with `fp8_input_store` at what the codes mean, saturated: ±448 for what is beyond.
+    Saved for the backward are the probs and h, with `fp8_input_store` as E4M3 codes that the same launch writes.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_glu, check_input_store; also for probs of other dtypes than `PROBS`.
-
-    Source: weighted_bias_swiglu_impl, weighted_bias_quick_geglu_impl, bias_geglu_impl; TE ScaledSwiGLU, ScaledClampedQGeGLU.
+        ValueError: also for probs of other dtypes than `PROBS`.
     """
     check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
     check_input_store(fp8_input_store, kind)
@@ -126,20 +104,10 @@ def glu_backward(
     interleave: int | None = None,
     round_before_probs: bool = False,
 ) -> ActivationGradients:
-    """The gradients of `glu`.
-
-        g  = d_out · p,   with u and v after the clamp, and the bounds themselves passing:
-        du = g · f'(u) · (v + offset)   where u ≤ c, else 0
-        dv = g · f(u)                   where |v| ≤ c, else 0
-        dp = Σ_F d_out · f(u) · (v + offset)
-
-    d_h has the layout of h. dp is summed in an order that depends on the width and the block sizes only.
-
-    Rounding: fp32 throughout (fp64 if h or probs are); d_h is rounded once, to the dtype of h, and d_probs once, to that of the
-    probs. With `round_before_probs`, g is also rounded to the dtype of h, and f(u) · (v + offset) in dp.
+    """The gradients of `glu`: one launch. The order of d_probs' sum depends on the width and the block sizes only.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_glu, check_cotangent; also for probs of other dtypes than `PROBS`.
+        ValueError: also for probs of other dtypes than `PROBS`.
     """
     check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
     settings = Settings(kind, True, round_before_probs, offset, clamp, alpha, interleave)
@@ -149,20 +117,10 @@ def glu_backward(
 def activation(
     h_PF: Tensor, *, probs: Tensor | None = None, kind: str = "squared_relu", round_before_probs: bool = False
 ) -> Tensor:
-    """An activation without a gate, times the row's probability.
-
-        out = f(h) · p
-
-        silu        h σ(h)                      gelu          h (1 + erf(h/√2)) / 2
-        quick_gelu  h σ(1.702 h)                gelu_tanh     h (1 + tanh(√(2/π) (h + 0.044715 h³))) / 2
-        relu        max(h, 0)                   squared_relu  max(h, 0)²
-
-    Args, rounding, and what a NaN or an infinity does: as in `glu`. Gradients: `activation_backward`.
+    """An activation without a gate, times the row's probability: one launch.
 
     Raises:
-        ValueError: see `moe_ref.config.check_activation`; also for probs of other dtypes than `PROBS`.
-
-    Source: weighted_squared_relu_impl, MLP.forward; TE ScaledSReLU.
+        ValueError: also for probs of other dtypes than `PROBS`.
     """
     check_activation(h_PF, probs, kind)
     check_fused(h_PF, probs)
@@ -177,14 +135,10 @@ def activation_backward(
     kind: str = "squared_relu",
     round_before_probs: bool = False,
 ) -> ActivationGradients:
-    """The gradients of `activation`.
-
-        d_h = d_out · p · f'(h),     dp = Σ_F d_out · f(h);     relu has slope 0 at 0
-
-    Rounding: as in `glu_backward`.
+    """The gradients of `activation`: one launch.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_activation, check_cotangent; also for probs of other dtypes than `PROBS`.
+        ValueError: also for probs of other dtypes than `PROBS`.
     """
     check_activation(h_PF, probs, kind)
     return _checked_backward(d_out_PF, h_PF, probs, Settings(kind, False, round_before_probs))

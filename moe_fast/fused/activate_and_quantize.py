@@ -51,28 +51,12 @@ def glu_and_quantize(
     state: QuantizerState | None = None,
     round_before_quantize: bool = False,
 ) -> Quantization:
-    """A gated activation times the row's probability, quantised as the input of the next linear layer.
+    """`glu`, quantised as the input of the next linear layer; saved for the backward are h and the probs.
 
-        a = f(u) · (v + offset) · p            quantize(a, recipe, role="input")
-
-    Settings, layouts, blocks and every corner are those of `moe_ref.fused.activate_and_quantize.glu_and_quantize`. The splits are read by the
-    kernels alone: the device is never waited for, and where their values are illegal the result is unspecified. Saved for the backward
-    are h and the probs.
-
-    Args:
-        h_PF2: [P,2F] bfloat16, float16, float32 or float64, of any strides.
-        probs: [P] of a dtype of `moe_fast.experts.activations.PROBS`, or None for 1.
-
-    Returns:
-        `Quantization`. `dequantize` returns [P,F] in the dtype of h, with the gradient of `glu`, and none behind the last group.
-
-    Rounding: a in fp32 (fp64 if h or probs are, and then rounded to fp32), with `round_before_quantize` rounded to the dtype of h; from
-    there on that of `quantize`.
+    The host never waits: where the values of `splits` are illegal the result is unspecified.
 
     Raises:
-        ValueError: see the reference; also for probs of other dtypes.
-
-    Source: nvte_swiglu, nvte_geglu, nvte_reglu, nvte_qgeglu, nvte_clamped_swiglu with a quantised output.
+        ValueError: also for probs of other dtypes than `PROBS`.
     """
     check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
     settings = Settings(kind, True, False, offset, clamp, alpha, interleave)
@@ -98,17 +82,10 @@ def glu_backward_and_quantize(
     noise: Tensor | None = None,
     round_before_quantize: bool = False,
 ) -> QuantizedGradients:
-    """The gradients of `glu`, that of h quantised as the gradient that the linear layer before goes back with.
-
-    A tile of d_h has gradients of gates, of values or of both, and reads what they need; d_probs is summed in an order that depends on the
-    width and the block sizes only, and is 0 behind the last group.
-
-    Rounding: d_h as a in `glu_and_quantize`; d_probs once, to the dtype of the probs.
+    """The gradients of `glu`, that of h quantised. The order of d_probs' sum depends on width and block sizes only.
 
     Raises:
-        ValueError: see `moe_ref.fused.activate_and_quantize.glu_backward_and_quantize`; also for probs of other dtypes.
-
-    Source: nvte_dswiglu, nvte_dgeglu, nvte_dreglu, nvte_dqgeglu, nvte_clamped_dswiglu with a quantised output.
+        ValueError: also for probs of other dtypes than `PROBS`.
     """
     check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
     settings = Settings(kind, True, False, offset, clamp, alpha, interleave)
@@ -128,15 +105,7 @@ def activation_and_quantize(
     state: QuantizerState | None = None,
     round_before_quantize: bool = False,
 ) -> Quantization:
-    """An activation without a gate times the row's probability, quantised as the input of the next linear layer.
-
-    Args, returns, rounding, gradients: as in `glu_and_quantize`, with the kinds of `activation`.
-
-    Raises:
-        ValueError: see `moe_ref.fused.activate_and_quantize.activation_and_quantize`; also for probs of other dtypes.
-
-    Source: nvte_silu, nvte_gelu, nvte_qgelu, nvte_relu, nvte_srelu with a quantised output.
-    """
+    """`activation`, quantised as `glu_and_quantize` does."""
     check_activation(h_PF, probs, kind)
     forms = _Forms(recipe, "input", splits, rowwise, columnwise, state, None, round_before_quantize)
     return _forward(h_PF, probs, Settings(kind, False, False), forms)
@@ -156,15 +125,7 @@ def activation_backward_and_quantize(
     noise: Tensor | None = None,
     round_before_quantize: bool = False,
 ) -> QuantizedGradients:
-    """The gradients of `activation`, that of h quantised as the gradient that the linear layer before goes back with.
-
-    Args, returns, rounding: as in `glu_backward_and_quantize`.
-
-    Raises:
-        ValueError: see `moe_ref.fused.activate_and_quantize.activation_backward_and_quantize`; also for probs of other dtypes.
-
-    Source: nvte_dsilu, nvte_dgelu, nvte_dqgelu, nvte_drelu, nvte_dsrelu with a quantised output.
-    """
+    """The gradients of `activation`, that of h quantised as `glu_backward_and_quantize` does."""
     check_activation(h_PF, probs, kind)
     forms = _Forms(recipe, "grad_output", splits, rowwise, columnwise, state, noise, round_before_quantize)
     return _gradients(d_out_PF, h_PF, probs, Settings(kind, False, False), forms)

@@ -38,30 +38,17 @@ def permute_and_quantize(
     columnwise: bool = False,
     state: QuantizerState | None = None,
 ) -> PermutedQuantization:
-    """Copy each token once for every expert it is routed to, and quantise each expert's segment by itself.
+    """`permute`, then `quantize` of each expert's segment, without writing the rows; bit by bit as the reference.
 
-        permuted  = permute(tokens, routing_map, probs, align, capacity, num_rows)
-        quantized = quantize(permuted.rows, recipe, role, splits=permuted.tokens_per_expert, rowwise, columnwise, state)
-
-    Every corner is that of `moe_ref.fused.permute_and_quantize.permute_and_quantize`, and so is every bit; the rows themselves are never written.
     Two launches find the places (three with `capacity`). Then
 
-        blocks along rows, delayed      one launch reads each token once and writes the codes of its rows; block scaling has one more for
-                                        scales, which lie across the rows
-        current, plain NVFP4 by rows    one more before it reads each token for the amax of its experts
-        blocks that span rows           one launch says which token a row has (that above, if there is one), one gathers tiles of tokens
+        blocks along rows, delayed     one reads each token once and writes the codes of its rows; block scaling has one
+                                       more for scales, which lie across rows
+        current, plain NVFP4 by rows   one more before it, for the amax of each expert
+        blocks that span rows          one writes each row's token (the first above, if there is one), one gathers tiles
 
-    NVFP4 otherwise (columnwise, of weights with square blocks, row-scaled or four over six) takes two steps: what is permuted is written,
-    and then quantised.
-    The device is waited for only if neither `capacity` nor `num_rows` is given, once, to learn how many rows there are.
-
-    Rounding: that of the reference, each operation once in float32; dtokens[t] = Σ over t's rows of drows, ascending experts, in fp32
-    (fp64 for fp64), rounded once.
-
-    Raises:
-        ValueError: see `moe_ref.config.check_permute_and_quantize`.
-
-    Source: TE moe_permute_and_pad_with_probs, `tex.split_quantize`.
+    Other NVFP4 (by columns, square blocks, row-scaled, four over six) permutes first and then quantises. The host waits
+    once, for the number of rows, if neither `capacity` nor `num_rows` is given.
     """
     check_permute_and_quantize(
         tokens_TH, routing_map_TE, recipe, probs, align, capacity, num_rows, role, rowwise, columnwise, state

@@ -29,22 +29,13 @@ def permute(
     capacity: int | None = None,
     num_rows: int | None = None,
 ) -> Permuted:
-    """Copy each token once for every expert it is routed to, grouped by expert, tokens ascending inside an expert.
+    """Copy each token once for every expert it is routed to, grouped by expert.
 
-        rows  = [tokens[t] for e in experts for t in tokens if routing_map[t, e]]
-        probs = [probs[t, e] for the same e and t]
-
-    Padding by `align`, drop-and-pad by `capacity` and a fixed `num_rows` are those of `moe_ref.permutation.permute`. Two
-    launches find the places (three with `capacity`), one moves the rows and writes the zeros. The device is waited for only if
-    neither `capacity` nor `num_rows` is given, once, to learn how many rows there are.
-
-    Rounding: none in the forward. dtokens[t] = Σ over t's rows of drows, ascending experts, fp32 (fp64 for fp64), rounded once.
+    Two launches find the places (three with `capacity`), one moves the rows and writes the zeros. The host waits once, for
+    the number of rows, if neither `capacity` nor `num_rows` is given.
 
     Raises:
-        ValueError: see `moe_ref.config.check_permute`; also for elements of 16 bytes, and for tokens that require a gradient
-            in a dtype that has no sum here.
-
-    Source: TE moe_permute_and_pad_with_probs, Megatron moe_utils.permute.
+        ValueError: also for elements of 16 bytes, and for tokens that require a gradient in a dtype outside `MERGING`.
     """
     check_permute(tokens_TH, routing_map_TE, probs, align, capacity, num_rows)
     check_device("tokens", tokens_TH)
@@ -63,19 +54,10 @@ def permute(
 def unpermute(
     rows_PH: Tensor, row_map: RowMap, *, restore_shape: tuple[int, int] | None = None, probs: Tensor | None = None
 ) -> Tensor:
-    """Add each token's rows together, back in token order.
-
-        out[t] = Σ_{i: row i came from token t} rows[i] · (probs[t, expert of i] if probs were given, else 1)
-
-    The sum runs in ascending expert. Padding rows and dropped rows are never read. A token without rows is exactly 0.
-
-    Rounding: products and sums in fp32 (fp64 if probs are), one rounding to the rows' dtype. drows likewise;
-    dprobs[t, e] = Σ_h rows[i, h] · dout[t, h] in fp32, rounded once to the probs' dtype, and 0 elsewhere.
+    """Add each token's rows together, back in token order: one launch, and one for the gradient.
 
     Raises:
-        ValueError: see `moe_ref.config.check_unpermute`; also for other dtypes than `SUMMED` of rows and `MERGING` of probs.
-
-    Source: TE moe_unpermute, Megatron moe_utils.unpermute.
+        ValueError: also for rows outside `SUMMED` and probs outside `MERGING`.
     """
     check_unpermute(rows_PH, row_map.num_rows, row_map.num_tokens, row_map.num_experts, restore_shape, probs)
     check_device("rows", rows_PH)
@@ -84,17 +66,12 @@ def unpermute(
 
 
 def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: Tensor | None = None) -> SortedChunks:
-    """Cut the rows into consecutive chunks and put the chunks into another order.
+    """Cut the rows into consecutive chunks and put the chunks into another order: one launch.
 
-        out = cat(chunk[order[0]], chunk[order[1]], …),  chunk[i] = rows[c_i : c_i + chunk_sizes[i]],  c_i = Σ_{j<i} chunk_sizes[j]
-
-    Rows behind the last chunk stay where they are. Sizes and order are read by the kernel alone, so their values are not
-    checked: where they are illegal the result is unspecified.
+    The host reads neither sizes nor order: where their values are illegal the result is unspecified.
 
     Raises:
-        ValueError: see `moe_ref.config.check_sort_chunks`; also for elements of 16 bytes.
-
-    Source: TE moe_sort_chunks_by_index_with_probs, Megatron moe_utils.sort_chunks_by_idxs.
+        ValueError: also for elements of 16 bytes.
     """
     check_sort_chunks(rows_RH, chunk_sizes, order, probs)
     check_device("rows", rows_RH)

@@ -69,10 +69,7 @@ def cast_groups(
 def new_quantizer_state(
     recipe: Recipe, *, num_groups: int = 1, device: torch.device | str | None = None
 ) -> QuantizerState | None:
-    """The state before the first step: no amax seen, scales of 1; None for a recipe without memory.
-
-    Source: DelayedScalingRecipeState.
-    """
+    """The state before the first step: no amax seen, scales of 1; None for a recipe without memory."""
     require(is_count(num_groups) and num_groups >= 1, "num_groups", num_groups, "a positive integer")
     if recipe.scaling != "delayed":
         return None
@@ -85,24 +82,7 @@ def new_quantizer_state(
 def update_scales(
     state: QuantizerState, recipe: Recipe, *, role: str = "input", reduced_amax: Tensor | None = None
 ) -> QuantizerState:
-    """The state of the next step, for each group:
-
-        last = reduced_amax if that was given and is not 0, else history[0]
-        A = max(last, history[1:]), or last for "most_recent"
-        scale = FMAX · 2^-margin / A if A is finite and above 0, the largest float32 where that overflows; else as it was
-        history = [0, history[2], …, history[L-1], last]        if last is not 0; else as it was, and A = 0
-
-    Args:
-        role: of the tensor; grad_output has another FMAX under hybrid.
-        reduced_amax: [G], the maximum over the ranks that share the scale.
-
-    Rounding: the division, once.
-
-    Raises:
-        ValueError: a state that is not this recipe's, or a reduced_amax of another shape.
-
-    Source: kernel_bulk of delayed_scaling.cu.
-    """
+    """The state of the next step, for each group: one launch."""
     require(recipe.scaling == "delayed", "recipe", f"of scaling {recipe.scaling!r}", "delayed: only that has a state")
     check_state(recipe, state, len(state.scale))
     if reduced_amax is not None:

@@ -33,30 +33,10 @@ def quantize(
     state: QuantizerState | None = None,
     noise: Tensor | None = None,
 ) -> Quantization:
-    """Quantise each group of rows by itself.
+    """Quantise each group of rows by itself, bit by bit as the reference.
 
-        for each group, direction and block:  scale = rule(max |x| over the block),  code = encode(x · scale)
-
-    Rules, blocks and every corner are those of `moe_ref.quantization.quantize`, and so is every bit. The splits are read by the kernels
-    alone: the device is never waited for, and where their values are illegal the result is unspecified.
-
-    Args:
-        x_MN: float64, float32, bfloat16 or float16, of any strides. float64 is rounded to float32 first.
-        splits: [G] integers, rows of each group; None: all rows are one group.
-        state: delayed scaling's, of G groups; it stays as it was, and what is returned is new.
-        noise: [2,M,N] uniform in [0, 1), of any strides, for gradients of NVFP4 with stochastic rounding. None: drawn from torch's generator of
-            x's device, a new number for each element and direction.
-
-    Returns:
-        `Quantization`. The gradient of `dequantize(quantize(x))` is straight through: that of the identity, or of the Hadamard transform
-        where there is one; 0 for rows behind the last group.
-
-    Rounding: that of the reference, each operation once in float32.
-
-    Raises:
-        ValueError: see `moe_ref.config.check_quantize`.
-
-    Source: `tex.quantize`, `tex.split_quantize` and `tex.group_quantize`.
+    One launch per call; current scaling and NVFP4 have one before it for the maximum of each group. The host never waits:
+    where the values of `splits` are illegal the result is unspecified. float64 is rounded to float32 first.
     """
     check_quantize(x_MN, recipe, role, splits, rowwise, columnwise, state, noise)
     check_device("x", x_MN)

@@ -30,25 +30,13 @@ def topk_indices(
     expert_bias: Tensor | None = None,
     precomputed_indices: Tensor | None = None,
 ) -> TopK:
-    """Choose K experts a token and weigh them.
+    """Choose K experts per token and weigh them: one launch, and one for the gradient.
 
-        score function   key of expert e          weight of a chosen expert e, S the chosen set
-        softmax          x_e                      exp(x_e) / Σ_{i∈S} exp(x_i)
-        softmax, pre     softmax(x)_e over E      softmax(x)_e
-        sigmoid          σ(x_e) + bias_e          σ(x_e) / (Σ_{i∈S} σ(x_i) + 1e-20); σ(x_e) itself if K = 1
-        sqrtsoftplus     √ln(1+exp x_e) + bias_e  as sigmoid
-
-    Groups, scaling and every corner are those of `moe_ref.router.selection.topk_indices`. S holds the K largest keys, of equal ones the
-    lower experts; slots are in descending order of key. Saved for the backward are the logits as they came and the indices.
-
-    Rounding: everything in fp32 (fp64 for fp64 logits), the weight once to the logits' dtype; dlogits likewise.
+    Saved for the backward are the logits as they came and the indices.
 
     Raises:
-        ValueError: see `moe_ref.config.check_topk_routing`; also for logits or a bias of other dtypes than `LOGITS`, more than
-            `MAX_EXPERTS` experts or `MAX_TOPK` slots. Values of `precomputed_indices` are not checked: where they are
-            illegal the result is unspecified.
-
-    Source: moe_utils.topk_routing_with_score_function(dense_output=True); TE fused_topk_with_score_function.
+        ValueError: also for logits or a bias outside `LOGITS`, more than `MAX_EXPERTS` experts or `MAX_TOPK` slots. Values of
+            `precomputed_indices` are not checked: where they are illegal the result is unspecified.
     """
     check_topk_routing(
         logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices
@@ -72,12 +60,7 @@ def topk_routing(
     expert_bias: Tensor | None = None,
     precomputed_indices: Tensor | None = None,
 ) -> Routed:
-    """`topk_indices`, spread over all experts by the same kernel.
-
-        probs[t, e] = weight of e if e was chosen for t, else 0;   routing_map[t, e] = e was chosen for t
-
-    Source: moe_utils.topk_routing_with_score_function, its default form; TE fused_topk_with_score_function.
-    """
+    """`topk_indices`, spread over all experts by the same kernel."""
     check_topk_routing(
         logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices
     )
