@@ -21,7 +21,7 @@ import moe_fast
 from benchmarks.common import BF16, QUICK_SHAPES, SHAPES, Shape, ceilings, interleaved, lines_of, replayed, table
 from moe_fast.launch.backend import INTERPRETED, triton
 from moe_fast.permutation import row_map as metadata
-from moe_fast.permutation.permute import _merge_backward, _move_to_rows, _sum_rows
+from moe_fast.permutation.permute import merge_backward, move_to_rows, sum_rows
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
@@ -154,10 +154,10 @@ def check(problem: Problem, align: int) -> None:
     close = partial(torch.testing.assert_close, rtol=2.0**-8, atol=1e-5)
     close(moe_fast.unpermute(rows, row_map).float(), gathered.sum(1))
     close(moe_fast.unpermute(rows, row_map, probs=p.probs_TE).float(), (gathered * probs).sum(1))
-    dtokens, dprobs = _sum_rows(rows, None, row_probs, row_map)
+    dtokens, dprobs = sum_rows(rows, None, row_probs, row_map)
     close(dtokens.float(), gathered.sum(1))
     assert torch.equal(dprobs, p.probs_TE)
-    drows, dprobs = _merge_backward(dout, rows, p.probs_TE, row_map, True)
+    drows, dprobs = merge_backward(dout, rows, p.probs_TE, row_map, True)
     right = torch.zeros_like(rows).index_copy_(
         0, p.row_M, (dout[p.token_M].float() * p.probs_TE[p.token_M, p.expert_M][:, None]).bfloat16()
     )
@@ -175,7 +175,7 @@ def operations(p: Problem, align: int) -> list[Operation]:
     gather = {"index_select": partial(padded_gather, tokens_0, p.token_P)}
     if align > 1:
         gather = {"gather over a zero row": gather["index_select"], "two steps": partial(two_steps, p)}
-    ours = partial(_move_to_rows, p.tokens_TH, p.probs_TE, place(p, align), row_map.slots_TE)
+    ours = partial(move_to_rows, p.tokens_TH, p.probs_TE, place(p, align), row_map.slots_TE)
     found = [Operation(f"permute{pad}", (num_tokens + p.num_rows) * row + 12 * rows_M, {"moe_fast": ours, **gather})]
     if align == 128:
         return found
@@ -193,7 +193,7 @@ def operations(p: Problem, align: int) -> list[Operation]:
     found.append(Operation(f"{unpad}unpermute by probs", summed, merged))
     if align == 1:
         backward = {
-            "moe_fast": partial(_sum_rows, rows, None, drow_probs, row_map),
+            "moe_fast": partial(sum_rows, rows, None, drow_probs, row_map),
             "gather + sum": lambda: gather_rows(p, rows).sum(1),
         }
         backward["index_add"] = partial(index_add, p, rows)
@@ -207,7 +207,7 @@ def operations(p: Problem, align: int) -> list[Operation]:
         ]
     minimum = (num_tokens + rows_M + p.num_rows) * row + 12 * rows_M
     backward = {
-        "moe_fast": partial(_merge_backward, dout, rows, p.probs_TE, row_map, True),
+        "moe_fast": partial(merge_backward, dout, rows, p.probs_TE, row_map, True),
         "eager": partial(merge_backward, p, dout, rows, probs_M),
     }
     return [*found, Operation(f"{unpad}unpermute by probs, backward with dprobs", minimum, backward)]

@@ -1,30 +1,38 @@
-"""The dispatchers of `moe_ref.dispatch` over `torch.distributed`, as one rank calls them: arguments and results are its own.
+"""The dispatchers of `moe_ref.dispatch` over `torch.distributed`, as one rank calls them.
 
-Rows travel as bytes, so that every dtype does, and whatever belongs to a row travels with it: one collective for the counts, one for the
-rows. Permutations before and after are `moe_fast.permute`, `unpermute` and `sort_chunks`. All of it is differentiable, by the reduction
-trees of the reference, and deterministic. The host reads the counts, and what indices it has to refuse.
+Rows travel as bytes, so that every dtype can, with everything that belongs to a row: one collective for the counts,
+one for the rows. Permutations before and after are `moe_fast.permutation`'s. All are differentiable and deterministic,
+by the reduction trees of the reference. The host reads the counts, and the indices that it may have to refuse.
 
-Read `exchange` first, then `alltoall`, `allgather`, `deepep`, `hybridep`, `low_latency`; `overlap` runs other work beside any of them.
+Read `exchange` first, then `alltoall`, `allgather`, `deepep`, `hybridep`, `low_latency`; `overlap` runs other work at
+the same time as any of them.
 """
 
+from moe_fast.declared import COPY, READ, SUM, Family
 from moe_fast.dispatch.allgather import allgather_combine, allgather_dispatch
 from moe_fast.dispatch.alltoall import alltoall_combine, alltoall_dispatch
 from moe_fast.dispatch.deepep import deepep_cached_dispatch, deepep_combine, deepep_dispatch, deepep_layout
 from moe_fast.dispatch.hybridep import hybridep_cached_dispatch, hybridep_combine, hybridep_dispatch
 from moe_fast.dispatch.low_latency import deepep_low_latency_combine, deepep_low_latency_dispatch
 
-__all__ = [
-    "allgather_combine",
-    "allgather_dispatch",
-    "alltoall_combine",
-    "alltoall_dispatch",
-    "deepep_cached_dispatch",
-    "deepep_combine",
-    "deepep_dispatch",
-    "deepep_layout",
-    "deepep_low_latency_combine",
-    "deepep_low_latency_dispatch",
-    "hybridep_cached_dispatch",
-    "hybridep_combine",
-    "hybridep_dispatch",
-]
+_COMBINE = SUM | READ
+
+_family = Family(
+    {
+        allgather_dispatch: READ,
+        allgather_combine: _COMBINE,
+        alltoall_dispatch: READ,
+        alltoall_combine: _COMBINE,
+        deepep_layout: COPY | {"unchecked": ("indices",)},
+        deepep_dispatch: READ,
+        deepep_cached_dispatch: READ,
+        deepep_combine: _COMBINE,
+        deepep_low_latency_dispatch: READ,
+        deepep_low_latency_combine: _COMBINE,
+        hybridep_dispatch: READ,
+        hybridep_cached_dispatch: READ,
+        hybridep_combine: _COMBINE,
+    }
+)
+declares, supports = _family.declares, _family.supports
+__all__ = _family.names

@@ -41,19 +41,7 @@ def allgather_dispatch(
 ) -> Dispatched:
     """Gather all tokens on every rank, and permute the copies that the rank's own experts want.
 
-    Rows, and the tree of the gradient, are those of `moe_ref.allgather_dispatch`. With its tokens a rank gets only its own experts' columns of
-    routing maps and probs.
-
-    Args:
-        tokens_TH: this rank's, any dtype.
-        routing_map_TE: this rank's.
-        group: whose ranks hold the experts; None for all.
-
-    Returns:
-        `Dispatched` of this rank.
-
-    Raises:
-        ValueError: see `moe_ref.config.check_dispatch`, of this rank's own arguments.
+    With its tokens a rank gets only its own experts' columns of routing maps and probs. The host reads the counts.
     """
     ranks, rank = size_and_rank(group)
     shards = expert_tensor_parallel
@@ -72,9 +60,7 @@ def allgather_dispatch(
 
 
 def allgather_combine(rows_PH: Tensor, handle: Handle, *, group: Any = None) -> Tensor:
-    """Add each token's rows on every rank, send the sums to the token's rank, and add those.
-
-    Trees and rounding are those of `moe_ref.allgather_combine`, ranks ascending.
+    """Add each token's rows on every rank, send the sums to the token's rank, and add them, ranks ascending.
 
     Raises:
         ValueError: rows of another shape than dispatch's, or another group.

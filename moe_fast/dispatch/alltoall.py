@@ -44,22 +44,10 @@ def alltoall_dispatch(
     capacity: int | None = None,
     group: Any = None,
 ) -> Dispatched:
-    """Permute the copies by expert, send each chunk to the rank of its expert, and sort what arrives by local expert.
+    """Permute the copies by expert, send each chunk to its expert's rank, and sort what arrives by local expert.
 
-    Order, capacity, shards and the trees of the gradients are those of `moe_ref.alltoall_dispatch`, but dprobs of shards are added in their own
-    dtype. With shards each copy travels to all of them, instead of being gathered behind: as many bytes, one collective less. With `capacity` the
-    sizes are known, and the device is not waited for.
-
-    Args:
-        tokens_TH: this rank's, any dtype.
-        routing_map_TE: this rank's.
-        group: whose ranks hold the experts; None for all.
-
-    Returns:
-        `Dispatched` of this rank.
-
-    Raises:
-        ValueError: see `moe_ref.config.check_dispatch`, of this rank's own arguments.
+    dprobs of shards are added in their own dtype. Each copy travels to all shards of its expert, in one collective. The
+    host reads the counts, unless `capacity` gives the sizes.
     """
     ranks, rank = size_and_rank(group)
     shards = expert_tensor_parallel
@@ -96,8 +84,6 @@ def alltoall_dispatch(
 
 def alltoall_combine(rows_PH: Tensor, handle: Handle, *, group: Any = None) -> Tensor:
     """Sort the rows back, send them home, add the shards of each, and add each token's rows.
-
-    Trees and rounding are those of `moe_ref.alltoall_combine`.
 
     Raises:
         ValueError: rows of another shape than dispatch's, or another group.

@@ -38,19 +38,9 @@ class Handle:
 
 
 def deepep_layout(indices_TK: Tensor, *, num_experts: int, ranks: int) -> DeepEPLayout:
-    """Count, before anything is sent, what one rank's tokens will do.
+    """Count, before anything is sent, how many tokens one rank will send where; local, and the host never waits.
 
-        is_token_in_rank[t, w]    = some slot of t names an expert of w
-        num_tokens_per_rank[w]    = Σ_t is_token_in_rank[t, w]
-        num_tokens_per_expert[e]  = slots that name e                     (an expert named twice by a token counts twice)
-
-    A slot that holds -1 is empty, and so is, unchecked, one that holds any other number outside 0 … E - 1. The device is not waited for, and
-    nothing is said to other ranks; the call can be captured in a graph.
-
-    Raises:
-        ValueError: see `moe_ref.config.check_expert_split`.
-
-    Source: Buffer.get_dispatch_layout.
+    A slot outside 0 … E - 1 counts as empty, unchecked.
     """
     check_expert_split(num_experts, ranks)
     wide_TK = indices_TK.long()  # a narrow dtype may not hold the numbers that they are compared with
@@ -76,21 +66,7 @@ def deepep_dispatch(
     num_worst_tokens: int | None = None,
     group: Any = None,
 ) -> DeepEPDispatched:
-    """Send each token once to each rank that some slot of it names.
-
-    Rows, indices, probs and the trees of the gradients are those of `moe_ref.deepep_dispatch`.
-
-    Args:
-        tokens_TH: this rank's, any dtype.
-        indices_TK: this rank's.
-        group: whose ranks hold the experts; None for all.
-
-    Returns:
-        `DeepEPDispatched` of this rank.
-
-    Raises:
-        ValueError: see `moe_ref.config`: check_rank_indices, check_index_values, check_deepep_sizes; and what the policy rejects.
-    """
+    """Send each token once to each rank that some slot of it names. The host reads the counts."""
     ranks, rank = size_and_rank(group)
     check_rank_indices(
         [tokens_TH] * ranks, [indices_TK] * ranks, None if probs is None else [probs] * ranks, num_experts
@@ -142,14 +118,7 @@ def deepep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = No
 def deepep_combine(
     rows_DH: Tensor, handle: Handle, *, probs: Tensor | None = None, biases: Sequence[Tensor] = (), group: Any = None
 ) -> Combined:
-    """Send each row back and add what the ranks made of each token. No probability is applied.
-
-    Trees and rounding are those of `moe_ref.deepep_combine`.
-
-    Args:
-        rows_DH: as many as dispatch gave; those behind the received ones are not read.
-        probs: [D,K] floating point, or None.
-        biases: up to two of [T,H].
+    """Send each row back and add each token's rows; no probability is applied.
 
     Raises:
         ValueError: rows of another shape than dispatch's, another group, or biases of other shapes.

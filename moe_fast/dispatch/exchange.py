@@ -27,10 +27,10 @@ class Exchange:
 
 
 def size_and_rank(group: Any) -> tuple[int, int]:
-    """W, and which of them this process is.
+    """W, and this process's rank.
 
     Raises:
-        ValueError: no process group, or one that this process is not in.
+        ValueError: no process group, or one without this process.
     """
     require(
         group is None or isinstance(group, dist.ProcessGroup),
@@ -116,21 +116,13 @@ def from_bytes(piece: Tensor, like: Tensor) -> Tensor:
 
 
 def check_handle(handle: Any, kind: type, group: Any) -> None:
-    """Combine gets what its own dispatch gave, and the same group.
-
-    Raises:
-        ValueError: naming what is another's.
-    """
+    """Raise `ValueError` unless combine gets its own dispatch's handle, and the same group."""
     require(isinstance(handle, kind), "handle", type(handle).__name__, "what the dispatch of this dispatcher returned")
     require(handle.exchange.group is group, "group", group, "the group that dispatch was given")
 
 
 def check_combined(rows: Tensor, num_rows: int) -> None:
-    """Combine gets as many rows as dispatch gave.
-
-    Raises:
-        ValueError: it does not, or they are no numbers to be added.
-    """
+    """Raise `ValueError` unless combine gets as many rows as dispatch gave, of numbers that can be added."""
     right = rows.dim() == 2 and len(rows) == num_rows and rows.is_floating_point() and rows.element_size() > 1
     require(
         right,

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from moe_fast.dispatch import wire
 from moe_fast.dispatch.deduplicated import Sent, add_ranks, send_once
 from moe_fast.dispatch.exchange import check_combined, check_handle, exchanged, size_and_rank
-from moe_fast.permutation.permute import _sum_rows, permute, unpermute
+from moe_fast.permutation.permute import permute, sum_rows, unpermute
 from moe_ref.config import (
     Combined,
     Dispatched,
@@ -50,22 +50,10 @@ def hybridep_dispatch(
     recipe: Recipe | None = None,
     group: Any = None,
 ) -> Dispatched:
-    """Send each token to the ranks that want it, and write its copies where the experts read them.
+    """Send each token once to each rank that wants it, and write its copies where the experts read them.
 
-    Slots, padding, budget and the tree of the gradient are those of `moe_ref.hybridep_dispatch`. With a recipe each token is quantised once,
-    here, and its codes and scales travel as bytes: the same bits as of rows that are quantised where they arrive.
-
-    Args:
-        tokens_TH: this rank's, any dtype.
-        routing_map_TE: this rank's.
-        recipe: of scaling "block", or None.
-        group: whose ranks hold the experts; None for all.
-
-    Returns:
-        `Dispatched` of this rank.
-
-    Raises:
-        ValueError: see `moe_ref.config`: check_dispatch, check_budget, check_wire_recipe; of this rank's own arguments.
+    With a recipe each token is quantised once, here, and its codes and scales travel as bytes: the bits are those of rows
+    quantised on arrival. The host reads the counts.
     """
     ranks, _ = size_and_rank(group)
     check_dispatch([tokens_TH] * ranks, [routing_map_TE] * ranks, None if probs is None else [probs] * ranks)
@@ -98,7 +86,7 @@ class _Place(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None]:
         sent: Sent = ctx.handle.sent
-        (home,) = exchanged(ctx.handle.exchange.back, _sum_rows(d_rows, None, None, ctx.handle.row_map)[0])
+        (home,) = exchanged(ctx.handle.exchange.back, sum_rows(d_rows, None, None, ctx.handle.row_map)[0])
         assert home is not None
         return add_ranks(home, sent, [], d_rows.dtype), None
 
@@ -123,12 +111,9 @@ def hybridep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = 
 
 
 def hybridep_combine(rows_PH: Tensor, handle: Handle, *, probs: Tensor | None = None, group: Any = None) -> Combined:
-    """Add each token's rows on every rank, send the sums back, and add those. No probability is applied.
+    """Add each token's rows on every rank, send the sums back, and add them; no probability is applied.
 
-    Trees and rounding are those of `moe_ref.hybridep_combine`.
-
-    Args:
-        probs: [P] floating point, or None; they come back as [T,E].
+    Probs, [P] or None, come back as [T,E].
 
     Raises:
         ValueError: rows of another shape than dispatch's, or another group.

@@ -44,21 +44,7 @@ def deepep_low_latency_dispatch(
     policy: IndexPolicy | None = None,
     group: Any = None,
 ) -> LowLatencyDispatched:
-    """Send a copy of each token for every slot of it, into the slab of its expert.
-
-    Slabs, order, the format of the wire and the tree of the gradient are those of `moe_ref.deepep_low_latency_dispatch`.
-
-    Args:
-        tokens_TH: this rank's; floating point with `use_fp8`.
-        indices_TK: this rank's.
-        group: whose ranks hold the experts; None for all.
-
-    Returns:
-        `LowLatencyDispatched` of this rank.
-
-    Raises:
-        ValueError: see `moe_ref.config`: check_rank_indices, check_index_values, check_slab; and what the policy rejects.
-    """
+    """Send a copy of each token for every slot of it, into the slab of its expert. The host reads the counts."""
     ranks, rank = size_and_rank(group)
     check_rank_indices([tokens_TH] * ranks, [indices_TK] * ranks, None, num_experts)
     check_slab([tokens_TH], max_tokens_per_rank, use_fp8, round_scale)
@@ -104,13 +90,6 @@ def deepep_low_latency_combine(
     rows: Tensor, indices_TK: Tensor, probs: Tensor, handle: Handle, *, group: Any = None
 ) -> Tensor:
     """Send each row back and add each token's rows, weighted.
-
-    Sums, rounding and what becomes of a repeated expert are those of `moe_ref.deepep_low_latency_combine`.
-
-    Args:
-        rows: [L,W·M,H] floating point.
-        indices_TK: as dispatch was given them.
-        probs: [T,K] floating point.
 
     Raises:
         ValueError: rows of another shape than dispatch's, another group, or other numbers of tokens or slots.

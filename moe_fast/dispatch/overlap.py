@@ -16,16 +16,9 @@ def beside(local: Callable[[], X], exchange: Callable[[], Y], device: torch.devi
 
         y, rows = beside(partial(shared_experts, x, fc1, fc2), partial(hybridep_dispatch, x, routing_map, …), x.device)
 
-    `local` is launched first, so that an exchange whose host waits for counts does not hold it up. What stands before on the current stream is
-    done before either begins; what comes after waits for both. Autograd runs a backward on the stream of its forward, so that gradients run
-    beside each other likewise. Both can be captured in one graph, if each can.
-
-    Args:
-        local: must not communicate: the ranks' launches on two streams have no common order.
-        exchange: every rank's, in the same order.
-        device: of their tensors.
-
-    Source: the shared-expert overlap of Megatron's dispatchers, which cuts the experts into steps between the collectives instead.
+    `local` is launched first, so that a host that waits for counts does not delay it, and must not communicate: the ranks'
+    launches on two streams have no common order. Later work waits for both. Autograd runs a backward on the stream of its
+    forward, so that gradients overlap too. One graph can capture both, if it can capture each.
     """
     if device.type != "cuda":
         return local(), exchange()

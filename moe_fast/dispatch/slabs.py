@@ -108,11 +108,9 @@ _meetings = count()  # of this process over NVLink
 def slab_for(group: Any, device: torch.device, room: Room) -> Slab:
     """The group's slab. The first call, and one that needs more room than those before, is a collective of the group.
 
-    A slab stays where it is as long as its group lives, also when a larger one has taken its place: graphs that were captured before store to it,
-    on whichever rank they are replayed. So the largest call should come first, or `num_rows` be the same in all; else the memory of smaller slabs
-    is spent beside the last one's, up to as much again.
-
-    Over NVLink, torch numbers a process's meetings whatever the group: the ranks of a group must have met equally often, in other groups too.
+    A slab lives as long as its group, also when a larger one has replaced it: captured graphs still store to it, on any
+    rank. So make the largest call first, or use one `num_rows`; smaller slabs cost up to as much memory again. torch
+    numbers a process's NVLink meetings whatever the group: the ranks of a group must have met equally often.
 
     Raises:
         ValueError: the ranks ask for different room or have not met equally often; NVLink multicast is on.

@@ -18,11 +18,10 @@ from moe_fast.dispatch import _symmetric as kernels
 from moe_fast.dispatch import wire
 from moe_fast.dispatch.slabs import Slab
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import bits, launch_on
+from moe_fast.launch.arithmetic import NO_FP_FUSION
+from moe_fast.launch.backend import bits, casts_in_hardware, launch_on
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.permutation.row_map import RowMap, empty_slots, walk_map
-from moe_fast.quantization.group_scales import casts_in_hardware
-from moe_fast.router.selection import EXACT
 from moe_ref.config import FP8_BLOCK, Recipe
 
 X = TypeVar("X")
@@ -240,7 +239,7 @@ def push(
             BLOCK_H=columns,
             BLOCK_L=sizes.lists,
             num_warps=num_warps,
-            **EXACT,
+            **NO_FP_FUSION,
         )
 
 
@@ -288,7 +287,7 @@ def spread(
             BLOCK_H=columns,
             BLOCK_R=sizes.fill_rows,
             num_warps=num_warps,
-            **EXACT,
+            **NO_FP_FUSION,
         )
     return rows if recipe is None else wire.form_of(rows, scale), row_probs
 

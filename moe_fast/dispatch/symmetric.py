@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_fast.declared import COMPUTED, COPY, READ, Family
 from moe_fast.dispatch import wire
 from moe_fast.dispatch.exchange import check_combined, counts_of_all, size_and_rank
 from moe_fast.dispatch.slabs import Room, Slab, slab_for
@@ -33,16 +34,6 @@ from moe_ref.config import (
     require,
 )
 
-__all__ = [
-    "codes",
-    "declares",
-    "dequantize",
-    "hybridep_cached_dispatch",
-    "hybridep_combine",
-    "hybridep_dispatch",
-    "scales",
-    "supports",
-]
 SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes of rows that are added
 
 
@@ -57,25 +48,15 @@ def hybridep_dispatch(
     deduplicate: bool = True,
     group: Any = None,
 ) -> Dispatched:
-    """Send each token to the ranks that want it, and write its copies where the experts read them.
+    """Write each token straight to its rows on the ranks that want it; `num_rows` is the same on all ranks.
 
-    Slots, padding, budget and the tree of the gradient are those of `moe_ref.hybridep_dispatch`. The device is not waited for; the call can
-    be captured in a graph, once the group has met with as much room; see `slabs.slab_for` for what the memory costs. A rank that never comes is
-    waited for 10 minutes on a GPU (`slabs.BARRIER_MS`), as long as NCCL's watchdog waits; then the device gives up with an error, here and in
-    whatever is called next. With a recipe each token is quantised where it is read to be sent, and its codes and
-    scales are written to its rows: the same bits as of rows that are quantised where they arrive.
-
-    Args:
-        num_rows: of every rank's buffer, the same on all; None: as many as there are, which the device is waited for to learn.
-        recipe: of scaling "block", or None.
-        deduplicate: a token travels once to a rank and is copied there; otherwise once for each of its experts. The results are the same.
-        group: of ranks on one NVLink host, or of processes of one CPU.
-
-    Returns:
-        `Dispatched` of this rank; `handle.overflow_W` says of every rank whether it overflows.
+    The host never waits, unless `num_rows` is None, and the call can be captured in a graph once the group has met with as
+    much room (`slabs.slab_for`). A GPU waits for a missing rank for `slabs.BARRIER_MS`, then gives up with an error. With a
+    recipe each token is quantised where it is read: the bits are those of rows quantised on arrival. With `deduplicate` a
+    token travels once to a rank and is copied there; the results are the same.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_dispatch, check_budget, check_wire_recipe; also for 2^30 rows, or where NVLink multicast is on.
+        ValueError: also for 2^30 rows, or where NVLink multicast is on.
     """
     ranks, rank = size_and_rank(group)
     check_dispatch([tokens_TH] * ranks, [routing_map_TE] * ranks, None if probs is None else [probs] * ranks)
@@ -119,12 +100,9 @@ def hybridep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = 
 
 
 def hybridep_combine(rows_PH: Tensor, handle: Handle, *, probs: Tensor | None = None, group: Any = None) -> Combined:
-    """Add each token's rows on every rank, and pull the sums. No probability is applied.
+    """Add each token's rows on every rank, and pull the sums; no probability is applied.
 
-    Trees and rounding are those of `moe_ref.hybridep_combine`.
-
-    Args:
-        probs: [P] floating point, or None; they come back as [T,E].
+    Probs, [P] or None, come back as [T,E].
 
     Raises:
         ValueError: rows of another shape than dispatch's, or another group.
@@ -134,31 +112,6 @@ def hybridep_combine(rows_PH: Tensor, handle: Handle, *, probs: Tensor | None = 
     if probs is not None:
         check_probs(probs, (len(rows_PH),), rows_PH)
     return Combined(*_Combine.apply(rows_PH, probs, handle))
-
-
-def supports(function: str, *arguments: Any, **settings: Any) -> str | None:
-    """Why a call is not supported, or None."""
-    payload = (
-        arguments[0] if arguments else next((settings[name] for name in ("tokens", "rows") if name in settings), None)
-    )
-    if (
-        isinstance(payload, Tensor)
-        and payload.dtype not in SUMMED
-        and (function == "hybridep_combine" or payload.requires_grad)
-    ):
-        return f"a payload of dtype {payload.dtype}: sums are taken of {SUMMED}"
-    return None
-
-
-def declares(function: str) -> dict[str, Any]:
-    """What this implementation promises about a function, beyond the reference's contract."""
-    promised = {
-        "deterministic": True,
-        "host_sync_free": True,
-        "graph_capturable": True,
-        "noncontiguous": True,
-    }  # where num_rows is given
-    return promised | {"accumulator": "float32", "differentiable": function != "hybridep_cached_dispatch"}
 
 
 class _Dispatch(torch.autograd.Function):
@@ -265,3 +218,23 @@ def _check(handle: Any, group: Any) -> None:
         isinstance(handle, Handle), "handle", type(handle).__name__, "what this module's hybridep_dispatch returned"
     )
     require(handle.group is group, "group", group, "the group that dispatch was given")
+
+
+def _check_summed(function: str, payload: Tensor, settings: dict[str, Any]) -> None:
+    if function == "hybridep_combine" or payload.requires_grad:
+        require(payload.dtype in SUMMED, "payload", f"of dtype {payload.dtype}", f"one of {SUMMED}, which are summed")
+
+
+_family = Family(
+    {
+        hybridep_dispatch: COMPUTED,  # free of syncs where num_rows is given
+        hybridep_cached_dispatch: COMPUTED | {"differentiable": False},
+        hybridep_combine: COMPUTED,
+        codes: COPY,
+        scales: READ,
+        dequantize: COMPUTED,
+    },
+    _check_summed,
+)
+declares, supports = _family.declares, _family.supports
+__all__ = _family.names

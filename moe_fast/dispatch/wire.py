@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from moe_fast.dispatch.exchange import as_bytes, from_bytes
+from moe_fast.launch.arithmetic import number_bits
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization.quantize import FLOAT32_MAX, quantize
 from moe_fast.quantization.quantized import Form, Quantized
-from moe_fast.router.selection import number_bits
 from moe_ref.config import FP8_BLOCK, Recipe
 
 FORMAT = "e4m3"  # of inputs, whatever gradients have

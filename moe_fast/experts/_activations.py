@@ -13,9 +13,8 @@ from math import pi, sqrt
 import triton
 import triton.language as tl
 
-from moe_fast.launch._rounding import rounded
+from moe_fast.launch._rounding import number, rounded, score_and_slope, widened
 from moe_fast.quantization._formats import as_float32, decoded, encoded
-from moe_fast.router._scores import number, score_and_slope, widened
 
 TWO_ROOT = tl.constexpr(2 * sqrt(2 / pi))
 CUBIC = tl.constexpr(0.044715)  # Hendrycks and Gimpel 2016, arXiv 1606.08415

@@ -7,8 +7,7 @@ segment are not read; results are 0 there. Everything is computed in `ACCUMULATO
 import triton
 import triton.language as tl
 
-from moe_fast.launch._rounding import rounded
-from moe_fast.router._scores import score_and_slope, widened
+from moe_fast.launch._rounding import rounded, score_and_slope, widened
 
 
 @triton.jit

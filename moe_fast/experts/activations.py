@@ -9,10 +9,9 @@ from torch.autograd.function import once_differentiable
 
 from moe_fast.experts import _activations as kernels
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import check_device, launch_on
+from moe_fast.launch.arithmetic import accumulator, number_bits
+from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, strided
 from moe_fast.launch.tuning import ceil_div
-from moe_fast.quantization.group_scales import casts_in_hardware
-from moe_fast.router.selection import accumulator, number_bits
 from moe_ref.config import ActivationGradients, check_activation, check_cotangent, check_glu, check_input_store, require
 
 PROBS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of probs
@@ -78,34 +77,12 @@ def glu(
     round_before_probs: bool = False,
     fp8_input_store: bool = False,
 ) -> Tensor:
-    """A gated activation, times the row's probability.
+    """A gated activation, times the row's probability: one launch.
 
-        out = f(u) · (v + offset) · p,     u, v = the halves of h, the gate u first
-
-        swiglu       f(u) = u σ(αu), α = 1              geglu       f(u) = u (1 + tanh(√(2/π) (u + 0.044715 u³))) / 2
-        quick_geglu  f(u) = u σ(αu), α = 1.702          geglu_erf   f(u) = u (1 + erf(u/√2)) / 2
-        reglu        f(u) = max(u, 0)
-        with clamp c:  u ← min(u, c),  v ← min(max(v, -c), c);  the gate has no lower bound
-
-    Layout, settings and every corner are those of `moe_ref.experts.activations.glu`. Saved for the backward are h, with `fp8_input_store` as E4M3 codes
-    of one byte, which the same launch writes, and the probs.
-
-    Args:
-        h_PF2: [P,2F] bfloat16, float16, float32 or float64, of any strides.
-        probs: [P] of a dtype of `PROBS`, or None for 1.
-
-    Returns:
-        [P,F] in the dtype of h.
-
-    Rounding: fp32 throughout (fp64 if h or probs are), one rounding to the dtype of h; with `round_before_probs` also before the
-    product with p, in the backward too.
-
-    Gradients: `glu_backward`; with `fp8_input_store` at what the codes mean, saturated: ±448 for what is beyond.
+    Saved for the backward are the probs and h, with `fp8_input_store` as E4M3 codes that the same launch writes.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_glu, check_input_store; also for probs of other dtypes than `PROBS`.
-
-    Source: weighted_bias_swiglu_impl, weighted_bias_quick_geglu_impl, bias_geglu_impl; TE ScaledSwiGLU, ScaledClampedQGeGLU.
+        ValueError: also for probs of other dtypes than `PROBS`.
     """
     check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
     check_input_store(fp8_input_store, kind)
@@ -127,20 +104,10 @@ def glu_backward(
     interleave: int | None = None,
     round_before_probs: bool = False,
 ) -> ActivationGradients:
-    """The gradients of `glu`.
-
-        g  = d_out · p,   with u and v after the clamp, and the bounds themselves passing:
-        du = g · f'(u) · (v + offset)   where u ≤ c, else 0
-        dv = g · f(u)                   where |v| ≤ c, else 0
-        dp = Σ_F d_out · f(u) · (v + offset)
-
-    d_h has the layout of h. dp is summed in an order that depends on the width and the block sizes only.
-
-    Rounding: fp32 throughout (fp64 if h or probs are); d_h is rounded once, to the dtype of h, and d_probs once, to that of the
-    probs. With `round_before_probs`, g is also rounded to the dtype of h, and f(u) · (v + offset) in dp.
+    """The gradients of `glu`: one launch. The order of d_probs' sum depends on the width and the block sizes only.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_glu, check_cotangent; also for probs of other dtypes than `PROBS`.
+        ValueError: also for probs of other dtypes than `PROBS`.
     """
     check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
     settings = Settings(kind, True, round_before_probs, offset, clamp, alpha, interleave)
@@ -150,20 +117,10 @@ def glu_backward(
 def activation(
     h_PF: Tensor, *, probs: Tensor | None = None, kind: str = "squared_relu", round_before_probs: bool = False
 ) -> Tensor:
-    """An activation without a gate, times the row's probability.
-
-        out = f(h) · p
-
-        silu        h σ(h)                      gelu          h (1 + erf(h/√2)) / 2
-        quick_gelu  h σ(1.702 h)                gelu_tanh     h (1 + tanh(√(2/π) (h + 0.044715 h³))) / 2
-        relu        max(h, 0)                   squared_relu  max(h, 0)²
-
-    Args, rounding, and what a NaN or an infinity does: as in `glu`. Gradients: `activation_backward`.
+    """An activation without a gate, times the row's probability: one launch.
 
     Raises:
-        ValueError: see `moe_ref.config.check_activation`; also for probs of other dtypes than `PROBS`.
-
-    Source: weighted_squared_relu_impl, MLP.forward; TE ScaledSReLU.
+        ValueError: also for probs of other dtypes than `PROBS`.
     """
     check_activation(h_PF, probs, kind)
     check_fused(h_PF, probs)
@@ -178,14 +135,10 @@ def activation_backward(
     kind: str = "squared_relu",
     round_before_probs: bool = False,
 ) -> ActivationGradients:
-    """The gradients of `activation`.
-
-        d_h = d_out · p · f'(h),     dp = Σ_F d_out · f(h);     relu has slope 0 at 0
-
-    Rounding: as in `glu_backward`.
+    """The gradients of `activation`: one launch.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_activation, check_cotangent; also for probs of other dtypes than `PROBS`.
+        ValueError: also for probs of other dtypes than `PROBS`.
     """
     check_activation(h_PF, probs, kind)
     return _checked_backward(d_out_PF, h_PF, probs, Settings(kind, False, round_before_probs))
@@ -194,6 +147,11 @@ def activation_backward(
 def check_fused(h: Tensor, probs: Tensor | None) -> None:
     """What the kernels can read."""
     check_device("h", h)
+    check_probs(probs)
+
+
+def check_probs(probs: Tensor | None) -> None:
+    """Raise `ValueError` for probs that no kernel multiplies by."""
     if probs is not None:
         require(probs.dtype in PROBS, "probs", f"of dtype {probs.dtype}", f"one of {PROBS}")
 
@@ -216,13 +174,13 @@ class _Activation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         h, probs = ctx.saved_tensors
-        return *_backward(d_out, h, probs, ctx.settings, ctx.needs_input_grad[0], ctx.needs_input_grad[1]), None, None
+        return *backward_of(d_out, h, probs, ctx.settings, ctx.needs_input_grad[0], ctx.needs_input_grad[1]), None, None
 
 
 def _checked_backward(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings) -> ActivationGradients:
     check_cotangent(d_out, len(h), settings.width(h), h)
     check_fused(h, probs)
-    d_h, d_probs = _backward(d_out, h, probs, settings, True, True)
+    d_h, d_probs = backward_of(d_out, h, probs, settings, True, True)
     assert d_h is not None
     return ActivationGradients(d_h, d_probs)
 
@@ -230,15 +188,15 @@ def _checked_backward(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: 
 def _forward(h: Tensor, probs: Tensor | None, settings: Settings, codes: Tensor | None) -> Tensor:
     """f(u) · (v + offset) · p; fills the codes of h, if there are any."""
     num_rows, width = len(h), settings.width(h)
-    constants = _constants(h, h, probs, settings, tuning.for_device(h.device).activation)
+    constants = constants_of(h, h, probs, settings, tuning.for_device(h.device).activation)
     out = torch.empty((num_rows, width), dtype=h.dtype, device=h.device)  # all by activation_kernel
     parts = ceil_div(width, constants["BLOCK_F"])
     programs = ceil_div(num_rows, constants["BLOCK_P"]) * parts
     if programs:
         with launch_on(h):
             kernels.activation_kernel[(programs,)](
-                *_strided(h),
-                *_vector(probs),
+                *strided(h),
+                *strided(probs, 1),
                 out,
                 codes,
                 num_rows,
@@ -252,12 +210,12 @@ def _forward(h: Tensor, probs: Tensor | None, settings: Settings, codes: Tensor 
     return out
 
 
-def _backward(
+def backward_of(
     d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings, needs_h: bool, needs_probs: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of h, given in d_out's dtype or as E4M3 codes, and probs. Either may not be needed. One program sums a row, so that the order is fixed."""
     num_rows, width = len(h), settings.width(h)
-    constants = _constants(h, d_out, probs, settings, tuning.for_device(h.device).activation_backward)
+    constants = constants_of(h, d_out, probs, settings, tuning.for_device(h.device).activation_backward)
     d_h = (
         torch.empty(h.shape, dtype=d_out.dtype, device=h.device) if needs_h else None
     )  # all by activation_backward_kernel
@@ -270,9 +228,9 @@ def _backward(
     if programs:
         with launch_on(h):
             kernels.activation_backward_kernel[(programs,)](
-                *_strided(d_out),
-                *_strided(h),
-                *_vector(probs),
+                *strided(d_out),
+                *strided(h),
+                *strided(probs, 1),
                 d_h,
                 d_probs,
                 num_rows,
@@ -286,7 +244,7 @@ def _backward(
     return d_h, d_probs
 
 
-def _constants(
+def constants_of(
     h: Tensor, result: Tensor, probs: Tensor | None, settings: Settings, tile: tuning.Tile
 ) -> dict[str, Any]:
     """What a kernel is compiled for, `result` having the result's dtype.
@@ -299,18 +257,8 @@ def _constants(
         "LAYOUT": layout,
         "CLAMPED": settings.clamp is not None,
         "ROUND_FIRST": settings.round_first and probs is not None,
-        "ACCUMULATOR": accumulator(result if probs is None or result.dtype == torch.float64 else probs),
+        "ACCUMULATOR": accumulator(result, probs),
         "BLOCK_P": tile.tokens,
         "BLOCK_F": tile.columns // 2 if layout == "pairs" else tile.columns,
         "num_warps": tile.num_warps,
     }
-
-
-def _strided(matrix: Tensor) -> tuple[Any, ...]:
-    """A matrix and its strides."""
-    return matrix.resolve_neg(), *matrix.resolve_neg().stride()  # a kernel sees memory, not a pending minus
-
-
-def _vector(vector: Tensor | None) -> tuple[Any, ...]:
-    """A vector, or none, and its stride."""
-    return (None, 0) if vector is None else _strided(vector)

@@ -28,11 +28,11 @@ from moe_fast.experts.scaled_linear import (
     with_tensors,
     without_tensors,
 )
-from moe_fast.experts.segments import Plan, have_descriptors, make_plan, programs, strided
+from moe_fast.experts.segments import Plan, have_descriptors, make_plan, programs
 from moe_fast.experts.segments import segment_sums as _segment_sums
 from moe_fast.experts.segments import segments as _segments
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import check_device, launch_on
+from moe_fast.launch.backend import check_device, launch_on, strided
 from moe_fast.launch.tuning import GroupedTile, ceil_div
 from moe_fast.quantization.quantized import Quantized, dequantize
 from moe_ref.config import (
@@ -57,23 +57,13 @@ def grouped_linear(
     noise: Tensor | None = None,
     accumulator: str = "float32",
 ) -> Tensor:
-    """Multiply each expert's rows by its own weight.
+    """Multiply each expert's rows by its own weight: one launch plans the tiles, one multiplies.
 
-        out_i = x_i W_eᵀ + b_e,     e the expert in whose segment row i stands: the first tokens_per_expert[0] rows are expert 0's, …
-
-    Rows behind the last segment are not read; there out is 0, and nothing of them reaches a gradient. The counts are read by the
-    kernels alone: the device is never waited for, and where the counts are illegal the result is unspecified.
-
-    Rounding: products and sums, the bias last, in fp32 (fp64 for fp64 rows), ascending inputs; one rounding to the dtype of the rows.
-    Gradients: `grouped_dgrad`, `grouped_wgrad`; db_e = Σ_{i of e} d_out_i in fp32, rounded once to the dtype of the bias.
+    The host never waits: where the counts are illegal the result is unspecified. With a recipe's backward_override the
+    gradients are products in high precision, of tensors as stored or decoded from the saved codes.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_grouped_linear, check_precision; also for what `check_product` refuses.
-
-    With a recipe's backward_override the gradients are products of high precision, of tensors as they are stored or as the codes of the
-    forward, which are what is saved, come back: no form by columns is made, and no gradient is quantised.
-
-    Source: TE GroupedLinear.
+        ValueError: also for what `check_product` refuses.
     """
     check_grouped_linear(rows_PN, weight_LMN, tokens_per_expert_L, bias)
     check_precision(recipe, state, noise, accumulator)
@@ -95,14 +85,10 @@ def grouped_dgrad(
     noise: Tensor | None = None,
     accumulator: str = "float32",
 ) -> Tensor:
-    """The gradient of `grouped_linear` in its rows.
-
-        dx_i = d_out_i W_e,     0 behind the last segment
-
-    Rounding: products and sums in fp32 (fp64 for fp64), ascending outputs; one rounding to the dtype of d_out.
+    """The gradient of `grouped_linear` in its rows: one launch after the plan.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_grouped_dgrad, check_precision; also for what `check_product` refuses.
+        ValueError: also for what `check_product` refuses.
     """
     check_grouped_dgrad(d_out_PM, weight_LMN, tokens_per_expert_L)
     check_precision(recipe, state, noise, accumulator)
@@ -131,19 +117,10 @@ def grouped_wgrad(
     noise: Tensor | None = None,
     accumulator: str = "float32",
 ) -> Tensor:
-    """The gradient of `grouped_linear` in its weight.
-
-        dW_e = Σ_{i of e} d_out_iᵀ x_i,     0 for an expert without rows
-
-    With `accumulate_into` the result is that plus dW, a new tensor; an expert without rows keeps what it had, bit by bit.
-
-    Rounding: products and sums in fp32 (fp64 for fp64), ascending rows; one rounding to the dtype of the rows, or, after
-    `accumulate_into` is added, to its dtype.
+    """The gradient of `grouped_linear` in its weight, added to `accumulate_into` if given: one launch after the plan.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_grouped_wgrad, check_precision; also for what `check_product` refuses.
-
-    Source: TE GroupedLinear.backward_dw; fuse_wgrad_accumulation (main_grad).
+        ValueError: also for what `check_product` refuses.
     """
     check_grouped_wgrad(d_out_PM, rows_PN, tokens_per_expert_L, accumulate_into)
     check_precision(recipe, state, noise, accumulator)
@@ -162,11 +139,7 @@ def grouped_wgrad(
 
 
 def check_product(rows: Tensor, recipe: Recipe | None, accumulator: str) -> None:
-    """Whether these kernels compute it.
-
-    Raises:
-        ValueError: float64 sums of products that are no float64; with a recipe, see `check_scaled`.
-    """
+    """Raise `ValueError` for float64 sums of narrower products; with a recipe, see `check_scaled`."""
     if recipe is not None:
         check_scaled(rows, accumulator)
         return

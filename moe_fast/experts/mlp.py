@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from moe_fast.experts.activations import PROBS, activation, glu
+from moe_fast.experts.activations import activation, check_probs, glu
 from moe_fast.experts.linear import check_product, grouped_linear
 from moe_fast.experts.padding import Padding
 from moe_fast.experts.weighting import BiasAdded, ScaledRows
@@ -58,29 +58,12 @@ def grouped_mlp(
 ) -> Tensor:
     """Each expert's two linear layers over its own rows, weighted by the rows' probabilities.
 
-        h = x W1_eᵀ + b1_e;     a = act(h) · p;     y = a W2_eᵀ + p · b2_e     (e the expert in whose segment the row stands)
-
-    With `probs_on_input` the row is weighted instead:  h = (p · x) W1_eᵀ + b1_e;  a = act(h);  y = a W2_eᵀ + b2_e.
-
-    Rows behind the last segment are not read, nor are their probs: there the output is 0, and nothing of them reaches a gradient. The
-    counts are read by the kernels alone; where they are illegal the result is unspecified. Settings and corners are those of
-    `moe_ref.experts.grouped_mlp`.
-
-    Saved for the backward are the rows, h and a; with recompute "moe_act" not a, with "moe" only the rows. With `fp8_input_store` h is saved as
-    codes of one byte; with "moe_act", which computes a from it, h itself as well. Without a recipe `align`
-    changes no value, so nothing is padded; with one the buffer grows by L · (align - 1) rows.
-
-    Returns:
-        [P,H] in the dtype of the rows.
-
-    Rounding, each once, to the dtype of the rows: p · x; h, its bias included; a; a W2ᵀ; and after it, separately, the sum with p · b2,
-    which is taken in fp32 (fp64 if an input is). Gradients round where these values do; db2_e = Σ_{i of e} p_i d_y_i, in a fixed order.
+    The host never waits: where the counts are illegal the result is unspecified. Saved for the backward are the rows, h and
+    a; with recompute "moe_act" not a, with "moe" only the rows; with `fp8_input_store` the codes of h ("moe_act" saves h as
+    well). `align` pads only with a recipe: the buffer grows by L · (align - 1) rows.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_grouped_mlp, check_kind, check_input_store, check_pairs; and `grouped_linear`; also for probs of other dtypes
-            than `PROBS`.
-
-    Source: TEGroupedMLP.forward.
+        ValueError: also for probs of other dtypes than `PROBS`, and as `grouped_linear`.
     """
     shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
     act = chosen_activation(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
@@ -101,8 +84,7 @@ def grouped_mlp(
     check_pairs(state, noise)
     check_product(rows_PH, recipe, "float32")
     check_device("rows", rows_PH)
-    if probs is not None:
-        require(probs.dtype in PROBS, "probs", f"of dtype {probs.dtype}", f"one of {PROBS}")
+    check_probs(probs)
     run = partial(
         _experts,
         act=act,
@@ -127,14 +109,10 @@ def sequential_mlp(
     fc2_bias: Tensor | None = None,
     **settings: Any,
 ) -> Tensor:
-    """`grouped_mlp`, which is what one expert after the other comes to: the same function of the same weights.
-
-    Like it, and unlike a loop over experts, this does not ask the device where their rows are. It takes no state and no noise.
+    """`grouped_mlp`, the same function of the same weights as one expert after the other.
 
     Raises:
-        ValueError: as `grouped_mlp`; also for a state or a noise.
-
-    Source: SequentialMLP.
+        ValueError: also for a state or a noise, which would be shared by all experts.
     """
     check_counts(tokens_per_expert_L, len(fc1_weight_LFH), rows_PH)
     for name in ("state", "noise"):
@@ -154,22 +132,13 @@ def latent_projection(
     state: LinearState | None = None,
     noise: Tensor | None = None,
 ) -> Tensor:
-    """x Wᵀ + b: from H down to the latent width before dispatch, and from there up to H after combine; once a token.
-
-    Rounding and errors: as `grouped_linear` with one expert that has all the rows.
-
-    Source: MoELayer.fc1_latent_proj, fc2_latent_proj.
-    """
+    """x Wᵀ + b, by `grouped_linear` with one expert."""
     check_linear("weight", x_TN, weight_MN, bias)
     return linear(x_TN, weight_MN, bias=bias, recipe=recipe, state=state, noise=noise)
 
 
 def linear(x_TN: Tensor, weight_MN: Tensor, *, bias: Tensor | None = None, **precision: Any) -> Tensor:
-    """`grouped_linear` of one expert that has all the rows: how many those are is known here, so that they are checked.
-
-    Raises:
-        ValueError: see `moe_ref.config.check_splits`, and `grouped_linear`.
-    """
+    """`grouped_linear` of one expert that has all the rows, whose number is known and checked here."""
     if isinstance(precision.get("recipe"), Recipe):
         check_splits([len(x_TN)], len(x_TN), precision["recipe"])
     count = torch.full((1,), len(x_TN), dtype=torch.int64, device=x_TN.device)
@@ -186,11 +155,7 @@ def chosen_activation(
     round_before_probs: bool = False,
     fp8_input_store: bool = False,
 ) -> Callable[..., Tensor]:
-    """`glu` or `activation`, whichever has that kind, as a function of h and probs.
-
-    Raises:
-        ValueError: see `moe_ref.config`: check_kind, check_input_store.
-    """
+    """`glu` or `activation`, whichever has that kind, as a function of h and probs."""
     check_kind(kind, offset, clamp, alpha, interleave)
     check_input_store(fp8_input_store, kind)
     if kind in GATED:
@@ -200,7 +165,7 @@ def chosen_activation(
 
 
 def run_again(run: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
-    """run(*inputs), of which only the inputs are kept; the backward runs it again. Nothing here is random, so no state of it is saved."""
+    """run(*inputs), saving only the inputs: the backward runs it again. Nothing in it is random."""
     out: Tensor = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
     return out
 

@@ -17,11 +17,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_fast.experts import _scaled_linear as kernels
 from moe_fast.experts._scaled_linear import TILE_ROWS
-from moe_fast.experts.segments import Plan, have_descriptors, make_plan, programs, segment_sums, segments, strided
+from moe_fast.experts.segments import Plan, have_descriptors, make_plan, programs, segment_sums, segments
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import INTERPRETED, launch_on
+from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
-from moe_fast.quantization.group_scales import casts_in_hardware
 from moe_fast.quantization.quantize import quantize
 from moe_fast.quantization.quantized import RULES, Form, Quantized
 from moe_ref.config import LinearState, Recipe, check_splits, require
@@ -38,11 +37,7 @@ class Precision(NamedTuple):
 
 
 def check_scaled(rows: Tensor, accumulator: str) -> None:
-    """Whether these kernels compute products by it.
-
-    Raises:
-        ValueError: rows or sums in float64.
-    """
+    """Raise `ValueError` for rows or sums in float64."""
     require(
         rows.dtype != torch.float64,
         "rows",
@@ -61,16 +56,10 @@ def scaled_plan(tokens_per_expert_L: Tensor, num_rows: int) -> Plan:
 
 
 def scaled_fprop(x: Quantized, weight: Quantized, plan: Plan, *, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b of each expert's rows, 0 behind the last segment; [P,M] in the dtype that x had.
+    """x Wᵀ + b of each expert's rows, [P,M] in the dtype of x before quantisation; 0 past the last expert's rows.
 
-    Args:
-        x: [P,N], with its form by rows; split by the counts of the plan.
-        weight: [L·M,N], likewise, split into experts.
-        plan: of `scaled_plan`.
-        bias: [L,M] or None.
-
-    Rounding: products of codes, times scales, and sums in float32 (from Ada on FP8's products of 128 neighbours first with 14 bits), ascending
-    inputs; the bias last; one rounding to the result's dtype.
+    x has its form by rows, split by the counts of the plan; weight, [L·M,N], its own, split into experts.
+    Products of codes, times scales, are summed in float32 (FP8's 128 neighbours first with 14 bits on Hopper).
     """
     form = weight.form(False)
     matrices_LMN = form.codes_MN.unflatten(0, (plan.num_experts, len(form.codes_MN) // plan.num_experts))
@@ -78,12 +67,7 @@ def scaled_fprop(x: Quantized, weight: Quantized, plan: Plan, *, bias: Tensor | 
 
 
 def scaled_dgrad(d_out: Quantized, weight: Quantized, plan: Plan) -> Tensor:
-    """d_out W of each expert's rows, 0 behind the last segment; [P,N] in the dtype that d_out had.
-
-    Args:
-        d_out: [P,M], with its form by rows; split by the counts of the plan.
-        weight: [L·M,N], with its form by columns, split into experts.
-    """
+    """d_out W of each expert's rows, [P,N]; d_out has its form by rows, weight its form by columns."""
     form, experts = weight.form(True), plan.num_experts
     height, width = len(form.codes_MN) // experts, form.codes_MN.shape[1]
     counts = torch.full((experts,), height, device=form.codes_MN.device)
@@ -94,13 +78,7 @@ def scaled_dgrad(d_out: Quantized, weight: Quantized, plan: Plan) -> Tensor:
 
 
 def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into: Tensor | None = None) -> Tensor:
-    """d_outᵀ x of each expert's rows, 0 for an expert without rows; [L,M,N] in the dtype that x had, or that of `accumulate_into` and added to it.
-
-    Args:
-        d_out: [P,M], with its form by columns; split by the counts of the plan.
-        x: [P,N], likewise.
-        accumulate_into: [L,M,N] float32 or float64, or None.
-    """
+    """d_outᵀ x of each expert's rows, [L,M,N], added to `accumulate_into` if given; both by columns."""
     device, sizes = plan.total_2.device, tuning.for_device(plan.total_2.device).grouped
     left, right = d_out.form(True), x.form(True)
     shape = (plan.num_experts, left.codes_MN.shape[1], right.codes_MN.shape[1])

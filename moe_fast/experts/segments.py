@@ -1,7 +1,6 @@
 """What products of segments share: the plan of their tiles, descriptors that end where a segment ends, and sums over its rows."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton.language as tl
@@ -11,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_fast.experts import _linear as kernels
 from moe_fast.experts._linear import SEGMENT_ROWS
 from moe_fast.launch import backend, tuning
-from moe_fast.launch.backend import launch_on
+from moe_fast.launch.backend import launch_on, strided
 from moe_fast.launch.tuning import GroupedTile, ceil_div, power_of_two
 
 DESCRIBED_BYTES = 16  # CUDA driver API, cuTensorMapEncodeTiled: the address and every stride are multiples
@@ -95,11 +94,6 @@ def programs(pieces: int, device: torch.device) -> int:
     """How many programs share the work."""
     most = tuning.for_device(device).grouped.programs
     return min(pieces, backend.multiprocessors(device) if most is None else most)
-
-
-def strided(tensor: Tensor | None, dims: int) -> tuple[Any, ...]:
-    """A tensor and its strides; or none."""
-    return (None, *(0,) * dims) if tensor is None else (tensor.resolve_neg(), *tensor.resolve_neg().stride())
 
 
 def have_descriptors(*tensors: Tensor) -> bool:

@@ -11,11 +11,10 @@ from torch.autograd.function import once_differentiable
 from moe_fast.experts import _weighting as kernels
 from moe_fast.experts.linear import check_product
 from moe_fast.experts.mlp import chosen_activation, linear, run_again
-from moe_fast.experts.weighting import strided
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import check_device, launch_on
+from moe_fast.launch.arithmetic import accumulator
+from moe_fast.launch.backend import check_device, launch_on, strided
 from moe_fast.launch.tuning import ceil_div
-from moe_fast.router.selection import accumulator
 from moe_ref.config import LinearState, Recipe, check_pairs, check_shared_experts
 
 
@@ -36,23 +35,12 @@ def shared_experts(
     state: tuple[LinearState, LinearState] | None = None,
     noise: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Two linear layers over all tokens, without biases, and a gate of their own.
+    """Two linear layers over all tokens, without biases, and a gate of their own: y = act(x W1ᵀ) W2ᵀ · σ(x gᵀ).
 
-        y = act(x W1ᵀ) W2ᵀ;     with a gate  y ← y · σ(x gᵀ)
-
-    Settings and corners are those of `moe_ref.experts.shared.shared_experts`. Saved for the backward are x, what W1 and W2 make, and act; with
-    `fp8_input_store` the E4M3 codes of what W1 makes, with `recompute` only x.
-
-    Returns:
-        [T,H] in the dtype of x.
-
-    Rounding, each once, to the dtype of x: x W1ᵀ, act, y, x gᵀ, σ and its product with y. Sums are taken in fp32 (fp64 for fp64).
-    Gradients round where these values do.
+    Saved for the backward are x, x W1ᵀ (with `fp8_input_store` its E4M3 codes) and act; with `recompute` only x.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_shared_experts, check_kind, check_input_store, check_pairs; and `grouped_linear`.
-
-    Source: SharedExpertMLP.forward.
+        ValueError: also as `grouped_linear`.
     """
     act = chosen_activation(
         kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave, fp8_input_store=fp8_input_store

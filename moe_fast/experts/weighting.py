@@ -7,29 +7,14 @@ are 0 there.
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_fast.experts import _weighting as kernels
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import launch_on
+from moe_fast.launch.arithmetic import accumulator
+from moe_fast.launch.backend import launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
-
-
-def strided(matrix: Tensor) -> tuple[Any, ...]:
-    """A matrix, or a vector, and its strides."""
-    return matrix.resolve_neg(), *matrix.resolve_neg().stride()  # a kernel sees memory, not a pending minus
-
-
-def vector(x: Tensor | None) -> tuple[Any, ...]:
-    """A vector, or none, and its stride."""
-    return (None, 0) if x is None else strided(x)
-
-
-def _accumulator(*tensors: Tensor | None) -> tl.dtype:
-    """float64 if one of them is."""
-    return tl.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else tl.float32
 
 
 class ScaledRows(torch.autograd.Function):
@@ -45,14 +30,14 @@ class ScaledRows(torch.autograd.Function):
             with launch_on(x):
                 kernels.scale_rows_kernel[(ceil_div(len(x), tile.tokens) * parts,)](
                     *strided(x),
-                    *strided(probs),
+                    *strided(probs, 1),
                     out,
                     ends_L,
                     len(x),
                     len(ends_L),
                     x.shape[1],
                     parts,
-                    ACCUMULATOR=_accumulator(probs),
+                    ACCUMULATOR=accumulator(probs),
                     BLOCK_P=tile.tokens,
                     BLOCK_H=tile.columns,
                     num_warps=tile.num_warps,
@@ -84,14 +69,14 @@ class BiasAdded(torch.autograd.Function):
                 kernels.add_bias_kernel[(ceil_div(len(y), tile.tokens) * parts,)](
                     *strided(y),
                     *strided(bias),
-                    *vector(probs),
+                    *strided(probs, 1),
                     out,
                     ends_L,
                     len(y),
                     len(ends_L),
                     y.shape[1],
                     parts,
-                    ACCUMULATOR=_accumulator(y, bias, probs),
+                    ACCUMULATOR=accumulator(y, bias, probs),
                     BLOCK_P=tile.tokens,
                     BLOCK_H=tile.columns,
                     BLOCK_E=power_of_two(len(ends_L)),
@@ -128,14 +113,14 @@ def _weighted_backward(
             kernels.weighted_rows_backward_kernel[(ceil_div(len(d_out), tile.tokens),)](
                 *strided(d_out),
                 *strided(other),
-                *strided(probs),
+                *strided(probs, 1),
                 d_x,
                 d_probs,
                 ends_L,
                 len(d_out),
                 len(ends_L),
                 d_out.shape[1],
-                ACCUMULATOR=_accumulator(probs),
+                ACCUMULATOR=accumulator(probs),
                 BY_EXPERT=by_expert,
                 BLOCK_P=tile.tokens,
                 BLOCK_H=tile.columns,
@@ -153,13 +138,13 @@ def _bias_gradient(d_out: Tensor, bias: Tensor, probs: Tensor | None, ends_L: Te
         with launch_on(d_out):
             kernels.bias_gradient_kernel[(len(ends_L) * ceil_div(bias.shape[1], tile.columns),)](
                 *strided(d_out),
-                *vector(probs),
+                *strided(probs, 1),
                 out,
                 ends_L,
                 len(d_out),
                 len(ends_L),
                 bias.shape[1],
-                ACCUMULATOR=_accumulator(d_out, bias, probs),
+                ACCUMULATOR=accumulator(d_out, bias, probs),
                 BLOCK_P=tile.tokens,
                 BLOCK_H=tile.columns,
                 num_warps=tile.num_warps,

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 
 from moe_fast.fused._tiles import activated_tile, steps_of
+from moe_fast.launch._rounding import number
 from moe_fast.quantization._formats import FLOAT32_MAX, encoded
 from moe_fast.quantization._quantize import E4M3_MAX, E5M2_MAX, fitting_scale, over, quantize_blocks
 from moe_fast.quantization._tiles import ending, magnitude, place_of_tile, store_tile
-from moe_fast.router._scores import number
 
 
 @triton.jit(

@@ -7,14 +7,13 @@ are made where the rows are to be: each tile of them gathers its tokens.
 import triton
 import triton.language as tl
 
-from moe_fast.launch._rounding import rounded
+from moe_fast.launch._rounding import number, rounded
 from moe_fast.permutation._permute import find_lists, load_slot
 from moe_fast.permutation._row_map import RANK
 from moe_fast.quantization._formats import E2M1_MAX, FLOAT32_MAX, as_float32, encoded
 from moe_fast.quantization._nvfp4 import multiplier_of
 from moe_fast.quantization._quantize import E4M3_MAX, E5M2_MAX, block_scale, fitting_scale, over, quantize_blocks
 from moe_fast.quantization._tiles import block_amax, magnitude, place_of_tile, spread
-from moe_fast.router._scores import number
 
 
 @triton.jit

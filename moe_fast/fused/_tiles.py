@@ -8,9 +8,8 @@ import triton
 import triton.language as tl
 
 from moe_fast.experts._activations import load_gate_and_value, value_and_slope, within
-from moe_fast.launch._rounding import rounded
+from moe_fast.launch._rounding import number, rounded, widened
 from moe_fast.quantization._formats import as_float32
-from moe_fast.router._scores import number, widened
 
 
 @triton.jit

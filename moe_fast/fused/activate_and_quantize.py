@@ -14,15 +14,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_fast.experts import _activations as plain_kernels
-from moe_fast.experts.activations import CURVES, Settings, _backward, _constants, check_fused
+from moe_fast.experts.activations import CURVES, Settings, backward_of, check_fused, constants_of
 from moe_fast.fused import _activate_and_quantize as kernels
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import launch_on
+from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
+from moe_fast.launch.backend import casts_in_hardware, launch_on, strided
 from moe_fast.launch.tuning import ceil_div
-from moe_fast.quantization.group_scales import casts_in_hardware
-from moe_fast.quantization.quantize import FLOAT32_MAX, _blank, _results, quantize
-from moe_fast.quantization.quantized import RULES, Form, Grid, Quantized, grid_of, strided
-from moe_fast.router.selection import EXACT, accumulator, number_bits
+from moe_fast.quantization.quantize import FLOAT32_MAX, empty_form, form_arguments, quantize
+from moe_fast.quantization.quantized import RULES, Form, Grid, Quantized, grid_of
 from moe_ref.config import (
     Quantization,
     QuantizerState,
@@ -52,28 +51,12 @@ def glu_and_quantize(
     state: QuantizerState | None = None,
     round_before_quantize: bool = False,
 ) -> Quantization:
-    """A gated activation times the row's probability, quantised as the input of the next linear layer.
+    """`glu`, quantised as the input of the next linear layer; saved for the backward are h and the probs.
 
-        a = f(u) · (v + offset) · p            quantize(a, recipe, role="input")
-
-    Settings, layouts, blocks and every corner are those of `moe_ref.fused.activate_and_quantize.glu_and_quantize`. The splits are read by the
-    kernels alone: the device is never waited for, and where their values are illegal the result is unspecified. Saved for the backward
-    are h and the probs.
-
-    Args:
-        h_PF2: [P,2F] bfloat16, float16, float32 or float64, of any strides.
-        probs: [P] of a dtype of `moe_fast.experts.activations.PROBS`, or None for 1.
-
-    Returns:
-        `Quantization`. `dequantize` returns [P,F] in the dtype of h, with the gradient of `glu`, and none behind the last group.
-
-    Rounding: a in fp32 (fp64 if h or probs are, and then rounded to fp32), with `round_before_quantize` rounded to the dtype of h; from
-    there on that of `quantize`.
+    The host never waits: where the values of `splits` are illegal the result is unspecified.
 
     Raises:
-        ValueError: see the reference; also for probs of other dtypes.
-
-    Source: nvte_swiglu, nvte_geglu, nvte_reglu, nvte_qgeglu, nvte_clamped_swiglu with a quantised output.
+        ValueError: also for probs of other dtypes than `PROBS`.
     """
     check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
     settings = Settings(kind, True, False, offset, clamp, alpha, interleave)
@@ -99,17 +82,10 @@ def glu_backward_and_quantize(
     noise: Tensor | None = None,
     round_before_quantize: bool = False,
 ) -> QuantizedGradients:
-    """The gradients of `glu`, that of h quantised as the gradient that the linear layer before goes back with.
-
-    A tile of d_h has gradients of gates, of values or of both, and reads what they need; d_probs is summed in an order that depends on the
-    width and the block sizes only, and is 0 behind the last group.
-
-    Rounding: d_h as a in `glu_and_quantize`; d_probs once, to the dtype of the probs.
+    """The gradients of `glu`, that of h quantised. The order of d_probs' sum depends on width and block sizes only.
 
     Raises:
-        ValueError: see `moe_ref.fused.activate_and_quantize.glu_backward_and_quantize`; also for probs of other dtypes.
-
-    Source: nvte_dswiglu, nvte_dgeglu, nvte_dreglu, nvte_dqgeglu, nvte_clamped_dswiglu with a quantised output.
+        ValueError: also for probs of other dtypes than `PROBS`.
     """
     check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
     settings = Settings(kind, True, False, offset, clamp, alpha, interleave)
@@ -129,15 +105,7 @@ def activation_and_quantize(
     state: QuantizerState | None = None,
     round_before_quantize: bool = False,
 ) -> Quantization:
-    """An activation without a gate times the row's probability, quantised as the input of the next linear layer.
-
-    Args, returns, rounding, gradients: as in `glu_and_quantize`, with the kinds of `activation`.
-
-    Raises:
-        ValueError: see `moe_ref.fused.activate_and_quantize.activation_and_quantize`; also for probs of other dtypes.
-
-    Source: nvte_silu, nvte_gelu, nvte_qgelu, nvte_relu, nvte_srelu with a quantised output.
-    """
+    """`activation`, quantised as `glu_and_quantize` does."""
     check_activation(h_PF, probs, kind)
     forms = _Forms(recipe, "input", splits, rowwise, columnwise, state, None, round_before_quantize)
     return _forward(h_PF, probs, Settings(kind, False, False), forms)
@@ -157,15 +125,7 @@ def activation_backward_and_quantize(
     noise: Tensor | None = None,
     round_before_quantize: bool = False,
 ) -> QuantizedGradients:
-    """The gradients of `activation`, that of h quantised as the gradient that the linear layer before goes back with.
-
-    Args, returns, rounding: as in `glu_backward_and_quantize`.
-
-    Raises:
-        ValueError: see `moe_ref.fused.activate_and_quantize.activation_backward_and_quantize`; also for probs of other dtypes.
-
-    Source: nvte_dsilu, nvte_dgelu, nvte_dqgelu, nvte_drelu, nvte_dsrelu with a quantised output.
-    """
+    """The gradients of `activation`, that of h quantised as `glu_backward_and_quantize` does."""
     check_activation(h_PF, probs, kind)
     forms = _Forms(recipe, "grad_output", splits, rowwise, columnwise, state, noise, round_before_quantize)
     return _gradients(d_out_PF, h_PF, probs, Settings(kind, False, False), forms)
@@ -230,11 +190,11 @@ class _Source:
             *d_out,
             self.h,
             *self.h.stride(),
-            *strided(self.probs),
+            *strided(self.probs, 1),
             settings.width(self.h),
             settings.between(self.h),
             *settings.numbers(),
-            *strided(self.forms.splits),
+            *strided(self.forms.splits, 1),
         )
 
     def constants(self, grid: Grid) -> dict[str, Any]:
@@ -246,7 +206,7 @@ class _Source:
             "WHOLE": self.halves and self.settings.width(self.h) % grid.settings["BLOCK_N"] == 0,
             "CLAMPED": self.settings.clamp is not None,
             "ROUNDED": self.forms.rounds,
-            "ACCUMULATOR": accumulator(self.h if self.probs is None or self.h.dtype == torch.float64 else self.probs),
+            "ACCUMULATOR": accumulator(self.h, self.probs),
         }
 
     @property
@@ -344,16 +304,16 @@ def _quantize_blocks(source: _Source) -> tuple[Form | None, Form | None, Tensor 
     tall, low = (sizes.columns, sizes.low) if source.d_out is None else (sizes.backward, sizes.low_backward)
     walk = tall if aligned else low if forms.columnwise else sizes.rows
     grid = source.grid(walk, aligned, (size if forms.columnwise else 1, size), size if aligned else None)
-    by_rows = _blank(x, rule, (1, size), grid) if forms.rowwise else None
-    by_columns = _blank(x, rule, (size, 1), grid) if forms.columnwise else None
+    by_rows = empty_form(x, rule, (1, size), grid) if forms.rowwise else None
+    by_columns = empty_form(x, rule, (size, 1), grid) if forms.columnwise else None
     parts = source.parts(grid)
     infinity = torch.finfo(x.dtype).max if x.dtype != torch.float64 else FLOAT32_MAX
     if grid.programs:
         with launch_on(x):
             kernels.quantize_activated_blocks_kernel[(grid.programs,)](
                 *source.arguments,
-                *_results(by_rows),
-                *_results(by_columns),
+                *form_arguments(by_rows),
+                *form_arguments(by_columns),
                 parts,
                 *x.shape,
                 *grid.sizes,
@@ -367,7 +327,7 @@ def _quantize_blocks(source: _Source) -> tuple[Form | None, Form | None, Tensor 
                 ALIGNED=aligned,
                 BLOCK=size,
                 **grid.settings,
-                **EXACT,
+                **NO_FP_FUSION,
             )
     return by_rows, by_columns, parts
 
@@ -386,11 +346,17 @@ def _cast_groups(source: _Source) -> tuple[Form, QuantizerState | None, Tensor |
     with launch_on(x):
         if state is None and grid.programs:
             kernels.activated_group_amax_kernel[(grid.programs,)](
-                *source.arguments, amax, *x.shape, *grid.sizes, **source.constants(grid), **grid.settings, **EXACT
+                *source.arguments,
+                amax,
+                *x.shape,
+                *grid.sizes,
+                **source.constants(grid),
+                **grid.settings,
+                **NO_FP_FUSION,
             )
         kernels.cast_activated_groups_kernel[(max(grid.programs, 1),)](
             *source.arguments,
-            *strided(None if state is None else state.scale),
+            *strided(None if state is None else state.scale, 1),
             amax,
             None if history is None else history.view(torch.int32),
             0 if history is None else history.stride(0),
@@ -405,7 +371,7 @@ def _cast_groups(source: _Source) -> tuple[Form, QuantizerState | None, Tensor |
             POWER_OF_TWO=bool(recipe.power_of_two_scales),
             HARDWARE=casts_in_hardware(x.device),
             **grid.settings,
-            **EXACT,
+            **NO_FP_FUSION,
         )
     return Form(codes, inverse, amax.view(torch.float32), None), state, parts
 
@@ -446,7 +412,7 @@ def _launch(
 ) -> None:
     """A kernel of `moe_fast.experts._activations`; with d_out one program sums a row, so that the order is fixed."""
     h, settings = source.h, source.settings
-    constants = _constants(h, h, source.probs, settings, tile) | (
+    constants = constants_of(h, h, source.probs, settings, tile) | (
         {} if d_out else {"HARDWARE": False}
     )  # nothing is encoded here
     tiles = ceil_div(settings.width(h), constants["BLOCK_F"])
@@ -456,7 +422,7 @@ def _launch(
     if programs:
         with launch_on(h):
             kernel[(programs,)](
-                *d_out, h, *h.stride(), *strided(source.probs), *results, *sizes, *settings.numbers(), **constants
+                *d_out, h, *h.stride(), *strided(source.probs, 1), *results, *sizes, *settings.numbers(), **constants
             )
 
 
@@ -481,5 +447,5 @@ class _Place(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         h, probs = ctx.saved_tensors
-        d_h, d_probs = _backward(d_out, h, probs, ctx.settings, ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        d_h, d_probs = backward_of(d_out, h, probs, ctx.settings, ctx.needs_input_grad[0], ctx.needs_input_grad[1])
         return _owned_rows(d_h, ctx.splits), _owned_rows(d_probs, ctx.splits), None, None

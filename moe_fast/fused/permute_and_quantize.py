@@ -9,15 +9,15 @@ from torch.autograd.function import once_differentiable
 
 from moe_fast.fused import _permute_and_quantize as kernels
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import bits, check_device, launch_on
+from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
+from moe_fast.launch.backend import bits, casts_in_hardware, check_device, launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
-from moe_fast.permutation.permute import _matrix, _sum_rows, permute
+from moe_fast.permutation.permute import permute, sum_rows
 from moe_fast.permutation.row_map import RowMap, place, place_in_capacity
-from moe_fast.quantization.group_scales import FORMAT_MAX, casts_in_hardware
+from moe_fast.quantization.group_scales import FORMAT_MAX
 from moe_fast.quantization.nvfp4 import SCOPES
 from moe_fast.quantization.quantize import FLOAT32_MAX, quantize
-from moe_fast.quantization.quantized import RULES, Form, Quantized, grid_of, strided
-from moe_fast.router.selection import EXACT, number_bits
+from moe_fast.quantization.quantized import RULES, Form, Quantized, grid_of
 from moe_ref.config import PermutedQuantization, QuantizerState, Recipe, check_permute_and_quantize
 from moe_ref.config.quantization import BLOCK
 
@@ -38,30 +38,17 @@ def permute_and_quantize(
     columnwise: bool = False,
     state: QuantizerState | None = None,
 ) -> PermutedQuantization:
-    """Copy each token once for every expert it is routed to, and quantise each expert's segment by itself.
+    """`permute`, then `quantize` of each expert's segment, without writing the rows; bit by bit as the reference.
 
-        permuted  = permute(tokens, routing_map, probs, align, capacity, num_rows)
-        quantized = quantize(permuted.rows, recipe, role, splits=permuted.tokens_per_expert, rowwise, columnwise, state)
-
-    Every corner is that of `moe_ref.fused.permute_and_quantize.permute_and_quantize`, and so is every bit; the rows themselves are never written.
     Two launches find the places (three with `capacity`). Then
 
-        blocks along rows, delayed      one launch reads each token once and writes the codes of its rows; block scaling has one more for
-                                        scales, which lie across the rows
-        current, plain NVFP4 by rows    one more before it reads each token for the amax of its experts
-        blocks that span rows           one launch says which token a row has (that above, if there is one), one gathers tiles of tokens
+        blocks along rows, delayed     one reads each token once and writes the codes of its rows; block scaling has one
+                                       more for scales, which lie across rows
+        current, plain NVFP4 by rows   one more before it, for the amax of each expert
+        blocks that span rows          one writes each row's token (the first above, if there is one), one gathers tiles
 
-    NVFP4 otherwise (columnwise, of weights with square blocks, row-scaled or four over six) takes two steps: what is permuted is written,
-    and then quantised.
-    The device is waited for only if neither `capacity` nor `num_rows` is given, once, to learn how many rows there are.
-
-    Rounding: that of the reference, each operation once in float32; dtokens[t] = Σ over t's rows of drows, ascending experts, in fp32
-    (fp64 for fp64), rounded once.
-
-    Raises:
-        ValueError: see `moe_ref.config.check_permute_and_quantize`.
-
-    Source: TE moe_permute_and_pad_with_probs, `tex.split_quantize`.
+    Other NVFP4 (by columns, square blocks, row-scaled, four over six) permutes first and then quantises. The host waits
+    once, for the number of rows, if neither `capacity` nor `num_rows` is given.
     """
     check_permute_and_quantize(
         tokens_TH, routing_map_TE, recipe, probs, align, capacity, num_rows, role, rowwise, columnwise, state
@@ -135,7 +122,7 @@ class _Place(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         d_rows = d_rows if ctx.needs_input_grad[0] else None
         d_row_probs = d_row_probs if ctx.needs_input_grad[1] else None
-        return *_sum_rows(d_rows, None, d_row_probs, ctx.row_map), None, None
+        return *sum_rows(d_rows, None, d_row_probs, ctx.row_map), None, None
 
 
 class Work:
@@ -222,7 +209,7 @@ class Work:
                     BLOCK_M=tile.tokens,
                     BLOCK_B=tile.columns,
                     num_warps=tile.num_warps,
-                    **EXACT,
+                    **NO_FP_FUSION,
                 )
         return form
 
@@ -263,7 +250,7 @@ class Work:
         if programs:
             with launch_on(self.tokens):
                 kernels.expert_amax_kernel[(programs,)](
-                    *_matrix(self.tokens),
+                    *strided(self.tokens),
                     amax,
                     *self.lists.arguments(),
                     *self.tokens.shape[:1],
@@ -316,9 +303,9 @@ class Work:
             blocks = (form.scale, form.amax if group_amax is None else None, *form.scale.stride())  # type: ignore[assignment]
         with launch_on(self.tokens):
             kernels.scatter_kernel[(max(programs * columns, 1),)](
-                *_matrix(self.tokens),
-                *_matrix(None if self.probs is None else bits(self.probs)),
-                *strided(given),
+                *strided(self.tokens),
+                *strided(None if self.probs is None else bits(self.probs)),
+                *strided(given, 1),
                 group_amax,
                 None if history is None else history.view(torch.int32),
                 0 if history is None else history.stride(0),
@@ -347,7 +334,7 @@ class Work:
                 BLOCK_R=fill.rows,
                 BLOCK_L=self.sizes.list_tokens,
                 num_warps=tile.num_warps,
-                **EXACT,
+                **NO_FP_FUSION,
             )
 
     def _gather(self) -> Form:
@@ -370,7 +357,7 @@ class Work:
         if programs:
             with launch_on(self.tokens):
                 kernels.gather_kernel[(programs,)](
-                    *_matrix(self.tokens),
+                    *strided(self.tokens),
                     self.source,
                     self.splits,
                     form.codes_MN,
@@ -389,7 +376,7 @@ class Work:
                     BLOCK_C=block[1],
                     SLAB=tuned.slab,
                     **grid.settings,
-                    **EXACT,
+                    **NO_FP_FUSION,
                 )
         return form
 

@@ -6,6 +6,7 @@ Import this before anything that decorates a kernel: Triton decides at the decor
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +61,17 @@ def is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
+@cache
+def casts_in_hardware(device: torch.device) -> bool:
+    """Whether the device's own conversions make the codes: rounded, saturated and with NaN as here, from NVIDIA's Ada on."""
+    return (
+        not INTERPRETED
+        and device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (8, 9)
+    )
+
+
 def multiprocessors(device: torch.device) -> int:
     """How many programs run at a time, if each fills a multiprocessor."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -82,3 +94,11 @@ def bits(tensor: Tensor) -> Tensor:
 def integers(tensor: Tensor) -> Tensor:
     """An integer or bool tensor as integers: kernels read bools as bytes."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def strided(tensor: Tensor | None, dims: int = 2) -> tuple[Any, ...]:
+    """A tensor of `dims` dimensions and its strides, or (None, 0, …): a kernel reads memory, not a pending minus."""
+    if tensor is None:
+        return None, *(0,) * dims
+    tensor = tensor.resolve_neg()
+    return tensor, *tensor.stride()

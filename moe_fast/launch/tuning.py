@@ -3,11 +3,25 @@
 A tile is [tokens, columns]. Where the columns must be all the experts of a token, `tile_tokens` shortens the tile instead.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TypeVar
 
 import torch
 
 from moe_fast.launch.backend import INTERPRETED
+
+Sizes = TypeVar("Sizes")
+UNSCALED = (
+    "num_warps",
+    "num_stages",
+    "steps",
+    "stages",
+    "max_programs",
+    "balance_programs",
+    "programs",
+    "layout_group",
+)
+DOT_LEAST = 16  # of each side of tl.dot
 
 
 @dataclass(frozen=True)
@@ -368,3 +382,22 @@ def power_of_two(n: int) -> int:
 def for_device(device: torch.device) -> Tuning:
     """The sizes for kernels that run on `device`."""
     return INTERPRETER if INTERPRETED or device.type == "cpu" else GPU
+
+
+def scaled(sizes: Sizes, factor: float) -> Sizes:
+    """The same with every length multiplied by `factor`, at least 1; warps, stages and numbers of programs stay.
+
+    Tiles of codes (`Grouped.scaled`, `decoded`) stay: they are as long as the blocks of block scaling.
+    """
+    least = DOT_LEAST if isinstance(sizes, GroupedTile) else 1
+
+    def changed(name: str, value: object) -> object:
+        if name in UNSCALED or (isinstance(sizes, Grouped) and name in ("scaled", "decoded")):
+            return value
+        if isinstance(value, tuple):
+            return tuple(scaled(each, factor) for each in value)
+        if is_dataclass(value):
+            return scaled(value, factor)
+        return max(least, int(value * factor)) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    return replace(sizes, **{f.name: changed(f.name, getattr(sizes, f.name)) for f in fields(sizes)})  # type: ignore

@@ -1,13 +1,33 @@
 """Permutation: rows by expert, chunks, and forms of the routing map."""
 
-from moe_fast.permutation.permute import permute, sort_chunks, unpermute
+from typing import Any
+
+from torch import Tensor
+
+from moe_fast.declared import COPY, SUM, Family
+from moe_fast.permutation.permute import check_merged, check_movable, check_summable, permute, sort_chunks, unpermute
 from moe_fast.permutation.routing_map import indices_to_multihot, multihot_to_indices, pad_routing_map
 
-__all__ = [
-    "indices_to_multihot",
-    "multihot_to_indices",
-    "pad_routing_map",
-    "permute",
-    "sort_chunks",
-    "unpermute",
-]
+
+def _check(function: str, payload: Tensor, settings: dict[str, Any]) -> None:
+    if function == "unpermute":
+        check_merged(payload, settings.get("probs"))
+    if function == "permute":
+        check_summable(payload)
+    if function in ("permute", "sort_chunks"):
+        check_movable(payload)
+
+
+_family = Family(
+    {
+        permute: SUM,  # the sum is its gradient; free of syncs when num_rows or capacity is given
+        unpermute: SUM,
+        sort_chunks: COPY | {"unchecked": ("chunk_sizes", "order")},
+        pad_routing_map: COPY,
+        indices_to_multihot: COPY | {"unchecked": ("indices",)},
+        multihot_to_indices: COPY,
+    },
+    _check,
+)
+declares, supports = _family.declares, _family.supports
+__all__ = _family.names

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import bits, check_device, integers, launch_on, movable
+from moe_fast.launch.arithmetic import accumulator
+from moe_fast.launch.backend import bits, check_device, integers, launch_on, movable, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.permutation import _chunks as chunk_kernels
 from moe_fast.permutation import _permute as kernels
@@ -28,28 +29,18 @@ def permute(
     capacity: int | None = None,
     num_rows: int | None = None,
 ) -> Permuted:
-    """Copy each token once for every expert it is routed to, grouped by expert, tokens ascending inside an expert.
+    """Copy each token once for every expert it is routed to, grouped by expert.
 
-        rows  = [tokens[t] for e in experts for t in tokens if routing_map[t, e]]
-        probs = [probs[t, e] for the same e and t]
-
-    Padding by `align`, drop-and-pad by `capacity` and a fixed `num_rows` are those of `moe_ref.permutation.permute`. Two
-    launches find the places (three with `capacity`), one moves the rows and writes the zeros. The device is waited for only if
-    neither `capacity` nor `num_rows` is given, once, to learn how many rows there are.
-
-    Rounding: none in the forward. dtokens[t] = Σ over t's rows of drows, ascending experts, fp32 (fp64 for fp64), rounded once.
+    Two launches find the places (three with `capacity`), one moves the rows and writes the zeros. The host waits once, for
+    the number of rows, if neither `capacity` nor `num_rows` is given.
 
     Raises:
-        ValueError: see `moe_ref.config.check_permute`; also for elements of 16 bytes, and for tokens that require a gradient
-            in a dtype that has no sum here.
-
-    Source: TE moe_permute_and_pad_with_probs, Megatron moe_utils.permute.
+        ValueError: also for elements of 16 bytes, and for tokens that require a gradient in a dtype outside `MERGING`.
     """
     check_permute(tokens_TH, routing_map_TE, probs, align, capacity, num_rows)
     check_device("tokens", tokens_TH)
-    require(movable(tokens_TH.dtype), "tokens", f"of dtype {tokens_TH.dtype}", "of at most 8 bytes an element")
-    summable = not tokens_TH.requires_grad or tokens_TH.dtype in MERGING
-    require(summable, "tokens", f"of dtype {tokens_TH.dtype} and requires a gradient", f"one of {MERGING} for that")
+    check_movable(tokens_TH)
+    check_summable(tokens_TH)
     row_map, slots = (
         place(routing_map_TE, align, num_rows) if capacity is None else place_in_capacity(routing_map_TE, capacity)
     )
@@ -63,46 +54,48 @@ def permute(
 def unpermute(
     rows_PH: Tensor, row_map: RowMap, *, restore_shape: tuple[int, int] | None = None, probs: Tensor | None = None
 ) -> Tensor:
-    """Add each token's rows together, back in token order.
-
-        out[t] = Σ_{i: row i came from token t} rows[i] · (probs[t, expert of i] if probs were given, else 1)
-
-    The sum runs in ascending expert. Padding rows and dropped rows are never read. A token without rows is exactly 0.
-
-    Rounding: products and sums in fp32 (fp64 if probs are), one rounding to the rows' dtype. drows likewise;
-    dprobs[t, e] = Σ_h rows[i, h] · dout[t, h] in fp32, rounded once to the probs' dtype, and 0 elsewhere.
+    """Add each token's rows together, back in token order: one launch, and one for the gradient.
 
     Raises:
-        ValueError: see `moe_ref.config.check_unpermute`; also for other dtypes than `SUMMED` of rows and `MERGING` of probs.
-
-    Source: TE moe_unpermute, Megatron moe_utils.unpermute.
+        ValueError: also for rows outside `SUMMED` and probs outside `MERGING`.
     """
     check_unpermute(rows_PH, row_map.num_rows, row_map.num_tokens, row_map.num_experts, restore_shape, probs)
     check_device("rows", rows_PH)
-    require(rows_PH.dtype in SUMMED, "rows", f"of dtype {rows_PH.dtype}", f"one of {SUMMED}")
-    if probs is not None:
-        require(probs.dtype in MERGING, "probs", f"of dtype {probs.dtype}", f"one of {MERGING}")
+    check_merged(rows_PH, probs)
     return _Unpermute.apply(rows_PH, probs, row_map)
 
 
 def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: Tensor | None = None) -> SortedChunks:
-    """Cut the rows into consecutive chunks and put the chunks into another order.
+    """Cut the rows into consecutive chunks and put the chunks into another order: one launch.
 
-        out = cat(chunk[order[0]], chunk[order[1]], …),  chunk[i] = rows[c_i : c_i + chunk_sizes[i]],  c_i = Σ_{j<i} chunk_sizes[j]
-
-    Rows behind the last chunk stay where they are. Sizes and order are read by the kernel alone, so their values are not
-    checked: where they are illegal the result is unspecified.
+    The host reads neither sizes nor order: where their values are illegal the result is unspecified.
 
     Raises:
-        ValueError: see `moe_ref.config.check_sort_chunks`; also for elements of 16 bytes.
-
-    Source: TE moe_sort_chunks_by_index_with_probs, Megatron moe_utils.sort_chunks_by_idxs.
+        ValueError: also for elements of 16 bytes.
     """
     check_sort_chunks(rows_RH, chunk_sizes, order, probs)
     check_device("rows", rows_RH)
-    require(movable(rows_RH.dtype), "rows", f"of dtype {rows_RH.dtype}", "of at most 8 bytes an element")
+    check_movable(rows_RH)
     sizes, order = (integers(vector).to(rows_RH.device, non_blocking=True) for vector in (chunk_sizes, order))
     return SortedChunks(*_SortChunks.apply(rows_RH, probs, sizes, order))
+
+
+def check_movable(payload: Tensor) -> None:
+    """Raise `ValueError` for elements without an integer of their size."""
+    require(movable(payload.dtype), "payload", f"of dtype {payload.dtype}", "of at most 8 bytes per element")
+
+
+def check_summable(tokens: Tensor) -> None:
+    """Raise `ValueError` for tokens whose gradient no kernel sums."""
+    summable = not tokens.requires_grad or tokens.dtype in MERGING
+    require(summable, "tokens", f"of dtype {tokens.dtype} and requires a gradient", f"one of {MERGING} for that")
+
+
+def check_merged(rows: Tensor, probs: Tensor | None) -> None:
+    """Raise `ValueError` for rows that no kernel sums, or probs that none multiplies by."""
+    require(rows.dtype in SUMMED, "rows", f"of dtype {rows.dtype}", f"one of {SUMMED}")
+    if probs is not None:
+        require(probs.dtype in MERGING, "probs", f"of dtype {probs.dtype}", f"one of {MERGING}")
 
 
 class _Permute(torch.autograd.Function):
@@ -114,7 +107,7 @@ class _Permute(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.row_map = row_map
-        rows, row_probs = _move_to_rows(tokens, probs, lists, row_map.slots_TE)
+        rows, row_probs = move_to_rows(tokens, probs, lists, row_map.slots_TE)
         constant = [
             output
             for output, needed in zip((rows, row_probs), ctx.needs_input_grad, strict=False)
@@ -130,7 +123,7 @@ class _Permute(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         drows = drows if ctx.needs_input_grad[0] else None
         drow_probs = drow_probs if ctx.needs_input_grad[1] else None
-        return *_sum_rows(drows, None, drow_probs, ctx.row_map), None, None
+        return *sum_rows(drows, None, drow_probs, ctx.row_map), None, None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -141,7 +134,7 @@ class _Unpermute(torch.autograd.Function):
         ctx.row_map = row_map
         ctx.merging = probs is not None
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, probs)
-        out, _ = _sum_rows(rows, probs, None, row_map)
+        out, _ = sum_rows(rows, probs, None, row_map)
         assert out is not None
         return out
 
@@ -150,9 +143,9 @@ class _Unpermute(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, probs = ctx.saved_tensors
         if not ctx.merging:
-            drows, _ = _move_to_rows(dout, None, ctx.row_map)
+            drows, _ = move_to_rows(dout, None, ctx.row_map)
             return drows, None, None
-        return *_merge_backward(dout, rows, probs, ctx.row_map, ctx.needs_input_grad[0]), None
+        return *merge_backward(dout, rows, probs, ctx.row_map, ctx.needs_input_grad[0]), None
 
 
 class _SortChunks(torch.autograd.Function):
@@ -185,26 +178,12 @@ class _SortChunks(torch.autograd.Function):
         return *_gather_chunks(dout, dout_probs, sizes, order, inverse=True), None, None
 
 
-def _matrix(tensor: Tensor | None) -> tuple[Any, ...]:
-    """A matrix, or none, and its strides."""
-    return (
-        (None, 0, 0) if tensor is None else (tensor.resolve_neg(), *tensor.resolve_neg().stride())
-    )  # a kernel sees memory, not a pending minus
-
-
 def _arithmetic(rows: Tensor | None, probs: Tensor | None) -> dict[str, tl.dtype]:
     """The dtypes in which kernels hold rows, probs and their sums."""
-    rows_as, probs_as = (
-        tl.float64 if x is not None and x.dtype == torch.float64 else tl.float32 for x in (rows, probs)
-    )
-    return {
-        "ROWS_AS": rows_as,
-        "PROBS_AS": probs_as,
-        "ACCUMULATOR": tl.float64 if tl.float64 in (rows_as, probs_as) else tl.float32,
-    }
+    return {"ROWS_AS": accumulator(rows), "PROBS_AS": accumulator(probs), "ACCUMULATOR": accumulator(rows, probs)}
 
 
-def _move_to_rows(
+def move_to_rows(
     tokens: Tensor, probs: Tensor | None, row_map: RowMap, row_slots: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """rows[row of t] = tokens[t], probs likewise, and zeros in rows without a token. Probs move only where the lists of rows are wanted too."""
@@ -226,8 +205,8 @@ def _move_to_rows(
         return rows, row_probs
     with launch_on(tokens):
         kernels.permute_kernel[(programs * columns,)](
-            *_matrix(bits(tokens)),
-            *_matrix(None if probs is None else bits(probs)),
+            *strided(bits(tokens)),
+            *strided(None if probs is None else bits(probs)),
             bits(rows),
             None if row_probs is None else bits(row_probs),
             row_slots,
@@ -248,7 +227,7 @@ def _move_to_rows(
     return rows, row_probs
 
 
-def _sum_rows(
+def sum_rows(
     rows: Tensor | None, probs: Tensor | None, drow_probs: Tensor | None, row_map: RowMap
 ) -> tuple[Tensor | None, Tensor | None]:
     """out[t] = Σ over t's rows of rows · probs, and dprobs[t, e] = drow_probs[row of t and e]; either may be left out."""
@@ -271,8 +250,8 @@ def _sum_rows(
         return out, dprobs
     with launch_on(some):
         kernels.unpermute_kernel[(programs,)](
-            *_matrix(rows),
-            *_matrix(probs),
+            *strided(rows),
+            *strided(probs),
             out,
             None if drow_probs is None else bits(drow_probs),
             0 if drow_probs is None else drow_probs.stride(0),
@@ -292,7 +271,7 @@ def _sum_rows(
     return out, dprobs
 
 
-def _merge_backward(
+def merge_backward(
     dout: Tensor, rows: Tensor | None, probs: Tensor, row_map: RowMap, needs_rows: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of `unpermute` with probs; `rows` is given if that of the probs is wanted."""
@@ -311,9 +290,9 @@ def _merge_backward(
         return drows, dprobs
     with launch_on(dout):
         kernels.unpermute_backward_kernel[(programs,)](
-            *_matrix(dout),
-            *_matrix(rows),
-            *_matrix(probs),
+            *strided(dout),
+            *strided(rows),
+            *strided(probs),
             drows,
             dprobs,
             *row_map.arguments(),
@@ -352,7 +331,7 @@ def _gather_chunks(
         return out, out_probs
     with launch_on(some):
         chunk_kernels.sort_chunks_kernel[(ceil_div(num_rows, blocks.sort_chunks.tokens),)](
-            *_matrix(None if rows is None else bits(rows)),
+            *strided(None if rows is None else bits(rows)),
             *((None, 0) if probs is None else (bits(probs), probs.stride(0))),
             sizes,
             sizes.stride(0),

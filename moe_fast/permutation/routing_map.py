@@ -18,16 +18,7 @@ from moe_ref.config import Indices, Multihot, PaddedMap, check_align, check_indi
 def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
     """Route more tokens to each expert until its count is a multiple of `align`.
 
-        missing[e] = (-count[e]) mod align
-        the first missing[e] tokens, ascending, that are not routed to e become routed to it
-
-    If fewer than missing[e] tokens are unrouted, all of them become routed and `unreached[e]` is True. The caller's map is
-    only read, twice: once to count, once to copy and pad. The device is not waited for.
-
-    Raises:
-        ValueError: see `moe_ref.config.check_map` and `check_align`.
-
-    Source: Megatron fused_pad_routing_map, which writes into the caller's map.
+    Two launches count, one copies the map and pads it. The host never waits.
     """
     check_map(routing_map_TE)
     require(align is not None, "align", align, "a positive integer")
@@ -54,18 +45,9 @@ def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
 
 
 def indices_to_multihot(indices_TK: Tensor, probs_TK: Tensor, *, num_experts: int) -> Multihot:
-    """Turn each token's list of experts into a row of the routing map.
+    """Turn each token's list of experts into a row of the routing map: one launch.
 
-        routing_map[t, e] = e ∈ indices[t]
-        probs[t, e]       = probs[t, k] of the last slot k with indices[t, k] = e, else 0
-
-    A slot that holds -1 is empty, and so is, unchecked, one that holds any other number outside 0 … E-1. Slots that are
-    empty or not the last of their expert get gradient 0. Probs and their gradient are copied bit by bit.
-
-    Raises:
-        ValueError: see `moe_ref.config.check_indices`.
-
-    Source: Megatron fused_indices_to_multihot.
+    A slot outside 0 … E-1 counts as empty, unchecked. Probs and their gradient are copied bit by bit.
     """
     check_indices(indices_TK, probs_TK, num_experts)
     check_device("indices", indices_TK)
@@ -73,18 +55,7 @@ def indices_to_multihot(indices_TK: Tensor, probs_TK: Tensor, *, num_experts: in
 
 
 def multihot_to_indices(routing_map_TE: Tensor, probs_TE: Tensor, *, topk: int) -> Indices:
-    """List each token's experts, ascending, in K slots.
-
-        indices[t] = [e for e in experts if routing_map[t, e]][:K], then -1
-        probs[t]   = the same experts' probs, then 0
-
-    `overflow`, on the device, says that some token had more than K experts. Probs and their gradient are copied bit by bit.
-
-    Raises:
-        ValueError: see `moe_ref.config.check_multihot`.
-
-    Source: the inverse that DeepEP's dispatch needs.
-    """
+    """List each token's experts, ascending, in K slots: one launch. Probs and their gradient are copied bit by bit."""
     check_multihot(routing_map_TE, probs_TE, topk)
     check_device("routing_map", routing_map_TE)
     return Indices(*_ToIndices.apply(routing_map_TE, probs_TE, topk))

@@ -15,9 +15,12 @@ UNBOUNDED = 1 << 62  # more rows than any buffer has
 
 @dataclass(frozen=True)
 class RowMap:
-    """Where each token's rows are: row = base[t // tokens_per_block, expert] + rank, and dropped if that is num_rows or later.
+    """Each token's rows: row = base[t // tokens_per_block, expert] + rank, dropped from num_rows on.
 
     Without bases the lists hold rows in place of ranks.
+
+        expert 0 ← tokens 1, 3; expert 1 ← tokens 0, 1; align 4, one block:  base [[0, 4]], gap [[2, 6, 8], [4, 8, 8]]
+        slots, (rank, expert):  token 0: (0, 1);  token 1: (0, 0) (1, 1);  token 2: none;  token 3: (1, 0)
     """
 
     slots_TE: Tensor  # int32 or int64: rank << 16 | expert of the token's experts, ascending, in its first `num_slots` entries

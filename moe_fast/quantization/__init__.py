@@ -1,15 +1,20 @@
 """Low precision: formats, recipes, quantisers."""
 
+from moe_fast.declared import COMPUTED, COPY, READ, Family
 from moe_fast.quantization.group_scales import new_quantizer_state, update_scales
 from moe_fast.quantization.quantize import quantize
 from moe_fast.quantization.quantized import amax, codes, dequantize, scales
 
-__all__ = [
-    "amax",
-    "codes",
-    "dequantize",
-    "new_quantizer_state",
-    "quantize",
-    "scales",
-    "update_scales",
-]
+_family = Family(
+    {
+        quantize: COMPUTED | {"unchecked": ("splits",)},
+        codes: COPY,
+        scales: READ,
+        amax: READ,
+        dequantize: COMPUTED,
+        new_quantizer_state: COPY,
+        update_scales: COMPUTED,
+    }
+)
+declares, supports = _family.declares, _family.supports
+__all__ = _family.names

@@ -6,12 +6,11 @@ Tiles are those of `moe_fast.quantization._tiles`, each within one group. A maxi
 import triton
 import triton.language as tl
 
-from moe_fast.launch._rounding import rounded
+from moe_fast.launch._rounding import number, rounded
 from moe_fast.quantization._formats import FLOAT32_MAX, as_float32, encoded
 from moe_fast.quantization._hadamard import SIZE, hadamard_sums
 from moe_fast.quantization._quantize import E4M3_MAX, E5M2_MAX, INFINITE, fitting_scale, over
 from moe_fast.quantization._tiles import load_tile, magnitude, place_of_tile
-from moe_fast.router._scores import number
 
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])

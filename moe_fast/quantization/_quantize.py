@@ -6,10 +6,9 @@ Every quotient is rounded once, and no product is fused with a sum.
 import triton
 import triton.language as tl
 
-from moe_fast.launch._rounding import rounded
+from moe_fast.launch._rounding import number, rounded
 from moe_fast.quantization._formats import INFINITY, LARGEST_POWER, encoded, encoded_up, power_of_two
 from moe_fast.quantization._tiles import block_amax, load_tile_from, place_of_tile, spread, store_blocks, store_tile
-from moe_fast.router._scores import number
 
 E4M3_MAX = tl.constexpr(448.0)  # OCP OFP8 1.0
 E5M2_MAX = tl.constexpr(57344.0)

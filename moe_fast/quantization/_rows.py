@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
+from moe_fast.launch._rounding import number
 from moe_fast.quantization._formats import as_float32, encoded
 from moe_fast.quantization._quantize import block_scale
 from moe_fast.quantization._tiles import block_amax, spread
-from moe_fast.router._scores import number
 
 BLOCK = tl.constexpr(128)  # columns that share a scale
 FORMAT = tl.constexpr("e4m3")

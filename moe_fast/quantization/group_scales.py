@@ -1,16 +1,14 @@
 """One scale for a whole group: delayed and current scaling, and what delayed scaling remembers."""
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import INTERPRETED, check_device, launch_on
+from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
+from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, strided
 from moe_fast.launch.tuning import power_of_two
 from moe_fast.quantization import _group_scales as kernels
-from moe_fast.quantization.quantized import Form, grid_of, strided
-from moe_fast.router.selection import EXACT, number_bits
+from moe_fast.quantization.quantized import Form, grid_of
 from moe_ref.config import QuantizerState, Recipe, check_role, check_state, is_count, require
 
 FORMAT_MAX = {"e4m3": 448.0, "e5m2": 57344.0}  # OCP OFP8 1.0
@@ -23,7 +21,7 @@ def group_amax(x: Tensor, splits: Tensor | None) -> Tensor:
     if grid.programs:
         with launch_on(x):
             kernels.group_amax_kernel[(grid.programs,)](
-                x, *x.stride(), *strided(splits), amax, *x.shape, *grid.sizes, **grid.settings
+                x, *x.stride(), *strided(splits, 1), amax, *x.shape, *grid.sizes, **grid.settings
             )
     return amax
 
@@ -46,8 +44,8 @@ def cast_groups(
         kernels.cast_groups_kernel[(max(grid.programs, 1),)](
             x,
             *x.stride(),
-            *strided(splits),
-            *strided(given),
+            *strided(splits, 1),
+            *strided(given, 1),
             amax,
             None if history is None else history.view(torch.int32),
             0 if history is None else history.stride(0),
@@ -60,20 +58,9 @@ def cast_groups(
             POWER_OF_TWO=bool(recipe.power_of_two_scales),
             HARDWARE=casts_in_hardware(x.device),
             **grid.settings,
-            **EXACT,
+            **NO_FP_FUSION,
         )
     return Form(codes, inverse, amax.view(torch.float32), None), state
-
-
-@cache
-def casts_in_hardware(device: torch.device) -> bool:
-    """Whether the device's own conversions make the codes: rounded, saturated and with NaN as here, from NVIDIA's Ada on."""
-    return (
-        not INTERPRETED
-        and device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (8, 9)
-    )
 
 
 # --- the memory of delayed scaling
@@ -82,10 +69,7 @@ def casts_in_hardware(device: torch.device) -> bool:
 def new_quantizer_state(
     recipe: Recipe, *, num_groups: int = 1, device: torch.device | str | None = None
 ) -> QuantizerState | None:
-    """The state before the first step: no amax seen, scales of 1; None for a recipe without memory.
-
-    Source: DelayedScalingRecipeState.
-    """
+    """The state before the first step: no amax seen, scales of 1; None for a recipe without memory."""
     require(is_count(num_groups) and num_groups >= 1, "num_groups", num_groups, "a positive integer")
     if recipe.scaling != "delayed":
         return None
@@ -98,24 +82,7 @@ def new_quantizer_state(
 def update_scales(
     state: QuantizerState, recipe: Recipe, *, role: str = "input", reduced_amax: Tensor | None = None
 ) -> QuantizerState:
-    """The state of the next step, for each group:
-
-        last = reduced_amax if that was given and is not 0, else history[0]
-        A = max(last, history[1:]), or last for "most_recent"
-        scale = FMAX · 2^-margin / A if A is finite and above 0, the largest float32 where that overflows; else as it was
-        history = [0, history[2], …, history[L-1], last]        if last is not 0; else as it was, and A = 0
-
-    Args:
-        role: of the tensor; grad_output has another FMAX under hybrid.
-        reduced_amax: [G], the maximum over the ranks that share the scale.
-
-    Rounding: the division, once.
-
-    Raises:
-        ValueError: a state that is not this recipe's, or a reduced_amax of another shape.
-
-    Source: kernel_bulk of delayed_scaling.cu.
-    """
+    """The state of the next step, for each group: one launch."""
     require(recipe.scaling == "delayed", "recipe", f"of scaling {recipe.scaling!r}", "delayed: only that has a state")
     check_state(recipe, state, len(state.scale))
     if reduced_amax is not None:
@@ -140,14 +107,14 @@ def update_scales(
             kernels.update_scales_kernel[(groups,)](
                 state.amax_history,
                 *state.amax_history.stride(),
-                *strided(state.scale),
-                *strided(reduced_amax),
+                *strided(state.scale, 1),
+                *strided(reduced_amax, 1),
                 history,
                 scale,
                 length,
                 number_bits(largest),
                 MOST_RECENT=recipe.amax_compute_algo == "most_recent",
                 BLOCK_L=power_of_two(length),
-                **EXACT,
+                **NO_FP_FUSION,
             )
     return QuantizerState(history, scale)

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import launch_on
+from moe_fast.launch.arithmetic import NO_FP_FUSION
+from moe_fast.launch.backend import casts_in_hardware, launch_on, strided
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization import _group_scales as group_scales
 from moe_fast.quantization import _nvfp4 as nvfp4
-from moe_fast.quantization.group_scales import casts_in_hardware, group_amax
-from moe_fast.quantization.quantized import Form, grid_of, strided
-from moe_fast.router.selection import EXACT
+from moe_fast.quantization.group_scales import group_amax
+from moe_fast.quantization.quantized import Form, grid_of
 from moe_ref.config import Recipe
 from moe_ref.config.quantization import BLOCK
 
@@ -58,7 +58,7 @@ def quantize_two_levels(
             nvfp4.quantize_two_levels_kernel[(grid.programs,)](
                 x,
                 *x.stride(),
-                *strided(splits),
+                *strided(splits, 1),
                 row_amax,
                 column_amax,
                 noise,
@@ -74,7 +74,7 @@ def quantize_two_levels(
                 SQUARE=square,
                 HARDWARE=casts_in_hardware(x.device),
                 **grid.settings,
-                **EXACT,
+                **NO_FP_FUSION,
             )
     return by_rows, by_rows if once else by_columns
 
@@ -95,13 +95,13 @@ def _amax_of_forms(
             group_scales.two_levels_amax_kernel[(grid.programs,)](
                 x,
                 *x.stride(),
-                *strided(splits),
+                *strided(splits, 1),
                 row_amax,
                 column_amax,
                 *x.shape,
                 *grid.sizes,
                 ROW_SCALED=row_scaled,
                 **grid.settings,
-                **EXACT,
+                **NO_FP_FUSION,
             )
     return tuple(None if amax is None else amax.view(torch.float32) for amax in (row_amax, column_amax))  # type: ignore[return-value]

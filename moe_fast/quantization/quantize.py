@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import check_device, launch_on
+from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
+from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, strided
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization import _quantize as kernels
-from moe_fast.quantization.group_scales import cast_groups, casts_in_hardware
+from moe_fast.quantization.group_scales import cast_groups
 from moe_fast.quantization.nvfp4 import quantize_two_levels
-from moe_fast.quantization.quantized import RULES, Form, Grid, Quantized, grid_of, strided
-from moe_fast.router.selection import EXACT, number_bits
+from moe_fast.quantization.quantized import RULES, Form, Grid, Quantized, grid_of
 from moe_ref.config import Quantization, QuantizerState, Recipe, check_quantize, check_splits
 from moe_ref.config.quantization import BLOCK
 
@@ -33,30 +33,10 @@ def quantize(
     state: QuantizerState | None = None,
     noise: Tensor | None = None,
 ) -> Quantization:
-    """Quantise each group of rows by itself.
+    """Quantise each group of rows by itself, bit by bit as the reference.
 
-        for each group, direction and block:  scale = rule(max |x| over the block),  code = encode(x · scale)
-
-    Rules, blocks and every corner are those of `moe_ref.quantization.quantize`, and so is every bit. The splits are read by the kernels
-    alone: the device is never waited for, and where their values are illegal the result is unspecified.
-
-    Args:
-        x_MN: float64, float32, bfloat16 or float16, of any strides. float64 is rounded to float32 first.
-        splits: [G] integers, rows of each group; None: all rows are one group.
-        state: delayed scaling's, of G groups; it stays as it was, and what is returned is new.
-        noise: [2,M,N] uniform in [0, 1), of any strides, for gradients of NVFP4 with stochastic rounding. None: drawn from torch's generator of
-            x's device, a new number for each element and direction.
-
-    Returns:
-        `Quantization`. The gradient of `dequantize(quantize(x))` is straight through: that of the identity, or of the Hadamard transform
-        where there is one; 0 for rows behind the last group.
-
-    Rounding: that of the reference, each operation once in float32.
-
-    Raises:
-        ValueError: see `moe_ref.config.check_quantize`.
-
-    Source: `tex.quantize`, `tex.split_quantize` and `tex.group_quantize`.
+    One launch per call; current scaling and NVFP4 have one before it for the maximum of each group. The host never waits:
+    where the values of `splits` are illegal the result is unspecified. float64 is rounded to float32 first.
     """
     check_quantize(x_MN, recipe, role, splits, rowwise, columnwise, state, noise)
     check_device("x", x_MN)
@@ -102,17 +82,17 @@ def _quantize_blocks(
     aligned = rule == "amax" and tall  # whole groups of MXFP8 consist of whole blocks, wherever x is cut
     walk = sizes.tall if aligned else sizes.columns if tall else sizes.rows
     grid = grid_of(x.shape, splits, walk, aligned, (size if tall else 1, size), size if aligned else None)
-    by_rows = _blank(x, rule, (size if square else 1, size), grid) if rowwise else None
-    by_columns = _blank(x, rule, (size, 1), grid) if columnwise else None
+    by_rows = empty_form(x, rule, (size if square else 1, size), grid) if rowwise else None
+    by_columns = empty_form(x, rule, (size, 1), grid) if columnwise else None
     infinity = torch.finfo(x.dtype).max if x.dtype != torch.float64 else FLOAT32_MAX
     if grid.programs:
         with launch_on(x):
             kernels.quantize_blocks_kernel[(grid.programs,)](
                 x,
                 *x.stride(),
-                *strided(splits),
-                *_results(by_rows),
-                *_results(by_columns),
+                *strided(splits, 1),
+                *form_arguments(by_rows),
+                *form_arguments(by_columns),
                 *x.shape,
                 *grid.sizes,
                 number_bits(recipe.amax_epsilon or 0.0),
@@ -125,12 +105,12 @@ def _quantize_blocks(
                 BLOCK=size,
                 SQUARE=square,
                 **grid.settings,
-                **EXACT,
+                **NO_FP_FUSION,
             )
     return by_rows, by_columns
 
 
-def _blank(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form:
+def empty_form(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form:
     """A form whose codes are all written by quantize_blocks_kernel, and whose scales are as far as there are blocks."""
     rows = grid.tiles if rule == "amax" and block[0] > 1 else ceil_div(len(x), block[0])
     columns = ceil_div(x.shape[1], block[1])
@@ -148,7 +128,7 @@ def _blank(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form:
     return Form(torch.empty(x.shape, dtype=torch.uint8, device=x.device), scale, amax, block)
 
 
-def _results(form: Form | None) -> tuple[Any, ...]:
+def form_arguments(form: Form | None) -> tuple[Any, ...]:
     """A form as the kernel takes it."""
     return (None, None, None, 0, 0) if form is None else (form.codes_MN, form.scale, form.amax, *form.scale.stride())
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import launch_on
+from moe_fast.launch.arithmetic import NO_FP_FUSION
+from moe_fast.launch.backend import launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.quantization import _hadamard as hadamard
 from moe_fast.quantization._dequantize import dequantize_kernel
-from moe_fast.router.selection import EXACT
 from moe_ref.config import Recipe, require
 from moe_ref.config.quantization import SCALE_LAYOUTS
 
@@ -62,24 +62,14 @@ class Quantized:
 
 
 def codes(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
-    """The codes, [M,N] uint8, one an element and never transposed; 0 in rows behind the last group. An E2M1 code is in the low four bits.
-
-    Raises:
-        ValueError: a direction that `quantize` was not asked for; so do `scales`, `amax` and `dequantize`.
-    """
+    """The codes, [M,N] uint8; 0 in rows past the last group. An E2M1 code is in the low four bits."""
     return quantized.form(columnwise).codes_MN
 
 
 def scales(quantized: Quantized, *, columnwise: bool = False, layout: str = "compact") -> Any:
-    """The scales to decode with: float32 1/s, uint8 codes of E8M0 for MXFP8, uint8 codes of E4M3 for NVFP4.
+    """The scales to decode with: float32 1/s, or uint8 codes of E8M0 (MXFP8) or E4M3 (NVFP4).
 
-    Both layouts are those of `moe_ref.quantization.scales`. Their shapes depend on the splits, which are read where there is more than
-    one scale a group: only then the device is waited for.
-
-    Raises:
-        ValueError: an unknown layout.
-
-    Source: get_scale_shape of the quantizers; common/swizzle/swizzle.cu.
+    Their shapes depend on the splits: the host reads them where a group has more than one scale.
     """
     require(layout in SCALE_LAYOUTS, "layout", repr(layout), f"one of {', '.join(SCALE_LAYOUTS)}")
     form = quantized.form(columnwise)
@@ -125,13 +115,12 @@ def _for_gemm(scale: Tensor, scaling: str, turned: bool) -> Tensor:
 
 
 def amax(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
-    """max |x| that scales came from, float32, of the transform where there is one: [G] for delayed, current and NVFP4, else of the shape
-    of the compact scales. NVFP4, row-scaled: [R], all groups' rows; columnwise [G,N].
+    """max |x| behind each scale, float32; the host reads the splits where a group has more than one scale.
 
-    For delayed scaling it is what was measured in this step, not what the scale came from.
+    For delayed scaling it is this step's, not the scale's.
 
     Raises:
-        ValueError: the rows come from a dispatch, which sends none.
+        ValueError: also for rows from a dispatch, which sends none.
     """
     form = quantized.form(columnwise)
     require(
@@ -148,15 +137,9 @@ def amax(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
 
 
 def dequantize(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
-    """What the codes stand for, [M,N] in x's dtype; 0 in rows behind the last group.
+    """The values of the codes, [M,N] in x's dtype, 0 in rows past the last group: one launch.
 
-        delayed, current, block  q · (1/s)      MXFP8  q · 2^(e - 127)      NVFP4  q · (d · A · (1/2688)), or 1/1536
-
-    Columnwise gradients and inputs of NVFP4 with a Hadamard transform come back transformed.
-
-    Rounding: each operation in float32, then once to x's dtype. The gradient is straight through.
-
-    Source: `dequantize` of the quantised tensors.
+    Columnwise forms of NVFP4 with a Hadamard transform come back transformed.
     """
     return _StraightThrough.apply(quantized.source, quantized, quantized.form(columnwise))
 
@@ -188,7 +171,7 @@ def _dequantize(quantized: Quantized, form: Form) -> Tensor:
                 form.scale,
                 *((0, 0) if form.block is None else form.scale.stride()),
                 form.amax if rule == "nvfp4" else None,
-                *strided(quantized.splits),
+                *strided(quantized.splits, 1),
                 out,
                 *codes_MN.shape,
                 *grid.sizes,
@@ -200,7 +183,7 @@ def _dequantize(quantized: Quantized, form: Form) -> Tensor:
                 BLOCK_R=block[0],
                 BLOCK_C=block[1],
                 **grid.settings,
-                **EXACT,
+                **NO_FP_FUSION,
             )
     return out
 
@@ -229,7 +212,7 @@ def _hadamard_adjoint(d_value: Tensor) -> Tensor:
         sizes = {name: grid.settings[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps")}
         with launch_on(d_value):
             hadamard.hadamard_adjoint_kernel[(grid.programs,)](
-                d_value, *d_value.stride(), out, *d_value.shape, grid.parts, grid.steps, **sizes, **EXACT
+                d_value, *d_value.stride(), out, *d_value.shape, grid.parts, grid.steps, **sizes, **NO_FP_FUSION
             )
     return out
 
@@ -284,8 +267,3 @@ def grid_of(
     }
     settings |= {} if walk.registers is None else {"maxnreg": walk.registers}
     return Grid(groups, tiles, max(ceil_div(num_columns, block_n * steps), 1), steps, settings)
-
-
-def strided(vector: Tensor | None) -> tuple[Any, ...]:
-    """A vector, or none, and its stride."""
-    return (None, 0) if vector is None else (vector, vector.stride(0))

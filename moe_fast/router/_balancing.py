@@ -6,17 +6,8 @@ A loss is summed in two stages, each in a fixed order: programs add up rows, the
 import triton
 import triton.language as tl
 
-from moe_fast.launch._rounding import rounded
-from moe_fast.router._scores import (
-    inverse_sum,
-    key_of,
-    number,
-    out_of_choice,
-    score_and_slope,
-    softmax,
-    weights_gradient,
-    widened,
-)
+from moe_fast.launch._rounding import number, rounded, score_and_slope, widened
+from moe_fast.router._scores import inverse_sum, key_of, out_of_choice, softmax, weights_gradient
 from moe_fast.router._selection import mark_largest
 
 

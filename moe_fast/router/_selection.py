@@ -7,19 +7,8 @@ chosen twice, even where all scores are -∞, and the marks say afterwards which
 import triton
 import triton.language as tl
 
-from moe_fast.launch._rounding import rounded
-from moe_fast.router._scores import (
-    inverse_sum,
-    key_of,
-    lowest,
-    number,
-    out_of_choice,
-    score_and_slope,
-    score_of,
-    softmax,
-    weights_gradient,
-    widened,
-)
+from moe_fast.launch._rounding import number, rounded, score_and_slope, widened
+from moe_fast.router._scores import inverse_sum, key_of, lowest, out_of_choice, score_of, softmax, weights_gradient
 
 PAIRED = tl.constexpr(16)  # up to so many groups are ranked all at once, each against each
 SLOT = tl.constexpr(0xFFFF)  # the bits of a mark that hold its slot; no column is as high

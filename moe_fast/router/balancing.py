@@ -7,10 +7,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_fast.launch import tuning
+from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
 from moe_fast.launch.backend import integers, launch_on
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.router import _balancing as kernels
-from moe_fast.router.selection import EXACT, accumulator, check_computed, check_rows, number_bits
+from moe_fast.router.selection import check_computed, check_rows
 from moe_ref.config import (
     AuxScores,
     check_coeff,
@@ -27,21 +28,10 @@ from moe_ref.config import (
 def aux_loss_scores(
     logits_TE: Tensor, *, topk: int, score_function: str = "softmax", padding_mask: Tensor | None = None
 ) -> AuxScores:
-    """Scores and choice as the balancing losses see them: of all experts, without bias, groups, scaling or capacity.
-
-        scores = softmax(x), or s / (Σ_E s + 1e-20) with s = σ(x) or √ln(1+exp x)      (also for K = 1)
-        routing_map = the K largest scores of each token; of equal ones the lower expert
-
-    Rows of padding are 0 and False, and have gradient 0. The backward computes the scores again.
-
-    Returns:
-        `AuxScores`, in fp32 (fp64 for fp64 logits). dlogits is rounded once to the logits' dtype.
+    """Scores and choice for the balancing losses, of all experts: one launch; the backward computes the scores again.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_logits, check_topk, check_score_function, check_padding_mask; also for what
-            `moe_fast.router.selection.check_rows` refuses.
-
-    Source: moe_utils.compute_routing_scores_for_aux_loss; TE fused_compute_score_for_moe_aux_loss.
+        ValueError: also for what `check_rows` refuses.
     """
     check_logits(logits_TE)
     check_topk(topk, logits_TE.shape[1])
@@ -60,20 +50,12 @@ def load_balancing_loss(
     num_experts: int,
     coeff: float,
 ) -> Tensor:
-    """The balancing loss of the Switch Transformer, this rank's share of it.
+    """The balancing loss of the Switch Transformer, this rank's share of it: two launches.
 
-        loss = coeff · E / (K · N²) · Σ_j tokens_per_expert[j] · Σ_t scores[t, j],     N = total_num_tokens; 0 if N is 0
-
-    Scores are [rows, several times E]. N may be a tensor of one element, which is read by the kernel alone. The sum is taken in
-    an order that depends on the shape only.
-
-    Returns:
-        [] in fp32 (fp64 for fp64 scores). dscores[t, j] = dloss · coeff · E / (K · N²) · tokens_per_expert[j], rounded once.
+    The order of the sum depends on the shape only. A tensor of tokens is read by the kernel: the host never waits.
 
     Raises:
-        ValueError: see `moe_ref.config.check_load_balancing_loss`; also for scores of other dtypes than `LOGITS`.
-
-    Source: moe_utils.switch_load_balancing_loss_func; TE fused_moe_aux_loss.
+        ValueError: also for scores of other dtypes than `LOGITS`.
     """
     check_load_balancing_loss(scores, tokens_per_expert, total_num_tokens, topk, num_experts, coeff)
     check_computed("scores", scores)
@@ -83,20 +65,10 @@ def load_balancing_loss(
 
 
 def z_loss(logits_TE: Tensor, *, coeff: float, padding_mask: Tensor | None = None) -> Tensor:
-    """The penalty on large logits.
-
-        loss = coeff · mean_t (ln Σ_e exp x_te)²     over the tokens that are no padding; 0 if there are none
-
-    The sum is taken in an order that depends on the shape only. The backward reads the logits again.
-
-    Returns:
-        [] in fp32 (fp64 for fp64 logits). dx_te = dloss · coeff · 2 · lse_t · softmax(x)_te / n, rounded once.
+    """The penalty on large logits: two launches. The order of the sum depends on the shape only.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_logits, check_coeff, check_padding_mask; also for what
-            `moe_fast.router.selection.check_rows` refuses.
-
-    Source: moe_utils.z_loss_func.
+        ValueError: also for what `check_rows` refuses.
     """
     check_logits(logits_TE)
     check_coeff(coeff)
@@ -187,7 +159,7 @@ class _BalancingLoss(torch.autograd.Function):
                 BLOCK_R=sizes.balance.tokens,
                 BLOCK_C=sizes.balance.columns,
                 num_warps=sizes.balance.num_warps,
-                **EXACT,
+                **NO_FP_FUSION,
             )
             loss, factor = _finish(partial, None, total, coeff)
         ctx.shape, ctx.dtype = scores.shape, scores.dtype
@@ -320,26 +292,13 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
-    """x itself, with a loss that rides on it.
-
-        out = x;   dx = dout;   dloss = scale, whatever dout is
-
-    Source: moe_utils.MoEAuxLossAutoScaler, where scale is a global of the process.
-    """
+    """x itself, with a loss whose gradient is `scale`, whatever the gradient of the result is."""
     check_loss_scale(scale)
     return _AttachLoss.apply(x, loss, scale)
 
 
 def update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, *, update_rate: float) -> Tensor:
-    """The next bias: up where an expert had fewer tokens than the average, down where it had more.
-
-        bias'[e] = bias[e] + update_rate · sign(mean(c) - c[e]),   sign(0) = 0,   c the tokens per expert
-
-    Raises:
-        ValueError: a bias that is not float32 or float64, counts of another shape, a rate that is no number ≥ 0.
-
-    Source: moe_utils.get_updated_expert_bias.
-    """
+    """The next bias: up where an expert had fewer tokens than the average, down where it had more."""
     check_update_expert_bias(expert_bias, tokens_per_expert, update_rate)
     count = tokens_per_expert.double()  # exact below 2⁵³, and so is the comparison E · c with Σ c
     direction = (count.sum() - len(count) * count).sign()

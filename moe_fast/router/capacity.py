@@ -23,13 +23,7 @@ KEY_BITS = {
 
 
 def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float) -> int:
-    """Rows of one expert: min(⌈T · K / E · cf⌉, T), with cf as the decimal it is written as.
-
-    Raises:
-        ValueError: num_tokens, num_experts, topk or capacity_factor is no number of its kind.
-
-    Source: moe_utils.get_capacity.
-    """
+    """Rows of one expert: min(⌈T · K / E · cf⌉, T), with cf as the decimal it is written as."""
     check_expert_capacity(num_tokens, num_experts, topk, capacity_factor)
     return min(ceil(Fraction(num_tokens * topk, num_experts) * Fraction(str(capacity_factor))), num_tokens)
 
@@ -44,21 +38,8 @@ def drop_tokens(
 ) -> Routed:
     """Keep at most `capacity` tokens of each expert; drop the others.
 
-        policy "probs"      the routed tokens of the largest probs; of equal ones the earlier
-        policy "position"   the earliest routed tokens
-
-        probs'[t, e] = probs[t, e] if kept and routed, else 0     (nothing is renormalised)
-
-    `pad_to_capacity` is that of `moe_ref.router.capacity.drop_tokens`. Three launches: keys an expert after the other, the search for
-    each expert's last token, the results. The device is not waited for. A NaN is routed, too; which tokens stand before it is
-    not specified.
-
-    Rounding: none; probs and their gradient, which is that of the kept and routed, are copied bit by bit.
-
-    Raises:
-        ValueError: see `moe_ref.config.check_drop_tokens`.
-
-    Source: moe_utils.apply_router_token_dropping.
+    Three launches: keys in the order of the probs, the search for each expert's last token, the results. The host never
+    waits. A NaN counts as routed, in an unspecified order. Probs and their gradient are copied bit by bit.
     """
     check_drop_tokens(probs_TE, routing_map_TE, capacity, drop_policy)
     check_device("probs", probs_TE)

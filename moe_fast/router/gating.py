@@ -33,35 +33,12 @@ class _Gate(torch.autograd.Function):
 
 
 def gate(x_TH: Tensor, weight_EH: Tensor, *, bias: Tensor | None = None, router_dtype: str | None = None) -> Tensor:
-    """The router's matrix product.
-
-        logits = x Wᵀ + b,   in the router dtype: float32, float64, or x's own
-
-    Backward, in the router dtype: dx = g W, rounded to x's dtype; dW = gᵀ x, to W's; db = Σ_t g, to b's. Saved for it are x and W
-    as they came.
-
-    Args:
-        router_dtype: None, "fp32" or "fp64".
-
-    Returns:
-        [T,E] logits in the router dtype.
-
-    Raises:
-        ValueError: see `moe_ref.config.check_gate`.
-
-    Source: moe_utils.router_gating_linear; TopKRouter.gating.
-    """
+    """The router's matrix product, logits = x Wᵀ + b in the router dtype, by torch; saves x and W as they came."""
     check_gate(x_TH, weight_EH, bias, router_dtype)
     return _Gate.apply(x_TH, weight_EH, bias, ROUTER_DTYPES.get(router_dtype or "", x_TH.dtype))
 
 
 def jitter(x_TH: Tensor, *, eps: float) -> Tensor:
-    """x ⊙ u, u uniform in [1 - eps, 1 + eps], drawn for each element in x's dtype. Only the router sees it.
-
-    Raises:
-        ValueError: eps is no number from 0 to 1, 1 excluded.
-
-    Source: TopKRouter.apply_input_jitter.
-    """
+    """x ⊙ u, u uniform in [1 - eps, 1 + eps], drawn for each element in x's dtype."""
     check_jitter(eps)
     return x_TH * (1 - eps + 2 * eps * torch.rand_like(x_TH))

@@ -72,12 +72,10 @@ def route(
     sum_tp_cp: Sum = alone,
     sum_tp_dp_cp: Sum = alone,
 ) -> RouteOutput:
-    """One forward of the router behind its matrix product, without waiting for the device.
-
-    Steps, losses, scaling and state are those of `moe_ref.router.route`.
+    """One forward of the router after its matrix product; the host never waits.
 
     Raises:
-        ValueError: see `moe_ref.config.check_route`; also a balancing type of `PLANNED`, which has no fused form.
+        ValueError: also for a balancing type of `PLANNED`, which has no kernel.
     """
     check_logits(logits_TE)
     check_route(logits_TE, config, batch_size, replay, replay_target, len(state.replay_queue))

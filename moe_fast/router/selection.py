@@ -1,15 +1,14 @@
 """Top-k routing, fused: one kernel chooses and weighs, one goes back."""
 
-import struct
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_fast.launch import tuning
+from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
 from moe_fast.launch.backend import check_device, integers, launch_on
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.router import _selection as kernels
@@ -17,9 +16,6 @@ from moe_ref.config import Routed, TopK, check_topk_routing, require
 
 LOGITS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of logits, scores and bias
 MAX_EXPERTS, MAX_TOPK = 2048, 32  # a row stays in registers; every slot is a round
-# The compiler may compute a key twice, for two layouts. With a product and a sum fused in one of them only, they differ by a bit, and a
-# maximum is not found again among the keys it was taken of: a round is lost.
-EXACT = {"enable_fp_fusion": False}
 
 
 def topk_indices(
@@ -34,25 +30,13 @@ def topk_indices(
     expert_bias: Tensor | None = None,
     precomputed_indices: Tensor | None = None,
 ) -> TopK:
-    """Choose K experts a token and weigh them.
+    """Choose K experts per token and weigh them: one launch, and one for the gradient.
 
-        score function   key of expert e          weight of a chosen expert e, S the chosen set
-        softmax          x_e                      exp(x_e) / Σ_{i∈S} exp(x_i)
-        softmax, pre     softmax(x)_e over E      softmax(x)_e
-        sigmoid          σ(x_e) + bias_e          σ(x_e) / (Σ_{i∈S} σ(x_i) + 1e-20); σ(x_e) itself if K = 1
-        sqrtsoftplus     √ln(1+exp x_e) + bias_e  as sigmoid
-
-    Groups, scaling and every corner are those of `moe_ref.router.selection.topk_indices`. S holds the K largest keys, of equal ones the
-    lower experts; slots are in descending order of key. Saved for the backward are the logits as they came and the indices.
-
-    Rounding: everything in fp32 (fp64 for fp64 logits), the weight once to the logits' dtype; dlogits likewise.
+    Saved for the backward are the logits as they came and the indices.
 
     Raises:
-        ValueError: see `moe_ref.config.check_topk_routing`; also for logits or a bias of other dtypes than `LOGITS`, more than
-            `MAX_EXPERTS` experts or `MAX_TOPK` slots. Values of `precomputed_indices` are not checked: where they are
-            illegal the result is unspecified.
-
-    Source: moe_utils.topk_routing_with_score_function(dense_output=True); TE fused_topk_with_score_function.
+        ValueError: also for logits or a bias outside `LOGITS`, more than `MAX_EXPERTS` experts or `MAX_TOPK` slots. Values of
+            `precomputed_indices` are not checked: where they are illegal the result is unspecified.
     """
     check_topk_routing(
         logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices
@@ -76,12 +60,7 @@ def topk_routing(
     expert_bias: Tensor | None = None,
     precomputed_indices: Tensor | None = None,
 ) -> Routed:
-    """`topk_indices`, spread over all experts by the same kernel.
-
-        probs[t, e] = weight of e if e was chosen for t, else 0;   routing_map[t, e] = e was chosen for t
-
-    Source: moe_utils.topk_routing_with_score_function, its default form; TE fused_topk_with_score_function.
-    """
+    """`topk_indices`, spread over all experts by the same kernel."""
     check_topk_routing(
         logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices
     )
@@ -189,7 +168,7 @@ def _choose(
             BLOCK_G=block_groups,
             BLOCK_S=block_size,
             num_warps=rows.tile_warps(block_groups * block_size),
-            **EXACT,
+            **NO_FP_FUSION,
         )
     return probs, choice
 
@@ -241,13 +220,3 @@ def check_computed(argument: str, x: Tensor) -> None:
     """Raise `ValueError` for numbers that no kernel computes with."""
     require(x.dtype in LOGITS, argument, f"of dtype {x.dtype}", f"one of {LOGITS}")
     check_device(argument, x)
-
-
-def accumulator(x: Tensor) -> tl.dtype:
-    """What x is computed in."""
-    return tl.float64 if x.dtype == torch.float64 else tl.float32
-
-
-def number_bits(x: float) -> int:
-    """The bits of a float64, which kernels take as an integer: they would take a float as float32."""
-    return struct.unpack("<q", struct.pack("<d", x))[0]

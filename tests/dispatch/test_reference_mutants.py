@@ -167,7 +167,7 @@ def with_mistake(mistake: Mistake | None) -> Any:
             sys.modules[name] = fresh
             exec(compile(source, f"{name} with a mistake", "exec"), fresh.__dict__)
         functions = {name: getattr(sys.modules[f"moe_ref.{moe_ref._HOME[name]}"], name) for name in FUNCTIONS}
-        return SimpleNamespace(**functions, route_plan=sys.modules["moe_ref.dispatch.plan"])
+        return SimpleNamespace(**functions, plan=sys.modules["moe_ref.dispatch.plan"])
     finally:
         sys.modules.update(kept)
 
@@ -196,7 +196,7 @@ def test_without_a_mistake_nothing_is_caught():
 def test_rows_that_are_numbered_in_32_bits_are_caught():
     line = "row_R = (start_WL.reshape(-1, 1) + exclusive_sum(chunk_EW)).flatten()[group_R] + nth_R"
     right, wrong = (
-        with_mistake(mistake).route_plan
+        with_mistake(mistake).plan
         for mistake in (None, Mistake("dispatch.plan", line, f"{line}.int()\n    row_R = row_R.int()"))
     )
     rows = [

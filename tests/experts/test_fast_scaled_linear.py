@@ -14,9 +14,7 @@ from torch import Tensor
 import moe_fast
 import moe_ref
 from conformance.judge.bound import sum_bound
-from moe_fast import declared
 from moe_fast.launch import backend
-from moe_fast.quantization import group_scales as group_scaling
 from moe_ref.config import LinearState, QuantizerState, Recipe
 from moe_ref.config.quantization import OVERRIDES, SCALINGS
 
@@ -540,11 +538,10 @@ def test_products_take_what_is_quantised_already():
     ids=str,
 )
 def test_the_accumulator_and_what_is_emulated_are_those_of_the_gpu(monkeypatch, capability, accumulator, emulated):
-    for module in (backend, group_scaling):
-        monkeypatch.setattr(module, "INTERPRETED", False)
+    monkeypatch.setattr(backend, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    for function in ("casts_in_hardware", "scales_in_hardware"):
-        monkeypatch.setattr(declared, function, getattr(declared, function).__wrapped__)  # each GPU is asked once
+    for module, function in ((backend, "casts_in_hardware"), (moe_fast.experts, "scales_in_hardware")):
+        monkeypatch.setattr(module, function, getattr(module, function).__wrapped__)  # each GPU is asked once
     for function in ("grouped_linear", "grouped_mlp", "shared_experts"):
         known = moe_fast.declares(function)
         assert (known["accumulator"], known.get("emulated", ())) == (accumulator, emulated)

@@ -12,6 +12,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
 from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
+from conformance.engine.choose.draw import shape_cases
 from conformance.families.experts.cases import GroupedCase
 from conformance.families.experts.space_ratios import FUNCTIONS, ratio_cases
 from conformance.interface import Implementation

@@ -1,0 +1,21 @@
+"""Numbers as kernels take them, and the dtype they compute in."""
+
+import struct
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+# Products and sums round one by one. The compiler may compute a value twice, for two layouts; with a fused multiply-add in one of
+# them only, they differ by a bit, and a maximum is not found again among the keys that it was taken of.
+NO_FP_FUSION = {"enable_fp_fusion": False}
+
+
+def accumulator(*tensors: Tensor | None) -> tl.dtype:
+    """float64 if one of the tensors is, else float32."""
+    return tl.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else tl.float32
+
+
+def number_bits(x: float) -> int:
+    """The bits of a float64, which kernels take as an integer: they would take a float as float32."""
+    return struct.unpack("<q", struct.pack("<d", x))[0]
