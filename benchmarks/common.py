@@ -1,131 +1,277 @@
-"""Timing that repeats: versions take turns in one process, the L2 is cold, medians are kept."""
+"""What the benchmarks share: clocks, the report, and the capture of a step in a CUDA graph.
 
+Versions of an operation take turns in one process, and medians are kept: ratios are of one run.
+`--quick` checks tiny shapes and times nothing; it needs no GPU.
+"""
+
+import argparse
+import json
+import random
 import statistics
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-FLUSHED_BYTES = (
-    256 * 2**20
-)  # several times the L2; written, as by triton.testing.do_bench, so that a version also pays for evicting it
-GRAPH_CALLS = 20
-BF16 = 2  # bytes
+from moe_fast.launch.backend import INTERPRETED, triton
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+COLD_BYTES = 256 * 2**20  # several times the L2
+BF16, FP32 = 2, 4  # bytes
+REST_SECONDS = 0.3  # long enough for the clock to recover
+BURST_CALLS = 4  # shorter than the clock takes to fall
+
+Call = Callable[[], object]
+Times = dict[str, float]  # microseconds of each version
 
 
 class Shape(NamedTuple):
-    """A model: hidden size, experts of this rank, experts a token."""
+    """A model: hidden size, experts of this rank, experts per token, columns of an expert."""
 
     hidden: int
     experts: int
     topk: int
+    width: int
 
 
 SHAPES = {
-    "mixtral-8x7b": Shape(4096, 8, 2),
-    "dsv3-ep8": Shape(7168, 32, 8),
-    "qwen3-30b": Shape(2048, 128, 8),
-    "qwen3-235b": Shape(4096, 128, 8),
-    "gptoss-120b": Shape(2880, 128, 4),
-    "kimi-k2-ep8": Shape(7168, 48, 8),
-    "qwen3next-80b": Shape(2048, 512, 10),
+    "mixtral-8x7b": Shape(4096, 8, 2, 14336),
+    "dsv3-ep8": Shape(7168, 32, 8, 2048),
+    "qwen3-30b": Shape(2048, 128, 8, 768),
+    "qwen3-235b": Shape(4096, 128, 8, 1536),
+    "gptoss-120b": Shape(2880, 128, 4, 2880),
+    "kimi-k2-ep8": Shape(7168, 48, 8, 2048),
+    "qwen3next-80b": Shape(2048, 512, 10, 512),
 }
-QUICK_SHAPES = {"tiny": Shape(40, 8, 2), "tiny-wide": Shape(136, 20, 5)}
+TINY_SHAPES = {"tiny": Shape(40, 8, 2, 24), "tiny-wide": Shape(136, 20, 5, 40)}
 
 
-def interleaved(versions: Mapping[str, Callable[[], object]], blocks: int, reps: int) -> dict[str, float]:
-    """Microseconds of each version: the median over `blocks` turns of the median over `reps` calls with a cold L2."""
-    flushed = torch.empty(FLUSHED_BYTES // 4, dtype=torch.int32, device="cuda")
-    for call in versions.values():
-        call()
-        call()
-    medians: dict[str, list[float]] = {name: [] for name in versions}
+# --- clocks
+
+
+def medians(versions: Mapping[str, Call], blocks: int, reps: int, before: Call = lambda: None) -> Times:
+    """The median over `blocks` turns of the median over `reps` calls, each after `before`, which is not timed."""
+    times: dict[str, list[float]] = {name: [] for name in versions}
     for _ in range(blocks):
         for name, call in versions.items():
             pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(reps)]
+            call()
             for begin, end in pairs:
-                flushed.zero_()
+                before()
                 begin.record()
                 call()
                 end.record()
             torch.cuda.synchronize()
-            medians[name].append(statistics.median(begin.elapsed_time(end) for begin, end in pairs))
-    return {name: statistics.median(times) * 1e3 for name, times in medians.items()}
+            times[name].append(statistics.median(begin.elapsed_time(end) for begin, end in pairs))
+    return {name: statistics.median(each) * 1e3 for name, each in times.items()}
 
 
-def replayed(versions: Mapping[str, Callable[[], object]], blocks: int, reps: int) -> dict[str, float]:
-    """Microseconds of a call in a CUDA graph of `GRAPH_CALLS` calls, which hides the launches; the L2 is as the call before left it."""
-    return rotated({name: [call] * GRAPH_CALLS for name, call in versions.items()}, blocks, reps)
+def interleaved(versions: Mapping[str, Call], blocks: int, reps: int) -> Times:
+    """Single calls, launched from Python, on an L2 full of other data.
+
+    The L2 is written, as `triton.testing.do_bench` does: a call also pays for evicting it.
+    """
+    flushed = torch.empty(COLD_BYTES // 4, dtype=torch.int32, device="cuda")
+    for call in versions.values():
+        call()
+    return medians(versions, blocks, reps, flushed.zero_)
 
 
-def rotated(versions: Mapping[str, list[Callable[[], object]]], blocks: int, reps: int) -> dict[str, float]:
-    """Microseconds of a call in a CUDA graph of all the calls of a version, each on its own inputs: together they exceed the L2."""
-    graphs = {}
+def rotated(versions: Mapping[str, list[Call]], blocks: int, reps: int) -> Times:
+    """Calls in one CUDA graph per version; inputs that differ between calls exceed the L2 together."""
+    replays = {}
     for name, calls in versions.items():
         calls[0]()
         torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            kept = [call() for call in calls]  # no call reuses the memory of one before
-        del kept
-    medians: dict[str, list[float]] = {name: [] for name in versions}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [call() for call in calls]  # alive until the end, so that no call reuses another's memory
+        del results
+        replays[name] = graph.replay
+    return {name: us / len(versions[name]) for name, us in medians(replays, blocks, reps).items()}
+
+
+def replayed(versions: Mapping[str, Call], blocks: int, reps: int, calls: int = 20) -> Times:
+    """Calls in a CUDA graph, on what the call before left in the L2."""
+    return rotated({name: [call] * calls for name, call in versions.items()}, blocks, reps)
+
+
+def bursts(versions: Mapping[str, Call], blocks: int, reps: int) -> Times:
+    """The GPU rests, one call warms up, a few are timed together: power sets the clock of long products.
+
+    Versions take turns in another order in each of `blocks` rounds.
+    """
+    order = random.Random(0)
+    times: dict[str, list[float]] = {name: [] for name in versions}
+    for call in versions.values():
+        call()
+    torch.cuda.synchronize()
     for _ in range(blocks):
-        for name, graph in graphs.items():
-            pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(reps)]
-            graph.replay()
-            for begin, end in pairs:
-                begin.record()
-                graph.replay()
-                end.record()
+        for name in order.sample(list(versions), len(versions)):
+            time.sleep(REST_SECONDS)
+            versions[name]()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(BURST_CALLS):
+                versions[name]()
+            end.record()
             torch.cuda.synchronize()
-            medians[name].append(statistics.median(begin.elapsed_time(end) for begin, end in pairs))
-    return {name: statistics.median(times) * 1e3 / len(versions[name]) for name, times in medians.items()}
+            times[name].append(begin.elapsed_time(end) * 1e3 / BURST_CALLS)
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
 def ceilings(blocks: int, reps: int) -> dict[str, float]:
-    """TB/s of a large copy (bytes read and written), of writing alone, and of reading alone."""
+    """TB/s of a copy of 1 GiB (bytes read and written), of writing alone, and of reading alone."""
     source = torch.randn(2**29, device="cuda").bfloat16()
     target = torch.empty_like(source)
-    count = source.numel() * BF16
-    versions = {
+    versions: dict[str, Call] = {
         "copy": lambda: target.copy_(source),
         "write": lambda: target.view(torch.int32).fill_(3),
         "read": lambda: source.view(torch.float32).sum(),
     }
+    count = source.numel() * BF16
     times = interleaved(versions, blocks, reps)
-    return {name: count * (2 if name == "copy" else 1) / time / 1e6 for name, time in times.items()}
+    return {name: count * (2 if name == "copy" else 1) / us / 1e6 for name, us in times.items()}
+
+
+# --- one run
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One line of the report: the project's version first, then versions by other means."""
+
+    title: str
+    versions: Mapping[str, Any]  # calls, as `clock` takes them
+    minimum: float = 0  # bytes that must be moved: 0 prints no floor
+    size: str = ""
+    flops: float = 0
+    clock: Callable[[Mapping[str, Any], int, int], Times] = interleaved
+
+
+def parse(
+    document: str | None,
+    shapes: Mapping[str, Any],
+    tiny: Mapping[str, Any],
+    *,
+    tokens: int = 24,
+    blocks: int = 7,
+    reps: int = 15,
+    flags: Mapping[str, dict[str, Any]] | None = None,
+) -> argparse.Namespace:
+    """The options of a run; `shapes` are those to measure, or with --quick the tiny ones with as many `tokens`."""
+    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--shapes", default="", help=f"beginnings of names, with commas: {', '.join(shapes)}")
+    parser.add_argument("--only", default="", help="beginnings of titles of operations, with semicolons")
+    parser.add_argument("--blocks", type=int, default=blocks, help="turns of each version")
+    parser.add_argument("--reps", type=int, default=reps, help="calls per turn")
+    parser.add_argument("--json", help="write every figure to this file")
+    parser.add_argument("--quick", action="store_true", help="check tiny shapes, time nothing")
+    for name, settings in (flags or {}).items():
+        parser.add_argument(name, **settings)
+    options = parser.parse_args()
+    begins = tuple(options.shapes.split(","))
+    options.shapes = tiny if options.quick else {name: x for name, x in shapes.items() if name.startswith(begins)}
+    options.tokens = tokens if options.quick else options.tokens
+    return options
+
+
+def measure(operations: Callable[[Any], Iterable[Operation]], options: argparse.Namespace) -> None:
+    """Check the operations of each shape, which `operations` does before it yields them, then time and print them."""
+    if options.quick:
+        for name, shape in options.shapes.items():
+            print(f"{name}: {len(list(operations(shape)))} operations checked", flush=True)
+        return
+    versions = f"torch {torch.__version__}, Triton {triton.__version__}"
+    print(f"{torch.cuda.get_device_name()}, {versions}, T = {options.tokens}")
+    top, started = ceilings(options.blocks, options.reps), time.perf_counter()
+    print("TB/s: " + ", ".join(f"{name} {rate:.2f}" for name, rate in top.items()))
+    print(table("", ["shape", "operation", "size", "floor µs", "µs", "÷ floor", "TFLOP/s", "others (÷ the first)"], []))
+    results: dict[str, dict[str, Any]] = {}
+    for name, shape in options.shapes.items():
+        torch._dynamo.reset()  # each shape has compilations of its own, and no limit on their number
+        for operation in operations(shape):
+            if operation.title.startswith(tuple(options.only.split(";"))):
+                result = timed(operation, top["copy"], options)
+                results.setdefault(name, {})[operation.title] = result
+                print(line([name, operation.title, operation.size, *cells(result)]), flush=True)
+    after = ceilings(options.blocks, options.reps)
+    print(f"\ncopy {after['copy']:.2f} TB/s at the end; {time.perf_counter() - started:.0f} s")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"ceilings": top, "ceilings_after": after, "operations": results}, file, indent=1)
+
+
+def timed(operation: Operation, copy: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Times and floor; a copy of as many bytes takes turns too, and shows the cost of a launch and of the size."""
+    versions = dict(operation.versions)
+    if operation.minimum:
+        source = torch.empty(int(operation.minimum) // 4, dtype=torch.bfloat16, device=DEVICE).normal_()
+        versions["copy of as many bytes"] = partial(torch.empty_like(source).copy_, source)
+    us = operation.clock(versions, options.blocks, options.reps)
+    return {"size": operation.size, "us": us, "floor_us": operation.minimum / copy / 1e6, "flops": operation.flops}
+
+
+def cells(result: Mapping[str, Any]) -> list[str]:
+    """The figures of a line."""
+    (_, ours), *others = result["us"].items()
+    floor, flops = result["floor_us"], result["flops"]
+    return [
+        f"{floor:.1f}" if floor else "",
+        f"{ours:.1f}",
+        f"{ours / floor:.3f}" if floor else "",
+        f"{flops / ours / 1e6:.0f}" if flops else "",
+        ", ".join(f"{name} {us:.1f} ({us / ours:.3f})" for name, us in others),
+    ]
+
+
+def line(fields: Iterable[str]) -> str:
+    return "| " + " | ".join(fields) + " |"
 
 
 def table(title: str, header: list[str], lines: list[list[str]]) -> str:
     """A Markdown table."""
-    rows = [header, ["---", *["--:"] * (len(header) - 1)], *lines]
-    return "\n".join([f"\n### {title}\n", *("| " + " | ".join(row) + " |" for row in rows)])
+    return "\n".join([f"\n{title}\n", *map(line, [header, ["---"] * len(header), *lines])])
 
 
-def lines_of(results: dict[str, dict[str, dict]], title: str, size: str = "") -> str:
-    """The table of one operation: a line a shape; `size` is the heading of what each result says of its size, if it does."""
-    found = {shape: by_title[title] for shape, by_title in results.items() if title in by_title}
-    peers = [name for name in next(iter(found.values()))["us"] if name != "moe_fast"]
-    header = [
-        "shape",
-        *([size] if size else []),
-        "floor µs",
-        "moe_fast µs",
-        "÷ floor",
-        *(f"{name} µs (÷ moe_fast)" for name in peers),
-    ]
-    lines = []
-    for shape, result in found.items():
-        ours = result["us"]["moe_fast"]
-        compared = [f"{result['us'][name]:.1f} ({result['us'][name] / ours:.2f})" for name in peers]
-        lines.append(
-            [
-                shape,
-                *([result["size"]] if size else []),
-                f"{result['floor_us']:.1f}",
-                f"{ours:.1f}",
-                f"{result['to_floor']:.3f}",
-                *compared,
-            ]
-        )
-    return table(title, header, lines)
+# --- checks
+
+
+def captured(step: Callable[[], Sequence[Tensor]]) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
+    """A CUDA graph of a step, and its results, which each replay writes.
+
+    Raises:
+        RuntimeError: the step waits for the device.
+    """
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    step()
+    torch.cuda.set_sync_debug_mode("default")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
+def check_replays(step: Callable[[], Sequence[Tensor]], changes: Iterable[Call]) -> None:
+    """A captured step waits for no device, and follows its inputs, which each of `changes` overwrites.
+
+    Raises:
+        AssertionError: a replay differs from a call.
+    """
+    graph, results = captured(step)
+    for change in changes:
+        change()
+        graph.replay()
+        assert all(torch.equal(x, y) for x, y in zip(results, step(), strict=True))

@@ -1,16 +1,12 @@
-"""How fast permute, unpermute and their gradients are: beside the bytes they must move, and beside eager torch.
+"""Time permute, unpermute and their gradients against the bytes they must move and against eager torch.
 
-    PYTHONPATH=. python3 benchmarks/permutation.py [--tokens 8192] [--shapes mixtral-8x7b,qwen3-30b] [--json FILE] [--quick]
+    PYTHONPATH=. python3 -m benchmarks.permutation [--shapes mixtral,qwen3-30b] [--json FILE] [--quick]
 
-Every result is compared with eager torch before it is timed. `--quick` only compares, at tiny sizes; it runs without a GPU.
-A floor is the time in which this run's copy ceiling (of 2 GiB) moves each input once and each output once. A copy of as many
-bytes, timed like the rest, shows what a launch and the size cost.
+Results are compared with eager torch before they are timed. A floor is the time in which this run's
+copy ceiling reads each input once and writes each output once.
 """
 
-import argparse
-import json
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,23 +14,39 @@ import torch
 from torch import Tensor
 
 import moe_fast
-from benchmarks.common import BF16, QUICK_SHAPES, SHAPES, Shape, ceilings, interleaved, lines_of, replayed, table
-from moe_fast.launch.backend import INTERPRETED, triton
-from moe_fast.permutation import row_map as metadata
-from moe_fast.permutation.permute import merge_backward, move_to_rows, sum_rows
+from benchmarks.common import (
+    BF16,
+    DEVICE,
+    FP32,
+    SHAPES,
+    TINY_SHAPES,
+    Call,
+    Operation,
+    Shape,
+    captured,
+    measure,
+    parse,
+    replayed,
+)
+from moe_fast.permutation import row_map as row_maps
+from moe_fast.permutation.permute import merge_backward as launch_merge_backward
+from moe_fast.permutation.permute import move_to_rows, sum_rows
+from moe_ref.config import Permuted
 
-DEVICE = "cpu" if INTERPRETED else "cuda"
+ALIGNS = (1, 16, 128)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Random tokens and routing, and what eager torch must know beforehand: it is not timed."""
+    """Random tokens and routing, and the indices eager torch needs, which are not timed."""
 
+    align: int
     tokens_TH: Tensor
     routing_map_TE: Tensor
     probs_TE: Tensor
-    token_P: Tensor  # the row's token; T in padding rows
-    row_M: Tensor  # the rows that have a token
+    counts_E: Tensor  # rows of each expert, padding included
+    token_P: Tensor  # T in padding rows
+    row_M: Tensor  # the rows that hold a token
     token_M: Tensor
     expert_M: Tensor
     row_TK: Tensor  # experts ascending
@@ -44,9 +56,27 @@ class Problem:
     def num_rows(self) -> int:
         return len(self.token_P)
 
+    @property
+    def probs_M(self) -> Tensor:
+        return self.probs_TE[self.token_M, self.expert_M]
+
+    @property
+    def padded_tokens(self) -> Tensor:
+        """The tokens and a row of zeros."""
+        return torch.cat([self.tokens_TH, self.tokens_TH.new_zeros(1, self.tokens_TH.shape[1])])
+
+    def permuted(self) -> Permuted:
+        """The whole of `permute`, without a host sync."""
+        settings = {"probs": self.probs_TE, "align": self.align, "num_rows": self.num_rows}
+        return moe_fast.permute(self.tokens_TH, self.routing_map_TE, **settings)
+
+    def placed(self) -> row_maps.RowMap:
+        """The row map as `permute` makes it before it moves the rows."""
+        return row_maps.place(self.routing_map_TE, self.align, self.num_rows)[0]
+
 
 def make_problem(shape: Shape, num_tokens: int, align: int, seed: int = 0) -> Problem:
-    """A token takes `topk` experts at random, each at most once."""
+    """Each token goes to `topk` different experts at random."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     tokens = torch.randn(num_tokens, shape.hidden, generator=generator, device=DEVICE).bfloat16()
     scores = torch.rand(num_tokens, shape.experts, generator=generator, device=DEVICE)
@@ -54,43 +84,24 @@ def make_problem(shape: Shape, num_tokens: int, align: int, seed: int = 0) -> Pr
     routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts_TK, True)
     probs = torch.where(routing_map, torch.rand(scores.shape, generator=generator, device=DEVICE), 0)
     expert_M, token_M = routing_map.t().nonzero(as_tuple=True)
-    count = routing_map.sum(0)
-    segment = (count + align - 1) // align * align
-    row_M = (
-        torch.arange(len(token_M), device=DEVICE) + (segment.cumsum(0) - segment - count.cumsum(0) + count)[expert_M]
-    )
-    token_P = torch.full((int(segment.sum()),), num_tokens, device=DEVICE)
+    counts = routing_map.sum(0)
+    padded = (counts + align - 1) // align * align
+    first_row_E = padded.cumsum(0) - padded - counts.cumsum(0) + counts
+    row_M = torch.arange(len(token_M), device=DEVICE) + first_row_E[expert_M]
+    token_P = torch.full((int(padded.sum()),), num_tokens, device=DEVICE)
     token_P[row_M] = token_M
     row_TE = torch.zeros(scores.shape, dtype=torch.int64, device=DEVICE)
     row_TE[token_M, expert_M] = row_M
-    return Problem(
-        tokens,
-        routing_map,
-        probs,
-        token_P,
-        row_M,
-        token_M,
-        expert_M,
-        row_TE.gather(1, experts_TK),
-        probs.gather(1, experts_TK),
-    )
-
-
-def place(problem: Problem, align: int) -> metadata.RowMap:
-    """Where the rows are, as `permute` finds it out before it moves them."""
-    return metadata.place(problem.routing_map_TE, align, problem.num_rows)[0]
-
-
-def permuted_map(problem: Problem, align: int) -> metadata.RowMap:
-    """The row map that `permute` returns."""
-    return moe_fast.permute(problem.tokens_TH, problem.routing_map_TE, align=align, num_rows=problem.num_rows).row_map
+    row_TK, probs_TK = row_TE.gather(1, experts_TK), probs.gather(1, experts_TK)
+    return Problem(align, tokens, routing_map, probs, padded, token_P, row_M, token_M, expert_M, row_TK, probs_TK)
 
 
 # --- eager torch
 
 
-def padded_gather(tokens_with_zero_row: Tensor, token_P: Tensor) -> Tensor:
-    return tokens_with_zero_row.index_select(0, token_P)
+def gathered(p: Problem, rows: Tensor) -> Tensor:
+    """Each token's rows [T, K, H]."""
+    return rows.index_select(0, p.row_TK.flatten()).view(*p.row_TK.shape, rows.shape[1])
 
 
 def two_steps(p: Problem) -> Tensor:
@@ -98,16 +109,12 @@ def two_steps(p: Problem) -> Tensor:
     return rows.new_zeros(p.num_rows, rows.shape[1]).index_copy_(0, p.row_M, rows)
 
 
-def gather_rows(p: Problem, rows: Tensor) -> Tensor:
-    return rows.index_select(0, p.row_TK.flatten()).view(*p.row_TK.shape, rows.shape[1])
-
-
 def gather_bmm(p: Problem, rows: Tensor) -> Tensor:
-    return torch.bmm(p.probs_TK.to(rows.dtype)[:, None], gather_rows(p, rows))[:, 0]
+    return torch.bmm(p.probs_TK.to(rows.dtype)[:, None], gathered(p, rows))[:, 0]
 
 
 def gather_mul_sum(p: Problem, rows: Tensor) -> Tensor:
-    return (gather_rows(p, rows) * p.probs_TK[..., None].to(rows.dtype)).sum(1)
+    return (gathered(p, rows) * p.probs_TK[..., None].to(rows.dtype)).sum(1)
 
 
 def mul_index_add(p: Problem, rows: Tensor, probs_M: Tensor) -> Tensor:
@@ -126,257 +133,187 @@ def merge_backward(p: Problem, dout: Tensor, rows: Tensor, probs_M: Tensor) -> t
     return drows, dprobs
 
 
-# --- what is measured
+def argsort(p: Problem, expert_R: Tensor) -> tuple[Tensor, ...]:
+    """The rows of all copies of tokens, from the expert of each copy."""
+    order = expert_R.argsort(stable=True)
+    counts = p.routing_map_TE.sum(0)
+    padded = (counts + p.align - 1) // p.align * p.align
+    first_row_E = padded.cumsum(0) - padded - counts.cumsum(0) + counts
+    return order, counts, torch.arange(len(order), device=DEVICE) + first_row_E[expert_R[order]]
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One table: ours first, then eager versions of it, and the bytes that must be moved."""
-
-    title: str
-    minimum: int
-    versions: dict[str, Callable[[], object]]
+# --- checks
 
 
-def check(problem: Problem, align: int) -> None:
-    """Moves are bit-equal to eager torch; sums differ from its sums in float32 by less than a rounding to bfloat16."""
-    p, row_map = problem, permuted_map(problem, align)
-    tokens_0 = torch.cat([p.tokens_TH, p.tokens_TH.new_zeros(1, p.tokens_TH.shape[1])])
-    result = moe_fast.permute(p.tokens_TH, p.routing_map_TE, probs=p.probs_TE, align=align, num_rows=p.num_rows)
-    assert torch.equal(result.rows, padded_gather(tokens_0, p.token_P)) and not bool(result.overflow)
+def check(p: Problem) -> None:
+    """Moves are bit-equal to eager torch; sums are within a bfloat16 rounding of float32 sums.
+
+    Raises:
+        AssertionError: a result differs.
+    """
+    result = p.permuted()
+    assert torch.equal(result.rows, p.padded_tokens[p.token_P]) and not bool(result.overflow)
     assert torch.equal(result.rows, two_steps(p))
-    row_probs = torch.zeros(p.num_rows, device=DEVICE).index_copy_(0, p.row_M, p.probs_TE[p.token_M, p.expert_M])
+    row_probs = torch.zeros(p.num_rows, device=DEVICE).index_copy_(0, p.row_M, p.probs_M)
     assert torch.equal(result.probs, row_probs)
-    count = p.routing_map_TE.sum(0)
-    assert torch.equal(result.tokens_per_expert, (count + align - 1) // align * align)
-    rows, dout = torch.randn_like(result.rows), torch.randn_like(p.tokens_TH)
-    gathered, probs = gather_rows(p, rows).float(), p.probs_TK[..., None]
+    assert torch.equal(result.tokens_per_expert, p.counts_E)
+    rows, dout, row_map = torch.randn_like(result.rows), torch.randn_like(p.tokens_TH), result.row_map
+    rows_TKH, probs = gathered(p, rows).float(), p.probs_TK[..., None]
     close = partial(torch.testing.assert_close, rtol=2.0**-8, atol=1e-5)
-    close(moe_fast.unpermute(rows, row_map).float(), gathered.sum(1))
-    close(moe_fast.unpermute(rows, row_map, probs=p.probs_TE).float(), (gathered * probs).sum(1))
+    close(moe_fast.unpermute(rows, row_map).float(), rows_TKH.sum(1))
+    close(moe_fast.unpermute(rows, row_map, probs=p.probs_TE).float(), (rows_TKH * probs).sum(1))
     dtokens, dprobs = sum_rows(rows, None, row_probs, row_map)
-    close(dtokens.float(), gathered.sum(1))
+    close(dtokens.float(), rows_TKH.sum(1))
     assert torch.equal(dprobs, p.probs_TE)
-    drows, dprobs = merge_backward(dout, rows, p.probs_TE, row_map, True)
-    right = torch.zeros_like(rows).index_copy_(
-        0, p.row_M, (dout[p.token_M].float() * p.probs_TE[p.token_M, p.expert_M][:, None]).bfloat16()
-    )
-    assert torch.equal(drows, right)
-    right = torch.zeros_like(p.probs_TE)
-    right[p.token_M, p.expert_M] = (rows[p.row_M].float() * dout[p.token_M].float()).sum(1)
-    torch.testing.assert_close(dprobs, right, rtol=1e-4, atol=1e-3)
+    drows, dprobs = launch_merge_backward(dout, rows, p.probs_TE, row_map, True)
+    drows_MH = (dout[p.token_M].float() * p.probs_M[:, None]).bfloat16()
+    assert torch.equal(drows, torch.zeros_like(rows).index_copy_(0, p.row_M, drows_MH))
+    expected = torch.zeros_like(p.probs_TE)
+    expected[p.token_M, p.expert_M] = (rows[p.row_M].float() * dout[p.token_M].float()).sum(1)
+    torch.testing.assert_close(dprobs, expected, rtol=1e-4, atol=1e-3)
 
 
-def operations(p: Problem, align: int) -> list[Operation]:
-    """The moves alone: both sides know where the rows go."""
-    (num_tokens, hidden), rows_M, row_map = p.tokens_TH.shape, len(p.row_M), permuted_map(p, align)
-    row, pad = hidden * BF16, "" if align == 1 else f" + pad {align}"
-    tokens_0 = torch.cat([p.tokens_TH, p.tokens_TH.new_zeros(1, hidden)])
-    gather = {"index_select": partial(padded_gather, tokens_0, p.token_P)}
-    if align > 1:
-        gather = {"gather over a zero row": gather["index_select"], "two steps": partial(two_steps, p)}
-    ours = partial(move_to_rows, p.tokens_TH, p.probs_TE, place(p, align), row_map.slots_TE)
-    found = [Operation(f"permute{pad}", (num_tokens + p.num_rows) * row + 12 * rows_M, {"moe_fast": ours, **gather})]
-    if align == 128:
-        return found
-    rows, dout = torch.randn(p.num_rows, hidden, device=DEVICE).bfloat16(), torch.randn_like(p.tokens_TH)
-    probs_M, drow_probs = p.probs_TE[p.token_M, p.expert_M], torch.randn(p.num_rows, device=DEVICE)
-    probs_M = probs_M.to(rows.dtype)
-    unpad = "" if align == 1 else "unpad + "
-    summed = (num_tokens + rows_M) * row + 8 * rows_M
-    merged = {
-        "moe_fast": partial(moe_fast.unpermute, rows, row_map, probs=p.probs_TE),
-        "gather + bmm": partial(gather_bmm, p, rows),
-        "gather + mul + sum": partial(gather_mul_sum, p, rows),
-        "mul + index_add": partial(mul_index_add, p, rows, probs_M),
-    }
-    found.append(Operation(f"{unpad}unpermute by probs", summed, merged))
-    if align == 1:
-        backward = {
-            "moe_fast": partial(sum_rows, rows, None, drow_probs, row_map),
-            "gather + sum": lambda: gather_rows(p, rows).sum(1),
-        }
-        backward["index_add"] = partial(index_add, p, rows)
-        return [
-            *found,
-            Operation(
-                "permute backward with dprobs",
-                (num_tokens + rows_M) * row + 8 * rows_M + 4 * p.probs_TE.numel(),
-                backward,
-            ),
-        ]
-    minimum = (num_tokens + rows_M + p.num_rows) * row + 12 * rows_M
-    backward = {
-        "moe_fast": partial(merge_backward, dout, rows, p.probs_TE, row_map, True),
-        "eager": partial(merge_backward, p, dout, rows, probs_M),
-    }
-    return [*found, Operation(f"{unpad}unpermute by probs, backward with dprobs", minimum, backward)]
+def check_repeats(shape: Shape, num_tokens: int, launches: int) -> None:
+    """Row maps of several routing maps in turn, each compared on the device with eager torch.
 
-
-def metadata_versions(p: Problem, align: int) -> dict[str, Callable[[], object]]:
-    """The two launches that find the places, each alone; both and their memory; eager torch's way to the rows."""
-    slots, walk = metadata.empty_slots(p.routing_map_TE), metadata.plan_walk(p.routing_map_TE)
-    metadata.count_blocks(p.routing_map_TE, walk, slots)
-    experts_TK = p.expert_M[p.token_M.argsort(stable=True)].view(p.row_TK.shape)
-
-    def argsort() -> tuple[Tensor, ...]:
-        expert = experts_TK.flatten()
-        order = expert.argsort(stable=True)
-        count = p.routing_map_TE.sum(0)
-        segment = (count + align - 1) // align * align
-        row = (
-            torch.arange(len(order), device=DEVICE)
-            + (segment.cumsum(0) - segment - count.cumsum(0) + count)[expert[order]]
-        )
-        return order, count, row
-
-    return {
-        "both": lambda: metadata.place(p.routing_map_TE, align, p.num_rows),
-        "walk": lambda: metadata.count_blocks(p.routing_map_TE, walk, slots),
-        "layout": lambda: metadata.lay_out(walk, slots, align, p.num_rows),
-        "argsort": argsort,
-    }
-
-
-def whole_call(p: Problem, align: int) -> dict[str, Callable[[], object]]:
-    """What a user calls, metadata included, without a host sync."""
-    ours = partial(moe_fast.permute, p.tokens_TH, p.routing_map_TE, probs=p.probs_TE, align=align, num_rows=p.num_rows)
-    return {"moe_fast.permute": ours}
-
-
-# --- what must hold on a GPU
-
-
-def check_repeats(shape: Shape, num_tokens: int, launches: int) -> int:
-    """The metadata of many launches in a row, on several maps in turn, each compared on the device with torch's."""
-    problems = [make_problem(Shape(8, *shape[1:]), num_tokens, 16, seed) for seed in range(4)]
+    Raises:
+        AssertionError: a launch made a wrong row map.
+    """
+    problems = [make_problem(shape._replace(hidden=8), num_tokens, 16, seed) for seed in range(4)]
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for launch in range(launches):
         p = problems[launch % len(problems)]
-        row_map = place(p, 16)
-        slots = row_map.slots_TE[:, : p.row_TK.shape[1]].long()
+        row_map, topk = p.placed(), p.row_TK.shape[1]
+        slots = row_map.slots_TE[:, :topk].long()
         block = torch.arange(num_tokens, device=DEVICE)[:, None] // row_map.tokens_per_block
         row = row_map.base_BE[block, slots & 0xFFFF] + (slots >> 16)
-        wrong += (row != p.row_TK).sum() + (row_map.num_slots_T != p.row_TK.shape[1]).sum()
+        wrong += (row != p.row_TK).sum() + (row_map.num_slots_T != topk).sum()
     assert int(wrong) == 0, f"{int(wrong)} wrong rows in {launches} launches"
-    return launches
 
 
 def check_graph(shape: Shape, num_tokens: int) -> None:
-    """A captured forward and backward follow the routing that is in the map at the replay, and wait for no device."""
+    """A captured forward and backward follow the routing map at the replay, and wait for no device.
+
+    Raises:
+        AssertionError: a replay differs from a call or from eager torch.
+    """
     first, second = (make_problem(shape, num_tokens, 16, seed) for seed in (1, 2))
     num_rows = (num_tokens * shape.topk // 16 + 2 * shape.experts) * 16
-    tokens, routing_map, probs = first.tokens_TH.clone(), first.routing_map_TE.clone(), first.probs_TE.clone()
+    tokens, routing_map, probs = inputs = [x.clone() for x in (first.tokens_TH, first.routing_map_TE, first.probs_TE)]
 
+    @torch.enable_grad()
     def step() -> tuple[Tensor, ...]:
         x, q = tokens.detach().requires_grad_(), probs.detach().requires_grad_()
         permuted = moe_fast.permute(x, routing_map, probs=q, align=16, num_rows=num_rows)
         merged = moe_fast.unpermute(permuted.rows, permuted.row_map, probs=q)
-        return (
-            permuted.rows.detach(),
-            merged.detach(),
-            *torch.autograd.grad([merged, permuted.probs], [x, q], [tokens, permuted.probs.detach()]),
-        )
+        gradients = torch.autograd.grad([merged, permuted.probs], [x, q], [tokens, permuted.probs.detach()])
+        return permuted.rows.detach(), merged.detach(), *gradients
 
-    torch.cuda.set_sync_debug_mode("error")
-    step()
-    torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
-        captured = step()
-    for problem in (second, first, second):
-        for buffer, value in (
-            (tokens, problem.tokens_TH),
-            (routing_map, problem.routing_map_TE),
-            (probs, problem.probs_TE),
-        ):
+    graph, results = captured(step)
+    for p in (second, first, second):
+        for buffer, value in zip(inputs, (p.tokens_TH, p.routing_map_TE, p.probs_TE), strict=True):
             buffer.copy_(value)
         graph.replay()
-        expected = padded_gather(torch.cat([tokens, tokens.new_zeros(1, shape.hidden)]), problem.token_P)
-        assert torch.equal(captured[0][: problem.num_rows], expected) and not captured[0][problem.num_rows :].any()
-        for replayed_value, value in zip(captured, step(), strict=True):
-            assert torch.equal(replayed_value, value)
+        assert torch.equal(results[0][: p.num_rows], p.padded_tokens[p.token_P]) and not results[0][p.num_rows :].any()
+        assert all(torch.equal(x, y) for x, y in zip(results, step(), strict=True))
 
 
-# --- the report
+# --- what is measured
 
 
-def report(operation: Operation, times: dict[str, float], copy: float) -> dict[str, object]:
-    floor = operation.minimum / copy / 1e6
-    return {"title": operation.title, "floor_us": floor, "to_floor": times["moe_fast"] / floor, "us": times}
+def operations(shape: Shape, num_tokens: int) -> Iterator[Operation]:
+    """Moves on a row map that is ready, as eager torch's indices are; then the row map, and the whole call."""
+    for align in ALIGNS:
+        p = make_problem(shape, num_tokens, align)
+        check(p)
+        yield permute_operation(p)
+        if align < 128:
+            yield unpermute_operation(p)
+            yield permute_backward(p) if align == 1 else unpermute_backward(p)
+        if align == 16:
+            yield row_map_operation(p)
+            yield Operation("permute + pad 16, whole call in a graph", {"moe_fast": p.permuted}, clock=replayed)
+            yield Operation("permute + pad 16, whole call", {"moe_fast": p.permuted})
 
 
-def measure(shapes: dict[str, Shape], num_tokens: int, blocks: int, reps: int) -> dict:
-    """All figures of one run."""
-    top = ceilings(blocks, reps)
-    results: dict[str, dict[str, dict]] = {}
-    latencies: dict[str, dict[str, float]] = {}
-    started = time.perf_counter()
-    for name, shape in shapes.items():
-        results[name] = {}
-        for align in (1, 16, 128):
-            p = make_problem(shape, num_tokens, align)
-            check(p, align)
-            for operation in operations(p, align):
-                source = torch.randn(operation.minimum // 8, device=DEVICE)
-                versions = {
-                    **operation.versions,
-                    "copy of as many bytes": partial(torch.empty_like(source).copy_, source),
-                }
-                results[name][operation.title] = report(operation, interleaved(versions, blocks, reps), top["copy"])
-            if align == 16:
-                latencies[name] = replayed(metadata_versions(p, align), blocks, reps)
-                latencies[name]["permute, graph"] = replayed(whole_call(p, align), blocks, reps)["moe_fast.permute"]
-                latencies[name]["permute, eager"] = interleaved(whole_call(p, align), blocks, reps)["moe_fast.permute"]
-    after = ceilings(blocks, reps)
-    print(
-        f"copy {top['copy']:.2f} TB/s (after: {after['copy']:.2f}), write {top['write']:.2f}, read {top['read']:.2f}; {time.perf_counter() - started:.0f} s"
-    )
-    for title in dict.fromkeys(title for by_title in results.values() for title in by_title):
-        print(lines_of(results, title))
-    columns = list(next(iter(latencies.values())))
-    lines = [[name, *(f"{time:.1f}" for time in times.values())] for name, times in latencies.items()]
-    print(table("routing metadata, and the whole of permute + pad 16, µs", ["shape", *columns], lines))
-    return {"ceilings": top, "ceilings_after": after, "operations": results, "latencies": latencies}
+def permute_operation(p: Problem) -> Operation:
+    """Ours also moves probs [T, E] to the rows and writes the lists of rows for unpermute."""
+    row_map = p.permuted().row_map
+    versions: dict[str, Call] = {
+        "moe_fast": partial(move_to_rows, p.tokens_TH, p.probs_TE, p.placed(), row_map.slots_TE),
+        "index_select": partial(torch.index_select, p.padded_tokens, 0, p.token_P),
+    }
+    if p.align > 1:
+        versions |= {"gather over a zero row": versions.pop("index_select"), "two steps": partial(two_steps, p)}
+    num_tokens, hidden = p.tokens_TH.shape
+    minimum = (num_tokens + p.num_rows) * hidden * BF16 + 3 * FP32 * len(p.row_M)
+    return Operation("permute" if p.align == 1 else f"permute + pad {p.align}", versions, minimum)
 
 
+def unpermute_operation(p: Problem) -> Operation:
+    rows, row_map = torch.randn(p.num_rows, p.tokens_TH.shape[1], device=DEVICE).bfloat16(), p.permuted().row_map
+    versions = {
+        "moe_fast": partial(moe_fast.unpermute, rows, row_map, probs=p.probs_TE),
+        "gather + bmm": partial(gather_bmm, p, rows),
+        "gather + mul + sum": partial(gather_mul_sum, p, rows),
+        "mul + index_add": partial(mul_index_add, p, rows, p.probs_M.to(rows.dtype)),
+    }
+    title = "unpermute by probs" if p.align == 1 else "unpad + unpermute by probs"
+    return Operation(title, versions, summed_bytes(p))
+
+
+def summed_bytes(p: Problem) -> int:
+    return (len(p.tokens_TH) + len(p.row_M)) * p.tokens_TH.shape[1] * BF16 + 2 * FP32 * len(p.row_M)
+
+
+def permute_backward(p: Problem) -> Operation:
+    rows, drow_probs = torch.randn(p.num_rows, p.tokens_TH.shape[1], device=DEVICE).bfloat16(), torch.randn(p.num_rows)
+    versions = {
+        "moe_fast": partial(sum_rows, rows, None, drow_probs.to(DEVICE), p.permuted().row_map),
+        "gather + sum": lambda: gathered(p, rows).sum(1),
+        "index_add": partial(index_add, p, rows),
+    }
+    return Operation("permute backward with dprobs", versions, summed_bytes(p) + FP32 * p.probs_TE.numel())
+
+
+def unpermute_backward(p: Problem) -> Operation:
+    rows = torch.randn(p.num_rows, p.tokens_TH.shape[1], device=DEVICE).bfloat16()
+    dout = torch.randn_like(p.tokens_TH)
+    versions = {
+        "moe_fast": partial(launch_merge_backward, dout, rows, p.probs_TE, p.permuted().row_map, True),
+        "eager": partial(merge_backward, p, dout, rows, p.probs_M.to(rows.dtype)),
+    }
+    minimum = summed_bytes(p) + rows.numel() * BF16 + FP32 * len(p.row_M)  # the padding rows of drows are written too
+    return Operation("unpad + unpermute by probs, backward with dprobs", versions, minimum)
+
+
+def row_map_operation(p: Problem) -> Operation:
+    """Both launches that make a row map and its memory; each launch alone; a stable argsort."""
+    slots, walk = row_maps.empty_slots(p.routing_map_TE), row_maps.plan_walk(p.routing_map_TE)
+    row_maps.count_blocks(p.routing_map_TE, walk, slots)
+    expert_R = p.expert_M[p.token_M.argsort(stable=True)]
+    versions = {
+        "moe_fast": p.placed,
+        "walk": lambda: row_maps.count_blocks(p.routing_map_TE, walk, slots),
+        "layout": lambda: row_maps.lay_out(walk, slots, p.align, p.num_rows),
+        "argsort": partial(argsort, p, expert_R),
+    }
+    return Operation("row map, pad 16, in a graph", versions, clock=replayed)
+
+
+@torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--shapes", default="all", help="names separated by commas")
-    parser.add_argument("--blocks", type=int, default=7, help="turns that each version takes")
-    parser.add_argument("--reps", type=int, default=15, help="calls a turn")
-    parser.add_argument("--launches", type=int, default=3000, help="repeats of the metadata that are compared")
-    parser.add_argument("--json", help="write every figure to this file")
-    parser.add_argument("--quick", action="store_true", help="compare tiny sizes, time nothing")
-    options = parser.parse_args()
-    if options.quick:
-        for name, shape in QUICK_SHAPES.items():
-            for align in (1, 16, 128):
-                check(make_problem(shape, 24, align), align)
-            check_repeats(shape, 24, 3)
-            print(f"{name}: equal to eager torch")
-        return
-    names = list(SHAPES) if options.shapes == "all" else options.shapes.split(",")
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, T = {options.tokens}"
-    )
-    with torch.no_grad():
-        figures = measure({name: SHAPES[name] for name in names}, options.tokens, options.blocks, options.reps)
-    repeated = sum(check_repeats(SHAPES[name], options.tokens, options.launches) for name in names)
-    for name in names:
-        check_graph(SHAPES[name], options.tokens)
-    print(
-        f"\n{repeated} launches of the metadata equal torch's; captured steps follow a changed map; no host sync with num_rows"
-    )
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(figures, file, indent=1)
+    launches = {"type": int, "default": 3000, "help": "repeats of the row map that are compared"}
+    options = parse(__doc__, SHAPES, TINY_SHAPES, flags={"--launches": launches})
+    measure(lambda shape: operations(shape, options.tokens), options)
+    launches = 3 if options.quick else options.launches
+    for shape in options.shapes.values():
+        check_repeats(shape, options.tokens, launches)
+        if not options.quick:
+            check_graph(shape, options.tokens)
+    print(f"{launches} row maps of each shape are right")
+    if not options.quick:
+        print("captured steps follow a changed map; no host sync with num_rows")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,16 @@
-"""How fast quantizers are: beside the bytes they must move, beside eager torch and beside torch.compile; and whether they are exact.
+"""Time quantisers against the bytes they must move, eager torch and torch.compile; check that they are exact.
 
-    PYTHONPATH=. python3 -m benchmarks.quantization [--tokens 8192] [--shapes mixtral-8x7b,gptoss-120b] [--json FILE] [--quick]
+    PYTHONPATH=. python3 -m benchmarks.quantization [--shapes mixtral,gptoss] [--json FILE] [--quick]
     PYTHONPATH=. python3 -m benchmarks.quantization --exact 1e9
 
-What is timed is compared with the reference first, bit by bit, and once at a size beyond 2³¹ elements. `--exact N` compares N numbers for
-each recipe, made on the device where a rounding, a saturation or a scale is decided, and casts N different float32 (from 2³² on, all). `--quick`
-compares a few; it runs without a GPU. A floor is the time in which this run's copy ceiling (of 2 GiB) moves each input once and each output
-once; current scaling and NVFP4 read their input twice. A copy of as many bytes, timed like the rest, shows what the size costs.
+What is timed is first compared with the reference bit by bit, and once on more than 2³¹ elements.
+`--exact N` compares N numbers per recipe, drawn on the device where a rounding, a saturation or a
+scale is decided, and casts N different float32 numbers (all of them from 2³² on). Current scaling and
+NVFP4 read their input twice, and so do their floors.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,20 +19,18 @@ from torch import Tensor
 
 import moe_fast
 import moe_ref
-from benchmarks.common import BF16, SHAPES, ceilings, lines_of, rotated
-from moe_fast.launch.backend import INTERPRETED, triton
-from moe_fast.quantization import group_scales as group_scaling
+from benchmarks.common import BF16, DEVICE, SHAPES, Operation, Shape, check_replays, measure, parse, replayed
+from moe_fast.launch.backend import INTERPRETED
+from moe_fast.quantization import group_scales
 from moe_ref.config import QuantizerState, Recipe
 
-DEVICE = "cpu" if INTERPRETED else "cuda"
-CHUNK_ROWS, CHUNK_COLUMNS = (
-    (256, 128) if INTERPRETED else (2**14, 2**10)
-)  # the reference takes some 200 bytes an element
+CHUNK = (256, 128) if INTERPRETED else (2**14, 2**10)  # rows, columns: the reference takes 200 bytes per element
 DTYPES = (torch.bfloat16, torch.float32)
-E4M3_MAX = 448.0
+E4M3_MAX = 448.0  # OCP OFP8 1.0
 GROUPS = 12  # some of them empty
-CAPTURED = 4  # calls in a CUDA graph, which hides the launches; each moves more than the L2 holds
+GRAPH_CALLS = 4  # each moves more than the L2 holds
 NEAREST: dict[str, Any] = {"hadamard": False, "stochastic_rounding": False}
+MEAN_SQUARES: dict[str, Any] = {"four_over_six_error": "mse", "four_over_six_bound_256": "none"}
 RECIPES = {
     "block": Recipe("block"),
     "block, any scale": Recipe("block", power_of_two_scales=False),
@@ -48,15 +43,10 @@ RECIPES = {
     "nvfp4, row-scaled": Recipe("nvfp4", row_scaled_activation=True, **NEAREST),
     "nvfp4, four over six": Recipe("nvfp4", four_over_six="all", **NEAREST),
     "nvfp4, four over six, squares of errors": Recipe(
-        "nvfp4",
-        four_over_six="all",
-        four_over_six_error="mse",
-        four_over_six_bound_256="none",
-        two_dimensional_weights=False,
-        **NEAREST,
+        "nvfp4", four_over_six="all", two_dimensional_weights=False, **MEAN_SQUARES, **NEAREST
     ),
 }
-ROLES = {  # that have kernels of their own; rows alone for gradients in FP8, both directions for the others
+ROLES = {  # with kernels of their own; gradients in FP8 by rows alone, the others in both directions
     "block": ("input", "weight", "grad_output"),
     "block, any scale": ("input",),
     "current": ("input", "grad_output"),
@@ -69,12 +59,13 @@ ROLES = {  # that have kernels of their own; rows alone for gradients in FP8, bo
     "nvfp4, four over six": ("input", "weight"),
     "nvfp4, four over six, squares of errors": ("input", "weight"),
 }
+CAPTURED = ("block", "mxfp8", "current", "nvfp4", "nvfp4, row-scaled", "nvfp4, four over six")
 
 
-# --- eager torch
+# --- eager torch, of one group
 
 
-def of_block(x: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
+def blocks_of(x: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
     """float32 blocks along rows (dim 1) or columns (dim 0), and the amax of each."""
     missing = -x.shape[dim] % size
     padded = torch.nn.functional.pad(x.float(), (0, missing) if dim == 1 else (0, 0, 0, missing))
@@ -82,366 +73,258 @@ def of_block(x: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
     return blocks, blocks.abs().amax(dim + 1, keepdim=True)
 
 
-def cast(blocks: Tensor, scale: Tensor, dim: int, length: int) -> Tensor:
-    return (
-        (blocks * scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(dim, dim + 1).narrow(dim, 0, length)
-    )
+def cast(x: Tensor) -> Tensor:
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def cast_blocks(blocks: Tensor, scale: Tensor, dim: int, length: int) -> Tensor:
+    return cast(blocks * scale).flatten(dim, dim + 1).narrow(dim, 0, length)
 
 
 def eager_block(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Block scaling of one group: scales are powers of two."""
-    made: list[Tensor] = []
+    """Block scaling by powers of two."""
+    results: list[Tensor] = []
     for dim in dims:
-        blocks, amax = of_block(x, 128, dim)
+        blocks, amax = blocks_of(x, 128, dim)
         scale = torch.where(amax == 0, 1.0, E4M3_MAX / amax)
         scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)
-        made += [cast(blocks, scale, dim, x.shape[dim]), (1 / scale).squeeze(dim + 1)]
-    return tuple(made)
+        results += [cast_blocks(blocks, scale, dim, x.shape[dim]), (1 / scale).squeeze(dim + 1)]
+    return tuple(results)
 
 
 def eager_mxfp8(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, ...]:
-    made: list[Tensor] = []
+    results: list[Tensor] = []
     for dim in dims:
-        blocks, amax = of_block(x, 32, dim)
+        blocks, amax = blocks_of(x, 32, dim)
         bits = (amax * (1 / E4M3_MAX)).view(torch.int32)
         exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, 254)
         scale = ((254 - exponent).clamp(min=1) << 23).view(torch.float32)
-        made += [cast(blocks, scale, dim, x.shape[dim]), exponent.squeeze(dim + 1).to(torch.uint8)]
-    return tuple(made)
+        results += [cast_blocks(blocks, scale, dim, x.shape[dim]), exponent.squeeze(dim + 1).to(torch.uint8)]
+    return tuple(results)
 
 
 def eager_current(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = E4M3_MAX / x.abs().amax().float()
-    return (x.float() * scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), 1 / scale
+    return cast(x.float() * scale), 1 / scale
 
 
 def eager_delayed(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return (x.float() * scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), x.abs().amax().float()
+    return cast(x.float() * scale), x.abs().amax().float()
+
+
+def check_peers() -> None:
+    """The eager versions compute what ours compute."""
+    x = torch.empty(256, 256, dtype=torch.bfloat16, device=DEVICE).normal_()
+    for scaling, peer in (("block", eager_block), ("mxfp8", eager_mxfp8)):
+        quantized, results = moe_fast.quantize(x, RECIPES[scaling], columnwise=True).quantized, peer(x, (1, 0))
+        for columnwise, (codes, scale) in ((False, results[:2]), (True, results[2:])):
+            assert torch.equal(moe_fast.codes(quantized, columnwise=columnwise), codes.view(torch.uint8)), scaling
+            assert torch.equal(moe_fast.scales(quantized, columnwise=columnwise), scale), scaling
+    quantized = moe_fast.quantize(x, RECIPES["current"]).quantized
+    assert torch.equal(moe_fast.codes(quantized), eager_current(x)[0].view(torch.uint8))
 
 
 # --- what is measured
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One table: ours first, then other versions of it (of one group), and the bytes that must be moved."""
-
-    title: str
-    minimum: float
-    versions: dict[str, Callable[[], object]]
-
-
 def segments(rows: int, groups: int, unit: int, seed: int = 0) -> Tensor:
-    """Random rows of each group, in multiples of `unit`, that fill all rows."""
+    """Random rows of each group, in multiples of `unit`; together all rows; some groups are empty."""
     generator = torch.Generator().manual_seed(seed)
     cuts = torch.randint(0, rows // unit + 1, (groups - 1,), generator=generator).sort().values * unit
-    cuts = torch.where(torch.arange(groups - 1) % 5 == 3, cuts.roll(1), cuts)  # an empty group now and then
-    edges = torch.cat([torch.tensor([0]), cuts, torch.tensor([rows])])
-    return edges.diff().to(DEVICE)
+    cuts = torch.where(torch.arange(groups - 1) % 5 == 3, cuts.roll(1), cuts)
+    return torch.cat([torch.tensor([0]), cuts, torch.tensor([rows])]).diff().to(DEVICE)
 
 
-def check_peers() -> None:
-    """What is timed beside ours computes the same."""
-    x = torch.empty(256, 256, dtype=torch.bfloat16, device=DEVICE).normal_()
-    for recipe, peer in ((RECIPES["block"], eager_block), (RECIPES["mxfp8"], eager_mxfp8)):
-        quantized = moe_fast.quantize(x, recipe, columnwise=True).quantized
-        codes, scale, columns, column_scale = peer(x, (1, 0))
-        assert torch.equal(moe_fast.codes(quantized), codes.view(torch.uint8))
-        assert torch.equal(moe_fast.codes(quantized, columnwise=True), columns.view(torch.uint8))
-        assert torch.equal(moe_fast.scales(quantized), scale) and torch.equal(
-            moe_fast.scales(quantized, columnwise=True), column_scale
-        )
-    quantized = moe_fast.quantize(x, RECIPES["current"]).quantized
-    assert torch.equal(moe_fast.codes(quantized), eager_current(x)[0].view(torch.uint8))
-
-
-def operations(x: Tensor, groups: int) -> list[Operation]:
-    """Quantizers of routed rows, of an expert's segment each."""
+def operations(shape: Shape, num_tokens: int) -> Iterator[Operation]:
+    """Quantisers of routed rows, in one group per expert."""
+    x = torch.empty(num_tokens * shape.topk, shape.hidden, dtype=torch.bfloat16, device=DEVICE).normal_()
+    groups = shape.experts
+    if DEVICE == "cuda":
+        check_graph(x[:4096], groups)
     fp8, mx = segments(len(x), groups, 16), segments(len(x), groups, 32)
     state = QuantizerState(torch.zeros(groups, 1024, device=DEVICE), torch.full((groups,), 64.0, device=DEVICE))
-    one = torch.full((), 64.0, device=DEVICE)
+    clock, one = partial(replayed, calls=GRAPH_CALLS), torch.full((), 64.0, device=DEVICE)
 
-    def operation(
-        title: str, bytes_each: float, scaling: str, peer: Callable[..., object], *arguments: Any, **settings: Any
-    ) -> Operation:
-        ours = partial(
-            moe_fast.quantize, x, RECIPES[scaling] if scaling != "delayed" else Recipe("delayed"), **settings
-        )
-        others = {
-            "torch.compile": partial(torch.compile(peer, dynamic=False), x, *arguments),
-            "eager": partial(peer, x, *arguments),
-        }
-        return Operation(title, bytes_each * x.numel(), {"moe_fast": ours, **others})
+    def operation(title: str, size: float, recipe: Recipe, *peer: Any, **settings: Any) -> Operation:
+        versions = {"moe_fast": partial(moe_fast.quantize, x, recipe, **settings)}
+        if peer:
+            eager, *arguments = peer
+            versions["torch.compile"] = partial(torch.compile(eager, dynamic=False), x, *arguments)
+            versions["eager"] = partial(eager, x, *arguments)
+        return Operation(title, versions, size * x.numel(), f"{len(x)} · {shape.hidden}", clock=clock)
 
-    both = {"columnwise": True}
-    return [
-        operation("block 1×128, rows", BF16 + 1 + 4 / 128, "block", eager_block, (1,), splits=fp8),
-        operation(
-            "block 1×128, rows and columns", BF16 + 2 + 8 / 128, "block", eager_block, (1, 0), splits=fp8, **both
-        ),
-        operation("MXFP8, rows", BF16 + 1 + 1 / 32, "mxfp8", eager_mxfp8, (1,), splits=mx),
-        operation("MXFP8, rows and columns", BF16 + 2 + 2 / 32, "mxfp8", eager_mxfp8, (1, 0), splits=mx, **both),
-        operation("current", 2 * BF16 + 1, "current", eager_current, splits=fp8),
-        operation("delayed", BF16 + 1, "delayed", eager_delayed, one, splits=fp8, state=state),
-        Operation(
-            "NVFP4, rows",
-            (2 * BF16 + 1 + 1 / 16) * x.numel(),
-            {"moe_fast": partial(moe_fast.quantize, x, RECIPES["nvfp4"], splits=mx)},
-        ),
-        Operation(
-            "NVFP4, rows and columns",
-            (2 * BF16 + 2 + 2 / 16) * x.numel(),
-            {"moe_fast": partial(moe_fast.quantize, x, RECIPES["nvfp4"], splits=mx, **both)},
-        ),
-    ]
+    block, mxfp8, nvfp4, both = RECIPES["block"], RECIPES["mxfp8"], RECIPES["nvfp4"], {"columnwise": True}
+    yield operation("block 1×128, rows", BF16 + 1 + 4 / 128, block, eager_block, (1,), splits=fp8)
+    title = "block 1×128, rows and columns"
+    yield operation(title, BF16 + 2 + 8 / 128, block, eager_block, (1, 0), splits=fp8, **both)
+    yield operation("MXFP8, rows", BF16 + 1 + 1 / 32, mxfp8, eager_mxfp8, (1,), splits=mx)
+    yield operation("MXFP8, rows and columns", BF16 + 2 + 2 / 32, mxfp8, eager_mxfp8, (1, 0), splits=mx, **both)
+    yield operation("current", 2 * BF16 + 1, RECIPES["current"], eager_current, splits=fp8)
+    yield operation("delayed", BF16 + 1, Recipe("delayed"), eager_delayed, one, splits=fp8, state=state)
+    yield operation("NVFP4, rows", 2 * BF16 + 1 + 1 / 16, nvfp4, splits=mx)
+    yield operation("NVFP4, rows and columns", 2 * BF16 + 2 + 2 / 16, nvfp4, splits=mx, **both)
+
+
+def check_graph(x: Tensor, groups: int) -> None:
+    """A captured quantiser follows its input and its splits."""
+    for name in CAPTURED:
+        y, splits = x.clone(), segments(len(x), groups, 32)
+
+        def step(recipe: Recipe = RECIPES[name], y: Tensor = y, splits: Tensor = splits) -> list[Tensor]:
+            quantized = moe_fast.quantize(y, recipe, splits=splits, columnwise=True).quantized
+            return [moe_fast.dequantize(quantized), moe_fast.dequantize(quantized, columnwise=True)]
+
+        def change(seed: int, y: Tensor = y, splits: Tensor = splits) -> None:
+            y.mul_(0.7)
+            splits.copy_(segments(len(y), groups, 32, seed))
+
+        check_replays(step, [partial(change, seed) for seed in (1, 2)])
+
+
+def check_last_rows(rows: int, columns: int, recipe: Recipe) -> None:
+    """The last rows of a large input, bit by bit as if they were alone."""
+    x = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE).normal_()
+    last = 256 if INTERPRETED else 2**12
+    splits = torch.tensor([rows - last, last], device=DEVICE)
+    whole = moe_fast.quantize(x, recipe, splits=splits, columnwise=True).quantized
+    alone = moe_fast.quantize(x[-last:], recipe, columnwise=True).quantized
+    for columnwise in (False, True):
+        for read in (moe_fast.codes, moe_fast.scales):
+            expected = read(alone, columnwise=columnwise)
+            assert torch.equal(read(whole, columnwise=columnwise)[-len(expected) :], expected)
 
 
 # --- whether it is exact
 
 
-def seen(namespace: Any, x: Tensor, recipe: Recipe, call: dict[str, Any]) -> dict[str, Tensor]:
-    """Everything that a quantizer makes."""
-    quantized, state = namespace.quantize(x, recipe, **call)
-    made = {} if state is None else {"history": state.amax_history}
-    for columnwise in (False, True):
-        if call["columnwise" if columnwise else "rowwise"]:
+def results_of(package: Any, x: Tensor, recipe: Recipe, call: dict[str, Any]) -> dict[str, Tensor]:
+    """Every result of a quantiser."""
+    quantized, state = package.quantize(x, recipe, **call)
+    results = {} if state is None else {"history": state.amax_history}
+    for direction in ("rowwise", "columnwise"):
+        if call[direction]:
             for name in ("codes", "scales", "amax", "dequantize"):
-                made[f"{name} {'by columns' if columnwise else 'by rows'}"] = getattr(namespace, name)(
-                    quantized, columnwise=columnwise
-                )
-    return made
+                read = getattr(package, name)
+                results[f"{name}, {direction}"] = read(quantized, columnwise=direction == "columnwise")
+    return results
 
 
 def compare(x: Tensor, recipe: Recipe, title: str, call: dict[str, Any]) -> None:
-    """moe_fast beside the reference, both on this device.
+    """moe_fast against the reference, both on this device.
 
     Raises:
-        AssertionError: they differ; it names the first element that does.
+        AssertionError: they differ; names the first element that does.
     """
-    fast, right = seen(moe_fast, x, recipe, call), seen(moe_ref, x, recipe, call)
-    for name, want in right.items():
-        got = fast[name]
-        assert got.shape == want.shape and got.dtype == want.dtype, (title, name, got.shape, want.shape)
-        different = (got != want) & ~(got.isnan() & want.isnan())
+    fast, reference = results_of(moe_fast, x, recipe, call), results_of(moe_ref, x, recipe, call)
+    for name, expected in reference.items():
+        result = fast[name]
+        assert result.shape == expected.shape and result.dtype == expected.dtype, (title, name, result.shape)
+        different = (result != expected) & ~(result.isnan() & expected.isnan())
         if different.any():
-            place = tuple(different.nonzero()[0].tolist())
-            raise AssertionError(
-                f"{title}: {int(different.sum())} of {got.numel()} {name} differ, first at {place}: {got[place]} for {want[place]}"
-            )
+            place, count = tuple(different.nonzero()[0].tolist()), int(different.sum())
+            first = f"{result[place]} for {expected[place]} at {place}"
+            raise AssertionError(f"{title}: {count} of {result.numel()} {name} differ, first {first}")
 
 
 def decisive(rows: int, columns: int, generator: torch.Generator, alike: bool = False) -> Tensor:
-    """float32 numbers from bits: each row within 2^12 of an exponent of its own (all of one, alike), some rows anywhere; a third of the
-    mantissas beside a tie of some format."""
+    """float32 from bits: exponents of a row within 2^12, mantissas at a tie of some format or next to one.
+
+    Rows have exponents of their own (`alike`: one for all), some rows any; some numbers are zeros of both signs.
+    """
+    shape = rows, columns
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator, device=DEVICE)
 
-    exponent = (
-        integers(-30, 255, 1 if alike else rows, 1)
-        + integers(0, 13, rows, columns)
-        + torch.where(integers(0, 4096 if alike else 64, rows, 1) == 0, integers(0, 255, rows, columns), 0)
-    )
-    kept = integers(1, 4, rows, columns)  # leading bits of the mantissa; behind them lies a tie, or a neighbour of one
-    tie = (1 << (22 - kept)) + integers(-1, 2, rows, columns)
-    near = (integers(0, 8, rows, columns) << 20 >> (23 - kept) << (23 - kept)) + tie
-    fits = 0x600000 + integers(-2, 3, rows, columns)  # 1.75: 448 and 57344
-    kind = integers(0, 6, rows, columns)
-    mantissa = torch.where(kind < 2, near, torch.where(kind == 2, fits, integers(0, 2**23, rows, columns)))
-    bits = (exponent.clamp(0, 255) << 23) | (mantissa & 0x7FFFFF) | (integers(0, 2, rows, columns) << 31)
-    bits = torch.where(
-        integers(0, 97, rows, columns) == 0, integers(0, 2, rows, columns) << 31, bits
-    )  # zeros of both signs
+    anywhere = integers(0, 4096 if alike else 64, rows, 1) == 0
+    exponent = integers(-30, 255, 1 if alike else rows, 1) + integers(0, 13, *shape)
+    exponent = exponent + torch.where(anywhere, integers(0, 255, *shape), 0)
+    kept = integers(1, 4, *shape)  # leading bits of the mantissa, before a tie or a neighbour of one
+    tie = (1 << (22 - kept)) + integers(-1, 2, *shape)
+    near = (integers(0, 8, *shape) << 20 >> (23 - kept) << (23 - kept)) + tie
+    largest = 0x600000 + integers(-2, 3, *shape)  # 1.75: 448 and 57344
+    kind = integers(0, 6, *shape)
+    mantissa = torch.where(kind < 2, near, torch.where(kind == 2, largest, integers(0, 2**23, *shape)))
+    bits = (exponent.clamp(0, 255) << 23) | (mantissa & 0x7FFFFF) | (integers(0, 2, *shape) << 31)
+    bits = torch.where(integers(0, 97, *shape) == 0, integers(0, 2, *shape) << 31, bits)
     return bits.to(torch.int32).view(torch.float32)
 
 
-def chunks(count: float) -> Iterator[int]:
-    """Indices of as many chunks as hold so many numbers."""
-    yield from range(max(1, -(-int(count) // (CHUNK_ROWS * CHUNK_COLUMNS))))
+def chunks(count: float) -> range:
+    """Indices of the chunks that hold `count` numbers."""
+    return range(max(1, -(-int(count) // (CHUNK[0] * CHUNK[1]))))
 
 
 def exact_recipe(name: str, count: float) -> None:
-    """So many numbers, of two dtypes and every role, in groups that fill x or do not; of NVFP4, which scales groups, half in rows alike."""
+    """Two dtypes, every role, groups that fill x or do not; for NVFP4, whose groups have scales, half in rows alike."""
     recipe, generator = RECIPES[name], torch.Generator(DEVICE).manual_seed(0)
-    unit = 32 if recipe.scaling in ("mxfp8", "nvfp4") else 1
+    two_levels, unit = recipe.scaling == "nvfp4", 32 if recipe.scaling in ("mxfp8", "nvfp4") else 1
     for i in chunks(count):
-        two_levels, role = recipe.scaling == "nvfp4", ROLES[name][i // 2 % len(ROLES[name])]
+        role = ROLES[name][i // 2 % len(ROLES[name])]
         transformed = bool(recipe.hadamard) and role != "weight"
-        x = decisive(CHUNK_ROWS, CHUNK_COLUMNS, generator, alike=two_levels and i % 4 < 2).to(
-            torch.bfloat16 if transformed else DTYPES[i % 2]
-        )
-        splits = segments(CHUNK_ROWS - 64 * (i % 3), GROUPS, unit, seed=i)
-        state = None
+        x = decisive(*CHUNK, generator, alike=two_levels and i % 4 < 2)
+        x = x.to(torch.bfloat16 if transformed else DTYPES[i % 2])
+        call: dict[str, Any] = {"role": role, "splits": segments(CHUNK[0] - 64 * (i % 3), GROUPS, unit, seed=i)}
+        call |= {"rowwise": True, "columnwise": two_levels or role != "grad_output"}
         if recipe.scaling == "delayed":
             scale = decisive(1, GROUPS, generator).flatten().abs()
-            state = QuantizerState(torch.zeros(GROUPS, 4, device=DEVICE), scale)
-        call = {
-            "role": role,
-            "splits": splits,
-            "rowwise": True,
-            "columnwise": two_levels or role != "grad_output",
-            "state": state,
-        }
+            call["state"] = QuantizerState(torch.zeros(GROUPS, 4, device=DEVICE), scale)
         if recipe.stochastic_rounding and role == "grad_output":
             call["noise"] = torch.rand(2, *x.shape, generator=generator, device=DEVICE)
         compare(x, recipe, f"{name}, {role}, chunk {i}", call)
 
 
-def exact_casts(role: str, count: float, hardware: bool) -> None:
-    """So many different float32, cast with a scale of 1: by the device's conversions, or by integer arithmetic."""
-    chosen, group_scaling.casts_in_hardware = group_scaling.casts_in_hardware, (lambda device: hardware)  # type: ignore[assignment]
-    try:
-        size = CHUNK_ROWS * CHUNK_COLUMNS
-        state = QuantizerState(torch.zeros(1, 4, device=DEVICE), torch.ones(1, device=DEVICE))
-        for i in chunks(min(count, 2**32)):
-            bits = (
-                torch.arange(i * size, (i + 1) * size, device=DEVICE) * 0x9E3779B1
-            ) & 0xFFFFFFFF  # odd: 2³² different ones in a row
-            x = (bits - ((bits >> 31) << 32)).to(torch.int32).view(torch.float32).view(CHUNK_ROWS, CHUNK_COLUMNS)
-            compare(
-                x,
-                RECIPES["delayed"],
-                f"casts of {role}, chunk {i}",
-                {"role": role, "rowwise": True, "columnwise": False, "state": state},
-            )
-    finally:
-        group_scaling.casts_in_hardware = chosen
-    every = (
-        (torch.arange(2**16, device=DEVICE) << 16).to(torch.int32).view(torch.float32).to(torch.bfloat16).view(256, 256)
-    )
-    compare(
-        every,
-        RECIPES["delayed"],
-        f"every bfloat16 as {role}",
-        {"role": role, "rowwise": True, "columnwise": False, "state": state},
-    )
+def exact_casts(role: str, count: float) -> None:
+    """Different float32 numbers and every bfloat16, cast with a scale of 1."""
+    state = QuantizerState(torch.zeros(1, 4, device=DEVICE), torch.ones(1, device=DEVICE))
+    call = {"role": role, "rowwise": True, "columnwise": False, "state": state}
+    size = CHUNK[0] * CHUNK[1]
+    for i in chunks(min(count, 2**32)):
+        # an odd factor: 2³² consecutive products are different
+        bits = (torch.arange(i * size, (i + 1) * size, device=DEVICE) * 0x9E3779B1) & 0xFFFFFFFF
+        x = (bits - ((bits >> 31) << 32)).to(torch.int32).view(torch.float32).view(CHUNK)
+        compare(x, RECIPES["delayed"], f"casts of {role}, chunk {i}", call)
+    every = (torch.arange(2**16, device=DEVICE) << 16).to(torch.int32).view(torch.float32).to(torch.bfloat16)
+    compare(every.view(256, 256), RECIPES["delayed"], f"every bfloat16 as {role}", call)
 
 
 def exact(count: float) -> None:
-    """Every recipe and every cast."""
+    """Every cast, by the device's conversions and by integer arithmetic, and every recipe."""
+
+    def timed(title: str, check: Callable[[str, float], None], name: str, count: float) -> None:
+        started = time.perf_counter()
+        check(name, count)
+        print(f"{title}: {count:.3g} numbers, {time.perf_counter() - started:.1f} s", flush=True)
+
+    in_hardware = group_scales.casts_in_hardware
     for role in ("input", "grad_output"):
         for hardware in (False,) if INTERPRETED else (True, False):
-            started = time.perf_counter()
-            exact_casts(role, count, hardware)
-            print(
-                f"casts of {role}, {'by the device' if hardware else 'by integers'}: {min(count, 2**32):.3g} numbers, {time.perf_counter() - started:.1f} s"
-            )
+            group_scales.casts_in_hardware = lambda device, hardware=hardware: hardware
+            try:
+                means = "by the device" if hardware else "by integers"
+                timed(f"casts of {role}, {means}", exact_casts, role, min(count, 2**32))
+            finally:
+                group_scales.casts_in_hardware = in_hardware
     for name in RECIPES:
-        started = time.perf_counter()
-        exact_recipe(name, count)
-        print(f"{name}: {count:.3g} numbers, {time.perf_counter() - started:.1f} s")
+        timed(name, exact_recipe, name, count)
     print("every code, scale, amax and value equals the reference's")
 
 
-def check_large(rows: int, columns: int, recipe: Recipe, **call: Any) -> None:
-    """The last rows of a problem beside those rows by themselves, bit by bit."""
-    x = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE).normal_()
-    last = 256 if INTERPRETED else 2**12
-    splits = torch.tensor([rows - last, last], device=DEVICE)
-    whole = moe_fast.quantize(x, recipe, splits=splits, **call).quantized
-    alone = moe_fast.quantize(x[-last:], recipe, **call).quantized
-    for columnwise in (False, True):
-        assert torch.equal(
-            moe_fast.codes(whole, columnwise=columnwise)[-last:], moe_fast.codes(alone, columnwise=columnwise)
-        )
-        scale, right = moe_fast.scales(whole, columnwise=columnwise), moe_fast.scales(alone, columnwise=columnwise)
-        assert torch.equal(scale[-len(right) :], right)
-
-
-def check_graph(x: Tensor, groups: int) -> None:
-    """A captured quantizer follows what is in x and in the splits at the replay, and waits for no device."""
-    for recipe in (
-        RECIPES[name] for name in ("block", "mxfp8", "current", "nvfp4", "nvfp4, row-scaled", "nvfp4, four over six")
-    ):
-        y, splits = x.clone(), segments(len(x), groups, 32)
-
-        def step(recipe: Recipe = recipe, y: Tensor = y, splits: Tensor = splits) -> list[Tensor]:
-            quantized = moe_fast.quantize(y, recipe, splits=splits, columnwise=True).quantized
-            return [moe_fast.dequantize(quantized), moe_fast.dequantize(quantized, columnwise=True)]
-
-        torch.cuda.set_sync_debug_mode("error")
-        step()
-        torch.cuda.set_sync_debug_mode("default")
-        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph):
-            captured = step()
-        for seed in (1, 2):
-            y.mul_(0.7)
-            splits.copy_(segments(len(x), groups, 32, seed))
-            graph.replay()
-            assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
-
-
-# --- the report
-
-
-def measure(names: list[str], num_tokens: int, blocks: int, reps: int) -> dict[str, Any]:
-    """All figures of one run."""
-    top = ceilings(blocks, reps)
-    results: dict[str, dict[str, dict]] = {}
-    started = time.perf_counter()
-    for name in names:
-        torch._dynamo.reset()  # each shape has its own compilation, and no limit on how many
-        shape = SHAPES[name]
-        x = torch.empty(num_tokens * shape.topk, shape.hidden, dtype=torch.bfloat16, device=DEVICE).normal_()
-        check_graph(x[:4096], shape.experts)
-        results[name] = {}
-        for operation in operations(x, shape.experts):
-            source = torch.empty(int(operation.minimum) // 4, dtype=torch.bfloat16, device=DEVICE).normal_()
-            versions = {**operation.versions, "copy of as many bytes": partial(torch.empty_like(source).copy_, source)}
-            times = rotated({version: [call] * CAPTURED for version, call in versions.items()}, blocks, reps)
-            floor = operation.minimum / top["copy"] / 1e6
-            size = f"{len(x)} · {shape.hidden}"
-            results[name][operation.title] = {
-                "size": size,
-                "floor_us": floor,
-                "to_floor": times["moe_fast"] / floor,
-                "us": times,
-            }
-    after = ceilings(blocks, reps)
-    print(
-        f"copy {top['copy']:.2f} TB/s (after: {after['copy']:.2f}), write {top['write']:.2f}, read {top['read']:.2f}; {time.perf_counter() - started:.0f} s"
-    )
-    for title in next(iter(results.values())):
-        print(lines_of(results, title, "rows · H"))
-    return {"ceilings": top, "ceilings_after": after, "operations": results}
-
-
+@torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--shapes", default="all", help="names separated by commas")
-    parser.add_argument("--blocks", type=int, default=7, help="turns that each version takes")
-    parser.add_argument("--reps", type=int, default=15, help="calls a turn")
-    parser.add_argument("--json", help="write every figure to this file")
-    parser.add_argument("--quick", action="store_true", help="compare a few numbers, time nothing")
-    parser.add_argument("--exact", type=float, metavar="N", help="compare N numbers for each recipe, time nothing")
-    options = parser.parse_args()
-    with torch.no_grad():
-        if options.quick or options.exact:
-            check_peers()
-            exact(options.exact or CHUNK_ROWS * CHUNK_COLUMNS)
-            return
-        names = list(SHAPES) if options.shapes == "all" else options.shapes.split(",")
-        print(
-            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, T = {options.tokens}"
-        )
-        check_peers()
-        exact(2**26)
-        figures = measure(names, options.tokens, options.blocks, options.reps)
-        for recipe in (RECIPES["block"], RECIPES["mxfp8"]):
-            check_large(2**16 + 2**12, 2**15 + 128, recipe, columnwise=True)  # more than 2³¹ elements
-        check_large(2**24, 64, RECIPES["mxfp8"], columnwise=True)  # many tiles
-    print(
-        "\ncaptured steps follow changed rows and splits and wait for no device; the last of more than 2³¹ elements are right"
-    )
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(figures, file, indent=1)
+    number = {"type": float, "metavar": "N", "help": "compare N numbers per recipe, time nothing"}
+    tiny = {"tiny": Shape(64, 4, 2, 0)}
+    options = parse(__doc__, SHAPES, tiny, tokens=96, flags={"--exact": number})
+    check_peers()
+    exact(options.exact or (CHUNK[0] * CHUNK[1] if options.quick else 2**26))
+    if options.exact:
+        return
+    measure(lambda shape: operations(shape, options.tokens), options)
+    if not options.quick:
+        for scaling in ("block", "mxfp8"):
+            check_last_rows(2**16 + 2**12, 2**15 + 128, RECIPES[scaling])  # more than 2³¹ elements
+        check_last_rows(2**24, 64, RECIPES["mxfp8"])  # many tiles
+        print("the last of more than 2³¹ elements are right")
 
 
 if __name__ == "__main__":
