@@ -1,6 +1,6 @@
 # make conform   judge moe_fast by the gate, on the GPU when there is one, else in Triton's CPU interpreter
 # make test      run the project's own tests
-# make lint      ruff and mypy
+# make lint      ruff, mypy and the import laws
 # make bench     cost of the harness a case; on a GPU also the speed of moe_fast
 
 PYTHON ?= python3
@@ -29,12 +29,11 @@ $(VENV)/.ready: pyproject.toml Makefile
 conform: setup
 	$(BIN)/moe-conformance run --impl $(IMPL) --profile gate
 
-test: setup
-	$(BIN)/ruff check . && $(BIN)/ruff format --check -q . && $(BIN)/mypy
+test: lint
 	$(BIN)/python -m pytest -n 2 tests
 
 lint: setup
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	$(BIN)/ruff check . && $(BIN)/ruff format --check -q . && $(BIN)/mypy && $(BIN)/lint-imports
 
 bench: setup
 	$(BIN)/python benchmarks/harness.py
