@@ -1,4 +1,6 @@
-"""DeepEP's normal mode: each token travels once to each rank that wants it, however many experts of that rank do."""
+"""DeepEP's normal mode: each token travels once to each rank that wants it, however many experts of
+that rank do.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +40,8 @@ class Handle:
 
 
 def deepep_layout(indices_TK: Tensor, *, num_experts: int, ranks: int) -> DeepEPLayout:
-    """Count, before anything is sent, how many tokens one rank will send where; local, and the host never waits.
+    """Count, before anything is sent, how many tokens one rank will send where; local, and the host
+    never waits.
 
     A slot outside 0 … E - 1 counts as empty, unchecked.
     """
@@ -142,7 +145,7 @@ def deepep_combine(
 
 
 def _longer(x: Tensor, rows: int, fill: int) -> Tensor:
-    """So many rows behind it, of one number."""
+    """x with `rows` more rows of one number."""
     if rows == 0:
         return x
     behind = torch.full((rows, prod(x.shape[1:]) * x.element_size()), 0, dtype=torch.uint8, device=x.device)
@@ -152,5 +155,5 @@ def _longer(x: Tensor, rows: int, fill: int) -> Tensor:
 
 
 def _wanted(indices_TK: Tensor, local_experts: int, ranks: int) -> Tensor:
-    """[T,W] bool: whether some slot of the token, an int64, names an expert of the rank. -1 is nobody's."""
+    """[T,W] bool: whether some int64 slot of the token names an expert of the rank; -1 names none."""
     return ((indices_TK // local_experts)[:, :, None] == torch.arange(ranks, device=indices_TK.device)).any(1)

@@ -1,4 +1,4 @@
-"""DeepEP's low-latency mode: a copy for every slot, into slabs whose sizes are known beforehand, and a weighted combine."""
+"""DeepEP's low-latency mode: one copy per slot, into slabs of fixed sizes, and a weighted combine."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +44,7 @@ def deepep_low_latency_dispatch(
     policy: IndexPolicy | None = None,
     group: Any = None,
 ) -> LowLatencyDispatched:
-    """Send a copy of each token for every slot of it, into the slab of its expert. The host reads the counts."""
+    """Send a copy of each token per slot, into the slab of its expert. The host reads the counts."""
     ranks, rank = size_and_rank(group)
     check_rank_indices([tokens_TH] * ranks, [indices_TK] * ranks, None, num_experts)
     check_slab([tokens_TH], max_tokens_per_rank, use_fp8, round_scale)
@@ -92,7 +92,8 @@ def deepep_low_latency_combine(
     """Send each row back and add each token's rows, weighted.
 
     Raises:
-        ValueError: rows of another shape than dispatch's, another group, or other numbers of tokens or slots.
+        ValueError: rows of another shape than dispatch's, another group, or other numbers of tokens
+            or slots.
     """
     check_handle(handle, Handle, group)
     check_rows([rows], [handle.shape])
@@ -114,7 +115,9 @@ def deepep_low_latency_combine(
 
 
 class _Copied(torch.autograd.Function):
-    """tokens[token of each copy]; the gradients of a token's copies are added in their order, in float32 (float64), and rounded once."""
+    """tokens[token of each copy]; a token's gradients are added in order, in float32 (float64),
+    rounded once.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, token_N: Tensor, place_TK: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Memory of every rank that all ranks of a group can address, and the barrier between them.
 
-On GPUs of one NVLink host it is torch's symmetric memory; on CPUs, where kernels are interpreted, a file that all processes map.
+On GPUs of one NVLink host it is torch's symmetric memory; on CPUs, where kernels are interpreted, a
+file that all processes map.
 """
 
 import os
@@ -25,7 +26,7 @@ BARRIER_MS = 600_000  # that a GPU waits for the others before it gives up with 
 
 @dataclass(frozen=True)
 class Room:
-    """What a slab has room for."""
+    """The sizes that a slab has room for."""
 
     ranks: int
     experts: int
@@ -56,7 +57,9 @@ class Room:
         )
 
     def grown(self, other: "Room") -> "Room":
-        """Room for either. More rows are twice as many at least: the slabs that were too short for a call have together no more than the last."""
+        """Room for either. Rows at least double, so that outgrown slabs together have no more than
+        the last.
+        """
         rows = self.rows if self.rows >= other.rows else max(2 * self.rows, other.rows)
         return Room(self.ranks, max(self.experts, other.experts), rows, max(self.row_bytes, other.row_bytes))
 
@@ -106,14 +109,17 @@ _meetings = count()  # of this process over NVLink
 
 
 def slab_for(group: Any, device: torch.device, room: Room) -> Slab:
-    """The group's slab. The first call, and one that needs more room than those before, is a collective of the group.
+    """The group's slab. The first call, and one that needs more room than those before, is a
+    collective of the group.
 
-    A slab lives as long as its group, also when a larger one has replaced it: captured graphs still store to it, on any
-    rank. So make the largest call first, or use one `num_rows`; smaller slabs cost up to as much memory again. torch
-    numbers a process's NVLink meetings whatever the group: the ranks of a group must have met equally often.
+    A slab lives as long as its group, also when a larger one has replaced it: captured graphs still
+    store to it, on any rank. So make the largest call first, or use one `num_rows`; smaller slabs
+    cost up to as much memory again. torch numbers a process's NVLink meetings whatever the group:
+    the ranks of a group must have met equally often.
 
     Raises:
-        ValueError: the ranks ask for different room or have not met equally often; NVLink multicast is on.
+        ValueError: the ranks ask for different room or have not met equally often; NVLink multicast
+            is on.
         RuntimeError: the device has no such memory.
     """
     group = dist.group.WORLD if group is None else group

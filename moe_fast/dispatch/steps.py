@@ -1,9 +1,9 @@
-"""The steps of dispatch and combine on ranks that can address each other's memory; between two of them stands a barrier.
+"""The steps of dispatch and combine on ranks that share memory, with a barrier at each bar.
 
-    count → tell all ranks | push | spread, and fill the padding          dispatch
-    | add up a token's rows here | pull                                   combine
+    count → announce | push | spread, and fill the padding          dispatch
+    | add up a token's rows here | pull                             combine
 
-They run on one rank as well as on several in one process, which wait for each other in whatever way.
+They run on one rank, or on several in one process that wait for each other by other means.
 """
 
 from collections.abc import Generator
@@ -65,7 +65,7 @@ def send(
     once: bool = True,
     recipe: Recipe | None = None,
 ) -> Steps[tuple[Any, Tensor | None, Tensor, Handle]]:
-    """The steps of dispatch: rows, or with a recipe a form of them, probs, tokens of each expert and the handle."""
+    """The steps of dispatch: rows (with a recipe a form of them), probs, tokens per expert, handle."""
     (num_tokens, num_experts), ranks, device = routing_map.shape, slab.room.ranks, tokens.device
     local = num_experts // ranks
     slots = empty_slots(routing_map)
@@ -100,7 +100,8 @@ def send(
         False,
     )
     lists = ranked.without_bases()
-    # the walk's bases count within this rank's own layout: less the first block's, they are what stands before in the same expert
+    # the walk's bases count within this rank's own layout: less the first block's, they are what
+    # stands before in the same expert
     ranked = replace(ranked, base_BE=ranked.base_BE - ranked.base_BE[:1])  # type: ignore[operator,index]
     push(tokens, probs, start, ranked, lists.slots_TE, slab, local, once, recipe)
     yield
@@ -207,7 +208,9 @@ def push(
     once: bool,
     recipe: Recipe | None = None,
 ) -> None:
-    """Tokens and probs to their rows on all ranks; with `row_slots`, links there and lists here too. With a recipe, codes and scales of tokens."""
+    """Tokens (with a recipe their codes and scales) and probs to their rows on all ranks; with
+    `row_slots` also links there and lists here.
+    """
     sizes, hidden = tuning.for_device(tokens.device).symmetric, tokens.shape[1]
     columns, num_warps = _tile(sizes, recipe)
     numbers, settings = wire.rule_of(recipe, tokens)
@@ -255,7 +258,9 @@ def spread(
     whole: bool,
     recipe: Recipe | None = None,
 ) -> tuple[Any, Tensor | None]:
-    """What has arrived, in the rows of all its experts; zeros in the padding, and, for the whole of it, behind the segments. With a recipe, a form."""
+    """The arrived rows, copied to all rows of their tokens; zeros in the padding and, for `whole`,
+    past the segments. With a recipe, a form.
+    """
     sizes, hidden, device = tuning.for_device(like.device).symmetric, like.shape[1], like.device
     columns, num_warps = _tile(sizes, recipe)
     numbers, settings = wire.rule_of(recipe, like)
@@ -293,7 +298,9 @@ def spread(
 
 
 def _tile(sizes: tuning.Symmetric, recipe: Recipe | None) -> tuple[int, int]:
-    """Columns and warps of a program. Codes are a byte each: half as many lanes write them in pieces as large; and blocks are whole."""
+    """(columns, warps) of a program. Codes are one byte each, so half as many lanes write them;
+    blocks are whole.
+    """
     return (
         (sizes.columns, sizes.num_warps)
         if recipe is None

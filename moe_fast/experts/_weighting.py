@@ -1,7 +1,7 @@
-"""What an expert does beside its products and its activation: rows times probabilities, and a bias that is weighted like its row.
+"""Rows times probabilities, a bias weighted like its row, and the shared experts' gate.
 
-P rows in segments, one for each of L experts: expert e's begin where the one before it ends, at `ends[e - 1]`. Rows behind the last
-segment are not read; results are 0 there. Everything is computed in `ACCUMULATOR`, float32 or float64.
+P rows in segments of L experts: expert e's rows begin at `ends[e - 1]`. Rows past the last segment
+are never read; results are 0 there. Everything is computed in `ACCUMULATOR`, float32 or float64.
 """
 
 import triton
@@ -151,7 +151,9 @@ def weighted_rows_backward_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """d_x[p] = d_out[p] · probs[p], d_probs[p] = Σ d_out[p] · other[p or e]: first every BLOCK_H-th column, then those sums together."""
+    """d_x[p] = d_out[p] · probs[p]; d_probs[p] = Σ d_out[p] · other[p or e], every BLOCK_H-th
+    column first.
+    """
     p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     live = p < rows_in_segments(ends_ptr, num_experts, num_rows)
     row = p
@@ -198,7 +200,7 @@ def bias_gradient_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """out[e] = Σ over e's rows p of d_out[p] · probs[p]: first every BLOCK_P-th row, then those sums together."""
+    """out[e] = Σ over e's rows p of d_out[p] · probs[p], every BLOCK_P-th row first."""
     parts = tl.cdiv(width, BLOCK_H)
     expert = (tl.program_id(0) // parts).to(tl.int64)
     c = (tl.program_id(0) % parts).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -267,7 +269,9 @@ def gate_backward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """d_y[t] = d_out[t] · σ, d_z[t] = σ(1 - σ) Σ d_out[t] · y[t], where σ and the sum are rounded to the dtype of z."""
+    """d_y[t] = d_out[t] · σ, d_z[t] = σ(1 - σ) Σ d_out[t] · y[t]; σ and the sum rounded to z's
+    dtype.
+    """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = t < num_rows
     score, slope = score_and_slope(widened(tl.load(z_ptr + t * stride_z, mask=live, other=0.0), ACCUMULATOR), "sigmoid")

@@ -1,7 +1,7 @@
-"""grouped_linear and its gradients: each expert's rows times its own weight, without asking the device how many rows there are.
+"""grouped_linear and its gradients: each expert's rows times its own weight, without a host wait.
 
-A small kernel turns the counts into a table of tiles. The products then take a fixed number of programs, whatever the counts are,
-so that one captured graph serves every routing.
+A small kernel turns the counts into a table of tiles. The products take a fixed number of programs,
+whatever the counts: one captured graph serves every routing.
 """
 
 from dataclasses import replace
@@ -59,8 +59,9 @@ def grouped_linear(
 ) -> Tensor:
     """Multiply each expert's rows by its own weight: one launch plans the tiles, one multiplies.
 
-    The host never waits: where the counts are illegal the result is unspecified. With a recipe's backward_override the
-    gradients are products in high precision, of tensors as stored or decoded from the saved codes.
+    The host never waits: where the counts are illegal the result is unspecified. With a recipe's
+    backward_override the gradients are products in high precision, of tensors as stored or decoded
+    from the saved codes.
 
     Raises:
         ValueError: also for what `check_product` refuses.
@@ -117,7 +118,8 @@ def grouped_wgrad(
     noise: Tensor | None = None,
     accumulator: str = "float32",
 ) -> Tensor:
-    """The gradient of `grouped_linear` in its weight, added to `accumulate_into` if given: one launch after the plan.
+    """The gradient of `grouped_linear` in its weight, added to `accumulate_into` if given: one
+    launch after the plan.
 
     Raises:
         ValueError: also for what `check_product` refuses.
@@ -174,7 +176,9 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _OverriddenLinear(torch.autograd.Function):
-    """`grouped_linear` by a recipe with a backward_override: low precision forward, and gradients by the products of high precision."""
+    """`grouped_linear` with a backward_override: low precision forward, gradients in high
+    precision.
+    """
 
     @staticmethod
     def forward(
@@ -217,7 +221,7 @@ class _OverriddenLinear(torch.autograd.Function):
 
 
 def _dequantized(kept: Quantized, tensors: list[Tensor], splits: Tensor) -> Tensor:
-    """What the codes by rows come back as, in the dtype that they were made of."""
+    """The values of saved rowwise codes, in the dtype before quantisation."""
     return dequantize(replace(with_tensors(kept, tensors, False), splits=splits))
 
 
@@ -228,7 +232,7 @@ def _plan(tokens_per_expert: Tensor, rows: Tensor) -> Plan:
 
 
 def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Plan) -> Tensor:
-    """out[p] = x[p] · weight[e] + bias[e] for the rows p of each expert e, and 0 in the rows behind."""
+    """out[p] = x[p] · weight[e] + bias[e] for the rows p of each expert e, 0 past them."""
     x, weight, tile = x_PD.resolve_neg(), weight_LDC.resolve_neg(), plan.tile
     num_rows, depth, num_columns = *x.shape, weight.shape[2]
     out = torch.empty(

@@ -1,7 +1,7 @@
-"""Codes and scales of tokens, in the places of their rows. `moe_fast.permutation.row_map.RowMap` says where those are.
+"""Codes and scales of tokens, in their rows (`permutation.row_map.RowMap`).
 
-Blocks along rows and scales of whole groups are made where the token is read, once, and written to each of its rows. Blocks that span rows
-are made where the rows are to be: each tile of them gathers its tokens.
+Blocks along rows and scales of whole groups are computed where the token is read, once, and written
+to each of its rows. Blocks that span rows are computed at the rows: each tile gathers its tokens.
 """
 
 import triton
@@ -18,7 +18,9 @@ from moe_fast.quantization._tiles import block_amax, magnitude, place_of_tile, s
 
 @triton.jit
 def raise_amax(amax_ptr, expert, bits, live):
-    """The larger of the two, as the bits of numbers ≥ 0: few of many have to wait for each other. What is read may be old, and is then smaller."""
+    """amax = max(amax, bits) of numbers ≥ 0. The load may be stale, hence too small; it saves most
+    atomics.
+    """
     known = tl.load(amax_ptr + expert, mask=live, other=0)  # only those of a row
     larger = live & (bits > known)
     tl.atomic_max(amax_ptr + expert, bits, mask=larger, sem="relaxed")
@@ -29,7 +31,7 @@ def raise_amax(amax_ptr, expert, bits, live):
 def group_scale(
     scale_ptr, stride_scale, amax_ptr, expert, real, epsilon, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr
 ):
-    """What the rows of each expert are multiplied by: given, or from its amax."""
+    """The multiplier of each expert's rows: given, or from its amax."""
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + expert * stride_scale, mask=real, other=1.0)  # only of experts that there are
     else:
@@ -40,7 +42,7 @@ def group_scale(
 
 @triton.jit
 def two_level_scale(amax, whole, HARDWARE: tl.constexpr):
-    """As `moe_fast.quantization._nvfp4`: (what is multiplied by, what is stored to decode with) of blocks along rows, each under its expert's amax."""
+    """(multiplier, stored scale) of NVFP4 blocks along rows, each under its expert's amax."""
     encoding = fitting_scale(whole, 0.0, FLOAT32_MAX, E2M1_MAX * E4M3_MAX, False)[:, None]
     stored = encoded(tl.minimum(amax * (encoding * (1 / E2M1_MAX)), FLOAT32_MAX), "e4m3", HARDWARE)
     return multiplier_of(stored, encoding), stored
@@ -84,7 +86,8 @@ def scatter_kernel(
     probs_ptr,
     stride_probs_t,
     stride_probs_e,
-    # by expert: scales of earlier steps, the amax as integers (read, or with scales given a result, and zeros before), its history, 1/s as a result
+    # by expert: scales of earlier steps, the amax as integers (read, or with scales given a result,
+    # and zeros before), its history, 1/s as a result
     given_ptr,
     stride_given,
     group_amax_ptr,
@@ -132,10 +135,12 @@ def scatter_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Each token is read once, and its codes are written to each of its rows. The first programs move the probs, the next write padding.
+    """Each token is read once, and its codes are written to each of its rows. The first programs
+    move the probs, the next write padding.
 
-    `row_slots` gets the tokens' lists with rows in place of ranks, `source` each row's token, or -1. Scales of rule "amax" stay with the
-    tokens, a row each: they lie across the rows that they are for, and so are not written here.
+    `row_slots` gets the tokens' lists with rows in place of ranks, `source` each row's token, or
+    -1. Scales of rule "amax" stay with the tokens, a row each: they lie across the rows that they
+    are for, and so are not written here.
     """
     columns = (
         tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1) if RULE != "none" else 1
@@ -270,7 +275,9 @@ def row_scales_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """The scale and amax of each row's blocks are those of its token, or of zeros. Neighbouring rows are beside each other."""
+    """The scale and amax of each row's blocks: its token's, or those of zeros; rows lie side by
+    side.
+    """
     parts = tl.cdiv(num_blocks, BLOCK_B)
     row = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     b = (tl.program_id(0) % parts) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -370,8 +377,8 @@ def gather_kernel(
 ):
     """As quantize_blocks_kernel, one form of rows that are still tokens, in blocks that span rows.
 
-    SLAB programs that run together finish the same rows of a slab of columns; all tiles of a slab come before the next. So tokens stay in the
-    L2 from one of their rows to the next.
+    SLAB programs that run together finish the same rows of a slab of columns; all tiles of a slab
+    come before the next. So tokens stay in the L2 from one of their rows to the next.
     """
     slab = tl.program_id(0) // (tiles * SLAB)
     tile = tl.program_id(0) // SLAB % tiles

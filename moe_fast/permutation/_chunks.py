@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, place, num_chunks, REORDERED: tl.constexpr):
-    """The chunks that stand at a few places, in their new order or in the old one: their numbers and sizes."""
+    """The numbers and sizes of the chunks at some places of the new order, or of the old one."""
     chunk = place
     if REORDERED:
         chunk = tl.load(order_ptr + place * stride_order, mask=place < num_chunks, other=-1).to(
@@ -43,7 +43,9 @@ def sort_chunks_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Row r of the result stands in some chunk: find that chunk's number and begin here, then its begin in the other order."""
+    """For row r of the result: find its chunk and the chunk's begin here, then its begin in the
+    source.
+    """
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     chunk_R = tl.full([BLOCK_R], -1, tl.int64)  # -1: behind the last chunk
     begin_R = tl.zeros([BLOCK_R], tl.int64)

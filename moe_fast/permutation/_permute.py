@@ -1,4 +1,4 @@
-"""Rows to their experts and back. `moe_fast.permutation.row_map.RowMap` says where a token's rows are."""
+"""Rows to their experts and back; `permutation.row_map.RowMap` holds each token's rows."""
 
 import triton
 import triton.language as tl
@@ -19,7 +19,9 @@ def find_lists(slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_
 
 @triton.jit
 def load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows):
-    """The expert and the row of slot j of each token, and whether there is such a row. The list is read while `num_slots` is on its way."""
+    """The expert, the row and the liveness of each token's slot j; the list loads while `num_slots`
+    is in flight.
+    """
     live = j < num_slots  # what follows in the list was never written
     inside = (t < num_tokens) & (j + tl.zeros_like(t) < num_experts)  # the last tile sticks out, and j may
     slot = tl.load(list_t_ptr + j, mask=inside, other=0).to(tl.int64)
@@ -32,7 +34,7 @@ def load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, 
 
 @triton.jit
 def load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row):
-    """A tile of rows, if there are any; 0 where no row is, so that rows without a token are never read."""
+    """A tile of rows, 0 where there is no row: rows without a token are never read."""
     if rows_ptr is None:  # noqa: SIM108  (not a return of its own: what follows one is compiled all the same)
         tile = live
     else:
@@ -97,7 +99,9 @@ def fill_gaps(
     BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Zeros in the rows without a token. A lane has those behind one expert, or a share of those behind all segments."""
+    """Zeros in the rows without a token; a lane fills one expert's, or a share of those past all
+    segments.
+    """
     lane = first_lane + tl.arange(0, BLOCK_G)
     gap = tl.minimum(lane, num_experts)
     end = tl.minimum(tl.load(gap_ptr + num_experts + 1 + gap), num_rows)
@@ -170,9 +174,11 @@ def permute_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Each token is read once and written to each of its rows. The first programs move the probs, the next write rows without a token.
+    """Each token is read once and written to each of its rows. The first programs move the probs,
+    the next write rows without a token.
 
-    `row_slots` gets the tokens' lists with rows in place of ranks, so that other kernels need no bases; probs move only with it.
+    `row_slots` gets the tokens' lists with rows in place of ranks, so that other kernels need no
+    bases; probs move only with it.
     """
     columns = (
         tl.cdiv(num_columns, BLOCK_H) if row_slots_ptr is None else tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
@@ -282,7 +288,9 @@ def unpermute_kernel(
     BLOCK_E: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """A token's rows are summed in ascending expert. The programs behind the last column block move the gradient of the probs."""
+    """Sum a token's rows in ascending expert. Programs past the last column block move the probs'
+    gradient.
+    """
     columns = tl.cdiv(num_columns, BLOCK_H) + (1 if dprobs_ptr is not None else 0)
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     t = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -380,7 +388,9 @@ def unpermute_backward_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """drows[row] = dout[t] · p and dprobs[t, e] = Σ_h rows[row, h] · dout[t, h]. A program owns whole rows of both."""
+    """drows[row] = dout[t] · p, dprobs[t, e] = Σ_h rows[row, h] · dout[t, h], by whole rows of
+    both.
+    """
     block = tl.program_id(0)
     fills = tl.num_programs(0) - token_blocks
     if block >= fills:

@@ -1,4 +1,4 @@
-"""The routing map as lists of experts, and back. Its padding is in `metadata`, because it takes the same walk."""
+"""The routing map as lists of experts, and back."""
 
 import triton
 import triton.language as tl
@@ -32,7 +32,7 @@ def multihot_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """A tile of the map starts unrouted and meets the slots in order, so that the last slot of an expert stays."""
+    """A tile of the map starts unrouted and meets the slots in order: an expert's last slot stays."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     in_time = t < num_tokens  # the last tile sticks out
@@ -121,7 +121,9 @@ def indices_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A routed expert goes to the slot that counts the routed experts before it; slots past the count are empty."""
+    """A routed expert's slot is the count of routed experts before it; slots past the count are
+    empty.
+    """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     in_time = (t < num_tokens)[:, None]  # the last tile sticks out

@@ -1,4 +1,4 @@
-"""permute, unpermute and sort_chunks, fused: rows in the order of their tokens, and rows in the order of their experts."""
+"""permute, unpermute and sort_chunks: rows in the order of their tokens, and of their experts."""
 
 from typing import Any
 
@@ -31,11 +31,12 @@ def permute(
 ) -> Permuted:
     """Copy each token once for every expert it is routed to, grouped by expert.
 
-    Two launches find the places (three with `capacity`), one moves the rows and writes the zeros. The host waits once, for
-    the number of rows, if neither `capacity` nor `num_rows` is given.
+    Two launches find the places (three with `capacity`), one moves the rows and writes the zeros.
+    The host waits once, for the number of rows, if neither `capacity` nor `num_rows` is given.
 
     Raises:
-        ValueError: also for elements of 16 bytes, and for tokens that require a gradient in a dtype outside `MERGING`.
+        ValueError: also for elements of 16 bytes, and for tokens outside `MERGING` that require a
+            gradient.
     """
     check_permute(tokens_TH, routing_map_TE, probs, align, capacity, num_rows)
     check_device("tokens", tokens_TH)
@@ -68,7 +69,8 @@ def unpermute(
 def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: Tensor | None = None) -> SortedChunks:
     """Cut the rows into consecutive chunks and put the chunks into another order: one launch.
 
-    The host reads neither sizes nor order: where their values are illegal the result is unspecified.
+    The host reads neither sizes nor order: where their values are illegal the result is
+    unspecified.
 
     Raises:
         ValueError: also for elements of 16 bytes.
@@ -99,7 +101,9 @@ def check_merged(rows: Tensor, probs: Tensor | None) -> None:
 
 
 class _Permute(torch.autograd.Function):
-    """The copy of `permute`; its gradient is `unpermute` of the rows, and each prob's gradient moved back."""
+    """The copy of `permute`; the gradient is `unpermute` of the rows, and each prob's gradient
+    moved back.
+    """
 
     @staticmethod
     def forward(
@@ -186,7 +190,9 @@ def _arithmetic(rows: Tensor | None, probs: Tensor | None) -> dict[str, tl.dtype
 def move_to_rows(
     tokens: Tensor, probs: Tensor | None, row_map: RowMap, row_slots: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """rows[row of t] = tokens[t], probs likewise, and zeros in rows without a token. Probs move only where the lists of rows are wanted too."""
+    """rows[row of t] = tokens[t], 0 in rows without a token; with `row_slots` also the lists of
+    rows and the probs.
+    """
     sizes = tuning.for_device(tokens.device)
     hidden = tokens.shape[1]
     rows = torch.empty(
@@ -230,7 +236,9 @@ def move_to_rows(
 def sum_rows(
     rows: Tensor | None, probs: Tensor | None, drow_probs: Tensor | None, row_map: RowMap
 ) -> tuple[Tensor | None, Tensor | None]:
-    """out[t] = Σ over t's rows of rows · probs, and dprobs[t, e] = drow_probs[row of t and e]; either may be left out."""
+    """out[t] = Σ over t's rows of rows · probs; dprobs[t, e] = drow_probs[row of t and e]; either
+    may be None.
+    """
     some = rows if rows is not None else drow_probs
     if some is None:
         return None, None
@@ -274,7 +282,7 @@ def sum_rows(
 def merge_backward(
     dout: Tensor, rows: Tensor | None, probs: Tensor, row_map: RowMap, needs_rows: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of `unpermute` with probs; `rows` is given if that of the probs is wanted."""
+    """The gradients of `unpermute` with probs; `rows` is None unless the probs' is needed."""
     sizes = tuning.for_device(dout.device)
     hidden = dout.shape[1]
     drows = (
@@ -316,7 +324,9 @@ def merge_backward(
 def _gather_chunks(
     rows: Tensor | None, probs: Tensor | None, sizes: Tensor, order: Tensor, *, inverse: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The rows and probs of the chunks in their new order, or back in the old one; either may be left out."""
+    """The rows and probs of the chunks in their new order, or back in the old one; either may be
+    None.
+    """
     some = rows if rows is not None else probs
     if some is None:
         return None, None

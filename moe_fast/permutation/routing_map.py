@@ -1,4 +1,4 @@
-"""The routing map in its other forms, fused: padded to a multiple, and as expert indices."""
+"""The routing map in its other forms: padded to a multiple, and as expert indices."""
 
 from typing import Any
 
@@ -47,7 +47,8 @@ def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
 def indices_to_multihot(indices_TK: Tensor, probs_TK: Tensor, *, num_experts: int) -> Multihot:
     """Turn each token's list of experts into a row of the routing map: one launch.
 
-    A slot outside 0 … E-1 counts as empty, unchecked. Probs and their gradient are copied bit by bit.
+    A slot outside 0 … E-1 counts as empty, unchecked. Probs and their gradient are copied bit by
+    bit.
     """
     check_indices(indices_TK, probs_TK, num_experts)
     check_device("indices", indices_TK)
@@ -55,7 +56,7 @@ def indices_to_multihot(indices_TK: Tensor, probs_TK: Tensor, *, num_experts: in
 
 
 def multihot_to_indices(routing_map_TE: Tensor, probs_TE: Tensor, *, topk: int) -> Indices:
-    """List each token's experts, ascending, in K slots: one launch. Probs and their gradient are copied bit by bit."""
+    """List each token's experts, ascending, in K slots: one launch. Probs are copied bit by bit."""
     check_multihot(routing_map_TE, probs_TE, topk)
     check_device("routing_map", routing_map_TE)
     return Indices(*_ToIndices.apply(routing_map_TE, probs_TE, topk))
@@ -99,7 +100,9 @@ class _ToIndices(torch.autograd.Function):
 
 
 def _scatter(indices: Tensor, values: Tensor, num_experts: int, *, with_map: bool) -> tuple[Tensor, Tensor]:
-    """The values of the slots at their experts, 0 elsewhere, and on request which experts those are."""
+    """The slots' values at their experts, 0 elsewhere, and with `with_map` the map of those
+    experts.
+    """
     tile = tuning.for_device(indices.device).multihot
     num_tokens, num_slots = indices.shape
     routing_map = torch.empty(
@@ -127,7 +130,7 @@ def _scatter(indices: Tensor, values: Tensor, num_experts: int, *, with_map: boo
 
 
 def _gather(dout: Tensor, indices: Tensor) -> Tensor:
-    """The gradient of each slot's value: that of its expert, or 0 if the slot does not count."""
+    """Each slot's gradient: its expert's, or 0 if the slot does not count."""
     tile = tuning.for_device(indices.device).multihot
     num_tokens, num_slots = indices.shape
     dvalues = torch.empty(

@@ -39,9 +39,10 @@ def dequantize_kernel(
     BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """code · scale, rounded once more; 0 behind the last group. RULE "group": a scale for each group, else for each block.
+    """code · scale, rounded once more; 0 past the last group. RULE "group": one scale per group,
+    else per block.
 
-    RULE "nvfp4": the scale is d · A · (1/LARGEST), LARGEST being the largest number of E2M1 times the largest d, and A an amax PER so much.
+    RULE "nvfp4": the scale is d · A · (1/LARGEST), LARGEST = 6 · the largest d, A one amax per PER.
     """
     tile = tl.program_id(0) // parts
     group, first, _, owned, written = place_of_tile(

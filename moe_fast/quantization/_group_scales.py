@@ -1,6 +1,7 @@
-"""One scale for a whole group: taken from its amax, or from earlier steps while the amax is measured; and the memory of those steps.
+"""One scale per group, from its amax or from earlier steps; and the memory of those steps.
 
-Tiles are those of `moe_fast.quantization._tiles`, each within one group. A maximum has no order, so programs meet in an atomic.
+Tiles are as in `quantization._tiles`, each within one group. A maximum has no order: atomics
+combine it.
 """
 
 import triton
@@ -74,9 +75,8 @@ def two_levels_amax_kernel(
     BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """max |x| over each group, and over each group of the transform; ROW_SCALED: over each row, and over each column of each group.
-
-    Bits of numbers ≥ 0 are in the order of the numbers, and a maximum has no order: programs meet in an atomic.
+    """max |x| over each group and over its transform; ROW_SCALED: over each row, and each column of
+    a group.
     """
     tile = tl.program_id(0) // parts
     group, first, end, _, _ = place_of_tile(
@@ -139,7 +139,8 @@ def cast_groups_kernel(
     # scales of earlier steps; None: they follow from the amax
     given_ptr,
     stride_given,
-    # the amax of each group, as integers: read, or with scales given a result, and zeros before; its first column of the history likewise
+    # the amax of each group, as integers: read, or with scales given a result, and zeros before;
+    # its first column of the history likewise
     amax_ptr,
     history_ptr,
     stride_history,
@@ -162,7 +163,9 @@ def cast_groups_kernel(
     BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """encode(x · s) and 1/s, with one s for each group: of earlier steps, while this one's amax is measured, or from the amax."""
+    """encode(x · s) and 1/s with one s per group: given, while the amax is measured, or from the
+    amax.
+    """
     FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
     least = number(epsilon, tl.float32)
     tile = tl.program_id(0) // parts

@@ -1,7 +1,8 @@
 """Tiles of x and blocks of tiles.
 
-A tile is [rows, columns] of x and lies within one group: each group is cut into tiles from its own first row on, and the rows behind the
-last group are cut likewise, as one more group, of zeros. Where nothing but the end of the last group matters, x is cut as a whole.
+A tile is [rows, columns] of x within one group: each group is cut from its own first row on, and
+the rows past the last group, as one more group, of zeros. Where only the end of the last group
+matters, x is cut as a whole.
 """
 
 import triton
@@ -12,7 +13,9 @@ from moe_fast.quantization._formats import as_float32
 
 @triton.jit
 def group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr):
-    """(its group, its first row, the row behind its group) of a tile; group `num_groups` is the rest of x. None has a tile too many."""
+    """(group, first row, end of the group) of a tile; group `num_groups` is the rest of x, and
+    surplus tiles'.
+    """
     if splits_ptr is None:
         group = tl.full([], 0, tl.int64)
         begin = tl.full([], 0, tl.int64)
@@ -45,7 +48,9 @@ def place_of_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """(group, first row, end of the rows that are read, end of those that are anybody's, end of those that are written) of a tile."""
+    """(group, first row, end of rows to read, end of rows in groups, end of rows to write) of a
+    tile.
+    """
     if ALIGNED:
         group, first, written = group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M, BLOCK_G)
         owned = tl.where(group < num_groups, written, 0)
@@ -76,7 +81,9 @@ def load_tile(x_ptr, stride_m, stride_n, row, read, column, num_columns):
 def load_tile_from(
     x_ptr, stride_m, stride_n, first, read, column, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """[BLOCK_M, BLOCK_N] of x in float32, from row `first` and `column` on; 0 from row `read` on. Only one address is long."""
+    """[BLOCK_M, BLOCK_N] of x in float32 from `first` and `column`, 0 from row `read` on; one int64
+    address.
+    """
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     corner = x_ptr + first * stride_m + column * stride_n
@@ -89,7 +96,7 @@ def load_tile_from(
 
 @triton.jit
 def ending(first, end, BLOCK_M: tl.constexpr):
-    """How many of a tile's rows come before row `end`."""
+    """The number of a tile's rows before row `end`."""
     return tl.maximum(tl.minimum(end - first, BLOCK_M), 0).to(tl.int32)
 
 
@@ -119,7 +126,7 @@ def store_blocks(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """What a tile's blocks have, from row `block` of blocks on, as far as there are blocks."""
+    """One value per block of a tile, from row `block` of blocks on, as far as there are blocks."""
     m = tl.arange(0, value.shape[0])
     n = tl.arange(0, value.shape[1])
     corner = out_ptr + block * stride_m + column // BLOCK_C * stride_n

@@ -1,6 +1,7 @@
-"""What keeps the experts' loads even: scores of all experts, the balancing loss, the z-loss.
+"""Scores of all experts, the balancing loss and the z-loss.
 
-A loss is summed in two stages, each in a fixed order: programs add up rows, then one program adds up what they found.
+A loss is summed in two stages, each in a fixed order: programs add up rows, then one program adds
+up theirs.
 """
 
 import triton
@@ -191,7 +192,7 @@ def z_loss_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Σ_t (ln Σ_e exp x_te)² over the tokens of some tiles that are no padding, and how many they are."""
+    """Σ_t (ln Σ_e exp x_te)² over the valid tokens of some tiles, and their number."""
     e = tl.arange(0, BLOCK_E).to(tl.int64)[None, :]
     real = e < num_experts  # the block is a power of two
     total = tl.zeros([BLOCK_T, 1], ACCUMULATOR)
@@ -253,7 +254,9 @@ def finish_loss_kernel(
     ACCUMULATOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """loss = factor · Σ partial, the factor coeff / max(n, 1) of n valid tokens, or coeff / N², 0 if N is 0."""
+    """loss = factor · Σ partial; factor = coeff / max(n, 1) for n valid tokens, or coeff / N² (0 if
+    N is 0).
+    """
     place = tl.arange(0, BLOCK)
     found = tl.zeros([BLOCK], ACCUMULATOR)
     valid = tl.zeros([BLOCK], tl.int32)

@@ -1,7 +1,8 @@
 """Choose each token's experts and weigh them, in one pass over the logits.
 
-Keys are integers in the order of the scores. A chosen one is replaced by a mark below all keys, `lowest` + the slot: no expert is
-chosen twice, even where all scores are -∞, and the marks say afterwards which expert goes to which slot.
+Keys are integers in the order of the scores. A chosen key becomes a mark below all keys, `lowest` +
+the slot: no expert is chosen twice, even where all scores are -∞, and the marks give each expert's
+slot.
 """
 
 import triton
@@ -26,7 +27,7 @@ def mark_in_order(key, column, count):
 
 @triton.jit
 def mark_largest(key, column, count, TIES_ARE_RARE: tl.constexpr):
-    """The same. If ties are rare, at first as though there were none, which takes half the instructions."""
+    """The same; if ties are rare, first as if there were none, in half the instructions."""
     if TIES_ARE_RARE:
         marked = key
         largest = tl.max(key, axis=1)
@@ -56,7 +57,7 @@ def only_best_groups(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Take the experts out of choice whose group is not among the `group_topk` with the largest sums of `counted` keys."""
+    """Exclude the experts outside the `group_topk` groups with the largest sums of `counted` keys."""
     by_group = tl.reshape(key, [BLOCK_T, BLOCK_G, BLOCK_S])
     left = by_group
     total = tl.zeros([BLOCK_T, BLOCK_G], ACCUMULATOR)
@@ -128,7 +129,9 @@ def topk_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """A column is a place in a group, so that groups of any size lie at powers of two. Without groups there is one."""
+    """A column is a place in a group: groups of any size lie at powers of two. Without groups there
+    is one.
+    """
     t = tl.minimum(
         tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1
     )  # the last tile repeats the last row
