@@ -24,9 +24,7 @@ class Family:
     """The functions of a namespace, with `declares` and `supports` of `conformance.interface`."""
 
     def __init__(self, promises: Mapping[Callable[..., Any], Promises], check: Check | None = None) -> None:
-        """`check` raises ValueError for a payload, the first argument, that a function has no
-        kernel for.
-        """
+        """`check` raises ValueError for a payload (first argument) without a kernel."""
         self.promises = {function.__name__: promised for function, promised in promises.items()}
         self.check = check
         self.names = [*self.promises, "declares", "supports"]
@@ -37,9 +35,7 @@ class Family:
         return dict(promised() if callable(promised) else promised)
 
     def supports(self, function: str, *arguments: Any, **settings: Any) -> str | None:
-        """Why a call is not supported, or None; by shapes, dtypes and settings, so meta tensors
-        serve.
-        """
+        """Why a call is not supported, or None; by shapes, dtypes and settings alone."""
         payload = next(iter((*arguments, *settings.values())), None)
         if self.check is None or not isinstance(payload, Tensor):
             return None
@@ -59,9 +55,7 @@ def combine(*families: ModuleType) -> tuple[Callable[..., dict[str, Any]], Calla
         return home[function].declares(function)
 
     def supports(function: str, *arguments: Any, **settings: Any) -> str | None:
-        """Why a call is not supported, or None; by shapes, dtypes and settings, so meta tensors
-        serve.
-        """
+        """Why a call is not supported, or None; by shapes, dtypes and settings alone."""
         return home[function].supports(function, *arguments, **settings)
 
     return declares, supports, list(home)

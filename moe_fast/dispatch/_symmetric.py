@@ -54,9 +54,7 @@ def slab_layout_kernel(
     num_rows,
     BLOCK_E: tl.constexpr,
 ):
-    """Lay out the segments of all ranks' buffers, on every rank alike, so that all see each
-    overflow.
-    """
+    """Lay out the segments of all ranks' buffers, on every rank alike: all see each overflow."""
     e = tl.arange(0, BLOCK_E)
     inside = e < num_experts  # the block is a power of two
     total = tl.zeros([BLOCK_E], tl.int64)
@@ -139,9 +137,7 @@ def push_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Each token is read once and written to its rows on all ranks; the first programs write probs,
-    links and lists.
-    """
+    """Read each token once, write it to its rows on all ranks; first probs, links and lists."""
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     column = tl.program_id(0) % columns
     block = tl.program_id(0) // columns
@@ -182,12 +178,9 @@ def push_kernel(
                 )
                 rank = expert // local_experts
                 if probs_ptr is not None:
-                    prob = tl.load(
-                        probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0
-                    )  # only those with a row
-                    tl.store(
-                        at_rank(probs_table_ptr, rank, live, probs_ptr.dtype.element_ty) + row, prob, mask=live
-                    )  # likewise
+                    # only those with a row
+                    prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
+                    tl.store(at_rank(probs_table_ptr, rank, live, probs_ptr.dtype.element_ty) + row, prob, mask=live)
                 if row_slots_ptr is not None:
                     if ONCE:
                         follows = next_live & (next_expert // local_experts == rank)
@@ -195,9 +188,8 @@ def push_kernel(
                     else:
                         link = tl.full([BLOCK_L], FIRST, tl.int64)
                     tl.store(at_rank(link_table_ptr, rank, live, tl.int32) + row, link.to(tl.int32), mask=live)
-                    tl.store(
-                        row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots
-                    )  # dropped rows too
+                    # dropped rows too
+                    tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots)
                 last = tl.where(live, rank, last)
     else:
         t = (block - lists).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -231,9 +223,8 @@ def push_kernel(
             rank = expert // local_experts
             sent = live & (rank != last) if ONCE else live
             rows_ptr = at_rank(rows_table_ptr, rank, sent, sent_as.dtype)
-            tl.store(
-                rows_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row
-            )  # others are not written
+            # others are not written
+            tl.store(rows_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row)
             if scales_table_ptr is not None:
                 place = row[:, None] * tl.cdiv(num_columns, BLOCK) + b[None, :]
                 tl.store(
@@ -351,9 +342,7 @@ def gather_kernel(
     ACCUMULATOR: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Add each token's rows on this rank, in order, into the place of the first; publish their
-    probs.
-    """
+    """Add each token's rows here, in order, into the place of the first; publish their probs."""
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     column = tl.program_id(0) % columns
     row = (tl.program_id(0) // columns).to(tl.int64)

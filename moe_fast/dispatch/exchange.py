@@ -89,9 +89,8 @@ def _move(exchange: Exchange, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The parts at their destinations: as bytes, since not every backend supports every dtype."""
     columns = [as_bytes(part) for part in parts]
     record = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-    arrived = torch.empty(
-        (sum(exchange.receive), record.shape[1]), dtype=torch.uint8, device=record.device
-    )  # all by the collective
+    # all by the collective
+    arrived = torch.empty((sum(exchange.receive), record.shape[1]), dtype=torch.uint8, device=record.device)
     dist.all_to_all_single(arrived, record, list(exchange.receive), list(exchange.send), group=exchange.group)
     pieces = arrived.split([column.shape[1] for column in columns], dim=1)
     return tuple(from_bytes(piece, part) for piece, part in zip(pieces, parts, strict=True))
@@ -99,9 +98,8 @@ def _move(exchange: Exchange, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def as_bytes(part: Tensor) -> Tensor:
     """[R, bytes of a row]."""
-    flat = (
-        part.detach().resolve_neg().contiguous().flatten()
-    )  # one row or column is contiguous with any stride; a vector is with one
+    # one row or column is contiguous with any stride; a vector is with one
+    flat = part.detach().resolve_neg().contiguous().flatten()
     return flat.view(torch.uint8).reshape(len(part), prod(part.shape[1:]) * part.element_size())
 
 
@@ -133,16 +131,12 @@ def check_combined(rows: Tensor, num_rows: int) -> None:
 
 
 def replicated(x_TH: Tensor, times: int) -> Tensor:
-    """[times · T, H]: `times` copies of x. Gradients are added from the first on, in the dtype of
-    x.
-    """
+    """[times · T, H]: copies of x. Gradients are added from the first on, in the dtype of x."""
     return x_TH if times == 1 else _Replicated.apply(x_TH, times)
 
 
 def added(parts_NTH: Tensor, between: torch.dtype) -> Tensor:
-    """round(parts[0] + parts[1] + …), every partial sum in the dtype `between`; each part gets the
-    gradient.
-    """
+    """round(parts[0] + parts[1] + …), partial sums in dtype `between`; parts share the gradient."""
     return parts_NTH[0] if len(parts_NTH) == 1 else _Added.apply(parts_NTH, between)
 
 

@@ -77,9 +77,7 @@ def hybridep_dispatch(
 
 
 class _Place(torch.autograd.Function):
-    """The graph's node of rows that came as codes: a tensor of their shape, never read. Its
-    gradient is a combine.
-    """
+    """The graph's node of rows that came as codes, never read; its gradient is a combine."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, handle: Handle) -> Tensor:
@@ -144,6 +142,5 @@ def _to_cells(probs_P: Tensor, handle: Handle) -> Tensor:
     nothing = probs_P.new_zeros((received, 1))
     number_P = permute(nothing, handle.map_DL, probs=number_DL, align=handle.align, num_rows=handle.num_rows).probs
     assert number_P is not None
-    return (
-        probs_P.new_zeros(cells + 1).index_put((number_P.long(),), probs_P)[1:].reshape(received, local)
-    )  # padding falls on 0
+    # padding falls on 0
+    return probs_P.new_zeros(cells + 1).index_put((number_P.long(),), probs_P)[1:].reshape(received, local)

@@ -53,9 +53,8 @@ def deepep_low_latency_dispatch(
     own_E = (kept_TK.flatten()[:, None] == torch.arange(num_experts, device=kept_TK.device)).sum(0)
     count_SE = counts_of_all(own_E, group)
     exchange = exchange_of(count_SE.unflatten(1, (ranks, local)).sum(2).tolist(), rank, group)
-    copy_N = (
-        kept_TK.flatten().sort(stable=True).indices
-    )  # by expert, in an expert by token and slot; empty slots in front
+    # by expert, in an expert by token and slot; empty slots in front
+    copy_N = kept_TK.flatten().sort(stable=True).indices
     copy_N = copy_N[kept_TK.numel() - sum(exchange.send) :]
     token_N = copy_N // max(kept_TK.shape[1], 1)
     place_TK = _places(kept_TK, copy_N)
@@ -79,9 +78,8 @@ def deepep_low_latency_dispatch(
     rows, scales, numbers = (None if x is None else _placed(x, row_D, (local, slab)) for x in arrived)
     assert rows is not None and numbers is not None
     same_TKK = (kept_TK[:, :, None] == kept_TK[:, None, :]) & (kept_TK != EMPTY)[:, :, None]
-    last_TK = (
-        torch.where(same_TKK, place_TK[:, None, :], EMPTY).amax(2) if kept_TK.shape[1] else place_TK
-    )  # of a repeated expert, the later row
+    # of a repeated expert, the later row
+    last_TK = torch.where(same_TKK, place_TK[:, None, :], EMPTY).amax(2) if kept_TK.shape[1] else place_TK
     handle = Handle(exchange, row_D, last_TK, (local, slab))
     return LowLatencyDispatched(rows, scales, count_SL.sum(0), numbers, begin_LS * 2**32 + count_SL.T, handle)
 
@@ -115,9 +113,7 @@ def deepep_low_latency_combine(
 
 
 class _Copied(torch.autograd.Function):
-    """tokens[token of each copy]; a token's gradients are added in order, in float32 (float64),
-    rounded once.
-    """
+    """tokens[token of each copy]; a token's gradients are added in order, in float32 or float64."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, token_N: Tensor, place_TK: Tensor) -> Tensor:

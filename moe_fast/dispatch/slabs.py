@@ -36,9 +36,8 @@ class Room:
     def regions(self) -> dict[str, int]:
         """Bytes of each region."""
         rows, probs = self.rows * self.row_bytes, self.rows * PROB_BYTES
-        scales = (
-            self.rows * 4 * -(-self.row_bytes // (2 * FP8_BLOCK))
-        )  # a number of two bytes, or more, becomes one of one
+        # a number of two bytes, or more, becomes one of one
+        scales = self.rows * 4 * -(-self.row_bytes // (2 * FP8_BLOCK))
         sizes = {
             "counts": 4 * self.ranks * self.experts,
             "link": 4 * self.rows,
@@ -57,9 +56,7 @@ class Room:
         )
 
     def grown(self, other: "Room") -> "Room":
-        """Room for either. Rows at least double, so that outgrown slabs together have no more than
-        the last.
-        """
+        """Room for either; rows at least double: outgrown slabs together cost no more than the last."""
         rows = self.rows if self.rows >= other.rows else max(2 * self.rows, other.rows)
         return Room(self.ranks, max(self.experts, other.experts), rows, max(self.row_bytes, other.row_bytes))
 
@@ -102,9 +99,8 @@ def slab_of(
 
 
 _slabs: WeakKeyDictionary[Any, Slab] = WeakKeyDictionary()
-_outgrown: WeakKeyDictionary[Any, list[Slab]] = (
-    WeakKeyDictionary()
-)  # what a graph may have captured, here or on another rank
+# what a graph may have captured, here or on another rank
+_outgrown: WeakKeyDictionary[Any, list[Slab]] = WeakKeyDictionary()
 _meetings = count()  # of this process over NVLink
 
 
@@ -153,9 +149,8 @@ def _nvlink(group: Any, device: torch.device, room: Room) -> Slab:
             f"{said[0][1]} times, as rank 0",
         )
     size = offsets(room)[""]
-    own = symmetric.empty(
-        size, dtype=torch.uint8, device=device
-    )  # regions: counts by announce_kernel, links zeroed, others by who pushes or sums
+    # regions: counts by announce_kernel, links zeroed, others by who pushes or sums
+    own = symmetric.empty(size, dtype=torch.uint8, device=device)
     handle = symmetric.rendezvous(own, group)
     require(not handle.multicast_ptr, "group", "with a multicast pointer", f"without: {MULTICAST} was set too late")
     addresses = [handle.get_remote_tensor(rank, (size,), torch.uint8).data_ptr() for rank in range(room.ranks)]

@@ -164,9 +164,8 @@ def collect(
     yield
 
     shape = (lists.num_tokens, hidden)
-    out = (
-        None if rows is None else torch.empty(shape, dtype=rows.dtype, device=some.device)
-    )  # all by pull_kernel: whole rows of tokens
+    # all by pull_kernel: whole rows of tokens
+    out = None if rows is None else torch.empty(shape, dtype=rows.dtype, device=some.device)
     out_probs = None if probs is None else probs.new_zeros((lists.num_tokens, lists.num_experts))
     programs = columns * (
         (ceil_div(lists.num_tokens, sizes.lists) if probs is not None else 0)
@@ -269,9 +268,8 @@ def spread(
     rows = torch.empty((num_rows, hidden), dtype=dtype, device=device)  # by spread_kernel; what is left out is nobody's
     row_probs = None if prob_dtype is None else torch.empty(num_rows, dtype=prob_dtype, device=device)  # likewise
     blocks = 0 if recipe is None else ceil_div(hidden, FP8_BLOCK)
-    scale = torch.empty(
-        (blocks, num_rows), dtype=torch.float32, device=device
-    ).T  # likewise; laid out as that of `quantize`
+    # likewise; laid out as that of `quantize`
+    scale = torch.empty((blocks, num_rows), dtype=torch.float32, device=device).T
     with launch_on(like):
         kernels.spread_kernel[((num_rows + local + tail) * max(1, ceil_div(hidden, columns)),)](
             bits(slab.region("rows", dtype, num_rows * hidden)),
@@ -298,9 +296,7 @@ def spread(
 
 
 def _tile(sizes: tuning.Symmetric, recipe: Recipe | None) -> tuple[int, int]:
-    """(columns, warps) of a program. Codes are one byte each, so half as many lanes write them;
-    blocks are whole.
-    """
+    """(columns, warps). Codes are one byte each: half as many lanes write them, by whole blocks."""
     return (
         (sizes.columns, sizes.num_warps)
         if recipe is None

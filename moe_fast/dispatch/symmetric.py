@@ -143,9 +143,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Place(torch.autograd.Function):
-    """The graph's node of rows that came as codes: a tensor of their shape, never read; and their
-    probs.
-    """
+    """The graph's node of rows that came as codes, never read, and their probs."""
 
     @staticmethod
     def forward(

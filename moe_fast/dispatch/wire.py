@@ -14,9 +14,7 @@ FORMAT = "e4m3"  # of inputs, whatever gradients have
 
 
 def rule_of(recipe: Recipe | None, tokens: Tensor) -> tuple[tuple[int, int], dict[str, bool]]:
-    """((amax_epsilon, scale on overflow) as bits, settings) of the kernels that quantise what they
-    send.
-    """
+    """(bits of amax_epsilon and of the scale on overflow, settings) of the kernels that encode."""
     if recipe is None:
         return (0, 0), {"POWER_OF_TWO": False}
     infinity = FLOAT32_MAX if tokens.dtype == torch.float64 else torch.finfo(tokens.dtype).max

@@ -89,9 +89,7 @@ def load_gate_and_value(
     dtype: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """u and v, [BLOCK_P, BLOCK_F] in `dtype`, 0 outside h; without a gate both are h. Bytes are
-    E4M3 codes.
-    """
+    """u and v in `dtype`, 0 outside h; without a gate both are h. Bytes are E4M3 codes."""
     row = h_ptr + p[:, None] * stride_p
     if LAYOUT == "pairs":
         column = pair_column(first, BLOCK_F)[None, :]

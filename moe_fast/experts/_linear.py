@@ -17,9 +17,7 @@ SEGMENT = tl.constexpr(SEGMENT_ROWS)  # where every segment ends for a descripto
 
 @triton.jit
 def load_segment(desc, begin, count, row, column, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    """A tile from `row` of the `count` rows at `begin`, 0 past them, by a descriptor of expert
-    slices.
-    """
+    """A tile from `row` of `count` rows at `begin`, 0 past them; by a descriptor of segments."""
     begin, count, segment = begin.to(tl.int32), count.to(tl.int32), tl.full([], SEGMENT, tl.int32)
     return tl.reshape(desc.load([segment, begin + count, segment - count + row, column]), [BLOCK_P, BLOCK_C])
 
@@ -59,9 +57,7 @@ def plan_kernel(
     """Cut each expert's rows into tiles, one program per expert; the last writes the two totals."""
     own = tl.program_id(0)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
-    count = tl.load(counts_ptr + e * stride_counts, mask=e < num_experts, other=0).to(
-        tl.int64
-    )  # the block is a power of two
+    count = tl.load(counts_ptr + e * stride_counts, mask=e < num_experts, other=0).to(tl.int64)  # padded block
     count = tl.minimum(tl.maximum(count, 0), num_rows)  # whatever the counts are, no tile leaves the rows
     behind = tl.cumsum(count, 0)
     begin = tl.minimum(behind - count, num_rows)
@@ -161,9 +157,7 @@ def grouped_matmul_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, and 0 in the rows past all
-    segments.
-    """
+    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
     columns = tl.cdiv(num_columns, BLOCK_C)
     pieces = tl.load(total_ptr).to(tl.int32) * columns
     for work in tl.range(tl.program_id(0), pieces, tl.num_programs(0), flatten=FLATTEN):
@@ -238,9 +232,7 @@ def grouped_wgrad_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out[e] = before[e] + Σ over e's rows p of d_out[p]ᵀ · x[p]. Other rows are not read: 0 · NaN
-    is no 0.
-    """
+    """out[e] = before[e] + Σ over e's rows p of d_out[p]ᵀ · x[p]; no other row is read."""
     blocks_m, blocks_n = tl.cdiv(num_outs, BLOCK_M), tl.cdiv(num_ins, BLOCK_N)
     for work in range(tl.program_id(0), num_experts * blocks_m * blocks_n, tl.num_programs(0)):
         block_m = work % blocks_m  # programs that run together share the columns of the rows
@@ -313,6 +305,4 @@ def segment_sums_kernel(
             ACCUMULATOR
         )
     total = tl.sum(acc, axis=0).to(RESULT_AS)
-    tl.store(
-        out_ptr + expert * num_columns + c, rounded(total, out_ptr.dtype.element_ty), mask=c < num_columns
-    )  # likewise
+    tl.store(out_ptr + expert * num_columns + c, rounded(total, out_ptr.dtype.element_ty), mask=c < num_columns)

@@ -212,14 +212,11 @@ def scaled_matmul_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, and 0 in the rows past all
-    segments.
-    """
+    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
     columns = tl.cdiv(num_columns, BLOCK_C)
     pieces = tl.load(total_ptr).to(tl.int32) * columns
-    for work in range(
-        tl.program_id(0), pieces, tl.num_programs(0)
-    ):  # one flat loop with that over the depth is a fifth slower
+    # one flat loop with that over the depth is a fifth slower
+    for work in range(tl.program_id(0), pieces, tl.num_programs(0)):
         expert, begin, end, row, column = find_tile(tile_ptr, capacity, work, columns, BLOCK_P)
         p = row + tl.arange(0, BLOCK_P)
         c = column.to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -287,9 +284,7 @@ def scaled_matmul_kernel(
             )
             acc = times(acc, x_outer, weight_outer)
         if bias_ptr is not None:
-            bias = tl.load(
-                bias_ptr + expert.to(tl.int64) * stride_bias_l + c * stride_bias_c, mask=in_row, other=0.0
-            )  # as above
+            bias = tl.load(bias_ptr + expert.to(tl.int64) * stride_bias_l + c * stride_bias_c, mask=in_row, other=0.0)
             acc += bias.to(BIAS_AS).to(tl.float32)[None, :]
         result = rounded(acc, out_ptr.dtype.element_ty)
         if out_desc is not None:
@@ -387,9 +382,8 @@ def scaled_wgrad_kernel(
                 x = x_desc.load([block_n * BLOCK_N, place.to(tl.int32)])
             else:
                 i = place + tl.arange(0, BLOCK_P)
-                d_out = tl.load(
-                    d_out_ptr + m[:, None] * stride_d_out_m + i[None, :], mask=live_m[:, None], other=0.0
-                )  # tiles are whole
+                # tiles are whole
+                d_out = tl.load(d_out_ptr + m[:, None] * stride_d_out_m + i[None, :], mask=live_m[:, None], other=0.0)
                 x = tl.load(x_ptr + n[:, None] * stride_x_n + i[None, :], mask=live_n[:, None], other=0.0)
             if RULE == "group":
                 acc = add_codes(acc, factor(d_out, D_OUT_FORMAT, FACTOR), factor(x, X_FORMAT, FACTOR), FACTOR)

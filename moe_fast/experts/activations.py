@@ -55,9 +55,8 @@ class Settings:
         """Where gates and values stand in h, by the kernels' name."""
         if not self.gated:
             return "single"
-        return {self.width(h): "halves", 1: "pairs"}.get(
-            self.between(h), "blocks"
-        )  # a gate and its only value are a pair
+        # a gate and its only value are a pair
+        return {self.width(h): "halves", 1: "pairs"}.get(self.between(h), "blocks")
 
     def numbers(self) -> tuple[int, int, int]:
         """offset, clamp and α."""
@@ -215,14 +214,10 @@ def _forward(h: Tensor, probs: Tensor | None, settings: Settings, codes: Tensor 
 def backward_of(
     d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings, needs_h: bool, needs_probs: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of h (in d_out's dtype, or as E4M3 codes) and probs, where needed. One program
-    sums a row.
-    """
+    """The gradients of h (in d_out's dtype, or E4M3 codes) and probs; one program sums a row."""
     num_rows, width = len(h), settings.width(h)
     constants = constants_of(h, d_out, probs, settings, tuning.for_device(h.device).activation_backward)
-    d_h = (
-        torch.empty(h.shape, dtype=d_out.dtype, device=h.device) if needs_h else None
-    )  # all by activation_backward_kernel
+    d_h = torch.empty(h.shape, dtype=d_out.dtype, device=h.device) if needs_h else None  # by activation_backward_kernel
     d_probs = None
     if probs is not None and needs_probs:
         d_probs = torch.empty(num_rows, dtype=probs.dtype, device=h.device)  # likewise, also where rows are empty

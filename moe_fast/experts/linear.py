@@ -176,18 +176,15 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _OverriddenLinear(torch.autograd.Function):
-    """`grouped_linear` with a backward_override: low precision forward, gradients in high
-    precision.
-    """
+    """`grouped_linear` with a backward_override: gradients in high precision."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, how: Precision
     ) -> Tensor:
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
-        counts = (
-            tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert
-        )  # the caller may change them before the backward
+        # the caller may change them before the backward
+        counts = tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert
         x, matrices = (
             quantized_rows(rows, "input", counts, how, True, False),
             quantized_weight(weight, how, True, False),
@@ -235,9 +232,8 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
     """out[p] = x[p] · weight[e] + bias[e] for the rows p of each expert e, 0 past them."""
     x, weight, tile = x_PD.resolve_neg(), weight_LDC.resolve_neg(), plan.tile
     num_rows, depth, num_columns = *x.shape, weight.shape[2]
-    out = torch.empty(
-        (num_rows, num_columns), dtype=x.dtype, device=x.device
-    )  # all by grouped_matmul_kernel: the tiles, and the rows behind
+    # all by grouped_matmul_kernel: the tiles, and the rows behind
+    out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
     turned = weight.stride(2) != 1
@@ -275,15 +271,13 @@ def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None
     doubles = before_LMN is not None and before_LMN.dtype == torch.float64  # a large tile of them has no room
     tile = tuning.for_device(rows.device).grouped.wgrad_tile(8 if doubles else rows.dtype.itemsize)
     shape = (plan.num_experts, d_out.shape[1], rows.shape[1])
-    out = torch.empty(
-        shape, dtype=(rows if before_LMN is None else before_LMN).dtype, device=rows.device
-    )  # all by grouped_wgrad_kernel
+    # all by grouped_wgrad_kernel
+    out = torch.empty(shape, dtype=(rows if before_LMN is None else before_LMN).dtype, device=rows.device)
     if out.numel() == 0:
         return out
     described = have_descriptors(d_out, rows)
-    out_described = (
-        described and before_LMN is None and have_descriptors(out)
-    )  # a sum in float32 leaves no room for a tile of it
+    # a sum in float32 leaves no room for a tile of it
+    out_described = described and before_LMN is None and have_descriptors(out)
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
     with launch_on(rows):
         kernels.grouped_wgrad_kernel[(programs(pieces, rows.device),)](

@@ -190,9 +190,8 @@ def _experts(
         if any(x is not None and x.dtype == torch.float64 for x in (rows_PH, probs, fc2_bias))
         else torch.float32
     )
-    p_P = (
-        None if probs is None else probs.to(wide)
-    )  # widened once, so that the two ways to its gradient meet before it is rounded
+    # widened once, so that the two ways to its gradient meet before it is rounded
+    p_P = None if probs is None else probs.to(wide)
     padding = None if align is None else Padding.of(tokens_per_expert_L, len(rows_PH), align)
     if padding is not None:
         rows_PH, p_P, tokens_per_expert_L = *padding.pad(rows_PH, p_P), padding.counts_L

@@ -86,9 +86,8 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
     device, sizes = plan.total_2.device, tuning.for_device(plan.total_2.device).grouped
     left, right = d_out.form(True), x.form(True)
     shape = (plan.num_experts, left.codes_MN.shape[1], right.codes_MN.shape[1])
-    out = torch.empty(
-        shape, dtype=x.dtype if accumulate_into is None else accumulate_into.dtype, device=device
-    )  # all by scaled_wgrad_kernel
+    # all by scaled_wgrad_kernel
+    out = torch.empty(shape, dtype=x.dtype if accumulate_into is None else accumulate_into.dtype, device=device)
     if out.numel() == 0:
         return out
     unit = _unit(x, device)
@@ -159,9 +158,8 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
     form = x.form(False)
     device, sizes = form.codes_MN.device, tuning.for_device(form.codes_MN.device).grouped
     num_rows, depth, num_columns = *form.codes_MN.shape, weight.codes_LCD.shape[1]
-    out = torch.empty(
-        (num_rows, num_columns), dtype=x.dtype, device=device
-    )  # all by scaled_matmul_kernel: the tiles, and the rows behind
+    # all by scaled_matmul_kernel: the tiles, and the rows behind
+    out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=device)
     if out.numel() == 0:
         return out
     unit = _unit(x, device)
@@ -209,9 +207,8 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
 def _turned(codes_RC: Tensor, plan: Plan) -> Tensor:
     """Transposed codes, each expert's from a tile on: FP8's matrix unit reads no other layout."""
     num_columns = codes_RC.shape[1]
-    out = torch.empty(
-        (num_columns, plan.capacity * TILE_ROWS), dtype=torch.uint8, device=codes_RC.device
-    )  # as far as anyone reads by turn_kernel
+    # as far as anyone reads by turn_kernel
+    out = torch.empty((num_columns, plan.capacity * TILE_ROWS), dtype=torch.uint8, device=codes_RC.device)
     block = tuning.for_device(codes_RC.device).grouped.turn_columns
     if out.numel():
         with launch_on(out):
@@ -319,9 +316,8 @@ class ScaledLinear(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, how: Precision
     ) -> Tensor:
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
-        counts = (
-            tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert
-        )  # the caller may change them before the backward
+        # the caller may change them before the backward
+        counts = tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert
         x = quantized_rows(rows, "input", counts, how, True, wants_weight and _has_columns(how.recipe, rows.dtype))
         matrices = quantized_weight(weight, how, True, wants_rows)
         ctx.plan, ctx.how, ctx.bias_dtype = scaled_plan(counts, len(rows)), how, None if bias is None else bias.dtype
@@ -344,9 +340,7 @@ class ScaledLinear(torch.autograd.Function):
 
 
 def _has_columns(recipe: Recipe, dtype: torch.dtype) -> bool:
-    """Whether rows have a form for the weight's gradient; else the backward raises, as the
-    reference's does.
-    """
+    """Whether rows have a form for the weight's gradient; else the backward raises."""
     impossible = recipe.row_scaled_activation and recipe.four_over_six in ("activations", "all")
     return not impossible and (dtype == torch.bfloat16 or not recipe.hadamard)
 

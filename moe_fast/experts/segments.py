@@ -42,12 +42,9 @@ def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile) -> Pl
     num_experts = len(tokens_per_expert)
     capacity = num_rows // tile.rows + min(num_rows, num_experts)  # each expert fills all its tiles but one
     device = tokens_per_expert.device
-    tiles = torch.empty(
-        (4, capacity), dtype=torch.int64, device=device
-    )  # up to the total by plan_kernel; no kernel reads more
-    segments = torch.empty(
-        (2, num_experts), dtype=torch.int64, device=device
-    )  # all by plan_kernel: a program an expert
+    # up to the total by plan_kernel; no kernel reads more
+    tiles = torch.empty((4, capacity), dtype=torch.int64, device=device)
+    segments = torch.empty((2, num_experts), dtype=torch.int64, device=device)  # by plan_kernel: a program an expert
     total = torch.empty(2, dtype=torch.int64, device=device)  # by its last program
     with launch_on(tokens_per_expert):
         kernels.plan_kernel[(num_experts,)](
@@ -97,9 +94,7 @@ def programs(pieces: int, device: torch.device) -> int:
 
 
 def have_descriptors(*tensors: Tensor) -> bool:
-    """Whether descriptors can move tiles of all these: dtypes with a matrix unit, whole lines, no
-    overlap.
-    """
+    """Whether descriptors can move tiles of all: dtypes of a matrix unit, whole lines, no overlap."""
     return backend.has_descriptors(tensors[0].device) and all(_describable(tensor) for tensor in tensors)
 
 

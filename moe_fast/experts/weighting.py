@@ -49,9 +49,8 @@ class ScaledRows(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, probs, ends_L = ctx.saved_tensors
         needs_x, needs_probs, _ = ctx.needs_input_grad
-        d_x = (
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
-        )  # all by weighted_rows_backward_kernel
+        # all by weighted_rows_backward_kernel
+        d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
         return d_x, _weighted_backward(d_out, x, probs, ends_L, d_x, needs_probs, by_expert=False), None
 
 

@@ -172,9 +172,8 @@ def quantize_activated_blocks_kernel(
                     1,
                 )
     if part_ptr is not None:
-        tl.store(
-            part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written
-        )  # a tile sticks out of its group
+        # a tile sticks out of its group
+        tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)
 
 
 @triton.jit(
@@ -265,9 +264,7 @@ def activated_group_amax_kernel(
         if WHOLE:
             largest = tl.maximum(largest, magnitude(other))
     bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
-    tl.atomic_max(
-        amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed"
-    )  # the rest of x has no end, and no amax
+    tl.atomic_max(amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # no rest of x
 
 
 @triton.jit(
@@ -326,9 +323,7 @@ def cast_activated_groups_kernel(
     BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """encode(x · s) and 1/s with one s per group: given, while the amax is measured, or from the
-    amax.
-    """
+    """encode(x · s) and 1/s, one s per group: given, while the amax is taken, or from the amax."""
     FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
     least = number(epsilon, tl.float32)
     tile = tl.program_id(0) // parts
@@ -395,7 +390,5 @@ def cast_activated_groups_kernel(
         tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)  # likewise
     if given_ptr is not None:
         bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
-        tl.atomic_max(
-            amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed"
-        )  # the rest of x is not read
+        tl.atomic_max(amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed")  # no rest of x
         tl.atomic_max(history_ptr + group * stride_history, bits, mask=first < read, sem="relaxed")

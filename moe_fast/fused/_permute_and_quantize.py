@@ -18,9 +18,7 @@ from moe_fast.quantization._tiles import block_amax, magnitude, place_of_tile, s
 
 @triton.jit
 def raise_amax(amax_ptr, expert, bits, live):
-    """amax = max(amax, bits) of numbers ≥ 0. The load may be stale, hence too small; it saves most
-    atomics.
-    """
+    """amax = max(amax, bits) of numbers ≥ 0; a stale load is too small, and saves most atomics."""
     known = tl.load(amax_ptr + expert, mask=live, other=0)  # only those of a row
     larger = live & (bits > known)
     tl.atomic_max(amax_ptr + expert, bits, mask=larger, sem="relaxed")
@@ -54,9 +52,7 @@ def store_blocks(scale_ptr, amax_ptr, stride_m, stride_n, row, block, stored, am
     place = row[:, None] * stride_m + block[None, :] * stride_n
     tl.store(scale_ptr + place, stored.to(scale_ptr.dtype.element_ty), mask=inside)
     if amax_ptr is not None:
-        tl.store(
-            amax_ptr + place, rounded(amax, amax_ptr.dtype.element_ty), mask=inside
-        )  # exact: it is a number of that dtype
+        tl.store(amax_ptr + place, rounded(amax, amax_ptr.dtype.element_ty), mask=inside)  # exact
 
 
 @triton.jit(
@@ -142,9 +138,7 @@ def scatter_kernel(
     -1. Scales of rule "amax" stay with the tokens, a row each: they lie across the rows that they
     are for, and so are not written here.
     """
-    columns = (
-        tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1) if RULE != "none" else 1
-    )  # lists are written without columns too
+    columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1) if RULE != "none" else 1  # lists need no columns
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     block = tl.program_id(0) // columns
     lists = tl.cdiv(num_tokens, BLOCK_L)
@@ -165,15 +159,13 @@ def scatter_kernel(
                     list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows
                 )
                 if probs_ptr is not None:
-                    prob = tl.load(
-                        probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0
-                    )  # only those with a row
+                    # only those with a row
+                    prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
                     tl.store(row_probs_ptr + row, prob, mask=live)  # likewise
                 if source_ptr is not None:
                     tl.store(source_ptr + row, t.to(source_ptr.dtype.element_ty), mask=live)
-                tl.store(
-                    row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots
-                )  # dropped rows too
+                # dropped rows too
+                tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots)
     elif block < lists + fills:
         lane = first_lane + (block - lists) * BLOCK_G + tl.arange(0, BLOCK_G)
         gap = tl.minimum(lane, num_experts)
@@ -202,9 +194,8 @@ def scatter_kernel(
                 b = column.to(tl.int64) * (BLOCK_H // BLOCK) + tl.arange(0, BLOCK_H // BLOCK)
                 amax = tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H // BLOCK], tl.float32)
                 inside = in_gap[:, None] & (b * BLOCK < num_columns)[None, :]  # likewise
-                store_blocks(
-                    scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, amax, amax, inside
-                )  # zeros have a scale of 0
+                # zeros have a scale of 0
+                store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, amax, amax, inside)
     elif RULE != "none":
         t = (block - lists - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -239,14 +230,11 @@ def scatter_kernel(
                     larger = raise_amax(group_amax_ptr, expert, bits, live)
                     tl.atomic_max(history_ptr + expert * stride_history, bits, mask=larger, sem="relaxed")
             elif RULE == "nvfp4":
-                whole = tl.load(group_amax_ptr + expert, mask=live, other=0).to(
-                    tl.float32, bitcast=True
-                )  # only those with a row
+                whole = tl.load(group_amax_ptr + expert, mask=live, other=0).to(tl.float32, bitcast=True)  # live only
                 multiplier, stored = two_level_scale(amax, whole, HARDWARE)
                 code = encoded(x * spread(multiplier, 1, BLOCK), FORMAT, HARDWARE)
-            tl.store(
-                codes_ptr + row[:, None] * num_columns + h[None, :], code, mask=live[:, None] & in_row
-            )  # dropped rows are not written
+            # dropped rows are not written
+            tl.store(codes_ptr + row[:, None] * num_columns + h[None, :], code, mask=live[:, None] & in_row)
             if RULE == "mxfp8" or RULE == "nvfp4":
                 there = live[:, None] & (b * BLOCK < num_columns)[None, :]  # likewise
                 store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, stored, amax, there)
@@ -275,9 +263,7 @@ def row_scales_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """The scale and amax of each row's blocks: its token's, or those of zeros; rows lie side by
-    side.
-    """
+    """Scale and amax of each row's blocks: its token's, or zeros'; rows lie side by side."""
     parts = tl.cdiv(num_blocks, BLOCK_B)
     row = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     b = (tl.program_id(0) % parts) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -385,18 +371,14 @@ def gather_kernel(
     part = slab * SLAB + tl.program_id(0) % SLAB
     _, first, read, _, written = place_of_tile(splits_ptr, 1, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G)
     row = first + tl.arange(0, BLOCK_M)
-    source = tl.load(source_ptr + row, mask=row < read, other=-1).to(
-        tl.int64
-    )  # a tile sticks out of its group and of the rows
+    source = tl.load(source_ptr + row, mask=row < read, other=-1).to(tl.int64)  # ragged tile
     least = number(epsilon, tl.float32)
     most = number(infinity, tl.float32)
     begin = part.to(tl.int64) * (steps * BLOCK_N)
     for i in tl.range(0, tl.where((first < written) & (begin < num_columns), steps, 0), num_stages=STAGES):
         column = begin + i * BLOCK_N
         n = column + tl.arange(0, BLOCK_N)
-        inside = (source >= 0)[:, None] & (n < num_columns)[
-            None, :
-        ]  # padding has no token, and the last block sticks out
+        inside = (source >= 0)[:, None] & (n < num_columns)[None, :]  # not padding; ragged block
         x = as_float32(
             tl.load(
                 tokens_ptr + source[:, None] * stride_tokens_t + n[None, :] * stride_tokens_h, mask=inside, other=0.0

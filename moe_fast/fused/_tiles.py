@@ -26,9 +26,7 @@ def load_for_gradient(
     dtype: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """(u, v, columns of the result, where x is v's gradient, inside) of columns of d_h; never
-    pairs. Without a gate u and v are h.
-    """
+    """(u, v, result columns, where x is v's gradient, inside) of columns of d_h; never pairs."""
     n = column + tl.arange(0, BLOCK_N)
     if LAYOUT == "single":
         num_columns = width
@@ -120,9 +118,8 @@ def activated_tile(
     shifted = v + number(offset, ACCUMULATOR) if LAYOUT != "single" else 1.0
     prob = 1.0
     if probs_ptr is not None:
-        prob = widened(tl.load(probs_ptr + p * stride_probs, mask=p < read, other=0.0), ACCUMULATOR)[
-            :, None
-        ]  # the last tile sticks out
+        # the last tile sticks out
+        prob = widened(tl.load(probs_ptr + p * stride_probs, mask=p < read, other=0.0), ACCUMULATOR)[:, None]
     mine = (p < owned)[:, None]
     other = 0.0
     part = 0.0

@@ -214,9 +214,7 @@ class _Source:
 
     @property
     def faster_apart(self) -> bool:
-        """Whether writing and reading the rounded gradient is faster than holding 128 rows of both
-        halves.
-        """
+        """Whether writing the rounded gradient beats holding 128 rows of both halves."""
         forms = self.forms
         return (
             self.d_out is not None
@@ -232,9 +230,7 @@ class _Source:
         return self.d_out is not None and self.settings.layout(self.h) == "halves"
 
     def grid(self, walk: tuning.Walk, aligned: bool, least: tuple[int, int] = (1, 1), rows: int | None = None) -> Grid:
-        """Tiles of what is quantised; of halves the gates' alone, if that half consists of whole
-        tiles.
-        """
+        """Tiles of what is quantised; of halves that are whole tiles, the gates' alone."""
         half = grid_of(
             torch.Size((len(self.h), self.settings.width(self.h))), self.forms.splits, walk, aligned, least, rows
         )
@@ -247,9 +243,8 @@ class _Source:
         if self.d_out is None or self.probs is None:
             return None
         dtype = torch.float64 if torch.float64 in (self.h.dtype, self.probs.dtype) else torch.float32
-        return torch.empty(
-            (len(self.h), grid.parts), dtype=dtype, device=self.h.device
-        )  # all by the kernel: its tiles cover every row
+        # all by the kernel: its tiles cover every row
+        return torch.empty((len(self.h), grid.parts), dtype=dtype, device=self.h.device)
 
 
 def _source(d_out: Tensor | None, h: Tensor, probs: Tensor | None, settings: Settings, forms: _Forms) -> _Source:
@@ -340,9 +335,7 @@ def _quantize_blocks(source: _Source) -> tuple[Form | None, Form | None, Tensor 
 
 
 def _cast_groups(source: _Source) -> tuple[Form, QuantizerState | None, Tensor | None]:
-    """One scale per group, from the state, which gets this step's amax, or from the amax; parts of
-    d_probs.
-    """
+    """One scale per group, from the state, which gets this amax, or from the amax; d_probs' parts."""
     forms, recipe, x = source.forms, source.forms.recipe, source.like
     grid = source.grid(tuning.for_device(x.device).activate_quantize.groups, True)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_activated_groups_kernel
@@ -393,9 +386,8 @@ def _quantized_apart(source: _Source) -> tuple[Quantized, QuantizerState | None,
         _launch(plain_kernels.activation_kernel, tuning.for_device(h.device).activation, source, (), (x, None))
     else:
         if source.probs is not None:
-            d_probs = torch.empty(
-                len(h), dtype=source.probs.dtype, device=h.device
-            )  # likewise, also where rows are empty
+            # likewise, also where rows are empty
+            d_probs = torch.empty(len(h), dtype=source.probs.dtype, device=h.device)
         d_out = (source.d_out, *source.d_out.stride())
         _launch(
             plain_kernels.activation_backward_kernel,
@@ -421,9 +413,8 @@ def _launch(
 ) -> None:
     """Launch a kernel of `experts._activations`; with d_out one program sums a row."""
     h, settings = source.h, source.settings
-    constants = constants_of(h, h, source.probs, settings, tile) | (
-        {} if d_out else {"HARDWARE": False}
-    )  # nothing is encoded here
+    # nothing is encoded here
+    constants = constants_of(h, h, source.probs, settings, tile) | ({} if d_out else {"HARDWARE": False})
     tiles = ceil_div(settings.width(h), constants["BLOCK_F"])
     parts = 1 if d_out else tiles
     programs = ceil_div(len(h), constants["BLOCK_P"]) * parts

@@ -88,9 +88,7 @@ def permute_and_quantize(
 
 
 def _in_one_step(recipe: Recipe, role: str, columnwise: bool) -> bool:
-    """Whether the kernels here compute the recipe: of NVFP4 only blocks along rows, one amax per
-    expert.
-    """
+    """Whether the kernels here suffice: of NVFP4, blocks along rows under one amax per expert."""
     if recipe.scaling != "nvfp4":
         return True
     square = role == "weight" and bool(recipe.two_dimensional_weights)
@@ -235,13 +233,10 @@ class Work:
         return form
 
     def _blank(self, block: tuple[int, int], rows: int) -> Form:
-        """A form with room for all blocks; the kernels here write all codes, and scales of existing
-        blocks.
-        """
+        """A form with room for all blocks; all codes are written, and existing scales."""
         columns = ceil_div(self.shape[1], block[1])
-        turned = (
-            self.rule == "amax" and block[0] == 1
-        )  # neighbouring rows beside each other, as matrix products read them
+        # neighbouring rows beside each other, as matrix products read them
+        turned = self.rule == "amax" and block[0] == 1
 
         def blocks(dtype: torch.dtype) -> Tensor:
             return self._empty(columns, rows, dtype=dtype).T if turned else self._empty(rows, columns, dtype=dtype)
@@ -294,9 +289,8 @@ class Work:
         """Move the probs, write the lists of rows, and with a form each token's codes to its rows."""
         if with_source or form is None:
             narrow = len(self.tokens) < 2**31
-            self.source = self._empty(
-                self.row_map.num_rows, dtype=torch.int32 if narrow else torch.int64
-            )  # all by scatter_kernel
+            # all by scatter_kernel
+            self.source = self._empty(self.row_map.num_rows, dtype=torch.int32 if narrow else torch.int64)
         given, group_amax, history, inverse = (
             (by_expert or {}).get(name) for name in ("given", "group_amax", "history", "inverse")
         )

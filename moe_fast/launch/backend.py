@@ -39,9 +39,7 @@ def check_device(argument: str, tensor: Tensor) -> None:
 
 
 def launch_on(tensor: Tensor) -> AbstractContextManager:
-    """Make the tensor's device current: Triton launches there, and encodes descriptors in its
-    context.
-    """
+    """Make the tensor's device current: Triton launches there, and encodes descriptors for it."""
     if not tensor.is_cuda:
         return nullcontext()
     torch.cuda.is_current_stream_capturing()  # gives a thread of autograd's, which begins without one, its context; allowed in a graph
@@ -85,14 +83,11 @@ def movable(dtype: torch.dtype) -> bool:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers of the same width: a copy changes no bit, and every dtype has a
-    kernel.
-    """
+    """The same memory as integers of the same width: every dtype is copied bit by bit."""
     if tensor.dtype in _BITS.values():
         return tensor
-    return (
-        tensor.resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])
-    )  # memory, not a pending conjugation or minus
+    # memory, not a pending conjugation or minus
+    return tensor.resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])
 
 
 def integers(tensor: Tensor) -> Tensor:

@@ -148,9 +148,8 @@ class GroupedTile:
 class Grouped:
     """grouped_linear and its gradients: programs stay, and take one tile after the other."""
 
-    by_rows: tuple[
-        GroupedTile, ...
-    ]  # each for experts that have, on average, as many rows as it has; the last for more
+    # each for experts that have, on average, as many rows as it has; the last for more
+    by_rows: tuple[GroupedTile, ...]
     wide: GroupedTile  # elements of four bytes and more, which have no matrix unit that keeps all their bits
     wgrad: GroupedTile  # [outputs, inputs], as many rows deep
     wgrad_wide: GroupedTile

@@ -26,18 +26,14 @@ def load_routed(map_ptr, stride_map_t, stride_map_e, t, e, num_tokens, num_exper
 
 @triton.jit
 def put_slots(slots_ptr, t, e, chosen, place, rank, num_experts):
-    """Put the chosen experts at their places in the token's list, with the rank in bits above
-    `RANK`.
-    """
+    """Put the chosen experts at their places in the token's list, with the rank above `RANK`."""
     slot = (rank.to(slots_ptr.dtype.element_ty) << RANK) | e[None, :].to(slots_ptr.dtype.element_ty)
     tl.store(slots_ptr + (t * num_experts)[:, None] + place, slot, mask=chosen)  # only chosen experts have a slot
 
 
 @triton.jit
 def load_words(map_ptr, stride_map_t, stride_map_e, t, w, num_tokens, num_words, PACK: tl.constexpr):
-    """[BLOCK_T, BLOCK_W] int32: 1 where a token is routed, per expert, or per byte for four
-    experts.
-    """
+    """[BLOCK_T, BLOCK_W] int32: 1 where routed, per expert, or per byte for four experts."""
     inside = (t < num_tokens)[:, None] & (w < num_words)[None, :]  # the last tiles stick out on both sides
     words = tl.load(map_ptr + t[:, None] * stride_map_t + w[None, :] * stride_map_e, mask=inside, other=0)
     if PACK == 1:
@@ -53,9 +49,8 @@ def field(words, i: tl.constexpr, PACK: tl.constexpr):
     return (words >> (8 * i)) & 0xFF
 
 
-@triton.jit(
-    do_not_specialize=["stride_map_e", "num_tokens", "tiles"]
-)  # a stride of 1 would cost a change of layout at each list
+# a stride of 1 would cost a change of layout at each list
+@triton.jit(do_not_specialize=["stride_map_e", "num_tokens", "tiles"])
 def routing_walk_kernel(
     # the map, or words of four experts of it
     map_ptr,
@@ -188,9 +183,8 @@ def routing_layout_kernel(
             tl.store(gap_ptr + num_experts + one, total)
             tl.store(gap_ptr + 2 * num_experts + 1 + one, num_rows)
             tl.store(total_ptr + one, total)
-            tl.store(
-                overflow_ptr + one, (total > num_rows).to(tl.uint8)
-            )  # rows are dropped in multiples of align: never padding alone
+            # rows are dropped in multiples of align: never padding alone
+            tl.store(overflow_ptr + one, (total > num_rows).to(tl.uint8))
     base = start[:, None] + (tl.cumsum(counts, axis=1) - counts)
     tl.store(
         base_ptr + e[:, None] * num_blocks + block[None, :], base, mask=real[:, None] & (block < num_blocks)[None, :]
@@ -223,9 +217,7 @@ def capacity_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """An expert takes its first C routed tokens, then unrouted ones, of rank count + (t - routed
-    before t).
-    """
+    """An expert takes its first C routed tokens, then unrouted ones: ranks from its count on."""
     b = tl.program_id(0).to(tl.int64)
     capacity = tl.cast(capacity, tl.int64)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
@@ -238,9 +230,8 @@ def capacity_kernel(
         one = routed.to(tl.int32)
         routed_before = before[None, :] + tl.cumsum(one, axis=0) - one
         rank = tl.where(routed, routed_before, count[None, :] + t[:, None] - routed_before)
-        inside = (t < num_tokens)[:, None] & real[
-            None, :
-        ]  # outside the map nothing is routed, and nothing fills either
+        # outside the map nothing is routed, and nothing fills either
+        inside = (t < num_tokens)[:, None] & real[None, :]
         chosen = inside & (rank < capacity)
         listed = chosen.to(tl.int32)
         put_slots(slots_ptr, t, e, chosen, tl.cumsum(listed, axis=1) - listed, rank, num_experts)

@@ -26,9 +26,8 @@ def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
     check_device("routing_map", routing_map_TE)
     device = routing_map_TE.device
     walk = walk_map(routing_map_TE)
-    padded = torch.empty(
-        routing_map_TE.shape, dtype=torch.bool, device=device
-    )  # all: a block of tokens by each program
+    # all: a block of tokens by each program
+    padded = torch.empty(routing_map_TE.shape, dtype=torch.bool, device=device)
     unreached = torch.empty(routing_map_TE.shape[1], dtype=torch.bool, device=device)  # all by the first program
     with launch_on(routing_map_TE):
         map_kernels.pad_routing_map_kernel[(walk.blocks,)](
@@ -100,14 +99,11 @@ class _ToIndices(torch.autograd.Function):
 
 
 def _scatter(indices: Tensor, values: Tensor, num_experts: int, *, with_map: bool) -> tuple[Tensor, Tensor]:
-    """The slots' values at their experts, 0 elsewhere, and with `with_map` the map of those
-    experts.
-    """
+    """The slots' values at their experts, 0 elsewhere, and with `with_map` the map."""
     tile = tuning.for_device(indices.device).multihot
     num_tokens, num_slots = indices.shape
-    routing_map = torch.empty(
-        (num_tokens, num_experts), dtype=torch.bool, device=indices.device
-    )  # all by multihot_kernel, with_map; else unused
+    # all by multihot_kernel, with_map; else unused
+    routing_map = torch.empty((num_tokens, num_experts), dtype=torch.bool, device=indices.device)
     out = torch.empty((num_tokens, num_experts), dtype=values.dtype, device=indices.device)  # all by multihot_kernel
     if num_tokens == 0:
         return routing_map, out
@@ -133,9 +129,7 @@ def _gather(dout: Tensor, indices: Tensor) -> Tensor:
     """Each slot's gradient: its expert's, or 0 if the slot does not count."""
     tile = tuning.for_device(indices.device).multihot
     num_tokens, num_slots = indices.shape
-    dvalues = torch.empty(
-        (num_tokens, num_slots), dtype=dout.dtype, device=dout.device
-    )  # all by multihot_backward_kernel
+    dvalues = torch.empty((num_tokens, num_slots), dtype=dout.dtype, device=dout.device)  # by multihot_backward_kernel
     if dvalues.numel() == 0:
         return dvalues
     with launch_on(dout):
@@ -160,9 +154,8 @@ def _list(routing_map: Tensor, values: Tensor, topk: int) -> tuple[Tensor, Tenso
     sizes = tuning.for_device(routing_map.device)
     num_tokens, num_experts = routing_map.shape
     device = routing_map.device
-    indices = torch.empty(
-        (num_tokens, topk), dtype=torch.int64, device=device
-    )  # all by indices_kernel: listed slots, and vacant ones
+    # all by indices_kernel: listed slots, and vacant ones
+    indices = torch.empty((num_tokens, topk), dtype=torch.int64, device=device)
     out = torch.empty((num_tokens, topk), dtype=values.dtype, device=device)  # likewise
     overflow = torch.zeros((), dtype=torch.bool, device=device)
     if num_tokens == 0:

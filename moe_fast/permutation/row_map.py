@@ -51,9 +51,7 @@ class RowMap:
         )
 
     def programs(self, block_tokens: int, fill: tuning.Fill) -> tuple[int, tuple[int, int, int]]:
-        """(programs that move tokens and fill gaps, (blocks of tokens, first lane, lanes of the
-        tail)).
-        """
+        """(programs that move and fill, (blocks of tokens, first lane, tail lanes))."""
         token_blocks = ceil_div(self.num_tokens, block_tokens)
         gaps = self.num_experts if self.expert_gaps else 0
         fills = ceil_div(gaps + (fill.tail_lanes if self.tail_gap else 0), fill.lanes)
@@ -79,9 +77,7 @@ class Walk:
         return self.base_EB, self.blocks, self.count_E
 
     def sizes(self, routing_map: Tensor) -> tuple[int, int, int]:
-        """The sizes of the kernels after the walk: one expert per word, and so fewer tokens per
-        tile.
-        """
+        """The sizes of the kernels after the walk: one expert per word, fewer tokens per tile."""
         return (*routing_map.shape, self.tiles * self.block_tokens // self._tile_tokens())
 
     def blocking(self) -> dict[str, int]:
@@ -106,20 +102,16 @@ class Slots:
 
 
 def empty_slots(routing_map: Tensor) -> Slots:
-    """Memory for `Slots`: the kernels write all but the lists past a token's slots, which none
-    reads.
-    """
+    """Memory for `Slots`: kernels write all but the unused ends of lists, which none reads."""
     num_tokens, num_experts = routing_map.shape
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(
-            shape, dtype=dtype, device=routing_map.device
-        )  # see above: by the walk and its layout, or capacity_kernel
+        # see above: by the walk and its layout, or capacity_kernel
+        return torch.empty(shape, dtype=dtype, device=routing_map.device)
 
     return Slots(
-        slots_TE=empty(
-            num_tokens, num_experts, dtype=torch.int32 if num_tokens <= 1 << 15 else torch.int64
-        ),  # no rank is num_tokens
+        # no rank is num_tokens
+        slots_TE=empty(num_tokens, num_experts, dtype=torch.int32 if num_tokens <= 1 << 15 else torch.int64),
         num_slots_T=empty(num_tokens, dtype=torch.int32),
         gap_2E=empty(2, num_experts + 1),
         tokens_per_expert=empty(num_experts),
@@ -150,15 +142,11 @@ def plan_walk(routing_map: Tensor) -> Walk:
         if tiles * block_tokens < 256 and _has_words(routing_map):
             break
     blocks = sizes.layout_group * max(1, ceil_div(num_tokens, block_tokens * tiles * sizes.layout_group))
-    counted_as = (
-        torch.uint8 if tiles * block_tokens < 256 else torch.int32
-    )  # every program of the layout reads all of them
-    block_count = torch.empty(
-        (num_experts, blocks), dtype=counted_as, device=routing_map.device
-    )  # all by routing_walk_kernel
-    base = torch.empty(
-        (num_experts, blocks), dtype=torch.int64, device=routing_map.device
-    )  # all by routing_layout_kernel
+    # every program of the layout reads all of them
+    counted_as = torch.uint8 if tiles * block_tokens < 256 else torch.int32
+    # all by routing_walk_kernel
+    block_count = torch.empty((num_experts, blocks), dtype=counted_as, device=routing_map.device)
+    base = torch.empty((num_experts, blocks), dtype=torch.int64, device=routing_map.device)  # by routing_layout_kernel
     count = torch.empty(num_experts, dtype=torch.int32, device=routing_map.device)  # likewise
     return Walk(pack, blocks, tiles, block_tokens, block_experts, sizes.tile_warps(width), block_count, base, count)
 
@@ -218,9 +206,7 @@ def lay_out(walk: Walk, slots: Slots | None, align: int, num_rows: int) -> None:
 
 
 def place(routing_map: Tensor, align: int | None, num_rows: int | None) -> tuple[RowMap, Slots]:
-    """The row map of `permute` without capacity; the host waits for the number of rows if none is
-    given.
-    """
+    """The row map of `permute` without capacity; without `num_rows` the host waits for it."""
     slots = empty_slots(routing_map)
     walk = walk_map(routing_map, slots, align or 1, UNBOUNDED if num_rows is None else num_rows)
     rows = int(slots.total) if num_rows is None else num_rows
@@ -240,9 +226,8 @@ def place_in_capacity(routing_map: Tensor, capacity: int) -> tuple[RowMap, Slots
     num_tokens, num_experts = routing_map.shape
     slots = empty_slots(routing_map)
     walk = walk_map(routing_map)
-    base = torch.empty(
-        num_experts, dtype=torch.int64, device=routing_map.device
-    )  # all by the first program of capacity_kernel
+    # all by the first program of capacity_kernel
+    base = torch.empty(num_experts, dtype=torch.int64, device=routing_map.device)
     with launch_on(routing_map):
         kernels.capacity_kernel[(walk.blocks,)](
             integers(routing_map),

@@ -62,9 +62,7 @@ def dequantize_kernel(
             m = tl.arange(0, BLOCK_M // BLOCK_R)
             block = tile if RULE == "amax" and BLOCK_R > 1 else first // BLOCK_R
             b = column // BLOCK_C + tl.arange(0, BLOCK_N // BLOCK_C)
-            there = (first + m * BLOCK_R < owned)[:, None] & (b * BLOCK_C < num_columns)[
-                None, :
-            ]  # no scale behind the last group
+            there = (first + m * BLOCK_R < owned)[:, None] & (b * BLOCK_C < num_columns)[None, :]  # no more scales
             stored = tl.load(
                 scale_ptr + (block + m)[:, None] * stride_scale_m + b[None, :] * stride_scale_n, mask=there, other=0
             )

@@ -33,9 +33,7 @@ def as_float32(x):
 
 @triton.jit
 def encoded(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
-    """The codes of float32 numbers, uint8: ties to even, saturated; NaN becomes 0x7F, in E2M1 the
-    largest.
-    """
+    """Codes of float32 numbers: ties to even, saturated; NaN is 0x7F, in E2M1 the largest."""
     if HARDWARE and FORMAT == "e4m3":
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     if HARDWARE and FORMAT == "e5m2":
@@ -46,9 +44,8 @@ def encoded(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
     BIAS: tl.constexpr = 7 if FORMAT == "e4m3" else 15
     MAX_CODE: tl.constexpr = 0x7E if FORMAT == "e4m3" else 0x7B
     DROPPED: tl.constexpr = 23 - MANTISSA
-    SPACED: tl.constexpr = (
-        127 + 24 - BIAS - MANTISSA
-    ) << 23  # the bits of the power of two whose spacing is 2^(1 - BIAS - MANTISSA)
+    # the bits of the power of two whose spacing is 2^(1 - BIAS - MANTISSA)
+    SPACED: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
     word = x.to(tl.int32, bitcast=True)
     body = word & MAGNITUDE
     normal = ((body + ((1 << (DROPPED - 1)) - 1) + ((body >> DROPPED) & 1)) >> DROPPED) - ((127 - BIAS) << MANTISSA)
@@ -108,9 +105,8 @@ def decoded(code, FORMAT: tl.constexpr):
     ) * rebias  # a subnormal of the format is one of float32, too
     value = tl.where(body > MAX_CODE, float("nan"), value)
     sign = (code >> SIGN) << 31
-    return (value.to(tl.int32, bitcast=True) | sign).to(
-        tl.float32, bitcast=True
-    )  # a minus is 0 - value in Triton 3.6, and loses that of -0
+    # a minus is 0 - value in Triton 3.6, and loses that of -0
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -12,9 +12,7 @@ SIZE = tl.constexpr(16)  # of a block
 
 @triton.jit
 def multiplier_of(stored, encoding):
-    """m = 1 / (d · (1/S)), at most the largest float32, of blocks with scale codes `stored` under
-    S.
-    """
+    """m = 1 / (d · (1/S)), at most the largest float32, of blocks with scale codes `stored`."""
     return tl.minimum(over(1.0, decoded(stored, "e4m3") * over(1.0, encoding)), FLOAT32_MAX)
 
 

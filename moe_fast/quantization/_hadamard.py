@@ -32,9 +32,7 @@ def hadamard_sums(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The transform, [BLOCK_M / 16, 16, BLOCK_N] in float32, and max |x| per sixteen rows; 0 from
-    row `end` on.
-    """
+    """The transform as [blocks, 16, columns] in float32, and each block's max |x|; 0 from `end`."""
     block = (tl.arange(0, BLOCK_M // SIZE) * SIZE)[:, None, None]
     n = tl.arange(0, BLOCK_N)[None, None, :]
     j = tl.arange(0, SIZE)[None, :, None]
@@ -68,9 +66,7 @@ def hadamard_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """[BLOCK_M, BLOCK_N] of the transform, rounded to x's dtype, in float32; 0 from row `end` on.
-    ADJOINT: sign_j for sign_i.
-    """
+    """The transform's tile, rounded to x's dtype; 0 from row `end`. ADJOINT: sign_j for sign_i."""
     total, _ = hadamard_sums(x_ptr, stride_m, stride_n, first, end, column, num_columns, ADJOINT, BLOCK_M, BLOCK_N)
     return as_float32(rounded(tl.reshape(total, [BLOCK_M, BLOCK_N]), x_ptr.dtype.element_ty))
 

@@ -13,9 +13,7 @@ from moe_fast.quantization._formats import as_float32
 
 @triton.jit
 def group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr):
-    """(group, first row, end of the group) of a tile; group `num_groups` is the rest of x, and
-    surplus tiles'.
-    """
+    """(group, first row, end of the group) of a tile; group `num_groups` is the rest of x."""
     if splits_ptr is None:
         group = tl.full([], 0, tl.int64)
         begin = tl.full([], 0, tl.int64)
@@ -23,9 +21,7 @@ def group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M
         size = tl.cast(num_rows, tl.int64)
     else:
         g = tl.arange(0, BLOCK_G)
-        sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(
-            tl.int64
-        )  # BLOCK_G is a power of two
+        sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)  # padded block
         sizes = tl.maximum(sizes, 0)  # what is illegal is not checked, but reads and writes nothing that is not there
         sizes = tl.where(g == num_groups, tl.maximum(num_rows - tl.sum(sizes), 0), sizes)
         tiles = (sizes + (BLOCK_M - 1)) // BLOCK_M
@@ -48,9 +44,7 @@ def place_of_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """(group, first row, end of rows to read, end of rows in groups, end of rows to write) of a
-    tile.
-    """
+    """(group, first row, ends of the rows to read, in groups, to write) of a tile."""
     if ALIGNED:
         group, first, written = group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M, BLOCK_G)
         owned = tl.where(group < num_groups, written, 0)
@@ -63,9 +57,7 @@ def place_of_tile(
         read = written  # loads do not wait for the splits
         if splits_ptr is not None:
             g = tl.arange(0, BLOCK_G)
-            sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(
-                tl.int64
-            )  # BLOCK_G is a power of two
+            sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)  # padded block
             owned = tl.minimum(tl.sum(sizes), written)
     return group, first, read, owned, written
 
@@ -81,16 +73,13 @@ def load_tile(x_ptr, stride_m, stride_n, row, read, column, num_columns):
 def load_tile_from(
     x_ptr, stride_m, stride_n, first, read, column, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """[BLOCK_M, BLOCK_N] of x in float32 from `first` and `column`, 0 from row `read` on; one int64
-    address.
-    """
+    """A tile of x in float32 from `first` and `column`, 0 from row `read`; one int64 address."""
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     corner = x_ptr + first * stride_m + column * stride_n
     place = corner + m[:, None].to(tl.int64) * stride_m + n[None, :].to(tl.int64) * stride_n
-    inside = (m < ending(first, read, BLOCK_M))[:, None] & (n < (num_columns - column).to(tl.int32))[
-        None, :
-    ]  # it sticks out of its group and of x
+    # it sticks out of its group and of x
+    inside = (m < ending(first, read, BLOCK_M))[:, None] & (n < (num_columns - column).to(tl.int32))[None, :]
     return as_float32(tl.load(place, mask=inside, other=0.0))
 
 
@@ -106,9 +95,7 @@ def store_tile(out_ptr, value, first, written, column, num_columns):
     m = tl.arange(0, value.shape[0])
     n = tl.arange(0, value.shape[1])
     corner = out_ptr + first * num_columns + column
-    inside = (m < ending(first, written, value.shape[0]))[:, None] & (n < (num_columns - column).to(tl.int32))[
-        None, :
-    ]  # likewise
+    inside = (m < ending(first, written, value.shape[0]))[:, None] & (n < (num_columns - column).to(tl.int32))[None, :]
     tl.store(corner + m[:, None].to(tl.int64) * num_columns + n[None, :], value, mask=inside)
 
 

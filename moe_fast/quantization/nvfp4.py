@@ -84,9 +84,7 @@ def quantize_two_levels(
 def _amax_of_forms(
     x: Tensor, splits: Tensor | None, rowwise: bool, columnwise: bool, row_scaled: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """max |x| over each group and over its transform; row-scaled: [M] per row, and [G,N] per
-    group's column.
-    """
+    """max |x| per group and of its transform; row-scaled: [M] rows, [G,N] columns of groups."""
     sizes = tuning.for_device(x.device).quantize
     grid = grid_of(
         x.shape, splits, sizes.groups if row_scaled else sizes.transformed, True, (1 if row_scaled else SIZE, 1)

@@ -112,9 +112,7 @@ def _quantize_blocks(
 
 
 def empty_form(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form:
-    """A form with room for all blocks; quantize_blocks_kernel writes all codes, and scales of
-    existing blocks.
-    """
+    """A form with room for all blocks; kernels write all codes, and existing scales."""
     rows = grid.tiles if rule == "amax" and block[0] > 1 else ceil_div(len(x), block[0])
     columns = ceil_div(x.shape[1], block[1])
     turned = rule == "amax" and block[0] == 1  # neighbouring rows beside each other, as matrix products read them
@@ -137,9 +135,7 @@ def form_arguments(form: Form | None) -> tuple[Any, ...]:
 
 
 class _Place(torch.autograd.Function):
-    """x's node in the graph: a tensor of its shape, never read. Rows past the last group have no
-    gradient.
-    """
+    """x's node in the graph, never read; rows past the last group have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: Tensor | None) -> Tensor:

@@ -87,9 +87,7 @@ def scales(quantized: Quantized, *, columnwise: bool = False, layout: str = "com
 
 
 def _compact(quantized: Quantized, form: Form, blocks: Tensor, columnwise: bool) -> tuple[list[int], Tensor]:
-    """(rows per group, all rows) of per-block values; MXFP8 and NVFP4 repeat a square's for each of
-    its rows.
-    """
+    """(rows per group, values per block); MXFP8 and NVFP4 repeat a square's for its rows."""
     assert form.block is not None
     sizes = _sizes(quantized, form)
     counts = [ceil_div(size, form.block[0]) for size in sizes]
@@ -252,16 +250,13 @@ def grid_of(
     least: tuple[int, int] = (1, 1),
     rows: int | None = None,
 ) -> Grid:
-    """Tiles of `walk`, at least a block; `rows`: exactly that high. Aligned: from each group's
-    first row on.
-    """
+    """Tiles of `walk`, at least a block, or `rows` high. Aligned: from each group's first row."""
     num_rows, num_columns = shape
     groups = 1 if splits is None else len(splits)
     block_m = rows or max(walk.tokens, least[0])
     block_n = max(min(walk.columns, power_of_two(num_columns)), least[1])
-    pieces = (
-        groups + 1 if aligned and splits is not None else 1
-    )  # the rest of x is one more; each has a last tile that may be partial
+    # the rest of x is one more; each has a last tile that may be partial
+    pieces = groups + 1 if aligned and splits is not None else 1
     tiles = (num_rows + pieces * (block_m - 1)) // block_m
     steps = min(walk.steps, max(ceil_div(num_columns, block_n), 1))
     settings = {

@@ -31,13 +31,10 @@ def load_keys(
     KEY_BITS: tl.constexpr,
     KEY: tl.constexpr,
 ):
-    """[BLOCK_T, BLOCK_E] probs as bits, 0 where not routed, and keys: with KEY_BITS 1 all routed
-    are equal.
-    """
+    """[BLOCK_T, BLOCK_E] probs as bits, 0 where not routed, and keys (KEY_BITS 1: all equal)."""
     routed = tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=inside, other=0) != 0
-    bits = tl.load(
-        probs_ptr + t[:, None] * stride_probs_t + e[None, :] * stride_probs_e, mask=routed, other=0
-    )  # others may be anything
+    # others may be anything
+    bits = tl.load(probs_ptr + t[:, None] * stride_probs_t + e[None, :] * stride_probs_e, mask=routed, other=0)
     key = tl.zeros(bits.shape, KEY)
     if KEY_BITS > 1:
         magnitude: tl.constexpr = 2 ** (bits.dtype.primitive_bitwidth - 1) - 1
@@ -139,9 +136,7 @@ def drop_search_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """The key above which, and at which before which token, an expert keeps tokens, to fill its
-    room.
-    """
+    """The key above which, and at it the token before which, an expert keeps tokens."""
     e = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     KEY: tl.constexpr = keys_ptr.dtype.element_ty
     whole = load_columns(keys_ptr, e, tl.arange(0, BLOCK_T), num_tokens, num_experts, KEY_BITS)
@@ -233,10 +228,7 @@ def drop_backward_kernel(
     cell = t[:, None] * num_experts + e[None, :]
     through = tl.load(kept_ptr + cell, mask=inside, other=0) != 0
     if map_ptr is not None:
-        through = (
-            tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=through, other=0) != 0
-        )  # no more matter
-    dout = tl.load(
-        dout_ptr + t[:, None] * stride_dout_t + e[None, :] * stride_dout_e, mask=through, other=0
-    )  # 0 where it does not pass
+        # no more matter
+        through = tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=through, other=0) != 0
+    dout = tl.load(dout_ptr + t[:, None] * stride_dout_t + e[None, :] * stride_dout_e, mask=through, other=0)  # else 0
     tl.store(dprobs_ptr + cell, dout, mask=inside)

@@ -60,9 +60,7 @@ def ordered(word, magnitude: tl.constexpr):
 
 @triton.jit
 def key_of(x):
-    """An integer in the order of the scores, none of which is -0; a NaN is at least -∞, never a
-    mark.
-    """
+    """An integer in the order of the scores, none of them -0; a NaN is at least -∞, no mark."""
     wide: tl.constexpr = x.dtype == tl.float64
     key = ordered(x.to(tl.int64 if wide else tl.int32, bitcast=True), 2**63 - 1 if wide else 2**31 - 1)
     return tl.maximum(key, -(2**63) + 2**52 - 1 if wide else -(2**31) + 2**23 - 1)  # the image of -∞

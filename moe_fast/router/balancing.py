@@ -114,9 +114,7 @@ class _AuxScores(torch.autograd.Function):
         if dscores is None:
             return None, None, None, None
         logits, padding = ctx.saved_tensors
-        dlogits = torch.empty(
-            logits.shape, dtype=logits.dtype, device=logits.device
-        )  # all by aux_scores_backward_kernel
+        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)  # by aux_scores_backward_kernel
         grid, sizes = _whole_rows(logits)
         if grid[0]:
             with launch_on(logits):

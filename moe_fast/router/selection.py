@@ -130,9 +130,8 @@ def _choose(
     """Probs with the map or, unless they are given, the indices."""
     num_tokens, num_experts = logits.shape
     shape = logits.shape if dense else (num_tokens, settings.topk)
-    probs = torch.empty(
-        shape, dtype=logits.dtype, device=logits.device
-    )  # all by topk_kernel, which has K different slots a token
+    # all by topk_kernel, which has K different slots a token
+    probs = torch.empty(shape, dtype=logits.dtype, device=logits.device)
     choice = None
     if dense or given is None:
         choice = torch.empty(shape, dtype=torch.bool if dense else torch.int64, device=logits.device)  # likewise
