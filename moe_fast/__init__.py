@@ -1,16 +1,18 @@
-"""The functions of `moe_ref`, fused in Triton: compiled on a GPU, in Triton's interpreter on a CPU.
+"""The functions of `moe_ref`, fused in Triton: compiled on a GPU, interpreted on a CPU.
 
-Signatures, results, errors and gradients are the reference's; a dispatcher has one rank's part of them and a process
-group. A family is a package that is an implementation of its own: `--impl moe_fast.permutation` judges that family.
+Signatures, results, errors and gradients are the reference's; a dispatcher has one rank's part of
+them and a process group. A family is a package that is an implementation of its own: `--impl
+moe_fast.permutation` judges that family.
 
-Read `permutation.row_map` first (where each token's rows are), then `permutation.permute`. `router` stands by itself:
-`selection`, `balancing`, `capacity` and `gating` are the parts of `route`. `quantization.quantized` defines codes and
-scales, which `quantize` makes with `group_scales` and `nvfp4`. `experts.segments` and `linear` multiply each expert's
-rows, `scaled_linear` in low precision; `mlp` and `shared` are made of them. `fused` quantises in the launch of the
-stage before, and `dispatch` brings rows to other ranks.
+Read `permutation.row_map` first (where each token's rows are), then `permutation.permute`. `router`
+stands by itself: `selection`, `balancing`, `capacity` and `gating` are the parts of `route`.
+`quantization.quantized` defines codes and scales, which `quantize` computes with `group_scales` and
+`nvfp4`. `experts.segments` and `linear` multiply each expert's rows, `scaled_linear` in low
+precision; `mlp` and `shared` combine them. `fused` quantises in the launch of the stage before, and
+`dispatch` brings rows to other ranks.
 
-A file without an underscore launches; `_name.py` next to it holds its kernels. `launch` holds what all launches share,
-block sizes among them.
+A file without an underscore launches; `_name.py` next to it holds its kernels. `launch` holds what
+all launches share, block sizes among them.
 """
 
 from moe_fast.launch import backend as backend  # first: it chooses the interpreter before any kernel is decorated

@@ -1,4 +1,4 @@
-"""What functions promise beyond the reference's contract, and which legal calls have no kernel: each family says it of its own functions."""
+"""Promises beyond the reference's contract, and the legal calls that have no kernel, by family."""
 
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -21,10 +21,10 @@ SUM = COMPUTED | {"reduction_order": "ascending experts"}
 
 
 class Family:
-    """The functions of a namespace: `declares` and `supports` of `conformance.interface`, and their names."""
+    """The functions of a namespace, with `declares` and `supports` of `conformance.interface`."""
 
     def __init__(self, promises: Mapping[Callable[..., Any], Promises], check: Check | None = None) -> None:
-        """`check` raises ValueError for a payload, the first argument, that the function has no kernel for."""
+        """`check` raises ValueError for a payload (first argument) without a kernel."""
         self.promises = {function.__name__: promised for function, promised in promises.items()}
         self.check = check
         self.names = [*self.promises, "declares", "supports"]
@@ -35,7 +35,7 @@ class Family:
         return dict(promised() if callable(promised) else promised)
 
     def supports(self, function: str, *arguments: Any, **settings: Any) -> str | None:
-        """Why a call is not supported, or None; depends on shapes, dtypes and settings only, so meta tensors serve."""
+        """Why a call is not supported, or None; by shapes, dtypes and settings alone."""
         payload = next(iter((*arguments, *settings.values())), None)
         if self.check is None or not isinstance(payload, Tensor):
             return None
@@ -55,7 +55,7 @@ def combine(*families: ModuleType) -> tuple[Callable[..., dict[str, Any]], Calla
         return home[function].declares(function)
 
     def supports(function: str, *arguments: Any, **settings: Any) -> str | None:
-        """Why a call is not supported, or None; depends on shapes, dtypes and settings only, so meta tensors serve."""
+        """Why a call is not supported, or None; by shapes, dtypes and settings alone."""
         return home[function].supports(function, *arguments, **settings)
 
     return declares, supports, list(home)

@@ -1,11 +1,12 @@
 """The dispatchers of `moe_ref.dispatch` over `torch.distributed`, as one rank calls them.
 
-Rows travel as bytes, so that every dtype can, with everything that belongs to a row: one collective for the counts,
-one for the rows. Permutations before and after are `moe_fast.permutation`'s. All are differentiable and deterministic,
-by the reduction trees of the reference. The host reads the counts, and the indices that it may have to refuse.
+Rows travel as bytes, so that every dtype can, with everything that belongs to a row: one collective
+for the counts, one for the rows. Permutations before and after are `moe_fast.permutation`'s. All
+are differentiable and deterministic, by the reduction trees of the reference. The host reads the
+counts, and the indices that it may have to refuse.
 
-Read `exchange` first, then `alltoall`, `allgather`, `deepep`, `hybridep`, `low_latency`; `overlap` runs other work at
-the same time as any of them.
+Read `exchange` first, then `alltoall`, `allgather`, `deepep`, `hybridep`, `low_latency`; `overlap`
+runs other work at the same time as any of them.
 """
 
 from moe_fast.declared import COPY, READ, SUM, Family

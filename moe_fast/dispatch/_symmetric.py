@@ -1,12 +1,13 @@
-"""Rows straight into other ranks' memory, and back out of it.
+"""Rows straight into other ranks' memory, and back.
 
-Each rank has a slab that all ranks can address. A table holds, for one region of the slab, where that is for each rank. Rows go to their
-final places: row i of a region is row i of the experts' buffer there. Of the rows that a token has on one rank only the first travels when
-duplicates are removed; `link` says which rows are first, and which row of the same token follows each.
+Each rank has a slab that all ranks can address. A table holds the address of one region of the slab
+on each rank. Row i of the region "rows" is row i of the experts' buffer. With duplicates removed,
+only the first of a token's rows on a rank travels; `link` marks it, and chains the token's other
+rows:
 
     link[i] = FIRST · (row i travelled) + (1 + the token's next row here, or 0)
 
-Where there are regions for scales, rows travel as codes and scales, made where the token is read.
+With regions for scales, rows travel as codes and scales, computed where the token is read.
 """
 
 import triton
@@ -23,13 +24,13 @@ NEXT = tl.constexpr((1 << 30) - 1)
 
 @triton.jit
 def at_rank(table_ptr, rank, mask, ELEMENT: tl.constexpr):
-    """Where a region begins at each of these ranks: at a multiple of 256 bytes, of which vectors need 16."""
+    """The addresses of a region on these ranks: multiples of 256 bytes, of which vectors need 16."""
     return tl.multiple_of(tl.load(table_ptr + rank, mask=mask, other=0).to(tl.pointer_type(ELEMENT)), 16)
 
 
 @triton.jit(do_not_specialize=["own_rank", "num_experts"])
 def announce_kernel(count_ptr, counts_table_ptr, own_rank, num_experts, BLOCK_E: tl.constexpr):
-    """This rank's counts into its row of everybody's counts; a program for each rank."""
+    """This rank's counts into its row of all ranks' counts; one program per rank."""
     e = tl.arange(0, BLOCK_E)
     inside = e < num_experts  # the block is a power of two
     counts_ptr = at_rank(counts_table_ptr, tl.program_id(0), True, tl.int32)
@@ -53,7 +54,7 @@ def slab_layout_kernel(
     num_rows,
     BLOCK_E: tl.constexpr,
 ):
-    """Lay out the segments of all ranks' buffers: the same on every rank, so that all of them know who overflows."""
+    """Lay out the segments of all ranks' buffers, on every rank alike: all see each overflow."""
     e = tl.arange(0, BLOCK_E)
     inside = e < num_experts  # the block is a power of two
     total = tl.zeros([BLOCK_E], tl.int64)
@@ -136,7 +137,7 @@ def push_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Each token is read once and written to its rows, wherever those are. The first programs move probs, and write links and lists."""
+    """Read each token once, write it to its rows on all ranks; first probs, links and lists."""
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     column = tl.program_id(0) % columns
     block = tl.program_id(0) // columns
@@ -177,12 +178,9 @@ def push_kernel(
                 )
                 rank = expert // local_experts
                 if probs_ptr is not None:
-                    prob = tl.load(
-                        probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0
-                    )  # only those with a row
-                    tl.store(
-                        at_rank(probs_table_ptr, rank, live, probs_ptr.dtype.element_ty) + row, prob, mask=live
-                    )  # likewise
+                    # only those with a row
+                    prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
+                    tl.store(at_rank(probs_table_ptr, rank, live, probs_ptr.dtype.element_ty) + row, prob, mask=live)
                 if row_slots_ptr is not None:
                     if ONCE:
                         follows = next_live & (next_expert // local_experts == rank)
@@ -190,9 +188,8 @@ def push_kernel(
                     else:
                         link = tl.full([BLOCK_L], FIRST, tl.int64)
                     tl.store(at_rank(link_table_ptr, rank, live, tl.int32) + row, link.to(tl.int32), mask=live)
-                    tl.store(
-                        row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots
-                    )  # dropped rows too
+                    # dropped rows too
+                    tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots)
                 last = tl.where(live, rank, last)
     else:
         t = (block - lists).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -226,9 +223,8 @@ def push_kernel(
             rank = expert // local_experts
             sent = live & (rank != last) if ONCE else live
             rows_ptr = at_rank(rows_table_ptr, rank, sent, sent_as.dtype)
-            tl.store(
-                rows_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row
-            )  # others are not written
+            # others are not written
+            tl.store(rows_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row)
             if scales_table_ptr is not None:
                 place = row[:, None] * tl.cdiv(num_columns, BLOCK) + b[None, :]
                 tl.store(
@@ -280,9 +276,8 @@ def spread_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Each row that has travelled is copied to all rows of its token. The last programs write zeros into the padding, and behind the segments.
-
-    Scales behind the segments are not written.
+    """Each row that has travelled is copied to all rows of its token. The last programs write zeros
+    into the padding and past the segments; scales past the segments are not written.
     """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     column = tl.program_id(0) % columns
@@ -347,7 +342,7 @@ def gather_kernel(
     ACCUMULATOR: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The rows of each token on this rank are added in their order, in the place of the first; their probs are put where others can read them."""
+    """Add each token's rows here, in order, into the place of the first; publish their probs."""
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     column = tl.program_id(0) % columns
     row = (tl.program_id(0) // columns).to(tl.int64)
@@ -392,7 +387,9 @@ def pull_kernel(
     BLOCK_L: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """out[t] = Σ over ranks, ascending, of what is there of t, rounded before it is added; out_probs[t, e] that of its row, 0 where there is none."""
+    """out[t] = Σ over ranks, ascending, of t's sums there, each rounded before it is added;
+    out_probs[t, e] is the prob of its row, 0 without one.
+    """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     column = tl.program_id(0) % columns
     block = tl.program_id(0) // columns

@@ -1,4 +1,4 @@
-"""AllGather: every rank sees all tokens and picks those that its experts want."""
+"""AllGather: every rank sees all tokens and picks the copies that its own experts want."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +41,8 @@ def allgather_dispatch(
 ) -> Dispatched:
     """Gather all tokens on every rank, and permute the copies that the rank's own experts want.
 
-    With its tokens a rank gets only its own experts' columns of routing maps and probs. The host reads the counts.
+    With its tokens a rank gets only its own experts' columns of routing maps and probs. The host
+    reads the counts.
     """
     ranks, rank = size_and_rank(group)
     shards = expert_tensor_parallel
@@ -60,7 +61,8 @@ def allgather_dispatch(
 
 
 def allgather_combine(rows_PH: Tensor, handle: Handle, *, group: Any = None) -> Tensor:
-    """Add each token's rows on every rank, send the sums to the token's rank, and add them, ranks ascending.
+    """Add each token's rows on every rank, send the sums to the token's rank, and add them, ranks
+    ascending.
 
     Raises:
         ValueError: rows of another shape than dispatch's, or another group.

@@ -44,10 +44,11 @@ def alltoall_dispatch(
     capacity: int | None = None,
     group: Any = None,
 ) -> Dispatched:
-    """Permute the copies by expert, send each chunk to its expert's rank, and sort what arrives by local expert.
+    """Permute the copies by expert, send each chunk to its expert's rank, and sort what arrives by
+    local expert.
 
-    dprobs of shards are added in their own dtype. Each copy travels to all shards of its expert, in one collective. The
-    host reads the counts, unless `capacity` gives the sizes.
+    dprobs of shards are added in their own dtype. Each copy travels to all shards of its expert, in
+    one collective. The host reads the counts, unless `capacity` gives the sizes.
     """
     ranks, rank = size_and_rank(group)
     shards = expert_tensor_parallel
@@ -100,7 +101,7 @@ def alltoall_combine(rows_PH: Tensor, handle: Handle, *, group: Any = None) -> T
 
 
 def _to_shards(x: Tensor | None, blocks: tuple[int, ...], shards: int) -> Tensor | None:
-    """Each block so many times, one below the other."""
+    """Each block, repeated for its shards."""
     if x is None or shards == 1:
         return x
     return torch.cat([replicated(block, shards) for block in x.split(list(blocks))])

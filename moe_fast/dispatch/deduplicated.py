@@ -1,4 +1,4 @@
-"""Each token once to each rank that wants it, and what the ranks make of it back."""
+"""Each token once to each rank that wants it, and the ranks' results back."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from moe_fast.permutation.permute import permute
 
 @dataclass(frozen=True)
 class Sent:
-    """Which of its tokens a rank sends where: rows by destination, in a destination by token."""
+    """The rows that a rank sends: by destination, then by token."""
 
     exchange: Exchange
     row_map: Any  # of the tokens to those rows
@@ -55,7 +55,7 @@ def send_once(tokens_TH: Tensor, wanted_TW: Tensor, group: Any) -> tuple[Sent, T
 
 
 def add_ranks(rows_SH: Tensor, sent: Sent, biases: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """round(biases + Σ_w row of the token on w), ranks ascending in float32 (float64 for float64): what has come back, as tokens."""
+    """round(biases + Σ_w row of the token on w), ranks ascending in float32 (float64 for float64)."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     total = rows_SH.new_zeros((sent.num_tokens, *rows_SH.shape[1:]), dtype=wide)
     for bias in biases:

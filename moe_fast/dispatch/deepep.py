@@ -1,4 +1,6 @@
-"""DeepEP's normal mode: each token travels once to each rank that wants it, however many experts of that rank do."""
+"""DeepEP's normal mode: each token travels once to each rank that wants it, however many experts of
+that rank do.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,16 +40,15 @@ class Handle:
 
 
 def deepep_layout(indices_TK: Tensor, *, num_experts: int, ranks: int) -> DeepEPLayout:
-    """Count, before anything is sent, how many tokens one rank will send where; local, and the host never waits.
+    """Count, before anything is sent, how many tokens one rank will send where; local, and the host
+    never waits.
 
     A slot outside 0 … E - 1 counts as empty, unchecked.
     """
     check_expert_split(num_experts, ranks)
     wide_TK = indices_TK.long()  # a narrow dtype may not hold the numbers that they are compared with
     in_rank_TW = _wanted(wide_TK, num_experts // ranks, ranks)
-    slots = torch.where(
-        (wide_TK >= 0) & (wide_TK < num_experts), wide_TK, num_experts
-    ).flatten()  # the last counts what is nobody's
+    slots = torch.where((wide_TK >= 0) & (wide_TK < num_experts), wide_TK, num_experts).flatten()  # the last: no expert
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=slots.device).scatter_add_(
         0, slots, torch.ones_like(slots)
     )
@@ -142,7 +143,7 @@ def deepep_combine(
 
 
 def _longer(x: Tensor, rows: int, fill: int) -> Tensor:
-    """So many rows behind it, of one number."""
+    """x with `rows` more rows of one number."""
     if rows == 0:
         return x
     behind = torch.full((rows, prod(x.shape[1:]) * x.element_size()), 0, dtype=torch.uint8, device=x.device)
@@ -152,5 +153,5 @@ def _longer(x: Tensor, rows: int, fill: int) -> Tensor:
 
 
 def _wanted(indices_TK: Tensor, local_experts: int, ranks: int) -> Tensor:
-    """[T,W] bool: whether some slot of the token, an int64, names an expert of the rank. -1 is nobody's."""
+    """[T,W] bool: whether some int64 slot of the token names an expert of the rank; -1 names none."""
     return ((indices_TK // local_experts)[:, :, None] == torch.arange(ranks, device=indices_TK.device)).any(1)

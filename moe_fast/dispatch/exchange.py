@@ -15,7 +15,7 @@ from moe_ref.config import require
 
 @dataclass(frozen=True)
 class Exchange:
-    """Who sends how many rows to whom: rows stand by destination when they leave, and by source when they have arrived."""
+    """Rows from each rank to each: by destination when they leave, by source when they arrive."""
 
     group: Any
     send: tuple[int, ...]  # rows to each rank
@@ -61,7 +61,7 @@ def exchange_of(count_WW: Sequence[Sequence[int]], rank: int, group: Any) -> Exc
 
 
 def exchanged(exchange: Exchange, *parts: Tensor | None) -> list[Tensor | None]:
-    """The rows of all parts, row by row in one record, at their destinations. Gradients travel back the same way."""
+    """The rows of all parts at their destinations, in one record per row; gradients travel back."""
     given = [part for part in parts if part is not None]
     arrived = iter(_Exchanged.apply(exchange, *given))
     return [None if part is None else next(arrived) for part in parts]
@@ -86,12 +86,11 @@ class _Exchanged(torch.autograd.Function):
 
 
 def _move(exchange: Exchange, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The parts at their destinations: as bytes, since not every backend knows every dtype."""
+    """The parts at their destinations: as bytes, since not every backend supports every dtype."""
     columns = [as_bytes(part) for part in parts]
     record = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-    arrived = torch.empty(
-        (sum(exchange.receive), record.shape[1]), dtype=torch.uint8, device=record.device
-    )  # all by the collective
+    # all by the collective
+    arrived = torch.empty((sum(exchange.receive), record.shape[1]), dtype=torch.uint8, device=record.device)
     dist.all_to_all_single(arrived, record, list(exchange.receive), list(exchange.send), group=exchange.group)
     pieces = arrived.split([column.shape[1] for column in columns], dim=1)
     return tuple(from_bytes(piece, part) for piece, part in zip(pieces, parts, strict=True))
@@ -99,14 +98,13 @@ def _move(exchange: Exchange, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def as_bytes(part: Tensor) -> Tensor:
     """[R, bytes of a row]."""
-    flat = (
-        part.detach().resolve_neg().contiguous().flatten()
-    )  # one row or column is contiguous with any stride; a vector is with one
+    # one row or column is contiguous with any stride; a vector is with one
+    flat = part.detach().resolve_neg().contiguous().flatten()
     return flat.view(torch.uint8).reshape(len(part), prod(part.shape[1:]) * part.element_size())
 
 
 def from_bytes(piece: Tensor, like: Tensor) -> Tensor:
-    """The rows that `as_bytes` made the bytes of."""
+    """The inverse of `as_bytes`."""
     shape = (len(piece), *like.shape[1:])
     return (
         piece.clone(memory_format=torch.contiguous_format).view(like.dtype).reshape(shape)
@@ -122,7 +120,7 @@ def check_handle(handle: Any, kind: type, group: Any) -> None:
 
 
 def check_combined(rows: Tensor, num_rows: int) -> None:
-    """Raise `ValueError` unless combine gets as many rows as dispatch gave, of numbers that can be added."""
+    """Raise `ValueError` unless combine gets as many rows as dispatch gave, and can add them."""
     right = rows.dim() == 2 and len(rows) == num_rows and rows.is_floating_point() and rows.element_size() > 1
     require(
         right,
@@ -133,12 +131,12 @@ def check_combined(rows: Tensor, num_rows: int) -> None:
 
 
 def replicated(x_TH: Tensor, times: int) -> Tensor:
-    """[times · T, H]: x so many times, one below the other. The gradients are added from the first on, in the dtype of x."""
+    """[times · T, H]: copies of x. Gradients are added from the first on, in the dtype of x."""
     return x_TH if times == 1 else _Replicated.apply(x_TH, times)
 
 
 def added(parts_NTH: Tensor, between: torch.dtype) -> Tensor:
-    """round(parts[0] + parts[1] + …): from the first on, every partial sum in the dtype `between`; the gradient is a copy for each part."""
+    """round(parts[0] + parts[1] + …), partial sums in dtype `between`; parts share the gradient."""
     return parts_NTH[0] if len(parts_NTH) == 1 else _Added.apply(parts_NTH, between)
 
 

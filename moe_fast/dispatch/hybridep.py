@@ -1,4 +1,6 @@
-"""HybridEP: each token travels once to each rank that wants it, and permute and unpermute are part of the way."""
+"""HybridEP: each token travels once to each rank that wants it, and permute and unpermute are part
+of the way.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -50,10 +52,10 @@ def hybridep_dispatch(
     recipe: Recipe | None = None,
     group: Any = None,
 ) -> Dispatched:
-    """Send each token once to each rank that wants it, and write its copies where the experts read them.
+    """Send each token once to each rank that wants it, and write its copies where the experts read.
 
-    With a recipe each token is quantised once, here, and its codes and scales travel as bytes: the bits are those of rows
-    quantised on arrival. The host reads the counts.
+    With a recipe each token is quantised once, here, and its codes and scales travel as bytes: the
+    bits are the same as of rows quantised on arrival. The host reads the counts.
     """
     ranks, _ = size_and_rank(group)
     check_dispatch([tokens_TH] * ranks, [routing_map_TE] * ranks, None if probs is None else [probs] * ranks)
@@ -75,7 +77,7 @@ def hybridep_dispatch(
 
 
 class _Place(torch.autograd.Function):
-    """Where rows stand in the graph that came as codes: a tensor of their shape that is never read. Its gradient is a combine."""
+    """The graph's node of rows that came as codes, never read; its gradient is a combine."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, handle: Handle) -> Tensor:
@@ -111,7 +113,8 @@ def hybridep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = 
 
 
 def hybridep_combine(rows_PH: Tensor, handle: Handle, *, probs: Tensor | None = None, group: Any = None) -> Combined:
-    """Add each token's rows on every rank, send the sums back, and add them; no probability is applied.
+    """Add each token's rows on every rank, send the sums back, and add them; no probability is
+    applied.
 
     Probs, [P] or None, come back as [T,E].
 
@@ -139,6 +142,5 @@ def _to_cells(probs_P: Tensor, handle: Handle) -> Tensor:
     nothing = probs_P.new_zeros((received, 1))
     number_P = permute(nothing, handle.map_DL, probs=number_DL, align=handle.align, num_rows=handle.num_rows).probs
     assert number_P is not None
-    return (
-        probs_P.new_zeros(cells + 1).index_put((number_P.long(),), probs_P)[1:].reshape(received, local)
-    )  # padding falls on 0
+    # padding falls on 0
+    return probs_P.new_zeros(cells + 1).index_put((number_P.long(),), probs_P)[1:].reshape(received, local)

@@ -11,7 +11,8 @@ EMPTY = -1
 def apply_index_policy(
     indices_TK: Tensor, probs_TK: Tensor | None, num_experts: int, policy: IndexPolicy | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Refuse, skip or keep the slots that libraries differ on; a skipped slot becomes -1 with probability 0.
+    """Refuse, skip or keep the slots that libraries differ on; a skipped slot becomes -1 with
+    probability 0.
 
     Raises:
         ValueError: an index outside, or one that the policy rejects. The host reads both.

@@ -1,4 +1,4 @@
-"""DeepEP's low-latency mode: a copy for every slot, into slabs whose sizes are known beforehand, and a weighted combine."""
+"""DeepEP's low-latency mode: one copy per slot, into slabs of fixed sizes, and a weighted combine."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +44,7 @@ def deepep_low_latency_dispatch(
     policy: IndexPolicy | None = None,
     group: Any = None,
 ) -> LowLatencyDispatched:
-    """Send a copy of each token for every slot of it, into the slab of its expert. The host reads the counts."""
+    """Send a copy of each token per slot, into the slab of its expert. The host reads the counts."""
     ranks, rank = size_and_rank(group)
     check_rank_indices([tokens_TH] * ranks, [indices_TK] * ranks, None, num_experts)
     check_slab([tokens_TH], max_tokens_per_rank, use_fp8, round_scale)
@@ -53,9 +53,8 @@ def deepep_low_latency_dispatch(
     own_E = (kept_TK.flatten()[:, None] == torch.arange(num_experts, device=kept_TK.device)).sum(0)
     count_SE = counts_of_all(own_E, group)
     exchange = exchange_of(count_SE.unflatten(1, (ranks, local)).sum(2).tolist(), rank, group)
-    copy_N = (
-        kept_TK.flatten().sort(stable=True).indices
-    )  # by expert, in an expert by token and slot; empty slots in front
+    # by expert, in an expert by token and slot; empty slots in front
+    copy_N = kept_TK.flatten().sort(stable=True).indices
     copy_N = copy_N[kept_TK.numel() - sum(exchange.send) :]
     token_N = copy_N // max(kept_TK.shape[1], 1)
     place_TK = _places(kept_TK, copy_N)
@@ -79,9 +78,8 @@ def deepep_low_latency_dispatch(
     rows, scales, numbers = (None if x is None else _placed(x, row_D, (local, slab)) for x in arrived)
     assert rows is not None and numbers is not None
     same_TKK = (kept_TK[:, :, None] == kept_TK[:, None, :]) & (kept_TK != EMPTY)[:, :, None]
-    last_TK = (
-        torch.where(same_TKK, place_TK[:, None, :], EMPTY).amax(2) if kept_TK.shape[1] else place_TK
-    )  # of a repeated expert, the later row
+    # of a repeated expert, the later row
+    last_TK = torch.where(same_TKK, place_TK[:, None, :], EMPTY).amax(2) if kept_TK.shape[1] else place_TK
     handle = Handle(exchange, row_D, last_TK, (local, slab))
     return LowLatencyDispatched(rows, scales, count_SL.sum(0), numbers, begin_LS * 2**32 + count_SL.T, handle)
 
@@ -92,7 +90,8 @@ def deepep_low_latency_combine(
     """Send each row back and add each token's rows, weighted.
 
     Raises:
-        ValueError: rows of another shape than dispatch's, another group, or other numbers of tokens or slots.
+        ValueError: rows of another shape than dispatch's, another group, or other numbers of tokens
+            or slots.
     """
     check_handle(handle, Handle, group)
     check_rows([rows], [handle.shape])
@@ -114,7 +113,7 @@ def deepep_low_latency_combine(
 
 
 class _Copied(torch.autograd.Function):
-    """tokens[token of each copy]; the gradients of a token's copies are added in their order, in float32 (float64), and rounded once."""
+    """tokens[token of each copy]; a token's gradients are added in order, in float32 or float64."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, token_N: Tensor, place_TK: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""What needs nothing from other ranks runs beside what does: shared experts beside a dispatch, or beside all of dispatch, experts and combine."""
+"""Local work at the same time as an exchange: shared experts during a dispatch, or during all of
+dispatch, experts and combine.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -16,9 +18,10 @@ def beside(local: Callable[[], X], exchange: Callable[[], Y], device: torch.devi
 
         y, rows = beside(partial(shared_experts, x, fc1, fc2), partial(hybridep_dispatch, x, routing_map, …), x.device)
 
-    `local` is launched first, so that a host that waits for counts does not delay it, and must not communicate: the ranks'
-    launches on two streams have no common order. Later work waits for both. Autograd runs a backward on the stream of its
-    forward, so that gradients overlap too. One graph can capture both, if it can capture each.
+    `local` is launched first, so that a host that waits for counts does not delay it, and must not
+    communicate: the ranks' launches on two streams have no common order. Later work waits for both.
+    Autograd runs a backward on the stream of its forward, so that gradients overlap too. One graph
+    can capture both, if it can capture each.
     """
     if device.type != "cuda":
         return local(), exchange()
@@ -39,7 +42,7 @@ def _stream(device: torch.device) -> Any:
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
-    """Those of a result, alone or in a tuple."""
+    """The tensors of a result, alone or in a tuple."""
     for x in result if isinstance(result, tuple) else (result,):
         if isinstance(x, Tensor):
             yield x

@@ -1,6 +1,7 @@
 """Memory of every rank that all ranks of a group can address, and the barrier between them.
 
-On GPUs of one NVLink host it is torch's symmetric memory; on CPUs, where kernels are interpreted, a file that all processes map.
+On GPUs of one NVLink host it is torch's symmetric memory; on CPUs, where kernels are interpreted, a
+file that all processes map.
 """
 
 import os
@@ -25,7 +26,7 @@ BARRIER_MS = 600_000  # that a GPU waits for the others before it gives up with 
 
 @dataclass(frozen=True)
 class Room:
-    """What a slab has room for."""
+    """The sizes that a slab has room for."""
 
     ranks: int
     experts: int
@@ -35,9 +36,8 @@ class Room:
     def regions(self) -> dict[str, int]:
         """Bytes of each region."""
         rows, probs = self.rows * self.row_bytes, self.rows * PROB_BYTES
-        scales = (
-            self.rows * 4 * -(-self.row_bytes // (2 * FP8_BLOCK))
-        )  # a number of two bytes, or more, becomes one of one
+        # a number of two bytes, or more, becomes one of one
+        scales = self.rows * 4 * -(-self.row_bytes // (2 * FP8_BLOCK))
         sizes = {
             "counts": 4 * self.ranks * self.experts,
             "link": 4 * self.rows,
@@ -56,7 +56,7 @@ class Room:
         )
 
     def grown(self, other: "Room") -> "Room":
-        """Room for either. More rows are twice as many at least: the slabs that were too short for a call have together no more than the last."""
+        """Room for either; rows at least double: outgrown slabs together cost no more than the last."""
         rows = self.rows if self.rows >= other.rows else max(2 * self.rows, other.rows)
         return Room(self.ranks, max(self.experts, other.experts), rows, max(self.row_bytes, other.row_bytes))
 
@@ -99,21 +99,23 @@ def slab_of(
 
 
 _slabs: WeakKeyDictionary[Any, Slab] = WeakKeyDictionary()
-_outgrown: WeakKeyDictionary[Any, list[Slab]] = (
-    WeakKeyDictionary()
-)  # what a graph may have captured, here or on another rank
+# what a graph may have captured, here or on another rank
+_outgrown: WeakKeyDictionary[Any, list[Slab]] = WeakKeyDictionary()
 _meetings = count()  # of this process over NVLink
 
 
 def slab_for(group: Any, device: torch.device, room: Room) -> Slab:
-    """The group's slab. The first call, and one that needs more room than those before, is a collective of the group.
+    """The group's slab. The first call, and one that needs more room than those before, is a
+    collective of the group.
 
-    A slab lives as long as its group, also when a larger one has replaced it: captured graphs still store to it, on any
-    rank. So make the largest call first, or use one `num_rows`; smaller slabs cost up to as much memory again. torch
-    numbers a process's NVLink meetings whatever the group: the ranks of a group must have met equally often.
+    A slab lives as long as its group, also when a larger one has replaced it: captured graphs still
+    store to it, on any rank. So make the largest call first, or use one `num_rows`; smaller slabs
+    cost up to as much memory again. torch numbers a process's NVLink meetings whatever the group:
+    the ranks of a group must have met equally often.
 
     Raises:
-        ValueError: the ranks ask for different room or have not met equally often; NVLink multicast is on.
+        ValueError: the ranks ask for different room or have not met equally often; NVLink multicast
+            is on.
         RuntimeError: the device has no such memory.
     """
     group = dist.group.WORLD if group is None else group
@@ -147,9 +149,8 @@ def _nvlink(group: Any, device: torch.device, room: Room) -> Slab:
             f"{said[0][1]} times, as rank 0",
         )
     size = offsets(room)[""]
-    own = symmetric.empty(
-        size, dtype=torch.uint8, device=device
-    )  # regions: counts by announce_kernel, links zeroed, others by who pushes or sums
+    # regions: counts by announce_kernel, links zeroed, others by who pushes or sums
+    own = symmetric.empty(size, dtype=torch.uint8, device=device)
     handle = symmetric.rendezvous(own, group)
     require(not handle.multicast_ptr, "group", "with a multicast pointer", f"without: {MULTICAST} was set too late")
     addresses = [handle.get_remote_tensor(rank, (size,), torch.uint8).data_ptr() for rank in range(room.ranks)]

@@ -1,9 +1,9 @@
-"""The steps of dispatch and combine on ranks that can address each other's memory; between two of them stands a barrier.
+"""The steps of dispatch and combine on ranks that share memory, with a barrier at each bar.
 
-    count → tell all ranks | push | spread, and fill the padding          dispatch
-    | add up a token's rows here | pull                                   combine
+    count → announce | push | spread, and fill the padding          dispatch
+    | add up a token's rows here | pull                             combine
 
-They run on one rank as well as on several in one process, which wait for each other in whatever way.
+They run on one rank, or on several in one process that wait for each other by other means.
 """
 
 from collections.abc import Generator
@@ -65,7 +65,7 @@ def send(
     once: bool = True,
     recipe: Recipe | None = None,
 ) -> Steps[tuple[Any, Tensor | None, Tensor, Handle]]:
-    """The steps of dispatch: rows, or with a recipe a form of them, probs, tokens of each expert and the handle."""
+    """The steps of dispatch: rows (with a recipe a form of them), probs, tokens per expert, handle."""
     (num_tokens, num_experts), ranks, device = routing_map.shape, slab.room.ranks, tokens.device
     local = num_experts // ranks
     slots = empty_slots(routing_map)
@@ -100,7 +100,8 @@ def send(
         False,
     )
     lists = ranked.without_bases()
-    # the walk's bases count within this rank's own layout: less the first block's, they are what stands before in the same expert
+    # the walk's bases count within this rank's own layout: less the first block's, they are what
+    # stands before in the same expert
     ranked = replace(ranked, base_BE=ranked.base_BE - ranked.base_BE[:1])  # type: ignore[operator,index]
     push(tokens, probs, start, ranked, lists.slots_TE, slab, local, once, recipe)
     yield
@@ -163,9 +164,8 @@ def collect(
     yield
 
     shape = (lists.num_tokens, hidden)
-    out = (
-        None if rows is None else torch.empty(shape, dtype=rows.dtype, device=some.device)
-    )  # all by pull_kernel: whole rows of tokens
+    # all by pull_kernel: whole rows of tokens
+    out = None if rows is None else torch.empty(shape, dtype=rows.dtype, device=some.device)
     out_probs = None if probs is None else probs.new_zeros((lists.num_tokens, lists.num_experts))
     programs = columns * (
         (ceil_div(lists.num_tokens, sizes.lists) if probs is not None else 0)
@@ -207,7 +207,9 @@ def push(
     once: bool,
     recipe: Recipe | None = None,
 ) -> None:
-    """Tokens and probs to their rows on all ranks; with `row_slots`, links there and lists here too. With a recipe, codes and scales of tokens."""
+    """Tokens (with a recipe their codes and scales) and probs to their rows on all ranks; with
+    `row_slots` also links there and lists here.
+    """
     sizes, hidden = tuning.for_device(tokens.device).symmetric, tokens.shape[1]
     columns, num_warps = _tile(sizes, recipe)
     numbers, settings = wire.rule_of(recipe, tokens)
@@ -255,7 +257,9 @@ def spread(
     whole: bool,
     recipe: Recipe | None = None,
 ) -> tuple[Any, Tensor | None]:
-    """What has arrived, in the rows of all its experts; zeros in the padding, and, for the whole of it, behind the segments. With a recipe, a form."""
+    """The arrived rows, copied to all rows of their tokens; zeros in the padding and, for `whole`,
+    past the segments. With a recipe, a form.
+    """
     sizes, hidden, device = tuning.for_device(like.device).symmetric, like.shape[1], like.device
     columns, num_warps = _tile(sizes, recipe)
     numbers, settings = wire.rule_of(recipe, like)
@@ -264,9 +268,8 @@ def spread(
     rows = torch.empty((num_rows, hidden), dtype=dtype, device=device)  # by spread_kernel; what is left out is nobody's
     row_probs = None if prob_dtype is None else torch.empty(num_rows, dtype=prob_dtype, device=device)  # likewise
     blocks = 0 if recipe is None else ceil_div(hidden, FP8_BLOCK)
-    scale = torch.empty(
-        (blocks, num_rows), dtype=torch.float32, device=device
-    ).T  # likewise; laid out as that of `quantize`
+    # likewise; laid out as that of `quantize`
+    scale = torch.empty((blocks, num_rows), dtype=torch.float32, device=device).T
     with launch_on(like):
         kernels.spread_kernel[((num_rows + local + tail) * max(1, ceil_div(hidden, columns)),)](
             bits(slab.region("rows", dtype, num_rows * hidden)),
@@ -293,7 +296,7 @@ def spread(
 
 
 def _tile(sizes: tuning.Symmetric, recipe: Recipe | None) -> tuple[int, int]:
-    """Columns and warps of a program. Codes are a byte each: half as many lanes write them in pieces as large; and blocks are whole."""
+    """(columns, warps). Codes are one byte each: half as many lanes write them, by whole blocks."""
     return (
         (sizes.columns, sizes.num_warps)
         if recipe is None

@@ -1,11 +1,11 @@
-"""HybridEP's functions on ranks that can address each other's memory: rows travel straight to where the experts read them.
+"""HybridEP's functions on ranks that share memory: rows travel straight to where the experts read.
 
-    count → tell all ranks → barrier → push → barrier → spread, and zero the padding          dispatch
-    barrier → add up a token's rows here → barrier → pull                                     combine
+    count → announce → barrier → push → barrier → spread, and zero the padding          dispatch
+    barrier → add up a token's rows here → barrier → pull                               combine
 
-The host is never asked and never asks: sizes are given, and every rank computes the layout, and who overflows, from everybody's counts.
-
-This module is a namespace like `moe_fast`, of three of its functions, and of those that read what they have quantised. Read `steps` first.
+The host never waits: sizes are given, and every rank computes the layout and all overflows from all
+ranks' counts. This module is an implementation of three functions, with those that read quantised
+rows. Read `steps` first.
 """
 
 from dataclasses import replace
@@ -48,12 +48,14 @@ def hybridep_dispatch(
     deduplicate: bool = True,
     group: Any = None,
 ) -> Dispatched:
-    """Write each token straight to its rows on the ranks that want it; `num_rows` is the same on all ranks.
+    """Write each token straight to its rows on the ranks that want it; `num_rows` is the same on
+    all ranks.
 
-    The host never waits, unless `num_rows` is None, and the call can be captured in a graph once the group has met with as
-    much room (`slabs.slab_for`). A GPU waits for a missing rank for `slabs.BARRIER_MS`, then gives up with an error. With a
-    recipe each token is quantised where it is read: the bits are those of rows quantised on arrival. With `deduplicate` a
-    token travels once to a rank and is copied there; the results are the same.
+    The host never waits, unless `num_rows` is None, and the call can be captured in a graph once
+    the group has met with as much room (`slabs.slab_for`). A GPU waits for a missing rank for
+    `slabs.BARRIER_MS`, then gives up with an error. With a recipe each token is quantised where it
+    is read: the bits are those of rows quantised on arrival. With `deduplicate` a token travels
+    once to a rank and is copied there; the results are the same.
 
     Raises:
         ValueError: also for 2^30 rows, or where NVLink multicast is on.
@@ -141,7 +143,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Place(torch.autograd.Function):
-    """Where rows stand in the graph that came as codes: a tensor of their shape that is never read; and their probs. The gradient is a combine."""
+    """The graph's node of rows that came as codes, never read, and their probs."""
 
     @staticmethod
     def forward(
@@ -197,7 +199,7 @@ def _resend(tokens: Tensor | None, probs: Tensor | None, handle: Handle) -> tupl
 
 
 def _slab(handle: Handle, rows: Tensor | None, probs: Tensor | None) -> Slab | None:
-    """The group's slab, with room for such rows; None if there are neither rows nor probs, as on every rank alike."""
+    """The group's slab, with room for such rows; None without rows and probs, on every rank alike."""
     some = rows if rows is not None else probs
     if some is None:
         return None

@@ -14,7 +14,7 @@ FORMAT = "e4m3"  # of inputs, whatever gradients have
 
 
 def rule_of(recipe: Recipe | None, tokens: Tensor) -> tuple[tuple[int, int], dict[str, bool]]:
-    """(the least amax, and what a scale is that overflows; settings) of the kernels that quantise what they send."""
+    """(bits of amax_epsilon and of the scale on overflow, settings) of the kernels that encode."""
     if recipe is None:
         return (0, 0), {"POWER_OF_TWO": False}
     infinity = FLOAT32_MAX if tokens.dtype == torch.float64 else torch.finfo(tokens.dtype).max
@@ -24,10 +24,10 @@ def rule_of(recipe: Recipe | None, tokens: Tensor) -> tuple[tuple[int, int], dic
 
 
 def packed(tokens_TH: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """([T, bytes] of each token's scales and codes, the scale of zeros as integers).
+    """([T, bytes of each token's scales and codes], the scale of zeros as integers).
 
-    A scale is sent as the bits in which it differs from that of zeros: then a row of bytes 0, which is what padding is filled with, has the
-    codes and scales of a row of zeros.
+    A scale is sent as the bits in which it differs from the scale of zeros: a row of zero bytes, as
+    in padding, then has the codes and scales of a row of zeros.
     """
     form = _quantized(tokens_TH, recipe)
     of_zeros = _quantized(tokens_TH.new_zeros((1, 1)), recipe).scale.view(torch.int32)
@@ -35,7 +35,7 @@ def packed(tokens_TH: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
 
 
 def unpacked(record_PB: Tensor, of_zeros: Tensor, hidden: int) -> Form:
-    """The codes and scales of those bytes, laid out as those of `quantize`."""
+    """The codes and scales of those bytes, in the layout of `quantize`."""
     blocks = ceil_div(hidden, FP8_BLOCK)
     scales, codes = record_PB.split([blocks * of_zeros.element_size(), hidden], 1)
     differing_PB = from_bytes(scales, of_zeros.expand(1, blocks))
@@ -48,7 +48,7 @@ def form_of(codes_PH: Tensor, scale_PB: Tensor) -> Form:
 
 
 def rows_of(form: Form, recipe: Recipe, dtype: torch.dtype, tokens_per_expert: Tensor, source: Tensor) -> Quantized:
-    """Arrived rows as `quantize` would return them; `source` says where they stand in the graph."""
+    """Arrived rows as `quantize` would return them; `source` is their node in the graph."""
     return Quantized(recipe, FORMAT, dtype, tokens_per_expert, source if source.requires_grad else None, form, None)
 
 

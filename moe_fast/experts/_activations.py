@@ -1,11 +1,12 @@
-"""An activation of whole rows, gated or not, times the row's probability; and back.
+"""An activation of whole rows, gated or not, times the row's probability; and its gradient.
 
-A tile is [rows, columns of the result]. `LAYOUT` says where the gate u and the value v of a result's column stand in h:
+A tile is [rows, columns of the result]. `LAYOUT` gives the columns of the gate u and the value v in
+h:
 
     single  u at f, no v                              halves  u at f, v at f + width
-    pairs   u at 2f, v at 2f + 1                      blocks  u at f // s · 2s + f % s, v s further on, s = `between`
+    pairs   u at 2f, v at 2f + 1                      blocks  u at f // s · 2s + f % s, v at s more
 
-Everything is computed in `ACCUMULATOR`, float32 or float64.
+with s = `between`. Everything is computed in `ACCUMULATOR`, float32 or float64.
 """
 
 from math import pi, sqrt
@@ -88,7 +89,7 @@ def load_gate_and_value(
     dtype: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """u and v, [BLOCK_P, BLOCK_F] in `dtype`, 0 beside h; without a gate both are h. Of bytes, what they mean as E4M3 codes."""
+    """u and v in `dtype`, 0 outside h; without a gate both are h. Bytes are E4M3 codes."""
     row = h_ptr + p[:, None] * stride_p
     if LAYOUT == "pairs":
         column = pair_column(first, BLOCK_F)[None, :]
@@ -113,7 +114,7 @@ def load_gate_and_value(
 def store_gate_and_value(
     h_ptr, du, dv, p, num_rows, first, width, between, LAYOUT: tl.constexpr, BLOCK_F: tl.constexpr
 ):
-    """The tiles in the places of u and v of a contiguous h of their dtype; without a gate du alone."""
+    """Store u's and v's tiles in a contiguous h of their dtype; without a gate du alone."""
     if LAYOUT == "pairs":
         column = pair_column(first, BLOCK_F)[None, :]
         inside = (p < num_rows)[:, None] & (column < 2 * width)  # the last tiles stick out on both sides
@@ -201,7 +202,8 @@ def activation_backward_kernel(
     # results, contiguous; either may be left out
     d_h_ptr,
     d_probs_ptr,
-    # sizes; a row is the work of so many programs, each so many tiles: one program, if there are d_probs
+    # sizes; a row is the work of so many programs, each so many tiles: one program, if there are
+    # d_probs
     num_rows,
     width,
     between,
@@ -219,7 +221,7 @@ def activation_backward_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """With g = d_out · p: du = g · f'(u) · (v + offset), dv = g · f(u), dp = Σ_f d_out · f(u) · (v + offset)."""
+    """With g = d_out · p: du = g f'(u) (v + offset), dv = g f(u), dp = Σ_f d_out f(u) (v + offset)."""
     p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     real = p < num_rows  # the last tile sticks out
     bound = number(clamp, ACCUMULATOR)

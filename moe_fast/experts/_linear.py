@@ -1,8 +1,9 @@
 """Each expert's rows times its own matrix. A result is summed by one program, in ascending order.
 
-P rows, M outputs and N inputs of the layer. The product of rows with matrices serves forward and backward: there C are the
-columns of the result, and D is the depth that is summed over. Operands are given by pointers; where there are tensor
-descriptors of the same operands too, tiles are moved by those.
+P rows, M outputs and N inputs of the layer. The product of rows with matrices serves forward and
+backward: there C are the columns of the result, and D is the depth that is summed over. Operands
+are given by pointers; where there are tensor descriptors of the same operands too, tiles are moved
+by those.
 """
 
 import triton
@@ -16,14 +17,14 @@ SEGMENT = tl.constexpr(SEGMENT_ROWS)  # where every segment ends for a descripto
 
 @triton.jit
 def load_segment(desc, begin, count, row, column, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    """A tile from `row` of the `count` rows at `begin`, 0 behind them. The descriptor is one of segments."""
+    """A tile from `row` of `count` rows at `begin`, 0 past them; by a descriptor of segments."""
     begin, count, segment = begin.to(tl.int32), count.to(tl.int32), tl.full([], SEGMENT, tl.int32)
     return tl.reshape(desc.load([segment, begin + count, segment - count + row, column]), [BLOCK_P, BLOCK_C])
 
 
 @triton.jit
 def store_segment(desc, begin, count, row, column, tile, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The same tile, stored; nothing is written behind the rows."""
+    """The same tile, stored; nothing is written past the rows."""
     begin, count, segment = begin.to(tl.int32), count.to(tl.int32), tl.full([], SEGMENT, tl.int32)
     desc.store([segment, begin + count, segment - count + row, column], tl.reshape(tile, [1, 1, BLOCK_P, BLOCK_C]))
 
@@ -40,7 +41,8 @@ def add_product(acc, left, right):
 def plan_kernel(
     counts_ptr,
     stride_counts,
-    # results: expert, its first tile, its first row and the row behind its last, a tile; the two rows, an expert; the two totals
+    # results: expert, its first tile, its first row and the row behind its last, a tile; the two
+    # rows, an expert; the two totals
     tile_ptr,
     segment_ptr,
     total_ptr,
@@ -52,12 +54,10 @@ def plan_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Cut each expert's rows into tiles. A program writes those of one expert; the last one also how many tiles and rows there are."""
+    """Cut each expert's rows into tiles, one program per expert; the last writes the two totals."""
     own = tl.program_id(0)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
-    count = tl.load(counts_ptr + e * stride_counts, mask=e < num_experts, other=0).to(
-        tl.int64
-    )  # the block is a power of two
+    count = tl.load(counts_ptr + e * stride_counts, mask=e < num_experts, other=0).to(tl.int64)  # padded block
     count = tl.minimum(tl.maximum(count, 0), num_rows)  # whatever the counts are, no tile leaves the rows
     behind = tl.cumsum(count, 0)
     begin = tl.minimum(behind - count, num_rows)
@@ -84,9 +84,10 @@ def plan_kernel(
 
 @triton.jit
 def find_tile(tile_ptr, capacity, work, columns, BLOCK_P: tl.constexpr):
-    """What a piece of work is: its expert, that one's rows from `begin` to `end`, the first row and the column of its tile.
+    """A piece of work: its expert, the expert's rows from `begin` to `end`, its tile's first row
+    and column.
 
-    An expert's tiles of one column follow each other, so that programs that run together share the matrix's columns.
+    An expert's tiles of one column follow each other: programs that run together share its columns.
     """
     entry = tile_ptr + work // columns  # some tile of the expert
     expert, first = tl.load(entry).to(tl.int32), tl.load(entry + capacity).to(tl.int32)
@@ -156,7 +157,7 @@ def grouped_matmul_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, and 0 in the rows behind all segments."""
+    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
     columns = tl.cdiv(num_columns, BLOCK_C)
     pieces = tl.load(total_ptr).to(tl.int32) * columns
     for work in tl.range(tl.program_id(0), pieces, tl.num_programs(0), flatten=FLATTEN):
@@ -231,7 +232,7 @@ def grouped_wgrad_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out[e] = Σ over e's rows p of d_out[p]ᵀ · x[p], added to before[e] if there is one. Neither operand is read in other rows: 0 · NaN is no 0."""
+    """out[e] = before[e] + Σ over e's rows p of d_out[p]ᵀ · x[p]; no other row is read."""
     blocks_m, blocks_n = tl.cdiv(num_outs, BLOCK_M), tl.cdiv(num_ins, BLOCK_N)
     for work in range(tl.program_id(0), num_experts * blocks_m * blocks_n, tl.num_programs(0)):
         block_m = work % blocks_m  # programs that run together share the columns of the rows
@@ -304,6 +305,4 @@ def segment_sums_kernel(
             ACCUMULATOR
         )
     total = tl.sum(acc, axis=0).to(RESULT_AS)
-    tl.store(
-        out_ptr + expert * num_columns + c, rounded(total, out_ptr.dtype.element_ty), mask=c < num_columns
-    )  # likewise
+    tl.store(out_ptr + expert * num_columns + c, rounded(total, out_ptr.dtype.element_ty), mask=c < num_columns)

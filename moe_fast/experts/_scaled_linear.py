@@ -1,4 +1,5 @@
-"""Products of quantised rows: codes times codes in the matrix unit, scales as far outside of the sum as they may stand.
+"""Products of quantised rows: codes times codes in the matrix unit, scales as far outside of the
+sum as they may stand.
 
     rule    | scale                                   | where it is multiplied
     group   | one of each factor for an expert        | onto the sum
@@ -6,9 +7,10 @@
     mxfp8   | powers of two, 32 along the depth       | onto each code
     nvfp4   | in E4M3, 16 along the depth; an amax    | onto each code; the amax onto the sum
 
-A code times its block's scale is exact in bfloat16: four bits and a power of two, or six bits. All factors lie along their depth, which is
-summed over; what lies turned was turned before, in pieces of TILE, so that an expert's begin at a tile. L experts, P rows, C columns of
-the result, D the depth; M outputs and N inputs of the layer.
+A code times its block's scale is exact in bfloat16: four bits and a power of two, or six bits. All
+factors lie along their depth, which is summed over; what lies turned was turned before, in pieces
+of TILE, so that an expert's begin at a tile. L experts, P rows, C columns of the result, D the
+depth; M outputs and N inputs of the layer.
 """
 
 import triton
@@ -37,7 +39,7 @@ def turn_kernel(
     num_columns,
     BLOCK_C: tl.constexpr,
 ):
-    """Codes with rows and columns exchanged; each expert's begin at a tile, and its last tile ends with zeros."""
+    """Transposed codes: each expert's begin at a tile, and its last tile ends with zeros."""
     columns = tl.cdiv(num_columns, BLOCK_C)
     t = (tl.program_id(0) // columns).to(tl.int64)
     c = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -58,20 +60,20 @@ def turn_kernel(
 
 @triton.jit
 def factor(codes, FORMAT: tl.constexpr, FACTOR: tl.constexpr):
-    """What codes mean, in FACTOR; None: the matrix unit takes them as they are."""
+    """The values of codes, in FACTOR; None: the matrix unit takes the codes."""
     return codes if FACTOR is None else decoded(codes, FORMAT).to(FACTOR)
 
 
 @triton.jit
 def block_codes(row_ptrs, stride, block, blocks, live, COUNT: tl.constexpr):
-    """The scales of COUNT blocks of each row, as they are stored; 0 behind the last block."""
+    """The scales of COUNT blocks of each row, as they are stored; 0 past the last block."""
     b = block + tl.arange(0, COUNT)
     return tl.load(row_ptrs[:, None] + b[None, :] * stride, mask=live[:, None] & (b < blocks)[None, :], other=0)
 
 
 @triton.jit
 def scaled_factor(codes, stored, amax, block, blocks, RULE: tl.constexpr, FORMAT: tl.constexpr, FACTOR: tl.constexpr):
-    """What codes stand for, but for a finite amax; 0 behind the last block: what fills it up is 0 · 2^-127, or 0 · ∞."""
+    """Code · block scale, without a finite amax; 0 past the last block (else 0 · 2^-127, or 0 · ∞)."""
     scale = (
         power_of_two(stored)
         if RULE == "mxfp8"
@@ -112,7 +114,7 @@ def add_scaled_by_hardware(
 
 @triton.jit
 def add_codes(acc, left, right, FACTOR: tl.constexpr):
-    """acc + left · rightᵀ. Hopper adds products of eight bits with 14 bits: what comes of 128 is added in float32."""
+    """acc + left · rightᵀ. Hopper adds FP8 products with 14 bits: every 128 are added in float32."""
     return (
         tl.dot(left, tl.trans(right), acc, max_num_imprecise_acc=TILE)
         if FACTOR is None
@@ -128,14 +130,14 @@ def codes_product(left, right):
 
 @triton.jit
 def outer_scale(ptr, stride_l, stride_r, expert, r, live, share, RULE: tl.constexpr):
-    """What is multiplied onto the sum for each row of a factor: the group's scale, or amax · share unless that is infinite."""
+    """The factor of the sum per row: the group's scale, or amax · share unless that is infinite."""
     scale = tl.load(ptr + expert.to(tl.int64) * stride_l + r * stride_r, mask=live, other=0.0).to(tl.float32)
     return tl.where(scale == INFINITE, 1.0, scale * share) if RULE == "nvfp4" else scale
 
 
 @triton.jit
 def centred(scale):
-    """(scale · 2^k, 2^-k), with k = ±63 for what is far from 1: of two such numbers the product keeps its bits."""
+    """(scale · 2^k, 2^-k), k = ±63 for scales far from 1: the product of two such keeps its bits."""
     lift = tl.where(scale < 1 / EXTREME, EXTREME, tl.where(scale > EXTREME, 1 / EXTREME, 1.0))
     return scale * lift, tl.where(scale < 1 / EXTREME, 1 / EXTREME, tl.where(scale > EXTREME, EXTREME, 1.0))
 
@@ -210,12 +212,11 @@ def scaled_matmul_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, and 0 in the rows behind all segments."""
+    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
     columns = tl.cdiv(num_columns, BLOCK_C)
     pieces = tl.load(total_ptr).to(tl.int32) * columns
-    for work in range(
-        tl.program_id(0), pieces, tl.num_programs(0)
-    ):  # one flat loop with that over the depth is a fifth slower
+    # one flat loop with that over the depth is a fifth slower
+    for work in range(tl.program_id(0), pieces, tl.num_programs(0)):
         expert, begin, end, row, column = find_tile(tile_ptr, capacity, work, columns, BLOCK_P)
         p = row + tl.arange(0, BLOCK_P)
         c = column.to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -283,9 +284,7 @@ def scaled_matmul_kernel(
             )
             acc = times(acc, x_outer, weight_outer)
         if bias_ptr is not None:
-            bias = tl.load(
-                bias_ptr + expert.to(tl.int64) * stride_bias_l + c * stride_bias_c, mask=in_row, other=0.0
-            )  # as above
+            bias = tl.load(bias_ptr + expert.to(tl.int64) * stride_bias_l + c * stride_bias_c, mask=in_row, other=0.0)
             acc += bias.to(BIAS_AS).to(tl.float32)[None, :]
         result = rounded(acc, out_ptr.dtype.element_ty)
         if out_desc is not None:
@@ -301,7 +300,8 @@ def scaled_matmul_kernel(
 
 @triton.jit(do_not_specialize=["stride_before_l", "num_experts", "d_out_share", "x_share"])
 def scaled_wgrad_kernel(
-    # the gradient of the output, turned: codes; scales of blocks along the rows, and what belongs to the sum
+    # the gradient of the output, turned: codes; scales of blocks along the rows, and what belongs
+    # to the sum
     d_out_ptr,
     stride_d_out_m,
     d_out_scale_ptr,
@@ -382,9 +382,8 @@ def scaled_wgrad_kernel(
                 x = x_desc.load([block_n * BLOCK_N, place.to(tl.int32)])
             else:
                 i = place + tl.arange(0, BLOCK_P)
-                d_out = tl.load(
-                    d_out_ptr + m[:, None] * stride_d_out_m + i[None, :], mask=live_m[:, None], other=0.0
-                )  # tiles are whole
+                # tiles are whole
+                d_out = tl.load(d_out_ptr + m[:, None] * stride_d_out_m + i[None, :], mask=live_m[:, None], other=0.0)
                 x = tl.load(x_ptr + n[:, None] * stride_x_n + i[None, :], mask=live_n[:, None], other=0.0)
             if RULE == "group":
                 acc = add_codes(acc, factor(d_out, D_OUT_FORMAT, FACTOR), factor(x, X_FORMAT, FACTOR), FACTOR)

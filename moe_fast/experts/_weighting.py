@@ -1,7 +1,7 @@
-"""What an expert does beside its products and its activation: rows times probabilities, and a bias that is weighted like its row.
+"""Rows times probabilities, a bias weighted like its row, and the shared experts' gate.
 
-P rows in segments, one for each of L experts: expert e's begin where the one before it ends, at `ends[e - 1]`. Rows behind the last
-segment are not read; results are 0 there. Everything is computed in `ACCUMULATOR`, float32 or float64.
+P rows in segments of L experts: expert e's rows begin at `ends[e - 1]`. Rows past the last segment
+are never read; results are 0 there. Everything is computed in `ACCUMULATOR`, float32 or float64.
 """
 
 import triton
@@ -27,9 +27,8 @@ def segment_begin(ends_ptr, expert):
 @triton.jit
 def rows_in_segments(ends_ptr, num_experts, num_rows):
     """How many rows are some expert's."""
-    return tl.minimum(
-        tl.load(ends_ptr + num_experts - 1), num_rows
-    )  # whatever the counts are, nothing beside the rows is touched
+    # whatever the counts are, nothing beside the rows is touched
+    return tl.minimum(tl.load(ends_ptr + num_experts - 1), num_rows)
 
 
 @triton.jit
@@ -151,7 +150,7 @@ def weighted_rows_backward_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """d_x[p] = d_out[p] · probs[p], d_probs[p] = Σ d_out[p] · other[p or e]: first every BLOCK_H-th column, then those sums together."""
+    """d_x[p] = d_out[p] · probs[p]; d_probs[p] = Σ d_out[p] · other[p or its expert]."""
     p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     live = p < rows_in_segments(ends_ptr, num_experts, num_rows)
     row = p
@@ -175,9 +174,8 @@ def weighted_rows_backward_kernel(
             )
             total += d_out * widened(other, ACCUMULATOR)
     if d_probs_ptr is not None:
-        tl.store(
-            d_probs_ptr + p, stored_as(tl.sum(total, axis=1), d_probs_ptr.dtype.element_ty), mask=p < num_rows
-        )  # the last tile sticks out
+        # the last tile sticks out
+        tl.store(d_probs_ptr + p, stored_as(tl.sum(total, axis=1), d_probs_ptr.dtype.element_ty), mask=p < num_rows)
 
 
 @triton.jit(do_not_specialize=["stride_probs", "num_rows", "num_experts"])
@@ -198,7 +196,7 @@ def bias_gradient_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """out[e] = Σ over e's rows p of d_out[p] · probs[p]: first every BLOCK_P-th row, then those sums together."""
+    """out[e] = Σ over e's rows p of d_out[p] · probs[p], every BLOCK_P-th row first."""
     parts = tl.cdiv(width, BLOCK_H)
     expert = (tl.program_id(0) // parts).to(tl.int64)
     c = (tl.program_id(0) % parts).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -214,9 +212,8 @@ def bias_gradient_kernel(
             other=0.0,
         )
         total += widened(d_out, ACCUMULATOR) * load_probs(probs_ptr, stride_probs, p, live, ACCUMULATOR)
-    tl.store(
-        out_ptr + expert * width + c, stored_as(tl.sum(total, axis=0), out_ptr.dtype.element_ty), mask=c < width
-    )  # the last block sticks out
+    # the last block sticks out
+    tl.store(out_ptr + expert * width + c, stored_as(tl.sum(total, axis=0), out_ptr.dtype.element_ty), mask=c < width)
 
 
 @triton.jit(do_not_specialize=["stride_z", "num_rows"])
@@ -267,7 +264,7 @@ def gate_backward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """d_y[t] = d_out[t] · σ, d_z[t] = σ(1 - σ) Σ d_out[t] · y[t], where σ and the sum are rounded to the dtype of z."""
+    """d_y[t] = d_out[t] σ, d_z[t] = σ(1 - σ) Σ d_out[t] · y[t]; σ and Σ rounded to z's dtype."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = t < num_rows
     score, slope = score_and_slope(widened(tl.load(z_ptr + t * stride_z, mask=live, other=0.0), ACCUMULATOR), "sigmoid")

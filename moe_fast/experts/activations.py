@@ -33,7 +33,7 @@ CURVES = {  # kind → the kernels' name of f, and its α
 
 @dataclass(frozen=True)
 class Settings:
-    """What is computed, as the kernels take it; α of the kind itself where none is given."""
+    """An activation as the kernels take it; α is the kind's default where none is given."""
 
     kind: str
     gated: bool
@@ -55,9 +55,8 @@ class Settings:
         """Where gates and values stand in h, by the kernels' name."""
         if not self.gated:
             return "single"
-        return {self.width(h): "halves", 1: "pairs"}.get(
-            self.between(h), "blocks"
-        )  # a gate and its only value are a pair
+        # a gate and its only value are a pair
+        return {self.width(h): "halves", 1: "pairs"}.get(self.between(h), "blocks")
 
     def numbers(self) -> tuple[int, int, int]:
         """offset, clamp and α."""
@@ -79,7 +78,8 @@ def glu(
 ) -> Tensor:
     """A gated activation, times the row's probability: one launch.
 
-    Saved for the backward are the probs and h, with `fp8_input_store` as E4M3 codes that the same launch writes.
+    Saved for the backward are the probs and h, with `fp8_input_store` as E4M3 codes that the same
+    launch writes.
 
     Raises:
         ValueError: also for probs of other dtypes than `PROBS`.
@@ -104,7 +104,8 @@ def glu_backward(
     interleave: int | None = None,
     round_before_probs: bool = False,
 ) -> ActivationGradients:
-    """The gradients of `glu`: one launch. The order of d_probs' sum depends on the width and the block sizes only.
+    """The gradients of `glu`: one launch. The order of d_probs' sum depends on the width and the
+    block sizes only.
 
     Raises:
         ValueError: also for probs of other dtypes than `PROBS`.
@@ -213,12 +214,10 @@ def _forward(h: Tensor, probs: Tensor | None, settings: Settings, codes: Tensor 
 def backward_of(
     d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings, needs_h: bool, needs_probs: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of h, given in d_out's dtype or as E4M3 codes, and probs. Either may not be needed. One program sums a row, so that the order is fixed."""
+    """The gradients of h (in d_out's dtype, or E4M3 codes) and probs; one program sums a row."""
     num_rows, width = len(h), settings.width(h)
     constants = constants_of(h, d_out, probs, settings, tuning.for_device(h.device).activation_backward)
-    d_h = (
-        torch.empty(h.shape, dtype=d_out.dtype, device=h.device) if needs_h else None
-    )  # all by activation_backward_kernel
+    d_h = torch.empty(h.shape, dtype=d_out.dtype, device=h.device) if needs_h else None  # by activation_backward_kernel
     d_probs = None
     if probs is not None and needs_probs:
         d_probs = torch.empty(num_rows, dtype=probs.dtype, device=h.device)  # likewise, also where rows are empty

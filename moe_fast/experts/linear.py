@@ -1,7 +1,7 @@
-"""grouped_linear and its gradients: each expert's rows times its own weight, without asking the device how many rows there are.
+"""grouped_linear and its gradients: each expert's rows times its own weight, without a host wait.
 
-A small kernel turns the counts into a table of tiles. The products then take a fixed number of programs, whatever the counts are,
-so that one captured graph serves every routing.
+A small kernel turns the counts into a table of tiles. The products take a fixed number of programs,
+whatever the counts: one captured graph serves every routing.
 """
 
 from dataclasses import replace
@@ -59,8 +59,9 @@ def grouped_linear(
 ) -> Tensor:
     """Multiply each expert's rows by its own weight: one launch plans the tiles, one multiplies.
 
-    The host never waits: where the counts are illegal the result is unspecified. With a recipe's backward_override the
-    gradients are products in high precision, of tensors as stored or decoded from the saved codes.
+    The host never waits: where the counts are illegal the result is unspecified. With a recipe's
+    backward_override the gradients are products in high precision, of tensors as stored or decoded
+    from the saved codes.
 
     Raises:
         ValueError: also for what `check_product` refuses.
@@ -117,7 +118,8 @@ def grouped_wgrad(
     noise: Tensor | None = None,
     accumulator: str = "float32",
 ) -> Tensor:
-    """The gradient of `grouped_linear` in its weight, added to `accumulate_into` if given: one launch after the plan.
+    """The gradient of `grouped_linear` in its weight, added to `accumulate_into` if given: one
+    launch after the plan.
 
     Raises:
         ValueError: also for what `check_product` refuses.
@@ -174,16 +176,15 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _OverriddenLinear(torch.autograd.Function):
-    """`grouped_linear` by a recipe with a backward_override: low precision forward, and gradients by the products of high precision."""
+    """`grouped_linear` with a backward_override: gradients in high precision."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, how: Precision
     ) -> Tensor:
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
-        counts = (
-            tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert
-        )  # the caller may change them before the backward
+        # the caller may change them before the backward
+        counts = tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert
         x, matrices = (
             quantized_rows(rows, "input", counts, how, True, False),
             quantized_weight(weight, how, True, False),
@@ -217,7 +218,7 @@ class _OverriddenLinear(torch.autograd.Function):
 
 
 def _dequantized(kept: Quantized, tensors: list[Tensor], splits: Tensor) -> Tensor:
-    """What the codes by rows come back as, in the dtype that they were made of."""
+    """The values of saved rowwise codes, in the dtype before quantisation."""
     return dequantize(replace(with_tensors(kept, tensors, False), splits=splits))
 
 
@@ -228,12 +229,11 @@ def _plan(tokens_per_expert: Tensor, rows: Tensor) -> Plan:
 
 
 def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Plan) -> Tensor:
-    """out[p] = x[p] · weight[e] + bias[e] for the rows p of each expert e, and 0 in the rows behind."""
+    """out[p] = x[p] · weight[e] + bias[e] for the rows p of each expert e, 0 past them."""
     x, weight, tile = x_PD.resolve_neg(), weight_LDC.resolve_neg(), plan.tile
     num_rows, depth, num_columns = *x.shape, weight.shape[2]
-    out = torch.empty(
-        (num_rows, num_columns), dtype=x.dtype, device=x.device
-    )  # all by grouped_matmul_kernel: the tiles, and the rows behind
+    # all by grouped_matmul_kernel: the tiles, and the rows behind
+    out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
     turned = weight.stride(2) != 1
@@ -271,15 +271,13 @@ def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None
     doubles = before_LMN is not None and before_LMN.dtype == torch.float64  # a large tile of them has no room
     tile = tuning.for_device(rows.device).grouped.wgrad_tile(8 if doubles else rows.dtype.itemsize)
     shape = (plan.num_experts, d_out.shape[1], rows.shape[1])
-    out = torch.empty(
-        shape, dtype=(rows if before_LMN is None else before_LMN).dtype, device=rows.device
-    )  # all by grouped_wgrad_kernel
+    # all by grouped_wgrad_kernel
+    out = torch.empty(shape, dtype=(rows if before_LMN is None else before_LMN).dtype, device=rows.device)
     if out.numel() == 0:
         return out
     described = have_descriptors(d_out, rows)
-    out_described = (
-        described and before_LMN is None and have_descriptors(out)
-    )  # a sum in float32 leaves no room for a tile of it
+    # a sum in float32 leaves no room for a tile of it
+    out_described = described and before_LMN is None and have_descriptors(out)
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
     with launch_on(rows):
         kernels.grouped_wgrad_kernel[(programs(pieces, rows.device),)](

@@ -1,7 +1,5 @@
-"""grouped_mlp: the experts of one rank, whose rows stand grouped by expert, without asking the device how many each has.
-
-It is made of `grouped_linear`, `glu` or `activation`, and two small steps of its own: rows times probabilities, and a bias that is
-weighted like its row.
+"""The experts of one rank, by `grouped_linear`, `glu` or `activation` and two small steps: rows
+times probabilities, and a bias weighted like its row.
 """
 
 from collections.abc import Callable
@@ -58,9 +56,10 @@ def grouped_mlp(
 ) -> Tensor:
     """Each expert's two linear layers over its own rows, weighted by the rows' probabilities.
 
-    The host never waits: where the counts are illegal the result is unspecified. Saved for the backward are the rows, h and
-    a; with recompute "moe_act" not a, with "moe" only the rows; with `fp8_input_store` the codes of h ("moe_act" saves h as
-    well). `align` pads only with a recipe: the buffer grows by L · (align - 1) rows.
+    The host never waits: where the counts are illegal the result is unspecified. Saved for the
+    backward are the rows, h and a; with recompute "moe_act" not a, with "moe" only the rows; with
+    `fp8_input_store` the codes of h ("moe_act" saves h as well). `align` pads only with a recipe:
+    the buffer grows by L · (align - 1) rows.
 
     Raises:
         ValueError: also for probs of other dtypes than `PROBS`, and as `grouped_linear`.
@@ -138,7 +137,7 @@ def latent_projection(
 
 
 def linear(x_TN: Tensor, weight_MN: Tensor, *, bias: Tensor | None = None, **precision: Any) -> Tensor:
-    """`grouped_linear` of one expert that has all the rows, whose number is known and checked here."""
+    """`grouped_linear` of one expert that has all the rows; their number is known and checked here."""
     if isinstance(precision.get("recipe"), Recipe):
         check_splits([len(x_TN)], len(x_TN), precision["recipe"])
     count = torch.full((1,), len(x_TN), dtype=torch.int64, device=x_TN.device)
@@ -191,9 +190,8 @@ def _experts(
         if any(x is not None and x.dtype == torch.float64 for x in (rows_PH, probs, fc2_bias))
         else torch.float32
     )
-    p_P = (
-        None if probs is None else probs.to(wide)
-    )  # widened once, so that the two ways to its gradient meet before it is rounded
+    # widened once, so that the two ways to its gradient meet before it is rounded
+    p_P = None if probs is None else probs.to(wide)
     padding = None if align is None else Padding.of(tokens_per_expert_L, len(rows_PH), align)
     if padding is not None:
         rows_PH, p_P, tokens_per_expert_L = *padding.pad(rows_PH, p_P), padding.counts_L
@@ -214,7 +212,7 @@ def _experts(
 
 
 def _computed_again(a_PF: Tensor, act: Callable[..., Tensor], h_PF: Tensor, p_P: Tensor | None) -> saved_tensors_hooks:
-    """While this is entered `a` is not saved for a backward, which computes it again from h, which is saved anyway."""
+    """A context in which `a` is not saved for a backward, which computes it again from the saved h."""
     known = (a_PF.data_ptr(), a_PF.shape, a_PF.dtype)
     h_PF, p_P = h_PF.detach(), None if p_P is None else p_P.detach()
 
@@ -225,6 +223,6 @@ def _computed_again(a_PF: Tensor, act: Callable[..., Tensor], h_PF: Tensor, p_P:
 
 
 def _of_length(noise_XRC: Tensor, rows: int) -> Tensor:
-    """So many rows of noise; rows that nobody is to read may be missing."""
+    """`rows` rows of noise; rows past the last segment may be missing."""
     missing = max(rows - noise_XRC.shape[1], 0)
     return torch.nn.functional.pad(noise_XRC, (0, 0, 0, missing))[:, :rows]

@@ -1,4 +1,4 @@
-"""Each expert's rows extended by zeros to a multiple of something, and trimmed again; the device is not asked how many that are."""
+"""Each expert's rows extended by zeros to a multiple, and trimmed again, without a host wait."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,12 @@ from moe_fast.permutation.permute import sort_chunks
 
 @dataclass(frozen=True)
 class Padding:
-    """Rows of zeros in front of the rows, and the order of chunks that puts some of them behind each segment.
+    """Rows of zeros before the rows, and the order of chunks that moves some of them after each
+    segment.
 
-    before  zeros_0 … zeros_{L-1}, zeros that are left over, segment_0 … segment_{L-1}, rows behind the last segment
-    padded  segment_0, zeros_0, …, segment_{L-1}, zeros_{L-1}, zeros that are left over, rows behind
+    before  zeros_0 … zeros_{L-1}, spare zeros, segment_0 … segment_{L-1}, rows past the last
+    segment padded  segment_0, zeros_0, …, segment_{L-1}, zeros_{L-1}, spare zeros, rows past the
+    last
     """
 
     spare: int  # rows of zeros: L · (align - 1) are enough for any counts
@@ -25,7 +27,7 @@ class Padding:
 
     @classmethod
     def of(cls, counts_L: Tensor, rows: int, align: int) -> "Padding":
-        """The padding of so many rows that stand in segments of these sizes."""
+        """The padding of `rows` rows in segments of these sizes."""
         experts, device = len(counts_L), counts_L.device
         counts = counts_L.long()
         missing = -counts % align
@@ -43,7 +45,7 @@ class Padding:
         return cls(spare, counts + missing, before, before[order], order, order.argsort())
 
     def pad(self, rows: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Rows, and their probs, with zeros behind each segment."""
+        """Rows, and their probs, with zeros after each segment."""
         rows = torch.cat([rows.new_zeros(self.spare, rows.shape[1]), rows])
         probs = None if probs is None else torch.cat([probs.new_zeros(self.spare), probs])
         moved = sort_chunks(rows, self.before, self.order, probs=probs)

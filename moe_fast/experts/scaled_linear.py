@@ -1,8 +1,10 @@
-"""grouped_linear and its gradients in low precision: the products of what `quantize` made, with the scales where they cost least.
+"""grouped_linear and its gradients in low precision: products of codes, scaled where it costs
+least.
 
-Codes of FP8 are multiplied by the GPU's matrix unit for FP8, from NVIDIA's Ada on (in bfloat16 before: that is exact). Blocks of MXFP8 and
-NVFP4 have a matrix unit of their own from Blackwell on, and are emulated before: codes times scales in bfloat16, which is exact for rows of
-bfloat16 and float16; rows of float32 are multiplied in float32. (The native path compiles; it has never run.)
+FP8 codes are multiplied by the GPU's matrix unit from NVIDIA's Ada on (in bfloat16 before: exact).
+Blocks of MXFP8 and NVFP4 have a matrix unit from Blackwell on, and are emulated before: codes times
+scales in bfloat16, exact for rows of bfloat16 and float16; rows of float32 are multiplied in
+float32. (The native path compiles; it has never run.)
 """
 
 from dataclasses import dataclass, replace
@@ -29,7 +31,7 @@ FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 class Precision(NamedTuple):
-    """What the factors of a product become before it is taken."""
+    """How the factors of a product are quantised."""
 
     recipe: Recipe
     state: LinearState | None
@@ -51,15 +53,17 @@ def check_scaled(rows: Tensor, accumulator: str) -> None:
 
 
 def scaled_plan(tokens_per_expert_L: Tensor, num_rows: int) -> Plan:
-    """The plan that these products want."""
+    """The plan of these products."""
     return make_plan(tokens_per_expert_L, num_rows, tuning.for_device(tokens_per_expert_L.device).grouped.scaled)
 
 
 def scaled_fprop(x: Quantized, weight: Quantized, plan: Plan, *, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b of each expert's rows, [P,M] in the dtype of x before quantisation; 0 past the last expert's rows.
+    """x Wᵀ + b of each expert's rows, [P,M] in x's dtype before quantisation, 0 past the last
+    expert.
 
-    x has its form by rows, split by the counts of the plan; weight, [L·M,N], its own, split into experts.
-    Products of codes, times scales, are summed in float32 (FP8's 128 neighbours first with 14 bits on Hopper).
+    x has its form by rows, split by the plan's counts; weight, [L·M,N], its own, split into
+    experts. Products of codes, times scales, are summed in float32 (on Hopper FP8's 128 first with
+    14 bits).
     """
     form = weight.form(False)
     matrices_LMN = form.codes_MN.unflatten(0, (plan.num_experts, len(form.codes_MN) // plan.num_experts))
@@ -67,7 +71,7 @@ def scaled_fprop(x: Quantized, weight: Quantized, plan: Plan, *, bias: Tensor | 
 
 
 def scaled_dgrad(d_out: Quantized, weight: Quantized, plan: Plan) -> Tensor:
-    """d_out W of each expert's rows, [P,N]; d_out has its form by rows, weight its form by columns."""
+    """d_out W of each expert's rows, [P,N]; d_out has its form by rows, weight by columns."""
     form, experts = weight.form(True), plan.num_experts
     height, width = len(form.codes_MN) // experts, form.codes_MN.shape[1]
     counts = torch.full((experts,), height, device=form.codes_MN.device)
@@ -78,13 +82,12 @@ def scaled_dgrad(d_out: Quantized, weight: Quantized, plan: Plan) -> Tensor:
 
 
 def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into: Tensor | None = None) -> Tensor:
-    """d_outᵀ x of each expert's rows, [L,M,N], added to `accumulate_into` if given; both by columns."""
+    """d_outᵀ x of each expert's rows, [L,M,N], plus `accumulate_into`; both forms by columns."""
     device, sizes = plan.total_2.device, tuning.for_device(plan.total_2.device).grouped
     left, right = d_out.form(True), x.form(True)
     shape = (plan.num_experts, left.codes_MN.shape[1], right.codes_MN.shape[1])
-    out = torch.empty(
-        shape, dtype=x.dtype if accumulate_into is None else accumulate_into.dtype, device=device
-    )  # all by scaled_wgrad_kernel
+    # all by scaled_wgrad_kernel
+    out = torch.empty(shape, dtype=x.dtype if accumulate_into is None else accumulate_into.dtype, device=device)
     if out.numel() == 0:
         return out
     unit = _unit(x, device)
@@ -135,7 +138,7 @@ class Matrices:
 
     @property
     def blocks(self) -> tuple[Any, ...]:
-        """The scales, and how far apart those of experts, columns and depth are."""
+        """The scales, and their strides along experts, columns and depth."""
         if self.form.block is None:
             return None, 0, 0, 0
         height = self.codes_LCD.shape[2 if self.turned else 1]
@@ -145,19 +148,18 @@ class Matrices:
 
     @property
     def shared(self) -> tuple[int, int]:
-        """How many columns, and how deep, a scale is for."""
+        """(columns, depth) that share a scale."""
         block = self.form.block or (1, 1)
         return block[::-1] if self.turned else block
 
 
 def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan) -> Tensor:
-    """out[p] = x[p] · weight[e] + bias[e] for the rows p of each expert e, and 0 in the rows behind."""
+    """out[p] = x[p] · weight[e] + bias[e] for the rows p of each expert e, 0 past them."""
     form = x.form(False)
     device, sizes = form.codes_MN.device, tuning.for_device(form.codes_MN.device).grouped
     num_rows, depth, num_columns = *form.codes_MN.shape, weight.codes_LCD.shape[1]
-    out = torch.empty(
-        (num_rows, num_columns), dtype=x.dtype, device=device
-    )  # all by scaled_matmul_kernel: the tiles, and the rows behind
+    # all by scaled_matmul_kernel: the tiles, and the rows behind
+    out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=device)
     if out.numel() == 0:
         return out
     unit = _unit(x, device)
@@ -203,11 +205,10 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
 
 
 def _turned(codes_RC: Tensor, plan: Plan) -> Tensor:
-    """Codes with rows and columns exchanged, each expert's from a tile on: the matrix unit for FP8 reads nothing else."""
+    """Transposed codes, each expert's from a tile on: FP8's matrix unit reads no other layout."""
     num_columns = codes_RC.shape[1]
-    out = torch.empty(
-        (num_columns, plan.capacity * TILE_ROWS), dtype=torch.uint8, device=codes_RC.device
-    )  # as far as anyone reads by turn_kernel
+    # as far as anyone reads by turn_kernel
+    out = torch.empty((num_columns, plan.capacity * TILE_ROWS), dtype=torch.uint8, device=codes_RC.device)
     block = tuning.for_device(codes_RC.device).grouped.turn_columns
     if out.numel():
         with launch_on(out):
@@ -229,7 +230,7 @@ def _turned(codes_RC: Tensor, plan: Plan) -> Tensor:
 
 
 class Unit(NamedTuple):
-    """How a product is taken."""
+    """The arithmetic of a product."""
 
     rule: str
     factor: Any  # the dtype that codes are multiplied in; None: as they are
@@ -247,12 +248,12 @@ def _unit(x: Quantized, device: torch.device) -> Unit:
 
 @cache
 def scales_in_hardware(device: torch.device) -> bool:
-    """Whether the matrix unit takes the scales of blocks: on NVIDIA's Blackwell for data centres."""
+    """Whether the matrix unit takes block scales: on NVIDIA's Blackwell for data centres."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 10
 
 
 def _as_factor(codes: Tensor, quantized: Quantized, unit: Unit) -> Tensor:
-    """Codes as numbers of eight bits, if the matrix unit multiplies those."""
+    """Codes as float8 tensors where the matrix unit multiplies them."""
     return codes.view(FLOAT8[quantized.format]) if unit.factor is None else codes
 
 
@@ -262,7 +263,7 @@ def _blocks(form: Form) -> tuple[Any, ...]:
 
 
 def _outer(quantized: Quantized, form: Form) -> tuple[Any, ...]:
-    """What the sum is multiplied by: a number for each group, or an amax, its strides for experts and for rows, and its share."""
+    """The factor of the sum: scale or amax, its strides by expert and row, and the amax's share."""
     if form.block is None:
         return form.scale, form.scale.stride(0), 0, 1.0
     if quantized.recipe.scaling != "nvfp4":
@@ -272,7 +273,7 @@ def _outer(quantized: Quantized, form: Form) -> tuple[Any, ...]:
 
 
 def _weight_outer(weight: Matrices) -> tuple[Any, ...]:
-    """The same of a weight, whose columns have nothing of their own."""
+    """`_outer` of a weight, without the stride of a row."""
     scale, stride, _, share = _outer(weight.quantized, weight.form)
     return scale, stride, share
 
@@ -283,7 +284,7 @@ def _weight_outer(weight: Matrices) -> tuple[Any, ...]:
 def quantized_rows(
     x: Tensor, role: str, tokens_per_expert: Tensor, how: Precision, rowwise: bool, columnwise: bool
 ) -> Quantized:
-    """Rows in the forms that are asked for, each expert's by themselves."""
+    """Each expert's rows, quantised by themselves, in the forms asked for."""
     state = None if how.state is None else getattr(how.state, role)
     noise = how.noise if role == "grad_output" else None
     splits = tokens_per_expert
@@ -300,7 +301,7 @@ def quantized_rows(
 
 
 def quantized_weight(weight_LMN: Tensor, how: Precision, rowwise: bool, columnwise: bool) -> Quantized:
-    """Each expert's matrix in the forms that are asked for."""
+    """Each expert's matrix, quantised in the forms asked for."""
     experts, height, width = weight_LMN.shape
     check_splits([height], height, how.recipe)
     splits = torch.full((experts,), height, device=weight_LMN.device)
@@ -308,16 +309,15 @@ def quantized_weight(weight_LMN: Tensor, how: Precision, rowwise: bool, columnwi
 
 
 class ScaledLinear(torch.autograd.Function):
-    """`grouped_linear`: both forms of a tensor are made at once, and the gradients find the one that they need."""
+    """`grouped_linear`; the forward quantises both forms at once, each gradient reads one."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, how: Precision
     ) -> Tensor:
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
-        counts = (
-            tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert
-        )  # the caller may change them before the backward
+        # the caller may change them before the backward
+        counts = tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert
         x = quantized_rows(rows, "input", counts, how, True, wants_weight and _has_columns(how.recipe, rows.dtype))
         matrices = quantized_weight(weight, how, True, wants_rows)
         ctx.plan, ctx.how, ctx.bias_dtype = scaled_plan(counts, len(rows)), how, None if bias is None else bias.dtype
@@ -340,18 +340,18 @@ class ScaledLinear(torch.autograd.Function):
 
 
 def _has_columns(recipe: Recipe, dtype: torch.dtype) -> bool:
-    """Whether rows have a form for the weight's gradient. Where they have not, the backward raises, as that of the reference does."""
+    """Whether rows have a form for the weight's gradient; else the backward raises."""
     impossible = recipe.row_scaled_activation and recipe.four_over_six in ("activations", "all")
     return not impossible and (dtype == torch.bfloat16 or not recipe.hadamard)
 
 
 def tensors_of(form: Form | None) -> tuple[Tensor | None, ...]:
-    """What autograd keeps of a form."""
+    """The tensors of a form, for autograd to save."""
     return (None, None, None) if form is None else (form.codes_MN, form.scale, form.amax)
 
 
 def without_tensors(quantized: Quantized, columnwise: bool) -> Quantized:
-    """The rest of it, and of its form of this direction."""
+    """`quantized` and its form of this direction, without their tensors."""
     form, nothing = quantized.columnwise if columnwise else quantized.rowwise, torch.empty(0)
     kept = None if form is None else replace(form, codes_MN=nothing, scale=nothing, amax=nothing)
     return replace(
@@ -364,7 +364,7 @@ def without_tensors(quantized: Quantized, columnwise: bool) -> Quantized:
 
 
 def with_tensors(kept: Quantized, tensors: list[Tensor], columnwise: bool) -> Quantized:
-    """What was quantised, with its form of this direction alone."""
+    """The inverse of `without_tensors`, with the form of this direction alone."""
     codes, scale, amax = tensors
     form = replace(kept.form(columnwise), codes_MN=codes, scale=scale, amax=amax)
     return replace(kept, columnwise=form) if columnwise else replace(kept, rowwise=form)

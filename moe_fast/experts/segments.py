@@ -1,4 +1,4 @@
-"""What products of segments share: the plan of their tiles, descriptors that end where a segment ends, and sums over its rows."""
+"""The plan of the tiles of segments, descriptors that end where a segment ends, and segment sums."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ DESCRIBED_SIZE = 0x7FFF0000  # of a side that is as long as can be; coordinates 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which rows are whose, and the tiles that they are cut into. Only kernels know how many there are."""
+    """Each expert's rows, and the tiles they are cut into; only kernels read how many there are."""
 
     tile: GroupedTile
     tile_4C: Tensor  # int64: expert, its first tile, its first row and the row behind its last, for each tile
@@ -42,12 +42,9 @@ def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile) -> Pl
     num_experts = len(tokens_per_expert)
     capacity = num_rows // tile.rows + min(num_rows, num_experts)  # each expert fills all its tiles but one
     device = tokens_per_expert.device
-    tiles = torch.empty(
-        (4, capacity), dtype=torch.int64, device=device
-    )  # up to the total by plan_kernel; no kernel reads more
-    segments = torch.empty(
-        (2, num_experts), dtype=torch.int64, device=device
-    )  # all by plan_kernel: a program an expert
+    # up to the total by plan_kernel; no kernel reads more
+    tiles = torch.empty((4, capacity), dtype=torch.int64, device=device)
+    segments = torch.empty((2, num_experts), dtype=torch.int64, device=device)  # by plan_kernel: a program an expert
     total = torch.empty(2, dtype=torch.int64, device=device)  # by its last program
     with launch_on(tokens_per_expert):
         kernels.plan_kernel[(num_experts,)](
@@ -97,7 +94,7 @@ def programs(pieces: int, device: torch.device) -> int:
 
 
 def have_descriptors(*tensors: Tensor) -> bool:
-    """Whether tiles of all these can be moved by descriptors: of the dtypes that have a matrix unit, rows of whole lines, and no overlap."""
+    """Whether descriptors can move tiles of all: dtypes of a matrix unit, whole lines, no overlap."""
     return backend.has_descriptors(tensors[0].device) and all(_describable(tensor) for tensor in tensors)
 
 
@@ -120,7 +117,8 @@ def segments(rows_PC: Tensor, block: list[int]) -> TensorDescriptor:
 
         [S, end, S - count + row, c]  lies at  S (2³⁴ - s) + end · s + (S - count + row) s + c  =  (end - count + row) s + c  mod 2⁶⁴
 
-    with S = 2³⁰ rows, s their stride: an address is 64 bits. The third side is S long, so that it ends at row = count.
+    with S = 2³⁰ rows, s their stride: an address is 64 bits. The third side is S long, so that it
+    ends at row = count.
 
     Source: triton.tools.ragged_tma.
     """

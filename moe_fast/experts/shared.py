@@ -35,9 +35,11 @@ def shared_experts(
     state: tuple[LinearState, LinearState] | None = None,
     noise: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Two linear layers over all tokens, without biases, and a gate of their own: y = act(x W1ᵀ) W2ᵀ · σ(x gᵀ).
+    """Two linear layers over all tokens, without biases, and a gate of their own: y = act(x W1ᵀ)
+    W2ᵀ · σ(x gᵀ).
 
-    Saved for the backward are x, x W1ᵀ (with `fp8_input_store` its E4M3 codes) and act; with `recompute` only x.
+    Saved for the backward are x, x W1ᵀ (with `fp8_input_store` its E4M3 codes) and act; with
+    `recompute` only x.
 
     Raises:
         ValueError: also as `grouped_linear`.
@@ -100,9 +102,8 @@ class _Gated(torch.autograd.Function):
         y, z_T1 = ctx.saved_tensors
         needs_y, needs_z = ctx.needs_input_grad
         d_y = torch.empty(y.shape, dtype=y.dtype, device=y.device) if needs_y else None  # all by gate_backward_kernel
-        d_z = (
-            torch.empty(z_T1.shape, dtype=y.dtype, device=y.device) if needs_z else None
-        )  # likewise, also where rows are empty
+        # likewise, also where rows are empty
+        d_z = torch.empty(z_T1.shape, dtype=y.dtype, device=y.device) if needs_z else None
         tile = tuning.for_device(y.device).activation_backward
         if len(y) and (needs_y or needs_z):
             with launch_on(y):

@@ -1,7 +1,7 @@
-"""Rows times probabilities, and a bias that is weighted like its row; with their gradients.
+"""Rows times probabilities, and a bias weighted like its row; with their gradients.
 
-P rows in segments, one for each of L experts, which end at `ends_L`, int64 on the device. Rows behind the last segment are not read; results
-are 0 there.
+P rows in segments, one per expert, that end at `ends_L`, int64 on the device. Rows past the last
+segment are never read; results are 0 there.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from moe_fast.launch.tuning import ceil_div, power_of_two
 
 
 class ScaledRows(torch.autograd.Function):
-    """x · p, rounded to the dtype of x; 0 behind the last segment."""
+    """x · p, rounded to the dtype of x; 0 past the last segment."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor, ends_L: Tensor) -> Tensor:
@@ -49,14 +49,13 @@ class ScaledRows(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, probs, ends_L = ctx.saved_tensors
         needs_x, needs_probs, _ = ctx.needs_input_grad
-        d_x = (
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
-        )  # all by weighted_rows_backward_kernel
+        # all by weighted_rows_backward_kernel
+        d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
         return d_x, _weighted_backward(d_out, x, probs, ends_L, d_x, needs_probs, by_expert=False), None
 
 
 class BiasAdded(torch.autograd.Function):
-    """y + p · b_e, rounded to the dtype of y; 0 behind the last segment, as y is there."""
+    """y + p · b_e, rounded to the dtype of y; 0 past the last segment, as y is there."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor, probs: Tensor | None, ends_L: Tensor) -> Tensor:
@@ -103,7 +102,7 @@ def _weighted_backward(
     *,
     by_expert: bool,
 ) -> Tensor | None:
-    """Fills d_x, if there is one, and returns the gradient of the probs, if it is needed: the sums over a row are one program's."""
+    """Fills d_x, if given, and returns d_probs, if needed; one program sums a row."""
     d_probs = (
         torch.empty_like(probs, memory_format=torch.contiguous_format) if probs is not None and needs_probs else None
     )  # all, likewise

@@ -1,7 +1,7 @@
-"""An activation, or its gradient, that is quantised as soon as it is computed.
+"""An activation, or its gradient, quantised as soon as it is computed.
 
-Tiles are those of `moe_fast.quantization._tiles`, of the tensor that is quantised: out, or with `d_out` d_h, which has the layout of h. What a tile
-holds is `moe_fast.fused._tiles`.
+Tiles are as in `quantization._tiles`, of the tensor that is quantised: out, or with `d_out` d_h in
+the layout of h. `fused._tiles` computes a tile's values.
 """
 
 import triton
@@ -46,7 +46,8 @@ def quantize_activated_blocks_kernel(
     alpha,
     splits_ptr,
     stride_splits,
-    # results; either form may be left out, and so may the parts of d_probs, [rows, parts]. Codes are contiguous
+    # results; either form may be left out, and so may the parts of d_probs, [rows, parts]. Codes
+    # are contiguous
     row_codes_ptr,
     row_scale_ptr,
     row_amax_ptr,
@@ -171,9 +172,8 @@ def quantize_activated_blocks_kernel(
                     1,
                 )
     if part_ptr is not None:
-        tl.store(
-            part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written
-        )  # a tile sticks out of its group
+        # a tile sticks out of its group
+        tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)
 
 
 @triton.jit(
@@ -225,7 +225,7 @@ def activated_group_amax_kernel(
     BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """max |x| over each group. Bits of numbers ≥ 0 are in the order of the numbers, and a maximum has no order: programs meet in an atomic."""
+    """max |x| over each group, by atomics: the bits of numbers ≥ 0 are in the order of the numbers."""
     tile = tl.program_id(0) // parts
     group, first, end, _, _ = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
@@ -264,9 +264,7 @@ def activated_group_amax_kernel(
         if WHOLE:
             largest = tl.maximum(largest, magnitude(other))
     bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
-    tl.atomic_max(
-        amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed"
-    )  # the rest of x has no end, and no amax
+    tl.atomic_max(amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # no rest of x
 
 
 @triton.jit(
@@ -295,7 +293,8 @@ def cast_activated_groups_kernel(
     # scales of earlier steps; None: they follow from the amax
     given_ptr,
     stride_given,
-    # the amax of each group, as integers: read, or with scales given a result, and zeros before; its first column of the history likewise
+    # the amax of each group, as integers: read, or with scales given a result, and zeros before;
+    # its first column of the history likewise
     amax_ptr,
     history_ptr,
     stride_history,
@@ -324,7 +323,7 @@ def cast_activated_groups_kernel(
     BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """encode(x · s) and 1/s, with one s for each group: of earlier steps, while this one's amax is measured, or from the amax."""
+    """encode(x · s) and 1/s, one s per group: given, while the amax is taken, or from the amax."""
     FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
     least = number(epsilon, tl.float32)
     tile = tl.program_id(0) // parts
@@ -391,7 +390,5 @@ def cast_activated_groups_kernel(
         tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)  # likewise
     if given_ptr is not None:
         bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
-        tl.atomic_max(
-            amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed"
-        )  # the rest of x is not read
+        tl.atomic_max(amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed")  # no rest of x
         tl.atomic_max(history_ptr + group * stride_history, bits, mask=first < read, sem="relaxed")

@@ -1,7 +1,7 @@
-"""Codes and scales of tokens, in the places of their rows. `moe_fast.permutation.row_map.RowMap` says where those are.
+"""Codes and scales of tokens, in their rows (`permutation.row_map.RowMap`).
 
-Blocks along rows and scales of whole groups are made where the token is read, once, and written to each of its rows. Blocks that span rows
-are made where the rows are to be: each tile of them gathers its tokens.
+Blocks along rows and scales of whole groups are computed where the token is read, once, and written
+to each of its rows. Blocks that span rows are computed at the rows: each tile gathers its tokens.
 """
 
 import triton
@@ -18,7 +18,7 @@ from moe_fast.quantization._tiles import block_amax, magnitude, place_of_tile, s
 
 @triton.jit
 def raise_amax(amax_ptr, expert, bits, live):
-    """The larger of the two, as the bits of numbers ≥ 0: few of many have to wait for each other. What is read may be old, and is then smaller."""
+    """amax = max(amax, bits) of numbers ≥ 0; a stale load is too small, and saves most atomics."""
     known = tl.load(amax_ptr + expert, mask=live, other=0)  # only those of a row
     larger = live & (bits > known)
     tl.atomic_max(amax_ptr + expert, bits, mask=larger, sem="relaxed")
@@ -29,7 +29,7 @@ def raise_amax(amax_ptr, expert, bits, live):
 def group_scale(
     scale_ptr, stride_scale, amax_ptr, expert, real, epsilon, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr
 ):
-    """What the rows of each expert are multiplied by: given, or from its amax."""
+    """The multiplier of each expert's rows: given, or from its amax."""
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + expert * stride_scale, mask=real, other=1.0)  # only of experts that there are
     else:
@@ -40,7 +40,7 @@ def group_scale(
 
 @triton.jit
 def two_level_scale(amax, whole, HARDWARE: tl.constexpr):
-    """As `moe_fast.quantization._nvfp4`: (what is multiplied by, what is stored to decode with) of blocks along rows, each under its expert's amax."""
+    """(multiplier, stored scale) of NVFP4 blocks along rows, each under its expert's amax."""
     encoding = fitting_scale(whole, 0.0, FLOAT32_MAX, E2M1_MAX * E4M3_MAX, False)[:, None]
     stored = encoded(tl.minimum(amax * (encoding * (1 / E2M1_MAX)), FLOAT32_MAX), "e4m3", HARDWARE)
     return multiplier_of(stored, encoding), stored
@@ -52,9 +52,7 @@ def store_blocks(scale_ptr, amax_ptr, stride_m, stride_n, row, block, stored, am
     place = row[:, None] * stride_m + block[None, :] * stride_n
     tl.store(scale_ptr + place, stored.to(scale_ptr.dtype.element_ty), mask=inside)
     if amax_ptr is not None:
-        tl.store(
-            amax_ptr + place, rounded(amax, amax_ptr.dtype.element_ty), mask=inside
-        )  # exact: it is a number of that dtype
+        tl.store(amax_ptr + place, rounded(amax, amax_ptr.dtype.element_ty), mask=inside)  # exact
 
 
 @triton.jit(
@@ -84,7 +82,8 @@ def scatter_kernel(
     probs_ptr,
     stride_probs_t,
     stride_probs_e,
-    # by expert: scales of earlier steps, the amax as integers (read, or with scales given a result, and zeros before), its history, 1/s as a result
+    # by expert: scales of earlier steps, the amax as integers (read, or with scales given a result,
+    # and zeros before), its history, 1/s as a result
     given_ptr,
     stride_given,
     group_amax_ptr,
@@ -132,14 +131,14 @@ def scatter_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Each token is read once, and its codes are written to each of its rows. The first programs move the probs, the next write padding.
+    """Each token is read once, and its codes are written to each of its rows. The first programs
+    move the probs, the next write padding.
 
-    `row_slots` gets the tokens' lists with rows in place of ranks, `source` each row's token, or -1. Scales of rule "amax" stay with the
-    tokens, a row each: they lie across the rows that they are for, and so are not written here.
+    `row_slots` gets the tokens' lists with rows in place of ranks, `source` each row's token, or
+    -1. Scales of rule "amax" stay with the tokens, a row each: they lie across the rows that they
+    are for, and so are not written here.
     """
-    columns = (
-        tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1) if RULE != "none" else 1
-    )  # lists are written without columns too
+    columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1) if RULE != "none" else 1  # lists need no columns
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     block = tl.program_id(0) // columns
     lists = tl.cdiv(num_tokens, BLOCK_L)
@@ -160,15 +159,13 @@ def scatter_kernel(
                     list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows
                 )
                 if probs_ptr is not None:
-                    prob = tl.load(
-                        probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0
-                    )  # only those with a row
+                    # only those with a row
+                    prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
                     tl.store(row_probs_ptr + row, prob, mask=live)  # likewise
                 if source_ptr is not None:
                     tl.store(source_ptr + row, t.to(source_ptr.dtype.element_ty), mask=live)
-                tl.store(
-                    row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots
-                )  # dropped rows too
+                # dropped rows too
+                tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots)
     elif block < lists + fills:
         lane = first_lane + (block - lists) * BLOCK_G + tl.arange(0, BLOCK_G)
         gap = tl.minimum(lane, num_experts)
@@ -197,9 +194,8 @@ def scatter_kernel(
                 b = column.to(tl.int64) * (BLOCK_H // BLOCK) + tl.arange(0, BLOCK_H // BLOCK)
                 amax = tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H // BLOCK], tl.float32)
                 inside = in_gap[:, None] & (b * BLOCK < num_columns)[None, :]  # likewise
-                store_blocks(
-                    scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, amax, amax, inside
-                )  # zeros have a scale of 0
+                # zeros have a scale of 0
+                store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, amax, amax, inside)
     elif RULE != "none":
         t = (block - lists - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -234,14 +230,11 @@ def scatter_kernel(
                     larger = raise_amax(group_amax_ptr, expert, bits, live)
                     tl.atomic_max(history_ptr + expert * stride_history, bits, mask=larger, sem="relaxed")
             elif RULE == "nvfp4":
-                whole = tl.load(group_amax_ptr + expert, mask=live, other=0).to(
-                    tl.float32, bitcast=True
-                )  # only those with a row
+                whole = tl.load(group_amax_ptr + expert, mask=live, other=0).to(tl.float32, bitcast=True)  # live only
                 multiplier, stored = two_level_scale(amax, whole, HARDWARE)
                 code = encoded(x * spread(multiplier, 1, BLOCK), FORMAT, HARDWARE)
-            tl.store(
-                codes_ptr + row[:, None] * num_columns + h[None, :], code, mask=live[:, None] & in_row
-            )  # dropped rows are not written
+            # dropped rows are not written
+            tl.store(codes_ptr + row[:, None] * num_columns + h[None, :], code, mask=live[:, None] & in_row)
             if RULE == "mxfp8" or RULE == "nvfp4":
                 there = live[:, None] & (b * BLOCK < num_columns)[None, :]  # likewise
                 store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, stored, amax, there)
@@ -270,7 +263,7 @@ def row_scales_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """The scale and amax of each row's blocks are those of its token, or of zeros. Neighbouring rows are beside each other."""
+    """Scale and amax of each row's blocks: its token's, or zeros'; rows lie side by side."""
     parts = tl.cdiv(num_blocks, BLOCK_B)
     row = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     b = (tl.program_id(0) % parts) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -370,26 +363,22 @@ def gather_kernel(
 ):
     """As quantize_blocks_kernel, one form of rows that are still tokens, in blocks that span rows.
 
-    SLAB programs that run together finish the same rows of a slab of columns; all tiles of a slab come before the next. So tokens stay in the
-    L2 from one of their rows to the next.
+    SLAB programs that run together finish the same rows of a slab of columns; all tiles of a slab
+    come before the next. So tokens stay in the L2 from one of their rows to the next.
     """
     slab = tl.program_id(0) // (tiles * SLAB)
     tile = tl.program_id(0) // SLAB % tiles
     part = slab * SLAB + tl.program_id(0) % SLAB
     _, first, read, _, written = place_of_tile(splits_ptr, 1, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G)
     row = first + tl.arange(0, BLOCK_M)
-    source = tl.load(source_ptr + row, mask=row < read, other=-1).to(
-        tl.int64
-    )  # a tile sticks out of its group and of the rows
+    source = tl.load(source_ptr + row, mask=row < read, other=-1).to(tl.int64)  # ragged tile
     least = number(epsilon, tl.float32)
     most = number(infinity, tl.float32)
     begin = part.to(tl.int64) * (steps * BLOCK_N)
     for i in tl.range(0, tl.where((first < written) & (begin < num_columns), steps, 0), num_stages=STAGES):
         column = begin + i * BLOCK_N
         n = column + tl.arange(0, BLOCK_N)
-        inside = (source >= 0)[:, None] & (n < num_columns)[
-            None, :
-        ]  # padding has no token, and the last block sticks out
+        inside = (source >= 0)[:, None] & (n < num_columns)[None, :]  # not padding; ragged block
         x = as_float32(
             tl.load(
                 tokens_ptr + source[:, None] * stride_tokens_t + n[None, :] * stride_tokens_h, mask=inside, other=0.0

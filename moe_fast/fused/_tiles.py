@@ -1,7 +1,7 @@
-"""A tile of an activation, or of its gradient, in registers: what `moe_fast.fused._activate_and_quantize` quantises.
+"""A tile of an activation, or of its gradient, in registers, for `fused._activate_and_quantize`.
 
-Where x stands in h, `LAYOUT` says as in `moe_fast.experts._activations`. x is computed in `ACCUMULATOR`, rounded to the dtype of h if
-`ROUNDED`, and from there on in float32.
+`LAYOUT` is as in `experts._activations`. x is computed in `ACCUMULATOR`, rounded to the dtype of h
+if `ROUNDED`, and then in float32.
 """
 
 import triton
@@ -26,7 +26,7 @@ def load_for_gradient(
     dtype: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """(u, v, columns of the result, whether each is v's gradient) of columns of d_h; without a gate u and v are h. Pairs are not asked for here."""
+    """(u, v, result columns, where x is v's gradient, inside) of columns of d_h; never pairs."""
     n = column + tl.arange(0, BLOCK_N)
     if LAYOUT == "single":
         num_columns = width
@@ -75,9 +75,10 @@ def activated_tile(
     ACCUMULATOR: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """(x in float32, another x, each row's part of the probs' gradient), 0 where nobody's: x is f(u) · (v + offset) · p; with d_out its gradient.
+    """(x in float32, x of the values, each row's part of d_probs), 0 outside groups: x is f(u) · (v
+    + offset) · p, with d_out its gradient.
 
-    WHOLE: columns are those of the gates, and the other x, `width` columns further on, is the values' gradient; otherwise it is x.
+    WHOLE: columns are the gates', and the second x, `width` columns on, is the values' gradient.
     """
     if d_out_ptr is None:
         u, v = load_gate_and_value(
@@ -117,9 +118,8 @@ def activated_tile(
     shifted = v + number(offset, ACCUMULATOR) if LAYOUT != "single" else 1.0
     prob = 1.0
     if probs_ptr is not None:
-        prob = widened(tl.load(probs_ptr + p * stride_probs, mask=p < read, other=0.0), ACCUMULATOR)[
-            :, None
-        ]  # the last tile sticks out
+        # the last tile sticks out
+        prob = widened(tl.load(probs_ptr + p * stride_probs, mask=p < read, other=0.0), ACCUMULATOR)[:, None]
     mine = (p < owned)[:, None]
     other = 0.0
     part = 0.0
@@ -150,7 +150,7 @@ def activated_tile(
 
 @triton.jit
 def steps_of(first, written, begin, steps, num_columns, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A program's steps: none behind what is written, or behind the columns; of WHOLE ones only the gates'."""
+    """A program's steps: none past the written rows or the columns; of WHOLE ones the gates' alone."""
     columns = num_columns // 2 if WHOLE else num_columns
     there = tl.maximum(tl.minimum(steps, tl.cdiv(columns - begin, BLOCK_N)), 0)
     return tl.where(first < written, there, 0).to(tl.int32)

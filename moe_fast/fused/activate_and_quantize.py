@@ -1,9 +1,10 @@
-"""glu, activation and their gradients quantised in the launch that computes them, so that the activation itself is never written.
+"""glu, activation and their gradients, quantised in the launch that computes them.
 
-Blocks and delayed scaling take one pass over h; current scaling takes two, the first for each group's amax, and computes the activation
-twice. Both directions are made of one load. NVFP4 writes the activation, in float32 or rounded as that is asked for, and quantises it as
-`quantize` does: its scale of a whole group, its transform and its noise are more than a pass could hold. So does the gradient of block scaling
-in both directions where it is rounded first: two kernels are faster there.
+Blocks and delayed scaling take one pass over h; current scaling takes two, the first for each
+group's amax, and computes the activation twice. Both directions come from one load. NVFP4 writes
+the activation, in float32 or rounded as asked, and then quantises: a pass cannot hold its group
+scale, transform and noise. So does the rounded gradient of block scaling in both directions, where
+two kernels are faster.
 """
 
 from dataclasses import dataclass, replace
@@ -51,7 +52,8 @@ def glu_and_quantize(
     state: QuantizerState | None = None,
     round_before_quantize: bool = False,
 ) -> Quantization:
-    """`glu`, quantised as the input of the next linear layer; saved for the backward are h and the probs.
+    """`glu`, quantised as the input of the next linear layer; saved for the backward are h and the
+    probs.
 
     The host never waits: where the values of `splits` are illegal the result is unspecified.
 
@@ -82,7 +84,8 @@ def glu_backward_and_quantize(
     noise: Tensor | None = None,
     round_before_quantize: bool = False,
 ) -> QuantizedGradients:
-    """The gradients of `glu`, that of h quantised. The order of d_probs' sum depends on width and block sizes only.
+    """The gradients of `glu`, that of h quantised. The order of d_probs' sum depends on width and
+    block sizes only.
 
     Raises:
         ValueError: also for probs of other dtypes than `PROBS`.
@@ -133,7 +136,7 @@ def activation_backward_and_quantize(
 
 @dataclass(frozen=True)
 class _Forms:
-    """What is quantised how."""
+    """The arguments of `quantize`."""
 
     recipe: Recipe
     role: str
@@ -176,7 +179,7 @@ class _Source:
 
     @property
     def like(self) -> Tensor:
-        """A tensor of the shape and dtype of what is quantised, without memory of its own."""
+        """A tensor of the shape and dtype of what is quantised, without memory."""
         columns = self.settings.width(self.h) if self.d_out is None else self.h.shape[1]
         dtype = self.h.dtype if self.forms.rounds else torch.float32
         return torch.empty((), dtype=dtype, device=self.h.device).expand(len(self.h), columns)  # read by nobody
@@ -198,7 +201,7 @@ class _Source:
         )
 
     def constants(self, grid: Grid) -> dict[str, Any]:
-        """What they are compiled for."""
+        """The kernels' constants."""
         layout = self.settings.layout(self.h)
         return {
             "CURVE": CURVES[self.settings.kind][0],
@@ -211,7 +214,7 @@ class _Source:
 
     @property
     def faster_apart(self) -> bool:
-        """Whether writing the rounded gradient, and reading it again, takes less time than holding 128 rows of it by both halves."""
+        """Whether writing the rounded gradient beats holding 128 rows of both halves."""
         forms = self.forms
         return (
             self.d_out is not None
@@ -223,11 +226,11 @@ class _Source:
 
     @property
     def halves(self) -> bool:
-        """Whether gradients of gates and of values lie apart, so that a tile of each comes of one load."""
+        """Whether gradients of gates and values lie apart, so that one load gives a tile of each."""
         return self.d_out is not None and self.settings.layout(self.h) == "halves"
 
     def grid(self, walk: tuning.Walk, aligned: bool, least: tuple[int, int] = (1, 1), rows: int | None = None) -> Grid:
-        """Tiles of what is quantised; of halves the gates' alone, where that half consists of whole tiles."""
+        """Tiles of what is quantised; of halves that are whole tiles, the gates' alone."""
         half = grid_of(
             torch.Size((len(self.h), self.settings.width(self.h))), self.forms.splits, walk, aligned, least, rows
         )
@@ -236,13 +239,12 @@ class _Source:
         return grid_of(self.like.shape, self.forms.splits, walk, aligned, least, rows)
 
     def parts(self, grid: Grid) -> Tensor | None:
-        """Where each program leaves its part of d_probs: [rows, programs of a row]; None without them."""
+        """Each program's part of d_probs, [rows, programs per row]; None without probs."""
         if self.d_out is None or self.probs is None:
             return None
         dtype = torch.float64 if torch.float64 in (self.h.dtype, self.probs.dtype) else torch.float32
-        return torch.empty(
-            (len(self.h), grid.parts), dtype=dtype, device=self.h.device
-        )  # all by the kernel: its tiles cover every row
+        # all by the kernel: its tiles cover every row
+        return torch.empty((len(self.h), grid.parts), dtype=dtype, device=self.h.device)
 
 
 def _source(d_out: Tensor | None, h: Tensor, probs: Tensor | None, settings: Settings, forms: _Forms) -> _Source:
@@ -273,7 +275,7 @@ def _gradients(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Setting
 
 
 def _quantized(source: _Source) -> tuple[Quantized, QuantizerState | None, Tensor | None]:
-    """(what was quantised, the next state, d_probs)."""
+    """(quantised tensor, next state, d_probs)."""
     forms, recipe = source.forms, source.forms.recipe
     if recipe.scaling == "nvfp4" or source.faster_apart:
         return _quantized_apart(source)
@@ -333,7 +335,7 @@ def _quantize_blocks(source: _Source) -> tuple[Form | None, Form | None, Tensor 
 
 
 def _cast_groups(source: _Source) -> tuple[Form, QuantizerState | None, Tensor | None]:
-    """A scale for each group, of earlier steps if there is a state, which learns this one's amax, else from the amax; the parts of d_probs."""
+    """One scale per group, from the state, which gets this amax, or from the amax; d_probs' parts."""
     forms, recipe, x = source.forms, source.forms.recipe, source.like
     grid = source.grid(tuning.for_device(x.device).activate_quantize.groups, True)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_activated_groups_kernel
@@ -384,9 +386,8 @@ def _quantized_apart(source: _Source) -> tuple[Quantized, QuantizerState | None,
         _launch(plain_kernels.activation_kernel, tuning.for_device(h.device).activation, source, (), (x, None))
     else:
         if source.probs is not None:
-            d_probs = torch.empty(
-                len(h), dtype=source.probs.dtype, device=h.device
-            )  # likewise, also where rows are empty
+            # likewise, also where rows are empty
+            d_probs = torch.empty(len(h), dtype=source.probs.dtype, device=h.device)
         d_out = (source.d_out, *source.d_out.stride())
         _launch(
             plain_kernels.activation_backward_kernel,
@@ -410,11 +411,10 @@ def _quantized_apart(source: _Source) -> tuple[Quantized, QuantizerState | None,
 def _launch(
     kernel: Any, tile: tuning.Tile, source: _Source, d_out: tuple[Any, ...], results: tuple[Tensor | None, ...]
 ) -> None:
-    """A kernel of `moe_fast.experts._activations`; with d_out one program sums a row, so that the order is fixed."""
+    """Launch a kernel of `experts._activations`; with d_out one program sums a row."""
     h, settings = source.h, source.settings
-    constants = constants_of(h, h, source.probs, settings, tile) | (
-        {} if d_out else {"HARDWARE": False}
-    )  # nothing is encoded here
+    # nothing is encoded here
+    constants = constants_of(h, h, source.probs, settings, tile) | ({} if d_out else {"HARDWARE": False})
     tiles = ceil_div(settings.width(h), constants["BLOCK_F"])
     parts = 1 if d_out else tiles
     programs = ceil_div(len(h), constants["BLOCK_P"]) * parts
@@ -427,7 +427,7 @@ def _launch(
 
 
 def _owned_rows(x: Tensor | None, splits: Tensor | None) -> Tensor | None:
-    """x, where it is given, and 0 in the rows behind the last group."""
+    """x with 0 in the rows past the last group."""
     if x is None or splits is None:
         return x
     owned = torch.arange(len(x), device=x.device) < splits.sum()
@@ -435,7 +435,7 @@ def _owned_rows(x: Tensor | None, splits: Tensor | None) -> Tensor | None:
 
 
 class _Place(torch.autograd.Function):
-    """Where the activation stands in the graph: a tensor of its shape that is never read."""
+    """The activation's node in the graph: a tensor of its shape, never read."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, probs: Tensor | None, settings: Settings, splits: Tensor | None) -> Tensor:

@@ -1,4 +1,6 @@
-"""permute_and_quantize, fused: a token is read once, and its codes and scales are written to its rows."""
+"""permute_and_quantize, fused: a token is read once, and its codes and scales are written to its
+rows.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -38,7 +40,8 @@ def permute_and_quantize(
     columnwise: bool = False,
     state: QuantizerState | None = None,
 ) -> PermutedQuantization:
-    """`permute`, then `quantize` of each expert's segment, without writing the rows; bit by bit as the reference.
+    """`permute`, then `quantize` of each expert's segment, without writing the rows; bit by bit as
+    the reference.
 
     Two launches find the places (three with `capacity`). Then
 
@@ -47,8 +50,9 @@ def permute_and_quantize(
         current, plain NVFP4 by rows   one more before it, for the amax of each expert
         blocks that span rows          one writes each row's token (the first above, if there is one), one gathers tiles
 
-    Other NVFP4 (by columns, square blocks, row-scaled, four over six) permutes first and then quantises. The host waits
-    once, for the number of rows, if neither `capacity` nor `num_rows` is given.
+    Other NVFP4 (by columns, square blocks, row-scaled, four over six) permutes first and then
+    quantises. The host waits once, for the number of rows, if neither `capacity` nor `num_rows` is
+    given.
     """
     check_permute_and_quantize(
         tokens_TH, routing_map_TE, recipe, probs, align, capacity, num_rows, role, rowwise, columnwise, state
@@ -84,7 +88,7 @@ def permute_and_quantize(
 
 
 def _in_one_step(recipe: Recipe, role: str, columnwise: bool) -> bool:
-    """Whether the kernels here make what the recipe wants: of NVFP4 only blocks along rows, under one scale for each expert."""
+    """Whether the kernels here suffice: of NVFP4, blocks along rows under one amax per expert."""
     if recipe.scaling != "nvfp4":
         return True
     square = role == "weight" and bool(recipe.two_dimensional_weights)
@@ -97,7 +101,7 @@ def _in_one_step(recipe: Recipe, role: str, columnwise: bool) -> bool:
 
 
 class _Place(torch.autograd.Function):
-    """Where the rows stand in the graph: a tensor of their shape that is never read; and their probs, as they were moved."""
+    """The rows' node in the graph, a tensor of their shape that is never read; and their probs."""
 
     @staticmethod
     def forward(
@@ -229,11 +233,10 @@ class Work:
         return form
 
     def _blank(self, block: tuple[int, int], rows: int) -> Form:
-        """A form whose codes are all written by the kernels here, and whose scales are as far as there are blocks."""
+        """A form with room for all blocks; all codes are written, and existing scales."""
         columns = ceil_div(self.shape[1], block[1])
-        turned = (
-            self.rule == "amax" and block[0] == 1
-        )  # neighbouring rows beside each other, as matrix products read them
+        # neighbouring rows beside each other, as matrix products read them
+        turned = self.rule == "amax" and block[0] == 1
 
         def blocks(dtype: torch.dtype) -> Tensor:
             return self._empty(columns, rows, dtype=dtype).T if turned else self._empty(rows, columns, dtype=dtype)
@@ -263,7 +266,7 @@ class Work:
         return amax
 
     def _groups(self, state: QuantizerState | None) -> tuple[Form, QuantizerState | None]:
-        """A scale for each expert: of earlier steps if there is a state, which learns this one's amax, else from the amax."""
+        """One scale per expert: from the state, which gets this step's amax, or from the amax."""
         experts = self.row_map.num_experts
         inverse = self._empty(experts, dtype=torch.float32)  # all by the first program of scatter_kernel
         by_expert: dict[str, Any] = {"inverse": inverse}
@@ -283,12 +286,11 @@ class Work:
     def _scatter(
         self, rule: str, form: Form | None, by_expert: dict[str, Any] | None = None, with_source: bool = False
     ) -> None:
-        """Move the probs, write the lists of rows, and with a form the codes of each token to its rows."""
+        """Move the probs, write the lists of rows, and with a form each token's codes to its rows."""
         if with_source or form is None:
             narrow = len(self.tokens) < 2**31
-            self.source = self._empty(
-                self.row_map.num_rows, dtype=torch.int32 if narrow else torch.int64
-            )  # all by scatter_kernel
+            # all by scatter_kernel
+            self.source = self._empty(self.row_map.num_rows, dtype=torch.int32 if narrow else torch.int64)
         given, group_amax, history, inverse = (
             (by_expert or {}).get(name) for name in ("given", "group_amax", "history", "inverse")
         )
@@ -386,7 +388,7 @@ class Work:
         return number_bits(self.recipe.amax_epsilon or 0.0), number_bits(infinity)
 
     def _rounding(self) -> dict[str, Any]:
-        """What the kernels must know of the recipe."""
+        """The recipe as the kernels take it."""
         return {
             "FORMAT": self.format,
             "POWER_OF_TWO": bool(self.recipe.power_of_two_scales),

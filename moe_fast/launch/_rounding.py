@@ -1,4 +1,4 @@
-"""Numbers on their way into a kernel and out of it, and the curves that several families take."""
+"""Numbers on their way into a kernel and out, and the curves that several families compute."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ INTERPRETED = tl.constexpr(backend.INTERPRETED)
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """x in `dtype`, to nearest, ties to even. Triton's interpreter (3.9) cuts float32 off where it should round to bfloat16."""
+    """x in `dtype`, ties to even. Triton's interpreter (3.9) truncates float32 to bfloat16."""
     if INTERPRETED and dtype == tl.bfloat16:
         word = x.to(tl.float32).to(tl.uint32, bitcast=True)
         nearest = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
@@ -29,7 +29,7 @@ def widened(x, dtype: tl.constexpr):
 
 @triton.jit
 def number(bits, dtype: tl.constexpr):
-    """A number that the host hands over as the bits of a float64: a plain argument would be rounded to float32."""
+    """A float64 passed as its bits: Triton would pass a plain number as float32."""
     return tl.cast(bits, tl.int64).to(tl.float64, bitcast=True).to(dtype)
 
 

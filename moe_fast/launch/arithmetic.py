@@ -6,8 +6,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-# Products and sums round one by one. The compiler may compute a value twice, for two layouts; with a fused multiply-add in one of
-# them only, they differ by a bit, and a maximum is not found again among the keys that it was taken of.
+# Products and sums round one by one. The compiler may compute a value twice, for two layouts; with
+# a fused multiply-add in one of them only, they differ by a bit, and a maximum is not found again
+# among the keys that it was taken of.
 NO_FP_FUSION = {"enable_fp_fusion": False}
 
 
@@ -17,5 +18,5 @@ def accumulator(*tensors: Tensor | None) -> tl.dtype:
 
 
 def number_bits(x: float) -> int:
-    """The bits of a float64, which kernels take as an integer: they would take a float as float32."""
+    """The bits of a float64 as an integer: Triton would pass a float as float32."""
     return struct.unpack("<q", struct.pack("<d", x))[0]

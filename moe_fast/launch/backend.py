@@ -39,7 +39,7 @@ def check_device(argument: str, tensor: Tensor) -> None:
 
 
 def launch_on(tensor: Tensor) -> AbstractContextManager:
-    """Triton launches on the current device, and describes tensors in the thread's context: make them the tensor's."""
+    """Make the tensor's device current: Triton launches there, and encodes descriptors for it."""
     if not tensor.is_cuda:
         return nullcontext()
     torch.cuda.is_current_stream_capturing()  # gives a thread of autograd's, which begins without one, its context; allowed in a graph
@@ -48,14 +48,14 @@ def launch_on(tensor: Tensor) -> AbstractContextManager:
 
 @cache
 def has_descriptors(device: torch.device) -> bool:
-    """Whether kernels move tiles by tensor descriptors there: compiled, with a tensor memory accelerator, from NVIDIA's Hopper on."""
+    """Whether kernels move tiles by tensor descriptors: compiled, from NVIDIA's Hopper on."""
     if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether it is one of NVIDIA's Hoppers, whose matrix unit adds FP8's products with 14 bits."""
+    """Whether it is one of NVIDIA's Hoppers, whose matrix unit adds FP8 products with 14 bits."""
     if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device)[0] == 9
@@ -63,7 +63,7 @@ def is_hopper(device: torch.device) -> bool:
 
 @cache
 def casts_in_hardware(device: torch.device) -> bool:
-    """Whether the device's own conversions make the codes: rounded, saturated and with NaN as here, from NVIDIA's Ada on."""
+    """Whether the device's conversions round, saturate and keep NaN as E4M3 does here: from Ada on."""
     return (
         not INTERPRETED
         and device.type == "cuda"
@@ -83,12 +83,11 @@ def movable(dtype: torch.dtype) -> bool:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers of the same width, so that a copy changes no bit and every dtype has a kernel."""
+    """The same memory as integers of the same width: every dtype is copied bit by bit."""
     if tensor.dtype in _BITS.values():
         return tensor
-    return (
-        tensor.resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])
-    )  # memory, not a pending conjugation or minus
+    # memory, not a pending conjugation or minus
+    return tensor.resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])
 
 
 def integers(tensor: Tensor) -> Tensor:
@@ -97,7 +96,7 @@ def integers(tensor: Tensor) -> Tensor:
 
 
 def strided(tensor: Tensor | None, dims: int = 2) -> tuple[Any, ...]:
-    """A tensor of `dims` dimensions and its strides, or (None, 0, …): a kernel reads memory, not a pending minus."""
+    """A tensor and its strides, or (None, 0, …): a kernel reads memory, not a pending minus."""
     if tensor is None:
         return None, *(0,) * dims
     tensor = tensor.resolve_neg()

@@ -1,6 +1,7 @@
 """Block sizes and warps as data. Any power of two gives the same results; these are fast.
 
-A tile is [tokens, columns]. Where the columns must be all the experts of a token, `tile_tokens` shortens the tile instead.
+A tile is [tokens, columns]. Where the columns must be all the experts of a token, `tile_tokens`
+shortens the tile instead.
 """
 
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -35,7 +36,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Walk(Tile):
-    """Tiles side by side, so many of which are one program's; it loads so many at once."""
+    """`steps` tiles per program, side by side, of which it loads `stages` at once."""
 
     steps: int
     stages: int
@@ -79,7 +80,7 @@ class PermuteQuantize:
 
 @dataclass(frozen=True)
 class WholeRows:
-    """Tiles of whole rows: as many tokens as keep the tile within `elements`, but no more than `tokens`."""
+    """Tiles of whole rows: at most `tokens` of them, and at most `elements` elements."""
 
     tokens: int
     elements: int
@@ -125,7 +126,7 @@ class Router(WholeRows):
 
 @dataclass(frozen=True)
 class Fill:
-    """Zeros in rows without a token: so many rows a step in each of a program's lanes."""
+    """Zeros in rows without a token: `rows` per step in each of a program's `lanes`."""
 
     lanes: int
     rows: int
@@ -147,9 +148,8 @@ class GroupedTile:
 class Grouped:
     """grouped_linear and its gradients: programs stay, and take one tile after the other."""
 
-    by_rows: tuple[
-        GroupedTile, ...
-    ]  # each for experts that have, on average, as many rows as it has; the last for more
+    # each for experts that have, on average, as many rows as it has; the last for more
+    by_rows: tuple[GroupedTile, ...]
     wide: GroupedTile  # elements of four bytes and more, which have no matrix unit that keeps all their bits
     wgrad: GroupedTile  # [outputs, inputs], as many rows deep
     wgrad_wide: GroupedTile
@@ -162,7 +162,7 @@ class Grouped:
     programs: int | None  # None: one for each multiprocessor
 
     def tile(self, rows: int, experts: int, itemsize: int) -> GroupedTile:
-        """The tile for so many rows of so many experts."""
+        """The tile for `rows` rows of `experts` experts."""
         if itemsize > 2:
             return self.wide
         return next((tile for tile in self.by_rows if rows <= tile.rows * experts), self.by_rows[-1])
@@ -220,7 +220,8 @@ class Tuning:
     activate_quantize: ActivateQuantize
 
 
-# Measured on an H200 (docs/results/permutation-h200.md): small programs, so that many on a multiprocessor wait for their lists at once.
+# Measured on an H200 (docs/results/permutation-h200.md): small programs, so that many on a
+# multiprocessor wait for their lists at once.
 GPU = Tuning(
     metadata=Metadata(
         tokens=128,
@@ -300,7 +301,8 @@ GPU = Tuning(
     ),
 )
 
-# A step costs the same whatever its tile, so tiles are large; yet a hundred tokens still span several.
+# A step costs the same whatever its tile, so tiles are large; yet a hundred tokens still span
+# several.
 INTERPRETER = Tuning(
     metadata=Metadata(tokens=32, elements=8192, num_warps=4, max_programs=3),
     permute=Tile(tokens=32, columns=128, num_warps=4),
@@ -385,9 +387,11 @@ def for_device(device: torch.device) -> Tuning:
 
 
 def scaled(sizes: Sizes, factor: float) -> Sizes:
-    """The same with every length multiplied by `factor`, at least 1; warps, stages and numbers of programs stay.
+    """The same with every length times `factor`, at least 1; warps, stages and numbers of programs
+    stay.
 
-    Tiles of codes (`Grouped.scaled`, `decoded`) stay: they are as long as the blocks of block scaling.
+    Tiles of codes (`Grouped.scaled`, `decoded`) stay: they are as long as the blocks of block
+    scaling.
     """
     least = DOT_LEAST if isinstance(sizes, GroupedTile) else 1
 

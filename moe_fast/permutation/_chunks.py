@@ -6,15 +6,13 @@ import triton.language as tl
 
 @triton.jit
 def load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, place, num_chunks, REORDERED: tl.constexpr):
-    """The chunks that stand at a few places, in their new order or in the old one: their numbers and sizes."""
+    """The numbers and sizes of the chunks at some places of the new order, or of the old one."""
     chunk = place
     if REORDERED:
-        chunk = tl.load(order_ptr + place * stride_order, mask=place < num_chunks, other=-1).to(
-            tl.int64
-        )  # the last block sticks out
-    known = (chunk >= 0) & (
-        chunk < num_chunks
-    )  # nor is there a chunk outside the block, nor in an order that is no permutation
+        # the last block sticks out
+        chunk = tl.load(order_ptr + place * stride_order, mask=place < num_chunks, other=-1).to(tl.int64)
+    # nor is there a chunk outside the block, nor in an order that is no permutation
+    known = (chunk >= 0) & (chunk < num_chunks)
     return chunk, tl.load(sizes_ptr + chunk * stride_sizes, mask=known, other=0).to(tl.int64)
 
 
@@ -43,7 +41,7 @@ def sort_chunks_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Row r of the result stands in some chunk: find that chunk's number and begin here, then its begin in the other order."""
+    """For each row of the result: its chunk and the chunk's begin here, then in the source."""
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     chunk_R = tl.full([BLOCK_R], -1, tl.int64)  # -1: behind the last chunk
     begin_R = tl.zeros([BLOCK_R], tl.int64)

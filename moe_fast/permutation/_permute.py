@@ -1,4 +1,4 @@
-"""Rows to their experts and back. `moe_fast.permutation.row_map.RowMap` says where a token's rows are."""
+"""Rows to their experts and back; `permutation.row_map.RowMap` holds each token's rows."""
 
 import triton
 import triton.language as tl
@@ -19,7 +19,7 @@ def find_lists(slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_
 
 @triton.jit
 def load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows):
-    """The expert and the row of slot j of each token, and whether there is such a row. The list is read while `num_slots` is on its way."""
+    """(expert, row, live) of each token's slot j; the list loads while `num_slots` is in flight."""
     live = j < num_slots  # what follows in the list was never written
     inside = (t < num_tokens) & (j + tl.zeros_like(t) < num_experts)  # the last tile sticks out, and j may
     slot = tl.load(list_t_ptr + j, mask=inside, other=0).to(tl.int64)
@@ -32,7 +32,7 @@ def load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, 
 
 @triton.jit
 def load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row):
-    """A tile of rows, if there are any; 0 where no row is, so that rows without a token are never read."""
+    """A tile of rows, 0 where there is no row: rows without a token are never read."""
     if rows_ptr is None:  # noqa: SIM108  (not a return of its own: what follows one is compiled all the same)
         tile = live
     else:
@@ -74,9 +74,7 @@ def add_rows(
         )
         value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row).to(ROWS_AS).to(acc.dtype)
         if probs_ptr is not None:
-            prob = tl.load(
-                probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0
-            )  # only those with a row
+            prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0)  # live only
             value *= prob.to(PROBS_AS).to(acc.dtype)[:, None]
         acc += value
     return acc
@@ -97,7 +95,7 @@ def fill_gaps(
     BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Zeros in the rows without a token. A lane has those behind one expert, or a share of those behind all segments."""
+    """Zeros in rows without a token; a lane fills one expert's, or a share of the tail's."""
     lane = first_lane + tl.arange(0, BLOCK_G)
     gap = tl.minimum(lane, num_experts)
     end = tl.minimum(tl.load(gap_ptr + num_experts + 1 + gap), num_rows)
@@ -115,9 +113,8 @@ def fill_gaps(
             mask=inside,
         )
         if probs_ptr is not None and column == 0:  # once a row
-            tl.store(
-                probs_ptr + row, tl.zeros([BLOCK_G * BLOCK_R], probs_ptr.dtype.element_ty), mask=in_gap
-            )  # other lanes' gaps may be longer
+            # other lanes' gaps may be longer
+            tl.store(probs_ptr + row, tl.zeros([BLOCK_G * BLOCK_R], probs_ptr.dtype.element_ty), mask=in_gap)
 
 
 @triton.jit(
@@ -170,13 +167,14 @@ def permute_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Each token is read once and written to each of its rows. The first programs move the probs, the next write rows without a token.
+    """Each token is read once and written to each of its rows. The first programs move the probs,
+    the next write rows without a token.
 
-    `row_slots` gets the tokens' lists with rows in place of ranks, so that other kernels need no bases; probs move only with it.
+    `row_slots` gets the tokens' lists with rows in place of ranks, so that other kernels need no
+    bases; probs move only with it.
     """
-    columns = (
-        tl.cdiv(num_columns, BLOCK_H) if row_slots_ptr is None else tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
-    )  # lists are without columns too
+    # lists are without columns too
+    columns = tl.cdiv(num_columns, BLOCK_H) if row_slots_ptr is None else tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     block = tl.program_id(0) // columns
     lists = tl.cdiv(num_tokens, BLOCK_L) if row_slots_ptr is not None else 0
@@ -192,13 +190,11 @@ def permute_kernel(
                     list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows
                 )
                 if probs_ptr is not None:
-                    prob = tl.load(
-                        probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0
-                    )  # only those with a row
+                    # only those with a row
+                    prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
                     tl.store(row_probs_ptr + row, prob, mask=live)  # likewise
-                tl.store(
-                    row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots
-                )  # dropped rows too
+                # dropped rows too
+                tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots)
     elif block < lists + fills:
         lane = first_lane + (block - lists) * BLOCK_G
         fill_gaps(
@@ -231,9 +227,8 @@ def permute_kernel(
             following = load_slot(
                 list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j + 1, num_slots, num_tokens, num_experts, num_rows
             )  # on its way
-            tl.store(
-                rows_ptr + row[:, None] * num_columns + h[None, :], token, mask=live[:, None] & in_row
-            )  # dropped rows are not written
+            # dropped rows are not written
+            tl.store(rows_ptr + row[:, None] * num_columns + h[None, :], token, mask=live[:, None] & in_row)
             expert, row, live = following
 
 
@@ -282,7 +277,7 @@ def unpermute_kernel(
     BLOCK_E: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """A token's rows are summed in ascending expert. The programs behind the last column block move the gradient of the probs."""
+    """Sum a token's rows, ascending experts; programs past the last column move probs' gradients."""
     columns = tl.cdiv(num_columns, BLOCK_H) + (1 if dprobs_ptr is not None else 0)
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     t = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -317,9 +312,7 @@ def unpermute_kernel(
                 expert, row, live = load_slot(
                     list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows
                 )
-                dprob = tl.load(
-                    row_dprobs_ptr + row * stride_row_dprobs, mask=live, other=0
-                )  # a dropped row has no gradient
+                dprob = tl.load(row_dprobs_ptr + row * stride_row_dprobs, mask=live, other=0)  # live only
                 dprobs = tl.where((expert[:, None] == e[None, :]) & live[:, None], dprob[:, None], dprobs)
             tl.store(
                 dprobs_ptr + t[:, None] * num_experts + e[None, :], dprobs, mask=in_time & (e < num_experts)[None, :]
@@ -380,7 +373,7 @@ def unpermute_backward_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """drows[row] = dout[t] · p and dprobs[t, e] = Σ_h rows[row, h] · dout[t, h]. A program owns whole rows of both."""
+    """drows[row] = dout[t] · p, dprobs[t, e] = Σ_h rows[row, h] · dout[t, h], by whole rows."""
     block = tl.program_id(0)
     fills = tl.num_programs(0) - token_blocks
     if block >= fills:
@@ -400,9 +393,7 @@ def unpermute_backward_kernel(
             expert, row, live = load_slot(
                 list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, 0, num_slots, num_tokens, num_experts, num_rows
             )
-            prob = tl.load(
-                probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0
-            )  # only those with a row
+            prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0)  # live only
             value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row)
             next_expert, next_row, next_live = load_slot(
                 list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, 1, num_slots, num_tokens, num_experts, num_rows
@@ -429,9 +420,8 @@ def unpermute_backward_kernel(
                     drow = rounded(
                         (d * prob.to(PROBS_AS).to(ACCUMULATOR)[:, None]).to(ROWS_AS), drows_ptr.dtype.element_ty
                     )
-                    tl.store(
-                        drows_ptr + row[:, None] * num_columns + h[None, :], drow, mask=live[:, None] & in_row
-                    )  # dropped rows are not written
+                    # dropped rows are not written
+                    tl.store(drows_ptr + row[:, None] * num_columns + h[None, :], drow, mask=live[:, None] & in_row)
                 if dprobs_ptr is not None:
                     dot = tl.sum(d * value.to(ROWS_AS).to(ACCUMULATOR), axis=1)
                     dprobs += tl.where((expert[:, None] == e[None, :]) & live[:, None], dot[:, None], 0.0)

@@ -1,4 +1,4 @@
-"""The routing map as lists of experts, and back. Its padding is in `metadata`, because it takes the same walk."""
+"""The routing map as lists of experts, and back."""
 
 import triton
 import triton.language as tl
@@ -32,7 +32,7 @@ def multihot_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """A tile of the map starts unrouted and meets the slots in order, so that the last slot of an expert stays."""
+    """A tile of the map starts unrouted and meets the slots in order: an expert's last slot stays."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     in_time = t < num_tokens  # the last tile sticks out
@@ -94,9 +94,7 @@ def multihot_backward_kernel(
             indices_ptr + t * stride_indices_t + tl.cast(slot, tl.int64) * stride_indices_k, mask=in_time, other=-1
         )
         counts = counts & ((index != later[:, None]) | (k >= slot)[None, :])
-    dvalue = tl.load(
-        dout_ptr + t[:, None] * stride_dout_t + index * stride_dout_e, mask=counts, other=0
-    )  # zero for slots that do not count
+    dvalue = tl.load(dout_ptr + t[:, None] * stride_dout_t + index * stride_dout_e, mask=counts, other=0)  # else 0
     tl.store(dvalues_ptr + t[:, None] * num_slots + k[None, :], dvalue, mask=inside)
 
 
@@ -121,7 +119,7 @@ def indices_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A routed expert goes to the slot that counts the routed experts before it; slots past the count are empty."""
+    """A routed expert's slot counts the routed experts before it; slots past the count are empty."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     in_time = (t < num_tokens)[:, None]  # the last tile sticks out
@@ -137,9 +135,8 @@ def indices_kernel(
     count = tl.sum(one, axis=1)
     for first in range(0, num_slots, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
-        vacant = (
-            in_time & (k < num_slots)[None, :] & (k[None, :] >= count[:, None])
-        )  # the slots that no expert was written to
+        # the slots that no expert was written to
+        vacant = in_time & (k < num_slots)[None, :] & (k[None, :] >= count[:, None])
         vacant_cell = t[:, None] * num_slots + k[None, :]
         tl.store(indices_ptr + vacant_cell, tl.full([BLOCK_T, BLOCK_K], -1, tl.int64), mask=vacant)
         tl.store(out_ptr + vacant_cell, tl.zeros([BLOCK_T, BLOCK_K], out_ptr.dtype.element_ty), mask=vacant)

@@ -1,13 +1,13 @@
-"""Where each routed token goes: one walk over the routing map.
+"""The row of each routed token: one walk over the routing map.
 
-A program owns a block of tokens. It counts the routed tokens of each expert as it walks, and lists for each token its experts
-in ascending order with the rank of the token among the block's tokens of that expert. A second launch turns the counts of all
-blocks into `base`, so that the row of a token is
+A program owns a block of tokens. It counts the routed tokens of each expert, and lists each token's
+experts, ascending, with the token's rank among the block's tokens of that expert. A second launch
+turns the counts of all blocks into `base`, and the row of a token is
 
     row = base[block of the token, expert] + rank
 
-A launch, because the last program of the walk would have the work of all experts alone, and the counter that tells it that it
-is the last must be zeroed, which is a launch too.
+It is a launch because the walk's last program would do the work of all experts alone, and the
+counter that identifies the last program would need a launch to be zeroed.
 """
 
 import triton
@@ -26,14 +26,14 @@ def load_routed(map_ptr, stride_map_t, stride_map_e, t, e, num_tokens, num_exper
 
 @triton.jit
 def put_slots(slots_ptr, t, e, chosen, place, rank, num_experts):
-    """Put the chosen experts at their places in the token's list, each with its rank in the bits above `RANK`."""
+    """Put the chosen experts at their places in the token's list, with the rank above `RANK`."""
     slot = (rank.to(slots_ptr.dtype.element_ty) << RANK) | e[None, :].to(slots_ptr.dtype.element_ty)
     tl.store(slots_ptr + (t * num_experts)[:, None] + place, slot, mask=chosen)  # only chosen experts have a slot
 
 
 @triton.jit
 def load_words(map_ptr, stride_map_t, stride_map_e, t, w, num_tokens, num_words, PACK: tl.constexpr):
-    """[BLOCK_T, BLOCK_W] int32: 1 where a token is routed to an expert, for one expert or, in four bytes, for four."""
+    """[BLOCK_T, BLOCK_W] int32: 1 where routed, per expert, or per byte for four experts."""
     inside = (t < num_tokens)[:, None] & (w < num_words)[None, :]  # the last tiles stick out on both sides
     words = tl.load(map_ptr + t[:, None] * stride_map_t + w[None, :] * stride_map_e, mask=inside, other=0)
     if PACK == 1:
@@ -49,9 +49,8 @@ def field(words, i: tl.constexpr, PACK: tl.constexpr):
     return (words >> (8 * i)) & 0xFF
 
 
-@triton.jit(
-    do_not_specialize=["stride_map_e", "num_tokens", "tiles"]
-)  # a stride of 1 would cost a change of layout at each list
+# a stride of 1 would cost a change of layout at each list
+@triton.jit(do_not_specialize=["stride_map_e", "num_tokens", "tiles"])
 def routing_walk_kernel(
     # the map, or words of four experts of it
     map_ptr,
@@ -70,10 +69,11 @@ def routing_walk_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Count the routed tokens of each expert in a block of tokens; with `slots_ptr`, list the experts of each token too.
+    """Count each expert's routed tokens in a block of tokens; with `slots_ptr`, list each token's
+    experts.
 
-    A row of the tile walks over tokens of its own, one behind the other: what it counted so far is their rank, and the rows
-    are added up once for the block. The map is read again to list the experts, from the cache.
+    A row of the tile walks over consecutive tokens, with its count so far as their rank; the rows
+    are added up once for the block. The lists read the map again, from the cache.
     """
     b = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, BLOCK_W).to(tl.int64)
@@ -112,7 +112,7 @@ def routing_walk_kernel(
 
 @triton.jit
 def load_counts(block_count_ptr, e, end, block, num_blocks):
-    """[experts, blocks] int32: how many tokens of each block are routed to each expert before `end`."""
+    """[experts, blocks] int32: each block's tokens per expert, 0 from `end` on."""
     inside = (e < end)[:, None] & (block < num_blocks)[None, :]  # the last tile sticks out on both sides
     return tl.load(block_count_ptr + e[:, None] * num_blocks + block[None, :], mask=inside, other=0).to(tl.int32)
 
@@ -147,9 +147,11 @@ def routing_layout_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Lay the segments of a few experts out behind those of the experts before, which each program counts for itself.
+    """Lay out a few experts' segments after the experts before, which each program counts for
+    itself.
 
-    gap[0] and gap[1] hold the begin and end of the padding behind each expert's rows, and last of the rows behind all segments.
+    gap[0] and gap[1] hold begin and end of the padding after each expert's rows, and of the rows
+    past all.
     """
     num_blocks = block_groups * GROUP  # so that a row of counts is a multiple of a load
     block = tl.arange(0, BLOCK_B)
@@ -181,9 +183,8 @@ def routing_layout_kernel(
             tl.store(gap_ptr + num_experts + one, total)
             tl.store(gap_ptr + 2 * num_experts + 1 + one, num_rows)
             tl.store(total_ptr + one, total)
-            tl.store(
-                overflow_ptr + one, (total > num_rows).to(tl.uint8)
-            )  # rows are dropped in multiples of align: never padding alone
+            # rows are dropped in multiples of align: never padding alone
+            tl.store(overflow_ptr + one, (total > num_rows).to(tl.uint8))
     base = start[:, None] + (tl.cumsum(counts, axis=1) - counts)
     tl.store(
         base_ptr + e[:, None] * num_blocks + block[None, :], base, mask=real[:, None] & (block < num_blocks)[None, :]
@@ -216,7 +217,7 @@ def capacity_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """An expert takes its first C routed tokens, then its first unrouted ones: those have rank count + (t - routed before t)."""
+    """An expert takes its first C routed tokens, then unrouted ones: ranks from its count on."""
     b = tl.program_id(0).to(tl.int64)
     capacity = tl.cast(capacity, tl.int64)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
@@ -229,9 +230,8 @@ def capacity_kernel(
         one = routed.to(tl.int32)
         routed_before = before[None, :] + tl.cumsum(one, axis=0) - one
         rank = tl.where(routed, routed_before, count[None, :] + t[:, None] - routed_before)
-        inside = (t < num_tokens)[:, None] & real[
-            None, :
-        ]  # outside the map nothing is routed, and nothing fills either
+        # outside the map nothing is routed, and nothing fills either
+        inside = (t < num_tokens)[:, None] & real[None, :]
         chosen = inside & (rank < capacity)
         listed = chosen.to(tl.int32)
         put_slots(slots_ptr, t, e, chosen, tl.cumsum(listed, axis=1) - listed, rank, num_experts)
@@ -268,7 +268,7 @@ def pad_routing_map_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """An unrouted token has rank t - (routed before t) among the unrouted; those of the first `missing` ranks become routed."""
+    """An unrouted token of rank t - (routed before t) below `missing` becomes routed."""
     b = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     real = e < num_experts  # the block is a power of two

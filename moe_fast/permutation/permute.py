@@ -1,4 +1,4 @@
-"""permute, unpermute and sort_chunks, fused: rows in the order of their tokens, and rows in the order of their experts."""
+"""permute, unpermute and sort_chunks: rows in the order of their tokens, and of their experts."""
 
 from typing import Any
 
@@ -31,11 +31,12 @@ def permute(
 ) -> Permuted:
     """Copy each token once for every expert it is routed to, grouped by expert.
 
-    Two launches find the places (three with `capacity`), one moves the rows and writes the zeros. The host waits once, for
-    the number of rows, if neither `capacity` nor `num_rows` is given.
+    Two launches find the places (three with `capacity`), one moves the rows and writes the zeros.
+    The host waits once, for the number of rows, if neither `capacity` nor `num_rows` is given.
 
     Raises:
-        ValueError: also for elements of 16 bytes, and for tokens that require a gradient in a dtype outside `MERGING`.
+        ValueError: also for elements of 16 bytes, and for tokens outside `MERGING` that require a
+            gradient.
     """
     check_permute(tokens_TH, routing_map_TE, probs, align, capacity, num_rows)
     check_device("tokens", tokens_TH)
@@ -68,7 +69,8 @@ def unpermute(
 def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: Tensor | None = None) -> SortedChunks:
     """Cut the rows into consecutive chunks and put the chunks into another order: one launch.
 
-    The host reads neither sizes nor order: where their values are illegal the result is unspecified.
+    The host reads neither sizes nor order: where their values are illegal the result is
+    unspecified.
 
     Raises:
         ValueError: also for elements of 16 bytes.
@@ -99,7 +101,7 @@ def check_merged(rows: Tensor, probs: Tensor | None) -> None:
 
 
 class _Permute(torch.autograd.Function):
-    """The copy of `permute`; its gradient is `unpermute` of the rows, and each prob's gradient moved back."""
+    """The copy of `permute`; its gradient is `unpermute` of the rows, and probs moved back."""
 
     @staticmethod
     def forward(
@@ -186,20 +188,16 @@ def _arithmetic(rows: Tensor | None, probs: Tensor | None) -> dict[str, tl.dtype
 def move_to_rows(
     tokens: Tensor, probs: Tensor | None, row_map: RowMap, row_slots: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """rows[row of t] = tokens[t], probs likewise, and zeros in rows without a token. Probs move only where the lists of rows are wanted too."""
+    """rows[row of t] = tokens[t], 0 without a token; `row_slots`: also lists of rows, and probs."""
     sizes = tuning.for_device(tokens.device)
     hidden = tokens.shape[1]
-    rows = torch.empty(
-        (row_map.num_rows, hidden), dtype=tokens.dtype, device=tokens.device
-    )  # all by permute_kernel: a token's rows, and the gaps
-    row_probs = (
-        None if probs is None else torch.empty(row_map.num_rows, dtype=probs.dtype, device=probs.device)
-    )  # likewise
+    # all by permute_kernel: a token's rows, and the gaps
+    rows = torch.empty((row_map.num_rows, hidden), dtype=tokens.dtype, device=tokens.device)
+    row_probs = None if probs is None else torch.empty(row_map.num_rows, dtype=probs.dtype, device=probs.device)
     programs, parts = row_map.programs(sizes.permute.tokens, sizes.fill)
     columns = ceil_div(hidden, sizes.permute.columns)
-    columns = (
-        columns if row_slots is None else max(1, columns)
-    )  # lists are written, and probs move, also when the rows are empty
+    # lists are written, and probs move, also when the rows are empty
+    columns = columns if row_slots is None else max(1, columns)
     programs += 0 if row_slots is None else ceil_div(row_map.num_tokens, sizes.list_tokens)
     if programs * columns == 0:
         return rows, row_probs
@@ -230,20 +228,18 @@ def move_to_rows(
 def sum_rows(
     rows: Tensor | None, probs: Tensor | None, drow_probs: Tensor | None, row_map: RowMap
 ) -> tuple[Tensor | None, Tensor | None]:
-    """out[t] = Σ over t's rows of rows · probs, and dprobs[t, e] = drow_probs[row of t and e]; either may be left out."""
+    """out[t] = Σ over t's rows of rows · probs; dprobs[t, e] = drow_probs[row of t and e]."""
     some = rows if rows is not None else drow_probs
     if some is None:
         return None, None
     sizes = tuning.for_device(some.device)
     hidden = 0 if rows is None else rows.shape[1]
-    out = (
-        None if rows is None else torch.empty((row_map.num_tokens, hidden), dtype=rows.dtype, device=rows.device)
-    )  # all by unpermute_kernel
+    # all by unpermute_kernel
+    out = None if rows is None else torch.empty((row_map.num_tokens, hidden), dtype=rows.dtype, device=rows.device)
     dprobs = None
     if drow_probs is not None:
-        dprobs = torch.empty(
-            (row_map.num_tokens, row_map.num_experts), dtype=drow_probs.dtype, device=some.device
-        )  # all by its last column of programs
+        # all by its last column of programs
+        dprobs = torch.empty((row_map.num_tokens, row_map.num_experts), dtype=drow_probs.dtype, device=some.device)
     columns = ceil_div(hidden, sizes.unpermute.columns) + (dprobs is not None)
     programs = ceil_div(row_map.num_tokens, sizes.unpermute.tokens) * columns
     if programs == 0:
@@ -274,15 +270,12 @@ def sum_rows(
 def merge_backward(
     dout: Tensor, rows: Tensor | None, probs: Tensor, row_map: RowMap, needs_rows: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of `unpermute` with probs; `rows` is given if that of the probs is wanted."""
+    """The gradients of `unpermute` with probs; `rows` is None unless the probs' is needed."""
     sizes = tuning.for_device(dout.device)
     hidden = dout.shape[1]
-    drows = (
-        torch.empty((row_map.num_rows, hidden), dtype=dout.dtype, device=dout.device) if needs_rows else None
-    )  # all: tokens' rows, and the gaps
-    dprobs = (
-        None if rows is None else torch.empty(probs.shape, dtype=probs.dtype, device=dout.device)
-    )  # all: whole rows of tokens
+    # all: tokens' rows, and the gaps
+    drows = torch.empty((row_map.num_rows, hidden), dtype=dout.dtype, device=dout.device) if needs_rows else None
+    dprobs = None if rows is None else torch.empty(probs.shape, dtype=probs.dtype, device=dout.device)  # by the same
     block_experts = power_of_two(row_map.num_experts)
     block_tokens = min(sizes.unpermute_backward.tokens, sizes.unpermute_backward_probs.tile_tokens(block_experts))
     programs, parts = row_map.programs(block_tokens, sizes.fill)
@@ -316,16 +309,15 @@ def merge_backward(
 def _gather_chunks(
     rows: Tensor | None, probs: Tensor | None, sizes: Tensor, order: Tensor, *, inverse: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The rows and probs of the chunks in their new order, or back in the old one; either may be left out."""
+    """The rows and probs of the chunks in their new order, or back in the old one."""
     some = rows if rows is not None else probs
     if some is None:
         return None, None
     blocks = tuning.for_device(some.device)
     num_rows = some.shape[0]
     hidden = 0 if rows is None else rows.shape[1]
-    out = (
-        None if rows is None else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-    )  # all by sort_chunks_kernel
+    # all by sort_chunks_kernel
+    out = None if rows is None else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     out_probs = None if probs is None else torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)  # likewise
     if num_rows == 0:
         return out, out_probs

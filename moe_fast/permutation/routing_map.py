@@ -1,4 +1,4 @@
-"""The routing map in its other forms, fused: padded to a multiple, and as expert indices."""
+"""The routing map in its other forms: padded to a multiple, and as expert indices."""
 
 from typing import Any
 
@@ -26,9 +26,8 @@ def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
     check_device("routing_map", routing_map_TE)
     device = routing_map_TE.device
     walk = walk_map(routing_map_TE)
-    padded = torch.empty(
-        routing_map_TE.shape, dtype=torch.bool, device=device
-    )  # all: a block of tokens by each program
+    # all: a block of tokens by each program
+    padded = torch.empty(routing_map_TE.shape, dtype=torch.bool, device=device)
     unreached = torch.empty(routing_map_TE.shape[1], dtype=torch.bool, device=device)  # all by the first program
     with launch_on(routing_map_TE):
         map_kernels.pad_routing_map_kernel[(walk.blocks,)](
@@ -47,7 +46,8 @@ def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
 def indices_to_multihot(indices_TK: Tensor, probs_TK: Tensor, *, num_experts: int) -> Multihot:
     """Turn each token's list of experts into a row of the routing map: one launch.
 
-    A slot outside 0 … E-1 counts as empty, unchecked. Probs and their gradient are copied bit by bit.
+    A slot outside 0 … E-1 counts as empty, unchecked. Probs and their gradient are copied bit by
+    bit.
     """
     check_indices(indices_TK, probs_TK, num_experts)
     check_device("indices", indices_TK)
@@ -55,7 +55,7 @@ def indices_to_multihot(indices_TK: Tensor, probs_TK: Tensor, *, num_experts: in
 
 
 def multihot_to_indices(routing_map_TE: Tensor, probs_TE: Tensor, *, topk: int) -> Indices:
-    """List each token's experts, ascending, in K slots: one launch. Probs and their gradient are copied bit by bit."""
+    """List each token's experts, ascending, in K slots: one launch. Probs are copied bit by bit."""
     check_multihot(routing_map_TE, probs_TE, topk)
     check_device("routing_map", routing_map_TE)
     return Indices(*_ToIndices.apply(routing_map_TE, probs_TE, topk))
@@ -99,12 +99,11 @@ class _ToIndices(torch.autograd.Function):
 
 
 def _scatter(indices: Tensor, values: Tensor, num_experts: int, *, with_map: bool) -> tuple[Tensor, Tensor]:
-    """The values of the slots at their experts, 0 elsewhere, and on request which experts those are."""
+    """The slots' values at their experts, 0 elsewhere, and with `with_map` the map."""
     tile = tuning.for_device(indices.device).multihot
     num_tokens, num_slots = indices.shape
-    routing_map = torch.empty(
-        (num_tokens, num_experts), dtype=torch.bool, device=indices.device
-    )  # all by multihot_kernel, with_map; else unused
+    # all by multihot_kernel, with_map; else unused
+    routing_map = torch.empty((num_tokens, num_experts), dtype=torch.bool, device=indices.device)
     out = torch.empty((num_tokens, num_experts), dtype=values.dtype, device=indices.device)  # all by multihot_kernel
     if num_tokens == 0:
         return routing_map, out
@@ -127,12 +126,10 @@ def _scatter(indices: Tensor, values: Tensor, num_experts: int, *, with_map: boo
 
 
 def _gather(dout: Tensor, indices: Tensor) -> Tensor:
-    """The gradient of each slot's value: that of its expert, or 0 if the slot does not count."""
+    """Each slot's gradient: its expert's, or 0 if the slot does not count."""
     tile = tuning.for_device(indices.device).multihot
     num_tokens, num_slots = indices.shape
-    dvalues = torch.empty(
-        (num_tokens, num_slots), dtype=dout.dtype, device=dout.device
-    )  # all by multihot_backward_kernel
+    dvalues = torch.empty((num_tokens, num_slots), dtype=dout.dtype, device=dout.device)  # by multihot_backward_kernel
     if dvalues.numel() == 0:
         return dvalues
     with launch_on(dout):
@@ -157,9 +154,8 @@ def _list(routing_map: Tensor, values: Tensor, topk: int) -> tuple[Tensor, Tenso
     sizes = tuning.for_device(routing_map.device)
     num_tokens, num_experts = routing_map.shape
     device = routing_map.device
-    indices = torch.empty(
-        (num_tokens, topk), dtype=torch.int64, device=device
-    )  # all by indices_kernel: listed slots, and vacant ones
+    # all by indices_kernel: listed slots, and vacant ones
+    indices = torch.empty((num_tokens, topk), dtype=torch.int64, device=device)
     out = torch.empty((num_tokens, topk), dtype=values.dtype, device=device)  # likewise
     overflow = torch.zeros((), dtype=torch.bool, device=device)
     if num_tokens == 0:

@@ -1,4 +1,4 @@
-"""The launch of the walk over the routing map, and what the other kernels learn from it."""
+"""The launches of the walk over the routing map, and its results for the other kernels."""
 
 from dataclasses import dataclass, replace
 
@@ -15,12 +15,13 @@ UNBOUNDED = 1 << 62  # more rows than any buffer has
 
 @dataclass(frozen=True)
 class RowMap:
-    """Each token's rows: row = base[t // tokens_per_block, expert] + rank, dropped from num_rows on.
+    """Each token's rows: row = base[t // tokens_per_block, expert] + rank, dropped from num_rows
+    on.
 
-    Without bases the lists hold rows in place of ranks.
+    Without bases the lists hold rows in place of ranks. With align 4 and one block of tokens:
 
-        expert 0 ← tokens 1, 3; expert 1 ← tokens 0, 1; align 4, one block:  base [[0, 4]], gap [[2, 6, 8], [4, 8, 8]]
-        slots, (rank, expert):  token 0: (0, 1);  token 1: (0, 0) (1, 1);  token 2: none;  token 3: (1, 0)
+        expert 0 ← tokens 1, 3; expert 1 ← tokens 0, 1:   base [[0, 4]], gap [[2, 6, 8], [4, 8, 8]]
+        (rank, expert):  token 0: (0, 1);  token 1: (0, 0) (1, 1);  token 2: none;  token 3: (1, 0)
     """
 
     slots_TE: Tensor  # int32 or int64: rank << 16 | expert of the token's experts, ascending, in its first `num_slots` entries
@@ -50,7 +51,7 @@ class RowMap:
         )
 
     def programs(self, block_tokens: int, fill: tuning.Fill) -> tuple[int, tuple[int, int, int]]:
-        """How many programs move tokens and fill gaps, and how they are told apart: blocks of tokens, first lane, lanes of the tail."""
+        """(programs that move and fill, (blocks of tokens, first lane, tail lanes))."""
         token_blocks = ceil_div(self.num_tokens, block_tokens)
         gaps = self.num_experts if self.expert_gaps else 0
         fills = ceil_div(gaps + (fill.tail_lanes if self.tail_gap else 0), fill.lanes)
@@ -59,7 +60,7 @@ class RowMap:
 
 @dataclass(frozen=True)
 class Walk:
-    """How the routing map is cut into blocks of tokens, and what was counted in them."""
+    """The routing map cut into blocks of tokens, and their counts."""
 
     pack: int  # 4: the map is read in words of four experts
     blocks: int
@@ -72,15 +73,15 @@ class Walk:
     count_E: Tensor  # int32
 
     def counted(self) -> tuple[Tensor, int, Tensor]:
-        """How many tokens are routed to each expert before each block, and in all."""
+        """The tokens routed to each expert before each block, and in all."""
         return self.base_EB, self.blocks, self.count_E
 
     def sizes(self, routing_map: Tensor) -> tuple[int, int, int]:
-        """The sizes that the kernels behind the walk take: they look at experts one by one, and so at fewer tokens a tile."""
+        """The sizes of the kernels after the walk: one expert per word, fewer tokens per tile."""
         return (*routing_map.shape, self.tiles * self.block_tokens // self._tile_tokens())
 
     def blocking(self) -> dict[str, int]:
-        """The block sizes that those kernels take."""
+        """The block sizes of those kernels."""
         return {"BLOCK_T": self._tile_tokens(), "BLOCK_E": self.block_experts, "num_warps": self.num_warps}
 
     def _tile_tokens(self) -> int:
@@ -89,7 +90,7 @@ class Walk:
 
 @dataclass(frozen=True)
 class Slots:
-    """The lists of each token, and the layout of the segments."""
+    """The list of each token, and the layout of the segments."""
 
     slots_TE: Tensor
     num_slots_T: Tensor
@@ -101,18 +102,16 @@ class Slots:
 
 
 def empty_slots(routing_map: Tensor) -> Slots:
-    """Memory for `Slots`; the kernels write all of it but the entries of the lists past a token's slots, which none reads."""
+    """Memory for `Slots`: kernels write all but the unused ends of lists, which none reads."""
     num_tokens, num_experts = routing_map.shape
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(
-            shape, dtype=dtype, device=routing_map.device
-        )  # see above: by the walk and its layout, or capacity_kernel
+        # see above: by the walk and its layout, or capacity_kernel
+        return torch.empty(shape, dtype=dtype, device=routing_map.device)
 
     return Slots(
-        slots_TE=empty(
-            num_tokens, num_experts, dtype=torch.int32 if num_tokens <= 1 << 15 else torch.int64
-        ),  # no rank is num_tokens
+        # no rank is num_tokens
+        slots_TE=empty(num_tokens, num_experts, dtype=torch.int32 if num_tokens <= 1 << 15 else torch.int64),
         num_slots_T=empty(num_tokens, dtype=torch.int32),
         gap_2E=empty(2, num_experts + 1),
         tokens_per_expert=empty(num_experts),
@@ -132,7 +131,7 @@ def walk_map(routing_map: Tensor, slots: Slots | None = None, align: int = 1, nu
 
 
 def plan_walk(routing_map: Tensor) -> Walk:
-    """Cut the routing map into blocks, with memory for what is counted in them."""
+    """Cut the routing map into blocks, with memory for their counts."""
     num_tokens, num_experts = routing_map.shape
     sizes = tuning.for_device(routing_map.device).metadata
     block_experts = power_of_two(num_experts)
@@ -143,15 +142,11 @@ def plan_walk(routing_map: Tensor) -> Walk:
         if tiles * block_tokens < 256 and _has_words(routing_map):
             break
     blocks = sizes.layout_group * max(1, ceil_div(num_tokens, block_tokens * tiles * sizes.layout_group))
-    counted_as = (
-        torch.uint8 if tiles * block_tokens < 256 else torch.int32
-    )  # every program of the layout reads all of them
-    block_count = torch.empty(
-        (num_experts, blocks), dtype=counted_as, device=routing_map.device
-    )  # all by routing_walk_kernel
-    base = torch.empty(
-        (num_experts, blocks), dtype=torch.int64, device=routing_map.device
-    )  # all by routing_layout_kernel
+    # every program of the layout reads all of them
+    counted_as = torch.uint8 if tiles * block_tokens < 256 else torch.int32
+    # all by routing_walk_kernel
+    block_count = torch.empty((num_experts, blocks), dtype=counted_as, device=routing_map.device)
+    base = torch.empty((num_experts, blocks), dtype=torch.int64, device=routing_map.device)  # by routing_layout_kernel
     count = torch.empty(num_experts, dtype=torch.int32, device=routing_map.device)  # likewise
     return Walk(pack, blocks, tiles, block_tokens, block_experts, sizes.tile_warps(width), block_count, base, count)
 
@@ -184,7 +179,7 @@ def count_blocks(routing_map: Tensor, walk: Walk, slots: Slots | None) -> None:
 
 
 def lay_out(walk: Walk, slots: Slots | None, align: int, num_rows: int) -> None:
-    """The second launch: turn the counts into bases; with `slots`, into the layout of the segments too."""
+    """The second launch: counts to bases; with `slots`, also to the layout of the segments."""
     sizes = tuning.for_device(walk.base_EB.device).metadata
     num_experts = len(walk.count_E)
     layout = (
@@ -211,7 +206,7 @@ def lay_out(walk: Walk, slots: Slots | None, align: int, num_rows: int) -> None:
 
 
 def place(routing_map: Tensor, align: int | None, num_rows: int | None) -> tuple[RowMap, Slots]:
-    """The row map of `permute` without capacity. Waits for the device once, to learn the number of rows, if it is not given."""
+    """The row map of `permute` without capacity; without `num_rows` the host waits for it."""
     slots = empty_slots(routing_map)
     walk = walk_map(routing_map, slots, align or 1, UNBOUNDED if num_rows is None else num_rows)
     rows = int(slots.total) if num_rows is None else num_rows
@@ -231,9 +226,8 @@ def place_in_capacity(routing_map: Tensor, capacity: int) -> tuple[RowMap, Slots
     num_tokens, num_experts = routing_map.shape
     slots = empty_slots(routing_map)
     walk = walk_map(routing_map)
-    base = torch.empty(
-        num_experts, dtype=torch.int64, device=routing_map.device
-    )  # all by the first program of capacity_kernel
+    # all by the first program of capacity_kernel
+    base = torch.empty(num_experts, dtype=torch.int64, device=routing_map.device)
     with launch_on(routing_map):
         kernels.capacity_kernel[(walk.blocks,)](
             integers(routing_map),

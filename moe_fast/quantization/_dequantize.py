@@ -39,9 +39,10 @@ def dequantize_kernel(
     BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """code · scale, rounded once more; 0 behind the last group. RULE "group": a scale for each group, else for each block.
+    """code · scale, rounded once more; 0 past the last group. RULE "group": one scale per group,
+    else per block.
 
-    RULE "nvfp4": the scale is d · A · (1/LARGEST), LARGEST being the largest number of E2M1 times the largest d, and A an amax PER so much.
+    RULE "nvfp4": the scale is d · A · (1/LARGEST), LARGEST = 6 · the largest d, A one amax per PER.
     """
     tile = tl.program_id(0) // parts
     group, first, _, owned, written = place_of_tile(
@@ -61,9 +62,7 @@ def dequantize_kernel(
             m = tl.arange(0, BLOCK_M // BLOCK_R)
             block = tile if RULE == "amax" and BLOCK_R > 1 else first // BLOCK_R
             b = column // BLOCK_C + tl.arange(0, BLOCK_N // BLOCK_C)
-            there = (first + m * BLOCK_R < owned)[:, None] & (b * BLOCK_C < num_columns)[
-                None, :
-            ]  # no scale behind the last group
+            there = (first + m * BLOCK_R < owned)[:, None] & (b * BLOCK_C < num_columns)[None, :]  # no more scales
             stored = tl.load(
                 scale_ptr + (block + m)[:, None] * stride_scale_m + b[None, :] * stride_scale_n, mask=there, other=0
             )

@@ -1,10 +1,12 @@
 """Numbers of eight and four bits: E4M3, E5M2, E2M1 and E8M0 as codes, and back.
 
-A code is sign · exponent field · mantissa field. Codes of one sign count upwards, so the code of a float32 is its own bits, shortened:
-rounded to fewer mantissa bits, less the difference of the exponents' biases. Where the format is subnormal, adding a power of two whose
-spacing is the format's rounds in the same way.
+A code is sign · exponent field · mantissa field. Codes of one sign count upwards, so the code of a
+float32 is its own bits, shortened: rounded to fewer mantissa bits, less the difference of the
+exponents' biases. Where the format is subnormal, adding a power of two whose spacing is the
+format's rounds in the same way.
 
-Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0; PTX ISA, cvt with .satfinite.
+Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0; PTX ISA, cvt with
+.satfinite.
 """
 
 import triton
@@ -23,7 +25,7 @@ SUBNORMAL_HALF = tl.constexpr(0x400000)  # the bits of 2^-127
 
 @triton.jit
 def as_float32(x):
-    """x in float32, float64 rounded to it. Triton's interpreter (3.9) takes bfloat16's subnormals for 0."""
+    """x in float32. Triton's interpreter (3.9) takes bfloat16's subnormals for 0."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
@@ -31,7 +33,7 @@ def as_float32(x):
 
 @triton.jit
 def encoded(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
-    """The codes of float32 numbers, uint8: to nearest, ties to even, saturated; a NaN becomes 0x7F, in E2M1 the largest number."""
+    """Codes of float32 numbers: ties to even, saturated; NaN is 0x7F, in E2M1 the largest."""
     if HARDWARE and FORMAT == "e4m3":
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     if HARDWARE and FORMAT == "e5m2":
@@ -42,9 +44,8 @@ def encoded(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
     BIAS: tl.constexpr = 7 if FORMAT == "e4m3" else 15
     MAX_CODE: tl.constexpr = 0x7E if FORMAT == "e4m3" else 0x7B
     DROPPED: tl.constexpr = 23 - MANTISSA
-    SPACED: tl.constexpr = (
-        127 + 24 - BIAS - MANTISSA
-    ) << 23  # the bits of the power of two whose spacing is 2^(1 - BIAS - MANTISSA)
+    # the bits of the power of two whose spacing is 2^(1 - BIAS - MANTISSA)
+    SPACED: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
     word = x.to(tl.int32, bitcast=True)
     body = word & MAGNITUDE
     normal = ((body + ((1 << (DROPPED - 1)) - 1) + ((body >> DROPPED) & 1)) >> DROPPED) - ((127 - BIAS) << MANTISSA)
@@ -57,9 +58,11 @@ def encoded(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def encoded_by_sum(x, HARDWARE: tl.constexpr):
-    """The E2M1 codes of products in float32. With 2^e the power of two below |x|, or 1, codes are k + 2e, k = |x| / u, u = 2^(e-1) the spacing there.
+    """The E2M1 codes of float32 products: k + 2e, with 2^e ≤ |x| (e ≥ 0) and k = |x| / u, u =
+    2^(e-1).
 
-    The sum of |x| and u · (2^23 + 6) has spacing u, and so rounds k, in its last bits; its field is e + 149. 6 + 2 · 149 is divisible by 8.
+    The sum of |x| and u · (2^23 + 6) has spacing u, and so rounds k, in its last bits; its exponent
+    field is e + 149, and 6 + 2 · 149 is divisible by 8.
     """
     size = tl.minimum(tl.abs(x), E2M1_MAX)  # a NaN becomes 6
     word = size.to(tl.int32, bitcast=True)
@@ -72,7 +75,8 @@ def encoded_by_sum(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def encoded_randomly(x, noise):
-    """The E2M1 codes of float32 numbers, uint8: |x| = k·u + r, u the spacing there, becomes k + 1 where noise < r/u. Saturated, NaN likewise.
+    """The E2M1 codes of float32 numbers, uint8, saturated: with the spacing u, |x| = k·u + r
+    becomes k + 1 where noise < r/u, else k.
 
     Every step is exact; float64 noise is compared as such.
     """
@@ -88,7 +92,7 @@ def encoded_randomly(x, noise):
 
 @triton.jit
 def decoded(code, FORMAT: tl.constexpr):
-    """What codes mean, in float32; exact. Of E5M2's codes ∞ is never met: casts saturate."""
+    """The values of codes, in float32; exact. E5M2's code of ∞ never occurs: casts saturate."""
     MANTISSA: tl.constexpr = 3 if FORMAT == "e4m3" else 2 if FORMAT == "e5m2" else 1
     BIAS: tl.constexpr = 7 if FORMAT == "e4m3" else 15 if FORMAT == "e5m2" else 1
     MAX_CODE: tl.constexpr = 0x7E if FORMAT == "e4m3" else 0x7B if FORMAT == "e5m2" else 7
@@ -101,9 +105,8 @@ def decoded(code, FORMAT: tl.constexpr):
     ) * rebias  # a subnormal of the format is one of float32, too
     value = tl.where(body > MAX_CODE, float("nan"), value)
     sign = (code >> SIGN) << 31
-    return (value.to(tl.int32, bitcast=True) | sign).to(
-        tl.float32, bitcast=True
-    )  # a minus is 0 - value in Triton 3.6, and loses that of -0
+    # a minus is 0 - value in Triton 3.6, and loses that of -0
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -117,6 +120,6 @@ def encoded_up(x):
 
 @triton.jit
 def power_of_two(code):
-    """2^(code - 127) in float32, of which that of code 0 is subnormal."""
+    """2^(code - 127) in float32; subnormal for code 0."""
     code = code.to(tl.int32)
     return tl.where(code == 0, SUBNORMAL_HALF, code << 23).to(tl.float32, bitcast=True)

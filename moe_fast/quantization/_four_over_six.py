@@ -1,4 +1,4 @@
-"""NVFP4, four over six: the largest value of a block becomes 6 or 4, whichever errs less."""
+"""NVFP4, four over six: a block's largest value becomes 6 or 4, whichever errs less."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ SIZE = tl.constexpr(16)  # of a block
 
 @triton.jit
 def multiplier_of(stored, encoding):
-    """m = 1 / (d · (1/S)) of blocks with the scale codes `stored` under S, at most the largest float32."""
+    """m = 1 / (d · (1/S)), at most the largest float32, of blocks with scale codes `stored`."""
     return tl.minimum(over(1.0, decoded(stored, "e4m3") * over(1.0, encoding)), FLOAT32_MAX)
 
 
@@ -27,7 +27,7 @@ def error_of(x, scale, multiplier, whole, LARGEST: tl.constexpr, ERROR: tl.const
 
 @triton.jit
 def sum_of_sixteen(total, AXIS: tl.constexpr):
-    """[a, 16, b] to [a, b], or [a, b, 16] to it: of two numbers the one so far ahead as there are halves, and so on."""
+    """[a, 16, b] or [a, b, 16] to [a, b], by a tree whose first step adds numbers 8 apart."""
     a: tl.constexpr = total.shape[0]
     b: tl.constexpr = total.shape[3 - AXIS]
     for i in tl.static_range(4):
@@ -55,11 +55,13 @@ def better_of_two(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The d of blocks that map their largest value to 6, or to 4 by a d 1.5 times as large: whichever errs less; 6 if they err alike.
+    """The d of blocks that map their largest value to 6, or to 4 by a d 1.5 times as large:
+    whichever errs less; 6 if they err alike.
 
         d₆ = E4M3(amax / 6 · S),   d₄ = E4M3(amax / 6 · S · 1.5)
 
-    Errors are added in ascending order along a block's row (its column, not BY_ROWS), then, of a square block, by a tree over the others.
+    Errors are added in ascending order along a block's row (its column, not BY_ROWS), then, of a
+    square block, by a tree over the others.
     """
     base = tl.div_rn(amax, tl.full(amax.shape, E2M1_MAX, tl.float32)) * encoding
     six = encoded(base, "e4m3", HARDWARE)

@@ -1,6 +1,7 @@
-"""One scale for a whole group: taken from its amax, or from earlier steps while the amax is measured; and the memory of those steps.
+"""One scale per group, from its amax or from earlier steps; and the memory of those steps.
 
-Tiles are those of `moe_fast.quantization._tiles`, each within one group. A maximum has no order, so programs meet in an atomic.
+Tiles are as in `quantization._tiles`, each within one group. A maximum has no order: atomics
+combine it.
 """
 
 import triton
@@ -43,13 +44,10 @@ def group_amax_kernel(
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in tl.range(0, tl.where(first < end, steps, 0), num_stages=STAGES):
         n = begin + i * BLOCK_N + tl.arange(0, BLOCK_N)
-        largest = tl.maximum(
-            largest, tl.abs(load_tile(x_ptr, stride_x_m, stride_x_n, row, end, n, num_columns))
-        )  # passes over NaN
+        # passes over NaN
+        largest = tl.maximum(largest, tl.abs(load_tile(x_ptr, stride_x_m, stride_x_n, row, end, n, num_columns)))
     bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
-    tl.atomic_max(
-        amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed"
-    )  # the rest of x has no end, and no amax
+    tl.atomic_max(amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # no rest of x
 
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
@@ -74,10 +72,7 @@ def two_levels_amax_kernel(
     BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """max |x| over each group, and over each group of the transform; ROW_SCALED: over each row, and over each column of each group.
-
-    Bits of numbers ≥ 0 are in the order of the numbers, and a maximum has no order: programs meet in an atomic.
-    """
+    """max |x| per group and of its transform; ROW_SCALED: per row, and per column of a group."""
     tile = tl.program_id(0) // parts
     group, first, end, _, _ = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
@@ -109,9 +104,7 @@ def two_levels_amax_kernel(
             tl.atomic_max(row_amax_ptr + row, bits, mask=(row < end) & (bits > 0), sem="relaxed")
         else:
             bits = tl.max(tl.max(tl.max(largest, axis=2), axis=1), axis=0).to(tl.int32, bitcast=True)
-            tl.atomic_max(
-                row_amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed"
-            )  # the rest of x has no end, and no amax
+            tl.atomic_max(row_amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # no rest of x
     if column_amax_ptr is not None and not ROW_SCALED:
         most = as_float32(rounded(tl.max(tl.max(largest_turned, axis=1), axis=0), x_ptr.dtype.element_ty))
         bits = most.to(tl.int32, bitcast=True)
@@ -139,7 +132,8 @@ def cast_groups_kernel(
     # scales of earlier steps; None: they follow from the amax
     given_ptr,
     stride_given,
-    # the amax of each group, as integers: read, or with scales given a result, and zeros before; its first column of the history likewise
+    # the amax of each group, as integers: read, or with scales given a result, and zeros before;
+    # its first column of the history likewise
     amax_ptr,
     history_ptr,
     stride_history,
@@ -162,7 +156,7 @@ def cast_groups_kernel(
     BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """encode(x · s) and 1/s, with one s for each group: of earlier steps, while this one's amax is measured, or from the amax."""
+    """encode(x · s) and 1/s, one s per group: given, while the amax is taken, or from the amax."""
     FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
     least = number(epsilon, tl.float32)
     tile = tl.program_id(0) // parts
@@ -197,9 +191,7 @@ def cast_groups_kernel(
             largest = tl.maximum(largest, tl.abs(x))  # passes over NaN
     if given_ptr is not None:
         bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
-        tl.atomic_max(
-            amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed"
-        )  # the rest of x is not read
+        tl.atomic_max(amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed")  # no rest of x
         tl.atomic_max(history_ptr + group * stride_history, bits, mask=first < read, sem="relaxed")
 
 

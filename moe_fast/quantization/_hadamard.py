@@ -2,8 +2,9 @@
 
     y_j = Σ_i x_i · sign_i · H_ij / 4,   H_ij = (-1)^(number of ones in i & j)
 
-Products are exact; the sixteen are added in ascending order, from 0, in float32. A butterfly would add in a quarter as many steps, but in
-another order. A program has the sixteen sums of a column in its own registers, and so reads each row once.
+Products are exact; the sixteen are added in ascending order, from 0, in float32. A butterfly would
+add in a quarter as many steps, but in another order. A program has the sixteen sums of a column in
+its own registers, and so reads each row once.
 """
 
 import triton
@@ -31,7 +32,7 @@ def hadamard_sums(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The transform, [BLOCK_M / 16, 16, BLOCK_N] in float32, and max |x| of each sixteen, [BLOCK_M / 16, 1, BLOCK_N]; rows from `end` on are 0."""
+    """The transform as [blocks, 16, columns] in float32, and each block's max |x|; 0 from `end`."""
     block = (tl.arange(0, BLOCK_M // SIZE) * SIZE)[:, None, None]
     n = tl.arange(0, BLOCK_N)[None, None, :]
     j = tl.arange(0, SIZE)[None, :, None]
@@ -65,7 +66,7 @@ def hadamard_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """[BLOCK_M, BLOCK_N] of the transform, rounded to x's dtype, in float32; rows from `end` on are 0. ADJOINT: sign_j in place of sign_i."""
+    """The transform's tile, rounded to x's dtype; 0 from row `end`. ADJOINT: sign_j for sign_i."""
     total, _ = hadamard_sums(x_ptr, stride_m, stride_n, first, end, column, num_columns, ADJOINT, BLOCK_M, BLOCK_N)
     return as_float32(rounded(tl.reshape(total, [BLOCK_M, BLOCK_N]), x_ptr.dtype.element_ty))
 
@@ -85,7 +86,7 @@ def hadamard_adjoint_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The gradient of what was transformed, from that of the transform. Groups consist of whole blocks: where they end does not matter."""
+    """The adjoint of the transform. Groups consist of whole blocks: their ends do not matter."""
     first = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_M
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     row = first + tl.arange(0, BLOCK_M)

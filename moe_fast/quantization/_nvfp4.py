@@ -1,8 +1,10 @@
-"""NVFP4: codes of E2M1, an E4M3 scale d for each block of 16, and above it a float32 scale S of the group, or of each row or column.
+"""NVFP4: codes of E2M1, an E4M3 scale d for each block of 16, and above it a float32 scale S of the
+group, or of each row or column.
 
     S = 2688 / A,   d = E4M3(amax · (S · (1/6))),   m = 1 / (d · (1/S)),   q = E2M1(x · m)
 
-with A = max |x|; `four_over_six` has another d. Tiles lie within one group, and consist of whole blocks.
+with A = max |x|; `four_over_six` has another d. Tiles lie within one group, and consist of whole
+blocks.
 """
 
 import triton
@@ -19,7 +21,7 @@ SIZE = tl.constexpr(16)  # of a block
 
 @triton.jit
 def global_amax(amax_ptr, group, num_groups, row, owned, column, num_columns, PER: tl.constexpr):
-    """A of a tile: PER "group", a scalar; "row", [m, 1]; "column" of its group, [1, n]. 0 where nobody's."""
+    """A of a tile: PER "group", scalar; "row", [m, 1]; "column" of its group, [1, n]; else 0."""
     if PER == "row":
         amax = tl.load(amax_ptr + row, mask=row < owned, other=0.0)[:, None]
     elif PER == "column":
@@ -56,7 +58,7 @@ def quantize_form(
     BY_ROWS: tl.constexpr,
     SQUARE: tl.constexpr,
 ):
-    """One form of a tile: its codes, and the scales of its blocks. ERROR: what two scales are compared by; None: there is one."""
+    """One form of a tile: codes and block scales. ERROR: measure between two scales, or None."""
     BLOCK_R: tl.constexpr = SIZE if SQUARE or not BY_ROWS else 1
     BLOCK_C: tl.constexpr = SIZE if SQUARE or BY_ROWS else 1
     row = first + tl.arange(0, x.shape[0])
@@ -146,7 +148,7 @@ def quantize_two_levels_kernel(
     BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Codes and scales of blocks of 1 × 16, of 16 × 1, or both of one pass; SQUARE: of 16 × 16. TRANSFORMED: the columnwise form."""
+    """Both forms in one pass, blocks 1 × 16 and 16 × 1; SQUARE 16 × 16; TRANSFORMED by columns."""
     tile = tl.program_id(0) // parts
     group, first, _, owned, written = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G

@@ -1,4 +1,4 @@
-"""Codes and scales of blocks that need nothing but the block: scaling by amax, and MXFP8.
+"""Codes and scales of blocks that depend on the block alone: scaling by amax, and MXFP8.
 
 Every quotient is rounded once, and no product is fused with a sum.
 """
@@ -23,7 +23,7 @@ def over(numerator: tl.constexpr, denominator):
 
 @triton.jit
 def fitting_scale(amax, epsilon, infinity, FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """format_max / max(amax, ε); 1 if that is 0 or ∞, `infinity` where it overflows; POWER_OF_TWO: rounded down to one."""
+    """format_max / max(amax, ε); 1 for 0 or ∞, `infinity` on overflow; POWER_OF_TWO: rounds down."""
     a = tl.maximum(amax, epsilon)
     s = over(FORMAT_MAX, tl.where((a == 0) | (a == INFINITE), FORMAT_MAX, a))
     s = tl.where(s == INFINITE, infinity, s)
@@ -34,22 +34,21 @@ def fitting_scale(amax, epsilon, infinity, FORMAT_MAX: tl.constexpr, POWER_OF_TW
 
 @triton.jit
 def fitting_power(amax, epsilon, infinity, FORMAT: tl.constexpr):
-    """As an E8M0 code, the power of two that `fitting_scale` rounds down to, from bits alone: format_max is 1.75 · 2^p.
+    """As an E8M0 code, the power of two that `fitting_scale` rounds down to, from bits alone:
+    format_max is 1.75 · 2^p.
 
     With a = (1 + f) · 2^E the quotient is below 2^(p - E), in float32 too, where f > 0.75.
     """
     bits = tl.maximum(amax, epsilon).to(tl.int32, bitcast=True)
     above = (bits & 0x7FFFFF) > 0x600000
     code = (254 + (8 if FORMAT == "e4m3" else 15)) - (bits >> 23) - above.to(tl.int32)
-    code = tl.where(
-        code > LARGEST_POWER, infinity.to(tl.int32, bitcast=True) >> 23, code
-    )  # subnormal numbers among them
+    code = tl.where(code > LARGEST_POWER, infinity.to(tl.int32, bitcast=True) >> 23, code)  # subnormals too
     return tl.where((bits == 0) | (bits == INFINITY), 127, code)
 
 
 @triton.jit
 def block_scale(amax, epsilon, infinity, RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """(what is multiplied by, what is stored to decode with) of blocks.
+    """(multiplier, stored scale) of blocks.
 
     amax   s = format_max / amax                 1/s
     mxfp8  2^(127 - e)                           e = E8M0(amax · (1/format_max))
@@ -90,7 +89,7 @@ def quantize_blocks(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One form of a tile: its codes, and the scale and amax of its blocks. Blocks of scaling by amax that span rows are as high as a tile."""
+    """One form of a tile: codes, block scales and amax; amax blocks over rows are a tile high."""
     amax = block_amax(x, BLOCK_R, BLOCK_C)
     multiplier, stored = block_scale(amax, epsilon, infinity, RULE, FORMAT, POWER_OF_TWO)
     code = encoded(x * spread(multiplier, BLOCK_R, BLOCK_C), FORMAT, HARDWARE)
@@ -152,7 +151,7 @@ def quantize_blocks_kernel(
     BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Codes, scales and amax of blocks of 1 × BLOCK, of BLOCK × 1, or both of one load; SQUARE: of BLOCK × BLOCK, as the form by rows."""
+    """Blocks of 1 × BLOCK, BLOCK × 1, or both of one load; SQUARE: BLOCK × BLOCK, by rows."""
     tile = tl.program_id(0) // parts
     _, first, read, owned, written = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G

@@ -1,7 +1,8 @@
 """Tiles of x and blocks of tiles.
 
-A tile is [rows, columns] of x and lies within one group: each group is cut into tiles from its own first row on, and the rows behind the
-last group are cut likewise, as one more group, of zeros. Where nothing but the end of the last group matters, x is cut as a whole.
+A tile is [rows, columns] of x within one group: each group is cut from its own first row on, and
+the rows past the last group, as one more group, of zeros. Where only the end of the last group
+matters, x is cut as a whole.
 """
 
 import triton
@@ -12,7 +13,7 @@ from moe_fast.quantization._formats import as_float32
 
 @triton.jit
 def group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr):
-    """(its group, its first row, the row behind its group) of a tile; group `num_groups` is the rest of x. None has a tile too many."""
+    """(group, first row, end of the group) of a tile; group `num_groups` is the rest of x."""
     if splits_ptr is None:
         group = tl.full([], 0, tl.int64)
         begin = tl.full([], 0, tl.int64)
@@ -20,9 +21,7 @@ def group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M
         size = tl.cast(num_rows, tl.int64)
     else:
         g = tl.arange(0, BLOCK_G)
-        sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(
-            tl.int64
-        )  # BLOCK_G is a power of two
+        sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)  # padded block
         sizes = tl.maximum(sizes, 0)  # what is illegal is not checked, but reads and writes nothing that is not there
         sizes = tl.where(g == num_groups, tl.maximum(num_rows - tl.sum(sizes), 0), sizes)
         tiles = (sizes + (BLOCK_M - 1)) // BLOCK_M
@@ -45,7 +44,7 @@ def place_of_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """(group, first row, end of the rows that are read, end of those that are anybody's, end of those that are written) of a tile."""
+    """(group, first row, ends of the rows to read, in groups, to write) of a tile."""
     if ALIGNED:
         group, first, written = group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M, BLOCK_G)
         owned = tl.where(group < num_groups, written, 0)
@@ -58,9 +57,7 @@ def place_of_tile(
         read = written  # loads do not wait for the splits
         if splits_ptr is not None:
             g = tl.arange(0, BLOCK_G)
-            sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(
-                tl.int64
-            )  # BLOCK_G is a power of two
+            sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)  # padded block
             owned = tl.minimum(tl.sum(sizes), written)
     return group, first, read, owned, written
 
@@ -76,20 +73,19 @@ def load_tile(x_ptr, stride_m, stride_n, row, read, column, num_columns):
 def load_tile_from(
     x_ptr, stride_m, stride_n, first, read, column, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """[BLOCK_M, BLOCK_N] of x in float32, from row `first` and `column` on; 0 from row `read` on. Only one address is long."""
+    """A tile of x in float32 from `first` and `column`, 0 from row `read`; one int64 address."""
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     corner = x_ptr + first * stride_m + column * stride_n
     place = corner + m[:, None].to(tl.int64) * stride_m + n[None, :].to(tl.int64) * stride_n
-    inside = (m < ending(first, read, BLOCK_M))[:, None] & (n < (num_columns - column).to(tl.int32))[
-        None, :
-    ]  # it sticks out of its group and of x
+    # it sticks out of its group and of x
+    inside = (m < ending(first, read, BLOCK_M))[:, None] & (n < (num_columns - column).to(tl.int32))[None, :]
     return as_float32(tl.load(place, mask=inside, other=0.0))
 
 
 @triton.jit
 def ending(first, end, BLOCK_M: tl.constexpr):
-    """How many of a tile's rows come before row `end`."""
+    """The number of a tile's rows before row `end`."""
     return tl.maximum(tl.minimum(end - first, BLOCK_M), 0).to(tl.int32)
 
 
@@ -99,9 +95,7 @@ def store_tile(out_ptr, value, first, written, column, num_columns):
     m = tl.arange(0, value.shape[0])
     n = tl.arange(0, value.shape[1])
     corner = out_ptr + first * num_columns + column
-    inside = (m < ending(first, written, value.shape[0]))[:, None] & (n < (num_columns - column).to(tl.int32))[
-        None, :
-    ]  # likewise
+    inside = (m < ending(first, written, value.shape[0]))[:, None] & (n < (num_columns - column).to(tl.int32))[None, :]
     tl.store(corner + m[:, None].to(tl.int64) * num_columns + n[None, :], value, mask=inside)
 
 
@@ -119,7 +113,7 @@ def store_blocks(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """What a tile's blocks have, from row `block` of blocks on, as far as there are blocks."""
+    """One value per block of a tile, from row `block` of blocks on, as far as there are blocks."""
     m = tl.arange(0, value.shape[0])
     n = tl.arange(0, value.shape[1])
     corner = out_ptr + block * stride_m + column // BLOCK_C * stride_n

@@ -1,4 +1,4 @@
-"""One scale for a whole group: delayed and current scaling, and what delayed scaling remembers."""
+"""One scale per group: delayed and current scaling, and the state of delayed scaling."""
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def group_amax(x: Tensor, splits: Tensor | None) -> Tensor:
 def cast_groups(
     x: Tensor, recipe: Recipe, format: str, splits: Tensor | None, state: QuantizerState | None
 ) -> tuple[Form, QuantizerState | None]:
-    """A scale for each group: of earlier steps if there is a state, which learns this one's amax, else from the amax."""
+    """One scale per group: from the state, which gets this step's amax, or from the amax."""
     grid = grid_of(x.shape, splits, tuning.for_device(x.device).quantize.groups, True)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_groups_kernel
     inverse = torch.empty(grid.groups, device=x.device)  # likewise, by its first program
@@ -69,7 +69,7 @@ def cast_groups(
 def new_quantizer_state(
     recipe: Recipe, *, num_groups: int = 1, device: torch.device | str | None = None
 ) -> QuantizerState | None:
-    """The state before the first step: no amax seen, scales of 1; None for a recipe without memory."""
+    """The state before the first step: no amax seen, scales of 1; None without a memory."""
     require(is_count(num_groups) and num_groups >= 1, "num_groups", num_groups, "a positive integer")
     if recipe.scaling != "delayed":
         return None

@@ -25,9 +25,11 @@ SCOPES: dict[str, tuple[str, ...]] = {
 def quantize_two_levels(
     x: Tensor, recipe: Recipe, role: str, splits: Tensor | None, rowwise: bool, columnwise: bool, noise: Tensor | None
 ) -> tuple[Form | None, Form | None]:
-    """The forms of x, [M,N], by rows and by columns; see `moe_ref.quantization.recipes.by_two_levels`.
+    """The forms of x, [M,N], by rows and by columns; see
+    `moe_ref.quantization.recipes.by_two_levels`.
 
-    Square blocks are the same in both directions, unless a sum of errors decides: that has an order.
+    Square blocks are the same in both directions, unless a sum of errors decides: that has an
+    order.
     """
     square = role == "weight" and bool(recipe.two_dimensional_weights)
     transformed = bool(recipe.hadamard) and role != "weight" and columnwise
@@ -82,7 +84,7 @@ def quantize_two_levels(
 def _amax_of_forms(
     x: Tensor, splits: Tensor | None, rowwise: bool, columnwise: bool, row_scaled: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """max |x| over each group, and over each group of the transform; row-scaled: [M] of each row, and [G,N] of each group's columns."""
+    """max |x| per group and of its transform; row-scaled: [M] rows, [G,N] columns of groups."""
     sizes = tuning.for_device(x.device).quantize
     grid = grid_of(
         x.shape, splits, sizes.groups if row_scaled else sizes.transformed, True, (1 if row_scaled else SIZE, 1)

@@ -1,6 +1,6 @@
-"""quantize, fused: codes and scales of every group from one pass over x, without asking the device how long the groups are.
+"""quantize: codes and scales of every group and both directions from one pass over x.
 
-Current scaling and NVFP4 take two: their scales need the maximum of the whole group. Both directions are made in the same pass.
+Current scaling and NVFP4 take two passes: their scales need the maximum of the whole group.
 """
 
 from typing import Any
@@ -35,8 +35,9 @@ def quantize(
 ) -> Quantization:
     """Quantise each group of rows by itself, bit by bit as the reference.
 
-    One launch per call; current scaling and NVFP4 have one before it for the maximum of each group. The host never waits:
-    where the values of `splits` are illegal the result is unspecified. float64 is rounded to float32 first.
+    One launch per call; current scaling and NVFP4 have one before it for the maximum of each group.
+    The host never waits: where the values of `splits` are illegal the result is unspecified.
+    float64 is rounded to float32 first.
     """
     check_quantize(x_MN, recipe, role, splits, rowwise, columnwise, state, noise)
     check_device("x", x_MN)
@@ -111,7 +112,7 @@ def _quantize_blocks(
 
 
 def empty_form(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form:
-    """A form whose codes are all written by quantize_blocks_kernel, and whose scales are as far as there are blocks."""
+    """A form with room for all blocks; kernels write all codes, and existing scales."""
     rows = grid.tiles if rule == "amax" and block[0] > 1 else ceil_div(len(x), block[0])
     columns = ceil_div(x.shape[1], block[1])
     turned = rule == "amax" and block[0] == 1  # neighbouring rows beside each other, as matrix products read them
@@ -129,12 +130,12 @@ def empty_form(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form
 
 
 def form_arguments(form: Form | None) -> tuple[Any, ...]:
-    """A form as the kernel takes it."""
+    """A form as kernel arguments."""
     return (None, None, None, 0, 0) if form is None else (form.codes_MN, form.scale, form.amax, *form.scale.stride())
 
 
 class _Place(torch.autograd.Function):
-    """Where x stands in the graph: a tensor of its shape that is never read. Rows behind the last group have no gradient."""
+    """x's node in the graph, never read; rows past the last group have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: Tensor | None) -> Tensor:

@@ -1,4 +1,6 @@
-"""What `quantize` made: codes, scales and amax in the shapes of the reference, and the values that they stand for."""
+"""The result of `quantize`: codes, scales and amax in the shapes of the reference, and their
+values.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +30,8 @@ RULES = {
 class Form:
     """A tensor along one direction, as the kernels keep it.
 
-    Scales are one a group, or one a block, in x's orientation. There is room for as many rows of blocks as any splits may have: what lies
-    behind those that there are is unspecified.
+    One scale per group, or per block in x's orientation, with room for as many rows of blocks as
+    any splits may have: past the existing ones, values are unspecified.
     """
 
     codes_MN: Tensor  # uint8, contiguous; 0 behind the last group
@@ -43,7 +45,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Quantized:
-    """What `quantize` made; see `codes`, `scales`, `amax` and `dequantize`."""
+    """The result of `quantize`; see `codes`, `scales`, `amax` and `dequantize`."""
 
     recipe: Recipe
     format: str
@@ -62,7 +64,7 @@ class Quantized:
 
 
 def codes(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
-    """The codes, [M,N] uint8; 0 in rows past the last group. An E2M1 code is in the low four bits."""
+    """The codes, [M,N] uint8, 0 in rows past the last group; E2M1 codes in the low four bits."""
     return quantized.form(columnwise).codes_MN
 
 
@@ -85,7 +87,7 @@ def scales(quantized: Quantized, *, columnwise: bool = False, layout: str = "com
 
 
 def _compact(quantized: Quantized, form: Form, blocks: Tensor, columnwise: bool) -> tuple[list[int], Tensor]:
-    """(rows of each group, all rows) of what is kept for each block; MXFP8 and NVFP4 repeat that of a square for each of its rows."""
+    """(rows per group, values per block); MXFP8 and NVFP4 repeat a square's for its rows."""
     assert form.block is not None
     sizes = _sizes(quantized, form)
     counts = [ceil_div(size, form.block[0]) for size in sizes]
@@ -115,9 +117,9 @@ def _for_gemm(scale: Tensor, scaling: str, turned: bool) -> Tensor:
 
 
 def amax(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
-    """max |x| behind each scale, float32; the host reads the splits where a group has more than one scale.
+    """max |x| of each scale's elements, float32; for delayed scaling this step's.
 
-    For delayed scaling it is this step's, not the scale's.
+    The host reads the splits where a group has more than one scale.
 
     Raises:
         ValueError: also for rows from a dispatch, which sends none.
@@ -202,7 +204,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _hadamard_adjoint(d_value: Tensor) -> Tensor:
-    """The gradient of what was transformed, each sum rounded once to its dtype."""
+    """The adjoint of the transform, each sum rounded once to its dtype."""
     d_value = d_value.resolve_neg()  # a kernel sees memory, not a pending minus
     grid = grid_of(
         d_value.shape, None, tuning.for_device(d_value.device).quantize.transformed, True, (hadamard.SIZE.value, 1)
@@ -236,7 +238,7 @@ class Grid:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The kernels' last sizes."""
+        """The kernels' last three sizes."""
         return self.groups, self.parts, self.steps
 
 
@@ -248,14 +250,13 @@ def grid_of(
     least: tuple[int, int] = (1, 1),
     rows: int | None = None,
 ) -> Grid:
-    """Tiles of `walk`, but no smaller than a block; with `rows`, exactly so high. Aligned: cut from each group's first row on."""
+    """Tiles of `walk`, at least a block, or `rows` high. Aligned: from each group's first row."""
     num_rows, num_columns = shape
     groups = 1 if splits is None else len(splits)
     block_m = rows or max(walk.tokens, least[0])
     block_n = max(min(walk.columns, power_of_two(num_columns)), least[1])
-    pieces = (
-        groups + 1 if aligned and splits is not None else 1
-    )  # the rest of x is one more; each has a last tile that may be partial
+    # the rest of x is one more; each has a last tile that may be partial
+    pieces = groups + 1 if aligned and splits is not None else 1
     tiles = (num_rows + pieces * (block_m - 1)) // block_m
     steps = min(walk.steps, max(ceil_div(num_columns, block_n), 1))
     settings = {

@@ -1,6 +1,7 @@
-"""What keeps the experts' loads even: scores of all experts, the balancing loss, the z-loss.
+"""Scores of all experts, the balancing loss and the z-loss.
 
-A loss is summed in two stages, each in a fixed order: programs add up rows, then one program adds up what they found.
+A loss is summed in two stages, each in a fixed order: programs add up rows, then one program adds
+up theirs.
 """
 
 import triton
@@ -47,9 +48,8 @@ def aux_scores_kernel(
     BLOCK_E: tl.constexpr,
 ):
     """softmax(x), or s / (Σ_E s + 1e-20), and the map of the K largest; 0 and False in padding."""
-    t = tl.minimum(
-        tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1
-    )  # the last tile repeats the last row
+    # the last tile repeats the last row
+    t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)
     column = tl.arange(0, BLOCK_E)
     e = column.to(tl.int64)[None, :]
     real = e < num_experts  # the block is a power of two
@@ -89,9 +89,8 @@ def aux_scores_backward_kernel(
     BLOCK_E: tl.constexpr,
 ):
     """The gradient of the scores, which are computed again."""
-    t = tl.minimum(
-        tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1
-    )  # the last tile repeats the last row
+    # the last tile repeats the last row
+    t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)
     e = tl.arange(0, BLOCK_E).to(tl.int64)[None, :]
     real = e < num_experts  # the block is a power of two
     x = load_rows(logits_ptr, stride_logits_t, stride_logits_e, t, e, real, ACCUMULATOR)
@@ -128,9 +127,7 @@ def balance_kernel(
             tl.load(scores_ptr + r[:, None] * stride_scores_r + c[None, :] * stride_scores_c, mask=inside, other=0.0),
             ACCUMULATOR,
         )
-    count = widened(
-        tl.load(count_ptr + c * stride_count, mask=in_row, other=0), ACCUMULATOR
-    )  # the last block sticks out
+    count = widened(tl.load(count_ptr + c * stride_count, mask=in_row, other=0), ACCUMULATOR)  # ragged block
     place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     tl.store(partial_ptr + place, tl.sum(tl.sum(total, axis=0) * count, axis=0))
 
@@ -153,9 +150,7 @@ def balance_backward_kernel(
     """dscores[r, j] = dloss · factor · count[j]."""
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    count = widened(
-        tl.load(count_ptr + c * stride_count, mask=c < num_columns, other=0), ACCUMULATOR
-    )  # the last block sticks out
+    count = widened(tl.load(count_ptr + c * stride_count, mask=c < num_columns, other=0), ACCUMULATOR)  # ragged block
     g = rounded(tl.load(dloss_ptr) * tl.load(factor_ptr) * count, dscores_ptr.dtype.element_ty)
     inside = (r < num_rows)[:, None] & (c < num_columns)[None, :]  # the last tiles stick out on both sides
     tl.store(
@@ -191,7 +186,7 @@ def z_loss_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Σ_t (ln Σ_e exp x_te)² over the tokens of some tiles that are no padding, and how many they are."""
+    """Σ_t (ln Σ_e exp x_te)² over the valid tokens of some tiles, and their number."""
     e = tl.arange(0, BLOCK_E).to(tl.int64)[None, :]
     real = e < num_experts  # the block is a power of two
     total = tl.zeros([BLOCK_T, 1], ACCUMULATOR)
@@ -227,9 +222,8 @@ def z_loss_backward_kernel(
     BLOCK_E: tl.constexpr,
 ):
     """dx_te = dloss · factor · 2 · lse_t · softmax(x)_te, 0 in padding."""
-    t = tl.minimum(
-        tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1
-    )  # the last tile repeats the last row
+    # the last tile repeats the last row
+    t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)
     e = tl.arange(0, BLOCK_E).to(tl.int64)[None, :]
     real = e < num_experts  # the block is a power of two
     x = tl.where(real, load_rows(logits_ptr, stride_logits_t, stride_logits_e, t, e, real, ACCUMULATOR), -float("inf"))
@@ -253,7 +247,7 @@ def finish_loss_kernel(
     ACCUMULATOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """loss = factor · Σ partial, the factor coeff / max(n, 1) of n valid tokens, or coeff / N², 0 if N is 0."""
+    """factor · Σ partial; factor = coeff / max(n, 1) for n valid tokens, or coeff / N², or 0."""
     place = tl.arange(0, BLOCK)
     found = tl.zeros([BLOCK], ACCUMULATOR)
     valid = tl.zeros([BLOCK], tl.int32)

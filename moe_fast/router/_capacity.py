@@ -1,7 +1,8 @@
-"""Which tokens an expert keeps.
+"""The tokens that an expert keeps.
 
-A token's key for an expert is an integer in the order of the probs, the least for those that are not routed to it. An expert
-keeps the tokens above a key, and those of this key before a token; both are found bit by bit.
+A token's key for an expert is an integer in the order of the probs, the least if it is not routed
+to it. An expert keeps the tokens above some key, and those of this key before some token; both are
+found bit by bit.
 """
 
 import triton
@@ -12,7 +13,7 @@ from moe_fast.router._scores import ordered
 
 @triton.jit
 def least_key(KEY_BITS: tl.constexpr, dtype: tl.constexpr):
-    """The key of what is not routed."""
+    """The key of tokens that are not routed."""
     return tl.full([], -(2 ** (KEY_BITS - 1)), dtype)
 
 
@@ -30,11 +31,10 @@ def load_keys(
     KEY_BITS: tl.constexpr,
     KEY: tl.constexpr,
 ):
-    """[BLOCK_T, BLOCK_E] probs as bits, 0 of what is not routed, and keys: all of the routed equal if KEY_BITS is 1."""
+    """[BLOCK_T, BLOCK_E] probs as bits, 0 where not routed, and keys (KEY_BITS 1: all equal)."""
     routed = tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=inside, other=0) != 0
-    bits = tl.load(
-        probs_ptr + t[:, None] * stride_probs_t + e[None, :] * stride_probs_e, mask=routed, other=0
-    )  # others may be anything
+    # others may be anything
+    bits = tl.load(probs_ptr + t[:, None] * stride_probs_t + e[None, :] * stride_probs_e, mask=routed, other=0)
     key = tl.zeros(bits.shape, KEY)
     if KEY_BITS > 1:
         magnitude: tl.constexpr = 2 ** (bits.dtype.primitive_bitwidth - 1) - 1
@@ -62,7 +62,7 @@ def drop_keys_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The keys, those of an expert one after the other."""
+    """The keys, contiguous per expert."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     inside = (t < num_tokens)[:, None] & (e < num_experts)[None, :]  # the last tiles stick out on both sides
@@ -136,7 +136,7 @@ def drop_search_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """The key above which, and of which before which token, an expert keeps tokens: as many as there is room for."""
+    """The key above which, and at it the token before which, an expert keeps tokens."""
     e = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     KEY: tl.constexpr = keys_ptr.dtype.element_ty
     whole = load_columns(keys_ptr, e, tl.arange(0, BLOCK_T), num_tokens, num_experts, KEY_BITS)
@@ -185,7 +185,7 @@ def drop_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The map of the kept tokens, and the probs of those that were routed."""
+    """The map of kept tokens, and the probs of the routed ones."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     in_row = e < num_experts  # the last block sticks out
@@ -221,17 +221,14 @@ def drop_backward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The gradient of what was kept and routed, 0 elsewhere."""
+    """The gradient where kept and routed, 0 elsewhere."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     inside = (t < num_tokens)[:, None] & (e < num_experts)[None, :]  # the last tiles stick out on both sides
     cell = t[:, None] * num_experts + e[None, :]
     through = tl.load(kept_ptr + cell, mask=inside, other=0) != 0
     if map_ptr is not None:
-        through = (
-            tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=through, other=0) != 0
-        )  # no more matter
-    dout = tl.load(
-        dout_ptr + t[:, None] * stride_dout_t + e[None, :] * stride_dout_e, mask=through, other=0
-    )  # 0 where it does not pass
+        # no more matter
+        through = tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=through, other=0) != 0
+    dout = tl.load(dout_ptr + t[:, None] * stride_dout_t + e[None, :] * stride_dout_e, mask=through, other=0)  # else 0
     tl.store(dprobs_ptr + cell, dout, mask=inside)

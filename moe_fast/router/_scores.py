@@ -1,6 +1,6 @@
-"""Score functions, what is made of them and its gradient, and integers in the order of numbers.
+"""Score functions with their gradients, and integers in the order of numbers.
 
-A tile is [tokens, columns] with all the experts of a token in it. Everything is computed in float32, or float64.
+A tile is [tokens, columns] with all the experts of a token in it, in float32 or float64.
 """
 
 import triton
@@ -18,13 +18,14 @@ def softmax(x):
 
 @triton.jit
 def inverse_sum(s, among, normalise):
-    """1 / (Σ s + 1e-20) over the columns `among` which that is taken; 1 unless `normalise`."""
+    """1 / (Σ s + 1e-20) over the columns `among`; 1 unless `normalise`."""
     return tl.where(normalise, 1.0 / (tl.sum(tl.where(among, s, 0.0), axis=1) + 1e-20), 1.0)[:, None]
 
 
 @triton.jit
 def weights_gradient(x, g, among, normalise, ACTIVATION: tl.constexpr):
-    """The gradient of w = softmax(x) or s(x) / (Σ s + 1e-20), or s(x), where `among`; g is that of w, and 0 elsewhere.
+    """The gradient of w = softmax(x), or s(x) / (Σ s + 1e-20), or s(x), `among` the chosen; g is
+    w's, 0 elsewhere.
 
     dx = w (g - Σ w g),   or s' / (Σ s + 1e-20) · (g - Σ w g),   or s' g
     """
@@ -47,19 +48,19 @@ def lowest(dtype: tl.constexpr):
 
 @triton.jit
 def out_of_choice(dtype: tl.constexpr):
-    """The key of what is not to be chosen: above the marks of what is, below the image of -∞."""
+    """The key of experts that cannot be chosen: above all marks, below the image of -∞."""
     return lowest(dtype) + 65536
 
 
 @triton.jit
 def ordered(word, magnitude: tl.constexpr):
-    """Bits of a floating-point number, sign-extended, to an integer in the order of the numbers, and back."""
+    """Sign-extended bits of a float to an integer in the order of the numbers, and back."""
     return tl.where(word < 0, word ^ magnitude, word)
 
 
 @triton.jit
 def key_of(x):
-    """An integer in the order of the scores, none of which is -0. A NaN is somewhere from -∞ on, so that it is never taken for a mark."""
+    """An integer in the order of the scores, none of them -0; a NaN is at least -∞, no mark."""
     wide: tl.constexpr = x.dtype == tl.float64
     key = ordered(x.to(tl.int64 if wide else tl.int32, bitcast=True), 2**63 - 1 if wide else 2**31 - 1)
     return tl.maximum(key, -(2**63) + 2**52 - 1 if wide else -(2**31) + 2**23 - 1)  # the image of -∞

@@ -1,7 +1,8 @@
 """Choose each token's experts and weigh them, in one pass over the logits.
 
-Keys are integers in the order of the scores. A chosen one is replaced by a mark below all keys, `lowest` + the slot: no expert is
-chosen twice, even where all scores are -∞, and the marks say afterwards which expert goes to which slot.
+Keys are integers in the order of the scores. A chosen key becomes a mark below all keys, `lowest` +
+the slot: no expert is chosen twice, even where all scores are -∞, and the marks give each expert's
+slot.
 """
 
 import triton
@@ -26,7 +27,7 @@ def mark_in_order(key, column, count):
 
 @triton.jit
 def mark_largest(key, column, count, TIES_ARE_RARE: tl.constexpr):
-    """The same. If ties are rare, at first as though there were none, which takes half the instructions."""
+    """The same; if ties are rare, first as if there were none, in half the instructions."""
     if TIES_ARE_RARE:
         marked = key
         largest = tl.max(key, axis=1)
@@ -35,9 +36,8 @@ def mark_largest(key, column, count, TIES_ARE_RARE: tl.constexpr):
             largest = tl.max(marked, axis=1)
         marked = tl.where(marked == largest[:, None], lowest(key.dtype) + count - 1, marked)
         num_marked = tl.sum((marked < out_of_choice(key.dtype)).to(tl.int32), axis=1)
-        tied = (num_marked > count) | (
-            largest <= out_of_choice(key.dtype)
-        )  # more marks than slots, or too few keys for the slots
+        # more marks than slots, or too few keys for the slots
+        tied = (num_marked > count) | (largest <= out_of_choice(key.dtype))
         if tl.max(tied.to(tl.int32), axis=0) > 0:
             marked = mark_in_order(key, column, count)
     else:
@@ -56,7 +56,7 @@ def only_best_groups(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Take the experts out of choice whose group is not among the `group_topk` with the largest sums of `counted` keys."""
+    """Exclude the experts outside the `group_topk` groups with the largest sums of `counted` keys."""
     by_group = tl.reshape(key, [BLOCK_T, BLOCK_G, BLOCK_S])
     left = by_group
     total = tl.zeros([BLOCK_T, BLOCK_G], ACCUMULATOR)
@@ -71,9 +71,7 @@ def only_best_groups(
     total += tl.where(missing > 0, score_of(tl.max(left, axis=2)), 0.0)  # at most one is missing
     group = tl.arange(0, BLOCK_G)
     group_key = key_of(total)
-    group_key = tl.where(
-        (group < num_groups)[None, :], group_key, out_of_choice(group_key.dtype)
-    )  # groups are padded to a power of two
+    group_key = tl.where((group < num_groups)[None, :], group_key, out_of_choice(group_key.dtype))  # padded groups
     if BLOCK_G <= PAIRED:
         better = group_key[:, None, :] > group_key[:, :, None]
         before = better | (
@@ -128,18 +126,15 @@ def topk_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """A column is a place in a group, so that groups of any size lie at powers of two. Without groups there is one."""
-    t = tl.minimum(
-        tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1
-    )  # the last tile repeats the last row
+    """A column is a place in a group, so that groups lie at powers of two; at least one group."""
+    # the last tile repeats the last row
+    t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)
     column = tl.arange(0, BLOCK_G * BLOCK_S)
     e = column.to(tl.int64)
     real = tl.full([1, BLOCK_G * BLOCK_S], True, tl.int1)
     if RAGGED:
         e = (column // BLOCK_S * group_size + column % BLOCK_S).to(tl.int64)
-        real = ((column % BLOCK_S < group_size) & (column // BLOCK_S < num_groups))[
-            None, :
-        ]  # blocks of groups and of experts are powers of two
+        real = ((column % BLOCK_S < group_size) & (column // BLOCK_S < num_groups))[None, :]  # padded blocks
     x = tl.load(logits_ptr + t[:, None] * stride_logits_t + e[None, :] * stride_logits_e, mask=real, other=0.0).to(
         ACCUMULATOR
     )
@@ -214,9 +209,8 @@ def topk_backward_kernel(
     BLOCK_E: tl.constexpr,
 ):
     """The scores are computed again; only the choice is not."""
-    t = tl.minimum(
-        tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1
-    )  # the last tile repeats the last row
+    # the last tile repeats the last row
+    t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)
     e = tl.arange(0, BLOCK_E).to(tl.int64)[None, :]
     real = e < num_experts  # the block is a power of two
     x = tl.load(logits_ptr + t[:, None] * stride_logits_t + e * stride_logits_e, mask=real, other=0.0).to(ACCUMULATOR)

@@ -28,7 +28,8 @@ from moe_ref.config import (
 def aux_loss_scores(
     logits_TE: Tensor, *, topk: int, score_function: str = "softmax", padding_mask: Tensor | None = None
 ) -> AuxScores:
-    """Scores and choice for the balancing losses, of all experts: one launch; the backward computes the scores again.
+    """Scores and choice for the balancing losses, of all experts: one launch; the backward computes
+    the scores again.
 
     Raises:
         ValueError: also for what `check_rows` refuses.
@@ -52,7 +53,8 @@ def load_balancing_loss(
 ) -> Tensor:
     """The balancing loss of the Switch Transformer, this rank's share of it: two launches.
 
-    The order of the sum depends on the shape only. A tensor of tokens is read by the kernel: the host never waits.
+    The order of the sum depends on the shape only. A tensor of tokens is read by the kernel: the
+    host never waits.
 
     Raises:
         ValueError: also for scores of other dtypes than `LOGITS`.
@@ -112,9 +114,7 @@ class _AuxScores(torch.autograd.Function):
         if dscores is None:
             return None, None, None, None
         logits, padding = ctx.saved_tensors
-        dlogits = torch.empty(
-            logits.shape, dtype=logits.dtype, device=logits.device
-        )  # all by aux_scores_backward_kernel
+        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)  # by aux_scores_backward_kernel
         grid, sizes = _whole_rows(logits)
         if grid[0]:
             with launch_on(logits):
@@ -223,7 +223,7 @@ class _ZLoss(torch.autograd.Function):
 
 
 def _finish(partial: Tensor, valid: Tensor | None, total: int | Tensor, coeff: float) -> tuple[Tensor, Tensor]:
-    """The loss, and the factor before its sum."""
+    """The loss, and the factor of its sum."""
     loss = torch.empty((), dtype=partial.dtype, device=partial.device)  # by finish_loss_kernel
     factor = torch.empty((), dtype=partial.dtype, device=partial.device)  # likewise
     in_tensor = isinstance(total, Tensor)
@@ -298,7 +298,7 @@ def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
 
 
 def update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, *, update_rate: float) -> Tensor:
-    """The next bias: up where an expert had fewer tokens than the average, down where it had more."""
+    """The next bias: up where an expert had fewer tokens than the average, down where more."""
     check_update_expert_bias(expert_bias, tokens_per_expert, update_rate)
     count = tokens_per_expert.double()  # exact below 2⁵³, and so is the comparison E · c with Σ c
     direction = (count.sum() - len(count) * count).sign()

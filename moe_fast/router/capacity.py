@@ -1,4 +1,4 @@
-"""Capacity, fused: no expert takes more than so many tokens."""
+"""Capacity: no expert takes more tokens than it has room for."""
 
 from fractions import Fraction
 from math import ceil
@@ -38,8 +38,9 @@ def drop_tokens(
 ) -> Routed:
     """Keep at most `capacity` tokens of each expert; drop the others.
 
-    Three launches: keys in the order of the probs, the search for each expert's last token, the results. The host never
-    waits. A NaN counts as routed, in an unspecified order. Probs and their gradient are copied bit by bit.
+    Three launches: keys in the order of the probs, the search for each expert's last token, the
+    results. The host never waits. A NaN counts as routed, in an unspecified order. Probs and their
+    gradient are copied bit by bit.
     """
     check_drop_tokens(probs_TE, routing_map_TE, capacity, drop_policy)
     check_device("probs", probs_TE)
@@ -47,7 +48,7 @@ def drop_tokens(
 
 
 class _Drop(torch.autograd.Function):
-    """What is kept; the gradient of what was kept and routed passes."""
+    """The kept tokens; the gradient passes where kept and routed."""
 
     @staticmethod
     def forward(
@@ -66,7 +67,7 @@ class _Drop(torch.autograd.Function):
 
 
 def _drop(probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad: bool) -> tuple[Tensor, Tensor]:
-    """The kept probs, and the map of what is kept."""
+    """The kept probs, and the map of kept tokens."""
     num_tokens, num_experts = shape = probs.shape
     device = probs.device
     out = torch.empty(shape, dtype=probs.dtype, device=device)  # all by drop_kernel

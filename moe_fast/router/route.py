@@ -1,4 +1,6 @@
-"""The router from logits to probs, map and losses: the fused pieces in the order of `moe_ref.router.route`."""
+"""The router from logits to probs, map and losses: the fused pieces in the order of
+`moe_ref.router.route`.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -48,11 +50,7 @@ def state_tensors(state: RouterState) -> dict[str, Tensor]:
 
 
 def state_from(tensors: Mapping[str, Tensor]) -> RouterState:
-    """The state that `state_tensors` made these of.
-
-    Raises:
-        ValueError: a tensor is missing, or one that is learnt in small steps is not float32.
-    """
+    """The inverse of `state_tensors`."""
     check_state_tensors(tensors)
     queue = tuple(tensors[f"replay_queue.{i}"] for i in range(len(tensors) - len(STATE)))
     return RouterState(**{name: tensors[name] for name in STATE}, replay_queue=queue)
@@ -193,14 +191,14 @@ def _balancing_losses(
 
 
 def _tokens(counts: Tensor, topk: int, padding_mask: Tensor | None, num_tokens: int, total: Sum) -> int | Tensor:
-    """Tokens that a loss is over: all, or, with a mask, the valid ones, which the counts tell."""
+    """The tokens of a loss: all, or with a mask the valid ones, from the counts."""
     return num_tokens * int(total(torch.ones(()))) if padding_mask is None else counts.sum() / topk
 
 
 def finish_batch(
     state: RouterState, config: MoEConfig, *, frozen: bool = False, sum_tp_dp_cp: Sum = alone
 ) -> RouterState:
-    """The expert bias moves by the counts of the global batch, unless it is frozen; all counters start again."""
+    """Move the expert bias by the global batch's counts, unless frozen, and restart the counters."""
     if config.moe_router_enable_expert_bias and not frozen:
         bias = update_expert_bias(
             state.expert_bias, sum_tp_dp_cp(state.tokens_per_expert), update_rate=config.moe_router_bias_update_rate

@@ -35,8 +35,9 @@ def topk_indices(
     Saved for the backward are the logits as they came and the indices.
 
     Raises:
-        ValueError: also for logits or a bias outside `LOGITS`, more than `MAX_EXPERTS` experts or `MAX_TOPK` slots. Values of
-            `precomputed_indices` are not checked: where they are illegal the result is unspecified.
+        ValueError: also for logits or a bias outside `LOGITS`, more than `MAX_EXPERTS` experts or
+            `MAX_TOPK` slots. Values of `precomputed_indices` are not checked: where they are illegal
+            the result is unspecified.
     """
     check_topk_routing(
         logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices
@@ -72,7 +73,7 @@ def topk_routing(
 
 @dataclass(frozen=True)
 class Settings:
-    """How to choose and weigh."""
+    """The settings of choice and weights."""
 
     topk: int
     score: str
@@ -129,9 +130,8 @@ def _choose(
     """Probs with the map or, unless they are given, the indices."""
     num_tokens, num_experts = logits.shape
     shape = logits.shape if dense else (num_tokens, settings.topk)
-    probs = torch.empty(
-        shape, dtype=logits.dtype, device=logits.device
-    )  # all by topk_kernel, which has K different slots a token
+    # all by topk_kernel, which has K different slots a token
+    probs = torch.empty(shape, dtype=logits.dtype, device=logits.device)
     choice = None
     if dense or given is None:
         choice = torch.empty(shape, dtype=torch.bool if dense else torch.int64, device=logits.device)  # likewise
@@ -174,7 +174,7 @@ def _choose(
 
 
 def _choose_backward(dprobs: Tensor, logits: Tensor, choice: Tensor, settings: Settings, dense: bool) -> Tensor:
-    """The gradient of the logits, from that of the probs."""
+    """The gradient of the logits, from the probs'."""
     num_tokens, num_experts = logits.shape
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)  # all by topk_backward_kernel
     if num_tokens == 0:
