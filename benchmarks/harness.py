@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from conformance.engine.choose.plan import sections
+from conformance.engine.options import Options
 from conformance.engine.run.ledger import entries
-from conformance.engine.run.session import Options, Session
+from conformance.engine.run.session import Session
 
 
 def main() -> None:
@@ -22,10 +22,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        session = Session(Options(options.impl, seed=options.seed, corpus=folder), Path(folder))
+        session = Session(Options(options.impl, seed=options.seed, jobs=1, corpus=folder), Path(folder))
         session.start()
         started = time.perf_counter()
-        for section in sections(session.profile):
+        for section in session.plan:
             session.sweep(section)
         wall = time.perf_counter() - started
         session.close()

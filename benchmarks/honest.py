@@ -19,9 +19,9 @@ from itertools import takewhile
 
 from conformance.core.case import Case
 from conformance.core.space import Space
-from conformance.engine.child.child import Settings
 from conformance.engine.choose.plan import cases_of, sections
 from conformance.engine.choose.profiles import PROFILES, Profile
+from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from tests.honest import EXPERTS, HONEST, ROUTERS
 
@@ -87,7 +87,7 @@ def sweep(
             if section.kind != "drawn":
                 yield from before(last, cases_of(section, profile, space, 0, []))
 
-    with Pool(Settings(implementation, "cpu" if implementation in EXPERTS else "auto"), jobs) as pool:
+    with Pool(ChildOptions(implementation, "cpu" if implementation in EXPERTS else "auto"), jobs) as pool:
         space = Space.of(pool.start())
         for case, outcome in pool.run(cases(space)):
             seen.statuses[outcome.status] += 1

@@ -2,7 +2,7 @@
 
     moe-conformance run --impl my_kernels.moe
 
-`interface` says what an implementation is, `case` what a case is. `strategies` draw cases, `contracts` build their inputs and
-expected outputs, `judge` compares, `execute` runs a case in a child process that may crash or hang, `reduction` finds the
-smallest failing case, `verdict` adds everything up, `report` prints it. `cli` and `plugin` are two doors to the same suite.
+`interface` defines an implementation, `core` the parts that `families` of functions are written from: cases, contracts, laws.
+`judge` compares, `analysis` bounds honest results. `engine` chooses cases, runs each in a child process that may crash or hang,
+reduces failures and adds up the verdict; `report` prints it. `cli` calls the run, `plugin` shows it as pytest items.
 """

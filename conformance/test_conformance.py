@@ -1,4 +1,4 @@
-"""The suite: one test for each section of the plan. `pytest --pyargs conformance --impl NAMESPACE` runs it."""
+"""The suite as pytest items: one per section of the plan. `pytest --pyargs conformance --impl NAMESPACE` runs it."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from conformance.report.terminal import failure_lines
 
 @pytest.fixture
 def section() -> Section:
-    """Stands for the sections with which the plugin parametrizes the test when there is something to judge."""
+    """Replaced by the sections of the plan when there is something to judge."""
     pytest.skip("no --impl was given: there is nothing to judge")
 
 
@@ -21,22 +21,8 @@ def conformance_session(request: pytest.FixtureRequest) -> Session:
 
 def test_section(section: Section, conformance_session: Session) -> None:
     """Every case of the section has an outcome, and no new failure is among them."""
+    implementation = conformance_session.options.implementation
     failures = conformance_session.sweep(section)
-    told = [
-        line
-        for failure in failures
-        for line in failure_lines(
-            {
-                "case": failure.case.record(),
-                "finding": failure.outcome.finding,
-                "status": failure.outcome.status,
-                "reason": failure.outcome.reason,
-                "function": failure.case.function,
-                "smallest": failure.smallest,
-                "id": failure.case.id,
-            },
-            conformance_session.options.implementation,
-        )
-    ]
-    if told:
-        pytest.fail("\n".join(told), pytrace=False)
+    if failures:
+        text = [line for failure in failures for line in failure_lines(failure.record(), implementation)]
+        pytest.fail("\n".join(text), pytrace=False)

@@ -21,7 +21,7 @@ Worldwide = tuple[
 
 
 @dataclass
-class Place:
+class RankContext:
     """Which rank this process is, and whom it calls with."""
 
     rank: int
@@ -52,7 +52,7 @@ class Ranked(Contract[C]):
         """Those of one rank, for which not all that is right on the others may have to be found."""
         return self.right(case, calls, declared)[rank]
 
-    def connected(self, call: Problem, place: Place) -> Problem:
+    def connected(self, call: Problem, place: RankContext) -> Problem:
         """A rank's call, with what it speaks to the others through."""
         return call
 
@@ -60,7 +60,7 @@ class Ranked(Contract[C]):
 class Collective(Ranked[C]):
     """Inputs, expected outputs and laws of a function that only ranks call, with a group."""
 
-    def connected(self, call: Problem, place: Place) -> Problem:
+    def connected(self, call: Problem, place: RankContext) -> Problem:
         chain = (
             replace(call.producer, settings=call.producer.settings | {"group": place.group}) if call.producer else None
         )
@@ -76,7 +76,7 @@ class Collective(Ranked[C]):
 class AtRank(Contract[C], Generic[C]):
     """A collective contract as one rank sees it: its own call, with the group, and what is right there."""
 
-    def __init__(self, whole: Ranked[C], place: Place) -> None:
+    def __init__(self, whole: Ranked[C], place: RankContext) -> None:
         self.whole, self.place = whole, place
         self._made: dict[C, list[Problem]] = {}
         self.function, self.outputs, self.primary = whole.function, whole.outputs, whole.primary

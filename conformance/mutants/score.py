@@ -16,10 +16,10 @@ from typing import Any
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.space import Space
-from conformance.engine.child.child import Settings
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.plan import cases_of, sections
 from conformance.engine.choose.profiles import PROFILES
+from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.interface import UsageError
 from conformance.mutants.planted import DEFECTS
@@ -81,7 +81,7 @@ class Result:
         )
 
 
-def hunt(
+def score_mutants(
     implementation: str, kind: str, seed: int = 0, jobs: int = 2, sample: int = 0, only: str = "", function: str = ""
 ) -> list[Result]:
     """Try every mutant of a kind on the gate's cases; prints a line each and the score.
@@ -156,7 +156,7 @@ def _known(implementation: str, seed: int, jobs: int, function: str, trace: bool
         UsageError: it fails one, so that nothing would be learned from its mutants.
     """
     profile = PROFILES["gate"]
-    with Pool(Settings(implementation), jobs) as pool:
+    with Pool(ChildOptions(implementation), jobs) as pool:
         described = pool.start()
         space = Space.of(described)
         offered = {name for name, what in described["functions"].items() if what["offered"] and function in ("", name)}
@@ -199,7 +199,7 @@ def _calls(implementation: str, cases: list[Case], jobs: int) -> dict[str, froze
     from conformance.mutants.automatic import home
 
     out: dict[str, frozenset[str]] = {}
-    with Pool(Settings(implementation, trace=str(home(implementation))), jobs, TRACED_SECONDS) as pool:
+    with Pool(ChildOptions(implementation, trace=str(home(implementation))), jobs, TRACED_SECONDS) as pool:
         for case, outcome in pool.run(cases):
             out[case.function] = out.get(case.function, frozenset()) | frozenset(outcome.calls)
     return out
@@ -221,7 +221,7 @@ def _try(mutant: Mutant, known: list[Known]) -> Result:
     with tempfile.TemporaryDirectory(prefix="moe-conformance-mutant-") as folder:
         if mutant.copy:
             mutant.copy(Path(folder))
-        settings = Settings(mutant.implementation, search=(folder,) if mutant.copy else ())
+        settings = ChildOptions(mutant.implementation, search=(folder,) if mutant.copy else ())
         try:
             with Pool(settings) as pool:
                 for case, outcome in pool.run(_order(mutant, known)):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from conformance.engine.child.child import Settings
+from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.families.permutation.cases import RoutingCase
 from conformance.interface import UsageError
@@ -61,12 +61,12 @@ def _children() -> Iterator[tuple[bool, str]]:
     case = RoutingCase(function="permute", tokens=5, experts=3, hidden=2, topk=2, spread="uniform")
     try:
         started = time.monotonic()
-        with Pool(Settings("moe_ref")) as pool:
+        with Pool(ChildOptions("moe_ref")) as pool:
             pool.start()
             ready = time.monotonic()
             status = pool.run_alone(case).status
             yield status == "PASS", f"a child starts in {ready - started:.2f} s and finds the reference right: {status}"
-        with Pool(Settings("conformance.engine.child.misbehaving:Segfaults")) as pool:
+        with Pool(ChildOptions("conformance.engine.child.misbehaving:Segfaults")) as pool:
             pool.start()
             status = pool.run_alone(case).status
             yield status == "CRASH", f"a kernel that kills its process is noticed: {status}"

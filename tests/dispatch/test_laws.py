@@ -17,12 +17,12 @@ import moe_fast
 from conformance.catalogue import CONTRACTS
 from conformance.catalogue_laws import LAWS, Trial
 from conformance.core.contract import Problem
-from conformance.core.ranks import AtRank, Place
+from conformance.core.ranks import AtRank, RankContext
 from conformance.core.space import Space
 from conformance.engine.child import poison
-from conformance.engine.child.child import Settings
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.child.runner import Outcome, Runner
+from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.families.dispatch.cases import FUNCTIONS, DispatchCase
 from conformance.families.dispatch.space import law_cases
@@ -228,7 +228,7 @@ BROKEN = SimpleNamespace(
 
 @pytest.fixture(scope="module")
 def broken_world() -> Iterator[Pool]:
-    with Pool(Settings("tests.dispatch.test_laws:BROKEN", "cpu")) as pool:
+    with Pool(ChildOptions("tests.dispatch.test_laws:BROKEN", "cpu")) as pool:
         pool.start()
         yield pool
 
@@ -280,9 +280,9 @@ class Doubled(torch.autograd.Function):
 
 
 @pytest.fixture
-def one_rank() -> Iterator[Place]:
+def one_rank() -> Iterator[RankContext]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Place(0, 1, dist.group.WORLD)
+    yield RankContext(0, 1, dist.group.WORLD)
     dist.destroy_process_group()
 
 
@@ -293,7 +293,7 @@ def doubling(function: str) -> SimpleNamespace:
     return SimpleNamespace(**{function: dispatch})
 
 
-def asked_alone(law: str, case: DispatchCase, namespace: Any, place: Place) -> Any:
+def asked_alone(law: str, case: DispatchCase, namespace: Any, place: RankContext) -> Any:
     """What the law says, whatever the values are."""
     contract: AtRank[DispatchCase] = AtRank(CONTRACTS[case.function], place)
     implementation, problem, outcome = Implementation(namespace), contract.problem(case), Outcome("PASS")
@@ -377,7 +377,7 @@ def ill_conditioned(function: str) -> DispatchCase:
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_sizes_of_blocks_do_not_show(name, namespace):
-    with Pool(Settings(f"tests.honest.retuned:{name}", "cpu")) as pool:
+    with Pool(ChildOptions(f"tests.honest.retuned:{name}", "cpu")) as pool:
         pool.start()
         found = {
             case.text: outcome

@@ -8,7 +8,7 @@ import torch
 import moe_ref
 from conformance.catalogue import CONTRACTS
 from conformance.catalogue_laws import LAWS
-from conformance.engine.child.child import Settings
+from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.families.dispatch.cases import DispatchCase
 from moe_fast.dispatch import wire
@@ -227,7 +227,7 @@ WORLDS = [
 
 @pytest.mark.parametrize("name", ["moe_ref", "moe_fast", "moe_fast.dispatch.symmetric"])
 def test_ranks_pass(name):
-    with Pool(Settings(name, "cpu")) as pool:
+    with Pool(ChildOptions(name, "cpu")) as pool:
         pool.start()
         outcomes = [pool.worlds.run(each) for each in WORLDS]
     assert [(found.status, found.finding, found.reason) for found in outcomes] == [("PASS", None, "")] * len(WORLDS)
@@ -235,7 +235,7 @@ def test_ranks_pass(name):
 
 @pytest.mark.parametrize(("name", "output"), [("W01", "scales"), ("W02", "scales"), ("W03", "scales")])
 def test_a_planted_defect_shows_where_it_should(name, output):
-    with Pool(Settings(f"conformance.mutants.planted:{name}.moe_ref", "cpu")) as pool:
+    with Pool(ChildOptions(f"conformance.mutants.planted:{name}.moe_ref", "cpu")) as pool:
         pool.start()
         outcomes = [pool.worlds.run(each) for each in (case(hidden=5, align=8), replace(case(), fp8=""))]
     assert [

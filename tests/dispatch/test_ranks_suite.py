@@ -14,9 +14,9 @@ from conformance.catalogue import CONTRACTS
 from conformance.catalogue_laws import LAWS
 from conformance.core.shared_out_space import SHARED_ONE_IN
 from conformance.core.space import Space
-from conformance.engine.child.child import Settings
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.draw import drawn, shape_cases, strategy
+from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.engine.run.reduction import reduce
 from conformance.families.experts.shared import SharedCase
@@ -70,7 +70,7 @@ CASES = [
 
 @pytest.fixture(scope="module", params=["moe_ref", "moe_fast"])
 def world(request) -> Iterator[Pool]:
-    with Pool(Settings(request.param, "cpu")) as pool:
+    with Pool(ChildOptions(request.param, "cpu")) as pool:
         pool.start()
         yield pool
 
@@ -119,7 +119,7 @@ ALREADY_ALONE = ("S03", "S05", "A05", "A07")  # with sums that multiply
 
 @pytest.mark.parametrize(("name", "case", "output"), DEFECTS, ids=[f"{name} {output}" for name, _, output in DEFECTS])
 def test_a_planted_defect_shows_where_it_should_and_mostly_only_among_ranks(name, case, output):
-    with Pool(Settings(f"conformance.mutants.planted:{name}.moe_ref", "cpu")) as pool:
+    with Pool(ChildOptions(f"conformance.mutants.planted:{name}.moe_ref", "cpu")) as pool:
         pool.start()
         (_, among), (_, alone) = pool.run([case, replace(case, counts=())])
     assert (among.status, among.finding and among.finding["output"]) == ("FAIL", output)
@@ -127,7 +127,7 @@ def test_a_planted_defect_shows_where_it_should_and_mostly_only_among_ranks(name
 
 
 def test_the_rank_whose_bias_differs_is_named():
-    with Pool(Settings("conformance.mutants.planted:S07.moe_ref", "cpu")) as pool:
+    with Pool(ChildOptions("conformance.mutants.planted:S07.moe_ref", "cpu")) as pool:
         pool.start()
         ((_, outcome),) = pool.run([UPDATED])
     assert outcome.finding["message"].startswith("rank 1 of 2: ")
@@ -166,7 +166,7 @@ OTHER_ALONE = SimpleNamespace(
 
 @pytest.mark.parametrize("case", [route((2, 2), ranks=2, losses="aux+seq"), GATE, SHARED], ids=lambda c: c.function)
 def test_the_law_of_one_process_finds_what_only_it_can(case):
-    with Pool(Settings("tests.dispatch.test_ranks_suite:OTHER_ALONE", "cpu", search=HERE)) as pool:
+    with Pool(ChildOptions("tests.dispatch.test_ranks_suite:OTHER_ALONE", "cpu", search=HERE)) as pool:
         found = list(pool.run([case, replace(case, law="one_process")]))
     assert [outcome.status for _, outcome in found] == ["PASS", "FAIL"]
     assert found[1][1].finding["check"] == "one_process"

@@ -10,10 +10,10 @@ import moe_ref
 from conformance.catalogue import CONTRACTS
 from conformance.catalogue_laws import LAWS
 from conformance.core.space import Space
-from conformance.engine.child.child import Settings
 from conformance.engine.choose.draw import covering_cases, drawn, shape_cases, strategy
 from conformance.engine.choose.plan import Section, cases_of, fixed_cases
 from conformance.engine.choose.profiles import PROFILES
+from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.families.dispatch.cases import (
     DISPATCHERS,
@@ -35,7 +35,7 @@ DRAWS = 4
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Pool]:
-    with Pool(Settings("moe_ref", "cpu")) as pool:
+    with Pool(ChildOptions("moe_ref", "cpu")) as pool:
         pool.start()
         yield pool
 
@@ -125,7 +125,7 @@ DEFECTS = [
 
 @pytest.mark.parametrize(("name", "case", "output", "check"), DEFECTS, ids=[name for name, *_ in DEFECTS])
 def test_a_planted_defect_shows_where_it_should(name, case, output, check):
-    with Pool(Settings(f"conformance.mutants.planted:{name}.moe_ref", "cpu")) as pool:
+    with Pool(ChildOptions(f"conformance.mutants.planted:{name}.moe_ref", "cpu")) as pool:
         pool.start()
         outcome = pool.worlds.run(case)
     if not check:  # it takes another case before

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import moe_ref
-from conformance.engine.child.child import Settings
+from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.families.dispatch.cases import DispatchCase
 from conformance.judge.exact import bits
@@ -167,7 +167,7 @@ AMONG_RANKS = [  # later cases need more room; several experts of a token are on
 
 
 def among_ranks(namespace: str) -> list[tuple[str, str, object]]:
-    with Pool(Settings(namespace, "cpu")) as pool:
+    with Pool(ChildOptions(namespace, "cpu")) as pool:
         pool.start()
         return [(outcome.status, outcome.reason, outcome.finding) for _, outcome in pool.run(AMONG_RANKS)]
 

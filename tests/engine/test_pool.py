@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from conformance.core.case import Case
-from conformance.engine.child.child import Settings
 from conformance.engine.choose.plan import Section
+from conformance.engine.options import ChildOptions, Options
 from conformance.engine.run.corpus import find
 from conformance.engine.run.ledger import entries
 from conformance.engine.run.pool import Pool
-from conformance.engine.run.session import Options, Session
+from conformance.engine.run.session import Session
 from conformance.engine.run.verdict import assemble
 from conformance.families.permutation.cases import RoutingCase, routed
 from conformance.interface import UsageError
@@ -31,19 +31,16 @@ class Swept:
 
     def __init__(self, implementation: str, folder: Path) -> None:
         self.implementation, self.folder = implementation, folder
-        session = Session(
-            Options(
-                implementation, profile="smoke", device="cpu", jobs=2, corpus=str(folder / "corpus"), case_seconds=1.0
-            ),
-            folder / "ledger",
-        )
+        kept = str(folder / "corpus")
+        options = Options(implementation, profile="smoke", device="cpu", jobs=2, corpus=kept, case_seconds=1.0)
+        session = Session(options, folder / "ledger")
         with contextlib.closing(session):
             session.start()
             self.cases = {case.id: case for case in session.cases(DRAWN)}
             self.failures = session.sweep(DRAWN)
             self.processes = [child.process.pid for child in (*session.pool._children, session.pool._spare) if child]
         self.ledger = list(entries(folder / "ledger"))
-        self.verdict = assemble(folder / "ledger", implementation, "smoke", 0, 1.0, [], whole=False)
+        self.verdict = assemble(folder / "ledger", options, 1.0, whole=False)
 
     def found(self, status: str) -> list[Case]:
         """The cases as drawn that had this status."""
@@ -104,7 +101,7 @@ def test_the_reduced_case_replays(swept):
     failure = swept.failures[0]
     saved = find(failure.case.id, swept.folder / "corpus")
     assert saved == failure.case
-    with Pool(Settings(swept.implementation), case_seconds=1.0) as pool:
+    with Pool(ChildOptions(swept.implementation), case_seconds=1.0) as pool:
         assert pool.run_alone(saved).status == failure.outcome.status
     replay = failure_lines(swept.verdict.failures[0], swept.implementation)[-1]
     assert replay.endswith(f"moe-conformance replay {failure.case.id} --impl {swept.implementation}")
@@ -129,26 +126,26 @@ def test_nothing_is_left_running(swept):
 
 def test_a_crash_says_where_in_the_implementation_it_was(tmp_path):
     (tmp_path / "faulty.py").write_text("import ctypes\ndef permute(tokens, routing_map):\n    ctypes.string_at(1)\n")
-    with Pool(Settings("faulty", search=(str(tmp_path),))) as pool:
+    with Pool(ChildOptions("faulty", search=(str(tmp_path),))) as pool:
         outcome = pool.run_alone(TINY)
     assert outcome.reason == f'SIGSEGV at "{tmp_path}/faulty.py", line 3 in permute'
 
 
 def test_a_hang_says_how_long_it_was_waited_for():
-    with Pool(Settings(f"{FIXTURES}:Hangs"), case_seconds=1.0) as pool:
+    with Pool(ChildOptions(f"{FIXTURES}:Hangs"), case_seconds=1.0) as pool:
         outcome = pool.run_alone(RoutingCase(function="permute", tokens=0, routing=()))
     assert (outcome.status, outcome.reason) == ("HANG", "no answer within 1 s")
 
 
 def test_a_dead_child_costs_no_other_case_its_result():
-    with Pool(Settings(f"{FIXTURES}:Segfaults"), jobs=2) as pool:
+    with Pool(ChildOptions(f"{FIXTURES}:Segfaults"), jobs=2) as pool:
         outcomes = {case: outcome.status for case, outcome in pool.run([TINY, THIRD_EXPERT] * 3)}
         assert pool.run_alone(TINY).status == "PASS"
     assert outcomes == {TINY: "PASS", THIRD_EXPERT: "CRASH"}
 
 
 def test_a_case_alone_runs_in_a_process_that_has_run_nothing():
-    with Pool(Settings(f"{FIXTURES}:Segfaults")) as pool:
+    with Pool(ChildOptions(f"{FIXTURES}:Segfaults")) as pool:
         pool.start()
         first, second = pool._replacement(None), pool._replacement(None)
         assert first.process.pid != second.process.pid
@@ -177,7 +174,7 @@ MODULES = {
 def test_what_cannot_be_imported_is_a_usage_error_in_one_sentence(tmp_path, name):
     text, sentence = MODULES[name]
     (tmp_path / f"{name}.py").write_text(text)
-    with Pool(Settings(name, search=(str(tmp_path),))) as pool, pytest.raises(UsageError, match=sentence) as raised:
+    with Pool(ChildOptions(name, search=(str(tmp_path),))) as pool, pytest.raises(UsageError, match=sentence) as raised:
         pool.start()
     assert "\n" not in str(raised.value)
     assert name in str(raised.value)
@@ -192,14 +189,14 @@ def test_what_cannot_be_imported_is_a_usage_error_in_one_sentence(tmp_path, name
     ],
 )
 def test_what_is_not_there_is_a_usage_error(name, sentence):
-    with Pool(Settings(name)) as pool, pytest.raises(UsageError, match=sentence):
+    with Pool(ChildOptions(name)) as pool, pytest.raises(UsageError, match=sentence):
         pool.start()
 
 
 def test_a_gpu_that_is_not_there_is_a_usage_error(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with (
-        Pool(Settings("moe_ref", device="cuda")) as pool,
+        Pool(ChildOptions("moe_ref", device="cuda")) as pool,
         pytest.raises(UsageError, match="--device cuda: torch sees no GPU"),
     ):
         pool.start()

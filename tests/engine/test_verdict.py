@@ -10,6 +10,7 @@ import pytest
 from conformance.catalogue import CONTRACTS
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.profiles import PROFILES
+from conformance.engine.options import Options
 from conformance.engine.run.ledger import Ledger
 from conformance.engine.run.verdict import Verdict, assemble
 from conformance.engine.run.waivers import Waiver, read_waivers
@@ -83,8 +84,8 @@ class Book:
                 self.section(f"drawn-{name}-0", name, *["PASS"] * ENOUGH)
         return self
 
-    def verdict(self, waivers: tuple[str, ...] = (), whole: bool = True, baseline: dict | None = None) -> Verdict:
-        return assemble(self.folder, "my_kernels.moe", "smoke", 0, 12.0, list(waivers), whole, baseline)
+    def verdict(self, **arguments) -> Verdict:
+        return assemble(self.folder, Options("my_kernels.moe", profile="smoke"), 12.0, **arguments)
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from conformance.engine.child.child import Settings
 from conformance.engine.child.runner import Outcome
+from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.engine.run.reduction import reduce
 from conformance.engine.world import joined
-from conformance.engine.world.joined import Attendants, Joined, attend
+from conformance.engine.world.joined import Joined, RemoteRanks, lend_rank
 from conformance.families.dispatch.cases import DispatchCase
 from conformance.interface import UsageError
 from tests.engine.world_fixtures import ShiftCase, forget, register
@@ -40,7 +40,7 @@ def _known() -> Iterator[None]:
 
 @contextmanager
 def pool_of(name: str, seconds: float = 20.0) -> Iterator[Pool]:
-    with Pool(Settings(f"tests.engine.world_fixtures:{name}", "cpu", search=HERE), case_seconds=seconds) as pool:
+    with Pool(ChildOptions(f"tests.engine.world_fixtures:{name}", "cpu", search=HERE), case_seconds=seconds) as pool:
         yield pool
 
 
@@ -104,7 +104,7 @@ def test_nothing_is_left_running_and_the_next_case_finds_a_new_world():
         list(pool.run([THREE]))
         alone = ShiftCase(function="shift", ranks=1, rows=2)
         assert [outcome.status for _, outcome in pool.run([alone])] == ["PASS"]
-        processes = [member.held.process.pid for world in pool.worlds._worlds.values() for member in world._members]
+        processes = [member.process.process.pid for world in pool.worlds._worlds.values() for member in world._members]
         assert len(processes) == 4
     deadline = time.monotonic() + 5
     while any(os.path.exists(f"/proc/{pid}") for pid in processes) and time.monotonic() < deadline:
@@ -134,17 +134,17 @@ def under_torchrun(name: str, ranks: int, tmp_path: Path, seconds: float = 20.0)
     script.write_text(f"""
 import sys
 sys.path.insert(0, {HERE[0]!r})
-from conformance.engine.child.child import Settings
-from conformance.engine.world.joined import attend, joined
+from conformance.engine.options import ChildOptions
+from conformance.engine.world.joined import joined, lend_rank
 from conformance.engine.run.pool import Pool
 from tests.engine.world_fixtures import ShiftCase, register
 
 if __name__ == "__main__":
     register()
-    settings = Settings("tests.engine.world_fixtures:{name}", "cpu", search=({HERE[0]!r},))
+    options = ChildOptions("tests.engine.world_fixtures:{name}", "cpu", search=({HERE[0]!r},))
     if joined().rank:
-        sys.exit(attend(joined(), settings))
-    with Pool(settings, case_seconds={seconds}) as pool:
+        sys.exit(lend_rank(joined(), options))
+    with Pool(options, case_seconds={seconds}) as pool:
         for _ in range(2):
             for _, outcome in pool.run([ShiftCase(function="shift", ranks=3, rows=2, grads="x")]):
                 print(outcome.status, outcome.reason, outcome.finding)
@@ -216,14 +216,14 @@ def place(monkeypatch) -> Iterator[Joined]:
     del store
 
 
-def attending(rank: int, place: Joined) -> Future[int]:
-    """What becomes of an attendant."""
-    own = replace(place, rank=rank)
-    return ThreadPoolExecutor(1).submit(attend, own, Settings("tests.engine.world_fixtures:RIGHT", "cpu", search=HERE))
+def lending(rank: int, place: Joined) -> Future[int]:
+    """A thread that lends a rank; its exit code."""
+    options = ChildOptions("tests.engine.world_fixtures:RIGHT", "cpu", search=HERE)
+    return ThreadPoolExecutor(1).submit(lend_rank, replace(place, rank=rank), options)
 
 
 def calling(rank: int, place: Joined) -> None:
-    """An attendant that calls, and does nothing when it is told to start a process."""
+    """A lender that calls, and starts no process when asked to."""
     store = replace(place, rank=rank).store()
     store.wait(["address"])
     address, key = pickle.loads(store.get("address"))
@@ -237,7 +237,7 @@ def test_ranks_that_do_not_call_in_time_are_named_and_nothing_is_left_running(pl
     register()
     before = set(active_children())
     started = time.monotonic()
-    with Pool(Settings("tests.engine.world_fixtures:RIGHT", "cpu", search=HERE)) as pool:
+    with Pool(ChildOptions("tests.engine.world_fixtures:RIGHT", "cpu", search=HERE)) as pool:
         pool.start()
         for _ in range(2):  # again, at once
             with pytest.raises(
@@ -246,22 +246,22 @@ def test_ranks_that_do_not_call_in_time_are_named_and_nothing_is_left_running(pl
                 next(iter(pool.run([THREE])))
     assert time.monotonic() - started < 30
     assert [child for child in active_children() if child not in before and child.is_alive()] == []
-    assert attending(2, place).result(30) == 0  # it comes when all is over
+    assert lending(2, place).result(30) == 0  # it comes when all is over
 
 
 def test_of_two_ranks_the_one_that_does_not_call_is_named_and_the_other_goes(place):
-    there = attending(1, place)
-    attendants = Attendants(place)
+    there = lending(1, place)
+    remote = RemoteRanks(place)
     with pytest.raises(UsageError, match=r"^rank 2 of 3 did not call rank 0"):
-        attendants.open(1, 3)
+        remote.open(1, 3)
     assert there.result(30) == 0
-    attendants.dismiss()
+    remote.dismiss()
 
 
 def test_a_rank_whose_process_does_not_call_is_named(place):
     there = [ThreadPoolExecutor(1).submit(calling, rank, place) for rank in (1, 2)]
-    attendants = Attendants(place)
+    remote = RemoteRanks(place)
     with pytest.raises(UsageError, match=r"^rank 1 of 3 did not call rank 0"):
-        attendants.open(1, 2)
-    attendants.dismiss()
+        remote.open(1, 2)
+    remote.dismiss()
     assert [each.result(30) for each in there] == [None, None]

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from conformance.engine.child.child import Settings
 from conformance.engine.child.processes import Patience
+from conformance.engine.options import ChildOptions
 from conformance.engine.world import world as world_module
 from conformance.engine.world.local_rank import LocalRank
-from conformance.engine.world.rank import MEETING_SECONDS, Seat
-from conformance.engine.world.world import Held, World
+from conformance.engine.world.rank import MEETING_SECONDS, RankAddress
+from conformance.engine.world.world import Process, World
 from tests.engine.world_fixtures import ShiftCase, forget, register
 
 HERE = (str(Path(__file__).parents[2]),)
@@ -52,14 +52,14 @@ def test_a_rank_that_is_not_like_the_others_is_named_and_nothing_is_left_running
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     started: list[LocalRank] = []
 
-    def start() -> list[Held]:
+    def start() -> list[Process]:
         for rank in range(3):
-            settings = Settings(f"tests.engine.world_fixtures:{name if rank == 1 else 'RIGHT'}", "cpu", search=HERE)
+            options = ChildOptions(f"tests.engine.world_fixtures:{name if rank == 1 else 'RIGHT'}", "cpu", search=HERE)
             started.append(
                 LocalRank(
                     get_context("forkserver"),
-                    settings,
-                    Seat(rank, 3, "127.0.0.1", store.port),
+                    options,
+                    RankAddress(rank, 3, "127.0.0.1", store.port),
                     str(tmp_path / f"{rank}.log"),
                 )
             )

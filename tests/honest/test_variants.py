@@ -5,9 +5,9 @@ import pytest
 from conformance.catalogue import CONTRACTS
 from conformance.core.ranks import ranks_of
 from conformance.core.space import Space
-from conformance.engine.child.child import Settings
 from conformance.engine.choose.plan import Section, cases_of
 from conformance.engine.choose.profiles import PROFILES
+from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.families.experts.space_recipes import recipe_cases
 from tests.honest import EXPERTS, HONEST, ROUTERS
@@ -17,7 +17,7 @@ EACH = 2
 
 @pytest.mark.parametrize("implementation", HONEST + ROUTERS + EXPERTS)
 def test_it_is_accepted(implementation):
-    with Pool(Settings(implementation, "cpu")) as pool:
+    with Pool(ChildOptions(implementation, "cpu")) as pool:
         description = pool.start()
         space = Space.of(description)
         offered = [name for name, about in description["functions"].items() if about["offered"]]

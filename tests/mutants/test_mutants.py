@@ -6,7 +6,7 @@ import pytest
 
 from conformance.interface import UsageError
 from conformance.mutants.planted import DEFECTS
-from conformance.mutants.score import hunt
+from conformance.mutants.score import score_mutants
 
 LISTED = {
     *("P01", "P02", "P04", "P06", "P09", "P10", "P12", "P13", "P19", "P21", "D01", "D02", "D05"),
@@ -20,7 +20,7 @@ LISTED = {
 
 
 def test_every_listed_defect_is_planted_and_killed_by_a_value_or_a_law():
-    results = {result.mutant: result for result in hunt("moe_ref", "planted")}
+    results = {result.mutant: result for result in score_mutants("moe_ref", "planted")}
     assert set(results) == LISTED == set(DEFECTS)
     assert {name: result.how for name, result in results.items() if result.how not in ("value", "law")} == {}
     raising = {name: result.check for name, result in results.items() if result.check.startswith("raises")}
@@ -31,13 +31,13 @@ def test_every_listed_defect_is_planted_and_killed_by_a_value_or_a_law():
 
 
 def test_an_alignment_that_is_kept_for_ever_is_caught_by_the_law_of_history():
-    (result,) = hunt("moe_ref", "planted", only="D02")
+    (result,) = score_mutants("moe_ref", "planted", only="D02")
     assert (result.how, result.check) == ("law", "history")
 
 
 @pytest.mark.parametrize("function", ["indices_to_multihot", "pad_routing_map"])
 def test_a_sample_of_automatic_mutants_is_killed_and_each_survivor_is_explained(function):
-    results = hunt("moe_fast", "automatic", sample=6, function=function)
+    results = score_mutants("moe_fast", "automatic", sample=6, function=function)
     explained = (Path(__file__).parents[2] / "docs" / "mutants.md").read_text()
     survivors = [result for result in results if not result.killed]
     assert len(results) == 6
@@ -47,4 +47,4 @@ def test_a_sample_of_automatic_mutants_is_killed_and_each_survivor_is_explained(
 
 def test_nothing_is_learned_from_mutants_of_a_wrong_implementation():
     with pytest.raises(UsageError, match="itself fails"):
-        hunt("conformance.engine.child.misbehaving:LeavesRowsUnwritten", "planted")
+        score_mutants("conformance.engine.child.misbehaving:LeavesRowsUnwritten", "planted")

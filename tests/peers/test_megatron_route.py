@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from conformance.core.space import Space
-from conformance.engine.child.child import Settings
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.choose.draw import drawn, strategy
+from conformance.engine.options import ChildOptions
 from conformance.engine.run import corpus
 from conformance.engine.run.pool import Pool
 from conformance.families.router.cases_route import RouteCase, config_of, logits_of_step
@@ -272,7 +272,7 @@ def elsewhere():
 @pytest.fixture(scope="module")
 def behind_the_waivers():
     """The kept cases of route and a hundred drawn ones on one rank, with their outcomes in the mended package."""
-    with Pool(Settings("tests.peers.test_megatron_route:MENDED", search=(str(Path(__file__).parents[2]),))) as pool:
+    with Pool(ChildOptions("tests.peers.test_megatron_route:MENDED", search=(str(Path(__file__).parents[2]),))) as pool:
         known = pool.start()
         space = Space.of(known)
         one_rank = replace(space, without=space.without | {"route": space.without["route"] | ONE_RANK})

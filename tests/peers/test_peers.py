@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from conformance.core.space import Space
-from conformance.engine.child.child import Settings
 from conformance.engine.choose.plan import cases_of, sections
 from conformance.engine.choose.profiles import PROFILES
+from conformance.engine.options import ChildOptions
 from conformance.engine.run import corpus
 from conformance.engine.run.pool import Pool
 from conformance.engine.run.waivers import read_waivers
@@ -64,7 +64,7 @@ class Float32Sums:
 def judged(implementation: str, wanted=lambda section: True, kept=(), only=lambda case: True):
     """What is offered, and the kept cases and every case of the wanted sections of the gate, or only some, with its outcome."""
     profile = PROFILES["gate"]
-    with Pool(Settings(implementation, search=(str(Path(__file__).parents[2]),))) as pool:
+    with Pool(ChildOptions(implementation, search=(str(Path(__file__).parents[2]),))) as pool:
         known = pool.start()
         offered = [
             s for s in sections(profile) if s.function and known["functions"][s.function]["offered"] and wanted(s)
@@ -189,7 +189,7 @@ def test_the_kernel_in_the_readme_is_conformant(tmp_path):
     text = (Path(__file__).parents[2] / "README.md").read_text()
     block = text[text.index("    from moe_ref.config import Permuted") : text.index("\nand run")]
     (tmp_path / "readme_kernel.py").write_text("\n".join(line[4:] for line in block.splitlines()))
-    with Pool(Settings("readme_kernel", search=(str(tmp_path),))) as pool:
+    with Pool(ChildOptions("readme_kernel", search=(str(tmp_path),))) as pool:
         space = Space.of(pool.start())
         profile = PROFILES["gate"]
         cases = [

@@ -1,7 +1,7 @@
 """The process in which an implementation runs. It may crash or hang; the parent notices.
 
-The parent sends ("evaluate", case text) and receives ("outcome", dict). The first message back is ("ready", what the
-implementation offers) or ("unusable", one sentence).
+Its first message is ("ready", description) or ("unusable", one sentence). Then the parent sends cases, and receives
+("outcome", an Outcome's fields, digests of the inputs) for each.
 """
 
 import contextlib
@@ -10,12 +10,13 @@ import gc
 import inspect
 import os
 import re
+import signal
 import sys
 import threading
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from types import FrameType
@@ -25,48 +26,41 @@ import torch
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
-from conformance.core.ranks import Collective, Place
+from conformance.core.ranks import Collective, RankContext
 from conformance.engine.child import interpreting, poison
 from conformance.engine.child.evaluate import device_is_lost, evaluate
 from conformance.engine.child.runner import Outcome
+from conformance.engine.options import ChildOptions
 from conformance.interface import Implementation, UsageError, load
 
-
-@dataclass(frozen=True)
-class Settings:
-    """What a child is started with."""
-
-    implementation: str
-    device: str = "auto"  # auto, cpu or cuda
-    trace: str = ""  # a package's folder, or a file: record which of its functions a case runs
-    search: tuple[
-        str, ...
-    ] = ()  # folders put in front of the import path, such as a mutant's copy; the working directory comes last
+MOST_RANKS = 4  # of a world on one machine; on a GPU each rank has one of its own
+KEPT_BYTES = 2**30  # of device memory that a child may keep from case to case
 
 
-def serve(connection: Connection, settings: Settings, log_path: str) -> None:
+def serve(connection: Connection, options: ChildOptions, log_path: str) -> None:
     """Answer requests until the parent hangs up."""
-    implementation = opened(connection, settings, log_path)
+    implementation = import_implementation(connection, options, log_path)
     if implementation is not None:
-        answer_all(connection, settings, implementation)
+        answer_all(connection, options, implementation)
 
 
-def opened(connection: Connection, settings: Settings, log_path: str) -> Implementation | None:
-    """Make this process fit for an implementation and import it; the parent is told that it is ready, or why it is unusable."""
+def import_implementation(connection: Connection, options: ChildOptions, log_path: str) -> Implementation | None:
+    """Prepare this process and import the implementation; sends that it is ready, or why it is unusable."""
     _redirect_output(log_path)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    sys.path[:0] = settings.search
+    sys.path[:0] = options.search
     sys.path.append(os.getcwd())
     poison.install()
     torch.set_num_threads(1)
     try:
-        implementation = load(settings.implementation)
+        implementation = load(options.implementation)
         interpreting.install()
-        connection.send(("ready", _description(implementation, settings)))
+        connection.send(("ready", _description(implementation, options)))
     except UsageError as error:
         connection.send(("unusable", str(error)))
     except Exception as error:
-        connection.send(("unusable", f"--impl {settings.implementation}: {type(error).__name__}: {error}"))
+        connection.send(("unusable", f"--impl {options.implementation}: {type(error).__name__}: {error}"))
     else:
         return implementation
     return None
@@ -74,26 +68,26 @@ def opened(connection: Connection, settings: Settings, log_path: str) -> Impleme
 
 def answer_all(
     connection: Connection,
-    settings: Settings,
+    options: ChildOptions,
     implementation: Implementation,
-    place_of: Callable[[Case], Place] | None = None,
+    context_of: Callable[[Case], RankContext] | None = None,
 ) -> None:
-    """Judge the cases that come, until the parent hangs up: alone, or at a place in a world of each."""
-    device = chosen_device(settings.device)
+    """Judge the cases that come, alone or as one rank of a world, until the parent hangs up."""
+    device = chosen_device(options.device)
     compiled = _watch_compiler()
     with contextlib.suppress(EOFError, BrokenPipeError), _stream(device):
         while True:
             case = connection.recv()
-            place = place_of(case) if place_of else None
-            with _traced(settings.trace) as calls:
-                outcome = _answer(case, implementation, device, place)
+            rank = context_of(case) if context_of else None
+            with _traced(options.trace) as calls:
+                outcome = _answer(case, implementation, device, rank)
             outcome.calls = sorted(calls)
             outcome.kernels, compiled[:] = compiled[:], []
-            connection.send(("outcome", asdict(outcome), place.seen if place else []))
+            connection.send(("outcome", asdict(outcome), rank.seen if rank else []))
 
 
 def _end_with_parent() -> None:
-    """Leave when the parent is gone, even in the middle of a case that hangs: a run that was killed must not keep the device."""
+    """Exit when the parent is gone, even in the middle of a case that hangs, so that a killed run frees the device."""
     parent = parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -102,7 +96,7 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def _traced(package: str) -> Iterator[set[str]]:
-    """The package's functions that run inside the block, as "file:name" relative to what holds it; none if there is no package."""
+    """The package's functions that run inside the block, as "file:name" relative to its parent folder."""
     calls: set[str] = set()
 
     def called(frame: FrameType, event: str, _: Any) -> None:
@@ -118,24 +112,20 @@ def _traced(package: str) -> Iterator[set[str]]:
 
 
 def _watch_compiler() -> list[str]:
-    """A list to which Triton, if the implementation uses it, adds the name of every kernel specialisation that it makes."""
+    """A list to which Triton, if it is imported, adds the name of every kernel specialisation it compiles."""
     compiled: list[str] = []
     if "triton" in sys.modules:
 
-        def made(*, key: str, fn: Any, **_: Any) -> None:
+        def hook(*, key: str, fn: Any, **_: Any) -> None:
             compiled.append(f"{fn.name} {zlib.crc32(str(key).encode()):08x}")
 
-        sys.modules["triton"].knobs.runtime.jit_post_compile_hook = made
+        sys.modules["triton"].knobs.runtime.jit_post_compile_hook = hook
     return compiled
 
 
-MOST_RANKS = 4  # of a world on one machine; on a GPU each rank has one of its own
-KEPT_BYTES = 2**30  # of device memory that a child may keep from case to case
-
-
-def _answer(case: Case, implementation: Implementation, device: str, place: Place | None) -> Outcome:
+def _answer(case: Case, implementation: Implementation, device: str, rank: RankContext | None) -> Outcome:
     try:
-        return evaluate(case, implementation, device, place)
+        return evaluate(case, implementation, device, rank)
     except Exception as error:
         if device_is_lost(error):
             return Outcome("CRASH", reason=f"the device was lost: {' '.join(str(error).split())[:160]}")
@@ -146,11 +136,11 @@ def _answer(case: Case, implementation: Implementation, device: str, place: Plac
     finally:
         gc.collect(0)
         if device == "cuda" and torch.cuda.memory_reserved() > KEPT_BYTES:
-            torch.cuda.empty_cache()  # children share the device: what one far case took, another needs
+            torch.cuda.empty_cache()  # children share the device's memory
 
 
 def chosen_device(wanted: str) -> str:
-    """cuda where there is one, unless the user says otherwise.
+    """The device to run on: cuda where there is one, unless the user chose another.
 
     Raises:
         UsageError: cuda is asked for and there is none.
@@ -161,7 +151,7 @@ def chosen_device(wanted: str) -> str:
 
 
 def _stream(device: str) -> Any:
-    """A stream of our own: an implementation that launches on the default one races with its inputs."""
+    """A stream other than the default one, so that an implementation that launches there races with its inputs."""
     return torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
 
 
@@ -174,12 +164,12 @@ def _redirect_output(log_path: str) -> None:
 
 
 def _signature(function: str, implementation: Implementation) -> str:
-    """How it is called, in the same words in every process: without the addresses of defaults."""
+    """The function's signature, in the same words in every process: without the addresses of defaults."""
     return re.sub(r" at 0x[0-9a-f]+", "", f"{function}{inspect.signature(getattr(implementation.namespace, function))}")
 
 
-def _description(implementation: Implementation, settings: Settings) -> dict[str, Any]:
-    """What the parent may know: what is offered, with which settings, what is declared, and on what it runs."""
+def _description(implementation: Implementation, options: ChildOptions) -> dict[str, Any]:
+    """The functions offered, the settings they lack, their declarations, the device and versions."""
     functions = {}
     for function, contract in CONTRACTS.items():
         offered = implementation.offers(function) and not (
@@ -193,7 +183,7 @@ def _description(implementation: Implementation, settings: Settings) -> dict[str
             "declares": implementation.declares(function) if offered else {},
             "signature": _signature(function, implementation) if offered else "",
         }
-    device = chosen_device(settings.device)
+    device = chosen_device(options.device)
     triton = sys.modules.get("triton")
     versions = {
         "python": sys.version.split()[0],

@@ -10,7 +10,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.catalogue_laws import Trial
 from conformance.core.case import Case
 from conformance.core.contract import Contract, Problem
-from conformance.core.ranks import AtRank, Place
+from conformance.core.ranks import AtRank, RankContext
 from conformance.engine.child.runner import Blocked, Misbehaved, Outcome, Runner
 from conformance.interface import Implementation
 from conformance.judge import Finding, controls, judge
@@ -23,11 +23,13 @@ class Inapplicable(Exception):
     """A law asks for a call that the implementation does not offer."""
 
 
-def evaluate(case: Case, implementation: Implementation, device: str = "cpu", place: Place | None = None) -> Outcome:
-    """Judge one case: values first, then its law, then, if all is well, the judge itself. At a place in a world: that rank's part of it."""
+def evaluate(
+    case: Case, implementation: Implementation, device: str = "cpu", rank: RankContext | None = None
+) -> Outcome:
+    """Judge one case, or one rank's part of it: values, then its law, then the judge itself by the controls."""
     outcome = Outcome("PASS")
     try:
-        _evaluate(case, implementation, device, outcome, place)
+        _evaluate(case, implementation, device, outcome, rank)
     except Misbehaved as wrong:
         _fail(outcome, wrong.finding)
     except Blocked as blocked:
@@ -41,14 +43,16 @@ def _fail(outcome: Outcome, finding: Finding) -> None:
     outcome.status, outcome.finding = "FAIL", asdict(finding)
 
 
-def _evaluate(case: Case, implementation: Implementation, device: str, outcome: Outcome, place: Place | None) -> None:
-    contract = AtRank(CONTRACTS[case.function], place) if place else CONTRACTS[case.function]  # type: ignore[arg-type]
+def _evaluate(
+    case: Case, implementation: Implementation, device: str, outcome: Outcome, rank: RankContext | None
+) -> None:
+    contract = AtRank(CONTRACTS[case.function], rank) if rank else CONTRACTS[case.function]  # type: ignore[arg-type]
     problem = contract.problem(case)
     declared = implementation.declares(case.function) if implementation.offers(case.function) else {}
     refusal = _refusal(case, problem, implementation, declared)
     if refusal:
         outcome.status, outcome.reason = refusal
-    if place and not place.agree(not refusal):  # a call is made by all ranks, or by none
+    if rank and not rank.agree(not refusal):  # a call is made by all ranks, or by none
         return
     if refusal:
         return
@@ -71,7 +75,7 @@ def _evaluate(case: Case, implementation: Implementation, device: str, outcome: 
     )
     if finding:
         _fail(outcome, finding)
-    if place and not place.agree(not finding):  # a law is asked of all ranks, or of none
+    if rank and not rank.agree(not finding):  # a law is asked of all ranks, or of none
         return
     if finding:
         return
@@ -90,12 +94,12 @@ def _evaluate(case: Case, implementation: Implementation, device: str, outcome: 
 def _first_wrong(
     contract: Contract[Any], problem: Problem, right: dict[str, Any], outputs: dict[str, Any]
 ) -> Finding | None:
-    """The first output that is not as it should be, in the function's own words where it has some."""
+    """The first wrong output, explained by the contract where it can."""
     for name, expectation in right.items():
         finding = judge(name, expectation, outputs.get(name))
         if finding:
-            told = contract.explain(problem, name, finding.index, outputs[name]) if finding.index else None
-            return replace(finding, message=told) if told else finding
+            message = contract.explain(problem, name, finding.index, outputs[name]) if finding.index else None
+            return replace(finding, message=message) if message else finding
     return None
 
 
@@ -136,7 +140,7 @@ def _refusal(
 
 
 def _must_raise(runner: Runner, problem: Problem, outcome: Outcome) -> None:
-    """An illegal call must raise an error that says so, before it does anything else."""
+    """An illegal call must raise one of CLEAR_ERRORS before it does anything else."""
     try:
         runner.run(problem)
     except CLEAR_ERRORS:
@@ -147,13 +151,12 @@ def _must_raise(runner: Runner, problem: Problem, outcome: Outcome) -> None:
     except Exception as error:
         if device_is_lost(error):
             raise
-        message = f"raised {type(error).__name__} from inside ({_short(error)}); an illegal {problem.blame} must raise ValueError"
-        raise Misbehaved(problem.blame, "error", message) from error
-    raise Misbehaved(
-        problem.blame,
-        "error",
-        f"accepted an illegal {problem.blame}; it must raise ValueError, or be declared unchecked",
-    )
+        message = f"raised {type(error).__name__} from inside ({_short(error)})"
+        raise Misbehaved(
+            problem.blame, "error", f"{message}; an illegal {problem.blame} must raise ValueError"
+        ) from error
+    message = f"accepted an illegal {problem.blame}; it must raise ValueError, or be declared unchecked"
+    raise Misbehaved(problem.blame, "error", message)
 
 
 def _guarded(runner: Runner, problem: Problem) -> dict[str, Any]:
@@ -210,10 +213,10 @@ def _trial(
     if problem.producer:
         extras["reference_row_map"] = problem.produced.row_map
 
-    def run(other: Problem, **how: Any) -> dict[str, Any]:
+    def run(other: Problem, **settings: Any) -> dict[str, Any]:
         if _refusal(case, other, implementation, declared):
             raise Inapplicable
-        return runner.run(other, **how)
+        return runner.run(other, **settings)
 
     return Trial(case, contract, problem, expected, outputs, run, declared, runner.outcome, extras)
 

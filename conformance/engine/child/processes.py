@@ -1,4 +1,4 @@
-"""What is known of a child process from outside: how to start it plainly, how it ended, and where it was."""
+"""A child process seen from outside: its start, its end, the time it may take."""
 
 import contextlib
 import os
@@ -8,18 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-STDLIB, ELSEWHERE = (
-    os.path.dirname(os.__file__),
-    ("conformance/engine", "/torch/", "/triton/"),
-)  # where the cause of a crash is not
-
-
-PATIENCE = 10  # after one hang, a case hangs that takes so many times as long as the slowest before
+STDLIB = os.path.dirname(os.__file__)
+INNOCENT = ("conformance/engine", "/torch/", "/triton/")  # a crash is the fault of none of these
+PATIENCE = 10  # after one hang, how many times the seconds of the slowest answer a case may take
 
 
 @dataclass
 class Patience:
-    """How long cases are waited for. A function that has hung once will again: waiting as long each time would take hours."""
+    """Seconds that a case may take: fewer for functions that have hung once, or their cases would take hours."""
 
     case_seconds: float
     slowest: float = 0.0
@@ -29,13 +25,12 @@ class Patience:
         self.slowest = max(self.slowest, seconds)
 
     def allowed(self, function: str) -> float:
-        """Seconds for a case."""
         return min(self.case_seconds, max(PATIENCE * self.slowest, 2.0)) if function in self.hung else self.case_seconds
 
 
 @contextlib.contextmanager
 def plain_main() -> Iterator[None]:
-    """Keep multiprocessing from running the program's main script again in the child, which needs nothing from it."""
+    """Keep multiprocessing from running the program's main script again in the child."""
     main = sys.modules["__main__"]
     kept = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
     try:
@@ -48,22 +43,18 @@ def plain_main() -> Iterator[None]:
             setattr(main, name, value)
 
 
-def manner(process: Any, log_path: str) -> str:
+def ending(process: Any, log_path: str) -> str:
     """How a process ended, and where it was."""
     code = process.exitcode
-    told = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-    return f"{told}{at(log_path)}"
+    cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+    return f"{cause}{at(log_path)}"
 
 
 def at(log_path: str) -> str:
-    """Where a process was when it last wrote a traceback into its log, as " at …"; nothing if that says nothing."""
+    """The innermost frame of the implementation in the traceback in a log, as " at …"; empty if there is none."""
     with contextlib.suppress(OSError), open(log_path, errors="replace") as log:
         frames = [line.strip() for line in log if line.lstrip().startswith("File ")]
-        mine = [
-            line
-            for line in frames
-            if not any(place in line for place in ELSEWHERE) and (STDLIB not in line or "site-packages" in line)
-        ]
-        if mine:
-            return f" at {mine[0].removeprefix('File ')}"
+        for line in frames:
+            if not any(path in line for path in INNOCENT) and (STDLIB not in line or "site-packages" in line):
+                return f" at {line.removeprefix('File ')}"
     return ""

@@ -1,4 +1,4 @@
-"""Keeps child processes busy, notices when one dies or hangs, and starts another.
+"""Runs cases on child processes, and replaces a child that dies or hangs.
 
 Children come from a forkserver that has torch loaded, so that one starts in milliseconds; a spare with the implementation
 already imported stands by, because a mutant that crashes is started again often.
@@ -18,24 +18,22 @@ from typing import Any
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.ranks import ranks_of
-from conformance.engine.child.child import Settings, serve
-from conformance.engine.child.processes import Patience, manner, plain_main
+from conformance.engine.child.child import serve
+from conformance.engine.child.processes import Patience, ending, plain_main
 from conformance.engine.child.runner import Outcome
+from conformance.engine.options import ChildOptions
 from conformance.engine.world.worlds import Worlds
 from conformance.interface import UsageError
 
 CASE_SECONDS = 60.0  # a case that takes longer hangs
-NO_MULTICAST = {
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NCCL_NVLS_ENABLE": "0",
-}  # hosts have been seen to hang with it
+NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}  # some hosts hang with it
 START_SECONDS = 180.0  # import of the implementation
 COMPILE_SECONDS = 60.0  # added on a GPU, where a case may wait for compilers
 
 
 @dataclass
 class Child:
-    """One process and what it is doing."""
+    """One process, and the case it runs."""
 
     process: Any
     pipe: Connection
@@ -49,20 +47,19 @@ class Child:
 class Pool:
     """`jobs` children for one implementation."""
 
-    def __init__(self, settings: Settings, jobs: int = 1, case_seconds: float = CASE_SECONDS) -> None:
-        self.settings, self.jobs, self.patience = settings, jobs, Patience(case_seconds)
+    def __init__(self, options: ChildOptions, jobs: int = 1, case_seconds: float = CASE_SECONDS) -> None:
+        self.options, self.jobs, self.patience = options, jobs, Patience(case_seconds)
         self.description: dict[str, Any] = {}
         for name, value in NO_MULTICAST.items():
             os.environ.setdefault(name, value)  # before torch starts in any child
         self._context = get_context("forkserver")
-        self._context.set_forkserver_preload(
-            ["torch", "torch.fx.experimental.symbolic_shapes", "conformance.engine.child.child"]
-        )
+        modules = ["torch", "torch.fx.experimental.symbolic_shapes", "conformance.engine.child.child"]
+        self._context.set_forkserver_preload(modules)
         self._folder = tempfile.TemporaryDirectory(prefix="moe-conformance-")
         self._started = 0
         self._children: list[Child] = []
         self._spare: Child | None = None
-        self.worlds = Worlds(settings, self._context, self._folder.name)
+        self.worlds = Worlds(options, self._context, self._folder.name)
 
     def __enter__(self) -> "Pool":
         return self
@@ -82,20 +79,19 @@ class Pool:
             self._await_ready(child)
         if self.description.get("device") == "cuda":
             self.patience.case_seconds += COMPILE_SECONDS
-        self.worlds.settle(self.description, self.patience.case_seconds)
-        self.description["ranks"] = self.worlds.most
+        self.worlds.prepare(self.description, self.patience.case_seconds)
+        self.description["ranks"] = self.worlds.max_ranks
         return self.description
 
     def run(self, cases: Iterable[Case]) -> Iterator[tuple[Case, Outcome]]:
-        """Every case with its outcome, in the order of finishing; those of worlds one by one, when what stands before them is done."""
+        """Every case with its outcome, in the order of finishing; cases of several ranks one by one, in their place."""
         if not self._children:
             self.start()
-        for of_ranks, some in groupby(cases, lambda case: bool(ranks_of(CONTRACTS[case.function], case))):
-            if not of_ranks:
-                yield from self._spread(some)
-                continue
-            for case in some:
-                yield case, self.worlds.run(case)
+        for has_ranks, group in groupby(cases, lambda case: bool(ranks_of(CONTRACTS[case.function], case))):
+            if has_ranks:
+                yield from ((case, self.worlds.run(case)) for case in group)
+            else:
+                yield from self._spread(group)
 
     def _spread(self, waiting: Iterator[Case]) -> Iterator[tuple[Case, Outcome]]:
         """The cases of single processes, over the children."""
@@ -129,44 +125,43 @@ class Pool:
         for child in [*self._children, *([self._spare] if self._spare else [])]:
             self._end(child)
         self._children, self._spare = [], None
-        self.worlds.finish()
+        self.worlds.dismiss()
         self._folder.cleanup()
 
     def _launch(self) -> Child:
         self._started += 1
-        here, there = self._context.Pipe()
+        pipe, child_pipe = self._context.Pipe()
         log_path = os.path.join(self._folder.name, f"child{self._started}.log")
-        process = self._context.Process(target=serve, args=(there, self.settings, log_path), daemon=True)
+        process = self._context.Process(target=serve, args=(child_pipe, self.options, log_path), daemon=True)
         with plain_main():
             process.start()
-        there.close()
-        return Child(process, here, log_path, deadline=time.monotonic() + START_SECONDS)
+        child_pipe.close()
+        return Child(process, pipe, log_path, deadline=time.monotonic() + START_SECONDS)
 
     def _await_ready(self, child: Child) -> None:
-        """Wait until the implementation is imported.
+        """Wait until the child has imported the implementation.
 
         Raises:
-            UsageError: it cannot be, or the process died or hung while it was.
+            UsageError: it cannot be imported, or the process died or hung while importing it.
         """
         if child.ready:
             return
-        name = self.settings.implementation
+        prefix = f"--impl {self.options.implementation}:"
         if not child.pipe.poll(max(child.deadline - time.monotonic(), 0)):
             self._end(child)
-            raise UsageError(f"--impl {name}: importing it took longer than {START_SECONDS:.0f} s")
+            raise UsageError(f"{prefix} importing it took longer than {START_SECONDS:.0f} s")
         try:
             kind, content = child.pipe.recv()
         except EOFError:
             child.process.join()
-            raise UsageError(
-                f"--impl {name}: the process died while importing it ({manner(child.process, child.log_path)})"
-            ) from None
+            end = ending(child.process, child.log_path)
+            raise UsageError(f"{prefix} the process died while importing it ({end})") from None
         if kind == "unusable":
             raise UsageError(content)
         child.ready, self.description = True, content
 
     def _replacement(self, dead: Child | None) -> Child:
-        """A child that has run nothing: the spare, after which another spare is started."""
+        """A child that has run nothing: the spare. Another spare is started."""
         if dead:
             self._end(dead)
         child = self._spare or self._launch()
@@ -183,9 +178,7 @@ class Pool:
     def _send(self, child: Child, case: Case) -> None:
         child.case, child.started = case, time.monotonic()
         child.deadline = child.started + self.patience.allowed(case.function)
-        with contextlib.suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # it died between two cases; the next look sees it
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died between two cases: see `_outcome`
             child.pipe.send(case)
 
     def _wait(self) -> None:
@@ -195,7 +188,7 @@ class Pool:
             connection.wait([child.pipe for child in busy], timeout=pause)
 
     def _outcome(self, child: Child) -> Outcome | None:
-        """What became of the child's case; None while it runs."""
+        """The outcome of the child's case; None while it runs."""
         try:
             if child.pipe.poll():
                 outcome = Outcome(**child.pipe.recv()[1])
@@ -203,7 +196,7 @@ class Pool:
                 return outcome
         except (EOFError, ConnectionResetError):
             child.process.join(5)
-            return Outcome("CRASH", reason=manner(child.process, child.log_path))
+            return Outcome("CRASH", reason=ending(child.process, child.log_path))
         if time.monotonic() > child.deadline:
             self.patience.hung.add(child.case.function if child.case else "")
             return Outcome("HANG", reason=f"no answer within {child.deadline - child.started:.0f} s")

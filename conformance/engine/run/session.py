@@ -1,45 +1,56 @@
-"""One worker's part of a run: sweeps sections of cases, then confirms and reduces what failed."""
+"""One run: sweeps sections of cases over child processes, then confirms and reduces what failed."""
 
 import datetime
+import os
 import sys
+import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from conformance.core.case import Case
 from conformance.core.space import Space
-from conformance.engine.child.child import Settings
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.plan import Section, cases_of, sections
 from conformance.engine.choose.profiles import PROFILES, Profile
+from conformance.engine.options import Options
 from conformance.engine.run import corpus
 from conformance.engine.run.ledger import Ledger
 from conformance.engine.run.pool import Pool
+from conformance.engine.run.progress import Progress
 from conformance.engine.run.reduction import Key, failure_key, reduce
+from conformance.engine.run.verdict import Verdict, assemble, read_baseline
 from conformance.engine.run.waivers import Waiver, read_waivers
 
 FAILING = ("FAIL", "CRASH", "HANG", "OOM", "ERROR")
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the user asked for."""
+def judge(options: Options) -> Verdict:
+    """Run every section that was asked for, and say what became of the cases.
 
-    implementation: str
-    profile: str = "gate"
-    device: str = "auto"
-    seed: int = 0
-    jobs: int = 1
-    corpus: str = str(corpus.DEFAULT)
-    waivers: str = ""
-    case_seconds: float = 60.0
-    search: tuple[str, ...] = ()
+    KeyboardInterrupt ends the run early, with the verdict on the cases judged so far.
 
-    @property
-    def settings(self) -> Settings:
-        return Settings(self.implementation, self.device, search=self.search)
+    Raises:
+        UsageError: the implementation or a file that the user gave cannot be used.
+    """
+    with tempfile.TemporaryDirectory(prefix="moe-conformance-ledger-") as folder:
+        interrupted = False
+        with closing(Session(options, Path(folder), progress=True)) as session:
+            session.start()
+            try:
+                for section in session.plan:
+                    try:
+                        session.sweep(section)
+                    except Exception as error:
+                        session.problem(section.label, error)
+            except KeyboardInterrupt:
+                interrupted = True
+        return session.verdict(Path(folder), whole=options.part == (0, 1), interrupted=interrupted)
 
 
 @dataclass(frozen=True)
@@ -52,29 +63,46 @@ class Failure:
     attempts: int
     smallest: bool
 
+    def record(self) -> dict[str, Any]:
+        return {
+            "id": self.case.id,
+            "case": self.case.record(),
+            "function": self.case.function,
+            "found_in": self.found_in,
+            "attempts": self.attempts,
+            "smallest": self.smallest,
+        } | asdict(self.outcome)
+
 
 class Session:
-    """Runs sections on a pool of children and writes the ledger."""
+    """One worker's part of a run: sweeps sections on a pool of children and writes the ledger.
+
+    Raises:
+        UsageError: a file of waivers or a baseline cannot be used.
+    """
 
     def __init__(self, options: Options, folder: Path, worker: str = "main", progress: bool = False) -> None:
-        self.options = options
+        self.options, self.started = options, time.monotonic()
         self.profile: Profile = PROFILES[options.profile]
+        part, parts = options.part
+        self.plan = sections(self.profile)[part::parts]
+        today = datetime.date.today()
+        self.waivers: list[Waiver] = read_waivers(Path(options.waivers), today) if options.waivers else []
+        self.baseline = read_baseline(Path(options.baseline)) if options.baseline else None
         self.ledger = Ledger(folder, worker)
-        self.pool = Pool(options.settings, options.jobs, options.case_seconds)
-        self.waivers: list[Waiver] = (
-            read_waivers(Path(options.waivers), datetime.date.today()) if options.waivers else []
-        )
+        self.pool = Pool(options.child, options.jobs or default_jobs(options.device), options.case_seconds)
         self.known: set[Key] = set()
-        self._artist = ThreadPoolExecutor(1)
-        sys.setswitchinterval(2e-4)  # a child that has answered waits no longer than this for the thread that draws
+        self._drawing = ThreadPoolExecutor(1)
+        sys.setswitchinterval(2e-4)  # how long a child's answer may wait for the thread that draws
         self._drawn: dict[str, Future[list[Case]]] = {}
-        self.progress = Progress(len(sections(self.profile))) if progress else None
+        self.progress = Progress(len(self.plan)) if progress else None
 
     def start(self) -> None:
-        """Start the children.
+        """Start the children and read the corpus.
 
         Raises:
-            UsageError: the implementation or a waiver cannot be used.
+            UsageError: the implementation cannot be used.
+            CaseError: a file of the corpus is no case.
         """
         self.description = self.pool.start()
         self.space = Space.of(self.description)
@@ -84,16 +112,26 @@ class Session:
         self.ledger.write("implementation", **self.description)
 
     def close(self) -> None:
-        self._artist.shutdown(cancel_futures=True)
+        self._drawing.shutdown(wait=False, cancel_futures=True)
         self.pool.close()
         self.ledger.close()
+        if self.progress:
+            self.progress.end()
+
+    def verdict(self, folder: Path, whole: bool, interrupted: bool) -> Verdict:
+        """The verdict on what the ledgers of all workers say."""
+        seconds, waivers = time.monotonic() - self.started, [waiver.name for waiver in self.waivers]
+        return assemble(folder, self.options, seconds, waivers, self.baseline, whole, interrupted)
+
+    def problem(self, place: str, error: BaseException) -> None:
+        """An error of the suite itself, which is no verdict on the implementation."""
+        self.ledger.write("problem", text=f"{place}: {type(error).__name__}: {error}")
 
     def cases(self, section: Section) -> list[Case]:
         """The section's cases. Those of the next section in the plan are drawn while these run."""
         cases = self._drawn.pop(section.label).result() if section.label in self._drawn else self._cases(section)
-        plan = sections(self.profile)
-        for following in plan[plan.index(section) + 1 : plan.index(section) + 2]:
-            self._drawn[following.label] = self._artist.submit(self._cases, following)
+        for following in self.plan[self.plan.index(section) + 1 :][:1]:
+            self._drawn[following.label] = self._drawing.submit(self._cases, following)
         return cases
 
     def _cases(self, section: Section) -> list[Case]:
@@ -108,27 +146,23 @@ class Session:
         """Run a section to its end, whatever happens; then find the smallest case of every new failure."""
         cases = self.cases(section)
         self.ledger.write("plan", section=section.label, scheduled=len(cases))
-        place = {case.text: index for index, case in enumerate(cases)}
+        position = {case.text: index for index, case in enumerate(cases)}
         failed: dict[Key, tuple[Case, Outcome]] = {}
         failures = []
         try:
             for case, outcome in self.pool.run(cases):
-                waiver = self._waiver(case, outcome)
-                status = "WAIVED" if waiver else outcome.status
-                self._record(
-                    "outcome", case, outcome, section=section.label, status=status, waiver=waiver.name if waiver else ""
-                )
+                status = self._judged(section, case, outcome)
                 if status in FAILING:
                     key = failure_key(case, outcome)
-                    if key not in failed or _rank(case, place) < _rank(failed[key][0], place):
+                    if key not in failed or _priority(case, position) < _priority(failed[key][0], position):
                         failed[key] = case, outcome
                 if self.progress:
                     self.progress.case(status in FAILING)
-            for key in sorted(failed, key=lambda key: _rank(failed[key][0], place)):
+            for key in sorted(failed, key=lambda key: _priority(failed[key][0], position)):
                 if key not in self.known:
                     failures.append(self._smallest(key, *failed[key], section))
                 del failed[key]
-        except KeyboardInterrupt:  # what was found is told as it was found
+        except KeyboardInterrupt:  # failures that are not reduced yet are reported as they are
             for case, outcome in failed.values():
                 self._keep(Failure(case, outcome, section.label, 0, False))
             raise
@@ -136,30 +170,35 @@ class Session:
             self.progress.section()
         return [failure for failure in failures if failure]
 
-    def _waiver(self, case: Case, outcome: Outcome) -> Waiver | None:
-        if outcome.status not in FAILING:
-            return None
-        return next((waiver for waiver in self.waivers if waiver.covers(case, outcome)), None)
+    def _judged(self, section: Section, case: Case, outcome: Outcome) -> str:
+        """Write the outcome down; returns its status, WAIVED where a waiver covers it."""
+        covering = (waiver for waiver in self.waivers if outcome.status in FAILING and waiver.covers(case, outcome))
+        waiver = next(covering, None)
+        status = "WAIVED" if waiver else outcome.status
+        self._record(
+            "outcome", case, outcome, section=section.label, status=status, waiver=waiver.name if waiver else ""
+        )
+        return status
 
     def _record(self, kind: str, case: Case, outcome: Outcome, **more: Any) -> None:
         content = {"id": case.id, "function": case.function} | asdict(outcome) | {"law": case.law} | more
         self.ledger.write(kind, **content)
 
     def _smallest(self, key: Key, case: Case, outcome: Outcome, section: Section) -> Failure | None:
-        if not _fixed(case):  # one that cannot be reduced leaves the search open to the other sections
+        if not _literal(case):  # one that cannot be reduced leaves the search open to the other sections
             self.known.add(key)
         case, outcome = self._confirmed(case, outcome)
         if outcome.status != "FLAKY" and failure_key(case, outcome) != key and failure_key(case, outcome) in self.known:
             return None  # in a fresh process it fails like another one, which is reported already
-        if not _fixed(case):
+        if not _literal(case):
             self.known.add(failure_key(case, outcome))
         attempts, smallest = 0, False
         if outcome.status not in ("FLAKY", "ERROR", "OOM"):
-            found = reduce(case, outcome, self.attempt, self.profile.reduce_seconds)
-            again = self._attempt(found.case, fresh=True)
-            if failure_key(found.case, again) == failure_key(case, outcome):
-                case, outcome = found.case, again
-            attempts, smallest = found.attempts, found.finished
+            reduced = reduce(case, outcome, self.attempt, self.profile.reduce_seconds)
+            again = self._attempt(reduced.case, fresh=True)
+            if failure_key(reduced.case, again) == failure_key(case, outcome):
+                case, outcome = reduced.case, again
+            attempts, smallest = reduced.attempts, reduced.finished
         failure = Failure(case, outcome, section.label, attempts, smallest)
         self._keep(failure)
         return failure
@@ -170,7 +209,7 @@ class Session:
         if alone.status in FAILING:
             return case, alone
         after_another = replace(case, law="history", golden="", illegal="")
-        if not case.golden and not case.illegal:
+        if not _literal(case):
             again = self._attempt(after_another, fresh=True)
             if again.status in FAILING:
                 return after_another, again
@@ -187,8 +226,9 @@ class Session:
         return outcome
 
     def _keep(self, failure: Failure) -> None:
+        """Save the case and write the failure down."""
         outcome = failure.outcome
-        found = {
+        finding = {
             "implementation": self.options.implementation,
             "status": outcome.status,
             "finding": outcome.finding,
@@ -197,48 +237,21 @@ class Session:
             "device": self.description["device_name"],
         }
         try:
-            path = str(corpus.save(Path(self.options.corpus), failure.case, found))
-        except OSError as error:  # the failure is told all the same
+            path = str(corpus.save(Path(self.options.corpus), failure.case, finding))
+        except OSError as error:  # the failure is reported all the same
             path = f"not saved: {error}"
-        self.ledger.write(
-            "failure", id=failure.case.id, case=failure.case.record(), function=failure.case.function, found_in=failure.found_in,
-            attempts=failure.attempts, smallest=failure.smallest, file=path, **asdict(outcome),
-        )  # fmt: skip
+        self.ledger.write("failure", file=path, **failure.record())
 
 
-def _rank(case: Case, place: dict[str, int]) -> tuple[bool, int]:
+def default_jobs(device: str) -> int:
+    return 6 if device != "cpu" and torch.cuda.is_available() else min(os.cpu_count() or 1, 2)
+
+
+def _priority(case: Case, position: dict[str, int]) -> tuple[bool, int]:
     """Which of several failing cases is reduced: a literal last, else the first in the plan, whichever child was faster."""
-    return _fixed(case), place[case.text]
+    return _literal(case), position[case.text]
 
 
-def _fixed(case: Case) -> bool:
-    """Whether the case is a literal that has no smaller neighbours."""
+def _literal(case: Case) -> bool:
+    """Whether the case is written out, and so has no smaller neighbours."""
     return bool(case.golden or case.illegal)
-
-
-class Progress:
-    """One line on stderr: rewritten in place on a terminal, else printed now and then."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.cases, self.failures = total, 0, 0, 0
-        self.started = self.shown = time.monotonic()
-        self.live = sys.stderr.isatty()
-
-    def case(self, failing: bool) -> None:
-        self.cases += 1
-        self.failures += failing
-        if time.monotonic() - self.shown > (0.2 if self.live else 15):
-            self._show()
-
-    def section(self) -> None:
-        self.done += 1
-        if self.live:
-            self._show("\n" if self.done == self.total else "")
-
-    def _show(self, end: str = "") -> None:
-        self.shown = time.monotonic()
-        rate = self.cases / max(self.shown - self.started, 1e-9)
-        text = (
-            f"{self.cases} cases · {rate:.0f} a second · {self.done} of {self.total} sections · {self.failures} failing"
-        )
-        print(f"\r\x1b[K{text}{end}" if self.live else text, end="" if self.live else "\n", file=sys.stderr, flush=True)

@@ -1,47 +1,50 @@
-"""Adds up the ledger: what was scheduled, what became of it, and what that says of the implementation.
+"""Adds up the ledger: what was scheduled, the outcomes, and the verdict on the implementation.
 
-Exit codes: 0 conformant · 1 not · 2 usage · 3 harness error or lost results · 4 too little was tested · 5 regression against a
-baseline.
+Exit codes: 0 conformant · 1 not · 2 usage · 3 harness error or lost results
+4 too little was tested, or the run was interrupted · 5 regression against a baseline
 """
 
+import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from conformance.catalogue import CONTRACTS
-from conformance.engine.choose.profiles import PROFILES
+from conformance.engine.choose.profiles import PROFILES, Profile
+from conformance.engine.options import Options
 from conformance.engine.run.ledger import entries
+from conformance.interface import UsageError
 
-NAMES = {
-    0: "CONFORMANT",
-    1: "NOT CONFORMANT",
-    2: "USAGE ERROR",
-    3: "HARNESS ERROR",
-    4: "TOO LITTLE TESTED",
-    5: "REGRESSION",
-}
+NAMES = {0: "CONFORMANT", 1: "NOT CONFORMANT", 3: "HARNESS ERROR", 4: "TOO LITTLE TESTED", 5: "REGRESSION"}
 INFORMATIVE = ("PASS", "FAIL", "CRASH", "HANG", "WAIVED")
-UNTOUCHED = ("not run", "not offered")  # functions of which nothing is said
+UNTOUCHED = ("not run", "not offered")  # statuses without a verdict
 WRONG = ("FAIL", "CRASH", "HANG", "OOM", "FLAKY", "BLOCKED")
 
 
 @dataclass
 class FunctionVerdict:
-    """What is known of one function."""
+    """The verdict on one function.
 
-    status: (
-        str  # conformant, differs, blocked, not judged, too little tested, not run (in a part of a run) or not offered
-    )
+    status: conformant, differs, blocked, not judged, too little tested, not run (in a part of a run) or not offered
+    """
+
+    status: str
     cases: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     without: list[str] = field(default_factory=list)
     declares: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def unsupported(self) -> float:
+        """The share of its cases that are declared unsupported."""
+        return self.counts.get("DECLARED_UNSUPPORTED", 0) / max(self.cases, 1)
+
 
 @dataclass
 class Verdict:
-    """What a run says."""
+    """The verdict of a run."""
 
     verdict: str
     exit_code: int
@@ -66,69 +69,80 @@ class Verdict:
 
 def assemble(
     folder: Path,
-    implementation: str,
-    profile: str,
-    seed: int,
+    options: Options,
     seconds: float,
-    waivers: list[str],
-    whole: bool,
+    waivers: Sequence[str] = (),
     baseline: dict[str, Any] | None = None,
+    whole: bool = True,
+    interrupted: bool = False,
 ) -> Verdict:
     """The verdict of a run whose ledgers are in `folder`.
 
     Args:
         waivers: names of all waivers; one that waived nothing is stale, if the run was a whole one.
+        baseline: what `read_baseline` has read.
         whole: whether every section was to be run; a part of a run is not asked for the minimum of cases.
+        interrupted: whether the run was ended early: cases without a result are not lost, and no function is conformant.
     """
     lines = list(entries(folder))
     outcomes = [line for line in lines if line["kind"] == "outcome"]
     nothing: dict[str, Any] = {"functions": {}, "device_name": "", "versions": {}}
     described = next((line for line in lines if line["kind"] == "implementation"), nothing)
     out = Verdict(
-        "", 0, implementation, profile, seed, seconds, len(outcomes), described["device_name"], described["versions"]
+        *("", 0, options.implementation, options.profile, options.seed, seconds),
+        *(len(outcomes), described["device_name"], described["versions"]),
     )
-    for function in CONTRACTS:
-        out.functions[function] = _function(
-            function, described["functions"].get(function, {}), outcomes, profile, whole
-        )
+    rules = PROFILES[options.profile] if whole and not interrupted else None
+    for name in CONTRACTS:
+        offer = described["functions"].get(name, {})
+        out.functions[name] = _function(name, offer, outcomes, rules, interrupted)
     out.failures = _distinct([line for line in lines if line["kind"] == "failure" and line["status"] != "ERROR"])
     out.evaluations = sum(line["evaluations"] for line in outcomes)
     out.seconds_implementation = sum(line["seconds_implementation"] for line in outcomes)
     out.seconds_reference = sum(line["seconds_reference"] for line in outcomes)
     out.kernels_compiled = len({name for line in outcomes for name in line["kernels"]})
-    lost = _harness_problems(lines, outcomes)
-    stale = [
-        f"the waiver {name} waived nothing: remove it"
-        for name in waivers
-        if whole and not any(line["waiver"] == name for line in outcomes)
-    ]
-    shortfalls = [
-        text for function in out.functions for text in _shortfalls(function, out.functions[function], profile, whole)
-    ]
-    if all(function.status == "not offered" for function in out.functions.values()):
-        shortfalls.append(f"{implementation} offers none of {', '.join(CONTRACTS)}")
+    errors = _errors(lines, outcomes) + ([] if interrupted else _lost(lines, outcomes))
+    waiving = {line["waiver"] for line in outcomes}
+    errors += [f"the waiver {name} waived nothing: remove it" for name in waivers if rules and name not in waiving]
+    shortfalls = [text for name, function in out.functions.items() for text in _shortfalls(name, function, rules)]
+    if interrupted:
+        shortfalls.append(f"the run was interrupted after {out.cases} cases")
+    elif all(function.status == "not offered" for function in out.functions.values()):
+        shortfalls.append(f"{options.implementation} offers none of {', '.join(CONTRACTS)}")
     elif out.cases == 0:
         shortfalls.append("no case was run: this part of the run is empty")
     regressions = _regressions(out, baseline) if baseline else []
-    wrong = any(f.status in ("differs", "blocked") for f in out.functions.values())
-    out.problems = lost + stale + shortfalls + regressions
-    out.exit_code = 3 if lost or stale else 1 if wrong else 4 if shortfalls else 5 if regressions else 0
+    differs = any(f.status in ("differs", "blocked") for f in out.functions.values())
+    out.problems = errors + shortfalls + regressions
+    out.exit_code = 3 if errors else 1 if differs else 4 if shortfalls else 5 if regressions else 0
     out.verdict = NAMES[out.exit_code]
     return out
 
 
+def read_baseline(path: Path) -> dict[str, Any]:
+    """An earlier JSON report.
+
+    Raises:
+        UsageError: the file cannot be read or is no report.
+    """
+    try:
+        content = json.loads(path.read_text())
+        for function in content["functions"].values():  # the fields that a comparison reads
+            _ = function["status"], function["without"], function["counts"].items(), function["cases"] + 0
+    except FileNotFoundError:
+        raise UsageError(f"--baseline {path}: there is no such file") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"--baseline {path}: not a JSON report of moe-conformance ({error})") from None
+    return content
+
+
 def _function(
-    name: str, described: dict[str, Any], outcomes: list[dict[str, Any]], profile: str, whole: bool
+    name: str, offer: dict[str, Any], outcomes: list[dict[str, Any]], rules: Profile | None, interrupted: bool
 ) -> FunctionVerdict:
     counts = Counter(line["status"] for line in outcomes if line["function"] == name)
-    out = FunctionVerdict(
-        "",
-        sum(counts.values()),
-        dict(sorted(counts.items())),
-        described.get("without", []),
-        described.get("declares", {}),
-    )
-    if not described.get("offered"):
+    without, declares = offer.get("without", []), offer.get("declares", {})
+    out = FunctionVerdict("", sum(counts.values()), dict(sorted(counts.items())), without, declares)
+    if not offer.get("offered"):
         out.status, out.without = "not offered", []
     elif counts["ERROR"]:
         out.status = "not judged"
@@ -136,48 +150,47 @@ def _function(
         out.status = "differs"
     elif counts["BLOCKED"]:
         out.status = "blocked"
-    elif _shortfalls(name, out, profile, whole):
+    elif _shortfalls(name, out, rules) or (counts and interrupted):
         out.status = "too little tested"
-    elif not counts:
-        out.status = "not run"
     else:
-        out.status = "conformant"
+        out.status = "conformant" if counts else "not run"
     return out
 
 
-def _shortfalls(name: str, function: FunctionVerdict, profile: str, whole: bool) -> list[str]:
-    """Why the function was tested too little; nothing for one that is not offered."""
-    if function.status == "not offered" or not whole:
+def _shortfalls(name: str, function: FunctionVerdict, rules: Profile | None) -> list[str]:
+    """Why the function was tested too little; nothing for one that is not offered, or without rules."""
+    if function.status == "not offered" or rules is None:
         return []
-    rules, out = PROFILES[profile], []
+    out = []
     informative = sum(function.counts.get(status, 0) for status in INFORMATIVE)
+    asked = f"the profile {rules.name}"
     if informative < rules.minimum(name):
-        out.append(f"{name}: {informative} informative cases; the profile {profile} asks for {rules.minimum(name)}")
-    share = function.counts.get("DECLARED_UNSUPPORTED", 0) / max(function.cases, 1)
+        out.append(f"{name}: {informative} informative cases; {asked} asks for {rules.minimum(name)}")
+    share = function.unsupported
     if share > rules.unsupported:
-        out.append(
-            f"{name}: {share:.0%} of the cases are declared unsupported; the profile {profile} allows {rules.unsupported:.0%}"
-        )
+        out.append(f"{name}: {share:.0%} of the cases are declared unsupported; {asked} allows {rules.unsupported:.0%}")
     return out
 
 
-def _harness_problems(lines: list[dict[str, Any]], outcomes: list[dict[str, Any]]) -> list[str]:
-    """Errors of the suite itself, and results that are missing."""
-    out = [f"{line['function']} case {line['id']}: {line['reason']}" for line in outcomes if line["status"] == "ERROR"][
-        :5
-    ]
-    out += [line["text"] for line in lines if line["kind"] == "problem"]
+def _errors(lines: list[dict[str, Any]], outcomes: list[dict[str, Any]]) -> list[str]:
+    """Errors of the suite itself."""
+    cases = [line for line in outcomes if line["status"] == "ERROR"]
+    problems = [line["text"] for line in lines if line["kind"] == "problem"]
+    return [f"{line['function']} case {line['id']}: {line['reason']}" for line in cases[:5]] + problems
+
+
+def _lost(lines: list[dict[str, Any]], outcomes: list[dict[str, Any]]) -> list[str]:
+    """Sections with fewer results than cases."""
     done = Counter(line["section"] for line in outcomes)
-    for line in lines:
-        if line["kind"] == "plan" and done[line["section"]] != line["scheduled"]:
-            out.append(
-                f"section {line['section']}: {line['scheduled']} cases were scheduled and {done[line['section']]} have a result"
-            )
-    return out
+    return [
+        f"section {line['section']}: {line['scheduled']} cases were scheduled and {done[line['section']]} have a result"
+        for line in lines
+        if line["kind"] == "plan" and done[line["section"]] != line["scheduled"]
+    ]
 
 
 def _distinct(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One failure for each function, output, check and status, the smallest where several workers found it."""
+    """One failure per function, output, check and status: the smallest that any worker found."""
     best: dict[tuple, dict[str, Any]] = {}
     for failure in failures:
         finding = failure["finding"] or {}
@@ -202,10 +215,11 @@ def _regressions(now: Verdict, before: dict[str, Any]) -> list[str]:
         if new is None or (old["status"] == "conformant" and new.status == "not offered"):
             out.append(f"{name} was conformant in the baseline and is not offered any more")
             continue
-        more = sorted(set(new.without) - set(old["without"]))
-        if more and old["status"] != "not offered":
-            out.append(f"{name} no longer accepts {', '.join(more)}")
-        shares = [f["counts"].get("DECLARED_UNSUPPORTED", 0) / max(f["cases"], 1) for f in (old, asdict(new))]
-        if old["status"] != "not offered" and shares[1] > shares[0] + 0.02:
-            out.append(f"{name}: {shares[1]:.0%} declared unsupported, {shares[0]:.0%} in the baseline")
+        if old["status"] == "not offered":
+            continue
+        if removed := sorted(set(new.without) - set(old["without"])):
+            out.append(f"{name} no longer accepts {', '.join(removed)}")
+        share = old["counts"].get("DECLARED_UNSUPPORTED", 0) / max(old["cases"], 1)
+        if new.unsupported > share + 0.02:
+            out.append(f"{name}: {new.unsupported:.0%} declared unsupported, {share:.0%} in the baseline")
     return out

@@ -1,7 +1,8 @@
-"""Ranks that somebody else has started: under torchrun, on one host or several, each of its processes lends the world one rank.
+"""Ranks that torchrun has started, on one host or several: each of its processes lends the world one rank.
 
-Rank 0 draws the cases and gives the verdict; the others attend. Each attendant keeps its rank in a process of its own, so that a crash of
-the implementation does not end what torchrun watches. That process talks to rank 0 directly; the attendant hears when to start and end it.
+Rank 0 draws the cases and gives the verdict; the others run `lend_rank`. Each lender keeps its rank in a child process, so that
+a crash of the implementation does not end the process that torchrun watches. The child talks to rank 0 directly; its lender
+receives from rank 0 when to start and end it.
 """
 
 import contextlib
@@ -18,85 +19,74 @@ from typing import Any
 
 import torch.distributed as dist
 
-from conformance.engine.child.child import Settings
+from conformance.engine.options import ChildOptions
 from conformance.engine.world.local_rank import LocalRank
-from conformance.engine.world.rank import Seat
+from conformance.engine.world.rank import RankAddress
 from conformance.interface import UsageError
 
-ANSWER_SECONDS = 20.0  # for an attendant to say how a process ended
-ARRIVAL_SECONDS = 120  # for rank 0 to open the store; and for the others to call it, once it has said where
-RUN_DAYS = 7  # before its first case for several ranks, a run may be at others for long
+ANSWER_SECONDS = 20.0  # for a lender to report how its child ended
+ARRIVAL_SECONDS = 120  # for rank 0 to open the store, and for the others to call it
+RUN_DAYS = 7  # a run may take long before its first case of several ranks
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
 @dataclass(frozen=True)
 class Joined:
-    """This process's part in a world that is there already."""
+    """This process's rank in the world that torchrun has started."""
 
     rank: int
     ranks: int
     host: str
     port: int
     gpu: int  # on its own host
-    hosts_store: bool  # nobody else does
+    hosts_store: bool  # no other process does
 
-    def seat(self, world: int, rank: int, ranks: int) -> Seat:
-        return Seat(rank, ranks, self.host, self.port, f"moe-conformance world {world}", self.gpu)
+    def address(self, world: int, rank: int, ranks: int) -> RankAddress:
+        return RankAddress(rank, ranks, self.host, self.port, f"moe-conformance world {world}", self.gpu)
 
     def store(self, first: bool = False) -> Any:
-        """Where the ranks leave each other a word; hosted by rank 0, the first time that it asks, if by nobody else.
+        """The key-value store of all ranks. Rank 0 hosts it on the first call, unless torchrun's agent does.
 
         Raises:
-            UsageError: it cannot be hosted there, or nobody answers.
+            UsageError: it cannot be hosted there, or does not answer.
         """
         hosting = self.hosts_store and first
+        patience = datetime.timedelta(seconds=ARRIVAL_SECONDS)
         try:
-            store = dist.TCPStore(
-                self.host,
-                self.port,
-                is_master=hosting,
-                wait_for_workers=False,
-                timeout=datetime.timedelta(seconds=ARRIVAL_SECONDS),
-            )
+            store = dist.TCPStore(self.host, self.port, is_master=hosting, wait_for_workers=False, timeout=patience)
         except dist.DistError as error:
-            what = (
-                "rank 0 cannot listen there, the port may be taken"
-                if hosting
-                else f"rank {self.rank} found nobody there in {ARRIVAL_SECONDS} s"
-            )
-            raise UsageError(
-                f"MASTER_ADDR={self.host} MASTER_PORT={self.port}: {what} ({str(error).splitlines()[0]})"
-            ) from None
+            reason = f"rank {self.rank} found nobody there in {ARRIVAL_SECONDS} s"
+            if hosting:
+                reason = "rank 0 cannot listen there, the port may be taken"
+            where = f"MASTER_ADDR={self.host} MASTER_PORT={self.port}"
+            raise UsageError(f"{where}: {reason} ({str(error).splitlines()[0]})") from None
         return dist.PrefixStore("moe-conformance", store)
 
 
 def joined() -> Joined | None:
-    """What the environment says; None if it says nothing, or there is a single rank.
+    """The rank that the environment gives this process; None if it gives none, or a world of one.
 
     Raises:
-        UsageError: it says only a part.
+        UsageError: a part of the variables is missing.
     """
     given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     if not given["RANK"] or given["WORLD_SIZE"] == "1":
         return None
-    missing = [name for name, value in given.items() if not value]
+    missing = ", ".join(name for name, value in given.items() if not value)
     if missing:
-        raise UsageError(
-            f"RANK is set, so this process is one of several; {', '.join(missing)} must be set too, as torchrun does"
-        )
+        raise UsageError(f"RANK is set, so this process is one of several; {missing} must be set too, as torchrun does")
     rank, agent = int(given["RANK"]), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     gpu = int(os.environ.get("LOCAL_RANK", rank))
-    return Joined(
-        rank, int(given["WORLD_SIZE"]), given["MASTER_ADDR"], int(given["MASTER_PORT"]), gpu, rank == 0 and not agent
-    )
+    ranks, port = int(given["WORLD_SIZE"]), int(given["MASTER_PORT"])
+    return Joined(rank, ranks, given["MASTER_ADDR"], port, gpu, hosts_store=rank == 0 and not agent)
 
 
-class Attendants:
-    """The attendants of all other ranks, as rank 0 tells and hears them."""
+class RemoteRanks:
+    """The lenders of all other ranks, as rank 0 reaches them."""
 
-    def __init__(self, place: Joined) -> None:
-        self.place = place
-        self._store = place.store(first=True)
+    def __init__(self, here: Joined) -> None:
+        self.here = here
+        self._store = here.store(first=True)
         self._listener: Listener | None = None
         self._controls: dict[int, Connection] = {}
         self._missing = ""
@@ -105,23 +95,23 @@ class Attendants:
         """A new process of each other rank of a world, in the order of the ranks.
 
         Raises:
-            UsageError: some have not called in time; from then on, at once.
+            UsageError: some have not called in time; every later call raises at once.
         """
         if self._missing:
             raise UsageError(self._missing)
         if self._listener is None:
-            key, host = secrets.token_bytes(16), self.place.host
+            key, host = secrets.token_bytes(16), self.here.host
             self._listener = Listener((host if host in LOOPBACK else "0.0.0.0", 0), authkey=key)
             self._store.set("address", pickle.dumps(((host, self._listener.address[1]), key)))
-            self._controls = self._called(self.place.ranks)
+            self._controls = self._accept(self.here.ranks)
         for rank in range(1, ranks):
-            with contextlib.suppress(OSError):  # it is gone, and its process will be missing
+            with contextlib.suppress(OSError):  # the lender is gone, and its process will be missing
                 self._controls[rank].send(("open", world, ranks))
-        pipes = self._called(ranks)
+        pipes = self._accept(ranks)
         return [RemoteRank(pipes[rank], self._controls[rank], world) for rank in sorted(pipes)]
 
     def dismiss(self) -> None:
-        """All is over, also for those that have not called yet."""
+        """End every lender, also those that have not called yet."""
         for control in self._controls.values():
             with contextlib.suppress(OSError):
                 control.send(("over", 0, 0))
@@ -129,96 +119,91 @@ class Attendants:
         if self._listener:
             self._listener.close()
 
-    def _called(self, ranks: int) -> dict[int, Connection]:
-        """A connection from each other of so many ranks, which says its number first.
+    def _accept(self, ranks: int) -> dict[int, Connection]:
+        """A connection from each of the ranks 1 … ranks - 1, which sends its number first.
 
         Raises:
-            UsageError: naming those that have not called in ARRIVAL_SECONDS; the others are hung up on.
+            UsageError: naming the ranks that have not called in ARRIVAL_SECONDS; the other connections are closed.
         """
         assert self._listener is not None
-        door = self._listener._listener._socket  # type: ignore[attr-defined]  # `accept` alone waits for ever
+        socket = self._listener._listener._socket  # type: ignore[attr-defined]  # `accept` alone waits for ever
         deadline = time.monotonic() + ARRIVAL_SECONDS
         calls: dict[int, Connection] = {}
         while missing := [rank for rank in range(1, ranks) if rank not in calls]:
-            if not connection.wait([door], max(deadline - time.monotonic(), 0)):
+            if not connection.wait([socket], max(deadline - time.monotonic(), 0)):
                 break
-            with contextlib.suppress(
-                AuthenticationError, EOFError, OSError
-            ):  # a stranger, or one that died while it called
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):  # a stranger, or a rank that died
                 call = self._listener.accept()
                 calls[call.recv()] = call
         if missing:
             for call in calls.values():
                 call.close()
-            names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.place.ranks}"
-            where = f"{self.place.host}:{self._listener.address[1]}"
-            self._missing = f"{names} did not call rank 0, at {where}, in {ARRIVAL_SECONDS} s: not started, dead, or kept from it by the network"
+            names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.here.ranks}"
+            where = f"{self.here.host}:{self._listener.address[1]}"
+            self._missing = f"{names} did not call rank 0, at {where}, in {ARRIVAL_SECONDS} s"
+            self._missing += ": not started, dead, or kept from it by the network"
             raise UsageError(self._missing)
         return calls
 
 
 class RemoteRank:
-    """A rank's process on the other side of an attendant; see `LocalRank`."""
+    """A rank's process, reached through its lender; see `LocalRank`."""
 
     def __init__(self, pipe: Connection, control: Connection, world: int) -> None:
-        self.pipe, self._control, self._world, self._ended = pipe, control, world, ""
+        self.pipe, self._control, self._world, self._ending = pipe, control, world, ""
 
-    def manner(self) -> str:
-        if not self._ended:
-            self._ended = self._asked("close")
-        return self._ended
+    def ending(self) -> str:
+        if not self._ending:
+            self._ending = self._ask("close")
+        return self._ending
 
     def where(self) -> str:
-        return self._asked("where")
+        return self._ask("where")
 
     def end(self) -> None:
         self.pipe.close()
-        self.manner()
+        self.ending()
 
-    def _asked(self, verb: str) -> str:
+    def _ask(self, verb: str) -> str:
         with contextlib.suppress(OSError, EOFError):
             self._control.send((verb, self._world, 0))
             if self._control.poll(ANSWER_SECONDS):
                 return str(self._control.recv())
-        return " (its attendant does not answer)"
+        return " (its host does not answer)"
 
 
-def attend(place: Joined, settings: Settings) -> int:
-    """Lend this rank to every world that rank 0 opens, until it says that all is over, or is gone; returns the exit code.
+def lend_rank(here: Joined, options: ChildOptions) -> int:
+    """Lend this rank to every world that rank 0 opens, until rank 0 dismisses it or is gone; returns the exit code.
 
     Raises:
-        UsageError: rank 0 is not to be met.
+        UsageError: rank 0 cannot be reached.
     """
-    store = place.store()
+    store = here.store()
     store.wait(["address"], datetime.timedelta(days=RUN_DAYS))
     call = pickle.loads(store.get("address"))
-    if call is None:  # there was nothing to do for several ranks
+    if call is None:  # the run had no case of several ranks
         return 0
-    address, key = call
+    (host, port), key = call
     try:
-        control = Client(address, authkey=key)
+        control = Client((host, port), authkey=key)
     except ConnectionRefusedError:
-        raise UsageError(
-            f"rank {place.rank} came when rank 0 had stopped listening at {address[0]}:{address[1]}"
-        ) from None
-    control.send(place.rank)
-    own: dict[int, LocalRank] = {}  # by the number of its world
+        raise UsageError(f"rank {here.rank} came when rank 0 had stopped listening at {host}:{port}") from None
+    control.send(here.rank)
+    ranks: dict[int, LocalRank] = {}  # by the number of the world
     with (
         tempfile.TemporaryDirectory(prefix="moe-conformance-") as folder,
         contextlib.suppress(EOFError, ConnectionResetError),
     ):
         while (request := control.recv())[0] != "over":
-            verb, world, ranks = request
+            verb, number, size = request
             if verb == "open":
-                log_path = os.path.join(folder, f"world{world}.log")
-                own[world] = LocalRank(
-                    get_context("forkserver"), settings, place.seat(world, place.rank, ranks), log_path, call
-                )
+                address, log_path = here.address(number, here.rank, size), os.path.join(folder, f"world{number}.log")
+                ranks[number] = LocalRank(get_context("forkserver"), options, address, log_path, call)
             elif verb == "where":
-                control.send(own[world].where())
+                control.send(ranks[number].where())
             else:
-                control.send(own[world].manner())
-                own.pop(world).end()
-    for rank in own.values():
+                control.send(ranks[number].ending())
+                ranks.pop(number).end()
+    for rank in ranks.values():
         rank.end()
     return 0

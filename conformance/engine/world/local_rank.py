@@ -8,67 +8,66 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 from weakref import finalize
 
-from conformance.engine.child.child import Settings
-from conformance.engine.child.processes import at, manner, plain_main
-from conformance.engine.world.rank import Seat, serve_rank
+from conformance.engine.child import processes
+from conformance.engine.options import ChildOptions
+from conformance.engine.world.rank import RankAddress, serve_rank
 
-Address = tuple[tuple[str, int], bytes]  # host and port of somebody who listens, and the key that he expects
+Listening = tuple[tuple[str, int], bytes]  # host and port of a listener, and its key
 
 
 class LocalRank:
-    """A rank's process, from outside; it does not outlive this.
+    """A rank's process, from outside; it does not outlive this object.
 
     Args:
         context: of multiprocessing.
-        log_path: what it prints, and tracebacks of a crash.
-        call: whom it talks to, if not to this process through `pipe`.
+        log_path: file for its output, and tracebacks of a crash.
+        call: the listener that it talks to, if not to this process through `pipe`.
     """
 
     def __init__(
-        self, context: Any, settings: Settings, seat: Seat, log_path: str, call: Address | None = None
+        self, context: Any, options: ChildOptions, address: RankAddress, log_path: str, call: Listening | None = None
     ) -> None:
         self.log_path = log_path
-        self.pipe, there = context.Pipe()
-        self.process = context.Process(
-            target=_talk, args=(there if call is None else call, settings, seat, log_path), daemon=True
-        )
-        with plain_main():
+        self.pipe, child_pipe = context.Pipe()
+        arguments = (child_pipe if call is None else call, options, address, log_path)
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
+        with processes.plain_main():
             self.process.start()
-        there.close()
-        self._forgotten = finalize(self, _ended, self.process)
+        child_pipe.close()
+        self._kill = finalize(self, _kill, self.process)
 
-    def manner(self) -> str:
-        """How it ended, and where it was; it is ended if it has not."""
+    def ending(self) -> str:
+        """How it ended, and where it was; it is killed if it still runs."""
         self.process.join(5)
         if self.process.exitcode is None:
             self.process.kill()
             self.process.join()
-        return manner(self.process, self.log_path)
+        return processes.ending(self.process, self.log_path)
 
     def where(self) -> str:
         """Where it is, as " at …"."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
         time.sleep(0.2)
-        return at(self.log_path)
+        return processes.at(self.log_path)
 
     def end(self) -> None:
-        """Nothing of it is left."""
-        self._forgotten()
+        """Kill it and free its resources."""
+        self._kill()
         self.pipe.close()
         self.process.close()
 
 
-def _ended(process: Any) -> None:
+def _kill(process: Any) -> None:
     process.kill()
     process.join()
 
 
-def _talk(other: Connection | Address, settings: Settings, seat: Seat, log_path: str) -> None:
-    if isinstance(other, tuple):
-        address, key = other
-        with Client(address, authkey=key) as connection:
-            connection.send(seat.rank)
-            serve_rank(connection, settings, seat, log_path)  # type: ignore[arg-type]
+def _serve(parent: Connection | Listening, options: ChildOptions, address: RankAddress, log_path: str) -> None:
+    if isinstance(parent, tuple):
+        listener, key = parent
+        with Client(listener, authkey=key) as connection:
+            connection.send(address.rank)
+            serve_rank(connection, options, address, log_path)  # type: ignore[arg-type]
     else:
-        serve_rank(other, settings, seat, log_path)
+        serve_rank(parent, options, address, log_path)

@@ -1,4 +1,4 @@
-"""One rank of a world: a process like any child, that calls together with others of its kind."""
+"""One rank of a world: a child process that makes calls together with the other ranks."""
 
 import datetime
 import faulthandler
@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
-from conformance.core.ranks import Place, ranks_of
-from conformance.engine.child.child import Settings, answer_all, chosen_device, opened
+from conformance.core.ranks import RankContext, ranks_of
+from conformance.engine.child.child import answer_all, chosen_device, import_implementation
+from conformance.engine.options import ChildOptions
 from conformance.interface import Implementation
 
 MEETING_SECONDS = 60.0  # for all ranks to meet at the store
@@ -23,7 +24,7 @@ COLLECTIVE_SECONDS = 600.0  # of a process group; the parent's patience ends lon
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankAddress:
     """A rank's number in its world, its GPU, and the store where the ranks meet."""
 
     rank: int
@@ -35,7 +36,7 @@ class Seat:
 
 
 class Announced(Implementation):
-    """An implementation of whose functions the parent hears before they are called."""
+    """An implementation that announces each call of its functions to the parent."""
 
     def __init__(self, silent: Implementation, connection: Connection) -> None:
         super().__init__(silent.namespace, silent.name)
@@ -46,21 +47,21 @@ class Announced(Implementation):
         return super().call(function, *args, **settings)
 
 
-def serve_rank(connection: Connection, settings: Settings, seat: Seat, log_path: str) -> None:
+def serve_rank(connection: Connection, options: ChildOptions, address: RankAddress, log_path: str) -> None:
     """Meet the other ranks, then judge this rank's part of every case until the parent hangs up.
 
-    Sends what a child sends; after "ready" comes ("formed", None) or ("unformed", a sentence), and in the middle of a case
-    ("calls", a function of the implementation) before it is called and ("agree", whether all is well here), which the parent answers when
-    all ranks have said so.
+    Sends the messages of a child, and these: after "ready" ("formed", None) or ("unformed", a sentence); in the middle of a
+    case ("calls", a function) before the implementation's function is called, and ("agree", whether this rank is well). The
+    parent answers "agree" with whether all ranks are, when all have sent it.
     """
-    if settings.device != "cpu" and torch.cuda.is_available():
-        torch.cuda.set_device(seat.gpu)
-    implementation = opened(connection, settings, log_path)
+    if options.device != "cpu" and torch.cuda.is_available():
+        torch.cuda.set_device(address.gpu)
+    implementation = import_implementation(connection, options, log_path)
     if implementation is None:
         return
     faulthandler.register(signal.SIGUSR1)  # the parent asks where this rank is
     try:
-        groups = _meet(seat, chosen_device(settings.device))
+        groups = _meet(address, chosen_device(options.device))
     except Exception as error:
         connection.send(("unformed", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"))
         return
@@ -70,23 +71,24 @@ def serve_rank(connection: Connection, settings: Settings, seat: Seat, log_path:
         connection.send(("agree", fine))
         return bool(connection.recv())
 
-    def place_of(case: Case) -> Place:
+    def context_of(case: Case) -> RankContext:
         ranks = ranks_of(CONTRACTS[case.function], case)
-        return Place(seat.rank, ranks, groups[ranks], agree)
+        return RankContext(address.rank, ranks, groups[ranks], agree)
 
-    answer_all(connection, settings, Announced(implementation, connection), place_of)
+    answer_all(connection, options, Announced(implementation, connection), context_of)
 
 
-def _meet(seat: Seat, device: str) -> dict[int, Any]:
+def _meet(address: RankAddress, device: str) -> dict[int, Any]:
     """A process group of the first n ranks, for each n."""
-    if sys.platform == "linux" and seat.host == "127.0.0.1":
+    if sys.platform == "linux" and address.host == "127.0.0.1":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     patience = datetime.timedelta(seconds=MEETING_SECONDS)
-    store = dist.PrefixStore(seat.meeting, dist.TCPStore(seat.host, seat.port, is_master=False, timeout=patience))
+    tcp = dist.TCPStore(address.host, address.port, is_master=False, timeout=patience)
+    store = dist.PrefixStore(address.meeting, tcp)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.ranks, timeout=patience)
-    for peer in range(seat.ranks):  # a group is made without a word between its ranks; this waits for each
-        store.set(f"here {seat.rank}", "")
+    dist.init_process_group(backend, store=store, rank=address.rank, world_size=address.ranks, timeout=patience)
+    for peer in range(address.ranks):  # a group is made without a message between its ranks; this waits for each
+        store.set(f"here {address.rank}", "")
         store.wait([f"here {peer}"], patience)
     lasting = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
-    return {n: dist.new_group(list(range(n)), timeout=lasting) for n in range(1, seat.ranks + 1)}
+    return {n: dist.new_group(list(range(n)), timeout=lasting) for n in range(1, address.ranks + 1)}

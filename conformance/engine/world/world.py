@@ -1,7 +1,6 @@
-"""A world of ranks, from outside: gives each rank the case, hears what became of it there, and makes one outcome of that.
+"""A world of ranks, from outside: gives each rank the case, receives its outcome, and makes one outcome of all.
 
-Ranks live as long as all is well. When one of them dies, hangs or raises while others wait for it, it is named, all of them are ended,
-and the next case finds a new world.
+When a rank dies, hangs or raises while others wait for it, it is named, all ranks are ended, and the next case gets a new world.
 """
 
 import contextlib
@@ -18,8 +17,8 @@ from conformance.engine.world.joined import RemoteRank
 from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import MEETING_SECONDS
 
-GRACE_SECONDS = 4.0  # for the other ranks, once one has failed: they may be waiting for it for ever
-ANSWER_SECONDS = 2.0  # for a rank that has judged its values to say what became of the case
+GRACE_SECONDS = 4.0  # for the other ranks, once one has failed: they may wait for it for ever
+ANSWER_SECONDS = 2.0  # for the outcome of a rank that has judged its values
 WORST_FIRST = (
     "ERROR",
     "CRASH",
@@ -36,29 +35,29 @@ BAD = WORST_FIRST[: WORST_FIRST.index("BLOCKED") + 1]
 
 
 class NoWorld(Exception):
-    """Ranks did not come together; the message is a sentence that names the one to blame."""
+    """Ranks did not come together; the message names the one to blame."""
 
 
-Held = LocalRank | RemoteRank
+Process = LocalRank | RemoteRank
 
 
 @dataclass
 class Member:
-    """One rank, and what it has said of the case."""
+    """One rank, and its messages about the case."""
 
     rank: int
-    held: Held
+    process: Process
     outcome: Outcome | None = None
     seen: list[int] = field(default_factory=list)
-    asking: bool | None = None  # what it wants the others to agree to
+    asking: bool | None = None  # whether it is well, when it waits for the others to agree
     calling: str = ""  # the last function of the implementation that it has called
 
     @property
     def pipe(self) -> Any:
-        return self.held.pipe
+        return self.process.pipe
 
     def within(self, case: Case) -> str:
-        """Which other function than the case's it has called last, such as the dispatch that a combine comes after."""
+        """The last function it has called, if not the case's, such as the dispatch before a combine; as " in …"."""
         return f" in {self.calling}" if self.calling not in ("", case.function) else ""
 
 
@@ -67,10 +66,10 @@ class World:
 
     Args:
         start: starts the process of every rank.
-        patience: how long a case is waited for.
+        patience: seconds that a case may take.
     """
 
-    def __init__(self, start: Callable[[], list[Held]], patience: Patience) -> None:
+    def __init__(self, start: Callable[[], list[Process]], patience: Patience) -> None:
         self._start, self._patience = start, patience
         self._members: list[Member] = []
 
@@ -85,15 +84,13 @@ class World:
         members = self._members[:ranks]
         for member in members:
             member.outcome, member.seen, member.asking, member.calling = None, [], None, ""
-            with contextlib.suppress(
-                BrokenPipeError, ConnectionResetError
-            ):  # it died between two cases; listening finds out
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died between two cases: see `_hear`
                 member.pipe.send(case)
         started = time.monotonic()
         silent = self._listen(members, started + self._patience.allowed(case.function))
         if not silent:
             self._patience.answered(time.monotonic() - started)
-        outcome = self._together(case, members, silent, time.monotonic() - started)
+        outcome = self._combined(case, members, silent, time.monotonic() - started)
         if silent or any(member.outcome and member.outcome.status == "CRASH" for member in members):
             self.close()
         return outcome
@@ -101,7 +98,7 @@ class World:
     def close(self) -> None:
         """End every rank; nothing is left running."""
         for member in self._members:
-            member.held.end()
+            member.process.end()
         self._members = []
 
     # ---- coming together
@@ -112,9 +109,8 @@ class World:
         for member, description in zip(self._members, descriptions, strict=True):
             different = [key for key in ("functions", "versions") if description[key] != descriptions[0][key]]
             if different:
-                raise NoWorld(
-                    f"rank {member.rank} differs from rank 0 in its {' and '.join(different)}: all ranks must run the same implementation"
-                )
+                differs = f"rank {member.rank} differs from rank 0 in its {' and '.join(different)}"
+                raise NoWorld(f"{differs}: all ranks must run the same implementation")
         for member in self._members:
             self._heard(member, "formed")
 
@@ -126,7 +122,7 @@ class World:
                 raise NoWorld(f"{name} was not {wanted} within {2 * MEETING_SECONDS:.0f} s")
             kind, content = member.pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise NoWorld(f"{name} died while the world was forming ({member.held.manner()})") from None
+            raise NoWorld(f"{name} died while the world was forming ({member.process.ending()})") from None
         if kind != wanted:
             raise NoWorld(f"{name} cannot join: {content}")
         return content
@@ -134,17 +130,16 @@ class World:
     # ---- one case
 
     def _listen(self, members: list[Member], deadline: float) -> list[Member]:
-        """Hear every rank out; returns those that have not answered in time.
+        """Receive messages until every rank has an outcome; returns the ranks that have none in time.
 
-        A rank that is done with the values asks whether all are well. Once one is not, those that have not asked yet may be waiting for
-        it; they get a little time, and it gets its answer.
+        A rank that is done with the values asks whether all are well. Once one is not, the ranks that have not asked yet may be
+        waiting for it: they get GRACE_SECONDS, and it gets its answer.
         """
         while waiting := [member for member in members if member.outcome is None]:
-            audible = connection.wait(
-                [member.pipe for member in waiting], timeout=max(min(deadline - time.monotonic(), 1.0), 0)
-            )
+            pause = max(min(deadline - time.monotonic(), 1.0), 0)
+            ready = connection.wait([member.pipe for member in waiting], timeout=pause)
             for member in waiting:
-                if member.pipe in audible:
+                if member.pipe in ready:
                     self._hear(member)
             if all(member.outcome or member.asking is not None for member in members):
                 self._answer(members, all(member.asking for member in members))
@@ -157,7 +152,7 @@ class World:
         return []
 
     def _answer(self, members: list[Member], agreed: bool) -> bool:
-        """Tell those that have asked; whether anybody has."""
+        """Answer the ranks that have asked; returns whether any has."""
         asking = [member for member in members if member.asking is not None]
         for member in asking:
             member.asking = None
@@ -169,7 +164,7 @@ class World:
         try:
             kind, content, *seen = member.pipe.recv()
         except (EOFError, ConnectionResetError):
-            member.asking, member.outcome = None, Outcome("CRASH", reason=member.held.manner())
+            member.asking, member.outcome = None, Outcome("CRASH", reason=member.process.ending())
             return
         if kind == "calls":
             member.calling = content
@@ -178,60 +173,47 @@ class World:
         else:
             member.outcome, member.seen = Outcome(**content), seen[0]
 
-    def _together(self, case: Case, members: list[Member], silent: list[Member], seconds: float) -> Outcome:
-        """One outcome of all ranks': the worst, with the name of its rank."""
-        heard = [(member, member.outcome) for member in members if member.outcome]
-        bad = sorted(
-            (WORST_FIRST.index(outcome.status), member.rank) for member, outcome in heard if outcome.status in BAD
-        )
-        if silent and not bad:
+    def _combined(self, case: Case, members: list[Member], silent: list[Member], seconds: float) -> Outcome:
+        """One outcome of all ranks: the worst, with the name of its rank."""
+        outcomes = [(member, member.outcome) for member in members if member.outcome]
+        failed = any(outcome.status in BAD for _, outcome in outcomes)
+        if silent and not failed:
             self._patience.hung.add(case.function)
-            places = "; ".join(
-                f"rank {member.rank}{member.within(case)}{member.held.where()}" for member in silent
-            )  # one that waits is in a collective
-            return Outcome("HANG", reason=f"no answer within {seconds:.0f} s from {places}")
-        worst, first = min((WORST_FIRST.index(outcome.status), member.rank) for member, outcome in heard)
-        own = members[first].outcome
-        assert own is not None
-        out = replace(own, status=WORST_FIRST[worst])
-        strange = [member.rank for member in members if _other_inputs(member.seen, members[0].seen, bool(bad))]
-        if strange:
-            reason = f"rank {strange[0]} made other inputs of the case than rank 0: all ranks must run the same suite"
-            return replace(out, status="ERROR", reason=reason, finding=None)
-        if WORST_FIRST[worst] in ("NOT_OFFERED", "DECLARED_UNSUPPORTED") and any(
-            o.status != own.status for _, o in heard
-        ):
-            other = next(member.rank for member, o in heard if o.status != own.status)
-            message = f"{own.reason}, says rank {first} of {len(members)}; rank {other} disagrees"
-            return replace(
-                out,
-                status="FAIL",
-                reason="",
-                finding={"output": "supports", "check": "ranks", "message": message, "index": ()},
-            )
-        if out.status == "UNINFORMATIVE" and len({o.status for _, o in heard}) > 1:
-            out = replace(out, status="PASS", reason="")
-        name = f"rank {first} of {len(members)}" + (members[first].within(case) if out.status == "CRASH" else "")
-        if out.finding:
-            waiting = (
-                f"; {len(silent)} other{'s' * (len(silent) > 1)} waited for it"
-                if silent and own.finding and own.finding["output"] == "call"
-                else ""
-            )
-            out.finding = out.finding | {"message": f"{name}: {out.finding['message']}{waiting}"}
-        elif out.status in BAD:
-            out.reason = f"{name}: {out.reason}"
+            where = [f"rank {member.rank}{member.within(case)}{member.process.where()}" for member in silent]
+            return Outcome("HANG", reason=f"no answer within {seconds:.0f} s from {'; '.join(where)}")
+        worst, outcome = min(outcomes, key=lambda pair: (WORST_FIRST.index(pair[1].status), pair[0].rank))
+        others = [member.rank for member in members if _other_inputs(member.seen, members[0].seen, failed)]
+        if others:
+            reason = f"rank {others[0]} made other inputs of the case than rank 0: all ranks must run the same suite"
+            return replace(outcome, status="ERROR", reason=reason, finding=None)
+        different = [member.rank for member, other in outcomes if other.status != outcome.status]
+        if outcome.status in ("NOT_OFFERED", "DECLARED_UNSUPPORTED") and different:
+            message = f"{outcome.reason}, says rank {worst.rank} of {len(members)}; rank {different[0]} disagrees"
+            finding = {"output": "supports", "check": "ranks", "message": message, "index": ()}
+            return replace(outcome, status="FAIL", reason="", finding=finding)
+        every = [other for _, other in outcomes]
         return replace(
-            out,
-            seconds_implementation=max(o.seconds_implementation for _, o in heard),
-            seconds_reference=max(o.seconds_reference for _, o in heard),
-            evaluations=max(o.evaluations for _, o in heard),
-            kernels=sorted({kernel for _, o in heard for kernel in o.kernels}),
-            calls=sorted({call for _, o in heard for call in o.calls}),
+            _named(outcome, case, worst, len(members), len(silent)),
+            seconds_implementation=max(other.seconds_implementation for other in every),
+            seconds_reference=max(other.seconds_reference for other in every),
+            evaluations=max(other.evaluations for other in every),
+            kernels=sorted({kernel for other in every for kernel in other.kernels}),
+            calls=sorted({call for other in every for call in other.calls}),
         )
 
 
-def _other_inputs(seen: list[int], first: list[int], bad: bool) -> bool:
-    """Whether two ranks have made different inputs; where something went wrong, one of them may have come less far."""
-    shared = min(len(seen), len(first)) if bad else None
+def _named(outcome: Outcome, case: Case, member: Member, ranks: int, silent: int) -> Outcome:
+    """A rank's outcome, its message preceded by the name of the rank."""
+    name = f"rank {member.rank} of {ranks}" + (member.within(case) if outcome.status == "CRASH" else "")
+    if outcome.finding:
+        waited = f"; {silent} other{'s' * (silent > 1)} waited for it" if silent else ""
+        if outcome.finding["output"] != "call":
+            waited = ""
+        return replace(outcome, finding=outcome.finding | {"message": f"{name}: {outcome.finding['message']}{waited}"})
+    return replace(outcome, reason=f"{name}: {outcome.reason}") if outcome.status in BAD else outcome
+
+
+def _other_inputs(seen: list[int], first: list[int], failed: bool) -> bool:
+    """Whether two ranks made different inputs; after a failure only as far as both have come."""
+    shared = min(len(seen), len(first)) if failed else None
     return seen[:shared] != first[:shared]

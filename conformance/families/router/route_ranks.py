@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conformance.core.contract import Problem
-from conformance.core.ranks import Place
+from conformance.core.ranks import RankContext
 from conformance.core.shared_out import SharedOut
 from conformance.families.router.cases_route import LOSSES, RouteCase
 from conformance.families.router.route import Route
@@ -68,7 +68,7 @@ class RouteOverRanks(SharedOut[RouteCase]):
         sequence = [every[member] for member in calls[rank].settings["sum_tp_cp"].ranks]
         return self.route.judged(played[rank], every[rank], sequence, every)
 
-    def connected(self, call: Problem, place: Place) -> Problem:
+    def connected(self, call: Problem, place: RankContext) -> Problem:
         return replace(
             call,
             settings=call.settings
@@ -82,7 +82,7 @@ class RouteOverRanks(SharedOut[RouteCase]):
         )
 
 
-def summed(ranks: tuple[int, ...], place: Place) -> Sum:
+def summed(ranks: tuple[int, ...], place: RankContext) -> Sum:
     """The sum of a tensor over those ranks, this one among them."""
 
     def total(x: Tensor) -> Tensor:

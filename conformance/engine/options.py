@@ -1,0 +1,95 @@
+"""What a run is asked for, and what a process of it is started with.
+
+The flags of the command and of the pytest plugin are the fields of `Options`.
+"""
+
+import math
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        from conformance.interface import UsageError  # imports torch, for which no other run of pytest should wait
+
+        raise UsageError(sentence)
+
+
+def _flag(flag: str, text: str, value: Any, **arguments: Any) -> Any:
+    """A field with a default, its flag, and the arguments of `add_argument`, which argparse and pytest share."""
+    return field(default=value, metadata={"flag": flag, "arguments": {"help": text, "default": value, **arguments}})
+
+
+@dataclass(frozen=True)
+class ChildOptions:
+    """What a child process is started with."""
+
+    implementation: str
+    device: str = "auto"  # auto, cpu or cuda
+    trace: str = ""  # a package's folder, or a file: record which of its functions a case runs
+    search: tuple[str, ...] = ()  # folders put in front of the import path, such as a mutant's copy
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for.
+
+    Raises:
+        UsageError: a value that no run can have.
+    """
+
+    implementation: str = _flag("--impl", "the namespace to judge: package.module or package.module:attribute", "")
+    profile: str = _flag("--profile", "how much to test", "gate", choices=("smoke", "gate", "nightly"))
+    device: str = _flag("--device", "where to run the implementation", "auto", choices=("auto", "cpu", "cuda"))
+    seed: int = _flag("--run-seed", "seed of the drawn cases", 0, type=int)
+    jobs: int = _flag(
+        "--jobs", "child processes of one worker (default: 2 on a CPU, 6 on a GPU, 1 under xdist)", 0, type=int
+    )
+    case_seconds: float = _flag("--case-seconds", "a case that takes longer hangs", 60.0, type=float)
+    corpus: str = _flag(
+        "--corpus", "folder of kept cases: run first, and where failing cases are saved", ".moe-conformance"
+    )
+    waivers: str = _flag("--waivers", "TOML file of known differences", "")
+    baseline: str = _flag("--baseline", "an earlier JSON report; what it had must not get worse", "")
+    shard: str = _flag("--shard", "i/n: run the i-th of n parts (from 1)", "")
+    report: Sequence[str] = _flag(
+        "--report", "write the verdict to this file: .json, .xml (junit) or .md", (), action="append", default=[]
+    )
+
+    def __post_init__(self) -> None:
+        folder = Path(self.corpus)
+        _require(bool(self.implementation), "--impl is empty; it must be package.module or package.module:attribute")
+        _require(self.jobs >= 0, f"--jobs is {self.jobs}; it must be 0 or more")
+        _require(0 < self.case_seconds < math.inf, f"--case-seconds is {self.case_seconds}; it must be above 0")
+        _require(folder.is_dir() or not folder.exists(), f"--corpus {folder}: is no folder")
+        _require(
+            bool(re.fullmatch(r"(\d+/\d+)?", self.shard)), f"--shard is {self.shard!r}; it must be i/n, such as 2/4"
+        )
+        number = f"--shard is {self.shard!r}; the first number must be from 1 to the second"
+        _require(0 <= self.part[0] < self.part[1], number)
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """(i, n): the run has the sections i, i + n, i + 2n, … of the plan, from 0."""
+        part, parts = self.shard.split("/") if self.shard else (1, 1)
+        return int(part) - 1, int(parts)
+
+    @property
+    def child(self) -> ChildOptions:
+        return ChildOptions(self.implementation, self.device)
+
+    @classmethod
+    def parsed(cls, given: Namespace) -> "Options":
+        """From what argparse or pytest has parsed; a flag that a verb does not have keeps its default."""
+        named = {option.name: option.metadata["flag"].removeprefix("--").replace("-", "_") for option in fields(cls)}
+        return cls(**{name: getattr(given, dest) for name, dest in named.items() if hasattr(given, dest)})
+
+
+def flags() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every flag with the arguments of `add_argument`."""
+    for option in fields(Options):
+        yield option.metadata["flag"], option.metadata["arguments"]
