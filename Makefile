@@ -1,7 +1,7 @@
 # make conform   judge moe_fast by the gate, on the GPU when there is one, else in Triton's CPU interpreter
 # make test      run the project's own tests
 # make lint      ruff, mypy and the import laws
-# make bench     cost of the harness a case; on a GPU also the speed of moe_fast
+# make bench     cost of the harness per case; on a GPU also the speed of moe_fast
 
 PYTHON ?= python3
 VENV   := .venv
@@ -36,5 +36,5 @@ lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check -q . && $(BIN)/mypy && $(BIN)/lint-imports
 
 bench: setup
-	$(BIN)/python benchmarks/harness.py
-	if $(BIN)/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python benchmarks/permutation.py; fi
+	$(BIN)/python -m benchmarks.harness
+	if $(BIN)/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python -m benchmarks.permutation; fi

@@ -1,20 +1,21 @@
-"""How far honest kernels stray from one another, and the limits of `conformance.judge.ratios` that follow.
+"""Measure how far honest kernels are from one another, and set the limits of `conformance.judge.ratios`.
 
-    python -m benchmarks.calibrate                      # this machine's CPU, in minutes; replaces what the file says of such a machine
-    python -m benchmarks.calibrate --device cuda        # matrix units, grouped kernels and split-K as torch has them
+    python -m benchmarks.calibrate                      # this CPU, in minutes; replaces its entry in calibration.json
+    python -m benchmarks.calibrate --device cuda        # matrix units, grouped kernels and split-K through torch
     python -m benchmarks.calibrate --runs 3 --dry       # prints, and writes nothing
 
-Each run draws inputs, judges an honest variant of a contraction against another one as the reference, and keeps the largest ratio of
-each rule. Maxima have a Gumbel distribution, P(max ≤ k) ≈ exp(-exp(-(k - μ)/β)); its parameters follow from mean and deviation. With
-β ln(cases/α) above μ, a night of that many cases rejects something honest with probability α:
+Each run draws inputs, judges one honest variant of a contraction with another as the reference, and
+keeps the largest ratio of each rule. Maxima have a Gumbel distribution,
+P(max ≤ k) ≈ exp(-exp(-(k - μ)/β)), whose parameters follow from mean and deviation. With β ln(cases/α)
+above μ, a run of that many cases rejects an honest kernel with probability α:
 
-    limit = max(least, largest seen, μ + β ln(cases / α))     over every machine, every kind of contraction and its worst variant
+    limit = max(least, largest measured, μ + β ln(cases / α))
 
-`least` are the limits that were set before anything was measured; they stay where the variants seen are closer together than that, as a
-CPU's are: it cannot say what another machine's matrix units do.
+over every machine, every kind of contraction and its worst variant. `least` are the limits from before
+any measurement: a CPU's variants are closer together than the matrix units of another machine.
 
-Each calibration holds the numbers that it was judged with (`judged_with`). Once one of them is another, what was measured says nothing of the
-judge any more, on no machine: a test fails until each calibration has been run again.
+Each calibration holds the numbers it was judged with (`judged_with`). When one of them changes, the
+measurements no longer describe the judge; a test fails until every calibration has been run again.
 """
 
 import argparse
@@ -51,28 +52,13 @@ from tests.judge.tolerance_experiment import (
     truth,
 )
 
-LEAST = {
-    "row": 2.0,
-    "element": 2.5,
-    "rms": 1.25,
-    "bias": 1.0,
-}  # thrice the rounding's own spread, or less; bias: its allowance is in units of itself
+# three times the spread of the rounding, or less; bias: its allowance is in units of itself
+LEAST = {"row": 2.0, "element": 2.5, "rms": 1.25, "bias": 1.0}
 ALPHA, CASES = 1e-6, 100_000
 EULER, VARIANCE = 0.5772156649015329, math.pi**2 / 6  # of the standard Gumbel distribution: mean and variance
-SHAPES = (
-    (256, 512, 64),
-    (64, 96, 256),
-    (2048, 256, 4),
-    (8192, 128, 1),
-    (32, 2048, 160),
-    (128, 33, 128),
-)  # rows, terms, columns
-SCALED_SHAPES = (
-    (128, 64, 64),
-    (128, 480, 64),
-    (64, 2048, 64),
-    (64, 7168, 64),
-)  # multiples of 16, as FP8's matrix unit wants them
+# rows, terms, columns
+SHAPES = ((256, 512, 64), (64, 96, 256), (2048, 256, 4), (8192, 128, 1), (32, 2048, 160), (128, 33, 128))
+SCALED_SHAPES = ((128, 64, 64), (128, 480, 64), (64, 2048, 64), (64, 7168, 64))  # multiples of 16, for FP8 matrix units
 WHOLE_PRODUCT = "one product"
 
 Ratios = dict[str, float]
@@ -83,23 +69,15 @@ Run = tuple[str, Ratios]  # the variant, and its largest ratio by each rule
 
 
 def products(device: str, dtype: torch.dtype, shape: tuple[int, int, int], runs: int) -> Iterator[Run]:
-    """One contraction of stored operands: in one order for reference, in another, or as torch's own product in that dtype."""
+    """One contraction of stored operands: the reference in one order, the variant in another or by torch."""
     variants = [*ORDERS, "one by one", "native", "shuffled"]
     rows, terms, columns = shape
     for run in range(runs * len(variants)):
         source = np.random.default_rng(run)
-        scale = (
-            np.exp2(source.integers(-6, 7, (rows, 1)))
-            if run // len(variants) % 3 == 0 and dtype != torch.float16
-            else 1.0
-        )
-        a, b = (
-            torch.from_numpy(x).to(dtype)
-            for x in (
-                source.standard_normal((rows, terms)) * scale,
-                source.standard_normal((columns, terms)) / terms**0.5,
-            )
-        )
+        scaled = run // len(variants) % 3 == 0 and dtype != torch.float16
+        scale = np.exp2(source.integers(-6, 7, (rows, 1))) if scaled else 1.0
+        a = torch.from_numpy(source.standard_normal((rows, terms)) * scale).to(dtype)
+        b = torch.from_numpy(source.standard_normal((columns, terms)) / terms**0.5).to(dtype)
         expected = expected_product(a, b, contraction(a.float(), b.float(), WHOLE_PRODUCT).to(dtype))
         order = variants[run % len(variants)]
         yield order, ratios(expected, product(a.to(device), b.to(device), order, source).cpu())
@@ -122,27 +100,24 @@ def product(a_MK: Tensor, b_NK: Tensor, order: str, source: np.random.Generator)
 
 
 def grouped(device: str, dtype: torch.dtype, runs: int) -> Iterator[Run]:
-    """torch's grouped kernel, where there is one: four experts of unequal sizes."""
+    """torch's grouped kernel: four experts of unequal sizes."""
     for run in range(runs):
         source = np.random.default_rng(run)
-        ends, terms, columns = (
-            torch.tensor([48, 64, 208, 320], dtype=torch.int32),
-            int(source.choice([256, 1024, 4096])),
-            256,
-        )
+        ends = torch.tensor([48, 64, 208, 320], dtype=torch.int32)
+        terms, columns = int(source.choice([256, 1024, 4096])), 256
         a = torch.from_numpy(source.standard_normal((320, terms))).to(dtype)
         b = torch.from_numpy(source.standard_normal((4, columns, terms)) / terms**0.5).to(dtype)
-        got = torch._grouped_mm(a.to(device), b.to(device).mT, offs=ends.to(device)).cpu()
+        result = torch._grouped_mm(a.to(device), b.to(device).mT, offs=ends.to(device)).cpu()
         pieces = torch.tensor_split(torch.arange(320), ends[:-1].long())
         for expert, rows in enumerate(pieces):
             reference = contraction(a[rows].float(), b[expert].float(), WHOLE_PRODUCT).to(dtype)
-            yield f"{terms} terms", ratios(expected_product(a[rows], b[expert], reference), got[rows])
+            yield f"{terms} terms", ratios(expected_product(a[rows], b[expert], reference), result[rows])
 
 
 def scaled_products(device: str, shape: tuple[int, int, int], runs: int) -> Iterator[Run]:
-    """One contraction of E4M3 codes with a scale for each factor: torch's own product, promoted, and sums in float32 in several orders.
+    """One contraction of E4M3 codes with a scale per factor: torch's product, and float32 sums in several orders.
 
-    use_fast_accum is left at False: with True nothing is promoted, which is beyond HOPPER_FP8 from 128 terms on, and nobody may declare it.
+    use_fast_accum stays False: with True nothing is promoted, which exceeds HOPPER_FP8 from 128 terms on.
     """
     rows, terms, columns = shape
     variants = {f"native, {name}": (None, dtype) for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))}
@@ -151,24 +126,21 @@ def scaled_products(device: str, shape: tuple[int, int, int], runs: int) -> Iter
         source = np.random.default_rng(run)
         scale = np.exp2(source.integers(-3, 4, (rows, 1))) if run // len(variants) % 3 == 0 else 1.0
         numbers = source.standard_normal((rows, terms)) * scale, source.standard_normal((columns, terms))
-        (a, its), (b, other) = (scaled_codes(torch.from_numpy(x).float()) for x in numbers)
+        (a, scale_a), (b, scale_b) = (scaled_codes(torch.from_numpy(x).float()) for x in numbers)
         variant, (order, dtype) = list(variants.items())[run % len(variants)]
-        expected = expected_scaled_product(a, b, its * other, dtype)
+        expected = expected_scaled_product(a, b, scale_a * scale_b, dtype)
         if order is None:
-            how: dict[str, Any] = {
-                "scale_a": its.to(device),
-                "scale_b": other.to(device),
-                "out_dtype": dtype,
-                "use_fast_accum": False,
-            }
-            got = torch._scaled_mm(a.to(device), b.to(device).T, **how).cpu()
+            scales = scale_a.to(device), scale_b.to(device)
+            result = torch._scaled_mm(
+                a.to(device), b.to(device).T, *scales, out_dtype=dtype, use_fast_accum=False
+            ).cpu()
         else:
-            got = contraction(a.float(), b.float(), order) * (its * other)
-        yield variant, ratios(expected, got)
+            result = contraction(a.float(), b.float(), order) * (scale_a * scale_b)
+        yield variant, ratios(expected, result)
 
 
 def scaled_codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3, and what the codes are multiplied by."""
+    """E4M3 codes and their scale."""
     scale = x.abs().max() / torch.finfo(torch.float8_e4m3fn).max
     return (x / scale).to(torch.float8_e4m3fn), scale
 
@@ -184,7 +156,7 @@ def expected_scaled_product(
 
 
 def experts(runs: int) -> Iterator[Run]:
-    """Two contractions and what lies between, as in `tests/judge/tolerance_experiment.py`."""
+    """Two contractions with an activation between, as in `tests/judge/tolerance_experiment.py`."""
     for run in range(runs):
         inputs = layer(1000 + run, list(REGIMES)[run % len(REGIMES)])
         expected = ratio_judged(truth(inputs).expected)
@@ -193,7 +165,7 @@ def experts(runs: int) -> Iterator[Run]:
 
 
 def block_scaled(runs: int) -> Iterator[Run]:
-    """FP8 codes with a scale a block, promoted after each block."""
+    """FP8 codes with one scale per block, promoted after each block."""
     for run in range(runs):
         inputs = blocks(1000 + run)
         expected = ratio_judged(block_truth(inputs))
@@ -238,7 +210,7 @@ def kinds(device: str) -> dict[str, Callable[[int], Iterator[Run]]]:
 
 
 def summary(variant: str, maxima: list[float]) -> dict[str, Any]:
-    """What the fit needs to know of a variant's maxima."""
+    """The moments of a variant's maxima, from which the Gumbel distribution is fitted."""
     return {
         "variant": variant,
         "runs": len(maxima),
@@ -249,26 +221,24 @@ def summary(variant: str, maxima: list[float]) -> dict[str, Any]:
 
 
 def worst_variant(rule: str, drawn: list[Run]) -> dict[str, Any]:
-    """The summary that asks for most: variants differ too much to be one distribution."""
+    """The summary with the highest limit: variants differ too much to be one distribution."""
     by_variant: dict[str, list[float]] = {}
     for variant, row in drawn:
         by_variant.setdefault(variant, []).append(row[rule])
-    return max(
-        (summary(variant, maxima) for variant, maxima in by_variant.items()),
-        key=lambda seen: limit_of(seen, ALPHA, CASES),
-    )
+    summaries = [summary(variant, maxima) for variant, maxima in by_variant.items()]
+    return max(summaries, key=lambda summary: limit_of(summary, ALPHA, CASES))
 
 
-def gumbel(seen: dict[str, Any]) -> tuple[float, float]:
+def gumbel(moments: dict[str, Any]) -> tuple[float, float]:
     """μ and β by the method of moments."""
-    beta = seen["deviation"] / math.sqrt(VARIANCE)
-    return seen["mean"] - EULER * beta, beta
+    beta = moments["deviation"] / math.sqrt(VARIANCE)
+    return moments["mean"] - EULER * beta, beta
 
 
-def limit_of(seen: dict[str, Any], alpha: float, cases: int) -> float:
-    """What one kind of contraction asks for."""
-    mu, beta = gumbel(seen)
-    return max(seen["largest"], mu + beta * math.log(cases / alpha))
+def limit_of(moments: dict[str, Any], alpha: float, cases: int) -> float:
+    """The limit that one variant of a contraction needs."""
+    mu, beta = gumbel(moments)
+    return max(moments["largest"], mu + beta * math.log(cases / alpha))
 
 
 def limits_of(record: dict[str, Any]) -> dict[str, float]:
@@ -276,8 +246,8 @@ def limits_of(record: dict[str, Any]) -> dict[str, float]:
     wanted = {rule: [least] for rule, least in record["least"].items()}
     for calibration in record["calibrations"]:
         for rules in calibration["maxima"].values():
-            for rule, seen in rules.items():
-                wanted[rule].append(limit_of(seen, record["alpha"], record["cases"]))
+            for rule, moments in rules.items():
+                wanted[rule].append(limit_of(moments, record["alpha"], record["cases"]))
     return {rule: math.ceil(max(values) * 1000) / 1000 for rule, values in wanted.items()}
 
 
@@ -296,14 +266,14 @@ def digest(record: dict[str, Any]) -> str:
 
 
 def measured(device: str, runs: int) -> dict[str, Any]:
-    """What this machine does."""
+    """The calibration of this machine."""
     maxima = {}
     for kind, draw in kinds(device).items():
         drawn = list(draw(runs))
         maxima[kind] = {rule: worst_variant(rule, drawn) for rule in LEAST}
         shown = ", ".join(
-            f"{rule} {seen['largest']:.4g} (asks for {limit_of(seen, ALPHA, CASES):.4g})"
-            for rule, seen in maxima[kind].items()
+            f"{rule} {moments['largest']:.4g} (needs {limit_of(moments, ALPHA, CASES):.4g})"
+            for rule, moments in maxima[kind].items()
         )
         print(f"{kind}: worst variants of {len(drawn)} runs: {shown}", flush=True)
     return {
@@ -317,7 +287,7 @@ def measured(device: str, runs: int) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's name, where the system tells."""
+    """The name of the processor, or its architecture."""
     try:
         with open("/proc/cpuinfo") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
@@ -332,10 +302,10 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="write nothing")
     options = parser.parse_args()
     torch.set_num_threads(1)  # the products are small
-    found = measured(options.device, options.runs)
+    calibration = measured(options.device, options.runs)
     before = json.loads(CALIBRATION.read_text())["calibrations"] if CALIBRATION.exists() else []
-    kept = [calibration for calibration in before if calibration["hardware"] != found["hardware"]]
-    record: dict[str, Any] = {"alpha": ALPHA, "cases": CASES, "least": LEAST, "calibrations": [*kept, found]}
+    calibrations = [other for other in before if other["hardware"] != calibration["hardware"]] + [calibration]
+    record: dict[str, Any] = {"alpha": ALPHA, "cases": CASES, "least": LEAST, "calibrations": calibrations}
     record["limits"] = limits_of(record)
     record["digest"] = digest(record)
     print("limits:", record["limits"])

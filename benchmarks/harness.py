@@ -1,9 +1,10 @@
-"""What the harness itself costs: wall time of a gate run less the time of the reference and of the implementation, a case.
+"""Measure the cost of the harness per case: wall time of a gate run without the reference and the implementation.
 
-    python benchmarks/harness.py [--impl moe_ref] [--seed 0]
+    python -m benchmarks.harness [--impl moe_ref] [--seed 0]
 
-One child process, so that no time passes twice. Drawing, sending, building inputs, poisoning, judging, laws, controls and the
-ledger are all harness. The start of the process and the import of the implementation are not: they are paid once a run.
+One child process, so that no times overlap. Drawing, transport, inputs, poison, judging, laws, controls
+and the ledger are harness. The start of the process and the import of the implementation are not: a run
+pays for them once.
 """
 
 import argparse
@@ -30,16 +31,12 @@ def main() -> None:
         wall = time.perf_counter() - started
         session.close()
         outcomes = [line for line in entries(Path(folder)) if line["kind"] == "outcome"]
-    reference, implementation = (
-        sum(line[f"seconds_{who}"] for line in outcomes) for who in ("reference", "implementation")
-    )
-    cost = (wall - reference - implementation) / len(outcomes)
-    print(
-        f"{len(outcomes)} cases of {options.impl} in {wall:.2f} s: reference {reference:.2f} s, implementation {implementation:.2f} s"
-    )
-    print(
-        f"harness {1e3 * cost:.2f} ms a case (goal: under 3), {sum(line['evaluations'] for line in outcomes) / len(outcomes):.2f} evaluations a case"
-    )
+    count, reference = len(outcomes), sum(line["seconds_reference"] for line in outcomes)
+    implementation = sum(line["seconds_implementation"] for line in outcomes)
+    cost, evaluations = 1e3 * (wall - reference - implementation) / count, sum(x["evaluations"] for x in outcomes)
+    print(f"{count} cases of {options.impl} in {wall:.2f} s")
+    print(f"reference {reference:.2f} s, implementation {implementation:.2f} s")
+    print(f"harness {cost:.2f} ms per case (goal: under 3), {evaluations / count:.2f} evaluations per case")
 
 
 if __name__ == "__main__":

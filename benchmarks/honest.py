@@ -1,11 +1,11 @@
-"""How often honest implementations are rejected: the gate's cases from several seeds, on each of them.
+"""Count how often honest implementations are rejected: cases of a profile from several seeds, on each variant.
 
-    python benchmarks/honest.py --seeds 5 --profile smoke          # reduced size, for Triton's interpreter
-    python benchmarks/honest.py --seeds 20 --profile gate --jobs 6 # on a GPU
+    python -m benchmarks.honest --seeds 5 --profile smoke          # small, for Triton's interpreter
+    python -m benchmarks.honest --seeds 20 --profile gate --jobs 6 # on a GPU
 
-One pool of children a variant, so that kernels are compiled once. Prints a line a variant; exit code 1 if any was rejected. The cases that no
-seed changes come last. With `--seconds`, a variant draws no case after that time, and the line says how many seeds were drawn whole. A run that is
-interrupted says what it has found.
+One pool of children per variant, so that kernels are compiled once. Prints one line per variant; exit
+code 1 if any case was rejected. Cases that no seed changes come last. After `--seconds` a variant draws
+no more cases, and its line gives the number of complete seeds. An interrupted run prints its counts.
 """
 
 import argparse
@@ -31,50 +31,52 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--profile", choices=tuple(PROFILES), default="smoke")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--impl", action="append", help="one of the variants (default: all)")
-    parser.add_argument("--function", action="append", help="one of the functions (default: all)")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="of a variant (default: until all is done)")
+    parser.add_argument("--impl", action="append", help="a variant (default: all)")
+    parser.add_argument("--function", action="append", help="a function (default: all)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="per variant (default: no limit)")
     options = parser.parse_args()
     rejected = 0
     for implementation in options.impl or HONEST + ROUTERS + EXPERTS:
-        started = time.monotonic()
-        seen = Seen()
+        started, counts = time.monotonic(), Counts()
+        profile, last = PROFILES[options.profile], started + options.seconds
         try:
-            sweep(
-                seen,
-                implementation,
-                options.seeds,
-                PROFILES[options.profile],
-                options.jobs,
-                options.function,
-                started + options.seconds,
-            )
+            sweep(counts, implementation, options.seeds, profile, options.jobs, options.function, last)
         finally:
-            seconds = time.monotonic() - started
-            total = sum(seen.statuses.values())
-            shown = ", ".join(f"{count} {status}" for status, count in sorted(seen.statuses.items()))
-            rate = f"{seen.seeds} of {options.seeds} seeds, {seconds:.0f} s ({total / seconds:.0f} a second), {len(seen.kernels)} kernels"
-            print(f"{implementation}: {len(seen.rejected)} rejected of {total} cases, {rate}; {shown}", flush=True)
-            for text in seen.rejected[:3]:
-                print(f"    {text}", flush=True)
-        rejected += len(seen.rejected)
+            report(counts, implementation, options.seeds, time.monotonic() - started)
+        rejected += len(counts.rejected)
     return int(rejected > 0)
 
 
 @dataclass
-class Seen:
-    """What has been found of a variant."""
+class Counts:
+    """The results of one variant."""
 
     statuses: Counter[str] = field(default_factory=Counter)
-    kernels: set[str] = field(default_factory=set)  # that were compiled
+    kernels: set[str] = field(default_factory=set)  # compiled ones
     rejected: list[str] = field(default_factory=list)
-    seeds: int = 0  # drawn whole, in time
+    seeds: int = 0  # complete, in time
+
+
+def report(counts: Counts, implementation: str, seeds: int, seconds: float) -> None:
+    total = sum(counts.statuses.values())
+    shown = ", ".join(f"{count} {status}" for status, count in sorted(counts.statuses.items()))
+    rate = f"{counts.seeds} of {seeds} seeds, {seconds:.0f} s ({total / seconds:.0f} per second)"
+    kernels = f"{len(counts.kernels)} kernels"
+    print(f"{implementation}: {len(counts.rejected)} rejected of {total} cases, {rate}, {kernels}; {shown}", flush=True)
+    for text in counts.rejected[:3]:
+        print(f"    {text}", flush=True)
 
 
 def sweep(
-    seen: Seen, implementation: str, seeds: int, profile: Profile, jobs: int, functions: list[str] | None, last: float
+    counts: Counts,
+    implementation: str,
+    seeds: int,
+    profile: Profile,
+    jobs: int,
+    functions: list[str] | None,
+    last: float,
 ) -> None:
-    """Judge a variant, and draw no case after the time `last`."""
+    """Judge a variant; draw no case after the time `last`."""
 
     def cases(space: Space) -> Iterator[Case]:
         wanted = [section for section in sections(profile) if functions is None or section.function in functions]
@@ -82,7 +84,7 @@ def sweep(
             for section in wanted:
                 if section.kind == "drawn":
                     yield from before(last, cases_of(section, profile, space, seed, []))
-            seen.seeds += time.monotonic() < last
+            counts.seeds += time.monotonic() < last
         for section in wanted:
             if section.kind != "drawn":
                 yield from before(last, cases_of(section, profile, space, 0, []))
@@ -90,14 +92,14 @@ def sweep(
     with Pool(ChildOptions(implementation, "cpu" if implementation in EXPERTS else "auto"), jobs) as pool:
         space = Space.of(pool.start())
         for case, outcome in pool.run(cases(space)):
-            seen.statuses[outcome.status] += 1
-            seen.kernels.update(outcome.kernels)
+            counts.statuses[outcome.status] += 1
+            counts.kernels.update(outcome.kernels)
             if outcome.status in ("FAIL", "CRASH", "HANG", "OOM", "BLOCKED", "ERROR"):
-                seen.rejected.append(f"{outcome.status} {outcome.finding or outcome.reason}: {case.text}")
+                counts.rejected.append(f"{outcome.status} {outcome.finding or outcome.reason}: {case.text}")
 
 
 def before(last: float, cases: list[Case]) -> Iterator[Case]:
-    """Those that are asked for in time."""
+    """The cases drawn before the time `last`."""
     return takewhile(lambda _: time.monotonic() < last, cases)
 
 
