@@ -1,1 +1,1 @@
-"""Programs that measure; each is run as a module from the top folder."""
+"""Measurements, one module per family; run from the repository root: `python -m benchmarks.permutation`."""

@@ -1,18 +1,19 @@
-"""Measure how far honest kernels are from one another, and set the limits of `conformance.judge.ratios`.
+"""Measure how far honest kernels differ, and set the limits of `conformance.judge.ratios`.
 
-    python -m benchmarks.calibrate                      # this CPU, in minutes; replaces its entry in calibration.json
-    python -m benchmarks.calibrate --device cuda        # matrix units, grouped kernels and split-K through torch
-    python -m benchmarks.calibrate --runs 3 --dry       # prints, and writes nothing
+    python -m benchmarks.calibrate                 # this CPU: replaces its entry in calibration.json
+    python -m benchmarks.calibrate --device cuda   # matrix units, grouped kernels and split-K of torch
+    python -m benchmarks.calibrate --runs 3 --dry  # prints, and writes nothing
 
 Each run draws inputs, judges one honest variant of a contraction with another as the reference, and
-keeps the largest ratio of each rule. Maxima have a Gumbel distribution,
-P(max ≤ k) ≈ exp(-exp(-(k - μ)/β)), whose parameters follow from mean and deviation. With β ln(cases/α)
-above μ, a run of that many cases rejects an honest kernel with probability α:
+keeps the largest ratio of each rule. Maxima have a Gumbel distribution, P(max ≤ k) ≈ exp(-exp(-(k -
+μ)/β)), whose parameters follow from mean and deviation. With β ln(cases/α) above μ, a run of that
+many cases rejects an honest kernel with probability α:
 
     limit = max(least, largest measured, μ + β ln(cases / α))
 
-over every machine, every kind of contraction and its worst variant. `least` are the limits from before
-any measurement: a CPU's variants are closer together than the matrix units of another machine.
+over every machine, every kind of contraction and its worst variant. `least` are the limits from
+before any measurement: a CPU's variants are closer together than the matrix units of another
+machine.
 
 Each calibration holds the numbers it was judged with (`judged_with`). When one of them changes, the
 measurements no longer describe the judge; a test fails until every calibration has been run again.
@@ -55,10 +56,10 @@ from tests.judge.tolerance_experiment import (
 # three times the spread of the rounding, or less; bias: its allowance is in units of itself
 LEAST = {"row": 2.0, "element": 2.5, "rms": 1.25, "bias": 1.0}
 ALPHA, CASES = 1e-6, 100_000
-EULER, VARIANCE = 0.5772156649015329, math.pi**2 / 6  # of the standard Gumbel distribution: mean and variance
+EULER, VARIANCE = 0.5772156649015329, math.pi**2 / 6  # of the standard Gumbel distribution
 # rows, terms, columns
 SHAPES = ((256, 512, 64), (64, 96, 256), (2048, 256, 4), (8192, 128, 1), (32, 2048, 160), (128, 33, 128))
-SCALED_SHAPES = ((128, 64, 64), (128, 480, 64), (64, 2048, 64), (64, 7168, 64))  # multiples of 16, for FP8 matrix units
+SCALED_SHAPES = ((128, 64, 64), (128, 480, 64), (64, 2048, 64), (64, 7168, 64))  # multiples of 16, for FP8
 WHOLE_PRODUCT = "one product"
 
 Ratios = dict[str, float]
@@ -69,7 +70,7 @@ Run = tuple[str, Ratios]  # the variant, and its largest ratio by each rule
 
 
 def products(device: str, dtype: torch.dtype, shape: tuple[int, int, int], runs: int) -> Iterator[Run]:
-    """One contraction of stored operands: the reference in one order, the variant in another or by torch."""
+    """One contraction: the reference in one order, the variant in another or by torch."""
     variants = [*ORDERS, "one by one", "native", "shuffled"]
     rows, terms, columns = shape
     for run in range(runs * len(variants)):
@@ -115,9 +116,9 @@ def grouped(device: str, dtype: torch.dtype, runs: int) -> Iterator[Run]:
 
 
 def scaled_products(device: str, shape: tuple[int, int, int], runs: int) -> Iterator[Run]:
-    """One contraction of E4M3 codes with a scale per factor: torch's product, and float32 sums in several orders.
+    """One contraction of E4M3 codes with one scale per factor, by torch and in several orders.
 
-    use_fast_accum stays False: with True nothing is promoted, which exceeds HOPPER_FP8 from 128 terms on.
+    use_fast_accum stays False: True never promotes, which exceeds HOPPER_FP8 from 128 terms on.
     """
     rows, terms, columns = shape
     variants = {f"native, {name}": (None, dtype) for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))}

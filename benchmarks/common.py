@@ -54,7 +54,7 @@ TINY_SHAPES = {"tiny": Shape(40, 8, 2, 24), "tiny-wide": Shape(136, 20, 5, 40)}
 
 
 def medians(versions: Mapping[str, Call], blocks: int, reps: int, before: Call = lambda: None) -> Times:
-    """The median over `blocks` turns of the median over `reps` calls, each after `before`, which is not timed."""
+    """The median over `blocks` turns of the median of `reps` calls; `before` each is not timed."""
     times: dict[str, list[float]] = {name: [] for name in versions}
     for _ in range(blocks):
         for name, call in versions.items():
@@ -82,14 +82,14 @@ def interleaved(versions: Mapping[str, Call], blocks: int, reps: int) -> Times:
 
 
 def rotated(versions: Mapping[str, list[Call]], blocks: int, reps: int) -> Times:
-    """Calls in one CUDA graph per version; inputs that differ between calls exceed the L2 together."""
+    """Calls in one CUDA graph per version; their different inputs together exceed the L2."""
     replays = {}
     for name, calls in versions.items():
         calls[0]()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            results = [call() for call in calls]  # alive until the end, so that no call reuses another's memory
+            results = [call() for call in calls]  # no call reuses the memory of another
         del results
         replays[name] = graph.replay
     return {name: us / len(versions[name]) for name, us in medians(replays, blocks, reps).items()}
@@ -101,7 +101,7 @@ def replayed(versions: Mapping[str, Call], blocks: int, reps: int, calls: int = 
 
 
 def bursts(versions: Mapping[str, Call], blocks: int, reps: int) -> Times:
-    """The GPU rests, one call warms up, a few are timed together: power sets the clock of long products.
+    """The GPU rests, one call warms up, a few are timed together: power sets the clock.
 
     Versions take turns in another order in each of `blocks` rounds.
     """
@@ -163,7 +163,7 @@ def parse(
     reps: int = 15,
     flags: Mapping[str, dict[str, Any]] | None = None,
 ) -> argparse.Namespace:
-    """The options of a run; `shapes` are those to measure, or with --quick the tiny ones with as many `tokens`."""
+    """The options of a run; `shapes` are the chosen ones, or with --quick `tiny` with `tokens`."""
     parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--shapes", default="", help=f"beginnings of names, with commas: {', '.join(shapes)}")
@@ -182,7 +182,7 @@ def parse(
 
 
 def measure(operations: Callable[[Any], Iterable[Operation]], options: argparse.Namespace) -> None:
-    """Check the operations of each shape, which `operations` does before it yields them, then time and print them."""
+    """Time and print the operations of each shape; `operations` checks each before it yields it."""
     if options.quick:
         for name, shape in options.shapes.items():
             print(f"{name}: {len(list(operations(shape)))} operations checked", flush=True)
@@ -194,7 +194,7 @@ def measure(operations: Callable[[Any], Iterable[Operation]], options: argparse.
     print(table("", ["shape", "operation", "size", "floor µs", "µs", "÷ floor", "TFLOP/s", "others (÷ the first)"], []))
     results: dict[str, dict[str, Any]] = {}
     for name, shape in options.shapes.items():
-        torch._dynamo.reset()  # each shape has compilations of its own, and no limit on their number
+        torch._dynamo.reset()  # compilations per shape are not limited
         for operation in operations(shape):
             if operation.title.startswith(tuple(options.only.split(";"))):
                 result = timed(operation, top["copy"], options)
@@ -208,7 +208,7 @@ def measure(operations: Callable[[Any], Iterable[Operation]], options: argparse.
 
 
 def timed(operation: Operation, copy: float, options: argparse.Namespace) -> dict[str, Any]:
-    """Times and floor; a copy of as many bytes takes turns too, and shows the cost of a launch and of the size."""
+    """Times and floor; a copy of as many bytes shows the cost of a launch and of the size."""
     versions = dict(operation.versions)
     if operation.minimum:
         source = torch.empty(int(operation.minimum) // 4, dtype=torch.bfloat16, device=DEVICE).normal_()
@@ -265,7 +265,7 @@ def captured(step: Callable[[], Sequence[Tensor]]) -> tuple[torch.cuda.CUDAGraph
 
 
 def check_replays(step: Callable[[], Sequence[Tensor]], changes: Iterable[Call]) -> None:
-    """A captured step waits for no device, and follows its inputs, which each of `changes` overwrites.
+    """A captured step never waits for the device, and follows the inputs that `changes` write.
 
     Raises:
         AssertionError: a replay differs from a call.

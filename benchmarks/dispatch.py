@@ -1,13 +1,13 @@
-"""Time dispatch and combine on the GPUs of one NVLink host: rows stored into peers' memory, against all-to-all.
+"""Time dispatch and combine on one NVLink host: stores into peers' memory against all-to-all.
 
     TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 python -m benchmarks.dispatch --ranks 4
     python -m benchmarks.dispatch --quick
 
-Each version dispatches tokens to experts that do nothing and combines what comes back. Wire bytes are
-those that leave a GPU: one row per (token, other rank) where duplicates are removed, else one row per
-copy. A quantised row is one byte per number and four per 128, and comes back as bfloat16. Times are
-those of the slowest rank, medians of turns that all versions take. Every version is first compared with
-the exact result. `--quick` only compares, on two processes without a GPU.
+Each version dispatches tokens to experts that do nothing and combines what comes back. Wire bytes
+are those that leave a GPU: one row per (token, other rank) where duplicates are removed, else one
+row per copy. A quantised row is one byte per number and four per 128, and comes back as bfloat16.
+Times are those of the slowest rank, medians of turns that all versions take. Every version is first
+compared with the exact result. `--quick` only compares, on two processes without a GPU.
 """
 
 import argparse
@@ -45,7 +45,7 @@ SLACK = 1.25  # rows of a buffer ÷ rows of even routing
 
 @triton.jit
 def peer_copy_kernel(rows_ptr, table_ptr, rank, num_ranks, num_columns, WRITE: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Row i to, or from, row i of a peer, the next peer for each i: the rate of plain stores and loads."""
+    """Row i to, or from, row i of a peer that changes with i: the rate of plain stores and loads."""
     row = tl.program_id(0).to(tl.int64)
     peer = (rank + 1 + row % (num_ranks - 1)) % num_ranks
     peer_ptr = tl.multiple_of(tl.load(table_ptr + peer).to(tl.pointer_type(tl.bfloat16)), 16) + row * num_columns
@@ -118,7 +118,7 @@ class Bench:
         return symmetric.hybridep_combine(rows, dispatched.handle, group=self.group).tokens
 
     def push_alone(self, handle: Any, recipe: Recipe | None = None) -> None:
-        """The kernel that writes to other ranks, without counts, barriers and the kernels after it."""
+        """The kernel that writes to other ranks, without counts, barriers and later kernels."""
         slab = _slab(handle, self.tokens, None)
         assert slab is not None
         push(self.tokens, None, None, handle.lists, None, slab, handle.local_experts, handle.once, recipe)

@@ -3,10 +3,10 @@
     PYTHONPATH=. python3 -m benchmarks.experts --shapes glu [--json FILE] [--quick]
     PYTHONPATH=. python3 -m benchmarks.experts --shapes linear --blocks 6
 
-Results are compared with eager torch in float32 before they are timed, activations once more on more
-than 2³¹ elements. GEMMs are timed in bursts: power sets the clock, so only ratios within one run mean
-something. FP8 operands are quantised before the time begins; their transposition for a gradient
-counts. torch's FP8 GEMM has one scale per row and never promotes its sums.
+Results are compared with eager torch in float32 before they are timed, activations once more on
+more than 2³¹ elements. GEMMs are timed in bursts: power sets the clock, so only ratios within one
+run mean something. FP8 operands are quantised before the time begins; their transposition for a
+gradient counts. torch's FP8 GEMM has one scale per row and never promotes its sums.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -244,7 +244,7 @@ class Operands(NamedTuple):
 
 
 def make_operands(layer: Layer, seed: int = 0) -> tuple[Operands, Tensor]:
-    """Random normal operands in bfloat16, and the rows of each expert, which are drawn at random."""
+    """Random normal operands in bfloat16, and the random number of rows of each expert."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -310,7 +310,7 @@ def check_products(
     """Against float32 products, expert by expert.
 
     Raises:
-        AssertionError: a result differs by more than `noise(terms)` of Σ|terms| and a rounding to bfloat16.
+        AssertionError: an error exceeds `noise(terms)` · Σ|terms| + a rounding to bfloat16.
     """
     results, begin = {product: versions[product]() for product in PRODUCTS}, 0
     for expert, count in enumerate(counts.tolist()):
@@ -329,7 +329,7 @@ def check_products(
 
 
 def check_scaled(x: Operands, counts: Tensor, scaling: str, versions: Mapping[str, Call]) -> None:
-    """Against products of the codes' values, which the same operands in float32 have too: sums of 14 bits."""
+    """Against products of the dequantised codes, which float32 operands give too: sums of 14 bits."""
     q = quantized(Operands(*(tensor.float() for tensor in x)), counts, scaling)
 
     def values(operand: Quantized, like: Tensor, columnwise: bool) -> Tensor:

@@ -1,11 +1,12 @@
-"""Time stages in one launch against the bytes they must move, and against one stage after the other.
+"""Time fused stages against the bytes they must move, and against one stage after the other.
 
-    PYTHONPATH=. python3 -m benchmarks.fused --shapes permute [--only "MXFP8, rows"] [--json FILE] [--quick]
+    PYTHONPATH=. python3 -m benchmarks.fused --shapes permute [--only "MXFP8, rows"] [--quick]
     PYTHONPATH=. python3 -m benchmarks.fused --shapes glu --blocks 5 --reps 9
 
-permute_and_quantize equals moe_fast's permute and quantize bit by bit before it is timed, in CUDA graphs.
-"moves" has the row map ready, as index_select over a zero row has its indices; its peer quantises one
-group by torch.compile. "call" makes the row map. A token is read once (for current scaling: twice).
+permute_and_quantize equals moe_fast's permute and quantize bit by bit before it is timed, in CUDA
+graphs. "moves" has the row map ready, as index_select over a zero row has its indices; its peer
+quantises one group by torch.compile. "call" makes the row map. A token is read once (for current
+scaling: twice).
 
 Quantised activations are within half a step of their code of eager torch in float32.
 """

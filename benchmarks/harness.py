@@ -1,10 +1,10 @@
-"""Measure the cost of the harness per case: wall time of a gate run without the reference and the implementation.
+"""Measure the harness per case: wall time of a gate without reference and implementation.
 
     python -m benchmarks.harness [--impl moe_ref] [--seed 0]
 
-One child process, so that no times overlap. Drawing, transport, inputs, poison, judging, laws, controls
-and the ledger are harness. The start of the process and the import of the implementation are not: a run
-pays for them once.
+One child process, so that no times overlap. Drawing, transport, inputs, poison, judging, laws,
+controls and the ledger are harness. The start of the process and the import of the implementation
+are not: a run pays for them once.
 """
 
 import argparse

@@ -1,11 +1,12 @@
-"""Count how often honest implementations are rejected: cases of a profile from several seeds, on each variant.
+"""Count how often honest implementations are rejected: cases of several seeds on each variant.
 
     python -m benchmarks.honest --seeds 5 --profile smoke          # small, for Triton's interpreter
     python -m benchmarks.honest --seeds 20 --profile gate --jobs 6 # on a GPU
 
-One pool of children per variant, so that kernels are compiled once. Prints one line per variant; exit
-code 1 if any case was rejected. Cases that no seed changes come last. After `--seconds` a variant draws
-no more cases, and its line gives the number of complete seeds. An interrupted run prints its counts.
+One pool of children per variant, so that kernels are compiled once. Prints one line per variant;
+exit code 1 if any case was rejected. Cases that no seed changes come last. After `--seconds` a
+variant draws no more cases, and its line gives the number of complete seeds. An interrupted run
+prints its counts.
 """
 
 import argparse

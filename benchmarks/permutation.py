@@ -1,6 +1,6 @@
-"""Time permute, unpermute and their gradients against the bytes they must move and against eager torch.
+"""Time permute, unpermute and gradients against the bytes they must move and eager torch.
 
-    PYTHONPATH=. python3 -m benchmarks.permutation [--shapes mixtral,qwen3-30b] [--json FILE] [--quick]
+    PYTHONPATH=. python3 -m benchmarks.permutation [--shapes mixtral,qwen3] [--json FILE] [--quick]
 
 Results are compared with eager torch before they are timed. A floor is the time in which this run's
 copy ceiling reads each input once and writes each output once.
@@ -222,7 +222,7 @@ def check_graph(shape: Shape, num_tokens: int) -> None:
 
 
 def operations(shape: Shape, num_tokens: int) -> Iterator[Operation]:
-    """Moves on a row map that is ready, as eager torch's indices are; then the row map, and the whole call."""
+    """Moves on a ready row map, as on eager torch's indices; then the row map; then whole calls."""
     for align in ALIGNS:
         p = make_problem(shape, num_tokens, align)
         check(p)
@@ -283,7 +283,7 @@ def unpermute_backward(p: Problem) -> Operation:
         "moe_fast": partial(launch_merge_backward, dout, rows, p.probs_TE, p.permuted().row_map, True),
         "eager": partial(merge_backward, p, dout, rows, p.probs_M.to(rows.dtype)),
     }
-    minimum = summed_bytes(p) + rows.numel() * BF16 + FP32 * len(p.row_M)  # the padding rows of drows are written too
+    minimum = summed_bytes(p) + rows.numel() * BF16 + FP32 * len(p.row_M)  # drows with its padding
     return Operation("unpad + unpermute by probs, backward with dprobs", versions, minimum)
 
 

@@ -1,12 +1,12 @@
-"""Time quantisers against the bytes they must move, eager torch and torch.compile; check that they are exact.
+"""Time quantisers against the bytes they must move and torch; check that they are exact.
 
-    PYTHONPATH=. python3 -m benchmarks.quantization [--shapes mixtral,gptoss] [--json FILE] [--quick]
+    PYTHONPATH=. python3 -m benchmarks.quantization [--shapes mixtral] [--json FILE] [--quick]
     PYTHONPATH=. python3 -m benchmarks.quantization --exact 1e9
 
 What is timed is first compared with the reference bit by bit, and once on more than 2³¹ elements.
 `--exact N` compares N numbers per recipe, drawn on the device where a rounding, a saturation or a
-scale is decided, and casts N different float32 numbers (all of them from 2³² on). Current scaling and
-NVFP4 read their input twice, and so do their floors.
+scale is decided, and casts N different float32 numbers (all of them from 2³² on). Current scaling
+and NVFP4 read their input twice, and so do their floors.
 """
 
 import time
@@ -24,7 +24,7 @@ from moe_fast.launch.backend import INTERPRETED
 from moe_fast.quantization import group_scales
 from moe_ref.config import QuantizerState, Recipe
 
-CHUNK = (256, 128) if INTERPRETED else (2**14, 2**10)  # rows, columns: the reference takes 200 bytes per element
+CHUNK = (256, 128) if INTERPRETED else (2**14, 2**10)  # the reference takes 200 bytes per element
 DTYPES = (torch.bfloat16, torch.float32)
 E4M3_MAX = 448.0  # OCP OFP8 1.0
 GROUPS = 12  # some of them empty
@@ -46,7 +46,7 @@ RECIPES = {
         "nvfp4", four_over_six="all", two_dimensional_weights=False, **MEAN_SQUARES, **NEAREST
     ),
 }
-ROLES = {  # with kernels of their own; gradients in FP8 by rows alone, the others in both directions
+ROLES = {  # with kernels of their own; FP8 gradients by rows, the others in both directions
     "block": ("input", "weight", "grad_output"),
     "block, any scale": ("input",),
     "current": ("input", "grad_output"),
@@ -128,7 +128,7 @@ def check_peers() -> None:
 
 
 def segments(rows: int, groups: int, unit: int, seed: int = 0) -> Tensor:
-    """Random rows of each group, in multiples of `unit`; together all rows; some groups are empty."""
+    """Random rows of each group, in multiples of `unit`, `rows` in all; some groups are empty."""
     generator = torch.Generator().manual_seed(seed)
     cuts = torch.randint(0, rows // unit + 1, (groups - 1,), generator=generator).sort().values * unit
     cuts = torch.where(torch.arange(groups - 1) % 5 == 3, cuts.roll(1), cuts)
@@ -227,9 +227,9 @@ def compare(x: Tensor, recipe: Recipe, title: str, call: dict[str, Any]) -> None
 
 
 def decisive(rows: int, columns: int, generator: torch.Generator, alike: bool = False) -> Tensor:
-    """float32 from bits: exponents of a row within 2^12, mantissas at a tie of some format or next to one.
+    """float32 from bits: exponents of a row within 2^12, mantissas at or next to a tie of a format.
 
-    Rows have exponents of their own (`alike`: one for all), some rows any; some numbers are zeros of both signs.
+    Rows differ in exponent (`alike`: most do not); some rows have any; some numbers are ±0.
     """
     shape = rows, columns
 
@@ -239,7 +239,7 @@ def decisive(rows: int, columns: int, generator: torch.Generator, alike: bool = 
     anywhere = integers(0, 4096 if alike else 64, rows, 1) == 0
     exponent = integers(-30, 255, 1 if alike else rows, 1) + integers(0, 13, *shape)
     exponent = exponent + torch.where(anywhere, integers(0, 255, *shape), 0)
-    kept = integers(1, 4, *shape)  # leading bits of the mantissa, before a tie or a neighbour of one
+    kept = integers(1, 4, *shape)  # leading bits of the mantissa, before the tie
     tie = (1 << (22 - kept)) + integers(-1, 2, *shape)
     near = (integers(0, 8, *shape) << 20 >> (23 - kept) << (23 - kept)) + tie
     largest = 0x600000 + integers(-2, 3, *shape)  # 1.75: 448 and 57344
@@ -256,7 +256,7 @@ def chunks(count: float) -> range:
 
 
 def exact_recipe(name: str, count: float) -> None:
-    """Two dtypes, every role, groups that fill x or do not; for NVFP4, whose groups have scales, half in rows alike."""
+    """Two dtypes, every role, groups that fill x or do not; for NVFP4 half with rows alike."""
     recipe, generator = RECIPES[name], torch.Generator(DEVICE).manual_seed(0)
     two_levels, unit = recipe.scaling == "nvfp4", 32 if recipe.scaling in ("mxfp8", "nvfp4") else 1
     for i in chunks(count):

@@ -1,10 +1,10 @@
-"""Time the router: top-k compact and dense, its backward, losses; against eager torch, torch.compile and TE.
+"""Time top-k compact and dense, its backward, and losses against torch and Transformer Engine.
 
     PYTHONPATH=. python3 -m benchmarks.router [--tokens 8192] [--json FILE] [--quick]
 
-Each call is replayed in a CUDA graph over as many copies of its inputs as exceed the L2 several times:
-it reads from memory, and no launch is counted. Results are compared with eager torch before they are
-timed.
+Each call is replayed in a CUDA graph over as many copies of its inputs as exceed the L2 several
+times: it reads from memory, and no launch is counted. Results are compared with eager torch before
+they are timed.
 """
 
 from collections.abc import Callable, Iterator
