@@ -209,6 +209,20 @@ def test_a_function_of_which_a_part_of_a_run_has_no_case_is_not_called_conforman
     assert junit(verdict).count('message="not run"') == len(CONTRACTS) - 1
 
 
+def test_an_interrupted_run_calls_no_function_conformant_and_loses_no_result(book):
+    book.section("drawn-permute-0", "permute", *["PASS"] * ENOUGH, scheduled=ENOUGH + 1)
+    verdict = book.verdict(interrupted=True, waivers=("unpermute (me)",))
+    assert (verdict.exit_code, verdict.verdict) == (4, "TOO LITTLE TESTED")
+    assert verdict.problems == [f"the run was interrupted after {ENOUGH} cases"]
+    assert [verdict.functions[name].status for name in ("permute", "unpermute")] == ["too little tested", "not run"]
+
+
+@pytest.mark.parametrize(("status", "code"), [("FAIL", 1), ("ERROR", 3)])
+def test_what_an_interrupted_run_has_found_is_said(book, status, code):
+    verdict = book.section("drawn-permute-0", "permute", "PASS", status).verdict(interrupted=True)
+    assert verdict.exit_code == code
+
+
 def test_offering_nothing_is_too_little(tmp_path):
     verdict = Book(tmp_path, **{name: {"offered": False} for name in CONTRACTS}).verdict()
     assert verdict.exit_code == 4

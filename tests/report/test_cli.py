@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -412,19 +413,42 @@ def test_pytest_without_an_implementation_judges_nothing(place):
     assert (process.returncode, "skipped" in out) == (0, True), err
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
-def test_a_run_that_is_ended_leaves_nothing_running(place, how):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "front",
+    [("conformance", "run"), ("pytest", "-p", "no:cacheprovider", "--pyargs", "conformance")],
+    ids=lambda x: x[0],
+)
+def test_an_interrupted_run_reports_what_was_judged_and_leaves_nothing_running(place, front, number):
+    process = spawn(*front, *smoke("sleeping", "--case-seconds", "100", "--jobs", "2", "--report", "out.json")[1:])
+    with ended(process, place):
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, "TOO LITTLE TESTED" in out) == (4, True), err
+        assert "Traceback" not in out + err
+        report = json.loads((place / "out.json").read_text())
+        assert (report["verdict"], report["exit_code"]) == ("TOO LITTLE TESTED", 4)
+        assert report["problems"] == [f"the run was interrupted after {report['cases']} cases"]
+        assert report["functions"]["permute"]["status"] in ("not run", "too little tested")
+        assert nobody_left(process.pid)
+
+
+def test_a_run_that_is_killed_leaves_nothing_running(place):
     process = spawn("conformance", *smoke("sleeping", "--case-seconds", "100"))
+    with ended(process, place):
+        process.kill()
+        assert "CONFORMANT" not in process.communicate(timeout=60)[0]
+        assert nobody_left(process.pid)
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen, place: Path) -> Iterator[None]:
+    """A block that begins when a case hangs, and ends with the process."""
     try:
         while not (place / "asleep").exists():
             assert process.poll() is None
             time.sleep(0.1)
-        process.send_signal(how)
-        out, err = process.communicate(timeout=30)
-        assert process.returncode != 0
-        assert "CONFORMANT" not in out
-        assert "Traceback" not in err
-        assert nobody_left(process.pid)
+        yield
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
