@@ -76,24 +76,6 @@ def relu(x: Running) -> Running:
     return Running(x.value.clamp(min=0), torch.where(x.value + x.error > 0, x.error, 0.0), x.dtype)
 
 
-def settled(x: Running, dtype: torch.dtype) -> Running:
-    """x rounded to `dtype` on its way: exactly known where no number within the error rounds to another, and none may be flushed to zero."""
-    value, (low, high) = x.value.to(dtype).double(), x.ends(dtype)
-    tiny = torch.finfo(dtype).tiny if dtype != torch.float16 else 0.0
-    flushed = torch.where((value != 0) & (value.abs() <= tiny), tiny, torch.zeros_like(value))
-    return Running(
-        value, torch.where(value.isfinite(), torch.maximum(high - value, value - low) + flushed, 0.0), x.dtype
-    )
-
-
-def concluded(x: Running, dtype: torch.dtype) -> Running:
-    """x before it is rounded to `dtype` at last: where the result may be flushed to zero, as float32 may be everywhere and float16 is
-    nowhere; and with the roundings of the oracle itself where those are of the same size."""
-    least = torch.finfo(dtype).tiny if dtype != torch.float16 else 0.0
-    error = torch.where((x.value == 0) & (x.error == 0), 0.0, x.error * (2 if x.dtype == torch.float64 else 1) + least)
-    return Running(x.value, torch.where(x.value.isfinite(), error, 0.0), x.dtype)
-
-
 def sigmoid_gated(alpha: float) -> Curve:
     """x σ(αx), and σ + αx σ(1 - σ)"""
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.analysis.curves import CURVES, concluded, gate_of, joined, split
+from conformance.analysis.curves import CURVES, gate_of, joined, split
 from conformance.analysis.input_store import kept_in_e4m3
 from conformance.analysis.mlp_layers import LowLayer
 from conformance.analysis.products import experts_of_rows, own_rows
-from conformance.analysis.running import Running, add_rounding, contracted
+from conformance.analysis.running import Running, contracted
 from conformance.judge import Bounded
 from conformance.judge.bound import Accumulator
 from moe_ref.config import PLAIN
@@ -137,7 +137,7 @@ class Call:
 
     def kept(self, x: Running, dtype: torch.dtype) -> Running:
         """x rounded to the rows' dtype, on its way into a stage that is computed in `dtype`."""
-        return replace(add_rounding(x, self.rows_PH.dtype), dtype=dtype)
+        return replace(x.with_rounding(self.rows_PH.dtype), dtype=dtype)
 
     def fprop(self, layer: int, x: Running) -> Product:
         """The product of a layer, the first with its bias."""
@@ -272,9 +272,9 @@ def backward(ahead: Forward, g: Running) -> Backward:
     )
 
 
-def concluded_in(x: Running, dtype: torch.dtype, unspecified: Tensor) -> Bounded:
+def final_bound(x: Running, dtype: torch.dtype, unspecified: Tensor) -> Bounded:
     """The bound of x rounded to `dtype` at last."""
-    return concluded(x, dtype).bounded(dtype, None, unspecified.expand(x.value.shape))
+    return x.before_final_rounding(dtype).bounded(dtype, None, unspecified.expand(x.value.shape))
 
 
 def _rows(x: Running, own: slice) -> Running:

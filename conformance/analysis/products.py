@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.families.experts.precision import Factor, Precision
+from conformance.analysis.factors import Factor, ProductPrecision
 from conformance.judge import Bounded, Expectation
 from conformance.judge.bound import ROUNDOFF, Accumulator, contraction_bound
+from conformance.judge.ranges import Interval
 from conformance.judge.ratios import LEAST_ELEMENTS, row_wise
 
 
@@ -24,11 +25,11 @@ class Product:
 
     @classmethod
     def of(cls, left_IK: Tensor, right_JK: Tensor) -> "Product":
-        return cls.of_factors(Factor(left_IK.double()), Factor(right_JK.double()))
+        return cls.of_factors(*(Factor(Interval.exact(x.double())) for x in (left_IK, right_JK)))
 
     @classmethod
     def of_factors(cls, left_IK: Factor, right_JK: Factor) -> "Product":
-        left, right = left_IK.value, right_JK.value
+        left, right = left_IK.values.center, right_JK.values.center
         clean_left, clean_right = (torch.where(x.isfinite(), x, 0.0) for x in (left, right))
         spoilt = left.isnan().any(1)[:, None] | right.isnan().any(1)[None]
         infinite = left.isinf().any(1)[:, None] | right.isinf().any(1)[None]
@@ -38,9 +39,9 @@ class Product:
             for x, clean in ((left_IK, clean_left), (right_JK, clean_right))
         ]
         magnitude = sizes[0] @ sizes[1].T
-        if left_IK.margin is None and right_JK.margin is None:
+        margins = [x.values.margin for x in (left_IK, right_JK)]
+        if not any(margin.any() for margin in margins):
             return cls(value, magnitude, infinite & ~spoilt, torch.zeros_like(value))
-        margins = [torch.zeros_like(x.value) if x.margin is None else x.margin for x in (left_IK, right_JK)]
         farthest = (sizes[0] + margins[0]) @ (sizes[1] + margins[1]).T
         open_ = (margins[0] > 0).any(1)[:, None] | (margins[1] > 0).any(1)[None]
         return cls(value, magnitude, infinite & ~spoilt, torch.where(open_, farthest - magnitude, 0.0))
@@ -77,7 +78,12 @@ class Product:
 
 
 def compared(
-    bounded: Bounded, reference: Callable[[], Tensor], product: Product, terms: int, how: Precision, counts: Tensor
+    bounded: Bounded,
+    reference: Callable[[], Tensor],
+    product: Product,
+    terms: int,
+    how: ProductPrecision,
+    counts: Tensor,
 ) -> Expectation:
     """By ratios too, where the output is large enough for them to say something; an expert's rows share a bias."""
     if bounded.value.numel() < LEAST_ELEMENTS:

@@ -1,175 +1,305 @@
-"""What is right of one quantised form, each output given those before it.
+"""Every result of an honest quantiser of one group whose input is known up to an interval.
 
-amax has no rounding, scales follow from it; codes are right for the scales that were returned, values for the codes and scales. With
-`scale_arithmetic` "division", the default, each has one right value. Where "reciprocal" is declared and scales are no powers of two, a
-scale may be two roundings off on either side, and codes near a midpoint decided the other way (`judge.codes`). 4over6 chooses by a sum
-of errors and noise decides to the last bit, so both are exact always.
+    amax    from the largest of the least magnitudes to the largest of the most, of each block
+    scales  the recipe's rule of both ends; where a scale is a power of two or a code, each between those of both ends
+    codes   from encode(low · s) to encode(high · s): encoding is monotonic
+    values  code · what its scale decodes with, over all of these scales
+
+An exact input is an interval of width 0: it has one amax, one scale, one code and one value. A quantiser that multiplies by rounded
+reciprocals has v = x · s up to RECIPROCAL · |v| off what exact arithmetic gives, and NVFP4's scales of blocks likewise.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import moe_ref
-from conformance.judge import Bounded, Exact, Expectation, Given, Outputs
-from conformance.judge.codes import RECIPROCAL, Codes
-from moe_ref.config.quantization import BLOCK
-from moe_ref.quantization.formats import E4M3, Format, decode, encode
-from moe_ref.quantization.quantize import Form, Quantized, turned
-from moe_ref.quantization.recipes import FLOAT32_MAX, Scaled, Scheme, block_amax, each_row, spread, values
+from conformance.judge.codes import RECIPROCAL
+from conformance.judge.ranges import SLACK, Interval
+from moe_ref.quantization.formats import E4M3, E8M0, Format, decode, encode
+from moe_ref.quantization.quantize import HADAMARD_SIGNS
+from moe_ref.quantization.recipes import (
+    FLOAT32_MAX,
+    Scaled,
+    Scheme,
+    block_amax,
+    nearest32,
+    over,
+    scale_from_amax,
+    spread,
+)
 
-ROUNDING = 2.0**-24  # of float32
-LEAST = 2.0**-149  # the smallest float32
+Block = tuple[int | None, int | None]
+SUM_ROUNDINGS = 16 * 2.0**-24  # of a transform's sum of sixteen, in any order
+ANY_SCALE = 1 + 2.0**-10  # times a block's amax, the largest value that its codes have by whatever scale
+ERROR_ROUNDINGS = 2.0**-20  # of sums of errors, which 4over6 takes in float32
 
 
 @dataclass(frozen=True)
-class RightForm:
-    """What is right of one form: the reference's own, given what the implementation returned before."""
+class Scales:
+    """Scales that may have been chosen, one per block, each between two."""
 
-    form: Form
-    noise: bool
-    names: dict[str, str]  # of the outputs
-    right: dict[str, Any]  # what the reference returned, by name
-    reciprocal: bool  # whether scales may be off
+    by: tuple[Tensor, Tensor]  # what values are multiplied by
+    back: tuple[Tensor, Tensor]  # what codes are multiplied by
+    block: Block
+    chosen: Tensor  # bool: blocks of which this is a choice
 
-    @property
-    def loose(self) -> bool:
-        recipe = self.form.scheme.recipe
-        return self.reciprocal and not (
-            recipe.power_of_two_scales or recipe.scaling == "mxfp8" or self.form.scheme.four_over_six
-        )
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A scheme, and what else decides; all in a form's own orientation."""
+
+    scheme: Scheme
+    dtype: torch.dtype  # of the tensor
+    given: Tensor | None = None  # delayed scaling's scale
+    noise: Tensor | None = None  # of stochastic rounding
+    reciprocal: bool = False  # whether reciprocals may be multiplied by, and decide
 
     @property
     def two_levels(self) -> bool:
-        return self.form.scheme.recipe.scaling == "nvfp4"
+        return self.scheme.recipe.scaling == "nvfp4"
 
-    def expectations(self) -> dict[str, Expectation]:
-        codes = self._right("codes")
-        right: dict[str, Expectation] = {
-            self.names["amax"]: Exact(self._right("amax")),
-            self.names["scales"]: self._scales() if self.loose else Exact(self._right("scales")),
-            self.names["codes"]: Given(codes, self._codes),
-            self.names["values"]: Given(self._right("values"), self._values),
+    @property
+    def whole(self) -> Block:
+        """The block of NVFP4's amax."""
+        return 1 if self.scheme.row_scaled else None, None
+
+    # ---- the rules, of one tensor; float64 and unrounded where reciprocals may decide
+
+    def fitting(self, amax: Tensor) -> Tensor:
+        """What values are multiplied by, in delayed, current and block scaling."""
+        recipe = self.scheme.recipe
+        narrow = recipe.scaling == "block" and self.dtype != torch.float64
+        how: dict[str, Any] = {
+            "epsilon": recipe.amax_epsilon or 0.0,
+            "infinity": torch.finfo(self.dtype).max if narrow else FLOAT32_MAX,
+            "power_of_two": bool(recipe.power_of_two_scales),
         }
-        if self.names["scales.gemm"] in self.right:
-            right[self.names["scales.gemm"]] = Given(self._right("scales.gemm"), self._for_gemm)
-        return right
+        return scale_from_amax(amax, self.scheme.format.max, **how)
 
-    def _right(self, what: str) -> Tensor:
-        value: Tensor = self.right[self.names[what]].detach()
-        return value
+    def exponent(self, amax: Tensor) -> Tensor:
+        """The code of MXFP8's scale."""
+        return encode(amax * nearest32(1 / self.scheme.format.max), E8M0)
 
-    def _whole(self, parts: list[Tensor]) -> Tensor:
-        """[M,N] in logical orientation, 0 behind the last group."""
-        whole = torch.cat([turned(part, self.form.columnwise) for part in parts])
-        return torch.cat([whole, whole.new_zeros(len(self.form.source_MN) - len(whole), whole.shape[1])])
+    def encoding(self, amax: Tensor) -> Tensor:
+        """S of NVFP4."""
+        x = amax.double() if self.reciprocal else amax
+        encoding = over(6 * self.scheme.scale_max, x).clamp(max=FLOAT32_MAX)
+        return torch.where((x == 0) | (encoding == 0), 1.0, encoding)
 
-    def _sources(self) -> list[Tensor]:
-        """What was quantised, group by group, in float32 and the form's own orientation."""
-        sizes = [turned(group.codes, self.form.columnwise).shape[0] for group in self.form.groups]
-        rows = self.form.source_MN.detach().float()[: sum(sizes)].split(sizes)
-        return [turned(own, self.form.columnwise) for own in rows]
+    def level(self, amax: Tensor, encoding: Tensor, times: float = 1.0) -> Tensor:
+        """What NVFP4's scale of a block is encoded from; `times` 1.5 where the largest value of a block becomes 4."""
+        if self.reciprocal:
+            return amax.double() / 6 * encoding
+        if self.scheme.four_over_six:
+            return over(amax, torch.full_like(amax, 6.0)) * encoding * times
+        return amax * (encoding * nearest32(1 / 6))
 
-    def returned(self, outputs: Outputs) -> list[Scaled]:
-        """Each group as the implementation returned it."""
-        parts = {name: by_group(self.form, name, outputs[self.names[name]]) for name in ("codes", "scales", "amax")}
-        turn = self.form.columnwise
-        return [
-            Scaled(turned(codes, turn).to(torch.uint8), turned(scale, turn), turned(amax, turn))
-            for codes, scale, amax in zip(parts["codes"], parts["scales"], parts["amax"], strict=True)
-        ]
+    def multiplier(self, code: Tensor, encoding: Tensor) -> Tensor:
+        """What the values of a block of NVFP4 are multiplied by, of the code of its scale."""
+        if self.reciprocal:
+            return (encoding / decode(code, E4M3, dtype=torch.float64)).clamp(max=FLOAT32_MAX)
+        return over(1.0, decode(code, E4M3) * over(1.0, encoding)).clamp(max=FLOAT32_MAX)
 
-    def _scales(self) -> Expectation:
-        scale = self._right("scales")
-        if not self.two_levels:
-            return nearly(scale, 5)  # 1/(FMAX/a) here; FMAX · (1/a), and one more reciprocal, there
-        wanted = [
-            each_row(block_amax(own, self.form.scheme.block), self.form.scheme).double()
-            / 6
-            * _encoding(group.amax, self.form.scheme)
-            for own, group in zip(self._sources(), self.form.groups, strict=True)
-        ]
-        scaled = torch.cat([turned(part, self.form.columnwise) for part in wanted]).clamp(max=E4M3.max)
-        return Codes(scale, scaled=scaled, table=_meanings(E4M3), window=RECIPROCAL)
+    # ---- of intervals
 
-    def _codes(self, outputs: Outputs) -> Exact:
-        """The codes that are nearest to what was quantised, over the scales that were returned."""
-        if not self.loose or self.noise:
-            return Exact(self._any_nan(self._right("codes"), outputs), "integers")
-        pairs = zip(self._sources(), self.returned(outputs), strict=True)
-        scaled = self._whole([own.double() * self._multiplier(group, own) for own, group in pairs])
-        nearest = self._any_nan(encode(scaled, self.form.scheme.format), outputs)
-        return Codes(nearest, scaled=scaled, table=_meanings(self.form.scheme.format), window=RECIPROCAL)
+    def amax(self, x: Interval, block: Block) -> tuple[Tensor, Tensor]:
+        """The least and the most that each block's amax may be, in float32."""
+        least, most = (block_amax(side.float(), block) for side in x.magnitudes())
+        return least, most
 
-    def _any_nan(self, right: Tensor, outputs: Outputs) -> Tensor:
-        """The codes with the NaN that was returned in the place of the format's own: a format may have several, and they mean the same."""
-        observed = outputs.get(self.names["codes"])
-        if not isinstance(observed, Tensor) or observed.shape != right.shape or observed.is_floating_point():
-            return right
-        got, meaning = observed.to(torch.int64) & 0xFF, _meanings(self.form.scheme.format).isnan()
-        return torch.where(meaning[got] & meaning[right.long()] & (got == observed), got.to(torch.uint8), right)
-
-    def _multiplier(self, group: Scaled, own: Tensor) -> Tensor:
-        """What each element is multiplied by, in float64."""
-        if not self.two_levels:
-            return spread(1 / group.scale.double(), self.form.scheme.block, own)
-        factor = (_encoding(group.amax, self.form.scheme) / decode(group.scale, E4M3, dtype=torch.float64)).clamp(
-            max=FLOAT32_MAX
+    def levels(self, blocks: tuple[Tensor, Tensor], encodings: tuple[Tensor, Tensor], times: float = 1.0) -> Interval:
+        """The codes of NVFP4's scales of blocks."""
+        window = RECIPROCAL if self.reciprocal else 0.0
+        low, high = (
+            encode((self.level(block, end, times).double() * (1 + side * window)).clamp(max=FLOAT32_MAX), E4M3)
+            for side, block, end in zip((-1, 1), blocks, encodings, strict=True)
         )
-        return spread(factor, (1, BLOCK["nvfp4"]), own)
+        nowhere = torch.zeros_like(blocks[0], dtype=torch.bool)
+        return Interval(low, high, nowhere, nowhere)
 
-    def _values(self, outputs: Outputs) -> Exact | Bounded:
-        """What the codes that were returned stand for, with the scales that were returned."""
-        value, dtype = (
-            self._whole([values(group, self.form.scheme) for group in self.returned(outputs)]),
-            self.form.source_MN.dtype,
+    def of_group(self, group: Scaled) -> Scales:
+        """The scales that a group was returned with."""
+        square = self.scheme.recipe.scaling not in ("mxfp8", "nvfp4")  # the others are stored for each row
+        block = self.scheme.block if square else (1, self.scheme.block[1])
+        if self.two_levels:
+            by = self.multiplier(group.scale, self.encoding(group.amax))
+        elif self.scheme.recipe.scaling == "mxfp8":
+            by = decode(254 - group.scale, E8M0)
+        elif self.given is not None:
+            by = self.given.reshape(1, 1)
+        else:
+            by = 1 / group.scale.double() if self.reciprocal else self.fitting(group.amax)
+        back = decoding(group, self.scheme)
+        return Scales((by, by), (back, back), block, torch.ones_like(back, dtype=torch.bool))
+
+    def scaled(self, x: Interval, scales: Scales) -> Interval:
+        """What is encoded, by whichever scale takes it further to its side."""
+
+        def furthest(end: Tensor, side: int) -> Tensor:
+            product = (torch.minimum if side < 0 else torch.maximum)(*(self.product(end, scales, i) for i in (0, 1)))
+            window = RECIPROCAL * torch.where(product.isfinite(), product.abs(), 0.0)
+            return torch.where(x.nan, torch.nan, product + side * window if self.reciprocal else product.float())
+
+        return x.mapped(lambda low: furthest(low, -1), lambda high: furthest(high, 1))
+
+    def product(self, x: Tensor, scales: Scales, end: int = 0) -> Tensor:
+        """x · s, not rounded."""
+        return x.double() * spread(scales.by[end], scales.block, x).double()
+
+    def codes(self, x: Interval, scales: Scales) -> Interval:
+        return self.scaled(x, scales).mapped(lambda end: encode(end, self.scheme.format, noise=self.noise))
+
+    def values(self, x: Interval, choices: list[Scales] | None = None) -> "Decoded":
+        """What the codes of x stand for.
+
+        Args:
+            choices: the scales that may have been chosen; None: those of the recipe's rule.
+        """
+        if choices is not None:
+            return self._decoded(x, choices)
+        if self.scheme.four_over_six:
+            six, four = (self._decoded(x, list(self._of_two_levels(x, times))) for times in (1.0, 1.5))
+            only_six, only_four = self._better(x, six.values, four.values)
+            either = Decoded.nothing(x, self.scheme.format).or_else(six, ~only_four).or_else(four, ~only_six)
+        else:
+            rules = {"mxfp8": self._of_exponents, "nvfp4": self._of_two_levels}
+            either = self._decoded(x, list(rules.get(self.scheme.recipe.scaling, self._of_amax)(x)))
+        return self._where_open(x, either)
+
+    def _decoded(self, x: Interval, choices: list[Scales]) -> "Decoded":
+        format = self.scheme.format
+        found = Decoded.nothing(x, format)
+        for choice in choices:
+            codes = self.codes(x, choice).mapped(lambda code: decode(code, format, dtype=torch.float64))
+            back = [spread(end, choice.block, x.low).double() for end in choice.back]
+            values = codes.mapped(
+                lambda low: torch.minimum(*(low * end for end in back)),  # noqa: B023  (called here)
+                lambda high: torch.maximum(*(high * end for end in back)),  # noqa: B023
+            )
+            one = Decoded(values, torch.maximum(*back))
+            found = found.or_else(one, spread(choice.chosen, choice.block, x.low))
+        return found
+
+    def _of_amax(self, x: Interval) -> Iterator[Scales]:
+        """Delayed, current and block scaling."""
+        block = self.scheme.block
+        if self.given is not None:
+            one = self.given.reshape(1, 1)
+            yield Scales((one, one), (over(1.0, one), over(1.0, one)), block, torch.ones_like(one, dtype=torch.bool))
+            return
+        high, low = (self.fitting(amax) for amax in self.amax(x, block))
+        if not self.scheme.recipe.power_of_two_scales:
+            every = torch.ones_like(low, dtype=torch.bool)
+            yield Scales((low, high), (over(1.0, high), over(1.0, low)), block, every)
+            return
+        while bool((high >= low).any()):
+            yield Scales((high, high), (over(1.0, high), over(1.0, high)), block, high >= low)
+            high = high / 2
+
+    def _of_exponents(self, x: Interval) -> Iterator[Scales]:
+        """MXFP8."""
+        first, last = (self.exponent(amax).int() for amax in self.amax(x, self.scheme.block))
+        while bool((first <= last).any()):
+            code = first.clamp(max=254).to(torch.uint8)
+            by, back = decode(254 - code, E8M0), decode(code, E8M0)
+            yield Scales((by, by), (back, back), self.scheme.block, first <= last)
+            first = first + 1
+
+    def _of_two_levels(self, x: Interval, times: float = 1.0) -> Iterator[Scales]:
+        """NVFP4."""
+        amax = self.amax(x, self.whole)
+        encodings = self.encoding(amax[1]), self.encoding(amax[0])
+        codes = self.levels(self.amax(x, self.scheme.block), encodings, times)
+        code, last = codes.low.int(), codes.high.int()
+        share = nearest32(1 / (6 * self.scheme.scale_max))
+        while bool((code <= last).any()):
+            level = code.clamp(max=E4M3.max_code).to(torch.uint8)
+            by = [self.multiplier(level, end) for end in encodings]
+            back = [decode(level, E4M3) * end * share for end in amax]
+            yield Scales((by[0], by[1]), (back[0], back[1]), self.scheme.block, code <= last)
+            code = code + 1
+
+    def _better(self, x: Interval, six: Interval, four: Interval) -> tuple[Tensor, Tensor]:
+        """Where 4over6 is bound to choose the first, and the second."""
+        squared, least, most = self.scheme.recipe.four_over_six_error == "mse", [], []
+        for values in (six, four):
+            middle = ((values.low + values.high) - (x.low + x.high)).abs() / 2
+            half = ((values.high - values.low) + (x.high - x.low)) / 2
+            parts = [(middle - half).clamp(min=0), middle + half, x.low.abs().maximum(x.high.abs())]
+            sums = [
+                (part.square() if squared else part).unflatten(1, (-1, self.scheme.block[1])).sum(2)  # type: ignore[arg-type]
+                for part in parts
+            ]
+            least.append(sums[0] - ERROR_ROUNDINGS * sums[2])
+            most.append(sums[1] + ERROR_ROUNDINGS * sums[2])
+        only_six, only_four = most[0] <= least[1], most[1] < least[0]
+        return spread(only_six, self.scheme.block, x.low), spread(only_four, self.scheme.block, x.low)
+
+    def _where_open(self, x: Interval, found: "Decoded") -> "Decoded":
+        """Anything up to the largest number, where there may be nothing but zeros, whose scale is 1."""
+        recipe = self.scheme.recipe
+        if self.given is not None or recipe.scaling == "mxfp8" or x.is_exact:
+            return found
+        least, most = (
+            spread(amax, self.whole if self.two_levels else self.scheme.block, x.low)
+            for amax in self.amax(x, self.whole if self.two_levels else self.scheme.block)
         )
-        if not (self.loose and self.two_levels):
-            return Exact(one_nan(value.to(dtype)))
-        bound = value.double().abs() * (4 * ROUNDING + torch.finfo(dtype).eps / 2) + torch.finfo(dtype).smallest_normal
-        return Bounded(value.double(), torch.where(value.isfinite(), bound, 0.0), dtype, torch.float32)
-
-    def _for_gemm(self, outputs: Outputs) -> Exact:
-        """The scales that were returned, in their places; what stands elsewhere is padding, and is right whatever it is."""
-        right = self._laid_out(self.returned(outputs))
-        is_scale = self._laid_out([group._replace(scale=torch.ones_like(group.scale)) for group in self.form.groups])
-        observed = outputs.get(self.names["scales.gemm"])
-        if not isinstance(observed, Tensor) or observed.shape != right.shape or observed.dtype != right.dtype:
-            return Exact(right)
-        return Exact(torch.where(is_scale == 1, right, observed))
-
-    def _laid_out(self, groups: list[Scaled]) -> Tensor:
-        form = replace(self.form, groups=tuple(groups))
-        whole = Quantized(None, form) if form.columnwise else Quantized(form, None)
-        return torch.cat([part.flatten() for part in moe_ref.scales(whole, columnwise=form.columnwise, layout="gemm")])
+        open_ = (least == 0) & (most > 0) & (not recipe.amax_epsilon) | most.isinf()
+        most = most.double() * ANY_SCALE
+        values = found.values.mapped(
+            lambda end: torch.where(open_, -most, end), lambda end: torch.where(open_, most, end)
+        )
+        return Decoded(values, torch.where(open_, most, found.scale))
 
 
-def nearly(scale: Tensor, roundings: int) -> Bounded:
-    """Scales of which so many roundings may be others."""
-    return Bounded(scale.double(), scale.double() * (roundings * ROUNDING) + LEAST, torch.float32, torch.float32)
+@dataclass(frozen=True)
+class Decoded:
+    """What codes stand for, and the largest scale that each may have."""
+
+    values: Interval
+    scale: Tensor
+
+    @classmethod
+    def nothing(cls, x: Interval, format: Format) -> "Decoded":
+        low = torch.full_like(x.low, torch.inf, dtype=torch.float64)
+        nan = x.nan & (format.nan is not None)
+        return cls(Interval(low, -low, nan, x.unknown), torch.zeros_like(low))
+
+    def or_else(self, other: "Decoded", where: Tensor) -> "Decoded":
+        """By another choice, too."""
+        scale = torch.where(where, torch.maximum(self.scale, other.scale), self.scale)
+        return Decoded(self.values.or_else(other.values, where), scale)
 
 
-def one_nan(x: Tensor) -> Tensor:
-    """x with one kind of NaN: which bits a conversion makes of one depends on the machine."""
-    return torch.where(x.isnan(), torch.nan, x)
+def decoding(group: Scaled, scheme: Scheme) -> Tensor:
+    """What a group's codes are multiplied by: a scale per block, in float32."""
+    if scheme.recipe.scaling == "mxfp8":
+        return decode(group.scale, E8M0)
+    if scheme.recipe.scaling == "nvfp4":
+        return decode(group.scale, E4M3) * group.amax * nearest32(1 / (6 * scheme.scale_max))
+    return group.scale
 
 
-def by_group(form: Form, name: str, whole: Tensor) -> list[Tensor]:
-    """What was read of a form, group by group: views in logical orientation, [rows, columns]."""
-    own = {"codes": "codes", "values": "codes", "scales": "scale", "amax": "amax"}[name]
-    shapes = [turned(getattr(group, own), form.columnwise).shape for group in form.groups]
-    matrix = whole.reshape(-1, 1) if whole.dim() == 1 else whole
-    return list(matrix[: sum(shape[0] for shape in shapes)].split([shape[0] for shape in shapes]))
+def transformed(x: Interval) -> Interval:
+    """The Hadamard transform of each 16 neighbours of a row, rounded to bfloat16."""
+    size = len(HADAMARD_SIGNS)
+    matrix = torch.tensor(
+        [[sign * (-1) ** (i & j).bit_count() / 4 for j in range(size)] for i, sign in enumerate(HADAMARD_SIGNS)],
+        dtype=torch.float64,
+    )
+    odd = x.unknown | x.nan | x.low.isinf() | x.high.isinf()
+    center = torch.where(odd, 0.0, (x.low + x.high) / 2).unflatten(1, (-1, size))
+    half = torch.where(odd, 0.0, (x.high - x.low) / 2).unflatten(1, (-1, size))
+    off = (half * SLACK + SUM_ROUNDINGS * (center.abs() + half)).sum(2, keepdim=True) / 4
+    low, high = ((center @ matrix + side * off).flatten(1).to(torch.bfloat16).double() for side in (-1, 1))
+    nan = x.nan.unflatten(1, (-1, size)).any(2, keepdim=True).expand(center.shape).flatten(1)
+    unknown = (odd & ~x.nan).unflatten(1, (-1, size)).any(2, keepdim=True).expand(center.shape).flatten(1)
+    return Interval(low, high, nan & ~unknown, unknown).either_zero()
 
 
-def _meanings(format: Format) -> Tensor:
-    """What each of 256 codes means."""
+def meanings(format: Format) -> Tensor:
+    """What each of 256 codes means, in float64."""
     return decode(torch.arange(256, dtype=torch.uint8), format, dtype=torch.float64)
-
-
-def _encoding(amax: Tensor, scheme: Scheme) -> Tensor:
-    """S of NVFP4 in float64."""
-    encoding = (6 * scheme.scale_max / amax.double()).clamp(max=FLOAT32_MAX)
-    return torch.where((amax == 0) | (encoding == 0), 1.0, encoding)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from conformance.judge.bound import FLOAT32, HALF_SUBNORMAL, ROUNDOFF, Accumulator, Bounded
+from conformance.judge.ranges import Interval
 
 DIVISION, ROOT, TRANSCENDENTAL = (
     2.5,
@@ -120,14 +121,44 @@ class Running:
         """Exactly zero where `kept` is not set."""
         return Running(torch.where(kept, self.value, 0.0), torch.where(kept, self.error, 0.0), self.dtype)
 
-    def ends(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The least and the most that it may be rounded to. From float64 to 16 bits, torch goes by way of float32, and compiled kernels do not."""
-        twice = (
-            2 * ROUNDOFF[torch.float32]
-            if self.dtype == torch.float64 and ROUNDOFF[dtype] > ROUNDOFF[torch.float32]
-            else 0.0
-        )
-        error = self.error + twice * torch.where(self.value.isfinite(), self.value.abs(), 0.0)
+    def before_final_rounding(self, dtype: torch.dtype) -> "Running":
+        """Itself, where its rounding to `dtype` is the last operation and may flush it to zero.
+
+        float32 may be flushed everywhere, float16 nowhere. Where the oracle's own roundings are of the same size, they count, too.
+        """
+        least = torch.finfo(dtype).tiny if dtype != torch.float16 else 0.0
+        error = self.error * (2 if self.dtype == torch.float64 else 1) + least
+        error = torch.where((self.value == 0) & (self.error == 0), 0.0, error)
+        return Running(self.value, torch.where(self.value.isfinite(), error, 0.0), self.dtype)
+
+    def with_rounding(self, dtype: torch.dtype) -> "Running":
+        """Itself, rounded to `dtype` on its way to a later stage."""
+        error = self.error + ROUNDOFF[dtype] * (self.value.abs() + self.error) + HALF_SUBNORMAL[dtype]
+        exact_zero = (self.value == 0) & (self.error == 0)
+        return Running(self.value, torch.where(exact_zero, 0.0, error), self.dtype)
+
+    def rounded_to(self, dtype: torch.dtype) -> "Running":
+        """The nearest number of `dtype`: exact where all within the error round to one, and none may be flushed to zero."""
+        value, (low, high) = self.value.to(dtype).double(), self._ends(dtype)
+        tiny = torch.finfo(dtype).tiny if dtype != torch.float16 else 0.0
+        flushed = torch.where((value != 0) & (value.abs() <= tiny), tiny, torch.zeros_like(value))
+        error = torch.maximum(high - value, value - low) + flushed
+        return Running(value, torch.where(value.isfinite(), error, 0.0), self.dtype)
+
+    def interval(self, dtype: torch.dtype, unspecified: Tensor) -> Interval:
+        """The numbers of `dtype` that its last rounding may give, once or by way of float32."""
+        last = self.before_final_rounding(dtype)
+        unknown = unspecified | (last.error == torch.inf)
+        return Interval(*last._ends(dtype), last.value.isnan() & ~unknown, unknown).either_zero()
+
+    def _ends(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The least and the most that it may be rounded to.
+
+        From float64 to 16 bits, torch goes by way of float32, and compiled kernels do not.
+        """
+        twice = self.dtype == torch.float64 and ROUNDOFF[dtype] > ROUNDOFF[torch.float32]
+        more = 2 * ROUNDOFF[torch.float32] * torch.where(self.value.isfinite(), self.value.abs(), 0.0)
+        error = self.error + more if twice else self.error
         return (self.value - error).to(dtype).double(), (self.value + error).to(dtype).double()
 
     def bounded(self, dtype: torch.dtype, value: Tensor | None = None, unspecified: Tensor | None = None) -> Bounded:
@@ -154,12 +185,6 @@ def contracted(left: Running, right: Running, accumulator: Accumulator = FLOAT32
     brought = magnitude - left.value.abs() @ right.value.abs().mT
     error = brought.clamp(min=0) + accumulator.worst(left.value.shape[-1]) * magnitude
     return Running(left.value @ right.value.mT, error, left.dtype)
-
-
-def add_rounding(x: Running, dtype: torch.dtype) -> Running:
-    """x rounded to `dtype` on its way to a later stage, which goes on in x's own."""
-    error = x.error + ROUNDOFF[dtype] * (x.value.abs() + x.error) + HALF_SUBNORMAL[dtype]
-    return Running(x.value, torch.where((x.value == 0) & (x.error == 0), 0.0, error), x.dtype)
 
 
 def _times(x: Tensor, error: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
-"""Codes of values that are known to lie between two numbers: encoding is monotonic, so a code is right if it lies between the codes of
-both.
+"""Codes of values that lie between two numbers: encoding is monotonic, so a code is right if it lies between the codes of both.
 
-Codes of a format with a sign and a magnitude are put in the order of what they mean, -0 before 0; where nothing is known of a value,
-every code is right, and a NaN's among them. Between two numbers that have the same code there is one right code: nothing is forgiven for
-being near.
+Codes of a format with a sign and a magnitude are put in the order of their values, -0 before 0. Where nothing is known of a value, every
+code is right, NaN's included. Between two numbers of the same code there is one right code: nothing is forgiven for being near.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,8 +14,70 @@ from torch import Tensor
 
 from conformance.judge.exact import Exact
 
-NAN_PLACE, NO_PLACE = 1000, 9000  # of all NaN; of what is no code
+NAN_PLACE, NO_PLACE = 1000, 9000  # of every NaN; of what is no code
 LEAST_PLACE, MOST_PLACE = -2000, 2000
+SLACK = 1 + 2.0**-50  # of half a width, which float64 rounds
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Numbers, each between two; NaN where `nan`, and any where `unknown`. An exact number is an interval of width 0."""
+
+    low: Tensor
+    high: Tensor
+    nan: Tensor  # bool
+    unknown: Tensor  # bool
+
+    @classmethod
+    def exact(cls, x: Tensor) -> "Interval":
+        return cls(x, x, x.isnan(), torch.zeros_like(x, dtype=torch.bool))
+
+    @classmethod
+    def around(cls, x: Tensor, error: Tensor) -> "Interval":
+        """x ± error; unknown where that is infinite."""
+        return cls(x - error, x + error, x.isnan(), error.isinf())
+
+    @property
+    def is_exact(self) -> bool:
+        return bool(((self.low == self.high) | self.nan).all()) and not bool(self.unknown.any())
+
+    @property
+    def center(self) -> Tensor:
+        """float64: the middle; 0 where unknown."""
+        middle = torch.where(self.low == self.high, self.low, (self.low.double() + self.high.double()) / 2)
+        return torch.where(self.nan, torch.nan, torch.where(self.margin.isinf(), 0.0, middle))
+
+    @property
+    def margin(self) -> Tensor:
+        """float64: half of the width; infinity where unknown."""
+        half = (self.high.double() - self.low.double()) / 2 * SLACK
+        half = torch.where(self.low == self.high, 0.0, torch.where(half.isnan(), torch.inf, half))
+        return torch.where(self.nan, 0.0, torch.where(self.unknown, torch.inf, half))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Interval":
+        """Rows, columns or another order of the numbers."""
+        return Interval(*(change(x) for x in (self.low, self.high, self.nan, self.unknown)))
+
+    def mapped(self, low: Callable[[Tensor], Tensor], high: Callable[[Tensor], Tensor] | None = None) -> "Interval":
+        """Of a monotonic function, or of a lower and an upper bound of one."""
+        return Interval(low(self.low), (high or low)(self.high), self.nan, self.unknown)
+
+    def either_zero(self) -> "Interval":
+        """A zero may have either sign."""
+        return self.mapped(lambda low: torch.where(low == 0, -0.0, low), lambda high: torch.where(high == 0, 0.0, high))
+
+    def or_else(self, other: "Interval", where: Tensor) -> "Interval":
+        """Numbers of either interval."""
+        low = torch.where(where, torch.minimum(self.low, other.low), self.low)
+        return Interval(
+            low, torch.where(where, torch.maximum(self.high, other.high), self.high), self.nan, self.unknown
+        )
+
+    def magnitudes(self) -> tuple[Tensor, Tensor]:
+        """The least and the most that |x| may be for a maximum, which passes over NaN."""
+        least = torch.where(self.nan, 0.0, torch.maximum(self.low, -self.high).clamp(min=0))
+        most = torch.where(self.nan, 0.0, torch.maximum(self.low.abs(), self.high.abs()))
+        return torch.where(self.unknown, 0.0, least), torch.where(self.unknown, torch.inf, most)
 
 
 @dataclass(frozen=True)
@@ -29,6 +90,14 @@ class Ranged(Exact):
 
     check: ClassVar[str] = "code"
     by_row: ClassVar[tuple[str, ...]] = ("value", "least", "most")
+
+    @classmethod
+    def between(cls, codes: Interval, meanings: Tensor, sign_bit: int) -> "Ranged":
+        """uint8 codes between two; any where unknown."""
+        places = code_places(meanings, sign_bit)
+        least = torch.where(codes.unknown, LEAST_PLACE, places[codes.low.long()])
+        most = torch.where(codes.unknown, MOST_PLACE, places[codes.high.long()])
+        return cls(codes.low, "integers", least=least, most=most, places=places)
 
     def wrong(self, observed: Tensor) -> np.ndarray | None:
         assert self.least is not None and self.most is not None

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from conformance.analysis.factors import Factor, ProductPrecision, dequantised
 from conformance.analysis.products import Product
+from conformance.analysis.quantizer import Quantizer
 from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
 from conformance.engine.child import poison
@@ -20,23 +23,18 @@ from conformance.families.experts.cases import GROUPED_VALUES, GroupedCase, coun
 from conformance.families.experts.linear import precision_of
 from conformance.families.experts.precision import (
     LOW_VALUES,
-    Factor,
-    Precision,
-    dequantised,
     fits,
-    margin_of,
     state_tensors,
-    step_across,
 )
 from conformance.families.experts.space_recipes import FACTORS, recipe_cases
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from conformance.interface import Implementation, load
 from conformance.judge import Bounded
 from conformance.judge.bound import FLOAT32, HOPPER_FP8
+from conformance.judge.ranges import Interval
 from conformance.judge.ratios import RowWise
+from moe_ref.config import Recipe
 from moe_ref.config.quantization import OVERRIDES
-from moe_ref.quantization.formats import E4M3
-from moe_ref.quantization.quantize import quantize
 from moe_ref.quantization.recipes import scheme
 from tests.honest.low_precision import Way, by_codes, make, never_promoted, of_fourteen_bits
 from tests.honest.wrong_products import (
@@ -401,7 +399,7 @@ def test_mxfp8_nvfp4_and_high_precision_are_added_in_float32_whatever_is_declare
     assert precision_of_case(WGRAD, declared).sums == FLOAT32  # of a bias, and of what is accumulated into
 
 
-def precision_of_case(case: GroupedCase, declared: dict[str, Any]) -> Precision:
+def precision_of_case(case: GroupedCase, declared: dict[str, Any]) -> ProductPrecision:
     problem = CONTRACTS[case.function].problem(case)
     return precision_of(problem, declared, problem.required["rows"])
 
@@ -417,46 +415,40 @@ def test_a_tie_is_anybodys_where_reciprocals_are_declared():
     assert evaluate(case, declaring(Way(), scale_arithmetic="reciprocal")).status == "PASS"
 
 
-def test_the_margin_of_a_code_is_a_step_where_it_lies_in_the_middle_and_nothing_elsewhere():
-    scaled = torch.tensor(
-        [
-            1.0625,
-            -1.0625,
-            1.0625 * (1 + 2.0**-22),
-            1.0625 * (1 + 2.0**-20),
-            1.0,
-            0.0,
-            2.0**-10,
-            432.0,
-            448.0,
-            1e9,
-            torch.nan,
-        ],
-        dtype=torch.float64,
-    )
-    assert step_across(scaled, E4M3).tolist() == [0.125, 0.125, 0.125, 0, 0, 0, 2.0**-9, 32, 0, 0, 0]
+def interval_of(x: Tensor, recipe: Recipe, role: str = "weight") -> Interval:
+    """What x may come to where reciprocals decide."""
+    quantizer = Quantizer(scheme(recipe, role), torch.float32, given=torch.ones(1), reciprocal=True)
+    return quantizer.values(Interval.exact(x.double())).values
+
+
+def test_a_code_in_the_middle_of_two_may_be_either_and_others_are_what_they_are():
+    """By a scale of 1; 448 is E4M3's largest number, and 2⁻¹⁰ half of its smallest."""
+    middle = 1.0625
+    numbers = [middle, -middle, middle * (1 + 2.0**-22), middle * (1 + 2.0**-20), 1.0, 0.0, 2.0**-10, 432.0, 448.0, 1e9]
+    found = interval_of(torch.tensor([numbers], dtype=torch.float64), RECIPES["delayed"][0])
+    width = [0.125, 0.125, 0.125, 0, 0, 0, 2.0**-9, 32, 0, 0]
+    assert (found.high - found.low)[0].tolist() == width
+    assert found.low[0, :4].tolist() == [1.0, -1.125, 1.0, 1.125]
 
 
 def test_a_block_scale_in_the_middle_of_two_leaves_each_of_its_codes_two_values():
     """A = 6 · 448, so S = 1; the block's amax is 6 · 1.0625, and its scale 1 or 1.125."""
     x = torch.zeros(16, 32)
     x[0, 0], x[0, 16], x[0, 17] = 6 * 448, 6 * 1.0625, 1.0
-    (group,) = quantize(x, RECIPES["nvfp4"][1], role="weight").quantized.form(False).groups
-    margin = margin_of(group, x, scheme(RECIPES["nvfp4"][1], "weight"))
-    assert margin[0, 16:18].tolist() == [0.75, 0.125]
-    assert margin.count_nonzero() == 2
+    found = interval_of(x, RECIPES["nvfp4"][1])
+    width = found.high - found.low
+    assert width[0, 16:18].tolist() == pytest.approx([0.75, 0.125])
+    assert (width > 1e-6).count_nonzero() == 2
 
 
 def test_what_comes_back_is_rounded_once_and_may_be_its_neighbour_only_where_scales_are_reciprocals():
     value = torch.tensor([1 + 2.0**-8, 1 + 2.0**-9, 1.0, torch.inf]).double()  # bfloat16 has 1 and 1 + 2⁻⁷
-    exact, loose = (dequantised(Factor(value), torch.bfloat16, reciprocal) for reciprocal in (False, True))
-    assert exact.value.tolist() == loose.value.tolist() == [1, 1, 1, torch.inf]
-    assert exact.margin is None
-    assert loose.margin.tolist() == [2.0**-7, 0, 0, 0]
-    other = dequantised(
-        Factor(value, torch.tensor([0, 2.0**-8, 0, 0]).double()), torch.bfloat16, False
-    )  # another code, as far away
-    assert other.margin.tolist() == [0, 2.0**-7, 0, 0]
+    exact, loose = (dequantised(Interval.exact(value), torch.bfloat16, reciprocal) for reciprocal in (False, True))
+    assert exact.low.tolist() == exact.high.tolist() == loose.low.tolist() == [1, 1, 1, torch.inf]
+    assert loose.high.tolist() == [1 + 2.0**-7, 1, 1, torch.inf]
+    off = torch.tensor([0, 2.0**-8, 0, 0]).double()  # another code, as far away
+    other = dequantised(Interval(value - off, value + off, value.isnan(), value.isnan()), torch.bfloat16, False)
+    assert (other.high - other.low)[:3].tolist() == [0, 2.0**-7, 0]
 
 
 def test_a_case_of_an_overridden_backward_shrinks_and_one_of_delayed_scaling_is_none():
@@ -471,12 +463,13 @@ def test_a_case_of_an_overridden_backward_shrinks_and_one_of_delayed_scaling_is_
 
 def test_the_product_of_margins_is_how_far_it_can_be():
     left, right = (
-        Factor(torch.tensor([[2.0, -4.0]]).double(), torch.tensor([[0.5, 0.0]]).double()),
-        Factor(torch.tensor([[3.0, 1.0]]).double()),
+        Factor(Interval.around(torch.tensor([[2.0, -4.0]]).double(), torch.tensor([[0.5, 0.0]]).double())),
+        Factor(Interval.exact(torch.tensor([[3.0, 1.0]]).double())),
     )
     product = Product.of_factors(left, right)
-    assert (product.value.item(), product.magnitude.item(), product.margin.item()) == (2, 10, 1.5)
-    assert Product.of_factors(Factor(left.value), right).margin.item() == 0
+    assert (product.value.item(), product.magnitude.item()) == (2, 10)
+    assert product.margin.item() == pytest.approx(1.5)
+    assert Product.of_factors(Factor(Interval.exact(left.values.center)), right).margin.item() == 0
 
 
 def test_rows_with_a_code_that_may_be_another_are_not_compared_with_the_reference():

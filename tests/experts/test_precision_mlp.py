@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.analysis.factors import inexact_factors
-from conformance.analysis.running import Running
+from conformance.analysis.factors import dequantised, may_be_others
+from conformance.analysis.quantizer import Quantizer
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.space import Space
@@ -25,6 +25,7 @@ from conformance.families.experts.shared import SharedCase
 from conformance.families.experts.space_recipes import recipe_cases
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from conformance.interface import Implementation, load
+from conformance.judge.ranges import Interval
 from moe_ref.config import check_grouped_mlp, check_pairs
 from moe_ref.config.quantization import OVERRIDES
 from moe_ref.experts.activations import chosen_activation
@@ -349,18 +350,15 @@ def test_shared_experts_in_high_precision_are_found():
 # ---- the analysis itself
 
 
-def inexact(x: Tensor, recipe, off: float, columnwise: bool = False, **how: Any):
-    counts, how_made = torch.tensor([len(x)]), scheme(recipe, "input", columnwise=columnwise)
-    known = Running(x.double(), torch.full_like(x, off).double(), torch.float32)
-    beside: dict[str, Any] = {
-        "columnwise": columnwise,
-        "scale_L": None,
-        "noise_PN": None,
-        "reciprocal": False,
-        "aligned": False,
-    } | how
-    (factor,) = inexact_factors(known, counts, how_made, x.dtype, **beside)
-    return factor
+def inexact(
+    x: Tensor, recipe, off: float, columnwise: bool = False, reciprocal: bool = False, rounded: bool = False
+) -> Interval:
+    """What x ± off may come to, quantised as an input."""
+    how_made = scheme(recipe, "input", columnwise=columnwise)
+    known = Interval.around(x.double(), torch.full_like(x, off).double()).each(lambda part: turned(part, columnwise))
+    quantizer = Quantizer(how_made, x.dtype, reciprocal=reciprocal and may_be_others(how_made))
+    values = quantizer.values(known).values.each(lambda part: turned(part, columnwise))
+    return dequantised(values, x.dtype, reciprocal) if rounded else values
 
 
 FORMS = [
@@ -386,7 +384,7 @@ def test_what_is_quantised_anywhere_in_the_range_comes_to_within_the_factors_mar
         made = quantize(near, recipe, rowwise=not columnwise, columnwise=columnwise).quantized.form(columnwise)
         value = turned(values(made.groups[0], made.scheme), columnwise).double()
         assert (
-            (value - factor.value).abs() <= factor.margin + 2e-6 * value.abs()
+            (value - factor.center).abs() <= factor.margin + 2e-6 * value.abs()
         ).all()  # why: what `values` rounds in float32
 
 
@@ -400,7 +398,7 @@ def test_what_is_known_has_one_value(scaling, variant):
     factor = inexact(x, recipe, 0.0)
     made = quantize(x, recipe).quantized.form(False)
     assert not factor.margin.any()
-    assert torch.allclose(factor.value, values(made.groups[0], made.scheme).double(), rtol=2e-6, atol=0)
+    assert torch.allclose(factor.center, values(made.groups[0], made.scheme).double(), rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -415,25 +413,25 @@ def test_what_comes_back_of_anywhere_in_the_range_is_within_the_factors_margin(s
     known, loose, exact = (
         inexact(x, recipe, own, rounded=True, reciprocal=how) for own, how in ((off, False), (off, True), (0.0, False))
     )
-    assert torch.equal(exact.value, dequantize(quantize(x, recipe).quantized).double()) and not exact.margin.any()
+    assert torch.equal(exact.center, dequantize(quantize(x, recipe).quantized).double()) and not exact.margin.any()
     assert (loose.margin >= known.margin).all()
     for _ in range(20):
         near = (x + 0.9 * off * (2 * torch.rand(x.shape, generator=generator) - 1)).to(dtype)
         near = torch.where((near.double() - x.double()).abs() <= off, near, x)
         value = dequantize(quantize(near, recipe).quantized).double()
-        assert ((value - known.value).abs() <= known.margin).all()  # to the bit: the rounding is in it
+        assert ((value - known.center).abs() <= known.margin).all()  # to the bit: the rounding is in it
 
 
 def test_a_margin_without_the_rounding_is_too_narrow_for_what_comes_back():
     recipe, x = RECIPES["current"][0], torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     value, factor = dequantize(quantize(x, recipe).quantized).double(), inexact(x, recipe, 0.0)
-    assert ((value - factor.value).abs() > factor.margin).any()
+    assert ((value - factor.center).abs() > factor.margin).any()
 
 
 def test_a_number_that_may_have_two_codes_has_both_values():
     """448 / 7 = 64, and 17 lies between 16 and 18 sixty-fourths; 7 is known to a part in a million, and so is the scale."""
     factor = inexact(torch.tensor([[7.0, 17 / 64, 3.0]]), RECIPES["current"][0], 1e-6)
-    assert factor.value[0, 1].item() == pytest.approx(17 / 64, rel=1e-5)
+    assert factor.center[0, 1].item() == pytest.approx(17 / 64, rel=1e-5)
     assert factor.margin[0, 1].item() == pytest.approx(1 / 64, rel=1e-4)
     assert factor.margin[0, 2].item() < 1e-5
 
@@ -441,8 +439,8 @@ def test_a_number_that_may_have_two_codes_has_both_values():
 def test_a_power_of_two_that_may_be_the_next_is_both():
     """At 448 the exponent changes."""
     factor = inexact(torch.tensor([[448.0, 17.0, *[0.0] * 30]]).repeat(32, 1), RECIPES["mxfp8"][0], 0.5)
-    assert factor.value[0, 1].item() - factor.margin[0, 1].item() <= 16
-    assert factor.value[0, 1].item() + factor.margin[0, 1].item() >= 18
+    assert factor.center[0, 1].item() - factor.margin[0, 1].item() <= 16
+    assert factor.center[0, 1].item() + factor.margin[0, 1].item() >= 18
 
 
 # ---- hand-made cases and illegal calls

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.analysis.curves import CURVES, GATES, Curve, erf, settled, sigmoid, sigmoid_gated, tanh
+from conformance.analysis.curves import CURVES, GATES, Curve, erf, sigmoid, sigmoid_gated, tanh
 from conformance.analysis.products import Product, experts_of_rows
 from conformance.analysis.running import Running
 from conformance.core.case import Case
@@ -258,7 +258,7 @@ def test_a_rounded_number_is_known_unless_it_lies_at_a_boundary():
         torch.full((2,), 1e-6, dtype=torch.float64),
         torch.float32,
     )
-    known = settled(x, torch.bfloat16)
+    known = x.rounded_to(torch.bfloat16)
     assert known.value.tolist() == [1, 1]
     assert known.error.tolist() == [0, 2.0**-7]
 

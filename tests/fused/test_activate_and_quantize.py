@@ -11,7 +11,7 @@ from torch import Tensor
 
 import moe_ref
 from conformance.analysis.curves import CURVES
-from conformance.analysis.inexact_form import Known
+from conformance.analysis.quantizer import transformed
 from conformance.analysis.running import Running
 from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
@@ -27,7 +27,7 @@ from conformance.judge.ranges import Ranged, code_places
 from moe_ref.config import Quantization, Recipe
 from moe_ref.config.fused_activations import QuantizedGradients
 from moe_ref.quantization.formats import E2M1, E4M3, E5M2, decode, encode
-from moe_ref.quantization.quantize import Form, Quantized
+from moe_ref.quantization.quantize import Form, Quantized, hadamard
 from moe_ref.quantization.recipes import Scaled
 from tests.honest.quantizers import Multiplies
 
@@ -458,7 +458,7 @@ def test_known_numbers_are_rounded_at_both_ends():
         torch.tensor([[2.0**-8, 0, 0]], dtype=torch.float64),
         torch.float32,
     )
-    known = Known.of(x, torch.zeros(1, 3, dtype=torch.bool), torch.bfloat16)
+    known = x.interval(torch.bfloat16, torch.zeros(1, 3, dtype=torch.bool))
     assert (
         known.low.tolist() == [[1 - 2.0**-9 if known.low[0, 0] < 1 else 1.0, 1.5, 0]]
         and known.high[0, 0] == 1 + 2.0**-7
@@ -470,9 +470,9 @@ def test_known_numbers_are_rounded_at_both_ends():
 
 def test_what_is_transformed_lies_in_the_range_of_its_transform():
     x = CURVES["silu"].value(Running.of(torch.randn(8, 32).bfloat16(), torch.float32))
-    known = Known.of(x, torch.zeros(8, 32, dtype=torch.bool), torch.bfloat16)
-    turned = moe_ref.quantization.hadamard(x.value.to(torch.bfloat16)).double()
-    made = known.transformed()
+    known = x.interval(torch.bfloat16, torch.zeros(8, 32, dtype=torch.bool))
+    turned = hadamard(x.value.to(torch.bfloat16)).double()
+    made = transformed(known)
     assert bool(((made.low <= turned) & (turned <= made.high)).all())
     assert float((made.high - made.low).mean()) < 0.05  # why: a range as wide as the values would forgive anything
 

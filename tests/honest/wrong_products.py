@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import moe_ref
-from conformance.families.experts.precision import step_across
-from moe_ref.quantization.formats import E4M3
+from conformance.judge.codes import RECIPROCAL
+from moe_ref.quantization.formats import E4M3, decode, encode
 from moe_ref.quantization.quantize import quantize
 from tests.honest.low_precision import Part, Source, Way, as_stored, by_codes, make
 
@@ -165,6 +165,5 @@ def upwards(source: Source) -> list[Part]:
     for part in by_codes(source):
         own = source.x[: int(source.splits.sum())].float().split(source.splits.tolist())[len(found)]
         scaled = own.double() / (part.scale * part.whole).double()
-        step = step_across(scaled, E4M3)
-        found.append(part._replace(code=torch.where(step > 0, (scaled + step / 2 * scaled.sign()).float(), part.code)))
+        found.append(part._replace(code=decode(encode(scaled * (1 + RECIPROCAL), E4M3), E4M3)))
     return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import calibrate
-from conformance.analysis.running import Running, add_rounding, contracted
+from conformance.analysis.running import Running, contracted
 from conformance.judge import Bounded, Codes, RowWise, bound, controls, judge, ratios
 from conformance.judge.bound import FLOAT32, HOPPER_FP8, Accumulator, contraction_bound, sum_bound
 from conformance.judge.codes import RECIPROCAL, code_values
@@ -286,7 +286,7 @@ def test_two_contractions_with_a_rounding_between_stay_within_their_bound():
     for seed in range(5):
         a, b = operands(seed)
         _, c = operands(seed + 50, terms=COLUMNS)
-        first = add_rounding(contracted(Running.of(a, torch.float32), Running.of(b, torch.float32)), torch.bfloat16)
+        first = contracted(Running.of(a, torch.float32), Running.of(b, torch.float32)).with_rounding(torch.bfloat16)
         bounded = contracted(first, Running.of(c, torch.float32)).bounded(torch.bfloat16)
         for order in ORDERS:
             y = product(product(a, b, order), c, order)

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from conformance.analysis.quantizer import nearly
+from conformance.analysis.forms import nearly
 from conformance.judge import Codes, RowWise, judge
 from conformance.judge.codes import DIVISION, RECIPROCAL, code_values
 from tests.judge.tolerance_experiment import (

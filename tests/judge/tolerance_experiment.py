@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.analysis.running import TRANSCENDENTAL, Running, add_rounding, contracted
+from conformance.analysis.running import TRANSCENDENTAL, Running, contracted
 from conformance.judge import Bounded
 from conformance.judge.bound import HOPPER_FP8, ROUNDOFF, Accumulator, contraction_bound
 from conformance.judge.ratios import row_wise
@@ -272,12 +272,11 @@ def running_layer(inputs: Layer) -> tuple[Tensor, Tensor, Bounded]:
             Running.of(t, torch.float32)
             for t in (inputs.gate_up_EGH[expert], inputs.down_EHF[expert], inputs.x_TH[tokens])
         )
-        h = add_rounding(contracted(x, gate_up), torch.bfloat16)
+        h = contracted(x, gate_up).with_rounding(torch.bfloat16)
         gate, up = (Running(h.value[:, part], h.error[:, part], h.dtype) for part in (slice(WIDTH), slice(WIDTH, None)))
-        a = add_rounding(
-            silu(gate) * up * Running.of(inputs.probs_TK[tokens, slots, None], torch.float32), torch.bfloat16
-        )
-        y = add_rounding(contracted(a, down), torch.bfloat16)
+        a = silu(gate) * up * Running.of(inputs.probs_TK[tokens, slots, None], torch.float32)
+        a = a.with_rounding(torch.bfloat16)
+        y = contracted(a, down).with_rounding(torch.bfloat16)
         value, error = (
             value.index_add(0, tokens, y.value),
             error.index_add(0, tokens, y.error + TOPK * ROUNDOFF[torch.float32] * (y.value.abs() + y.error)),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import moe_ref
-from conformance.analysis.quantizer import RightForm, one_nan
+from conformance.analysis.forms import QuantizedForm, one_nan
 from conformance.core.contract import Problem
 from conformance.families.dispatch.cases import DispatchCase
 from conformance.families.dispatch.dispatcher import together
@@ -112,7 +112,7 @@ def _form_right(out: Any, reciprocal: bool) -> dict[str, Expectation]:
     known = {"amax": moe_ref.amax(out.rows)}
     form: Form = out.rows.form(False)
     inside = replace(form, source_MN=form.source_MN[: int(out.tokens_per_expert.sum())])
-    right = RightForm(inside, False, NAMES, _read(Implementation(moe_ref), outputs) | known, reciprocal).expectations()
+    right = QuantizedForm(inside, NAMES, _read(Implementation(moe_ref), outputs) | known, reciprocal).expectations()
     return {name: _knowing(x, known) for name, x in right.items() if name not in known}
 
 

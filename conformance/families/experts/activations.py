@@ -11,11 +11,9 @@ from torch import Tensor
 from conformance.analysis.curves import (
     CURVES,
     Curve,
-    concluded,
     gate_of,
     halves,
     joined,
-    settled,
     shifted,
     split,
 )
@@ -65,7 +63,7 @@ class _Elementwise(Contract[ActivationCase]):
         out = held if p is None else held * p
         hidden = self.hidden_nan(h, problem.settings)
         right: dict[str, Expectation] = {
-            "out": concluded(out, h.dtype).bounded(h.dtype, None if early else value.detach(), hidden)
+            "out": out.before_final_rounding(h.dtype).bounded(h.dtype, None if early else value.detach(), hidden)
         }
         if not problem.wanted:
             return right
@@ -81,13 +79,13 @@ class _Elementwise(Contract[ActivationCase]):
             assert probs is not None
             total = (g * held).sum(1)
             flat = Running(total.value[:, 0], total.error[:, 0], dtype)
-            right["d_probs"] = concluded(flat, probs.dtype).bounded(
+            right["d_probs"] = flat.before_final_rounding(probs.dtype).bounded(
                 probs.dtype, None if early else exact["probs"], lost.any(1)
             )
         if "h" in problem.wanted:
             g = g if p is None else g * p
-            slope = self.pulled(settled(g, h.dtype) if early else g, h, problem.settings)
-            right["d_h"] = concluded(slope, h.dtype).bounded(h.dtype, None if early else exact["h"], lost)
+            slope = self.pulled(g.rounded_to(h.dtype) if early else g, h, problem.settings)
+            right["d_h"] = slope.before_final_rounding(h.dtype).bounded(h.dtype, None if early else exact["h"], lost)
         return right
 
     def held(
@@ -98,7 +96,7 @@ class _Elementwise(Contract[ActivationCase]):
         asked = {"h": leaf(h)} | ({} if probs is None else {"probs": leaf(probs)})
         plain = {name: x for name, x in settings.items() if name not in ("probs", "fp8_input_store")}
         value = type(self).oracle(asked["h"], probs=asked.get("probs"), **plain)
-        return settled(act, h.dtype) if early else act, asked, value
+        return act.rounded_to(h.dtype) if early else act, asked, value
 
     @abstractmethod
     def activated(self, h: Tensor, settings: Mapping[str, Any], dtype: torch.dtype) -> Running:

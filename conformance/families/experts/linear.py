@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.analysis.factors import ProductPrecision
 from conformance.analysis.products import Product, compared, own_rows
 from conformance.core.case import shorter, without
 from conformance.core.contract import Contract, Opaque, Problem, computed_in
@@ -14,7 +15,6 @@ from conformance.core.tensors import DTYPES, payload
 from conformance.families.experts.cases import GroupedCase, counts_of, grouped_rows, weights_of
 from conformance.families.experts.precision import (
     LOW_VALUES,
-    Precision,
     fits,
     other_override,
     recipe_settings,
@@ -36,7 +36,7 @@ BY_FP8 = (
 PRECISION = ("recipe", "state", "noise", "accumulator")  # arguments that say what a product is taken in
 
 
-def precision_of(problem: Problem, declared: Mapping[str, Any], *tensors: Tensor) -> Precision:
+def precision_of(problem: Problem, declared: Mapping[str, Any], *tensors: Tensor) -> ProductPrecision:
     """What the call asks for, or else what is declared."""
     state = state_from(problem.required)
     settings = {name: x for name, x in problem.settings.items() if name in PRECISION} | (
@@ -49,7 +49,7 @@ def precision_of(problem: Problem, declared: Mapping[str, Any], *tensors: Tensor
         accumulator = HOPPER_FP8
     else:
         accumulator = Accumulator(unit=ROUNDOFF[computed_in(declared, *tensors)])
-    return Precision(accumulator, declared.get("scale_arithmetic") == "reciprocal", settings)
+    return ProductPrecision(accumulator, declared.get("scale_arithmetic") == "reciprocal", settings)
 
 
 class _Grouped(Contract[GroupedCase]):
@@ -200,21 +200,23 @@ class GroupedLinear(_Grouped):
         return right
 
 
-def row_gradient(d_out: Tensor, weight: Tensor, counts: Tensor, how: Precision) -> Expectation:
+def row_gradient(d_out: Tensor, weight: Tensor, counts: Tensor, how: ProductPrecision) -> Expectation:
     """What is right for d_out W_e."""
     how = how.of("dgrad")
     pairs = zip(how.rows(d_out, counts, "grad_output", "dgrad"), how.weights(weight, "dgrad"), strict=True)
-    products = [Product.of_factors(own, matrix.turned) for own, matrix in pairs]
+    products = [Product.of_factors(own, matrix.transposed) for own, matrix in pairs]
     whole, terms = Product.joined(products).with_tail(len(d_out)), weight.shape[1] + 1
     bounded = whole.bounded(terms, d_out.dtype, how.accumulator, how.roundings)
     return compared(bounded, lambda: grouped_dgrad(d_out, weight, counts, **how.settings), whole, terms, how, counts)
 
 
-def weight_gradient(d_out: Tensor, rows: Tensor, counts: Tensor, into: Tensor | None, how: Precision) -> Expectation:
+def weight_gradient(
+    d_out: Tensor, rows: Tensor, counts: Tensor, into: Tensor | None, how: ProductPrecision
+) -> Expectation:
     """What is right for Σ d_outᵀ x of each expert, beside what is there already."""
     how = how.of("wgrad")
     pairs = zip(how.rows(d_out, counts, "grad_output", "wgrad"), how.rows(rows, counts, "input", "wgrad"), strict=True)
-    whole = Product.joined([Product.of_factors(left.turned, right.turned) for left, right in pairs], stack=True)
+    whole = Product.joined([Product.of_factors(left.transposed, right.transposed) for left, right in pairs], stack=True)
     terms = int(counts.max()) + 1
     dtype = rows.dtype if into is None else into.dtype
     bounded = whole.bounded(terms, dtype, how.accumulator, how.roundings)

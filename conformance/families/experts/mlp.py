@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from conformance.analysis.mlp_stages import Call, Product, backward, concluded_in, forward
+from conformance.analysis.mlp_stages import Call, Product, backward, final_bound, forward
 from conformance.analysis.products import experts_of_rows
 from conformance.analysis.running import Running
 from conformance.core.case import Case, shorter, without
@@ -171,7 +171,7 @@ class Judged:
 
     def by_row(self, name: str, x: Running, dtype: torch.dtype, product: Product | None = None) -> Expectation:
         """With zeros behind the last segment."""
-        right = concluded_in(x, dtype, self.lost.reshape(-1, *[1] * (x.value.dim() - 1)))
+        right = final_bound(x, dtype, self.lost.reshape(-1, *[1] * (x.value.dim() - 1)))
         missing = torch.zeros((self.rows - len(self.lost), *x.value.shape[1:]), dtype=torch.float64)
         right = replace(right, value=torch.cat([right.value, missing]), bound=torch.cat([right.bound, missing]))
         if product is None or self.call.low is not None:
@@ -188,7 +188,7 @@ class Judged:
     ) -> Expectation:
         """Of all of an expert's rows together."""
         lost = self.lost_experts if unspecified is None else unspecified
-        right = concluded_in(x, dtype, lost.reshape(-1, *[1] * (x.value.dim() - 1)))
+        right = final_bound(x, dtype, lost.reshape(-1, *[1] * (x.value.dim() - 1)))
         return (
             right
             if product is None or self.call.low is not None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import moe_ref
-from conformance.analysis.inexact_form import InexactForm, Known
+from conformance.analysis.forms import QuantizedForm
 from conformance.analysis.running import Running
 from conformance.core.case import shorter, without
 from conformance.core.contract import Contract, Opaque, Problem, computed_in
@@ -99,16 +99,15 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
         activating |= {"probs": given["probs"][:rows]} if "probs" in given else {}
         rounds = bool(settings.get("round_before_quantize"))
         dtype = h.dtype if rounds else torch.float32
-        known = Known.of(*self.before_rounding(given, h, activating, declared), dtype)
+        activated, unspecified = self.before_rounding(given, h, activating, declared)
+        known = activated.interval(dtype, unspecified)
         reciprocal = declared.get("scale_arithmetic") == "reciprocal"
         right: dict[str, Expectation] = {}
         for suffix, columnwise in directions(settings):
             form = quantized.form(columnwise)
             noise = given["noise"][int(columnwise)] if form.scheme.stochastic else None
             names = {name: f"{name}{suffix}" for name in READ}
-            right |= InexactForm(
-                form, noise is not None, names, out, reciprocal, known, given.get("scale"), noise, dtype
-            ).expectations()
+            right |= QuantizedForm(form, names, out, reciprocal, known, dtype, given.get("scale"), noise).expectations()
         if given.get("state") is not None:
             right["state.amax_history"] = Given(
                 out["state.amax_history"], _history_of(given["history"], directions(settings)[0][0])

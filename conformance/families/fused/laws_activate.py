@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from conformance.analysis.quantizer import by_group
+from conformance.analysis.forms import by_group
 from conformance.core import universal_laws as general
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Outputs, Trial, same

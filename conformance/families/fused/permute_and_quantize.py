@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import moe_ref
-from conformance.analysis.quantizer import RightForm
+from conformance.analysis.forms import QuantizedForm
 from conformance.core.contract import Contract, Opaque, Problem
 from conformance.core.tensors import hashed, payload, probabilities
 from conformance.families.permutation.cases import RoutingCase, routed, routing_map, simpler_routing
@@ -241,7 +241,7 @@ class PermuteAndQuantize(Contract[PermutedQuantizationCase]):
         for suffix, columnwise in directions(problem.settings):
             form: Form = seen[""].form(columnwise)
             names = {name: f"{name}{suffix}" for name in ("amax", "scales", "codes", "values", "scales.gemm")}
-            right |= RightForm(form, False, names, out, reciprocal).expectations()
+            right |= QuantizedForm(form, names, out, reciprocal).expectations()
         right |= {name: Exact(out[name]) for name in ("row_sums", "state.amax_history", "state.scale") if name in out}
         permuted = Permute().expected(permuting(case), _permutation(problem), declared)
         return right | {name: x for name, x in permuted.items() if name != "rows"}

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import moe_ref
-from conformance.analysis.quantizer import RightForm, nearly, one_nan
-from conformance.analysis.random_form import RandomForm
+from conformance.analysis.forms import QuantizedForm, nearly, one_nan
 from conformance.core.case import shorter
 from conformance.core.contract import Contract, Opaque, Problem
 from conformance.core.tensors import payload
@@ -158,11 +157,11 @@ class Quantize(Contract[QuantizeCase]):
                 names = {
                     name: f"{prefix}{name}{suffix}" for name in ("amax", "scales", "codes", "values", "scales.gemm")
                 }
-                own = (form, form.scheme.stochastic, names, out, reciprocal)
-                others = tuple(f"{other}codes{suffix}" for other in seen if other != prefix)
-                right |= (
-                    RandomForm(*own, case.tokens * unit_of(case), others) if case.repeats else RightForm(*own)
-                ).expectations()
+                expected = QuantizedForm(form, names, out, reciprocal)
+                if case.repeats:
+                    others = tuple(f"{other}codes{suffix}" for other in seen if other != prefix)
+                    expected = replace(expected, repeated=case.tokens * unit_of(case), others=others)
+                right |= expected.expectations()
         if "state.scale" in out:
             right["state.amax_history"] = Exact(out["state.amax_history"])
             right["state.scale"] = (

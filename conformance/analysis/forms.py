@@ -1,0 +1,284 @@
+"""What is right of one quantised form, each output given those before it.
+
+    amax    a maximum has no rounding: the interval of each block's
+    scales  what the recipe's rule makes of the amax that was returned; where that is not returned, of some amax in its interval
+    codes   what is encoded with the scales that were returned, between the codes of both ends
+    values  what the codes and scales that were returned stand for
+
+Of an input that is known exactly each has one right value: with `scale_arithmetic` "division", the default, the reference's. Where
+"reciprocal" is declared and scales are no powers of two, a scale may be two roundings off on either side, and codes near a midpoint
+decided the other way (`judge.codes`). 4over6 chooses by a sum of errors and noise decides to the last bit, so both are exact always.
+
+Where an implementation draws its noise itself, a code is either of two, each as often as it should be: the rows are the same few again
+and again, and quantised several times, so each element has as many repeats as there are copies of it in all calls.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import moe_ref
+from conformance.analysis.quantizer import Block, Quantizer, meanings, transformed
+from conformance.judge import Bounded, Exact, Expectation, Given, Outputs
+from conformance.judge.codes import RECIPROCAL, Codes
+from conformance.judge.draws import Drawn
+from conformance.judge.expectation import Resolved
+from conformance.judge.ranges import Interval, Ranged
+from conformance.judge.statistics import ALPHA, Stochastic
+from moe_ref.quantization.formats import E4M3, Format, encode
+from moe_ref.quantization.quantize import Form, Quantized, turned
+from moe_ref.quantization.recipes import Scaled, each_row, over, values
+
+ROUNDING = 2.0**-24  # of float32
+LEAST = 2.0**-149  # the smallest float32
+
+
+@dataclass(frozen=True)
+class QuantizedForm:
+    """What is right of one form, given what the implementation returned before."""
+
+    form: Form  # the reference's
+    names: dict[str, str]  # of the outputs
+    right: dict[str, Any]  # what the reference returned, by name
+    reciprocal: bool  # whether scales may be off
+    input: Interval | None = (
+        None  # [M,N], of the rows of all groups before a transform; None: the reference's source, exactly
+    )
+    dtype: torch.dtype | None = None  # that the input is rounded to; None: the source's
+    given_scale: Tensor | None = None  # [G], of delayed scaling, where the state is no result of the implementation's
+    noise_MN: Tensor | None = None  # what rounds this form, where the input is no exact one
+    repeated: int = 0  # rows that are repeated, of noise that the implementation draws
+    others: tuple[str, ...] = ()  # outputs: the codes of other calls
+
+    checks: ClassVar[int] = 8  # of noise: two calls in each direction of two cases
+
+    @property
+    def loose(self) -> bool:
+        recipe = self.form.scheme.recipe
+        return self.reciprocal and not (
+            recipe.power_of_two_scales or recipe.scaling == "mxfp8" or self.form.scheme.four_over_six
+        )
+
+    @property
+    def two_levels(self) -> bool:
+        return self.form.scheme.recipe.scaling == "nvfp4"
+
+    def expectations(self) -> dict[str, Expectation]:
+        right: dict[str, Expectation] = {
+            self.names["amax"]: Exact(self._right("amax")) if self.input is None else self._amax(),
+            self.names["scales"]: self._exact_scales() if self.input is None else self._given("scales", self._scales),
+            self.names["codes"]: self._given("codes", self._exact_codes if self.input is None else self._codes),
+            self.names["values"]: self._given("values", self._values),
+        }
+        if self.names["scales.gemm"] in self.right:
+            right[self.names["scales.gemm"]] = self._given("scales.gemm", self._for_gemm)
+        return right
+
+    def _given(self, what: str, make: Callable[[Outputs], Resolved]) -> Given:
+        return Given(self._right(what), make)
+
+    def _right(self, what: str) -> Tensor:
+        value: Tensor = self.right[self.names[what]].detach()
+        return value
+
+    # ---- what was quantised, and how, group by group and in the form's own orientation
+
+    def _groups(self, whole: Tensor) -> list[Tensor]:
+        sizes = [turned(group.codes, self.form.columnwise).shape[0] for group in self.form.groups]
+        return [turned(part, self.form.columnwise) for part in whole[: sum(sizes)].split(sizes)]
+
+    def _inputs(self) -> list[Interval]:
+        """After a transform."""
+        if self.input is None:
+            return [Interval.exact(x) for x in self._groups(self.form.source_MN.detach().float())]
+        parts = zip(
+            *(self._groups(x) for x in (self.input.low, self.input.high, self.input.nan, self.input.unknown)),
+            strict=True,
+        )
+        return [transformed(Interval(*x)) if self.form.scheme.hadamard else Interval(*x) for x in parts]
+
+    def _quantizers(self) -> list[Quantizer]:
+        groups = range(len(self.form.groups))
+        dtype = self.dtype or self.form.source_MN.dtype
+        noises = [None for _ in groups] if self.noise_MN is None else self._groups(self.noise_MN)
+        scales = [None if self.given_scale is None else self.given_scale[g] for g in groups]
+        pairs = zip(scales, noises, strict=True)
+        return [Quantizer(self.form.scheme, dtype, given, noise, self.loose) for given, noise in pairs]
+
+    def _whole(self, parts: list[Tensor]) -> Tensor:
+        """[M,N] in logical orientation, 0 after the last group."""
+        whole = torch.cat([turned(part, self.form.columnwise) for part in parts])
+        return torch.cat([whole, whole.new_zeros(len(self.form.source_MN) - len(whole), whole.shape[1])])
+
+    def _compact(self, parts: list[Tensor]) -> Tensor:
+        """Amaxes or scales of blocks, as one tensor in logical orientation."""
+        whole = torch.cat([turned(part, self.form.columnwise) for part in parts])
+        return whole.flatten() if self._right("scales").dim() == 1 else whole
+
+    def returned(self, outputs: Outputs) -> list[Scaled]:
+        """Each group as the implementation returned it."""
+        parts = {name: by_group(self.form, name, outputs[self.names[name]]) for name in ("codes", "scales", "amax")}
+        turn = self.form.columnwise
+        return [
+            Scaled(turned(codes, turn).to(torch.uint8), turned(scale, turn), turned(amax, turn))
+            for codes, scale, amax in zip(parts["codes"], parts["scales"], parts["amax"], strict=True)
+        ]
+
+    # ---- amax
+
+    def _amax(self) -> Bounded:
+        """Of each block, or of all of a group where NVFP4 has one scale above those of the blocks."""
+        quantizers, inputs = self._quantizers(), self._inputs()
+        block = quantizers[0].whole if self.two_levels else self.form.scheme.block
+        ends = [self._blocks(q, x, block) for q, x in zip(quantizers, inputs, strict=True)]
+        least, most = (self._as_returned([pair[side] for pair in ends]) for side in (0, 1))
+        unknown = most.isinf() & (least < most)
+        interval = Interval(least, most, torch.zeros_like(unknown), unknown)
+        center = torch.where(unknown, least.double(), interval.center)
+        return Bounded(center, interval.margin, torch.float32, torch.float32)
+
+    def _blocks(self, quantizer: Quantizer, x: Interval, block: Block) -> tuple[Tensor, Tensor]:
+        """The amax of each block; MXFP8 and NVFP4 store it for each row of a square one."""
+        least, most = quantizer.amax(x, block)
+        each = self.form.scheme.recipe.scaling in ("mxfp8", "nvfp4") and block == self.form.scheme.block
+        return (each_row(least, self.form.scheme), each_row(most, self.form.scheme)) if each else (least, most)
+
+    def _as_returned(self, amaxes: list[Tensor]) -> Tensor:
+        """What each group has in the place of its amax, as `amax` returns it."""
+        groups = tuple(group._replace(amax=amax) for group, amax in zip(self.form.groups, amaxes, strict=True))
+        return moe_ref.amax(self._with(groups), columnwise=self.form.columnwise)
+
+    def _with(self, groups: tuple[Scaled, ...]) -> Quantized:
+        form = replace(self.form, groups=groups)
+        return Quantized(None, form) if form.columnwise else Quantized(form, None)
+
+    # ---- scales
+
+    def _exact_scales(self) -> Resolved:
+        """Of an amax that is known."""
+        right = self._right("scales")
+        if not self.loose:
+            return Exact(right)
+        if not self.two_levels:
+            return nearly(right, 5)  # 1/(FMAX/a) here; FMAX · (1/a), and one more reciprocal, there
+        parts = zip(self._quantizers(), self._inputs(), self.form.groups, strict=True)
+        wanted = [q.level(self._blocks(q, x, q.scheme.block)[1], q.encoding(group.amax)) for q, x, group in parts]
+        scaled = torch.cat([turned(part, self.form.columnwise) for part in wanted]).clamp(max=E4M3.max)
+        return Codes(right, scaled=scaled, table=meanings(E4M3), window=RECIPROCAL)
+
+    def _scales(self, outputs: Outputs) -> Resolved:
+        """Of the amax that was returned."""
+        right = self._right("scales")
+        if self.given_scale is not None:
+            return nearly(right, 2) if self.loose else Exact(right)
+        amaxes = [
+            turned(part, self.form.columnwise) for part in by_group(self.form, "amax", outputs[self.names["amax"]])
+        ]
+        quantizers = self._quantizers()
+        if self.two_levels:
+            parts = [
+                q.levels(self._blocks(q, x, q.scheme.block), (encoding := q.encoding(amax), encoding))
+                for q, x, amax in zip(quantizers, self._inputs(), amaxes, strict=True)
+            ]
+            return _ranged(parts, self._compact, E4M3)
+        mx = self.form.scheme.recipe.scaling == "mxfp8"
+        scales = [
+            q.exponent(amax) if mx else over(1.0, q.fitting(amax)) for q, amax in zip(quantizers, amaxes, strict=True)
+        ]
+        whole = self._compact(scales)
+        return nearly(whole, 5) if self.loose else Exact(whole)
+
+    # ---- codes
+
+    def _exact_codes(self, outputs: Outputs) -> Resolved:
+        """Those nearest to what was quantised, over the scales that were returned."""
+        if not self.repeated and (self.form.scheme.stochastic or not self.loose):
+            return Exact(self._any_nan(self._right("codes"), outputs), "integers")
+        parts = zip(self._quantizers(), self._inputs(), self.returned(outputs), strict=True)
+        scaled = self._whole([q.product(x.low, q.of_group(group)) for q, x, group in parts])
+        if self.repeated:
+            return self._drawn(scaled, outputs)
+        format = self.form.scheme.format
+        nearest = self._any_nan(encode(scaled, format), outputs)
+        return Codes(nearest, scaled=scaled, table=meanings(format), window=RECIPROCAL)
+
+    def _drawn(self, scaled: Tensor, outputs: Outputs) -> Drawn:
+        """Either code that a magnitude lies between."""
+        codes, format = self._right("codes"), self.form.scheme.format
+        grid = meanings(format)[: format.max_code + 1]
+        value = scaled[: self.repeated].abs().flatten().clamp(max=format.max)
+        place = torch.searchsorted(grid, value, right=True) - 1
+        above = (place + (grid[place] < value)).clamp(max=format.max_code)
+        rounding = Stochastic(value, grid[place], grid[above], ALPHA, self.checks)
+        others = (outputs.get(name) for name in self.others)
+        same = tuple(x for x in others if isinstance(x, Tensor) and x.shape == codes.shape)
+        return Drawn(
+            codes, "integers", rounding=rounding, table=meanings(format), sign_bit=format.sign_bit, others=same
+        )
+
+    def _codes(self, outputs: Outputs) -> Ranged:
+        """From those of one end to those of the other."""
+        parts = zip(self._quantizers(), self._inputs(), self.returned(outputs), strict=True)
+        return _ranged([q.codes(x, q.of_group(group)) for q, x, group in parts], self._whole, self.form.scheme.format)
+
+    def _any_nan(self, right: Tensor, outputs: Outputs) -> Tensor:
+        """The codes with the NaN that was returned in the place of the format's own: a format may have several."""
+        observed = outputs.get(self.names["codes"])
+        if not isinstance(observed, Tensor) or observed.shape != right.shape or observed.is_floating_point():
+            return right
+        got, meaning = observed.to(torch.int64) & 0xFF, meanings(self.form.scheme.format).isnan()
+        return torch.where(meaning[got] & meaning[right.long()] & (got == observed), got.to(torch.uint8), right)
+
+    # ---- values, and scales in another layout
+
+    def _values(self, outputs: Outputs) -> Exact | Bounded:
+        """What the codes that were returned stand for, with the scales that were returned."""
+        value = self._whole([values(group, self.form.scheme) for group in self.returned(outputs)])
+        dtype = self.form.source_MN.dtype
+        if not (self.loose and self.two_levels):
+            return Exact(one_nan(value.to(dtype)))
+        bound = value.double().abs() * (4 * ROUNDING + torch.finfo(dtype).eps / 2) + torch.finfo(dtype).smallest_normal
+        return Bounded(value.double(), torch.where(value.isfinite(), bound, 0.0), dtype, torch.float32)
+
+    def _for_gemm(self, outputs: Outputs) -> Exact:
+        """The scales that were returned, in their places; elsewhere is padding, and right whatever it is."""
+        right = self._laid_out(self.returned(outputs))
+        is_scale = self._laid_out([group._replace(scale=torch.ones_like(group.scale)) for group in self.form.groups])
+        observed = outputs.get(self.names["scales.gemm"])
+        if not isinstance(observed, Tensor) or observed.shape != right.shape or observed.dtype != right.dtype:
+            return Exact(right)
+        return Exact(torch.where(is_scale == 1, right, observed))
+
+    def _laid_out(self, groups: list[Scaled]) -> Tensor:
+        whole = self._with(tuple(groups))
+        parts = moe_ref.scales(whole, columnwise=self.form.columnwise, layout="gemm")
+        return torch.cat([part.flatten() for part in parts])
+
+
+def _ranged(parts: list[Interval], join: Callable[[list[Tensor]], Tensor], format: Format) -> Ranged:
+    """Codes of groups between two, together."""
+    ends = (join([getattr(part, name) for part in parts]) for name in ("low", "high", "nan", "unknown"))
+    return Ranged.between(
+        Interval(*ends), meanings(format)[: 2 * max(format.sign_bit, format.max_code + 1)], format.sign_bit
+    )
+
+
+def nearly(scale: Tensor, roundings: int) -> Bounded:
+    """Scales, that many roundings off at most."""
+    return Bounded(scale.double(), scale.double() * (roundings * ROUNDING) + LEAST, torch.float32, torch.float32)
+
+
+def one_nan(x: Tensor) -> Tensor:
+    """x with one kind of NaN: which bits a conversion makes of one depends on the machine."""
+    return torch.where(x.isnan(), torch.nan, x)
+
+
+def by_group(form: Form, name: str, whole: Tensor) -> list[Tensor]:
+    """What was read of a form, group by group: views in logical orientation, [rows, columns]."""
+    field = {"codes": "codes", "values": "codes", "scales": "scale", "amax": "amax"}[name]
+    counts = [turned(getattr(group, field), form.columnwise).shape[0] for group in form.groups]
+    matrix = whole.reshape(-1, 1) if whole.dim() == 1 else whole
+    return list(matrix[: sum(counts)].split(counts))
