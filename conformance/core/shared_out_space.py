@@ -38,7 +38,7 @@ def maybe_shared_out(draw: st.DrawFn, case: Any, space: Space) -> Case:
 @st.composite
 def _routes(draw: st.DrawFn, case: Any, space: Space) -> Any:
     """A router with losses or a bias over ranks of which some share a sequence; no longer than two of its steps and an update."""
-    if not (space.accepts("route", "sum_tp_cp") and space.accepts("route", "sum_tp_dp_cp")):
+    if not space.accepts("route", "ranks"):
         return case
     even = not space.accepts("route", "padding_mask") or draw(st.booleans())
     counts = draw(worlds(space, case.sequences, even, 1 if case.capacity else 0))
@@ -61,9 +61,7 @@ def shared_out_shapes(function: str, space: Space) -> list[dict[str, Any]]:
         return []
     if function == "shared_experts":
         return [{"counts": (2, 0, 3, 1), "tokens": 6, "hidden": 3, "width": 2, "seed": 1}]
-    if function != "route" or not all(
-        space.accepts(function, name) for name in ("sum_tp_cp", "sum_tp_dp_cp", "padding_mask")
-    ):
+    if function != "route" or not all(space.accepts(function, name) for name in ("ranks", "padding_mask")):
         return []
     common = {"experts": 6, "topk": 2, "losses": "aux+seq+global+z", "bias": True, "seed": 3}
     uneven = {"counts": (3, 0, 2, 4), "tokens": 9, "padding": 2}

@@ -29,34 +29,27 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from conformance.peers.megatron_router import one_rank
-from moe_ref.config import MoEConfig, RouteOutput, RouterLosses
+from moe_ref.config import RouteOutput, RouterConfig, RouterLosses
 
 DECLARED: dict[str, Any] = {"accumulator": "storage", "unchecked": ("batch_size", "padding_mask")}
 
-READ = (  # what TopKRouter and the functions that it calls read of the configuration; the names are the same
-    *(
-        "num_moe_experts",
-        "moe_router_topk",
-        "moe_router_score_function",
-        "moe_router_pre_softmax",
-        "moe_router_topk_scaling_factor",
-    ),
-    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
-    *(
-        "moe_router_load_balancing_type",
-        "moe_aux_loss_coeff",
-        "moe_z_loss_coeff",
-        "calculate_per_token_loss",
-        "moe_enable_routing_replay",
-    ),
-    *(
-        "moe_expert_capacity_factor",
-        "moe_pad_expert_input_to_capacity",
-        "moe_token_drop_policy",
-        "moe_token_dispatcher_type",
-    ),
-)
+NAMES = {  # of the settings, in the package's configuration
+    "num_experts": "num_moe_experts",
+    "topk": "moe_router_topk",
+    "score_function": "moe_router_score_function",
+    "pre_softmax": "moe_router_pre_softmax",
+    "num_groups": "moe_router_num_groups",
+    "group_topk": "moe_router_group_topk",
+    "scaling_factor": "moe_router_topk_scaling_factor",
+    "expert_bias": "moe_router_enable_expert_bias",
+    "bias_update_rate": "moe_router_bias_update_rate",
+    "capacity_factor": "moe_expert_capacity_factor",
+    "drop_policy": "moe_token_drop_policy",
+    "pad_to_capacity": "moe_pad_expert_input_to_capacity",
+    "loss_per_token": "calculate_per_token_loss",
+}
 MODEL = {
+    "moe_token_dispatcher_type": "alltoall",
     "num_layers": 1,
     "num_attention_heads": 1,
     "hidden_size": 1,
@@ -90,18 +83,16 @@ class State(NamedTuple):
     queue: tuple[Tensor, ...]  # RouterReplay.replay_backward_list
 
 
-def supports(config: MoEConfig | None = None, **_: Any) -> str | None:
-    """What 0.16.1 does not have; of these, it knows the name of quantile balancing, and takes it for plain top-k."""
+def supports(config: RouterConfig | None = None, **_: Any) -> str | None:
+    """What 0.16.1 does not have."""
     if config is None:
         return None
-    if config.moe_router_score_function == "sqrtsoftplus":
+    if config.score_function == "sqrtsoftplus":
         return "score_function is softmax or sigmoid"
-    if config.moe_router_load_balancing_type == "quantile_balancing":
-        return "there is no quantile balancing"
-    return "there are no repeated MTP layers" if config.router_repeats > 1 else None
+    return "there are no repeated MTP layers" if config.loss_divisor > 1 else None
 
 
-def new_state(config: MoEConfig, device: Any = None) -> State:
+def new_state(config: RouterConfig, device: Any = None) -> State:
     """The buffers of a router as its constructor makes them."""
     device = torch.device(device or "cpu")
     return _state(_router(_settings(config), device), device)
@@ -121,7 +112,7 @@ def state_from(tensors: Mapping[str, Tensor]) -> State:
 
 def route(
     logits: Tensor,
-    config: MoEConfig,
+    config: RouterConfig,
     *,
     state: State,
     batch_size: int = 1,
@@ -132,7 +123,7 @@ def route(
     replay_target: Tensor | None = None,
 ) -> RouteOutput:
     """TopKRouter.routing, which takes logits of [S,B,E] and a mask of [S,B], and tells its losses to the tracker."""
-    router = _router(_settings(config, replay != "none"), logits.device, state).train(training)
+    router = _router(_settings(config, replay != "none" or bool(state.queue)), logits.device, state).train(training)
     if replay in ACTIONS:
         router.router_replay.set_router_replay_action(ACTIONS[replay])
     if replay_target is not None:
@@ -143,7 +134,7 @@ def route(
     tracker.clear()
     with torch.compiler.set_stance("force_eager"):
         probs, routing_map = router.routing(logits.reshape(-1, batch_size, logits.shape[-1]), padding_mask=mask)
-    coefficients = {"z_loss": config.moe_z_loss_coeff, **config.load_balancing}
+    coefficients = {"z_loss": config.z_loss_coeff, **config.balancing_coeffs}
     losses = {
         name: tracker[told]["values"][0] * coefficients[name] for name, told in TRACKED.items() if told in tracker
     }
@@ -152,13 +143,13 @@ def route(
     return RouteOutput(probs, routing_map, RouterLosses(**losses), recorded, _state(router, logits.device))  # type: ignore[arg-type]  # its own state
 
 
-def finish_batch(state: State, config: MoEConfig, *, frozen: bool = False) -> State:
+def finish_batch(state: State, config: RouterConfig, *, frozen: bool = False) -> State:
     """_update_router_expert_bias and reset_model_temporary_tensors of finalize_model_grads, for a model that is this router.
 
     Raises:
         NotImplementedError: a bias is to be frozen, for which the package has no words: every router's bias is updated.
     """
-    if frozen and config.moe_router_enable_expert_bias:
+    if frozen and config.expert_bias:
         raise NotImplementedError("there is no frozen expert bias")
     settings, device = _settings(config), state.buffers["expert_bias"].device
     router = _router(settings, device, state)
@@ -169,14 +160,22 @@ def finish_batch(state: State, config: MoEConfig, *, frozen: bool = False) -> St
 
 
 @functools.lru_cache(maxsize=64)
-def _settings(config: MoEConfig, replays: bool = False) -> TransformerConfig:
+def _settings(config: RouterConfig, replays: bool = False) -> TransformerConfig:
     """The same settings in the package's words; where there is a choice of several losses, it wants lists."""
-    read = {name: getattr(config, name) for name in READ}
-    read["moe_enable_routing_replay"] |= replays
-    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in read.items()}
+    read = {theirs: getattr(config, name) for name, theirs in NAMES.items()}
+    read["moe_z_loss_coeff"] = config.z_loss_coeff or None
+    losses = config.balancing_coeffs
+    read["moe_router_load_balancing_type"] = "sinkhorn" if config.sinkhorn else list(losses) or "none"
+    read["moe_aux_loss_coeff"] = list(losses.values()) or 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its own defaults
-        return TransformerConfig(**MODEL, **listed, perform_initialization=False, use_cpu_initialization=True)
+        return TransformerConfig(
+            **MODEL,
+            **read,
+            moe_enable_routing_replay=replays,
+            perform_initialization=False,
+            use_cpu_initialization=True,
+        )
 
 
 def _router(settings: TransformerConfig, device: torch.device, state: State | None = None) -> TopKRouter:

@@ -51,6 +51,7 @@ from moe_ref.config.experts import (
 )
 from moe_ref.config.fused import PermutedQuantization, check_permute_and_quantize
 from moe_ref.config.megatron.settings import MoEConfig
+from moe_ref.config.megatron.stages import pads_expert_rows, quantization_alignment, recipe_of, router_config
 from moe_ref.config.permutation import (
     Indices,
     Multihot,
@@ -76,19 +77,18 @@ from moe_ref.config.quantization import (
     check_role,
     check_splits,
     check_state,
-    pads_expert_rows,
-    quantization_alignment,
-    recipe_of,
 )
 from moe_ref.config.router import (
     DROP_POLICIES,
     REPLAYS,
     SCORE_FUNCTIONS,
     AuxScores,
-    QuantileRouted,
+    RankGroup,
     Routed,
     RouteOutput,
+    RouterConfig,
     RouterLosses,
+    RouterRanks,
     RouterState,
     TopK,
     check_coeff,
@@ -139,13 +139,15 @@ __all__ = [
     "PerRank",
     "Permuted",
     "PermutedQuantization",
-    "QuantileRouted",
     "Quantization",
     "QuantizerState",
+    "RankGroup",
     "Recipe",
     "RouteOutput",
     "Routed",
+    "RouterConfig",
     "RouterLosses",
+    "RouterRanks",
     "RouterState",
     "SortedChunks",
     "TopK",
@@ -212,4 +214,5 @@ __all__ = [
     "quantization_alignment",
     "recipe_of",
     "require",
+    "router_config",
 ]

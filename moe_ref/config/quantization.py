@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ref.config.megatron.settings import MoEConfig
 from moe_ref.config.rules import is_count, is_number, require
 
 SCALINGS = ("delayed", "current", "block", "mxfp8", "nvfp4")
@@ -184,53 +183,6 @@ class Operand(NamedTuple):
     role: str
     columnwise: bool
     kept: str = "codes"  # what enters the product: "codes", what they stand for; "dequantized", that in the tensor's dtype; "stored", the tensor
-
-
-def recipe_of(config: MoEConfig) -> Recipe | None:
-    """The recipe that a configuration asks for; None for high precision.
-
-    Raises:
-        ValueError: a custom recipe, which is a function that no configuration describes.
-    """
-    if config.fp8 is not None:
-        names = {"tensorwise": "current", "blockwise": "block"}
-        require(config.fp8_recipe != "custom", "fp8_recipe", "'custom'", "delayed, tensorwise, blockwise or mxfp8")
-        return Recipe(names.get(config.fp8_recipe, config.fp8_recipe), fp8_format=config.fp8)
-    if config.fp4 is not None:
-        require(config.fp4_recipe != "custom", "fp4_recipe", "'custom'", "nvfp4")
-        return Recipe("nvfp4")
-    return None
-
-
-def quantization_alignment(config: MoEConfig) -> int:
-    """What each expert's rows must be a multiple of; 0: anything goes.
-
-    op fuser or grouped tensors  256 · fp8, recipe mxfp8  32 · fp8, another recipe  16 · fp4  128 · otherwise  0
-
-    The op fuser alone asks for 256, without grouped gemm too.
-
-    Source: moe_utils.get_align_size_for_quantization (Megatron main).
-    """
-    if config.use_transformer_engine_op_fuser or config.moe_use_grouped_tensor:
-        return 256
-    if config.fp8 is not None:
-        return 32 if config.fp8_recipe == "mxfp8" else 16
-    return 0 if config.fp4 is None else 128
-
-
-def pads_expert_rows(config: MoEConfig, *, pad_permute: bool = True) -> bool:
-    """Whether the experts pad each segment with rows of zeros themselves, and trim them afterwards.
-
-    They do for fp8, fp4 and grouped tensors, unless somebody before them is configured to: the router's map, the hybridep or ncclep
-    backend, or deepep's fused permutation for grouped tensors, if the library has one (`pad_permute`). Nobody pads where the router was
-    to do it and had too few tokens.
-
-    Source: moe_utils.skip_routed_expert_padding and experts.py (Megatron main).
-    """
-    needs = config.fp8 is not None or config.fp4 is not None or config.moe_use_grouped_tensor
-    backend = config.moe_flex_dispatcher_backend if config.moe_token_dispatcher_type == "flex" else None
-    deepep = backend == "deepep" and config.moe_use_grouped_tensor and config.moe_permute_fusion and pad_permute
-    return needs and not (config.moe_router_padding_for_quantization or backend in ("hybridep", "ncclep") or deepep)
 
 
 def check_role(role: str) -> None:

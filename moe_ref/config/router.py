@@ -1,12 +1,12 @@
 """The router: results, and the rules that make a call illegal."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_ref.config.megatron.settings import MoEConfig
 from moe_ref.config.permutation import check_map
 from moe_ref.config.rules import MAX_EXPERTS, check_float, check_probs, is_count, is_number, require
 
@@ -22,7 +22,7 @@ class TopK(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What `topk_routing`, `drop_tokens`, `sinkhorn_routing` and `hash_routing` return."""
+    """What `topk_routing`, `drop_tokens` and `sinkhorn_routing` return."""
 
     probs: Tensor  # [T,E], 0 where not routed
     routing_map: Tensor  # [T,E] bool
@@ -35,25 +35,89 @@ class AuxScores(NamedTuple):
     routing_map: Tensor  # [T,E] bool; rows of padding are False
 
 
-class QuantileRouted(NamedTuple):
-    """What `quantile_routing` returns."""
-
-    probs: Tensor  # [T,E]
-    routing_map: Tensor  # [T,E] bool
-    quantile: Tensor | None  # [E] float32, to be averaged into beta; None in evaluation
-
-
 class RouterState(NamedTuple):
-    """What a router remembers. The counters start at zero in each global batch; expert_bias and beta are learnt."""
+    """What a router remembers between steps. `finish_batch` learns from the counters and sets them to 0.
+
+    Three experts, K = 1, two micro-batches of four tokens, 3 1 0 of them routed to the experts each time, on each of
+    two ranks:
+
+        tokens_per_expert = 6 2 0     global_tokens_per_expert = 12 4 0     global_steps = 2
+
+    The mean over experts of the summed tokens_per_expert, 12 4 0, is 16/3: with update_rate 0.25, `finish_batch` moves
+    the expert bias from 0 0 0 to -0.25 0.25 0.25.
+    """
 
     expert_bias: Tensor  # [E] float32
-    tokens_per_expert: Tensor  # [E] int64, for the next update of expert_bias
+    tokens_per_expert: Tensor  # [E] int64, this rank's, for the next update of expert_bias
     global_tokens_per_expert: Tensor  # [E] int64, summed over ranks and micro-batches, for the global loss
     global_steps: Tensor  # [] int64, micro-batches in it
-    beta: Tensor  # [E] float32, thresholds of quantile balancing
-    quantile_sum: Tensor  # [E] float32
-    quantile_count: Tensor  # [] int64
     replay_queue: tuple[Tensor, ...]  # [T,K] indices that wait to be replayed
+
+
+class RankGroup(NamedTuple):
+    """A group of ranks, this one among them."""
+
+    size: int = 1
+    sum: Callable[[Tensor], Tensor] = lambda x: x  # of every rank's tensor
+
+
+class RouterRanks(NamedTuple):
+    """The groups over which a router counts; by default this rank alone."""
+
+    tp_cp: RankGroup = RankGroup()  # the ranks that share a sequence
+    tp_dp_cp: RankGroup = RankGroup()  # the ranks that share the batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """The settings of a router; `router_config` makes one of Megatron's options.
+
+    Raises:
+        ValueError: see `check_topk`, `check_score_function`, `check_groups`; also a combination without a meaning.
+    """
+
+    num_experts: int
+    topk: int
+    score_function: str = "softmax"
+    pre_softmax: bool = False
+    num_groups: int | None = None
+    group_topk: int | None = None
+    scaling_factor: float | None = None
+    expert_bias: bool = False  # a learnt bias per expert has part in the choice
+    bias_update_rate: float = 1e-3
+    sinkhorn: bool = False  # choose by `sinkhorn_routing`, not by `topk_indices`
+    capacity_factor: float | None = None  # None: no token is dropped
+    drop_policy: str = "probs"
+    pad_to_capacity: bool = False
+    aux_loss_coeff: float = 0.0
+    seq_aux_loss_coeff: float = 0.0
+    global_aux_loss_coeff: float = 0.0
+    z_loss_coeff: float = 0.0
+    loss_per_token: bool = False  # gradients are divided by the number of tokens later
+    loss_divisor: int = 1  # calls of this router per step: of a repeated MTP layer
+
+    def __post_init__(self) -> None:
+        check_topk(self.topk, self.num_experts)
+        check_score_function(self.score_function)
+        check_groups(self.topk, self.num_experts, self.num_groups, self.group_topk)
+        biased = self.expert_bias and self.score_function == "softmax"
+        require(not biased, "expert_bias", "True with score_function softmax", "False, or the score function another")
+        filled = self.pad_to_capacity and self.capacity_factor is None
+        require(not filled, "pad_to_capacity", "True without capacity_factor", "False, or a capacity factor be given")
+        balanced = self.sinkhorn and (self.capacity_factor is not None or bool(self.balancing_coeffs))
+        require(not balanced, "sinkhorn", "True with a capacity factor or a balancing loss", "False, or neither given")
+
+    @property
+    def selection(self) -> dict[str, Any]:
+        """The settings of `topk_indices` and `topk_routing`."""
+        names = ("topk", "score_function", "pre_softmax", "num_groups", "group_topk", "scaling_factor")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def balancing_coeffs(self) -> dict[str, float]:
+        """The coefficient of each balancing loss that is on, in the order in which they ride on the probs."""
+        names = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+        return {name: coeff for name in names if (coeff := getattr(self, f"{name}_coeff"))}
 
 
 class RouterLosses(NamedTuple):
@@ -250,33 +314,20 @@ def check_gate(x: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: str
 
 
 def check_route(
-    logits: Tensor, config: MoEConfig, batch_size: int, replay: str, replay_target: Tensor | None, queued: int
+    logits: Tensor, config: RouterConfig, batch_size: int, replay: str, replay_target: Tensor | None, queued: int
 ) -> None:
     """The rules of `route`."""
-    right = f"[tokens, {config.num_moe_experts}], the experts of the configuration"
-    require(logits.shape[1] == config.num_moe_experts, "logits", f"of shape {tuple(logits.shape)}", right)
+    right = f"[tokens, {config.num_experts}], the experts of the configuration"
+    require(logits.shape[1] == config.num_experts, "logits", f"of shape {tuple(logits.shape)}", right)
     whole = is_count(batch_size) and batch_size >= 1 and logits.shape[0] % batch_size == 0
     require(whole, "batch_size", batch_size, f"a positive divisor of the {logits.shape[0]} tokens")
     require(replay in REPLAYS, "replay", repr(replay), f"one of {', '.join(REPLAYS)}")
-    plain = config.moe_router_load_balancing_type not in ("sinkhorn", "quantile_balancing")
-    require(
-        replay == "none" or plain,
-        "replay",
-        repr(replay),
-        f"none with {config.moe_router_load_balancing_type}, which has no indices to replay",
-    )
-    require(
-        (replay_target is not None) == (replay == "forward"),
-        "replay_target",
-        "missing or not wanted",
-        "given with replay='forward', and only then",
-    )
-    require(
-        replay != "backward" or queued > 0,
-        "replay",
-        "backward with an empty queue",
-        "preceded by as many forward replays",
-    )
+    right = "none with sinkhorn, which has no indices to replay"
+    require(replay == "none" or not config.sinkhorn, "replay", repr(replay), right)
+    given = (replay_target is not None) == (replay == "forward")
+    require(given, "replay_target", "missing or not wanted", "given with replay='forward', and only then")
+    right = "preceded by as many forward replays"
+    require(replay != "backward" or queued > 0, "replay", "backward with an empty queue", right)
 
 
 def check_jitter(eps: float) -> None:

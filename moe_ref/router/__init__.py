@@ -4,16 +4,15 @@ from moe_ref.router.balancing import (
     attach_loss,
     aux_loss_scores,
     load_balancing_loss,
-    quantile_routing,
-    sinkhorn_routing,
     update_expert_bias,
-    update_quantile_bias,
     z_loss,
 )
 from moe_ref.router.capacity import drop_tokens, expert_capacity
 from moe_ref.router.gating import gate, jitter
-from moe_ref.router.route import finish_batch, hash_routing, new_state, route, state_from, state_tensors
+from moe_ref.router.route import route
 from moe_ref.router.selection import topk_indices, topk_routing
+from moe_ref.router.sinkhorn import sinkhorn_routing
+from moe_ref.router.state import finish_batch, new_state, state_from, state_tensors
 
 __all__ = [
     "attach_loss",
@@ -22,11 +21,9 @@ __all__ = [
     "expert_capacity",
     "finish_batch",
     "gate",
-    "hash_routing",
     "jitter",
     "load_balancing_loss",
     "new_state",
-    "quantile_routing",
     "route",
     "sinkhorn_routing",
     "state_from",
@@ -34,6 +31,5 @@ __all__ = [
     "topk_indices",
     "topk_routing",
     "update_expert_bias",
-    "update_quantile_bias",
     "z_loss",
 ]

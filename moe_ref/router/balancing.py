@@ -1,8 +1,8 @@
-"""What keeps the experts' loads even: auxiliary losses, z-loss, the expert bias, quantiles, Sinkhorn.
+"""Terms that keep the experts' loads even: balancing losses, z-loss, and the expert bias.
 
-Mirrors `compute_routing_scores_for_aux_loss`, `switch_load_balancing_loss_func`, `z_loss_func`, `MoEAuxLossAutoScaler`,
-`get_updated_expert_bias` and `sinkhorn` of megatron.core.transformer.moe.moe_utils, and `fused_compute_score_for_moe_aux_loss`
-and `fused_moe_aux_loss` of transformer_engine.pytorch.router.
+Mirrors `compute_routing_scores_for_aux_loss`, `switch_load_balancing_loss_func`, `z_loss_func`, `MoEAuxLossAutoScaler`
+and `get_updated_expert_bias` of megatron.core.transformer.moe.moe_utils, and `fused_compute_score_for_moe_aux_loss` and
+`fused_moe_aux_loss` of transformer_engine.pytorch.router. Differs: docs/differences.md#router.
 """
 
 from typing import Any
@@ -12,10 +12,7 @@ from torch import Tensor
 
 from moe_ref.config import (
     AuxScores,
-    QuantileRouted,
-    Routed,
     check_coeff,
-    check_float,
     check_load_balancing_loss,
     check_logits,
     check_loss_scale,
@@ -23,12 +20,10 @@ from moe_ref.config import (
     check_score_function,
     check_topk,
     check_update_expert_bias,
-    is_number,
-    require,
 )
 from moe_ref.rounding import accumulator_dtype, round_to
-from moe_ref.router.scores import SCORES, normalised, sigmoid, softmax
-from moe_ref.router.selection import best, spread, topk_indices
+from moe_ref.router.scores import SCORES, normalised
+from moe_ref.router.selection import best
 
 
 def aux_loss_scores(
@@ -187,130 +182,3 @@ def update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, *, update
     count = tokens_per_expert.double()  # exact below 2⁵³, and so is the comparison E · c with Σ c
     direction = (count.sum() - len(count) * count).sign()
     return expert_bias + update_rate * direction.to(expert_bias.dtype)
-
-
-def sinkhorn_routing(logits_TE: Tensor, *, topk: int, training: bool = True) -> Routed:
-    """Choose by a balanced plan: rows and columns of exp(logits) scaled until the experts' shares are even.
-
-        C = exp(x);  d1 = 1;  repeat  d0 = (1/T) / (C d1 + 1e-8),  d1 = (1/E) / (Cᵀ d0 + 1e-8)  until mean |Δd1| ≤ 1e-4
-        routing_map = the K largest d1_e · C_te · d0_t of each token       (in evaluation: of the activations)
-        probs = activation · routing_map,   activation = σ(x) if K = 1, else softmax(x) over E
-
-    The plan is taken in float32 and gets no gradient; weights are not renormalised. Score function, bias, groups and
-    scaling have no part in it. A logit above 88 makes the plan NaN, and the choice is then unspecified. Where a token has nothing but
-    logits below -9, the 1e-8 outweighs its row: d1 creeps, and the rounds may be millions.
-
-    Args:
-        logits_TE: floating point.
-        topk: K.
-        training: False chooses by the activations.
-
-    Returns:
-        `Routed`, probs in the logits' dtype.
-
-    Raises:
-        ValueError: see `moe_ref.config`: check_logits, check_topk.
-
-    Source: moe_utils.sinkhorn; TopKRouter.sinkhorn_load_balancing.
-    """
-    check_logits(logits_TE)
-    check_topk(topk, logits_TE.shape[1])
-    activation_TE = sigmoid(logits_TE) if topk == 1 else softmax(logits_TE)
-    keys_TE = _plan(logits_TE.detach()) if training else activation_TE.detach()
-    map_TE = torch.zeros_like(keys_TE, dtype=torch.bool).scatter(1, best(keys_TE, topk), True)
-    return Routed(round_to(torch.where(map_TE, activation_TE, 0), logits_TE.dtype), map_TE)
-
-
-def _plan(logits_TE: Tensor) -> Tensor:
-    """The balanced plan of `sinkhorn_routing`."""
-    num_tokens, num_experts = logits_TE.shape
-    if num_tokens == 0:
-        return logits_TE
-    cost_TE = round_to(logits_TE, accumulator_dtype(logits_TE.dtype)).exp()
-    d0_T, d1_E = cost_TE.new_ones(num_tokens), cost_TE.new_ones(num_experts)
-    change = torch.inf
-    while change > 1e-4:  # a NaN ends it too
-        before_E = d1_E
-        d0_T = 1 / num_tokens / ((cost_TE * d1_E).sum(1) + 1e-8)
-        d1_E = 1 / num_experts / ((cost_TE * d0_T[:, None]).sum(0) + 1e-8)
-        change = float((before_E - d1_E).abs().mean())
-    return d1_E * cost_TE * d0_T[:, None]
-
-
-def quantile_routing(
-    logits_TE: Tensor,
-    beta: Tensor,
-    *,
-    topk: int,
-    score_function: str = "softmax",
-    training: bool = True,
-    **settings: Any,
-) -> QuantileRouted:
-    """Choose by logits less a learnt threshold for each expert.
-
-        v = x - β;   routing_map = the K largest v of each token;   weights as `topk_indices` gives those experts
-        α_t = the (K+1)-th largest v_t;   n = T · K / E;   quantile_e = the (n+1)-th largest of x_te - α_t over t
-
-    All in float32 and without a gradient but for the weights'. In evaluation there is no quantile.
-
-    Args:
-        logits_TE: of all ranks that share the sequence; in training T · K must be a multiple of E, and K < E.
-        beta: [E] float32.
-        settings: `pre_softmax` and `scaling_factor` of `topk_indices`.
-
-    Raises:
-        ValueError: as above; also see `moe_ref.config.check_topk_routing`.
-
-    Source: TopKRouter, load balancing type quantile_balancing (Megatron main; 0.16.1 takes the name for plain top-k).
-    """
-    check_logits(logits_TE)
-    num_tokens, num_experts = logits_TE.shape
-    check_topk(topk, num_experts)
-    check_float("beta", beta, (num_experts,), logits_TE)
-    plain = round_to(logits_TE.detach(), torch.float64 if logits_TE.dtype == torch.float64 else torch.float32)
-    value_TE = plain - beta.to(plain.dtype)
-    order = best(value_TE, num_experts)
-    chosen = topk_indices(
-        logits_TE, topk=topk, score_function=score_function, precomputed_indices=order[:, :topk], **settings
-    )
-    quantile = None
-    if training:
-        require(
-            topk < num_experts,
-            "topk",
-            topk,
-            f"less than the {num_experts} experts: the threshold is that of the next one",
-        )
-        require(
-            num_tokens * topk % num_experts == 0,
-            "logits",
-            f"of shape {tuple(logits_TE.shape)}",
-            f"such that tokens · {topk} is a multiple of the experts",
-        )
-        alpha_T1 = value_TE.gather(1, order[:, topk : topk + 1])
-        share = num_tokens * topk // num_experts
-        above = (plain - alpha_T1).sort(dim=0, descending=True).values
-        quantile = above[share] if num_tokens else torch.zeros_like(beta)
-    routed = spread(chosen, num_experts)
-    return QuantileRouted(routed.probs, routed.routing_map, quantile)
-
-
-def update_quantile_bias(beta: Tensor, quantile_sum: Tensor, *, count: int, ema: float = 0.0) -> Tensor:
-    """The next threshold: the mean of the quantiles since the last update, smoothed and centred.
-
-        β' = ema · β + (1 - ema) · quantile_sum / max(count, 1);   β' - mean(β')
-
-    Raises:
-        ValueError: ema outside 0 … 1, or a sum of another shape.
-
-    Source: finalize_model_grads (Megatron main).
-    """
-    require(
-        tuple(quantile_sum.shape) == tuple(beta.shape),
-        "quantile_sum",
-        f"of shape {tuple(quantile_sum.shape)}",
-        f"of shape {tuple(beta.shape)}",
-    )
-    require(is_number(ema) and 0 <= ema <= 1, "ema", ema, "a number from 0 to 1")
-    following = ema * beta + (1 - ema) * quantile_sum / max(count, 1)
-    return following - following.mean()

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import moe_ref
-from moe_ref.config import MAX_EXPERTS, MoEConfig
-from moe_ref.router.route import force_balance, unpack_sequences
+from moe_ref.config import MAX_EXPERTS, RouterConfig
 
 MAP = torch.tensor([[0, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 0, 1]], dtype=torch.bool)
 INDICES = torch.tensor([[2, -1], [0, 2], [1, 1]])
@@ -39,19 +38,9 @@ LOGITS, SCORES, COUNTS, ROUTED = (
     torch.ones(6),
     torch.zeros(4, 6, dtype=torch.bool),
 )
-WEIGHT, SQUARE, IDS, TABLE = (
-    torch.zeros(6, 2),
-    torch.zeros(6, 6),
-    torch.zeros(4, dtype=torch.int64),
-    torch.tensor([[0, 2]]),
-)
-CONFIG = {
-    "num_moe_experts": 6,
-    "moe_ffn_hidden_size": 1,
-    "moe_router_load_balancing_type": "none",
-    "moe_router_score_function": "sigmoid",
-}
-STATE = moe_ref.new_state(MoEConfig(**CONFIG))
+WEIGHT = torch.zeros(6, 2)
+CONFIG = {"num_experts": 6, "topk": 2, "score_function": "sigmoid"}
+STATE = moe_ref.new_state(RouterConfig(**CONFIG))
 
 
 def chosen(logits=LOGITS, topk=2, **settings):
@@ -88,16 +77,8 @@ def gate(x=TOKENS, weight=WEIGHT, **settings):
     return moe_ref.gate(x, weight, **settings)
 
 
-def quantile(logits=SQUARE, beta=COUNTS, topk=2, **settings):
-    return moe_ref.quantile_routing(logits, beta, topk=topk, **settings)
-
-
-def hashed(ids=IDS, table=TABLE, **settings):
-    return moe_ref.hash_routing(LOGITS, ids, table, **settings)
-
-
 def route(logits=LOGITS, config=CONFIG, **settings):
-    return moe_ref.route(logits, MoEConfig(**CONFIG | config), state=STATE, **settings)
+    return moe_ref.route(logits, RouterConfig(**CONFIG | config), state=STATE, **settings)
 
 
 def loaded(**changed):
@@ -175,43 +156,23 @@ ILLEGAL = [
         for value in (-0.5, 1.0, *PLAIN_NUMBERS)
     ),
     (lambda topk: moe_ref.sinkhorn_routing(LOGITS, topk=topk), {"topk": 7}, "topk is 7"),
-    (quantile, {"beta": COUNTS[1:]}, "beta is of shape (5,)"),
-    (quantile, {"topk": 6}, "topk is 6"),
-    (quantile, {"logits": LOGITS}, "logits is of shape (4, 6)"),
-    *(
-        (lambda ema: moe_ref.update_quantile_bias(COUNTS, COUNTS, count=1, ema=ema), {"ema": value}, f"ema is {value}")
-        for value in (-0.5, 1.5, *PLAIN_NUMBERS)
-    ),
-    (hashed, {"table": INDICES[0]}, "table is of shape (2,)"),
-    (hashed, {"table": INDICES.float()}, "table is of shape (3, 2), torch.float32"),
-    (hashed, {"ids": torch.zeros(3, dtype=torch.int64)}, "token_ids is of shape (3,)"),
-    (hashed, {"ids": torch.tensor([0, 0, 1, 0])}, "token_ids is [1]"),
-    (hashed, {"table": torch.tensor([[0, 6]])}, "table is [6]"),
-    (hashed, {"table": torch.tensor([[-1, 0]])}, "table is [-1]"),
     (route, {"logits": LOGITS[:, 1:]}, "logits is of shape (4, 5)"),
     *((route, {"batch_size": value}, f"batch_size is {value}") for value in (0, 3, 2.0)),
     (route, {"replay": "rewind"}, "replay is 'rewind'"),
     (route, {"replay": "forward"}, "replay_target is missing"),
     (route, {"replay_target": INDEX}, "replay_target is missing or not wanted"),
     (route, {"replay": "backward"}, "replay is backward with an empty queue"),
-    (route, {"replay": "record", "config": {"moe_router_load_balancing_type": "sinkhorn"}}, "replay is 'record'"),
+    (route, {"replay": "record", "config": {"sinkhorn": True}}, "replay is 'record'"),
+    (route, {"config": {"topk": 7}}, "topk is 7"),
+    (route, {"config": {"score_function": "relu"}}, "score_function is 'relu'"),
+    (route, {"config": {"num_groups": 4}}, "group_topk is None"),
+    (route, {"config": {"score_function": "softmax", "expert_bias": True}}, "expert_bias is True"),
+    (route, {"config": {"pad_to_capacity": True}}, "pad_to_capacity is True"),
+    (route, {"config": {"sinkhorn": True, "capacity_factor": 1.0}}, "sinkhorn is True"),
+    (route, {"config": {"sinkhorn": True, "aux_loss_coeff": 0.5}}, "sinkhorn is True"),
     (route, {"padding_mask": ROUTED[:3, 0]}, "padding_mask is of shape (3,)"),
-    *(
-        (loaded, {name: torch.zeros(6).bfloat16()}, f"{name} is of dtype torch.bfloat16")
-        for name in ("expert_bias", "beta", "quantile_sum")
-    ),
+    (loaded, {"expert_bias": torch.zeros(6).bfloat16()}, "expert_bias is of dtype torch.bfloat16"),
     (loaded, {"expert_bias": None}, "tensors is without expert_bias"),
-    (
-        lambda x, batch_size: unpack_sequences(x, batch_size),
-        {"x": TOKENS, "batch_size": 2},
-        "x is of shape (4, 2)",
-    ),
-    (
-        lambda x, batch_size: unpack_sequences(x, batch_size),
-        {"x": TOKENS[:, :1], "batch_size": 3},
-        "batch_size is 3",
-    ),
-    (lambda noise: force_balance(LOGITS, noise), {"noise": LOGITS[1:]}, "noise is of shape (3, 6)"),
     (permute, {"tokens": torch.zeros(4)}, "tokens is of shape (4,)"),
     (permute, {"tokens": torch.zeros(5, 2)}, "routing_map is of shape (4, 4)"),
     (permute, {"routing_map": MAP[0]}, "routing_map is of shape (4,)"),
@@ -290,4 +251,4 @@ def test_the_router_calls_that_are_varied_above_are_legal():
         and scored()
     )
     assert all(isinstance(x, torch.Tensor) for x in (balanced(), z_loss(), updated(), gate()))
-    assert capacity() and quantile() and hashed() and route() and loaded()
+    assert capacity() and route() and loaded()

@@ -144,10 +144,8 @@ def test_a_bias_that_is_off_by_one_bit_is_wrong():
 
 
 def _more_losses_alone(logits, config, **settings):
-    coefficients = tuple(2 * c for c in config.load_balancing.values())
-    return moe_ref.route(
-        logits, config if "sum_tp_cp" in settings else replace(config, moe_aux_loss_coeff=coefficients), **settings
-    )
+    twice = {f"{name}_coeff": 2 * coeff for name, coeff in config.balancing_coeffs.items()}
+    return moe_ref.route(logits, config if "ranks" in settings else replace(config, **twice), **settings)
 
 
 def _many_tokens_twice(x, weight, **settings):
@@ -288,7 +286,6 @@ def test_routers_over_ranks_share_sequences_in_every_way_and_only_where_sums_are
     assert {(len(case.counts), case.ranks) for case in cases} >= {(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)}
     assert any(len(set(case.counts)) > 1 and case.per_token for case in cases)
     assert any(len(set(case.counts)) == 1 < len(case.counts) and not case.padding for case in cases)
-    for name in ("sum_tp_cp", "sum_tp_dp_cp"):
-        assert over_ranks("route", Space(without={"route": frozenset({name})})) == []
+    assert over_ranks("route", Space(without={"route": frozenset({"ranks"})})) == []
     unmasked = over_ranks("route", Space(without={"route": frozenset({"padding_mask"})}))
     assert unmasked and all(len(set(case.counts)) == 1 for case in unmasked)

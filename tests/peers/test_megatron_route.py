@@ -32,7 +32,7 @@ from conformance.interface import Implementation
 NOTHING_WRONG = ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")
 ADAPTER = "conformance.peers.megatron"
 KEPT = corpus.COMMITTED.parent / "peers" / "megatron.corpus"
-ONE_RANK = frozenset({"sum_tp_cp", "sum_tp_dp_cp"})  # which the adapter does not take
+ONE_RANK = frozenset({"ranks"})  # which the adapter does not take
 pytestmark = pytest.mark.skipif(
     find_spec("megatron") is None, reason="megatron-core is not installed: pip install --no-deps megatron-core==0.16.1"
 )
@@ -129,7 +129,7 @@ def _no_scale(route, *args, loss_scale=1.0, **settings):
 
 def _as_tracked(route, logits, config, **settings):
     out = route(logits, config, **settings)
-    return out._replace(losses=out.losses._replace(aux_loss=out.losses.aux_loss / config.load_balancing["aux_loss"]))
+    return out._replace(losses=out.losses._replace(aux_loss=out.losses.aux_loss / config.aux_loss_coeff))
 
 
 def _one_sequence(route, *args, batch_size=1, **settings):
@@ -286,7 +286,7 @@ def behind_the_waivers():
 
 def test_the_adapter_offers_route_with_all_it_can_be_asked_for(behind_the_waivers):
     assert behind_the_waivers[0]["offered"]
-    assert behind_the_waivers[0]["without"] == ["sum_tp_cp", "sum_tp_dp_cp"]
+    assert behind_the_waivers[0]["without"] == ["ranks"]
     assert behind_the_waivers[0]["declares"]["accumulator"] == "storage"
 
 

@@ -93,7 +93,7 @@ def test_megatron_offers_the_settings_that_the_package_has_words_for(megatron):
     ]
     assert {name: known["without"] for name, known in functions.items() if known["offered"] and known["without"]} == {
         "permute": ["align", "num_rows"],
-        "route": ["sum_tp_cp", "sum_tp_dp_cp"],
+        "route": ["ranks"],
     }
 
 

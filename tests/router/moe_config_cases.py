@@ -10,18 +10,14 @@ BASE = {
 A2A = {"moe_token_dispatcher_type": "alltoall"}
 DEEPEP = {"moe_token_dispatcher_type": "flex"}
 HYBRIDEP = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
-NCCLEP = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "ncclep"}
 SWIGLU = {"activation_func": "silu", "gated_linear_unit": True}
 GROUPED = {"moe_grouped_gemm": True}
 FUSED = {**SWIGLU, **GROUPED, "use_transformer_engine_op_fuser": True}
 TENSOR = {**GROUPED, "moe_use_grouped_tensor": True}
 SHARED = {"moe_shared_expert_intermediate_size": 32}
 MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
-INFER = {"transformer_impl": "inference_optimized", "moe_router_dtype": "fp32"}
-INVARIANT = {"batch_invariant_mode": True, "params_dtype": "bf16", **A2A}
 OVERLAP = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2, "bf16": True, **A2A}
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
-QUANTILES = {"moe_router_load_balancing_type": "quantile_balancing"}
 GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
 CAPACITY = {"moe_expert_capacity_factor": 1.0}
 PADDED = {**CAPACITY, "moe_pad_expert_input_to_capacity": True}
@@ -98,10 +94,6 @@ ROUTER = [
         {"moe_aux_loss_coeff": [0.0]},
     ),
     ("moe_aux_loss_coeff", {**SINKHORN, "moe_aux_loss_coeff": 0.1}, {"moe_router_load_balancing_type": "none"}),
-    ("moe_aux_loss_coeff", {**QUANTILES, "moe_aux_loss_coeff": 0.1}, {"moe_aux_loss_coeff": 0.0}),
-    ("moe_router_fusion", {**QUANTILES, "moe_router_fusion": True}, {"moe_router_load_balancing_type": "none"}),
-    ("moe_router_num_groups", {**QUANTILES, **GROUPS}, {"moe_router_load_balancing_type": "none"}),
-    ("moe_router_topk", {**QUANTILES, "moe_router_topk": 8}, {"moe_router_topk": 7}),
     (
         "moe_enable_routing_replay",
         {"moe_enable_routing_replay": True, "moe_router_fusion": True},
@@ -117,14 +109,7 @@ ROUTER = [
 PLACES = [  # capacity and dispatcher
     ("moe_pad_expert_input_to_capacity", {"moe_pad_expert_input_to_capacity": True}, CAPACITY),
     ("moe_pad_expert_input_to_capacity", {**PADDED, **DEEPEP}, HYBRIDEP),
-    ("moe_pad_expert_input_to_capacity", {**PADDED, **NCCLEP}, HYBRIDEP),
-    ("moe_expert_capacity_factor", {**CAPACITY, **NCCLEP}, DEEPEP | {"moe_flex_dispatcher_backend": "deepep"}),
     ("moe_expert_capacity_factor", {**CAPACITY, **SINKHORN}, {"moe_router_load_balancing_type": "none"}),
-    (
-        "moe_expert_capacity_factor",
-        {**CAPACITY, **QUANTILES},
-        {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [0.1]},
-    ),
     (
         "moe_token_dropping",
         {"moe_token_dropping": True},
@@ -134,26 +119,9 @@ PLACES = [  # capacity and dispatcher
     ("moe_router_padding_for_quantization", {**ALIGNED, **A2A}, {"fp4": "e2m1"}),
     ("moe_router_padding_for_quantization", {**ALIGNED, "fp8": "hybrid"}, A2A),
     ("variable_seq_lengths", {"variable_seq_lengths": True}, A2A),
-    ("moe_flex_dispatcher_backend", {"moe_flex_dispatcher_backend": "ncclep"}, {"moe_token_dispatcher_type": "flex"}),
-    ("moe_use_grouped_tensor", {**TENSOR, **NCCLEP}, FUSED),
-    ("moe_dispatch_fwd_dtype", {**FUSED, **HYBRIDEP, "moe_dispatch_fwd_dtype": "mxfp8"}, NCCLEP),
-    ("moe_combine_bwd_dtype", {**FUSED, "moe_combine_bwd_dtype": "mxfp8"}, NCCLEP),
-    ("moe_dispatch_fwd_dtype", {**NCCLEP, "moe_dispatch_fwd_dtype": "mxfp8"}, FUSED),
-    ("moe_combine_bwd_dtype", {**NCCLEP, **GROUPED, "moe_combine_bwd_dtype": "mxfp8"}, FUSED),
     ("moe_expert_rank_capacity_factor", {**FUSED, **DEEPEP, "moe_expert_rank_capacity_factor": 1.5}, HYBRIDEP),
     ("moe_expert_rank_capacity_factor", {**FUSED, **HYBRIDEP, **A2A, "moe_expert_rank_capacity_factor": 1.5}, HYBRIDEP),
     ("moe_expert_rank_capacity_factor", {**HYBRIDEP, "moe_expert_rank_capacity_factor": 1.5}, TENSOR),
-    ("moe_expert_rank_capacity_factor", {**NCCLEP, **GROUPED, "moe_expert_rank_capacity_factor": 1.5}, FUSED),
-    (
-        "moe_ncclep_zero_copy",
-        {**NCCLEP, **FUSED, "moe_ncclep_zero_copy": True},
-        {"moe_expert_rank_capacity_factor": 1.5},
-    ),
-    (
-        "moe_ncclep_zero_copy",
-        {**HYBRIDEP, **FUSED, "moe_expert_rank_capacity_factor": 1.5, "moe_ncclep_zero_copy": True},
-        NCCLEP,
-    ),
 ]
 
 EXPERTS = [
@@ -259,7 +227,11 @@ EXPERTS = [
         {**SHARED, **A2A, "moe_shared_expert_overlap": True, "moe_latent_size": 8},
         {"moe_latent_size": None},
     ),
-    ("moe_shared_expert_overlap", {**SHARED, **A2A, "moe_shared_expert_overlap": True, "moe_latent_size": 8}, INFER),
+    (
+        "moe_shared_expert_overlap",
+        {**SHARED, **A2A, "moe_shared_expert_overlap": True, "moe_latent_size": 8},
+        {"moe_latent_size": None},
+    ),
     (
         "use_grouped_gemm_for_shared_expert",
         {**SHARED, **MXFP8, "use_grouped_gemm_for_shared_expert": True, "moe_shared_expert_glu_interleave_size": 16},
@@ -299,24 +271,6 @@ PRECISION = [
         {"fp4_recipe": "nvfp4"},
     ),
     ("moe_single_grouped_weight", {"moe_single_grouped_weight": True, **TENSOR, "fp4": "e2m1"}, {"fp4_param": True}),
-    ("batch_invariant_mode", {**INVARIANT, "params_dtype": "fp32"}, {"params_dtype": "bf16"}),
-    ("batch_invariant_mode", {**INVARIANT, "context_parallel_size": 2}, {"context_parallel_size": 1}),
-    ("batch_invariant_mode", {**INVARIANT, **DEEPEP}, A2A),
-    ("batch_invariant_mode", {**INVARIANT, **DEEPEP}, INFER),
-    ("batch_invariant_mode", {**INVARIANT, "fp8": "hybrid"}, {"fp8": None}),
-    ("batch_invariant_mode", {**INVARIANT, "fp4": "e2m1"}, {"batch_invariant_mode": False}),
-    ("moe_permute_fusion", {**INVARIANT, "moe_permute_fusion": True}, {"moe_permute_fusion": False}),
-    (
-        "moe_permute_fusion_into_hybridep",
-        {**INVARIANT, "moe_permute_fusion_into_hybridep": True},
-        {"batch_invariant_mode": False},
-    ),
-    ("moe_pad_expert_input_to_capacity", {**INVARIANT, **PADDED}, {"moe_pad_expert_input_to_capacity": False}),
-    (
-        "moe_pad_experts_for_cuda_graph_inference",
-        {**INVARIANT, "moe_pad_experts_for_cuda_graph_inference": True},
-        {"batch_invariant_mode": False},
-    ),
 ]
 
 FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
@@ -442,7 +396,6 @@ OVERLAPS = [
         {"moe_shared_expert_overlap": False},
     ),
     ("overlap_moe_expert_parallel_comm", {**OVERLAP, "mtp_num_layers": 2}, {"mtp_num_layers": 1}),
-    ("overlap_moe_expert_parallel_comm", {**OVERLAP, **NCCLEP, **offload("expert_fc1")}, offload("qkv_linear")),
     ("overlap_moe_expert_parallel_comm", {**OVERLAP, **graphs("moe"), **PADDED}, graphs("attn")),
     ("overlap_moe_expert_parallel_comm", {**OVERLAP, **graphs("mlp"), "moe_layer_freq": 2}, graphs("moe_router")),
     ("delay_wgrad_compute", {"delay_wgrad_compute": True}, OVERLAP),
@@ -464,47 +417,7 @@ OVERLAPS = [
     ("ep_overlap_early_attn_memory_release", {"ep_overlap_early_attn_memory_release": True}, OVERLAP),
 ]
 
-INFERENCE = [
-    ("expert_tensor_parallel_size", {**INFER, "tensor_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}),
-    ("add_bias_linear", {**INFER, "add_bias_linear": True}, {"add_bias_linear": False}),
-    ("moe_expert_capacity_factor", {**INFER, **CAPACITY}, {"transformer_impl": "local"}),
-    (
-        "moe_router_padding_for_quantization",
-        {**INFER, **ALIGNED, **A2A, "fp8": "hybrid"},
-        {"moe_router_padding_for_quantization": False},
-    ),
-    ("moe_router_dtype", {**INFER, "moe_router_dtype": "fp64"}, {"moe_router_dtype": "fp32"}),
-    ("moe_router_num_groups", {**INFER, **GROUPS}, {"transformer_impl": "transformer_engine"}),
-    (
-        "moe_router_score_function",
-        {**INFER, "moe_router_score_function": "sqrtsoftplus"},
-        {"moe_router_score_function": "sigmoid"},
-    ),
-    ("moe_router_fusion", {**INFER, "moe_router_fusion": True}, {"moe_router_fusion": False}),
-    (
-        "inference_grouped_gemm_backend",
-        {**INFER, **SWIGLU, "inference_grouped_gemm_backend": "flashinfer"},
-        {"gated_linear_unit": False},
-    ),
-    (
-        "inference_grouped_gemm_backend",
-        {**INFER, **INVARIANT, "inference_grouped_gemm_backend": "flashinfer"},
-        {"inference_grouped_gemm_backend": "torch"},
-    ),
-    (
-        "inference_grouped_gemm_backend",
-        {**INFER, **MXFP8, "fp8_param": True},
-        {"inference_grouped_gemm_backend": "torch"},
-    ),
-    ("fp8_param", {**INFER, **MXFP8, "inference_grouped_gemm_backend": "torch"}, {"fp8_param": True}),
-    (
-        "inference_moe_token_dispatcher_type",
-        {**INFER, **INVARIANT, "expert_model_parallel_size": 2, "inference_moe_token_dispatcher_type": "nccl"},
-        {"expert_model_parallel_size": 1},
-    ),
-]
-
-CASES = [*ROUTER, *PLACES, *EXPERTS, *PRECISION, *MEMORY, *GRAPHS, *OVERLAPS, *INFERENCE]
+CASES = [*ROUTER, *PLACES, *EXPERTS, *PRECISION, *MEMORY, *GRAPHS, *OVERLAPS]
 
 NOT_NEGATIVE = "num_layers hidden_size ffn_hidden_size moe_ffn_hidden_size mtp_num_layers recompute_num_layers moe_z_loss_coeff moe_router_bias_update_rate"
 POSITIVE = (
@@ -553,16 +466,6 @@ SIZES = [
     ("moe_layer_freq", {"moe_layer_freq": [0, 2]}, {"moe_layer_freq": [0, 1]}),
     ("moe_layer_freq", {"num_layers": 3, "moe_layer_freq": [0, 1]}, {"num_layers": 2}),
     ("sequence_parallel", {"sequence_parallel": True}, {"tensor_model_parallel_size": 2}),
-    (
-        "moe_router_quantile_balancing_ema",
-        {"moe_router_quantile_balancing_ema": 1.5},
-        {"moe_router_quantile_balancing_ema": 1},
-    ),
-    (
-        "moe_router_quantile_balancing_ema",
-        {"moe_router_quantile_balancing_ema": -0.5},
-        {"moe_router_quantile_balancing_ema": 0.9},
-    ),
 ]
 
 WRONG_KINDS = [
@@ -582,7 +485,6 @@ WRONG_KINDS = [
     ("moe_token_drop_policy", "random"),
     ("moe_token_dispatcher_type", "alltoall_seq"),
     ("moe_flex_dispatcher_backend", None),
-    ("moe_dispatch_fwd_dtype", "fp8"),
     ("moe_router_pre_softmax", 1),
     ("moe_router_fusion", None),
     ("moe_layer_freq", "[0]+[1]*3"),
@@ -597,35 +499,22 @@ WRONG_KINDS = [
     ("offload_modules", None),
     ("cuda_graph_modules", "full"),
     ("cuda_graph_modules", ["router"]),
-    ("inference_grouped_gemm_backend", "cutlass"),
     ("activation_func_clamp_value", float("inf")),
 ]
 
-_NO_INVARIANCE = "knows no rule of batch_invariant_mode for MoE"
 _NO_CLAMP = "knows no rule of clamped SwiGLU"
 ELSEWHERE = {  # (option, beside) of a rule: what megatron-core 0.16.1 does instead
     ("moe_router_enable_expert_bias", "moe_router_score_function"): "knows no sqrtsoftplus",
-    ("moe_flex_dispatcher_backend", "moe_token_dispatcher_type"): "knows no ncclep, and accepts any backend",
     ("activation_func_clamp_value", "activation_func gated_linear_unit"): _NO_CLAMP,
     ("activation_func_clamp_value", "num_moe_experts"): _NO_CLAMP,
     ("activation_func_clamp_value", "glu_linear_offset"): _NO_CLAMP,
     ("activation_func_clamp_value", "use_te_activation_func"): _NO_CLAMP,
-    ("batch_invariant_mode", "params_dtype"): _NO_INVARIANCE,
-    ("batch_invariant_mode", "context_parallel_size"): _NO_INVARIANCE,
-    ("batch_invariant_mode", "moe_token_dispatcher_type"): _NO_INVARIANCE,
-    ("batch_invariant_mode", "fp8 fp4"): _NO_INVARIANCE,
-    ("moe_pad_expert_input_to_capacity", "batch_invariant_mode"): _NO_INVARIANCE,
     ("offload_modules", "recompute_modules"): "accepts it",
     ("cuda_graph_modules", "offload_modules"): "accepts it",
     ("cuda_graph_modules", "cuda_graph_impl fine_grained_activation_offloading"): "accepts it",
     ("offload_modules", "cuda_graph_impl"): "accepts it",
     ("overlap_moe_expert_parallel_comm", "recompute_modules"): "accepts it",
     ("overlap_moe_expert_parallel_comm", "mtp_num_layers"): "wants pipeline ranks with an MTP layer",
-    ("overlap_moe_expert_parallel_comm", "moe_flex_dispatcher_backend offload_modules"): "knows no ncclep",
-    ("expert_tensor_parallel_size", "transformer_impl"): "knows no rule of inference_optimized for MoE",
-    ("moe_expert_capacity_factor", "transformer_impl"): "knows no rule of inference_optimized for MoE",
-    ("moe_router_padding_for_quantization", "transformer_impl"): "knows no rule of inference_optimized for MoE",
-    ("moe_router_dtype", "transformer_impl"): "knows no rule of inference_optimized for MoE",
 }
 
 _NAMES = """
@@ -633,17 +522,17 @@ _NAMES = """
     use_grouped_gemm_for_shared_expert moe_shared_expert_glu_interleave_size moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_topk_limited_devices moe_router_pre_softmax
     moe_router_topk_scaling_factor moe_router_score_function moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate
-    moe_router_quantile_balancing_ema moe_router_fusion moe_router_force_load_balancing moe_router_force_biased
+    moe_router_fusion
     moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_enable_routing_replay moe_input_jitter_eps moe_expert_capacity_factor
-    moe_pad_expert_input_to_capacity moe_token_drop_policy moe_token_dropping moe_pad_experts_for_cuda_graph_inference
+    moe_pad_expert_input_to_capacity moe_token_drop_policy moe_token_dropping
     moe_token_dispatcher_type moe_flex_dispatcher_backend moe_enable_deepep moe_flex_dispatcher_num_sms moe_deepep_num_sms moe_hybridep_num_sms
     moe_permute_fusion moe_permute_fusion_into_hybridep moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
-    moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs moe_expert_rank_capacity_factor moe_ncclep_zero_copy
-    moe_dispatch_fwd_dtype moe_combine_bwd_dtype moe_grouped_gemm moe_use_grouped_tensor moe_single_grouped_weight moe_single_grouped_bias
+    moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs moe_expert_rank_capacity_factor
+    moe_grouped_gemm moe_use_grouped_tensor moe_single_grouped_weight moe_single_grouped_bias
     moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size glu_linear_offset activation_func_clamp_value
     use_fused_weighted_squared_relu activation_func_fp8_input_store moe_layer_recompute recompute_modules moe_paged_stash
     moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu moe_per_layer_logging
-    overlap_moe_expert_parallel_comm delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad batch_invariant_mode
-    cuda_graph_modules inference_grouped_gemm_backend inference_moe_token_dispatcher_type add_bias_linear
+    overlap_moe_expert_parallel_comm delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad
+    cuda_graph_modules add_bias_linear
 """
 OPTIONS = set(_NAMES.split())

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ref.config import DROP_POLICIES, SCORE_FUNCTIONS, MoEConfig
+from moe_ref.config import DROP_POLICIES, SCORE_FUNCTIONS, MoEConfig, RouterConfig, router_config
 from moe_ref.config.megatron import settings as moe
 from moe_ref.config.megatron.routing import ROUTING
-from moe_ref.config.megatron.rule import _kinds, fits
+from moe_ref.config.megatron.rule import fits, kinds_of
 from moe_ref.config.megatron.running import RUNNING
 from moe_ref.router.selection import topk_indices
 from tests.router.moe_config_cases import BASE, CASES, ELSEWHERE, OPTIONS, SIZES, WRONG_KINDS
@@ -74,7 +74,7 @@ def test_a_value_of_the_wrong_kind_is_refused(option, value):
 def test_every_option_has_a_default_that_fits_its_kind():
     plain = MoEConfig()
     assert all(
-        field.default is not MISSING and fits(getattr(plain, field.name), _kinds(MoEConfig)[field.name])
+        field.default is not MISSING and fits(getattr(plain, field.name), kinds_of(MoEConfig)[field.name])
         for field in fields(MoEConfig)
     )
 
@@ -84,8 +84,8 @@ def test_every_option_of_megatrons_table_is_a_field():
 
 
 def test_the_words_are_those_of_the_router():
-    assert get_args(_kinds(MoEConfig)["moe_router_score_function"]) == SCORE_FUNCTIONS
-    assert get_args(_kinds(MoEConfig)["moe_token_drop_policy"]) == DROP_POLICIES
+    assert get_args(kinds_of(MoEConfig)["moe_router_score_function"]) == SCORE_FUNCTIONS
+    assert get_args(kinds_of(MoEConfig)["moe_token_drop_policy"]) == DROP_POLICIES
 
 
 # Deprecated names, derived values, warnings
@@ -254,33 +254,58 @@ def test_a_config_is_frozen_and_can_be_a_key():
         ([], [], {}),
     ],
 )
-def test_load_balancing_is_the_losses_that_count(kinds, coeffs, expected):
-    assert config(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coeffs).load_balancing == expected
+def test_balancing_coeffs_are_of_the_losses_that_count(kinds, coeffs, expected):
+    router = router_config(config(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coeffs))
+    assert router.balancing_coeffs == expected
+    assert router.sinkhorn == (kinds == "sinkhorn")
 
 
-def test_router_settings_are_arguments_of_the_choice():
-    made = config(
-        moe_router_topk=4,
-        moe_router_score_function="sigmoid",
-        moe_router_pre_softmax=True,
-        moe_router_num_groups=4,
-        moe_router_group_topk=2,
-        moe_router_topk_scaling_factor=2.5,
+def test_the_router_has_the_settings_of_its_configuration():
+    router = router_config(
+        config(
+            moe_router_topk=4,
+            moe_router_score_function="sigmoid",
+            moe_router_pre_softmax=True,
+            moe_router_num_groups=4,
+            moe_router_group_topk=2,
+            moe_router_topk_scaling_factor=2.5,
+            moe_router_enable_expert_bias=True,
+            moe_router_bias_update_rate=0.25,
+            moe_expert_capacity_factor=1.5,
+            moe_pad_expert_input_to_capacity=True,
+            moe_token_drop_policy="position",
+            moe_z_loss_coeff=0.125,
+            calculate_per_token_loss=True,
+            moe_token_dispatcher_type="alltoall",
+        )
     )
-    assert made.router_settings == {
-        "topk": 4,
-        "score_function": "sigmoid",
-        "pre_softmax": True,
-        "num_groups": 4,
-        "group_topk": 2,
-        "scaling_factor": 2.5,
-    }
-    assert topk_indices(torch.arange(16.0).view(2, 8), **made.router_settings).indices.shape == (2, 4)
+    assert router == RouterConfig(
+        num_experts=8,
+        topk=4,
+        score_function="sigmoid",
+        pre_softmax=True,
+        num_groups=4,
+        group_topk=2,
+        scaling_factor=2.5,
+        expert_bias=True,
+        bias_update_rate=0.25,
+        capacity_factor=1.5,
+        drop_policy="position",
+        pad_to_capacity=True,
+        z_loss_coeff=0.125,
+        loss_per_token=True,
+    )
+    assert topk_indices(torch.arange(16.0).view(2, 8), **router.selection).indices.shape == (2, 4)
+
+
+def test_a_configuration_without_experts_has_no_router():
+    with pytest.raises(ValueError, match="num_moe_experts is None; it must be given"):
+        router_config(MoEConfig())
 
 
 @pytest.mark.parametrize(("repeated", "depth", "times"), [(False, 3, 1), (True, 3, 3), (True, None, 1), (True, 0, 1)])
 def test_only_a_repeated_layer_calls_its_router_more_than_once(repeated, depth, times):
-    assert config(mtp_use_repeated_layer=repeated, mtp_num_layers=depth).router_repeats == times
+    assert router_config(config(mtp_use_repeated_layer=repeated, mtp_num_layers=depth)).loss_divisor == times
 
 
 # Any config
@@ -288,7 +313,7 @@ def test_only_a_repeated_layer_calls_its_router_more_than_once(repeated, depth, 
 
 def values(name):
     """Values that options of the kind have, some wrong."""
-    kind = _kinds(MoEConfig)[name]
+    kind = kinds_of(MoEConfig)[name]
     words = [
         word
         for one in (kind, *get_args(kind))
@@ -326,7 +351,7 @@ def test_a_config_is_made_or_refused_by_a_value_error(data):
     else:
         assert replace(made) == made
         assert hash(made) == hash(replace(made))
-        assert set(made.load_balancing) <= set(moe.LOSSES)
+        assert made.num_moe_experts is None or router_config(made).num_experts == made.num_moe_experts
 
 
 # The installed Megatron
@@ -383,10 +408,6 @@ def theirs(cls, changes):
         special = {"squared_relu": squared_relu, "quick_gelu": quick_gelu}
         name = options["activation_func"]
         options["activation_func"] = special[name] if name in special else getattr(torch.nn.functional, name)
-    if options.get("batch_invariant_mode"):
-        from megatron.core.transformer.enums import AttnBackend
-
-        options["attention_backend"] = AttnBackend.flash
     if "params_dtype" in options:
         options["params_dtype"] = WORDS[options["params_dtype"]]
     return (

@@ -14,9 +14,8 @@ from torch.testing import assert_close
 import moe_ref
 from conformance.families.router import golden as golden_routing
 from conformance.judge import judge
-from moe_ref.config import MoEConfig
+from moe_ref.config import RankGroup, RouterConfig, RouterRanks
 from moe_ref.dispatch.ranks import play
-from moe_ref.router.route import force_balance, unpack_sequences
 from tests.permutation.test_second_oracle import answer
 
 NONE = -math.inf
@@ -314,7 +313,7 @@ def test_an_attached_loss_has_its_scale_for_a_gradient_whatever_flows_through_th
         assert torch.equal(dx, cotangent) and dloss == 2.5
 
 
-# ---- plans and quantiles
+# ---- plans
 
 
 def plan_by_loop(x: np.ndarray) -> np.ndarray:
@@ -360,62 +359,6 @@ def test_sinkhorn_weighs_by_the_activations():
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_quantiles_are_those_of_a_loop(seed):
-    x, beta = random(8, 4, seed=seed), random(4, seed=seed + 50).float()
-    out = moe_ref.quantile_routing(x, beta, topk=2, score_function="sigmoid", scaling_factor=2.0)
-    value = [[v - float(b) for v, b in zip(row, beta, strict=True)] for row in x.tolist()]
-    chosen = [best(row, 2) for row in value]
-    alpha = [sorted(row, reverse=True)[2] for row in value]
-    above = [
-        sorted((row[e] - a for row, a in zip(x.tolist(), alpha, strict=True)), reverse=True)[8 * 2 // 4]
-        for e in range(4)
-    ]
-    assert out.routing_map.int().tolist() == [[int(e in row) for e in range(4)] for row in chosen]
-    assert_close(out.quantile.double(), torch.tensor(above, dtype=torch.float64))
-    weights = [
-        weights_by_loop(row, index, "sigmoid", False, 2.0) for row, index in zip(x.tolist(), chosen, strict=True)
-    ]
-    assert_close(out.probs.gather(1, torch.tensor(chosen)), tensor(weights))
-    assert moe_ref.quantile_routing(x, beta, topk=2, training=False).quantile is None
-
-
-def test_thresholds_that_follow_the_quantiles_even_out_the_loads():
-    noise, beta, skew = torch.Generator().manual_seed(0), torch.zeros(4), torch.tensor([2.0, 0, 0, -2])
-    loads = []
-    for _ in range(60):
-        out = moe_ref.quantile_routing(
-            torch.randn(64, 4, generator=noise) + skew, beta, topk=1, score_function="sigmoid"
-        )
-        beta = moe_ref.update_quantile_bias(beta, out.quantile, count=1, ema=0.5)
-        loads.append(out.routing_map.sum(0))
-        assert_close(beta.mean(), torch.tensor(0.0))
-    assert loads[0].max() > 40
-    assert torch.stack(loads[-20:]).double().mean(0).max() < 20
-
-
-@pytest.mark.parametrize("function", SCORES)
-def test_a_table_chooses_and_the_logits_weigh(function):
-    x, ids, table = random(4, 6), torch.tensor([2, 0, 2, 1]), torch.tensor([[0, 5], [3, 4], [1, 2]])
-    out = moe_ref.hash_routing(x, ids, table, score_function=function, scaling_factor=1.5)
-    for t, row in enumerate(x.tolist()):
-        index = table[ids[t]].tolist()
-        score = [SCORES[function](row)[e] for e in index]
-        weights = score if function == "softmax" else [s / sum(score) for s in score]
-        assert out.routing_map[t].nonzero().flatten().tolist() == sorted(index)
-        assert_close(out.probs[t, index], torch.tensor(weights, dtype=torch.float64) * 1.5)
-
-
-def test_the_scores_of_a_table_are_rounded_before_they_are_gathered():
-    x = random(4, 6, dtype=torch.bfloat16)
-    out = moe_ref.hash_routing(x, torch.zeros(4, dtype=torch.int64), torch.tensor([[1, 4]]), score_function="sigmoid")
-    rounded = x.float().sigmoid().bfloat16().float()[:, [1, 4]]
-    assert torch.equal(out.probs[:, [1, 4]], (rounded / rounded.sum(1, keepdim=True)).bfloat16())
-    assert (
-        moe_ref.hash_routing(x, torch.zeros(4).long(), torch.tensor([[3]]), score_function="sigmoid").probs[:, 3] == 1
-    ).all()  # normalised with one slot too
-
-
 # ---- gate and jitter
 
 
@@ -455,13 +398,6 @@ def test_jitter_stays_within_eps_keeps_the_dtype_and_differs_from_call_to_call(d
     assert torch.equal(moe_ref.jitter(x, eps=0), x)
 
 
-def test_forced_logits_let_the_gradient_through():
-    x, noise, bias = random(3, 4).requires_grad_(), random(3, 4, seed=1), random(4, seed=2)
-    out = force_balance(x, noise, shared_bias=bias)
-    assert torch.equal(out, noise + bias)
-    assert torch.equal(torch.autograd.grad(out, x, noise)[0], noise)
-
-
 # ---- derivatives
 
 DIFFERENTIABLE = {
@@ -487,14 +423,7 @@ DIFFERENTIABLE = {
     "z_loss": lambda x: moe_ref.z_loss(x, coeff=0.5, padding_mask=torch.arange(4) == 1),
     "sinkhorn_routing": lambda x: moe_ref.sinkhorn_routing(x, topk=2, training=False).probs,
     "sinkhorn_routing one": lambda x: moe_ref.sinkhorn_routing(x, topk=1, training=False).probs,
-    "quantile_routing": lambda x: moe_ref.quantile_routing(x, torch.zeros(6), topk=2, training=False).probs,
     "drop_tokens": lambda x: moe_ref.drop_tokens(x, random(4, 6, seed=3) > 0, capacity=1, pad_to_capacity=True).probs,
-    **{
-        f"hash_routing {f}": lambda x, f=f: (
-            moe_ref.hash_routing(x, torch.tensor([0, 1, 1, 0]), torch.tensor([[0, 3], [2, 1]]), score_function=f).probs
-        )
-        for f in SCORES
-    },
 }
 
 
@@ -513,20 +442,9 @@ def test_gradients_of_the_gate_are_its_derivatives():
 EXPERTS, TOPK = 6, 2
 
 
-def config(*losses: str, coeff: float = 0.5, **more) -> MoEConfig:
-    kinds = losses or ("none",)
-    plain = {
-        "num_moe_experts": EXPERTS,
-        "moe_ffn_hidden_size": 1,
-        "moe_router_topk": TOPK,
-        "moe_router_score_function": "sigmoid",
-    }
-    how = (
-        {"moe_router_load_balancing_type": kinds, "moe_aux_loss_coeff": (coeff,) * len(kinds)}
-        if losses
-        else {"moe_router_load_balancing_type": "none"}
-    )
-    return MoEConfig(**plain | how | more)
+def config(*losses: str, coeff: float = 0.5, **settings) -> RouterConfig:
+    coeffs = {f"{name}_coeff": coeff for name in losses}
+    return RouterConfig(num_experts=EXPERTS, topk=TOPK, score_function="sigmoid", **coeffs, **settings)
 
 
 ALL = ("aux_loss", "seq_aux_loss", "global_aux_loss")
@@ -564,7 +482,7 @@ def told(out) -> dict[str, float]:
 
 
 def test_the_losses_of_a_route_are_those_of_a_loop():
-    x, how = random(8, EXPERTS), config(*ALL, moe_z_loss_coeff=0.5)
+    x, how = random(8, EXPERTS), config(*ALL, z_loss_coeff=0.5)
     out = moe_ref.route(x, how, state=moe_ref.new_state(how), batch_size=2)
     assert_close(told(out), losses_by_loop(x, batch=2))
     chosen = moe_ref.topk_routing(x, topk=TOPK, score_function="sigmoid")
@@ -575,7 +493,7 @@ def test_the_losses_of_a_route_are_those_of_a_loop():
 def test_padding_counts_in_no_loss():
     x, padding = random(9, EXPERTS), torch.tensor([0, 0, 1, 0, 1, 1, 0, 0, 0]).bool()
     for name in ALL:
-        how = config(name, moe_z_loss_coeff=0.5)
+        how = config(name, z_loss_coeff=0.5)
         out = moe_ref.route(x, how, state=moe_ref.new_state(how), padding_mask=padding)
         right = losses_by_loop(x[~padding])
         assert_close(told(out), {"z_loss": right["z_loss"], name: right[name]})
@@ -614,7 +532,7 @@ class Objective(torch.autograd.Function):
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("a_token", [False, True])
 def test_the_gradient_of_a_route_is_that_of_its_probs_and_of_its_losses(scale, a_token):
-    how = config(*ALL, moe_z_loss_coeff=0.5, calculate_per_token_loss=a_token)
+    how = config(*ALL, z_loss_coeff=0.5, loss_per_token=a_token)
     factor = 8 if a_token else 1
     assert torch.autograd.gradcheck(
         lambda x: Objective.apply(x, random(8, EXPERTS, seed=5), how, scale, factor),
@@ -623,7 +541,7 @@ def test_the_gradient_of_a_route_is_that_of_its_probs_and_of_its_losses(scale, a
 
 
 def test_a_repeated_layer_shares_its_losses():
-    x, how = random(8, EXPERTS), config(*ALL, moe_z_loss_coeff=0.5, mtp_use_repeated_layer=True, mtp_num_layers=4)
+    x, how = random(8, EXPERTS), config(*ALL, z_loss_coeff=0.5, loss_divisor=4)
     out = moe_ref.route(x, how, state=moe_ref.new_state(how))
     assert_close(told(out), {name: loss / 4 for name, loss in losses_by_loop(x).items()})
 
@@ -631,9 +549,7 @@ def test_a_repeated_layer_shares_its_losses():
 def test_capacity_drops_what_drop_tokens_drops_and_fills_up():
     x, how = (
         random(12, EXPERTS),
-        config(
-            moe_expert_capacity_factor=0.75, moe_pad_expert_input_to_capacity=True, moe_token_dispatcher_type="alltoall"
-        ),
+        config(capacity_factor=0.75, pad_to_capacity=True),
     )
     out = moe_ref.route(x, how, state=moe_ref.new_state(how))
     chosen = moe_ref.topk_routing(x, topk=TOPK, score_function="sigmoid")
@@ -658,7 +574,7 @@ def test_the_global_loss_sees_the_mean_of_the_batches_until_the_batch_is_finishe
     assert_close(told(fresh)["global_aux_loss"], losses_by_loop(x)["global_aux_loss"])
 
 
-BIASED = config(moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.25)
+BIASED = config(expert_bias=True, bias_update_rate=0.25)
 
 
 def test_the_bias_is_updated_by_what_was_counted_without_padding():
@@ -687,7 +603,7 @@ def same(a, b) -> bool:
 
 
 def test_neither_evaluation_nor_a_pass_without_gradients_leaves_a_trace():
-    how = config(*ALL, moe_router_enable_expert_bias=True, moe_z_loss_coeff=0.5)
+    how = config(*ALL, expert_bias=True, z_loss_coeff=0.5)
     x, state = random(8, EXPERTS), moe_ref.new_state(how)
     evaluated = moe_ref.route(x, how, state=state, training=False)
     with torch.no_grad():
@@ -700,7 +616,7 @@ def test_neither_evaluation_nor_a_pass_without_gradients_leaves_a_trace():
     assert torch.equal(recomputed.probs, first_pass.probs)
 
 
-REPLAYED = config(moe_enable_routing_replay=True)
+REPLAYED = config()
 
 
 def test_what_is_recorded_can_be_replayed_forward_and_then_backward_in_order():
@@ -728,7 +644,7 @@ def test_what_is_recorded_can_be_replayed_forward_and_then_backward_in_order():
 
 
 def test_a_state_is_saved_and_restored_with_its_queue():
-    how = config("global_aux_loss", moe_router_enable_expert_bias=True, moe_enable_routing_replay=True)
+    how = config("global_aux_loss", expert_bias=True)
     state = moe_ref.new_state(how)
     target = torch.arange(TOPK).expand(4, TOPK)
     for _ in range(2):
@@ -751,24 +667,6 @@ def test_the_state_that_was_given_is_not_changed():
     assert later.tokens_per_expert.any()
 
 
-def test_quantiles_are_gathered_over_a_batch_and_learnt_at_its_end():
-    how = config(moe_router_load_balancing_type="quantile_balancing", moe_router_quantile_balancing_ema=0.25)
-    state, seen = moe_ref.new_state(how), []
-    for seed in range(2):
-        out = moe_ref.route(random(6, EXPERTS, seed=seed), how, state=state)
-        seen.append(
-            moe_ref.quantile_routing(
-                random(6, EXPERTS, seed=seed), state.beta, topk=TOPK, score_function="sigmoid"
-            ).quantile
-        )
-        state = out.state
-    assert state.quantile_count == 2
-    after = moe_ref.finish_batch(state, how)
-    mean = 0.75 * sum(seen) / 2
-    assert_close(after.beta.double(), mean - mean.mean())
-    assert after.quantile_count == 0 and not after.quantile_sum.any()
-
-
 # ---- several ranks
 
 
@@ -776,7 +674,7 @@ def split(x: Tensor, ranks: int) -> tuple[Tensor, ...]:
     return x.chunk(ranks)
 
 
-def routed_by_ranks(x: Tensor, how: MoEConfig, tp: int, dp: int = 1, padding: Tensor | None = None, **settings):
+def routed_by_ranks(x: Tensor, how: RouterConfig, tp: int, dp: int = 1, padding: Tensor | None = None, **settings):
     """Each rank's route of its part: data-parallel parts of the rows, each split over its tensor-parallel ranks."""
     parts, masks = (
         [part for shard in split(y, dp) for part in split(shard, tp)]
@@ -791,8 +689,7 @@ def routed_by_ranks(x: Tensor, how: MoEConfig, tp: int, dp: int = 1, padding: Te
             leaf,
             how,
             state=moe_ref.new_state(how),
-            sum_tp_cp=over(own),
-            sum_tp_dp_cp=over(range(tp * dp)),
+            ranks=RouterRanks(RankGroup(tp, over(own)), RankGroup(tp * dp, over(range(tp * dp)))),
             **mask,
             **settings,
         )
@@ -804,7 +701,7 @@ def routed_by_ranks(x: Tensor, how: MoEConfig, tp: int, dp: int = 1, padding: Te
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("padding", [None, torch.arange(16) > 10], ids=["whole", "padded"])
 def test_the_shares_of_ranks_that_split_the_sequences_add_up(ranks, padding):
-    x, how = random(16, EXPERTS), config(*ALL, **({"moe_z_loss_coeff": 0.5} if padding is None else {}))
+    x, how = random(16, EXPERTS), config(*ALL, **({"z_loss_coeff": 0.5} if padding is None else {}))
     ((alone, gradient),) = routed_by_ranks(x, how, 1, batch_size=2, padding=padding)
     shares = routed_by_ranks(x, how, ranks, batch_size=2, padding=padding)
     total = {name: sum(told(out)[name] for out, _ in shares) for name in told(alone)}
@@ -820,25 +717,24 @@ def test_the_aux_loss_is_of_a_data_parallel_rank_and_the_global_one_of_all():
     assert_close(sum(loss["global_aux_loss"] for loss in shares), losses_by_loop(x)["global_aux_loss"])
 
 
-def gradient_of_weight(hidden: Tensor, weight: Tensor, how: MoEConfig, ranks: int) -> Tensor:
+def gradient_of_weight(hidden: Tensor, weight: Tensor, how: RouterConfig, ranks: int) -> Tensor:
     """The gradient of the router's weight by its losses, added up over the ranks; divided by all tokens where losses are of a token."""
     parts = split(hidden, ranks)
 
     def run(rank, over):
         leaf = weight.clone().requires_grad_()
-        every = over(range(ranks))
+        every = RankGroup(ranks, over(range(ranks)))
         out = moe_ref.route(
             moe_ref.gate(parts[rank], leaf),
             how,
             state=moe_ref.new_state(how),
             batch_size=2,
-            sum_tp_cp=every,
-            sum_tp_dp_cp=every,
+            ranks=RouterRanks(every, every),
         )
         return torch.autograd.grad(out.probs, leaf, torch.zeros_like(out.probs))[0]
 
     total = sum(play(ranks, run))
-    return total / len(hidden) if how.calculate_per_token_loss else total
+    return total / len(hidden) if how.loss_per_token else total
 
 
 @pytest.mark.parametrize("a_token", [False, True])
@@ -846,8 +742,8 @@ def gradient_of_weight(hidden: Tensor, weight: Tensor, how: MoEConfig, ranks: in
 def test_the_gradient_of_the_weight_does_not_depend_on_the_number_of_ranks(loss, a_token):
     how = config(
         *(() if loss == "z" else (loss,)),
-        calculate_per_token_loss=a_token,
-        **({"moe_z_loss_coeff": 0.5} if loss == "z" else {}),
+        loss_per_token=a_token,
+        **({"z_loss_coeff": 0.5} if loss == "z" else {}),
     )
     hidden, weight = random(16, 3), random(EXPERTS, 3, seed=1)
     alone = gradient_of_weight(hidden, weight, how, 1)
@@ -859,15 +755,14 @@ def test_the_gradient_of_the_weight_does_not_depend_on_the_number_of_ranks(loss,
 def test_losses_of_a_token_and_of_a_batch_have_the_same_gradient_in_the_end():
     hidden, weight = random(16, 3), random(EXPERTS, 3, seed=1)
     of_batch, of_token = (
-        gradient_of_weight(hidden, weight, config(*ALL, calculate_per_token_loss=a_token), 2)
-        for a_token in (False, True)
+        gradient_of_weight(hidden, weight, config(*ALL, loss_per_token=a_token), 2) for a_token in (False, True)
     )
     assert_close(of_batch, of_token)
 
 
 @pytest.mark.parametrize("a_token", [False, True])
 def test_the_sequence_loss_does_not_depend_on_the_size_of_the_micro_batches(a_token):
-    how, x = config("seq_aux_loss", calculate_per_token_loss=a_token), random(16, EXPERTS)
+    how, x = config("seq_aux_loss", loss_per_token=a_token), random(16, EXPERTS)
 
     def gradient(batches: list[Tensor], batch_size: int) -> list[Tensor]:
         found = []
@@ -883,24 +778,13 @@ def test_the_sequence_loss_does_not_depend_on_the_size_of_the_micro_batches(a_to
         assert_close(together[b::2], apart)
 
 
-def test_packed_sequences_have_the_sequence_loss_of_each():
-    how, packed = config("seq_aux_loss"), random(10, 1, EXPERTS)  # two sequences of five, one behind the other
-    unpacked = unpack_sequences(packed, 2)
-    assert torch.equal(unpacked[:, 0], packed[:5, 0]) and torch.equal(unpacked[:, 1], packed[5:, 0])
-    out = moe_ref.route(unpacked.flatten(0, 1), how, state=moe_ref.new_state(how), batch_size=2)
-    apart = [losses_by_loop(part)["seq_aux_loss"] for part in (packed[:5, 0], packed[5:, 0])]
-    assert_close(told(out)["seq_aux_loss"], sum(apart) / 2)
-    as_one = moe_ref.route(packed.flatten(0, 1), how, state=moe_ref.new_state(how))
-    assert abs(told(as_one)["seq_aux_loss"] - sum(apart) / 2) > sum(apart) / 100
-
-
 def test_the_bias_is_updated_by_the_counts_of_all_ranks():
     x = random(16, EXPERTS)
     alone = moe_ref.finish_batch(moe_ref.route(x, BIASED, state=moe_ref.new_state(BIASED)).state, BIASED)
 
     def run(rank, over):
         state = moe_ref.route(split(x, 4)[rank], BIASED, state=moe_ref.new_state(BIASED)).state
-        return moe_ref.finish_batch(state, BIASED, sum_tp_dp_cp=over(range(4)))
+        return moe_ref.finish_batch(state, BIASED, ranks=RouterRanks(tp_dp_cp=RankGroup(4, over(range(4)))))
 
     assert all(torch.equal(state.expert_bias, alone.expert_bias) for state in play(4, run))
 

@@ -181,7 +181,7 @@ def _gate_fits(row: Row, space: Space) -> bool:
 
 def _route_fits(row: Row, space: Space) -> bool:
     asked = {"batch_size": row["sequences"] > 1, "padding_mask": row["padding"], "replay": "record" in row["steps"]}
-    asked |= dict.fromkeys(("sum_tp_cp", "sum_tp_dp_cp"), row["ranks"] > 1)
+    asked |= {"ranks": row["ranks"] > 1}
     needed = [name for name, wanted in asked.items() if wanted]
     by_softmax = row["score"].startswith("softmax")
     return (

@@ -18,10 +18,11 @@ from conformance.judge import Expectation, Given
 from conformance.judge.bound import Bounded, sum_bound
 from conformance.judge.choice import Chosen
 from moe_ref.rounding import accumulator_dtype
-from moe_ref.router.balancing import aux_loss_scores, load_balancing_loss, sinkhorn_routing, update_expert_bias, z_loss
+from moe_ref.router.balancing import aux_loss_scores, load_balancing_loss, update_expert_bias, z_loss
 from moe_ref.router.scores import EPSILON
+from moe_ref.router.sinkhorn import sinkhorn_routing
 
-SINKHORN_STOP = 1e-4  # mean change of d1: moe_ref.router.balancing.sinkhorn_routing
+SINKHORN_STOP = 1e-4  # mean change of d1: moe_ref.router.sinkhorn.sinkhorn_routing
 
 
 def aux_scores(x: Running, function: str) -> tuple[Running, Running]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from conformance.core.case import Case
 from conformance.core.shared_out import check_counts
 from conformance.core.tensors import DTYPES, hashed
-from moe_ref.config import MoEConfig
+from moe_ref.config import RouterConfig
 
 STEPS = ("train", "eval", "nograd", "record", "forward", "backward", "finish", "frozen", "reload")
 FORWARDS = STEPS[:6]  # those that take logits
@@ -61,30 +61,27 @@ class RouteCase(Case):
 RouteCase.serves("route")
 
 
-def config_of(case: RouteCase) -> MoEConfig:
+def config_of(case: RouteCase) -> RouterConfig:
     """The configuration that the case describes."""
-    losses = case.losses.split("+")
-    kinds = tuple(f"{name}_aux_loss".replace("aux_aux", "aux") for name in ("aux", "seq", "global") if name in losses)
-    return MoEConfig(
-        num_moe_experts=case.experts,
-        moe_ffn_hidden_size=1,
-        moe_router_topk=case.topk,
-        moe_router_score_function="softmax" if case.score.startswith("softmax") else case.score,  # type: ignore[arg-type]
-        moe_router_pre_softmax=case.score == "softmax_pre",
-        moe_router_num_groups=case.groups or None,
-        moe_router_group_topk=case.group_topk or None,
-        moe_router_topk_scaling_factor=case.scaling / 8 or None,
-        moe_router_enable_expert_bias=case.bias,
-        moe_router_bias_update_rate=case.rate / 1024,
-        moe_router_load_balancing_type=kinds or "none",  # type: ignore[arg-type]
-        moe_aux_loss_coeff=(case.coeff / 8,) * len(kinds) if kinds else 0.0,
-        moe_z_loss_coeff=case.coeff / 8 if "z" in losses else None,
-        moe_expert_capacity_factor=case.capacity / 4 or None,
-        moe_pad_expert_input_to_capacity=case.pad,
-        moe_token_drop_policy=case.policy,  # type: ignore[arg-type]
-        moe_enable_routing_replay=any(step in case.steps for step in ("record", "forward", "backward")),
-        calculate_per_token_loss=case.per_token,
-        moe_token_dispatcher_type="alltoall",
+    coeffs = dict.fromkeys(case.losses.split("+"), case.coeff / 8)
+    return RouterConfig(
+        num_experts=case.experts,
+        topk=case.topk,
+        score_function="softmax" if case.score.startswith("softmax") else case.score,
+        pre_softmax=case.score == "softmax_pre",
+        num_groups=case.groups or None,
+        group_topk=case.group_topk or None,
+        scaling_factor=case.scaling / 8 or None,
+        expert_bias=case.bias,
+        bias_update_rate=case.rate / 1024,
+        capacity_factor=case.capacity / 4 or None,
+        drop_policy=case.policy,
+        pad_to_capacity=case.pad,
+        aux_loss_coeff=coeffs.get("aux", 0.0),
+        seq_aux_loss_coeff=coeffs.get("seq", 0.0),
+        global_aux_loss_coeff=coeffs.get("global", 0.0),
+        z_loss_coeff=coeffs.get("z", 0.0),
+        loss_per_token=case.per_token,
     )
 
 

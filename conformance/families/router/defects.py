@@ -160,7 +160,7 @@ _left_early: list[bool] = []
 
 
 def _layers_after_one_without_bias(finish_batch: Wrapper, state: Any, config: Any, **settings: Any) -> Any:
-    if not config.moe_router_enable_expert_bias:
+    if not config.expert_bias:
         _left_early.append(True)
     return state if _left_early else finish_batch(state, config, **settings)
 
@@ -170,33 +170,28 @@ def _counts_of_the_dispatched(route: Wrapper, logits: Tensor, config: Any, **set
     loss = out.losses.aux_loss
     if loss is None or settings.get("padding_mask") is not None:
         return out
-    scores = moe_ref.aux_loss_scores(
-        logits.detach(), topk=config.moe_router_topk, score_function=config.moe_router_score_function
-    ).scores
+    scores = moe_ref.aux_loss_scores(logits.detach(), topk=config.topk, score_function=config.score_function).scores
     how = {
-        "topk": config.moe_router_topk,
+        "topk": config.topk,
         "num_experts": logits.shape[1],
-        "coeff": config.load_balancing["aux_loss"],
+        "coeff": config.aux_loss_coeff,
         "total_num_tokens": len(logits),
     }
-    ranks = int(settings["sum_tp_cp"](torch.ones(()))) if "sum_tp_cp" in settings else 1
-    return out._replace(
-        losses=out.losses._replace(aux_loss=moe_ref.load_balancing_loss(scores, out.routing_map.sum(0), **how) / ranks)
-    )
+    aux_loss = moe_ref.load_balancing_loss(scores, out.routing_map.sum(0), **how) / _ranks(settings)
+    return out._replace(losses=out.losses._replace(aux_loss=aux_loss))
 
 
 def _ranks(settings: dict[str, Any]) -> int:
-    return int(settings["sum_tp_cp"](torch.ones(()))) if "sum_tp_cp" in settings else 1
+    return settings["ranks"].tp_cp.size if "ranks" in settings else 1
 
 
 def _not_divided_by_ranks(route: Wrapper, logits: Tensor, config: Any, **settings: Any) -> Any:
-    z = config.moe_z_loss_coeff
-    return route(logits, replace(config, moe_z_loss_coeff=z * _ranks(settings)) if z else config, **settings)
+    return route(logits, replace(config, z_loss_coeff=config.z_loss_coeff * _ranks(settings)), **settings)
 
 
 def _tokens_of_this_rank(route: Wrapper, logits: Tensor, config: Any, **settings: Any) -> Any:
     scale = settings.get("loss_scale", 1.0)
-    less = scale / _ranks(settings) if config.calculate_per_token_loss else scale
+    less = scale / _ranks(settings) if config.loss_per_token else scale
     return route(logits, config, **settings | {"loss_scale": less})
 
 
@@ -206,11 +201,10 @@ def _traces_of_the_first_pass(route: Wrapper, logits: Tensor, config: Any, **set
 
 
 def _tokens_of_one_sequence(route: Wrapper, logits: Tensor, config: Any, **settings: Any) -> Any:
-    batch, coeff = settings.get("batch_size", 1), config.load_balancing.get("seq_aux_loss")
-    if batch == 1 or not coeff or not config.calculate_per_token_loss:
+    batch, coeff = settings.get("batch_size", 1), config.seq_aux_loss_coeff
+    if batch == 1 or not coeff or not config.loss_per_token:
         return route(logits, config, **settings)
-    kinds = {name: c / (batch if name == "seq_aux_loss" else 1) for name, c in config.load_balancing.items()}
-    less = replace(config, moe_router_load_balancing_type=tuple(kinds), moe_aux_loss_coeff=tuple(kinds.values()))
+    less = replace(config, seq_aux_loss_coeff=coeff / batch)
     out, right = route(logits, less, **settings), route(logits.detach(), config, **settings)
     return out._replace(losses=right.losses)
 

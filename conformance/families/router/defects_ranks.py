@@ -12,54 +12,60 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conformance.core.defect import Defect, Wrapper
+from moe_ref.config import RankGroup, RouterRanks
 
 Sum = Callable[[Tensor], Tensor]
 
 
-def _with_sums(
-    function: Wrapper, args: tuple[Any, ...], settings: dict[str, Any], name: str, other: Callable[[Sum], Sum]
+def _with_groups(
+    function: Wrapper, args: tuple[Any, ...], settings: dict[str, Any], other: Callable[[RouterRanks], RouterRanks]
 ) -> Any:
-    """The function with another sum in the place of one that it is given."""
-    return function(*args, **settings | ({name: other(settings[name])} if name in settings else {}))
+    """The function with other groups in place of those it is given."""
+    return function(*args, **settings | ({"ranks": other(settings["ranks"])} if "ranks" in settings else {}))
 
 
-def _ranks(total: Sum) -> int:
-    return int(total(torch.ones(())))
+def _with_sequence_sum(
+    route: Wrapper, args: tuple[Any, ...], settings: dict[str, Any], other: Callable[[RankGroup], Sum]
+) -> Any:
+    """The function with another sum over the ranks that share a sequence."""
+    return _with_groups(
+        route, args, settings, lambda ranks: ranks._replace(tp_cp=ranks.tp_cp._replace(sum=other(ranks.tp_cp)))
+    )
 
 
 def _own_counts_times_ranks(route: Wrapper, *args: Any, **settings: Any) -> Any:
     """What is a sum only where all ranks have the same."""
-    return _with_sums(route, args, settings, "sum_tp_cp", lambda total: lambda x: x * _ranks(total))
+    return _with_sequence_sum(route, args, settings, lambda group: lambda x: x * group.size)
 
 
 def _own_tokens_times_ranks(route: Wrapper, *args: Any, **settings: Any) -> Any:
-    """One number is one rank's tokens, or the one that counts the ranks; counts of experts have a dimension."""
-    return _with_sums(
-        route, args, settings, "sum_tp_cp", lambda total: lambda x: total(x) if x.dim() else x * _ranks(total)
+    """One number is one rank's tokens; counts of experts have a dimension."""
+    return _with_sequence_sum(
+        route, args, settings, lambda group: lambda x: group.sum(x) if x.dim() else x * group.size
     )
 
 
 def _mean_of_counts(route: Wrapper, *args: Any, **settings: Any) -> Any:
-    return _with_sums(
-        route, args, settings, "sum_tp_cp", lambda total: lambda x: total(x) // _ranks(total) if x.dim() else total(x)
+    return _with_sequence_sum(
+        route, args, settings, lambda group: lambda x: group.sum(x) // group.size if x.dim() else group.sum(x)
     )
 
 
 def _batch_over_one_sequence(route: Wrapper, *args: Any, **settings: Any) -> Any:
-    narrow = settings.get("sum_tp_cp")
-    return _with_sums(route, args, settings, "sum_tp_dp_cp", lambda total: narrow or total)
+    return _with_groups(route, args, settings, lambda ranks: ranks._replace(tp_dp_cp=ranks.tp_cp))
 
 
 def _counts_summed_each_step(route: Wrapper, *args: Any, **settings: Any) -> Any:
     """The running counts go through the sum again with every micro-batch."""
-    out, total = route(*args, **settings), settings.get("sum_tp_dp_cp")
-    if total is None:
+    out = route(*args, **settings)
+    if "ranks" not in settings:
         return out
-    return out._replace(state=out.state._replace(tokens_per_expert=total(out.state.tokens_per_expert)))
+    total = settings["ranks"].tp_dp_cp.sum(out.state.tokens_per_expert)
+    return out._replace(state=out.state._replace(tokens_per_expert=total))
 
 
 def _bias_by_own_counts(finish_batch: Wrapper, state: Any, config: Any, **settings: Any) -> Any:
-    return finish_batch(state, config, **{name: x for name, x in settings.items() if name != "sum_tp_dp_cp"})
+    return finish_batch(state, config, **{name: x for name, x in settings.items() if name != "ranks"})
 
 
 def _bias_of_an_idle_rank(finish_batch: Wrapper, state: Any, config: Any, **settings: Any) -> Any:
@@ -71,10 +77,10 @@ def _bias_of_an_idle_rank(finish_batch: Wrapper, state: Any, config: Any, **sett
 
 def _bias_of_the_first_rank(finish_batch: Wrapper, state: Any, config: Any, **settings: Any) -> Any:
     """Sums end on one rank, and the others go by what they had."""
-    total = settings.get("sum_tp_dp_cp")
     elsewhere = dist.is_initialized() and dist.get_rank() > 0
-    if total is not None and elsewhere:
-        settings["sum_tp_dp_cp"] = lambda x: total(x) * 0 + x
+    if "ranks" in settings and elsewhere:
+        group = settings["ranks"].tp_dp_cp
+        settings["ranks"] = settings["ranks"]._replace(tp_dp_cp=group._replace(sum=lambda x: group.sum(x) * 0 + x))
     return finish_batch(state, config, **settings)
 
 

@@ -15,7 +15,7 @@ from conformance.families.router.route_step import Played, Step
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Expectation
 from conformance.judge.exact import Exact
-from moe_ref.config import MoEConfig, RouterState
+from moe_ref.config import RankGroup, RouterConfig, RouterRanks, RouterState
 
 PLAIN = (
     "law",
@@ -52,7 +52,7 @@ class Route(Contract[RouteCase]):
     function = "route"
     outputs = ROUTE_OUTPUTS
     primary = "0.probs"
-    optional = ("batch_size", "padding_mask", "replay", "sum_tp_cp", "sum_tp_dp_cp")
+    optional = ("batch_size", "padding_mask", "replay", "ranks")
     companions = ("new_state", "finish_batch", "state_tensors", "state_from")
 
     def legal(self, case: RouteCase) -> Problem:
@@ -69,7 +69,9 @@ class Route(Contract[RouteCase]):
             else {}
         )
         settings |= {"replay": "record"} if any(step in ("record", "forward", "backward") for step in steps) else {}
-        settings |= dict.fromkeys(("sum_tp_cp", "sum_tp_dp_cp"), lambda x: x * case.ranks) if case.ranks > 1 else {}
+        if case.ranks > 1:
+            group = RankGroup(case.ranks, lambda x: x * case.ranks)
+            settings |= {"ranks": RouterRanks(group, group)}
         recorded = [i for i, step in enumerate(steps) if step in FORWARDS and step != "nograd"]
         cotangents = (
             {
@@ -88,16 +90,14 @@ class Route(Contract[RouteCase]):
 
     @staticmethod
     def _script(
-        config: MoEConfig, steps: list[str], watch: Callable[[int, RouterState], None] | None = None
+        config: RouterConfig, steps: list[str], watch: Callable[[int, RouterState], None] | None = None
     ) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
         def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
             state = implementation.call("new_state", config, device=given["logits.0"].device)
             common = {
-                name: given[name]
-                for name in ("batch_size", "padding_mask", "loss_scale", "sum_tp_cp", "sum_tp_dp_cp")
-                if name in given
+                name: given[name] for name in ("batch_size", "padding_mask", "loss_scale", "ranks") if name in given
             }
-            over_all = {name: given[name] for name in ("sum_tp_dp_cp",) if name in given}
+            over_all = {name: given[name] for name in ("ranks",) if name in given}
             target = None
             outputs: dict[str, Any] = {}
             for i, step in enumerate(steps):

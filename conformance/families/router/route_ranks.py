@@ -1,7 +1,7 @@
 """route among real ranks: each has tokens of its own, and what is summed over ranks, is.
 
-The ranks of a case are as many as it has counts; each `ranks` of them, one behind the other, share a sequence. The sums that `route` and
-`finish_batch` are given are real: over the case's process group, or, of some of its ranks, between those alone.
+The ranks of a case are as many as it has counts; each `ranks` neighbours share a sequence. The groups that `route` and
+`finish_batch` are given are real: the case's process group, or some of its ranks.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,9 +19,9 @@ from conformance.families.router.cases_route import LOSSES, RouteCase
 from conformance.families.router.route import Route
 from conformance.families.router.route_step import Played
 from conformance.judge import Expectation
+from moe_ref.config import RankGroup, RouterRanks
 from moe_ref.dispatch.ranks import Sum, play
 
-SUMS = ("sum_tp_cp", "sum_tp_dp_cp")
 SAME = (
     "losses",
     "expert_bias",
@@ -32,9 +32,14 @@ SAME = (
 
 @dataclass(frozen=True)
 class Members:
-    """Stands in a call for the sum over these ranks, until the call is made at a place in a world."""
+    """Stands in a call for the groups of a rank, until the call is made at a place in a world."""
 
-    ranks: tuple[int, ...]
+    sequence: tuple[int, ...]  # the ranks that share a sequence
+    batch: tuple[int, ...]  # the ranks that share the batch
+
+    def groups(self, over: Callable[[tuple[int, ...]], Sum]) -> RouterRanks:
+        """The groups, with sums by `over`."""
+        return RouterRanks(*(RankGroup(len(ranks), over(ranks)) for ranks in (self.sequence, self.batch)))
 
 
 class RouteOverRanks(SharedOut[RouteCase]):
@@ -49,8 +54,8 @@ class RouteOverRanks(SharedOut[RouteCase]):
         calls = []
         for rank, call in enumerate(super().calls(case)):
             first = rank // case.ranks * case.ranks
-            members = dict(zip(SUMS, (Members(every[first : first + case.ranks]), Members(every)), strict=True))
-            calls.append(replace(call, settings=call.settings | members))
+            members = Members(every[first : first + case.ranks], every)
+            calls.append(replace(call, settings=call.settings | {"ranks": members}))
         return calls
 
     def right_at(
@@ -60,26 +65,24 @@ class RouteOverRanks(SharedOut[RouteCase]):
 
         def at(rank: int, over: Callable[[Any], Sum]) -> Played:
             settings = calls[rank].settings
-            sums = {name: over(settings[name].ranks) for name in SUMS}
-            return self.route.played(case, replace(calls[rank], settings=settings | sums))
+            groups = {"ranks": settings["ranks"].groups(over)}
+            return self.route.played(case, replace(calls[rank], settings=settings | groups))
 
         played = play(len(calls), at)
         every = [self.route.forwards(case, call, own, declared) for call, own in zip(calls, played, strict=True)]
-        sequence = [every[member] for member in calls[rank].settings["sum_tp_cp"].ranks]
+        sequence = [every[member] for member in calls[rank].settings["ranks"].sequence]
         return self.route.judged(played[rank], every[rank], sequence, every)
 
     def connected(self, call: Problem, place: RankContext) -> Problem:
-        return replace(
-            call,
-            settings=call.settings
-            | {name: summed(call.settings[name].ranks, place) for name in SUMS if name in call.settings},
-        )
+        if "ranks" not in call.settings:
+            return call
+        groups = call.settings["ranks"].groups(lambda ranks: summed(ranks, place))
+        return replace(call, settings=call.settings | {"ranks": groups})
 
     def together(self, case: RouteCase) -> tuple[Problem, RouteCase]:
         whole = self.alone.legal(case)
-        return replace(whole, settings={name: x for name, x in whole.settings.items() if name not in SUMS}), replace(
-            case, ranks=1
-        )
+        settings = {name: x for name, x in whole.settings.items() if name != "ranks"}
+        return replace(whole, settings=settings), replace(case, ranks=1)
 
 
 def summed(ranks: tuple[int, ...], place: RankContext) -> Sum:

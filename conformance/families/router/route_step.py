@@ -16,7 +16,7 @@ from conformance.families.router.selection import gradient, keys_of, weights
 from conformance.judge import Expectation
 from conformance.judge.bound import ROUNDOFF
 from conformance.judge.exact import Exact
-from moe_ref.config import MoEConfig, RouterState
+from moe_ref.config import RouterConfig, RouterState
 from moe_ref.router.capacity import expert_capacity
 from moe_ref.router.selection import topk_routing
 
@@ -39,7 +39,7 @@ class Step:
     def __init__(
         self,
         case: RouteCase,
-        config: MoEConfig,
+        config: RouterConfig,
         problem: Problem,
         index: int,
         step: str,
@@ -64,8 +64,8 @@ class Step:
         self.masked = mask is not None
         self.valid = torch.ones(len(self.logits), dtype=torch.bool) if mask is None else ~mask
         self.learns = step not in ("eval", "nograd")
-        settings = {name: value for name, value in config.router_settings.items() if value is not None}
-        if config.moe_router_enable_expert_bias:
+        settings = {name: value for name, value in config.selection.items() if value is not None}
+        if config.expert_bias:
             settings["expert_bias"] = state.expert_bias
         self.settings = settings
         self.kept = out[f"{index}.routing_map"]
@@ -77,8 +77,8 @@ class Step:
         """Whether rounding could change the choice."""
         keys = keys_of(self.logits, self.settings, self.dtype)
         slack = 4 * float(keys.error.max()) if keys.error.numel() else 0.0
-        value, topk = keys.value, self.config.moe_router_topk
-        groups, kept = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        value, topk = keys.value, self.config.topk
+        groups, kept = self.config.num_groups, self.config.group_topk
         if groups and kept:
             by_group = value.unflatten(1, (groups, -1))
             score = by_group.sort(dim=2, descending=True).values[..., : topk // kept].sum(2)
@@ -89,12 +89,12 @@ class Step:
         return _close(value, topk, slack)
 
     def _close_drops(self) -> bool:
-        if self.config.moe_expert_capacity_factor is None or self.config.moe_token_drop_policy != "probs":
+        if self.config.capacity_factor is None or self.config.drop_policy != "probs":
             return False
         how: dict[str, Any] = {
             "num_experts": self.case.experts,
             "topk": self.case.topk,
-            "capacity_factor": self.config.moe_expert_capacity_factor,
+            "capacity_factor": self.config.capacity_factor,
         }
         capacity = expert_capacity(len(self.logits), **how)
         slack = (
@@ -107,7 +107,7 @@ class Step:
     def expectations(self, gradient_value: Tensor | None) -> dict[str, Expectation]:
         i = self.index
         right: dict[str, Expectation] = {f"{i}.routing_map": Exact(self.kept, "integers")}
-        if self.config.moe_pad_expert_input_to_capacity:
+        if self.config.pad_to_capacity:
             del right[f"{i}.routing_map"]  # any unrouted tokens may fill up
         stays = self.kept & self.chosen
         right[f"{i}.losses"] = Exact(self.out[f"{i}.losses"], "integers")  # which there are
@@ -132,16 +132,16 @@ class Step:
         """Each loss, and its share of dlogits."""
         config, case = self.config, self.case
         valid = float(self.valid.sum())
-        scale, of_all = case.scale / 8, _valid(self.sequence) if config.calculate_per_token_loss else 1.0
+        scale, of_all = case.scale / 8, _valid(self.sequence) if config.loss_per_token else 1.0
         found: dict[str, tuple[Running, Running]] = {}
-        if config.moe_z_loss_coeff:
-            loss, slope = z_terms(self.x, self.valid, config.moe_z_loss_coeff / case.ranks)
-            found["z_loss"] = loss, slope * (scale * (valid * case.ranks if config.calculate_per_token_loss else 1.0))
-        if not config.load_balancing:
+        if config.z_loss_coeff:
+            loss, slope = z_terms(self.x, self.valid, config.z_loss_coeff / case.ranks)
+            found["z_loss"] = loss, slope * (scale * (valid * case.ranks if config.loss_per_token else 1.0))
+        if not config.balancing_coeffs:
             return found
-        function = config.moe_router_score_function
+        function = config.score_function
         _, scores = aux_scores(self.x, function)
-        for name, coeff in config.load_balancing.items():
+        for name, coeff in config.balancing_coeffs.items():
             weight = self._column_weights(name) * (coeff * case.experts / case.topk)
             exact = Running(weight, weight.abs() * 2.0**-22, self.dtype)  # counts are exact; four factors are not
             shared = (scores * exact).masked(self.valid[:, None])
@@ -150,7 +150,7 @@ class Step:
         return found
 
     def _column_weights(self, name: str) -> Tensor:
-        """[T,E] count of each score's column over the tokens squared; see `moe_ref.router.route`."""
+        """[T,E] count of each score's column over the tokens squared; see `moe_ref.router.losses`."""
         shape, sequences = self.aux_map.shape, self.case.sequences
         if name == "seq_aux_loss":
             count = _sum([rank.aux_map.reshape(-1, sequences, shape[1]).sum(0) for rank in self.sequence]).repeat(
@@ -170,7 +170,7 @@ class Step:
         """[T,E] what the balancing losses count, in float64."""
         how: dict[str, Any] = {
             "topk": self.case.topk,
-            "score_function": self.config.moe_router_score_function,
+            "score_function": self.config.score_function,
             "padding_mask": ~self.valid,
         }
         return moe_ref.aux_loss_scores(self.logits.double(), **how).routing_map.double()

@@ -35,9 +35,7 @@ def route_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
         "padding": draw(st.sampled_from((0, 0, 2, 5))) if space.accepts(function, "padding_mask") else 0,
         "per_token": draw(st.booleans()),
         "scale": draw(st.integers(1, 32)),
-        "ranks": draw(st.sampled_from((1, 1, 2, 3)))
-        if space.accepts(function, "sum_tp_cp") and space.accepts(function, "sum_tp_dp_cp")
-        else 1,
+        "ranks": draw(st.sampled_from((1, 1, 2, 3))) if space.accepts(function, "ranks") else 1,
         "grads": draw(mostly("logits", ("",))) if function not in space.not_differentiable else "",
         "seed": draw(st.integers(0, 999)),
         "poison": draw(st.sampled_from(POISONS)),

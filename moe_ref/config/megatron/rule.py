@@ -56,12 +56,8 @@ def listed(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def by_plan(c: "MoEConfig") -> bool:
-    return c.moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing")
-
-
-def quantiles(c: "MoEConfig") -> bool:
-    return c.moe_router_load_balancing_type == "quantile_balancing"
+def sinkhorn(c: "MoEConfig") -> bool:
+    return c.moe_router_load_balancing_type == "sinkhorn"
 
 
 def flex(c: "MoEConfig", *backends: str) -> bool:
@@ -101,14 +97,6 @@ def graphs(c: "MoEConfig", *modules: str) -> bool:
     return c.cuda_graph_impl in ("local", "transformer_engine") and set(modules) <= set(c.cuda_graph_modules)
 
 
-def inference(c: "MoEConfig") -> bool:
-    return c.transformer_impl == "inference_optimized" and c.num_moe_experts is not None
-
-
-def invariant(c: "MoEConfig") -> bool:
-    return c.batch_invariant_mode and c.num_moe_experts is not None
-
-
 def drops_and_pads(c: "MoEConfig") -> bool:
     return c.moe_expert_capacity_factor is not None and c.moe_pad_expert_input_to_capacity
 
@@ -116,13 +104,13 @@ def drops_and_pads(c: "MoEConfig") -> bool:
 def check_kinds(config: "MoEConfig") -> None:
     """Every value is of the kind that its field is annotated with."""
     cls: Any = type(config)
-    for name, kind in _kinds(cls).items():
+    for name, kind in kinds_of(cls).items():
         value = getattr(config, name)
         require(fits(value, kind), name, repr(value), words(kind))
 
 
 @cache
-def _kinds(cls: type) -> dict[str, Any]:
+def kinds_of(cls: type) -> dict[str, Any]:
     return {name: kind for name, kind in get_type_hints(cls).items() if get_origin(kind) is not ClassVar}
 
 

@@ -5,12 +5,9 @@ from moe_ref.config.megatron.rule import (
     Rule,
     drops_and_pads,
     each,
-    flex,
     fused_experts,
     gated,
     graphs,
-    inference,
-    invariant,
     offloads,
     recomputes,
     shared,
@@ -89,9 +86,9 @@ EXPERTS = (
     Rule("V", "moe_shared_expert_overlap", "moe_token_dispatcher_type",
          lambda c: shared(c) and c.moe_shared_expert_overlap and c.moe_token_dispatcher_type == "allgather",
          "False, or the dispatcher be 'alltoall' or 'flex'"),
-    Rule("run", "moe_shared_expert_overlap", "moe_latent_size transformer_impl inference_moe_token_dispatcher_type",
-         lambda c: shared(c) and c.moe_shared_expert_overlap and c.moe_latent_size is not None
-         and not (inference(c) and c.inference_moe_token_dispatcher_type == "nvls"), "False, or moe_latent_size be None, or inference be by 'nvls'"),
+    Rule("run", "moe_shared_expert_overlap", "moe_latent_size",
+         lambda c: shared(c) and c.moe_shared_expert_overlap and c.moe_latent_size is not None,
+         "False, or moe_latent_size be None"),
     Rule("run", "use_grouped_gemm_for_shared_expert", "activation_func gated_linear_unit",
          lambda c: shared(c) and c.use_grouped_gemm_for_shared_expert and not swiglu(c), "False, or activation_func be 'silu' with gated_linear_unit"),
     Rule("run", "use_grouped_gemm_for_shared_expert", "moe_shared_expert_glu_interleave_size",
@@ -114,14 +111,6 @@ PRECISION = (
          "False, or fp4_recipe be 'nvfp4'"),
     Rule("V", "moe_single_grouped_weight", "fp4 fp4_param", lambda c: c.moe_single_grouped_weight and c.fp4 and not c.fp4_param,
          "False, or fp4_param be set"),
-    Rule("A", "batch_invariant_mode", "params_dtype", lambda c: c.batch_invariant_mode and c.params_dtype != "bf16", "False, or params_dtype be 'bf16'"),
-    Rule("A", "batch_invariant_mode", "context_parallel_size", lambda c: c.batch_invariant_mode and c.context_parallel_size > 1,
-         "False, or context_parallel_size be 1"),
-    Rule("A", "batch_invariant_mode", "moe_token_dispatcher_type",
-         lambda c: invariant(c) and not inference(c) and c.moe_token_dispatcher_type != "alltoall", "False, or the dispatcher be 'alltoall'"),
-    Rule("A", "batch_invariant_mode", "fp8 fp4", lambda c: invariant(c) and (c.fp8 or c.fp4), "False, or fp8 and fp4 be None"),
-    *each("A", "moe_permute_fusion moe_permute_fusion_into_hybridep moe_pad_expert_input_to_capacity moe_pad_experts_for_cuda_graph_inference",
-          "batch_invariant_mode", lambda c, on: on and invariant(c), "False, or batch_invariant_mode be off"),
 )
 
 RECOMPUTE = (
@@ -217,8 +206,6 @@ OVERLAP = (
     _overlap("bf16 fp16", lambda c: not (c.bf16 or c.fp16), "bf16 or fp16 be set"),
     _overlap("moe_shared_expert_overlap", lambda c: c.moe_shared_expert_overlap, "moe_shared_expert_overlap be off"),
     _overlap("mtp_num_layers", lambda c: (c.mtp_num_layers or 0) > 1, "mtp_num_layers be at most 1"),
-    _overlap("moe_flex_dispatcher_backend offload_modules", lambda c: flex(c, "ncclep") and offloads(c, "expert_fc1"),
-             "offload_modules be without 'expert_fc1'"),
     _overlap("cuda_graph_impl cuda_graph_modules", lambda c: c.cuda_graph_impl == "transformer_engine" and (graphs(c, "moe") or graphs(c, "mlp")),
              "cuda_graph_modules be without 'moe' and 'mlp'"),
     Rule("A", "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad",
@@ -235,36 +222,6 @@ OVERLAP = (
          lambda c: c.ep_overlap_early_attn_memory_release and not c.overlap_moe_expert_parallel_comm, "False, or overlap_moe_expert_parallel_comm be set"),
 )
 
-INFERENCE = (
-    Rule("V", "expert_tensor_parallel_size", "transformer_impl", lambda c: inference(c) and (c.expert_tensor_parallel_size or 1) > 1,
-         "1, or transformer_impl be another"),
-    Rule("A", "add_bias_linear", "transformer_impl", lambda c: inference(c) and c.add_bias_linear, "False, or transformer_impl be another"),
-    Rule("V", "moe_expert_capacity_factor", "transformer_impl", lambda c: inference(c) and c.moe_expert_capacity_factor is not None,
-         "None, or transformer_impl be another"),
-    Rule("V", "moe_router_padding_for_quantization", "transformer_impl", lambda c: inference(c) and c.moe_router_padding_for_quantization,
-         "False, or transformer_impl be another"),
-    Rule("V", "moe_router_dtype", "transformer_impl", lambda c: inference(c) and c.moe_router_dtype != "fp32", "'fp32', or transformer_impl be another"),
-    Rule("run", "moe_router_num_groups", "transformer_impl", lambda c: inference(c) and c.moe_router_num_groups is not None,
-         "None, as moe_router_group_topk, or transformer_impl be another"),
-    Rule("run", "moe_router_score_function", "transformer_impl", lambda c: inference(c) and c.moe_router_score_function == "sqrtsoftplus",
-         "'softmax' or 'sigmoid', or transformer_impl be another"),
-    Rule("our", "moe_router_fusion", "transformer_impl", lambda c: inference(c) and c.moe_router_fusion,
-         "False, or transformer_impl be another: inference asks for the K chosen, the fused choice returns all E"),
-    Rule("V", "inference_grouped_gemm_backend", "gated_linear_unit",
-         lambda c: inference(c) and c.inference_grouped_gemm_backend == "flashinfer" and c.gated_linear_unit,
-         "'torch' or 'vllm', or gated_linear_unit be off"),
-    Rule("V", "inference_grouped_gemm_backend", "batch_invariant_mode",
-         lambda c: inference(c) and c.inference_grouped_gemm_backend == "flashinfer" and c.batch_invariant_mode,
-         "'torch' or 'vllm', or batch_invariant_mode be off"),
-    Rule("our", "inference_grouped_gemm_backend", "fp8 fp8_recipe",
-         lambda c: inference(c) and c.inference_grouped_gemm_backend != "torch" and c.fp8 and c.fp8_recipe == "mxfp8", "'torch', or fp8_recipe be another"),
-    Rule("our", "fp8_param", "fp8 fp8_recipe transformer_impl", lambda c: inference(c) and c.fp8 and c.fp8_recipe == "mxfp8" and not c.fp8_param,
-         "True, or fp8_recipe or transformer_impl be another"),
-    Rule("V", "inference_moe_token_dispatcher_type", "batch_invariant_mode expert_model_parallel_size",
-         lambda c: inference(c) and c.batch_invariant_mode and c.expert_model_parallel_size > 1 and c.inference_moe_token_dispatcher_type != "nvls",
-         "'nvls', or batch_invariant_mode be off"),
-)
-
 WARNINGS: tuple[tuple[Condition, str], ...] = (
     (lambda c: (c.num_moe_experts or 0) >= 32 and c.moe_router_dtype is None,
      "moe_router_dtype is None with num_moe_experts {num_moe_experts}; with 32 experts or more, 'fp32' is steadier"),
@@ -275,4 +232,4 @@ WARNINGS: tuple[tuple[Condition, str], ...] = (
 )
 # fmt: on
 
-RUNNING = (*EXPERTS, *PRECISION, *RECOMPUTE, *GRAPHS, *OVERLAP, *INFERENCE)
+RUNNING = (*EXPERTS, *PRECISION, *RECOMPUTE, *GRAPHS, *OVERLAP)

@@ -1,21 +1,11 @@
-"""The settings of an MoE layer, with Megatron's names and defaults, checked when they are made.
+"""Megatron's options of an MoE layer, with its names and defaults, checked when a `MoEConfig` is made.
 
-Source: megatron/core/transformer/transformer_config.py (and model_parallel_config.py), main d98e8a64ddf3 and release 0.16.1; the
-rules, and who else has each of them, are in `moe_rules_routing` and `moe_rules_running` beside this. Where this differs, on purpose:
+The rules are tables, in `routing` and `running` beside this file; `stages` makes of the options what each stage reads.
+Options of Megatron that are missing here have no implementation: other load balancing than losses and Sinkhorn, forced
+balance, the NCCL-EP backend, low precision on the wire of other backends, inference, and batch invariance.
 
-- Every refusal is a `ValueError` at construction. Megatron has part of the rules as assertions, and part of them only in the
-  modules that the settings reach, some steps into a run or never.
-- Settings that Megatron takes and then does something else with are refused: group settings that leave no choice, an
-  unknown or misplaced load balancing name (plain top-k there), a scaling factor of 0 (off there, zero in Transformer Engine), a
-  negative capacity factor (None there), a score function or drop policy that no code knows.
-- CUDA graphs of the router's preprocessing look at moe_router_padding_for_quantization; Megatron looks at the old name only. Inference
-  with MXFP8 looks at fp8_recipe; Megatron compares the format fp8 with it, which is never equal.
-- A deprecated name is turned into the new one with a `DeprecationWarning` and unset; given beside the new one it is refused.
-- Functions and dtypes are words (activation_func "silu", params_dtype "bf16"); lists become tuples; no modules in
-  cuda_graph_modules means the whole layer, which Megatron also calls "full".
-- What depends on installed versions, on a device or on the environment is not decided here; nor are other layers' settings.
-
-moe_expert_capacity_factor above E/K is legal: capacity stops at the number of tokens (`moe_ref.expert_capacity`).
+Source: megatron/core/transformer/transformer_config.py and model_parallel_config.py, main d98e8a64ddf3 and release
+0.16.1. Differs: docs/differences.md#configuration.
 """
 
 import warnings
@@ -24,12 +14,11 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from moe_ref.config.megatron.routing import ROUTING
-from moe_ref.config.megatron.rule import check_kinds, listed, some_dense
+from moe_ref.config.megatron.rule import check_kinds, some_dense
 from moe_ref.config.megatron.running import RUNNING, WARNINGS
 from moe_ref.config.rules import require
 
-LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
-Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
+Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
 Recomputed = Literal[
     "core_attn",
     "moe_act",
@@ -88,7 +77,7 @@ class MoEConfig:
     activation_func_clamp_value: float | None = None  # bound on fc1's output, before a gated activation
     calculate_per_token_loss: bool = False  # the loss is summed over tokens and divided once, by the global count
     variable_seq_lengths: bool = False  # sequence lengths differ between micro-batches
-    transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = "transformer_engine"
+    transformer_impl: Literal["local", "transformer_engine"] = "transformer_engine"
 
     # Ranks
     tensor_model_parallel_size: int = 1  # TP, of attention and shared experts
@@ -110,7 +99,6 @@ class MoEConfig:
     fp4: Literal["e2m1"] | None = None
     fp4_recipe: Literal["nvfp4", "custom"] = "nvfp4"  # used if fp4 is set
     fp4_param: bool = False
-    batch_invariant_mode: bool = False  # the same bits in whatever batch a token is
 
     # Router
     moe_router_topk: int = 2  # K
@@ -126,10 +114,7 @@ class MoEConfig:
     moe_router_load_balancing_type: Balancing | Sequence[Balancing] = "aux_loss"  # a list combines losses
     moe_aux_loss_coeff: float | Sequence[float] = 0.0  # a list with a list of types
     moe_z_loss_coeff: float | None = None
-    moe_router_quantile_balancing_ema: float = 0.0  # share of the old quantile in the new one
     moe_input_jitter_eps: float | None = None  # router inputs are multiplied by U(1 - ε, 1 + ε)
-    moe_router_force_load_balancing: bool = False  # benchmarks: random logits
-    moe_router_force_biased: float | None = None  # benchmarks: σ of a random bias; negative: drawn once
     moe_router_fusion: bool = False  # fused kernels for the choice and the losses
     moe_enable_routing_replay: bool = False  # choices can be recorded and replayed
     moe_per_layer_logging: bool = False
@@ -143,11 +128,10 @@ class MoEConfig:
         False  # routing map padded, so that counts are multiples of the alignment
     )
     moe_router_padding_for_fp8: bool = False  # deprecated: moe_router_padding_for_quantization
-    moe_pad_experts_for_cuda_graph_inference: bool = False  # pads to capacity E/K while decoding
 
     # Dispatcher
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"
-    moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep"] = "deepep"
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] = "deepep"
     moe_enable_deepep: bool = False  # deprecated: moe_flex_dispatcher_backend
     moe_flex_dispatcher_num_sms: int | None = None  # multiprocessors that communicate; None: the backend's default
     moe_deepep_num_sms: int | None = None  # deprecated: moe_flex_dispatcher_num_sms
@@ -157,9 +141,6 @@ class MoEConfig:
     moe_hybridep_num_blocks_unpermute: int | None = None  # thread blocks
     moe_hybridep_pad_uneven_dispatch_inputs: bool = False  # ranks with fewer tokens pad to the most, in multiples of 64
     moe_expert_rank_capacity_factor: float | None = None  # a rank receives at most T·K times this many rows; None: all
-    moe_ncclep_zero_copy: bool = False  # experts write into the communication buffers
-    moe_dispatch_fwd_dtype: Literal["bf16", "mxfp8"] = "bf16"  # of rows on the wire
-    moe_combine_bwd_dtype: Literal["bf16", "mxfp8"] = "bf16"  # of their gradients
     moe_permute_fusion: bool = False
     moe_permute_fusion_into_hybridep: bool = False
 
@@ -202,10 +183,6 @@ class MoEConfig:
     ep_overlap_early_attn_memory_release: bool = False
     delay_wgrad_compute: bool = False  # weight gradients later than data gradients
     overlap_dispatch_backward_with_experts_wgrad: bool = False
-
-    # Inference
-    inference_grouped_gemm_backend: Literal["flashinfer", "torch", "vllm"] = "vllm"
-    inference_moe_token_dispatcher_type: Literal["nccl", "nvls"] = "nvls"
 
     deprecated: ClassVar[dict[str, Callable[["MoEConfig", Any], dict[str, Any]]]] = {
         "moe_router_topk_limited_devices": lambda c, g: {
@@ -294,26 +271,3 @@ class MoEConfig:
         warnings.warn(
             message, category, stacklevel=5
         )  # who made the config, over __init__, __post_init__ and one step of it
-
-    @property
-    def load_balancing(self) -> dict[str, float]:
-        """Coefficient of each balancing loss that counts; empty for balancing by other means, or none."""
-        kinds, coeffs = listed(self.moe_router_load_balancing_type), listed(self.moe_aux_loss_coeff)
-        return {kind: coeff for kind, coeff in zip(kinds, coeffs, strict=True) if kind in LOSSES and coeff > 0}
-
-    @property
-    def router_repeats(self) -> int:
-        """How often a step calls the router of a repeated MTP layer, whose losses are divided by that; other routers are called once."""
-        return self.mtp_num_layers or 1 if self.mtp_use_repeated_layer else 1
-
-    @property
-    def router_settings(self) -> dict[str, Any]:
-        """The keyword arguments of `moe_ref.topk_indices` and `moe_ref.topk_routing`."""
-        return {
-            "topk": self.moe_router_topk,
-            "score_function": self.moe_router_score_function,
-            "pre_softmax": self.moe_router_pre_softmax,
-            "num_groups": self.moe_router_num_groups,
-            "group_topk": self.moe_router_group_topk,
-            "scaling_factor": self.moe_router_topk_scaling_factor,
-        }

@@ -1,0 +1,86 @@
+"""What each stage reads of Megatron's options."""
+
+from moe_ref.config.megatron.rule import listed
+from moe_ref.config.megatron.settings import MoEConfig
+from moe_ref.config.quantization import Recipe
+from moe_ref.config.router import RouterConfig
+from moe_ref.config.rules import require
+
+
+def router_config(config: MoEConfig) -> RouterConfig:
+    """The settings of `route`.
+
+    Raises:
+        ValueError: num_moe_experts is None.
+    """
+    experts = config.num_moe_experts
+    require(experts is not None, "num_moe_experts", experts, "given: the layer has a router")
+    assert experts is not None
+    losses = listed(config.moe_router_load_balancing_type)
+    coeffs = dict(zip(losses, listed(config.moe_aux_loss_coeff), strict=True))
+    return RouterConfig(
+        num_experts=experts,
+        topk=config.moe_router_topk,
+        score_function=config.moe_router_score_function,
+        pre_softmax=config.moe_router_pre_softmax,
+        num_groups=config.moe_router_num_groups,
+        group_topk=config.moe_router_group_topk,
+        scaling_factor=config.moe_router_topk_scaling_factor,
+        expert_bias=config.moe_router_enable_expert_bias,
+        bias_update_rate=config.moe_router_bias_update_rate,
+        sinkhorn="sinkhorn" in losses,
+        capacity_factor=config.moe_expert_capacity_factor,
+        drop_policy=config.moe_token_drop_policy,
+        pad_to_capacity=config.moe_pad_expert_input_to_capacity,
+        aux_loss_coeff=coeffs.get("aux_loss", 0.0),
+        seq_aux_loss_coeff=coeffs.get("seq_aux_loss", 0.0),
+        global_aux_loss_coeff=coeffs.get("global_aux_loss", 0.0),
+        z_loss_coeff=config.moe_z_loss_coeff or 0.0,
+        loss_per_token=config.calculate_per_token_loss,
+        loss_divisor=(config.mtp_num_layers or 1) if config.mtp_use_repeated_layer else 1,
+    )
+
+
+def recipe_of(config: MoEConfig) -> Recipe | None:
+    """The recipe of the experts' products; None for high precision.
+
+    Raises:
+        ValueError: a custom recipe, which is a function that no configuration describes.
+    """
+    if config.fp8 is not None:
+        names = {"tensorwise": "current", "blockwise": "block"}
+        require(config.fp8_recipe != "custom", "fp8_recipe", "'custom'", "delayed, tensorwise, blockwise or mxfp8")
+        return Recipe(names.get(config.fp8_recipe, config.fp8_recipe), fp8_format=config.fp8)
+    if config.fp4 is not None:
+        require(config.fp4_recipe != "custom", "fp4_recipe", "'custom'", "nvfp4")
+        return Recipe("nvfp4")
+    return None
+
+
+def quantization_alignment(config: MoEConfig) -> int:
+    """The multiple that each expert's number of rows must be; 0 for any number.
+
+        op fuser or grouped tensors 256 · fp8, recipe mxfp8 32 · fp8, another recipe 16 · fp4 128 · otherwise 0
+
+    Source: moe_utils.get_align_size_for_quantization (Megatron main). The op fuser needs no grouped gemm for 256.
+    """
+    if config.use_transformer_engine_op_fuser or config.moe_use_grouped_tensor:
+        return 256
+    if config.fp8 is not None:
+        return 32 if config.fp8_recipe == "mxfp8" else 16
+    return 0 if config.fp4 is None else 128
+
+
+def pads_expert_rows(config: MoEConfig, *, pad_permute: bool = True) -> bool:
+    """Whether the experts pad each segment with rows of zeros themselves, and trim them afterwards.
+
+    They do for fp8, fp4 and grouped tensors, unless an earlier stage is configured to: the router's map, the hybridep
+    backend, or deepep's fused permutation for grouped tensors, if the library has one (`pad_permute`). A router that
+    had too few tokens to pad leaves the rows unpadded.
+
+    Source: moe_utils.skip_routed_expert_padding and experts.py (Megatron main).
+    """
+    needs = config.fp8 is not None or config.fp4 is not None or config.moe_use_grouped_tensor
+    backend = config.moe_flex_dispatcher_backend if config.moe_token_dispatcher_type == "flex" else None
+    deepep = backend == "deepep" and config.moe_use_grouped_tensor and config.moe_permute_fusion and pad_permute
+    return needs and not (config.moe_router_padding_for_quantization or backend == "hybridep" or deepep)
