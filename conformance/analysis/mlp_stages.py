@@ -19,35 +19,13 @@ from torch import Tensor
 from conformance.analysis.curves import CURVES, gate_of, joined, split
 from conformance.analysis.input_store import kept_in_e4m3
 from conformance.analysis.mlp_layers import LowLayer
-from conformance.analysis.products import experts_of_rows, own_rows
+from conformance.analysis.products import Product, experts_of_rows, own_rows
 from conformance.analysis.running import Running, contracted
 from conformance.judge import Bounded
 from conformance.judge.bound import Accumulator
 from moe_ref.config import PLAIN
 
-
-@dataclass(frozen=True)
-class Product:
-    """A contraction, Σ|terms| of what it adds up, and how many terms those are."""
-
-    running: Running
-    magnitude: Tensor
-    terms: int
-
-    @classmethod
-    def of(cls, left_IK: Running, right_JK: Running, accumulator: Accumulator) -> "Product":
-        magnitude = left_IK.value.abs() @ right_JK.value.abs().mT
-        return cls(contracted(left_IK, right_JK, accumulator), magnitude, left_IK.value.shape[-1])
-
-    @classmethod
-    def below(cls, products: list["Product"], stack: bool = False) -> "Product":
-        """One below the other, or each for itself."""
-        join = torch.stack if stack else torch.cat
-        first = products[0].running
-        running = Running(
-            join([x.running.value for x in products]), join([x.running.error for x in products]), first.dtype
-        )
-        return cls(running, join([x.magnitude for x in products]), max(x.terms for x in products))
+Contraction = tuple[Running, Product]
 
 
 @dataclass(frozen=True)
@@ -139,21 +117,21 @@ class Call:
         """x rounded to the rows' dtype, on its way into a stage that is computed in `dtype`."""
         return replace(x.with_rounding(self.rows_PH.dtype), dtype=dtype)
 
-    def fprop(self, layer: int, x: Running) -> Product:
+    def fprop(self, layer: int, x: Running) -> Contraction:
         """The product of a layer, the first with its bias."""
         weight, bias = ((self.fc1_weight, self.fc1_bias), (self.fc2_weight, None))[layer]
-        return self.by_expert(x, weight, bias) if self.low is None else Product(*self.low[layer].fprop(x, weight, bias))
+        return self.by_expert(x, weight, bias) if self.low is None else self.low[layer].fprop(x, weight, bias)
 
-    def dgrad(self, layer: int, g: Running) -> Product:
+    def dgrad(self, layer: int, g: Running) -> Contraction:
         """The gradient of its rows."""
         weight = (self.fc1_weight, self.fc2_weight)[layer]
-        return self.by_expert(g, weight.mT) if self.low is None else Product(*self.low[layer].dgrad(g, weight))
+        return self.by_expert(g, weight.mT) if self.low is None else self.low[layer].dgrad(g, weight)
 
-    def wgrad(self, layer: int, g: Running, x: Running) -> Product:
+    def wgrad(self, layer: int, g: Running, x: Running) -> Contraction:
         """The gradient of its weights."""
-        return self.outer(g, x) if self.low is None else Product(*self.low[layer].wgrad(g, x))
+        return self.outer(g, x) if self.low is None else self.low[layer].wgrad(g, x)
 
-    def by_expert(self, x: Running, weights: Tensor, bias_LM: Tensor | None = None) -> Product:
+    def by_expert(self, x: Running, weights: Tensor, bias_LM: Tensor | None = None) -> Contraction:
         """x W_eᵀ + b_e: the bias is one more input, whose rows hold 1, so that it may be added first or last."""
         products = []
         for e, own in enumerate(own_rows(self.counts_L)):
@@ -167,15 +145,17 @@ class Call:
                 right = Running(
                     torch.cat([right.value, bias.value], 1), torch.cat([right.error, bias.error], 1), right.dtype
                 )
-            products.append(Product.of(left, right, self.accumulator))
-        return Product.below(products)
+            products.append(Product.of(left, right))
+        return self._contracted(products, x.dtype)
 
-    def outer(self, left: Running, right: Running) -> Product:
+    def outer(self, left: Running, right: Running) -> Contraction:
         """Σ over each expert's rows of leftᵀ right."""
-        return Product.below(
-            [Product.of(_turned(left, own), _turned(right, own), self.accumulator) for own in own_rows(self.counts_L)],
-            stack=True,
-        )
+        products = [Product.of(_turned(left, rows), _turned(right, rows)) for rows in own_rows(self.counts_L)]
+        return self._contracted(products, left.dtype, stack=True)
+
+    def _contracted(self, products: list[Product], dtype: torch.dtype, stack: bool = False) -> Contraction:
+        parts = [product.running(product.terms, dtype, self.accumulator) for product in products]
+        return Running.joined(parts, stack), Product.joined(products, stack)
 
     def summed(self, x: Running, weights: Running | None) -> Running:
         """Σ over each expert's rows of x, weighted, in the dtype of the second bias' sums."""
@@ -187,7 +167,7 @@ class Call:
                 x.dtype,
             )
         sums = [contracted(_turned(weights, own), _turned(x, own), accumulator) for own in own_rows(self.counts_L)]
-        return Running(torch.cat([s.value for s in sums]), torch.cat([s.error for s in sums]), x.dtype)
+        return Running.joined(sums)
 
 
 @dataclass(frozen=True)
@@ -214,14 +194,13 @@ def forward(call: Call) -> Forward:
     elif call.probs is not None:
         p, p_bias = (Running.of(call.probs[:, None], dtype) for dtype in (call.wide, call.widest))
     computed = call.sums if p is None else call.wide  # the dtype of probs that are not there says nothing
-    h = call.kept(call.fprop(0, x).running, computed)
+    h = call.kept(call.fprop(0, x)[0], computed)
     act = activated(h, call.settings)
     back = activated_as_kept(h, call.settings) if call.settings.get("fp8_input_store") else act
     if early and p is not None:
         act, back = (replace(x, value=call.kept(x.value, computed)) for x in (act, back))
     a = call.kept(act.value if p is None else act.value * p, call.sums)
-    y = call.fprop(1, a)
-    out = y.running
+    out, y = call.fprop(1, a)
     if call.fc2_bias is not None:
         bias = Running.of(call.of_rows(call.fc2_bias), call.widest)
         out = call.kept(out, call.widest) + (bias if p_bias is None else bias * p_bias)
@@ -234,8 +213,8 @@ class Backward:
 
     rows: Running
     row_product: Product | None  # None: h may be kept as other codes than the reference's, which says nothing of sums
-    fc1_weight: Callable[[], Product]
-    fc2_weight: Callable[[], Product]
+    fc1_weight: Callable[[], Contraction]
+    fc2_weight: Callable[[], Contraction]
     fc1_bias: Running
     fc2_bias: Running
     probs: Running | None
@@ -245,13 +224,13 @@ def backward(ahead: Forward, g: Running) -> Backward:
     """The stages back from a cotangent of the output."""
     call, p = ahead.call, ahead.p
     g = replace(g, dtype=call.sums)
-    d_a = call.kept(call.dgrad(1, g).running, ahead.act.value.dtype)
+    d_a = call.kept(call.dgrad(1, g)[0], ahead.act.value.dtype)
     pulled = d_a if p is None else d_a * p
     if call.settings.get("round_before_probs") and p is not None:
         pulled = call.kept(pulled, d_a.dtype)
     d_h = call.kept(ahead.act.pulled(pulled), call.sums)
-    row_product = call.dgrad(0, d_h)
-    d_rows, d_probs = row_product.running, None
+    d_rows, row_product = call.dgrad(0, d_h)
+    d_probs = None
     if p is not None:
         d_probs = (d_a * ahead.act.value).sum(1)
         if call.fc2_bias is not None:

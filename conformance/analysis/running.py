@@ -46,6 +46,12 @@ class Running:
         error = value.abs() * ROUNDOFF[dtype] if wider else torch.zeros_like(value)
         return cls(value, torch.where(value.isfinite(), error, 0.0), dtype)
 
+    @classmethod
+    def joined(cls, parts: list["Running"], stack: bool = False) -> "Running":
+        """One below the other, or each for itself."""
+        join = torch.stack if stack else torch.cat
+        return cls(join([x.value for x in parts]), join([x.error for x in parts]), parts[0].dtype)
+
     def _made(self, value: Tensor, brought: Tensor, c: float = 1.0) -> "Running":
         exact_zero = (value == 0) & (brought == 0)
         own = c * ROUNDOFF[self.dtype] * (value.abs() + brought) + torch.finfo(self.dtype).tiny
