@@ -1,5 +1,6 @@
 """What each stage reads of Megatron's options."""
 
+from moe_ref.config.layer import LayerConfig
 from moe_ref.config.megatron.rule import listed
 from moe_ref.config.megatron.settings import MoEConfig
 from moe_ref.config.quantization import Recipe
@@ -38,6 +39,33 @@ def router_config(config: MoEConfig) -> RouterConfig:
         z_loss_coeff=config.moe_z_loss_coeff or 0.0,
         loss_per_token=config.calculate_per_token_loss,
         loss_divisor=(config.mtp_num_layers or 1) if config.mtp_use_repeated_layer else 1,
+    )
+
+
+def layer_config(config: MoEConfig) -> LayerConfig:
+    """The settings of `moe_layer`.
+
+    Raises:
+        ValueError: an activation that has no gated form, or that of `router_config` and `recipe_of`.
+    """
+    gated = {"silu": "swiglu", "gelu": "geglu_erf", "quick_gelu": "quick_geglu", "relu": "reglu"}
+    name = config.activation_func
+    known = not config.gated_linear_unit or name in gated
+    require(known, "activation_func", f"{name!r} with gated_linear_unit", f"one of {', '.join(gated)}")
+    by_backend = config.moe_flex_dispatcher_backend
+    pads = pads_expert_rows(config)
+    return LayerConfig(
+        router=router_config(config),
+        router_dtype=config.moe_router_dtype,
+        dispatcher=by_backend if config.moe_token_dispatcher_type == "flex" else config.moe_token_dispatcher_type,
+        kind=gated[name] if config.gated_linear_unit else name,
+        offset=config.glu_linear_offset if config.gated_linear_unit else 0.0,
+        clamp=config.activation_func_clamp_value if config.gated_linear_unit else None,
+        interleave=config.moe_mlp_glu_interleave_size if config.gated_linear_unit else None,
+        fp8_input_store=config.activation_func_fp8_input_store,
+        probs_on_input=config.moe_apply_probs_on_input,
+        align=quantization_alignment(config) or None if pads else None,
+        recipe=recipe_of(config),
     )
 
 
