@@ -40,8 +40,8 @@ class RowMap:
 
     def arguments(self) -> RowMapArgs:
         """The row map as every kernel takes it."""
-        strides = (0, 0) if self.base_BE is None else self.base_BE.stride()
-        return RowMapArgs(self.slots_TE, self.num_slots_T, self.base_BE, *strides, self.tokens_per_block)
+        stride_b, stride_e = (0, 0) if self.base_BE is None else self.base_BE.stride()
+        return RowMapArgs(self.slots_TE, self.num_slots_T, self.base_BE, stride_b, stride_e, self.tokens_per_block)
 
     def without_bases(self) -> "RowMap":
         """The same with lists of rows, which permute_kernel is to write."""
