@@ -21,13 +21,13 @@ class LowLayer:
     """A linear layer of each expert, by a recipe."""
 
     counts_L: Tensor
-    how: ProductPrecision  # with a recipe
+    precision: ProductPrecision  # with a recipe
     storage: torch.dtype  # of rows and weights
 
     def fprop(self, x: Running, weight: Tensor, bias_LM: Tensor | None) -> tuple[Running, Product]:
         """x Wᵀ + b."""
         products = []
-        pairs = zip(self._factors(x, "input", "fprop"), self.how.weights(weight, "fprop"), strict=True)
+        pairs = zip(self._factors(x, "input", "fprop"), self.precision.weights(weight, "fprop"), strict=True)
         for e, (rows, matrix) in enumerate(pairs):
             product = Product.of(rows, matrix)
             if bias_LM is not None:
@@ -38,14 +38,14 @@ class LowLayer:
 
     def dgrad(self, g: Running, weight: Tensor) -> tuple[Running, Product]:
         """g W."""
-        layer = replace(self, how=self.how.of("dgrad"))
-        pairs = zip(layer._factors(g, "grad_output", "dgrad"), layer.how.weights(weight, "dgrad"), strict=True)
+        layer = replace(self, precision=self.precision.of("dgrad"))
+        pairs = zip(layer._factors(g, "grad_output", "dgrad"), layer.precision.weights(weight, "dgrad"), strict=True)
         whole = Product.joined([Product.of(rows, matrix.transposed) for rows, matrix in pairs])
         return layer._running(whole, weight.shape[1], g.dtype)
 
     def wgrad(self, g: Running, x: Running) -> tuple[Running, Product]:
         """Σ gᵀ x of each expert."""
-        layer = replace(self, how=self.how.of("wgrad"))
+        layer = replace(self, precision=self.precision.of("wgrad"))
         pairs = zip(layer._factors(g, "grad_output", "wgrad"), layer._factors(x, "input", "wgrad"), strict=True)
         products = [Product.of(left.transposed, right.transposed) for left, right in pairs]
         return layer._running(Product.joined(products, stack=True), int(self.counts_L.max()), g.dtype)
@@ -53,8 +53,8 @@ class LowLayer:
     def _factors(self, x: Running, role: str, gemm: str) -> list[Factor]:
         """Each expert's rows as they enter a product."""
         if not x.error.any():
-            return self.how.rows(x.value.to(self.storage), self.counts_L, role, gemm)
-        return self.how.inexact_rows(x, self.counts_L, role, gemm, self.storage)
+            return self.precision.rows(x.value.to(self.storage), self.counts_L, role, gemm)
+        return self.precision.inexact_rows(x, self.counts_L, role, gemm, self.storage)
 
     def _running(self, whole: Product, terms: int, dtype: torch.dtype) -> tuple[Running, Product]:
-        return whole.running(terms, dtype, self.how.accumulator, self.how.roundings), whole
+        return whole.running(terms, dtype, self.precision.accumulator, self.precision.roundings), whole

@@ -64,11 +64,11 @@ class Product:
     def bounded(self, terms: int, dtype: torch.dtype, accumulator: Accumulator, roundings: int = 0) -> Bounded:
         """The bound of so many terms, and of roundings of scales."""
         bounded = contraction_bound(self.value, self.magnitude, terms, dtype, accumulator)
-        own = bounded.bound * (
+        bound = bounded.bound * (
             2 if accumulator.unit == ROUNDOFF[torch.float64] else 1
         )  # the oracle's roundings are of the same size
-        own = own + (self.margin + roundings * ROUNDOFF[torch.float32] * self.magnitude) * (1 + ROUNDOFF[dtype])
-        bound = torch.where(self.free | (self.value.abs() + own > torch.finfo(dtype).max), torch.inf, own)
+        bound = bound + (self.margin + roundings * ROUNDOFF[torch.float32] * self.magnitude) * (1 + ROUNDOFF[dtype])
+        bound = torch.where(self.free | (self.value.abs() + bound > torch.finfo(dtype).max), torch.inf, bound)
         return Bounded(
             torch.where(self.free, 0.0, self.value),
             torch.where(self.value.isnan(), 0.0, bound),
@@ -82,7 +82,7 @@ def compared(
     reference: Callable[[], Tensor],
     product: Product,
     terms: int,
-    how: ProductPrecision,
+    precision: ProductPrecision,
     counts: Tensor,
 ) -> Expectation:
     """By ratios too, where the output is large enough for them to say something; an expert's rows share a bias."""
@@ -94,7 +94,12 @@ def compared(
         product.margin > 0, torch.nan, reference()
     )  # rows in which a code may be another are no reference
     return row_wise(
-        bounded, same, product.magnitude, max(terms, 1) + how.roundings, accumulator=how.accumulator, groups=groups
+        bounded,
+        same,
+        product.magnitude,
+        max(terms, 1) + precision.roundings,
+        accumulator=precision.accumulator,
+        groups=groups,
     )
 
 
@@ -109,7 +114,7 @@ def _operand(x: Tensor | Running | Factor) -> tuple[Tensor, Tensor, Tensor]:
     return value, clean.abs() if aligned is None else torch.where(clean == 0, 0.0, aligned), margin
 
 
-def own_rows(counts: Tensor) -> list[slice]:
+def expert_slices(counts: Tensor) -> list[slice]:
     """Where each expert's rows stand."""
     ends = counts.cumsum(0).tolist()
     return [slice(end - count, end) for end, count in zip(ends, counts.tolist(), strict=True)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from conformance.analysis.factors import ProductPrecision
-from conformance.analysis.products import Product, compared, own_rows
+from conformance.analysis.products import Product, compared, expert_slices
 from conformance.core.case import shorter, without
 from conformance.core.contract import Contract, Opaque, Problem, computed_in
 from conformance.core.tensors import DTYPES, payload
@@ -195,7 +195,9 @@ class GroupedLinear(_Grouped):
             right["d_weight"] = weight_gradient(cotangent, rows, counts, None, how)
         if "bias" in problem.wanted:
             assert bias is not None
-            ones = [Product.of(torch.ones(1, own.stop - own.start), cotangent[own].T) for own in own_rows(counts)]
+            ones = [
+                Product.of(torch.ones(1, rows.stop - rows.start), cotangent[rows].T) for rows in expert_slices(counts)
+            ]
             right["d_bias"] = Product.joined(ones).bounded(int(counts.max()) + 1, bias.dtype, how.sums)
         return right
 
