@@ -81,7 +81,7 @@ def moe_layer(
     shared = None
     if p.shared_fc1_weight is not None and p.shared_fc2_weight is not None:
         weights, gate_weight = (p.shared_fc1_weight, p.shared_fc2_weight), p.shared_gate_weight
-        shared = [shared_experts(x_TH, *weights, gate_weight=gate_weight, **config.activation) for x_TH in x]
+        shared = [shared_experts(x_TH, *weights, gate_weight=gate_weight, **config.shared_experts) for x_TH in x]
         output = [y_TH + shared_TH for y_TH, shared_TH in zip(output, shared, strict=True)]
     return LayerOutput(logits, routed, dispatched, expert_rows, combined, shared, output)
 

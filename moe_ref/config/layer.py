@@ -28,6 +28,7 @@ class LayerConfig:
     offset: float = 0.0
     clamp: float | None = None
     interleave: int | None = None
+    shared_interleave: int | None = None  # of the shared experts' activation
     fp8_input_store: bool = False
     probs_on_input: bool = False
     align: int | None = None  # experts pad their rows to a multiple of it
@@ -38,14 +39,19 @@ class LayerConfig:
         require(known, "dispatcher", repr(self.dispatcher), f"one of {', '.join(DISPATCHERS)}")
 
     @property
-    def activation(self) -> dict[str, Any]:
-        """The settings of the activation, in routed and in shared experts."""
-        return {name: getattr(self, name) for name in ("kind", "offset", "clamp", "interleave", "fp8_input_store")}
-
-    @property
     def experts(self) -> dict[str, Any]:
         """The settings of `grouped_mlp`."""
-        return self.activation | {name: getattr(self, name) for name in ("probs_on_input", "align", "recipe")}
+        others = {name: getattr(self, name) for name in ("interleave", "probs_on_input", "align", "recipe")}
+        return self._activation | others
+
+    @property
+    def shared_experts(self) -> dict[str, Any]:
+        """The settings of `shared_experts`."""
+        return self._activation | {"interleave": self.shared_interleave}
+
+    @property
+    def _activation(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("kind", "offset", "clamp", "fp8_input_store")}
 
 
 class LayerParameters(NamedTuple):
