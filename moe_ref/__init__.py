@@ -1,24 +1,27 @@
 """The specification: the Mixture-of-Experts pipeline in plain PyTorch, slow and readable.
 
-Every function is pure, runs on any device, accepts float64, and is differentiable by autograd. A sum is taken in float32
-(float64 for float64 input) in ascending row order and rounded once to the storage dtype, in the forward and in every
-gradient; where ranks add, the function says in which order and where it rounds.
+Every function is pure, runs on any device, accepts float64, and is differentiable by autograd. A
+sum is in float32 (float64 for float64 input), in ascending row order, rounded once to the storage
+dtype, in the forward and in every gradient; functions of ranks give their order and roundings.
 
 Shape suffixes, here and everywhere in the project:
 
-    T  tokens                       E  experts                K  slots of one token (top-k)
-    H  hidden size                  R  routed rows            P  rows of the permuted buffer, padding included
-    C  rows an expert's capacity    S  chunks                 F  width between an expert's two linear layers
-    L  local experts                M, N  out, in: rows, columns
-    W  ranks                        G  tokens of all ranks    D  tokens that a rank receives, each counted once
+    T  tokens                    E  experts              K  slots of one token (top-k)
+    H  hidden size               R  routed rows          P  permuted rows, padding included
+    C  rows per expert, capacity S  chunks               F  width between an expert's linear layers
+    L  local experts             M, N  out, in: rows, columns
+    W  ranks                     G  tokens of all ranks  D  distinct tokens that a rank receives
 
-Read in this order: `config` (settings, results and what is illegal), `gating` (logits), `scores` and `selection` (which experts, with which
-weights), `capacity`, `balancing` (losses, expert bias, Sinkhorn, quantiles), `router` (all of it in one step, and what is remembered),
-`permutation` (permute, unpermute, sort_chunks), `routing_map` (padding of the map, and its conversion to and from index form), `formats`
-(numbers of eight and four bits), `recipes` and `quantization` (how tensors become codes and scales), `permuted_quantization` (permutation
-and quantisation in one step), `activations`, `quantized_activations` (and quantised at once), `linear` and `experts` (what routed rows go
-through), `shared` (what every token does), `route_plan` and `dispatch` (how tokens reach experts on other ranks, and come back), then
-`dense`, which says permutation again with plain loops and shares no code with the others.
+Contents, in the order of reading:
+
+    layer          the pipeline on one screen: gate, route, dispatch, grouped_mlp, combine
+    config         settings, results, rules of illegal calls; `config.megatron`: Megatron's options
+    permutation    permute (with unpermute, sort_chunks), routing_map, rows (mover), second_oracle
+    router         gating, scores and selection, capacity, balancing, losses, sinkhorn, route, state
+    quantization   formats (bits), recipes (scales), quantize (codes of a tensor)
+    experts        activations, linear, mlp, shared
+    fused          permute_and_quantize, activate_and_quantize
+    dispatch       plan, exchange (mover), trees; allgather, alltoall, deepep, low_latency, hybridep
 """
 
 from importlib import import_module
@@ -92,7 +95,9 @@ __all__ = list(_HOME)
 
 
 def __getattr__(name: str):
-    """Load a function's module when it is first asked for, so that `moe_ref.config` can be imported on its own."""
+    """Load a function's module when it is first asked for, so that `moe_ref.config` can be imported
+    on its own.
+    """
     if name not in _HOME:
         raise AttributeError(f"module 'moe_ref' has no attribute {name!r}")
     return getattr(import_module(f"moe_ref.{_HOME[name]}"), name)

@@ -4,7 +4,8 @@
     x ── latent down ── dispatch ────┴── grouped_mlp ── combine ── latent up ── + ── output
     x ── shared_experts ─────────────────────────────────────────────────────────┘
 
-All ranks are played in one process; each is a data-parallel rank with sequences of its own, and holds E/W experts.
+All ranks are played in one process; each is a data-parallel rank with sequences of its own, and
+holds E/W experts.
 
 Mirrors `MoELayer` of megatron.core.transformer.moe.moe_layer. Differs: docs/differences.md#layer.
 """
@@ -49,14 +50,14 @@ def moe_layer(
 ) -> LayerOutput:
     """One forward of the layer on all ranks.
 
-        y[t] = Σ_{e routed} p[t, e] · mlp_e(x[t]) + shared(x[t])       with a latent width: up(Σ … mlp_e(down(x[t])))
+        y[t] = up(Σ_{e routed} p[t, e] · mlp_e(down(x[t]))) + shared(x[t])
 
     Args:
         x: [T_r,H] of each rank, floating point.
         states: each rank's router state, from `new_state` or the step before.
         training: as in `route`.
 
-    Rounding: of each stage, as its function says; the last sum to the dtype of x.
+    Rounding: by the functions of the stages; the last sum to the dtype of x.
 
     Raises:
         ValueError: see `moe_ref.config.check_layer`; also from the stages.

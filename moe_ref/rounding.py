@@ -10,5 +10,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rounded to `dtype`, to nearest, ties to even; x itself when it has that dtype already. From float64 to 16 bits by way of float32, as torch does."""
+    """x rounded to `dtype`, to nearest, ties to even; x itself if it has that dtype. From float64
+    to 16 bits by float32, as torch does.
+    """
     return x.to(dtype)

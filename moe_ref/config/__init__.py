@@ -1,7 +1,7 @@
 """Settings and results of the pipeline as plain data, and the rules that make a call illegal.
 
-Nothing here computes. Implementations may import this package, and nothing else, from the reference: it loads nothing but
-torch.
+Nothing here computes. Implementations may import this package, and no other part of the reference;
+it needs only torch.
 """
 
 from moe_ref.config.dispatch import (
@@ -13,7 +13,6 @@ from moe_ref.config.dispatch import (
     IndexPolicy,
     LowLatencyDispatched,
     PerRank,
-    check_beside,
     check_budget,
     check_deepep_sizes,
     check_dispatch,
@@ -22,6 +21,7 @@ from moe_ref.config.dispatch import (
     check_rank_indices,
     check_rank_probs,
     check_rows,
+    check_rows_per_token,
     check_slab,
     check_tokens,
     check_wire_recipe,
@@ -164,7 +164,6 @@ __all__ = [
     "TopK",
     "check_activation",
     "check_align",
-    "check_beside",
     "check_budget",
     "check_coeff",
     "check_cotangent",
@@ -207,6 +206,7 @@ __all__ = [
     "check_role",
     "check_route",
     "check_rows",
+    "check_rows_per_token",
     "check_score_function",
     "check_shared_experts",
     "check_slab",

@@ -12,7 +12,7 @@ from moe_ref.config.quantization import Recipe, check_quantize
 from moe_ref.config.rules import MAX_EXPERTS, check_probs, is_count, require
 
 X = TypeVar("X")
-PerRank: TypeAlias = Sequence[X]  # one entry a rank, in the order of the ranks
+PerRank: TypeAlias = Sequence[X]  # one entry per rank, in the order of the ranks
 
 Duplicates = Literal["reject", "count each", "last slot"]
 Empty = Literal["skip", "reject"]
@@ -23,14 +23,14 @@ FP8_BLOCK = 128  # columns that share a scale on DeepEP's wire
 
 @dataclass(frozen=True)
 class IndexPolicy:
-    """What becomes of the slots on whose meaning real libraries differ."""
+    """The treatment of slots on which real libraries differ."""
 
     duplicates: Duplicates = "reject"
-    """An expert in several slots of a token. DeepEP counts each slot; HybridEP's map collapses them, here to the last one."""
+    """An expert in several slots of a token. DeepEP counts each; HybridEP's map collapses them, here to the last."""
     empty: Empty = "skip"
     """A slot that holds -1. DeepEP skips it; HybridEP's index form must not hold one."""
     zero_prob: ZeroProb = "keep"
-    """A routed slot of probability exactly 0. Megatron drops it in front of DeepEP once a capacity factor is set; all others keep it."""
+    """A routed slot of probability 0. Megatron drops it before DeepEP if a capacity factor is set; others keep it."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a value that is none of those listed."""
@@ -42,9 +42,11 @@ class IndexPolicy:
 
 
 class Dispatched(NamedTuple):
-    """What a rank gets from `allgather_dispatch`, `alltoall_dispatch` and `hybridep_dispatch`: rows grouped by its own experts."""
+    """A rank's result of `allgather_dispatch`, `alltoall_dispatch`, `hybridep_dispatch`: rows by
+    local expert.
+    """
 
-    rows: Any  # [P,H], the tokens' dtype; opaque where a recipe was given: what `quantize` would make of them
+    rows: Any  # [P,H], the tokens' dtype; with a recipe opaque: `quantize` of the rows
     probs: Tensor | None  # [P], the probs' dtype; None when no probs were given
     tokens_per_expert: Tensor  # [L] int64: length of each local expert's segment of `rows`, its padding included
     handle: Any  # opaque: hand it to this implementation's own combine
@@ -52,31 +54,33 @@ class Dispatched(NamedTuple):
 
 
 class DeepEPDispatched(NamedTuple):
-    """What a rank gets from `deepep_dispatch`: each token once, however many of the rank's experts want it."""
+    """A rank's result of `deepep_dispatch`: each token once, however many of the rank's experts
+    want it.
+    """
 
-    rows: Tensor  # [D,H], the tokens' dtype; what stands behind the received rows is unspecified
+    rows: Tensor  # [D,H], the tokens' dtype; unspecified past the received rows
     scales: Tensor | None  # [D,…], moved like the rows; None when none were given
     indices: Tensor  # [D,K] int64: each slot's local expert, -1 where the slot belongs to another rank or to none
     probs: Tensor | None  # [D,K], 0 where `indices` is -1; None when no probs were given
-    tokens_per_expert: (
-        Tensor | None
-    )  # [L] int64: slots of each local expert, rounded up to `expert_alignment`; None with `num_worst_tokens`
+    tokens_per_expert: Tensor | None  # [L] int64: slots per local expert, aligned; None with `num_worst_tokens`
     handle: Any  # opaque
 
 
 class LowLatencyDispatched(NamedTuple):
-    """What a rank gets from `deepep_low_latency_dispatch`: a slab of W·M rows for each of its experts, filled from the front."""
+    """A rank's result of `deepep_low_latency_dispatch`: a slab of W·M rows per expert, filled from
+    the front.
+    """
 
-    rows: Tensor  # [L,W·M,H]; what stands behind an expert's count is unspecified
+    rows: Tensor  # [L,W·M,H]; unspecified past an expert's count
     scales: Tensor | None  # [L,W·M,H/128] float32; None without `use_fp8`
     tokens_per_expert: Tensor  # [L] int64: rows of each slab that hold a token
-    source_tokens: Tensor  # [L,W·M] int64: each row's token, counted on its own rank; unspecified behind the count
+    source_tokens: Tensor  # [L,W·M] int64: each row's token, counted on its own rank; unspecified past the count
     layout_range: Tensor  # [L,W] int64: begin · 2^32 + count of the rows that each source has in the slab
     handle: Any  # opaque
 
 
 class DeepEPLayout(NamedTuple):
-    """What `deepep_layout` says about the tokens of one rank."""
+    """What `deepep_layout` returns: the sends of one rank."""
 
     num_tokens_per_rank: Tensor  # [W] int64: tokens that go to each rank, once each
     num_tokens_per_expert: Tensor  # [E] int64: slots of each expert
@@ -84,7 +88,7 @@ class DeepEPLayout(NamedTuple):
 
 
 class Combined(NamedTuple):
-    """What a rank gets from `deepep_combine` and `hybridep_combine`."""
+    """A rank's result of `deepep_combine` and `hybridep_combine`."""
 
     tokens: Tensor  # [T,H], the rows' dtype
     probs: Tensor | None  # [T,K] of DeepEP, [T,E] of HybridEP; None when no probs were given
@@ -109,27 +113,30 @@ def check_expert_split(num_experts: int, ranks: int, expert_tensor_parallel: int
 
 
 def check_tokens(tokens: PerRank[Tensor]) -> None:
-    """[T,H] of each rank: T its own, H, dtype and device everybody's."""
-    require(len(tokens) >= 1, "tokens", "an empty list", "a list with an entry for each rank")
+    """[T,H] of each rank: its own T; H, dtype and device the same on all."""
+    require(len(tokens) >= 1, "tokens", "an empty list", "a list with an entry per rank")
     first = tokens[0]
-    for rank, own in enumerate(tokens):
-        require(own.dim() == 2, f"tokens[{rank}]", f"of shape {tuple(own.shape)}", "[tokens, hidden]")
-        same = (own.shape[1], own.dtype, own.device) == (first.shape[1], first.dtype, first.device)
+    for rank, tokens_TH in enumerate(tokens):
+        require(tokens_TH.dim() == 2, f"tokens[{rank}]", f"of shape {tuple(tokens_TH.shape)}", "[tokens, hidden]")
+        same = (tokens_TH.shape[1], tokens_TH.dtype, tokens_TH.device) == (first.shape[1], first.dtype, first.device)
         right = f"[tokens, {first.shape[1]}] of {first.dtype} on {first.device}, as tokens[0]"
-        require(same, f"tokens[{rank}]", f"{tuple(own.shape)} of {own.dtype} on {own.device}", right)
+        require(same, f"tokens[{rank}]", f"{tuple(tokens_TH.shape)} of {tokens_TH.dtype} on {tokens_TH.device}", right)
 
 
-def check_beside(name: str, values: PerRank[Tensor] | None, tokens: PerRank[Tensor]) -> None:
-    """`values` has an entry for each rank, with a row for each of its tokens; or there are none."""
+def check_rows_per_token(name: str, values: PerRank[Tensor] | None, tokens: PerRank[Tensor]) -> None:
+    """`values` has an entry per rank, with a row for each of its tokens; or there are none."""
     if values is None:
         return
-    require(
-        len(values) == len(tokens), name, f"a list of {len(values)}", f"a list of {len(tokens)}, an entry for each rank"
-    )
-    for rank, (own, beside) in enumerate(zip(values, tokens, strict=True)):
-        right = f"[{len(beside)}, …] on {beside.device}, a row for each token"
-        require(own.dim() >= 1 and len(own) == len(beside), f"{name}[{rank}]", f"of shape {tuple(own.shape)}", right)
-        require(own.device == beside.device, f"{name}[{rank}]", f"on {own.device}", right)
+    require(len(values) == len(tokens), name, f"a list of {len(values)}", f"a list of {len(tokens)}, an entry per rank")
+    for rank, (value, tokens_TH) in enumerate(zip(values, tokens, strict=True)):
+        right = f"[{len(tokens_TH)}, …] on {tokens_TH.device}, a row per token"
+        require(
+            value.dim() >= 1 and len(value) == len(tokens_TH),
+            f"{name}[{rank}]",
+            f"of shape {tuple(value.shape)}",
+            right,
+        )
+        require(value.device == tokens_TH.device, f"{name}[{rank}]", f"on {value.device}", right)
 
 
 def check_dispatch(
@@ -141,14 +148,14 @@ def check_dispatch(
 ) -> None:
     """The rules of the dispatchers that read a routing map."""
     check_tokens(tokens)
-    check_beside("routing_map", routing_map, tokens)
-    for own in routing_map:
-        check_map(own)
+    check_rows_per_token("routing_map", routing_map, tokens)
+    for map_TE in routing_map:
+        check_map(map_TE)
         experts = routing_map[0].shape[1]
         require(
-            own.shape[1] == experts,
+            map_TE.shape[1] == experts,
             "routing_map",
-            f"of shape {tuple(own.shape)}",
+            f"of shape {tuple(map_TE.shape)}",
             f"[tokens, {experts}], as the first rank's",
         )
     check_expert_split(routing_map[0].shape[1], len(tokens), expert_tensor_parallel)
@@ -158,19 +165,24 @@ def check_dispatch(
     )
 
 
-def check_rank_probs(probs: PerRank[Tensor] | None, beside: PerRank[Tensor]) -> None:
-    """`probs` is None, or floating point of the shapes of `beside`, of one dtype."""
+def check_rank_probs(probs: PerRank[Tensor] | None, like: PerRank[Tensor]) -> None:
+    """`probs` is None, or floating point of the shapes of `like`, of one dtype."""
     if probs is None:
         return
     require(
-        len(probs) == len(beside),
+        len(probs) == len(like),
         "probs",
         f"a list of {len(probs)}",
-        f"a list of {len(beside)}, an entry for each rank",
+        f"a list of {len(like)}, an entry per rank",
     )
-    for own, shaped in zip(probs, beside, strict=True):
-        check_probs(own, tuple(shaped.shape), shaped)
-        require(own.dtype == probs[0].dtype, "probs", f"of dtype {own.dtype}", f"{probs[0].dtype}, as the first rank's")
+    for rank_probs, shaped in zip(probs, like, strict=True):
+        check_probs(rank_probs, tuple(shaped.shape), shaped)
+        require(
+            rank_probs.dtype == probs[0].dtype,
+            "probs",
+            f"of dtype {rank_probs.dtype}",
+            f"{probs[0].dtype}, as the first rank's",
+        )
 
 
 def check_budget(align: int | None, num_rows: int | None) -> None:
@@ -186,7 +198,9 @@ def check_budget(align: int | None, num_rows: int | None) -> None:
 
 
 def check_wire_recipe(recipe: Recipe | None, tokens: PerRank[Tensor]) -> None:
-    """`recipe` is None, or one whose scales depend on the token's row alone and are as wide as the wire's."""
+    """`recipe` is None, or one whose scales depend on the token's row alone and are as wide as the
+    wire's.
+    """
     if recipe is None:
         return
     right = isinstance(recipe, Recipe) and recipe.scaling == "block"
@@ -194,10 +208,10 @@ def check_wire_recipe(recipe: Recipe | None, tokens: PerRank[Tensor]) -> None:
         right,
         "recipe",
         repr(recipe),
-        f"None, or a Recipe of scaling 'block', which gives each {FP8_BLOCK} columns of a token a scale of their own",
+        f"None, or a Recipe of scaling 'block', which gives each {FP8_BLOCK} columns of a token a scale",
     )
-    for own in tokens:
-        check_quantize(own, recipe, "input", None, True, False, None, None)
+    for tokens_TH in tokens:
+        check_quantize(tokens_TH, recipe, "input", None, True, False, None, None)
 
 
 def check_rank_indices(
@@ -205,29 +219,31 @@ def check_rank_indices(
 ) -> None:
     """The rules of the dispatchers that read indices."""
     check_tokens(tokens)
-    check_beside("indices", indices, tokens)
+    check_rows_per_token("indices", indices, tokens)
     check_expert_split(num_experts, len(tokens))
-    for own in indices:
+    for index_TK in indices:
         slots = indices[0].shape[-1]
         require(
-            own.dim() == 2 and own.shape[1] == slots,
+            index_TK.dim() == 2 and index_TK.shape[1] == slots,
             "indices",
-            f"of shape {tuple(own.shape)}",
+            f"of shape {tuple(index_TK.shape)}",
             f"[tokens, {slots}], as the first rank's",
         )
         require(
-            not (own.is_floating_point() or own.is_complex()) and own.dtype != torch.bool,
+            not (index_TK.is_floating_point() or index_TK.is_complex()) and index_TK.dtype != torch.bool,
             "indices",
-            f"of dtype {own.dtype}",
+            f"of dtype {index_TK.dtype}",
             "integer",
         )
     check_rank_probs(probs, indices)
 
 
 def check_index_values(indices: Tensor, num_experts: int) -> None:
-    """Indices are from -1 to E - 1. Seeing this reads the device; an implementation may declare it unchecked."""
-    wide = indices.to(torch.int64)  # E may be more than a narrow dtype holds
-    outside = (wide < -1) | (wide >= num_experts)
+    """Indices are from -1 to E - 1. This reads the device; an implementation may declare it
+    unchecked.
+    """
+    index_TK = indices.to(torch.int64)  # E may be more than a narrow dtype holds
+    outside = (index_TK < -1) | (index_TK >= num_experts)
     require(not bool(outside.any()), "indices", indices[outside].tolist()[:4], f"from -1 to {num_experts - 1}")
 
 
@@ -247,7 +263,7 @@ def check_deepep_sizes(expert_alignment: int, num_worst_tokens: int | None, larg
 
 def check_slab(tokens: PerRank[Tensor], max_tokens_per_rank: int, use_fp8: bool, round_scale: bool) -> None:
     """No rank has more tokens than the slabs were made for, and with FP8 rows are whole blocks."""
-    most = max(len(own) for own in tokens)
+    most = max(len(tokens_TH) for tokens_TH in tokens)
     right = f"a positive integer, at least {most}, the most tokens of a rank"
     require(
         is_count(max_tokens_per_rank) and max_tokens_per_rank >= max(most, 1),
@@ -266,18 +282,22 @@ def check_slab(tokens: PerRank[Tensor], max_tokens_per_rank: int, use_fp8: bool,
 
 
 def check_rows(rows: PerRank[Tensor], shapes: PerRank[tuple[int, ...]]) -> None:
-    """What combine gets has the shapes that dispatch gave, up to the hidden size, and one dtype."""
-    require(
-        len(rows) == len(shapes), "rows", f"a list of {len(rows)}", f"a list of {len(shapes)}, an entry for each rank"
-    )
-    for rank, (own, shape) in enumerate(zip(rows, shapes, strict=True)):
+    """The rows of combine have the shapes that dispatch returned, up to the hidden size, and one
+    dtype.
+    """
+    require(len(rows) == len(shapes), "rows", f"a list of {len(rows)}", f"a list of {len(shapes)}, an entry per rank")
+    for rank, (rank_rows, shape) in enumerate(zip(rows, shapes, strict=True)):
         right = f"[{', '.join(map(str, shape))}, hidden], as dispatch gave them"
         require(
-            own.dim() == len(shape) + 1 and tuple(own.shape[:-1]) == shape,
+            rank_rows.dim() == len(shape) + 1 and tuple(rank_rows.shape[:-1]) == shape,
             f"rows[{rank}]",
-            f"of shape {tuple(own.shape)}",
+            f"of shape {tuple(rank_rows.shape)}",
             right,
         )
-        same = own.dtype == rows[0].dtype and own.shape[-1] == rows[0].shape[-1] and own.is_floating_point()
+        same = (
+            rank_rows.dtype == rows[0].dtype
+            and rank_rows.shape[-1] == rows[0].shape[-1]
+            and rank_rows.is_floating_point()
+        )
         right = f"{rows[0].dtype} and floating point, of hidden size {rows[0].shape[-1]}, as rows[0]"
-        require(same, f"rows[{rank}]", f"{own.dtype} of hidden size {own.shape[-1]}", right)
+        require(same, f"rows[{rank}]", f"{rank_rows.dtype} of hidden size {rank_rows.shape[-1]}", right)

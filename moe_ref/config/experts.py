@@ -24,7 +24,9 @@ class ActivationGradients(NamedTuple):
 
 
 class LinearState(NamedTuple):
-    """Delayed scaling's memory of the three tensors that a grouped linear layer quantises, each with a row for each expert."""
+    """Delayed scaling's memory of the three tensors that a grouped linear layer quantises, a row
+    per expert.
+    """
 
     input: QuantizerState
     weight: QuantizerState
@@ -38,7 +40,9 @@ def check_storage(argument: str, x: Tensor, *axes: str) -> None:
 
 
 def check_gate_settings(kind: str, offset: float, clamp: float | None, alpha: float | None) -> None:
-    """What shapes a gated activation: a kind of `GATED`, an offset, a positive bound, a positive slope of the sigmoid."""
+    """The settings of a gated activation: a kind of `GATED`, an offset, a positive bound, a
+    positive slope of the sigmoid.
+    """
     require(kind in GATED, "kind", repr(kind), f"one of {', '.join(GATED)}")
     require(is_number(offset), "offset", offset, "a number")
     require(
@@ -102,14 +106,14 @@ def check_activation(h: Tensor, probs: Tensor | None, kind: str) -> None:
         check_probs(probs, (h.shape[0],), h)
 
 
-def check_cotangent(d_out: Tensor, rows: int, width: int, beside: Tensor) -> None:
-    """`d_out` is the gradient of a [rows, width] result in the dtype of `beside`."""
-    check_float("d_out", d_out, (rows, width), beside)
-    require(d_out.dtype == beside.dtype, "d_out", f"of dtype {d_out.dtype}", f"{beside.dtype}, that of the output")
+def check_cotangent(d_out: Tensor, rows: int, width: int, like: Tensor) -> None:
+    """`d_out` is the gradient of a [rows, width] result in the dtype of `like`."""
+    check_float("d_out", d_out, (rows, width), like)
+    require(d_out.dtype == like.dtype, "d_out", f"of dtype {d_out.dtype}", f"{like.dtype}, as the output")
 
 
-def check_counts(tokens_per_expert: Tensor, experts: int, beside: Tensor) -> None:
-    """One count an expert, int32 or int64, on the device of `beside`."""
+def check_counts(tokens_per_expert: Tensor, experts: int, like: Tensor) -> None:
+    """One count per expert, int32 or int64, on the device of `like`."""
     shape = tuple(tokens_per_expert.shape)
     require(
         shape == (experts,),
@@ -117,11 +121,11 @@ def check_counts(tokens_per_expert: Tensor, experts: int, beside: Tensor) -> Non
         f"of shape {shape}",
         f"of shape ({experts},), a count for each expert of the weight",
     )
-    check_count_dtype(tokens_per_expert, beside)
+    check_count_dtype(tokens_per_expert, like)
 
 
-def check_count_dtype(tokens_per_expert: Tensor, beside: Tensor) -> None:
-    """int32 or int64, [experts], at least one, on the device of `beside`."""
+def check_count_dtype(tokens_per_expert: Tensor, like: Tensor) -> None:
+    """int32 or int64, [experts], at least one, on the device of `like`."""
     shape = tuple(tokens_per_expert.shape)
     require(len(shape) == 1 and shape[0] >= 1, "tokens_per_expert", f"of shape {shape}", "[experts], at least one")
     require(
@@ -131,15 +135,17 @@ def check_count_dtype(tokens_per_expert: Tensor, beside: Tensor) -> None:
         "int32 or int64",
     )
     require(
-        tokens_per_expert.device == beside.device,
+        tokens_per_expert.device == like.device,
         "tokens_per_expert",
         f"on {tokens_per_expert.device}",
-        f"on {beside.device}, where the rows are",
+        f"on {like.device}, where the rows are",
     )
 
 
 def check_count_values(counts: list[int], rows: int) -> None:
-    """Counts are ≥ 0 and sum to at most the rows. Seeing this reads the device; an implementation may declare it unchecked."""
+    """Counts are ≥ 0 and sum to at most the rows. This reads the device; an implementation may
+    declare it unchecked.
+    """
     require(all(count >= 0 for count in counts), "tokens_per_expert", counts, "all ≥ 0")
     require(
         sum(counts) <= rows,
@@ -150,7 +156,7 @@ def check_count_values(counts: list[int], rows: int) -> None:
 
 
 def check_precision(recipe: Recipe | None, state: LinearState | None, noise: Tensor | None, accumulator: str) -> None:
-    """A recipe or none, what it needs beside it (`check_quantize` says more), and one of ACCUMULATORS."""
+    """A recipe or none, its state and noise (see `check_quantize`), and one of ACCUMULATORS."""
     require(recipe is None or isinstance(recipe, Recipe), "recipe", repr(recipe), "None or a Recipe")
     require(recipe is not None or state is None, "state", "given without a recipe", "None")
     require(recipe is not None or noise is None, "noise", "given without a recipe", "None")
@@ -174,7 +180,7 @@ def check_precision(recipe: Recipe | None, state: LinearState | None, noise: Ten
 
 
 def check_grouped_linear(rows: Tensor, weight: Tensor, tokens_per_expert: Tensor, bias: Tensor | None) -> None:
-    """The rules of `grouped_linear` that can be seen without reading the device."""
+    """The rules of `grouped_linear` that do not read the device."""
     check_storage("rows", rows, "rows", "in")
     check_weight("weight", weight, rows, rows.shape[1], None)
     check_counts(tokens_per_expert, weight.shape[0], rows)
@@ -183,7 +189,7 @@ def check_grouped_linear(rows: Tensor, weight: Tensor, tokens_per_expert: Tensor
 
 
 def check_weight(argument: str, weight: Tensor, rows: Tensor, width_in: int, width_out: int | None) -> None:
-    """[experts, out, in] in the dtype and on the device of the rows, of the widths that are given."""
+    """[experts, out, in] in the dtype and on the device of the rows, of the given widths."""
     require(
         weight.dim() == 3 and weight.shape[0] >= 1,
         argument,
@@ -192,7 +198,7 @@ def check_weight(argument: str, weight: Tensor, rows: Tensor, width_in: int, wid
     )
     shape = (weight.shape[0], weight.shape[1] if width_out is None else width_out, width_in)
     check_float(argument, weight, shape, rows)
-    require(weight.dtype == rows.dtype, argument, f"of dtype {weight.dtype}", f"{rows.dtype}, that of the rows")
+    require(weight.dtype == rows.dtype, argument, f"of dtype {weight.dtype}", f"{rows.dtype}, as the rows")
 
 
 def check_grouped_dgrad(d_out: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> None:
@@ -218,8 +224,8 @@ def check_grouped_wgrad(d_out: Tensor, rows: Tensor, tokens_per_expert: Tensor, 
         check_float(
             "accumulate_into", accumulate_into, (tokens_per_expert.shape[0], d_out.shape[1], rows.shape[1]), rows
         )
-        wide = accumulate_into.dtype in (torch.float32, torch.float64)
-        require(wide, "accumulate_into", f"of dtype {accumulate_into.dtype}", "float32 or float64")
+        accumulates = accumulate_into.dtype in (torch.float32, torch.float64)
+        require(accumulates, "accumulate_into", f"of dtype {accumulate_into.dtype}", "float32 or float64")
 
 
 def check_kind(kind: str, offset: float, clamp: float | None, alpha: float | None, interleave: int | None) -> None:
@@ -238,7 +244,9 @@ def check_kind(kind: str, offset: float, clamp: float | None, alpha: float | Non
 
 
 def check_mlp_weights(rows: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, kind: str, interleave: int | None) -> None:
-    """fc1 [experts, F or 2F, H] and fc2 [experts, H, F], F the width that the activation leaves, H that of the rows."""
+    """fc1 [experts, F or 2F, H] and fc2 [experts, H, F], F the width that the activation leaves, H
+    the rows' width.
+    """
     check_storage("rows", rows, "rows", "in")
     check_weight("fc1_weight", fc1_weight, rows, rows.shape[1], None)
     width = fc1_weight.shape[1]
@@ -268,7 +276,9 @@ def check_grouped_mlp(
     align: int | None,
     recompute: str | None,
 ) -> None:
-    """The rules of `grouped_mlp` that can be seen without reading the device; those of the activation are `check_kind`'s."""
+    """The rules of `grouped_mlp` that do not read the device; the activation's
+    are in `check_kind`.
+    """
     check_mlp_weights(rows, fc1_weight, fc2_weight, kind, interleave)
     check_counts(tokens_per_expert, fc1_weight.shape[0], rows)
     for name, bias, weight in (("fc1_bias", fc1_bias, fc1_weight), ("fc2_bias", fc2_bias, fc2_weight)):
@@ -287,7 +297,7 @@ def check_grouped_mlp(
 
 
 def check_pairs(state: object, noise: object) -> None:
-    """What each of two linear layers has: none, or a pair."""
+    """State and noise of two linear layers: none, or a pair."""
     for name, both in (("state", state), ("noise", noise)):
         require(
             both is None or (type(both) is tuple and len(both) == 2),
@@ -302,7 +312,7 @@ def check_linear(argument: str, x: Tensor, weight: Tensor, bias: Tensor | None) 
     check_storage("x", x, "tokens", "in")
     require(weight.dim() == 2, argument, f"of shape {tuple(weight.shape)}", "[out, in]")
     check_float(argument, weight, (weight.shape[0], x.shape[1]), x)
-    require(weight.dtype == x.dtype, argument, f"of dtype {weight.dtype}", f"{x.dtype}, that of x")
+    require(weight.dtype == x.dtype, argument, f"of dtype {weight.dtype}", f"{x.dtype}, as x")
     if bias is not None:
         check_float("bias", bias, (weight.shape[0],), x)
 
@@ -310,7 +320,7 @@ def check_linear(argument: str, x: Tensor, weight: Tensor, bias: Tensor | None) 
 def check_shared_experts(
     x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, gate_weight: Tensor | None, kind: str, interleave: int | None
 ) -> None:
-    """The rules of `shared_experts`; those of the activation are `check_kind`'s."""
+    """The rules of `shared_experts`; the activation's are in `check_kind`."""
     for name, weight in (("fc1_weight", fc1_weight), ("fc2_weight", fc2_weight)):
         require(weight.dim() == 2, name, f"of shape {tuple(weight.shape)}", "[out, in]")
     check_mlp_weights(x, fc1_weight[None], fc2_weight[None], kind, interleave)

@@ -13,16 +13,12 @@ from moe_ref.config.rules import require
 class PermutedQuantization(NamedTuple):
     """What `permute_and_quantize` returns."""
 
-    quantized: (
-        Any  # opaque: the permuted rows, for `codes`, `scales`, `amax` and `dequantize` of the same implementation
-    )
-    state: QuantizerState | None  # the next state, a row for each expert; None but for delayed scaling
+    quantized: Any  # opaque: the permuted rows, for `codes`, `scales`, `amax` and `dequantize`
+    state: QuantizerState | None  # the next state, a row per expert; None but for delayed scaling
     probs: Tensor | None  # [P], the probs' dtype; None when no probs were given
     row_map: Any  # opaque: hand it to this implementation's own `unpermute`
-    tokens_per_expert: (
-        Tensor  # [E] integers: length of each expert's segment, its padding included; the splits of what is quantised
-    )
-    pad_offsets: Tensor | None  # [E] integers: padding rows in front of each expert's segment; None without `align`
+    tokens_per_expert: Tensor  # [E] integers: length of each expert's segment, its padding included; the splits
+    pad_offsets: Tensor | None  # [E] integers: padding rows before each expert's segment; None without `align`
     overflow: Tensor  # [] bool: some routed row did not fit into `num_rows` or `capacity`
 
 
@@ -39,7 +35,7 @@ def check_permute_and_quantize(
     columnwise: bool,
     state: QuantizerState | None,
 ) -> None:
-    """The rules of `permute`, and those of `quantize` for the rows, whose columns and dtype are the tokens'. All can be seen without the device."""
+    """The rules of `permute`, and of `quantize` for its rows; none reads the device."""
     check_permute(tokens, routing_map, probs, align, capacity, num_rows)
     require(isinstance(recipe, Recipe), "recipe", repr(recipe), "a Recipe")
     stochastic = bool(recipe.stochastic_rounding) and role == "grad_output"

@@ -30,7 +30,9 @@ def check_quantized_activation(
     noise: Tensor | None = None,
     round_before_quantize: bool,
 ) -> None:
-    """The rules of `quantize` for x, an activation of h or its gradient, [rows, width]; and a transform has bfloat16 to transform."""
+    """The rules of `quantize` for an activation of h or its gradient, [rows, width]; a transform
+    needs bfloat16.
+    """
     require(
         isinstance(round_before_quantize, bool), "round_before_quantize", repr(round_before_quantize), "True or False"
     )

@@ -41,8 +41,8 @@ class LayerConfig:
     @property
     def experts(self) -> dict[str, Any]:
         """The settings of `grouped_mlp`."""
-        others = {name: getattr(self, name) for name in ("interleave", "probs_on_input", "align", "recipe")}
-        return self._activation | others
+        products = {name: getattr(self, name) for name in ("interleave", "probs_on_input", "align", "recipe")}
+        return self._activation | products
 
     @property
     def shared_experts(self) -> dict[str, Any]:
@@ -55,7 +55,9 @@ class LayerConfig:
 
 
 class LayerParameters(NamedTuple):
-    """The parameters of a layer, the experts of all ranks together; N is the latent width, or H without one."""
+    """The parameters of a layer, the experts of all ranks together; N is the latent width, or H
+    without one.
+    """
 
     router_weight: Tensor  # [E,H]
     fc1_weight: Tensor  # [E,2F,N] for a gated kind, [E,F,N] for others

@@ -14,7 +14,7 @@ class Permuted(NamedTuple):
     probs: Tensor | None  # [P], the probs' dtype; None when no probs were given
     row_map: Any  # opaque: hand it to this implementation's own `unpermute`
     tokens_per_expert: Tensor  # [E] integers: length of each expert's segment of `rows`, its padding included
-    pad_offsets: Tensor | None  # [E] integers: padding rows in front of each expert's segment; None without `align`
+    pad_offsets: Tensor | None  # [E] integers: padding rows before each expert's segment; None without `align`
     overflow: Tensor  # [] bool: some routed row did not fit into `num_rows` or `capacity`
 
 
@@ -29,7 +29,7 @@ class PaddedMap(NamedTuple):
     """What `pad_routing_map` returns."""
 
     routing_map: Tensor  # [T,E] bool
-    unreached: Tensor  # [E] bool: True where the count still is no multiple of `align`
+    unreached: Tensor  # [E] bool: the count is no multiple of `align`
 
 
 class Multihot(NamedTuple):
@@ -48,7 +48,9 @@ class Indices(NamedTuple):
 
 
 def check_map(routing_map: Tensor) -> None:
-    """A routing map is [T,E], bool or integers 0 and 1 (other values are not checked), with 1 to MAX_EXPERTS experts."""
+    """A routing map is [T,E], bool or integers (values are not checked), of 1 to MAX_EXPERTS
+    experts.
+    """
     require(routing_map.dim() == 2, "routing_map", f"of shape {tuple(routing_map.shape)}", "[tokens, experts]")
     kind = not (routing_map.is_floating_point() or routing_map.is_complex())
     require(kind, "routing_map", f"of dtype {routing_map.dtype}", "bool or integer")
@@ -77,7 +79,7 @@ def check_permute(
     """The rules of `permute`."""
     require(tokens.dim() == 2, "tokens", f"of shape {tuple(tokens.shape)}", "[tokens, hidden]")
     check_map(routing_map)
-    right = f"[{tokens.shape[0]}, experts], a row for each token"
+    right = f"[{tokens.shape[0]}, experts], a row per token"
     require(routing_map.shape[0] == tokens.shape[0], "routing_map", f"of shape {tuple(routing_map.shape)}", right)
     require(
         routing_map.device == tokens.device,
@@ -111,7 +113,7 @@ def check_permute(
 def check_unpermute(
     rows: Tensor, row_map_rows: int, row_map_tokens: int, row_map_experts: int, restore_shape: Any, probs: Tensor | None
 ) -> None:
-    """The rules of `unpermute`, given the sizes that the row map was made for."""
+    """The rules of `unpermute`, given the sizes of the row map."""
     require(rows.dim() == 2, "rows", f"of shape {tuple(rows.shape)}", "[rows, hidden]")
     require(
         rows.shape[0] == row_map_rows,
@@ -132,7 +134,7 @@ def check_unpermute(
 
 
 def check_sort_chunks(rows: Tensor, chunk_sizes: Tensor, order: Tensor, probs: Tensor | None) -> None:
-    """The rules of `sort_chunks` that can be seen without reading the device."""
+    """The rules of `sort_chunks` that do not read the device."""
     require(rows.dim() == 2, "rows", f"of shape {tuple(rows.shape)}", "[rows, hidden]")
     for name, vector in (("chunk_sizes", chunk_sizes), ("order", order)):
         require(vector.dim() == 1, name, f"of shape {tuple(vector.shape)}", "[chunks]")
@@ -148,7 +150,7 @@ def check_sort_chunks(rows: Tensor, chunk_sizes: Tensor, order: Tensor, probs: T
 
 
 def check_indices(indices: Tensor, probs: Tensor, num_experts: int) -> None:
-    """The rules of `indices_to_multihot` that can be seen without reading the device."""
+    """The rules of `indices_to_multihot` that do not read the device."""
     require(indices.dim() == 2, "indices", f"of shape {tuple(indices.shape)}", "[tokens, slots]")
     require(not indices.is_floating_point(), "indices", f"of dtype {indices.dtype}", "integer")
     right = is_count(num_experts) and 1 <= num_experts <= MAX_EXPERTS

@@ -1,13 +1,8 @@
 """Low-precision recipes: settings, results, and the rules that make a call illegal.
 
-Names are those of transformer_engine/common/recipe (2.20.2) where they are words; defaults are its defaults. What differs, on purpose:
-
-- One class for all scalings. An option that a scaling does not have is None, and giving it is an error (MXFP8BlockScaling takes a margin
-  that nothing reads).
-- Options do what they say. In Transformer Engine use_power_2_scales and use_f32_scales are read from the environment at import, and an
-  argument changes nothing. The default of backward_override is None, not what the environment says.
-- Activations and gradients of block scaling have 1×128 blocks; x_block_scaling_dim = 2 and grad_block_scaling_dim = 2 are left out.
-- 4over6 or row scaling with a Hadamard transform of activations is refused here; Transformer Engine refuses when it quantises.
+Words and defaults come from transformer_engine/common/recipe (2.20.2). One class covers all
+scalings: an option that a scaling does not have is None, and giving it is an error. Differs:
+docs/differences.md#quantization.
 """
 
 from dataclasses import dataclass
@@ -29,18 +24,18 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 SCALE_LAYOUTS = ("compact", "gemm")
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "delayed": {
+    "delayed": {  # DelayedScaling
         "fp8_format": "hybrid",
         "margin": 0,
         "amax_history_len": 1024,
         "amax_compute_algo": "max",
-    },  # DelayedScaling
-    "current": {
+    },
+    "current": {  # Float8CurrentScaling
         "fp8_format": "hybrid",
         "power_of_two_scales": False,
         "amax_epsilon": 0.0,
         "backward_override": None,
-    },  # Float8CurrentScaling
+    },
     "block": {  # Float8BlockScaling
         "fp8_format": "e4m3",
         "power_of_two_scales": True,
@@ -67,7 +62,7 @@ MAX_MARGIN = 64  # 448 · 2^-64 is far from float32's edges
 
 @dataclass(frozen=True)
 class Recipe:
-    """How tensors become low precision: a scaling and its options; None stands for the default of that scaling in DEFAULTS.
+    """A scaling and its options; None means the default of that scaling in DEFAULTS.
 
     Raises:
         ValueError: naming the option, its value and what would be right.
@@ -87,9 +82,7 @@ class Recipe:
     four_over_six: str | None = None  # scope in which a block's largest value becomes 4 or 6, whichever errs less
     four_over_six_bound_256: str | None = None  # scope in which its block scales are bounded by 256, not by 448
     four_over_six_error: str | None = None
-    backward_override: str | None = (
-        None  # what the products of a linear layer's backward read instead of codes: see `moe_ref.quantization.recipes.operands`
-    )
+    backward_override: str | None = None  # operands of the backward instead of codes: see `recipes.operands`
 
     def __post_init__(self) -> None:
         require(self.scaling in SCALINGS, "scaling", repr(self.scaling), f"one of {', '.join(SCALINGS)}")
@@ -142,29 +135,33 @@ class Recipe:
     def _check_combinations(self) -> None:
         """What NVFP4's kernels cannot do at once."""
         activations = self.four_over_six in ("activations", "all")
-        beside = f"{self.four_over_six!r} with hadamard True"
+        value = f"{self.four_over_six!r} with hadamard True"
         require(
             not (activations and self.hadamard),
             "four_over_six",
-            beside,
+            value,
             "none or weights, or hadamard False: activations are not transformed",
         )
-        beside = "True with hadamard True"
+        value = "True with hadamard True"
         require(
             not (self.row_scaled_activation and self.hadamard),
             "row_scaled_activation",
-            beside,
+            value,
             "False, or hadamard False",
         )
 
     @property
     def alignment(self) -> int:
-        """What each expert's rows are padded to a multiple of. Source: TE get_align_size_for_quantization."""
+        """The multiple to which each expert's rows are padded. Source: TE
+        get_align_size_for_quantization.
+        """
         return {"mxfp8": 32, "nvfp4": 128}.get(self.scaling, 16)
 
 
 class QuantizerState(NamedTuple):
-    """What delayed scaling remembers of one tensor. Column 0 of the history is the step that is running."""
+    """What delayed scaling remembers of one tensor. Column 0 of the history is the step that is
+    running.
+    """
 
     amax_history: Tensor  # [G,L] float32
     scale: Tensor  # [G] float32, what values are multiplied by
@@ -182,7 +179,7 @@ class Operand(NamedTuple):
 
     role: str
     columnwise: bool
-    kept: str = "codes"  # what enters the product: "codes", what they stand for; "dequantized", that in the tensor's dtype; "stored", the tensor
+    kept: str = "codes"  # or "dequantized": the codes' values in the tensor's dtype; or "stored": the tensor
 
 
 def check_role(role: str) -> None:
@@ -200,12 +197,12 @@ def check_quantize(
     state: QuantizerState | None,
     noise: Tensor | None,
 ) -> None:
-    """The rules of `quantize` that can be seen without reading the device."""
+    """The rules of `quantize` that do not read the device."""
     require(isinstance(recipe, Recipe), "recipe", repr(recipe), "a Recipe")
     check_role(role)
     require(x.dim() == 2, "x", f"of shape {tuple(x.shape)}", "[rows, columns]")
-    wide = x.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    require(wide, "x", f"of dtype {x.dtype}", "float64, float32, bfloat16 or float16")
+    known = x.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    require(known, "x", f"of dtype {x.dtype}", "float64, float32, bfloat16 or float16")
     require(rowwise or columnwise, "rowwise", "False with columnwise False", "True, or columnwise True")
     if splits is not None:
         require(
@@ -226,7 +223,7 @@ def check_quantize(
 
 
 def check_state(recipe: Recipe, state: QuantizerState | None, groups: int) -> None:
-    """Delayed scaling has a state, of a row for each group; nothing else has."""
+    """Delayed scaling has a state, a row per group; no other scaling has one."""
     if recipe.scaling != "delayed":
         require(state is None, "state", "given", f"None for {recipe.scaling}: it remembers nothing")
         return
@@ -265,7 +262,7 @@ def _check_nvfp4(x: Tensor, recipe: Recipe, role: str, columnwise: bool, noise: 
         require(noise is None, "noise", "given", f"None: {role} with {recipe.scaling} is not rounded stochastically")
         return
     if noise is None:
-        return  # whoever quantises draws it
+        return  # `quantize` draws it
     right = (2, *x.shape)
     require(
         tuple(noise.shape) == right, "noise", f"of shape {tuple(noise.shape)}", f"of shape {right}: rowwise, columnwise"

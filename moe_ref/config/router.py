@@ -15,10 +15,10 @@ DROP_POLICIES = ("probs", "position")
 
 
 class TopK(NamedTuple):
-    """What `topk_indices` returns. The order of a token's slots is the implementation's own."""
+    """What `topk_indices` returns. The order of a token's slots is unspecified."""
 
     probs: Tensor  # [T,K], the logits' dtype
-    indices: Tensor  # [T,K] integers, K different experts a token
+    indices: Tensor  # [T,K] integers, K different experts per token
 
 
 class Routed(NamedTuple):
@@ -36,15 +36,16 @@ class AuxScores(NamedTuple):
 
 
 class RouterState(NamedTuple):
-    """What a router remembers between steps. `finish_batch` learns from the counters and sets them to 0.
+    """What a router remembers between steps. `finish_batch` learns from the counters and sets them
+    to 0.
 
-    Three experts, K = 1, two micro-batches of four tokens, 3 1 0 of them routed to the experts each time, on each of
-    two ranks:
+    Three experts, K = 1, two micro-batches of four tokens, 3 1 0 of them routed to the experts each
+    time, on each of two ranks:
 
         tokens_per_expert = 6 2 0     global_tokens_per_expert = 12 4 0     global_steps = 2
 
-    The mean over experts of the summed tokens_per_expert, 12 4 0, is 16/3: with update_rate 0.25, `finish_batch` moves
-    the expert bias from 0 0 0 to -0.25 0.25 0.25.
+    The mean over experts of the summed tokens_per_expert, 12 4 0, is 16/3: with update_rate 0.25,
+    `finish_batch` moves the expert bias from 0 0 0 to -0.25 0.25 0.25.
     """
 
     expert_bias: Tensor  # [E] float32
@@ -73,7 +74,8 @@ class RouterConfig:
     """The settings of a router; `router_config` makes one of Megatron's options.
 
     Raises:
-        ValueError: see `check_topk`, `check_score_function`, `check_groups`; also a combination without a meaning.
+        ValueError: see `check_topk`, `check_score_function`, `check_groups`; also a combination
+            without a meaning.
     """
 
     num_experts: int
@@ -115,15 +117,19 @@ class RouterConfig:
 
     @property
     def balancing_coeffs(self) -> dict[str, float]:
-        """The coefficient of each balancing loss that is on, in the order in which they ride on the probs."""
+        """The coefficient of each balancing loss that is on, in the order in which they ride on the
+        probs.
+        """
         names = ("aux_loss", "seq_aux_loss", "global_aux_loss")
         return {name: coeff for name in names if (coeff := getattr(self, f"{name}_coeff"))}
 
 
 class RouterLosses(NamedTuple):
-    """This rank's shares, detached, in float32 (float64 for float64 logits); None for a loss that is off.
+    """This rank's shares, detached, in float32 (float64 for float64 logits); None for a loss that
+    is off.
 
-    A share divided by its coefficient is what Megatron logs, summed over the ranks that share the loss.
+    A share divided by its coefficient is what Megatron logs, summed over the ranks that share the
+    loss.
     """
 
     z_loss: Tensor | None = None
@@ -165,7 +171,9 @@ def check_topk(topk: int, num_experts: int) -> None:
 
 
 def check_groups(topk: int, num_experts: int, num_groups: int | None, group_topk: int | None) -> None:
-    """Group-limited selection: G groups of E/G experts, of which g are kept, each judged by its K // g best experts."""
+    """Group-limited selection: of G groups of E/G experts g are kept, by the sums of their K // g
+    best experts.
+    """
     if num_groups is None and group_topk is None:
         return
     require(num_groups is not None, "num_groups", num_groups, f"given with group_topk {group_topk}")
@@ -188,7 +196,7 @@ def check_groups(topk: int, num_experts: int, num_groups: int | None, group_topk
         group_topk,
         f"at least {-(-topk // group)}: the kept groups have {group} experts each, and topk is {topk}",
     )
-    # topk // group_topk experts of a group are summed; with enough experts in the kept groups there are as many in each
+    # a group sums its topk // group_topk best experts; with `enough` there are as many in each
 
 
 def check_score_function(score_function: str) -> None:
@@ -211,7 +219,7 @@ def check_topk_routing(
     expert_bias: Tensor | None,
     precomputed_indices: Tensor | None,
 ) -> None:
-    """The rules of `topk_indices` and `topk_routing` that can be seen without reading the device."""
+    """The rules of `topk_indices` and `topk_routing` that do not read the device."""
     check_logits(logits)
     check_topk(topk, logits.shape[1])
     check_score_function(score_function)
@@ -238,7 +246,7 @@ def check_topk_routing(
 
 
 def check_padding_mask(padding_mask: Tensor | None, tokens: int) -> None:
-    """True marks padding; one entry a token."""
+    """True marks padding; one entry per token."""
     if padding_mask is not None:
         require(
             tuple(padding_mask.shape) == (tokens,),
@@ -285,7 +293,7 @@ def check_load_balancing_loss(
         shape == (scores.shape[1],),
         "tokens_per_expert",
         f"of shape {shape}",
-        f"of shape ({scores.shape[1]},), a count for each column of scores",
+        f"of shape ({scores.shape[1]},), a count per column of scores",
     )
     check_topk(topk, num_experts)
     if not isinstance(total_num_tokens, Tensor):
@@ -368,7 +376,9 @@ def check_update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, upd
 
 
 def check_state_tensors(tensors: Mapping[str, Tensor]) -> None:
-    """Every tensor of a `RouterState` is there, and what is learnt in small steps is float32."""
+    """Every tensor of a `RouterState` is there, and the expert bias, which moves in small steps, is
+    float32.
+    """
     names = [name for name in RouterState._fields if name != "replay_queue"]
     for name in names:
         require(name in tensors, "tensors", f"without {name}", f"with {', '.join(names)}")

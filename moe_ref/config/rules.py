@@ -1,4 +1,6 @@
-"""What every rule is made of. A rule raises a `ValueError` that names the argument, its value and what would be right."""
+"""The parts of every rule. A rule raises a `ValueError` with the argument, its value and the right
+values.
+"""
 
 import math
 
@@ -8,13 +10,17 @@ MAX_EXPERTS = 32767  # an expert id fits in 16 bits, the width that fused routin
 
 
 def require(condition: bool, argument: str, value: object, right: str) -> None:
-    """Raise `ValueError` naming `argument`, its `value` and what would be right, unless `condition` holds."""
+    """Raise `ValueError` with `argument`, its `value` and the right values, unless `condition`
+    holds.
+    """
     if not condition:
         raise ValueError(f"{argument} is {value}; it must be {right}")
 
 
 def is_count(value: object) -> bool:
-    """True for a plain integer; False for a bool, a float or a tensor, which would be read back from the device."""
+    """True for a plain integer; False for a bool, a float or a tensor, which would be read back
+    from the device.
+    """
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -23,13 +29,13 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def check_float(argument: str, x: Tensor, shape: tuple[int, ...], beside: Tensor) -> None:
-    """`x` is floating point, of the given shape, on the device of `beside`."""
+def check_float(argument: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    """`x` is floating point, of the given shape, on the device of `like`."""
     require(tuple(x.shape) == shape, argument, f"of shape {tuple(x.shape)}", f"of shape {shape}")
     require(x.is_floating_point(), argument, f"of dtype {x.dtype}", "floating point")
-    require(x.device == beside.device, argument, f"on {x.device}", f"on {beside.device}")
+    require(x.device == like.device, argument, f"on {x.device}", f"on {like.device}")
 
 
-def check_probs(probs: Tensor, shape: tuple[int, ...], beside: Tensor) -> None:
-    """`probs` is floating point, of the given shape, on the device of `beside`."""
-    check_float("probs", probs, shape, beside)
+def check_probs(probs: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    """`probs` is floating point, of the given shape, on the device of `like`."""
+    check_float("probs", probs, shape, like)

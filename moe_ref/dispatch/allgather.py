@@ -38,21 +38,24 @@ def allgather_dispatch(
 ) -> list[Dispatched]:
     """Gather all tokens on every rank, and permute the copies that the rank's own experts read.
 
-        rows_w = [tokens_s[t] for e in experts of w for s in ranks for t in tokens of s if routing_map_s[t, e]]
+        rows_w = [tokens_s[t] for e in experts of w for s in ranks for t if routing_map_s[t, e]]
 
-    Ranks are r = ep · ETP + tp: the ETP ranks of one ep hold shards of the same experts and get the same rows.
+    Ranks are r = ep · ETP + tp: the ETP ranks of one ep hold shards of the same experts and get the
+    same rows.
 
     Args:
-        tokens: [T_r,H] of each rank, any dtype; copied bit by bit. T_r differs between ranks and may be 0.
+        tokens: [T_r,H] of each rank, any dtype; copied bit by bit. T_r differs between ranks and
+            may be 0.
         routing_map: [T_r,E], bool or integers 0 and 1.
-        probs: [T_r,E] floating point, or None. A routed token of probability 0 is sent like any other.
+        probs: [T_r,E] floating point, or None. A routed token of probability 0 is sent like any
+            other.
         expert_tensor_parallel: ETP, a divisor of the ranks.
 
     Returns:
         `Dispatched` of each rank, without padding; no copy is dropped.
 
-    Rounding: none. dtokens takes combine's tree, but adds ranks in the tokens' dtype. dprobs is moved back; the shards
-    of an expert are added in the accumulator dtype.
+    Rounding: none. dtokens takes combine's tree, but adds ranks in the tokens' dtype. dprobs is
+    moved back; the shards of an expert are added in the accumulator dtype.
 
     Raises:
         ValueError: see `moe_ref.config.check_dispatch`.
@@ -74,8 +77,8 @@ def allgather_dispatch(
 def allgather_combine(rows: PerRank[Tensor], handles: PerRank[AllGatherHandle]) -> list[Tensor]:
     """Add each token's rows on every rank, and reduce-scatter the sums.
 
-        part_w[g] = round(Σ_{i: row i of w came from g} rows_w[i])        in the accumulator dtype, experts ascending
-        y[g]      = round(part_0[g] + part_1[g] + …)                      in the dtype of dispatch's probs
+        part_w[g] = round(Σ_{i: row i of w came from g} rows_w[i])     in the accumulator, ascending
+        y[g]      = round(part_0[g] + part_1[g] + …)                   in the dtype of the probs
 
     Args:
         rows: [P_r,H] floating point of each rank, in the order of dispatch's rows.
@@ -84,8 +87,9 @@ def allgather_combine(rows: PerRank[Tensor], handles: PerRank[AllGatherHandle]) 
     Returns:
         [T_r,H] of each rank, in the dtype of the rows. A token without rows is 0.
 
-    Rounding: to the dtype of the rows, and every partial sum over ranks to the dtype of the probs: the accumulator's
-    without probs. On one rank no sum is taken. A real reduce-scatter has its own order of ranks.
+    Rounding: to the dtype of the rows, and every partial sum over ranks to the dtype of the probs:
+    the accumulator's without probs. On one rank no sum is taken. A real reduce-scatter has its own
+    order of ranks.
 
     Raises:
         ValueError: handles of another call, or rows of other shapes.

@@ -1,11 +1,11 @@
 """AlltoAll: each copy of a token travels by itself to the rank of its expert.
 
-    layout   by expert, then tensor rank, then source, then token; with a capacity, chunks of that size
+    layout   by expert, tensor rank, source, token; with a capacity, chunks of that size
     mover    each copy to the rank of its expert, and to all ranks that hold shards of it
     tree     Σ shards in the probs' dtype → round → Σ experts → round
 
-Mirrors `MoEAlltoAllTokenDispatcher` of megatron.core.transformer.moe.token_dispatcher.
-Differs: docs/differences.md#dispatchers.
+Mirrors `MoEAlltoAllTokenDispatcher` of megatron.core.transformer.moe.token_dispatcher. Differs:
+docs/differences.md#dispatchers.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,9 @@ from moe_ref.rounding import accumulator_dtype
 
 @dataclass(frozen=True)
 class AllToAllHandle(Handle):
-    """`Handle`, with the shards of an expert and the dtype in which they add: the probs', or None without probs."""
+    """`Handle`, with the shards of an expert and the dtype in which they add: the probs', or None
+    without probs.
+    """
 
     reduce_dtype: torch.dtype | None
     shards: int
@@ -38,23 +40,26 @@ def alltoall_dispatch(
     expert_tensor_parallel: int = 1,
     capacity: int | None = None,
 ) -> list[Dispatched]:
-    """Permute the copies by expert, send each chunk to the rank of its expert, and sort arrivals by local expert.
+    """Permute the copies by expert, send each chunk to the rank of its expert, and sort arrivals by
+    local expert.
 
-        rows_w = [tokens_s[t] for e in experts of w for s in sources for t in tokens of s if routing_map_s[t, e]]
+        rows_w = [tokens_s[t] for e in experts of w for s in sources for t if routing_map_s[t, e]]
 
-    Ranks are r = ep · ETP + tp. Rank (ep, tp) sends to the ranks (…, tp) and gathers from the ranks (ep, …), which then
-    hold the same rows; sources are in the order (tp, ep). With `capacity` (drop and pad) every source has exactly that
-    many rows per expert, chosen as in `permute`; their sizes are known before anything is routed.
+    Ranks are r = ep · ETP + tp. Rank (ep, tp) sends to the ranks (…, tp) and gathers from the ranks
+    (ep, …), which then hold the same rows; sources are in the order (tp, ep). With `capacity` (drop
+    and pad) every source has exactly that many rows per expert, chosen as in `permute`; their sizes
+    are known before anything is routed.
 
     Args:
-        tokens: [T_r,H] of each rank, any dtype; copied bit by bit. T_r differs between ranks and may be 0.
+        tokens: [T_r,H] of each rank, any dtype; copied bit by bit. T_r differs between ranks and
+            may be 0.
         routing_map: [T_r,E], bool or integers 0 and 1.
         probs: [T_r,E] floating point, or None.
         expert_tensor_parallel: ETP, a divisor of the ranks.
         capacity: rows; a positive integer or None.
 
-    Rounding: none. dtokens takes combine's tree, but adds shards in the tokens' dtype. dprobs is moved back; shards are
-    added in the accumulator dtype.
+    Rounding: none. dtokens takes combine's tree, but adds shards in the tokens' dtype. dprobs is
+    moved back; shards are added in the accumulator dtype.
 
     Raises:
         ValueError: see `moe_ref.config.check_dispatch`.
@@ -77,18 +82,20 @@ def alltoall_dispatch(
 def alltoall_combine(rows: PerRank[Tensor], handles: PerRank[AllToAllHandle]) -> list[Tensor]:
     """Add the shards of each row, send the rows back, and add each token's rows.
 
-        sum[i] = round(rows_(ep,0)[i] + rows_(ep,1)[i] + …)           only with ETP > 1, in the dtype of dispatch's probs
-        y[g]   = round(Σ_{i: row i came from g} sum[i])               in the accumulator dtype, experts ascending
+        sum[i] = round(rows_(ep,0)[i] + rows_(ep,1)[i] + …)        with ETP > 1, in the probs' dtype
+        y[g]   = round(Σ_{i: row i came from g} sum[i])            in the accumulator, ascending
 
     Args:
         rows: [P_r,H] floating point of each rank, in the order of dispatch's rows.
         handles: as this implementation's `alltoall_dispatch` returned them.
 
     Returns:
-        [T_r,H] of each rank, in the dtype of the rows. A token without rows is 0. With a capacity the rows of unrouted
+        [T_r,H] of each rank, in the dtype of the rows. A token without rows is 0. With a capacity
+        the rows of unrouted
         tokens count: a router gives them probability 0. Rows of zeros after them are not read.
 
-    Rounding: as above, to the dtype of the rows; without probs shards are added in the accumulator dtype.
+    Rounding: as above, to the dtype of the rows; without probs shards are added in the accumulator
+    dtype.
 
     Raises:
         ValueError: handles of another call, or rows of other shapes.

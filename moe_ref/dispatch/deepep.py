@@ -1,18 +1,22 @@
-"""DeepEP's normal mode: each token travels once to each rank with an expert for it, however many that rank has.
+"""DeepEP's normal mode: each token travels once to each rank with an expert for it, however many
+that rank has.
 
     layout   each token once, by (source, token)
     mover    each token to each rank that some slot names
     tree     biases + Σ ranks → round
 
-The rows arrive unpermuted: `indices_to_multihot` and `permute` put them in expert order, `unpermute` adds the outputs of
-the rank's experts per token, and combine adds the ranks. Padding for quantisation pads that map (`pad_routing_map`).
-With expert tensor parallelism the experts are those of `flatten_experts`.
+The rows arrive unpermuted: `indices_to_multihot` and `permute` put them in expert order,
+`unpermute` adds the outputs of the rank's experts per token, and combine adds the ranks. Padding
+for quantisation pads that map (`pad_routing_map`). With expert tensor parallelism the experts come
+from `flatten_experts`.
 
-Mirrors `get_dispatch_layout`, `dispatch` and `combine` of deep_ep.Buffer, and `fused_dispatch` and `fused_combine` of
-megatron.core.transformer.moe.fused_a2a. Differs: docs/differences.md#dispatchers.
+Mirrors `get_dispatch_layout`, `dispatch` and `combine` of deep_ep.Buffer, and `fused_dispatch` and
+`fused_combine` of megatron.core.transformer.moe.fused_a2a. Differs:
+docs/differences.md#dispatchers.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +50,7 @@ def deepep_layout(indices_TK: Tensor, *, num_experts: int, ranks: int) -> DeepEP
 
         is_token_in_rank[t, w]    = some slot of t names an expert of w
         num_tokens_per_rank[w]    = Σ_t is_token_in_rank[t, w]
-        num_tokens_per_expert[e]  = slots that name e                     (an expert named twice by a token counts twice)
+        num_tokens_per_expert[e]  = slots that name e        (named twice by a token: counts twice)
 
     Raises:
         ValueError: experts that do not divide among the ranks; an index outside -1 … E - 1.
@@ -72,7 +76,7 @@ def deepep_dispatch(
     """Send each token once to each rank that some slot of it names.
 
         rows_w    = [tokens_s[t] for s in ranks for t in tokens of s if t names an expert of w]
-        indices_w = [indices_s[t, k] - w·L if that is an expert of w, else -1]   for the same t; slots keep their columns
+        indices_w = [indices_s[t, k] - w·L if that is an expert of w, else -1]      columns stay
         probs_w   = [probs_s[t, k]         if that is an expert of w, else 0]
 
     Args:
@@ -83,20 +87,22 @@ def deepep_dispatch(
         scales: [T_r,…] of each rank, moved like the tokens without a gradient; or None.
         policy: of repeated experts, empty slots and probabilities 0; None for `IndexPolicy()`.
         expert_alignment: multiple to which the counts, and only they, are rounded up.
-        num_worst_tokens: rows of every rank, whatever arrives, so that no size is read from the device; or None. Past
-            the received rows `indices` are -1; the rest there is unspecified.
+        num_worst_tokens: rows of every rank, whatever arrives, so that no size is read from the
+            device; or None. Past the received rows `indices` are -1; the rest there is unspecified.
 
-    Rounding: none. The gradients of tokens, and of probs in slots that are not -1, are the sums of `deepep_combine`.
+    Rounding: none. The gradients of tokens, and of probs in slots that are not -1, are the sums of
+    `deepep_combine`.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_rank_indices, check_index_values, check_deepep_sizes; and the policy.
+        ValueError: see `moe_ref.config`: check_rank_indices, check_index_values,
+            check_deepep_sizes; and the policy.
     """
     check_rank_indices(tokens, indices, probs, num_experts)
     one_per_token = scales is None or [*map(len, scales)] == [*map(len, tokens)]
     require(one_per_token, "scales", "of other sizes", "a row per token")
     rank_probs: Sequence[Tensor | None] = [None] * len(tokens) if probs is None else probs
-    options = {"num_experts": num_experts, "policy": policy or IndexPolicy()}
-    kept = [apply_index_policy(*slots, **options) for slots in zip(indices, rank_probs, strict=True)]  # type: ignore[arg-type]
+    options: dict[str, Any] = {"num_experts": num_experts, "policy": policy or IndexPolicy()}
+    kept = [apply_index_policy(*slots, **options) for slots in zip(indices, rank_probs, strict=True)]
     index_GK = torch.cat([kept_indices for kept_indices, _ in kept])
     plan = plan_of_indices([kept_indices for kept_indices, _ in kept], num_experts)
     row_tokens = [plan.distinct_tokens(rank) for rank in range(plan.ranks)]
@@ -119,7 +125,8 @@ def deepep_dispatch(
 
 
 def deepep_cached_dispatch(tokens: PerRank[Tensor], handles: PerRank[DeepEPHandle]) -> list[Tensor]:
-    """The rows of `deepep_dispatch` for other tokens of the same routing: the transpose, and the gradient, of combine.
+    """The rows of `deepep_dispatch` for other tokens of the same routing: the transpose, and the
+    gradient, of combine.
 
     Raises:
         ValueError: handles of another call, or other numbers of tokens.
@@ -140,11 +147,12 @@ def deepep_combine(
         tokens[t]   = round(bias_0[t] + bias_1[t] + Σ_{w ascending} row of t on w)
         probs[t, k] = round(Σ_{w ascending} probs_w[row of t on w, k])
 
-    A rank's row is a sum already, rounded by the caller; so the whole sum rounds twice. Probs are added in slots of -1
-    too: dispatch made those 0, so that its probs come back bit by bit.
+    A rank's row is a sum already, rounded by the caller; so the whole sum rounds twice. Probs are
+    added in slots of -1 too: dispatch made those 0, so that its probs come back bit by bit.
 
     Args:
-        rows: [D_r,H] floating point of each rank, in the order of dispatch's rows. Rows past the received are not read.
+        rows: [D_r,H] floating point of each rank, in the order of dispatch's rows. Rows past the
+            received are not read.
         handles: as this implementation's `deepep_dispatch` returned them.
         probs: [D_r,K] floating point of each rank, or None.
         biases: up to two lists of [T_r,H].
@@ -178,7 +186,9 @@ def _extended(tokens_D: Tensor, length: int) -> Tensor:
 
 
 def _local_indices(index_GK: Tensor, row_token: Tensor, rank: int, plan: RoutePlan) -> Tensor:
-    """[D,K]: the slots of each received token, numbered by the rank's own experts; -1 for others and past those rows."""
+    """[D,K]: the slots of each received token, numbered by the rank's own experts; -1 for others
+    and past those rows.
+    """
     first = rank * plan.local_experts
     index_DK = take_rows(index_GK, row_token)
     mine = (index_DK >= first) & (index_DK < first + plan.local_experts) & (row_token != PADDING)[:, None]

@@ -1,4 +1,6 @@
-"""What the dispatchers share: the mover between ranks, and the handle that dispatch leaves for combine."""
+"""What the dispatchers share: the mover between ranks, and the handle that dispatch leaves for
+combine.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,9 +26,11 @@ class Handle:
 
 
 def move(x: PerRank[Tensor], row_tokens: PerRank[Tensor], transpose: Tree | None = None) -> list[Tensor]:
-    """Send rows: out_w[i] = x[row_tokens_w[i]], or zeros for PADDING; x is all ranks' tensors, one below the other.
+    """Send rows: out_w[i] = x[row_tokens_w[i]], or zeros for PADDING; x is all ranks' tensors, one
+    below the other.
 
-    The gradient is `transpose`, by default the flat sum over ranks and their rows, ascending, rounded once.
+    The gradient is `transpose`, by default the flat sum over ranks and their rows, ascending,
+    rounded once.
     """
     lengths = [len(tokens_P) for tokens_P in row_tokens]
 
@@ -39,7 +43,9 @@ def move(x: PerRank[Tensor], row_tokens: PerRank[Tensor], transpose: Tree | None
 
 
 def move_probs(probs: PerRank[Tensor] | None, plan: RoutePlan) -> list[Tensor | None]:
-    """out_w[i] = probs[token of row i, expert of row i], or 0 for padding; probs are [T,E] of each rank."""
+    """out_w[i] = probs[token of row i, expert of row i], or 0 for padding; probs are [T,E] of each
+    rank.
+    """
     if probs is None:
         return [None] * plan.ranks
     cells = [plan.row_cells(rank) for rank in range(plan.ranks)]
@@ -47,7 +53,7 @@ def move_probs(probs: PerRank[Tensor] | None, plan: RoutePlan) -> list[Tensor | 
 
 
 def plan_of(handles: PerRank[Any], kind: type[Handle], rows: PerRank[Tensor] | None = None) -> RoutePlan:
-    """The plan that the handles of all ranks share, with the rows of all ranks checked against it."""
+    """The plan that the handles of all ranks share; the rows are checked against it."""
     require(len(handles) >= 1, "handles", "an empty list", "a list with an entry per rank")
     for rank, handle in enumerate(handles):
         value, right = type(handle).__name__, f"{kind.__name__} of rank {rank}, of the same call as the others"

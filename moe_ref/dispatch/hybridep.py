@@ -1,14 +1,16 @@
-"""HybridEP: each token travels once to each rank with an expert for it; permute and unpermute are part of the transfer.
+"""HybridEP: each token travels once to each rank with an expert for it; permute and unpermute are
+part of the transfer.
 
     layout   by expert, then source, then token, segments aligned, in a budget of rows
     mover    each token to each rank that wants it; its copies to their places in that rank's buffer
     tree     Σ experts of a rank → round → Σ ranks → round
 
-Whether the library fuses permutation into the transfer or runs it afterwards does not change a bit of the result. With
-expert tensor parallelism the experts are those of `flatten_experts`.
+Whether the library fuses permutation into the transfer or runs it afterwards does not change a bit
+of the result. With expert tensor parallelism the experts come from `flatten_experts`.
 
-Mirrors `dispatch_with_permute` and `combine_with_unpermute` of deep_ep.HybridEPBuffer, and `hybrid_ep_dispatch` and
-`hybrid_ep_combine` of megatron.core.transformer.moe.fused_a2a. Differs: docs/differences.md#dispatchers.
+Mirrors `dispatch_with_permute` and `combine_with_unpermute` of deep_ep.HybridEPBuffer, and
+`hybrid_ep_dispatch` and `hybrid_ep_combine` of megatron.core.transformer.moe.fused_a2a. Differs:
+docs/differences.md#dispatchers.
 """
 
 from functools import partial
@@ -56,18 +58,19 @@ def hybridep_dispatch(
         kept       : slot < `num_rows`;            n[e] = clamp(num_rows - start[e], 0, c[e])
         overflow   = start[last] + c[last] > num_rows
 
-    Padding rows are zero, with probability 0. Rows past the last segment are unspecified (zero here). With a recipe the
-    rows are quantize(rows, recipe, splits=tokens_per_expert): codes and scales of 1×128 blocks. Scales depend on their
-    own row alone, so a token may be quantised once, before it is sent.
+    Padding rows are zero, with probability 0; rows past the last segment are unspecified (zero
+    here).
 
     Args:
         tokens: [T_r,H] of each rank, any dtype; copied bit by bit.
         routing_map: [T_r,E], bool or integers 0 and 1.
-        probs: [T_r,E] floating point, or None. A routed token of probability 0 is sent like any other.
-        align, num_rows: rows; `num_rows` of every rank's buffer, a multiple of `align`; None for 1, for as many as needed.
-        recipe: of scaling "block", role "input"; None for rows as they are. `amax` of the rows is then unspecified.
+        probs: [T_r,E] floating point, or None. A token of probability 0 is sent like any other.
+        align, num_rows: rows, of each segment a multiple and of each buffer; None for 1, as needed.
+        recipe: of scaling "block"; the rows are then quantize(rows, recipe,
+            splits=tokens_per_expert). Scales depend on their row alone, so a token may be quantised
+            once, before it is sent.
 
-    Rounding: none but `quantize`'s. dtokens is `hybridep_combine` of drows, of dequantize(rows) straight through.
+    Rounding: `quantize`'s. dtokens is `hybridep_combine` of drows, straight through a quantiser.
 
     Raises:
         ValueError: see `moe_ref.config`: check_dispatch, check_budget, check_wire_recipe.
@@ -88,7 +91,8 @@ def hybridep_dispatch(
 
 
 def hybridep_cached_dispatch(tokens: PerRank[Tensor], handles: PerRank[HybridEPHandle]) -> list[Tensor]:
-    """The rows of `hybridep_dispatch` for other tokens of the same routing: the transpose, and the gradient, of combine.
+    """The rows of `hybridep_dispatch` for other tokens of the same routing: the transpose, and the
+    gradient, of combine.
 
     Raises:
         ValueError: handles of another call, or other numbers of tokens.
@@ -101,22 +105,24 @@ def hybridep_cached_dispatch(tokens: PerRank[Tensor], handles: PerRank[HybridEPH
 def hybridep_combine(
     rows: PerRank[Tensor], handles: PerRank[HybridEPHandle], *, probs: PerRank[Tensor] | None = None
 ) -> list[Combined]:
-    """Add each token's rows on every rank, send the sums back, and add those. No probability is applied.
+    """Add each token's rows on every rank, send the sums back, and add those. No probability is
+    applied.
 
         part_w[g]   = round(Σ_{local experts e of w, ascending, (g, e) kept} rows_w[slot(g, e)])
         tokens[g]   = round(Σ_{w ascending} part_w[g])
         probs[g, e] = probs_w[slot(g, e)], 0 if that was not kept
 
     Args:
-        rows: [P_r,H] floating point of each rank, in the order of dispatch's rows. Padding rows, and rows past the last
-            segment, are not read.
+        rows: [P_r,H] floating point of each rank, in the order of dispatch's rows. Padding rows,
+            and rows past the last segment, are not read.
         handles: as this implementation's `hybridep_dispatch` returned them.
         probs: [P_r] floating point of each rank, or None.
 
     Returns:
         `Combined` of each rank. A token without rows, or all of whose rows were dropped, is 0.
 
-    Rounding: sums in float32 (float64 for float64); after each level once, to the dtype of the rows.
+    Rounding: sums in float32 (float64 for float64); after each level once, to the dtype of the
+    rows.
 
     Raises:
         ValueError: handles of another call, or rows of other shapes.
@@ -133,6 +139,8 @@ def hybridep_combine(
 
 
 def _tree(row_tokens: PerRank[Tensor], plan: RoutePlan, dtype: torch.dtype) -> Tree:
-    """Combine's tree: experts of a rank, rounded, then ranks, rounded, both in the accumulator dtype."""
+    """Combine's tree: experts of a rank, rounded, then ranks, rounded, both in the accumulator
+    dtype.
+    """
     between = accumulator_dtype(dtype)
     return partial(sum_experts_then_ranks, row_tokens=row_tokens, tokens=plan.tokens, between=between)

@@ -1,4 +1,6 @@
-"""What stands between a router and a dispatcher: the world as a flat list of experts, and what slots may hold."""
+"""Between a router and a dispatcher: experts of all ranks as a flat list, and the values that slots
+may hold.
+"""
 
 import torch
 from torch import Tensor
@@ -8,12 +10,14 @@ from moe_ref.permutation.routing_map import EMPTY
 
 
 def flatten_experts(x_TE: Tensor, *, expert_parallel: int, expert_tensor_parallel: int) -> Tensor:
-    """Repeat the columns of a routing map or of its probs, so that each rank has experts of its own.
+    """Repeat the columns of a routing map or of its probs, so that each rank has experts of its
+    own.
 
         out[t, (ep·ETP + tp)·L + l] = x[t, ep·L + l]        for every tp < ETP
 
-    With expert tensor parallelism an expert is cut into ETP shards, each held by another rank r = ep·ETP + tp, and each needs all of the
-    expert's tokens. A shard then counts as an expert of its own whose output is a part of a sum. The gradient is the sum over the shards.
+    With expert tensor parallelism an expert is cut into ETP shards on the ranks r = ep·ETP + tp,
+    and each shard needs all of the expert's tokens. A shard counts as an expert whose output is a
+    part of a sum. The gradient is the sum over shards.
 
     Args:
         x_TE: any dtype; E = EP·L.
@@ -39,7 +43,8 @@ def flatten_experts(x_TE: Tensor, *, expert_parallel: int, expert_tensor_paralle
 def apply_index_policy(
     indices_TK: Tensor, probs_TK: Tensor | None, *, num_experts: int, policy: IndexPolicy
 ) -> tuple[Tensor, Tensor | None]:
-    """Refuse, skip or keep the slots that libraries differ on; a slot that is skipped holds -1 afterwards, with probability 0.
+    """Refuse, skip or keep the slots on which libraries differ; a skipped slot holds -1, with
+    probability 0.
 
     Args:
         indices_TK: integers from -1 to E - 1.
@@ -49,7 +54,8 @@ def apply_index_policy(
         (indices, probs), the indices as int64.
 
     Raises:
-        ValueError: an index outside, or one that the policy rejects. Both read the device; an implementation may declare them unchecked.
+        ValueError: an index outside, or one that the policy rejects. Both read the device; an
+            implementation may declare them unchecked.
     """
     shaped = torch.zeros_like(indices_TK, dtype=torch.float32) if probs_TK is None else probs_TK
     check_indices(indices_TK, shaped, num_experts)
@@ -77,7 +83,7 @@ def apply_index_policy(
 
 
 def _named_again(indices_TK: Tensor) -> Tensor:
-    """True in a slot whose expert a later slot of the same token names too."""
+    """True in a slot whose expert is also in a later slot of the same token."""
     slots = indices_TK.shape[1]
     later_KK = torch.ones((slots, slots), dtype=torch.bool, device=indices_TK.device).triu(1)
     same_TKK = indices_TK[:, :, None] == indices_TK[:, None, :]

@@ -4,7 +4,8 @@
     mover    each slot's copy to the rank of its expert
     tree     Σ slots of prob · row → round
 
-Mirrors `low_latency_dispatch` and `low_latency_combine` of deep_ep.Buffer. Differs: docs/differences.md#dispatchers.
+Mirrors `low_latency_dispatch` and `low_latency_combine` of deep_ep.Buffer. Differs:
+docs/differences.md#dispatchers.
 """
 
 import torch
@@ -48,26 +49,27 @@ def deepep_low_latency_dispatch(
 ) -> list[LowLatencyDispatched]:
     """Send a copy of each token per slot, into the slab of the slot's expert.
 
-        rows_w[l] = [tokens_s[t] for s in ranks for t in tokens of s for k in slots if indices_s[t, k] = w·L + l]
+        rows_w[l] = [tokens_s[t] for s in ranks for t, k in slots of s if indices_s[t, k] = w·L + l]
 
-    The slab of an expert has W·M rows, M = `max_tokens_per_rank`. The order of sources, and of rows inside a source's
-    segment, is the reference's own: real ranks write in the order of arrival. `layout_range` and `source_tokens` give
-    the order; compare the rows as a multiset of (source, token).
+    The slab of an expert has W·M rows, M = `max_tokens_per_rank`. Real ranks write in the order of
+    arrival: `layout_range` and `source_tokens` give it; compare a multiset of (source, token).
 
     Args:
         tokens: [T_r,H] of each rank, T_r ≤ M; floating point with `use_fp8`.
         indices: [T_r,K] integers from -1 to E - 1.
         num_experts: E, of all ranks together.
-        max_tokens_per_rank: M, the same on all ranks. A repeated expert that counts each time needs a row each time.
+        max_tokens_per_rank: M, the same on all ranks. A repeated expert that counts each time needs
+            a row each time.
         use_fp8: rows travel as E4M3, see `quantize_for_wire`.
         round_scale: scales are powers of two.
         policy: of repeated experts and empty slots; None for `IndexPolicy()`.
 
-    Rounding: none without `use_fp8`. dtokens is the flat sum over ranks, experts and slots, ascending, rounded once; with
-    `use_fp8` there is none.
+    Rounding: none without `use_fp8`. dtokens is the flat sum over ranks, experts and slots,
+    ascending, rounded once; with `use_fp8` there is none.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_rank_indices, check_index_values, check_slab; and the policy.
+        ValueError: see `moe_ref.config`: check_rank_indices, check_index_values, check_slab; and
+            the policy.
     """
     check_rank_indices(tokens, indices, None, num_experts)
     check_slab(tokens, max_tokens_per_rank, use_fp8, round_scale)
@@ -101,11 +103,12 @@ def deepep_low_latency_combine(
 
         y[t] = round(Σ_{k ascending, indices[t, k] ≠ -1} probs[t, k] · (row of slot k))
 
-    A token that names an expert twice has two rows there, and both slots read the later one: the second contribution
-    overwrites the first.
+    A token that names an expert twice has two rows there, and both slots read the later one: the
+    second contribution overwrites the first.
 
     Args:
-        rows: [L,W·M,H] floating point of each rank, in the order of dispatch's rows. Rows past the counts are not read.
+        rows: [L,W·M,H] floating point of each rank, in the order of dispatch's rows. Rows past the
+            counts are not read.
         indices: [T_r,K], as dispatch was given them; slots that its policy emptied stay empty.
         probs: [T_r,K] floating point, not read in empty slots.
         handles: as this implementation's `deepep_low_latency_dispatch` returned them.
@@ -113,11 +116,12 @@ def deepep_low_latency_combine(
     Returns:
         [T_r,H] of each rank, in the dtype of the rows. A token without slots is 0.
 
-    Rounding: products and sums in float32 (float64 if rows or probs are), one rounding to the rows' dtype; drows too.
-    dprobs[t, k] = Σ_h row[h] · dy[t, h], rounded once to the probs' dtype.
+    Rounding: products and sums in float32 (float64 if rows or probs are), one rounding to the rows'
+    dtype; drows too. dprobs[t, k] = Σ_h row[h] · dy[t, h], rounded once to the probs' dtype.
 
     Raises:
-        ValueError: handles of another call, rows of other shapes, or other numbers of slots or tokens.
+        ValueError: handles of another call, rows of other shapes, or other numbers of slots or
+            tokens.
     """
     plan = plan_of(handles, LowLatencyHandle)
     slab = (plan.local_experts, plan.num_rows[0] // plan.local_experts)
@@ -144,7 +148,7 @@ def quantize_for_wire(x_TH: Tensor, *, round_scale: bool = False) -> tuple[Tenso
 
         amax  = max(|x|, 1e-4) over the block
         scale = amax · (1/448), 1/448 rounded to float32; with `round_scale` 2^⌈log₂ scale⌉
-        code  = round(x · m) to E4M3, clamped at ±448, m = 448 / amax, or with `round_scale` 1 / scale
+        code  = round(x · m) to E4M3, clamped at ±448, m = 448 / amax; with `round_scale` 1 / scale
 
     Returns:
         (codes [T,H] float8_e4m3fn, scales [T,H/128] float32).
@@ -170,7 +174,9 @@ def _layout_range(plan: RoutePlan, rank: int) -> Tensor:
 
 
 def slot_rows(plan: RoutePlan, slots: int) -> Tensor:
-    """[G,K]: the row, all ranks' buffers one below the other, that each slot reads, or PADDING for an empty slot."""
+    """[G,K]: the row, all ranks' buffers one below the other, that each slot reads, or PADDING for
+    an empty slot.
+    """
     num_experts = plan.ranks * plan.local_experts
     cell_R = plan.token_R * num_experts + plan.expert_R
     place_R = plan.expert_R // plan.local_experts * plan.num_rows[0] + plan.row_R

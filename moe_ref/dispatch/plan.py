@@ -1,11 +1,13 @@
-"""The plan: which copy of which token goes to which row of which rank, in integers. All dispatchers share it.
+"""The plan: which copy of which token goes to which row of which rank, in integers. All dispatchers
+share it.
 
-A dispatcher is a layout (where rows are), a mover (how bytes get there) and a reduction tree (how rows are added on
-the way back). The layout is a pure function of the routing of all ranks and is computed here; `moe_ref.dispatch` adds
-movers and trees.
+A dispatcher is a layout (where rows are), a mover (how bytes get there) and a reduction tree (how
+rows are added on the way back). The layout is a pure function of the routing of all ranks and is
+computed here; `moe_ref.dispatch` adds movers and trees.
 
-The world has W ranks. Rank r brings T_r tokens, any number, 0 included. Tokens are numbered over all ranks: token t of
-rank r is number g = T_0 + … + T_{r-1} + t of G. Rank w holds the experts w·L … w·L + L - 1 of E = W·L.
+The world has W ranks. Rank r brings T_r tokens, any number, 0 included. Tokens are numbered over
+all ranks: token t of rank r is number g = T_0 + … + T_{r-1} + t of G. Rank w holds the experts w·L
+… w·L + L - 1 of E = W·L.
 """
 
 from collections.abc import Sequence
@@ -20,9 +22,11 @@ from moe_ref.permutation.rows import PADDING
 
 @dataclass(frozen=True)
 class Layout:
-    """The order of copies in a rank's buffer: by expert, then by source rank, then by token and slot.
+    """The order of copies in a rank's buffer: by expert, then by source rank, then by token and
+    slot.
 
-    Expert 0 of two ranks; copies of the tokens 0, 1 come from rank 0, of 2 from rank 1; 3 on rank 1 is not routed:
+    Expert 0 of two ranks; copies of the tokens 0, 1 come from rank 0, of 2 from rank 1; 3 on rank 1
+    is not routed:
 
         Layout()                 0 1 2
         Layout(sources=(1, 0))   2 0 1
@@ -44,8 +48,8 @@ class Layout:
 class RoutePlan:
     """Every copy of a token that some expert asks for, and its row; R copies in all.
 
-    Copies ascend by (token, slot); copies that only fill chunks follow. Two ranks of two tokens and two experts each,
-    Layout(align=2), the experts of the tokens 0 … 3 being 0 2, 0, 0 3, 2:
+    Copies ascend by (token, slot); copies that only fill chunks follow. Two ranks of two tokens and
+    two experts each, Layout(align=2), the experts of the tokens 0 … 3 being 0 2, 0, 0 3, 2:
 
         token_R  = 0 0 1 2 2 3      count_WE  = 2 0 1 0, 1 0 1 1
         slot_R   = 0 1 0 0 1 0      start_WL  = 0 4, 0 2
@@ -75,9 +79,9 @@ class RoutePlan:
 
     def copies(self, rank: int) -> Tensor:
         """[P]: the copy in each row of the rank's buffer, or PADDING."""
-        here = ((self.row_R != PADDING) & (self.expert_R // self.local_experts == rank)).nonzero().flatten()
-        copy_P = torch.full((self.num_rows[rank],), PADDING, device=here.device)
-        return copy_P.index_copy(0, self.row_R[here], here)
+        inside = ((self.row_R != PADDING) & (self.expert_R // self.local_experts == rank)).nonzero().flatten()
+        copy_P = torch.full((self.num_rows[rank],), PADDING, device=inside.device)
+        return copy_P.index_copy(0, self.row_R[inside], inside)
 
     def row_tokens(self, rank: int) -> Tensor:
         """[P]: the token in each row of the rank's buffer, or PADDING."""
@@ -88,11 +92,15 @@ class RoutePlan:
         return tuple(self.row_tokens(rank) for rank in range(self.ranks))
 
     def row_cells(self, rank: int) -> Tensor:
-        """[P]: token · E + expert of each row of the rank's buffer, or PADDING: its entry of the flattened probs."""
+        """[P]: token · E + expert of each row of the rank's buffer, or PADDING: its entry of the
+        flattened probs.
+        """
         return _look_up(self.token_R * self.ranks * self.local_experts + self.expert_R, self.copies(rank))
 
     def provenance(self, rank: int) -> Tensor:
-        """[P,3]: source rank, token on that rank, and expert of each row of the rank's buffer, or PADDING."""
+        """[P,3]: source rank, token on that rank, and expert of each row of the rank's buffer, or
+        PADDING.
+        """
         source_G, local_G = owners(self.tokens, self.token_R.device)
         copy_P, columns = self.copies(rank), (source_G[self.token_R], local_G[self.token_R], self.expert_R)
         return torch.stack([_look_up(column, copy_P) for column in columns], dim=1)
@@ -107,10 +115,11 @@ class RoutePlan:
 
 
 def plan_of_maps(routing_maps: PerRank[Tensor], layout: Layout | None = None) -> RoutePlan:
-    """The plan for the routing maps [T_r,E] of all ranks; a token's slots are its experts, ascending.
+    """The plan for the routing maps [T_r,E] of all ranks; a token's slots are its experts,
+    ascending.
 
-    With `layout.chunk` every unrouted (token, expert) is a copy too, after the routed ones: it fills a chunk that has
-    too few of those.
+    With `layout.chunk` every unrouted (token, expert) is a copy too, after the routed ones: it
+    fills a chunk that has too few of those.
     """
     for routing_map in routing_maps:
         check_map(routing_map)
@@ -129,7 +138,9 @@ def plan_of_maps(routing_maps: PerRank[Tensor], layout: Layout | None = None) ->
 
 
 def plan_of_indices(indices: PerRank[Tensor], num_experts: int, layout: Layout | None = None) -> RoutePlan:
-    """The plan for the expert indices [T_r,K] of all ranks; -1 is no expert, and a repeated expert gets two copies."""
+    """The plan for the expert indices [T_r,K] of all ranks; -1 is no expert, and a repeated expert
+    gets two copies.
+    """
     index_GK = torch.cat(list(indices)).long()
     check_index_values(index_GK, num_experts)
     token_R, slot_R = (index_GK != PADDING).nonzero().unbind(1)
@@ -152,10 +163,11 @@ def _plan(
         chunk[e,s]  = copies from source s to expert e               (or the layout's)
         whole[e]    = Σ_s chunk[e,s], rounded up to `align`          (or the layout's)
         start[e]    = Σ whole[e']   over the experts e' before e on the same rank
-        row(copy)   = start[e] + Σ chunk[e,s'] over the sources s' before s + copies from s to e before it
+        row(copy)   = start[e] + Σ chunk[e,s'] of sources s' before s + copies from s to e before it
 
-    A copy past its chunk, or whose row is past the buffer, is dropped. The starts do not depend on what is dropped: of
-    a budget that is too small the last experts lose first, and of an expert the last sources and tokens.
+    A copy past its chunk, or whose row is past the buffer, is dropped. The starts do not depend on
+    dropped copies: of a budget that is too small the last experts lose first, and of an expert the
+    last sources and tokens.
     """
     ranks = len(tokens)
     check_expert_split(num_experts, ranks)

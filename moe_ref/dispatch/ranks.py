@@ -1,7 +1,7 @@
-"""Plays several ranks in one process, so that what they exchange can be seen with the naked eye.
+"""Several ranks in one process, so that an exchange can be followed in a debugger.
 
-Each rank is a thread that runs the same function. Where a sum over ranks is called for, a rank waits until all ranks of the group have
-given their part; the parts are added in the order of the ranks.
+Each rank is a thread that runs the same function. A sum over ranks waits until all ranks of the
+group have given their part; the parts are added in the order of the ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,11 +33,11 @@ class _Groups:
         total = given[group[0]]
         for other in group[1:]:
             total = total + given[other]
-        meeting.wait()  # nobody gives again before all have read
+        meeting.wait()  # no rank gives again before all have read
         return total
 
     def leave(self) -> None:
-        """Nobody else waits for a rank that has failed."""
+        """Release the ranks that wait for a rank that has failed."""
         with self.lock:
             self.failed = True
             for meeting, _ in self.meetings.values():
@@ -45,12 +45,13 @@ class _Groups:
 
 
 def play(ranks: int, run: Callable[[int, Callable[[Sequence[int]], Sum]], X]) -> list[X]:
-    """run(rank, over) of each rank; `over(group)` is the sum over the ranks in `group`, of which this rank must be one.
+    """run(rank, over) of each rank; `over(group)` is the sum over the ranks in `group`, this one
+    among them.
 
-    Autograd records in every rank, whatever it does in the caller.
+    Autograd records in every rank, whatever its mode in the caller.
 
     Raises:
-        what the first rank raised that did not merely wait in vain.
+        the first rank's error that is not a broken wait.
     """
     groups = _Groups()
 

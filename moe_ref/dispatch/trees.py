@@ -19,7 +19,9 @@ def sum_flat(
     tokens: tuple[int, ...],
     biases: Sequence[PerRank[Tensor]] = (),
 ) -> list[Tensor]:
-    """y[g] = round(biases[g] + Σ_w Σ_i rows_w[i] over the rows i of g): ranks ascending, rows ascending, one rounding."""
+    """y[g] = round(biases[g] + Σ_w Σ_i rows_w[i] over the rows i of g): ranks ascending, rows
+    ascending, one rounding.
+    """
     whole = [torch.cat(list(bias)) for bias in biases]
     total_GH = sum_rows(torch.cat(list(rows)), torch.cat(list(row_tokens)), sum(tokens), whole)
     return list(total_GH.split(list(tokens)))
@@ -28,7 +30,9 @@ def sum_flat(
 def sum_experts_then_ranks(
     rows: PerRank[Tensor], row_tokens: PerRank[Tensor], tokens: tuple[int, ...], between: torch.dtype
 ) -> list[Tensor]:
-    """y[g] = round(Σ_w round(Σ_i rows_w[i])): in a rank in the accumulator dtype, between ranks in `between`."""
+    """y[g] = round(Σ_w round(Σ_i rows_w[i])): in a rank in the accumulator dtype, between ranks in
+    `between`.
+    """
     parts = [sum_rows(rows_P, tokens_P, sum(tokens)) for rows_P, tokens_P in zip(rows, row_tokens, strict=True)]
     return list(sum_ranks(parts, between).split(list(tokens)))
 

@@ -1,10 +1,13 @@
-"""glu and activation: what an expert does between its two linear layers, with the routing probability.
+"""glu and activation: the function between an expert's two linear layers, with the routing
+probability.
 
-Mirrors megatron.core.fusions (`fused_bias_swiglu`, `fused_bias_geglu`, `fused_weighted_squared_relu`), the unfused activations of
-megatron.core.transformer.mlp, and `ScaledSwiGLU`, `ScaledClampedQGeGLU`, `ScaledSReLU` of transformer_engine.pytorch.ops.
+Mirrors megatron.core.fusions (`fused_bias_swiglu`, `fused_bias_geglu`,
+`fused_weighted_squared_relu`), the unfused activations of megatron.core.transformer.mlp, and
+`ScaledSwiGLU`, `ScaledClampedQGeGLU`, `ScaledSReLU` of transformer_engine.pytorch.ops. Differs:
+docs/differences.md#experts.
 
-Each function comes with the gradients it has, derived by hand; autograd uses those. Both directions widen their inputs, compute
-in float32 (float64 if an input is), and round each result once.
+Each function has gradients derived by hand; autograd uses those. Both directions widen their
+inputs, compute in float32 (float64 if an input is), and round each result once.
 """
 
 from collections.abc import Callable
@@ -27,17 +30,15 @@ from moe_ref.config import (
 from moe_ref.quantization.formats import E4M3, decode, encode
 from moe_ref.rounding import accumulator_dtype, round_to
 
-QUICK_GELU = (
-    1.702  # σ(1.702 u) is close to the normal distribution function: Hendrycks and Gimpel 2016, arXiv 1606.08415
-)
+QUICK_GELU = 1.702  # σ(1.702 u) approximates the normal distribution function: Hendrycks and Gimpel, arXiv 1606.08415
 GELU_CUBIC = 0.044715  # the same paper, for the tanh form
-TANH_SATURATED = (
-    30.0  # beyond it the slope of the tanh form is 0 or 1 to the last bit of float64, while u² could overflow
-)
+TANH_SATURATED = 30.0  # past it the tanh form has slope 0 or 1 to the last bit of float64, while u² could overflow
 
 
 class Curve(NamedTuple):
-    """A function of one number, and its derivative; both finite for every finite number but where f itself overflows."""
+    """A function of one number, and its derivative; both finite for every finite number, unless f
+    itself overflows.
+    """
 
     value: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor], Tensor]
@@ -87,7 +88,9 @@ GATE_OF = {"swiglu": "silu", "geglu": "gelu_tanh", "geglu_erf": "gelu", "quick_g
 
 
 class _WithGradients(torch.autograd.Function):
-    """forward(h, probs), whose gradients are backward(d_out, h, probs), where h may have been kept as E4M3 codes."""
+    """forward(h, probs), whose gradients are backward(d_out, h, probs); h may be saved as E4M3
+    codes.
+    """
 
     @staticmethod
     def forward(
@@ -98,9 +101,7 @@ class _WithGradients(torch.autograd.Function):
         probs: Tensor | None,
         fp8_input_store: bool = False,
     ) -> Tensor:
-        kept = (
-            encode(round_to(h, torch.float32), E4M3) if fp8_input_store else h
-        )  # float64 goes by way of float32, as in torch's cast
+        kept = encode(round_to(h, torch.float32), E4M3) if fp8_input_store else h  # float64 by float32, as torch casts
         ctx.save_for_backward(kept, probs)
         ctx.backward_of, ctx.dtype = backward, h.dtype
         return forward(h, probs)
@@ -128,53 +129,33 @@ def glu(
 
         out = f(u) · (v + offset) · p,     u, v = the halves of h, the gate u first
 
-        swiglu       f(u) = u σ(αu), α = 1              geglu       f(u) = u (1 + tanh(√(2/π) (u + 0.044715 u³))) / 2
-        quick_geglu  f(u) = u σ(αu), α = 1.702          geglu_erf   f(u) = u (1 + erf(u/√2)) / 2
-        reglu        f(u) = max(u, 0)
-        with clamp c:  u ← min(u, c),  v ← min(max(v, -c), c);  the gate has no lower bound
+        swiglu       f(u) = u σ(αu), α = 1          geglu_erf   f(u) = u (1 + erf(u/√2)) / 2
+        quick_geglu  f(u) = u σ(αu), α = 1.702      reglu       f(u) = max(u, 0)
+        geglu        f(u) = u (1 + tanh(√(2/π) (u + 0.044715 u³))) / 2
+        with clamp c:  u ← min(u, c),  v ← min(max(v, -c), c)
 
-    With `interleave` s the columns of h alternate in blocks of s: u_0 … u_{s-1}, v_0 … v_{s-1}, u_s …, v_s …; out is the same.
-
-    A gate of -∞ makes NaN, in reglu 0 · v. A prob of 0 hides no NaN and no infinity; no row has an effect on another.
+    With `interleave` s the columns alternate: u_0 … u_{s-1}, v_0 … v_{s-1}, u_s …; out is the same.
+    A gate of -∞ makes NaN, in reglu 0 · v. A prob of 0 hides no NaN; rows do not depend on each
+    other.
 
     Args:
         h_PF2: [P,2F] bfloat16, float16, float32 or float64.
-        probs: [P] floating point, or None for 1.
-        offset: any number; gpt-oss has 1.
-        clamp: c > 0, or None for no bounds; gpt-oss has 7.
-        alpha: α of swiglu or quick_geglu; None for the kind's own.
-        interleave: s, a divisor of F, or None for halves.
-        round_before_probs: see Rounding.
-        fp8_input_store: see Gradients; with swiglu only. Megatron's activation_func_fp8_input_store.
+        alpha: of swiglu or quick_geglu; None for the kind's own.
+        interleave: a divisor of F, or None for halves.
+        fp8_input_store: `glu_backward` gets ĥ = decode(encode(h)), E4M3 without a scale. If |h| >
+            464, d_h at that column and d_probs of that row are unspecified. With swiglu only.
 
-    Returns:
-        [P,F] in the dtype of h.
-
-    Rounding: float32 throughout (float64 if h or probs are), one rounding to the dtype of h. With `round_before_probs` the
-    activation and its product with p are two steps, each of which rounds to the dtype of h, in the backward too; TE before 2.19
-    does that, after rounding the probs to the dtype of h, and Megatron's unclamped fused SwiGLU rounds like it in the forward.
-
-    Gradients: `glu_backward`. With `fp8_input_store` h is kept for it as E4M3 codes without a scale, of half or a quarter of its bytes, and
-    d_h, d_probs are those at ĥ, what the codes mean, while the output is that of h:
-
-        ĥ = decode(encode(h)),   |ĥ - h| ≤ |h|/16,  or 2^-10 for |h| < 2^-6;        the clamp bounds ĥ, and ĥ decides where a gradient passes
-
-    No scale brings a large h into range: what |h| > 464 becomes, which rounds beyond the largest E4M3 number, 448, is unspecified. It is
-    ±448 here and in torch's casts of late, NaN in earlier ones; so are d_h at that gate and its value, and d_probs of that row, and in an
-    expert all that they reach. Whoever sets the option has to keep h small (h at 464 itself becomes 448 in each).
+    Rounding: float32 (float64 if h or probs are), once to h's dtype; `round_before_probs` also
+    rounds before the product with p, and in the backward. Gradients: `glu_backward`.
 
     Raises:
         ValueError: see `moe_ref.config`: check_glu, check_input_store.
-
-    Source: weighted_bias_swiglu_impl, weighted_bias_quick_geglu_impl, bias_geglu_impl, MLP.forward (whose `glu` has the offset for
-    every f; its fused SwiGLU has none, and takes a clamp ≤ 0 for no clamp; only the fused one looks at fp8_input_store, and in 0.16.1 it has
-    no clamp, in later versions it bounds what it has stored); TE ScaledSwiGLU, ScaledClampedQGeGLU.
     """
     check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
     check_input_store(fp8_input_store, kind)
 
     def forward(h_PF2: Tensor, probs: Tensor | None) -> Tensor:
-        u_PF, v_PF = _clamped(*_halves(_widened(h_PF2, probs), interleave), clamp)
+        u_PF, v_PF = _clamp(*_halves(_widened(h_PF2, probs), interleave), clamp)
         act_PF = _gate(kind, alpha).value(u_PF) * (v_PF + offset)
         return _times_probs(act_PF, probs, h_PF2.dtype, round_before_probs)
 
@@ -209,14 +190,16 @@ def glu_backward(
     """The gradients of `glu`.
 
         g  = d_out · p,   with u and v after the clamp, and the bounds themselves passing:
-        du = g · f'(u) · (v + offset)   where u ≤ c, else 0            f'(u) = σ + αu σ(1 - σ),   σ = σ(αu)
+        du = g · f'(u) · (v + offset)   where u ≤ c, else 0       f'(u) = σ + αu σ(1 - σ), σ = σ(αu)
         dv = g · f(u)                   where |v| ≤ c, else 0
         dp = Σ_F d_out · f(u) · (v + offset)
 
-    d_h has the layout of h. In a row that holds a NaN or an infinity all of it is unspecified. The relu of reglu has slope 0 at 0.
+    d_h has the layout of h; it is unspecified in a row with a NaN or an infinity. The relu of reglu
+    has slope 0 at 0.
 
-    Rounding: float32 throughout (float64 if h or probs are); d_h is rounded once, to the dtype of h, and d_probs once, to that of
-    the probs. With `round_before_probs`, g is also rounded to the dtype of h, and f(u) · (v + offset) in dp.
+    Rounding: float32 throughout (float64 if h or probs are); d_h is rounded once, to h's dtype, and
+    d_probs once, to the probs' dtype. With `round_before_probs`, g is also rounded to the dtype of
+    h, and f(u) · (v + offset) in dp.
 
     Raises:
         ValueError: see `moe_ref.config`: check_glu, check_cotangent.
@@ -225,14 +208,14 @@ def glu_backward(
     check_cotangent(d_out_PF, h_PF2.shape[0], h_PF2.shape[1] // 2, h_PF2)
     gate = _gate(kind, alpha)
     free_u_PF, free_v_PF = _halves(_widened(h_PF2, probs), interleave)
-    u_PF, v_PF = _clamped(free_u_PF, free_v_PF, clamp)
+    u_PF, v_PF = _clamp(free_u_PF, free_v_PF, clamp)
     f_PF, shifted_PF = gate.value(u_PF), v_PF + offset
-    g_PF, d_probs = _times_probs_backward(d_out_PF, f_PF * shifted_PF, probs, round_before_probs)
+    g_PF, d_probs = _times_probs_vjp(d_out_PF, f_PF * shifted_PF, probs, round_before_probs)
     du_PF, dv_PF = g_PF * gate.slope(u_PF) * shifted_PF, g_PF * f_PF
     if clamp is not None:
         du_PF = torch.where(free_u_PF <= clamp, du_PF, 0)
         dv_PF = torch.where(free_v_PF.abs() <= clamp, dv_PF, 0)
-    return ActivationGradients(round_to(_joined(du_PF, dv_PF, interleave), h_PF2.dtype), d_probs)
+    return ActivationGradients(round_to(_interleave_halves(du_PF, dv_PF, interleave), h_PF2.dtype), d_probs)
 
 
 def activation(
@@ -243,7 +226,7 @@ def activation(
         out = f(h) · p
 
         silu        h σ(h)                      gelu          h (1 + erf(h/√2)) / 2
-        quick_gelu  h σ(1.702 h)                gelu_tanh     h (1 + tanh(√(2/π) (h + 0.044715 h³))) / 2
+        quick_gelu  h σ(1.702 h)           gelu_tanh     h (1 + tanh(√(2/π) (h + 0.044715 h³))) / 2
         relu        max(h, 0)                   squared_relu  max(h, 0)²
 
     Args:
@@ -291,9 +274,9 @@ def activation_backward(
     """
     check_activation(h_PF, probs, kind)
     check_cotangent(d_out_PF, h_PF.shape[0], h_PF.shape[1], h_PF)
-    wide_PF = _widened(h_PF, probs)
-    g_PF, d_probs = _times_probs_backward(d_out_PF, CURVES[kind].value(wide_PF), probs, round_before_probs)
-    return ActivationGradients(round_to(g_PF * CURVES[kind].slope(wide_PF), h_PF.dtype), d_probs)
+    x_PF = _widened(h_PF, probs)
+    g_PF, d_probs = _times_probs_vjp(d_out_PF, CURVES[kind].value(x_PF), probs, round_before_probs)
+    return ActivationGradients(round_to(g_PF * CURVES[kind].slope(x_PF), h_PF.dtype), d_probs)
 
 
 def chosen_activation(
@@ -323,7 +306,7 @@ def _gate(kind: str, alpha: float | None) -> Curve:
     return CURVES[GATE_OF[kind]] if alpha is None else sigmoid_gated(alpha)
 
 
-def _clamped(u_PF: Tensor, v_PF: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
+def _clamp(u_PF: Tensor, v_PF: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
     """The gate bounded from above, the value from both sides."""
     return (u_PF, v_PF) if clamp is None else (u_PF.clamp(max=clamp), v_PF.clamp(-clamp, clamp))
 
@@ -341,7 +324,7 @@ def _halves(h_PF2: Tensor, interleave: int | None) -> tuple[Tensor, Tensor]:
     return blocks[:, :, 0].reshape(rows, width // 2), blocks[:, :, 1].reshape(rows, width // 2)
 
 
-def _joined(u_PF: Tensor, v_PF: Tensor, interleave: int | None) -> Tensor:
+def _interleave_halves(u_PF: Tensor, v_PF: Tensor, interleave: int | None) -> Tensor:
     """The [P,2F] whose `_halves` are u and v."""
     rows, width = u_PF.shape
     size = interleave or max(width, 1)
@@ -358,10 +341,10 @@ def _times_probs(act_PF: Tensor, probs: Tensor | None, dtype: torch.dtype, round
     return round_to(act_PF * probs.to(act_PF.dtype)[:, None], dtype)
 
 
-def _times_probs_backward(
+def _times_probs_vjp(
     d_out_PF: Tensor, act_PF: Tensor, probs: Tensor | None, round_before_probs: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of act, not rounded, and that of the probs."""
+    """The gradient of act, not rounded, and the gradient of the probs."""
     wide_PF = d_out_PF.to(act_PF.dtype)
     if probs is None:
         return wide_PF, None

@@ -1,7 +1,7 @@
-"""grouped_linear: a linear layer for each expert, over the rows that stand in its segment, in high or in low precision.
+"""grouped_linear: a linear layer per expert over the rows of its segment, in high or low precision.
 
 Mirrors `GroupedLinear` of transformer_engine.pytorch (module and ops), as `TEGroupedLinear` of
-megatron.core.extensions.transformer_engine uses it.
+megatron.core.extensions.transformer_engine uses it. Differs: docs/differences.md#experts.
 """
 
 from typing import Any, NamedTuple
@@ -25,8 +25,8 @@ from moe_ref.quantization.recipes import operands, values
 from moe_ref.rounding import accumulator_dtype, round_to
 
 
-class Precision(NamedTuple):
-    """What the factors of a product become before it is taken, and what it is added in."""
+class ProductPrecision(NamedTuple):
+    """The precision of a product: of its factors, and of its sums."""
 
     recipe: Recipe | None
     state: LinearState | None
@@ -35,11 +35,18 @@ class Precision(NamedTuple):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The product, with the gradients that `grouped_dgrad` and `grouped_wgrad` have: quantisation is straight through."""
+    """The product, with the gradients `grouped_dgrad` and `grouped_wgrad`: quantisation is straight
+    through.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, precision: Precision
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens_per_expert: Tensor,
+        precision: ProductPrecision,
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, bias, tokens_per_expert)
         ctx.precision = precision
@@ -49,9 +56,9 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor):
         rows, weight, bias, tokens_per_expert = ctx.saved_tensors
         wants_rows, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        how = ctx.precision._asdict()
-        d_rows = grouped_dgrad(d_out, weight, tokens_per_expert, **how) if wants_rows else None
-        d_weight = grouped_wgrad(d_out, rows, tokens_per_expert, **how) if wants_weight else None
+        options = ctx.precision._asdict()
+        d_rows = grouped_dgrad(d_out, weight, tokens_per_expert, **options) if wants_rows else None
+        d_weight = grouped_wgrad(d_out, rows, tokens_per_expert, **options) if wants_weight else None
         d_bias = _bias_gradient(d_out, bias, tokens_per_expert, ctx.precision) if wants_bias else None
         return d_rows, d_weight, d_bias, None, None
 
@@ -69,43 +76,33 @@ def grouped_linear(
 ) -> Tensor:
     """Multiply each expert's rows by its own weight.
 
-        out_i = x_i W_eᵀ + b_e,     e the expert in whose segment row i stands: the first tokens_per_expert[0] rows are expert 0's, …
+        out_i = x_i W_eᵀ + b_e,     e the expert of row i: the first tokens_per_expert[0] are 0's, …
 
-    Rows behind the last segment are not read, whatever they hold: there out is 0, and nothing of them reaches a gradient. An expert
-    without rows, and a call without rows, are nothing special.
+    Rows past the last segment are never read: there out is 0, and no gradient depends on them.
 
-    With a recipe each product is that of what the codes of its factors stand for, in float32; which form of which tensor is quantised
-    for which product is `moe_ref.quantization.recipes.operands`. Each expert's rows, and each expert's weight, are a group of their own. The bias and
-    its gradient are not quantised. With its backward_override the gradients are products of tensors as they are stored, or as they come
-    back from fprop's codes; d_out is not quantised, and what only its codes need (noise, whole blocks along tokens) is asked of nobody.
+    With a recipe each product takes the values of its factors' codes, in float32; `operands` of
+    `moe_ref.quantization.recipes` gives their forms. Each expert's rows, and its weight, are a
+    group.
 
     Args:
-        rows_PN: bfloat16, float16, float32 or float64.
-        weight_LMN: [L,M,N], a matrix [out, in] for each expert, in the dtype of the rows.
+        rows_PN, weight_LMN: bfloat16, float16, float32 or float64, the same; [out, in] per expert.
         tokens_per_expert_L: int32 or int64, on the device of the rows; ≥ 0, together at most P.
-        bias: [L,M] floating point, or None.
-        recipe: None for high precision.
-        state: delayed scaling's scales. It is only read: what a step measured comes from `quantize` of the same tensors.
-        noise: for the gradient, where the recipe rounds it stochastically: [2,P,M], see `quantize`. None with a backward_override.
-        accumulator: "float32" or "float64", what low-precision products are added in.
+        bias: [L,M] floating point, or None; never quantised, nor is its gradient.
+        state: delayed scaling's scales, only read: `quantize` measures this step's amax.
+        noise: [2,P,M] for a gradient that the recipe rounds stochastically, see `quantize`.
+        accumulator: "float32" or "float64", of low-precision products.
 
-    Returns:
-        [P,M] in the dtype of the rows.
-
-    Rounding: the factors, if there is a recipe; products and sums, the bias among them, in the accumulator (float64 for float64
-    rows), in no particular order; one rounding to the dtype of the rows. Gradients: `grouped_dgrad`, `grouped_wgrad`;
-    db_e = Σ_{i of e} d_out_i, rounded once to the dtype of the bias, and 0 for an expert without rows.
+    Rounding: products, sums and bias in the accumulator (float64 for float64 rows), in any order;
+    once to the rows' dtype. db_e = Σ_{i of e} d_out_i, rounded once to the bias' dtype.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_grouped_linear, check_precision, and check_quantize with a recipe; also for a negative
-            count, or counts that sum to more than P. An implementation that must not read the device may declare those unchecked.
-
-    Source: TE GroupedLinear (which, unless it keeps the counts on the device, needs them to sum to P).
+        ValueError: see `moe_ref.config`: check_grouped_linear, check_precision, check_quantize; and
+            check_count_values, which reads the device and may be declared unchecked.
     """
     check_grouped_linear(rows_PN, weight_LMN, tokens_per_expert_L, bias)
     check_precision(recipe, state, noise, accumulator)
     return _GroupedLinear.apply(
-        rows_PN, weight_LMN, bias, tokens_per_expert_L, Precision(recipe, state, noise, accumulator)
+        rows_PN, weight_LMN, bias, tokens_per_expert_L, ProductPrecision(recipe, state, noise, accumulator)
     )
 
 
@@ -121,7 +118,7 @@ def grouped_dgrad(
 ) -> Tensor:
     """The gradient of `grouped_linear` in its rows.
 
-        dx_i = d_out_i W_e,     0 behind the last segment
+        dx_i = d_out_i W_e,     0 past the last segment
 
     Returns:
         [P,N] in the dtype of d_out, rounded once.
@@ -131,9 +128,9 @@ def grouped_dgrad(
     """
     check_grouped_dgrad(d_out_PM, weight_LMN, tokens_per_expert_L)
     check_precision(recipe, state, noise, accumulator)
-    how = Precision(recipe, state, noise, accumulator)
-    d_out = _row_factors(d_out_PM, tokens_per_expert_L, "grad_output", "dgrad", how)
-    weight = _weight_factors(weight_LMN, "dgrad", how)
+    precision = ProductPrecision(recipe, state, noise, accumulator)
+    d_out = _row_factors(d_out_PM, tokens_per_expert_L, "grad_output", "dgrad", precision)
+    weight = _weight_factors(weight_LMN, "dgrad", precision)
     return _with_tail([d_mM @ w_MN for d_mM, w_MN in zip(d_out, weight, strict=True)], d_out_PM)
 
 
@@ -148,19 +145,21 @@ def grouped_wgrad(
     noise: Tensor | None = None,
     accumulator: str = "float32",
 ) -> Tensor:
-    """The gradient of `grouped_linear` in its weight. Calling it later, with what the backward had, is the delayed gradient.
+    """The gradient of `grouped_linear` in its weight. Called later, with the backward's tensors, it
+    is the delayed gradient.
 
         dW_e = Σ_{i of e} d_out_iᵀ x_i,     0 for an expert without rows
 
-    With `accumulate_into` the result is that plus dW, a new tensor: the product is added before it is rounded to the rows' dtype,
-    and the sum is rounded once, to the dtype of `accumulate_into`. An expert without rows keeps what it had, bit by bit.
+    With `accumulate_into` the result is accumulate_into + dW, a new tensor: the product is added
+    before it is rounded, and the sum is rounded once, to the dtype of `accumulate_into`. An expert
+    without rows keeps its value bit by bit.
 
     Args:
-        d_out_PM: in the dtype of the rows; not read behind the last segment, as rows_PN is not.
+        d_out_PM: in the dtype of the rows; not read past the last segment, nor is rows_PN.
         accumulate_into: [L,M,N] float32 or float64, or None.
 
     Returns:
-        [L,M,N] in the dtype of the rows, rounded once; or in that of `accumulate_into`.
+        [L,M,N] in the dtype of the rows, rounded once; or in the dtype of `accumulate_into`.
 
     Raises:
         ValueError: see `moe_ref.config.check_grouped_wgrad`, and `grouped_linear`.
@@ -169,9 +168,9 @@ def grouped_wgrad(
     """
     check_grouped_wgrad(d_out_PM, rows_PN, tokens_per_expert_L, accumulate_into)
     check_precision(recipe, state, noise, accumulator)
-    how = Precision(recipe, state, noise, accumulator)
-    d_out = _row_factors(d_out_PM, tokens_per_expert_L, "grad_output", "wgrad", how)
-    rows = _row_factors(rows_PN, tokens_per_expert_L, "input", "wgrad", how)
+    precision = ProductPrecision(recipe, state, noise, accumulator)
+    d_out = _row_factors(d_out_PM, tokens_per_expert_L, "grad_output", "wgrad", precision)
+    rows = _row_factors(rows_PN, tokens_per_expert_L, "input", "wgrad", precision)
     gradients = []
     for e, (d_mM, x_mN) in enumerate(zip(d_out, rows, strict=True)):
         product_MN = d_mM.T @ x_mN
@@ -205,8 +204,8 @@ def linear(
     )
 
 
-def segments(tokens_per_expert_L: Tensor, num_rows: int) -> list[slice]:
-    """Where each expert's rows stand.
+def expert_slices(tokens_per_expert_L: Tensor, num_rows: int) -> list[slice]:
+    """The rows of each expert.
 
     Raises:
         ValueError: see `moe_ref.config.check_count_values`.
@@ -218,50 +217,58 @@ def segments(tokens_per_expert_L: Tensor, num_rows: int) -> list[slice]:
 
 
 def _fprop(
-    rows_PN: Tensor, weight_LMN: Tensor, bias_LM: Tensor | None, tokens_per_expert_L: Tensor, how: Precision
+    rows_PN: Tensor,
+    weight_LMN: Tensor,
+    bias_LM: Tensor | None,
+    tokens_per_expert_L: Tensor,
+    precision: ProductPrecision,
 ) -> Tensor:
-    rows = _row_factors(rows_PN, tokens_per_expert_L, "input", "fprop", how)
-    products = [x_mN @ w_MN.T for x_mN, w_MN in zip(rows, _weight_factors(weight_LMN, "fprop", how), strict=True)]
+    rows = _row_factors(rows_PN, tokens_per_expert_L, "input", "fprop", precision)
+    products = [x_mN @ w_MN.T for x_mN, w_MN in zip(rows, _weight_factors(weight_LMN, "fprop", precision), strict=True)]
     if bias_LM is not None:
         products = [y_mM + round_to(b_M, y_mM.dtype) for y_mM, b_M in zip(products, bias_LM, strict=True)]
     return _with_tail(products, rows_PN)
 
 
-def _row_factors(x_PN: Tensor, tokens_per_expert_L: Tensor, role: str, gemm: str, how: Precision) -> list[Tensor]:
-    """Each expert's rows as a factor of a product, in the dtype that it is added in."""
-    own = segments(tokens_per_expert_L, len(x_PN))
-    if _operand(role, gemm, how) is None:
-        return [x_PN[rows].to(_wide(x_PN.dtype, how)) for rows in own]
-    return _from_codes(x_PN, tokens_per_expert_L, role, gemm, how)
+def _row_factors(
+    x_PN: Tensor, tokens_per_expert_L: Tensor, role: str, gemm: str, precision: ProductPrecision
+) -> list[Tensor]:
+    """Each expert's rows as a factor of a product, in the accumulator."""
+    slices = expert_slices(tokens_per_expert_L, len(x_PN))
+    if _operand(role, gemm, precision) is None:
+        return [x_PN[rows].to(_accumulator(x_PN.dtype, precision)) for rows in slices]
+    return _from_codes(x_PN, tokens_per_expert_L, role, gemm, precision)
 
 
-def _weight_factors(weight_LMN: Tensor, gemm: str, how: Precision) -> list[Tensor]:
-    """Each expert's weight as a factor of a product, in the dtype that it is added in."""
-    if _operand("weight", gemm, how) is None:
-        return [w_MN.to(_wide(weight_LMN.dtype, how)) for w_MN in weight_LMN]
+def _weight_factors(weight_LMN: Tensor, gemm: str, precision: ProductPrecision) -> list[Tensor]:
+    """Each expert's weight as a factor of a product, in the accumulator."""
+    if _operand("weight", gemm, precision) is None:
+        return [w_MN.to(_accumulator(weight_LMN.dtype, precision)) for w_MN in weight_LMN]
     experts, width_out, width_in = weight_LMN.shape
-    each = torch.full((experts,), width_out, device=weight_LMN.device)
-    return _from_codes(weight_LMN.reshape(experts * width_out, width_in), each, "weight", gemm, how)
+    splits_L = torch.full((experts,), width_out, device=weight_LMN.device)
+    return _from_codes(weight_LMN.reshape(experts * width_out, width_in), splits_L, "weight", gemm, precision)
 
 
-def _operand(role: str, gemm: str, how: Precision) -> Operand | None:
+def _operand(role: str, gemm: str, precision: ProductPrecision) -> Operand | None:
     """The quantised form that a product reads; None where it reads the tensor as it is stored."""
-    if how.recipe is None:
+    if precision.recipe is None:
         return None
-    operand = {operand.role: operand for operand in operands(gemm, how.recipe)}[role]
+    operand = {operand.role: operand for operand in operands(gemm, precision.recipe)}[role]
     return None if operand.kept == "stored" else operand
 
 
-def _from_codes(x_RN: Tensor, splits_L: Tensor, role: str, gemm: str, how: Precision) -> list[Tensor]:
-    """What the codes of each group stand for: float32, rounded to the dtype of x only where they are dequantised; in the orientation of x."""
-    operand = _operand(role, gemm, how)
-    assert how.recipe is not None and operand is not None
+def _from_codes(x_RN: Tensor, splits_L: Tensor, role: str, gemm: str, precision: ProductPrecision) -> list[Tensor]:
+    """The values of each group's codes, in the orientation of x: float32, or rounded to x's dtype
+    where dequantised.
+    """
+    operand = _operand(role, gemm, precision)
+    assert precision.recipe is not None and operand is not None
     columnwise = operand.columnwise
-    state = None if how.state is None else getattr(how.state, role)
-    noise = how.noise if role == "grad_output" else None
-    made = quantize(
+    state = None if precision.state is None else getattr(precision.state, role)
+    noise = precision.noise if role == "grad_output" else None
+    quantization = quantize(
         x_RN,
-        how.recipe,
+        precision.recipe,
         role=role,
         splits=splits_L,
         rowwise=not columnwise,
@@ -269,26 +276,30 @@ def _from_codes(x_RN: Tensor, splits_L: Tensor, role: str, gemm: str, how: Preci
         state=state,
         noise=noise,
     )
-    form = made.quantized.form(columnwise)
-    found = [turned(values(group, form.scheme), columnwise) for group in form.groups]
+    form = quantization.quantized.form(columnwise)
+    decoded = [turned(values(group, form.scheme), columnwise) for group in form.groups]
     return [
-        (round_to(x_RC, x_RN.dtype) if operand.kept == "dequantized" else x_RC).to(_wide(x_RN.dtype, how))
-        for x_RC in found
+        (round_to(x_RC, x_RN.dtype) if operand.kept == "dequantized" else x_RC).to(_accumulator(x_RN.dtype, precision))
+        for x_RC in decoded
     ]
 
 
-def _bias_gradient(d_out_PM: Tensor, bias_LM: Tensor, tokens_per_expert_L: Tensor, how: Precision) -> Tensor:
-    wide = _wide(d_out_PM.dtype, how)
-    sums = [d_out_PM[own].to(wide).sum(0) for own in segments(tokens_per_expert_L, len(d_out_PM))]
+def _bias_gradient(
+    d_out_PM: Tensor, bias_LM: Tensor, tokens_per_expert_L: Tensor, precision: ProductPrecision
+) -> Tensor:
+    accumulator = _accumulator(d_out_PM.dtype, precision)
+    sums = [d_out_PM[rows].to(accumulator).sum(0) for rows in expert_slices(tokens_per_expert_L, len(d_out_PM))]
     return round_to(torch.stack(sums), bias_LM.dtype)
 
 
-def _wide(dtype: torch.dtype, how: Precision) -> torch.dtype:
-    """The dtype that products of `dtype` are added in."""
-    return torch.float64 if how.accumulator == "float64" else accumulator_dtype(dtype)
+def _accumulator(dtype: torch.dtype, precision: ProductPrecision) -> torch.dtype:
+    """The accumulator dtype of products of `dtype`."""
+    return torch.float64 if precision.accumulator == "float64" else accumulator_dtype(dtype)
 
 
 def _with_tail(products: list[Tensor], rows: Tensor) -> Tensor:
-    """The products below one another, rounded to the dtype of `rows`, then zeros until there are as many as `rows`."""
+    """The products below one another, rounded to the dtype of `rows`, then zeros up to the length
+    of `rows`.
+    """
     out = round_to(torch.cat(products), rows.dtype)
     return torch.cat([out, out.new_zeros((len(rows) - len(out), out.shape[1]))])

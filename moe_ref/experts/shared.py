@@ -1,4 +1,4 @@
-"""shared_experts: the MLP that every token goes through, whatever the router says.
+"""shared_experts: the MLP of every token, whatever its routing.
 
 Mirrors `SharedExpertMLP` of megatron.core.transformer.moe.shared_experts.
 """
@@ -38,26 +38,24 @@ def shared_experts(
         y = act(x W1ᵀ) W2ᵀ;     with a gate  y ← y · σ(x gᵀ)
 
     Args:
-        x_TH: bfloat16, float16, float32 or float64; H is the hidden size also where routed experts have a latent width.
-        fc1_weight_FH: [2F,H] for a gated kind, gates first or interleaved; [F,H] for the others. F is the shared experts' together.
+        x_TH: bfloat16, float16, float32 or float64; H is the hidden size, even if routed experts
+            have a latent width.
+        fc1_weight_FH: [2F,H] for a gated kind, gates first or interleaved; [F,H] for others. F of
+            all shared experts.
         fc2_weight_HF: [H,F].
         gate_weight: [1,H], g, or None.
-        kind, offset, clamp, alpha, interleave: as in `glu`, or a kind of `activation` and none of the others.
-        fp8_input_store: as in `glu`.
+        kind, offset, clamp, alpha, interleave, fp8_input_store: as in `glu`, or a kind of
+            `activation` alone.
         recompute: all of it is computed again in the backward: the same results.
-        recipe: of both linear layers, see `grouped_linear`; None for high precision. The gate stays in high precision.
+        recipe: of both linear layers, see `grouped_linear`. The gate stays in high precision.
         state, noise: as in `grouped_linear`, a pair for the two layers.
 
-    Returns:
-        [T,H] in the dtype of x.
-
-    Rounding, each once, to the dtype of x: x W1ᵀ, act, y, x gᵀ, σ and its product with y. Sums are taken in float32 (float64 for
-    float64). Gradients round where these values do.
+    Rounding, each once, to the dtype of x: x W1ᵀ, act, y, x gᵀ, σ and its product with y. Sums are
+    in float32 (float64 for float64). Gradients round where these values do.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_shared_experts, check_kind, check_input_store, check_pairs; and `grouped_linear`.
-
-    Source: SharedExpertMLP.forward.
+        ValueError: see `moe_ref.config`: check_shared_experts, check_kind, check_input_store,
+            check_pairs; `grouped_linear`.
     """
     act = chosen_activation(
         kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave, fp8_input_store=fp8_input_store
@@ -83,6 +81,6 @@ def _shared(
     y_TH = fc2(act(fc1(x_TH, fc1_weight_FH)), fc2_weight_HF)
     if gate_weight is None:
         return y_TH
-    wide = accumulator_dtype(x_TH.dtype)
-    score_T1 = round_to(torch.sigmoid(linear(x_TH, gate_weight).to(wide)), x_TH.dtype)
-    return round_to(y_TH.to(wide) * score_T1.to(wide), y_TH.dtype)
+    accumulator = accumulator_dtype(x_TH.dtype)
+    score_T1 = round_to(torch.sigmoid(linear(x_TH, gate_weight).to(accumulator)), x_TH.dtype)
+    return round_to(y_TH.to(accumulator) * score_T1.to(accumulator), y_TH.dtype)

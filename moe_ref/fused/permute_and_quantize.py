@@ -1,7 +1,7 @@
 """permute and quantize in one step: each token's codes and scales in the places of its rows.
 
-Mirrors what transformer_engine does before a grouped linear layer in two or three steps: `moe_permute_and_pad_with_probs` of
-transformer_engine.pytorch, then `split_quantize`.
+Mirrors what transformer_engine does before a grouped linear layer in two or three steps:
+`moe_permute_and_pad_with_probs` of transformer_engine.pytorch, then `split_quantize`.
 """
 
 from torch import Tensor
@@ -25,31 +25,30 @@ def permute_and_quantize(
     columnwise: bool = False,
     state: QuantizerState | None = None,
 ) -> PermutedQuantization:
-    """Copy each token once for every expert it is routed to, and quantise each expert's segment by itself.
+    """Copy each token once per expert it is routed to, and quantise each expert's segment.
 
         permuted  = permute(tokens, routing_map, probs, align, capacity, num_rows)
-        quantized = quantize(permuted.rows, recipe, role, splits=permuted.tokens_per_expert, rowwise, columnwise, state)
+        quantized = quantize(permuted.rows, recipe, role, splits=permuted.tokens_per_expert, …)
 
-    So blocks start at each segment's first row, its padding belongs to it, and rows behind the last segment belong to nobody. Padding is
-    zeros: in a block of its own it has the scale of zeros, in a block beside others it changes nothing. Tokens without a row reach no amax.
+    Blocks start at each segment's first row, and padding is part of a segment: a block of padding
+    has the scale of zeros. Rows past the last segment have no scale. Tokens without a row enter no
+    amax.
 
     Args:
         tokens_TH: float64, float32, bfloat16 or float16.
-        routing_map_TE, probs, align, capacity, num_rows: as in `permute`. Nothing is padded that was not asked for: MXFP8 wants an `align`
-            or a `capacity` of a multiple of 32, NVFP4 of 16; what is best is `recipe.alignment`.
-        role, rowwise, columnwise, state: as in `quantize`; a state has a row for each expert.
+        routing_map_TE, probs, align, capacity, num_rows: as in `permute`. MXFP8 needs an `align` or
+            a `capacity` of a multiple of 32, NVFP4 of 16; `recipe.alignment` is the best.
+        role, rowwise, columnwise, state: as in `quantize`; a state has a row per expert.
 
     Returns:
-        `PermutedQuantization`. The gradient of `dequantize(quantized)` to the tokens is straight through, then the sum of each token's rows;
-        that of probs is `permute`'s.
+        `PermutedQuantization`. The gradient of `dequantize(quantized)` is straight through, then
+        `permute`'s.
 
-    Rounding: that of `quantize`; dtokens[t] = Σ over t's rows of drows, accumulated in fp32 (fp64 for fp64), rounded once.
+    Rounding: `quantize`'s; gradients as in `permute`.
 
     Raises:
-        ValueError: see `moe_ref.config.check_permute_and_quantize`. Gradients rounded stochastically have no way here: permute, then
-            quantize with as much noise as there are rows.
-
-    Source: TE moe_permute_and_pad_with_probs, `tex.split_quantize`.
+        ValueError: see `moe_ref.config.check_permute_and_quantize`. Stochastic rounding of
+            gradients is refused: the noise needs as many rows as are permuted.
     """
     check_permute_and_quantize(
         tokens_TH, routing_map_TE, recipe, probs, align, capacity, num_rows, role, rowwise, columnwise, state

@@ -1,7 +1,8 @@
-"""permute, unpermute and sort_chunks: rows in the order of their tokens, and rows in the order of their experts.
+"""permute, unpermute and sort_chunks: rows in the order of their tokens, and rows in the order of
+their experts.
 
-Mirrors `permute`, `unpermute` and `sort_chunks_by_idxs` of megatron.core.transformer.moe.moe_utils, and
-`moe_permute_and_pad_with_probs`, `moe_unpermute` and `moe_sort_chunks_by_index_with_probs` of
+Mirrors `permute`, `unpermute` and `sort_chunks_by_idxs` of megatron.core.transformer.moe.moe_utils,
+and `moe_permute_and_pad_with_probs`, `moe_unpermute` and `moe_sort_chunks_by_index_with_probs` of
 transformer_engine.pytorch. Differs: docs/differences.md#permutation.
 """
 
@@ -50,7 +51,7 @@ def permute(
     capacity: int | None = None,
     num_rows: int | None = None,
 ) -> Permuted:
-    """Copy each token once per expert it is routed to, grouped by expert, tokens ascending inside an expert.
+    """Copy each token once per expert it is routed to, by ascending expert, then token.
 
         for e in experts:
             for t in tokens:
@@ -58,14 +59,17 @@ def permute(
 
     `align`: rows of zeros extend each expert's segment to a multiple of it, with probability 0.
     `capacity`: each segment has exactly that many rows: the first routed tokens, then the first
-    unrouted ones with their own values and probs, then rows of zeros. Other routed tokens are dropped.
-    `num_rows`: the buffer is cut, or extended by zeros, to that many rows, whatever was routed.
+    unrouted ones with their own values and probs, then rows of zeros. Other routed tokens are
+    dropped. `num_rows`: the buffer is cut, or extended by zeros, to that many rows, whatever was
+    routed.
 
     Args:
         tokens_TH: any dtype; copied bit by bit.
         routing_map_TE: bool, or integers 0 and 1.
-        probs: [T,E] floating point, or None. A routed token of probability 0 is copied like any other.
-        align, capacity, num_rows: rows. `capacity` excludes the others; `num_rows` is a multiple of `align`.
+        probs: [T,E] floating point, or None. A routed token of probability 0 is copied like any
+            other.
+        align, capacity, num_rows: rows. `capacity` excludes the others; `num_rows` is a multiple of
+            `align`.
 
     Rounding: none. dtokens[t] = Σ over t's rows of drows, in fp32 (fp64 for fp64), rounded once.
 
@@ -102,7 +106,9 @@ def permute(
 
 
 def _segment(routed: list[bool], e: int, align: int | None, capacity: int | None) -> list[Cell]:
-    """The rows of expert e: its routed tokens; with a capacity C of them, then unrouted ones; then zeros."""
+    """The rows of expert e: its routed tokens; with a capacity C of them, then unrouted ones; then
+    zeros.
+    """
     tokens = [t for t, wanted in enumerate(routed) if wanted]
     length = len(tokens)
     if capacity is not None:
@@ -118,7 +124,7 @@ def unpermute(
 ) -> Tensor:
     """Add each token's rows together, back in token order.
 
-        out[t] = Σ_{i: row i came from token t} rows[i] · (probs[t, expert of i] if probs were given, else 1)
+        out[t] = Σ_{i: row i came from t} rows[i] · (probs[t, expert of i] if given, else 1)
 
     Padding rows and dropped tokens take no part: whatever padding rows hold, NaN included, is never
     read. A token without rows is exactly 0, also when no token was routed.
@@ -132,8 +138,9 @@ def unpermute(
     Returns:
         [T,H] in the dtype of `rows_PH`.
 
-    Rounding: products and sums in fp32 (fp64 if rows or probs are), rows ascending, one rounding to the
-    rows' dtype; drows too. dprobs[t, e] = Σ_h rows[i, h] · dout[t, h] in fp32, rounded once to the probs' dtype.
+    Rounding: products and sums in fp32 (fp64 if rows or probs are), rows ascending, one rounding to
+    the rows' dtype; drows too. dprobs[t, e] = Σ_h rows[i, h] · dout[t, h] in fp32, rounded once to
+    the probs' dtype.
 
     Raises:
         ValueError: see `moe_ref.config.check_unpermute`.
@@ -152,7 +159,8 @@ def unpermute(
 def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: Tensor | None = None) -> SortedChunks:
     """Cut the rows into consecutive chunks and put the chunks into another order.
 
-        out = cat(chunk[order[0]], chunk[order[1]], …),   chunk[i] = rows[c_i : c_i + chunk_sizes[i]],   c_i = Σ_{j<i} chunk_sizes[j]
+        out      = cat(chunk[order[0]], chunk[order[1]], …)
+        chunk[i] = rows[c_i : c_i + chunk_sizes[i]],   c_i = Σ_{j<i} chunk_sizes[j]
 
     Rows past the last chunk stay where they are.
 
@@ -163,8 +171,9 @@ def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: T
         probs: [R] floating point, moved like the rows, or None.
 
     Raises:
-        ValueError: see `moe_ref.config.check_sort_chunks`; also if a size is negative, the sizes sum to more than R,
-            or `order` is no permutation. An implementation that must not read the device may declare those unchecked.
+        ValueError: see `moe_ref.config.check_sort_chunks`; also if a size is negative, the sizes
+            sum to more than R, or `order` is no permutation. An implementation that must not read
+            the device may declare those unchecked.
     """
     check_sort_chunks(rows_RH, chunk_sizes, order, probs)
     sizes, sequence, num_rows = chunk_sizes.tolist(), order.tolist(), len(rows_RH)

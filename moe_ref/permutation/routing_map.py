@@ -1,7 +1,7 @@
 """The routing map in its other forms: padded to a multiple, and as expert indices.
 
 Mirrors `pad_routing_map` of megatron.core.transformer.moe.moe_utils, `fused_pad_routing_map` and
-`fused_indices_to_multihot` of megatron.core.fusions.
+`fused_indices_to_multihot` of megatron.core.fusions. Differs: docs/differences.md#permutation.
 """
 
 import torch
@@ -18,8 +18,8 @@ def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
         missing[e] = (-count[e]) mod align
         the first missing[e] tokens, ascending, that are not routed to e become routed to it
 
-    If fewer than missing[e] tokens are unrouted, all of them become routed, the count is T, and `unreached[e]` says that
-    the multiple was not reached. The caller's map is not touched.
+    If fewer than missing[e] tokens are unrouted, all of them become routed, the count is T, and
+    `unreached[e]` is set. The caller's map is not modified.
 
     Args:
         routing_map_TE: bool, or integers 0 and 1.
@@ -27,8 +27,6 @@ def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
 
     Raises:
         ValueError: see `moe_ref.config.check_map` and `check_align`.
-
-    Source: moe_utils.pad_routing_map, which writes into the caller's map and does not tell when it falls short.
     """
     check_map(routing_map_TE)
     require(align is not None, "align", align, "a positive integer")
@@ -48,8 +46,8 @@ def indices_to_multihot(indices_TK: Tensor, probs_TK: Tensor, *, num_experts: in
         routing_map[t, e] = e ∈ indices[t]
         probs[t, e]       = probs[t, k] of the last slot k with indices[t, k] = e, else 0
 
-    A slot that holds -1 has no expert. When an expert stands in several slots of a token, the last slot counts and the
-    others get gradient 0.
+    A slot that holds -1 has no expert. Of several slots with the same expert the last counts, and
+    the others get gradient 0.
 
     Args:
         indices_TK: integers from -1 to E - 1.
@@ -60,10 +58,9 @@ def indices_to_multihot(indices_TK: Tensor, probs_TK: Tensor, *, num_experts: in
         `Multihot`, probs in the dtype of `probs_TK`.
 
     Raises:
-        ValueError: see `moe_ref.config.check_indices`; also if an index is below -1 or at least E. An implementation that
-            must not read the device may declare that unchecked; it then treats such a slot as empty.
-
-    Source: fused_indices_to_multihot (where the order of duplicates is unspecified).
+        ValueError: see `moe_ref.config.check_indices`; also if an index is below -1 or at least E.
+            An implementation that must not read the device may declare that unchecked; it then
+            treats such a slot as empty.
     """
     check_indices(indices_TK, probs_TK, num_experts)
     outside = (indices_TK < EMPTY) | (indices_TK >= num_experts)
@@ -84,7 +81,7 @@ def multihot_to_indices(routing_map_TE: Tensor, probs_TE: Tensor, *, topk: int) 
         indices[t] = [e for e in experts if routing_map[t, e]][:K], then -1
         probs[t]   = the same experts' probs, then 0
 
-    Experts past the K-th are left out, and `overflow` says that there were some.
+    Experts past the K-th are left out, and `overflow` is set.
 
     Args:
         routing_map_TE: bool, or integers 0 and 1.
@@ -93,9 +90,6 @@ def multihot_to_indices(routing_map_TE: Tensor, probs_TE: Tensor, *, topk: int) 
 
     Raises:
         ValueError: see `moe_ref.config.check_multihot`.
-
-    Source: the inverse that DeepEP's dispatch needs; Megatron takes it from a top-k of the probs, which loses a routed
-    expert of probability 0.
     """
     check_multihot(routing_map_TE, probs_TE, topk)
     routed_TE = routing_map_TE != 0
@@ -111,7 +105,7 @@ def multihot_to_indices(routing_map_TE: Tensor, probs_TE: Tensor, *, topk: int) 
 
 
 def _only(values_TE: Tensor, here_TE: Tensor) -> Tensor:
-    """The one value of each row where `here_TE` is set, bit by bit, or 0 where it is set nowhere."""
+    """Each row's value where `here_TE` is set, bit by bit, or 0 without one."""
     column_T = here_TE.to(torch.int8).argmax(1)
     return torch.where(
         here_TE.any(1),

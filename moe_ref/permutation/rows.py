@@ -43,7 +43,8 @@ class _TakeRows(torch.autograd.Function):
 def sum_rows(rows: Tensor, source: Tensor, num_tokens: int, biases: Sequence[Tensor] = ()) -> Tensor:
     """Add rows: out[t] = bias_0[t] + bias_1[t] + … + Σ_{i: source[i] = t} rows[i].
 
-    Rounding: sums in the accumulator dtype, from left to right, i ascending; one rounding to the rows' dtype.
+    Rounding: sums in the accumulator dtype, from left to right, i ascending; one rounding to the
+    rows' dtype.
     """
     real = source != PADDING
     total = rows.new_zeros((num_tokens, *rows.shape[1:]), dtype=accumulator_dtype(rows.dtype))

@@ -1,7 +1,8 @@
-"""The same six functions a second time, computed in another way: `permute` by index arithmetic, the others by loops.
+"""The same six functions a second time, computed in another way: `permute` by index arithmetic, the
+others by loops.
 
-A second opinion on `permute` and `routing_map`, with which it shares no code. The functions take the same
-arguments, return the same results and mean what is written there, but
+A second opinion on `permute` and `routing_map`, with which it shares no code. The functions take
+the same arguments and return the same results, but
 
 - validate nothing: give them legal calls;
 - leave every gradient to autograd, which adds in the storage dtype: ask for gradients in float64;
@@ -36,9 +37,11 @@ def permute(
 ) -> Permuted:
     """Compute each row's place from running sums over the routing map.
 
-    place[t, e] = start[e] + number of tokens before t that come first in e's segment,   start[e] = Σ_{j<e} length[j]
+    place[t, e] = start[e] + number of tokens before t that come first in e's segment,   start[e] =
+    Σ_{j<e} length[j]
 
-    length[e] = count[e], rounded up to `align`, or `capacity`. A place past its segment or `num_rows` is no row.
+    length[e] = count[e], rounded up to `align`, or `capacity`. A place past its segment or
+    `num_rows` is no row.
     """
     routed_TE = routing_map_TE != 0
     count_E = routed_TE.sum(0)
@@ -76,7 +79,8 @@ def permute(
 def unpermute(
     rows_PH: Tensor, row_map: Table, *, restore_shape: tuple[int, int] | None = None, probs: Tensor | None = None
 ) -> Tensor:
-    """Add each token's rows in the order they stand in, in float32, or in float64 if an input is, and round once.
+    """Add each token's rows in ascending order, in float32, or in float64 if an input is, and round
+    once.
 
     for t in tokens:
         out[t] = 0
@@ -84,16 +88,16 @@ def unpermute(
             if token is t: out[t] += rows[i] · probs[t, e]
     """
     inputs = [rows_PH] if probs is None else [rows_PH, probs]
-    wide = torch.float64 if any(x.dtype == torch.float64 for x in inputs) else torch.float32
+    accumulator = torch.float64 if any(x.dtype == torch.float64 for x in inputs) else torch.float32
     hidden = rows_PH.shape[1]
     out = []
     for t in range(row_map.num_tokens):
-        total_H = rows_PH.new_zeros(hidden, dtype=wide)
+        total_H = rows_PH.new_zeros(hidden, dtype=accumulator)
         for i, cell in enumerate(row_map.cells):
             if cell is None or cell[0] != t:
                 continue
-            row_H = rows_PH[i].to(wide)
-            total_H = total_H + (row_H if probs is None else row_H * probs[cell].to(wide))
+            row_H = rows_PH[i].to(accumulator)
+            total_H = total_H + (row_H if probs is None else row_H * probs[cell].to(accumulator))
         out.append(total_H.to(rows_PH.dtype))
     return _stack(out, (row_map.num_tokens, hidden), rows_PH)
 
@@ -122,7 +126,8 @@ def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: T
 
 
 def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
-    """Hand each expert unrouted tokens, the first ones first, until its count is a multiple or none is left.
+    """Hand each expert unrouted tokens, the first ones first, until its count is a multiple or none
+    is left.
 
     for e in experts:
         for t in tokens:
@@ -153,7 +158,8 @@ def indices_to_multihot(indices_TK: Tensor, probs_TK: Tensor, *, num_experts: in
 
     for t in tokens:
         for k in slots:
-            if indices[t, k] is not -1: routing_map[t, indices[t, k]], probs'[t, indices[t, k]] = 1, probs[t, k]
+            e = indices[t, k]
+            if e is not -1: routing_map[t, e], probs'[t, e] = 1, probs[t, k]
     """
     shape = (len(indices_TK), num_experts)
     nothing = probs_TK.new_zeros(())
@@ -175,7 +181,7 @@ def multihot_to_indices(routing_map_TE: Tensor, probs_TE: Tensor, *, topk: int) 
 
     for t in tokens:
         for e in experts:
-            if routing_map[t, e]: write e and probs[t, e], or, if all K slots are taken, set overflow
+            if routing_map[t, e]: write e and probs[t, e]; if all K slots are taken, set overflow
         write -1 and 0 into the slots that are left
     """
     shape = (len(routing_map_TE), topk)

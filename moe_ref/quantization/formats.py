@@ -1,14 +1,17 @@
 """The number formats of low precision, bit by bit: E4M3, E5M2, E2M1 and E8M0.
 
-A code is sign · exponent field · mantissa field, most significant first. With bias b and M mantissa bits it means
+A code is sign · exponent field · mantissa field, most significant first. With bias b and M mantissa
+bits it means
 
     (-1)^s · (2^M + m) · 2^(e - b - M)    for e > 0          (normal)
     (-1)^s ·        m  · 2^(1 - b - M)    for e = 0          (subnormal)
 
-Nothing here goes through torch's own float8 types: whether their casts saturate depends on torch's version.
+Nothing here goes through torch's own float8 types: whether their casts saturate depends on torch's
+version.
 
-Sources: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2); OCP Microscaling Formats 1.0 (E2M1, E8M0); PTX ISA, cvt with
-.satfinite (saturation, NaN into a format without one); `float_to_e8m0` of transformer_engine/common (the rounding of E8M0).
+Sources: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2); OCP Microscaling Formats 1.0
+(E2M1, E8M0); PTX ISA, cvt with .satfinite (saturation, NaN into a format without one);
+`float_to_e8m0` of transformer_engine/common (the rounding of E8M0).
 """
 
 from dataclasses import dataclass
@@ -40,16 +43,12 @@ class Format:
         return 1 << (self.exponent_bits + self.mantissa_bits) if self.signed else 0
 
 
-E4M3 = Format(
-    "e4m3", True, 4, 3, bias=7, max=448.0, max_code=0x7E, infinity=None, nan=0x7F
-)  # OFP8 1.0: S.1111.111 is the only NaN
-E5M2 = Format(
-    "e5m2", True, 5, 2, bias=15, max=57344.0, max_code=0x7B, infinity=0x7C, nan=0x7F
-)  # OFP8 1.0: as IEEE 754; 0x7D … 0x7F are NaN
+# OFP8 1.0: S.1111.111 is E4M3's only NaN; E5M2 is as IEEE 754, 0x7D … 0x7F are NaN
+E4M3 = Format("e4m3", True, 4, 3, bias=7, max=448.0, max_code=0x7E, infinity=None, nan=0x7F)
+E5M2 = Format("e5m2", True, 5, 2, bias=15, max=57344.0, max_code=0x7B, infinity=0x7C, nan=0x7F)
 E2M1 = Format("e2m1", True, 2, 1, bias=1, max=6.0, max_code=0x7, infinity=None, nan=None)  # MX 1.0: 0 ½ 1 1½ 2 3 4 6
-E8M0 = Format(
-    "e8m0", False, 8, 0, bias=127, max=2.0**127, max_code=0xFE, infinity=None, nan=0xFF
-)  # MX 1.0: a power of two, no zero
+# MX 1.0: E8M0 is a power of two, without zero
+E8M0 = Format("e8m0", False, 8, 0, bias=127, max=2.0**127, max_code=0xFE, infinity=None, nan=0xFF)
 
 DOUBLE_MANTISSA, DOUBLE_BIAS = 52, 1023  # IEEE 754 binary64
 
@@ -59,20 +58,19 @@ def encode(x: Tensor, format: Format, *, noise: Tensor | None = None) -> Tensor:
 
         |x| = k · u + r,   u the spacing of the format at |x|,   0 ≤ r < u
         to nearest:    k + 1 if r > u/2, or r = u/2 and k is odd
-        stochastic:    k + 1 if noise < r/u                        (noise uniform in [0, 1): the mean is |x|)
+        stochastic:    k + 1 if noise < r/u               (noise uniform in [0, 1): the mean is |x|)
         E8M0:          k + 1 if r > 0, that is 2^⌈log₂|x|⌉
 
-    What is beyond the largest finite value, ±∞ included, becomes ±that value; the sign of zero is kept. NaN becomes the format's
-    NaN, without a sign. E2M1 has none: there NaN becomes +6, as the hardware's conversion does.
+    Values past the largest finite one, ±∞ included, saturate; the sign of zero is kept. NaN becomes
+    the format's NaN, without a sign. E2M1 has none: there NaN becomes +6, as in the hardware's
+    conversion.
 
-    E8M0 has neither a sign nor a zero: |x| is encoded, and everything up to 2^-127, 0 included, becomes code 0, which means 2^-127.
+    E8M0 has neither a sign nor a zero: |x| is encoded, and everything up to 2^-127, 0 included,
+    becomes code 0, the value 2^-127.
 
     Args:
         x: floating point. float64 is rounded once, not by way of float32.
         noise: of x's shape, in [0, 1), or None for rounding to nearest. Not for E8M0.
-
-    Returns:
-        uint8 of x's shape, one code an element.
 
     Raises:
         ValueError: x is not floating point, or noise is of another shape or not wanted.
@@ -95,42 +93,42 @@ def encode(x: Tensor, format: Format, *, noise: Tensor | None = None) -> Tensor:
 def _round(magnitude: Tensor, format: Format, noise: Tensor | None) -> Tensor:
     """The codes of magnitudes, as if the format had no largest value.
 
-    In units of the spacing a magnitude is `whole` and a rest. Codes of one sign count upwards through all exponents: the code is
-    `whole` counted on from where the exponent begins, and a carry into the next exponent needs no case of its own.
+    In units of the spacing a magnitude is `whole` and a rest. Codes of one sign count upwards
+    through all exponents: the code is `whole` counted on from where the exponent begins, and a
+    carry into the next exponent needs no case of its own.
     """
     exponent, significand = _parts(magnitude)
     least = 1 - format.bias  # the exponent of the smallest normal number, and of the subnormals
     coarse = exponent.clamp(min=least)
     shift = DOUBLE_MANTISSA - format.mantissa_bits + coarse - exponent  # bits that the format has no place for
-    shift = shift.clamp(
-        max=DOUBLE_MANTISSA + 2
-    )  # that far below the smallest subnormal every bit is rest, and less than half
+    shift = shift.clamp(max=DOUBLE_MANTISSA + 2)  # further below the smallest subnormal all is rest, less than half
     whole, rest, unit = significand >> shift, significand & ((1 << shift) - 1), 1 << shift
     if noise is None:
         up = (2 * rest > unit) | ((2 * rest == unit) & (whole % 2 == 1))
     else:
-        up = (
-            round_to(noise, torch.float64) < magnitude / _power_of_two(coarse - format.mantissa_bits) - whole
-        )  # exact: r/u
+        ratio = magnitude / _power_of_two(coarse - format.mantissa_bits) - whole  # exact: r/u
+        up = round_to(noise, torch.float64) < ratio
     return ((coarse - least) << format.mantissa_bits) + whole + up.to(torch.int64)
 
 
 def _round_up(magnitude: Tensor) -> Tensor:
-    """⌈log₂ magnitude⌉ + 127, or 0 for what is up to 2^-127."""
+    """⌈log₂ magnitude⌉ + 127, or 0 up to 2^-127."""
     exponent, significand = _parts(magnitude)
     above = significand > 1 << DOUBLE_MANTISSA  # more than 2^exponent
     return torch.where(exponent < -E8M0.bias, 0, exponent + E8M0.bias + above.to(torch.int64))
 
 
 def _parts(magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """(exponent, significand) with magnitude = significand · 2^(exponent - 52), from the bits of float64."""
+    """(exponent, significand) with magnitude = significand · 2^(exponent - 52), from the bits of
+    float64.
+    """
     bits = magnitude.view(torch.int64)
     field, fraction = bits >> DOUBLE_MANTISSA, bits & ((1 << DOUBLE_MANTISSA) - 1)
     return field.clamp(min=1) - DOUBLE_BIAS, torch.where(field > 0, fraction + (1 << DOUBLE_MANTISSA), fraction)
 
 
 def decode(codes: Tensor, format: Format, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values that codes stand for; exact in float32 and float64, rounded once to a narrower dtype.
+    """The values of codes; exact in float32 and float64, rounded once to a narrower dtype.
 
     E8M0: 2^(code - 127), of which code 0 is a float32 subnormal; 255 is NaN.
 

@@ -1,10 +1,11 @@
 """quantize and dequantize: a tensor as codes of a low-precision format and scales, group by group.
 
-Groups are the experts' segments of a permuted buffer; each is quantised as if it were alone. Rows behind the last group belong to
-nobody: their codes are 0, they enter no amax, have no scale, and come back as 0.
+Groups are the experts' segments of a permuted buffer; each is quantised as if it were alone. Rows
+past the last group have code 0, enter no amax, have no scale, and come back as 0.
 
-Mirrors the quantizers of transformer_engine.pytorch: Float8Quantizer, Float8CurrentScalingQuantizer, Float8BlockQuantizer,
-MXFP8Quantizer, NVFP4Quantizer, and their grouped forms.
+Mirrors the quantizers of transformer_engine.pytorch: Float8Quantizer,
+Float8CurrentScalingQuantizer, Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer, and their
+grouped forms. Differs: docs/differences.md#quantization.
 """
 
 from collections.abc import Callable
@@ -45,13 +46,13 @@ class Form:
 
     scheme: Scheme
     columnwise: bool
-    source_MN: Tensor  # what was quantised: x, or its transform; rows behind the last group are 0
+    source_MN: Tensor  # the quantised values: x, or its transform; rows past the last group are 0
     groups: tuple[Scaled, ...]
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """What `quantize` made; see `codes`, `scales`, `amax` and `dequantize`."""
+    """The result of `quantize`; see `codes`, `scales`, `amax` and `dequantize`."""
 
     rowwise: Form | None
     columnwise: Form | None
@@ -77,28 +78,28 @@ def quantize(
 ) -> Quantization:
     """Quantise each group of rows by itself.
 
-        for each group, direction and block:  scale = rule(max |x| over the block),  code = encode(x · scale)
+        for each group, direction and block:  scale = rule(max |x|),  code = encode(x · scale)
 
-    The rules are in `moe_ref.quantization.recipes`, the blocks in its `scheme`. Blocks start at each group's first row and first column.
-    Both directions are made from x.
+    The rules are in `moe_ref.quantization.recipes`, the blocks in its `scheme`. Blocks start at
+    each group's first row and column. Both directions are made from x.
 
     Args:
-        x_MN: float64, float32, bfloat16 or float16. float64 is rounded to float32 first: all rules are float32.
+        x_MN: float64, float32, bfloat16 or float16. float64 is rounded to float32 first: all rules
+            are float32.
         role: "input", "weight" or "grad_output", which decides format, block and rounding.
-        splits: [G] integers, rows of each group, one after the other; None: all rows are one group. MXFP8 wants multiples of 32, NVFP4 of 16.
+        splits: [G] integers, rows of each group, in order; None: all rows are one group. MXFP8
+            needs multiples of 32, NVFP4 of 16.
         state: delayed scaling's, of G groups: scales come from it, and max |x| goes into it.
-        noise: [2,M,N] uniform in [0, 1), for gradients of NVFP4 with stochastic rounding: noise[0] rounds rowwise, noise[1] columnwise.
-            None: drawn from torch's generator of x's device, a new number for each element and direction.
+        noise: [2,M,N] uniform in [0, 1), rowwise and columnwise, for gradients of NVFP4 with
+            stochastic rounding. None: drawn from torch's generator of x's device.
 
     Returns:
-        `Quantization`. The gradient of `dequantize(quantize(x))` is straight through: that of the identity, or of the Hadamard transform
-        where there is one; 0 for rows behind the last group.
+        `Quantization`. The gradient of `dequantize(quantize(x))` is straight through, or the
+        transpose of the Hadamard transform; 0 for rows past the last group.
 
     Raises:
-        ValueError: see `moe_ref.config.check_quantize`, and `check_splits` for the values of splits, which an implementation that must not
-            read the device may declare unchecked.
-
-    Source: `tex.quantize`, `tex.split_quantize` and `tex.group_quantize`.
+        ValueError: see `moe_ref.config.check_quantize`, and `check_splits` for the values of
+            splits, which an implementation that must not read the device may declare unchecked.
     """
     check_quantize(x_MN, recipe, role, splits, rowwise, columnwise, state, noise)
     sizes = [len(x_MN)] if splits is None else splits.tolist()
@@ -136,14 +137,13 @@ def _form(
     groups, sources, start = [], [], 0
     for g, size in enumerate(sizes):
         rows = slice(start, start + size)
-        own = turned(x_MN[rows], columnwise)
+        group_MN = turned(x_MN[rows], columnwise)
         if scheme.hadamard:
-            own = hadamard(own)
+            group_MN = hadamard(group_MN)
         noise = None if noise_MN is None or not scheme.stochastic else turned(noise_MN[rows], columnwise)
-        groups.append(
-            RULES[scheme.recipe.scaling](own.detach(), scheme, None if state is None else state.scale[g], noise)
-        )
-        sources.append(turned(own, columnwise))
+        scale = None if state is None else state.scale[g]
+        groups.append(RULES[scheme.recipe.scaling](group_MN.detach(), scheme, scale, noise))
+        sources.append(turned(group_MN, columnwise))
         start += size
     tail = torch.zeros_like(x_MN[start:])
     return Form(scheme, columnwise, torch.cat([*sources, tail]), tuple(groups))
@@ -155,49 +155,52 @@ def turned(x: Tensor, columnwise: bool) -> Tensor:
 
 
 def hadamard(x_MN: Tensor) -> Tensor:
-    """Each 16 neighbours of a row, transformed: y_j = Σ_i x_i · sign_i · H_ij / 4, with H_ij = (-1)^(number of ones in i & j).
+    """Transform each 16 neighbours of a row: y_j = Σ_i x_i · sign_i · H_ij / 4, H_ij = (-1)^(number
+    of ones in i & j).
 
-    Orthogonal: Σ_j y_j · z_j = Σ_i x_i · z'_i for the transforms of both, so that wgrad, which contracts two transformed tensors, needs no way back.
+    Orthogonal: Σ_j y_j · z_j = Σ_i x_i · z'_i for the transforms of both, so wgrad, which contracts
+    two transformed tensors, needs no inverse.
 
-    Rounding: products are exact, sums in float32 in ascending i, one rounding to x's dtype. Hardware may add in another order.
+    Rounding: products are exact, sums in float32 in ascending i, one rounding to x's dtype.
+    Hardware may add in another order.
 
     Source: hadamard_transform of transformer_engine/common; NVFP4QuantizerRef._apply_rht.
     """
     size = len(HADAMARD_SIGNS)
-    wide = round_to(x_MN, torch.float32).reshape(x_MN.shape[0], x_MN.shape[1] // size, size)
-    total = torch.zeros_like(wide)
+    x = round_to(x_MN, torch.float32).reshape(x_MN.shape[0], x_MN.shape[1] // size, size)
+    total = torch.zeros_like(x)
     for i, sign in enumerate(HADAMARD_SIGNS):
         row = torch.tensor(
             [sign * (-1) ** (i & j).bit_count() / 4 for j in range(size)], dtype=torch.float32, device=x_MN.device
         )
-        total = total + wide[:, :, i : i + 1] * row
+        total = total + x[:, :, i : i + 1] * row
     return round_to(total.reshape(x_MN.shape), x_MN.dtype)
 
 
 def codes(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
-    """The codes, [M,N] uint8, one an element and never transposed; 0 in rows behind the last group.
+    """The codes, [M,N] uint8, one per element and never transposed; 0 in rows past the last group.
 
-    An E2M1 code is in the low four bits. (Transformer Engine packs two in a byte, the even column in the low half, and stores columnwise
-    codes transposed, but for MXFP8.)
+    An E2M1 code is in the low four bits.
 
     Raises:
-        ValueError: a direction that `quantize` was not asked for; so do `scales`, `amax` and `dequantize`.
+        ValueError: a direction that `quantize` was not asked for; `scales`, `amax` and `dequantize`
+            raise it too.
     """
     form = quantized.form(columnwise)
     return _rows(form, lambda group: group.codes).to(torch.uint8)
 
 
 def _rows(form: Form, what: Callable[[Scaled], Tensor]) -> Tensor:
-    """[M,N] of something that each group has in its form's own orientation; 0 behind the last group."""
+    """[M,N] of a field of the groups, in logical orientation; 0 past the last group."""
     parts = [turned(what(group), form.columnwise) for group in form.groups]
     rest = len(form.source_MN) - sum(len(part) for part in parts)
     return torch.cat([*parts, parts[0].new_zeros(rest, form.source_MN.shape[1])])
 
 
 def scales(quantized: Quantized, *, columnwise: bool = False, layout: str = "compact") -> Any:
-    """The scales to decode with: float32 1/s, uint8 codes of E8M0 for MXFP8, uint8 codes of E4M3 for NVFP4.
+    """The scales to decode with: float32 1/s, uint8 codes of E8M0 (MXFP8) or E4M3 (NVFP4).
 
-    compact: one tensor, in logical orientation, of what is valid only (R: rows of all groups):
+    compact: one tensor, in logical orientation, of valid scales only (R: rows of all groups):
 
         delayed, current    [G]
         block 1×128         [R, ⌈N/128⌉]            columnwise  [Σ_g ⌈M_g/128⌉, N]
@@ -205,18 +208,19 @@ def scales(quantized: Quantized, *, columnwise: bool = False, layout: str = "com
         MXFP8, B = 32       [R, N/B]                columnwise  [R/B, N]
         NVFP4, B = 16       [R, N/B]                columnwise  [R/B, N]
 
-    gemm: a tuple of a tensor a group, as matrix products read them, padded with zeros (unspecified in Transformer Engine). With m, n the
-    sides in the form's own orientation, which is the transpose for columnwise, and ⌈·⌉ₐ for the next multiple of a:
+    gemm: a tuple of a tensor per group, as matrix products read them, padded with zeros. With m, n
+    the sides in the form's own orientation, transposed for columnwise, and ⌈·⌉ₐ the next multiple
+    of a:
 
         delayed, current    [1]
         block 1×128         [⌈n/128⌉, ⌈m⌉₄], transposed
         block 128×128       [⌈m/128⌉, ⌈⌈n/128⌉⌉₄]
-        MXFP8, NVFP4        [⌈m⌉₁₂₈ · ⌈n/B⌉₄], swizzled: 128×4 tiles, in a tile rows r, r+32, r+64, r+96 beside each other
+        MXFP8, NVFP4        [⌈m⌉₁₂₈ · ⌈n/B⌉₄], 128×4 tiles; rows r, r+32, r+64, r+96 are neighbours
 
     Raises:
         ValueError: an unknown layout.
 
-    Source: get_scale_shape of the quantizers; common/swizzle/swizzle.cu (cuBLAS, layout of 1D block scaling factors).
+    Source: get_scale_shape of the quantizers; common/swizzle/swizzle.cu.
     """
     require(layout in SCALE_LAYOUTS, "layout", repr(layout), f"one of {', '.join(SCALE_LAYOUTS)}")
     form = quantized.form(columnwise)
@@ -239,16 +243,16 @@ def _for_gemm(scale: Tensor, scheme: Scheme) -> Tensor:
 
 
 def _padded(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """Zeros behind the last row and column, up to multiples."""
+    """Zeros after the last row and column, up to multiples."""
     return torch.nn.functional.pad(scale, (0, -scale.shape[1] % columns, 0, -scale.shape[0] % rows))
 
 
 def amax(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
-    """max |x| that scales came from, float32, of the values themselves (of the transform where there is one).
+    """max |x| from which the scales were computed, float32; of the transform if there is one.
 
-    delayed, current, NVFP4: [G] · NVFP4 row-scaled: [R], columnwise [G,N] · block, MXFP8: of the shape of the compact scales.
-
-    For delayed scaling it is what was measured in this step, not what the scale came from.
+    delayed, current, NVFP4: [G] · NVFP4 row-scaled: [R], columnwise [G,N] · block, MXFP8: of the
+    shape of the compact scales. For delayed scaling it is this step's maximum, not the one the
+    scale came from.
     """
     form = quantized.form(columnwise)
     whole = torch.cat([turned(group.amax, columnwise) for group in form.groups])
@@ -269,13 +273,13 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def dequantize(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
-    """What the codes stand for, [M,N] in x's dtype; 0 in rows behind the last group.
+    """The values of the codes, [M,N] in x's dtype; 0 in rows past the last group.
 
-    Columnwise gradients and inputs of NVFP4 with a Hadamard transform come back transformed, as wgrad uses them.
+    Columnwise gradients and inputs of NVFP4 with a Hadamard transform come back transformed, as
+    wgrad uses them.
 
-    Rounding: code · scale in float32 (see `moe_ref.quantization.recipes.values`), then once to x's dtype. The gradient is straight through.
-
-    Source: `dequantize` of the quantised tensors.
+    Rounding: code · scale in float32 (see `moe_ref.quantization.recipes.values`), then once to x's
+    dtype. The gradient is straight through.
     """
     form = quantized.form(columnwise)
     value = _rows(form, lambda group: values(group, form.scheme))

@@ -1,10 +1,12 @@
-"""Recipes: what is quantised how, and where scales come from.
+"""Recipes: formats and blocks of each tensor, and the rules for scales.
 
-A *form* of a tensor is its codes and scales along one direction: rowwise (blocks along a row) or columnwise (blocks along a column).
-The columnwise form of x is the rowwise form of xᵀ, so every rule below is said once, for rows; only block shapes and the
-Hadamard transform differ. All arithmetic is float32, each operation rounded once; a maximum has no rounding.
+A *form* of a tensor is its codes and scales along one direction: rowwise (blocks along a row) or
+columnwise (blocks along a column). The columnwise form of x is the rowwise form of xᵀ, so every
+rule below is for rows; only block shapes and the Hadamard transform differ. All arithmetic is
+float32, each operation rounded once; a maximum has no rounding.
 
-Mirrors transformer_engine/common: recipe/recipe_common.cuh and delayed_scaling.cu, cast/mxfp8, cast/nvfp4.
+Mirrors transformer_engine/common: recipe/recipe_common.cuh and delayed_scaling.cu, cast/mxfp8,
+cast/nvfp4. Differs: docs/differences.md#quantization.
 """
 
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ EVERYTHING = (None, None)  # a block that covers the whole of a group
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one form of one tensor is quantised: the recipe, resolved for a role and a direction."""
+    """The recipe of one form: resolved for a role and a direction."""
 
     recipe: Recipe
     format: Format
@@ -43,10 +45,11 @@ def scheme(recipe: Recipe, role: str, *, columnwise: bool = False) -> Scheme:
         delayed  | E4M3; hybrid: grad_output E5M2         | the group
         current  | the same                               | the group
         block    | the same                               | 1×128; weights 128×128
-        mxfp8    | the same                               | 1×32; weights 32×32 if two_dimensional_weights
+        mxfp8    | the same                               | 1×32; two_dimensional_weights 32×32
         nvfp4    | E2M1                                   | 1×16; weights 16×16
 
-    NVFP4: columnwise inputs and gradients are transformed first; gradients are rounded stochastically in both directions.
+    NVFP4: columnwise inputs and gradients are transformed first; gradients are rounded
+    stochastically in both directions.
 
     Raises:
         ValueError: an unknown role.
@@ -74,24 +77,28 @@ def scheme(recipe: Recipe, role: str, *, columnwise: bool = False) -> Scheme:
 
 
 def operands(gemm: str, recipe: Recipe) -> tuple[Operand, Operand]:
-    """The two forms that a matrix product of a linear layer y = x Wᵀ reads; their blocks lie along the contraction.
+    """The two forms that a matrix product of a linear layer y = x Wᵀ reads; their blocks lie along
+    the contraction.
 
         fprop  y  = x Wᵀ    weight rowwise      input rowwise            contraction: in features
         dgrad  dx = dy W    weight columnwise   grad_output rowwise      contraction: out features
         wgrad  dW = dyᵀ x   input columnwise    grad_output columnwise   contraction: tokens
 
-    Each form is made from the high-precision tensor, never from another form. Blocks along tokens start at each expert's first row,
-    so wgrad depends on the grouping; rows of zeros change nothing.
+    Each form is made from the high-precision tensor, never from another form. Blocks along tokens
+    start at each expert's first row, so wgrad depends on the grouping; rows of zeros change
+    nothing.
 
-    With backward_override the gradients read no columnwise form, and grad_output is never quantised:
+    With backward_override the gradients read no columnwise form, and grad_output is never
+    quantised:
 
-        high_precision   dgrad  weight stored                   grad_output stored      wgrad  input stored                   grad_output stored
-        dequantized      dgrad  weight rowwise, dequantized     grad_output stored      wgrad  input rowwise, dequantized     grad_output stored
+        high_precision   dgrad  weight stored    wgrad  input stored          and grad_output stored
+        dequantized      the same, of weight and input rowwise, dequantized
 
-    Dequantized is what fprop's codes stand for, rounded once to the dtype of the tensor.
+    Dequantized: the values of fprop's codes, rounded once to the dtype of the tensor.
 
     Raises:
-        ValueError: an unknown gemm; wgrad with a row-scaled activation and four_over_six, which has no columnwise form.
+        ValueError: an unknown gemm; wgrad with a row-scaled activation and four_over_six, which has
+            no columnwise form.
 
     Source: transformer_engine/pytorch/module/grouped_linear.py.
     """
@@ -112,7 +119,9 @@ def operands(gemm: str, recipe: Recipe) -> tuple[Operand, Operand]:
 
 
 def over(numerator: Tensor | float, denominator: Tensor) -> Tensor:
-    """The quotient, rounded once. (Tensor operators with a number divide by way of a reciprocal: two roundings.)"""
+    """The quotient, rounded once. (A tensor over a number multiplies by a reciprocal: two
+    roundings.)
+    """
     top = numerator if isinstance(numerator, Tensor) else torch.full_like(denominator, numerator)
     return torch.div(top, denominator)
 
@@ -123,7 +132,9 @@ def nearest32(x: float) -> float:
 
 
 def block_amax(x_MN: Tensor, block: tuple[int | None, int | None]) -> Tensor:
-    """max |x| over each block. NaN is passed over, elements that are missing from a partial block count as 0, and the amax of nothing is 0."""
+    """max |x| per block. NaN is ignored, missing elements of a partial block count as 0, and the
+    amax of nothing is 0.
+    """
     counts = [1 if size is None else -(-length // size) for size, length in zip(block, x_MN.shape, strict=True)]
     sizes = [max(length, 1) if size is None else size for size, length in zip(block, x_MN.shape, strict=True)]
     missing = [count * size - length for count, size, length in zip(counts, sizes, x_MN.shape, strict=True)]
@@ -142,7 +153,7 @@ def spread(scale: Tensor, block: tuple[int | None, int | None], like: Tensor) ->
 
 
 class Scaled(NamedTuple):
-    """One group in one form, in the form's own orientation: [rows, columns] of it, or its transpose for a columnwise form."""
+    """One group in one form, in the form's own orientation: transposed for a columnwise form."""
 
     codes: Tensor  # uint8 [m,n]
     scale: Tensor  # what to decode with: float32, or the codes of E8M0 (MXFP8) and E4M3 (NVFP4); a block an element
@@ -152,7 +163,7 @@ class Scaled(NamedTuple):
 def scale_from_amax(
     amax: Tensor, format_max: float, *, epsilon: float = 0.0, infinity: float = FLOAT32_MAX, power_of_two: bool = False
 ) -> Tensor:
-    """What values are multiplied by so that `amax` just fits.
+    """The factor by which `amax` becomes the largest value of the format.
 
         a = max(amax, ε)
         s = 1 if a is 0 or ∞, else format_max / a, or `infinity` where that overflows
@@ -160,20 +171,18 @@ def scale_from_amax(
 
     Args:
         amax: float32, no NaN.
-        infinity: the largest finite value of float32 (current scaling), or of the tensor's dtype (block scaling).
+        infinity: the largest finite value of float32 (current scaling), or of the tensor's dtype
+            (block scaling).
 
     Rounding: the division, once.
 
-    Source: compute_scale_from_amax in recipe_common.cuh. (Transformer Engine's references in Python give s = 0 for amax = ∞, and NaN for NaN; the
-    kernel gives 1 for both.)
+    Source: compute_scale_from_amax in recipe_common.cuh.
     """
     a = amax.clamp(min=nearest32(epsilon))
     s = over(format_max, a)
     s = torch.where(torch.isinf(s), infinity, s)
     s = torch.where((a == 0) | torch.isinf(a), 1.0, s)
-    return (
-        (s.view(torch.int32) & -(1 << 23)).view(torch.float32) if power_of_two else s
-    )  # sign and exponent bits stay: mantissa 0
+    return (s.view(torch.int32) & -(1 << 23)).view(torch.float32) if power_of_two else s  # mantissa 0
 
 
 def by_amax(x: Tensor, scheme: Scheme, given: Tensor | None, noise: Tensor | None) -> Scaled:
@@ -183,8 +192,8 @@ def by_amax(x: Tensor, scheme: Scheme, given: Tensor | None, noise: Tensor | Non
 
     Source: cast/fp8/quantize_fp8.cuh; transpose/quantize_transpose_{vector,square}_blockwise.cu.
     """
-    wide = round_to(x, torch.float32)
-    amax = block_amax(wide, scheme.block)
+    x32 = round_to(x, torch.float32)
+    amax = block_amax(x32, scheme.block)
     if given is None:
         recipe = scheme.recipe
         infinity = torch.finfo(x.dtype).max if recipe.scaling == "block" and x.dtype != torch.float64 else FLOAT32_MAX
@@ -197,7 +206,7 @@ def by_amax(x: Tensor, scheme: Scheme, given: Tensor | None, noise: Tensor | Non
         )
     else:
         scale = given.reshape(1, 1)
-    return Scaled(encode(wide * spread(scale, scheme.block, x), scheme.format), over(1.0, scale), amax)
+    return Scaled(encode(x32 * spread(scale, scheme.block, x), scheme.format), over(1.0, scale), amax)
 
 
 def by_exponent(x: Tensor, scheme: Scheme, given: Tensor | None, noise: Tensor | None) -> Scaled:
@@ -205,18 +214,19 @@ def by_exponent(x: Tensor, scheme: Scheme, given: Tensor | None, noise: Tensor |
 
         e = E8M0(amax · (1/format_max)),  q = encode(x · 2^(127 - e))
 
-    A block of zeros has e = 0; one with an infinity e = 254, which leaves its finite values 2^-127 of themselves. A square block's
-    exponent is stored for each of its rows.
+    A block of zeros has e = 0; one with an infinity e = 254, which leaves its finite values 2^-127
+    of themselves. A square block's exponent is stored for each of its rows.
 
-    Rounding: 1/format_max, the product with amax, x · 2^(127 - e) where it is subnormal, and the code.
+    Rounding: 1/format_max, the product with amax, x · 2^(127 - e) where it is subnormal, and the
+    code.
 
     Source: cast/mxfp8/quantize_mxfp8.cuh.
     """
-    wide = round_to(x, torch.float32)
-    amax = each_row(block_amax(wide, scheme.block), scheme)
+    x32 = round_to(x, torch.float32)
+    amax = each_row(block_amax(x32, scheme.block), scheme)
     exponent = encode(amax * nearest32(1 / scheme.format.max), E8M0)
     multiplier = decode(254 - exponent, E8M0)  # 2^(127 - e); NaN never enters amax, so e is at most 254
-    return Scaled(encode(wide * spread(multiplier, (1, scheme.block[1]), x), scheme.format), exponent, amax)
+    return Scaled(encode(x32 * spread(multiplier, (1, scheme.block[1]), x), scheme.format), exponent, amax)
 
 
 def by_two_levels(x: Tensor, scheme: Scheme, given: Tensor | None, noise: Tensor | None) -> Scaled:
@@ -226,30 +236,31 @@ def by_two_levels(x: Tensor, scheme: Scheme, given: Tensor | None, noise: Tensor
         d = E4M3(amax · (S · (1/6))),  m = 1 / (d · (1/S))        (both at most the largest float32)
         q = E2M1(x · m),   decoded as q · d · A / 2688
 
-    Each operation is rounded, in that order. A square block's d is stored for each of its rows. NaN becomes +6, -0 stays -0
-    (Transformer Engine's reference in Python makes both 0).
+    Each operation is rounded, in that order. A square block's d is stored for each of its rows. NaN
+    becomes +6, -0 stays -0.
 
     Source: cast/nvfp4/core_nvfp4.cuh, quantize_transpose_nvfp4.cuh.
     """
-    wide = round_to(x, torch.float32)
-    amax = block_amax(wide, (1 if scheme.row_scaled else None, None))
-    block = each_row(block_amax(wide, scheme.block), scheme)
+    x32 = round_to(x, torch.float32)
+    amax = block_amax(x32, (1 if scheme.row_scaled else None, None))
+    block = each_row(block_amax(x32, scheme.block), scheme)
     encoding = over(6 * scheme.scale_max, amax).clamp(max=FLOAT32_MAX)
     encoding = torch.where((amax == 0) | (encoding == 0), 1.0, encoding)
     if scheme.four_over_six:
-        return _better_of_two(wide, block, amax, encoding, scheme)
+        return _better_of_two(x32, block, amax, encoding, scheme)
     scale = encode((block * (encoding * nearest32(1 / 6))).clamp(max=FLOAT32_MAX), E4M3)
-    return Scaled(_two_level_codes(wide, scale, encoding, noise), scale, amax)
+    return Scaled(_two_level_codes(x32, scale, encoding, noise), scale, amax)
 
 
-def _two_level_codes(wide: Tensor, scale: Tensor, encoding: Tensor, noise: Tensor | None = None) -> Tensor:
+def _two_level_codes(x32: Tensor, scale: Tensor, encoding: Tensor, noise: Tensor | None = None) -> Tensor:
     """The codes of x · m, m = 1 / (d · (1/S))."""
     multiplier = over(1.0, decode(scale, E4M3) * over(1.0, encoding)).clamp(max=FLOAT32_MAX)
-    return encode(wide * spread(multiplier, (1, BLOCK["nvfp4"]), wide), E2M1, noise=noise)
+    return encode(x32 * spread(multiplier, (1, BLOCK["nvfp4"]), x32), E2M1, noise=noise)
 
 
-def _better_of_two(wide: Tensor, block: Tensor, amax: Tensor, encoding: Tensor, scheme: Scheme) -> Scaled:
-    """4over6: each block's largest value is mapped to 6, or to 4 by a scale 1.5 times as large, whichever errs less; 6 if they err alike.
+def _better_of_two(x32: Tensor, block: Tensor, amax: Tensor, encoding: Tensor, scheme: Scheme) -> Scaled:
+    """4over6: map each block's largest value to 6, or to 4 by a scale 1.5 times as large: the
+    smaller error, 6 if equal.
 
         d₆ = E4M3(amax / 6 · S),  d₄ = E4M3(amax / 6 · S · 1.5),   S = 6 · 256 / A, or 6 · 448 / A
 
@@ -257,21 +268,21 @@ def _better_of_two(wide: Tensor, block: Tensor, amax: Tensor, encoding: Tensor, 
     """
     base = over(block, torch.full_like(block, 6.0)) * encoding
     scale6, scale4 = encode(base, E4M3), encode(base * 1.5, E4M3)
-    codes6, codes4 = (_two_level_codes(wide, scale, encoding) for scale in (scale6, scale4))
-    error6, error4 = (
-        _errors(wide, codes, scale, amax, scheme) for codes, scale in ((codes6, scale6), (codes4, scale4))
-    )
+    codes6, codes4 = (_two_level_codes(x32, scale, encoding) for scale in (scale6, scale4))
+    error6, error4 = (_errors(x32, codes, scale, amax, scheme) for codes, scale in ((codes6, scale6), (codes4, scale4)))
     pick4 = error4 < error6  # False where an error is NaN
     return Scaled(
-        torch.where(spread(pick4, (1, BLOCK["nvfp4"]), wide), codes4, codes6), torch.where(pick4, scale4, scale6), amax
+        torch.where(spread(pick4, (1, BLOCK["nvfp4"]), x32), codes4, codes6), torch.where(pick4, scale4, scale6), amax
     )
 
 
-def _errors(wide: Tensor, codes: Tensor, scale: Tensor, amax: Tensor, scheme: Scheme) -> Tensor:
-    """Σ |q·d·A/denominator - x| over each block, or of the squares: ascending along a row, then a tree over the rows of a square block."""
+def _errors(x32: Tensor, codes: Tensor, scale: Tensor, amax: Tensor, scheme: Scheme) -> Tensor:
+    """Σ |q·d·A/denominator - x| per block, or of squares: ascending along a row, then a tree over a
+    square block's rows.
+    """
     size = BLOCK["nvfp4"]
-    product = decode(codes, E2M1) * spread(decode(scale, E4M3), (1, size), wide) * amax
-    difference = over(product, torch.full_like(product, 6 * scheme.scale_max)) - wide
+    product = decode(codes, E2M1) * spread(decode(scale, E4M3), (1, size), x32) * amax
+    difference = over(product, torch.full_like(product, 6 * scheme.scale_max)) - x32
     error = difference * difference if scheme.recipe.four_over_six_error == "mse" else difference.abs()
     total = torch.zeros_like(error[:, ::size])
     for i in range(size):
@@ -294,11 +305,12 @@ RULES = {"delayed": by_amax, "current": by_amax, "block": by_amax, "mxfp8": by_e
 
 
 def values(scaled: Scaled, scheme: Scheme) -> Tensor:
-    """What a group's codes stand for, in float32 and the form's own orientation.
+    """The values of a group's codes, in float32 and the form's own orientation.
 
-        delayed, current, block  q · (1/s)      MXFP8  q · 2^(e - 127)      NVFP4  q · (d · A · (1/2688))
+        delayed, current, block  q · (1/s)   MXFP8  q · 2^(e - 127)   NVFP4  q · (d · A · (1/2688))
 
-    Rounding: each operation. With A = ∞ NVFP4 gives ∞, and NaN where q or d is 0, as its kernel does.
+    Rounding: each operation. With A = ∞ NVFP4 gives ∞, and NaN where q or d is 0, as its kernel
+    does.
     """
     element = decode(scaled.codes, scheme.format)
     if scheme.recipe.scaling == "mxfp8":
@@ -335,10 +347,11 @@ def update_scales(
 
         last = reduced_amax if that was given and is not 0, else history[0]
         A = max(last, history[1:]), or last for "most_recent"
-        scale = FMAX · 2^-margin / A if A is finite and above 0, the largest float32 where that overflows; else as it was
-        history = [0, history[2], …, history[L-1], last]        if last is not 0; else as it was, and A = 0
+        scale = FMAX · 2^-margin / A, at most the largest float32, if 0 < A < ∞; else unchanged
+        history = [0, history[2], …, history[L-1], last] if last is not 0; else unchanged, and A = 0
 
-    An infinite amax stays in the history for L - 1 steps, and as long the scale does not move ("max"). With L = 1 nothing is remembered.
+    An infinite amax stays in the history for L - 1 steps, during which the scale does not move
+    ("max"). With L = 1 the history is empty.
 
     Args:
         role: of the tensor; grad_output has another FMAX under hybrid.
@@ -349,7 +362,7 @@ def update_scales(
     Raises:
         ValueError: a state that is not this recipe's, or a reduced_amax of another shape.
 
-    Source: kernel_bulk of delayed_scaling.cu. (The variant for one tensor rolls when last is 0, too.)
+    Source: kernel_bulk of delayed_scaling.cu.
     """
     require(recipe.scaling == "delayed", "recipe", f"of scaling {recipe.scaling!r}", "delayed: only that has a state")
     check_state(recipe, state, len(state.scale))

@@ -1,8 +1,9 @@
 """Terms that keep the experts' loads even: balancing losses, z-loss, and the expert bias.
 
-Mirrors `compute_routing_scores_for_aux_loss`, `switch_load_balancing_loss_func`, `z_loss_func`, `MoEAuxLossAutoScaler`
-and `get_updated_expert_bias` of megatron.core.transformer.moe.moe_utils, and `fused_compute_score_for_moe_aux_loss` and
-`fused_moe_aux_loss` of transformer_engine.pytorch.router. Differs: docs/differences.md#router.
+Mirrors `compute_routing_scores_for_aux_loss`, `switch_load_balancing_loss_func`, `z_loss_func`,
+`MoEAuxLossAutoScaler` and `get_updated_expert_bias` of megatron.core.transformer.moe.moe_utils, and
+`fused_compute_score_for_moe_aux_loss` and `fused_moe_aux_loss` of
+transformer_engine.pytorch.router. Differs: docs/differences.md#router.
 """
 
 from typing import Any
@@ -29,13 +30,15 @@ from moe_ref.router.selection import best
 def aux_loss_scores(
     logits_TE: Tensor, *, topk: int, score_function: str = "softmax", padding_mask: Tensor | None = None
 ) -> AuxScores:
-    """Scores and choice as the balancing losses see them: of all experts, without bias, groups, scaling or capacity.
+    """Scores and choice as the balancing losses see them: of all experts, without bias, groups,
+    scaling or capacity.
 
-        scores = softmax(x), or s / (Σ_E s + 1e-20) with s = σ(x) or √ln(1+exp x)      (also for K = 1)
+        scores = softmax(x), or s / (Σ_E s + 1e-20) with s = σ(x) or √ln(1+exp x), also for K = 1
         routing_map = the K largest scores of each token; of equal ones the lower expert
 
-    Rows of padding are 0 and False, whatever they hold. A row with NaN or +∞, or of nothing but -∞ with softmax, has unspecified
-    scores; sqrtsoftplus has no specified gradient in a row with a logit below -87.
+    Rows of padding are 0 and False, whatever they hold. A row with NaN or +∞, or of nothing but -∞
+    with softmax, has unspecified scores; sqrtsoftplus has no specified gradient in a row with a
+    logit below -87.
 
     Args:
         logits_TE: floating point.
@@ -45,9 +48,8 @@ def aux_loss_scores(
         `AuxScores`, in float32 (float64 for float64 logits).
 
     Raises:
-        ValueError: see `moe_ref.config`: check_logits, check_topk, check_score_function, check_padding_mask.
-
-    Source: moe_utils.compute_routing_scores_for_aux_loss.
+        ValueError: see `moe_ref.config`: check_logits, check_topk, check_score_function,
+            check_padding_mask.
     """
     check_logits(logits_TE)
     check_topk(topk, logits_TE.shape[1])
@@ -76,31 +78,33 @@ def load_balancing_loss(
 ) -> Tensor:
     """The balancing loss of the Switch Transformer, this rank's share of it.
 
-        loss = coeff · E / (K · N²) · Σ_j tokens_per_expert[j] · Σ_t scores[t, j],     N = total_num_tokens
+        loss = coeff · E / (K · N²) · Σ_j tokens_per_expert[j] · Σ_t scores[t, j]
+        N    = total_num_tokens
 
-    Columns may be several times the experts: a sequence loss folds B sequences into B·E columns. Shares over the ranks whose
-    counts are in `tokens_per_expert` add up to the whole; uniform routing and scores make coeff.
+    Columns may be several times the experts: a sequence loss folds B sequences into B·E columns.
+    Shares over the ranks whose counts are in `tokens_per_expert` add up to the whole; uniform
+    routing and scores make coeff.
 
     Args:
         scores: [rows, columns] floating point.
         tokens_per_expert: [columns], summed over all ranks that share the loss; gets no gradient.
-        total_num_tokens: N, tokens on all those ranks; 0 makes a loss of 0. A tensor of one element stays on the device. A sequence loss
-            with padding has the mean length of its sequences here, which may be less than 1.
+        total_num_tokens: N, tokens on all those ranks; 0 makes a loss of 0. A tensor of one element
+            is not read by the host. For a sequence loss with padding it is the mean length, which
+            may be less than 1.
         topk, num_experts: K and E.
         coeff: c ≥ 0.
 
     Returns:
-        [] in float32 (float64 for float64 scores). dscores[t, j] = dloss · coeff · E / (K · N²) · tokens_per_expert[j].
+        [] in float32 (float64 for float64 scores). dscores[t, j] = dloss · coeff · E / (K · N²) ·
+        tokens_per_expert[j].
 
     Raises:
         ValueError: see `moe_ref.config.check_load_balancing_loss`.
-
-    Source: moe_utils.switch_load_balancing_loss_func; TE fused_moe_aux_loss (N = 0 gives NaN there).
     """
     check_load_balancing_loss(scores, tokens_per_expert, total_num_tokens, topk, num_experts, coeff)
-    wide = accumulator_dtype(scores.dtype)
-    per_column = round_to(scores, wide).sum(0) * tokens_per_expert.detach().to(wide)
-    total = torch.as_tensor(total_num_tokens, device=scores.device).reshape(()).to(wide)
+    accumulator = accumulator_dtype(scores.dtype)
+    per_column = round_to(scores, accumulator).sum(0) * tokens_per_expert.detach().to(accumulator)
+    total = torch.as_tensor(total_num_tokens, device=scores.device).reshape(()).to(accumulator)
     tokens = torch.where(total > 0, total, 1)
     factor = torch.where(total > 0, coeff * num_experts / topk / tokens / tokens, 0.0)
     return per_column.sum() * factor
@@ -109,7 +113,7 @@ def load_balancing_loss(
 def z_loss(logits_TE: Tensor, *, coeff: float, padding_mask: Tensor | None = None) -> Tensor:
     """The penalty on large logits.
 
-        loss = coeff · mean_t (ln Σ_e exp x_te)²     over the tokens that are no padding; 0 if there are none
+        loss = coeff · mean_t (ln Σ_e exp x_te)²     over tokens that are no padding; 0 without any
 
     Args:
         logits_TE: floating point.
@@ -117,12 +121,11 @@ def z_loss(logits_TE: Tensor, *, coeff: float, padding_mask: Tensor | None = Non
         padding_mask: [T], True for padding.
 
     Returns:
-        [] in float32 (float64 for float64 logits). dx_te = dloss · coeff · 2 · lse_t · softmax(x)_te / n.
+        [] in float32 (float64 for float64 logits). dx_te = dloss · coeff · 2 · lse_t ·
+        softmax(x)_te / n.
 
     Raises:
         ValueError: see `moe_ref.config`: check_logits, check_coeff, check_padding_mask.
-
-    Source: moe_utils.z_loss_func, which computes in the logits' dtype: in bf16 its loss has two digits.
     """
     check_logits(logits_TE)
     check_coeff(coeff)
@@ -145,16 +148,15 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
-    """x itself, with a loss that rides on it.
+    """x itself, with a loss attached.
 
         out = x;   dx = dout;   dloss = scale, whatever dout is
 
-    The balancing losses ride on probs and the z-loss on logits: who does not differentiate through those gets no gradient of them.
+    The balancing losses ride on probs and the z-loss on logits: a loss gets its gradient only if
+    its carrier does.
 
     Args:
-        scale: what the training loss is multiplied by, divided by the micro-batches.
-
-    Source: moe_utils.MoEAuxLossAutoScaler, where scale is a global of the process.
+        scale: the factor of the training loss, divided by the micro-batches.
     """
     check_loss_scale(scale)
     return _AttachLoss.apply(x, loss, scale)
@@ -166,7 +168,7 @@ def update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, *, update
         bias'[e] = bias[e] + update_rate · sign(mean(c) - c[e]),   sign(0) = 0
 
     Args:
-        expert_bias: [E] float32. (In bf16 a step of 1e-3 vanishes once the bias is 0.5: that is refused.)
+        expert_bias: [E] float32. In bf16 a step of 1e-3 would vanish once the bias is 0.5.
         tokens_per_expert: c, [E] counts of the whole global batch, summed over all ranks.
         update_rate: ≥ 0.
 
@@ -174,9 +176,8 @@ def update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, *, update
         [E] float32, a new tensor.
 
     Raises:
-        ValueError: a bias that is not float32 or float64, counts of another shape, a rate that is no number ≥ 0.
-
-    Source: moe_utils.get_updated_expert_bias.
+        ValueError: a bias that is not float32 or float64, counts of another shape, a rate that is
+            no number ≥ 0.
     """
     check_update_expert_bias(expert_bias, tokens_per_expert, update_rate)
     count = tokens_per_expert.double()  # exact below 2⁵³, and so is the comparison E · c with Σ c

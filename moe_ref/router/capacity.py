@@ -1,6 +1,7 @@
-"""Capacity: no expert takes more than so many tokens.
+"""Capacity: an upper bound on the tokens of each expert.
 
 Mirrors `get_capacity` and `apply_router_token_dropping` of megatron.core.transformer.moe.moe_utils.
+Differs: docs/differences.md#router.
 """
 
 from fractions import Fraction
@@ -13,16 +14,13 @@ from moe_ref.config import Routed, check_drop_tokens, check_expert_capacity
 
 
 def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float) -> int:
-    """Rows of one expert: min(⌈T · K / E · cf⌉, T).
+    """Rows per expert: min(⌈T · K / E · cf⌉, T).
 
-    cf counts as the decimal it is written as, so that no rounding adds a row (T=31, K=1, E=60, cf=60 makes 31). More than T rows
-    cannot be filled by T tokens.
+    cf counts as the decimal it is written as, so that no rounding adds a row: T=31, K=1, E=60,
+    cf=60 makes 31.
 
     Raises:
         ValueError: num_tokens, num_experts, topk or capacity_factor is no number of its kind.
-
-    Source: moe_utils.get_capacity, which computes in floating point and does not stop at T: with pad-to-capacity, Megatron's
-    first permute then raises.
     """
     check_expert_capacity(num_tokens, num_experts, topk, capacity_factor)
     return min(ceil(Fraction(num_tokens * topk, num_experts) * Fraction(str(capacity_factor))), num_tokens)
@@ -36,26 +34,24 @@ def drop_tokens(
     drop_policy: str = "probs",
     pad_to_capacity: bool = False,
 ) -> Routed:
-    """Keep at most `capacity` tokens of each expert; drop the others.
+    """Keep at most `capacity` tokens per expert; drop the others.
 
         policy "probs"      the routed tokens of the largest probs; of equal ones the earlier
         policy "position"   the earliest routed tokens
 
-        probs'[t, e] = probs[t, e] if kept and routed, else 0     (nothing is renormalised)
+        probs'[t, e] = probs[t, e] if kept and routed, else 0     (not renormalised)
 
-    With `pad_to_capacity`, an expert with fewer routed tokens gets the first unrouted ones beside them, of prob 0, until it
-    has `capacity` (T, if that is less) of them. A routed token of prob 0 is routed like any other: it goes before every unrouted one.
+    With `pad_to_capacity`, an expert with fewer routed tokens also gets the first unrouted ones, of
+    prob 0, until it has `capacity` (at most T) of them. A routed token of prob 0 comes before every
+    unrouted one.
 
     Args:
         probs_TE: floating point; entries that are not routed are not read.
         routing_map_TE: bool, or integers 0 and 1.
-        capacity: rows an expert, at least 0.
+        capacity: rows per expert, at least 0.
 
     Raises:
         ValueError: see `moe_ref.config.check_drop_tokens`.
-
-    Source: moe_utils.apply_router_token_dropping, which may drop a routed token of prob 0 in favour of an unrouted one, and
-    whose "position" is that of a top-k among equal values, which is not the first.
     """
     check_drop_tokens(probs_TE, routing_map_TE, capacity, drop_policy)
     routed_TE = routing_map_TE != 0

@@ -1,6 +1,7 @@
 """From hidden states to logits.
 
-Mirrors `RouterGatingLinearFunction` of megatron.core.transformer.moe.moe_utils and `TopKRouter.apply_input_jitter`.
+Mirrors `RouterGatingLinearFunction` of megatron.core.transformer.moe.moe_utils and
+`TopKRouter.apply_input_jitter`. Differs: docs/differences.md#router.
 """
 
 from typing import Any
@@ -34,8 +35,8 @@ def gate(x_TH: Tensor, weight_EH: Tensor, *, bias: Tensor | None = None, router_
 
         logits = x Wᵀ + b,   in the router dtype: float32, float64, or x's own
 
-    Backward, in the router dtype: dx = g W, rounded to x's dtype; dW = gᵀ x, to W's; db = Σ_t g, to b's. What is saved for it are
-    x and W as they came.
+    Backward, in the router dtype: dx = g W, rounded to x's dtype; dW = gᵀ x, to W's; db = Σ_t g, to
+    b's. It saves x and W as they came.
 
     Args:
         x_TH: floating point.
@@ -48,20 +49,17 @@ def gate(x_TH: Tensor, weight_EH: Tensor, *, bias: Tensor | None = None, router_
 
     Raises:
         ValueError: see `moe_ref.config.check_gate`.
-
-    Source: moe_utils.router_gating_linear; TopKRouter.gating.
     """
     check_gate(x_TH, weight_EH, bias, router_dtype)
     return _Gate.apply(x_TH, weight_EH, bias, ROUTER_DTYPES.get(router_dtype or "", x_TH.dtype))
 
 
 def jitter(x_TH: Tensor, *, eps: float) -> Tensor:
-    """x ⊙ u, u uniform in [1 - eps, 1 + eps], drawn for each element in x's dtype. Only the router sees it.
+    """x ⊙ u, u uniform in [1 - eps, 1 + eps], drawn for each element in x's dtype. For the router's
+    input only.
 
     Raises:
         ValueError: eps is no number from 0 to 1, 1 excluded.
-
-    Source: TopKRouter.apply_input_jitter, which also jitters in evaluation.
     """
     check_jitter(eps)
     return x_TH * (1 - eps + 2 * eps * torch.rand_like(x_TH))

@@ -1,18 +1,18 @@
 """The losses of one routing step, of a configuration and over ranks.
 
-Each rank computes a share, and the shares add up. N are counts per expert, scores those of `aux_loss_scores`, T this
-rank's tokens in B sequences of S, token t = s · B + b:
+Each rank computes a share, and the shares add up. N are counts per expert, the scores come from
+`aux_loss_scores`, T this rank's tokens in B sequences of S, token t = s · B + b:
 
     aux      load_balancing_loss of N = Σ over the tp_cp ranks, tokens T · |tp_cp|
     seq      the same with a column per (sequence, expert), tokens S · |tp_cp|, divided by B
-    global   N = mean over this batch's micro-batches so far of Σ over the tp_dp_cp ranks, tokens T · |tp_dp_cp|
+    global   N = mean over micro-batches so far of Σ over the tp_dp_cp ranks, tokens T · |tp_dp_cp|
     z        z_loss with coeff / |tp_cp|
 
-With a padding mask the tokens are the valid ones, Σ N / K (of `seq` the average length). All are divided by
-`loss_divisor`. Differs: docs/differences.md#router.
+With a padding mask the tokens are the valid ones, Σ N / K (of `seq` the average length). All are
+divided by `loss_divisor`. Differs: docs/differences.md#router.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,9 @@ class LossTerm(NamedTuple):
 
 
 def z_term(logits_TE: Tensor, config: RouterConfig, padding_mask: Tensor | None, group: RankGroup) -> LossTerm:
-    """The z-loss. Per token: times this rank's valid tokens and the ranks, for it is a mean over one rank's tokens."""
+    """The z-loss. Per token: times this rank's valid tokens and the ranks, for it is a mean over
+    one rank's tokens.
+    """
     loss = z_loss(logits_TE, coeff=config.z_loss_coeff / group.size, padding_mask=padding_mask) / config.loss_divisor
     tokens = _valid_tokens(logits_TE, padding_mask) * group.size
     return LossTerm(loss, loss * tokens if config.loss_per_token else loss)
@@ -50,8 +52,8 @@ def balancing_terms(
     if not config.balancing_coeffs:
         return {}, state
     topk, num_experts = config.topk, config.num_experts
-    options = {"topk": topk, "score_function": config.score_function}
-    scores_TE, map_TE = aux_loss_scores(logits_TE, padding_mask=padding_mask, **options)  # type: ignore[arg-type]
+    score: dict[str, Any] = {"topk": topk, "score_function": config.score_function}
+    scores_TE, map_TE = aux_loss_scores(logits_TE, padding_mask=padding_mask, **score)
     valid = ranks.tp_cp.sum(_valid_tokens(logits_TE, padding_mask))
 
     def counts(group: RankGroup, sequences: int = 1) -> Tensor:
@@ -60,8 +62,8 @@ def balancing_terms(
     def term(name: str, counted: Tensor, now: Tensor, group: RankGroup, sequences: int = 1) -> LossTerm:
         tokens = len(logits_TE) // sequences * group.size if padding_mask is None else now.sum() / topk / sequences
         scores = scores_TE.reshape(-1, sequences * num_experts)
-        options = {"topk": topk, "num_experts": num_experts, "coeff": config.balancing_coeffs[name]}
-        loss = load_balancing_loss(scores, counted, total_num_tokens=tokens, **options)  # type: ignore[arg-type]
+        sizes: dict[str, Any] = {"topk": topk, "num_experts": num_experts, "coeff": config.balancing_coeffs[name]}
+        loss = load_balancing_loss(scores, counted, total_num_tokens=tokens, **sizes)
         loss = loss / sequences / config.loss_divisor
         return LossTerm(loss, loss * valid if config.loss_per_token else loss)
 

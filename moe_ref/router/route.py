@@ -2,9 +2,11 @@
 
     logits ── + z-loss ── choice (top-k | Sinkhorn) ── capacity ── + balancing losses ── counts
 
-Mirrors `TopKRouter.routing` of megatron.core.transformer.moe.router and `RouterReplay` of router_replay.
-Differs: docs/differences.md#router.
+Mirrors `TopKRouter.routing` of megatron.core.transformer.moe.router and `RouterReplay` of
+router_replay. Differs: docs/differences.md#router.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,22 +44,20 @@ def route(
 ) -> RouteOutput:
     """One forward of the router after its matrix product; see the steps in its code.
 
-    Losses and counts are taken only if `training` is set and autograd records: an evaluation, and the first pass of a
-    recomputed layer, leave no trace. See `moe_ref.router.losses` for the losses.
+    Losses (`moe_ref.router.losses`) and counts need `training` and a recording autograd: an
+    evaluation, and the first pass of a recomputed layer, leave no trace.
 
     Args:
         logits_TE: floating point.
         state: from `new_state` or the step before. Only the returned state is valid afterwards.
         batch_size: B, sequences; a divisor of T.
-        padding_mask: [T], True for padding. Padding is routed like other tokens, but counts in no loss and no count.
+        padding_mask: [T], True for padding. Padding is routed like other tokens, but counts in no
+            loss and no count.
         loss_scale: factor of the training loss; the gradient of each loss.
-        replay: "none" · "record": return the chosen indices · "forward": use `replay_target` and queue it · "backward":
-            use the oldest queued indices and drop them from the queue.
+        replay: "none" · "record": return the chosen indices · "forward": use `replay_target` and
+            queue it · "backward": use the oldest queued indices and drop them from the queue.
         replay_target: [T,K] indices for "forward".
         ranks: groups of ranks over which losses count; None for this rank alone.
-
-    Returns:
-        `RouteOutput`: probs in the logits' dtype, bool map, losses detached, recorded indices, next state.
 
     Raises:
         ValueError: see `moe_ref.config.check_route`; also from the functions above.
@@ -117,8 +117,8 @@ def limit_tokens(chosen: Routed, config: RouterConfig) -> Routed:
     tokens, experts = chosen.routing_map.shape
     sizes = {"num_experts": experts, "topk": config.topk}
     capacity = expert_capacity(tokens, capacity_factor=config.capacity_factor, **sizes)
-    options = {"drop_policy": config.drop_policy, "pad_to_capacity": config.pad_to_capacity}
-    return drop_tokens(*chosen, capacity=capacity, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"drop_policy": config.drop_policy, "pad_to_capacity": config.pad_to_capacity}
+    return drop_tokens(*chosen, capacity=capacity, **options)
 
 
 def count_tokens(state: RouterState, routing_map_TE: Tensor, padding_mask: Tensor | None) -> RouterState:

@@ -1,7 +1,8 @@
-"""Score functions: from a row of logits to one number an expert.
+"""Score functions: from a row of logits to one number per expert.
 
-Everything here is computed in float32 (float64 for float64 logits); `selection` rounds once, to the logits' dtype.
-Mirrors the score functions of megatron.core.transformer.moe.moe_utils.topk_routing_with_score_function.
+Everything here is computed in float32 (float64 for float64 logits); `selection` rounds once, to the
+logits' dtype. Mirrors the score functions of
+megatron.core.transformer.moe.moe_utils.topk_routing_with_score_function.
 """
 
 import torch
@@ -16,10 +17,10 @@ EPSILON = 1e-20  # added to a sum that is divided by: moe_utils
 def softmax(logits: Tensor) -> Tensor:
     """exp(x_e - max x) / Σ_e exp(x_e - max x), over the last dimension.
 
-    An expert of logit -∞ scores exactly 0; a row of nothing but -∞ is NaN.
+    An expert of logit -∞ scores exactly 0; a row of -∞ alone is NaN.
     """
-    wide = round_to(logits, accumulator_dtype(logits.dtype))
-    power = (wide - wide.amax(-1, keepdim=True)).exp() if wide.shape[-1] else wide
+    x = round_to(logits, accumulator_dtype(logits.dtype))
+    power = (x - x.amax(-1, keepdim=True)).exp() if x.shape[-1] else x
     return power / power.sum(-1, keepdim=True)
 
 
@@ -29,7 +30,9 @@ def sigmoid(logits: Tensor) -> Tensor:
 
 
 def sqrtsoftplus(logits: Tensor) -> Tensor:
-    """√ln(1 + exp(x)). Above 20, where they agree to float32's last bit, ln(1 + exp(x)) may be taken as x."""
+    """√ln(1 + exp(x)). Above 20, where they agree to float32's last bit, ln(1 + exp(x)) may be
+    taken as x.
+    """
     return softplus(round_to(logits, accumulator_dtype(logits.dtype)), threshold=40).sqrt()
 
 

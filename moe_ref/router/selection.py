@@ -1,10 +1,11 @@
-"""Which experts a token goes to, and with which weights.
+"""The choice of experts, and their weights.
 
-    keys     one number an expert, by which the K best are chosen (bias and groups act here, and only here)
-    weights  what the chosen experts' outputs are multiplied by
+    keys     one number per expert, by which the K best are chosen; only here act bias and groups
+    weights  the factors of the chosen experts' outputs
 
-Mirrors `topk_routing_with_score_function` and `group_limited_topk` of megatron.core.transformer.moe.moe_utils, and
-`fused_topk_with_score_function` of transformer_engine.pytorch.router.
+Mirrors `topk_routing_with_score_function` and `group_limited_topk` of
+megatron.core.transformer.moe.moe_utils, and `fused_topk_with_score_function` of
+transformer_engine.pytorch.router. Differs: docs/differences.md#router.
 """
 
 import torch
@@ -27,45 +28,31 @@ def topk_indices(
     expert_bias: Tensor | None = None,
     precomputed_indices: Tensor | None = None,
 ) -> TopK:
-    """Choose K experts a token and weigh them.
+    """Choose K experts per token and weigh them.
 
-        score function   key of expert e          weight of a chosen expert e, S the chosen set
+        score function   key of expert e          weight of a chosen expert e of S
         softmax          x_e                      exp(x_e) / Σ_{i∈S} exp(x_i)
         softmax, pre     softmax(x)_e over E      softmax(x)_e
-        sigmoid          σ(x_e) + bias_e          σ(x_e) / (Σ_{i∈S} σ(x_i) + 1e-20); σ(x_e) itself if K = 1
+        sigmoid          σ(x_e) + bias_e          σ(x_e) / (Σ_{i∈S} σ(x_i) + 1e-20); σ(x_e) if K = 1
         sqrtsoftplus     √ln(1+exp x_e) + bias_e  as sigmoid
 
-    S holds the K largest keys; of equal keys the lower expert. With groups, E/G experts in sequence each, a group's score is
-    the sum of its K // group_topk largest keys, the `group_topk` best groups are kept (of equal ones the lower), and S is
-    chosen among their experts. Weights are multiplied by `scaling_factor`. The bias has no influence on weights and
-    gets no gradient; nor does the choice.
+    S holds the K largest keys; of equal keys the lower expert. With G groups of E/G consecutive
+    experts, S is chosen in the `group_topk` groups with the largest Σ of their K // group_topk
+    largest keys. Weights are multiplied by `scaling_factor`. Bias and choice get no gradient.
 
-    Corners: -∞ is a number like others: an expert of logit -∞ is chosen when there are no K better ones, with weight 0, and the K
-    experts are different ones even so. A row with NaN or +∞, or softmax where all chosen logits are -∞: K different experts, which
-    ones and with which weights is not specified; other rows do not notice. sqrtsoftplus has no specified gradient in a row with a
-    logit below -87, where exp(x) underflows in float32. K = 1 with softmax gives weight 1 and gradient 0. `pre_softmax` means nothing
-    to the other score functions.
+    -∞ is a key like others, of weight 0. A row with NaN or +∞, or softmax of -∞ alone, gives K
+    different experts of unspecified weights; sqrtsoftplus of a logit below -87 has no specified
+    gradient.
 
     Args:
-        logits_TE: floating point.
-        topk: K.
-        num_groups, group_topk: G and g, together or not at all; K ≤ g · E/G.
-        scaling_factor: positive, or None. (Megatron takes 0.0 for None, Transformer Engine for zero: it is refused.)
         expert_bias: [E], not with softmax.
-        precomputed_indices: [T,K] experts to use instead of choosing, all different in a row (not checked). Keys, groups and
-            bias then play no part.
+        precomputed_indices: [T,K] experts to use instead of choosing, all different (not checked).
 
-    Returns:
-        `TopK`, slots in descending order of key.
-
-    Rounding: everything in float32 (float64 for float64 logits), the weight once to the logits' dtype.
+    Rounding: in float32 (float64 for float64 logits); the weight once, to the logits' dtype.
 
     Raises:
-        ValueError: see `moe_ref.config.check_topk_routing`; also if a precomputed index is outside 0 … E-1, which an
-            implementation that must not read the device may declare unchecked.
-
-    Source: moe_utils.topk_routing_with_score_function(dense_output=True). Megatron accepts group settings under which fewer
-    than K experts are left and then returns -∞ or NaN weights; they are refused here.
+        ValueError: see `moe_ref.config.check_topk_routing`; also if a precomputed index is outside
+            0 … E-1, which an implementation that must not read the device may declare unchecked.
     """
     check_topk_routing(
         logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices
@@ -96,9 +83,8 @@ def topk_indices(
 def topk_routing(logits_TE: Tensor, *, topk: int, **settings) -> Routed:
     """`topk_indices`, spread over all experts.
 
-        probs[t, e] = weight of e if e was chosen for t, else 0;   routing_map[t, e] = e was chosen for t
-
-    Source: moe_utils.topk_routing_with_score_function, its default form.
+    probs[t, e] = weight of e if e was chosen for t, else 0;   routing_map[t, e] = e was chosen for
+    t
     """
     chosen = topk_indices(logits_TE, topk=topk, **settings)
     return spread(chosen, logits_TE.shape[1])
@@ -112,7 +98,9 @@ def spread(chosen: TopK, num_experts: int) -> Routed:
 
 
 def best(keys: Tensor, count: int) -> Tensor:
-    """[rows, count] columns of the largest keys in descending order; of equal keys the lower column; NaN before all."""
+    """[rows, count] columns of the largest keys in descending order; of equal keys the lower
+    column; NaN before all.
+    """
     return keys.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
@@ -131,7 +119,8 @@ def _weights(scores_TK: Tensor, score_function: str, pre_softmax: bool) -> Tenso
 def _only_best_groups(keys_TE: Tensor, num_groups: int, group_topk: int, counted: int) -> Tensor:
     """The keys with -∞ in place of those in groups that are not kept.
 
-    An expert of a kept group whose own key is -∞ stands behind all others but before those: the kept are moved up by rank.
+    An expert of a kept group whose own key is -∞ comes after all others of kept groups, but before
+    those.
     """
     by_group = keys_TE.unflatten(1, (num_groups, -1))
     score_TG = by_group.sort(dim=2, descending=True).values[..., :counted].sum(2)

@@ -1,6 +1,7 @@
 """Sinkhorn routing: a choice by a balanced plan.
 
-Mirrors `sinkhorn` of megatron.core.transformer.moe.moe_utils and `TopKRouter.sinkhorn_load_balancing`.
+Mirrors `sinkhorn` of megatron.core.transformer.moe.moe_utils and
+`TopKRouter.sinkhorn_load_balancing`.
 """
 
 import torch
@@ -13,16 +14,17 @@ from moe_ref.router.selection import best
 
 
 def sinkhorn_routing(logits_TE: Tensor, *, topk: int, training: bool = True) -> Routed:
-    """Choose by a balanced plan: rows and columns of exp(logits) scaled until the experts' shares are even.
+    """Choose by a balanced plan: rows and columns of exp(logits) scaled until the experts' shares
+    are even.
 
         C = exp(x),  d1 = 1
         repeat  d0 = (1/T) / (C d1 + 1e-8),  d1 = (1/E) / (Cᵀ d0 + 1e-8)  until mean |Δd1| ≤ 1e-4
-        routing_map = the K largest d1_e · C_te · d0_t of each token       (in evaluation: of the activations)
+        routing_map = the K largest d1_e · C_te · d0_t of each token    (in evaluation: activations)
         probs = activation · routing_map,   activation = σ(x) if K = 1, else softmax(x) over E
 
-    The plan is computed in float32 and gets no gradient; weights are not renormalised. A logit above 88 makes the plan
-    NaN, and the choice unspecified. If all of a token's logits are below -9, 1e-8 outweighs its row, and there may be
-    millions of rounds.
+    The plan is computed in float32 and gets no gradient; weights are not renormalised. A logit
+    above 88 makes the plan NaN, and the choice unspecified. If all of a token's logits are below
+    -9, 1e-8 outweighs its row, and there may be millions of rounds.
 
     Args:
         logits_TE: floating point.

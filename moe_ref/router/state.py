@@ -1,4 +1,4 @@
-"""The router's memory: what is new, saved, loaded, and learnt at the end of a global batch.
+"""The router's memory: made, saved, loaded, and updated at the end of a global batch.
 
 Mirrors the buffers of `TopKRouter`, and `finalize_model_grads` of megatron.core.distributed.
 Differs: docs/differences.md#router.
@@ -31,7 +31,8 @@ def state_from(tensors: Mapping[str, Tensor]) -> RouterState:
     """The inverse of `state_tensors`.
 
     Raises:
-        ValueError: a tensor is missing, or expert_bias is not float32: a cast of all buffers to bf16 loses its steps.
+        ValueError: a tensor is missing, or expert_bias is not float32: a cast of all buffers to
+            bf16 loses its steps.
     """
     check_state_tensors(tensors)
     names = [name for name in RouterState._fields if name != "replay_queue"]
@@ -44,8 +45,8 @@ def finish_batch(
 ) -> RouterState:
     """End a global batch, when the gradients are final.
 
-    The expert bias takes a step by the counts of all tp_dp_cp ranks (`update_expert_bias`), unless it is frozen. All
-    counters become zero.
+    The expert bias takes a step by the counts of all tp_dp_cp ranks (`update_expert_bias`), unless
+    it is frozen. All counters become zero.
     """
     ranks = ranks or RouterRanks()
     if config.expert_bias and not frozen:

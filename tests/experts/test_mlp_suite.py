@@ -22,7 +22,7 @@ from conformance.families.experts.shared import SharedCase
 from conformance.interface import Implementation
 from moe_ref.config import check_grouped_mlp, check_shared_experts
 from moe_ref.experts.activations import chosen_activation
-from moe_ref.experts.linear import grouped_linear, linear, segments
+from moe_ref.experts.linear import expert_slices, grouped_linear, linear
 from moe_ref.experts.mlp import _wide, pad_segments
 
 poison.install()
@@ -65,7 +65,7 @@ def kept_wide(
         rows, counts, fc1, fc2, probs, fc1_bias, fc2_bias, shown, act.keywords["kind"], probs_on_input, align, recompute
     )
     out = []
-    for e, own in enumerate(segments(counts, len(rows))):
+    for e, own in enumerate(expert_slices(counts, len(rows))):
         x, p = rows[own].double(), None if probs is None else probs[own].double()
         if p is not None and probs_on_input:
             x, p = x * p[:, None], None

@@ -47,7 +47,7 @@ def test_a_refusal_names_the_option_and_all_it_depends_on(monkeypatch, option, r
         config(**refused)
     assert rule.option == option
     assert str(raised.value).startswith(f"{option} is {getattr(unchecked, option)!r}")
-    assert all(f" {name} {getattr(unchecked, name)!r}" in str(raised.value) for name in rule.beside.split())
+    assert all(f" {name} {getattr(unchecked, name)!r}" in str(raised.value) for name in rule.depends.split())
     assert not re.search(r"[{}]", str(raised.value).partition("; it must be ")[2])
 
 
@@ -63,7 +63,7 @@ def test_every_rule_refuses_some_case(monkeypatch):
 
 def test_a_rule_depends_on_no_option_that_it_does_not_name_or_that_does_not_exist():
     names = {field.name for field in fields(MoEConfig)}
-    assert [(rule.option, rule.beside) for rule in RULES if not {rule.option, *rule.beside.split()} <= names] == []
+    assert [(rule.option, rule.depends) for rule in RULES if not {rule.option, *rule.depends.split()} <= names] == []
 
 
 @pytest.mark.parametrize(("option", "value"), WRONG_KINDS, ids=str)
@@ -461,7 +461,7 @@ def test_megatron_refuses_the_same(megatron, monkeypatch):
             and rule.who in ("V", "A")
             and (made(megatron, asked) or (neighbour and not made(megatron, neighbour)))
         ):
-            different.add((option, rule.beside))
+            different.add((option, rule.depends))
     assert different == set(ELSEWHERE)
 
 

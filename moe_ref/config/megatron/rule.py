@@ -1,4 +1,4 @@
-"""A row of the tables of rules: one reason why `MoEConfig` refuses, and the conditions that rows are made of."""
+"""A row of the tables of rules: one reason why `MoEConfig` refuses; and the conditions in rows."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 Condition = Callable[["MoEConfig"], object]  # anything true counts
 Who = Literal["V", "A", "run", "args", "our"]
-"""Who else refuses it: Megatron's TransformerConfig by a ValueError (V) or an assertion (A), its modules when they are built,
-called or reached (run), its command line (args), or nobody: there the option has no effect, or not the one it names (our)."""
+"""Who else refuses it: Megatron's TransformerConfig by a ValueError (V) or an assertion (A), its modules when
+built, called or reached (run), its command line (args); or only this project (our): in Megatron the option has no
+effect, or not the one it names."""
 
 
 class Rule(NamedTuple):
@@ -21,24 +22,24 @@ class Rule(NamedTuple):
 
     who: Who
     option: str  # the option to name
-    beside: str  # the others that the reason depends on, in the order to name them
+    depends: str  # the other options of the reason, in the order to name them
     refused: Condition
-    right: str  # what goes on after "it must be"; {option} stands for that option's value
+    right: str  # goes on after "it must be"; {option} is that option's value
 
     def check(self, config: "MoEConfig") -> None:
         """Raise `ValueError` if the config is refused."""
         values = vars(config)
-        others = " and ".join(f"{name} {values[name]!r}" for name in self.beside.split())
-        value = f"{values[self.option]!r} with {others}" if others else repr(values[self.option])
+        dependencies = " and ".join(f"{name} {values[name]!r}" for name in self.depends.split())
+        value = f"{values[self.option]!r} with {dependencies}" if dependencies else repr(values[self.option])
         require(not self.refused(config), self.option, value, self.right.format_map(values))
 
 
 def each(
-    who: Who, options: str, beside: str, refused: Callable[["MoEConfig", Any], object], right: str
+    who: Who, options: str, depends: str, refused: Callable[["MoEConfig", Any], object], right: str
 ) -> tuple[Rule, ...]:
     """The same rule for several options; `refused` gets the option's value too."""
     return tuple(
-        Rule(who, name, beside, lambda c, name=name: refused(c, getattr(c, name)), right)  # type: ignore[misc]
+        Rule(who, name, depends, lambda c, name=name: refused(c, getattr(c, name)), right)  # type: ignore[misc]
         for name in options.split()
     )
 
@@ -115,7 +116,9 @@ def kinds_of(cls: type) -> dict[str, Any]:
 
 
 def fits(value: object, kind: Any) -> bool:
-    """The value is of the kind; lists are tuples by now. A bool is no number, and a number is finite."""
+    """The value is of the kind; lists are tuples by now. A bool is no number, and a number is
+    finite.
+    """
     if kind is float:
         return is_count(value) or is_number(value)  # is_number fails on an integer that no float can hold
     if kind is int:
@@ -130,9 +133,9 @@ def fits(value: object, kind: Any) -> bool:
 
 def words(kind: Any) -> str:
     """The kind, to be read after "it must be"."""
-    plain: dict[Any, str] = {int: "an integer", float: "a finite number", bool: "True or False", NoneType: "None"}
-    if kind in plain:
-        return plain[kind]
+    words_of: dict[Any, str] = {int: "an integer", float: "a finite number", bool: "True or False", NoneType: "None"}
+    if kind in words_of:
+        return words_of[kind]
     origin, inside = get_origin(kind), get_args(kind)
     if origin is Literal:
         return f"one of {', '.join(map(repr, inside))}"

@@ -1,12 +1,14 @@
-"""Megatron's options of an MoE layer, with its names and defaults, checked when a `MoEConfig` is made.
+"""Megatron's options of an MoE layer, with its names and defaults, checked when a `MoEConfig` is
+made.
 
-The rules are tables, in `routing` and `running` beside this file; `stages` makes of the options what each stage reads.
-Every option is read by a stage, given by the call, or without effect on results (`GIVEN_BY_THE_CALL`, `SAME_RESULT`).
-Options of Megatron that are missing here have no implementation: other load balancing than losses and Sinkhorn, forced
-balance, the NCCL-EP backend, low precision on the wire of other backends, inference, and batch invariance.
+The rules are tables, in `routing` and `running`; `stages` makes of the options
+what each stage reads. Every option is read by a stage, given by the call, or without effect on
+results (`GIVEN_BY_THE_CALL`, `SAME_RESULT`). Options of Megatron that are missing here have no
+implementation: other load balancing than losses and Sinkhorn, forced balance, the NCCL-EP backend,
+low precision on the wire of other backends, inference, and batch invariance.
 
-Source: megatron/core/transformer/transformer_config.py and model_parallel_config.py, main d98e8a64ddf3 and release
-0.16.1. Differs: docs/differences.md#configuration.
+Source: megatron/core/transformer/transformer_config.py and model_parallel_config.py, main
+d98e8a64ddf3 and release 0.16.1. Differs: docs/differences.md#configuration.
 """
 
 import warnings
@@ -49,14 +51,15 @@ Graphed = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"]
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Settings of an MoE layer and of what surrounds it, as far as rules depend on that.
+    """Settings of an MoE layer, and of its surroundings as far as rules depend on them.
 
     Raises:
-        ValueError: naming the option, its value and what would be right: a value of the wrong kind or size, or a combination
-            that a rule refuses.
+        ValueError: with the option, its value and the right values: a value of the wrong kind or
+            size, or a combination that a rule refuses.
 
     Warns:
-        DeprecationWarning: a deprecated name. UserWarning: legal, but seldom meant (see `moe_rules_running.WARNINGS`).
+        DeprecationWarning: a deprecated name. UserWarning: legal, but seldom meant (see
+            `moe_rules_running.WARNINGS`).
     """
 
     # The model
@@ -180,7 +183,7 @@ class MoEConfig:
     moe_paged_stash_buffer_size_factor_cpu: float = 0.0  # as above; 0: nothing moves to the host
     cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = "none"
     cuda_graph_modules: Sequence[Graphed] = ()  # with local and transformer_engine; none: whole layers
-    overlap_moe_expert_parallel_comm: bool = False  # one micro-batch's dispatch beside another's computation
+    overlap_moe_expert_parallel_comm: bool = False  # one micro-batch's dispatch during another's computation
     ep_overlap_early_attn_memory_release: bool = False
     delay_wgrad_compute: bool = False  # weight gradients later than data gradients
     overlap_dispatch_backward_with_experts_wgrad: bool = False
@@ -209,10 +212,12 @@ class MoEConfig:
         self._derive()
         for rule in (*ROUTING, *RUNNING):
             rule.check(self)
-        self._warn_of_what_is_seldom_meant()
+        self._warn_of_unusual()
 
     def _use_new_names(self) -> None:
-        """Deprecated names, if set, set the new ones and are unset, so that `dataclasses.replace` finds nothing to do."""
+        """Deprecated names set the new ones and are unset, so that `dataclasses.replace` changes
+        nothing.
+        """
         default = {field.name: field.default for field in fields(self)}
         for old, means in self.deprecated.items():
             value = getattr(self, old)
@@ -221,9 +226,9 @@ class MoEConfig:
             meant = means(self, value)
             words = ", ".join(f"{new}={what!r}" for new, what in meant.items())
             for new in meant:
-                beside = f"{value!r} with {new} {getattr(self, new)!r}"
+                both = f"{value!r} with {new} {getattr(self, new)!r}"
                 require(
-                    getattr(self, new) == default[new], old, beside, f"left out: it is the deprecated name of {words}"
+                    getattr(self, new) == default[new], old, both, f"left out: it is the deprecated name of {words}"
                 )
             flex = old != "moe_enable_deepep" or self.moe_token_dispatcher_type == "flex"
             require(
@@ -238,7 +243,7 @@ class MoEConfig:
                 self._set(new, what)
 
     def _derive(self) -> None:
-        """Fill in what follows from other options."""
+        """Fill in options that follow from others."""
         if self.expert_tensor_parallel_size is None:
             self._set("expert_tensor_parallel_size", self.tensor_model_parallel_size)
         if self.ffn_hidden_size is None:
@@ -247,9 +252,8 @@ class MoEConfig:
             self._warn(f"moe_ffn_hidden_size is None; ffn_hidden_size, {self.ffn_hidden_size}, is taken")
             self._set("moe_ffn_hidden_size", self.ffn_hidden_size)
         if self.num_moe_experts is None and self.moe_ffn_hidden_size is not None and some_dense(self):
-            self._warn(
-                f"moe_ffn_hidden_size is {self.moe_ffn_hidden_size} without num_moe_experts; as for a dense layer among MoE layers, it is dropped"
-            )
+            value = f"moe_ffn_hidden_size is {self.moe_ffn_hidden_size} without num_moe_experts"
+            self._warn(f"{value}; as for a dense layer among MoE layers, it is dropped")
             self._set("moe_ffn_hidden_size", None)
         if self.recompute_modules is None:
             self._set("recompute_modules", ("core_attn",))
@@ -260,7 +264,7 @@ class MoEConfig:
                 "cuda_graph_modules", tuple(dict.fromkeys([*self.cuda_graph_modules, "moe_router", "moe_preprocess"]))
             )
 
-    def _warn_of_what_is_seldom_meant(self) -> None:
+    def _warn_of_unusual(self) -> None:
         for condition, message in WARNINGS:
             if condition(self):
                 self._warn(message.format_map(vars(self)))
@@ -269,6 +273,5 @@ class MoEConfig:
         object.__setattr__(self, name, value)
 
     def _warn(self, message: str, category: type[Warning] = UserWarning) -> None:
-        warnings.warn(
-            message, category, stacklevel=5
-        )  # who made the config, over __init__, __post_init__ and one step of it
+        # the caller of the constructor, over __init__, __post_init__ and one step of it
+        warnings.warn(message, category, stacklevel=5)

@@ -1,4 +1,4 @@
-"""What each stage reads of Megatron's options."""
+"""The settings of each stage, made from Megatron's options."""
 
 from moe_ref.config.layer import LayerConfig
 from moe_ref.config.megatron.rule import listed
@@ -9,8 +9,8 @@ from moe_ref.config.rules import require
 
 GATED_FORM = {"silu": "swiglu", "gelu": "geglu_erf", "quick_gelu": "quick_geglu", "relu": "reglu"}
 
-# Options that no stage reads, for what they say is part of a call: sizes of tensors, the world, parameters that
-# are given or not, and arguments of functions.
+# Options that no stage reads, since the call has them: sizes of tensors, the world, parameters
+# that are given or not, and arguments of functions.
 _GIVEN = """
 num_layers moe_layer_freq hidden_size ffn_hidden_size moe_ffn_hidden_size moe_latent_size variable_seq_lengths
 add_bias_linear moe_shared_expert_intermediate_size moe_shared_expert_gate fp16 bf16 params_dtype fp8_param fp4_param
@@ -20,7 +20,7 @@ moe_expert_rank_capacity_factor
 """
 GIVEN_BY_THE_CALL = frozenset(_GIVEN.split())
 
-# Options that choose how a result is computed, where it is stored or what is logged; the result is the same.
+# Options of how a result is computed, where it is stored, and logging; the result is the same.
 _SAME = """
 transformer_impl use_megatron_fsdp moe_router_fusion moe_per_layer_logging moe_token_dropping
 moe_flex_dispatcher_num_sms moe_hybridep_num_sms_preprocessing moe_hybridep_num_blocks_permute
@@ -73,7 +73,8 @@ def layer_config(config: MoEConfig) -> LayerConfig:
     """The settings of `moe_layer`.
 
     Raises:
-        ValueError: an activation without a gated form, jitter; or see `router_config` and `recipe_of`.
+        ValueError: an activation without a gated form, jitter; or see `router_config` and
+            `recipe_of`.
     """
     gated, name = config.gated_linear_unit, config.activation_func
     require(
@@ -120,9 +121,10 @@ def recipe_of(config: MoEConfig) -> Recipe | None:
 def quantization_alignment(config: MoEConfig) -> int:
     """The multiple that each expert's number of rows must be; 0 for any number.
 
-        op fuser or grouped tensors 256 · fp8, recipe mxfp8 32 · fp8, another recipe 16 · fp4 128 · otherwise 0
+        op fuser or grouped tensors 256 · fp8 32 for mxfp8, 16 for others · fp4 128 · otherwise 0
 
-    Source: moe_utils.get_align_size_for_quantization (Megatron main). The op fuser needs no grouped gemm for 256.
+    Source: moe_utils.get_align_size_for_quantization (Megatron main). The op fuser needs no grouped
+    gemm for 256.
     """
     if config.use_transformer_engine_op_fuser or config.moe_use_grouped_tensor:
         return 256
@@ -134,9 +136,9 @@ def quantization_alignment(config: MoEConfig) -> int:
 def pads_expert_rows(config: MoEConfig, *, pad_permute: bool = True) -> bool:
     """Whether the experts pad each segment with rows of zeros themselves, and trim them afterwards.
 
-    They do for fp8, fp4 and grouped tensors, unless an earlier stage is configured to: the router's map, the hybridep
-    backend, or deepep's fused permutation for grouped tensors, if the library has one (`pad_permute`). A router that
-    had too few tokens to pad leaves the rows unpadded.
+    They do for fp8, fp4 and grouped tensors, unless an earlier stage is configured to: the router's
+    map, the hybridep backend, or deepep's fused permutation for grouped tensors, if the library has
+    one (`pad_permute`). A router that had too few tokens to pad leaves the rows unpadded.
 
     Source: moe_utils.skip_routed_expert_padding and experts.py (Megatron main).
     """
