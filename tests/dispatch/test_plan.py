@@ -241,3 +241,42 @@ ILLEGAL = {
 def test_what_has_no_plan_is_refused(call):
     with pytest.raises(ValueError, match="it must be"):
         call()
+
+
+# ---- the worked examples of the docstrings
+
+
+def test_the_example_of_a_layout_holds():
+    maps = [torch.tensor([[1, 0], [1, 0]]), torch.tensor([[1, 0], [0, 0]])]
+    buffers = {
+        (): [0, 1, 2],
+        (("sources", (1, 0)),): [2, 0, 1],
+        (("chunk", 2),): [0, 1, 2, 3],
+        (("chunk", 1),): [0, 2],
+        (("align", 4),): [0, 1, 2, -1],
+        (("segment", 5),): [0, 1, 2, -1, -1],
+        (("num_rows", 2),): [0, 1],
+    }
+    made = {settings: plan_of_maps(maps, Layout(**dict(settings))).row_tokens(0).tolist() for settings in buffers}
+    assert made == buffers
+
+
+def test_the_example_of_a_plan_holds():
+    routed = torch.zeros(4, 4)
+    for token, experts in enumerate(([0, 2], [0], [0, 3], [2])):
+        routed[token, experts] = 1
+    plan = plan_of_maps(routed.bool().split(2), Layout(align=2))
+    assert {name: x.tolist() for name, x in vars(plan).items() if isinstance(x, torch.Tensor)} == {
+        "token_R": [0, 0, 1, 2, 2, 3],
+        "slot_R": [0, 1, 0, 0, 1, 0],
+        "expert_R": [0, 2, 0, 0, 3, 2],
+        "routed_R": [True] * 6,
+        "row_R": [0, 0, 1, 2, 2, 1],
+        "count_WE": [[2, 0, 1, 0], [1, 0, 1, 1]],
+        "start_WL": [[0, 4], [0, 2]],
+        "kept_WL": [[3, 0], [2, 1]],
+        "length_WL": [[4, 0], [2, 2]],
+        "overflow_W": [False, False],
+    }
+    assert plan.num_rows == (4, 4)
+    assert [plan.row_tokens(rank).tolist() for rank in range(2)] == [[0, 1, 2, -1], [0, 3, 2, -1]]

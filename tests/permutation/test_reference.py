@@ -298,6 +298,17 @@ def test_outputs_share_no_memory_with_the_inputs(call):
     assert not memory & {x.untyped_storage().data_ptr() for x in call(*inputs)}
 
 
+# The worked example of the docstring
+
+
+def test_the_example_of_a_row_map_holds():
+    routed = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 1], [0, 0, 0]])
+    out = moe_ref.permute(torch.zeros(4, 1), routed, align=2)
+    assert out.row_map.token_P.tolist() == [0, 1, 1, -1, 0, 2]
+    assert out.row_map.expert_P.tolist() == [0, 0, 1, 1, 2, 2]
+    assert (out.tokens_per_expert.tolist(), out.pad_offsets.tolist()) == ([2, 2, 2], [0, 0, 1])
+
+
 # Loading
 
 

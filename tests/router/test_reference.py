@@ -667,6 +667,26 @@ def test_the_state_that_was_given_is_not_changed():
     assert later.tokens_per_expert.any()
 
 
+def test_the_example_of_a_state_holds():
+    how = RouterConfig(
+        num_experts=3,
+        topk=1,
+        score_function="sigmoid",
+        expert_bias=True,
+        bias_update_rate=0.25,
+        global_aux_loss_coeff=1.0,
+    )
+    logits = torch.tensor([[1.0, 0, 0], [1, 0, 0], [1, 0, 0], [0, 1, 0]])
+    both = RankGroup(2, lambda x: 2 * x)  # two ranks with the same tokens
+    state = moe_ref.new_state(how)
+    for _ in range(2):
+        state = moe_ref.route(logits, how, state=state, ranks=RouterRanks(tp_dp_cp=both)).state
+    assert state.tokens_per_expert.tolist() == [6, 2, 0]
+    assert (state.global_tokens_per_expert.tolist(), int(state.global_steps)) == ([12, 4, 0], 2)
+    after = moe_ref.finish_batch(state, how, ranks=RouterRanks(tp_dp_cp=both))
+    assert after.expert_bias.tolist() == [-0.25, 0.25, 0.25]
+
+
 # ---- several ranks
 
 
