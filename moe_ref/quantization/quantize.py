@@ -20,24 +20,8 @@ from moe_ref.config.quantization import SCALE_LAYOUTS
 from moe_ref.quantization.recipes import RULES, Scaled, Scheme, scheme, values
 from moe_ref.rounding import round_to
 
-HADAMARD_SIGNS = (
-    1,
-    1,
-    1,
-    -1,
-    1,
-    -1,
-    -1,
-    -1,
-    -1,
-    -1,
-    -1,
-    1,
-    -1,
-    1,
-    -1,
-    -1,
-)  # TE get_wgrad_sign_vector: "random", but the same for ever
+# TE get_wgrad_sign_vector: "random", but always the same
+HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 @dataclass(frozen=True)
