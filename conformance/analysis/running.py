@@ -149,7 +149,7 @@ class Running:
 
     def rounded_to(self, dtype: torch.dtype) -> "Running":
         """The nearest number of `dtype`; exact if all within the error round to it, unflushed."""
-        value, (low, high) = self.value.to(dtype).double(), self._ends(dtype)
+        value, (low, high) = self.value.to(dtype).double(), self.ends(dtype)
         tiny = torch.finfo(dtype).tiny if dtype != torch.float16 else 0.0
         flushed = torch.where((value != 0) & (value.abs() <= tiny), tiny, torch.zeros_like(value))
         error = torch.maximum(high - value, value - low) + flushed
@@ -159,9 +159,9 @@ class Running:
         """The numbers of `dtype` that its last rounding may give, once or by way of float32."""
         last = self.before_final_rounding(dtype)
         unknown = unspecified | (last.error == torch.inf)
-        return Interval(*last._ends(dtype), last.value.isnan() & ~unknown, unknown).either_zero()
+        return Interval(*last.ends(dtype), last.value.isnan() & ~unknown, unknown).either_zero()
 
-    def _ends(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def ends(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The least and the most that it may be rounded to.
 
         From float64 to 16 bits, torch goes by way of float32, and compiled kernels do not.
