@@ -1,7 +1,9 @@
-"""Running error analysis of activations: f and f' as `moe_ref.experts.activations` has them, with what an honest computation may be off by.
+"""Running error analysis of activations: f and f' of `moe_ref.experts.activations`, with error
+bounds.
 
-σ and tanh come from an exponential, so they are off by some roundings of 1 where they cancel, and exactly 1 where the exponential is
-lost beside 1: f' multiplies what is left of 1 - σ or 1 - tanh² by large numbers, and a bound that forgot this would allow anything.
+σ and tanh come from an exponential, so their error is some roundings of 1 where they cancel, and
+they are exactly 1 where adding the exponential to 1 changes nothing: f' multiplies 1 - σ or 1 -
+tanh² by large numbers, and a bound without this would allow anything.
 """
 
 import math
@@ -61,7 +63,7 @@ def erf(x: Running) -> Running:
 
 
 def _left(value: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is left of 1 beside a saturated curve: as float64 has it, and where it has nothing, by a formula."""
+    """1 minus a saturated curve: in float64, and where that is 0, by a formula."""
     return torch.maximum(1 - value.abs(), rest) + torch.finfo(dtype).tiny
 
 

@@ -1,8 +1,8 @@
 """Operands of a GEMM as intervals: the numbers themselves, or what the codes of a recipe stand for.
 
-Of numbers that are known exactly the codes are the reference's. Where `scale_arithmetic` "reciprocal" is declared, codes near a midpoint
-and NVFP4's scales of blocks may have been decided the other way; where the numbers are results of earlier stages, each code and scale may
-be any in its interval (see `quantizer`).
+Exact numbers have the reference's codes. Where `scale_arithmetic` "reciprocal" is declared, codes
+near a midpoint and NVFP4's scales of blocks may be decided the other way. Results of earlier stages
+are known up to an interval, and so are their scales and codes (see `quantizer`).
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,8 @@ from moe_ref.quantization.quantize import quantize, turned
 from moe_ref.quantization.recipes import Scaled, Scheme, operands, scheme, spread, values
 from moe_ref.rounding import round_to
 
-# roundings of float32 that scales bring to a product: three in each value of NVFP4's, or in one factor for both, and the product with it
+# roundings of float32 that scales bring to a product: three in each value of NVFP4, or in one
+# factor for both operands, and the product with it
 SCALED = 8
 SCALED_BY_RECIPROCALS = 16  # and each scale up to five roundings off
 
@@ -30,7 +31,7 @@ class Factor:
     """One expert's part of an operand."""
 
     values: Interval  # float64, in logical orientation
-    aligned: Tensor | None = None  # float64: the magnitude that a matrix unit aligns a number by; None: its own
+    aligned: Tensor | None = None  # float64: what a matrix unit aligns by; None: |values|
 
     @property
     def transposed(self) -> "Factor":
@@ -39,11 +40,12 @@ class Factor:
 
 @dataclass(frozen=True)
 class ProductPrecision:
-    """What the operands of a product become before it is taken, and what it is added in: as the call asks, and as is declared."""
+    """The quantisation of a product's operands, and its accumulator: as called, and as declared."""
 
     accumulator: Accumulator = FLOAT32
     reciprocal: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)  # of the reference: accumulator, recipe, state, noise
+    # of the reference: accumulator, recipe, state, noise
+    settings: dict[str, Any] = field(default_factory=dict)
     scaled: bool = True  # with a recipe: whether the product is of codes and scales
 
     @property
@@ -92,7 +94,7 @@ class ProductPrecision:
         ]
 
     def inexact_rows(self, x: Running, counts: Tensor, role: str, gemm: str, dtype: torch.dtype) -> list[Factor]:
-        """Each expert's rows of an operand that is known in part, and stored in `dtype` wherever it is rounded on its way."""
+        """Each expert's rows of an operand that is known in part, and stored in `dtype`."""
         operand, whole = self._operand(role, gemm), Interval.around(x.value, x.error)
         starts = (counts.cumsum(0) - counts).tolist()
         parts = [
@@ -142,7 +144,7 @@ class ProductPrecision:
 
 
 def _decoded(quantizer: Quantizer, group: Scaled, source: Tensor) -> Decoded:
-    """What the codes of a source that is known exactly stand for, of which the reference made `group`."""
+    """What the codes of an exact source stand for, which the reference quantises to `group`."""
     x, scales = Interval.exact(source.float().double()), quantizer.of_group(group)
     if not quantizer.reciprocal:
         back = spread(scales.back[0], scales.block, source).double()
@@ -158,13 +160,13 @@ def _decoded(quantizer: Quantizer, group: Scaled, source: Tensor) -> Decoded:
 
 
 def may_be_others(scheme: Scheme) -> bool:
-    """Whether a product with a reciprocal may decide a code: no power of two does, nor a sum of errors, nor noise."""
+    """Whether reciprocals may decide a code: not by powers of two, sums of errors or noise."""
     recipe = scheme.recipe
     return not (recipe.power_of_two_scales or recipe.scaling == "mxfp8" or scheme.four_over_six or scheme.stochastic)
 
 
 def dequantised(values: Interval, dtype: torch.dtype, reciprocal: bool) -> Interval:
-    """What codes come back as in the dtype of what was quantised: a monotonic rounding, after that of `values` to float32."""
+    """Values in the tensor's dtype: a monotonic rounding, after the rounding to float32."""
     off = SCALED_BY_RECIPROCALS * ROUNDOFF[torch.float32] if reciprocal else 0.0
 
     def rounded(end: Tensor, side: int) -> Tensor:
@@ -177,8 +179,9 @@ def dequantised(values: Interval, dtype: torch.dtype, reciprocal: bool) -> Inter
 def aligned_size(values: Interval, scale: Tensor, scheme: Scheme) -> Tensor:
     """|value|, and for a code that is subnormal what the smallest normal one stands for.
 
-    A matrix unit that keeps some leading bits of a sum counts them from the largest exponent of its terms, and the exponent of a subnormal
-    code is that of the smallest normal one: measured on an H200, where a product of a subnormal lost three bits more.
+    A matrix unit that keeps some leading bits of a sum counts them from the largest exponent of its
+    terms, and a subnormal code has the exponent of the smallest normal one: measured on an H200,
+    where a product of a subnormal lost three bits more.
     """
     smallest, center = scale * 2.0 ** (1 - scheme.format.bias), values.center
     return torch.where((center == 0) & (values.margin == 0), 0.0, torch.maximum(center.abs(), smallest))

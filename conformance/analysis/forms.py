@@ -1,16 +1,17 @@
 """What is right of one quantised form, each output given those before it.
 
     amax    a maximum has no rounding: the interval of each block's
-    scales  what the recipe's rule makes of the amax that was returned; where that is not returned, of some amax in its interval
-    codes   what is encoded with the scales that were returned, between the codes of both ends
-    values  what the codes and scales that were returned stand for
+    scales  the recipe's rule of the returned amax; if that is not returned, of any in its interval
+    codes   of the returned scales: between the codes of both ends
+    values  of the returned codes and scales
 
-Of an input that is known exactly each has one right value: with `scale_arithmetic` "division", the default, the reference's. Where
-"reciprocal" is declared and scales are no powers of two, a scale may be two roundings off on either side, and codes near a midpoint
-decided the other way (`judge.codes`). 4over6 chooses by a sum of errors and noise decides to the last bit, so both are exact always.
+Of an exact input each has one right value: with `scale_arithmetic` "division", the default, the
+reference's. Where "reciprocal" is declared and scales are no powers of two, a scale may be two
+roundings off on either side, and codes near a midpoint decided the other way (`judge.codes`).
+4over6 chooses by a sum of errors and noise decides to the last bit, so both are always exact.
 
-Where an implementation draws its noise itself, a code is either of two, each as often as it should be: the rows are the same few again
-and again, and quantised several times, so each element has as many repeats as there are copies of it in all calls.
+Where an implementation draws its noise itself, a code is either of two, each with its probability:
+a few rows are repeated and quantised several times, and each copy of an element is one draw.
 """
 
 from collections.abc import Callable
@@ -44,11 +45,10 @@ class QuantizedForm:
     names: dict[str, str]  # of the outputs
     right: dict[str, Any]  # what the reference returned, by name
     reciprocal: bool  # whether scales may be off
-    input: Interval | None = (
-        None  # [M,N], of the rows of all groups before a transform; None: the reference's source, exactly
-    )
+    # [M,N], the rows of all groups before a transform; None: the reference's source, exactly
+    input: Interval | None = None
     dtype: torch.dtype | None = None  # that the input is rounded to; None: the source's
-    given_scale: Tensor | None = None  # [G], of delayed scaling, where the state is no result of the implementation's
+    given_scale: Tensor | None = None  # [G], of delayed scaling, where the call is given the state
     noise_MN: Tensor | None = None  # what rounds this form, where the input is no exact one
     repeated: int = 0  # rows that are repeated, of noise that the implementation draws
     others: tuple[str, ...] = ()  # outputs: the codes of other calls
@@ -130,7 +130,7 @@ class QuantizedForm:
     # ---- amax
 
     def _amax(self) -> Bounded:
-        """Of each block, or of all of a group where NVFP4 has one scale above those of the blocks."""
+        """Of each block; of NVFP4, of each group or row."""
         quantizers, inputs = self._quantizers(), self._inputs()
         block = quantizers[0].whole if self.two_levels else self.form.scheme.block
         ends = [self._blocks(q, x, block) for q, x in zip(quantizers, inputs, strict=True)]
@@ -163,7 +163,7 @@ class QuantizedForm:
         if not self.loose:
             return Exact(right)
         if not self.two_levels:
-            return nearly(right, 5)  # 1/(FMAX/a) here; FMAX · (1/a), and one more reciprocal, there
+            return nearly(right, 5)  # 1/(FMAX/a), or FMAX · (1/a) and one more reciprocal
         parts = zip(self._quantizers(), self._inputs(), self.form.groups, strict=True)
         wanted = [q.level(self._blocks(q, x, q.scheme.block)[1], q.encoding(group.amax)) for q, x, group in parts]
         scaled = torch.cat([turned(part, self.form.columnwise) for part in wanted]).clamp(max=E4M3.max)
@@ -225,7 +225,7 @@ class QuantizedForm:
         return _ranged([q.codes(x, q.of_group(group)) for q, x, group in parts], self._whole, self.form.scheme.format)
 
     def _any_nan(self, right: Tensor, outputs: Outputs) -> Tensor:
-        """The codes with the NaN that was returned in the place of the format's own: a format may have several."""
+        """The codes with the returned NaN in place of another: a format may have several."""
         observed = outputs.get(self.names["codes"])
         if not isinstance(observed, Tensor) or observed.shape != right.shape or observed.is_floating_point():
             return right
@@ -244,7 +244,7 @@ class QuantizedForm:
         return Bounded(value.double(), torch.where(value.isfinite(), bound, 0.0), dtype, torch.float32)
 
     def _for_gemm(self, outputs: Outputs) -> Exact:
-        """The scales that were returned, in their places; elsewhere is padding, and right whatever it is."""
+        """The returned scales in their places; elsewhere is padding, and right whatever it is."""
         right = self._laid_out(self.returned(outputs))
         is_scale = self._laid_out([group._replace(scale=torch.ones_like(group.scale)) for group in self.form.groups])
         observed = outputs.get(self.names["scales.gemm"])

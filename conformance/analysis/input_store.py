@@ -1,4 +1,4 @@
-"""What an activation's input stands for once it is kept as E4M3 codes without a scale, which its gradients are taken at."""
+"""An activation's input kept as E4M3 codes without a scale, at which its gradients are taken."""
 
 import torch
 from torch import Tensor
@@ -6,9 +6,8 @@ from torch import Tensor
 from conformance.analysis.running import Running
 from moe_ref.quantization.formats import E4M3, decode, encode
 
-MOST_KEPT = (
-    464.0  # what is larger rounds beyond 448, E4M3's largest number: codes saturate or are NaN, as a cast may do either
-)
+# larger numbers round beyond 448, E4M3's largest: a cast may saturate, or give NaN
+MOST_KEPT = 464.0
 
 
 def in_e4m3(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The three products of one of an expert's two layers in low precision, of numbers that may be known in part; in running numbers.
+"""The three products of one layer of an expert MLP in low precision, in running numbers.
 
-What is known exactly (weights, and the rows and cotangents of the call) is quantised as the reference does it; what comes out of a stage
-before is quantised as an interval (`factors`). Each product then is judged as one of `grouped_linear` is.
+Exact numbers (weights, and the rows and cotangents of the call) are quantised by the reference,
+results of earlier stages as intervals (`factors`).
 """
 
 from dataclasses import dataclass, replace

@@ -1,11 +1,11 @@
-"""An expert MLP in running numbers: what each stage may be off by, and what that does to the stages after it, forward and backward.
+"""An expert MLP in running numbers: each stage's error, and its effect on later stages, both ways.
 
     x' = p·x or x     h = x'W1ᵀ + b1     a = act(h)·p     y = aW2ᵀ     out = y + p·b2          rounded to the rows' dtype: x', h, a, y, out
     d_a = d_out W2    d_h = act'(h)(d_a·p)    d_x' = d_h W1                                    rounded likewise: d_a, d_h, d_x', d_rows
     dW1 = Σ d_hᵀx'    dW2 = Σ d_outᵀa    db1 = Σ d_h    db2 = Σ p·d_out    dp = Σ d_a·act(h) + Σ d_out·b2, or Σ d_x'·x
 
-The truth rounds nowhere. A stage that is kept in a wider dtype than its own is nearer to it, so it is right as well. With a recipe each
-product is of what its factors are quantised to: see `mlp_layers`.
+The truth rounds nowhere. A stage kept in a wider dtype is nearer to it, so it is right as well.
+With a recipe the operands of each product are quantised: see `mlp_layers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,7 +59,7 @@ def activated(h: Running, settings: Mapping[str, Any]) -> Activated:
 
 
 def activated_as_kept(h: Running, settings: Mapping[str, Any]) -> Activated:
-    """The same of what h is kept as in E4M3 codes. Of a gate and its value nothing is known where either may be beyond them."""
+    """The same of h kept as E4M3 codes; unknown where a gate or its value may overflow."""
     kept = kept_in_e4m3(h)
     act = activated(kept, settings)
     beyond = torch.logical_or(*split(kept.error.isinf(), settings))
@@ -134,7 +134,7 @@ class Call:
         return self.outer(g, x) if self.low is None else self.low[layer].wgrad(g, x)
 
     def by_expert(self, x: Running, weights: Tensor, bias_LM: Tensor | None = None) -> Contraction:
-        """x W_eᵀ + b_e: the bias is one more input, whose rows hold 1, so that it may be added first or last."""
+        """x W_eᵀ + b_e: the bias is one more column, times 1, which may be added first or last."""
         products = []
         for e, rows in enumerate(expert_slices(self.counts_L)):
             left, right = _rows(x, rows), Running.of(weights[e], self.sums)
@@ -200,7 +200,7 @@ def forward(call: Call) -> Forward:
         x = call.kept(replace(x, dtype=call.wide) * Running.of(call.probs[:, None], call.wide), call.sums)
     elif call.probs is not None:
         p, p_bias = (Running.of(call.probs[:, None], dtype) for dtype in (call.wide, call.widest))
-    computed = call.sums if p is None else call.wide  # the dtype of probs that are not there says nothing
+    computed = call.sums if p is None else call.wide  # without probs their dtype says nothing
     h = call.kept(call.fprop(0, x)[0], computed)
     act = activated(h, call.settings)
     back = activated_as_kept(h, call.settings) if call.settings.get("fp8_input_store") else act
@@ -216,10 +216,10 @@ def forward(call: Call) -> Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """The gradients; of rows and weights as products too. Those of weights, which a recipe may refuse, are taken when they are asked for."""
+    """The gradients. Weights', which a recipe may refuse, are taken when they are asked for."""
 
     rows: Running
-    row_product: Product | None  # None: h may be kept as other codes than the reference's, which says nothing of sums
+    row_product: Product | None  # None: h may be kept as other codes than the reference's
     fc1_weight: Callable[[], Contraction]
     fc2_weight: Callable[[], Contraction]
     fc1_bias: Running

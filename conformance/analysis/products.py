@@ -1,4 +1,4 @@
-"""Products of factors, expert by expert, and what is right of one: a bound, and for large ones the ratios to the reference's error."""
+"""Products of operands, expert by expert: their bounds, and ratios to the reference's error."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -85,7 +85,7 @@ def compared(
     precision: ProductPrecision,
     counts: Tensor,
 ) -> Expectation:
-    """By ratios too, where the output is large enough for them to say something; an expert's rows share a bias."""
+    """By ratios too, where the output is large enough; an expert's rows share a bias."""
     if bounded.value.numel() < LEAST_ELEMENTS:
         return bounded
     shape = bounded.value.shape[:-1]
@@ -104,7 +104,7 @@ def compared(
 
 
 def _operand(x: Tensor | Running | Factor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, the magnitudes that an accumulator takes them for (0 for NaN and infinities), and how far they may be off."""
+    """Values, the magnitudes that an accumulator aligns by (0 if not finite), and margins."""
     if isinstance(x, Factor):
         value, margin, aligned = x.values.center, x.values.margin, x.aligned
     else:

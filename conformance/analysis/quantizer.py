@@ -1,12 +1,13 @@
 """Every result of an honest quantiser of one group whose input is known up to an interval.
 
     amax    from the largest of the least magnitudes to the largest of the most, of each block
-    scales  the recipe's rule of both ends; where a scale is a power of two or a code, each between those of both ends
+    scales  the recipe's rule of both ends; of powers of two and codes, each in between
     codes   from encode(low · s) to encode(high · s): encoding is monotonic
     values  code · what its scale decodes with, over all of these scales
 
-An exact input is an interval of width 0: it has one amax, one scale, one code and one value. A quantiser that multiplies by rounded
-reciprocals has v = x · s up to RECIPROCAL · |v| off what exact arithmetic gives, and NVFP4's scales of blocks likewise.
+An exact input is an interval of width 0: it has one amax, one scale, one code and one value. A
+quantiser that multiplies by rounded reciprocals has v = x · s up to RECIPROCAL · |v| off the exact
+product, and NVFP4's scales of blocks too.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from moe_ref.quantization.recipes import (
 
 Block = tuple[int | None, int | None]
 SUM_ROUNDINGS = 16 * 2.0**-24  # of a transform's sum of sixteen, in any order
-ANY_SCALE = 1 + 2.0**-10  # times a block's amax, the largest value that its codes have by whatever scale
+ANY_SCALE = 1 + 2.0**-10  # times a block's amax: the largest value of its codes by any scale
 ERROR_ROUNDINGS = 2.0**-20  # of sums of errors, which 4over6 takes in float32
 
 
@@ -90,7 +91,7 @@ class Quantizer:
         return torch.where((x == 0) | (encoding == 0), 1.0, encoding)
 
     def level(self, amax: Tensor, encoding: Tensor, times: float = 1.0) -> Tensor:
-        """What NVFP4's scale of a block is encoded from; `times` 1.5 where the largest value of a block becomes 4."""
+        """NVFP4's scale of a block before it is encoded; `times` 1.5 maps the block's amax to 4."""
         if self.reciprocal:
             return amax.double() / 6 * encoding
         if self.scheme.four_over_six:
@@ -122,7 +123,7 @@ class Quantizer:
 
     def of_group(self, group: Scaled) -> Scales:
         """The scales that a group was returned with."""
-        square = self.scheme.recipe.scaling not in ("mxfp8", "nvfp4")  # the others are stored for each row
+        square = self.scheme.recipe.scaling not in ("mxfp8", "nvfp4")  # these store it per row
         block = self.scheme.block if square else (1, self.scheme.block[1])
         if self.two_levels:
             by = self.multiplier(group.scale, self.encoding(group.amax))
@@ -239,7 +240,7 @@ class Quantizer:
         return spread(only_six, self.scheme.block, x.low), spread(only_four, self.scheme.block, x.low)
 
     def _where_open(self, x: Interval, decoded: "Decoded") -> "Decoded":
-        """Anything up to the largest number, where there may be nothing but zeros, whose scale is 1."""
+        """Any value up to the amax, where a block may hold zeros only, whose scale is 1."""
         recipe = self.scheme.recipe
         if self.given is not None or recipe.scaling == "mxfp8" or x.is_exact:
             return decoded

@@ -1,15 +1,16 @@
-"""Running error analysis: a float64 value, and how far a computation in a lower precision may be from it.
+"""Running error analysis: float64 values, with bounds on the error of a lower precision.
 
-Each operation adds its own rounding to what its operands bring along (Wilkinson's running bound). Formulas written in `Running`
-numbers so give the bound of `judge.bound` for more than one sum: softmax, its gradient, a normalisation.
+Each operation adds its own rounding to what its operands bring along (Wilkinson's running bound).
+Formulas written in `Running` numbers so give the bound of `judge.bound` for more than one sum:
+softmax, its gradient, a normalisation.
 
     x ± y    e = e_x + e_y + r           exp    e = expm1(e_x)·v + r     with an argument rounded once more, as exp2(x·log2 e) does
     x · y    e = |x|e_y + |y|e_x + e_x e_y + r      √x     e = √(x+e_x) - √(x-e_x) + r
     x / y    e = (e_x + |v|e_y) / (|y| - e_y) + r   ln     e = e_x / (x - e_x) + r
     Σ        e = Σ e_i + γ_n Σ(|x_i| + e_i)         r = c·u·(|v| + e) + least
 
-u is the unit roundoff; c is 1 for + - ·, and what fast hardware versions of the others need; `least` is where results may be
-flushed to zero. What is exactly zero by its operands, stays so.
+u is the unit roundoff; c is 1 for + - ·, and what fast hardware versions of the others need;
+`least` is where results may be flushed to zero. What is exactly zero by its operands, stays so.
 """
 
 import math
@@ -97,7 +98,7 @@ class Running:
         rounded = self._rounded(
             value, torch.where(value == 0, 0.0, _times(value, torch.expm1(argument))), TRANSCENDENTAL
         )
-        underflow = (value == 0) & self.value.isfinite()  # even here, in float64: nothing but exp(-∞) is exactly zero
+        underflow = (value == 0) & self.value.isfinite()  # in float64: only exp(-∞) is exactly zero
         return Running(value, torch.where(underflow, torch.finfo(self.dtype).tiny, rounded.error), self.dtype)
 
     def log1p(self) -> "Running":
@@ -119,7 +120,7 @@ class Running:
         return self._rounded(value, torch.maximum(high - value, value - low), ROOT)
 
     def sum(self, dim: int, terms: int | None = None) -> "Running":
-        """The sum in any order, of `terms` numbers (the dimension's size, unless some are exactly zero)."""
+        """The sum in any order; `terms`: numbers that are not exactly zero, if fewer than all."""
         gamma = math.expm1((terms or self.value.shape[dim]) * math.log1p(ROUNDOFF[self.dtype]))
         value = self.value.sum(dim, keepdim=True)
         error = self.error.sum(dim, keepdim=True) + gamma * (self.value.abs() + self.error).sum(dim, keepdim=True)
@@ -132,7 +133,8 @@ class Running:
     def before_final_rounding(self, dtype: torch.dtype) -> "Running":
         """Itself, where its rounding to `dtype` is the last operation and may flush it to zero.
 
-        float32 may be flushed everywhere, float16 nowhere. Where the oracle's own roundings are of the same size, they count, too.
+        float32 may be flushed everywhere, float16 nowhere. Where the oracle's own roundings are of
+        the same size, they count, too.
         """
         least = torch.finfo(dtype).tiny if dtype != torch.float16 else 0.0
         error = self.error * (2 if self.dtype == torch.float64 else 1) + least
@@ -146,8 +148,8 @@ class Running:
         return Running(self.value, torch.where(exact_zero, 0.0, error), self.dtype)
 
     def rounded_to(self, dtype: torch.dtype) -> "Running":
-        """The nearest number of `dtype`: exact where all within the error round to one, and none may be flushed to zero."""
-        value, (low, high) = self.value.to(dtype).double(), self._ends(dtype)
+        """The nearest number of `dtype`; exact if all within the error round to it, unflushed."""
+        value, (low, high) = self.value.to(dtype).double(), self.ends(dtype)
         tiny = torch.finfo(dtype).tiny if dtype != torch.float16 else 0.0
         flushed = torch.where((value != 0) & (value.abs() <= tiny), tiny, torch.zeros_like(value))
         error = torch.maximum(high - value, value - low) + flushed
@@ -157,9 +159,9 @@ class Running:
         """The numbers of `dtype` that its last rounding may give, once or by way of float32."""
         last = self.before_final_rounding(dtype)
         unknown = unspecified | (last.error == torch.inf)
-        return Interval(*last._ends(dtype), last.value.isnan() & ~unknown, unknown).either_zero()
+        return Interval(*last.ends(dtype), last.value.isnan() & ~unknown, unknown).either_zero()
 
-    def _ends(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def ends(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The least and the most that it may be rounded to.
 
         From float64 to 16 bits, torch goes by way of float32, and compiled kernels do not.
@@ -173,7 +175,7 @@ class Running:
         """The bound of the result rounded to `dtype`.
 
         Args:
-            value: the oracle's own float64 value, where it was computed by another formula; else this one's.
+            value: the oracle's float64 value, where another formula gives it; None: this one's.
             unspecified: where anything is right.
         """
         right = self.value if value is None else value.double()
@@ -196,5 +198,5 @@ def contracted(left: Running, right: Running, accumulator: Accumulator = FLOAT32
 
 
 def _times(x: Tensor, error: Tensor) -> Tensor:
-    """x · error, where an exact operand brings nothing even at infinity; what overflowed stays lost even times zero."""
+    """x · error: 0 for an exact operand even at infinity; infinite for an overflow even times 0."""
     return torch.where(error == 0, 0.0, torch.where(error == torch.inf, torch.inf, x * error))

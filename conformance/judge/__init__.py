@@ -1,11 +1,15 @@
 """Decides whether an observed output is right.
 
-    exact    rows are only moved             choice   the K largest are chosen
-    bound    numbers are added               codes    values are quantised
-    ratios   matrices are multiplied         ranges   values that are known up to an interval are quantised
-                                             draws    values are rounded stochastically (with `statistics`)
+    exact    rows are only moved
+    bound    numbers are added
+    ratios   matrices are multiplied
+    choice   the K largest are chosen
+    codes    values are quantised
+    ranges   values known up to an interval are quantised
+    draws    values are rounded stochastically (with `statistics`)
 
-Each is an `expectation`, which judges an output by itself. `controls` shows it corrupted outputs, which it must reject.
+Each is an `expectation`, which judges an output by itself. `controls` shows it corrupted outputs,
+which it must reject.
 """
 
 from dataclasses import dataclass
@@ -41,7 +45,8 @@ class Finding:
     """One way in which an implementation differs."""
 
     output: str  # the output, gradient or law that is wrong
-    # exact, code, random, bound, ratio, choice, shape, dtype, missing, signature, error, raises …, input, memory, or a law
+    # exact, code, random, bound, ratio, choice, shape, dtype, missing, signature, error, raises …,
+    # input, memory, or a law's name
     check: str
     message: str
     index: tuple[int, ...] = ()  # the first wrong element

@@ -2,9 +2,10 @@
 
     |y - y*| ≤ γ_n(u_acc) · Σ|terms| + u_out · (|y*| + γ_n Σ|terms|) + η_out,   γ_n(u) = (1 + u)ⁿ - 1
 
-y* is the float64 result on the same stored inputs, n the roundings a term can meet on its way, u the unit roundoff of the
-accumulator and of the output, η half the output's smallest subnormal. It holds for every order of summation, so no honest
-kernel can leave it. (The usual n·u / (1 - n·u) is an upper estimate of γ_n that has no meaning from n·u = 1: 256 terms in bf16.)
+y* is the float64 result on the same stored inputs, n the roundings a term can meet on its way, u
+the unit roundoff of the accumulator and of the output, η half the output's smallest subnormal. It
+holds for every order of summation, so no honest kernel can leave it. (The usual n·u / (1 - n·u) is
+an upper estimate of γ_n that has no meaning from n·u = 1: 256 terms in bf16.)
 """
 
 import math
@@ -28,7 +29,7 @@ HALF_SUBNORMAL = {
 
 @dataclass(frozen=True)
 class Bounded(Resolved):
-    """An output that is a sum: its float64 value, how far an honest result may be from it, and its dtype."""
+    """An output that is a sum: float64 value, bound on an honest result's error, dtype."""
 
     bound: Tensor  # float64, ≥ 0; 0 asks for the exact value, infinity for none
     dtype: torch.dtype
@@ -45,7 +46,7 @@ class Bounded(Resolved):
         return None if observed.dtype == self.dtype else f"has dtype {observed.dtype}; the reference's is {self.dtype}"
 
     def wrong(self, observed: Tensor) -> np.ndarray | None:
-        """Where the distance exceeds the bound; NaN and infinities must be where the reference has them."""
+        """Where the error exceeds the bound, or NaN and infinities are not the reference's."""
         right, got, bound = self.value.numpy(), observed.detach().double().numpy(), self.bound.numpy()
         with np.errstate(invalid="ignore"):
             fine = (np.abs(got - right) <= bound) | (bound == np.inf)
@@ -96,15 +97,15 @@ def sum_bound(value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype, 
 class Accumulator:
     """How a contraction is declared to add up.
 
-    Every product that is added is rounded by at most `unit` times the largest magnitude so far; after `block` products (None: never) the
-    sum is scaled and added to one in fp32, which is empty at first.
+    Every product that is added is rounded by at most `unit` times the largest magnitude so far;
+    after `block` products (None: never) the sum is scaled and added to one in fp32, which is empty
+    at first.
     """
 
     unit: float = ROUNDOFF[torch.float32]
     block: int | None = None
-    spread: float = (
-        1.0  # typical error, in units: 1/√3 if it is uniform; left at 1 where n does not count every rounding
-    )
+    # typical error, in units: 1/√3 if it is uniform; 1 where n does not count every rounding
+    spread: float = 1.0
 
     def worst(self, terms: int) -> float:
         """γ: what the roundings of `terms` products can add up to, relative to Σ|terms|."""
@@ -112,16 +113,19 @@ class Accumulator:
         return math.expm1(in_block * math.log1p(self.unit) + promoted * math.log1p(ROUNDOFF[torch.float32]))
 
     def typical(self, terms: int) -> float:
-        """α: √n·u·spread, the size of n independent errors, relative to a sum that does not cancel.
+        """α: √n·u·spread, the size of n independent errors relative to a sum without cancellation.
 
-        A sequential sum in float32 reaches a third of it; a matrix unit all, where one product outweighs the others and they are cut off at
-        its last place.
+        A sequential sum in float32 reaches a third of it; a matrix unit all of it, where one
+        product outweighs the others and they are cut off at its last place.
         """
         in_block, promoted = self._steps(terms)
         return math.hypot(math.sqrt(in_block) * self.unit * self.spread, math.sqrt(promoted) * ROUNDOFF[torch.float32])
 
     def _steps(self, terms: int) -> tuple[int, int]:
-        """Products in one block, and roundings of the sum of blocks: each partial sum is added once, and scaled twice."""
+        """Products in one block, and roundings of the sum of blocks.
+
+        Each partial sum is added once, and scaled twice.
+        """
         in_block = min(terms, self.block or terms)
         return in_block, -(-terms // in_block) + 2 if self.block and terms else 0
 
@@ -135,7 +139,12 @@ HOPPER_FP8 = Accumulator(
 def contraction_bound(
     value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype, accumulator: Accumulator = FLOAT32
 ) -> Bounded:
-    """`bound.sum_bound` for an accumulator that is no dtype: value and Σ|terms| in float64, `terms` products each."""
+    """`sum_bound` for an accumulator that is no dtype.
+
+    Args:
+        value, magnitude: float64 result and Σ|terms|.
+        terms: products in each element.
+    """
     brought = accumulator.worst(terms) * magnitude
     bound = brought + ROUNDOFF[dtype] * (value.abs() + brought) + HALF_SUBNORMAL[dtype]
     return Bounded(value, torch.where(magnitude > 0, bound, 0.0), dtype, torch.float32)

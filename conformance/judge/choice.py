@@ -1,8 +1,9 @@
 """Level 1: a choice of the K best is right if no honest rounding of the keys forbids it.
 
-A set S is admissible if min_{e∈S} (key + δ) ≥ max_{e∉S} (key - δ); where the gap between the K-th and the next key is more than 2δ
-only one set is. Under group limits, S is admissible if some admissible set of groups holds it. Where equal keys are declared to go
-to the lowest index, experts of the very same input must be taken in that order.
+A set S is admissible if min_{e∈S} (key + δ) ≥ max_{e∉S} (key - δ); where the gap between the K-th
+and the next key is more than 2δ only one set is. Under group limits, S is admissible if some
+admissible set of groups holds it. Where equal keys are declared to go to the lowest index, experts
+of the very same input must be taken in that order.
 """
 
 import itertools
@@ -17,12 +18,12 @@ from torch import Tensor
 from conformance.judge.bound import ROUNDOFF
 from conformance.judge.expectation import Resolved
 
-GROUP_SETS = 4096  # of so many sets of near-equal groups, each is tried; more are taken for admissible
+GROUP_SETS = 4096  # sets of near-equal groups that are tried; any further one is admissible
 
 
 @dataclass(frozen=True)
 class Chosen(Resolved):
-    """An output that says which columns of each row were chosen: `value` is a map, [N,E] bool, or indices, [N,K]."""
+    """The columns chosen of each row: `value` is a map, [N,E] bool, or indices, [N,K]."""
 
     keys: Tensor  # [N,E] float64
     error: Tensor  # [N,E] float64, δ
@@ -67,7 +68,7 @@ class Chosen(Resolved):
         return wrong.numpy() if bool(wrong.any()) else None
 
     def moved(self, corrupt: Tensor) -> bool:
-        """Whether a row of a map has too few columns or too many, or one of several indices twice."""
+        """Whether a row of a map has another number of columns, or indices hold one twice."""
         if not self.indices:
             return bool((self.map.sum(1) != self.as_map(corrupt).sum(1)).any())
         twice = (corrupt.sort(dim=1).values.diff(dim=1) == 0).any(1)

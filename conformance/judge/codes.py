@@ -1,12 +1,14 @@
-"""Level 1: a quantised code is right if it is the nearest to the value that was divided by the scale, or the other one of a tie that
-rounding before the quantiser could not tell from where it stood.
+"""Level 1: a quantised code is right if it is nearest to the value divided by the scale, or next to
+a midpoint closer than the quantiser's own roundings.
 
-v = x / scale in float64, c its nearest code. Another code is right only if it is c's neighbour, and v within w·|v| of the midpoint of
-the two: a quantiser that multiplies with a rounded reciprocal has v up to w = 4·2⁻²³ off, one that divides has w = 2⁻²⁴, and with
-a scale that is a power of two w = 0 and nothing is forgiven. Of the values inside the window no more than half, up to the 99.99 %
-quantile of the binomial distribution, may have been decided the other way: v lies on either side of the midpoint alike, and an error
-can carry it across from one side only. (Equal values are decided alike and count once.) With every in-window value as a trial of its
-own measured frequency the rule would hold of anything.
+v = x / scale in float64, c its nearest code. Another code is right only if it is c's neighbour, and
+v within w·|v| of the midpoint of the two: a quantiser that multiplies with a rounded reciprocal has
+v up to w = 4·2⁻²³ off, one that divides has w = 2⁻²⁴, and with a scale that is a power of two w = 0
+and nothing is forgiven. Of the values inside the window no more than half, up to the 99.99 %
+quantile of the binomial distribution, may have been decided the other way: v lies on either side of
+the midpoint alike, and an error can carry it across from one side only. (Equal values are decided
+alike and count once.) With every in-window value as a trial of its own measured frequency the rule
+would hold of anything.
 """
 
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ FLIP_QUANTILE = 0.9999
 
 @dataclass(frozen=True)
 class Codes(Exact):
-    """Codes of a format with a sign and a magnitude: `value` holds the nearest ones, one an element.
+    """Codes of a format with a sign and a magnitude: `value` holds the nearest of each element.
 
     Every code counts: a NaN, a saturated value or the sign of a zero has one right code.
     """
@@ -59,7 +61,7 @@ class Codes(Exact):
         return f"{list(index)} is {means} ({count} of {wrong.size} wrong)"
 
     def _compared(self, observed: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """True where a code is wrong, and where it is another one than the nearest but right by the window."""
+        """Where a code is wrong, and where it is not the nearest but right by the window."""
         right, got = _integers(self.value), _integers(observed)
         other = right != got
         if not other.any() or self.scaled is None or self.table is None or self.window == 0:
@@ -74,7 +76,7 @@ class Codes(Exact):
         return near
 
     def _too_many(self, forgiven: np.ndarray) -> bool:
-        """Whether more values inside the window are decided the other way than rounding explains."""
+        """Whether rounding explains fewer of the values decided the other way."""
         if not forgiven.any():
             return False
         assert self.table is not None and self.scaled is not None

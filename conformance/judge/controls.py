@@ -1,4 +1,4 @@
-"""Corrupted copies of the expected output, which the judge must reject: a check that cannot fail checks nothing."""
+"""Corrupted outputs, which the judge must reject: a check that cannot fail checks nothing."""
 
 from collections.abc import Iterator
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 from conformance.judge import Resolved, judge
 
-ELEMENTS = 2**15  # a larger output is cropped: a flaw of the judge that its first rows do not show, no row shows
+ELEMENTS = 2**15  # larger outputs are cropped to their first rows
 ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.bool)
 
 
 class BlindJudge(Exception):
-    """The judge accepted an output that was corrupted on purpose: the harness is wrong, not the implementation."""
+    """The judge accepted an output corrupted on purpose: the harness is wrong."""
 
 
 def check(output: str, expected: Resolved) -> int:
-    """Show the judge every corruption that moves some value beyond the bound; returns how many there were.
+    """Show the judge every corruption beyond the bound; returns how many there were.
 
     Raises:
         BlindJudge: the judge accepted one.

@@ -1,5 +1,5 @@
-"""Level 4 for codes: those of rows that repeat are draws of one rounding at random, which `statistics` judges; so are those of the other
-calls, which must not be the same over again.
+"""Level 4 for codes: the codes of repeated rows, and of further calls, are draws of one stochastic
+rounding, which `statistics` judges. No two calls may use the same random numbers.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from conformance.judge.statistics import LEAST_REPEATS, Stochastic, improbable
 
 @dataclass(frozen=True)
 class Drawn(Exact):
-    """Codes of a format with a sign and a magnitude, each one of the neighbours of what was rounded: `value` holds some that are right."""
+    """Codes of a format with a sign and a magnitude, each a neighbour of the rounded value."""
 
     rounding: Stochastic | None = None  # of the magnitudes in the rows that repeat
     table: Tensor | None = None  # float64, what each of 256 codes means
@@ -53,7 +53,7 @@ class Drawn(Exact):
         return wrong
 
     def _odds(self, observed: Tensor) -> str | None:
-        """What is improbable about the draws of all calls, or None; of fewer than can be judged, nothing is."""
+        """What is improbable about the draws of all calls, or None; None if there are too few."""
         assert self.rounding is not None
         random = (self.rounding.p_N > 0) & (self.rounding.p_N < 1)
         calls = [observed, *(other[: len(observed)] for other in self.others)]

@@ -16,8 +16,9 @@ _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Exact(Resolved):
     """An output that has one right value.
 
-    Kinds: `bits`, the same bytes (NaN payloads and -0 included) and dtype · `values`, equal numbers and dtype, -0 equal to 0 ·
-    `integers`, equal by value whatever the width, bool included. A `flag` that is up nowhere may be missing.
+    Kinds: `bits`, the same bytes (NaN payloads and -0 included) and dtype · `values`, equal numbers
+    and dtype, -0 equal to 0 · `integers`, equal by value whatever the width, bool included. A
+    `flag` that is up nowhere may be missing.
     """
 
     kind: str = "bits"

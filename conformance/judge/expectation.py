@@ -24,7 +24,7 @@ class Expectation(ABC):
 
 @dataclass(frozen=True)
 class Given(Expectation):
-    """An output that is right or wrong given other outputs of the same call: weights, given the chosen experts."""
+    """An output that is right given other outputs: weights, given the chosen experts."""
 
     make: Callable[[Outputs], "Resolved"]
 
@@ -62,7 +62,7 @@ class Resolved(Expectation):
 
     @abstractmethod
     def wrong(self, observed: Tensor) -> np.ndarray | None:
-        """True where `observed`, of the right shape and dtype, is wrong; None if it is wrong nowhere."""
+        """True where `observed`, of the right shape and dtype, is wrong; None if nowhere."""
 
     @abstractmethod
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
@@ -70,7 +70,7 @@ class Resolved(Expectation):
 
     @abstractmethod
     def moved(self, corrupt: Tensor) -> bool:
-        """Whether `corrupt` is visibly not `honest`, by arithmetic that shares nothing with `wrong`."""
+        """Whether `corrupt` is not `honest`, by arithmetic that shares nothing with `wrong`."""
 
     def first(self, rows: int) -> "Resolved":
         """The same of the first rows."""

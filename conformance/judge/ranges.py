@@ -1,7 +1,9 @@
-"""Codes of values that lie between two numbers: encoding is monotonic, so a code is right if it lies between the codes of both.
+"""Codes of intervals: encoding is monotonic, so a code is right if it lies between the codes of
+both ends.
 
-Codes of a format with a sign and a magnitude are put in the order of their values, -0 before 0. Where nothing is known of a value, every
-code is right, NaN's included. Between two numbers of the same code there is one right code: nothing is forgiven for being near.
+Codes of a format with a sign and a magnitude are ordered by value, -0 before 0. Where nothing is
+known of a value, every code is right, NaN's included. If both ends have the same code, that code
+alone is right.
 """
 
 from collections.abc import Callable
@@ -21,7 +23,7 @@ SLACK = 1 + 2.0**-50  # of half a width, which float64 rounds
 
 @dataclass(frozen=True)
 class Interval:
-    """Numbers, each between two; NaN where `nan`, and any where `unknown`. An exact number is an interval of width 0."""
+    """Numbers between `low` and `high`; NaN where `nan`, any where `unknown`. Width 0: exact."""
 
     low: Tensor
     high: Tensor

@@ -1,17 +1,21 @@
-"""Level 3: a contraction is right if, row by row, it is about as far from the truth as the recipe's own rounding takes it.
+"""Level 3: a contraction is right if no row's error much exceeds the error of the recipe's own
+rounding.
 
-The bound of level 2 holds for every order of summation and so is 10 to 100 times wider than what a kernel does to well-scaled data:
-a row in the wrong precision passes below it. A second result decides, ŷ_ref: the reference with the recipe's rounding points. With
-d = ŷ - y*, r_t = ‖d_t‖ / ‖y*_t‖, s_t the row's scale (its rms, or that of a random walk of its terms, whichever is larger), u that of
-the output and α the accumulator's typical error √n·u_acc:
+The bound of level 2 holds for every order of summation, so it is 10 to 100 times wider than a
+kernel's error on well-scaled data: a row in the wrong precision passes below it. A second result
+decides, ŷ_ref: the reference with the recipe's rounding points. With d = ŷ - y*, r_t = ‖d_t‖ /
+‖y*_t‖, s_t the row's scale (its rms, or the rms of a random walk of its terms, whichever is
+larger), u the output's roundoff and α the accumulator's typical error √n·u_acc:
 
-    row       max_t r_t(ŷ) / max(r_t(ŷ_ref), u/2 + α)                                         one row is wrong
-    element   max_ti |d_ti| / max(s_t, |y*_ti|), over the same for ŷ_ref or u + 4α            one element is wrong
-    rms       √mean_t r_t(ŷ)² / √(mean_t r_t(ŷ_ref)² + α²)                                    precision is lost everywhere
-    bias      |mean of d in ulps| of a group, away from zero or upwards, over its allowance   not rounded to nearest
+    row       max_t r_t(ŷ) / max(r_t(ŷ_ref), u/2 + α)                             one row is wrong
+    element   max_ti |d_ti| / max(s_t, |y*_ti|), over the same for ŷ_ref or u + 4α   one element is wrong
+    rms       √mean_t r_t(ŷ)² / √(mean_t r_t(ŷ_ref)² + α²)                 precision is lost everywhere
+    bias      |mean of d in ulps| of a group, away from zero or        rounding is not to nearest
+              upwards, over its allowance
 
-each at most its calibrated limit. A better result than the reference's is right. Where a ratio says nothing the bound alone decides:
-fewer than 4096 elements, rows that cancel, hold zeros, NaN or infinities, or lie near underflow or overflow.
+each at most its calibrated limit. A better result than the reference's is right. The bound alone
+decides for fewer than 4096 elements, and for rows that cancel, hold zeros, NaN or infinities, or
+lie near underflow or overflow.
 """
 
 import json
@@ -29,14 +33,15 @@ from conformance.judge.bound import FLOAT32, ROUNDOFF, Accumulator, Bounded
 from conformance.judge.expectation import Resolved
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
-LEAST_ELEMENTS = 4096  # with fewer, honest reorderings left the ratios: 1.8 % of runs at 64 × 64 before rows that cancel were taken out
-POOLED = 64  # elements: the noise of a row's ratio falls with their root, so shorter rows are taken together
-CANCELS = (
-    0.5  # of Σ|terms|/√n, what a random walk of n steps of that length reaches (1.25 times that for normal factors)
-)
+# with fewer, honest reorderings left the ratios: 1.8 % of runs at 64 × 64, with rows that cancel
+LEAST_ELEMENTS = 4096
+POOLED = 64  # elements: shorter rows are pooled, as the noise of a ratio falls with their root
+# of Σ|terms|/√n, the length of a random walk of n such steps (1.25 times that for normal factors)
+CANCELS = 0.5
 PEAK = 4  # the largest of many elements' noise, in that of a row
-NORMAL = 8  # times the smallest normal number: a row below has subnormal elements, whose roundoff is not u
-SLACK, DEVIATIONS = 0.02, 5.0  # of the bias, in ulps and in standard errors: 5 are passed by chance once in two million
+NORMAL = 8  # times the smallest normal number: subnormals of smaller rows have a roundoff above u
+# of the bias, in ulps and in standard errors: 5 are passed by chance once in two million
+SLACK, DEVIATIONS = 0.02, 5.0
 BIAS_ROWS, BIAS_ELEMENTS = 16, 1024  # smaller groups have no mean to speak of
 
 
@@ -72,20 +77,20 @@ class Errors:
 
     row_J: Tensor  # r_t
     element_JM: Tensor  # |d| / max(s, |y*|)
-    ulps_JM: Tensor  # d in units in the last place of max(s, |y*|): small elements would drown the mean in noise
+    ulps_JM: Tensor  # d in ulps of max(s, |y*|): ulps of small elements alone are noise
 
 
 @dataclass(frozen=True)
 class RowWise(Bounded):
-    """A contraction: the bound, which always holds, and four ratios to the error of the same-precision reference."""
+    """A contraction: the bound, and four ratios to the error of the same-precision reference."""
 
     reference: Tensor  # in `dtype`: the reference with the recipe's rounding points
     magnitude: Tensor  # float64 Σ|terms|
     terms: int
     noise: float  # α above
-    groups: Tensor | None = (
-        None  # integers, of value's shape without its last dimension (1-D: of its shape): rows that share a bias, such as an expert's
-    )
+    # integers, of value's shape without its last dimension (1-D: of its shape): rows that share a
+    # bias, such as an expert's
+    groups: Tensor | None = None
     limits: Limits = field(default_factory=calibrated)
 
     check: ClassVar[str] = "ratio"
@@ -96,7 +101,7 @@ class RowWise(Bounded):
         return self.bounded, self
 
     def wrong(self, observed: Tensor) -> np.ndarray | None:
-        """Where the ratio that is furthest beyond its limit is worst; of what is within the bound."""
+        """Where the ratio that is furthest beyond its limit has its worst element."""
         worst = self.excess(observed)
         if worst is None:
             return None
@@ -117,7 +122,7 @@ class RowWise(Bounded):
 
     @cached_property
     def judged(self) -> Tensor:
-        """The numbers of the rows of which a ratio says something; the oracle alone decides which."""
+        """The numbers of the rows that ratios judge; the oracle alone decides which."""
         right, bound, reference, magnitude = (
             _rows(x).double() for x in (self.value, self.bound, self.reference, self.magnitude)
         )
@@ -161,7 +166,8 @@ class RowWise(Bounded):
         d = got - right
         walk_J1 = magnitude.norm(dim=1, keepdim=True) / math.sqrt(self.terms * right.shape[1])
         scale = torch.maximum(right.abs(), torch.maximum(walk_J1, right.square().mean(1, keepdim=True).sqrt()))
-        ulp = torch.exp2(torch.frexp(scale).exponent.double()) * ROUNDOFF[self.dtype]  # frexp's fraction is from ½ to 1
+        # frexp's fraction is from ½ to 1
+        ulp = torch.exp2(torch.frexp(scale).exponent.double()) * ROUNDOFF[self.dtype]
         return Errors(d.norm(dim=1) / right.norm(dim=1), d.abs() / scale, d / ulp)
 
     @cached_property
@@ -205,7 +211,10 @@ class RowWise(Bounded):
         )
 
     def _bias(self, got: Errors, reference: Errors) -> list[Measure]:
-        """Of each group, the mean error away from zero, and upwards, over slack, noise, standard errors and the reference's own mean."""
+        """Of each group, the mean error away from zero, and upwards, over its allowance.
+
+        The allowance: slack, noise, standard errors and the mean error of the reference.
+        """
         sign = _rows(self.value)[self.judged].sign()
         groups = (
             torch.zeros(len(self.judged), dtype=torch.int64)
@@ -252,7 +261,7 @@ def row_wise(
     groups: Tensor | None = None,
     limits: Limits | None = None,
 ) -> RowWise | Bounded:
-    """What is right for a contraction: `bounded` itself, and where ratios say something those as well.
+    """A contraction's expectation: `bounded`, with ratios where they apply.
 
     Args:
         bounded: the oracle's value and its level-2 bound.

@@ -1,8 +1,9 @@
-"""Level 4: what is random is right if its distribution is; no single draw is compared with anything.
+"""Level 4: random results are right if their distribution is; no single draw is compared.
 
-Stochastic rounding takes x to one of its neighbours, to high with probability p = (x - low) / (high - low), else to low, so that the
-mean is x and the variance p (1 - p) (high - low)². Over R repeats and N elements, with k_n the times that n went up and
-s_r = Σ_n (up_rn - p_n) / √Σ_n p_n (1 - p_n), which has mean 0 and variance 1:
+Stochastic rounding takes x to one of its neighbours, to high with probability p = (x - low) / (high
+- low), else to low, so that the mean is x and the variance p (1 - p) (high - low)². Over R repeats
+and N elements, with k_n the times that n went up and s_r = Σ_n (up_rn - p_n) / √Σ_n p_n (1 - p_n),
+which has mean 0 and variance 1:
 
     neighbours    every draw is low or high
     mean of all   z = Σ_r s_r / √R, with the tail of Bernstein's inequality, which holds for few and lopsided events as well
@@ -10,7 +11,8 @@ s_r = Σ_n (up_rn - p_n) / √Σ_n p_n (1 - p_n), which has mean 0 and variance 
     variance      Σ_r (s_r - s̄)² within what χ² with R - 1 degrees of freedom may be: more if elements share their random numbers,
                   less if repeats do
 
-Together the checks of a run reject an honest generator once in a million: each has its part of that chance (Bonferroni).
+Together the checks of a run reject an honest generator once in a million: each has its part of that
+chance (Bonferroni).
 """
 
 import math
@@ -28,12 +30,15 @@ LEAST_EVENTS = 64.0  # the variance of a repeat's count from which it is taken f
 
 
 def bonferroni(alpha: float, checks: int) -> float:
-    """The level of each of `checks` tests, so that all together reject something right with probability at most `alpha`."""
+    """The level of each of `checks` tests that together err with probability at most `alpha`."""
     return alpha / max(checks, 1)
 
 
 def bernstein_z(alpha: float, variance: float) -> float:
-    """The z beyond which a sum of events is found with probability at most `alpha`: √(2L) for many, L = ln(2/α), more for few."""
+    """The z that a sum of events exceeds with probability at most `alpha`.
+
+    √(2L) for many events, L = ln(2/α); more for few.
+    """
     log = math.log(2 / alpha)
     return (log / 3 + math.sqrt(log**2 / 9 + 2 * log * variance)) / math.sqrt(variance)
 
@@ -53,7 +58,10 @@ def binomial_quantile(trials: int, p: float, level: float) -> int:
 
 
 def chi_square_range(degrees: int, alpha: float) -> tuple[float, float]:
-    """Outside of which χ² with many degrees of freedom is with probability `alpha` (Wilson and Hilferty 1931: its cube root is nearly normal)."""
+    """The range that χ² with many degrees of freedom leaves with probability `alpha`.
+
+    Wilson and Hilferty 1931: its cube root is nearly normal.
+    """
     share, z = 2 / (9 * degrees), -NormalDist().inv_cdf(alpha / 2)
     least, most = (degrees * max(1 - share + side * z * math.sqrt(share), 0.0) ** 3 for side in (-1, 1))
     return least, most
@@ -61,7 +69,7 @@ def chi_square_range(degrees: int, alpha: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Stochastic:
-    """Values that are rounded at random, and the two neighbours of each in the format (the same one where it is exact)."""
+    """Values rounded stochastically, and the two neighbours of each (one where it is exact)."""
 
     value_N: Tensor  # float64
     low_N: Tensor  # float64, ≤ value
@@ -80,7 +88,7 @@ def improbable(expected: Stochastic, draws_RN: Tensor) -> str | None:
     """What is wrong with the repeats of one rounding, or None.
 
     Args:
-        draws_RN: what the rounding gave, decoded; repeats with different random numbers, at least 256.
+        draws_RN: decoded results of at least 256 repeats with different random numbers.
 
     Raises:
         ValueError: too few repeats to tell anything.
@@ -117,7 +125,7 @@ def _mean_of_all(up_RN: Tensor, p_N: Tensor, level: float) -> str | None:
 
 
 def _variance(up_RN: Tensor, p_N: Tensor, level: float) -> str | None:
-    """Too much if elements share their random numbers, too little if repeats do; of few events a repeat, it says nothing."""
+    """Too much if elements share random numbers, too little if repeats do; needs many events."""
     repeats = len(up_RN)
     if float((p_N * (1 - p_N)).sum()) < LEAST_EVENTS:
         return None

@@ -281,7 +281,7 @@ def test_what_depends_on_another_output_is_judged_by_the_one_observed():
     assert judge("probs", given.resolve({"indices": torch.tensor([5])}), torch.tensor([1.0])).check == "exact"
 
 
-def test_what_depends_on_nothing_is_settled():
+def test_an_expectation_that_depends_on_nothing_resolves_to_itself():
     assert INDEXED.resolve({}) is INDEXED
 
 
