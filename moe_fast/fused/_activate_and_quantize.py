@@ -48,16 +48,8 @@ def quantize_activated_blocks_kernel(
     stride_splits,
     # results; either form may be left out, and so may the parts of d_probs, [rows, parts]. Codes
     # are contiguous
-    row_codes_ptr,
-    row_scale_ptr,
-    row_amax_ptr,
-    stride_row_m,
-    stride_row_n,
-    column_codes_ptr,
-    column_scale_ptr,
-    column_amax_ptr,
-    stride_column_m,
-    stride_column_n,
+    row_form,
+    column_form,
     part_ptr,
     # sizes; a tile's rows are the work of so many programs, each so many steps
     num_rows,
@@ -127,14 +119,10 @@ def quantize_activated_blocks_kernel(
             if half == 1:
                 x = other
                 column += width
-            if row_codes_ptr is not None:
+            if row_form is not None:
                 quantize_blocks(
                     x,
-                    row_codes_ptr,
-                    row_scale_ptr,
-                    row_amax_ptr,
-                    stride_row_m,
-                    stride_row_n,
+                    row_form,
                     tile,
                     first,
                     written,
@@ -149,14 +137,10 @@ def quantize_activated_blocks_kernel(
                     1,
                     BLOCK,
                 )
-            if column_codes_ptr is not None:
+            if column_form is not None:
                 quantize_blocks(
                     x,
-                    column_codes_ptr,
-                    column_scale_ptr,
-                    column_amax_ptr,
-                    stride_column_m,
-                    stride_column_n,
+                    column_form,
                     tile,
                     first,
                     written,

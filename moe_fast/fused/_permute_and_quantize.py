@@ -308,12 +308,7 @@ def gather_kernel(
     # by row, its token; by expert, the rows of its segment
     source_ptr,
     splits_ptr,
-    # results; codes are contiguous
-    codes_ptr,
-    scale_ptr,
-    amax_ptr,
-    stride_scale_m,
-    stride_scale_n,
+    form,  # the result
     # sizes; a program takes so many steps along the columns of one of so many tiles of rows
     num_rows,
     num_columns,
@@ -360,6 +355,6 @@ def gather_kernel(
             )
         )
         quantize_blocks(
-            x, codes_ptr, scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, tile, first, written, column, num_columns,
+            x, form, tile, first, written, column, num_columns,
             least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK_R, BLOCK_C,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from moe_fast.permutation.permute import permute, sum_rows
 from moe_fast.permutation.row_map import RowMap, place, place_in_capacity
 from moe_fast.quantization.group_scales import FORMAT_MAX
 from moe_fast.quantization.nvfp4 import SCOPES
-from moe_fast.quantization.quantize import FLOAT32_MAX, quantize
+from moe_fast.quantization.quantize import FLOAT32_MAX, form_arguments, quantize
 from moe_fast.quantization.quantized import RULES, Form, Quantized, grid_of
 from moe_ref.config import PermutedQuantization, QuantizerState, Recipe, check_permute_and_quantize
 from moe_ref.config.quantization import BLOCK
@@ -362,10 +362,7 @@ class Work:
                     *strided(self.tokens),
                     self.source,
                     self.splits,
-                    form.codes_MN,
-                    form.scale,
-                    form.amax,
-                    *form.scale.stride(),
+                    form_arguments(form),
                     *self.shape,
                     grid.groups,
                     grid.tiles,

@@ -13,6 +13,7 @@ from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
 from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, strided
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization import _quantize as kernels
+from moe_fast.quantization._quantize import FormArgs
 from moe_fast.quantization.group_scales import cast_groups
 from moe_fast.quantization.nvfp4 import quantize_two_levels
 from moe_fast.quantization.quantized import RULES, Form, Grid, Quantized, grid_of
@@ -92,8 +93,8 @@ def _quantize_blocks(
                 x,
                 *x.stride(),
                 *strided(splits, 1),
-                *form_arguments(by_rows),
-                *form_arguments(by_columns),
+                form_arguments(by_rows),
+                form_arguments(by_columns),
                 *x.shape,
                 *grid.sizes,
                 number_bits(recipe.amax_epsilon or 0.0),
@@ -129,9 +130,9 @@ def empty_form(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form
     return Form(torch.empty(x.shape, dtype=torch.uint8, device=x.device), scale, amax, block)
 
 
-def form_arguments(form: Form | None) -> tuple[Any, ...]:
-    """A form as kernel arguments."""
-    return (None, None, None, 0, 0) if form is None else (form.codes_MN, form.scale, form.amax, *form.scale.stride())
+def form_arguments(form: Form | None) -> FormArgs | None:
+    """A form as the kernels take it."""
+    return None if form is None else FormArgs(form.codes_MN, form.scale, form.amax, *form.scale.stride())
 
 
 class _Place(torch.autograd.Function):
