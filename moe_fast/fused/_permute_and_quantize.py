@@ -263,13 +263,7 @@ def row_scales_kernel(
     tl.store(amax_ptr + place, amax, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_tokens",
-        "num_experts",
-        "num_rows",
-    ]
-)
+@triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_rows"])
 def expert_amax_kernel(
     tokens_ptr,
     stride_tokens_t,

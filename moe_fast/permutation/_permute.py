@@ -232,15 +232,7 @@ def permute_kernel(
             expert, row, live = following
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_tokens",
-        "num_rows",
-        "stride_row_dprobs",
-        "stride_probs_t",
-        "stride_probs_e",
-    ]
-)
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "stride_row_dprobs", "stride_probs_t", "stride_probs_e"])
 def unpermute_kernel(
     # rows to sum, merging probs, result
     rows_ptr,
