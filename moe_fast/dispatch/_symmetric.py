@@ -251,19 +251,9 @@ def spread_kernel(
     else:
         lane = row - num_rows
         fill_gaps(
-            rows_ptr,
-            row_probs_ptr,
-            gap_ptr,
-            lane,
-            column,
-            tail_lanes,
-            local_experts,
-            num_columns,
-            num_rows,
-            1,
-            BLOCK_R,
-            BLOCK_H,
-        )
+            rows_ptr, row_probs_ptr, gap_ptr, lane, column, tail_lanes, local_experts, num_columns, num_rows, 1,
+            BLOCK_R, BLOCK_H,
+        )  # fmt: skip
         if scale_ptr is not None:
             fill_scales(
                 scale_ptr, stride_scale_m, stride_scale_n, gap_ptr, lane, column, local_experts, num_columns, num_rows,

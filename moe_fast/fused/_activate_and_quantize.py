@@ -11,39 +11,23 @@ from moe_fast.fused._tiles import activated_tile, steps_of
 from moe_fast.launch._rounding import number
 from moe_fast.quantization._formats import FLOAT32_MAX, encoded
 from moe_fast.quantization._quantize import E4M3_MAX, E5M2_MAX, fitting_scale, over, quantize_blocks
-from moe_fast.quantization._tiles import ending, magnitude, place_of_tile, store_tile
+from moe_fast.quantization._tiles import magnitude, place_of_tile, store_tile
 
 
 @triton.jit(
     do_not_specialize=[
-        "stride_probs",
         "stride_splits",
         "num_rows",
         "num_groups",
         "parts",
         "steps",
-        "offset",
-        "clamp",
-        "alpha",
         "epsilon",
         "infinity",
     ]
 )
 def quantize_activated_blocks_kernel(
-    d_out_ptr,
-    stride_d_out_p,
-    stride_d_out_f,
-    h_ptr,
-    stride_h_p,
-    stride_h_f,
-    probs_ptr,
-    stride_probs,
-    width,
-    between,
-    # numbers, as bits of a float64
-    offset,
-    clamp,
-    alpha,
+    operands,
+    factors,
     splits_ptr,
     stride_splits,
     # results; either form may be left out, and so may the parts of d_probs, [rows, parts]. Codes
@@ -89,72 +73,24 @@ def quantize_activated_blocks_kernel(
     for i in tl.range(0, steps_of(first, written, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
         column = begin + i * BLOCK_N
         x, other, part = activated_tile(
-            None if d_out_ptr is None else d_out_ptr + first * stride_d_out_p,
-            stride_d_out_p,
-            stride_d_out_f,
-            h_ptr + first * stride_h_p,
-            stride_h_p,
-            stride_h_f,
-            None if probs_ptr is None else probs_ptr + first * stride_probs,
-            stride_probs,
-            p,
-            ending(first, read, BLOCK_M),
-            ending(first, owned, BLOCK_M),
-            column,
-            width,
-            between,
-            offset,
-            clamp,
-            alpha,
-            CURVE,
-            LAYOUT,
-            CLAMPED,
-            WHOLE,
-            ROUNDED,
-            ACCUMULATOR,
-            BLOCK_N,
-        )
+            operands, factors, first, read, owned, column, CURVE, LAYOUT, CLAMPED, WHOLE, ROUNDED, ACCUMULATOR,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
         total += part
         for half in tl.static_range(2 if WHOLE else 1):
             if half == 1:
                 x = other
-                column += width
+                column += operands.width
             if row_form is not None:
                 quantize_blocks(
-                    x,
-                    row_form,
-                    tile,
-                    first,
-                    written,
-                    column,
-                    num_columns,
-                    least,
-                    most,
-                    RULE,
-                    FORMAT,
-                    POWER_OF_TWO,
-                    HARDWARE,
-                    1,
-                    BLOCK,
-                )
+                    x, row_form, tile, first, written, column, num_columns, least, most, RULE, FORMAT,
+                    POWER_OF_TWO, HARDWARE, 1, BLOCK,
+                )  # fmt: skip
             if column_form is not None:
                 quantize_blocks(
-                    x,
-                    column_form,
-                    tile,
-                    first,
-                    written,
-                    column,
-                    num_columns,
-                    least,
-                    most,
-                    RULE,
-                    FORMAT,
-                    POWER_OF_TWO,
-                    HARDWARE,
-                    BLOCK,
-                    1,
-                )
+                    x, column_form, tile, first, written, column, num_columns, least, most, RULE, FORMAT,
+                    POWER_OF_TWO, HARDWARE, BLOCK, 1,
+                )  # fmt: skip
     if part_ptr is not None:
         # a tile sticks out of its group
         tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)
@@ -162,32 +98,16 @@ def quantize_activated_blocks_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "stride_probs",
         "stride_splits",
         "num_rows",
         "num_groups",
         "parts",
         "steps",
-        "offset",
-        "clamp",
-        "alpha",
     ]
 )
 def activated_group_amax_kernel(
-    d_out_ptr,
-    stride_d_out_p,
-    stride_d_out_f,
-    h_ptr,
-    stride_h_p,
-    stride_h_f,
-    probs_ptr,
-    stride_probs,
-    width,
-    between,
-    # numbers, as bits of a float64
-    offset,
-    clamp,
-    alpha,
+    operands,
+    factors,
     splits_ptr,
     stride_splits,
     # result, as integers, zeros before
@@ -214,36 +134,13 @@ def activated_group_amax_kernel(
     group, first, end, _, _ = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
     )
-    p = tl.arange(0, BLOCK_M).to(tl.int64)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in tl.range(0, steps_of(first, end, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
         x, other, _part = activated_tile(
-            None if d_out_ptr is None else d_out_ptr + first * stride_d_out_p,
-            stride_d_out_p,
-            stride_d_out_f,
-            h_ptr + first * stride_h_p,
-            stride_h_p,
-            stride_h_f,
-            None if probs_ptr is None else probs_ptr + first * stride_probs,
-            stride_probs,
-            p,
-            ending(first, end, BLOCK_M),
-            ending(first, end, BLOCK_M),
-            begin + i * BLOCK_N,
-            width,
-            between,
-            offset,
-            clamp,
-            alpha,
-            CURVE,
-            LAYOUT,
-            CLAMPED,
-            WHOLE,
-            ROUNDED,
-            ACCUMULATOR,
-            BLOCK_N,
-        )
+            operands, factors, first, end, end, begin + i * BLOCK_N, CURVE, LAYOUT, CLAMPED, WHOLE, ROUNDED,
+            ACCUMULATOR, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
         largest = tl.maximum(largest, magnitude(x))
         if WHOLE:
             largest = tl.maximum(largest, magnitude(other))
@@ -253,25 +150,13 @@ def activated_group_amax_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        *("stride_probs", "stride_splits", "stride_given", "stride_history"),
-        *("num_rows", "num_groups", "parts", "steps", "offset", "clamp", "alpha", "epsilon"),
+        *("stride_splits", "stride_given", "stride_history"),
+        *("num_rows", "num_groups", "parts", "steps", "epsilon"),
     ]
 )
 def cast_activated_groups_kernel(
-    d_out_ptr,
-    stride_d_out_p,
-    stride_d_out_f,
-    h_ptr,
-    stride_h_p,
-    stride_h_f,
-    probs_ptr,
-    stride_probs,
-    width,
-    between,
-    # numbers, as bits of a float64
-    offset,
-    clamp,
-    alpha,
+    operands,
+    factors,
     splits_ptr,
     stride_splits,
     # scales of earlier steps; None: they follow from the amax
@@ -337,36 +222,14 @@ def cast_activated_groups_kernel(
     for i in tl.range(0, steps_of(first, written, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
         column = begin + i * BLOCK_N
         x, other, part = activated_tile(
-            None if d_out_ptr is None else d_out_ptr + first * stride_d_out_p,
-            stride_d_out_p,
-            stride_d_out_f,
-            h_ptr + first * stride_h_p,
-            stride_h_p,
-            stride_h_f,
-            None if probs_ptr is None else probs_ptr + first * stride_probs,
-            stride_probs,
-            p,
-            ending(first, read, BLOCK_M),
-            ending(first, owned, BLOCK_M),
-            column,
-            width,
-            between,
-            offset,
-            clamp,
-            alpha,
-            CURVE,
-            LAYOUT,
-            CLAMPED,
-            WHOLE,
-            ROUNDED,
-            ACCUMULATOR,
-            BLOCK_N,
-        )
+            operands, factors, first, read, owned, column, CURVE, LAYOUT, CLAMPED, WHOLE, ROUNDED, ACCUMULATOR,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
         total += part
         for half in tl.static_range(2 if WHOLE else 1):
             if half == 1:
                 x = other
-                column += width
+                column += operands.width
             store_tile(codes_ptr, encoded(x * scale, FORMAT, HARDWARE), first, written, column, num_columns)
             if given_ptr is not None:
                 largest = tl.maximum(largest, magnitude(x))

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from moe_fast.experts import _activations as plain_kernels
 from moe_fast.experts.activations import CURVES, Settings, backward_of, check_fused, constants_of
 from moe_fast.fused import _activate_and_quantize as kernels
+from moe_fast.fused._tiles import Factors, Operands
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
 from moe_fast.launch.backend import casts_in_hardware, launch_on, strided
@@ -187,18 +188,9 @@ class _Source:
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The kernels' first arguments."""
-        d_out = (None, 0, 0) if self.d_out is None else (self.d_out, *self.d_out.stride())
-        settings = self.settings
-        return (
-            *d_out,
-            self.h,
-            *self.h.stride(),
-            *strided(self.probs, 1),
-            settings.width(self.h),
-            settings.between(self.h),
-            *settings.numbers(),
-            *strided(self.forms.splits, 1),
-        )
+        settings, layout = self.settings, (self.settings.width(self.h), self.settings.between(self.h))
+        operands = Operands(*strided(self.d_out), *strided(self.h), *layout)
+        return operands, Factors(*strided(self.probs, 1), *settings.numbers()), *strided(self.forms.splits, 1)
 
     def constants(self, grid: Grid) -> dict[str, Any]:
         """The kernels' constants."""

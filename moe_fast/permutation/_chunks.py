@@ -48,14 +48,9 @@ def sort_chunks_kernel(
     carry = tl.zeros([1], tl.int64)
     for first in range(0, num_chunks, BLOCK_S):
         chunk, size = load_chunks(
-            sizes_ptr,
-            stride_sizes,
-            order_ptr,
-            stride_order,
-            first + tl.arange(0, BLOCK_S).to(tl.int64),
-            num_chunks,
-            not INVERSE,
-        )
+            sizes_ptr, stride_sizes, order_ptr, stride_order, first + tl.arange(0, BLOCK_S).to(tl.int64),
+            num_chunks, not INVERSE,
+        )  # fmt: skip
         end = carry + tl.cumsum(size, axis=0)
         begin = end - size
         here = (begin[None, :] <= r[:, None]) & (r[:, None] < end[None, :])
@@ -66,14 +61,9 @@ def sort_chunks_kernel(
     carry = tl.zeros([1], tl.int64)
     for first in range(0, num_chunks, BLOCK_S):
         chunk, size = load_chunks(
-            sizes_ptr,
-            stride_sizes,
-            order_ptr,
-            stride_order,
-            first + tl.arange(0, BLOCK_S).to(tl.int64),
-            num_chunks,
-            INVERSE,
-        )
+            sizes_ptr, stride_sizes, order_ptr, stride_order, first + tl.arange(0, BLOCK_S).to(tl.int64),
+            num_chunks, INVERSE,
+        )  # fmt: skip
         begin = carry + tl.cumsum(size, axis=0) - size
         here = (chunk[None, :] == chunk_R[:, None]) & (chunk_R >= 0)[:, None]
         source += tl.sum(tl.where(here, begin[None, :], 0), axis=1)

@@ -204,19 +204,9 @@ def permute_kernel(
     elif block < list_blocks + fills:
         lane = first_lane + (block - list_blocks) * BLOCK_G
         fill_gaps(
-            rows_ptr,
-            row_probs_ptr,
-            gap_ptr,
-            lane,
-            column,
-            tail_lanes,
-            num_experts,
-            num_columns,
-            num_rows,
-            BLOCK_G,
-            BLOCK_R,
-            BLOCK_H,
-        )
+            rows_ptr, row_probs_ptr, gap_ptr, lane, column, tail_lanes, num_experts, num_columns, num_rows,
+            BLOCK_G, BLOCK_R, BLOCK_H,
+        )  # fmt: skip
     else:
         t = (block - list_blocks - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -272,40 +262,14 @@ def unpermute_kernel(
             in_row = (h < num_columns)[None, :]  # the last block sticks out
             acc = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
             acc = add_rows(
-                acc,
-                0,
-                rows_ptr,
-                stride_rows_p,
-                stride_rows_h,
-                probs_ptr,
-                stride_probs_t,
-                stride_probs_e,
-                row_map,
-                lists,
-                h,
-                in_row,
-                ROWS_AS,
-                PROBS_AS,
-                UNROLL,
-            )
+                acc, 0, rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs_t, stride_probs_e,
+                row_map, lists, h, in_row, ROWS_AS, PROBS_AS, UNROLL,
+            )  # fmt: skip
             for first in range(UNROLL, tl.max(lists.num_slots, axis=0), UNROLL):
                 acc = add_rows(
-                    acc,
-                    first,
-                    rows_ptr,
-                    stride_rows_p,
-                    stride_rows_h,
-                    probs_ptr,
-                    stride_probs_t,
-                    stride_probs_e,
-                    row_map,
-                    lists,
-                    h,
-                    in_row,
-                    ROWS_AS,
-                    PROBS_AS,
-                    UNROLL,
-                )
+                    acc, first, rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs_t,
+                    stride_probs_e, row_map, lists, h, in_row, ROWS_AS, PROBS_AS, UNROLL,
+                )  # fmt: skip
             tl.store(
                 out_ptr + t[:, None] * num_columns + h[None, :],
                 rounded(acc.to(ROWS_AS), out_ptr.dtype.element_ty),
@@ -417,16 +381,6 @@ def unpermute_backward_kernel(
         lane = first_lane + block * BLOCK_G
         for column in range(tl.cdiv(num_columns, BLOCK_H)):
             fill_gaps(
-                drows_ptr,
-                None,
-                gap_ptr,
-                lane,
-                column,
-                tail_lanes,
-                num_experts,
-                num_columns,
-                num_rows,
-                BLOCK_G,
-                BLOCK_R,
-                BLOCK_H,
-            )
+                drows_ptr, None, gap_ptr, lane, column, tail_lanes, num_experts, num_columns, num_rows, BLOCK_G,
+                BLOCK_R, BLOCK_H,
+            )  # fmt: skip

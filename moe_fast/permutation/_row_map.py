@@ -98,14 +98,9 @@ def routing_walk_kernel(
             for k in tl.static_range(PACK):
                 one = field(words, k, PACK)
                 put_slots(
-                    slots_ptr,
-                    t + i,
-                    w * PACK + k,
-                    one != 0,
-                    place + field(up_to, k, PACK) - one,
-                    field(rank, k, PACK),
-                    num_experts,
-                )
+                    slots_ptr, t + i, w * PACK + k, one != 0, place + field(up_to, k, PACK) - one,
+                    field(rank, k, PACK), num_experts,
+                )  # fmt: skip
             tl.store(num_slots_ptr + t + i, tl.sum(ones, axis=1), mask=t + i < num_tokens)  # the last tile sticks out
             rank += words
 

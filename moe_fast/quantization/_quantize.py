@@ -106,18 +106,9 @@ def quantize_blocks(
     stored = stored.to(form.scale_ptr.dtype.element_ty)
     exact = rounded(amax, form.amax_ptr.dtype.element_ty)  # it is a number of that dtype
     store_blocks(
-        form.scale_ptr,
-        form.stride_m,
-        form.stride_n,
-        stored,
-        block,
-        first,
-        written,
-        column,
-        num_columns,
-        BLOCK_R,
-        BLOCK_C,
-    )
+        form.scale_ptr, form.stride_m, form.stride_n, stored, block, first, written, column, num_columns,
+        BLOCK_R, BLOCK_C,
+    )  # fmt: skip
     store_blocks(
         form.amax_ptr, form.stride_m, form.stride_n, exact, block, first, written, column, num_columns, BLOCK_R, BLOCK_C
     )
@@ -171,37 +162,11 @@ def quantize_blocks_kernel(
                 x = tl.where((row < owned)[:, None], x, 0.0)
         if row_form is not None:
             quantize_blocks(
-                x,
-                row_form,
-                tile,
-                first,
-                written,
-                column,
-                num_columns,
-                least,
-                most,
-                RULE,
-                FORMAT,
-                POWER_OF_TWO,
-                HARDWARE,
-                BLOCK if SQUARE else 1,
-                BLOCK,
-            )
+                x, row_form, tile, first, written, column, num_columns, least, most, RULE, FORMAT, POWER_OF_TWO,
+                HARDWARE, BLOCK if SQUARE else 1, BLOCK,
+            )  # fmt: skip
         if column_form is not None:
             quantize_blocks(
-                x,
-                column_form,
-                tile,
-                first,
-                written,
-                column,
-                num_columns,
-                least,
-                most,
-                RULE,
-                FORMAT,
-                POWER_OF_TWO,
-                HARDWARE,
-                BLOCK,
-                1,
-            )
+                x, column_form, tile, first, written, column, num_columns, least, most, RULE, FORMAT,
+                POWER_OF_TWO, HARDWARE, BLOCK, 1,
+            )  # fmt: skip
