@@ -186,11 +186,9 @@ def collect(
                 lists.num_rows,
                 ONCE=handle.once,
                 ACCUMULATOR=accumulator,
-                BLOCK_T=sizes.tokens,
-                BLOCK_H=sizes.columns,
+                **sizes.blocks("T", "H"),
                 BLOCK_L=sizes.lists,
                 UNROLL=sizes.unroll,
-                num_warps=sizes.num_warps,
             )
     return out, out_probs
 

@@ -256,11 +256,7 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
             BIAS_AS=tl.float64 if wide and bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
             TURNED=turned,
             FLATTEN=described and tuning.for_device(x.device).grouped.flatten,
-            BLOCK_P=tile.rows,
-            BLOCK_C=tile.columns,
-            BLOCK_D=tile.depth,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **tile.blocks("P", "C", "D"),
         )
     return out
 
@@ -291,11 +287,7 @@ def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None
             plan.segment_2L,
             *shape,
             ACCUMULATOR=tl.float64 if rows.dtype == torch.float64 else tl.float32,
-            BLOCK_P=tile.depth,
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.columns,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **tile.blocks("M", "N", "P"),
         )
     return out
 

@@ -118,11 +118,7 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
             SCALED_BY_HARDWARE=unit.scales,
             SHARED_P=1 if right.block is None else right.block[0],
             BLOCK_L=power_of_two(plan.num_experts),
-            BLOCK_P=tile.depth,
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.columns,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **tile.blocks("M", "N", "P"),
         )
     return out
 
@@ -195,11 +191,7 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
             SHARED_C=weight.shared[0],
             SHARED_D=weight.shared[1],
             BIAS_AS=tl.float64 if bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
-            BLOCK_P=tile.rows,
-            BLOCK_C=tile.columns,
-            BLOCK_D=tile.depth,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **tile.blocks("P", "C", "D"),
         )
     return out
 

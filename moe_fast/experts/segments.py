@@ -80,9 +80,7 @@ def segment_sums(rows_PC: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:
             num_columns,
             ACCUMULATOR=tl.float64 if rows.dtype == torch.float64 else tl.float32,
             RESULT_AS=tl.float64 if dtype == torch.float64 else tl.float32,
-            BLOCK_P=tile.tokens,
-            BLOCK_C=tile.columns,
-            num_warps=tile.num_warps,
+            **tile.blocks("P", "C"),
         )
     return out
 

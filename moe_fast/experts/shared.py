@@ -90,9 +90,7 @@ class _Gated(torch.autograd.Function):
                     y.shape[1],
                     parts,
                     ACCUMULATOR=accumulator(y),
-                    BLOCK_T=tile.tokens,
-                    BLOCK_H=tile.columns,
-                    num_warps=tile.num_warps,
+                    **tile.blocks("T", "H"),
                 )
         return out
 
@@ -116,8 +114,6 @@ class _Gated(torch.autograd.Function):
                     len(y),
                     y.shape[1],
                     ACCUMULATOR=accumulator(y),
-                    BLOCK_T=tile.tokens,
-                    BLOCK_H=tile.columns,
-                    num_warps=tile.num_warps,
+                    **tile.blocks("T", "H"),
                 )
         return d_y, d_z

@@ -210,9 +210,7 @@ class Work:
                     *self._numbers(),
                     FORMAT=self.format,
                     POWER_OF_TWO=bool(self.recipe.power_of_two_scales),
-                    BLOCK_M=tile.tokens,
-                    BLOCK_B=tile.columns,
-                    num_warps=tile.num_warps,
+                    **tile.blocks("M", "B"),
                     **NO_FP_FUSION,
                 )
         return form
@@ -259,9 +257,7 @@ class Work:
                     *self.tokens.shape[:1],
                     self.row_map.num_experts,
                     *self.shape[::-1],
-                    BLOCK_T=tile.tokens,
-                    BLOCK_H=tile.columns,
-                    num_warps=tile.num_warps,
+                    **tile.blocks("T", "H"),
                 )
         return amax
 

@@ -27,11 +27,15 @@ DOT_LEAST = 16  # of each side of tl.dot
 
 @dataclass(frozen=True)
 class Tile:
-    """One [tokens, columns] tile a step."""
+    """One [tokens, columns] tile per step."""
 
     tokens: int
     columns: int
     num_warps: int
+
+    def blocks(self, tokens: str, columns: str) -> dict[str, int]:
+        """The sizes as constants of a kernel, BLOCK_ and a letter for each side."""
+        return {f"BLOCK_{tokens}": self.tokens, f"BLOCK_{columns}": self.columns, "num_warps": self.num_warps}
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,11 @@ class GroupedTile:
     num_warps: int
     num_stages: int
 
+    def blocks(self, rows: str, columns: str, depth: str) -> dict[str, int]:
+        """The sizes as constants of a kernel, BLOCK_ and a letter for each side."""
+        sides = {f"BLOCK_{rows}": self.rows, f"BLOCK_{columns}": self.columns, f"BLOCK_{depth}": self.depth}
+        return sides | {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 @dataclass(frozen=True)
 class Grouped:
@@ -173,16 +182,13 @@ class Grouped:
 
 
 @dataclass(frozen=True)
-class Symmetric:
+class Symmetric(Tile):
     """Rows to other ranks' memory and back."""
 
-    tokens: int  # that a program sends or receives
-    columns: int
     lists: int  # tokens whose lists a program writes
     fill_rows: int  # of padding that are zeroed at once
     tail_lanes: int  # programs that share the rows behind the segments
     unroll: int  # rows of a token that are on their way together
-    num_warps: int
 
 
 @dataclass(frozen=True)

@@ -118,9 +118,7 @@ def _scatter(indices: Tensor, values: Tensor, num_experts: int, *, with_map: boo
             num_tokens,
             num_experts,
             num_slots,
-            BLOCK_T=tile.tokens,
-            BLOCK_E=tile.columns,
-            num_warps=tile.num_warps,
+            **tile.blocks("T", "E"),
         )
     return routing_map, out
 
@@ -142,9 +140,7 @@ def _gather(dout: Tensor, indices: Tensor) -> Tensor:
             num_tokens,
             dout.shape[1],
             num_slots,
-            BLOCK_T=tile.tokens,
-            BLOCK_K=tile.columns,
-            num_warps=tile.num_warps,
+            **tile.blocks("T", "K"),
         )
     return dvalues
 

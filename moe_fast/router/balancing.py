@@ -156,9 +156,7 @@ class _BalancingLoss(torch.autograd.Function):
                 num_columns,
                 each,
                 ACCUMULATOR=accumulator(scores),
-                BLOCK_R=sizes.balance.tokens,
-                BLOCK_C=sizes.balance.columns,
-                num_warps=sizes.balance.num_warps,
+                **sizes.balance.blocks("R", "C"),
                 **NO_FP_FUSION,
             )
             loss, factor = _finish(partial, None, total, coeff)
@@ -184,9 +182,7 @@ class _BalancingLoss(torch.autograd.Function):
                     num_rows,
                     num_columns,
                     ACCUMULATOR=accumulator(factor),
-                    BLOCK_R=tile.tokens,
-                    BLOCK_C=tile.columns,
-                    num_warps=tile.num_warps,
+                    **tile.blocks("R", "C"),
                 )
         return dscores, None, None, None
 

@@ -127,8 +127,6 @@ def _drop_backward(dout: Tensor, kept: Tensor, routing_map: Tensor | None) -> Te
             bits(dprobs),
             num_tokens,
             num_experts,
-            BLOCK_T=tile.tokens,
-            BLOCK_E=tile.columns,
-            num_warps=tile.num_warps,
+            **tile.blocks("T", "E"),
         )
     return dprobs
