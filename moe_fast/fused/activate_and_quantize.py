@@ -189,8 +189,9 @@ class _Source:
     def arguments(self) -> tuple[Any, ...]:
         """The kernels' first arguments."""
         settings, layout = self.settings, (self.settings.width(self.h), self.settings.between(self.h))
-        operands = Operands(*strided(self.d_out), *strided(self.h), *layout)
-        return operands, Factors(*strided(self.probs, 1), *settings.numbers()), *strided(self.forms.splits, 1)
+        operands = Operands._make((*strided(self.d_out), *strided(self.h), *layout))
+        factors = Factors._make((*strided(self.probs, 1), *settings.numbers()))
+        return operands, factors, *strided(self.forms.splits, 1)
 
     def constants(self, grid: Grid) -> dict[str, Any]:
         """The kernels' constants."""
