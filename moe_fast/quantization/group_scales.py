@@ -9,7 +9,7 @@ from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, 
 from moe_fast.launch.tuning import power_of_two
 from moe_fast.quantization import _group_scales as kernels
 from moe_fast.quantization.quantized import Form, grid_of
-from moe_ref.config import QuantizerState, Recipe, check_role, check_state, is_count, require
+from moe_ref.config import QuantizerState, Recipe, check_role, check_state, require
 
 FORMAT_MAX = {"e4m3": 448.0, "e5m2": 57344.0}  # OCP OFP8 1.0
 
@@ -61,22 +61,6 @@ def cast_groups(
             **NO_FP_FUSION,
         )
     return Form(codes, inverse, amax.view(torch.float32), None), state
-
-
-# --- the memory of delayed scaling
-
-
-def new_quantizer_state(
-    recipe: Recipe, *, num_groups: int = 1, device: torch.device | str | None = None
-) -> QuantizerState | None:
-    """The state before the first step: no amax seen, scales of 1; None without a memory."""
-    require(is_count(num_groups) and num_groups >= 1, "num_groups", num_groups, "a positive integer")
-    if recipe.scaling != "delayed":
-        return None
-    assert recipe.amax_history_len is not None
-    return QuantizerState(
-        torch.zeros(num_groups, recipe.amax_history_len, device=device), torch.ones(num_groups, device=device)
-    )
 
 
 def update_scales(

@@ -1,7 +1,5 @@
 """Capacity: no expert takes more tokens than it has room for."""
 
-from fractions import Fraction
-from math import ceil
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from moe_fast.launch import tuning
 from moe_fast.launch.backend import bits, check_device, integers, launch_on
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.router import _capacity as kernels
-from moe_ref.config import Routed, check_drop_tokens, check_expert_capacity
+from moe_ref.config import Routed, check_drop_tokens
 
 KEY_BITS = {
     1: 9,
@@ -20,12 +18,6 @@ KEY_BITS = {
     4: 32,
     8: 64,
 }  # of the keys of probs of so many bytes: one more, where there is one, for what is not routed
-
-
-def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float) -> int:
-    """Rows of one expert: min(⌈T · K / E · cf⌉, T), with cf as the decimal it is written as."""
-    check_expert_capacity(num_tokens, num_experts, topk, capacity_factor)
-    return min(ceil(Fraction(num_tokens * topk, num_experts) * Fraction(str(capacity_factor))), num_tokens)
 
 
 def drop_tokens(

@@ -3,29 +3,10 @@
 Mirrors `get_capacity` and `apply_router_token_dropping` of megatron.core.transformer.moe.moe_utils.
 """
 
-from fractions import Fraction
-from math import ceil
-
 import torch
 from torch import Tensor
 
-from moe_ref.config import Routed, check_drop_tokens, check_expert_capacity
-
-
-def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float) -> int:
-    """Rows of one expert: min(⌈T · K / E · cf⌉, T).
-
-    cf counts as the decimal it is written as, so that no rounding adds a row (T=31, K=1, E=60, cf=60 makes 31). More than T rows
-    cannot be filled by T tokens.
-
-    Raises:
-        ValueError: num_tokens, num_experts, topk or capacity_factor is no number of its kind.
-
-    Source: moe_utils.get_capacity, which computes in floating point and does not stop at T: with pad-to-capacity, Megatron's
-    first permute then raises.
-    """
-    check_expert_capacity(num_tokens, num_experts, topk, capacity_factor)
-    return min(ceil(Fraction(num_tokens * topk, num_experts) * Fraction(str(capacity_factor))), num_tokens)
+from moe_ref.config import Routed, check_drop_tokens
 
 
 def drop_tokens(
