@@ -77,11 +77,11 @@ def slab_layout_kernel(
             tl.store(gap_ptr + local_experts, rows)
             tl.store(gap_ptr + 2 * local_experts + 1, num_rows)
     tl.store(start_ptr + e, start + before, mask=inside)
-    own = inside & (holder == own_rank)
+    local = inside & (holder == own_rank)
     place = e - own_rank * local_experts
-    tl.store(tokens_per_expert_ptr + place, tl.minimum(tl.maximum(num_rows - start, 0), segment), mask=own)
-    tl.store(gap_ptr + place, start + total, mask=own)
-    tl.store(gap_ptr + local_experts + 1 + place, start + segment, mask=own)
+    tl.store(tokens_per_expert_ptr + place, tl.minimum(tl.maximum(num_rows - start, 0), segment), mask=local)
+    tl.store(gap_ptr + place, start + total, mask=local)
+    tl.store(gap_ptr + local_experts + 1 + place, start + segment, mask=local)
 
 
 @triton.jit(

@@ -19,8 +19,8 @@ from moe_fast.quantization._tiles import block_amax, magnitude, place_of_tile, s
 @triton.jit
 def raise_amax(amax_ptr, expert, bits, live):
     """amax = max(amax, bits) of numbers ≥ 0; a stale load is too small, and saves most atomics."""
-    known = tl.load(amax_ptr + expert, mask=live, other=0)  # only those of a row
-    larger = live & (bits > known)
+    current = tl.load(amax_ptr + expert, mask=live, other=0)  # only those of a row
+    larger = live & (bits > current)
     tl.atomic_max(amax_ptr + expert, bits, mask=larger, sem="relaxed")
     return larger
 

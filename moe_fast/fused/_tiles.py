@@ -136,7 +136,7 @@ def activated_tile(
         probs_ptr = factors.probs_ptr + first * factors.stride_probs
         # the last tile sticks out
         prob = widened(tl.load(probs_ptr + p * factors.stride_probs, mask=p < read, other=0.0), ACCUMULATOR)[:, None]
-    mine = (p < owned)[:, None]
+    in_group = (p < owned)[:, None]
     other = 0.0
     part = 0.0
     if operands.d_out_ptr is None:
@@ -144,7 +144,7 @@ def activated_tile(
     else:
         g = d_out * prob
         x = g * slope * shifted
-        counted = mine
+        counted = in_group
         if LAYOUT != "single":
             dv = g * value
             if CLAMPED:
@@ -152,16 +152,16 @@ def activated_tile(
                 dv = tl.where(free_v, dv, 0.0)
             if WHOLE:
                 other = as_float32(rounded(dv, h_ptr.dtype.element_ty) if ROUNDED else dv)
-                other = tl.where(mine, other, 0.0)
+                other = tl.where(in_group, other, 0.0)
             elif LAYOUT == "pairs":
                 x = tl.reshape(tl.join(x, dv), [p.shape[0], BLOCK_N])
             else:
                 x = tl.where(of_value, dv, x)
-                counted = mine & (of_value == 0)  # each term once
+                counted = in_group & (of_value == 0)  # each term once
         part = tl.sum(tl.where(counted, d_out * (value * shifted), 0.0), axis=1)
     if ROUNDED:
         x = rounded(x, h_ptr.dtype.element_ty)
-    return tl.where(mine, as_float32(x), 0.0), other, part
+    return tl.where(in_group, as_float32(x), 0.0), other, part
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_fast.experts import _activations as plain_kernels
+from moe_fast.experts import _activations as activation_kernels
 from moe_fast.experts.activations import CURVES, Settings, backward_of, check_fused, constants_of
 from moe_fast.fused import _activate_and_quantize as kernels
 from moe_fast.fused._tiles import Factors, Operands
@@ -23,7 +23,7 @@ from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
 from moe_fast.launch.backend import casts_in_hardware, launch_on, strided
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization.quantize import FLOAT32_MAX, empty_form, form_arguments, quantize
-from moe_fast.quantization.quantized import RULES, Form, Grid, Quantized, grid_of
+from moe_fast.quantization.quantized import KERNEL_OF, Form, Grid, Quantized, grid_of
 from moe_ref.config import (
     Quantization,
     QuantizerState,
@@ -156,14 +156,14 @@ class _Forms:
 
     def check(self, h: Tensor, width: int) -> None:
         """The rules of both packages that can be seen without reading the device."""
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "splits": self.splits,
             "rowwise": self.rowwise,
             "columnwise": self.columnwise,
             "state": self.state,
             "noise": self.noise,
         }
-        check_quantized_activation(h, width, self.recipe, self.role, **how, round_before_quantize=self.rounds)
+        check_quantized_activation(h, width, self.recipe, self.role, **options, round_before_quantize=self.rounds)
         if self.splits is None:
             check_splits([len(h)], len(h), self.recipe)
 
@@ -244,8 +244,8 @@ def _source(d_out: Tensor | None, h: Tensor, probs: Tensor | None, settings: Set
     """What the kernels read: memory, not a pending minus, on the device of h."""
     check_fused(h, probs)
     splits = None if forms.splits is None else forms.splits.to(h.device, non_blocking=True)
-    plain = (None if x is None else x.detach().resolve_neg() for x in (d_out, h, probs))
-    d_out, memory, probs = plain
+    memories = (None if x is None else x.detach().resolve_neg() for x in (d_out, h, probs))
+    d_out, memory, probs = memories
     assert memory is not None
     return _Source(d_out, memory, probs, settings, replace(forms, splits=splits))
 
@@ -278,7 +278,7 @@ def _quantized(source: _Source) -> tuple[Quantized, QuantizerState | None, Tenso
     else:
         by_rows, state, parts = _cast_groups(source)
         by_columns = by_rows
-    made = Quantized(
+    quantized = Quantized(
         recipe,
         forms.format,
         source.h.dtype,
@@ -287,13 +287,13 @@ def _quantized(source: _Source) -> tuple[Quantized, QuantizerState | None, Tenso
         by_rows if forms.rowwise else None,
         by_columns if forms.columnwise else None,
     )
-    return made, state, None if parts is None else parts.sum(1)
+    return quantized, state, None if parts is None else parts.sum(1)
 
 
 def _quantize_blocks(source: _Source) -> tuple[Form | None, Form | None, Tensor | None]:
     """A scale for each block, by rows and by columns; and the parts of d_probs."""
     forms, recipe, x = source.forms, source.forms.recipe, source.like
-    size, rule = BLOCK[recipe.scaling], RULES[recipe.scaling]
+    size, rule = BLOCK[recipe.scaling], KERNEL_OF[recipe.scaling]
     sizes = tuning.for_device(x.device).activate_quantize
     aligned = rule == "amax" and forms.columnwise  # whole groups of MXFP8 consist of whole blocks, wherever x is cut
     tall, low = (sizes.columns, sizes.low) if source.d_out is None else (sizes.backward, sizes.low_backward)
@@ -376,29 +376,29 @@ def _quantized_apart(source: _Source) -> tuple[Quantized, QuantizerState | None,
     forms, h, d_probs = source.forms, source.h, None
     x = torch.empty(source.like.shape, dtype=source.like.dtype, device=h.device)  # all by the kernel
     if source.d_out is None:
-        _launch(plain_kernels.activation_kernel, tuning.for_device(h.device).activation, source, (), (x, None))
+        _launch(activation_kernels.activation_kernel, tuning.for_device(h.device).activation, source, (), (x, None))
     else:
         if source.probs is not None:
             # likewise, also where rows are empty
             d_probs = torch.empty(len(h), dtype=source.probs.dtype, device=h.device)
         d_out = (source.d_out, *source.d_out.stride())
         _launch(
-            plain_kernels.activation_backward_kernel,
+            activation_kernels.activation_backward_kernel,
             tuning.for_device(h.device).activation_backward,
             source,
             d_out,
             (x, d_probs),
         )
         d_probs = _owned_rows(d_probs, forms.splits)
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "role": forms.role,
         "splits": forms.splits,
         "rowwise": forms.rowwise,
         "columnwise": forms.columnwise,
         "noise": forms.noise,
     }
-    made = quantize(x, forms.recipe, **how)
-    return replace(made.quantized, dtype=h.dtype), None, d_probs
+    quantized = quantize(x, forms.recipe, **options)
+    return replace(quantized.quantized, dtype=h.dtype), None, d_probs
 
 
 def _launch(

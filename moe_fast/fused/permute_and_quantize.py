@@ -19,7 +19,7 @@ from moe_fast.permutation.row_map import RowMap, place, place_in_capacity
 from moe_fast.quantization.group_scales import FORMAT_MAX
 from moe_fast.quantization.nvfp4 import SCOPES
 from moe_fast.quantization.quantize import FLOAT32_MAX, form_arguments, quantize
-from moe_fast.quantization.quantized import RULES, Form, Quantized, grid_of
+from moe_fast.quantization.quantized import KERNEL_OF, Form, Quantized, grid_of
 from moe_ref.config import PermutedQuantization, QuantizerState, Recipe, check_permute_and_quantize
 from moe_ref.config.quantization import BLOCK
 
@@ -60,7 +60,7 @@ def permute_and_quantize(
     check_device("tokens", tokens_TH)
     if not _in_one_step(recipe, role, columnwise):
         permuted = permute(tokens_TH, routing_map_TE, probs=probs, align=align, capacity=capacity, num_rows=num_rows)
-        made = quantize(
+        quantization = quantize(
             permuted.rows,
             recipe,
             role=role,
@@ -69,7 +69,7 @@ def permute_and_quantize(
             columnwise=columnwise,
             state=state,
         )
-        return PermutedQuantization(*made, *permuted[1:])
+        return PermutedQuantization(*quantization, *permuted[1:])
     lists, slots = (
         place(routing_map_TE, align, num_rows) if capacity is None else place_in_capacity(routing_map_TE, capacity)
     )
@@ -150,7 +150,7 @@ class Work:
             row_map,
             splits,
         )
-        self.rule, self.size = RULES[recipe.scaling], BLOCK.get(recipe.scaling, 1)
+        self.rule, self.size = KERNEL_OF[recipe.scaling], BLOCK.get(recipe.scaling, 1)
         self.format = (
             "e2m1"
             if recipe.scaling == "nvfp4"

@@ -12,8 +12,8 @@ def load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, place, num_chu
         # the last block sticks out
         chunk = tl.load(order_ptr + place * stride_order, mask=place < num_chunks, other=-1).to(tl.int64)
     # nor is there a chunk outside the block, nor in an order that is no permutation
-    known = (chunk >= 0) & (chunk < num_chunks)
-    return chunk, tl.load(sizes_ptr + chunk * stride_sizes, mask=known, other=0).to(tl.int64)
+    valid = (chunk >= 0) & (chunk < num_chunks)
+    return chunk, tl.load(sizes_ptr + chunk * stride_sizes, mask=valid, other=0).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_chunks", "stride_probs_r", "stride_sizes", "stride_order"])

@@ -150,8 +150,8 @@ def routing_layout_kernel(
     """
     num_blocks = block_groups * GROUP  # so that a row of counts is a multiple of a load
     block = tl.arange(0, BLOCK_B)
-    own = tl.program_id(0) * BLOCK_L
-    e = own + tl.arange(0, BLOCK_L)
+    first_expert = tl.program_id(0) * BLOCK_L
+    e = first_expert + tl.arange(0, BLOCK_L)
     real = e < num_experts  # the last program sticks out
     counts = load_counts(block_count_ptr, e, num_experts, block, num_blocks)
     count = tl.sum(counts, axis=1)
@@ -160,9 +160,9 @@ def routing_layout_kernel(
     if SEGMENTS:
         count_before = tl.zeros([1], tl.int64)
         rows_before = tl.zeros([1], tl.int64)
-        for first in range(0, own, BLOCK_E):
+        for first in range(0, first_expert, BLOCK_E):
             other_count = tl.sum(
-                load_counts(block_count_ptr, first + tl.arange(0, BLOCK_E), own, block, num_blocks), axis=1
+                load_counts(block_count_ptr, first + tl.arange(0, BLOCK_E), first_expert, block, num_blocks), axis=1
             )
             count_before += tl.sum(other_count, axis=0)
             rows_before += tl.sum(segments_of(other_count, align), axis=0)

@@ -220,17 +220,17 @@ def update_scales_kernel(
     if reduced_ptr is not None:
         reduced = tl.load(reduced_ptr + g * stride_reduced)
         last = tl.where(reduced != 0, reduced, last)
-    seen = last != 0
+    measured = last != 0
     before = tl.load(history + i * stride_history_l, mask=i < length, other=0.0)  # BLOCK_L is a power of two
     rolled = tl.load(history + (i + 1) * stride_history_l, mask=i + 1 < length, other=0.0)  # the last has no next
     rolled = tl.where(i == 0, 0.0, tl.where(i == length - 1, last, rolled))
-    tl.store(new_history_ptr + g * length + i, tl.where(seen, rolled, before), mask=i < length)
+    tl.store(new_history_ptr + g * length + i, tl.where(measured, rolled, before), mask=i < length)
     amax = last
     usable = last == last
     if not MOST_RECENT:
         older = tl.where((i > 0) & (i < length), before, -INFINITE)
         usable = usable & (tl.sum((older != older).to(tl.int32)) == 0)
-        amax = tl.where(seen, tl.maximum(last, tl.max(older)), 0.0)
+        amax = tl.where(measured, tl.maximum(last, tl.max(older)), 0.0)
     usable = usable & (amax > 0) & (amax < INFINITE)
     number_of = number(largest, tl.float32)
     proposed = tl.minimum(tl.div_rn(number_of, tl.where(usable, amax, 1.0)), FLOAT32_MAX)

@@ -16,7 +16,7 @@ from moe_fast.quantization import _quantize as kernels
 from moe_fast.quantization._quantize import FormArgs
 from moe_fast.quantization.group_scales import cast_groups
 from moe_fast.quantization.nvfp4 import quantize_two_levels
-from moe_fast.quantization.quantized import RULES, Form, Grid, Quantized, grid_of
+from moe_fast.quantization.quantized import KERNEL_OF, Form, Grid, Quantized, grid_of
 from moe_ref.config import Quantization, QuantizerState, Recipe, check_quantize, check_splits
 from moe_ref.config.quantization import BLOCK
 
@@ -78,7 +78,7 @@ def _quantize_blocks(
     x: Tensor, recipe: Recipe, format: str, splits: Tensor | None, square: bool, rowwise: bool, columnwise: bool
 ) -> tuple[Form | None, Form | None]:
     """A scale for each block, by rows (or of squares) and by columns."""
-    size, rule = BLOCK[recipe.scaling], RULES[recipe.scaling]
+    size, rule = BLOCK[recipe.scaling], KERNEL_OF[recipe.scaling]
     sizes = tuning.for_device(x.device).quantize
     tall = square or columnwise  # blocks span rows
     aligned = rule == "amax" and tall  # whole groups of MXFP8 consist of whole blocks, wherever x is cut

@@ -17,7 +17,7 @@ from moe_fast.quantization._dequantize import dequantize_kernel
 from moe_ref.config import Recipe, require
 from moe_ref.config.quantization import SCALE_LAYOUTS
 
-RULES = {
+KERNEL_OF = {
     "delayed": "group",
     "current": "group",
     "block": "amax",
@@ -150,7 +150,7 @@ def _dequantize(quantized: Quantized, form: Form) -> Tensor:
     """The values of one form."""
     codes_MN, rule, sizes = (
         form.codes_MN,
-        RULES[quantized.recipe.scaling],
+        KERNEL_OF[quantized.recipe.scaling],
         tuning.for_device(form.codes_MN.device).quantize,
     )
     block = form.block or (1, 1)

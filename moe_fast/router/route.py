@@ -124,19 +124,19 @@ def _balancing_losses(
             return len(logits_TE) // sequences * group.size
         return counts.sum() / topk / sequences  # the valid ones: each is counted topk times
 
-    found = {}
+    losses = {}
     if "aux_loss" in coeffs:
         counts = ranks.tp_cp.sum(chosen.sum(0))
-        found["aux_loss"] = loss("aux_loss", counts, tokens_of(counts, ranks.tp_cp))
+        losses["aux_loss"] = loss("aux_loss", counts, tokens_of(counts, ranks.tp_cp))
     if "seq_aux_loss" in coeffs:
         counts = ranks.tp_cp.sum(chosen.view(-1, batch_size * experts).sum(0))
-        found["seq_aux_loss"] = loss("seq_aux_loss", counts, tokens_of(counts, ranks.tp_cp, batch_size), batch_size)
+        losses["seq_aux_loss"] = loss("seq_aux_loss", counts, tokens_of(counts, ranks.tp_cp, batch_size), batch_size)
     if "global_aux_loss" in coeffs:
         now = ranks.tp_dp_cp.sum(chosen.sum(0))
         total, steps = state.global_tokens_per_expert + now, state.global_steps + 1
         state = state._replace(global_tokens_per_expert=total, global_steps=steps)
-        found["global_aux_loss"] = loss("global_aux_loss", total.double() / steps, tokens_of(now, ranks.tp_dp_cp))
-    return found, state
+        losses["global_aux_loss"] = loss("global_aux_loss", total.double() / steps, tokens_of(now, ranks.tp_dp_cp))
+    return losses, state
 
 
 def finish_batch(
