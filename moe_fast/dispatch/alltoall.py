@@ -29,7 +29,7 @@ class Handle:
     row_map: Any  # of the permutation in front
     num_tokens: int
     arrived_sizes: Tensor  # rows of each (source, local expert), in the order of arrival
-    order: Tensor  # of those chunks behind
+    order: Tensor  # of those chunks after sorting
     blocks: tuple[int, ...]  # rows of each group of shards, where they leave
     shards: int
     reduce_dtype: torch.dtype | None

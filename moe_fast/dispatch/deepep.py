@@ -32,7 +32,7 @@ class Handle:
     """What combine needs of its dispatch."""
 
     sent: Sent
-    padding: int  # rows behind those received
+    padding: int  # rows past the received ones
 
     @property
     def exchange(self) -> Exchange:

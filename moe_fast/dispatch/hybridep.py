@@ -82,7 +82,7 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, handle: Handle) -> Tensor:
         ctx.handle = handle
-        return tokens.new_empty(()).expand(handle.rows, tokens.shape[1])  # by nobody: it has no values
+        return tokens.new_empty(()).expand(handle.rows, tokens.shape[1])  # no memory
 
     @staticmethod
     @once_differentiable

@@ -56,7 +56,9 @@ class Room:
         )
 
     def grown(self, other: "Room") -> "Room":
-        """Room for either; rows at least double: outgrown slabs together cost no more than the last."""
+        """Room for either; rows at least double: outgrown slabs together cost no more than the
+        last.
+        """
         rows = self.rows if self.rows >= other.rows else max(2 * self.rows, other.rows)
         return Room(self.ranks, max(self.experts, other.experts), rows, max(self.row_bytes, other.row_bytes))
 

@@ -153,7 +153,7 @@ class _Place(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.handle = handle
-        source = tokens.new_empty(()).expand(handle.own_rows, tokens.shape[1])  # by nobody: it has no values
+        source = tokens.new_empty(()).expand(handle.own_rows, tokens.shape[1])  # no memory
         moved = None if row_probs is None else row_probs.view_as(row_probs)
         ctx.mark_non_differentiable(
             *(

@@ -41,8 +41,8 @@ def add_product(acc, left, right):
 def plan_kernel(
     counts_ptr,
     stride_counts,
-    # results: expert, its first tile, its first row and the row behind its last, a tile; the two
-    # rows, an expert; the two totals
+    # results: expert, its first tile, its first row and its end, per tile; the two
+    # rows, per expert; the two totals
     tile_ptr,
     segment_ptr,
     total_ptr,
@@ -58,7 +58,7 @@ def plan_kernel(
     expert = tl.program_id(0)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     count = tl.load(counts_ptr + e * stride_counts, mask=e < num_experts, other=0).to(tl.int64)  # padded block
-    count = tl.minimum(tl.maximum(count, 0), num_rows)  # whatever the counts are, no tile leaves the rows
+    count = tl.minimum(tl.maximum(count, 0), num_rows)  # no illegal count leaves the rows
     ends = tl.cumsum(count, 0)
     begin = tl.minimum(ends - count, num_rows)
     end = tl.minimum(ends, num_rows)
@@ -210,7 +210,7 @@ def grouped_wgrad_kernel(
     x_ptr,
     stride_x_p,
     stride_x_n,
-    # what is added to, or none
+    # the tensor to add to, or none
     before_ptr,
     stride_before_l,
     stride_before_m,
@@ -256,7 +256,7 @@ def grouped_wgrad_kernel(
                     x_ptr + p[:, None] * stride_x_p + n[None, :] * stride_x_n,
                     mask=live & (n < num_ins)[None, :],
                     other=0.0,
-                )  # likewise
+                )  # as above
             acc = add_product(acc, tl.trans(d_out), x)
         if out_desc is not None:
             result = tl.reshape(rounded(acc, out_ptr.dtype.element_ty), [1, BLOCK_M, BLOCK_N])

@@ -232,7 +232,7 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
     """out[p] = x[p] · weight[e] + bias[e] for the rows p of each expert e, 0 past them."""
     x, weight, tile = x_PD.resolve_neg(), weight_LDC.resolve_neg(), plan.tile
     num_rows, depth, num_columns = *x.shape, weight.shape[2]
-    # all by grouped_matmul_kernel: the tiles, and the rows behind
+    # by grouped_matmul_kernel: the tiles, and the rows past them
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out

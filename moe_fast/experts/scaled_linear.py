@@ -154,7 +154,7 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
     form = x.form(False)
     device, sizes = form.codes_MN.device, tuning.for_device(form.codes_MN.device).grouped
     num_rows, depth, num_columns = *form.codes_MN.shape, weight.codes_LCD.shape[1]
-    # all by scaled_matmul_kernel: the tiles, and the rows behind
+    # by scaled_matmul_kernel: the tiles, and the rows past them
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=device)
     if out.numel() == 0:
         return out
@@ -261,7 +261,7 @@ def _outer(quantized: Quantized, form: Form) -> tuple[Any, ...]:
     if quantized.recipe.scaling != "nvfp4":
         return None, 0, 0, 1.0
     strides = (0, *form.amax.stride()) if form.per == "row" else (*form.amax.stride(), 0)[:2]
-    return form.amax, *strides, 1 / (6 * form.largest)  # E2M1's largest number times that of the scales
+    return form.amax, *strides, 1 / (6 * form.largest)  # E2M1's largest number times the largest scale
 
 
 def _weight_outer(weight: Matrices) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ class Plan:
     """Each expert's rows, and the tiles they are cut into; only kernels read how many there are."""
 
     tile: GroupedTile
-    tile_4C: Tensor  # int64: expert, its first tile, its first row and the row behind its last, for each tile
+    tile_4C: Tensor  # int64: expert, its first tile, its first row and its end, for each tile
     segment_2L: Tensor  # int64: the two rows, for each expert
     total_2: Tensor  # int64: how many tiles, and rows in them
 

@@ -101,7 +101,7 @@ def _weighted_backward(
     """Fills d_x, if given, and returns d_probs, if needed; one program sums a row."""
     d_probs = (
         torch.empty_like(probs, memory_format=torch.contiguous_format) if probs is not None and needs_probs else None
-    )  # all, likewise
+    )  # by the same kernel
     tile = tuning.for_device(d_out.device).activation_backward
     if probs is not None and len(d_out) and (d_x is not None or d_probs is not None):
         with launch_on(d_out):

@@ -35,7 +35,7 @@ def quantize_activated_blocks_kernel(
     row_form,
     column_form,
     part_ptr,
-    # sizes; a tile's rows are the work of so many programs, each so many steps
+    # sizes; `parts` programs per tile of rows, `steps` each
     num_rows,
     num_columns,
     num_groups,
@@ -112,7 +112,7 @@ def activated_group_amax_kernel(
     stride_splits,
     # result, as integers, zeros before
     amax_ptr,
-    # sizes; a tile's rows are the work of so many programs, each so many steps
+    # sizes; `parts` programs per tile of rows, `steps` each
     num_rows,
     num_columns,
     num_groups,
@@ -163,7 +163,7 @@ def cast_activated_groups_kernel(
     given_ptr,
     stride_given,
     # the amax of each group, as integers: read, or with scales given a result, and zeros before;
-    # its first column of the history likewise
+    # and the history's first column
     amax_ptr,
     history_ptr,
     stride_history,
@@ -171,7 +171,7 @@ def cast_activated_groups_kernel(
     codes_ptr,
     inverse_ptr,
     part_ptr,
-    # sizes; a tile's rows are the work of so many programs, each so many steps
+    # sizes; `parts` programs per tile of rows, `steps` each
     num_rows,
     num_columns,
     num_groups,
@@ -202,11 +202,11 @@ def cast_activated_groups_kernel(
     g = tl.arange(0, BLOCK_G)
     real = g < num_groups  # BLOCK_G is a power of two
     if given_ptr is not None:
-        scale = tl.load(given_ptr + group * stride_given, mask=group < num_groups, other=1.0)  # the rest of x has none
+        scale = tl.load(given_ptr + group * stride_given, mask=group < num_groups, other=1.0)  # not the rest of x
         if tl.program_id(0) == 0:
             tl.store(inverse_ptr + g, over(1.0, tl.load(given_ptr + g * stride_given, mask=real, other=1.0)), mask=real)
     else:
-        amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0).to(tl.float32, bitcast=True)  # likewise
+        amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0).to(tl.float32, bitcast=True)  # as above
         scale = fitting_scale(amax, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)
         if tl.program_id(0) == 0:
             amax_G = tl.load(amax_ptr + g, mask=real, other=0).to(tl.float32, bitcast=True)
@@ -234,7 +234,7 @@ def cast_activated_groups_kernel(
             if given_ptr is not None:
                 largest = tl.maximum(largest, magnitude(x))
     if part_ptr is not None:
-        tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)  # likewise
+        tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)  # as above
     if given_ptr is not None:
         bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
         tl.atomic_max(amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed")  # no rest of x

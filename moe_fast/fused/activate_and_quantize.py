@@ -183,7 +183,7 @@ class _Source:
         """A tensor of the shape and dtype of what is quantised, without memory."""
         columns = self.settings.width(self.h) if self.d_out is None else self.h.shape[1]
         dtype = self.h.dtype if self.forms.rounds else torch.float32
-        return torch.empty((), dtype=dtype, device=self.h.device).expand(len(self.h), columns)  # read by nobody
+        return torch.empty((), dtype=dtype, device=self.h.device).expand(len(self.h), columns)  # no memory
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -332,7 +332,7 @@ def _cast_groups(source: _Source) -> tuple[Form, QuantizerState | None, Tensor |
     forms, recipe, x = source.forms, source.forms.recipe, source.like
     grid = source.grid(tuning.for_device(x.device).activate_quantize.groups, True)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_activated_groups_kernel
-    inverse = torch.empty(grid.groups, device=x.device)  # likewise, by its first program
+    inverse = torch.empty(grid.groups, device=x.device)  # by its first program
     amax = torch.zeros(grid.groups, dtype=torch.int32, device=x.device)
     parts, state, history = source.parts(grid), None, None
     if forms.state is not None:
@@ -379,7 +379,7 @@ def _quantized_apart(source: _Source) -> tuple[Quantized, QuantizerState | None,
         _launch(activation_kernels.activation_kernel, tuning.for_device(h.device).activation, source, (), (x, None))
     else:
         if source.probs is not None:
-            # likewise, also where rows are empty
+            # by the same kernel, also where rows are empty
             d_probs = torch.empty(len(h), dtype=source.probs.dtype, device=h.device)
         d_out = (source.d_out, *source.d_out.stride())
         _launch(
@@ -434,7 +434,7 @@ class _Place(torch.autograd.Function):
     def forward(ctx: Any, h: Tensor, probs: Tensor | None, settings: Settings, splits: Tensor | None) -> Tensor:
         ctx.settings, ctx.splits = settings, splits
         ctx.save_for_backward(h, probs)
-        return h.new_empty(()).expand(len(h), settings.width(h))  # by nobody: it has no values
+        return h.new_empty(()).expand(len(h), settings.width(h))  # no memory
 
     @staticmethod
     @once_differentiable

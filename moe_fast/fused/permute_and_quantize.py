@@ -109,7 +109,7 @@ class _Place(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.row_map = row_map
-        source = tokens.new_empty(()).expand(row_map.num_rows, tokens.shape[1])  # by nobody: it has no values
+        source = tokens.new_empty(()).expand(row_map.num_rows, tokens.shape[1])  # no memory
         moved = None if row_probs is None else row_probs.view_as(row_probs)
         constant = [
             output
@@ -192,7 +192,7 @@ class Work:
             return form
         tokens, blocks = len(self.tokens), form.scale.shape[1]
         scale = self._empty(tokens, blocks, dtype=form.scale.dtype)  # all by scatter_kernel
-        amax = self._empty(tokens, blocks, dtype=form.amax.dtype)  # likewise
+        amax = self._empty(tokens, blocks, dtype=form.amax.dtype)  # as above
         self._scatter("amax", replace(form, scale=scale, amax=amax), with_source=True)
         tile = self.sizes.permute_quantize.scales
         programs = ceil_div(self.shape[0], tile.tokens) * ceil_div(blocks, tile.columns)
@@ -233,7 +233,7 @@ class Work:
     def _blank(self, block: tuple[int, int], rows: int) -> Form:
         """A form with room for all blocks; all codes are written, and existing scales."""
         columns = ceil_div(self.shape[1], block[1])
-        # neighbouring rows beside each other, as matrix products read them
+        # neighbouring rows side by side, for matrix products
         turned = self.rule == "amax" and block[0] == 1
 
         def blocks(dtype: torch.dtype) -> Tensor:

@@ -43,7 +43,7 @@ def sort_chunks_kernel(
 ):
     """For each row of the result: its chunk and the chunk's begin here, then in the source."""
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    chunk_R = tl.full([BLOCK_R], -1, tl.int64)  # -1: behind the last chunk
+    chunk_R = tl.full([BLOCK_R], -1, tl.int64)  # -1: past the last chunk
     begin_R = tl.zeros([BLOCK_R], tl.int64)
     carry = tl.zeros([1], tl.int64)
     for first in range(0, num_chunks, BLOCK_S):

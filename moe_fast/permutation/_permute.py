@@ -91,9 +91,8 @@ def add_rows(
         expert, row, live = load_slot(row_map, lists, first + j)
         value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row).to(ROWS_AS).to(acc.dtype)
         if probs_ptr is not None:
-            prob = tl.load(
-                probs_ptr + lists.t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0
-            )  # live only
+            # live only
+            prob = tl.load(probs_ptr + lists.t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0)
             value *= prob.to(PROBS_AS).to(acc.dtype)[:, None]
         acc += value
     return acc
@@ -196,9 +195,9 @@ def permute_kernel(
             for j in range(tl.max(lists.num_slots, axis=0)):
                 expert, row, live = load_slot(row_map, lists, j)
                 if probs_ptr is not None:
-                    # only those with a row
+                    # live only
                     prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
-                    tl.store(row_probs_ptr + row, prob, mask=live)  # likewise
+                    tl.store(row_probs_ptr + row, prob, mask=live)  # as above
                 # dropped rows too
                 tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
     elif block < list_blocks + fills:
@@ -232,7 +231,7 @@ def unpermute_kernel(
     stride_probs_t,
     stride_probs_e,
     out_ptr,
-    # the gradient of permute's probs, as bits: that of the rows' probs to that of [T,E]
+    # the gradient of permute's probs, as bits: of the rows' probs, and of [T,E]
     row_dprobs_ptr,
     stride_row_dprobs,
     dprobs_ptr,
@@ -244,7 +243,7 @@ def unpermute_kernel(
     num_rows,
     ACCUMULATOR: tl.constexpr,
     ROWS_AS: tl.constexpr,  # holds rows exactly: bfloat16 has no direct way to and from float64
-    PROBS_AS: tl.constexpr,  # likewise
+    PROBS_AS: tl.constexpr,  # as above
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -300,7 +299,7 @@ def unpermute_kernel(
     ]
 )
 def unpermute_backward_kernel(
-    # the gradient of the sums, and what was merged: rows and probs
+    # the gradient of the sums; rows and probs of the forward
     dout_ptr,
     stride_dout_t,
     stride_dout_h,
@@ -326,7 +325,7 @@ def unpermute_backward_kernel(
     num_rows,
     ACCUMULATOR: tl.constexpr,
     ROWS_AS: tl.constexpr,  # holds rows exactly: bfloat16 has no direct way to and from float64
-    PROBS_AS: tl.constexpr,  # likewise
+    PROBS_AS: tl.constexpr,  # as above
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_E: tl.constexpr,

@@ -13,7 +13,7 @@ counter that identifies the last program would need a launch to be zeroed.
 import triton
 import triton.language as tl
 
-RANK = tl.constexpr(16)  # a slot holds the expert in so many bits, and the rank above
+RANK = tl.constexpr(16)  # the expert's bits of a slot; the rank is above
 EXPERT = tl.constexpr(0xFFFF)
 
 
@@ -120,7 +120,7 @@ def segments_of(count, align):
 
 @triton.jit(do_not_specialize=["block_groups", "align", "num_rows"])
 def routing_layout_kernel(
-    # what the walk counted
+    # counts of the walk
     block_count_ptr,
     # for each block of tokens
     base_ptr,
@@ -192,7 +192,7 @@ def capacity_kernel(
     map_ptr,
     stride_map_t,
     stride_map_e,
-    # what the walk counted
+    # counts of the walk
     before_ptr,
     stride_before_e,
     count_ptr,
@@ -248,7 +248,7 @@ def pad_routing_map_kernel(
     map_ptr,
     stride_map_t,
     stride_map_e,
-    # what the walk counted
+    # counts of the walk
     before_ptr,
     stride_before_e,
     count_ptr,

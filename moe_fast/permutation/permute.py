@@ -314,7 +314,7 @@ def _gather_chunks(
     hidden = 0 if rows is None else rows.shape[1]
     # all by sort_chunks_kernel
     out = None if rows is None else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-    out_probs = None if probs is None else torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)  # likewise
+    out_probs = None if probs is None else torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)  # as above
     if num_rows == 0:
         return out, out_probs
     with launch_on(some):

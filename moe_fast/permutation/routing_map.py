@@ -152,7 +152,7 @@ def _list(routing_map: Tensor, values: Tensor, topk: int) -> tuple[Tensor, Tenso
     device = routing_map.device
     # all by indices_kernel: listed slots, and vacant ones
     indices = torch.empty((num_tokens, topk), dtype=torch.int64, device=device)
-    out = torch.empty((num_tokens, topk), dtype=values.dtype, device=device)  # likewise
+    out = torch.empty((num_tokens, topk), dtype=values.dtype, device=device)  # as above
     overflow = torch.zeros((), dtype=torch.bool, device=device)
     if num_tokens == 0:
         return indices, out, overflow

@@ -25,10 +25,10 @@ def global_amax(amax_ptr, group, num_groups, row, owned, column, num_columns, PE
     if PER == "row":
         amax = tl.load(amax_ptr + row, mask=row < owned, other=0.0)[:, None]
     elif PER == "column":
-        there = column < tl.where(group < num_groups, num_columns, 0)  # the rest of x has none
+        there = column < tl.where(group < num_groups, num_columns, 0)  # not the rest of x
         amax = tl.load(amax_ptr + group * num_columns + column, mask=there, other=0.0)[None, :]
     else:
-        amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0.0)  # likewise
+        amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0.0)  # as above
     return amax
 
 
@@ -107,7 +107,7 @@ def quantize_two_levels_kernel(
     row_scale_ptr,
     column_codes_ptr,
     column_scale_ptr,
-    # sizes; a tile's rows are the work of so many programs, each so many steps
+    # sizes; `parts` programs per tile of rows, `steps` each
     num_rows,
     num_columns,
     num_groups,

@@ -18,7 +18,9 @@ INFINITE = tl.constexpr(float("inf"))
 
 
 class FormArgs(NamedTuple):
-    """A `Form` of blocks as one argument of a kernel: contiguous codes; scales and amax of the same strides."""
+    """A `Form` of blocks as one argument of a kernel: contiguous codes; scales and amax of the same
+    strides.
+    """
 
     codes_ptr: Any
     scale_ptr: Any
@@ -124,7 +126,7 @@ def quantize_blocks_kernel(
     # results; either form may be left out
     row_form,
     column_form,
-    # sizes; a tile's rows are the work of so many programs, each so many steps
+    # sizes; `parts` programs per tile of rows, `steps` each
     num_rows,
     num_columns,
     num_groups,

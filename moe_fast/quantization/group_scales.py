@@ -32,7 +32,7 @@ def cast_groups(
     """One scale per group: from the state, which gets this step's amax, or from the amax."""
     grid = grid_of(x.shape, splits, tuning.for_device(x.device).quantize.groups, True)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_groups_kernel
-    inverse = torch.empty(grid.groups, device=x.device)  # likewise, by its first program
+    inverse = torch.empty(grid.groups, device=x.device)  # by its first program
     given = history = None
     if state is None:
         amax = group_amax(x, splits)
@@ -82,7 +82,7 @@ def update_scales(
     assert recipe.margin is not None
     groups, length = state.amax_history.shape
     history = torch.empty((groups, length), device=state.scale.device)  # all by update_scales_kernel
-    scale = torch.empty(groups, device=state.scale.device)  # likewise
+    scale = torch.empty(groups, device=state.scale.device)  # as above
     largest = (
         FORMAT_MAX["e5m2" if recipe.fp8_format == "hybrid" and role == "grad_output" else "e4m3"] * 2.0**-recipe.margin
     )

@@ -116,7 +116,7 @@ def empty_form(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form
     """A form with room for all blocks; kernels write all codes, and existing scales."""
     rows = grid.tiles if rule == "amax" and block[0] > 1 else ceil_div(len(x), block[0])
     columns = ceil_div(x.shape[1], block[1])
-    turned = rule == "amax" and block[0] == 1  # neighbouring rows beside each other, as matrix products read them
+    turned = rule == "amax" and block[0] == 1  # neighbouring rows side by side, for matrix products
 
     def blocks(dtype: torch.dtype) -> Tensor:
         return (
@@ -141,7 +141,7 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: Tensor | None) -> Tensor:
         ctx.splits = splits  # not saved: both directions may be gone through, one after the other
-        return x.new_empty(()).expand(x.shape)  # by nobody: it has no values
+        return x.new_empty(()).expand(x.shape)  # no memory
 
     @staticmethod
     def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:

@@ -234,7 +234,7 @@ def z_loss_backward_kernel(
 
 @triton.jit(do_not_specialize=["total", "coeff", "num_partials"])
 def finish_loss_kernel(
-    # what the programs of the first stage found
+    # sums of the first stage's programs
     partial_ptr,
     valid_ptr,
     # how many tokens share the loss, if it is no mean over valid ones: a tensor of one, or a number

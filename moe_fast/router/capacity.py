@@ -17,7 +17,7 @@ KEY_BITS = {
     2: 17,
     4: 32,
     8: 64,
-}  # of the keys of probs of so many bytes: one more, where there is one, for what is not routed
+}  # of keys, by the bytes of probs: one more bit, if there is one, for unrouted tokens
 
 
 def drop_tokens(
@@ -63,7 +63,7 @@ def _drop(probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad
     num_tokens, num_experts = shape = probs.shape
     device = probs.device
     out = torch.empty(shape, dtype=probs.dtype, device=device)  # all by drop_kernel
-    kept = torch.empty(shape, dtype=torch.bool, device=device)  # likewise
+    kept = torch.empty(shape, dtype=torch.bool, device=device)  # as above
     if num_tokens == 0:
         return out, kept
     sizes = tuning.for_device(device)
@@ -71,7 +71,7 @@ def _drop(probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad
     key = torch.int64 if key_bits == 64 else torch.int32
     keys = torch.empty((num_experts, num_tokens), dtype=key, device=device)  # all by drop_keys_kernel
     least = torch.empty(num_experts, dtype=key, device=device)  # all by drop_search_kernel
-    before = torch.empty(num_experts, dtype=torch.int32, device=device)  # likewise
+    before = torch.empty(num_experts, dtype=torch.int32, device=device)  # as above
     tile, column = sizes.drop, sizes.drop_column
     grid = (ceil_div(num_tokens, tile.tokens), ceil_div(num_experts, tile.columns))
     given = (bits(probs), *probs.stride(), integers(routing_map), *routing_map.stride())
