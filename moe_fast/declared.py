@@ -9,12 +9,7 @@ from torch import Tensor
 Promises = dict[str, Any] | Callable[[], dict[str, Any]]
 Check = Callable[[str, Tensor, dict[str, Any]], None]
 
-COPY: dict[str, Any] = {
-    "deterministic": True,
-    "host_sync_free": True,
-    "graph_capturable": True,
-    "noncontiguous": True,
-}
+COPY: dict[str, Any] = {"deterministic": True, "host_sync_free": True, "graph_capturable": True, "noncontiguous": True}
 READ = COPY | {"host_sync_free": False, "graph_capturable": False}  # the host reads a number of rows
 COMPUTED = COPY | {"accumulator": "float32"}
 SUM = COMPUTED | {"reduction_order": "ascending experts"}

@@ -77,11 +77,11 @@ def slab_layout_kernel(
             tl.store(gap_ptr + local_experts, rows)
             tl.store(gap_ptr + 2 * local_experts + 1, num_rows)
     tl.store(start_ptr + e, start + before, mask=inside)
-    own = inside & (holder == own_rank)
+    local = inside & (holder == own_rank)
     place = e - own_rank * local_experts
-    tl.store(tokens_per_expert_ptr + place, tl.minimum(tl.maximum(num_rows - start, 0), segment), mask=own)
-    tl.store(gap_ptr + place, start + total, mask=own)
-    tl.store(gap_ptr + local_experts + 1 + place, start + segment, mask=own)
+    tl.store(tokens_per_expert_ptr + place, tl.minimum(tl.maximum(num_rows - start, 0), segment), mask=local)
+    tl.store(gap_ptr + place, start + total, mask=local)
+    tl.store(gap_ptr + local_experts + 1 + place, start + segment, mask=local)
 
 
 @triton.jit(
@@ -104,7 +104,7 @@ def push_kernel(
     probs_ptr,
     stride_probs_t,
     stride_probs_e,
-    start_ptr,  # what is added to a row for its expert, or none
+    start_ptr,  # each expert's offset of rows, or none
     # regions of all ranks; links, and the lists of rows, only where the lists hold ranks
     rows_table_ptr,
     scales_table_ptr,
@@ -143,7 +143,7 @@ def push_kernel(
                 next_expert, next_row, next_live = find_row(row_map, lists, start_ptr, j + 1, num_rows)
                 rank = expert // local_experts
                 if probs_ptr is not None:
-                    # only those with a row
+                    # live only
                     prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
                     tl.store(at_rank(probs_table_ptr, rank, live, probs_ptr.dtype.element_ty) + row, prob, mask=live)
                 if row_slots_ptr is not None:
@@ -182,7 +182,7 @@ def push_kernel(
                     at_rank(scales_table_ptr, rank, sent, tl.float32)[:, None] + place,
                     stored,
                     mask=sent[:, None] & in_blocks[None, :],
-                )  # likewise
+                )  # as above
             last = tl.where(live, rank, last)
 
 
@@ -251,19 +251,9 @@ def spread_kernel(
     else:
         lane = row - num_rows
         fill_gaps(
-            rows_ptr,
-            row_probs_ptr,
-            gap_ptr,
-            lane,
-            column,
-            tail_lanes,
-            local_experts,
-            num_columns,
-            num_rows,
-            1,
-            BLOCK_R,
-            BLOCK_H,
-        )
+            rows_ptr, row_probs_ptr, gap_ptr, lane, column, tail_lanes, local_experts, num_columns, num_rows, 1,
+            BLOCK_R, BLOCK_H,
+        )  # fmt: skip
         if scale_ptr is not None:
             fill_scales(
                 scale_ptr, stride_scale_m, stride_scale_n, gap_ptr, lane, column, local_experts, num_columns, num_rows,

@@ -29,7 +29,7 @@ class Handle:
     row_map: Any  # of the permutation in front
     num_tokens: int
     arrived_sizes: Tensor  # rows of each (source, local expert), in the order of arrival
-    order: Tensor  # of those chunks behind
+    order: Tensor  # of those chunks after sorting
     blocks: tuple[int, ...]  # rows of each group of shards, where they leave
     shards: int
     reduce_dtype: torch.dtype | None
@@ -70,16 +70,20 @@ def alltoall_dispatch(
     rows, row_probs = exchanged(
         exchange, _to_shards(permuted.rows, blocks, shards), _to_shards(permuted.probs, blocks, shards)
     )
-    own = slice(rank // shards * local, (rank // shards + 1) * local)
-    sizes = sent_SE[:, own].flatten()
+    local_columns = slice(rank // shards * local, (rank // shards + 1) * local)
+    sizes = sent_SE[:, local_columns].flatten()
     places = torch.arange(ranks * local, device=tokens_TH.device).reshape(holders, shards, local)
     order = places.permute(2, 1, 0).flatten()  # by local expert, then tensor rank, then the rest of the source
     assert rows is not None
-    behind = sort_chunks(rows, sizes, order, probs=row_probs)
+    sorted_rows = sort_chunks(rows, sizes, order, probs=row_probs)
     reduce_dtype = None if probs is None else probs.dtype
     handle = Handle(exchange, permuted.row_map, len(tokens_TH), sizes, order, blocks, shards, reduce_dtype)
     return Dispatched(
-        behind.rows, behind.probs, sent_SE[:, own].sum(0), handle, (asked_SE[:, own] > sent_SE[:, own]).any()
+        sorted_rows.rows,
+        sorted_rows.probs,
+        sent_SE[:, local_columns].sum(0),
+        handle,
+        (asked_SE[:, local_columns] > sent_SE[:, local_columns]).any(),
     )
 
 

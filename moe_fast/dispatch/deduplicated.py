@@ -27,7 +27,7 @@ class Sent:
         wanted_TW = wanted_TW.index_put((self.token_S, self.rank_S), torch.ones_like(self.token_S, dtype=torch.bool))
         return permute(tokens_TH, wanted_TW).rows
 
-    def own(self, x: Tensor) -> Tensor:
+    def cells(self, x: Tensor) -> Tensor:
         """x[token, destination] of each row, of [T,W,…]."""
         return x[self.token_S, self.rank_S]
 

@@ -32,7 +32,7 @@ class Handle:
     """What combine needs of its dispatch."""
 
     sent: Sent
-    behind: int  # rows behind those received
+    padding: int  # rows past the received ones
 
     @property
     def exchange(self) -> Exchange:
@@ -76,25 +76,25 @@ def deepep_dispatch(
     kept_TK, kept_probs = apply_index_policy(indices_TK, probs, num_experts, policy)
     local = num_experts // ranks
     sent, rows = send_once(tokens_TH, _wanted(kept_TK, local, ranks), group)
-    beside = [None if x is None else x[sent.token_S] for x in (kept_TK, kept_probs, scales)]
-    rows_DH, index_DK, probs_DK, scales_D = exchanged(sent.exchange, rows, *beside)
+    others = [None if x is None else x[sent.token_S] for x in (kept_TK, kept_probs, scales)]
+    rows_DH, index_DK, probs_DK, scales_D = exchanged(sent.exchange, rows, *others)
     assert rows_DH is not None and index_DK is not None
     here = index_DK // local == rank
     index_DK = torch.where(here, index_DK - rank * local, EMPTY)
     if probs_DK is not None:
         probs_DK = torch.where(here, probs_DK, torch.zeros_like(probs_DK))
     check_deepep_sizes(expert_alignment, num_worst_tokens, sent.most)
-    behind = 0 if num_worst_tokens is None else num_worst_tokens - len(rows_DH)
+    padding = 0 if num_worst_tokens is None else num_worst_tokens - len(rows_DH)
     counts = None
     if num_worst_tokens is None:
         counts = (index_DK.flatten()[:, None] == torch.arange(local, device=index_DK.device)).sum(0)
         counts = -(-counts // expert_alignment) * expert_alignment
     longer = [
-        None if x is None else _longer(x, behind, fill)
+        None if x is None else _longer(x, padding, fill)
         for x, fill in ((rows_DH, 0), (scales_D, 0), (index_DK, EMPTY), (probs_DK, 0))
     ]
     assert longer[0] is not None and longer[2] is not None
-    return DeepEPDispatched(longer[0], longer[1], longer[2], longer[3], counts, Handle(sent, behind))
+    return DeepEPDispatched(longer[0], longer[1], longer[2], longer[3], counts, Handle(sent, padding))
 
 
 def deepep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = None) -> Tensor:
@@ -113,7 +113,7 @@ def deepep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = No
     )
     (rows_DH,) = exchanged(handle.exchange, handle.sent.rows(tokens_TH))
     assert rows_DH is not None
-    return _longer(rows_DH, handle.behind, 0)
+    return _longer(rows_DH, handle.padding, 0)
 
 
 def deepep_combine(
@@ -126,7 +126,7 @@ def deepep_combine(
     """
     check_handle(handle, Handle, group)
     arrived = sum(handle.exchange.receive)
-    check_combined(rows_DH, arrived + handle.behind)
+    check_combined(rows_DH, arrived + handle.padding)
     shape = (handle.sent.num_tokens, rows_DH.shape[1])
     require(
         len(biases) <= 2 and all(tuple(bias.shape) == shape for bias in biases),
@@ -146,9 +146,9 @@ def _longer(x: Tensor, rows: int, fill: int) -> Tensor:
     """x with `rows` more rows of one number."""
     if rows == 0:
         return x
-    behind = torch.full((rows, prod(x.shape[1:]) * x.element_size()), 0, dtype=torch.uint8, device=x.device)
+    padding = torch.full((rows, prod(x.shape[1:]) * x.element_size()), 0, dtype=torch.uint8, device=x.device)
     return torch.cat(
-        [x, behind.view(x.dtype).reshape(rows, *x.shape[1:]) if fill == 0 else x.new_full((rows, *x.shape[1:]), fill)]
+        [x, padding.view(x.dtype).reshape(rows, *x.shape[1:]) if fill == 0 else x.new_full((rows, *x.shape[1:]), fill)]
     )
 
 

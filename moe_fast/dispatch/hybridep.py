@@ -64,8 +64,8 @@ def hybridep_dispatch(
     payload, of_zeros = (tokens_TH, None) if recipe is None else wire.packed(tokens_TH, recipe)
     map_TWL = (routing_map_TE != 0).unflatten(1, (ranks, -1))
     sent, payload = send_once(payload, map_TWL.any(2), group)
-    own_probs = None if probs is None else sent.own(probs.unflatten(1, (ranks, -1)))
-    rows_DH, map_DL, probs_DL = exchanged(sent.exchange, payload, sent.own(map_TWL), own_probs)
+    sent_probs = None if probs is None else sent.cells(probs.unflatten(1, (ranks, -1)))
+    rows_DH, map_DL, probs_DL = exchanged(sent.exchange, payload, sent.cells(map_TWL), sent_probs)
     assert rows_DH is not None and map_DL is not None
     permuted = permute(rows_DH, map_DL, probs=probs_DL, align=align, num_rows=num_rows)
     handle = Handle(sent, map_DL, permuted.row_map, align, num_rows, len(permuted.rows))
@@ -82,7 +82,7 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, handle: Handle) -> Tensor:
         ctx.handle = handle
-        return tokens.new_empty(()).expand(handle.rows, tokens.shape[1])  # by nobody: it has no values
+        return tokens.new_empty(()).expand(handle.rows, tokens.shape[1])  # no memory
 
     @staticmethod
     @once_differentiable

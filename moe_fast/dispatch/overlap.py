@@ -28,12 +28,12 @@ def beside(local: Callable[[], X], exchange: Callable[[], Y], device: torch.devi
     here, other = torch.cuda.current_stream(device), _stream(device)
     other.wait_stream(here)
     with torch.cuda.stream(other):
-        own = local()
+        result = local()
     exchanged = exchange()
     here.wait_stream(other)
-    for x in _tensors(own):
+    for x in _tensors(result):
         x.record_stream(here)  # its memory is the other stream's
-    return own, exchanged
+    return result, exchanged
 
 
 @cache

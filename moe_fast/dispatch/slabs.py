@@ -56,7 +56,9 @@ class Room:
         )
 
     def grown(self, other: "Room") -> "Room":
-        """Room for either; rows at least double: outgrown slabs together cost no more than the last."""
+        """Room for either; rows at least double: outgrown slabs together cost no more than the
+        last.
+        """
         rows = self.rows if self.rows >= other.rows else max(2 * self.rows, other.rows)
         return Room(self.ranks, max(self.experts, other.experts), rows, max(self.row_bytes, other.row_bytes))
 
@@ -66,7 +68,7 @@ class Slab:
     """This rank's memory, where all ranks' memories are, and how to wait for them."""
 
     room: Room
-    own: Tensor  # uint8
+    memory: Tensor  # uint8
     tables: dict[str, Tensor]  # by region: int64 [W], its address on each rank
     barrier: Callable[[], None]
     kept: tuple[Any, ...] = field(default=(), repr=False)  # what must live as long
@@ -74,28 +76,28 @@ class Slab:
     def region(self, name: str, dtype: torch.dtype, count: int) -> Tensor:
         """The first numbers of one of this rank's regions."""
         begin = offsets(self.room)[name]
-        return self.own[begin : begin + count * dtype.itemsize].view(dtype)
+        return self.memory[begin : begin + count * dtype.itemsize].view(dtype)
 
 
 def offsets(room: Room) -> dict[str, int]:
     """Where each region begins, and, as "", where the last ends."""
-    found, end = {}, 0
+    begins, end = {}, 0
     for name, size in room.regions().items():
-        found[name] = end
+        begins[name] = end
         end += -(-size // ALIGNED) * ALIGNED
-    return found | {"": end}
+    return begins | {"": end}
 
 
 def slab_of(
-    room: Room, own: Tensor, addresses: list[int], barrier: Callable[[], None], kept: tuple[Any, ...] = ()
+    room: Room, memory: Tensor, addresses: list[int], barrier: Callable[[], None], kept: tuple[Any, ...] = ()
 ) -> Slab:
     """A slab over memory that is there."""
     tables = {
-        name: torch.tensor([address + begin for address in addresses], device=own.device)
+        name: torch.tensor([address + begin for address in addresses], device=memory.device)
         for name, begin in offsets(room).items()
         if name
     }
-    return Slab(room, own, tables, barrier, kept)
+    return Slab(room, memory, tables, barrier, kept)
 
 
 _slabs: WeakKeyDictionary[Any, Slab] = WeakKeyDictionary()
@@ -138,23 +140,23 @@ def _nvlink(group: Any, device: torch.device, room: Room) -> Slab:
         repr(os.environ.get(MULTICAST)),
         "1, set before torch is imported: multicast is not used",
     )
-    said: list[Any] = [None] * room.ranks
-    dist.all_gather_object(said, (room, next(_meetings)), group=group)  # torch would wait for ever
-    for rank, (asked, meeting) in enumerate(said):
-        require(asked == said[0][0], "room", f"{asked} on rank {rank}", f"{said[0][0]}, as on rank 0")
+    answers: list[Any] = [None] * room.ranks
+    dist.all_gather_object(answers, (room, next(_meetings)), group=group)  # torch would wait for ever
+    for rank, (asked, meeting) in enumerate(answers):
+        require(asked == answers[0][0], "room", f"{asked} on rank {rank}", f"{answers[0][0]}, as on rank 0")
         require(
-            meeting == said[0][1],
+            meeting == answers[0][1],
             "group",
             f"whose rank {rank} has met others {meeting} times",
-            f"{said[0][1]} times, as rank 0",
+            f"{answers[0][1]} times, as rank 0",
         )
     size = offsets(room)[""]
     # regions: counts by announce_kernel, links zeroed, others by who pushes or sums
-    own = symmetric.empty(size, dtype=torch.uint8, device=device)
-    handle = symmetric.rendezvous(own, group)
+    memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(memory, group)
     require(not handle.multicast_ptr, "group", "with a multicast pointer", f"without: {MULTICAST} was set too late")
     addresses = [handle.get_remote_tensor(rank, (size,), torch.uint8).data_ptr() for rank in range(room.ranks)]
-    return slab_of(room, own, addresses, lambda: handle.barrier(channel=0, timeout_ms=BARRIER_MS), (handle,))
+    return slab_of(room, memory, addresses, lambda: handle.barrier(channel=0, timeout_ms=BARRIER_MS), (handle,))
 
 
 def _shared(group: Any, room: Room) -> Slab:

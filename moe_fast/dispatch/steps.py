@@ -122,7 +122,7 @@ def resend(
     tokens: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab
 ) -> Steps[tuple[Tensor | None, Tensor | None]]:
     """The steps of a dispatch whose routing is known: the transpose of combine."""
-    yield  # nobody reads an earlier dispatch any more
+    yield  # no rank reads an earlier dispatch
     some = tokens if tokens is not None else probs.new_empty((handle.lists.num_tokens, 0))  # type: ignore[union-attr]
     push(some, probs, None, handle.lists, None, slab, handle.local_experts, handle.once)
     yield
@@ -137,7 +137,7 @@ def collect(
     rows: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab
 ) -> Steps[tuple[Tensor | None, Tensor | None]]:
     """The steps of combine."""
-    yield  # nobody pulls from an earlier combine any more
+    yield  # no rank pulls from an earlier combine
     some = rows if rows is not None else probs
     assert some is not None
     lists = handle.lists
@@ -186,11 +186,9 @@ def collect(
                 lists.num_rows,
                 ONCE=handle.once,
                 ACCUMULATOR=accumulator,
-                BLOCK_T=sizes.tokens,
-                BLOCK_H=sizes.columns,
+                **sizes.blocks("T", "H"),
                 BLOCK_L=sizes.lists,
                 UNROLL=sizes.unroll,
-                num_warps=sizes.num_warps,
             )
     return out, out_probs
 
@@ -264,10 +262,10 @@ def spread(
     numbers, settings = wire.rule_of(recipe, like)
     tail = sizes.tail_lanes if whole else 0
     dtype = like.dtype if recipe is None else torch.uint8
-    rows = torch.empty((num_rows, hidden), dtype=dtype, device=device)  # by spread_kernel; what is left out is nobody's
-    row_probs = None if prob_dtype is None else torch.empty(num_rows, dtype=prob_dtype, device=device)  # likewise
+    rows = torch.empty((num_rows, hidden), dtype=dtype, device=device)  # by spread_kernel, all rows of tokens
+    row_probs = None if prob_dtype is None else torch.empty(num_rows, dtype=prob_dtype, device=device)  # as above
     blocks = 0 if recipe is None else ceil_div(hidden, FP8_BLOCK)
-    # likewise; laid out as that of `quantize`
+    # by spread_kernel; in the layout of `quantize`
     scale = torch.empty((blocks, num_rows), dtype=torch.float32, device=device).T
     with launch_on(like):
         kernels.spread_kernel[((num_rows + local + tail) * max(1, ceil_div(hidden, columns)),)](

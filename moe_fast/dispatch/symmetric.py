@@ -66,23 +66,25 @@ def hybridep_dispatch(
     check_wire_recipe(recipe, [tokens_TH])
     check_device("tokens", tokens_TH)
     whole = [num_rows] * ranks if num_rows is not None else _rows_of_ranks(routing_map_TE, align or 1, ranks, group)
-    most = max(whole)
-    require(most < 1 << 30, "num_rows", most, "below 2^30")
-    room = Room(ranks, routing_map_TE.shape[1], most, tokens_TH.shape[1] * tokens_TH.element_size())
+    most_rows = max(whole)
+    require(most_rows < 1 << 30, "num_rows", most_rows, "below 2^30")
+    room = Room(ranks, routing_map_TE.shape[1], most_rows, tokens_TH.shape[1] * tokens_TH.element_size())
     slab = slab_for(group, tokens_TH.device, room)
-    where, own = (align or 1, most, slab, rank, group, deduplicate), slice(whole[rank])
+    options, rank_rows = (align or 1, most_rows, slab, rank, group, deduplicate), slice(whole[rank])
     if recipe is None:
-        rows, row_probs, counts, handle = _Dispatch.apply(tokens_TH, probs, routing_map_TE, *where)
+        rows, row_probs, counts, handle = _Dispatch.apply(tokens_TH, probs, routing_map_TE, *options)
         rows, row_probs, handle = (
-            rows[own],
-            None if row_probs is None else row_probs[own],
+            rows[rank_rows],
+            None if row_probs is None else row_probs[rank_rows],
             replace(handle, own_rows=whole[rank]),
         )
         return Dispatched(rows, row_probs, counts, handle, handle.overflow_W[rank])
-    form, row_probs, counts, handle = run(send(tokens_TH.detach(), routing_map_TE, probs, *where, recipe), slab)
+    form, row_probs, counts, handle = run(send(tokens_TH.detach(), routing_map_TE, probs, *options, recipe), slab)
     handle = replace(handle, own_rows=whole[rank])
-    source, row_probs = _Place.apply(tokens_TH, probs, None if row_probs is None else row_probs[own], handle)
-    rows = wire.rows_of(wire.form_of(form.codes_MN[own], form.scale[own]), recipe, tokens_TH.dtype, counts, source)
+    source, row_probs = _Place.apply(tokens_TH, probs, None if row_probs is None else row_probs[rank_rows], handle)
+    rows = wire.rows_of(
+        wire.form_of(form.codes_MN[rank_rows], form.scale[rank_rows]), recipe, tokens_TH.dtype, counts, source
+    )
     return Dispatched(rows, row_probs, counts, handle, handle.overflow_W[rank])
 
 
@@ -128,10 +130,10 @@ class _Dispatch(torch.autograd.Function):
         align: int,
         num_rows: int,
         slab: Slab,
-        *where: Any,
+        *options: Any,
     ) -> Any:
         ctx.set_materialize_grads(False)
-        rows, row_probs, counts, handle = run(send(tokens, routing_map, probs, align, num_rows, slab, *where), slab)
+        rows, row_probs, counts, handle = run(send(tokens, routing_map, probs, align, num_rows, slab, *options), slab)
         ctx.handle = handle
         ctx.mark_non_differentiable(counts, *(x for x in (rows,) if not x.is_floating_point() or x.element_size() == 1))
         return rows, row_probs, counts, handle
@@ -151,7 +153,7 @@ class _Place(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.handle = handle
-        source = tokens.new_empty(()).expand(handle.own_rows, tokens.shape[1])  # by nobody: it has no values
+        source = tokens.new_empty(()).expand(handle.own_rows, tokens.shape[1])  # no memory
         moved = None if row_probs is None else row_probs.view_as(row_probs)
         ctx.mark_non_differentiable(
             *(

@@ -144,7 +144,7 @@ def activation_kernel(
     out_ptr,
     # the E4M3 codes of h, contiguous bytes; may be left out
     codes_ptr,
-    # sizes; a row is the work of so many programs
+    # sizes; `parts` programs per row
     num_rows,
     width,
     between,
@@ -202,7 +202,7 @@ def activation_backward_kernel(
     # results, contiguous; either may be left out
     d_h_ptr,
     d_probs_ptr,
-    # sizes; a row is the work of so many programs, each so many tiles: one program, if there are
+    # sizes; `parts` programs per row, `tiles` each: one program, if there are
     # d_probs
     num_rows,
     width,

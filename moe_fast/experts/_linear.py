@@ -41,8 +41,8 @@ def add_product(acc, left, right):
 def plan_kernel(
     counts_ptr,
     stride_counts,
-    # results: expert, its first tile, its first row and the row behind its last, a tile; the two
-    # rows, an expert; the two totals
+    # results: expert, its first tile, its first row and its end, per tile; the two
+    # rows, per expert; the two totals
     tile_ptr,
     segment_ptr,
     total_ptr,
@@ -55,31 +55,31 @@ def plan_kernel(
     BLOCK_T: tl.constexpr,
 ):
     """Cut each expert's rows into tiles, one program per expert; the last writes the two totals."""
-    own = tl.program_id(0)
+    expert = tl.program_id(0)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     count = tl.load(counts_ptr + e * stride_counts, mask=e < num_experts, other=0).to(tl.int64)  # padded block
-    count = tl.minimum(tl.maximum(count, 0), num_rows)  # whatever the counts are, no tile leaves the rows
-    behind = tl.cumsum(count, 0)
-    begin = tl.minimum(behind - count, num_rows)
-    end = tl.minimum(behind, num_rows)
+    count = tl.minimum(tl.maximum(count, 0), num_rows)  # no illegal count leaves the rows
+    ends = tl.cumsum(count, 0)
+    begin = tl.minimum(ends - count, num_rows)
+    end = tl.minimum(ends, num_rows)
     tiles = tl.cdiv(end - begin, BLOCK_P)
-    first = tl.sum(tl.where(e < own, tiles, 0), axis=0)
-    own_tiles = tl.sum(tl.where(e == own, tiles, 0), axis=0)
-    own_begin = tl.sum(tl.where(e == own, begin, 0), axis=0)
-    own_end = tl.sum(tl.where(e == own, end, 0), axis=0)
-    for step in range(0, own_tiles, BLOCK_T):
+    first = tl.sum(tl.where(e < expert, tiles, 0), axis=0)
+    num_tiles = tl.sum(tl.where(e == expert, tiles, 0), axis=0)
+    expert_begin = tl.sum(tl.where(e == expert, begin, 0), axis=0)
+    expert_end = tl.sum(tl.where(e == expert, end, 0), axis=0)
+    for step in range(0, num_tiles, BLOCK_T):
         t = step + tl.arange(0, BLOCK_T)
         entry = tile_ptr + first + t
-        of_own = t < own_tiles  # the last block sticks out
-        tl.store(entry, tl.zeros_like(t) + own, mask=of_own)
-        tl.store(entry + capacity, tl.zeros_like(t) + first, mask=of_own)
-        tl.store(entry + 2 * capacity, tl.zeros_like(t) + own_begin, mask=of_own)
-        tl.store(entry + 3 * capacity, tl.zeros_like(t) + own_end, mask=of_own)
-    tl.store(segment_ptr + own, own_begin)
-    tl.store(segment_ptr + num_experts + own, own_end)
-    if own == num_experts - 1:
-        tl.store(total_ptr, first + own_tiles)
-        tl.store(total_ptr + 1, own_end)
+        valid = t < num_tiles  # the last block sticks out
+        tl.store(entry, tl.zeros_like(t) + expert, mask=valid)
+        tl.store(entry + capacity, tl.zeros_like(t) + first, mask=valid)
+        tl.store(entry + 2 * capacity, tl.zeros_like(t) + expert_begin, mask=valid)
+        tl.store(entry + 3 * capacity, tl.zeros_like(t) + expert_end, mask=valid)
+    tl.store(segment_ptr + expert, expert_begin)
+    tl.store(segment_ptr + num_experts + expert, expert_end)
+    if expert == num_experts - 1:
+        tl.store(total_ptr, first + num_tiles)
+        tl.store(total_ptr + 1, expert_end)
 
 
 @triton.jit
@@ -210,7 +210,7 @@ def grouped_wgrad_kernel(
     x_ptr,
     stride_x_p,
     stride_x_n,
-    # what is added to, or none
+    # the tensor to add to, or none
     before_ptr,
     stride_before_l,
     stride_before_m,
@@ -256,7 +256,7 @@ def grouped_wgrad_kernel(
                     x_ptr + p[:, None] * stride_x_p + n[None, :] * stride_x_n,
                     mask=live & (n < num_ins)[None, :],
                     other=0.0,
-                )  # likewise
+                )  # as above
             acc = add_product(acc, tl.trans(d_out), x)
         if out_desc is not None:
             result = tl.reshape(rounded(acc, out_ptr.dtype.element_ty), [1, BLOCK_M, BLOCK_N])

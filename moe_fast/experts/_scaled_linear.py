@@ -162,7 +162,7 @@ def times(acc, left, right):
     ]
 )
 def scaled_matmul_kernel(
-    # rows: codes, contiguous along the depth; scales of blocks, and what belongs to the sum
+    # rows: codes, contiguous along the depth; block scales; factors of the sum
     x_ptr,
     stride_x_p,
     x_scale_ptr,
@@ -172,7 +172,7 @@ def scaled_matmul_kernel(
     stride_x_outer_l,
     stride_x_outer_p,
     x_share,
-    # a matrix for each expert, likewise
+    # one matrix per expert, in the same parts
     weight_ptr,
     stride_weight_l,
     stride_weight_c,
@@ -300,8 +300,8 @@ def scaled_matmul_kernel(
 
 @triton.jit(do_not_specialize=["stride_before_l", "num_experts", "d_out_share", "x_share"])
 def scaled_wgrad_kernel(
-    # the gradient of the output, turned: codes; scales of blocks along the rows, and what belongs
-    # to the sum
+    # the gradient of the output, transposed: codes; block scales along the rows; factors
+    # of the sum
     d_out_ptr,
     stride_d_out_m,
     d_out_scale_ptr,
@@ -311,7 +311,7 @@ def scaled_wgrad_kernel(
     stride_d_out_outer_l,
     stride_d_out_outer_m,
     d_out_share,
-    # the rows, likewise
+    # the rows, in the same parts
     x_ptr,
     stride_x_n,
     x_scale_ptr,
@@ -321,7 +321,7 @@ def scaled_wgrad_kernel(
     stride_x_outer_l,
     stride_x_outer_n,
     x_share,
-    # what is added to, or none
+    # the tensor to add to, or none
     before_ptr,
     stride_before_l,
     stride_before_m,

@@ -21,13 +21,13 @@ def stored_as(x, dtype: tl.constexpr):
 @triton.jit
 def segment_begin(ends_ptr, expert):
     """The first row of an expert."""
-    return tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)  # nobody is before the first
+    return tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)  # the first begins at 0
 
 
 @triton.jit
 def rows_in_segments(ends_ptr, num_experts, num_rows):
     """How many rows are some expert's."""
-    # whatever the counts are, nothing beside the rows is touched
+    # no illegal count leaves the rows
     return tl.minimum(tl.load(ends_ptr + num_experts - 1), num_rows)
 
 
@@ -130,7 +130,7 @@ def weighted_rows_backward_kernel(
     d_out_ptr,
     stride_d_out_p,
     stride_d_out_h,
-    # what the probs were multiplied with: a row for each row, or one for each expert
+    # the factor of the probs: one row per row, or one per expert
     other_ptr,
     stride_other_r,
     stride_other_h,

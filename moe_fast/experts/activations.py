@@ -220,7 +220,8 @@ def backward_of(
     d_h = torch.empty(h.shape, dtype=d_out.dtype, device=h.device) if needs_h else None  # by activation_backward_kernel
     d_probs = None
     if probs is not None and needs_probs:
-        d_probs = torch.empty(num_rows, dtype=probs.dtype, device=h.device)  # likewise, also where rows are empty
+        # by the same kernel, also where rows are empty
+        d_probs = torch.empty(num_rows, dtype=probs.dtype, device=h.device)
     tiles = ceil_div(width, constants["BLOCK_F"])
     parts = 1 if d_probs is not None else tiles if needs_h else 0
     programs = ceil_div(num_rows, constants["BLOCK_P"]) * parts

@@ -28,9 +28,7 @@ from moe_fast.experts.scaled_linear import (
     with_tensors,
     without_tensors,
 )
-from moe_fast.experts.segments import Plan, have_descriptors, make_plan, programs
-from moe_fast.experts.segments import segment_sums as _segment_sums
-from moe_fast.experts.segments import segments as _segments
+from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, make_plan, programs, segment_sums
 from moe_fast.launch import tuning
 from moe_fast.launch.backend import check_device, launch_on, strided
 from moe_fast.launch.tuning import GroupedTile, ceil_div
@@ -95,15 +93,17 @@ def grouped_dgrad(
     check_precision(recipe, state, noise, accumulator)
     check_product(d_out_PM, recipe, accumulator)
     check_device("d_out", d_out_PM)
-    how = None if recipe is None else Precision(recipe, state, noise)
-    if how is not None and how.recipe.backward_override is None:
-        d = quantized_rows(d_out_PM, "grad_output", tokens_per_expert_L, how, True, False)
+    precision = None if recipe is None else Precision(recipe, state, noise)
+    if precision is not None and precision.recipe.backward_override is None:
+        d = quantized_rows(d_out_PM, "grad_output", tokens_per_expert_L, precision, True, False)
         return scaled_dgrad(
-            d, quantized_weight(weight_LMN.detach(), how, False, True), scaled_plan(tokens_per_expert_L, len(d_out_PM))
+            d,
+            quantized_weight(weight_LMN.detach(), precision, False, True),
+            scaled_plan(tokens_per_expert_L, len(d_out_PM)),
         )
     d_out, weight = d_out_PM.detach(), weight_LMN.detach()
-    if how is not None and how.recipe.backward_override == "dequantized":
-        weight = dequantize(quantized_weight(weight, how, True, False)).view(weight.shape)
+    if precision is not None and precision.recipe.backward_override == "dequantized":
+        weight = dequantize(quantized_weight(weight, precision, True, False)).view(weight.shape)
     return _multiply(d_out, weight, None, _plan(tokens_per_expert_L, d_out))
 
 
@@ -129,14 +129,14 @@ def grouped_wgrad(
     check_product(rows_PN, recipe, accumulator)
     check_device("rows", rows_PN)
     before = None if accumulate_into is None else accumulate_into.detach()
-    how = None if recipe is None else Precision(recipe, state, noise)
-    if how is not None and how.recipe.backward_override is None:
-        d = quantized_rows(d_out_PM, "grad_output", tokens_per_expert_L, how, False, True)
-        x = quantized_rows(rows_PN, "input", tokens_per_expert_L, how, False, True)
+    precision = None if recipe is None else Precision(recipe, state, noise)
+    if precision is not None and precision.recipe.backward_override is None:
+        d = quantized_rows(d_out_PM, "grad_output", tokens_per_expert_L, precision, False, True)
+        x = quantized_rows(rows_PN, "input", tokens_per_expert_L, precision, False, True)
         return scaled_wgrad(d, x, scaled_plan(tokens_per_expert_L, len(rows_PN)), accumulate_into=before)
     rows = rows_PN.detach()
-    if how is not None and how.recipe.backward_override == "dequantized":
-        rows = dequantize(quantized_rows(rows, "input", tokens_per_expert_L, how, True, False))
+    if precision is not None and precision.recipe.backward_override == "dequantized":
+        rows = dequantize(quantized_rows(rows, "input", tokens_per_expert_L, precision, True, False))
     return _outer_products(d_out_PM.detach(), rows, before, _plan(tokens_per_expert_L, rows))
 
 
@@ -171,7 +171,7 @@ class _GroupedLinear(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         d_rows = None if weight is None else _multiply(d_out, weight, None, ctx.plan)
         d_weight = None if rows is None else _outer_products(d_out, rows, None, ctx.plan)
-        d_bias = _segment_sums(d_out, ctx.bias_dtype, ctx.plan) if ctx.needs_input_grad[2] else None
+        d_bias = segment_sums(d_out, ctx.bias_dtype, ctx.plan) if ctx.needs_input_grad[2] else None
         return d_rows, d_weight, d_bias, None
 
 
@@ -180,18 +180,18 @@ class _OverriddenLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, how: Precision
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, precision: Precision
     ) -> Tensor:
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
         # the caller may change them before the backward
         counts = tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert
         x, matrices = (
-            quantized_rows(rows, "input", counts, how, True, False),
-            quantized_weight(weight, how, True, False),
+            quantized_rows(rows, "input", counts, precision, True, False),
+            quantized_weight(weight, precision, True, False),
         )
         ctx.bias_dtype, ctx.shape = None if bias is None else bias.dtype, weight.shape
         ctx.x = ctx.weight = None
-        if how.recipe.backward_override == "high_precision":
+        if precision.recipe.backward_override == "high_precision":
             ctx.save_for_backward(counts, rows if wants_weight else None, weight if wants_rows else None)
         else:
             ctx.x, ctx.weight = without_tensors(x, False), without_tensors(matrices, False)
@@ -213,7 +213,7 @@ class _OverriddenLinear(torch.autograd.Function):
         if wants_weight:
             rows = tensors[0] if ctx.x is None else _dequantized(ctx.x, tensors[:3], counts)
             d_weight = _outer_products(d_out, rows, None, plan)
-        d_bias = _segment_sums(d_out, ctx.bias_dtype, plan) if wants_bias else None
+        d_bias = segment_sums(d_out, ctx.bias_dtype, plan) if wants_bias else None
         return d_rows, d_weight, d_bias, None, None
 
 
@@ -232,7 +232,7 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
     """out[p] = x[p] · weight[e] + bias[e] for the rows p of each expert e, 0 past them."""
     x, weight, tile = x_PD.resolve_neg(), weight_LDC.resolve_neg(), plan.tile
     num_rows, depth, num_columns = *x.shape, weight.shape[2]
-    # all by grouped_matmul_kernel: the tiles, and the rows behind
+    # by grouped_matmul_kernel: the tiles, and the rows past them
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
@@ -256,11 +256,7 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
             BIAS_AS=tl.float64 if wide and bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
             TURNED=turned,
             FLATTEN=described and tuning.for_device(x.device).grouped.flatten,
-            BLOCK_P=tile.rows,
-            BLOCK_C=tile.columns,
-            BLOCK_D=tile.depth,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **tile.blocks("P", "C", "D"),
         )
     return out
 
@@ -285,17 +281,13 @@ def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None
             *strided(rows, 2),
             *strided(before_LMN, 3),
             out,
-            _segments(d_out, [tile.depth, tile.rows]) if described else None,
-            _segments(rows, [tile.depth, tile.columns]) if described else None,
+            expert_slices(d_out, [tile.depth, tile.rows]) if described else None,
+            expert_slices(rows, [tile.depth, tile.columns]) if described else None,
             TensorDescriptor.from_tensor(out, [1, tile.rows, tile.columns]) if out_described else None,
             plan.segment_2L,
             *shape,
             ACCUMULATOR=tl.float64 if rows.dtype == torch.float64 else tl.float32,
-            BLOCK_P=tile.depth,
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.columns,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **tile.blocks("M", "N", "P"),
         )
     return out
 
@@ -309,5 +301,5 @@ def _matmul_descriptors(
     return (
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(matrices, block),
-        _segments(out, [tile.rows, tile.columns]),
+        expert_slices(out, [tile.rows, tile.columns]),
     )

@@ -213,13 +213,13 @@ def _experts(
 
 def _computed_again(a_PF: Tensor, act: Callable[..., Tensor], h_PF: Tensor, p_P: Tensor | None) -> saved_tensors_hooks:
     """A context in which `a` is not saved for a backward, which computes it again from the saved h."""
-    known = (a_PF.data_ptr(), a_PF.shape, a_PF.dtype)
+    key = (a_PF.data_ptr(), a_PF.shape, a_PF.dtype)
     h_PF, p_P = h_PF.detach(), None if p_P is None else p_P.detach()
 
     def unpack(kept: Tensor | None) -> Tensor:
         return act(h_PF, probs=p_P) if kept is None else kept
 
-    return saved_tensors_hooks(lambda x: None if (x.data_ptr(), x.shape, x.dtype) == known else x, unpack)
+    return saved_tensors_hooks(lambda x: None if (x.data_ptr(), x.shape, x.dtype) == key else x, unpack)
 
 
 def _of_length(noise_XRC: Tensor, rows: int) -> Tensor:

@@ -32,7 +32,7 @@ class Padding:
         counts = counts_L.long()
         missing = -counts % align
         spare = experts * (align - 1)
-        over, behind = spare - missing.sum(0, keepdim=True), rows - counts.sum(0, keepdim=True)
+        over, rest = spare - missing.sum(0, keepdim=True), rows - counts.sum(0, keepdim=True)
         number = torch.arange(experts, device=device)
         order = torch.cat(
             [
@@ -41,7 +41,7 @@ class Padding:
             ]
         )
         order = torch.cat([order, torch.arange(2 * experts + 1, 2 * experts + 2, device=device)])
-        before = torch.cat([missing, over, counts, behind])
+        before = torch.cat([missing, over, counts, rest])
         return cls(spare, counts + missing, before, before[order], order, order.argsort())
 
     def pad(self, rows: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -19,12 +19,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_fast.experts import _scaled_linear as kernels
 from moe_fast.experts._scaled_linear import TILE_ROWS
-from moe_fast.experts.segments import Plan, have_descriptors, make_plan, programs, segment_sums, segments
+from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, make_plan, programs, segment_sums
 from moe_fast.launch import tuning
 from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.quantization.quantize import quantize
-from moe_fast.quantization.quantized import RULES, Form, Quantized
+from moe_fast.quantization.quantized import KERNEL_OF, Form, Quantized
 from moe_ref.config import LinearState, Recipe, check_splits, require
 
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -118,11 +118,7 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
             SCALED_BY_HARDWARE=unit.scales,
             SHARED_P=1 if right.block is None else right.block[0],
             BLOCK_L=power_of_two(plan.num_experts),
-            BLOCK_P=tile.depth,
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.columns,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **tile.blocks("M", "N", "P"),
         )
     return out
 
@@ -158,7 +154,7 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
     form = x.form(False)
     device, sizes = form.codes_MN.device, tuning.for_device(form.codes_MN.device).grouped
     num_rows, depth, num_columns = *form.codes_MN.shape, weight.codes_LCD.shape[1]
-    # all by scaled_matmul_kernel: the tiles, and the rows behind
+    # by scaled_matmul_kernel: the tiles, and the rows past them
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=device)
     if out.numel() == 0:
         return out
@@ -180,7 +176,7 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
             out,
             *((TensorDescriptor.from_tensor(codes, [tile.rows, tile.depth]) if described else None),),
             *((TensorDescriptor.from_tensor(matrices, [1, tile.columns, tile.depth]) if described else None),),
-            segments(out, [tile.rows, tile.columns]) if have_descriptors(out) else None,
+            expert_slices(out, [tile.rows, tile.columns]) if have_descriptors(out) else None,
             plan.tile_4C,
             plan.total_2,
             plan.capacity,
@@ -195,11 +191,7 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
             SHARED_C=weight.shared[0],
             SHARED_D=weight.shared[1],
             BIAS_AS=tl.float64 if bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
-            BLOCK_P=tile.rows,
-            BLOCK_C=tile.columns,
-            BLOCK_D=tile.depth,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **tile.blocks("P", "C", "D"),
         )
     return out
 
@@ -238,7 +230,7 @@ class Unit(NamedTuple):
 
 
 def _unit(x: Quantized, device: torch.device) -> Unit:
-    rule = RULES[x.recipe.scaling]
+    rule = KERNEL_OF[x.recipe.scaling]
     if INTERPRETED:
         return Unit(rule, tl.float32, False)
     if rule in ("group", "amax"):
@@ -269,7 +261,7 @@ def _outer(quantized: Quantized, form: Form) -> tuple[Any, ...]:
     if quantized.recipe.scaling != "nvfp4":
         return None, 0, 0, 1.0
     strides = (0, *form.amax.stride()) if form.per == "row" else (*form.amax.stride(), 0)[:2]
-    return form.amax, *strides, 1 / (6 * form.largest)  # E2M1's largest number times that of the scales
+    return form.amax, *strides, 1 / (6 * form.largest)  # E2M1's largest number times the largest scale
 
 
 def _weight_outer(weight: Matrices) -> tuple[Any, ...]:
@@ -282,15 +274,15 @@ def _weight_outer(weight: Matrices) -> tuple[Any, ...]:
 
 
 def quantized_rows(
-    x: Tensor, role: str, tokens_per_expert: Tensor, how: Precision, rowwise: bool, columnwise: bool
+    x: Tensor, role: str, tokens_per_expert: Tensor, precision: Precision, rowwise: bool, columnwise: bool
 ) -> Quantized:
     """Each expert's rows, quantised by themselves, in the forms asked for."""
-    state = None if how.state is None else getattr(how.state, role)
-    noise = how.noise if role == "grad_output" else None
+    state = None if precision.state is None else getattr(precision.state, role)
+    noise = precision.noise if role == "grad_output" else None
     splits = tokens_per_expert
     return quantize(
         x.detach(),
-        how.recipe,
+        precision.recipe,
         role=role,
         splits=splits,
         rowwise=rowwise,
@@ -300,12 +292,12 @@ def quantized_rows(
     ).quantized
 
 
-def quantized_weight(weight_LMN: Tensor, how: Precision, rowwise: bool, columnwise: bool) -> Quantized:
+def quantized_weight(weight_LMN: Tensor, precision: Precision, rowwise: bool, columnwise: bool) -> Quantized:
     """Each expert's matrix, quantised in the forms asked for."""
     experts, height, width = weight_LMN.shape
-    check_splits([height], height, how.recipe)
+    check_splits([height], height, precision.recipe)
     splits = torch.full((experts,), height, device=weight_LMN.device)
-    return quantized_rows(weight_LMN.reshape(experts * height, width), "weight", splits, how, rowwise, columnwise)
+    return quantized_rows(weight_LMN.reshape(experts * height, width), "weight", splits, precision, rowwise, columnwise)
 
 
 class ScaledLinear(torch.autograd.Function):
@@ -313,14 +305,20 @@ class ScaledLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, how: Precision
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, precision: Precision
     ) -> Tensor:
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
         # the caller may change them before the backward
         counts = tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert
-        x = quantized_rows(rows, "input", counts, how, True, wants_weight and _has_columns(how.recipe, rows.dtype))
-        matrices = quantized_weight(weight, how, True, wants_rows)
-        ctx.plan, ctx.how, ctx.bias_dtype = scaled_plan(counts, len(rows)), how, None if bias is None else bias.dtype
+        x = quantized_rows(
+            rows, "input", counts, precision, True, wants_weight and _has_columns(precision.recipe, rows.dtype)
+        )
+        matrices = quantized_weight(weight, precision, True, wants_rows)
+        ctx.plan, ctx.precision, ctx.bias_dtype = (
+            scaled_plan(counts, len(rows)),
+            precision,
+            None if bias is None else bias.dtype,
+        )
         ctx.x, ctx.weight = without_tensors(x, True), without_tensors(matrices, True)
         ctx.save_for_backward(counts, *tensors_of(x.columnwise), *tensors_of(matrices.columnwise))
         return scaled_fprop(x, matrices, ctx.plan, bias=bias)
@@ -332,7 +330,7 @@ class ScaledLinear(torch.autograd.Function):
         wants_rows, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         d_rows = d_weight = None
         if wants_rows or wants_weight:
-            d = quantized_rows(d_out, "grad_output", counts, ctx.how, wants_rows, wants_weight)
+            d = quantized_rows(d_out, "grad_output", counts, ctx.precision, wants_rows, wants_weight)
             d_rows = scaled_dgrad(d, with_tensors(ctx.weight, tensors[3:], True), ctx.plan) if wants_rows else None
             d_weight = scaled_wgrad(d, with_tensors(ctx.x, tensors[:3], True), ctx.plan) if wants_weight else None
         d_bias = segment_sums(d_out, ctx.bias_dtype, ctx.plan) if wants_bias else None

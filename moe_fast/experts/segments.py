@@ -22,7 +22,7 @@ class Plan:
     """Each expert's rows, and the tiles they are cut into; only kernels read how many there are."""
 
     tile: GroupedTile
-    tile_4C: Tensor  # int64: expert, its first tile, its first row and the row behind its last, for each tile
+    tile_4C: Tensor  # int64: expert, its first tile, its first row and its end, for each tile
     segment_2L: Tensor  # int64: the two rows, for each expert
     total_2: Tensor  # int64: how many tiles, and rows in them
 
@@ -44,14 +44,14 @@ def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile) -> Pl
     device = tokens_per_expert.device
     # up to the total by plan_kernel; no kernel reads more
     tiles = torch.empty((4, capacity), dtype=torch.int64, device=device)
-    segments = torch.empty((2, num_experts), dtype=torch.int64, device=device)  # by plan_kernel: a program an expert
+    bounds = torch.empty((2, num_experts), dtype=torch.int64, device=device)  # by plan_kernel: one program per expert
     total = torch.empty(2, dtype=torch.int64, device=device)  # by its last program
     with launch_on(tokens_per_expert):
         kernels.plan_kernel[(num_experts,)](
             tokens_per_expert,
             *tokens_per_expert.stride(),
             tiles,
-            segments,
+            bounds,
             total,
             capacity,
             num_rows,
@@ -61,7 +61,7 @@ def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile) -> Pl
             BLOCK_T=sizes.plan_tiles,
             num_warps=4,
         )
-    return Plan(tile, tiles, segments, total)
+    return Plan(tile, tiles, bounds, total)
 
 
 def segment_sums(rows_PC: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:
@@ -80,9 +80,7 @@ def segment_sums(rows_PC: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:
             num_columns,
             ACCUMULATOR=tl.float64 if rows.dtype == torch.float64 else tl.float32,
             RESULT_AS=tl.float64 if dtype == torch.float64 else tl.float32,
-            BLOCK_P=tile.tokens,
-            BLOCK_C=tile.columns,
-            num_warps=tile.num_warps,
+            **tile.blocks("P", "C"),
         )
     return out
 
@@ -112,7 +110,7 @@ def _describable(tensor: Tensor) -> bool:
     )
 
 
-def segments(rows_PC: Tensor, block: list[int]) -> TensorDescriptor:
+def expert_slices(rows_PC: Tensor, block: list[int]) -> TensorDescriptor:
     """A descriptor of rows that ends where an expert's rows end, wherever that is.
 
         [S, end, S - count + row, c]  lies at  S (2³⁴ - s) + end · s + (S - count + row) s + c  =  (end - count + row) s + c  mod 2⁶⁴

@@ -90,9 +90,7 @@ class _Gated(torch.autograd.Function):
                     y.shape[1],
                     parts,
                     ACCUMULATOR=accumulator(y),
-                    BLOCK_T=tile.tokens,
-                    BLOCK_H=tile.columns,
-                    num_warps=tile.num_warps,
+                    **tile.blocks("T", "H"),
                 )
         return out
 
@@ -102,7 +100,7 @@ class _Gated(torch.autograd.Function):
         y, z_T1 = ctx.saved_tensors
         needs_y, needs_z = ctx.needs_input_grad
         d_y = torch.empty(y.shape, dtype=y.dtype, device=y.device) if needs_y else None  # all by gate_backward_kernel
-        # likewise, also where rows are empty
+        # by the same kernel, also where rows are empty
         d_z = torch.empty(z_T1.shape, dtype=y.dtype, device=y.device) if needs_z else None
         tile = tuning.for_device(y.device).activation_backward
         if len(y) and (needs_y or needs_z):
@@ -116,8 +114,6 @@ class _Gated(torch.autograd.Function):
                     len(y),
                     y.shape[1],
                     ACCUMULATOR=accumulator(y),
-                    BLOCK_T=tile.tokens,
-                    BLOCK_H=tile.columns,
-                    num_warps=tile.num_warps,
+                    **tile.blocks("T", "H"),
                 )
         return d_y, d_z

@@ -38,9 +38,7 @@ class ScaledRows(torch.autograd.Function):
                     x.shape[1],
                     parts,
                     ACCUMULATOR=accumulator(probs),
-                    BLOCK_P=tile.tokens,
-                    BLOCK_H=tile.columns,
-                    num_warps=tile.num_warps,
+                    **tile.blocks("P", "H"),
                 )
         return out
 
@@ -76,10 +74,8 @@ class BiasAdded(torch.autograd.Function):
                     y.shape[1],
                     parts,
                     ACCUMULATOR=accumulator(y, bias, probs),
-                    BLOCK_P=tile.tokens,
-                    BLOCK_H=tile.columns,
+                    **tile.blocks("P", "H"),
                     BLOCK_E=power_of_two(len(ends_L)),
-                    num_warps=tile.num_warps,
                 )
         return out
 
@@ -105,7 +101,7 @@ def _weighted_backward(
     """Fills d_x, if given, and returns d_probs, if needed; one program sums a row."""
     d_probs = (
         torch.empty_like(probs, memory_format=torch.contiguous_format) if probs is not None and needs_probs else None
-    )  # all, likewise
+    )  # by the same kernel
     tile = tuning.for_device(d_out.device).activation_backward
     if probs is not None and len(d_out) and (d_x is not None or d_probs is not None):
         with launch_on(d_out):
@@ -121,10 +117,8 @@ def _weighted_backward(
                 d_out.shape[1],
                 ACCUMULATOR=accumulator(probs),
                 BY_EXPERT=by_expert,
-                BLOCK_P=tile.tokens,
-                BLOCK_H=tile.columns,
+                **tile.blocks("P", "H"),
                 BLOCK_E=power_of_two(len(ends_L)),
-                num_warps=tile.num_warps,
             )
     return d_probs
 
@@ -144,8 +138,6 @@ def _bias_gradient(d_out: Tensor, bias: Tensor, probs: Tensor | None, ends_L: Te
                 len(ends_L),
                 bias.shape[1],
                 ACCUMULATOR=accumulator(d_out, bias, probs),
-                BLOCK_P=tile.tokens,
-                BLOCK_H=tile.columns,
-                num_warps=tile.num_warps,
+                **tile.blocks("P", "H"),
             )
     return out

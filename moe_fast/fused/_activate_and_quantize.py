@@ -11,55 +11,31 @@ from moe_fast.fused._tiles import activated_tile, steps_of
 from moe_fast.launch._rounding import number
 from moe_fast.quantization._formats import FLOAT32_MAX, encoded
 from moe_fast.quantization._quantize import E4M3_MAX, E5M2_MAX, fitting_scale, over, quantize_blocks
-from moe_fast.quantization._tiles import ending, magnitude, place_of_tile, store_tile
+from moe_fast.quantization._tiles import magnitude, place_of_tile, store_tile
 
 
 @triton.jit(
     do_not_specialize=[
-        "stride_probs",
         "stride_splits",
         "num_rows",
         "num_groups",
         "parts",
         "steps",
-        "offset",
-        "clamp",
-        "alpha",
         "epsilon",
         "infinity",
     ]
 )
 def quantize_activated_blocks_kernel(
-    d_out_ptr,
-    stride_d_out_p,
-    stride_d_out_f,
-    h_ptr,
-    stride_h_p,
-    stride_h_f,
-    probs_ptr,
-    stride_probs,
-    width,
-    between,
-    # numbers, as bits of a float64
-    offset,
-    clamp,
-    alpha,
+    operands,
+    factors,
     splits_ptr,
     stride_splits,
     # results; either form may be left out, and so may the parts of d_probs, [rows, parts]. Codes
     # are contiguous
-    row_codes_ptr,
-    row_scale_ptr,
-    row_amax_ptr,
-    stride_row_m,
-    stride_row_n,
-    column_codes_ptr,
-    column_scale_ptr,
-    column_amax_ptr,
-    stride_column_m,
-    stride_column_n,
+    row_form,
+    column_form,
     part_ptr,
-    # sizes; a tile's rows are the work of so many programs, each so many steps
+    # sizes; `parts` programs per tile of rows, `steps` each
     num_rows,
     num_columns,
     num_groups,
@@ -97,80 +73,24 @@ def quantize_activated_blocks_kernel(
     for i in tl.range(0, steps_of(first, written, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
         column = begin + i * BLOCK_N
         x, other, part = activated_tile(
-            None if d_out_ptr is None else d_out_ptr + first * stride_d_out_p,
-            stride_d_out_p,
-            stride_d_out_f,
-            h_ptr + first * stride_h_p,
-            stride_h_p,
-            stride_h_f,
-            None if probs_ptr is None else probs_ptr + first * stride_probs,
-            stride_probs,
-            p,
-            ending(first, read, BLOCK_M),
-            ending(first, owned, BLOCK_M),
-            column,
-            width,
-            between,
-            offset,
-            clamp,
-            alpha,
-            CURVE,
-            LAYOUT,
-            CLAMPED,
-            WHOLE,
-            ROUNDED,
-            ACCUMULATOR,
-            BLOCK_N,
-        )
+            operands, factors, first, read, owned, column, CURVE, LAYOUT, CLAMPED, WHOLE, ROUNDED, ACCUMULATOR,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
         total += part
         for half in tl.static_range(2 if WHOLE else 1):
             if half == 1:
                 x = other
-                column += width
-            if row_codes_ptr is not None:
+                column += operands.width
+            if row_form is not None:
                 quantize_blocks(
-                    x,
-                    row_codes_ptr,
-                    row_scale_ptr,
-                    row_amax_ptr,
-                    stride_row_m,
-                    stride_row_n,
-                    tile,
-                    first,
-                    written,
-                    column,
-                    num_columns,
-                    least,
-                    most,
-                    RULE,
-                    FORMAT,
-                    POWER_OF_TWO,
-                    HARDWARE,
-                    1,
-                    BLOCK,
-                )
-            if column_codes_ptr is not None:
+                    x, row_form, tile, first, written, column, num_columns, least, most, RULE, FORMAT,
+                    POWER_OF_TWO, HARDWARE, 1, BLOCK,
+                )  # fmt: skip
+            if column_form is not None:
                 quantize_blocks(
-                    x,
-                    column_codes_ptr,
-                    column_scale_ptr,
-                    column_amax_ptr,
-                    stride_column_m,
-                    stride_column_n,
-                    tile,
-                    first,
-                    written,
-                    column,
-                    num_columns,
-                    least,
-                    most,
-                    RULE,
-                    FORMAT,
-                    POWER_OF_TWO,
-                    HARDWARE,
-                    BLOCK,
-                    1,
-                )
+                    x, column_form, tile, first, written, column, num_columns, least, most, RULE, FORMAT,
+                    POWER_OF_TWO, HARDWARE, BLOCK, 1,
+                )  # fmt: skip
     if part_ptr is not None:
         # a tile sticks out of its group
         tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)
@@ -178,37 +98,21 @@ def quantize_activated_blocks_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "stride_probs",
         "stride_splits",
         "num_rows",
         "num_groups",
         "parts",
         "steps",
-        "offset",
-        "clamp",
-        "alpha",
     ]
 )
 def activated_group_amax_kernel(
-    d_out_ptr,
-    stride_d_out_p,
-    stride_d_out_f,
-    h_ptr,
-    stride_h_p,
-    stride_h_f,
-    probs_ptr,
-    stride_probs,
-    width,
-    between,
-    # numbers, as bits of a float64
-    offset,
-    clamp,
-    alpha,
+    operands,
+    factors,
     splits_ptr,
     stride_splits,
     # result, as integers, zeros before
     amax_ptr,
-    # sizes; a tile's rows are the work of so many programs, each so many steps
+    # sizes; `parts` programs per tile of rows, `steps` each
     num_rows,
     num_columns,
     num_groups,
@@ -230,36 +134,13 @@ def activated_group_amax_kernel(
     group, first, end, _, _ = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
     )
-    p = tl.arange(0, BLOCK_M).to(tl.int64)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in tl.range(0, steps_of(first, end, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
         x, other, _part = activated_tile(
-            None if d_out_ptr is None else d_out_ptr + first * stride_d_out_p,
-            stride_d_out_p,
-            stride_d_out_f,
-            h_ptr + first * stride_h_p,
-            stride_h_p,
-            stride_h_f,
-            None if probs_ptr is None else probs_ptr + first * stride_probs,
-            stride_probs,
-            p,
-            ending(first, end, BLOCK_M),
-            ending(first, end, BLOCK_M),
-            begin + i * BLOCK_N,
-            width,
-            between,
-            offset,
-            clamp,
-            alpha,
-            CURVE,
-            LAYOUT,
-            CLAMPED,
-            WHOLE,
-            ROUNDED,
-            ACCUMULATOR,
-            BLOCK_N,
-        )
+            operands, factors, first, end, end, begin + i * BLOCK_N, CURVE, LAYOUT, CLAMPED, WHOLE, ROUNDED,
+            ACCUMULATOR, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
         largest = tl.maximum(largest, magnitude(x))
         if WHOLE:
             largest = tl.maximum(largest, magnitude(other))
@@ -269,32 +150,20 @@ def activated_group_amax_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        *("stride_probs", "stride_splits", "stride_given", "stride_history"),
-        *("num_rows", "num_groups", "parts", "steps", "offset", "clamp", "alpha", "epsilon"),
+        *("stride_splits", "stride_given", "stride_history"),
+        *("num_rows", "num_groups", "parts", "steps", "epsilon"),
     ]
 )
 def cast_activated_groups_kernel(
-    d_out_ptr,
-    stride_d_out_p,
-    stride_d_out_f,
-    h_ptr,
-    stride_h_p,
-    stride_h_f,
-    probs_ptr,
-    stride_probs,
-    width,
-    between,
-    # numbers, as bits of a float64
-    offset,
-    clamp,
-    alpha,
+    operands,
+    factors,
     splits_ptr,
     stride_splits,
     # scales of earlier steps; None: they follow from the amax
     given_ptr,
     stride_given,
     # the amax of each group, as integers: read, or with scales given a result, and zeros before;
-    # its first column of the history likewise
+    # and the history's first column
     amax_ptr,
     history_ptr,
     stride_history,
@@ -302,7 +171,7 @@ def cast_activated_groups_kernel(
     codes_ptr,
     inverse_ptr,
     part_ptr,
-    # sizes; a tile's rows are the work of so many programs, each so many steps
+    # sizes; `parts` programs per tile of rows, `steps` each
     num_rows,
     num_columns,
     num_groups,
@@ -333,11 +202,11 @@ def cast_activated_groups_kernel(
     g = tl.arange(0, BLOCK_G)
     real = g < num_groups  # BLOCK_G is a power of two
     if given_ptr is not None:
-        scale = tl.load(given_ptr + group * stride_given, mask=group < num_groups, other=1.0)  # the rest of x has none
+        scale = tl.load(given_ptr + group * stride_given, mask=group < num_groups, other=1.0)  # not the rest of x
         if tl.program_id(0) == 0:
             tl.store(inverse_ptr + g, over(1.0, tl.load(given_ptr + g * stride_given, mask=real, other=1.0)), mask=real)
     else:
-        amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0).to(tl.float32, bitcast=True)  # likewise
+        amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0).to(tl.float32, bitcast=True)  # as above
         scale = fitting_scale(amax, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)
         if tl.program_id(0) == 0:
             amax_G = tl.load(amax_ptr + g, mask=real, other=0).to(tl.float32, bitcast=True)
@@ -353,41 +222,19 @@ def cast_activated_groups_kernel(
     for i in tl.range(0, steps_of(first, written, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
         column = begin + i * BLOCK_N
         x, other, part = activated_tile(
-            None if d_out_ptr is None else d_out_ptr + first * stride_d_out_p,
-            stride_d_out_p,
-            stride_d_out_f,
-            h_ptr + first * stride_h_p,
-            stride_h_p,
-            stride_h_f,
-            None if probs_ptr is None else probs_ptr + first * stride_probs,
-            stride_probs,
-            p,
-            ending(first, read, BLOCK_M),
-            ending(first, owned, BLOCK_M),
-            column,
-            width,
-            between,
-            offset,
-            clamp,
-            alpha,
-            CURVE,
-            LAYOUT,
-            CLAMPED,
-            WHOLE,
-            ROUNDED,
-            ACCUMULATOR,
-            BLOCK_N,
-        )
+            operands, factors, first, read, owned, column, CURVE, LAYOUT, CLAMPED, WHOLE, ROUNDED, ACCUMULATOR,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
         total += part
         for half in tl.static_range(2 if WHOLE else 1):
             if half == 1:
                 x = other
-                column += width
+                column += operands.width
             store_tile(codes_ptr, encoded(x * scale, FORMAT, HARDWARE), first, written, column, num_columns)
             if given_ptr is not None:
                 largest = tl.maximum(largest, magnitude(x))
     if part_ptr is not None:
-        tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)  # likewise
+        tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)  # as above
     if given_ptr is not None:
         bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
         tl.atomic_max(amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed")  # no rest of x

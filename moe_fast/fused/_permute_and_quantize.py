@@ -19,8 +19,8 @@ from moe_fast.quantization._tiles import block_amax, magnitude, place_of_tile, s
 @triton.jit
 def raise_amax(amax_ptr, expert, bits, live):
     """amax = max(amax, bits) of numbers ≥ 0; a stale load is too small, and saves most atomics."""
-    known = tl.load(amax_ptr + expert, mask=live, other=0)  # only those of a row
-    larger = live & (bits > known)
+    current = tl.load(amax_ptr + expert, mask=live, other=0)  # live only
+    larger = live & (bits > current)
     tl.atomic_max(amax_ptr + expert, bits, mask=larger, sem="relaxed")
     return larger
 
@@ -33,7 +33,7 @@ def group_scale(
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + expert * stride_scale, mask=real, other=1.0)  # only of experts that there are
     else:
-        amax = tl.load(amax_ptr + expert, mask=real, other=0).to(tl.float32, bitcast=True)  # likewise
+        amax = tl.load(amax_ptr + expert, mask=real, other=0).to(tl.float32, bitcast=True)  # as above
         scale = fitting_scale(amax, epsilon, FLOAT32_MAX, E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX, POWER_OF_TWO)
     return scale
 
@@ -98,7 +98,7 @@ def scatter_kernel(
     source_ptr,
     row_map,
     gap_ptr,
-    # programs: lists of tokens, so many whose lanes fill gaps, then blocks of tokens
+    # programs: lists of tokens, `fills` whose lanes fill gaps, then blocks
     fills,
     first_lane,
     tail_lanes,
@@ -110,7 +110,7 @@ def scatter_kernel(
     # numbers, as bits of a float64
     epsilon,
     infinity,
-    RULE: tl.constexpr,  # that of blocks; "nvfp4"; "group": a scale for each expert; "none": nothing is quantised here
+    RULE: tl.constexpr,  # a rule of blocks; "nvfp4"; "group": one scale per expert; "none": no codes
     FORMAT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -146,9 +146,9 @@ def scatter_kernel(
             for j in range(tl.max(lists.num_slots, axis=0)):
                 expert, row, live = load_slot(row_map, lists, j)
                 if probs_ptr is not None:
-                    # only those with a row
+                    # live only
                     prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
-                    tl.store(row_probs_ptr + row, prob, mask=live)  # likewise
+                    tl.store(row_probs_ptr + row, prob, mask=live)  # as above
                 if source_ptr is not None:
                     tl.store(source_ptr + row, t.to(source_ptr.dtype.element_ty), mask=live)
                 # dropped rows too
@@ -180,7 +180,7 @@ def scatter_kernel(
             if RULE == "mxfp8" or RULE == "nvfp4":
                 b = column.to(tl.int64) * (BLOCK_H // BLOCK) + tl.arange(0, BLOCK_H // BLOCK)
                 amax = tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H // BLOCK], tl.float32)
-                inside = in_gap[:, None] & (b * BLOCK < num_columns)[None, :]  # likewise
+                inside = in_gap[:, None] & (b * BLOCK < num_columns)[None, :]  # as above
                 # zeros have a scale of 0
                 store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, amax, amax, inside)
     elif RULE != "none":
@@ -199,7 +199,7 @@ def scatter_kernel(
             multiplier, stored = block_scale(amax, least, most, RULE, FORMAT, POWER_OF_TWO)
             code = encoded(x * spread(multiplier, 1, BLOCK), FORMAT, HARDWARE)
         if RULE == "amax":
-            there = (t < num_tokens)[:, None] & (b * BLOCK < num_columns)[None, :]  # likewise
+            there = (t < num_tokens)[:, None] & (b * BLOCK < num_columns)[None, :]  # as above
             store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, t, b, stored, amax, there)
         for j in range(tl.max(lists.num_slots, axis=0)):
             following = load_slot(row_map, lists, j + 1)  # on its way
@@ -217,14 +217,14 @@ def scatter_kernel(
             # dropped rows are not written
             tl.store(codes_ptr + row[:, None] * num_columns + h[None, :], code, mask=live[:, None] & in_row)
             if RULE == "mxfp8" or RULE == "nvfp4":
-                there = live[:, None] & (b * BLOCK < num_columns)[None, :]  # likewise
+                there = live[:, None] & (b * BLOCK < num_columns)[None, :]  # as above
                 store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, stored, amax, there)
             expert, row, live = following
 
 
 @triton.jit(do_not_specialize=["num_rows", "epsilon", "infinity"])
 def row_scales_kernel(
-    # by row, its token; by token, what scatter_kernel found, contiguous
+    # by row, its token; by token, results of scatter_kernel, contiguous
     source_ptr,
     token_scale_ptr,
     token_amax_ptr,
@@ -257,19 +257,13 @@ def row_scales_kernel(
     of_zero = block_scale(
         zero, number(epsilon, tl.float32), number(infinity, tl.float32), "amax", FORMAT, POWER_OF_TWO
     )[1]
-    inside = (row < num_rows)[:, None] & (b < num_blocks)[None, :]  # likewise
+    inside = (row < num_rows)[:, None] & (b < num_blocks)[None, :]  # as above
     place = row[:, None] * stride_m + b[None, :] * stride_n
     tl.store(scale_ptr + place, tl.where((source >= 0)[:, None], stored, of_zero), mask=inside)
     tl.store(amax_ptr + place, amax, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_tokens",
-        "num_experts",
-        "num_rows",
-    ]
-)
+@triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_rows"])
 def expert_amax_kernel(
     tokens_ptr,
     stride_tokens_t,
@@ -308,13 +302,8 @@ def gather_kernel(
     # by row, its token; by expert, the rows of its segment
     source_ptr,
     splits_ptr,
-    # results; codes are contiguous
-    codes_ptr,
-    scale_ptr,
-    amax_ptr,
-    stride_scale_m,
-    stride_scale_n,
-    # sizes; a program takes so many steps along the columns of one of so many tiles of rows
+    form,  # the result
+    # sizes; a program takes `steps` along the columns of one of `tiles`
     num_rows,
     num_columns,
     num_groups,
@@ -360,6 +349,6 @@ def gather_kernel(
             )
         )
         quantize_blocks(
-            x, codes_ptr, scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, tile, first, written, column, num_columns,
+            x, form, tile, first, written, column, num_columns,
             least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK_R, BLOCK_C,
         )  # fmt: skip

@@ -4,12 +4,38 @@
 if `ROUNDED`, and then in float32.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from moe_fast.experts._activations import load_gate_and_value, value_and_slope, within
 from moe_fast.launch._rounding import number, rounded, widened
 from moe_fast.quantization._formats import as_float32
+from moe_fast.quantization._tiles import ending
+
+
+class Operands(NamedTuple):
+    """h, with d_out (None: no gradient), and its layout."""
+
+    d_out_ptr: Any
+    stride_d_out_p: Any
+    stride_d_out_f: Any
+    h_ptr: Any
+    stride_h_p: Any
+    stride_h_f: Any
+    width: Any
+    between: Any
+
+
+class Factors(NamedTuple):
+    """probs, or None, and numbers as the bits of a float64."""
+
+    probs_ptr: Any
+    stride_probs: Any
+    offset: Any
+    clamp: Any
+    alpha: Any
 
 
 @triton.jit
@@ -50,29 +76,19 @@ def load_for_gradient(
 
 @triton.jit
 def activated_tile(
-    d_out_ptr,
-    stride_d_out_p,
-    stride_d_out_f,
-    h_ptr,
-    stride_h_p,
-    stride_h_f,
-    probs_ptr,
-    stride_probs,
-    p,
-    read,
-    owned,
+    operands,
+    factors,
+    first,
+    end_read,
+    end_owned,
     column,
-    width,
-    between,
-    offset,
-    clamp,
-    alpha,
     CURVE: tl.constexpr,
     LAYOUT: tl.constexpr,
     CLAMPED: tl.constexpr,
     WHOLE: tl.constexpr,
     ROUNDED: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """(x in float32, x of the values, each row's part of d_probs), 0 outside groups: x is f(u) · (v
@@ -80,7 +96,13 @@ def activated_tile(
 
     WHOLE: columns are the gates', and the second x, `width` columns on, is the values' gradient.
     """
-    if d_out_ptr is None:
+    p = tl.arange(0, BLOCK_M).to(tl.int64)
+    read = ending(first, end_read, BLOCK_M)
+    owned = ending(first, end_owned, BLOCK_M)
+    h_ptr = operands.h_ptr + first * operands.stride_h_p
+    stride_h_p, stride_h_f = operands.stride_h_p, operands.stride_h_f
+    width, between = operands.width, operands.between
+    if operands.d_out_ptr is None:
         u, v = load_gate_and_value(
             h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, ACCUMULATOR, BLOCK_N
         )
@@ -88,47 +110,41 @@ def activated_tile(
         if LAYOUT == "pairs" or WHOLE:
             ratio: tl.constexpr = 1 if WHOLE else 2
             u, v = load_gate_and_value(
-                h_ptr,
-                stride_h_p,
-                stride_h_f,
-                p,
-                read,
-                column // ratio,
-                width,
-                between,
-                LAYOUT,
-                ACCUMULATOR,
+                h_ptr, stride_h_p, stride_h_f, p, read, column // ratio, width, between, LAYOUT, ACCUMULATOR,
                 BLOCK_N // ratio,
-            )
+            )  # fmt: skip
             f = column // ratio + tl.arange(0, BLOCK_N // ratio)
             inside = (p < read)[:, None] & (f < width)[None, :]  # a tile sticks out of its group and of h
         else:
             u, v, f, of_value, inside = load_for_gradient(
                 h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, ACCUMULATOR, BLOCK_N
             )
-        d_out = tl.load(d_out_ptr + p[:, None] * stride_d_out_p + f[None, :] * stride_d_out_f, mask=inside, other=0.0)
+        d_out_ptr = operands.d_out_ptr + first * operands.stride_d_out_p
+        place = d_out_ptr + p[:, None] * operands.stride_d_out_p + f[None, :] * operands.stride_d_out_f
+        d_out = tl.load(place, mask=inside, other=0.0)
         d_out = widened(d_out, ACCUMULATOR)
-    bound = number(clamp, ACCUMULATOR)
+    bound = number(factors.clamp, ACCUMULATOR)
     if CLAMPED:
         free_u = u <= bound  # the bounds themselves are free
         free_v = tl.abs(v) <= bound
         u = within(u, -float("inf"), bound)
         v = within(v, -bound, bound)
-    value, slope = value_and_slope(u, number(alpha, ACCUMULATOR), CURVE)
-    shifted = v + number(offset, ACCUMULATOR) if LAYOUT != "single" else 1.0
+    value, slope = value_and_slope(u, number(factors.alpha, ACCUMULATOR), CURVE)
+    shifted = v + number(factors.offset, ACCUMULATOR) if LAYOUT != "single" else 1.0
     prob = 1.0
-    if probs_ptr is not None:
+    if factors.probs_ptr is not None:
+        probs_ptr = factors.probs_ptr + first * factors.stride_probs
         # the last tile sticks out
-        prob = widened(tl.load(probs_ptr + p * stride_probs, mask=p < read, other=0.0), ACCUMULATOR)[:, None]
-    mine = (p < owned)[:, None]
+        prob = widened(tl.load(probs_ptr + p * factors.stride_probs, mask=p < read, other=0.0), ACCUMULATOR)[:, None]
+    in_group = (p < owned)[:, None]
     other = 0.0
     part = 0.0
-    if d_out_ptr is None:
+    if operands.d_out_ptr is None:
         x = value * shifted * prob
     else:
         g = d_out * prob
         x = g * slope * shifted
-        counted = mine
+        counted = in_group
         if LAYOUT != "single":
             dv = g * value
             if CLAMPED:
@@ -136,16 +152,16 @@ def activated_tile(
                 dv = tl.where(free_v, dv, 0.0)
             if WHOLE:
                 other = as_float32(rounded(dv, h_ptr.dtype.element_ty) if ROUNDED else dv)
-                other = tl.where(mine, other, 0.0)
+                other = tl.where(in_group, other, 0.0)
             elif LAYOUT == "pairs":
                 x = tl.reshape(tl.join(x, dv), [p.shape[0], BLOCK_N])
             else:
                 x = tl.where(of_value, dv, x)
-                counted = mine & (of_value == 0)  # each term once
+                counted = in_group & (of_value == 0)  # each term once
         part = tl.sum(tl.where(counted, d_out * (value * shifted), 0.0), axis=1)
     if ROUNDED:
         x = rounded(x, h_ptr.dtype.element_ty)
-    return tl.where(mine, as_float32(x), 0.0), other, part
+    return tl.where(in_group, as_float32(x), 0.0), other, part
 
 
 @triton.jit

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_fast.experts import _activations as plain_kernels
+from moe_fast.experts import _activations as activation_kernels
 from moe_fast.experts.activations import CURVES, Settings, backward_of, check_fused, constants_of
 from moe_fast.fused import _activate_and_quantize as kernels
+from moe_fast.fused._tiles import Factors, Operands
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
 from moe_fast.launch.backend import casts_in_hardware, launch_on, strided
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization.quantize import FLOAT32_MAX, empty_form, form_arguments, quantize
-from moe_fast.quantization.quantized import RULES, Form, Grid, Quantized, grid_of
+from moe_fast.quantization.quantized import KERNEL_OF, Form, Grid, Quantized, grid_of
 from moe_ref.config import (
     Quantization,
     QuantizerState,
@@ -155,14 +156,14 @@ class _Forms:
 
     def check(self, h: Tensor, width: int) -> None:
         """The rules of both packages that can be seen without reading the device."""
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "splits": self.splits,
             "rowwise": self.rowwise,
             "columnwise": self.columnwise,
             "state": self.state,
             "noise": self.noise,
         }
-        check_quantized_activation(h, width, self.recipe, self.role, **how, round_before_quantize=self.rounds)
+        check_quantized_activation(h, width, self.recipe, self.role, **options, round_before_quantize=self.rounds)
         if self.splits is None:
             check_splits([len(h)], len(h), self.recipe)
 
@@ -182,23 +183,15 @@ class _Source:
         """A tensor of the shape and dtype of what is quantised, without memory."""
         columns = self.settings.width(self.h) if self.d_out is None else self.h.shape[1]
         dtype = self.h.dtype if self.forms.rounds else torch.float32
-        return torch.empty((), dtype=dtype, device=self.h.device).expand(len(self.h), columns)  # read by nobody
+        return torch.empty((), dtype=dtype, device=self.h.device).expand(len(self.h), columns)  # no memory
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The kernels' first arguments."""
-        d_out = (None, 0, 0) if self.d_out is None else (self.d_out, *self.d_out.stride())
-        settings = self.settings
-        return (
-            *d_out,
-            self.h,
-            *self.h.stride(),
-            *strided(self.probs, 1),
-            settings.width(self.h),
-            settings.between(self.h),
-            *settings.numbers(),
-            *strided(self.forms.splits, 1),
-        )
+        settings, layout = self.settings, (self.settings.width(self.h), self.settings.between(self.h))
+        operands = Operands._make((*strided(self.d_out), *strided(self.h), *layout))
+        factors = Factors._make((*strided(self.probs, 1), *settings.numbers()))
+        return operands, factors, *strided(self.forms.splits, 1)
 
     def constants(self, grid: Grid) -> dict[str, Any]:
         """The kernels' constants."""
@@ -251,8 +244,8 @@ def _source(d_out: Tensor | None, h: Tensor, probs: Tensor | None, settings: Set
     """What the kernels read: memory, not a pending minus, on the device of h."""
     check_fused(h, probs)
     splits = None if forms.splits is None else forms.splits.to(h.device, non_blocking=True)
-    plain = (None if x is None else x.detach().resolve_neg() for x in (d_out, h, probs))
-    d_out, memory, probs = plain
+    memories = (None if x is None else x.detach().resolve_neg() for x in (d_out, h, probs))
+    d_out, memory, probs = memories
     assert memory is not None
     return _Source(d_out, memory, probs, settings, replace(forms, splits=splits))
 
@@ -285,7 +278,7 @@ def _quantized(source: _Source) -> tuple[Quantized, QuantizerState | None, Tenso
     else:
         by_rows, state, parts = _cast_groups(source)
         by_columns = by_rows
-    made = Quantized(
+    quantized = Quantized(
         recipe,
         forms.format,
         source.h.dtype,
@@ -294,13 +287,13 @@ def _quantized(source: _Source) -> tuple[Quantized, QuantizerState | None, Tenso
         by_rows if forms.rowwise else None,
         by_columns if forms.columnwise else None,
     )
-    return made, state, None if parts is None else parts.sum(1)
+    return quantized, state, None if parts is None else parts.sum(1)
 
 
 def _quantize_blocks(source: _Source) -> tuple[Form | None, Form | None, Tensor | None]:
     """A scale for each block, by rows and by columns; and the parts of d_probs."""
     forms, recipe, x = source.forms, source.forms.recipe, source.like
-    size, rule = BLOCK[recipe.scaling], RULES[recipe.scaling]
+    size, rule = BLOCK[recipe.scaling], KERNEL_OF[recipe.scaling]
     sizes = tuning.for_device(x.device).activate_quantize
     aligned = rule == "amax" and forms.columnwise  # whole groups of MXFP8 consist of whole blocks, wherever x is cut
     tall, low = (sizes.columns, sizes.low) if source.d_out is None else (sizes.backward, sizes.low_backward)
@@ -314,8 +307,8 @@ def _quantize_blocks(source: _Source) -> tuple[Form | None, Form | None, Tensor 
         with launch_on(x):
             kernels.quantize_activated_blocks_kernel[(grid.programs,)](
                 *source.arguments,
-                *form_arguments(by_rows),
-                *form_arguments(by_columns),
+                form_arguments(by_rows),
+                form_arguments(by_columns),
                 parts,
                 *x.shape,
                 *grid.sizes,
@@ -339,7 +332,7 @@ def _cast_groups(source: _Source) -> tuple[Form, QuantizerState | None, Tensor |
     forms, recipe, x = source.forms, source.forms.recipe, source.like
     grid = source.grid(tuning.for_device(x.device).activate_quantize.groups, True)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_activated_groups_kernel
-    inverse = torch.empty(grid.groups, device=x.device)  # likewise, by its first program
+    inverse = torch.empty(grid.groups, device=x.device)  # by its first program
     amax = torch.zeros(grid.groups, dtype=torch.int32, device=x.device)
     parts, state, history = source.parts(grid), None, None
     if forms.state is not None:
@@ -383,29 +376,29 @@ def _quantized_apart(source: _Source) -> tuple[Quantized, QuantizerState | None,
     forms, h, d_probs = source.forms, source.h, None
     x = torch.empty(source.like.shape, dtype=source.like.dtype, device=h.device)  # all by the kernel
     if source.d_out is None:
-        _launch(plain_kernels.activation_kernel, tuning.for_device(h.device).activation, source, (), (x, None))
+        _launch(activation_kernels.activation_kernel, tuning.for_device(h.device).activation, source, (), (x, None))
     else:
         if source.probs is not None:
-            # likewise, also where rows are empty
+            # by the same kernel, also where rows are empty
             d_probs = torch.empty(len(h), dtype=source.probs.dtype, device=h.device)
         d_out = (source.d_out, *source.d_out.stride())
         _launch(
-            plain_kernels.activation_backward_kernel,
+            activation_kernels.activation_backward_kernel,
             tuning.for_device(h.device).activation_backward,
             source,
             d_out,
             (x, d_probs),
         )
         d_probs = _owned_rows(d_probs, forms.splits)
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "role": forms.role,
         "splits": forms.splits,
         "rowwise": forms.rowwise,
         "columnwise": forms.columnwise,
         "noise": forms.noise,
     }
-    made = quantize(x, forms.recipe, **how)
-    return replace(made.quantized, dtype=h.dtype), None, d_probs
+    quantized = quantize(x, forms.recipe, **options)
+    return replace(quantized.quantized, dtype=h.dtype), None, d_probs
 
 
 def _launch(
@@ -441,7 +434,7 @@ class _Place(torch.autograd.Function):
     def forward(ctx: Any, h: Tensor, probs: Tensor | None, settings: Settings, splits: Tensor | None) -> Tensor:
         ctx.settings, ctx.splits = settings, splits
         ctx.save_for_backward(h, probs)
-        return h.new_empty(()).expand(len(h), settings.width(h))  # by nobody: it has no values
+        return h.new_empty(()).expand(len(h), settings.width(h))  # no memory
 
     @staticmethod
     @once_differentiable

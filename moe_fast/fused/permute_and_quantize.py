@@ -18,8 +18,8 @@ from moe_fast.permutation.permute import permute, sum_rows
 from moe_fast.permutation.row_map import RowMap, place, place_in_capacity
 from moe_fast.quantization.group_scales import FORMAT_MAX
 from moe_fast.quantization.nvfp4 import SCOPES
-from moe_fast.quantization.quantize import FLOAT32_MAX, quantize
-from moe_fast.quantization.quantized import RULES, Form, Quantized, grid_of
+from moe_fast.quantization.quantize import FLOAT32_MAX, form_arguments, quantize
+from moe_fast.quantization.quantized import KERNEL_OF, Form, Quantized, grid_of
 from moe_ref.config import PermutedQuantization, QuantizerState, Recipe, check_permute_and_quantize
 from moe_ref.config.quantization import BLOCK
 
@@ -60,7 +60,7 @@ def permute_and_quantize(
     check_device("tokens", tokens_TH)
     if not _in_one_step(recipe, role, columnwise):
         permuted = permute(tokens_TH, routing_map_TE, probs=probs, align=align, capacity=capacity, num_rows=num_rows)
-        made = quantize(
+        quantization = quantize(
             permuted.rows,
             recipe,
             role=role,
@@ -69,7 +69,7 @@ def permute_and_quantize(
             columnwise=columnwise,
             state=state,
         )
-        return PermutedQuantization(*made, *permuted[1:])
+        return PermutedQuantization(*quantization, *permuted[1:])
     lists, slots = (
         place(routing_map_TE, align, num_rows) if capacity is None else place_in_capacity(routing_map_TE, capacity)
     )
@@ -109,7 +109,7 @@ class _Place(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.row_map = row_map
-        source = tokens.new_empty(()).expand(row_map.num_rows, tokens.shape[1])  # by nobody: it has no values
+        source = tokens.new_empty(()).expand(row_map.num_rows, tokens.shape[1])  # no memory
         moved = None if row_probs is None else row_probs.view_as(row_probs)
         constant = [
             output
@@ -150,7 +150,7 @@ class Work:
             row_map,
             splits,
         )
-        self.rule, self.size = RULES[recipe.scaling], BLOCK.get(recipe.scaling, 1)
+        self.rule, self.size = KERNEL_OF[recipe.scaling], BLOCK.get(recipe.scaling, 1)
         self.format = (
             "e2m1"
             if recipe.scaling == "nvfp4"
@@ -192,7 +192,7 @@ class Work:
             return form
         tokens, blocks = len(self.tokens), form.scale.shape[1]
         scale = self._empty(tokens, blocks, dtype=form.scale.dtype)  # all by scatter_kernel
-        amax = self._empty(tokens, blocks, dtype=form.amax.dtype)  # likewise
+        amax = self._empty(tokens, blocks, dtype=form.amax.dtype)  # as above
         self._scatter("amax", replace(form, scale=scale, amax=amax), with_source=True)
         tile = self.sizes.permute_quantize.scales
         programs = ceil_div(self.shape[0], tile.tokens) * ceil_div(blocks, tile.columns)
@@ -210,9 +210,7 @@ class Work:
                     *self._numbers(),
                     FORMAT=self.format,
                     POWER_OF_TWO=bool(self.recipe.power_of_two_scales),
-                    BLOCK_M=tile.tokens,
-                    BLOCK_B=tile.columns,
-                    num_warps=tile.num_warps,
+                    **tile.blocks("M", "B"),
                     **NO_FP_FUSION,
                 )
         return form
@@ -235,7 +233,7 @@ class Work:
     def _blank(self, block: tuple[int, int], rows: int) -> Form:
         """A form with room for all blocks; all codes are written, and existing scales."""
         columns = ceil_div(self.shape[1], block[1])
-        # neighbouring rows beside each other, as matrix products read them
+        # neighbouring rows side by side, for matrix products
         turned = self.rule == "amax" and block[0] == 1
 
         def blocks(dtype: torch.dtype) -> Tensor:
@@ -259,9 +257,7 @@ class Work:
                     *self.tokens.shape[:1],
                     self.row_map.num_experts,
                     *self.shape[::-1],
-                    BLOCK_T=tile.tokens,
-                    BLOCK_H=tile.columns,
-                    num_warps=tile.num_warps,
+                    **tile.blocks("T", "H"),
                 )
         return amax
 
@@ -362,10 +358,7 @@ class Work:
                     *strided(self.tokens),
                     self.source,
                     self.splits,
-                    form.codes_MN,
-                    form.scale,
-                    form.amax,
-                    *form.scale.stride(),
+                    form_arguments(form),
                     *self.shape,
                     grid.groups,
                     grid.tiles,

@@ -27,11 +27,15 @@ DOT_LEAST = 16  # of each side of tl.dot
 
 @dataclass(frozen=True)
 class Tile:
-    """One [tokens, columns] tile a step."""
+    """One [tokens, columns] tile per step."""
 
     tokens: int
     columns: int
     num_warps: int
+
+    def blocks(self, tokens: str, columns: str) -> dict[str, int]:
+        """The sizes as constants of a kernel, BLOCK_ and a letter for each side."""
+        return {f"BLOCK_{tokens}": self.tokens, f"BLOCK_{columns}": self.columns, "num_warps": self.num_warps}
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Quantize:
 
     rows: Walk  # blocks along rows alone
     columns: Walk  # along columns, in both directions, or square
-    tall: Walk  # likewise of block scaling, whose tiles are as high as its blocks
+    tall: Walk  # the same of block scaling, whose tiles are as high as its blocks
     groups: Walk  # a scale for each group; also what dequantizes rows
     transformed: Walk  # sixteen rows of a column are one thread's
 
@@ -60,9 +64,9 @@ class ActivateQuantize:
 
     rows: Walk  # blocks along rows alone
     columns: Walk  # along columns, or in both directions; block scaling has tiles as high as its blocks
-    backward: Walk  # likewise, of gradients
+    backward: Walk  # the same of gradients
     low: Walk  # along columns, or in both directions, where blocks are low: MXFP8
-    low_backward: Walk  # likewise, of gradients
+    low_backward: Walk  # the same of gradients
     groups: Walk  # a scale for each group
 
 
@@ -74,7 +78,7 @@ class PermuteQuantize:
     amax: Tile  # whole tokens, step by step
     scales: Tile  # of rows, by blocks
     gather: Walk  # tiles of rows, where blocks span them
-    tall: Walk  # likewise of block scaling, whose tiles are as high as its blocks
+    tall: Walk  # the same of block scaling, whose tiles are as high as its blocks
     slab: int  # programs that run together on the columns of a tile
 
 
@@ -100,7 +104,7 @@ class Metadata(WholeRows):
     warp_elements: int = 1  # of a tile, at least
     layout_experts: int = 16  # experts of a program of the layout
     layout_step: int = 16  # other experts a step
-    layout_group: int = 1  # blocks come in groups of so many
+    layout_group: int = 1  # blocks per group
     layout_warps: int = 4
 
     def tile_tokens(self, width: int) -> int:
@@ -130,7 +134,7 @@ class Fill:
 
     lanes: int
     rows: int
-    tail_lanes: int  # lanes that share the rows behind the last segment
+    tail_lanes: int  # lanes that share the rows past the last segment
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,11 @@ class GroupedTile:
     depth: int
     num_warps: int
     num_stages: int
+
+    def blocks(self, rows: str, columns: str, depth: str) -> dict[str, int]:
+        """The sizes as constants of a kernel, BLOCK_ and a letter for each side."""
+        sides = {f"BLOCK_{rows}": self.rows, f"BLOCK_{columns}": self.columns, f"BLOCK_{depth}": self.depth}
+        return sides | {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 @dataclass(frozen=True)
@@ -173,16 +182,13 @@ class Grouped:
 
 
 @dataclass(frozen=True)
-class Symmetric:
+class Symmetric(Tile):
     """Rows to other ranks' memory and back."""
 
-    tokens: int  # that a program sends or receives
-    columns: int
     lists: int  # tokens whose lists a program writes
     fill_rows: int  # of padding that are zeroed at once
-    tail_lanes: int  # programs that share the rows behind the segments
+    tail_lanes: int  # programs that share the rows past the segments
     unroll: int  # rows of a token that are on their way together
-    num_warps: int
 
 
 @dataclass(frozen=True)
@@ -213,7 +219,7 @@ class Tuning:
     drop_column: Tile  # the tokens of some experts at once; more are walked over for every bit of the key
     grouped: Grouped
     activation: Tile  # columns of the result
-    activation_backward: Tile  # likewise; a program walks along its rows
+    activation_backward: Tile  # a program walks along its rows
     symmetric: Symmetric
     quantize: Quantize
     permute_quantize: PermuteQuantize

@@ -12,8 +12,8 @@ def load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, place, num_chu
         # the last block sticks out
         chunk = tl.load(order_ptr + place * stride_order, mask=place < num_chunks, other=-1).to(tl.int64)
     # nor is there a chunk outside the block, nor in an order that is no permutation
-    known = (chunk >= 0) & (chunk < num_chunks)
-    return chunk, tl.load(sizes_ptr + chunk * stride_sizes, mask=known, other=0).to(tl.int64)
+    valid = (chunk >= 0) & (chunk < num_chunks)
+    return chunk, tl.load(sizes_ptr + chunk * stride_sizes, mask=valid, other=0).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_chunks", "stride_probs_r", "stride_sizes", "stride_order"])
@@ -43,19 +43,14 @@ def sort_chunks_kernel(
 ):
     """For each row of the result: its chunk and the chunk's begin here, then in the source."""
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    chunk_R = tl.full([BLOCK_R], -1, tl.int64)  # -1: behind the last chunk
+    chunk_R = tl.full([BLOCK_R], -1, tl.int64)  # -1: past the last chunk
     begin_R = tl.zeros([BLOCK_R], tl.int64)
     carry = tl.zeros([1], tl.int64)
     for first in range(0, num_chunks, BLOCK_S):
         chunk, size = load_chunks(
-            sizes_ptr,
-            stride_sizes,
-            order_ptr,
-            stride_order,
-            first + tl.arange(0, BLOCK_S).to(tl.int64),
-            num_chunks,
-            not INVERSE,
-        )
+            sizes_ptr, stride_sizes, order_ptr, stride_order, first + tl.arange(0, BLOCK_S).to(tl.int64),
+            num_chunks, not INVERSE,
+        )  # fmt: skip
         end = carry + tl.cumsum(size, axis=0)
         begin = end - size
         here = (begin[None, :] <= r[:, None]) & (r[:, None] < end[None, :])
@@ -66,14 +61,9 @@ def sort_chunks_kernel(
     carry = tl.zeros([1], tl.int64)
     for first in range(0, num_chunks, BLOCK_S):
         chunk, size = load_chunks(
-            sizes_ptr,
-            stride_sizes,
-            order_ptr,
-            stride_order,
-            first + tl.arange(0, BLOCK_S).to(tl.int64),
-            num_chunks,
-            INVERSE,
-        )
+            sizes_ptr, stride_sizes, order_ptr, stride_order, first + tl.arange(0, BLOCK_S).to(tl.int64),
+            num_chunks, INVERSE,
+        )  # fmt: skip
         begin = carry + tl.cumsum(size, axis=0) - size
         here = (chunk[None, :] == chunk_R[:, None]) & (chunk_R >= 0)[:, None]
         source += tl.sum(tl.where(here, begin[None, :], 0), axis=1)

@@ -91,9 +91,8 @@ def add_rows(
         expert, row, live = load_slot(row_map, lists, first + j)
         value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row).to(ROWS_AS).to(acc.dtype)
         if probs_ptr is not None:
-            prob = tl.load(
-                probs_ptr + lists.t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0
-            )  # live only
+            # live only
+            prob = tl.load(probs_ptr + lists.t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0)
             value *= prob.to(PROBS_AS).to(acc.dtype)[:, None]
         acc += value
     return acc
@@ -196,27 +195,17 @@ def permute_kernel(
             for j in range(tl.max(lists.num_slots, axis=0)):
                 expert, row, live = load_slot(row_map, lists, j)
                 if probs_ptr is not None:
-                    # only those with a row
+                    # live only
                     prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
-                    tl.store(row_probs_ptr + row, prob, mask=live)  # likewise
+                    tl.store(row_probs_ptr + row, prob, mask=live)  # as above
                 # dropped rows too
                 tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
     elif block < list_blocks + fills:
         lane = first_lane + (block - list_blocks) * BLOCK_G
         fill_gaps(
-            rows_ptr,
-            row_probs_ptr,
-            gap_ptr,
-            lane,
-            column,
-            tail_lanes,
-            num_experts,
-            num_columns,
-            num_rows,
-            BLOCK_G,
-            BLOCK_R,
-            BLOCK_H,
-        )
+            rows_ptr, row_probs_ptr, gap_ptr, lane, column, tail_lanes, num_experts, num_columns, num_rows,
+            BLOCK_G, BLOCK_R, BLOCK_H,
+        )  # fmt: skip
     else:
         t = (block - list_blocks - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -232,15 +221,7 @@ def permute_kernel(
             expert, row, live = following
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_tokens",
-        "num_rows",
-        "stride_row_dprobs",
-        "stride_probs_t",
-        "stride_probs_e",
-    ]
-)
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "stride_row_dprobs", "stride_probs_t", "stride_probs_e"])
 def unpermute_kernel(
     # rows to sum, merging probs, result
     rows_ptr,
@@ -250,7 +231,7 @@ def unpermute_kernel(
     stride_probs_t,
     stride_probs_e,
     out_ptr,
-    # the gradient of permute's probs, as bits: that of the rows' probs to that of [T,E]
+    # the gradient of permute's probs, as bits: of the rows' probs, and of [T,E]
     row_dprobs_ptr,
     stride_row_dprobs,
     dprobs_ptr,
@@ -262,7 +243,7 @@ def unpermute_kernel(
     num_rows,
     ACCUMULATOR: tl.constexpr,
     ROWS_AS: tl.constexpr,  # holds rows exactly: bfloat16 has no direct way to and from float64
-    PROBS_AS: tl.constexpr,  # likewise
+    PROBS_AS: tl.constexpr,  # as above
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -280,40 +261,14 @@ def unpermute_kernel(
             in_row = (h < num_columns)[None, :]  # the last block sticks out
             acc = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
             acc = add_rows(
-                acc,
-                0,
-                rows_ptr,
-                stride_rows_p,
-                stride_rows_h,
-                probs_ptr,
-                stride_probs_t,
-                stride_probs_e,
-                row_map,
-                lists,
-                h,
-                in_row,
-                ROWS_AS,
-                PROBS_AS,
-                UNROLL,
-            )
+                acc, 0, rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs_t, stride_probs_e,
+                row_map, lists, h, in_row, ROWS_AS, PROBS_AS, UNROLL,
+            )  # fmt: skip
             for first in range(UNROLL, tl.max(lists.num_slots, axis=0), UNROLL):
                 acc = add_rows(
-                    acc,
-                    first,
-                    rows_ptr,
-                    stride_rows_p,
-                    stride_rows_h,
-                    probs_ptr,
-                    stride_probs_t,
-                    stride_probs_e,
-                    row_map,
-                    lists,
-                    h,
-                    in_row,
-                    ROWS_AS,
-                    PROBS_AS,
-                    UNROLL,
-                )
+                    acc, first, rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs_t,
+                    stride_probs_e, row_map, lists, h, in_row, ROWS_AS, PROBS_AS, UNROLL,
+                )  # fmt: skip
             tl.store(
                 out_ptr + t[:, None] * num_columns + h[None, :],
                 rounded(acc.to(ROWS_AS), out_ptr.dtype.element_ty),
@@ -344,7 +299,7 @@ def unpermute_kernel(
     ]
 )
 def unpermute_backward_kernel(
-    # the gradient of the sums, and what was merged: rows and probs
+    # the gradient of the sums; rows and probs of the forward
     dout_ptr,
     stride_dout_t,
     stride_dout_h,
@@ -370,7 +325,7 @@ def unpermute_backward_kernel(
     num_rows,
     ACCUMULATOR: tl.constexpr,
     ROWS_AS: tl.constexpr,  # holds rows exactly: bfloat16 has no direct way to and from float64
-    PROBS_AS: tl.constexpr,  # likewise
+    PROBS_AS: tl.constexpr,  # as above
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -425,16 +380,6 @@ def unpermute_backward_kernel(
         lane = first_lane + block * BLOCK_G
         for column in range(tl.cdiv(num_columns, BLOCK_H)):
             fill_gaps(
-                drows_ptr,
-                None,
-                gap_ptr,
-                lane,
-                column,
-                tail_lanes,
-                num_experts,
-                num_columns,
-                num_rows,
-                BLOCK_G,
-                BLOCK_R,
-                BLOCK_H,
-            )
+                drows_ptr, None, gap_ptr, lane, column, tail_lanes, num_experts, num_columns, num_rows, BLOCK_G,
+                BLOCK_R, BLOCK_H,
+            )  # fmt: skip

@@ -13,7 +13,7 @@ counter that identifies the last program would need a launch to be zeroed.
 import triton
 import triton.language as tl
 
-RANK = tl.constexpr(16)  # a slot holds the expert in so many bits, and the rank above
+RANK = tl.constexpr(16)  # the expert's bits of a slot; the rank is above
 EXPERT = tl.constexpr(0xFFFF)
 
 
@@ -98,14 +98,9 @@ def routing_walk_kernel(
             for k in tl.static_range(PACK):
                 one = field(words, k, PACK)
                 put_slots(
-                    slots_ptr,
-                    t + i,
-                    w * PACK + k,
-                    one != 0,
-                    place + field(up_to, k, PACK) - one,
-                    field(rank, k, PACK),
-                    num_experts,
-                )
+                    slots_ptr, t + i, w * PACK + k, one != 0, place + field(up_to, k, PACK) - one,
+                    field(rank, k, PACK), num_experts,
+                )  # fmt: skip
             tl.store(num_slots_ptr + t + i, tl.sum(ones, axis=1), mask=t + i < num_tokens)  # the last tile sticks out
             rank += words
 
@@ -125,7 +120,7 @@ def segments_of(count, align):
 
 @triton.jit(do_not_specialize=["block_groups", "align", "num_rows"])
 def routing_layout_kernel(
-    # what the walk counted
+    # counts of the walk
     block_count_ptr,
     # for each block of tokens
     base_ptr,
@@ -155,8 +150,8 @@ def routing_layout_kernel(
     """
     num_blocks = block_groups * GROUP  # so that a row of counts is a multiple of a load
     block = tl.arange(0, BLOCK_B)
-    own = tl.program_id(0) * BLOCK_L
-    e = own + tl.arange(0, BLOCK_L)
+    first_expert = tl.program_id(0) * BLOCK_L
+    e = first_expert + tl.arange(0, BLOCK_L)
     real = e < num_experts  # the last program sticks out
     counts = load_counts(block_count_ptr, e, num_experts, block, num_blocks)
     count = tl.sum(counts, axis=1)
@@ -165,9 +160,9 @@ def routing_layout_kernel(
     if SEGMENTS:
         count_before = tl.zeros([1], tl.int64)
         rows_before = tl.zeros([1], tl.int64)
-        for first in range(0, own, BLOCK_E):
+        for first in range(0, first_expert, BLOCK_E):
             other_count = tl.sum(
-                load_counts(block_count_ptr, first + tl.arange(0, BLOCK_E), own, block, num_blocks), axis=1
+                load_counts(block_count_ptr, first + tl.arange(0, BLOCK_E), first_expert, block, num_blocks), axis=1
             )
             count_before += tl.sum(other_count, axis=0)
             rows_before += tl.sum(segments_of(other_count, align), axis=0)
@@ -197,7 +192,7 @@ def capacity_kernel(
     map_ptr,
     stride_map_t,
     stride_map_e,
-    # what the walk counted
+    # counts of the walk
     before_ptr,
     stride_before_e,
     count_ptr,
@@ -253,7 +248,7 @@ def pad_routing_map_kernel(
     map_ptr,
     stride_map_t,
     stride_map_e,
-    # what the walk counted
+    # counts of the walk
     before_ptr,
     stride_before_e,
     count_ptr,

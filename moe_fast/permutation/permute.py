@@ -215,12 +215,10 @@ def move_to_rows(
             row_map.num_experts,
             hidden,
             row_map.num_rows,
-            BLOCK_T=sizes.permute.tokens,
-            BLOCK_H=sizes.permute.columns,
+            **sizes.permute.blocks("T", "H"),
             BLOCK_G=sizes.fill.lanes,
             BLOCK_R=sizes.fill.rows,
             BLOCK_L=sizes.list_tokens,
-            num_warps=sizes.permute.num_warps,
         )
     return rows, row_probs
 
@@ -258,11 +256,9 @@ def sum_rows(
             hidden,
             row_map.num_rows,
             **_arithmetic(rows, probs),
-            BLOCK_T=sizes.unpermute.tokens,
-            BLOCK_H=sizes.unpermute.columns,
+            **sizes.unpermute.blocks("T", "H"),
             BLOCK_E=sizes.prob_columns,
             UNROLL=sizes.unpermute_slots,
-            num_warps=sizes.unpermute.num_warps,
         )
     return out, dprobs
 
@@ -318,7 +314,7 @@ def _gather_chunks(
     hidden = 0 if rows is None else rows.shape[1]
     # all by sort_chunks_kernel
     out = None if rows is None else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-    out_probs = None if probs is None else torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)  # likewise
+    out_probs = None if probs is None else torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)  # as above
     if num_rows == 0:
         return out, out_probs
     with launch_on(some):
@@ -335,9 +331,7 @@ def _gather_chunks(
             hidden,
             sizes.shape[0],
             INVERSE=inverse,
-            BLOCK_R=blocks.sort_chunks.tokens,
-            BLOCK_H=blocks.sort_chunks.columns,
+            **blocks.sort_chunks.blocks("R", "H"),
             BLOCK_S=blocks.chunk_columns,
-            num_warps=blocks.sort_chunks.num_warps,
         )
     return out, out_probs

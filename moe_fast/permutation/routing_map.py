@@ -118,9 +118,7 @@ def _scatter(indices: Tensor, values: Tensor, num_experts: int, *, with_map: boo
             num_tokens,
             num_experts,
             num_slots,
-            BLOCK_T=tile.tokens,
-            BLOCK_E=tile.columns,
-            num_warps=tile.num_warps,
+            **tile.blocks("T", "E"),
         )
     return routing_map, out
 
@@ -142,9 +140,7 @@ def _gather(dout: Tensor, indices: Tensor) -> Tensor:
             num_tokens,
             dout.shape[1],
             num_slots,
-            BLOCK_T=tile.tokens,
-            BLOCK_K=tile.columns,
-            num_warps=tile.num_warps,
+            **tile.blocks("T", "K"),
         )
     return dvalues
 
@@ -156,7 +152,7 @@ def _list(routing_map: Tensor, values: Tensor, topk: int) -> tuple[Tensor, Tenso
     device = routing_map.device
     # all by indices_kernel: listed slots, and vacant ones
     indices = torch.empty((num_tokens, topk), dtype=torch.int64, device=device)
-    out = torch.empty((num_tokens, topk), dtype=values.dtype, device=device)  # likewise
+    out = torch.empty((num_tokens, topk), dtype=values.dtype, device=device)  # as above
     overflow = torch.zeros((), dtype=torch.bool, device=device)
     if num_tokens == 0:
         return indices, out, overflow

@@ -28,15 +28,13 @@ class RowMap:
     slots_TE: Tensor  # int32 or int64: rank << 16 | expert of the token's experts, ascending, in its first `num_slots` entries
     num_slots_T: Tensor  # int32
     base_BE: Tensor | None  # int64, of any strides
-    gap_2E: (
-        Tensor  # [2,E+1] int64: begin and end of the rows without a token behind each expert's, and behind all segments
-    )
+    gap_2E: Tensor  # [2,E+1] int64: begin and end of the rows without a token after each expert's, and after all
     tokens_per_block: int
     num_tokens: int
     num_experts: int
     num_rows: int
-    expert_gaps: bool  # whether there may be rows without a token behind an expert's
-    tail_gap: bool  # whether there may be rows behind the last segment
+    expert_gaps: bool  # whether there may be rows without a token after an expert's
+    tail_gap: bool  # whether there may be rows past the last segment
 
     def arguments(self) -> RowMapArgs:
         """The row map as every kernel takes it."""
@@ -148,7 +146,7 @@ def plan_walk(routing_map: Tensor) -> Walk:
     # all by routing_walk_kernel
     block_count = torch.empty((num_experts, blocks), dtype=counted_as, device=routing_map.device)
     base = torch.empty((num_experts, blocks), dtype=torch.int64, device=routing_map.device)  # by routing_layout_kernel
-    count = torch.empty(num_experts, dtype=torch.int32, device=routing_map.device)  # likewise
+    count = torch.empty(num_experts, dtype=torch.int32, device=routing_map.device)  # as above
     return Walk(pack, blocks, tiles, block_tokens, block_experts, sizes.tile_warps(width), block_count, base, count)
 
 

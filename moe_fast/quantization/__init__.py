@@ -1,9 +1,10 @@
 """Low precision: formats, recipes, quantisers."""
 
 from moe_fast.declared import COMPUTED, COPY, READ, Family
-from moe_fast.quantization.group_scales import new_quantizer_state, update_scales
+from moe_fast.quantization.group_scales import update_scales
 from moe_fast.quantization.quantize import quantize
 from moe_fast.quantization.quantized import amax, codes, dequantize, scales
+from moe_ref.config.state import new_quantizer_state
 
 _family = Family(
     {

@@ -21,7 +21,7 @@ def dequantize_kernel(
     stride_splits,
     # result, contiguous
     out_ptr,
-    # sizes; a tile's rows are the work of so many programs, each so many steps
+    # sizes; `parts` programs per tile of rows, `steps` each
     num_rows,
     num_columns,
     num_groups,
@@ -57,7 +57,7 @@ def dequantize_kernel(
         place = row[:, None] * num_columns + n[None, :]
         value = decoded(tl.load(codes_ptr + place, mask=inside, other=0), FORMAT)
         if RULE == "group":
-            scale = tl.load(scale_ptr + group, mask=group < num_groups, other=0.0)  # the rest of x has none
+            scale = tl.load(scale_ptr + group, mask=group < num_groups, other=0.0)  # not the rest of x
         else:
             m = tl.arange(0, BLOCK_M // BLOCK_R)
             block = tile if RULE == "amax" and BLOCK_R > 1 else first // BLOCK_R

@@ -105,7 +105,7 @@ def decoded(code, FORMAT: tl.constexpr):
     ) * rebias  # a subnormal of the format is one of float32, too
     value = tl.where(body > MAX_CODE, float("nan"), value)
     sign = (code >> SIGN) << 31
-    # a minus is 0 - value in Triton 3.6, and loses that of -0
+    # a minus is 0 - value in Triton 3.6, which loses the sign of 0
     return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 

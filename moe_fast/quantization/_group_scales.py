@@ -23,7 +23,7 @@ def group_amax_kernel(
     stride_splits,
     # result, as integers, zeros before
     amax_ptr,
-    # sizes; a tile's rows are the work of so many programs, each so many steps
+    # sizes; `parts` programs per tile of rows, `steps` each
     num_rows,
     num_columns,
     num_groups,
@@ -60,7 +60,7 @@ def two_levels_amax_kernel(
     # results, as integers, zeros before; either may be left out
     row_amax_ptr,
     column_amax_ptr,
-    # sizes; a tile's rows are the work of so many programs, each so many steps
+    # sizes; `parts` programs per tile of rows, `steps` each
     num_rows,
     num_columns,
     num_groups,
@@ -108,7 +108,7 @@ def two_levels_amax_kernel(
     if column_amax_ptr is not None and not ROW_SCALED:
         most = as_float32(rounded(tl.max(tl.max(largest_turned, axis=1), axis=0), x_ptr.dtype.element_ty))
         bits = most.to(tl.int32, bitcast=True)
-        tl.atomic_max(column_amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # likewise
+        tl.atomic_max(column_amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # as above
 
 
 @triton.jit(
@@ -133,14 +133,14 @@ def cast_groups_kernel(
     given_ptr,
     stride_given,
     # the amax of each group, as integers: read, or with scales given a result, and zeros before;
-    # its first column of the history likewise
+    # and the history's first column
     amax_ptr,
     history_ptr,
     stride_history,
     # results
     codes_ptr,
     inverse_ptr,
-    # sizes; a tile's rows are the work of so many programs, each so many steps
+    # sizes; `parts` programs per tile of rows, `steps` each
     num_rows,
     num_columns,
     num_groups,
@@ -166,11 +166,11 @@ def cast_groups_kernel(
     g = tl.arange(0, BLOCK_G)
     real = g < num_groups  # BLOCK_G is a power of two
     if given_ptr is not None:
-        scale = tl.load(given_ptr + group * stride_given, mask=group < num_groups, other=1.0)  # the rest of x has none
+        scale = tl.load(given_ptr + group * stride_given, mask=group < num_groups, other=1.0)  # not the rest of x
         if tl.program_id(0) == 0:
             tl.store(inverse_ptr + g, over(1.0, tl.load(given_ptr + g * stride_given, mask=real, other=1.0)), mask=real)
     else:
-        amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0).to(tl.float32, bitcast=True)  # likewise
+        amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0).to(tl.float32, bitcast=True)  # as above
         scale = fitting_scale(amax, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)
         if tl.program_id(0) == 0:
             amax_G = tl.load(amax_ptr + g, mask=real, other=0).to(tl.float32, bitcast=True)
@@ -220,17 +220,17 @@ def update_scales_kernel(
     if reduced_ptr is not None:
         reduced = tl.load(reduced_ptr + g * stride_reduced)
         last = tl.where(reduced != 0, reduced, last)
-    seen = last != 0
+    measured = last != 0
     before = tl.load(history + i * stride_history_l, mask=i < length, other=0.0)  # BLOCK_L is a power of two
     rolled = tl.load(history + (i + 1) * stride_history_l, mask=i + 1 < length, other=0.0)  # the last has no next
     rolled = tl.where(i == 0, 0.0, tl.where(i == length - 1, last, rolled))
-    tl.store(new_history_ptr + g * length + i, tl.where(seen, rolled, before), mask=i < length)
+    tl.store(new_history_ptr + g * length + i, tl.where(measured, rolled, before), mask=i < length)
     amax = last
     usable = last == last
     if not MOST_RECENT:
         older = tl.where((i > 0) & (i < length), before, -INFINITE)
         usable = usable & (tl.sum((older != older).to(tl.int32)) == 0)
-        amax = tl.where(seen, tl.maximum(last, tl.max(older)), 0.0)
+        amax = tl.where(measured, tl.maximum(last, tl.max(older)), 0.0)
     usable = usable & (amax > 0) & (amax < INFINITE)
     number_of = number(largest, tl.float32)
     proposed = tl.minimum(tl.div_rn(number_of, tl.where(usable, amax, 1.0)), FLOAT32_MAX)

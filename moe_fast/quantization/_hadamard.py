@@ -78,7 +78,7 @@ def hadamard_adjoint_kernel(
     stride_n,
     # result, contiguous
     out_ptr,
-    # sizes; a tile's rows are the work of so many programs, each so many steps
+    # sizes; `parts` programs per tile of rows, `steps` each
     num_rows,
     num_columns,
     parts,

@@ -25,10 +25,10 @@ def global_amax(amax_ptr, group, num_groups, row, owned, column, num_columns, PE
     if PER == "row":
         amax = tl.load(amax_ptr + row, mask=row < owned, other=0.0)[:, None]
     elif PER == "column":
-        there = column < tl.where(group < num_groups, num_columns, 0)  # the rest of x has none
+        there = column < tl.where(group < num_groups, num_columns, 0)  # not the rest of x
         amax = tl.load(amax_ptr + group * num_columns + column, mask=there, other=0.0)[None, :]
     else:
-        amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0.0)  # likewise
+        amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0.0)  # as above
     return amax
 
 
@@ -70,24 +70,9 @@ def quantize_form(
         stored = encoded(tl.minimum(amax * (encoding * (1 / E2M1_MAX)), FLOAT32_MAX), "e4m3", HARDWARE)
     else:
         stored = better_of_two(
-            x_ptr,
-            stride_x_m,
-            stride_x_n,
-            amax,
-            whole,
-            encoding,
-            first,
-            owned,
-            column,
-            num_columns,
-            LARGEST,
-            ERROR,
-            HARDWARE,
-            BY_ROWS,
-            SQUARE,
-            x.shape[0],
-            x.shape[1],
-        )
+            x_ptr, stride_x_m, stride_x_n, amax, whole, encoding, first, owned, column, num_columns, LARGEST,
+            ERROR, HARDWARE, BY_ROWS, SQUARE, x.shape[0], x.shape[1],
+        )  # fmt: skip
     scaled = x * spread(multiplier_of(stored, encoding), BLOCK_R, BLOCK_C)
     if noise_ptr is None:
         code = encoded(scaled, "e2m1", HARDWARE)
@@ -97,18 +82,9 @@ def quantize_form(
         code = encoded_randomly(scaled, noise)
     store_tile(codes_ptr, code, first, written, column, num_columns)
     store_blocks(
-        scale_ptr,
-        num_columns // BLOCK_C,
-        1,
-        stored,
-        first // BLOCK_R,
-        first,
-        written,
-        column,
-        num_columns,
-        BLOCK_R,
-        BLOCK_C,
-    )
+        scale_ptr, num_columns // BLOCK_C, 1, stored, first // BLOCK_R, first, written, column, num_columns,
+        BLOCK_R, BLOCK_C,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
@@ -131,7 +107,7 @@ def quantize_two_levels_kernel(
     row_scale_ptr,
     column_codes_ptr,
     column_scale_ptr,
-    # sizes; a tile's rows are the work of so many programs, each so many steps
+    # sizes; `parts` programs per tile of rows, `steps` each
     num_rows,
     num_columns,
     num_groups,
@@ -160,57 +136,18 @@ def quantize_two_levels_kernel(
             x = load_tile_from(x_ptr, stride_x_m, stride_x_n, first, owned, column, num_columns, BLOCK_M, BLOCK_N)
         if row_codes_ptr is not None:
             quantize_form(
-                x,
-                x_ptr,
-                stride_x_m,
-                stride_x_n,
-                row_amax_ptr,
-                noise_ptr,
-                stride_noise_m,
-                stride_noise_n,
-                row_codes_ptr,
-                row_scale_ptr,
-                group,
-                num_groups,
-                first,
-                owned,
-                written,
-                column,
-                num_columns,
-                "row" if ROW_SCALED else "group",
-                LARGEST,
-                ERROR,
-                HARDWARE,
-                True,
-                SQUARE,
-            )
+                x, x_ptr, stride_x_m, stride_x_n, row_amax_ptr, noise_ptr, stride_noise_m, stride_noise_n,
+                row_codes_ptr, row_scale_ptr, group, num_groups, first, owned, written, column, num_columns,
+                "row" if ROW_SCALED else "group", LARGEST, ERROR, HARDWARE, True, SQUARE,
+            )  # fmt: skip
         if column_codes_ptr is not None:
             if TRANSFORMED:
                 x = hadamard_tile(
                     x_ptr, stride_x_m, stride_x_n, first, owned, column, num_columns, False, BLOCK_M, BLOCK_N
                 )
             quantize_form(
-                x,
-                x_ptr,
-                stride_x_m,
-                stride_x_n,
-                column_amax_ptr,
-                None if noise_ptr is None else noise_ptr + stride_noise_d,
-                stride_noise_m,
-                stride_noise_n,
-                column_codes_ptr,
-                column_scale_ptr,
-                group,
-                num_groups,
-                first,
-                owned,
-                written,
-                column,
-                num_columns,
-                "column" if ROW_SCALED else "group",
-                LARGEST,
-                ERROR,
-                HARDWARE,
-                False,
-                SQUARE,
-            )
+                x, x_ptr, stride_x_m, stride_x_n, column_amax_ptr,
+                None if noise_ptr is None else noise_ptr + stride_noise_d, stride_noise_m, stride_noise_n,
+                column_codes_ptr, column_scale_ptr, group, num_groups, first, owned, written, column,
+                num_columns, "column" if ROW_SCALED else "group", LARGEST, ERROR, HARDWARE, False, SQUARE,
+            )  # fmt: skip

@@ -3,6 +3,8 @@
 Every quotient is rounded once, and no product is fused with a sum.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -13,6 +15,18 @@ from moe_fast.quantization._tiles import block_amax, load_tile_from, place_of_ti
 E4M3_MAX = tl.constexpr(448.0)  # OCP OFP8 1.0
 E5M2_MAX = tl.constexpr(57344.0)
 INFINITE = tl.constexpr(float("inf"))
+
+
+class FormArgs(NamedTuple):
+    """A `Form` of blocks as one argument of a kernel: contiguous codes; scales and amax of the same
+    strides.
+    """
+
+    codes_ptr: Any
+    scale_ptr: Any
+    amax_ptr: Any
+    stride_m: Any
+    stride_n: Any
 
 
 @triton.jit
@@ -70,11 +84,7 @@ def block_scale(amax, epsilon, infinity, RULE: tl.constexpr, FORMAT: tl.constexp
 @triton.jit
 def quantize_blocks(
     x,
-    codes_ptr,
-    scale_ptr,
-    amax_ptr,
-    stride_m,
-    stride_n,
+    form,
     tile,
     first,
     written,
@@ -93,23 +103,17 @@ def quantize_blocks(
     amax = block_amax(x, BLOCK_R, BLOCK_C)
     multiplier, stored = block_scale(amax, epsilon, infinity, RULE, FORMAT, POWER_OF_TWO)
     code = encoded(x * spread(multiplier, BLOCK_R, BLOCK_C), FORMAT, HARDWARE)
-    store_tile(codes_ptr, code, first, written, column, num_columns)
+    store_tile(form.codes_ptr, code, first, written, column, num_columns)
     block = tile if RULE == "amax" and BLOCK_R > 1 else first // BLOCK_R
+    stored = stored.to(form.scale_ptr.dtype.element_ty)
+    exact = rounded(amax, form.amax_ptr.dtype.element_ty)  # it is a number of that dtype
     store_blocks(
-        scale_ptr,
-        stride_m,
-        stride_n,
-        stored.to(scale_ptr.dtype.element_ty),
-        block,
-        first,
-        written,
-        column,
-        num_columns,
-        BLOCK_R,
-        BLOCK_C,
+        form.scale_ptr, form.stride_m, form.stride_n, stored, block, first, written, column, num_columns,
+        BLOCK_R, BLOCK_C,
+    )  # fmt: skip
+    store_blocks(
+        form.amax_ptr, form.stride_m, form.stride_n, exact, block, first, written, column, num_columns, BLOCK_R, BLOCK_C
     )
-    exact = rounded(amax, amax_ptr.dtype.element_ty)  # it is a number of that dtype
-    store_blocks(amax_ptr, stride_m, stride_n, exact, block, first, written, column, num_columns, BLOCK_R, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"])
@@ -119,18 +123,10 @@ def quantize_blocks_kernel(
     stride_x_n,
     splits_ptr,
     stride_splits,
-    # results; either form may be left out. Codes are contiguous
-    row_codes_ptr,
-    row_scale_ptr,
-    row_amax_ptr,
-    stride_row_m,
-    stride_row_n,
-    column_codes_ptr,
-    column_scale_ptr,
-    column_amax_ptr,
-    stride_column_m,
-    stride_column_n,
-    # sizes; a tile's rows are the work of so many programs, each so many steps
+    # results; either form may be left out
+    row_form,
+    column_form,
+    # sizes; `parts` programs per tile of rows, `steps` each
     num_rows,
     num_columns,
     num_groups,
@@ -166,47 +162,13 @@ def quantize_blocks_kernel(
         if not ALIGNED:  # noqa: SIM102 - known to the compiler; what follows is not
             if first + BLOCK_M > owned:  # few tiles
                 x = tl.where((row < owned)[:, None], x, 0.0)
-        if row_codes_ptr is not None:
+        if row_form is not None:
             quantize_blocks(
-                x,
-                row_codes_ptr,
-                row_scale_ptr,
-                row_amax_ptr,
-                stride_row_m,
-                stride_row_n,
-                tile,
-                first,
-                written,
-                column,
-                num_columns,
-                least,
-                most,
-                RULE,
-                FORMAT,
-                POWER_OF_TWO,
-                HARDWARE,
-                BLOCK if SQUARE else 1,
-                BLOCK,
-            )
-        if column_codes_ptr is not None:
+                x, row_form, tile, first, written, column, num_columns, least, most, RULE, FORMAT, POWER_OF_TWO,
+                HARDWARE, BLOCK if SQUARE else 1, BLOCK,
+            )  # fmt: skip
+        if column_form is not None:
             quantize_blocks(
-                x,
-                column_codes_ptr,
-                column_scale_ptr,
-                column_amax_ptr,
-                stride_column_m,
-                stride_column_n,
-                tile,
-                first,
-                written,
-                column,
-                num_columns,
-                least,
-                most,
-                RULE,
-                FORMAT,
-                POWER_OF_TWO,
-                HARDWARE,
-                BLOCK,
-                1,
-            )
+                x, column_form, tile, first, written, column, num_columns, least, most, RULE, FORMAT,
+                POWER_OF_TWO, HARDWARE, BLOCK, 1,
+            )  # fmt: skip

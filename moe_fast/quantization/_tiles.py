@@ -22,7 +22,7 @@ def group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M
     else:
         g = tl.arange(0, BLOCK_G)
         sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)  # padded block
-        sizes = tl.maximum(sizes, 0)  # what is illegal is not checked, but reads and writes nothing that is not there
+        sizes = tl.maximum(sizes, 0)  # unchecked; illegal sizes stay within memory
         sizes = tl.where(g == num_groups, tl.maximum(num_rows - tl.sum(sizes), 0), sizes)
         tiles = (sizes + (BLOCK_M - 1)) // BLOCK_M
         before = tl.cumsum(tiles, 0) <= tile

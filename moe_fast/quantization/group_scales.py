@@ -9,7 +9,7 @@ from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, 
 from moe_fast.launch.tuning import power_of_two
 from moe_fast.quantization import _group_scales as kernels
 from moe_fast.quantization.quantized import Form, grid_of
-from moe_ref.config import QuantizerState, Recipe, check_role, check_state, is_count, require
+from moe_ref.config import QuantizerState, Recipe, check_role, check_state, require
 
 FORMAT_MAX = {"e4m3": 448.0, "e5m2": 57344.0}  # OCP OFP8 1.0
 
@@ -32,7 +32,7 @@ def cast_groups(
     """One scale per group: from the state, which gets this step's amax, or from the amax."""
     grid = grid_of(x.shape, splits, tuning.for_device(x.device).quantize.groups, True)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_groups_kernel
-    inverse = torch.empty(grid.groups, device=x.device)  # likewise, by its first program
+    inverse = torch.empty(grid.groups, device=x.device)  # by its first program
     given = history = None
     if state is None:
         amax = group_amax(x, splits)
@@ -63,22 +63,6 @@ def cast_groups(
     return Form(codes, inverse, amax.view(torch.float32), None), state
 
 
-# --- the memory of delayed scaling
-
-
-def new_quantizer_state(
-    recipe: Recipe, *, num_groups: int = 1, device: torch.device | str | None = None
-) -> QuantizerState | None:
-    """The state before the first step: no amax seen, scales of 1; None without a memory."""
-    require(is_count(num_groups) and num_groups >= 1, "num_groups", num_groups, "a positive integer")
-    if recipe.scaling != "delayed":
-        return None
-    assert recipe.amax_history_len is not None
-    return QuantizerState(
-        torch.zeros(num_groups, recipe.amax_history_len, device=device), torch.ones(num_groups, device=device)
-    )
-
-
 def update_scales(
     state: QuantizerState, recipe: Recipe, *, role: str = "input", reduced_amax: Tensor | None = None
 ) -> QuantizerState:
@@ -98,7 +82,7 @@ def update_scales(
     assert recipe.margin is not None
     groups, length = state.amax_history.shape
     history = torch.empty((groups, length), device=state.scale.device)  # all by update_scales_kernel
-    scale = torch.empty(groups, device=state.scale.device)  # likewise
+    scale = torch.empty(groups, device=state.scale.device)  # as above
     largest = (
         FORMAT_MAX["e5m2" if recipe.fp8_format == "hybrid" and role == "grad_output" else "e4m3"] * 2.0**-recipe.margin
     )

@@ -13,9 +13,10 @@ from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
 from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, strided
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization import _quantize as kernels
+from moe_fast.quantization._quantize import FormArgs
 from moe_fast.quantization.group_scales import cast_groups
 from moe_fast.quantization.nvfp4 import quantize_two_levels
-from moe_fast.quantization.quantized import RULES, Form, Grid, Quantized, grid_of
+from moe_fast.quantization.quantized import KERNEL_OF, Form, Grid, Quantized, grid_of
 from moe_ref.config import Quantization, QuantizerState, Recipe, check_quantize, check_splits
 from moe_ref.config.quantization import BLOCK
 
@@ -77,7 +78,7 @@ def _quantize_blocks(
     x: Tensor, recipe: Recipe, format: str, splits: Tensor | None, square: bool, rowwise: bool, columnwise: bool
 ) -> tuple[Form | None, Form | None]:
     """A scale for each block, by rows (or of squares) and by columns."""
-    size, rule = BLOCK[recipe.scaling], RULES[recipe.scaling]
+    size, rule = BLOCK[recipe.scaling], KERNEL_OF[recipe.scaling]
     sizes = tuning.for_device(x.device).quantize
     tall = square or columnwise  # blocks span rows
     aligned = rule == "amax" and tall  # whole groups of MXFP8 consist of whole blocks, wherever x is cut
@@ -92,8 +93,8 @@ def _quantize_blocks(
                 x,
                 *x.stride(),
                 *strided(splits, 1),
-                *form_arguments(by_rows),
-                *form_arguments(by_columns),
+                form_arguments(by_rows),
+                form_arguments(by_columns),
                 *x.shape,
                 *grid.sizes,
                 number_bits(recipe.amax_epsilon or 0.0),
@@ -115,7 +116,7 @@ def empty_form(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form
     """A form with room for all blocks; kernels write all codes, and existing scales."""
     rows = grid.tiles if rule == "amax" and block[0] > 1 else ceil_div(len(x), block[0])
     columns = ceil_div(x.shape[1], block[1])
-    turned = rule == "amax" and block[0] == 1  # neighbouring rows beside each other, as matrix products read them
+    turned = rule == "amax" and block[0] == 1  # neighbouring rows side by side, for matrix products
 
     def blocks(dtype: torch.dtype) -> Tensor:
         return (
@@ -129,9 +130,9 @@ def empty_form(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form
     return Form(torch.empty(x.shape, dtype=torch.uint8, device=x.device), scale, amax, block)
 
 
-def form_arguments(form: Form | None) -> tuple[Any, ...]:
-    """A form as kernel arguments."""
-    return (None, None, None, 0, 0) if form is None else (form.codes_MN, form.scale, form.amax, *form.scale.stride())
+def form_arguments(form: Form | None) -> FormArgs | None:
+    """A form as the kernels take it."""
+    return None if form is None else FormArgs(form.codes_MN, form.scale, form.amax, *form.scale.stride())
 
 
 class _Place(torch.autograd.Function):
@@ -140,7 +141,7 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: Tensor | None) -> Tensor:
         ctx.splits = splits  # not saved: both directions may be gone through, one after the other
-        return x.new_empty(()).expand(x.shape)  # by nobody: it has no values
+        return x.new_empty(()).expand(x.shape)  # no memory
 
     @staticmethod
     def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:

@@ -17,7 +17,7 @@ from moe_fast.quantization._dequantize import dequantize_kernel
 from moe_ref.config import Recipe, require
 from moe_ref.config.quantization import SCALE_LAYOUTS
 
-RULES = {
+KERNEL_OF = {
     "delayed": "group",
     "current": "group",
     "block": "amax",
@@ -34,13 +34,13 @@ class Form:
     any splits may have: past the existing ones, values are unspecified.
     """
 
-    codes_MN: Tensor  # uint8, contiguous; 0 behind the last group
+    codes_MN: Tensor  # uint8, contiguous; 0 past the last group
     scale: Tensor  # [G], or [rows of blocks, columns of blocks]
-    amax: Tensor  # likewise, in x's dtype where that is narrower than float32: a maximum is one of its numbers; NVFP4: see `per`; empty: not known
+    amax: Tensor  # of the same shape, in x's dtype if narrower than float32 (NVFP4: see `per`); or empty
     block: tuple[int, int] | None  # rows and columns that share a scale; None: a group
     per: str = "group"  # NVFP4: what has an amax, each "group" [G], "row" [M], or "column" of a group [G,N]
     largest: float = 448.0  # NVFP4: what the largest block's scale becomes
-    transformed: bool = False  # codes are those of the Hadamard transform
+    transformed: bool = False  # codes of the Hadamard transform
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _dequantize(quantized: Quantized, form: Form) -> Tensor:
     """The values of one form."""
     codes_MN, rule, sizes = (
         form.codes_MN,
-        RULES[quantized.recipe.scaling],
+        KERNEL_OF[quantized.recipe.scaling],
         tuning.for_device(form.codes_MN.device).quantize,
     )
     block = form.block or (1, 1)

@@ -6,10 +6,12 @@ from torch import Tensor
 
 from moe_fast.declared import COMPUTED, COPY, Family
 from moe_fast.router.balancing import attach_loss, aux_loss_scores, load_balancing_loss, update_expert_bias, z_loss
-from moe_fast.router.capacity import drop_tokens, expert_capacity
+from moe_fast.router.capacity import drop_tokens
 from moe_fast.router.gating import gate, jitter
-from moe_fast.router.route import finish_batch, new_state, route, state_from, state_tensors
+from moe_fast.router.route import finish_batch, route
 from moe_fast.router.selection import check_computed, check_rows, topk_indices, topk_routing
+from moe_ref.config.router import expert_capacity
+from moe_ref.config.state import new_state, state_from, state_tensors
 
 _CHOICE = COMPUTED | {"tie_rule": "lowest_index"}
 

@@ -172,7 +172,7 @@ def drop_kernel(
     map_ptr,
     stride_map_t,
     stride_map_e,
-    # what each expert keeps
+    # bounds of each expert's tokens
     least_ptr,
     before_ptr,
     # results, contiguous
@@ -195,10 +195,10 @@ def drop_kernel(
         probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e, t, e, inside, KEY_BITS, KEY
     )
     least = tl.load(least_ptr + e, mask=in_row, other=0)[None, :]  # the last block sticks out
-    before = tl.load(before_ptr + e, mask=in_row, other=0)[None, :]  # likewise
+    before = tl.load(before_ptr + e, mask=in_row, other=0)[None, :]  # as above
     kept = is_kept(key, t[:, None], least, before)
     cell = t[:, None] * num_experts + e[None, :]
-    tl.store(out_ptr + cell, tl.where(kept, bits, 0), mask=inside)  # of what is not routed, the bits are 0
+    tl.store(out_ptr + cell, tl.where(kept, bits, 0), mask=inside)  # unrouted bits are 0
     tl.store(kept_ptr + cell, kept.to(tl.uint8), mask=inside)
 
 

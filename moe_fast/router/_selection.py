@@ -11,7 +11,7 @@ import triton.language as tl
 from moe_fast.launch._rounding import number, rounded, score_and_slope, widened
 from moe_fast.router._scores import inverse_sum, key_of, lowest, out_of_choice, score_of, softmax, weights_gradient
 
-PAIRED = tl.constexpr(16)  # up to so many groups are ranked all at once, each against each
+PAIRED = tl.constexpr(16)  # up to 16 groups are ranked at once, each against each
 SLOT = tl.constexpr(0xFFFF)  # the bits of a mark that hold its slot; no column is as high
 
 

@@ -89,7 +89,7 @@ class _AuxScores(torch.autograd.Function):
         ctx.save_for_backward(logits, padding)
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         scores = torch.empty(logits.shape, dtype=wide, device=logits.device)  # all by aux_scores_kernel
-        routing_map = torch.empty(logits.shape, dtype=torch.bool, device=logits.device)  # likewise
+        routing_map = torch.empty(logits.shape, dtype=torch.bool, device=logits.device)  # as above
         ctx.mark_non_differentiable(routing_map)
         grid, sizes = _whole_rows(logits)
         if grid[0]:
@@ -156,9 +156,7 @@ class _BalancingLoss(torch.autograd.Function):
                 num_columns,
                 each,
                 ACCUMULATOR=accumulator(scores),
-                BLOCK_R=sizes.balance.tokens,
-                BLOCK_C=sizes.balance.columns,
-                num_warps=sizes.balance.num_warps,
+                **sizes.balance.blocks("R", "C"),
                 **NO_FP_FUSION,
             )
             loss, factor = _finish(partial, None, total, coeff)
@@ -184,9 +182,7 @@ class _BalancingLoss(torch.autograd.Function):
                     num_rows,
                     num_columns,
                     ACCUMULATOR=accumulator(factor),
-                    BLOCK_R=tile.tokens,
-                    BLOCK_C=tile.columns,
-                    num_warps=tile.num_warps,
+                    **tile.blocks("R", "C"),
                 )
         return dscores, None, None, None
 
@@ -199,7 +195,7 @@ class _ZLoss(torch.autograd.Function):
         (programs, each), sizes = _rows_of_programs(logits)
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         partial = torch.empty(programs, dtype=wide, device=logits.device)  # all by z_loss_kernel
-        valid = torch.empty(programs, dtype=torch.int32, device=logits.device)  # likewise
+        valid = torch.empty(programs, dtype=torch.int32, device=logits.device)  # as above
         with launch_on(logits):
             kernels.z_loss_kernel[(programs,)](
                 logits, *logits.stride(), *_padding(padding), partial, valid, *logits.shape, each, **sizes
@@ -225,7 +221,7 @@ class _ZLoss(torch.autograd.Function):
 def _finish(partial: Tensor, valid: Tensor | None, total: int | Tensor, coeff: float) -> tuple[Tensor, Tensor]:
     """The loss, and the factor of its sum."""
     loss = torch.empty((), dtype=partial.dtype, device=partial.device)  # by finish_loss_kernel
-    factor = torch.empty((), dtype=partial.dtype, device=partial.device)  # likewise
+    factor = torch.empty((), dtype=partial.dtype, device=partial.device)  # as above
     in_tensor = isinstance(total, Tensor)
     kernels.finish_loss_kernel[(1,)](
         partial,

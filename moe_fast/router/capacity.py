@@ -1,7 +1,5 @@
 """Capacity: no expert takes more tokens than it has room for."""
 
-from fractions import Fraction
-from math import ceil
 from typing import Any
 
 import torch
@@ -12,20 +10,14 @@ from moe_fast.launch import tuning
 from moe_fast.launch.backend import bits, check_device, integers, launch_on
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.router import _capacity as kernels
-from moe_ref.config import Routed, check_drop_tokens, check_expert_capacity
+from moe_ref.config import Routed, check_drop_tokens
 
 KEY_BITS = {
     1: 9,
     2: 17,
     4: 32,
     8: 64,
-}  # of the keys of probs of so many bytes: one more, where there is one, for what is not routed
-
-
-def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float) -> int:
-    """Rows of one expert: min(⌈T · K / E · cf⌉, T), with cf as the decimal it is written as."""
-    check_expert_capacity(num_tokens, num_experts, topk, capacity_factor)
-    return min(ceil(Fraction(num_tokens * topk, num_experts) * Fraction(str(capacity_factor))), num_tokens)
+}  # of keys, by the bytes of probs: one more bit, if there is one, for unrouted tokens
 
 
 def drop_tokens(
@@ -71,7 +63,7 @@ def _drop(probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad
     num_tokens, num_experts = shape = probs.shape
     device = probs.device
     out = torch.empty(shape, dtype=probs.dtype, device=device)  # all by drop_kernel
-    kept = torch.empty(shape, dtype=torch.bool, device=device)  # likewise
+    kept = torch.empty(shape, dtype=torch.bool, device=device)  # as above
     if num_tokens == 0:
         return out, kept
     sizes = tuning.for_device(device)
@@ -79,7 +71,7 @@ def _drop(probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad
     key = torch.int64 if key_bits == 64 else torch.int32
     keys = torch.empty((num_experts, num_tokens), dtype=key, device=device)  # all by drop_keys_kernel
     least = torch.empty(num_experts, dtype=key, device=device)  # all by drop_search_kernel
-    before = torch.empty(num_experts, dtype=torch.int32, device=device)  # likewise
+    before = torch.empty(num_experts, dtype=torch.int32, device=device)  # as above
     tile, column = sizes.drop, sizes.drop_column
     grid = (ceil_div(num_tokens, tile.tokens), ceil_div(num_experts, tile.columns))
     given = (bits(probs), *probs.stride(), integers(routing_map), *routing_map.stride())
@@ -127,8 +119,6 @@ def _drop_backward(dout: Tensor, kept: Tensor, routing_map: Tensor | None) -> Te
             bits(dprobs),
             num_tokens,
             num_experts,
-            BLOCK_T=tile.tokens,
-            BLOCK_E=tile.columns,
-            num_warps=tile.num_warps,
+            **tile.blocks("T", "E"),
         )
     return dprobs

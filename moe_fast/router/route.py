@@ -2,14 +2,13 @@
 `moe_ref.router.route`.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_fast.router.balancing import attach_loss, aux_loss_scores, load_balancing_loss, update_expert_bias, z_loss
-from moe_fast.router.capacity import drop_tokens, expert_capacity
+from moe_fast.router.capacity import drop_tokens
 from moe_fast.router.selection import topk_indices, topk_routing
 from moe_ref.config import (
     RankGroup,
@@ -22,31 +21,9 @@ from moe_ref.config import (
     check_logits,
     check_padding_mask,
     check_route,
-    check_state_tensors,
     require,
 )
-
-STATE = tuple(name for name in RouterState._fields if name != "replay_queue")
-
-
-def new_state(config: RouterConfig, device: Any = None) -> RouterState:
-    """The state before the first step: all zeros."""
-    counts = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
-    step = torch.zeros((), dtype=torch.int64, device=device)
-    return RouterState(torch.zeros(config.num_experts, device=device), counts, counts, step, ())
-
-
-def state_tensors(state: RouterState) -> dict[str, Tensor]:
-    """The state as named tensors, to be saved."""
-    queued = {f"replay_queue.{i}": indices for i, indices in enumerate(state.replay_queue)}
-    return {name: getattr(state, name) for name in STATE} | queued
-
-
-def state_from(tensors: Mapping[str, Tensor]) -> RouterState:
-    """The inverse of `state_tensors`."""
-    check_state_tensors(tensors)
-    queue = tuple(tensors[f"replay_queue.{i}"] for i in range(len(tensors) - len(STATE)))
-    return RouterState(**{name: tensors[name] for name in STATE}, replay_queue=queue)
+from moe_ref.config.router import expert_capacity
 
 
 def route(
@@ -147,19 +124,19 @@ def _balancing_losses(
             return len(logits_TE) // sequences * group.size
         return counts.sum() / topk / sequences  # the valid ones: each is counted topk times
 
-    found = {}
+    losses = {}
     if "aux_loss" in coeffs:
         counts = ranks.tp_cp.sum(chosen.sum(0))
-        found["aux_loss"] = loss("aux_loss", counts, tokens_of(counts, ranks.tp_cp))
+        losses["aux_loss"] = loss("aux_loss", counts, tokens_of(counts, ranks.tp_cp))
     if "seq_aux_loss" in coeffs:
         counts = ranks.tp_cp.sum(chosen.view(-1, batch_size * experts).sum(0))
-        found["seq_aux_loss"] = loss("seq_aux_loss", counts, tokens_of(counts, ranks.tp_cp, batch_size), batch_size)
+        losses["seq_aux_loss"] = loss("seq_aux_loss", counts, tokens_of(counts, ranks.tp_cp, batch_size), batch_size)
     if "global_aux_loss" in coeffs:
         now = ranks.tp_dp_cp.sum(chosen.sum(0))
         total, steps = state.global_tokens_per_expert + now, state.global_steps + 1
         state = state._replace(global_tokens_per_expert=total, global_steps=steps)
-        found["global_aux_loss"] = loss("global_aux_loss", total.double() / steps, tokens_of(now, ranks.tp_dp_cp))
-    return found, state
+        losses["global_aux_loss"] = loss("global_aux_loss", total.double() / steps, tokens_of(now, ranks.tp_dp_cp))
+    return losses, state
 
 
 def finish_batch(

@@ -134,7 +134,7 @@ def _choose(
     probs = torch.empty(shape, dtype=logits.dtype, device=logits.device)
     choice = None
     if dense or given is None:
-        choice = torch.empty(shape, dtype=torch.bool if dense else torch.int64, device=logits.device)  # likewise
+        choice = torch.empty(shape, dtype=torch.bool if dense else torch.int64, device=logits.device)  # as above
     if num_tokens == 0:
         return probs, choice
     groups = 1 if given is not None else settings.num_groups

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -354,6 +356,22 @@ def check_expert_capacity(num_tokens: int, num_experts: int, topk: int, capacity
     require(is_count(num_experts) and num_experts >= 1, "num_experts", num_experts, "a positive integer")
     require(is_count(topk) and topk >= 1, "topk", topk, "a positive integer")
     require(is_number(capacity_factor) and capacity_factor > 0, "capacity_factor", capacity_factor, "a positive number")
+
+
+def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float) -> int:
+    """Rows of one expert: min(⌈T · K / E · cf⌉, T).
+
+    cf counts as the decimal it is written as, so that no rounding adds a row (T=31, K=1, E=60, cf=60 makes 31). More than T rows
+    cannot be filled by T tokens.
+
+    Raises:
+        ValueError: num_tokens, num_experts, topk or capacity_factor is no number of its kind.
+
+    Source: moe_utils.get_capacity, which computes in floating point and does not stop at T: with pad-to-capacity, Megatron's
+    first permute then raises.
+    """
+    check_expert_capacity(num_tokens, num_experts, topk, capacity_factor)
+    return min(ceil(Fraction(num_tokens * topk, num_experts) * Fraction(str(capacity_factor))), num_tokens)
 
 
 def check_update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, update_rate: float) -> None:

@@ -1,7 +1,8 @@
 """Low precision: formats, recipes, quantisers."""
 
+from moe_ref.config.state import new_quantizer_state
 from moe_ref.quantization.quantize import amax, codes, dequantize, quantize, scales
-from moe_ref.quantization.recipes import new_quantizer_state, operands, update_scales
+from moe_ref.quantization.recipes import operands, update_scales
 
 __all__ = [
     "amax",

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ref.config import Operand, QuantizerState, Recipe, check_role, check_state, is_count, require
+from moe_ref.config import Operand, QuantizerState, Recipe, check_role, check_state, require
 from moe_ref.config.quantization import BLOCK, GEMMS
 from moe_ref.quantization.formats import E2M1, E4M3, E5M2, E8M0, Format, decode, encode
 from moe_ref.rounding import round_to
@@ -322,22 +322,6 @@ def values(scaled: Scaled, scheme: Scheme) -> Tensor:
 
 
 # ---- the state of delayed scaling
-
-
-def new_quantizer_state(
-    recipe: Recipe, *, num_groups: int = 1, device: torch.device | str | None = None
-) -> QuantizerState | None:
-    """The state before the first step: no amax seen, scales of 1; None for a recipe without memory.
-
-    Source: DelayedScalingRecipeState.
-    """
-    require(is_count(num_groups) and num_groups >= 1, "num_groups", num_groups, "a positive integer")
-    if recipe.scaling != "delayed":
-        return None
-    assert recipe.amax_history_len is not None
-    return QuantizerState(
-        torch.zeros(num_groups, recipe.amax_history_len, device=device), torch.ones(num_groups, device=device)
-    )
 
 
 def update_scales(

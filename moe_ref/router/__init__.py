@@ -1,5 +1,7 @@
 """The router: logits, choice, capacity, balancing losses, and one routing step."""
 
+from moe_ref.config.router import expert_capacity
+from moe_ref.config.state import new_state, state_from, state_tensors
 from moe_ref.router.balancing import (
     attach_loss,
     aux_loss_scores,
@@ -7,12 +9,12 @@ from moe_ref.router.balancing import (
     update_expert_bias,
     z_loss,
 )
-from moe_ref.router.capacity import drop_tokens, expert_capacity
+from moe_ref.router.capacity import drop_tokens
 from moe_ref.router.gating import gate, jitter
 from moe_ref.router.route import route
 from moe_ref.router.selection import topk_indices, topk_routing
 from moe_ref.router.sinkhorn import sinkhorn_routing
-from moe_ref.router.state import finish_batch, new_state, state_from, state_tensors
+from moe_ref.router.state import finish_batch
 
 __all__ = [
     "attach_loss",

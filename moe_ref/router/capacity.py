@@ -4,26 +4,10 @@ Mirrors `get_capacity` and `apply_router_token_dropping` of megatron.core.transf
 Differs: docs/differences.md#router.
 """
 
-from fractions import Fraction
-from math import ceil
-
 import torch
 from torch import Tensor
 
-from moe_ref.config import Routed, check_drop_tokens, check_expert_capacity
-
-
-def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float) -> int:
-    """Rows per expert: min(⌈T · K / E · cf⌉, T).
-
-    cf counts as the decimal it is written as, so that no rounding adds a row: T=31, K=1, E=60,
-    cf=60 makes 31.
-
-    Raises:
-        ValueError: num_tokens, num_experts, topk or capacity_factor is no number of its kind.
-    """
-    check_expert_capacity(num_tokens, num_experts, topk, capacity_factor)
-    return min(ceil(Fraction(num_tokens * topk, num_experts) * Fraction(str(capacity_factor))), num_tokens)
+from moe_ref.config import Routed, check_drop_tokens
 
 
 def drop_tokens(

@@ -22,8 +22,9 @@ from moe_ref.config import (
     check_padding_mask,
     check_route,
 )
+from moe_ref.config.router import expert_capacity
 from moe_ref.router.balancing import attach_loss
-from moe_ref.router.capacity import drop_tokens, expert_capacity
+from moe_ref.router.capacity import drop_tokens
 from moe_ref.router.losses import LossTerm, balancing_terms, z_term
 from moe_ref.router.selection import spread, topk_indices
 from moe_ref.router.sinkhorn import sinkhorn_routing

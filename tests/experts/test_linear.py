@@ -9,9 +9,9 @@ from torch import Tensor
 
 import moe_ref.experts.linear as grouped_linear_module
 from moe_ref.config import LinearState, QuantizerState, Recipe
+from moe_ref.config.state import new_quantizer_state
 from moe_ref.experts.linear import grouped_dgrad, grouped_linear, grouped_wgrad, linear
 from moe_ref.quantization.quantize import HADAMARD_SIGNS, dequantize, quantize
-from moe_ref.quantization.recipes import new_quantizer_state
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 COUNTS = {

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from moe_ref.config import LinearState, Recipe
+from moe_ref.config.state import new_quantizer_state
 from moe_ref.experts.activations import glu
 from moe_ref.experts.linear import grouped_linear, linear
 from moe_ref.experts.mlp import grouped_mlp, latent_projection, pad_segments, sequential_mlp, trim_segments
 from moe_ref.experts.shared import shared_experts
-from moe_ref.quantization.recipes import new_quantizer_state
 from tests.judge.near import near
 
 WIDTH, HIDDEN, ROWS = 4, 3, 7

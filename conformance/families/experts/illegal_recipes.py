@@ -14,7 +14,7 @@ from torch import Tensor
 
 from conformance.core.contract import Problem
 from moe_ref.config import LinearState, Recipe
-from moe_ref.quantization.recipes import new_quantizer_state
+from moe_ref.config.state import new_quantizer_state
 
 Rule = Callable[[Problem], Problem]
 CURRENT, DELAYED, MXFP8, NVFP4 = (

@@ -10,7 +10,7 @@ from conformance.families.experts.illegal import ACTIVATION, OF_GATES
 from conformance.families.permutation.illegal import PERMUTE
 from conformance.families.quantization.illegal import CURRENT
 from moe_ref.config import Recipe
-from moe_ref.quantization.recipes import new_quantizer_state
+from moe_ref.config.state import new_quantizer_state
 
 
 def _by_recipe(blame: str, recipe: Recipe, hidden: int = 16, **settings: object) -> Rule:

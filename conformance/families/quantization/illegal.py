@@ -6,7 +6,7 @@ import torch
 
 from conformance.core.illegal import Rule, added, bare, flat, in_dtype, setting, with_values
 from moe_ref.config import Recipe
-from moe_ref.quantization.recipes import new_quantizer_state
+from moe_ref.config.state import new_quantizer_state
 
 
 def _quantizing(blame: str, recipe: Recipe, x: torch.Tensor, **settings: object) -> Rule:

@@ -17,7 +17,7 @@ from conformance.judge import Expectation
 from conformance.judge.bound import ROUNDOFF
 from conformance.judge.exact import Exact
 from moe_ref.config import RouterConfig, RouterState
-from moe_ref.router.capacity import expert_capacity
+from moe_ref.config.router import expert_capacity
 from moe_ref.router.selection import topk_routing
 
 
