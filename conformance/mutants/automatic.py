@@ -119,12 +119,12 @@ def _locate(implementation: str) -> tuple[Path, Path]:
     spec = PathFinder.find_spec(top_name, [os.getcwd()])
     if top_name and (spec is None or spec.loader is None):
         spec = importlib.util.find_spec(top_name)
-    found = spec and (next(iter(spec.submodule_search_locations or ()), None) or spec.origin)
-    top = Path(found or "/").absolute()
+    location = spec and (next(iter(spec.submodule_search_locations or ()), None) or spec.origin)
+    top = Path(location or "/").absolute()
     named = top.joinpath(*inner)
     if not named.is_dir():
         named = named.with_suffix(".py") if inner else named
-    if not found or not (named.is_dir() or (named.suffix == ".py" and named.is_file())):
+    if not location or not (named.is_dir() or (named.suffix == ".py" and named.is_file())):
         raise UsageError(f"--impl {implementation}: there is no Python source of that name to mutate")
     return top, named
 

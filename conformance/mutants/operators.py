@@ -86,7 +86,7 @@ def _code(node: cst.CSTNode) -> str:
 
 
 def _term(node: cst.BaseExpression) -> str:
-    """Code that may stand beside any operator."""
+    """Code that may stand next to any operator."""
     loose = (
         isinstance(node, cst.BinaryOperation | cst.BooleanOperation | cst.UnaryOperation | cst.Comparison | cst.IfExp)
         and not node.lpar

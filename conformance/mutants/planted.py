@@ -35,8 +35,8 @@ class Planted:
             return Planted(self._defect, imported(name))
         wrapper = self._defect.wrappers.get(name)
         if wrapper is None:
-            found = getattr(base, name)
-            return Planted(self._defect, found) if isinstance(found, ModuleType) else found
+            value = getattr(base, name)
+            return Planted(self._defect, value) if isinstance(value, ModuleType) else value
         original = getattr(base, name)
         return functools.wraps(original)(functools.partial(wrapper, original))
 

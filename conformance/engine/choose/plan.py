@@ -53,8 +53,7 @@ def cases_of(section: Section, profile: Profile, space: Space, seed: int, corpus
 
 
 def fixed_cases(function: str, space: Space) -> list[Case]:
-    """The golden cases and the illegal calls, as far as the implementation accepts their settings.
-    """
+    """The golden cases and the illegal calls, as far as the implementation accepts their settings."""
     contract, cls, fields = CONTRACTS[function], Case.family[function], scope_of(function, space).illegal
     golden = [cls(function=function, golden=name) for name in contract.golden]
     illegal = [cls(function=function, illegal=name, **fields) for name in contract.illegal]
