@@ -1,8 +1,10 @@
-"""The conformance suite: any namespace that offers the reference's functions is compared with the reference.
+"""The conformance suite: any namespace that offers the reference's functions is compared with the
+reference.
 
     moe-conformance run --impl my_kernels.moe
 
-`interface` defines an implementation, `core` the parts that `families` of functions are written from: cases, contracts, laws.
-`judge` compares, `analysis` bounds honest results. `engine` chooses cases, runs each in a child process that may crash or hang,
-reduces failures and adds up the verdict; `report` prints it. `cli` calls the run, `plugin` shows it as pytest items.
+`interface` defines an implementation, `core` the parts that `families` of functions are written
+from: cases, contracts, laws. `judge` compares, `analysis` bounds honest results. `engine` chooses
+cases, runs each in a child process that may crash or hang, reduces failures and adds up the
+verdict; `report` prints it. `cli` calls the run, `plugin` shows it as pytest items.
 """

@@ -1,4 +1,6 @@
-"""moe-conformance: the command line. `run` judges an implementation; the other verbs look at one thing each."""
+"""moe-conformance: the command line. `run` judges an implementation; the other verbs look at one
+thing each.
+"""
 
 import json
 import os
@@ -30,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from conformance.core.case import CaseError
     from conformance.interface import UsageError
 
-    terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does
+    # ends a run as Ctrl-C does
+    terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _verb(given)
     except (UsageError, CaseError) as error:

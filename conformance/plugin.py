@@ -1,4 +1,4 @@
-"""The suite as a pytest plugin: one item per section of the plan, one session per worker, the verdict at the end.
+"""The suite as a pytest plugin: one item per section of the plan, one session per worker.
 
     pytest --pyargs conformance --impl my_kernels.moe --profile gate -n 4
 
@@ -47,7 +47,7 @@ class Run:
         node.workerinput["conformance_folder"] = str(self.folder)
 
     def pytest_sessionstart(self) -> None:
-        """Start the session; a controller of workers starts one too, to fail once instead of in every worker."""
+        """Start the session; a controller of workers starts one too, to fail once for all."""
         from conformance.core.case import CaseError
         from conformance.engine.run.session import Session
         from conformance.interface import UsageError
@@ -74,7 +74,7 @@ class Run:
             metafunc.parametrize("section", self.session.plan, ids=lambda section: section.label)
 
     def pytest_exception_interact(self, call: pytest.CallInfo, report: Any) -> None:
-        """Whatever a test raises besides a failure of its own is an error of the suite, and must not pass for a verdict."""
+        """An error that is not a failing section is an error of the suite."""
         if call.excinfo and not isinstance(call.excinfo.value, pytest.fail.Exception):
             self.session.problem(getattr(report, "nodeid", ""), call.excinfo.value)
 
@@ -84,7 +84,7 @@ class Run:
 
         if self.session:
             self.session.close()
-        failed_inside = session.exitstatus == pytest.ExitCode.INTERNAL_ERROR  # pytest says so, with exit code 3
+        failed_inside = session.exitstatus == pytest.ExitCode.INTERNAL_ERROR  # exit code 3
         if not self.ledgers or failed_inside or not any(self.folder.glob("*.jsonl")):
             return
         whole = self.session.options.part == (0, 1) and not self.config.getoption("-k")

@@ -1,4 +1,4 @@
-"""The suite as pytest items: one per section of the plan. `pytest --pyargs conformance --impl NAMESPACE` runs it."""
+"""The suite as pytest items, one per section of the plan."""
 
 import pytest
 

@@ -14,13 +14,14 @@ from typing import Any
 
 def _require(condition: bool, sentence: str) -> None:
     if not condition:
-        from conformance.interface import UsageError  # imports torch, for which no other run of pytest should wait
+        # imports torch, for which no other run of pytest should wait
+        from conformance.interface import UsageError
 
         raise UsageError(sentence)
 
 
 def _flag(flag: str, text: str, value: Any, **arguments: Any) -> Any:
-    """A field with a default, its flag, and the arguments of `add_argument`, which argparse and pytest share."""
+    """A field with its default, its flag, and the other arguments of `add_argument`."""
     return field(default=value, metadata={"flag": flag, "arguments": {"help": text, "default": value, **arguments}})
 
 
@@ -84,7 +85,7 @@ class Options:
 
     @classmethod
     def parsed(cls, given: Namespace) -> "Options":
-        """From what argparse or pytest has parsed; a flag that a verb does not have keeps its default."""
+        """From the values that argparse or pytest has parsed; an absent flag keeps its default."""
         named = {option.name: option.metadata["flag"].removeprefix("--").replace("-", "_") for option in fields(cls)}
         return cls(**{name: getattr(given, dest) for name, dest in named.items() if hasattr(given, dest)})
 

@@ -1,1 +1,1 @@
-"""Defective implementations that the suite must find: planted ones with their origin, and automatic ones made from source."""
+"""Defective implementations that the suite must find: planted, or made from source."""

@@ -1,4 +1,4 @@
-"""Mutants from the source of an implementation: one small change each, of the kinds in `operators`."""
+"""Mutants from the source of an implementation: one small change each, by `operators`."""
 
 import ast
 import importlib.util
@@ -18,7 +18,8 @@ from conformance.interface import UsageError
 from conformance.mutants.operators import changes
 
 MOST_PER_LINE = 3
-COMMON = ("arithmetic", "swapped_axes", "dropped_cast")  # pointer arithmetic would crowd the others out
+# pointer arithmetic would crowd the others out
+COMMON = ("arithmetic", "swapped_axes", "dropped_cast")
 SAME_RESULTS = ("tuning.py",)  # files of block sizes, every choice of which gives the same results
 
 
@@ -47,7 +48,8 @@ class Edit:
 
 
 def source_mutants(implementation: str) -> list[SourceMutant]:
-    """Every mutant of a package, or of a single module; in the order of file, line, column and operator.
+    """Every mutant of a package, or of a single module; in the order of file, line, column and
+    operator.
 
     Raises:
         UsageError: there is no Python source of that name.
@@ -63,7 +65,7 @@ def source_mutants(implementation: str) -> list[SourceMutant]:
 
 
 def home(implementation: str) -> Path:
-    """The folder or file of the implementation's top-level package or module; `SourceMutant.file` is relative to what holds it."""
+    """The top-level package's folder, or module's file, whose parent holds `SourceMutant.file`."""
     return _locate(implementation)[0]
 
 
@@ -78,12 +80,14 @@ def enclosing_function(mutant: SourceMutant) -> str:
 
 
 def write_copy(mutant: SourceMutant, implementation: str, folder: Path) -> None:
-    """Copy the top-level package into `folder`, which holds none of its name yet; first on sys.path, it is imported in the original's place.
+    """Copy the top-level package into `folder`, which holds none of its name yet; first on
+    sys.path, it is imported in the original's place.
 
     What is not Python is linked instead of copied.
 
     Raises:
-        FileExistsError: the folder holds one. A second mutant there could run the first one's compiled bytecode.
+        FileExistsError: the folder holds one. A second mutant there could run the first one's
+            compiled bytecode.
     """
     top, _ = _locate(implementation)
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,21 +108,23 @@ def _copy_or_link(source: str, target: str) -> None:
 
 
 def _locate(implementation: str) -> tuple[Path, Path]:
-    """The top-level package or module, and what is named in it: a folder or a file each. Imports neither.
+    """The top-level package or module, and what is named in it: a folder or a file each. Imports
+    neither.
 
     Raises:
         UsageError: there is no Python source of that name.
     """
     top_name, *inner = implementation.partition(":")[0].split(".")
-    spec = PathFinder.find_spec(top_name, [os.getcwd()])  # as the children do, which look there first
+    # as the children do, which look there first
+    spec = PathFinder.find_spec(top_name, [os.getcwd()])
     if top_name and (spec is None or spec.loader is None):
         spec = importlib.util.find_spec(top_name)
-    found = spec and (next(iter(spec.submodule_search_locations or ()), None) or spec.origin)
-    top = Path(found or "/").absolute()
+    location = spec and (next(iter(spec.submodule_search_locations or ()), None) or spec.origin)
+    top = Path(location or "/").absolute()
     named = top.joinpath(*inner)
     if not named.is_dir():
         named = named.with_suffix(".py") if inner else named
-    if not found or not (named.is_dir() or (named.suffix == ".py" and named.is_file())):
+    if not location or not (named.is_dir() or (named.suffix == ".py" and named.is_file())):
         raise UsageError(f"--impl {implementation}: there is no Python source of that name to mutate")
     return top, named
 
@@ -149,7 +155,7 @@ def _edits(source: str) -> list[Edit]:
 
 
 def _thinned(edits: list[Edit]) -> list[Edit]:
-    """At most MOST_PER_LINE on a line: of the operators that the file had fewest of so far, then at most one of each in COMMON."""
+    """At most MOST_PER_LINE per line: rare operators first, at most one of each in COMMON."""
     used: Counter[str] = Counter()
     kept = []
     for line in sorted({edit.line for edit in edits}):

@@ -1,7 +1,8 @@
 """The kinds of defect that automatic mutants stand for: `OPERATORS`, each seen in real kernels.
 
-An operator sees one syntax node and yields what it would replace, and by which code. Only bodies of functions are changed, and
-nothing that cannot change a result: annotations, validation, block sizes, cache modifiers.
+An operator sees one syntax node and yields what it would replace, and by which code. Only bodies of
+functions are changed, and nothing that cannot change a result: annotations, validation, block
+sizes, cache modifiers.
 """
 
 import re
@@ -36,7 +37,7 @@ class Function:
 def changes(
     node: cst.CSTNode, parents: Parents, function: Function | None = None
 ) -> Iterator[tuple[str, cst.CSTNode, str]]:
-    """Every operator's changes in the bodies of functions: its name, the node, and the code in its place."""
+    """Every operator's changes in the bodies of functions: its name, the node, its new code."""
     if isinstance(node, cst.FunctionDef):
         if not PLAIN_FUNCTIONS.fullmatch(node.name.value):
             yield from changes(node.body, parents, _function(node, parents))
@@ -85,7 +86,7 @@ def _code(node: cst.CSTNode) -> str:
 
 
 def _term(node: cst.BaseExpression) -> str:
-    """Code that may stand beside any operator."""
+    """Code that may stand next to any operator."""
     loose = (
         isinstance(node, cst.BinaryOperation | cst.BooleanOperation | cst.UnaryOperation | cst.Comparison | cst.IfExp)
         and not node.lpar
@@ -94,7 +95,7 @@ def _term(node: cst.BaseExpression) -> str:
 
 
 def _bare(node: cst.BaseExpression, **parts: object) -> str:
-    """The code of a node with other parts, without the parentheses around it, which stay in the file."""
+    """The code of a node with other parts, without its outer parentheses, which stay."""
     return _code(node.with_changes(lpar=(), rpar=(), **parts))
 
 
@@ -126,7 +127,7 @@ LOWER_DTYPE = {
     "torch.float32": "torch.bfloat16",
     "torch.float64": "torch.float32",
 }
-ROUNDED = ".to(tl.float32).to(tl.bfloat16)"  # by way of float32: there is no direct one from float64, and no arithmetic on bfloat16 in the interpreter
+ROUNDED = ".to(tl.float32).to(tl.bfloat16)"  # through float32: no cast is direct from float64
 
 
 def comparison(node: cst.CSTNode, function: Function) -> Changes:
@@ -143,7 +144,7 @@ def comparison(node: cst.CSTNode, function: Function) -> Changes:
 
 
 def off_by_one(node: cst.CSTNode, function: Function) -> Changes:
-    """The last tile forgotten by a division that rounds down or by a loop, a place shifted by one, a neighbour's index."""
+    """The last tile forgotten, a place shifted by one, a neighbour's index."""
     match node:
         case cst.BinaryOperation(operator=cst.Add() | cst.Subtract()):
             for side in ("left", "right"):
@@ -167,7 +168,7 @@ def off_by_one(node: cst.CSTNode, function: Function) -> Changes:
 
 
 def dropped_mask(node: cst.CSTNode, function: Function) -> Changes:
-    """Padding, dropped rows or a neighbour's memory read or written, because a mask lacks a condition or is left out."""
+    """Padding, dropped rows or a neighbour's memory accessed: a condition of a mask is missing."""
     match node:
         case cst.BinaryOperation(operator=cst.BitAnd() | cst.BitOr(), left=left, right=right) if not isinstance(
             right, cst.Integer
@@ -175,7 +176,8 @@ def dropped_mask(node: cst.CSTNode, function: Function) -> Changes:
             yield from ((node, _code(side)) for side in (left, right))
         case cst.Call(args=args) if function.kernel and re.fullmatch(r"load|store|atomic_\w+", _callee(node)):
             masks = [arg.value for arg in args if arg.keyword and arg.keyword.value == "mask"]
-            if masks and not isinstance(masks[0], cst.BinaryOperation):  # that one loses its conditions one by one
+            # a conjunction loses its conditions one by one
+            if masks and not isinstance(masks[0], cst.BinaryOperation):
                 kept = [arg for arg in args if not (arg.keyword and arg.keyword.value in ("mask", "other"))]
                 yield node, _bare(node, args=[*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)])
 
@@ -194,7 +196,7 @@ def dropped_cast(node: cst.CSTNode, function: Function) -> Changes:
 
 
 def swapped_axes(node: cst.CSTNode, function: Function) -> Changes:
-    """Rows taken for columns: right on square or symmetric inputs, and on contiguous ones where only strides are swapped."""
+    """Rows taken for columns: right on square, symmetric or contiguous inputs."""
     match node:
         case cst.Arg(keyword=cst.Name(value="axis" | "dim" as keyword), value=cst.Integer(value="0" | "1" as axis)):
             yield node, f"{keyword}={OTHER_NUMBER[axis]}"
@@ -224,7 +226,7 @@ def swapped_axes(node: cst.CSTNode, function: Function) -> Changes:
 
 
 def dropped_store(node: cst.CSTNode, function: Function) -> Changes:
-    """A result, the zeros of padding or a count that is never written: fresh memory is often zero and hides it."""
+    """A result, zero padding or a count that is never written: fresh memory is often zero."""
     match node:
         case cst.Expr(value=cst.Call() as call) if not _plain(call) and (
             function.kernel or re.fullmatch(r"[a-z]\w*[a-z]_", _callee(call))
@@ -245,7 +247,8 @@ def accumulation_dtype(node: cst.CSTNode, function: Function) -> Changes:
             function.kernel and _callee(node) == "to" and _code(dtype) in floating
         ):
             outer = function.parents[node]
-            if not (isinstance(outer, cst.Attribute) and outer.attr.value == "to"):  # a chain of casts is one
+            # a chain of casts counts as one cast
+            if not (isinstance(outer, cst.Attribute) and outer.attr.value == "to"):
                 yield node, f"{_code(value)}{ROUNDED}.to({_code(dtype)})"
         case cst.Attribute() if not function.kernel and _code(node) in LOWER_DTYPE and not _compared(node, function):
             yield node, LOWER_DTYPE[_code(node)]
@@ -260,7 +263,7 @@ def _compared(node: cst.CSTNode, function: Function) -> bool:
 
 
 def arithmetic(node: cst.CSTNode, function: Function) -> Changes:
-    """A wrong index or offset, a bound that does not hold, branches the wrong way round, a sum that keeps only its last term."""
+    """A wrong index, offset or bound, swapped branches, a sum that keeps only its last term."""
     match node:
         case cst.BinaryOperation(operator=operator, left=left, right=right) if (
             token := _code(operator).strip()
@@ -286,7 +289,7 @@ def arithmetic(node: cst.CSTNode, function: Function) -> Changes:
 
 
 def dropped_condition(node: cst.CSTNode, function: Function) -> Changes:
-    """A case of the arguments forgotten: half of a condition left out, a not forgotten, a flag the wrong way round."""
+    """A case of the arguments forgotten: half a condition left out, a flag the wrong way round."""
     match node:
         case cst.BooleanOperation(left=left, right=right):
             yield from ((node, _code(side)) for side in (left, right))

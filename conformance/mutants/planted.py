@@ -1,10 +1,11 @@
 """Real defects, planted in a working implementation.
 
-Each is a namespace like any other: the functions of a base implementation, some of them wrapped so that they have a defect
-that public code had. `conformance.mutants.planted:P12.my_kernels.moe` is my_kernels.moe with the defect P12.
+Each is a namespace like any other: the functions of a base implementation, some of them wrapped so
+that they have a defect that public code had. `conformance.mutants.planted:P12.my_kernels.moe` is
+my_kernels.moe with the defect P12.
 
-A defect that needs more than 2³¹ elements is planted as the address arithmetic that causes it: offsets are computed as 32-bit
-integers, which a strided view of a few rows shows.
+A defect that needs more than 2³¹ elements is planted as the address arithmetic that causes it:
+offsets are computed as 32-bit integers, which a strided view of a few rows shows.
 """
 
 import functools
@@ -34,8 +35,8 @@ class Planted:
             return Planted(self._defect, imported(name))
         wrapper = self._defect.wrappers.get(name)
         if wrapper is None:
-            found = getattr(base, name)
-            return Planted(self._defect, found) if isinstance(found, ModuleType) else found
+            value = getattr(base, name)
+            return Planted(self._defect, value) if isinstance(value, ModuleType) else value
         original = getattr(base, name)
         return functools.wraps(original)(functools.partial(wrapper, original))
 
@@ -44,7 +45,8 @@ DEFECTS: dict[str, Defect] = {
     defect.name: defect
     for defects in (
         *(family.defects for family in FAMILIES),
-        *(module.DEFECTS for module in (router, router_ranks, quantization, experts)),  # of unconverted families
+        # of unconverted families
+        *(module.DEFECTS for module in (router, router_ranks, quantization, experts)),
     )
     for defect in defects
 }

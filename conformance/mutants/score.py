@@ -1,7 +1,7 @@
 """Plants every mutant, runs the gate's cases on each until one kills it, and prints the score.
 
-The cases run on the implementation itself first. It must pass them, and some are traced, so that an automatic mutant is tried
-only on cases of functions that reach it, the quickest first.
+The cases run on the implementation itself first. It must pass them, and some are traced, so that an
+automatic mutant is tried only on cases of functions that reach it, the quickest first.
 """
 
 import itertools
@@ -24,8 +24,10 @@ from conformance.engine.run.pool import Pool
 from conformance.interface import UsageError
 from conformance.mutants.planted import DEFECTS
 
-SOUND = 40  # cases of each function that the implementation must pass before listed defects are planted in it
-TRACED = 8  # one case in TRACED is run again with its calls recorded, which slows an interpreter down
+# cases of each function that the implementation must pass before listed defects are planted in it
+SOUND = 40
+# one case in TRACED is run again with its calls recorded, which slows an interpreter down
+TRACED = 8
 TRACED_SECONDS = 600.0  # for such a case
 AFTER_A_CRASH = 60  # cases that are still tried after a crash, in search of a wrong value
 HANGS = 2  # after this many, a mutant is given up
@@ -92,7 +94,8 @@ def score_mutants(
         function: use only this function's cases, and only the mutants that they reach.
 
     Raises:
-        UsageError: the implementation cannot be used or is itself wrong, or there is no such mutant.
+        UsageError: the implementation cannot be used or is itself wrong, or there is no such
+            mutant.
     """
     if function and function not in CONTRACTS:
         raise UsageError(f"--function is {function!r}; the functions are {', '.join(CONTRACTS)}")
@@ -150,7 +153,8 @@ def _reached(mutant: Mutant, function: str, passed: list[PassedCase]) -> bool:
 
 
 def _passed(implementation: str, seed: int, jobs: int, function: str, trace: bool) -> list[PassedCase]:
-    """The gate's cases of one function, or of every function offered, as the implementation itself passes them.
+    """The gate's cases of one function, or of every function offered, as the implementation itself
+    passes them.
 
     Raises:
         UsageError: it fails one, so that its mutants would show nothing.
@@ -195,7 +199,7 @@ def _require_sound(implementation: str, case: Case, outcome: Outcome) -> None:
 
 
 def _calls(implementation: str, cases: list[Case], jobs: int) -> dict[str, frozenset[str]]:
-    """The implementation's own functions that run in the cases of each function of the interface."""
+    """The implementation's own functions that run in the cases of each judged function."""
     from conformance.mutants.automatic import home
 
     out: dict[str, frozenset[str]] = {}
@@ -206,7 +210,7 @@ def _calls(implementation: str, cases: list[Case], jobs: int) -> dict[str, froze
 
 
 def _order(mutant: Mutant, passed: list[PassedCase]) -> Iterator[Case]:
-    """The cases that reach a mutant, the quickest first; without traces, its functions in turn, then all others."""
+    """The cases that reach a mutant, the quickest first; without traces, its functions first."""
     reaching = [item for item in passed if mutant.touches and mutant.touches in item.calls]
     if reaching:
         yield from (item.case for item in sorted(reaching, key=lambda item: item.seconds))
@@ -229,7 +233,8 @@ def _try(mutant: Mutant, passed: list[PassedCase]) -> Result:
                     count += 1
                     way = _kill(case, outcome)
                     if way == "value" and not mutant.copy and pool.run_alone(case).status == "PASS":
-                        way, outcome = "law", replace(outcome, finding={"check": "history"})  # only after other cases
+                        # only after other cases
+                        way, outcome = "law", replace(outcome, finding={"check": "history"})
                     if way in ("value", "law"):
                         return _killed(mutant, way, case, outcome, count, started)
                     if way == "crash" and crash is None:

@@ -1,4 +1,4 @@
-"""A verdict for people and for programs: `terminal`, and files by their ending (.json, .xml for junit, .md)."""
+"""The verdict as lines of a terminal, and as files by their ending: .json, .xml (junit) or .md."""
 
 import json
 from pathlib import Path
@@ -27,5 +27,5 @@ def check_path(path: str) -> Path:
 
 
 def write(verdict: Verdict, path: Path) -> None:
-    """Write the report whose kind the path's ending says."""
+    """Write the report; its format follows from the ending of the path."""
     path.write_text(WRITERS[path.suffix](verdict), encoding="utf-8", errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""Lists the functions that a namespace offers, those that are missing, and what that means for a run."""
+"""Lists the functions that a namespace offers and those that are missing."""
 
 import inspect
 import re
@@ -41,7 +41,7 @@ def _producers(contract: Contract[Any]) -> set[str]:
 
 
 def _call(name: str) -> str:
-    """The reference's signature without modules; of a collective, with one rank's arguments, not lists over ranks."""
+    """The reference's signature without modules; of a collective, with one rank's arguments."""
     text = f"{name}{inspect.signature(getattr(imported('moe_ref'), name))}"
     text = re.sub(r"collections\.abc\.Sequence\[([^\[\]]*)\]", r"\1", text)
     text = re.sub(r": moe_ref\.dispatch\.\w+\.\w*Handle", "", text)

@@ -7,13 +7,11 @@ from conformance.core.case import case_from
 from conformance.engine.run.verdict import UNTOUCHED, Verdict
 from conformance.report.terminal import failure_lines, picture
 
-FORBIDDEN = re.compile(
-    "[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
-)  # XML 1.0: an error's message may hold anything
+FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML 1.0
 
 
 def junit(verdict: Verdict) -> str:
-    """One test case a function; a function that differs has a failure for each distinct one."""
+    """One test case per function, with the text of all its failures."""
     broken = sum(f.status not in ("conformant", *UNTOUCHED) for f in verdict.functions.values())
     skipped = sum(f.status in UNTOUCHED for f in verdict.functions.values())
     numbers = {"tests": len(verdict.functions), "failures": broken, "skipped": skipped, "errors": len(verdict.problems)}
@@ -26,8 +24,8 @@ def junit(verdict: Verdict) -> str:
         if function.status in UNTOUCHED:
             ElementTree.SubElement(test, "skipped", message=function.status)
         elif function.status != "conformant":
-            found = [failure for failure in verdict.failures if failure["function"] == name]
-            text = "\n\n".join("\n".join(failure_lines(failure, verdict.implementation)) for failure in found)
+            failures = [failure for failure in verdict.failures if failure["function"] == name]
+            text = "\n\n".join("\n".join(failure_lines(failure, verdict.implementation)) for failure in failures)
             ElementTree.SubElement(test, "failure", message=f"{function.status}: {function.counts}").text = text
     if verdict.problems:
         ElementTree.SubElement(suite, "system-err").text = "\n".join(verdict.problems)
@@ -37,33 +35,21 @@ def junit(verdict: Verdict) -> str:
 
 
 def markdown(verdict: Verdict) -> str:
-    """A table of the functions, then a section for each failure."""
+    """A table of the functions, then a section per failure."""
     versions = ", ".join(f"{name} {version}" for name, version in verdict.versions.items())
-    out = [f"# {verdict.verdict}: `{verdict.implementation}`", ""]
-    out += [
-        f"{verdict.cases} cases in {verdict.seconds:.0f} s, profile {verdict.profile}, seed {verdict.seed}, on {verdict.device}; {versions}.",
-        "",
-    ]
+    extent = f"{verdict.cases} cases in {verdict.seconds:.0f} s, profile {verdict.profile}, seed {verdict.seed}"
+    out = [f"# {verdict.verdict}: `{verdict.implementation}`", "", f"{extent}, on {verdict.device}; {versions}.", ""]
     out += ["| function | verdict | cases | by status | without |", "|---|---|--:|---|---|"]
     for name, function in verdict.functions.items():
         counts = ", ".join(f"{count} {status}" for status, count in function.counts.items())
         out.append(f"| `{name}` | {function.status} | {function.cases} | {counts} | {', '.join(function.without)} |")
     for failure in verdict.failures:
         finding = failure["finding"]
-        what = (
-            f"`{finding['output']}` ({finding['check']}): {finding['message']}"
-            if finding
-            else f"{failure['status']}: {failure['reason']}"
-        )
-        out += [
-            "",
-            f"## `{failure['function']}`",
-            "",
-            what,
-            "",
-            f"Smallest case: {picture(case_from(failure['case']))}",
-            "",
-        ]
+        text = f"{failure['status']}: {failure['reason']}"
+        if finding:
+            text = f"`{finding['output']}` ({finding['check']}): {finding['message']}"
+        smallest = f"Smallest case: {picture(case_from(failure['case']))}"
+        out += ["", f"## `{failure['function']}`", "", text, "", smallest, ""]
         out += ["```", f"moe-conformance replay {failure['id']} --impl {verdict.implementation}", "```"]
     if verdict.problems:
         out += ["", "## Problems", "", *(f"- {problem}" for problem in verdict.problems)]

@@ -16,60 +16,52 @@ WIDTH = 160
 def lines(verdict: Verdict) -> list[str]:
     """The verdict as lines of text."""
     versions = ", ".join(f"{name} {version}" for name, version in verdict.versions.items())
-    out = [
-        f"moe-conformance · impl {verdict.implementation} · {versions} · {verdict.device} · profile {verdict.profile} · seed {verdict.seed}"
-    ]
+    origin = f"{verdict.device} · profile {verdict.profile} · seed {verdict.seed}"
+    out = [f"moe-conformance · impl {verdict.implementation} · {versions} · {origin}"]
     out += _declarations(verdict)
     out += ["", f"{verdict.verdict}   {_summary(verdict)}", ""]
     for failure in verdict.failures:
         if not _echo(failure, verdict):
             out += [*failure_lines(failure, verdict.implementation), ""]
     for name in verdict.functions:
-        echoes = [
+        echoes = {
             failure["finding"]["check"]
             for failure in verdict.failures
             if failure["function"] == name and _echo(failure, verdict)
-        ]
+        }
         if echoes:
-            out += [
-                f"{name:<{INDENT}} also breaks the law{'s' * (len(set(echoes)) > 1)} {', '.join(sorted(set(echoes)))} (cases in the report)",
-                "",
-            ]
+            broken = f"the law{'s' * (len(echoes) > 1)} {', '.join(sorted(echoes))}"
+            out += [f"{name:<{INDENT}} also breaks {broken} (cases in the report)", ""]
     differ = {failure["function"] for failure in verdict.failures}
     for name, function in verdict.functions.items():
         if name not in differ and function.status not in UNTOUCHED:
-            detail = f"{function.cases} cases" + (
-                f", without {', '.join(function.without)}" if function.without else ""
-            )
-            out.append(f"{name:<{INDENT}} {function.status}{f' · {detail}' if function.cases else ''}")
+            without = f", without {', '.join(function.without)}" if function.without else ""
+            detail = f" · {function.cases} cases{without}" if function.cases else ""
+            out.append(f"{name:<{INDENT}} {function.status}{detail}")
     for status in UNTOUCHED:
         names = ", ".join(name for name, function in verdict.functions.items() if function.status == status)
-        out += (
-            textwrap.wrap(f"{status:<{INDENT}} {names}", WIDTH, subsequent_indent=" " * (INDENT + 1)) if names else []
-        )
+        text = f"{status:<{INDENT}} {names}" if names else ""
+        out += textwrap.wrap(text, WIDTH, subsequent_indent=" " * (INDENT + 1))
     out += [f"{'!':<{INDENT}} {problem}" for problem in verdict.problems]
     return out
 
 
 def _echo(failure: dict[str, Any], verdict: Verdict) -> bool:
-    """Whether it is a broken law of a function whose values are wrong already: most likely the same defect again."""
+    """Whether it breaks a law where another failure, most likely of the same defect, is shown."""
     laws = CONTRACTS[failure["function"]].laws
-    plain = [
-        other
-        for other in verdict.failures
-        if other["function"] == failure["function"] and (other["finding"] or {}).get("check") not in laws
-    ]
-    return bool(plain) and (failure["finding"] or {}).get("check") in laws
+    same = [other for other in verdict.failures if other["function"] == failure["function"]]
+    others = [other for other in same if (other["finding"] or {}).get("check") not in laws]
+    return bool(others) and (failure["finding"] or {}).get("check") in laws
 
 
 def _declarations(verdict: Verdict) -> list[str]:
-    """What is declared beyond the defaults, one line for all functions that declare the same."""
+    """Declarations other than the defaults, one line for all functions that declare the same."""
     groups: dict[str, list[str]] = {}
     for name, function in verdict.functions.items():
-        told = [_declared(key, value) for key, value in function.declares.items() if value != DEFAULTS.get(key)]
-        if told:
-            groups.setdefault(", ".join(told), []).append(name)
-    return [f"declares: {', '.join(names)}: {told}" for told, names in groups.items()]
+        words = [_declared(key, value) for key, value in function.declares.items() if value != DEFAULTS.get(key)]
+        if words:
+            groups.setdefault(", ".join(words), []).append(name)
+    return [f"declares: {', '.join(names)}: {words}" for words, names in groups.items()]
 
 
 def _declared(key: str, value: Any) -> str:
@@ -103,20 +95,16 @@ def _summary(verdict: Verdict) -> str:
 
 
 def failure_lines(failure: dict[str, Any], implementation: str) -> list[str]:
-    """One failure: what is wrong, the smallest case, and how to replay it."""
-    case = case_from(failure["case"])
-    finding = failure["finding"]
-    what = (
-        f"{finding['output']} [{finding['check']}] {finding['message']}"
-        if finding
-        else f"{failure['status']}: {failure['reason']}"
-    )
-    if finding and failure["status"] not in ("FAIL",):
-        what = f"{failure['status']}: {what} ({failure['reason']})"
+    """One failure: the finding, the smallest case, and the command that replays it."""
+    finding, status = failure["finding"], failure["status"]
+    text = f"{status}: {failure['reason']}"
+    if finding:
+        text = f"{finding['output']} [{finding['check']}] {finding['message']}"
+        text = text if status == "FAIL" else f"{status}: {text} ({failure['reason']})"
     size = "smallest case" if failure["smallest"] else "failing case"
     return [
-        f"{failure['function']:<{INDENT}} {what}",
-        f"  {size:<{INDENT - 2}} {picture(case)}",
+        f"{failure['function']:<{INDENT}} {text}",
+        f"  {size:<{INDENT - 2}} {picture(case_from(failure['case']))}",
         f"  {'replay':<{INDENT - 2}} moe-conformance replay {failure['id']} --impl {implementation}",
     ]
 
@@ -149,7 +137,7 @@ def picture(case: Any) -> str:
 
 
 def annotations(verdict: Verdict) -> list[str]:
-    """Lines that GitHub Actions shows beside the change; none elsewhere."""
+    """Lines that GitHub Actions shows next to the change; none elsewhere."""
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return []
     return [

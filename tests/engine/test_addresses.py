@@ -38,7 +38,7 @@ def test_a_kernel_that_keeps_to_its_tensors_is_not_told_of():
 
 @pytest.mark.parametrize("behind", [1, 3])
 def test_a_read_behind_the_end_is_told(behind):
-    assert "reads" in copied(0, behind) and "ends 4 bytes behind the end of x_ptr" in copied(0, behind)
+    assert "reads" in copied(0, behind) and "ends 4 bytes past the end of x_ptr" in copied(0, behind)
 
 
 def test_a_read_in_front_is_told_with_its_line():

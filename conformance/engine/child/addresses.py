@@ -1,11 +1,12 @@
-"""Watches every address that a kernel reads or writes, where Triton interprets it.
+"""Checks every address that a kernel reads or writes in Triton's interpreter.
 
-A kernel may touch the tensors that its launch was given, and nothing else. On a GPU an access beside them is undefined: harmless on
-most days, an illegal address on some. In the interpreter it returns what happens to lie there, or ends the process. Here such lanes
-are masked out, and the first is told.
+A kernel may touch the tensors its launch was given, and nothing else. On a GPU an access outside
+them is undefined: harmless on most days, an illegal address on some. In the interpreter it returns
+whatever lies there, or ends the process. Here such lanes are masked out, and the first is reported.
 
-A tensor is its whole storage, less the guards that `poison` put around it: a view may be read around. A kernel that makes a pointer of
-an integer is not watched for the rest of its launch, since what it points to is no argument.
+A tensor is its whole storage, without the guards that `poison` put around it: a kernel may read
+past a view. A kernel that makes a pointer from an integer is not checked for the rest of its
+launch, since that pointer belongs to no argument.
 """
 
 import sys
@@ -21,15 +22,14 @@ _watch: "Addresses | None" = None
 
 @dataclass
 class Addresses:
-    """A span in which launches are watched: `with Addresses(memory) as addresses: …; addresses.outside`."""
+    """A span of checked launches: `with Addresses(memory) as addresses: …; addresses.outside`."""
 
     memory: Poison
-    outside: str = ""  # the first access outside of every tensor, in words
+    outside: str = ""  # a sentence on the first access outside every tensor
     _launch: Any = None  # the kernel's Python function
-    _spans: list[tuple[int, int, str]] = field(
-        default_factory=list
-    )  # first byte, end and name of each tensor of the launch
-    _indirect: bool = False  # the launch has made a pointer of an integer
+    # first byte, end and name of each tensor
+    _spans: list[tuple[int, int, str]] = field(default_factory=list)
+    _indirect: bool = False  # the launch has made a pointer from an integer
 
     def __enter__(self) -> "Addresses":
         global _watch
@@ -41,15 +41,15 @@ class Addresses:
         global _watch
         _watch = None
 
-    def launched(self, kernel: Any, names: list[str], values: list[Any]) -> None:
+    def begin_launch(self, kernel: Any, names: list[str], values: list[Any]) -> None:
         """A kernel starts, with these arguments."""
         self._launch, self._indirect = kernel, False
         self._spans = [
             (*self.memory.body(x), name) for name, value in zip(names, values, strict=False) for x in _tensors(value)
         ]
 
-    def made_pointer(self) -> None:
-        """The kernel made a pointer of an integer."""
+    def skip_launch(self) -> None:
+        """The kernel made a pointer from an integer."""
         self._indirect = True
 
     def inside(self, verb: str, pointers: Any, mask: Any, size: int) -> Any:
@@ -66,18 +66,20 @@ class Addresses:
                 good = good | ((pointers >= begin) & (pointers <= end - size))
         bad = ~good
         if bad.any() and not self.outside:
-            self.outside = self._told(verb, int(pointers[bad].flat[0]), int(bad.sum()), size)
+            self.outside = self._sentence(verb, int(pointers[bad].flat[0]), int(bad.sum()), size)
         return mask & good
 
-    def _told(self, verb: str, address: int, count: int, size: int) -> str:
+    def _sentence(self, verb: str, address: int, count: int, size: int) -> str:
         lanes = "an address" if count == 1 else f"{count} addresses"
-        told = f"kernel {self._launch.__name__}{_line(self._launch)} {verb} {lanes} outside of every tensor that it was given"
+        kernel = f"kernel {self._launch.__name__}{_line(self._launch)}"
+        text = f"{kernel} {verb} {lanes} outside of every tensor that it was given"
         if not self._spans:
-            return told
+            return text
         distance, begins, name = min(
             (max(begin - address, address + size - end), address < begin, name) for begin, end, name in self._spans
         )
-        return f"{told}: the first {'begins' if begins else 'ends'} {distance} bytes {'in front' if begins else 'behind the end'} of {name}"
+        side = f"begins {distance} bytes in front" if begins else f"ends {distance} bytes past the end"
+        return f"{text}: the first {side} of {name}"
 
 
 def _tensors(value: Any) -> Iterator[Any]:
@@ -92,7 +94,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def _line(kernel: Any) -> str:
-    """Where in the kernel's file execution is now, as " (file:line)"."""
+    """The line of the kernel that is executed now, as " (file:line)"."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == kernel.__name__:
@@ -102,32 +104,32 @@ def _line(kernel: Any) -> str:
 
 
 def _install() -> None:
-    """Route the interpreter's memory through this module, once it has been imported. A second call does nothing."""
+    """Route the interpreter's memory through this module, once; a second call does nothing."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None or isinstance(interpreter._interpreter, _Memory):  # type: ignore[attr-defined]
         return
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder  # type: ignore[attr-defined]
-    place, make_pointer = executor._init_args_hst, builder.create_int_to_ptr
+    init_args, make_pointer = executor._init_args_hst, builder.create_int_to_ptr
 
-    def placed(self: Any, arguments: Any, settings: Any) -> Any:
-        on_host = place(self, arguments, settings)
+    def checked_init_args(self: Any, arguments: Any, settings: Any) -> Any:
+        on_host = init_args(self, arguments, settings)
         if _watch is not None:
-            _watch.launched(
+            _watch.begin_launch(
                 self.fn, [*self.arg_names[: len(on_host[0])], *on_host[1]], [*on_host[0], *on_host[1].values()]
             )
         return on_host
 
-    def pointer_made(self: Any, *arguments: Any) -> Any:
+    def checked_make_pointer(self: Any, *arguments: Any) -> Any:
         if _watch is not None:
-            _watch.made_pointer()
+            _watch.skip_launch()
         return make_pointer(self, *arguments)
 
-    executor._init_args_hst, builder.create_int_to_ptr = placed, pointer_made
+    executor._init_args_hst, builder.create_int_to_ptr = checked_init_args, checked_make_pointer
     interpreter._interpreter = _Memory(interpreter._interpreter)  # type: ignore[attr-defined]
 
 
 class _Memory:
-    """The interpreter's compiled half, with the lanes of each access that lie outside masked out."""
+    """The interpreter's compiled half, without the lanes of an access that lie outside."""
 
     def __init__(self, original: Any) -> None:
         self._original = original

@@ -1,7 +1,7 @@
 """The process in which an implementation runs. It may crash or hang; the parent notices.
 
-Its first message is ("ready", description) or ("unusable", one sentence). Then the parent sends cases, and receives
-("outcome", an Outcome's fields, digests of the inputs) for each.
+Its first message is ("ready", description) or ("unusable", one sentence). Then the parent sends
+cases, and receives ("outcome", an Outcome's fields, digests of the inputs) for each.
 """
 
 import contextlib
@@ -45,9 +45,10 @@ def serve(connection: Connection, options: ChildOptions, log_path: str) -> None:
 
 
 def import_implementation(connection: Connection, options: ChildOptions, log_path: str) -> Implementation | None:
-    """Prepare this process and import the implementation; sends that it is ready, or why it is unusable."""
+    """Prepare this process and import the implementation; sends "ready" or "unusable"."""
     _redirect_output(log_path)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
+    # Ctrl-C reaches the parent too, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.path[:0] = options.search
     sys.path.append(os.getcwd())
@@ -87,7 +88,7 @@ def answer_all(
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent is gone, even in the middle of a case that hangs, so that a killed run frees the device."""
+    """Exit when the parent is gone, even during a case, so that a killed run frees the device."""
     parent = parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -96,7 +97,7 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def _traced(package: str) -> Iterator[set[str]]:
-    """The package's functions that run inside the block, as "file:name" relative to its parent folder."""
+    """The package's functions that run inside the block, as "file:name" from its parent folder."""
     calls: set[str] = set()
 
     def called(frame: FrameType, event: str, _: Any) -> None:
@@ -112,7 +113,7 @@ def _traced(package: str) -> Iterator[set[str]]:
 
 
 def _watch_compiler() -> list[str]:
-    """A list to which Triton, if it is imported, adds the name of every kernel specialisation it compiles."""
+    """A list to which Triton adds the name of every kernel specialisation it compiles."""
     compiled: list[str] = []
     if "triton" in sys.modules:
 
@@ -151,12 +152,12 @@ def chosen_device(wanted: str) -> str:
 
 
 def _stream(device: str) -> Any:
-    """A stream other than the default one, so that an implementation that launches there races with its inputs."""
+    """A stream of its own, so that a launch on the default stream races with its inputs."""
     return torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
 
 
 def _redirect_output(log_path: str) -> None:
-    """Send what the implementation prints, and Python's traceback of a crash, to a file that outlives this process."""
+    """Send the output and the traceback of a crash to a file that outlives this process."""
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -164,12 +165,12 @@ def _redirect_output(log_path: str) -> None:
 
 
 def _signature(function: str, implementation: Implementation) -> str:
-    """The function's signature, in the same words in every process: without the addresses of defaults."""
+    """The signature in the same words in every process: without the addresses of defaults."""
     return re.sub(r" at 0x[0-9a-f]+", "", f"{function}{inspect.signature(getattr(implementation.namespace, function))}")
 
 
 def _description(implementation: Implementation, options: ChildOptions) -> dict[str, Any]:
-    """The functions offered, the settings they lack, their declarations, the device and versions."""
+    """The functions offered, settings they lack, their declarations, the device and versions."""
     functions = {}
     for function, contract in CONTRACTS.items():
         offered = implementation.offers(function) and not (

@@ -1,4 +1,4 @@
-"""An implementation of every function, which kills its process when it is called: the doctor judges it."""
+"""An implementation of every function that kills its process; the doctor judges it."""
 
 import ctypes
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Runs one case and judges it. Everything here happens in the process that the implementation may kill."""
+"""Runs one case and judges it, in the process that the implementation may kill."""
 
 import time
 from dataclasses import asdict, replace
@@ -26,7 +26,7 @@ class Inapplicable(Exception):
 def evaluate(
     case: Case, implementation: Implementation, device: str = "cpu", rank: RankContext | None = None
 ) -> Outcome:
-    """Judge one case, or one rank's part of it: values, then its law, then the judge itself by the controls."""
+    """Judge one case, or one rank's part of it: values, then its law, then the controls."""
     outcome = Outcome("PASS")
     try:
         _evaluate(case, implementation, device, outcome, rank)
@@ -188,7 +188,7 @@ def _judged_law(law: Any, trial: Trial) -> Finding | None:
 
 
 def _of_the_harness(error: BaseException) -> bool:
-    """Whether the error was raised by the suite's own code rather than under a call of the implementation."""
+    """Whether the suite's own code raised the error, not a call of the implementation."""
     frames = []
     trace = error.__traceback__
     while trace is not None:

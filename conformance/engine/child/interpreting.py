@@ -1,9 +1,11 @@
 """Makes Triton's interpreter quicker, by half or more where kernels call functions.
 
-While a kernel is interpreted, `triton.language` stands for numpy. Triton (3.9) puts that in place when a launch begins, takes it away when
-it ends, and puts all of it in place again at every call of a function inside, which takes longer than most functions do. Here a call does
-so only for a module that the launch has not seen to. Also, Triton computes whether whole numbers overflow, for an assertion that it makes in
-debugging alone, and lists all dtypes of numpy whenever it wants one: neither is done again and again here.
+While a kernel is interpreted, `triton.language` is patched to use numpy. Triton (3.9) patches it
+when a launch begins, restores it when it ends, and patches all of it again at every call of a
+function inside, which takes longer than most functions do. Here a call patches only a module that
+the launch has not patched. Also, Triton computes whether integers overflow, for an assertion that
+only debugging makes, and lists all dtypes of numpy whenever it looks one up: neither is repeated
+here.
 """
 
 import sys
@@ -14,24 +16,24 @@ from typing import Any
 def install() -> None:
     """Change the interpreter, once it has been imported. A second call does nothing."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None or getattr(interpreter, "_seen_to_by_launches", False):
+    if interpreter is None or getattr(interpreter, "_quickened", False):
         return
-    interpreter._seen_to_by_launches = True  # type: ignore[attr-defined]
+    interpreter._quickened = True  # type: ignore[attr-defined]
     language: Any = interpreter.tl  # type: ignore[attr-defined]
     function = interpreter.InterpretedFunction  # type: ignore[attr-defined]
-    replaced = interpreter._patch_lang  # type: ignore[attr-defined]
-    modules_of: dict[
+    patch = interpreter._patch_lang  # type: ignore[attr-defined]
+    has_core: dict[
         int, bool
-    ] = {}  # by a function's globals: whether they know triton.language.core, which no launch sees to
-    ready = False  # whether that is seen to; nothing takes it away again
+    ] = {}  # by a function's globals: do they hold triton.language.core, which no launch patches?
+    ready = False  # whether that is patched; nothing restores it
 
     def call(self: Any, *arguments: Any, **settings: Any) -> Any:
         nonlocal ready
         names = self.fn.__globals__
-        if id(names) not in modules_of:
-            modules_of[id(names)] = any(isinstance(x, ModuleType) and x is language.core for x in names.values())
-        if modules_of[id(names)] and not ready:
-            replaced(self.fn)
+        if id(names) not in has_core:
+            has_core[id(names)] = any(isinstance(x, ModuleType) and x is language.core for x in names.values())
+        if has_core[id(names)] and not ready:
+            patch(self.fn)
             ready = True
         try:
             return self.rewrite()(*arguments, **settings)
@@ -47,15 +49,15 @@ def install() -> None:
             overflow(self, *operands)
 
     semantic.binary_op_sanitize_overflow_impl = checked
-    listed = interpreter._get_np_dtype  # type: ignore[attr-defined]
+    slow_np_dtype = interpreter._get_np_dtype  # type: ignore[attr-defined]
     known: dict[str, Any] = {}  # by the name of a scalar dtype; pointers have none
 
     def np_dtype(dtype: Any) -> Any:
         name = getattr(dtype.scalar, "name", "")
         if name.startswith("pointer"):
-            return listed(dtype)
+            return slow_np_dtype(dtype)
         if name not in known:
-            known[name] = listed(dtype)
+            known[name] = slow_np_dtype(dtype)
         return known[name]
 
     interpreter._get_np_dtype = np_dtype  # type: ignore[attr-defined]

@@ -1,9 +1,10 @@
 """Fresh memory that holds poison, and guards around it.
 
-`install` replaces torch's allocating functions in this process once, before the implementation is imported. While `Poison` is
-entered, every tensor they return is filled with NaN, the largest finite number or zero (integers: zero, a pattern or the largest),
-and lies between guard bytes. A row that nobody wrote then shows in the values, and a store that runs over an edge shows in the
-guards. Memory that an extension allocates by itself is not covered.
+`install` replaces torch's allocating functions in this process once, before the implementation is
+imported. While `Poison` is entered, every tensor they return lies between guard bytes and is filled
+with NaN, the largest finite number or zero (integers: zero, a pattern or the largest). A row that
+no kernel wrote then shows in the values, and a store past an edge shows in the guards. Memory that
+an extension allocates by itself is not covered.
 """
 
 from collections.abc import Callable
@@ -45,14 +46,13 @@ def _poisoned(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class Poison:
-    """A span in which fresh memory is poisoned: `with Poison("nan", "cpu") as poison: …; poison.overrun()`."""
+    """A span of poisoned memory: `with Poison("nan") as poison: …; poison.overrun()`."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._storages: list[Tensor] = []
-        self._bodies: dict[
-            int, tuple[int, int]
-        ] = {}  # of a guarded storage, by its address: the first byte between the guards, and the end
+        # by a storage's address: first byte and end between the guards
+        self._bodies: dict[int, tuple[int, int]] = {}
 
     def __enter__(self) -> "Poison":
         global _active
@@ -85,7 +85,7 @@ class Poison:
         return out.requires_grad_(fresh.requires_grad)
 
     def body(self, x: Tensor) -> tuple[int, int]:
-        """The address of the first byte of a tensor's storage and the end of it, its guards left out."""
+        """The first byte and the end of a tensor's storage, its guards left out."""
         storage = x.untyped_storage()
         return self._bodies.get(storage.data_ptr(), (storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
 
@@ -99,7 +99,7 @@ class Poison:
 
 
 def _fill(body: Tensor, kind: str) -> None:
-    """Poison; integers get another kind than floats, so that an offset that nobody wrote does not hide in rows that nobody wrote."""
+    """Poison; another kind for integers, so that unwritten offsets show in unwritten rows."""
     if not (body.is_floating_point() or body.is_complex()):
         kind = {"nan": "zero", "zero": "max", "max": "nan"}[kind]
     if kind == "zero":

@@ -15,7 +15,7 @@ PATIENCE = 10  # after one hang, how many times the seconds of the slowest answe
 
 @dataclass
 class Patience:
-    """Seconds that a case may take: fewer for functions that have hung once, or their cases would take hours."""
+    """Seconds that a case may take: fewer for a function that has hung once."""
 
     case_seconds: float
     slowest: float = 0.0
@@ -51,7 +51,7 @@ def ending(process: Any, log_path: str) -> str:
 
 
 def at(log_path: str) -> str:
-    """The innermost frame of the implementation in the traceback in a log, as " at …"; empty if there is none."""
+    """The innermost frame of the implementation in the traceback in a log, as " at …", if any."""
     with contextlib.suppress(OSError), open(log_path, errors="replace") as log:
         frames = [line.strip() for line in log if line.lstrip().startswith("File ")]
         for line in frames:

@@ -1,4 +1,4 @@
-"""Makes one call of an implementation: places its inputs, poisons fresh memory, asks for the gradients, looks after guards."""
+"""Makes one call of an implementation: inputs, poisoned memory, gradients, guards."""
 
 import time
 from dataclasses import dataclass, field
@@ -19,26 +19,26 @@ from conformance.judge.exact import Exact, bits
 
 @dataclass
 class Outcome:
-    """What became of one case."""
+    """The outcome of one case.
 
-    status: (
-        str  # PASS FAIL CRASH HANG OOM NOT_OFFERED DECLARED_UNSUPPORTED BLOCKED UNINFORMATIVE, or ERROR of the harness
-    )
+    status: PASS FAIL CRASH HANG OOM NOT_OFFERED DECLARED_UNSUPPORTED BLOCKED UNINFORMATIVE, or
+        ERROR of the harness
+    kernels: names of the kernel specialisations that were compiled or loaded for it
+    calls: the implementation's Python functions that it ran, as "file:function", if traced
+    """
+
+    status: str
     finding: dict[str, Any] | None = None
     reason: str = ""
     seconds_implementation: float = 0.0
     seconds_reference: float = 0.0
     evaluations: int = 0
-    kernels: list[str] = field(
-        default_factory=list
-    )  # names of the kernel specialisations that were compiled or loaded for it
-    calls: list[str] = field(
-        default_factory=list
-    )  # "file:function" of the implementation's Python functions that it ran, if traced
+    kernels: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
 
 
 class Blocked(Exception):
-    """The producer of an opaque input is wrong, so nothing can be said of its consumer."""
+    """The producer of an opaque input is wrong, so its consumer cannot be judged."""
 
 
 class Misbehaved(Exception):
@@ -70,17 +70,18 @@ class Runner:
         forbid_sync: bool = False,
         replay: Problem | None = None,
     ) -> dict[str, Any]:
-        """Place the inputs, call, ask for the gradients, and look after the inputs and the guards.
+        """Place the inputs, call, take the gradients, and check the inputs and the guards.
 
         Args:
-            poison: what fresh memory holds, if not the case's own.
-            storage: placed inputs of an earlier run, to be overwritten by this one's.
-            late: let the device write the inputs only after the call has been made.
+            poison: kind of poison, if not the case's own.
+            storage: placed inputs of an earlier run, which this run overwrites with its own.
+            late: the device writes the inputs only after the call has been made.
             forbid_sync: make waiting for the device an error.
-            replay: capture the call in a graph, put these values in, and replay it.
+            replay: values with which the call is replayed, after its capture in a graph.
 
         Raises:
-            Misbehaved: the implementation raised, or returned something else than the interface says.
+            Misbehaved: the implementation wrote outside its memory, or returned values that the
+                interface forbids.
             Blocked: the producer of an opaque input is wrong.
         """
         placed = self._place(problem, storage)
@@ -117,8 +118,8 @@ class Runner:
         )
         return {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in outputs.items()}
 
-    def _moved(self, x: Any) -> Any:
-        """An argument that is not looked after: a tensor or a tuple of them on the device, anything else as it is."""
+    def _on_device(self, x: Any) -> Any:
+        """An argument without guards: tensors, or a tuple of them, go to the device."""
         if isinstance(x, tuple) and any(isinstance(part, Tensor) for part in x):
             return tuple(part.to(self.device, copy=True) for part in x)
         return x.to(self.device) if isinstance(x, Tensor) else x
@@ -140,7 +141,7 @@ class Runner:
         return placed
 
     def _delay(self, problem: Problem, placed: dict[str, Tensor]) -> None:
-        """Overwrite the inputs by garbage now, and by their values after a pause on the current stream."""
+        """Overwrite the inputs by garbage now, and by their values after a pause on the stream."""
         sources = {name: x.detach().clone() for name, x in placed.items()}
         for x in placed.values():
             x.detach().zero_()
@@ -152,20 +153,20 @@ class Runner:
         """The opaque inputs, from this implementation's own producer, whose rows must be right."""
         assert problem.producer is not None
         producer = problem.producer
-        moved = {name: self._moved(x) for name, x in (producer.required | producer.settings).items()}
-        arguments = [moved[name] for name in producer.required]
+        inputs = {name: self._on_device(x) for name, x in (producer.required | producer.settings).items()}
+        arguments = [inputs[name] for name in producer.required]
+        settings = {name: inputs[name] for name in producer.settings}
         try:
-            result = self.implementation.call(
-                producer.function, *arguments, **{name: moved[name] for name in producer.settings}
-            )
+            result = self.implementation.call(producer.function, *arguments, **settings)
             outputs = named_outputs(result, CONTRACTS[producer.function].outputs)
         except Exception as error:
             raise Blocked(f"{producer.function} raised {type(error).__name__}: {error}") from error
-        got = {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in outputs.items()}
-        right = problem.produced.rows
-        wrong = judge("rows", Exact(right) if isinstance(right, Tensor) else right.resolve(got), got["rows"])
-        if wrong:
-            raise Blocked(f"{producer.function} is wrong here: rows {wrong.message}")
+        observed = {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in outputs.items()}
+        rows = problem.produced.rows
+        expected = Exact(rows) if isinstance(rows, Tensor) else rows.resolve(observed)
+        finding = judge("rows", expected, observed["rows"])
+        if finding:
+            raise Blocked(f"{producer.function} is wrong here: rows {finding.message}")
         return outputs
 
     def _call(self, problem: Problem, placed: dict[str, Tensor], opaque: dict[str, Any] | None) -> dict[str, Any]:
@@ -179,18 +180,15 @@ class Runner:
             opaque[x.field_name] if isinstance(x, Opaque) and opaque else placed.get(name, x)
             for name, x in problem.required.items()
         ]
-        left_out = [
-            name for name in self.implementation.lacks(problem.function, problem.settings) if name in contract.redundant
-        ]
+        lacking = self.implementation.lacks(problem.function, problem.settings)
         settings = {
-            name: placed[name] if name in placed else self._moved(x)
+            name: placed[name] if name in placed else self._on_device(x)
             for name, x in problem.settings.items()
-            if name not in left_out
+            if not (name in lacking and name in contract.redundant)
         }
         try:
-            outputs = named_outputs(
-                self.implementation.call(problem.function, *arguments, **settings), contract.outputs
-            )
+            result = self.implementation.call(problem.function, *arguments, **settings)
+            outputs = named_outputs(result, contract.outputs)
         except ValueError as error:
             if str(error).startswith("returned"):
                 raise Misbehaved("call", "signature", str(error)) from error
@@ -203,11 +201,8 @@ class Runner:
         used = [name for name in problem.cotangents if isinstance(outputs.get(name), Tensor)]
         for name in used:
             if tuple(outputs[name].shape) != tuple(placed[f"d_{name}"].shape):
-                raise Misbehaved(
-                    name,
-                    "shape",
-                    f"has shape {tuple(outputs[name].shape)}; the reference's is {tuple(placed[f'd_{name}'].shape)}",
-                )
+                shape, right = tuple(outputs[name].shape), tuple(placed[f"d_{name}"].shape)
+                raise Misbehaved(name, "shape", f"has shape {shape}; the reference's is {right}")
         gradients: tuple[Tensor | None, ...]
         attached = [name for name in used if outputs[name].requires_grad]
         inputs = [placed[name] for name in problem.wanted]
@@ -216,13 +211,13 @@ class Runner:
             gradients = torch.autograd.grad([outputs[name] for name in attached], inputs, cotangents, allow_unused=True)
         else:
             gradients = ()
-        asked = zip(problem.wanted, inputs, gradients or (None,) * len(inputs), strict=True)
-        return {f"d_{name}": torch.zeros_like(x) if g is None else g for name, x, g in asked}
+        triples = zip(problem.wanted, inputs, gradients or (None,) * len(inputs), strict=True)
+        return {f"d_{name}": torch.zeros_like(x) if g is None else g for name, x, g in triples}
 
     def _captured(
         self, problem: Problem, replay: Problem, placed: dict[str, Tensor], opaque: dict[str, Any] | None
     ) -> dict[str, Any]:
-        self._call(problem, placed, opaque)  # compiles what must be compiled
+        self._call(problem, placed, opaque)  # compiles the kernels
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):

@@ -1,1 +1,3 @@
-"""Draws cases: `draw` runs a hypothesis strategy from an explicit seed, `covering` makes covering arrays over the finite axes."""
+"""Draws cases: `draw` runs a hypothesis strategy from an explicit seed, `covering` makes covering
+arrays over the finite axes.
+"""

@@ -18,7 +18,9 @@ from conformance.engine.choose.profiles import Profile
 class Section:
     """Cases that run together."""
 
-    kind: str  # corpus, fixed (golden cases, illegal calls, the covering array, real shapes and far addresses) or drawn
+    # corpus, fixed (golden cases, illegal calls, the covering array, real shapes and far addresses)
+    # or drawn
+    kind: str
     function: str = ""
     shard: int = 0
 

@@ -17,9 +17,12 @@ class Profile:
 
     name: str
     drawn: int  # drawn cases of a function, times its weight
-    shards: int  # parts that the drawn cases of a function are split into, so that they can be spread over workers
+    # parts that the drawn cases of a function are split into, so that they can be spread over
+    # workers
+    shards: int
     covering: bool  # whether the covering arrays are run
-    least: int  # informative cases of an offered function, times its weight, below which too little was tested
+    # informative cases of an offered function, times its weight, below which too little was tested
+    least: int
     unsupported: float  # share of a function's cases that may be declared unsupported
     reduce_seconds: float  # for the smallest case of one failure
 

@@ -1,7 +1,9 @@
-"""Cases whose addresses pass 2³¹ elements: every input and cotangent once with far rows and once with far columns.
+"""Cases whose addresses pass 2³¹ elements: every input and cotangent once with far rows and once
+with far columns.
 
-The far tensors are strided views of a few rows whose storage is almost all unmapped, so they cost no memory on a CPU. Outputs
-are allocated by the implementation and cannot be made far without the memory; on a GPU one case has it.
+The far tensors are strided views of a few rows whose storage is almost all unmapped, so they cost
+no memory on a CPU. Outputs are allocated by the implementation and cannot be made far without the
+memory; on a GPU one case has it.
 """
 
 from typing import Any
@@ -75,7 +77,9 @@ def _far_router(function: str, space: Space) -> list[Case]:
 
 
 def _far_of_router(function: str, name: str, layout: str, differentiable: bool, space: Space) -> Case:
-    """Three rows, and three or four columns, so that a step between them fits into 32 bits; in the narrowest dtype that the input may have."""
+    """Three rows, and three or four columns, so that a step between them fits into 32 bits; in the
+    narrowest dtype that the input may have.
+    """
     common: dict[str, Any] = {"function": function, "layout": layout, "layout_of": name, "dtype": "bfloat16"}
     if function in ("gate", "jitter", "attach_loss"):
         grads = (

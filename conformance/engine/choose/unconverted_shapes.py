@@ -1,4 +1,6 @@
-"""Shapes that a kernel may treat apart: more of something than fits one block, real models, expert counts around warps and powers of two."""
+"""Shapes that a kernel may treat apart: more of something than fits one block, real models, expert
+counts around warps and powers of two.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +22,8 @@ from conformance.families.fused.space_activate import quantized_activation_shape
 from conformance.families.quantization.space import quantize_shapes, random_cases
 from conformance.families.router.space import REAL_ROUTERS
 
-EDGES = ((1, 1), (31, 4), (32, 32), (33, 3), (65, 16), (1023, 8), (1024, 8), (2048, 4))  # experts and top-k
+# experts and top-k
+EDGES = ((1, 1), (31, 4), (32, 32), (33, 3), (65, 16), (1023, 8), (1024, 8), (2048, 4))
 # one more than a power of two: a last block that a loop ending too early leaves out
 LONG: dict[str, Any] = {"experts": 5, "topk": 2, "seed": 1}  # seed 1: every token has two experts
 WIDE: dict[str, Any] = {"tokens": 33, "experts": 257, "topk": 3, "seed": 1}
@@ -51,7 +54,9 @@ WITH_PROBS = (
 
 
 def shape_cases(function: str, space: Space) -> list[Case]:
-    """The shapes of a function, with gradients where there are any; laws go round over them. Then those that are chosen for how they are judged."""
+    """The shapes of a function, with gradients where there are any; laws go round over them. Then
+    those that are chosen for how they are judged.
+    """
     if function in COLLECTIVES:
         cases = [_case(function, fields) for fields in dispatch_shapes(function, space)]
         return [replace(case, law=space.laws(case)[i % len(space.laws(case))]) for i, case in enumerate(cases)]
@@ -68,7 +73,8 @@ def shape_cases(function: str, space: Space) -> list[Case]:
 
 
 def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
-    long = LONG | {"tokens": 2049 if space.device == "cuda" else 257}  # an interpreter pays by the step
+    # an interpreter pays by the step
+    long = LONG | {"tokens": 2049 if space.device == "cuda" else 257}
     if function in ("topk_indices", "topk_routing"):
         plain = [{"tokens": 3, "experts": experts, "topk": topk} for experts, topk in REAL_ROUTERS + EDGES]
         limited = space.accepts(function, "num_groups") and space.accepts(function, "group_topk")
@@ -95,7 +101,8 @@ def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
         padded = {"padding": 3} if space.accepts(function, "padding_mask") else {}
         return [long | padded, WIDE | padded]
     if function == "route":
-        replayed = {"steps": "record+forward+reload+backward"}  # what waits to be replayed is saved too
+        # what waits to be replayed is saved too
+        replayed = {"steps": "record+forward+reload+backward"}
         return [{"tokens": 5, "experts": 4, "topk": 2} | replayed] if space.accepts(function, "replay") else []
     if function == "gate":
         return [{"tokens": 257, "hidden": 129, "experts": 65}]

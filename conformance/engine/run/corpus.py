@@ -1,7 +1,7 @@
 """Cases kept for ever: one JSON file each, named by the case's id.
 
-A committed corpus runs first in every profile. A failing case found by a run is saved with the versions it ran on in the
-folder that `--corpus` names, by default `.moe-conformance` in the working directory.
+A committed corpus runs first in every profile. A run saves each failing case, with the versions it
+ran on, in the folder that `--corpus` names, by default `.moe-conformance` in the working directory.
 """
 
 import json
@@ -21,7 +21,8 @@ def read_case(path: Path) -> Case:
     """The case in a file.
 
     Raises:
-        CaseError: the file cannot be read, is not JSON, or describes no case; the message names the file.
+        CaseError: the file cannot be read, is not JSON, or describes no case; the message names the
+            file.
     """
     try:
         record = json.loads(path.read_text())
@@ -41,7 +42,8 @@ def checked(case: Case) -> Case:
     """The case, if the names in it exist and it describes a call.
 
     Raises:
-        CaseError: an unknown law, golden case, illegal call or word, or settings that no call can have.
+        CaseError: an unknown law, golden case, illegal call or word, or settings that no call can
+            have.
     """
     contract = CONTRACTS[case.function]
     for name, known in (
@@ -73,11 +75,11 @@ def read_folder(folder: Path) -> list[Case]:
     return [read_case(path) for path in sorted(folder.glob("*.json"))]
 
 
-def save(folder: Path, case: Case, found: dict[str, Any]) -> Path:
-    """Write the case beside what was found; returns the file."""
+def save(folder: Path, case: Case, finding: dict[str, Any]) -> Path:
+    """Write the case and its finding; returns the file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{case.id}.json"
-    path.write_text(json.dumps({"case": case.record(), "found": found}, indent=1) + "\n")
+    path.write_text(json.dumps({"case": case.record(), "found": finding}, indent=1) + "\n")
     return path
 
 
@@ -94,9 +96,8 @@ def find(name: str, folder: Path) -> Case:
             raise CaseError(f"the case text is not JSON: {error}") from None
     if name.endswith(".json"):
         return read_case(Path(name))
-    for place in (folder, COMMITTED):
-        if (place / f"{name}.json").exists():
-            return read_case(place / f"{name}.json")
-    raise CaseError(
-        f"there is no case {name!r} in {folder} or in the committed corpus; give its file, its id, or its JSON text"
-    )
+    for root in (folder, COMMITTED):
+        if (root / f"{name}.json").exists():
+            return read_case(root / f"{name}.json")
+    hint = "give its file, its id, or its JSON text"
+    raise CaseError(f"there is no case {name!r} in {folder} or in the committed corpus; {hint}")

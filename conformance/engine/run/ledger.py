@@ -1,8 +1,9 @@
-"""An append-only account of everything that was asked of an implementation.
+"""An append-only record of every call asked of an implementation.
 
-One JSON object a line. `plan` lines say what was scheduled, `outcome` lines what became of it, `request` lines what was run
-besides to confirm and reduce, `failure` lines the smallest cases. Every worker writes its own file; the verdict reads them
-all, and is an error if something scheduled has no outcome.
+One JSON object per line: `implementation` describes it, `plan` gives the number of cases of a
+section, `outcome` the result of one, `request` a case run to confirm or reduce, `failure` a
+smallest case, `problem` an error of the suite. Every worker writes its own file; the verdict reads
+them all, and is an error if a scheduled case has no outcome.
 """
 
 import json
@@ -16,7 +17,7 @@ class Ledger:
 
     def __init__(self, folder: Path, worker: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = open(folder / f"{worker}.jsonl", "a", buffering=1)  # noqa: SIM115  (closed with the session)
+        self._file: TextIO = open(folder / f"{worker}.jsonl", "a", buffering=1)  # noqa: SIM115
 
     def write(self, kind: str, **content: Any) -> None:
         self._file.write(json.dumps({"kind": kind, **content}, separators=(",", ":")) + "\n")
@@ -26,7 +27,7 @@ class Ledger:
 
 
 def entries(folder: Path) -> Iterator[dict[str, Any]]:
-    """Everything that all workers wrote; a line that a dying worker cut off is left out, and so shows as a lost result."""
+    """The lines of all workers. A line cut off by a worker's death is left out: a lost result."""
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text().splitlines():
             try:

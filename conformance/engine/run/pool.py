@@ -1,7 +1,8 @@
 """Runs cases on child processes, and replaces a child that dies or hangs.
 
-Children come from a forkserver that has torch loaded, so that one starts in milliseconds; a spare with the implementation
-already imported stands by, because a mutant that crashes is started again often.
+Children come from a forkserver that has torch loaded, so that one starts in milliseconds; a spare
+with the implementation already imported stands by, because a mutant that crashes is started again
+often.
 """
 
 import contextlib
@@ -26,7 +27,8 @@ from conformance.engine.world.worlds import Worlds
 from conformance.interface import UsageError
 
 CASE_SECONDS = 60.0  # a case that takes longer hangs
-NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}  # some hosts hang with it
+# some hosts hang with it
+NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
 START_SECONDS = 180.0  # import of the implementation
 COMPILE_SECONDS = 60.0  # added on a GPU, where a case may wait for compilers
 
@@ -84,7 +86,7 @@ class Pool:
         return self.description
 
     def run(self, cases: Iterable[Case]) -> Iterator[tuple[Case, Outcome]]:
-        """Every case with its outcome, in the order of finishing; cases of several ranks one by one, in their place."""
+        """Every case with its outcome, as it finishes; cases of several ranks in their place."""
         if not self._children:
             self.start()
         for has_ranks, group in groupby(cases, lambda case: bool(ranks_of(CONTRACTS[case.function], case))):
@@ -178,7 +180,8 @@ class Pool:
     def _send(self, child: Child, case: Case) -> None:
         child.case, child.started = case, time.monotonic()
         child.deadline = child.started + self.patience.allowed(case.function)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died between two cases: see `_outcome`
+        # it died between two cases: see `_outcome`
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             child.pipe.send(case)
 
     def _wait(self) -> None:

@@ -1,7 +1,8 @@
 """Finds the smallest case that fails in the same way.
 
-Greedy over the fields of the case: try each simpler case that its contract proposes, the boldest first, and start again from
-the first that fails alike. Values, crashes and hangs are reduced by the same loop, because each attempt runs in a child.
+Greedy over the fields of the case: try each simpler case that its contract proposes, the boldest
+first, and start again from the first that fails alike. Wrong values, crashes and hangs take the
+same loop, because each attempt runs in a child.
 """
 
 import time
@@ -16,7 +17,7 @@ Key = tuple[str, str, str, str]
 
 
 def failure_key(case: Case, outcome: Outcome) -> Key:
-    """What makes two failures the same: function, output, check and status."""
+    """Two failures are the same if function, output, check and status are."""
     finding = outcome.finding or {}
     return case.function, finding.get("output", ""), finding.get("check", ""), outcome.status
 

@@ -143,7 +143,7 @@ class Session:
         return cases_of(section, self.profile, self.space, self.options.seed, self.corpus)
 
     def sweep(self, section: Section) -> list[Failure]:
-        """Run a section to its end, whatever happens; then find the smallest case of every new failure."""
+        """Run a section to its end, then find the smallest case of every new failure."""
         cases = self.cases(section)
         self.ledger.write("plan", section=section.label, scheduled=len(cases))
         position = {case.text: index for index, case in enumerate(cases)}
@@ -185,7 +185,8 @@ class Session:
         self.ledger.write(kind, **content)
 
     def _smallest(self, key: Key, case: Case, outcome: Outcome, section: Section) -> Failure | None:
-        if not _literal(case):  # one that cannot be reduced leaves the search open to the other sections
+        # one that cannot be reduced leaves the search open to the other sections
+        if not _literal(case):
             self.known.add(key)
         case, outcome = self._confirmed(case, outcome)
         if outcome.status != "FLAKY" and failure_key(case, outcome) != key and failure_key(case, outcome) in self.known:
@@ -204,7 +205,7 @@ class Session:
         return failure
 
     def _confirmed(self, case: Case, outcome: Outcome) -> tuple[Case, Outcome]:
-        """The failure as it shows in a process that has run nothing else; FLAKY if it does not show there."""
+        """The failure as a process shows it that has run nothing else; FLAKY if it passes there."""
         alone = self._attempt(case, fresh=True)
         if alone.status in FAILING:
             return case, alone
@@ -217,7 +218,7 @@ class Session:
         return case, flaky
 
     def attempt(self, case: Case) -> Outcome:
-        """One try of a reduction: in a process that is there already, unless what ran before matters."""
+        """One try of a reduction: in a running child, unless earlier calls matter."""
         return self._attempt(case, fresh=case.law == "history")
 
     def _attempt(self, case: Case, fresh: bool) -> Outcome:
@@ -248,7 +249,7 @@ def default_jobs(device: str) -> int:
 
 
 def _priority(case: Case, position: dict[str, int]) -> tuple[bool, int]:
-    """Which of several failing cases is reduced: a literal last, else the first in the plan, whichever child was faster."""
+    """The order in which failing cases are reduced: literals last, else as in the plan."""
     return _literal(case), position[case.text]
 
 

@@ -27,7 +27,8 @@ WRONG = ("FAIL", "CRASH", "HANG", "OOM", "FLAKY", "BLOCKED")
 class FunctionVerdict:
     """The verdict on one function.
 
-    status: conformant, differs, blocked, not judged, too little tested, not run (in a part of a run) or not offered
+    status: conformant, differs, blocked, not judged, too little tested, not run (in a part of a
+    run) or not offered
     """
 
     status: str
@@ -57,7 +58,8 @@ class Verdict:
     versions: dict[str, str] = field(default_factory=dict)
     functions: dict[str, FunctionVerdict] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)  # sentences: errors of the harness, shortfalls, regressions
+    # sentences: errors of the harness, shortfalls, regressions
+    problems: list[str] = field(default_factory=list)
     evaluations: int = 0
     seconds_implementation: float = 0.0
     seconds_reference: float = 0.0
@@ -81,8 +83,10 @@ def assemble(
     Args:
         waivers: names of all waivers; one that waived nothing is stale, if the run was a whole one.
         baseline: what `read_baseline` has read.
-        whole: whether every section was to be run; a part of a run is not asked for the minimum of cases.
-        interrupted: whether the run was ended early: cases without a result are not lost, and no function is conformant.
+        whole: whether every section was to be run; a part of a run is not asked for the minimum of
+            cases.
+        interrupted: whether the run was ended early: cases without a result are not lost, and no
+            function is conformant.
     """
     lines = list(entries(folder))
     outcomes = [line for line in lines if line["kind"] == "outcome"]
@@ -158,7 +162,7 @@ def _function(
 
 
 def _shortfalls(name: str, function: FunctionVerdict, rules: Profile | None) -> list[str]:
-    """Why the function was tested too little; nothing for one that is not offered, or without rules."""
+    """Why the function was tested too little; nothing if it is not offered, or without rules."""
     if function.status == "not offered" or rules is None:
         return []
     out = []

@@ -1,4 +1,4 @@
-"""Known differences that do not fail a run, each with an owner, a reason and a date on which it ends.
+"""Known differences that do not fail a run, each with an owner, a reason and a date of expiry.
 
 [[waiver]]
 function = "pad_routing_map"
@@ -40,10 +40,8 @@ class Waiver:
 
     @property
     def name(self) -> str:
-        return (
-            " ".join(filter(None, (self.function, self.output, self.check, self.message, str(self.where or ""))))
-            + f" ({self.owner})"
-        )
+        parts = (self.function, self.output, self.check, self.message, str(self.where or ""), f"({self.owner})")
+        return " ".join(filter(None, parts))
 
     def covers(self, case: Case, outcome: Outcome) -> bool:
         finding = outcome.finding or {}
@@ -53,11 +51,11 @@ class Waiver:
             and self.check in ("", finding.get("check"), outcome.status)
             and self.output in ("", finding.get("output"))
             and self.message in (finding.get("message") or outcome.reason)
-            and all(_plain(getattr(case, name, None)) == value for name, value in self.where.items())
+            and all(_toml(getattr(case, name, None)) == value for name, value in self.where.items())
         )
 
 
-def _plain(value: Any) -> Any:
+def _toml(value: Any) -> Any:
     """A field as TOML can write it."""
     return list(value) if isinstance(value, tuple) else value
 
@@ -66,7 +64,8 @@ def read_waivers(path: Path, today: datetime.date) -> list[Waiver]:
     """The waivers in a TOML file.
 
     Raises:
-        UsageError: the file cannot be read, a waiver lacks a field or has an unknown one, or has expired.
+        UsageError: the file cannot be read, a waiver lacks a field or has an unknown one, or has
+            expired.
     """
     try:
         content = tomllib.loads(path.read_text())
@@ -76,34 +75,31 @@ def read_waivers(path: Path, today: datetime.date) -> list[Waiver]:
         raise UsageError(f"--waivers {path}: {error}") from None
     tables, others = content.get("waiver", []), [name for name in content if name != "waiver"]
     if others or not isinstance(tables, list) or not all(isinstance(entry, dict) for entry in tables):
-        raise UsageError(
-            f"--waivers {path}: must hold [[waiver]] tables and nothing else{''.join(f', not {name}' for name in others)}"
-        )
+        unknown = "".join(f", not {name}" for name in others)
+        raise UsageError(f"--waivers {path}: must hold [[waiver]] tables and nothing else{unknown}")
     return [_waiver(entry, f"--waivers {path}: waiver {index}", today) for index, entry in enumerate(tables, 1)]
 
 
-def _waiver(entry: dict[str, Any], place: str, today: datetime.date) -> Waiver:
-    """The waiver of one table, every field of it checked."""
-    missing = [name for name in REQUIRED if name not in entry]
-    unknown = [name for name in entry if name not in REQUIRED + OPTIONAL]
+def _waiver(entry: dict[str, Any], name: str, today: datetime.date) -> Waiver:
+    """The waiver of one table, with every field checked; `name` is its name in messages."""
+    missing = [key for key in REQUIRED if key not in entry]
+    unknown = [key for key in entry if key not in REQUIRED + OPTIONAL]
     if missing or unknown:
-        raise UsageError(
-            f"{place} {'lacks ' + ', '.join(missing) if missing else 'has the unknown field ' + ', '.join(unknown)}"
-        )
-    for name in entry:
-        if name not in ("expires", "where") and not isinstance(entry[name], str):
-            raise UsageError(f"{place}: {name} is {entry[name]!r}; it must be text")
-    if entry["function"] not in CONTRACTS:
-        raise UsageError(f"{place} is for {entry['function']!r}; the functions are {', '.join(CONTRACTS)}")
-    fields, where = Case.family[entry["function"]].__dataclass_fields__, entry.get("where", {})
-    if not isinstance(where, dict) or not all(name in fields for name in where):
-        raise UsageError(
-            f"{place}: where is {where!r}; it must be a table of fields of a {entry['function']} case: {', '.join(fields)}"
-        )
-    if type(entry["expires"]) is not datetime.date:  # a datetime is a date too, and cannot be compared with one
-        raise UsageError(
-            f"{place}: expires is {entry['expires']!r}; it must be a date such as 2027-06-30, without quotes"
-        )
-    if entry["expires"] < today:
-        raise UsageError(f"{place} is stale: it expired on {entry['expires']} ({entry['reason']})")
+        fields = f"lacks {', '.join(missing)}" if missing else f"has the unknown field {', '.join(unknown)}"
+        raise UsageError(f"{name} {fields}")
+    for key, value in entry.items():
+        if key not in ("expires", "where") and not isinstance(value, str):
+            raise UsageError(f"{name}: {key} is {value!r}; it must be text")
+    function, expires, where = entry["function"], entry["expires"], entry.get("where", {})
+    if function not in CONTRACTS:
+        raise UsageError(f"{name} is for {function!r}; the functions are {', '.join(CONTRACTS)}")
+    known = Case.family[function].__dataclass_fields__
+    if not isinstance(where, dict) or not all(key in known for key in where):
+        table = f"a table of fields of a {function} case: {', '.join(known)}"
+        raise UsageError(f"{name}: where is {where!r}; it must be {table}")
+    # a datetime is a date too, and cannot be compared with one
+    if type(expires) is not datetime.date:
+        raise UsageError(f"{name}: expires is {expires!r}; it must be a date such as 2027-06-30, without quotes")
+    if expires < today:
+        raise UsageError(f"{name} is stale: it expired on {expires} ({entry['reason']})")
     return Waiver(**entry)

@@ -1,8 +1,10 @@
-"""Ranks that torchrun has started, on one host or several: each of its processes lends the world one rank.
+"""Ranks that torchrun has started, on one host or several: each of its processes lends the world
+one rank.
 
-Rank 0 draws the cases and gives the verdict; the others run `lend_rank`. Each lender keeps its rank in a child process, so that
-a crash of the implementation does not end the process that torchrun watches. The child talks to rank 0 directly; its lender
-receives from rank 0 when to start and end it.
+Rank 0 draws the cases and gives the verdict; the others run `lend_rank`. Each lender keeps its rank
+in a child process, so that a crash of the implementation does not end the process that torchrun
+watches. The child talks to rank 0 directly; its lender receives from rank 0 when to start and end
+it.
 """
 
 import contextlib
@@ -45,7 +47,8 @@ class Joined:
         return RankAddress(rank, ranks, self.host, self.port, f"moe-conformance world {world}", self.gpu)
 
     def store(self, first: bool = False) -> Any:
-        """The key-value store of all ranks. Rank 0 hosts it on the first call, unless torchrun's agent does.
+        """The key-value store of all ranks. Rank 0 hosts it on the first call, unless torchrun's
+        agent does.
 
         Raises:
             UsageError: it cannot be hosted there, or does not answer.
@@ -105,7 +108,8 @@ class RemoteRanks:
             self._store.set("address", pickle.dumps(((host, self._listener.address[1]), key)))
             self._controls = self._accept(self.here.ranks)
         for rank in range(1, ranks):
-            with contextlib.suppress(OSError):  # the lender is gone, and its process will be missing
+            # the lender is gone, and its process will be missing
+            with contextlib.suppress(OSError):
                 self._controls[rank].send(("open", world, ranks))
         pipes = self._accept(ranks)
         return [RemoteRank(pipes[rank], self._controls[rank], world) for rank in sorted(pipes)]
@@ -123,7 +127,8 @@ class RemoteRanks:
         """A connection from each of the ranks 1 … ranks - 1, which sends its number first.
 
         Raises:
-            UsageError: naming the ranks that have not called in ARRIVAL_SECONDS; the other connections are closed.
+            UsageError: naming the ranks that have not called in ARRIVAL_SECONDS; the other
+                connections are closed.
         """
         assert self._listener is not None
         socket = self._listener._listener._socket  # type: ignore[attr-defined]  # `accept` alone waits for ever
@@ -132,7 +137,8 @@ class RemoteRanks:
         while missing := [rank for rank in range(1, ranks) if rank not in calls]:
             if not connection.wait([socket], max(deadline - time.monotonic(), 0)):
                 break
-            with contextlib.suppress(AuthenticationError, EOFError, OSError):  # a stranger, or a rank that died
+            # a stranger, or a rank that died
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):
                 call = self._listener.accept()
                 calls[call.recv()] = call
         if missing:
@@ -173,7 +179,8 @@ class RemoteRank:
 
 
 def lend_rank(here: Joined, options: ChildOptions) -> int:
-    """Lend this rank to every world that rank 0 opens, until rank 0 dismisses it or is gone; returns the exit code.
+    """Lend this rank to every world that rank 0 opens, until rank 0 dismisses it or is gone;
+    returns the exit code.
 
     Raises:
         UsageError: rank 0 cannot be reached.

@@ -50,9 +50,10 @@ class Announced(Implementation):
 def serve_rank(connection: Connection, options: ChildOptions, address: RankAddress, log_path: str) -> None:
     """Meet the other ranks, then judge this rank's part of every case until the parent hangs up.
 
-    Sends the messages of a child, and these: after "ready" ("formed", None) or ("unformed", a sentence); in the middle of a
-    case ("calls", a function) before the implementation's function is called, and ("agree", whether this rank is well). The
-    parent answers "agree" with whether all ranks are, when all have sent it.
+    Sends the messages of a child, and these: after "ready" ("formed", None) or ("unformed", a
+    sentence); in the middle of a case ("calls", a function) before the implementation's function is
+    called, and ("agree", whether this rank is well). The parent answers "agree" with whether all
+    ranks are, when all have sent it.
     """
     if options.device != "cpu" and torch.cuda.is_available():
         torch.cuda.set_device(address.gpu)
@@ -87,7 +88,8 @@ def _meet(address: RankAddress, device: str) -> dict[int, Any]:
     store = dist.PrefixStore(address.meeting, tcp)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=address.rank, world_size=address.ranks, timeout=patience)
-    for peer in range(address.ranks):  # a group is made without a message between its ranks; this waits for each
+    # a group is made without a message between its ranks; this waits for each
+    for peer in range(address.ranks):
         store.set(f"here {address.rank}", "")
         store.wait([f"here {peer}"], patience)
     lasting = datetime.timedelta(seconds=COLLECTIVE_SECONDS)

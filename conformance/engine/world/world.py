@@ -1,6 +1,8 @@
-"""A world of ranks, from outside: gives each rank the case, receives its outcome, and makes one outcome of all.
+"""A world of ranks, from outside: gives each rank the case, receives its outcome, and makes one
+outcome of all.
 
-When a rank dies, hangs or raises while others wait for it, it is named, all ranks are ended, and the next case gets a new world.
+When a rank dies, hangs or raises while others wait for it, it is named, all ranks are ended, and
+the next case gets a new world.
 """
 
 import contextlib
@@ -57,7 +59,7 @@ class Member:
         return self.process.pipe
 
     def within(self, case: Case) -> str:
-        """The last function it has called, if not the case's, such as the dispatch before a combine; as " in …"."""
+        """The last function it has called, such as the dispatch before a combine, as " in …"."""
         return f" in {self.calling}" if self.calling not in ("", case.function) else ""
 
 
@@ -84,7 +86,8 @@ class World:
         members = self._members[:ranks]
         for member in members:
             member.outcome, member.seen, member.asking, member.calling = None, [], None, ""
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died between two cases: see `_hear`
+            # it died between two cases: see `_hear`
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 member.pipe.send(case)
         started = time.monotonic()
         silent = self._listen(members, started + self._patience.allowed(case.function))
@@ -130,10 +133,12 @@ class World:
     # ---- one case
 
     def _listen(self, members: list[Member], deadline: float) -> list[Member]:
-        """Receive messages until every rank has an outcome; returns the ranks that have none in time.
+        """Receive messages until every rank has an outcome; returns the ranks that have none in
+        time.
 
-        A rank that is done with the values asks whether all are well. Once one is not, the ranks that have not asked yet may be
-        waiting for it: they get GRACE_SECONDS, and it gets its answer.
+        A rank that is done with the values asks whether all are well. Once one is not, the ranks
+        that have not asked yet may be waiting for it: they get GRACE_SECONDS, and it gets its
+        answer.
         """
         while waiting := [member for member in members if member.outcome is None]:
             pause = max(min(deadline - time.monotonic(), 1.0), 0)
