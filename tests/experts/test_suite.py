@@ -1,4 +1,4 @@
-"""Experts that differ in what the contract leaves open are accepted; those that differ in anything else are found, and where."""
+"""Experts that differ in what the contract leaves open are accepted; every other difference is found where it is."""
 
 import functools
 import math
@@ -13,69 +13,35 @@ from torch import Tensor
 from conformance.analysis.curves import CURVES, GATES, Curve, erf, sigmoid, sigmoid_gated, tanh
 from conformance.analysis.products import Product, experts_of_rows
 from conformance.analysis.running import Running
-from conformance.core.case import Case
 from conformance.core.space import Space
-from conformance.engine.child import poison
-from conformance.engine.child.evaluate import evaluate
-from conformance.engine.choose.draw import covering_cases, drawn, shape_cases, strategy
-from conformance.engine.choose.plan import fixed_cases
 from conformance.families.experts.cases import ActivationCase, GroupedCase
-from conformance.interface import Implementation, load
+from conformance.interface import load
 from conformance.judge.bound import FLOAT32
 from moe_ref.experts.activations import CURVES as REFERENCE
+from tests.common.suite import assert_accepted, failures, gate_cases, outcome_of, statuses
 from tests.honest.experts import How, make
-
-poison.install()
 
 FUNCTIONS = ("glu", "activation", "grouped_linear", "grouped_dgrad", "grouped_wgrad")
 EXPERTS = ("Autograd", "BaseTwo", "Wide", "Backwards")
-SPACE = Space(
-    without=dict.fromkeys(FUNCTIONS, frozenset({"recipe", "state", "noise"}))
-)  # products in low precision: test_grouped_recipes
-EVERY, DRAWS, SEEDS = 6, 8, (11, 12, 13)  # one of so many cases of a covering array; drawn cases of each seed
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small products are quicker without others to wait for."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@functools.cache
-def cases_of(function: str) -> list[Case]:
-    many = [case for seed in SEEDS for case in drawn(strategy(function, SPACE), seed, DRAWS)]
-    return [
-        *fixed_cases(function, SPACE),
-        *covering_cases(function, SPACE).cases[::EVERY],
-        *shape_cases(function, SPACE),
-        *many,
-    ]
+RECIPE = frozenset({"recipe", "state", "noise"})  # products in low precision: test_precision
+cases_of = functools.cache(
+    functools.partial(gate_cases, space=Space(without=dict.fromkeys(FUNCTIONS, RECIPE)), every=6)
+)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("experts", EXPERTS)
 def test_honest_experts_are_accepted(experts, function):
-    implementation, cases = load(f"tests.honest.experts:{experts}"), cases_of(function)
-    outcomes = {case.text: evaluate(case, implementation) for case in cases}
-    assert {
-        text: x.finding or x.reason for text, x in outcomes.items() if x.status not in ("PASS", "UNINFORMATIVE")
-    } == {}
-    assert sum(x.status == "PASS" for x in outcomes.values()) > len(cases) / 2
+    assert_accepted(cases_of(function), load(f"tests.honest.experts:{experts}"))
 
 
 # ---- what is wrong in one place
 
 
-def of(**changed: Any) -> SimpleNamespace:
-    return SimpleNamespace(**vars(make(How())) | changed)
-
-
 def changed(function: str, wrapper) -> SimpleNamespace:
-    original = getattr(make(How()), function)
-    return of(**{function: lambda *args, **settings: wrapper(original, *args, **settings)})
+    honest = make(How())
+    original = getattr(honest, function)
+    return SimpleNamespace(**vars(honest) | {function: lambda *args, **how: wrapper(original, *args, **how)})
 
 
 def in_half(curve):
@@ -131,7 +97,7 @@ def nothing_for_nan(original, h, **settings):
     return original(h, **settings).nan_to_num()
 
 
-def reads_behind(original, x, other, counts, **settings):
+def reads_past_the_end(original, x, other, counts, **settings):
     out = original(x, other, counts, **settings)
     return out + 0 * x[int(counts.sum()) :].sum().to(out.dtype)
 
@@ -163,43 +129,40 @@ WGRAD = GroupedCase(
 )
 
 WRONG = [
-    (GLU, make(How(sigmoid=in_half(torch.sigmoid))), "out", "bound"),
-    (replace(GLU, kind="geglu"), make(How(tanh=in_half(torch.tanh))), "out", "bound"),
-    (replace(GLU, kind="geglu_erf"), make(How(erf=in_half(torch.erf))), "out", "bound"),
-    (replace(GLU, kind="geglu"), changed("glu", with_settings(kind="geglu_erf")), "out", "bound"),
-    (replace(GLU, alpha=1702), changed("glu", without("alpha")), "out", "bound"),
-    (replace(GLU, offset=8), changed("glu", without("offset")), "out", "bound"),
-    (replace(GLU, interleave=4), changed("glu", without("interleave")), "out", "bound"),
-    (replace(GLU, clamp=4), changed("glu", without("clamp")), "out", "bound"),
-    (replace(GLU, clamp=4), changed("glu", bounded_from_below), "out", "bound"),
-    (replace(GLU, clamp=56, values="bounds", grads="h"), changed("glu", stops_on_the_bound), "d_h", "bound"),
-    (replace(WEIGHTED, dtype="bfloat16"), changed("glu", rounds_the_probs), "out", "bound"),
-    (replace(WEIGHTED, dtype="bfloat16"), changed("glu", rounds_twice), "out", "bound"),
-    (replace(WEIGHTED, dtype="bfloat16", early=True), changed("glu", without("round_before_probs")), "out", "bound"),
-    (replace(WEIGHTED, grads=""), changed("glu", wrong_where_a_prob_is_negative), "out", "bound"),
-    (replace(GLU, values="special", grads=""), changed("glu", nothing_for_nan), "out", "bound"),
-    (replace(SQUARED, weights="signed"), changed("activation", rounds_twice), "out", "bound"),
-    (replace(SQUARED, early=True), changed("activation", without("round_before_probs")), "out", "bound"),
-    (LINEAR, make(How(product=sum_of_the_first_half)), "out", "bound"),
-    (LINEAR, changed("grouped_linear", neighbours_weight), "out", "bound"),
-    (replace(LINEAR, tail=3, grads=""), changed("grouped_linear", reads_behind), "out", "bound"),
-    (replace(HALF, bias="bfloat16", tokens=30), changed("grouped_linear", adds_bias_after_rounding), "out", "bound"),
-    (HALF, make(How(product=added_in_half)), "out", "bound"),
-    (WGRAD, changed("grouped_wgrad", rounds_before_adding), "d_weight", "bound"),
+    (GLU, make(How(sigmoid=in_half(torch.sigmoid))), "out"),
+    (replace(GLU, kind="geglu"), make(How(tanh=in_half(torch.tanh))), "out"),
+    (replace(GLU, kind="geglu_erf"), make(How(erf=in_half(torch.erf))), "out"),
+    (replace(GLU, kind="geglu"), changed("glu", with_settings(kind="geglu_erf")), "out"),
+    (replace(GLU, alpha=1702), changed("glu", without("alpha")), "out"),
+    (replace(GLU, offset=8), changed("glu", without("offset")), "out"),
+    (replace(GLU, interleave=4), changed("glu", without("interleave")), "out"),
+    (replace(GLU, clamp=4), changed("glu", without("clamp")), "out"),
+    (replace(GLU, clamp=4), changed("glu", bounded_from_below), "out"),
+    (replace(GLU, clamp=56, values="bounds", grads="h"), changed("glu", stops_on_the_bound), "d_h"),
+    (replace(WEIGHTED, dtype="bfloat16"), changed("glu", rounds_the_probs), "out"),
+    (replace(WEIGHTED, dtype="bfloat16"), changed("glu", rounds_twice), "out"),
+    (replace(WEIGHTED, dtype="bfloat16", early=True), changed("glu", without("round_before_probs")), "out"),
+    (replace(WEIGHTED, grads=""), changed("glu", wrong_where_a_prob_is_negative), "out"),
+    (replace(GLU, values="special", grads=""), changed("glu", nothing_for_nan), "out"),
+    (replace(SQUARED, weights="signed"), changed("activation", rounds_twice), "out"),
+    (replace(SQUARED, early=True), changed("activation", without("round_before_probs")), "out"),
+    (LINEAR, make(How(product=sum_of_the_first_half)), "out"),
+    (LINEAR, changed("grouped_linear", neighbours_weight), "out"),
+    (replace(LINEAR, tail=3, grads=""), changed("grouped_linear", reads_past_the_end), "out"),
+    (replace(HALF, bias="bfloat16", tokens=30), changed("grouped_linear", adds_bias_after_rounding), "out"),
+    (HALF, make(How(product=added_in_half)), "out"),
+    (WGRAD, changed("grouped_wgrad", rounds_before_adding), "d_weight"),
 ]
 
 
-@pytest.mark.parametrize(("case", "wrong", "output", "check"), WRONG, ids=[str(i) for i in range(len(WRONG))])
-def test_what_is_wrong_in_one_place_is_found_there(case, wrong, output, check):
-    outcomes = [evaluate(replace(case, seed=seed), Implementation(wrong, "here")) for seed in range(8)]
-    assert (output, check) in {(x.finding["output"], x.finding["check"]) for x in outcomes if x.status == "FAIL"}
+@pytest.mark.parametrize(("case", "wrong", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_every_mistake_is_found_where_it_is(case, wrong, output):
+    assert (output, "bound") in failures(case, wrong, 8)
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG), ids=lambda case: case.id)
-def test_the_cases_that_find_it_are_passed_by_the_honest(case):
-    assert {evaluate(replace(case, seed=seed), Implementation(make(How()), "here")).status for seed in range(8)} == {
-        "PASS"
-    }
+def test_honest_experts_pass_the_cases_that_find_mistakes(case):
+    assert statuses(case, make(How()), 8) == {"PASS"}
 
 
 def truncated(x: Tensor, y: Tensor) -> Tensor:
@@ -208,8 +171,8 @@ def truncated(x: Tensor, y: Tensor) -> Tensor:
 
 
 def test_a_result_that_is_cut_off_instead_of_rounded_is_found_by_its_bias():
-    """The bound of one rounding is twice half an ulp away: only the mean tells."""
-    outcome = evaluate(HALF, Implementation(make(How(product=truncated)), "here"))
+    """The bound of one rounding is twice half an ulp away: only the mean shows it."""
+    outcome = outcome_of(HALF, make(How(product=truncated)))
     assert outcome.status == "FAIL" and outcome.finding["check"] in ("bound", "ratio")
 
 
@@ -269,7 +232,7 @@ def test_an_alpha_makes_its_own_gate():
     assert isinstance(GATES["swiglu"], Curve)
 
 
-def test_products_know_who_spoilt_them():
+def test_a_product_with_a_nan_or_an_infinity_bounds_only_the_other_elements():
     left = torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [torch.inf, 1.0]])
     right = torch.tensor([[3.0, 4.0], [0.0, torch.inf]])
     product = Product.of(left, right)
@@ -280,5 +243,5 @@ def test_products_know_who_spoilt_them():
     assert bounded.bound.isinf().tolist() == product.free.tolist()
 
 
-def test_experts_of_rows_counts_those_behind_as_one_more():
+def test_rows_past_the_last_segment_belong_to_one_more_expert():
     assert experts_of_rows(torch.tensor([2, 0, 1]), 5).tolist() == [0, 0, 2, 3, 3]

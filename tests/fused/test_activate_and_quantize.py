@@ -1,5 +1,6 @@
-"""Activations that are quantised at once: the reference is what its two halves are; honest variants are accepted, and each mistake is found."""
+"""Activations quantised in one step: the reference is its two halves, honest variants are accepted, mistakes are found."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,14 +15,7 @@ from conformance.analysis.curves import CURVES
 from conformance.analysis.quantizer import transformed
 from conformance.analysis.running import Running
 from conformance.catalogue import CONTRACTS
-from conformance.core.space import Space
-from conformance.engine.child import poison
-from conformance.engine.child.evaluate import evaluate
-from conformance.engine.child.runner import Outcome
-from conformance.engine.choose.draw import covering_cases, drawn, shape_cases, strategy
-from conformance.engine.choose.plan import fixed_cases
 from conformance.families.fused.cases import FUNCTIONS, QuantizedActivationCase, unit_of
-from conformance.interface import Implementation
 from conformance.judge import controls, judge
 from conformance.judge.ranges import Ranged, code_places
 from moe_ref.config import Quantization, Recipe
@@ -29,24 +23,20 @@ from moe_ref.config.fused_activations import QuantizedGradients
 from moe_ref.quantization.formats import E2M1, E4M3, E5M2, decode, encode
 from moe_ref.quantization.quantize import Form, Quantized, hadamard
 from moe_ref.quantization.recipes import Scaled
+from tests.common.suite import (
+    WITH_UNSUPPORTED,
+    assert_accepted,
+    failures,
+    gate_cases,
+    outcome_of,
+    reference,
+    statuses,
+    wrapped,
+)  # fmt: skip
 from tests.honest.quantizers import Multiplies
 
-poison.install()
-EVERY, DRAWS = 3, 12  # one of so many cases of the covering array; drawn cases
+EVERY, DRAWS = 3, 4  # one in so many of the covering array; drawn cases per seed
 READ = ("amax", "scales", "codes", "dequantize")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small tensors are quicker without others to wait for."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def outcome_of(case: QuantizedActivationCase, namespace: Any) -> Outcome:
-    return evaluate(case, Implementation(namespace, "here"))
 
 
 # ---- the reference
@@ -80,7 +70,7 @@ def test_by_itself_it_is_quantised_from_float32_and_comes_back_in_the_dtype_of_h
     assert moe_ref.dequantize(made).dtype == torch.bfloat16
 
 
-def test_the_gradient_is_that_of_the_activation_and_nothing_behind_the_last_group():
+def test_the_gradient_is_the_activations_and_zero_past_the_last_group():
     h, probs = (
         torch.randn(6, 8, dtype=torch.float64, requires_grad=True),
         torch.rand(6, dtype=torch.float64, requires_grad=True),
@@ -99,70 +89,38 @@ def test_the_gradient_is_that_of_the_activation_and_nothing_behind_the_last_grou
 # ---- honest variants
 
 
-def built(
-    activation: Callable[..., Tensor], backward: Callable[..., Any], quantizer: Any
-) -> dict[str, Callable[..., Any]]:
+def built(activation: Callable[..., Tensor], backward: Callable[..., Any], quantizer: Any) -> list[Callable[..., Any]]:
     """The two functions of one kind, from an activation that is not rounded, its gradient and a quantiser."""
 
-    def owned(splits: Tensor | None, rows: int) -> int:
-        return rows if splits is None else int(splits.sum())
-
-    def finished(x: Tensor, like: Tensor, rounds: bool, rows: int, **forms: Any) -> tuple[Any, Any]:
+    def quantized(x: Tensor, like: Tensor, recipe: Recipe, rounds: bool, forms: dict[str, Any]) -> tuple[Any, Any]:
         x = x.to(like.dtype) if rounds else x.float()
-        x = torch.cat([x, x.new_zeros(rows - len(x), x.shape[1])])
-        made, state = quantizer.quantize(
-            x, forms.pop("recipe"), **{name: value for name, value in forms.items() if value is not None}
-        )
+        x = torch.cat([x, x.new_zeros(len(like) - len(x), x.shape[1])])
+        made, state = quantizer.quantize(x, recipe, **{name: y for name, y in forms.items() if y is not None})
         return InDtype(made, like.dtype), state
 
     def forward(
-        h,
-        recipe,
-        *,
-        splits=None,
-        probs=None,
-        rowwise=True,
-        columnwise=False,
-        state=None,
-        round_before_quantize=False,
+        h, recipe, *, splits=None, probs=None, rowwise=True, columnwise=False, state=None, round_before_quantize=False,
         **settings,
-    ):
-        own = owned(splits, len(h))
-        a = activation(h[:own].double(), probs=None if probs is None else probs[:own].double(), **settings)
-        forms = {"recipe": recipe, "splits": splits, "rowwise": rowwise, "columnwise": columnwise, "state": state}
-        return Quantization(*finished(a, h, round_before_quantize, len(h), **forms))
+    ):  # fmt: skip
+        end = len(h) if splits is None else int(splits.sum())
+        a = activation(h[:end].double(), probs=None if probs is None else probs[:end].double(), **settings)
+        forms = {"splits": splits, "rowwise": rowwise, "columnwise": columnwise, "state": state}
+        return Quantization(*quantized(a, h, recipe, round_before_quantize, forms))
 
     def back(
-        d_out,
-        h,
-        recipe,
-        *,
-        splits=None,
-        probs=None,
-        rowwise=True,
-        columnwise=False,
-        state=None,
-        noise=None,
-        round_before_quantize=False,
-        **settings,
-    ):
-        own = owned(splits, len(h))
-        p = None if probs is None else probs[:own].double()
-        d_h, d_probs = backward(d_out[:own].double(), h[:own].double(), probs=p, **settings)
-        forms = {
-            "recipe": recipe,
-            "splits": splits,
-            "rowwise": rowwise,
-            "columnwise": columnwise,
-            "state": state,
-            "noise": noise,
-            "role": "grad_output",
-        }
+        d_out, h, recipe, *, splits=None, probs=None, rowwise=True, columnwise=False, state=None, noise=None,
+        round_before_quantize=False, **settings,
+    ):  # fmt: skip
+        end = len(h) if splits is None else int(splits.sum())
+        p = None if probs is None else probs[:end].double()
+        d_h, d_probs = backward(d_out[:end].double(), h[:end].double(), probs=p, **settings)
+        forms = {"splits": splits, "rowwise": rowwise, "columnwise": columnwise, "state": state, "noise": noise}
         if d_probs is not None:
-            d_probs = torch.cat([d_probs.to(probs.dtype), probs.new_zeros(len(h) - own)])
-        return QuantizedGradients(*finished(d_h, h, round_before_quantize, len(h), **forms), d_probs)
+            d_probs = torch.cat([d_probs.to(probs.dtype), probs.new_zeros(len(h) - end)])
+        forms |= {"role": "grad_output"}
+        return QuantizedGradients(*quantized(d_h, h, recipe, round_before_quantize, forms), d_probs)
 
-    return {"forward": forward, "back": back}
+    return [forward, back]
 
 
 class InDtype(SimpleNamespace):
@@ -174,10 +132,8 @@ class InDtype(SimpleNamespace):
 
 def in_float64(quantizer: Any, **declared: Any) -> SimpleNamespace:
     """Activations in float64, and another quantiser; without gradients."""
-    gates, plain = (
-        built(moe_ref.glu, moe_ref.glu_backward, quantizer),
-        built(moe_ref.activation, moe_ref.activation_backward, quantizer),
-    )
+    gated = built(moe_ref.glu, moe_ref.glu_backward, quantizer)
+    plain = built(moe_ref.activation, moe_ref.activation_backward, quantizer)
 
     def reading(name: str) -> Callable[..., Tensor]:
         def read(made: InDtype, **how: Any) -> Tensor:
@@ -186,7 +142,7 @@ def in_float64(quantizer: Any, **declared: Any) -> SimpleNamespace:
 
         return read
 
-    names = dict(zip(FUNCTIONS, (gates["forward"], plain["forward"], gates["back"], plain["back"]), strict=True))
+    names = dict(zip(FUNCTIONS, (gated[0], plain[0], gated[1], plain[1]), strict=True))
     return SimpleNamespace(
         **names, **{name: reading(name) for name in READ}, declares=lambda name: declared | {"differentiable": False}
     )
@@ -202,30 +158,13 @@ HONEST = {
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_variants_are_accepted(name, function):
-    cases = [
-        *fixed_cases(function, Space()),
-        *covering_cases(function, Space()).cases[::EVERY],
-        *shape_cases(function, Space()),
-    ]
-    cases += drawn(strategy(function, Space()), 11, DRAWS)
+    cases = gate_cases(function, every=EVERY, draws=DRAWS)
     if name != "the_reference":
         cases = [replace(case, law="") for case in cases if not case.illegal and not case.grads]
-    outcomes = {case.text: outcome_of(case, HONEST[name]) for case in cases}
-    accepted = ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")
-    assert {text: x.finding or x.reason for text, x in outcomes.items() if x.status not in accepted} == {}
-    assert sum(x.status == "PASS" for x in outcomes.values()) > len(cases) / 3
+    assert_accepted(cases, HONEST[name], statuses=WITH_UNSUPPORTED, share=1 / 3)
 
 
 # ---- what is wrong in one place
-
-
-def of(**changed: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{name: getattr(moe_ref, name) for name in moe_ref.__all__} | changed)
-
-
-def called(function: str, wrapper: Callable[..., Any]) -> SimpleNamespace:
-    original = getattr(moe_ref, function)
-    return of(**{function: lambda *args, **settings: wrapper(original, *args, **settings)})
 
 
 def with_setting(**other: Any) -> Callable[..., Any]:
@@ -249,13 +188,12 @@ def prob_after_the_scale(original, h, recipe, *, probs, **settings):
     """The scale comes from what the probs have not been multiplied with; amax is said to be right."""
     made, state = original(h, recipe, probs=probs, **settings)
     bare, _ = original(h, recipe, **settings)
-    a, spreads = moe_ref.glu(h.float(), probs=probs), {"current": (1, 1)}
+    a = moe_ref.glu(h.float(), probs=probs)
 
     def change(g: int, group: Scaled) -> Scaled:
         other = bare.form(False).groups[g].scale
         return Scaled(encode(a / other, E4M3), other, group.amax)
 
-    assert spreads
     return Quantization(regrouped(made, change), state)
 
 
@@ -322,6 +260,8 @@ def wide_values(made, **how):
     return moe_ref.dequantize(made, **how).float()
 
 
+changed = functools.partial(wrapped, "glu_and_quantize")
+changed_back = functools.partial(wrapped, "glu_backward_and_quantize")
 CASE = QuantizedActivationCase(
     function="glu_and_quantize", tokens=12, width=16, probs="float32", dtype="bfloat16", seed=1
 )
@@ -330,51 +270,50 @@ BLOCKS = replace(CASE, scaling="block", width=150)
 GRADIENT = replace(CASE, function="glu_backward_and_quantize")
 SQUARE = replace(CASE, function="activation_and_quantize")
 WRONG = [
-    (CASE, called("glu_and_quantize", with_setting(round_before_quantize=True)), ("amax", "codes")),
-    (replace(CASE, rounded=True), called("glu_and_quantize", without("round_before_quantize")), ("amax", "codes")),
-    (CASE, called("glu_and_quantize", without("probs")), ("amax",)),
-    (CASE, called("glu_and_quantize", prob_after_the_scale), ("scales",)),
-    (CASE, called("glu_and_quantize", gates_in_the_amax), ("amax",)),
-    (replace(CASE, clamp=4), called("glu_and_quantize", without("clamp")), ("amax",)),
-    (replace(CASE, offset=8), called("glu_and_quantize", without("offset")), ("amax",)),
-    (replace(CASE, alpha=1702), called("glu_and_quantize", without("alpha")), ("amax",)),
-    (replace(CASE, interleave=4), called("glu_and_quantize", without("interleave")), ("amax",)),
-    (replace(CASE, scaling="mxfp8", tokens=1, width=1), called("glu_and_quantize", turned_blocks), ("amax",)),
+    (CASE, changed(with_setting(round_before_quantize=True)), ("amax", "codes")),
+    (replace(CASE, rounded=True), changed(without("round_before_quantize")), ("amax", "codes")),
+    (CASE, changed(without("probs")), ("amax",)),
+    (CASE, changed(prob_after_the_scale), ("scales",)),
+    (CASE, changed(gates_in_the_amax), ("amax",)),
+    (replace(CASE, clamp=4), changed(without("clamp")), ("amax",)),
+    (replace(CASE, offset=8), changed(without("offset")), ("amax",)),
+    (replace(CASE, alpha=1702), changed(without("alpha")), ("amax",)),
+    (replace(CASE, interleave=4), changed(without("interleave")), ("amax",)),
+    (replace(CASE, scaling="mxfp8", tokens=1, width=1), changed(turned_blocks), ("amax",)),
     *(
-        (replace(case, probs=""), called(case.function, one_code_off), ("codes",))
+        (replace(case, probs=""), wrapped(case.function, one_code_off), ("codes",))
         for case in (CASE, BLOCKS, SQUARE, GRADIENT)
     ),
-    (replace(CASE, tokens=40), called("glu_and_quantize", cuts_off), ("codes",)),
-    (replace(CASE, scaling="delayed"), called("glu_and_quantize", forgets_the_amax), ("state.amax_history",)),
-    (GROUPS, called("glu_and_quantize", reads_padding), ("amax",)),
-    (replace(CASE, grads="h+probs"), called("glu_and_quantize", stops_gradients), ("d_h",)),
+    (replace(CASE, tokens=40), changed(cuts_off), ("codes",)),
+    (replace(CASE, scaling="delayed"), changed(forgets_the_amax), ("state.amax_history",)),
+    (GROUPS, changed(reads_padding), ("amax",)),
+    (replace(CASE, grads="h+probs"), changed(stops_gradients), ("d_h",)),
     (
         replace(GROUPS, function="glu_backward_and_quantize"),
-        called("glu_backward_and_quantize", probs_not_masked),
+        changed_back(probs_not_masked),
         ("d_probs",),
     ),
-    (GRADIENT, called("glu_backward_and_quantize", half_of_d_h), ("codes",)),
-    (GRADIENT, called("glu_backward_and_quantize", with_setting(round_before_quantize=True)), ("amax", "codes")),
-    (replace(GRADIENT, clamp=4), called("glu_backward_and_quantize", without("clamp")), ("amax", "codes")),
+    (GRADIENT, changed_back(half_of_d_h), ("codes",)),
+    (GRADIENT, changed_back(with_setting(round_before_quantize=True)), ("amax", "codes")),
+    (replace(GRADIENT, clamp=4), changed_back(without("clamp")), ("amax", "codes")),
     (
         replace(SQUARE, kind="gelu"),
-        called("activation_and_quantize", with_setting(kind="gelu_tanh")),
+        wrapped("activation_and_quantize", with_setting(kind="gelu_tanh")),
         ("amax", "codes"),
     ),
-    (CASE, of(dequantize=wide_values), ("values",)),
+    (CASE, reference(dequantize=wide_values), ("values",)),
 ]
 
 
 @pytest.mark.parametrize(("case", "wrong", "outputs"), WRONG, ids=[str(i) for i in range(len(WRONG))])
-def test_what_is_wrong_in_one_place_is_found_there(case, wrong, outputs):
-    found = [outcome_of(replace(case, seed=seed), wrong) for seed in range(6)]
-    assert any(x.status == "FAIL" for x in found), [x.status for x in found]
-    assert {x.finding["output"] for x in found if x.finding} <= set(outputs)
+def test_every_mistake_is_found_where_it_is(case, wrong, outputs):
+    found = {output for output, _ in failures(case, wrong, 6)}
+    assert found and found <= set(outputs)
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG), ids=lambda case: case.id)
-def test_the_cases_that_find_it_are_passed_by_the_honest(case):
-    assert {outcome_of(replace(case, seed=seed), moe_ref).status for seed in range(6)} == {"PASS"}
+def test_the_reference_passes_the_cases_that_find_mistakes(case):
+    assert statuses(case, moe_ref, 6) == {"PASS"}
 
 
 # ---- laws
@@ -389,9 +328,7 @@ def only_the_first_is_right(function: str) -> SimpleNamespace:
         changed = [x * 1.25 if isinstance(x, Tensor) and len(calls) > 1 else x for x in args]
         return original(*changed, **settings)
 
-    namespace = called(function, wrapper)
-    namespace.declares = lambda name: {"deterministic": True}
-    return namespace
+    return wrapped(function, wrapper, deterministic=True)
 
 
 LAWFUL = replace(CASE, experts=3, counts=(5, 3, 4), tail=2)
@@ -477,7 +414,7 @@ def test_what_is_transformed_lies_in_the_range_of_its_transform():
     assert float((made.high - made.low).mean()) < 0.05  # why: a range as wide as the values would forgive anything
 
 
-def test_rows_behind_the_last_group_hold_what_must_reach_nothing():
+def test_rows_past_the_last_group_hold_what_must_reach_nothing():
     case = replace(GROUPS, tail=6)
     problem = CONTRACTS[case.function].problem(case)
     behind = problem.required["h"][case.tokens * unit_of(case) :]

@@ -1,0 +1,76 @@
+"""Helpers for tests of the suite: cases run in this process against the reference, honest variants and planted mistakes."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import moe_ref
+from conformance.core.case import Case
+from conformance.core.space import Space
+from conformance.engine.child import poison
+from conformance.engine.child.evaluate import evaluate
+from conformance.engine.child.runner import Outcome
+from conformance.engine.choose.draw import covering_cases, drawn, shape_cases, strategy
+from conformance.engine.choose.plan import fixed_cases
+from conformance.interface import Implementation
+
+poison.install()
+EVERYTHING, SEEDS = Space(), range(11, 14)
+JUDGED = ("PASS", "UNINFORMATIVE")
+WITH_UNSUPPORTED = (*JUDGED, "DECLARED_UNSUPPORTED")
+
+
+def reference(**others: Any) -> SimpleNamespace:
+    """The reference, with other functions in the place of some."""
+    return SimpleNamespace(**{name: getattr(moe_ref, name) for name in moe_ref.__all__} | others)
+
+
+def wrapped(function: str, wrapper: Callable[..., Any], **declared: Any) -> SimpleNamespace:
+    """The reference, with `wrapper(original, *args, **settings)` in the place of one function."""
+    original = getattr(moe_ref, function)
+    others = {function: lambda *args, **settings: wrapper(original, *args, **settings)}
+    return reference(**others, declares=lambda name: declared)
+
+
+def outcome_of(case: Case, implementation: Any) -> Outcome:
+    """What a namespace or an `Implementation` does on a case."""
+    if not isinstance(implementation, Implementation):
+        implementation = Implementation(implementation, "here")
+    return evaluate(case, implementation)
+
+
+def outcomes(case: Case, implementation: Any, seeds: int) -> list[Outcome]:
+    """What it does on the case under several seeds."""
+    return [outcome_of(replace(case, seed=seed), implementation) for seed in range(seeds)]
+
+
+def statuses(case: Case, implementation: Any, seeds: int) -> set[str]:
+    return {outcome.status for outcome in outcomes(case, implementation, seeds)}
+
+
+def failures(case: Case, implementation: Any, seeds: int) -> set[tuple[str, str]]:
+    """(output, check) of every failure under several seeds."""
+    found = outcomes(case, implementation, seeds)
+    return {(x.finding["output"], x.finding["check"]) for x in found if x.status == "FAIL" and x.finding}
+
+
+def assert_accepted(
+    cases: Iterable[Case], implementation: Any, *, statuses: tuple[str, ...] = JUDGED, share: float = 0.5
+) -> None:
+    """Every case ends in one of the statuses, and more than `share` of them pass."""
+    found = {case.text: outcome_of(case, implementation) for case in cases}
+    assert {text: x.finding or x.reason for text, x in found.items() if x.status not in statuses} == {}
+    assert sum(x.status == "PASS" for x in found.values()) > share * len(found)
+
+
+def gate_cases(
+    function: str, *, space: Space = EVERYTHING, every: int = 1, seeds: range = SEEDS, draws: int = 8
+) -> list:
+    """The fixed cases and shapes, one in `every` of the covering array, and drawn cases of each seed."""
+    return [
+        *fixed_cases(function, space),
+        *covering_cases(function, space).cases[::every],
+        *shape_cases(function, space),
+        *(case for seed in seeds for case in drawn(strategy(function, space), seed, draws)),
+    ]
