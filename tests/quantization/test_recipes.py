@@ -20,12 +20,12 @@ from moe_ref.config import (
     recipe_of,
 )
 from moe_ref.config.quantization import DEFAULTS, SCALINGS
+from moe_ref.config.state import new_quantizer_state
 from moe_ref.quantization.formats import E2M1, E4M3, E5M2, E8M0, decode, encode
 from moe_ref.quantization.recipes import (
     FLOAT32_MAX,
     block_amax,
     nearest32,
-    new_quantizer_state,
     operands,
     over,
     scale_from_amax,
