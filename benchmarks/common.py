@@ -236,7 +236,7 @@ def line(fields: Iterable[str]) -> str:
 
 def table(title: str, header: list[str], lines: list[list[str]]) -> str:
     """A Markdown table."""
-    return "\n".join([f"\n{title}\n", *map(line, [header, ["---"] * len(header), *lines])])
+    return "\n".join([f"\n{title}\n" if title else "", *map(line, [header, ["---"] * len(header), *lines])])
 
 
 # --- checks

@@ -16,16 +16,13 @@ from conformance.families.experts import laws as experts
 from conformance.families.experts import laws_mlp as mlp
 from conformance.families.fused import laws as permuted_quantization
 from conformance.families.fused import laws_activate as quantized_activations
-from conformance.families.permutation import laws as moves
-from conformance.families.permutation import laws_sums as sums
 from conformance.families.quantization import laws as quantization
 from conformance.families.router import laws as routing
 from conformance.families.router import laws_ranks as ranks
 
 __all__ = ["LAWS", "Law", "Trial"]
 
-_EVERYWHERE = (general.HISTORY, general.DETERMINISM, general.BUFFER_REUSE, general.LATE_PRODUCER)
-_STATIC = (general.HOST_SYNC, general.GRAPH_CAPTURE)
+_EVERYWHERE, _STATIC = general.EVERYWHERE, general.STATIC
 _CHOICES = (routing.TOKEN_REVERSAL, routing.EXPERT_RELABELLING, routing.BATCH_CONCAT)
 _PRODUCT = (
     general.HISTORY,
@@ -109,30 +106,6 @@ _SHARED_OUT = (general.HISTORY, general.DETERMINISM, ranks.ONE_PROCESS)  # of ca
 LAWS: dict[str, dict[str, Law]] = {
     function: {law.name: law for law in laws}
     for function, laws in {
-        "permute": (
-            *_EVERYWHERE,
-            *_STATIC,
-            moves.TOKEN_PERMUTATION,
-            moves.EXPERT_RELABELLING,
-            moves.SPLIT,
-            moves.PADDING_INDEPENDENCE,
-            moves.NEIGHBOUR_INDEPENDENCE,
-            sums.ADJOINTNESS,
-            sums.SCALING,
-        ),
-        "unpermute": (*_EVERYWHERE, *_STATIC, sums.GARBAGE_INDEPENDENCE, sums.ADJOINTNESS, sums.SCALING),
-        "sort_chunks": (
-            *_EVERYWHERE,
-            *_STATIC,
-            moves.NEIGHBOUR_INDEPENDENCE,
-            moves.ROUND_TRIP,
-            sums.ADJOINTNESS,
-            sums.SCALING,
-        ),
-        "pad_routing_map": (*_EVERYWHERE, *_STATIC, moves.IDEMPOTENCE, moves.COLUMN_RELABELLING),
-        "indices_to_multihot": (*_EVERYWHERE, *_STATIC, moves.ROW_REVERSAL, sums.SCALING),
-        "multihot_to_indices": (*_EVERYWHERE, *_STATIC, moves.ROW_REVERSAL, sums.SCALING),
-        "deepep_layout": (*_EVERYWHERE, *_STATIC, moves.ROW_REVERSAL),
         "gate": (
             *_SHARED_OUT,
             *_of_one_process(*_EVERYWHERE[2:], *_STATIC, routing.TOKEN_REVERSAL, routing.BATCH_CONCAT),
@@ -141,11 +114,11 @@ LAWS: dict[str, dict[str, Law]] = {
         "topk_indices": (*_EVERYWHERE, *_STATIC, *_CHOICES, routing.SHIFT, routing.REPLAY),
         "topk_routing": (*_EVERYWHERE, *_STATIC, *_CHOICES, routing.SHIFT, routing.REPLAY),
         "sinkhorn_routing": (*_EVERYWHERE, routing.EXPERT_RELABELLING),
-        "drop_tokens": (*_EVERYWHERE, *_STATIC, routing.EXPERT_RELABELLING, sums.SCALING),
+        "drop_tokens": (*_EVERYWHERE, *_STATIC, routing.EXPERT_RELABELLING, general.SCALING),
         "aux_loss_scores": (*_EVERYWHERE, *_STATIC, *_CHOICES, routing.SHIFT, routing.PADDING_TOKENS),
-        "load_balancing_loss": (*_EVERYWHERE, *_STATIC, routing.SHARES, sums.SCALING),
+        "load_balancing_loss": (*_EVERYWHERE, *_STATIC, routing.SHARES, general.SCALING),
         "z_loss": (*_EVERYWHERE, *_STATIC, routing.TOKEN_REVERSAL, routing.EXPERT_RELABELLING, routing.PADDING_TOKENS),
-        "attach_loss": (*_EVERYWHERE, *_STATIC, sums.SCALING),
+        "attach_loss": (*_EVERYWHERE, *_STATIC, general.SCALING),
         "route": (*_SHARED_OUT, *_of_one_process(general.LATE_PRODUCER, *_STATIC)),
         "update_expert_bias": (*_EVERYWHERE, *_STATIC, routing.EXPERT_RELABELLING),
         "quantize": _QUANTIZED,

@@ -66,6 +66,7 @@ _HOME = {
     "scales": "quantization.quantize",
     "amax": "quantization.quantize",
     "dequantize": "quantization.quantize",
+    "moe_layer": "layer",
     "flatten_experts": "dispatch.indices",
     "apply_index_policy": "dispatch.indices",
     "allgather_dispatch": "dispatch.allgather",

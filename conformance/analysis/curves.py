@@ -39,10 +39,10 @@ def _off(x: Running) -> Tensor:
 def sigmoid(x: Running) -> Running:
     """1 / (1 + exp(-x)); where exp(-x) overflows, 0."""
     value, off, unit = x.value.sigmoid(), _off(x), ROUNDOFF[x.dtype]
-    brought = torch.maximum((x.value + off).sigmoid() - value, value - (x.value - off).sigmoid())
-    own = unit * value * (TRANSCENDENTAL * (1 - value) + 1 + DIVISION) + torch.finfo(x.dtype).tiny
+    inherited = torch.maximum((x.value + off).sigmoid() - value, value - (x.value - off).sigmoid())
+    rounding = unit * value * (TRANSCENDENTAL * (1 - value) + 1 + DIVISION) + torch.finfo(x.dtype).tiny
     saturated = x.value - off > _room(x.dtype)
-    error = torch.where(saturated, _left(value, (off - x.value).exp(), x.dtype), brought + own)
+    error = torch.where(saturated, _left(value, (off - x.value).exp(), x.dtype), inherited + rounding)
     return Running(value, torch.where(x.value.isfinite(), error, 0.0), x.dtype)
 
 
@@ -142,7 +142,7 @@ def split(h: Tensor, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return h[:, gates], h[:, gates + size]
 
 
-def joined(u: Tensor, v: Tensor, settings: Mapping[str, Any]) -> Tensor:
+def interleave_halves(u: Tensor, v: Tensor, settings: Mapping[str, Any]) -> Tensor:
     """The h whose `split` are u and v."""
     numbers = torch.arange(2 * u.shape[1])[None]
     places = torch.cat(split(numbers, settings), 1)[0]

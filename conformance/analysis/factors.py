@@ -73,7 +73,7 @@ class ProductPrecision:
         if operand is None:
             return [Factor(Interval.exact(x)) for x in x_PN[: int(counts.sum())].double().split(counts.tolist())]
         state, noise = self.settings.get("state"), self.settings.get("noise")
-        made = quantize(
+        quantization = quantize(
             x_PN.detach(),
             self.settings["recipe"],
             role=role,
@@ -83,7 +83,7 @@ class ProductPrecision:
             state=None if state is None else getattr(state, role),
             noise=noise if role == "grad_output" else None,
         )
-        form = made.quantized.form(operand.columnwise)
+        form = quantization.quantized.form(operand.columnwise)
         sources = form.source_MN[: int(counts.sum())].detach().split(counts.tolist())
         quantizer = self._quantizer(form.scheme, x_PN.dtype)
         return [
@@ -96,7 +96,7 @@ class ProductPrecision:
         operand, whole = self._operand(role, gemm), Interval.around(x.value, x.error)
         starts = (counts.cumsum(0) - counts).tolist()
         parts = [
-            whole.each(lambda x, own=slice(start, start + count): x[own])  # type: ignore[misc]
+            whole.each(lambda x, rows=slice(start, start + count): x[rows])  # type: ignore[misc]
             for start, count in zip(starts, counts.tolist(), strict=True)
         ]
         if operand is None:
@@ -105,17 +105,17 @@ class ProductPrecision:
         one = self._quantizer(scheme(self.settings["recipe"], role, columnwise=columnwise), dtype)
         state, noise = self.settings.get("state"), self.settings.get("noise")
         noises = noise[int(columnwise)].split(counts.tolist()) if one.scheme.stochastic and noise is not None else None
-        found = []
+        factors = []
         for g, part in enumerate(parts):
-            own = part.each(lambda x: turned(x, columnwise))
+            part = part.each(lambda y: turned(y, columnwise))
             quantizer = replace(
                 one,
                 given=None if state is None else getattr(state, role).scale[g],
                 noise=None if noises is None else turned(noises[g], columnwise),
             )
-            decoded = quantizer.values(transformed(own) if one.scheme.hadamard else own)
-            found.append(self._factor(decoded, quantizer, operand))
-        return found
+            decoded = quantizer.values(transformed(part) if one.scheme.hadamard else part)
+            factors.append(self._factor(decoded, quantizer, operand))
+        return factors
 
     def weights(self, weight_LMN: Tensor, gemm: str) -> list[Factor]:
         """Each expert's weight."""

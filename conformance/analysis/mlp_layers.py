@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from conformance.analysis.factors import Factor, ProductPrecision
-from conformance.analysis.products import Product as Factored
+from conformance.analysis.products import Product
 from conformance.analysis.running import Running
-from conformance.judge.bound import ROUNDOFF
 
-BESIDE = 2  # roundings of a bias that is added first or last
+BIAS_ROUNDINGS = 2  # roundings of a bias that is added first or last
 
 
 @dataclass(frozen=True)
@@ -22,50 +21,40 @@ class LowLayer:
     """A linear layer of each expert, by a recipe."""
 
     counts_L: Tensor
-    how: ProductPrecision  # with a recipe
+    precision: ProductPrecision  # with a recipe
     storage: torch.dtype  # of rows and weights
 
-    def fprop(self, x: Running, weight: Tensor, bias_LM: Tensor | None) -> tuple[Running, Tensor, int]:
-        """x Wᵀ + b, with Σ|terms|, and how many terms those are; so the others."""
+    def fprop(self, x: Running, weight: Tensor, bias_LM: Tensor | None) -> tuple[Running, Product]:
+        """x Wᵀ + b."""
         products = []
-        for e, (own, matrix) in enumerate(
-            zip(self._factors(x, "input", "fprop"), self.how.weights(weight, "fprop"), strict=True)
-        ):
-            product = Factored.of_factors(own, matrix)
+        pairs = zip(self._factors(x, "input", "fprop"), self.precision.weights(weight, "fprop"), strict=True)
+        for e, (rows, matrix) in enumerate(pairs):
+            product = Product.of(rows, matrix)
             if bias_LM is not None:
                 bias = bias_LM[e].double()
                 product = replace(product, value=product.value + bias, magnitude=product.magnitude + bias.abs())
             products.append(product)
-        return self._running(Factored.joined(products), weight.shape[2] + BESIDE, x.dtype)
+        return self._running(Product.joined(products), weight.shape[2] + BIAS_ROUNDINGS, x.dtype)
 
-    def dgrad(self, g: Running, weight: Tensor) -> tuple[Running, Tensor, int]:
+    def dgrad(self, g: Running, weight: Tensor) -> tuple[Running, Product]:
         """g W."""
-        layer = replace(self, how=self.how.of("dgrad"))
-        pairs = zip(layer._factors(g, "grad_output", "dgrad"), layer.how.weights(weight, "dgrad"), strict=True)
-        return layer._running(
-            Factored.joined([Factored.of_factors(own, matrix.transposed) for own, matrix in pairs]),
-            weight.shape[1],
-            g.dtype,
-        )
+        layer = replace(self, precision=self.precision.of("dgrad"))
+        pairs = zip(layer._factors(g, "grad_output", "dgrad"), layer.precision.weights(weight, "dgrad"), strict=True)
+        whole = Product.joined([Product.of(rows, matrix.transposed) for rows, matrix in pairs])
+        return layer._running(whole, weight.shape[1], g.dtype)
 
-    def wgrad(self, g: Running, x: Running) -> tuple[Running, Tensor, int]:
+    def wgrad(self, g: Running, x: Running) -> tuple[Running, Product]:
         """Σ gᵀ x of each expert."""
-        layer = replace(self, how=self.how.of("wgrad"))
+        layer = replace(self, precision=self.precision.of("wgrad"))
         pairs = zip(layer._factors(g, "grad_output", "wgrad"), layer._factors(x, "input", "wgrad"), strict=True)
-        whole = Factored.joined(
-            [Factored.of_factors(left.transposed, right.transposed) for left, right in pairs], stack=True
-        )
-        return layer._running(whole, int(self.counts_L.max()), g.dtype)
+        products = [Product.of(left.transposed, right.transposed) for left, right in pairs]
+        return layer._running(Product.joined(products, stack=True), int(self.counts_L.max()), g.dtype)
 
     def _factors(self, x: Running, role: str, gemm: str) -> list[Factor]:
         """Each expert's rows as they enter a product."""
         if not x.error.any():
-            return self.how.rows(x.value.to(self.storage), self.counts_L, role, gemm)
-        return self.how.inexact_rows(x, self.counts_L, role, gemm, self.storage)
+            return self.precision.rows(x.value.to(self.storage), self.counts_L, role, gemm)
+        return self.precision.inexact_rows(x, self.counts_L, role, gemm, self.storage)
 
-    def _running(self, whole: Factored, terms: int, dtype: torch.dtype) -> tuple[Running, Tensor, int]:
-        """What the factors' other codes, the scales' roundings and those of the sum may take it away by."""
-        every = whole.magnitude + whole.margin
-        roundings = self.how.accumulator.worst(terms) + self.how.roundings * ROUNDOFF[torch.float32]
-        error = torch.where(whole.margin.isfinite(), whole.margin + roundings * every, torch.inf)
-        return Running(whole.value, error.nan_to_num(torch.inf, torch.inf), dtype), whole.magnitude, terms
+    def _running(self, whole: Product, terms: int, dtype: torch.dtype) -> tuple[Running, Product]:
+        return whole.running(terms, dtype, self.precision.accumulator, self.precision.roundings), whole

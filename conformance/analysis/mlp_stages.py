@@ -16,38 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.analysis.curves import CURVES, gate_of, joined, split
+from conformance.analysis.curves import CURVES, gate_of, interleave_halves, split
 from conformance.analysis.input_store import kept_in_e4m3
 from conformance.analysis.mlp_layers import LowLayer
-from conformance.analysis.products import experts_of_rows, own_rows
+from conformance.analysis.products import Product, expert_slices, experts_of_rows
 from conformance.analysis.running import Running, contracted
 from conformance.judge import Bounded
 from conformance.judge.bound import Accumulator
 from moe_ref.config import PLAIN
 
-
-@dataclass(frozen=True)
-class Product:
-    """A contraction, Σ|terms| of what it adds up, and how many terms those are."""
-
-    running: Running
-    magnitude: Tensor
-    terms: int
-
-    @classmethod
-    def of(cls, left_IK: Running, right_JK: Running, accumulator: Accumulator) -> "Product":
-        magnitude = left_IK.value.abs() @ right_JK.value.abs().mT
-        return cls(contracted(left_IK, right_JK, accumulator), magnitude, left_IK.value.shape[-1])
-
-    @classmethod
-    def below(cls, products: list["Product"], stack: bool = False) -> "Product":
-        """One below the other, or each for itself."""
-        join = torch.stack if stack else torch.cat
-        first = products[0].running
-        running = Running(
-            join([x.running.value for x in products]), join([x.running.error for x in products]), first.dtype
-        )
-        return cls(running, join([x.magnitude for x in products]), max(x.terms for x in products))
+Contraction = tuple[Running, Product]
 
 
 @dataclass(frozen=True)
@@ -55,7 +33,7 @@ class Activated:
     """act(h), and d_h of a cotangent of it."""
 
     value: Running
-    pulled: Callable[[Running], Running]
+    vjp: Callable[[Running], Running]
 
 
 def activated(h: Running, settings: Mapping[str, Any]) -> Activated:
@@ -67,15 +45,17 @@ def activated(h: Running, settings: Mapping[str, Any]) -> Activated:
     (u, v), (off_u, off_v) = split(h.value, settings), split(h.error, settings)
     free_u, free_v = Running(u, off_u, h.dtype), Running(v, off_v, h.dtype)
     bound = torch.inf if clamp is None else clamp
-    inner_u, inner_v = within(free_u, -torch.inf, bound), within(free_v, -bound, bound)
+    inner_u, inner_v = clamped(free_u, -torch.inf, bound), clamped(free_v, -bound, bound)
     shifted = inner_v + settings["offset"] if settings.get("offset") else inner_v
 
-    def pulled(g: Running) -> Running:
-        du = passed(g * gate.slope(inner_u) * shifted, free_u, -torch.inf, bound)
-        dv = passed(g * gate.value(inner_u), free_v, -bound, bound)
-        return Running(joined(du.value, dv.value, settings), joined(du.error, dv.error, settings), g.dtype)
+    def vjp(g: Running) -> Running:
+        du = clamp_vjp(g * gate.slope(inner_u) * shifted, free_u, -torch.inf, bound)
+        dv = clamp_vjp(g * gate.value(inner_u), free_v, -bound, bound)
+        return Running(
+            interleave_halves(du.value, dv.value, settings), interleave_halves(du.error, dv.error, settings), g.dtype
+        )
 
-    return Activated(gate.value(inner_u) * shifted, pulled)
+    return Activated(gate.value(inner_u) * shifted, vjp)
 
 
 def activated_as_kept(h: Running, settings: Mapping[str, Any]) -> Activated:
@@ -83,22 +63,22 @@ def activated_as_kept(h: Running, settings: Mapping[str, Any]) -> Activated:
     kept = kept_in_e4m3(h)
     act = activated(kept, settings)
     beyond = torch.logical_or(*split(kept.error.isinf(), settings))
-    lost = joined(beyond, beyond, settings)
+    lost = interleave_halves(beyond, beyond, settings)
 
-    def pulled(g: Running) -> Running:
-        d_h = act.pulled(g)
+    def vjp(g: Running) -> Running:
+        d_h = act.vjp(g)
         return replace(d_h, error=torch.where(lost, torch.inf, d_h.error))
 
-    return Activated(act.value, pulled)
+    return Activated(act.value, vjp)
 
 
-def within(x: Running, least: float, most: float) -> Running:
+def clamped(x: Running, least: float, most: float) -> Running:
     """min(max(x, least), most), which takes nothing of x's error across a bound."""
     outside = (x.value - x.error >= most) | (x.value + x.error <= least)
     return Running(x.value.clamp(least, most), torch.where(outside, 0.0, x.error), x.dtype)
 
 
-def passed(g: Running, x: Running, least: float, most: float) -> Running:
+def clamp_vjp(g: Running, x: Running, least: float, most: float) -> Running:
     """g where x lies within the bounds, else 0; either, where x may lie on both sides of one."""
     inside = (x.value >= least) & (x.value <= most)
     open_ = ((x.value - most).abs() <= x.error) | ((x.value - least).abs() <= x.error)
@@ -139,25 +119,25 @@ class Call:
         """x rounded to the rows' dtype, on its way into a stage that is computed in `dtype`."""
         return replace(x.with_rounding(self.rows_PH.dtype), dtype=dtype)
 
-    def fprop(self, layer: int, x: Running) -> Product:
+    def fprop(self, layer: int, x: Running) -> Contraction:
         """The product of a layer, the first with its bias."""
         weight, bias = ((self.fc1_weight, self.fc1_bias), (self.fc2_weight, None))[layer]
-        return self.by_expert(x, weight, bias) if self.low is None else Product(*self.low[layer].fprop(x, weight, bias))
+        return self.by_expert(x, weight, bias) if self.low is None else self.low[layer].fprop(x, weight, bias)
 
-    def dgrad(self, layer: int, g: Running) -> Product:
+    def dgrad(self, layer: int, g: Running) -> Contraction:
         """The gradient of its rows."""
         weight = (self.fc1_weight, self.fc2_weight)[layer]
-        return self.by_expert(g, weight.mT) if self.low is None else Product(*self.low[layer].dgrad(g, weight))
+        return self.by_expert(g, weight.mT) if self.low is None else self.low[layer].dgrad(g, weight)
 
-    def wgrad(self, layer: int, g: Running, x: Running) -> Product:
+    def wgrad(self, layer: int, g: Running, x: Running) -> Contraction:
         """The gradient of its weights."""
-        return self.outer(g, x) if self.low is None else Product(*self.low[layer].wgrad(g, x))
+        return self.outer(g, x) if self.low is None else self.low[layer].wgrad(g, x)
 
-    def by_expert(self, x: Running, weights: Tensor, bias_LM: Tensor | None = None) -> Product:
+    def by_expert(self, x: Running, weights: Tensor, bias_LM: Tensor | None = None) -> Contraction:
         """x W_eᵀ + b_e: the bias is one more input, whose rows hold 1, so that it may be added first or last."""
         products = []
-        for e, own in enumerate(own_rows(self.counts_L)):
-            left, right = _rows(x, own), Running.of(weights[e], self.sums)
+        for e, rows in enumerate(expert_slices(self.counts_L)):
+            left, right = _rows(x, rows), Running.of(weights[e], self.sums)
             if bias_LM is not None:
                 ones, bias = (
                     torch.ones(len(left.value), 1, dtype=torch.float64),
@@ -167,15 +147,19 @@ class Call:
                 right = Running(
                     torch.cat([right.value, bias.value], 1), torch.cat([right.error, bias.error], 1), right.dtype
                 )
-            products.append(Product.of(left, right, self.accumulator))
-        return Product.below(products)
+            products.append(Product.of(left, right))
+        return self._contracted(products, x.dtype)
 
-    def outer(self, left: Running, right: Running) -> Product:
+    def outer(self, left: Running, right: Running) -> Contraction:
         """Σ over each expert's rows of leftᵀ right."""
-        return Product.below(
-            [Product.of(_turned(left, own), _turned(right, own), self.accumulator) for own in own_rows(self.counts_L)],
-            stack=True,
-        )
+        products = [
+            Product.of(_transposed(left, rows), _transposed(right, rows)) for rows in expert_slices(self.counts_L)
+        ]
+        return self._contracted(products, left.dtype, stack=True)
+
+    def _contracted(self, products: list[Product], dtype: torch.dtype, stack: bool = False) -> Contraction:
+        parts = [product.running(product.terms, dtype, self.accumulator) for product in products]
+        return Running.joined(parts, stack), Product.joined(products, stack)
 
     def summed(self, x: Running, weights: Running | None) -> Running:
         """Σ over each expert's rows of x, weighted, in the dtype of the second bias' sums."""
@@ -186,8 +170,11 @@ class Call:
                 torch.zeros(len(x.value), 1, dtype=torch.float64),
                 x.dtype,
             )
-        sums = [contracted(_turned(weights, own), _turned(x, own), accumulator) for own in own_rows(self.counts_L)]
-        return Running(torch.cat([s.value for s in sums]), torch.cat([s.error for s in sums]), x.dtype)
+        sums = [
+            contracted(_transposed(weights, rows), _transposed(x, rows), accumulator)
+            for rows in expert_slices(self.counts_L)
+        ]
+        return Running.joined(sums)
 
 
 @dataclass(frozen=True)
@@ -214,14 +201,13 @@ def forward(call: Call) -> Forward:
     elif call.probs is not None:
         p, p_bias = (Running.of(call.probs[:, None], dtype) for dtype in (call.wide, call.widest))
     computed = call.sums if p is None else call.wide  # the dtype of probs that are not there says nothing
-    h = call.kept(call.fprop(0, x).running, computed)
+    h = call.kept(call.fprop(0, x)[0], computed)
     act = activated(h, call.settings)
     back = activated_as_kept(h, call.settings) if call.settings.get("fp8_input_store") else act
     if early and p is not None:
         act, back = (replace(x, value=call.kept(x.value, computed)) for x in (act, back))
     a = call.kept(act.value if p is None else act.value * p, call.sums)
-    y = call.fprop(1, a)
-    out = y.running
+    out, y = call.fprop(1, a)
     if call.fc2_bias is not None:
         bias = Running.of(call.of_rows(call.fc2_bias), call.widest)
         out = call.kept(out, call.widest) + (bias if p_bias is None else bias * p_bias)
@@ -234,29 +220,29 @@ class Backward:
 
     rows: Running
     row_product: Product | None  # None: h may be kept as other codes than the reference's, which says nothing of sums
-    fc1_weight: Callable[[], Product]
-    fc2_weight: Callable[[], Product]
+    fc1_weight: Callable[[], Contraction]
+    fc2_weight: Callable[[], Contraction]
     fc1_bias: Running
     fc2_bias: Running
     probs: Running | None
 
 
-def backward(ahead: Forward, g: Running) -> Backward:
+def backward(stages: Forward, g: Running) -> Backward:
     """The stages back from a cotangent of the output."""
-    call, p = ahead.call, ahead.p
+    call, p = stages.call, stages.p
     g = replace(g, dtype=call.sums)
-    d_a = call.kept(call.dgrad(1, g).running, ahead.act.value.dtype)
-    pulled = d_a if p is None else d_a * p
+    d_a = call.kept(call.dgrad(1, g)[0], stages.act.value.dtype)
+    d_act = d_a if p is None else d_a * p
     if call.settings.get("round_before_probs") and p is not None:
-        pulled = call.kept(pulled, d_a.dtype)
-    d_h = call.kept(ahead.act.pulled(pulled), call.sums)
-    row_product = call.dgrad(0, d_h)
-    d_rows, d_probs = row_product.running, None
+        d_act = call.kept(d_act, d_a.dtype)
+    d_h = call.kept(stages.act.vjp(d_act), call.sums)
+    d_rows, row_product = call.dgrad(0, d_h)
+    d_probs = None
     if p is not None:
-        d_probs = (d_a * ahead.act.value).sum(1)
+        d_probs = (d_a * stages.act.value).sum(1)
         if call.fc2_bias is not None:
-            beside = (replace(g, dtype=call.widest) * Running.of(call.of_rows(call.fc2_bias), call.widest)).sum(1)
-            d_probs = d_probs + replace(beside, dtype=d_probs.dtype)
+            d_bias_probs = (replace(g, dtype=call.widest) * Running.of(call.of_rows(call.fc2_bias), call.widest)).sum(1)
+            d_probs = d_probs + replace(d_bias_probs, dtype=d_probs.dtype)
     elif call.probs is not None:
         d_x = call.kept(d_rows, call.wide)
         d_rows = d_x * Running.of(call.probs[:, None], call.wide)
@@ -264,10 +250,10 @@ def backward(ahead: Forward, g: Running) -> Backward:
     return Backward(
         d_rows,
         None if call.settings.get("fp8_input_store") else row_product,
-        partial(call.wgrad, 0, d_h, ahead.x),
-        partial(call.wgrad, 1, g, ahead.a),
+        partial(call.wgrad, 0, d_h, stages.x),
+        partial(call.wgrad, 1, g, stages.a),
         call.summed(d_h, None),
-        call.summed(replace(g, dtype=call.widest), ahead.p_bias),
+        call.summed(replace(g, dtype=call.widest), stages.p_bias),
         d_probs,
     )
 
@@ -277,9 +263,9 @@ def final_bound(x: Running, dtype: torch.dtype, unspecified: Tensor) -> Bounded:
     return x.before_final_rounding(dtype).bounded(dtype, None, unspecified.expand(x.value.shape))
 
 
-def _rows(x: Running, own: slice) -> Running:
-    return Running(x.value[own], x.error[own], x.dtype)
+def _rows(x: Running, rows: slice) -> Running:
+    return Running(x.value[rows], x.error[rows], x.dtype)
 
 
-def _turned(x: Running, own: slice) -> Running:
-    return Running(x.value[own].mT, x.error[own].mT, x.dtype)
+def _transposed(x: Running, rows: slice) -> Running:
+    return Running(x.value[rows].mT, x.error[rows].mT, x.dtype)

@@ -72,12 +72,12 @@ class Quantizer:
         """What values are multiplied by, in delayed, current and block scaling."""
         recipe = self.scheme.recipe
         narrow = recipe.scaling == "block" and self.dtype != torch.float64
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "epsilon": recipe.amax_epsilon or 0.0,
             "infinity": torch.finfo(self.dtype).max if narrow else FLOAT32_MAX,
             "power_of_two": bool(recipe.power_of_two_scales),
         }
-        return scale_from_amax(amax, self.scheme.format.max, **how)
+        return scale_from_amax(amax, self.scheme.format.max, **options)
 
     def exponent(self, amax: Tensor) -> Tensor:
         """The code of MXFP8's scale."""
@@ -171,7 +171,7 @@ class Quantizer:
 
     def _decoded(self, x: Interval, choices: list[Scales]) -> "Decoded":
         format = self.scheme.format
-        found = Decoded.nothing(x, format)
+        decoded = Decoded.nothing(x, format)
         for choice in choices:
             codes = self.codes(x, choice).mapped(lambda code: decode(code, format, dtype=torch.float64))
             back = [spread(end, choice.block, x.low).double() for end in choice.back]
@@ -180,8 +180,8 @@ class Quantizer:
                 lambda high: torch.maximum(*(high * end for end in back)),  # noqa: B023
             )
             one = Decoded(values, torch.maximum(*back))
-            found = found.or_else(one, spread(choice.chosen, choice.block, x.low))
-        return found
+            decoded = decoded.or_else(one, spread(choice.chosen, choice.block, x.low))
+        return decoded
 
     def _of_amax(self, x: Interval) -> Iterator[Scales]:
         """Delayed, current and block scaling."""
@@ -238,21 +238,21 @@ class Quantizer:
         only_six, only_four = most[0] <= least[1], most[1] < least[0]
         return spread(only_six, self.scheme.block, x.low), spread(only_four, self.scheme.block, x.low)
 
-    def _where_open(self, x: Interval, found: "Decoded") -> "Decoded":
+    def _where_open(self, x: Interval, decoded: "Decoded") -> "Decoded":
         """Anything up to the largest number, where there may be nothing but zeros, whose scale is 1."""
         recipe = self.scheme.recipe
         if self.given is not None or recipe.scaling == "mxfp8" or x.is_exact:
-            return found
+            return decoded
         least, most = (
             spread(amax, self.whole if self.two_levels else self.scheme.block, x.low)
             for amax in self.amax(x, self.whole if self.two_levels else self.scheme.block)
         )
         open_ = (least == 0) & (most > 0) & (not recipe.amax_epsilon) | most.isinf()
         most = most.double() * ANY_SCALE
-        values = found.values.mapped(
+        values = decoded.values.mapped(
             lambda end: torch.where(open_, -most, end), lambda end: torch.where(open_, most, end)
         )
-        return Decoded(values, torch.where(open_, most, found.scale))
+        return Decoded(values, torch.where(open_, most, decoded.scale))
 
 
 @dataclass(frozen=True)

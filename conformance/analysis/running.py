@@ -46,10 +46,16 @@ class Running:
         error = value.abs() * ROUNDOFF[dtype] if wider else torch.zeros_like(value)
         return cls(value, torch.where(value.isfinite(), error, 0.0), dtype)
 
-    def _made(self, value: Tensor, brought: Tensor, c: float = 1.0) -> "Running":
-        exact_zero = (value == 0) & (brought == 0)
-        own = c * ROUNDOFF[self.dtype] * (value.abs() + brought) + torch.finfo(self.dtype).tiny
-        error = torch.where(exact_zero, 0.0, torch.where(value.isfinite(), brought + own, 0.0))
+    @classmethod
+    def joined(cls, parts: list["Running"], stack: bool = False) -> "Running":
+        """One below the other, or each for itself."""
+        join = torch.stack if stack else torch.cat
+        return cls(join([x.value for x in parts]), join([x.error for x in parts]), parts[0].dtype)
+
+    def _rounded(self, value: Tensor, inherited: Tensor, c: float = 1.0) -> "Running":
+        exact_zero = (value == 0) & (inherited == 0)
+        rounding = c * ROUNDOFF[self.dtype] * (value.abs() + inherited) + torch.finfo(self.dtype).tiny
+        error = torch.where(exact_zero, 0.0, torch.where(value.isfinite(), inherited + rounding, 0.0))
         overflow = value.isfinite() & (value.abs() + error > torch.finfo(self.dtype).max)
         return Running(value, torch.where(overflow, torch.inf, error), self.dtype)
 
@@ -63,43 +69,45 @@ class Running:
 
     def __add__(self, other: Operand) -> "Running":
         y = self.constant(other)
-        return self._made(self.value + y.value, self.error + y.error)
+        return self._rounded(self.value + y.value, self.error + y.error)
 
     def __sub__(self, other: Operand) -> "Running":
         y = self.constant(other)
-        return self._made(self.value - y.value, self.error + y.error)
+        return self._rounded(self.value - y.value, self.error + y.error)
 
     def __mul__(self, other: Operand) -> "Running":
         y = self.constant(other)
-        brought = _times(self.value.abs(), y.error) + _times(y.value.abs(), self.error) + _times(self.error, y.error)
-        return self._made(self.value * y.value, brought)
+        inherited = _times(self.value.abs(), y.error) + _times(y.value.abs(), self.error) + _times(self.error, y.error)
+        return self._rounded(self.value * y.value, inherited)
 
     def __truediv__(self, other: Operand) -> "Running":
         y = self.constant(other)
         value = self.value / y.value
         room = y.value.abs() - y.error
-        brought = torch.where(
+        inherited = torch.where(
             room > 0,
             (self.error + _times(value.abs(), y.error)) / room,
             torch.where((self.value == 0) & (self.error == 0), 0.0, torch.inf),
         )
-        return self._made(value, brought, DIVISION)
+        return self._rounded(value, inherited, DIVISION)
 
     def exp(self) -> "Running":
         value = self.value.exp()
         argument = self.error + 2 * ROUNDOFF[self.dtype] * torch.where(self.value.isfinite(), self.value.abs(), 0.0)
-        made = self._made(value, torch.where(value == 0, 0.0, _times(value, torch.expm1(argument))), TRANSCENDENTAL)
+        rounded = self._rounded(
+            value, torch.where(value == 0, 0.0, _times(value, torch.expm1(argument))), TRANSCENDENTAL
+        )
         underflow = (value == 0) & self.value.isfinite()  # even here, in float64: nothing but exp(-∞) is exactly zero
-        return Running(value, torch.where(underflow, torch.finfo(self.dtype).tiny, made.error), self.dtype)
+        return Running(value, torch.where(underflow, torch.finfo(self.dtype).tiny, rounded.error), self.dtype)
 
     def log1p(self) -> "Running":
         """ln(1 + x) for x ≥ 0; a computation that is accurate for small x."""
         value = self.value.log1p()
-        return self._made(value, self.error / (1 + (self.value - self.error).clamp(min=0)), TRANSCENDENTAL)
+        return self._rounded(value, self.error / (1 + (self.value - self.error).clamp(min=0)), TRANSCENDENTAL)
 
     def log(self) -> "Running":
         room = self.value - self.error
-        return self._made(
+        return self._rounded(
             self.value.log(),
             torch.where(room > 0, self.error / room, torch.inf) + 2 * ROUNDOFF[self.dtype],
             TRANSCENDENTAL,
@@ -108,7 +116,7 @@ class Running:
     def sqrt(self) -> "Running":
         high, low = (self.value + self.error).sqrt(), (self.value - self.error).clamp(min=0).sqrt()
         value = self.value.sqrt()
-        return self._made(value, torch.maximum(high - value, value - low), ROOT)
+        return self._rounded(value, torch.maximum(high - value, value - low), ROOT)
 
     def sum(self, dim: int, terms: int | None = None) -> "Running":
         """The sum in any order, of `terms` numbers (the dimension's size, unless some are exactly zero)."""
@@ -182,8 +190,8 @@ class Running:
 def contracted(left: Running, right: Running, accumulator: Accumulator = FLOAT32) -> Running:
     """left_MK · right_NKᵀ: what the operands are off by, and the roundings of the sum."""
     magnitude = (left.value.abs() + left.error) @ (right.value.abs() + right.error).mT
-    brought = magnitude - left.value.abs() @ right.value.abs().mT
-    error = brought.clamp(min=0) + accumulator.worst(left.value.shape[-1]) * magnitude
+    inherited = magnitude - left.value.abs() @ right.value.abs().mT
+    error = inherited.clamp(min=0) + accumulator.worst(left.value.shape[-1]) * magnitude
     return Running(left.value @ right.value.mT, error, left.dtype)
 
 

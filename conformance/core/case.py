@@ -43,6 +43,10 @@ class Case:
             if value is not axis.default and (needed := axis.wrong(value)):
                 raise ValueError(f"{axis.name} is {value!r}; it must be {needed}")
 
+    def apart(self) -> str | None:
+        """Why fields of one axis do not fit each other; None: they do."""
+        return next(filter(None, (axis.fits(self) for axis in axes_of(type(self)).values())), None)
+
     def clash(self) -> str | None:
         """Why these fields exclude each other, beyond the axes and the signature; None: they do not."""
         return None
@@ -111,9 +115,13 @@ def case_from(record: Any) -> Case:
             raise CaseError(f"{name!r} is no field of a {rest['function']} case; its fields are {', '.join(known)}")
         rest[name] = _decoded(name, value, known[name])
     try:
-        return cls(**rest)
+        case = cls(**rest)
     except (TypeError, ValueError) as error:
         raise CaseError(str(error)) from None
+    reason = case.apart()
+    if reason:
+        raise CaseError(reason)
+    return case
 
 
 def _decoded(name: str, value: Any, field: Any) -> Any:

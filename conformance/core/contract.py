@@ -134,9 +134,12 @@ class Signature:
             return f"unused is {case.unused!r}, but no other output has a cotangent"
         if case.layout != "contiguous":
             given = {x.name for x in self.inputs if x.given(case)} | {f"d_{name}" for name in self.cotangents(case)}
+            dims = self.placed.get(case.layout_of, "")
+            if case.layout in FAR[len(dims) :]:
+                return f"layout is {case.layout!r}, but {case.layout_of!r} has {len(dims)} dimensions"
             if case.layout_of not in given:
                 return f"layout_of is {case.layout_of!r}; this call has {', '.join(sorted(given))}"
-        return next(filter(None, (axis.fits(case) for axis in axes_of(type(case)).values())), None) or case.clash()
+        return case.apart() or case.clash()
 
 
 @dataclass(frozen=True)

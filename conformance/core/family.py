@@ -1,24 +1,13 @@
 """A family: everything the suite holds about the functions of one folder. The engine reads a family through this record."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from conformance.core.contract import Contract
+from conformance.core.defect import Defect
 from conformance.core.law import Law
 from conformance.core.scope import Shapes
-
-Wrapper = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Defect:
-    """A planted defect: what it is, where it was seen, and the functions that have it."""
-
-    name: str
-    title: str
-    origin: str
-    wrappers: dict[str, Wrapper]  # by function: called as wrapper(base function, *args, **settings)
 
 
 @dataclass(frozen=True)

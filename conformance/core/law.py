@@ -79,3 +79,7 @@ class Law:
     check: Callable[[Trial], Finding | None]
     applies: Callable[[Any], bool] = lambda case: True
     device: str = ""  # the kind of device it needs; empty: any
+
+
+def plain(case: Any) -> bool:
+    return not case.golden and not case.illegal and case.layout != "expanded"

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from hypothesis import strategies as st
 
 from conformance.core.axes import Axis, Changes, Dtype, Size
 from conformance.core.case import Case, axes_of
 from conformance.core.covering import Covered, covering
 from conformance.core.space import Space
-from conformance.core.tensors import DTYPES
 
 if TYPE_CHECKING:
     from conformance.core.contract import Contract, Signature
@@ -223,7 +223,7 @@ class Scope:
                 fields[axis.name] = 3
             elif isinstance(axis, Dtype):
                 given = [value for value in axis.allowed(self.signature, axis.values) if value]
-                fields[axis.name] = min(given, key=lambda name: DTYPES[name].itemsize, default=axis.default)
+                fields[axis.name] = min(given, key=lambda name: getattr(torch, name).itemsize, default=axis.default)
         base = self.fullest(fields | self.contract.shapes.far)
         placed = [replace(base, layout=layout, layout_of=name) for name, layout in self.signature.layouts(far=True)]
         return [case for case in placed if self.fits(case)]

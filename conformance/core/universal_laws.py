@@ -1,10 +1,15 @@
 """Laws of every function: what ran before, what fresh memory held, and who wrote the inputs do not matter."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from conformance.core.contract import Problem
-from conformance.core.law import Law, Trial, upside_down
-from conformance.judge import Finding
+from conformance.core.law import Law, Trial, same, upside_down
+from conformance.judge import Exact, Finding
 
 
 def _history(trial: Trial) -> Finding | None:
@@ -87,3 +92,65 @@ BUFFER_REUSE = Law("buffer_reuse", _buffer_reuse, lambda case: _has_values(case)
 LATE_PRODUCER = Law("late_producer", _late_producer, _has_values, device="cuda")
 HOST_SYNC = Law("host_sync", _host_sync, _static, device="cuda")
 GRAPH_CAPTURE = Law("graph_capture", _graph_capture, _static, device="cuda")
+EVERYWHERE = (HISTORY, DETERMINISM, BUFFER_REUSE, LATE_PRODUCER)
+STATIC = (HOST_SYNC, GRAPH_CAPTURE)
+
+
+# ---- functions that are linear in an input
+
+_LINEAR = {  # of functions without a signature: the input they are linear in, and the output that is
+    "drop_tokens": ("probs", "probs"),  # twice the probs keep the same tokens
+    "load_balancing_loss": ("scores", "loss"),
+    "attach_loss": ("x", "x"),
+}
+
+
+def _linear(trial: Trial) -> tuple[str, str]:
+    """The input that the function is linear in, and the output that is linear in it."""
+    signature = trial.contract.signature
+    return signature.linear if signature else _LINEAR[trial.case.function]
+
+
+def _scaling(trial: Trial) -> Finding | None:
+    """Twice the input is exactly twice the output, where runs repeat: a power of two passes through every rounding."""
+    into, out = _linear(trial)
+    x = trial.problem.tensors[into]
+    twice = replace(trial.problem.with_tensors({into: x * 2}), wanted=(), cotangents={})
+    outputs = trial.run(twice)
+    if not isinstance(trial.expected[out], Exact) and not trial.declared.get("deterministic"):
+        return trial.judged(
+            "scaling", {out: trial.reference(twice)[out]}, outputs
+        )  # the order of a sum may change from run to run
+    return same("scaling", {out: trial.first[out] * 2}, {out: outputs.get(out)})
+
+
+def _adjointness(trial: Trial) -> Finding | None:
+    """⟨dy, A x⟩ = ⟨Aᵀ dy, x⟩: forward and backward are the same matrix. Dyadic values make both sides exact."""
+    into, out = _linear(trial)
+    cotangent, x = trial.problem.cotangents.get(out), trial.problem.tensors[into]
+    gradient = trial.first.get(f"d_{into}")
+    if cotangent is None or gradient is None:
+        return None
+    left, right = _inner(cotangent, trial.first[out]), _inner(gradient, x)
+    if left == right:
+        return None
+    return Finding(f"d_{into}", "adjointness", f"⟨d_{out}, {out}⟩ = {left:.9g}, but ⟨d_{into}, {into}⟩ = {right:.9g}")
+
+
+def _inner(a: Tensor, b: Tensor) -> float:
+    """Where b is garbage that nothing may read, a must be zero and the product counts as zero."""
+    product = a.double() * b.double()
+    return float(torch.where(a == 0, 0.0, product).sum())
+
+
+def _doubles(case) -> bool:
+    plain = not case.golden and not case.illegal and case.layout != "expanded"
+    return plain and case.dtype in ("float32", "bfloat16", "float16") and getattr(case, "values", "dyadic") != "special"
+
+
+SCALING = Law("scaling", _scaling, _doubles)
+
+
+def adjointness(applies: Callable[[Any], bool]) -> Law:
+    """Forward and backward are the same matrix, in cases whose sums are exact."""
+    return Law("adjointness", _adjointness, lambda case: applies(case) and bool(case.grads) and not case.unused)

@@ -108,8 +108,8 @@ class Accumulator:
 
     def worst(self, terms: int) -> float:
         """γ: what the roundings of `terms` products can add up to, relative to Σ|terms|."""
-        within, promoted = self._steps(terms)
-        return math.expm1(within * math.log1p(self.unit) + promoted * math.log1p(ROUNDOFF[torch.float32]))
+        in_block, promoted = self._steps(terms)
+        return math.expm1(in_block * math.log1p(self.unit) + promoted * math.log1p(ROUNDOFF[torch.float32]))
 
     def typical(self, terms: int) -> float:
         """α: √n·u·spread, the size of n independent errors, relative to a sum that does not cancel.
@@ -117,13 +117,13 @@ class Accumulator:
         A sequential sum in float32 reaches a third of it; a matrix unit all, where one product outweighs the others and they are cut off at
         its last place.
         """
-        within, promoted = self._steps(terms)
-        return math.hypot(math.sqrt(within) * self.unit * self.spread, math.sqrt(promoted) * ROUNDOFF[torch.float32])
+        in_block, promoted = self._steps(terms)
+        return math.hypot(math.sqrt(in_block) * self.unit * self.spread, math.sqrt(promoted) * ROUNDOFF[torch.float32])
 
     def _steps(self, terms: int) -> tuple[int, int]:
         """Products in one block, and roundings of the sum of blocks: each partial sum is added once, and scaled twice."""
-        within = min(terms, self.block or terms)
-        return within, -(-terms // within) + 2 if self.block and terms else 0
+        in_block = min(terms, self.block or terms)
+        return in_block, -(-terms // in_block) + 2 if self.block and terms else 0
 
 
 FLOAT32 = Accumulator()

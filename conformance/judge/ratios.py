@@ -136,8 +136,13 @@ class RowWise(Bounded):
         """The four ratios of a result that is within the bound."""
         if not self.applies:
             return []
-        got, own = self._errors(observed), self._own
-        return [self._worst_row(got, own), self._worst_element(got, own), self._rms(got, own), *self._bias(got, own)]
+        got, reference = self._errors(observed), self._reference_errors
+        return [
+            self._worst_row(got, reference),
+            self._worst_element(got, reference),
+            self._rms(got, reference),
+            *self._bias(got, reference),
+        ]
 
     def excess(self, observed: Tensor) -> Measure | None:
         """The ratio that is furthest beyond its limit."""
@@ -148,7 +153,7 @@ class RowWise(Bounded):
         return measure.ratio / getattr(self.limits, measure.rule)
 
     @cached_property
-    def _own(self) -> Errors:
+    def _reference_errors(self) -> Errors:
         return self._errors(self.reference)
 
     def _errors(self, result: Tensor) -> Errors:
@@ -171,9 +176,9 @@ class RowWise(Bounded):
         total = torch.zeros(count, dtype=torch.float64).index_add(0, self._pools, row_J.square())
         return (total / torch.bincount(self._pools)).sqrt()
 
-    def _worst_row(self, got: Errors, own: Errors) -> Measure:
+    def _worst_row(self, got: Errors, reference: Errors) -> Measure:
         floor = ROUNDOFF[self.dtype] / 2 + self.noise
-        ratio = self._pooled(got.row_J) / self._pooled(own.row_J).clamp(min=floor)
+        ratio = self._pooled(got.row_J) / self._pooled(reference.row_J).clamp(min=floor)
         pool = int(ratio.argmax())
         members = (self._pools == pool).nonzero().flatten()
         row = int(members[got.row_J[members].argmax()])
@@ -184,22 +189,22 @@ class RowWise(Bounded):
             "row", float(ratio[pool]), (*self._place(row), *self._column(got, row)), f"{place}{others}: error"
         )
 
-    def _worst_element(self, got: Errors, own: Errors) -> Measure:
+    def _worst_element(self, got: Errors, reference: Errors) -> Measure:
         floor = ROUNDOFF[self.dtype] + PEAK * self.noise
         flat = int(got.element_JM.argmax())
         row, column = divmod(flat, got.element_JM.shape[1])
-        ratio = float(got.element_JM[row, column]) / max(float(own.element_JM.max()), floor)
+        ratio = float(got.element_JM[row, column]) / max(float(reference.element_JM.max()), floor)
         index = (*self._place(row), column)[: self.value.dim()]
         return Measure("element", ratio, index, f"element {list(index)}: error")
 
-    def _rms(self, got: Errors, own: Errors) -> Measure:
+    def _rms(self, got: Errors, reference: Errors) -> Measure:
         worst = int(got.row_J.argmax())
-        ratio = float((got.row_J.square().mean() / (own.row_J.square().mean() + self.noise**2)).sqrt())
+        ratio = float((got.row_J.square().mean() / (reference.row_J.square().mean() + self.noise**2)).sqrt())
         return Measure(
             "rms", ratio, (*self._place(worst), *self._column(got, worst)), f"all {len(got.row_J)} rows together: error"
         )
 
-    def _bias(self, got: Errors, own: Errors) -> list[Measure]:
+    def _bias(self, got: Errors, reference: Errors) -> list[Measure]:
         """Of each group, the mean error away from zero, and upwards, over slack, noise, standard errors and the reference's own mean."""
         sign = _rows(self.value)[self.judged].sign()
         groups = (
@@ -207,22 +212,22 @@ class RowWise(Bounded):
             if self.groups is None
             else self.groups.flatten()[self.judged].long()
         )
-        found = []
+        measures = []
         for group in groups.unique().tolist():
             members = (groups == group).nonzero().flatten()
             if len(members) < BIAS_ROWS or got.ulps_JM[members].numel() < BIAS_ELEMENTS:
                 continue
             for direction, towards in (("away from zero", sign[members]), ("upwards", torch.ones(()))):
                 mean, spread = _mean_and_error(got.ulps_JM[members] * towards)
-                usual, _ = _mean_and_error(own.ulps_JM[members] * towards)
+                usual, _ = _mean_and_error(reference.ulps_JM[members] * towards)
                 allowed = SLACK + DEVIATIONS * spread + abs(usual) + self.noise / (2 * ROUNDOFF[self.dtype])
                 where = "" if self.groups is None else f"group {group}: "
                 place = f"{where}a mean error of {mean:.3g} ulp {direction},"
                 first = int(members[0])
-                found.append(
+                measures.append(
                     Measure("bias", abs(mean) / allowed, (*self._place(first), *self._column(got, first)), place)
                 )
-        return [max(found, key=lambda measure: measure.ratio)] if found else []
+        return [max(measures, key=lambda measure: measure.ratio)] if measures else []
 
     def _column(self, got: Errors, row: int) -> tuple[int, ...]:
         return (int(got.element_JM[row].argmax()),) if self.value.dim() > 1 else ()

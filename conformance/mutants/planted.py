@@ -11,11 +11,9 @@ import functools
 from types import ModuleType
 from typing import Any
 
+from conformance.catalogue import FAMILIES
 from conformance.core.defect import Defect
-from conformance.families.dispatch import defects as dispatch
-from conformance.families.dispatch import defects_wire as wire
 from conformance.families.experts import defects as experts
-from conformance.families.permutation import defects as permutation
 from conformance.families.quantization import defects as quantization
 from conformance.families.router import defects as router
 from conformance.families.router import defects_ranks as router_ranks
@@ -44,8 +42,11 @@ class Planted:
 
 DEFECTS: dict[str, Defect] = {
     defect.name: defect
-    for defects in (permutation, router, router_ranks, quantization, experts, dispatch, wire)
-    for defect in defects.DEFECTS
+    for defects in (
+        *(family.defects for family in FAMILIES),
+        *(module.DEFECTS for module in (router, router_ranks, quantization, experts)),  # of unconverted families
+    )
+    for defect in defects
 }
 
 

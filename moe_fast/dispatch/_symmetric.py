@@ -86,15 +86,12 @@ def slab_layout_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "tokens_per_block",
         "num_tokens",
         "num_experts",
         "local_experts",
         "num_rows",
         "stride_probs_t",
         "stride_probs_e",
-        "stride_base_b",
-        "stride_base_e",
         "epsilon",
         "infinity",
     ]
@@ -114,13 +111,7 @@ def push_kernel(
     probs_table_ptr,
     link_table_ptr,
     row_slots_ptr,
-    # row map
-    slots_ptr,
-    num_slots_ptr,
-    base_ptr,
-    stride_base_b,
-    stride_base_e,
-    tokens_per_block,
+    row_map,
     # sizes
     num_tokens,
     num_experts,
@@ -141,41 +132,15 @@ def push_kernel(
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     column = tl.program_id(0) % columns
     block = tl.program_id(0) // columns
-    lists = tl.cdiv(num_tokens, BLOCK_L)
-    if block < lists:
+    list_blocks = tl.cdiv(num_tokens, BLOCK_L)
+    if block < list_blocks:
         if column == 0:
             t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-            list_t_ptr, base_t_ptr, num_slots = find_lists(
-                slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
-            )
+            lists = find_lists(row_map, t, num_tokens, num_experts, 1 << 62)  # dropped by find_row
             last = tl.full([BLOCK_L], -1, tl.int64)
-            for j in range(tl.max(num_slots, axis=0)):
-                expert, row, live = find_row(
-                    list_t_ptr,
-                    base_ptr,
-                    base_t_ptr,
-                    stride_base_e,
-                    start_ptr,
-                    t,
-                    j,
-                    num_slots,
-                    num_tokens,
-                    num_experts,
-                    num_rows,
-                )
-                next_expert, next_row, next_live = find_row(
-                    list_t_ptr,
-                    base_ptr,
-                    base_t_ptr,
-                    stride_base_e,
-                    start_ptr,
-                    t,
-                    j + 1,
-                    num_slots,
-                    num_tokens,
-                    num_experts,
-                    num_rows,
-                )
+            for j in range(tl.max(lists.num_slots, axis=0)):
+                expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
+                next_expert, next_row, next_live = find_row(row_map, lists, start_ptr, j + 1, num_rows)
                 rank = expert // local_experts
                 if probs_ptr is not None:
                     # only those with a row
@@ -189,10 +154,10 @@ def push_kernel(
                         link = tl.full([BLOCK_L], FIRST, tl.int64)
                     tl.store(at_rank(link_table_ptr, rank, live, tl.int32) + row, link.to(tl.int32), mask=live)
                     # dropped rows too
-                    tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots)
+                    tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
                 last = tl.where(live, rank, last)
     else:
-        t = (block - lists).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        t = (block - list_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
         in_row = (h < num_columns)[None, :]  # the last block sticks out
         inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
@@ -202,24 +167,10 @@ def push_kernel(
             b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
         else:
             sent_as = token
-        list_t_ptr, base_t_ptr, num_slots = find_lists(
-            slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
-        )
+        lists = find_lists(row_map, t, num_tokens, num_experts, 1 << 62)  # dropped by find_row
         last = tl.full([BLOCK_T], -1, tl.int64)
-        for j in range(tl.max(num_slots, axis=0)):
-            expert, row, live = find_row(
-                list_t_ptr,
-                base_ptr,
-                base_t_ptr,
-                stride_base_e,
-                start_ptr,
-                t,
-                j,
-                num_slots,
-                num_tokens,
-                num_experts,
-                num_rows,
-            )
+        for j in range(tl.max(lists.num_slots, axis=0)):
+            expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
             rank = expert // local_experts
             sent = live & (rank != last) if ONCE else live
             rows_ptr = at_rank(rows_table_ptr, rank, sent, sent_as.dtype)
@@ -236,16 +187,12 @@ def push_kernel(
 
 
 @triton.jit
-def find_row(
-    list_t_ptr, base_ptr, base_t_ptr, stride_base_e, start_ptr, t, j, num_slots, num_tokens, num_experts, num_rows
-):
-    """The expert and the row of slot j of each token, and whether there is such a row."""
-    expert, row, live = load_slot(
-        list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, 1 << 62
-    )
+def find_row(row_map, lists, start_ptr, j, num_rows):
+    """(expert, row, live) of each token's slot j, with the expert's start added to the row."""
+    expert, row, live = load_slot(row_map, lists, j)
     if start_ptr is not None:
-        row += tl.load(start_ptr + expert, mask=live, other=0)  # what follows in the list was never written
-    return expert, row, live & (row < num_rows)  # rows behind the buffer are dropped
+        row += tl.load(start_ptr + expert, mask=live, other=0)  # the list's end was never written
+    return expert, row, live & (row < num_rows)  # rows past the buffer are dropped
 
 
 @triton.jit(do_not_specialize=["tail_lanes", "local_experts", "num_rows", "epsilon", "infinity"])
@@ -371,9 +318,7 @@ def pull_kernel(
     # results, contiguous; either may be left out
     out_ptr,
     out_probs_ptr,
-    # lists of rows
-    slots_ptr,
-    num_slots_ptr,
+    row_map,  # of rows
     # sizes
     num_tokens,
     num_experts,
@@ -393,31 +338,27 @@ def pull_kernel(
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     column = tl.program_id(0) % columns
     block = tl.program_id(0) // columns
-    lists = tl.cdiv(num_tokens, BLOCK_L) if out_probs_ptr is not None else 0
-    if block < lists:
+    list_blocks = tl.cdiv(num_tokens, BLOCK_L) if out_probs_ptr is not None else 0
+    if block < list_blocks:
         if column == 0 and out_probs_ptr is not None:
             t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-            list_t_ptr, _, num_slots = find_lists(slots_ptr, num_slots_ptr, None, 0, t, 1, num_tokens, num_experts)
-            for j in range(tl.max(num_slots, axis=0)):
-                expert, row, live = load_slot(
-                    list_t_ptr, None, list_t_ptr, 0, t, j, num_slots, num_tokens, num_experts, num_rows
-                )
+            lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+            for j in range(tl.max(lists.num_slots, axis=0)):
+                expert, row, live = load_slot(row_map, lists, j)
                 probs_ptr = at_rank(probs_table_ptr, expert // local_experts, live, out_probs_ptr.dtype.element_ty)
                 prob = tl.load(probs_ptr + row, mask=live, other=0)
                 tl.store(out_probs_ptr + t * num_experts + expert, prob, mask=live)
     elif out_ptr is not None:
-        t = (block - lists).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        t = (block - list_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
         in_row = (h < num_columns)[None, :]  # the last block sticks out
-        list_t_ptr, _, num_slots = find_lists(slots_ptr, num_slots_ptr, None, 0, t, 1, num_tokens, num_experts)
+        lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
         total = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
         part = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
         last = tl.full([BLOCK_T], -1, tl.int64)
-        for first in range(0, tl.max(num_slots, axis=0), UNROLL):
+        for first in range(0, tl.max(lists.num_slots, axis=0), UNROLL):
             for j in tl.static_range(UNROLL):  # their loads are on their way together
-                expert, row, live = load_slot(
-                    list_t_ptr, None, list_t_ptr, 0, t, first + j, num_slots, num_tokens, num_experts, num_rows
-                )
+                expert, row, live = load_slot(row_map, lists, first + j)
                 rank = expert // local_experts
                 new = live & (rank != last)
                 read = new if ONCE else live

@@ -57,7 +57,6 @@ def store_blocks(scale_ptr, amax_ptr, stride_m, stride_n, row, block, stored, am
 
 @triton.jit(
     do_not_specialize=[
-        "tokens_per_block",
         "fills",
         "first_lane",
         "tail_lanes",
@@ -66,8 +65,6 @@ def store_blocks(scale_ptr, amax_ptr, stride_m, stride_n, row, block, stored, am
         "num_rows",
         "stride_probs_t",
         "stride_probs_e",
-        "stride_base_b",
-        "stride_base_e",
         "stride_given",
         "stride_history",
         "epsilon",
@@ -99,13 +96,7 @@ def scatter_kernel(
     row_probs_ptr,
     row_slots_ptr,
     source_ptr,
-    # row map
-    slots_ptr,
-    num_slots_ptr,
-    base_ptr,
-    stride_base_b,
-    stride_base_e,
-    tokens_per_block,
+    row_map,
     gap_ptr,
     # programs: lists of tokens, so many whose lanes fill gaps, then blocks of tokens
     fills,
@@ -141,23 +132,19 @@ def scatter_kernel(
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1) if RULE != "none" else 1  # lists need no columns
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     block = tl.program_id(0) // columns
-    lists = tl.cdiv(num_tokens, BLOCK_L)
+    list_blocks = tl.cdiv(num_tokens, BLOCK_L)
     least = number(epsilon, tl.float32)
     most = number(infinity, tl.float32)
     if RULE == "group" and tl.program_id(0) == 0:
         e = tl.arange(0, BLOCK_E).to(tl.int64)
         scale_E = group_scale(given_ptr, stride_given, group_amax_ptr, e, e < num_experts, least, FORMAT, POWER_OF_TWO)
         tl.store(inverse_ptr + e, over(1.0, scale_E), mask=e < num_experts)  # experts are padded to a power of two
-    if block < lists:
+    if block < list_blocks:
         if column == 0:
             t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-            list_t_ptr, base_t_ptr, num_slots = find_lists(
-                slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
-            )
-            for j in range(tl.max(num_slots, axis=0)):
-                expert, row, live = load_slot(
-                    list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows
-                )
+            lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+            for j in range(tl.max(lists.num_slots, axis=0)):
+                expert, row, live = load_slot(row_map, lists, j)
                 if probs_ptr is not None:
                     # only those with a row
                     prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
@@ -165,9 +152,9 @@ def scatter_kernel(
                 if source_ptr is not None:
                     tl.store(source_ptr + row, t.to(source_ptr.dtype.element_ty), mask=live)
                 # dropped rows too
-                tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots)
-    elif block < lists + fills:
-        lane = first_lane + (block - lists) * BLOCK_G + tl.arange(0, BLOCK_G)
+                tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
+    elif block < list_blocks + fills:
+        lane = first_lane + (block - list_blocks) * BLOCK_G + tl.arange(0, BLOCK_G)
         gap = tl.minimum(lane, num_experts)
         end = tl.minimum(tl.load(gap_ptr + num_experts + 1 + gap), num_rows)
         begin = tl.load(gap_ptr + gap) + (lane - gap) * BLOCK_R
@@ -197,7 +184,7 @@ def scatter_kernel(
                 # zeros have a scale of 0
                 store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, amax, amax, inside)
     elif RULE != "none":
-        t = (block - lists - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        t = (block - list_blocks - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
         b = column.to(tl.int64) * (BLOCK_H // BLOCK) + tl.arange(0, BLOCK_H // BLOCK)
         in_row = (h < num_columns)[None, :]  # the last block sticks out
@@ -205,12 +192,8 @@ def scatter_kernel(
         x = as_float32(
             tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0.0)
         )
-        list_t_ptr, base_t_ptr, num_slots = find_lists(
-            slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
-        )
-        expert, row, live = load_slot(
-            list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, 0, num_slots, num_tokens, num_experts, num_rows
-        )
+        lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+        expert, row, live = load_slot(row_map, lists, 0)
         amax = block_amax(x, 1, BLOCK_H if RULE == "group" else BLOCK)
         if RULE == "amax" or RULE == "mxfp8":
             multiplier, stored = block_scale(amax, least, most, RULE, FORMAT, POWER_OF_TWO)
@@ -218,10 +201,8 @@ def scatter_kernel(
         if RULE == "amax":
             there = (t < num_tokens)[:, None] & (b * BLOCK < num_columns)[None, :]  # likewise
             store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, t, b, stored, amax, there)
-        for j in range(tl.max(num_slots, axis=0)):
-            following = load_slot(
-                list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j + 1, num_slots, num_tokens, num_experts, num_rows
-            )  # on its way
+        for j in range(tl.max(lists.num_slots, axis=0)):
+            following = load_slot(row_map, lists, j + 1)  # on its way
             if RULE == "group":
                 scale = group_scale(given_ptr, stride_given, group_amax_ptr, expert, live, least, FORMAT, POWER_OF_TWO)
                 code = encoded(x * scale[:, None], FORMAT, HARDWARE)
@@ -283,7 +264,11 @@ def row_scales_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["tokens_per_block", "num_tokens", "num_experts", "num_rows", "stride_base_b", "stride_base_e"]
+    do_not_specialize=[
+        "num_tokens",
+        "num_experts",
+        "num_rows",
+    ]
 )
 def expert_amax_kernel(
     tokens_ptr,
@@ -291,13 +276,7 @@ def expert_amax_kernel(
     stride_tokens_h,
     # result, as integers, zeros before
     amax_ptr,
-    # row map
-    slots_ptr,
-    num_slots_ptr,
-    base_ptr,
-    stride_base_b,
-    stride_base_e,
-    tokens_per_block,
+    row_map,
     # sizes
     num_tokens,
     num_experts,
@@ -308,9 +287,7 @@ def expert_amax_kernel(
 ):
     """max |x| over each expert's rows, from one look at each token."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    list_t_ptr, base_t_ptr, num_slots = find_lists(
-        slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
-    )
+    lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
     largest = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
     for first in range(0, num_columns, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H).to(tl.int64)
@@ -318,10 +295,8 @@ def expert_amax_kernel(
         x = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0.0)
         largest = tl.maximum(largest, magnitude(as_float32(x)))
     bits = tl.max(largest, axis=1).to(tl.int32, bitcast=True)
-    for j in range(tl.max(num_slots, axis=0)):
-        expert, _, live = load_slot(
-            list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows
-        )
+    for j in range(tl.max(lists.num_slots, axis=0)):
+        expert, _, live = load_slot(row_map, lists, j)
         raise_amax(amax_ptr, expert, bits, live)
 
 

@@ -255,7 +255,7 @@ class Work:
                 kernels.expert_amax_kernel[(programs,)](
                     *strided(self.tokens),
                     amax,
-                    *self.lists.arguments(),
+                    self.lists.arguments(),
                     *self.tokens.shape[:1],
                     self.row_map.num_experts,
                     *self.shape[::-1],
@@ -317,7 +317,7 @@ class Work:
                 None if self.row_probs is None else bits(self.row_probs),
                 row_map.slots_TE,
                 self.source,
-                *self.lists.arguments(),
+                self.lists.arguments(),
                 row_map.gap_2E,
                 fills,
                 *lanes,

@@ -1,5 +1,7 @@
 """Rows to their experts and back; `permutation.row_map.RowMap` holds each token's rows."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -7,27 +9,51 @@ from moe_fast.launch._rounding import rounded
 from moe_fast.permutation._row_map import EXPERT, RANK
 
 
+class RowMapArgs(NamedTuple):
+    """`RowMap` as one argument of a kernel."""
+
+    slots_ptr: Any
+    num_slots_ptr: Any
+    base_ptr: Any  # None: the lists hold rows
+    stride_base_b: Any
+    stride_base_e: Any
+    tokens_per_block: Any
+
+
+class Lists(NamedTuple):
+    """The lists of some tokens; no field is None, which a function of Triton 3.6 cannot return."""
+
+    t: Any
+    list_t_ptr: Any
+    base_t_ptr: Any  # with bases
+    num_slots: Any  # of each token
+    num_tokens: Any
+    num_experts: Any
+    num_rows: Any
+
+
 @triton.jit
-def find_lists(slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts):
-    """Where the list of each token and the bases of its block begin, and how many rows it has."""
-    list_t_ptr = slots_ptr + t * num_experts
+def find_lists(row_map, t, num_tokens, num_experts, num_rows):
+    """The lists of tokens `t`."""
+    list_t_ptr = row_map.slots_ptr + t * num_experts
     base_t_ptr = list_t_ptr
-    if base_ptr is not None:  # else the lists hold rows
-        base_t_ptr = base_ptr + t // tokens_per_block * stride_base_b
-    return list_t_ptr, base_t_ptr, tl.load(num_slots_ptr + t, mask=t < num_tokens, other=0)  # the last tile sticks out
+    if row_map.base_ptr is not None:
+        base_t_ptr = row_map.base_ptr + t // row_map.tokens_per_block * row_map.stride_base_b
+    num_slots = tl.load(row_map.num_slots_ptr + t, mask=t < num_tokens, other=0)  # the last tile sticks out
+    return Lists(t, list_t_ptr, base_t_ptr, num_slots, num_tokens, num_experts, num_rows)
 
 
 @triton.jit
-def load_slot(list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows):
+def load_slot(row_map, lists, j):
     """(expert, row, live) of each token's slot j; the list loads while `num_slots` is in flight."""
-    live = j < num_slots  # what follows in the list was never written
-    inside = (t < num_tokens) & (j + tl.zeros_like(t) < num_experts)  # the last tile sticks out, and j may
-    slot = tl.load(list_t_ptr + j, mask=inside, other=0).to(tl.int64)
+    live = j < lists.num_slots  # the list's end was never written
+    inside = (lists.t < lists.num_tokens) & (j + tl.zeros_like(lists.t) < lists.num_experts)  # both may stick out
+    slot = tl.load(lists.list_t_ptr + j, mask=inside, other=0).to(tl.int64)
     expert = slot & EXPERT
     row = slot >> RANK
-    if base_ptr is not None:
-        row += tl.load(base_t_ptr + expert * stride_base_e, mask=live, other=0)
-    return expert, row, live & (row < num_rows)  # rows behind the buffer are dropped
+    if row_map.base_ptr is not None:
+        row += tl.load(lists.base_t_ptr + expert * row_map.stride_base_e, mask=live, other=0)
+    return expert, row, live & (row < lists.num_rows)  # rows past the buffer are dropped
 
 
 @triton.jit
@@ -52,29 +78,22 @@ def add_rows(
     probs_ptr,
     stride_probs_t,
     stride_probs_e,
-    list_t_ptr,
-    base_ptr,
-    base_t_ptr,
-    stride_base_e,
-    t,
+    row_map,
+    lists,
     h,
     in_row,
-    num_slots,
-    num_tokens,
-    num_experts,
-    num_rows,
     ROWS_AS: tl.constexpr,
     PROBS_AS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
     """The sum of each token's rows, and a few more of them."""
     for j in tl.static_range(UNROLL):  # their loads are on their way together
-        expert, row, live = load_slot(
-            list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, first + j, num_slots, num_tokens, num_experts, num_rows
-        )
+        expert, row, live = load_slot(row_map, lists, first + j)
         value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row).to(ROWS_AS).to(acc.dtype)
         if probs_ptr is not None:
-            prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0)  # live only
+            prob = tl.load(
+                probs_ptr + lists.t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0
+            )  # live only
             value *= prob.to(PROBS_AS).to(acc.dtype)[:, None]
         acc += value
     return acc
@@ -119,7 +138,6 @@ def fill_gaps(
 
 @triton.jit(
     do_not_specialize=[
-        "tokens_per_block",
         "token_blocks",
         "first_lane",
         "tail_lanes",
@@ -128,8 +146,6 @@ def fill_gaps(
         "num_rows",
         "stride_probs_t",
         "stride_probs_e",
-        "stride_base_b",
-        "stride_base_e",
     ]
 )
 def permute_kernel(
@@ -144,13 +160,7 @@ def permute_kernel(
     rows_ptr,
     row_probs_ptr,
     row_slots_ptr,
-    # row map
-    slots_ptr,
-    num_slots_ptr,
-    base_ptr,
-    stride_base_b,
-    stride_base_e,
-    tokens_per_block,
+    row_map,
     gap_ptr,
     # programs: lists of tokens, lanes that fill gaps, then blocks of tokens
     token_blocks,
@@ -177,26 +187,22 @@ def permute_kernel(
     columns = tl.cdiv(num_columns, BLOCK_H) if row_slots_ptr is None else tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     block = tl.program_id(0) // columns
-    lists = tl.cdiv(num_tokens, BLOCK_L) if row_slots_ptr is not None else 0
-    fills = tl.num_programs(0) // columns - token_blocks - lists
-    if block < lists:
+    list_blocks = tl.cdiv(num_tokens, BLOCK_L) if row_slots_ptr is not None else 0
+    fills = tl.num_programs(0) // columns - token_blocks - list_blocks
+    if block < list_blocks:
         if column == 0 and row_slots_ptr is not None:
             t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-            list_t_ptr, base_t_ptr, num_slots = find_lists(
-                slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
-            )
-            for j in range(tl.max(num_slots, axis=0)):
-                expert, row, live = load_slot(
-                    list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows
-                )
+            lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+            for j in range(tl.max(lists.num_slots, axis=0)):
+                expert, row, live = load_slot(row_map, lists, j)
                 if probs_ptr is not None:
                     # only those with a row
                     prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
                     tl.store(row_probs_ptr + row, prob, mask=live)  # likewise
                 # dropped rows too
-                tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < num_slots)
-    elif block < lists + fills:
-        lane = first_lane + (block - lists) * BLOCK_G
+                tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
+    elif block < list_blocks + fills:
+        lane = first_lane + (block - list_blocks) * BLOCK_G
         fill_gaps(
             rows_ptr,
             row_probs_ptr,
@@ -212,21 +218,15 @@ def permute_kernel(
             BLOCK_H,
         )
     else:
-        t = (block - lists - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        t = (block - list_blocks - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
         in_row = (h < num_columns)[None, :]  # the last block sticks out
         inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
         token = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0)
-        list_t_ptr, base_t_ptr, num_slots = find_lists(
-            slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
-        )
-        expert, row, live = load_slot(
-            list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, 0, num_slots, num_tokens, num_experts, num_rows
-        )
-        for j in range(tl.max(num_slots, axis=0)):
-            following = load_slot(
-                list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j + 1, num_slots, num_tokens, num_experts, num_rows
-            )  # on its way
+        lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+        expert, row, live = load_slot(row_map, lists, 0)
+        for j in range(tl.max(lists.num_slots, axis=0)):
+            following = load_slot(row_map, lists, j + 1)  # on its way
             # dropped rows are not written
             tl.store(rows_ptr + row[:, None] * num_columns + h[None, :], token, mask=live[:, None] & in_row)
             expert, row, live = following
@@ -234,14 +234,11 @@ def permute_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "tokens_per_block",
         "num_tokens",
         "num_rows",
         "stride_row_dprobs",
         "stride_probs_t",
         "stride_probs_e",
-        "stride_base_b",
-        "stride_base_e",
     ]
 )
 def unpermute_kernel(
@@ -257,13 +254,7 @@ def unpermute_kernel(
     row_dprobs_ptr,
     stride_row_dprobs,
     dprobs_ptr,
-    # row map
-    slots_ptr,
-    num_slots_ptr,
-    base_ptr,
-    stride_base_b,
-    stride_base_e,
-    tokens_per_block,
+    row_map,
     # sizes
     num_tokens,
     num_experts,
@@ -281,9 +272,7 @@ def unpermute_kernel(
     columns = tl.cdiv(num_columns, BLOCK_H) + (1 if dprobs_ptr is not None else 0)
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     t = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    list_t_ptr, base_t_ptr, num_slots = find_lists(
-        slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
-    )
+    lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
     in_time = (t < num_tokens)[:, None]  # the last tile sticks out
     if column < tl.cdiv(num_columns, BLOCK_H):
         if rows_ptr is not None:
@@ -291,14 +280,40 @@ def unpermute_kernel(
             in_row = (h < num_columns)[None, :]  # the last block sticks out
             acc = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
             acc = add_rows(
-                acc, 0, rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs_t, stride_probs_e, list_t_ptr, base_ptr, base_t_ptr, stride_base_e,
-                t, h, in_row, num_slots, num_tokens, num_experts, num_rows, ROWS_AS, PROBS_AS, UNROLL,
-            )  # fmt: skip
-            for first in range(UNROLL, tl.max(num_slots, axis=0), UNROLL):
+                acc,
+                0,
+                rows_ptr,
+                stride_rows_p,
+                stride_rows_h,
+                probs_ptr,
+                stride_probs_t,
+                stride_probs_e,
+                row_map,
+                lists,
+                h,
+                in_row,
+                ROWS_AS,
+                PROBS_AS,
+                UNROLL,
+            )
+            for first in range(UNROLL, tl.max(lists.num_slots, axis=0), UNROLL):
                 acc = add_rows(
-                    acc, first, rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs_t, stride_probs_e, list_t_ptr, base_ptr, base_t_ptr,
-                    stride_base_e, t, h, in_row, num_slots, num_tokens, num_experts, num_rows, ROWS_AS, PROBS_AS, UNROLL,
-                )  # fmt: skip
+                    acc,
+                    first,
+                    rows_ptr,
+                    stride_rows_p,
+                    stride_rows_h,
+                    probs_ptr,
+                    stride_probs_t,
+                    stride_probs_e,
+                    row_map,
+                    lists,
+                    h,
+                    in_row,
+                    ROWS_AS,
+                    PROBS_AS,
+                    UNROLL,
+                )
             tl.store(
                 out_ptr + t[:, None] * num_columns + h[None, :],
                 rounded(acc.to(ROWS_AS), out_ptr.dtype.element_ty),
@@ -308,10 +323,8 @@ def unpermute_kernel(
         for first in range(0, num_experts, BLOCK_E):
             e = first + tl.arange(0, BLOCK_E)
             dprobs = tl.zeros([BLOCK_T, BLOCK_E], dprobs_ptr.dtype.element_ty)
-            for j in range(tl.max(num_slots, axis=0)):
-                expert, row, live = load_slot(
-                    list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, j, num_slots, num_tokens, num_experts, num_rows
-                )
+            for j in range(tl.max(lists.num_slots, axis=0)):
+                expert, row, live = load_slot(row_map, lists, j)
                 dprob = tl.load(row_dprobs_ptr + row * stride_row_dprobs, mask=live, other=0)  # live only
                 dprobs = tl.where((expert[:, None] == e[None, :]) & live[:, None], dprob[:, None], dprobs)
             tl.store(
@@ -321,7 +334,6 @@ def unpermute_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "tokens_per_block",
         "token_blocks",
         "first_lane",
         "tail_lanes",
@@ -329,8 +341,6 @@ def unpermute_kernel(
         "num_rows",
         "stride_probs_t",
         "stride_probs_e",
-        "stride_base_b",
-        "stride_base_e",
     ]
 )
 def unpermute_backward_kernel(
@@ -347,13 +357,7 @@ def unpermute_backward_kernel(
     # results, contiguous
     drows_ptr,
     dprobs_ptr,
-    # row map
-    slots_ptr,
-    num_slots_ptr,
-    base_ptr,
-    stride_base_b,
-    stride_base_e,
-    tokens_per_block,
+    row_map,
     gap_ptr,
     # programs: lanes that fill gaps, then blocks of tokens
     token_blocks,
@@ -379,9 +383,7 @@ def unpermute_backward_kernel(
     if block >= fills:
         t = (block - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         e = tl.arange(0, BLOCK_E)
-        list_t_ptr, base_t_ptr, num_slots = find_lists(
-            slots_ptr, num_slots_ptr, base_ptr, stride_base_b, t, tokens_per_block, num_tokens, num_experts
-        )
+        lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
         dprobs = tl.zeros([BLOCK_T, BLOCK_E], ACCUMULATOR)
         in_time = (t < num_tokens)[:, None]  # the last tile sticks out
         for first in range(0, num_columns, BLOCK_H):
@@ -390,31 +392,16 @@ def unpermute_backward_kernel(
             dout = tl.load(
                 dout_ptr + t[:, None] * stride_dout_t + h[None, :] * stride_dout_h, mask=in_time & in_row, other=0.0
             )
-            expert, row, live = load_slot(
-                list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, 0, num_slots, num_tokens, num_experts, num_rows
-            )
+            expert, row, live = load_slot(row_map, lists, 0)
             prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0)  # live only
             value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row)
-            next_expert, next_row, next_live = load_slot(
-                list_t_ptr, base_ptr, base_t_ptr, stride_base_e, t, 1, num_slots, num_tokens, num_experts, num_rows
-            )
-            for j in range(tl.max(num_slots, axis=0)):  # the next row and the slot after it are on their way
+            next_expert, next_row, next_live = load_slot(row_map, lists, 1)
+            for j in range(tl.max(lists.num_slots, axis=0)):  # the next row and the slot after it are on their way
                 next_prob = tl.load(
                     probs_ptr + t * stride_probs_t + next_expert * stride_probs_e, mask=next_live, other=0.0
                 )  # as above
                 next_value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, next_row, h, next_live, in_row)
-                following = load_slot(
-                    list_t_ptr,
-                    base_ptr,
-                    base_t_ptr,
-                    stride_base_e,
-                    t,
-                    j + 2,
-                    num_slots,
-                    num_tokens,
-                    num_experts,
-                    num_rows,
-                )
+                following = load_slot(row_map, lists, j + 2)
                 d = dout.to(ROWS_AS).to(ACCUMULATOR)
                 if drows_ptr is not None:
                     drow = rounded(

@@ -9,6 +9,7 @@ from moe_fast.launch import tuning
 from moe_fast.launch.backend import integers, launch_on
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.permutation import _row_map as kernels
+from moe_fast.permutation._permute import RowMapArgs
 
 UNBOUNDED = 1 << 62  # more rows than any buffer has
 
@@ -37,10 +38,10 @@ class RowMap:
     expert_gaps: bool  # whether there may be rows without a token behind an expert's
     tail_gap: bool  # whether there may be rows behind the last segment
 
-    def arguments(self) -> tuple[Tensor | int | None, ...]:
+    def arguments(self) -> RowMapArgs:
         """The row map as every kernel takes it."""
-        strides = (0, 0) if self.base_BE is None else self.base_BE.stride()
-        return self.slots_TE, self.num_slots_T, self.base_BE, *strides, self.tokens_per_block
+        stride_b, stride_e = (0, 0) if self.base_BE is None else self.base_BE.stride()
+        return RowMapArgs(self.slots_TE, self.num_slots_T, self.base_BE, stride_b, stride_e, self.tokens_per_block)
 
     def without_bases(self) -> "RowMap":
         """The same with lists of rows, which permute_kernel is to write."""

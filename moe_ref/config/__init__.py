@@ -50,8 +50,15 @@ from moe_ref.config.experts import (
     check_shared_experts,
 )
 from moe_ref.config.fused import PermutedQuantization, check_permute_and_quantize
+from moe_ref.config.layer import DISPATCHERS, LayerConfig, LayerOutput, LayerParameters, check_layer
 from moe_ref.config.megatron.settings import MoEConfig
-from moe_ref.config.megatron.stages import pads_expert_rows, quantization_alignment, recipe_of, router_config
+from moe_ref.config.megatron.stages import (
+    layer_config,
+    pads_expert_rows,
+    quantization_alignment,
+    recipe_of,
+    router_config,
+)
 from moe_ref.config.permutation import (
     Indices,
     Multihot,
@@ -112,6 +119,7 @@ from moe_ref.config.rules import MAX_EXPERTS, check_float, check_probs, is_count
 
 __all__ = [
     "ACCUMULATORS",
+    "DISPATCHERS",
     "DROP_POLICIES",
     "FP8_BLOCK",
     "GATED",
@@ -130,6 +138,9 @@ __all__ = [
     "Dispatched",
     "IndexPolicy",
     "Indices",
+    "LayerConfig",
+    "LayerOutput",
+    "LayerParameters",
     "LinearState",
     "LowLatencyDispatched",
     "MoEConfig",
@@ -177,6 +188,7 @@ __all__ = [
     "check_input_store",
     "check_jitter",
     "check_kind",
+    "check_layer",
     "check_linear",
     "check_load_balancing_loss",
     "check_logits",
@@ -210,6 +222,7 @@ __all__ = [
     "check_wire_recipe",
     "is_count",
     "is_number",
+    "layer_config",
     "pads_expert_rows",
     "quantization_alignment",
     "recipe_of",

@@ -9,7 +9,6 @@ import torch
 
 import moe_ref
 from conformance.catalogue import CONTRACTS
-from conformance.catalogue_laws import LAWS
 from conformance.core.case import Case
 from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
@@ -21,9 +20,7 @@ from conformance.families.experts.mlp import MlpCase
 from conformance.families.experts.shared import SharedCase
 from conformance.families.fused.cases import QuantizedActivationCase
 from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase
-from conformance.families.permutation.cases import RoutingCase
-from conformance.families.permutation.chunks import ChunksCase
-from conformance.families.permutation.routing_map import IndicesCase
+from conformance.families.permutation.cases import ChunksCase, IndicesCase, RoutingCase
 from conformance.families.quantization.cases import QuantizeCase
 from conformance.families.router.cases import GateCase, LoadCase, LogitsCase
 from conformance.families.router.cases_route import RouteCase
@@ -615,8 +612,8 @@ TWINS = [
     ("row_reversal", TO_INDICES, lambda: stops_at_an_empty_first_token("multihot_to_indices")),
 ]
 ALONE = {
-    function: [law for law in laws.values() if law is not ONE_PROCESS]
-    for function, laws in LAWS.items()
+    function: [law for law in contract.laws.values() if law is not ONE_PROCESS]
+    for function, contract in CONTRACTS.items()
     if function not in COLLECTIVES
 }
 ON_A_CPU = {function: [law for law in laws if law.device != "cuda"] for function, laws in ALONE.items()}
@@ -647,7 +644,7 @@ def adds_by_layout():
 
 def test_no_law_minds_a_sum_whose_order_follows_the_layout():
     case = replace(ACTIVATED, function="glu_backward_and_quantize", layout="transposed", layout_of="d_out")
-    laws = [law for law in LAWS[case.function].values() if law.device != "cuda" and law.applies(case)]
+    laws = [law for law in CONTRACTS[case.function].laws.values() if law.device != "cuda" and law.applies(case)]
     assert "padding_values" in {law.name for law in laws}
     assert {law.name: outcome_of(replace(case, law=law.name), adds_by_layout()).status for law in laws} == {
         law.name: "PASS" for law in laws
@@ -864,28 +861,28 @@ def test_every_law_is_tried_on_the_reference():
 
 @pytest.mark.parametrize("law", ["token_reversal", "expert_relabelling", "batch_concat", "shift", "replay"])
 def test_no_law_of_choices_is_asked_where_it_does_not_hold(law):
-    assert LAWS["topk_routing"][law].applies(SPREAD_TOPK)
-    assert not LAWS["topk_routing"][law].applies(replace(SPREAD_TOPK, golden="softmax_of_all"))
-    assert not LAWS["topk_routing"][law].applies(replace(SPREAD_TOPK, illegal="no_slots"))
+    assert CONTRACTS["topk_routing"].laws[law].applies(SPREAD_TOPK)
+    assert not CONTRACTS["topk_routing"].laws[law].applies(replace(SPREAD_TOPK, golden="softmax_of_all"))
+    assert not CONTRACTS["topk_routing"].laws[law].applies(replace(SPREAD_TOPK, illegal="no_slots"))
     assert (
-        not LAWS["topk_routing"][law].applies(replace(SPREAD_TOPK, layout="expanded", layout_of="d_probs"))
+        not CONTRACTS["topk_routing"].laws[law].applies(replace(SPREAD_TOPK, layout="expanded", layout_of="d_probs"))
         or law == "replay"
     )
 
 
 def test_what_is_added_to_all_logits_shows_where_scores_are_not_softmax():
-    assert not LAWS["topk_routing"]["shift"].applies(replace(SPREAD_TOPK, score="sigmoid"))
-    assert not LAWS["aux_loss_scores"]["shift"].applies(replace(AUX, score="sqrtsoftplus"))
-    assert LAWS["aux_loss_scores"]["shift"].applies(AUX)
+    assert not CONTRACTS["topk_routing"].laws["shift"].applies(replace(SPREAD_TOPK, score="sigmoid"))
+    assert not CONTRACTS["aux_loss_scores"].laws["shift"].applies(replace(AUX, score="sqrtsoftplus"))
+    assert CONTRACTS["aux_loss_scores"].laws["shift"].applies(AUX)
 
 
 @pytest.mark.parametrize(
     "law", ["token_permutation", "split", "padding_independence", "buffer_reuse", "scaling", "adjointness"]
 )
 def test_no_law_is_asked_where_it_does_not_hold(law):
-    assert not LAWS["permute"][law].applies(replace(PERMUTE, golden="by_expert"))
-    assert not LAWS["permute"][law].applies(replace(PERMUTE, illegal="align_zero"))
-    assert not LAWS["permute"][law].applies(replace(ALIGNED, layout="expanded", layout_of="tokens"))
+    assert not CONTRACTS["permute"].laws[law].applies(replace(PERMUTE, golden="by_expert"))
+    assert not CONTRACTS["permute"].laws[law].applies(replace(PERMUTE, illegal="align_zero"))
+    assert not CONTRACTS["permute"].laws[law].applies(replace(ALIGNED, layout="expanded", layout_of="tokens"))
 
 
 def test_what_raises_only_in_a_law_is_a_finding_of_that_law():

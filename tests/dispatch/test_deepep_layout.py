@@ -5,12 +5,13 @@ import torch
 
 import moe_fast
 import moe_ref
+from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.choose.plan import Section, cases_of
 from conformance.engine.choose.profiles import PROFILES
 from conformance.families.dispatch.deepep_layout import DeepEPLayout
-from conformance.families.permutation.routing_map import IndicesCase, indices, simpler_indices
+from conformance.families.permutation.cases import IndicesCase, indices
 from conformance.interface import Implementation
 from conformance.mutants import planted
 
@@ -103,7 +104,7 @@ def test_a_case_whose_ranks_do_not_divide_the_experts_cannot_be_written():
 def test_simpler_cases_are_legal_and_end_at_the_smallest(case):
     seen, waiting = set(), [case]
     while waiting:
-        smaller = next(iter(simpler_indices(waiting.pop())), None)
+        smaller = next(iter(CONTRACTS["deepep_layout"].simpler(waiting.pop())), None)
         if smaller:
             assert smaller.text not in seen and indices(smaller).numel() >= 0
             DeepEPLayout().legal(smaller)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import moe_fast
 from conformance.catalogue import CONTRACTS
-from conformance.catalogue_laws import LAWS, Trial
 from conformance.core.contract import Problem
+from conformance.core.law import Trial
 from conformance.core.ranks import AtRank, RankContext
 from conformance.core.space import Space
 from conformance.engine.child import poison
@@ -237,7 +237,7 @@ def broken_world() -> Iterator[Pool]:
 def test_what_breaks_a_law_passes_as_values_and_is_found_by_that_law(twin, broken_world):
     law, case, output, _ = TWINS[twin]
     case = replace(case, hidden=NARROWEST + twin)
-    assert LAWS[case.function][law].applies(case)
+    assert CONTRACTS[case.function].laws[law].applies(case)
     ((_, plain),) = broken_world.run([case])
     assert (plain.status, plain.finding, plain.reason) == ("PASS", None, "")
     ((_, found),) = broken_world.run([replace(case, law=law)])
@@ -260,7 +260,9 @@ def test_a_dispatcher_whose_graph_reads_its_inputs_again_keeps_the_law(broken_wo
 
 def test_every_law_of_dispatchers_alone_has_a_twin():
     usual = {"history", "determinism", "buffer_reuse", "in_flight"}
-    laws = {law.name for function in FUNCTIONS for law in LAWS[function].values() if not law.device} | {"graph_capture"}
+    laws = {law.name for function in FUNCTIONS for law in CONTRACTS[function].laws.values() if not law.device} | {
+        "graph_capture"
+    }
     assert {law for law, *_ in TWINS} | {"adjointness"} == laws - usual
 
 
@@ -300,8 +302,10 @@ def asked_alone(law: str, case: DispatchCase, namespace: Any, place: RankContext
     runner = Runner(implementation, "cpu", case.poison, outcome)
     refusal = lambda call: "" if implementation.offers(call.function) else "not offered"  # noqa: E731
     extras = {"refusal": refusal, "offers": implementation.offers}
-    return LAWS[case.function][law].check(
-        Trial(case, contract, problem, {}, runner.run(problem), runner.run, {}, outcome, extras)
+    return (
+        CONTRACTS[case.function]
+        .laws[law]
+        .check(Trial(case, contract, problem, {}, runner.run(problem), runner.run, {}, outcome, extras))
     )
 
 
@@ -310,7 +314,7 @@ def asked_alone(law: str, case: DispatchCase, namespace: Any, place: RankContext
 )
 def test_a_gradient_of_another_matrix_breaks_adjointness(function, one_rank):
     case = two_ranks(function, counts=(4,), grads="tokens", probs="")
-    assert LAWS[function]["adjointness"].applies(case)
+    assert CONTRACTS[function].laws["adjointness"].applies(case)
     assert asked_alone("adjointness", case, reference_world, one_rank) is None
     finding = asked_alone("adjointness", case, doubling(function), one_rank)
     assert (finding.output, finding.check) == ("d_tokens", "adjointness")

@@ -11,7 +11,6 @@ import torch
 
 import moe_ref
 from conformance.catalogue import CONTRACTS
-from conformance.catalogue_laws import LAWS
 from conformance.core.shared_out_space import SHARED_ONE_IN
 from conformance.core.space import Space
 from conformance.engine.child.runner import Outcome
@@ -91,7 +90,7 @@ def test_who_sums_over_ranks_as_the_reference_does_passes(world):
     ids=lambda c: c.function,
 )
 def test_laws_hold_over_ranks(case, world):
-    laws = [law.name for law in LAWS[case.function].values() if not law.device and law.applies(case)]
+    laws = [law.name for law in CONTRACTS[case.function].laws.values() if not law.device and law.applies(case)]
     assert laws == ["history", "determinism", "one_process"]
     assert {told[0] for told in outcomes(world, [replace(case, law=law) for law in laws]).values()} == {"PASS"}
 

@@ -8,7 +8,6 @@ import torch
 
 import moe_ref
 from conformance.catalogue import CONTRACTS
-from conformance.catalogue_laws import LAWS
 from conformance.core.space import Space
 from conformance.engine.choose.draw import covering_cases, drawn, shape_cases, strategy
 from conformance.engine.choose.plan import Section, cases_of, fixed_cases
@@ -70,7 +69,7 @@ def test_the_reference_keeps_every_law(function, world):
         plain(function, values="integers"),
         plain(function, values="integers", counts=(2, 2), grads=main_of(function)),
     ]
-    laws = [law for law in LAWS[function].values() if not law.device]
+    laws = [law for law in CONTRACTS[function].laws.values() if not law.device]
     asked = [(law.name, replace(case, law=law.name)) for law in laws for case in some if law.applies(case)]
     assert {name for name, _ in asked} == {law.name for law in laws}
     outcomes = [(name, world.worlds.run(case)) for name, case in asked]
@@ -91,7 +90,7 @@ def test_the_gate_asks_for_every_law_of_a_dispatcher_of_several_ranks_with_rows(
         if case.law in space.laws(case) and case.ranks > 1 and sum(int(own.sum()) for own in maps_of(case))
     }
     sized = {"host_sync", "graph_capture"} if function in UNSIZED else set()
-    assert asked == {law.name for law in LAWS[function].values() if law.device in ("", device)} - sized
+    assert asked == {law.name for law in CONTRACTS[function].laws.values() if law.device in ("", device)} - sized
 
 
 def test_without_cases_for_them_some_laws_are_asked_by_nobody():

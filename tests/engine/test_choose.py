@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from conformance.catalogue import CONTRACTS
-from conformance.catalogue_laws import LAWS
 from conformance.core.case import Case, case_from
 from conformance.core.ranks import ranks_of
 from conformance.core.space import DTYPES, LAYOUTS, LOGIT_DTYPES, MAP_DTYPES, MOVED_DTYPES, POISONS, Space
 from conformance.engine.choose import unconverted
-from conformance.engine.choose.draw import covering_cases, drawn, far_cases, run_seed, shape_cases, strategy
+from conformance.engine.choose.draw import covering_cases, drawn, far_cases, run_seed, scope_of, shape_cases, strategy
 from conformance.engine.choose.plan import Section, cases_of, fixed_cases
 from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.choose.unconverted import AXES
@@ -32,15 +31,13 @@ from conformance.families.experts.cases import ActivationCase, GroupedCase, coun
 from conformance.families.experts.mlp import MlpCase
 from conformance.families.experts.shared import SharedCase
 from conformance.families.experts.space_recipes import recipe_cases
+from conformance.families.fused import axes as axes_fused
 from conformance.families.fused.cases import BACKWARD as BACK_AND_QUANTIZED
 from conformance.families.fused.cases import FUNCTIONS as ACTIVATED_AND_QUANTIZED
 from conformance.families.fused.cases import RECIPES_HERE, QuantizedActivationCase
 from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase
 from conformance.families.fused.space import kinds as permuted_and_quantized_kinds
-from conformance.families.permutation.axes import ROOM
-from conformance.families.permutation.cases import SPREADS, RoutingCase, routed
-from conformance.families.permutation.chunks import ChunksCase
-from conformance.families.permutation.routing_map import IndicesCase, indices
+from conformance.families.permutation.cases import SPREADS, ChunksCase, IndicesCase, RoutingCase, indices, routed
 from conformance.families.quantization.cases import (
     DIRECTIONS,
     RECIPES,
@@ -234,7 +231,7 @@ LAYOUTS_OF |= dict.fromkeys((*GROUPED, *QUANTIZED, *MLPS), (*LAYOUTS, *FAR, "exp
 
 def _everywhere(function: str) -> dict:
     """What every function's draws must reach: laws, poisons, layouts, dtypes, gradients."""
-    laws = [law.name for law in LAWS[function].values() if not law.device]
+    laws = [law.name for law in CONTRACTS[function].laws.values() if not law.device]
     layouts = LAYOUTS_OF.get(function, (*LAYOUTS, *WIDE, *(("expanded",) if function in EXPANDED else ())))
     found = {f"law {law}": lambda c, law=law: c.law == law for law in laws}
     found |= {f"poison {poison}": lambda c, poison=poison: c.poison == poison for poison in POISONS}
@@ -662,7 +659,9 @@ def test_draws_that_are_held_back_are_missed(function):
         **({} if function in STEPPED else {"layout": "contiguous", "layout_of": ""}),
     )
     assert "poison max" in unreached(function, [plain])
-    assert {f"law {law.name}" for law in LAWS[function].values() if not law.device} <= set(unreached(function, [plain]))
+    assert {f"law {law.name}" for law in CONTRACTS[function].laws.values() if not law.device} <= set(
+        unreached(function, [plain])
+    )
 
 
 # ---- what they depend on
@@ -786,6 +785,44 @@ def test_laws_that_need_a_gpu_are_only_drawn_there():
 # ---- covering arrays
 
 
+def axes_of(function: str) -> dict:
+    """The axes of a converted function's covering array."""
+    scope = scope_of(function, Space())
+    return scope.covered_axes(scope.contract.shapes.covered, scope.contract.shapes.together(scope))
+
+
+def legal(function: str, row: dict) -> bool:
+    """Whether the case with these values, and the others as the array has them at first, is a call."""
+    scope = scope_of(function, Space())
+    return scope.fits(scope.row(scope.contract.shapes.covered, row))
+
+
+def pairs_of(case: Case) -> set:
+    """All pairs of values that a case of a converted function's covering array has."""
+    plain = scope_of(case.function, Space()).row(scope_of(case.function, Space()).contract.shapes.covered, {})
+    found = {}
+    for axis, values in axes_of(case.function).items():
+        moved = {name for value in values for name, _ in value}
+        wanted = [{name: getattr(plain, name) for name in moved} | dict(value) for value in values]
+        asked = [{name: x(case) if callable(x) else x for name, x in fields.items()} for fields in wanted]
+        has = {name: getattr(case, name) for name in moved}
+        found[axis] = [value for value, fields in zip(values, asked, strict=True) if fields == has]
+    return {((x, a), (y, b)) for x, y in itertools.combinations(sorted(found), 2) for a in found[x] for b in found[y]}
+
+
+def legal_by_few(function: str) -> set:
+    """Every pair of values that is a call with at most two other axes away from their first value."""
+    axes, found = axes_of(function), set()
+    single = [{name: value} for name, values in axes.items() for value in values]
+    for x, y in itertools.combinations(sorted(axes), 2):
+        others = [one for one in single if not {x, y} & set(one)]
+        more = [{}, *others, *(a | b for a, b in itertools.combinations(others, 2) if len(a | b) > 1)]
+        for a, b in itertools.product(axes[x], axes[y]):
+            if any(legal(function, {x: a, y: b} | row) for row in more):
+                found.add(((x, a), (y, b)))
+    return found
+
+
 def row_of(case: Case) -> dict:
     """The values of the axes that a case of a covering array stands for."""
     if case.function in axes_mlp.AXES:
@@ -801,12 +838,18 @@ def row_of(case: Case) -> dict:
     elif "room" in AXES[case.function]:
         shown = {"align": case.align, "capacity": case.capacity, "slack": case.slack}
         plain = {"align": 0, "capacity": 0, "slack": None}
-        fields["room"] = next(name for name, room in ROOM.items() if plain | room == shown)
+        fields["room"] = next(name for name, room in axes_fused.ROOM.items() if plain | room == shown)
     return fields
 
 
 def pairs(rows) -> set:
     return {pair for row in rows for pair in itertools.combinations(sorted(row.items()), 2)}
+
+
+def reached_by(cases: list[Case]) -> set:
+    """The pairs of values that the cases of a covering array have."""
+    converted = CONTRACTS[cases[0].function].signature
+    return set().union(*map(pairs_of, cases)) if converted else pairs(map(row_of, cases))
 
 
 class Undecided(Exception):
@@ -846,6 +889,8 @@ def decisions(axes, legal, held=()):
 @functools.cache
 def legal_pairs(function: str) -> set:
     """Every pair of values that some legal combination of all axes has: an axis that legality does not look at has any value."""
+    if CONTRACTS[function].signature:
+        return legal_by_few(function)
     axes, found = AXES[function], set()
     for held in decisions(axes, lambda row: unconverted.legal(function, row, Space())):
         open_ = {name: axes[name] if name not in held else (held[name],) for name in sorted(axes)}
@@ -854,7 +899,7 @@ def legal_pairs(function: str) -> set:
     return found
 
 
-@pytest.mark.parametrize("function", ["permute", "gate", "aux_loss_scores", "pad_routing_map"])
+@pytest.mark.parametrize("function", ["gate", "aux_loss_scores"])
 def test_legal_pairs_are_those_of_all_combinations(function):
     axes = {name: values if name != "poison" else values[:1] for name, values in AXES[function].items()}
     every = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
@@ -862,17 +907,24 @@ def test_legal_pairs_are_those_of_all_combinations(function):
     assert known == pairs(row for row in every if unconverted.legal(function, row, Space()))
 
 
+@pytest.mark.parametrize("function", ["indices_to_multihot", "pad_routing_map"])
+def test_pairs_that_few_axes_allow_are_those_of_all_combinations(function):
+    axes = axes_of(function)
+    every = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
+    assert legal_by_few(function) == pairs(row for row in every if legal(function, row))
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_covering_arrays_have_every_legal_pair(function):
     covered = covering_cases(function, Space())
-    reached = pairs(map(row_of, covered.cases))
+    reached = reached_by(covered.cases)
     assert reached == legal_pairs(function)
     assert covered.pairs == len(reached)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_covering_array_without_its_last_case_does_not(function):
-    assert pairs(map(row_of, covering_cases(function, Space()).cases[:-1])) < legal_pairs(function)
+    assert reached_by(covering_cases(function, Space()).cases[:-1]) < legal_pairs(function)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

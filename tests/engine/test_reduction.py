@@ -19,9 +19,7 @@ from conformance.families.experts.shared import SharedCase
 from conformance.families.fused.cases import QuantizedActivationCase
 from conformance.families.fused.cases import splits_of as groups_of
 from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase
-from conformance.families.permutation.cases import RoutingCase, routed
-from conformance.families.permutation.chunks import ChunksCase
-from conformance.families.permutation.routing_map import IndicesCase, indices
+from conformance.families.permutation.cases import ChunksCase, IndicesCase, RoutingCase, indices, routed
 from conformance.families.quantization.cases import QuantizeCase, splits_of, x_of
 from conformance.families.router.cases import GateCase, LoadCase, LogitsCase, logits_of, map_of
 from conformance.families.router.cases_route import RouteCase

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moe_ref
-from conformance.analysis.mlp_stages import passed, within
+from conformance.analysis.mlp_stages import clamp_vjp, clamped
 from conformance.analysis.running import Running
 from conformance.catalogue import CONTRACTS
 from conformance.core.ranks import ranks_of
@@ -312,13 +312,13 @@ def test_a_number_that_may_lie_on_both_sides_of_a_bound_passes_or_not():
         torch.float32,
     )
     g = Running(torch.full((4,), 5.0, dtype=torch.float64), torch.zeros(4, dtype=torch.float64), torch.float32)
-    through = passed(g, x, -torch.inf, 2.0)
+    through = clamp_vjp(g, x, -torch.inf, 2.0)
     assert through.value.tolist() == [5, 5, 0, 0]
     assert through.error.tolist() == [0, 5, 5, 0]
-    assert within(x, -torch.inf, 2.0).error.tolist() == [0.2, 0.2, 0.2, 0]
+    assert clamped(x, -torch.inf, 2.0).error.tolist() == [0.2, 0.2, 0.2, 0]
 
 
 def test_an_exact_number_on_the_bound_passes():
     x = Running.of(torch.tensor([2.0, 2.5]), torch.float32)
-    through = passed(Running.of(torch.tensor([5.0, 5.0]), torch.float32), x, -2.0, 2.0)
+    through = clamp_vjp(Running.of(torch.tensor([5.0, 5.0]), torch.float32), x, -2.0, 2.0)
     assert through.value.tolist() == [5, 0] and through.error.tolist() == [0, 0]

@@ -466,10 +466,10 @@ def test_the_product_of_margins_is_how_far_it_can_be():
         Factor(Interval.around(torch.tensor([[2.0, -4.0]]).double(), torch.tensor([[0.5, 0.0]]).double())),
         Factor(Interval.exact(torch.tensor([[3.0, 1.0]]).double())),
     )
-    product = Product.of_factors(left, right)
+    product = Product.of(left, right)
     assert (product.value.item(), product.magnitude.item()) == (2, 10)
     assert product.margin.item() == pytest.approx(1.5)
-    assert Product.of_factors(Factor(Interval.exact(left.values.center)), right).margin.item() == 0
+    assert Product.of(Factor(Interval.exact(left.values.center)), right).margin.item() == 0
 
 
 def test_rows_with_a_code_that_may_be_another_are_not_compared_with_the_reference():

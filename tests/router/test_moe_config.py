@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ref.config import DROP_POLICIES, SCORE_FUNCTIONS, MoEConfig, RouterConfig, router_config
+from moe_ref.config import DROP_POLICIES, SCORE_FUNCTIONS, MoEConfig, RouterConfig, layer_config, router_config
 from moe_ref.config.megatron import settings as moe
 from moe_ref.config.megatron.routing import ROUTING
 from moe_ref.config.megatron.rule import fits, kinds_of
 from moe_ref.config.megatron.running import RUNNING
+from moe_ref.config.megatron.stages import GIVEN_BY_THE_CALL, SAME_RESULT
 from moe_ref.router.selection import topk_indices
-from tests.router.moe_config_cases import BASE, CASES, ELSEWHERE, OPTIONS, SIZES, WRONG_KINDS
+from tests.router.moe_config_cases import BASE, CASES, ELSEWHERE, OPTIONS, SIZES, TENSOR, WRONG_KINDS
 
 RULES = (*ROUTING, *RUNNING)
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -306,6 +307,40 @@ def test_a_configuration_without_experts_has_no_router():
 @pytest.mark.parametrize(("repeated", "depth", "times"), [(False, 3, 1), (True, 3, 3), (True, None, 1), (True, 0, 1)])
 def test_only_a_repeated_layer_calls_its_router_more_than_once(repeated, depth, times):
     assert router_config(config(mtp_use_repeated_layer=repeated, mtp_num_layers=depth)).loss_divisor == times
+
+
+# What the stages read
+
+
+class Recorder:
+    """A configuration that notes which of its options are read."""
+
+    def __init__(self, made: MoEConfig, read: set[str]) -> None:
+        self.made, self.read = made, read
+
+    def __getattr__(self, name: str):
+        self.read.add(name)
+        return getattr(self.made, name)
+
+
+def test_every_option_is_read_or_given_by_the_call_or_without_effect_on_results():
+    read: set[str] = set()
+    for options in (
+        {},
+        {"fp8": "e4m3"},
+        {"fp4": "e2m1"},
+        {"moe_token_dispatcher_type": "flex", **TENSOR},
+        {"gated_linear_unit": True, "mtp_use_repeated_layer": True},
+    ):
+        layer_config(Recorder(config(**options), read))
+    kinds = [read, GIVEN_BY_THE_CALL, SAME_RESULT, set(MoEConfig.deprecated)]
+    assert set().union(*kinds) == {field.name for field in fields(MoEConfig)}
+    assert sum(map(len, kinds)) == len(fields(MoEConfig))
+
+
+def test_a_layer_has_no_jitter():
+    with pytest.raises(ValueError, match=r"moe_input_jitter_eps is 0\.5; it must be None"):
+        layer_config(config(moe_input_jitter_eps=0.5))
 
 
 # Any config

@@ -210,8 +210,6 @@ def _trial(
 ) -> Trial:
     refusal = lambda other: _refusal(case, other, implementation, declared)  # noqa: E731
     extras: dict[str, Any] = {"placed": runner.placed, "offers": implementation.offers, "refusal": refusal}
-    if problem.producer:
-        extras["reference_row_map"] = problem.produced.row_map
 
     def run(other: Problem, **settings: Any) -> dict[str, Any]:
         if _refusal(case, other, implementation, declared):

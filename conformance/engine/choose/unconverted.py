@@ -24,10 +24,6 @@ from conformance.families.fused import axes_activate as axes_quantized_activatio
 from conformance.families.fused.space import permuted_quantization_cases
 from conformance.families.fused.space_activate import FUNCTIONS as ACTIVATED_AND_QUANTIZED
 from conformance.families.fused.space_activate import quantized_activation_cases
-from conformance.families.permutation import axes as axes_permutation
-from conformance.families.permutation.chunks import ChunksCase
-from conformance.families.permutation.space import multihot_cases, pad_cases, permutation_cases
-from conformance.families.permutation.space_rows import chunk_cases, index_cases
 from conformance.families.quantization import axes as axes_quantization
 from conformance.families.quantization.space import quantize_cases
 from conformance.families.router import axes as axes_routing
@@ -37,12 +33,6 @@ from conformance.families.router.space_route import route_cases
 Row = dict[str, Any]
 
 STRATEGIES: dict[str, Callable[[str, Space], st.SearchStrategy[Case]]] = {
-    "permute": lambda function, space: permutation_cases(space, function, "tokens"),
-    "unpermute": lambda function, space: permutation_cases(space, function, "rows"),
-    "sort_chunks": lambda function, space: chunk_cases(space),
-    "pad_routing_map": lambda function, space: pad_cases(space),
-    **dict.fromkeys(("indices_to_multihot", "deepep_layout"), lambda function, space: index_cases(space, function)),
-    "multihot_to_indices": lambda function, space: multihot_cases(space),
     **dict.fromkeys(("topk_indices", "topk_routing"), topk_cases),
     **dict.fromkeys(("aux_loss_scores", "z_loss", "sinkhorn_routing"), balancing_cases),
     **dict.fromkeys(("drop_tokens", "load_balancing_loss", "update_expert_bias"), load_cases),
@@ -59,13 +49,9 @@ STRATEGIES: dict[str, Callable[[str, Space], st.SearchStrategy[Case]]] = {
 }
 # how much of a run a function has: by how much can go wrong in it
 WEIGHT = {
-    "permute": 3,
-    "unpermute": 3,
-    "sort_chunks": 2,
     "topk_indices": 2,
     "topk_routing": 2,
     "route": 1.2,  # some of it over ranks
-    **dict.fromkeys(("pad_routing_map", "indices_to_multihot", "multihot_to_indices", "deepep_layout"), 1),
     **dict.fromkeys(("drop_tokens", "aux_loss_scores", "load_balancing_loss", "z_loss"), 1),
     **dict.fromkeys(("gate", "jitter", "attach_loss", "update_expert_bias", "sinkhorn_routing"), 1),
     "quantize": 1,
@@ -95,7 +81,6 @@ WORDS = {  # fields that are one of a few words, unless their class says otherwi
     "index_dtype": ("int64", "int32", "int16"),
 }
 HOMES = (
-    axes_permutation,
     axes_routing,
     axes_experts,
     axes_mlp,
@@ -149,7 +134,6 @@ class Unconverted:
     def illegal(self) -> Row:
         """The fields of illegal calls."""
         shapes: dict[type[Case], Row] = {
-            ChunksCase: {"sizes": (2, 3), "order": (1, 0)},
             DispatchCase: {"counts": (2, 1)[: self.space.ranks]},
         }
         return shapes.get(Case.family[self.function], {"tokens": 2, "experts": 2})

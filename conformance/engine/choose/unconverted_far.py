@@ -17,21 +17,10 @@ from conformance.families.experts.space_mlp import far_mlp
 from conformance.families.fused.space import far_permuted_quantization
 from conformance.families.fused.space_activate import FUNCTIONS as ACTIVATED_AND_QUANTIZED
 from conformance.families.fused.space_activate import far_quantized_activations
-from conformance.families.permutation.cases import RoutingCase
-from conformance.families.permutation.chunks import ChunksCase
-from conformance.families.permutation.routing_map import IndicesCase
 from conformance.families.quantization.space import far_quantize
 from conformance.families.router.cases import GateCase, LoadCase, LogitsCase
 
-ROUTING = (0b101, 0b010, 0b111)
 INPUTS = {
-    "permute": ("tokens", "routing_map", "probs", "d_rows", "d_probs"),
-    "unpermute": ("rows", "probs", "d_tokens"),
-    "sort_chunks": ("rows", "chunk_sizes", "order", "probs", "d_rows", "d_probs"),
-    "pad_routing_map": ("routing_map",),
-    "indices_to_multihot": ("indices", "probs", "d_probs"),
-    "multihot_to_indices": ("routing_map", "probs", "d_probs"),
-    "deepep_layout": ("indices",),
     "gate": ("x", "weight", "bias", "d_logits"),
     "jitter": ("x",),
     "topk_indices": ("logits", "expert_bias", "precomputed_indices", "d_probs"),
@@ -46,10 +35,6 @@ INPUTS = {
     "route": (),  # made of the functions above
 }
 ROUTER_VECTORS = ("bias", "expert_bias", "padding_mask", "tokens_per_expert")
-VECTORS = {
-    ("permute", "d_probs"),
-    *(("sort_chunks", name) for name in ("chunk_sizes", "order", "probs", "d_probs")),
-}  # one dimension: rows only
 
 
 def far_cases(function: str, space: Space) -> list[Case]:
@@ -70,31 +55,10 @@ def far_cases(function: str, space: Space) -> list[Case]:
         return far_experts(function, space)
     if function in ROUTER:
         return _far_router(function, space)
-    with_probs = space.accepts(function, "probs")
-    wanted = [
-        name
-        for name in INPUTS[function]
-        if (with_probs or "probs" not in name) and not (name.startswith("d_") and function in space.not_differentiable)
-    ]
-    layouts = {
-        name: ("wide_rows",) if (function, name) in VECTORS else ("wide_rows", "wide_columns") for name in wanted
-    }
-    cases = [
-        _far(function, name, layout, with_probs, function not in space.not_differentiable)
-        for name in wanted
-        for layout in layouts[name]
-    ]
-    if function == "permute" and space.device == "cuda" and space.accepts(function, "align"):
-        # expert 1's rows begin behind 2²⁴ rows of expert 0's segment
-        cases.append(
-            RoutingCase(
-                function=function, tokens=2, experts=2, hidden=130, routing=(0b01, 0b10), dtype="uint8", align=2**24
-            )
-        )
-    return cases
+    return []
 
 
-ROUTER = tuple(INPUTS)[7:]
+ROUTER = tuple(INPUTS)
 
 
 def _far_router(function: str, space: Space) -> list[Case]:
@@ -131,35 +95,4 @@ def _far_of_router(function: str, name: str, layout: str, differentiable: bool, 
     }
     return LogitsCase(
         **common, tokens=3, experts=4, topk=3, grads="logits" if differentiable else "", **how.get(name, {})
-    )
-
-
-def _far(function: str, name: str, layout: str, with_probs: bool, differentiable: bool) -> Case:
-    """Three rows, in the narrowest dtype that the input may have."""
-    common: dict[str, Any] = {"function": function, "layout": layout, "layout_of": name}
-    if function == "deepep_layout":
-        return IndicesCase(
-            **common, index_dtype="int16", tokens=3, topk=3, experts=4, ranks=2, slots=(0, 3, 1, 3, -1, 2, 2, 3, 0)
-        )
-    if function == "indices_to_multihot":
-        slots = (0, 3, 1, 3, -1, 2, 2, 3, 0)  # the last expert is the farthest
-        how: dict[str, Any] = {"dtype": "bfloat16", "index_dtype": "int16", "grads": "probs" if differentiable else ""}
-        return IndicesCase(**common, **how, tokens=3, topk=3, experts=4, slots=slots)
-    main = {"permute": "tokens", "unpermute": "rows", "sort_chunks": "rows"}.get(function, "probs")
-    grads = "+".join([main, *(["probs"] if with_probs and main != "probs" else [])])
-    floating: dict[str, Any] = {"dtype": "bfloat16", "grads": "" if name == "tokens" or not differentiable else grads}
-    if function in ("permute", "unpermute", "sort_chunks"):
-        floating["probs"] = "bfloat16" if with_probs else ""
-    if function == "sort_chunks":
-        return ChunksCase(**common, **floating, sizes=(1, 1, 1), order=(2, 0, 1), hidden=3, index_dtype="int32")
-    if function == "pad_routing_map":
-        return RoutingCase(**common, tokens=3, experts=3, routing=ROUTING, align=2)
-    return RoutingCase(
-        **common,
-        **floating,
-        tokens=3,
-        experts=3,
-        hidden=3,
-        topk=3 if function == "multihot_to_indices" else 1,
-        routing=ROUTING,
     )

@@ -13,10 +13,10 @@ from conformance.families.experts.space import INPUTS as EXPERT_INPUTS
 from conformance.families.experts.space import expert_shapes
 from conformance.families.experts.space_mlp import mlp_shapes
 from conformance.families.experts.space_ratios import ratio_cases
+from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase
 from conformance.families.fused.space import permuted_quantization_shapes
 from conformance.families.fused.space_activate import FUNCTIONS as ACTIVATED_AND_QUANTIZED
 from conformance.families.fused.space_activate import quantized_activation_shapes
-from conformance.families.permutation.cases import RoutingCase
 from conformance.families.quantization.space import quantize_shapes, random_cases
 from conformance.families.router.space import REAL_ROUTERS
 
@@ -25,9 +25,7 @@ EDGES = ((1, 1), (31, 4), (32, 32), (33, 3), (65, 16), (1023, 8), (1024, 8), (20
 LONG: dict[str, Any] = {"experts": 5, "topk": 2, "seed": 1}  # seed 1: every token has two experts
 WIDE: dict[str, Any] = {"tokens": 33, "experts": 257, "topk": 3, "seed": 1}
 GRADS = {
-    **dict.fromkeys(("permute",), "tokens+probs"),
-    **dict.fromkeys(("unpermute", "sort_chunks"), "rows+probs"),
-    **dict.fromkeys(("indices_to_multihot", "multihot_to_indices", "drop_tokens"), "probs"),
+    **dict.fromkeys(("drop_tokens",), "probs"),
     **dict.fromkeys(("topk_indices", "topk_routing", "aux_loss_scores", "z_loss", "sinkhorn_routing"), "logits"),
     "load_balancing_loss": "scores",
     "gate": "x+weight",
@@ -43,9 +41,6 @@ GRADS = {
     "route": "logits",
 }
 WITH_PROBS = (
-    "permute",
-    "unpermute",
-    "sort_chunks",
     "glu",
     "activation",
     "permute_and_quantize",
@@ -87,28 +82,6 @@ def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
             *tied,
             *([{"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5}] if limited else []),
         ]
-    if function == "sort_chunks":
-        counts = (33, 257 if space.device == "cuda" else 65)
-        return [
-            {"sizes": tuple(i % 4 for i in range(n)), "order": tuple((i * 7 + 3) % n for i in range(n)), "hidden": 3}
-            for n in counts
-        ]
-    if function in ("permute", "unpermute"):
-        align = {"align": 4} if space.accepts("permute", "align") else {}
-        return [
-            long | align | {"hidden": 3},
-            WIDE | align | {"hidden": 3},
-            {"tokens": 5, "experts": 4, "topk": 2, "hidden": 4097 if space.device == "cuda" else 513},
-        ]
-    if function == "indices_to_multihot":
-        return [long, WIDE, {"tokens": 5, "experts": 50, "topk": 33}]
-    if function == "deepep_layout":
-        real = {"tokens": 65, "experts": 256, "topk": 8, "ranks": 64}
-        return [long | {"ranks": 5}, WIDE, real, {"tokens": 5, "experts": 50, "topk": 33, "ranks": 25, "repeats": True}]
-    if function == "multihot_to_indices":
-        return [long, WIDE, {"tokens": 5, "experts": 50, "topk": 33, "spread": "all"}]
-    if function == "pad_routing_map":
-        return [long | {"align": 256, "spread": "sparse"}, WIDE | {"align": 16}]
     if function == "drop_tokens":
         more: list[dict[str, Any]] = [{"policy": "position"}] if space.accepts(function, "drop_policy") else []
         more += [{"pad": True, "values": "ties"}] if space.accepts(function, "pad_to_capacity") else []
@@ -139,6 +112,6 @@ def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
 
 def _case(function: str, fields: dict[str, Any]) -> Case:
     cls = Case.family[function]
-    if cls is RoutingCase and "spread" not in fields:
+    if cls is PermutedQuantizationCase and "spread" not in fields:
         fields = fields | {"spread": "uniform"}
     return cls(function=function, **{name: value for name, value in fields.items() if name in cls.__dataclass_fields__})

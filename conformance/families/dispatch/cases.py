@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from conformance.core.axes import shorter
 from conformance.core.case import Case
 from conformance.core.tensors import BITS, DTYPES, WIDE_LAYOUTS, hashed, payload, probabilities
-from conformance.families.permutation.cases import _shorter as shorter
 from moe_ref.config import FP8_BLOCK
 
 SPREADS = ("uniform", "skewed", "one_rank", "local", "ragged", "empty", "same")

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from conformance.core.contract import Opaque, Problem
+from conformance.core.literals import exactly, flag, floats, ints
 from conformance.core.ranks import Worldwide
 from conformance.families.dispatch.hybridep import with_recipe
 from conformance.families.dispatch.low_latency import in_its_own_order
-from conformance.families.permutation.golden import _exactly, _flag, _floats, _ints
 from conformance.judge import Exact, Expectation, Given
 from moe_ref.config import Recipe
 
@@ -26,17 +26,17 @@ Golden = dict[str, Worldwide]
 Both = tuple[dict[str, Any], dict[str, Any]]
 
 A, B, C = [1.0, 2.0], [3.0, 4.0], [5.0, 6.0]
-TOKENS = (_floats(A, B), _floats(C))
+TOKENS = (floats(A, B), floats(C))
 MAPS = (torch.tensor([[1, 1], [0, 1]], dtype=torch.bool), torch.tensor([[1, 0]], dtype=torch.bool))
 ALL_TO_ONE = (torch.tensor([[1, 0], [1, 0]], dtype=torch.bool), MAPS[1])  # all three to expert 0
 ALL_TO_ONE_OF_FOUR = (
     torch.nn.functional.pad(ALL_TO_ONE[0], (0, 2)),
     torch.nn.functional.pad(ALL_TO_ONE[1], (0, 2)),
 )  # two experts a rank
-PROBS = (_floats([0.5, 0.25], [9, 1]), _floats([0.125, 9]))
+PROBS = (floats([0.5, 0.25], [9, 1]), floats([0.125, 9]))
 INDICES = (torch.tensor([[1, 0], [-1, 1]]), torch.tensor([[0, -1]]))
-SLOT_PROBS = (_floats([0.25, 0.5], [9, 1]), _floats([0.125, 9]))
-ROWS = (_floats(A, C), _floats(A, B))
+SLOT_PROBS = (floats([0.25, 0.5], [9, 1]), floats([0.125, 9]))
+ROWS = (floats(A, C), floats(A, B))
 
 
 def _pair(function: str, required: Both, settings: Both) -> list[Problem]:
@@ -78,8 +78,8 @@ def _dispatched(
     lost: tuple[bool, bool] = (False, False),
 ) -> Any:
     return [
-        {"rows": Exact(own), "probs": Exact(p), "tokens_per_expert": count, "overflow": _flag(flag)}
-        for own, p, count, flag in zip(rows, probs, counts, lost, strict=True)
+        {"rows": Exact(own), "probs": Exact(p), "tokens_per_expert": count, "overflow": flag(full)}
+        for own, p, count, full in zip(rows, probs, counts, lost, strict=True)
     ]
 
 
@@ -98,26 +98,26 @@ def _as_codes() -> Worldwide:
     for rows, probs, sums in (("ac-", [0.5, 0.125, 0], ([2], [2])), ("ab-", [0.25, 1, 0], ([2],))):
         own: dict[str, Expectation] = {
             "codes": _codes(*(codes[row] for row in rows)),
-            "scales": Exact(_floats(*([scales[row]] for row in rows))),
+            "scales": Exact(floats(*([scales[row]] for row in rows))),
         }
         own |= {
-            "values": Exact(_floats(*(values[row] for row in rows))),
-            "probs": Exact(_floats(*probs)),
-            "sums": Exact(_floats(*sums)),
+            "values": Exact(floats(*(values[row] for row in rows))),
+            "probs": Exact(floats(*probs)),
+            "sums": Exact(floats(*sums)),
         }
-        right.append(own | {"tokens_per_expert": _ints(3), "overflow": _flag(False)})
+        right.append(own | {"tokens_per_expert": ints(3), "overflow": flag(False)})
     return [with_recipe(call, Recipe("block")) for call in _of_maps("hybridep", align=3)], right
 
 
-ROW_PROBS = (_floats(0.5, 0.125), _floats(0.25, 1))
-BY_EXPERT: Worldwide = (_of_maps("allgather"), _dispatched(ROWS, (_ints(2), _ints(2)), ROW_PROBS))
+ROW_PROBS = (floats(0.5, 0.125), floats(0.25, 1))
+BY_EXPERT: Worldwide = (_of_maps("allgather"), _dispatched(ROWS, (ints(2), ints(2)), ROW_PROBS))
 SUMS: list[dict[str, Expectation]] = [
-    {"tokens": _exactly(_floats([10.0, 200.0], [2000.0, 2.0]))},
-    {"tokens": _exactly(_floats([7.0, 8.0]))},
+    {"tokens": exactly(floats([10.0, 200.0], [2000.0, 2.0]))},
+    {"tokens": exactly(floats([7.0, 8.0]))},
 ]
 GIVEN = (
-    {"rows": _floats([3, 100], [7, 8])},
-    {"rows": _floats([7, 100], [2000, 2])},
+    {"rows": floats([3, 100], [7, 8])},
+    {"rows": floats([7, 100], [2000, 2])},
 )  # a: 3 + 7, 100 + 100 · b: 2000, 2 · c: 7, 8
 
 
@@ -133,17 +133,17 @@ def _gradients(dispatcher: str) -> Worldwide:
         )
         for call, d_rows, d_probs in zip(
             _of_maps(dispatcher),
-            (_floats([1, 2], [10, 20]), _floats([100, 200], [1000, 2000])),
-            (_floats(1, 2), _floats(3, 4)),
+            (floats([1, 2], [10, 20]), floats([100, 200], [1000, 2000])),
+            (floats(1, 2), floats(3, 4)),
             strict=True,
         )
     ]
-    right = _dispatched(ROWS, (_ints(2), _ints(2)), ROW_PROBS)
+    right = _dispatched(ROWS, (ints(2), ints(2)), ROW_PROBS)
     right[0] |= {
-        "d_tokens": _exactly(_floats([101, 202], [1000, 2000])),
-        "d_probs": Exact(_floats([1, 3], [0, 4]), "values"),
+        "d_tokens": exactly(floats([101, 202], [1000, 2000])),
+        "d_probs": Exact(floats([1, 3], [0, 4]), "values"),
     }
-    right[1] |= {"d_tokens": _exactly(_floats([10, 20])), "d_probs": Exact(_floats([2, 0]), "values")}
+    right[1] |= {"d_tokens": exactly(floats([10, 20])), "d_probs": Exact(floats([2, 0]), "values")}
     return calls, right
 
 
@@ -159,7 +159,7 @@ ALLTOALL_DISPATCH: Golden = {
     "capacity_one": (  # each source has one row for each expert: of rank 0 a for both; of rank 1 c for expert 0, and c, unrouted, for expert 1
         _of_maps("alltoall", capacity=1),
         _dispatched(
-            (_floats(A, C), _floats(A, C)), (_ints(2), _ints(2)), (_floats(0.5, 0.125), _floats(0.25, 9)), (False, True)
+            (floats(A, C), floats(A, C)), (ints(2), ints(2)), (floats(0.5, 0.125), floats(0.25, 9)), (False, True)
         ),
     ),
 }
@@ -170,33 +170,33 @@ HYBRIDEP_DISPATCH: Golden = {
     "padded_to_four": (
         _of_maps("hybridep", align=4),
         _dispatched(
-            (_floats(A, C, [0, 0], [0, 0]), _floats(A, B, [0, 0], [0, 0])),
-            (_ints(4), _ints(4)),
-            (_floats(0.5, 0.125, 0, 0), _floats(0.25, 1, 0, 0)),
+            (floats(A, C, [0, 0], [0, 0]), floats(A, B, [0, 0], [0, 0])),
+            (ints(4), ints(4)),
+            (floats(0.5, 0.125, 0, 0), floats(0.25, 1, 0, 0)),
         ),
     ),
     "as_codes_padded_to_three": _as_codes(),
     "room_for_one_row": (
         _of_maps("hybridep", num_rows=1),
-        _dispatched((_floats(A), _floats(A)), (_ints(1), _ints(1)), (_floats(0.5), _floats(0.25)), (True, True)),
+        _dispatched((floats(A), floats(A)), (ints(1), ints(1)), (floats(0.5), floats(0.25)), (True, True)),
     ),
     "only_rank_0_overflows": (
         _of_maps("hybridep", ALL_TO_ONE, num_rows=2),
         [
             {
-                "rows": Exact(_floats(A, B)),
-                "probs": Exact(_floats(0.5, 9)),
-                "tokens_per_expert": _ints(2),
-                "overflow": _flag(True),
+                "rows": Exact(floats(A, B)),
+                "probs": Exact(floats(0.5, 9)),
+                "tokens_per_expert": ints(2),
+                "overflow": flag(True),
             },
-            {"tokens_per_expert": _ints(0), "overflow": _flag(False)},
+            {"tokens_per_expert": ints(0), "overflow": flag(False)},
         ],
     ),
     "overflow_before_an_expert_without_tokens": (  # expert 1 would begin at 3, behind the end
         _of_maps("hybridep", ALL_TO_ONE_OF_FOUR, None, num_rows=2),
         [
-            {"rows": Exact(_floats(A, B)), "tokens_per_expert": _ints(2, 0), "overflow": _flag(True)},
-            {"tokens_per_expert": _ints(0, 0), "overflow": _flag(False)},
+            {"rows": Exact(floats(A, B)), "tokens_per_expert": ints(2, 0), "overflow": flag(True)},
+            {"tokens_per_expert": ints(0, 0), "overflow": flag(False)},
         ],
     ),
 }
@@ -207,29 +207,29 @@ HYBRIDEP_CACHED_DISPATCH: Golden = {
             "hybridep_cached_dispatch",
             _of_maps("hybridep"),
             ROWS,
-            ({"tokens": _floats([1, 1], [2, 2])}, {"tokens": _floats([3, 3])}),
+            ({"tokens": floats([1, 1], [2, 2])}, {"tokens": floats([3, 3])}),
         ),
-        [{"rows": Exact(_floats([1, 1], [3, 3]))}, {"rows": Exact(_floats([1, 1], [2, 2]))}],
+        [{"rows": Exact(floats([1, 1], [3, 3]))}, {"rows": Exact(floats([1, 1], [2, 2]))}],
     ),
 }
 
 _RECEIVED: list[dict[str, Expectation]] = [
     {
-        "rows": Exact(_floats(A, C)),
+        "rows": Exact(floats(A, C)),
         "indices": Exact(torch.tensor([[-1, 0], [0, -1]]), "integers"),
-        "probs": Exact(_floats([0, 0.5], [0.125, 0])),
-        "tokens_per_expert": _ints(2),
+        "probs": Exact(floats([0, 0.5], [0.125, 0])),
+        "tokens_per_expert": ints(2),
     },
     {
-        "rows": Exact(_floats(A, B)),
+        "rows": Exact(floats(A, B)),
         "indices": Exact(torch.tensor([[0, -1], [-1, 0]]), "integers"),
-        "probs": Exact(_floats([0.25, 0], [0, 1])),
-        "tokens_per_expert": _ints(2),
+        "probs": Exact(floats([0.25, 0], [0, 1])),
+        "tokens_per_expert": ints(2),
     },
 ]
 DEEPEP_DISPATCH: Golden = {
     "slots": (_of_indices(), _RECEIVED),
-    "counts_of_four": (_of_indices(expert_alignment=4), [own | {"tokens_per_expert": _ints(4)} for own in _RECEIVED]),
+    "counts_of_four": (_of_indices(expert_alignment=4), [own | {"tokens_per_expert": ints(4)} for own in _RECEIVED]),
 }
 DEEPEP_CACHED_DISPATCH: Golden = {
     "other_tokens": (
@@ -237,9 +237,9 @@ DEEPEP_CACHED_DISPATCH: Golden = {
             "deepep_cached_dispatch",
             _of_indices(),
             ROWS,
-            ({"tokens": _floats([1, 1], [2, 2])}, {"tokens": _floats([3, 3])}),
+            ({"tokens": floats([1, 1], [2, 2])}, {"tokens": floats([3, 3])}),
         ),
-        [{"rows": Exact(_floats([1, 1], [3, 3]))}, {"rows": Exact(_floats([1, 1], [2, 2]))}],
+        [{"rows": Exact(floats([1, 1], [3, 3]))}, {"rows": Exact(floats([1, 1], [2, 2]))}],
     ),
 }
 DEEPEP_COMBINE: Golden = {
@@ -250,7 +250,7 @@ DEEPEP_COMBINE: Golden = {
 DEEPEP_LOW_LATENCY_DISPATCH: Golden = {
     "counts": (
         _of_indices("deepep_low_latency_dispatch", probs=False, max_tokens_per_rank=2),
-        [{"tokens_per_expert": _ints(2)}, {"tokens_per_expert": _ints(2)}],
+        [{"tokens_per_expert": ints(2)}, {"tokens_per_expert": ints(2)}],
     ),
 }
 # a and c on rank 0, each the first of its source; a and b on rank 1, both of rank 0; two rows are free in each slab
@@ -279,8 +279,8 @@ def _weighted() -> Worldwide:
             )
         )
     return calls, [
-        {"tokens": _exactly(_floats([0.25 * 7 + 0.5 * 3, 75], [2000, 2]))},
-        {"tokens": _exactly(_floats([0.125 * 7, 1]))},
+        {"tokens": exactly(floats([0.25 * 7 + 0.5 * 3, 75], [2000, 2]))},
+        {"tokens": exactly(floats([0.125 * 7, 1]))},
     ]
 
 
@@ -290,3 +290,27 @@ def _anything(slab: Tensor) -> Given:
 
 
 DEEPEP_LOW_LATENCY_COMBINE: Golden = {"weighted": _weighted()}
+
+DEEPEP_LAYOUT = {
+    "empty_slot_and_repeat": (  # two ranks with two experts each: token 0 goes to both, token 1 once to rank 1, token 2 nowhere
+        Problem(
+            "deepep_layout",
+            {"indices": torch.tensor([[3, -1, 0], [2, 3, 2], [-1, -1, -1]])},
+            {"num_experts": 4, "ranks": 2},
+        ),
+        {
+            "num_tokens_per_rank": ints(1, 2),
+            "num_tokens_per_expert": ints(1, 0, 2, 2),  # both slots that name expert 2 count
+            "is_token_in_rank": Exact(torch.tensor([[1, 1], [0, 1], [0, 0]]), "integers"),
+        },
+    ),
+    "no_tokens": (
+        Problem("deepep_layout", {"indices": torch.zeros((0, 2), dtype=torch.int32)}, {"num_experts": 3, "ranks": 3}),
+        {
+            "num_tokens_per_rank": ints(0, 0, 0),
+            "num_tokens_per_expert": ints(0, 0, 0),
+            "is_token_in_rank": Exact(torch.zeros(0, 3), "integers"),
+        },
+    ),
+}
+GOLDEN = {"deepep_layout": DEEPEP_LAYOUT}

@@ -13,7 +13,7 @@ from conformance.analysis.curves import (
     Curve,
     gate_of,
     halves,
-    joined,
+    interleave_halves,
     shifted,
     split,
 )
@@ -70,7 +70,7 @@ class _Elementwise(Contract[ActivationCase]):
         lost = (~h.isfinite()).any(1, keepdim=True).expand(h.shape)
         if problem.settings.get("fp8_input_store"):
             beyond = torch.logical_or(*split(beyond_e4m3(h), problem.settings))
-            lost, h = lost | joined(beyond, beyond, problem.settings), in_e4m3(h)
+            lost, h = lost | interleave_halves(beyond, beyond, problem.settings), in_e4m3(h)
             held, oracle, value = self.held(h, probs, problem.settings, dtype, early)
         cotangent = problem.cotangents["out"]
         exact = dict(zip(oracle, torch.autograd.grad(value, list(oracle.values()), cotangent.double()), strict=True))
@@ -84,7 +84,7 @@ class _Elementwise(Contract[ActivationCase]):
             )
         if "h" in problem.wanted:
             g = g if p is None else g * p
-            slope = self.pulled(g.rounded_to(h.dtype) if early else g, h, problem.settings)
+            slope = self.vjp(g.rounded_to(h.dtype) if early else g, h, problem.settings)
             right["d_h"] = slope.before_final_rounding(h.dtype).bounded(h.dtype, None if early else exact["h"], lost)
         return right
 
@@ -103,7 +103,7 @@ class _Elementwise(Contract[ActivationCase]):
         """The activation before it is multiplied by the probs."""
 
     @abstractmethod
-    def pulled(self, g: Running, h: Tensor, settings: Mapping[str, Any]) -> Running:
+    def vjp(self, g: Running, h: Tensor, settings: Mapping[str, Any]) -> Running:
         """d_h, of the cotangent of the activation."""
 
     @abstractmethod
@@ -174,14 +174,16 @@ class Glu(_Elementwise):
         u, v = halves(h, settings, dtype)
         return gate_of(settings).value(u) * shifted(v, settings)
 
-    def pulled(self, g: Running, h: Tensor, settings: Mapping[str, Any]) -> Running:
+    def vjp(self, g: Running, h: Tensor, settings: Mapping[str, Any]) -> Running:
         u, v = halves(h, settings, g.dtype)
         gate, (free_u, free_v) = gate_of(settings), split(h.double(), settings)
         du, dv = g * gate.slope(u) * shifted(v, settings), g * gate.value(u)
         clamp = settings.get("clamp")
         if clamp is not None:
             du, dv = du.masked(free_u <= clamp), dv.masked(free_v.abs() <= clamp)
-        return Running(joined(du.value, dv.value, settings), joined(du.error, dv.error, settings), g.dtype)
+        return Running(
+            interleave_halves(du.value, dv.value, settings), interleave_halves(du.error, dv.error, settings), g.dtype
+        )
 
     def hidden_nan(self, h: Tensor, settings: Mapping[str, Any]) -> Tensor:
         u, v = split(h, settings)
@@ -199,7 +201,7 @@ class Activation(_Elementwise):
     def activated(self, h: Tensor, settings: Mapping[str, Any], dtype: torch.dtype) -> Running:
         return self._curve(settings).value(Running.of(h, dtype))
 
-    def pulled(self, g: Running, h: Tensor, settings: Mapping[str, Any]) -> Running:
+    def vjp(self, g: Running, h: Tensor, settings: Mapping[str, Any]) -> Running:
         return g * self._curve(settings).slope(Running.of(h, g.dtype))
 
     def hidden_nan(self, h: Tensor, settings: Mapping[str, Any]) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from conformance.core import universal_laws as general
 from conformance.core.contract import Problem
-from conformance.core.law import Law, Trial, same
+from conformance.core.law import Law, Trial, plain, same
 from conformance.families.experts.precision import recipe_of, unit_of
 from conformance.judge import Bounded, Expectation, Finding, judge
 
@@ -193,10 +193,6 @@ def _group_split(trial: Trial) -> Finding | None:
     experts = torch.tensor([*range(e + 1), *range(e, len(counts))])
     outputs = trial.run(regrouped(trial.problem, torch.arange(int(counts.sum()) + trial.case.tail), experts, split))
     return trial.judged("group_split", {name: x for name, x in trial.expected.items() if of_rows(name)}, outputs)
-
-
-def plain(case: Any) -> bool:
-    return not case.golden and not case.illegal and case.layout != "expanded"
 
 
 def _linear(case: Any) -> bool:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.core.law import Law, Trial, upside_down
-from conformance.families.experts.laws import doubled, plain
+from conformance.core.law import Law, Trial, plain, upside_down
+from conformance.families.experts.laws import doubled
 from conformance.families.experts.precision import recipe_of, unit_of
 from conformance.judge import Expectation, Finding
 from conformance.judge.bound import Bounded

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from conformance.analysis.factors import ProductPrecision
-from conformance.analysis.products import Product, compared, own_rows
+from conformance.analysis.products import Product, compared, expert_slices
 from conformance.core.case import shorter, without
 from conformance.core.contract import Contract, Opaque, Problem, computed_in
 from conformance.core.tensors import DTYPES, payload
@@ -167,7 +167,7 @@ class GroupedLinear(_Grouped):
         for e, (own, matrix) in enumerate(
             zip(how.rows(rows, counts, "input", "fprop"), how.weights(weight, "fprop"), strict=True)
         ):
-            product = Product.of_factors(own, matrix)
+            product = Product.of(own, matrix)
             if bias is not None:
                 product = replace(
                     product,
@@ -195,7 +195,9 @@ class GroupedLinear(_Grouped):
             right["d_weight"] = weight_gradient(cotangent, rows, counts, None, how)
         if "bias" in problem.wanted:
             assert bias is not None
-            ones = [Product.of(torch.ones(1, own.stop - own.start), cotangent[own].T) for own in own_rows(counts)]
+            ones = [
+                Product.of(torch.ones(1, rows.stop - rows.start), cotangent[rows].T) for rows in expert_slices(counts)
+            ]
             right["d_bias"] = Product.joined(ones).bounded(int(counts.max()) + 1, bias.dtype, how.sums)
         return right
 
@@ -204,7 +206,7 @@ def row_gradient(d_out: Tensor, weight: Tensor, counts: Tensor, how: ProductPrec
     """What is right for d_out W_e."""
     how = how.of("dgrad")
     pairs = zip(how.rows(d_out, counts, "grad_output", "dgrad"), how.weights(weight, "dgrad"), strict=True)
-    products = [Product.of_factors(own, matrix.transposed) for own, matrix in pairs]
+    products = [Product.of(own, matrix.transposed) for own, matrix in pairs]
     whole, terms = Product.joined(products).with_tail(len(d_out)), weight.shape[1] + 1
     bounded = whole.bounded(terms, d_out.dtype, how.accumulator, how.roundings)
     return compared(bounded, lambda: grouped_dgrad(d_out, weight, counts, **how.settings), whole, terms, how, counts)
@@ -216,7 +218,7 @@ def weight_gradient(
     """What is right for Σ d_outᵀ x of each expert, beside what is there already."""
     how = how.of("wgrad")
     pairs = zip(how.rows(d_out, counts, "grad_output", "wgrad"), how.rows(rows, counts, "input", "wgrad"), strict=True)
-    whole = Product.joined([Product.of_factors(left.transposed, right.transposed) for left, right in pairs], stack=True)
+    whole = Product.joined([Product.of(left.transposed, right.transposed) for left, right in pairs], stack=True)
     terms = int(counts.max()) + 1
     dtype = rows.dtype if into is None else into.dtype
     bounded = whole.bounded(terms, dtype, how.accumulator, how.roundings)

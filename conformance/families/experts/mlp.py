@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from conformance.analysis.mlp_stages import Call, Product, backward, final_bound, forward
-from conformance.analysis.products import experts_of_rows
+from conformance.analysis.mlp_stages import Call, backward, final_bound, forward
+from conformance.analysis.products import Product, experts_of_rows
 from conformance.analysis.running import Running
 from conformance.core.case import Case, shorter, without
 from conformance.core.contract import Contract, Problem, computed_in
@@ -320,11 +320,10 @@ class GroupedMlp(Contract[MlpCase]):
         gradients: dict[str, Callable[[], Expectation]] = {
             "rows": lambda: judged.by_row("d_rows", padding.trim(back.rows), rows.dtype, back.row_product),
             "probs": lambda: judged.by_row("d_probs", padding.trim(_flat(back.probs)), settings["probs"].dtype),
-            "fc1_weight": lambda: judged.by_expert(
-                "d_fc1_weight", back.fc1_weight().running, rows.dtype
-            ),  # a row shares an error: no ratio
+            # no ratio: a row of d_h shares an error
+            "fc1_weight": lambda: judged.by_expert("d_fc1_weight", back.fc1_weight()[0], rows.dtype),
             "fc2_weight": lambda: judged.by_expert(
-                "d_fc2_weight", (second := back.fc2_weight()).running, rows.dtype, second
+                "d_fc2_weight", (second := back.fc2_weight())[0], rows.dtype, second[1]
             ),
             "fc1_bias": lambda: judged.by_expert("d_fc1_bias", back.fc1_bias, settings["fc1_bias"].dtype),
             "fc2_bias": lambda: judged.by_expert(

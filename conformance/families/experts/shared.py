@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from conformance.analysis.curves import sigmoid
-from conformance.analysis.mlp_stages import Call, Product, backward, forward
+from conformance.analysis.mlp_stages import Call, backward, forward
 from conformance.analysis.running import Running, contracted
 from conformance.core.case import Case, shorter
 from conformance.core.contract import Contract, Problem, computed_in
@@ -172,8 +172,8 @@ class SharedExperts(Contract[SharedCase]):
             d_gate = contracted(_turned(d_z), _turned(ahead.x), call.accumulator)
         gradients: dict[str, Callable[[], Expectation]] = {
             "x": lambda: judged.by_row("d_x", d_x, x.dtype, back.row_product),
-            "fc1_weight": lambda: _of_one(judged.by_expert("d_fc1_weight", back.fc1_weight().running, x.dtype)),
-            "fc2_weight": lambda: _of_one(judged.by_expert("d_fc2_weight", back.fc2_weight().running, x.dtype)),
+            "fc1_weight": lambda: _of_one(judged.by_expert("d_fc1_weight", back.fc1_weight()[0], x.dtype)),
+            "fc2_weight": lambda: _of_one(judged.by_expert("d_fc2_weight", back.fc2_weight()[0], x.dtype)),
             "gate_weight": lambda: judged.by_expert("d_gate_weight", d_gate, x.dtype),
         }
         return right | {f"d_{name}": gradients[name]() for name in problem.wanted}
@@ -181,8 +181,8 @@ class SharedExperts(Contract[SharedCase]):
     @staticmethod
     def score(call: Call, gate: Tensor) -> Running:
         """σ, not rounded, of a z that is."""
-        product = Product.of(Running.of(call.rows_PH, call.sums), Running.of(gate, call.sums), call.accumulator)
-        return sigmoid(call.kept(product.running, call.sums))
+        z = contracted(Running.of(call.rows_PH, call.sums), Running.of(gate, call.sums), call.accumulator)
+        return sigmoid(call.kept(z, call.sums))
 
     def neighbour(self, case: SharedCase) -> SharedCase:
         plain: dict[str, Any] = {

@@ -137,9 +137,7 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
             act = self.plain.activated(h, activating, dtype)
             return act if p is None else act * p, self.plain.hidden_nan(h, activating)
         g = Running.of(given["d_out"][: len(h)], dtype)
-        return self.plain.pulled(g if p is None else g * p, h, activating), (~h.isfinite().all(1))[:, None].expand(
-            h.shape
-        )
+        return self.plain.vjp(g if p is None else g * p, h, activating), (~h.isfinite().all(1))[:, None].expand(h.shape)
 
     def _gradients(
         self,

@@ -6,12 +6,20 @@ from conformance.core.case import Case
 from conformance.core.space import DTYPES, LAYOUTS, MAP_DTYPES, POISONS, Space
 from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase, fits
 from conformance.families.fused.space import FUNCTION, may_be
-from conformance.families.permutation.axes import ROOM, ROUTING
 from conformance.families.quantization.axes import HIDDEN
 from conformance.families.quantization.cases import DIRECTIONS, RECIPES, ROLES, VALUES, VARIANTS
 from conformance.families.quantization.quantize import SUFFIXES
 
 Row = dict[str, Any]
+
+ROUTING = (0b0110, 0b0001, 0b0000, 0b1111, 0b0110, 0b0100, 0b1001)  # seven tokens, four experts, one token without any
+ROOM: dict[str, Row] = {
+    "": {},
+    "align": {"align": 4},
+    "capacity": {"capacity": 3},
+    "tight": {"slack": -2},
+    "ample": {"align": 2, "slack": 3},
+}
 
 _LAYOUTS = [(layout, of) for of in ("tokens", "probs", "d_dequantized") for layout in LAYOUTS[1:]]
 AXES: dict[str, dict[str, tuple[Any, ...]]] = {

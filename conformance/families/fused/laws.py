@@ -9,8 +9,7 @@ from torch import Tensor
 
 from conformance.core import universal_laws as general
 from conformance.core.contract import Problem
-from conformance.core.law import Law, Trial, same, upside_down
-from conformance.families.experts.laws import plain
+from conformance.core.law import Law, Trial, plain, same, upside_down
 from conformance.families.fused.permute_and_quantize import KEYWORDS, permuting, read_back
 from conformance.families.quantization.quantize import directions
 from conformance.interface import named_outputs

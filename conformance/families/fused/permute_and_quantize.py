@@ -11,7 +11,8 @@ import moe_ref
 from conformance.analysis.forms import QuantizedForm
 from conformance.core.contract import Contract, Opaque, Problem
 from conformance.core.tensors import hashed, payload, probabilities
-from conformance.families.permutation.cases import RoutingCase, routed, routing_map, simpler_routing
+from conformance.families.fused.simpler_routing import simpler_routing
+from conformance.families.permutation.cases import RoutingCase, routed, routing_map
 from conformance.families.permutation.permute import Permute, settings_of
 from conformance.families.quantization.cases import (
     DIRECTIONS,
@@ -48,6 +49,9 @@ class PermutedQuantizationCase(RoutingCase):
     role: str = "input"
     direction: str = "rowwise"
     gemm: bool = False  # whether scales are read in the layout of matrix products, too
+    values: str = "dyadic"
+    dtype: str = "float32"
+    layout: str = "contiguous"
 
     words: ClassVar[dict[str, tuple[str, ...]]] = {
         "scaling": tuple(RECIPES),

@@ -10,7 +10,7 @@ from conformance.core.space import DTYPES, LAYOUTS, MAP_DTYPES, Space, mostly, s
 from conformance.core.tensors import WIDE_LAYOUTS
 from conformance.families.experts.space import finished
 from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase, fits
-from conformance.families.permutation.space import small, spread
+from conformance.families.permutation.space import explicit, spread
 from conformance.families.quantization.cases import DIRECTIONS, RECIPES, ROLES, TRANSFORMED, VALUES, VARIANTS
 from conformance.families.quantization.quantize import SUFFIXES
 from conformance.families.quantization.space import COLUMNS, mostly_some
@@ -76,7 +76,7 @@ def permuted_quantization_cases(draw: st.DrawFn, function: str, space: Space) ->
     """permute_and_quantize."""
     kind: Row = draw(st.sampled_from(kinds(space)))
     shape = draw(
-        st.sampled_from((small(), small(), small(), spread(140, 9, 1), spread(40, 70, 1))).flatmap(
+        st.sampled_from((explicit(), explicit(), explicit(), spread(140, 9, 1), spread(40, 70, 1))).flatmap(
             lambda shapes: shapes
         )
     )

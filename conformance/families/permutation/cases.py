@@ -1,69 +1,58 @@
-"""Routing maps: explicit when small, one bitmask a token; distributions when large."""
+"""Cases of permutation: routing maps, chunks and expert indices."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from conformance.core.axes import choice, dtypes, flag, number, size
 from conformance.core.case import Case
+from conformance.core.lists import bitmasks, order, parts, table
 from conformance.core.tensors import hashed
+from moe_ref.permutation.routing_map import EMPTY
 
+FLOATS = ("float32", "bfloat16", "float16")
+MOVED = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "uint8")  # rows that are moved but not summed
+PROBS = ("float32", "bfloat16")
+MAPS = ("bool", "uint8", "int32", "int64")
 SPREADS = (
-    "uniform",
-    "skewed",
-    "one_hot",
-    "empty",
-    "all",
-    "ragged",
-    "sparse",
-    "front_empty",
-    "middle_empty",
-    "back_empty",
-    "last_token",
+    *("all", "uniform", "skewed", "one_hot", "empty", "ragged", "sparse"),
+    *("front_empty", "middle_empty", "back_empty", "last_token"),
 )
-EXPLICIT_CELLS = 2**12  # maps up to this size are turned into bitmasks when a case is reduced
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingCase(Case):
-    """A case around a routing map."""
+    """A routing map: explicit when small, a distribution when large."""
 
-    tokens: int = 1
-    experts: int = 1
-    hidden: int = 1
-    topk: int = 1  # experts a token in the distributions; slots a token in the index form
-    routing: tuple[int, ...] | None = None  # one bitmask a token, bit e for expert e; None: `spread` says it
-    spread: str = "all"
-    map_dtype: str = "bool"
-    dtype: str = "float32"
-    probs: str = ""  # dtype of the probabilities; empty: none are given
-    zero_probs: bool = False
-    values: str = "dyadic"
-    align: int = 0  # 0: not given
-    capacity: int = 0  # 0: not given
-    slack: int | None = None  # num_rows less the rows needed, in units of align; None: num_rows is not given
-    layout: str = "contiguous"
-    layout_of: str = ""  # the input or cotangent that has this layout
-    grads: str = ""  # which gradients are asked for, joined by +
-    unused: str = ""  # the differentiable output that has no cotangent
+    tokens: int = size("T")
+    experts: int = size("E", at_least=1)
+    hidden: int = size("H")
+    # experts per token in a distribution; slots per token in the index form
+    topk: int = size("K", at_least=1, pairs=(1, 2, 4, 6), always=True, argument="topk")
+    routing: tuple[int, ...] | None = bitmasks("tokens", "experts", written_out=lambda case: routed(case))
+    spread: str = choice("all", also=SPREADS[1:])
+    map_dtype: str = dtypes(*MAPS, also=("int16",))
+    dtype: str = dtypes(*FLOATS, also=(*MOVED[3:], "float64"))
+    probs: str = dtypes("", *PROBS, also=("float16", "float64"))  # empty: none are given
+    zero_probs: bool = flag(of=("probs",))
+    values: str = choice("dyadic", "wide", "special", of=("tokens", "rows"))
+    align: int = number(0, 1, 2, 3, 4, 8, 16, 32, 128, pairs=(1, 2, 5, 16), argument="align")
+    capacity: int = number(0, *range(1, 41), pairs=(3, 2), argument="capacity")
+    # num_rows less the rows needed, in units of align
+    slack: int | None = number(None, *range(-4, 5), pairs=(-2, 3), argument="num_rows")
 
-    def __post_init__(self) -> None:
-        if min(self.tokens, self.hidden) < 0 or min(self.experts, self.topk) < 1:
-            raise ValueError(
-                f"tokens, hidden ≥ 0 and experts, topk ≥ 1 are needed; they are {self.tokens}, {self.hidden}, {self.experts}, {self.topk}"
-            )
-        if self.routing is not None and (
-            len(self.routing) != self.tokens or any(not 0 <= m < 2**self.experts for m in self.routing)
-        ):
-            raise ValueError(f"routing must hold {self.tokens} bitmasks below 2^{self.experts}")
-        if self.routing is None and self.spread not in SPREADS:
-            raise ValueError(f"spread is {self.spread!r}; known are {', '.join(SPREADS)}")
-
-
-RoutingCase.serves("permute", "unpermute", "pad_routing_map", "multihot_to_indices")
+    def clash(self) -> str | None:
+        if self.routing is not None and self.spread != "all":
+            return "an explicit routing has no spread"
+        if self.capacity and (self.align or self.slack is not None):
+            return "a capacity excludes align and num_rows"
+        if self.values == "wide" and self.dtype == "float16":
+            return "float16 has not the range of wide values"
+        if self.zero_probs and not self.probs and self.function in ("permute", "unpermute"):
+            return "zero_probs needs probs"
+        return None
 
 
 def routed(case: RoutingCase) -> np.ndarray:
@@ -75,14 +64,13 @@ def routed(case: RoutingCase) -> np.ndarray:
         )
     noise = hashed(case.seed, "map", case.tokens * case.experts).reshape(shape)
     if case.spread == "skewed":
-        noise = (noise >> np.uint32(1)) // (
-            1 + np.arange(case.experts, dtype=np.uint32)
-        )  # low experts have the higher scores
+        # low experts have the higher scores
+        noise = (noise >> np.uint32(1)) // (1 + np.arange(case.experts, dtype=np.uint32))
     count = np.full(case.tokens, min(case.topk, case.experts))
     if case.spread == "ragged":
         count = hashed(case.seed, "count", case.tokens) % (min(case.topk, case.experts) + 1)
     if case.spread in ("one_hot", "empty", "all", "sparse", "last_token"):
-        return _plain(case, shape)
+        return _unranked(case, shape)
     out = np.zeros(shape, dtype=bool)
     order = np.argsort(noise, axis=1, kind="stable")[:, ::-1]
     np.put_along_axis(out, order, np.arange(case.experts)[None, :] < count[:, None], axis=1)
@@ -96,7 +84,7 @@ def routed(case: RoutingCase) -> np.ndarray:
     return out
 
 
-def _plain(case: RoutingCase, shape: tuple[int, int]) -> np.ndarray:
+def _unranked(case: RoutingCase, shape: tuple[int, int]) -> np.ndarray:
     """The distributions that need no ranking."""
     out = np.zeros(shape, dtype=bool)
     if case.spread == "all":
@@ -115,94 +103,53 @@ def routing_map(case: RoutingCase) -> Tensor:
     return torch.from_numpy(routed(case)).to(getattr(torch, case.map_dtype))
 
 
-def simpler_routing(case: RoutingCase) -> Iterator[RoutingCase]:
-    """Fewer tokens, experts, columns and routed cells; then plainer settings."""
-    yield from _plainer(case)
-    if case.routing is None:
-        for tokens in _shorter(case.tokens):
-            yield replace(case, tokens=tokens)
-        for experts in _shorter(case.experts, 1):
-            yield replace(case, experts=experts)
-        if case.tokens * case.experts <= EXPLICIT_CELLS:
-            masks = tuple(sum(1 << e for e in np.flatnonzero(row).tolist()) for row in routed(case))
-            yield replace(
-                case, routing=masks, spread="all", topk=case.topk if case.function == "multihot_to_indices" else 1
-            )
+@dataclass(frozen=True, kw_only=True)
+class ChunksCase(Case):
+    """Chunk sizes and their new order."""
+
+    sizes: tuple[int, ...] = parts(order="order")
+    order: tuple[int, ...] = order(of="sizes")
+    tail: int = number(0, 1, 5, pairs=(2,))  # rows past the last chunk
+    hidden: int = size("H")
+    dtype: str = dtypes(*FLOATS, "float8_e4m3fn", also=("float8_e5m2", "uint8", "float64"))
+    probs: str = dtypes("", *PROBS, also=("float16", "float64"))
+    values: str = choice("dyadic", "special", also=("wide",))
+    index_dtype: str = dtypes("int64", "int32", also=("int16",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndicesCase(Case):
+    """Expert indices, K slots per token: explicit, or drawn from the seed."""
+
+    tokens: int = size("T")
+    topk: int = size("K", at_least=1)
+    experts: int = size("E", at_least=1, argument="num_experts")
+    ranks: int = size("R", at_least=1, divides="experts")  # that the experts are divided among
+    slots: tuple[int, ...] = table(
+        "tokens", "topk", lambda case: indices(case), least=EMPTY, below="experts", simple=(EMPTY, 0)
+    )
+    empty: int = number(0, 1, 4, 8, pairs=(3,))  # of 8 slots, how many are -1
+    repeats: bool = flag()  # whether an expert may stand in several slots of a token
+    dtype: str = dtypes(*FLOATS, also=("float64",))
+    index_dtype: str = dtypes("int64", "int32", "int16")
+    zero_probs: bool = flag(of=("probs",))
+
+
+def indices(case: IndicesCase) -> Tensor:
+    """[T,K] expert indices."""
+    shape = (case.tokens, case.topk)
+    if case.slots:
+        return torch.tensor(case.slots).reshape(shape)
+    if case.repeats:
+        chosen = torch.from_numpy(
+            (hashed(case.seed, "indices", case.tokens * case.topk) % case.experts).astype("int64")
+        ).reshape(shape)
     else:
-        yield from _without_tokens(case, case.routing)
-        yield from _without_experts(case, case.routing)
-        for t, mask in enumerate(case.routing):
-            for e in range(case.experts):
-                if mask >> e & 1:
-                    yield replace(case, routing=(*case.routing[:t], mask & ~(1 << e), *case.routing[t + 1 :]))
-    for hidden in _shorter(case.hidden):
-        yield replace(case, hidden=hidden)
-    for topk in _shorter(case.topk, 1):
-        yield replace(case, topk=topk)
-
-
-def _plainer(case: RoutingCase) -> Iterator[RoutingCase]:
-    """Each setting at its default, or at a smaller value."""
-    plain = (
-        "law",
-        "values",
-        "zero_probs",
-        "layout",
-        "grads",
-        "unused",
-        "map_dtype",
-        "dtype",
-        "probs",
-        "seed",
-        "slack",
-        "capacity",
-        "align",
-        "poison",
-    )
-    for name in plain:
-        default: Any = type(case).__dataclass_fields__[name].default
-        if getattr(case, name) != default:
-            changes = {name: default} | ({"layout_of": ""} if name == "layout" else {})
-            yield replace(
-                case,
-                **changes
-                | (
-                    {"grads": _less(case.grads, "probs")}
-                    if name == "probs" and case.function in ("permute", "unpermute")
-                    else {}
-                ),
-            )
-    for name in ("align", "capacity"):
-        for smaller in _shorter(getattr(case, name), 1):
-            changed: dict[str, Any] = {name: smaller}
-            yield replace(case, **changed)
-    if case.slack:
-        yield from (replace(case, slack=s) for s in (0, 1, -1) if abs(s) < abs(case.slack))
-    for grad in case.grads.split("+") if "+" in case.grads else ():
-        yield replace(case, grads=grad)
-
-
-def _less(grads: str, name: str) -> str:
-    return "+".join(grad for grad in grads.split("+") if grad != name)
-
-
-def _shorter(size: int, least: int = 0) -> list[int]:
-    """Smaller sizes, the smallest first."""
-    return sorted(
-        {s for s in (least, 1, 2, 3, size // 4, size // 2, size * 3 // 4, size - 8, size - 1) if least <= s < size}
-    )
-
-
-def _without_tokens(case: RoutingCase, masks: tuple[int, ...]) -> Iterator[RoutingCase]:
-    step = len(masks)
-    while step:
-        for start in range(0, len(masks), step):
-            kept = masks[:start] + masks[start + step :]
-            yield replace(case, tokens=len(kept), routing=kept)
-        step //= 2
-
-
-def _without_experts(case: RoutingCase, masks: tuple[int, ...]) -> Iterator[RoutingCase]:
-    for e in range(case.experts) if case.experts > 1 else ():
-        low = (1 << e) - 1
-        yield replace(case, experts=case.experts - 1, routing=tuple((m & low) | (m >> (e + 1) << e) for m in masks))
+        rank = torch.from_numpy(hashed(case.seed, "indices", case.tokens * case.experts).astype("int64")).reshape(
+            case.tokens, case.experts
+        )
+        chosen = torch.nn.functional.pad(
+            rank.argsort(dim=1, stable=True), (0, max(case.topk - case.experts, 0)), value=EMPTY
+        )[:, : case.topk]
+    none = torch.from_numpy((hashed(case.seed, "empty", case.tokens * case.topk) % 8 < case.empty).reshape(shape))
+    return torch.where(none, EMPTY, chosen)

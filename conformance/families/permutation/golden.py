@@ -14,89 +14,71 @@ import torch
 from torch import Tensor
 
 from conformance.core.contract import Opaque, Problem
-from conformance.judge import Bounded, Exact, Expectation
+from conformance.core.literals import Golden, exactly, flag, floats, ints
+from conformance.judge import Exact
 from moe_ref.permutation.permute import permute
 
-Golden = dict[str, tuple[Problem, dict[str, Expectation]]]
-
-
-def _floats(*rows: Any) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float32)
-
-
-def _ints(*values: int) -> Exact:
-    return Exact(torch.tensor(values), "integers")
-
-
-def _flag(value: bool) -> Exact:
-    return Exact(torch.tensor(value), "integers", flag=True)
-
-
-def _exactly(value: Tensor) -> Bounded:
-    return Bounded(value.double(), torch.zeros_like(value.double()), torch.float32, torch.float32)
-
-
 MAP = torch.tensor([[0, 1, 0], [0, 1, 0], [1, 0, 0]], dtype=torch.bool)
-TOKENS = _floats([1, 2], [3, 4], [5, 6])
-PROBS = _floats([9, 0.5, 9], [9, 0.25, 9], [0.125, 9, 9])
+TOKENS = floats([1, 2], [3, 4], [5, 6])
+PROBS = floats([9, 0.5, 9], [9, 0.25, 9], [0.125, 9, 9])
 BOTH = torch.tensor([[1, 1], [1, 1]], dtype=torch.bool)  # two tokens, each to both experts
 
 PERMUTE: Golden = {
     "by_expert": (
         Problem("permute", {"tokens": TOKENS, "routing_map": MAP}, {"probs": PROBS}),
         {
-            "rows": Exact(_floats([5, 6], [1, 2], [3, 4])),
-            "probs": Exact(_floats(0.125, 0.5, 0.25)),
-            "tokens_per_expert": _ints(1, 2, 0),
-            "overflow": _flag(False),
+            "rows": Exact(floats([5, 6], [1, 2], [3, 4])),
+            "probs": Exact(floats(0.125, 0.5, 0.25)),
+            "tokens_per_expert": ints(1, 2, 0),
+            "overflow": flag(False),
         },
     ),
     "padded_to_two": (
         Problem("permute", {"tokens": TOKENS, "routing_map": MAP}, {"align": 2, "probs": PROBS}),
         {
-            "rows": Exact(_floats([5, 6], [0, 0], [1, 2], [3, 4])),
-            "probs": Exact(_floats(0.125, 0, 0.5, 0.25)),
-            "tokens_per_expert": _ints(2, 2, 0),
-            "pad_offsets": _ints(0, 1, 1),
-            "overflow": _flag(False),
+            "rows": Exact(floats([5, 6], [0, 0], [1, 2], [3, 4])),
+            "probs": Exact(floats(0.125, 0, 0.5, 0.25)),
+            "tokens_per_expert": ints(2, 2, 0),
+            "pad_offsets": ints(0, 1, 1),
+            "overflow": flag(False),
         },
     ),
     "cut_at_two_rows": (
         Problem("permute", {"tokens": TOKENS, "routing_map": MAP}, {"num_rows": 2}),
-        {"rows": Exact(_floats([5, 6], [1, 2])), "tokens_per_expert": _ints(1, 1, 0), "overflow": _flag(True)},
+        {"rows": Exact(floats([5, 6], [1, 2])), "tokens_per_expert": ints(1, 1, 0), "overflow": flag(True)},
     ),
     "room_for_five_rows": (
         Problem("permute", {"tokens": TOKENS, "routing_map": MAP}, {"num_rows": 5}),
         {
-            "rows": Exact(_floats([5, 6], [1, 2], [3, 4], [0, 0], [0, 0])),
-            "tokens_per_expert": _ints(1, 2, 0),
-            "overflow": _flag(False),
+            "rows": Exact(floats([5, 6], [1, 2], [3, 4], [0, 0], [0, 0])),
+            "tokens_per_expert": ints(1, 2, 0),
+            "overflow": flag(False),
         },
     ),
     "capacity_one": (  # expert 1 drops token 1; expert 2, with nobody, takes the first unrouted token
         Problem("permute", {"tokens": TOKENS, "routing_map": MAP}, {"capacity": 1}),
-        {"rows": Exact(_floats([5, 6], [1, 2], [1, 2])), "tokens_per_expert": _ints(1, 1, 1), "overflow": _flag(True)},
+        {"rows": Exact(floats([5, 6], [1, 2], [1, 2])), "tokens_per_expert": ints(1, 1, 1), "overflow": flag(True)},
     ),
     "both_gradients": (  # each token has two rows, so its gradient is their sum
         Problem(
             "permute",
-            {"tokens": _floats([1], [2]), "routing_map": BOTH},
-            {"probs": _floats([0.5, 0.25], [1, 2])},
+            {"tokens": floats([1], [2]), "routing_map": BOTH},
+            {"probs": floats([0.5, 0.25], [1, 2])},
             wanted=("tokens", "probs"),
-            cotangents={"rows": _floats([1], [10], [100], [1000]), "probs": _floats(1, 2, 3, 4)},
+            cotangents={"rows": floats([1], [10], [100], [1000]), "probs": floats(1, 2, 3, 4)},
         ),
         {
-            "rows": Exact(_floats([1], [2], [1], [2])),
-            "probs": Exact(_floats(0.5, 1, 0.25, 2)),
-            "tokens_per_expert": _ints(2, 2),
-            "overflow": _flag(False),
-            "d_tokens": _exactly(_floats([101], [1010])),
-            "d_probs": Exact(_floats([1, 3], [2, 4]), "values"),
+            "rows": Exact(floats([1], [2], [1], [2])),
+            "probs": Exact(floats(0.5, 1, 0.25, 2)),
+            "tokens_per_expert": ints(2, 2),
+            "overflow": flag(False),
+            "d_tokens": exactly(floats([101], [1010])),
+            "d_probs": Exact(floats([1, 3], [2, 4]), "values"),
         },
     ),
     "no_tokens": (
         Problem("permute", {"tokens": torch.zeros(0, 2), "routing_map": torch.zeros(0, 3, dtype=torch.bool)}),
-        {"rows": Exact(torch.zeros(0, 2)), "tokens_per_expert": _ints(0, 0, 0), "overflow": _flag(False)},
+        {"rows": Exact(torch.zeros(0, 2)), "tokens_per_expert": ints(0, 0, 0), "overflow": flag(False)},
     ),
 }
 
@@ -118,18 +100,18 @@ def _unpermute(
 
 
 UNPERMUTE: Golden = {
-    "back_in_order": (_unpermute(_floats([5, 6], [1, 2], [3, 4]), MAP, (3, 2)), {"tokens": _exactly(TOKENS)}),
+    "back_in_order": (_unpermute(floats([5, 6], [1, 2], [3, 4]), MAP, (3, 2)), {"tokens": exactly(TOKENS)}),
     "weighted_sum": (
-        _unpermute(_floats([1], [2], [10], [20]), BOTH, (2, 1), _floats([0.5, 0.25], [1, 2])),
-        {"tokens": _exactly(_floats([0.5 * 1 + 0.25 * 10], [1 * 2 + 2 * 20]))},
+        _unpermute(floats([1], [2], [10], [20]), BOTH, (2, 1), floats([0.5, 0.25], [1, 2])),
+        {"tokens": exactly(floats([0.5 * 1 + 0.25 * 10], [1 * 2 + 2 * 20]))},
     ),
     "padding_is_not_read": (
-        _unpermute(_floats([5], [torch.nan], [1], [3]), MAP, (3, 1), align=2),
-        {"tokens": _exactly(_floats([1], [3], [5]))},
+        _unpermute(floats([5], [torch.nan], [1], [3]), MAP, (3, 1), align=2),
+        {"tokens": exactly(floats([1], [3], [5]))},
     ),
     "nothing_routed": (
         _unpermute(torch.zeros(0, 2), torch.zeros(3, 2, dtype=torch.bool), (3, 2)),
-        {"tokens": _exactly(torch.zeros(3, 2))},
+        {"tokens": exactly(torch.zeros(3, 2))},
     ),
 }
 
@@ -138,12 +120,12 @@ SORT_CHUNKS: Golden = {
         Problem(
             "sort_chunks",
             {
-                "rows": _floats([1], [2], [3], [4]),
+                "rows": floats([1], [2], [3], [4]),
                 "chunk_sizes": torch.tensor([1, 0, 2]),
                 "order": torch.tensor([2, 0, 1]),
             },
         ),
-        {"rows": Exact(_floats([2], [3], [1], [4]))},
+        {"rows": Exact(floats([2], [3], [1], [4]))},
     ),
 }
 
@@ -152,14 +134,14 @@ PAD_ROUTING_MAP: Golden = {
         Problem("pad_routing_map", {"routing_map": MAP}, {"align": 2}),
         {
             "routing_map": Exact(torch.tensor([[1, 1, 0], [0, 1, 0], [1, 0, 0]]), "integers"),
-            "unreached": _ints(0, 0, 0),
+            "unreached": ints(0, 0, 0),
         },
     ),
     "out_of_reach": (  # three tokens cannot make four
         Problem("pad_routing_map", {"routing_map": MAP}, {"align": 4}),
         {
             "routing_map": Exact(torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 0]]), "integers"),
-            "unreached": _ints(1, 1, 0),
+            "unreached": ints(1, 1, 0),
         },
     ),
 }
@@ -168,35 +150,12 @@ INDICES_TO_MULTIHOT: Golden = {
     "empty_slot_and_repeat": (  # token 1 names expert 2 twice: its last slot counts
         Problem(
             "indices_to_multihot",
-            {"indices": torch.tensor([[2, -1], [2, 2]]), "probs": _floats([0.5, 7], [0.25, 0.75])},
+            {"indices": torch.tensor([[2, -1], [2, 2]]), "probs": floats([0.5, 7], [0.25, 0.75])},
             {"num_experts": 3},
         ),
         {
             "routing_map": Exact(torch.tensor([[0, 0, 1], [0, 0, 1]]), "integers"),
-            "probs": Exact(_floats([0, 0, 0.5], [0, 0, 0.75])),
-        },
-    ),
-}
-
-DEEPEP_LAYOUT: Golden = {
-    "empty_slot_and_repeat": (  # two ranks with two experts each: token 0 goes to both, token 1 once to rank 1, token 2 nowhere
-        Problem(
-            "deepep_layout",
-            {"indices": torch.tensor([[3, -1, 0], [2, 3, 2], [-1, -1, -1]])},
-            {"num_experts": 4, "ranks": 2},
-        ),
-        {
-            "num_tokens_per_rank": _ints(1, 2),
-            "num_tokens_per_expert": _ints(1, 0, 2, 2),  # both slots that name expert 2 count
-            "is_token_in_rank": Exact(torch.tensor([[1, 1], [0, 1], [0, 0]]), "integers"),
-        },
-    ),
-    "no_tokens": (
-        Problem("deepep_layout", {"indices": torch.zeros((0, 2), dtype=torch.int32)}, {"num_experts": 3, "ranks": 3}),
-        {
-            "num_tokens_per_rank": _ints(0, 0, 0),
-            "num_tokens_per_expert": _ints(0, 0, 0),
-            "is_token_in_rank": Exact(torch.zeros(0, 3), "integers"),
+            "probs": Exact(floats([0, 0, 0.5], [0, 0, 0.75])),
         },
     ),
 }
@@ -207,14 +166,23 @@ MULTIHOT_TO_INDICES: Golden = {
             "multihot_to_indices",
             {
                 "routing_map": torch.tensor([[0, 1, 0], [1, 1, 1]], dtype=torch.bool),
-                "probs": _floats([9, 0.5, 9], [1, 2, 3]),
+                "probs": floats([9, 0.5, 9], [1, 2, 3]),
             },
             {"topk": 2},
         ),
         {
             "indices": Exact(torch.tensor([[1, -1], [0, 1]]), "integers"),
-            "probs": Exact(_floats([0.5, 0], [1, 2])),
-            "overflow": _flag(True),
+            "probs": Exact(floats([0.5, 0], [1, 2])),
+            "overflow": flag(True),
         },
     ),
+}
+
+GOLDEN = {
+    "permute": PERMUTE,
+    "unpermute": UNPERMUTE,
+    "sort_chunks": SORT_CHUNKS,
+    "pad_routing_map": PAD_ROUTING_MAP,
+    "indices_to_multihot": INDICES_TO_MULTIHOT,
+    "multihot_to_indices": MULTIHOT_TO_INDICES,
 }

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from conformance.core import universal_laws as universal
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Trial, same, upside_down
 from conformance.judge import Finding
@@ -175,3 +176,43 @@ ROUND_TRIP = Law("round_trip", _round_trip, _moves_only)
 IDEMPOTENCE = Law("idempotence", _idempotence, _moves_only)
 COLUMN_RELABELLING = Law("column_relabelling", _column_relabelling, _moves_only)
 ROW_REVERSAL = Law("row_reversal", _row_reversal, _moves_only)
+
+
+def _garbage_independence(trial: Trial) -> Finding | None:
+    """Other garbage in the padding rows: the tokens do not change."""
+    rows = trial.problem.required["rows"].clone()
+    row_map = trial.problem.produced.row_map
+    rows[row_map.token_P < 0] = 3.0
+    return trial.repeats("garbage_independence", trial.run(trial.problem.with_tensors({"rows": rows})))
+
+
+def _exact_fp32(case) -> bool:
+    plain = not case.golden and not case.illegal and case.values == "dyadic" and case.layout != "expanded"
+    exact_products = (
+        case.function != "unpermute" or not case.probs or case.experts <= 4
+    )  # 12 + 10 bits, and 2 for their sum
+    return plain and exact_products and case.dtype == "float32" and case.probs in ("", "float32")
+
+
+def _main_gradient(case) -> bool:
+    return bool({"tokens", "rows"} & set(case.grads.split("+")))
+
+
+ADJOINTNESS = universal.adjointness(lambda case: _exact_fp32(case) and _main_gradient(case))
+GARBAGE_INDEPENDENCE = Law(
+    "garbage_independence", _garbage_independence, lambda case: not case.golden and not case.illegal
+)
+
+_EVERY = (*universal.EVERYWHERE, *universal.STATIC)
+LAWS = {
+    "permute": (
+        *_EVERY,
+        *(TOKEN_PERMUTATION, EXPERT_RELABELLING, SPLIT, PADDING_INDEPENDENCE, NEIGHBOUR_INDEPENDENCE),
+        *(ADJOINTNESS, universal.SCALING),
+    ),
+    "unpermute": (*_EVERY, GARBAGE_INDEPENDENCE, ADJOINTNESS, universal.SCALING),
+    "sort_chunks": (*_EVERY, NEIGHBOUR_INDEPENDENCE, ROUND_TRIP, ADJOINTNESS, universal.SCALING),
+    "pad_routing_map": (*_EVERY, IDEMPOTENCE, COLUMN_RELABELLING),
+    "indices_to_multihot": (*_EVERY, ROW_REVERSAL, universal.SCALING),
+    "multihot_to_indices": (*_EVERY, ROW_REVERSAL, universal.SCALING),
+}

@@ -1,21 +1,21 @@
 """permute and unpermute."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.core.contract import Contract, Opaque, Problem, accumulator_of
+from conformance.core.contract import Contract, Input, Opaque, Output, Problem, Signature, accumulator_of
 from conformance.core.tensors import payload, probabilities
-from conformance.families.permutation.cases import RoutingCase, routed, routing_map, simpler_routing
+from conformance.families.permutation.cases import FLOATS, MAPS, MOVED, PROBS, RoutingCase, routed, routing_map
 from conformance.judge import Expectation
 from conformance.judge.bound import sum_bound
 from conformance.judge.exact import Exact, bits
 from moe_ref.permutation.permute import PADDING, permute, unpermute
 
+SETTINGS = ("align", "capacity", "num_rows")
 POISONED = {"nan": float("nan"), "max": None, "zero": 0.0}
 
 
@@ -46,10 +46,22 @@ class Permute(Contract[RoutingCase]):
     """`permute`: rows, probabilities, counts, padding and both gradients; the row map is probed by `unpermute`."""
 
     function = "permute"
-    outputs = ("rows", "probs", "row_map", "tokens_per_expert", "pad_offsets", "overflow")
-    primary = "rows"
-    optional = ("probs", "align", "capacity", "num_rows")
-    static = ("capacity", "num_rows")
+    case_type = RoutingCase
+    signature = Signature(
+        inputs=[
+            Input("tokens", "TH", MOVED, gradient=True, expands=True),
+            Input("routing_map", "TE", MAPS, field="map_dtype"),
+            Input("probs", "TE", PROBS, field="probs", gradient=True, optional="probs"),
+        ],
+        outputs=[
+            Output("rows", "PH", of="tokens"),
+            Output("probs", "P", of="probs"),
+            *(Output("row_map"), Output("tokens_per_expert", "E"), Output("pad_offsets", "E"), Output("overflow")),
+        ],
+        settings=SETTINGS,
+        static=("capacity", "num_rows"),
+        linear=("tokens", "rows"),
+    )
 
     def legal(self, case: RoutingCase) -> Problem:
         tokens = payload(case.seed, "tokens", (case.tokens, case.hidden), case.dtype, case.values)
@@ -59,16 +71,8 @@ class Permute(Contract[RoutingCase]):
             probs = probabilities(case.seed, "probs", tuple(chosen.shape), case.probs, case.zero_probs)
             # what is not routed must not be read, except where a capacity fills up with unrouted tokens
             settings["probs"] = probs if case.capacity else torch.where(chosen, probs, torch.nan)
-        wanted = tuple(name for name in case.grads.split("+") if name)
-        cotangents = {}
-        if wanted and case.unused != "rows":
-            cotangents["rows"] = payload(
-                case.seed, "d_rows", (_rows(case, settings), case.hidden), case.dtype, _strange(case)
-            )
-        if wanted and case.unused != "probs" and case.probs:
-            cotangents["probs"] = payload(case.seed, "d_probs", (_rows(case, settings),), case.probs)
         required = {"tokens": tokens, "routing_map": routing_map(case)}
-        return Problem(self.function, required, settings, {case.layout_of: case.layout}, wanted, cotangents)
+        return self.call(case, required, settings, lengths={"P": _rows(case, settings)})
 
     @staticmethod
     def _reference(problem: Problem):
@@ -101,25 +105,6 @@ class Permute(Contract[RoutingCase]):
                 d_probs[out.row_map.token_P[real], out.row_map.expert_P[real]] = problem.cotangents["probs"][real]
             right["d_probs"] = Exact(d_probs, "values")
         return right
-
-    def neighbour(self, case: RoutingCase) -> RoutingCase:
-        """The map upside down, and an alignment where there was another or none."""
-        align = 0 if case.capacity else 3 if case.align != 3 else 5
-        masks = None if case.routing is None else case.routing[::-1]
-        return replace(
-            case,
-            golden="",
-            law="",
-            seed=case.seed + 1,
-            routing=masks,
-            align=align,
-            slack=None,
-            layout="contiguous",
-            layout_of="",
-        )
-
-    def simpler(self, case: RoutingCase) -> Iterator[RoutingCase]:
-        return simpler_routing(case)
 
     def explain(self, problem: Problem, output: str, index: tuple[int, ...], observed: Tensor) -> str | None:
         if output != "rows" or not index:
@@ -154,19 +139,23 @@ def _start(row: Tensor) -> str:
     return ", ".join(f"{x:.4g}" for x in row[:3].float().tolist()) + (", …" if len(row) > 3 else "")
 
 
-def _strange(case: RoutingCase) -> str:
-    """The style of a cotangent: with NaN and infinities where the payload has them; they may reach no token or expert but their own."""
-    return "special" if case.values == "special" else "dyadic"
-
-
 class Unpermute(Contract[RoutingCase]):
-    """`unpermute` of rows that `permute` never saw, through the row map that this implementation's own `permute` made."""
+    """`unpermute` of rows that `permute` never saw, with the row map of the same implementation's `permute`."""
 
     function = "unpermute"
-    outputs = ("tokens",)
-    primary = "tokens"
-    optional = ("probs",)
-    redundant = ("restore_shape",)
+    case_type = RoutingCase
+    signature = Signature(
+        inputs=[
+            Input("rows", "PH", FLOATS, gradient=True),
+            Input("probs", "TE", PROBS, field="probs", gradient=True, optional="probs"),
+        ],
+        outputs=[Output("tokens", "TH", of="rows")],
+        settings=SETTINGS,
+        producer="permute",
+        made_from=(Input("routing_map", "TE", MAPS, field="map_dtype"),),
+        redundant=("restore_shape",),
+        linear=("rows", "tokens"),
+    )
 
     def legal(self, case: RoutingCase) -> Problem:
         chosen = routing_map(case)
@@ -184,16 +173,8 @@ class Unpermute(Contract[RoutingCase]):
             has_row[row_map.token_P[real], row_map.expert_P[real]] = True
             probs = probabilities(case.seed, "probs", tuple(chosen.shape), case.probs, case.zero_probs)
             settings["probs"] = torch.where(has_row, probs, torch.nan)
-        wanted = tuple(name for name in case.grads.split("+") if name)
-        cotangents = (
-            {"tokens": payload(case.seed, "d_tokens", (case.tokens, case.hidden), case.dtype, _strange(case))}
-            if wanted
-            else {}
-        )
         required = {"rows": rows, "row_map": Opaque("row_map")}
-        return Problem(
-            self.function, required, settings, {case.layout_of: case.layout}, wanted, cotangents, producer, produced
-        )
+        return self.call(case, required, settings, producer=producer, produced=produced)
 
     def expected(self, case: RoutingCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         row_map = problem.produced.row_map
@@ -227,9 +208,3 @@ class Unpermute(Contract[RoutingCase]):
             magnitude[token_R, expert_R] = terms_RH.abs().sum(1)
             right["d_probs"] = sum_bound(value, magnitude, max(rows.shape[1], 1), probs.dtype, acc)
         return right
-
-    def neighbour(self, case: RoutingCase) -> RoutingCase:
-        return replace(Permute().neighbour(case), function=self.function)
-
-    def simpler(self, case: RoutingCase) -> Iterator[RoutingCase]:
-        return simpler_routing(case)

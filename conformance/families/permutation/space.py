@@ -1,215 +1,210 @@
-"""Cases around a routing map: the map itself is fuzzed, bit by bit when it is small, by distribution when it is large."""
+"""What axes cannot say of permutation: which maps are drawn, which shapes always run, what costs too much."""
 
 from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
-from conformance.core.space import (
-    ALIGNMENTS,
-    DTYPES,
-    LAYOUTS,
-    MAP_DTYPES,
-    MOVED_DTYPES,
-    POISONS,
-    Space,
-    mostly,
-    sizes,
-    some_of,
-)
-from conformance.families.permutation.cases import SPREADS, RoutingCase
+from conformance.core.axes import Changes, sizes
+from conformance.core.case import axes_of
+from conformance.core.scope import NARROW, Scope, Shapes
+from conformance.families.permutation.cases import SPREADS, ChunksCase, IndicesCase, RoutingCase
 
-REAL_SHAPES = (
-    (4096, 8, 2),
-    (7168, 256, 8),
-    (2048, 128, 8),
-    (2880, 128, 4),
-    (7168, 384, 8),
-    (2048, 512, 10),
-)  # hidden, experts, top-k of real models
+# hidden, experts, top-k of real models
+REAL_SHAPES = ((4096, 8, 2), (7168, 256, 8), (2048, 128, 8), (2880, 128, 4), (7168, 384, 8), (2048, 512, 10))
+COVERED: Changes = {  # the map under every covering array: seven tokens, four experts, one token without any
+    "routing": (0b0110, 0b0001, 0b0000, 0b1111, 0b0110, 0b0100, 0b1001),
+    "tokens": 7,
+    "experts": 4,
+    "hidden": 5,
+}
+# covered as one axis, for they exclude each other
+ROOM: list[Changes] = [{}, {"align": 4}, {"capacity": 3}, {"slack": -2}, {"align": 2, "slack": 3}]
+FAR: Changes = {"routing": (0b101, 0b010, 0b111), "topk": 3}
+# one more than a power of two: a last block that a loop ending too early leaves out
+LONG: Changes = {"experts": 5, "topk": 2, "seed": 1, "spread": "uniform"}  # seed 1: every token has two experts
+WIDE: Changes = {"tokens": 33, "experts": 257, "topk": 3, "seed": 1, "spread": "uniform"}
+
+
+def long(scope: Scope) -> Changes:
+    """More tokens than one block; fewer in an interpreter, which pays by the step."""
+    return LONG | {"tokens": 2049 if scope.space.device == "cuda" else 257}
+
+
+# ---- routing maps
+
+
+def maps(scope: Scope) -> st.SearchStrategy[Changes]:
+    """Small maps, bit by bit, half of the time; medium ones; sizes beyond every block; on a GPU real models."""
+    kinds = [*[explicit()] * 4, spread(110, 70, 130), spread(40, 20, 300), beyond_blocks(scope)]
+    if scope.space.device == "cuda":
+        kinds = [*kinds, *kinds, real()]
+    return st.sampled_from(kinds).flatmap(lambda kind: kind)
 
 
 @st.composite
-def small(draw: st.DrawFn) -> dict[str, Any]:
-    """An explicit map: up to 12 tokens and 8 experts, one bitmask a token."""
-    experts = draw(st.integers(1, 8))
-    masks = draw(st.lists(st.integers(0, 2**experts - 1), max_size=12))
-    return {
-        "tokens": len(masks),
-        "experts": experts,
-        "hidden": draw(sizes(0, 20)),
-        "topk": draw(st.integers(1, 8)),
-        "routing": tuple(masks),
-    }
+def explicit(draw: st.DrawFn) -> Changes:
+    """A map bit by bit."""
+    table = draw(axes_of(RoutingCase)["routing"].drawn(None))  # type: ignore[arg-type]
+    return table | {"topk": draw(st.integers(1, 8)), "hidden": draw(sizes(0, 20)), "spread": "all"}
 
 
-@st.composite
-def spread(draw: st.DrawFn, tokens: int, experts: int, hidden: int) -> dict[str, Any]:
+def spread(tokens: int, experts: int, hidden: int) -> st.SearchStrategy[Changes]:
     """A map by distribution, within these sizes."""
-    return {
-        "tokens": draw(sizes(0, tokens)),
-        "experts": draw(sizes(1, experts)),
-        "hidden": draw(sizes(1, hidden)),
-        "topk": draw(st.integers(1, 8)),
-        "spread": draw(st.sampled_from(SPREADS)),
-        "seed": draw(st.integers(0, 999)),
-    }
+    return distribution(st.tuples(sizes(0, tokens), sizes(1, experts), sizes(1, hidden)), SPREADS, topk=8)
 
 
-@st.composite
-def beyond_blocks(draw: st.DrawFn, space: Space) -> dict[str, Any]:
+def beyond_blocks(scope: Scope) -> st.SearchStrategy[Changes]:
     """One size beyond every block that a kernel may have, the others small."""
-    sizes_ = draw(
-        st.sampled_from(
-            ((space.many, 3, 2), (space.many // 3, 9, 5), (5, 4, 5000), (3, 600, 3), (40, 300, 2), (200, 7, 130))
-        )
-    )
-    shape = dict(zip(("tokens", "experts", "hidden"), sizes_, strict=True))
-    plain = ("uniform", "ragged", "skewed", "sparse", "last_token")
-    return shape | {
-        "topk": draw(st.integers(1, 3)),
-        "spread": draw(st.sampled_from(plain)),
-        "seed": draw(st.integers(0, 999)),
-    }
+    many = scope.space.many
+    shapes = ((many, 3, 2), (many // 3, 9, 5), (5, 4, 5000), (3, 600, 3), (40, 300, 2), (200, 7, 130))
+    return distribution(st.sampled_from(shapes), ("uniform", "ragged", "skewed", "sparse", "last_token"), topk=3)
 
 
 @st.composite
-def real(draw: st.DrawFn) -> dict[str, Any]:
-    """Sizes of real models, for a GPU."""
+def real(draw: st.DrawFn) -> Changes:
+    """Sizes of real models."""
     hidden, experts, topk = draw(st.sampled_from(REAL_SHAPES))
-    tokens = draw(st.sampled_from((1, 17, 65)))
-    full = draw(st.sampled_from(("uniform", "skewed", "ragged")))
-    return {
-        "tokens": tokens,
-        "experts": experts,
-        "hidden": hidden,
-        "topk": topk,
-        "spread": full,
+    shape = st.tuples(st.sampled_from((1, 17, 65)), st.just(experts), st.just(hidden))
+    return draw(distribution(shape, ("uniform", "skewed", "ragged"), topk)) | {"topk": topk}
+
+
+@st.composite
+def distribution(draw: st.DrawFn, shape: st.SearchStrategy[Any], spreads: tuple[str, ...], topk: int) -> Changes:
+    tokens, experts, hidden = draw(shape)
+    fields = {"tokens": tokens, "experts": experts, "hidden": hidden, "topk": draw(st.integers(1, topk))}
+    more = {"spread": draw(st.sampled_from(spreads)), "seed": draw(st.integers(0, 999))}
+    return {"routing": None} | fields | more
+
+
+def affordable(case: RoutingCase, scope: Scope) -> RoutingCase:
+    """The case without what would take too long, or too many addresses."""
+    far = case.layout.startswith("wide")
+    if far and (case.tokens > 4 or case.dtype not in NARROW or case.map_dtype not in NARROW):
+        case = replace(case, layout="contiguous", layout_of="")
+    if case.tokens * case.hidden > 20_000:
+        case = replace(case, map_dtype="bool")
+    if case.tokens >= 200 and case.align > 16:
+        case = replace(case, align=16)
+    # fillers give the first tokens a row for every expert: slow in an interpreter
+    filled = case.experts > 64 and scope.space.device == "cpu"
+    return replace(case, capacity=0 if filled else min(case.capacity, case.tokens + 3))
+
+
+def _permuted(scope: Scope) -> list[Changes | RoutingCase]:
+    """A last block of one token, many experts, rows of many columns; on a GPU rows that lie past 2³¹ elements."""
+    align = {"align": 4} if scope.accepts("align") else {}
+    cuda = scope.space.device == "cuda"
+    columns = {"tokens": 5, "experts": 4, "topk": 2, "hidden": 4097 if cuda else 513, "spread": "uniform"}
+    shapes: list[Changes | RoutingCase] = [long(scope) | align | {"hidden": 3}, WIDE | align | {"hidden": 3}, columns]
+    if scope.function == "permute" and cuda and align:
+        # expert 1's rows begin after 2²⁴ rows of expert 0's segment
+        fields: Changes = {"tokens": 2, "experts": 2, "hidden": 130, "routing": (0b01, 0b10)}
+        shapes.append(RoutingCase(function="permute", dtype="uint8", align=2**24, **fields))
+    return shapes
+
+
+def _room(scope: Scope) -> dict[str, list[Changes]]:
+    return {"room": ROOM}
+
+
+# ---- chunks
+
+
+@st.composite
+def chunks(draw: st.DrawFn, scope: Scope) -> Changes:
+    """A few chunks of any size, many small ones, empty ones, in any order."""
+    fields = draw(axes_of(ChunksCase)["sizes"].drawn(scope.signature))
+    few = sum(fields["sizes"]) < 40 and not draw(st.integers(0, 3))
+    return fields | {
+        "order": tuple(draw(st.permutations(range(len(fields["sizes"]))))),
+        "tail": draw(st.sampled_from((0, 0, 1, 5))),
+        "hidden": draw(sizes(0, 1100 if few else 140)),
         "seed": draw(st.integers(0, 99)),
     }
 
 
-def shapes(space: Space) -> st.SearchStrategy[dict[str, Any]]:
-    """Small maps half of the time; then medium ones, and sizes beyond every block."""
-    kinds = [small(), small(), small(), small(), spread(110, 70, 130), spread(40, 20, 300), beyond_blocks(space)]
-    return st.sampled_from([*kinds, *kinds, real()] if space.device == "cuda" else kinds).flatmap(lambda kind: kind)
+def affordable_chunks(case: ChunksCase, scope: Scope) -> ChunksCase:
+    """The case without a far layout that would take too many addresses."""
+    cheap = sum(case.sizes) + case.tail <= 4 and case.dtype in NARROW and case.probs != "float32"
+    return case if cheap or not case.layout.startswith("wide") else replace(case, layout="contiguous", layout_of="")
+
+
+def _chunked(scope: Scope) -> list[Changes]:
+    """More chunks than one block."""
+    counts = (33, 257 if scope.space.device == "cuda" else 65)
+    orders = {n: tuple((i * 7 + 3) % n for i in range(n)) for n in counts}
+    return [{"sizes": tuple(i % 4 for i in range(n)), "order": orders[n], "hidden": 3} for n in counts]
+
+
+# ---- expert indices
 
 
 @st.composite
-def room(draw: st.DrawFn, space: Space, tokens: int, experts: int) -> dict[str, Any]:
-    """How the permuted buffer is sized: as needed, aligned, by capacity, or by a number of rows."""
-    owner = "permute"  # unpermute's rows are sized by its producer
-    filled = (
-        experts > 64 and space.device == "cpu"
-    )  # fillers give the first tokens a row for every expert: slow in an interpreter
-    offers = [
-        name
-        for name in ("align", "capacity", "num_rows")
-        if space.accepts(owner, name) and not (name == "capacity" and filled)
-    ]
-    mode = draw(st.sampled_from(["", *offers, *(["align+num_rows"] if {"align", "num_rows"} <= set(offers) else [])]))
-    out: dict[str, Any] = {}
-    if "align" in mode:
-        out["align"] = draw(st.sampled_from(ALIGNMENTS if tokens < 200 else ALIGNMENTS[2:6]))
-    if "num_rows" in mode:
-        out["slack"] = draw(st.integers(-4, 4))
-    if mode == "capacity":
-        out["capacity"] = draw(st.integers(1, min(tokens + 3, 40)))
-    return out
+def slots(draw: st.DrawFn, scope: Scope) -> Changes:
+    """Slots with and without experts, more slots than experts, and sizes beyond every block."""
+    small = st.tuples(sizes(0, 12), st.integers(1, 8), st.integers(1, 8))
+    medium = st.tuples(sizes(0, 140), st.integers(1, 12), sizes(1, 70))
+    large = st.sampled_from(((600, 2, 9), (2100, 1, 3), (3, 9, 600), (9, 40, 30)))
+    tokens, topk, experts = draw(st.one_of(small, medium, large))
+    divisors = [n for n in range(1, experts + 1) if experts % n == 0]
+    fields = {"tokens": tokens, "topk": topk, "experts": experts, "empty": draw(st.sampled_from((0, 0, 1, 4, 8)))}
+    return fields | {"slots": (), "ranks": draw(st.sampled_from(divisors))}
 
 
-@st.composite
-def permutation_cases(draw: st.DrawFn, space: Space, function: str, main: str) -> RoutingCase:
-    """Cases of permute (main input: tokens) and unpermute (main input: rows)."""
-    shape = draw(shapes(space))
-    large = shape["tokens"] * shape["hidden"] > 20_000
-    moved = function == "permute" and not draw(st.integers(0, 3))
-    dtype = draw(st.sampled_from(MOVED_DTYPES if moved else DTYPES))
-    with_probs = space.accepts(function, "probs")
-    probs = draw(st.sampled_from(("", "float32", "float32", "bfloat16"))) if with_probs else ""
-    inputs = (main, *(("probs",) if probs else ()))
-    grads = draw(some_of(inputs)) if dtype in DTYPES and function not in space.not_differentiable else ""
-    case = RoutingCase(
-        function=function,
-        **shape,
-        **draw(room(space, shape["tokens"], shape["experts"])),
-        dtype=dtype,
-        probs=probs,
-        zero_probs=bool(probs) and draw(st.booleans()),
-        values=draw(mostly("dyadic", ("special",) if dtype == "float16" else ("wide", "special"))),
-        map_dtype="bool" if large else draw(mostly("bool", MAP_DTYPES[1:])),
-        poison=draw(st.sampled_from(POISONS)),
-        grads=grads,
-    )
-    if function not in space.contiguous_only:
-        case = _with_layout(draw, case, main)
-    if grads and function == "permute" and probs and not draw(st.integers(0, 3)):
-        case = replace(case, unused=draw(st.sampled_from(("rows", "probs"))))
-    return replace(case, law=draw(st.sampled_from(space.laws(case))))
+def affordable_slots(case: IndicesCase, scope: Scope) -> IndicesCase:
+    """The case without a far layout that would take too many addresses."""
+    probs = case.dtype in NARROW or "probs" not in scope.signature.names
+    cheap = case.tokens <= 4 and case.index_dtype == "int16" and probs
+    return case if cheap or not case.layout.startswith("wide") else replace(case, layout="contiguous", layout_of="")
 
 
-def _with_layout(draw: st.DrawFn, case: RoutingCase, main: str) -> RoutingCase:
-    """One input or cotangent in another memory layout, a third of the time."""
-    if draw(st.integers(0, 2)):
-        return case
-    cotangents = [f"d_{'tokens' if main == 'rows' else 'rows'}"] if case.grads else []
-    where = draw(
-        st.sampled_from(
-            [
-                main,
-                *(["routing_map"] if case.function == "permute" else []),
-                *(["probs"] if case.probs else []),
-                *cotangents,
-            ]
-        )
-    )
-    layouts = [*LAYOUTS[1:], *(["expanded"] if where.startswith("d_") or where == "tokens" else [])]
-    if (
-        case.tokens <= 4
-        and (where.startswith("d_") or where in (main, "probs", "routing_map"))
-        and case.dtype in ("bfloat16", "float16", "uint8")
-    ):
-        layouts += ["wide_rows", "wide_columns"]
-    return replace(case, layout=draw(st.sampled_from(layouts)), layout_of=where)
+def _indexed(scope: Scope) -> list[Changes]:
+    """A last block of one token, many experts, more slots than a warp has lanes; of ranks few and many."""
+    if scope.function != "deepep_layout":
+        return [long(scope), WIDE, {"tokens": 5, "experts": 50, "topk": 33}]
+    real = {"tokens": 65, "experts": 256, "topk": 8, "ranks": 64}
+    repeated = {"tokens": 5, "experts": 50, "topk": 33, "ranks": 25, "repeats": True}
+    return [long(scope) | {"ranks": 5}, WIDE, real, repeated]
 
 
-@st.composite
-def pad_cases(draw: st.DrawFn, space: Space) -> RoutingCase:
-    """Cases of pad_routing_map, reachable and out of reach."""
-    shape = draw(shapes(space)) | {"hidden": 1}
-    case = RoutingCase(
-        function="pad_routing_map",
-        **shape,
-        align=draw(st.sampled_from(ALIGNMENTS)),
-        map_dtype=draw(mostly("bool", MAP_DTYPES[1:])),
-        poison=draw(st.sampled_from(POISONS)),
-    )
-    if not draw(st.integers(0, 3)) and case.function not in space.contiguous_only:
-        layouts = [
-            *LAYOUTS[1:],
-            *(["wide_rows", "wide_columns"] if case.tokens <= 4 and case.map_dtype in ("bool", "uint8") else []),
-        ]
-        case = replace(case, layout=draw(st.sampled_from(layouts)), layout_of="routing_map")
-    return replace(case, law=draw(st.sampled_from(space.laws(case))))
-
-
-@st.composite
-def multihot_cases(draw: st.DrawFn, space: Space) -> RoutingCase:
-    """Cases of multihot_to_indices, with fewer, as many and more experts a token than slots."""
-    case = RoutingCase(
-        function="multihot_to_indices",
-        **(draw(shapes(space)) | {"hidden": 1}),
-        dtype=draw(st.sampled_from(DTYPES)),
-        zero_probs=draw(st.booleans()),
-        map_dtype=draw(mostly("bool", MAP_DTYPES[1:])),
-        poison=draw(st.sampled_from(POISONS)),
-        grads=""
-        if "multihot_to_indices" in space.not_differentiable
-        else draw(st.sampled_from(("", "probs", "probs"))),
-    )
-    if not draw(st.integers(0, 3)) and case.function not in space.contiguous_only:
-        where = draw(st.sampled_from(["routing_map", "probs", *(["d_probs"] if case.grads else [])]))
-        narrow = case.tokens <= 4 and case.dtype != "float32" and case.map_dtype in ("bool", "uint8")
-        layouts = [*LAYOUTS[1:], *(["wide_rows", "wide_columns"] if narrow else [])]
-        case = replace(case, layout=draw(st.sampled_from(layouts)), layout_of=where)
-    return replace(case, law=draw(st.sampled_from(space.laws(case))))
+FAR_SLOTS: Changes = {"experts": 4, "ranks": 2, "index_dtype": "int16", "slots": (0, 3, 1, 3, -1, 2, 2, 3, 0)}
+INDICES = Shapes(
+    drawn=slots,
+    affordable=affordable_slots,
+    covered={"tokens": 5, "topk": 3, "experts": 6},
+    always=_indexed,
+    far=FAR_SLOTS,
+)
+DEEPEP_LAYOUT = replace(INDICES, together=lambda scope: {"ranks": [{"ranks": n} for n in (1, 2, 6)]})
+PERMUTE = Shapes(
+    drawn=maps, affordable=affordable, covered=COVERED, together=_room, always=_permuted, far=FAR, weight=3
+)
+SPACE = {
+    "permute": PERMUTE,
+    "unpermute": PERMUTE,
+    "sort_chunks": Shapes(
+        drawn=chunks,
+        affordable=affordable_chunks,
+        covered={"sizes": (3, 0, 1, 4), "order": (2, 0, 3, 1), "hidden": 5},
+        always=_chunked,
+        far={"sizes": (1, 1, 1), "order": (2, 0, 1)},
+        illegal={"sizes": (2, 3), "order": (1, 0)},
+        weight=2,
+    ),
+    "pad_routing_map": Shapes(
+        drawn=maps,
+        affordable=affordable,
+        covered=COVERED,
+        always=lambda scope: [long(scope) | {"align": 256, "spread": "sparse"}, WIDE | {"align": 16}],
+        far=FAR | {"align": 2},
+    ),
+    "indices_to_multihot": INDICES,
+    "multihot_to_indices": Shapes(
+        drawn=maps,
+        affordable=affordable,
+        covered=COVERED,
+        always=lambda scope: [long(scope), WIDE, {"tokens": 5, "experts": 50, "topk": 33, "spread": "all"}],
+        far=FAR,
+    ),
+}

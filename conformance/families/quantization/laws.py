@@ -10,8 +10,7 @@ import moe_ref
 from conformance.analysis.forms import by_group
 from conformance.core import universal_laws as general
 from conformance.core.contract import Problem
-from conformance.core.law import Law, Outputs, Trial, same
-from conformance.families.experts.laws import plain
+from conformance.core.law import Law, Outputs, Trial, plain, same
 from conformance.families.quantization.cases import is_random, recipe_of, unit_of
 from conformance.families.quantization.quantize import directions, script_of
 from conformance.interface import Implementation

@@ -1,6 +1,7 @@
 """Megatron's options of an MoE layer, with its names and defaults, checked when a `MoEConfig` is made.
 
 The rules are tables, in `routing` and `running` beside this file; `stages` makes of the options what each stage reads.
+Every option is read by a stage, given by the call, or without effect on results (`GIVEN_BY_THE_CALL`, `SAME_RESULT`).
 Options of Megatron that are missing here have no implementation: other load balancing than losses and Sinkhorn, forced
 balance, the NCCL-EP backend, low precision on the wire of other backends, inference, and batch invariance.
 

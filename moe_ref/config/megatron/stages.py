@@ -1,10 +1,38 @@
 """What each stage reads of Megatron's options."""
 
+from moe_ref.config.layer import LayerConfig
 from moe_ref.config.megatron.rule import listed
 from moe_ref.config.megatron.settings import MoEConfig
 from moe_ref.config.quantization import Recipe
 from moe_ref.config.router import RouterConfig
 from moe_ref.config.rules import require
+
+GATED_FORM = {"silu": "swiglu", "gelu": "geglu_erf", "quick_gelu": "quick_geglu", "relu": "reglu"}
+
+# Options that no stage reads, for what they say is part of a call: sizes of tensors, the world, parameters that
+# are given or not, and arguments of functions.
+_GIVEN = """
+num_layers moe_layer_freq hidden_size ffn_hidden_size moe_ffn_hidden_size moe_latent_size variable_seq_lengths
+add_bias_linear moe_shared_expert_intermediate_size moe_shared_expert_gate fp16 bf16 params_dtype fp8_param fp4_param
+tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size
+expert_model_parallel_size expert_tensor_parallel_size sequence_parallel moe_enable_routing_replay
+moe_expert_rank_capacity_factor
+"""
+GIVEN_BY_THE_CALL = frozenset(_GIVEN.split())
+
+# Options that choose how a result is computed, where it is stored or what is logged; the result is the same.
+_SAME = """
+transformer_impl use_megatron_fsdp moe_router_fusion moe_per_layer_logging moe_token_dropping
+moe_flex_dispatcher_num_sms moe_hybridep_num_sms_preprocessing moe_hybridep_num_blocks_permute
+moe_hybridep_num_blocks_unpermute moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion_into_hybridep
+moe_grouped_gemm moe_single_grouped_weight moe_single_grouped_bias bias_activation_fusion use_te_activation_func
+use_fused_weighted_squared_relu moe_shared_expert_overlap use_grouped_gemm_for_shared_expert recompute_granularity
+recompute_method recompute_num_layers recompute_modules cpu_offloading fine_grained_activation_offloading
+offload_modules moe_paged_stash moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
+moe_paged_stash_buffer_size_factor_cpu cuda_graph_impl cuda_graph_modules overlap_moe_expert_parallel_comm
+ep_overlap_early_attn_memory_release delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad
+"""
+SAME_RESULT = frozenset(_SAME.split())
 
 
 def router_config(config: MoEConfig) -> RouterConfig:
@@ -38,6 +66,38 @@ def router_config(config: MoEConfig) -> RouterConfig:
         z_loss_coeff=config.moe_z_loss_coeff or 0.0,
         loss_per_token=config.calculate_per_token_loss,
         loss_divisor=(config.mtp_num_layers or 1) if config.mtp_use_repeated_layer else 1,
+    )
+
+
+def layer_config(config: MoEConfig) -> LayerConfig:
+    """The settings of `moe_layer`.
+
+    Raises:
+        ValueError: an activation without a gated form, jitter; or see `router_config` and `recipe_of`.
+    """
+    gated, name = config.gated_linear_unit, config.activation_func
+    require(
+        not gated or name in GATED_FORM,
+        "activation_func",
+        f"{name!r} with gated_linear_unit",
+        f"one of {', '.join(GATED_FORM)}",
+    )
+    eps = config.moe_input_jitter_eps
+    require(eps is None, "moe_input_jitter_eps", eps, "None: the layer draws no random numbers; see `jitter`")
+    flex = config.moe_token_dispatcher_type == "flex"
+    return LayerConfig(
+        router=router_config(config),
+        router_dtype=config.moe_router_dtype,
+        dispatcher=config.moe_flex_dispatcher_backend if flex else config.moe_token_dispatcher_type,
+        kind=GATED_FORM[name] if gated else name,
+        offset=config.glu_linear_offset if gated else 0.0,
+        clamp=config.activation_func_clamp_value if gated else None,
+        interleave=config.moe_mlp_glu_interleave_size if gated else None,
+        shared_interleave=config.moe_shared_expert_glu_interleave_size if gated else None,
+        fp8_input_store=config.activation_func_fp8_input_store,
+        probs_on_input=config.moe_apply_probs_on_input,
+        align=quantization_alignment(config) or None if pads_expert_rows(config) else None,
+        recipe=recipe_of(config),
     )
 
 

@@ -1,0 +1,145 @@
+"""The layer: the whole pipeline on one screen, with every intermediate.
+
+    x ── gate ── route ──────────────┐ probs, map
+    x ── latent down ── dispatch ────┴── grouped_mlp ── combine ── latent up ── + ── output
+    x ── shared_experts ─────────────────────────────────────────────────────────┘
+
+All ranks are played in one process; each is a data-parallel rank with sequences of its own, and holds E/W experts.
+
+Mirrors `MoELayer` of megatron.core.transformer.moe.moe_layer. Differs: docs/differences.md#layer.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ref.config import (
+    LayerConfig,
+    LayerOutput,
+    LayerParameters,
+    PerRank,
+    RankGroup,
+    RouteOutput,
+    RouterRanks,
+    RouterState,
+    check_layer,
+)
+from moe_ref.dispatch.allgather import allgather_combine, allgather_dispatch
+from moe_ref.dispatch.alltoall import alltoall_combine, alltoall_dispatch
+from moe_ref.dispatch.deepep import deepep_combine, deepep_dispatch
+from moe_ref.dispatch.hybridep import hybridep_combine, hybridep_dispatch
+from moe_ref.dispatch.ranks import play
+from moe_ref.experts.mlp import grouped_mlp, latent_projection
+from moe_ref.experts.shared import shared_experts
+from moe_ref.permutation.permute import permute, unpermute
+from moe_ref.permutation.routing_map import indices_to_multihot, multihot_to_indices
+from moe_ref.router.gating import gate
+from moe_ref.router.route import route
+
+
+def moe_layer(
+    x: PerRank[Tensor],
+    parameters: LayerParameters,
+    config: LayerConfig,
+    *,
+    states: PerRank[RouterState],
+    training: bool = True,
+) -> LayerOutput:
+    """One forward of the layer on all ranks.
+
+        y[t] = Σ_{e routed} p[t, e] · mlp_e(x[t]) + shared(x[t])       with a latent width: up(Σ … mlp_e(down(x[t])))
+
+    Args:
+        x: [T_r,H] of each rank, floating point.
+        states: each rank's router state, from `new_state` or the step before.
+        training: as in `route`.
+
+    Rounding: of each stage, as its function says; the last sum to the dtype of x.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_layer`; also from the stages.
+    """
+    check_layer(x, parameters, config, states)
+    p, world = parameters, len(x)
+    local = config.router.num_experts // world
+
+    logits = [gate(x_TH, p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype) for x_TH in x]
+    routed = _route(logits, config, states, training)
+
+    tokens = x if p.latent_down is None else [latent_projection(x_TH, p.latent_down) for x_TH in x]
+    dispatched, combine = DISPATCH[config.dispatcher](tokens, routed)
+    expert_rows = []
+    for rank, part in enumerate(dispatched):
+        experts = slice(rank * local, (rank + 1) * local)
+        weights = (p.fc1_weight[experts], p.fc2_weight[experts])
+        expert_rows.append(grouped_mlp(part.rows, part.tokens_per_expert, *weights, probs=part.probs, **config.experts))
+    combined = combine(expert_rows)
+    output = combined if p.latent_up is None else [latent_projection(y_TN, p.latent_up) for y_TN in combined]
+
+    shared = None
+    if p.shared_fc1_weight is not None and p.shared_fc2_weight is not None:
+        weights, gate_weight = (p.shared_fc1_weight, p.shared_fc2_weight), p.shared_gate_weight
+        shared = [shared_experts(x_TH, *weights, gate_weight=gate_weight, **config.shared_experts) for x_TH in x]
+        output = [y_TH + shared_TH for y_TH, shared_TH in zip(output, shared, strict=True)]
+    return LayerOutput(logits, routed, dispatched, expert_rows, combined, shared, output)
+
+
+def _route(
+    logits: PerRank[Tensor], config: LayerConfig, states: PerRank[RouterState], training: bool
+) -> list[RouteOutput]:
+    """`route` on all ranks at once, which share the batch."""
+    records, world = torch.is_grad_enabled(), range(len(logits))
+
+    def run(rank: int, over: Callable[[Sequence[int]], Callable[[Tensor], Tensor]]) -> RouteOutput:
+        ranks = RouterRanks(tp_dp_cp=RankGroup(len(world), over(world)))
+        with torch.set_grad_enabled(records):
+            return route(logits[rank], config.router, state=states[rank], training=training, ranks=ranks)
+
+    return play(len(world), run)
+
+
+# ---- dispatch: tokens to rows of experts, and the function that brings rows back
+
+Combine = Callable[[list[Tensor]], list[Tensor]]
+
+
+def _by_map(dispatch: Callable[..., list[Any]], combine: Callable[..., list[Any]]) -> Callable[..., Any]:
+    """A dispatcher that reads the routing map."""
+
+    def run(tokens: PerRank[Tensor], routed: PerRank[RouteOutput]) -> tuple[list[Any], Combine]:
+        sent = dispatch(tokens, [out.routing_map for out in routed], probs=[out.probs for out in routed])
+        handles = [received.handle for received in sent]
+        return sent, lambda rows: [getattr(result, "tokens", result) for result in combine(rows, handles)]
+
+    return run
+
+
+def _by_index(tokens: PerRank[Tensor], routed: PerRank[RouteOutput]) -> tuple[list[Any], Combine]:
+    """DeepEP: tokens travel in index form, and each rank permutes the tokens it received."""
+    experts = routed[0].probs.shape[1]
+    slots = [multihot_to_indices(out.routing_map, out.probs, topk=experts) for out in routed]
+    indices, probs = [slot.indices for slot in slots], [slot.probs for slot in slots]
+    sent = deepep_dispatch(tokens, indices, num_experts=experts, probs=probs)
+    permuted = []
+    for received in sent:
+        assert received.probs is not None
+        local_map, local_probs = indices_to_multihot(
+            received.indices, received.probs, num_experts=experts // len(tokens)
+        )
+        permuted.append(permute(received.rows, local_map, probs=local_probs))
+
+    def combine(rows: list[Tensor]) -> list[Tensor]:
+        sums = [unpermute(rows_PH, part.row_map) for rows_PH, part in zip(rows, permuted, strict=True)]
+        return [result.tokens for result in deepep_combine(sums, [received.handle for received in sent])]
+
+    return permuted, combine
+
+
+DISPATCH = {
+    "allgather": _by_map(allgather_dispatch, allgather_combine),
+    "alltoall": _by_map(alltoall_dispatch, alltoall_combine),
+    "hybridep": _by_map(hybridep_dispatch, hybridep_combine),
+    "deepep": _by_index,
+}
