@@ -1,7 +1,7 @@
 """Plants every mutant, runs the gate's cases on each until one kills it, and prints the score.
 
-The cases are run on the implementation itself first: it must pass them, and it is recorded which of its functions some of them
-run, so that an automatic mutant is tried only on cases of functions that reach it, the quickest first.
+The cases run on the implementation itself first. It must pass them, and some are traced, so that an automatic mutant is tried
+only on cases of functions that reach it, the quickest first.
 """
 
 import itertools
@@ -24,20 +24,20 @@ from conformance.engine.run.pool import Pool
 from conformance.interface import UsageError
 from conformance.mutants.planted import DEFECTS
 
-SOUND = 40  # cases of each function that the implementation must pass before listed defects are planted in it; all, before automatic ones
-TRACED = 8  # of so many cases, one is run again with its calls recorded, which slows an interpreter down
+SOUND = 40  # cases of each function that the implementation must pass before listed defects are planted in it
+TRACED = 8  # one case in TRACED is run again with its calls recorded, which slows an interpreter down
 TRACED_SECONDS = 600.0  # for such a case
-AFTER_A_CRASH = 60  # cases that are still tried after a crash, in search of a value that is wrong
-HANGS = 2  # after so many hangs no more are waited for
+AFTER_A_CRASH = 60  # cases that are still tried after a crash, in search of a wrong value
+HANGS = 2  # after this many, a mutant is given up
 
 
 @dataclass(frozen=True)
-class Known:
-    """A case, and what the implementation itself does on it."""
+class PassedCase:
+    """A case that the implementation itself passes."""
 
     case: Case
     seconds: float
-    calls: frozenset[str]  # what of the implementation cases of this function run
+    calls: frozenset[str]  # "file:function" of the implementation that cases of this function run
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,18 @@ class Mutant:
     name: str
     title: str
     implementation: str
-    copy: Callable[[Path], None] | None = (
-        None  # writes the mutated package into a folder; None: the namespace is the mutant
-    )
+    copy: Callable[[Path], None] | None = None  # writes the mutated package into a folder
     touches: str = ""  # "file:function" that the change is in; empty: unknown
     first: tuple[str, ...] = ()  # functions of the interface to try before others
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutant."""
+    """The end of a mutant."""
 
     mutant: str
     title: str
-    killed: bool
-    how: str  # value, law, crash, or survived
+    way: str  # value, law, crash, or survived
     function: str = ""
     check: str = ""
     cases: int = 0
@@ -69,55 +66,59 @@ class Result:
     case: str = ""
 
     def record(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"killed": self.killed}
+
+    @property
+    def killed(self) -> bool:
+        return self.way != "survived"
 
     @property
     def line(self) -> str:
+        name = f"{self.mutant}: {self.title}"
         if not self.killed:
-            return f"SURVIVED                {self.mutant}: {self.title} ({self.cases} cases)"
-        how = f"{self.how} (only)" if self.how == "crash" else self.how
-        return (
-            f"killed by {how:<13} {self.mutant}: {self.title} ({self.function} {self.check}, after {self.cases} cases)"
-        )
+            return f"SURVIVED                {name} ({self.cases} cases)"
+        way = f"{self.way} (only)" if self.way == "crash" else self.way
+        return f"killed by {way:<13} {name} ({self.function} {self.check}, after {self.cases} cases)"
 
 
 def score_mutants(
     implementation: str, kind: str, seed: int = 0, jobs: int = 2, sample: int = 0, only: str = "", function: str = ""
 ) -> list[Result]:
-    """Try every mutant of a kind on the gate's cases; prints a line each and the score.
+    """Try every mutant of a kind on the gate's cases; prints one line per mutant and the score.
 
     Args:
-        sample: so many of the automatic mutants, spread over all; 0 for all.
+        sample: number of mutants, spread over all; 0 for all.
         only: part of the name of the mutants to try.
-        function: use this function's cases only, and of the automatic mutants those that they reach.
+        function: use only this function's cases, and only the mutants that they reach.
 
     Raises:
         UsageError: the implementation cannot be used or is itself wrong, or there is no such mutant.
     """
     if function and function not in CONTRACTS:
         raise UsageError(f"--function is {function!r}; the functions are {', '.join(CONTRACTS)}")
-    known = _known(implementation, seed, jobs, function, trace=kind != "planted")
+    passed = _passed(implementation, seed, jobs, function, trace=kind != "planted")
     chosen = [
         mutant
         for mutant in _mutants(implementation, kind)
-        if only in mutant.name and (not function or _reached(mutant, function, known))
+        if only in mutant.name and (not function or _reached(mutant, function, passed))
     ]
     if not chosen:
-        raise UsageError(
-            f"there is no {'' if kind == 'all' else kind + ' '}mutant whose name contains {only!r}{f' that {function} reaches' if function else ''}"
+        mutant, reached = (
+            f"{'' if kind == 'all' else kind + ' '}mutant",
+            f" that {function} reaches" if function else "",
         )
+        raise UsageError(f"there is no {mutant} whose name contains {only!r}{reached}")
     count = min(sample or len(chosen), len(chosen))
     chosen = [chosen[i * len(chosen) // count] for i in range(count)]
     results = []
     with ThreadPoolExecutor(jobs) as workers:
-        for result in workers.map(lambda mutant: _try(mutant, known), chosen):
+        for result in workers.map(lambda mutant: _try(mutant, passed), chosen):
             print(result.line, flush=True)
             results.append(result)
     killed = [result for result in results if result.killed]
-    ways = ", ".join(f"{sum(r.how == how for r in killed)} by {how}" for how in ("value", "law", "crash"))
-    print(
-        f"\nscore {len(killed)} of {len(results)} ({len(killed) / len(results):.1%}): {ways}; {len(results) - len(killed)} survived"
-    )
+    ways = ", ".join(f"{sum(r.way == way for r in killed)} by {way}" for way in ("value", "law", "crash"))
+    share = f"{len(killed)} of {len(results)} ({len(killed) / len(results):.1%})"
+    print(f"\nscore {share}: {ways}; {len(results) - len(killed)} survived")
     return results
 
 
@@ -133,9 +134,8 @@ def _mutants(implementation: str, kind: str) -> Iterator[Mutant]:
         def planted(mutant: SourceMutant) -> Mutant:
             touches = f"{mutant.file}:{enclosing_function(mutant)}"
             title = f"{mutant.before} → {mutant.after}"
-            return Mutant(
-                mutant.name, title, implementation, lambda folder: write_copy(mutant, implementation, folder), touches
-            )
+            copy = lambda folder: write_copy(mutant, implementation, folder)  # noqa: E731
+            return Mutant(mutant.name, title, implementation, copy, touches)
 
         yield from map(planted, source_mutants(implementation))
 
@@ -145,21 +145,22 @@ def _tried_by(function: str) -> str:
     return next((name for name, contract in CONTRACTS.items() if function in (name, *contract.companions)), function)
 
 
-def _reached(mutant: Mutant, function: str, known: list[Known]) -> bool:
-    return function in mutant.first or any(mutant.touches in item.calls for item in known)
+def _reached(mutant: Mutant, function: str, passed: list[PassedCase]) -> bool:
+    return function in mutant.first or any(mutant.touches in item.calls for item in passed)
 
 
-def _known(implementation: str, seed: int, jobs: int, function: str, trace: bool) -> list[Known]:
-    """The gate's cases of every function that is offered, or of one, and what the implementation itself does on each.
+def _passed(implementation: str, seed: int, jobs: int, function: str, trace: bool) -> list[PassedCase]:
+    """The gate's cases of one function, or of every function offered, as the implementation itself passes them.
 
     Raises:
-        UsageError: it fails one, so that nothing would be learned from its mutants.
+        UsageError: it fails one, so that its mutants would show nothing.
     """
     profile = PROFILES["gate"]
     with Pool(ChildOptions(implementation), jobs) as pool:
-        described = pool.start()
-        space = Space.of(described)
-        offered = {name for name, what in described["functions"].items() if what["offered"] and function in ("", name)}
+        description = pool.start()
+        space = Space.of(description)
+        functions = description["functions"].items()
+        offered = {name for name, offer in functions if offer["offered"] and function in ("", name)}
         planned = [section for section in sections(profile) if section.function in offered]
         cases = {
             name: [case for s in planned if s.function == name for case in cases_of(s, profile, space, seed, [])]
@@ -168,34 +169,33 @@ def _known(implementation: str, seed: int, jobs: int, function: str, trace: bool
         if not trace:
             return _sound(implementation, cases, pool)
         ran = []
-        for case, outcome in pool.run(case for some in cases.values() for case in some):
-            if _kill(case, outcome):
-                raise UsageError(_unsound(implementation, case, outcome))
+        for case, outcome in pool.run(case for group in cases.values() for case in group):
+            _require_sound(implementation, case, outcome)
             if outcome.evaluations:
                 ran.append((case, outcome.seconds_implementation))
-    calls = _calls(implementation, [case for case, _ in ran[::TRACED]], jobs) if trace else {}
-    return [Known(case, seconds, calls.get(case.function, frozenset())) for case, seconds in ran]
+    calls = _calls(implementation, [case for case, _ in ran[::TRACED]], jobs)
+    return [PassedCase(case, seconds, calls.get(case.function, frozenset())) for case, seconds in ran]
 
 
-def _sound(implementation: str, cases: dict[str, list[Case]], pool: Pool) -> list[Known]:
+def _sound(implementation: str, cases: dict[str, list[Case]], pool: Pool) -> list[PassedCase]:
     """All cases, after the implementation has passed the first ones of every function.
 
     Raises:
         UsageError: it fails one.
     """
-    for case, outcome in pool.run(case for some in cases.values() for case in some[:SOUND]):
-        if _kill(case, outcome):
-            raise UsageError(_unsound(implementation, case, outcome))
-    return [Known(case, 0.0, frozenset()) for some in cases.values() for case in some]
+    for case, outcome in pool.run(case for group in cases.values() for case in group[:SOUND]):
+        _require_sound(implementation, case, outcome)
+    return [PassedCase(case, 0.0, frozenset()) for group in cases.values() for case in group]
 
 
-def _unsound(implementation: str, case: Case, outcome: Outcome) -> str:
-    how = outcome.finding["message"] if outcome.finding else outcome.reason
-    return f"{implementation} itself fails ({outcome.status}: {how}), so that nothing would be learned from its mutants: case {case.text}"
+def _require_sound(implementation: str, case: Case, outcome: Outcome) -> None:
+    if _kill(case, outcome):
+        cause = f"{outcome.status}: {outcome.finding['message'] if outcome.finding else outcome.reason}"
+        raise UsageError(f"{implementation} itself fails ({cause}), so that its mutants show nothing: case {case.text}")
 
 
 def _calls(implementation: str, cases: list[Case], jobs: int) -> dict[str, frozenset[str]]:
-    """Which of its own functions the implementation runs in the cases of each function of the interface."""
+    """The implementation's own functions that run in the cases of each function of the interface."""
     from conformance.mutants.automatic import home
 
     out: dict[str, frozenset[str]] = {}
@@ -205,56 +205,46 @@ def _calls(implementation: str, cases: list[Case], jobs: int) -> dict[str, froze
     return out
 
 
-def _order(mutant: Mutant, known: list[Known]) -> Iterator[Case]:
-    """The cases for a mutant: those that reach it, the quickest first; or, where that is not known, its functions in turn."""
-    if mutant.touches and any(mutant.touches in item.calls for item in known):
-        yield from (item.case for item in sorted(known, key=lambda item: item.seconds) if mutant.touches in item.calls)
+def _order(mutant: Mutant, passed: list[PassedCase]) -> Iterator[Case]:
+    """The cases that reach a mutant, the quickest first; without traces, its functions in turn, then all others."""
+    reaching = [item for item in passed if mutant.touches and mutant.touches in item.calls]
+    if reaching:
+        yield from (item.case for item in sorted(reaching, key=lambda item: item.seconds))
         return
     for group in (mutant.first, tuple(name for name in CONTRACTS if name not in mutant.first)):
-        rows = itertools.zip_longest(*([item.case for item in known if item.case.function == name] for name in group))
+        rows = itertools.zip_longest(*([item.case for item in passed if item.case.function == name] for name in group))
         yield from (case for row in rows for case in row if case is not None)
 
 
-def _try(mutant: Mutant, known: list[Known]) -> Result:
-    """Run cases until one shows a wrong value or law, or all are through."""
+def _try(mutant: Mutant, passed: list[PassedCase]) -> Result:
+    """Run cases until one shows a wrong value or a broken law, or all are through."""
     started, count, crash, hangs = time.monotonic(), 0, None, 0
     with tempfile.TemporaryDirectory(prefix="moe-conformance-mutant-") as folder:
         if mutant.copy:
             mutant.copy(Path(folder))
-        settings = ChildOptions(mutant.implementation, search=(folder,) if mutant.copy else ())
+        options = ChildOptions(mutant.implementation, search=(folder,) if mutant.copy else ())
         try:
-            with Pool(settings) as pool:
-                for case, outcome in pool.run(_order(mutant, known)):
+            with Pool(options) as pool:
+                for case, outcome in pool.run(_order(mutant, passed)):
                     count += 1
-                    how = _kill(case, outcome)
-                    if how == "value" and not mutant.copy and pool.run_alone(case).status == "PASS":
-                        how, outcome = (
-                            "law",
-                            replace(outcome, finding={"check": "history"}),
-                        )  # wrong only after other cases
-                    if how in ("value", "law"):
-                        return _killed(mutant, how, case, outcome, count, started)
-                    if how == "crash" and crash is None:
-                        crash = _killed(mutant, how, case, outcome, count, started)
+                    way = _kill(case, outcome)
+                    if way == "value" and not mutant.copy and pool.run_alone(case).status == "PASS":
+                        way, outcome = "law", replace(outcome, finding={"check": "history"})  # only after other cases
+                    if way in ("value", "law"):
+                        return _killed(mutant, way, case, outcome, count, started)
+                    if way == "crash" and crash is None:
+                        crash = _killed(mutant, way, case, outcome, count, started)
                     hangs += outcome.status == "HANG"
                     if crash and (count > crash.cases + AFTER_A_CRASH or hangs == HANGS):
                         break
         except UsageError as error:
-            return Result(
-                mutant.name,
-                mutant.title,
-                True,
-                "crash",
-                check=f"cannot be imported: {error}",
-                seconds=time.monotonic() - started,
-            )
-    return crash or Result(
-        mutant.name, mutant.title, False, "survived", cases=count, seconds=time.monotonic() - started
-    )
+            check, seconds = f"cannot be imported: {error}", time.monotonic() - started
+            return Result(mutant.name, mutant.title, "crash", check=check, seconds=seconds)
+    return crash or Result(mutant.name, mutant.title, "survived", cases=count, seconds=time.monotonic() - started)
 
 
 def _kill(case: Case, outcome: Outcome) -> str:
-    """How the outcome kills a mutant, if it does."""
+    """The way in which the outcome kills a mutant; empty if it does not."""
     if outcome.status in ("CRASH", "HANG", "OOM"):
         return "crash"
     if outcome.status != "FAIL" or outcome.finding is None:
@@ -262,8 +252,6 @@ def _kill(case: Case, outcome: Outcome) -> str:
     return "law" if outcome.finding["check"] in CONTRACTS[case.function].laws else "value"
 
 
-def _killed(mutant: Mutant, how: str, case: Case, outcome: Outcome, count: int, started: float) -> Result:
-    check = (outcome.finding or {}).get("check", outcome.status)
-    return Result(
-        mutant.name, mutant.title, True, how, case.function, check, count, time.monotonic() - started, case.text
-    )
+def _killed(mutant: Mutant, way: str, case: Case, outcome: Outcome, count: int, started: float) -> Result:
+    check, seconds = (outcome.finding or {}).get("check", outcome.status), time.monotonic() - started
+    return Result(mutant.name, mutant.title, way, case.function, check, count, seconds, case.text)

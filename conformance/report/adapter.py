@@ -1,56 +1,48 @@
-"""Says what of a namespace is offered, what is missing, and what that means for a run."""
+"""Lists the functions that a namespace offers, those that are missing, and what that means for a run."""
 
+import inspect
+import re
 from typing import Any
 
 from conformance.catalogue import CONTRACTS
+from conformance.core.contract import Contract
+from conformance.interface import imported
 
 
-def described(known: dict[str, Any]) -> tuple[int, str]:
-    """How many functions are offered, and the whole story in lines."""
-    lines, offered = (
-        [
-            f"on {known['device_name']}, {', '.join(f'{name} {version}' for name, version in known['versions'].items())}",
-            "",
-        ],
-        0,
-    )
+def described(description: dict[str, Any]) -> tuple[int, str]:
+    """The number of functions offered, and the listing, of what a child says of itself."""
+    functions, versions = description["functions"], description["versions"].items()
+    lines = [f"on {description['device_name']}, {', '.join(f'{name} {version}' for name, version in versions)}", ""]
     for name, contract in CONTRACTS.items():
-        function = known["functions"][name]
+        function = functions[name]
         if not function["offered"]:
-            lines.append(
-                f"  --   {name}: not offered. It would be called as {_call(name)} and return {', '.join(contract.outputs)}"
-            )
+            call = f"It would be called as {_call(name)} and return {', '.join(contract.outputs)}"
+            lines.append(f"  --   {name}: not offered. {call}")
             continue
-        offered += 1
         lines.append(f"  ok   {name}")
         if function["without"]:
             lines.append(f"         without {', '.join(function['without'])}: cases that need them are left out")
-        for key, value in function["declares"].items():
-            lines.append(f"         declares {key} = {value}")
+        lines += [f"         declares {key} = {value}" for key, value in function["declares"].items()]
+    offered = [name for name in CONTRACTS if functions[name]["offered"]]
     hint = "" if offered else " Name a function like one of these, at the top of the namespace."
-    lines += ["", f"{offered} of {len(CONTRACTS)} functions can be judged.{hint}"]
-    if known["functions"]["unpermute"]["offered"] and not known["functions"]["permute"]["offered"]:
-        lines.append(
-            "unpermute is judged through the row_map of this namespace's own permute, which is missing: none of its cases will run."
-        )
-    return offered, "\n".join(lines)
+    lines += ["", f"{len(offered)} of {len(CONTRACTS)} functions can be judged.{hint}"]
+    for name in offered:
+        for producer in _producers(CONTRACTS[name]):
+            if not functions[producer]["offered"]:
+                reason = f"takes results of this namespace's own {producer}, which is missing"
+                lines.append(f"{name} {reason}: none of its cases will run.")
+    return len(offered), "\n".join(lines)
+
+
+def _producers(contract: Contract[Any]) -> set[str]:
+    """The functions whose results every call of this one takes."""
+    calls = [call for call, _ in contract.golden.values()]
+    return {call.producer.function for call in calls if call.producer} if all(c.producer for c in calls) else set()
 
 
 def _call(name: str) -> str:
-    """The signature, of what one rank calls where the reference is called with lists over the ranks."""
-    import inspect
-    import re
-
-    from conformance.interface import imported
-
-    text = re.sub(
-        r"collections\.abc\.Sequence\[([^\[\]]*)\]",
-        r"\1",
-        f"{name}{inspect.signature(getattr(imported('moe_ref'), name))}",
-    )
-    return (
-        re.sub(r": moe_ref\.dispatch\.\w+\.\w+Handle", "", text)
-        .replace("torch.", "")
-        .replace("moe_ref.config.", "")
-        .replace("moe_ref.permutation.", "")
-    )
+    """The reference's signature without modules; of a collective, with one rank's arguments, not lists over ranks."""
+    text = f"{name}{inspect.signature(getattr(imported('moe_ref'), name))}"
+    text = re.sub(r"collections\.abc\.Sequence\[([^\[\]]*)\]", r"\1", text)
+    text = re.sub(r": moe_ref\.dispatch\.\w+\.\w*Handle", "", text)
+    return re.sub(r"\b(?:torch|moe_ref)\.(?:[a-z_]+\.)*", "", text)

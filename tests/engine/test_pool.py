@@ -20,7 +20,7 @@ from conformance.families.permutation.cases import RoutingCase, routed
 from conformance.interface import UsageError
 from conformance.report.terminal import failure_lines
 
-FIXTURES = "conformance.engine.child.misbehaving"
+FIXTURES = "tests.engine.misbehaving"
 DRAWN = Section("drawn", "permute")
 TINY = RoutingCase(function="permute", tokens=3, experts=2, hidden=2, routing=(1, 2, 3))
 THIRD_EXPERT = RoutingCase(function="permute", tokens=3, experts=3, hidden=2, routing=(1, 2, 4))

@@ -22,7 +22,7 @@ LISTED = {
 def test_every_listed_defect_is_planted_and_killed_by_a_value_or_a_law():
     results = {result.mutant: result for result in score_mutants("moe_ref", "planted")}
     assert set(results) == LISTED == set(DEFECTS)
-    assert {name: result.how for name, result in results.items() if result.how not in ("value", "law")} == {}
+    assert {name: result.way for name, result in results.items() if result.way not in ("value", "law")} == {}
     raising = {name: result.check for name, result in results.items() if result.check.startswith("raises")}
     assert raising == {
         "R04": "raises RuntimeError",
@@ -32,7 +32,7 @@ def test_every_listed_defect_is_planted_and_killed_by_a_value_or_a_law():
 
 def test_an_alignment_that_is_kept_for_ever_is_caught_by_the_law_of_history():
     (result,) = score_mutants("moe_ref", "planted", only="D02")
-    assert (result.how, result.check) == ("law", "history")
+    assert (result.way, result.check) == ("law", "history")
 
 
 @pytest.mark.parametrize("function", ["indices_to_multihot", "pad_routing_map"])
@@ -47,4 +47,4 @@ def test_a_sample_of_automatic_mutants_is_killed_and_each_survivor_is_explained(
 
 def test_nothing_is_learned_from_mutants_of_a_wrong_implementation():
     with pytest.raises(UsageError, match="itself fails"):
-        score_mutants("conformance.engine.child.misbehaving:LeavesRowsUnwritten", "planted")
+        score_mutants("tests.engine.misbehaving:LeavesRowsUnwritten", "planted")

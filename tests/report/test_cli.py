@@ -70,6 +70,7 @@ def unpermute(rows, row_map, *, probs=None):
     return moe_ref.unpermute(rows, row_map, probs=probs)
 """,
 }
+NAMESPACES["consuming"] = "from moe_ref import unpermute\n"
 WAIVER = '[[waiver]]\nfunction = "permute"\nowner = "me"\nreason = "known"\nexpires = {}\n'
 FILES = {
     "text.txt": "hello",
@@ -358,6 +359,8 @@ def test_check_adapter_says_what_is_offered(call):
         True,
         True,
     )
+    code, out, _ = call("check-adapter", "--impl", "consuming")
+    assert "unpermute takes results of this namespace's own permute, which is missing" in out
     code, out, _ = call("check-adapter", "--impl", "nothing")
     assert (code, f"0 of {len(CONTRACTS)} functions can be judged" in out) == (4, True)
 

@@ -1,4 +1,4 @@
-"""Implementations that misbehave as a process, not as a function: what the suite's safety nets are tried on."""
+"""Implementations that misbehave as a process, not as a function."""
 
 import ctypes
 import time
@@ -29,7 +29,7 @@ class Hangs:
 
 
 class WritesOutOfBounds:
-    """Writes one element behind its output when it has rows."""
+    """Writes one element past its output when it has rows."""
 
     @staticmethod
     def permute(tokens, routing_map, *, probs=None):
