@@ -8,6 +8,4 @@ from conformance.families.quantization.laws import LAWS
 from conformance.families.quantization.quantize import Quantize
 from conformance.families.quantization.space import SPACE
 
-FAMILY = Family(
-    contracts=(Quantize(),), golden=GOLDEN, illegal=RULES, laws=LAWS, space=SPACE, defects=DEFECTS
-)
+FAMILY = Family(contracts=(Quantize(),), golden=GOLDEN, illegal=RULES, laws=LAWS, space=SPACE, defects=DEFECTS)

@@ -89,7 +89,9 @@ class QuantizeCase(Case):
     variant: int = cycled(*range(VARIANTS))  # of the scaling, in RECIPES
     role: str = choice(*ROLES, argument="role")
     direction: str = choice(*DIRECTIONS)
-    steps: str = words("quantize", *STEPS, of=(STEPS[0], EVERY_STEP))  # more than one for delayed scaling, or with repeats
+    steps: str = words(
+        "quantize", *STEPS, of=(STEPS[0], EVERY_STEP)
+    )  # more than one for delayed scaling, or with repeats
     # > 0: the implementation draws the noise itself, for the same rows so many times in each step; 0: noise is given
     repeats: int = number(0)
     tokens: int = size("M")  # rows of all groups, in UNITs

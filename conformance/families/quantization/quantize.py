@@ -2,6 +2,7 @@
 for delayed scaling, with what it remembers."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,11 +121,14 @@ def _turned(columnwise: bool) -> dict[str, Any]:
     return {"columnwise": True} if columnwise else {}
 
 
+SUFFIXES = {"rowwise": ("",), "columnwise": (".columnwise",), "both": ("", ".columnwise")}
+
+
 class QuantizeSignature(Signature):
     """Each form that the case asks for has a cotangent."""
 
     def cotangents(self, case: Case) -> list[str]:
-        asked = {"rowwise": ("",), "columnwise": (".columnwise",), "both": ("", ".columnwise")}[case.direction]  # type: ignore[attr-defined]
+        asked = SUFFIXES[case.direction]  # type: ignore[attr-defined]
         return [name for name in super().cotangents(case) if name.removeprefix("dequantized") in asked]
 
 
@@ -153,9 +157,13 @@ class Quantize(Contract[QuantizeCase]):
         required, settings = inputs_of(case)
         rows, columns = required["x"].shape
         call = self.call(case, required, settings, lengths={"M": rows, "N": columns})
-        return problem_of(required, settings, case.steps, case.gemm, **{
-            name: getattr(call, name) for name in ("layouts", "wanted", "cotangents")
-        })
+        return problem_of(
+            required,
+            settings,
+            case.steps,
+            case.gemm,
+            **{name: getattr(call, name) for name in ("layouts", "wanted", "cotangents")},
+        )
 
     def expected(self, case: QuantizeCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         seen: dict[str, Any] = {}

@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from conformance.core.axes import FAR, Changes, sizes
+from conformance.core.axes import FAR, NEAR, Changes, sizes
 from conformance.core.scope import Scope, Shapes
 from conformance.families.quantization.cases import (
     DIRECTIONS,
@@ -28,7 +28,7 @@ GROUPS: list[Changes] = [
     *({"counts": counts, "experts": len(counts), "tokens": sum(counts)} for counts in ((0, 3), (2, 0, 1), (1, 2, 0))),
 ]
 HIDDEN = {"block": 133, "mxfp8": 2, "nvfp4": 3}  # in units
-KINDS = tuple(
+KINDS: tuple[Changes, ...] = tuple(
     {"scaling": scaling, "variant": variant, "role": role, "direction": direction}
     for scaling in RECIPES
     for variant in range(VARIANTS)
@@ -42,11 +42,15 @@ def accepted(scope: Scope, fields: Changes) -> bool:
     return scope.takes(scope.case(fields))
 
 
-@st.composite
-def drawn(draw: st.DrawFn, scope: Scope) -> Changes:
+def drawn(scope: Scope) -> st.SearchStrategy[Changes]:
     """Every kind of quantiser alike; values and dtypes that it takes; sizes around its blocks."""
-    kind = draw(st.sampled_from([kind for kind in KINDS if accepted(scope, kind)]))
-    fields: Changes = dict(kind)
+    taken = [kind for kind in KINDS if accepted(scope, kind)]
+    return st.sampled_from(taken).flatmap(lambda kind: _of_kind(scope, kind))
+
+
+@st.composite
+def _of_kind(draw: st.DrawFn, scope: Scope, kind: Changes) -> Changes:
+    fields = dict(kind)
     transformed = is_transformed(scope.case(kind))
     if transformed:
         fields["dtype"] = "bfloat16"
@@ -137,8 +141,13 @@ def far_noise(scope: Scope) -> list[QuantizeCase]:
     return [case for case in cases if scope.fits(case)]
 
 
-def _together(scope: Scope) -> dict[str, list[Changes]]:
-    return {"groups": GROUPS}
+# every layout of x, one of each other tensor: pairs of all layouts with all values would double the array
+LAYOUTS: list[Changes] = [
+    {"layout": "contiguous", "layout_of": ""},
+    *({"layout": layout, "layout_of": "x"} for layout in NEAR),
+    *({"layout": "strided", "layout_of": name} for name in ("splits", "noise")),
+    *({"layout": "expanded", "layout_of": f"d_dequantized{form}"} for form in ("", ".columnwise")),
+]
 
 
 SPACE = {
@@ -146,7 +155,7 @@ SPACE = {
         drawn=drawn,
         affordable=affordable,
         covered={"hidden": lambda case: HIDDEN.get(case.scaling, 7 // UNIT.get(case.scaling, 1))},
-        together=_together,
+        together=lambda scope: {"groups": GROUPS, "layout": LAYOUTS},
         always=always,
         far={"tokens": 3, "experts": 2, "hidden": 3, "dtype": "bfloat16", "index_dtype": "int32", "tail": 0},
         illegal={"tokens": 2, "experts": 2},
