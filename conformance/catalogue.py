@@ -35,9 +35,6 @@ from conformance.families.fused.activate_and_quantize import (
     GluBackwardAndQuantize,
 )
 from conformance.families.fused.permute_and_quantize import PermuteAndQuantize
-from conformance.families.quantization import golden as golden_quantization
-from conformance.families.quantization import illegal as illegal_quantization
-from conformance.families.quantization.quantize import Quantize
 from conformance.families.router import golden as golden_routing
 from conformance.families.router import illegal as illegal_router
 from conformance.families.router.balancing import (
@@ -56,14 +53,14 @@ WEIGHTS = ("weight", "bias", "fc1_weight", "fc2_weight", "gate_weight")  # that 
 
 # module of each family, in the order of a verdict; the environment may name more, separated by commas
 MODULES = (
-    *(f"conformance.families.{name}" for name in ("permutation", "dispatch")),
+    *(f"conformance.families.{name}" for name in ("permutation", "quantization", "dispatch")),
     *filter(None, os.environ.get("MOE_CONFORMANCE_FAMILIES", "").split(",")),
 )
 FAMILIES: tuple[Family, ...] = tuple(import_module(module).FAMILY for module in MODULES)
 _UNCONVERTED: tuple[Contract[Any], ...] = (
     *(SharedOut(Gate(), WEIGHTS), Jitter(), TopkIndices(), TopkRouting(), SinkhornRouting(), DropTokens()),
     *(AuxLossScores(), LoadBalancingLoss(), ZLoss(), AttachLoss(), UpdateExpertBias(), RouteOverRanks()),
-    *(Quantize(), PermuteAndQuantize()),
+    PermuteAndQuantize(),
     *(GluAndQuantize(), ActivationAndQuantize(), GluBackwardAndQuantize(), ActivationBackwardAndQuantize()),
     *(Glu(), Activation(), GroupedLinear(), GroupedDgrad(), GroupedWgrad()),
     *(GroupedMlp(), SequentialMlp(), SharedOut(SharedExperts(), WEIGHTS), LatentProjection()),
@@ -98,7 +95,6 @@ _GOLDEN = (
     golden_routing,
     golden_experts,
     golden_mlp,
-    golden_quantization,
     golden_permuted_quantization,
     golden_quantized_activations,
 )
@@ -106,7 +102,6 @@ _ILLEGAL = {
     name: rules
     for module in (
         illegal_router,
-        illegal_quantization,
         illegal_fused,
         illegal_experts,
         illegal_dispatch,

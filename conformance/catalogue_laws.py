@@ -16,7 +16,6 @@ from conformance.families.experts import laws as experts
 from conformance.families.experts import laws_mlp as mlp
 from conformance.families.fused import laws as permuted_quantization
 from conformance.families.fused import laws_activate as quantized_activations
-from conformance.families.quantization import laws as quantization
 from conformance.families.router import laws as routing
 from conformance.families.router import laws_ranks as ranks
 
@@ -39,23 +38,6 @@ _ROWS = (
     experts.NEIGHBOUR_INDEPENDENCE,
     experts.SCALING,
     experts.COTANGENT_SCALING,
-)
-_QUANTIZED = (
-    *(
-        quantization.IDEMPOTENCE,
-        quantization.ROW_INDEPENDENCE,
-        quantization.SCALING,
-        quantization.GROUPS_ALONE,
-        quantization.ZERO_ROWS,
-    ),
-    *(
-        quantization.PADDING_INDEPENDENCE,
-        general.HISTORY,
-        general.DETERMINISM,
-        quantization.BUFFER_REUSE,
-        general.LATE_PRODUCER,
-    ),
-    *(general.HOST_SYNC, quantization.GRAPH_CAPTURE),
 )
 _PERMUTED_AND_QUANTIZED = (
     *(
@@ -121,7 +103,6 @@ LAWS: dict[str, dict[str, Law]] = {
         "attach_loss": (*_EVERYWHERE, *_STATIC, general.SCALING),
         "route": (*_SHARED_OUT, *_of_one_process(general.LATE_PRODUCER, *_STATIC)),
         "update_expert_bias": (*_EVERYWHERE, *_STATIC, routing.EXPERT_RELABELLING),
-        "quantize": _QUANTIZED,
         "permute_and_quantize": _PERMUTED_AND_QUANTIZED,
         "glu_and_quantize": _ACTIVATED_AND_QUANTIZED,
         "activation_and_quantize": _ACTIVATED_AND_QUANTIZED,

@@ -45,6 +45,7 @@ class Output:
     name: str
     dims: str = ""
     of: str = ""
+    probed: bool = False  # read by further calls on the result, not returned
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,7 @@ class Contract(ABC, Generic[C]):
 def declare(owner: Any, signature: Signature) -> None:
     """Give a contract, or a class of contracts, this signature and the attributes that follow from it."""
     owner.signature = signature
-    owner.outputs = tuple(out.name for out in signature.outputs)
+    owner.outputs = tuple(out.name for out in signature.outputs if not out.probed)
     owner.primary = vars(owner).get("primary", owner.outputs[0])
     owner.optional, owner.static, owner.redundant = signature.optional, signature.static, signature.redundant
 

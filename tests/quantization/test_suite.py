@@ -18,7 +18,7 @@ from conformance.core.tensors import DTYPES
 from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.child.runner import Outcome
-from conformance.engine.choose.draw import covering_cases, drawn, strategy
+from conformance.engine.choose.draw import covering_cases, drawn, scope_of, strategy
 from conformance.engine.choose.plan import fixed_cases
 from conformance.families.quantization.cases import VALUES, QuantizeCase, noise_of, recipe_of, x_of
 from conformance.families.quantization.space import random_cases
@@ -444,7 +444,7 @@ def test_stochastic_rounding_is_right_on_average_and_rounding_to_nearest_is_not(
 
 # ---- noise that nobody gives
 
-OWN = random_cases(Space())
+OWN = random_cases(scope_of("quantize", Space()))
 NO_NOISE = Space(without={"quantize": frozenset({"noise"})})
 
 
@@ -466,7 +466,7 @@ def always_alike(shape: tuple[int, ...]) -> Tensor:
 
 
 def test_a_quantiser_without_an_argument_for_noise_is_asked_for_its_own():
-    assert random_cases(NO_NOISE) == OWN
+    assert random_cases(scope_of("quantize", NO_NOISE)) == OWN
     assert [case.direction for case in OWN] == ["rowwise", "columnwise"]
     assert [(case.repeats * case.steps.count("quantize")) for case in OWN] == [LEAST_REPEATS] * 2
     assert not any(case.repeats for case in covering_cases("quantize", NO_NOISE).cases)

@@ -24,8 +24,6 @@ from conformance.families.fused import axes_activate as axes_quantized_activatio
 from conformance.families.fused.space import permuted_quantization_cases
 from conformance.families.fused.space_activate import FUNCTIONS as ACTIVATED_AND_QUANTIZED
 from conformance.families.fused.space_activate import quantized_activation_cases
-from conformance.families.quantization import axes as axes_quantization
-from conformance.families.quantization.space import quantize_cases
 from conformance.families.router import axes as axes_routing
 from conformance.families.router.space import balancing_cases, gate_cases, load_cases, topk_cases
 from conformance.families.router.space_route import route_cases
@@ -38,7 +36,6 @@ STRATEGIES: dict[str, Callable[[str, Space], st.SearchStrategy[Case]]] = {
     **dict.fromkeys(("drop_tokens", "load_balancing_loss", "update_expert_bias"), load_cases),
     **dict.fromkeys(("gate", "jitter", "attach_loss"), gate_cases),
     "route": route_cases,
-    "quantize": quantize_cases,
     **dict.fromkeys(ACTIVATED_AND_QUANTIZED, quantized_activation_cases),
     "permute_and_quantize": permuted_quantization_cases,
     **dict.fromkeys(("glu", "activation"), activation_cases),
@@ -54,7 +51,6 @@ WEIGHT = {
     "route": 1.2,  # some of it over ranks
     **dict.fromkeys(("drop_tokens", "aux_loss_scores", "load_balancing_loss", "z_loss"), 1),
     **dict.fromkeys(("gate", "jitter", "attach_loss", "update_expert_bias", "sinkhorn_routing"), 1),
-    "quantize": 1,
     **dict.fromkeys(
         (
             "glu_and_quantize",
@@ -85,7 +81,6 @@ HOMES = (
     axes_experts,
     axes_mlp,
     axes_dispatch,
-    axes_quantization,
     axes_permuted_quantization,
     axes_quantized_activations,
 )

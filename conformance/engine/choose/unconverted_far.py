@@ -19,7 +19,6 @@ from conformance.families.experts.space_mlp import far_mlp
 from conformance.families.fused.space import far_permuted_quantization
 from conformance.families.fused.space_activate import FUNCTIONS as ACTIVATED_AND_QUANTIZED
 from conformance.families.fused.space_activate import far_quantized_activations
-from conformance.families.quantization.space import far_quantize
 from conformance.families.router.cases import GateCase, LoadCase, LogitsCase
 
 INPUTS = {
@@ -43,8 +42,6 @@ def far_cases(function: str, space: Space) -> list[Case]:
     """All far cases of a function that the implementation can be asked for."""
     if function in space.contiguous_only:
         return []
-    if function == "quantize":
-        return far_quantize(space)
     if function in ACTIVATED_AND_QUANTIZED:
         return far_quantized_activations(function, space)
     if function in AXES_MLP:

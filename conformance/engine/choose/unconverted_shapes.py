@@ -19,7 +19,6 @@ from conformance.families.fused.permute_and_quantize import PermutedQuantization
 from conformance.families.fused.space import permuted_quantization_shapes
 from conformance.families.fused.space_activate import FUNCTIONS as ACTIVATED_AND_QUANTIZED
 from conformance.families.fused.space_activate import quantized_activation_shapes
-from conformance.families.quantization.space import quantize_shapes, random_cases
 from conformance.families.router.space import REAL_ROUTERS
 
 # experts and top-k
@@ -35,7 +34,6 @@ GRADS = {
     "attach_loss": "x+loss",
     **dict.fromkeys(("glu", "activation"), "h+probs"),
     "grouped_linear": "rows+weight",
-    "quantize": "x",
     **dict.fromkeys(("glu_and_quantize", "activation_and_quantize"), "h+probs"),
     "permute_and_quantize": "tokens+probs",
     **dict.fromkeys(("grouped_mlp", "sequential_mlp"), "rows+fc1_weight+fc2_weight+probs"),
@@ -69,7 +67,7 @@ def shape_cases(function: str, space: Space) -> list[Case]:
         _case(function, fields | ({"probs": "float32"} if with_probs else {}) | {"grads": grads}) for fields in shapes
     ]
     lawful = [replace(case, law=space.laws(case)[i % len(space.laws(case))]) for i, case in enumerate(cases)]
-    return [*lawful, *(random_cases(space) if function == "quantize" else []), *ratio_cases(function, space)]
+    return [*lawful, *ratio_cases(function, space)]
 
 
 def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
@@ -106,8 +104,6 @@ def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
         return [{"tokens": 5, "experts": 4, "topk": 2} | replayed] if space.accepts(function, "replay") else []
     if function == "gate":
         return [{"tokens": 257, "hidden": 129, "experts": 65}]
-    if function == "quantize":
-        return quantize_shapes(space)
     if function in ACTIVATED_AND_QUANTIZED:
         return quantized_activation_shapes(function, space)
     if function in AXES_MLP:

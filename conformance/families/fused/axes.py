@@ -6,9 +6,9 @@ from conformance.core.case import Case
 from conformance.core.space import DTYPES, LAYOUTS, MAP_DTYPES, POISONS, Space
 from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase, fits
 from conformance.families.fused.space import FUNCTION, may_be
-from conformance.families.quantization.axes import HIDDEN
 from conformance.families.quantization.cases import DIRECTIONS, RECIPES, ROLES, VALUES, VARIANTS
 from conformance.families.quantization.quantize import SUFFIXES
+from conformance.families.quantization.space import HIDDEN
 
 Row = dict[str, Any]
 

@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from conformance.core.axes import LAYOUTS
 from conformance.core.case import Case
 from conformance.core.tensors import DTYPES, hashed, payload
 from conformance.families.experts.cases import VALUES, WEIGHTS, ActivationCase, hidden_of, probs_of
-from conformance.families.quantization.cases import DIRECTIONS, LAYOUTS, RECIPES, TAIL, UNIT
+from conformance.families.quantization.cases import DIRECTIONS, RECIPES, TAIL, UNIT
 from moe_ref.config import GATED, PLAIN, Recipe
 
 # by scaling and variant, without 4over6, which chooses by sums of errors: that is for exact values to show

@@ -1,13 +1,15 @@
 """Cases of quantisation: recipes by name, rows in groups, and values that lie where a quantiser decides."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from conformance.core.axes import Changes, Choice, choice, declared, dtypes, flag, number, size, words
 from conformance.core.case import Case
+from conformance.core.lists import parts
 from conformance.core.tensors import DTYPES, hashed, payload, row_scales
 from moe_ref.config import Recipe
 from moe_ref.quantization.formats import Format, decode
@@ -51,10 +53,10 @@ UNIT = {"mxfp8": 32, "nvfp4": 16}  # what rows of a group and columns are multip
 ROLES = ("input", "weight", "grad_output")
 DIRECTIONS = ("rowwise", "columnwise", "both")
 STEPS = ("quantize", "update", "reduced", "reload")
+EVERY_STEP = "quantize+quantize+reduced+quantize+reload+update+quantize"
 VALUES = ("dyadic", "rows", "wide", "bounds", "midpoints", "tiny", "huge", "zeros", "special")
 # where sums of sixteen are exact in float32 whatever their order; the transform may add in any
 TRANSFORMED = ("dyadic", "midpoints", "tiny", "zeros", "special")
-LAYOUTS = ("contiguous", "transposed", "strided", "shifted", "expanded", "wide_rows", "wide_columns", "wide_depth")
 ZERO_BLOCK, ZERO_BAND = 16, 128  # sides of blocks and widths of bands that are zero
 BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 TAIL = (
@@ -64,66 +66,70 @@ TAIL = (
 )  # rows that nobody may read; a maximum may pass over NaN, but over no infinity
 
 
+@dataclass(kw_only=True)
+class Cycled(Choice):
+    """A choice whose next value a second call takes."""
+
+    def other(self, case: Any) -> Changes:
+        value = getattr(case, self.name)
+        return {self.name: self.values[(self.values.index(value) + 1) % len(self.values)]}
+
+
+def cycled(*values: Any) -> Any:
+    return declared(Cycled(default=values[0], values=values))
+
+
 @dataclass(frozen=True, kw_only=True)
 class QuantizeCase(Case):
-    """A tensor, or for delayed scaling one after the other, and what happens to it step by step."""
+    """A tensor, or for delayed scaling one after the other, and its steps."""
 
-    scaling: str = "current"
-    variant: int = 0  # of the scaling, in RECIPES
-    role: str = "input"
-    direction: str = "rowwise"
-    steps: str = "quantize"  # joined by +; more than one for delayed scaling only, or with repeats
-    repeats: int = (
-        0  # the implementation draws the noise itself, for the same rows so often in each step; 0: noise is given
+    dtype: str = dtypes("float32", "bfloat16", "float16")
+    values: str = choice(*VALUES)  # see `x_of`
+    scaling: str = choice("current", "delayed", "block", "mxfp8", "nvfp4")
+    variant: int = cycled(*range(VARIANTS))  # of the scaling, in RECIPES
+    role: str = choice(*ROLES, argument="role")
+    direction: str = choice(*DIRECTIONS)
+    steps: str = words(
+        "quantize", *STEPS, of=(STEPS[0], EVERY_STEP)
+    )  # more than one for delayed scaling, or with repeats
+    # > 0: the implementation draws the noise itself, for the same rows so many times in each step; 0: noise is given
+    repeats: int = number(0)
+    tokens: int = size("M")  # rows of all groups, in UNITs
+    experts: int = size("E", default=0)  # groups; 0: no splits are given, all rows are one group
+    counts: tuple[int, ...] = parts(  # rows of each group in UNITs; empty: even
+        total="tokens", number="experts", written_out=lambda case: tuple(n // unit_of(case) for n in splits_of(case))
     )
-    tokens: int = 1  # rows of the groups together, in UNITs
-    experts: int = 0  # groups; 0: no splits are given, all rows are one
-    counts: tuple[int, ...] = ()  # rows of each group in UNITs; empty: as even as can be
-    tail: int = 0  # rows behind the last group
-    hidden: int = 1  # columns, in UNITs
-    dtype: str = "float32"
-    values: str = "dyadic"  # see `x_of`
-    gemm: bool = False  # whether scales are read in the layout of matrix products, too
-    index_dtype: str = "int64"
-    layout: str = "contiguous"
-    layout_of: str = ""
-    grads: str = ""
+    tail: int = number(0, 1, 4, 5, pairs=(4,))  # rows past the last group
+    hidden: int = size("N")  # columns, in UNITs
+    gemm: bool = flag()  # whether scales are also read in the layout of matrix products
+    index_dtype: str = dtypes("int64", "int32")
 
-    words: ClassVar[dict[str, tuple[str, ...]]] = {
-        "scaling": tuple(RECIPES),
-        "role": ROLES,
-        "direction": DIRECTIONS,
-        "values": VALUES,
-        "layout": LAYOUTS,
-        "dtype": ("float32", "bfloat16", "float16"),
-    }
-
-    def __post_init__(self) -> None:
-        if min(self.tokens, self.tail, self.hidden, self.experts) < 0 or not 0 <= self.variant < VARIANTS:
-            sizes = f"{self.tokens}, {self.tail}, {self.hidden}, {self.experts}, {self.variant}"
-            raise ValueError(f"tokens, tail, hidden, experts ≥ 0 and variant < {VARIANTS} are needed; they are {sizes}")
-        if self.counts and (
-            len(self.counts) != self.experts or min(self.counts) < 0 or sum(self.counts) != self.tokens
-        ):
-            raise ValueError(
-                f"counts is {self.counts}; it must have {self.experts} numbers ≥ 0 that sum to {self.tokens}"
-            )
+    def clash(self) -> str | None:
         if self.tail and not self.experts:
-            raise ValueError(f"tail is {self.tail}; without groups (experts 0) no row is behind the last one")
-        steps = self.steps.split("+")
-        if any(step not in STEPS for step in steps) or steps[0] != "quantize":
-            raise ValueError(
-                f"steps is {self.steps!r}; it must be some of {', '.join(STEPS)}, joined by +, and begin with quantize"
-            )
-        if len(steps) > 1 and self.scaling != "delayed" and not self.repeats:
-            raise ValueError(f"steps is {self.steps!r}; only delayed scaling remembers anything")
+            return f"tail is {self.tail}; without groups (experts 0) no row is past the last one"
+        if self.steps.split("+")[0] != "quantize":
+            return f"steps is {self.steps!r}; it must begin with quantize"
+        if self.steps != "quantize" and self.scaling != "delayed" and not self.repeats:
+            return f"steps is {self.steps!r}; delayed scaling alone has a state"
         if self.repeats and (not is_random(self) or self.experts or self.grads):
-            raise ValueError(
-                f"repeats is {self.repeats}; it must be 0 but for gradients with stochastic rounding, without groups and gradients of their own"
-            )
+            return f"repeats is {self.repeats}; it needs stochastic rounding of a gradient, without groups and grads"
+        recipe = recipe_of(self)
+        both_levels = recipe.row_scaled_activation and recipe.four_over_six in ("activations", "all")
+        if both_levels and self.role == "input" and self.direction != "rowwise":
+            return "a recipe with row scaling and four over six has no columnwise input"
+        if is_transformed(self) and (self.dtype != "bfloat16" or self.values not in TRANSFORMED):
+            return f"a Hadamard transform needs bfloat16 and values whose sums are exact: {', '.join(TRANSFORMED)}"
+        return None
 
+    def arguments(self) -> tuple[str, ...]:
+        named = {"rowwise": self.direction == "columnwise", "columnwise": self.direction != "rowwise"}
+        named |= {"state": self.scaling == "delayed"}
+        return tuple(name for name, given in named.items() if given)
 
-QuantizeCase.serves("quantize")
+    @property
+    def noisy(self) -> bool:
+        """Whether the call is given a noise tensor."""
+        return is_random(self) and not self.repeats
 
 
 def recipe_of(case: QuantizeCase) -> Recipe:
@@ -148,15 +154,6 @@ def is_transformed(case: QuantizeCase) -> bool:
 def is_random(case: QuantizeCase) -> bool:
     """Whether rounding is by a noise tensor."""
     return bool(recipe_of(case).stochastic_rounding) and case.role == "grad_output"
-
-
-def fits(case: QuantizeCase) -> bool:
-    """Whether the reference takes the call, and its result is the same in whatever order it adds."""
-    recipe = recipe_of(case)
-    both_levels = recipe.row_scaled_activation and recipe.four_over_six in ("activations", "all")
-    if both_levels and case.role == "input" and case.direction != "rowwise":
-        return False
-    return not is_transformed(case) or (case.dtype == "bfloat16" and case.values in TRANSFORMED)
 
 
 def x_of(case: QuantizeCase, name: str = "x") -> Tensor:

@@ -1,7 +1,7 @@
 """quantize, and what is read of its result by the implementation's own functions: amax, scales, codes and values; over several steps
 for delayed scaling, with what it remembers."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +10,9 @@ from torch import Tensor
 
 import moe_ref
 from conformance.analysis.forms import QuantizedForm, nearly, one_nan
-from conformance.core.case import shorter
-from conformance.core.contract import Contract, Opaque, Problem
-from conformance.core.tensors import payload
-from conformance.families.quantization.cases import RECIPES, VARIANTS, QuantizeCase, fits, inputs_of, unit_of
+from conformance.core.case import Case
+from conformance.core.contract import Contract, Input, Opaque, Output, Problem, Signature
+from conformance.families.quantization.cases import QuantizeCase, inputs_of, unit_of
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation
 from moe_ref.config import QuantizerState
@@ -122,25 +121,49 @@ def _turned(columnwise: bool) -> dict[str, Any]:
     return {"columnwise": True} if columnwise else {}
 
 
+SUFFIXES = {"rowwise": ("",), "columnwise": (".columnwise",), "both": ("", ".columnwise")}
+
+
+class QuantizeSignature(Signature):
+    """Each form that the case asks for has a cotangent."""
+
+    def cotangents(self, case: Case) -> list[str]:
+        asked = SUFFIXES[case.direction]  # type: ignore[attr-defined]
+        return [name for name in super().cotangents(case) if name.removeprefix("dequantized") in asked]
+
+
 class Quantize(Contract[QuantizeCase]):
-    """`quantize` with `amax`, `scales`, `codes` and `dequantize`; for delayed scaling with `new_quantizer_state` and `update_scales`."""
+    """`quantize` with `amax`, `scales`, `codes` and `dequantize`; delayed scaling with its state."""
 
     function = "quantize"
-    outputs = ("quantized", "state")
+    case_type = QuantizeCase
+    signature = QuantizeSignature(
+        inputs=[
+            Input("x", "MN", gradient=True),
+            Input("splits", "E", field="index_dtype", optional="experts"),
+            Input("noise", "2MN", ("float32",), field="", optional="noisy"),
+        ],
+        outputs=[
+            *(Output("quantized"), Output("state")),
+            Output("dequantized", "MN", of="x", probed=True),
+            Output("dequantized.columnwise", "MN", of="x", probed=True),
+        ],
+        settings=("role", "rowwise", "columnwise", "state"),
+    )
     primary = "codes"
-    optional = ("role", "splits", "rowwise", "columnwise", "state", "noise")
     companions = ("amax", "scales", "codes", "dequantize")
 
     def legal(self, case: QuantizeCase) -> Problem:
         required, settings = inputs_of(case)
-        shape, names = tuple(required["x"].shape), [f"dequantized{suffix}" for suffix, _ in directions(settings)]
-        cotangents = {name: payload(case.seed, f"d_{name}", shape, case.dtype) for name in names} if case.grads else {}
-        how: dict[str, Any] = {
-            "layouts": {case.layout_of: case.layout},
-            "wanted": tuple(filter(None, case.grads.split("+"))),
-            "cotangents": cotangents,
-        }
-        return problem_of(required, settings, case.steps, case.gemm, **how)
+        rows, columns = required["x"].shape
+        call = self.call(case, required, settings, lengths={"M": rows, "N": columns})
+        return problem_of(
+            required,
+            settings,
+            case.steps,
+            case.gemm,
+            **{name: getattr(call, name) for name in ("layouts", "wanted", "cotangents")},
+        )
 
     def expected(self, case: QuantizeCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         seen: dict[str, Any] = {}
@@ -172,79 +195,3 @@ class Quantize(Contract[QuantizeCase]):
             (gradient,) = torch.autograd.grad([out[name] for name in attached], [x], list(attached.values()))
             right["d_x"] = Exact(gradient, "values")
         return right
-
-    def neighbour(self, case: QuantizeCase) -> QuantizeCase:
-        plain: dict[str, Any] = {
-            "golden": "",
-            "law": "",
-            "layout": "contiguous",
-            "layout_of": "",
-            "seed": case.seed + 1,
-            "repeats": 0,
-        }
-        plain |= {"steps": "quantize"} if case.repeats else {}
-        other = replace(case, **plain, variant=(case.variant + 1) % VARIANTS, hidden=case.hidden + 1)
-        if case.seed % 3 == 0:
-            scalings = tuple(RECIPES)
-            other = replace(other, scaling=scalings[scalings.index(case.scaling) - 1], steps="quantize")
-        return other if fits(other) else replace(other, dtype="bfloat16", values="dyadic")
-
-    def simpler(self, case: QuantizeCase) -> Iterator[QuantizeCase]:
-        for other in _simpler(case):
-            if fits(other):
-                names = (
-                    "x",
-                    *(["splits"] if other.experts else []),
-                    *([f"d_dequantized{s}" for s in SUFFIXES[other.direction]] if other.grads else []),
-                )
-                stays = other.layout != "contiguous" and other.layout_of in names
-                yield other if stays else replace(other, layout="contiguous", layout_of="")
-
-
-SUFFIXES = {"rowwise": ("",), "columnwise": (".columnwise",), "both": ("", ".columnwise")}
-
-
-def _simpler(case: QuantizeCase) -> Iterator[QuantizeCase]:
-    if case.repeats:
-        yield replace(case, repeats=0, steps="quantize")
-    elif case.scaling != "current" or case.variant:
-        yield replace(case, scaling="current", variant=0, steps="quantize")
-        yield replace(case, variant=0)
-    steps = case.steps.split("+")
-    yield from (replace(case, steps="+".join(steps[:i] + steps[i + 1 :])) for i in range(1, len(steps)))
-    for name in (
-        "law",
-        "layout",
-        "grads",
-        "gemm",
-        "values",
-        "direction",
-        "role",
-        "index_dtype",
-        "dtype",
-        "poison",
-        "seed",
-    ):
-        default: Any = QuantizeCase.__dataclass_fields__[name].default
-        if getattr(case, name) != default:
-            yield replace(case, **{name: default})
-    if case.direction == "both":
-        yield replace(case, direction="columnwise")
-    if case.experts:
-        yield replace(case, experts=0, counts=(), tail=0)
-        yield replace(case, counts=())
-    yield from (replace(case, experts=size, counts=()) for size in shorter(case.experts, 1))
-    for e, count in enumerate(case.counts):
-        kept = case.counts[:e] + case.counts[e + 1 :]
-        if kept:
-            yield replace(case, counts=kept, experts=len(kept), tokens=sum(kept))
-        for size in shorter(count):
-            yield replace(
-                case, counts=(*case.counts[:e], size, *case.counts[e + 1 :]), tokens=case.tokens - count + size
-            )
-    for size in shorter(case.tokens) if not case.counts else ():
-        yield replace(case, tokens=size)
-    for name in ("tail", "hidden"):
-        for size in shorter(getattr(case, name)):
-            changed: dict[str, Any] = {name: size}
-            yield replace(case, **changed)
