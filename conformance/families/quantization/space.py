@@ -70,7 +70,7 @@ def groups(draw: st.DrawFn, most: int, split: bool) -> Changes:
     """No splits; a few groups of any size; one with all rows; none with any; and rows past the last."""
     kind = draw(st.sampled_from((*("whole", "few", "one") * 3, "few", "none"))) if split else "whole"
     if kind == "whole":
-        return {"tokens": draw(mostly_some(most))}
+        return {"tokens": draw(mostly_some(most)), "experts": 0, "counts": (), "tail": 0}
     if kind == "one":
         counts = tuple(draw(st.permutations([draw(sizes(1, most)), *[0] * draw(st.integers(0, 4))])))
     else:
