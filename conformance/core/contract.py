@@ -28,7 +28,7 @@ class Input:
     dtypes: tuple[str, ...] = ()  # drawn; empty: all values of `field`
     field: str = "dtype"  # the case's field that has the dtype; empty: always the one in `dtypes`
     gradient: bool = False
-    optional: str = ""  # the case's field that says whether it is given: it is where the field is true
+    optional: str = ""  # the case's field or property that is true where it is given
     expands: bool = False  # all its rows may be one row, with stride 0
 
     def given(self, case: Case) -> bool:
@@ -46,6 +46,7 @@ class Output:
     dims: str = ""
     of: str = ""
     probed: bool = False  # read by further calls on the result, not returned
+    optional: str = ""  # the case's field or property that is true where it is returned
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ class Signature:
     def cotangents(self, case: Case) -> list[str]:
         """Outputs that the case's backward has a cotangent for."""
         outputs = [out for out in self.outputs if out.name in self.differentiable and out.name != case.unused]
-        return [out.name for out in outputs if self.names[out.of].given(case)] if case.grads else []
+        given = [out for out in outputs if self.names[out.of].given(case)] if case.grads else []
+        return [out.name for out in given if not out.optional or getattr(case, out.optional)]
 
     def fits(self, case: Case) -> str | None:
         """Why the case is no call of the function; None: it is one."""
@@ -211,6 +213,12 @@ class Contract(ABC, Generic[C]):
     def __init_subclass__(cls) -> None:
         if vars(cls).get("signature"):
             declare(cls, vars(cls)["signature"])
+
+    def adopt(self, other: "Contract[Any]") -> None:
+        """Take over the function, the signature and what follows from it, of the contract that this one wraps."""
+        names = ("function", "signature", "outputs", "primary", "optional", "redundant", "companions", "static")
+        for name in (*names, *(["case_type"] if other.signature else [])):
+            setattr(self, name, getattr(other, name))
 
     @abstractmethod
     def legal(self, case: C) -> Problem:

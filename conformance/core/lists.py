@@ -205,13 +205,12 @@ class Bitmasks(Table):
         """Bit by bit; the sizes come with it."""
         rows, columns = self.most
 
-        @st.composite
-        def matrix(draw: st.DrawFn) -> Changes:
-            width = draw(st.integers(1, columns))
-            masks = draw(st.lists(st.integers(0, 2**width - 1), max_size=rows))
-            return {self.rows: len(masks), self.columns: width, self.name: tuple(masks)}
+        def of_width(width: int) -> st.SearchStrategy[Changes]:
+            masks = st.lists(st.integers(0, 2**width - 1), max_size=rows)
+            return masks.map(lambda m: {self.rows: len(m), self.columns: width, self.name: tuple(m)})
 
-        return matrix()
+        widths = [of_width(width) for width in range(1, columns + 1)]
+        return st.sampled_from(widths).flatmap(lambda masks: masks)
 
     def unpacked(self, case: Any) -> Rows:
         columns = range(getattr(case, self.columns))

@@ -79,13 +79,7 @@ class AtRank(Contract[C], Generic[C]):
     def __init__(self, whole: Ranked[C], place: RankContext) -> None:
         self.whole, self.place = whole, place
         self._made: dict[C, list[Problem]] = {}
-        self.function, self.outputs, self.primary = whole.function, whole.outputs, whole.primary
-        self.optional, self.redundant, self.companions, self.static = (
-            whole.optional,
-            whole.redundant,
-            whole.companions,
-            whole.static,
-        )
+        self.adopt(whole)
         self.laws, self.illegal = whole.laws, whole.illegal
         self.golden = {
             name: (self.own(calls), right[place.rank])

@@ -145,15 +145,15 @@ class Scope:
     def drawn(self) -> st.SearchStrategy[Any]:
         """Random cases: the family's shapes, every other axis by itself, mended; a law that applies."""
         axes = [(axis.name, axis.drawn(self.signature)) for axis in self.axes]
-        shapes = self.contract.shapes
+        shapes = self.contract.shapes.drawn(self)
 
         @st.composite
         def drawn(draw: st.DrawFn) -> Any:
-            fields = draw(shapes.drawn(self))
+            fields = draw(shapes)
             for name, changes in axes:
                 if name not in fields:
                     fields = fields | draw(changes)
-            case = self.mended(shapes.affordable(self.case(fields), self))
+            case = self.mended(self.contract.shapes.affordable(self.case(fields), self))
             return replace(case, law=draw(st.sampled_from(self.laws(case))))
 
         return drawn()

@@ -31,13 +31,7 @@ class SharedOut(Ranked[C]):
             same: outputs that all ranks have alike.
         """
         self.alone, self.weights, self.sums, self.same = alone, weights, (*weights, *sums), same
-        self.function, self.outputs, self.primary = alone.function, alone.outputs, alone.primary
-        self.optional, self.redundant, self.companions, self.static = (
-            alone.optional,
-            alone.redundant,
-            alone.companions,
-            alone.static,
-        )
+        self.adopt(alone)
 
     def ranks(self, case: Any) -> int:
         return len(case.counts)
@@ -75,11 +69,16 @@ class SharedOut(Ranked[C]):
         return self.alone.explain(problem, output, index, observed)
 
     def neighbour(self, case: Any) -> C:
+        if self.signature:
+            return super().neighbour(case)
         other: Any = self.alone.neighbour(replace(case, counts=()))
         return replace(other, counts=case.counts, tokens=case.tokens) if case.counts else other  # type: ignore[no-any-return]
 
     def simpler(self, case: Any) -> Iterator[C]:
         """One process; fewer ranks; fewer tokens; then what is simpler of one process."""
+        if self.signature:
+            yield from super().simpler(case)
+            return
         if not case.counts:
             yield from self.alone.simpler(case)
             return

@@ -9,6 +9,7 @@ from conformance.core.axes import Changes, sizes
 from conformance.core.case import axes_of
 from conformance.core.scope import NARROW, Scope, Shapes
 from conformance.families.permutation.cases import SPREADS, ChunksCase, IndicesCase, RoutingCase
+from conformance.families.permutation.permute import Permute
 
 # hidden, experts, top-k of real models
 REAL_SHAPES = ((4096, 8, 2), (7168, 256, 8), (2048, 128, 8), (2880, 128, 4), (7168, 384, 8), (2048, 512, 10))
@@ -42,11 +43,11 @@ def maps(scope: Scope) -> st.SearchStrategy[Changes]:
     return st.sampled_from(kinds).flatmap(lambda kind: kind)
 
 
-@st.composite
-def explicit(draw: st.DrawFn) -> Changes:
+def explicit() -> st.SearchStrategy[Changes]:
     """A map bit by bit."""
-    table = draw(axes_of(RoutingCase)["routing"].drawn(None))  # type: ignore[arg-type]
-    return table | {"topk": draw(st.integers(1, 8)), "hidden": draw(sizes(0, 20)), "spread": "all"}
+    table = axes_of(RoutingCase)["routing"].drawn(Permute.signature)
+    more = st.tuples(st.integers(1, 8), sizes(0, 20))
+    return st.tuples(table, more).map(lambda x: x[0] | {"topk": x[1][0], "hidden": x[1][1], "spread": "all"})
 
 
 def spread(tokens: int, experts: int, hidden: int) -> st.SearchStrategy[Changes]:
@@ -61,20 +62,24 @@ def beyond_blocks(scope: Scope) -> st.SearchStrategy[Changes]:
     return distribution(st.sampled_from(shapes), ("uniform", "ragged", "skewed", "sparse", "last_token"), topk=3)
 
 
-@st.composite
-def real(draw: st.DrawFn) -> Changes:
+def real() -> st.SearchStrategy[Changes]:
     """Sizes of real models."""
-    hidden, experts, topk = draw(st.sampled_from(REAL_SHAPES))
-    shape = st.tuples(st.sampled_from((1, 17, 65)), st.just(experts), st.just(hidden))
-    return draw(distribution(shape, ("uniform", "skewed", "ragged"), topk)) | {"topk": topk}
+    few = ("uniform", "skewed", "ragged")
+    return st.sampled_from(
+        [
+            distribution(st.tuples(st.sampled_from((1, 17, 65)), st.just(experts), st.just(hidden)), few, topk, topk)
+            for hidden, experts, topk in REAL_SHAPES
+        ]
+    ).flatmap(lambda shape: shape)
 
 
-@st.composite
-def distribution(draw: st.DrawFn, shape: st.SearchStrategy[Any], spreads: tuple[str, ...], topk: int) -> Changes:
-    tokens, experts, hidden = draw(shape)
-    fields = {"tokens": tokens, "experts": experts, "hidden": hidden, "topk": draw(st.integers(1, topk))}
-    more = {"spread": draw(st.sampled_from(spreads)), "seed": draw(st.integers(0, 999))}
-    return {"routing": None} | fields | more
+def distribution(
+    shape: st.SearchStrategy[Any], spreads: tuple[str, ...], topk: int, least: int = 1
+) -> st.SearchStrategy[Changes]:
+    """A map by one of the spreads, of this shape: tokens, experts, hidden."""
+    drawn = st.tuples(shape, st.integers(least, topk), st.sampled_from(spreads), st.integers(0, 999))
+    names = ("tokens", "experts", "hidden", "topk", "spread", "seed")
+    return drawn.map(lambda x: {"routing": None} | dict(zip(names, (*x[0], *x[1:]), strict=True)))
 
 
 def affordable(case: RoutingCase, scope: Scope) -> RoutingCase:
