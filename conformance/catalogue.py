@@ -35,31 +35,16 @@ from conformance.families.fused.activate_and_quantize import (
     GluBackwardAndQuantize,
 )
 from conformance.families.fused.permute_and_quantize import PermuteAndQuantize
-from conformance.families.router import golden as golden_routing
-from conformance.families.router import illegal as illegal_router
-from conformance.families.router.balancing import (
-    AuxLossScores,
-    LoadBalancingLoss,
-    SinkhornRouting,
-    UpdateExpertBias,
-    ZLoss,
-)
-from conformance.families.router.capacity import DropTokens
-from conformance.families.router.gating import AttachLoss, Gate, Jitter
-from conformance.families.router.route_ranks import RouteOverRanks
-from conformance.families.router.selection import TopkIndices, TopkRouting
 
 WEIGHTS = ("weight", "bias", "fc1_weight", "fc2_weight", "gate_weight")  # that ranks which share a batch out have alike
 
 # module of each family, in the order of a verdict; the environment may name more, separated by commas
 MODULES = (
-    *(f"conformance.families.{name}" for name in ("permutation", "quantization", "dispatch")),
+    *(f"conformance.families.{name}" for name in ("router", "permutation", "quantization", "dispatch")),
     *filter(None, os.environ.get("MOE_CONFORMANCE_FAMILIES", "").split(",")),
 )
 FAMILIES: tuple[Family, ...] = tuple(import_module(module).FAMILY for module in MODULES)
 _UNCONVERTED: tuple[Contract[Any], ...] = (
-    *(SharedOut(Gate(), WEIGHTS), Jitter(), TopkIndices(), TopkRouting(), SinkhornRouting(), DropTokens()),
-    *(AuxLossScores(), LoadBalancingLoss(), ZLoss(), AttachLoss(), UpdateExpertBias(), RouteOverRanks()),
     PermuteAndQuantize(),
     *(GluAndQuantize(), ActivationAndQuantize(), GluBackwardAndQuantize(), ActivationBackwardAndQuantize()),
     *(Glu(), Activation(), GroupedLinear(), GroupedDgrad(), GroupedWgrad()),
@@ -92,7 +77,6 @@ for _family in FAMILIES:
 
 _GOLDEN = (
     golden_dispatch,
-    golden_routing,
     golden_experts,
     golden_mlp,
     golden_permuted_quantization,
@@ -101,7 +85,6 @@ _GOLDEN = (
 _ILLEGAL = {
     name: rules
     for module in (
-        illegal_router,
         illegal_fused,
         illegal_experts,
         illegal_dispatch,

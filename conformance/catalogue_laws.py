@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from conformance.core import universal_laws as general
 from conformance.core.law import Law, Trial
+from conformance.core.shared_out_laws import SHARED_OUT, of_one_process
 from conformance.families.dispatch import laws as dispatch
 from conformance.families.dispatch import laws_journeys as journeys
 from conformance.families.dispatch import laws_worlds as worlds
@@ -17,12 +18,10 @@ from conformance.families.experts import laws_mlp as mlp
 from conformance.families.fused import laws as permuted_quantization
 from conformance.families.fused import laws_activate as quantized_activations
 from conformance.families.router import laws as routing
-from conformance.families.router import laws_ranks as ranks
 
 __all__ = ["LAWS", "Law", "Trial"]
 
 _EVERYWHERE, _STATIC = general.EVERYWHERE, general.STATIC
-_CHOICES = (routing.TOKEN_REVERSAL, routing.EXPERT_RELABELLING, routing.BATCH_CONCAT)
 _PRODUCT = (
     general.HISTORY,
     general.DETERMINISM,
@@ -73,36 +72,14 @@ _RANKS = (
 _WORLDS = (*_RANKS, worlds.CONCATENATION, worlds.REFINEMENT)
 
 
-def _of_one_process(*laws: Law) -> tuple[Law, ...]:
-    """Those of them that do not know of ranks."""
-    return tuple(replace(law, applies=lambda case, law=law: not case.counts and law.applies(case)) for law in laws)  # type: ignore[misc]
-
-
 def _of_rows(*laws: Law) -> tuple[Law, ...]:
     """Those of them that look at rows, which codes and scales hide."""
     return tuple(replace(law, applies=lambda case, law=law: not case.fp8 and law.applies(case)) for law in laws)  # type: ignore[misc]
 
 
-_SHARED_OUT = (general.HISTORY, general.DETERMINISM, ranks.ONE_PROCESS)  # of cases whose tokens several ranks have, too
-
 LAWS: dict[str, dict[str, Law]] = {
     function: {law.name: law for law in laws}
     for function, laws in {
-        "gate": (
-            *_SHARED_OUT,
-            *_of_one_process(*_EVERYWHERE[2:], *_STATIC, routing.TOKEN_REVERSAL, routing.BATCH_CONCAT),
-        ),
-        "jitter": (*_EVERYWHERE, *_STATIC, routing.EVENLY_SPREAD),
-        "topk_indices": (*_EVERYWHERE, *_STATIC, *_CHOICES, routing.SHIFT, routing.REPLAY),
-        "topk_routing": (*_EVERYWHERE, *_STATIC, *_CHOICES, routing.SHIFT, routing.REPLAY),
-        "sinkhorn_routing": (*_EVERYWHERE, routing.EXPERT_RELABELLING),
-        "drop_tokens": (*_EVERYWHERE, *_STATIC, routing.EXPERT_RELABELLING, general.SCALING),
-        "aux_loss_scores": (*_EVERYWHERE, *_STATIC, *_CHOICES, routing.SHIFT, routing.PADDING_TOKENS),
-        "load_balancing_loss": (*_EVERYWHERE, *_STATIC, routing.SHARES, general.SCALING),
-        "z_loss": (*_EVERYWHERE, *_STATIC, routing.TOKEN_REVERSAL, routing.EXPERT_RELABELLING, routing.PADDING_TOKENS),
-        "attach_loss": (*_EVERYWHERE, *_STATIC, general.SCALING),
-        "route": (*_SHARED_OUT, *_of_one_process(general.LATE_PRODUCER, *_STATIC)),
-        "update_expert_bias": (*_EVERYWHERE, *_STATIC, routing.EXPERT_RELABELLING),
         "permute_and_quantize": _PERMUTED_AND_QUANTIZED,
         "glu_and_quantize": _ACTIVATED_AND_QUANTIZED,
         "activation_and_quantize": _ACTIVATED_AND_QUANTIZED,
@@ -115,7 +92,7 @@ LAWS: dict[str, dict[str, Law]] = {
         "grouped_wgrad": (*_PRODUCT, *_SEGMENTS, experts.SCALING),
         "grouped_mlp": _EXPERTS,
         "sequential_mlp": (mlp.GROUPED, *_EXPERTS),
-        "shared_experts": (*_SHARED_OUT, *_of_one_process(*_MLP[2:], mlp.TOKEN_REVERSAL)),
+        "shared_experts": (*SHARED_OUT, *of_one_process(*_MLP[2:], mlp.TOKEN_REVERSAL)),
         "latent_projection": (
             *_PRODUCT,
             mlp.TOKEN_REVERSAL,

@@ -7,14 +7,35 @@ parameter above all, is its part of a sum over the ranks, which who trains takes
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from hypothesis import strategies as st
 from torch import Tensor
 
-from conformance.core.contract import C, Contract, Problem
+from conformance.core.axes import Changes, declared
+from conformance.core.contract import C, Contract, Problem, Signature
+from conformance.core.lists import Parts
 from conformance.core.ranks import Ranked
 from conformance.judge import Expectation
+
+
+@dataclass(kw_only=True)
+class Counts(Parts):
+    """Tokens of each of several ranks; empty: one process."""
+
+    of: str = ""  # an input of the functions that ranks may share
+
+    def live(self, signature: Signature) -> bool:
+        return not self.of or self.of in signature.names
+
+    def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
+        """One process: how many ranks there may be is the space's."""
+        return st.just({self.name: self.default})
+
+
+def counts(of: str = "") -> Any:
+    return declared(Counts(default=(), total="tokens", of=of))
 
 
 class SharedOut(Ranked[C]):

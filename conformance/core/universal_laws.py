@@ -98,17 +98,11 @@ STATIC = (HOST_SYNC, GRAPH_CAPTURE)
 
 # ---- functions that are linear in an input
 
-_LINEAR = {  # of functions without a signature: the input they are linear in, and the output that is
-    "drop_tokens": ("probs", "probs"),  # twice the probs keep the same tokens
-    "load_balancing_loss": ("scores", "loss"),
-    "attach_loss": ("x", "x"),
-}
-
 
 def _linear(trial: Trial) -> tuple[str, str]:
     """The input that the function is linear in, and the output that is linear in it."""
-    signature = trial.contract.signature
-    return signature.linear if signature else _LINEAR[trial.case.function]
+    assert trial.contract.signature is not None
+    return trial.contract.signature.linear
 
 
 def _scaling(trial: Trial) -> Finding | None:

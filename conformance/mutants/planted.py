@@ -15,9 +15,6 @@ from typing import Any
 from conformance.catalogue import FAMILIES
 from conformance.core.defect import Defect
 from conformance.families.experts import defects as experts
-from conformance.families.quantization import defects as quantization
-from conformance.families.router import defects as router
-from conformance.families.router import defects_ranks as router_ranks
 from conformance.interface import imported
 
 
@@ -45,8 +42,7 @@ DEFECTS: dict[str, Defect] = {
     defect.name: defect
     for defects in (
         *(family.defects for family in FAMILIES),
-        # of unconverted families
-        *(module.DEFECTS for module in (router, router_ranks, quantization, experts)),
+        experts.DEFECTS,  # of an unconverted family
     )
     for defect in defects
 }

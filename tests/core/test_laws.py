@@ -10,6 +10,7 @@ import torch
 import moe_ref
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
+from conformance.core.shared_out_laws import ONE_PROCESS
 from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.child.runner import Outcome
@@ -24,7 +25,6 @@ from conformance.families.permutation.cases import ChunksCase, IndicesCase, Rout
 from conformance.families.quantization.cases import QuantizeCase
 from conformance.families.router.cases import GateCase, LoadCase, LogitsCase
 from conformance.families.router.cases_route import RouteCase
-from conformance.families.router.laws_ranks import ONE_PROCESS
 from conformance.interface import Implementation
 
 poison.install()

@@ -24,18 +24,10 @@ from conformance.families.fused import axes_activate as axes_quantized_activatio
 from conformance.families.fused.space import permuted_quantization_cases
 from conformance.families.fused.space_activate import FUNCTIONS as ACTIVATED_AND_QUANTIZED
 from conformance.families.fused.space_activate import quantized_activation_cases
-from conformance.families.router import axes as axes_routing
-from conformance.families.router.space import balancing_cases, gate_cases, load_cases, topk_cases
-from conformance.families.router.space_route import route_cases
 
 Row = dict[str, Any]
 
 STRATEGIES: dict[str, Callable[[str, Space], st.SearchStrategy[Case]]] = {
-    **dict.fromkeys(("topk_indices", "topk_routing"), topk_cases),
-    **dict.fromkeys(("aux_loss_scores", "z_loss", "sinkhorn_routing"), balancing_cases),
-    **dict.fromkeys(("drop_tokens", "load_balancing_loss", "update_expert_bias"), load_cases),
-    **dict.fromkeys(("gate", "jitter", "attach_loss"), gate_cases),
-    "route": route_cases,
     **dict.fromkeys(ACTIVATED_AND_QUANTIZED, quantized_activation_cases),
     "permute_and_quantize": permuted_quantization_cases,
     **dict.fromkeys(("glu", "activation"), activation_cases),
@@ -46,11 +38,6 @@ STRATEGIES: dict[str, Callable[[str, Space], st.SearchStrategy[Case]]] = {
 }
 # how much of a run a function has: by how much can go wrong in it
 WEIGHT = {
-    "topk_indices": 2,
-    "topk_routing": 2,
-    "route": 1.2,  # some of it over ranks
-    **dict.fromkeys(("drop_tokens", "aux_loss_scores", "load_balancing_loss", "z_loss"), 1),
-    **dict.fromkeys(("gate", "jitter", "attach_loss", "update_expert_bias", "sinkhorn_routing"), 1),
     **dict.fromkeys(
         (
             "glu_and_quantize",
@@ -77,7 +64,6 @@ WORDS = {  # fields that are one of a few words, unless their class says otherwi
     "index_dtype": ("int64", "int32", "int16"),
 }
 HOMES = (
-    axes_routing,
     axes_experts,
     axes_mlp,
     axes_dispatch,

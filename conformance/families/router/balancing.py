@@ -1,7 +1,6 @@
 """aux_loss_scores, z_loss and sinkhorn_routing: what balances the loads, from logits."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,10 +8,9 @@ import torch
 from torch import Tensor
 
 from conformance.analysis.running import Running
-from conformance.core.contract import Contract, Problem, accumulator_of, leaf
-from conformance.core.tensors import hashed, payload
-from conformance.families.router.capacity import _OfLoads
-from conformance.families.router.cases import LoadCase, LogitsCase, logits_of, numbers, padding_of, simpler_logits
+from conformance.core.contract import C, Contract, Input, Output, Problem, Signature, accumulator_of, leaf
+from conformance.core.tensors import hashed
+from conformance.families.router.cases import FLOATS, LOGITS, LoadCase, LogitsCase, logits_of, numbers, padding_of
 from conformance.families.router.selection import UNDERFLOW, score, unspecified_rows
 from conformance.judge import Expectation, Given
 from conformance.judge.bound import Bounded, sum_bound
@@ -51,52 +49,37 @@ def z_terms(x: Running, valid: Tensor, coeff: float) -> tuple[Running, Running]:
     return loss, (p * lse * 2.0 * coeff / count).masked(valid[:, None])
 
 
-class _OfLogits(Contract[LogitsCase]):
-    def neighbour(self, case: LogitsCase) -> LogitsCase:
-        plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": "", "logits": ()}
-        other = {"softmax": "sigmoid"}.get(case.score, "softmax") if self.function == "aux_loss_scores" else case.score
-        return replace(
-            case,
-            **plain,
-            seed=case.seed + 1,
-            score=other,
-            experts=case.experts + 1,
-            padding=0 if case.padding else 3,
-            coeff=case.coeff + 8,
-        )
-
-    def simpler(self, case: LogitsCase) -> Iterator[LogitsCase]:
-        return simpler_logits(case)
-
-    @staticmethod
-    def padding(case: LogitsCase) -> dict[str, Any]:
-        return {"padding_mask": padding_of(case)} if case.padding else {}
+COUNTS = ("bool", "int32", "int64")  # bool stands for int64
+PADDING = Input("padding_mask", "T", ("bool",), field="", optional="padding")
 
 
-class AuxLossScores(_OfLogits):
+class _Wide(Contract[C]):
+    """A function whose floating point outputs are in float32 or float64."""
+
+    def cotangent(self, case: C, output: str, shape: tuple[int, ...], dtype: str) -> Tensor:
+        return super().cotangent(case, output, shape, "float64" if dtype == "float64" else "float32")
+
+
+def _padding(case: LogitsCase) -> dict[str, Any]:
+    return {"padding_mask": padding_of(case)} if case.padding else {}
+
+
+class AuxLossScores(_Wide[LogitsCase]):
     """`aux_loss_scores`: the scores, the choice by the rule of margins, and the gradient."""
 
     function = "aux_loss_scores"
-    outputs = ("scores", "routing_map")
-    primary = "scores"
-    optional = ("score_function", "padding_mask")
+    case_type = LogitsCase
+    signature = Signature(
+        inputs=[Input("logits", "TE", LOGITS, gradient=True), PADDING],
+        outputs=[Output("scores", "TE", of="logits"), Output("routing_map", "TE")],
+        settings=("score_function",),
+        required=("topk",),
+    )
 
     def legal(self, case: LogitsCase) -> Problem:
-        settings: dict[str, Any] = {"topk": case.topk} | (
-            {"score_function": case.score} if case.score in ("sigmoid", "sqrtsoftplus") else {}
-        )
-        logits = logits_of(case)
-        wanted = ("logits",) if case.grads else ()
-        wide = {torch.float64: "float64"}.get(logits.dtype, "float32")
-        cotangents = {"scores": payload(case.seed, "d_scores", (case.tokens, case.experts), wide)} if wanted else {}
-        return Problem(
-            self.function,
-            {"logits": logits},
-            settings | self.padding(case),
-            {case.layout_of: case.layout},
-            wanted,
-            cotangents,
-        )
+        settings: dict[str, Any] = {"topk": case.topk}
+        settings |= {"score_function": case.score} if case.score != "softmax" else {}
+        return self.call(case, {"logits": logits_of(case)}, settings | _padding(case))
 
     def expected(self, case: LogitsCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         logits, settings = problem.required["logits"], problem.settings
@@ -136,21 +119,19 @@ class AuxLossScores(_OfLogits):
         return rows | (logits == -torch.inf).all(1) if function == "softmax" else rows
 
 
-class ZLoss(_OfLogits):
+class ZLoss(_Wide[LogitsCase]):
     """`z_loss` and its gradient."""
 
     function = "z_loss"
-    outputs = ("loss",)
-    primary = "loss"
-    optional = ("padding_mask",)
+    case_type = LogitsCase
+    signature = Signature(
+        inputs=[Input("logits", "TE", LOGITS, gradient=True), PADDING],
+        outputs=[Output("loss", of="logits")],
+        required=("coeff",),
+    )
 
     def legal(self, case: LogitsCase) -> Problem:
-        logits = logits_of(case)
-        wanted = ("logits",) if case.grads else ()
-        wide = {torch.float64: "float64"}.get(logits.dtype, "float32")
-        cotangents = {"loss": payload(case.seed, "d_loss", (), wide)} if wanted else {}
-        settings = {"coeff": case.coeff / 8} | self.padding(case)
-        return Problem(self.function, {"logits": logits}, settings, {case.layout_of: case.layout}, wanted, cotangents)
+        return self.call(case, {"logits": logits_of(case)}, {"coeff": case.coeff / 8} | _padding(case))
 
     def expected(self, case: LogitsCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         logits, settings = problem.required["logits"], problem.settings
@@ -171,20 +152,20 @@ class ZLoss(_OfLogits):
         return right
 
 
-class SinkhornRouting(_OfLogits):
+class SinkhornRouting(Contract[LogitsCase]):
     """`sinkhorn_routing`: the choice, where the plan leaves no doubt, and the weights and gradient of what was chosen."""
 
     function = "sinkhorn_routing"
-    outputs = ("probs", "routing_map")
+    case_type = LogitsCase
+    signature = Signature(
+        inputs=[Input("logits", "TE", FLOATS, gradient=True)],
+        outputs=[Output("probs", "TE", of="logits"), Output("routing_map", "TE")],
+        required=("topk", "training"),
+    )
     primary = "routing_map"
 
     def legal(self, case: LogitsCase) -> Problem:
-        wanted = ("logits",) if case.grads else ()
-        cotangents = {"probs": payload(case.seed, "d_probs", (case.tokens, case.experts), case.dtype)} if wanted else {}
-        settings: dict[str, Any] = {"topk": case.topk} | ({"training": False} if case.evaluation else {})
-        return Problem(
-            self.function, {"logits": logits_of(case)}, settings, {case.layout_of: case.layout}, wanted, cotangents
-        )
+        return self.call(case, {"logits": logits_of(case)}, {"topk": case.topk, "training": not case.evaluation})
 
     def expected(self, case: LogitsCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         logits, topk = problem.required["logits"], problem.settings["topk"]
@@ -248,12 +229,20 @@ class SinkhornRouting(_OfLogits):
         return slope.bounded(problem.required["logits"].dtype)
 
 
-class LoadBalancingLoss(_OfLoads):
+class LoadBalancingLoss(_Wide[LoadCase]):
     """`load_balancing_loss` and its gradient."""
 
     function = "load_balancing_loss"
-    outputs = ("loss",)
-    primary = "loss"
+    case_type = LoadCase
+    signature = Signature(
+        inputs=[
+            Input("scores", "TC", LOGITS, gradient=True),
+            Input("tokens_per_expert", "C", COUNTS, field="map_dtype"),
+        ],
+        outputs=[Output("loss", of="scores")],
+        required=("total_num_tokens", "topk", "num_experts", "coeff"),
+        linear=("scores", "loss"),
+    )
 
     def legal(self, case: LoadCase) -> Problem:
         columns = case.experts * case.sequences
@@ -262,14 +251,8 @@ class LoadBalancingLoss(_OfLoads):
         total: int | Tensor = case.tokens + case.seed % 3
         total = {"number": total, "device": torch.tensor(total), "zero": 0}[case.total]
         settings = {"total_num_tokens": total, "topk": case.topk, "num_experts": case.experts, "coeff": case.coeff / 8}
-        wanted = ("scores",) if case.grads else ()
-        wide = {torch.float64: "float64"}.get(scores.dtype, "float32")
-        cotangents = {"loss": payload(case.seed, "d_loss", (), wide)} if wanted else {}
-        required = {
-            "scores": scores,
-            "tokens_per_expert": counts.to(getattr(torch, case.map_dtype if case.map_dtype != "bool" else "int64")),
-        }
-        return Problem(self.function, required, settings, {case.layout_of: case.layout}, wanted, cotangents)
+        kind = "int64" if case.map_dtype == "bool" else case.map_dtype
+        return self.call(case, {"scores": scores, "tokens_per_expert": counts.to(getattr(torch, kind))}, settings)
 
     def expected(self, case: LoadCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         scores, counts = problem.required.values()
@@ -285,12 +268,19 @@ class LoadBalancingLoss(_OfLoads):
         return right
 
 
-class UpdateExpertBias(_OfLoads):
+class UpdateExpertBias(Contract[LoadCase]):
     """`update_expert_bias`."""
 
     function = "update_expert_bias"
-    outputs = ("expert_bias",)
-    primary = "expert_bias"
+    case_type = LoadCase
+    signature = Signature(
+        inputs=[
+            Input("expert_bias", "E", ("float32",), field=""),
+            Input("tokens_per_expert", "E", (*COUNTS, "uint8"), field="map_dtype"),  # uint8 stands for float32
+        ],
+        outputs=[Output("expert_bias", "E")],
+        required=("update_rate",),
+    )
 
     def legal(self, case: LoadCase) -> Problem:
         noise = hashed(case.seed, "bias", case.experts).astype(np.int64)
@@ -299,7 +289,7 @@ class UpdateExpertBias(_OfLoads):
         held = torch.from_numpy(counts if not case.even else np.full(case.experts, case.tokens))
         kind = {"bool": torch.int64, "uint8": torch.float32}.get(case.map_dtype, getattr(torch, case.map_dtype))
         required = {"expert_bias": bias, "tokens_per_expert": held.to(kind)}
-        return Problem(self.function, required, {"update_rate": case.rate / 1000}, {case.layout_of: case.layout})
+        return self.call(case, required, {"update_rate": case.rate / 1000})
 
     def expected(self, case: LoadCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         bias, counts = problem.required.values()

@@ -1,77 +1,166 @@
-"""Cases of router logits: explicit when small, by distribution when large."""
+"""Cases of the router: logits, hidden states, and routing maps with their counts."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
+from conformance.core.axes import Changes, Choice, Number, Size, choice, declared, dtypes, flag, number, size
 from conformance.core.case import Case
-from conformance.core.shared_out import check_counts
+from conformance.core.contract import Signature
+from conformance.core.lists import table
+from conformance.core.shared_out import counts
 from conformance.core.tensors import DTYPES, hashed
 
-EXPLICIT_CELLS = 64  # up to so many logits are written out
+FLOATS = ("float32", "bfloat16", "float16")
+LOGITS = (*FLOATS, "float64")
+EXPLICIT_CELLS = 64  # logits that are written out, at most
 MINUS_INFINITY, NOT_A_NUMBER = -(10**6), 10**6  # stand for these in explicit logits
-SPREADS = ("distinct", "ties", "near", "negative", "extreme", "minus_inf", "nan", "equal", "saturated")
+SPREADS = ("distinct", "ties", "near", "negative", "minus_inf", "nan", "extreme", "equal", "saturated")
 SCORES = ("softmax", "softmax_pre", "sigmoid", "sqrtsoftplus")
+
+
+@dataclass(kw_only=True)
+class Resized(Size):
+    """A size that is one larger in a second call right after the first."""
+
+    def other(self, case: Any) -> Changes:
+        return {self.name: getattr(case, self.name) + 1}
+
+
+@dataclass(kw_only=True)
+class Slots(Number):
+    """Experts per token."""
+
+    spare: int = 0  # experts that are left, at least
+
+    def fits(self, case: Any) -> str | None:
+        value, most = getattr(case, self.name), case.experts - self.spare
+        return None if 1 <= value <= most else f"{self.name} is {value}; it must be from 1 to {most}"
+
+    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+        yield {self.name: min(getattr(case, self.name), kept.experts - self.spare)}
+
+    def other(self, case: Any) -> Changes:
+        return {}
+
+
+@dataclass(kw_only=True)
+class Scores(Choice):
+    """A score function; `softmax_pre` is the argument `pre_softmax`."""
+
+    def allowed(self, signature: Signature) -> list[str]:
+        early = not self.argument or "pre_softmax" in signature.settings
+        return [value for value in self.values if early or value != "softmax_pre"]
+
+    def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
+        return st.sampled_from(self.allowed(signature)).map(lambda value: {self.name: value})
+
+    def covered(self, signature: Signature) -> list[Changes]:
+        return [{self.name: value} for value in self.allowed(signature)]
+
+    def other(self, case: Any) -> Changes:
+        return {self.name: "softmax_pre" if getattr(case, self.name) == "sigmoid" else "sigmoid"}
+
+
+@dataclass(kw_only=True)
+class Groups(Number):
+    """Groups of experts. It sets two fields: `groups`, and `group_topk`, the groups kept."""
+
+    def fits(self, case: Any) -> str | None:
+        groups, kept = case.groups, case.group_topk
+        if not groups and not kept:
+            return None
+        if not (groups and kept) or case.experts % groups:
+            return f"groups is {groups} and group_topk {kept}; both are needed, and groups must divide experts"
+        if not kept <= min(case.topk, groups) or case.topk > kept * (case.experts // groups):
+            return f"{kept} of {groups} groups have no room for {case.topk} experts, one in each at least"
+        return None
+
+    def plainer(self, case: Any) -> Iterator[Changes]:
+        if case.groups:
+            yield {"groups": 0, "group_topk": 0}
+
+    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+        yield {"groups": case.groups, "group_topk": case.group_topk}
+        yield {"groups": 0, "group_topk": 0}
+
+
+def groups(argument: str = "") -> Any:
+    return declared(Groups(default=0, values=(0,), argument=argument))
+
+
+def slots(argument: str = "", of: tuple[str, ...] = (), spare: int = 0) -> Any:
+    return declared(Slots(default=1, values=(1,), argument=argument, of=of, spare=spare))
+
+
+def experts(default: int = 1, always: bool = False) -> Any:
+    return declared(Resized(default=default, letter="E", at_least=1, always=always))
+
+
+def eighths(case: "LogitsCase") -> Tensor:
+    """The logits as integers, where the case has none written out."""
+    bounded = logits_of(case).double().clamp(-1000, 1000).nan_to_num(nan=NOT_A_NUMBER / 8).mul(8).round()
+    return torch.where(logits_of(case) == -torch.inf, MINUS_INFINITY, bounded).long()
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsCase(Case):
     """A case around [T,E] logits."""
 
-    tokens: int = 1
-    experts: int = 1
-    topk: int = 1
-    logits: tuple[int, ...] = ()  # in eighths, row by row, if explicit
-    spread: str = "distinct"
-    dtype: str = "float32"
-    score: str = "softmax"
-    groups: int = 0
-    group_topk: int = 0
-    scaling: int = 0  # the scaling factor in eighths; 0: none
-    bias: str = ""  # expert bias: small (within ±1/2), large (within ±64)
-    precomputed: bool = False
-    padding: int = 0  # of 8 tokens, how many are padding
-    coeff: int = 8  # a loss's coefficient in eighths
-    evaluation: bool = False
-    layout: str = "contiguous"
-    layout_of: str = ""
-    grads: str = ""
+    tokens: int = size("T")
+    experts: int = experts()
+    topk: int = slots("topk")
+    logits: tuple[int, ...] = table(  # in eighths, row by row, if explicit
+        "tokens", "experts", eighths, least=MINUS_INFINITY, simple=(0, 8, -8), cells=EXPLICIT_CELLS
+    )
+    spread: str = choice(*SPREADS[:6], also=SPREADS[6:])
+    dtype: str = dtypes(*LOGITS)
+    score: str = declared(Scores(default="softmax", values=SCORES, argument="score_function"))
+    groups: int = groups("num_groups")
+    group_topk: int = number(0, argument="group_topk")
+    scaling: int = number(0, 4, 20, 35, pairs=(20,), argument="scaling_factor")  # in eighths; 0: none
+    # expert bias: small (within ±1/2), large (within ±64)
+    bias: str = choice("", "small", "large", of=("expert_bias",))
+    precomputed: bool = flag(of=("precomputed_indices",))
+    padding: int = number(0, 1, 4, 8, pairs=(3,), of=("padding_mask",))  # of 8 tokens, how many are padding
+    coeff: int = number(8, *range(21), pairs=(8, 1), argument="coeff")  # a loss's coefficient in eighths
+    evaluation: bool = flag(argument="training")
 
-    words: ClassVar[dict[str, tuple[str, ...]]] = {"spread": SPREADS, "score": SCORES, "bias": ("small", "large")}
+    def clash(self) -> str | None:
+        if self.logits and self.spread != "distinct":
+            return "explicit logits have no spread"
+        if self.bias and self.score.startswith("softmax"):
+            return "bias excludes softmax scores"
+        if self.score == "softmax_pre" and self.function == "aux_loss_scores":
+            return "score is 'softmax_pre', but no expert is chosen before the scores"
+        return None
 
-    def __post_init__(self) -> None:
-        if self.tokens < 0 or min(self.experts, self.topk) < 1:
-            raise ValueError(
-                f"tokens ≥ 0 and experts, topk ≥ 1 are needed; they are {self.tokens}, {self.experts}, {self.topk}"
-            )
-        if self.logits and len(self.logits) != self.tokens * self.experts:
-            raise ValueError(f"logits must hold {self.tokens} × {self.experts} numbers")
-
-
-LogitsCase.serves("topk_indices", "topk_routing", "aux_loss_scores", "z_loss", "sinkhorn_routing")
+    def arguments(self) -> tuple[str, ...]:
+        return ("pre_softmax",) if self.score == "softmax_pre" else ()
 
 
 def logits_of(case: LogitsCase) -> Tensor:
     """[T,E] logits in the case's dtype."""
-    kind = DTYPES[case.dtype]
+    dtype = DTYPES[case.dtype]
     shape = (case.tokens, case.experts)
     if case.logits:
-        eighths = torch.tensor(case.logits, dtype=torch.float64)
-        value = torch.where(
-            eighths == MINUS_INFINITY, -torch.inf, torch.where(eighths == NOT_A_NUMBER, torch.nan, eighths / 8)
-        )
-        return value.reshape(shape).to(kind)
-    return torch.from_numpy(_drawn(case, kind)).reshape(shape).to(kind)
+        value = torch.tensor(case.logits, dtype=torch.float64)
+        special = torch.where(value == NOT_A_NUMBER, torch.nan, value / 8)
+        return torch.where(value == MINUS_INFINITY, -torch.inf, special).reshape(shape).to(dtype)
+    return torch.from_numpy(_drawn(case, dtype)).reshape(shape).to(dtype)
 
 
-def _drawn(case: LogitsCase, kind: torch.dtype) -> np.ndarray:
+def _drawn(case: LogitsCase, dtype: torch.dtype) -> np.ndarray:
     noise = hashed(case.seed, "logits", case.tokens * case.experts).astype(np.int64)
-    fine = kind in (torch.float32, torch.float64)
-    plain = (noise % 2**17 - 2**16) / 2**13 if fine else (noise % 255 - 127) / 16  # within ±8; in float32 rarely equal
+    fine = dtype in (torch.float32, torch.float64)
+    token = np.arange(len(noise)) // case.experts
+    # within ±8; in float32 rarely equal
+    plain = (noise % 2**17 - 2**16) / 2**13 if fine else (noise % 255 - 127) / 16
     if case.function == "sinkhorn_routing":
         plain = plain / 8  # an uneven plan takes thousands of rounds
     if case.spread == "ties":
@@ -81,16 +170,14 @@ def _drawn(case: LogitsCase, kind: torch.dtype) -> np.ndarray:
     if case.spread == "negative":  # a Sinkhorn plan of less than exp(-9) creeps for millions of rounds
         return (-2 if case.function == "sinkhorn_routing" else -10) - np.abs(plain)
     if case.spread == "extreme":
-        most = float(torch.finfo(kind).max) if kind != torch.float64 else 1e38
+        most = float(torch.finfo(dtype).max) if dtype != torch.float64 else 1e38
         return np.clip(plain * 10.0 ** ((noise >> 20) % 38), -most, most)
     if case.spread == "minus_inf":
-        token = np.arange(len(noise)) // case.experts
         whole = (token % 4 == 3) & (case.function != "z_loss")  # one such row would leave nothing to judge of a loss
         return np.where(((noise >> 20) % 2 == 0) | whole, -np.inf, plain)
     if case.spread == "nan":
-        token = np.arange(len(noise)) // case.experts
-        strange = np.where((noise >> 20) % 2 == 0, np.nan, np.inf)
-        return np.where(((noise >> 22) % 8 == 0) & (token % 2 == 0), strange, plain)
+        special = np.where((noise >> 20) % 2 == 0, np.nan, np.inf)
+        return np.where(((noise >> 22) % 8 == 0) & (token % 2 == 0), special, plain)
     if case.spread == "equal":
         return np.full(len(noise), 0.25)
     if case.spread == "saturated":  # where 1 - σ(x) is lost in float32
@@ -111,150 +198,65 @@ def padding_of(case: LogitsCase) -> Tensor:
 
 
 def indices_of(case: LogitsCase) -> Tensor:
-    """[T,K] different experts a token, in no order."""
-    rank = torch.from_numpy(hashed(case.seed, "precomputed", case.tokens * case.experts).astype(np.int64)).reshape(
-        case.tokens, case.experts
-    )
+    """[T,K] different experts per token, in no order."""
+    noise = hashed(case.seed, "precomputed", case.tokens * case.experts).astype(np.int64)
+    rank = torch.from_numpy(noise).reshape(case.tokens, case.experts)
     return rank.argsort(dim=1, stable=True)[:, : case.topk]
-
-
-GO_WITH: dict[str, dict[str, Any]] = {"layout": {"layout_of": ""}, "groups": {"group_topk": 0}, "score": {"bias": ""}}
-
-
-def simpler_logits(case: LogitsCase) -> Iterator[LogitsCase]:
-    """Fewer tokens, experts and slots; explicit logits, and plainer ones; then plainer settings."""
-    for name in (
-        "law",
-        "layout",
-        "grads",
-        "precomputed",
-        "padding",
-        "scaling",
-        "bias",
-        "groups",
-        "score",
-        "dtype",
-        "poison",
-        "coeff",
-        "evaluation",
-    ):
-        default: Any = LogitsCase.__dataclass_fields__[name].default
-        if getattr(case, name) != default:
-            yield replace(case, **{name: default} | GO_WITH.get(name, {}))
-    if case.logits:
-        yield from _smaller_table(case)
-    else:
-        yield from (replace(case, tokens=t) for t in _fewer(case.tokens, 0))
-        if not case.groups:
-            yield from (replace(case, experts=e) for e in _fewer(case.experts, max(case.topk, 1)))
-        if case.seed:
-            yield replace(case, seed=0)
-        if 0 < case.tokens * case.experts <= EXPLICIT_CELLS:
-            yield replace(
-                case, logits=tuple(_eighths(x) for x in logits_of(case).flatten().tolist()), spread="distinct"
-            )
-    if not case.groups:
-        yield from (replace(case, topk=k) for k in _fewer(case.topk, 1))
-
-
-def _eighths(x: float) -> int:
-    if x != x:
-        return NOT_A_NUMBER
-    return MINUS_INFINITY if x == -torch.inf else round(max(min(x, 1000.0), -1000.0) * 8)
-
-
-def _fewer(size: int, least: int) -> list[int]:
-    return sorted({s for s in (least, 1, 2, 3, size // 2, size - 1) if least <= s < size})
-
-
-def _smaller_table(case: LogitsCase) -> Iterator[LogitsCase]:
-    rows = [case.logits[t * case.experts : (t + 1) * case.experts] for t in range(case.tokens)]
-    for t in range(len(rows) if len(rows) > 1 else 0):
-        yield replace(case, tokens=case.tokens - 1, logits=tuple(x for row in rows[:t] + rows[t + 1 :] for x in row))
-    for e in range(case.experts if case.experts > case.topk and not case.groups else 0):
-        yield replace(case, experts=case.experts - 1, logits=tuple(x for row in rows for x in row[:e] + row[e + 1 :]))
-    for i, x in enumerate(case.logits):
-        for plain in (0, 8, -8):
-            if abs(plain) < abs(x):
-                yield replace(case, logits=(*case.logits[:i], plain, *case.logits[i + 1 :]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateCase(Case):
     """A case around [T,H] hidden states."""
 
-    tokens: int = 1
-    hidden: int = 1
-    experts: int = 1
-    dtype: str = "float32"
-    weight_dtype: str = ""  # empty: as dtype
-    router_dtype: str = ""
-    bias: bool = False
-    eps: int = 1  # of the jitter, in sixteenths
-    scale: int = 8  # of the loss, in eighths
-    counts: tuple[int, ...] = ()  # tokens of each of several ranks, with the same weights; empty: one process
-    layout: str = "contiguous"
-    layout_of: str = ""
-    grads: str = ""
+    tokens: int = size("T")
+    hidden: int = declared(Resized(default=1, letter="H"))
+    experts: int = experts()
+    dtype: str = dtypes(*FLOATS)
+    weight_dtype: str = choice("", "float32", also=("bfloat16",), of=("weight",))  # empty: as dtype
+    router_dtype: str = choice("", "fp32", "fp64", argument="router_dtype")
+    bias: bool = flag(of=("bias",))
+    eps: int = number(1, *range(16), pairs=(0, 1, 15), argument="eps")  # of the jitter, in sixteenths
+    scale: int = number(8, *range(-20, 41), pairs=(8, 3, -8), argument="scale")  # of the loss, in eighths
+    # tokens of each of several ranks, with the same weights; empty: one process
+    counts: tuple[int, ...] = counts(of="weight")
 
-    words: ClassVar[dict[str, tuple[str, ...]]] = {"router_dtype": ("fp32", "fp64")}
+    @property
+    def parameter_dtype(self) -> str:
+        """The dtype of weight and bias."""
+        return self.weight_dtype or self.dtype
 
-    def __post_init__(self) -> None:
-        if min(self.tokens, self.hidden) < 0 or self.experts < 1 or not 0 <= self.eps < 16:
-            sizes = f"{self.tokens}, {self.hidden}, {self.experts}, {self.eps}"
-            raise ValueError(f"tokens, hidden ≥ 0, experts ≥ 1 and eps from 0 to 15 are needed; they are {sizes}")
-        check_counts(self.counts, self.tokens)
-
-
-GateCase.serves("gate", "jitter", "attach_loss")
+    def clash(self) -> str | None:
+        if self.eps > 15:
+            return f"eps is {self.eps}; it must be below 16"
+        return "ranks have contiguous inputs" if self.counts and self.layout != "contiguous" else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadCase(Case):
     """A case around a routing map drawn from the seed, or its counts."""
 
-    tokens: int = 1
-    experts: int = 1
-    topk: int = 1
-    sequences: int = 1  # folded into columns
-    dtype: str = "float32"
-    map_dtype: str = "bool"
-    values: str = "distinct"  # of the probs or scores: distinct, ties, zeros, negative
-    capacity: int = 0
-    policy: str = "probs"
-    pad: bool = False
-    coeff: int = 8  # in eighths
-    total: str = "number"  # total_num_tokens as a number, on the device, or zero
-    rate: int = 1  # update rate in thousandths
-    bias: int = 0  # magnitude of the expert bias before, in halves
-    even: bool = False  # all counts equal
-    layout: str = "contiguous"
-    layout_of: str = ""
-    grads: str = ""
-
-    words: ClassVar[dict[str, tuple[str, ...]]] = {
-        "values": ("distinct", "ties", "zeros", "negative"),
-        "policy": ("probs", "position"),
-        "total": ("number", "device", "zero"),
-    }
-
-    def __post_init__(self) -> None:
-        if min(self.tokens, self.capacity) < 0 or min(self.experts, self.topk, self.sequences) < 1:
-            sizes = f"{self.tokens}, {self.capacity}, {self.experts}, {self.topk}, {self.sequences}"
-            raise ValueError(f"tokens, capacity ≥ 0 and experts, topk, sequences ≥ 1 are needed; they are {sizes}")
-
-
-LoadCase.serves("drop_tokens", "load_balancing_loss", "update_expert_bias")
+    tokens: int = size("T")
+    experts: int = experts(always=True)
+    topk: int = slots(of=("probs", "scores"))
+    sequences: int = declared(Size(default=1, letter="C", at_least=1, most=3, pairs=(1, 3)))  # folded into columns
+    dtype: str = dtypes(*LOGITS)
+    map_dtype: str = dtypes("bool", "uint8", "int32", "int64")  # of counts: bool stands for int64, uint8 for float32
+    values: str = choice("distinct", "ties", "zeros", "negative", of=("probs", "scores"))
+    capacity: int = number(0, pairs=(1, 3, 9), argument="capacity")
+    policy: str = choice("probs", "position", argument="drop_policy")
+    pad: bool = flag(argument="pad_to_capacity")
+    coeff: int = number(8, *range(21), pairs=(8, 1), argument="coeff")  # in eighths
+    # total_num_tokens as a number, on the device, or zero
+    total: str = choice("number", "device", also=("zero",), argument="total_num_tokens")
+    rate: int = number(1, *range(501), pairs=(0, 1, 250), argument="update_rate")  # in thousandths
+    bias: int = number(0, 1, 4, 100, pairs=(1, 40), of=("expert_bias",))  # magnitude of the bias before, in halves
+    even: bool = flag(of=("expert_bias",))  # all counts equal
 
 
 def map_of(case: LoadCase) -> Tensor:
-    """[T,E] bool, up to K experts a token; some tokens have none."""
-    rank = (
-        hashed(case.seed, "map", case.tokens * case.experts)
-        .reshape(case.tokens, case.experts)
-        .argsort(axis=1)
-        .argsort(axis=1)
-    )
+    """[T,E] bool, up to K experts per token; some tokens have none."""
+    noise = hashed(case.seed, "map", case.tokens * case.experts).reshape(case.tokens, case.experts)
+    rank = noise.argsort(axis=1).argsort(axis=1)
     some = hashed(case.seed, "count", case.tokens)[:, None] % (case.topk + 1) if case.seed % 3 == 0 else case.topk
     return torch.from_numpy(rank < some)
 

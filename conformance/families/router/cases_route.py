@@ -1,64 +1,115 @@
 """A case of route: a router, what happens to it step by step, and over which ranks its tokens are shared out."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from conformance.core.axes import Changes, Size, Words, choice, declared, dtypes, flag, number, shorter, size, words
 from conformance.core.case import Case
-from conformance.core.shared_out import check_counts
+from conformance.core.shared_out import counts
 from conformance.core.tensors import DTYPES, hashed
+from conformance.families.router.cases import SCORES, Scores, experts, groups, slots
 from moe_ref.config import RouterConfig
 
 STEPS = ("train", "eval", "nograd", "record", "forward", "backward", "finish", "frozen", "reload")
 FORWARDS = STEPS[:6]  # those that take logits
+COVERED_STEPS = (
+    "train",
+    "train+train+finish+train",
+    "train+reload+train+finish+reload+train",
+    "train+eval+nograd+train+finish+train",
+    "train+frozen+train+finish+train+finish+train",
+    "record+forward+forward+backward+backward+train",
+)
+REPLAYS = STEPS[3:6]
 LOSSES = ("z_loss", "aux_loss", "seq_aux_loss", "global_aux_loss")
+KINDS = ("aux", "seq", "global", "z")  # of losses, as cases name them
+
+
+@dataclass(kw_only=True)
+class Steps(Words):
+    """Steps in an order that makes sense."""
+
+    def fits(self, case: Any) -> str | None:
+        """It begins with a forward; forward replays something recorded, and backward something queued."""
+        steps = getattr(case, self.name).split("+")
+        if steps[0] not in FORWARDS:
+            return f"{self.name} must begin with one of {', '.join(FORWARDS)}"
+        recorded = queued = 0
+        for step in steps:
+            recorded += step == "record"
+            queued += (step == "forward") - (step == "backward")
+            if queued < 0 or (step == "forward" and not recorded):
+                return f"{self.name} has nothing for a {step} replay"
+        return None
+
+
+@dataclass(kw_only=True)
+class Tokens(Size):
+    """Tokens of a batch; one process has at least one."""
+
+    def smaller(self, case: Any) -> Iterator[Changes]:
+        yield from ({self.name: n} for n in shorter(getattr(case, self.name), 0 if case.counts else 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouteCase(Case):
     """A router and what happens to it, step by step."""
 
-    steps: str = "train"  # joined by +
-    tokens: int = 2  # of one micro-batch; a multiple of sequences
-    sequences: int = 1
-    experts: int = 2
-    topk: int = 1
-    dtype: str = "float32"
-    score: str = "sigmoid"
-    groups: int = 0
-    group_topk: int = 0
-    scaling: int = 0  # in eighths
-    bias: bool = False  # whether the expert bias is on
-    rate: int = 16  # its update rate in 1024ths
-    losses: str = ""  # any of aux, seq, global and z, joined by +
-    coeff: int = 4  # of each loss, in eighths
-    capacity: int = 0  # factor in quarters; 0: none
-    pad: bool = False
-    policy: str = "probs"
-    padding: int = 0  # of 8 tokens
-    per_token: bool = False  # calculate_per_token_loss
-    scale: int = 8  # loss scale in eighths
-    ranks: int = 1  # that share a sequence; without counts all with the same tokens: a sum over them is so many times this rank's
-    counts: tuple[int, ...] = ()  # tokens of each of several real ranks; empty: one process
-    grads: str = ""
+    steps: str = declared(Steps(default="train", known=STEPS, of=COVERED_STEPS))
+    tokens: int = declared(Tokens(default=2, letter="T"))  # of one micro-batch; a multiple of sequences
+    sequences: int = size(at_least=1, divides="tokens", pairs=(1, 2), argument="batch_size")
+    experts: int = experts(default=2)
+    topk: int = slots(spare=1)
+    dtype: str = dtypes("float32", "bfloat16")
+    score: str = declared(Scores(default="sigmoid", values=("sigmoid", *SCORES[:2], SCORES[3])))
+    groups: int = groups()
+    group_topk: int = number(0)
+    scaling: int = number(0, 20)  # in eighths
+    bias: bool = flag()  # whether the expert bias is on
+    rate: int = number(16, *range(1, 41))  # its update rate in 1024ths
+    losses: str = words("", *KINDS, repeat=False, of=("", *KINDS, "+".join(KINDS)))
+    coeff: int = number(4, *range(1, 21))  # of each loss, in eighths
+    capacity: int = number(0, *range(1, 9))  # factor in quarters; 0: none
+    pad: bool = flag()
+    policy: str = choice("probs", "position")
+    padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",))  # of 8 tokens
+    per_token: bool = flag()  # calculate_per_token_loss
+    scale: int = number(8, *range(1, 33))  # loss scale in eighths
+    counts: tuple[int, ...] = counts()  # tokens of each of several real ranks; empty: one process
+    # that share a sequence; without counts all have the same tokens: a sum over them is this rank's, times their number
+    ranks: int = size(at_least=1, pairs=(1, 2), argument="ranks")
 
-    def __post_init__(self) -> None:
-        unknown = [step for step in self.steps.split("+") if step not in STEPS]
-        if unknown or self.steps.split("+")[0] not in FORWARDS:
-            raise ValueError(
-                f"steps is {self.steps!r}; it must be some of {', '.join(STEPS)}, joined by +, and begin with a forward"
-            )
-        if self.tokens % self.sequences:
-            raise ValueError(f"tokens {self.tokens} is no multiple of sequences {self.sequences}")
-        check_counts(self.counts, self.tokens)
+    def clash(self) -> str | None:
+        if self.layout != "contiguous":
+            return "the logits of all steps are contiguous"
+        if not self.tokens and not self.counts:
+            return "one process needs tokens"
+        if self.score.startswith("softmax") and (self.bias or (self.topk == 1 and self.score == "softmax")):
+            return "softmax excludes an expert bias, and of one chosen expert it is constant"
+        if self.capacity and self.dtype != "float32":
+            return "a capacity needs float32: of the keys of other dtypes too many are equal"
+        if (self.pad or self.policy != "probs") and not self.capacity:
+            return "pad and policy need a capacity"
         if self.counts and (len(self.counts) % self.ranks or any(count % self.sequences for count in self.counts)):
-            raise ValueError(
-                f"counts is {self.counts}; it must have multiples of sequences, {self.sequences}, and so many that ranks, {self.ranks}, divide them"
-            )
+            return f"counts is {self.counts}: sequences must divide each, and ranks how many they are"
+        return None
 
+    def arguments(self) -> tuple[str, ...]:
+        replay = any(step in REPLAYS for step in self.steps.split("+"))
+        uneven = len(set(self.counts)) > 1
+        given = {"replay": replay, "padding_mask": uneven, "ranks": bool(self.counts)}
+        return tuple(name for name, wanted in given.items() if wanted)
 
-RouteCase.serves("route")
+    @property
+    def one_sum(self) -> bool:
+        """Whether ranks' results add up to one process's: no loss or capacity depends on how many tokens a rank has."""
+        # the z-loss is a mean over a rank's tokens
+        means = "z" in self.losses.split("+") and (self.padding or len(set(self.counts)) > 1)
+        return self.ranks == len(self.counts) and not self.capacity and not means
 
 
 def config_of(case: RouteCase) -> RouterConfig:

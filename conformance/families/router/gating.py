@@ -1,78 +1,48 @@
 """gate, jitter and attach_loss."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from conformance.core.contract import Contract, Problem
+from conformance.core.contract import Contract, Input, Output, Problem, Signature
 from conformance.core.tensors import payload
-from conformance.families.router.cases import GateCase
+from conformance.families.router.cases import FLOATS, GateCase
 from conformance.judge import Expectation
 from conformance.judge.bound import ROUNDOFF, Bounded, sum_bound
 from conformance.judge.exact import Exact
 from moe_ref.router.gating import ROUTER_DTYPES, gate
 
 
-class _OfStates(Contract[GateCase]):
-    def neighbour(self, case: GateCase) -> GateCase:
-        plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": ""}
-        other: dict[str, Any] = {
-            "tokens": case.tokens + 1,
-            "hidden": case.hidden + 3,
-            "eps": 5 if case.eps != 5 else 3,
-            "scale": case.scale + 4,
-        }
-        return replace(case, **plain | other, seed=case.seed + 1)
-
-    def simpler(self, case: GateCase) -> Iterator[GateCase]:
-        for name in (
-            "law",
-            "layout",
-            "grads",
-            "router_dtype",
-            "weight_dtype",
-            "bias",
-            "dtype",
-            "eps",
-            "scale",
-            "poison",
-            "seed",
-        ):
-            default: Any = GateCase.__dataclass_fields__[name].default
-            if getattr(case, name) != default:
-                fewer = {"grads": "+".join(g for g in case.grads.split("+") if g != "bias")} if name == "bias" else {}
-                yield replace(case, **{name: default} | ({"layout_of": ""} if name == "layout" else {}) | fewer)
-        for grad in case.grads.split("+") if "+" in case.grads else ():
-            yield replace(case, grads=grad)
-        for name, least in (("tokens", 0), ("hidden", 0), ("experts", 1)):
-            size = getattr(case, name)
-            for smaller in sorted({s for s in (least, 1, 2, 3, size // 2, size - 1) if least <= s < size}):
-                changed: dict[str, Any] = {name: smaller}
-                yield replace(case, **changed)
-
-
-class Gate(_OfStates):
+class Gate(Contract[GateCase]):
     """`gate`: the product in the router dtype, and its three gradients."""
 
     function = "gate"
-    outputs = ("logits",)
-    primary = "logits"
-    optional = ("bias", "router_dtype")
+    case_type = GateCase
+    signature = Signature(
+        inputs=[
+            Input("x", "TH", FLOATS, gradient=True),
+            Input("weight", "EH", field="parameter_dtype", gradient=True),
+            Input("bias", "E", field="parameter_dtype", optional="bias", gradient=True),
+        ],
+        outputs=[Output("logits", "TE", of="x")],
+        settings=("router_dtype",),
+    )
 
     def legal(self, case: GateCase) -> Problem:
         x = payload(case.seed, "x", (case.tokens, case.hidden), case.dtype)
-        weight = payload(case.seed, "weight", (case.experts, case.hidden), case.weight_dtype or case.dtype)
-        settings: dict[str, Any] = (
-            {"bias": payload(case.seed, "bias", (case.experts,), case.weight_dtype or case.dtype)} if case.bias else {}
-        )
-        settings |= {"router_dtype": case.router_dtype} if case.router_dtype else {}
-        wanted = tuple(name for name in case.grads.split("+") if name)
-        out = {"fp32": "float32", "fp64": "float64"}.get(case.router_dtype, case.dtype)
-        cotangents = {"logits": payload(case.seed, "d_logits", (case.tokens, case.experts), out)} if wanted else {}
-        return Problem(
-            self.function, {"x": x, "weight": weight}, settings, {case.layout_of: case.layout}, wanted, cotangents
+        weight = payload(case.seed, "weight", (case.experts, case.hidden), case.parameter_dtype)
+        settings: dict[str, Any] = {}
+        if case.bias:
+            settings["bias"] = payload(case.seed, "bias", (case.experts,), case.parameter_dtype)
+        if case.router_dtype:
+            settings["router_dtype"] = case.router_dtype
+        return self.call(case, {"x": x, "weight": weight}, settings)
+
+    def cotangent(self, case: GateCase, output: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        """In the router dtype."""
+        return super().cotangent(
+            case, output, shape, {"fp32": "float32", "fp64": "float64"}.get(case.router_dtype, dtype)
         )
 
     def expected(self, case: GateCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
@@ -117,16 +87,16 @@ def _wider(bounded: Bounded, more: torch.Tensor | float) -> Bounded:
     return Bounded(bounded.value, bounded.bound + more, bounded.dtype, bounded.accumulator)
 
 
-class Jitter(_OfStates):
+class Jitter(Contract[GateCase]):
     """`jitter`: each element within eps of itself, in its dtype; half of them up and half of them down."""
 
     function = "jitter"
-    outputs = ("x",)
-    primary = "x"
+    case_type = GateCase
+    signature = Signature(inputs=[Input("x", "TH", FLOATS)], outputs=[Output("x", "TH")], required=("eps",))
 
     def legal(self, case: GateCase) -> Problem:
         x = payload(case.seed, "x", (case.tokens, case.hidden), case.dtype)
-        return Problem(self.function, {"x": x}, {"eps": case.eps / 16}, {case.layout_of: case.layout})
+        return self.call(case, {"x": x}, {"eps": case.eps / 16})
 
     def expected(self, case: GateCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         x = problem.required["x"].double()
@@ -141,26 +111,25 @@ class Jitter(_OfStates):
         }
 
 
-class AttachLoss(_OfStates):
+class AttachLoss(Contract[GateCase]):
     """`attach_loss`: the tensor itself; the loss gets `scale` as its gradient, whatever the tensor's cotangent is."""
 
     function = "attach_loss"
-    outputs = ("x",)
-    primary = "x"
+    case_type = GateCase
+    signature = Signature(
+        inputs=[
+            Input("x", "TH", FLOATS, gradient=True),
+            Input("loss", "", ("float32",), field="", gradient=True),
+        ],
+        outputs=[Output("x", "TH", of="x")],
+        required=("scale",),
+        linear=("x", "x"),
+    )
 
     def legal(self, case: GateCase) -> Problem:
         x = payload(case.seed, "x", (case.tokens, case.hidden), case.dtype)
         loss = payload(case.seed, "loss", (), "float32")
-        wanted = tuple(name for name in case.grads.split("+") if name)
-        cotangents = {"x": payload(case.seed, "d_x", tuple(x.shape), case.dtype)} if wanted else {}
-        return Problem(
-            self.function,
-            {"x": x, "loss": loss},
-            {"scale": case.scale / 8},
-            {case.layout_of: case.layout},
-            wanted,
-            cotangents,
-        )
+        return self.call(case, {"x": x, "loss": loss}, {"scale": case.scale / 8})
 
     def expected(self, case: GateCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         right: dict[str, Expectation] = {"x": Exact(problem.required["x"])}

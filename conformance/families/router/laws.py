@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.core import universal_laws as universal
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Trial
+from conformance.core.shared_out_laws import SHARED_OUT, of_one_process
 from conformance.judge import Bounded, Chosen, Expectation, Finding, judge
 
 PER_EXPERT = ("expert_bias", "tokens_per_expert")
@@ -186,3 +188,23 @@ SHARES = Law("shares", _shares, lambda case: _plain(case) and case.tokens > 1)
 EVENLY_SPREAD = Law(
     "evenly_spread", _evenly_spread, lambda case: _plain(case) and case.dtype == "float32" and case.eps > 0
 )
+
+_EVERY = (*universal.EVERYWHERE, *universal.STATIC)
+_CHOICE = (TOKEN_REVERSAL, EXPERT_RELABELLING, BATCH_CONCAT, SHIFT)
+LAWS = {
+    "gate": (
+        *SHARED_OUT,
+        *of_one_process(*universal.EVERYWHERE[2:], *universal.STATIC, TOKEN_REVERSAL, BATCH_CONCAT),
+    ),
+    "jitter": (*_EVERY, EVENLY_SPREAD),
+    "topk_indices": (*_EVERY, *_CHOICE, REPLAY),
+    "topk_routing": (*_EVERY, *_CHOICE, REPLAY),
+    "sinkhorn_routing": (*universal.EVERYWHERE, EXPERT_RELABELLING),
+    "drop_tokens": (*_EVERY, EXPERT_RELABELLING, universal.SCALING),
+    "aux_loss_scores": (*_EVERY, *_CHOICE, PADDING_TOKENS),
+    "load_balancing_loss": (*_EVERY, SHARES, universal.SCALING),
+    "z_loss": (*_EVERY, TOKEN_REVERSAL, EXPERT_RELABELLING, PADDING_TOKENS),
+    "attach_loss": (*_EVERY, universal.SCALING),
+    "update_expert_bias": (*_EVERY, EXPERT_RELABELLING),
+    "route": (*SHARED_OUT, *of_one_process(universal.LATE_PRODUCER, *universal.STATIC)),
+}

@@ -1,40 +1,21 @@
 """route over several steps: probs, map, losses, gradients and state, with what happens between global batches."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 import moe_ref
-from conformance.core.contract import Contract, Problem, accumulator_of, leaf
+from conformance.core.contract import Contract, Input, Output, Problem, Signature, accumulator_of, leaf
 from conformance.core.tensors import DTYPES, hashed, payload
-from conformance.families.router.cases_route import FORWARDS, LOSSES, RouteCase, config_of, logits_of_step
+from conformance.families.router.cases_route import FORWARDS, LOSSES, REPLAYS, RouteCase, config_of, logits_of_step
 from conformance.families.router.route_step import Played, Step
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Expectation
 from conformance.judge.exact import Exact
 from moe_ref.config import RankGroup, RouterConfig, RouterRanks, RouterState
 
-PLAIN = (
-    "law",
-    "grads",
-    "ranks",
-    "per_token",
-    "scale",
-    "padding",
-    "pad",
-    "policy",
-    "capacity",
-    "bias",
-    "scaling",
-    "dtype",
-    "seed",
-    "poison",
-    "rate",
-    "coeff",
-)
 STATE = (
     "expert_bias",
     "tokens_per_expert",
@@ -50,9 +31,16 @@ class Route(Contract[RouteCase]):
     """`route`, `finish_batch` and the state between them."""
 
     function = "route"
-    outputs = ROUTE_OUTPUTS
+    case_type = RouteCase
+    signature = Signature(
+        inputs=[
+            Input("logits", "TE", gradient=True),
+            Input("padding_mask", "T", ("bool",), field="", optional="padding"),
+        ],
+        outputs=[Output(name) for name in ROUTE_OUTPUTS],
+        settings=("batch_size", "replay", "ranks"),
+    )
     primary = "0.probs"
-    optional = ("batch_size", "padding_mask", "replay", "ranks")
     companions = ("new_state", "finish_batch", "state_tensors", "state_from")
 
     def legal(self, case: RouteCase) -> Problem:
@@ -68,7 +56,7 @@ class Route(Contract[RouteCase]):
             if case.padding or uneven
             else {}
         )
-        settings |= {"replay": "record"} if any(step in ("record", "forward", "backward") for step in steps) else {}
+        settings |= {"replay": "record"} if any(step in REPLAYS for step in steps) else {}
         if case.ranks > 1:
             group = RankGroup(case.ranks, lambda x: x * case.ranks)
             settings |= {"ranks": RouterRanks(group, group)}
@@ -112,7 +100,7 @@ class Route(Contract[RouteCase]):
                     state = implementation.call("state_from", saved)
                 else:
                     how: dict[str, Any] = {"training": False} if step == "eval" else {}
-                    how |= {"replay": step} if step in ("record", "forward", "backward") else {}
+                    how |= {"replay": step} if step in REPLAYS else {}
                     how |= {"replay_target": target} if step == "forward" else {}
                     with torch.no_grad() if step == "nograd" else nullcontext():
                         result = named_outputs(
@@ -204,62 +192,6 @@ class Route(Contract[RouteCase]):
             )  # steps of n/1024 add up without rounding
         return right
 
-    def neighbour(self, case: RouteCase) -> RouteCase:
-        other = "softmax_pre" if case.score != "softmax_pre" and not case.bias else "sigmoid"
-        return replace(
-            case,
-            golden="",
-            law="",
-            seed=case.seed + 1,
-            score=other,
-            experts=case.experts * 2,
-            groups=0,
-            group_topk=0,
-            rate=case.rate + 5,
-        )
-
-    def simpler(self, case: RouteCase) -> Iterator[RouteCase]:
-        steps = case.steps.split("+")
-        for i in range(len(steps)):
-            fewer = steps[:i] + steps[i + 1 :]
-            if fewer and fewer[0] in FORWARDS and _replays_fit(fewer):
-                yield replace(case, steps="+".join(fewer))
-        for name in PLAIN:
-            default: Any = RouteCase.__dataclass_fields__[name].default
-            if getattr(case, name) != default:
-                yield replace(
-                    case, **{name: default} | ({"pad": False, "policy": "probs"} if name == "capacity" else {})
-                )
-        for kind in filter(None, case.losses.split("+")):
-            yield replace(case, losses="+".join(x for x in case.losses.split("+") if x != kind))
-        if case.groups:
-            yield replace(case, groups=0, group_topk=0)
-        if case.sequences > 1:
-            yield replace(case, sequences=1)
-        yield from (
-            replace(case, tokens=t)
-            for t in sorted({1, 2, case.tokens // 2, case.tokens - 1})
-            if 0 < t < case.tokens and t % case.sequences == 0
-        )
-        if not case.groups:
-            yield from (
-                replace(case, experts=e)
-                for e in sorted({case.topk + 1, case.experts // 2})
-                if case.topk < e < case.experts
-            )
-            yield from (replace(case, topk=k) for k in (1, 2) if k < case.topk and (k > 1 or case.score != "softmax"))
-
 
 def _fields(losses: Any) -> dict[str, Any]:
     return dict(losses) if isinstance(losses, dict) else {name: getattr(losses, name, None) for name in LOSSES}
-
-
-def _replays_fit(steps: list[str]) -> bool:
-    """Whether each forward replay has something recorded, and each backward one something queued."""
-    recorded = queued = 0
-    for step in steps:
-        recorded += step == "record"
-        queued += (step == "forward") - (step == "backward")
-        if queued < 0 or (step == "forward" and not recorded):
-            return False
-    return True

@@ -1,17 +1,15 @@
 """topk_indices and topk_routing: the choice by the rule of margins, weights and gradients given the candidate's own choice."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from conformance.analysis.running import Running
-from conformance.core.contract import Contract, Problem, accumulator_of, leaf
-from conformance.core.tensors import payload
-from conformance.families.router.cases import LogitsCase, bias_of, indices_of, logits_of, simpler_logits
+from conformance.core.contract import Contract, Input, Output, Problem, Signature, accumulator_of, leaf
+from conformance.families.router.cases import LOGITS, LogitsCase, bias_of, indices_of, logits_of
 from conformance.judge import Expectation, Given
 from conformance.judge.bound import Bounded
 from conformance.judge.choice import Chosen
@@ -112,10 +110,23 @@ def unspecified_gradient(logits: Tensor, chosen: Tensor, settings: Settings) -> 
     return rows | (logits < UNDERFLOW).any(1) if settings.get("score_function") == "sqrtsoftplus" else rows
 
 
+def _signature(probs: str, chosen: Output) -> Signature:
+    return Signature(
+        inputs=[
+            Input("logits", "TE", LOGITS, gradient=True),
+            Input("expert_bias", "E", ("float32",), field="", optional="bias"),
+            Input("precomputed_indices", "TK", ("int64",), field="", optional="precomputed"),
+        ],
+        outputs=[Output("probs", probs, of="logits"), chosen],
+        settings=("pre_softmax", "num_groups", "group_topk", "scaling_factor"),
+        required=("topk", "score_function"),
+    )
+
+
 class _TopK(Contract[LogitsCase]):
     """What the two forms have in common."""
 
-    optional = ("pre_softmax", "num_groups", "group_topk", "scaling_factor", "expert_bias", "precomputed_indices")
+    case_type = LogitsCase
 
     def settings(self, case: LogitsCase) -> Settings:
         settings: Settings = {"topk": case.topk}
@@ -132,17 +143,7 @@ class _TopK(Contract[LogitsCase]):
         return settings
 
     def legal(self, case: LogitsCase) -> Problem:
-        wanted = ("logits",) if case.grads else ()
-        width = case.topk if self.function == "topk_indices" else case.experts
-        cotangents = {"probs": payload(case.seed, "d_probs", (case.tokens, width), case.dtype)} if wanted else {}
-        return Problem(
-            self.function,
-            {"logits": logits_of(case)},
-            self.settings(case),
-            {case.layout_of: case.layout},
-            wanted,
-            cotangents,
-        )
+        return self.call(case, {"logits": logits_of(case)}, self.settings(case), lengths={"K": case.topk})
 
     def choice(self, problem: Problem, dtype: torch.dtype, lowest: bool) -> Chosen:
         logits, settings = problem.required["logits"], problem.settings
@@ -222,31 +223,12 @@ class _TopK(Contract[LogitsCase]):
         analysis = gradient(logits, chosen, cotangent_TE, problem.settings, dtype)
         return analysis.bounded(logits.dtype, value, free)
 
-    def neighbour(self, case: LogitsCase) -> LogitsCase:
-        other = "sigmoid" if case.score != "sigmoid" else "softmax_pre"
-        plain: dict[str, Any] = {
-            "golden": "",
-            "law": "",
-            "layout": "contiguous",
-            "layout_of": "",
-            "bias": "",
-            "groups": 0,
-            "group_topk": 0,
-            "logits": (),
-        }
-        return replace(
-            case, **plain, seed=case.seed + 1, score=other, experts=case.experts + 1, scaling=case.scaling + 4
-        )
-
-    def simpler(self, case: LogitsCase) -> Iterator[LogitsCase]:
-        return simpler_logits(case)
-
 
 class TopkIndices(_TopK):
     """`topk_indices`: slots in any order; weights and the gradient by the candidate's slots."""
 
     function = "topk_indices"
-    outputs = ("probs", "indices")
+    signature = _signature("TK", Output("indices", "TK"))
     primary = "indices"
 
     def _weights(self, problem: Problem, observed: Tensor, dtype: torch.dtype) -> Bounded:
@@ -272,7 +254,7 @@ class TopkRouting(_TopK):
     """`topk_routing`: the dense form."""
 
     function = "topk_routing"
-    outputs = ("probs", "routing_map")
+    signature = _signature("TE", Output("routing_map", "TE"))
     primary = "routing_map"
 
     @staticmethod

@@ -1,31 +1,45 @@
-"""Cases of the router: logits with and without ties, and every legal setting."""
+"""What axes cannot say of the router: shapes of logits and loads, steps of a route, tokens over ranks."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
-from conformance.core.case import Case
-from conformance.core.shared_out_space import maybe_shared_out
-from conformance.core.space import DTYPES, LAYOUTS, LOGIT_DTYPES, POISONS, Space, mostly, sizes, some_of
-from conformance.families.router.cases import SCORES, SPREADS, GateCase, LoadCase, LogitsCase
+from conformance.core.axes import Changes, sizes, subsets
+from conformance.core.scope import NARROW, Scope, Shapes
+from conformance.core.shared_out_space import worlds
+from conformance.families.router.cases import SCORES, SPREADS, LogitsCase
+from conformance.families.router.cases_route import KINDS
 
-REAL_ROUTERS = (
-    (8, 2),
-    (60, 4),
-    (64, 6),
-    (72, 3),
-    (128, 4),
-    (128, 8),
-    (256, 8),
-    (384, 8),
-    (512, 10),
-)  # experts and top-k of real models
+REAL_ROUTERS = (  # experts and top-k of real models
+    *((8, 2), (60, 4), (64, 6), (72, 3), (128, 4), (128, 8), (256, 8), (384, 8), (512, 10)),
+)
 SINKHORN_SPREADS = ("distinct", "ties", "near", "negative", "equal")
+EDGES = ((1, 1), (31, 4), (32, 32), (33, 3), (65, 16), (1023, 8), (1024, 8), (2048, 4))  # experts and top-k
+# one more than a power of two: a last block that a loop ending too early leaves out
+LONG: Changes = {"experts": 5, "topk": 2, "seed": 1}  # seed 1: every token has two experts
+WIDE: Changes = {"tokens": 33, "experts": 257, "topk": 3, "seed": 1}
+SHARED_ONE_IN = {"gate": 8, "route": 6}  # cases: each has several processes
+
+
+def long(scope: Scope) -> Changes:
+    """More tokens than one block; fewer in an interpreter, which pays by the step."""
+    return LONG | {"tokens": 2049 if scope.space.device == "cuda" else 257}
+
+
+def near(case: Any, scope: Scope) -> Any:
+    """The case without a far layout that would take too many addresses."""
+    small = case.tokens <= 4 and case.experts <= 4 and getattr(case, "hidden", 1) <= 4
+    cheap = small and case.dtype in NARROW and case.layout_of not in ("precomputed_indices", "tokens_per_expert")
+    return case if cheap or not case.layout.startswith("wide") else replace(case, layout="contiguous", layout_of="")
+
+
+# ---- logits
 
 
 @st.composite
-def shape(draw: st.DrawFn, space: Space) -> dict[str, Any]:
+def shape(draw: st.DrawFn, scope: Scope) -> Changes:
     """Tokens, experts and top-k: small; of real routers; or with one size beyond every block."""
     kind = draw(st.sampled_from(("small", "small", "small", "medium", "real", "beyond")))
     if kind == "small":
@@ -36,75 +50,28 @@ def shape(draw: st.DrawFn, space: Space) -> dict[str, Any]:
         return {"tokens": draw(sizes(0, 40)), "experts": experts, "topk": draw(st.integers(1, min(experts, 12)))}
     if kind == "real":
         experts, topk = draw(st.sampled_from(REAL_ROUTERS))
-        return {"tokens": draw(sizes(1, 40 if space.device == "cpu" else 4000)), "experts": experts, "topk": topk}
-    tokens, experts, topk = draw(
-        st.sampled_from(
-            ((space.many, 5, 2), (3, 600, 3), (2, 1024, 2), (2, 2048, 4), (9, 40, 32), (space.many // 3, 17, 1))
-        )
-    )
+        most = 40 if scope.space.device == "cpu" else 4000
+        return {"tokens": draw(sizes(1, most)), "experts": experts, "topk": topk}
+    many = scope.space.many
+    beyond = ((many, 5, 2), (3, 600, 3), (2, 1024, 2), (2, 2048, 4), (9, 40, 32), (many // 3, 17, 1))
+    tokens, experts, topk = draw(st.sampled_from(beyond))
     return {"tokens": tokens, "experts": experts, "topk": topk}
 
 
-def _laid_out(
-    draw: st.DrawFn,
-    function: str,
-    space: Space,
-    matrices: tuple[str, ...],
-    vectors: tuple[str, ...],
-    cotangents: tuple[str, ...],
-) -> dict[str, str]:
-    """One input or cotangent in another layout, or none."""
-    if function in space.contiguous_only or not draw(st.booleans()):
-        return {}
-    choices = [(layout, of) for of in (*matrices, *cotangents) for layout in LAYOUTS[1:]]
-    choices += [("strided", of) for of in vectors] + [("expanded", of) for of in cotangents]
-    layout, of = draw(st.sampled_from(choices))
-    return {"layout": layout, "layout_of": of}
-
-
-def _finished(draw: st.DrawFn, case: Case, space: Space) -> Case:
-    return replace(case, law=draw(st.sampled_from(space.laws(case))))
-
-
-def _common(draw: st.DrawFn) -> dict[str, Any]:
-    return {"seed": draw(st.integers(0, 999)), "poison": draw(st.sampled_from(POISONS))}
-
-
 @st.composite
-def topk_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
+def choices(draw: st.DrawFn, scope: Scope) -> Changes:
     """topk_indices and topk_routing."""
-    fields = draw(shape(space)) | _common(draw)
-    grads = draw(mostly("logits", ("",))) if function not in space.not_differentiable else ""
-    scores = [
-        s
-        for s in SCORES
-        if s == "softmax" or space.accepts(function, "pre_softmax" if s == "softmax_pre" else "score_function")
-    ]
-    score = draw(st.sampled_from(scores))
-    fields |= {
-        "score": score,
-        "dtype": draw(mostly("float32", LOGIT_DTYPES[1:])),
+    fields = draw(shape(scope)) | {
         "spread": draw(st.sampled_from(SPREADS)),
-        "grads": grads,
+        "bias": draw(st.sampled_from(("", "small", "large"))),
+        "scaling": draw(st.sampled_from((0, 0, 4, 20, 35))),
+        "precomputed": draw(st.sampled_from((False,) * 5 + (True,))),
     }
-    if space.accepts(function, "scaling_factor"):
-        fields["scaling"] = draw(st.sampled_from((0, 0, 4, 20, 35)))
-    if not score.startswith("softmax") and space.accepts(function, "expert_bias"):
-        fields["bias"] = draw(st.sampled_from(("", "small", "large")))
-    if space.accepts(function, "num_groups") and space.accepts(function, "group_topk"):
-        fields |= draw(_groups(fields["experts"], fields["topk"]))
-    if space.accepts(function, "precomputed_indices"):
-        fields["precomputed"] = draw(st.sampled_from((False,) * 5 + (True,)))
-    vectors = (
-        *(["expert_bias"] if fields.get("bias") else []),
-        *(["precomputed_indices"] if fields.get("precomputed") else []),
-    )
-    fields |= _laid_out(draw, function, space, ("logits",), vectors, ("d_probs",) if grads else ())
-    return _finished(draw, LogitsCase(function=function, **fields), space)
+    return fields | draw(group_limits(fields["experts"], fields["topk"]))
 
 
 @st.composite
-def _groups(draw: st.DrawFn, experts: int, topk: int) -> dict[str, int]:
+def group_limits(draw: st.DrawFn, experts: int, topk: int) -> Changes:
     """Legal group limits, half of the time, if there are any."""
     fits = [
         (groups, kept)
@@ -113,120 +80,262 @@ def _groups(draw: st.DrawFn, experts: int, topk: int) -> dict[str, int]:
         for kept in range(1, min(groups, topk) + 1)
         if kept * (experts // groups) >= topk
     ]
-    if not fits or draw(st.booleans()):
-        return {}
-    groups, kept = draw(st.sampled_from(fits))
+    groups, kept = (0, 0) if not fits or draw(st.booleans()) else draw(st.sampled_from(fits))
     return {"groups": groups, "group_topk": kept}
 
 
 @st.composite
-def balancing_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
-    """aux_loss_scores, z_loss and sinkhorn_routing."""
-    fields = draw(shape(space)) | _common(draw)
-    grads = draw(mostly("logits", ("",))) if function not in space.not_differentiable else ""
-    fields |= {
-        "dtype": draw(mostly("float32", LOGIT_DTYPES[1:] if function != "sinkhorn_routing" else DTYPES[1:])),
-        "grads": grads,
+def losses(draw: st.DrawFn, scope: Scope) -> Changes:
+    """aux_loss_scores and z_loss."""
+    padding = draw(st.sampled_from((0, 0, 1, 4, 8)))
+    return draw(shape(scope)) | {"spread": draw(st.sampled_from(SPREADS)), "padding": padding}
+
+
+@st.composite
+def plans(draw: st.DrawFn, scope: Scope) -> Changes:
+    """sinkhorn_routing: sizes whose plan does not take too long."""
+    fields = draw(shape(scope))
+    experts = min(fields["experts"], 64)
+    smaller = {"tokens": min(fields["tokens"], 64), "experts": experts, "topk": min(fields["topk"], 8, experts)}
+    return smaller | {"spread": draw(st.sampled_from(SINKHORN_SPREADS))}
+
+
+def _values(field: str, *values: Any) -> Callable[[Scope], dict[str, list[Changes]]]:
+    return lambda scope: {field: [{field: value} for value in values]}
+
+
+def _limits(scope: Scope) -> dict[str, list[Changes]]:
+    limits: list[Changes] = [{}, {"groups": 2, "group_topk": 1}, {"groups": 4, "group_topk": 2}]
+    return {"groups": limits, "topk": [{"topk": n} for n in (1, 2, 4)]}
+
+
+def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
+    """Real routers, blocks' edges, ties; and the choice, which given indices would replace, from far addresses."""
+    fields: list[Changes] = [
+        *({"tokens": 3, "experts": experts, "topk": topk} for experts, topk in REAL_ROUTERS + EDGES),
+        long(scope),
+        # as many experts as columns, none of them spare
+        {"tokens": 3, "experts": 8, "topk": 8, "spread": "equal"},
+        {"tokens": 65, "experts": 4, "topk": 2, "spread": "ties", "seed": 3},
+    ]
+    if scope.accepts("num_groups") and scope.accepts("group_topk"):
+        fields.append({"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5})
+    base = scope.fullest(FAR_CHOICE | {"tokens": 3, "dtype": "bfloat16", "precomputed": False})
+    far = (("logits", "wide_rows"), ("logits", "wide_columns"), ("expert_bias", "wide_rows"))
+    placed = (replace(base, layout=layout, layout_of=name) for name, layout in far)
+    return [*(one | {"precomputed": False} for one in fields), *filter(scope.fits, placed)]
+
+
+FAR_CHOICE: Changes = {"experts": 4, "topk": 3, "score": "sigmoid"}
+LOGITS: Changes = {"tokens": 7, "experts": 8}
+CHOICE = Shapes(
+    drawn=choices,
+    affordable=near,
+    covered=LOGITS | {"topk": 2},
+    together=_limits,
+    always=_chosen,
+    far=FAR_CHOICE,
+    weight=2,
+)
+
+# ---- loads
+
+
+@st.composite
+def drops(draw: st.DrawFn, scope: Scope) -> Changes:
+    """drop_tokens: room for none, for some, for more than all."""
+    fields = draw(shape(scope))
+    capacity = draw(sizes(0, max(2 * fields["tokens"] * fields["topk"] // fields["experts"], 3)))
+    values = draw(st.sampled_from(("distinct", "ties", "zeros", "negative")))
+    policy, pad = draw(st.sampled_from(("probs", "position"))), draw(st.booleans())
+    return fields | {"capacity": capacity, "values": values, "policy": policy, "pad": pad}
+
+
+def _dropped(scope: Scope) -> list[Changes]:
+    more: list[Changes] = [{}, {"values": "ties"}, {"policy": "position"}, {"pad": True, "values": "ties"}]
+    double = {"tokens": 9, "experts": 3, "topk": 2, "capacity": 2, "dtype": "float64"}
+    last = long(scope) | {"seed": 2, "capacity": 65}  # the last token is among the best of some expert
+    room = [WIDE | {"capacity": 1}, long(scope) | {"capacity": 257}]  # for few, for all
+    return [*(last | fields for fields in more), *room, double]
+
+
+@st.composite
+def counted(draw: st.DrawFn, scope: Scope) -> Changes:
+    """load_balancing_loss and update_expert_bias."""
+    dtypes = ("int64", "int32", "uint8") if scope.function == "update_expert_bias" else ("int64", "int32")
+    return draw(shape(scope)) | {
+        "map_dtype": draw(st.sampled_from(dtypes)),
+        "values": draw(st.sampled_from(("distinct", "zeros", "negative"))),
+        "sequences": draw(st.sampled_from((1, 1, 2, 3))),
+        "even": draw(st.sampled_from((False, False, False, True))),
     }
-    fields["spread"] = draw(st.sampled_from(SINKHORN_SPREADS if function == "sinkhorn_routing" else SPREADS))
-    if function == "aux_loss_scores":
-        fields["score"] = draw(
-            st.sampled_from(
-                [
-                    s
-                    for s in ("softmax", "sigmoid", "sqrtsoftplus")
-                    if s == "softmax" or space.accepts(function, "score_function")
-                ]
-            )
-        )
-    if function != "sinkhorn_routing" and space.accepts(function, "padding_mask"):
-        fields["padding"] = draw(st.sampled_from((0, 0, 1, 4, 8)))
-    if function == "z_loss":
-        fields |= {"coeff": draw(st.integers(0, 20)), "topk": 1}
-    if function == "sinkhorn_routing":
-        fields["evaluation"] = draw(st.booleans())
-        fields |= {
-            "tokens": min(fields["tokens"], 64),
-            "experts": min(fields["experts"], 64),
-            "topk": min(fields["topk"], 8, fields["experts"], 64),
-        }
-    cotangent = {"aux_loss_scores": "d_scores", "sinkhorn_routing": "d_probs"}.get(function)
-    vectors = ("padding_mask",) if fields.get("padding") else ()
-    fields |= _laid_out(draw, function, space, ("logits",), vectors, (cotangent,) if grads and cotangent else ())
-    return _finished(draw, LogitsCase(function=function, **fields), space)
+
+
+LOADS: Changes = {"tokens": 7, "experts": 5, "topk": 2}
+
+# ---- hidden states
 
 
 @st.composite
-def load_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
-    """drop_tokens, load_balancing_loss and update_expert_bias."""
-    fields = draw(shape(space)) | _common(draw)
-    main = {"drop_tokens": "probs", "load_balancing_loss": "scores"}.get(function, "")
-    grads = draw(mostly(main, ("",))) if main and function not in space.not_differentiable else ""
-    vectors: tuple[str, ...] = ()
-    if function == "drop_tokens":
-        fields |= {
-            "values": draw(st.sampled_from(("distinct", "ties", "zeros", "negative"))),
-            "map_dtype": draw(mostly("bool", ("uint8", "int32", "int64"))),
-        }
-        fields["capacity"] = draw(sizes(0, max(2 * fields["tokens"] * fields["topk"] // fields["experts"], 3)))
-        fields["policy"] = (
-            draw(st.sampled_from(("probs", "position"))) if space.accepts(function, "drop_policy") else "probs"
-        )
-        fields["pad"] = draw(st.booleans()) if space.accepts(function, "pad_to_capacity") else False
-        fields["dtype"] = draw(mostly("float32", DTYPES[1:]))
-    elif function == "load_balancing_loss":
-        fields |= {
-            "values": draw(st.sampled_from(("distinct", "zeros", "negative"))),
-            "map_dtype": draw(st.sampled_from(("int64", "int32"))),
-        }
-        fields |= {
-            "sequences": draw(st.sampled_from((1, 1, 2, 3))),
-            "coeff": draw(st.integers(0, 20)),
-            "dtype": draw(mostly("float32", LOGIT_DTYPES[1:])),
-        }
-        fields["total"] = draw(st.sampled_from(("number", "number", "device", "zero")))
-        vectors = ("tokens_per_expert",)
-    else:
-        fields |= {
-            "rate": draw(st.integers(0, 500)),
-            "bias": draw(st.sampled_from((0, 1, 4, 100))),
-            "even": draw(st.sampled_from((False, False, False, True))),
-        }
-        fields["map_dtype"] = draw(st.sampled_from(("int64", "int32", "uint8")))
-        vectors = ("expert_bias", "tokens_per_expert")
-    matrices = {"drop_tokens": ("probs", "routing_map"), "load_balancing_loss": ("scores",)}.get(function, ())
-    fields |= _laid_out(
-        draw, function, space, matrices, vectors, ("d_probs",) if grads and function == "drop_tokens" else ()
-    )
-    return _finished(draw, LoadCase(function=function, **fields), space)
+def states(draw: st.DrawFn, scope: Scope) -> Changes:
+    """gate, jitter and attach_loss; of gate some cases over ranks."""
+    fields: Changes = {"tokens": draw(sizes(0, 40)), "hidden": draw(sizes(1, 140)), "experts": draw(sizes(1, 40))}
+    if scope.function != "gate" or not over_ranks(draw, scope):
+        return fields
+    counts = draw(worlds(scope.space))
+    return fields | {"counts": counts, "tokens": sum(counts), "layout": "contiguous", "layout_of": ""}
+
+
+def over_ranks(draw: st.DrawFn, scope: Scope) -> bool:
+    """Whether the case has several processes."""
+    return scope.space.ranks > 1 and draw(st.integers(1, SHARED_ONE_IN[scope.function])) == 1
+
+
+def _gradients(scope: Scope) -> dict[str, list[Changes]]:
+    return {"grads": [{"grads": grads} for grads in ("", "x", "weight", "bias", "x+weight", "x+weight+bias")]}
+
+
+# ---- route
 
 
 @st.composite
-def gate_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
-    """gate, jitter and attach_loss."""
-    fields: dict[str, Any] = {
-        "tokens": draw(sizes(0, 40)),
-        "hidden": draw(sizes(1, 140)),
-        "dtype": draw(mostly("float32", DTYPES[1:])),
-    } | _common(draw)
-    vectors: tuple[str, ...] = ()
-    possible: tuple[str, ...] = {"gate": ("x", "weight"), "attach_loss": ("x", "loss")}.get(function, ())
-    if function == "gate":
-        fields |= {"experts": draw(sizes(1, 40)), "weight_dtype": draw(mostly("", ("float32", "bfloat16")))}
-        fields["router_dtype"] = (
-            draw(st.sampled_from(("", "fp32", "fp64"))) if space.accepts(function, "router_dtype") else ""
-        )
-        if space.accepts(function, "bias") and draw(st.booleans()):
-            fields["bias"] = True
-            possible, vectors = (*possible, "bias"), ("bias",)
-    elif function == "jitter":
-        fields["eps"] = draw(st.integers(0, 15))
-    else:
-        fields["scale"] = draw(st.integers(-20, 40))
-    grads = draw(some_of(possible)) if possible and function not in space.not_differentiable else ""
-    cotangents = ({"gate": "d_logits", "attach_loss": "d_x"}[function],) if grads else ()
-    fields |= {"grads": grads} | _laid_out(
-        draw, function, space, ("x", "weight") if function == "gate" else ("x",), vectors, cotangents
-    )
-    case = _finished(draw, GateCase(function=function, **fields), space)
-    return draw(maybe_shared_out(case, space)) if function == "gate" else case
+def routes(draw: st.DrawFn, scope: Scope) -> Changes:
+    """A configuration, and up to eight steps of training, evaluation, replay, update, saving and restoring."""
+    sequences = draw(st.sampled_from((1, 1, 2, 3))) if scope.accepts("batch_size") else 1
+    experts = draw(st.sampled_from((2, 4, 6, 8, 12, 16)))
+    topk = draw(st.integers(1, min(experts - 1, 4)))
+    score = draw(st.sampled_from(SCORES[1:] if topk == 1 else SCORES))
+    every = subsets(list(KINDS))
+    fields: Changes = {
+        "tokens": draw(st.integers(1, 8)) * sequences,
+        "sequences": sequences,
+        "experts": experts,
+        "topk": topk,
+        "score": score,
+        "bias": not score.startswith("softmax") and draw(st.booleans()),
+        "losses": draw(st.sampled_from(every + every[-1:] * len(every))),
+        "padding": draw(st.sampled_from((0, 0, 2, 5))),
+        "ranks": draw(st.sampled_from((1, 1, 2, 3))),
+        "steps": draw(steps(scope.accepts("replay"))),
+        "groups": 0,
+        "group_topk": 0,
+        "layout": "contiguous",
+        "layout_of": "",
+    }
+    if experts % 4 == 0 and 2 <= topk <= experts // 2 and draw(st.booleans()):
+        fields |= {"groups": 4, "group_topk": 2}
+    room = fields | {"capacity": 0, "pad": False, "policy": "probs"}
+    if draw(st.booleans()):
+        policy = draw(st.sampled_from(("probs", "position")))
+        room |= {"capacity": draw(st.integers(1, 8)), "pad": draw(st.booleans()), "policy": policy, "dtype": "float32"}
+    return room | draw(shared_route(scope, room)) if scope.accepts("ranks") and over_ranks(draw, scope) else room
+
+
+@st.composite
+def shared_route(draw: st.DrawFn, scope: Scope, fields: Changes) -> Changes:
+    """With losses or a bias, over ranks of which some share a sequence; at most two of its steps and an update."""
+    even = not scope.accepts("padding_mask") or draw(st.booleans())
+    counts = draw(worlds(scope.space, fields["sequences"], even, 1 if fields["capacity"] else 0))
+    few = ("train", "train+finish", "train+train", "train+finish+train", "eval+train+frozen", "nograd+train+reload")
+    sharing = draw(st.sampled_from([n for n in range(len(counts), 0, -1) if len(counts) % n == 0]))
+    changes = {"counts": counts, "tokens": sum(counts), "ranks": sharing, "steps": draw(st.sampled_from(few))}
+    if fields["experts"] > 8:
+        changes |= {"experts": 8, "topk": min(fields["topk"], 2), "groups": 0, "group_topk": 0}
+    return changes | {"losses": fields["losses"] or "aux+seq+global"}
+
+
+@st.composite
+def steps(draw: st.DrawFn, replay: bool) -> str:
+    """Steps that make sense in this order."""
+    out, recorded, queued = ["record" if replay and draw(st.booleans()) else "train"], 0, 0
+    recorded += out[0] == "record"
+    for _ in range(draw(st.integers(0, 7))):
+        choices = ["train", "train", "finish", "reload", "eval", "nograd", "frozen"]
+        choices += ["record"] * replay + ["forward"] * bool(recorded) * 2 + ["backward"] * bool(queued) * 2
+        step = draw(st.sampled_from(choices))
+        recorded += step == "record"
+        queued += (step == "forward") - (step == "backward")
+        out.append(step)
+    return "+".join(out)
+
+
+def _routed(scope: Scope) -> list[Changes]:
+    """What waits to be replayed is saved too; sequences over two and four ranks, and ranks without tokens."""
+    replayed = {"steps": "record+forward+reload+backward", "tokens": 5, "experts": 4, "topk": 2, "padding": 0}
+    saved: list[Changes] = [replayed] if scope.accepts("replay") else []
+    if scope.space.ranks < 4 or not all(scope.accepts(name) for name in ("ranks", "padding_mask")):
+        return saved
+    common = {"experts": 6, "topk": 2, "losses": "aux+seq+global+z", "bias": True, "seed": 3, "padding": 0}
+    uneven = {"counts": (3, 0, 2, 4), "tokens": 9, "padding": 2, "per_token": True}
+    return [
+        *saved,
+        common | {"counts": (3, 3), "tokens": 6, "ranks": 2, "steps": "train+finish+train"},
+        common | uneven | {"ranks": 4, "losses": "aux+seq+global", "steps": "train"},
+        common | uneven | {"ranks": 2, "steps": "train+train+finish"},
+        common | {"counts": (4, 2), "tokens": 6, "sequences": 2, "steps": "train+finish"},
+    ]
+
+
+def _route_together(scope: Scope) -> dict[str, list[Changes]]:
+    room: list[Changes] = [{}, {"capacity": 3}, {"capacity": 3, "pad": True}, {"capacity": 3, "policy": "position"}]
+    return {"groups": [{}, {"groups": 4, "group_topk": 2}], "room": room, "layout": [{}]}
+
+
+SPACE = {
+    "gate": Shapes(
+        drawn=states,
+        affordable=near,
+        covered={"tokens": 5, "hidden": 11, "experts": 4},
+        together=_gradients,
+        always=lambda scope: [{"tokens": 257, "hidden": 129, "experts": 65}],
+    ),
+    "jitter": Shapes(drawn=states, affordable=near, covered={"tokens": 9, "hidden": 11}),
+    "attach_loss": Shapes(drawn=states, affordable=near, covered={"tokens": 5, "hidden": 11}),
+    "topk_indices": CHOICE,
+    "topk_routing": CHOICE,
+    "sinkhorn_routing": Shapes(
+        drawn=plans,
+        affordable=near,
+        covered=LOGITS,
+        together=lambda scope: _values("spread", "distinct", "ties", "negative")(scope) | _values("topk", 1, 2)(scope),
+        far={"experts": 4, "topk": 3},
+    ),
+    "drop_tokens": Shapes(
+        drawn=drops,
+        affordable=near,
+        covered=LOADS,
+        always=_dropped,
+        far={"topk": 2, "capacity": 1, "map_dtype": "bool"},
+    ),
+    "aux_loss_scores": Shapes(
+        drawn=losses,
+        affordable=near,
+        covered=LOGITS,
+        together=_values("topk", 1, 2, 8),
+        always=lambda scope: [long(scope), WIDE],
+        far={"experts": 4, "topk": 3, "padding": 4},
+    ),
+    "load_balancing_loss": Shapes(
+        drawn=counted,
+        affordable=near,
+        covered=LOADS,
+        always=lambda scope: [long(scope), long(scope) | {"sequences": 3, "total": "device"}, WIDE],
+        far={"topk": 2, "sequences": 1, "map_dtype": "int32"},
+    ),
+    "z_loss": Shapes(
+        drawn=losses,
+        affordable=near,
+        covered=LOGITS,
+        together=_values("spread", "distinct", "negative", "minus_inf"),
+        always=lambda scope: [long(scope), WIDE],
+        far={"experts": 4, "padding": 4},
+    ),
+    "update_expert_bias": Shapes(drawn=counted, affordable=near, covered=LOADS, far={"map_dtype": "int32"}),
+    "route": Shapes(
+        drawn=routes,
+        covered={"tokens": 12, "experts": 8, "topk": 3},
+        together=_route_together,
+        always=_routed,
+        weight=1.2,  # some of it over ranks
+    ),
+}

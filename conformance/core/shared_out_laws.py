@@ -1,14 +1,16 @@
-"""The law of tokens that are shared out over ranks: together they make what one process makes that has them all.
+"""The law of tokens that ranks share: together the ranks' results are one process's that has all tokens.
 
-Every rank asks for the same sums in the same order, or all of them wait for each other.
+Every rank takes the same sums in the same order; otherwise all of them would wait for each other.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from conformance.core import universal_laws as universal
 from conformance.core.law import Law, Trial
 from conformance.core.ranks import AtRank
 from conformance.core.shared_out import SharedOut
@@ -16,9 +18,9 @@ from conformance.judge import Bounded, Exact, Expectation, Finding, judge
 
 
 def _one_process(trial: Trial) -> Finding | None:
-    """This rank alone, with everybody's tokens: the same for its own tokens, and for all of them the sum over the ranks.
+    """This rank alone with all tokens: equal rows for its own tokens; sums equal the sum over the ranks.
 
-    That sum is as far off as each rank's part may be, and the one process beside.
+    The error bounds of the ranks and of the one process add up.
     """
     at: AtRank[Any] = trial.contract  # type: ignore[assignment]
     shared: SharedOut[Any] = at.whole  # type: ignore[assignment]
@@ -53,13 +55,15 @@ def _bound(right: Expectation) -> Tensor:
 
 
 def _sums_up(case: Any) -> bool:
-    """Whether the ranks' parts are those of one sum: nothing has to do with how many tokens a rank has, and no infinity is in the way."""
-    if not case.counts or case.golden or case.illegal:
-        return False
-    if case.function != "route":
-        return getattr(case, "values", "") != "special"
-    means = "z" in case.losses.split("+") and (case.padding or len(set(case.counts)) > 1)  # of a rank's tokens each
-    return case.ranks == len(case.counts) and not case.capacity and not means
+    """Whether the ranks' results are parts of one sum, and no infinity is in the way."""
+    plain = case.counts and not case.golden and not case.illegal and getattr(case, "values", "") != "special"
+    return bool(plain and getattr(case, "one_sum", True))
+
+
+def of_one_process(*laws: Law) -> tuple[Law, ...]:
+    """The laws, for cases without ranks."""
+    return tuple(replace(law, applies=lambda case, law=law: not case.counts and law.applies(case)) for law in laws)  # type: ignore[misc]
 
 
 ONE_PROCESS = Law("one_process", _one_process, _sums_up)
+SHARED_OUT = (universal.HISTORY, universal.DETERMINISM, ONE_PROCESS)  # of cases with ranks too
