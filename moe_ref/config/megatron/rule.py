@@ -3,14 +3,12 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from moe_ref.config.rules import is_count, is_number, require
 
-if TYPE_CHECKING:
-    from moe_ref.config.megatron.settings import MoEConfig
-
-Condition = Callable[["MoEConfig"], object]  # anything true counts
+Config = Any  # a `MoEConfig`, whose file is above this one
+Condition = Callable[[Config], object]  # anything true counts
 Who = Literal["V", "A", "run", "args", "our"]
 """Who else refuses it: Megatron's TransformerConfig by a ValueError (V) or an assertion (A), its modules when
 built, called or reached (run), its command line (args); or only this project (our): in Megatron the option has no
@@ -26,7 +24,7 @@ class Rule(NamedTuple):
     refused: Condition
     right: str  # goes on after "it must be"; {option} is that option's value
 
-    def check(self, config: "MoEConfig") -> None:
+    def check(self, config: Config) -> None:
         """Raise `ValueError` if the config is refused."""
         values = vars(config)
         dependencies = " and ".join(f"{name} {values[name]!r}" for name in self.depends.split())
@@ -35,13 +33,14 @@ class Rule(NamedTuple):
 
 
 def each(
-    who: Who, options: str, depends: str, refused: Callable[["MoEConfig", Any], object], right: str
+    who: Who, options: str, depends: str, refused: Callable[[Config, Any], object], right: str
 ) -> tuple[Rule, ...]:
     """The same rule for several options; `refused` gets the option's value too."""
-    return tuple(
-        Rule(who, name, depends, lambda c, name=name: refused(c, getattr(c, name)), right)  # type: ignore[misc]
-        for name in options.split()
-    )
+
+    def of(name: str) -> Condition:
+        return lambda config: refused(config, getattr(config, name))
+
+    return tuple(Rule(who, name, depends, of(name), right) for name in options.split())
 
 
 def positive(who: Who, options: str, right: str = "positive") -> tuple[Rule, ...]:
@@ -57,52 +56,52 @@ def listed(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def sinkhorn(c: "MoEConfig") -> bool:
+def sinkhorn(c: Config) -> bool:
     return c.moe_router_load_balancing_type == "sinkhorn"
 
 
-def flex(c: "MoEConfig", *backends: str) -> bool:
+def flex(c: Config, *backends: str) -> bool:
     return c.moe_token_dispatcher_type == "flex" and c.moe_flex_dispatcher_backend in backends
 
 
-def fused_experts(c: "MoEConfig") -> bool:
+def fused_experts(c: Config) -> bool:
     return c.use_transformer_engine_op_fuser and c.moe_grouped_gemm
 
 
-def swiglu(c: "MoEConfig") -> bool:
+def swiglu(c: Config) -> bool:
     return c.gated_linear_unit and c.activation_func == "silu"
 
 
-def gated(c: "MoEConfig") -> bool:
+def gated(c: Config) -> bool:
     return c.gated_linear_unit and c.activation_func in ("silu", "quick_gelu")
 
 
-def shared(c: "MoEConfig") -> bool:
+def shared(c: Config) -> bool:
     return c.moe_shared_expert_intermediate_size is not None
 
 
-def some_dense(c: "MoEConfig") -> bool:
+def some_dense(c: Config) -> bool:
     """There are dense layers among the MoE layers."""
     return 0 in c.moe_layer_freq if isinstance(c.moe_layer_freq, tuple) else c.moe_layer_freq != 1
 
 
-def recomputes(c: "MoEConfig", *modules: str) -> bool:
+def recomputes(c: Config, *modules: str) -> bool:
     return c.recompute_granularity == "selective" and bool(set(modules) & set(c.recompute_modules or ()))
 
 
-def offloads(c: "MoEConfig", *modules: str) -> bool:
+def offloads(c: Config, *modules: str) -> bool:
     return c.fine_grained_activation_offloading and bool(set(modules) & set(c.offload_modules))
 
 
-def graphs(c: "MoEConfig", *modules: str) -> bool:
+def graphs(c: Config, *modules: str) -> bool:
     return c.cuda_graph_impl in ("local", "transformer_engine") and set(modules) <= set(c.cuda_graph_modules)
 
 
-def drops_and_pads(c: "MoEConfig") -> bool:
+def drops_and_pads(c: Config) -> bool:
     return c.moe_expert_capacity_factor is not None and c.moe_pad_expert_input_to_capacity
 
 
-def check_kinds(config: "MoEConfig") -> None:
+def check_kinds(config: Config) -> None:
     """Every value is of the kind that its field is annotated with."""
     cls: Any = type(config)
     for name, kind in kinds_of(cls).items():
