@@ -41,6 +41,10 @@ class RowMap:
         stride_b, stride_e = (0, 0) if self.base_BE is None else self.base_BE.stride()
         return RowMapArgs(self.slots_TE, self.num_slots_T, self.base_BE, stride_b, stride_e, self.tokens_per_block)
 
+    def sizes(self, hidden: int) -> tuple[int, int, int, int]:
+        """The sizes that every kernel takes."""
+        return self.num_tokens, self.num_experts, hidden, self.num_rows
+
     def without_bases(self) -> "RowMap":
         """The same with lists of rows, which permute_kernel is to write."""
         return replace(
