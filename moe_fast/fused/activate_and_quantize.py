@@ -406,7 +406,7 @@ def _launch(
     if programs:
         with launch_on(h):
             kernel[(programs,)](
-                *d_out, h, *h.stride(), *strided(source.probs, 1), *results, *sizes, *settings.numbers(), **constants
+                *d_out, *strided(h), *strided(source.probs, 1), *results, *sizes, *settings.numbers(), **constants
             )
 
 

@@ -21,7 +21,7 @@ def group_amax(x: Tensor, splits: Tensor | None) -> Tensor:
     if grid.programs:
         with launch_on(x):
             kernels.group_amax_kernel[(grid.programs,)](
-                x, *x.stride(), *strided(splits, 1), amax, *x.shape, *grid.sizes, **grid.settings
+                *strided(x), *strided(splits, 1), amax, *x.shape, *grid.sizes, **grid.settings
             )
     return amax
 

@@ -225,7 +225,7 @@ def _hadamard_adjoint(d_value: Tensor) -> Tensor:
         sizes = {name: grid.settings[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps")}
         with launch_on(d_value):
             hadamard.hadamard_adjoint_kernel[(grid.programs,)](
-                d_value, *d_value.stride(), out, *d_value.shape, grid.parts, grid.steps, **sizes, **NO_FP_FUSION
+                *strided(d_value), out, *d_value.shape, grid.parts, grid.steps, **sizes, **NO_FP_FUSION
             )
     return out
 
