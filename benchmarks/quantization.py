@@ -21,7 +21,7 @@ import moe_fast
 import moe_ref
 from benchmarks.common import BF16, DEVICE, SHAPES, Operation, Shape, check_replays, measure, parse, replayed
 from moe_fast.launch.backend import INTERPRETED
-from moe_fast.quantization import group_scales
+from moe_fast.quantization import quantized as forms
 from moe_ref.config import QuantizerState, Recipe
 
 CHUNK = (256, 128) if INTERPRETED else (2**14, 2**10)  # the reference takes 200 bytes per element
@@ -296,15 +296,15 @@ def exact(count: float) -> None:
         check(name, count)
         print(f"{title}: {count:.3g} numbers, {time.perf_counter() - started:.1f} s", flush=True)
 
-    in_hardware = group_scales.casts_in_hardware
+    in_hardware = forms.casts_in_hardware
     for role in ("input", "grad_output"):
         for hardware in (False,) if INTERPRETED else (True, False):
-            group_scales.casts_in_hardware = lambda device, hardware=hardware: hardware
+            forms.casts_in_hardware = lambda device, hardware=hardware: hardware
             try:
                 means = "by the device" if hardware else "by integers"
                 timed(f"casts of {role}, {means}", exact_casts, role, min(count, 2**32))
             finally:
-                group_scales.casts_in_hardware = in_hardware
+                forms.casts_in_hardware = in_hardware
     for name in RECIPES:
         timed(name, exact_recipe, name, count)
     print("every code, scale, amax and value equals the reference's")

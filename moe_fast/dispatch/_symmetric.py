@@ -86,14 +86,8 @@ def slab_layout_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "num_tokens",
-        "num_experts",
-        "local_experts",
-        "num_rows",
-        "stride_probs_t",
-        "stride_probs_e",
-        "epsilon",
-        "infinity",
+        *("num_tokens", "num_experts", "local_experts", "num_rows", "stride_probs_t", "stride_probs_e", "epsilon"),
+        *("infinity",),
     ]
 )
 def push_kernel(

@@ -19,7 +19,7 @@ from moe_fast.dispatch import wire
 from moe_fast.dispatch.slabs import Slab
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION
-from moe_fast.launch.backend import bits, casts_in_hardware, launch_on
+from moe_fast.launch.backend import bits, casts_in_hardware, launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.permutation.row_map import RowMap, empty_slots, walk_map
 from moe_ref.config import FP8_BLOCK, Recipe
@@ -150,8 +150,8 @@ def collect(
     if lists.num_rows:
         with launch_on(some):
             kernels.gather_kernel[(lists.num_rows * columns,)](
-                *((None, 0, 0) if rows is None else (rows.resolve_neg(), *rows.stride())),
-                *((None, 0) if probs is None else (bits(probs), probs.stride(0))),
+                *strided(rows),
+                *strided(None if probs is None else bits(probs), 1),
                 handle.link_C,
                 sums,
                 sum_probs,
@@ -217,7 +217,7 @@ def push(
         kernels.push_kernel[(blocks * max(1, ceil_div(hidden, columns)),)](
             bits(tokens) if recipe is None else tokens.resolve_neg(),
             *tokens.stride(),
-            *((None, 0, 0) if probs is None else (bits(probs), *probs.stride())),
+            *strided(None if probs is None else bits(probs)),
             start,
             slab.tables["rows"],
             None if recipe is None else slab.tables["scales"],
@@ -274,7 +274,7 @@ def spread(
             None if prob_dtype is None else bits(slab.region("probs", prob_dtype, num_rows)),
             link,
             bits(rows),
-            *((None, 0, 0) if recipe is None else (scale, *scale.stride())),
+            *strided(None if recipe is None else scale),
             None if row_probs is None else bits(row_probs),
             kept_link,
             gap,

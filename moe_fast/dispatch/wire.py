@@ -4,23 +4,19 @@ import torch
 from torch import Tensor
 
 from moe_fast.dispatch.exchange import as_bytes, from_bytes
-from moe_fast.launch.arithmetic import number_bits
 from moe_fast.launch.tuning import ceil_div
-from moe_fast.quantization.quantize import FLOAT32_MAX, quantize
-from moe_fast.quantization.quantized import Form, Quantized
+from moe_fast.quantization.quantize import quantize
+from moe_fast.quantization.quantized import Form, Quantized, scale_limits
 from moe_ref.config import FP8_BLOCK, Recipe
 
 FORMAT = "e4m3"  # of inputs, whatever gradients have
 
 
 def rule_of(recipe: Recipe | None, tokens: Tensor) -> tuple[tuple[int, int], dict[str, bool]]:
-    """(bits of amax_epsilon and of the scale on overflow, settings) of the kernels that encode."""
+    """(limits of the scales, settings) of the kernels that encode."""
     if recipe is None:
         return (0, 0), {"POWER_OF_TWO": False}
-    infinity = FLOAT32_MAX if tokens.dtype == torch.float64 else torch.finfo(tokens.dtype).max
-    return (number_bits(recipe.amax_epsilon or 0.0), number_bits(infinity)), {
-        "POWER_OF_TWO": bool(recipe.power_of_two_scales)
-    }
+    return scale_limits(recipe, tokens.dtype), {"POWER_OF_TWO": bool(recipe.power_of_two_scales)}
 
 
 def packed(tokens_TH: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:

@@ -152,13 +152,7 @@ def times(acc, left, right):
 
 @triton.jit(
     do_not_specialize=[
-        "stride_bias_l",
-        "stride_bias_c",
-        "capacity",
-        "num_rows",
-        "num_experts",
-        "x_share",
-        "weight_share",
+        *("stride_bias_l", "stride_bias_c", "capacity", "num_rows", "num_experts", "x_share", "weight_share"),
     ]
 )
 def scaled_matmul_kernel(

@@ -48,8 +48,7 @@ def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile) -> Pl
     total = torch.empty(2, dtype=torch.int64, device=device)  # by its last program
     with launch_on(tokens_per_expert):
         kernels.plan_kernel[(num_experts,)](
-            tokens_per_expert,
-            *tokens_per_expert.stride(),
+            *strided(tokens_per_expert),
             tiles,
             bounds,
             total,

@@ -16,13 +16,7 @@ from moe_fast.quantization._tiles import magnitude, place_of_tile, store_tile
 
 @triton.jit(
     do_not_specialize=[
-        "stride_splits",
-        "num_rows",
-        "num_groups",
-        "parts",
-        "steps",
-        "epsilon",
-        "infinity",
+        *("stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"),
     ]
 )
 def quantize_activated_blocks_kernel(

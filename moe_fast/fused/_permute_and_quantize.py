@@ -57,18 +57,8 @@ def store_blocks(scale_ptr, amax_ptr, stride_m, stride_n, row, block, stored, am
 
 @triton.jit(
     do_not_specialize=[
-        "fills",
-        "first_lane",
-        "tail_lanes",
-        "num_tokens",
-        "num_experts",
-        "num_rows",
-        "stride_probs_t",
-        "stride_probs_e",
-        "stride_given",
-        "stride_history",
-        "epsilon",
-        "infinity",
+        *("fills", "first_lane", "tail_lanes", "num_tokens", "num_experts", "num_rows", "stride_probs_t"),
+        *("stride_probs_e", "stride_given", "stride_history", "epsilon", "infinity"),
     ]
 )
 def scatter_kernel(

@@ -20,10 +20,10 @@ from moe_fast.fused import _activate_and_quantize as kernels
 from moe_fast.fused._tiles import Factors, Operands
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
-from moe_fast.launch.backend import casts_in_hardware, launch_on, strided
+from moe_fast.launch.backend import launch_on, strided
 from moe_fast.launch.tuning import ceil_div
-from moe_fast.quantization.quantize import FLOAT32_MAX, empty_form, form_arguments, quantize
-from moe_fast.quantization.quantized import KERNEL_OF, Form, Grid, Quantized, grid_of
+from moe_fast.quantization.quantize import empty_form, form_arguments, quantize
+from moe_fast.quantization.quantized import KERNEL_OF, Form, Grid, Quantized, encoding, format_of, grid_of, scale_limits
 from moe_ref.config import (
     Quantization,
     QuantizerState,
@@ -150,9 +150,7 @@ class _Forms:
 
     @property
     def format(self) -> str:
-        if self.recipe.scaling == "nvfp4":
-            return "e2m1"
-        return "e5m2" if self.recipe.fp8_format == "hybrid" and self.role == "grad_output" else "e4m3"
+        return format_of(self.recipe, self.role)
 
     def check(self, h: Tensor, width: int) -> None:
         """The rules of both packages that can be seen without reading the device."""
@@ -302,7 +300,6 @@ def _quantize_blocks(source: _Source) -> tuple[Form | None, Form | None, Tensor 
     by_rows = empty_form(x, rule, (1, size), grid) if forms.rowwise else None
     by_columns = empty_form(x, rule, (size, 1), grid) if forms.columnwise else None
     parts = source.parts(grid)
-    infinity = torch.finfo(x.dtype).max if x.dtype != torch.float64 else FLOAT32_MAX
     if grid.programs:
         with launch_on(x):
             kernels.quantize_activated_blocks_kernel[(grid.programs,)](
@@ -312,13 +309,10 @@ def _quantize_blocks(source: _Source) -> tuple[Form | None, Form | None, Tensor 
                 parts,
                 *x.shape,
                 *grid.sizes,
-                number_bits(recipe.amax_epsilon or 0.0),
-                number_bits(infinity),
+                *scale_limits(recipe, x.dtype),
                 **source.constants(grid),
                 RULE=rule,
-                FORMAT=forms.format,
-                POWER_OF_TWO=bool(recipe.power_of_two_scales),
-                HARDWARE=casts_in_hardware(x.device),
+                **encoding(recipe, forms.format, x.device),
                 ALIGNED=aligned,
                 BLOCK=size,
                 **grid.settings,
@@ -353,8 +347,7 @@ def _cast_groups(source: _Source) -> tuple[Form, QuantizerState | None, Tensor |
             *source.arguments,
             *strided(None if state is None else state.scale, 1),
             amax,
-            None if history is None else history.view(torch.int32),
-            0 if history is None else history.stride(0),
+            *strided(None if history is None else history.view(torch.int32))[:2],
             codes,
             inverse,
             parts,
@@ -362,9 +355,7 @@ def _cast_groups(source: _Source) -> tuple[Form, QuantizerState | None, Tensor |
             *grid.sizes,
             number_bits(recipe.amax_epsilon or 0.0),
             **source.constants(grid),
-            FORMAT=forms.format,
-            POWER_OF_TWO=bool(recipe.power_of_two_scales),
-            HARDWARE=casts_in_hardware(x.device),
+            **encoding(recipe, forms.format, x.device),
             **grid.settings,
             **NO_FP_FUSION,
         )
@@ -415,7 +406,7 @@ def _launch(
     if programs:
         with launch_on(h):
             kernel[(programs,)](
-                *d_out, h, *h.stride(), *strided(source.probs, 1), *results, *sizes, *settings.numbers(), **constants
+                *d_out, *strided(h), *strided(source.probs, 1), *results, *sizes, *settings.numbers(), **constants
             )
 
 

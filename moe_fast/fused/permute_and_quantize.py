@@ -11,15 +11,15 @@ from torch.autograd.function import once_differentiable
 
 from moe_fast.fused import _permute_and_quantize as kernels
 from moe_fast.launch import tuning
-from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
-from moe_fast.launch.backend import bits, casts_in_hardware, check_device, launch_on, strided
+from moe_fast.launch.arithmetic import NO_FP_FUSION
+from moe_fast.launch.backend import bits, check_device, launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.permutation.permute import permute, sum_rows
 from moe_fast.permutation.row_map import RowMap, place, place_in_capacity
 from moe_fast.quantization.group_scales import FORMAT_MAX
 from moe_fast.quantization.nvfp4 import SCOPES
-from moe_fast.quantization.quantize import FLOAT32_MAX, form_arguments, quantize
-from moe_fast.quantization.quantized import KERNEL_OF, Form, Quantized, grid_of
+from moe_fast.quantization.quantize import form_arguments, quantize
+from moe_fast.quantization.quantized import KERNEL_OF, Form, Quantized, encoding, format_of, grid_of, scale_limits
 from moe_ref.config import PermutedQuantization, QuantizerState, Recipe, check_permute_and_quantize
 from moe_ref.config.quantization import BLOCK
 
@@ -73,8 +73,8 @@ def permute_and_quantize(
     lists, slots = (
         place(routing_map_TE, align, num_rows) if capacity is None else place_in_capacity(routing_map_TE, capacity)
     )
-    row_map = lists.without_bases()
-    work = Work(tokens_TH.detach().resolve_neg(), probs, recipe, role, lists, row_map, slots.tokens_per_expert)
+    work = Work(tokens_TH.detach().resolve_neg(), probs, recipe, role, lists, slots.tokens_per_expert)
+    row_map = work.row_map
     by_rows, by_columns, next_state = work.done(rowwise, columnwise, state)
     source, row_probs = None, work.row_probs
     if torch.is_grad_enabled() and (tokens_TH.requires_grad or (probs is not None and probs.requires_grad)):
@@ -133,38 +133,17 @@ class Work:
     """The launches of one call."""
 
     def __init__(
-        self,
-        tokens: Tensor,
-        probs: Tensor | None,
-        recipe: Recipe,
-        role: str,
-        lists: RowMap,
-        row_map: RowMap,
-        splits: Tensor,
+        self, tokens: Tensor, probs: Tensor | None, recipe: Recipe, role: str, lists: RowMap, splits: Tensor
     ) -> None:
-        self.tokens, self.probs, self.recipe, self.lists, self.row_map, self.splits = (
-            tokens,
-            probs,
-            recipe,
-            lists,
-            row_map,
-            splits,
-        )
+        self.tokens, self.probs, self.recipe, self.splits = tokens, probs, recipe, splits
+        self.lists, self.row_map = lists, lists.without_bases()
         self.rule, self.size = KERNEL_OF[recipe.scaling], BLOCK.get(recipe.scaling, 1)
-        self.format = (
-            "e2m1"
-            if recipe.scaling == "nvfp4"
-            else "e5m2"
-            if recipe.fp8_format == "hybrid" and role == "grad_output"
-            else "e4m3"
-        )
+        self.format = format_of(recipe, role)
         self.square = recipe.scaling in BLOCK and role == "weight" and bool(recipe.two_dimensional_weights)
         self.sizes = tuning.for_device(tokens.device)
         self.source: Tensor | None = None  # [P] the token of each row, or -1
-        self.shape = torch.Size((row_map.num_rows, tokens.shape[1]))
-        self.row_probs = (
-            None if probs is None else torch.empty(row_map.num_rows, dtype=probs.dtype, device=tokens.device)
-        )  # all by scatter_kernel
+        self.shape = torch.Size((lists.num_rows, tokens.shape[1]))
+        self.row_probs = None if probs is None else self._empty(lists.num_rows, dtype=probs.dtype)  # by scatter_kernel
 
     def done(
         self, rowwise: bool, columnwise: bool, state: QuantizerState | None
@@ -207,7 +186,7 @@ class Work:
                     *form.scale.stride(),
                     self.shape[0],
                     blocks,
-                    *self._numbers(),
+                    *scale_limits(self.recipe, self.tokens.dtype),
                     FORMAT=self.format,
                     POWER_OF_TWO=bool(self.recipe.power_of_two_scales),
                     **tile.blocks("M", "B"),
@@ -219,14 +198,8 @@ class Work:
         """NVFP4, along rows."""
         amax = self._group_amax()
         scale = self._empty(self.shape[0], self.shape[1] // self.size, dtype=torch.uint8)  # all by scatter_kernel
-        form = Form(
-            self._empty(*self.shape, dtype=torch.uint8),
-            scale,
-            amax.view(torch.float32),
-            (1, self.size),
-            "group",
-            E4M3_MAX,
-        )
+        codes = self._empty(*self.shape, dtype=torch.uint8)  # by the same
+        form = Form(codes, scale, amax.view(torch.float32), (1, self.size), "group", E4M3_MAX)
         self._scatter("nvfp4", form, {"group_amax": amax})
         return form
 
@@ -254,9 +227,7 @@ class Work:
                     *strided(self.tokens),
                     amax,
                     self.lists.arguments(),
-                    *self.tokens.shape[:1],
-                    self.row_map.num_experts,
-                    *self.shape[::-1],
+                    *self.row_map.sizes(self.shape[1]),
                     **tile.blocks("T", "H"),
                 )
         return amax
@@ -305,8 +276,7 @@ class Work:
                 *strided(None if self.probs is None else bits(self.probs)),
                 *strided(given, 1),
                 group_amax,
-                None if history is None else history.view(torch.int32),
-                0 if history is None else history.stride(0),
+                *strided(None if history is None else history.view(torch.int32))[:2],
                 inverse,
                 None if form is None else form.codes_MN,
                 *blocks,
@@ -317,13 +287,10 @@ class Work:
                 row_map.gap_2E,
                 fills,
                 *lanes,
-                row_map.num_tokens,
-                row_map.num_experts,
-                self.shape[1],
-                row_map.num_rows,
-                *self._numbers(),
+                *row_map.sizes(self.shape[1]),
+                *scale_limits(self.recipe, self.tokens.dtype),
                 RULE=rule,
-                **self._rounding(),
+                **encoding(self.recipe, self.format, self.tokens.device),
                 BLOCK=block_columns if rule == "group" else self.size,
                 BLOCK_T=tile.tokens,
                 BLOCK_H=block_columns,
@@ -340,14 +307,8 @@ class Work:
         aligned = self.rule == "amax"  # whole groups of MXFP8 consist of whole blocks, wherever the rows are cut
         block = (self.size, self.size if self.square else 1)
         tuned = self.sizes.permute_quantize
-        grid = grid_of(
-            self.shape,
-            self.splits,
-            tuned.tall if aligned else tuned.gather,
-            aligned,
-            block,
-            self.size if aligned else None,
-        )
+        walk, height = (tuned.tall, self.size) if aligned else (tuned.gather, None)
+        grid = grid_of(self.shape, self.splits, walk, aligned, block, height)
         form = self._blank(block, grid.tiles if aligned else ceil_div(self.shape[0], self.size))
         if self.source is None:
             self._scatter("none", None)
@@ -363,9 +324,9 @@ class Work:
                     grid.groups,
                     grid.tiles,
                     grid.steps,
-                    *self._numbers(),
+                    *scale_limits(self.recipe, self.tokens.dtype),
                     RULE=self.rule,
-                    **self._rounding(),
+                    **encoding(self.recipe, self.format, self.tokens.device),
                     ALIGNED=aligned,
                     BLOCK_R=block[0],
                     BLOCK_C=block[1],
@@ -374,16 +335,3 @@ class Work:
                     **NO_FP_FUSION,
                 )
         return form
-
-    def _numbers(self) -> tuple[int, int]:
-        """The least amax, and what a scale is that overflows."""
-        infinity = FLOAT32_MAX if self.tokens.dtype == torch.float64 else torch.finfo(self.tokens.dtype).max
-        return number_bits(self.recipe.amax_epsilon or 0.0), number_bits(infinity)
-
-    def _rounding(self) -> dict[str, Any]:
-        """The recipe as the kernels take it."""
-        return {
-            "FORMAT": self.format,
-            "POWER_OF_TWO": bool(self.recipe.power_of_two_scales),
-            "HARDWARE": casts_in_hardware(self.tokens.device),
-        }

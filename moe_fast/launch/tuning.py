@@ -123,6 +123,10 @@ class Router(WholeRows):
     warp_elements: int = 1024  # of a tile, at least
     max_programs: int = 1  # of a loss
 
+    def blocks(self, width: int) -> dict[str, int]:
+        """The sizes for rows of `width` experts, a power of two, as constants of a kernel."""
+        return {"BLOCK_T": self.tile_tokens(width), "BLOCK_E": width, "num_warps": self.tile_warps(width)}
+
     def tile_warps(self, width: int) -> int:
         """Warps for a tile whose rows have `width` elements."""
         return max(1, min(self.num_warps, self.tile_tokens(width) * width // self.warp_elements))

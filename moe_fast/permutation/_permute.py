@@ -137,14 +137,8 @@ def fill_gaps(
 
 @triton.jit(
     do_not_specialize=[
-        "token_blocks",
-        "first_lane",
-        "tail_lanes",
-        "num_tokens",
-        "num_experts",
-        "num_rows",
-        "stride_probs_t",
-        "stride_probs_e",
+        *("token_blocks", "first_lane", "tail_lanes", "num_tokens", "num_experts", "num_rows", "stride_probs_t"),
+        *("stride_probs_e",),
     ]
 )
 def permute_kernel(
@@ -289,13 +283,7 @@ def unpermute_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "token_blocks",
-        "first_lane",
-        "tail_lanes",
-        "num_tokens",
-        "num_rows",
-        "stride_probs_t",
-        "stride_probs_e",
+        *("token_blocks", "first_lane", "tail_lanes", "num_tokens", "num_rows", "stride_probs_t", "stride_probs_e"),
     ]
 )
 def unpermute_backward_kernel(

@@ -54,13 +54,8 @@ def multihot_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "num_tokens",
-        "num_slots",
-        "num_experts",
-        "stride_indices_t",
-        "stride_indices_k",
-        "stride_dout_t",
-        "stride_dout_e",
+        *("num_tokens", "num_slots", "num_experts", "stride_indices_t", "stride_indices_k", "stride_dout_t"),
+        *("stride_dout_e",),
     ]
 )
 def multihot_backward_kernel(

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import bits, check_device, integers, launch_on
+from moe_fast.launch.backend import bits, check_device, integers, launch_on, strided
 from moe_fast.permutation import _routing_map as kernels
 from moe_fast.permutation import _row_map as map_kernels
 from moe_fast.permutation.row_map import walk_map
@@ -31,8 +31,7 @@ def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
     unreached = torch.empty(routing_map_TE.shape[1], dtype=torch.bool, device=device)  # all by the first program
     with launch_on(routing_map_TE):
         map_kernels.pad_routing_map_kernel[(walk.blocks,)](
-            integers(routing_map_TE),
-            *routing_map_TE.stride(),
+            *strided(integers(routing_map_TE)),
             *walk.counted(),
             integers(padded),
             integers(unreached),
@@ -109,10 +108,8 @@ def _scatter(indices: Tensor, values: Tensor, num_experts: int, *, with_map: boo
         return routing_map, out
     with launch_on(indices):
         kernels.multihot_kernel[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(num_experts, tile.columns))](
-            integers(indices),
-            *indices.stride(),
-            bits(values),
-            *values.stride(),
+            *strided(integers(indices)),
+            *strided(bits(values)),
             integers(routing_map) if with_map else None,
             bits(out),
             num_tokens,
@@ -132,10 +129,8 @@ def _gather(dout: Tensor, indices: Tensor) -> Tensor:
         return dvalues
     with launch_on(dout):
         kernels.multihot_backward_kernel[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(num_slots, tile.columns))](
-            bits(dout),
-            *dout.stride(),
-            integers(indices),
-            *indices.stride(),
+            *strided(bits(dout)),
+            *strided(integers(indices)),
             bits(dvalues),
             num_tokens,
             dout.shape[1],
@@ -160,10 +155,8 @@ def _list(routing_map: Tensor, values: Tensor, topk: int) -> tuple[Tensor, Tenso
     block_tokens = sizes.multihot_rows.tile_tokens(block_experts)
     with launch_on(routing_map):
         kernels.indices_kernel[(triton.cdiv(num_tokens, block_tokens),)](
-            integers(routing_map),
-            *routing_map.stride(),
-            bits(values),
-            *values.stride(),
+            *strided(integers(routing_map)),
+            *strided(bits(values)),
             indices,
             bits(out),
             integers(overflow),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import integers, launch_on
+from moe_fast.launch.backend import integers, launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.permutation import _row_map as kernels
 from moe_fast.permutation._permute import RowMapArgs
@@ -40,6 +40,10 @@ class RowMap:
         """The row map as every kernel takes it."""
         stride_b, stride_e = (0, 0) if self.base_BE is None else self.base_BE.stride()
         return RowMapArgs(self.slots_TE, self.num_slots_T, self.base_BE, stride_b, stride_e, self.tokens_per_block)
+
+    def sizes(self, hidden: int) -> tuple[int, int, int, int]:
+        """The sizes that every kernel takes."""
+        return self.num_tokens, self.num_experts, hidden, self.num_rows
 
     def without_bases(self) -> "RowMap":
         """The same with lists of rows, which permute_kernel is to write."""
@@ -164,8 +168,7 @@ def count_blocks(routing_map: Tensor, walk: Walk, slots: Slots | None) -> None:
     """The first launch: count the routed tokens of each block; with `slots`, list them."""
     words = integers(routing_map) if walk.pack == 1 else routing_map.view(torch.int32)
     kernels.routing_walk_kernel[(walk.blocks,)](
-        words,
-        *words.stride(),
+        *strided(words),
         *((slots.slots_TE, slots.num_slots_T) if slots else (None, None)),
         walk.block_count_EB,
         *routing_map.shape,
@@ -229,8 +232,7 @@ def place_in_capacity(routing_map: Tensor, capacity: int) -> tuple[RowMap, Slots
     base = torch.empty(num_experts, dtype=torch.int64, device=routing_map.device)
     with launch_on(routing_map):
         kernels.capacity_kernel[(walk.blocks,)](
-            integers(routing_map),
-            *routing_map.stride(),
+            *strided(integers(routing_map)),
             *walk.counted(),
             slots.slots_TE,
             slots.num_slots_T,

@@ -113,14 +113,7 @@ def two_levels_amax_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "stride_splits",
-        "stride_given",
-        "stride_history",
-        "num_rows",
-        "num_groups",
-        "parts",
-        "steps",
-        "epsilon",
+        *("stride_splits", "stride_given", "stride_history", "num_rows", "num_groups", "parts", "steps", "epsilon"),
     ]
 )
 def cast_groups_kernel(

@@ -5,10 +5,10 @@ from torch import Tensor
 
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
-from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, strided
+from moe_fast.launch.backend import check_device, launch_on, strided
 from moe_fast.launch.tuning import power_of_two
 from moe_fast.quantization import _group_scales as kernels
-from moe_fast.quantization.quantized import Form, grid_of
+from moe_fast.quantization.quantized import Form, encoding, format_of, grid_of
 from moe_ref.config import QuantizerState, Recipe, check_role, check_state, require
 
 FORMAT_MAX = {"e4m3": 448.0, "e5m2": 57344.0}  # OCP OFP8 1.0
@@ -21,7 +21,7 @@ def group_amax(x: Tensor, splits: Tensor | None) -> Tensor:
     if grid.programs:
         with launch_on(x):
             kernels.group_amax_kernel[(grid.programs,)](
-                x, *x.stride(), *strided(splits, 1), amax, *x.shape, *grid.sizes, **grid.settings
+                *strided(x), *strided(splits, 1), amax, *x.shape, *grid.sizes, **grid.settings
             )
     return amax
 
@@ -42,21 +42,17 @@ def cast_groups(
         state = QuantizerState(history, given)
     with launch_on(x):
         kernels.cast_groups_kernel[(max(grid.programs, 1),)](
-            x,
-            *x.stride(),
+            *strided(x),
             *strided(splits, 1),
             *strided(given, 1),
             amax,
-            None if history is None else history.view(torch.int32),
-            0 if history is None else history.stride(0),
+            *strided(None if history is None else history.view(torch.int32))[:2],
             codes,
             inverse,
             *x.shape,
             *grid.sizes,
             number_bits(recipe.amax_epsilon or 0.0),
-            FORMAT=format,
-            POWER_OF_TWO=bool(recipe.power_of_two_scales),
-            HARDWARE=casts_in_hardware(x.device),
+            **encoding(recipe, format, x.device),
             **grid.settings,
             **NO_FP_FUSION,
         )
@@ -83,14 +79,11 @@ def update_scales(
     groups, length = state.amax_history.shape
     history = torch.empty((groups, length), device=state.scale.device)  # all by update_scales_kernel
     scale = torch.empty(groups, device=state.scale.device)  # as above
-    largest = (
-        FORMAT_MAX["e5m2" if recipe.fp8_format == "hybrid" and role == "grad_output" else "e4m3"] * 2.0**-recipe.margin
-    )
+    largest = FORMAT_MAX[format_of(recipe, role)] * 2.0**-recipe.margin
     if groups:
         with launch_on(scale):
             kernels.update_scales_kernel[(groups,)](
-                state.amax_history,
-                *state.amax_history.stride(),
+                *strided(state.amax_history),
                 *strided(state.scale, 1),
                 *strided(reduced_amax, 1),
                 history,

@@ -58,13 +58,11 @@ def quantize_two_levels(
     if grid.programs:
         with launch_on(x):
             nvfp4.quantize_two_levels_kernel[(grid.programs,)](
-                x,
-                *x.stride(),
+                *strided(x),
                 *strided(splits, 1),
                 row_amax,
                 column_amax,
-                noise,
-                *((0, 0, 0) if noise is None else noise.stride()),
+                *strided(noise, 3),
                 *((None, None) if by_rows is None else (by_rows.codes_MN, by_rows.scale)),
                 *((None, None) if by_columns is None else (by_columns.codes_MN, by_columns.scale)),
                 *x.shape,
@@ -95,8 +93,7 @@ def _amax_of_forms(
     if grid.programs:
         with launch_on(x):
             group_scales.two_levels_amax_kernel[(grid.programs,)](
-                x,
-                *x.stride(),
+                *strided(x),
                 *strided(splits, 1),
                 row_amax,
                 column_amax,

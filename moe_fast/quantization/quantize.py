@@ -9,18 +9,25 @@ import torch
 from torch import Tensor
 
 from moe_fast.launch import tuning
-from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
-from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, strided
+from moe_fast.launch.arithmetic import NO_FP_FUSION
+from moe_fast.launch.backend import check_device, launch_on, strided
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization import _quantize as kernels
 from moe_fast.quantization._quantize import FormArgs
 from moe_fast.quantization.group_scales import cast_groups
 from moe_fast.quantization.nvfp4 import quantize_two_levels
-from moe_fast.quantization.quantized import KERNEL_OF, Form, Grid, Quantized, grid_of
+from moe_fast.quantization.quantized import (
+    KERNEL_OF,
+    Form,
+    Grid,
+    Quantized,
+    encoding,
+    format_of,
+    grid_of,
+    scale_limits,
+)
 from moe_ref.config import Quantization, QuantizerState, Recipe, check_quantize, check_splits
 from moe_ref.config.quantization import BLOCK
-
-FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def quantize(
@@ -47,13 +54,7 @@ def quantize(
     else:
         splits = splits.to(x_MN.device, non_blocking=True)
     x = x_MN.detach().resolve_neg()  # a kernel sees memory, not a pending minus
-    format = (
-        "e2m1"
-        if recipe.scaling == "nvfp4"
-        else "e5m2"
-        if recipe.fp8_format == "hybrid" and role == "grad_output"
-        else "e4m3"
-    )
+    format = format_of(recipe, role)
     if recipe.stochastic_rounding and role == "grad_output" and noise is None:
         noise = torch.rand(2, *x.shape, device=x.device)
     if recipe.scaling == "nvfp4":
@@ -86,23 +87,18 @@ def _quantize_blocks(
     grid = grid_of(x.shape, splits, walk, aligned, (size if tall else 1, size), size if aligned else None)
     by_rows = empty_form(x, rule, (size if square else 1, size), grid) if rowwise else None
     by_columns = empty_form(x, rule, (size, 1), grid) if columnwise else None
-    infinity = torch.finfo(x.dtype).max if x.dtype != torch.float64 else FLOAT32_MAX
     if grid.programs:
         with launch_on(x):
             kernels.quantize_blocks_kernel[(grid.programs,)](
-                x,
-                *x.stride(),
+                *strided(x),
                 *strided(splits, 1),
                 form_arguments(by_rows),
                 form_arguments(by_columns),
                 *x.shape,
                 *grid.sizes,
-                number_bits(recipe.amax_epsilon or 0.0),
-                number_bits(infinity),
+                *scale_limits(recipe, x.dtype),
                 RULE=rule,
-                FORMAT=format,
-                POWER_OF_TWO=bool(recipe.power_of_two_scales),
-                HARDWARE=casts_in_hardware(x.device),
+                **encoding(recipe, format, x.device),
                 ALIGNED=aligned,
                 BLOCK=size,
                 SQUARE=square,
@@ -119,11 +115,9 @@ def empty_form(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form
     turned = rule == "amax" and block[0] == 1  # neighbouring rows side by side, for matrix products
 
     def blocks(dtype: torch.dtype) -> Tensor:
-        return (
-            torch.empty((columns, rows), dtype=dtype, device=x.device).T
-            if turned
-            else torch.empty((rows, columns), dtype=dtype, device=x.device)
-        )
+        shape = (columns, rows) if turned else (rows, columns)
+        empty = torch.empty(shape, dtype=dtype, device=x.device)
+        return empty.T if turned else empty
 
     scale = blocks(torch.float32 if rule == "amax" else torch.uint8)
     amax = blocks(torch.float32 if x.dtype == torch.float64 else x.dtype)

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from moe_fast.launch import tuning
-from moe_fast.launch.arithmetic import NO_FP_FUSION
-from moe_fast.launch.backend import launch_on, strided
+from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
+from moe_fast.launch.backend import casts_in_hardware, launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.quantization import _hadamard as hadamard
 from moe_fast.quantization._dequantize import dequantize_kernel
 from moe_ref.config import Recipe, require
 from moe_ref.config.quantization import SCALE_LAYOUTS
 
+FLOAT32_MAX = torch.finfo(torch.float32).max
 KERNEL_OF = {
     "delayed": "group",
     "current": "group",
@@ -61,6 +62,25 @@ class Quantized:
         require(chosen is not None, "columnwise", columnwise, "a direction that quantize was asked for")
         assert chosen is not None
         return chosen
+
+
+def format_of(recipe: Recipe, role: str) -> str:
+    """The format of a role's codes."""
+    if recipe.scaling == "nvfp4":
+        return "e2m1"
+    return "e5m2" if recipe.fp8_format == "hybrid" and role == "grad_output" else "e4m3"
+
+
+def scale_limits(recipe: Recipe, dtype: torch.dtype) -> tuple[int, int]:
+    """The least amax and the scale on overflow, as the kernels take them."""
+    infinity = FLOAT32_MAX if dtype == torch.float64 else torch.finfo(dtype).max
+    return number_bits(recipe.amax_epsilon or 0.0), number_bits(infinity)
+
+
+def encoding(recipe: Recipe, format: str, device: torch.device) -> dict[str, Any]:
+    """The constants of kernels that encode."""
+    power_of_two, hardware = bool(recipe.power_of_two_scales), casts_in_hardware(device)
+    return {"FORMAT": format, "POWER_OF_TWO": power_of_two, "HARDWARE": hardware}
 
 
 def codes(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
@@ -148,23 +168,14 @@ def dequantize(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
 
 def _dequantize(quantized: Quantized, form: Form) -> Tensor:
     """The values of one form."""
-    codes_MN, rule, sizes = (
-        form.codes_MN,
-        KERNEL_OF[quantized.recipe.scaling],
-        tuning.for_device(form.codes_MN.device).quantize,
-    )
+    codes_MN, rule = form.codes_MN, KERNEL_OF[quantized.recipe.scaling]
+    sizes = tuning.for_device(codes_MN.device).quantize
     block = form.block or (1, 1)
     tall = block[0] > 1
     aligned = rule in ("group", "nvfp4") or (rule == "amax" and tall)
     rows = block[0] if rule == "amax" and tall else None
-    grid = grid_of(
-        codes_MN.shape,
-        quantized.splits,
-        sizes.tall if rows else sizes.columns if tall else sizes.groups,
-        aligned,
-        block,
-        rows,
-    )
+    walk = sizes.tall if rows else sizes.columns if tall else sizes.groups
+    grid = grid_of(codes_MN.shape, quantized.splits, walk, aligned, block, rows)
     out = torch.empty(codes_MN.shape, dtype=quantized.dtype, device=codes_MN.device)  # all by dequantize_kernel
     if grid.programs:
         with launch_on(codes_MN):
@@ -214,7 +225,7 @@ def _hadamard_adjoint(d_value: Tensor) -> Tensor:
         sizes = {name: grid.settings[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps")}
         with launch_on(d_value):
             hadamard.hadamard_adjoint_kernel[(grid.programs,)](
-                d_value, *d_value.stride(), out, *d_value.shape, grid.parts, grid.steps, **sizes, **NO_FP_FUSION
+                *strided(d_value), out, *d_value.shape, grid.parts, grid.steps, **sizes, **NO_FP_FUSION
             )
     return out
 

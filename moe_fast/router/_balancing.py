@@ -249,11 +249,11 @@ def finish_loss_kernel(
 ):
     """factor · Σ partial; factor = coeff / max(n, 1) for n valid tokens, or coeff / N², or 0."""
     place = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], ACCUMULATOR)
+    partial = tl.zeros([BLOCK], ACCUMULATOR)
     valid = tl.zeros([BLOCK], tl.int32)
     for first in range(0, num_partials, BLOCK):
         inside = first + place < num_partials  # the last step sticks out
-        total += tl.load(partial_ptr + first + place, mask=inside, other=0.0)
+        partial += tl.load(partial_ptr + first + place, mask=inside, other=0.0)
         if valid_ptr is not None:
             valid += tl.load(valid_ptr + first + place, mask=inside, other=0)
     factor = number(coeff, ACCUMULATOR)
@@ -263,5 +263,5 @@ def finish_loss_kernel(
         n = widened(tl.load(total_ptr), ACCUMULATOR) if total_ptr is not None else number(total, ACCUMULATOR)
         tokens = tl.where(n > 0, n, 1.0)
         factor = tl.where(n > 0, factor / tokens / tokens, 0.0)
-    tl.store(loss_ptr, factor * tl.sum(total, axis=0))
+    tl.store(loss_ptr, factor * tl.sum(partial, axis=0))
     tl.store(factor_ptr, factor)

@@ -85,14 +85,7 @@ def only_best_groups(
 
 @triton.jit(
     do_not_specialize=[
-        "stride_given_t",
-        "stride_given_k",
-        "scale",
-        "num_tokens",
-        "topk",
-        "num_groups",
-        "group_topk",
-        "counted",
+        *("stride_given_t", "stride_given_k", "scale", "num_tokens", "topk", "num_groups", "group_topk", "counted"),
     ]
 )
 def topk_kernel(

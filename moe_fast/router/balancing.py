@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
-from moe_fast.launch.backend import integers, launch_on
+from moe_fast.launch.backend import integers, launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.router import _balancing as kernels
 from moe_fast.router.selection import check_computed, check_rows
@@ -95,8 +95,7 @@ class _AuxScores(torch.autograd.Function):
         if grid[0]:
             with launch_on(logits):
                 kernels.aux_scores_kernel[grid](
-                    logits,
-                    *logits.stride(),
+                    *strided(logits),
                     *_padding(padding),
                     scores,
                     integers(routing_map),
@@ -119,10 +118,8 @@ class _AuxScores(torch.autograd.Function):
         if grid[0]:
             with launch_on(logits):
                 kernels.aux_scores_backward_kernel[grid](
-                    dscores,
-                    *dscores.stride(),
-                    logits,
-                    *logits.stride(),
+                    *strided(dscores),
+                    *strided(logits),
                     *_padding(padding),
                     dlogits,
                     *logits.shape,
@@ -147,10 +144,8 @@ class _BalancingLoss(torch.autograd.Function):
         partial = torch.empty(grid[0] * columns, dtype=wide, device=scores.device)  # all by balance_kernel
         with launch_on(scores):
             kernels.balance_kernel[grid](
-                scores,
-                *scores.stride(),
-                count,
-                count.stride(0),
+                *strided(scores),
+                *strided(count, 1),
                 partial,
                 num_rows,
                 num_columns,
@@ -176,8 +171,7 @@ class _BalancingLoss(torch.autograd.Function):
                 kernels.balance_backward_kernel[(ceil_div(num_rows, tile.tokens), ceil_div(num_columns, tile.columns))](
                     dloss,
                     factor,
-                    count,
-                    count.stride(0),
+                    *strided(count, 1),
                     dscores,
                     num_rows,
                     num_columns,
@@ -198,7 +192,7 @@ class _ZLoss(torch.autograd.Function):
         valid = torch.empty(programs, dtype=torch.int32, device=logits.device)  # as above
         with launch_on(logits):
             kernels.z_loss_kernel[(programs,)](
-                logits, *logits.stride(), *_padding(padding), partial, valid, *logits.shape, each, **sizes
+                *strided(logits), *_padding(padding), partial, valid, *logits.shape, each, **sizes
             )
             loss, factor = _finish(partial, valid, 0, coeff)
         ctx.save_for_backward(logits, padding, factor)
@@ -213,7 +207,7 @@ class _ZLoss(torch.autograd.Function):
         if grid[0]:
             with launch_on(logits):
                 kernels.z_loss_backward_kernel[grid](
-                    dloss, factor, logits, *logits.stride(), *_padding(padding), dlogits, *logits.shape, **sizes
+                    dloss, factor, *strided(logits), *_padding(padding), dlogits, *logits.shape, **sizes
                 )
         return dlogits, None, None
 
@@ -243,30 +237,17 @@ def _whole_rows(logits: Tensor) -> tuple[tuple[int], dict[str, Any]]:
     """The grid and the blocks of the kernels that take whole rows."""
     rows = tuning.for_device(logits.device).aux_scores
     width = power_of_two(logits.shape[1])
-    block_tokens = rows.tile_tokens(width)
-    blocks = {
-        "ACCUMULATOR": accumulator(logits),
-        "BLOCK_T": block_tokens,
-        "BLOCK_E": width,
-        "num_warps": rows.tile_warps(width),
-    }
-    return (ceil_div(len(logits), block_tokens),), blocks
+    grid = (ceil_div(len(logits), rows.tile_tokens(width)),)
+    return grid, {"ACCUMULATOR": accumulator(logits), **rows.blocks(width)}
 
 
 def _rows_of_programs(logits: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
     """Programs, tiles of each, and their blocks, where programs add up rows."""
     rows = tuning.for_device(logits.device).z_loss
     width = power_of_two(logits.shape[1])
-    block_tokens = rows.tile_tokens(width)
-    tiles = ceil_div(len(logits), block_tokens)
+    tiles = ceil_div(len(logits), rows.tile_tokens(width))
     each = ceil_div(tiles, rows.max_programs)
-    blocks = {
-        "ACCUMULATOR": accumulator(logits),
-        "BLOCK_T": block_tokens,
-        "BLOCK_E": width,
-        "num_warps": rows.tile_warps(width),
-    }
-    return (ceil_div(tiles, each) if tiles else 1, each), blocks
+    return (ceil_div(tiles, each) if tiles else 1, each), {"ACCUMULATOR": accumulator(logits), **rows.blocks(width)}
 
 
 def _padding(mask: Tensor | None) -> tuple[Tensor | None, int]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import bits, check_device, integers, launch_on
+from moe_fast.launch.backend import bits, check_device, integers, launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.router import _capacity as kernels
 from moe_ref.config import Routed, check_drop_tokens
@@ -111,11 +111,9 @@ def _drop_backward(dout: Tensor, kept: Tensor, routing_map: Tensor | None) -> Te
     tile = tuning.for_device(dout.device).drop
     with launch_on(dout):
         kernels.drop_backward_kernel[(ceil_div(num_tokens, tile.tokens), ceil_div(num_experts, tile.columns))](
-            bits(dout),
-            *dout.stride(),
+            *strided(bits(dout)),
             integers(kept),
-            None if routing_map is None else integers(routing_map),
-            *((0, 0) if routing_map is None else routing_map.stride()),
+            *strided(None if routing_map is None else integers(routing_map)),
             bits(dprobs),
             num_tokens,
             num_experts,

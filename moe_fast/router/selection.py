@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
-from moe_fast.launch.backend import check_device, integers, launch_on
+from moe_fast.launch.backend import check_device, integers, launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.router import _selection as kernels
 from moe_ref.config import Routed, TopK, check_topk_routing, require
@@ -115,13 +115,9 @@ class _TopK(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dprobs: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None, None]:
         logits, choice = ctx.saved_tensors
-        return (
-            None if dprobs is None else _choose_backward(dprobs, logits, choice, ctx.settings, ctx.dense),
-            None,
-            None,
-            None,
-            None,
-        )
+        if dprobs is None:
+            return None, None, None, None, None
+        return _choose_backward(dprobs, logits, choice, ctx.settings, ctx.dense), None, None, None, None
 
 
 def _choose(
@@ -143,12 +139,9 @@ def _choose(
     block_tokens = rows.tile_tokens(block_groups * block_size)
     with launch_on(logits):
         kernels.topk_kernel[(ceil_div(num_tokens, block_tokens),)](
-            logits,
-            *logits.stride(),
-            bias,
-            0 if bias is None else bias.stride(0),
-            given,
-            *((0, 0) if given is None else given.stride()),
+            *strided(logits),
+            *strided(bias, 1),
+            *strided(given),
             probs,
             None if dense else choice,
             integers(choice) if dense and choice is not None else None,
@@ -184,13 +177,11 @@ def _choose_backward(dprobs: Tensor, logits: Tensor, choice: Tensor, settings: S
     block_tokens = rows.tile_tokens(block_experts)
     with launch_on(logits):
         kernels.topk_backward_kernel[(ceil_div(num_tokens, block_tokens),)](
-            dprobs,
-            *dprobs.stride(),
+            *strided(dprobs),
             None if dense else choice,
             *choice.stride(),
             integers(choice) if dense else None,
-            logits,
-            *logits.stride(),
+            *strided(logits),
             dlogits,
             settings.scale,
             num_tokens,
@@ -198,9 +189,7 @@ def _choose_backward(dprobs: Tensor, logits: Tensor, choice: Tensor, settings: S
             settings.topk,
             SCORE=settings.score,
             ACCUMULATOR=accumulator(logits),
-            BLOCK_T=block_tokens,
-            BLOCK_E=block_experts,
-            num_warps=rows.tile_warps(block_experts),
+            **rows.blocks(block_experts),
         )
     return dlogits
 
