@@ -51,6 +51,11 @@ class Case:
         """Why these fields exclude each other, beyond the axes and the signature; None: they do not."""
         return None
 
+    @property
+    def sized(self) -> bool:
+        """Whether the arguments fix the size of every output, so that no call waits for the device."""
+        return True
+
     def arguments(self) -> tuple[str, ...]:
         """Optional keyword arguments of the call, besides those that axes and inputs name."""
         return ()

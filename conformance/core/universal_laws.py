@@ -71,19 +71,12 @@ def _graph_capture(trial: Trial) -> Finding | None:
 
 
 def _has_values(case) -> bool:
-    return not case.golden and not case.illegal and _layout(case) != "expanded"
-
-
-def _layout(case) -> str:
-    return getattr(case, "layout", "contiguous")
+    return not case.golden and not case.illegal and case.layout != "expanded"
 
 
 def _static(case) -> bool:
-    """Whether a static size is given, or none is needed, and only the forward is asked for."""
-    sized = (
-        case.function not in ("permute", "unpermute", "permute_and_quantize") or case.capacity or case.slack is not None
-    )
-    return bool(_has_values(case) and sized and not case.grads and _layout(case) == "contiguous")
+    """Whether all sizes are known without the device, and only the forward is asked for."""
+    return bool(_has_values(case) and case.sized and not case.grads and case.layout == "contiguous")
 
 
 HISTORY = Law("history", _history, lambda case: not case.illegal and not case.golden)

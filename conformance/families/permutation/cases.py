@@ -54,6 +54,11 @@ class RoutingCase(Case):
             return "zero_probs needs probs"
         return None
 
+    @property
+    def sized(self) -> bool:
+        permutes = self.function in ("permute", "unpermute", "permute_and_quantize")
+        return not permutes or bool(self.capacity) or self.slack is not None
+
 
 def routed(case: RoutingCase) -> np.ndarray:
     """The map as a [T,E] bool array."""
