@@ -179,7 +179,7 @@ def _experts(
     recompute: bool,
 ) -> Tensor:
     """`grouped_mlp` without rows past the last segment."""
-    accumulator = _accumulator(rows_PH, probs, fc2_bias)
+    accumulator = accumulator_of(rows_PH, probs, fc2_bias)
     p_P = None if probs is None else probs.to(accumulator)  # once: both parts of its gradient add before one rounding
     counts = tokens_per_expert_L
     if align is not None:
@@ -202,7 +202,7 @@ def _experts(
     return y_PH if align is None else trim_segments(y_PH, tokens_per_expert_L, align)
 
 
-def _accumulator(*tensors: Tensor | None) -> torch.dtype:
+def accumulator_of(*tensors: Tensor | None) -> torch.dtype:
     """float64 if one of them is, else float32."""
     doubles = any(x is not None and x.dtype == torch.float64 for x in tensors)
     return accumulator_dtype(torch.float64 if doubles else torch.float32)

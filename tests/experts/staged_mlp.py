@@ -9,7 +9,7 @@ from torch import Tensor
 import moe_ref
 from moe_ref.config import check_grouped_mlp, check_pairs
 from moe_ref.experts.activations import chosen_activation
-from moe_ref.experts.mlp import _accumulator, pad_segments, trim_segments
+from moe_ref.experts.mlp import accumulator_of, pad_segments, trim_segments
 
 
 def taken_apart(
@@ -21,7 +21,7 @@ def taken_apart(
     checked = (activation.get("interleave"), act.keywords["kind"], probs_on_input, align, recompute)
     check_grouped_mlp(rows, counts, fc1, fc2, probs, fc1_bias, fc2_bias, *checked)
     check_pairs(state, noise)
-    wide = _accumulator(rows, probs, fc2_bias)
+    wide = accumulator_of(rows, probs, fc2_bias)
     return SimpleNamespace(**locals())
 
 

@@ -1,7 +1,6 @@
 """The layer against a computation without permutation: each token, each expert, plain matrix products."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -197,10 +196,3 @@ def test_illegal_parameters_are_refused(changed, named):
 def test_a_layer_over_ranks_that_do_not_divide_the_experts_is_refused():
     with pytest.raises(ValueError, match="num_experts is 4"):
         run(random(6, HIDDEN), (2, 2, 2), parameters(), config())
-
-
-def test_the_readme_quotes_the_layer():
-    source, readme = (Path(__file__).parents[2] / name for name in ("moe_ref/layer.py", "README.md"))
-    code = source.read_text()
-    quoted = code[code.index("    logits = [gate(") : code.index("    return LayerOutput(")].rstrip("\n")
-    assert quoted in readme.read_text()
