@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_fast.experts import _scaled_linear as kernels
-from moe_fast.experts._scaled_linear import TILE_ROWS
+from moe_fast.experts._factors import TILE_ROWS
 from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, make_plan, programs, segment_sums
 from moe_fast.launch import tuning
 from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, launch_on, strided

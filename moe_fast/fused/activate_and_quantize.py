@@ -7,7 +7,7 @@ scale, transform and noise. So does the rounded gradient of block scaling in bot
 two kernels are faster.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_fast.experts import _activations as activation_kernels
-from moe_fast.experts.activations import CURVES, Settings, backward_of, check_fused, constants_of
+from moe_fast.experts.activations import Settings, backward_of, constants_of
 from moe_fast.fused import _activate_and_quantize as kernels
-from moe_fast.fused._tiles import Factors, Operands
+from moe_fast.fused.activation_source import Forms, Source, source_of
 from moe_fast.launch import tuning
-from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
+from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
 from moe_fast.launch.backend import launch_on, strided
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization.quantize import empty_form, form_arguments, quantize
-from moe_fast.quantization.quantized import KERNEL_OF, Form, Grid, Quantized, encoding, format_of, grid_of, scale_limits
+from moe_fast.quantization.quantized import KERNEL_OF, Form, Quantized, encoding, scale_limits
 from moe_ref.config import (
     Quantization,
     QuantizerState,
@@ -31,9 +31,8 @@ from moe_ref.config import (
     check_activation,
     check_cotangent,
     check_glu,
-    check_splits,
 )
-from moe_ref.config.fused_activations import QuantizedGradients, check_quantized_activation
+from moe_ref.config.fused_activations import QuantizedGradients
 from moe_ref.config.quantization import BLOCK
 
 
@@ -63,7 +62,7 @@ def glu_and_quantize(
     """
     check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
     settings = Settings(kind, True, False, offset, clamp, alpha, interleave)
-    forms = _Forms(recipe, "input", splits, rowwise, columnwise, state, None, round_before_quantize)
+    forms = Forms(recipe, "input", splits, rowwise, columnwise, state, None, round_before_quantize)
     return _forward(h_PF2, probs, settings, forms)
 
 
@@ -93,7 +92,7 @@ def glu_backward_and_quantize(
     """
     check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
     settings = Settings(kind, True, False, offset, clamp, alpha, interleave)
-    forms = _Forms(recipe, "grad_output", splits, rowwise, columnwise, state, noise, round_before_quantize)
+    forms = Forms(recipe, "grad_output", splits, rowwise, columnwise, state, noise, round_before_quantize)
     return _gradients(d_out_PF, h_PF2, probs, settings, forms)
 
 
@@ -111,7 +110,7 @@ def activation_and_quantize(
 ) -> Quantization:
     """`activation`, quantised as `glu_and_quantize` does."""
     check_activation(h_PF, probs, kind)
-    forms = _Forms(recipe, "input", splits, rowwise, columnwise, state, None, round_before_quantize)
+    forms = Forms(recipe, "input", splits, rowwise, columnwise, state, None, round_before_quantize)
     return _forward(h_PF, probs, Settings(kind, False, False), forms)
 
 
@@ -131,141 +130,28 @@ def activation_backward_and_quantize(
 ) -> QuantizedGradients:
     """The gradients of `activation`, that of h quantised as `glu_backward_and_quantize` does."""
     check_activation(h_PF, probs, kind)
-    forms = _Forms(recipe, "grad_output", splits, rowwise, columnwise, state, noise, round_before_quantize)
+    forms = Forms(recipe, "grad_output", splits, rowwise, columnwise, state, noise, round_before_quantize)
     return _gradients(d_out_PF, h_PF, probs, Settings(kind, False, False), forms)
 
 
-@dataclass(frozen=True)
-class _Forms:
-    """The arguments of `quantize`."""
-
-    recipe: Recipe
-    role: str
-    splits: Tensor | None
-    rowwise: bool
-    columnwise: bool
-    state: QuantizerState | None
-    noise: Tensor | None
-    rounds: bool
-
-    @property
-    def format(self) -> str:
-        return format_of(self.recipe, self.role)
-
-    def check(self, h: Tensor, width: int) -> None:
-        """The rules of both packages that can be seen without reading the device."""
-        options: dict[str, Any] = {
-            "splits": self.splits,
-            "rowwise": self.rowwise,
-            "columnwise": self.columnwise,
-            "state": self.state,
-            "noise": self.noise,
-        }
-        check_quantized_activation(h, width, self.recipe, self.role, **options, round_before_quantize=self.rounds)
-        if self.splits is None:
-            check_splits([len(h)], len(h), self.recipe)
-
-
-@dataclass(frozen=True)
-class _Source:
-    """An activation, or with d_out its gradient, as the kernels compute it."""
-
-    d_out: Tensor | None
-    h: Tensor
-    probs: Tensor | None
-    settings: Settings
-    forms: _Forms
-
-    @property
-    def like(self) -> Tensor:
-        """A tensor of the shape and dtype of what is quantised, without memory."""
-        columns = self.settings.width(self.h) if self.d_out is None else self.h.shape[1]
-        dtype = self.h.dtype if self.forms.rounds else torch.float32
-        return torch.empty((), dtype=dtype, device=self.h.device).expand(len(self.h), columns)  # no memory
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The kernels' first arguments."""
-        settings, layout = self.settings, (self.settings.width(self.h), self.settings.between(self.h))
-        operands = Operands._make((*strided(self.d_out), *strided(self.h), *layout))
-        factors = Factors._make((*strided(self.probs, 1), *settings.numbers()))
-        return operands, factors, *strided(self.forms.splits, 1)
-
-    def constants(self, grid: Grid) -> dict[str, Any]:
-        """The kernels' constants."""
-        layout = self.settings.layout(self.h)
-        return {
-            "CURVE": CURVES[self.settings.kind][0],
-            "LAYOUT": layout,
-            "WHOLE": self.halves and self.settings.width(self.h) % grid.settings["BLOCK_N"] == 0,
-            "CLAMPED": self.settings.clamp is not None,
-            "ROUNDED": self.forms.rounds,
-            "ACCUMULATOR": accumulator(self.h, self.probs),
-        }
-
-    @property
-    def faster_apart(self) -> bool:
-        """Whether writing the rounded gradient beats holding 128 rows of both halves."""
-        forms = self.forms
-        return (
-            self.d_out is not None
-            and forms.rounds
-            and forms.columnwise
-            and forms.recipe.scaling == "block"
-            and self.h.dtype.itemsize == 2
-        )
-
-    @property
-    def halves(self) -> bool:
-        """Whether gradients of gates and values lie apart, so that one load gives a tile of each."""
-        return self.d_out is not None and self.settings.layout(self.h) == "halves"
-
-    def grid(self, walk: tuning.Walk, aligned: bool, least: tuple[int, int] = (1, 1), rows: int | None = None) -> Grid:
-        """Tiles of what is quantised; of halves that are whole tiles, the gates' alone."""
-        half = grid_of(
-            torch.Size((len(self.h), self.settings.width(self.h))), self.forms.splits, walk, aligned, least, rows
-        )
-        if self.halves and self.settings.width(self.h) % half.settings["BLOCK_N"] == 0:
-            return half
-        return grid_of(self.like.shape, self.forms.splits, walk, aligned, least, rows)
-
-    def parts(self, grid: Grid) -> Tensor | None:
-        """Each program's part of d_probs, [rows, programs per row]; None without probs."""
-        if self.d_out is None or self.probs is None:
-            return None
-        dtype = torch.float64 if torch.float64 in (self.h.dtype, self.probs.dtype) else torch.float32
-        # all by the kernel: its tiles cover every row
-        return torch.empty((len(self.h), grid.parts), dtype=dtype, device=self.h.device)
-
-
-def _source(d_out: Tensor | None, h: Tensor, probs: Tensor | None, settings: Settings, forms: _Forms) -> _Source:
-    """What the kernels read: memory, not a pending minus, on the device of h."""
-    check_fused(h, probs)
-    splits = None if forms.splits is None else forms.splits.to(h.device, non_blocking=True)
-    memories = (None if x is None else x.detach().resolve_neg() for x in (d_out, h, probs))
-    d_out, memory, probs = memories
-    assert memory is not None
-    return _Source(d_out, memory, probs, settings, replace(forms, splits=splits))
-
-
-def _forward(h: Tensor, probs: Tensor | None, settings: Settings, forms: _Forms) -> Quantization:
+def _forward(h: Tensor, probs: Tensor | None, settings: Settings, forms: Forms) -> Quantization:
     forms.check(h, settings.width(h))
-    source = _source(None, h, probs, settings, forms)
+    source = source_of(None, h, probs, settings, forms)
     quantized, state, _ = _quantized(source)
     wanted = torch.is_grad_enabled() and (h.requires_grad or (probs is not None and probs.requires_grad))
     place = _Place.apply(h, probs, settings, source.forms.splits) if wanted else None
     return Quantization(replace(quantized, source=place), state)
 
 
-def _gradients(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings, forms: _Forms) -> QuantizedGradients:
+def _gradients(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings, forms: Forms) -> QuantizedGradients:
     check_cotangent(d_out, len(h), settings.width(h), h)
     forms.check(h, h.shape[1])
-    source = _source(d_out, h, probs, settings, forms)
+    source = source_of(d_out, h, probs, settings, forms)
     quantized, state, d_probs = _quantized(source)
     return QuantizedGradients(quantized, state, None if probs is None or d_probs is None else d_probs.to(probs.dtype))
 
 
-def _quantized(source: _Source) -> tuple[Quantized, QuantizerState | None, Tensor | None]:
+def _quantized(source: Source) -> tuple[Quantized, QuantizerState | None, Tensor | None]:
     """(quantised tensor, next state, d_probs)."""
     forms, recipe = source.forms, source.forms.recipe
     if recipe.scaling == "nvfp4" or source.faster_apart:
@@ -288,7 +174,7 @@ def _quantized(source: _Source) -> tuple[Quantized, QuantizerState | None, Tenso
     return quantized, state, None if parts is None else parts.sum(1)
 
 
-def _quantize_blocks(source: _Source) -> tuple[Form | None, Form | None, Tensor | None]:
+def _quantize_blocks(source: Source) -> tuple[Form | None, Form | None, Tensor | None]:
     """A scale for each block, by rows and by columns; and the parts of d_probs."""
     forms, recipe, x = source.forms, source.forms.recipe, source.like
     size, rule = BLOCK[recipe.scaling], KERNEL_OF[recipe.scaling]
@@ -321,7 +207,7 @@ def _quantize_blocks(source: _Source) -> tuple[Form | None, Form | None, Tensor 
     return by_rows, by_columns, parts
 
 
-def _cast_groups(source: _Source) -> tuple[Form, QuantizerState | None, Tensor | None]:
+def _cast_groups(source: Source) -> tuple[Form, QuantizerState | None, Tensor | None]:
     """One scale per group, from the state, which gets this amax, or from the amax; d_probs' parts."""
     forms, recipe, x = source.forms, source.forms.recipe, source.like
     grid = source.grid(tuning.for_device(x.device).activate_quantize.groups, True)
@@ -362,7 +248,7 @@ def _cast_groups(source: _Source) -> tuple[Form, QuantizerState | None, Tensor |
     return Form(codes, inverse, amax.view(torch.float32), None), state, parts
 
 
-def _quantized_apart(source: _Source) -> tuple[Quantized, QuantizerState | None, Tensor | None]:
+def _quantized_apart(source: Source) -> tuple[Quantized, QuantizerState | None, Tensor | None]:
     """The activation written, and then quantised."""
     forms, h, d_probs = source.forms, source.h, None
     x = torch.empty(source.like.shape, dtype=source.like.dtype, device=h.device)  # all by the kernel
@@ -393,7 +279,7 @@ def _quantized_apart(source: _Source) -> tuple[Quantized, QuantizerState | None,
 
 
 def _launch(
-    kernel: Any, tile: tuning.Tile, source: _Source, d_out: tuple[Any, ...], results: tuple[Tensor | None, ...]
+    kernel: Any, tile: tuning.Tile, source: Source, d_out: tuple[Any, ...], results: tuple[Tensor | None, ...]
 ) -> None:
     """Launch a kernel of `experts._activations`; with d_out one program sums a row."""
     h, settings = source.h, source.settings

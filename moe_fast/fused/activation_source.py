@@ -1,0 +1,133 @@
+"""An activation, or its gradient, as the kernels that quantise it take it."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_fast.experts.activations import CURVES, Settings, check_fused
+from moe_fast.fused._tiles import Factors, Operands
+from moe_fast.launch import tuning
+from moe_fast.launch.arithmetic import accumulator
+from moe_fast.launch.backend import strided
+from moe_fast.quantization.quantized import Grid, format_of, grid_of
+from moe_ref.config import (
+    QuantizerState,
+    Recipe,
+    check_splits,
+)
+from moe_ref.config.fused_activations import check_quantized_activation
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The arguments of `quantize`."""
+
+    recipe: Recipe
+    role: str
+    splits: Tensor | None
+    rowwise: bool
+    columnwise: bool
+    state: QuantizerState | None
+    noise: Tensor | None
+    rounds: bool
+
+    @property
+    def format(self) -> str:
+        return format_of(self.recipe, self.role)
+
+    def check(self, h: Tensor, width: int) -> None:
+        """The rules of both packages that can be seen without reading the device."""
+        options: dict[str, Any] = {
+            "splits": self.splits,
+            "rowwise": self.rowwise,
+            "columnwise": self.columnwise,
+            "state": self.state,
+            "noise": self.noise,
+        }
+        check_quantized_activation(h, width, self.recipe, self.role, **options, round_before_quantize=self.rounds)
+        if self.splits is None:
+            check_splits([len(h)], len(h), self.recipe)
+
+
+@dataclass(frozen=True)
+class Source:
+    """An activation, or with d_out its gradient, as the kernels compute it."""
+
+    d_out: Tensor | None
+    h: Tensor
+    probs: Tensor | None
+    settings: Settings
+    forms: Forms
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the shape and dtype of what is quantised, without memory."""
+        columns = self.settings.width(self.h) if self.d_out is None else self.h.shape[1]
+        dtype = self.h.dtype if self.forms.rounds else torch.float32
+        return torch.empty((), dtype=dtype, device=self.h.device).expand(len(self.h), columns)  # no memory
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The kernels' first arguments."""
+        settings, layout = self.settings, (self.settings.width(self.h), self.settings.between(self.h))
+        operands = Operands._make((*strided(self.d_out), *strided(self.h), *layout))
+        factors = Factors._make((*strided(self.probs, 1), *settings.numbers()))
+        return operands, factors, *strided(self.forms.splits, 1)
+
+    def constants(self, grid: Grid) -> dict[str, Any]:
+        """The kernels' constants."""
+        layout = self.settings.layout(self.h)
+        return {
+            "CURVE": CURVES[self.settings.kind][0],
+            "LAYOUT": layout,
+            "WHOLE": self.halves and self.settings.width(self.h) % grid.settings["BLOCK_N"] == 0,
+            "CLAMPED": self.settings.clamp is not None,
+            "ROUNDED": self.forms.rounds,
+            "ACCUMULATOR": accumulator(self.h, self.probs),
+        }
+
+    @property
+    def faster_apart(self) -> bool:
+        """Whether writing the rounded gradient beats holding 128 rows of both halves."""
+        forms = self.forms
+        return (
+            self.d_out is not None
+            and forms.rounds
+            and forms.columnwise
+            and forms.recipe.scaling == "block"
+            and self.h.dtype.itemsize == 2
+        )
+
+    @property
+    def halves(self) -> bool:
+        """Whether gradients of gates and values lie apart, so that one load gives a tile of each."""
+        return self.d_out is not None and self.settings.layout(self.h) == "halves"
+
+    def grid(self, walk: tuning.Walk, aligned: bool, least: tuple[int, int] = (1, 1), rows: int | None = None) -> Grid:
+        """Tiles of what is quantised; of halves that are whole tiles, the gates' alone."""
+        half = grid_of(
+            torch.Size((len(self.h), self.settings.width(self.h))), self.forms.splits, walk, aligned, least, rows
+        )
+        if self.halves and self.settings.width(self.h) % half.settings["BLOCK_N"] == 0:
+            return half
+        return grid_of(self.like.shape, self.forms.splits, walk, aligned, least, rows)
+
+    def parts(self, grid: Grid) -> Tensor | None:
+        """Each program's part of d_probs, [rows, programs per row]; None without probs."""
+        if self.d_out is None or self.probs is None:
+            return None
+        dtype = torch.float64 if torch.float64 in (self.h.dtype, self.probs.dtype) else torch.float32
+        # all by the kernel: its tiles cover every row
+        return torch.empty((len(self.h), grid.parts), dtype=dtype, device=self.h.device)
+
+
+def source_of(d_out: Tensor | None, h: Tensor, probs: Tensor | None, settings: Settings, forms: Forms) -> Source:
+    """What the kernels read: memory, not a pending minus, on the device of h."""
+    check_fused(h, probs)
+    splits = None if forms.splits is None else forms.splits.to(h.device, non_blocking=True)
+    memories = (None if x is None else x.detach().resolve_neg() for x in (d_out, h, probs))
+    d_out, memory, probs = memories
+    assert memory is not None
+    return Source(d_out, memory, probs, settings, replace(forms, splits=splits))
