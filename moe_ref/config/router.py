@@ -359,16 +359,12 @@ def check_expert_capacity(num_tokens: int, num_experts: int, topk: int, capacity
 
 
 def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float) -> int:
-    """Rows of one expert: min(⌈T · K / E · cf⌉, T).
+    """Rows per expert: min(⌈T · K / E · cf⌉, T), cf taken as the decimal it is written as.
 
-    cf counts as the decimal it is written as, so that no rounding adds a row (T=31, K=1, E=60, cf=60 makes 31). More than T rows
-    cannot be filled by T tokens.
+    So no rounding adds a row: T=31, K=1, E=60, cf=60 makes 31.
 
     Raises:
         ValueError: num_tokens, num_experts, topk or capacity_factor is no number of its kind.
-
-    Source: moe_utils.get_capacity, which computes in floating point and does not stop at T: with pad-to-capacity, Megatron's
-    first permute then raises.
     """
     check_expert_capacity(num_tokens, num_experts, topk, capacity_factor)
     return min(ceil(Fraction(num_tokens * topk, num_experts) * Fraction(str(capacity_factor))), num_tokens)
@@ -394,9 +390,7 @@ def check_update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, upd
 
 
 def check_state_tensors(tensors: Mapping[str, Tensor]) -> None:
-    """Every tensor of a `RouterState` is there, and the expert bias, which moves in small steps, is
-    float32.
-    """
+    """Every tensor of a `RouterState` is there; the expert bias, of small steps, is float32."""
     names = [name for name in RouterState._fields if name != "replay_queue"]
     for name in names:
         require(name in tensors, "tensors", f"without {name}", f"with {', '.join(names)}")

@@ -1,4 +1,6 @@
-"""The states of router and quantiser before the first step, saved and loaded; shared by all implementations."""
+"""The states of router and quantiser before the first step, saved and loaded; for all
+implementations.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +30,8 @@ def state_from(tensors: Mapping[str, Tensor]) -> RouterState:
     """The inverse of `state_tensors`.
 
     Raises:
-        ValueError: a tensor is missing, or expert_bias is not float32: a cast of all buffers to bf16 loses its steps.
+        ValueError: a tensor is missing, or expert_bias is not float32: a cast of all buffers to
+            bf16 loses its steps.
     """
     check_state_tensors(tensors)
     names = [name for name in RouterState._fields if name != "replay_queue"]

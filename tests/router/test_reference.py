@@ -25,19 +25,12 @@ SCORES = {
     "sqrtsoftplus": lambda x: [math.sqrt(math.log1p(math.exp(v))) for v in x],
 }
 often = settings(max_examples=150, deadline=None, database=None, derandomize=True)
-GOLDEN = [
-    (name, case)
-    for name in vars(golden_routing)
-    if name.isupper() and isinstance(getattr(golden_routing, name), dict)
-    for case in getattr(golden_routing, name)
-]
+GOLDEN = [(function, case) for function, table in golden_routing.GOLDEN.items() for case in table]
 
 
-@pytest.mark.parametrize(
-    ("table", "case"), [x for x in GOLDEN if x[0] != "ROUTE"], ids=["-".join(x) for x in GOLDEN if x[0] != "ROUTE"]
-)
-def test_golden_case_holds(table, case):
-    problem, expected = getattr(golden_routing, table)[case]
+@pytest.mark.parametrize(("function", "case"), GOLDEN, ids=["-".join(x) for x in GOLDEN])
+def test_golden_case_holds(function, case):
+    problem, expected = golden_routing.GOLDEN[function][case]
     observed = answer(moe_ref, problem)
     assert [judge(output, right, observed[output]) for output, right in expected.items()] == [None] * len(expected)
 
