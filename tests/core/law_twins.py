@@ -13,7 +13,7 @@ from conformance.families.experts.mlp import MlpCase
 from conformance.families.experts.shared import SharedCase
 from conformance.families.fused.cases import QuantizedActivationCase
 from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase
-from conformance.families.permutation.cases import RoutingCase
+from conformance.families.permutation.cases import ChunksCase, IndicesCase, RoutingCase
 from conformance.families.permutation.chunks import ChunksCase
 from conformance.families.permutation.routing_map import IndicesCase
 from conformance.families.quantization.cases import QuantizeCase

@@ -54,8 +54,6 @@ def test_stochastic_rounding_is_right_on_average_and_rounding_to_nearest_is_not(
     assert improbable(expected_of_sixths(), rounded_at_random(lambda i: shared[i].expand(2, 16, 640)))
 
 
-# ---- noise that nobody gives
-
 OWN = random_cases(scope_of("quantize", Space()))
 NO_NOISE = Space(without={"quantize": frozenset({"noise"})})
 
