@@ -48,6 +48,14 @@ class Steps(Words):
 
 
 @dataclass(kw_only=True)
+class Sharing(Size):
+    """Sequences, or ranks that share one: a second call right after the first has as many, because they divide counts."""
+
+    def other(self, case: Any) -> Changes:
+        return {}
+
+
+@dataclass(kw_only=True)
 class Tokens(Size):
     """Tokens of a batch; one process has at least one."""
 
@@ -61,7 +69,7 @@ class RouteCase(Case):
 
     steps: str = declared(Steps(default="train", known=STEPS, of=COVERED_STEPS))
     tokens: int = declared(Tokens(default=2, letter="T"))  # of one micro-batch; a multiple of sequences
-    sequences: int = size(at_least=1, divides="tokens", pairs=(1, 2), argument="batch_size")
+    sequences: int = declared(Sharing(default=1, at_least=1, divides="tokens", pairs=(1, 2), argument="batch_size"))
     experts: int = experts(default=2)
     topk: int = slots(spare=1)
     dtype: str = dtypes("float32", "bfloat16")
@@ -81,7 +89,7 @@ class RouteCase(Case):
     scale: int = number(8, *range(1, 33))  # loss scale in eighths
     counts: tuple[int, ...] = counts()  # tokens of each of several real ranks; empty: one process
     # that share a sequence; without counts all have the same tokens: a sum over them is this rank's, times their number
-    ranks: int = size(at_least=1, pairs=(1, 2), argument="ranks")
+    ranks: int = declared(Sharing(default=1, at_least=1, pairs=(1, 2), argument="ranks"))
 
     def clash(self) -> str | None:
         if self.layout != "contiguous":
