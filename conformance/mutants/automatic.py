@@ -70,13 +70,20 @@ def home(implementation: str) -> Path:
 
 
 def enclosing_function(mutant: SourceMutant) -> str:
-    """The name of the innermost function that the change is in."""
-    spans = [
-        (node.lineno, node.end_lineno or node.lineno, node.name)
-        for node in ast.walk(ast.parse(mutant.source))
-        if isinstance(node, ast.FunctionDef)
-    ]
-    return max((span for span in spans if span[0] <= mutant.line <= span[1]), default=(0, 0, ""))[2]
+    """The qualified name of the innermost function that the change is in."""
+    around = sorted(
+        (
+            node
+            for node in ast.walk(ast.parse(mutant.source))
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            and node.lineno <= mutant.line <= (node.end_lineno or node.lineno)
+        ),
+        key=lambda node: node.lineno,
+    )
+    while around and isinstance(around[-1], ast.ClassDef):
+        around.pop()
+    parts = [node.name if isinstance(node, ast.ClassDef) else f"{node.name}.<locals>" for node in around]
+    return ".".join(parts).removesuffix(".<locals>")
 
 
 def write_copy(mutant: SourceMutant, implementation: str, folder: Path) -> None:

@@ -97,12 +97,13 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def _traced(package: str) -> Iterator[set[str]]:
-    """The package's functions that run inside the block, as "file:name" from its parent folder."""
+    """The package's functions that run inside the block, as "file:qualified name" from its parent folder."""
     calls: set[str] = set()
 
     def called(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(package):
-            calls.add(f"{os.path.relpath(frame.f_code.co_filename, os.path.dirname(package))}:{frame.f_code.co_name}")
+            file = os.path.relpath(frame.f_code.co_filename, os.path.dirname(package))
+            calls.add(f"{file}:{frame.f_code.co_qualname}")
 
     if package:
         sys.setprofile(called)
