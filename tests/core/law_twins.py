@@ -14,8 +14,6 @@ from conformance.families.experts.shared import SharedCase
 from conformance.families.fused.cases import QuantizedActivationCase
 from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase
 from conformance.families.permutation.cases import ChunksCase, IndicesCase, RoutingCase
-from conformance.families.permutation.chunks import ChunksCase
-from conformance.families.permutation.routing_map import IndicesCase
 from conformance.families.quantization.cases import QuantizeCase
 from conformance.families.router.cases import GateCase, LoadCase, LogitsCase
 from conformance.families.router.cases_route import RouteCase

@@ -166,7 +166,7 @@ BAD = [
     (("replay", '{"function": "permute", "grads": "nobody"}', "--impl", "moe_ref"), "grads asks for 'nobody'"),
     (
         ("replay", '{"function": "permute", "align": 2, "capacity": 2}', "--impl", "moe_ref"),
-        "capacity is 2 with align 2",
+        "a capacity excludes align and num_rows",
     ),
     (("replay", '{"function": "permute"}', "--impl", "nobody"), "there is no module 'nobody'"),
     (("minimize", "0123456789ab", "--impl", "moe_ref"), "there is no case '0123456789ab'"),

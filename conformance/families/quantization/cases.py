@@ -83,7 +83,8 @@ def cycled(*values: Any) -> Any:
 class QuantizeCase(Case):
     """A tensor, or for delayed scaling one after the other, and its steps."""
 
-    dtype: str = dtypes("float32", "bfloat16", "float16")
+    # float64: of operands that a product of the experts quantises on the way; `quantize` itself refuses it
+    dtype: str = dtypes("float32", "bfloat16", "float16", also=("float64",))
     values: str = choice(*VALUES)  # see `x_of`
     scaling: str = choice("current", "delayed", "block", "mxfp8", "nvfp4")
     variant: int = cycled(*range(VARIANTS))  # of the scaling, in RECIPES
@@ -105,6 +106,8 @@ class QuantizeCase(Case):
     index_dtype: str = dtypes("int64", "int32")
 
     def clash(self) -> str | None:
+        if self.dtype == "float64":
+            return "dtype is float64; a quantiser takes float32, bfloat16 or float16"
         if self.tail and not self.experts:
             return f"tail is {self.tail}; without groups (experts 0) no row is past the last one"
         if self.steps.split("+")[0] != "quantize":

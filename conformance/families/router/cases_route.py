@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.core.axes import Changes, Size, Words, choice, declared, dtypes, flag, number, shorter, size, words
+from conformance.core.axes import Changes, Size, Words, choice, declared, dtypes, flag, number, shorter, words
 from conformance.core.case import Case
 from conformance.core.shared_out import counts
 from conformance.core.tensors import DTYPES, hashed
