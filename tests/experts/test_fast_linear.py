@@ -78,13 +78,13 @@ def test_descriptors_give_the_bits_of_pointers(counts, dtype, small_blocks, monk
     by_pointers = both()
     described = []
     monkeypatch.setattr(backend, "has_descriptors", lambda device: True)
-    for name in ("_matmul_descriptors", "_segments"):
+    for name in ("_matmul_descriptors", "expert_slices"):
         make = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *arguments, name=name, make=make: described.append(name) or make(*arguments)
         )
     assert equal(both(), by_pointers)
-    assert described == ["_matmul_descriptors", "_segments"] * 2 + ["_segments"] * 4
+    assert described == ["_matmul_descriptors", "expert_slices"] * 2 + ["expert_slices"] * 4
 
 
 def test_descriptors_are_left_out_where_there_can_be_none(small_blocks, monkeypatch):
@@ -105,7 +105,7 @@ def test_only_the_gradients_that_are_asked_for_are_computed(wanted, monkeypatch)
     out = moe_fast.grouped_linear(x, weight, counts, bias=bias)
     assert out.requires_grad == bool(wanted)
     computed = []
-    for name, what in (("_multiply", "x"), ("_outer_products", "weight"), ("_segment_sums", "bias")):
+    for name, what in (("_multiply", "x"), ("_outer_products", "weight"), ("segment_sums", "bias")):
         monkeypatch.setattr(module, name, lambda *_, what=what: computed.append(what) or torch.zeros_like(leaves[what]))
     if wanted:
         torch.autograd.grad(out, [leaves[name] for name in wanted.split()], d_out)
