@@ -398,7 +398,7 @@ def test_none_and_zero_are_not_confused():
 )
 def test_what_is_no_case_is_refused_by_name(record, named):
     with pytest.raises(CaseError, match=named):
-        case_from(record)
+        checked(case_from(record))
 
 
 @pytest.mark.parametrize("name", ["law", "golden", "illegal"])

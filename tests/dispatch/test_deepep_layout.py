@@ -6,10 +6,12 @@ import torch
 import moe_fast
 import moe_ref
 from conformance.catalogue import CONTRACTS
+from conformance.core.case import CaseError
 from conformance.core.space import Space
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.choose.plan import Section, cases_of
 from conformance.engine.choose.profiles import PROFILES
+from conformance.engine.run.corpus import checked
 from conformance.families.dispatch.deepep_layout import DeepEPLayout
 from conformance.families.permutation.cases import IndicesCase, indices
 from conformance.interface import Implementation
@@ -90,8 +92,8 @@ def test_a_number_of_ranks_that_is_none_is_refused(namespace, ranks):
 
 
 def test_a_case_whose_ranks_do_not_divide_the_experts_cannot_be_written():
-    with pytest.raises(ValueError, match="ranks are 4; they must divide the 6 experts"):
-        IndicesCase(function="deepep_layout", tokens=1, experts=6, ranks=4)
+    with pytest.raises(CaseError, match="ranks is 4; it must divide experts"):
+        checked(IndicesCase(function="deepep_layout", tokens=1, experts=6, ranks=4))
 
 
 @pytest.mark.parametrize(

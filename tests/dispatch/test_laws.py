@@ -318,7 +318,7 @@ def test_a_gradient_of_another_matrix_breaks_adjointness(function, one_rank):
     assert asked_alone("adjointness", case, reference_world, one_rank) is None
     finding = asked_alone("adjointness", case, doubling(function), one_rank)
     assert (finding.output, finding.check) == ("d_tokens", "adjointness")
-    judged = evaluate(case, Implementation(doubling(function)), place=one_rank)
+    judged = evaluate(case, Implementation(doubling(function)), rank=one_rank)
     assert (judged.status, judged.finding["output"], judged.finding["check"]) == ("FAIL", "d_tokens", "bound")
 
 
@@ -333,7 +333,7 @@ def test_an_index_that_the_policy_rejects_must_raise(function, rule, one_rank):
 
     case = DispatchCase(function=function, illegal=rule, counts=(2,), local_experts=2)
     found = {
-        name: evaluate(case, Implementation(SimpleNamespace(**{function: call})), place=one_rank)
+        name: evaluate(case, Implementation(SimpleNamespace(**{function: call})), rank=one_rank)
         for name, call in (("right", right), ("wrong", lenient))
     }
     assert found["right"].status == "PASS", found["right"]
@@ -408,7 +408,7 @@ def showing() -> SimpleNamespace:
 def test_sizes_of_blocks_that_show_are_found(one_rank):
     case = two_ranks("hybridep_combine", counts=(4,), values="dyadic")
     right, wrong = (
-        evaluate(case, Implementation(namespace), place=one_rank) for namespace in (retuned(symmetric), showing())
+        evaluate(case, Implementation(namespace), rank=one_rank) for namespace in (retuned(symmetric), showing())
     )
     assert right.status == "PASS", right
     assert (wrong.status, wrong.finding["check"]) == ("FAIL", "raises AssertionError")

@@ -15,6 +15,7 @@ from conformance.core.space import Space
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.draw import drawn, shape_cases, strategy
 from conformance.engine.options import ChildOptions
+from conformance.engine.run.corpus import checked
 from conformance.engine.run.pool import Pool
 from conformance.engine.run.reduction import reduce
 from conformance.families.experts.shared import SharedCase
@@ -244,15 +245,15 @@ def test_what_fails_in_one_process_too_is_reduced_to_one():
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"counts": (2, 1), "tokens": 4}, "sum to tokens, 4"),
+        ({"counts": (2, 1), "tokens": 4}, "the sum tokens, 4"),
         ({"counts": (3, -1), "tokens": 2}, "numbers ≥ 0"),
-        ({"counts": (3, 1), "tokens": 4, "sequences": 2}, "multiples of sequences"),
-        ({"counts": (1, 1, 1), "tokens": 3, "ranks": 2}, "divide them"),
+        ({"counts": (3, 1), "tokens": 4, "sequences": 2}, "sequences must divide each"),
+        ({"counts": (1, 1, 1), "tokens": 3, "ranks": 2}, "ranks how many they are"),
     ],
 )
 def test_counts_that_do_not_fit_are_refused_with_a_sentence(fields, told):
     with pytest.raises(ValueError, match=told):
-        RouteCase(function="route", **fields)
+        checked(RouteCase(function="route", **fields))
 
 
 def test_a_mask_says_which_tokens_count_wherever_ranks_have_unequally_many():

@@ -18,6 +18,7 @@ from conformance.families.quantization.cases import (
     ROLES,
     TRANSFORMED,
     UNIT,
+    VALUES,
     VARIANTS,
     QuantizeCase,
     noise_of,
@@ -104,7 +105,8 @@ def quantized_like(case: Any, role: str, columns: int) -> QuantizeCase:
     """The case of a tensor that is quantised on its way into the product; sizes are in units."""
     rows = {"tokens": case.tokens, "counts": case.counts, "tail": case.tail}
     sized: dict[str, Any] = rows if role != "weight" else {"tokens": case.experts * case.width}
-    common = {name: getattr(case, name) for name in ("scaling", "variant", "experts", "dtype", "values")}
+    common = {name: getattr(case, name) for name in ("scaling", "variant", "experts", "dtype")}
+    common["values"] = case.values if case.values in VALUES else "dyadic"  # the others are made here
     seed = 3 * case.seed  # others have a band of zeros, which is often all that there is
     return QuantizeCase(function="quantize", role=role, hidden=columns, seed=seed, **common, **sized)
 

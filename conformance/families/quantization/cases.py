@@ -107,7 +107,7 @@ class QuantizeCase(Case):
 
     def clash(self) -> str | None:
         if self.dtype == "float64":
-            return "dtype is float64; a quantiser takes float32, bfloat16 or float16"
+            return f"dtype is {self.dtype!r}; a quantiser takes float32, bfloat16 or float16"
         if self.tail and not self.experts:
             return f"tail is {self.tail}; without groups (experts 0) no row is past the last one"
         if self.steps.split("+")[0] != "quantize":
