@@ -12,7 +12,7 @@ from conformance.engine.child.evaluate import evaluate
 from conformance.engine.choose.draw import covering_cases, drawn, strategy
 from conformance.families.router.cases import LogitsCase
 from conformance.interface import Implementation, load
-from moe_ref.router import balancing
+from moe_ref.router.sinkhorn import sinkhorn_routing
 from tests.honest import ROUTERS
 from tests.honest.routers import How, ascending, make
 
@@ -87,16 +87,16 @@ def test_a_router_that_is_wrong_in_one_place_is_found_there(case, how, output):
 
 
 def by_activations(logits, *, topk, training=True):
-    return balancing.sinkhorn_routing(logits, topk=topk, training=False)
+    return sinkhorn_routing(logits, topk=topk, training=False)
 
 
 def by_one_round(logits, *, topk, training=True):
     if not training:
-        return balancing.sinkhorn_routing(logits, topk=topk, training=False)
+        return sinkhorn_routing(logits, topk=topk, training=False)
     cost = logits.detach().float().exp()
     share = 1 / len(cost) / (cost.sum(1) + 1e-8)  # what Megatron adds to each sum
     plan = cost * share[:, None] / ((cost * share[:, None]).sum(0) + 1e-8) / cost.shape[1]
-    right = balancing.sinkhorn_routing(logits, topk=topk, training=True)
+    right = sinkhorn_routing(logits, topk=topk, training=True)
     routing_map = torch.zeros_like(plan, dtype=torch.bool).scatter(1, plan.topk(topk, dim=1).indices, True)
     activation = torch.sigmoid(logits) if topk == 1 else torch.softmax(logits, -1)
     return right._replace(probs=torch.where(routing_map, activation, 0), routing_map=routing_map)
