@@ -161,6 +161,7 @@ class Choice(Axis):
     values: tuple[Any, ...]
     also: tuple[Any, ...] = ()  # drawn, but their pairs are not covered
     of: tuple[str, ...] = ()  # inputs that the field describes; a function without them has no use for it
+    turns: bool = False  # a second call takes the next value
 
     def live(self, signature: "Signature") -> bool:
         return super().live(signature) and (not self.of or any(name in signature.names for name in self.of))
@@ -182,6 +183,11 @@ class Choice(Axis):
         """The values before the case's value in the list."""
         known = self.values + self.also
         yield from ({self.name: value} for value in known[1 : known.index(getattr(case, self.name))])
+
+    def other(self, case: Any) -> Changes:
+        known = self.values + self.also
+        place = known.index(getattr(case, self.name)) + 1
+        return {self.name: known[place % len(known)]} if self.turns else {}
 
 
 @dataclass(kw_only=True)

@@ -382,6 +382,8 @@ def spawn(*arguments: str, **how) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # a shell that runs the tests in the background ignores SIGINT, and a process inherits that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **how,
     )
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.core.axes import Changes, Choice, choice, declared, dtypes, flag, number, size, words
+from conformance.core.axes import choice, dtypes, flag, number, size, words
 from conformance.core.case import Case
 from conformance.core.lists import parts
 from conformance.core.tensors import DTYPES, hashed, payload, row_scales
@@ -66,19 +66,6 @@ TAIL = (
 )  # rows that nobody may read; a maximum may pass over NaN, but over no infinity
 
 
-@dataclass(kw_only=True)
-class Cycled(Choice):
-    """A choice whose next value a second call takes."""
-
-    def other(self, case: Any) -> Changes:
-        value = getattr(case, self.name)
-        return {self.name: self.values[(self.values.index(value) + 1) % len(self.values)]}
-
-
-def cycled(*values: Any) -> Any:
-    return declared(Cycled(default=values[0], values=values))
-
-
 @dataclass(frozen=True, kw_only=True)
 class QuantizeCase(Case):
     """A tensor, or for delayed scaling one after the other, and its steps."""
@@ -87,7 +74,7 @@ class QuantizeCase(Case):
     dtype: str = dtypes("float32", "bfloat16", "float16", also=("float64",))
     values: str = choice(*VALUES)  # see `x_of`
     scaling: str = choice("current", "delayed", "block", "mxfp8", "nvfp4")
-    variant: int = cycled(*range(VARIANTS))  # of the scaling, in RECIPES
+    variant: int = choice(*range(VARIANTS), turns=True)  # of the scaling, in RECIPES
     role: str = choice(*ROLES, argument="role")
     direction: str = choice(*DIRECTIONS)
     steps: str = words(

@@ -26,7 +26,18 @@ SCORES = ("softmax", "softmax_pre", "sigmoid", "sqrtsoftplus")
 
 @dataclass(kw_only=True)
 class Resized(Size):
-    """A size that is one larger in a second call right after the first."""
+    """A size that is larger in a second call right after the first: by one, or by itself."""
+
+    doubles: bool = False
+
+    def other(self, case: Any) -> Changes:
+        value = getattr(case, self.name)
+        return {self.name: value + (value if self.doubles else 1)}
+
+
+@dataclass(kw_only=True)
+class Room(Number):
+    """A capacity: one more in a second call right after the first."""
 
     def other(self, case: Any) -> Changes:
         return {self.name: getattr(case, self.name) + 1}
@@ -98,8 +109,8 @@ def slots(argument: str = "", of: tuple[str, ...] = (), spare: int = 0) -> Any:
     return declared(Slots(default=1, values=(1,), argument=argument, of=of, spare=spare))
 
 
-def experts(default: int = 1, always: bool = False) -> Any:
-    return declared(Resized(default=default, letter="E", at_least=1, always=always))
+def experts(default: int = 1, **more: Any) -> Any:
+    return declared(Resized(default=default, letter="E", at_least=1, **more))
 
 
 def eighths(case: "LogitsCase") -> Tensor:
@@ -242,8 +253,8 @@ class LoadCase(Case):
     dtype: str = dtypes(*LOGITS)
     map_dtype: str = dtypes("bool", "uint8", "int32", "int64")  # of counts: bool stands for int64, uint8 for float32
     values: str = choice("distinct", "ties", "zeros", "negative", of=("probs", "scores"))
-    capacity: int = number(0, pairs=(1, 3, 9), argument="capacity")
-    policy: str = choice("probs", "position", argument="drop_policy")
+    capacity: int = declared(Room(default=0, values=(0,), pairs=(1, 3, 9), argument="capacity"))
+    policy: str = choice("probs", "position", argument="drop_policy", turns=True)
     pad: bool = flag(argument="pad_to_capacity")
     coeff: int = number(8, *range(21), pairs=(8, 1), argument="coeff")  # in eighths
     # total_num_tokens as a number, on the device, or zero

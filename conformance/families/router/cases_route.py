@@ -70,7 +70,7 @@ class RouteCase(Case):
     steps: str = declared(Steps(default="train", known=STEPS, of=COVERED_STEPS))
     tokens: int = declared(Tokens(default=2, letter="T"))  # of one micro-batch; a multiple of sequences
     sequences: int = declared(Sharing(default=1, at_least=1, divides="tokens", pairs=(1, 2), argument="batch_size"))
-    experts: int = experts(default=2)
+    experts: int = experts(default=2, doubles=True)
     topk: int = slots(spare=1)
     dtype: str = dtypes("float32", "bfloat16")
     score: str = declared(Scores(default="sigmoid", values=("sigmoid", *SCORES[:2], SCORES[3])))
