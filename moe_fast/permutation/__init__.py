@@ -15,7 +15,7 @@ def _check(function: str, payload: Tensor, settings: dict[str, Any]) -> None:
     if function == "permute":
         check_summable(payload)
     if function in ("permute", "sort_chunks"):
-        check_movable(payload)
+        check_movable("tokens" if function == "permute" else "rows", payload)
 
 
 _family = Family(

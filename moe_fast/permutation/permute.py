@@ -40,7 +40,7 @@ def permute(
     """
     check_permute(tokens_TH, routing_map_TE, probs, align, capacity, num_rows)
     check_device("tokens", tokens_TH)
-    check_movable(tokens_TH)
+    check_movable("tokens", tokens_TH)
     check_summable(tokens_TH)
     row_map, slots = (
         place(routing_map_TE, align, num_rows) if capacity is None else place_in_capacity(routing_map_TE, capacity)
@@ -77,14 +77,14 @@ def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: T
     """
     check_sort_chunks(rows_RH, chunk_sizes, order, probs)
     check_device("rows", rows_RH)
-    check_movable(rows_RH)
+    check_movable("rows", rows_RH)
     sizes, order = (integers(vector).to(rows_RH.device, non_blocking=True) for vector in (chunk_sizes, order))
     return SortedChunks(*_SortChunks.apply(rows_RH, probs, sizes, order))
 
 
-def check_movable(payload: Tensor) -> None:
+def check_movable(argument: str, payload: Tensor) -> None:
     """Raise `ValueError` for elements without an integer of their size."""
-    require(movable(payload.dtype), "payload", f"of dtype {payload.dtype}", "of at most 8 bytes per element")
+    require(movable(payload.dtype), argument, f"of dtype {payload.dtype}", "of at most 8 bytes per element")
 
 
 def check_summable(tokens: Tensor) -> None:

@@ -82,7 +82,7 @@ def test_what_cannot_be_summed_is_refused_and_declared():
     assert "float64" in moe_fast.supports("unpermute", rows, permuted.row_map)
     with pytest.raises(ValueError, match=r"rows.*float64"):
         moe_fast.unpermute(rows, permuted.row_map)
-    with pytest.raises(ValueError, match=r"payload.*complex128"):
+    with pytest.raises(ValueError, match=r"tokens.*complex128"):
         moe_fast.permute(torch.zeros(3, 2, dtype=torch.complex128), random_map(3, 2))
     assert moe_fast.supports("permute", normal(3, 2), random_map(3, 2), probs=None) is None
 
