@@ -20,3 +20,11 @@ class Family:
     laws: Mapping[str, tuple[Law, ...]]
     space: Mapping[str, Shapes] = field(default_factory=dict)
     defects: tuple[Defect, ...] = ()
+
+
+def merged(*tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """One table of a family from its files: by function, the entries of all."""
+    return {
+        function: {name: entry for table in tables for name, entry in table.get(function, {}).items()}
+        for function in dict.fromkeys(function for table in tables for function in table)
+    }

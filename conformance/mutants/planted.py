@@ -14,7 +14,6 @@ from typing import Any
 
 from conformance.catalogue import FAMILIES
 from conformance.core.defect import Defect
-from conformance.families.experts import defects as experts
 from conformance.interface import imported
 
 
@@ -38,14 +37,7 @@ class Planted:
         return functools.wraps(original)(functools.partial(wrapper, original))
 
 
-DEFECTS: dict[str, Defect] = {
-    defect.name: defect
-    for defects in (
-        *(family.defects for family in FAMILIES),
-        experts.DEFECTS,  # of an unconverted family
-    )
-    for defect in defects
-}
+DEFECTS: dict[str, Defect] = {defect.name: defect for family in FAMILIES for defect in family.defects}
 
 
 def __getattr__(name: str) -> Planted:

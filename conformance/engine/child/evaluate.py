@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from conformance.catalogue import CONTRACTS
-from conformance.catalogue_laws import Trial
 from conformance.core.case import Case
 from conformance.core.contract import Contract, Problem
+from conformance.core.law import Trial
 from conformance.core.ranks import AtRank, RankContext
 from conformance.engine.child.runner import Blocked, Misbehaved, Outcome, Runner
 from conformance.interface import Implementation

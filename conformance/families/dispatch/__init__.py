@@ -1,19 +1,32 @@
 """Dispatch: moving rows between ranks and back."""
 
-from conformance.core import universal_laws as universal
 from conformance.core.family import Family
 from conformance.families.dispatch import defects, defects_wire
+from conformance.families.dispatch.deepep import DeepEPCombine, DeepEPDispatch
+from conformance.families.dispatch.deepep import dispatches as deepep_dispatches
 from conformance.families.dispatch.deepep_layout import DeepEPLayout
 from conformance.families.dispatch.golden import GOLDEN
+from conformance.families.dispatch.hybridep import HybridEPDispatch
 from conformance.families.dispatch.illegal import RULES
-from conformance.families.permutation.laws import ROW_REVERSAL
+from conformance.families.dispatch.laws_worlds import LAWS
+from conformance.families.dispatch.low_latency import LowLatencyCombine, LowLatencyDispatch
+from conformance.families.dispatch.maps import CachedDispatch, MapCombine, MapDispatch
+from conformance.families.dispatch.maps import dispatches as map_dispatches
 from conformance.families.permutation.space import DEEPEP_LAYOUT
 
 FAMILY = Family(
-    contracts=(DeepEPLayout(),),
+    contracts=(
+        DeepEPLayout(),
+        *(MapDispatch("allgather_dispatch", "expert_tensor_parallel"), MapCombine("allgather_combine")),
+        *(MapDispatch("alltoall_dispatch", "expert_tensor_parallel", "capacity"), MapCombine("alltoall_combine")),
+        *(DeepEPDispatch(), CachedDispatch("deepep_cached_dispatch", deepep_dispatches), DeepEPCombine()),
+        *(LowLatencyDispatch(), LowLatencyCombine()),
+        *(HybridEPDispatch(), CachedDispatch("hybridep_cached_dispatch", map_dispatches)),
+        MapCombine("hybridep_combine"),
+    ),
     golden=GOLDEN,
     illegal=RULES,
-    laws={"deepep_layout": (*universal.EVERYWHERE, *universal.STATIC, ROW_REVERSAL)},
+    laws=LAWS,
     space={"deepep_layout": DEEPEP_LAYOUT},
     defects=(*defects.DEFECTS, *defects_wire.DEFECTS),
 )

@@ -8,14 +8,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_ref
+from conformance.core import universal_laws as universal
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Trial, same
 from conformance.core.ranks import AtRank
-from conformance.families.dispatch.cases import MAPPED, DispatchCase, indices_of, slots_of
+from conformance.families.dispatch import laws, laws_journeys
+from conformance.families.dispatch.cases import CACHED, FUNCTIONS, MAPPED, DispatchCase, indices_of, slots_of
 from conformance.families.dispatch.dispatcher import free_behind, together
 from conformance.families.dispatch.laws import fits, has_room, is_fine
 from conformance.families.dispatch.laws_journeys import at_experts, dispatches_of, first_expert, named, send, send_back
 from conformance.families.dispatch.low_latency import in_order, judged, order_of
+from conformance.families.permutation.laws import ROW_REVERSAL
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Finding
 from moe_ref.config import Permuted
@@ -298,3 +301,27 @@ def _fits_one_rank(case: DispatchCase) -> bool:
 CONCATENATION = Law("concatenation", _concatenation, _shows)
 REFINEMENT = Law("refinement", _refinement, lambda case: _shows(case) and _fits_one_rank(case))
 FUSED = Law("fused", _fused, is_fine)
+
+_RANKS = (
+    *(universal.HISTORY, laws.DETERMINISM, laws.BUFFER_REUSE, laws.LATE_PRODUCER, laws.HOST_SYNC, laws.GRAPH_CAPTURE),
+    *(laws_journeys.IN_FLIGHT, laws_journeys.DENSE),
+)
+_WORLDS = (*_RANKS, CONCATENATION, REFINEMENT)
+
+
+def _of_rows(*of: Law) -> tuple[Law, ...]:
+    """Laws of rows, which codes and scales hide."""
+    return tuple(replace(law, applies=lambda case, law=law: not case.fp8 and law.applies(case)) for law in of)  # type: ignore[misc]
+
+
+LAWS: dict[str, tuple[Law, ...]] = {
+    "deepep_layout": (*universal.EVERYWHERE, *universal.STATIC, ROW_REVERSAL),
+    **dict.fromkeys(FUNCTIONS, (*_WORLDS, laws.ADJOINTNESS)),
+    **dict.fromkeys(CACHED, (*_RANKS, laws.ADJOINTNESS)),
+    **dict.fromkeys(("deepep_low_latency_dispatch", "deepep_low_latency_combine"), _WORLDS),
+    **dict.fromkeys((f"{name}_dispatch" for name in MAPPED), (*_WORLDS, laws.ADJOINTNESS, laws.RELABELLING)),
+    "hybridep_dispatch": (
+        *_RANKS,
+        *_of_rows(CONCATENATION, REFINEMENT, laws.ADJOINTNESS, laws.RELABELLING, FUSED),
+    ),
+}

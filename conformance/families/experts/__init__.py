@@ -1,1 +1,25 @@
-"""The experts: activations, grouped GEMMs, expert MLPs, shared experts."""
+"""Experts: activations, grouped products, and the layers made of them."""
+
+from conformance.core.family import Family, merged
+from conformance.core.shared_out import SharedOut
+from conformance.families.experts import golden, golden_mlp, golden_recipes, illegal, illegal_recipes
+from conformance.families.experts.activations import Activation, Glu
+from conformance.families.experts.defects import DEFECTS
+from conformance.families.experts.latent import LatentProjection
+from conformance.families.experts.laws_mlp import LAWS
+from conformance.families.experts.linear import GroupedDgrad, GroupedLinear, GroupedWgrad
+from conformance.families.experts.mlp import GroupedMlp, SequentialMlp
+from conformance.families.experts.shared import SharedExperts
+
+FAMILY = Family(
+    contracts=(
+        *(Glu(), Activation(), GroupedLinear(), GroupedDgrad(), GroupedWgrad(), GroupedMlp(), SequentialMlp()),
+        SharedOut(SharedExperts(), ("weight", "bias", "fc1_weight", "fc2_weight", "gate_weight")),
+        LatentProjection(),
+    ),
+    golden=merged(golden.GOLDEN, golden_mlp.GOLDEN, golden_recipes.GOLDEN),
+    illegal=merged(illegal.RULES, illegal_recipes.RULES),
+    laws=LAWS,
+    space={},
+    defects=DEFECTS,
+)

@@ -6,9 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.core import universal_laws as universal
 from conformance.core.law import Law, Trial, plain, upside_down
+from conformance.core.shared_out_laws import SHARED_OUT, of_one_process
+from conformance.families.experts import laws as experts
 from conformance.families.experts.laws import doubled
 from conformance.families.experts.precision import recipe_of, unit_of
+from conformance.families.router import laws as routing
 from conformance.judge import Expectation, Finding
 from conformance.judge.bound import Bounded
 
@@ -118,3 +122,27 @@ RECOMPUTE = Law("recompute", _recompute, lambda case: not case.golden and not ca
 ALIGNMENT = Law("alignment", _alignment, lambda case: plain(case) and _padded_by_nothing(case))
 GROUPED = Law("grouped", _one_after_another, plain)
 TOKEN_REVERSAL = Law("token_reversal", _token_reversal, lambda case: plain(case) and _in_any_order(case))
+
+_ELEMENTWISE = (
+    *(*universal.EVERYWHERE, *universal.STATIC, routing.TOKEN_REVERSAL, routing.BATCH_CONCAT),
+    *(experts.NEIGHBOUR_INDEPENDENCE, experts.SCALING, experts.COTANGENT_SCALING),
+)
+_PRODUCT = (
+    *(universal.HISTORY, universal.DETERMINISM, experts.BUFFER_REUSE),
+    *(universal.LATE_PRODUCER, universal.HOST_SYNC, experts.GRAPH_CAPTURE),
+)
+_SEGMENTS = (experts.NEIGHBOUR_INDEPENDENCE, experts.PADDING_INDEPENDENCE, experts.EXPERT_RELABELLING)
+_MLP = (*_PRODUCT, RECOMPUTE, COTANGENT_SCALING)
+_EXPERTS = (*_MLP, *_SEGMENTS, experts.GROUP_SPLIT, ZERO_PROBS, SCALING, ALIGNMENT)
+LAWS: dict[str, tuple[Law, ...]] = {
+    **dict.fromkeys(("glu", "activation"), _ELEMENTWISE),
+    "grouped_linear": (*_PRODUCT, *_SEGMENTS, experts.GROUP_SPLIT, experts.SCALING, experts.COTANGENT_SCALING),
+    "grouped_dgrad": (*_PRODUCT, *_SEGMENTS, experts.GROUP_SPLIT, experts.SCALING),
+    "grouped_wgrad": (*_PRODUCT, *_SEGMENTS, experts.SCALING),
+    "grouped_mlp": _EXPERTS,
+    "sequential_mlp": (GROUPED, *_EXPERTS),
+    "shared_experts": (*SHARED_OUT, *of_one_process(*_MLP[2:], TOKEN_REVERSAL)),
+    "latent_projection": (
+        *(*_PRODUCT, TOKEN_REVERSAL, experts.ROW_INDEPENDENCE, experts.SCALING, experts.COTANGENT_SCALING),
+    ),
+}

@@ -96,3 +96,7 @@ PERMUTE_AND_QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
         },
     ),
 }
+
+GOLDEN = {
+    "permute_and_quantize": PERMUTE_AND_QUANTIZE,
+}

@@ -9,6 +9,7 @@ from conformance.analysis.forms import by_group
 from conformance.core import universal_laws as general
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Outputs, Trial, plain, same
+from conformance.families.fused import laws
 from conformance.families.fused.cases import BACKWARD, is_random, recipe_of, unit_of
 from conformance.families.quantization.quantize import directions
 from conformance.judge import Finding
@@ -113,3 +114,16 @@ BUFFER_REUSE = replace(
 GRAPH_CAPTURE = replace(
     general.GRAPH_CAPTURE, applies=lambda case: general.GRAPH_CAPTURE.applies(case) and _turns_over(case)
 )
+
+_PERMUTED = (
+    *(laws.EXPERT_RELABELLING, laws.PADDING_INDEPENDENCE, laws.TWO_STEPS, general.HISTORY, general.DETERMINISM),
+    *(laws.BUFFER_REUSE, general.LATE_PRODUCER, general.HOST_SYNC, laws.GRAPH_CAPTURE),
+)
+_ACTIVATED = (
+    *(NEIGHBOUR_GROUPS, PADDING_VALUES, DOUBLED_PROBS, general.HISTORY, general.DETERMINISM),
+    *(BUFFER_REUSE, general.LATE_PRODUCER, general.HOST_SYNC, GRAPH_CAPTURE),
+)
+LAWS: dict[str, tuple[Law, ...]] = {
+    "permute_and_quantize": _PERMUTED,
+    **{f"{name}_and_quantize": _ACTIVATED for name in ("glu", "activation", "glu_backward", "activation_backward")},
+}
