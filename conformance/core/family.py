@@ -24,7 +24,7 @@ class Family:
 
 
 def by_function(*modules: ModuleType) -> dict[str, Any]:
-    """What modules hold per function: `golden.PERMUTE` under "permute"; dicts of several modules are joined."""
+    """What modules hold per function: `golden.GATE` for `gate`; dicts of several modules are joined."""
     found: dict[str, Any] = {}
     for module in modules:
         for constant, value in vars(module).items():
