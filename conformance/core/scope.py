@@ -95,7 +95,7 @@ class Scope:
         if self.function not in self.space.without and self.signature.producer not in self.space.without:
             return True
         named = [a.argument for a in self.axes if a.argument and getattr(case, a.name) != a.default]
-        given = [x.name for x in self.signature.inputs if x.optional and x.given(case)]
+        given = [x.argument for x in self.signature.inputs if x.optional and x.given(case)]
         return all(self.accepts(argument) for argument in (*named, *given, *case.arguments()))
 
     def refused(self, case: Case) -> str | None:
