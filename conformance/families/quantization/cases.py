@@ -1,7 +1,7 @@
 """Cases of quantisation: recipes by name, rows in groups, and values that lie where a quantiser decides."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {  # by scaling and variant
         Recipe("nvfp4", hadamard=False, stochastic_rounding=False, four_over_six="all", four_over_six_error="mse"),
     ),
 }
+SCALINGS = ("current", "delayed", "block", "mxfp8", "nvfp4")
 VARIANTS = 3
 UNIT = {"mxfp8": 32, "nvfp4": 16}  # what rows of a group and columns are multiples of; 1 for the others
 ROLES = ("input", "weight", "grad_output")
@@ -66,15 +67,45 @@ TAIL = (
 )  # rows that nobody may read; a maximum may pass over NaN, but over no infinity
 
 
+class RecipeFields:
+    """What follows from the fields of a case that name a recipe and the directions of its codes."""
+
+    scaling: str
+    variant: int  # of the scaling, in `recipes`
+    direction: str
+
+    recipes: ClassVar[dict[str, tuple[Recipe, ...]]] = RECIPES
+
+    @property
+    def rowwise(self) -> bool:
+        return self.direction != "columnwise"
+
+    @property
+    def columnwise(self) -> bool:
+        return self.direction != "rowwise"
+
+    @property
+    def stateful(self) -> bool:
+        return self.scaling == "delayed"
+
+    @property
+    def direction_settings(self) -> dict[str, bool]:
+        """The keyword arguments that ask for the directions."""
+        return ({} if self.rowwise else {"rowwise": False}) | ({"columnwise": True} if self.columnwise else {})
+
+    def arguments(self) -> tuple[str, ...]:
+        return (*self.direction_settings, *(("state",) if self.stateful else ()))
+
+
 @dataclass(frozen=True, kw_only=True)
-class QuantizeCase(Case):
+class QuantizeCase(RecipeFields, Case):
     """A tensor, or for delayed scaling one after the other, and its steps."""
 
     # float64: of operands that a product of the experts quantises on the way; `quantize` itself refuses it
     dtype: str = dtypes("float32", "bfloat16", "float16", also=("float64",))
     values: str = choice(*VALUES)  # see `x_of`
-    scaling: str = choice("current", "delayed", "block", "mxfp8", "nvfp4")
-    variant: int = choice(*range(VARIANTS), turns=True)  # of the scaling, in RECIPES
+    scaling: str = choice(*SCALINGS)
+    variant: int = choice(*range(VARIANTS), turns=True)
     role: str = choice(*ROLES, argument="role")
     direction: str = choice(*DIRECTIONS)
     steps: str = words(
@@ -111,26 +142,22 @@ class QuantizeCase(Case):
             return f"a Hadamard transform needs bfloat16 and values whose sums are exact: {', '.join(TRANSFORMED)}"
         return None
 
-    def arguments(self) -> tuple[str, ...]:
-        named = {"rowwise": self.direction == "columnwise", "columnwise": self.direction != "rowwise"}
-        named |= {"state": self.scaling == "delayed"}
-        return tuple(name for name, given in named.items() if given)
-
     @property
     def noisy(self) -> bool:
         """Whether the call is given a noise tensor."""
         return is_random(self) and not self.repeats
 
 
-def recipe_of(case: QuantizeCase) -> Recipe:
-    return RECIPES[case.scaling][case.variant]
+def recipe_of(case: RecipeFields) -> Recipe:
+    return case.recipes[case.scaling][case.variant]
 
 
-def unit_of(case: QuantizeCase) -> int:
+def unit_of(case: RecipeFields) -> int:
+    """What the rows of a group and the columns are multiples of."""
     return UNIT.get(case.scaling, 1)
 
 
-def splits_of(case: QuantizeCase) -> tuple[int, ...]:
+def splits_of(case: Any) -> tuple[int, ...]:
     """Rows of each group."""
     even = (case.tokens // case.experts + (e < case.tokens % case.experts) for e in range(case.experts))
     return tuple(unit_of(case) * count for count in case.counts or even)
@@ -261,7 +288,6 @@ def inputs_of(case: QuantizeCase) -> tuple[dict[str, Any], dict[str, Any]]:
     settings: dict[str, Any] = {"role": case.role} if case.role != "input" else {}
     if case.experts:
         settings["splits"] = torch.tensor(splits_of(case), dtype=DTYPES[case.index_dtype])
-    settings |= {"rowwise": False} if case.direction == "columnwise" else {}
-    settings |= {"columnwise": True} if case.direction != "rowwise" else {}
+    settings |= case.direction_settings
     settings |= {"noise": noise_of(case)} if is_random(case) and not case.repeats else {}
     return required, settings

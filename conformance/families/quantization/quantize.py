@@ -10,7 +10,6 @@ from torch import Tensor
 
 import moe_ref
 from conformance.analysis.forms import QuantizedForm, nearly, one_nan
-from conformance.core.case import Case
 from conformance.core.contract import Contract, Input, Opaque, Output, Problem, Signature
 from conformance.families.quantization.cases import QuantizeCase, inputs_of, unit_of
 from conformance.interface import Implementation, named_outputs
@@ -124,20 +123,12 @@ def _turned(columnwise: bool) -> dict[str, Any]:
 SUFFIXES = {"rowwise": ("",), "columnwise": (".columnwise",), "both": ("", ".columnwise")}
 
 
-class QuantizeSignature(Signature):
-    """Each form that the case asks for has a cotangent."""
-
-    def cotangents(self, case: Case) -> list[str]:
-        asked = SUFFIXES[case.direction]  # type: ignore[attr-defined]
-        return [name for name in super().cotangents(case) if name.removeprefix("dequantized") in asked]
-
-
 class Quantize(Contract[QuantizeCase]):
     """`quantize` with `amax`, `scales`, `codes` and `dequantize`; delayed scaling with its state."""
 
     function = "quantize"
     case_type = QuantizeCase
-    signature = QuantizeSignature(
+    signature = Signature(
         inputs=[
             Input("x", "MN", ("float32", "bfloat16", "float16"), gradient=True),
             Input("splits", "E", field="index_dtype", optional="experts"),
@@ -145,8 +136,8 @@ class Quantize(Contract[QuantizeCase]):
         ],
         outputs=[
             *(Output("quantized"), Output("state")),
-            Output("dequantized", "MN", of="x", probed=True),
-            Output("dequantized.columnwise", "MN", of="x", probed=True),
+            Output("dequantized", "MN", of="x", probed=True, optional="rowwise"),
+            Output("dequantized.columnwise", "MN", of="x", probed=True, optional="columnwise"),
         ],
         settings=("role", "rowwise", "columnwise", "state"),
     )
