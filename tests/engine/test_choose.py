@@ -31,11 +31,9 @@ from conformance.families.experts.cases import ActivationCase, GroupedCase, coun
 from conformance.families.experts.mlp import MlpCase
 from conformance.families.experts.shared import SharedCase
 from conformance.families.experts.space_recipes import recipe_cases
-from conformance.families.fused import axes as axes_fused
 from conformance.families.fused.cases import BACKWARD as BACK_AND_QUANTIZED
 from conformance.families.fused.cases import FUNCTIONS as ACTIVATED_AND_QUANTIZED
-from conformance.families.fused.cases import RECIPES_HERE, QuantizedActivationCase
-from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase
+from conformance.families.fused.cases import RECIPES_HERE, PermutedQuantizationCase, QuantizedActivationCase
 from conformance.families.fused.space import kinds as permuted_and_quantized_kinds
 from conformance.families.permutation.cases import SPREADS, ChunksCase, IndicesCase, RoutingCase, indices, routed
 from conformance.families.quantization.cases import (
@@ -471,7 +469,8 @@ PERMUTED_AND_QUANTIZED = (
     {name: promise for name, promise in ROUTED.items() if not name.startswith("more than")} | SPREAD | PROBS
 )
 PERMUTED_AND_QUANTIZED |= {
-    str(kind): lambda c, kind=kind: kind.items() <= vars(c).items() for kind in permuted_and_quantized_kinds(Space())
+    str(kind): lambda c, kind=kind: kind.items() <= vars(c).items()
+    for kind in permuted_and_quantized_kinds(scope_of("permute_and_quantize", Space()))
 }
 PERMUTED_AND_QUANTIZED |= _each("values", *VALUES_QUANTIZED) | _each("gemm", False, True)
 PERMUTED_AND_QUANTIZED |= {
@@ -835,10 +834,6 @@ def row_of(case: Case) -> dict:
         fields["groups"] = case.groups, case.group_topk
     if case.function == "route":
         fields["room"] = -case.capacity if case.pad else case.capacity
-    elif "room" in AXES[case.function]:
-        shown = {"align": case.align, "capacity": case.capacity, "slack": case.slack}
-        plain = {"align": 0, "capacity": 0, "slack": None}
-        fields["room"] = next(name for name, room in axes_fused.ROOM.items() if plain | room == shown)
     return fields
 
 

@@ -15,7 +15,8 @@ from conformance.analysis.curves import CURVES
 from conformance.analysis.quantizer import transformed
 from conformance.analysis.running import Running
 from conformance.catalogue import CONTRACTS
-from conformance.families.fused.cases import FUNCTIONS, QuantizedActivationCase, unit_of
+from conformance.families.fused.cases import FUNCTIONS, QuantizedActivationCase
+from conformance.families.quantization.cases import unit_of
 from conformance.judge import controls, judge
 from conformance.judge.ranges import Ranged, code_places
 from moe_ref.config import Quantization, Recipe

@@ -14,7 +14,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
 from conformance.engine.choose.draw import covering_cases
 from conformance.engine.choose.plan import fixed_cases
-from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase, permuting
+from conformance.families.fused.cases import PermutedQuantizationCase, permuting
 from moe_ref.config import PermutedQuantization, QuantizerState, Recipe
 from moe_ref.permutation.permute import PADDING
 from moe_ref.quantization.quantize import turned

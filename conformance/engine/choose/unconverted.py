@@ -19,9 +19,7 @@ from conformance.families.experts import axes_mlp
 from conformance.families.experts.space import activation_cases, grouped_cases
 from conformance.families.experts.space_mlp import mlp_cases, shared_cases
 from conformance.families.experts.space_recipes import recipe_cases
-from conformance.families.fused import axes as axes_permuted_quantization
 from conformance.families.fused import axes_activate as axes_quantized_activations
-from conformance.families.fused.space import permuted_quantization_cases
 from conformance.families.fused.space_activate import FUNCTIONS as ACTIVATED_AND_QUANTIZED
 from conformance.families.fused.space_activate import quantized_activation_cases
 
@@ -29,7 +27,6 @@ Row = dict[str, Any]
 
 STRATEGIES: dict[str, Callable[[str, Space], st.SearchStrategy[Case]]] = {
     **dict.fromkeys(ACTIVATED_AND_QUANTIZED, quantized_activation_cases),
-    "permute_and_quantize": permuted_quantization_cases,
     **dict.fromkeys(("glu", "activation"), activation_cases),
     **dict.fromkeys(("grouped_linear", "grouped_dgrad", "grouped_wgrad", "latent_projection"), grouped_cases),
     **dict.fromkeys(("grouped_mlp", "sequential_mlp"), mlp_cases),
@@ -47,7 +44,6 @@ WEIGHT = {
         ),
         0.5,
     ),
-    "permute_and_quantize": 1,
     **dict.fromkeys(("glu", "activation", "grouped_linear", "grouped_dgrad", "grouped_wgrad"), 1),
     **dict.fromkeys(("grouped_mlp", "shared_experts"), 0.5),
     **dict.fromkeys(("sequential_mlp", "latent_projection"), 0.2),
@@ -67,7 +63,6 @@ HOMES = (
     axes_experts,
     axes_mlp,
     axes_dispatch,
-    axes_permuted_quantization,
     axes_quantized_activations,
 )
 AXES = {function: axes for home in HOMES for function, axes in home.AXES.items()}

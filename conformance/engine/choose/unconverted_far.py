@@ -14,7 +14,6 @@ from conformance.families.experts.axes_mlp import AXES as AXES_MLP
 from conformance.families.experts.space import INPUTS as EXPERT_INPUTS
 from conformance.families.experts.space import far_experts
 from conformance.families.experts.space_mlp import far_mlp
-from conformance.families.fused.space import far_permuted_quantization
 from conformance.families.fused.space_activate import FUNCTIONS as ACTIVATED_AND_QUANTIZED
 from conformance.families.fused.space_activate import far_quantized_activations
 
@@ -29,8 +28,6 @@ def far_cases(function: str, space: Space) -> list[Case]:
         return far_mlp(function, space)
     if function in COLLECTIVES:
         return far_dispatch(function, space)
-    if function == "permute_and_quantize":
-        return far_permuted_quantization(space)
     if function in EXPERT_INPUTS:
         return far_experts(function, space)
     return []

@@ -15,8 +15,6 @@ from conformance.families.experts.space import INPUTS as EXPERT_INPUTS
 from conformance.families.experts.space import expert_shapes
 from conformance.families.experts.space_mlp import mlp_shapes
 from conformance.families.experts.space_ratios import ratio_cases
-from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase
-from conformance.families.fused.space import permuted_quantization_shapes
 from conformance.families.fused.space_activate import FUNCTIONS as ACTIVATED_AND_QUANTIZED
 from conformance.families.fused.space_activate import quantized_activation_shapes
 
@@ -24,7 +22,6 @@ GRADS = {
     **dict.fromkeys(("glu", "activation"), "h+probs"),
     "grouped_linear": "rows+weight",
     **dict.fromkeys(("glu_and_quantize", "activation_and_quantize"), "h+probs"),
-    "permute_and_quantize": "tokens+probs",
     **dict.fromkeys(("grouped_mlp", "sequential_mlp"), "rows+fc1_weight+fc2_weight+probs"),
     "shared_experts": "x+fc1_weight+fc2_weight",
     "latent_projection": "x+weight",
@@ -32,7 +29,6 @@ GRADS = {
 WITH_PROBS = (
     "glu",
     "activation",
-    "permute_and_quantize",
     "grouped_mlp",
     "sequential_mlp",
     *ACTIVATED_AND_QUANTIZED,
@@ -63,13 +59,9 @@ def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
         return quantized_activation_shapes(function, space)
     if function in AXES_MLP:
         return mlp_shapes(function, space)
-    if function == "permute_and_quantize":
-        return permuted_quantization_shapes(space)
     return expert_shapes(function, space) if function in EXPERT_INPUTS else []
 
 
 def _case(function: str, fields: dict[str, Any]) -> Case:
     cls = Case.family[function]
-    if cls is PermutedQuantizationCase and "spread" not in fields:
-        fields = fields | {"spread": "uniform"}
     return cls(function=function, **{name: value for name, value in fields.items() if name in cls.__dataclass_fields__})

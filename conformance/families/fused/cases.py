@@ -1,18 +1,103 @@
-"""Cases of activations that are quantised at once: rows in groups, as fc1 leaves them, an activation, and a recipe."""
+"""Cases of fused stages: rows that a routing map or an activation makes, and how they are quantised."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.core.axes import LAYOUTS
+from conformance.core.axes import LAYOUTS, choice, dtypes, flag
 from conformance.core.case import Case
 from conformance.core.tensors import DTYPES, hashed, payload
 from conformance.families.experts.cases import VALUES, WEIGHTS, ActivationCase, hidden_of, probs_of
-from conformance.families.quantization.cases import DIRECTIONS, RECIPES, TAIL, UNIT
+from conformance.families.permutation.cases import FLOATS, RoutingCase
+from conformance.families.quantization import cases as quantization
+from conformance.families.quantization.cases import (
+    DIRECTIONS,
+    RECIPES,
+    ROLES,
+    SCALINGS,
+    TAIL,
+    VARIANTS,
+    QuantizeCase,
+    RecipeFields,
+    recipe_of,
+    splits_of,
+    unit_of,
+)
 from moe_ref.config import GATED, PLAIN, Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class PermutedQuantizationCase(RecipeFields, RoutingCase):
+    """A routing map, and how the permuted rows are quantised. `hidden`, `align` and `capacity` are in the scaling's units."""
+
+    dtype: str = dtypes(*FLOATS)
+    values: str = choice(*quantization.VALUES)
+    scaling: str = choice(*SCALINGS)
+    variant: int = choice(*range(VARIANTS), turns=True)
+    role: str = choice(*ROLES, argument="role")
+    direction: str = choice(*DIRECTIONS)
+    gemm: bool = flag()  # whether scales are also read in the layout of matrix products
+    unused: str = choice("", "rows", "probs", of=("probs",))  # rows: the values of both directions
+
+    def clash(self) -> str | None:
+        quantized = _quantizing(self)
+        if quantization.is_random(quantized):
+            return "rows that are permuted in the same step have no noise to be rounded with"
+        return permuting(self).clash() or quantized.clash()
+
+    def arguments(self) -> tuple[str, ...]:
+        aligned = unit_of(self) > 1 and not self.capacity
+        return (*super().arguments(), *(("align",) if aligned else ()))
+
+    @property
+    def sized(self) -> bool:
+        return bool(self.capacity) or self.slack is not None
+
+    @property
+    def uses_rowwise(self) -> bool:
+        return self.rowwise and self.unused != "rows"
+
+    @property
+    def uses_columnwise(self) -> bool:
+        return self.columnwise and self.unused != "rows"
+
+
+def _quantizing(case: PermutedQuantizationCase) -> QuantizeCase:
+    """The quantisation, as if nothing were permuted: a row for each token, and up to a unit more."""
+    names = ("scaling", "variant", "role", "direction", "hidden", "dtype", "values", "seed")
+    common = {name: getattr(case, name) for name in names}
+    return QuantizeCase(function="quantize", tokens=-(-case.tokens // unit_of(case)), **common)
+
+
+def permuting(case: PermutedQuantizationCase) -> RoutingCase:
+    """The permutation, in rows; a scaling of whole blocks has an alignment where no capacity is asked for."""
+    unit = unit_of(case)
+    align = case.align or (1 if unit > 1 and not case.capacity else 0)
+    changes = {"function": "permute", "values": "dyadic", "align": unit * align}
+    changes |= {"hidden": unit * case.hidden, "capacity": unit * case.capacity}
+    return RoutingCase(**{field.name: getattr(case, field.name) for field in fields(RoutingCase)} | changes)
+
+
+def tokens_of(case: PermutedQuantizationCase, token_P: Tensor) -> Tensor:
+    """Values as `quantize` has them; tokens without a row hold what must reach no amax."""
+    tokens = quantization.x_of(_quantizing(case))[: case.tokens].clone()
+    without = torch.ones(case.tokens, dtype=torch.bool)
+    without[token_P[token_P >= 0]] = False
+    strange = torch.tensor(TAIL, dtype=tokens.dtype)[(torch.arange(case.tokens) + case.seed) % len(TAIL)]
+    return torch.where(without[:, None], strange[:, None], tokens)
+
+
+def state_of(case: PermutedQuantizationCase) -> dict[str, Tensor]:
+    """Another scale for each expert, and what its history holds so far."""
+    length = recipe_of(case).amax_history_len
+    assert length is not None
+    history = payload(case.seed, "amax_history", (case.experts, length), "float32").abs()
+    exponent = torch.from_numpy(hashed(case.seed, "scale", case.experts).astype("int64")) % 9 - 4
+    return {"amax_history": history, "scale": (torch.exp2(exponent.double()) * 1.25).float()}
+
 
 # by scaling and variant, without 4over6, which chooses by sums of errors: that is for exact values to show
 RECIPES_HERE: dict[str, tuple[Recipe, ...]] = RECIPES | {
@@ -22,14 +107,13 @@ RECIPES_HERE: dict[str, tuple[Recipe, ...]] = RECIPES | {
         Recipe("nvfp4", hadamard=False, stochastic_rounding=False, row_scaled_activation=True),
     )
 }
-VARIANTS = 3
 BACKWARD = ("glu_backward_and_quantize", "activation_backward_and_quantize")
 OF_GATES = ("glu_and_quantize", "glu_backward_and_quantize")
 FUNCTIONS = ("glu_and_quantize", "activation_and_quantize", *BACKWARD)
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizedActivationCase(Case):
+class QuantizedActivationCase(RecipeFields, Case):
     """Rows that an activation, or its gradient, is applied to, and how the result is quantised."""
 
     scaling: str = "current"
@@ -55,8 +139,9 @@ class QuantizedActivationCase(Case):
     layout_of: str = ""
     grads: str = ""
 
+    recipes: ClassVar[dict[str, tuple[Recipe, ...]]] = RECIPES_HERE
     words: ClassVar[dict[str, tuple[str, ...]]] = {
-        "scaling": tuple(RECIPES_HERE),
+        "scaling": SCALINGS,
         "direction": DIRECTIONS,
         "values": VALUES,
         "weights": WEIGHTS,
@@ -83,20 +168,6 @@ class QuantizedActivationCase(Case):
 
 
 QuantizedActivationCase.serves(*FUNCTIONS)
-
-
-def recipe_of(case: QuantizedActivationCase) -> Recipe:
-    return RECIPES_HERE[case.scaling][case.variant]
-
-
-def unit_of(case: QuantizedActivationCase) -> int:
-    return UNIT.get(case.scaling, 1)
-
-
-def splits_of(case: QuantizedActivationCase) -> tuple[int, ...]:
-    """Rows of each group."""
-    even = (case.tokens // case.experts + (e < case.tokens % case.experts) for e in range(case.experts))
-    return tuple(unit_of(case) * count for count in case.counts or even)
 
 
 def is_transformed(case: QuantizedActivationCase) -> bool:
@@ -152,8 +223,7 @@ def inputs_of(case: QuantizedActivationCase) -> tuple[dict[str, Any], dict[str, 
     }
     settings |= {"interleave": case.interleave} if case.interleave else {}
     settings |= {"splits": torch.tensor(splits_of(case), dtype=DTYPES[case.index_dtype])} if case.experts else {}
-    settings |= {"rowwise": False} if case.direction == "columnwise" else {}
-    settings |= {"columnwise": True} if case.direction != "rowwise" else {}
+    settings |= case.direction_settings
     settings |= {"noise": noise_of(case, (rows, columns))} if is_random(case) else {}
     return required, settings | ({"round_before_quantize": True} if case.rounded else {})
 

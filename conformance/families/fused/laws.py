@@ -10,7 +10,8 @@ from torch import Tensor
 from conformance.core import universal_laws as general
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Trial, plain, same, upside_down
-from conformance.families.fused.permute_and_quantize import KEYWORDS, permuting, read_back
+from conformance.families.fused.cases import permuting
+from conformance.families.fused.permute_and_quantize import KEYWORDS, read_back
 from conformance.families.quantization.quantize import directions
 from conformance.interface import named_outputs
 from conformance.judge import Finding
@@ -117,4 +118,9 @@ BUFFER_REUSE = replace(
 )
 GRAPH_CAPTURE = replace(
     general.GRAPH_CAPTURE, applies=lambda case: general.GRAPH_CAPTURE.applies(case) and _turns_over(case)
+)
+
+PERMUTE_AND_QUANTIZE = (
+    *(EXPERT_RELABELLING, PADDING_INDEPENDENCE, TWO_STEPS, general.HISTORY, general.DETERMINISM),
+    *(BUFFER_REUSE, general.LATE_PRODUCER, general.HOST_SYNC, GRAPH_CAPTURE),
 )

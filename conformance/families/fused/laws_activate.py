@@ -9,8 +9,8 @@ from conformance.analysis.forms import by_group
 from conformance.core import universal_laws as general
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Outputs, Trial, plain, same
-from conformance.families.fused import laws
-from conformance.families.fused.cases import BACKWARD, is_random, recipe_of, unit_of
+from conformance.families.fused.cases import BACKWARD, is_random
+from conformance.families.quantization.cases import recipe_of, unit_of
 from conformance.families.quantization.quantize import directions
 from conformance.judge import Finding
 
@@ -115,15 +115,8 @@ GRAPH_CAPTURE = replace(
     general.GRAPH_CAPTURE, applies=lambda case: general.GRAPH_CAPTURE.applies(case) and _turns_over(case)
 )
 
-_PERMUTED = (
-    *(laws.EXPERT_RELABELLING, laws.PADDING_INDEPENDENCE, laws.TWO_STEPS, general.HISTORY, general.DETERMINISM),
-    *(laws.BUFFER_REUSE, general.LATE_PRODUCER, general.HOST_SYNC, laws.GRAPH_CAPTURE),
-)
-_ACTIVATED = (
+GLU_AND_QUANTIZE = ACTIVATION_AND_QUANTIZE = (
     *(NEIGHBOUR_GROUPS, PADDING_VALUES, DOUBLED_PROBS, general.HISTORY, general.DETERMINISM),
     *(BUFFER_REUSE, general.LATE_PRODUCER, general.HOST_SYNC, GRAPH_CAPTURE),
 )
-LAWS: dict[str, tuple[Law, ...]] = {
-    "permute_and_quantize": _PERMUTED,
-    **{f"{name}_and_quantize": _ACTIVATED for name in ("glu", "activation", "glu_backward", "activation_backward")},
-}
+GLU_BACKWARD_AND_QUANTIZE = ACTIVATION_BACKWARD_AND_QUANTIZE = GLU_AND_QUANTIZE

@@ -20,9 +20,8 @@ from conformance.families.fused.cases import (
     fits,
     is_random,
     is_transformed,
-    unit_of,
 )
-from conformance.families.quantization.cases import DIRECTIONS, VARIANTS
+from conformance.families.quantization.cases import DIRECTIONS, VARIANTS, unit_of
 from conformance.families.quantization.quantize import SUFFIXES
 from conformance.families.quantization.space import groups, mostly_some
 

@@ -56,7 +56,7 @@ class RoutingCase(Case):
 
     @property
     def sized(self) -> bool:
-        permutes = self.function in ("permute", "unpermute", "permute_and_quantize")
+        permutes = self.function in ("permute", "unpermute")
         return not permutes or bool(self.capacity) or self.slack is not None
 
 
