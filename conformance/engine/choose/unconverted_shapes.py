@@ -21,7 +21,6 @@ from conformance.families.fused.space_activate import FUNCTIONS as ACTIVATED_AND
 from conformance.families.fused.space_activate import quantized_activation_shapes
 
 GRADS = {
-    **dict.fromkeys(("glu", "activation"), "h+probs"),
     "grouped_linear": "rows+weight",
     **dict.fromkeys(("glu_and_quantize", "activation_and_quantize"), "h+probs"),
     "permute_and_quantize": "tokens+probs",
@@ -30,8 +29,6 @@ GRADS = {
     "latent_projection": "x+weight",
 }
 WITH_PROBS = (
-    "glu",
-    "activation",
     "permute_and_quantize",
     "grouped_mlp",
     "sequential_mlp",

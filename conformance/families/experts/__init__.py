@@ -10,6 +10,7 @@ from conformance.families.experts.laws_mlp import LAWS
 from conformance.families.experts.linear import GroupedDgrad, GroupedLinear, GroupedWgrad
 from conformance.families.experts.mlp import GroupedMlp, SequentialMlp
 from conformance.families.experts.shared import SharedExperts
+from conformance.families.experts.space import SPACE
 
 FAMILY = Family(
     contracts=(
@@ -20,6 +21,6 @@ FAMILY = Family(
     golden=merged(golden.GOLDEN, golden_mlp.GOLDEN, golden_recipes.GOLDEN),
     illegal=merged(illegal.RULES, illegal_recipes.RULES),
     laws=LAWS,
-    space={},
+    space=SPACE,
     defects=DEFECTS,
 )
