@@ -16,7 +16,7 @@ from conformance.families.dispatch.cases import DispatchCase
 from conformance.families.dispatch.space import dispatch_cases, law_cases
 from conformance.families.experts import axes as axes_experts
 from conformance.families.experts import axes_mlp
-from conformance.families.experts.space import activation_cases, grouped_cases
+from conformance.families.experts.space import grouped_cases
 from conformance.families.experts.space_mlp import mlp_cases, shared_cases
 from conformance.families.experts.space_recipes import recipe_cases
 from conformance.families.fused import axes_activate as axes_quantized_activations
@@ -27,7 +27,6 @@ Row = dict[str, Any]
 
 STRATEGIES: dict[str, Callable[[str, Space], st.SearchStrategy[Case]]] = {
     **dict.fromkeys(ACTIVATED_AND_QUANTIZED, quantized_activation_cases),
-    **dict.fromkeys(("glu", "activation"), activation_cases),
     **dict.fromkeys(("grouped_linear", "grouped_dgrad", "grouped_wgrad", "latent_projection"), grouped_cases),
     **dict.fromkeys(("grouped_mlp", "sequential_mlp"), mlp_cases),
     "shared_experts": shared_cases,
@@ -44,7 +43,7 @@ WEIGHT = {
         ),
         0.5,
     ),
-    **dict.fromkeys(("glu", "activation", "grouped_linear", "grouped_dgrad", "grouped_wgrad"), 1),
+    **dict.fromkeys(("grouped_linear", "grouped_dgrad", "grouped_wgrad"), 1),
     **dict.fromkeys(("grouped_mlp", "shared_experts"), 0.5),
     **dict.fromkeys(("sequential_mlp", "latent_projection"), 0.2),
     **dict.fromkeys(COLLECTIVES, 0.25),

@@ -19,7 +19,6 @@ from conformance.families.fused.space_activate import FUNCTIONS as ACTIVATED_AND
 from conformance.families.fused.space_activate import quantized_activation_shapes
 
 GRADS = {
-    **dict.fromkeys(("glu", "activation"), "h+probs"),
     "grouped_linear": "rows+weight",
     **dict.fromkeys(("glu_and_quantize", "activation_and_quantize"), "h+probs"),
     **dict.fromkeys(("grouped_mlp", "sequential_mlp"), "rows+fc1_weight+fc2_weight+probs"),
@@ -27,8 +26,6 @@ GRADS = {
     "latent_projection": "x+weight",
 }
 WITH_PROBS = (
-    "glu",
-    "activation",
     "grouped_mlp",
     "sequential_mlp",
     *ACTIVATED_AND_QUANTIZED,

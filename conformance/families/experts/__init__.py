@@ -10,6 +10,7 @@ from conformance.families.experts.laws_mlp import LAWS
 from conformance.families.experts.linear import GroupedDgrad, GroupedLinear, GroupedWgrad
 from conformance.families.experts.mlp import GroupedMlp, SequentialMlp
 from conformance.families.experts.shared import SharedExperts
+from conformance.families.experts.space import SPACE
 
 FAMILY = Family(
     contracts=(
@@ -20,6 +21,6 @@ FAMILY = Family(
     golden=by_function(golden, golden_mlp, golden_recipes),
     illegal=by_function(illegal, illegal_recipes),
     laws=LAWS,
-    space={},
+    space=SPACE,
     defects=DEFECTS,
 )

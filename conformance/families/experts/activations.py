@@ -1,7 +1,7 @@
 """glu and activation: values by running error analysis, both gradients, and what lies exactly on a bound."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,20 +19,26 @@ from conformance.analysis.curves import (
 )
 from conformance.analysis.input_store import beyond_e4m3, in_e4m3
 from conformance.analysis.running import Running
-from conformance.core.case import shorter, without
-from conformance.core.contract import Contract, Problem, computed_in, leaf
+from conformance.core.contract import Contract, Input, Output, Problem, Signature, computed_in, leaf
 from conformance.core.tensors import payload
 from conformance.families.experts.cases import ActivationCase, hidden_of, probs_of
 from conformance.judge import Expectation
-from moe_ref.config import GATED, PLAIN
 from moe_ref.experts.activations import activation, glu
+
+
+def _signature(*settings: str) -> Signature:
+    return Signature(
+        inputs=[Input("h", "TH", gradient=True), Input("probs", "T", field="probs", optional="probs", gradient=True)],
+        outputs=[Output("out", "TF", of="h")],
+        settings=settings,
+        linear=("probs", "out"),
+    )
 
 
 class _Elementwise(Contract[ActivationCase]):
     """What glu and activation share: h, probs, and the way from an activation to the output and back."""
 
-    outputs = ("out",)
-    primary = "out"
+    case_type = ActivationCase
     oracle: Callable[..., Tensor]
 
     def columns(self, case: ActivationCase) -> int:
@@ -43,16 +49,11 @@ class _Elementwise(Contract[ActivationCase]):
             {"probs": probs_of(case.seed, case.tokens, case.probs, case.weights)} if case.probs else {}
         )
         settings |= activation_settings(case)
-        wanted = tuple(name for name in case.grads.split("+") if name)
-        cotangents = {"out": payload(case.seed, "d_out", (case.tokens, case.width), case.dtype)} if wanted else {}
-        return Problem(
-            self.function,
-            {"h": hidden_of(case, self.columns(case))},
-            settings,
-            {case.layout_of: case.layout},
-            wanted,
-            cotangents,
-        )
+        return self.call(case, {"h": hidden_of(case, self.columns(case))}, settings)
+
+    def cotangent(self, case: ActivationCase, output: str, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """Always finite: what a NaN does is seen in h."""
+        return payload(case.seed, f"d_{output}", shape, dtype)
 
     def expected(self, case: ActivationCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         h, probs = problem.required["h"], problem.settings.get("probs")
@@ -111,42 +112,8 @@ class _Elementwise(Contract[ActivationCase]):
         """Where a NaN meets a minimum or a maximum, which may or may not pass it on."""
 
     def neighbour(self, case: ActivationCase) -> ActivationCase:
-        plain: dict[str, Any] = {
-            "golden": "",
-            "law": "",
-            "layout": "contiguous",
-            "layout_of": "",
-            "interleave": 0,
-            "alpha": 0,
-            "stored": False,
-        }
-        kinds = GATED if self.function == "glu" else PLAIN
-        other = kinds[kinds.index(case.kind or kinds[0]) - 1]
-        return replace(
-            case,
-            **plain,
-            seed=case.seed + 1,
-            kind=other,
-            tokens=case.tokens + 1,
-            width=case.width + 3,
-            clamp=case.clamp + 4 if case.clamp else 0,
-        )
-
-    def simpler(self, case: ActivationCase) -> Iterator[ActivationCase]:
-        settings = ("weights", "alpha", "kind", "interleave", "clamp", "offset", "early", "stored", "probs")
-        for name in ("law", "layout", "grads", "values", *settings, "dtype", "poison", "seed"):
-            default: Any = ActivationCase.__dataclass_fields__[name].default
-            if getattr(case, name) != default:
-                beside: dict[str, dict[str, Any]] = {"layout": {"layout_of": ""}, "kind": {"alpha": 0}}
-                beside["probs"] = {"grads": without(case.grads, "probs"), "weights": "plain"}
-                yield replace(case, **{name: default} | beside.get(name, {}))
-        for grad in case.grads.split("+") if "+" in case.grads else ():
-            yield replace(case, grads=grad)
-        yield from (replace(case, tokens=size) for size in shorter(case.tokens))
-        for size in shorter(case.width):
-            yield replace(
-                case, width=size, interleave=case.interleave if case.interleave and size % case.interleave == 0 else 0
-            )
+        """Of another size, too."""
+        return super().neighbour(replace(case, tokens=case.tokens + 1, width=case.width + 3))
 
 
 def activation_settings(case: Any) -> dict[str, Any]:
@@ -164,7 +131,7 @@ class Glu(_Elementwise):
     """`glu`: the output, and the gradients of h and of the probs."""
 
     function = "glu"
-    optional = ("probs", "kind", "offset", "clamp", "alpha", "interleave", "round_before_probs", "fp8_input_store")
+    signature = _signature("kind", "offset", "clamp", "alpha", "interleave", "round_before_probs", "fp8_input_store")
     oracle = staticmethod(glu)
 
     def columns(self, case: ActivationCase) -> int:
@@ -195,7 +162,7 @@ class Activation(_Elementwise):
     """`activation`: the output, and the gradients of h and of the probs."""
 
     function = "activation"
-    optional = ("probs", "kind", "round_before_probs")
+    signature = _signature("kind", "round_before_probs")
     oracle = staticmethod(activation)
 
     def activated(self, h: Tensor, settings: Mapping[str, Any], dtype: torch.dtype) -> Running:

@@ -4,29 +4,18 @@ from typing import Any
 
 from conformance.core.case import Case
 from conformance.core.space import LOGIT_DTYPES, POISONS, Space
-from conformance.families.experts.cases import GROUPED_VALUES, VALUES, WEIGHTS, ActivationCase, GroupedCase
+from conformance.families.experts.cases import CURVES, GROUPED_VALUES, GroupedCase
+from conformance.families.experts.cases import GATES as GATES
 from conformance.families.experts.precision import LOW_VALUES, fits, may_override, recipe_of, rounds_gradients
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from conformance.families.router.axes import layouts
 from moe_ref.config.quantization import OVERRIDES
 
 Row = dict[str, Any]
+PLAIN = CURVES
 
 # what a field of a case is called in a call, where that is another name
-SETTING = {"early": "round_before_probs", "stored": "fp8_input_store", "into": "accumulate_into"}
-GATES = ("", "geglu", "geglu_erf", "quick_geglu", "reglu")
-PLAIN = ("", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
-
-_ELEMENTWISE = {
-    "dtype": LOGIT_DTYPES,
-    "probs": ("", "float32", "bfloat16", "float64"),
-    "weights": WEIGHTS,
-    "values": VALUES,
-    "early": (False, True),
-    "layout": layouts("h", "d_out", vectors=("probs",), expanded=("d_out",)),
-    "grads": ("", "h", "probs", "h+probs"),
-    "poison": POISONS,
-}
+SETTING = {"into": "accumulate_into"}
 # nine rows: without an empty expert · empty first, in the middle and last · all but one empty · with a tile's worth and little beside it
 COUNTS = ((4, 2, 3), (0, 5, 0, 4, 0), (0, 0, 9), (8, 0, 1))
 _GROUPED = {
@@ -38,13 +27,9 @@ _GROUPED = {
     "index_dtype": ("int64", "int32"),
     "poison": POISONS,
 }
-GATE_SETTINGS = {"offset": (0, 8, -4), "clamp": (0, 6, 56), "alpha": (0, 1702), "interleave": (0, 1, 2)}
-
-OPTIONAL = ("kind", *GATE_SETTINGS, "stored", "probs", "early", "bias", "into", "accumulator")
+OPTIONAL = ("bias", "into", "accumulator")
 
 AXES: dict[str, dict[str, tuple[Any, ...]]] = {
-    "glu": {"kind": GATES, **GATE_SETTINGS, "stored": (False, True), **_ELEMENTWISE},
-    "activation": {"kind": PLAIN, **_ELEMENTWISE},
     "grouped_linear": {
         **_GROUPED,
         "bias": ("", "float32", "bfloat16"),
@@ -80,19 +65,13 @@ def legal(function: str, row: Row, space: Space) -> bool:
     of, wanted = row["layout"][1], row.get("grads", "").split("+")
     return (
         all(space.accepts(function, SETTING.get(name, name)) or not row.get(name) for name in OPTIONAL)
-        and not ("weights" in row and row["weights"] != "plain" and not row["probs"])
-        and not (("probs" in wanted or of == "probs") and not row["probs"])
         and not (("bias" in wanted or of == "bias") and not row["bias"])
         and not (of == "accumulate_into" and not row["into"])
-        and not (row.get("alpha") and row["kind"] not in ("", "quick_geglu"))
-        and not (row.get("stored") and row["kind"])
     )
 
 
 def case_of(function: str, fields: Row) -> Case:
     """The case that a row with these values describes."""
-    if function in ("glu", "activation"):
-        return ActivationCase(function=function, tokens=5, width=6, **fields)
     return GroupedCase(
         function=function, tokens=9, experts=len(fields.get("counts", (9,))), hidden=7, width=5, **fields
     )

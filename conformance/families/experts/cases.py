@@ -1,17 +1,23 @@
 """Cases of the experts, and the tensors made from them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
+from conformance.core.axes import Changes, Choice, choice, declared, dtypes, flag, number, size
 from conformance.core.case import Case
+from conformance.core.contract import Signature
+from conformance.core.space import LOGIT_DTYPES
 from conformance.core.tensors import DTYPES, hashed, payload, probabilities, row_scales
 from conformance.families.experts.precision import LOW_VALUES, check_scaling, factor_of, unit_of
 from conformance.families.quantization.cases import RECIPES, TAIL
 from moe_ref.config import GATED, PLAIN
+from moe_ref.config.experts import SIGMOID_GATED
 from moe_ref.config.quantization import OVERRIDES
 
 GROUPED_VALUES = ("dyadic", "rows", "special")  # and LOW_VALUES, where there is a scaling
@@ -24,50 +30,74 @@ LAYOUTS = ("contiguous", "transposed", "strided", "shifted", "expanded", "wide_r
 
 VALUES = ("dyadic", "rows", "bounds", "saturated", "special")
 WEIGHTS = ("plain", "zeros", "signed")
-FAR = (
-    17.0,
-    30.0,
-    88.0,
-    89.0,
-    104.0,
-    200.0,
-    5000.0,
-)  # where σ is 1, exp(-x) is subnormal, overflows, and x³ is large in float32
+PROB_DTYPES = ("float32", "bfloat16", "float64")
+GATES = ("", "geglu", "geglu_erf", "quick_geglu", "reglu")  # empty: the function's own
+CURVES = ("", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
+# where σ is 1, exp(-x) is subnormal, overflows, and x³ is large in float32
+FAR = (17.0, 30.0, 88.0, 89.0, 104.0, 200.0, 5000.0)
+
+
+@dataclass(kw_only=True)
+class Kind(Choice):
+    """An activation's name: a gate where the function has a `clamp`, else a curve."""
+
+    def allowed(self, signature: Signature) -> tuple[str, ...]:
+        return GATES if "clamp" in signature.settings else CURVES
+
+    def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
+        return st.sampled_from(self.allowed(signature)).map(lambda kind: {self.name: kind})
+
+    def covered(self, signature: Signature) -> list[Changes]:
+        return [{self.name: kind} for kind in self.allowed(signature)]
+
+    def smaller(self, case: Any) -> Iterator[Changes]:
+        yield from ()
+
+    def other(self, case: Any) -> Changes:
+        kinds = GATES if case.gated else CURVES
+        return {self.name: kinds[kinds.index(case.kind) - 1] if case.kind in kinds else ""}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCase(Case):
-    """A case of rows that an activation is applied to."""
+    """Rows that an activation is applied to."""
 
-    tokens: int = 1
-    experts: int = 1  # not looked at: the rows of all experts are alike
-    width: int = 1  # F, half of h's where it is gated
-    kind: str = ""  # empty: the function's own
-    dtype: str = "float32"
-    probs: str = ""  # their dtype; empty: none are given
-    weights: str = "plain"  # of the probs: in (0, 1], with zeros, or from -2 to 2 with zeros
-    values: str = "dyadic"  # of h: see `hidden_of`
-    offset: int = 0  # in eighths
-    clamp: int = 0  # in eighths; 0: none
-    alpha: int = 0  # in thousandths; 0: none
-    interleave: int = 0  # 0: none
-    early: bool = False  # round_before_probs
-    stored: bool = False  # fp8_input_store
-    layout: str = "contiguous"
-    layout_of: str = ""
-    grads: str = ""
+    tokens: int = size("T")
+    experts: int = size("E", at_least=1)  # not used: the rows of all experts are alike
+    width: int = size("F")  # half of h's where it is gated
+    kind: str = declared(Kind(default="", values=GATES + CURVES[1:], also=("swiglu", "squared_relu"), argument="kind"))
+    dtype: str = dtypes(*LOGIT_DTYPES)
+    probs: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: none are given
+    weights: str = choice(*WEIGHTS, of=("probs",))  # of the probs: see `probs_of`
+    values: str = choice(*VALUES)  # of h: see `hidden_of`
+    offset: int = number(0, 8, -4, 3, pairs=(8, -4), argument="offset")  # in eighths
+    clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp")  # in eighths; 0: none
+    alpha: int = number(0, 1000, 1702, 250, pairs=(1702,), argument="alpha")  # in thousandths; 0: none
+    interleave: int = number(0, 1, 2, 3, 8, 16, 32, pairs=(1, 2), argument="interleave")  # 0: none
+    early: bool = flag(argument="round_before_probs")
+    stored: bool = flag(argument="fp8_input_store")
 
-    words: ClassVar[dict[str, tuple[str, ...]]] = {"values": VALUES, "weights": WEIGHTS, "kind": GATED + PLAIN}
+    @property
+    def gated(self) -> bool:
+        return self.function.startswith("glu")
 
-    def __post_init__(self) -> None:
-        if min(self.tokens, self.width, self.clamp, self.alpha, self.interleave) < 0 or self.experts < 1:
-            sizes = f"{self.tokens}, {self.width}, {self.clamp}, {self.alpha}, {self.interleave}, {self.experts}"
-            raise ValueError(
-                f"tokens, width, clamp, alpha, interleave ≥ 0 and experts ≥ 1 are needed; they are {sizes}"
-            )
+    @property
+    def features(self) -> int:
+        """F."""
+        return self.width
 
-
-ActivationCase.serves("glu", "activation")
+    def clash(self) -> str | None:
+        if self.kind and self.kind not in (GATED if self.gated else PLAIN):
+            return f"kind is {self.kind!r}, no activation of {self.function}"
+        if self.weights != "plain" and not self.probs:
+            return f"weights is {self.weights!r} without probs"
+        if self.alpha and self.kind not in ("", *SIGMOID_GATED):
+            return f"kind {self.kind!r} has no alpha"
+        if self.interleave and self.features % self.interleave:
+            return f"interleave is {self.interleave}; it must divide the {self.features} features"
+        if self.stored and self.kind not in ("", "swiglu"):
+            return f"kind {self.kind!r} has no fp8_input_store"
+        return None
 
 
 def hidden_of(case: ActivationCase, columns: int) -> Tensor:

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.core import row_laws
 from conformance.core import universal_laws as universal
 from conformance.core.law import Law, Trial, plain, upside_down
 from conformance.core.shared_out_laws import SHARED_OUT, of_one_process
 from conformance.families.experts import laws as experts
 from conformance.families.experts.laws import doubled
 from conformance.families.experts.precision import recipe_of, unit_of
-from conformance.families.router import laws as routing
 from conformance.judge import Expectation, Finding
 from conformance.judge.bound import Bounded
 
@@ -124,7 +124,7 @@ GROUPED = Law("grouped", _one_after_another, plain)
 TOKEN_REVERSAL = Law("token_reversal", _token_reversal, lambda case: plain(case) and _in_any_order(case))
 
 _ELEMENTWISE = (
-    *(*universal.EVERYWHERE, *universal.STATIC, routing.TOKEN_REVERSAL, routing.BATCH_CONCAT),
+    *(*universal.EVERYWHERE, *universal.STATIC, row_laws.TOKEN_REVERSAL, row_laws.BATCH_CONCAT),
     *(experts.NEIGHBOUR_INDEPENDENCE, experts.SCALING, experts.COTANGENT_SCALING),
 )
 _PRODUCT = (

@@ -5,27 +5,26 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from conformance.core.axes import FAR as FAR_LAYOUTS
+from conformance.core.axes import Changes
 from conformance.core.case import Case
+from conformance.core.scope import Scope, Shapes
 from conformance.core.space import LAYOUTS, LOGIT_DTYPES, POISONS, Space, mostly, sizes, some_of
 from conformance.core.tensors import WIDE_LAYOUTS
-from conformance.families.experts.axes import GATES, PLAIN, SETTING, may_be_low
-from conformance.families.experts.cases import GROUPED_VALUES, VALUES, WEIGHTS, ActivationCase, GroupedCase
+from conformance.families.experts.axes import SETTING, may_be_low
+from conformance.families.experts.cases import GROUPED_VALUES, GroupedCase
+from conformance.families.experts.cases import PROB_DTYPES as PROB_DTYPES
 from conformance.families.experts.precision import LOW_VALUES, fits, may_override, recipe_settings
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from moe_ref.config.quantization import OVERRIDES
 
-PROB_DTYPES = ("float32", "bfloat16", "float64")
 FAR_GRADS = {
-    "glu": ("h", "probs"),
-    "activation": ("h", "probs"),
     "grouped_linear": ("rows", "weight", "bias"),
     "latent_projection": ("x", "weight", "bias"),
 }
 DIMENSIONS = {"probs": 1, "tokens_per_expert": 1, "weight": 3, "accumulate_into": 3}  # of an input that has not two
 OF_ONE = {"bias": 1}  # the same, of one expert
 INPUTS = {
-    "glu": ("h", "probs", "d_out"),
-    "activation": ("h", "probs", "d_out"),
     "grouped_linear": ("rows", "weight", "tokens_per_expert", "bias", "d_out"),
     "latent_projection": ("x", "weight", "bias", "d_out"),
     "grouped_dgrad": ("d_out", "weight", "tokens_per_expert"),
@@ -40,53 +39,35 @@ FACTORS = {
 }
 
 
-@st.composite
-def activation_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
-    """glu and activation."""
-    tokens, width = draw(
-        st.one_of(
-            st.tuples(sizes(0, 9), sizes(0, 18)),
-            st.tuples(sizes(1, 34), sizes(1, 34)),
-            st.sampled_from(((3, 129), (70, 3))),
-        )
-    )
-    fields: dict[str, Any] = {
-        "tokens": tokens,
-        "width": width,
-        "values": draw(st.sampled_from(VALUES)),
-        "dtype": draw(mostly("float32", LOGIT_DTYPES[1:])),
-    }
-    fields |= draw(gate_settings(function, space, width))
-    fields["stored"] = (
-        function == "glu" and space.accepts(function, "fp8_input_store") and not fields["kind"] and draw(st.booleans())
-    )
-    possible: tuple[str, ...] = ("h",)
-    if space.accepts(function, "probs") and draw(st.integers(0, 3)):
-        fields |= {"probs": draw(st.sampled_from(PROB_DTYPES)), "weights": draw(st.sampled_from(WEIGHTS))}
-        possible = ("h", "probs")
-    grads = draw(some_of(possible)) if function not in space.not_differentiable else ""
-    matrices, vectors, cotangents = ("h",), ("probs",) if "probs" in fields else (), ("d_out",) if grads else ()
-    fields |= {"grads": grads} | laid_out(draw, function, space, matrices, vectors, cotangents)
-    return finished(draw, ActivationCase(function=function, **fields), space)
+def activations(scope: Scope) -> st.SearchStrategy[Changes]:
+    """Small sizes, or one size above every block; blocks of columns that divide the width, up to all of it."""
+    small, medium = (st.tuples(sizes(0, 9), sizes(0, 18)), st.tuples(sizes(1, 34), sizes(1, 34)))
+    sized = st.one_of(small, medium, st.sampled_from(((3, 129), (70, 3))))
+
+    def with_blocks(shape: tuple[int, int]) -> st.SearchStrategy[Changes]:
+        tokens, width = shape
+        steps = (0, *(step for step in (1, 2, 3, 8, 16, 32, width) if step and width % step == 0))
+        return st.sampled_from(steps).map(lambda step: {"tokens": tokens, "width": width, "interleave": step})
+
+    return sized.flatmap(with_blocks)
 
 
-@st.composite
-def gate_settings(draw: st.DrawFn, function: str, space: Space, width: int) -> dict[str, Any]:
-    """A kind and settings that fit it, as far as they are accepted."""
-    kinds = GATES if function != "activation" else PLAIN
-    fields: dict[str, Any] = {"kind": draw(st.sampled_from(kinds)) if space.accepts(function, "kind") else ""}
-    fields["early"] = space.accepts(function, "round_before_probs") and draw(st.booleans())
-    if function == "activation":
-        return fields
-    choices: dict[str, tuple[int, ...]] = {
-        "offset": (0, 0, 8, -4, 3),
-        "clamp": (0, 0, 4, 8, 56),
-        "alpha": (0, 1000, 1702, 250) if fields["kind"] in ("", "quick_geglu") else (0,),
-        "interleave": (0, *(s for s in (1, 2, 3, 8, 16, 32, width) if s and width % s == 0)),
-    }
-    return fields | {
-        name: draw(st.sampled_from(values)) for name, values in choices.items() if space.accepts(function, name)
-    }
+def near(case: Any, scope: Scope) -> Any:
+    """The case without a far layout: for those there are the far cases."""
+    return replace(case, layout="contiguous", layout_of="") if case.layout in FAR_LAYOUTS else case
+
+
+def long_rows(scope: Scope) -> list[Changes]:
+    """One more row than a power of two; blocks of rows and of columns; the widths of real models where a GPU makes them cheap."""
+    gpu = scope.space.device == "cuda"
+    wide: list[Changes] = (
+        [{"tokens": 5, "width": 2880}, {"tokens": 3, "width": 7168}] if gpu else [{"tokens": 3, "width": 513}]
+    )
+    return [{"tokens": 2049 if gpu else 129, "width": 9, "values": "rows"}, {"tokens": 97, "width": 257}, *wide]
+
+
+ELEMENTWISE = Shapes(drawn=activations, affordable=near, covered={"tokens": 5, "width": 6}, always=long_rows)
+SPACE = {"glu": ELEMENTWISE, "activation": ELEMENTWISE}
 
 
 def laid_out(
@@ -222,7 +203,7 @@ def far_experts(function: str, space: Space) -> list[Case]:
     """Every input and cotangent once far in each of its dimensions, in the narrowest dtype that it may have."""
     differentiable = function not in space.not_differentiable
     cls: Any = Case.family[function]
-    given = {"probs": "bfloat16", "bias": "bfloat16", "into": "float32"}
+    given = {"bias": "bfloat16", "into": "float32"}
     known = {
         field: dtype
         for field, dtype in given.items()
@@ -244,7 +225,7 @@ def far_experts(function: str, space: Space) -> list[Case]:
         "dtype": "bfloat16",
         "grads": grads,
     } | known
-    common |= {"hidden": 3, "index_dtype": "int32"} if cls is not ActivationCase else {}
+    common |= {"hidden": 3, "index_dtype": "int32"}
     dimensions = OF_ONE if function == "latent_projection" else DIMENSIONS
     return [
         cls(**common, layout=layout, layout_of=name)
@@ -256,27 +237,23 @@ def far_experts(function: str, space: Space) -> list[Case]:
 def expert_shapes(function: str, space: Space) -> list[dict[str, Any]]:
     """One more than a power of two, so that a last block is nearly empty; the widths of real models where a GPU makes them cheap."""
     gpu = space.device == "cuda"
-    if function not in ("glu", "activation"):
-        if function == "latent_projection":
-            return [
-                {"tokens": 129, "hidden": 65, "width": 33},
-                *([{"tokens": 70, "hidden": 7168, "width": 1024}] if gpu else []),
-            ]
-        real = (
-            [
-                {"tokens": 70, "experts": 4, "hidden": 7168, "width": 520},
-                {"tokens": 70, "experts": 4, "hidden": 520, "width": 2880},
-            ]
-            if gpu
-            else []
-        )
-        ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
+    if function == "latent_projection":
         return [
-            ragged,
-            {"tokens": 40, "experts": 129, "hidden": 9, "width": 5},
-            {"tokens": 3, "experts": 2, "hidden": 257, "width": 9, "tail": 2},
-            *real,
+            {"tokens": 129, "hidden": 65, "width": 33},
+            *([{"tokens": 70, "hidden": 7168, "width": 1024}] if gpu else []),
         ]
-    wide = [{"tokens": 5, "width": 2880}, {"tokens": 3, "width": 7168}] if gpu else [{"tokens": 3, "width": 513}]
-    several = {"tokens": 97, "width": 257}  # blocks of rows and of columns
-    return [{"tokens": 2049 if gpu else 129, "width": 9, "values": "rows"}, several, *wide]
+    real = (
+        [
+            {"tokens": 70, "experts": 4, "hidden": 7168, "width": 520},
+            {"tokens": 70, "experts": 4, "hidden": 520, "width": 2880},
+        ]
+        if gpu
+        else []
+    )
+    ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
+    return [
+        ragged,
+        {"tokens": 40, "experts": 129, "hidden": 9, "width": 5},
+        {"tokens": 3, "experts": 2, "hidden": 257, "width": 9, "tail": 2},
+        *real,
+    ]

@@ -14,22 +14,17 @@ from torch import Tensor
 
 from conformance.core import universal_laws as universal
 from conformance.core.contract import Problem
-from conformance.core.law import Law, Trial
+from conformance.core.law import Law, Trial, plain
+from conformance.core.row_laws import BATCH_CONCAT, TOKEN_REVERSAL, any_of_equals
 from conformance.core.shared_out_laws import SHARED_OUT, of_one_process
-from conformance.judge import Bounded, Chosen, Expectation, Finding, judge
+from conformance.judge import Bounded, Finding, judge
 
 PER_EXPERT = ("expert_bias", "tokens_per_expert")
 SIGMAS = 6  # 1/√3 is the deviation of a number uniform in -1 … 1; over √n it is that of their mean, and 1/√15 that of their deviation
-PARAMETERS = ("weight", "bias")  # and their gradients: the same for all tokens
 
 
 def _flipped(x: Tensor, dim: int) -> Tensor:
     return x.flip(dim) if x.dim() > dim else x
-
-
-def _any_of_equals(expected: dict[str, Expectation]) -> dict[str, Expectation]:
-    """Without the tie rule: a transformation may have turned the order round."""
-    return {name: replace(x, lowest=False) if isinstance(x, Chosen) else x for name, x in expected.items()}
 
 
 def _turned(problem: Problem, turn: Callable[[str, Tensor], Tensor]) -> Problem:
@@ -37,17 +32,6 @@ def _turned(problem: Problem, turn: Callable[[str, Tensor], Tensor]) -> Problem:
     return replace(
         problem.with_tensors({name: turn(name, x) for name, x in problem.tensors.items()}), cotangents=cotangents
     )
-
-
-def _token_reversal(trial: Trial) -> Finding | None:
-    """Tokens in the opposite order: each has what it had."""
-    second = _turned(trial.problem, lambda name, x: x if name in (*PER_EXPERT, *PARAMETERS) else _flipped(x, 0))
-    of_all = tuple(f"d_{name}" for name in PARAMETERS)
-    outputs = {
-        name: _flipped(x, 0) if isinstance(x, Tensor) and name not in of_all else x
-        for name, x in trial.run(second).items()
-    }
-    return trial.judged("token_reversal", _any_of_equals(trial.expected), outputs)
 
 
 def _expert_relabelling(trial: Trial) -> Finding | None:
@@ -72,18 +56,7 @@ def _expert_relabelling(trial: Trial) -> Finding | None:
         return x if slots and name == "probs" else _flipped(x, 1)
 
     outputs = {name: back(name, x) for name, x in trial.run(_turned(trial.problem, turn)).items()}
-    return trial.judged("expert_relabelling", _any_of_equals(trial.expected), outputs)
-
-
-def _batch_concat(trial: Trial) -> Finding | None:
-    """The same tokens with others behind them: each has what it had."""
-    second = _turned(
-        trial.problem,
-        lambda name, x: x if name in (*PER_EXPERT, *PARAMETERS) or not x.dim() else torch.cat([x, x.flip(0)]),
-    )
-    tokens = trial.case.tokens
-    outputs = {name: x[:tokens] if isinstance(x, Tensor) and x.dim() else x for name, x in trial.run(second).items()}
-    return trial.judged("batch_concat", _any_of_equals(trial.expected), outputs)
+    return trial.judged("expert_relabelling", any_of_equals(trial.expected), outputs)
 
 
 def _shift(trial: Trial) -> Finding | None:
@@ -161,32 +134,22 @@ def _evenly_spread(trial: Trial) -> Finding | None:
     return Finding("x", "evenly_spread", "is the same twice") if torch.equal(again, trial.first["x"].double()) else None
 
 
-def _plain(case: Any) -> bool:
-    return not case.golden and not case.illegal and case.layout != "expanded"
-
-
 def _softmax(case: Any) -> bool:
     chosen = (
         case.score in ("softmax", "softmax_pre")
         if case.function != "aux_loss_scores"
         else case.score not in ("sigmoid", "sqrtsoftplus")
     )
-    return _plain(case) and chosen and case.spread in ("distinct", "ties", "equal") and not case.logits
+    return plain(case) and chosen and case.spread in ("distinct", "ties", "equal") and not case.logits
 
 
-TOKEN_REVERSAL = Law("token_reversal", _token_reversal, _plain)
-EXPERT_RELABELLING = Law("expert_relabelling", _expert_relabelling, _plain)
-BATCH_CONCAT = Law(
-    "batch_concat",
-    _batch_concat,
-    lambda case: _plain(case) and case.tokens > 0 and not ("weight" in case.grads or "bias" in case.grads),
-)
+EXPERT_RELABELLING = Law("expert_relabelling", _expert_relabelling, plain)
 SHIFT = Law("shift", _shift, _softmax)
-REPLAY = Law("replay", _replay, lambda case: _plain(case) and not case.precomputed and case.spread != "nan")
-PADDING_TOKENS = Law("padding_tokens", _padding_tokens, lambda case: _plain(case) and case.padding > 0)
-SHARES = Law("shares", _shares, lambda case: _plain(case) and case.tokens > 1)
+REPLAY = Law("replay", _replay, lambda case: plain(case) and not case.precomputed and case.spread != "nan")
+PADDING_TOKENS = Law("padding_tokens", _padding_tokens, lambda case: plain(case) and case.padding > 0)
+SHARES = Law("shares", _shares, lambda case: plain(case) and case.tokens > 1)
 EVENLY_SPREAD = Law(
-    "evenly_spread", _evenly_spread, lambda case: _plain(case) and case.dtype == "float32" and case.eps > 0
+    "evenly_spread", _evenly_spread, lambda case: plain(case) and case.dtype == "float32" and case.eps > 0
 )
 
 _EVERY = (*universal.EVERYWHERE, *universal.STATIC)

@@ -1,0 +1,68 @@
+"""Laws of functions whose tokens do not see each other: neither their order nor other tokens matter."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.core.contract import Problem, Signature
+from conformance.core.law import Law, Trial, plain, upside_down
+from conformance.judge import Chosen, Expectation, Finding
+
+TOKENS = "T"  # their letter in a signature
+PARAMETERS = ("weight", "bias")  # inputs whose gradients sum over all tokens
+Change = Callable[[Tensor, int], Tensor]  # of a dimension of a tensor
+
+
+def _changed(tensors: Mapping[str, Any], dims: Mapping[str, str], change: Change) -> dict[str, Any]:
+    """The tensors, with the change along tokens where they have that dimension."""
+    return {
+        name: change(x, dims[name].index(TOKENS)) if isinstance(x, Tensor) and TOKENS in dims.get(name, "") else x
+        for name, x in tensors.items()
+    }
+
+
+def _results(signature: Signature) -> dict[str, str]:
+    """Dimensions of outputs and gradients."""
+    return {out.name: out.dims for out in signature.outputs} | {f"d_{x.name}": x.dims for x in signature.inputs}
+
+
+def _judged(trial: Trial, law: str, there: Change, back: Change) -> Finding | None:
+    """Run with changed tokens, and judge what the same tokens have there by what was right the first time."""
+    signature = trial.contract.signature
+    assert signature is not None
+    inputs = {x.name: x.dims for x in signature.inputs}
+    cotangents = _changed(trial.problem.cotangents, _results(signature), there)
+    second: Problem = trial.problem.with_tensors(_changed(trial.problem.tensors, inputs, there))
+    outputs = trial.run(replace(second, cotangents=cotangents))
+    return trial.judged(law, any_of_equals(trial.expected), _changed(outputs, _results(signature), back))
+
+
+def any_of_equals(expected: dict[str, Expectation]) -> dict[str, Expectation]:
+    """Without the tie rule: a transformation may have reversed the order."""
+    return {name: replace(x, lowest=False) if isinstance(x, Chosen) else x for name, x in expected.items()}
+
+
+def _token_reversal(trial: Trial) -> Finding | None:
+    """Tokens in the opposite order: each has what it had."""
+    return _judged(trial, "token_reversal", upside_down, upside_down)
+
+
+def _batch_concat(trial: Trial) -> Finding | None:
+    """The same tokens with others after them: each has what it had."""
+    return _judged(
+        trial,
+        "batch_concat",
+        lambda x, dim: torch.cat([x, x.flip(dim)], dim),
+        lambda x, dim: x.narrow(dim, 0, trial.case.tokens),
+    )
+
+
+TOKEN_REVERSAL = Law("token_reversal", _token_reversal, plain)
+BATCH_CONCAT = Law(
+    "batch_concat",
+    _batch_concat,
+    lambda case: plain(case) and case.tokens > 0 and not any(name in case.grads for name in PARAMETERS),
+)
