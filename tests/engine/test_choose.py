@@ -31,8 +31,6 @@ from conformance.families.experts.cases import ActivationCase, GroupedCase, coun
 from conformance.families.experts.mlp import MlpCase
 from conformance.families.experts.shared import SharedCase
 from conformance.families.experts.space_recipes import recipe_cases
-from conformance.families.fused.cases import BACKWARD as BACK_AND_QUANTIZED
-from conformance.families.fused.cases import FUNCTIONS as ACTIVATED_AND_QUANTIZED
 from conformance.families.fused.cases import RECIPES_HERE, PermutedQuantizationCase, QuantizedActivationCase
 from conformance.families.fused.space import kinds as permuted_and_quantized_kinds
 from conformance.families.permutation.cases import SPREADS, ChunksCase, IndicesCase, RoutingCase, indices, routed
@@ -70,6 +68,8 @@ DRAWS = {
 CHOOSE = ("topk_indices", "topk_routing")
 ELEMENTWISE = ("glu", "activation")
 QUANTIZED = ("quantize",)
+BACK_AND_QUANTIZED = ("glu_backward_and_quantize", "activation_backward_and_quantize")
+ACTIVATED_AND_QUANTIZED = ("glu_and_quantize", "activation_and_quantize", *BACK_AND_QUANTIZED)
 GROUPED = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
 MLPS = ("grouped_mlp", "sequential_mlp")
 STEPPED = ("route",)  # made of the other functions: its inputs lie as they come

@@ -19,14 +19,10 @@ from conformance.families.experts import axes_mlp
 from conformance.families.experts.space import grouped_cases
 from conformance.families.experts.space_mlp import mlp_cases, shared_cases
 from conformance.families.experts.space_recipes import recipe_cases
-from conformance.families.fused import axes_activate as axes_quantized_activations
-from conformance.families.fused.space_activate import FUNCTIONS as ACTIVATED_AND_QUANTIZED
-from conformance.families.fused.space_activate import quantized_activation_cases
 
 Row = dict[str, Any]
 
 STRATEGIES: dict[str, Callable[[str, Space], st.SearchStrategy[Case]]] = {
-    **dict.fromkeys(ACTIVATED_AND_QUANTIZED, quantized_activation_cases),
     **dict.fromkeys(("grouped_linear", "grouped_dgrad", "grouped_wgrad", "latent_projection"), grouped_cases),
     **dict.fromkeys(("grouped_mlp", "sequential_mlp"), mlp_cases),
     "shared_experts": shared_cases,
@@ -34,15 +30,6 @@ STRATEGIES: dict[str, Callable[[str, Space], st.SearchStrategy[Case]]] = {
 }
 # how much of a run a function has: by how much can go wrong in it
 WEIGHT = {
-    **dict.fromkeys(
-        (
-            "glu_and_quantize",
-            "activation_and_quantize",
-            "glu_backward_and_quantize",
-            "activation_backward_and_quantize",
-        ),
-        0.5,
-    ),
     **dict.fromkeys(("grouped_linear", "grouped_dgrad", "grouped_wgrad"), 1),
     **dict.fromkeys(("grouped_mlp", "shared_experts"), 0.5),
     **dict.fromkeys(("sequential_mlp", "latent_projection"), 0.2),
@@ -62,7 +49,6 @@ HOMES = (
     axes_experts,
     axes_mlp,
     axes_dispatch,
-    axes_quantized_activations,
 )
 AXES = {function: axes for home in HOMES for function, axes in home.AXES.items()}
 

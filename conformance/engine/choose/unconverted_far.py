@@ -14,16 +14,12 @@ from conformance.families.experts.axes_mlp import AXES as AXES_MLP
 from conformance.families.experts.space import INPUTS as EXPERT_INPUTS
 from conformance.families.experts.space import far_experts
 from conformance.families.experts.space_mlp import far_mlp
-from conformance.families.fused.space_activate import FUNCTIONS as ACTIVATED_AND_QUANTIZED
-from conformance.families.fused.space_activate import far_quantized_activations
 
 
 def far_cases(function: str, space: Space) -> list[Case]:
     """All far cases of a function that the implementation can be asked for."""
     if function in space.contiguous_only:
         return []
-    if function in ACTIVATED_AND_QUANTIZED:
-        return far_quantized_activations(function, space)
     if function in AXES_MLP:
         return far_mlp(function, space)
     if function in COLLECTIVES:

@@ -15,12 +15,9 @@ from conformance.families.experts.space import INPUTS as EXPERT_INPUTS
 from conformance.families.experts.space import expert_shapes
 from conformance.families.experts.space_mlp import mlp_shapes
 from conformance.families.experts.space_ratios import ratio_cases
-from conformance.families.fused.space_activate import FUNCTIONS as ACTIVATED_AND_QUANTIZED
-from conformance.families.fused.space_activate import quantized_activation_shapes
 
 GRADS = {
     "grouped_linear": "rows+weight",
-    **dict.fromkeys(("glu_and_quantize", "activation_and_quantize"), "h+probs"),
     **dict.fromkeys(("grouped_mlp", "sequential_mlp"), "rows+fc1_weight+fc2_weight+probs"),
     "shared_experts": "x+fc1_weight+fc2_weight",
     "latent_projection": "x+weight",
@@ -28,7 +25,6 @@ GRADS = {
 WITH_PROBS = (
     "grouped_mlp",
     "sequential_mlp",
-    *ACTIVATED_AND_QUANTIZED,
 )
 
 
@@ -52,8 +48,6 @@ def shape_cases(function: str, space: Space) -> list[Case]:
 
 
 def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
-    if function in ACTIVATED_AND_QUANTIZED:
-        return quantized_activation_shapes(function, space)
     if function in AXES_MLP:
         return mlp_shapes(function, space)
     return expert_shapes(function, space) if function in EXPERT_INPUTS else []

@@ -1,7 +1,7 @@
 """Fused: permutation or activation, and quantisation, in one function."""
 
 from conformance.core.family import Family, by_function
-from conformance.families.fused import golden, golden_activate, illegal, laws, laws_activate, space
+from conformance.families.fused import golden, golden_activate, illegal, laws, laws_activate, space, space_activate
 from conformance.families.fused.activate_and_quantize import (
     ActivationAndQuantize,
     ActivationBackwardAndQuantize,
@@ -18,5 +18,5 @@ FAMILY = Family(
     golden=by_function(golden, golden_activate),
     illegal=by_function(illegal),
     laws=by_function(laws, laws_activate),
-    space=by_function(space),
+    space=by_function(space, space_activate),
 )

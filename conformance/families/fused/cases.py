@@ -1,16 +1,18 @@
 """Cases of fused stages: rows that a routing map or an activation makes, and how they are quantised."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.core.axes import LAYOUTS, choice, dtypes, flag
+from conformance.core.axes import choice, dtypes, flag, number, size
 from conformance.core.case import Case
+from conformance.core.lists import parts
 from conformance.core.tensors import DTYPES, hashed, payload
-from conformance.families.experts.cases import VALUES, WEIGHTS, ActivationCase, hidden_of, probs_of
+from conformance.families.experts.activations import activation_settings
+from conformance.families.experts.cases import ActivationCase, hidden_of, probs_of
 from conformance.families.permutation.cases import FLOATS, RoutingCase
 from conformance.families.quantization import cases as quantization
 from conformance.families.quantization.cases import (
@@ -26,7 +28,7 @@ from conformance.families.quantization.cases import (
     splits_of,
     unit_of,
 )
-from moe_ref.config import GATED, PLAIN, Recipe
+from moe_ref.config import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,131 +109,98 @@ RECIPES_HERE: dict[str, tuple[Recipe, ...]] = RECIPES | {
         Recipe("nvfp4", hadamard=False, stochastic_rounding=False, row_scaled_activation=True),
     )
 }
-BACKWARD = ("glu_backward_and_quantize", "activation_backward_and_quantize")
-OF_GATES = ("glu_and_quantize", "glu_backward_and_quantize")
-FUNCTIONS = ("glu_and_quantize", "activation_and_quantize", *BACKWARD)
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizedActivationCase(RecipeFields, Case):
+class _ScalingCase(RecipeFields, Case):
+    """Fields before those of the activation, because blocks of its columns must divide a width in units."""
+
+    scaling: str = choice(*SCALINGS)
+    variant: int = choice(*range(VARIANTS), turns=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedActivationCase(ActivationCase, _ScalingCase):
     """Rows that an activation, or its gradient, is applied to, and how the result is quantised."""
 
-    scaling: str = "current"
-    variant: int = 0  # of the scaling, in RECIPES_HERE
-    direction: str = "rowwise"
-    rounded: bool = False  # round_before_quantize
-    tokens: int = 1  # rows of the groups together, in UNITs
-    experts: int = 0  # groups; 0: no splits are given, all rows are one
-    counts: tuple[int, ...] = ()  # rows of each group in UNITs; empty: as even as can be
-    tail: int = 0  # rows behind the last group
-    width: int = 1  # F, in UNITs
-    kind: str = ""  # empty: the function's own
-    dtype: str = "float32"
-    probs: str = ""  # their dtype; empty: none are given
-    weights: str = "plain"  # of the probs
-    values: str = "dyadic"  # of h; both as in ActivationCase
-    offset: int = 0  # in eighths
-    clamp: int = 0  # in eighths; 0: none
-    alpha: int = 0  # in thousandths; 0: none
-    interleave: int = 0  # 0: none
-    index_dtype: str = "int64"
-    layout: str = "contiguous"
-    layout_of: str = ""
-    grads: str = ""
+    experts: int = size("E", default=0)  # groups; 0: no splits are given, all rows are one group
+    dtype: str = dtypes(*FLOATS)
+    rounded: bool = flag(argument="round_before_quantize")
+    direction: str = choice(*DIRECTIONS)
+    counts: tuple[int, ...] = parts(  # rows of each group in UNITs, as `tokens` and `width`; empty: even
+        total="tokens", number="experts", written_out=lambda case: tuple(n // unit_of(case) for n in splits_of(case))
+    )
+    tail: int = number(0, 1, 4, 5, pairs=(4,))  # rows past the last group
+    index_dtype: str = dtypes("int64", "int32")
 
     recipes: ClassVar[dict[str, tuple[Recipe, ...]]] = RECIPES_HERE
-    words: ClassVar[dict[str, tuple[str, ...]]] = {
-        "scaling": SCALINGS,
-        "direction": DIRECTIONS,
-        "values": VALUES,
-        "weights": WEIGHTS,
-        "kind": GATED + PLAIN,
-        "layout": LAYOUTS,
-        "dtype": ("float32", "bfloat16", "float16"),
-    }
 
-    def __post_init__(self) -> None:
-        least = min(self.tokens, self.tail, self.width, self.experts, self.clamp, self.alpha, self.interleave)
-        if least < 0 or not 0 <= self.variant < VARIANTS:
-            sizes = f"{self.tokens}, {self.tail}, {self.width}, {self.experts}, {self.clamp}, {self.alpha}, {self.interleave}, {self.variant}"
-            raise ValueError(
-                f"tokens, tail, width, experts, clamp, alpha, interleave ≥ 0 and variant < {VARIANTS} are needed; they are {sizes}"
-            )
-        if self.counts and (
-            len(self.counts) != self.experts or min(self.counts) < 0 or sum(self.counts) != self.tokens
-        ):
-            raise ValueError(
-                f"counts is {self.counts}; it must have {self.experts} numbers ≥ 0 that sum to {self.tokens}"
-            )
+    @property
+    def backward(self) -> bool:
+        return "backward" in self.function
+
+    @property
+    def features(self) -> int:
+        return self.width * unit_of(self)
+
+    @property
+    def only_columnwise(self) -> bool:
+        return not self.rowwise
+
+    @property
+    def transformed(self) -> bool:
+        """Whether a Hadamard transform is taken."""
+        return bool(recipe_of(self).hadamard) and self.columnwise
+
+    @property
+    def noisy(self) -> bool:
+        """Whether rounding is by a noise tensor."""
+        return bool(recipe_of(self).stochastic_rounding) and self.backward
+
+    def clash(self) -> str | None:
         if self.tail and not self.experts:
-            raise ValueError(f"tail is {self.tail}; without groups (experts 0) no row is behind the last one")
-
-
-QuantizedActivationCase.serves(*FUNCTIONS)
-
-
-def is_transformed(case: QuantizedActivationCase) -> bool:
-    """Whether a Hadamard transform is taken."""
-    return bool(recipe_of(case).hadamard) and case.direction != "rowwise"
-
-
-def is_random(case: QuantizedActivationCase) -> bool:
-    """Whether rounding is by a noise tensor."""
-    return bool(recipe_of(case).stochastic_rounding) and case.function in BACKWARD
-
-
-def fits(case: QuantizedActivationCase) -> bool:
-    """Whether the reference takes the call, and what is asked of the gradients passes through no transform."""
-    divides = not case.interleave or (case.width * unit_of(case)) % case.interleave == 0
-    right_alpha = not case.alpha or case.kind in ("", "swiglu", "quick_geglu")
-    transformed = is_transformed(case)
-    plain = case.dtype == "bfloat16" and case.rounded and not (case.grads and case.direction == "columnwise")
-    return divides and right_alpha and (not transformed or plain)
+            return f"tail is {self.tail}; without groups (experts 0) no row is past the last one"
+        if self.transformed and not (self.dtype == "bfloat16" and self.rounded):
+            return "a Hadamard transform needs bfloat16 and rounding before it"
+        if self.transformed and self.grads and not self.rowwise:
+            return "the gradient of a columnwise form alone would pass through the Hadamard transform"
+        return super().clash()
 
 
 def inputs_of(case: QuantizedActivationCase) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The required inputs and the settings of the call, but for a state. Rows behind the last group hold what must reach nothing."""
-    unit = unit_of(case)
-    own, width = case.tokens * unit, case.width * unit
-    rows = own + case.tail
-    plain = ActivationCase(
-        function="glu", tokens=rows, dtype=case.dtype, values=case.values, clamp=case.clamp, seed=case.seed
-    )
-    columns = 2 * width if case.function in OF_GATES else width
-    required: dict[str, Any] = {"h": _spoilt(hidden_of(plain, columns), own, case.seed), "recipe": recipe_of(case)}
-    if case.function in BACKWARD:
-        required = {
-            "d_out": _spoilt(payload(case.seed, "d_out", (rows, width), case.dtype), own, case.seed + 1)
-        } | required
-    if case.scaling == "delayed":
-        groups = max(case.experts, 1)
-        exponent = torch.from_numpy(hashed(case.seed, "scale", groups).astype(np.int64)) % 9 - 2
-        required["scale"] = torch.exp2(exponent.float()) * torch.where(torch.arange(groups) % 2 == 1, 1.375, 1.0)
-        length = recipe_of(case).amax_history_len or 1
-        history = payload(case.seed, "history", (groups, length), "float32").abs()
-        required["history"] = torch.where(
-            torch.arange(groups)[:, None] % 3 == 1, 2.0**14, history
-        )  # one that has seen more than there is here
+    """The required inputs and the settings of the call, but for a state. No result may depend on rows past the last group."""
+    rows, features = case.tokens * unit_of(case) + case.tail, case.features
+    columns = 2 * features if case.gated else features
+    required: dict[str, Any] = {"h": _spoilt(case, hidden_of(replace(case, tokens=rows), columns), 0)}
+    required["recipe"] = recipe_of(case)
+    if case.backward:
+        cotangent = payload(case.seed, "d_out", (rows, features), case.dtype)
+        required = {"d_out": _spoilt(case, cotangent, 1)} | required
+    if case.stateful:
+        required |= history_of(case)
     settings: dict[str, Any] = {}
     if case.probs:
-        settings["probs"] = _spoilt(probs_of(case.seed, rows, case.probs, case.weights), own, case.seed + 2)
-    settings |= {"kind": case.kind} if case.kind else {}
-    settings |= {
-        name: getattr(case, name) / per
-        for name, per in (("offset", 8), ("clamp", 8), ("alpha", 1000))
-        if getattr(case, name)
-    }
-    settings |= {"interleave": case.interleave} if case.interleave else {}
+        settings["probs"] = _spoilt(case, probs_of(case.seed, rows, case.probs, case.weights), 2)
+    settings |= activation_settings(case)
     settings |= {"splits": torch.tensor(splits_of(case), dtype=DTYPES[case.index_dtype])} if case.experts else {}
     settings |= case.direction_settings
-    settings |= {"noise": noise_of(case, (rows, columns))} if is_random(case) else {}
+    settings |= {"noise": noise_of(case, (rows, columns))} if case.noisy else {}
     return required, settings | ({"round_before_quantize": True} if case.rounded else {})
 
 
-def _spoilt(x: Tensor, own: int, seed: int) -> Tensor:
-    """x with infinities and NaN behind the rows of all groups."""
-    for i in range(own, len(x)):
-        x[i] = TAIL[(i + seed) % len(TAIL)]
+def history_of(case: QuantizedActivationCase) -> dict[str, Tensor]:
+    """A scale per group, and a history of which every third group has seen larger numbers."""
+    groups = max(case.experts, 1)
+    exponent = torch.from_numpy(hashed(case.seed, "scale", groups).astype(np.int64)) % 9 - 2
+    scale = torch.exp2(exponent.float()) * torch.where(torch.arange(groups) % 2 == 1, 1.375, 1.0)
+    history = payload(case.seed, "history", (groups, recipe_of(case).amax_history_len or 1), "float32").abs()
+    return {"scale": scale, "history": torch.where(torch.arange(groups)[:, None] % 3 == 1, 2.0**14, history)}
+
+
+def _spoilt(case: QuantizedActivationCase, x: Tensor, shift: int) -> Tensor:
+    """x with infinities and NaN past the rows of all groups."""
+    for i in range(len(x) - case.tail, len(x)):
+        x[i] = TAIL[(i + case.seed + shift) % len(TAIL)]
     return x
 
 

@@ -9,7 +9,6 @@ from conformance.analysis.forms import by_group
 from conformance.core import universal_laws as general
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Outputs, Trial, plain, same
-from conformance.families.fused.cases import BACKWARD, is_random
 from conformance.families.quantization.cases import recipe_of, unit_of
 from conformance.families.quantization.quantize import directions
 from conformance.judge import Finding
@@ -65,11 +64,7 @@ def _padding_values(trial: Trial) -> Finding | None:
     for x in others.values():
         x[real:] = torch.where(x[real:].isnan(), 3.0, torch.nan)
     problem = _changed(trial, **others)
-    kept = {
-        name: trial.first[name]
-        for name in trial.expected
-        if not name.startswith("d_") or trial.case.function in BACKWARD
-    }
+    kept = {name: trial.first[name] for name in trial.expected if not name.startswith("d_") or trial.case.backward}
     return _compared(trial, "padding_values", kept, trial.run(problem), problem)
 
 
@@ -87,7 +82,7 @@ def _doubled_probs(trial: Trial) -> Finding | None:
 
 
 def _doubles(case: Any) -> bool:
-    fixed = case.scaling == "delayed" or bool(recipe_of(case).amax_epsilon) or is_random(case)
+    fixed = case.scaling == "delayed" or bool(recipe_of(case).amax_epsilon) or case.noisy
     return (
         plain(case)
         and bool(case.probs)
@@ -100,7 +95,7 @@ def _doubles(case: Any) -> bool:
 
 def _turns_over(case: Any) -> bool:
     """Whether the inputs stay legal upside down and negated: noise and scales do not."""
-    return not is_random(case) and case.scaling != "delayed"
+    return not case.noisy and case.scaling != "delayed"
 
 
 NEIGHBOUR_GROUPS = Law(
