@@ -22,10 +22,10 @@ from conformance.core.space import Space
 from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.child.runner import Outcome, Runner
+from conformance.engine.choose.draw import scope_of
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.families.dispatch.cases import FUNCTIONS, DispatchCase
-from conformance.families.dispatch.space import law_cases
 from conformance.interface import Implementation
 from conformance.peers import reference_world
 from moe_fast.dispatch import symmetric
@@ -248,9 +248,8 @@ def test_what_breaks_a_law_passes_as_values_and_is_found_by_that_law(twin, broke
 
 
 def test_a_dispatcher_whose_graph_reads_its_inputs_again_keeps_the_law(broken_world):
-    cases = [
-        case for function in FUNCTIONS for case in law_cases(function, Space("cuda"), []) if case.law == "graph_capture"
-    ]
+    of_laws = (case for function in FUNCTIONS for case in scope_of(function, Space("cuda")).more([]))
+    cases = [case for case in of_laws if case.law == "graph_capture"]
     found = {
         case.function: (outcome.status, outcome.evaluations, outcome.finding)
         for case, outcome in broken_world.run(cases)

@@ -21,7 +21,6 @@ from conformance.engine.choose.plan import Section, cases_of, fixed_cases
 from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.choose.unconverted import AXES
 from conformance.engine.run.corpus import checked
-from conformance.families.dispatch import axes as axes_dispatch
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
 from conformance.families.dispatch.cases import SPREADS as SPREADS_OF_SLOTS
 from conformance.families.dispatch.cases import DispatchCase
@@ -826,8 +825,6 @@ def row_of(case: Case) -> dict:
     """The values of the axes that a case of a covering array stands for."""
     if case.function in axes_mlp.AXES:
         return axes_mlp.row_of(case)
-    if case.function in axes_dispatch.AXES:
-        return axes_dispatch.row_of(case)
     fields = {axis: getattr(case, axis) for axis in AXES[case.function] if axis not in ("layout", "room", "groups")}
     fields["layout"] = (case.layout, case.layout_of) if case.function not in STEPPED else ("contiguous", "")
     if "groups" in AXES[case.function]:

@@ -8,8 +8,6 @@ memory; on a GPU one case has it.
 
 from conformance.core.case import Case
 from conformance.core.space import Space
-from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
-from conformance.families.dispatch.space import far_dispatch
 from conformance.families.experts.axes_mlp import AXES as AXES_MLP
 from conformance.families.experts.space import INPUTS as EXPERT_INPUTS
 from conformance.families.experts.space import far_experts
@@ -22,8 +20,6 @@ def far_cases(function: str, space: Space) -> list[Case]:
         return []
     if function in AXES_MLP:
         return far_mlp(function, space)
-    if function in COLLECTIVES:
-        return far_dispatch(function, space)
     if function in EXPERT_INPUTS:
         return far_experts(function, space)
     return []

@@ -8,8 +8,6 @@ from typing import Any
 from conformance.core.case import Case
 from conformance.core.shared_out_space import shared_out_shapes
 from conformance.core.space import Space
-from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
-from conformance.families.dispatch.space import dispatch_shapes
 from conformance.families.experts.axes_mlp import AXES as AXES_MLP
 from conformance.families.experts.space import INPUTS as EXPERT_INPUTS
 from conformance.families.experts.space import expert_shapes
@@ -32,9 +30,6 @@ def shape_cases(function: str, space: Space) -> list[Case]:
     """The shapes of a function, with gradients where there are any; laws go round over them. Then
     those that are chosen for how they are judged.
     """
-    if function in COLLECTIVES:
-        cases = [_case(function, fields) for fields in dispatch_shapes(function, space)]
-        return [replace(case, law=space.laws(case)[i % len(space.laws(case))]) for i, case in enumerate(cases)]
     grads = "" if function in space.not_differentiable else GRADS.get(function, "")
     with_probs = space.accepts(function, "probs") and function in WITH_PROBS
     if not with_probs:
