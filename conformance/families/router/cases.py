@@ -253,7 +253,7 @@ class LoadCase(Case):
     # folded into columns
     sequences: int = declared(Size(default=1, letter="C", at_least=1, most=3, pairs=(1, 3)))
     dtype: str = dtypes(*LOGITS)
-    map_dtype: str = dtypes("bool", "uint8", "int32", "int64")  # counts: int64 for bool, float32 for uint8
+    map_dtype: str = dtypes("bool", "uint8", "int32", "int64")  # bool, uint8: int64, float32 counts
     values: str = choice("distinct", "ties", "zeros", "negative", of=("probs", "scores"))
     capacity: int = declared(Room(default=0, values=(0,), pairs=(1, 3, 9), argument="capacity"))
     policy: str = choice("probs", "position", argument="drop_policy", turns=True)
