@@ -6,8 +6,8 @@
 
 Each run draws inputs, judges one honest variant of a contraction with another as the reference, and
 keeps the largest ratio per rule. Maxima follow a Gumbel distribution, P(max ≤ k) ≈
-exp(-exp(-(k - μ)/β)), fitted to their mean and deviation. At β ln(cases/α) above μ, a run rejects an
-honest kernel with probability α:
+exp(-exp(-(k - μ)/β)), fitted to their mean and deviation. At β ln(cases/α) above μ, a run rejects
+an honest kernel with probability α:
 
     limit = max(least, largest measured, μ + β ln(cases / α))
 
