@@ -120,9 +120,6 @@ def _turned(columnwise: bool) -> dict[str, Any]:
     return {"columnwise": True} if columnwise else {}
 
 
-SUFFIXES = {"rowwise": ("",), "columnwise": (".columnwise",), "both": ("", ".columnwise")}
-
-
 class Quantize(Contract[QuantizeCase]):
     """`quantize` with `amax`, `scales`, `codes` and `dequantize`; delayed scaling with its state."""
 
