@@ -30,7 +30,7 @@ from conformance.families.experts.cases import ActivationCase, GroupedCase, coun
 from conformance.families.experts.mlp import MlpCase
 from conformance.families.experts.shared import SharedCase
 from conformance.families.experts.space_recipes import recipe_cases
-from conformance.families.fused.cases import RECIPES_HERE, PermutedQuantizationCase, QuantizedActivationCase
+from conformance.families.fused.cases import PermutedQuantizationCase, QuantizedActivationCase
 from conformance.families.fused.space import kinds as permuted_and_quantized_kinds
 from conformance.families.permutation.cases import SPREADS, ChunksCase, IndicesCase, RoutingCase, indices, routed
 from conformance.families.quantization.cases import (
@@ -479,7 +479,7 @@ PERMUTED_AND_QUANTIZED |= {
     f"unused {unused}": lambda c, unused=unused: c.unused == unused for unused in ("rows", "probs")
 }
 IN_ONE_STEP = (
-    _each("scaling", *RECIPES_HERE)
+    _each("scaling", *RECIPES)
     | _each("variant", 0, 1, 2)
     | _each("direction", "rowwise", "columnwise", "both")
     | _each("rounded", False, True)

@@ -1,4 +1,4 @@
-"""Codes and values that may lie in a range: the judge accepts what is in it and nothing beside it."""
+"""Codes and values that may lie in a range: the judge accepts what is in it and nothing else."""
 
 from typing import Any
 

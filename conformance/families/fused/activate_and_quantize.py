@@ -1,5 +1,7 @@
-"""glu and activation quantised at once, and their gradients likewise: judged by running error analysis up to the quantiser, and from there
-on each output given those before it."""
+"""glu, activation and their gradients, quantised in the same step.
+
+Running error analysis bounds what is quantised; then each output is judged given those before it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,18 +29,18 @@ GIVEN = Opaque("state")  # stands for the state that `history` and `scale` are o
 READ = ("amax", "scales", "codes", "values", "scales.gemm")
 
 
-def problem_of(function: str, required: dict[str, Any], settings: dict[str, Any], **how: Any) -> Problem:
+def problem_of(function: str, required: dict[str, Any], settings: dict[str, Any], **more: Any) -> Problem:
     """The call, and what is read of its result."""
     if "scale" in required:
         settings = settings | {"state": GIVEN}
     first = {name: x for name, x in required.items() if name not in ("scale", "history")}
     return Problem(
-        function, required, settings, script=_script_of(function), first=first, read=reader_of(settings, False), **how
+        function, required, settings, script=_script_of(function), first=first, read=reader_of(settings, False), **more
     )
 
 
 def _script_of(function: str) -> Script:
-    """One call, and both ways back."""
+    """One call, and its result dequantised in each direction."""
 
     def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
         settings = {name: given[name] for name in KEYWORDS if name in given}
@@ -138,7 +140,7 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
     def before_rounding(
         self, given: dict[str, Any], h: Tensor, activating: dict[str, Any], declared: Mapping[str, Any]
     ) -> tuple[Running, Tensor]:
-        """What is quantised, of the rows of all groups, before it is rounded at last; and where it is unspecified."""
+        """The rows of all groups before their final rounding; and where they are unspecified."""
         probs = activating.get("probs")
         dtype = computed_in(declared, h, probs)
         p = None if probs is None else Running.of(probs[:, None], dtype)
@@ -156,7 +158,7 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
         activating: dict[str, Any],
         declared: Mapping[str, Any],
     ) -> dict[str, Expectation]:
-        """The gradients of the activation, of a cotangent that came straight through; 0 behind the last group."""
+        """The activation's gradients of the cotangent, straight through; 0 past the last group."""
         backward = "d_out" in given
         wanted = ("probs",) * ("probs" in given) if backward else problem.wanted
         if not wanted:
@@ -197,7 +199,7 @@ def _with_zeros(expected: Any, rows: int) -> Any:
 
 
 class GluAndQuantize(_QuantizedActivation):
-    """`glu_and_quantize` with `amax`, `scales`, `codes` and `dequantize`, and the gradients that go straight through the quantiser."""
+    """`glu_and_quantize`, its readers, and gradients straight through the quantiser."""
 
     function = "glu_and_quantize"
     signature = _signature(False, *GATE)
@@ -221,7 +223,7 @@ class GluBackwardAndQuantize(_QuantizedActivation):
 
 
 class ActivationBackwardAndQuantize(_QuantizedActivation):
-    """`activation_backward_and_quantize`: the quantised gradient of h, and the gradient of the probs."""
+    """`activation_backward_and_quantize`: the same for an activation without a gate."""
 
     function = "activation_backward_and_quantize"
     signature = _signature(True, "kind")

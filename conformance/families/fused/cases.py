@@ -1,4 +1,4 @@
-"""Cases of fused stages: rows that a routing map or an activation makes, and how they are quantised."""
+"""Cases of fused stages: rows from a routing map or an activation, and how they are quantised."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
@@ -33,7 +33,7 @@ from moe_ref.config import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class PermutedQuantizationCase(RecipeFields, RoutingCase):
-    """A routing map, and how the permuted rows are quantised. `hidden`, `align` and `capacity` are in the scaling's units."""
+    """A routing map, and a quantiser of its rows. `hidden`, `align` and `capacity` are in UNITs."""
 
     dtype: str = dtypes(*FLOATS)
     values: str = choice(*quantization.VALUES)
@@ -47,7 +47,7 @@ class PermutedQuantizationCase(RecipeFields, RoutingCase):
     def clash(self) -> str | None:
         quantized = _quantizing(self)
         if quantization.is_random(quantized):
-            return "rows that are permuted in the same step have no noise to be rounded with"
+            return "a gradient that is permuted in the same step has no noise to be rounded with"
         return permuting(self).clash() or quantized.clash()
 
     def arguments(self) -> tuple[str, ...]:
@@ -68,14 +68,14 @@ class PermutedQuantizationCase(RecipeFields, RoutingCase):
 
 
 def _quantizing(case: PermutedQuantizationCase) -> QuantizeCase:
-    """The quantisation, as if nothing were permuted: a row for each token, and up to a unit more."""
+    """The quantisation, as if nothing were permuted: one row per token, and up to a unit more."""
     names = ("scaling", "variant", "role", "direction", "hidden", "dtype", "values", "seed")
     common = {name: getattr(case, name) for name in names}
     return QuantizeCase(function="quantize", tokens=-(-case.tokens // unit_of(case)), **common)
 
 
 def permuting(case: PermutedQuantizationCase) -> RoutingCase:
-    """The permutation, in rows; a scaling of whole blocks has an alignment where no capacity is asked for."""
+    """The permutation, in rows; without a capacity, a scaling of whole blocks has an alignment."""
     unit = unit_of(case)
     align = case.align or (1 if unit > 1 and not case.capacity else 0)
     changes = {"function": "permute", "values": "dyadic", "align": unit * align}
@@ -101,8 +101,8 @@ def state_of(case: PermutedQuantizationCase) -> dict[str, Tensor]:
     return {"amax_history": history, "scale": (torch.exp2(exponent.double()) * 1.25).float()}
 
 
-# by scaling and variant, without 4over6, which chooses by sums of errors: that is for exact values to show
-RECIPES_HERE: dict[str, tuple[Recipe, ...]] = RECIPES | {
+# by scaling and variant; without 4over6, whose choice by sums of errors needs exact values to judge
+ACTIVATION_RECIPES: dict[str, tuple[Recipe, ...]] = RECIPES | {
     "nvfp4": (
         Recipe("nvfp4", hadamard=False, stochastic_rounding=False),
         Recipe("nvfp4"),
@@ -113,7 +113,7 @@ RECIPES_HERE: dict[str, tuple[Recipe, ...]] = RECIPES | {
 
 @dataclass(frozen=True, kw_only=True)
 class _ScalingCase(RecipeFields, Case):
-    """Fields before those of the activation, because blocks of its columns must divide a width in units."""
+    """Fields before the activation's, whose blocks of columns must divide a width in UNITs."""
 
     scaling: str = choice(*SCALINGS)
     variant: int = choice(*range(VARIANTS), turns=True)
@@ -127,13 +127,13 @@ class QuantizedActivationCase(ActivationCase, _ScalingCase):
     dtype: str = dtypes(*FLOATS)
     rounded: bool = flag(argument="round_before_quantize")
     direction: str = choice(*DIRECTIONS)
-    counts: tuple[int, ...] = parts(  # rows of each group in UNITs, as `tokens` and `width`; empty: even
+    counts: tuple[int, ...] = parts(  # rows of each group; they, tokens and width are in UNITs
         total="tokens", number="experts", written_out=lambda case: tuple(n // unit_of(case) for n in splits_of(case))
     )
     tail: int = number(0, 1, 4, 5, pairs=(4,))  # rows past the last group
     index_dtype: str = dtypes("int64", "int32")
 
-    recipes: ClassVar[dict[str, tuple[Recipe, ...]]] = RECIPES_HERE
+    recipes: ClassVar[dict[str, tuple[Recipe, ...]]] = ACTIVATION_RECIPES
 
     @property
     def backward(self) -> bool:
@@ -168,7 +168,7 @@ class QuantizedActivationCase(ActivationCase, _ScalingCase):
 
 
 def inputs_of(case: QuantizedActivationCase) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The required inputs and the settings of the call, but for a state. No result may depend on rows past the last group."""
+    """Required inputs and settings, without the state; rows past the last group must reach nothing."""
     rows, features = case.tokens * unit_of(case) + case.tail, case.features
     columns = 2 * features if case.gated else features
     required: dict[str, Any] = {"h": _spoilt(case, hidden_of(replace(case, tokens=rows), columns), 0)}

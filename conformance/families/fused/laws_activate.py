@@ -1,4 +1,4 @@
-"""Laws of activations that are quantised at once: groups know nothing of one another, and powers of two pass through."""
+"""Laws of activations quantised at once: groups are independent, and powers of two pass through."""
 
 from dataclasses import replace
 from typing import Any
@@ -57,7 +57,7 @@ def _forms(trial: Trial) -> dict[str, Any]:
 
 
 def _padding_values(trial: Trial) -> Finding | None:
-    """Other numbers in the rows behind the last group: nothing changes."""
+    """Other numbers in the rows past the last group: nothing changes."""
     real = trial.case.tokens * unit_of(trial.case)
     names = [name for name in ("h", "d_out", "probs") if name in trial.problem.tensors]
     others = {name: trial.problem.tensors[name].clone() for name in names}

@@ -1,4 +1,4 @@
-"""permute_and_quantize: the contract of `quantize` for rows that nobody sees, and all of `permute` but the rows."""
+"""permute_and_quantize: `quantize` of rows that are not returned, and the rest of `permute`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,10 +24,10 @@ from moe_ref.quantization.quantize import Form
 KEYWORDS = ("probs", "align", "capacity", "num_rows", "role", "rowwise", "columnwise")
 OUTPUTS = ("quantized", "state", "probs", "row_map", "tokens_per_expert", "pad_offsets", "overflow")
 MOVED = ("probs", "tokens_per_expert", "pad_offsets", "overflow")  # what `permute` returns too
-GIVEN = Opaque("state")  # stands for the state that is made of the inputs amax_history and scale
+GIVEN = Opaque("state")  # stands for the state made of the inputs amax_history and scale
 
 
-def problem_of(required: dict[str, Any], settings: dict[str, Any], gemm: bool = False, **how: Any) -> Problem:
+def problem_of(required: dict[str, Any], settings: dict[str, Any], gemm: bool = False, **more: Any) -> Problem:
     """The call, and what is read of its result."""
     if "scale" in required:
         settings = settings | {"state": GIVEN}
@@ -39,12 +39,12 @@ def problem_of(required: dict[str, Any], settings: dict[str, Any], gemm: bool = 
         script=script_of(),
         first=first,
         read=reader_of(settings, gemm),
-        **how,
+        **more,
     )
 
 
 def script_of(watch: Watch | None = None) -> Script:
-    """Permute and quantise, go back, and see where the row map says that rows are."""
+    """Permute and quantise, dequantise, and sum row numbers by the row map."""
 
     def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
         settings = {name: given[name] for name in KEYWORDS if name in given}
@@ -81,7 +81,7 @@ def read_back(implementation: Any, settings: dict[str, Any], result: dict[str, A
 
 
 class PermuteAndQuantize(Contract[PermutedQuantizationCase]):
-    """`permute_and_quantize`; its result is read by `amax`, `scales`, `codes` and `dequantize`, its row map by `unpermute`."""
+    """`permute_and_quantize`, the readers of what it quantised, and `unpermute` for its row map."""
 
     function = "permute_and_quantize"
     case_type = PermutedQuantizationCase
@@ -156,12 +156,14 @@ def _permutation(problem: Problem) -> Problem:
 def _row_gradient(problem: Problem) -> Tensor:
     """What the cotangents of the values are for the rows before they were quantised."""
     settings = {name: problem.settings[name] for name in KEYWORDS[:4] if name in problem.settings}
-    how = {name: problem.settings[name] for name in KEYWORDS[4:] if name in problem.settings}
+    options = {name: problem.settings[name] for name in KEYWORDS[4:] if name in problem.settings}
     if "state" in problem.settings:
-        how["state"] = QuantizerState(problem.required["amax_history"], problem.required["scale"])
+        options["state"] = QuantizerState(problem.required["amax_history"], problem.required["scale"])
     permuted = permute(problem.required["tokens"], problem.required["routing_map"], **settings)
     rows = permuted.rows.detach().requires_grad_()
-    quantized = moe_ref.quantize(rows, problem.required["recipe"], splits=permuted.tokens_per_expert, **how).quantized
+    quantized = moe_ref.quantize(
+        rows, problem.required["recipe"], splits=permuted.tokens_per_expert, **options
+    ).quantized
     pairs = [
         (f"dequantized{suffix}", turn)
         for suffix, turn in directions(problem.settings)

@@ -1,4 +1,4 @@
-"""What axes cannot say of permute_and_quantize: kinds of quantiser, maps, room, shapes that always run."""
+"""What axes cannot say of permute_and_quantize: quantisers, maps, room, shapes that always run."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ def _fits(scope: Scope, fields: Changes) -> bool:
 
 
 def drawn(scope: Scope) -> st.SearchStrategy[Changes]:
-    """Every kind of quantiser alike, with values that it takes; small maps bit by bit, and medium ones."""
+    """Every quantiser alike, with values that it takes; small maps bit by bit, and medium ones."""
     maps = [*[permutation.explicit()] * 3, permutation.spread(140, 9, 1), permutation.spread(40, 70, 1)]
     shapes = st.sampled_from(maps).flatmap(lambda shape: shape)
     return st.sampled_from(kinds(scope)).flatmap(lambda kind: _of_kind(scope, kind, shapes))
@@ -65,7 +65,7 @@ def affordable(case: PermutedQuantizationCase, scope: Scope) -> PermutedQuantiza
 
 
 def always(scope: Scope) -> list[Changes]:
-    """More tokens than a block, second blocks of a segment, many experts; wide rows where a GPU makes them cheap."""
+    """More tokens than a block, second blocks of a segment, many experts; on a GPU wide rows."""
     cuda = scope.space.device == "cuda"
     many = {"tokens": 2049 if cuda else 150, "experts": 3}
     blocks: Changes = {"scaling": "block", "hidden": 130}

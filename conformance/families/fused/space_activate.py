@@ -1,4 +1,4 @@
-"""What axes cannot say of activations quantised at once: kinds of quantiser, ragged groups, shapes that always run."""
+"""What axes cannot say of activations quantised at once: ragged groups, shapes that always run."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ KINDS: tuple[Changes, ...] = tuple(
 
 
 def drawn(scope: Scope) -> st.SearchStrategy[Changes]:
-    """Every kind of quantiser alike; groups and widths around its blocks; probs three times in four."""
+    """Every quantiser alike; groups and widths around its blocks; probs three times in four."""
     kinds = [kind for kind in KINDS if any(scope.fits(scope.case(kind | more)) for more in ({}, ROUNDED))]
     probs: st.SearchStrategy[Changes] = st.just({"probs": "", "weights": "plain"})
     if scope.accepts("probs"):
@@ -66,7 +66,7 @@ EXPANDED: Changes = {"layout": "expanded", "layout_of": "d_dequantized"}
 
 
 def always(scope: Scope) -> list[Changes]:
-    """One more than a block, many groups, blocks of d_h with gates and values; wide rows where a GPU makes them cheap."""
+    """One more than a block, many groups, blocks of gates and values; on a GPU wide rows."""
     both: Changes = {"direction": "both"} if accepted(scope, {"direction": "both"}) else {}
     block: Changes = both | {"scaling": "block", "dtype": "bfloat16"}
     found: list[Changes] = [

@@ -119,9 +119,6 @@ def _columnwise(columnwise: bool) -> dict[str, Any]:
     return {"columnwise": True} if columnwise else {}
 
 
-SUFFIXES = {"rowwise": ("",), "columnwise": (".columnwise",), "both": ("", ".columnwise")}
-
-
 class Quantize(Contract[QuantizeCase]):
     """`quantize`, `amax`, `scales`, `codes` and `dequantize`; delayed scaling with its state."""
 
