@@ -72,4 +72,4 @@ def test_sizes_of_blocks_that_show_are_found(one_rank):
     )
     assert right.status == "PASS", right
     assert (wrong.status, wrong.finding["check"]) == ("FAIL", "raises AssertionError")
-    assert "tokens of hybridep_combine tells its sizes of blocks" in wrong.finding["message"]
+    assert "tokens of hybridep_combine depends on the block sizes" in wrong.finding["message"]
