@@ -1,4 +1,4 @@
-"""The running bound holds against real arithmetic in every honest formula and order, and lies close enough to it to be worth anything."""
+"""The running error bound holds for every honest formula and order, and is tight."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ def within(bound: Running, observed: Tensor) -> bool:
     return bool(((observed.double() - bound.value).abs() <= bound.error).all())
 
 
-# ---- one operation after the other
+# ---- sequences of operations
 
 OPERATIONS = {
     "add": (lambda x, y: x + y, lambda x, y: x + y),
@@ -50,7 +50,7 @@ OPERATIONS = {
     st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=7), st.integers(0, 2**31), st.sampled_from(LOW)
 )
 def test_whatever_is_computed_step_by_step_stays_within_the_bound(names, seed, dtype):
-    """Both sides choose what is positive by the float64 value, so that no step differs but by rounding."""
+    """Both sides take signs from the float64 value, so steps differ by rounding only."""
     x, y = drawn(seed, 3, 6, dtype=dtype), drawn(seed + 1, 3, 6, dtype=dtype)
     bounds, lows = [Running.of(x, dtype), Running.of(y, dtype)], [x, y]
     for name in names:
@@ -127,7 +127,7 @@ def test_a_wider_input_is_rounded_on_its_way_in():
     assert within(Running.of(x, torch.float32), x.float())
 
 
-# ---- the formulas of the router, as kernels may write them
+# ---- the router's formulas in kernels
 
 
 def exp2(x: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ EXPONENTIALS, TOTALS = (torch.exp, exp2), (ascending, descending, in_halves)
 
 
 def softmaxes(x: Tensor):
-    """Every way to take a softmax; without the maximum, where no exponential overflows."""
+    """softmax by all formulas; without the maximum if no exponential overflows."""
     shifts = [x.amax(-1, keepdim=True), *([torch.zeros_like(x[..., :1])] if x.abs().max() < 40 else [])]
     for exp, total, shift in itertools.product(EXPONENTIALS, TOTALS, shifts):
         power = exp(x - shift)
@@ -210,7 +210,7 @@ def chosen_of(x: Tensor, settings: dict) -> Tensor:
 
 
 def weights_by_formulas(x: Tensor, chosen: Tensor, settings: dict):
-    """Weights of the chosen in float32, by every formula of the scores and order of the sum."""
+    """Weights of the chosen experts in float32, by all score formulas and summation orders."""
     function, factor = settings.get("score_function", "softmax"), settings.get("scaling_factor", 1.0)
     if function == "softmax":
         held = x if settings.get("pre_softmax") else x[chosen].reshape(len(x), -1)
@@ -227,7 +227,7 @@ def weights_by_formulas(x: Tensor, chosen: Tensor, settings: dict):
 
 
 def gradients_by_formulas(x: Tensor, chosen: Tensor, g: Tensor, settings: dict):
-    """dlogits in float32: by autograd through torch's functions, and by the closed form with sums in several orders."""
+    """dlogits in float32: by torch's autograd, and in closed form with several summation orders."""
     function, factor = settings.get("score_function", "softmax"), settings.get("scaling_factor", 1.0)
     leaf = x.clone().requires_grad_()
     for w in weights_by_formulas(leaf, chosen, settings) if function != "sqrtsoftplus" else ():
@@ -310,7 +310,7 @@ def test_the_z_loss_and_its_gradient_are_within_the_bound(inputs):
         assert within(loss, computed.detach()) and within(slope, torch.autograd.grad(computed, x)[0])
 
 
-# ---- how close it is
+# ---- tightness
 
 MULTIPLE = {"softmax": 64, "sigmoid": 20, "sqrtsoftplus": 20}
 
@@ -324,7 +324,7 @@ def test_the_bound_of_a_score_is_some_units_of_the_last_place(function):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_bound_of_weights_and_gradients_is_far_below_what_a_defect_moves(name):
-    """A thousandth of the row's largest."""
+    """Below 1/1000 of the row's largest value."""
     x, g = INPUTS["well scaled"](0), drawn(100, 40, 24)
     chosen = chosen_of(x, SETTINGS[name])
     for bound in (
@@ -369,14 +369,13 @@ def test_drawn_logits_leave_no_weight_without_a_bound(name, spread):
     assert (bound.error <= bound.value.abs() / 1000 + torch.finfo(torch.float32).tiny * 100).all()
 
 
-NEAR_A_TIE = torch.tensor(
-    [[1 + 2.0**-8 + 2.0**-40]], dtype=torch.float64
-)  # of bfloat16's 1 and 1 + 2^-7; float32 has the middle, which ends in 1
+# just above the tie of bfloat16's 1 and 1 + 2^-7; by way of float32 the tie itself, which goes to 1
+NEAR_A_TIE = torch.tensor([[1 + 2.0**-8 + 2.0**-40]], dtype=torch.float64)
 
 
 def test_float64_may_be_rounded_to_16_bits_once_or_by_way_of_float32():
     x = Running.of(NEAR_A_TIE, torch.float64)
-    assert NEAR_A_TIE.to(torch.bfloat16) == 1  # torch's way, which the reference goes
+    assert NEAR_A_TIE.to(torch.bfloat16) == 1  # torch and the reference
     assert x.ends(torch.bfloat16) == (1.0, 1 + 2.0**-7)
     assert x.ends(torch.float32) == (1 + 2.0**-8, 1 + 2.0**-8)
     infinite = Running.of(torch.tensor([-torch.inf, torch.inf]), torch.float64).ends(torch.bfloat16)

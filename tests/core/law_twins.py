@@ -1,4 +1,4 @@
-"""Cases that laws are tried on, and for every law a namespace that is right on its case and breaks the law."""
+"""Cases of the laws' tests; per law a namespace that is right on its case but breaks the law."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from conformance.families.router.cases import GateCase, LoadCase, LogitsCase
 from conformance.families.router.cases_route import RouteCase
 from tests.common.suite import wrapped
 
-# six tokens, three experts: the first token and the first expert have somebody, the last token and the last expert nobody
+# six tokens, three experts; the last token and the last expert are empty
 PERMUTE = RoutingCase(
     function="permute", tokens=6, experts=3, hidden=3, routing=(0b011, 0b001, 0b010, 0b011, 0b001, 0), grads="tokens"
 )
@@ -30,7 +30,7 @@ PAD = RoutingCase(function="pad_routing_map", tokens=6, experts=3, align=4, rout
 TO_MULTIHOT = IndicesCase(function="indices_to_multihot", tokens=3, topk=2, experts=4, slots=(0, 3, 1, -1, -1, -1))
 LAYOUT = replace(TO_MULTIHOT, function="deepep_layout", ranks=2)
 TO_INDICES = RoutingCase(function="multihot_to_indices", tokens=6, experts=3, topk=2, routing=FORWARD.routing)
-# token by token in eighths: the first expert is never the best one, the first token's best is the last, the last token's the second
+# row by row, in eighths; best expert: 2 for token 0, 1 for the last token, 0 for none
 LOGITS = (0, 8, 16, 0, 16, 8, 0, 8, 24, 0, 24, 8, 0, 8, 32, 0, 32, 8)
 TOPK = LogitsCase(function="topk_routing", tokens=6, experts=3, topk=1, score="sigmoid", logits=LOGITS)
 SPREAD_TOPK = replace(TOPK, logits=(), topk=2, seed=3, experts=5, score="softmax")
@@ -79,7 +79,7 @@ ONE_STEP = PermutedQuantizationCase(
 )
 
 
-# What a namespace that is wrong somewhere makes of a right result
+# Wrong results, made from right ones
 
 
 def no_rows(out):
@@ -99,7 +99,7 @@ def nothing(out):
 
 
 def misquantized(out):
-    """The last bit of every code is wrong."""
+    """Flips the last bit of every code."""
 
     def corrupt(form):
         return form and replace(form, groups=tuple(group._replace(codes=group.codes ^ 1) for group in form.groups))
@@ -135,7 +135,7 @@ def plus(function: str, term) -> SimpleNamespace:
     return wrapped(function, call)
 
 
-# Namespaces that remember: made anew for each run
+# Namespaces with memory: built anew for each run
 
 
 def keeps_the_first_alignment():
@@ -165,12 +165,12 @@ def caches_by_address():
     seen: dict[int, object] = {}
     return wrapped(
         "permute",
-        lambda original, tokens, *rest, **how: seen.setdefault(tokens.data_ptr(), original(tokens, *rest, **how)),
+        lambda original, tokens, *rest, **kw: seen.setdefault(tokens.data_ptr(), original(tokens, *rest, **kw)),
     )
 
 
 def remembers_a_bias_of_its_own():
-    """State kept besides the state: the second run of the same steps starts where the first ended."""
+    """Hidden state: the second run of the same steps starts where the first ended."""
     kept: list[Tensor] = []
 
     def route(original, logits, config, *, state, **settings):
@@ -181,7 +181,7 @@ def remembers_a_bias_of_its_own():
     return wrapped("route", route)
 
 
-# Namespaces with a body of their own
+# Namespaces with separate implementations
 
 
 def leaves_padding_rows_unwritten(original, tokens, routing_map, **settings):
@@ -274,7 +274,7 @@ def has_short_mantissas(x):
 
 
 def weighs_what_has_no_weight() -> SimpleNamespace:
-    """Right for the case's own rows: the difference of rows with prob 0 is added."""
+    """Right for the case's rows; a change of rows with prob 0 is added to the output."""
     first = CONTRACTS["grouped_mlp"].problem(FORWARD_MLP).required["rows"]
     return plus("grouped_mlp", lambda tensors: (tensors[0].detach() - first).abs().sum())
 
@@ -282,51 +282,51 @@ def weighs_what_has_no_weight() -> SimpleNamespace:
 NO_TAIL = replace(ACTIVATED, tail=0)
 SEQUENTIAL = replace(FORWARD_MLP, function="sequential_mlp")
 WIDE_SUMS = replace(UNPERMUTE, values="wide", experts=9, routing=(0b111111111,) * 6, grads="")
-SPOILT = [  # a law, a case, what becomes of a right result, and of which calls (tensors, settings)
-    ("scaling", FORWARD_MLP, nothing, lambda x, how: how["probs"].max() > 1),
-    ("recompute", MLP, nothing, lambda x, how: "recompute" in how),
-    ("recompute", SHARED, nothing, lambda x, how: "recompute" in how),
-    ("alignment", FORWARD_MLP, nothing, lambda x, how: "align" in how),
-    ("token_reversal", replace(SHARED, grads=""), nothing, lambda x, how: x[0][0, 0] > x[0][-1, 0]),
-    ("groups_alone", QUANTIZE, misquantized, lambda x, how: len(how["splits"]) == 1),
-    ("zero_rows", replace(QUANTIZE, experts=0, counts=()), misquantized, lambda x, how: len(x[0]) > 9),
+SPOILT = [  # law, case, corruption of a right result, condition on the call (tensors, settings)
+    ("scaling", FORWARD_MLP, nothing, lambda x, kw: kw["probs"].max() > 1),
+    ("recompute", MLP, nothing, lambda x, kw: "recompute" in kw),
+    ("recompute", SHARED, nothing, lambda x, kw: "recompute" in kw),
+    ("alignment", FORWARD_MLP, nothing, lambda x, kw: "align" in kw),
+    ("token_reversal", replace(SHARED, grads=""), nothing, lambda x, kw: x[0][0, 0] > x[0][-1, 0]),
+    ("groups_alone", QUANTIZE, misquantized, lambda x, kw: len(kw["splits"]) == 1),
+    ("zero_rows", replace(QUANTIZE, experts=0, counts=()), misquantized, lambda x, kw: len(x[0]) > 9),
     (
         "padding_independence",
         replace(QUANTIZE, tail=2),
         misquantized,
-        lambda x, how: len(x[0]) == int(how["splits"].sum()),
+        lambda x, kw: len(x[0]) == int(kw["splits"].sum()),
     ),
-    ("row_independence", BLOCKS, misquantized, lambda x, how: x[0].isnan().any()),
-    ("idempotence", BLOCKS, misquantized, lambda x, how: has_short_mantissas(x[0])),
-    ("scaling", QUANTIZE, misquantized, lambda x, how: x[0].abs().max() > 2),
-    ("expert_relabelling", ONE_STEP, misquantized, lambda x, how: not x[1][:, 0].any()),
-    ("padding_independence", ONE_STEP, misquantized, lambda x, how: how["align"] > 4),
-    ("neighbour_groups", NO_TAIL, misquantized, lambda x, how: x[0].isnan().any()),
-    ("padding_values", ACTIVATED, misquantized, lambda x, how: x[0][-1].isnan().any()),
-    ("doubled_probs", NO_TAIL, misquantized, lambda x, how: how["probs"].max() > 1),
-    ("padding_independence", replace(FORWARD_LINEAR, tail=2), nothing, lambda x, how: len(x[0]) <= int(x[2].sum())),
-    ("padding_independence", replace(WGRAD, tail=2), nothing, lambda x, how: len(x[0]) <= int(x[2].sum())),
-    ("expert_relabelling", DGRAD, nothing, lambda x, how: x[2][0] == x[2].max()),
-    ("expert_relabelling", FORWARD_LINEAR, nothing, lambda x, how: x[2][0] == x[2].max()),
-    ("group_split", FORWARD_LINEAR, nothing, lambda x, how: len(x[2]) > 3),
-    ("token_reversal", TOPK, no_probs, lambda x, how: moe_ref.topk_routing(*x, **how).routing_map[0, 1]),
-    ("expert_relabelling", TOPK, no_probs, lambda x, how: (x[0][:, 0] > x[0][:, 1:].amax(1)).any()),
-    ("batch_concat", TOPK, no_probs, lambda x, how: len(x[0]) > 6),
-    ("shift", SPREAD_TOPK, no_probs, lambda x, how: x[0].max() > 8),
-    ("token_permutation", FORWARD, no_rows, lambda x, how: not x[1][0].any()),
-    ("expert_relabelling", FORWARD, no_rows, lambda x, how: not x[1][:, 0].any()),
-    ("split", FORWARD, no_rows, lambda x, how: len(x[0]) % 2),
-    ("padding_independence", ALIGNED, no_rows, lambda x, how: "align" not in how),
-    ("round_trip", CHUNKS, no_rows, lambda x, how: not x[1][0]),
-    ("row_reversal", TO_MULTIHOT, no_probs, lambda x, how: (x[0][0] == -1).all()),
-    ("row_reversal", LAYOUT, to_no_rank, lambda x, how: (x[0][0] == -1).all()),
-    ("row_reversal", TO_INDICES, no_probs, lambda x, how: not x[0][0].any()),
+    ("row_independence", BLOCKS, misquantized, lambda x, kw: x[0].isnan().any()),
+    ("idempotence", BLOCKS, misquantized, lambda x, kw: has_short_mantissas(x[0])),
+    ("scaling", QUANTIZE, misquantized, lambda x, kw: x[0].abs().max() > 2),
+    ("expert_relabelling", ONE_STEP, misquantized, lambda x, kw: not x[1][:, 0].any()),
+    ("padding_independence", ONE_STEP, misquantized, lambda x, kw: kw["align"] > 4),
+    ("neighbour_groups", NO_TAIL, misquantized, lambda x, kw: x[0].isnan().any()),
+    ("padding_values", ACTIVATED, misquantized, lambda x, kw: x[0][-1].isnan().any()),
+    ("doubled_probs", NO_TAIL, misquantized, lambda x, kw: kw["probs"].max() > 1),
+    ("padding_independence", replace(FORWARD_LINEAR, tail=2), nothing, lambda x, kw: len(x[0]) <= int(x[2].sum())),
+    ("padding_independence", replace(WGRAD, tail=2), nothing, lambda x, kw: len(x[0]) <= int(x[2].sum())),
+    ("expert_relabelling", DGRAD, nothing, lambda x, kw: x[2][0] == x[2].max()),
+    ("expert_relabelling", FORWARD_LINEAR, nothing, lambda x, kw: x[2][0] == x[2].max()),
+    ("group_split", FORWARD_LINEAR, nothing, lambda x, kw: len(x[2]) > 3),
+    ("token_reversal", TOPK, no_probs, lambda x, kw: moe_ref.topk_routing(*x, **kw).routing_map[0, 1]),
+    ("expert_relabelling", TOPK, no_probs, lambda x, kw: (x[0][:, 0] > x[0][:, 1:].amax(1)).any()),
+    ("batch_concat", TOPK, no_probs, lambda x, kw: len(x[0]) > 6),
+    ("shift", SPREAD_TOPK, no_probs, lambda x, kw: x[0].max() > 8),
+    ("token_permutation", FORWARD, no_rows, lambda x, kw: not x[1][0].any()),
+    ("expert_relabelling", FORWARD, no_rows, lambda x, kw: not x[1][:, 0].any()),
+    ("split", FORWARD, no_rows, lambda x, kw: len(x[0]) % 2),
+    ("padding_independence", ALIGNED, no_rows, lambda x, kw: "align" not in kw),
+    ("round_trip", CHUNKS, no_rows, lambda x, kw: not x[1][0]),
+    ("row_reversal", TO_MULTIHOT, no_probs, lambda x, kw: (x[0][0] == -1).all()),
+    ("row_reversal", LAYOUT, to_no_rank, lambda x, kw: (x[0][0] == -1).all()),
+    ("row_reversal", TO_INDICES, no_probs, lambda x, kw: not x[0][0].any()),
 ]
 TWINS = [
     *((law, case, wrong_where(case.function, spoil, where)) for law, case, spoil, where in SPOILT),
     ("zero_probs", FORWARD_MLP, weighs_what_has_no_weight()),
-    ("grouped", SEQUENTIAL, wrong_where("grouped_mlp", nothing, lambda x, how: True)),
-    ("two_steps", ONE_STEP, wrong_where("quantize", misquantized, lambda x, how: True)),
+    ("grouped", SEQUENTIAL, wrong_where("grouped_mlp", nothing, lambda x, kw: True)),
+    ("two_steps", ONE_STEP, wrong_where("quantize", misquantized, lambda x, kw: True)),
     ("cotangent_scaling", LINEAR, clips_the_gradient("grouped_linear", 8)),
     ("cotangent_scaling", MLP, clips_the_gradient("grouped_mlp", 4)),
     ("scaling", FORWARD_LINEAR, on_input("grouped_linear", lambda rows: rows.clamp(-2, 2))),

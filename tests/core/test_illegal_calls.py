@@ -1,4 +1,4 @@
-"""Every call that the reference's rules forbid raises a ValueError that begins with the argument and its value."""
+"""Every illegal call raises a ValueError that begins with the argument and its value."""
 
 import pytest
 import torch

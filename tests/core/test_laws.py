@@ -1,4 +1,4 @@
-"""Each law finds an implementation that gives right values on the very same case; the reference keeps every law."""
+"""Each law rejects a namespace with right values on the case; the reference keeps all laws."""
 
 import itertools
 from dataclasses import replace
@@ -66,11 +66,11 @@ ON_A_CPU = {function: [law for law in laws if law.device != "cuda"] for function
     ("law", "case", "broken"), TWINS, ids=lambda x: x if isinstance(x, str) else getattr(x, "__name__", "")
 )
 def test_a_namespace_with_right_values_that_breaks_a_law_is_found_by_that_law(law, case, broken):
-    """A namespace that remembers is made anew for each run."""
-    made = broken if callable(broken) else lambda: broken
-    assert outcome_of(case, made()).status == "PASS"
-    found = outcome_of(replace(case, law=law), made())
-    assert (found.status, found.finding["check"]) == ("FAIL", law)
+    """A namespace with memory is built anew for each run."""
+    build = broken if callable(broken) else lambda: broken
+    assert outcome_of(case, build()).status == "PASS"
+    outcome = outcome_of(replace(case, law=law), build())
+    assert (outcome.status, outcome.finding["check"]) == ("FAIL", law)
 
 
 def test_every_law_has_a_twin_that_must_fail():
@@ -78,7 +78,7 @@ def test_every_law_has_a_twin_that_must_fail():
 
 
 def adds_by_layout():
-    """A sum whose order, and so its last bit, follows the strides of what is added."""
+    """A sum whose order, and so its last bit, depends on the input's strides."""
 
     def activated(original, h, d_out, recipe, **settings):
         out = original(h, d_out, recipe, **settings)
@@ -294,7 +294,7 @@ def test_what_raises_only_in_a_law_is_a_finding_of_that_law():
 
 
 class ShuffledSums:
-    """Sums in another order on every run, as atomic additions do; declares nothing."""
+    """Sums in another order on every run, like atomic additions; declares nothing."""
 
     calls = itertools.count()
 

@@ -1,4 +1,4 @@
-"""A family is added through public parts alone: one record, named in the environment, and no line of the engine."""
+"""A family is added by one record, named in the environment, without a change of the engine."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MODULE, KERNELS = "tests.engine.toy", "tests.engine.toy.kernels"
-LINES = 60  # that a family of one function may have
+LINES = 60  # limit for a family of one function
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess:

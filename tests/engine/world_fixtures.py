@@ -1,4 +1,4 @@
-"""A function of all ranks for the tests of worlds: `shift` gives each rank what the one before it has. And what may go wrong with it."""
+"""Test function of a world: `shift` returns the previous rank's tensor; and its failure modes."""
 
 import os
 import time
@@ -65,7 +65,7 @@ class Shift(Collective[ShiftCase]):
 
 
 def register() -> None:
-    """Make the suite know of it, in this process."""
+    """Registers `shift` with the suite in this process."""
     ShiftCase.serves("shift")
     CONTRACTS["shift"] = Shift()
 
@@ -110,16 +110,16 @@ RIGHT = SimpleNamespace(shift=shift)
 RAISES = _unless_rank_1(_raise)
 HANGS = _unless_rank_1(lambda x, group: time.sleep(1000))
 DIES = _unless_rank_1(lambda x, group: os.abort())
-ALONE = _unless_rank_1(lambda x, group: x)  # answers without a word to the others
+ALONE = _unless_rank_1(lambda x, group: x)  # returns without joining the collective
 WRONG = _unless_rank_1(lambda x, group: shift(x, group=group) + 1)
 DISAGREES = SimpleNamespace(shift=shift, supports=lambda function, **_: "no" if dist.get_rank() == 1 else None)
 
 
-# ---- what a rank may have that the others have not
+# ---- differences between ranks
 
 
 class OtherShift(Shift):
-    """As an older suite made it: of the same case other inputs."""
+    """Another version of the suite: other inputs for the same case."""
 
     def calls(self, case: ShiftCase) -> list[Problem]:
         return super().calls(replace(case, seed=case.seed + 1))
@@ -129,7 +129,7 @@ OTHERWISE = SimpleNamespace(shift=lambda x, *, group, faster=False: shift(x, gro
 
 
 def __getattr__(name: str) -> Any:
-    """What happens as soon as a rank asks for it."""
+    """Failures on attribute access in a rank."""
     if name == "DIES_AT_ONCE":
         os.abort()
     if name == "OF_ANOTHER_SUITE":
@@ -138,7 +138,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(name)
 
 
-# ---- a dispatch that goes wrong in the middle of a case of another function
+# ---- a dispatch that fails inside another function's case
 
 
 def _dispatch_of_rank_1(otherwise: Any) -> Any:

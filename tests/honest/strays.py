@@ -11,25 +11,25 @@ from moe_ref.permutation.routing_map import indices_to_multihot as right
 
 
 @triton.jit
-def copy(x_ptr, y_ptr, n, BEFORE: tl.constexpr, BEHIND: tl.constexpr, BLOCK: tl.constexpr):
-    """y[i] = x[i]; also reads, and drops, BEFORE elements before x and BEHIND past its end."""
+def copy(x_ptr, y_ptr, n, BEFORE: tl.constexpr, PAST: tl.constexpr, BLOCK: tl.constexpr):
+    """y[i] = x[i]; also reads, and drops, BEFORE elements before x and PAST past its end."""
     i = tl.arange(0, BLOCK) - BEFORE
-    x = tl.load(x_ptr + i, mask=i < n + BEHIND)
+    x = tl.load(x_ptr + i, mask=i < n + PAST)
     tl.store(y_ptr + i, x, mask=(i >= 0) & (i < n))
 
 
 @triton.jit
-def fill(y_ptr, n, BEHIND: tl.constexpr, BLOCK: tl.constexpr):
-    """y[i] = 1, also BEHIND elements past the end."""
+def fill(y_ptr, n, PAST: tl.constexpr, BLOCK: tl.constexpr):
+    """y[i] = 1, also PAST elements past the end."""
     i = tl.arange(0, BLOCK)
-    tl.store(y_ptr + i, 1, mask=i < n + BEHIND)
+    tl.store(y_ptr + i, 1, mask=i < n + PAST)
 
 
 @triton.jit
-def add(y_ptr, n, BEHIND: tl.constexpr, BLOCK: tl.constexpr):
-    """y[i] += 1 by atomics, also BEHIND elements past the end."""
+def add(y_ptr, n, PAST: tl.constexpr, BLOCK: tl.constexpr):
+    """y[i] += 1 by atomics, also PAST elements past the end."""
     i = tl.arange(0, BLOCK)
-    tl.atomic_add(y_ptr + i, 1, mask=i < n + BEHIND)
+    tl.atomic_add(y_ptr + i, 1, mask=i < n + PAST)
 
 
 @triton.jit

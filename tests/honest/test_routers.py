@@ -82,8 +82,8 @@ WRONG = [
 @pytest.mark.parametrize(("case", "how", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
 def test_a_router_that_is_wrong_in_one_place_is_found_there(case, how, output):
     outcomes = [evaluate(replace(case, seed=seed), Implementation(make(how), "here")) for seed in range(8)]
-    found = {x.finding["output"] for x in outcomes if x.status == "FAIL"}
-    assert output in found
+    outputs = {x.finding["output"] for x in outcomes if x.status == "FAIL"}
+    assert output in outputs
 
 
 def by_activations(logits, *, topk, training=True):

@@ -1,11 +1,11 @@
-"""How near two computations of the same thing in one dtype must be, where only the order of their roundings differs."""
+"""The tolerance between two computations that differ in the order of their roundings only."""
 
 import torch
 from torch import Tensor
 
 
 def near(got: Tensor, right: Tensor) -> bool:
-    """Within some dozen roundings of their dtype, beside the largest number of the same row; a NaN is near nothing."""
+    """Within 64 eps of the row's largest magnitude; NaN is never near."""
     assert (got.dtype, got.shape) == (right.dtype, right.shape)
     largest = right.abs().amax(-1, keepdim=True) if right.numel() else right
     return bool(((got - right).abs() <= 64 * torch.finfo(right.dtype).eps * largest).all())

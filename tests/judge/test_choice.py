@@ -1,4 +1,4 @@
-"""The judge of choices takes every set that some honest rounding of the keys makes the best, and no other."""
+"""The judge of choices accepts every set that is best under some rounding of the keys, no other."""
 
 import itertools
 from dataclasses import replace
@@ -25,7 +25,7 @@ def as_row(experts: int, chosen) -> Tensor:
 
 
 def first_best(keys, count: int, groups: int, kept: int) -> list[int]:
-    """Of the groups with the largest sums the lower, then of their largest keys the lower."""
+    """The best groups by sum, then their largest keys; ties to the lower index."""
     size = len(keys) // groups
     members = [list(range(g * size, (g + 1) * size)) for g in range(groups)]
     score = [sum(sorted((keys[e] for e in member), reverse=True)[: count // kept]) for member in members]
@@ -34,7 +34,7 @@ def first_best(keys, count: int, groups: int, kept: int) -> list[int]:
 
 
 def choice(keys, count: int, error: float = 0.0, **more) -> Chosen:
-    """One row of keys; the reference chooses the first of the best."""
+    """One row of keys; the reference breaks ties by the lower index."""
     row = torch.tensor([keys], dtype=torch.float64)
     best = first_best(keys, count, more.get("groups", 1), more.get("group_topk", 1))
     inputs = more.pop("inputs", (row,))
@@ -49,14 +49,14 @@ def choice(keys, count: int, error: float = 0.0, **more) -> Chosen:
 
 
 def taken(expected: Chosen) -> set[tuple[int, ...]]:
-    """Every set of so many columns that the judge accepts."""
+    """All column sets of the expected size that the judge accepts."""
     experts = expected.keys.shape[1]
     every = itertools.combinations(range(experts), int(expected.counts[0]))
     return {subset for subset in every if judge("routing_map", expected, as_row(experts, subset)) is None}
 
 
 def best_sets(keys, count: int, allowed=None) -> set[tuple[int, ...]]:
-    """Every set of `count` of the largest, by whatever rule among equals."""
+    """All sets of `count` largest keys, under any tie rule."""
     columns = range(len(keys)) if allowed is None else allowed
     return {
         subset
@@ -66,7 +66,7 @@ def best_sets(keys, count: int, allowed=None) -> set[tuple[int, ...]]:
 
 
 def best_sets_in_groups(keys, count: int, groups: int, kept: int) -> set[tuple[int, ...]]:
-    """The same among the experts of `kept` groups with the largest sums of their count // kept largest."""
+    """The same within `kept` groups with the largest sums of their count // kept largest keys."""
     size = len(keys) // groups
     members = [list(range(g * size, (g + 1) * size)) for g in range(groups)]
     score = [sum(sorted((keys[e] for e in member), reverse=True)[: count // kept]) for member in members]
@@ -119,7 +119,7 @@ GROUPED = [
     (3, 1, 2, 0, 5, 4),
     (1, 1, 1, 1, 1, 1),
     (9, 0, 5, 4, 6, 1),
-    (4, 0, 2, 2, 3, 1),  # three groups of the same sum
+    (4, 0, 2, 2, 3, 1),  # three groups of equal sums
     (2, 2, 2, 2, 0, 4),
     (0, NONE, 1, NONE, NONE, NONE),
     (NONE, NONE, NONE, NONE, NONE, 3),
@@ -169,7 +169,7 @@ def test_the_lowest_of_keys_that_are_only_near_need_not_be_taken():
 
 
 def test_keys_of_different_inputs_are_not_equal_by_declaration():
-    """Two experts with one key, by a rounding of the oracle, but different logits or biases."""
+    """Two experts with equal keys, rounded by the oracle, but different logits or biases."""
     row, other = torch.tensor([[1.0, 2, 1, 1]]).double(), torch.tensor([[0.0, 0, 1, 0]]).double()
     assert taken(choice((1, 2, 1, 1), 2, DELTA, lowest=True, inputs=(row, other))) == {
         (0, 1),
@@ -242,8 +242,8 @@ def test_floats_and_other_shapes_are_no_choice():
 
 
 def test_columns_may_choose_rows():
-    keys = torch.tensor([[3.0, 1, 2], [1, 1, 1]]).double()  # one line an expert
-    value = torch.tensor([[1, 1], [0, 0], [0, 0]])  # tokens down
+    keys = torch.tensor([[3.0, 1, 2], [1, 1, 1]]).double()  # one row per expert
+    value = torch.tensor([[1, 1], [0, 0], [0, 0]])  # one row per token
     expected = Chosen(value.bool(), keys, torch.zeros_like(keys), torch.tensor([1, 1]), (keys,), dim=0)
     assert judge("routing_map", expected, torch.tensor([[1, 0], [0, 0], [0, 1]])) is None
     finding = judge("routing_map", expected, torch.tensor([[0, 1], [1, 0], [0, 0]]))

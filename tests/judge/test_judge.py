@@ -1,4 +1,4 @@
-"""The judge takes every honest result and no other; its controls notice a judge that does not."""
+"""The judge accepts every honest result and no other; its controls detect a judge that does not."""
 
 import itertools
 import math
@@ -124,7 +124,7 @@ def test_the_message_names_the_first_wrong_element_and_counts_them():
 
 
 def terms_of(seed: int) -> Tensor:
-    """[n, rows, 4] terms over many magnitudes, half of them nearly cancelling the other half."""
+    """[n, rows, 4] terms of many magnitudes; half of them nearly cancel the other half."""
     source = torch.Generator().manual_seed(seed)
     x = torch.randn(TERMS, ROWS, 4, generator=source) * torch.exp2(
         torch.randint(-9, 9, (TERMS, ROWS, 4), generator=source).float()
@@ -138,7 +138,7 @@ def bound_of(terms: Tensor, dtype: torch.dtype, accumulator: torch.dtype = torch
 
 
 def added_up(terms: Tensor, order, accumulator: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """One after the other, every partial sum rounded to the accumulator."""
+    """The sequential sum, every partial sum rounded to the accumulator."""
     total = torch.zeros(terms.shape[1:], dtype=accumulator)
     for i in order:
         total = total + terms[i].to(accumulator)
@@ -156,7 +156,7 @@ def test_every_order_of_an_honest_sum_is_accepted(dtype):
     for seed in range(30):
         terms = terms_of(seed)
         if dtype == torch.float16:
-            terms = terms / 16  # so that no sum overflows
+            terms = terms / 16  # no sum overflows
         shuffled = torch.randperm(TERMS, generator=torch.Generator().manual_seed(seed)).tolist()
         for order in (range(TERMS), reversed(range(TERMS)), shuffled):
             assert check_of(bound_of(terms, dtype), added_up(terms, order, torch.float32, dtype)) == "right"
@@ -306,8 +306,8 @@ def test_a_blind_judge_is_noticed(monkeypatch, blind, accepts):
 
 def test_each_corruption_that_shows_is_counted():
     assert controls.check("rows", Exact(INDEX)) == 4
-    assert controls.check("rows", Exact(INDEX[:1])) == 3  # nothing to swap
-    assert controls.check("rows", Exact(INDEX.to(torch.uint8))) == 3  # no 5 % of an integer
+    assert controls.check("rows", Exact(INDEX[:1])) == 3  # no two rows to swap
+    assert controls.check("rows", Exact(INDEX.to(torch.uint8))) == 3  # integers have no 5 %
     assert controls.check("rows", Exact(torch.ones(5, 4))) == 3  # all rows alike
     assert controls.check("rows", Exact(torch.tensor(True), "integers")) == 1
 

@@ -1,4 +1,4 @@
-"""Planted bugs are caught and honest kernels are not, by this judge; by the policies that others use, it is otherwise."""
+"""The judge catches planted bugs and accepts honest kernels; common tolerance policies do not."""
 
 from functools import cache
 
@@ -39,12 +39,12 @@ from tests.judge.tolerance_recipes import BUGS as RECIPE_BUGS
 from tests.judge.tolerance_recipes import DECLARING, HONEST, PRODUCTS, SCALINGS, Product, declaring, product
 
 SEEDS = range(100, 103)
-LONG = 2048  # terms from which sums of 14 bits are visibly worse than their promotion each 128
+LONG = 2048  # terms at which 14-bit sums are visibly worse than sums promoted every 128
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """The products are small, and threads that wait for one another are slow where cores are shared."""
+    """One torch thread: the GEMMs are small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -64,7 +64,7 @@ def planted(regime: str, bug: type[Kernel]) -> torch.Tensor:
 
 @cache
 def table(regime: str) -> tuple[dict[str, int], set[str]]:
-    """How many bugs each policy of others catches, and which of them reject the honest kernel that splits its sums."""
+    """Bugs caught per policy, and the policies that reject the honest split-sum kernel."""
     inputs, right = problem(regime)
 
     def rejects(y: torch.Tensor) -> set[str]:
@@ -73,7 +73,9 @@ def table(regime: str) -> tuple[dict[str, int], set[str]]:
         }
 
     caught = [rejects(planted(regime, bug)) for bug in BUGS]
-    return {name: sum(name in found for found in caught) for name in POLICIES}, rejects(Kernel("split 4")(inputs))
+    return {name: sum(name in rejecting for rejecting in caught) for name in POLICIES}, rejects(
+        Kernel("split 4")(inputs)
+    )
 
 
 # ---- the expert MLP
@@ -119,7 +121,7 @@ def test_the_reference_passes_and_so_does_the_truth_rounded_once():
     assert judge("y", right.expected, right.value.bfloat16()) is None
 
 
-# ---- the same bugs by the policies of others
+# ---- the same bugs by common policies
 
 
 @pytest.mark.parametrize("policy", ["allclose 1e-2", "95 % within 1e-2", "atol 1.4e-2 rtol 2e-2"])
@@ -185,9 +187,8 @@ def test_every_bug_of_a_block_scaled_contraction_is_caught(bug):
 @pytest.mark.parametrize("bug", BLOCK_BUGS, ids=lambda bug: bug.__name__)
 def test_wrong_scales_are_caught_also_where_a_low_accumulator_is_declared(bug):
     inputs, expected = block_problem(Hopper)
-    assert (judge("rows", expected, bug()(inputs)) is None) == (
-        bug is NeverPromoted
-    )  # which at 480 terms loses too little
+    # NeverPromoted loses too little at 480 terms
+    assert (judge("rows", expected, bug()(inputs)) is None) == (bug is NeverPromoted)
 
 
 def test_sums_of_14_bits_are_right_where_they_are_declared_and_wrong_where_not():
@@ -223,17 +224,17 @@ def recipe_problem(scaling: str, gemm: str, regime: str, seed: int = 0) -> Produ
 
 @cache
 def recipe_table(regime: str) -> dict[str, set[int]]:
-    """By policy, ours among them, the numbers of the bugs that it catches."""
+    """The bugs caught per policy, including ours, by number."""
     caught: dict[str, set[int]] = {name: set() for name in ("ours", *POLICIES)}
     for number, (scaling, gemm, _, kernel) in enumerate(RECIPE_BUGS):
-        known = recipe_problem(scaling, gemm, regime)
-        y = known.by(kernel)
-        found = {
+        target = recipe_problem(scaling, gemm, regime)
+        y = target.by(kernel)
+        rejecting = {
             name
             for name, accepts in POLICIES.items()
-            if not accepts(y.double(), known.expected.value, known.expected.reference.double())
+            if not accepts(y.double(), target.expected.value, target.expected.reference.double())
         }
-        for name in found | ({"ours"} if judge("y", known.expected, y) else set()):
+        for name in rejecting | ({"ours"} if judge("y", target.expected, y) else set()):
             caught[name].add(number)
     return caught
 
@@ -247,9 +248,9 @@ def test_every_bug_of_a_product_by_a_recipe_is_caught_at_every_scale(regime):
 def test_no_policy_of_others_catches_all_bugs_of_products_by_recipes_without_rejecting_the_honest():
     for name, accepts in POLICIES.items():
         honest = all(
-            accepts(known.by(kernel).double(), known.expected.value, known.expected.reference.double())
+            accepts(target.by(kernel).double(), target.expected.value, target.expected.reference.double())
             for regime in REGIMES
-            for known in (recipe_problem(scaling, gemm, regime) for scaling in SCALINGS for gemm in PRODUCTS)
+            for target in (recipe_problem(scaling, gemm, regime) for scaling in SCALINGS for gemm in PRODUCTS)
             for kernel in HONEST.values()
         )
         assert not honest or any(len(recipe_table(regime)[name]) < len(RECIPE_BUGS) for regime in REGIMES), name
@@ -260,21 +261,21 @@ def test_no_policy_of_others_catches_all_bugs_of_products_by_recipes_without_rej
 @pytest.mark.parametrize("regime", REGIMES)
 def test_no_honest_product_by_a_recipe_is_rejected(regime, scaling, gemm):
     for seed in range(5):
-        known = recipe_problem(scaling, gemm, regime, seed)
-        assert {name: judge("y", known.expected, known.by(kernel)) for name, kernel in HONEST.items()} == dict.fromkeys(
-            HONEST
-        )
+        target = recipe_problem(scaling, gemm, regime, seed)
+        assert {
+            name: judge("y", target.expected, target.by(kernel)) for name, kernel in HONEST.items()
+        } == dict.fromkeys(HONEST)
         for name in declaring(scaling, gemm):
             kernel, declared = DECLARING[name]
             expected = product(scaling, gemm, regime, seed, declared).expected
-            assert judge("y", expected, known.by(kernel)) is None, name
+            assert judge("y", expected, target.by(kernel)) is None, name
 
 
 # ---- the codes and scales themselves
 
 
 def codes_of(x: torch.Tensor, window: float = DIVISION) -> Codes:
-    """The nearest codes to x over the scale as it is stored, found in float64."""
+    """The nearest codes of x / stored scale, in float64."""
     exact = x.double() / spread_out(quantised(x, 1)[1].double(), 1, x.shape)
     nearest = exact.clamp(-448, 448).to(torch.float8_e4m3fn)
     return Codes(nearest, scaled=exact, table=code_values(torch.float8_e4m3fn), window=window)

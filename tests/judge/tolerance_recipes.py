@@ -1,5 +1,4 @@
-"""Products by recipes in the experiment behind the judge of contractions: honest kernels, and kernels with a planted bug, on numbers of the
-three regimes."""
+"""Quantised GEMMs in the tolerance experiment: honest and planted kernels in three regimes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,12 +42,8 @@ from tests.honest.wrong_products import (
 )
 from tests.judge.tolerance_experiment import REGIMES
 
-COUNTS, IN, OUT = (
-    (96, 128, 64),
-    512,
-    128,
-)  # rows of experts whose weights differ in size; whole blocks of 16 and 32, and of 128 with a rest
-UNEQUAL = (1.0, 0.4, 3.0)
+COUNTS, IN, OUT = (96, 128, 64), 512, 128  # whole blocks of 16 and 32; of 128 with a remainder
+UNEQUAL = (1.0, 0.4, 3.0)  # scale of each expert's weights
 PRODUCTS = {"fprop": "grouped_linear", "dgrad": "grouped_dgrad", "wgrad": "grouped_wgrad"}
 SCALINGS: dict[str, Recipe] = {
     "FP8": RECIPES["current"][0],
@@ -64,7 +59,7 @@ DECLARING = {
 
 
 def declaring(scaling: str, gemm: str) -> list[str]:
-    """Which of DECLARING may be tried: noise decides to the last bit, so that with a scale by a reciprocal no code is sure."""
+    """The applicable entries of DECLARING: with noise and reciprocal scales no code is certain."""
     return [
         name
         for name in DECLARING
@@ -74,7 +69,7 @@ def declaring(scaling: str, gemm: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Product:
-    """One product, and what is right of it."""
+    """One GEMM and its expectation."""
 
     problem: Problem
     expected: RowWise | Bounded
@@ -84,7 +79,7 @@ class Product:
 
 
 def product(scaling: str, gemm: str, regime: str, seed: int = 0, declared: dict[str, Any] | None = None) -> Product:
-    """Normal numbers of a regime, in bfloat16."""
+    """A GEMM of a regime's normal random numbers, bfloat16."""
     source, scale, recipe, rows = np.random.default_rng(seed), REGIMES[regime], SCALINGS[scaling], sum(COUNTS)
 
     def normal(*shape: int, by: float, spread: int = 0) -> Tensor:
@@ -107,9 +102,7 @@ def product(scaling: str, gemm: str, regime: str, seed: int = 0, declared: dict[
     )
     problem = Problem(PRODUCTS[gemm], required, {"recipe": recipe} | noise)
     (expected,) = CONTRACTS[problem.function].expected(None, problem, declared or {}).values()
-    assert (
-        isinstance(expected, RowWise) or declared
-    )  # with codes that may be others in most rows, there is nothing to compare
+    assert isinstance(expected, RowWise) or declared  # else most rows have uncertain codes
     return Product(problem, expected)
 
 
@@ -117,7 +110,7 @@ def product(scaling: str, gemm: str, regime: str, seed: int = 0, declared: dict[
 
 
 def shorter(source: Source) -> list[Part]:
-    """The last 16 of the contraction are left out."""
+    """Omits the last 16 of K."""
     return [
         part._replace(code=torch.cat([part.code[:, :-16], torch.zeros_like(part.code[:, -16:])], 1))
         for part in by_codes(source)
@@ -133,20 +126,20 @@ def scaled_twice(part: Part) -> Part:
 
 
 def one_rows_scale(part: Part) -> Part:
-    """Row 5 is a sixteenth too large."""
+    """Row 5 is 1/16 too large."""
     return part._replace(
         whole=torch.where(torch.arange(len(part.whole))[:, None] == 5, part.whole * 1.0625, part.whole)
     )
 
 
 def one_block(part: Part) -> Part:
-    """The scale of one row's second 16 or more is that of its first."""
+    """The second half of row 7 takes twice the scale of its first block."""
     scale = part.scale.clone()
     scale[7, part.scale.shape[1] // 2 :] = 2 * part.scale[7, 0]
     return part._replace(scale=scale)
 
 
-FREE = ("FP8", "FP8 blocks", "NVFP4")  # scales are no powers of two
+FREE = ("FP8", "FP8 blocks", "NVFP4")  # scales other than powers of two
 EVERYWHERE: dict[str, SimpleNamespace] = {
     "high precision instead": make(Way(parts=in_high_precision)),
     "the tail of the contraction dropped": make(Way(parts=shorter)),
@@ -177,7 +170,7 @@ BUGS: list[tuple[str, str, str, SimpleNamespace]] = [  # scaling, product, name,
     ),
     *(("FP8 blocks", gemm, "the other direction", make(Way(parts=lambda s: other_direction(s)))) for gemm in PRODUCTS),
     ("FP8 blocks", "wgrad", "blocks in two experts", parts_with(across_experts, role="input")),
-    # along 512 inputs, with no scale but one a tensor, what such sums lose and are promoted in time for is below bfloat16's own rounding
+    # K = 512 with per-tensor scales: promoted in time, their error is below bfloat16's rounding
     *(("FP8", gemm, "14 bits", make(Way(product=of_fourteen_bits))) for gemm in ("dgrad", "wgrad")),
     *(("FP8", gemm, "14 bits, never promoted", make(Way(product=never_promoted))) for gemm in ("fprop", "wgrad")),
     *(

@@ -1,4 +1,4 @@
-"""Automatic mutants: one place each, of every kind, only where results are made, and as good as the defect they stand for."""
+"""Automatic mutants: one change each, of every kind, only in code that computes results."""
 
 import json
 import os
@@ -21,9 +21,9 @@ KERNELS = '''
 import triton
 import triton.language as tl
 
-
 @triton.jit(do_not_specialize=["num_rows"])
-def sum_kernel(x_ptr, stride_x_r, stride_x_h, out_ptr, calls_ptr, num_rows, num_columns, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
+def sum_kernel(x_ptr, stride_x_r, stride_x_h, out_ptr, calls_ptr, num_rows, num_columns,
+               BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
     """out[r] = sum of x[r, h] where a < b and x + 1."""
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     acc = tl.zeros([BLOCK_R], tl.float32)
@@ -76,7 +76,7 @@ print(json.dumps({"file": package.__file__, "right": torch.equal(out, x.sum(1)) 
 
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
-    """The folder of a small package, in the working directory and therefore importable by `--impl`."""
+    """The folder of a small package in the working directory, importable by `--impl`."""
     folder = tmp_path / "home" / PACKAGE
     folder.mkdir(parents=True)
     (folder / "kernels.py").write_text(KERNELS)
@@ -88,12 +88,12 @@ def home(tmp_path, monkeypatch) -> Path:
 
 
 def mutant_of(mutants: list[SourceMutant], operator: str, after: str) -> SourceMutant:
-    (found,) = (mutant for mutant in mutants if mutant.operator == operator and after in mutant.after)
-    return found
+    (chosen,) = (mutant for mutant in mutants if mutant.operator == operator and after in mutant.after)
+    return chosen
 
 
 def run(folder: Path) -> dict:
-    """What the package in `folder` computes, in Triton's interpreter."""
+    """The outputs of the package in `folder`, in Triton's interpreter."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(folder)], capture_output=True, text=True, env=environment, cwd=folder
@@ -220,8 +220,8 @@ def test_the_package_itself_is_right(home):
     [
         ("off_by_one", "(rows // 4)"),  # the last tile is not launched
         ("swapped_axes", "x.stride()[::-1]"),
-        ("accumulation_dtype", "acc = (acc +"),  # sums beyond 256 have no place for units in bfloat16
-        ("arithmetic", "acc = tl.sum"),  # only the last columns count
+        ("accumulation_dtype", "acc = (acc +"),  # bfloat16 sums above 256 lose units
+        ("arithmetic", "acc = tl.sum"),  # only the last block counts
         ("dropped_store", "pass"),
     ],
 )

@@ -1,7 +1,8 @@
-"""megatron-core's TopKRouter behind `route`: it is what the suite judges, and what is waived of it is all that is wrong.
+"""megatron-core's TopKRouter as `route`: the waivers cover all its differences, and no others.
 
-The package runs in other processes, because its process groups are those of a process. `MENDED` is the package with its known
-differences mended where they arise: beside it every case must pass, so that nothing hides behind a waiver.
+The package runs in other processes, because its process groups are global to a process. `MENDED` is
+the package with its known differences fixed: every case must pass on it, so no waiver hides another
+difference.
 """
 
 import contextlib
@@ -32,14 +33,14 @@ from conformance.interface import Implementation
 NOTHING_WRONG = ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")
 ADAPTER = "conformance.peers.megatron"
 KEPT = corpus.COMMITTED.parent / "peers" / "megatron.corpus"
-ONE_RANK = frozenset({"ranks"})  # which the adapter does not take
+ONE_RANK = frozenset({"ranks"})  # unsupported by the adapter
 pytestmark = pytest.mark.skipif(
     find_spec("megatron") is None, reason="megatron-core is not installed: pip install --no-deps megatron-core==0.16.1"
 )
 
 
 class Changed:
-    """The adapter with some of its functions changed: each is called as change(own function, *args, **settings)."""
+    """The adapter with functions replaced: called as change(function, *args, **settings)."""
 
     def __init__(self, **changes: Callable[..., Any]) -> None:
         self.changes = changes
@@ -47,16 +48,18 @@ class Changed:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        own = getattr(importlib.import_module(ADAPTER), name)
-        return functools.wraps(own)(functools.partial(self.changes[name], own)) if name in self.changes else own
+        function = getattr(importlib.import_module(ADAPTER), name)
+        if name not in self.changes:
+            return function
+        return functools.wraps(function)(functools.partial(self.changes[name], function))
 
 
-# The package, mended
+# The package, fixed
 
 
 @contextlib.contextmanager
 def mended() -> Iterator[None]:
-    """TopKRouter, by the reference's rules where 0.16.1 has others: one change for each known difference."""
+    """TopKRouter by the reference's rules: one fix per known difference of 0.16.1."""
     router = importlib.import_module("megatron.core.transformer.moe.router")
     whole, attach, loss = (
         router.TopKRouter._apply_seq_aux_loss,
@@ -70,16 +73,18 @@ def mended() -> Iterator[None]:
                 routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
             ).sum(0)
 
-    def of_sequences(self, probs, scores, routing_map, seq_length, bsz, **how):
+    def of_sequences(self, probs, scores, routing_map, seq_length, bsz, **options):
         self.sequences = bsz
-        return whole(self, probs, scores, routing_map, seq_length, bsz, **how)
+        return whole(self, probs, scores, routing_map, seq_length, bsz, **options)
 
-    def attached(self, activation, coeff, value, name, group, *, valid_token_count, **how):
+    def attached(self, activation, coeff, value, name, group, *, valid_token_count, **options):
         tokens = valid_token_count * self.sequences if name == "seq_load_balancing_loss" else valid_token_count
-        return attach(self, activation, coeff, value, name, group, valid_token_count=tokens, **how)
+        return attach(self, activation, coeff, value, name, group, valid_token_count=tokens, **options)
 
-    def of_any_count(*, probs, total_num_tokens, **how):
-        return probs.sum() * 0 if total_num_tokens == 0 else loss(probs=probs, total_num_tokens=total_num_tokens, **how)
+    def of_any_count(*, probs, total_num_tokens, **options):
+        if total_num_tokens == 0:
+            return probs.sum() * 0
+        return loss(probs=probs, total_num_tokens=total_num_tokens, **options)
 
     def earliest(x, k, dim=-1, sorted=True):
         values, indices = x.sort(dim=dim, descending=True, stable=True)
@@ -111,7 +116,7 @@ def _freezing(finish_batch, state, config, *, frozen=False):
 MENDED = Changed(route=_mended_route, finish_batch=_freezing)
 
 
-# Defects, planted in the adapter
+# Defects planted in the adapter
 
 
 def _leaking_bias(route, logits, config, *, state, **settings):
@@ -167,9 +172,8 @@ def _case(**fields: Any) -> RouteCase:
 
 
 ALL = "aux+seq+global+z"
-PLANTS: dict[
-    str, tuple[dict[str, Callable[..., Any]], RouteCase, str]
-] = {  # what is changed, a case that the package passes, and the output by which the defect is found
+# changed functions, a case that the package passes, the output that exposes the defect
+PLANTS: dict[str, tuple[dict[str, Callable[..., Any]], RouteCase, str]] = {
     "the bias leaks into the weights": (
         {"route": _leaking_bias},
         _case(bias=True, steps="train+finish+train"),
@@ -181,7 +185,7 @@ PLANTS: dict[
         _case(losses="z", grads="logits", scale=24),
         "d_logits.0",
     ),
-    "a loss is told without its coefficient": ({"route": _as_tracked}, _case(losses="aux"), "0.aux_loss"),
+    "a loss is reported without its coefficient": ({"route": _as_tracked}, _case(losses="aux"), "0.aux_loss"),
     "sequences are one long sequence": ({"route": _one_sequence}, _case(losses="seq", sequences=3), "0.seq_aux_loss"),
     "padding counts": ({"route": _no_mask}, _case(losses="z", padding=4), "0.z_loss"),
     "the mask marks the valid": ({"route": _other_mask}, _case(losses="aux", padding=4), "0.aux_loss"),
@@ -204,18 +208,18 @@ PLANTS: dict[
 }
 
 
-# Run in a process of the package's own
+# Run in the package's process
 
 
-def found(name: str) -> tuple[str, str]:
-    """The adapter's status on the plant's case, and the output in which the plant differs."""
+def outcome_of(name: str) -> tuple[str, str]:
+    """The adapter's status on the defect's case, and the output in which the defect differs."""
     changes, case, _ = PLANTS[name]
     right, planted = (evaluate(case, Implementation(namespace)) for namespace in (Changed(), Changed(**changes)))
     return right.status, (planted.finding or {}).get("output", planted.status)
 
 
 def left_behind() -> dict[str, Any]:
-    """What two calls with the same state return, and what the package holds for the whole process afterwards."""
+    """Comparisons of two calls with the same state, and the package's global state after them."""
     adapter = Changed()
     case = _case(bias=True, losses=ALL, steps="record")
     config = config_of(case)
@@ -230,9 +234,7 @@ def left_behind() -> dict[str, Any]:
             torch.equal(x, adapter.state_tensors(second.state)[name])
             for name, x in adapter.state_tensors(first.state).items()
         ),
-        "the given state as it was": all(
-            torch.equal(x, adapter.state_tensors(state)[name]) for name, x in before.items()
-        ),
+        "the argument unchanged": all(torch.equal(x, adapter.state_tensors(state)[name]) for name, x in before.items()),
         "something was counted": bool(adapter.state_tensors(first.state)["tokens_per_expert"].any()),
         "tracker": dict(utils.get_moe_layer_wise_logging_tracker()),
         "replay objects": list(replay.global_router_replay_instances),
@@ -240,7 +242,7 @@ def left_behind() -> dict[str, Any]:
 
 
 def counters(half: float) -> dict[str, torch.dtype]:
-    """Dtypes of what is told of a state whose counters are one, and so much more."""
+    """Dtypes of the state tensors when all counters are 1 + half."""
     adapter = Changed()
     state = adapter.new_state(config_of(_case(bias=True)))
     return {
@@ -252,7 +254,7 @@ def counters(half: float) -> dict[str, torch.dtype]:
 
 
 def refusals() -> list[str | None]:
-    """What is said of configurations."""
+    """The answers of `supports` to three configurations."""
     supports = Changed().supports
     plain, unknown = config_of(_case()), config_of(_case(score="sqrtsoftplus"))
     return [
@@ -264,21 +266,21 @@ def refusals() -> list[str | None]:
 
 @pytest.fixture(scope="module")
 def elsewhere():
-    """Runs a function of this file in a process of the package's own."""
+    """Runs a function of this file in the package's process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
         yield lambda function, *args: executor.submit(function, *args).result(timeout=120)
 
 
 @pytest.fixture(scope="module")
 def behind_the_waivers():
-    """The kept cases of route and a hundred drawn ones on one rank, with their outcomes in the mended package."""
+    """Kept and drawn cases of route on one rank, with their outcomes in the fixed package."""
     with Pool(ChildOptions("tests.peers.test_megatron_route:MENDED", search=(str(Path(__file__).parents[2]),))) as pool:
-        known = pool.start()
-        space = Space.of(known)
+        description = pool.start()
+        space = Space.of(description)
         one_rank = replace(space, without=space.without | {"route": space.without["route"] | ONE_RANK})
         kept = [case for case in corpus.read_folder(KEPT) if isinstance(case, RouteCase)]
         new = [case for case in drawn(strategy("route", one_rank), 1, 160) if isinstance(case, RouteCase)]
-        return known["functions"]["route"], kept, list(pool.run(kept + new))
+        return description["functions"]["route"], kept, list(pool.run(kept + new))
 
 
 # Claims
@@ -300,18 +302,18 @@ def test_the_mends_are_what_the_kept_cases_of_route_fail_without(behind_the_waiv
     _, kept, outcomes = behind_the_waivers
     passed = {case.id for case, outcome in outcomes if outcome.status in NOTHING_WRONG}
     assert {case.id for case in kept} == passed & {case.id for case in kept}
-    assert len(kept) > 20  # each of which fails unmended: tests/peers/test_peers.py
+    assert len(kept) > 20  # all fail in the unfixed package: tests/peers/test_peers.py
 
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_defect_is_found_in_a_case_that_the_package_passes(elsewhere, name):
-    assert elsewhere(found, name) == ("PASS", PLANTS[name][2])
+    assert elsewhere(outcome_of, name) == ("PASS", PLANTS[name][2])
 
 
 def test_a_call_leaves_nothing_behind_but_the_state_it_returns(elsewhere):
-    behind = elsewhere(left_behind)
-    assert behind.pop("tracker") == {} and behind.pop("replay objects") == []
-    assert all(behind.values()), behind
+    left = elsewhere(left_behind)
+    assert left.pop("tracker") == {} and left.pop("replay objects") == []
+    assert all(left.values()), left
 
 
 def test_counters_are_told_as_integers_only_where_they_are_whole(elsewhere):

@@ -1,4 +1,4 @@
-"""The adapters: what they say of a real package is what the package does, and the template works as it stands."""
+"""The peer adapters represent their packages faithfully; the template works unchanged."""
 
 import datetime
 import importlib
@@ -30,7 +30,7 @@ needs_megatron = pytest.mark.skipif(
 
 
 class CopiedMap:
-    """megatron-core's pad_routing_map on a copy, so that its values can be seen behind its writing into the caller's map."""
+    """megatron-core's pad_routing_map on a copy of the map, which it otherwise overwrites."""
 
     @staticmethod
     def declares(function):
@@ -42,7 +42,7 @@ class CopiedMap:
 
 
 class Float32Sums:
-    """megatron-core's selection, held to what float32 can do whatever the dtype of the logits is."""
+    """megatron-core's selection, declared to accumulate in float32 for every dtype."""
 
     @staticmethod
     def supports(function, **arguments):
@@ -62,20 +62,20 @@ class Float32Sums:
 
 
 def judged(implementation: str, wanted=lambda section: True, kept=(), only=lambda case: True):
-    """What is offered, and the kept cases and every case of the wanted sections of the gate, or only some, with its outcome."""
+    """The functions' descriptions, and (case, outcome) of kept cases and the gate's sections."""
     profile = PROFILES["gate"]
     with Pool(ChildOptions(implementation, search=(str(Path(__file__).parents[2]),))) as pool:
-        known = pool.start()
+        description = pool.start()
         offered = [
-            s for s in sections(profile) if s.function and known["functions"][s.function]["offered"] and wanted(s)
+            s for s in sections(profile) if s.function and description["functions"][s.function]["offered"] and wanted(s)
         ]
-        cases = [case for section in offered for case in cases_of(section, profile, Space.of(known), 0, [])]
-        return known["functions"], list(pool.run([*kept, *filter(only, cases)]))
+        cases = [case for section in offered for case in cases_of(section, profile, Space.of(description), 0, [])]
+        return description["functions"], list(pool.run([*kept, *filter(only, cases)]))
 
 
 @pytest.fixture(scope="module")
 def megatron():
-    """The gate's cases of the permutation, those of the router that are not drawn, and the kept ones."""
+    """The gate's cases of permutation, the fixed cases of the router, and the kept cases."""
     kept = corpus.read_folder(PEERS / "megatron.corpus")
     return judged(
         "conformance.peers.megatron", lambda section: section.function in PERMUTATION or section.kind == "fixed", kept
@@ -85,13 +85,13 @@ def megatron():
 @needs_megatron
 def test_megatron_offers_the_settings_that_the_package_has_words_for(megatron):
     functions = megatron[0]
-    assert [name for name, known in functions.items() if known["offered"]] == [
+    assert [name for name, about in functions.items() if about["offered"]] == [
         *SELECTION,
         *BALANCING,
         "route",
         *PERMUTATION,
     ]
-    assert {name: known["without"] for name, known in functions.items() if known["offered"] and known["without"]} == {
+    assert {name: about["without"] for name, about in functions.items() if about["offered"] and about["without"]} == {
         "permute": ["align", "num_rows"],
         "route": ["ranks"],
     }
@@ -114,11 +114,11 @@ def test_every_disagreement_with_megatron_is_a_known_one(megatron):
 def test_every_kept_case_of_megatron_fails_as_it_was_kept(megatron):
     outcomes = {case.id: outcome for case, outcome in megatron[1]}
     files = sorted((PEERS / "megatron.corpus").glob("*.json"))
-    found = {path.stem: json.loads(path.read_text())["found"]["finding"] for path in files}
-    now = {name: outcomes[name].finding for name in found}
-    told = ("output", "check", "message")
-    assert {name: [finding and finding[key] for key in told] for name, finding in now.items()} == {
-        name: [finding[key] for key in told] for name, finding in found.items()
+    kept = {path.stem: json.loads(path.read_text())["found"]["finding"] for path in files}
+    now = {name: outcomes[name].finding for name in kept}
+    keys = ("output", "check", "message")
+    assert {name: [finding and finding[key] for key in keys] for name, finding in now.items()} == {
+        name: [finding[key] for key in keys] for name, finding in kept.items()
     }
 
 
@@ -180,7 +180,7 @@ def test_a_missing_package_is_one_sentence_that_says_what_to_install(monkeypatch
 
 def test_the_template_is_conformant_as_it_stands():
     functions, outcomes = judged("conformance.peers.template")
-    assert [name for name, known in functions.items() if known["offered"]] == ["permute"]
+    assert [name for name, about in functions.items() if about["offered"]] == ["permute"]
     assert not [f"{case.text} {outcome}" for case, outcome in outcomes if outcome.status not in NOTHING_WRONG]
     assert sum(outcome.status == "PASS" for _, outcome in outcomes) >= PROFILES["gate"].minimum("permute")
 

@@ -1,4 +1,4 @@
-"""Permutation in `moe_fast`: what the gate does not judge. Reads of the device, memory safety, refusals and errors."""
+"""Permutation in `moe_fast` beyond the gate: device reads, memory safety, refusals and errors."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_what_does_not_require_a_gradient_gets_none():
     assert not any(x.requires_grad for x in (scattered.routing_map, listed.indices, listed.overflow))
 
 
-# Illegal values, which no kernel may follow out of memory
+# Illegal values, which no kernel may use as an address
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What `moe_ref` promises beyond values: where it rounds, what it never reads or changes, and what it loads."""
+"""`moe_ref` beyond values: where it rounds, what it never reads or writes, what it imports."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ LAYOUTS = [
     {"capacity": 2},
     {"capacity": 6},
 ]
-SMALL_FLOATS = [(torch.bfloat16, 256.0), (torch.float16, 2048.0)]  # the first number to which adding 1 changes nothing
+SMALL_FLOATS = [(torch.bfloat16, 256.0), (torch.float16, 2048.0)]  # the first n with n + 1 = n
 WIDTH = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -75,7 +75,7 @@ def test_gradients_of_the_converters_are_their_derivatives():
 
 
 def nine_terms(dtype: torch.dtype, large: float) -> Tensor:
-    """`large` and eight ones: added in `dtype` they make `large`, added wider they make `large` + 8, which `dtype` can hold."""
+    """`large` and eight ones: summed in `dtype` they give `large`, in float32 `large` + 8."""
     return torch.tensor([large, *[1.0] * 8], dtype=dtype)
 
 
@@ -105,7 +105,7 @@ def test_gradient_of_probs_is_summed_over_the_hidden_size_in_float32(dtype, larg
 
 @pytest.mark.parametrize(("dtype", "large"), SMALL_FLOATS)
 def test_sum_is_rounded_only_once(dtype, large):
-    terms = torch.tensor([large, 1, 2**-8], dtype=dtype)  # a little above half way to large + 2, the next number
+    terms = torch.tensor([large, 1, 2**-8], dtype=dtype)  # just above the tie with large + 2
     row_map = moe_ref.permute(torch.zeros(1, 1), torch.ones(1, 3) > 0).row_map
     assert moe_ref.unpermute(terms[:, None], row_map).tolist() == [[large + 2]]
     tokens = torch.zeros(1, 1, dtype=dtype, requires_grad=True)
@@ -116,7 +116,7 @@ def test_sum_is_rounded_only_once(dtype, large):
 def test_products_are_not_rounded_before_they_are_added():
     row_map = moe_ref.permute(torch.zeros(1, 1), torch.ones(1, 2) > 0).row_map
     rows, probs = torch.tensor([[1 + 2**-7], [-1 - 2**-6]]).bfloat16(), torch.tensor([[1 + 2**-7, 1]]).bfloat16()
-    assert moe_ref.unpermute(rows, row_map, probs=probs).item() == 2**-14  # the square is 1 + 2^-6 + 2^-14
+    assert moe_ref.unpermute(rows, row_map, probs=probs).item() == 2**-14  # 1 + 2^-6 + 2^-14
 
 
 def test_probs_are_not_rounded_to_the_dtype_of_the_rows():
@@ -151,7 +151,7 @@ def test_one_float64_input_is_enough_to_sum_in_float64():
 
 
 def every_code(dtype: torch.dtype) -> Tensor:
-    """[T,H]: all bit patterns of a one- or two-byte dtype; of a wider one the awkward ones."""
+    """[T,H] all bit patterns of a 1- or 2-byte dtype, special patterns of a wider one."""
     if dtype.itemsize == 1:
         return torch.arange(256).to(torch.uint8).view(dtype).reshape(32, 8)
     if dtype.itemsize == 2:
@@ -209,11 +209,11 @@ def test_gradients_that_are_only_moved_keep_their_values(dtype):
     assert torch.equal(torch.autograd.grad(moved, rows, cotangent)[0].nan_to_num(), cotangent.roll(-1, 0).nan_to_num())
 
 
-# What is read, and what is written
+# Reads and writes
 
 
 def poisoned(x: Tensor, read: Tensor) -> Tensor:
-    """x where `read` is set, NaN elsewhere, ready for a gradient."""
+    """x where `read` is set, NaN elsewhere; requires a gradient."""
     return torch.where(read, x.detach(), torch.nan).requires_grad_()
 
 
@@ -221,7 +221,7 @@ def poisoned(x: Tensor, read: Tensor) -> Tensor:
 def test_unpermute_never_reads_padding_rows_nor_unrouted_probs(layout):
     permuted = moe_ref.permute(torch.ones(4, 2), MAP, probs=torch.ones(4, 4), **layout)
     here = permuted.rows[:, 0] != 0
-    used = torch.ones_like(MAP) if "capacity" in layout else MAP  # a capacity fills its rows with unrouted tokens
+    used = torch.ones_like(MAP) if "capacity" in layout else MAP  # capacity: unrouted fillers
     rows, probs = poisoned(numbers(*permuted.rows.shape), here[:, None]), poisoned(numbers(4, 4), used)
     out = moe_ref.unpermute(rows, permuted.row_map, probs=probs)
     d_rows, d_probs = torch.autograd.grad(out, [rows, probs], torch.ones_like(out))
@@ -298,7 +298,7 @@ def test_outputs_share_no_memory_with_the_inputs(call):
     assert not memory & {x.untyped_storage().data_ptr() for x in call(*inputs)}
 
 
-# The worked example of the docstring
+# The docstring's example
 
 
 def test_the_example_of_a_row_map_holds():
@@ -314,7 +314,7 @@ def test_the_example_of_a_row_map_holds():
 
 @pytest.fixture(scope="module")
 def loaded() -> list[list[str]]:
-    """The modules of the reference that a fresh process holds after importing config, then asking for a function."""
+    """`moe_ref` modules of a fresh process: after importing config, then after one function."""
     show = "print(*sorted(m for m in sys.modules if m.startswith('moe_ref')))"
     program = f"import sys, moe_ref.config; {show}; moe_ref.pad_routing_map; {show}"
     lines = subprocess.run(

@@ -1,4 +1,4 @@
-"""The two oracles, `moe_ref` and `moe_ref.permutation.second_oracle`, say the same, and both say what was worked out by hand."""
+"""`moe_ref` and `moe_ref.permutation.second_oracle` agree, also with results by hand."""
 
 import numpy as np
 import pytest
@@ -22,13 +22,13 @@ modest = settings(max_examples=40, deadline=None, database=None, derandomize=Tru
 
 
 def quarters(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Multiples of 1/4 from -4 to 4, zero included: every sum and product here is exact in float32."""
+    """Multiples of 1/4 in [-4, 4]: every sum and product here is exact in float32."""
     return (torch.randint(-16, 17, shape, generator=torch.Generator().manual_seed(seed)) / 4).to(dtype)
 
 
 @st.composite
 def maps(draw) -> Tensor:
-    """One bit a cell: empty experts, idle tokens, tokens that go everywhere, one expert, no tokens."""
+    """Explicit maps: empty experts, idle tokens, tokens on all experts, one expert, no tokens."""
     tokens, experts = draw(st.sampled_from([0, 1, 2, 3, 4, 7])), draw(st.sampled_from([1, 2, 3, 5]))
     mask = draw(st.integers(0, 2 ** (tokens * experts) - 1))
     return torch.tensor([mask >> i & 1 for i in range(tokens * experts)], dtype=torch.bool).reshape(tokens, experts)
@@ -50,8 +50,8 @@ def gradients(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     attached = [(x, quarters(place, *x.shape)) for place, x in enumerate(outputs) if x.requires_grad]
     if not attached:
         return [torch.zeros_like(x) for x in inputs]
-    found = torch.autograd.grad([x for x, _ in attached], inputs, [d for _, d in attached], allow_unused=True)
-    return [torch.zeros_like(x) if d is None else d for x, d in zip(inputs, found, strict=True)]
+    d_inputs = torch.autograd.grad([x for x, _ in attached], inputs, [d for _, d in attached], allow_unused=True)
+    return [torch.zeros_like(x) if d is None else d for x, d in zip(inputs, d_inputs, strict=True)]
 
 
 def assert_bit_equal(reference, other) -> None:
@@ -88,11 +88,11 @@ def test_permute_agrees_bit_by_bit(length, data, routing_map, dtype, with_probs)
 def test_gradients_of_permute_agree(length, data, routing_map):
     chosen = data.draw(length)
     tokens, probs = quarters(1, len(routing_map), 2).requires_grad_(), quarters(2, *routing_map.shape).requires_grad_()
-    found = []
+    results = []
     for oracle in (moe_ref, second_oracle):
         permuted = oracle.permute(tokens, routing_map, probs=probs, **chosen)
-        found.append(gradients([permuted.rows, permuted.probs], [tokens, probs]))
-    assert_equal(*found)
+        results.append(gradients([permuted.rows, permuted.probs], [tokens, probs]))
+    assert_equal(*results)
 
 
 @each_length
@@ -116,13 +116,13 @@ def test_unpermute_agrees_bit_by_bit(length, data, routing_map, dtype, probs_dty
 def test_gradients_of_unpermute_agree(length, data, routing_map, with_probs):
     chosen = data.draw(length)
     tokens, probs = torch.zeros(len(routing_map), 2), quarters(2, *routing_map.shape).requires_grad_()
-    found = []
+    results = []
     for oracle in (moe_ref, second_oracle):
         permuted = oracle.permute(tokens, routing_map, **chosen)
         rows = quarters(3, *permuted.rows.shape).requires_grad_()
         out = oracle.unpermute(rows, permuted.row_map, probs=probs if with_probs else None)
-        found.append(gradients([out], [rows, probs]))
-    assert_equal(*found)
+        results.append(gradients([out], [rows, probs]))
+    assert_equal(*results)
 
 
 @modest
@@ -230,7 +230,7 @@ def test_golden_case_holds(oracle, name, case):
 
 
 def answer(oracle, problem: Problem) -> dict[str, Tensor]:
-    """The problem taken literally: its call, and the gradients that it asks for."""
+    """The outputs of the problem's call and its wanted gradients."""
     inputs = problem.required | problem.settings
     inputs |= {name: inputs[name].clone().requires_grad_() for name in problem.wanted}
     for name, value in inputs.items():
@@ -241,9 +241,9 @@ def answer(oracle, problem: Problem) -> dict[str, Tensor]:
     )
     outputs = named_outputs(called, CONTRACTS[problem.function].outputs)
     if problem.wanted:
-        asked = [inputs[name] for name in problem.wanted]
-        found = torch.autograd.grad(
-            [outputs[name] for name in problem.cotangents], asked, list(problem.cotangents.values())
+        leaves = [inputs[name] for name in problem.wanted]
+        d_inputs = torch.autograd.grad(
+            [outputs[name] for name in problem.cotangents], leaves, list(problem.cotangents.values())
         )
-        outputs |= {f"d_{name}": gradient for name, gradient in zip(problem.wanted, found, strict=True)}
+        outputs |= {f"d_{name}": gradient for name, gradient in zip(problem.wanted, d_inputs, strict=True)}
     return outputs

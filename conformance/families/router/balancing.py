@@ -93,9 +93,11 @@ class AuxLossScores(_Wide[LogitsCase]):
         counts = torch.where(padding, 0, settings["topk"])
         lowest = declared.get("tie_rule") == "lowest_index"
         unspecified = free & ~padding
-        own_map = aux_loss_scores(logits, **settings).routing_map
+        reference_map = aux_loss_scores(logits, **settings).routing_map
         right: dict[str, Expectation] = {
-            "routing_map": Chosen(own_map, scores.value, scores.error, counts, (logits.double(),), lowest, unspecified),
+            "routing_map": Chosen(
+                reference_map, scores.value, scores.error, counts, (logits.double(),), lowest, unspecified
+            ),
             "scores": scores.masked(~padding[:, None]).bounded(
                 accumulator_dtype(logits.dtype), value.scores.detach(), self._cells(unspecified, logits)
             ),
@@ -173,18 +175,18 @@ class SinkhornRouting(Contract[LogitsCase]):
         activation = score(Running.of(logits, dtype), "sigmoid" if topk == 1 else "softmax")
         keys = activation if case.evaluation else self._plan(logits, dtype)
         counts = torch.full((len(logits),), topk)
-        own = sinkhorn_routing(logits, **problem.settings).routing_map
+        reference = sinkhorn_routing(logits, **problem.settings).routing_map
         free = keys.value.isnan().any(1)
         lowest = declared.get("tie_rule") == "lowest_index"
         right: dict[str, Expectation] = {
-            "routing_map": Chosen(own, keys.value, keys.error, counts, (logits.double(),), lowest, free)
+            "routing_map": Chosen(reference, keys.value, keys.error, counts, (logits.double(),), lowest, free)
         }
         right["probs"] = Given(
-            own.double(), lambda out: activation.masked(out["routing_map"] != 0).bounded(logits.dtype)
+            reference.double(), lambda out: activation.masked(out["routing_map"] != 0).bounded(logits.dtype)
         )
         if problem.wanted:
             right["d_logits"] = Given(
-                own.double(), lambda out: self._gradient(problem, out["routing_map"] != 0, activation, dtype)
+                reference.double(), lambda out: self._gradient(problem, out["routing_map"] != 0, activation, dtype)
             )
         return right
 

@@ -43,7 +43,7 @@ class DropTokens(Contract[LoadCase]):
         probs, routing_map = problem.required.values()
         capacity = problem.settings["capacity"]
         routed = routing_map != 0
-        own = drop_tokens(probs, routing_map, **problem.settings)
+        reference = drop_tokens(probs, routing_map, **problem.settings)
         by_position = problem.settings.get("drop_policy") == "position"
         rank = -torch.arange(len(probs), dtype=torch.float64)[:, None].expand(probs.shape)
         value = rank if by_position else probs.double()
@@ -53,14 +53,14 @@ class DropTokens(Contract[LoadCase]):
             counts = torch.minimum(counts, routed.sum(0))
         inputs = (torch.where(routed, value, -torch.inf).T, routed.double().T)
         lowest = declared.get("tie_rule") == "lowest_index"
-        choice = Chosen(own.routing_map, keys, torch.zeros_like(keys), counts, inputs, lowest, dim=0)
+        choice = Chosen(reference.routing_map, keys, torch.zeros_like(keys), counts, inputs, lowest, dim=0)
 
         def kept(out: Mapping[str, Any]) -> Tensor:
             return (out["routing_map"] != 0) & routed
 
         right: dict[str, Expectation] = {
             "routing_map": choice,
-            "probs": Given(own.probs, lambda out: Exact(torch.where(kept(out), probs, 0), "values")),
+            "probs": Given(reference.probs, lambda out: Exact(torch.where(kept(out), probs, 0), "values")),
         }
         if problem.wanted:
             d_probs = problem.cotangents["probs"]

@@ -1,4 +1,4 @@
-"""A family of one function, `reverse`, that no module of the engine names."""
+"""A family of one function, `reverse`, unknown to the engine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from tests.engine.toy.kernels import reverse
 
 @dataclass(frozen=True, kw_only=True)
 class ReverseCase(Case):
-    """Rows, and how many of the first ones stay."""
+    """Rows, and the number of leading rows that stay."""
 
     rows: int = size("R")
     columns: int = size("C")
@@ -30,7 +30,7 @@ class ReverseCase(Case):
 
 
 class Reverse(Contract[ReverseCase]):
-    """`reverse`: the rows in the opposite order, after the first `kept`."""
+    """`reverse`: the rows in reverse order, after the first `kept`."""
 
     function = "reverse"
     case_type = ReverseCase

@@ -1,11 +1,11 @@
-"""The toy family's function, as an implementation offers it."""
+"""The toy family's implementation."""
 
 import torch
 from torch import Tensor
 
 
 def reverse(x: Tensor, *, kept: int = 0) -> tuple[Tensor]:
-    """The rows of x [R,C] in the opposite order, after the first `kept` rows.
+    """The rows of x [R,C] in reverse order, after the first `kept` rows.
 
     Raises:
         ValueError: kept < 0.
