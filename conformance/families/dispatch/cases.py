@@ -1,4 +1,4 @@
-"""Cases of dispatchers: how many tokens each rank has, which experts they ask for, and what is sent."""
+"""Cases of dispatchers: tokens of each rank, the experts they ask for, and what is sent."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,7 +34,8 @@ MAPS = ("bool", "uint8", "int32", "int64")
 PROBS = ("float32", "bfloat16")
 SPREADS = ("uniform", "skewed", "one_rank", "local", "ragged", "empty", "same")
 MOST_RANKS = 8
-MAPPED = ("allgather", "alltoall", "hybridep")  # dispatchers that read a routing map; the others read indices
+# dispatchers that read a routing map; the others read indices
+MAPPED = ("allgather", "alltoall", "hybridep")
 DISPATCHERS = ("allgather", "alltoall", "deepep", "deepep_low_latency", "hybridep")
 CACHED = ("deepep_cached_dispatch", "hybridep_cached_dispatch")
 ARGUMENTS = {  # of a dispatch, by the field that gives it
@@ -122,7 +123,7 @@ class Slots(Table):
     """The experts of all slots of all tokens, -1 for none."""
 
     def smaller(self, case: Any) -> Iterator[Changes]:
-        """Written out; then without a rank and its experts, some tokens, one expert per rank, a slot, an entry."""
+        """Written out; then without a rank, some tokens, one expert per rank, a slot, an entry."""
         if getattr(case, self.name) != self.default:
             rows = self.unpacked(case)
             owner = np.repeat(np.arange(case.ranks), case.counts)
@@ -166,7 +167,7 @@ def written_out(case: Any) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchCase(Case):
-    """A routing of the tokens of all ranks. Where a function has no use for a field, the field has its default."""
+    """A routing of the tokens of all ranks. Fields that a function has no use for are at their default."""
 
     counts: tuple[int, ...] = declared(Ranks(default=(1,)))  # tokens of each rank
     shards: int = declared(  # expert tensor parallelism
@@ -175,7 +176,8 @@ class DispatchCase(Case):
     local_experts: int = size(at_least=1)  # of each rank that holds experts of its own
     topk: int = declared(Topk(default=1, at_least=1))
     hidden: int = declared(Columns(default=1, letter="H"))
-    repeats: str = choice("", "count each", "last slot", argument="policy")  # for a token that names an expert twice
+    # the policy for a token that names an expert twice; empty: none does
+    repeats: str = choice("", "count each", "last slot", argument="policy")
     slots: tuple[int, ...] | None = declared(  # None: `spread` gives them
         Slots(
             default=None,
@@ -189,14 +191,15 @@ class DispatchCase(Case):
         )
     )
     spread: str = choice(*SPREADS)
-    # rows travel as codes and scales: "powers" for scales that are powers of two, "least" for a least amax
+    # rows travel as codes and scales; "powers": scales are powers of two, "least": a least amax
     fp8: str = declared(Codes(default="", values=("", "fp8", "powers"), also=("least",)))
     map_dtype: str = dtypes(*MAPS, also=("int16",))
     index_dtype: str = dtypes("int64", "int32", also=("int16",))
     dtype: str = dtypes(*FLOATS, MOVED[3], also=(*MOVED[4:], "float64"))
     probs: str = dtypes("", *PROBS, also=("float16", "float64"))  # empty: none are given
     zero_probs: bool = choice(False, also=(True,))
-    drop_zeros: bool = choice(False, also=(True,), argument="policy")  # the policy for slots of probability 0
+    # the policy for slots of probability 0
+    drop_zeros: bool = choice(False, also=(True,), argument="policy")
     values: str = choice("dyadic", "integers", "special", also=("wide",))
     align: int = setting(0, 1, 2, 3, 4, 8, 16, 32, 128, pairs=(4, 2))
     capacity: int = setting(0, 1, 2, 5, pairs=(2, 3))
@@ -289,7 +292,7 @@ def slots_of(case: DispatchCase) -> np.ndarray:
 
 
 def indices_of(case: DispatchCase) -> list[Tensor]:
-    """[T_r,K] of each rank. Where experts repeat, a third of the slots name what the slot before them does."""
+    """[T_r,K] of each rank. Where experts repeat, a third of the slots repeat the slot before."""
     slots = torch.from_numpy(slots_of(case))
     if case.repeats and case.slots is None:
         again = (
@@ -316,7 +319,7 @@ def values_of(
     dtype: str = "",
     style: str = "",
 ) -> list[Tensor]:
-    """A payload of each rank. The first column tells the rows of all ranks apart, unless the numbers are small integers."""
+    """A payload of each rank. Its first column differs in all rows, except of small integers."""
     dtype, style = dtype or case.dtype, style or case.values
     columns = (case.hidden,) if columns is None else columns
     shape = (sum(lengths), int(np.prod(columns)))
@@ -330,7 +333,7 @@ def values_of(
 
 
 def probs_of(case: DispatchCase, name: str, lengths: list[int], columns: tuple[int, ...]) -> list[Tensor]:
-    """Probabilities of each rank; with small integers ½, 1 and 2, and 0 where zeros are asked for."""
+    """Probabilities of each rank; with small integers ½, 1 and 2, and 0 with `zero_probs`."""
     shape, dtype = (sum(lengths), *columns), case.probs or "float32"
     if case.values == "integers":
         noise = hashed(case.seed, name, int(np.prod(shape)))
@@ -342,7 +345,7 @@ def probs_of(case: DispatchCase, name: str, lengths: list[int], columns: tuple[i
 
 
 def is_exact(case: DispatchCase, dtype: torch.dtype, magnitude: Tensor) -> Tensor:
-    """Where every sum of small integers and halves is exact in `dtype`, in whatever order it is taken."""
+    """Where every sum of small integers and halves is exact in `dtype`, in any order."""
     return (
         2 * magnitude <= 2 ** min(BITS[dtype], 11)
         if case.values == "integers" and dtype in BITS

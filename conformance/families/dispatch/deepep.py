@@ -88,11 +88,11 @@ class DeepEPDispatch(Dispatching):
         calls = dispatches(case)
         every = together(calls) if case.grads else []
         backward = self.backward(case, [len(out.rows) for out in every], (case.topk,))
-        for asked, out in zip(backward, every, strict=bool(every)):
-            if "probs" in asked["cotangents"]:  # as what reads only its own slots gives back
-                d_probs = asked["cotangents"]["probs"]
-                asked["cotangents"]["probs"] = torch.where(out.indices >= 0, d_probs, 0.0)
-        return [replace(call, **asked) for call, asked in zip(calls, backward, strict=True)]
+        for gradients, out in zip(backward, every, strict=bool(every)):
+            if "probs" in gradients["cotangents"]:  # as what reads only its own slots gives back
+                d_probs = gradients["cotangents"]["probs"]
+                gradients["cotangents"]["probs"] = torch.where(out.indices >= 0, d_probs, 0.0)
+        return [replace(call, **gradients) for call, gradients in zip(calls, backward, strict=True)]
 
     def right(
         self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]
@@ -136,7 +136,7 @@ class DeepEPCombine(Combine):
         [
             Input("rows", "PH", FLOATS, gradient=True),
             Input("probs", "PK", PROBS, field="probs", gradient=True, optional="probs"),
-            Input("biases", "", optional="biases"),  # as many tensors [T,H] as the case says, never laid out otherwise
+            Input("biases", "", optional="biases"),  # a tuple of contiguous tensors
         ],
         [Output("tokens", "TH", of="rows"), Output("probs", "TK", of="probs")],
     )

@@ -1,4 +1,4 @@
-"""What the contracts of all dispatchers have in common: who calls what, and what the reference makes of it."""
+"""What the contracts of all dispatchers share: the calls of all ranks, and sums over ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ class Dispatching(Collective[DispatchCase]):
     def backward(
         self, case: DispatchCase, lengths: list[int], columns_of_probs: tuple[int, ...] = ()
     ) -> list[dict[str, Any]]:
-        """Of each rank what the backward is asked for, and how one tensor lies.
+        """Fields of each rank's call: wanted gradients, cotangents and the layout.
 
         Args:
             lengths: of the outputs that have a gradient, on each rank.
@@ -54,7 +54,7 @@ class Dispatching(Collective[DispatchCase]):
 
 
 class Combine(Dispatching):
-    """Rows that dispatch never saw, through the handle that it made, with biases and probabilities."""
+    """Rows that dispatch never saw, through its handle, with biases and probabilities."""
 
     def dispatches(self, case: DispatchCase) -> list[Problem]:
         """The dispatch of each rank."""
@@ -84,15 +84,15 @@ class Combine(Dispatching):
             for rows, own in zip(values_of(case, "rows", lengths), received, strict=True)
         ]
         calls = [
-            {"required": first, "settings": given, **asked}
-            for first, given, asked in zip(required, settings, backward, strict=True)
+            {"required": first, "settings": given, **gradients}
+            for first, given, gradients in zip(required, settings, backward, strict=True)
         ]
         expected = [free_behind("rows", out.rows, specified(case, out)) for out in made]
         return after(self.function, before, made, expected, calls)
 
 
 def specified(case: DispatchCase, out: Any) -> Tensor:
-    """[P]: the rows with content: of DeepEP those received; else all but those past the last segment."""
+    """[P]: the rows with content: received (DeepEP), or not past the last segment."""
     if case.dispatcher == "deepep":
         return row_tokens_of([out.handle])[out.handle.rank] != PADDING
     return torch.arange(len(out.rows)) < out.tokens_per_expert.sum()

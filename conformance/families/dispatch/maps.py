@@ -93,12 +93,13 @@ SIGNATURES = {
 
 def after_dispatch(producer: str, made_from: Signature, inputs: list[Input], outputs: list[Output]) -> Signature:
     """The signature of a function that takes the handle of a dispatch with this one."""
-    settings = tuple(name for name in made_from.settings if name != "recipe")  # the rows of its dispatch are not codes
+    # the dispatch's rows are not codes
+    settings = tuple(name for name in made_from.settings if name != "recipe")
     return Signature(inputs, outputs, settings, producer=producer, made_from=tuple(made_from.inputs))
 
 
 class MapDispatch(Dispatching):
-    """`allgather_dispatch`, `alltoall_dispatch` or `hybridep_dispatch`: rows, probabilities, counts, padding and both gradients."""
+    """Dispatch by a routing map: rows, probabilities, counts, padding and both gradients."""
 
     def __init__(self, function: str) -> None:
         self.function = function
@@ -256,8 +257,8 @@ class CachedDispatch(Dispatching):
         made = together(before)
         backward = self.backward(case, [len(out.rows) for out in made])
         calls = [
-            {"required": {"tokens": tokens, "handle": HANDLE}, **asked}
-            for tokens, asked in zip(values_of(case, "other tokens", list(case.counts)), backward, strict=True)
+            {"required": {"tokens": tokens, "handle": HANDLE}, **gradients}
+            for tokens, gradients in zip(values_of(case, "other tokens", list(case.counts)), backward, strict=True)
         ]
         right = [free_behind("rows", out.rows, specified(case, out)) for out in made]
         return after(self.function, before, made, right, calls)

@@ -1,4 +1,4 @@
-"""What axes cannot say of dispatchers: worlds of every size that there is room for, room of buffers, one case per law."""
+"""What axes cannot say of dispatchers: worlds, room of buffers, one case per law."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,16 +19,12 @@ ROOMS: dict[str, list[Changes]] = {
     "deepep": [{}, {"align": 4}, {"slack": 2}],
     "deepep_low_latency": [{}, {"slack": 2}],
 }
-SIZED = {"alltoall": {"capacity": 2}, "deepep": {"slack": 2}, "hybridep": {"slack": -1}}  # fix all sizes
+# settings that fix all sizes
+SIZED = {"alltoall": {"capacity": 2}, "deepep": {"slack": 2}, "hybridep": {"slack": -1}}
 
 
 def dispatcher_of(scope: Scope) -> str:
     return DispatchCase(function=scope.function).dispatcher
-
-
-def _routes(scope: Scope) -> bool:
-    """Whether the function reads a routing; what goes back has been spread by a dispatch, which is judged for itself."""
-    return not scope.signature.producer
 
 
 # ---- random cases
@@ -96,7 +92,7 @@ def near(case: DispatchCase, scope: Scope) -> DispatchCase:
 
 
 def together(scope: Scope) -> dict[str, list[Changes]]:
-    """The room of buffers as one axis; few layouts, because a case has several processes: others are drawn."""
+    """The room of buffers as one axis; few layouts, because a case has several processes."""
     main, *_ = scope.signature.inputs
     strided = [name for name, dims in scope.signature.placed.items() if dims]
     layouts = [("contiguous", ""), ("transposed", main.name), *(("strided", name) for name in strided)]
@@ -110,12 +106,14 @@ def together(scope: Scope) -> dict[str, list[Changes]]:
         "unused": [{"unused": ""}],
         "fp8": fp8 if "fp8" in scope.live else [{"fp8": ""}],
     }
-    if _routes(scope):
+    if not scope.signature.producer:
         return found
+    # a dispatch, which has its own cases, has spread the rows
     return found | {"spread": [{"spread": spread} for spread in SPREADS[::2]], "scales": [{"scales": 0}]}
 
 
-AS_CODES: tuple[Changes, ...] = (  # each recipe with padding, with and without room, in every dtype, and special values
+# each recipe with padding, with and without room, in every dtype, and special values
+AS_CODES: tuple[Changes, ...] = (
     {"fp8": "least", "dtype": "bfloat16", "local_experts": 4, "topk": 4, "spread": "ragged", "align": 4, "slack": 2},
     {"fp8": "fp8", "spread": "same", "slack": 2},
     {"fp8": "fp8", "dtype": "bfloat16", "values": "wide", "align": 4},
@@ -126,7 +124,7 @@ AS_CODES: tuple[Changes, ...] = (  # each recipe with padding, with and without 
 
 
 def shapes(scope: Scope) -> list[Any]:
-    """More tokens than one block of any kernel, more experts than a warp has lanes, and wide rows; on as many ranks as there are."""
+    """On all ranks: more tokens than one block, more experts than a warp has lanes, wide rows."""
     few: Changes = {"local_experts": 2, "topk": 2}
     common: Changes = {"probs": "bfloat16", "seed": 1, "scales": 0, "biases": 0}
     ranks = scope.space.ranks
