@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from conformance.core.contract import Contract
@@ -22,9 +23,13 @@ class Family:
     defects: tuple[Defect, ...] = ()
 
 
-def merged(*tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """One table of a family from its files: by function, the entries of all."""
-    return {
-        function: {name: entry for table in tables for name, entry in table.get(function, {}).items()}
-        for function in dict.fromkeys(function for table in tables for function in table)
-    }
+def by_function(*modules: ModuleType) -> dict[str, Any]:
+    """What modules hold per function: `golden.GATE` for `gate`; dicts of several modules are joined."""
+    found: dict[str, Any] = {}
+    for module in modules:
+        for constant, value in vars(module).items():
+            if constant.isupper() and not constant.startswith("_"):
+                name = constant.lower()
+                both = isinstance(value, dict) and isinstance(found.get(name), dict)
+                found[name] = found[name] | value if both else value
+    return found

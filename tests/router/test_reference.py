@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import moe_ref
-from conformance.families.router import golden as golden_routing
+from conformance.families.router import FAMILY
 from conformance.judge import judge
 from moe_ref.config import RankGroup, RouterConfig, RouterRanks
 from moe_ref.dispatch.ranks import play
@@ -25,12 +25,12 @@ SCORES = {
     "sqrtsoftplus": lambda x: [math.sqrt(math.log1p(math.exp(v))) for v in x],
 }
 often = settings(max_examples=150, deadline=None, database=None, derandomize=True)
-GOLDEN = [(function, case) for function, table in golden_routing.GOLDEN.items() for case in table]
+GOLDEN = [(x.function, case) for x in FAMILY.contracts for case in FAMILY.golden[x.function]]
 
 
 @pytest.mark.parametrize(("function", "case"), GOLDEN, ids=["-".join(x) for x in GOLDEN])
 def test_golden_case_holds(function, case):
-    problem, expected = golden_routing.GOLDEN[function][case]
+    problem, expected = FAMILY.golden[function][case]
     observed = answer(moe_ref, problem)
     assert [judge(output, right, observed[output]) for output, right in expected.items()] == [None] * len(expected)
 

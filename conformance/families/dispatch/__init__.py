@@ -1,13 +1,11 @@
 """Dispatch: moving rows between ranks and back."""
 
-from conformance.core.family import Family
-from conformance.families.dispatch import defects, defects_wire
+from conformance.core.family import Family, by_function
+from conformance.families.dispatch import defects, defects_wire, golden, illegal
 from conformance.families.dispatch.deepep import DeepEPCombine, DeepEPDispatch
 from conformance.families.dispatch.deepep import dispatches as deepep_dispatches
 from conformance.families.dispatch.deepep_layout import DeepEPLayout
-from conformance.families.dispatch.golden import GOLDEN
 from conformance.families.dispatch.hybridep import HybridEPDispatch
-from conformance.families.dispatch.illegal import RULES
 from conformance.families.dispatch.laws_worlds import LAWS
 from conformance.families.dispatch.low_latency import LowLatencyCombine, LowLatencyDispatch
 from conformance.families.dispatch.maps import CachedDispatch, MapCombine, MapDispatch
@@ -24,8 +22,8 @@ FAMILY = Family(
         *(HybridEPDispatch(), CachedDispatch("hybridep_cached_dispatch", map_dispatches)),
         MapCombine("hybridep_combine"),
     ),
-    golden=GOLDEN,
-    illegal=RULES,
+    golden=by_function(golden),
+    illegal=by_function(illegal),
     laws=LAWS,
     space={"deepep_layout": DEEPEP_LAYOUT},
     defects=(*defects.DEFECTS, *defects_wire.DEFECTS),

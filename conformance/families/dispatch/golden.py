@@ -8,7 +8,6 @@ Most of them have three tokens and two experts, one a rank:
     rank 1  c          1                   ·            rank 0 gets a, c; rank 1 gets a, b
 """
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -313,20 +312,4 @@ DEEPEP_LAYOUT = {
             "is_token_in_rank": Exact(torch.zeros(0, 3), "integers"),
         },
     ),
-}
-
-GOLDEN: dict[str, Mapping[str, Any]] = {
-    "allgather_dispatch": ALLGATHER_DISPATCH,
-    "allgather_combine": ALLGATHER_COMBINE,
-    "alltoall_dispatch": ALLTOALL_DISPATCH,
-    "alltoall_combine": ALLTOALL_COMBINE,
-    "hybridep_dispatch": HYBRIDEP_DISPATCH,
-    "hybridep_combine": HYBRIDEP_COMBINE,
-    "hybridep_cached_dispatch": HYBRIDEP_CACHED_DISPATCH,
-    "deepep_dispatch": DEEPEP_DISPATCH,
-    "deepep_cached_dispatch": DEEPEP_CACHED_DISPATCH,
-    "deepep_combine": DEEPEP_COMBINE,
-    "deepep_low_latency_dispatch": DEEPEP_LOW_LATENCY_DISPATCH,
-    "deepep_low_latency_combine": DEEPEP_LOW_LATENCY_COMBINE,
-    "deepep_layout": DEEPEP_LAYOUT,
 }

@@ -48,45 +48,40 @@ _INDICES: dict[str, Rule] = _DISPATCH | {
 _COMBINE: dict[str, Rule] = {"rows_too_many": one_more("rows")}
 _OTHER_TOKENS: dict[str, Rule] = {"tokens_too_many": one_more("tokens")}
 
-RULES: dict[str, dict[str, Rule]] = {
-    "deepep_layout": {
-        "no_experts": setting("num_experts", 0),
-        "experts_no_multiple": together("num_experts", num_experts=3, ranks=2),
-        "index_too_large": index_too_large,
-    },
-    "allgather_dispatch": _MAPS | _SHARDS,
-    "allgather_combine": _COMBINE,
-    "alltoall_dispatch": _MAPS
-    | _SHARDS
-    | {"capacity_zero": setting("capacity", 0), "capacity_negative": setting("capacity", -1)},
-    "alltoall_combine": _COMBINE,
-    "hybridep_dispatch": _MAPS
-    | {
-        "align_zero": setting("align", 0),
-        "num_rows_negative": setting("num_rows", -1),
-        "num_rows_no_multiple": lambda problem: replace(
-            bare(problem), settings=problem.settings | {"align": 4, "num_rows": 6}, blame="num_rows"
-        ),
-        "recipe_of_whole_tensors": setting("recipe", Recipe("current")),
-        "recipe_of_other_blocks": setting("recipe", Recipe("mxfp8")),
-        "recipe_in_words": setting("recipe", "block"),
-    },
-    "hybridep_combine": _COMBINE | {"probs_flat": added("probs", torch.ones(1, 1))},
-    "hybridep_cached_dispatch": _OTHER_TOKENS,
-    "deepep_dispatch": _INDICES
-    | {
-        "probs_too_long": _probs_too_long,
-        "scales_too_few": added("scales", torch.ones(0, 1)),
-        "alignment_zero": setting("expert_alignment", 0),
-        "worst_tokens_negative": setting("num_worst_tokens", -1),
-    },
-    "deepep_combine": _COMBINE,
-    "deepep_cached_dispatch": _OTHER_TOKENS,
-    "deepep_low_latency_dispatch": _INDICES
-    | {
-        "slab_of_nothing": setting("max_tokens_per_rank", 0),
-        "powers_without_fp8": setting("round_scale", True),
-        "fp8_of_half_a_block": setting("use_fp8", True),
-    },
-    "deepep_low_latency_combine": {"probs_too_long": one_more("probs")},
+DEEPEP_LAYOUT: dict[str, Rule] = {
+    "no_experts": setting("num_experts", 0),
+    "experts_no_multiple": together("num_experts", num_experts=3, ranks=2),
+    "index_too_large": index_too_large,
 }
+ALLGATHER_DISPATCH: dict[str, Rule] = _MAPS | _SHARDS
+ALLGATHER_COMBINE: dict[str, Rule] = _COMBINE
+ALLTOALL_DISPATCH: dict[str, Rule] = (
+    _MAPS | _SHARDS | {"capacity_zero": setting("capacity", 0), "capacity_negative": setting("capacity", -1)}
+)
+ALLTOALL_COMBINE: dict[str, Rule] = _COMBINE
+HYBRIDEP_DISPATCH: dict[str, Rule] = _MAPS | {
+    "align_zero": setting("align", 0),
+    "num_rows_negative": setting("num_rows", -1),
+    "num_rows_no_multiple": lambda problem: replace(
+        bare(problem), settings=problem.settings | {"align": 4, "num_rows": 6}, blame="num_rows"
+    ),
+    "recipe_of_whole_tensors": setting("recipe", Recipe("current")),
+    "recipe_of_other_blocks": setting("recipe", Recipe("mxfp8")),
+    "recipe_in_words": setting("recipe", "block"),
+}
+HYBRIDEP_COMBINE: dict[str, Rule] = _COMBINE | {"probs_flat": added("probs", torch.ones(1, 1))}
+HYBRIDEP_CACHED_DISPATCH: dict[str, Rule] = _OTHER_TOKENS
+DEEPEP_DISPATCH: dict[str, Rule] = _INDICES | {
+    "probs_too_long": _probs_too_long,
+    "scales_too_few": added("scales", torch.ones(0, 1)),
+    "alignment_zero": setting("expert_alignment", 0),
+    "worst_tokens_negative": setting("num_worst_tokens", -1),
+}
+DEEPEP_COMBINE: dict[str, Rule] = _COMBINE
+DEEPEP_CACHED_DISPATCH: dict[str, Rule] = _OTHER_TOKENS
+DEEPEP_LOW_LATENCY_DISPATCH: dict[str, Rule] = _INDICES | {
+    "slab_of_nothing": setting("max_tokens_per_rank", 0),
+    "powers_without_fp8": setting("round_scale", True),
+    "fp8_of_half_a_block": setting("use_fp8", True),
+}
+DEEPEP_LOW_LATENCY_COMBINE: dict[str, Rule] = {"probs_too_long": one_more("probs")}

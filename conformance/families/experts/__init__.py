@@ -1,6 +1,6 @@
 """Experts: activations, grouped products, and the layers made of them."""
 
-from conformance.core.family import Family, merged
+from conformance.core.family import Family, by_function
 from conformance.core.shared_out import SharedOut
 from conformance.families.experts import golden, golden_mlp, golden_recipes, illegal, illegal_recipes
 from conformance.families.experts.activations import Activation, Glu
@@ -18,8 +18,8 @@ FAMILY = Family(
         SharedOut(SharedExperts(), ("weight", "bias", "fc1_weight", "fc2_weight", "gate_weight")),
         LatentProjection(),
     ),
-    golden=merged(golden.GOLDEN, golden_mlp.GOLDEN, golden_recipes.GOLDEN),
-    illegal=merged(illegal.RULES, illegal_recipes.RULES),
+    golden=by_function(golden, golden_mlp, golden_recipes),
+    illegal=by_function(illegal, illegal_recipes),
     laws=LAWS,
     space=SPACE,
     defects=DEFECTS,

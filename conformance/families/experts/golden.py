@@ -245,12 +245,3 @@ GROUPED_WGRAD: Golden = {
         {"d_weight": _exactly([[1]])},
     ),
 }
-
-GOLDEN = {
-    "glu": GLU,
-    "activation": ACTIVATION,
-    "grouped_linear": GROUPED_LINEAR,
-    "latent_projection": LATENT_PROJECTION,
-    "grouped_dgrad": GROUPED_DGRAD,
-    "grouped_wgrad": GROUPED_WGRAD,
-}

@@ -206,9 +206,3 @@ SHARED_EXPERTS: Golden = {
         {"out": _exactly([4, -4], [9, -9])},
     ),
 }
-
-GOLDEN = {
-    "grouped_mlp": GROUPED_MLP,
-    "sequential_mlp": SEQUENTIAL_MLP,
-    "shared_experts": SHARED_EXPERTS,
-}

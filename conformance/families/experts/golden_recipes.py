@@ -228,12 +228,3 @@ SHARED_EXPERTS: Golden = {
         {"out": _exactly([8.125, 49]), "d_fc2_weight": _exactly([49, 7.875], [0, 0])},
     ),
 }
-
-GOLDEN = {
-    "grouped_linear": GROUPED_LINEAR,
-    "grouped_dgrad": GROUPED_DGRAD,
-    "latent_projection": LATENT_PROJECTION,
-    "grouped_mlp": GROUPED_MLP,
-    "sequential_mlp": SEQUENTIAL_MLP,
-    "shared_experts": SHARED_EXPERTS,
-}

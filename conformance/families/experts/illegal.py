@@ -14,7 +14,7 @@ COUNTS: dict[str, Rule] = {
 
 
 # two rows
-ACTIVATION: dict[str, Rule] = {
+HIDDEN: dict[str, Rule] = {
     "h_flat": flat("h"),
     "h_of_integers": in_dtype("h", torch.int32),
     "kind_unknown": setting("kind", "softmax"),
@@ -75,55 +75,49 @@ SHARED: dict[str, Rule] = MLP | {
 }
 
 
-RULES: dict[str, dict[str, Rule]] = {
-    "glu": ACTIVATION
-    | {
-        "width_odd": one_more("h", 1),
-        "kind_without_a_gate": setting("kind", "silu"),
-        "offset_infinite": setting("offset", float("inf")),
-        "clamp_zero": setting("clamp", 0.0),
-        "clamp_negative": setting("clamp", -7.0),
-        "alpha_zero": setting("alpha", 0.0),
-        "alpha_of_a_tanh": together("alpha", kind="geglu", alpha=1.0),
-        "interleave_zero": setting("interleave", 0),
-        "interleave_no_divisor": setting("interleave", 3),
-        "stored_input_of_another_gate": together("fp8_input_store", kind="geglu", fp8_input_store=True),
-    },
-    "activation": ACTIVATION | {"kind_with_a_gate": setting("kind", "swiglu")},
-    "grouped_linear": COUNTS
-    | {
-        "weight_wider_than_rows": one_more("weight", 2),
-        "more_weights_than_counts": one_more("weight"),
-        "weight_in_another_dtype": in_dtype("weight", torch.float16),
-        "rows_flat": flat("rows"),
-        "bias_wider_than_weight": added("bias", torch.zeros(2, 2)),
-        "bias_of_integers": added("bias", torch.zeros(2, 1, dtype=torch.int64)),
-    },
-    "grouped_dgrad": COUNTS
-    | {
-        "weight_taller_than_cotangent": one_more("weight", 1),
-        "more_weights_than_counts": one_more("weight"),
-        "weight_in_another_dtype": in_dtype("weight", torch.float16),
-        "cotangent_flat": flat("d_out"),
-    },
-    "grouped_wgrad": COUNTS
-    | {
-        "rows_more_than_cotangents": one_more("rows"),
-        "cotangent_in_another_dtype": in_dtype("d_out", torch.float16),
-        "rows_flat": flat("rows"),
-        "into_of_another_shape": added("accumulate_into", torch.zeros(2, 1, 2)),
-        "into_in_half": added("accumulate_into", torch.zeros(2, 1, 1, dtype=torch.bfloat16)),
-    },
-    "grouped_mlp": EXPERTS,
-    "sequential_mlp": EXPERTS,
-    "shared_experts": SHARED,
-    "latent_projection": {
-        "x_flat": flat("x"),
-        "x_of_integers": in_dtype("x", torch.int32),
-        "weight_flat": flat("weight"),
-        "weight_wider_than_x": one_more("weight", 1),
-        "weight_in_another_dtype": in_dtype("weight", torch.float16),
-        "bias_wider_than_weight": added("bias", torch.zeros(2)),
-        "bias_of_integers": added("bias", torch.zeros(1, dtype=torch.int64)),
-    },
+GLU: dict[str, Rule] = HIDDEN | {
+    "width_odd": one_more("h", 1),
+    "kind_without_a_gate": setting("kind", "silu"),
+    "offset_infinite": setting("offset", float("inf")),
+    "clamp_zero": setting("clamp", 0.0),
+    "clamp_negative": setting("clamp", -7.0),
+    "alpha_zero": setting("alpha", 0.0),
+    "alpha_of_a_tanh": together("alpha", kind="geglu", alpha=1.0),
+    "interleave_zero": setting("interleave", 0),
+    "interleave_no_divisor": setting("interleave", 3),
+    "stored_input_of_another_gate": together("fp8_input_store", kind="geglu", fp8_input_store=True),
+}
+ACTIVATION: dict[str, Rule] = HIDDEN | {"kind_with_a_gate": setting("kind", "swiglu")}
+GROUPED_LINEAR: dict[str, Rule] = COUNTS | {
+    "weight_wider_than_rows": one_more("weight", 2),
+    "more_weights_than_counts": one_more("weight"),
+    "weight_in_another_dtype": in_dtype("weight", torch.float16),
+    "rows_flat": flat("rows"),
+    "bias_wider_than_weight": added("bias", torch.zeros(2, 2)),
+    "bias_of_integers": added("bias", torch.zeros(2, 1, dtype=torch.int64)),
+}
+GROUPED_DGRAD: dict[str, Rule] = COUNTS | {
+    "weight_taller_than_cotangent": one_more("weight", 1),
+    "more_weights_than_counts": one_more("weight"),
+    "weight_in_another_dtype": in_dtype("weight", torch.float16),
+    "cotangent_flat": flat("d_out"),
+}
+GROUPED_WGRAD: dict[str, Rule] = COUNTS | {
+    "rows_more_than_cotangents": one_more("rows"),
+    "cotangent_in_another_dtype": in_dtype("d_out", torch.float16),
+    "rows_flat": flat("rows"),
+    "into_of_another_shape": added("accumulate_into", torch.zeros(2, 1, 2)),
+    "into_in_half": added("accumulate_into", torch.zeros(2, 1, 1, dtype=torch.bfloat16)),
+}
+GROUPED_MLP: dict[str, Rule] = EXPERTS
+SEQUENTIAL_MLP: dict[str, Rule] = EXPERTS
+SHARED_EXPERTS: dict[str, Rule] = SHARED
+LATENT_PROJECTION: dict[str, Rule] = {
+    "x_flat": flat("x"),
+    "x_of_integers": in_dtype("x", torch.int32),
+    "weight_flat": flat("weight"),
+    "weight_wider_than_x": one_more("weight", 1),
+    "weight_in_another_dtype": in_dtype("weight", torch.float16),
+    "bias_wider_than_weight": added("bias", torch.zeros(2)),
+    "bias_of_integers": added("bias", torch.zeros(1, dtype=torch.int64)),
 }

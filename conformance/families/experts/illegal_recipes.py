@@ -138,12 +138,10 @@ def _unpaired(problem: Problem, name: str) -> Problem:
     return replace(problem, settings=problem.settings | {name: problem.settings[name][0]})
 
 
-RULES: dict[str, dict[str, Rule]] = {
-    "grouped_linear": _RECIPE | _STATE | _BLOCKS | _SEGMENTS,
-    "grouped_dgrad": _RECIPE | _STATE | _BLOCKS | _SEGMENTS | _NOISE,
-    "grouped_wgrad": _RECIPE | _STATE | _BLOCKS | _SEGMENTS | _NOISE | _TOKENS,
-    "latent_projection": _RECIPE | _STATE | _BLOCKS | _ALL_TOKENS,
-    "grouped_mlp": _RECIPE | _STATE | _BLOCKS | _SEGMENTS | _PAIRS,
-    "sequential_mlp": _RECIPE | _BLOCKS | _SEGMENTS | _NONE,
-    "shared_experts": _RECIPE | _STATE | _BLOCKS | _ALL_TOKENS | _PAIRS,
-}
+GROUPED_LINEAR: dict[str, Rule] = _RECIPE | _STATE | _BLOCKS | _SEGMENTS
+GROUPED_DGRAD: dict[str, Rule] = _RECIPE | _STATE | _BLOCKS | _SEGMENTS | _NOISE
+GROUPED_WGRAD: dict[str, Rule] = _RECIPE | _STATE | _BLOCKS | _SEGMENTS | _NOISE | _TOKENS
+LATENT_PROJECTION: dict[str, Rule] = _RECIPE | _STATE | _BLOCKS | _ALL_TOKENS
+GROUPED_MLP: dict[str, Rule] = _RECIPE | _STATE | _BLOCKS | _SEGMENTS | _PAIRS
+SEQUENTIAL_MLP: dict[str, Rule] = _RECIPE | _BLOCKS | _SEGMENTS | _NONE
+SHARED_EXPERTS: dict[str, Rule] = _RECIPE | _STATE | _BLOCKS | _ALL_TOKENS | _PAIRS

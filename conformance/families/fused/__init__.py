@@ -1,14 +1,13 @@
 """Fused: permutation or activation, and quantisation, in one function."""
 
-from conformance.core.family import Family, merged
-from conformance.families.fused import golden, golden_activate
+from conformance.core.family import Family, by_function
+from conformance.families.fused import golden, golden_activate, illegal
 from conformance.families.fused.activate_and_quantize import (
     ActivationAndQuantize,
     ActivationBackwardAndQuantize,
     GluAndQuantize,
     GluBackwardAndQuantize,
 )
-from conformance.families.fused.illegal import RULES
 from conformance.families.fused.laws_activate import LAWS
 from conformance.families.fused.permute_and_quantize import PermuteAndQuantize
 
@@ -17,8 +16,8 @@ FAMILY = Family(
         *(PermuteAndQuantize(), GluAndQuantize(), ActivationAndQuantize()),
         *(GluBackwardAndQuantize(), ActivationBackwardAndQuantize()),
     ),
-    golden=merged(golden.GOLDEN, golden_activate.GOLDEN),
-    illegal=RULES,
+    golden=by_function(golden, golden_activate),
+    illegal=by_function(illegal),
     laws=LAWS,
     space={},
 )

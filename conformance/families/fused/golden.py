@@ -96,7 +96,3 @@ PERMUTE_AND_QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
         },
     ),
 }
-
-GOLDEN = {
-    "permute_and_quantize": PERMUTE_AND_QUANTIZE,
-}

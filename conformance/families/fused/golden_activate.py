@@ -156,10 +156,3 @@ ACTIVATION_BACKWARD_AND_QUANTIZE: Golden = {
         {"amax": _exactly([3.0]), "scales": _exactly([1 / 128]), "codes": _bytes([0x7C, 0]), "d_probs": _numbers(9)},
     ),
 }
-
-GOLDEN = {
-    "glu_and_quantize": GLU_AND_QUANTIZE,
-    "activation_and_quantize": ACTIVATION_AND_QUANTIZE,
-    "glu_backward_and_quantize": GLU_BACKWARD_AND_QUANTIZE,
-    "activation_backward_and_quantize": ACTIVATION_BACKWARD_AND_QUANTIZE,
-}

@@ -6,7 +6,7 @@ import torch
 
 from conformance.core.contract import Problem
 from conformance.core.illegal import Rule, added, bare, in_dtype, one_more, setting, with_values
-from conformance.families.experts.illegal import ACTIVATION, OF_GATES
+from conformance.families.experts.illegal import HIDDEN, OF_GATES
 from conformance.families.permutation.illegal import PERMUTE
 from conformance.families.quantization.illegal import CURRENT
 from moe_ref.config import Recipe
@@ -55,7 +55,7 @@ def _activating(
 
 
 # two rows, one for each of two groups
-QUANTIZED_ACTIVATION: dict[str, Rule] = ACTIVATION | {
+QUANTIZED_ACTIVATION: dict[str, Rule] = HIDDEN | {
     "recipe_a_word": lambda problem: replace(
         bare(problem), required=problem.required | {"recipe": "mxfp8"}, blame="recipe"
     ),
@@ -88,14 +88,11 @@ QUANTIZED_BACKWARD: dict[str, Rule] = TRANSFORM_NOT_ROUNDED | {
 }
 
 
-RULES: dict[str, dict[str, Rule]] = {
-    "permute_and_quantize": PERMUTE_AND_QUANTIZE,
-    "glu_and_quantize": QUANTIZED_ACTIVATION | OF_GATES | TRANSFORM_NOT_ROUNDED,
-    "activation_and_quantize": QUANTIZED_ACTIVATION
-    | TRANSFORM_NOT_ROUNDED
-    | {"kind_with_a_gate": setting("kind", "swiglu")},
-    "glu_backward_and_quantize": QUANTIZED_ACTIVATION | OF_GATES | QUANTIZED_BACKWARD,
-    "activation_backward_and_quantize": QUANTIZED_ACTIVATION
-    | QUANTIZED_BACKWARD
-    | {"kind_with_a_gate": setting("kind", "swiglu")},
-}
+GLU_AND_QUANTIZE: dict[str, Rule] = QUANTIZED_ACTIVATION | OF_GATES | TRANSFORM_NOT_ROUNDED
+ACTIVATION_AND_QUANTIZE: dict[str, Rule] = (
+    QUANTIZED_ACTIVATION | TRANSFORM_NOT_ROUNDED | {"kind_with_a_gate": setting("kind", "swiglu")}
+)
+GLU_BACKWARD_AND_QUANTIZE: dict[str, Rule] = QUANTIZED_ACTIVATION | OF_GATES | QUANTIZED_BACKWARD
+ACTIVATION_BACKWARD_AND_QUANTIZE: dict[str, Rule] = (
+    QUANTIZED_ACTIVATION | QUANTIZED_BACKWARD | {"kind_with_a_gate": setting("kind", "swiglu")}
+)

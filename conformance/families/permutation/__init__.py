@@ -1,20 +1,16 @@
 """Permutation: rows by expert, chunks, and forms of the routing map."""
 
-from conformance.core.family import Family
+from conformance.core.family import Family, by_function
+from conformance.families.permutation import defects, golden, illegal, laws, space
 from conformance.families.permutation.chunks import SortChunks
-from conformance.families.permutation.defects import DEFECTS
-from conformance.families.permutation.golden import GOLDEN
-from conformance.families.permutation.illegal import RULES
-from conformance.families.permutation.laws import LAWS
 from conformance.families.permutation.permute import Permute, Unpermute
 from conformance.families.permutation.routing_map import IndicesToMultihot, MultihotToIndices, PadRoutingMap
-from conformance.families.permutation.space import SPACE
 
 FAMILY = Family(
     contracts=(Permute(), Unpermute(), SortChunks(), PadRoutingMap(), IndicesToMultihot(), MultihotToIndices()),
-    golden=GOLDEN,
-    illegal=RULES,
-    laws=LAWS,
-    space=SPACE,
-    defects=DEFECTS,
+    golden=by_function(golden),
+    illegal=by_function(illegal),
+    laws=by_function(laws),
+    space=by_function(space),
+    defects=defects.DEFECTS,
 )

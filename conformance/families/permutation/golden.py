@@ -177,12 +177,3 @@ MULTIHOT_TO_INDICES: Golden = {
         },
     ),
 }
-
-GOLDEN = {
-    "permute": PERMUTE,
-    "unpermute": UNPERMUTE,
-    "sort_chunks": SORT_CHUNKS,
-    "pad_routing_map": PAD_ROUTING_MAP,
-    "indices_to_multihot": INDICES_TO_MULTIHOT,
-    "multihot_to_indices": MULTIHOT_TO_INDICES,
-}

@@ -41,15 +41,12 @@ PERMUTE: dict[str, Rule] = {
 }
 
 
-RULES: dict[str, dict[str, Rule]] = {
-    "permute": PERMUTE,
-    "unpermute": {"rows_too_many": one_more("rows"), "restore_shape_wrong": _restore_one_more},
-    "sort_chunks": {"order_longer_than_sizes": one_more("order"), "sizes_beyond_rows": _sizes_too_large},
-    "pad_routing_map": {"align_zero": setting("align", 0), "align_negative": setting("align", -16)},
-    "indices_to_multihot": {
-        "no_experts": setting("num_experts", 0),
-        "probs_longer_than_indices": one_more("probs"),
-        "index_too_large": index_too_large,
-    },
-    "multihot_to_indices": {"no_slots": setting("topk", 0), "probs_longer_than_map": one_more("probs")},
+UNPERMUTE: dict[str, Rule] = {"rows_too_many": one_more("rows"), "restore_shape_wrong": _restore_one_more}
+SORT_CHUNKS: dict[str, Rule] = {"order_longer_than_sizes": one_more("order"), "sizes_beyond_rows": _sizes_too_large}
+PAD_ROUTING_MAP: dict[str, Rule] = {"align_zero": setting("align", 0), "align_negative": setting("align", -16)}
+INDICES_TO_MULTIHOT: dict[str, Rule] = {
+    "no_experts": setting("num_experts", 0),
+    "probs_longer_than_indices": one_more("probs"),
+    "index_too_large": index_too_large,
 }
+MULTIHOT_TO_INDICES: dict[str, Rule] = {"no_slots": setting("topk", 0), "probs_longer_than_map": one_more("probs")}

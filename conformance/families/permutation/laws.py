@@ -9,6 +9,7 @@ from torch import Tensor
 from conformance.core import universal_laws as universal
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Trial, same, upside_down
+from conformance.families.permutation.cases import RoutingCase
 from conformance.judge import Finding
 from moe_ref.permutation.permute import PADDING, RowMap, permute
 
@@ -81,7 +82,7 @@ def _padding_independence(trial: Trial) -> Finding | None:
 
 def _neighbour_independence(trial: Trial) -> Finding | None:
     """Another payload in one row of the input: no other row of the output changes."""
-    name = "tokens" if trial.case.function == "permute" else "rows"
+    name = next(iter(trial.problem.required))
     x = trial.problem.required[name]
     middle = len(x) // 2
     changed = x.clone().view(torch.uint8) if x.element_size() == 1 else x.clone()
@@ -151,7 +152,7 @@ def _moves_only(case) -> bool:
 
 
 def _rows(case) -> int:
-    return case.tokens if case.function == "permute" else sum(case.sizes) + case.tail
+    return case.tokens if isinstance(case, RoutingCase) else sum(case.sizes) + case.tail
 
 
 def _dropless(case) -> bool:
@@ -204,15 +205,13 @@ GARBAGE_INDEPENDENCE = Law(
 )
 
 _EVERY = (*universal.EVERYWHERE, *universal.STATIC)
-LAWS = {
-    "permute": (
-        *_EVERY,
-        *(TOKEN_PERMUTATION, EXPERT_RELABELLING, SPLIT, PADDING_INDEPENDENCE, NEIGHBOUR_INDEPENDENCE),
-        *(ADJOINTNESS, universal.SCALING),
-    ),
-    "unpermute": (*_EVERY, GARBAGE_INDEPENDENCE, ADJOINTNESS, universal.SCALING),
-    "sort_chunks": (*_EVERY, NEIGHBOUR_INDEPENDENCE, ROUND_TRIP, ADJOINTNESS, universal.SCALING),
-    "pad_routing_map": (*_EVERY, IDEMPOTENCE, COLUMN_RELABELLING),
-    "indices_to_multihot": (*_EVERY, ROW_REVERSAL, universal.SCALING),
-    "multihot_to_indices": (*_EVERY, ROW_REVERSAL, universal.SCALING),
-}
+PERMUTE = (
+    *_EVERY,
+    *(TOKEN_PERMUTATION, EXPERT_RELABELLING, SPLIT, PADDING_INDEPENDENCE, NEIGHBOUR_INDEPENDENCE),
+    *(ADJOINTNESS, universal.SCALING),
+)
+UNPERMUTE = (*_EVERY, GARBAGE_INDEPENDENCE, ADJOINTNESS, universal.SCALING)
+SORT_CHUNKS = (*_EVERY, NEIGHBOUR_INDEPENDENCE, ROUND_TRIP, ADJOINTNESS, universal.SCALING)
+PAD_ROUTING_MAP = (*_EVERY, IDEMPOTENCE, COLUMN_RELABELLING)
+INDICES_TO_MULTIHOT = (*_EVERY, ROW_REVERSAL, universal.SCALING)
+MULTIHOT_TO_INDICES = (*_EVERY, ROW_REVERSAL, universal.SCALING)

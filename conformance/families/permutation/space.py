@@ -96,17 +96,20 @@ def affordable(case: RoutingCase, scope: Scope) -> RoutingCase:
     return replace(case, capacity=0 if filled else min(case.capacity, case.tokens + 3))
 
 
-def _permuted(scope: Scope) -> list[Changes | RoutingCase]:
-    """A last block of one token, many experts, rows of many columns; on a GPU rows that lie past 2³¹ elements."""
+def _permuted(scope: Scope) -> list[Changes]:
+    """A last block of one token, many experts, rows of many columns."""
     align = {"align": 4} if scope.accepts("align") else {}
     cuda = scope.space.device == "cuda"
     columns = {"tokens": 5, "experts": 4, "topk": 2, "hidden": 4097 if cuda else 513, "spread": "uniform"}
-    shapes: list[Changes | RoutingCase] = [long(scope) | align | {"hidden": 3}, WIDE | align | {"hidden": 3}, columns]
-    if scope.function == "permute" and cuda and align:
-        # expert 1's rows begin after 2²⁴ rows of expert 0's segment
-        fields: Changes = {"tokens": 2, "experts": 2, "hidden": 130, "routing": (0b01, 0b10)}
-        shapes.append(RoutingCase(function="permute", dtype="uint8", align=2**24, **fields))
-    return shapes
+    return [long(scope) | align | {"hidden": 3}, WIDE | align | {"hidden": 3}, columns]
+
+
+def _past_32_bits(scope: Scope) -> list[RoutingCase]:
+    """On a GPU rows past 2³¹ elements: expert 1's begin after 2²⁴ rows of expert 0's segment."""
+    if scope.space.device != "cuda" or not scope.accepts("align"):
+        return []
+    fields: Changes = {"tokens": 2, "experts": 2, "hidden": 130, "routing": (0b01, 0b10)}
+    return [RoutingCase(function=scope.function, dtype="uint8", align=2**24, **fields)]
 
 
 def _room(scope: Scope) -> dict[str, list[Changes]]:
@@ -174,42 +177,38 @@ def _indexed(scope: Scope) -> list[Changes]:
 
 
 FAR_SLOTS: Changes = {"experts": 4, "ranks": 2, "index_dtype": "int16", "slots": (0, 3, 1, 3, -1, 2, 2, 3, 0)}
-INDICES = Shapes(
+INDICES_TO_MULTIHOT = Shapes(
     drawn=slots,
     affordable=affordable_slots,
     covered={"tokens": 5, "topk": 3, "experts": 6},
     always=_indexed,
     far=FAR_SLOTS,
 )
-DEEPEP_LAYOUT = replace(INDICES, together=lambda scope: {"ranks": [{"ranks": n} for n in (1, 2, 6)]})
-PERMUTE = Shapes(
+DEEPEP_LAYOUT = replace(INDICES_TO_MULTIHOT, together=lambda scope: {"ranks": [{"ranks": n} for n in (1, 2, 6)]})
+UNPERMUTE = Shapes(
     drawn=maps, affordable=affordable, covered=COVERED, together=_room, always=_permuted, far=FAR, weight=3
 )
-SPACE = {
-    "permute": PERMUTE,
-    "unpermute": PERMUTE,
-    "sort_chunks": Shapes(
-        drawn=chunks,
-        affordable=affordable_chunks,
-        covered={"sizes": (3, 0, 1, 4), "order": (2, 0, 3, 1), "hidden": 5},
-        always=_chunked,
-        far={"sizes": (1, 1, 1), "order": (2, 0, 1)},
-        illegal={"sizes": (2, 3), "order": (1, 0)},
-        weight=2,
-    ),
-    "pad_routing_map": Shapes(
-        drawn=maps,
-        affordable=affordable,
-        covered=COVERED,
-        always=lambda scope: [long(scope) | {"align": 256, "spread": "sparse"}, WIDE | {"align": 16}],
-        far=FAR | {"align": 2},
-    ),
-    "indices_to_multihot": INDICES,
-    "multihot_to_indices": Shapes(
-        drawn=maps,
-        affordable=affordable,
-        covered=COVERED,
-        always=lambda scope: [long(scope), WIDE, {"tokens": 5, "experts": 50, "topk": 33, "spread": "all"}],
-        far=FAR,
-    ),
-}
+PERMUTE = replace(UNPERMUTE, always=lambda scope: [*_permuted(scope), *_past_32_bits(scope)])
+SORT_CHUNKS = Shapes(
+    drawn=chunks,
+    affordable=affordable_chunks,
+    covered={"sizes": (3, 0, 1, 4), "order": (2, 0, 3, 1), "hidden": 5},
+    always=_chunked,
+    far={"sizes": (1, 1, 1), "order": (2, 0, 1)},
+    illegal={"sizes": (2, 3), "order": (1, 0)},
+    weight=2,
+)
+PAD_ROUTING_MAP = Shapes(
+    drawn=maps,
+    affordable=affordable,
+    covered=COVERED,
+    always=lambda scope: [long(scope) | {"align": 256, "spread": "sparse"}, WIDE | {"align": 16}],
+    far=FAR | {"align": 2},
+)
+MULTIHOT_TO_INDICES = Shapes(
+    drawn=maps,
+    affordable=affordable,
+    covered=COVERED,
+    always=lambda scope: [long(scope), WIDE, {"tokens": 5, "experts": 50, "topk": 33, "spread": "all"}],
+    far=FAR,
+)

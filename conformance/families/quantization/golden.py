@@ -179,5 +179,3 @@ QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
         {"1.scales": _exactly(1 / 32, 1 / 16), "1.codes": _bytes([0x7E], [0x7E]), "1.values": _exactly([14.0], [28.0])},
     ),
 }
-
-GOLDEN = {"quantize": QUANTIZE}

@@ -44,8 +44,3 @@ QUANTIZE: dict[str, Rule] = {
     "noise_unasked": added("noise", torch.zeros(2, 2, 1)),
     "noise_of_one_direction": _quantizing("noise", Recipe("nvfp4"), _SQUARE, **_GRADIENT, noise=torch.zeros(1, 16, 16)),
 }
-
-
-RULES: dict[str, dict[str, Rule]] = {
-    "quantize": QUANTIZE,
-}

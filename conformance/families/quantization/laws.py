@@ -199,9 +199,7 @@ GRAPH_CAPTURE = replace(
     general.GRAPH_CAPTURE, applies=lambda case: general.GRAPH_CAPTURE.applies(case) and _turns_over(case)
 )
 
-LAWS = {
-    "quantize": (
-        *(IDEMPOTENCE, ROW_INDEPENDENCE, SCALING, GROUPS_ALONE, ZERO_ROWS, PADDING_INDEPENDENCE),
-        *(general.HISTORY, general.DETERMINISM, BUFFER_REUSE, general.LATE_PRODUCER, general.HOST_SYNC, GRAPH_CAPTURE),
-    ),
-}
+QUANTIZE = (
+    *(IDEMPOTENCE, ROW_INDEPENDENCE, SCALING, GROUPS_ALONE, ZERO_ROWS, PADDING_INDEPENDENCE),
+    *(general.HISTORY, general.DETERMINISM, BUFFER_REUSE, general.LATE_PRODUCER, general.HOST_SYNC, GRAPH_CAPTURE),
+)

@@ -151,14 +151,12 @@ LAYOUTS: list[Changes] = [
 ]
 
 
-SPACE = {
-    "quantize": Shapes(
-        drawn=drawn,
-        affordable=affordable,
-        covered={"hidden": lambda case: HIDDEN.get(case.scaling, 7 // UNIT.get(case.scaling, 1))},
-        together=lambda scope: {"groups": GROUPS, "layout": LAYOUTS, "unused": [{"unused": ""}]},
-        always=always,
-        far={"scaling": "nvfp4", "role": "grad_output", "tokens": 2, "experts": 2, "hidden": 1, "tail": 0},
-        illegal={"tokens": 2, "experts": 2},
-    )
-}
+QUANTIZE = Shapes(
+    drawn=drawn,
+    affordable=affordable,
+    covered={"hidden": lambda case: HIDDEN.get(case.scaling, 7 // UNIT.get(case.scaling, 1))},
+    together=lambda scope: {"groups": GROUPS, "layout": LAYOUTS, "unused": [{"unused": ""}]},
+    always=always,
+    far={"scaling": "nvfp4", "role": "grad_output", "tokens": 2, "experts": 2, "hidden": 1, "tail": 0},
+    illegal={"tokens": 2, "experts": 2},
+)

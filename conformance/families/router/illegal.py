@@ -5,7 +5,7 @@ import torch
 from conformance.core.illegal import Rule, added, flat, in_dtype, one_more, setting, together
 
 # two tokens, two experts, one slot
-TOPK: dict[str, Rule] = {
+TOPK_INDICES: dict[str, Rule] = {
     "no_slots": setting("topk", 0),
     "more_slots_than_experts": setting("topk", 3),
     "logits_flat": flat("logits"),
@@ -23,46 +23,43 @@ TOPK: dict[str, Rule] = {
 }
 
 
-RULES: dict[str, dict[str, Rule]] = {
-    "gate": {
-        "weight_wider": one_more("weight", 1),
-        "x_flat": flat("x"),
-        "unknown_dtype": setting("router_dtype", "fp8"),
-    },
-    "jitter": {"eps_negative": setting("eps", -0.5), "eps_one": setting("eps", 1.0)},
-    "topk_indices": TOPK,
-    "topk_routing": TOPK,
-    "sinkhorn_routing": {"no_slots": setting("topk", 0), "more_slots_than_experts": setting("topk", 3)},
-    "drop_tokens": {
-        "capacity_negative": setting("capacity", -1),
-        "unknown_policy": setting("drop_policy", "random"),
-        "map_longer_than_probs": one_more("routing_map"),
-    },
-    "aux_loss_scores": {
-        "no_slots": setting("topk", 0),
-        "more_slots_than_experts": setting("topk", 3),
-        "unknown_scores": setting("score_function", "relu"),
-        "mask_too_long": added("padding_mask", torch.zeros(3, dtype=torch.bool)),
-    },
-    "load_balancing_loss": {
-        "columns_no_multiple": setting("num_experts", 5),
-        "counts_too_many": one_more("tokens_per_expert"),
-        "coeff_negative": setting("coeff", -1.0),
-        "tokens_negative": setting("total_num_tokens", -1),
-    },
-    "z_loss": {
-        "coeff_negative": setting("coeff", -1.0),
-        "logits_flat": flat("logits"),
-        "mask_too_long": added("padding_mask", torch.zeros(3, dtype=torch.bool)),
-    },
-    "attach_loss": {"scale_infinite": setting("scale", float("inf"))},
-    "update_expert_bias": {
-        "counts_too_many": one_more("tokens_per_expert"),
-        "bias_in_half": in_dtype("expert_bias", torch.bfloat16),
-        "rate_negative": setting("update_rate", -0.5),
-    },
-    "route": {
-        "batch_size_no_divisor": setting("batch_size", 3),
-        "mask_too_long": added("padding_mask", torch.zeros(3, dtype=torch.bool)),
-    },
+GATE: dict[str, Rule] = {
+    "weight_wider": one_more("weight", 1),
+    "x_flat": flat("x"),
+    "unknown_dtype": setting("router_dtype", "fp8"),
+}
+TOPK_ROUTING = TOPK_INDICES
+JITTER: dict[str, Rule] = {"eps_negative": setting("eps", -0.5), "eps_one": setting("eps", 1.0)}
+SINKHORN_ROUTING: dict[str, Rule] = {"no_slots": setting("topk", 0), "more_slots_than_experts": setting("topk", 3)}
+DROP_TOKENS: dict[str, Rule] = {
+    "capacity_negative": setting("capacity", -1),
+    "unknown_policy": setting("drop_policy", "random"),
+    "map_longer_than_probs": one_more("routing_map"),
+}
+AUX_LOSS_SCORES: dict[str, Rule] = {
+    "no_slots": setting("topk", 0),
+    "more_slots_than_experts": setting("topk", 3),
+    "unknown_scores": setting("score_function", "relu"),
+    "mask_too_long": added("padding_mask", torch.zeros(3, dtype=torch.bool)),
+}
+LOAD_BALANCING_LOSS: dict[str, Rule] = {
+    "columns_no_multiple": setting("num_experts", 5),
+    "counts_too_many": one_more("tokens_per_expert"),
+    "coeff_negative": setting("coeff", -1.0),
+    "tokens_negative": setting("total_num_tokens", -1),
+}
+Z_LOSS: dict[str, Rule] = {
+    "coeff_negative": setting("coeff", -1.0),
+    "logits_flat": flat("logits"),
+    "mask_too_long": added("padding_mask", torch.zeros(3, dtype=torch.bool)),
+}
+ATTACH_LOSS: dict[str, Rule] = {"scale_infinite": setting("scale", float("inf"))}
+UPDATE_EXPERT_BIAS: dict[str, Rule] = {
+    "counts_too_many": one_more("tokens_per_expert"),
+    "bias_in_half": in_dtype("expert_bias", torch.bfloat16),
+    "rate_negative": setting("update_rate", -0.5),
+}
+ROUTE: dict[str, Rule] = {
+    "batch_size_no_divisor": setting("batch_size", 3),
+    "mask_too_long": added("padding_mask", torch.zeros(3, dtype=torch.bool)),
 }

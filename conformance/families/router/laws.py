@@ -154,20 +154,17 @@ EVENLY_SPREAD = Law(
 
 _EVERY = (*universal.EVERYWHERE, *universal.STATIC)
 _CHOICE = (TOKEN_REVERSAL, EXPERT_RELABELLING, BATCH_CONCAT, SHIFT)
-LAWS = {
-    "gate": (
-        *SHARED_OUT,
-        *of_one_process(*universal.EVERYWHERE[2:], *universal.STATIC, TOKEN_REVERSAL, BATCH_CONCAT),
-    ),
-    "jitter": (*_EVERY, EVENLY_SPREAD),
-    "topk_indices": (*_EVERY, *_CHOICE, REPLAY),
-    "topk_routing": (*_EVERY, *_CHOICE, REPLAY),
-    "sinkhorn_routing": (*universal.EVERYWHERE, EXPERT_RELABELLING),
-    "drop_tokens": (*_EVERY, EXPERT_RELABELLING, universal.SCALING),
-    "aux_loss_scores": (*_EVERY, *_CHOICE, PADDING_TOKENS),
-    "load_balancing_loss": (*_EVERY, SHARES, universal.SCALING),
-    "z_loss": (*_EVERY, TOKEN_REVERSAL, EXPERT_RELABELLING, PADDING_TOKENS),
-    "attach_loss": (*_EVERY, universal.SCALING),
-    "update_expert_bias": (*_EVERY, EXPERT_RELABELLING),
-    "route": (*SHARED_OUT, *of_one_process(universal.LATE_PRODUCER, *universal.STATIC)),
-}
+GATE = (
+    *SHARED_OUT,
+    *of_one_process(*universal.EVERYWHERE[2:], *universal.STATIC, TOKEN_REVERSAL, BATCH_CONCAT),
+)
+JITTER = (*_EVERY, EVENLY_SPREAD)
+TOPK_INDICES = TOPK_ROUTING = (*_EVERY, *_CHOICE, REPLAY)
+SINKHORN_ROUTING = (*universal.EVERYWHERE, EXPERT_RELABELLING)
+DROP_TOKENS = (*_EVERY, EXPERT_RELABELLING, universal.SCALING)
+AUX_LOSS_SCORES = (*_EVERY, *_CHOICE, PADDING_TOKENS)
+LOAD_BALANCING_LOSS = (*_EVERY, SHARES, universal.SCALING)
+Z_LOSS = (*_EVERY, TOKEN_REVERSAL, EXPERT_RELABELLING, PADDING_TOKENS)
+ATTACH_LOSS = (*_EVERY, universal.SCALING)
+UPDATE_EXPERT_BIAS = (*_EVERY, EXPERT_RELABELLING)
+ROUTE = (*SHARED_OUT, *of_one_process(universal.LATE_PRODUCER, *universal.STATIC))

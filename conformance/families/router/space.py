@@ -128,7 +128,7 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
 
 FAR_CHOICE: Changes = {"experts": 4, "topk": 3, "score": "sigmoid"}
 LOGITS: Changes = {"tokens": 7, "experts": 8}
-CHOICE = Shapes(
+TOPK_INDICES = TOPK_ROUTING = Shapes(
     drawn=choices,
     affordable=near,
     covered=LOGITS | {"topk": 2},
@@ -281,61 +281,57 @@ def _route_together(scope: Scope) -> dict[str, list[Changes]]:
     return {"groups": [{}, {"groups": 4, "group_topk": 2}], "room": room, "layout": [{}]}
 
 
-SPACE = {
-    "gate": Shapes(
-        drawn=states,
-        affordable=near,
-        covered={"tokens": 5, "hidden": 11, "experts": 4},
-        together=_gradients,
-        always=lambda scope: [{"tokens": 257, "hidden": 129, "experts": 65}],
-    ),
-    "jitter": Shapes(drawn=states, affordable=near, covered={"tokens": 9, "hidden": 11}),
-    "attach_loss": Shapes(drawn=states, affordable=near, covered={"tokens": 5, "hidden": 11}),
-    "topk_indices": CHOICE,
-    "topk_routing": CHOICE,
-    "sinkhorn_routing": Shapes(
-        drawn=plans,
-        affordable=near,
-        covered=LOGITS,
-        together=lambda scope: _values("spread", "distinct", "ties", "negative")(scope) | _values("topk", 1, 2)(scope),
-        far={"experts": 4, "topk": 3},
-    ),
-    "drop_tokens": Shapes(
-        drawn=drops,
-        affordable=near,
-        covered=LOADS,
-        always=_dropped,
-        far={"topk": 2, "capacity": 1, "map_dtype": "bool"},
-    ),
-    "aux_loss_scores": Shapes(
-        drawn=losses,
-        affordable=near,
-        covered=LOGITS,
-        together=_values("topk", 1, 2, 8),
-        always=lambda scope: [long(scope), WIDE],
-        far={"experts": 4, "topk": 3, "padding": 4},
-    ),
-    "load_balancing_loss": Shapes(
-        drawn=counted,
-        affordable=near,
-        covered=LOADS,
-        always=lambda scope: [long(scope), long(scope) | {"sequences": 3, "total": "device"}, WIDE],
-        far={"topk": 2, "sequences": 1, "map_dtype": "int32"},
-    ),
-    "z_loss": Shapes(
-        drawn=losses,
-        affordable=near,
-        covered=LOGITS,
-        together=_values("spread", "distinct", "negative", "minus_inf"),
-        always=lambda scope: [long(scope), WIDE],
-        far={"experts": 4, "padding": 4},
-    ),
-    "update_expert_bias": Shapes(drawn=counted, affordable=near, covered=LOADS, far={"map_dtype": "int32"}),
-    "route": Shapes(
-        drawn=routes,
-        covered={"tokens": 12, "experts": 8, "topk": 3},
-        together=_route_together,
-        always=_routed,
-        weight=1.2,  # some of it over ranks
-    ),
-}
+GATE = Shapes(
+    drawn=states,
+    affordable=near,
+    covered={"tokens": 5, "hidden": 11, "experts": 4},
+    together=_gradients,
+    always=lambda scope: [{"tokens": 257, "hidden": 129, "experts": 65}],
+)
+JITTER = Shapes(drawn=states, affordable=near, covered={"tokens": 9, "hidden": 11})
+ATTACH_LOSS = Shapes(drawn=states, affordable=near, covered={"tokens": 5, "hidden": 11})
+SINKHORN_ROUTING = Shapes(
+    drawn=plans,
+    affordable=near,
+    covered=LOGITS,
+    together=lambda scope: _values("spread", "distinct", "ties", "negative")(scope) | _values("topk", 1, 2)(scope),
+    far={"experts": 4, "topk": 3},
+)
+DROP_TOKENS = Shapes(
+    drawn=drops,
+    affordable=near,
+    covered=LOADS,
+    always=_dropped,
+    far={"topk": 2, "capacity": 1, "map_dtype": "bool"},
+)
+AUX_LOSS_SCORES = Shapes(
+    drawn=losses,
+    affordable=near,
+    covered=LOGITS,
+    together=_values("topk", 1, 2, 8),
+    always=lambda scope: [long(scope), WIDE],
+    far={"experts": 4, "topk": 3, "padding": 4},
+)
+LOAD_BALANCING_LOSS = Shapes(
+    drawn=counted,
+    affordable=near,
+    covered=LOADS,
+    always=lambda scope: [long(scope), long(scope) | {"sequences": 3, "total": "device"}, WIDE],
+    far={"topk": 2, "sequences": 1, "map_dtype": "int32"},
+)
+Z_LOSS = Shapes(
+    drawn=losses,
+    affordable=near,
+    covered=LOGITS,
+    together=_values("spread", "distinct", "negative", "minus_inf"),
+    always=lambda scope: [long(scope), WIDE],
+    far={"experts": 4, "padding": 4},
+)
+UPDATE_EXPERT_BIAS = Shapes(drawn=counted, affordable=near, covered=LOADS, far={"map_dtype": "int32"})
+ROUTE = Shapes(
+    drawn=routes,
+    covered={"tokens": 12, "experts": 8, "topk": 3},
+    together=_route_together,
+    always=_routed,
+    weight=1.2,  # some of it over ranks
+)
