@@ -1,1 +1,1 @@
-"""Measurements, one module per family; run from the repository root: `python -m benchmarks.permutation`."""
+"""Measurements, one module per family: `python -m benchmarks.permutation` in the root folder."""

@@ -1,22 +1,21 @@
 """Measure how far honest kernels differ, and set the limits of `conformance.judge.ratios`.
 
-    python -m benchmarks.calibrate                 # this CPU: replaces its entry in calibration.json
-    python -m benchmarks.calibrate --device cuda   # matrix units, grouped kernels and split-K of torch
-    python -m benchmarks.calibrate --runs 3 --dry  # prints, and writes nothing
+    python -m benchmarks.calibrate                 # this CPU; replaces its entry
+    python -m benchmarks.calibrate --device cuda   # torch's tensor-core, grouped, split-K kernels
+    python -m benchmarks.calibrate --runs 3 --dry  # prints only
 
 Each run draws inputs, judges one honest variant of a contraction with another as the reference, and
-keeps the largest ratio of each rule. Maxima have a Gumbel distribution, P(max ≤ k) ≈ exp(-exp(-(k -
-μ)/β)), whose parameters follow from mean and deviation. With β ln(cases/α) above μ, a run of that
-many cases rejects an honest kernel with probability α:
+keeps the largest ratio per rule. Maxima follow a Gumbel distribution, P(max ≤ k) ≈
+exp(-exp(-(k - μ)/β)), fitted to their mean and deviation. At β ln(cases/α) above μ, a run rejects
+an honest kernel with probability α:
 
     limit = max(least, largest measured, μ + β ln(cases / α))
 
-over every machine, every kind of contraction and its worst variant. `least` are the limits from
-before any measurement: a CPU's variants are closer together than the matrix units of another
-machine.
+over all machines, all kinds of contraction and the worst variant of each. `least` are the limits
+without measurements: variants on one CPU differ less than matrix units of different machines.
 
-Each calibration holds the numbers it was judged with (`judged_with`). When one of them changes, the
-measurements no longer describe the judge; a test fails until every calibration has been run again.
+Each calibration records the judge's numbers (`judged_with`). When one changes, the measurements are
+out of date, and a test fails until every calibration is repeated.
 """
 
 import argparse
@@ -53,17 +52,17 @@ from tests.judge.tolerance_experiment import (
     truth,
 )
 
-# three times the spread of the rounding, or less; bias: its allowance is in units of itself
+# at most three times the spread of the rounding; bias: in units of its allowance
 LEAST = {"row": 2.0, "element": 2.5, "rms": 1.25, "bias": 1.0}
 ALPHA, CASES = 1e-6, 100_000
 EULER, VARIANCE = 0.5772156649015329, math.pi**2 / 6  # of the standard Gumbel distribution
 # rows, terms, columns
 SHAPES = ((256, 512, 64), (64, 96, 256), (2048, 256, 4), (8192, 128, 1), (32, 2048, 160), (128, 33, 128))
-SCALED_SHAPES = ((128, 64, 64), (128, 480, 64), (64, 2048, 64), (64, 7168, 64))  # multiples of 16, for FP8
+SCALED_SHAPES = ((128, 64, 64), (128, 480, 64), (64, 2048, 64), (64, 7168, 64))  # FP8: 16 | each
 WHOLE_PRODUCT = "one product"
 
 Ratios = dict[str, float]
-Run = tuple[str, Ratios]  # the variant, and its largest ratio by each rule
+Run = tuple[str, Ratios]  # the variant, its largest ratio per rule
 
 
 # ---- honest variants
@@ -186,7 +185,7 @@ def ratios(expected: RowWise, observed: Tensor) -> Ratios:
 
 
 def kinds(device: str) -> dict[str, Callable[[int], Iterator[Run]]]:
-    """The kinds of contraction that are calibrated."""
+    """The calibrated kinds of contraction."""
     names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     out: dict[str, Callable[[int], Iterator[Run]]] = {
         f"{name} {'×'.join(map(str, shape))}": partial(products, device, dtype, shape)
@@ -199,11 +198,11 @@ def kinds(device: str) -> dict[str, Callable[[int], Iterator[Run]]]:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         if hasattr(torch, "_grouped_mm"):
             out["bf16 grouped"] = partial(grouped, device, torch.bfloat16)
-        if torch.cuda.get_device_capability()[0] == 9:  # HOPPER_FP8 describes no other
+        if torch.cuda.get_device_capability()[0] == 9:  # HOPPER_FP8 models this one only
             out |= {
                 f"fp8 {'×'.join(map(str, shape))}": partial(scaled_products, device, shape) for shape in SCALED_SHAPES
             }
-        return out  # the other two are emulated on a CPU wherever they run
+        return out  # the other two are always emulated on the CPU
     return out | {"bf16 experts": experts, "fp8 blocks": block_scaled}
 
 
@@ -243,7 +242,7 @@ def limit_of(moments: dict[str, Any], alpha: float, cases: int) -> float:
 
 
 def limits_of(record: dict[str, Any]) -> dict[str, float]:
-    """The limits that follow from all calibrations in a record."""
+    """The limits from all calibrations in a record."""
     wanted = {rule: [least] for rule, least in record["least"].items()}
     for calibration in record["calibrations"]:
         for rules in calibration["maxima"].values():
@@ -253,15 +252,15 @@ def limits_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 def judged_with() -> dict[str, Any]:
-    """The numbers and the accumulators that the ratios' rules name."""
-    found: dict[str, Any] = {
+    """The numbers and accumulators in the ratios' rules."""
+    numbers: dict[str, Any] = {
         name: x for name, x in vars(ratio_rules).items() if name.isupper() and isinstance(x, (int, float))
     }
-    return found | {name: asdict(x) for name, x in vars(bound).items() if isinstance(x, Accumulator)}
+    return numbers | {name: asdict(x) for name, x in vars(bound).items() if isinstance(x, Accumulator)}
 
 
 def digest(record: dict[str, Any]) -> str:
-    """Of everything else in the record."""
+    """The digest of the record's other entries."""
     rest = {key: value for key, value in record.items() if key != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
@@ -299,7 +298,7 @@ def cpu_name() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--runs", type=int, default=24, help="of each variant of each kind of contraction")
+    parser.add_argument("--runs", type=int, default=24, help="runs per variant and kind of contraction")
     parser.add_argument("--dry", action="store_true", help="write nothing")
     options = parser.parse_args()
     torch.set_num_threads(1)  # the products are small

@@ -1,6 +1,6 @@
-"""What the benchmarks share: clocks, the report, and the capture of a step in a CUDA graph.
+"""Shared by all benchmarks: clocks, the report, the capture of a step in a CUDA graph.
 
-Versions of an operation take turns in one process, and medians are kept: ratios are of one run.
+Versions of an operation alternate in one process; medians are reported, ratios within one run only.
 `--quick` checks tiny shapes and times nothing; it needs no GPU.
 """
 
@@ -21,16 +21,16 @@ from moe_fast.launch.backend import INTERPRETED, triton
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 COLD_BYTES = 256 * 2**20  # several times the L2
-BF16, FP32 = 2, 4  # bytes
-REST_SECONDS = 0.3  # long enough for the clock to recover
-BURST_CALLS = 4  # shorter than the clock takes to fall
+BF16, FP32 = 2, 4  # bytes per element
+REST_SECONDS = 0.3  # the GPU clock recovers
+BURST_CALLS = 4  # ends before the GPU clock falls
 
 Call = Callable[[], object]
 Times = dict[str, float]  # microseconds of each version
 
 
 class Shape(NamedTuple):
-    """A model: hidden size, experts of this rank, experts per token, columns of an expert."""
+    """A model: hidden size, local experts, experts per token, FFN size per expert."""
 
     hidden: int
     experts: int
@@ -54,7 +54,7 @@ TINY_SHAPES = {"tiny": Shape(40, 8, 2, 24), "tiny-wide": Shape(136, 20, 5, 40)}
 
 
 def medians(versions: Mapping[str, Call], blocks: int, reps: int, before: Call = lambda: None) -> Times:
-    """The median over `blocks` turns of the median of `reps` calls; `before` each is not timed."""
+    """Medians over `blocks` turns of medians of `reps` calls; `before` runs untimed before each."""
     times: dict[str, list[float]] = {name: [] for name in versions}
     for _ in range(blocks):
         for name, call in versions.items():
@@ -71,9 +71,9 @@ def medians(versions: Mapping[str, Call], blocks: int, reps: int, before: Call =
 
 
 def interleaved(versions: Mapping[str, Call], blocks: int, reps: int) -> Times:
-    """Single calls, launched from Python, on an L2 full of other data.
+    """Single calls, launched from Python, with a cold L2.
 
-    The L2 is written, as `triton.testing.do_bench` does: a call also pays for evicting it.
+    The L2 is flushed by writes, as in `triton.testing.do_bench`: a call also pays for evictions.
     """
     flushed = torch.empty(COLD_BYTES // 4, dtype=torch.int32, device="cuda")
     for call in versions.values():
@@ -82,28 +82,28 @@ def interleaved(versions: Mapping[str, Call], blocks: int, reps: int) -> Times:
 
 
 def rotated(versions: Mapping[str, list[Call]], blocks: int, reps: int) -> Times:
-    """Calls in one CUDA graph per version; their different inputs together exceed the L2."""
+    """Calls in one CUDA graph per version, on different inputs that together exceed the L2."""
     replays = {}
     for name, calls in versions.items():
         calls[0]()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            results = [call() for call in calls]  # no call reuses the memory of another
+            results = [call() for call in calls]  # no call reuses another's memory
         del results
         replays[name] = graph.replay
     return {name: us / len(versions[name]) for name, us in medians(replays, blocks, reps).items()}
 
 
 def replayed(versions: Mapping[str, Call], blocks: int, reps: int, calls: int = 20) -> Times:
-    """Calls in a CUDA graph, on what the call before left in the L2."""
+    """Repeated calls in a CUDA graph, with a warm L2."""
     return rotated({name: [call] * calls for name, call in versions.items()}, blocks, reps)
 
 
 def bursts(versions: Mapping[str, Call], blocks: int, reps: int) -> Times:
-    """The GPU rests, one call warms up, a few are timed together: power sets the clock.
+    """The GPU rests, one call warms up, a few calls are timed together: power sets the clock.
 
-    Versions take turns in another order in each of `blocks` rounds.
+    The order of the versions differs in each of `blocks` rounds.
     """
     order = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in versions}
@@ -125,7 +125,7 @@ def bursts(versions: Mapping[str, Call], blocks: int, reps: int) -> Times:
 
 
 def ceilings(blocks: int, reps: int) -> dict[str, float]:
-    """TB/s of a copy of 1 GiB (bytes read and written), of writing alone, and of reading alone."""
+    """TB/s of a 1 GiB copy (bytes read plus written), of writes only, and of reads only."""
     source = torch.randn(2**29, device="cuda").bfloat16()
     target = torch.empty_like(source)
     versions: dict[str, Call] = {
@@ -143,11 +143,11 @@ def ceilings(blocks: int, reps: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Operation:
-    """One line of the report: the project's version first, then versions by other means."""
+    """One line of the report: moe_fast first, then other implementations."""
 
     title: str
     versions: Mapping[str, Any]  # calls, as `clock` takes them
-    minimum: float = 0  # bytes that must be moved: 0 prints no floor
+    minimum: float = 0  # bytes to move at least; 0: no floor
     size: str = ""
     flops: float = 0
     clock: Callable[[Mapping[str, Any], int, int], Times] = interleaved
@@ -163,12 +163,12 @@ def parse(
     reps: int = 15,
     flags: Mapping[str, dict[str, Any]] | None = None,
 ) -> argparse.Namespace:
-    """The options of a run; `shapes` are the chosen ones, or with --quick `tiny` with `tokens`."""
+    """The options of a run; `shapes` are the chosen shapes, with --quick `tiny`."""
     parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--shapes", default="", help=f"beginnings of names, with commas: {', '.join(shapes)}")
-    parser.add_argument("--only", default="", help="beginnings of titles of operations, with semicolons")
-    parser.add_argument("--blocks", type=int, default=blocks, help="turns of each version")
+    parser.add_argument("--shapes", default="", help=f"prefixes of names, comma-separated: {', '.join(shapes)}")
+    parser.add_argument("--only", default="", help="prefixes of operations' titles, semicolon-separated")
+    parser.add_argument("--blocks", type=int, default=blocks, help="turns per version")
     parser.add_argument("--reps", type=int, default=reps, help="calls per turn")
     parser.add_argument("--json", help="write every figure to this file")
     parser.add_argument("--quick", action="store_true", help="check tiny shapes, time nothing")
@@ -182,7 +182,7 @@ def parse(
 
 
 def measure(operations: Callable[[Any], Iterable[Operation]], options: argparse.Namespace) -> None:
-    """Time and print the operations of each shape; `operations` checks each before it yields it."""
+    """Time and print the operations of each shape; `operations` checks each before yielding it."""
     if options.quick:
         for name, shape in options.shapes.items():
             print(f"{name}: {len(list(operations(shape)))} operations checked", flush=True)
@@ -194,7 +194,7 @@ def measure(operations: Callable[[Any], Iterable[Operation]], options: argparse.
     print(table("", ["shape", "operation", "size", "floor µs", "µs", "÷ floor", "TFLOP/s", "others (÷ the first)"], []))
     results: dict[str, dict[str, Any]] = {}
     for name, shape in options.shapes.items():
-        torch._dynamo.reset()  # compilations per shape are not limited
+        torch._dynamo.reset()  # no limit on compilations per shape
         for operation in operations(shape):
             if operation.title.startswith(tuple(options.only.split(";"))):
                 result = timed(operation, top["copy"], options)
@@ -208,17 +208,17 @@ def measure(operations: Callable[[Any], Iterable[Operation]], options: argparse.
 
 
 def timed(operation: Operation, copy: float, options: argparse.Namespace) -> dict[str, Any]:
-    """Times and floor; a copy of as many bytes shows the cost of a launch and of the size."""
+    """Times and floor; a copy of the same bytes shows the cost of the launch and the size."""
     versions = dict(operation.versions)
     if operation.minimum:
         source = torch.empty(int(operation.minimum) // 4, dtype=torch.bfloat16, device=DEVICE).normal_()
-        versions["copy of as many bytes"] = partial(torch.empty_like(source).copy_, source)
+        versions["copy of the same bytes"] = partial(torch.empty_like(source).copy_, source)
     us = operation.clock(versions, options.blocks, options.reps)
     return {"size": operation.size, "us": us, "floor_us": operation.minimum / copy / 1e6, "flops": operation.flops}
 
 
 def cells(result: Mapping[str, Any]) -> list[str]:
-    """The figures of a line."""
+    """The cells of a line."""
     (_, ours), *others = result["us"].items()
     floor, flops = result["floor_us"], result["flops"]
     return [
@@ -243,7 +243,7 @@ def table(title: str, header: list[str], lines: list[list[str]]) -> str:
 
 
 def captured(step: Callable[[], Sequence[Tensor]]) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
-    """A CUDA graph of a step, and its results, which each replay writes.
+    """A CUDA graph of a step, and the results that each replay writes.
 
     Raises:
         RuntimeError: the step waits for the device.
@@ -265,7 +265,7 @@ def captured(step: Callable[[], Sequence[Tensor]]) -> tuple[torch.cuda.CUDAGraph
 
 
 def check_replays(step: Callable[[], Sequence[Tensor]], changes: Iterable[Call]) -> None:
-    """A captured step never waits for the device, and follows the inputs that `changes` write.
+    """Checks that a captured step never waits for the device and follows changed inputs.
 
     Raises:
         AssertionError: a replay differs from a call.

@@ -3,11 +3,11 @@
     TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 python -m benchmarks.dispatch --ranks 4
     python -m benchmarks.dispatch --quick
 
-Each version dispatches tokens to experts that do nothing and combines what comes back. Wire bytes
-are those that leave a GPU: one row per (token, other rank) where duplicates are removed, else one
-row per copy. A quantised row is one byte per number and four per 128, and comes back as bfloat16.
-Times are those of the slowest rank, medians of turns that all versions take. Every version is first
-compared with the exact result. `--quick` only compares, on two processes without a GPU.
+Each version dispatches tokens to identity experts and combines the results. Wire bytes leave a GPU:
+one row per (token, other rank) with deduplication, else one row per copy. A quantised row has one
+byte per number and four per 128; combine returns bfloat16. Times are the slowest rank's, medians of
+alternating turns. Every version is first compared with the exact result; `--quick` only compares,
+on two processes without a GPU.
 """
 
 import argparse
@@ -35,24 +35,25 @@ from moe_fast.dispatch.symmetric import _slab
 from moe_fast.launch.backend import tl, triton
 from moe_ref.config import Recipe
 
-SHAPES = {"deepseek-v3": (7168, 256, 8), "qwen3-235b": (4096, 128, 8), "gptoss-120b": (2880, 128, 4)}  # H, E, K
+# H, E, K
+SHAPES = {"deepseek-v3": (7168, 256, 8), "qwen3-235b": (4096, 128, 8), "gptoss-120b": (2880, 128, 4)}
 TINY = {"tiny": (256, 8, 3)}
 ALIGN = 16
 RECIPE = Recipe("block")
-SHARED = 2048  # columns of the shared expert of DeepSeek-V3
-SLACK = 1.25  # rows of a buffer ÷ rows of even routing
+SHARED = 2048  # FFN size of DeepSeek-V3's shared expert
+SLACK = 1.25  # rows of a buffer ÷ rows of balanced routing
 
 
 @triton.jit
 def peer_copy_kernel(rows_ptr, table_ptr, rank, num_ranks, num_columns, WRITE: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Row i to, or from, row i of a peer that changes with i: the rate of plain stores and loads."""
+    """Copies row i to or from row i of peer(i): the bandwidth of plain stores and loads."""
     row = tl.program_id(0).to(tl.int64)
     peer = (rank + 1 + row % (num_ranks - 1)) % num_ranks
     peer_ptr = tl.multiple_of(tl.load(table_ptr + peer).to(tl.pointer_type(tl.bfloat16)), 16) + row * num_columns
     local_ptr = rows_ptr + row * num_columns
     for first in range(0, num_columns, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H)
-        inside = h < num_columns  # the last block sticks out
+        inside = h < num_columns
         if WRITE:
             tl.store(peer_ptr + h, tl.load(local_ptr + h, mask=inside), mask=inside)
         else:
@@ -60,7 +61,7 @@ def peer_copy_kernel(rows_ptr, table_ptr, rank, num_ranks, num_columns, WRITE: t
 
 
 class Bench:
-    """The tokens of one rank, and every version on them."""
+    """The tokens of one rank and all versions on them."""
 
     def __init__(self, rank: int, ranks: int, shape: tuple[int, int, int], num_tokens: int, shared: int) -> None:
         self.rank, self.ranks, (hidden, self.experts, self.topk) = rank, ranks, shape
@@ -71,18 +72,18 @@ class Bench:
         self.indices = scores.topk(self.topk).indices
         self.map = torch.zeros(scores.shape, dtype=torch.bool, device=DEVICE).scatter_(1, self.indices, True)
         self.probs = torch.rand(scores.shape, device=DEVICE, generator=random)
-        slack = SLACK if num_tokens > ALIGN else 8.0  # few tokens go unevenly
+        slack = SLACK if num_tokens > ALIGN else 8.0  # few tokens are unbalanced
         self.num_rows = int(slack * num_tokens * self.topk) // ALIGN * ALIGN
         self.shared_weights = [normal(s) / s[1] ** 0.5 for s in ((2 * shared, hidden), (hidden, shared))]
 
     def wire_rows(self) -> tuple[int, int]:
-        """Rows that leave this rank: copies, and different (token, rank)."""
+        """Rows that leave this rank: copies, and distinct (token, rank) pairs."""
         by_rank = self.map.unflatten(1, (self.ranks, -1))
         others = torch.arange(self.ranks, device=DEVICE) != self.rank
         return int(by_rank.sum(2)[:, others].sum()), int(by_rank.any(2)[:, others].sum())
 
     def eager(self) -> Tensor:
-        """index_select, all_to_all_single with lists on the host, index_add in float32."""
+        """index_select, all_to_all_single with split lists on the host, index_add in float32."""
         local = self.experts // self.ranks
         expert, copy = self.indices.flatten().sort(stable=True)
         counts = torch.empty(self.ranks * self.experts, dtype=torch.int64, device=DEVICE)
@@ -118,7 +119,7 @@ class Bench:
         return symmetric.hybridep_combine(rows, dispatched.handle, group=self.group).tokens
 
     def push_alone(self, handle: Any, recipe: Recipe | None = None) -> None:
-        """The kernel that writes to other ranks, without counts, barriers and later kernels."""
+        """Only the kernel that writes to peers: no counts, barriers or later kernels."""
         slab = _slab(handle, self.tokens, None)
         assert slab is not None
         push(self.tokens, None, None, handle.lists, None, slab, handle.local_experts, handle.once, recipe)
@@ -127,20 +128,20 @@ class Bench:
         return self.pull(self.push(deduplicate))
 
     def symmetric_quantized(self, rows: Tensor, deduplicate: bool = True) -> Tensor:
-        """Codes and scales go out, these rows come back."""
+        """Dispatches codes and scales; combines these rows."""
         return self.pull(self.push(deduplicate, RECIPE), rows)
 
     def shared(self) -> Tensor:
         return moe_fast.shared_experts(self.tokens, *self.shared_weights)
 
     def with_shared(self, overlap: bool) -> tuple[Tensor, Tensor]:
-        """The shared expert, and the symmetric version."""
+        """The shared expert and the symmetric version, overlapped or in sequence."""
         if overlap:
             return beside(self.shared, self.symmetric, self.tokens.device)
         return self.shared(), self.symmetric()
 
     def expected(self) -> Tensor:
-        """A token as many times as it has experts, rounded as the tree of combine rounds."""
+        """Σ of K copies of each token, with the roundings of combine's reduction tree."""
         per_rank = self.map.unflatten(1, (self.ranks, -1)).sum(2)
         total = torch.zeros(self.tokens.shape, dtype=torch.float32, device=DEVICE)
         for rank in range(self.ranks):
@@ -151,7 +152,7 @@ class Bench:
         return total.bfloat16()
 
     def check(self) -> None:
-        """Every version against the exact result.
+        """Compares every version with the exact result.
 
         Raises:
             AssertionError: a version differs.
@@ -171,7 +172,7 @@ class Bench:
             assert torch.equal(moe_fast.scales(codes.rows), moe_fast.scales(quantized)), "scales"
 
     def graph(self) -> Call:
-        """The symmetric version in a graph, which waits for no device and follows a changed map."""
+        """The symmetric version in a CUDA graph: no device waits, follows a changed map."""
         graph, (out,) = captured(lambda: [self.symmetric()])
         routing_map = self.map.clone()
         self.map.copy_(self.map.roll(5, 1))
@@ -183,7 +184,7 @@ class Bench:
         return graph.replay
 
     def versions(self) -> dict[str, Call]:
-        """Names with two leading spaces are parts of a version."""
+        """Versions by name; two leading spaces mark a part of a version."""
         dispatched = self.push()
         return {
             "eager all-to-all": self.eager,
@@ -192,7 +193,7 @@ class Bench:
             "symmetric": self.symmetric,
             "symmetric, graph": self.graph(),
             "symmetric, shared expert first": partial(self.with_shared, False),
-            "symmetric, shared expert beside": partial(self.with_shared, True),
+            "symmetric, shared expert overlapped": partial(self.with_shared, True),
             "symmetric, quantised, with duplicates": partial(self.symmetric_quantized, dispatched.rows, False),
             "symmetric, quantised": partial(self.symmetric_quantized, dispatched.rows),
             "  dispatch": self.push,
@@ -204,7 +205,7 @@ class Bench:
 
 
 def timed(versions: dict[str, Call], turns: int, calls: int) -> dict[str, float]:
-    """µs of each version on the slowest rank: medians of turns after one that warms up."""
+    """µs per version on the slowest rank: medians of turns after a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in versions}
     for turn in range(turns + 1):
         for name, run in versions.items():
@@ -232,7 +233,7 @@ def wire_bytes(version: str, hidden: int, copies: int, distinct: int) -> int:
 
 
 def ceilings(bench: Bench, turns: int) -> dict[str, float]:
-    """GB/s that leave a GPU while all write to their peers, or read from them."""
+    """GB/s that leave a GPU while all GPUs write to, or read from, their peers."""
     slab, rows = _slabs[bench.group], torch.randn((16384, 7168), dtype=torch.bfloat16, device="cuda")
     rows = rows[: slab.region("rows", torch.uint8, slab.room.rows * slab.room.row_bytes).numel() // (7168 * 2)]
 
@@ -287,7 +288,7 @@ def work(rank: int, options: argparse.Namespace) -> None:
         if not options.quick:
             figures[name] = measure(bench, shape[0], options)
     if rank == 0:
-        print("all versions are right") if options.quick else report(figures, options)
+        print("all versions are correct") if options.quick else report(figures, options)
     dist.destroy_process_group()
 
 

@@ -3,10 +3,10 @@
     PYTHONPATH=. python3 -m benchmarks.experts --shapes glu [--json FILE] [--quick]
     PYTHONPATH=. python3 -m benchmarks.experts --shapes linear --blocks 6
 
-Results are compared with eager torch in float32 before they are timed, activations once more on
-more than 2³¹ elements. GEMMs are timed in bursts: power sets the clock, so only ratios within one
-run mean something. FP8 operands are quantised before the time begins; their transposition for a
-gradient counts. torch's FP8 GEMM has one scale per row and never promotes its sums.
+Results are compared with eager torch in float32 before they are timed, activations also on more
+than 2³¹ elements. GEMMs are timed in bursts: power sets the clock, so only ratios within one run
+are meaningful. FP8 operands are quantised untimed; transposing them for a gradient is timed.
+torch's FP8 GEMM has one scale per row and never promotes its sums.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +37,7 @@ PRODUCTS = ("forward", "dgrad", "wgrad")
 
 
 class Activation(NamedTuple):
-    """Rows per token, columns F of an expert, settings of glu."""
+    """Rows per token, FFN size F, settings of glu."""
 
     topk: int
     width: int
@@ -45,7 +45,7 @@ class Activation(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The expert GEMM of a model: experts, inputs, outputs, rows of all experts."""
+    """The expert GEMM of a model: experts, K, N, total rows."""
 
     experts: int
     ins: int
@@ -97,7 +97,7 @@ class Hidden:
         return Hidden(self.h_PF2[-count:], self.d_out_PF[-count:], self.probs_P[-count:], self.settings)
 
     def bytes(self, elements: float) -> float:
-        """Bytes of as many bfloat16 elements per element of the output."""
+        """Bytes of `elements` bfloat16 elements per element of the output."""
         return elements * self.d_out_PF.numel() * BF16
 
     @property
@@ -174,7 +174,7 @@ def fast_backward(p: Hidden) -> Any:
 
 
 def check_activation(p: Hidden) -> None:
-    """Against eager torch: neighbours in bfloat16, where float32 differs in its last bits.
+    """Compares with eager torch: within one bfloat16 ulp, as float32 differs in its last bits.
 
     Raises:
         AssertionError: the results differ by more.
@@ -183,11 +183,11 @@ def check_activation(p: Hidden) -> None:
     rounded(fast_forward(p), glu(*p.inputs, **p.settings))
     fast, (d_h, d_probs) = fast_backward(p), glu_backward(p.d_out_PF, *p.inputs, **p.settings)
     rounded(fast.d_h, d_h)
-    torch.testing.assert_close(fast.d_probs, d_probs, rtol=1e-4, atol=2e-2)  # float32 sums over F that cancel
+    torch.testing.assert_close(fast.d_probs, d_probs, rtol=1e-4, atol=2e-2)  # sums over F cancel
 
 
 def check_last_rows(rows: int, width: int, settings: dict[str, Any]) -> None:
-    """The last rows of a large problem, bit by bit as if they were alone.
+    """The last rows of a large problem equal the same rows alone, bit by bit.
 
     Raises:
         AssertionError: they differ.
@@ -244,7 +244,7 @@ class Operands(NamedTuple):
 
 
 def make_operands(layer: Layer, seed: int = 0) -> tuple[Operands, Tensor]:
-    """Random normal operands in bfloat16, and the random number of rows of each expert."""
+    """Random normal operands in bfloat16 and random rows per expert."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -258,7 +258,7 @@ def make_operands(layer: Layer, seed: int = 0) -> tuple[Operands, Tensor]:
 
 
 def fast_versions(x: Operands, counts: Tensor) -> dict[str, Call]:
-    """The plan of the tiles is part of every call."""
+    """moe_fast's versions; every call plans its tiles."""
     return {
         "forward": lambda: moe_fast.grouped_linear(x.rows_PN, x.weight_LMN, counts),
         "dgrad": lambda: moe_fast.grouped_dgrad(x.d_out_PM, x.weight_LMN, counts),
@@ -267,7 +267,7 @@ def fast_versions(x: Operands, counts: Tensor) -> dict[str, Call]:
 
 
 def torch_versions(x: Operands, counts: Tensor) -> dict[str, Call]:
-    """The ends of the experts' rows are not timed."""
+    """torch's versions; the segment ends are computed untimed."""
     ends = counts.cumsum(0).int()
     return {
         "forward": lambda: torch._grouped_mm(x.rows_PN, x.weight_LMN.mT, offs=ends),
@@ -277,7 +277,7 @@ def torch_versions(x: Operands, counts: Tensor) -> dict[str, Call]:
 
 
 def quantized(x: Operands, counts: Tensor, scaling: str) -> Operands:
-    """Operands by a recipe's defaults, by rows and by columns."""
+    """Operands quantised by a recipe's defaults, rowwise and columnwise."""
     precision = Precision(Recipe(scaling), None, None)
     rows = quantized_rows(x.rows_PN, "input", counts, precision, True, True)
     d_out = quantized_rows(x.d_out_PM, "grad_output", counts, precision, True, True)
@@ -293,7 +293,7 @@ def scaled_versions(q: Operands, counts: Tensor, num_rows: int) -> dict[str, Cal
 
 
 def torch_scaled_forward(x: Operands, counts: Tensor) -> Call:
-    """torch has no gradients of this GEMM."""
+    """torch's scaled GEMM, forward only."""
     rows, weight = x.rows_PN.to(torch.float8_e4m3fn), x.weight_LMN.to(torch.float8_e4m3fn).mT
     ones = torch.ones(len(rows), device=DEVICE), torch.ones(len(weight), weight.shape[2], device=DEVICE)
     settings = {"offs": counts.cumsum(0).int(), "out_dtype": torch.bfloat16, "use_fast_accum": True}
@@ -307,7 +307,7 @@ def check_products(
     counts: Tensor,
     noise: Callable[[int], float],
 ) -> None:
-    """Against float32 products, expert by expert.
+    """Compares with float32 products, expert by expert.
 
     Raises:
         AssertionError: an error exceeds `noise(terms)` · Σ|terms| + a rounding to bfloat16.
@@ -329,7 +329,7 @@ def check_products(
 
 
 def check_scaled(x: Operands, counts: Tensor, scaling: str, versions: Mapping[str, Call]) -> None:
-    """Against products of the dequantised codes, which float32 operands give too: sums of 14 bits."""
+    """Compares with GEMMs of the dequantised codes, within the error of 14-bit sums."""
     q = quantized(Operands(*(tensor.float() for tensor in x)), counts, scaling)
 
     def values(operand: Quantized, like: Tensor, columnwise: bool) -> Tensor:
@@ -340,7 +340,7 @@ def check_scaled(x: Operands, counts: Tensor, scaling: str, versions: Mapping[st
 
 
 def check_product_graph(x: Operands, counts: Tensor, layer: Layer) -> None:
-    """A captured forward and its gradients follow the counts."""
+    """Checks that a captured forward and its gradients follow changed counts."""
     counts, rows, weight = counts.clone(), x.rows_PN.detach(), x.weight_LMN.detach()
 
     @torch.enable_grad()
@@ -380,9 +380,9 @@ def main() -> None:
         check_last_rows(24, 40, {"interleave": 4})
     if large:
         for settings in ({}, GPT_OSS, {"interleave": 32}):
-            check_last_rows(2**16 + 5, 2**14 + 64, settings)  # h has more than 2³¹ elements
-        check_last_rows(2**22 + 5, 8, {})  # more programs than the second axis of a grid may have
-        print("the last of more than 2³¹ elements are right")
+            check_last_rows(2**16 + 5, 2**14 + 64, settings)  # h: more than 2³¹ elements
+        check_last_rows(2**22 + 5, 8, {})  # more programs than a grid's second axis allows
+        print("the last of more than 2³¹ elements are correct")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Time fused stages against the bytes they must move, and against one stage after the other.
+"""Time fused stages against the bytes they must move, and against separate stages.
 
     PYTHONPATH=. python3 -m benchmarks.fused --shapes permute [--only "MXFP8, rows"] [--quick]
     PYTHONPATH=. python3 -m benchmarks.fused --shapes glu --blocks 5 --reps 9
 
-permute_and_quantize equals moe_fast's permute and quantize bit by bit before it is timed, in CUDA
-graphs. "moves" has the row map ready, as index_select over a zero row has its indices; its peer
-quantises one group by torch.compile. "call" makes the row map. A token is read once (for current
+permute_and_quantize is first compared with moe_fast's permute and quantize bit by bit, then timed
+in CUDA graphs. "moves" starts from a row map, like index_select from its indices; its peer
+quantises one group by torch.compile. "call" includes the row map. A token is read once (current
 scaling: twice).
 
-Quantised activations are within half a step of their code of eager torch in float32.
+Quantised activations are within half a code step of eager torch in float32.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ from moe_ref.config import QuantizerState, Recipe
 
 BLOCK, MXFP8 = Recipe("block"), Recipe("mxfp8")
 SCALE_BYTES = {"block": 4 / 128, "mxfp8": 1 / 32}  # per element and direction
-HALF_STEP, LEAST = 2.0**-4 * 1.01, 2.0**-10  # of E4M3: of a number, and of its scale
+HALF_STEP, LEAST = 2.0**-4 * 1.01, 2.0**-10  # E4M3: relative to the value, to its scale
 
 
 class PermuteShape(NamedTuple):
@@ -77,18 +77,18 @@ def operations(model: PermuteShape | GluShape, num_tokens: int) -> Iterator[Oper
 
 @dataclass(frozen=True)
 class Kind:
-    """A recipe, the alignment of its groups, and the quantiser of one group in eager torch."""
+    """A recipe, its group alignment, and one group's quantiser in eager torch."""
 
     title: str
     recipe: Recipe
     align: int
-    reads: int  # of a token
+    reads: int  # per token
     written: float  # bytes per element of a row
     peer: Callable[..., object]
     columnwise: bool = False
 
     def state(self, experts: int) -> QuantizerState | None:
-        """Scales of earlier steps, where the recipe has them."""
+        """The quantiser state of a delayed recipe, else None."""
         if self.recipe.scaling != "delayed":
             return None
         return QuantizerState(torch.zeros(experts, 16, device=DEVICE), torch.full((experts,), 64.0, device=DEVICE))
@@ -130,7 +130,7 @@ def compiled(p: Problem, kind: Kind) -> Call:
 
 
 def check_permuted(p: Problem, kind: Kind, state: QuantizerState | None) -> None:
-    """One call makes every bit of two.
+    """Compares the fused call with two calls, bit by bit.
 
     Raises:
         AssertionError: a result differs.
@@ -148,7 +148,7 @@ def check_permuted(p: Problem, kind: Kind, state: QuantizerState | None) -> None
 
 
 def check_permuted_graph(p: Problem, kind: Kind, state: QuantizerState | None) -> None:
-    """A captured call follows its tokens and its map."""
+    """Checks that a captured call follows changed tokens and maps."""
     tokens, routing_map = p.tokens_TH.clone(), p.routing_map_TE.clone()
     settings = {"align": p.align, "num_rows": p.num_rows, "columnwise": kind.columnwise, "state": state}
 
@@ -180,10 +180,10 @@ def permute_operations(shape: Shape, num_tokens: int) -> Iterator[Operation]:
 
 
 def check_activated(p: Hidden, splits: Tensor, recipe: Recipe) -> None:
-    """Against eager torch, in both directions.
+    """Compares with eager torch, in both directions.
 
     Raises:
-        AssertionError: a value is further away than half a step of its code.
+        AssertionError: a value differs by more than half a code step.
     """
     call: dict[str, Any] = {"splits": splits, "probs": p.probs_P, "columnwise": True, **p.settings}
     forward = moe_fast.glu_and_quantize(p.h_PF2, recipe, **call).quantized
@@ -200,7 +200,7 @@ def check_activated(p: Hidden, splits: Tensor, recipe: Recipe) -> None:
 
 
 def check_activated_graph(p: Hidden, groups: int) -> None:
-    """A captured forward and backward follow h and the splits."""
+    """Checks that a captured forward and backward follow changed h and splits."""
     for recipe in (BLOCK, MXFP8, Recipe("current")):
         h, splits = p.h_PF2.clone(), segments(len(p.h_PF2), groups, 32)
 
@@ -219,19 +219,19 @@ def check_activated_graph(p: Hidden, groups: int) -> None:
 
 
 def one_after_the_other(activate: Call, cast: Callable[..., Any], dims: tuple[int, ...]) -> object:
-    """An activation that is written, and quantised as one group."""
+    """An activation written to memory, then quantised as one group."""
     result: Any = activate()
     return cast(result[0] if isinstance(result, tuple) else result, dims), result
 
 
 def glu_operations(shape: Shape, settings: dict[str, Any], num_tokens: int) -> Iterator[Operation]:
-    """Steps one after the other round to bfloat16 in between."""
+    """Operations of fused glu; separate stages round to bfloat16 in between."""
     p = make_hidden(num_tokens * shape.topk, shape.width, settings)
     few, splits = p.last(4096), segments(len(p.probs_P), shape.experts, 32)
     for recipe in (BLOCK, MXFP8):
         check_activated(
             few, segments(len(few.probs_P) - 32, shape.experts, 32), recipe
-        )  # the last rows are of no group
+        )  # the last rows are in no group
     if DEVICE == "cuda":
         check_activated_graph(few, shape.experts)
     casts = {"block": torch.compile(eager_block, dynamic=False), "mxfp8": torch.compile(eager_mxfp8, dynamic=False)}

@@ -2,9 +2,8 @@
 
     python -m benchmarks.harness [--impl moe_ref] [--seed 0]
 
-One child process, so that no times overlap. Drawing, transport, inputs, poison, judging, laws,
-controls and the ledger are harness. The start of the process and the import of the implementation
-are not: a run pays for them once.
+One child process, so times do not overlap. Harness: drawing, transport, inputs, poison, judging,
+laws, controls, ledger. Not harness: process start and import, which occur once per run.
 """
 
 import argparse

@@ -3,10 +3,10 @@
     python -m benchmarks.honest --seeds 5 --profile smoke          # small, for Triton's interpreter
     python -m benchmarks.honest --seeds 20 --profile gate --jobs 6 # on a GPU
 
-One pool of children per variant, so that kernels are compiled once. Prints one line per variant;
-exit code 1 if any case was rejected. Cases that no seed changes come last. After `--seconds` a
-variant draws no more cases, and its line gives the number of complete seeds. An interrupted run
-prints its counts.
+One pool of child processes per variant, so kernels are compiled once. Prints one line per variant;
+exit code 1 if any case is rejected. Cases independent of the seed come last. After `--seconds` a
+variant draws no more cases; its line gives the number of complete seeds. An interrupted run prints
+its counts.
 """
 
 import argparse
@@ -53,9 +53,9 @@ class Counts:
     """The results of one variant."""
 
     statuses: Counter[str] = field(default_factory=Counter)
-    kernels: set[str] = field(default_factory=set)  # compiled ones
+    kernels: set[str] = field(default_factory=set)  # compiled kernels
     rejected: list[str] = field(default_factory=list)
-    seeds: int = 0  # complete, in time
+    seeds: int = 0  # completed in time
 
 
 def report(counts: Counts, implementation: str, seeds: int, seconds: float) -> None:
@@ -77,7 +77,7 @@ def sweep(
     functions: list[str] | None,
     last: float,
 ) -> None:
-    """Judge a variant; draw no case after the time `last`."""
+    """Judge a variant; draws no case after the time `last`."""
 
     def cases(space: Space) -> Iterator[Case]:
         wanted = [section for section in sections(profile) if functions is None or section.function in functions]

@@ -38,15 +38,15 @@ ALIGNS = (1, 16, 128)
 
 @dataclass(frozen=True)
 class Problem:
-    """Random tokens and routing, and the indices eager torch needs, which are not timed."""
+    """Random tokens and routing, and the indices for eager torch, computed untimed."""
 
     align: int
     tokens_TH: Tensor
     routing_map_TE: Tensor
     probs_TE: Tensor
-    counts_E: Tensor  # rows of each expert, padding included
+    counts_E: Tensor  # rows per expert, including padding
     token_P: Tensor  # T in padding rows
-    row_M: Tensor  # the rows that hold a token
+    row_M: Tensor  # rows that hold a token
     token_M: Tensor
     expert_M: Tensor
     row_TK: Tensor  # experts ascending
@@ -66,17 +66,17 @@ class Problem:
         return torch.cat([self.tokens_TH, self.tokens_TH.new_zeros(1, self.tokens_TH.shape[1])])
 
     def permuted(self) -> Permuted:
-        """The whole of `permute`, without a host sync."""
+        """`permute`, without a host sync."""
         settings = {"probs": self.probs_TE, "align": self.align, "num_rows": self.num_rows}
         return moe_fast.permute(self.tokens_TH, self.routing_map_TE, **settings)
 
     def placed(self) -> row_maps.RowMap:
-        """The row map as `permute` makes it before it moves the rows."""
+        """The row map, as `permute` builds it."""
         return row_maps.place(self.routing_map_TE, self.align, self.num_rows)[0]
 
 
 def make_problem(shape: Shape, num_tokens: int, align: int, seed: int = 0) -> Problem:
-    """Each token goes to `topk` different experts at random."""
+    """Each token goes to `topk` distinct random experts."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     tokens = torch.randn(num_tokens, shape.hidden, generator=generator, device=DEVICE).bfloat16()
     scores = torch.rand(num_tokens, shape.experts, generator=generator, device=DEVICE)
@@ -134,7 +134,7 @@ def merge_backward(p: Problem, dout: Tensor, rows: Tensor, probs_M: Tensor) -> t
 
 
 def argsort(p: Problem, expert_R: Tensor) -> tuple[Tensor, ...]:
-    """The rows of all copies of tokens, from the expert of each copy."""
+    """The rows of all token copies, sorted by expert."""
     order = expert_R.argsort(stable=True)
     counts = p.routing_map_TE.sum(0)
     padded = (counts + p.align - 1) // p.align * p.align
@@ -146,7 +146,7 @@ def argsort(p: Problem, expert_R: Tensor) -> tuple[Tensor, ...]:
 
 
 def check(p: Problem) -> None:
-    """Moves are bit-equal to eager torch; sums are within a bfloat16 rounding of float32 sums.
+    """Moves equal eager torch bit by bit; sums are within a bfloat16 rounding of float32 sums.
 
     Raises:
         AssertionError: a result differs.
@@ -177,7 +177,7 @@ def check_repeats(shape: Shape, num_tokens: int, launches: int) -> None:
     """Row maps of several routing maps in turn, each compared on the device with eager torch.
 
     Raises:
-        AssertionError: a launch made a wrong row map.
+        AssertionError: a launch built a wrong row map.
     """
     problems = [make_problem(shape._replace(hidden=8), num_tokens, 16, seed) for seed in range(4)]
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
@@ -192,7 +192,7 @@ def check_repeats(shape: Shape, num_tokens: int, launches: int) -> None:
 
 
 def check_graph(shape: Shape, num_tokens: int) -> None:
-    """A captured forward and backward follow the routing map at the replay, and wait for no device.
+    """A captured forward and backward follow the replay's routing map, without device waits.
 
     Raises:
         AssertionError: a replay differs from a call or from eager torch.
@@ -218,11 +218,11 @@ def check_graph(shape: Shape, num_tokens: int) -> None:
         assert all(torch.equal(x, y) for x, y in zip(results, step(), strict=True))
 
 
-# --- what is measured
+# --- operations
 
 
 def operations(shape: Shape, num_tokens: int) -> Iterator[Operation]:
-    """Moves on a ready row map, as on eager torch's indices; then the row map; then whole calls."""
+    """Moves by a ready row map (eager torch: ready indices), the row map, whole calls."""
     for align in ALIGNS:
         p = make_problem(shape, num_tokens, align)
         check(p)
@@ -237,7 +237,7 @@ def operations(shape: Shape, num_tokens: int) -> Iterator[Operation]:
 
 
 def permute_operation(p: Problem) -> Operation:
-    """Ours also moves probs [T, E] to the rows and writes the lists of rows for unpermute."""
+    """moe_fast also moves probs [T, E] to the rows and writes unpermute's row lists."""
     row_map = p.permuted().row_map
     versions: dict[str, Call] = {
         "moe_fast": partial(move_to_rows, p.tokens_TH, p.probs_TE, p.placed(), row_map.slots_TE),
@@ -283,12 +283,12 @@ def unpermute_backward(p: Problem) -> Operation:
         "moe_fast": partial(launch_merge_backward, dout, rows, p.probs_TE, p.permuted().row_map, True),
         "eager": partial(merge_backward, p, dout, rows, p.probs_M.to(rows.dtype)),
     }
-    minimum = summed_bytes(p) + rows.numel() * BF16 + FP32 * len(p.row_M)  # drows with its padding
+    minimum = summed_bytes(p) + rows.numel() * BF16 + FP32 * len(p.row_M)  # drows with padding
     return Operation("unpad + unpermute by probs, backward with dprobs", versions, minimum)
 
 
 def row_map_operation(p: Problem) -> Operation:
-    """Both launches that make a row map and its memory; each launch alone; a stable argsort."""
+    """Both launches of a row map with its allocation; each launch alone; a stable argsort."""
     slots, walk = row_maps.empty_slots(p.routing_map_TE), row_maps.plan_walk(p.routing_map_TE)
     row_maps.count_blocks(p.routing_map_TE, walk, slots)
     expert_R = p.expert_M[p.token_M.argsort(stable=True)]

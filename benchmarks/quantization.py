@@ -1,12 +1,12 @@
-"""Time quantisers against the bytes they must move and torch; check that they are exact.
+"""Time quantisers against the bytes they must move and against torch; check exactness.
 
     PYTHONPATH=. python3 -m benchmarks.quantization [--shapes mixtral] [--json FILE] [--quick]
     PYTHONPATH=. python3 -m benchmarks.quantization --exact 1e9
 
-What is timed is first compared with the reference bit by bit, and once on more than 2³¹ elements.
-`--exact N` compares N numbers per recipe, drawn on the device where a rounding, a saturation or a
-scale is decided, and casts N different float32 numbers (all of them from 2³² on). Current scaling
-and NVFP4 read their input twice, and so do their floors.
+Every version is first compared with the reference bit by bit, once on more than 2³¹ elements.
+`--exact N` compares N numbers per recipe, drawn at the decision points of rounding, saturation and
+scales, and casts N distinct float32 numbers (N ≥ 2³²: all). Current scaling and NVFP4 read their
+input twice; their floors count both reads.
 """
 
 import time
@@ -27,8 +27,8 @@ from moe_ref.config import QuantizerState, Recipe
 CHUNK = (256, 128) if INTERPRETED else (2**14, 2**10)  # the reference takes 200 bytes per element
 DTYPES = (torch.bfloat16, torch.float32)
 E4M3_MAX = 448.0  # OCP OFP8 1.0
-GROUPS = 12  # some of them empty
-GRAPH_CALLS = 4  # each moves more than the L2 holds
+GROUPS = 12  # some empty
+GRAPH_CALLS = 4  # each moves more bytes than the L2 holds
 NEAREST: dict[str, Any] = {"hadamard": False, "stochastic_rounding": False}
 MEAN_SQUARES: dict[str, Any] = {"four_over_six_error": "mse", "four_over_six_bound_256": "none"}
 RECIPES = {
@@ -46,7 +46,7 @@ RECIPES = {
         "nvfp4", four_over_six="all", two_dimensional_weights=False, **MEAN_SQUARES, **NEAREST
     ),
 }
-ROLES = {  # with kernels of their own; FP8 gradients by rows, the others in both directions
+ROLES = {  # with separate kernels; FP8 gradients rowwise, the others in both directions
     "block": ("input", "weight", "grad_output"),
     "block, any scale": ("input",),
     "current": ("input", "grad_output"),
@@ -66,7 +66,7 @@ CAPTURED = ("block", "mxfp8", "current", "nvfp4", "nvfp4, row-scaled", "nvfp4, f
 
 
 def blocks_of(x: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
-    """float32 blocks along rows (dim 1) or columns (dim 0), and the amax of each."""
+    """float32 blocks along rows (dim 1) or columns (dim 0), and their amax."""
     missing = -x.shape[dim] % size
     padded = torch.nn.functional.pad(x.float(), (0, missing) if dim == 1 else (0, 0, 0, missing))
     blocks = padded.unflatten(dim, (-1, size))
@@ -113,7 +113,7 @@ def eager_delayed(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_peers() -> None:
-    """The eager versions compute what ours compute."""
+    """Compares the eager versions with moe_fast."""
     x = torch.empty(256, 256, dtype=torch.bfloat16, device=DEVICE).normal_()
     for scaling, peer in (("block", eager_block), ("mxfp8", eager_mxfp8)):
         quantized, results = moe_fast.quantize(x, RECIPES[scaling], columnwise=True).quantized, peer(x, (1, 0))
@@ -124,11 +124,11 @@ def check_peers() -> None:
     assert torch.equal(moe_fast.codes(quantized), eager_current(x)[0].view(torch.uint8))
 
 
-# --- what is measured
+# --- operations
 
 
 def segments(rows: int, groups: int, unit: int, seed: int = 0) -> Tensor:
-    """Random rows of each group, in multiples of `unit`, `rows` in all; some groups are empty."""
+    """Random rows per group, multiples of `unit`, `rows` in total; some groups are empty."""
     generator = torch.Generator().manual_seed(seed)
     cuts = torch.randint(0, rows // unit + 1, (groups - 1,), generator=generator).sort().values * unit
     cuts = torch.where(torch.arange(groups - 1) % 5 == 3, cuts.roll(1), cuts)
@@ -166,7 +166,7 @@ def operations(shape: Shape, num_tokens: int) -> Iterator[Operation]:
 
 
 def check_graph(x: Tensor, groups: int) -> None:
-    """A captured quantiser follows its input and its splits."""
+    """Checks that a captured quantiser follows changed inputs and splits."""
     for name in CAPTURED:
         y, splits = x.clone(), segments(len(x), groups, 32)
 
@@ -182,7 +182,7 @@ def check_graph(x: Tensor, groups: int) -> None:
 
 
 def check_last_rows(rows: int, columns: int, recipe: Recipe) -> None:
-    """The last rows of a large input, bit by bit as if they were alone."""
+    """The last rows of a large input equal the same rows alone, bit by bit."""
     x = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE).normal_()
     last = 256 if INTERPRETED else 2**12
     splits = torch.tensor([rows - last, last], device=DEVICE)
@@ -194,7 +194,7 @@ def check_last_rows(rows: int, columns: int, recipe: Recipe) -> None:
             assert torch.equal(read(whole, columnwise=columnwise)[-len(expected) :], expected)
 
 
-# --- whether it is exact
+# --- exactness
 
 
 def results_of(package: Any, x: Tensor, recipe: Recipe, call: dict[str, Any]) -> dict[str, Tensor]:
@@ -213,7 +213,7 @@ def compare(x: Tensor, recipe: Recipe, title: str, call: dict[str, Any]) -> None
     """moe_fast against the reference, both on this device.
 
     Raises:
-        AssertionError: they differ; names the first element that does.
+        AssertionError: they differ; the message gives the first differing element.
     """
     fast, reference = results_of(moe_fast, x, recipe, call), results_of(moe_ref, x, recipe, call)
     for name, expected in reference.items():
@@ -227,9 +227,9 @@ def compare(x: Tensor, recipe: Recipe, title: str, call: dict[str, Any]) -> None
 
 
 def decisive(rows: int, columns: int, generator: torch.Generator, alike: bool = False) -> Tensor:
-    """float32 from bits: exponents of a row within 2^12, mantissas at or next to a tie of a format.
+    """float32 from bits: row exponents within 2^12, mantissas at or next to a format's tie.
 
-    Rows differ in exponent (`alike`: most do not); some rows have any; some numbers are ±0.
+    Exponents differ by row (`alike`: rarely); some rows have random exponents; some numbers are ±0.
     """
     shape = rows, columns
 
@@ -239,7 +239,7 @@ def decisive(rows: int, columns: int, generator: torch.Generator, alike: bool = 
     anywhere = integers(0, 4096 if alike else 64, rows, 1) == 0
     exponent = integers(-30, 255, 1 if alike else rows, 1) + integers(0, 13, *shape)
     exponent = exponent + torch.where(anywhere, integers(0, 255, *shape), 0)
-    kept = integers(1, 4, *shape)  # leading bits of the mantissa, before the tie
+    kept = integers(1, 4, *shape)  # leading mantissa bits, before the tie
     tie = (1 << (22 - kept)) + integers(-1, 2, *shape)
     near = (integers(0, 8, *shape) << 20 >> (23 - kept) << (23 - kept)) + tie
     largest = 0x600000 + integers(-2, 3, *shape)  # 1.75: 448 and 57344
@@ -251,12 +251,12 @@ def decisive(rows: int, columns: int, generator: torch.Generator, alike: bool = 
 
 
 def chunks(count: float) -> range:
-    """Indices of the chunks that hold `count` numbers."""
+    """Indices of the chunks of `count` numbers."""
     return range(max(1, -(-int(count) // (CHUNK[0] * CHUNK[1]))))
 
 
 def exact_recipe(name: str, count: float) -> None:
-    """Two dtypes, every role, groups that fill x or do not; for NVFP4 half with rows alike."""
+    """Two dtypes, every role, groups that fill x or leave a tail; NVFP4: half with rows alike."""
     recipe, generator = RECIPES[name], torch.Generator(DEVICE).manual_seed(0)
     two_levels, unit = recipe.scaling == "nvfp4", 32 if recipe.scaling in ("mxfp8", "nvfp4") else 1
     for i in chunks(count):
@@ -275,12 +275,12 @@ def exact_recipe(name: str, count: float) -> None:
 
 
 def exact_casts(role: str, count: float) -> None:
-    """Different float32 numbers and every bfloat16, cast with a scale of 1."""
+    """Distinct float32 numbers and every bfloat16, cast with scale 1."""
     state = QuantizerState(torch.zeros(1, 4, device=DEVICE), torch.ones(1, device=DEVICE))
     call = {"role": role, "rowwise": True, "columnwise": False, "state": state}
     size = CHUNK[0] * CHUNK[1]
     for i in chunks(min(count, 2**32)):
-        # an odd factor: 2³² consecutive products are different
+        # odd factor: 2³² consecutive products are distinct
         bits = (torch.arange(i * size, (i + 1) * size, device=DEVICE) * 0x9E3779B1) & 0xFFFFFFFF
         x = (bits - ((bits >> 31) << 32)).to(torch.int32).view(torch.float32).view(CHUNK)
         compare(x, RECIPES["delayed"], f"casts of {role}, chunk {i}", call)
@@ -289,7 +289,7 @@ def exact_casts(role: str, count: float) -> None:
 
 
 def exact(count: float) -> None:
-    """Every cast, by the device's conversions and by integer arithmetic, and every recipe."""
+    """Every cast, by hardware conversion and by integer arithmetic, and every recipe."""
 
     def timed(title: str, check: Callable[[str, float], None], name: str, count: float) -> None:
         started = time.perf_counter()
@@ -324,7 +324,7 @@ def main() -> None:
         for scaling in ("block", "mxfp8"):
             check_last_rows(2**16 + 2**12, 2**15 + 128, RECIPES[scaling])  # more than 2³¹ elements
         check_last_rows(2**24, 64, RECIPES["mxfp8"])  # many tiles
-        print("the last of more than 2³¹ elements are right")
+        print("the last of more than 2³¹ elements are correct")
 
 
 if __name__ == "__main__":

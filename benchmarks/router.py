@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python3 -m benchmarks.router [--tokens 8192] [--json FILE] [--quick]
 
-Each call is replayed in a CUDA graph over as many copies of its inputs as exceed the L2 several
-times: it reads from memory, and no launch is counted. Results are compared with eager torch before
-they are timed.
+Each call is replayed in a CUDA graph over copies of its inputs that exceed the L2 several times:
+inputs come from memory, launches are not counted. Results are compared with eager torch before they
+are timed.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ ROUTERS = {
 }
 
 
-# --- eager torch, as the Python code of models computes it
+# --- eager torch, as in models' Python code
 
 
 def eager_topk(logits: Tensor, router: Router, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ def eager_z_loss(logits: Tensor) -> Tensor:
     return (torch.logsumexp(logits, 1) ** 2).mean()
 
 
-# --- what is measured
+# --- operations
 
 
 def fast_aux(logits: Tensor, router: Router) -> Tensor:
@@ -97,14 +97,14 @@ def fast_aux(logits: Tensor, router: Router) -> Tensor:
 
 
 def make(router: Router, tokens: int, seed: int) -> tuple[Tensor, Tensor | None]:
-    """Logits, and the expert bias."""
+    """Logits and the expert bias."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     logits = torch.randn(tokens, router.experts, generator=generator, device=DEVICE)
     return logits, torch.randn(router.experts, generator=generator, device=DEVICE) / 8 if router.bias else None
 
 
 def check(router: Router, tokens: int) -> None:
-    """The fused results against eager torch.
+    """Compares the fused results with eager torch.
 
     Raises:
         AssertionError: they differ.
@@ -146,7 +146,7 @@ def operations(router: Router, tokens: int) -> Iterator[Operation]:
 
 
 def te_dense(each: Callable[..., list[Call]], router: Router, bias: Tensor | None) -> dict[str, list[Call]]:
-    """Transformer Engine's fused router, where it is installed."""
+    """Transformer Engine's fused router, if installed."""
     try:
         from transformer_engine.pytorch import router as te
     except ImportError:

@@ -1,7 +1,7 @@
 """Promises beyond the reference's contract, and the legal calls that have no kernel, by family."""
 
-from collections.abc import Callable, Mapping
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -18,19 +18,32 @@ SUM = COMPUTED | {"reduction_order": "ascending experts"}
 class Family:
     """The functions of a namespace, with `declares` and `supports` of `conformance.interface`."""
 
-    def __init__(self, promises: Mapping[Callable[..., Any], Promises], check: Check | None = None) -> None:
-        """`check` raises ValueError for a payload (first argument) without a kernel."""
+    def __init__(
+        self,
+        promises: Mapping[Callable[..., Any], Promises],
+        check: Check | None = None,
+        readers: Mapping[ModuleType, Sequence[Callable[..., Any]]] = MappingProxyType({}),
+    ) -> None:
+        """`check` raises ValueError for a payload (first argument) without a kernel. `readers` are
+        functions of other families that read this one's results; their families answer for them.
+        """
         self.promises = {function.__name__: promised for function, promised in promises.items()}
         self.check = check
-        self.names = [*self.promises, "declares", "supports"]
+        self.readers = {function.__name__: family for family, functions in readers.items() for function in functions}
+        self.names = [*self.promises, *self.readers, "declares", "supports"]
 
     def declares(self, function: str) -> dict[str, Any]:
         """What this implementation promises about a function, beyond the reference's contract."""
+        if function in self.readers:
+            return dict(self.readers[function].declares(function))
         promised = self.promises[function]
         return dict(promised() if callable(promised) else promised)
 
     def supports(self, function: str, *arguments: Any, **settings: Any) -> str | None:
         """Why a call is not supported, or None; by shapes, dtypes and settings alone."""
+        if function in self.readers:
+            reason: str | None = self.readers[function].supports(function, *arguments, **settings)
+            return reason
         payload = next(iter((*arguments, *settings.values())), None)
         if self.check is None or not isinstance(payload, Tensor):
             return None

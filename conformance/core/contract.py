@@ -30,6 +30,11 @@ class Input:
     gradient: bool = False
     optional: str = ""  # the case's field or property that is true where it is given
     expands: bool = False  # all its rows may be one row, with stride 0
+    part_of: str = ""  # the keyword argument, a record, that the tensor is passed in; empty: it is passed itself
+
+    @property
+    def argument(self) -> str:
+        return self.part_of or self.name
 
     def given(self, case: Case) -> bool:
         return not self.optional or bool(getattr(case, self.optional))
@@ -91,7 +96,8 @@ class Signature:
     @cached_property
     def optional(self) -> tuple[str, ...]:
         """Keyword arguments that an implementation may lack."""
-        return (*(x.name for x in self.inputs if x.optional), *(() if self.producer else self.settings))
+        inputs = dict.fromkeys(x.argument for x in self.inputs if x.optional)
+        return (*inputs, *(() if self.producer else self.settings))
 
     @cached_property
     def placed(self) -> dict[str, str]:
@@ -133,7 +139,8 @@ class Signature:
         for name in self.wanted(case):
             if not self.has_gradient(case, name):
                 return f"grads asks for {name!r}, which has no gradient in this call"
-        if case.unused and not (self.cotangents(case) and case.unused in self.cotangents(replace(case, unused=""))):
+        used = self.cotangents(case)
+        if case.unused and not (used and used != self.cotangents(replace(case, unused=""))):
             return f"unused is {case.unused!r}, but no other output has a cotangent"
         if case.layout != "contiguous":
             given = {x.name for x in self.inputs if x.given(case)} | {f"d_{name}" for name in self.cotangents(case)}

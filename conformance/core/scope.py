@@ -61,8 +61,9 @@ class Scope:
 
     @property
     def illegal(self) -> Changes:
-        """The fields of illegal calls."""
-        return self.contract.shapes.illegal
+        """The fields of illegal calls; a value that is a function is called with the scope."""
+        fields = self.contract.shapes.illegal
+        return {name: value(self) if callable(value) else value for name, value in fields.items()}
 
     @cached_property
     def axes(self) -> list[Axis]:
@@ -95,8 +96,11 @@ class Scope:
         if self.function not in self.space.without and self.signature.producer not in self.space.without:
             return True
         named = [a.argument for a in self.axes if a.argument and getattr(case, a.name) != a.default]
-        given = [x.name for x in self.signature.inputs if x.optional and x.given(case)]
-        return all(self.accepts(argument) for argument in (*named, *given, *case.arguments()))
+        given = [x.argument for x in self.signature.inputs if x.optional and x.given(case)]
+        made = [x.name for x in self.signature.made_from if x.optional and x.given(case)]
+        return all(self.accepts(argument) for argument in (*named, *given, *case.arguments())) and all(
+            self.space.accepts(self.signature.producer, argument) for argument in made
+        )
 
     def refused(self, case: Case) -> str | None:
         """Why the case is no call of the function, on any implementation; None: it is one."""

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_fast import permutation, quantization
 from moe_fast.declared import COMPUTED, SUM, Family
 from moe_fast.experts.activations import check_probs
 from moe_fast.fused.activate_and_quantize import (
@@ -13,6 +14,8 @@ from moe_fast.fused.activate_and_quantize import (
     glu_backward_and_quantize,
 )
 from moe_fast.fused.permute_and_quantize import permute_and_quantize
+from moe_fast.permutation import permute, unpermute
+from moe_fast.quantization import amax, codes, dequantize, scales
 
 _QUANTIZED = COMPUTED | {"unchecked": ("splits",)}
 
@@ -31,6 +34,7 @@ _family = Family(
         activation_backward_and_quantize: _QUANTIZED | {"differentiable": False},
     },
     _check,
+    {permutation: (permute, unpermute), quantization: (amax, codes, dequantize, scales)},
 )
 declares, supports = _family.declares, _family.supports
 __all__ = _family.names

@@ -11,8 +11,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.families.experts.cases import ActivationCase, GroupedCase
 from conformance.families.experts.mlp import MlpCase
 from conformance.families.experts.shared import SharedCase
-from conformance.families.fused.cases import QuantizedActivationCase
-from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase
+from conformance.families.fused.cases import PermutedQuantizationCase, QuantizedActivationCase
 from conformance.families.permutation.cases import ChunksCase, IndicesCase, RoutingCase
 from conformance.families.quantization.cases import QuantizeCase
 from conformance.families.router.cases import GateCase, LoadCase, LogitsCase

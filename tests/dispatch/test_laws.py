@@ -1,4 +1,4 @@
-"""Laws of dispatchers find what passes as values, in worlds of real ranks; and sizes of blocks do not show in what a dispatcher gives.
+"""Laws of dispatchers find what passes as values, in worlds of real ranks.
 
 Broken namespaces share one world: the width of its tokens says which of them a case has to do with.
 """
@@ -11,27 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-import moe_fast
 from conformance.catalogue import CONTRACTS
 from conformance.core.contract import Problem
-from conformance.core.law import Trial
-from conformance.core.ranks import AtRank, RankContext
 from conformance.core.space import Space
 from conformance.engine.child import poison
-from conformance.engine.child.evaluate import evaluate
-from conformance.engine.child.runner import Outcome, Runner
+from conformance.engine.child.runner import Runner
+from conformance.engine.choose.draw import scope_of
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.families.dispatch.cases import FUNCTIONS, DispatchCase
-from conformance.families.dispatch.space import law_cases
-from conformance.interface import Implementation
 from conformance.peers import reference_world
-from moe_fast.dispatch import symmetric
-from moe_fast.launch import tuning
-from moe_ref.config import IndexPolicy
-from tests.honest.retuned import retuned
 
 poison.install()
 
@@ -248,9 +238,8 @@ def test_what_breaks_a_law_passes_as_values_and_is_found_by_that_law(twin, broke
 
 
 def test_a_dispatcher_whose_graph_reads_its_inputs_again_keeps_the_law(broken_world):
-    cases = [
-        case for function in FUNCTIONS for case in law_cases(function, Space("cuda"), []) if case.law == "graph_capture"
-    ]
+    of_laws = (case for function in FUNCTIONS for case in scope_of(function, Space("cuda")).more([]))
+    cases = [case for case in of_laws if case.law == "graph_capture"]
     found = {
         case.function: (outcome.status, outcome.evaluations, outcome.finding)
         for case, outcome in broken_world.run(cases)
@@ -264,152 +253,3 @@ def test_every_law_of_dispatchers_alone_has_a_twin():
         "graph_capture"
     }
     assert {law for law, *_ in TWINS} | {"adjointness"} == laws - usual
-
-
-# ---- adjointness: of small whole numbers every sum is exact, so a gradient that breaks the law is wrong as a value too
-
-
-class Doubled(torch.autograd.Function):
-    """x, with twice the gradient."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, d_x: torch.Tensor) -> torch.Tensor:
-        return 2 * d_x
-
-
-@pytest.fixture
-def one_rank() -> Iterator[RankContext]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield RankContext(0, 1, dist.group.WORLD)
-    dist.destroy_process_group()
-
-
-def doubling(function: str) -> SimpleNamespace:
-    def dispatch(tokens: torch.Tensor, *rest: Any, **settings: Any) -> Any:
-        return getattr(reference_world, function)(Doubled.apply(tokens), *rest, **settings)
-
-    return SimpleNamespace(**{function: dispatch})
-
-
-def asked_alone(law: str, case: DispatchCase, namespace: Any, place: RankContext) -> Any:
-    """What the law says, whatever the values are."""
-    contract: AtRank[DispatchCase] = AtRank(CONTRACTS[case.function], place)
-    implementation, problem, outcome = Implementation(namespace), contract.problem(case), Outcome("PASS")
-    runner = Runner(implementation, "cpu", case.poison, outcome)
-    refusal = lambda call: "" if implementation.offers(call.function) else "not offered"  # noqa: E731
-    extras = {"refusal": refusal, "offers": implementation.offers}
-    return (
-        CONTRACTS[case.function]
-        .laws[law]
-        .check(Trial(case, contract, problem, {}, runner.run(problem), runner.run, {}, outcome, extras))
-    )
-
-
-@pytest.mark.parametrize(
-    "function", ["allgather_dispatch", "alltoall_dispatch", "hybridep_dispatch", "deepep_dispatch"]
-)
-def test_a_gradient_of_another_matrix_breaks_adjointness(function, one_rank):
-    case = two_ranks(function, counts=(4,), grads="tokens", probs="")
-    assert CONTRACTS[function].laws["adjointness"].applies(case)
-    assert asked_alone("adjointness", case, reference_world, one_rank) is None
-    finding = asked_alone("adjointness", case, doubling(function), one_rank)
-    assert (finding.output, finding.check) == ("d_tokens", "adjointness")
-    judged = evaluate(case, Implementation(doubling(function)), rank=one_rank)
-    assert (judged.status, judged.finding["output"], judged.finding["check"]) == ("FAIL", "d_tokens", "bound")
-
-
-@pytest.mark.parametrize("function", ["deepep_dispatch", "deepep_low_latency_dispatch"])
-@pytest.mark.parametrize("rule", ["expert_twice", "slot_empty"])
-def test_an_index_that_the_policy_rejects_must_raise(function, rule, one_rank):
-    right = reference_world.collective(function)
-
-    def lenient(*arguments: Any, policy: Any = None, **settings: Any) -> Any:
-        room = {"max_tokens_per_rank": 9} if function == "deepep_low_latency_dispatch" else {}
-        return right(*arguments, policy=IndexPolicy("count each"), **settings | room)
-
-    case = DispatchCase(function=function, illegal=rule, counts=(2,), local_experts=2)
-    found = {
-        name: evaluate(case, Implementation(SimpleNamespace(**{function: call})), rank=one_rank)
-        for name, call in (("right", right), ("wrong", lenient))
-    }
-    assert found["right"].status == "PASS", found["right"]
-    assert (found["wrong"].status, found["wrong"].finding["message"]) == (
-        "FAIL",
-        "accepted an illegal indices; it must raise ValueError, or be declared unchecked",
-    )
-
-
-@pytest.mark.parametrize("output", ["rows", "probs", "tokens_per_expert", "overflow"])
-def test_fused_dispatch_without_a_permute_beside_it_is_held_to_the_references(output, one_rank):
-    """So is its value: the law finds nothing more there, but it does find what it asks for."""
-    right = reference_world.collective("hybridep_dispatch")
-
-    def dispatch(*arguments: Any, **settings: Any) -> Any:
-        out = right(*arguments, **settings)
-        return out._replace(**{output: ~out.overflow if output == "overflow" else turned(getattr(out, output))})
-
-    case = two_ranks("hybridep_dispatch", counts=(5,), align=2, local_experts=3, spread="ragged")
-    assert asked_alone("fused", case, SimpleNamespace(hybridep_dispatch=right), one_rank) is None
-    finding = asked_alone("fused", case, SimpleNamespace(hybridep_dispatch=dispatch), one_rank)
-    assert (finding.output, finding.check) == (output, "fused")
-
-
-# ---- sizes of blocks
-
-
-def ill_conditioned(function: str) -> DispatchCase:
-    """Sums that depend on their order, on three ranks of which one has no tokens; more than one block of the small sizes in every direction."""
-    main, cached = "tokens" if function.endswith("dispatch") else "rows", "cached" in function
-    room = {"align": 2, "slack": -1} if function.startswith("hybridep") else {}
-    fields: dict[str, Any] = {
-        "values": "wide",
-        "grads": "" if cached else main,
-        "hidden": 5,
-        "topk": 4,
-        "spread": "ragged",
-    } | room
-    return two_ranks(function, counts=(7, 0, 5), **fields)
-
-
-@pytest.mark.parametrize(
-    ("name", "namespace"),
-    [("COLLECTIVES", moe_fast), ("SYMMETRIC", symmetric)],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_sizes_of_blocks_do_not_show(name, namespace):
-    with Pool(ChildOptions(f"tests.honest.retuned:{name}", "cpu")) as pool:
-        pool.start()
-        found = {
-            case.text: outcome
-            for case, outcome in pool.run(
-                ill_conditioned(function) for function in FUNCTIONS if hasattr(namespace, function)
-            )
-        }
-    assert {text: (o.status, o.finding, o.reason) for text, o in found.items() if o.status != "PASS"} == {}
-
-
-def added_up_by_blocks(rows: torch.Tensor, handle: Any, **settings: Any) -> Any:
-    out = symmetric.hybridep_combine(rows, handle, **settings)
-    return out._replace(tokens=out.tokens * (1 + 2.0**-23 * (tuning.INTERPRETER.symmetric.tokens == 4)))
-
-
-def showing() -> SimpleNamespace:
-    """moe_fast's symmetric dispatcher, with sums that depend on the tokens of a block."""
-    names = ("hybridep_dispatch", "supports", "declares")
-    return retuned(
-        SimpleNamespace(**{name: getattr(symmetric, name) for name in names}, hybridep_combine=added_up_by_blocks)
-    )
-
-
-def test_sizes_of_blocks_that_show_are_found(one_rank):
-    case = two_ranks("hybridep_combine", counts=(4,), values="dyadic")
-    right, wrong = (
-        evaluate(case, Implementation(namespace), rank=one_rank) for namespace in (retuned(symmetric), showing())
-    )
-    assert right.status == "PASS", right
-    assert (wrong.status, wrong.finding["check"]) == ("FAIL", "raises AssertionError")
-    assert "tokens of hybridep_combine tells its sizes of blocks" in wrong.finding["message"]

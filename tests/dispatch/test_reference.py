@@ -1,6 +1,6 @@
 """What the dispatchers send and add: against plain loops bit by bit, and against each other.
 
-P1 … P30: see test_route_plan.py.
+P1 … P30: see test_plan.py.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,6 @@ from torch import Tensor
 
 import moe_ref
 from conformance.judge.exact import bits
-from moe_ref.config import IndexPolicy
 from moe_ref.dispatch.low_latency import quantize_for_wire
 from tests.dispatch import oracle
 from tests.dispatch.worlds import CLAIMS, FIXED, World, assert_bits, cell_numbers, fields, names, noise, world, worlds
@@ -352,132 +351,6 @@ def test_a_token_all_of_whose_copies_were_dropped_is_zero():
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
 def test_p19_worlds_of_one_rank_of_none_that_speaks_and_of_one_expert_that_gets_all(claim, tokens, density):
     claim(moe_ref, world(tokens, 2, density, 0, align=4, blocks=1))
-
-
-# Where libraries differ
-
-
-TWICE = torch.tensor([[1, 0, 1], [-1, 0, 1]])
-PROBS = torch.tensor([[1.0, 2.0, 4.0], [8.0, 0.0, 16.0]])
-
-
-@pytest.mark.parametrize(
-    ("policy", "indices", "probs"),
-    [
-        ({"duplicates": "count each"}, TWICE.tolist(), [[1, 2, 4], [0, 0, 16]]),
-        ({"duplicates": "last slot"}, [[-1, 0, 1], [-1, 0, 1]], [[0, 2, 4], [0, 0, 16]]),
-        ({"duplicates": "count each", "zero_prob": "drop"}, [[1, 0, 1], [-1, -1, 1]], [[1, 2, 4], [0, 0, 16]]),
-    ],
-)
-def test_p20_slots_that_libraries_differ_on_are_kept_or_emptied_as_the_policy_says(policy, indices, probs):
-    got = moe_ref.apply_index_policy(TWICE, PROBS, num_experts=2, policy=IndexPolicy(**policy))
-    assert got[0].tolist() == indices and got[1].tolist() == probs
-
-
-def test_p20_the_last_slot_is_the_one_that_a_map_keeps():
-    indices, probs = moe_ref.apply_index_policy(TWICE, PROBS, num_experts=2, policy=IndexPolicy(duplicates="last slot"))
-    policed, plain = (moe_ref.indices_to_multihot(i, p, num_experts=2) for i, p in ((indices, probs), (TWICE, PROBS)))
-    assert torch.equal(policed.routing_map, plain.routing_map) and torch.equal(policed.probs, plain.probs)
-
-
-def test_p20_deepep_counts_an_expert_that_is_named_twice_twice_and_sends_its_token_once():
-    (sent,) = moe_ref.deepep_dispatch(
-        [torch.ones(2, 1)], [TWICE], num_experts=2, probs=[PROBS], policy=IndexPolicy(duplicates="count each")
-    )
-    assert len(sent.rows) == 2 and sent.tokens_per_expert.tolist() == [2, 3] and sent.indices.tolist() == TWICE.tolist()
-    assert moe_ref.deepep_layout(TWICE, num_experts=2, ranks=1).num_tokens_per_expert.tolist() == [2, 3]
-
-
-def test_p20_in_low_latency_both_slots_of_an_expert_read_its_later_row():
-    x, policy = [torch.tensor([[1.0]])], IndexPolicy(duplicates="count each")
-    (sent,) = moe_ref.deepep_low_latency_dispatch(x, [TWICE[:1]], num_experts=2, max_tokens_per_rank=2, policy=policy)
-    assert sent.tokens_per_expert.tolist() == [1, 2]
-    rows = torch.tensor([[[10.0], [torch.nan]], [[torch.nan], [100.0]]])
-    assert (
-        moe_ref.deepep_low_latency_combine([rows], [TWICE[:1]], [PROBS[:1]], [sent.handle])[0].item()
-        == 2 * 10 + (1 + 4) * 100
-    )
-
-
-def test_a_routed_expert_of_probability_zero_is_dispatched_like_any_other():
-    x, zero, routed = [torch.ones(1, 1)], [torch.zeros(1, 2)], [torch.tensor([[0, 1]])]
-    for dispatch in (moe_ref.allgather_dispatch, moe_ref.alltoall_dispatch, moe_ref.hybridep_dispatch):
-        assert dispatch(x, routed, probs=zero)[0].tokens_per_expert.tolist() == [0, 1]
-    index, prob = [torch.tensor([[1]])], [torch.zeros(1, 1)]
-    assert moe_ref.deepep_dispatch(x, index, num_experts=2, probs=prob)[0].tokens_per_expert.tolist() == [0, 1]
-    dropped = moe_ref.deepep_dispatch(x, index, num_experts=2, probs=prob, policy=IndexPolicy(zero_prob="drop"))
-    assert dropped[0].tokens_per_expert.tolist() == [0, 0] and len(dropped[0].rows) == 0
-
-
-# What is refused
-
-
-def sent_by(name: str) -> list:
-    return fields(getattr(moe_ref, f"{name}_dispatch")([torch.ones(2, 1)] * 2, [torch.ones(2, 2) > 0] * 2), "handle")
-
-
-def sent_by_deepep() -> list:
-    return fields(moe_ref.deepep_dispatch(X, I2, num_experts=2), "handle")
-
-
-def slab_call(tokens: int = 2, slots: int = 2) -> tuple:
-    """A call of combine that is legal but for the numbers."""
-    indices = [torch.tensor([[0, 1], [-1, 1]])]
-    (sent,) = moe_ref.deepep_low_latency_dispatch(X[:1], indices, num_experts=2, max_tokens_per_rank=2)
-    return [sent.rows], [indices[0][:tokens, :slots]], [torch.ones(tokens, slots)], [sent.handle]
-
-
-X, M, I2 = [torch.ones(2, 1)] * 2, [torch.ones(2, 2) > 0] * 2, [torch.tensor([[0], [1]])] * 2
-HANDLES = sent_by("allgather")
-ILLEGAL = {
-    "no ranks": lambda: moe_ref.allgather_dispatch([], []),
-    "a map too few": lambda: moe_ref.allgather_dispatch(X, M[:1]),
-    "a map of fewer tokens": lambda: moe_ref.alltoall_dispatch(X, [M[0], M[1][:1]]),
-    "ranks of different width": lambda: moe_ref.alltoall_dispatch([X[0], torch.ones(2, 2)], M),
-    "maps of different experts": lambda: moe_ref.hybridep_dispatch(X, [M[0], torch.ones(2, 4) > 0]),
-    "experts that do not divide": lambda: moe_ref.hybridep_dispatch(X, [torch.ones(2, 3) > 0] * 2),
-    "shards that do not divide": lambda: moe_ref.allgather_dispatch(X, M, expert_tensor_parallel=3),
-    "no shards": lambda: moe_ref.alltoall_dispatch(X, M, expert_tensor_parallel=0),
-    "a capacity of nothing": lambda: moe_ref.alltoall_dispatch(X, M, capacity=0),
-    "probs of another shape": lambda: moe_ref.alltoall_dispatch(X, M, probs=[torch.ones(2, 1)] * 2),
-    "a budget that is no multiple": lambda: moe_ref.hybridep_dispatch(X, M, align=4, num_rows=6),
-    "a negative budget": lambda: moe_ref.hybridep_dispatch(X, M, num_rows=-1),
-    "an alignment of nothing": lambda: moe_ref.hybridep_dispatch(X, M, align=0),
-    "an expert too high": lambda: moe_ref.deepep_dispatch(X, [torch.tensor([[2], [0]])] * 2, num_experts=2),
-    "an expert named twice": lambda: moe_ref.deepep_dispatch(X, [torch.tensor([[0, 0], [0, 1]])] * 2, num_experts=2),
-    "an empty slot": lambda: moe_ref.deepep_dispatch(
-        X, [torch.tensor([[-1], [1]])] * 2, num_experts=2, policy=IndexPolicy(empty="reject")
-    ),
-    "indices that are numbers": lambda: moe_ref.deepep_dispatch(X, [torch.ones(2, 1)] * 2, num_experts=2),
-    "too little room": lambda: moe_ref.deepep_dispatch(X, I2, num_experts=2, num_worst_tokens=1),
-    "scales for other tokens": lambda: moe_ref.deepep_dispatch(X, I2, num_experts=2, scales=[torch.ones(1, 1)] * 2),
-    "slabs too short": lambda: moe_ref.deepep_low_latency_dispatch(X, I2, num_experts=2, max_tokens_per_rank=1),
-    "blocks that are cut": lambda: moe_ref.deepep_low_latency_dispatch(
-        X, I2, num_experts=2, max_tokens_per_rank=2, use_fp8=True
-    ),
-    "slots that combine does not know": lambda: moe_ref.deepep_low_latency_combine(*slab_call(slots=1)),
-    "indices of fewer tokens": lambda: moe_ref.deepep_low_latency_combine(*slab_call(tokens=1)),
-    "tokens that the handle does not know": lambda: moe_ref.deepep_cached_dispatch([X[0][:1], X[1]], sent_by_deepep()),
-    "three biases": lambda: moe_ref.deepep_combine([torch.ones(2, 1)] * 2, sent_by_deepep(), biases=[X] * 3),
-    "a bias of another shape": lambda: moe_ref.deepep_combine(
-        [torch.ones(2, 1)] * 2, sent_by_deepep(), biases=[[X[0], X[1][:1]]]
-    ),
-    "a policy nobody has": lambda: IndexPolicy(duplicates="first slot"),
-    "a handle of another dispatcher": lambda: moe_ref.alltoall_combine([torch.ones(4, 1)] * 2, HANDLES),
-    "handles in another order": lambda: moe_ref.allgather_combine([torch.ones(4, 1)] * 2, HANDLES[::-1]),
-    "handles of two calls": lambda: moe_ref.allgather_combine(
-        [torch.ones(4, 1)] * 2, [HANDLES[0], sent_by("allgather")[1]]
-    ),
-    "a handle too few": lambda: moe_ref.allgather_combine([torch.ones(4, 1)], HANDLES[:1]),
-    "a row too few": lambda: moe_ref.allgather_combine([torch.ones(4, 1), torch.ones(3, 1)], HANDLES),
-    "rows of whole numbers": lambda: moe_ref.allgather_combine([torch.ones(4, 1).long()] * 2, HANDLES),
-}
-
-
-@pytest.mark.parametrize("call", ILLEGAL.values(), ids=ILLEGAL)
-def test_what_is_illegal_is_refused_with_its_reason(call):
-    with pytest.raises(ValueError, match="it must be"):
-        call()
 
 
 def test_the_callers_inputs_are_never_changed_nor_shared():

@@ -1,6 +1,6 @@
 """The dispatchers' gradients, and where their sums round: dispatch and combine are each other's transposes, each added up in its own way.
 
-P1 … P30: see test_route_plan.py.
+P1 … P30: see test_plan.py.
 """
 
 from collections.abc import Callable, Sequence

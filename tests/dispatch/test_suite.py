@@ -9,7 +9,7 @@ import torch
 import moe_ref
 from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
-from conformance.engine.choose.draw import covering_cases, drawn, shape_cases, strategy
+from conformance.engine.choose.draw import covering_cases, drawn, scope_of, shape_cases, strategy
 from conformance.engine.choose.plan import Section, cases_of, fixed_cases
 from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.options import ChildOptions
@@ -25,7 +25,6 @@ from conformance.families.dispatch.cases import (
 )
 from conformance.families.dispatch.dispatcher import together
 from conformance.families.dispatch.low_latency import COUNT, judged, order_of
-from conformance.families.dispatch.space import law_cases
 from conformance.families.dispatch.trees import Tree, flat, tree_bound
 from conformance.judge import judge
 
@@ -87,7 +86,9 @@ def test_the_gate_asks_for_every_law_of_a_dispatcher_of_several_ranks_with_rows(
     asked = {
         case.law
         for case in cases
-        if case.law in space.laws(case) and case.ranks > 1 and sum(int(own.sum()) for own in maps_of(case))
+        if case.law in scope_of(function, space).laws(case)
+        and case.ranks > 1
+        and sum(int(own.sum()) for own in maps_of(case))
     }
     sized = {"host_sync", "graph_capture"} if function in UNSIZED else set()
     assert asked == {law.name for law in CONTRACTS[function].laws.values() if law.device in ("", device)} - sized
@@ -102,7 +103,7 @@ def test_without_cases_for_them_some_laws_are_asked_by_nobody():
         *shape_cases("hybridep_combine", space),
     ]
     assert {"host_sync", "graph_capture"}.isdisjoint(case.law for case in others)
-    assert {"host_sync", "graph_capture"} <= {case.law for case in law_cases("hybridep_combine", space, others)}
+    assert {"host_sync", "graph_capture"} <= {case.law for case in scope_of("hybridep_combine", space).more(others)}
 
 
 # ---- defects: (name, a case that shows it, what is wrong, how it was seen)

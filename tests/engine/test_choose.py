@@ -21,7 +21,6 @@ from conformance.engine.choose.plan import Section, cases_of, fixed_cases
 from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.choose.unconverted import AXES
 from conformance.engine.run.corpus import checked
-from conformance.families.dispatch import axes as axes_dispatch
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
 from conformance.families.dispatch.cases import SPREADS as SPREADS_OF_SLOTS
 from conformance.families.dispatch.cases import DispatchCase
@@ -31,11 +30,7 @@ from conformance.families.experts.cases import ActivationCase, GroupedCase, coun
 from conformance.families.experts.mlp import MlpCase
 from conformance.families.experts.shared import SharedCase
 from conformance.families.experts.space_recipes import recipe_cases
-from conformance.families.fused import axes as axes_fused
-from conformance.families.fused.cases import BACKWARD as BACK_AND_QUANTIZED
-from conformance.families.fused.cases import FUNCTIONS as ACTIVATED_AND_QUANTIZED
-from conformance.families.fused.cases import RECIPES_HERE, QuantizedActivationCase
-from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase
+from conformance.families.fused.cases import PermutedQuantizationCase, QuantizedActivationCase
 from conformance.families.fused.space import kinds as permuted_and_quantized_kinds
 from conformance.families.permutation.cases import SPREADS, ChunksCase, IndicesCase, RoutingCase, indices, routed
 from conformance.families.quantization.cases import (
@@ -72,6 +67,8 @@ DRAWS = {
 CHOOSE = ("topk_indices", "topk_routing")
 ELEMENTWISE = ("glu", "activation")
 QUANTIZED = ("quantize",)
+BACK_AND_QUANTIZED = ("glu_backward_and_quantize", "activation_backward_and_quantize")
+ACTIVATED_AND_QUANTIZED = ("glu_and_quantize", "activation_and_quantize", *BACK_AND_QUANTIZED)
 GROUPED = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
 MLPS = ("grouped_mlp", "sequential_mlp")
 STEPPED = ("route",)  # made of the other functions: its inputs lie as they come
@@ -471,7 +468,8 @@ PERMUTED_AND_QUANTIZED = (
     {name: promise for name, promise in ROUTED.items() if not name.startswith("more than")} | SPREAD | PROBS
 )
 PERMUTED_AND_QUANTIZED |= {
-    str(kind): lambda c, kind=kind: kind.items() <= vars(c).items() for kind in permuted_and_quantized_kinds(Space())
+    str(kind): lambda c, kind=kind: kind.items() <= vars(c).items()
+    for kind in permuted_and_quantized_kinds(scope_of("permute_and_quantize", Space()))
 }
 PERMUTED_AND_QUANTIZED |= _each("values", *VALUES_QUANTIZED) | _each("gemm", False, True)
 PERMUTED_AND_QUANTIZED |= {
@@ -481,7 +479,7 @@ PERMUTED_AND_QUANTIZED |= {
     f"unused {unused}": lambda c, unused=unused: c.unused == unused for unused in ("rows", "probs")
 }
 IN_ONE_STEP = (
-    _each("scaling", *RECIPES_HERE)
+    _each("scaling", *RECIPES)
     | _each("variant", 0, 1, 2)
     | _each("direction", "rowwise", "columnwise", "both")
     | _each("rounded", False, True)
@@ -827,18 +825,12 @@ def row_of(case: Case) -> dict:
     """The values of the axes that a case of a covering array stands for."""
     if case.function in axes_mlp.AXES:
         return axes_mlp.row_of(case)
-    if case.function in axes_dispatch.AXES:
-        return axes_dispatch.row_of(case)
     fields = {axis: getattr(case, axis) for axis in AXES[case.function] if axis not in ("layout", "room", "groups")}
     fields["layout"] = (case.layout, case.layout_of) if case.function not in STEPPED else ("contiguous", "")
     if "groups" in AXES[case.function]:
         fields["groups"] = case.groups, case.group_topk
     if case.function == "route":
         fields["room"] = -case.capacity if case.pad else case.capacity
-    elif "room" in AXES[case.function]:
-        shown = {"align": case.align, "capacity": case.capacity, "slack": case.slack}
-        plain = {"align": 0, "capacity": 0, "slack": None}
-        fields["room"] = next(name for name, room in axes_fused.ROOM.items() if plain | room == shown)
     return fields
 
 

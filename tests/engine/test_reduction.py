@@ -16,9 +16,7 @@ from conformance.families.dispatch.cases import DispatchCase, slots_of
 from conformance.families.experts.cases import ActivationCase, GroupedCase, counts_of, hidden_of
 from conformance.families.experts.mlp import MlpCase
 from conformance.families.experts.shared import SharedCase
-from conformance.families.fused.cases import QuantizedActivationCase
-from conformance.families.fused.cases import splits_of as groups_of
-from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase
+from conformance.families.fused.cases import PermutedQuantizationCase, QuantizedActivationCase
 from conformance.families.permutation.cases import ChunksCase, IndicesCase, RoutingCase, indices, routed
 from conformance.families.quantization.cases import QuantizeCase, splits_of, x_of
 from conformance.families.router.cases import GateCase, LoadCase, LogitsCase, logits_of, map_of
@@ -319,7 +317,7 @@ def test_what_is_permuted_and_quantised_is_reduced_to_the_known_minimum():
 
 def test_what_is_activated_and_quantised_is_reduced_to_the_known_minimum():
     attempt, _ = failing_if(
-        lambda case: case.scaling == "mxfp8" and case.direction != "rowwise" and 0 in groups_of(case)[1:] and case.probs
+        lambda case: case.scaling == "mxfp8" and case.direction != "rowwise" and 0 in splits_of(case)[1:] and case.probs
     )
     found = reduce(MANY_ACTIVATED, failed(), attempt, LONG)
     assert found.finished
@@ -327,7 +325,7 @@ def test_what_is_activated_and_quantised_is_reduced_to_the_known_minimum():
         function="glu_and_quantize", scaling="mxfp8", direction="columnwise", tokens=found.case.tokens, experts=2, counts=found.case.counts, width=0,
         probs="float32",
     )  # fmt: skip
-    assert groups_of(found.case) in ((0, 0), (32, 0))
+    assert splits_of(found.case) in ((0, 0), (32, 0))
 
 
 def test_ranks_are_reduced_to_the_known_minimum():

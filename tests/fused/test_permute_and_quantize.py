@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,8 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
 from conformance.engine.choose.draw import covering_cases
 from conformance.engine.choose.plan import fixed_cases
-from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase, permuting
+from conformance.families.fused import FAMILY
+from conformance.families.fused.cases import PermutedQuantizationCase, permuting
 from moe_ref.config import PermutedQuantization, QuantizerState, Recipe
 from moe_ref.permutation.permute import PADDING
 from moe_ref.quantization.quantize import turned
@@ -91,6 +93,13 @@ def test_the_next_state_knows_every_expert():
 def test_an_illegal_call_is_refused_before_the_device_is_asked(recipe, settings, word):
     with pytest.raises(ValueError, match=word):
         moe_ref.permute_and_quantize(torch.zeros(4, 32), torch.ones(4, 2, dtype=torch.bool), recipe, **settings)
+
+
+@pytest.mark.parametrize("namespace", ["moe_ref.fused", "moe_fast.fused"])
+def test_a_namespace_of_fused_functions_offers_all_that_reads_their_results(namespace):
+    offered = set(import_module(namespace).__all__)
+    for contract in FAMILY.contracts:
+        assert {contract.function, *contract.companions} <= offered
 
 
 # ---- who does it otherwise

@@ -1,4 +1,4 @@
-"""Honest implementations: right, but not like the others. The suite must accept every one of them."""
+"""Honest implementations: correct, computed differently. The suite must accept all of them."""
 
 HONEST = (
     "moe_ref",
@@ -8,7 +8,7 @@ HONEST = (
     "tests.honest.descending_sums",
 )
 ROUTERS = tuple(f"tests.honest.routers:{name}" for name in ("Autograd", "BaseTwo", "Wide", "OneByOne"))
-EXPERTS = (  # in plain torch, with tables on the CPU
+EXPERTS = (  # in plain torch, CPU only
     *(f"tests.honest.experts:{name}" for name in ("Autograd", "BaseTwo", "Wide", "Backwards")),
     *(
         f"tests.honest.low_precision:{name}"

@@ -1,4 +1,4 @@
-"""The reference with every sum taken in descending row order, in halves."""
+"""The reference with all sums in descending row order, in two halves."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ __all__ = ["indices_to_multihot", "multihot_to_indices", "pad_routing_map", "per
 
 
 def _descending_sum(rows: Tensor, source: Tensor, num_tokens: int) -> Tensor:
-    """out[t] = Σ over the rows of t, odd rows first, then even ones, each descending; fp32."""
+    """out[t] = Σ over the rows of t in float32: odd rows, then even rows, each descending."""
     real = (source != PADDING).nonzero().flatten().flip(0)
     halves = [
         rows.new_zeros((num_tokens, *rows.shape[1:]), dtype=torch.float32).index_add(

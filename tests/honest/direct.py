@@ -1,4 +1,4 @@
-"""moe_fast's dispatcher over memory that the ranks share, where a token travels once for each of its experts instead of once to a rank."""
+"""moe_fast's symmetric-memory dispatcher without deduplication: one copy per (token, expert)."""
 
 from functools import partial
 

@@ -1,15 +1,17 @@
-"""Honest experts in plain torch that differ in all that the contract leaves open.
+"""Honest experts in plain torch that differ in everything the contract leaves open.
 
-Autograd    torch's own activations and autograd; each product one matmul in float32
-BaseTwo     σ as 1 / (1 + exp2(-x log₂e)), tanh as 2σ(2x) - 1, erf by a polynomial, closed gradients; sums over K in two halves, added last
-Wide        all in float64, rounded once
-Backwards   x / (1 + exp(-x)), 1 - 2 / (1 + exp(2x)), the probs multiplied first; sums of K one after the other from the end
+Autograd    torch's activations and autograd; one float32 matmul per GEMM
+BaseTwo     σ = 1 / (1 + exp2(-x log₂e)), tanh = 2σ(2x) - 1, polynomial erf, closed-form gradients;
+            sums over K in two halves
+Wide        float64, rounded once
+Backwards   swish = x / (1 + exp(-x)), tanh = 1 - 2 / (1 + exp(2x)), probs multiplied first;
+            sums over K sequential, from the end
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ def tanh_backwards(x: Tensor) -> Tensor:
 
 
 def erf_by_polynomial(x: Tensor) -> Tensor:
-    """Abramowitz and Stegun 7.1.26, off by 1.5e-7 at most; in float64 torch's own."""
+    """Abramowitz and Stegun 7.1.26, error at most 1.5e-7; float64: torch.erf."""
     if x.dtype == torch.float64:
         return torch.erf(x)
     t = 1 / (1 + 0.3275911 * x.abs())
@@ -68,14 +70,14 @@ def one_by_one(x: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class How:
-    """What one of them does in its own way."""
+    """The options of a variant."""
 
     dtype: torch.dtype = torch.float32
     sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
-    gated: Callable[[Tensor, Tensor], Tensor] | None = None  # x σ(αx) in one, of x and αx
+    gated: Callable[[Tensor, Tensor], Tensor] | None = None  # x σ(αx) from x and αx
     tanh: Callable[[Tensor], Tensor] = torch.tanh
     erf: Callable[[Tensor], Tensor] = torch.erf
-    closed: bool = False  # gradients by formula
+    closed: bool = False  # closed-form gradients
     probs_first: bool = False
     product: Callable[[Tensor, Tensor], Tensor] = in_one
 
@@ -114,7 +116,7 @@ class How:
 
 
 class Curved(torch.autograd.Function):
-    """f(x), and its gradient by formula."""
+    """f(x) with a closed-form gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str, alpha: float | None, how: How) -> Tensor:
@@ -129,7 +131,7 @@ class Curved(torch.autograd.Function):
 
 
 class Rounded(torch.autograd.Function):
-    """x rounded to a dtype on its way, and so is its cotangent."""
+    """x rounded to a dtype; the cotangent is rounded too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -142,7 +144,7 @@ class Rounded(torch.autograd.Function):
 
 
 class KeptInE4m3(torch.autograd.Function):
-    """What is left of x, by a cast that has NaN for what is too large; the gradient is that of x."""
+    """x through E4M3, NaN on overflow; the gradient is straight through."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -154,7 +156,7 @@ class KeptInE4m3(torch.autograd.Function):
 
 
 class Shown(torch.autograd.Function):
-    """Another tensor than the one whose gradient is asked for."""
+    """Returns `shown`; the gradient goes to x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shown: Tensor) -> Tensor:
@@ -166,7 +168,7 @@ class Shown(torch.autograd.Function):
 
 
 class Multiplied(torch.autograd.Function):
-    """x y, and both gradients by the same way of multiplying."""
+    """x y; both gradients by the same product function."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -194,95 +196,97 @@ def _curve(how: How, x: Tensor, kind: str, alpha: float | None = None) -> Tensor
     return Curved.apply(x, kind, alpha, how) if how.closed else how.curve(x, kind, alpha)
 
 
-def make(how: How) -> SimpleNamespace:
-    """The namespace."""
-
-    def glu(
-        h,
-        *,
-        probs=None,
-        kind="swiglu",
-        offset=0.0,
-        clamp=None,
-        alpha=None,
-        interleave=None,
-        round_before_probs=False,
-        fp8_input_store=False,
-    ):
-        check_glu(h, probs, kind, offset, clamp, alpha, interleave)
-        check_input_store(fp8_input_store, kind)
-        how_else = {
-            "probs": probs,
-            "kind": kind,
-            "offset": offset,
-            "clamp": clamp,
-            "alpha": alpha,
-            "interleave": interleave,
-        }
-        out = gated(h, **how_else, early=round_before_probs)
-        return (
-            Shown.apply(gated(KeptInE4m3.apply(h), **how_else, early=round_before_probs), out)
-            if fp8_input_store
-            else out
-        )
-
-    def gated(h, *, probs, kind, offset, clamp, alpha, interleave, early):
-        wide, half = how.wide(h, probs), h.shape[1] // 2
-        u, v = (
-            wide.unflatten(1, (half // interleave, 2, interleave)).transpose(1, 2).flatten(2).unbind(1)
-            if interleave and half
-            else wide.chunk(2, 1)
-        )
-        if clamp is not None:
-            u, v = u.clamp(max=clamp), v.clamp(-clamp, clamp)
-        return _weighted(how, _curve(how, u, kind, alpha), v + offset if offset else v, probs, h.dtype, early)
-
-    def activation(h, *, probs=None, kind="squared_relu", round_before_probs=False):
-        check_activation(h, probs, kind)
-        return _weighted(how, _curve(how, how.wide(h, probs), kind), None, probs, h.dtype, round_before_probs)
-
-    def grouped_linear(rows, weight, tokens_per_expert, *, bias=None, accumulator="float32"):
-        check_grouped_linear(rows, weight, tokens_per_expert, bias)
-        check_precision(None, None, None, accumulator)
-        wide = _accumulated_in(how, accumulator, rows)
-        out = rows.new_zeros((len(rows), weight.shape[1]), dtype=wide)
-        for e, own in enumerate(_segments(tokens_per_expert, len(rows))):
-            product = Multiplied.apply(rows[own].to(wide), weight[e].to(wide).T, how.product)
-            out = out.index_copy(
-                0, torch.arange(own.start, own.stop), product if bias is None else product + bias[e].to(wide)
-            )
-        return out.to(rows.dtype)
-
-    def grouped_dgrad(d_out, weight, tokens_per_expert, *, accumulator="float32"):
-        check_grouped_dgrad(d_out, weight, tokens_per_expert)
-        check_precision(None, None, None, accumulator)
-        wide = _accumulated_in(how, accumulator, d_out)
-        out = d_out.new_zeros((len(d_out), weight.shape[2]))
-        for e, own in enumerate(_segments(tokens_per_expert, len(d_out))):
-            out[own] = how.product(d_out[own].to(wide), weight[e].to(wide)).to(d_out.dtype)
-        return out
-
-    def grouped_wgrad(d_out, rows, tokens_per_expert, *, accumulate_into=None, accumulator="float32"):
-        check_grouped_wgrad(d_out, rows, tokens_per_expert, accumulate_into)
-        check_precision(None, None, None, accumulator)
-        wide = _accumulated_in(how, accumulator, rows)
-        gradients = [
-            how.product(d_out[own].to(wide).T, rows[own].to(wide)) for own in _segments(tokens_per_expert, len(rows))
-        ]
-        whole = torch.stack(gradients)
-        return whole.to(rows.dtype) if accumulate_into is None else (whole + accumulate_into).to(accumulate_into.dtype)
-
-    return SimpleNamespace(
-        glu=glu,
-        activation=activation,
-        grouped_linear=grouped_linear,
-        grouped_dgrad=grouped_dgrad,
-        grouped_wgrad=grouped_wgrad,
+def glu(
+    how: How,
+    h,
+    *,
+    probs=None,
+    kind="swiglu",
+    offset=0.0,
+    clamp=None,
+    alpha=None,
+    interleave=None,
+    round_before_probs=False,
+    fp8_input_store=False,
+):
+    check_glu(h, probs, kind, offset, clamp, alpha, interleave)
+    check_input_store(fp8_input_store, kind)
+    settings = {
+        "probs": probs,
+        "kind": kind,
+        "offset": offset,
+        "clamp": clamp,
+        "alpha": alpha,
+        "interleave": interleave,
+    }
+    out = gated(how, h, **settings, early=round_before_probs)
+    return (
+        Shown.apply(gated(how, KeptInE4m3.apply(h), **settings, early=round_before_probs), out)
+        if fp8_input_store
+        else out
     )
 
 
+def gated(how: How, h, *, probs, kind, offset, clamp, alpha, interleave, early):
+    wide, half = how.wide(h, probs), h.shape[1] // 2
+    u, v = (
+        wide.unflatten(1, (half // interleave, 2, interleave)).transpose(1, 2).flatten(2).unbind(1)
+        if interleave and half
+        else wide.chunk(2, 1)
+    )
+    if clamp is not None:
+        u, v = u.clamp(max=clamp), v.clamp(-clamp, clamp)
+    return _weighted(how, _curve(how, u, kind, alpha), v + offset if offset else v, probs, h.dtype, early)
+
+
+def activation(how: How, h, *, probs=None, kind="squared_relu", round_before_probs=False):
+    check_activation(h, probs, kind)
+    return _weighted(how, _curve(how, how.wide(h, probs), kind), None, probs, h.dtype, round_before_probs)
+
+
+def grouped_linear(how: How, rows, weight, tokens_per_expert, *, bias=None, accumulator="float32"):
+    check_grouped_linear(rows, weight, tokens_per_expert, bias)
+    check_precision(None, None, None, accumulator)
+    wide = _accumulated_in(how, accumulator, rows)
+    out = rows.new_zeros((len(rows), weight.shape[1]), dtype=wide)
+    for e, segment in enumerate(_segments(tokens_per_expert, len(rows))):
+        product = Multiplied.apply(rows[segment].to(wide), weight[e].to(wide).T, how.product)
+        out = out.index_copy(
+            0, torch.arange(segment.start, segment.stop), product if bias is None else product + bias[e].to(wide)
+        )
+    return out.to(rows.dtype)
+
+
+def grouped_dgrad(how: How, d_out, weight, tokens_per_expert, *, accumulator="float32"):
+    check_grouped_dgrad(d_out, weight, tokens_per_expert)
+    check_precision(None, None, None, accumulator)
+    wide = _accumulated_in(how, accumulator, d_out)
+    out = d_out.new_zeros((len(d_out), weight.shape[2]))
+    for e, segment in enumerate(_segments(tokens_per_expert, len(d_out))):
+        out[segment] = how.product(d_out[segment].to(wide), weight[e].to(wide)).to(d_out.dtype)
+    return out
+
+
+def grouped_wgrad(how: How, d_out, rows, tokens_per_expert, *, accumulate_into=None, accumulator="float32"):
+    check_grouped_wgrad(d_out, rows, tokens_per_expert, accumulate_into)
+    check_precision(None, None, None, accumulator)
+    wide = _accumulated_in(how, accumulator, rows)
+    gradients = [
+        how.product(d_out[segment].to(wide).T, rows[segment].to(wide))
+        for segment in _segments(tokens_per_expert, len(rows))
+    ]
+    whole = torch.stack(gradients)
+    return whole.to(rows.dtype) if accumulate_into is None else (whole + accumulate_into).to(accumulate_into.dtype)
+
+
+def make(how: How) -> SimpleNamespace:
+    """The namespace of a variant."""
+    functions = (glu, activation, grouped_linear, grouped_dgrad, grouped_wgrad)
+    return SimpleNamespace(**{function.__name__: MethodType(function, how) for function in functions})
+
+
 def _weighted(how: How, f: Tensor, v: Tensor | None, probs: Tensor | None, dtype: torch.dtype, early: bool) -> Tensor:
-    """f · v · p, rounded."""
+    """f · v · p, rounded to dtype."""
     if probs is None:
         return (f if v is None else f * v).to(dtype)
     p = probs.to(f.dtype)[:, None]

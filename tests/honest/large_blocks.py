@@ -1,4 +1,4 @@
-"""moe_fast with large blocks, so that most things fit into one."""
+"""moe_fast with large blocks: most problems fit into one."""
 
 import moe_fast
 from moe_fast import *  # noqa: F403  (the same namespace, with other sizes)

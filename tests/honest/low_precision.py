@@ -1,15 +1,17 @@
-"""Honest grouped products in low precision that differ in all that the contract leaves open; every stage can be replaced by a wrong one.
+"""Honest low-precision grouped GEMMs that differ in everything the contract leaves open.
 
-ScaledFirst    each value is code · scale in float32; one matmul
-ScaledLast     codes are multiplied, each block's sum is scaled when it is added; factors that a whole tensor shares come last
-Split          values, in four parts along the contraction, the last first
-FourteenBits   sums of 14 bits, cut off, of 32 products at a time, promoted after each 128, as it declares (hopper_fp8)
-Reciprocal     scales that are no powers of two by reciprocals, as it declares
+ScaledFirst    value = code · scale in float32; one matmul
+ScaledLast     matmul of codes per block, each partial sum scaled; per-tensor scales last
+Split          values, in four parts along K, the last part first
+FourteenBits   14-bit truncated sums of 32 products, promoted every 128 (declared: hopper_fp8)
+Reciprocal     scales other than powers of two by reciprocals (declared)
+
+Each stage can be replaced by a wrong one.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,15 +32,15 @@ from moe_ref.config.quantization import BLOCK
 from moe_ref.quantization.recipes import operands, scheme
 from tests.honest import quantizers
 
-DEPTH, PROMOTED = 32, 128  # products of one instruction, and of a sum until it is promoted
+DEPTH, PROMOTED = 32, 128  # products per instruction, products per promotion
 
 
 class Part(NamedTuple):
-    """One expert's part of a factor, [rows, K]: the contraction lies last."""
+    """One expert's operand, [rows, K], K last."""
 
-    code: Tensor  # float32, what codes mean
-    scale: Tensor  # float32, of each element
-    whole: Tensor  # float32 [rows,1], what all elements of a row are multiplied by
+    code: Tensor  # float32, decoded
+    scale: Tensor  # float32, per element
+    whole: Tensor  # float32 [rows,1], per row
 
     @property
     def value(self) -> Tensor:
@@ -46,7 +48,7 @@ class Part(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A tensor on its way into a product."""
+    """A GEMM operand before quantisation."""
 
     x: Tensor  # [R,C]
     splits: Tensor
@@ -66,7 +68,7 @@ class Source(NamedTuple):
 
     @property
     def turned(self) -> bool:
-        """Whether the contraction lies along the rows."""
+        """Whether the rows are the contraction."""
         return self.gemm == "wgrad" or (self.role == "weight" and self.gemm == "dgrad")
 
 
@@ -74,16 +76,16 @@ class Source(NamedTuple):
 
 
 def by_codes(source: Source, quantizer: Any = quantizers.Divides, columnwise: bool | None = None) -> list[Part]:
-    """What a quantiser's own functions say that its codes and scales are; what comes back of them, where the backward is overridden."""
+    """Codes and scales from a quantiser's readers; dequantised values if the operand is kept so."""
     if source.operand.kept == "stored":
         return as_stored(source)
-    recipe, turn = source.recipe, source.columnwise
-    read = turn if columnwise is None else columnwise
+    recipe = source.recipe
+    read = source.columnwise if columnwise is None else columnwise
     if recipe.four_over_six not in (None, "none"):
         quantizer = moe_ref
-    how: dict[str, Any] = {"role": source.role, "splits": source.splits, "rowwise": not read, "columnwise": read}
-    made = quantizer.quantize(source.x.detach(), recipe, state=source.state, noise=source.noise, **how).quantized
-    code, scale, amax = (getattr(quantizer, name)(made, columnwise=read) for name in ("codes", "scales", "amax"))
+    form: dict[str, Any] = {"role": source.role, "splits": source.splits, "rowwise": not read, "columnwise": read}
+    out = quantizer.quantize(source.x.detach(), recipe, state=source.state, noise=source.noise, **form).quantized
+    code, scale, amax = (getattr(quantizer, name)(out, columnwise=read) for name in ("codes", "scales", "amax"))
     sizes = source.splits.tolist()
     codes = decoded(code[: sum(sizes)], recipe, source.role).split(sizes)
     square = bool(recipe.two_dimensional_weights) and source.role == "weight"
@@ -91,40 +93,40 @@ def by_codes(source: Source, quantizer: Any = quantizers.Divides, columnwise: bo
     if recipe.scaling in ("mxfp8", "nvfp4") and read:
         rows = [size // BLOCK[recipe.scaling] for size in sizes]
     scales = scale.split(rows) if scale.dim() > 1 else list(scale)
-    found = []
-    for g, (own, its) in enumerate(zip(codes, scales, strict=True)):
+    parts = []
+    for g, (group_codes, group_scale) in enumerate(zip(codes, scales, strict=True)):
         whole = torch.ones(1, 1)
         if recipe.scaling == "nvfp4":
             whole = of_group(amax, g, sizes, recipe, source.role, read) * torch.tensor(
                 1 / (6 * scheme(recipe, source.role).scale_max)
             )
         element = spread(
-            exponents(its)
+            exponents(group_scale)
             if recipe.scaling == "mxfp8"
-            else its.view(torch.float8_e4m3fn).float()
+            else group_scale.view(torch.float8_e4m3fn).float()
             if recipe.scaling == "nvfp4"
-            else its,
-            own,
+            else group_scale,
+            group_codes,
         )
-        part = own, element, whole.expand_as(own)
+        part = group_codes, element, whole.expand_as(group_codes)
         if source.operand.kept == "dequantized":
-            part = as_numbers((own * (element * whole)).to(source.x.dtype).float())
-        found.append(Part(*(x.T if source.turned else x for x in part)))
+            part = as_numbers((group_codes * (element * whole)).to(source.x.dtype).float())
+        parts.append(Part(*(x.T if source.turned else x for x in part)))
     return [
         Part(code, scale, whole[:, :1] if whole.shape[1] else whole.new_ones(len(whole), 1))
-        for code, scale, whole in found
+        for code, scale, whole in parts
     ]
 
 
 def as_stored(source: Source) -> list[Part]:
-    """The numbers themselves, in float32."""
-    own = source.x[: int(source.splits.sum())].float().split(source.splits.tolist())
-    plain = [x.T if source.turned else x for x in own]
-    return [Part(x, torch.ones_like(x), torch.ones(len(x), 1)) for x in plain]
+    """The unquantised values, float32."""
+    groups = source.x[: int(source.splits.sum())].float().split(source.splits.tolist())
+    values = [x.T if source.turned else x for x in groups]
+    return [Part(x, torch.ones_like(x), torch.ones(len(x), 1)) for x in values]
 
 
 def as_numbers(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers in place of codes, with scales of 1."""
+    """Values as codes, with scales of 1."""
     return x, torch.ones_like(x), torch.ones_like(x)
 
 
@@ -142,14 +144,14 @@ def exponents(codes: Tensor) -> Tensor:
 
 
 def of_group(amax: Tensor, g: int, sizes: list[int], recipe: Recipe, role: str, columnwise: bool) -> Tensor:
-    """NVFP4's amax of a group, or of each of its rows or columns."""
+    """NVFP4's amax per group, or per row or column of the group."""
     if not (recipe.row_scaled_activation and role == "input"):
         return amax[g].reshape(1, 1)
     return amax[g : g + 1] if columnwise else amax[sum(sizes[:g]) : sum(sizes[: g + 1]), None]
 
 
 def spread(scale: Tensor, like: Tensor) -> Tensor:
-    """Each block's scale at each of its elements: blocks are as long as it takes."""
+    """Block scales expanded to elements; the block sizes follow from the shapes."""
     if scale.dim() == 0:
         return scale.expand_as(like)
     tall, wide = (
@@ -167,13 +169,14 @@ def scaled_first(left: Part, right: Part, recipe: Recipe) -> Tensor:
 
 
 def scaled_last(left: Part, right: Part, recipe: Recipe) -> Tensor:
-    """Blocks begin where the contraction does."""
+    """Scales each block's partial sum; blocks start at k = 0."""
     terms = left.code.shape[1]
     size = BLOCK.get(recipe.scaling, max(terms, 1))
     total = torch.zeros(len(left.code), len(right.code))
     for k in range(0, terms, size):
-        own = slice(k, k + size)
-        total = total + left.code[:, own] @ right.code[:, own].T * (left.scale[:, k, None] * right.scale[None, :, k])
+        block = slice(k, k + size)
+        part = left.code[:, block] @ right.code[:, block].T
+        total = total + part * (left.scale[:, k, None] * right.scale[None, :, k])
     return total * (left.whole * right.whole.T)
 
 
@@ -183,14 +186,14 @@ def split(left: Part, right: Part, recipe: Recipe) -> Tensor:
 
 
 def cut_off(total: Tensor, part: Tensor) -> Tensor:
-    """total + part, cut off 14 bits below the larger of the two."""
+    """total + part, truncated to 14 bits below the larger operand."""
     quantum = torch.exp2(torch.frexp(torch.maximum(total.abs(), part.abs())).exponent.double() - 14)
     cut = torch.trunc((total.double() + part.double()) / quantum) * quantum
     return torch.where(total.isfinite() & part.isfinite(), cut, (total + part).double()).float()
 
 
 def of_fourteen_bits(left: Part, right: Part, recipe: Recipe, promoted: int = PROMOTED) -> Tensor:
-    """FP8 products in sums of 14 bits; MXFP8 and NVFP4 have no such unit."""
+    """FP8 GEMM in 14-bit sums; MXFP8 and NVFP4 as ScaledFirst."""
     if recipe.scaling in ("mxfp8", "nvfp4"):
         return scaled_first(left, right, recipe)
     a, b = left.code * left.scale, right.code * right.scale
@@ -198,8 +201,8 @@ def of_fourteen_bits(left: Part, right: Part, recipe: Recipe, promoted: int = PR
     for k in range(0, a.shape[1], promoted):
         inside = torch.zeros_like(total)
         for j in range(k, min(k + promoted, a.shape[1]), DEPTH):
-            own = slice(j, min(j + DEPTH, k + promoted))
-            inside = cut_off(inside, a[:, own] @ b[:, own].T)
+            step = slice(j, min(j + DEPTH, k + promoted))
+            inside = cut_off(inside, a[:, step] @ b[:, step].T)
         total = total + inside
     return total * (left.whole * right.whole.T)
 
@@ -213,17 +216,17 @@ def never_promoted(left: Part, right: Part, recipe: Recipe) -> Tensor:
 
 @dataclass(frozen=True)
 class Way:
-    """What one of them does in its own way."""
+    """The options of a variant."""
 
     parts: Callable[[Source], list[Part]] = by_codes
     product: Callable[[Part, Part, Recipe], Tensor] = scaled_first
-    overridden: Callable[[Part, Part, Recipe], Tensor] = scaled_first  # of what is no code
+    overridden: Callable[[Part, Part, Recipe], Tensor] = scaled_first  # for unquantised operands
     declared: tuple[tuple[str, Any], ...] = ()
     bias: Callable[[Tensor], Tensor] = lambda bias: bias
 
 
 class Layer(torch.autograd.Function):
-    """The three products, of one way."""
+    """The three GEMMs of a variant."""
 
     @staticmethod
     def forward(
@@ -232,21 +235,23 @@ class Layer(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         counts: Tensor,
-        ways: SimpleNamespace,
-        how: dict[str, Any],
+        way: Way,
+        options: dict[str, Any],
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, bias, counts)
-        ctx.ways, ctx.how = ways, how
-        return ways.forward(rows, weight, bias, counts, how)
+        ctx.way, ctx.options = way, options
+        return fprop(way, rows, weight, bias, counts, options)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor):
         rows, weight, bias, counts = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        d_rows = ctx.ways.grouped_dgrad(d_out, weight, counts, **ctx.how) if wanted[0] else None
-        d_weight = ctx.ways.grouped_wgrad(d_out, rows, counts, **ctx.how) if wanted[1] else None
+        d_rows = grouped_dgrad(ctx.way, d_out, weight, counts, **ctx.options) if wanted[0] else None
+        d_weight = grouped_wgrad(ctx.way, d_out, rows, counts, **ctx.options) if wanted[1] else None
         d_bias = (
-            torch.stack([own.double().sum(0) for own in segments(d_out, counts)]).to(bias.dtype) if wanted[2] else None
+            torch.stack([part.double().sum(0) for part in segments(d_out, counts)]).to(bias.dtype)
+            if wanted[2]
+            else None
         )
         return d_rows, d_weight, d_bias, None, None, None
 
@@ -256,80 +261,84 @@ def segments(x: Tensor, counts: Tensor) -> list[Tensor]:
     return list(x[: int(counts.sum())].split(counts.tolist()))
 
 
-def make(way: Way) -> SimpleNamespace:
-    """The namespace; high precision is the reference's."""
+def products(way: Way, left: tuple, right: tuple, gemm: str, options: dict[str, Any]) -> list[Tensor]:
+    """Each expert's GEMM of two operands (tensor, splits, role)."""
+    recipe = options["recipe"]
+    parts = []
+    for x, splits, role in (left, right):
+        state = None if options["state"] is None else getattr(options["state"], role)
+        noise = options["noise"] if role == "grad_output" else None
+        parts.append(way.parts(Source(x, splits, role, gemm, recipe, state, noise)))
+    product = way.product if recipe.backward_override is None or gemm == "fprop" else way.overridden
+    return [product(a, b, recipe) for a, b in zip(*parts, strict=True)]
 
-    def products(left: tuple, right: tuple, gemm: str, how: dict[str, Any]) -> list[Tensor]:
-        """Of each expert's part of one factor and of the other, which are (tensor, splits, role)."""
-        recipe = how["recipe"]
-        parts = []
-        for x, splits, role in (left, right):
-            state = None if how["state"] is None else getattr(how["state"], role)
-            noise = how["noise"] if role == "grad_output" else None
-            parts.append(way.parts(Source(x, splits, role, gemm, recipe, state, noise)))
-        product = way.product if recipe.backward_override is None or gemm == "fprop" else way.overridden
-        return [product(a, b, recipe) for a, b in zip(*parts, strict=True)]
 
-    def weights(weight: Tensor) -> tuple[Tensor, Tensor, str]:
-        return weight.reshape(-1, weight.shape[2]), torch.full((len(weight),), weight.shape[1]), "weight"
+def weights(weight: Tensor) -> tuple[Tensor, Tensor, str]:
+    return weight.reshape(-1, weight.shape[2]), torch.full((len(weight),), weight.shape[1]), "weight"
 
-    def below(parts: list[Tensor], like: Tensor) -> Tensor:
-        out = torch.cat(parts).to(like.dtype)
-        return torch.cat([out, out.new_zeros(len(like) - len(out), out.shape[1])])
 
-    def forward(rows, weight, bias, counts, how):
-        parts = products((rows, counts, "input"), weights(weight), "fprop", how)
-        return below(
-            parts if bias is None else [part + way.bias(bias[e]).float() for e, part in enumerate(parts)], rows
-        )
+def below(parts: list[Tensor], like: Tensor) -> Tensor:
+    out = torch.cat(parts).to(like.dtype)
+    return torch.cat([out, out.new_zeros(len(like) - len(out), out.shape[1])])
 
-    def settings(recipe, state, noise, accumulator):
-        check_precision(recipe, state, noise, accumulator)
-        return {"recipe": recipe, "state": state, "noise": noise, "accumulator": accumulator}
 
-    def grouped_linear(rows, weight, counts, *, bias=None, recipe=None, state=None, noise=None, accumulator="float32"):
-        check_grouped_linear(rows, weight, counts, bias)
-        how = settings(recipe, state, noise, accumulator)
-        if recipe is None:
-            return moe_ref.grouped_linear(rows, weight, counts, bias=bias, accumulator=accumulator)
-        return Layer.apply(rows, weight, bias, counts, ways, how)
+def fprop(way: Way, rows, weight, bias, counts, options):
+    parts = products(way, (rows, counts, "input"), weights(weight), "fprop", options)
+    return below(parts if bias is None else [part + way.bias(bias[e]).float() for e, part in enumerate(parts)], rows)
 
-    def grouped_dgrad(d_out, weight, counts, *, recipe=None, state=None, noise=None, accumulator="float32"):
-        check_grouped_dgrad(d_out, weight, counts)
-        how = settings(recipe, state, noise, accumulator)
-        if recipe is None:
-            return moe_ref.grouped_dgrad(d_out, weight, counts, accumulator=accumulator)
-        return below(products((d_out, counts, "grad_output"), weights(weight), "dgrad", how), d_out)
 
-    def grouped_wgrad(
-        d_out, rows, counts, *, accumulate_into=None, recipe=None, state=None, noise=None, accumulator="float32"
-    ):
-        check_grouped_wgrad(d_out, rows, counts, accumulate_into)
-        how = settings(recipe, state, noise, accumulator)
-        if recipe is None:
-            return moe_ref.grouped_wgrad(d_out, rows, counts, accumulate_into=accumulate_into, accumulator=accumulator)
-        whole = torch.stack(products((d_out, counts, "grad_output"), (rows, counts, "input"), "wgrad", how))
-        return whole.to(rows.dtype) if accumulate_into is None else (whole + accumulate_into).to(accumulate_into.dtype)
+def settings(recipe, state, noise, accumulator):
+    check_precision(recipe, state, noise, accumulator)
+    return {"recipe": recipe, "state": state, "noise": noise, "accumulator": accumulator}
 
-    def supports(function, **arguments):
-        wide = (
-            arguments.get("accumulator") == "float64"
-            or arguments.get("rows", arguments.get("d_out")).dtype == torch.float64
-        )
-        return "sums are taken in float32" if wide else None
 
-    def declares(function):
-        return dict(way.declared)
+def grouped_linear(
+    way: Way, rows, weight, counts, *, bias=None, recipe=None, state=None, noise=None, accumulator="float32"
+):
+    check_grouped_linear(rows, weight, counts, bias)
+    options = settings(recipe, state, noise, accumulator)
+    if recipe is None:
+        return moe_ref.grouped_linear(rows, weight, counts, bias=bias, accumulator=accumulator)
+    return Layer.apply(rows, weight, bias, counts, way, options)
 
-    ways = SimpleNamespace(
-        forward=forward,
-        grouped_linear=grouped_linear,
-        grouped_dgrad=grouped_dgrad,
-        grouped_wgrad=grouped_wgrad,
-        supports=supports,
-        declares=declares,
+
+def grouped_dgrad(way: Way, d_out, weight, counts, *, recipe=None, state=None, noise=None, accumulator="float32"):
+    check_grouped_dgrad(d_out, weight, counts)
+    options = settings(recipe, state, noise, accumulator)
+    if recipe is None:
+        return moe_ref.grouped_dgrad(d_out, weight, counts, accumulator=accumulator)
+    return below(products(way, (d_out, counts, "grad_output"), weights(weight), "dgrad", options), d_out)
+
+
+def grouped_wgrad(
+    way: Way, d_out, rows, counts, *, accumulate_into=None, recipe=None, state=None, noise=None, accumulator="float32"
+):
+    check_grouped_wgrad(d_out, rows, counts, accumulate_into)
+    options = settings(recipe, state, noise, accumulator)
+    if recipe is None:
+        return moe_ref.grouped_wgrad(d_out, rows, counts, accumulate_into=accumulate_into, accumulator=accumulator)
+    whole = torch.stack(products(way, (d_out, counts, "grad_output"), (rows, counts, "input"), "wgrad", options))
+    return whole.to(rows.dtype) if accumulate_into is None else (whole + accumulate_into).to(accumulate_into.dtype)
+
+
+def supports(function, **arguments):
+    wide = (
+        arguments.get("accumulator") == "float64"
+        or arguments.get("rows", arguments.get("d_out")).dtype == torch.float64
     )
-    return ways
+    return "sums are float32" if wide else None
+
+
+def declares(way: Way, function):
+    return dict(way.declared)
+
+
+def make(way: Way) -> SimpleNamespace:
+    """The namespace of a variant; high precision is the reference's."""
+    functions = (grouped_linear, grouped_dgrad, grouped_wgrad, declares)
+    return SimpleNamespace(
+        **{function.__name__: MethodType(function, way) for function in functions}, supports=supports
+    )
 
 
 def by_reciprocals(source: Source) -> list[Part]:

@@ -1,11 +1,11 @@
-"""Honest quantisers in plain torch: blocks by reshaping, codes by torch's own casts, exponents by frexp, the transform as one matrix.
+"""Honest quantisers in plain torch: reshaped blocks, torch's casts, frexp, the transform as a GEMM.
 
-Divides       scales by division, as the reference
-Multiplies    scales that are no powers of two by reciprocals, as it declares: off by some roundings
+Divides       scales by division, like the reference
+Multiplies    scales other than powers of two by reciprocals (declared): some roundings off
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ ONES = torch.ones(1, 1, dtype=torch.float64)
 
 
 def sylvester(size: int) -> Tensor:
-    """The Hadamard matrix: [[H, H], [H, -H]] again and again."""
+    """The Hadamard matrix, by the recursion [[H, H], [H, -H]]."""
     h = ONES
     while len(h) < size:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
@@ -32,7 +32,7 @@ TRANSFORM = SIGNS[:, None] * sylvester(16) / 4
 
 
 def transformed(x: Tensor) -> Tensor:
-    """Sixteen rows at a time, in float64."""
+    """The transform of every 16 rows, in float64."""
     return (TRANSFORM.T @ x.double().reshape(len(x) // 16, 16, x.shape[1])).reshape(x.shape).to(x.dtype)
 
 
@@ -48,7 +48,7 @@ def e2m1(x: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def meaning(codes: Tensor, kind: Any) -> Tensor:
-    """Codes as float32."""
+    """Decoded codes, float32."""
     if kind is not None:
         return codes.view(kind).float()
     return torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[(codes & 7).long()] * torch.where(codes >= 8, -1.0, 1.0)
@@ -62,7 +62,7 @@ def cast(x: Tensor, kind: Any, noise: Tensor | None = None) -> Tensor:
 
 
 def blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """[row blocks, rows, column blocks, columns], zeros where x ends in a block."""
+    """[row blocks, rows, column blocks, columns], zero-padded."""
     padded = F.pad(x, (0, -x.shape[1] % block[1], 0, -x.shape[0] % block[0]))
     return padded.reshape(len(padded) // block[0], block[0], padded.shape[1] // block[1], block[1])
 
@@ -76,7 +76,7 @@ def largest(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def largest_along(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Of whole rows or columns; of nothing, 0."""
+    """amax along dims; 0 if empty."""
     return F.pad(magnitude(x), (0, int(1 in dims), 0, int(0 in dims))).amax(dims, keepdim=True)
 
 
@@ -90,7 +90,7 @@ def grown(scale: Tensor, block: tuple[int, int], like: Tensor) -> Tensor:
 
 
 def exponent_above(x: Tensor) -> Tensor:
-    """⌈log₂ x⌉ + 127 from 0 to 254."""
+    """⌈log₂ x⌉ + 127, clamped to 0 … 254."""
     mantissa, exponent = torch.frexp(x.double())
     code = torch.where(mantissa > 0.5, exponent, exponent - 1) + 127
     return torch.where(x == 0, 0, torch.where(x.isinf(), 254, code)).clamp(0, 254).to(torch.uint8)
@@ -98,7 +98,7 @@ def exponent_above(x: Tensor) -> Tensor:
 
 @dataclass
 class Piece:
-    """One group in one direction, in logical orientation."""
+    """One quantised group in one direction, in logical orientation."""
 
     codes: Tensor
     scale: Tensor
@@ -117,194 +117,213 @@ class Straight(torch.autograd.Function):
         return g, None
 
 
+def ratio(reciprocal: bool, number: float, x: Tensor, exactly: bool = False) -> Tensor:
+    if exactly or not reciprocal:
+        return torch.full_like(x, number) / x
+    less = torch.where(x > 1, 2.0**-32, 1.0)  # avoids a subnormal reciprocal
+    return number * less * torch.reciprocal(x * less)
+
+
+def scale_of(reciprocal: bool, amax: Tensor, most: float, recipe: Any, ceiling: float) -> Tensor:
+    a = torch.maximum(amax, torch.tensor(recipe.amax_epsilon or 0.0))
+    s = ratio(reciprocal, most, a, exactly=bool(recipe.power_of_two_scales))
+    s = torch.where((a == 0) | a.isinf(), 1.0, torch.where(s.isinf(), ceiling, s))
+    if recipe.power_of_two_scales:
+        s = torch.ldexp(torch.ones_like(s), torch.frexp(s)[1] - 1)
+    return s
+
+
+def piece(
+    reciprocal: bool, x: Tensor, recipe: Any, role: str, columnwise: bool, given: Tensor | None, noise: Tensor | None
+) -> Piece:
+    if recipe.scaling == "nvfp4":
+        return two_levels(reciprocal, x, recipe, role, columnwise, noise)
+    kind = torch.float8_e5m2 if recipe.fp8_format == "hybrid" and role == "grad_output" else torch.float8_e4m3fn
+    size, square = BLOCK.get(recipe.scaling, 0), role == "weight" and bool(recipe.two_dimensional_weights)
+    block = (
+        (max(x.shape[0], 1), max(x.shape[1], 1))
+        if not size
+        else (size, size)
+        if square
+        else (size, 1)
+        if columnwise
+        else (1, size)
+    )
+    wide, most = x.float(), torch.finfo(kind).max
+    amax = largest(wide, block) if size else largest_along(wide, (0, 1))
+    if recipe.scaling == "mxfp8":
+        code = exponent_above(amax * torch.tensor(1 / most))
+        inverse = torch.ldexp(torch.ones_like(amax, dtype=torch.float64), code.int() - 127).float()
+        scale, codes = (
+            code,
+            cast(wide * grown(torch.ldexp(torch.ones_like(amax), 127 - code.int()), block, x), kind),
+        )
+    else:
+        ceiling = torch.finfo(x.dtype).max if size else LARGEST
+        s = scale_of(reciprocal, amax, most, recipe, ceiling) if given is None else given.reshape(1, 1)
+        scale = inverse = torch.reciprocal(s)
+        codes = cast(wide * grown(s, block, x), kind)
+    return Piece(
+        codes,
+        repeated(scale, square, columnwise, recipe),
+        repeated(amax, square, columnwise, recipe),
+        meaning(codes, kind) * grown(inverse, block, x),
+        square,
+    )
+
+
+def repeated(scale: Tensor, square: bool, columnwise: bool, recipe: Any) -> Tensor:
+    """Square blocks of MXFP8 and NVFP4 store their scale once per row (columnwise: column)."""
+    return (
+        scale.repeat_interleave(BLOCK[recipe.scaling], int(columnwise))
+        if square and recipe.scaling != "block"
+        else scale
+    )
+
+
+def two_levels(reciprocal: bool, x: Tensor, recipe: Any, role: str, columnwise: bool, noise: Tensor | None) -> Piece:
+    square = role == "weight" and bool(recipe.two_dimensional_weights)
+    block, wide = (16, 16) if square else (16, 1) if columnwise else (1, 16), x.float()
+    row_scaled = bool(recipe.row_scaled_activation) and role == "input"
+    top = largest_along(wide, (0 if columnwise else 1,) if row_scaled else (0, 1))
+    first = ratio(reciprocal, 6 * 448.0, top).clamp(max=LARGEST)
+    first = torch.where((top == 0) | (first == 0), 1.0, first)
+    amax = repeated(largest(wide, block), square, columnwise, recipe)
+    mine = (16, 1) if columnwise else (1, 16)
+    code = cast((amax * (first * torch.tensor(1 / 6))).clamp(max=LARGEST), torch.float8_e4m3fn)
+    local = meaning(code, torch.float8_e4m3fn)
+    multiplier = ratio(reciprocal, 1.0, local * ratio(reciprocal, 1.0, first)).clamp(max=LARGEST)
+    codes = cast(wide * grown(multiplier, mine, x), None, noise)
+    scale = local * top * torch.tensor(1 / 2688)
+    return Piece(codes, code, top, meaning(codes, None) * grown(scale, mine, x), square)
+
+
+def quantize(
+    reciprocal: bool, x, recipe, *, role="input", splits=None, rowwise=True, columnwise=False, state=None, noise=None
+):
+    check_quantize(x, recipe, role, splits, rowwise, columnwise, state, noise)
+    sizes = [len(x)] if splits is None else splits.tolist()
+    check_splits(sizes, len(x), recipe)
+    if recipe.stochastic_rounding and noise is None:
+        noise = torch.rand(2, *x.shape, dtype=torch.float64)
+    held = {}
+    for turn in [turn for turn, wanted in ((False, rowwise), (True, columnwise)) if wanted]:
+        turning = turn and bool(recipe.hadamard) and role != "weight"
+        real = x[: sum(sizes)]
+        source = TransformedRows.apply(real) if turning else real
+        source = torch.cat([source, torch.zeros_like(x[sum(sizes) :])])
+        parts = source.detach()[: sum(sizes)].split(sizes)
+        random = (
+            [None] * len(sizes)
+            if noise is None or role != "grad_output"
+            else noise[int(turn)][: sum(sizes)].split(sizes)
+        )
+        held[turn] = (
+            source,
+            [
+                piece(reciprocal, part, recipe, role, turn, None if state is None else state.scale[g], random[g])
+                for g, part in enumerate(parts)
+            ],
+            recipe,
+            role,
+        )
+    if state is not None:
+        seen = torch.stack([p.amax.reshape(()) for p in next(iter(held.values()))[1]])
+        history = state.amax_history.clone()
+        history[:, 0] = torch.maximum(history[:, 0], seen)
+        state = QuantizerState(history, state.scale)
+    return Quantization(held, state)
+
+
+def form(held: dict, columnwise: bool):
+    require(columnwise in held, "columnwise", columnwise, "a direction that quantize was asked for")
+    return held[columnwise]
+
+
+def codes(held, *, columnwise=False):
+    source, parts, *_ = form(held, columnwise)
+    out = source.new_zeros(source.shape, dtype=torch.uint8)
+    whole = torch.cat([p.codes for p in parts])
+    out[: len(whole)] = whole
+    return out
+
+
+def scales(held, *, columnwise=False, layout="compact"):
+    _, parts, recipe, _ = form(held, columnwise)
+    flat = recipe.scaling in ("delayed", "current")
+    if layout == "compact":
+        whole = torch.cat([p.scale for p in parts])
+        return whole.flatten() if flat else whole
+    return tuple(
+        p.scale.flatten() if flat else for_gemm(p.scale.T if columnwise else p.scale, recipe, p.square) for p in parts
+    )
+
+
+def for_gemm(scale: Tensor, recipe: Any, square: bool) -> Tensor:
+    """The GEMM layout, by explicit indices; padding, never read, is 7."""
+    if recipe.scaling == "block":
+        rows = scale if square else scale.T
+        return F.pad(rows, (0, -rows.shape[1] % 4), value=7)
+    rows, columns = -(-scale.shape[0] // 128) * 128, -(-scale.shape[1] // 4) * 4
+    out = scale.new_full((rows * columns,), 7)
+    r, c = torch.meshgrid(torch.arange(scale.shape[0]), torch.arange(scale.shape[1]), indexing="ij")
+    out[(r // 128 * (columns // 4) + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4] = scale
+    return out
+
+
+def amax(held, *, columnwise=False):
+    _, parts, recipe, role = form(held, columnwise)
+    whole = torch.cat([p.amax for p in parts])
+    by_column = bool(recipe.row_scaled_activation) and role == "input" and columnwise
+    return whole if recipe.scaling in ("block", "mxfp8") or by_column else whole.flatten()
+
+
+def dequantize(held, *, columnwise=False):
+    source, parts, *_ = form(held, columnwise)
+    whole = torch.cat([p.wide for p in parts]).to(source.dtype)
+    return Straight.apply(source, torch.cat([whole, whole.new_zeros(len(source) - len(whole), source.shape[1])]))
+
+
+def new_quantizer_state(recipe, *, num_groups=1, device=None):
+    return QuantizerState(torch.zeros(num_groups, recipe.amax_history_len), torch.ones(num_groups))
+
+
+def update_scales(reciprocal: bool, state, recipe, *, role="input", reduced_amax=None):
+    check_role(role)
+    check_state(recipe, state, len(state.scale))
+    history, scale = state.amax_history.clone(), state.scale.clone()
+    most = 57344.0 if recipe.fp8_format == "hybrid" and role == "grad_output" else 448.0
+    for g in range(len(scale)):
+        last = history[g, 0].clone()
+        if reduced_amax is not None and reduced_amax[g] != 0:
+            last = reduced_amax[g]
+        if last == 0:
+            continue
+        known = torch.cat([last[None], history[g, 1:]]).max() if recipe.amax_compute_algo == "max" else last
+        if known.isfinite():
+            scale[g] = ratio(reciprocal, most * 2.0**-recipe.margin, known).clamp(max=LARGEST)
+        history[g] = (
+            torch.cat([torch.zeros(1), history[g, 2:], last[None]])[: history.shape[1]] if history.shape[1] > 1 else 0
+        )
+    return QuantizerState(history, scale)
+
+
+def supports(function, **arguments):
+    recipe = arguments.get("recipe")
+    return "no 4over6" if recipe is not None and recipe.four_over_six not in (None, "none") else None
+
+
+def declares(reciprocal: bool, function):
+    return {"deterministic": True, "scale_arithmetic": "reciprocal" if reciprocal else "division"}
+
+
 def make(reciprocal: bool = False) -> SimpleNamespace:
-    """The namespace."""
-
-    def ratio(number: float, x: Tensor, exactly: bool = False) -> Tensor:
-        if exactly or not reciprocal:
-            return torch.full_like(x, number) / x
-        less = torch.where(x > 1, 2.0**-32, 1.0)  # a reciprocal that is subnormal has lost its digits
-        return number * less * torch.reciprocal(x * less)
-
-    def scale_of(amax: Tensor, most: float, recipe: Any, ceiling: float) -> Tensor:
-        a = torch.maximum(amax, torch.tensor(recipe.amax_epsilon or 0.0))
-        s = ratio(most, a, exactly=bool(recipe.power_of_two_scales))
-        s = torch.where((a == 0) | a.isinf(), 1.0, torch.where(s.isinf(), ceiling, s))
-        if recipe.power_of_two_scales:
-            s = torch.ldexp(torch.ones_like(s), torch.frexp(s)[1] - 1)
-        return s
-
-    def piece(x: Tensor, recipe: Any, role: str, columnwise: bool, given: Tensor | None, noise: Tensor | None) -> Piece:
-        if recipe.scaling == "nvfp4":
-            return two_levels(x, recipe, role, columnwise, noise)
-        kind = torch.float8_e5m2 if recipe.fp8_format == "hybrid" and role == "grad_output" else torch.float8_e4m3fn
-        size, square = BLOCK.get(recipe.scaling, 0), role == "weight" and bool(recipe.two_dimensional_weights)
-        block = (
-            (max(x.shape[0], 1), max(x.shape[1], 1))
-            if not size
-            else (size, size)
-            if square
-            else (size, 1)
-            if columnwise
-            else (1, size)
-        )
-        wide, most = x.float(), torch.finfo(kind).max
-        amax = largest(wide, block) if size else largest_along(wide, (0, 1))
-        if recipe.scaling == "mxfp8":
-            code = exponent_above(amax * torch.tensor(1 / most))
-            inverse = torch.ldexp(torch.ones_like(amax, dtype=torch.float64), code.int() - 127).float()
-            scale, codes = (
-                code,
-                cast(wide * grown(torch.ldexp(torch.ones_like(amax), 127 - code.int()), block, x), kind),
-            )
-        else:
-            ceiling = torch.finfo(x.dtype).max if size else LARGEST
-            s = scale_of(amax, most, recipe, ceiling) if given is None else given.reshape(1, 1)
-            scale = inverse = torch.reciprocal(s)
-            codes = cast(wide * grown(s, block, x), kind)
-        return Piece(
-            codes,
-            repeated(scale, square, columnwise, recipe),
-            repeated(amax, square, columnwise, recipe),
-            meaning(codes, kind) * grown(inverse, block, x),
-            square,
-        )
-
-    def repeated(scale: Tensor, square: bool, columnwise: bool, recipe: Any) -> Tensor:
-        """Square blocks of the small formats are stored for each of their rows, in the form's own orientation."""
-        return (
-            scale.repeat_interleave(BLOCK[recipe.scaling], int(columnwise))
-            if square and recipe.scaling != "block"
-            else scale
-        )
-
-    def two_levels(x: Tensor, recipe: Any, role: str, columnwise: bool, noise: Tensor | None) -> Piece:
-        square = role == "weight" and bool(recipe.two_dimensional_weights)
-        block, wide = (16, 16) if square else (16, 1) if columnwise else (1, 16), x.float()
-        row_scaled = bool(recipe.row_scaled_activation) and role == "input"
-        top = largest_along(wide, (0 if columnwise else 1,) if row_scaled else (0, 1))
-        first = ratio(6 * 448.0, top).clamp(max=LARGEST)
-        first = torch.where((top == 0) | (first == 0), 1.0, first)
-        amax = repeated(largest(wide, block), square, columnwise, recipe)
-        mine = (16, 1) if columnwise else (1, 16)
-        code = cast((amax * (first * torch.tensor(1 / 6))).clamp(max=LARGEST), torch.float8_e4m3fn)
-        local = meaning(code, torch.float8_e4m3fn)
-        multiplier = ratio(1.0, local * ratio(1.0, first)).clamp(max=LARGEST)
-        codes = cast(wide * grown(multiplier, mine, x), None, noise)
-        scale = local * top * torch.tensor(1 / 2688)
-        return Piece(codes, code, top, meaning(codes, None) * grown(scale, mine, x), square)
-
-    def quantize(x, recipe, *, role="input", splits=None, rowwise=True, columnwise=False, state=None, noise=None):
-        check_quantize(x, recipe, role, splits, rowwise, columnwise, state, noise)
-        sizes = [len(x)] if splits is None else splits.tolist()
-        check_splits(sizes, len(x), recipe)
-        if recipe.stochastic_rounding and noise is None:
-            noise = torch.rand(2, *x.shape, dtype=torch.float64)
-        held = {}
-        for turn in [turn for turn, wanted in ((False, rowwise), (True, columnwise)) if wanted]:
-            turning = turn and bool(recipe.hadamard) and role != "weight"
-            real = x[: sum(sizes)]
-            source = TransformedRows.apply(real) if turning else real
-            source = torch.cat([source, torch.zeros_like(x[sum(sizes) :])])
-            parts = source.detach()[: sum(sizes)].split(sizes)
-            random = (
-                [None] * len(sizes)
-                if noise is None or role != "grad_output"
-                else noise[int(turn)][: sum(sizes)].split(sizes)
-            )
-            held[turn] = (
-                source,
-                [
-                    piece(part, recipe, role, turn, None if state is None else state.scale[g], random[g])
-                    for g, part in enumerate(parts)
-                ],
-                recipe,
-                role,
-            )
-        if state is not None:
-            seen = torch.stack([p.amax.reshape(()) for p in next(iter(held.values()))[1]])
-            history = state.amax_history.clone()
-            history[:, 0] = torch.maximum(history[:, 0], seen)
-            state = QuantizerState(history, state.scale)
-        return Quantization(held, state)
-
-    def form(held: dict, columnwise: bool):
-        require(columnwise in held, "columnwise", columnwise, "a direction that quantize was asked for")
-        return held[columnwise]
-
-    def codes(held, *, columnwise=False):
-        source, parts, *_ = form(held, columnwise)
-        out = source.new_zeros(source.shape, dtype=torch.uint8)
-        whole = torch.cat([p.codes for p in parts])
-        out[: len(whole)] = whole
-        return out
-
-    def scales(held, *, columnwise=False, layout="compact"):
-        _, parts, recipe, _ = form(held, columnwise)
-        flat = recipe.scaling in ("delayed", "current")
-        if layout == "compact":
-            whole = torch.cat([p.scale for p in parts])
-            return whole.flatten() if flat else whole
-        return tuple(
-            p.scale.flatten() if flat else for_gemm(p.scale.T if columnwise else p.scale, recipe, p.square)
-            for p in parts
-        )
-
-    def for_gemm(scale: Tensor, recipe: Any, square: bool) -> Tensor:
-        """Index by index; padding is 7, which nobody may look at."""
-        if recipe.scaling == "block":
-            own = scale if square else scale.T
-            return F.pad(own, (0, -own.shape[1] % 4), value=7)
-        rows, columns = -(-scale.shape[0] // 128) * 128, -(-scale.shape[1] // 4) * 4
-        out = scale.new_full((rows * columns,), 7)
-        r, c = torch.meshgrid(torch.arange(scale.shape[0]), torch.arange(scale.shape[1]), indexing="ij")
-        out[(r // 128 * (columns // 4) + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4] = scale
-        return out
-
-    def amax(held, *, columnwise=False):
-        _, parts, recipe, role = form(held, columnwise)
-        whole = torch.cat([p.amax for p in parts])
-        by_column = bool(recipe.row_scaled_activation) and role == "input" and columnwise
-        return whole if recipe.scaling in ("block", "mxfp8") or by_column else whole.flatten()
-
-    def dequantize(held, *, columnwise=False):
-        source, parts, *_ = form(held, columnwise)
-        whole = torch.cat([p.wide for p in parts]).to(source.dtype)
-        return Straight.apply(source, torch.cat([whole, whole.new_zeros(len(source) - len(whole), source.shape[1])]))
-
-    def new_quantizer_state(recipe, *, num_groups=1, device=None):
-        return QuantizerState(torch.zeros(num_groups, recipe.amax_history_len), torch.ones(num_groups))
-
-    def update_scales(state, recipe, *, role="input", reduced_amax=None):
-        check_role(role)
-        check_state(recipe, state, len(state.scale))
-        history, scale = state.amax_history.clone(), state.scale.clone()
-        most = 57344.0 if recipe.fp8_format == "hybrid" and role == "grad_output" else 448.0
-        for g in range(len(scale)):
-            last = history[g, 0].clone()
-            if reduced_amax is not None and reduced_amax[g] != 0:
-                last = reduced_amax[g]
-            if last == 0:
-                continue
-            known = torch.cat([last[None], history[g, 1:]]).max() if recipe.amax_compute_algo == "max" else last
-            if known.isfinite():
-                scale[g] = ratio(most * 2.0**-recipe.margin, known).clamp(max=LARGEST)
-            history[g] = (
-                torch.cat([torch.zeros(1), history[g, 2:], last[None]])[: history.shape[1]]
-                if history.shape[1] > 1
-                else 0
-            )
-        return QuantizerState(history, scale)
-
-    def supports(function, **arguments):
-        recipe = arguments.get("recipe")
-        return "no 4over6" if recipe is not None and recipe.four_over_six not in (None, "none") else None
-
-    def declares(function):
-        return {"deterministic": True, "scale_arithmetic": "reciprocal" if reciprocal else "division"}
-
-    offered = (quantize, codes, scales, amax, dequantize, new_quantizer_state, update_scales, supports, declares)
-    return SimpleNamespace(**{function.__name__: function for function in offered})
+    """The namespace of a variant."""
+    functions = {
+        function.__name__: MethodType(function, reciprocal) for function in (quantize, update_scales, declares)
+    }
+    fixed = (codes, scales, amax, dequantize, new_quantizer_state, supports)
+    return SimpleNamespace(**functions | {function.__name__: function for function in fixed})
 
 
 class TransformedRows(torch.autograd.Function):

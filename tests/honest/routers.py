@@ -1,15 +1,16 @@
-"""Honest routers in plain torch that differ in all that the contract leaves open.
+"""Honest routers in plain torch that differ in everything the contract leaves open.
 
-Autograd     torch.topk with whatever it does among equal keys, torch.softmax, gradients by autograd
-BaseTwo      exp2(x · log₂e), ln(e^x + e^0); sums in descending order of the terms; σ as e^x / (1 + e^x); closed-form gradients
-Wide         all in float64, rounded once
-OneByOne     sums one term after the other; the choice by repeated maxima, of equal keys the last; by the scores even where logits would do
+Autograd     torch.topk with its tie order, torch.softmax, gradients by autograd
+BaseTwo      exp2(x · log₂e), ln(e^x + e^0), σ = e^x / (1 + e^x); sums of sorted terms, descending;
+             closed-form gradients
+Wide         float64, rounded once
+OneByOne     sequential sums; choice by repeated maxima, the last of equal keys, always by scores
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -67,21 +68,21 @@ def any_of_equals(keys: Tensor, count: int) -> Tensor:
 
 
 def last_of_equals(keys: Tensor, count: int) -> Tensor:
-    """One maximum after the other."""
-    left, found = keys.clone(), []
+    """Top-k by repeated maxima; of equal keys the last."""
+    left, indices = keys.clone(), []
     taken = torch.zeros_like(keys, dtype=torch.bool)
     for _ in range(count):
         best = torch.where(taken, -torch.inf, left).amax(1, keepdim=True)
         rank = torch.arange(1, keys.shape[1] + 1, device=keys.device).expand(keys.shape)
         at = torch.where((left == best) & ~taken, rank, torch.where(taken, -1, 0)).argmax(1, keepdim=True)
-        found.append(at)
+        indices.append(at)
         taken = taken.scatter(1, at, True)
-    return torch.cat(found, 1) if found else torch.zeros(len(keys), 0, dtype=torch.int64, device=keys.device)
+    return torch.cat(indices, 1) if indices else torch.zeros(len(keys), 0, dtype=torch.int64, device=keys.device)
 
 
 @dataclass(frozen=True)
 class How:
-    """What one of them does in its own way."""
+    """The options of a variant."""
 
     dtype: torch.dtype = torch.float32
     exp: Callable[[Tensor], Tensor] = torch.exp
@@ -89,8 +90,8 @@ class How:
     softplus: Callable[[Tensor], Tensor] = torch.nn.functional.softplus
     total: Callable[[Tensor], Tensor] = ascending
     best: Callable[[Tensor, int], Tensor] = any_of_equals
-    by_score: bool = False  # softmax over all chooses by the scores, not by the logits
-    closed: bool = False  # gradients by formula
+    by_score: bool = False  # softmax over all experts: choice by scores, not logits
+    closed: bool = False  # closed-form gradients
 
     def wide(self, x: Tensor) -> Tensor:
         return x.to(torch.float64 if x.dtype == torch.float64 else self.dtype)
@@ -108,7 +109,7 @@ class How:
 
 
 class Closed(torch.autograd.Function):
-    """weights of the chosen, and their gradient by formula."""
+    """Weights of the chosen experts with a closed-form gradient."""
 
     @staticmethod
     def forward(ctx, x, index, function, pre, scale, how):
@@ -140,183 +141,185 @@ class Closed(torch.autograd.Function):
         return torch.zeros_like(x).scatter(1, index, g * slope), *[None] * 5
 
 
-def make(how: How) -> SimpleNamespace:
-    """The namespace."""
-
-    def topk_indices(
-        logits,
-        *,
-        topk,
-        score_function="softmax",
-        pre_softmax=False,
-        num_groups=None,
-        group_topk=None,
-        scaling_factor=None,
-        expert_bias=None,
-        precomputed_indices=None,
-    ):
-        check_topk_routing(
-            logits, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices
-        )
-        x, experts = how.wide(logits), logits.shape[1]
-        plain = score_function == "softmax" and (not pre_softmax or (not how.by_score and num_groups is None))
-        if precomputed_indices is None:
-            keys = x.detach() if plain else how.score(x.detach(), score_function)
-            if expert_bias is not None:
-                keys = keys + expert_bias.detach().to(keys.dtype)
-            if num_groups is not None:
-                groups = keys.unflatten(1, (num_groups, -1))
-                score = how.total(groups.topk(topk // group_topk, dim=2).values)[..., 0]
-                kept = torch.zeros_like(score, dtype=torch.bool).scatter(1, how.best(score, group_topk), True)
-                kept = kept[..., None].expand_as(groups).flatten(1)
-                keys = torch.where(kept, keys.clamp(min=torch.finfo(keys.dtype).min), -torch.inf)
-            index = how.best(keys, topk)
-        else:
-            index = precomputed_indices.long()
-            require(
-                bool(((index >= 0) & (index < experts)).all()),
-                "precomputed_indices",
-                "out of range",
-                f"below {experts}",
-            )
-        scale = 1.0 if scaling_factor is None else scaling_factor
-        if how.closed:
-            probs = Closed.apply(x, index, score_function, pre_softmax, scale, how)
-        else:
-            over_all = x if score_function == "softmax" and not pre_softmax else how.score(x, score_function)
-            probs = over_all.gather(1, index)
-            if score_function == "softmax":
-                probs = probs if pre_softmax else how.softmax(probs)
-            elif topk > 1:
-                probs = probs / (how.total(probs) + TINY)
-            probs = probs * scale
-        return TopK(probs.to(logits.dtype), index)
-
-    def topk_routing(logits, *, topk, **settings):
-        probs, index = topk_indices(logits, topk=topk, **settings)
-        dense = probs.new_zeros(logits.shape).scatter(1, index, probs)
-        return Routed(dense, torch.zeros_like(logits, dtype=torch.bool).scatter(1, index, True))
-
-    def aux_loss_scores(logits, *, topk, score_function="softmax", padding_mask=None):
-        check_logits(logits)
-        check_topk(topk, logits.shape[1])
-        check_score_function(score_function)
-        check_padding_mask(padding_mask, len(logits))
-        padding = (
-            torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-            if padding_mask is None
-            else padding_mask != 0
-        )
-        x = how.wide(logits.masked_fill(padding[:, None], 0))
-        scores = how.score(x, score_function)
-        keys = scores.detach() if how.by_score else x.detach()
-        if score_function != "softmax":
-            scores = scores / (how.total(scores) + TINY)
-        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, how.best(keys, topk), True)
-        out = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        return AuxScores(scores.to(out).masked_fill(padding[:, None], 0), chosen & ~padding[:, None])
-
-    def z_loss(logits, *, coeff, padding_mask=None):
-        check_logits(logits)
-        check_coeff(coeff)
-        check_padding_mask(padding_mask, len(logits))
-        x = how.wide(logits if padding_mask is None else logits[padding_mask == 0])
-        top = x.amax(1, keepdim=True).detach()
-        lse = (how.total(how.exp(x - top)).log() + top)[:, 0]
-        loss = coeff * how.total((lse * lse)[None])[0, 0] / max(len(x), 1)
-        return loss.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
-
-    def sinkhorn_routing(logits, *, topk, training=True):
-        check_logits(logits)
-        check_topk(topk, logits.shape[1])
-        x = how.wide(logits)
-        activation = how.sigmoid(x) if topk == 1 else how.softmax(x)
-        keys = activation.detach()
-        if training and len(logits):
-            cost, change = how.exp(x.detach()), math.inf
-            d1 = torch.ones_like(cost[0])
-            while change > 1e-4:
-                before = d1
-                d0 = 1 / len(x) / (how.total(cost * d1) + 1e-8)
-                d1 = 1 / x.shape[1] / (how.total((cost * d0).T)[:, 0] + 1e-8)
-                change = float((before - d1).abs().mean())
-            keys = d1 * cost * d0
-        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, how.best(keys, topk), True)
-        return Routed(torch.where(chosen, activation, 0).to(logits.dtype), chosen)
-
-    def load_balancing_loss(scores, tokens_per_expert, *, total_num_tokens, topk, num_experts, coeff):
-        check_load_balancing_loss(scores, tokens_per_expert, total_num_tokens, topk, num_experts, coeff)
-        x, count = how.wide(scores), how.wide(tokens_per_expert.detach().float())
-        total = float(total_num_tokens)
-        factor = coeff * num_experts / (topk * total * total) if total else 0.0
-        loss = how.total((how.total(x.T)[:, 0] * count)[None])[0, 0] * factor
-        return loss.to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
-
-    def drop_tokens(probs, routing_map, *, capacity, drop_policy="probs", pad_to_capacity=False):
-        check_drop_tokens(probs, routing_map, capacity, drop_policy)
-        routed = routing_map != 0
-        tokens = len(probs)
-        key = (
-            probs.detach().double()
-            if drop_policy == "probs"
-            else -torch.arange(tokens, device=probs.device).double()[:, None].expand(probs.shape)
-        )
-        key = torch.where(routed, key, -torch.inf)
-        room = min(capacity, tokens)
-        index = how.best(key.T.contiguous(), room)
-        kept = torch.zeros_like(routed.T).scatter(1, index, True).T
-        if not pad_to_capacity:
-            kept = kept & routed
-        return Routed(probs.masked_fill(~(kept & routed), 0), kept)
-
-    def update_expert_bias(expert_bias, tokens_per_expert, *, update_rate):
-        require(
-            expert_bias.dtype in (torch.float32, torch.float64) and expert_bias.dim() == 1,
-            "expert_bias",
-            expert_bias.dtype,
-            "float32",
-        )
-        require(
-            tokens_per_expert.shape == expert_bias.shape,
-            "tokens_per_expert",
-            tuple(tokens_per_expert.shape),
-            "like expert_bias",
-        )
-        require(is_number(update_rate) and update_rate >= 0, "update_rate", update_rate, "≥ 0")
-        count = tokens_per_expert.long()
-        return expert_bias + torch.sign(count.sum() - len(count) * count) * update_rate
-
-    def gate(x, weight, *, bias=None, router_dtype=None):
-        check_gate(x, weight, bias, router_dtype)
-        return Gate.apply(x, weight, bias, {"fp32": torch.float32, "fp64": torch.float64}.get(router_dtype, x.dtype))
-
-    def jitter(x, *, eps):
-        require(is_number(eps) and 0 <= eps < 1, "eps", eps, "from 0 to 1")
-        return (
-            x * torch.empty_like(x).uniform_(1 - eps, 1 + eps)
-            if x.is_contiguous()
-            else x * (1 + eps * (2 * torch.rand_like(x) - 1))
-        )
-
-    def attach_loss(x, loss, *, scale=1.0):
-        require(is_number(scale), "scale", scale, "a number")
-        return Riding.apply(x, loss, scale)
-
-    offered = (
-        topk_indices,
-        topk_routing,
-        aux_loss_scores,
-        z_loss,
-        sinkhorn_routing,
-        load_balancing_loss,
-        drop_tokens,
-        update_expert_bias,
+def topk_indices(
+    how: How,
+    logits,
+    *,
+    topk,
+    score_function="softmax",
+    pre_softmax=False,
+    num_groups=None,
+    group_topk=None,
+    scaling_factor=None,
+    expert_bias=None,
+    precomputed_indices=None,
+):
+    check_topk_routing(
+        logits, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices
     )
-    return SimpleNamespace(**{function.__name__: function for function in (*offered, gate, jitter, attach_loss)})
+    x, experts = how.wide(logits), logits.shape[1]
+    plain = score_function == "softmax" and (not pre_softmax or (not how.by_score and num_groups is None))
+    if precomputed_indices is None:
+        keys = x.detach() if plain else how.score(x.detach(), score_function)
+        if expert_bias is not None:
+            keys = keys + expert_bias.detach().to(keys.dtype)
+        if num_groups is not None:
+            groups = keys.unflatten(1, (num_groups, -1))
+            score = how.total(groups.topk(topk // group_topk, dim=2).values)[..., 0]
+            kept = torch.zeros_like(score, dtype=torch.bool).scatter(1, how.best(score, group_topk), True)
+            kept = kept[..., None].expand_as(groups).flatten(1)
+            keys = torch.where(kept, keys.clamp(min=torch.finfo(keys.dtype).min), -torch.inf)
+        index = how.best(keys, topk)
+    else:
+        index = precomputed_indices.long()
+        require(
+            bool(((index >= 0) & (index < experts)).all()),
+            "precomputed_indices",
+            "out of range",
+            f"below {experts}",
+        )
+    scale = 1.0 if scaling_factor is None else scaling_factor
+    if how.closed:
+        probs = Closed.apply(x, index, score_function, pre_softmax, scale, how)
+    else:
+        over_all = x if score_function == "softmax" and not pre_softmax else how.score(x, score_function)
+        probs = over_all.gather(1, index)
+        if score_function == "softmax":
+            probs = probs if pre_softmax else how.softmax(probs)
+        elif topk > 1:
+            probs = probs / (how.total(probs) + TINY)
+        probs = probs * scale
+    return TopK(probs.to(logits.dtype), index)
+
+
+def topk_routing(how: How, logits, *, topk, **settings):
+    probs, index = topk_indices(how, logits, topk=topk, **settings)
+    dense = probs.new_zeros(logits.shape).scatter(1, index, probs)
+    return Routed(dense, torch.zeros_like(logits, dtype=torch.bool).scatter(1, index, True))
+
+
+def aux_loss_scores(how: How, logits, *, topk, score_function="softmax", padding_mask=None):
+    check_logits(logits)
+    check_topk(topk, logits.shape[1])
+    check_score_function(score_function)
+    check_padding_mask(padding_mask, len(logits))
+    padding = (
+        torch.zeros(len(logits), dtype=torch.bool, device=logits.device) if padding_mask is None else padding_mask != 0
+    )
+    x = how.wide(logits.masked_fill(padding[:, None], 0))
+    scores = how.score(x, score_function)
+    keys = scores.detach() if how.by_score else x.detach()
+    if score_function != "softmax":
+        scores = scores / (how.total(scores) + TINY)
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, how.best(keys, topk), True)
+    out = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return AuxScores(scores.to(out).masked_fill(padding[:, None], 0), chosen & ~padding[:, None])
+
+
+def z_loss(how: How, logits, *, coeff, padding_mask=None):
+    check_logits(logits)
+    check_coeff(coeff)
+    check_padding_mask(padding_mask, len(logits))
+    x = how.wide(logits if padding_mask is None else logits[padding_mask == 0])
+    top = x.amax(1, keepdim=True).detach()
+    lse = (how.total(how.exp(x - top)).log() + top)[:, 0]
+    loss = coeff * how.total((lse * lse)[None])[0, 0] / max(len(x), 1)
+    return loss.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+
+
+def sinkhorn_routing(how: How, logits, *, topk, training=True):
+    check_logits(logits)
+    check_topk(topk, logits.shape[1])
+    x = how.wide(logits)
+    activation = how.sigmoid(x) if topk == 1 else how.softmax(x)
+    keys = activation.detach()
+    if training and len(logits):
+        cost, change = how.exp(x.detach()), math.inf
+        d1 = torch.ones_like(cost[0])
+        while change > 1e-4:
+            before = d1
+            d0 = 1 / len(x) / (how.total(cost * d1) + 1e-8)
+            d1 = 1 / x.shape[1] / (how.total((cost * d0).T)[:, 0] + 1e-8)
+            change = float((before - d1).abs().mean())
+        keys = d1 * cost * d0
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, how.best(keys, topk), True)
+    return Routed(torch.where(chosen, activation, 0).to(logits.dtype), chosen)
+
+
+def load_balancing_loss(how: How, scores, tokens_per_expert, *, total_num_tokens, topk, num_experts, coeff):
+    check_load_balancing_loss(scores, tokens_per_expert, total_num_tokens, topk, num_experts, coeff)
+    x, count = how.wide(scores), how.wide(tokens_per_expert.detach().float())
+    total = float(total_num_tokens)
+    factor = coeff * num_experts / (topk * total * total) if total else 0.0
+    loss = how.total((how.total(x.T)[:, 0] * count)[None])[0, 0] * factor
+    return loss.to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
+
+
+def drop_tokens(how: How, probs, routing_map, *, capacity, drop_policy="probs", pad_to_capacity=False):
+    check_drop_tokens(probs, routing_map, capacity, drop_policy)
+    routed = routing_map != 0
+    tokens = len(probs)
+    key = (
+        probs.detach().double()
+        if drop_policy == "probs"
+        else -torch.arange(tokens, device=probs.device).double()[:, None].expand(probs.shape)
+    )
+    key = torch.where(routed, key, -torch.inf)
+    room = min(capacity, tokens)
+    index = how.best(key.T.contiguous(), room)
+    kept = torch.zeros_like(routed.T).scatter(1, index, True).T
+    if not pad_to_capacity:
+        kept = kept & routed
+    return Routed(probs.masked_fill(~(kept & routed), 0), kept)
+
+
+def update_expert_bias(expert_bias, tokens_per_expert, *, update_rate):
+    require(
+        expert_bias.dtype in (torch.float32, torch.float64) and expert_bias.dim() == 1,
+        "expert_bias",
+        expert_bias.dtype,
+        "float32",
+    )
+    require(
+        tokens_per_expert.shape == expert_bias.shape,
+        "tokens_per_expert",
+        tuple(tokens_per_expert.shape),
+        "like expert_bias",
+    )
+    require(is_number(update_rate) and update_rate >= 0, "update_rate", update_rate, "≥ 0")
+    count = tokens_per_expert.long()
+    return expert_bias + torch.sign(count.sum() - len(count) * count) * update_rate
+
+
+def gate(x, weight, *, bias=None, router_dtype=None):
+    check_gate(x, weight, bias, router_dtype)
+    return Gate.apply(x, weight, bias, {"fp32": torch.float32, "fp64": torch.float64}.get(router_dtype, x.dtype))
+
+
+def jitter(x, *, eps):
+    require(is_number(eps) and 0 <= eps < 1, "eps", eps, "from 0 to 1")
+    return (
+        x * torch.empty_like(x).uniform_(1 - eps, 1 + eps)
+        if x.is_contiguous()
+        else x * (1 + eps * (2 * torch.rand_like(x) - 1))
+    )
+
+
+def attach_loss(x, loss, *, scale=1.0):
+    require(is_number(scale), "scale", scale, "a number")
+    return Riding.apply(x, loss, scale)
+
+
+def make(how: How) -> SimpleNamespace:
+    """The namespace of a variant."""
+    variant = (topk_indices, topk_routing, aux_loss_scores, z_loss, sinkhorn_routing, load_balancing_loss, drop_tokens)
+    functions = {function.__name__: MethodType(function, how) for function in variant}
+    fixed = (update_expert_bias, gate, jitter, attach_loss)
+    return SimpleNamespace(**functions | {function.__name__: function for function in fixed})
 
 
 class Gate(torch.autograd.Function):
-    """Products in float32 at least; the gradient of the bias from the last row up."""
+    """GEMMs in at least float32; dbias summed from the last row up."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, dtype):

@@ -1,6 +1,5 @@
-"""Other choices of block sizes, all honest: an eighth of the interpreter's, so that everything spans several blocks; four
-times as large, so that most things fit into one; and on a GPU a few times what is fast, as far as registers and shared
-memory hold it."""
+"""Other legal block sizes: 1/8 of the interpreter's (problems span several blocks), 4 times them
+(most fit into one), on a GPU several times the fast sizes, within registers and shared memory."""
 
 from dataclasses import fields, replace
 
@@ -11,12 +10,11 @@ _small, _large = scaled(INTERPRETER, 1 / 8), scaled(INTERPRETER, 4)
 SMALL = replace(
     _small,
     metadata=replace(_small.metadata, max_programs=7),
-    fill=Fill(lanes=1, rows=2, tail_lanes=3),  # lanes that do not divide the tail
+    fill=Fill(lanes=1, rows=2, tail_lanes=3),  # lanes do not divide the tail
     z_loss=replace(_small.z_loss, max_programs=5),
     balance_programs=9,
-    grouped=replace(
-        _small.grouped, decoded=replace(INTERPRETER.grouped.decoded, columns=16, depth=32), programs=5
-    ),  # several tiles of columns and steps of depth
+    # several column tiles and K steps
+    grouped=replace(_small.grouped, decoded=replace(INTERPRETER.grouped.decoded, columns=16, depth=32), programs=5),
     symmetric=replace(_small.symmetric, tail_lanes=3),
     quantize=replace(
         _small.quantize,
@@ -30,7 +28,7 @@ LARGE = replace(
     balance_programs=64,
     grouped=replace(_large.grouped, by_rows=_large.grouped.by_rows[1:], programs=64),
     symmetric=replace(_large.symmetric, tail_lanes=1),
-    quantize=scaled(INTERPRETER.quantize, 2),  # the interpreter computes whole tiles: these take most of its time
+    quantize=scaled(INTERPRETER.quantize, 2),  # the interpreter computes whole tiles: slow
     activate_quantize=scaled(INTERPRETER.activate_quantize, 2),
 )
 LARGE_ON_GPU = replace(
@@ -87,5 +85,5 @@ LARGE_ON_GPU = replace(
 
 
 def use(interpreted: tuning.Tuning, compiled: tuning.Tuning) -> None:
-    """Run this process's kernels with these sizes."""
+    """Sets the block sizes of this process's kernels."""
     tuning.INTERPRETER, tuning.GPU = interpreted, compiled

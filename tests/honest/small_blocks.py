@@ -1,4 +1,4 @@
-"""moe_fast with the smallest blocks that make sense, so that everything spans several."""
+"""moe_fast with the smallest useful blocks: every problem spans several."""
 
 import moe_fast
 from moe_fast import *  # noqa: F403  (the same namespace, with other sizes)

@@ -1,4 +1,4 @@
-"""Routers that differ in what the contract leaves open are accepted, those that differ in anything else are not."""
+"""Routers that differ only where the contract leaves room are accepted; others are rejected."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from tests.honest import ROUTERS
 from tests.honest.routers import How, ascending, make
 
 FUNCTIONS = [name for name in CONTRACTS if hasattr(make(How()), name)]
-EVERY, DRAWS = 6, 10  # one of so many cases of a covering array; drawn cases
+EVERY, DRAWS = 6, 10  # every 6th case of a covering array; drawn cases
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -36,7 +36,7 @@ SIGMOID = replace(CASE, score="sigmoid")
 
 
 def softplus_with_a_kink(x):
-    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))  # autograd finds 1 or 0 at x = 0, where the slope is 1/2
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))  # autograd's slope at 0 is not 1/2
 
 
 def exp_of_half_the_digits(x):
@@ -56,7 +56,7 @@ def second_best(keys, count):
 
 
 class Loose(How):
-    """softmax without the maximum taken off."""
+    """softmax without subtracting the maximum."""
 
     def softmax(self, x):
         return torch.exp(x) / torch.exp(x).sum(-1, keepdim=True)
@@ -94,7 +94,7 @@ def by_one_round(logits, *, topk, training=True):
     if not training:
         return sinkhorn_routing(logits, topk=topk, training=False)
     cost = logits.detach().float().exp()
-    share = 1 / len(cost) / (cost.sum(1) + 1e-8)  # what Megatron adds to each sum
+    share = 1 / len(cost) / (cost.sum(1) + 1e-8)  # Megatron's epsilon
     plan = cost * share[:, None] / ((cost * share[:, None]).sum(0) + 1e-8) / cost.shape[1]
     right = sinkhorn_routing(logits, topk=topk, training=True)
     routing_map = torch.zeros_like(plan, dtype=torch.bool).scatter(1, plan.topk(topk, dim=1).indices, True)

@@ -1,4 +1,4 @@
-"""Every honest variant loads, and is accepted: a few cases of each function; `benchmarks/honest.py` runs many."""
+"""Every honest variant passes a few cases per function; `benchmarks/honest.py` runs many."""
 
 import pytest
 
@@ -23,8 +23,8 @@ def test_it_is_accepted(implementation):
         offered = [name for name, about in description["functions"].items() if about["offered"]]
         cases = []
         for function in offered:
-            own = cases_of(Section("drawn", function), PROFILES["smoke"], space, 7, [])
-            cases += [case for case in own if not ranks_of(CONTRACTS[function], case)][:EACH] + recipe_cases(
+            drawn = cases_of(Section("drawn", function), PROFILES["smoke"], space, 7, [])
+            cases += [case for case in drawn if not ranks_of(CONTRACTS[function], case)][:EACH] + recipe_cases(
                 function, space
             )[:1]
         statuses = {case.text: outcome for case, outcome in pool.run(cases)}

@@ -1,4 +1,4 @@
-"""Grouped products in low precision that are wrong in one stage: what a defect makes of one factor, in place of its honest parts."""
+"""Low-precision grouped GEMMs wrong in one stage: a defect replaces one operand's parts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.honest.low_precision import Part, Source, Way, as_stored, by_codes, m
 
 
 def parts_with(change: Callable[[Source], list[Part]], **where: str) -> SimpleNamespace:
-    """The honest parts of a source, and of those where role and gemm are these, what `change` makes of it."""
+    """Honest parts; of sources with this role and gemm, the parts from `change`."""
 
     def parts(source: Source) -> list[Part]:
         return (
@@ -34,7 +34,7 @@ def in_e4m3(source: Source) -> list[Part]:
 
 
 def neighbours(source: Source) -> list[Part]:
-    """The scales of the expert before."""
+    """Each expert with the previous expert's scales."""
     honest = by_codes(source)
     return [
         part._replace(scale=other.scale, whole=other.whole)
@@ -43,16 +43,16 @@ def neighbours(source: Source) -> list[Part]:
 
 
 def transposed_scales(source: Source) -> list[Part]:
-    """Of square blocks, as many in each direction: those of the other form."""
+    """Square blocks with the other form's (transposed) scales."""
     size = {"block": 128, "mxfp8": 32}[source.recipe.scaling]
-    found = []
+    parts = []
     for part in by_codes(source):
         side = min(-(-n // size) for n in part.scale.shape)
         scale, grid = part.scale.clone(), part.scale[::size, ::size][:side, :side].T
         large = grid.repeat_interleave(size, 0).repeat_interleave(size, 1)[: scale.shape[0], : scale.shape[1]]
         scale[: large.shape[0], : large.shape[1]] = large
-        found.append(part._replace(scale=scale))
-    return found
+        parts.append(part._replace(scale=scale))
+    return parts
 
 
 def in_high_precision(source: Source) -> list[Part]:
@@ -60,7 +60,7 @@ def in_high_precision(source: Source) -> list[Part]:
 
 
 def by_override(override: str | None) -> Callable[[Source], list[Part]]:
-    """What another backward_override says; NVFP4 without what would need noise and a dtype that nobody gives."""
+    """Parts by another backward_override; NVFP4 without transform and noise."""
 
     def parts(source: Source) -> list[Part]:
         bare = {"hadamard": False, "stochastic_rounding": False} if source.recipe.scaling == "nvfp4" else {}
@@ -70,12 +70,12 @@ def by_override(override: str | None) -> Callable[[Source], list[Part]]:
 
 
 def not_rounded(source: Source) -> list[Part]:
-    """What codes stand for, in float32."""
+    """Dequantised values in float32, not rounded to the dtype."""
     return by_codes(source._replace(x=source.x.float()))
 
 
 def in_bfloat16(source: Source) -> list[Part]:
-    """Values on their way to a matrix unit."""
+    """Dequantised values rounded to bfloat16."""
     return [
         Part(part.value.bfloat16().float(), torch.ones_like(part.scale), torch.ones_like(part.whole))
         for part in by_codes(source)
@@ -83,7 +83,7 @@ def in_bfloat16(source: Source) -> list[Part]:
 
 
 def across_experts(source: Source) -> list[Part]:
-    """Blocks along tokens begin at the first row of all: one lies in two experts."""
+    """Blocks along tokens ignore the segments: one block spans two experts."""
     rows = torch.tensor([int(source.splits.sum())])
     (whole,) = by_codes(source._replace(splits=rows))
     sizes = source.splits.tolist()
@@ -94,7 +94,7 @@ def across_experts(source: Source) -> list[Part]:
 
 
 def with_the_tail(source: Source) -> list[Part]:
-    """The rows behind the last segment are in its last block: they were finite."""
+    """The last block includes the (finite) rows past the last segment."""
     x = source.x.nan_to_num(4.0, 4.0, -4.0)
     sizes = source.splits.clone()
     more = len(x) - int(sizes.sum())
@@ -105,7 +105,7 @@ def with_the_tail(source: Source) -> list[Part]:
 
 
 def updated_too_early(source: Source) -> list[Part]:
-    """With what this step has measured in the scale already."""
+    """The scale already includes this step's amax."""
     measured = quantize(
         source.x.detach(), source.recipe, role=source.role, splits=source.splits, state=source.state
     ).state
@@ -134,10 +134,10 @@ def untransformed(source: Source) -> list[Part]:
 
 
 def not_saturated(source: Source) -> list[Part]:
-    """A cast to E4M3 without saturation has NaN where a delayed scale is too large."""
+    """E4M3 cast without saturation: NaN where a delayed scale is too large."""
     assert source.state is not None
     sizes = source.splits.tolist()
-    scaled = [own * source.state.scale[e] for e, own in enumerate(source.x[: sum(sizes)].float().split(sizes))]
+    scaled = [rows * source.state.scale[e] for e, rows in enumerate(source.x[: sum(sizes)].float().split(sizes))]
     turned = source.gemm == "wgrad"
     lost = [(x.T if turned else x).abs() >= 464 for x in scaled]
     return [
@@ -160,10 +160,10 @@ def low_bias(bias: Tensor) -> Tensor:
 
 
 def upwards(source: Source) -> list[Part]:
-    """What lies in the middle of two codes away from zero, as a product with a reciprocal may have it."""
-    found = []
+    """Ties rounded away from zero, as reciprocal scales may round them."""
+    parts = []
     for part in by_codes(source):
-        own = source.x[: int(source.splits.sum())].float().split(source.splits.tolist())[len(found)]
-        scaled = own.double() / (part.scale * part.whole).double()
-        found.append(part._replace(code=decode(encode(scaled * (1 + RECIPROCAL), E4M3), E4M3)))
-    return found
+        rows = source.x[: int(source.splits.sum())].float().split(source.splits.tolist())[len(parts)]
+        scaled = rows.double() / (part.scale * part.whole).double()
+        parts.append(part._replace(code=decode(encode(scaled * (1 + RECIPROCAL), E4M3), E4M3)))
+    return parts

@@ -10,47 +10,24 @@ from conformance.core.case import Case
 from conformance.core.covering import Covered, covering
 from conformance.core.space import Space
 from conformance.engine.choose import unconverted_far, unconverted_shapes
-from conformance.families.dispatch import axes as axes_dispatch
-from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
-from conformance.families.dispatch.cases import DispatchCase
-from conformance.families.dispatch.space import dispatch_cases, law_cases
 from conformance.families.experts import axes as axes_experts
 from conformance.families.experts import axes_mlp
 from conformance.families.experts.space import grouped_cases
 from conformance.families.experts.space_mlp import mlp_cases, shared_cases
 from conformance.families.experts.space_recipes import recipe_cases
-from conformance.families.fused import axes as axes_permuted_quantization
-from conformance.families.fused import axes_activate as axes_quantized_activations
-from conformance.families.fused.space import permuted_quantization_cases
-from conformance.families.fused.space_activate import FUNCTIONS as ACTIVATED_AND_QUANTIZED
-from conformance.families.fused.space_activate import quantized_activation_cases
 
 Row = dict[str, Any]
 
 STRATEGIES: dict[str, Callable[[str, Space], st.SearchStrategy[Case]]] = {
-    **dict.fromkeys(ACTIVATED_AND_QUANTIZED, quantized_activation_cases),
-    "permute_and_quantize": permuted_quantization_cases,
     **dict.fromkeys(("grouped_linear", "grouped_dgrad", "grouped_wgrad", "latent_projection"), grouped_cases),
     **dict.fromkeys(("grouped_mlp", "sequential_mlp"), mlp_cases),
     "shared_experts": shared_cases,
-    **dict.fromkeys(COLLECTIVES, dispatch_cases),
 }
 # how much of a run a function has: by how much can go wrong in it
 WEIGHT = {
-    **dict.fromkeys(
-        (
-            "glu_and_quantize",
-            "activation_and_quantize",
-            "glu_backward_and_quantize",
-            "activation_backward_and_quantize",
-        ),
-        0.5,
-    ),
-    "permute_and_quantize": 1,
     **dict.fromkeys(("grouped_linear", "grouped_dgrad", "grouped_wgrad"), 1),
     **dict.fromkeys(("grouped_mlp", "shared_experts"), 0.5),
     **dict.fromkeys(("sequential_mlp", "latent_projection"), 0.2),
-    **dict.fromkeys(COLLECTIVES, 0.25),
 }
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 WORDS = {  # fields that are one of a few words, unless their class says otherwise
@@ -65,9 +42,6 @@ WORDS = {  # fields that are one of a few words, unless their class says otherwi
 HOMES = (
     axes_experts,
     axes_mlp,
-    axes_dispatch,
-    axes_permuted_quantization,
-    axes_quantized_activations,
 )
 AXES = {function: axes for home in HOMES for function, axes in home.AXES.items()}
 
@@ -113,10 +87,7 @@ class Unconverted:
     @property
     def illegal(self) -> Row:
         """The fields of illegal calls."""
-        shapes: dict[type[Case], Row] = {
-            DispatchCase: {"counts": (2, 1)[: self.space.ranks]},
-        }
-        return shapes.get(Case.family[self.function], {"tokens": 2, "experts": 2})
+        return {"tokens": 2, "experts": 2}
 
     def drawn(self) -> st.SearchStrategy[Case]:
         return STRATEGIES[self.function](self.function, self.space)
@@ -127,9 +98,7 @@ class Unconverted:
         return Covered(cases, pairs, impossible)
 
     def more(self, others: list[Case]) -> list[Case]:
-        recipes = recipe_cases(self.function, self.space)
-        laws = law_cases(self.function, self.space, [*others, *recipes]) if self.function in COLLECTIVES else []
-        return [*recipes, *laws]
+        return recipe_cases(self.function, self.space)
 
     def always(self) -> list[Case]:
         return unconverted_shapes.shape_cases(self.function, self.space)

@@ -8,23 +8,31 @@ from conformance.families.dispatch.deepep_layout import DeepEPLayout
 from conformance.families.dispatch.hybridep import HybridEPDispatch
 from conformance.families.dispatch.laws_worlds import LAWS
 from conformance.families.dispatch.low_latency import LowLatencyCombine, LowLatencyDispatch
-from conformance.families.dispatch.maps import CachedDispatch, MapCombine, MapDispatch
+from conformance.families.dispatch.maps import SIGNATURES, CachedDispatch, MapCombine, MapDispatch
 from conformance.families.dispatch.maps import dispatches as map_dispatches
+from conformance.families.dispatch.space import SPACE
 from conformance.families.permutation.space import DEEPEP_LAYOUT
 
 FAMILY = Family(
     contracts=(
         DeepEPLayout(),
-        *(MapDispatch("allgather_dispatch", "expert_tensor_parallel"), MapCombine("allgather_combine")),
-        *(MapDispatch("alltoall_dispatch", "expert_tensor_parallel", "capacity"), MapCombine("alltoall_combine")),
-        *(DeepEPDispatch(), CachedDispatch("deepep_cached_dispatch", deepep_dispatches), DeepEPCombine()),
+        *(MapDispatch("allgather_dispatch"), MapCombine("allgather_combine")),
+        *(MapDispatch("alltoall_dispatch"), MapCombine("alltoall_combine")),
+        *(
+            DeepEPDispatch(),
+            CachedDispatch("deepep_cached_dispatch", DeepEPDispatch.signature, deepep_dispatches),
+            DeepEPCombine(),
+        ),
         *(LowLatencyDispatch(), LowLatencyCombine()),
-        *(HybridEPDispatch(), CachedDispatch("hybridep_cached_dispatch", map_dispatches)),
+        *(
+            HybridEPDispatch(),
+            CachedDispatch("hybridep_cached_dispatch", SIGNATURES["hybridep_dispatch"], map_dispatches),
+        ),
         MapCombine("hybridep_combine"),
     ),
     golden=by_function(golden),
     illegal=by_function(illegal),
     laws=LAWS,
-    space={"deepep_layout": DEEPEP_LAYOUT},
+    space={"deepep_layout": DEEPEP_LAYOUT, **SPACE},
     defects=(*defects.DEFECTS, *defects_wire.DEFECTS),
 )

@@ -1,113 +1,209 @@
 """Cases of dispatchers: how many tokens each rank has, which experts they ask for, and what is sent."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.core.axes import shorter
+from conformance.core.axes import (
+    Axis,
+    Changes,
+    Choice,
+    Number,
+    Size,
+    blocks,
+    choice,
+    declared,
+    dtypes,
+    number,
+    shorter,
+    size,
+)
 from conformance.core.case import Case
-from conformance.core.tensors import BITS, DTYPES, WIDE_LAYOUTS, hashed, payload, probabilities
+from conformance.core.contract import Signature
+from conformance.core.lists import Parts, Table
+from conformance.core.tensors import BITS, DTYPES, hashed, payload, probabilities
 from moe_ref.config import FP8_BLOCK
 
+FLOATS = ("float32", "bfloat16", "float16")
+MOVED = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "uint8")  # rows that are moved but not summed
+MAPS = ("bool", "uint8", "int32", "int64")
+PROBS = ("float32", "bfloat16")
 SPREADS = ("uniform", "skewed", "one_rank", "local", "ragged", "empty", "same")
-STYLES = ("dyadic", "integers", "wide", "special")
 MOST_RANKS = 8
-PLAINER: tuple[str, ...] = (
-    "law",
-    "values",
-    "zero_probs",
-    "layout",
-    "grads",
-    "unused",
-    "map_dtype",
-    "index_dtype",
-    "dtype",
-    "probs",
-    "seed",
-    "poison",
-)
-PLAINER += ("slack", "capacity", "align", "shards", "scales", "fp8", "biases", "repeats", "drop_zeros")
-EXPLICIT_SLOTS = 2**9  # routings up to this size are written out when a case is reduced
 MAPPED = ("allgather", "alltoall", "hybridep")  # dispatchers that read a routing map; the others read indices
+DISPATCHERS = ("allgather", "alltoall", "deepep", "deepep_low_latency", "hybridep")
+CACHED = ("deepep_cached_dispatch", "hybridep_cached_dispatch")
+ARGUMENTS = {  # of a dispatch, by the field that gives it
+    "alltoall": {"capacity": "capacity"},
+    "hybridep": {"align": "align", "slack": "num_rows", "fp8": "recipe"},
+    "deepep": {"align": "expert_alignment", "slack": "num_worst_tokens", "scales": "scales"},
+    "deepep_low_latency": {"slack": "max_tokens_per_rank", "fp8": "use_fp8"},
+}
+FUNCTIONS = (*(f"{name}_{step}" for name in DISPATCHERS for step in ("dispatch", "combine")), *CACHED)
+
+
+@dataclass(kw_only=True)
+class Ranks(Parts):
+    """Tokens of each rank."""
+
+    def wrong(self, value: Any) -> str:
+        right = not super().wrong(value) and 1 <= len(value) <= MOST_RANKS
+        return "" if right else f"a list of whole numbers ≥ 0, of 1 to {MOST_RANKS} ranks"
+
+    def plainer(self, case: Any) -> Iterator[Changes]:
+        """One token on one rank, where there is more."""
+        if getattr(case, self.name) not in (self.default, (0,)):
+            yield {self.name: self.default}
+
+    def other(self, case: Any) -> Changes:
+        """One token more, and each rank has another rank's."""
+        counts = getattr(case, self.name)
+        return {self.name: (counts[-1] + 1, *counts[:-1])}
+
+
+@dataclass(kw_only=True)
+class Shards(Size):
+    """Ranks that hold the same experts, each a part of them."""
+
+    def live(self, signature: Signature) -> bool:
+        return self.argument in signature.settings
+
+
+@dataclass(kw_only=True)
+class Columns(Size):
+    """The length of a row. Reduction keeps one column, so that there is something to see."""
+
+    def smaller(self, case: Any) -> Iterator[Changes]:
+        yield from ({self.name: n} for n in shorter(getattr(case, self.name), 1))
+
+
+@dataclass(kw_only=True)
+class Topk(Size):
+    """Slots of a token."""
+
+    def fits(self, case: Any) -> str | None:
+        value = getattr(case, self.name)
+        return None if value <= case.experts else f"{self.name} is {value}; there are {case.experts} experts"
+
+    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+        yield {self.name: min(getattr(case, self.name), kept.experts)}
+
+
+@dataclass(kw_only=True)
+class Given(Axis):
+    """A field that dispatchers take by different names, which `ARGUMENTS` has."""
+
+    def live(self, signature: Signature) -> bool:
+        known = (*signature.settings, *signature.required, *(x.name for x in signature.every_input))
+        return any(names.get(self.name) in known for names in ARGUMENTS.values())
+
+
+@dataclass(kw_only=True)
+class Setting(Given, Number):
+    """A number that is given."""
+
+    def other(self, case: Any) -> Changes:
+        value = getattr(case, self.name)
+        others = [other for other in self.pairs if other != value]
+        return {self.name: others[0]} if value != self.default and others else {}
+
+
+@dataclass(kw_only=True)
+class Codes(Given, Choice):
+    """How rows travel as codes."""
+
+
+@dataclass(kw_only=True)
+class Slots(Table):
+    """The experts of all slots of all tokens, -1 for none."""
+
+    def smaller(self, case: Any) -> Iterator[Changes]:
+        """Written out; then without a rank and its experts, some tokens, one expert per rank, a slot, an entry."""
+        if getattr(case, self.name) != self.default:
+            rows = self.unpacked(case)
+            owner = np.repeat(np.arange(case.ranks), case.counts)
+            yield from self._without_rank(case, rows, owner)
+            for start, stop in blocks(len(rows)):
+                left = np.delete(owner, slice(start, stop))
+                counts = tuple(np.bincount(left, minlength=case.ranks).tolist())
+                yield {"counts": counts, self.name: self.packed(rows[:start] + rows[stop:])}
+            held = case.local_experts
+            for gone in range(held) if held > 1 else ():
+                kept = [e for e in range(case.experts) if e % held != gone]
+                yield {"local_experts": held - 1, self.name: self._renumbered(rows, kept)}
+        yield from (changes for changes in super().smaller(case) if self.rows not in changes)
+
+    def _without_rank(self, case: Any, rows: list[tuple[int, ...]], owner: np.ndarray) -> Iterator[Changes]:
+        for rank in range(case.ranks) if case.ranks > 1 and case.shards == 1 else ():
+            kept = [e for e in range(case.experts) if e // case.local_experts != rank]
+            left = [row for row, own in zip(rows, owner, strict=True) if own != rank]
+            yield {
+                "counts": case.counts[:rank] + case.counts[rank + 1 :],
+                self.name: self._renumbered(left, kept),
+            }
+
+    def _renumbered(self, rows: list[tuple[int, ...]], kept: list[int]) -> tuple[int, ...]:
+        """The slots after all experts but the kept ones are gone."""
+        number = {expert: i for i, expert in enumerate(kept)}
+        return self.packed([tuple(number.get(e, -1) for e in row) for row in rows])
+
+    def other(self, case: Any) -> Changes:
+        return {self.name: self.default}
+
+
+def setting(default: int | None, *values: int, pairs: tuple[int, ...]) -> Any:
+    return declared(Setting(default=default, values=(default, *values), pairs=pairs))
+
+
+def written_out(case: Any) -> np.ndarray:
+    """The slots that the case describes."""
+    return torch.cat(indices_of(case)).numpy() if case.repeats else slots_of(case)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchCase(Case):
     """A routing of the tokens of all ranks. Where a function has no use for a field, the field has its default."""
 
-    counts: tuple[int, ...] = (1,)  # tokens of each rank; as many ranks
-    local_experts: int = 1  # of each rank that holds experts of its own
-    hidden: int = 1
-    topk: int = 1  # slots of a token
-    slots: tuple[int, ...] | None = None  # the experts of all slots of all tokens, -1 for none; None: `spread` says it
-    spread: str = "uniform"
-    repeats: str = ""  # the policy for a token that names an expert twice, as some do then; empty: none does
-    drop_zeros: bool = False  # the policy for slots of probability 0
-    map_dtype: str = "bool"
-    index_dtype: str = "int64"
-    dtype: str = "float32"
-    probs: str = ""  # dtype of the probabilities; empty: none are given
-    zero_probs: bool = False
-    values: str = "dyadic"
-    align: int = 0  # 0: not given
-    capacity: int = 0  # 0: not given
-    shards: int = 1  # expert tensor parallelism
-    slack: int | None = (
-        None  # rows of the buffers less those that the fullest rank needs, in units of align; None: not given
+    counts: tuple[int, ...] = declared(Ranks(default=(1,)))  # tokens of each rank
+    shards: int = declared(  # expert tensor parallelism
+        Shards(default=1, at_least=1, pairs=(1, 2), divides="ranks", argument="expert_tensor_parallel")
     )
-    scales: int = 0  # columns of the scales that go with the tokens; 0: none are given
-    fp8: str = ""  # rows travel as codes and scales: "fp8", "powers" for scales that are powers of two, "least" for a least amax
-    biases: int = 0
-    layout: str = "contiguous"
-    layout_of: str = ""  # the input or cotangent that has this layout, on every rank
-    grads: str = ""  # which gradients are asked for, joined by +
-    unused: str = ""  # the differentiable output that has no cotangent
-
-    words: ClassVar[dict[str, tuple[str, ...]]] = {
-        "layout": ("contiguous", "transposed", "strided", "shifted", *WIDE_LAYOUTS),
-        "spread": SPREADS,
-        "values": STYLES,
-        "repeats": ("", "count each", "last slot"),
-        "fp8": ("", "fp8", "powers", "least"),
-        "unused": ("", "rows", "tokens", "probs"),
-    }
-
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.counts) <= MOST_RANKS or min(self.counts) < 0:
-            raise ValueError(f"counts are {self.counts}; they must be from 0, of 1 to {MOST_RANKS} ranks")
-        if (
-            self.hidden < 0
-            or self.topk < 1
-            or self.local_experts < 1
-            or self.shards < 1
-            or len(self.counts) % self.shards
-        ):
-            raise ValueError(
-                f"hidden ≥ 0, topk, local_experts and shards ≥ 1 are needed, shards a divisor of {len(self.counts)}; "
-                f"they are {self.hidden}, {self.topk}, {self.local_experts}, {self.shards}"
-            )
-        if self.shards > 1 and self.dispatcher not in ("allgather", "alltoall"):
-            raise ValueError(f"shards are {self.shards}; {self.dispatcher} has experts in one piece")
-        if self.fp8 and self.dispatcher == "deepep_low_latency" and (self.hidden % FP8_BLOCK or self.fp8 == "least"):
-            raise ValueError(
-                f"hidden is {self.hidden}, fp8 {self.fp8!r}; in low latency rows are blocks of {FP8_BLOCK}, and no amax is given"
-            )
-        if self.topk > self.experts:
-            raise ValueError(f"topk is {self.topk}; there are {self.experts} experts")
-        if self.slots is not None and (
-            len(self.slots) != self.tokens * self.topk or any(not -1 <= e < self.experts for e in self.slots)
-        ):
-            raise ValueError(f"slots must hold {self.tokens * self.topk} experts from -1 to {self.experts - 1}")
-        if self.slots is not None and not self.repeats and self.dispatcher not in MAPPED:
-            named = [
-                tuple(e for e in self.slots[t : t + self.topk] if e >= 0) for t in range(0, len(self.slots), self.topk)
-            ]
-            if any(len(set(experts)) < len(experts) for experts in named):
-                raise ValueError("slots name an expert twice; `repeats` must say what that means")
+    local_experts: int = size(at_least=1)  # of each rank that holds experts of its own
+    topk: int = declared(Topk(default=1, at_least=1))
+    hidden: int = declared(Columns(default=1, letter="H"))
+    repeats: str = choice("", "count each", "last slot", argument="policy")  # for a token that names an expert twice
+    slots: tuple[int, ...] | None = declared(  # None: `spread` gives them
+        Slots(
+            default=None,
+            rows="tokens",
+            columns="topk",
+            written_out=written_out,
+            below="experts",
+            least=-1,
+            simple=(-1,),
+            cells=2**9,
+        )
+    )
+    spread: str = choice(*SPREADS)
+    # rows travel as codes and scales: "powers" for scales that are powers of two, "least" for a least amax
+    fp8: str = declared(Codes(default="", values=("", "fp8", "powers"), also=("least",)))
+    map_dtype: str = dtypes(*MAPS, also=("int16",))
+    index_dtype: str = dtypes("int64", "int32", also=("int16",))
+    dtype: str = dtypes(*FLOATS, MOVED[3], also=(*MOVED[4:], "float64"))
+    probs: str = dtypes("", *PROBS, also=("float16", "float64"))  # empty: none are given
+    zero_probs: bool = choice(False, also=(True,))
+    drop_zeros: bool = choice(False, also=(True,), argument="policy")  # the policy for slots of probability 0
+    values: str = choice("dyadic", "integers", "special", also=("wide",))
+    align: int = setting(0, 1, 2, 3, 4, 8, 16, 32, 128, pairs=(4, 2))
+    capacity: int = setting(0, 1, 2, 5, pairs=(2, 3))
+    # rows of the buffers less those that the fullest rank needs, in units of align
+    slack: int | None = setting(None, *range(-3, 4), pairs=(2, 3))
+    scales: int = setting(0, 1, 3, pairs=(3,))  # columns of the scales that go with the tokens
+    biases: int = number(0, 1, 2, pairs=(1, 2), of=("biases",))
 
     @property
     def ranks(self) -> int:
@@ -130,11 +226,39 @@ class DispatchCase(Case):
             if self.function.startswith(name)
         )
 
+    @property
+    def floating(self) -> bool:
+        """Whether rows have a dtype that codes can be made of."""
+        return self.dtype in (*FLOATS, "float64")
 
-DISPATCHERS = ("allgather", "alltoall", "deepep", "deepep_low_latency", "hybridep")
-CACHED = ("deepep_cached_dispatch", "hybridep_cached_dispatch")
-FUNCTIONS = (*(f"{name}_{step}" for name in DISPATCHERS for step in ("dispatch", "combine")), *CACHED)
-DispatchCase.serves(*FUNCTIONS)
+    def clash(self) -> str | None:
+        if self.shards > 1 and self.dispatcher not in ("allgather", "alltoall"):
+            return f"shards is {self.shards}; {self.dispatcher} has experts in one piece"
+        if self.slots is not None and self.spread != "uniform":
+            return "explicit slots have no spread"
+        if self.slots is not None and not self.repeats and self.dispatcher not in MAPPED:
+            rows = [self.slots[i : i + self.topk] for i in range(0, len(self.slots), self.topk)]
+            if any(sum(e >= 0 for e in row) > len({*row} - {-1}) for row in rows):
+                return "slots name an expert twice; `repeats` must say what that means"
+        if self.fp8 and not self.floating:
+            return f"dtype is {self.dtype!r}, which fp8 excludes"
+        if self.fp8 and self.dispatcher == "deepep_low_latency":
+            if self.hidden % FP8_BLOCK or self.fp8 == "least":
+                return (
+                    f"hidden is {self.hidden}, fp8 {self.fp8!r}; rows are blocks of {FP8_BLOCK}, and no amax is given"
+                )
+            if self.grads or self.values == "special":
+                return "codes of low latency have no gradient, and no special values"
+        if self.drop_zeros and not (self.probs and self.dispatcher == "deepep"):
+            return "drop_zeros needs the probs of deepep"
+        if self.values == "wide" and self.dtype == "float16":
+            return "float16 has not the range of wide values"
+        return "ranks have no row that all repeat" if self.layout == "expanded" else None
+
+    def arguments(self) -> tuple[str, ...]:
+        named = ARGUMENTS.get(self.dispatcher, {}).items()
+        asked = [argument for name, argument in named if getattr(self, name) != getattr(DispatchCase, name)]
+        return (*asked, "round_scale") if "use_fp8" in asked and self.fp8 == "powers" else tuple(asked)
 
 
 def slots_of(case: DispatchCase) -> np.ndarray:
@@ -224,85 +348,3 @@ def is_exact(case: DispatchCase, dtype: torch.dtype, magnitude: Tensor) -> Tenso
         if case.values == "integers" and dtype in BITS
         else torch.zeros_like(magnitude, dtype=torch.bool)
     )
-
-
-def simpler_dispatch(case: DispatchCase) -> Iterator[DispatchCase]:
-    """Fewer ranks, tokens, experts, slots and columns; then plainer settings."""
-    yield from filter(None, (_changed(case, **changes) for changes in _smaller(case)))
-
-
-def _smaller(case: DispatchCase) -> Iterator[dict[str, Any]]:
-    for name, field in type(case).__dataclass_fields__.items():
-        if name in PLAINER and getattr(case, name) != field.default:
-            beside = {"layout": {"layout_of": ""}, "probs": {"grads": _less(case.grads, "probs")}}.get(name, {})
-            yield {name: field.default} | beside
-    if case.slots is None:
-        for counts in _fewer(case.counts):
-            yield {"counts": counts}
-        for name, least in (("local_experts", 1), ("topk", 1)):
-            for size in shorter(getattr(case, name), least):
-                yield {name: size}
-        if case.tokens * case.topk <= EXPLICIT_SLOTS:
-            written = torch.cat(indices_of(case)) if case.repeats else torch.from_numpy(slots_of(case))
-            yield {"slots": tuple(written.flatten().tolist()), "spread": "uniform"}
-    else:
-        yield from _fewer_slots(case, torch.tensor(case.slots).reshape(-1, case.topk))
-    for name in ("hidden", "align", "capacity", "scales", "biases"):
-        for size in shorter(getattr(case, name), 1):
-            yield {name: size}
-    if case.slack:
-        yield from ({"slack": slack} for slack in (0, 1, -1) if abs(slack) < abs(case.slack))
-    for grad in case.grads.split("+") if "+" in case.grads else ():
-        yield {"grads": grad}
-
-
-def _fewer(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """One rank less; fewer tokens on one."""
-    for rank in range(len(counts)) if len(counts) > 1 else ():
-        yield counts[:rank] + counts[rank + 1 :]
-    for rank, count in enumerate(counts):
-        yield from ((*counts[:rank], less, *counts[rank + 1 :]) for less in shorter(count))
-
-
-def _fewer_slots(case: DispatchCase, slots_GK: Tensor) -> Iterator[dict[str, Any]]:
-    """One rank less, with its tokens and experts; one token, one expert a rank, one slot less."""
-    owner = torch.repeat_interleave(torch.arange(case.ranks), torch.tensor(case.counts))
-    held = case.local_experts
-    for rank in range(case.ranks) if case.ranks > 1 and case.shards == 1 else ():
-        left = slots_GK[owner != rank]
-        moved = torch.where(left // held == rank, -1, left - torch.where(left // held > rank, held, 0))
-        yield {"counts": case.counts[:rank] + case.counts[rank + 1 :], "slots": tuple(moved.flatten().tolist())}
-    for token in range(case.tokens):
-        rank = int(owner[token])
-        counts = tuple(n - (r == rank) for r, n in enumerate(case.counts))
-        yield {
-            "counts": counts,
-            "slots": tuple(torch.cat([slots_GK[:token], slots_GK[token + 1 :]]).flatten().tolist()),
-        }
-    for expert in range(held) if held > 1 else ():
-        local, group = slots_GK % held, slots_GK // held
-        moved = torch.where(
-            (slots_GK < 0) | (local == expert), -1, group * (held - 1) + local - (local > expert).long()
-        )
-        yield {"local_experts": held - 1, "slots": tuple(moved.flatten().tolist())}
-    for slot in range(case.topk) if case.topk > 1 else ():
-        yield {
-            "topk": case.topk - 1,
-            "slots": tuple(torch.cat([slots_GK[:, :slot], slots_GK[:, slot + 1 :]], 1).flatten().tolist()),
-        }
-    flat = slots_GK.flatten().tolist()
-    for place, expert in enumerate(flat):
-        if expert >= 0:
-            yield {"slots": (*flat[:place], -1, *flat[place + 1 :])}
-
-
-def _changed(case: DispatchCase, **changes: Any) -> DispatchCase | None:
-    """The case with other fields, if there is such a case."""
-    try:
-        return replace(case, **changes)
-    except ValueError:
-        return None
-
-
-def _less(grads: str, name: str) -> str:
-    return "+".join(grad for grad in grads.split("+") if grad != name)

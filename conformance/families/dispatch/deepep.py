@@ -1,35 +1,31 @@
 """DeepEP's normal mode: each token once, its slots, and a combine that adds what the ranks have added before."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from conformance.core.contract import Problem, accumulator_of
-from conformance.families.dispatch.cases import DispatchCase, indices_of, probs_of, values_of
+from conformance.core.contract import Input, Output, Problem, Signature, accumulator_of
+from conformance.families.dispatch.cases import FLOATS, MOVED, PROBS, DispatchCase, indices_of, probs_of, values_of
 from conformance.families.dispatch.dispatcher import (
-    HANDLE,
+    Combine,
     Dispatching,
-    after,
-    cotangents_of,
     free_behind,
-    garbage_in,
     given_probs,
     handles_of,
     masked_exact,
     moved,
-    p_style,
     row_tokens_of,
+    specified,
     sum_of_rows,
     together,
     tree_of,
-    wanted_of,
 )
+from conformance.families.dispatch.maps import after_dispatch
 from conformance.families.dispatch.trees import flat
 from conformance.judge import Exact, Expectation
 from moe_ref.config import IndexPolicy
-from moe_ref.permutation.rows import PADDING
 
 
 def policy_of(case: DispatchCase) -> IndexPolicy | None:
@@ -69,30 +65,34 @@ def dispatches(case: DispatchCase) -> list[Problem]:
 class DeepEPDispatch(Dispatching):
     """`deepep_dispatch`: rows without duplicates, slots, counts and both gradients."""
 
-    function, primary = "deepep_dispatch", "rows"
-    outputs = ("rows", "scales", "indices", "probs", "tokens_per_expert", "handle")
-    optional = ("probs", "scales", "policy", "expert_alignment", "num_worst_tokens")
-    static = ("num_worst_tokens",)
+    function = "deepep_dispatch"
+    signature = Signature(
+        inputs=[
+            Input("tokens", "TH", MOVED, gradient=True),
+            Input("indices", "TK", field="index_dtype"),
+            Input("probs", "TK", PROBS, field="probs", gradient=True, optional="probs"),
+            Input("scales", "TS", ("float32",), field="", optional="scales"),
+        ],
+        outputs=[
+            Output("rows", "PH", of="tokens"),
+            *(Output("scales", "PS"), Output("indices", "PK")),
+            Output("probs", "PK", of="probs"),
+            *(Output("tokens_per_expert", "E"), Output("handle")),
+        ],
+        settings=("policy", "expert_alignment", "num_worst_tokens"),
+        required=("num_experts",),
+        static=("num_worst_tokens",),
+    )
 
     def calls(self, case: DispatchCase) -> list[Problem]:
         calls = dispatches(case)
-        wanted = wanted_of(case)
-        cotangents: list[dict[str, Tensor]] = [{} for _ in calls]
-        if wanted:
-            every = together(calls)
-            lengths = [len(out.rows) for out in every]
-            if case.unused != "rows":
-                for own, d_rows in zip(cotangents, cotangents_of(case, "rows", lengths), strict=True):
-                    own["rows"] = d_rows
-            if case.probs and case.unused != "probs":
-                d_probs = values_of(case, "d_probs", lengths, (case.topk,), case.probs, p_style(case))
-                for own, out, x in zip(cotangents, every, d_probs, strict=True):
-                    own["probs"] = torch.where(out.indices >= 0, x, 0.0)  # as what reads only its own slots gives back
-        layouts = {case.layout_of: case.layout}
-        return [
-            Problem(call.function, call.required, call.settings, layouts, wanted, own)
-            for call, own in zip(calls, cotangents, strict=True)
-        ]
+        every = together(calls) if case.grads else []
+        backward = self.backward(case, [len(out.rows) for out in every], (case.topk,))
+        for asked, out in zip(backward, every, strict=bool(every)):
+            if "probs" in asked["cotangents"]:  # as what reads only its own slots gives back
+                d_probs = asked["cotangents"]["probs"]
+                asked["cotangents"]["probs"] = torch.where(out.indices >= 0, d_probs, 0.0)
+        return [replace(call, **asked) for call, asked in zip(calls, backward, strict=True)]
 
     def right(
         self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]
@@ -100,8 +100,8 @@ class DeepEPDispatch(Dispatching):
         every = together(calls)
         row_tokens = row_tokens_of([out.handle for out in every])
         right: list[dict[str, Expectation]] = []
-        for out, source in zip(every, row_tokens, strict=True):
-            said = source != PADDING
+        for out in every:
+            said = specified(case, out)
             own: dict[str, Expectation] = {
                 "rows": free_behind("rows", out.rows, said),
                 "indices": Exact(out.indices, "integers"),
@@ -126,46 +126,23 @@ class DeepEPDispatch(Dispatching):
         return right
 
 
-class DeepEPCombine(Dispatching):
-    """`deepep_combine` of rows that dispatch never saw, with biases and probabilities."""
+class DeepEPCombine(Combine):
+    """`deepep_combine`."""
 
-    function, primary = "deepep_combine", "tokens"
-    outputs, optional, companions = ("tokens", "probs"), ("probs", "biases"), ("deepep_dispatch",)
+    function, companions = "deepep_combine", ("deepep_dispatch",)
+    signature = after_dispatch(
+        "deepep_dispatch",
+        DeepEPDispatch.signature,
+        [
+            Input("rows", "PH", FLOATS, gradient=True),
+            Input("probs", "PK", PROBS, field="probs", gradient=True, optional="probs"),
+            Input("biases", "", optional="biases"),  # as many tensors [T,H] as the case says, never laid out otherwise
+        ],
+        [Output("tokens", "TH", of="rows"), Output("probs", "TK", of="probs")],
+    )
 
-    def calls(self, case: DispatchCase) -> list[Problem]:
-        before = dispatches(case)
-        made = together(before)
-        row_tokens = row_tokens_of([out.handle for out in made])
-        lengths, counts, wanted = [len(own) for own in row_tokens], list(case.counts), wanted_of(case)
-        calls: list[dict[str, Any]] = []
-        for rows, own in zip(values_of(case, "rows", lengths), row_tokens, strict=True):
-            calls.append(
-                {
-                    "required": {"rows": garbage_in(rows, own != PADDING, case.poison), "handle": HANDLE},
-                    "settings": {},
-                    "cotangents": {},
-                }
-            )
-        if case.biases:
-            every = [values_of(case, f"bias {i}", counts) for i in range(case.biases)]
-            for rank, call in enumerate(calls):
-                call["settings"]["biases"] = tuple(bias[rank] for bias in every)
-        if case.probs:
-            for call, probs, own in zip(
-                calls, probs_of(case, "row probs", lengths, (case.topk,)), row_tokens, strict=True
-            ):
-                call["settings"]["probs"] = given_probs(probs, (own != PADDING)[:, None].expand(probs.shape))
-        if wanted and case.unused != "tokens":
-            for call, d_tokens in zip(calls, cotangents_of(case, "tokens", counts), strict=True):
-                call["cotangents"]["tokens"] = d_tokens
-        if wanted and case.probs and case.unused != "probs":
-            for call, d_probs in zip(
-                calls, values_of(case, "d_probs", counts, (case.topk,), case.probs, p_style(case)), strict=True
-            ):
-                call["cotangents"]["probs"] = d_probs
-        common = {"layouts": {case.layout_of: case.layout}, "wanted": wanted}
-        expected = [free_behind("rows", out.rows, own != PADDING) for out, own in zip(made, row_tokens, strict=True)]
-        return after(self.function, before, made, expected, [call | common for call in calls])
+    def dispatches(self, case: DispatchCase) -> list[Problem]:
+        return dispatches(case)
 
     def right(
         self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]

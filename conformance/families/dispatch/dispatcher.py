@@ -1,6 +1,6 @@
 """What the contracts of all dispatchers have in common: who calls what, and what the reference makes of it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import moe_ref
-from conformance.core.contract import Opaque, Problem, accumulator_of
+from conformance.core.contract import Opaque, Problem, Signature, accumulator_of
 from conformance.core.ranks import Collective
 from conformance.core.tensors import DTYPES
-from conformance.families.dispatch.cases import DispatchCase, simpler_dispatch, values_of
+from conformance.families.dispatch.cases import DispatchCase, probs_of, values_of
 from conformance.families.dispatch.trees import Tree, flat, tree_bound
 from conformance.judge import Bounded, Exact, Expectation, Given
 from moe_ref.permutation.rows import PADDING
@@ -25,19 +25,77 @@ HANDLE = Opaque("handle")
 class Dispatching(Collective[DispatchCase]):
     """A function of a dispatcher."""
 
+    signature: Signature
+    case_type = DispatchCase
+
     def ranks(self, case: DispatchCase) -> int:
         return case.ranks
 
-    def neighbour(self, case: DispatchCase) -> DispatchCase:
-        """Another routing of another number of tokens, on as many ranks."""
-        counts = (case.counts[-1] + 1, *case.counts[:-1])
-        capacity = case.capacity + 1 if case.capacity else 0
-        fields: dict[str, Any] = {"slack": 2, "counts": counts} if case.slack is not None else {"counts": counts}
-        plain: dict[str, Any] = {"golden": "", "law": "", "slots": None, "layout": "contiguous", "layout_of": ""}
-        return replace(case, seed=case.seed + 1, capacity=capacity, **plain, **fields)
+    def backward(
+        self, case: DispatchCase, lengths: list[int], columns_of_probs: tuple[int, ...] = ()
+    ) -> list[dict[str, Any]]:
+        """Of each rank what the backward is asked for, and how one tensor lies.
 
-    def simpler(self, case: DispatchCase) -> Iterator[DispatchCase]:
-        return simpler_dispatch(case)
+        Args:
+            lengths: of the outputs that have a gradient, on each rank.
+            columns_of_probs: of the output `probs`, if it has any.
+        """
+        common = {"layouts": {case.layout_of: case.layout}, "wanted": self.signature.wanted(case)}
+        cotangents: list[dict[str, Tensor]] = [{} for _ in case.counts]
+        for name in self.signature.cotangents(case):
+            if name == "probs":
+                style = "integers" if case.values == "integers" else "dyadic"
+                every = values_of(case, "d_probs", lengths, columns_of_probs, case.probs, style)
+            else:
+                every = cotangents_of(case, name, lengths)
+            for given, x in zip(cotangents, every, strict=True):
+                given[name] = x
+        return [common | {"cotangents": given} for given in cotangents]
+
+
+class Combine(Dispatching):
+    """Rows that dispatch never saw, through the handle that it made, with biases and probabilities."""
+
+    def dispatches(self, case: DispatchCase) -> list[Problem]:
+        """The dispatch of each rank."""
+        raise NotImplementedError
+
+    def columns_of_probs(self, case: DispatchCase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Columns of the probabilities of rows, and of tokens."""
+        return (case.topk,), (case.topk,)
+
+    def calls(self, case: DispatchCase) -> list[Problem]:
+        before = self.dispatches(case)
+        made = together(before)
+        received = [own != PADDING for own in row_tokens_of([out.handle for out in made])]
+        lengths, counts = [len(own) for own in received], list(case.counts)
+        of_rows, of_tokens = self.columns_of_probs(case)
+        settings: list[dict[str, Any]] = [{} for _ in counts]
+        biases = [values_of(case, f"bias {i}", counts) for i in range(case.biases)]
+        for rank, given in enumerate(settings if biases else ()):
+            given["biases"] = tuple(bias[rank] for bias in biases)
+        if case.probs and "probs" in self.signature.names:
+            every = probs_of(case, "row probs", lengths, of_rows)
+            for given, probs, own in zip(settings, every, received, strict=True):
+                given["probs"] = given_probs(probs, own.reshape(-1, *(1,) * len(of_rows)))
+        backward = self.backward(case, counts, of_tokens)
+        required = [
+            {"rows": garbage_in(rows, own, case.poison), "handle": HANDLE}
+            for rows, own in zip(values_of(case, "rows", lengths), received, strict=True)
+        ]
+        calls = [
+            {"required": first, "settings": given, **asked}
+            for first, given, asked in zip(required, settings, backward, strict=True)
+        ]
+        expected = [free_behind("rows", out.rows, specified(case, out)) for out in made]
+        return after(self.function, before, made, expected, calls)
+
+
+def specified(case: DispatchCase, out: Any) -> Tensor:
+    """[P]: the rows with content: of DeepEP those received; else all but those past the last segment."""
+    if case.dispatcher == "deepep":
+        return row_tokens_of([out.handle])[out.handle.rank] != PADDING
+    return torch.arange(len(out.rows)) < out.tokens_per_expert.sum()
 
 
 def together(calls: Sequence[Problem]) -> list[Any]:
@@ -115,25 +173,14 @@ def given_probs(probs: Tensor, read: Tensor) -> Tensor:
     return torch.where(read, probs, torch.nan)
 
 
-def wanted_of(case: DispatchCase) -> tuple[str, ...]:
-    return tuple(name for name in case.grads.split("+") if name)
-
-
 def d_style(case: DispatchCase) -> str:
     """The style of a cotangent: strange where the payload is."""
     return case.values if case.values in ("special", "integers") else "dyadic"
 
 
-def p_style(case: DispatchCase) -> str:
-    """The style of a cotangent of probabilities."""
-    return "integers" if case.values == "integers" else "dyadic"
-
-
-def cotangents_of(
-    case: DispatchCase, name: str, lengths: list[int], columns: tuple[int, ...] | None = None
-) -> list[Tensor]:
+def cotangents_of(case: DispatchCase, name: str, lengths: list[int]) -> list[Tensor]:
     """A cotangent of the rows or tokens of each rank."""
-    return values_of(case, f"d_{name}", lengths, columns, style=d_style(case))
+    return values_of(case, f"d_{name}", lengths, style=d_style(case))
 
 
 def masked_exact(value: Tensor) -> Exact:

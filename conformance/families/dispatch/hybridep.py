@@ -34,7 +34,7 @@ class HybridEPDispatch(MapDispatch):
     """`hybridep_dispatch`, of rows as they are, and of codes and scales, which are read by `codes`, `scales` and `dequantize`."""
 
     def __init__(self) -> None:
-        super().__init__("hybridep_dispatch", "align", "num_rows", "recipe")
+        super().__init__("hybridep_dispatch")
 
     def calls(self, case: DispatchCase) -> list[Problem]:
         calls = super().calls(case)

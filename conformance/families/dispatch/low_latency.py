@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.core.contract import Problem, accumulator_of
-from conformance.families.dispatch.cases import DispatchCase, indices_of, probs_of, values_of
+from conformance.core.contract import Input, Output, Problem, Signature, accumulator_of
+from conformance.families.dispatch.cases import FLOATS, MOVED, PROBS, DispatchCase, indices_of, probs_of, values_of
 from conformance.families.dispatch.deepep import policy_of
 from conformance.families.dispatch.dispatcher import (
     Dispatching,
@@ -26,7 +26,6 @@ from conformance.families.dispatch.dispatcher import (
     sum_of_rows,
     together,
     tree_of,
-    wanted_of,
     where_rows,
 )
 from conformance.families.dispatch.trees import flat, tree_bound
@@ -166,30 +165,26 @@ def judged(right: Any) -> dict[str, Expectation]:
 class LowLatencyDispatch(Dispatching):
     """`deepep_low_latency_dispatch`: slabs, whose rows they hold, and the gradient of the tokens."""
 
-    function, outputs, primary = "deepep_low_latency_dispatch", OUTPUTS, "rows"
-    optional = ("use_fp8", "round_scale", "policy")
+    function = "deepep_low_latency_dispatch"
+    signature = Signature(
+        inputs=[Input("tokens", "TH", MOVED, gradient=True), Input("indices", "TK", field="index_dtype")],
+        outputs=[*map(Output, OUTPUTS), Output("ordered", "LMH", of="tokens", probed=True)],
+        settings=("use_fp8", "round_scale", "policy"),
+        required=("num_experts", "max_tokens_per_rank"),
+    )
 
     def calls(self, case: DispatchCase) -> list[Problem]:
         calls = dispatches(case)
-        layouts = {case.layout_of: case.layout}
-        wanted = wanted_of(case)
+        layouts, wanted = {case.layout_of: case.layout}, self.signature.wanted(case)
+        calls = [replace(call, layouts=layouts, wanted=wanted) for call in calls]
         if not wanted:
-            return [Problem(call.function, call.required, call.settings, layouts) for call in calls]
+            return calls
         every = together(calls)
-        d_rows = [
-            own.reshape(out.rows.shape)
-            for own, out in zip(
-                cotangents_of(case, "rows", [out.rows.shape[:2].numel() for out in every]), every, strict=True
-            )
-        ]
+        d_rows = cotangents_of(case, "rows", [out.rows.shape[:2].numel() for out in every])
         return [
-            Problem(
-                call.function,
-                call.required,
-                call.settings,
-                layouts,
-                wanted,
-                {"ordered": own},
+            replace(
+                call,
+                cotangents={"ordered": own.reshape(out.rows.shape)},
                 script=_in_the_references_order(out),
                 first=call.required,
             )
@@ -232,13 +227,23 @@ def _in_the_references_order(right: Any) -> Any:
 class LowLatencyCombine(Dispatching):
     """`deepep_low_latency_combine` of rows that dispatch never saw, in the order of this implementation's dispatch."""
 
-    function, outputs, primary = "deepep_low_latency_combine", ("tokens",), "tokens"
-    companions = ("deepep_low_latency_dispatch",)
+    function, companions = "deepep_low_latency_combine", ("deepep_low_latency_dispatch",)
+    signature = Signature(
+        inputs=[
+            Input("rows", "LMH", FLOATS, gradient=True),
+            Input("indices", "TK", field="index_dtype"),
+            Input("probs", "TK", PROBS, field="probs", gradient=True),
+        ],
+        outputs=[Output("tokens", "TH", of="rows")],
+        settings=("policy", "max_tokens_per_rank"),
+        producer="deepep_low_latency_dispatch",
+        made_from=tuple(LowLatencyDispatch.signature.inputs),
+    )
 
     def calls(self, case: DispatchCase) -> list[Problem]:
         before = dispatches(case)
         made = together(before)
-        counts, wanted = list(case.counts), wanted_of(case)
+        counts = list(case.counts)
         indices = [call.required["indices"] for call in before]
         probs = probs_of(case, "probs", counts, (case.topk,))
         calls: list[dict[str, Any]] = []
@@ -249,16 +254,9 @@ class LowLatencyCombine(Dispatching):
                 *made[rank].rows.shape[:2], case.hidden
             )
             required = {"rows": slab, "indices": indices[rank], "probs": given_probs(probs[rank], indices[rank] >= 0)}
-            calls.append(
-                {"required": required, "cotangents": {}, "script": in_its_own_order(made[rank]), "first": required}
-            )
-        if wanted:
-            for call, d_tokens in zip(calls, cotangents_of(case, "tokens", counts), strict=True):
-                call["cotangents"]["tokens"] = d_tokens
-        common = {"layouts": {case.layout_of: case.layout}, "wanted": wanted}
-        return after(
-            self.function, before, made, [judged(out)["rows"] for out in made], [call | common for call in calls]
-        )
+            calls.append({"required": required, "script": in_its_own_order(made[rank]), "first": required})
+        calls = [call | backward for call, backward in zip(calls, self.backward(case, counts), strict=True)]
+        return after(self.function, before, made, [judged(out)["rows"] for out in made], calls)
 
     @staticmethod
     def _alike(rows: Tensor, out: Any) -> Tensor:
@@ -296,8 +294,9 @@ class LowLatencyCombine(Dispatching):
             )
             repeated = int(torch.bincount(row, minlength=1).max())
             every = sum_bound(value, size, repeated + 1, rows.dtype, accumulator)
-            for own, out in zip(right, split_bound(every, [len(rows) // case.ranks] * case.ranks), strict=True):
-                shape = (plan.local_experts, -1, case.hidden)
+            parts = split_bound(every, [len(rows) // case.ranks] * case.ranks)
+            for own, out, call in zip(right, parts, calls, strict=True):
+                shape = call.required["rows"].shape
                 own["d_rows"] = replace(out, value=out.value.reshape(shape), bound=out.bound.reshape(shape))
         if "probs" in calls[0].wanted:
             products = rows[row].double() * d_tokens[token]

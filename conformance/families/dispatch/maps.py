@@ -1,31 +1,30 @@
 """The dispatchers that read routing maps: allgather, alltoall and hybridep."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from conformance.core.contract import Problem, accumulator_of
-from conformance.families.dispatch.cases import DispatchCase, maps_of, probs_of, values_of
+from conformance.core.contract import Input, Output, Problem, Signature, accumulator_of, declare
+from conformance.families.dispatch.cases import FLOATS, MAPS, MOVED, PROBS, DispatchCase, maps_of, probs_of, values_of
 from conformance.families.dispatch.dispatcher import (
     HANDLE,
+    Combine,
     Dispatching,
     after,
-    cotangents_of,
     dtype_of,
     free_behind,
-    garbage_in,
     given_probs,
     handles_of,
     masked_exact,
     moved,
-    p_style,
     row_tokens_of,
+    specified,
     sum_of_rows,
     together,
     tree_of,
-    wanted_of,
 )
 from conformance.families.dispatch.trees import flat, tree_bound
 from conformance.judge import Exact, Expectation
@@ -67,38 +66,48 @@ def dispatches(case: DispatchCase) -> list[Problem]:
     return calls
 
 
-def specified(case: DispatchCase, out: Any) -> Tensor:
-    """[P]: the rows that are said to hold something: all but those behind the last segment."""
-    return torch.arange(len(out.rows)) < out.tokens_per_expert.sum()
+def of_maps(*settings: str) -> Signature:
+    """The signature of a dispatch that reads a routing map."""
+    return Signature(
+        inputs=[
+            Input("tokens", "TH", MOVED, gradient=True),
+            Input("routing_map", "TE", MAPS, field="map_dtype"),
+            Input("probs", "TE", PROBS, field="probs", gradient=True, optional="probs"),
+        ],
+        outputs=[
+            Output("rows", "PH", of="tokens"),
+            Output("probs", "P", of="probs"),
+            *(Output("tokens_per_expert", "E"), Output("handle"), Output("overflow")),
+        ],
+        settings=settings,
+        static=tuple(name for name in settings if name in ("capacity", "num_rows")),
+    )
+
+
+SIGNATURES = {
+    "allgather_dispatch": of_maps("expert_tensor_parallel"),
+    "alltoall_dispatch": of_maps("expert_tensor_parallel", "capacity"),
+    "hybridep_dispatch": of_maps("align", "num_rows", "recipe"),
+}
+
+
+def after_dispatch(producer: str, made_from: Signature, inputs: list[Input], outputs: list[Output]) -> Signature:
+    """The signature of a function that takes the handle of a dispatch with this one."""
+    settings = tuple(name for name in made_from.settings if name != "recipe")  # the rows of its dispatch are not codes
+    return Signature(inputs, outputs, settings, producer=producer, made_from=tuple(made_from.inputs))
 
 
 class MapDispatch(Dispatching):
     """`allgather_dispatch`, `alltoall_dispatch` or `hybridep_dispatch`: rows, probabilities, counts, padding and both gradients."""
 
-    outputs, primary = OUTPUTS, "rows"
-
-    def __init__(self, function: str, *optional: str) -> None:
-        self.function, self.optional = function, ("probs", *optional)
-        self.static = tuple(name for name in optional if name in ("capacity", "num_rows"))
+    def __init__(self, function: str) -> None:
+        self.function = function
+        declare(self, SIGNATURES[function])
 
     def calls(self, case: DispatchCase) -> list[Problem]:
         calls = dispatches(case)
-        wanted = wanted_of(case)
-        lengths = [len(out.rows) for out in together(calls)] if wanted else []
-        cotangents: list[dict[str, Tensor]] = [{} for _ in calls]
-        if wanted and case.unused != "rows":
-            for own, d_rows in zip(cotangents, cotangents_of(case, "rows", lengths), strict=True):
-                own["rows"] = d_rows
-        if wanted and case.unused != "probs" and case.probs:
-            for own, d_probs in zip(
-                cotangents, values_of(case, "d_probs", lengths, (), case.probs, p_style(case)), strict=True
-            ):
-                own["probs"] = d_probs
-        layouts = {case.layout_of: case.layout}
-        return [
-            Problem(call.function, call.required, call.settings, layouts, wanted, own)
-            for call, own in zip(calls, cotangents, strict=True)
-        ]
+        lengths = [len(out.rows) for out in together(calls)] if case.grads else []
+        return [replace(call, **backward) for call, backward in zip(calls, self.backward(case, lengths), strict=True)]
 
     def right(
         self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]
@@ -169,47 +178,23 @@ class MapDispatch(Dispatching):
         ]
 
 
-class MapCombine(Dispatching):
-    """`allgather_combine`, `alltoall_combine` or `hybridep_combine` of rows that dispatch never saw, through the handle that it made."""
-
-    primary = "tokens"
+class MapCombine(Combine):
+    """`allgather_combine`, `alltoall_combine` or `hybridep_combine`."""
 
     def __init__(self, function: str) -> None:
-        self.function, self.companions = function, (function.replace("combine", "dispatch"),)
-        self.with_probs = function == "hybridep_combine"
-        self.outputs, self.optional = (("tokens", "probs"), ("probs",)) if self.with_probs else (("tokens",), ())
+        self.function, producer = function, function.replace("combine", "dispatch")
+        self.companions = (producer,)
+        inputs, outputs = [Input("rows", "PH", FLOATS, gradient=True)], [Output("tokens", "TH", of="rows")]
+        if function == "hybridep_combine":
+            inputs.append(Input("probs", "P", PROBS, field="probs", gradient=True, optional="probs"))
+            outputs.append(Output("probs", "TE", of="probs"))
+        declare(self, after_dispatch(producer, SIGNATURES[producer], inputs, outputs))
 
-    def calls(self, case: DispatchCase) -> list[Problem]:
-        before = dispatches(case)
-        made = together(before)
-        row_tokens = row_tokens_of([out.handle for out in made])
-        lengths = [len(own) for own in row_tokens]
-        wanted = wanted_of(case)
-        calls: list[dict[str, Any]] = []
-        for rows, own in zip(values_of(case, "rows", lengths), row_tokens, strict=True):
-            calls.append(
-                {
-                    "required": {"rows": garbage_in(rows, own != PADDING, case.poison), "handle": HANDLE},
-                    "settings": {},
-                    "cotangents": {},
-                }
-            )
-        if self.with_probs and case.probs:
-            for call, probs, own in zip(calls, probs_of(case, "row probs", lengths, ()), row_tokens, strict=True):
-                call["settings"]["probs"] = given_probs(probs, own != PADDING)
-        if wanted and case.unused != "tokens":
-            for call, d_tokens in zip(calls, cotangents_of(case, "tokens", list(case.counts)), strict=True):
-                call["cotangents"]["tokens"] = d_tokens
-        if wanted and case.unused != "probs" and "probs" in calls[0]["settings"]:
-            for call, d_probs in zip(
-                calls,
-                values_of(case, "d_probs", list(case.counts), (case.experts,), case.probs, p_style(case)),
-                strict=True,
-            ):
-                call["cotangents"]["probs"] = d_probs
-        common = {"layouts": {case.layout_of: case.layout}, "wanted": wanted}
-        expected = [free_behind("rows", out.rows, specified(case, out)) for out in made]
-        return after(self.function, before, made, expected, [call | common for call in calls])
+    def dispatches(self, case: DispatchCase) -> list[Problem]:
+        return dispatches(case)
+
+    def columns_of_probs(self, case: DispatchCase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (), (case.experts,)
 
     def right(
         self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]
@@ -260,36 +245,22 @@ class MapCombine(Dispatching):
 class CachedDispatch(Dispatching):
     """Other tokens through the handle of a dispatch: the same rows as dispatched afresh."""
 
-    outputs, primary = ("rows",), "rows"
-
-    def __init__(self, function: str, before: Any) -> None:
-        self.function, self.companions, self._before = function, (function.replace("cached_", ""),), before
+    def __init__(self, function: str, signature: Signature, before: Callable[[DispatchCase], list[Problem]]) -> None:
+        self.function, producer, self._before = function, function.replace("cached_", ""), before
+        self.companions = (producer,)
+        inputs, outputs = [Input("tokens", "TH", MOVED, gradient=True)], [Output("rows", "PH", of="tokens")]
+        declare(self, after_dispatch(producer, signature, inputs, outputs))
 
     def calls(self, case: DispatchCase) -> list[Problem]:
         before = self._before(case)
         made = together(before)
-        lengths = [len(out.rows) for out in made]
-        wanted = wanted_of(case)
-        cotangents = cotangents_of(case, "rows", lengths) if wanted else []
+        backward = self.backward(case, [len(out.rows) for out in made])
         calls = [
-            {
-                "required": {"tokens": tokens, "handle": HANDLE},
-                "layouts": {case.layout_of: case.layout},
-                "wanted": wanted,
-                "cotangents": {"rows": cotangents[rank]} if wanted else {},
-            }
-            for rank, tokens in enumerate(values_of(case, "other tokens", list(case.counts)))
+            {"required": {"tokens": tokens, "handle": HANDLE}, **asked}
+            for tokens, asked in zip(values_of(case, "other tokens", list(case.counts)), backward, strict=True)
         ]
-        return after(
-            self.function, before, made, [free_behind("rows", out.rows, self._said(case, out)) for out in made], calls
-        )
-
-    @staticmethod
-    def _said(case: DispatchCase, out: Any) -> Tensor:
-        """[P]: rows that are specified: of DeepEP, those that were received."""
-        return (
-            specified(case, out) if case.dispatcher == "hybridep" else out.handle.row_tokens[out.handle.rank] != PADDING
-        )
+        right = [free_behind("rows", out.rows, specified(case, out)) for out in made]
+        return after(self.function, before, made, right, calls)
 
     def right(
         self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]
@@ -297,7 +268,7 @@ class CachedDispatch(Dispatching):
         made, fresh = [call.produced.made for call in calls], together(calls)
         pairs = zip(made, fresh, strict=True)
         right: list[dict[str, Expectation]] = [
-            {"rows": free_behind("rows", rows, self._said(case, out))} for out, rows in pairs
+            {"rows": free_behind("rows", rows, specified(case, out))} for out, rows in pairs
         ]
         if "tokens" in calls[0].wanted:
             d_rows = [call.cotangents["rows"] for call in calls]

@@ -1,7 +1,9 @@
-"""glu and activation quantised at once, and their gradients likewise: judged by running error analysis up to the quantiser, and from there
-on each output given those before it."""
+"""glu, activation and their gradients, quantised in the same step.
 
-from collections.abc import Iterator, Mapping
+Running error analysis bounds what is quantised; then each output is judged given those before it.
+"""
+
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,44 +13,43 @@ from torch import Tensor
 import moe_ref
 from conformance.analysis.forms import QuantizedForm
 from conformance.analysis.running import Running
-from conformance.core.case import shorter, without
-from conformance.core.contract import Contract, Opaque, Problem, computed_in
-from conformance.core.tensors import payload
+from conformance.core.contract import Contract, Input, Opaque, Output, Problem, Signature, computed_in
 from conformance.families.experts.activations import Activation, Glu
-from conformance.families.experts.cases import ActivationCase
-from conformance.families.fused.cases import BACKWARD, OF_GATES, RECIPES_HERE, QuantizedActivationCase, fits, inputs_of
-from conformance.families.quantization.cases import VARIANTS
+from conformance.families.experts.cases import PROB_DTYPES, ActivationCase
+from conformance.families.fused.cases import QuantizedActivationCase, inputs_of
 from conformance.families.quantization.quantize import STATE, Script, directions, reader_of
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation, Given, Outputs
-from moe_ref.config import GATED, PLAIN, QuantizerState
+from moe_ref.config import QuantizerState
 
-ACTIVATING = ("kind", "offset", "clamp", "alpha", "interleave", "probs")  # what the activation alone is given
+GATE = ("kind", "offset", "clamp", "alpha", "interleave")
+ACTIVATING = (*GATE, "probs")  # what the activation alone is given
 KEYWORDS = (*ACTIVATING, "splits", "rowwise", "columnwise", "noise", "round_before_quantize")
 GIVEN = Opaque("state")  # stands for the state that `history` and `scale` are of
 READ = ("amax", "scales", "codes", "values", "scales.gemm")
 
 
-def problem_of(function: str, required: dict[str, Any], settings: dict[str, Any], **how: Any) -> Problem:
+def problem_of(function: str, required: dict[str, Any], settings: dict[str, Any], **more: Any) -> Problem:
     """The call, and what is read of its result."""
     if "scale" in required:
         settings = settings | {"state": GIVEN}
     first = {name: x for name, x in required.items() if name not in ("scale", "history")}
     return Problem(
-        function, required, settings, script=_script_of(function), first=first, read=reader_of(settings, False), **how
+        function, required, settings, script=_script_of(function), first=first, read=reader_of(settings, False), **more
     )
 
 
 def _script_of(function: str) -> Script:
-    """One call, and both ways back."""
+    """One call, and its result dequantised in each direction."""
 
     def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
         settings = {name: given[name] for name in KEYWORDS if name in given}
         state = given.get("state")
         if state is not None:
             settings["state"] = QuantizerState(given["history"], given["scale"]) if state is GIVEN else state
-        names = ("quantized", "state", "d_probs") if function in BACKWARD else ("quantized", "state")
-        required = ("d_out", "h", "recipe") if function in BACKWARD else ("h", "recipe")
+        backward = "d_out" in given
+        names = ("quantized", "state", "d_probs") if backward else ("quantized", "state")
+        required = ("d_out", "h", "recipe") if backward else ("h", "recipe")
         made = named_outputs(implementation.call(function, *(given[name] for name in required), **settings), names)
         outputs: dict[str, Any] = {"result": made["quantized"]}
         for suffix, columnwise in directions(settings):
@@ -64,29 +65,39 @@ def _script_of(function: str) -> Script:
     return script
 
 
+def _signature(backward: bool, *activating: str) -> Signature:
+    """Of the values or, backward, of the quantised gradient of h, which has no gradient."""
+    floats, differentiable = ("float32",), not backward
+    inputs = [
+        *((Input("d_out", "TF"),) if backward else ()),
+        Input("h", "TH", gradient=differentiable),
+        Input("probs", "T", PROB_DTYPES, field="probs", gradient=differentiable, optional="probs"),
+        Input("splits", "E", field="index_dtype", optional="experts"),
+        Input("history", "EL", floats, field="", optional="stateful", part_of="state"),
+        Input("scale", "E", floats, field="", optional="stateful", part_of="state"),
+        *((Input("noise", "2TH", floats, field="", optional="noisy"),) if backward else ()),
+    ]
+    values = [  # of both directions, the first has a cotangent
+        Output("dequantized", "TF", of="h", probed=True, optional="rowwise"),
+        Output("dequantized.columnwise", "TF", of="h", probed=True, optional="only_columnwise"),
+    ]
+    outputs = [Output("quantized"), Output("state"), *([Output("d_probs", "T")] if backward else values)]
+    return Signature(inputs, outputs, settings=(*activating, "rowwise", "columnwise", "round_before_quantize"))
+
+
 class _QuantizedActivation(Contract[QuantizedActivationCase]):
     """What the four functions share."""
 
+    case_type = QuantizedActivationCase
     primary = "codes"
     companions = ("amax", "scales", "codes", "dequantize")
-    outputs: tuple[str, ...] = ("quantized", "state")
     plain: Glu | Activation  # the contract of the activation itself
-    optional: tuple[str, ...] = ("splits", "rowwise", "columnwise", "state", "round_before_quantize")
 
     def legal(self, case: QuantizedActivationCase) -> Problem:
         required, settings = inputs_of(case)
-        wanted = tuple(filter(None, case.grads.split("+")))
-        name = f"dequantized{next(suffix for suffix, _ in directions(settings))}"
-        shape = (len(required["h"]), required["h"].shape[1] // (2 if self.function in OF_GATES else 1))
-        cotangents = {name: payload(case.seed, f"d_{name}", shape, case.dtype)} if wanted else {}
-        return problem_of(
-            self.function,
-            required,
-            settings,
-            layouts={case.layout_of: case.layout},
-            wanted=wanted,
-            cotangents=cotangents,
-        )
+        call = self.call(case, required, settings, lengths={"T": len(required["h"]), "F": case.features})
+        parts = {"layouts": call.layouts, "wanted": call.wanted, "cotangents": call.cotangents}
+        return problem_of(self.function, required, settings, **parts)
 
     def expected(
         self, case: QuantizedActivationCase, problem: Problem, declared: Mapping[str, Any]
@@ -129,11 +140,11 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
     def before_rounding(
         self, given: dict[str, Any], h: Tensor, activating: dict[str, Any], declared: Mapping[str, Any]
     ) -> tuple[Running, Tensor]:
-        """What is quantised, of the rows of all groups, before it is rounded at last; and where it is unspecified."""
+        """The rows of all groups before their final rounding; and where they are unspecified."""
         probs = activating.get("probs")
         dtype = computed_in(declared, h, probs)
         p = None if probs is None else Running.of(probs[:, None], dtype)
-        if self.function not in BACKWARD:
+        if "d_out" not in given:
             act = self.plain.activated(h, activating, dtype)
             return act if p is None else act * p, self.plain.hidden_nan(h, activating)
         g = Running.of(given["d_out"][: len(h)], dtype)
@@ -147,8 +158,8 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
         activating: dict[str, Any],
         declared: Mapping[str, Any],
     ) -> dict[str, Expectation]:
-        """The gradients of the activation, of a cotangent that came straight through; 0 behind the last group."""
-        backward = self.function in BACKWARD
+        """The activation's gradients of the cotangent, straight through; 0 past the last group."""
+        backward = "d_out" in given
         wanted = ("probs",) * ("probs" in given) if backward else problem.wanted
         if not wanted:
             return {}
@@ -160,38 +171,8 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
         return {name: _with_zeros(found[name], len(given["h"])) for name in (f"d_{name}" for name in wanted)}
 
     def neighbour(self, case: QuantizedActivationCase) -> QuantizedActivationCase:
-        plain: dict[str, Any] = {
-            "golden": "",
-            "law": "",
-            "layout": "contiguous",
-            "layout_of": "",
-            "interleave": 0,
-            "alpha": 0,
-            "seed": case.seed + 1,
-        }
-        kinds = GATED if self.function in OF_GATES else PLAIN
-        kind = kinds[kinds.index(case.kind or self.plain_kind) - 1]
-        other = replace(case, **plain, kind=kind, variant=(case.variant + 1) % VARIANTS, width=case.width + 1)
-        if case.seed % 3 == 0:
-            scalings = tuple(RECIPES_HERE)
-            other = replace(other, scaling=scalings[scalings.index(case.scaling) - 1])
-        return other if fits(other) else replace(other, dtype="bfloat16", rounded=True, grads="")
-
-    @property
-    def plain_kind(self) -> str:
-        """The kind that is the default."""
-        return "swiglu" if self.function in OF_GATES else "squared_relu"
-
-    def simpler(self, case: QuantizedActivationCase) -> Iterator[QuantizedActivationCase]:
-        for other in _simpler(case):
-            if fits(other):
-                gone = (other.layout_of == "probs" and not other.probs) or (
-                    other.layout_of == "splits" and not other.experts
-                )
-                gone |= other.layout_of.startswith("d_dequantized") and (
-                    not other.grads or other.direction != case.direction
-                )
-                yield replace(other, layout="contiguous", layout_of="") if gone or other.layout_of == "noise" else other
+        """Of another width, too."""
+        return super().neighbour(replace(case, width=case.width + 1))
 
 
 def _groups(quantized: Any, settings: dict[str, Any]) -> list[Tensor]:
@@ -217,83 +198,33 @@ def _with_zeros(expected: Any, rows: int) -> Any:
     return replace(expected, value=value, bound=bound)
 
 
-def _simpler(case: QuantizedActivationCase) -> Iterator[QuantizedActivationCase]:
-    if case.scaling != "current" or case.variant:
-        yield replace(case, scaling="current", variant=0)
-        yield replace(case, variant=0)
-    plain = (
-        "law",
-        "layout",
-        "grads",
-        "rounded",
-        "values",
-        "weights",
-        "alpha",
-        "kind",
-        "interleave",
-        "clamp",
-        "offset",
-        "probs",
-        "direction",
-    )
-    beside: dict[str, dict[str, Any]] = {"layout": {"layout_of": ""}, "kind": {"alpha": 0}}
-    beside["probs"] = {"grads": without(case.grads, "probs"), "weights": "plain"}
-    for name in (*plain, "index_dtype", "dtype", "poison", "seed"):
-        default: Any = QuantizedActivationCase.__dataclass_fields__[name].default
-        if getattr(case, name) != default:
-            yield replace(case, **{name: default} | beside.get(name, {}))
-    yield from (replace(case, grads=grad) for grad in case.grads.split("+") if "+" in case.grads)
-    if case.direction == "both":
-        yield replace(case, direction="columnwise")
-    if case.experts:
-        yield replace(case, experts=0, counts=(), tail=0)
-        yield replace(case, counts=())
-    yield from (replace(case, experts=size, counts=()) for size in shorter(case.experts, 1))
-    for e, count in enumerate(case.counts):
-        kept = case.counts[:e] + case.counts[e + 1 :]
-        if kept:
-            yield replace(case, counts=kept, experts=len(kept), tokens=sum(kept))
-        for size in shorter(count):
-            yield replace(
-                case, counts=(*case.counts[:e], size, *case.counts[e + 1 :]), tokens=case.tokens - count + size
-            )
-    yield from (replace(case, tokens=size) for size in shorter(case.tokens) if not case.counts)
-    yield from (replace(case, tail=size) for size in shorter(case.tail))
-    yield from (replace(case, width=size) for size in shorter(case.width))
-
-
-_GATE = ("kind", "offset", "clamp", "alpha", "interleave", "probs")
-
-
 class GluAndQuantize(_QuantizedActivation):
-    """`glu_and_quantize` with `amax`, `scales`, `codes` and `dequantize`, and the gradients that go straight through the quantiser."""
+    """`glu_and_quantize`, its readers, and gradients straight through the quantiser."""
 
     function = "glu_and_quantize"
+    signature = _signature(False, *GATE)
     plain = Glu()
-    optional = (*_QuantizedActivation.optional, *_GATE)
 
 
 class ActivationAndQuantize(_QuantizedActivation):
-    """`activation_and_quantize`, likewise."""
+    """`activation_and_quantize` with the same readers and gradients."""
 
     function = "activation_and_quantize"
+    signature = _signature(False, "kind")
     plain = Activation()
-    optional = (*_QuantizedActivation.optional, "kind", "probs")
 
 
 class GluBackwardAndQuantize(_QuantizedActivation):
-    """`glu_backward_and_quantize`: the quantised gradient of h, and that of the probs."""
+    """`glu_backward_and_quantize`: the quantised gradient of h, and the gradient of the probs."""
 
     function = "glu_backward_and_quantize"
-    outputs = ("quantized", "state", "d_probs")
+    signature = _signature(True, *GATE)
     plain = Glu()
-    optional = (*_QuantizedActivation.optional, *_GATE, "noise")
 
 
 class ActivationBackwardAndQuantize(_QuantizedActivation):
-    """`activation_backward_and_quantize`, likewise."""
+    """`activation_backward_and_quantize`: the same for an activation without a gate."""
 
     function = "activation_backward_and_quantize"
-    outputs = ("quantized", "state", "d_probs")
+    signature = _signature(True, "kind")
     plain = Activation()
-    optional = (*_QuantizedActivation.optional, "kind", "probs", "noise")

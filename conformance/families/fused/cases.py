@@ -1,167 +1,206 @@
-"""Cases of activations that are quantised at once: rows in groups, as fc1 leaves them, an activation, and a recipe."""
+"""Cases of fused stages: rows from a routing map or an activation, and how they are quantised."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.core.axes import LAYOUTS
+from conformance.core.axes import choice, dtypes, flag, number, size
 from conformance.core.case import Case
+from conformance.core.lists import parts
 from conformance.core.tensors import DTYPES, hashed, payload
-from conformance.families.experts.cases import VALUES, WEIGHTS, ActivationCase, hidden_of, probs_of
-from conformance.families.quantization.cases import DIRECTIONS, RECIPES, TAIL, UNIT
-from moe_ref.config import GATED, PLAIN, Recipe
+from conformance.families.experts.activations import activation_settings
+from conformance.families.experts.cases import ActivationCase, hidden_of, probs_of
+from conformance.families.permutation.cases import FLOATS, RoutingCase
+from conformance.families.quantization import cases as quantization
+from conformance.families.quantization.cases import (
+    DIRECTIONS,
+    RECIPES,
+    ROLES,
+    SCALINGS,
+    TAIL,
+    VARIANTS,
+    QuantizeCase,
+    RecipeFields,
+    recipe_of,
+    splits_of,
+    unit_of,
+)
+from moe_ref.config import Recipe
 
-# by scaling and variant, without 4over6, which chooses by sums of errors: that is for exact values to show
-RECIPES_HERE: dict[str, tuple[Recipe, ...]] = RECIPES | {
+
+@dataclass(frozen=True, kw_only=True)
+class PermutedQuantizationCase(RecipeFields, RoutingCase):
+    """A routing map, and a quantiser of its rows. `hidden`, `align` and `capacity` are in UNITs."""
+
+    dtype: str = dtypes(*FLOATS)
+    values: str = choice(*quantization.VALUES)
+    scaling: str = choice(*SCALINGS)
+    variant: int = choice(*range(VARIANTS), turns=True)
+    role: str = choice(*ROLES, argument="role")
+    direction: str = choice(*DIRECTIONS)
+    gemm: bool = flag()  # whether scales are also read in the layout of matrix products
+    unused: str = choice("", "rows", "probs", of=("probs",))  # rows: the values of both directions
+
+    def clash(self) -> str | None:
+        quantized = _quantizing(self)
+        if quantization.is_random(quantized):
+            return "a gradient that is permuted in the same step has no noise to be rounded with"
+        return permuting(self).clash() or quantized.clash()
+
+    def arguments(self) -> tuple[str, ...]:
+        aligned = unit_of(self) > 1 and not self.capacity
+        return (*super().arguments(), *(("align",) if aligned else ()))
+
+    @property
+    def sized(self) -> bool:
+        return bool(self.capacity) or self.slack is not None
+
+    @property
+    def uses_rowwise(self) -> bool:
+        return self.rowwise and self.unused != "rows"
+
+    @property
+    def uses_columnwise(self) -> bool:
+        return self.columnwise and self.unused != "rows"
+
+
+def _quantizing(case: PermutedQuantizationCase) -> QuantizeCase:
+    """The quantisation, as if nothing were permuted: one row per token, and up to a unit more."""
+    names = ("scaling", "variant", "role", "direction", "hidden", "dtype", "values", "seed")
+    common = {name: getattr(case, name) for name in names}
+    return QuantizeCase(function="quantize", tokens=-(-case.tokens // unit_of(case)), **common)
+
+
+def permuting(case: PermutedQuantizationCase) -> RoutingCase:
+    """The permutation, in rows; without a capacity, a scaling of whole blocks has an alignment."""
+    unit = unit_of(case)
+    align = case.align or (1 if unit > 1 and not case.capacity else 0)
+    changes = {"function": "permute", "values": "dyadic", "align": unit * align}
+    changes |= {"hidden": unit * case.hidden, "capacity": unit * case.capacity}
+    return RoutingCase(**{field.name: getattr(case, field.name) for field in fields(RoutingCase)} | changes)
+
+
+def tokens_of(case: PermutedQuantizationCase, token_P: Tensor) -> Tensor:
+    """Values as `quantize` has them; tokens without a row hold what must reach no amax."""
+    tokens = quantization.x_of(_quantizing(case))[: case.tokens].clone()
+    without = torch.ones(case.tokens, dtype=torch.bool)
+    without[token_P[token_P >= 0]] = False
+    strange = torch.tensor(TAIL, dtype=tokens.dtype)[(torch.arange(case.tokens) + case.seed) % len(TAIL)]
+    return torch.where(without[:, None], strange[:, None], tokens)
+
+
+def state_of(case: PermutedQuantizationCase) -> dict[str, Tensor]:
+    """Another scale for each expert, and what its history holds so far."""
+    length = recipe_of(case).amax_history_len
+    assert length is not None
+    history = payload(case.seed, "amax_history", (case.experts, length), "float32").abs()
+    exponent = torch.from_numpy(hashed(case.seed, "scale", case.experts).astype("int64")) % 9 - 4
+    return {"amax_history": history, "scale": (torch.exp2(exponent.double()) * 1.25).float()}
+
+
+# by scaling and variant; without 4over6, whose choice by sums of errors needs exact values to judge
+ACTIVATION_RECIPES: dict[str, tuple[Recipe, ...]] = RECIPES | {
     "nvfp4": (
         Recipe("nvfp4", hadamard=False, stochastic_rounding=False),
         Recipe("nvfp4"),
         Recipe("nvfp4", hadamard=False, stochastic_rounding=False, row_scaled_activation=True),
     )
 }
-VARIANTS = 3
-BACKWARD = ("glu_backward_and_quantize", "activation_backward_and_quantize")
-OF_GATES = ("glu_and_quantize", "glu_backward_and_quantize")
-FUNCTIONS = ("glu_and_quantize", "activation_and_quantize", *BACKWARD)
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizedActivationCase(Case):
+class _ScalingCase(RecipeFields, Case):
+    """Fields before the activation's, whose blocks of columns must divide a width in UNITs."""
+
+    scaling: str = choice(*SCALINGS)
+    variant: int = choice(*range(VARIANTS), turns=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedActivationCase(ActivationCase, _ScalingCase):
     """Rows that an activation, or its gradient, is applied to, and how the result is quantised."""
 
-    scaling: str = "current"
-    variant: int = 0  # of the scaling, in RECIPES_HERE
-    direction: str = "rowwise"
-    rounded: bool = False  # round_before_quantize
-    tokens: int = 1  # rows of the groups together, in UNITs
-    experts: int = 0  # groups; 0: no splits are given, all rows are one
-    counts: tuple[int, ...] = ()  # rows of each group in UNITs; empty: as even as can be
-    tail: int = 0  # rows behind the last group
-    width: int = 1  # F, in UNITs
-    kind: str = ""  # empty: the function's own
-    dtype: str = "float32"
-    probs: str = ""  # their dtype; empty: none are given
-    weights: str = "plain"  # of the probs
-    values: str = "dyadic"  # of h; both as in ActivationCase
-    offset: int = 0  # in eighths
-    clamp: int = 0  # in eighths; 0: none
-    alpha: int = 0  # in thousandths; 0: none
-    interleave: int = 0  # 0: none
-    index_dtype: str = "int64"
-    layout: str = "contiguous"
-    layout_of: str = ""
-    grads: str = ""
+    experts: int = size("E", default=0)  # groups; 0: no splits are given, all rows are one group
+    dtype: str = dtypes(*FLOATS)
+    rounded: bool = flag(argument="round_before_quantize")
+    direction: str = choice(*DIRECTIONS)
+    counts: tuple[int, ...] = parts(  # rows of each group; they, tokens and width are in UNITs
+        total="tokens", number="experts", written_out=lambda case: tuple(n // unit_of(case) for n in splits_of(case))
+    )
+    tail: int = number(0, 1, 4, 5, pairs=(4,))  # rows past the last group
+    index_dtype: str = dtypes("int64", "int32")
 
-    words: ClassVar[dict[str, tuple[str, ...]]] = {
-        "scaling": tuple(RECIPES_HERE),
-        "direction": DIRECTIONS,
-        "values": VALUES,
-        "weights": WEIGHTS,
-        "kind": GATED + PLAIN,
-        "layout": LAYOUTS,
-        "dtype": ("float32", "bfloat16", "float16"),
-    }
+    recipes: ClassVar[dict[str, tuple[Recipe, ...]]] = ACTIVATION_RECIPES
 
-    def __post_init__(self) -> None:
-        least = min(self.tokens, self.tail, self.width, self.experts, self.clamp, self.alpha, self.interleave)
-        if least < 0 or not 0 <= self.variant < VARIANTS:
-            sizes = f"{self.tokens}, {self.tail}, {self.width}, {self.experts}, {self.clamp}, {self.alpha}, {self.interleave}, {self.variant}"
-            raise ValueError(
-                f"tokens, tail, width, experts, clamp, alpha, interleave ≥ 0 and variant < {VARIANTS} are needed; they are {sizes}"
-            )
-        if self.counts and (
-            len(self.counts) != self.experts or min(self.counts) < 0 or sum(self.counts) != self.tokens
-        ):
-            raise ValueError(
-                f"counts is {self.counts}; it must have {self.experts} numbers ≥ 0 that sum to {self.tokens}"
-            )
+    @property
+    def backward(self) -> bool:
+        return "backward" in self.function
+
+    @property
+    def features(self) -> int:
+        return self.width * unit_of(self)
+
+    @property
+    def only_columnwise(self) -> bool:
+        return not self.rowwise
+
+    @property
+    def transformed(self) -> bool:
+        """Whether a Hadamard transform is taken."""
+        return bool(recipe_of(self).hadamard) and self.columnwise
+
+    @property
+    def noisy(self) -> bool:
+        """Whether rounding is by a noise tensor."""
+        return bool(recipe_of(self).stochastic_rounding) and self.backward
+
+    def clash(self) -> str | None:
         if self.tail and not self.experts:
-            raise ValueError(f"tail is {self.tail}; without groups (experts 0) no row is behind the last one")
-
-
-QuantizedActivationCase.serves(*FUNCTIONS)
-
-
-def recipe_of(case: QuantizedActivationCase) -> Recipe:
-    return RECIPES_HERE[case.scaling][case.variant]
-
-
-def unit_of(case: QuantizedActivationCase) -> int:
-    return UNIT.get(case.scaling, 1)
-
-
-def splits_of(case: QuantizedActivationCase) -> tuple[int, ...]:
-    """Rows of each group."""
-    even = (case.tokens // case.experts + (e < case.tokens % case.experts) for e in range(case.experts))
-    return tuple(unit_of(case) * count for count in case.counts or even)
-
-
-def is_transformed(case: QuantizedActivationCase) -> bool:
-    """Whether a Hadamard transform is taken."""
-    return bool(recipe_of(case).hadamard) and case.direction != "rowwise"
-
-
-def is_random(case: QuantizedActivationCase) -> bool:
-    """Whether rounding is by a noise tensor."""
-    return bool(recipe_of(case).stochastic_rounding) and case.function in BACKWARD
-
-
-def fits(case: QuantizedActivationCase) -> bool:
-    """Whether the reference takes the call, and what is asked of the gradients passes through no transform."""
-    divides = not case.interleave or (case.width * unit_of(case)) % case.interleave == 0
-    right_alpha = not case.alpha or case.kind in ("", "swiglu", "quick_geglu")
-    transformed = is_transformed(case)
-    plain = case.dtype == "bfloat16" and case.rounded and not (case.grads and case.direction == "columnwise")
-    return divides and right_alpha and (not transformed or plain)
+            return f"tail is {self.tail}; without groups (experts 0) no row is past the last one"
+        if self.transformed and not (self.dtype == "bfloat16" and self.rounded):
+            return "a Hadamard transform needs bfloat16 and rounding before it"
+        if self.transformed and self.grads and not self.rowwise:
+            return "the gradient of a columnwise form alone would pass through the Hadamard transform"
+        return super().clash()
 
 
 def inputs_of(case: QuantizedActivationCase) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The required inputs and the settings of the call, but for a state. Rows behind the last group hold what must reach nothing."""
-    unit = unit_of(case)
-    own, width = case.tokens * unit, case.width * unit
-    rows = own + case.tail
-    plain = ActivationCase(
-        function="glu", tokens=rows, dtype=case.dtype, values=case.values, clamp=case.clamp, seed=case.seed
-    )
-    columns = 2 * width if case.function in OF_GATES else width
-    required: dict[str, Any] = {"h": _spoilt(hidden_of(plain, columns), own, case.seed), "recipe": recipe_of(case)}
-    if case.function in BACKWARD:
-        required = {
-            "d_out": _spoilt(payload(case.seed, "d_out", (rows, width), case.dtype), own, case.seed + 1)
-        } | required
-    if case.scaling == "delayed":
-        groups = max(case.experts, 1)
-        exponent = torch.from_numpy(hashed(case.seed, "scale", groups).astype(np.int64)) % 9 - 2
-        required["scale"] = torch.exp2(exponent.float()) * torch.where(torch.arange(groups) % 2 == 1, 1.375, 1.0)
-        length = recipe_of(case).amax_history_len or 1
-        history = payload(case.seed, "history", (groups, length), "float32").abs()
-        required["history"] = torch.where(
-            torch.arange(groups)[:, None] % 3 == 1, 2.0**14, history
-        )  # one that has seen more than there is here
+    """Required inputs and settings, without the state; rows past the last group must reach nothing."""
+    rows, features = case.tokens * unit_of(case) + case.tail, case.features
+    columns = 2 * features if case.gated else features
+    required: dict[str, Any] = {"h": _spoilt(case, hidden_of(replace(case, tokens=rows), columns), 0)}
+    required["recipe"] = recipe_of(case)
+    if case.backward:
+        cotangent = payload(case.seed, "d_out", (rows, features), case.dtype)
+        required = {"d_out": _spoilt(case, cotangent, 1)} | required
+    if case.stateful:
+        required |= history_of(case)
     settings: dict[str, Any] = {}
     if case.probs:
-        settings["probs"] = _spoilt(probs_of(case.seed, rows, case.probs, case.weights), own, case.seed + 2)
-    settings |= {"kind": case.kind} if case.kind else {}
-    settings |= {
-        name: getattr(case, name) / per
-        for name, per in (("offset", 8), ("clamp", 8), ("alpha", 1000))
-        if getattr(case, name)
-    }
-    settings |= {"interleave": case.interleave} if case.interleave else {}
+        settings["probs"] = _spoilt(case, probs_of(case.seed, rows, case.probs, case.weights), 2)
+    settings |= activation_settings(case)
     settings |= {"splits": torch.tensor(splits_of(case), dtype=DTYPES[case.index_dtype])} if case.experts else {}
-    settings |= {"rowwise": False} if case.direction == "columnwise" else {}
-    settings |= {"columnwise": True} if case.direction != "rowwise" else {}
-    settings |= {"noise": noise_of(case, (rows, columns))} if is_random(case) else {}
+    settings |= case.direction_settings
+    settings |= {"noise": noise_of(case, (rows, columns))} if case.noisy else {}
     return required, settings | ({"round_before_quantize": True} if case.rounded else {})
 
 
-def _spoilt(x: Tensor, own: int, seed: int) -> Tensor:
-    """x with infinities and NaN behind the rows of all groups."""
-    for i in range(own, len(x)):
-        x[i] = TAIL[(i + seed) % len(TAIL)]
+def history_of(case: QuantizedActivationCase) -> dict[str, Tensor]:
+    """A scale per group, and a history of which every third group has seen larger numbers."""
+    groups = max(case.experts, 1)
+    exponent = torch.from_numpy(hashed(case.seed, "scale", groups).astype(np.int64)) % 9 - 2
+    scale = torch.exp2(exponent.float()) * torch.where(torch.arange(groups) % 2 == 1, 1.375, 1.0)
+    history = payload(case.seed, "history", (groups, recipe_of(case).amax_history_len or 1), "float32").abs()
+    return {"scale": scale, "history": torch.where(torch.arange(groups)[:, None] % 3 == 1, 2.0**14, history)}
+
+
+def _spoilt(case: QuantizedActivationCase, x: Tensor, shift: int) -> Tensor:
+    """x with infinities and NaN past the rows of all groups."""
+    for i in range(len(x) - case.tail, len(x)):
+        x[i] = TAIL[(i + case.seed + shift) % len(TAIL)]
     return x
 
 

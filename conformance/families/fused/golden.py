@@ -1,4 +1,7 @@
-"""Cases of permute_and_quantize worked out by hand: 448 / 7 = 64, so that 7 has the code 0x7E, 3½ the code 0x76 and 1¾ the code 0x6E."""
+"""Cases of permute_and_quantize worked out by hand.
+
+448 / 7 = 64, so that 7 has the code 0x7E, 3½ the code 0x76 and 1¾ the code 0x6E.
+"""
 
 from typing import Any
 
@@ -9,7 +12,7 @@ from conformance.families.fused.permute_and_quantize import problem_of
 from conformance.judge import Bounded, Exact, Expectation
 from moe_ref.config import Recipe
 
-# expert 0 has token 2, expert 1 tokens 0 and 1, expert 2 nobody; no row has token 3
+# expert 0 has token 2, expert 1 tokens 0 and 1, expert 2 none; no row has token 3
 MAP = torch.tensor([[0, 1, 0], [0, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=torch.bool)
 TOKENS = torch.tensor([[7.0, 0], [3.5, 1], [-14, 7], [torch.inf, torch.nan]])
 BOTH = torch.tensor([[1, 1], [1, 0]], dtype=torch.bool)
@@ -39,7 +42,7 @@ def _ints(*values: int) -> Exact:
 
 
 PERMUTE_AND_QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
-    "a_scale_for_each_expert": (  # 14 · 32, 7 · 64, and 1 for nobody; the infinity of token 3 is nowhere
+    "a_scale_for_each_expert": (  # 14 · 32, 7 · 64, and 1 for no row; the infinity of token 3 is nowhere
         _of(Recipe("current"), align=2, probs=torch.tensor([[9, 0.5, 9], [9, 0.25, 9], [0.125, 9, 9], [9, 9, 9]])),
         {
             "amax": _floats(14, 7, 0),
@@ -62,7 +65,7 @@ PERMUTE_AND_QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
             "tokens_per_expert": _ints(1, 2, 0),
         },
     ),
-    "what_is_dropped_has_no_amax": (  # token 1 is behind the buffer
+    "what_is_dropped_has_no_amax": (  # token 1 is past the buffer
         _of(Recipe("current"), TOKENS[:2].flip(0), torch.ones(2, 1, dtype=torch.bool), num_rows=1),
         {
             "amax": _floats(3.5),

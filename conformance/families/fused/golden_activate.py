@@ -1,6 +1,7 @@
-"""Activations that are quantised at once, worked out by hand: literal inputs, and codes and scales that no code of this project computed.
+"""Activations quantised at once, worked out by hand: literal inputs, codes and scales.
 
-reglu and squared ReLU are exact, so what is quantised is known to the last bit. E4M3 is s.eeee.mmm with bias 7, E5M2 s.eeeee.bb with 15.
+reglu and squared ReLU are exact, so their results are known to the last bit. E4M3 is s.eeee.mmm
+with bias 7, E5M2 s.eeeee.bb with 15.
 """
 
 from typing import Any
@@ -58,7 +59,8 @@ def _back(function: str, recipe: Recipe, d_out: Tensor, h: Tensor, **settings: A
     return problem_of(f"{function}_backward_and_quantize", {"d_out": d_out, "h": h, "recipe": recipe}, settings)
 
 
-# 17/16 lies halfway between E4M3's 1 and 9/8. A prob of 1 + 2^-12 lifts it above; in bfloat16 it falls back, and a tie goes to the even 1
+# 17/16 lies halfway between E4M3's 1 and 9/8. A prob of 1 + 2^-12 lifts it above; in bfloat16 it
+# falls back, and a tie goes to the even 1
 _TIE = _rows([448, 0, 1, 0], [17 / 16, 0, 1, 0], dtype=torch.bfloat16)
 _LIFT = torch.tensor([1, 1 + 2.0**-12])
 

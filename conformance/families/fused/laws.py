@@ -1,4 +1,4 @@
-"""Laws of permute_and_quantize: a row's codes depend on its segment alone, and one step is as good as two."""
+"""Laws of permute_and_quantize: codes depend on their segment alone, and one step equals two."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +10,8 @@ from torch import Tensor
 from conformance.core import universal_laws as general
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Trial, plain, same, upside_down
-from conformance.families.fused.permute_and_quantize import KEYWORDS, permuting, read_back
+from conformance.families.fused.cases import permuting
+from conformance.families.fused.permute_and_quantize import KEYWORDS, read_back
 from conformance.families.quantization.quantize import directions
 from conformance.interface import named_outputs
 from conformance.judge import Finding
@@ -28,7 +29,7 @@ def _row_map(problem: Problem) -> RowMap:
 
 
 def _rows_in(second: RowMap, first: RowMap, expert: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """The rows of the first that have a token, and where the second has the same token and expert(expert)."""
+    """Rows of `first` with a token, and `second`'s rows with that token and `expert(expert)`."""
     row_TE = torch.full((second.num_tokens, second.num_experts), PADDING)
     real = second.token_P != PADDING
     row_TE[second.token_P[real], second.expert_P[real]] = real.nonzero().flatten()
@@ -61,7 +62,7 @@ def _expert_relabelling(trial: Trial) -> Finding | None:
 
 
 def _padding_independence(trial: Trial) -> Finding | None:
-    """Three times the padding, and none behind the last segment: rows of zeros change no other row's codes."""
+    """Three times the padding, none past the last segment: zeros change no other row's codes."""
     settings = {name: x for name, x in trial.problem.settings.items() if name != "num_rows"}
     second = replace(trial.problem, settings=settings | {"align": 3 * max(permuting(trial.case).align, 1)})
     return _same_rows("padding_independence", trial, _without_gradients(second), lambda e: e)
@@ -74,16 +75,16 @@ def _two_steps(trial: Trial) -> Finding | None:
         if not (implementation.offers("permute") and implementation.offers("quantize")):
             return {}
         settings = {name: given[name] for name in KEYWORDS if name in given}
-        sizes, how = (
+        sizes, options = (
             {name: x for name, x in settings.items() if name in names} for names in (KEYWORDS[:4], KEYWORDS[4:])
         )
         if "state" in given:
-            how["state"] = QuantizerState(given["amax_history"], given["scale"])
+            options["state"] = QuantizerState(given["amax_history"], given["scale"])
         permuted = named_outputs(implementation.call("permute", given["tokens"], given["routing_map"], **sizes), STEPS)
         made = implementation.call(
-            "quantize", permuted["rows"], given["recipe"], splits=permuted["tokens_per_expert"], **how
+            "quantize", permuted["rows"], given["recipe"], splits=permuted["tokens_per_expert"], **options
         )
-        return read_back(implementation, how, permuted | named_outputs(made, ("quantized", "state")))
+        return read_back(implementation, options, permuted | named_outputs(made, ("quantized", "state")))
 
     outputs = trial.run(replace(_without_gradients(trial.problem), script=script))
     return same(
@@ -117,4 +118,9 @@ BUFFER_REUSE = replace(
 )
 GRAPH_CAPTURE = replace(
     general.GRAPH_CAPTURE, applies=lambda case: general.GRAPH_CAPTURE.applies(case) and _turns_over(case)
+)
+
+PERMUTE_AND_QUANTIZE = (
+    *(EXPERT_RELABELLING, PADDING_INDEPENDENCE, TWO_STEPS, general.HISTORY, general.DETERMINISM),
+    *(BUFFER_REUSE, general.LATE_PRODUCER, general.HOST_SYNC, GRAPH_CAPTURE),
 )

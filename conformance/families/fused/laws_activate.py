@@ -1,4 +1,4 @@
-"""Laws of activations that are quantised at once: groups know nothing of one another, and powers of two pass through."""
+"""Laws of activations quantised at once: groups are independent, and powers of two pass through."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,8 +9,7 @@ from conformance.analysis.forms import by_group
 from conformance.core import universal_laws as general
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Outputs, Trial, plain, same
-from conformance.families.fused import laws
-from conformance.families.fused.cases import BACKWARD, is_random, recipe_of, unit_of
+from conformance.families.quantization.cases import recipe_of, unit_of
 from conformance.families.quantization.quantize import directions
 from conformance.judge import Finding
 
@@ -58,18 +57,14 @@ def _forms(trial: Trial) -> dict[str, Any]:
 
 
 def _padding_values(trial: Trial) -> Finding | None:
-    """Other numbers in the rows behind the last group: nothing changes."""
+    """Other numbers in the rows past the last group: nothing changes."""
     real = trial.case.tokens * unit_of(trial.case)
     names = [name for name in ("h", "d_out", "probs") if name in trial.problem.tensors]
     others = {name: trial.problem.tensors[name].clone() for name in names}
     for x in others.values():
         x[real:] = torch.where(x[real:].isnan(), 3.0, torch.nan)
     problem = _changed(trial, **others)
-    kept = {
-        name: trial.first[name]
-        for name in trial.expected
-        if not name.startswith("d_") or trial.case.function in BACKWARD
-    }
+    kept = {name: trial.first[name] for name in trial.expected if not name.startswith("d_") or trial.case.backward}
     return _compared(trial, "padding_values", kept, trial.run(problem), problem)
 
 
@@ -87,7 +82,7 @@ def _doubled_probs(trial: Trial) -> Finding | None:
 
 
 def _doubles(case: Any) -> bool:
-    fixed = case.scaling == "delayed" or bool(recipe_of(case).amax_epsilon) or is_random(case)
+    fixed = case.scaling == "delayed" or bool(recipe_of(case).amax_epsilon) or case.noisy
     return (
         plain(case)
         and bool(case.probs)
@@ -100,7 +95,7 @@ def _doubles(case: Any) -> bool:
 
 def _turns_over(case: Any) -> bool:
     """Whether the inputs stay legal upside down and negated: noise and scales do not."""
-    return not is_random(case) and case.scaling != "delayed"
+    return not case.noisy and case.scaling != "delayed"
 
 
 NEIGHBOUR_GROUPS = Law(
@@ -115,15 +110,8 @@ GRAPH_CAPTURE = replace(
     general.GRAPH_CAPTURE, applies=lambda case: general.GRAPH_CAPTURE.applies(case) and _turns_over(case)
 )
 
-_PERMUTED = (
-    *(laws.EXPERT_RELABELLING, laws.PADDING_INDEPENDENCE, laws.TWO_STEPS, general.HISTORY, general.DETERMINISM),
-    *(laws.BUFFER_REUSE, general.LATE_PRODUCER, general.HOST_SYNC, laws.GRAPH_CAPTURE),
-)
-_ACTIVATED = (
+GLU_AND_QUANTIZE = ACTIVATION_AND_QUANTIZE = (
     *(NEIGHBOUR_GROUPS, PADDING_VALUES, DOUBLED_PROBS, general.HISTORY, general.DETERMINISM),
     *(BUFFER_REUSE, general.LATE_PRODUCER, general.HOST_SYNC, GRAPH_CAPTURE),
 )
-LAWS: dict[str, tuple[Law, ...]] = {
-    "permute_and_quantize": _PERMUTED,
-    **{f"{name}_and_quantize": _ACTIVATED for name in ("glu", "activation", "glu_backward", "activation_backward")},
-}
+GLU_BACKWARD_AND_QUANTIZE = ACTIVATION_BACKWARD_AND_QUANTIZE = GLU_AND_QUANTIZE

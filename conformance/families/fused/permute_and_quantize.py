@@ -1,145 +1,33 @@
-"""permute_and_quantize: the contract of `quantize` for rows that nobody sees, and all of `permute` but the rows."""
+"""permute_and_quantize: `quantize` of rows that are not returned, and the rest of `permute`."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import moe_ref
 from conformance.analysis.forms import QuantizedForm
-from conformance.core.contract import Contract, Opaque, Problem
-from conformance.core.tensors import hashed, payload, probabilities
-from conformance.families.fused.simpler_routing import simpler_routing
-from conformance.families.permutation.cases import RoutingCase, routed, routing_map
+from conformance.core.contract import Contract, Input, Opaque, Output, Problem, Signature
+from conformance.core.tensors import probabilities
+from conformance.families.fused.cases import PermutedQuantizationCase, permuting, state_of, tokens_of
+from conformance.families.permutation.cases import MAPS, PROBS, routed, routing_map
 from conformance.families.permutation.permute import Permute, settings_of
-from conformance.families.quantization.cases import (
-    DIRECTIONS,
-    RECIPES,
-    ROLES,
-    TAIL,
-    UNIT,
-    VALUES,
-    VARIANTS,
-    QuantizeCase,
-    is_random,
-    x_of,
-)
+from conformance.families.quantization.cases import recipe_of
 from conformance.families.quantization.quantize import Script, Watch, directions, reader_of
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation
-from moe_ref.config import QuantizerState, Recipe
+from moe_ref.config import QuantizerState
 from moe_ref.permutation.permute import permute
 from moe_ref.quantization.quantize import Form
 
 KEYWORDS = ("probs", "align", "capacity", "num_rows", "role", "rowwise", "columnwise")
 OUTPUTS = ("quantized", "state", "probs", "row_map", "tokens_per_expert", "pad_offsets", "overflow")
 MOVED = ("probs", "tokens_per_expert", "pad_offsets", "overflow")  # what `permute` returns too
-GIVEN = Opaque("state")  # stands for the state that is made of the inputs amax_history and scale
+GIVEN = Opaque("state")  # stands for the state made of the inputs amax_history and scale
 
 
-@dataclass(frozen=True, kw_only=True)
-class PermutedQuantizationCase(RoutingCase):
-    """A routing map, and how what it permutes is quantised. `hidden`, `align` and `capacity` are in units of what the scaling wants."""
-
-    scaling: str = "current"
-    variant: int = 0  # of the scaling, in RECIPES
-    role: str = "input"
-    direction: str = "rowwise"
-    gemm: bool = False  # whether scales are read in the layout of matrix products, too
-    values: str = "dyadic"
-    dtype: str = "float32"
-    layout: str = "contiguous"
-
-    words: ClassVar[dict[str, tuple[str, ...]]] = {
-        "scaling": tuple(RECIPES),
-        "role": ROLES,
-        "direction": DIRECTIONS,
-        "values": VALUES,
-        "dtype": ("float32", "bfloat16", "float16"),
-    }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.variant < VARIANTS:
-            raise ValueError(f"variant is {self.variant}; it must be from 0 to {VARIANTS - 1}")
-
-
-PermutedQuantizationCase.serves("permute_and_quantize")
-
-
-def recipe_of(case: PermutedQuantizationCase) -> Recipe:
-    return RECIPES[case.scaling][case.variant]
-
-
-def unit_of(case: PermutedQuantizationCase) -> int:
-    return UNIT.get(case.scaling, 1)
-
-
-def fits(case: PermutedQuantizationCase) -> bool:
-    """Whether the reference takes the call, and its result is the same in whatever order it adds."""
-    alike = _alike(case)
-    return not is_random(alike) and alike.clash() is None
-
-
-def _alike(case: PermutedQuantizationCase) -> QuantizeCase:
-    """What is quantised, as if it were not permuted: a row for each token, and up to a unit more."""
-    common = {
-        name: getattr(case, name)
-        for name in ("scaling", "variant", "role", "direction", "hidden", "dtype", "values", "seed")
-    }
-    return QuantizeCase(function="quantize", tokens=-(-case.tokens // unit_of(case)), **common)
-
-
-def permuting(case: PermutedQuantizationCase) -> RoutingCase:
-    """The permutation, in rows; a scaling of whole blocks has an alignment where no capacity is asked for."""
-    unit = unit_of(case)
-    align = case.align or (1 if unit > 1 and not case.capacity else 0)
-    names = (
-        "tokens",
-        "experts",
-        "topk",
-        "routing",
-        "spread",
-        "map_dtype",
-        "probs",
-        "zero_probs",
-        "slack",
-        "grads",
-        "unused",
-        "seed",
-    )
-    common = {name: getattr(case, name) for name in names}
-    return RoutingCase(
-        function="permute",
-        hidden=unit * case.hidden,
-        align=unit * align,
-        capacity=unit * case.capacity,
-        dtype=case.dtype,
-        **common,
-    )
-
-
-def tokens_of(case: PermutedQuantizationCase, token_P: Tensor) -> Tensor:
-    """Values as `quantize` has them; tokens without a row hold what must reach no amax."""
-    tokens = x_of(_alike(case))[: case.tokens].clone()
-    without = torch.ones(case.tokens, dtype=torch.bool)
-    without[token_P[token_P >= 0]] = False
-    strange = torch.tensor(TAIL, dtype=tokens.dtype)[(torch.arange(case.tokens) + case.seed) % len(TAIL)]
-    return torch.where(without[:, None], strange[:, None], tokens)
-
-
-def state_of(case: PermutedQuantizationCase) -> dict[str, Tensor]:
-    """Another scale for each expert, and what its history holds so far."""
-    length = recipe_of(case).amax_history_len
-    assert length is not None
-    history = payload(case.seed, "amax_history", (case.experts, length), "float32").abs()
-    exponent = torch.from_numpy(hashed(case.seed, "scale", case.experts).astype("int64")) % 9 - 4
-    return {"amax_history": history, "scale": (torch.exp2(exponent.double()) * 1.25).float()}
-
-
-def problem_of(required: dict[str, Any], settings: dict[str, Any], gemm: bool = False, **how: Any) -> Problem:
+def problem_of(required: dict[str, Any], settings: dict[str, Any], gemm: bool = False, **more: Any) -> Problem:
     """The call, and what is read of its result."""
     if "scale" in required:
         settings = settings | {"state": GIVEN}
@@ -151,12 +39,12 @@ def problem_of(required: dict[str, Any], settings: dict[str, Any], gemm: bool = 
         script=script_of(),
         first=first,
         read=reader_of(settings, gemm),
-        **how,
+        **more,
     )
 
 
 def script_of(watch: Watch | None = None) -> Script:
-    """Permute and quantise, go back, and see where the row map says that rows are."""
+    """Permute and quantise, dequantise, and sum row numbers by the row map."""
 
     def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
         settings = {name: given[name] for name in KEYWORDS if name in given}
@@ -193,14 +81,29 @@ def read_back(implementation: Any, settings: dict[str, Any], result: dict[str, A
 
 
 class PermuteAndQuantize(Contract[PermutedQuantizationCase]):
-    """`permute_and_quantize`; its result is read by `amax`, `scales`, `codes` and `dequantize`, its row map by `unpermute`."""
+    """`permute_and_quantize`, the readers of what it quantised, and `unpermute` for its row map."""
 
     function = "permute_and_quantize"
-    outputs = OUTPUTS
+    case_type = PermutedQuantizationCase
+    signature = Signature(
+        inputs=[
+            Input("tokens", "TH", gradient=True, expands=True),
+            Input("routing_map", "TE", MAPS, field="map_dtype"),
+            Input("probs", "TE", PROBS, field="probs", gradient=True, optional="probs"),
+            Input("amax_history", "EL", ("float32",), field="", optional="stateful", part_of="state"),
+            Input("scale", "E", ("float32",), field="", optional="stateful", part_of="state"),
+        ],
+        outputs=[
+            *(Output("quantized"), Output("state"), Output("probs", "P", of="probs"), Output("row_map")),
+            *(Output("tokens_per_expert", "E"), Output("pad_offsets", "E"), Output("overflow")),
+            Output("dequantized", "PH", of="tokens", probed=True, optional="uses_rowwise"),
+            Output("dequantized.columnwise", "PH", of="tokens", probed=True, optional="uses_columnwise"),
+        ],
+        settings=("align", "capacity", "num_rows", "role", "rowwise", "columnwise"),
+        static=("capacity", "num_rows"),
+    )
     primary = "codes"
-    optional = (*KEYWORDS, "state")
     companions = ("amax", "scales", "codes", "dequantize", "unpermute")
-    static = ("capacity", "num_rows")
 
     def legal(self, case: PermutedQuantizationCase) -> Problem:
         routing, chosen = permuting(case), torch.from_numpy(routed(case))
@@ -211,25 +114,15 @@ class PermuteAndQuantize(Contract[PermutedQuantizationCase]):
             "routing_map": routing_map(case),
             "recipe": recipe_of(case),
         }
-        required |= state_of(case) if case.scaling == "delayed" else {}
+        required |= state_of(case) if case.stateful else {}
         if case.probs:
             probs = probabilities(case.seed, "probs", tuple(chosen.shape), case.probs, case.zero_probs)
             settings["probs"] = probs if case.capacity else torch.where(chosen, probs, torch.nan)
         settings |= {"role": case.role} if case.role != "input" else {}
-        settings |= {"rowwise": False} if case.direction == "columnwise" else {}
-        settings |= {"columnwise": True} if case.direction != "rowwise" else {}
-        wanted, cotangents = tuple(filter(None, case.grads.split("+"))), {}
-        if wanted:
-            shape = (len(token_P), routing.hidden)
-            cotangents = {
-                f"dequantized{suffix}": payload(case.seed, f"d_{suffix}", shape, case.dtype)
-                for suffix, _ in directions(settings)
-            }
-            cotangents |= {"probs": payload(case.seed, "d_probs", shape[:1], case.probs)} if case.probs else {}
-            unused = {"rows": "dequantized", "probs": "probs", "": "-"}[case.unused]
-            cotangents = {name: x for name, x in cotangents.items() if not name.startswith(unused)}
+        settings |= case.direction_settings
+        call = self.call(case, required, settings, lengths={"P": len(token_P), "H": routing.hidden})
         return problem_of(
-            required, settings, case.gemm, layouts={case.layout_of: case.layout}, wanted=wanted, cotangents=cotangents
+            required, settings, case.gemm, layouts=call.layouts, wanted=call.wanted, cotangents=call.cotangents
         )
 
     def expected(
@@ -249,28 +142,6 @@ class PermuteAndQuantize(Contract[PermutedQuantizationCase]):
         permuted = Permute().expected(permuting(case), _permutation(problem), declared)
         return right | {name: x for name, x in permuted.items() if name != "rows"}
 
-    def neighbour(self, case: PermutedQuantizationCase) -> PermutedQuantizationCase:
-        plain: dict[str, Any] = {
-            "golden": "",
-            "law": "",
-            "layout": "contiguous",
-            "layout_of": "",
-            "seed": case.seed + 1,
-            "slack": None,
-        }
-        masks = None if case.routing is None else case.routing[::-1]
-        align = 0 if case.capacity else 3 if case.align != 3 else 5
-        other = replace(case, **plain, variant=(case.variant + 1) % VARIANTS, routing=masks, align=align)
-        return other if fits(other) else replace(other, scaling="mxfp8", role="input", values="dyadic")
-
-    def simpler(self, case: PermutedQuantizationCase) -> Iterator[PermutedQuantizationCase]:
-        for other in _simpler(case):
-            if fits(other):
-                of = ("tokens", "routing_map", "probs" * bool(other.probs), *self.legal(other).cotangents)
-                names = {name if name in of[:3] else f"d_{name}" for name in of}
-                stays = other.layout != "contiguous" and other.layout_of in names
-                yield other if stays else replace(other, layout="contiguous", layout_of="")
-
 
 def _permutation(problem: Problem) -> Problem:
     """The call of `permute` with the same places and the same gradients."""
@@ -285,12 +156,14 @@ def _permutation(problem: Problem) -> Problem:
 def _row_gradient(problem: Problem) -> Tensor:
     """What the cotangents of the values are for the rows before they were quantised."""
     settings = {name: problem.settings[name] for name in KEYWORDS[:4] if name in problem.settings}
-    how = {name: problem.settings[name] for name in KEYWORDS[4:] if name in problem.settings}
+    options = {name: problem.settings[name] for name in KEYWORDS[4:] if name in problem.settings}
     if "state" in problem.settings:
-        how["state"] = QuantizerState(problem.required["amax_history"], problem.required["scale"])
+        options["state"] = QuantizerState(problem.required["amax_history"], problem.required["scale"])
     permuted = permute(problem.required["tokens"], problem.required["routing_map"], **settings)
     rows = permuted.rows.detach().requires_grad_()
-    quantized = moe_ref.quantize(rows, problem.required["recipe"], splits=permuted.tokens_per_expert, **how).quantized
+    quantized = moe_ref.quantize(
+        rows, problem.required["recipe"], splits=permuted.tokens_per_expert, **options
+    ).quantized
     pairs = [
         (f"dequantized{suffix}", turn)
         for suffix, turn in directions(problem.settings)
@@ -299,23 +172,3 @@ def _row_gradient(problem: Problem) -> Tensor:
     values = [moe_ref.dequantize(quantized, columnwise=turn) for _, turn in pairs]
     (gradient,) = torch.autograd.grad(values, [rows], [problem.cotangents[name] for name, _ in pairs])
     return gradient
-
-
-def _simpler(case: PermutedQuantizationCase) -> Iterator[PermutedQuantizationCase]:
-    if case.scaling != "current" or case.variant:
-        yield replace(case, scaling="current", variant=0)
-        yield replace(case, variant=0)
-    for name in ("gemm", "direction", "role"):
-        default: Any = PermutedQuantizationCase.__dataclass_fields__[name].default
-        if getattr(case, name) != default:
-            yield replace(case, **{name: default})
-    if case.direction == "both":
-        yield replace(case, direction="columnwise")
-    for other in simpler_routing(case):
-        without_probs = "probs" in other.grads and not other.probs
-        assert isinstance(other, PermutedQuantizationCase)
-        yield (
-            replace(other, grads=other.grads.replace("+probs", "").removesuffix("probs"), unused="")
-            if without_probs
-            else other
-        )

@@ -13,7 +13,7 @@ from conformance.core.tensors import hashed
 from moe_ref.permutation.routing_map import EMPTY
 
 FLOATS = ("float32", "bfloat16", "float16")
-MOVED = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "uint8")  # rows that are moved but not summed
+MOVED = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "uint8")  # dtypes of rows moved, not summed
 PROBS = ("float32", "bfloat16")
 MAPS = ("bool", "uint8", "int32", "int64")
 SPREADS = (
@@ -35,7 +35,7 @@ class RoutingCase(Case):
     spread: str = choice("all", also=SPREADS[1:])
     map_dtype: str = dtypes(*MAPS, also=("int16",))
     dtype: str = dtypes(*FLOATS, also=(*MOVED[3:], "float64"))
-    probs: str = dtypes("", *PROBS, also=("float16", "float64"))  # empty: none are given
+    probs: str = dtypes("", *PROBS, also=("float16", "float64"))  # empty: none
     zero_probs: bool = flag(of=("probs",))
     values: str = choice("dyadic", "wide", "special", of=("tokens", "rows"))
     align: int = number(0, 1, 2, 3, 4, 8, 16, 32, 128, pairs=(1, 2, 5, 16), argument="align")
@@ -49,14 +49,14 @@ class RoutingCase(Case):
         if self.capacity and (self.align or self.slack is not None):
             return "a capacity excludes align and num_rows"
         if self.values == "wide" and self.dtype == "float16":
-            return "float16 has not the range of wide values"
+            return "wide values exceed float16's range"
         if self.zero_probs and not self.probs and self.function in ("permute", "unpermute"):
             return "zero_probs needs probs"
         return None
 
     @property
     def sized(self) -> bool:
-        permutes = self.function in ("permute", "unpermute", "permute_and_quantize")
+        permutes = self.function in ("permute", "unpermute")
         return not permutes or bool(self.capacity) or self.slack is not None
 
 
@@ -69,7 +69,7 @@ def routed(case: RoutingCase) -> np.ndarray:
         )
     noise = hashed(case.seed, "map", case.tokens * case.experts).reshape(shape)
     if case.spread == "skewed":
-        # low experts have the higher scores
+        # low experts score higher
         noise = (noise >> np.uint32(1)) // (1 + np.arange(case.experts, dtype=np.uint32))
     count = np.full(case.tokens, min(case.topk, case.experts))
     if case.spread == "ragged":
@@ -129,12 +129,12 @@ class IndicesCase(Case):
     tokens: int = size("T")
     topk: int = size("K", at_least=1)
     experts: int = size("E", at_least=1, argument="num_experts")
-    ranks: int = size("R", at_least=1, divides="experts")  # that the experts are divided among
+    ranks: int = size("R", at_least=1, divides="experts")  # expert-parallel ranks
     slots: tuple[int, ...] = table(
         "tokens", "topk", lambda case: indices(case), least=EMPTY, below="experts", simple=(EMPTY, 0)
     )
-    empty: int = number(0, 1, 4, 8, pairs=(3,))  # of 8 slots, how many are -1
-    repeats: bool = flag()  # whether an expert may stand in several slots of a token
+    empty: int = number(0, 1, 4, 8, pairs=(3,))  # empty slots (-1) per 8 slots
+    repeats: bool = flag()  # a token may list an expert in several slots
     dtype: str = dtypes(*FLOATS, also=("float64",))
     index_dtype: str = dtypes("int64", "int32", "int16")
     zero_probs: bool = flag(of=("probs",))

@@ -14,7 +14,7 @@ from moe_ref.permutation.permute import sort_chunks
 
 
 class SortChunks(Contract[ChunksCase]):
-    """`sort_chunks`: rows, probabilities and both gradients, all of them moves."""
+    """`sort_chunks`: rows, probabilities and both gradients, all exact moves."""
 
     function = "sort_chunks"
     case_type = ChunksCase
@@ -48,7 +48,7 @@ class SortChunks(Contract[ChunksCase]):
         right: dict[str, Expectation] = {"rows": Exact(out.rows)}
         if out.probs is not None:
             right["probs"] = Exact(out.probs)
-        # back again: the sorted chunks in the inverse order
+        # the inverse: sort the sorted chunks by the inverse order
         back = order.argsort() if len(order) else order
         for name, source in (("rows", rows), ("probs", problem.settings.get("probs"))):
             if name in problem.wanted and source is not None:

@@ -116,7 +116,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "P13",
-        "probability 0 taken for padding: the row is zeroed",
+        "probability 0 mistaken for padding: the row is zeroed",
         "TransformerEngine 2.6 to 2.18",
         {"permute": _prob_zero_is_padding},
     ),
@@ -135,13 +135,13 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "D02",
-        "the first alignment is kept for ever",
+        "the first alignment is cached forever",
         "TransformerEngine #1926, 2.3 to 2.5",
         {"permute": _first_align_for_ever, "pad_routing_map": _first_align_for_ever},
     ),
     Defect(
         "D05",
-        "a multiple that cannot be reached is not told",
+        "an unreachable multiple is not reported",
         "Megatron-LM #6086, 0.13 to 0.19",
         {"pad_routing_map": _shortfall_not_told},
     ),

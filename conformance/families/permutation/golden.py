@@ -1,6 +1,6 @@
-"""Cases worked out by hand: literal inputs and literal outputs that no code computed.
+"""Cases computed by hand: literal inputs, literal outputs.
 
-The map of most of them, tokens down and experts across:
+The map of most cases, one row per token, one column per expert:
 
         e0 e1 e2
     t0   ·  1  ·      expert 0: token 2       rows, expert by expert: 2 | 0 1 | (none)
@@ -55,7 +55,7 @@ PERMUTE: Golden = {
             "overflow": flag(False),
         },
     ),
-    "capacity_one": (  # expert 1 drops token 1; expert 2, with nobody, takes the first unrouted token
+    "capacity_one": (  # expert 1 drops token 1; expert 2, empty, takes the first unrouted token
         Problem("permute", {"tokens": TOKENS, "routing_map": MAP}, {"capacity": 1}),
         {"rows": Exact(floats([5, 6], [1, 2], [1, 2])), "tokens_per_expert": ints(1, 1, 1), "overflow": flag(True)},
     ),
@@ -137,7 +137,7 @@ PAD_ROUTING_MAP: Golden = {
             "unreached": ints(0, 0, 0),
         },
     ),
-    "out_of_reach": (  # three tokens cannot make four
+    "out_of_reach": (  # three tokens cannot fill four rows
         Problem("pad_routing_map", {"routing_map": MAP}, {"align": 4}),
         {
             "routing_map": Exact(torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 0]]), "integers"),
@@ -147,7 +147,7 @@ PAD_ROUTING_MAP: Golden = {
 }
 
 INDICES_TO_MULTIHOT: Golden = {
-    "empty_slot_and_repeat": (  # token 1 names expert 2 twice: its last slot counts
+    "empty_slot_and_repeat": (  # token 1 lists expert 2 twice: the last slot counts
         Problem(
             "indices_to_multihot",
             {"indices": torch.tensor([[2, -1], [2, 2]]), "probs": floats([0.5, 7], [0.25, 0.75])},

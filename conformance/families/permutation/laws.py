@@ -1,4 +1,4 @@
-"""Laws of functions that move rows: a change of the routing moves the same rows to other places."""
+"""Laws of functions that move rows: another routing moves the same rows elsewhere."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +13,8 @@ from conformance.families.permutation.cases import RoutingCase
 from conformance.judge import Finding
 from moe_ref.permutation.permute import PADDING, RowMap, permute
 
-Cells = Callable[
-    [Tensor, Tensor], tuple[Tensor, Tensor]
-]  # (token, expert) in the second problem -> the same pair in the first
+# (token, expert) in the second problem -> the same pair in the first
+Cells = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _row_map(problem: Problem) -> RowMap:
@@ -25,7 +24,7 @@ def _row_map(problem: Problem) -> RowMap:
 
 
 def _relocated(trial: Trial, second: Problem, cells: Cells) -> dict[str, Tensor | None]:
-    """The rows and probs of the first run, moved to where the second problem has the same token and expert."""
+    """Rows and probs of the first run at the second problem's place of their (token, expert)."""
     before, after = _row_map(trial.problem), _row_map(second)
     place = torch.full((before.num_tokens, before.num_experts), PADDING)
     real = before.token_P != PADDING
@@ -65,7 +64,7 @@ def _expert_relabelling(trial: Trial) -> Finding | None:
 
 
 def _split(trial: Trial) -> Finding | None:
-    """The first half of the tokens alone: the same rows without the others."""
+    """The first half of the tokens alone: the same rows as in the whole batch."""
     half = trial.case.tokens // 2
     second = _plain_call(
         trial.problem.with_tensors({name: x[:half].clone() for name, x in trial.problem.tensors.items()})
@@ -92,13 +91,13 @@ def _neighbour_independence(trial: Trial) -> Finding | None:
     untouched = _not_equal_rows(right, x[middle])
     got = outputs.get("rows")
     if not isinstance(got, Tensor) or got.shape != right.shape:
-        return Finding("rows", "neighbour_independence", "has another shape when one row's payload changes")
+        return Finding("rows", "neighbour_independence", "changes shape when one row's payload changes")
     raw = [y.view(torch.uint8) if y.element_size() == 1 else y for y in (trial.first["rows"], got)]
     return same("neighbour_independence", {"rows": raw[0][untouched]}, {"rows": raw[1][untouched]})
 
 
 def _not_equal_rows(rows: Tensor, row: Tensor) -> Tensor:
-    """True for the rows whose bytes are not those of `row`."""
+    """True for rows that differ from `row` in any byte."""
     return (
         (rows.contiguous().view(torch.uint8) != row.contiguous().view(torch.uint8)).any(1)
         if rows.numel()
@@ -107,7 +106,7 @@ def _not_equal_rows(rows: Tensor, row: Tensor) -> Tensor:
 
 
 def _round_trip(trial: Trial) -> Finding | None:
-    """Sorted back by the inverse order, the rows are where they were."""
+    """Sorting by the inverse order restores the rows."""
     order, sizes = (trial.problem.required[name].long() for name in ("order", "chunk_sizes"))
     back = {"rows": trial.first["rows"], "chunk_sizes": sizes[order], "order": order.argsort()}
     settings = {} if trial.first.get("probs") is None else {"probs": trial.first["probs"]}
@@ -120,7 +119,7 @@ def _round_trip(trial: Trial) -> Finding | None:
 
 
 def _idempotence(trial: Trial) -> Finding | None:
-    """A padded map padded again stays what it is."""
+    """Padding a padded map changes nothing."""
     padded = trial.first["routing_map"]
     again = trial.run(_plain_call(trial.problem.with_tensors({"routing_map": padded})))
     return same("idempotence", {"routing_map": padded.bool()}, {"routing_map": again["routing_map"].bool()})
@@ -189,9 +188,8 @@ def _garbage_independence(trial: Trial) -> Finding | None:
 
 def _exact_fp32(case) -> bool:
     plain = not case.golden and not case.illegal and case.values == "dyadic" and case.layout != "expanded"
-    exact_products = (
-        case.function != "unpermute" or not case.probs or case.experts <= 4
-    )  # 12 + 10 bits, and 2 for their sum
+    # a product has 12 + 10 bits; a sum of four adds 2: exact in float32
+    exact_products = case.function != "unpermute" or not case.probs or case.experts <= 4
     return plain and exact_products and case.dtype == "float32" and case.probs in ("", "float32")
 
 

@@ -20,7 +20,7 @@ POISONED = {"nan": float("nan"), "max": None, "zero": 0.0}
 
 
 def settings_of(case: RoutingCase) -> dict[str, Any]:
-    """The sizes that the case asks for, as keyword arguments."""
+    """The case's sizes as keyword arguments."""
     settings: dict[str, Any] = {}
     if case.align:
         settings["align"] = case.align
@@ -32,7 +32,7 @@ def settings_of(case: RoutingCase) -> dict[str, Any]:
 
 
 def _needed(case: RoutingCase) -> int:
-    """Rows of all segments together."""
+    """Total rows of all segments."""
     unit = max(case.align, 1)
     return sum(-(-int(n) // unit) * unit for n in routed(case).sum(0))
 
@@ -43,7 +43,7 @@ def _rows(case: RoutingCase, settings: dict[str, Any]) -> int:
 
 
 class Permute(Contract[RoutingCase]):
-    """`permute`: rows, probabilities, counts, padding and both gradients; the row map is probed by `unpermute`."""
+    """`permute`: rows, probs, counts, padding, both gradients; `unpermute` probes the row map."""
 
     function = "permute"
     case_type = RoutingCase
@@ -69,7 +69,7 @@ class Permute(Contract[RoutingCase]):
         chosen = torch.from_numpy(routed(case))
         if case.probs:
             probs = probabilities(case.seed, "probs", tuple(chosen.shape), case.probs, case.zero_probs)
-            # what is not routed must not be read, except where a capacity fills up with unrouted tokens
+            # unrouted probs are never read, unless a capacity is filled with unrouted tokens
             settings["probs"] = probs if case.capacity else torch.where(chosen, probs, torch.nan)
         required = {"tokens": tokens, "routing_map": routing_map(case)}
         return self.call(case, required, settings, lengths={"P": _rows(case, settings)})
@@ -121,10 +121,9 @@ class Permute(Contract[RoutingCase]):
         place = f"row {index[0]} (expert {expert}, place {index[0] - first} of its segment)"
         wrong = [] if token == PADDING else np.flatnonzero(bits(row) != bits(tokens[token])).tolist()
         if wrong and 2 * len(wrong) < len(row):
-            told = (
-                f"{len(wrong)} of its {len(row)} columns are wrong, from column {wrong[0]} ({_start(row[wrong[0] :])})"
-            )
-            return f"{place} holds token {token} as it should, but {told}"
+            values = _start(row[wrong[0] :])
+            columns = f"{len(wrong)} of its {len(row)} columns are wrong, from column {wrong[0]} ({values})"
+            return f"{place} holds token {token} as it should, but {columns}"
         holds = (
             f"holds token {same[0]}"
             if same
@@ -132,7 +131,8 @@ class Permute(Contract[RoutingCase]):
             if not row.float().any()
             else f"holds no token's values ({_start(row)})"
         )
-        return f"{place} {holds}; the reference {f'puts token {token} there' if token != PADDING else 'has a padding row of zeros there'}"
+        right = "has a padding row of zeros there" if token == PADDING else f"puts token {token} there"
+        return f"{place} {holds}; the reference {right}"
 
 
 def _start(row: Tensor) -> str:
@@ -140,7 +140,7 @@ def _start(row: Tensor) -> str:
 
 
 class Unpermute(Contract[RoutingCase]):
-    """`unpermute` of rows that `permute` never saw, with the row map of the same implementation's `permute`."""
+    """`unpermute` of rows independent of `permute`, by the row map of the candidate's `permute`."""
 
     function = "unpermute"
     case_type = RoutingCase

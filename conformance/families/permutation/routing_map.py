@@ -15,7 +15,7 @@ from moe_ref.permutation.routing_map import EMPTY, indices_to_multihot, multihot
 
 
 class PadRoutingMap(Contract[RoutingCase]):
-    """`pad_routing_map`: the padded map and which experts fell short; the caller's map must come back as it was."""
+    """`pad_routing_map`: the padded map, the experts that fell short; the input is not modified."""
 
     function = "pad_routing_map"
     case_type = RoutingCase
@@ -68,7 +68,7 @@ class IndicesToMultihot(Contract[IndicesCase]):
 
 
 def _slot_gradient(index_TK: Tensor, d_multihot: Tensor) -> Tensor:
-    """Each slot gets its expert's gradient, unless the slot is empty or a later slot holds the same expert."""
+    """[T,K] each slot's gradient: its expert's; 0 if empty or repeated in a later slot."""
     out = torch.zeros(index_TK.shape, dtype=d_multihot.dtype)
     for t, row in enumerate(index_TK.tolist()):
         for k, e in enumerate(row):

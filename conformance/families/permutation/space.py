@@ -1,4 +1,4 @@
-"""What axes cannot say of permutation: which maps are drawn, which shapes always run, what costs too much."""
+"""Permutation beyond its axes: maps drawn, shapes that always run, limits on cost."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,22 +13,22 @@ from conformance.families.permutation.permute import Permute
 
 # hidden, experts, top-k of real models
 REAL_SHAPES = ((4096, 8, 2), (7168, 256, 8), (2048, 128, 8), (2880, 128, 4), (7168, 384, 8), (2048, 512, 10))
-COVERED: Changes = {  # the map under every covering array: seven tokens, four experts, one token without any
+COVERED: Changes = {  # the map of every covering array: T = 7, E = 4, one token without experts
     "routing": (0b0110, 0b0001, 0b0000, 0b1111, 0b0110, 0b0100, 0b1001),
     "tokens": 7,
     "experts": 4,
     "hidden": 5,
 }
-# covered as one axis, for they exclude each other
+# mutually exclusive, so covered as one axis
 ROOM: list[Changes] = [{}, {"align": 4}, {"capacity": 3}, {"slack": -2}, {"align": 2, "slack": 3}]
 FAR: Changes = {"routing": (0b101, 0b010, 0b111), "topk": 3}
-# one more than a power of two: a last block that a loop ending too early leaves out
-LONG: Changes = {"experts": 5, "topk": 2, "seed": 1, "spread": "uniform"}  # seed 1: every token has two experts
+# 2ⁿ + 1 tokens: a loop that ends early misses the last block; seed 1: two experts per token
+LONG: Changes = {"experts": 5, "topk": 2, "seed": 1, "spread": "uniform"}
 WIDE: Changes = {"tokens": 33, "experts": 257, "topk": 3, "seed": 1, "spread": "uniform"}
 
 
 def long(scope: Scope) -> Changes:
-    """More tokens than one block; fewer in an interpreter, which pays by the step."""
+    """More tokens than one block; fewer on the CPU, where kernels are interpreted."""
     return LONG | {"tokens": 2049 if scope.space.device == "cuda" else 257}
 
 
@@ -36,7 +36,7 @@ def long(scope: Scope) -> Changes:
 
 
 def maps(scope: Scope) -> st.SearchStrategy[Changes]:
-    """Small maps, bit by bit, half of the time; medium ones; sizes beyond every block; on a GPU real models."""
+    """Small explicit maps (half), medium maps, maps beyond any block, real models (GPU)."""
     kinds = [*[explicit()] * 4, spread(110, 70, 130), spread(40, 20, 300), beyond_blocks(scope)]
     if scope.space.device == "cuda":
         kinds = [*kinds, *kinds, real()]
@@ -44,19 +44,19 @@ def maps(scope: Scope) -> st.SearchStrategy[Changes]:
 
 
 def explicit() -> st.SearchStrategy[Changes]:
-    """A map bit by bit."""
+    """An explicit map, one bit per (token, expert)."""
     table = axes_of(RoutingCase)["routing"].drawn(Permute.signature)
     more = st.tuples(st.integers(1, 8), sizes(0, 20))
     return st.tuples(table, more).map(lambda x: x[0] | {"topk": x[1][0], "hidden": x[1][1], "spread": "all"})
 
 
 def spread(tokens: int, experts: int, hidden: int) -> st.SearchStrategy[Changes]:
-    """A map by distribution, within these sizes."""
+    """A map by distribution, of at most these sizes."""
     return distribution(st.tuples(sizes(0, tokens), sizes(1, experts), sizes(1, hidden)), SPREADS, topk=8)
 
 
 def beyond_blocks(scope: Scope) -> st.SearchStrategy[Changes]:
-    """One size beyond every block that a kernel may have, the others small."""
+    """One size larger than any kernel's block, the others small."""
     many = scope.space.many
     shapes = ((many, 3, 2), (many // 3, 9, 5), (5, 4, 5000), (3, 600, 3), (40, 300, 2), (200, 7, 130))
     return distribution(st.sampled_from(shapes), ("uniform", "ragged", "skewed", "sparse", "last_token"), topk=3)
@@ -76,14 +76,14 @@ def real() -> st.SearchStrategy[Changes]:
 def distribution(
     shape: st.SearchStrategy[Any], spreads: tuple[str, ...], topk: int, least: int = 1
 ) -> st.SearchStrategy[Changes]:
-    """A map by one of the spreads, of this shape: tokens, experts, hidden."""
+    """A map by one of the spreads; shape: (tokens, experts, hidden)."""
     drawn = st.tuples(shape, st.integers(least, topk), st.sampled_from(spreads), st.integers(0, 999))
     names = ("tokens", "experts", "hidden", "topk", "spread", "seed")
     return drawn.map(lambda x: {"routing": None} | dict(zip(names, (*x[0], *x[1:]), strict=True)))
 
 
 def affordable(case: RoutingCase, scope: Scope) -> RoutingCase:
-    """The case without what would take too long, or too many addresses."""
+    """The case within limits on time and address space."""
     far = case.layout.startswith("wide")
     if far and (case.tokens > 4 or case.dtype not in NARROW or case.map_dtype not in NARROW):
         case = replace(case, layout="contiguous", layout_of="")
@@ -91,13 +91,13 @@ def affordable(case: RoutingCase, scope: Scope) -> RoutingCase:
         case = replace(case, map_dtype="bool")
     if case.tokens >= 200 and case.align > 16:
         case = replace(case, align=16)
-    # fillers give the first tokens a row for every expert: slow in an interpreter
+    # a filled capacity gives the first tokens a row per expert: slow when interpreted
     filled = case.experts > 64 and scope.space.device == "cpu"
     return replace(case, capacity=0 if filled else min(case.capacity, case.tokens + 3))
 
 
 def _permuted(scope: Scope) -> list[Changes]:
-    """A last block of one token, many experts, rows of many columns."""
+    """A last block of one token; many experts; wide rows."""
     align = {"align": 4} if scope.accepts("align") else {}
     cuda = scope.space.device == "cuda"
     columns = {"tokens": 5, "experts": 4, "topk": 2, "hidden": 4097 if cuda else 513, "spread": "uniform"}
@@ -105,7 +105,7 @@ def _permuted(scope: Scope) -> list[Changes]:
 
 
 def _past_32_bits(scope: Scope) -> list[RoutingCase]:
-    """On a GPU rows past 2³¹ elements: expert 1's begin after 2²⁴ rows of expert 0's segment."""
+    """GPU only: offsets past 2³¹ elements; expert 0's segment is padded to 2²⁴ rows."""
     if scope.space.device != "cuda" or not scope.accepts("align"):
         return []
     fields: Changes = {"tokens": 2, "experts": 2, "hidden": 130, "routing": (0b01, 0b10)}
@@ -121,7 +121,7 @@ def _room(scope: Scope) -> dict[str, list[Changes]]:
 
 @st.composite
 def chunks(draw: st.DrawFn, scope: Scope) -> Changes:
-    """A few chunks of any size, many small ones, empty ones, in any order."""
+    """Few chunks of any size, many small chunks, empty chunks, in any order."""
     fields = draw(axes_of(ChunksCase)["sizes"].drawn(scope.signature))
     few = sum(fields["sizes"]) < 40 and not draw(st.integers(0, 3))
     return fields | {
@@ -133,7 +133,7 @@ def chunks(draw: st.DrawFn, scope: Scope) -> Changes:
 
 
 def affordable_chunks(case: ChunksCase, scope: Scope) -> ChunksCase:
-    """The case without a far layout that would take too many addresses."""
+    """The case without a far layout beyond the address space."""
     cheap = sum(case.sizes) + case.tail <= 4 and case.dtype in NARROW and case.probs != "float32"
     return case if cheap or not case.layout.startswith("wide") else replace(case, layout="contiguous", layout_of="")
 
@@ -150,7 +150,7 @@ def _chunked(scope: Scope) -> list[Changes]:
 
 @st.composite
 def slots(draw: st.DrawFn, scope: Scope) -> Changes:
-    """Slots with and without experts, more slots than experts, and sizes beyond every block."""
+    """Empty and used slots, more slots than experts, sizes larger than any block."""
     small = st.tuples(sizes(0, 12), st.integers(1, 8), st.integers(1, 8))
     medium = st.tuples(sizes(0, 140), st.integers(1, 12), sizes(1, 70))
     large = st.sampled_from(((600, 2, 9), (2100, 1, 3), (3, 9, 600), (9, 40, 30)))
@@ -161,14 +161,14 @@ def slots(draw: st.DrawFn, scope: Scope) -> Changes:
 
 
 def affordable_slots(case: IndicesCase, scope: Scope) -> IndicesCase:
-    """The case without a far layout that would take too many addresses."""
+    """The case without a far layout beyond the address space."""
     probs = case.dtype in NARROW or "probs" not in scope.signature.names
     cheap = case.tokens <= 4 and case.index_dtype == "int16" and probs
     return case if cheap or not case.layout.startswith("wide") else replace(case, layout="contiguous", layout_of="")
 
 
 def _indexed(scope: Scope) -> list[Changes]:
-    """A last block of one token, many experts, more slots than a warp has lanes; of ranks few and many."""
+    """A last block of one token; many experts; more slots than warp lanes; few and many ranks."""
     if scope.function != "deepep_layout":
         return [long(scope), WIDE, {"tokens": 5, "experts": 50, "topk": 33}]
     real = {"tokens": 65, "experts": 256, "topk": 8, "ranks": 64}

@@ -1,7 +1,7 @@
-"""Cases of quantisation: recipes by name, rows in groups, and values that lie where a quantiser decides."""
+"""Cases of quantisation: recipes by name, grouped rows, values at a quantiser's decision points."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -48,48 +48,75 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {  # by scaling and variant
         Recipe("nvfp4", hadamard=False, stochastic_rounding=False, four_over_six="all", four_over_six_error="mse"),
     ),
 }
+SCALINGS = ("current", "delayed", "block", "mxfp8", "nvfp4")
 VARIANTS = 3
-UNIT = {"mxfp8": 32, "nvfp4": 16}  # what rows of a group and columns are multiples of; 1 for the others
+UNIT = {"mxfp8": 32, "nvfp4": 16}  # rows per group and columns are multiples of it; others: 1
 ROLES = ("input", "weight", "grad_output")
 DIRECTIONS = ("rowwise", "columnwise", "both")
 STEPS = ("quantize", "update", "reduced", "reload")
 EVERY_STEP = "quantize+quantize+reduced+quantize+reload+update+quantize"
 VALUES = ("dyadic", "rows", "wide", "bounds", "midpoints", "tiny", "huge", "zeros", "special")
-# where sums of sixteen are exact in float32 whatever their order; the transform may add in any
+# sums of 16 are exact in float32 in any order: the transform's order is free
 TRANSFORMED = ("dyadic", "midpoints", "tiny", "zeros", "special")
-ZERO_BLOCK, ZERO_BAND = 16, 128  # sides of blocks and widths of bands that are zero
+ZERO_BLOCK, ZERO_BAND = 16, 128  # side of a zero block, width of a zero band
 BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-TAIL = (
-    torch.inf,
-    -torch.inf,
-    torch.nan,
-)  # rows that nobody may read; a maximum may pass over NaN, but over no infinity
+# values of rows no kernel may read: a max may skip NaN, never an infinity
+TAIL = (torch.inf, -torch.inf, torch.nan)
+
+
+class RecipeFields:
+    """What follows from the fields of a case that name a recipe and the directions of its codes."""
+
+    scaling: str
+    variant: int  # of the scaling, in `recipes`
+    direction: str
+
+    recipes: ClassVar[dict[str, tuple[Recipe, ...]]] = RECIPES
+
+    @property
+    def rowwise(self) -> bool:
+        return self.direction != "columnwise"
+
+    @property
+    def columnwise(self) -> bool:
+        return self.direction != "rowwise"
+
+    @property
+    def stateful(self) -> bool:
+        return self.scaling == "delayed"
+
+    @property
+    def direction_settings(self) -> dict[str, bool]:
+        """The keyword arguments that ask for the directions."""
+        return ({} if self.rowwise else {"rowwise": False}) | ({"columnwise": True} if self.columnwise else {})
+
+    def arguments(self) -> tuple[str, ...]:
+        return (*self.direction_settings, *(("state",) if self.stateful else ()))
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizeCase(Case):
+class QuantizeCase(RecipeFields, Case):
     """A tensor, or for delayed scaling one after the other, and its steps."""
 
-    # float64: of operands that a product of the experts quantises on the way; `quantize` itself refuses it
+    # float64: only for operands quantised inside an expert GEMM; `quantize` refuses it
     dtype: str = dtypes("float32", "bfloat16", "float16", also=("float64",))
     values: str = choice(*VALUES)  # see `x_of`
-    scaling: str = choice("current", "delayed", "block", "mxfp8", "nvfp4")
-    variant: int = choice(*range(VARIANTS), turns=True)  # of the scaling, in RECIPES
+    scaling: str = choice(*SCALINGS)
+    variant: int = choice(*range(VARIANTS), turns=True)
     role: str = choice(*ROLES, argument="role")
     direction: str = choice(*DIRECTIONS)
-    steps: str = words(
-        "quantize", *STEPS, of=(STEPS[0], EVERY_STEP)
-    )  # more than one for delayed scaling, or with repeats
-    # > 0: the implementation draws the noise itself, for the same rows so many times in each step; 0: noise is given
+    # several steps: delayed scaling, or repeats
+    steps: str = words("quantize", *STEPS, of=(STEPS[0], EVERY_STEP))
+    # copies of the rows per step, with noise drawn by the implementation; 0: noise is an argument
     repeats: int = number(0)
-    tokens: int = size("M")  # rows of all groups, in UNITs
-    experts: int = size("E", default=0)  # groups; 0: no splits are given, all rows are one group
-    counts: tuple[int, ...] = parts(  # rows of each group in UNITs; empty: even
+    tokens: int = size("M")  # rows in all groups, in UNITs
+    experts: int = size("E", default=0)  # groups; 0: no splits, all rows in one group
+    counts: tuple[int, ...] = parts(  # rows per group, in UNITs; empty: even
         total="tokens", number="experts", written_out=lambda case: tuple(n // unit_of(case) for n in splits_of(case))
     )
     tail: int = number(0, 1, 4, 5, pairs=(4,))  # rows past the last group
     hidden: int = size("N")  # columns, in UNITs
-    gemm: bool = flag()  # whether scales are also read in the layout of matrix products
+    gemm: bool = flag()  # also reads scales in the GEMM layout
     index_dtype: str = dtypes("int64", "int32")
 
     def clash(self) -> str | None:
@@ -111,58 +138,54 @@ class QuantizeCase(Case):
             return f"a Hadamard transform needs bfloat16 and values whose sums are exact: {', '.join(TRANSFORMED)}"
         return None
 
-    def arguments(self) -> tuple[str, ...]:
-        named = {"rowwise": self.direction == "columnwise", "columnwise": self.direction != "rowwise"}
-        named |= {"state": self.scaling == "delayed"}
-        return tuple(name for name, given in named.items() if given)
-
     @property
     def noisy(self) -> bool:
         """Whether the call is given a noise tensor."""
         return is_random(self) and not self.repeats
 
 
-def recipe_of(case: QuantizeCase) -> Recipe:
-    return RECIPES[case.scaling][case.variant]
+def recipe_of(case: RecipeFields) -> Recipe:
+    return case.recipes[case.scaling][case.variant]
 
 
-def unit_of(case: QuantizeCase) -> int:
+def unit_of(case: RecipeFields) -> int:
+    """What the rows of a group and the columns are multiples of."""
     return UNIT.get(case.scaling, 1)
 
 
-def splits_of(case: QuantizeCase) -> tuple[int, ...]:
+def splits_of(case: Any) -> tuple[int, ...]:
     """Rows of each group."""
     even = (case.tokens // case.experts + (e < case.tokens % case.experts) for e in range(case.experts))
     return tuple(unit_of(case) * count for count in case.counts or even)
 
 
 def is_transformed(case: QuantizeCase) -> bool:
-    """Whether a Hadamard transform is taken."""
+    """Whether the Hadamard transform applies."""
     return bool(recipe_of(case).hadamard) and case.role != "weight" and case.direction != "rowwise"
 
 
 def is_random(case: QuantizeCase) -> bool:
-    """Whether rounding is by a noise tensor."""
+    """Whether rounding is stochastic."""
     return bool(recipe_of(case).stochastic_rounding) and case.role == "grad_output"
 
 
 def x_of(case: QuantizeCase, name: str = "x") -> Tensor:
-    """[M,N] by `values`, and behind the last group what must reach no amax.
+    """[M,N] by `values`; rows past the last group hold TAIL and must not enter any amax.
 
     dyadic, wide  as in `payload`
     rows          dyadic, each row times a power of two
-    bounds        what decides a scale is the format's largest number, or 1, times a power of two, or the number next to it
-    midpoints     halfway between two codes, where a block has the format's largest number, times a power of two
+    bounds        each block's amax is FMAX or 1 times a power of two, ±1 ulp
+    midpoints     halfway between two codes, times a power of two; each block's amax is FMAX
     tiny          multiples of the smallest subnormal number
     huge          up to the largest number of the dtype
-    zeros         dyadic, with blocks, bands and groups of rows that are ±0
+    zeros         dyadic, with blocks, bands and row groups of ±0
     special       dyadic, with NaN, infinities and -0 in every third row
     """
     rows, columns = (case.tokens * unit_of(case) + case.tail, case.hidden * unit_of(case))
     kind = DTYPES[case.dtype]
     plain = payload(case.seed, name, (rows, columns), case.dtype).double()
     noise = torch.from_numpy(hashed(case.seed, f"{name} kinds", rows * columns).astype(np.int64)).reshape(rows, columns)
-    made = {
+    values = {
         "dyadic": lambda: plain,
         "rows": lambda: plain * row_scales(case.seed, rows),
         "wide": lambda: payload(case.seed, name, (rows, columns), case.dtype, "wide").double(),
@@ -178,10 +201,8 @@ def x_of(case: QuantizeCase, name: str = "x") -> Tensor:
         "zeros": lambda: _zeros(case, plain),
         "special": lambda: _special(case, plain, noise),
     }[case.values]()
-    x = made.to(kind)
-    x = torch.where(
-        x.isnan(), torch.nan, x
-    )  # the same bytes everywhere: which NaN a conversion makes depends on the machine
+    x = values.to(kind)
+    x = torch.where(x.isnan(), torch.nan, x)  # one NaN payload: conversions differ by machine
     for i in range(case.tail):
         x[rows - case.tail + i] = TAIL[(i + case.seed) % len(TAIL)]
     return x
@@ -192,34 +213,32 @@ def _format(case: QuantizeCase) -> Format:
 
 
 def _cells(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The cell of 16 × 16 of each element: its number, and whether the element is on its diagonal, so that each row and column has one."""
+    """Each element's 16 × 16 cell number, and whether it lies on the cell's (shifted) diagonal."""
     rows, columns = torch.arange(x.shape[0])[:, None], torch.arange(x.shape[1])[None]
     number = rows // ZERO_BLOCK * 1000 + columns // ZERO_BLOCK
     return number, (rows + number) % ZERO_BLOCK == columns % ZERO_BLOCK
 
 
 def _bounds(case: QuantizeCase, plain: Tensor, noise: Tensor) -> Tensor:
-    """Numbers at which the exponent of a power-of-two scale changes, with less beside them than they are."""
+    """Cell maxima where the exponent of a power-of-two scale changes; the rest is smaller."""
     number, decides = _cells(plain)
     kind = DTYPES[case.dtype]
     scale = torch.exp2(((number * 7 + case.seed) % 9 - 9).double())
     top = (torch.where(noise >> 3 & 1 == 1, _format(case).max, 1.0) * scale).to(kind)
-    near = (top.view(BITS_OF[kind]) + ((noise >> 8) % 3 - 1).to(BITS_OF[kind])).view(
-        kind
-    )  # the number below, itself, or the one above
+    ulp = ((noise >> 8) % 3 - 1).to(BITS_OF[kind])
+    near = (top.view(BITS_OF[kind]) + ulp).view(kind)
     return torch.where(decides, near.double() * torch.where(noise >> 5 & 1 == 1, 1.0, -1.0), plain / 4 * scale)
 
 
 def _midpoints(case: QuantizeCase, noise: Tensor) -> Tensor:
-    """The mean of a code and the next, times a power of two, and the format's largest number in each cell."""
+    """Means of neighbouring codes and FMAX in each cell, times a power of two."""
     format = _format(case)
     positive = decode(torch.arange(format.max_code + 1, dtype=torch.uint8), format, dtype=torch.float64)
     middle = (positive[1:] + positive[:-1]) / 2
     value = middle[(noise >> 8) % len(middle)] * torch.where(noise >> 5 & 1 == 1, 1.0, -1.0)
     _, decides = _cells(value)
-    shift = (
-        0 if case.scaling == "delayed" else -(case.seed % 4)
-    )  # float16 has no room above E5M2's largest, and the first scale is 1
+    # negative: float16 ends near E5M2's FMAX; 0: the first delayed scale is 1
+    shift = 0 if case.scaling == "delayed" else -(case.seed % 4)
     return torch.where(decides, format.max, value) * 2.0**shift
 
 
@@ -241,7 +260,7 @@ def _special(case: QuantizeCase, plain: Tensor, noise: Tensor) -> Tensor:
 
 
 def noise_of(case: QuantizeCase) -> Tensor:
-    """[2,M,N] float32 in (0, 1): odd multiples of 2^-24, which no quotient of a dyadic number meets."""
+    """[2,M,N] float32 in (0, 1): odd multiples of 2^-24, never equal to a dyadic quotient."""
     shape = (2, case.tokens * unit_of(case) + case.tail, case.hidden * unit_of(case))
     bits = hashed(case.seed, "noise", int(np.prod(shape))) >> 9
     return torch.from_numpy((2.0 * bits + 1) / 2**24).to(torch.float32).reshape(shape)
@@ -251,17 +270,17 @@ def inputs_of(case: QuantizeCase) -> tuple[dict[str, Any], dict[str, Any]]:
     """The required inputs and the settings of the call."""
     quantized = case.steps.split("+").count("quantize")
     required: dict[str, Any] = {"x": x_of(case), "recipe": recipe_of(case)}
-    for i in range(1, quantized):  # other sizes in every step, so that scales move
+    for i in range(1, quantized):  # magnitudes differ by step, so scales move
         required[f"x.{i}"] = (x_of(case, f"x.{i}").double() * 2.0 ** (3 * i % 5 - 2)).to(DTYPES[case.dtype])
     if case.repeats:
         required |= {name: required["x"].repeat(case.repeats, 1) for name in required if name != "recipe"}
     if "reduced" in case.steps:
-        known = payload(case.seed, "reduced amax", (max(case.experts, 1),), "float32").abs()
-        required["reduced_amax"] = torch.where(torch.arange(len(known)) % 3 == 2, 0.0, known * 16)  # 0: none was given
+        amax = payload(case.seed, "reduced amax", (max(case.experts, 1),), "float32").abs()
+        # 0: no amax given
+        required["reduced_amax"] = torch.where(torch.arange(len(amax)) % 3 == 2, 0.0, amax * 16)
     settings: dict[str, Any] = {"role": case.role} if case.role != "input" else {}
     if case.experts:
         settings["splits"] = torch.tensor(splits_of(case), dtype=DTYPES[case.index_dtype])
-    settings |= {"rowwise": False} if case.direction == "columnwise" else {}
-    settings |= {"columnwise": True} if case.direction != "rowwise" else {}
+    settings |= case.direction_settings
     settings |= {"noise": noise_of(case)} if is_random(case) and not case.repeats else {}
     return required, settings

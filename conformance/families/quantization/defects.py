@@ -1,7 +1,7 @@
-"""Real defects of quantisers, and one (B) that their recipes invite, planted in a working implementation; see `planted`.
+"""Planted defects of quantisers, all real but one (B) that recipes invite; see `planted`.
 
-What a quantiser returns is opaque. A defect in what is read of it travels beside it: `quantize` returns the base's result with
-what the defect goes by, and the functions that read it take both apart.
+A quantised tensor is opaque. A defect in its readers (`amax`, `scales`, …) wraps it: `quantize`
+returns the base's result with the defect's data, and the readers unpack both.
 """
 
 from collections.abc import Callable
@@ -18,24 +18,24 @@ MANTISSA, ALL_BUT_SIGN = 23, 0x7FFFFFFF  # of float32
 
 
 class Beside(NamedTuple):
-    """What the base returned, and what the defect goes by."""
+    """The base's quantised tensor and the defect's data."""
 
     quantized: Any
     known: Any
 
 
-def _beside(known: Callable[..., Any], **readers: Callable[[Tensor, Any, bool], Tensor]) -> dict[str, Wrapper]:
-    """The wrappers of a defect: known(x, recipe, settings) is kept, and each reader changes what the base reads."""
+def _tagged(data_of: Callable[..., Any], **readers: Callable[[Tensor, Any, bool], Tensor]) -> dict[str, Wrapper]:
+    """A defect's wrappers: `quantize` keeps data_of(x, recipe, settings); readers use it."""
 
     def quantize(base: Wrapper, x: Tensor, recipe: Any, /, **settings: Any) -> Any:
         out = base(x, recipe, **settings)
-        return out._replace(quantized=Beside(out.quantized, known(x, recipe, settings)))
+        return out._replace(quantized=Beside(out.quantized, data_of(x, recipe, settings)))
 
     def reading(change: Callable[[Tensor, Any, bool], Tensor] | None) -> Wrapper:
-        def read(base: Wrapper, beside: Beside, /, *, columnwise: bool = False, **how: Any) -> Any:
-            out = base(beside.quantized, **how, **({"columnwise": True} if columnwise else {}))
-            plain = change is None or beside.known is None or not isinstance(out, Tensor)
-            return out if plain else change(out, beside.known, columnwise)  # type: ignore[misc]
+        def read(base: Wrapper, tagged: Beside, /, *, columnwise: bool = False, **options: Any) -> Any:
+            out = base(tagged.quantized, **options, **({"columnwise": True} if columnwise else {}))
+            unchanged = change is None or tagged.known is None or not isinstance(out, Tensor)
+            return out if unchanged else change(out, tagged.known, columnwise)  # type: ignore[misc]
 
         return read
 
@@ -48,27 +48,27 @@ def _beside(known: Callable[..., Any], **readers: Callable[[Tensor, Any, bool], 
 
 
 def _blocks_along_rows(x: Tensor, recipe: Any, settings: dict[str, Any]) -> Tensor | None:
-    """[M,N/32] the scale of each block before it is rounded to a power of two, where MXFP8 has blocks along rows."""
+    """[M,N/32] MXFP8 block scales before rounding to a power of two; None without 1 × 32 blocks."""
     square = recipe.two_dimensional_weights and settings.get("role") == "weight"
     if recipe.scaling != "mxfp8" or square or not x.numel():
         return None
     rows = len(x) if settings.get("splits") is None else int(settings["splits"].sum())
-    wide = x.detach().float()[:rows].nan_to_num(0, torch.inf, -torch.inf).abs()
-    return wide.reshape(rows, x.shape[1] // MX_BLOCK, MX_BLOCK).amax(2) / E4M3_MAX
+    magnitude = x.detach().float()[:rows].nan_to_num(0, torch.inf, -torch.inf).abs()
+    return magnitude.reshape(rows, x.shape[1] // MX_BLOCK, MX_BLOCK).amax(2) / E4M3_MAX
 
 
 def _leaking(scale: Tensor, exact: Tensor, columnwise: bool) -> Tensor:
-    """Four exponents in a word, each shifted to its byte: the mantissa behind it reaches into the byte before."""
+    """Four exponents packed per word: each mantissa's top bits leak into the previous byte."""
     if columnwise or scale.shape != exact.shape:
         return scale
     mantissa = (exact.view(torch.int32) & ALL_BUT_SIGN) >> (MANTISSA - 8) & 0xFF
-    behind = torch.cat([mantissa[:, 1:], torch.zeros_like(mantissa[:, :1])], 1)
+    next_mantissa = torch.cat([mantissa[:, 1:], torch.zeros_like(mantissa[:, :1])], 1)
     last_of_four = torch.arange(scale.shape[1], device=scale.device) % 4 == 3
-    return torch.where(last_of_four, scale, scale | behind.to(torch.uint8))
+    return torch.where(last_of_four, scale, scale | next_mantissa.to(torch.uint8))
 
 
 def _extreme_blocks(x: Tensor, recipe: Any, settings: dict[str, Any]) -> Tensor | None:
-    """[M,N] where the exponent of a block is the least or the largest that there is."""
+    """[M,N] True in blocks whose exponent is the format's smallest or largest."""
     exact = _blocks_along_rows(x, recipe, settings)
     if exact is None:
         return None
@@ -77,23 +77,23 @@ def _extreme_blocks(x: Tensor, recipe: Any, settings: dict[str, Any]) -> Tensor 
 
 
 def _signs_only(codes: Tensor, lost: Tensor, columnwise: bool) -> Tensor:
-    """Multiplied by 1 instead of 2^127, or by 0 instead of 2^-127, all of a block is zero."""
+    """Zeros lost blocks: x times 1 for 2^127, or 0 for 2^-127, leaves only signs."""
     if columnwise:
         return codes
     kept = torch.cat([~lost, lost.new_ones(len(codes) - len(lost), codes.shape[1])])
     return torch.where(kept, codes, codes & 0x80)
 
 
-# ---- recipes, groups and what is remembered
+# ---- recipes, groups and state
 
 _first_recipes: dict[tuple[str, str], Any] = {}
 
 
 def _first_recipe_for_ever(quantize: Wrapper, x: Tensor, recipe: Any, /, **settings: Any) -> Any:
-    options = getattr(recipe, "scaling", "delayed")
-    if options in ("delayed", "nvfp4"):  # a state or noise of the new recipe would not go with the old one
+    scaling = getattr(recipe, "scaling", "delayed")
+    if scaling in ("delayed", "nvfp4"):  # state and noise belong to the new recipe
         return quantize(x, recipe, **settings)
-    return quantize(x, _first_recipes.setdefault((options, settings.get("role", "input")), recipe), **settings)
+    return quantize(x, _first_recipes.setdefault((scaling, settings.get("role", "input")), recipe), **settings)
 
 
 def _one_history_for_all(quantize: Wrapper, x: Tensor, recipe: Any, /, **settings: Any) -> Any:
@@ -106,7 +106,7 @@ def _one_history_for_all(quantize: Wrapper, x: Tensor, recipe: Any, /, **setting
 
 
 def _legal(splits: Tensor, x: Tensor) -> bool:
-    """An illegal call goes to the base, which refuses it: it is not what the defect is about."""
+    """Whether the splits are legal: the base refuses other calls."""
     integers = splits.dim() == 1 and len(splits) > 0 and not splits.is_floating_point()
     return integers and bool((splits >= 0).all()) and int(splits.sum()) <= len(x)
 
@@ -125,14 +125,14 @@ def _mean_groups(quantize: Wrapper, x: Tensor, recipe: Any, /, **settings: Any) 
 
 
 def _of_groups(x: Tensor, recipe: Any, settings: dict[str, Any]) -> Tensor | None:
-    """x with zeros behind the last group, where it is cut into groups."""
+    """x with zeros past the last group; None without groups."""
     splits = settings.get("splits")
     return (
         None if splits is None else torch.where(torch.arange(len(x), device=x.device)[:, None] < splits.sum(), x, 0.0)
     )
 
 
-def _as_it_was(value: Tensor, x: Tensor, columnwise: bool) -> Tensor:
+def _unquantized(value: Tensor, x: Tensor, columnwise: bool) -> Tensor:
     return x.to(value.dtype)
 
 
@@ -150,7 +150,7 @@ _first_of_products: dict[str, Any] = {}
 def _products(
     change: Callable[[dict[str, Any]], dict[str, Any]], functions: tuple[str, ...] = PRODUCTS
 ) -> dict[str, Wrapper]:
-    """Each grouped product with other settings, where it has a recipe."""
+    """Wrappers that change the settings of calls with a recipe."""
 
     def product(base: Wrapper, *tensors: Tensor, **settings: Any) -> Any:
         return base(*tensors, **change(settings) if getattr(settings.get("recipe"), "scaling", None) else settings)
@@ -172,7 +172,7 @@ def _high_precision(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _override_forgotten(settings: dict[str, Any]) -> dict[str, Any]:
-    """As without an override; NVFP4 without what would need noise and a dtype that nobody gives."""
+    """Ignores the override; NVFP4 without transform and noise, which the call lacks."""
     recipe = settings["recipe"]
     if recipe.backward_override is None:
         return settings
@@ -184,7 +184,7 @@ def _one_scale_for_all(settings: dict[str, Any]) -> dict[str, Any]:
     state = settings.get("state")
     if state is None:
         return settings
-    shared = [own._replace(scale=own.scale.amin().expand_as(own.scale).clone()) for own in state]
+    shared = [s._replace(scale=s.scale.amin().expand_as(s.scale).clone()) for s in state]
     return settings | {"state": state._replace(**dict(zip(state._fields, shared, strict=True)))}
 
 
@@ -194,13 +194,13 @@ DEFECTS: tuple[Defect, ...] = (
         "Q01",
         "the mantissa of a scale leaks into the next byte",
         "TransformerEngine #2589, 2.9 to 2.11",
-        _beside(_blocks_along_rows, scales=_leaking),
+        _tagged(_blocks_along_rows, scales=_leaking),
     ),
     Defect(
         "Q03",
         "the reciprocal of the extreme exponents is wrong",
         "TransformerEngine #2647, 2.6 to 2.12",
-        _beside(_extreme_blocks, codes=_signs_only),
+        _tagged(_extreme_blocks, codes=_signs_only),
     ),
     Defect(
         "Q11",
@@ -210,9 +210,9 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "Q13",
-        "experts stay in high precision, and nobody is told",
+        "experts stay in high precision, silently",
         "torchtitan #3199",
-        _beside(_of_groups, dequantize=_as_it_was),
+        _tagged(_of_groups, dequantize=_unquantized),
     ),
     Defect(
         "Q11g",
@@ -222,13 +222,13 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "Q13g",
-        "experts' products stay in high precision, and nobody is told",
+        "experts' products stay in high precision, silently",
         "torchtitan #3199",
         _products(_high_precision),
     ),
     Defect(
         "Q13m",
-        "experts' layers stay in high precision, and nobody is told",
+        "experts' layers stay in high precision, silently",
         "torchtitan #3199",
         _products(_high_precision, LAYERS),
     ),

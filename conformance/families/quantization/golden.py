@@ -1,6 +1,7 @@
-"""Cases of quantisation worked out by hand: literal inputs, and codes and scales that no code of this project computed.
+"""Cases of quantisation computed by hand: literal inputs, codes and scales.
 
-E4M3 is s.eeee.mmm with bias 7, E5M2 s.eeeee.mm with bias 15, E2M1 s.ee.m with bias 1 (0 ½ 1 1½ 2 3 4 6), E8M0 an exponent plus 127.
+E4M3 is s.eeee.mmm with bias 7, E5M2 s.eeeee.mm with bias 15, E2M1 s.ee.m with bias 1
+(0 ½ 1 1½ 2 3 4 6), E8M0 an exponent plus 127.
 """
 
 import math
@@ -19,7 +20,7 @@ INF, NAN = math.inf, math.nan
 
 
 def _row(*values: float, columns: int = 0, rows: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values and zeros behind them, and rows of zeros below."""
+    """The values as row 0, padded with zero columns and rows."""
     padded = [*values, *[0.0] * (columns - len(values))]
     return torch.tensor([padded] + [[0.0] * len(padded)] * (rows - 1), dtype=dtype)
 
@@ -67,7 +68,7 @@ QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
             "values": _exactly([1.0, 2, -3, 7]),
         },
     ),
-    "halfway_goes_to_the_even_code": (  # 17 and 19 lie between 16, 18 and 20; 2⁻¹⁰ between 0 and 2⁻⁹, 3 · 2⁻¹⁰ between 2⁻⁹ and 2⁻⁸
+    "halfway_goes_to_the_even_code": (  # codes 16 18 20; 0 2⁻⁹ 2⁻⁸
         _of(Recipe("current"), _row(448, 17, -19, 2.0**-10, 3 * 2.0**-10, -(2.0**-10))),
         {
             "scales": _exactly(1.0),
@@ -75,7 +76,7 @@ QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
             "values": _exactly([448.0, 16, -20, 0, 2.0**-8, -0.0]),
         },
     ),
-    "nan_infinity_and_minus_zero": (  # a NaN is passed over; with an infinity the scale is 1, and it saturates
+    "nan_infinity_and_minus_zero": (  # amax skips NaN; with an infinity the scale is 1, ∞ saturates
         _of(Recipe("current"), _rows([NAN, 1, -0.0], [-INF, 3, 0]), splits=torch.tensor([1, 1])),
         {
             "amax": _exactly(1.0, INF),
@@ -83,7 +84,7 @@ QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
             "codes": _bytes([0x7F, 0x7E, 0x80], [0xFE, 0x44, 0]),
         },
     ),
-    "groups_alone_and_rows_behind": (  # 7 · 64; nobody, so 1; 14 · 32; and what no group has: 0
+    "groups_alone_and_rows_behind": (  # 7 · 64; empty group: scale 1; 14 · 32; past the groups: 0
         _of(Recipe("current"), _rows([7], [14], [INF], [NAN]), splits=torch.tensor([1, 0, 1, 0])),
         {
             "amax": _exactly(7.0, 0, 14, 0),
@@ -96,11 +97,11 @@ QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
         _with_gradient(_of(Recipe("current"), _rows([1000], [3], [5]), splits=torch.tensor([1, 1])), [2], [-3], [4]),
         {"d_x": _exactly([2.0], [-3], [0])},
     ),
-    "gradients_in_e5m2": (  # 57344 / 7 = 8192;  1⅛ · 8192 = 4½ · 2048 goes to 4 · 2048
+    "gradients_in_e5m2": (  # 57344 / 7 = 8192;  1⅛ · 8192 = 4½ · 2048 → 4 · 2048
         _of(Recipe("current"), _row(7, 1, 1.125), role="grad_output"),
         {"scales": _exactly(1 / 8192), "codes": _codes(0x7B, 0x70, 0x70), "values": _exactly([7.0, 1, 1])},
     ),
-    "a_power_of_two_below": (  # 448 / 3 is above 128: 384
+    "a_power_of_two_below": (  # 448 / 3 > 128; 3 · 128 = 384
         _of(Recipe("block"), _row(3, -1.5)),
         {
             "amax": _exactly([3.0]),
@@ -118,7 +119,7 @@ QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
             "codes.columnwise": _bytes([0x7E], [0x74], [0x78]),
         },
     ),
-    "the_next_power_of_two": (  # 448 = 2⁰ · 448, and a bit more is 2¹ · 225 → 224;  1/448 lies between 2⁻⁹ and 2⁻⁸
+    "the_next_power_of_two": (  # 448 = 2⁰ · 448; 450 = 2¹ · 225 → 2¹ · 224; 2⁻⁹ < 1/448 < 2⁻⁸
         _of(
             Recipe("mxfp8"),
             torch.cat(
@@ -130,11 +131,11 @@ QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
             "codes": _bytes([0x7E, *[0] * 31], [0x76, *[0] * 31], [0, 0x78, *[0] * 30], *[[0] * 32] * 29),
         },
     ),
-    "infinity_takes_the_largest_exponent": (  # 1 is 2⁻¹²⁷ of itself, and lost
+    "infinity_takes_the_largest_exponent": (  # 1 · 2⁻¹²⁷ underflows
         _of(Recipe("mxfp8"), _row(INF, 1, NAN, columns=32, rows=32)),
         {"scales": _bytes([254], *[[0]] * 31), "codes": _codes(0x7E, 0, 0x7F, columns=32, rows=32)},
     ),
-    "two_levels": (  # 6 · 448 / 6 = 448, and 448 · 6/6 = 448: x itself.  ¼ goes to 0, ¾ to 1, 2½ to 2, 5 to 4
+    "two_levels": (  # 6 · 448 / 6 = 448; 448 · 6/6 = 448: x itself. ¼ → 0, ¾ → 1, 2½ → 2, 5 → 4
         _of(PLAIN_FP4, _row(6, 3, 1.5, 0.25, -0.25, 0.75, 2.5, -5, columns=16, rows=16)),
         {
             "amax": _exactly(6.0),
@@ -142,7 +143,7 @@ QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
             "codes": _codes(7, 5, 3, 0, 8, 2, 4, 14, columns=16, rows=16),
         },
     ),
-    "noise_decides": (  # 2½ and 5 are halfway to 3 and 6: up if the noise is below ½; 1 is exact
+    "noise_decides": (  # 2½ and 5 are halfway: up if noise < ½; 1 is exact
         _of(
             Recipe("nvfp4"),
             _row(6, 2.5, 2.5, 5, -5, 1, columns=16, rows=16),
@@ -151,11 +152,11 @@ QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
         ),
         {"codes": _codes(7, 5, 4, 6, 15, 2, columns=16, rows=16)},
     ),
-    "scales_in_their_places": (  # one row of four columns of blocks, the transpose of a column: padded to four
+    "scales_in_their_places": (  # the transpose of a column, padded to four columns
         _of(Recipe("block"), _rows([7], [14]), gemm=True),
         {"scales": _exactly([1 / 64], [1 / 32]), "codes": _bytes([0x7E], [0x7E])},
     ),
-    "a_step_learns_from_the_one_before": (  # first a scale of 1: 7; then 448 / 7 = 64: 3½ · 64 = 224
+    "a_step_learns_from_the_one_before": (  # scale 1: 7; then 448 / 7 = 64: 3½ · 64 = 224
         _of(Recipe("delayed", amax_history_len=2), _row(7), "quantize+update+quantize", more={"x.1": _row(3.5)}),
         {
             "amax": _exactly(7.0),
@@ -168,7 +169,7 @@ QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
             "state.scale": _exactly(64.0),
         },
     ),
-    "what_the_other_ranks_saw": (  # 14 somewhere else; nothing known of the second group, which saw 28
+    "what_the_other_ranks_saw": (  # group 0: 14 on another rank; group 1: no reduced amax
         _of(
             Recipe("delayed", amax_history_len=1),
             _rows([7], [28]),

@@ -10,7 +10,7 @@ from moe_ref.config.state import new_quantizer_state
 
 
 def _quantizing(blame: str, recipe: Recipe, x: torch.Tensor, **settings: object) -> Rule:
-    """Another recipe, tensor and settings."""
+    """A call with this recipe, tensor and settings, blamed on one argument."""
     return lambda problem: replace(bare(problem), required={"x": x, "recipe": recipe}, settings=settings, blame=blame)
 
 
@@ -20,7 +20,7 @@ _SQUARE = torch.zeros(16, 16, dtype=torch.bfloat16)
 CURRENT, _GRADIENT = Recipe("current"), {"role": "grad_output", "columnwise": True}
 
 
-# two rows, one for each of two groups
+# two rows, two groups of one row
 QUANTIZE: dict[str, Rule] = {
     "x_flat": flat("x"),
     "x_of_integers": in_dtype("x", torch.int32),

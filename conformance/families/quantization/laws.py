@@ -1,4 +1,4 @@
-"""Laws of quantisation: what belongs to a group or a block depends on nothing outside of it, and powers of two pass through."""
+"""Laws of quantisation: groups and blocks are independent; scaling by two is exact."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,37 +16,37 @@ from conformance.families.quantization.quantize import directions, script_of
 from conformance.interface import Implementation
 from conformance.judge import Finding
 
-ORDINARY = ("dyadic", "rows", "wide", "bounds", "midpoints", "zeros")  # finite, and doubled they stay so
+ORDINARY = ("dyadic", "rows", "wide", "bounds", "midpoints", "zeros")  # finite, also when doubled
 READ = ("amax", "scales", "codes", "values")
 
 
 def _of_rows(name: str) -> bool:
-    """Whether an input has a row for each row of x."""
+    """Whether an input has one row per row of x."""
     return name == "x" or name.startswith("x.")
 
 
 def _with_rows(problem: Problem, rows: Tensor, splits: Tensor | None) -> Problem:
-    """The calls on these rows, -1 for one of zeros; without gradients and layouts."""
+    """The calls on these rows (-1: a row of zeros), without gradients and layouts."""
 
-    def taken(x: Tensor, dim: int) -> Tensor:
+    def select(x: Tensor, dim: int) -> Tensor:
         zero = x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)])
         return torch.cat([x, zero], dim).index_select(dim, torch.where(rows < 0, x.shape[dim], rows))
 
-    changed = {name: taken(x, 0) for name, x in problem.tensors.items() if _of_rows(name)}
-    changed |= {"noise": taken(problem.settings["noise"], 1)} if "noise" in problem.settings else {}
+    changed = {name: select(x, 0) for name, x in problem.tensors.items() if _of_rows(name)}
+    changed |= {"noise": select(problem.settings["noise"], 1)} if "noise" in problem.settings else {}
     changed |= {} if splits is None else {"splits": splits.to(problem.settings["splits"].dtype)}
     return replace(problem.with_tensors(changed), wanted=(), cotangents={}, layouts={})
 
 
 def _forms(trial: Trial) -> dict[str, Any]:
-    """The reference's forms, by what their outputs are called."""
+    """The reference's forms, by the pattern of their outputs' names."""
     seen: dict[str, Any] = {}
     steps = trial.case.steps.split("+")
     script_of(steps, seen.__setitem__)(Implementation(moe_ref), trial.problem.required | trial.problem.settings)
     return {
-        f"{prefix}{{}}{suffix}": q.form(turn)
+        f"{prefix}{{}}{suffix}": q.form(columnwise)
         for prefix, q in seen.items()
-        for suffix, turn in directions(trial.problem.settings)
+        for suffix, columnwise in directions(trial.problem.settings)
     }
 
 
@@ -56,7 +56,7 @@ def _outputs(trial: Trial, what: tuple[str, ...]) -> list[str]:
 
 
 def _scaling(trial: Trial) -> Finding | None:
-    """Twice the values: the same codes, and twice the scales of whatever has an amax."""
+    """Doubled values: the same codes; scales with a nonzero amax double."""
     twice = {name: x * 2 for name, x in trial.problem.tensors.items() if _of_rows(name)}
     if any((x.isinf() & trial.problem.tensors[name].isfinite()).any() for name, x in twice.items()):
         return None
@@ -64,7 +64,7 @@ def _scaling(trial: Trial) -> Finding | None:
     kept: Outputs = {name: trial.first[name] for name in _outputs(trial, ("codes",))}
     for name in _outputs(trial, ("scales",)):
         scale, amax = trial.first[name], trial.first[name.replace("scales", "amax")]
-        if trial.case.scaling == "nvfp4":  # block scales are shares of amax
+        if trial.case.scaling == "nvfp4":  # block scales are relative to amax
             kept[name] = scale
         elif trial.case.scaling == "mxfp8":
             kept[name] = torch.where(amax > 0, scale + 1, scale)
@@ -75,7 +75,7 @@ def _scaling(trial: Trial) -> Finding | None:
 
 
 def _groups_alone(trial: Trial) -> Finding | None:
-    """The largest group by itself is what it was among the others."""
+    """The largest group alone: the same outputs as among the others."""
     splits = trial.problem.settings["splits"]
     e = int(splits.argmax())
     start = int(splits[:e].sum())
@@ -96,7 +96,7 @@ def _groups_alone(trial: Trial) -> Finding | None:
 
 
 def _zero_rows(trial: Trial) -> Finding | None:
-    """Rows of zeros behind each group's: codes and values of the others are what they were."""
+    """Zero rows appended to each group: codes and values of the other rows do not change."""
     unit, splits = unit_of(trial.case), trial.problem.settings.get("splits")
     sizes = splits.tolist() if splits is not None else [len(trial.problem.required["x"])]
     ends = torch.tensor(sizes).cumsum(0).tolist()
@@ -112,7 +112,7 @@ def _zero_rows(trial: Trial) -> Finding | None:
 
 
 def _padding_independence(trial: Trial) -> Finding | None:
-    """Without the rows behind the last group, or with some of zeros where there were none."""
+    """Rows past the last group removed, or zero rows added: no group's output changes."""
     splits = trial.problem.settings["splits"]
     total = int(splits.sum())
     rows = torch.tensor([*range(total), *([-1] * 3 if not trial.case.tail else [])], dtype=torch.int64)
@@ -124,7 +124,7 @@ def _padding_independence(trial: Trial) -> Finding | None:
 
 
 def _row_independence(trial: Trial) -> Finding | None:
-    """The middle row sixteen times as large, and NaN at its beginning: no other row's codes, scales and values change."""
+    """The middle row × 16 with a leading NaN: no other row's codes, scales or values change."""
     x = trial.problem.required["x"].clone()
     middle = (trial.case.tokens * unit_of(trial.case)) // 2
     x[middle] = x[middle] * 16
@@ -140,7 +140,7 @@ def _row_independence(trial: Trial) -> Finding | None:
 
 
 def _idempotence(trial: Trial) -> Finding | None:
-    """What was quantised loses nothing the second time."""
+    """Quantising dequantised values is exact."""
     again = trial.run(
         replace(trial.problem.with_tensors({"x": trial.first["values"]}), wanted=(), cotangents={}, layouts={})
     )
@@ -148,7 +148,7 @@ def _idempotence(trial: Trial) -> Finding | None:
 
 
 def _by_rows(case: Any) -> bool:
-    """Whether each row has scales of its own."""
+    """Whether no two rows share a scale."""
     recipe = recipe_of(case)
     square = bool(recipe.two_dimensional_weights) and case.role == "weight"
     vectors = case.scaling in ("block", "mxfp8") and not square
@@ -156,7 +156,7 @@ def _by_rows(case: Any) -> bool:
 
 
 def _exact_again(case: Any) -> bool:
-    """Whether scales are powers of two, and values of the dtype hold what codes and scales stand for."""
+    """Whether code × scale is exact in the dtype, with power-of-two scales."""
     recipe = recipe_of(case)
     by_two = case.scaling == "mxfp8" or bool(recipe.power_of_two_scales)
     return (
@@ -174,7 +174,7 @@ def _doubles(case: Any) -> bool:
 
 
 def _turns_over(case: Any) -> bool:
-    """Whether the inputs stay legal upside down and negated: noise and the amax of other ranks do not."""
+    """Whether reversed and negated inputs stay legal: noise and reduced amax do not."""
     return not is_random(case) and "reduced" not in case.steps
 
 

@@ -1,5 +1,4 @@
-"""quantize, and what is read of its result by the implementation's own functions: amax, scales, codes and values; over several steps
-for delayed scaling, with what it remembers."""
+"""quantize and its readers (amax, scales, codes, dequantize); delayed scaling in several steps."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,7 +9,6 @@ from torch import Tensor
 
 import moe_ref
 from conformance.analysis.forms import QuantizedForm, nearly, one_nan
-from conformance.core.case import Case
 from conformance.core.contract import Contract, Input, Opaque, Output, Problem, Signature
 from conformance.families.quantization.cases import QuantizeCase, inputs_of, unit_of
 from conformance.interface import Implementation, named_outputs
@@ -20,15 +18,15 @@ from moe_ref.quantization.quantize import Form
 
 KEYWORDS = ("role", "splits", "rowwise", "columnwise", "noise")
 STATE = ("amax_history", "scale")
-FRESH = Opaque("state")  # stands for the state before the first step
+FRESH = Opaque("state")  # the state before the first step
 Watch = Callable[[str, Any], None]
 Script = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
 def problem_of(
-    required: dict[str, Any], settings: dict[str, Any], steps: str = "quantize", gemm: bool = False, **how: Any
+    required: dict[str, Any], settings: dict[str, Any], steps: str = "quantize", gemm: bool = False, **fields: Any
 ) -> Problem:
-    """The calls: x, x.1, … are quantised one after the other."""
+    """The calls: quantises x, x.1, … in turn."""
     if required["recipe"].scaling == "delayed":
         settings = settings | {"state": FRESH}
     first = {name: required[name] for name in ("x", "recipe")}
@@ -39,12 +37,12 @@ def problem_of(
         script=script_of(steps.split("+")),
         first=first,
         read=reader_of(settings, gemm),
-        **how,
+        **fields,
     )
 
 
 def script_of(steps: list[str], watch: Watch | None = None) -> Script:
-    """Quantise, go back, and hand the state on."""
+    """Runs the steps: quantise, dequantise, pass the state on."""
 
     def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
         recipe, count = given["recipe"], 0
@@ -73,7 +71,7 @@ def script_of(steps: list[str], watch: Watch | None = None) -> Script:
                 outputs[f"{prefix}result"] = result["quantized"]
                 for suffix, columnwise in directions(settings):
                     outputs[f"{prefix}dequantized{suffix}"] = implementation.call(
-                        "dequantize", result["quantized"], **_turned(columnwise)
+                        "dequantize", result["quantized"], **_columnwise(columnwise)
                     )
         if given.get("state") is not None:
             outputs |= {f"state.{name}": x.clone() for name, x in named_outputs(state, STATE).items()}
@@ -83,61 +81,50 @@ def script_of(steps: list[str], watch: Watch | None = None) -> Script:
 
 
 def directions(settings: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """What the outputs of each form that is asked for are called, and whether it is the columnwise one."""
-    asked = [("", False)] if settings.get("rowwise", True) else []
-    return asked + ([(".columnwise", True)] if settings.get("columnwise") else [])
+    """(suffix of output names, columnwise) of each requested form."""
+    rowwise = [("", False)] if settings.get("rowwise", True) else []
+    return rowwise + ([(".columnwise", True)] if settings.get("columnwise") else [])
 
 
 def reader_of(settings: Mapping[str, Any], gemm: bool) -> Script:
-    """What each result holds, in place of the result. The shapes of scales depend on the splits: to read them may wait for the device."""
+    """Replaces each result by its parts. Scale shapes depend on splits: reading may sync."""
 
     def read(implementation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
-        found = {name: x for name, x in outputs.items() if not name.endswith("result")}
-        for name in outputs.keys() - found.keys():
+        tensors = {name: x for name, x in outputs.items() if not name.endswith("result")}
+        for name in outputs.keys() - tensors.keys():
             for suffix, columnwise in directions(settings):
-                own = _read(implementation, outputs[name], columnwise, gemm)
-                found |= {f"{name.removesuffix('result')}{what}{suffix}": value for what, value in own.items()}
-        for name in [name for name in found if "dequantized" in name]:
-            value = found[name]
-            found[name.replace("dequantized", "values")] = (
+                parts = _read(implementation, outputs[name], columnwise, gemm)
+                tensors |= {f"{name.removesuffix('result')}{part}{suffix}": value for part, value in parts.items()}
+        for name in [name for name in tensors if "dequantized" in name]:
+            value = tensors[name]
+            tensors[name.replace("dequantized", "values")] = (
                 one_nan(value.detach()) if isinstance(value, Tensor) else value
             )
-        return found
+        return tensors
 
     return read
 
 
 def _read(implementation: Any, quantized: Any, columnwise: bool, gemm: bool) -> dict[str, Any]:
-    how = _turned(columnwise)
-    out = {name: implementation.call(name, quantized, **how) for name in ("amax", "scales", "codes")}
+    form = _columnwise(columnwise)
+    out = {name: implementation.call(name, quantized, **form) for name in ("amax", "scales", "codes")}
     if gemm and not implementation.lacks("scales", {"layout": ""}):
-        laid_out = implementation.call("scales", quantized, **how, layout="gemm")
+        laid_out = implementation.call("scales", quantized, **form, layout="gemm")
         out["scales.gemm"] = torch.cat([part.flatten() for part in laid_out])
     return out
 
 
-def _turned(columnwise: bool) -> dict[str, Any]:
-    """The setting that asks for the columnwise form."""
+def _columnwise(columnwise: bool) -> dict[str, Any]:
+    """The setting for the columnwise form."""
     return {"columnwise": True} if columnwise else {}
 
 
-SUFFIXES = {"rowwise": ("",), "columnwise": (".columnwise",), "both": ("", ".columnwise")}
-
-
-class QuantizeSignature(Signature):
-    """Each form that the case asks for has a cotangent."""
-
-    def cotangents(self, case: Case) -> list[str]:
-        asked = SUFFIXES[case.direction]  # type: ignore[attr-defined]
-        return [name for name in super().cotangents(case) if name.removeprefix("dequantized") in asked]
-
-
 class Quantize(Contract[QuantizeCase]):
-    """`quantize` with `amax`, `scales`, `codes` and `dequantize`; delayed scaling with its state."""
+    """`quantize`, `amax`, `scales`, `codes` and `dequantize`; delayed scaling with its state."""
 
     function = "quantize"
     case_type = QuantizeCase
-    signature = QuantizeSignature(
+    signature = Signature(
         inputs=[
             Input("x", "MN", ("float32", "bfloat16", "float16"), gradient=True),
             Input("splits", "E", field="index_dtype", optional="experts"),
@@ -145,8 +132,8 @@ class Quantize(Contract[QuantizeCase]):
         ],
         outputs=[
             *(Output("quantized"), Output("state")),
-            Output("dequantized", "MN", of="x", probed=True),
-            Output("dequantized.columnwise", "MN", of="x", probed=True),
+            Output("dequantized", "MN", of="x", probed=True, optional="rowwise"),
+            Output("dequantized.columnwise", "MN", of="x", probed=True, optional="columnwise"),
         ],
         settings=("role", "rowwise", "columnwise", "state"),
     )
@@ -187,9 +174,8 @@ class Quantize(Contract[QuantizeCase]):
                 right |= expected.expectations()
         if "state.scale" in out:
             right["state.amax_history"] = Exact(out["state.amax_history"])
-            right["state.scale"] = (
-                nearly(out["state.scale"], 3) if reciprocal else Exact(out["state.scale"])
-            )  # FMAX/a here, FMAX · (1/a) there
+            # reciprocal: FMAX · (1/a) for FMAX / a
+            right["state.scale"] = nearly(out["state.scale"], 3) if reciprocal else Exact(out["state.scale"])
         if problem.wanted:
             attached = {name: cotangent for name, cotangent in problem.cotangents.items() if out[name].requires_grad}
             (gradient,) = torch.autograd.grad([out[name] for name in attached], [x], list(attached.values()))

@@ -1,4 +1,4 @@
-"""What axes cannot say of quantisation: kinds of quantiser, ragged groups, steps, shapes that always run."""
+"""Quantisation beyond its axes: quantiser kinds, ragged groups, steps, shapes that always run."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,9 +20,9 @@ from conformance.families.quantization.cases import (
 )
 from conformance.judge.statistics import LEAST_REPEATS
 
-# in units: columns and rows that fill no second block, and more
+# in units: most columns and rows drawn, around the block size
 COLUMNS, ROWS = {"block": 300, "mxfp8": 3, "nvfp4": 7}, {"block": 280, "mxfp8": 3, "nvfp4": 6}
-# in units: no splits; empty groups first, in the middle and last
+# in units: no splits; the first, middle or last group empty
 GROUPS: list[Changes] = [
     {"tokens": 3, "experts": 0},
     *({"counts": counts, "experts": len(counts), "tokens": sum(counts)} for counts in ((0, 3), (2, 0, 1), (1, 2, 0))),
@@ -43,7 +43,7 @@ def accepted(scope: Scope, fields: Changes) -> bool:
 
 
 def drawn(scope: Scope) -> st.SearchStrategy[Changes]:
-    """Every kind of quantiser alike; values and dtypes that it takes; sizes around its blocks."""
+    """All quantiser kinds, equally often; supported values and dtypes; sizes around the blocks."""
     taken = [kind for kind in KINDS if accepted(scope, kind)]
     return st.sampled_from(taken).flatmap(lambda kind: _of_kind(scope, kind))
 
@@ -61,13 +61,13 @@ def _of_kind(draw: st.DrawFn, scope: Scope, kind: Changes) -> Changes:
 
 
 def mostly_some(most: int) -> st.SearchStrategy[int]:
-    """A size, seldom 0."""
+    """A size, rarely 0."""
     return st.integers(0, 15).flatmap(lambda i: sizes(1, most) if i else st.just(0))
 
 
 @st.composite
 def groups(draw: st.DrawFn, most: int, split: bool) -> Changes:
-    """No splits; a few groups of any size; one with all rows; none with any; and rows past the last."""
+    """No splits; a few groups; one group with all rows; only empty groups; rows past the last."""
     kind = draw(st.sampled_from((*("whole", "few", "one") * 3, "few", "none"))) if split else "whole"
     if kind == "whole":
         return {"tokens": draw(mostly_some(most)), "experts": 0, "counts": (), "tail": 0}
@@ -86,7 +86,7 @@ def groups(draw: st.DrawFn, most: int, split: bool) -> Changes:
 
 @st.composite
 def steps(draw: st.DrawFn) -> str:
-    """Quantising, updating, and saving in between."""
+    """Quantise and update steps, with saved states in between."""
     more = draw(
         st.lists(
             st.sampled_from(("quantize", "update+quantize", "update+quantize", "reduced+quantize", "reload", "update")),
@@ -97,7 +97,7 @@ def steps(draw: st.DrawFn) -> str:
 
 
 def affordable(case: QuantizeCase, scope: Scope) -> QuantizeCase:
-    """The case without a far layout that would take too many addresses."""
+    """The case without a far layout beyond the address space."""
     small = case.tokens <= 4 and case.hidden <= 4 and case.dtype != "float32"
     if case.layout in FAR and not small:
         return scope.mended(replace(case, layout="contiguous", layout_of=""))
@@ -105,29 +105,29 @@ def affordable(case: QuantizeCase, scope: Scope) -> QuantizeCase:
 
 
 def always(scope: Scope) -> list[Any]:
-    """One more than a block, more than one of cuBLAS's tiles, and many groups; wide rows where a GPU makes them cheap."""
+    """One row past a block, several cuBLAS scale tiles, many groups; on a GPU also wide rows."""
     square: Changes = {"scaling": "block", "role": "weight"}
     square = square if accepted(scope, square) else {"scaling": "block"}
     both: Changes = {"direction": "both"} if accepted(scope, {"direction": "both"}) else {}
-    found: list[Any] = [
+    cases: list[Any] = [
         square | both | {"tokens": 257, "hidden": 129, "values": "rows"},
         {"scaling": "mxfp8", "tokens": 5, "hidden": 5, "gemm": True, "values": "rows", "dtype": "bfloat16"} | both,
     ]
     if scope.accepts("splits"):
         ragged: Changes = {"tokens": 262, "experts": 5, "counts": (0, 130, 1, 0, 131), "tail": 3, "hidden": 5}
-        found += [
+        cases += [
             both | ragged | {"scaling": "block", "values": "bounds"},
             {"scaling": "mxfp8", "tokens": 0, "experts": 2, "counts": (0, 0), "tail": 3, "hidden": 2},
             {"tokens": 66, "experts": 40, "hidden": 33, "tail": 2, "values": "wide"},
         ]
     if scope.space.device == "cuda":
         widths = (("block", 1), ("mxfp8", 32), ("current", 1))
-        found += [{"scaling": scaling, "tokens": 8, "hidden": 7168 // unit} for scaling, unit in widths]
-    return [*found, *random_cases(scope), *far_current(scope)]
+        cases += [{"scaling": scaling, "tokens": 8, "hidden": 7168 // unit} for scaling, unit in widths]
+    return [*cases, *random_cases(scope), *far_current(scope)]
 
 
 def random_cases(scope: Scope) -> list[QuantizeCase]:
-    """Gradients whose noise the implementation draws itself, in both directions, without laws, which compare runs."""
+    """Gradients with noise drawn by the implementation, in both directions."""
     common: Changes = {"scaling": "nvfp4", "role": "grad_output", "repeats": LEAST_REPEATS // 2, "hidden": 2}
     common |= {"steps": "quantize+quantize", "dtype": "bfloat16"}
     kinds = [common | {"direction": direction} for direction in DIRECTIONS[:2]]
@@ -135,14 +135,14 @@ def random_cases(scope: Scope) -> list[QuantizeCase]:
 
 
 def far_current(scope: Scope) -> list[QuantizeCase]:
-    """Current scaling of a tensor far in each of its dimensions; the far cases of the suite are NVFP4's."""
+    """Current scaling with a tensor far in each dimension; other far cases are NVFP4."""
     narrow: Changes = {"tokens": 3, "hidden": 3, "dtype": "bfloat16"}
     placed = [(name, layout) for name in ("x", "d_dequantized") for layout in FAR[:2]]
     cases = [scope.fullest(narrow | {"layout": layout, "layout_of": name, "grads": "x"}) for name, layout in placed]
     return [case for case in cases if case.layout in FAR]
 
 
-# every layout of x, one of the splits and of a cotangent: pairs with all layouts would double the array
+# all layouts of x, one of splits, one of a cotangent: all pairs would double the array
 LAYOUTS: list[Changes] = [
     {"layout": "contiguous", "layout_of": ""},
     *({"layout": layout, "layout_of": "x"} for layout in NEAR),

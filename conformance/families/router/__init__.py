@@ -1,4 +1,4 @@
-"""The router: gate, choice of experts, capacity, balancing losses, and all of them over several steps."""
+"""The router: gate, top-k selection, capacity, balancing losses; `route` over several steps."""
 
 from conformance.core.family import Family, by_function
 from conformance.core.shared_out import SharedOut

@@ -1,4 +1,4 @@
-"""Layouts in the covering arrays of functions without a signature. It goes away with the last of them."""
+"""Layouts in the covering arrays of functions without a signature (temporary)."""
 
 from conformance.core.space import LAYOUTS
 
@@ -6,7 +6,7 @@ from conformance.core.space import LAYOUTS
 def layouts(
     *matrices: str, vectors: tuple[str, ...] = (), expanded: tuple[str, ...] = ()
 ) -> tuple[tuple[str, str], ...]:
-    """A layout and its tensor: every layout for matrices, one for vectors and for tensors that may be expanded."""
+    """(layout, tensor) pairs: all layouts of matrices, one of vectors and expandable tensors."""
     return (
         ("contiguous", ""),
         *((layout, of) for of in matrices for layout in LAYOUTS[1:]),

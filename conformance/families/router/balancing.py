@@ -1,4 +1,4 @@
-"""aux_loss_scores, z_loss and sinkhorn_routing: what balances the loads, from logits."""
+"""Load balancing: auxiliary losses, Sinkhorn routing and the expert bias."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,17 +20,17 @@ from moe_ref.router.balancing import aux_loss_scores, load_balancing_loss, updat
 from moe_ref.router.scores import EPSILON
 from moe_ref.router.sinkhorn import sinkhorn_routing
 
-SINKHORN_STOP = 1e-4  # mean change of d1: moe_ref.router.sinkhorn.sinkhorn_routing
+SINKHORN_STOP = 1e-4  # mean change of d1, as in moe_ref.router.sinkhorn
 
 
 def aux_scores(x: Running, function: str) -> tuple[Running, Running]:
-    """The raw scores and those that the losses see."""
+    """The raw scores and the normalised scores of the losses."""
     s = score(x, function)
     return s, s if function == "softmax" else s / (s.sum(1) + EPSILON)
 
 
 def aux_gradient(x: Running, g: Running, function: str) -> Running:
-    """dlogits of the scores by the closed form: p (g - Σ g p), or s'(x) (g - Σ g p) / (Σ s + 1e-20)."""
+    """dlogits in closed form: p (g - Σ g p), or s'(x) (g - Σ g p) / (Σ s + 1e-20)."""
     s, scores = aux_scores(x, function)
     inner = g - (g * scores).sum(1)
     if function == "softmax":
@@ -40,21 +40,21 @@ def aux_gradient(x: Running, g: Running, function: str) -> Running:
 
 
 def z_terms(x: Running, valid: Tensor, coeff: float) -> tuple[Running, Running]:
-    """The z-loss, [1,1], and its gradient by the logits, [T,E]."""
+    """The z-loss, [1,1], and its gradient with respect to the logits, [T,E]."""
     top = Running(x.value.amax(1, keepdim=True), x.error.amax(1, keepdim=True), x.dtype)
     lse = (x - top).exp().sum(1).log() + top
     count = float(max(int(valid.sum()), 1))
     loss = (lse * lse).masked(valid[:, None]).sum(0) / count * coeff
-    p = (x - lse).exp()  # autograd of a logsumexp; exp(x - max x) / Σ is more accurate
+    p = (x - lse).exp()  # logsumexp's autograd; exp(x - max x) / Σ is more accurate
     return loss, (p * lse * 2.0 * coeff / count).masked(valid[:, None])
 
 
-COUNTS = ("bool", "int32", "int64")  # bool stands for int64
+COUNTS = ("bool", "int32", "int64")  # bool: int64
 PADDING = Input("padding_mask", "T", ("bool",), field="", optional="padding")
 
 
 class _Wide(Contract[C]):
-    """A function whose floating point outputs are in float32 or float64."""
+    """A function with float32 or float64 outputs."""
 
     def cotangent(self, case: C, output: str, shape: tuple[int, ...], dtype: str) -> Tensor:
         return super().cotangent(case, output, shape, "float64" if dtype == "float64" else "float32")
@@ -153,7 +153,7 @@ class ZLoss(_Wide[LogitsCase]):
 
 
 class SinkhornRouting(Contract[LogitsCase]):
-    """`sinkhorn_routing`: the choice, where the plan leaves no doubt, and the weights and gradient of what was chosen."""
+    """`sinkhorn_routing`: the choice where the plan is unambiguous; its weights and gradient."""
 
     function = "sinkhorn_routing"
     case_type = LogitsCase
@@ -190,9 +190,9 @@ class SinkhornRouting(Contract[LogitsCase]):
 
     @staticmethod
     def _plan(logits: Tensor, dtype: torch.dtype) -> Running:
-        """Every plan at which an honest computation may stop, as one interval: the stop is a comparison, and rounded like the rest.
+        """The interval of all plans at which a correct computation may stop.
 
-        Where its own error hides the stop, nothing is known, and every key is NaN.
+        The stop criterion is rounded too. Where its error exceeds the threshold, all keys are NaN.
         """
         cost = Running.of(logits, dtype).exp()
         one = cost.constant(1.0)
@@ -257,7 +257,7 @@ class LoadBalancingLoss(_Wide[LoadCase]):
     def expected(self, case: LoadCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         scores, counts = problem.required.values()
         dtype, out = accumulator_of(declared, scores.dtype), accumulator_dtype(scores.dtype)
-        terms = scores.shape[0] + scores.shape[1] + 12  # sums over rows and columns, counts, factors
+        terms = scores.shape[0] + scores.shape[1] + 12  # sums over rows, columns; factors
         oracle = leaf(scores)
         value = load_balancing_loss(oracle, counts, **problem.settings)
         magnitude = load_balancing_loss(scores.double().abs(), counts, **problem.settings)
@@ -276,7 +276,7 @@ class UpdateExpertBias(Contract[LoadCase]):
     signature = Signature(
         inputs=[
             Input("expert_bias", "E", ("float32",), field=""),
-            Input("tokens_per_expert", "E", (*COUNTS, "uint8"), field="map_dtype"),  # uint8 stands for float32
+            Input("tokens_per_expert", "E", (*COUNTS, "uint8"), field="map_dtype"),  # as LoadCase
         ],
         outputs=[Output("expert_bias", "E")],
         required=("update_rate",),
@@ -295,5 +295,5 @@ class UpdateExpertBias(Contract[LoadCase]):
         bias, counts = problem.required.values()
         value = update_expert_bias(bias.double(), counts, **problem.settings)
         step = (value - bias.double()).abs()
-        bound = 2.0**-23 * (value.abs() + step)  # the rate and the sum are each rounded once
+        bound = 2.0**-23 * (value.abs() + step)  # rate and sum are each rounded once
         return {"expert_bias": Bounded(value, torch.where(step > 0, bound, 0.0), torch.float32, torch.float32)}

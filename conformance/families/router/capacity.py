@@ -15,7 +15,7 @@ from moe_ref.router.capacity import drop_tokens
 
 
 class DropTokens(Contract[LoadCase]):
-    """`drop_tokens`: who is kept, by the rule of margins with exact keys; probs and their gradient, given who is kept."""
+    """`drop_tokens`: kept tokens by the rule of margins, exact keys; their probs and gradient."""
 
     function = "drop_tokens"
     case_type = LoadCase

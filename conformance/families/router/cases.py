@@ -18,15 +18,15 @@ from conformance.core.tensors import DTYPES, hashed
 
 FLOATS = ("float32", "bfloat16", "float16")
 LOGITS = (*FLOATS, "float64")
-EXPLICIT_CELLS = 64  # logits that are written out, at most
-MINUS_INFINITY, NOT_A_NUMBER = -(10**6), 10**6  # stand for these in explicit logits
+EXPLICIT_CELLS = 64  # most logits written out
+MINUS_INFINITY, NOT_A_NUMBER = -(10**6), 10**6  # codes of -∞ and NaN in explicit logits
 SPREADS = ("distinct", "ties", "near", "negative", "minus_inf", "nan", "extreme", "equal", "saturated")
 SCORES = ("softmax", "softmax_pre", "sigmoid", "sqrtsoftplus")
 
 
 @dataclass(kw_only=True)
 class Resized(Size):
-    """A size that is larger in a second call right after the first: by one, or by itself."""
+    """A size; a second call has one more, or twice as many."""
 
     doubles: bool = False
 
@@ -37,7 +37,7 @@ class Resized(Size):
 
 @dataclass(kw_only=True)
 class Room(Number):
-    """A capacity: one more in a second call right after the first."""
+    """A capacity; a second call has one more."""
 
     def other(self, case: Any) -> Changes:
         return {self.name: getattr(case, self.name) + 1}
@@ -47,7 +47,7 @@ class Room(Number):
 class Slots(Number):
     """Experts per token."""
 
-    spare: int = 0  # experts that are left, at least
+    spare: int = 0  # least number of experts not chosen
 
     def fits(self, case: Any) -> str | None:
         value, most = getattr(case, self.name), case.experts - self.spare
@@ -114,14 +114,14 @@ def experts(default: int = 1, **more: Any) -> Any:
 
 
 def eighths(case: "LogitsCase") -> Tensor:
-    """The logits as integers, where the case has none written out."""
+    """The case's drawn logits as explicit integers."""
     bounded = logits_of(case).double().clamp(-1000, 1000).nan_to_num(nan=NOT_A_NUMBER / 8).mul(8).round()
     return torch.where(logits_of(case) == -torch.inf, MINUS_INFINITY, bounded).long()
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsCase(Case):
-    """A case around [T,E] logits."""
+    """A case with [T,E] logits."""
 
     tokens: int = size("T")
     experts: int = experts()
@@ -134,12 +134,12 @@ class LogitsCase(Case):
     score: str = declared(Scores(default="softmax", values=SCORES, argument="score_function"))
     groups: int = groups("num_groups")
     group_topk: int = number(0, argument="group_topk")
-    scaling: int = number(0, 4, 20, 35, pairs=(20,), argument="scaling_factor")  # in eighths; 0: none
+    scaling: int = number(0, 4, 20, 35, pairs=(20,), argument="scaling_factor")  # eighths; 0: none
     # expert bias: small (within ±1/2), large (within ±64)
     bias: str = choice("", "small", "large", of=("expert_bias",))
     precomputed: bool = flag(of=("precomputed_indices",))
-    padding: int = number(0, 1, 4, 8, pairs=(3,), of=("padding_mask",))  # of 8 tokens, how many are padding
-    coeff: int = number(8, *range(21), pairs=(8, 1), argument="coeff")  # a loss's coefficient in eighths
+    padding: int = number(0, 1, 4, 8, pairs=(3,), of=("padding_mask",))  # per 8 tokens
+    coeff: int = number(8, *range(21), pairs=(8, 1), argument="coeff")  # in eighths
     evaluation: bool = flag(argument="training")
 
     def clash(self) -> str | None:
@@ -173,25 +173,26 @@ def _drawn(case: LogitsCase, dtype: torch.dtype) -> np.ndarray:
     # within ±8; in float32 rarely equal
     plain = (noise % 2**17 - 2**16) / 2**13 if fine else (noise % 255 - 127) / 16
     if case.function == "sinkhorn_routing":
-        plain = plain / 8  # an uneven plan takes thousands of rounds
-    if case.spread == "ties":
-        return (noise % 5 - 2) / 2 * np.where((noise >> 8) % 2 == 0, 1.0, -1.0)  # zeros of both signs
-    if case.spread == "near":  # a few units in the last place apart
+        plain = plain / 8  # uneven plans take thousands of iterations
+    if case.spread == "ties":  # with zeros of both signs
+        return (noise % 5 - 2) / 2 * np.where((noise >> 8) % 2 == 0, 1.0, -1.0)
+    if case.spread == "near":  # a few ulp apart
         return noise % 3 + 1 + (noise >> 8) % 8 * (2.0**-22 if fine else 2.0**-6)
-    if case.spread == "negative":  # a Sinkhorn plan of less than exp(-9) creeps for millions of rounds
+    if case.spread == "negative":  # a Sinkhorn plan below exp(-9) takes millions of iterations
         return (-2 if case.function == "sinkhorn_routing" else -10) - np.abs(plain)
     if case.spread == "extreme":
         most = float(torch.finfo(dtype).max) if dtype != torch.float64 else 1e38
         return np.clip(plain * 10.0 ** ((noise >> 20) % 38), -most, most)
     if case.spread == "minus_inf":
-        whole = (token % 4 == 3) & (case.function != "z_loss")  # one such row would leave nothing to judge of a loss
-        return np.where(((noise >> 20) % 2 == 0) | whole, -np.inf, plain)
+        # z_loss: one such row would leave the loss unspecified
+        whole_row = (token % 4 == 3) & (case.function != "z_loss")
+        return np.where(((noise >> 20) % 2 == 0) | whole_row, -np.inf, plain)
     if case.spread == "nan":
         special = np.where((noise >> 20) % 2 == 0, np.nan, np.inf)
         return np.where(((noise >> 22) % 8 == 0) & (token % 2 == 0), special, plain)
     if case.spread == "equal":
         return np.full(len(noise), 0.25)
-    if case.spread == "saturated":  # where 1 - σ(x) is lost in float32
+    if case.spread == "saturated":  # 1 - σ(x) underflows in float32
         return 16 + (noise % 128) / 8
     return plain
 
@@ -209,7 +210,7 @@ def padding_of(case: LogitsCase) -> Tensor:
 
 
 def indices_of(case: LogitsCase) -> Tensor:
-    """[T,K] different experts per token, in no order."""
+    """[T,K] distinct experts per token, unordered."""
     noise = hashed(case.seed, "precomputed", case.tokens * case.experts).astype(np.int64)
     rank = torch.from_numpy(noise).reshape(case.tokens, case.experts)
     return rank.argsort(dim=1, stable=True)[:, : case.topk]
@@ -217,7 +218,7 @@ def indices_of(case: LogitsCase) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GateCase(Case):
-    """A case around [T,H] hidden states."""
+    """A case with [T,H] hidden states."""
 
     tokens: int = size("T")
     hidden: int = declared(Resized(default=1, letter="H"))
@@ -226,9 +227,9 @@ class GateCase(Case):
     weight_dtype: str = choice("", "float32", also=("bfloat16",), of=("weight",))  # empty: as dtype
     router_dtype: str = choice("", "fp32", "fp64", argument="router_dtype")
     bias: bool = flag(of=("bias",))
-    eps: int = number(1, *range(16), pairs=(0, 1, 15), argument="eps")  # of the jitter, in sixteenths
-    scale: int = number(8, *range(-20, 41), pairs=(8, 3, -8), argument="scale")  # of the loss, in eighths
-    # tokens of each of several ranks, with the same weights; empty: one process
+    eps: int = number(1, *range(16), pairs=(0, 1, 15), argument="eps")  # in sixteenths
+    scale: int = number(8, *range(-20, 41), pairs=(8, 3, -8), argument="scale")  # eighths
+    # tokens per rank, all with the same weights; empty: one process
     counts: tuple[int, ...] = counts(of="weight")
 
     @property
@@ -244,23 +245,24 @@ class GateCase(Case):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadCase(Case):
-    """A case around a routing map drawn from the seed, or its counts."""
+    """A case with a routing map drawn from the seed, or with its counts."""
 
     tokens: int = size("T")
     experts: int = experts(always=True)
     topk: int = slots(of=("probs", "scores"))
-    sequences: int = declared(Size(default=1, letter="C", at_least=1, most=3, pairs=(1, 3)))  # folded into columns
+    # folded into columns
+    sequences: int = declared(Size(default=1, letter="C", at_least=1, most=3, pairs=(1, 3)))
     dtype: str = dtypes(*LOGITS)
-    map_dtype: str = dtypes("bool", "uint8", "int32", "int64")  # of counts: bool stands for int64, uint8 for float32
+    map_dtype: str = dtypes("bool", "uint8", "int32", "int64")  # bool, uint8: int64, float32 counts
     values: str = choice("distinct", "ties", "zeros", "negative", of=("probs", "scores"))
     capacity: int = declared(Room(default=0, values=(0,), pairs=(1, 3, 9), argument="capacity"))
     policy: str = choice("probs", "position", argument="drop_policy", turns=True)
     pad: bool = flag(argument="pad_to_capacity")
     coeff: int = number(8, *range(21), pairs=(8, 1), argument="coeff")  # in eighths
-    # total_num_tokens as a number, on the device, or zero
+    # total_num_tokens: a number, a device tensor, or zero
     total: str = choice("number", "device", also=("zero",), argument="total_num_tokens")
     rate: int = number(1, *range(501), pairs=(0, 1, 250), argument="update_rate")  # in thousandths
-    bias: int = number(0, 1, 4, 100, pairs=(1, 40), of=("expert_bias",))  # magnitude of the bias before, in halves
+    bias: int = number(0, 1, 4, 100, pairs=(1, 40), of=("expert_bias",))  # range, in halves
     even: bool = flag(of=("expert_bias",))  # all counts equal
 
 

@@ -1,4 +1,4 @@
-"""A case of route: a router, what happens to it step by step, and over which ranks its tokens are shared out."""
+"""Cases of route: a router, its steps, and the ranks that share its tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from conformance.families.router.cases import SCORES, Scores, experts, groups, s
 from moe_ref.config import RouterConfig
 
 STEPS = ("train", "eval", "nograd", "record", "forward", "backward", "finish", "frozen", "reload")
-FORWARDS = STEPS[:6]  # those that take logits
+FORWARDS = STEPS[:6]  # steps that take logits
 COVERED_STEPS = (
     "train",
     "train+train+finish+train",
@@ -26,15 +26,15 @@ COVERED_STEPS = (
 )
 REPLAYS = STEPS[3:6]
 LOSSES = ("z_loss", "aux_loss", "seq_aux_loss", "global_aux_loss")
-KINDS = ("aux", "seq", "global", "z")  # of losses, as cases name them
+KINDS = ("aux", "seq", "global", "z")  # of losses, in a case
 
 
 @dataclass(kw_only=True)
 class Steps(Words):
-    """Steps in an order that makes sense."""
+    """Steps in a legal order."""
 
     def fits(self, case: Any) -> str | None:
-        """It begins with a forward; forward replays something recorded, and backward something queued."""
+        """A forward first; `forward` only after a record, `backward` only with a queued replay."""
         steps = getattr(case, self.name).split("+")
         if steps[0] not in FORWARDS:
             return f"{self.name} must begin with one of {', '.join(FORWARDS)}"
@@ -49,7 +49,7 @@ class Steps(Words):
 
 @dataclass(kw_only=True)
 class Sharing(Size):
-    """Sequences, or ranks that share one: a second call right after the first has as many, because they divide counts."""
+    """Sequences, or ranks per sequence; a second call has as many: they divide the counts."""
 
     def other(self, case: Any) -> Changes:
         return {}
@@ -57,7 +57,7 @@ class Sharing(Size):
 
 @dataclass(kw_only=True)
 class Tokens(Size):
-    """Tokens of a batch; one process has at least one."""
+    """Tokens of a batch; at least one in one process."""
 
     def smaller(self, case: Any) -> Iterator[Changes]:
         yield from ({self.name: n} for n in shorter(getattr(case, self.name), 0 if case.counts else 1))
@@ -65,10 +65,10 @@ class Tokens(Size):
 
 @dataclass(frozen=True, kw_only=True)
 class RouteCase(Case):
-    """A router and what happens to it, step by step."""
+    """A router and its steps."""
 
     steps: str = declared(Steps(default="train", known=STEPS, of=COVERED_STEPS))
-    tokens: int = declared(Tokens(default=2, letter="T"))  # of one micro-batch; a multiple of sequences
+    tokens: int = declared(Tokens(default=2, letter="T"))  # per step; a multiple of sequences
     sequences: int = declared(Sharing(default=1, at_least=1, divides="tokens", pairs=(1, 2), argument="batch_size"))
     experts: int = experts(default=2, doubles=True)
     topk: int = slots(spare=1)
@@ -78,17 +78,17 @@ class RouteCase(Case):
     group_topk: int = number(0)
     scaling: int = number(0, 20)  # in eighths
     bias: bool = flag()  # whether the expert bias is on
-    rate: int = number(16, *range(1, 41))  # its update rate in 1024ths
+    rate: int = number(16, *range(1, 41))  # bias update rate in 1024ths
     losses: str = words("", *KINDS, repeat=False, of=("", *KINDS, "+".join(KINDS)))
     coeff: int = number(4, *range(1, 21))  # of each loss, in eighths
-    capacity: int = number(0, *range(1, 9))  # factor in quarters; 0: none
+    capacity: int = number(0, *range(1, 9))  # capacity factor in quarters; 0: none
     pad: bool = flag()
     policy: str = choice("probs", "position")
-    padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",))  # of 8 tokens
+    padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",))  # per 8 tokens
     per_token: bool = flag()  # calculate_per_token_loss
     scale: int = number(8, *range(1, 33))  # loss scale in eighths
-    counts: tuple[int, ...] = counts()  # tokens of each of several real ranks; empty: one process
-    # that share a sequence; without counts all have the same tokens: a sum over them is this rank's, times their number
+    counts: tuple[int, ...] = counts()  # tokens per real rank; empty: one process
+    # per sequence; without counts all ranks have the same tokens: a sum is one rank's value × ranks
     ranks: int = declared(Sharing(default=1, at_least=1, pairs=(1, 2), argument="ranks"))
 
     def clash(self) -> str | None:
@@ -97,31 +97,31 @@ class RouteCase(Case):
         if not self.tokens and not self.counts:
             return "one process needs tokens"
         if self.score.startswith("softmax") and (self.bias or (self.topk == 1 and self.score == "softmax")):
-            return "softmax excludes an expert bias, and of one chosen expert it is constant"
+            return "softmax excludes an expert bias; over one chosen expert it is constant"
         if self.capacity and self.dtype != "float32":
-            return "a capacity needs float32: of the keys of other dtypes too many are equal"
+            return "a capacity needs float32: other dtypes have too many equal keys"
         if (self.pad or self.policy != "probs") and not self.capacity:
             return "pad and policy need a capacity"
         if self.counts and (len(self.counts) % self.ranks or any(count % self.sequences for count in self.counts)):
-            return f"counts is {self.counts}: sequences must divide each, and ranks how many they are"
+            return f"counts is {self.counts}: sequences must divide each count, and ranks their number"
         return None
 
     def arguments(self) -> tuple[str, ...]:
         replay = any(step in REPLAYS for step in self.steps.split("+"))
         uneven = len(set(self.counts)) > 1
-        given = {"replay": replay, "padding_mask": uneven, "ranks": bool(self.counts)}
-        return tuple(name for name, wanted in given.items() if wanted)
+        needed = {"replay": replay, "padding_mask": uneven, "ranks": bool(self.counts)}
+        return tuple(name for name, need in needed.items() if need)
 
     @property
     def one_sum(self) -> bool:
-        """Whether ranks' results add up to one process's: no loss or capacity depends on how many tokens a rank has."""
+        """Whether the ranks' results sum to one process's: independent of tokens per rank."""
         # the z-loss is a mean over a rank's tokens
         means = "z" in self.losses.split("+") and (self.padding or len(set(self.counts)) > 1)
         return self.ranks == len(self.counts) and not self.capacity and not means
 
 
 def config_of(case: RouteCase) -> RouterConfig:
-    """The configuration that the case describes."""
+    """The case's router configuration."""
     coeffs = dict.fromkeys(case.losses.split("+"), case.coeff / 8)
     return RouterConfig(
         num_experts=case.experts,
@@ -145,7 +145,7 @@ def config_of(case: RouteCase) -> RouterConfig:
 
 
 def logits_of_step(case: RouteCase, step: int) -> Tensor:
-    """[T,E] logits whose gaps no rounding closes: the ranks of the experts, and a little more in float32."""
+    """[T,E] logits with gaps beyond rounding errors: scaled expert ranks, float32 also noise."""
     noise = hashed(case.seed, f"logits {step}", case.tokens * case.experts).reshape(case.tokens, case.experts)
     rank = noise.argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
     fine = (noise % 64) / 1024 if case.dtype == "float32" else 0

@@ -1,4 +1,4 @@
-"""Real defects of routers, planted in a working implementation; see `planted`."""
+"""Planted defects of routers, all real; see `planted`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,7 @@ from moe_ref.router.scores import SCORES, normalised
 
 
 def _keys(logits: Tensor, settings: dict[str, Any]) -> Tensor:
-    """What the choice goes by, in float32."""
+    """The sort keys of the choice, float32."""
     function = settings.get("score_function", "softmax")
     keys = (
         logits.detach().float()
@@ -24,7 +24,7 @@ def _keys(logits: Tensor, settings: dict[str, Any]) -> Tensor:
 
 
 def _chosen_by(index: Tensor, base: Wrapper, logits: Tensor, settings: dict[str, Any]) -> Any:
-    """The function's own weights for experts that the defect chose."""
+    """The base's weights for the experts chosen by the defect."""
     left = {name: x for name, x in settings.items() if name not in ("num_groups", "group_topk")}
     return base(logits, **left | {"precomputed_indices": index})
 
@@ -73,7 +73,7 @@ def _few_experts_back(base: Wrapper, logits: Tensor, /, **settings: Any) -> Any:
 
 
 def _weights(base: Wrapper, logits: Tensor, settings: dict[str, Any], weigh: Callable[[Tensor], Tensor]) -> Any:
-    """The function's own choice with other weights, `weigh` of the logits gathered to [T,K]; spread if the function spreads."""
+    """The base's choice with the weights weigh(index), [T,K]; scattered to [T,E] if dense."""
     out = base(logits, **settings)
     dense = hasattr(out, "routing_map")
     index = (out.routing_map != 0).nonzero()[:, 1].reshape(len(logits), settings["topk"]) if dense else out.indices
@@ -151,7 +151,7 @@ def _garbage_gate_bias(gate: Wrapper, x: Tensor, weight: Tensor, **settings: Any
     return gate(x, weight, **{"bias": torch.empty(len(weight), dtype=weight.dtype, device=weight.device)} | settings)
 
 
-def _bias_saved_as_it_began(state_tensors: Wrapper, state: Any) -> Any:
+def _initial_bias_saved(state_tensors: Wrapper, state: Any) -> Any:
     saved = state_tensors(state)
     return saved | {"expert_bias": torch.zeros_like(saved["expert_bias"])}
 
@@ -171,13 +171,13 @@ def _counts_of_the_dispatched(route: Wrapper, logits: Tensor, config: Any, **set
     if loss is None or settings.get("padding_mask") is not None:
         return out
     scores = moe_ref.aux_loss_scores(logits.detach(), topk=config.topk, score_function=config.score_function).scores
-    how = {
+    loss_settings = {
         "topk": config.topk,
         "num_experts": logits.shape[1],
         "coeff": config.aux_loss_coeff,
         "total_num_tokens": len(logits),
     }
-    aux_loss = moe_ref.load_balancing_loss(scores, out.routing_map.sum(0), **how) / _ranks(settings)
+    aux_loss = moe_ref.load_balancing_loss(scores, out.routing_map.sum(0), **loss_settings) / _ranks(settings)
     return out._replace(losses=out.losses._replace(aux_loss=aux_loss))
 
 
@@ -233,7 +233,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "R05",
-        "a group is judged by its best two, whatever K and g are",
+        "a group's score is its best two, for every K and g",
         "Megatron-LM !2942, 0.11",
         _both(_two_of_a_group),
     ),
@@ -253,39 +253,42 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("R10", "jitter turns bf16 into float32", "Megatron-LM !3774, to 0.14", {"jitter": _jitter_in_float32}),
     Defect(
         "R15",
-        "no gate bias, and weights that are not renormalised",
+        "no gate bias, weights not renormalised",
         "torchtitan #2319",
         _both(_not_renormalised) | {"gate": _no_gate_bias},
     ),
     Defect(
         "R16",
-        "a router bias that nobody initialised",
+        "an uninitialised router bias",
         "torchtitan #2450; Megatron-LM #2033, 0.15",
         {"gate": _garbage_gate_bias},
     ),
     Defect(
-        "R19", "what is saved is the bias as it began", "torchtitan #1226", {"state_tensors": _bias_saved_as_it_began}
+        "R19",
+        "the initial bias is saved, not the updated one",
+        "torchtitan #1226",
+        {"state_tensors": _initial_bias_saved},
     ),
     Defect(
         "R20",
-        "a layer without bias ends the update of those after it",
+        "a layer without bias stops the bias updates of later layers",
         "torchtitan #3686",
         {"finish_batch": _layers_after_one_without_bias},
     ),
     Defect(
         "R26",
-        "one shape, 128 experts and 8 of them, uses another score function",
+        "one shape, top-8 of 128 experts, uses another score function",
         "flashinfer #2889; vLLM-MetaX #270",
         _both(_one_shape_by_sigmoid),
     ),
     Defect(
         "R27",
-        "the balancing loss counts what is dispatched instead of the plain choice",
+        "the balancing loss counts dispatched tokens, not the plain top-k choice",
         "Megatron-LM #2767: policies differ by version",
         {"route": _counts_of_the_dispatched},
     ),
     Defect(
-        "A01", "experts taken for columns", "TransformerEngine #1944", {"load_balancing_loss": _experts_for_columns}
+        "A01", "experts mistaken for columns", "TransformerEngine #1944", {"load_balancing_loss": _experts_for_columns}
     ),
     Defect(
         "A05",
@@ -314,7 +317,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "A12",
-        "the sequence loss of a batch of packed sequences is that of one long one",
+        "the sequence loss treats packed sequences as one long sequence",
         "Megatron-LM #5696, to 0.18",
         {"route": _one_long_sequence},
     ),

@@ -1,7 +1,7 @@
-"""Defects of sums over ranks, planted in functions that know no ranks but those sums; see `planted`.
+"""Defects of sums over ranks, planted in functions that use ranks only for sums; see `planted`.
 
-Those named S are mistakes that such sums invite. None shows where all ranks have the same tokens, and most not even in one process. A05 and A07
-of `planted_router`, which are real, show here too.
+S01 … S10 are mistakes that such sums invite. None shows where all ranks have the same tokens; most
+need several processes. The real defects A05 and A07 of `defects` show here too.
 """
 
 from collections.abc import Callable
@@ -20,26 +20,26 @@ Sum = Callable[[Tensor], Tensor]
 def _with_groups(
     function: Wrapper, args: tuple[Any, ...], settings: dict[str, Any], other: Callable[[RouterRanks], RouterRanks]
 ) -> Any:
-    """The function with other groups in place of those it is given."""
+    """The function, called with other groups."""
     return function(*args, **settings | ({"ranks": other(settings["ranks"])} if "ranks" in settings else {}))
 
 
 def _with_sequence_sum(
     route: Wrapper, args: tuple[Any, ...], settings: dict[str, Any], other: Callable[[RankGroup], Sum]
 ) -> Any:
-    """The function with another sum over the ranks that share a sequence."""
+    """The function, called with another sum over the ranks of a sequence."""
     return _with_groups(
         route, args, settings, lambda ranks: ranks._replace(tp_cp=ranks.tp_cp._replace(sum=other(ranks.tp_cp)))
     )
 
 
 def _own_counts_times_ranks(route: Wrapper, *args: Any, **settings: Any) -> Any:
-    """What is a sum only where all ranks have the same."""
+    """x times the ranks: the sum only if all ranks hold the same x."""
     return _with_sequence_sum(route, args, settings, lambda group: lambda x: x * group.size)
 
 
 def _own_tokens_times_ranks(route: Wrapper, *args: Any, **settings: Any) -> Any:
-    """One number is one rank's tokens; counts of experts have a dimension."""
+    """Wrong only for scalars (token counts); counts per expert are summed."""
     return _with_sequence_sum(
         route, args, settings, lambda group: lambda x: group.sum(x) if x.dim() else x * group.size
     )
@@ -56,7 +56,7 @@ def _batch_over_one_sequence(route: Wrapper, *args: Any, **settings: Any) -> Any
 
 
 def _counts_summed_each_step(route: Wrapper, *args: Any, **settings: Any) -> Any:
-    """The running counts go through the sum again with every micro-batch."""
+    """Sums the running counts again in every micro-batch."""
     out = route(*args, **settings)
     if "ranks" not in settings:
         return out
@@ -69,14 +69,14 @@ def _bias_by_own_counts(finish_batch: Wrapper, state: Any, config: Any, **settin
 
 
 def _bias_of_an_idle_rank(finish_batch: Wrapper, state: Any, config: Any, **settings: Any) -> Any:
-    """It takes part in the sum, and leaves the bias as it was."""
+    """A rank without tokens joins the sum but keeps its bias."""
     after = finish_batch(state, config, **settings)
     idle = not bool(state.tokens_per_expert.any())
     return after._replace(expert_bias=state.expert_bias) if idle else after
 
 
 def _bias_of_the_first_rank(finish_batch: Wrapper, state: Any, config: Any, **settings: Any) -> Any:
-    """Sums end on one rank, and the others go by what they had."""
+    """The sum reaches rank 0 only; the other ranks use their own counts."""
     elsewhere = dist.is_initialized() and dist.get_rank() > 0
     if "ranks" in settings and elsewhere:
         group = settings["ranks"].tp_dp_cp
@@ -108,14 +108,14 @@ INVITED = "a mistake that sums over ranks invite"
 DEFECTS: tuple[Defect, ...] = (
     Defect(
         "S01",
-        "counts of a balancing loss are this rank's, times the ranks",
+        "a balancing loss takes this rank's counts × ranks for the sum",
         INVITED,
         {"route": _own_counts_times_ranks},
     ),
     Defect(
         "S02",
-        "a loss per token takes this rank's tokens, times the ranks, for those of all",
-        "Megatron-LM, where ranks have equally many",
+        "a loss per token takes this rank's tokens × ranks for the sum",
+        "Megatron-LM, correct for equal counts",
         {"route": _own_tokens_times_ranks},
     ),
     Defect("S03", "counts of a balancing loss are averaged over the ranks", INVITED, {"route": _mean_of_counts}),
@@ -134,7 +134,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("S06", "the expert bias moves by this rank's counts", INVITED, {"finish_batch": _bias_by_own_counts}),
     Defect(
         "S07",
-        "a rank that had no tokens leaves its expert bias as it was",
+        "a rank without tokens does not update its expert bias",
         INVITED,
         {"finish_batch": _bias_of_an_idle_rank},
     ),

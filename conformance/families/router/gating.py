@@ -15,7 +15,7 @@ from moe_ref.router.gating import ROUTER_DTYPES, gate
 
 
 class Gate(Contract[GateCase]):
-    """`gate`: the product in the router dtype, and its three gradients."""
+    """`gate`: the GEMM in the router dtype and its three gradients."""
 
     function = "gate"
     case_type = GateCase
@@ -49,9 +49,8 @@ class Gate(Contract[GateCase]):
         x, weight = problem.required.values()
         bias, g = problem.settings.get("bias"), problem.cotangents.get("logits")
         out = ROUTER_DTYPES.get(problem.settings.get("router_dtype", ""), x.dtype)
-        stored = _in(
-            out, x=x, weight=weight, **({} if bias is None else {"bias": bias})
-        )  # operands are rounded to the router dtype first
+        # operands are first rounded to the router dtype
+        stored = _in(out, x=x, weight=weight, **({} if bias is None else {"bias": bias}))
         accumulator = torch.float64 if out == torch.float64 else torch.float32
         value = gate(stored["x"], stored["weight"], bias=stored.get("bias"))
         magnitude = stored["x"].abs() @ stored["weight"].abs().T + (0 if bias is None else stored["bias"].abs())
@@ -71,10 +70,9 @@ class Gate(Contract[GateCase]):
             terms["bias"] = (g.sum(0), g.abs().sum(0), x.shape[0], bias.dtype)
         for name in problem.wanted:
             v, m, count, dtype = terms[name]
-            between = (
-                ROUNDOFF[out] * (v.abs() + m * ROUNDOFF[accumulator]) if dtype != out else 0
-            )  # rounded to the router dtype, then to the operand's
-            right[f"d_{name}"] = _wider(sum_bound(v, m, count + 2, dtype, accumulator), between)
+            # rounded to the router dtype, then to the operand's
+            first = ROUNDOFF[out] * (v.abs() + m * ROUNDOFF[accumulator]) if dtype != out else 0
+            right[f"d_{name}"] = _wider(sum_bound(v, m, count + 2, dtype, accumulator), first)
         return right
 
 
@@ -88,7 +86,7 @@ def _wider(bounded: Bounded, more: torch.Tensor | float) -> Bounded:
 
 
 class Jitter(Contract[GateCase]):
-    """`jitter`: each element within eps of itself, in its dtype; half of them up and half of them down."""
+    """`jitter`: each element times a factor in [1 - eps, 1 + eps], rounded to its dtype."""
 
     function = "jitter"
     case_type = GateCase
@@ -112,7 +110,7 @@ class Jitter(Contract[GateCase]):
 
 
 class AttachLoss(Contract[GateCase]):
-    """`attach_loss`: the tensor itself; the loss gets `scale` as its gradient, whatever the tensor's cotangent is."""
+    """`attach_loss`: x unchanged; dloss = `scale` for every cotangent of x."""
 
     function = "attach_loss"
     case_type = GateCase

@@ -1,4 +1,4 @@
-"""Router cases worked out by hand: literal inputs, and outputs that no code of this project computed."""
+"""Router cases computed by hand: literal inputs and outputs."""
 
 import math
 from typing import Any
@@ -22,7 +22,7 @@ def _bools(*rows: list[int]) -> Tensor:
 
 
 def _near(*rows: Any) -> Bounded:
-    """Within some roundings of float32, and exact where it is zero."""
+    """Within 2^-20 relative error; zeros exact."""
     value = torch.tensor(rows, dtype=torch.float64)
     return Bounded(value, value.abs() * 2.0**-20, torch.float32, torch.float32)
 
@@ -33,7 +33,7 @@ def _number(x: float) -> Bounded:
 
 
 def _map(*rows: list[int], dim: int = 1) -> Chosen:
-    """Exactly these."""
+    """Exactly this map."""
     value = torch.tensor(rows, dtype=torch.bool)
     keys = (value if dim else value.T).double()
     return Chosen(value, keys, torch.zeros_like(keys), keys.sum(1).long(), dim=dim)
@@ -44,7 +44,7 @@ def _sigmoid(x: float) -> float:
 
 
 THREE = _floats([0, 1, 3])
-GROUPS = _floats([9, 1, 0, 0, 5, 4.5, 4.4, 4.3])  # the single best expert in one group, the best four in the other
+GROUPS = _floats([9, 1, 0, 0, 5, 4.5, 4.4, 4.3])  # group 0: the best expert; group 1: the best four
 OF_GROUP_TWO = [math.exp(x) / sum(math.exp(y) for y in (5, 4.5, 4.4, 4.3)) for x in (5, 4.5, 4.4, 4.3)]
 BOTH = math.e**1 + math.e**3
 
@@ -84,11 +84,11 @@ TOPK_ROUTING: Golden = {
             "probs": _near([0.5 / (0.5 + _sigmoid(2)), 0, _sigmoid(2) / (0.5 + _sigmoid(2))]),
         },
     ),
-    "a_group_counts_its_best_four": (  # 18.2 against 10; by the best two it would be 9.5 against 10
+    "a_group_counts_its_best_four": (  # 18.2 > 10; with the best two 9.5 < 10
         Problem("topk_routing", {"logits": GROUPS}, {"topk": 4, "num_groups": 2, "group_topk": 1}),
         {"routing_map": _map([0, 0, 0, 0, 1, 1, 1, 1]), "probs": _near([0, 0, 0, 0, *OF_GROUP_TWO])},
     ),
-    "groups_nearer_than_bf16_can_tell": (  # 2 against 2.001953125
+    "groups_nearer_than_bf16_can_tell": (  # 2 < 2.001953125
         Problem(
             "topk_routing",
             {"logits": _floats([1.5, 0.5, 1.5, 0.501953125])},
@@ -96,7 +96,7 @@ TOPK_ROUTING: Golden = {
         ),
         {"routing_map": _map([0, 0, 1, 1])},
     ),
-    "bests_nearer_than_bf16_can_tell": (  # 2.001953125 against 2.0009765625
+    "bests_nearer_than_bf16_can_tell": (  # 2.001953125 > 2.0009765625
         Problem(
             "topk_routing",
             {"logits": _floats([1.501953125, 0.5, 1.5, 0.5009765625])},
@@ -154,7 +154,7 @@ AUX_LOSS_SCORES: Golden = {
 }
 
 LOAD_BALANCING_LOSS: Golden = {
-    "uniform_makes_the_coefficient": (  # four tokens, two experts, one slot: each expert has two tokens and scores of 1/2
+    "uniform_makes_the_coefficient": (  # T = 4, E = 2, K = 1: two tokens per expert, scores 1/2
         Problem(
             "load_balancing_loss",
             {"scores": torch.full((4, 2), 0.5), "tokens_per_expert": torch.tensor([2, 2])},
@@ -170,7 +170,7 @@ LOAD_BALANCING_LOSS: Golden = {
         ),
         {"loss": _number(0.0)},
     ),
-    "less_than_a_token_a_sequence": (  # the mean length of sequences that are mostly padding
+    "less_than_a_token_a_sequence": (  # mean length of mostly padded sequences
         Problem(
             "load_balancing_loss",
             {"scores": _floats([1, 0, 0, 0]), "tokens_per_expert": torch.tensor([1, 0, 0, 0])},
@@ -191,7 +191,7 @@ LOAD_BALANCING_LOSS: Golden = {
 }
 
 Z_LOSS: Golden = {
-    "two_tokens": (  # ln 2 squared and ln 4 squared; the mean of both
+    "two_tokens": (  # mean of (ln 2)² and (ln 4)²
         Problem("z_loss", {"logits": torch.log(_floats([1, 1], [2, 2]))}, {"coeff": 0.5}),
         {"loss": _number(0.25 * (math.log(2) ** 2 + math.log(4) ** 2))},
     ),
@@ -202,7 +202,7 @@ Z_LOSS: Golden = {
 }
 
 SINKHORN_ROUTING: Golden = {
-    "the_plan_spreads_what_top_one_would_not": (  # both tokens prefer expert 0, the second by less
+    "the_plan_spreads_what_top_one_would_not": (  # both tokens prefer expert 0, token 1 by less
         Problem("sinkhorn_routing", {"logits": _floats([4, 0], [1, 0])}, {"topk": 1}),
         {"routing_map": _map([1, 0], [0, 1]), "probs": _near([_sigmoid(4), 0], [0, 0.5])},
     ),
@@ -289,4 +289,4 @@ UPDATE_EXPERT_BIAS: Golden = {
         {"expert_bias": _near(0.75, 0.5, 0.25)},
     ),
 }
-ROUTE: Golden = {}  # several calls: its contract works them out step by step
+ROUTE: Golden = {}  # several calls: judged step by step by the contract

@@ -1,7 +1,7 @@
-"""Laws of the router: what may not change a choice, a weight or a loss.
+"""Laws of the router: transformations that keep choices, weights and losses.
 
-Most transform the inputs, run again, transform the outputs back, and judge them by what was right the first time: in exact
-arithmetic nothing has changed.
+Most transform the inputs, run again, transform the outputs back and judge them by the first run's
+expectations, which hold again in exact arithmetic.
 """
 
 import math
@@ -20,7 +20,7 @@ from conformance.core.shared_out_laws import SHARED_OUT, of_one_process
 from conformance.judge import Bounded, Finding, judge
 
 PER_EXPERT = ("expert_bias", "tokens_per_expert")
-SIGMAS = 6  # 1/√3 is the deviation of a number uniform in -1 … 1; over √n it is that of their mean, and 1/√15 that of their deviation
+SIGMAS = 6  # standard errors over √n, for u uniform in ±1: 1/√3 of the mean, 1/√15 of the deviation
 
 
 def _flipped(x: Tensor, dim: int) -> Tensor:
@@ -35,9 +35,9 @@ def _turned(problem: Problem, turn: Callable[[str, Tensor], Tensor]) -> Problem:
 
 
 def _expert_relabelling(trial: Trial) -> Finding | None:
-    """Experts in the opposite order: the same experts under their new numbers."""
+    """Experts in reverse order: the same experts under new indices."""
     last = trial.case.experts - 1
-    slots = trial.case.function == "topk_indices"  # its outputs are [T,K]
+    slots = trial.case.function == "topk_indices"  # outputs [T,K]
 
     def turn(name: str, x: Tensor) -> Tensor:
         if name == "precomputed_indices":
@@ -60,20 +60,20 @@ def _expert_relabelling(trial: Trial) -> Finding | None:
 
 
 def _shift(trial: Trial) -> Finding | None:
-    """The same number added to all logits: softmax does not notice."""
+    """A constant added to all logits: softmax does not change."""
     second = trial.problem.with_tensors({"logits": trial.problem.required["logits"] + 2})
     return trial.judged("shift", trial.expected, trial.run(second))
 
 
 def _chosen(trial: Trial) -> Tensor:
-    """The experts that the first run chose, as [T,K] indices."""
+    """The first run's experts as [T,K] indices."""
     if "indices" in trial.first:
         return trial.first["indices"].long()
     return trial.first["routing_map"].nonzero()[:, 1].reshape(trial.case.tokens, trial.case.topk)
 
 
 def _replay(trial: Trial) -> Finding | None:
-    """The experts that were chosen, given as indices, have the same weights, with or without bias and groups."""
+    """The chosen experts as precomputed indices: the same weights, without bias and groups."""
     index = _chosen(trial)
     settings = {
         name: x for name, x in trial.problem.settings.items() if name not in ("expert_bias", "num_groups", "group_topk")
@@ -86,7 +86,7 @@ def _replay(trial: Trial) -> Finding | None:
 
 
 def _padding_tokens(trial: Trial) -> Finding | None:
-    """Other logits in the rows of padding: nothing changes."""
+    """Other logits in padding rows: no output changes."""
     padding = trial.problem.settings["padding_mask"]
     logits = torch.where(
         padding[:, None],
@@ -97,7 +97,7 @@ def _padding_tokens(trial: Trial) -> Finding | None:
 
 
 def _shares(trial: Trial) -> Finding | None:
-    """The losses of two ranks, each of half of the tokens, add up to that of one rank."""
+    """The losses of the two halves of the tokens add up to the whole loss."""
     half = trial.case.tokens // 2
     parts = []
     for rows in (slice(0, half), slice(half, None)):
@@ -118,7 +118,7 @@ def judge_law(law: str, output: str, expected: Bounded, observed: Any) -> Findin
 
 
 def _evenly_spread(trial: Trial) -> Finding | None:
-    """The factors are spread over the whole of [1 - eps, 1 + eps], with mean 1, and differ from call to call."""
+    """The factors are uniform in [1 - eps, 1 + eps] and differ between calls."""
     x, eps = trial.problem.required["x"].double(), trial.problem.settings["eps"]
     again = trial.run(trial.problem)["x"].double()
     u = ((trial.first["x"].double() / x - 1) / eps)[x != 0]

@@ -1,4 +1,4 @@
-"""route over several steps: probs, map, losses, gradients and state, with what happens between global batches."""
+"""route over several steps, with finish_batch: probs, map, losses, gradients and state."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -16,12 +16,7 @@ from conformance.judge import Expectation
 from conformance.judge.exact import Exact
 from moe_ref.config import RankGroup, RouterConfig, RouterRanks, RouterState
 
-STATE = (
-    "expert_bias",
-    "tokens_per_expert",
-    "global_tokens_per_expert",
-    "global_steps",
-)  # what is compared of the state
+STATE = ("expert_bias", "tokens_per_expert", "global_tokens_per_expert", "global_steps")  # compared
 ROUTE_OUTPUTS = ("probs", "routing_map", "losses", "indices", "state")
 
 Script = Callable[[Any, dict[str, Any]], dict[str, Any]]
@@ -48,9 +43,7 @@ class Route(Contract[RouteCase]):
         required = {f"logits.{i}": logits_of_step(case, i) for i, step in enumerate(steps) if step in FORWARDS}
         settings: dict[str, Any] = {"training": True, "loss_scale": case.scale / 8}
         settings |= {"batch_size": case.sequences} if case.sequences > 1 else {}
-        uneven = (
-            len(set(case.counts)) > 1
-        )  # then a mask, if only of nothing, says which tokens count: without one all ranks have equally many
+        uneven = len(set(case.counts)) > 1  # needs a mask: without one all ranks have equal counts
         settings |= (
             {"padding_mask": torch.from_numpy(hashed(case.seed, "padding", case.tokens) % 8 < case.padding)}
             if case.padding or uneven
@@ -85,7 +78,7 @@ class Route(Contract[RouteCase]):
             common = {
                 name: given[name] for name in ("batch_size", "padding_mask", "loss_scale", "ranks") if name in given
             }
-            over_all = {name: given[name] for name in ("ranks",) if name in given}
+            ranks = {name: given[name] for name in ("ranks",) if name in given}
             target = None
             outputs: dict[str, Any] = {}
             for i, step in enumerate(steps):
@@ -93,26 +86,28 @@ class Route(Contract[RouteCase]):
                     watch(i, state)
                 if step in ("finish", "frozen"):
                     state = implementation.call(
-                        "finish_batch", state, config, **over_all, **({"frozen": True} if step == "frozen" else {})
+                        "finish_batch", state, config, **ranks, **({"frozen": True} if step == "frozen" else {})
                     )
                 elif step == "reload":
                     saved = {name: x.clone() for name, x in implementation.call("state_tensors", state).items()}
                     state = implementation.call("state_from", saved)
                 else:
-                    how: dict[str, Any] = {"training": False} if step == "eval" else {}
-                    how |= {"replay": step} if step in REPLAYS else {}
-                    how |= {"replay_target": target} if step == "forward" else {}
+                    options: dict[str, Any] = {"training": False} if step == "eval" else {}
+                    options |= {"replay": step} if step in REPLAYS else {}
+                    options |= {"replay_target": target} if step == "forward" else {}
                     with torch.no_grad() if step == "nograd" else nullcontext():
                         result = named_outputs(
-                            implementation.call("route", given[f"logits.{i}"], config, state=state, **common, **how),
+                            implementation.call(
+                                "route", given[f"logits.{i}"], config, state=state, **common, **options
+                            ),
                             ROUTE_OUTPUTS,
                         )
                     state = result["state"]
                     target = result["indices"] if step == "record" else target
                     outputs |= {f"{i}.{name}": result[name] for name in ("probs", "routing_map")}
-                    told = _fields(result["losses"])
-                    outputs |= {f"{i}.{name}": loss for name, loss in told.items() if loss is not None}
-                    outputs[f"{i}.losses"] = torch.tensor([told.get(name) is not None for name in LOSSES])
+                    losses = _fields(result["losses"])
+                    outputs |= {f"{i}.{name}": loss for name, loss in losses.items() if loss is not None}
+                    outputs[f"{i}.losses"] = torch.tensor([losses.get(name) is not None for name in LOSSES])
             tensors = implementation.call("state_tensors", state)
             return outputs | {f"state.{name}": tensors[name].clone() for name in STATE if name in tensors}
 
@@ -120,22 +115,22 @@ class Route(Contract[RouteCase]):
 
     def expected(self, case: RouteCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         played = self.played(case, problem)
-        own = self.forwards(case, problem, played, declared)
-        return self.judged(played, own, [own] * case.ranks, [own] * case.ranks)
+        steps = self.forwards(case, problem, played, declared)
+        return self.judged(played, steps, [steps] * case.ranks, [steps] * case.ranks)
 
     def played(self, case: RouteCase, problem: Problem) -> Played:
-        """What the reference makes of it, in float64."""
+        """The reference's outputs, gradients and states, float64."""
         config, steps = config_of(case), case.steps.split("+")
         before: dict[int, RouterState] = {}
         leaves = {name: leaf(x) for name, x in problem.required.items()}
-        right_script = self._script(config, steps, before.__setitem__)
-        out = right_script(Implementation(moe_ref), problem.settings | leaves)
-        asked = [name for name in problem.cotangents if out[name].requires_grad]
+        script = self._script(config, steps, before.__setitem__)
+        out = script(Implementation(moe_ref), problem.settings | leaves)
+        attached = [name for name in problem.cotangents if out[name].requires_grad]
         inputs = [leaves[name] for name in problem.wanted]
-        cotangents = [problem.cotangents[name].double() for name in asked]
+        cotangents = [problem.cotangents[name].double() for name in attached]
         gradients = (
-            torch.autograd.grad([out[name] for name in asked], inputs, cotangents, allow_unused=True)
-            if asked
+            torch.autograd.grad([out[name] for name in attached], inputs, cotangents, allow_unused=True)
+            if attached
             else (None,) * len(inputs)
         )
         values = {
@@ -148,7 +143,7 @@ class Route(Contract[RouteCase]):
     def forwards(case: RouteCase, problem: Problem, played: Played, declared: Mapping[str, Any]) -> list[Step]:
         """The steps that take logits."""
         config = config_of(case)
-        recorded, queue, found = torch.zeros(0), [], []
+        recorded, queue, forwards = torch.zeros(0), [], []
         for i, step in enumerate(case.steps.split("+")):
             if step not in FORWARDS:
                 continue
@@ -167,29 +162,28 @@ class Route(Contract[RouteCase]):
                 accumulator_of(declared, DTYPES[case.dtype]),
             )
             recorded = one.chosen if step == "record" else recorded
-            found.append(one)
-        return found
+            forwards.append(one)
+        return forwards
 
     @staticmethod
     def judged(
-        played: Played, own: list[Step], sequence: list[list[Step]], every: list[list[Step]]
+        played: Played, steps: list[Step], sequence: list[list[Step]], every: list[list[Step]]
     ) -> dict[str, Expectation]:
-        """What is right on a rank; nothing, where rounding could change a choice on any.
+        """One rank's expectations; none if rounding could change a choice on any rank.
 
         Args:
-            sequence, every: the steps of the ranks that share a sequence with it, and of all that share the batch.
+            sequence, every: the steps of the ranks of its sequence, and of all ranks of the batch.
         """
         if any(one.ambiguous for forwards in every for one in forwards):
             return {}
         right: dict[str, Expectation] = {}
-        for i, one in enumerate(own):
+        for i, one in enumerate(steps):
             one.sequence, one.every = ([forwards[i] for forwards in ranks] for ranks in (sequence, every))
             right |= one.expectations(played.gradients.get(f"d_logits.{one.index}"))
         for name in STATE:
             value = played.outputs[f"state.{name}"]
-            right[f"state.{name}"] = Exact(
-                value, "values" if value.is_floating_point() else "integers"
-            )  # steps of n/1024 add up without rounding
+            # exact: sums of n/1024 are not rounded
+            right[f"state.{name}"] = Exact(value, "values" if value.is_floating_point() else "integers")
         return right
 
 

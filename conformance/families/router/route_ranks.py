@@ -1,7 +1,7 @@
-"""route among real ranks: each has tokens of its own, and what is summed over ranks, is.
+"""route on real ranks, each with different tokens.
 
-The ranks of a case are as many as it has counts; each `ranks` neighbours share a sequence. The groups that `route` and
-`finish_batch` are given are real: the case's process group, or some of its ranks.
+A case has one rank per count; `ranks` consecutive ranks share a sequence. `route` and
+`finish_batch` get real groups: the case's process group, or a subset of its ranks.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,17 +22,12 @@ from conformance.judge import Expectation
 from moe_ref.config import RankGroup, RouterRanks
 from moe_ref.dispatch.ranks import Sum, play
 
-SAME = (
-    "losses",
-    "expert_bias",
-    "global_tokens_per_expert",
-    "global_steps",
-)  # of what is told and of the state: on all ranks alike
+SAME = ("losses", "expert_bias", "global_tokens_per_expert", "global_steps")  # equal on all ranks
 
 
 @dataclass(frozen=True)
 class Members:
-    """Stands in a call for the groups of a rank, until the call is made at a place in a world."""
+    """A rank's groups as member lists, resolved to process groups when the call runs."""
 
     sequence: tuple[int, ...]  # the ranks that share a sequence
     batch: tuple[int, ...]  # the ranks that share the batch
@@ -61,7 +56,7 @@ class RouteOverRanks(SharedOut[RouteCase]):
     def right_at(
         self, rank: int, case: RouteCase, calls: list[Problem], declared: Mapping[str, Any]
     ) -> dict[str, Expectation]:
-        """By the reference on all ranks at once, each a thread."""
+        """The reference, run on all ranks at once, one thread per rank."""
 
         def at(rank: int, over: Callable[[Any], Sum]) -> Played:
             settings = calls[rank].settings
@@ -69,7 +64,7 @@ class RouteOverRanks(SharedOut[RouteCase]):
             return self.route.played(case, replace(calls[rank], settings=settings | groups))
 
         played = play(len(calls), at)
-        every = [self.route.forwards(case, call, own, declared) for call, own in zip(calls, played, strict=True)]
+        every = [self.route.forwards(case, call, one, declared) for call, one in zip(calls, played, strict=True)]
         sequence = [every[member] for member in calls[rank].settings["ranks"].sequence]
         return self.route.judged(played[rank], every[rank], sequence, every)
 
@@ -86,22 +81,22 @@ class RouteOverRanks(SharedOut[RouteCase]):
 
 
 def summed(ranks: tuple[int, ...], place: RankContext) -> Sum:
-    """The sum of a tensor over those ranks, this one among them."""
+    """The sum of a tensor over these ranks, which include the caller."""
 
     def total(x: Tensor) -> Tensor:
-        own = x.detach().clone()
+        local = x.detach().clone()
         if len(ranks) == place.ranks:
-            dist.all_reduce(own, group=place.group)
-            return own
-        given = {rank: own if rank == place.rank else torch.empty_like(own) for rank in ranks}
+            dist.all_reduce(local, group=place.group)
+            return local
+        parts = {rank: local if rank == place.rank else torch.empty_like(local) for rank in ranks}
         others = [rank for rank in ranks if rank != place.rank]
         pairs = [
             dist.P2POp(move, buffer, rank, place.group)
             for rank in others
-            for move, buffer in ((dist.isend, own), (dist.irecv, given[rank]))
+            for move, buffer in ((dist.isend, local), (dist.irecv, parts[rank]))
         ]
         for work in dist.batch_isend_irecv(pairs) if pairs else ():
             work.wait()
-        return torch.stack(list(given.values())).sum(0)  # in the order of the ranks, so that all have the same
+        return torch.stack(list(parts.values())).sum(0)  # in rank order: bitwise equal on all ranks
 
     return total

@@ -1,4 +1,4 @@
-"""One forward of route on one rank: what is right of it, and how far off an honest result may be."""
+"""One forward of route on one rank: its expectations and error bounds."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +23,7 @@ from moe_ref.router.selection import topk_routing
 
 @dataclass(frozen=True)
 class Played:
-    """What the reference made of the steps of one rank."""
+    """The reference's results of one rank's steps."""
 
     outputs: dict[str, Any]
     gradients: dict[str, Tensor]
@@ -31,10 +31,10 @@ class Played:
 
 
 class Step:
-    """What is right of one forward, and how far off an honest result may be."""
+    """One forward's expectations and error bounds."""
 
-    sequence: list["Step"]  # what the ranks that share a sequence do at this step
-    every: list["Step"]  # what all ranks do
+    sequence: list["Step"]  # this step on the ranks of the sequence
+    every: list["Step"]  # this step on all ranks
 
     def __init__(
         self,
@@ -91,12 +91,12 @@ class Step:
     def _close_drops(self) -> bool:
         if self.config.capacity_factor is None or self.config.drop_policy != "probs":
             return False
-        how: dict[str, Any] = {
+        limits: dict[str, Any] = {
             "num_experts": self.case.experts,
             "topk": self.case.topk,
             "capacity_factor": self.config.capacity_factor,
         }
-        capacity = expert_capacity(len(self.logits), **how)
+        capacity = expert_capacity(len(self.logits), **limits)
         slack = (
             4 * (float(self.p.error.max()) + float(self.p.value.max()) * float(torch.finfo(self.logits.dtype).eps))
             if self.p.value.numel()
@@ -108,49 +108,50 @@ class Step:
         i = self.index
         right: dict[str, Expectation] = {f"{i}.routing_map": Exact(self.kept, "integers")}
         if self.config.pad_to_capacity:
-            del right[f"{i}.routing_map"]  # any unrouted tokens may fill up
+            del right[f"{i}.routing_map"]  # any unrouted tokens may be fillers
         stays = self.kept & self.chosen
-        right[f"{i}.losses"] = Exact(self.out[f"{i}.losses"], "integers")  # which there are
+        right[f"{i}.losses"] = Exact(self.out[f"{i}.losses"], "integers")  # which losses are given
         right[f"{i}.probs"] = self.p.masked(stays).bounded(self.logits.dtype, self.out[f"{i}.probs"].detach())
         slope = Running(torch.zeros_like(self.x.value), torch.zeros_like(self.x.value), self.dtype)
         if self.cotangent is not None:
             slope = gradient(self.logits, self.chosen, torch.where(stays, self.cotangent, 0), self.settings, self.dtype)
-        apart = torch.zeros_like(slope.value)  # what autograd adds up is rounded to the logits' dtype before and after
+        # autograd's partial gradients and their sums are rounded to the logits' dtype
+        rounded = torch.zeros_like(slope.value)
         if self.learns:
             for name, (loss, by_logits) in self._losses().items():
                 right[f"{i}.{name}"] = Running(loss.value.reshape(()), loss.error.reshape(()), self.dtype).bounded(
                     torch.float32, self.out[f"{i}.{name}"]
                 )
                 slope = slope + by_logits
-                apart = apart + by_logits.value.abs() + slope.value.abs()
+                rounded = rounded + by_logits.value.abs() + slope.value.abs()
         if gradient_value is not None:
             bound = slope.bounded(self.logits.dtype, gradient_value)
-            right[f"d_logits.{i}"] = replace(bound, bound=bound.bound + 2 * ROUNDOFF[self.logits.dtype] * apart)
+            right[f"d_logits.{i}"] = replace(bound, bound=bound.bound + 2 * ROUNDOFF[self.logits.dtype] * rounded)
         return right
 
     def _losses(self) -> dict[str, tuple[Running, Running]]:
-        """Each loss, and its share of dlogits."""
+        """Each loss and its contribution to dlogits."""
         config, case = self.config, self.case
         valid = float(self.valid.sum())
         scale, of_all = case.scale / 8, _valid(self.sequence) if config.loss_per_token else 1.0
-        found: dict[str, tuple[Running, Running]] = {}
+        losses: dict[str, tuple[Running, Running]] = {}
         if config.z_loss_coeff:
             loss, slope = z_terms(self.x, self.valid, config.z_loss_coeff / case.ranks)
-            found["z_loss"] = loss, slope * (scale * (valid * case.ranks if config.loss_per_token else 1.0))
+            losses["z_loss"] = loss, slope * (scale * (valid * case.ranks if config.loss_per_token else 1.0))
         if not config.balancing_coeffs:
-            return found
+            return losses
         function = config.score_function
         _, scores = aux_scores(self.x, function)
         for name, coeff in config.balancing_coeffs.items():
             weight = self._column_weights(name) * (coeff * case.experts / case.topk)
-            exact = Running(weight, weight.abs() * 2.0**-22, self.dtype)  # counts are exact; four factors are not
+            exact = Running(weight, weight.abs() * 2.0**-22, self.dtype)  # four factors
             shared = (scores * exact).masked(self.valid[:, None])
             loss = shared.sum(1).sum(0)
-            found[name] = loss, aux_gradient(self.x, exact * (scale * of_all), function).masked(self.valid[:, None])
-        return found
+            losses[name] = loss, aux_gradient(self.x, exact * (scale * of_all), function).masked(self.valid[:, None])
+        return losses
 
     def _column_weights(self, name: str) -> Tensor:
-        """[T,E] count of each score's column over the tokens squared; see `moe_ref.router.losses`."""
+        """[T,E] each column's count / tokens²; see `moe_ref.router.losses`."""
         shape, sequences = self.aux_map.shape, self.case.sequences
         if name == "seq_aux_loss":
             count = _sum([rank.aux_map.reshape(-1, sequences, shape[1]).sum(0) for rank in self.sequence]).repeat(
@@ -167,16 +168,16 @@ class Step:
 
     @cached_property
     def aux_map(self) -> Tensor:
-        """[T,E] what the balancing losses count, in float64."""
-        how: dict[str, Any] = {
+        """[T,E] the map counted by the balancing losses, float64."""
+        settings: dict[str, Any] = {
             "topk": self.case.topk,
             "score_function": self.config.score_function,
             "padding_mask": ~self.valid,
         }
-        return moe_ref.aux_loss_scores(self.logits.double(), **how).routing_map.double()
+        return moe_ref.aux_loss_scores(self.logits.double(), **settings).routing_map.double()
 
     def _tokens(self, ranks: list["Step"]) -> float:
-        """Tokens that a loss of those ranks is over: the valid ones, or, without a mask, this rank's times the ranks."""
+        """Tokens of a loss over these ranks: valid ones; without a mask, this rank's × ranks."""
         return _valid(ranks) if self.masked else float(len(self.logits) * len(ranks))
 
 
@@ -189,7 +190,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
 
 
 def _close(values: Tensor, count: int, slack: float) -> bool:
-    """Whether the last that is in and the first that is out are nearer than `slack`, in some row."""
+    """Whether in some row the count-th and next largest values differ by at most `slack`."""
     if not 0 < count < values.shape[1]:
         return False
     order = values.sort(dim=1, descending=True).values

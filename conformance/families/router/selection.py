@@ -1,4 +1,4 @@
-"""topk_indices and topk_routing: the choice by the rule of margins, weights and gradients given the candidate's own choice."""
+"""topk_indices, topk_routing: choice by the rule of margins; weights, gradient of that choice."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from moe_ref.router.scores import EPSILON
 from moe_ref.router.selection import topk_indices
 
 Settings = dict[str, Any]
-UNDERFLOW = -87.0  # below it exp(x) is subnormal in float32: √ln(1+exp x) may be 0, and its slope has no value
+UNDERFLOW = -87.0  # below, exp(x) is subnormal in float32 and √ln(1+exp x) may be 0: no slope
 
 
 def score(x: Running, function: str) -> Running:
@@ -41,7 +41,7 @@ def softplus(x: Running) -> Running:
 
 
 def keys_of(logits: Tensor, settings: Settings, dtype: torch.dtype) -> Running:
-    """What the choice goes by, and how far honest keys may be off."""
+    """The sort keys of the choice, with error bounds."""
     x = Running.of(logits, dtype)
     function = settings.get("score_function", "softmax")
     keys = x if function == "softmax" and not settings.get("pre_softmax") else score(x, function)
@@ -51,7 +51,7 @@ def keys_of(logits: Tensor, settings: Settings, dtype: torch.dtype) -> Running:
 
 
 def weights(logits: Tensor, chosen: Tensor, settings: Settings, dtype: torch.dtype) -> tuple[Running, Running]:
-    """Weights of the chosen, [T,E], before and after the scaling factor."""
+    """[T,E] weights of the chosen experts, before and after the scaling factor."""
     x = Running.of(logits, dtype)
     function, count = settings.get("score_function", "softmax"), settings["topk"]
     if function == "softmax" and not settings.get("pre_softmax"):
@@ -66,9 +66,11 @@ def weights(logits: Tensor, chosen: Tensor, settings: Settings, dtype: torch.dty
 
 
 def gradient(logits: Tensor, chosen: Tensor, cotangent: Tensor, settings: Settings, dtype: torch.dtype) -> Running:
-    """dlogits, [T,E], by the closed form.
+    """[T,E] dlogits in closed form.
 
-    softmax: p (g - Σ g p), over S or over all E · normalised s: dx = s'(x) (g - Σ_S g p) / (Σ_S s + 1e-20) · alone: dx = s'(x) g
+    softmax over S or all E:  p (g - Σ g p)
+    normalised s:             s'(x) (g - Σ_S g p) / (Σ_S s + 1e-20)
+    s alone (K = 1):          s'(x) g
     """
     x, g = Running.of(logits, dtype), Running.of(cotangent, dtype).masked(chosen)
     if settings.get("scaling_factor") is not None:
@@ -91,12 +93,12 @@ def _slope(x: Running, s: Running, function: str) -> Running:
 
 
 def unspecified_rows(logits: Tensor, settings: Settings) -> Tensor:
-    """[T] rows of which nothing but K different experts is promised."""
+    """[T] rows with NaN or +∞: any K distinct experts are right."""
     return logits.isnan().any(1) | (logits == torch.inf).any(1)
 
 
 def unspecified_weights(logits: Tensor, chosen: Tensor, settings: Settings) -> Tensor:
-    """[T] rows whose weights are not specified: also softmax of nothing but -∞."""
+    """[T] rows with unspecified weights: also softmax of only -∞."""
     rows = unspecified_rows(logits, settings)
     if settings.get("score_function", "softmax") == "softmax":
         considered = torch.ones_like(chosen) if settings.get("pre_softmax") else chosen
@@ -105,7 +107,7 @@ def unspecified_weights(logits: Tensor, chosen: Tensor, settings: Settings) -> T
 
 
 def unspecified_gradient(logits: Tensor, chosen: Tensor, settings: Settings) -> Tensor:
-    """[T] rows whose gradient is not specified."""
+    """[T] rows with an unspecified gradient."""
     rows = unspecified_weights(logits, chosen, settings)
     return rows | (logits < UNDERFLOW).any(1) if settings.get("score_function") == "sqrtsoftplus" else rows
 
@@ -124,7 +126,7 @@ def _signature(probs: str, chosen: Output) -> Signature:
 
 
 class _TopK(Contract[LogitsCase]):
-    """What the two forms have in common."""
+    """Common part of the two forms."""
 
     case_type = LogitsCase
 
@@ -154,7 +156,7 @@ class _TopK(Contract[LogitsCase]):
             keys = Running(value.double(), torch.zeros(value.shape, dtype=torch.float64), dtype)
         else:
             keys = keys_of(torch.where(free[:, None], 0, logits), settings, dtype)
-        free = free | keys.value.isnan().any(1)  # softmax of nothing but -∞
+        free = free | keys.value.isnan().any(1)  # softmax of only -∞
         groups = settings.get("num_groups") or 0 if settings.get("precomputed_indices") is None else 0
         inputs = (
             logits.double(),
@@ -191,15 +193,16 @@ class _TopK(Contract[LogitsCase]):
         return right
 
     def _given(self, choice: Tensor, judge_by: Callable[[Tensor], Bounded]) -> Given:
-        """What is right given the candidate's choice; worked out again only where that is not the reference's."""
-        own = judge_by(choice)
-        return Given(
-            own.value,
-            lambda out: own if torch.equal(out[self.primary].long(), choice.long()) else judge_by(out[self.primary]),
-        )
+        """The expectation given the candidate's choice, recomputed if it is not the reference's."""
+        reference = judge_by(choice)
+
+        def resolve(out: Mapping[str, Any]) -> Bounded:
+            return reference if torch.equal(out[self.primary].long(), choice.long()) else judge_by(out[self.primary])
+
+        return Given(reference.value, resolve)
 
     def _oracle(self, problem: Problem, index: Tensor) -> tuple[Tensor, Tensor]:
-        """The float64 weights [T,K] of these experts, and the logits to differentiate them by."""
+        """float64 weights [T,K] of these experts, and the logits as their autograd leaf."""
         x = leaf(problem.required["logits"])
         bias = problem.settings.get("expert_bias")
         settings = (
@@ -209,11 +212,11 @@ class _TopK(Contract[LogitsCase]):
 
     @abstractmethod
     def _weights(self, problem: Problem, observed: Tensor, dtype: torch.dtype) -> Bounded:
-        """The right weights of the observed choice."""
+        """The expected weights of the observed choice."""
 
     @abstractmethod
     def _gradient(self, problem: Problem, observed: Tensor, dtype: torch.dtype) -> Bounded:
-        """The right gradient of the logits, given the observed choice."""
+        """The expected dlogits given the observed choice."""
 
     def _bounded_gradient(
         self, problem: Problem, chosen: Tensor, cotangent_TE: Tensor, value: Tensor, dtype: torch.dtype

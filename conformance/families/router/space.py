@@ -1,4 +1,4 @@
-"""What axes cannot say of the router: shapes of logits and loads, steps of a route, tokens over ranks."""
+"""The router beyond its axes: shapes of logits and loads, steps of route, tokens over ranks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,20 +16,21 @@ REAL_ROUTERS = (  # experts and top-k of real models
     *((8, 2), (60, 4), (64, 6), (72, 3), (128, 4), (128, 8), (256, 8), (384, 8), (512, 10)),
 )
 SINKHORN_SPREADS = ("distinct", "ties", "near", "negative", "equal")
-EDGES = ((1, 1), (31, 4), (32, 32), (33, 3), (65, 16), (1023, 8), (1024, 8), (2048, 4))  # experts and top-k
-# one more than a power of two: a last block that a loop ending too early leaves out
-LONG: Changes = {"experts": 5, "topk": 2, "seed": 1}  # seed 1: every token has two experts
+# experts and top-k
+EDGES = ((1, 1), (31, 4), (32, 32), (33, 3), (65, 16), (1023, 8), (1024, 8), (2048, 4))
+# 2ⁿ + 1 tokens: a loop that ends early misses the last block; seed 1: two experts per token
+LONG: Changes = {"experts": 5, "topk": 2, "seed": 1}
 WIDE: Changes = {"tokens": 33, "experts": 257, "topk": 3, "seed": 1}
-SHARED_ONE_IN = {"gate": 8, "route": 6}  # cases: each has several processes
+SHARED_ONE_IN = {"gate": 8, "route": 6}  # one case in this many has several processes
 
 
 def long(scope: Scope) -> Changes:
-    """More tokens than one block; fewer in an interpreter, which pays by the step."""
+    """More tokens than one block; fewer on the CPU, where kernels are interpreted."""
     return LONG | {"tokens": 2049 if scope.space.device == "cuda" else 257}
 
 
 def near(case: Any, scope: Scope) -> Any:
-    """The case without a far layout that would take too many addresses."""
+    """The case without a far layout beyond the address space."""
     small = case.tokens <= 4 and case.experts <= 4 and getattr(case, "hidden", 1) <= 4
     cheap = small and case.dtype in NARROW and case.layout_of not in ("precomputed_indices", "tokens_per_expert")
     return case if cheap or not case.layout.startswith("wide") else replace(case, layout="contiguous", layout_of="")
@@ -40,7 +41,7 @@ def near(case: Any, scope: Scope) -> Any:
 
 @st.composite
 def shape(draw: st.DrawFn, scope: Scope) -> Changes:
-    """Tokens, experts and top-k: small; of real routers; or with one size beyond every block."""
+    """Tokens, experts, top-k: small, medium, of real routers, or one size beyond any block."""
     kind = draw(st.sampled_from(("small", "small", "small", "medium", "real", "beyond")))
     if kind == "small":
         experts = draw(st.integers(1, 12))
@@ -72,7 +73,7 @@ def choices(draw: st.DrawFn, scope: Scope) -> Changes:
 
 @st.composite
 def group_limits(draw: st.DrawFn, experts: int, topk: int) -> Changes:
-    """Legal group limits, half of the time, if there are any."""
+    """Legal group limits, if any, in half of the cases."""
     fits = [
         (groups, kept)
         for groups in range(2, min(experts, 16) + 1)
@@ -93,7 +94,7 @@ def losses(draw: st.DrawFn, scope: Scope) -> Changes:
 
 @st.composite
 def plans(draw: st.DrawFn, scope: Scope) -> Changes:
-    """sinkhorn_routing: sizes whose plan does not take too long."""
+    """sinkhorn_routing: sizes whose plan converges fast."""
     fields = draw(shape(scope))
     experts = min(fields["experts"], 64)
     smaller = {"tokens": min(fields["tokens"], 64), "experts": experts, "topk": min(fields["topk"], 8, experts)}
@@ -110,11 +111,11 @@ def _limits(scope: Scope) -> dict[str, list[Changes]]:
 
 
 def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
-    """Real routers, blocks' edges, ties; and the choice, which given indices would replace, from far addresses."""
+    """Real routers, block edges, ties; choices (not precomputed) from far addresses."""
     fields: list[Changes] = [
         *({"tokens": 3, "experts": experts, "topk": topk} for experts, topk in REAL_ROUTERS + EDGES),
         long(scope),
-        # as many experts as columns, none of them spare
+        # all experts chosen
         {"tokens": 3, "experts": 8, "topk": 8, "spread": "equal"},
         {"tokens": 65, "experts": 4, "topk": 2, "spread": "ties", "seed": 3},
     ]
@@ -143,7 +144,7 @@ TOPK_INDICES = TOPK_ROUTING = Shapes(
 
 @st.composite
 def drops(draw: st.DrawFn, scope: Scope) -> Changes:
-    """drop_tokens: room for none, for some, for more than all."""
+    """drop_tokens: capacity for no tokens, some tokens, more than all."""
     fields = draw(shape(scope))
     capacity = draw(sizes(0, max(2 * fields["tokens"] * fields["topk"] // fields["experts"], 3)))
     values = draw(st.sampled_from(("distinct", "ties", "zeros", "negative")))
@@ -154,8 +155,8 @@ def drops(draw: st.DrawFn, scope: Scope) -> Changes:
 def _dropped(scope: Scope) -> list[Changes]:
     more: list[Changes] = [{}, {"values": "ties"}, {"policy": "position"}, {"pad": True, "values": "ties"}]
     double = {"tokens": 9, "experts": 3, "topk": 2, "capacity": 2, "dtype": "float64"}
-    last = long(scope) | {"seed": 2, "capacity": 65}  # the last token is among the best of some expert
-    room = [WIDE | {"capacity": 1}, long(scope) | {"capacity": 257}]  # for few, for all
+    last = long(scope) | {"seed": 2, "capacity": 65}  # some expert keeps the last token
+    room = [WIDE | {"capacity": 1}, long(scope) | {"capacity": 257}]  # few kept, all kept
     return [*(last | fields for fields in more), *room, double]
 
 
@@ -178,7 +179,7 @@ LOADS: Changes = {"tokens": 7, "experts": 5, "topk": 2}
 
 @st.composite
 def states(draw: st.DrawFn, scope: Scope) -> Changes:
-    """gate, jitter and attach_loss; of gate some cases over ranks."""
+    """gate, jitter and attach_loss; gate partly over ranks."""
     fields: Changes = {"tokens": draw(sizes(0, 40)), "hidden": draw(sizes(1, 140)), "experts": draw(sizes(1, 40))}
     if scope.function != "gate" or not over_ranks(draw, scope):
         return fields
@@ -200,7 +201,7 @@ def _gradients(scope: Scope) -> dict[str, list[Changes]]:
 
 @st.composite
 def routes(draw: st.DrawFn, scope: Scope) -> Changes:
-    """A configuration, and up to eight steps of training, evaluation, replay, update, saving and restoring."""
+    """A configuration and up to eight steps: train, evaluate, replay, update, save and restore."""
     sequences = draw(st.sampled_from((1, 1, 2, 3))) if scope.accepts("batch_size") else 1
     experts = draw(st.sampled_from((2, 4, 6, 8, 12, 16)))
     topk = draw(st.integers(1, min(experts - 1, 4)))
@@ -233,7 +234,7 @@ def routes(draw: st.DrawFn, scope: Scope) -> Changes:
 
 @st.composite
 def shared_route(draw: st.DrawFn, scope: Scope, fields: Changes) -> Changes:
-    """With losses or a bias, over ranks of which some share a sequence; at most two of its steps and an update."""
+    """The case over ranks, some sharing a sequence, with losses and few steps."""
     even = not scope.accepts("padding_mask") or draw(st.booleans())
     counts = draw(worlds(scope.space, fields["sequences"], even, 1 if fields["capacity"] else 0))
     few = ("train", "train+finish", "train+train", "train+finish+train", "eval+train+frozen", "nograd+train+reload")
@@ -246,7 +247,7 @@ def shared_route(draw: st.DrawFn, scope: Scope, fields: Changes) -> Changes:
 
 @st.composite
 def steps(draw: st.DrawFn, replay: bool) -> str:
-    """Steps that make sense in this order."""
+    """Steps in a legal order."""
     out, recorded, queued = ["record" if replay and draw(st.booleans()) else "train"], 0, 0
     recorded += out[0] == "record"
     for _ in range(draw(st.integers(0, 7))):
@@ -260,7 +261,7 @@ def steps(draw: st.DrawFn, replay: bool) -> str:
 
 
 def _routed(scope: Scope) -> list[Changes]:
-    """What waits to be replayed is saved too; sequences over two and four ranks, and ranks without tokens."""
+    """A reload before a queued replay; sequences over two and four ranks; ranks without tokens."""
     replayed = {"steps": "record+forward+reload+backward", "tokens": 5, "experts": 4, "topk": 2, "padding": 0}
     saved: list[Changes] = [replayed] if scope.accepts("replay") else []
     if scope.space.ranks < 4 or not all(scope.accepts(name) for name in ("ranks", "padding_mask")):
@@ -333,5 +334,5 @@ ROUTE = Shapes(
     covered={"tokens": 12, "experts": 8, "topk": 3},
     together=_route_together,
     always=_routed,
-    weight=1.2,  # some of it over ranks
+    weight=1.2,  # partly over ranks
 )
