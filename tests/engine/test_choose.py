@@ -30,7 +30,6 @@ from conformance.families.experts.cases import VALUES as VALUES_ACTIVATED
 from conformance.families.experts.cases import ActivationCase, GroupedCase, counts_of, hidden_of
 from conformance.families.experts.mlp import MlpCase
 from conformance.families.experts.shared import SharedCase
-from conformance.families.experts.space_recipes import recipe_cases
 from conformance.families.fused import axes as axes_fused
 from conformance.families.fused.cases import BACKWARD as BACK_AND_QUANTIZED
 from conformance.families.fused.cases import FUNCTIONS as ACTIVATED_AND_QUANTIZED
@@ -715,8 +714,9 @@ def test_seeds_of_sections_differ():
 def all_cases(function: str, space: Space, count: int = 25) -> list[Case]:
     random = drawn(strategy(function, space), 3, count)
     assert len(random) == count
-    covered = [*covering_cases(function, space).cases, *recipe_cases(function, space)]
-    return [*fixed_cases(function, space), *covered, *far_cases(function, space), *random]
+    covered = covering_cases(function, space).cases
+    more = scope_of(function, space).more(covered) if function not in COLLECTIVES else []
+    return [*fixed_cases(function, space), *covered, *more, *far_cases(function, space), *random]
 
 
 @functools.cache
@@ -899,7 +899,7 @@ def legal_pairs(function: str) -> set:
     return found
 
 
-@pytest.mark.parametrize("function", ["latent_projection"])
+@pytest.mark.parametrize("function", ["sequential_mlp"])
 def test_legal_pairs_are_those_of_all_combinations(function):
     axes = {name: values if name != "poison" else values[:1] for name, values in AXES[function].items()}
     every = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
@@ -907,7 +907,9 @@ def test_legal_pairs_are_those_of_all_combinations(function):
     assert known == pairs(row for row in every if unconverted.legal(function, row, Space()))
 
 
-@pytest.mark.parametrize("function", ["indices_to_multihot", "pad_routing_map", "gate", "sinkhorn_routing"])
+@pytest.mark.parametrize(
+    "function", ["indices_to_multihot", "pad_routing_map", "gate", "sinkhorn_routing", "latent_projection"]
+)
 def test_pairs_that_few_axes_allow_are_those_of_all_combinations(function):
     axes = axes_of(function)
     every = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))

@@ -14,9 +14,7 @@ from conformance.families.dispatch import axes as axes_dispatch
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
 from conformance.families.dispatch.cases import DispatchCase
 from conformance.families.dispatch.space import dispatch_cases, law_cases
-from conformance.families.experts import axes as axes_experts
 from conformance.families.experts import axes_mlp
-from conformance.families.experts.space import grouped_cases
 from conformance.families.experts.space_mlp import mlp_cases, shared_cases
 from conformance.families.experts.space_recipes import recipe_cases
 from conformance.families.fused import axes as axes_permuted_quantization
@@ -30,7 +28,6 @@ Row = dict[str, Any]
 STRATEGIES: dict[str, Callable[[str, Space], st.SearchStrategy[Case]]] = {
     **dict.fromkeys(ACTIVATED_AND_QUANTIZED, quantized_activation_cases),
     "permute_and_quantize": permuted_quantization_cases,
-    **dict.fromkeys(("grouped_linear", "grouped_dgrad", "grouped_wgrad", "latent_projection"), grouped_cases),
     **dict.fromkeys(("grouped_mlp", "sequential_mlp"), mlp_cases),
     "shared_experts": shared_cases,
     **dict.fromkeys(COLLECTIVES, dispatch_cases),
@@ -47,9 +44,8 @@ WEIGHT = {
         0.5,
     ),
     "permute_and_quantize": 1,
-    **dict.fromkeys(("grouped_linear", "grouped_dgrad", "grouped_wgrad"), 1),
     **dict.fromkeys(("grouped_mlp", "shared_experts"), 0.5),
-    **dict.fromkeys(("sequential_mlp", "latent_projection"), 0.2),
+    "sequential_mlp": 0.2,
     **dict.fromkeys(COLLECTIVES, 0.25),
 }
 FLOATS = ("float64", "float32", "bfloat16", "float16")
@@ -63,7 +59,6 @@ WORDS = {  # fields that are one of a few words, unless their class says otherwi
     "index_dtype": ("int64", "int32", "int16"),
 }
 HOMES = (
-    axes_experts,
     axes_mlp,
     axes_dispatch,
     axes_permuted_quantization,

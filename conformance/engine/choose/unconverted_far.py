@@ -11,8 +11,6 @@ from conformance.core.space import Space
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
 from conformance.families.dispatch.space import far_dispatch
 from conformance.families.experts.axes_mlp import AXES as AXES_MLP
-from conformance.families.experts.space import INPUTS as EXPERT_INPUTS
-from conformance.families.experts.space import far_experts
 from conformance.families.experts.space_mlp import far_mlp
 from conformance.families.fused.space import far_permuted_quantization
 from conformance.families.fused.space_activate import FUNCTIONS as ACTIVATED_AND_QUANTIZED
@@ -31,6 +29,4 @@ def far_cases(function: str, space: Space) -> list[Case]:
         return far_dispatch(function, space)
     if function == "permute_and_quantize":
         return far_permuted_quantization(space)
-    if function in EXPERT_INPUTS:
-        return far_experts(function, space)
     return []

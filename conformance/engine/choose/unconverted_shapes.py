@@ -11,22 +11,17 @@ from conformance.core.space import Space
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
 from conformance.families.dispatch.space import dispatch_shapes
 from conformance.families.experts.axes_mlp import AXES as AXES_MLP
-from conformance.families.experts.space import INPUTS as EXPERT_INPUTS
-from conformance.families.experts.space import expert_shapes
 from conformance.families.experts.space_mlp import mlp_shapes
-from conformance.families.experts.space_ratios import ratio_cases
 from conformance.families.fused.permute_and_quantize import PermutedQuantizationCase
 from conformance.families.fused.space import permuted_quantization_shapes
 from conformance.families.fused.space_activate import FUNCTIONS as ACTIVATED_AND_QUANTIZED
 from conformance.families.fused.space_activate import quantized_activation_shapes
 
 GRADS = {
-    "grouped_linear": "rows+weight",
     **dict.fromkeys(("glu_and_quantize", "activation_and_quantize"), "h+probs"),
     "permute_and_quantize": "tokens+probs",
     **dict.fromkeys(("grouped_mlp", "sequential_mlp"), "rows+fc1_weight+fc2_weight+probs"),
     "shared_experts": "x+fc1_weight+fc2_weight",
-    "latent_projection": "x+weight",
 }
 WITH_PROBS = (
     "permute_and_quantize",
@@ -51,8 +46,7 @@ def shape_cases(function: str, space: Space) -> list[Case]:
     cases = [
         _case(function, fields | ({"probs": "float32"} if with_probs else {}) | {"grads": grads}) for fields in shapes
     ]
-    lawful = [replace(case, law=space.laws(case)[i % len(space.laws(case))]) for i, case in enumerate(cases)]
-    return [*lawful, *ratio_cases(function, space)]
+    return [replace(case, law=space.laws(case)[i % len(space.laws(case))]) for i, case in enumerate(cases)]
 
 
 def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
@@ -62,7 +56,7 @@ def _shapes(function: str, space: Space) -> list[dict[str, Any]]:
         return mlp_shapes(function, space)
     if function == "permute_and_quantize":
         return permuted_quantization_shapes(space)
-    return expert_shapes(function, space) if function in EXPERT_INPUTS else []
+    return []
 
 
 def _case(function: str, fields: dict[str, Any]) -> Case:
