@@ -11,7 +11,8 @@ from conformance.core.case import Case
 from conformance.core.shared_out import counts as tokens_of_ranks
 from conformance.core.space import LOGIT_DTYPES
 from conformance.core.tensors import DTYPES, hashed, payload, row_scales
-from conformance.families.experts.cases import GROUPED_VALUES, PROB_DTYPES, WEIGHTS, Name, Scaling, Segments, counts_of
+from conformance.families.experts.axes_recipes import Grown, Name, Scaling, Segments
+from conformance.families.experts.cases import GROUPED_VALUES, PROB_DTYPES, WEIGHTS
 from conformance.families.experts.precision import may_override, recipe_of, rounds_gradients, transforms_rows, unit_of
 from conformance.families.experts.precision_mlp import of_experts, rows_unit
 from conformance.families.quantization.cases import RECIPES, TRANSFORMED, VARIANTS
@@ -26,8 +27,8 @@ SPREAD = 4  # rows lie within its powers of two of 1, so that no stage overflows
 class LayersCase(Case):
     """Two layers with an activation between them. Columns are in UNITs of the scaling."""
 
-    hidden: int = size("H")
-    width: int = size("F")
+    hidden: int = declared(Grown(default=1, letter="H", more=3))
+    width: int = declared(Grown(default=1, letter="F"))
     dtype: str = dtypes(*LOGIT_DTYPES)
     # of the recipe; empty: high precision
     scaling: str = declared(Scaling(default="", values=("", *RECIPES), argument="recipe"))
@@ -40,8 +41,6 @@ class LayersCase(Case):
     alpha: int = number(0, 1702, 250, pairs=(1702,), argument="alpha")  # in thousandths; 0: none
     interleave: int = number(0, 1, 2, 3, pairs=(1, 2), argument="interleave")  # 0: none
     stored: bool = flag(argument="fp8_input_store")
-
-    align: ClassVar[int] = 0  # without a padding of experts
 
     def clash(self) -> str | None:
         gates = self.offset or self.clamp or self.alpha or self.interleave
@@ -58,16 +57,13 @@ class LayersCase(Case):
 
     def unquantised(self) -> str | None:
         """Why no recipe is right for the case; None: it has none, or a right one."""
-        recipe = recipe_of(self)
-        if recipe is None:
-            named = self.variant or self.override
-            return f"variant is {self.variant} and override {self.override!r} without a scaling" if named else None
         if self.override and not may_override(self.scaling):
             return f"scaling {self.scaling!r} has no backward_override"
+        recipe = recipe_of(self)
+        if recipe is None:
+            return f"variant is {self.variant} without a scaling" if self.variant else None
         if self.values == "special" or self.dtype == "float64":
             return "a recipe needs finite values in at most 32 bits"
-        if self.align % unit_of(self):
-            return f"align is {self.align}; with scaling {self.scaling!r} it must be a multiple of {unit_of(self)}"
         weights = {"fc1_weight", "fc2_weight"} & set(self.grads.split("+"))
         if transforms_rows(recipe) and weights and (self.dtype != "bfloat16" or self.values not in TRANSFORMED):
             return f"a Hadamard transform needs bfloat16 and values of exact sums: {', '.join(TRANSFORMED)}"
@@ -90,15 +86,15 @@ class MlpCase(LayersCase):
     tokens: int = size("P")  # rows of all experts
     experts: int = size("L", at_least=1)
     counts: tuple[int, ...] = declared(  # of each expert; empty: even, the first experts having one more
-        Segments(default=(), total="tokens", number="experts", written_out=lambda case: counts_of(case))
+        Segments(default=(), total="tokens", number="experts")
     )
     tail: int = number(0, 1, 7, pairs=(3,))  # rows past the last segment
-    probs: str = dtypes("", *PROB_DTYPES)  # empty: none are given
+    probs: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: none are given
     weights: str = choice(*WEIGHTS)  # of the probs: see `probs_of`
     early: bool = flag(argument="round_before_probs")
     on_input: bool = flag(argument="probs_on_input")
-    bias1: str = dtypes("", *PROB_DTYPES)  # empty: none is given
-    bias2: str = dtypes("", *PROB_DTYPES)
+    bias1: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: none is given
+    bias2: str = dtypes("", *PROB_DTYPES, also=("float16",))
     align: int = number(0, 1, 3, 8, 16, 32, pairs=(4, 32), argument="align")  # 0: not given
     recompute: str = declared(Name(default="", values=("", *RECOMPUTED), argument="recompute"))
     index_dtype: str = dtypes("int64", "int32")
@@ -108,6 +104,8 @@ class MlpCase(LayersCase):
             return "weights, early and on_input describe probs, which are not given"
         if self.function == "sequential_mlp" and (self.scaling == "delayed" or self.noisy):
             return "sequential_mlp takes no state and no noise"
+        if self.align % unit_of(self):
+            return f"align is {self.align}; with scaling {self.scaling!r} it must be a multiple of {unit_of(self)}"
         return super().clash()
 
 
@@ -115,18 +113,21 @@ class MlpCase(LayersCase):
 class SharedCase(LayersCase):
     """Tokens that all pass through the shared experts."""
 
-    tokens: int = size("T")
+    tokens: int = declared(Grown(default=1, letter="T"))
     experts: int = size("E", at_least=1)  # not used: the shared experts are one
     gate: bool = flag()
     again: bool = flag(argument="recompute")
     counts: tuple[int, ...] = tokens_of_ranks()  # of several ranks with the same weights; empty: one process
 
     early: ClassVar[bool] = False  # there are no probs
-    tail: ClassVar[int] = 0
+    tail: ClassVar[int] = 0  # nor rows that are not read, nor padding
+    align: ClassVar[int] = 0
 
     def clash(self) -> str | None:
         if self.counts and (self.layout != "contiguous" or self.scaling):
             return "ranks have contiguous inputs in high precision"
+        if self.layout_of == "gate_weight" and self.layout == "wide_rows":
+            return "a gate has one row"
         return super().clash()
 
 

@@ -126,7 +126,6 @@ class GroupedMlp(Contract[MlpCase]):
         return right | {f"d_{name}": gradients[name]() for name in problem.wanted}
 
 
-
 class SequentialMlp(GroupedMlp):
     """`sequential_mlp`: the same function, without states and noise."""
 

@@ -7,6 +7,7 @@ each rounded to the dtype of x, and σ on the way back not. The gate is in high 
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
