@@ -9,8 +9,7 @@ from torch import Tensor
 import moe_ref
 from conformance.catalogue import CONTRACTS
 from conformance.families.experts.cases import ActivationCase, GroupedCase
-from conformance.families.experts.mlp import MlpCase
-from conformance.families.experts.shared import SharedCase
+from conformance.families.experts.cases_mlp import MlpCase, SharedCase
 from conformance.families.fused.cases import PermutedQuantizationCase, QuantizedActivationCase
 from conformance.families.permutation.cases import ChunksCase, IndicesCase, RoutingCase
 from conformance.families.quantization.cases import QuantizeCase

@@ -22,8 +22,7 @@ from conformance.families.experts.cases import (
     probs_of,
     weights_of,
 )
-from conformance.families.experts.mlp import MlpCase
-from conformance.families.experts.shared import SharedCase
+from conformance.families.experts.cases_mlp import MlpCase, SharedCase
 from conformance.families.fused.cases import PermutedQuantizationCase, QuantizedActivationCase
 from conformance.families.permutation.cases import ChunksCase, IndicesCase, RoutingCase, routed
 from conformance.families.quantization.cases import QuantizeCase

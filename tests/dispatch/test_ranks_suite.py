@@ -18,7 +18,7 @@ from conformance.engine.options import ChildOptions
 from conformance.engine.run.corpus import checked
 from conformance.engine.run.pool import Pool
 from conformance.engine.run.reduction import reduce
-from conformance.families.experts.shared import SharedCase
+from conformance.families.experts.cases_mlp import SharedCase
 from conformance.families.router.cases import GateCase
 from conformance.families.router.cases_route import RouteCase, logits_of_step
 from conformance.judge import judge

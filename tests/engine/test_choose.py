@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conformance.engine.choose.unconverted import AXES
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case, case_from
@@ -19,7 +20,6 @@ from conformance.engine.choose import unconverted
 from conformance.engine.choose.draw import covering_cases, drawn, far_cases, run_seed, scope_of, shape_cases, strategy
 from conformance.engine.choose.plan import Section, cases_of, fixed_cases
 from conformance.engine.choose.profiles import PROFILES
-from conformance.engine.choose.unconverted import AXES
 from conformance.engine.run.corpus import checked
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
 from conformance.families.dispatch.cases import SPREADS as SPREADS_OF_SLOTS
@@ -27,9 +27,7 @@ from conformance.families.dispatch.cases import DispatchCase
 from conformance.families.experts import axes_mlp
 from conformance.families.experts.cases import VALUES as VALUES_ACTIVATED
 from conformance.families.experts.cases import ActivationCase, GroupedCase, counts_of, hidden_of
-from conformance.families.experts.mlp import MlpCase
-from conformance.families.experts.shared import SharedCase
-from conformance.families.experts.space_recipes import recipe_cases
+from conformance.families.experts.cases_mlp import MlpCase, SharedCase
 from conformance.families.fused.cases import PermutedQuantizationCase, QuantizedActivationCase
 from conformance.families.fused.space import kinds as permuted_and_quantized_kinds
 from conformance.families.permutation.cases import SPREADS, ChunksCase, IndicesCase, RoutingCase, indices, routed
@@ -713,8 +711,9 @@ def test_seeds_of_sections_differ():
 def all_cases(function: str, space: Space, count: int = 25) -> list[Case]:
     random = drawn(strategy(function, space), 3, count)
     assert len(random) == count
-    covered = [*covering_cases(function, space).cases, *recipe_cases(function, space)]
-    return [*fixed_cases(function, space), *covered, *far_cases(function, space), *random]
+    covered = covering_cases(function, space).cases
+    more = scope_of(function, space).more(covered) if function not in COLLECTIVES else []
+    return [*fixed_cases(function, space), *covered, *more, *far_cases(function, space), *random]
 
 
 @functools.cache
@@ -891,7 +890,7 @@ def legal_pairs(function: str) -> set:
     return found
 
 
-@pytest.mark.parametrize("function", ["latent_projection"])
+@pytest.mark.parametrize("function", ["sequential_mlp"])
 def test_legal_pairs_are_those_of_all_combinations(function):
     axes = {name: values if name != "poison" else values[:1] for name, values in AXES[function].items()}
     every = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
@@ -899,7 +898,9 @@ def test_legal_pairs_are_those_of_all_combinations(function):
     assert known == pairs(row for row in every if unconverted.legal(function, row, Space()))
 
 
-@pytest.mark.parametrize("function", ["indices_to_multihot", "pad_routing_map", "gate", "sinkhorn_routing"])
+@pytest.mark.parametrize(
+    "function", ["indices_to_multihot", "pad_routing_map", "gate", "sinkhorn_routing", "latent_projection"]
+)
 def test_pairs_that_few_axes_allow_are_those_of_all_combinations(function):
     axes = axes_of(function)
     every = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))

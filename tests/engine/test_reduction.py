@@ -14,8 +14,7 @@ from conformance.engine.choose.plan import fixed_cases
 from conformance.engine.run.reduction import failure_key, reduce
 from conformance.families.dispatch.cases import DispatchCase, slots_of
 from conformance.families.experts.cases import ActivationCase, GroupedCase, counts_of, hidden_of
-from conformance.families.experts.mlp import MlpCase
-from conformance.families.experts.shared import SharedCase
+from conformance.families.experts.cases_mlp import MlpCase, SharedCase
 from conformance.families.fused.cases import PermutedQuantizationCase, QuantizedActivationCase
 from conformance.families.permutation.cases import ChunksCase, IndicesCase, RoutingCase, indices, routed
 from conformance.families.quantization.cases import QuantizeCase, splits_of, x_of

@@ -15,8 +15,7 @@ from conformance.analysis.running import Running
 from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
 from conformance.families.experts.cases import ActivationCase
-from conformance.families.experts.mlp import MlpCase
-from conformance.families.experts.shared import SharedCase
+from conformance.families.experts.cases_mlp import MlpCase, SharedCase
 from conformance.interface import Implementation
 from moe_ref.quantization.formats import E4M3, E5M2, Format, decode, encode
 

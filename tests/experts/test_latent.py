@@ -10,8 +10,8 @@ import torch
 import moe_ref
 from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
+from conformance.engine.choose.draw import scope_of
 from conformance.families.experts.cases import GroupedCase
-from conformance.families.experts.space_recipes import recipe_cases
 from conformance.judge.ratios import RowWise
 from moe_ref.config import check_linear
 from tests.common.suite import WITH_UNSUPPORTED, assert_accepted, failures, gate_cases, outcome_of, reference, statuses
@@ -53,7 +53,7 @@ def without_bias(x, weight, settings):
 
 @pytest.mark.parametrize("name", ["reference", "ScaledLast", "FourteenBits"])
 def test_honest_projections_are_accepted(name):
-    cases = gate_cases(FUNCTION, draws=15) + recipe_cases(FUNCTION, Space())
+    cases = gate_cases(FUNCTION, draws=15) + scope_of(FUNCTION, Space()).more([])
     implementation = moe_ref if name == "reference" else by_layer(getattr(low_precision, name))
     assert_accepted(cases, implementation, statuses=WITH_UNSUPPORTED)
 

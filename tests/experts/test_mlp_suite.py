@@ -12,8 +12,7 @@ from conformance.analysis.mlp_stages import clamp_vjp, clamped
 from conformance.analysis.running import Running
 from conformance.catalogue import CONTRACTS
 from conformance.core.ranks import ranks_of
-from conformance.families.experts.mlp import MlpCase
-from conformance.families.experts.shared import SharedCase
+from conformance.families.experts.cases_mlp import MlpCase, SharedCase
 from moe_ref.config import check_shared_experts
 from moe_ref.experts.activations import chosen_activation
 from moe_ref.experts.linear import expert_slices, grouped_linear, linear

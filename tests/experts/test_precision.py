@@ -13,11 +13,12 @@ from conformance.analysis.factors import Factor, ProductPrecision, dequantised
 from conformance.analysis.products import Product
 from conformance.analysis.quantizer import Quantizer
 from conformance.catalogue import CONTRACTS
-from conformance.core.space import Space
-from conformance.engine.choose.draw import drawn, far_cases, shape_cases, strategy
+from conformance.core.case import CaseError
+from conformance.core.space import LOGIT_DTYPES, Space
+from conformance.engine.choose.draw import drawn, far_cases, scope_of, shape_cases, strategy
 from conformance.engine.choose.plan import cases_of, sections
 from conformance.engine.choose.profiles import PROFILES
-from conformance.families.experts.axes import LOW_AXES
+from conformance.engine.run.corpus import checked
 from conformance.families.experts.cases import GROUPED_VALUES, GroupedCase, counts_of
 from conformance.families.experts.linear import precision_of
 from conformance.families.experts.precision import (
@@ -25,7 +26,7 @@ from conformance.families.experts.precision import (
     fits,
     state_tensors,
 )
-from conformance.families.experts.space_recipes import FACTORS, recipe_cases
+from conformance.families.experts.space_recipes import FACTORS
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from conformance.interface import Implementation, load
 from conformance.judge import Bounded
@@ -71,7 +72,7 @@ EVERY, SEEDS, DRAWS = 8, range(3), 24  # one in so many of the covering array; d
 def low_cases(function: str) -> list[Any]:
     many = [case for seed in SEEDS for case in drawn(strategy(function, GPU), seed, DRAWS)]
     cases = [
-        *(case for case in recipe_cases(function, GPU)[::EVERY] if case.tokens < REAL),
+        *(case for case in scope_of(function, GPU).more([])[::EVERY] if case.tokens < REAL),
         *(case for case in many if case.scaling),
     ]
     return [replace(case, law=case.law if case.law in Space().laws(case) else "") for case in cases]
@@ -283,8 +284,8 @@ def test_a_case_of_an_overridden_backward_shrinks_and_one_of_delayed_scaling_is_
     assert simpler == {("", ""), ("current", ""), ("current", "dequantized")}
     assert CONTRACTS[case.function].neighbour(case).override == "high_precision"
     for scaling in ("", "delayed"):
-        with pytest.raises(ValueError, match=r"^override is 'dequantized'"):
-            replace(case, scaling=scaling, values="dyadic")
+        with pytest.raises(CaseError, match=r"^override is 'dequantized'"):
+            checked(replace(case, scaling=scaling, values="dyadic"))
 
 
 def test_the_product_of_margins_is_how_far_it_can_be():
@@ -327,7 +328,7 @@ def test_implementations_without_recipes_are_asked_for_none(function):
     for lacking in ("recipe", "state", "noise"):
         space = Space(without={function: frozenset({lacking})})
         cases = [
-            *recipe_cases(function, space),
+            *scope_of(function, space).more([]),
             *drawn(strategy(function, space), 0, 60),
             *shape_cases(function, space),
             *far_cases(function, space),
@@ -344,7 +345,7 @@ RECIPE_NAMES = {(scaling, variant) for scaling in RECIPES for variant in range(V
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_gate_has_every_recipe_with_every_kind_of_values_and_of_segments(function):
-    cases = recipe_cases(function, GPU)
+    cases = scope_of(function, GPU).more([])
     pairs = {(case.scaling, case.values) for case in cases}
     assert pairs == {(scaling, values) for scaling in RECIPES for values in (*GROUPED_VALUES, *LOW_VALUES)}
     assert {(case.scaling, counts_of(case)[0] == 0) for case in cases} == {
@@ -355,11 +356,17 @@ def test_the_gate_has_every_recipe_with_every_kind_of_values_and_of_segments(fun
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_gate_of_an_interpreter_has_every_recipe_and_every_value_once(function):
-    cases = recipe_cases(function, Space())
+    cases = scope_of(function, Space()).more([])
     assert {(case.scaling, case.variant) for case in cases if not case.override} == RECIPE_NAMES
-    for axis, values in LOW_AXES[function].items():
-        if axis not in ("layout", "counts"):
-            assert {getattr(case, axis) for case in cases} >= set(values), axis
+    assert {case.values for case in cases} == {*GROUPED_VALUES, *LOW_VALUES}
+    assert {case.dtype for case in cases} == set(LOGIT_DTYPES)
+    assert {case.poison for case in cases} == {"nan", "max", "zero"}
+    assert {case.tail > 0 for case in cases} == {True, False}
+    assert {case.index_dtype for case in cases} == {"int64", "int32"}
+    factors = scope_of(function, Space()).signature.gradients[:2]
+    assert {case.grads for case in cases} >= {"", *factors, "+".join(factors)}
+    assert {case.bias for case in cases} == {"", "float32"} or function != "grouped_linear"
+    assert {case.into for case in cases} == {"", "float32", "float64"} or function != "grouped_wgrad"
     section = next(s for s in sections(PROFILES["gate"]) if (s.kind, s.function) == ("fixed", function))
     assert set(cases) <= set(cases_of(section, PROFILES["gate"], Space(), 0, []))
     assert len(cases) < 22

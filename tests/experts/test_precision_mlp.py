@@ -19,9 +19,8 @@ from conformance.core.family import by_function
 from conformance.core.space import Space
 from conformance.engine.choose.draw import drawn, strategy
 from conformance.families.experts import golden_recipes, illegal_recipes
-from conformance.families.experts.mlp import MlpCase
+from conformance.families.experts.cases_mlp import MlpCase, SharedCase
 from conformance.families.experts.precision_mlp import fits_low
-from conformance.families.experts.shared import SharedCase
 from conformance.families.experts.space_recipes import recipe_cases
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from conformance.interface import load

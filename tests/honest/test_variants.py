@@ -5,14 +5,16 @@ import pytest
 from conformance.catalogue import CONTRACTS
 from conformance.core.ranks import ranks_of
 from conformance.core.space import Space
+from conformance.engine.choose.draw import scope_of
 from conformance.engine.choose.plan import Section, cases_of
 from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
-from conformance.families.experts.space_recipes import recipe_cases
+from conformance.families.experts import FAMILY
 from tests.honest import EXPERTS, HONEST, ROUTERS
 
 EACH = 2
+BY_RECIPE = {contract.function for contract in FAMILY.contracts}
 
 
 @pytest.mark.parametrize("implementation", HONEST + ROUTERS + EXPERTS)
@@ -23,10 +25,9 @@ def test_it_is_accepted(implementation):
         offered = [name for name, about in description["functions"].items() if about["offered"]]
         cases = []
         for function in offered:
-            drawn = cases_of(Section("drawn", function), PROFILES["smoke"], space, 7, [])
-            cases += [case for case in drawn if not ranks_of(CONTRACTS[function], case)][:EACH] + recipe_cases(
-                function, space
-            )[:1]
+            own = cases_of(Section("drawn", function), PROFILES["smoke"], space, 7, [])
+            cases += [case for case in own if not ranks_of(CONTRACTS[function], case)][:EACH]
+            cases += scope_of(function, space).more([])[:1] if function in BY_RECIPE else []
         statuses = {case.text: outcome for case, outcome in pool.run(cases)}
     assert offered
     assert {

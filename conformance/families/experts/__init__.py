@@ -2,7 +2,7 @@
 
 from conformance.core.family import Family, by_function
 from conformance.core.shared_out import SharedOut
-from conformance.families.experts import golden, golden_mlp, golden_recipes, illegal, illegal_recipes
+from conformance.families.experts import golden, golden_mlp, golden_recipes, illegal, illegal_recipes, space_mlp
 from conformance.families.experts.activations import Activation, Glu
 from conformance.families.experts.defects import DEFECTS
 from conformance.families.experts.latent import LatentProjection
@@ -21,6 +21,6 @@ FAMILY = Family(
     golden=by_function(golden, golden_mlp, golden_recipes),
     illegal=by_function(illegal, illegal_recipes),
     laws=LAWS,
-    space=SPACE,
+    space=SPACE | by_function(space_mlp),
     defects=DEFECTS,
 )

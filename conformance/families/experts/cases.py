@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,14 +12,26 @@ from torch import Tensor
 from conformance.core.axes import Changes, Choice, choice, declared, dtypes, flag, number, size
 from conformance.core.case import Case
 from conformance.core.contract import Signature
+from conformance.core.lists import Parts
 from conformance.core.space import LOGIT_DTYPES
 from conformance.core.tensors import DTYPES, hashed, payload, probabilities, row_scales
-from conformance.families.experts.precision import LOW_VALUES, check_scaling, factor_of, unit_of
-from conformance.families.quantization.cases import RECIPES, TAIL
+from conformance.families.experts.precision import (
+    LOW_VALUES,
+    factor_of,
+    fits,
+    may_override,
+    other_override,
+    recipe_of,
+    rounds_gradients,
+    unit_of,
+)
+from conformance.families.quantization.cases import RECIPES, TAIL, VARIANTS
 from moe_ref.config import GATED, PLAIN
 from moe_ref.config.experts import SIGMOID_GATED
 from moe_ref.config.quantization import OVERRIDES
 
+# nine rows: no empty expert; empty first, in the middle and last; all but one empty; a tile's worth and few others
+COUNTS = ((4, 2, 3), (0, 5, 0, 4, 0), (0, 0, 9), (8, 0, 1))
 GROUPED_VALUES = ("dyadic", "rows", "special")  # and LOW_VALUES, where there is a scaling
 INFINITE, NO_INFINITY = (
     (torch.nan, torch.inf, -torch.inf),
@@ -38,7 +50,15 @@ FAR = (17.0, 30.0, 88.0, 89.0, 104.0, 200.0, 5000.0)
 
 
 @dataclass(kw_only=True)
-class Kind(Choice):
+class Name(Choice):
+    """A choice whose values are equally simple, except the default."""
+
+    def smaller(self, case: Any) -> Iterator[Changes]:
+        yield from ()
+
+
+@dataclass(kw_only=True)
+class Kind(Name):
     """An activation's name: a gate where the function has a `clamp`, else a curve."""
 
     def allowed(self, signature: Signature) -> tuple[str, ...]:
@@ -49,9 +69,6 @@ class Kind(Choice):
 
     def covered(self, signature: Signature) -> list[Changes]:
         return [{self.name: kind} for kind in self.allowed(signature)]
-
-    def smaller(self, case: Any) -> Iterator[Changes]:
-        yield from ()
 
     def other(self, case: Any) -> Changes:
         kinds = GATES if case.gated else CURVES
@@ -141,49 +158,75 @@ def probs_of(seed: int, rows: int, dtype: str, weights: str) -> Tensor:
     )
 
 
+@dataclass(kw_only=True)
+class Scaling(Name):
+    """A recipe's scaling, with its variant and override; a Hadamard transform needs bfloat16."""
+
+    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+        recipe = {name: getattr(case, name) for name in ("scaling", "variant", "override")}
+        yield from (recipe, recipe | {"dtype": "bfloat16"}, {"scaling": case.scaling}, {"scaling": ""})
+
+    def other(self, case: Any) -> Changes:
+        variant = (case.variant + 1) % VARIANTS
+        return {"variant": variant, "override": other_override(case.override)} if case.scaling else {}
+
+
+@dataclass(kw_only=True)
+class Segments(Parts):
+    """Rows of each expert, where the function has several."""
+
+    def live(self, signature: Signature) -> bool:
+        return "tokens_per_expert" in signature.names
+
+    def smaller(self, case: Any) -> Iterator[Changes]:
+        """Written out, or with less, where there are several."""
+        if case.function != "latent_projection" and (case.counts or case.experts > 1):
+            yield from super().smaller(case)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupedCase(Case):
-    """A case of rows that stand grouped by expert, with a matrix for each expert. Sizes but the tail's are in UNITs of the scaling."""
+    """Rows grouped by expert, with one matrix per expert. All sizes except the tail are in UNITs of the scaling."""
 
-    tokens: int = 1  # rows in the segments together
-    experts: int = 1
-    counts: tuple[
-        int, ...
-    ] = ()  # of each expert, together `tokens`; empty: as even as can be, the first experts having one more
-    tail: int = 0  # rows behind the last segment
-    hidden: int = 1  # N, what goes in
-    width: int = 1  # M, what comes out
-    scaling: str = ""  # of the recipe; empty: high precision
-    variant: int = 0  # of the scaling, in RECIPES
-    override: str = ""  # the recipe's backward_override; empty: none
-    dtype: str = "float32"
-    bias: str = ""  # its dtype; empty: none is given
-    into: str = ""  # dtype of accumulate_into; empty: none is given
-    accumulator: str = ""
-    values: str = "dyadic"  # rows: each times a power of two; special: NaN and infinities in some rows and in some experts' weights
-    index_dtype: str = "int64"
-    layout: str = "contiguous"
-    layout_of: str = ""
-    grads: str = ""
+    tokens: int = size()  # rows of all experts
+    experts: int = size("L", at_least=1)
+    counts: tuple[int, ...] = declared(  # of each expert; empty: even, the first experts having one more
+        Segments(default=(), total="tokens", number="experts", written_out=lambda case: counts_of(case))
+    )
+    tail: int = number(0, 1, 7, pairs=(3,), of=("tokens_per_expert",))  # rows past the last segment
+    hidden: int = size("N")  # columns in
+    width: int = size("M")  # columns out
+    dtype: str = dtypes(*LOGIT_DTYPES)
+    # of the recipe; empty: high precision
+    scaling: str = declared(Scaling(default="", values=("", *RECIPES), argument="recipe"))
+    variant: int = choice(*range(VARIANTS))  # of the scaling, in RECIPES
+    override: str = declared(Name(default="", values=("", *OVERRIDES)))  # the recipe's backward_override
+    bias: str = dtypes("", "float32", "bfloat16", also=("float64", "float16"))  # empty: none is given
+    into: str = dtypes("", "float32", "float64")  # of accumulate_into; empty: none is given
+    accumulator: str = choice("", "float64", argument="accumulator")
+    # rows: each times a power of two; special: NaN and infinities in some rows and some experts' weights
+    values: str = choice(*GROUPED_VALUES, also=LOW_VALUES)
+    index_dtype: str = dtypes("int64", "int32")
 
-    words: ClassVar[dict[str, tuple[str, ...]]] = {
-        "values": GROUPED_VALUES + LOW_VALUES,
-        "layout": LAYOUTS,
-        "accumulator": ("float64",),
-        "into": ("float32", "float64"),
-        "scaling": tuple(RECIPES),
-        "override": OVERRIDES,
-    }
+    def clash(self) -> str | None:
+        if self.variant and not self.scaling:
+            return f"variant is {self.variant}; without a scaling it must be 0"
+        if self.override and not may_override(self.scaling):
+            return f"override is {self.override!r} with scaling {self.scaling!r}, which has no backward_override"
+        if self.values in LOW_VALUES and not self.scaling:
+            return f"values is {self.values!r}; that is made for a scaling"
+        return None if fits(self) else f"no exact quantiser of {self.dtype} has values {self.values!r} in this call"
 
-    def __post_init__(self) -> None:
-        if min(self.tokens, self.tail, self.hidden, self.width) < 0 or self.experts < 1:
-            sizes = f"{self.tokens}, {self.tail}, {self.hidden}, {self.width}, {self.experts}"
-            raise ValueError(f"tokens, tail, hidden, width ≥ 0 and experts ≥ 1 are needed; they are {sizes}")
-        check_counts_of(self.counts, self.tokens, self.experts)
-        check_scaling(self)
+    @property
+    def noisy(self) -> bool:
+        """Whether the call is given noise."""
+        return rounds_gradients(recipe_of(self)) and (
+            bool(self.grads) or self.function in ("grouped_dgrad", "grouped_wgrad")
+        )
 
-
-GroupedCase.serves("grouped_linear", "grouped_dgrad", "grouped_wgrad")
+    def arguments(self) -> tuple[str, ...]:
+        given = {"state": self.scaling == "delayed", "noise": rounds_gradients(recipe_of(self))}
+        return tuple(name for name, needed in given.items() if needed)
 
 
 def check_counts_of(counts: tuple[int, ...], tokens: int, experts: int) -> None:

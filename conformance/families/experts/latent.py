@@ -3,22 +3,20 @@
 Cases are those of grouped_linear; their experts, counts, tail, accumulator and index_dtype are not looked at.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from conformance.core.case import shorter
-from conformance.core.contract import Problem
+from conformance.core.contract import Input, Output, Problem
 from conformance.core.tensors import payload
 from conformance.families.experts.cases import GroupedCase, grouped_rows, weights_of
-from conformance.families.experts.linear import GroupedLinear, plainer_grouped
-from conformance.families.experts.precision import fits, unit_of
+from conformance.families.experts.linear import GroupedLinear, product_signature
+from conformance.families.experts.precision import unit_of
 from conformance.judge import Bounded, Expectation
 from conformance.judge.ratios import RowWise
 
-GroupedCase.serves("latent_projection")
 OF_GROUPED = {"x": "rows", "weight": "weight", "bias": "bias"}  # inputs, and what grouped_linear calls them
 
 
@@ -26,7 +24,15 @@ class LatentProjection(GroupedLinear):
     """`latent_projection`: the output, and the gradients of x, the weight and the bias."""
 
     function = "latent_projection"
-    optional = ("bias", "recipe", "state", "noise")
+    signature = product_signature(
+        [
+            Input("x", "TN", gradient=True),
+            Input("weight", "MN", gradient=True),
+            Input("bias", "M", field="bias", optional="bias", gradient=True),
+        ],
+        Output("out", "TM", of="x"),
+        linear="x",
+    )
 
     def legal(self, case: GroupedCase) -> Problem:
         one, unit = of_one_expert(case), unit_of(case)
@@ -35,9 +41,7 @@ class LatentProjection(GroupedLinear):
             "weight": weights_of(one, "weight", unit * case.width, unit * case.hidden)[0],
         }
         settings = {"bias": payload(case.seed, "bias", (1, unit * case.width), case.bias)[0]} if case.bias else {}
-        wanted = tuple(name for name in case.grads.split("+") if name)
-        cotangents = {"out": grouped_rows(one, "d_out", unit * case.width)} if wanted else {}
-        return self.called(one, required, settings, wanted=wanted, cotangents=cotangents)
+        return self.called(one, required, settings)
 
     def expected(self, case: GroupedCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         x, weight, *_ = problem.required.values()
@@ -50,20 +54,6 @@ class LatentProjection(GroupedLinear):
         )
         found = {"out": right["out"]} | ({"d_x": right["d_rows"]} if "d_rows" in right else {})
         return found | {name: of_one(right[name]) for name in ("d_weight", "d_bias") if name in right}
-
-    def neighbour(self, case: GroupedCase) -> GroupedCase:
-        return super().neighbour(of_one_expert(case))
-
-    def simpler(self, case: GroupedCase) -> Iterator[GroupedCase]:
-        yield from filter(fits, self._simpler(case))
-
-    def _simpler(self, case: GroupedCase) -> Iterator[GroupedCase]:
-        yield from self.in_simpler_precision(case)
-        yield from plainer_grouped(case, ("bias",))
-        for name in ("tokens", "hidden", "width"):
-            for size in shorter(getattr(case, name)):
-                changed: dict[str, Any] = {name: size}
-                yield replace(case, **changed)
 
 
 def of_one_expert(case: GroupedCase) -> GroupedCase:

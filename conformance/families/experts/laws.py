@@ -12,14 +12,6 @@ from conformance.core.law import Law, Trial, plain, same
 from conformance.families.experts.precision import recipe_of, unit_of
 from conformance.judge import Bounded, Expectation, Finding, judge
 
-LINEAR = {  # function: the input that it is linear in, and the output that is
-    "glu": ("probs", "out"),
-    "activation": ("probs", "out"),
-    "grouped_linear": ("rows", "out"),
-    "latent_projection": ("x", "out"),
-    "grouped_dgrad": ("d_out", "d_rows"),
-    "grouped_wgrad": ("d_out", "d_weight"),
-}
 BY_EXPERT = ("weight", "bias", "accumulate_into", "fc1_weight", "fc2_weight", "fc1_bias", "fc2_bias")
 BY_ROW = (
     "delayed",
@@ -66,7 +58,8 @@ def doubled(trial: Trial, law: str, problem: Problem, outputs: tuple[str, ...]) 
 
 def _scaling(trial: Trial) -> Finding | None:
     """Twice the input."""
-    name, output = LINEAR[trial.case.function]
+    assert trial.contract.signature is not None
+    name, output = trial.contract.signature.linear
     x = trial.problem.tensors[name]
     twice = replace(trial.problem.with_tensors({name: x * 2}), wanted=(), cotangents={})
     return doubled(trial, "scaling", twice, (output,))
@@ -213,10 +206,13 @@ def _by_row(case: Any) -> bool:
 
 
 def _turns_over(case: Any) -> bool:
-    """Whether the inputs stay legal upside down and negated: scales of a state and noise, which gradients alone have, do not."""
+    """Whether the inputs stay legal upside down and negated: scales of a state and a gradient's noise do not.
+    Nor may an infinity of the tail enter a segment of NVFP4: it leaves no value of the expert defined.
+    """
     recipe = recipe_of(case)
     return recipe is None or not (
         recipe.scaling == "delayed"
+        or (recipe.scaling == "nvfp4" and getattr(case, "tail", 0) > 0)
         or (recipe.stochastic_rounding and case.function in ("grouped_dgrad", "grouped_wgrad"))
     )
 

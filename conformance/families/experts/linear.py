@@ -9,21 +9,17 @@ from torch import Tensor
 
 from conformance.analysis.factors import ProductPrecision
 from conformance.analysis.products import Product, compared, expert_slices
-from conformance.core.case import shorter, without
-from conformance.core.contract import Contract, Opaque, Problem, computed_in
+from conformance.core.case import shorter
+from conformance.core.contract import Contract, Input, Opaque, Output, Problem, Signature, computed_in
 from conformance.core.tensors import DTYPES, payload
 from conformance.families.experts.cases import GroupedCase, counts_of, grouped_rows, weights_of
 from conformance.families.experts.precision import (
-    LOW_VALUES,
-    fits,
-    other_override,
     recipe_settings,
     script_of,
     state_from,
     state_tensors,
     unit_of,
 )
-from conformance.families.quantization.cases import VARIANTS
 from conformance.judge import Bounded, Expectation
 from conformance.judge.bound import HOPPER_FP8, ROUNDOFF, Accumulator
 from moe_ref.experts.linear import grouped_dgrad, grouped_linear, grouped_wgrad
@@ -52,69 +48,45 @@ def precision_of(problem: Problem, declared: Mapping[str, Any], *tensors: Tensor
     return ProductPrecision(accumulator, declared.get("scale_arithmetic") == "reciprocal", settings)
 
 
+def product_signature(inputs: list[Input], output: Output, *settings: str, linear: str) -> Signature:
+    """Of a product that may have a recipe, and noise for the cotangent."""
+    noise = Input("noise", f"2{inputs[0].dims[0]}M", ("float32",), field="", optional="noisy")
+    return Signature([*inputs, noise], [output], settings=("recipe", "state", *settings), linear=(linear, output.name))
+
+
+COUNTS = Input("tokens_per_expert", "L", field="index_dtype")
+
+
 class _Grouped(Contract[GroupedCase]):
-    optional: tuple[str, ...] = PRECISION
+    case_type = GroupedCase
 
     @staticmethod
     def counts(case: GroupedCase) -> Tensor:
         return unit_of(case) * torch.tensor(counts_of(case), dtype=DTYPES[case.index_dtype])
 
-    def called(self, case: GroupedCase, required: dict[str, Any], settings: dict[str, Any], **how: Any) -> Problem:
-        """The call; with a state, which is made of tensors that no argument is, by a script."""
+    def called(self, case: GroupedCase, required: dict[str, Any], settings: dict[str, Any]) -> Problem:
+        """The call; with a state, whose tensors are no arguments, by a script."""
         settings = settings | recipe_settings(case) | ({"accumulator": case.accumulator} if case.accumulator else {})
         state = state_tensors(case)
+        script: dict[str, Any] = {}
         if state:
             settings |= {"state": Opaque("state")}
-            how |= {
-                "script": script_of(self.function, tuple(required), tuple(settings), self.outputs),
-                "first": required,
-            }
-        return Problem(self.function, required | state, settings, {case.layout_of: case.layout}, **how)
+            script["script"] = script_of(self.function, tuple(required), tuple(settings), self.outputs)
+            script["first"] = required
+        rows = case.tokens * unit_of(case)
+        lengths = {"P": rows + case.tail, "T": rows, "M": case.width * unit_of(case)}
+        return self.call(case, required | state, settings, lengths=lengths, **script)
+
+    def cotangent(self, case: GroupedCase, output: str, shape: tuple[int, ...], dtype: str) -> Tensor:
+        return grouped_rows(case, "d_out", shape[1])
 
     def neighbour(self, case: GroupedCase) -> GroupedCase:
-        plain: dict[str, Any] = {"golden": "", "law": "", "layout": "contiguous", "layout_of": ""}
-        counts = (0, *counts_of(case)[::-1], 2)
-        sized: dict[str, Any] = {"counts": counts, "tokens": case.tokens + 2, "experts": case.experts + 2}
-        grown: dict[str, Any] = (
-            {"hidden": case.hidden + 3, "width": case.width + 1} if unit_of(case) == 1 else {"hidden": case.hidden + 1}
-        )
-        other = replace(case, **plain, **sized, **grown, seed=case.seed + 1, tail=1 - min(case.tail, 1))
-        if case.scaling:
-            other = replace(other, variant=(case.variant + 1) % VARIANTS, override=other_override(case.override))
-        return other if fits(other) else replace(other, dtype="bfloat16", values="dyadic")
-
-    def simpler(self, case: GroupedCase) -> Iterator[GroupedCase]:
-        yield from filter(fits, self._simpler(case))
-
-    @staticmethod
-    def in_simpler_precision(case: GroupedCase) -> Iterator[GroupedCase]:
-        if case.scaling:
-            made = case.values in LOW_VALUES
-            yield replace(case, scaling="", variant=0, override="", values="dyadic" if made else case.values)
-        if case.override:
-            yield replace(case, override="")
-        if case.variant:
-            yield replace(case, variant=0)
-
-    def _simpler(self, case: GroupedCase) -> Iterator[GroupedCase]:
-        yield from self.in_simpler_precision(case)
-        yield from plainer_grouped(case, ("bias", "into", "accumulator", "index_dtype"))
-        yield from fewer_rows(case)
-        for name in ("tail", "hidden", "width"):
-            for size in shorter(getattr(case, name)):
-                changed: dict[str, Any] = {name: size}
-                yield replace(case, **changed)
-
-
-def plainer_grouped(case: Any, more: tuple[str, ...]) -> Iterator[Any]:
-    """Each setting at its default."""
-    for name in ("law", "layout", "grads", "values", *more, "dtype", "poison", "seed"):
-        default: Any = type(case).__dataclass_fields__[name].default
-        if getattr(case, name) != default:
-            changed = {"layout": {"layout_of": ""}, "bias": {"grads": without(case.grads, "bias")}}.get(name, {})
-            yield replace(case, **{name: default} | changed)
-    for grad in case.grads.split("+") if "+" in case.grads else ():
-        yield replace(case, grads=grad)
+        """Of another size, too, with an empty expert and another tail."""
+        assert self.signature is not None
+        grown: dict[str, Any] = {"tokens": case.tokens + 2, "hidden": case.hidden + 1, "width": case.width + 1}
+        if "tokens_per_expert" in self.signature.names:
+            grown |= {"counts": (2, *counts_of(case), 0), "experts": case.experts + 2, "tail": int(not case.tail)}
+        return super().neighbour(replace(case, **grown))
 
 
 def fewer_rows(case: Any) -> Iterator[Any]:
@@ -140,9 +112,17 @@ class GroupedLinear(_Grouped):
     """`grouped_linear`: the output, and the gradients of the rows, the weights and the biases."""
 
     function = "grouped_linear"
-    outputs = ("out",)
-    primary = "out"
-    optional: tuple[str, ...] = ("bias", *PRECISION)
+    signature = product_signature(
+        [
+            Input("rows", "PN", gradient=True),
+            Input("weight", "LMN", gradient=True),
+            COUNTS,
+            Input("bias", "LM", field="bias", optional="bias", gradient=True),
+        ],
+        Output("out", "PM", of="rows"),
+        "accumulator",
+        linear="rows",
+    )
 
     def legal(self, case: GroupedCase) -> Problem:
         required = {
@@ -155,9 +135,7 @@ class GroupedLinear(_Grouped):
             if case.bias
             else {}
         )
-        wanted = tuple(name for name in case.grads.split("+") if name)
-        cotangents = {"out": grouped_rows(case, "d_out", unit_of(case) * case.width)} if wanted else {}
-        return self.called(case, required, settings, wanted=wanted, cotangents=cotangents)
+        return self.called(case, required, settings)
 
     def expected(self, case: GroupedCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         rows, weight, counts = (problem.required[name] for name in ("rows", "weight", "tokens_per_expert"))
@@ -245,8 +223,12 @@ class GroupedDgrad(_Grouped):
     """`grouped_dgrad`."""
 
     function = "grouped_dgrad"
-    outputs = ("d_rows",)
-    primary = "d_rows"
+    signature = product_signature(
+        [Input("d_out", "PM", expands=True), Input("weight", "LMN"), COUNTS],
+        Output("d_rows", "PN"),
+        "accumulator",
+        linear="d_out",
+    )
 
     def legal(self, case: GroupedCase) -> Problem:
         required = {
@@ -265,9 +247,17 @@ class GroupedWgrad(_Grouped):
     """`grouped_wgrad`, alone or added to what is there already."""
 
     function = "grouped_wgrad"
-    outputs = ("d_weight",)
-    primary = "d_weight"
-    optional = ("accumulate_into", *PRECISION)
+    signature = product_signature(
+        [
+            Input("d_out", "PM", expands=True),
+            Input("rows", "PN"),
+            COUNTS,
+            Input("accumulate_into", "LMN", field="into", optional="into"),
+        ],
+        Output("d_weight", "LMN"),
+        "accumulator",
+        linear="d_out",
+    )
 
     def legal(self, case: GroupedCase) -> Problem:
         required = {

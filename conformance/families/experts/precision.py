@@ -52,7 +52,7 @@ def recipe_of(case: Any) -> Recipe | None:
     if not case.scaling:
         return None
     recipe = RECIPES[case.scaling][case.variant]
-    return replace(recipe, backward_override=case.override) if case.override else recipe
+    return replace(recipe, backward_override=case.override) if case.override and may_override(case.scaling) else recipe
 
 
 def unit_of(case: Any) -> int:

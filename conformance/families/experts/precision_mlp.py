@@ -15,15 +15,12 @@ from conformance.core.contract import Opaque, Problem
 from conformance.core.tensors import hashed
 from conformance.families.experts.linear import precision_of
 from conformance.families.experts.precision import (
-    check_scaling,
     recipe_of,
     rounds_gradients,
     state_from,
     state_tensors,
-    transforms_rows,
     unit_of,
 )
-from conformance.families.quantization.cases import TRANSFORMED
 from conformance.interface import named_outputs
 
 LAYERS = (0, 1)
@@ -32,30 +29,6 @@ LAYERS = (0, 1)
 def rows_unit(case: Any) -> int:
     """What an expert's rows are counted in."""
     return 1 if case.align else unit_of(case)
-
-
-def check_low(case: Any) -> None:
-    """The rules of a case with a recipe."""
-    check_scaling(case)
-    if case.scaling and (case.values == "special" or case.dtype == "float64"):
-        raise ValueError(
-            f"values is {case.values!r} and dtype {case.dtype!r} with a recipe; values must be finite, and stored in at most 32 bits"
-        )
-    if case.scaling and case.align % unit_of(case):
-        raise ValueError(
-            f"align is {case.align} with scaling {case.scaling!r}; it must be a multiple of {unit_of(case)}"
-        )
-
-
-def fits_low(case: Any) -> bool:
-    """Whether the function takes the call, and quantises alike in whatever order it adds."""
-    recipe = recipe_of(case)
-    if recipe is None:
-        return True
-    if case.function == "sequential_mlp" and (recipe.scaling == "delayed" or (rounds_gradients(recipe) and case.grads)):
-        return False  # it takes no state and no noise
-    weights = {"fc1_weight", "fc2_weight"} & set(case.grads.split("+"))
-    return not (transforms_rows(recipe) and weights) or (case.dtype == "bfloat16" and case.values in TRANSFORMED)
 
 
 def of_experts(case: Any, weight: Tensor) -> Tensor:
@@ -108,18 +81,12 @@ def script_of_pairs(
     return script
 
 
-def called(
-    function: str,
-    outputs: tuple[str, ...],
-    required: dict[str, Any],
-    settings: dict[str, Any],
-    tensors: dict[str, Tensor],
-    **how: Any,
-) -> Problem:
-    """The call; where a recipe needs pairs, by a script that makes them."""
-    if tensors:
-        how |= {"script": script_of_pairs(function, tuple(required), tuple(settings), outputs), "first": required}
-    return Problem(function, required | tensors, settings, **how)
+def with_pairs(problem: Problem, outputs: tuple[str, ...], tensors: dict[str, Tensor]) -> Problem:
+    """The call; where a recipe needs pairs, by a script that makes them of these tensors."""
+    if not tensors:
+        return problem
+    script = script_of_pairs(problem.function, tuple(problem.required), tuple(problem.settings), outputs)
+    return replace(problem, required=problem.required | tensors, script=script, first=problem.required)
 
 
 def settings_of(problem: Problem) -> dict[str, Any]:

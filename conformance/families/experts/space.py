@@ -5,38 +5,17 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from conformance.core.axes import FAR as FAR_LAYOUTS
-from conformance.core.axes import Changes
+from conformance.core.axes import FAR, NEAR, Changes
 from conformance.core.case import Case
 from conformance.core.scope import Scope, Shapes
 from conformance.core.space import LAYOUTS, LOGIT_DTYPES, POISONS, Space, mostly, sizes, some_of
-from conformance.core.tensors import WIDE_LAYOUTS
-from conformance.families.experts.axes import SETTING, may_be_low
-from conformance.families.experts.cases import GROUPED_VALUES, GroupedCase
+from conformance.families.experts.cases import COUNTS, GROUPED_VALUES
 from conformance.families.experts.cases import PROB_DTYPES as PROB_DTYPES
-from conformance.families.experts.precision import LOW_VALUES, fits, may_override, recipe_settings
+from conformance.families.experts.precision import LOW_VALUES, fits, may_override
+from conformance.families.experts.space_ratios import ratio_cases
+from conformance.families.experts.space_recipes import CONTIGUOUS, by_recipe
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from moe_ref.config.quantization import OVERRIDES
-
-FAR_GRADS = {
-    "grouped_linear": ("rows", "weight", "bias"),
-    "latent_projection": ("x", "weight", "bias"),
-}
-DIMENSIONS = {"probs": 1, "tokens_per_expert": 1, "weight": 3, "accumulate_into": 3}  # of an input that has not two
-OF_ONE = {"bias": 1}  # the same, of one expert
-INPUTS = {
-    "grouped_linear": ("rows", "weight", "tokens_per_expert", "bias", "d_out"),
-    "latent_projection": ("x", "weight", "bias", "d_out"),
-    "grouped_dgrad": ("d_out", "weight", "tokens_per_expert"),
-    "grouped_wgrad": ("d_out", "rows", "tokens_per_expert", "accumulate_into"),
-}
-
-FACTORS = {
-    "grouped_linear": ("rows", "weight"),
-    "grouped_dgrad": ("weight",),
-    "grouped_wgrad": ("rows",),
-    "latent_projection": ("x", "weight"),
-}
 
 
 def activations(scope: Scope) -> st.SearchStrategy[Changes]:
@@ -54,7 +33,7 @@ def activations(scope: Scope) -> st.SearchStrategy[Changes]:
 
 def near(case: Any, scope: Scope) -> Any:
     """The case without a far layout: for those there are the far cases."""
-    return replace(case, layout="contiguous", layout_of="") if case.layout in FAR_LAYOUTS else case
+    return replace(case, layout="contiguous", layout_of="") if case.layout in FAR else case
 
 
 def long_rows(scope: Scope) -> list[Changes]:
@@ -101,62 +80,39 @@ LOW_SHARE = {
 }  # one in so many grouped products is in low precision, for which an interpreter pays most
 
 
-def grouped_cases(function: str, space: Space) -> st.SearchStrategy[Case]:
-    """grouped_linear, grouped_dgrad and grouped_wgrad, and latent_projection."""
-    recipes = [(scaling, variant) for scaling in RECIPES for variant in range(VARIANTS)]
-    bare = [
-        GroupedCase(function=function, scaling=scaling, variant=variant, dtype="bfloat16")
-        for scaling, variant in recipes
-    ]
-    possible = [(case.scaling, case.variant) for case in bare if may_be_low(function, case, space)]
+def products(scope: Scope) -> st.SearchStrategy[Changes]:
+    """In high precision; some by a recipe that the implementation takes."""
+    recipes = [{"scaling": scaling, "variant": variant} for scaling in RECIPES for variant in range(VARIANTS)]
+    possible = [recipe for recipe in recipes if scope.takes(scope.case(recipe))]
+    high = product(scope, {"scaling": "", "variant": 0})
     if not possible:
-        return product_cases(function, space, "", 0)
-    low = st.sampled_from(possible).flatmap(lambda recipe: product_cases(function, space, *recipe))
-    return st.integers(1, LOW_SHARE[space.device]).flatmap(
-        lambda i: low if i == 1 else product_cases(function, space, "", 0)
-    )
+        return high
+    low = st.sampled_from(possible).flatmap(lambda recipe: product(scope, recipe))
+    return st.integers(1, LOW_SHARE[scope.space.device]).flatmap(lambda i: low if i == 1 else high)
 
 
 @st.composite
-def product_cases(draw: st.DrawFn, function: str, space: Space, scaling: str, variant: int) -> Case:
-    """In high precision, or by a recipe."""
-    one, differentiable = function == "latent_projection", function not in ("grouped_dgrad", "grouped_wgrad")
-    fields: dict[str, Any] = draw(all_tokens(34) if one else segments()) | {
-        "hidden": draw(sizes(0, 40)),
-        "width": draw(sizes(0, 40)),
-    }
-    values: tuple[str, ...] = GROUPED_VALUES
-    if scaling:
-        rows, columns = LOW_SIZES[scaling]
-        fields = draw(all_tokens(rows) if one else few_segments(rows)) | {"scaling": scaling, "variant": variant}
-        fields |= {"hidden": draw(sizes(1, columns)), "width": draw(sizes(1, columns))}
-        values = (*GROUPED_VALUES, *LOW_VALUES)
-    fields |= {"values": draw(st.sampled_from(values)), "dtype": draw(mostly("float32", LOGIT_DTYPES[1:]))}
-    fields["accumulator"] = (
-        draw(st.sampled_from(("",) * 5 + ("float64",))) if space.accepts(function, "accumulator") else ""
-    )
-    fields["index_dtype"] = draw(st.sampled_from(("int64", "int32"))) if not one else "int64"
-    matrices = FACTORS[function]
-    vectors: list[str] = []
-    possible: tuple[str, ...] = matrices
-    if differentiable and space.accepts(function, "bias") and draw(st.booleans()):
-        fields["bias"] = draw(st.sampled_from(("float32", "bfloat16", "float64")))
-        possible, vectors = (*possible, "bias"), ["bias"]
-    if function == "grouped_wgrad" and space.accepts(function, "accumulate_into"):
-        fields["into"] = draw(st.sampled_from(("", "float32", "float64")))
-        vectors = ["accumulate_into"] if fields["into"] else []
-    fields["grads"] = draw(some_of(possible)) if differentiable and function not in space.not_differentiable else ""
-    cotangents = ("d_out",) if fields["grads"] or not differentiable else ()
-    if may_override(scaling) and (fields["grads"] or not differentiable):
+def product(draw: st.DrawFn, scope: Scope, recipe: Changes) -> Changes:
+    """Sizes, values and gradients that fit the recipe."""
+    scaling = recipe["scaling"]
+    rows, columns = LOW_SIZES[scaling] if scaling else (34, 40)
+    least, some = (1, few_segments(rows)) if scaling else (0, segments())
+    fields = recipe | {"override": ""} | draw(some if "counts" in scope.live else all_tokens(rows))
+    fields |= {"hidden": draw(sizes(least, columns)), "width": draw(sizes(least, columns))}
+    fields["values"] = draw(st.sampled_from((*GROUPED_VALUES, *(LOW_VALUES if scaling else ()))))
+    fields["dtype"] = draw(mostly("float32", LOGIT_DTYPES[1:]))
+    fields["accumulator"] = draw(st.sampled_from(("",) * 5 + ("float64",)))
+    fields["bias"] = draw(st.sampled_from(("", "", "", "float32", "bfloat16", "float64")))
+    given = [name for name in scope.signature.gradients if fields["bias"] or name != "bias"]
+    fields["grads"] = draw(some_of(tuple(given))) if given else ""
+    if may_override(scaling) and (fields["grads"] or not given):
         fields["override"] = draw(st.sampled_from((*OVERRIDES, *("",) * 4)))
-    case = GroupedCase(function=function, **fields)
+    case = scope.case(fields)
     if not fits(case):
-        case = replace(case, dtype="bfloat16", values="dyadic")
-    noise = ("noise",) * 3 if "noise" in recipe_settings(case) else ()  # seldom there: oftener chosen then
-    layout = laid_out(
-        draw, function, space, (*matrices, *noise), (*(() if one else ("tokens_per_expert",)), *vectors), cotangents
-    )
-    return finished(draw, replace(case, **layout), space)  # type: ignore[arg-type]
+        fields |= {"dtype": "bfloat16", "values": "dyadic"}
+    if case.noisy and draw(st.integers(0, 3)) == 0:  # few cases have noise
+        fields |= {"layout": draw(st.sampled_from(NEAR)), "layout_of": "noise"}
+    return fields
 
 
 def all_tokens(most: int) -> st.SearchStrategy[dict[str, Any]]:
@@ -199,61 +155,59 @@ def segments(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def far_experts(function: str, space: Space) -> list[Case]:
-    """Every input and cotangent once far in each of its dimensions, in the narrowest dtype that it may have."""
-    differentiable = function not in space.not_differentiable
-    cls: Any = Case.family[function]
-    given = {"bias": "bfloat16", "into": "float32"}
-    known = {
-        field: dtype
-        for field, dtype in given.items()
-        if field in cls.__dataclass_fields__ and SETTING.get(field, field) in INPUTS[function]
-    }
-    known = {field: dtype for field, dtype in known.items() if space.accepts(function, SETTING.get(field, field))}
-    left_out = {SETTING.get(field, field) for field in given} - {SETTING.get(field, field) for field in known}
-    grads = "+".join(name for name in FAR_GRADS.get(function, ()) if name not in left_out) if differentiable else ""
-    wanted = [
-        name
-        for name in INPUTS[function]
-        if name not in left_out and (grads or name != "d_out" or function not in FAR_GRADS)
-    ]
-    common: dict[str, Any] = {
-        "function": function,
-        "tokens": 3,
-        "experts": 3,
-        "width": 3,
-        "dtype": "bfloat16",
-        "grads": grads,
-    } | known
-    common |= {"hidden": 3, "index_dtype": "int32"}
-    dimensions = OF_ONE if function == "latent_projection" else DIMENSIONS
-    return [
-        cls(**common, layout=layout, layout_of=name)
-        for name in wanted
-        for layout in WIDE_LAYOUTS[: dimensions.get(name, 2)]
-    ]
-
-
-def expert_shapes(function: str, space: Space) -> list[dict[str, Any]]:
-    """One more than a power of two, so that a last block is nearly empty; the widths of real models where a GPU makes them cheap."""
-    gpu = space.device == "cuda"
-    if function == "latent_projection":
-        return [
-            {"tokens": 129, "hidden": 65, "width": 33},
-            *([{"tokens": 70, "hidden": 7168, "width": 1024}] if gpu else []),
-        ]
-    real = (
-        [
-            {"tokens": 70, "experts": 4, "hidden": 7168, "width": 520},
-            {"tokens": 70, "experts": 4, "hidden": 520, "width": 2880},
-        ]
-        if gpu
-        else []
-    )
+def large(scope: Scope) -> list[Any]:
+    """One more than a power of two, so that a last block is nearly empty; real widths where a GPU makes them cheap."""
     ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
-    return [
-        ragged,
-        {"tokens": 40, "experts": 129, "hidden": 9, "width": 5},
-        {"tokens": 3, "experts": 2, "hidden": 257, "width": 9, "tail": 2},
-        *real,
+    many = {"tokens": 40, "experts": 129, "hidden": 9, "width": 5}
+    long = {"tokens": 3, "experts": 2, "hidden": 257, "width": 9, "tail": 2}
+    real: list[Changes] = [
+        {"tokens": 70, "experts": 4, "hidden": 7168, "width": 520},
+        {"tokens": 70, "experts": 4, "hidden": 520, "width": 2880},
     ]
+    return [ragged, many, long, *(real if scope.space.device == "cuda" else []), *ratio_cases(scope)]
+
+
+def large_projections(scope: Scope) -> list[Changes]:
+    """Likewise."""
+    real: Changes = {"tokens": 70, "hidden": 7168, "width": 1024}
+    return [{"tokens": 129, "hidden": 65, "width": 33}, *([real] if scope.space.device == "cuda" else [])]
+
+
+def in_high_precision(scope: Scope) -> dict[str, list[Changes]]:
+    """Ragged segments; every layout but the noise's; each gradient, those of both factors, and all."""
+    counts = [{"counts": counts, "experts": len(counts)} for counts in COUNTS] if "counts" in scope.live else [{}]
+    layouts = [(of, layout) for of, layout in scope.signature.layouts(far=False) if of != "noise"]
+    return {
+        "recipe": [{"scaling": "", "variant": 0, "override": ""}],
+        "counts": counts,
+        "layout": [CONTIGUOUS, *({"layout": layout, "layout_of": of} for of, layout in layouts)],
+        "grads": gradients(scope),
+    }
+
+
+def few_layouts(scope: Scope) -> dict[str, list[Changes]]:
+    """The same, with one layout per tensor."""
+    placed = [("x", "transposed"), ("weight", "strided"), ("bias", "strided"), ("d_out", "expanded")]
+    layouts = [CONTIGUOUS, *({"layout": layout, "layout_of": of} for of, layout in placed)]
+    return in_high_precision(scope) | {"layout": layouts}
+
+
+def gradients(scope: Scope) -> list[Changes]:
+    """None, each, both factors', and all."""
+    names = scope.signature.gradients
+    return [{"grads": grads} for grads in ("", *names, "+".join(names[:2]), "+".join(names))] if names else [{}]
+
+
+SIZES: Changes = {"tokens": 9, "hidden": 7, "width": 5}
+PRODUCT = Shapes(
+    drawn=products,
+    affordable=near,
+    covered=SIZES,
+    together=in_high_precision,
+    always=large,
+    more=by_recipe,
+)
+SPACE |= {
+    **dict.fromkeys(("grouped_linear", "grouped_dgrad", "grouped_wgrad"), PRODUCT),
+    "latent_projection": replace(PRODUCT, together=few_layouts, always=large_projections, weight=0.2),
+}

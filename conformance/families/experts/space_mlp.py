@@ -1,218 +1,302 @@
-"""Cases of expert MLPs: segments, settings of the activation between the layers, and what stands beside the products."""
+"""Cases of expert MLPs: segments, settings of the activation between the layers, recipes of both layers."""
 
 from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
+from conformance.core.axes import Changes
 from conformance.core.case import Case
-from conformance.core.shared_out_space import maybe_shared_out
-from conformance.core.space import LOGIT_DTYPES, Space, mostly, sizes, some_of
-from conformance.core.tensors import WIDE_LAYOUTS
-from conformance.families.experts.axes_mlp import gated, inputs_of, may_be_low
-from conformance.families.experts.mlp import BIASES, VALUES, WEIGHTS, MlpCase
-from conformance.families.experts.precision import may_override
-from conformance.families.experts.shared import SharedCase
-from conformance.families.experts.space import LOW_SHARE, PROB_DTYPES, few_segments, finished, laid_out, segments
+from conformance.core.scope import Scope, Shapes
+from conformance.core.shared_out import worlds
+from conformance.core.space import mostly, sizes, some_of
+from conformance.families.experts.cases import GROUPED_VALUES, PROB_DTYPES, WEIGHTS
+from conformance.families.experts.space import LOW_SHARE, few_segments, near, segments
 from conformance.families.quantization.cases import RECIPES, UNIT, VARIANTS
-from moe_ref.config import GATED, PLAIN
 from moe_ref.config.quantization import OVERRIDES
 
-DIMENSIONS = {"probs": 1, "tokens_per_expert": 1, "fc1_weight": 3, "fc2_weight": 3}  # of an input that has not two
-RECOMPUTED = ("", "", "moe_act", "moe")
-LOW_WIDTHS = {1: 20, 16: 3, 32: 2}  # at most, by the unit that columns are counted in
-FINITE: dict[str, Any] = {"values": "rows", "dtype": "bfloat16"}
-_SIZES = st.sampled_from((0,) + (1,) * 15).flatmap(lambda least: sizes(least, 20 * least))  # seldom nothing at all
+HIGH: Changes = {"scaling": "", "variant": 0, "override": ""}
+RECIPE_CHANGES = [{"scaling": scaling, "variant": variant} for scaling in RECIPES for variant in range(VARIANTS)]
+LOW_WIDTHS = {1: 20, 16: 3, 32: 2}  # columns at most, by unit
+SHARED_ONE_IN = 6  # cases of shared_experts: each has several processes
+_SOME = st.sampled_from((0,) + (1,) * 15).flatmap(lambda least: sizes(least, 20 * least))  # seldom none
 _SEGMENTS = st.sampled_from((False,) + (True,) * 7).flatmap(
     lambda some: segments().filter(lambda found: found["tokens"]) if some else segments()
 )
+_FEW = {most: few_segments(most) for most in (9, 3)}
+_VALUES = {scaling: st.sampled_from(GROUPED_VALUES[: 2 if scaling else 3]) for scaling in ("", *RECIPES)}
+_DTYPES = {
+    scaling: st.sampled_from(("float32", "bfloat16"))
+    if scaling
+    else mostly("float32", ("bfloat16", "float16", "float64"))
+    for scaling in ("", *RECIPES)
+}
+_PROBS, _BIASES = st.sampled_from(("", *PROB_DTYPES, "float32")), st.sampled_from(("", "", *PROB_DTYPES))
+_WEIGHTS, _ALIGNMENTS = st.sampled_from(WEIGHTS), st.sampled_from((0, 0, 0, 1, 3, 8, 16))
+_OVERRIDES = st.sampled_from((*OVERRIDES, *("",) * 4))
 
 
-@st.composite
-def mlp_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
-    """grouped_mlp and sequential_mlp."""
-    case: Any = draw(high_mlp_cases(function, space))
-    if not (low := draw(recipes(function, case, space))):
-        return case
-    unit = UNIT.get(low["scaling"], 1)
-    fields: dict[str, Any] = draw(few_segments(9 if unit == 1 else 3)) | {
-        "hidden": draw(sizes(1, LOW_WIDTHS[unit])),
-        "width": draw(sizes(1, LOW_WIDTHS[unit])),
-    }
-    align = -(-case.align // unit) * unit
-    layout = {} if case.layout != "expanded" else {"layout": "contiguous", "layout_of": ""}
-    return fitted(
-        draw, replace(case, **FINITE | low | fields | layout, align=align, interleave=min(case.interleave, 1)), space
-    )
-
-
-def recipes(function: str, case: Any, space: Space) -> st.SearchStrategy[dict[str, Any]]:
-    """A recipe that the function can be asked for, or none; one in so many is in low precision, for which an interpreter pays most."""
-    plain: list[dict[str, Any]] = [
-        {"scaling": scaling, "variant": variant} for scaling in RECIPES for variant in range(VARIANTS)
-    ]
-    overridden = [
-        low | {"override": override}
-        for low in plain
-        for override in OVERRIDES
-        if case.grads and may_override(low["scaling"])
-    ]
-    every = [*plain, *plain, *overridden]
-    possible = [
-        low for low in every if may_be_low(function, type(case)(function=function, dtype="bfloat16", **low), space)
-    ]
-    return st.integers(1, LOW_SHARE[space.device]).flatmap(
-        lambda i: st.sampled_from(possible) if i == 1 and possible else st.just({})
-    )
-
-
-def fitted(draw: st.DrawFn, case: Any, space: Space) -> Case:
-    """With values and a dtype that the recipe takes, and without the gradients that it does not."""
-    kinds = [{"values": values, "dtype": dtype} for values in ("dyadic", "rows") for dtype in ("float32", "bfloat16")]
-    possible = [kind for kind in kinds if may_be_low(case.function, replace(case, **kind), space)]
+def layers(scope: Scope) -> st.SearchStrategy[Changes]:
+    """In high precision; some by a recipe that the implementation takes."""
+    fields = _shared if scope.function == "shared_experts" else _grouped
+    possible = [recipe for recipe in RECIPE_CHANGES if scope.fits(scope.case(recipe | {"dtype": "bfloat16"}))]
+    high = fields(scope, HIGH)
     if not possible:
-        case, possible = (
-            replace(case, grads="", **({"layout": "contiguous", "layout_of": ""} if case.layout_of == "d_out" else {})),
-            kinds,
-        )
-    case = replace(case, **draw(st.sampled_from(possible)), law="")
-    return replace(case, law=draw(st.sampled_from(space.laws(case))))
+        return high
+    low = st.sampled_from(possible).flatmap(lambda recipe: fields(scope, recipe))
+    return st.integers(1, LOW_SHARE[scope.space.device]).flatmap(lambda i: low if i == 1 else high)
 
 
 @st.composite
-def high_mlp_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
-    """The same, in high precision."""
-    fields: dict[str, Any] = draw(_SEGMENTS) | {"hidden": draw(_SIZES), "width": draw(_SIZES)}
-    fields |= {"values": draw(st.sampled_from(VALUES)), "dtype": draw(mostly("float32", LOGIT_DTYPES[1:]))}
-    fields |= draw(mlp_settings(function, space, fields["width"]))
-    if space.accepts(function, "probs") and draw(st.integers(0, 4)):
-        fields |= {"probs": draw(st.sampled_from(PROB_DTYPES)), "weights": draw(st.sampled_from(WEIGHTS))}
-        fields["early"] = space.accepts(function, "round_before_probs") and draw(st.booleans())
-        fields["on_input"] = space.accepts(function, "probs_on_input") and not draw(st.integers(0, 2))
-    for field, name in BIASES.items():
-        fields[field] = draw(st.sampled_from(("", "", *PROB_DTYPES))) if space.accepts(function, name) else ""
-    fields["align"] = draw(st.sampled_from((0, 0, 1, 3, 8, 16))) if space.accepts(function, "align") else 0
-    fields["recompute"] = draw(st.sampled_from(RECOMPUTED)) if space.accepts(function, "recompute") else ""
-    fields["index_dtype"] = draw(st.sampled_from(("int64", "int32")))
-    possible = inputs_of(function, fields)
-    fields["grads"] = draw(st.just("") | some_of(possible)) if function not in space.not_differentiable else ""
-    vectors = ("tokens_per_expert", *(name for name in possible if name in ("probs", *BIASES.values())))
-    cotangents = ("d_out",) if fields["grads"] else ()
-    fields |= laid_out(draw, function, space, ("rows", "fc1_weight", "fc2_weight"), vectors, cotangents)
-    return finished(draw, MlpCase(function=function, **fields), space)
-
-
-@st.composite
-def shared_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
-    """shared_experts."""
-    case: Any = draw(high_shared_cases(function, space))
-    if case.counts or not (low := draw(recipes(function, case, space))):
-        return case
-    unit = UNIT.get(low["scaling"], 1)
-    tall = draw(sizes(1, 9 if unit == 1 else 3))
-    sized: dict[str, Any] = {
-        "tokens": tall,
-        "hidden": draw(sizes(1, LOW_WIDTHS[unit])),
-        "width": draw(sizes(1, LOW_WIDTHS[unit])),
-    }
-    layout = {} if case.layout != "expanded" else {"layout": "contiguous", "layout_of": ""}
-    return fitted(draw, replace(case, **FINITE | low | sized | layout, interleave=min(case.interleave, 1)), space)
-
-
-@st.composite
-def high_shared_cases(draw: st.DrawFn, function: str, space: Space) -> Case:
-    """The same, in high precision."""
-    fields: dict[str, Any] = {"tokens": draw(sizes(0, 34)), "hidden": draw(_SIZES), "width": draw(_SIZES)}
-    fields |= {"values": draw(st.sampled_from(VALUES)), "dtype": draw(mostly("float32", LOGIT_DTYPES[1:]))}
-    fields |= draw(mlp_settings(function, space, fields["width"]))
-    fields["gate"] = space.accepts(function, "gate_weight") and draw(st.booleans())
-    fields["again"] = space.accepts(function, "recompute") and not draw(st.integers(0, 2))
-    possible = inputs_of(function, fields)
-    fields["grads"] = draw(st.just("") | some_of(possible)) if function not in space.not_differentiable else ""
-    fields |= laid_out(draw, function, space, possible, (), ("d_out",) if fields["grads"] else ())
-    return draw(maybe_shared_out(finished(draw, SharedCase(function=function, **fields), space), space))
-
-
-@st.composite
-def mlp_settings(draw: st.DrawFn, function: str, space: Space, width: int) -> dict[str, Any]:
-    """A kind, gated or not, and settings that fit it, as far as they are accepted."""
-    fields: dict[str, Any] = {"kind": draw(mostly("", (*GATED[1:], *PLAIN))) if space.accepts(function, "kind") else ""}
-    if not gated(fields["kind"]):
-        return fields
-    choices: dict[str, tuple[int, ...]] = {
-        "offset": (0, 0, 8, -4),
-        "clamp": (0, 0, 4, 8, 56),
-        "alpha": (0, 0, 1702, 250) if fields["kind"] in ("", "quick_geglu") else (0,),
-        "interleave": (0, *(s for s in (1, 2, 3, width) if s and width % s == 0)),
-    }
-    fields["stored"] = space.accepts(function, "fp8_input_store") and not fields["kind"] and not draw(st.integers(0, 3))
-    return fields | {
-        name: draw(st.sampled_from(values)) for name, values in choices.items() if space.accepts(function, name)
-    }
-
-
-def far_mlp(function: str, space: Space) -> list[Case]:
-    """Every input and cotangent once far in each of its dimensions, in the narrowest dtype that it may have."""
-    cls: Any = Case.family[function]
-    common: dict[str, Any] = {
-        "function": function,
-        "tokens": 3,
-        "experts": 3,
-        "hidden": 3,
-        "width": 3,
-        "dtype": "bfloat16",
-    }
-    if cls is SharedCase:
-        given: dict[str, Any] = {"gate": True} if space.accepts(function, "gate_weight") else {}
-        grads = wanted = inputs_of(function, {"gate": bool(given)})
-        dimensions: dict[str, int] = {}
+def _grouped(draw: st.DrawFn, scope: Scope, recipe: Changes) -> Changes:
+    """grouped_mlp and sequential_mlp."""
+    unit = UNIT.get(recipe["scaling"], 1)
+    fields = draw(_layers(recipe)) | draw(_FEW[9 if unit == 1 else 3] if recipe["scaling"] else _SEGMENTS)
+    fields |= {"probs": draw(_PROBS), "bias1": draw(_BIASES), "bias2": draw(_BIASES)}
+    fields["align"] = -(-draw(_ALIGNMENTS) // unit) * unit
+    if fields["probs"]:
+        weighted = {"weights": draw(_WEIGHTS), "early": draw(st.booleans()), "on_input": not draw(st.integers(0, 2))}
+        fields |= weighted
     else:
-        given = {
-            field: "bfloat16" for field, name in {"probs": "probs", **BIASES}.items() if space.accepts(function, name)
-        }
-        given |= {"index_dtype": "int32"}
-        grads = inputs_of(function, given)
-        wanted, dimensions = (*grads, "tokens_per_expert"), DIMENSIONS
-    if function not in space.not_differentiable:
-        given, wanted = given | {"grads": "+".join(grads)}, (*wanted, "d_out")
-    places = [
-        (name, layout)
-        for name in wanted
-        for layout in WIDE_LAYOUTS[: dimensions.get(name, 2)]
-        if (name, layout) != ("gate_weight", "wide_rows")
+        fields |= {"weights": "plain", "early": False, "on_input": False}
+    return _graded(draw, scope, fields)
+
+
+@st.composite
+def _shared(draw: st.DrawFn, scope: Scope, recipe: Changes) -> Changes:
+    """shared_experts; some over ranks."""
+    unit = UNIT.get(recipe["scaling"], 1)
+    most = (9 if unit == 1 else 3) if recipe["scaling"] else 34
+    fields = draw(_layers(recipe)) | {"tokens": draw(sizes(bool(recipe["scaling"]), most)), "gate": draw(st.booleans())}
+    if not recipe["scaling"] and scope.space.ranks > 1 and draw(st.integers(1, SHARED_ONE_IN)) == 1:
+        counts = draw(worlds(scope.space))
+        fields |= {"counts": counts, "tokens": sum(counts), "layout": "contiguous", "layout_of": ""}
+    return _graded(draw, scope, fields)
+
+
+@st.composite
+def _layers(draw: st.DrawFn, recipe: Changes) -> Changes:
+    """Columns, values and dtype that fit the recipe."""
+    scaling = recipe["scaling"]
+    columns = sizes(1, LOW_WIDTHS[UNIT.get(scaling, 1)]) if scaling else _SOME
+    return recipe | {
+        "hidden": draw(columns),
+        "width": draw(columns),
+        "values": draw(_VALUES[scaling]),
+        "dtype": draw(_DTYPES[scaling]),
+        "override": draw(_OVERRIDES) if scaling not in ("", "delayed") else "",
+    }
+
+
+def _graded(draw: st.DrawFn, scope: Scope, fields: Changes) -> Changes:
+    """With gradients of inputs that are given, or none; a recipe that has none of them with what it needs for them."""
+    given = tuple(x.name for x in scope.signature.inputs if x.gradient and fields.get(x.optional, True))
+    fields = fields | {"grads": draw(st.just("") | some_of(given))}
+    if fields["scaling"] and not scope.fits(scope.case(fields | {"interleave": 0})):
+        fields |= {"dtype": "bfloat16", "values": "dyadic"}
+    return fields
+
+
+# ---- covering arrays
+
+ACTIVATED = ("kind", "offset", "clamp", "alpha", "interleave", "stored")
+_PLAIN, _STORED = ("", 0, 0, 0, 0, False), ("", 0, 6, 0, 0, True)
+_FORMS = (
+    *(_PLAIN, ("", 0, 6, 1702, 2, False), ("quick_geglu", 8, 56, 0, 0, False)),
+    *(("reglu", -4, 6, 0, 1, False), ("squared_relu", 0, 0, 0, 0, False), _STORED),
+)
+WEIGHTED = ("probs", "weights", "early", "on_input")
+_UNWEIGHTED = ("", "plain", False, False)
+_WEIGHTINGS = (
+    *(_UNWEIGHTED, ("float32", "signed", False, False), ("bfloat16", "zeros", True, False)),
+    *(("float64", "plain", False, False), ("float32", "zeros", False, True), ("bfloat16", "signed", False, True)),
+)
+BIASED, KEPT = ("bias1", "bias2"), ("align", "recompute")
+_BOTH = (("", ""), ("float32", ""), ("", "float32"), ("bfloat16", "float64"), ("float32", "bfloat16"))
+# nine rows: no empty expert; empty first, in the middle and last; all but one empty; a tile's worth and few more
+COUNTS = ((4, 2, 3), (0, 5, 0, 4, 0), (0, 0, 9), (8, 0, 1))
+CONTIGUOUS: Changes = {"layout": "contiguous", "layout_of": ""}
+SIZES: Changes = {"tokens": 9, "hidden": 5, "width": 6}
+
+
+def _each(names: tuple[str, ...], values: tuple[tuple[Any, ...], ...]) -> list[Changes]:
+    return [dict(zip(names, one, strict=True)) for one in values]
+
+
+def _segments(*every: tuple[int, ...]) -> list[Changes]:
+    return [{"counts": counts, "experts": len(counts)} for counts in every]
+
+
+def _gradients(scope: Scope, *some: str) -> list[Changes]:
+    """These gradients, and those of all inputs that are given."""
+    return [*({"grads": grads} for grads in some), {"grads": scope.signature.all_gradients}]
+
+
+def _layouts(*placed: tuple[str, str]) -> list[Changes]:
+    return [CONTIGUOUS, *({"layout": layout, "layout_of": name} for layout, name in placed)]
+
+
+def _grouped_pairs(scope: Scope) -> dict[str, list[Changes]]:
+    """Settings of one stage together: a case of two layers takes an interpreter ten times as long as one of `glu`."""
+    return {
+        "recipe": [HIGH],
+        "activated": _each(ACTIVATED, _FORMS),
+        "weighted": _each(WEIGHTED, _WEIGHTINGS),
+        "biased": _each(BIASED, _BOTH),
+        "kept": _each(KEPT, ((0, ""), (4, ""), (0, "moe_act"), (4, "moe"))),
+        "counts": _segments(*COUNTS),
+        "layout": _layouts(("strided", "rows"), ("strided", "fc1_weight"), ("expanded", "d_out")),
+        "grads": _gradients(scope, "", "rows", "fc1_weight+fc2_weight"),
+    }
+
+
+def _sequential_pairs(scope: Scope) -> dict[str, list[Changes]]:
+    return {
+        "recipe": [HIGH],
+        "activated": _each(ACTIVATED, (_PLAIN, ("", 8, 6, 0, 2, False), _STORED)),
+        "weighted": _each(WEIGHTED, (_UNWEIGHTED, *_WEIGHTINGS[1:5:3])),
+        "biased": _each(BIASED, (("", ""), ("float32", "bfloat16"))),
+        "kept": [{"align": 0, "recompute": ""}],
+        "counts": _segments(*COUNTS),
+        "layout": [CONTIGUOUS],
+        "dtype": [{"dtype": "float32"}, {"dtype": "bfloat16"}],
+        "grads": _gradients(scope, ""),
+        "rest": [{"values": "dyadic", "tail": 0, "index_dtype": "int64", "poison": "nan"}],
+    }
+
+
+def _shared_pairs(scope: Scope) -> dict[str, list[Changes]]:
+    return {
+        "recipe": [HIGH],
+        "activated": _each(ACTIVATED, _FORMS),
+        "layout": _layouts(("strided", "x"), ("strided", "fc1_weight"), ("expanded", "d_out")),
+        "grads": _gradients(scope, "", "x", "fc1_weight+fc2_weight"),
+    }
+
+
+# ---- recipes
+
+LOW_ROWS = {"delayed": 3, "current": 3, "block": 5}  # 1 for the others, whose sizes are in units
+LOW_SIZES = {"mxfp8": (1, 1), "nvfp4": (1, 2)}  # hidden and width
+LAWFUL = 3  # in an interpreter one case in three has a law, which takes as long again
+# where forms by columns would give other numbers, and where they would need a dtype and noise
+OVERRIDDEN: list[Changes] = [
+    {"scaling": "block", "variant": 1, "override": "dequantized", "dtype": "bfloat16"},
+    {"scaling": "nvfp4", "variant": 0, "override": "high_precision", "dtype": "float32"},
+]
+
+
+def _rows(case: Any) -> int:
+    """Rows of one part; 5 where experts are padded."""
+    return 5 if case.align else LOW_ROWS.get(case.scaling, 1)
+
+
+def _low_pairs(scope: Scope) -> dict[str, list[Changes]]:
+    """Every recipe, and fewer values of the other settings."""
+    one = scope.function != "grouped_mlp"
+    scalings = ("current", "block", "mxfp8") if scope.function == "sequential_mlp" else tuple(RECIPES)
+    pairs: dict[str, list[Changes]] = {
+        "scaling": [{"scaling": scaling} for scaling in scalings],
+        "variant": [{"variant": variant} for variant in ((1,) if one else range(VARIANTS))],
+        "override": [{"override": ""}],
+        "activated": _each(ACTIVATED, (_PLAIN, ("reglu", -4, 6, 0, 0, False), ("squared_relu", 0, 0, 0, 0, False))),
+        "dtype": [{"dtype": dtype} for dtype in ("float32", "bfloat16")],
+        "values": [{"values": values} for values in ("dyadic", "rows")],
+        "layout": [CONTIGUOUS],
+    }
+    if scope.function == "shared_experts":
+        return pairs | {"grads": _gradients(scope, "x")}
+    every = ((0, 2, 0, 1),) if one else ((1, 1, 1), (0, 2, 0, 1), (0, 3))
+    weighted = (_UNWEIGHTED, *_WEIGHTINGS[1:3], ("float32", "plain", False, True))
+
+    def ragged(parts: tuple[int, ...]) -> Changes:
+        return {"counts": lambda case: tuple(_rows(case) * n for n in parts), "experts": len(parts)}
+
+    return pairs | {
+        "counts": [ragged(parts) for parts in every],
+        "weighted": _each(WEIGHTED, (_UNWEIGHTED,) if one else weighted),
+        "biased": _each(BIASED, (("", ""),) if one else (("", ""), ("float32", "float32"))),
+        "kept": _each(KEPT, ((0, ""),) if one else ((0, ""), (32, "moe"), (0, "moe_act"))),
+        "tail": [{"tail": tail} for tail in ((0,) if one else (0, 3))],
+        "index_dtype": [{"index_dtype": "int64"}],
+        "grads": _gradients(scope) if one else _gradients(scope, "rows", "fc1_weight+fc2_weight"),
+    }
+
+
+def one_per_recipe(cases: list[Any]) -> list[Any]:
+    """A case of each recipe, with as many values as possible that no case before had."""
+    chosen: list[Any] = []
+    seen: set[tuple[str, str]] = set()
+    for recipe in dict.fromkeys((case.scaling, case.variant) for case in cases):
+        own = [case for case in cases if (case.scaling, case.variant) == recipe]
+        chosen.append(max(own, key=lambda case: len(_values(case) - seen)))
+        seen |= _values(chosen[-1])
+    return chosen
+
+
+def _values(case: Any) -> set[tuple[str, str]]:
+    return {(name, str(x)) for name, x in case.record().items() if name not in ("seed", "law")}
+
+
+def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
+    """On a GPU every legal pair of values, and every recipe with a backward_override; in an interpreter every recipe once."""
+    if not scope.accepts("recipe"):
+        return []
+    gpu, pairs = scope.space.device == "cuda", _low_pairs(scope)
+    base: Changes = {
+        "variant": 1,
+        "tokens": lambda case: _rows(case) * (1 if scope.function == "shared_experts" else 3),
+        "hidden": lambda case: LOW_SIZES.get(case.scaling, (6, 8))[0],
+        "width": lambda case: LOW_SIZES.get(case.scaling, (6, 8))[1],
+    }
+    cases = scope.array(base, pairs).cases
+    if gpu:
+        overrides: list[Changes] = [{"override": override} for override in OVERRIDES]
+        cases += one_per_recipe(scope.array(base, pairs | {"override": overrides}).cases)
+    else:
+        simple = {name: value for values in pairs.values() for name, value in values[0].items()} | pairs["grads"][-1]
+        overridden = [scope.row(base | simple | fields, {}) for fields in OVERRIDDEN]
+        cases = [*one_per_recipe(cases), *filter(scope.fits, overridden)]
+    cases = scope.lawful([replace(case, seed=index) for index, case in enumerate(cases)])
+    return [case if gpu or index % LAWFUL == 0 else replace(case, law="") for index, case in enumerate(cases)]
+
+
+# ---- shapes that always run
+
+
+def _ragged(scope: Scope) -> list[Changes]:
+    """One more than a power of two, so that a last block is nearly empty."""
+    return [{"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}]
+
+
+def _large(scope: Scope) -> list[Changes]:
+    """Ragged; more experts than rows; scales of each layer, computed again; real widths where a GPU makes them cheap."""
+    gpu = scope.space.device == "cuda"
+    many = {"tokens": 40 if gpu else 12, "experts": 129 if gpu else 17, "hidden": 9, "width": 5}
+    again = {"tokens": 5, "experts": 2, "hidden": 2, "width": 2, "dtype": "bfloat16"}
+    again |= {"scaling": "delayed", "recompute": "moe_act"}
+    real = {"tokens": 70, "experts": 4, "hidden": 2880, "width": 1440, "dtype": "bfloat16"}
+    delayed = scope.fits(scope.case(again))
+    return [*_ragged(scope), many, *([again] if delayed else []), *([real] if gpu else [])]
+
+
+def _large_shared(scope: Scope) -> list[Changes]:
+    real = {"tokens": 70, "hidden": 2880, "width": 1440, "dtype": "bfloat16"}
+    over_ranks = {"counts": (2, 0, 3, 1), "tokens": 6, "hidden": 3, "width": 2, "seed": 1}
+    return [
+        {"tokens": 129, "hidden": 65, "width": 33},
+        *([real] if scope.space.device == "cuda" else []),
+        *([over_ranks] if scope.space.ranks >= 4 else []),
     ]
-    return [cls(**common, **given, layout=layout, layout_of=name) for name, layout in places]  # a gate has one row
 
 
-def mlp_shapes(function: str, space: Space) -> list[dict[str, Any]]:
-    """One more than a power of two; more experts than rows; the widths of real models where a GPU makes them cheap."""
-    gpu = space.device == "cuda"
-    if function == "shared_experts":
-        real = [{"tokens": 70, "hidden": 2880, "width": 1440, "dtype": "bfloat16"}] if gpu else []
-        return [{"tokens": 129, "hidden": 65, "width": 33, "gate": space.accepts(function, "gate_weight")}, *real]
-    biased = {field: "float32" for field, name in BIASES.items() if space.accepts(function, name)}
-    ragged = {
-        "tokens": 133,
-        "experts": 5,
-        "counts": (0, 65, 1, 0, 67),
-        "hidden": 65,
-        "width": 33,
-        "values": "rows",
-        **biased,
-    }
-    many = {"tokens": 40 if gpu else 12, "experts": 129 if gpu else 17, "hidden": 9, "width": 5, **biased}
-    real = [{"tokens": 70, "experts": 4, "hidden": 2880, "width": 1440, "dtype": "bfloat16", **biased}] if gpu else []
-    if function == "sequential_mlp":
-        return [ragged]
-    # each layer has scales of its own, also where it is computed again
-    again: dict[str, Any] = {
-        "tokens": 5,
-        "experts": 2,
-        "hidden": 2,
-        "width": 2,
-        "dtype": "bfloat16",
-        "scaling": "delayed",
-        "recompute": "moe_act",
-    }
-    possible = space.accepts(function, "recompute") and may_be_low(function, MlpCase(function=function, **again), space)
-    return [ragged, many, *([again] if possible else []), *real]
+GROUPED_MLP = Shapes(
+    drawn=layers, affordable=near, covered=SIZES, together=_grouped_pairs, more=by_recipe, always=_large, weight=0.5
+)
+SEQUENTIAL_MLP = replace(GROUPED_MLP, together=_sequential_pairs, always=_ragged, weight=0.2)
+SHARED_EXPERTS = replace(
+    GROUPED_MLP,
+    covered={"tokens": 7, "hidden": 5, "width": 6},
+    together=_shared_pairs,
+    always=_large_shared,
+)

@@ -2,12 +2,8 @@
 
 from typing import Any
 
-from conformance.core.case import Case
-from conformance.core.space import Space
-from conformance.families.experts.axes import may_be_low
-from conformance.families.experts.cases import GroupedCase
+from conformance.core.scope import Scope
 
-FUNCTIONS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
 UNEVEN: dict[str, Any] = {
     "tokens": 80,
     "experts": 2,
@@ -25,15 +21,11 @@ SHORT_BLOCKS: dict[str, dict[str, Any]] = {  # the same in sixteens
 }
 
 
-def ratio_cases(function: str, space: Space) -> list[Case]:
-    """In high precision, and by a scale for a tensor, for blocks of 128, and for blocks of 16; where noise is not taken, rounded to nearest."""
-    if function not in FUNCTIONS:
-        return []
-    found: list[Case] = [GroupedCase(function=function, dtype="bfloat16", **SHORT[function])]
-    for scaling, sizes in (("current", SHORT), ("block", SHORT), ("nvfp4", SHORT_BLOCKS)):
-        variants = [
-            GroupedCase(function=function, dtype="bfloat16", scaling=scaling, variant=variant, **sizes[function])
-            for variant in range(2)
-        ]
-        found += [case for case in variants if may_be_low(function, case, space)][:1]
+def ratio_cases(scope: Scope) -> list[Any]:
+    """In high precision, and with one scale per tensor, per block of 128 and per block of 16; rounded to nearest where noise is not taken."""
+    short, blocks = ({"dtype": "bfloat16"} | sizes[scope.function] for sizes in (SHORT, SHORT_BLOCKS))
+    found = [scope.case(short)]
+    for scaling, sizes in (("current", short), ("block", short), ("nvfp4", blocks)):
+        variants = [scope.case(sizes | {"scaling": scaling, "variant": variant}) for variant in range(2)]
+        found += list(filter(scope.fits, variants))[:1]
     return found

@@ -1,19 +1,30 @@
 """Grouped products in low precision, beside the cases of the same functions in high precision: a covering array, shapes and far addresses."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from conformance.core.axes import FAR as FAR_LAYOUTS
+from conformance.core.axes import Changes
 from conformance.core.case import Case
-from conformance.core.covering import covering
-from conformance.core.space import Space
-from conformance.core.tensors import WIDE_LAYOUTS
-from conformance.families.experts import axes_mlp
-from conformance.families.experts.axes import LOW_AXES, low_case, low_legal
-from conformance.families.experts.cases import GroupedCase
+from conformance.core.scope import Scope
+from conformance.families.experts.cases import GROUPED_VALUES
+from conformance.families.experts.precision import LOW_VALUES
+from conformance.families.quantization.cases import RECIPES, VARIANTS
 from moe_ref.config.quantization import OVERRIDES
 
-FAR: dict[str, Any] = {"scaling": "current", "tokens": 3, "experts": 2, "hidden": 3, "width": 3, "dtype": "bfloat16"}
+CONTIGUOUS: Changes = {"layout": "contiguous", "layout_of": ""}
+# ragged; in LOW_ROWS
+COUNTS = ((1, 1, 1), (0, 2, 0, 1, 0), (0, 0, 3), (3, 0))
+LOW_ROWS = {"delayed": 9, "current": 9, "block": 45}  # 1 for the others, whose sizes are in units
+# columns in and out: more than one block along each contraction
+LOW_SIZES = {"block": (133, 130), "mxfp8": (3, 2), "nvfp4": (5, 6)}
+FAR: Changes = {"scaling": "current", "tokens": 3, "experts": 2, "hidden": 3, "width": 3, "dtype": "bfloat16"}
+PLACED = {  # every factor and cotangent once
+    "grouped_linear": (("transposed", "rows"), ("strided", "weight"), ("transposed", "d_out"), ("expanded", "d_out")),
+    "grouped_dgrad": (("transposed", "weight"), ("strided", "d_out"), ("expanded", "d_out")),
+    "grouped_wgrad": (("transposed", "rows"), ("strided", "d_out"), ("strided", "accumulate_into")),
+    "latent_projection": (("transposed", "x"), ("strided", "weight"), ("expanded", "d_out")),
+}
 FACTORS = {
     "grouped_linear": ("rows", "weight", "d_out"),
     "grouped_dgrad": ("d_out", "weight"),
@@ -27,7 +38,6 @@ OVERRIDDEN: list[
     {"scaling": "block", "variant": 1, "override": "dequantized", "dtype": "bfloat16", "values": "columns"},
     {"scaling": "nvfp4", "variant": 0, "override": "high_precision", "dtype": "float32"},
 ]
-GRADS = {"grouped_linear": "rows+weight", "latent_projection": "x+weight"}
 REAL: list[
     dict[str, Any]
 ] = [  # where a GPU makes them cheap; in each product sums are long enough for those that are never promoted to show
@@ -39,73 +49,78 @@ REAL: list[
 ]
 
 
-def recipe_cases(function: str, space: Space) -> list[Case]:
-    """On a GPU every legal pair of values of the function's LOW_AXES, every recipe with a backward_override, and real shapes; in an interpreter,
-    which pays by the step, every recipe once, and each backward_override; laws go round. None of a function that has none, or takes no recipe.
+def _rows(case: Any) -> int:
+    return 3 * LOW_ROWS.get(case.scaling, 1)
+
+
+# variant 1 needs no noise: without noise no scaling is left out for its first variant
+BASE: Changes = {
+    "variant": 1,
+    "tokens": _rows,
+    "hidden": lambda case: LOW_SIZES.get(case.scaling, (37, 20))[0],
+    "width": lambda case: LOW_SIZES.get(case.scaling, (37, 20))[1],
+}
+
+
+def _together(scope: Scope) -> dict[str, list[Changes]]:
+    """Every recipe, and fewer layouts and gradients than in high precision."""
+    several = "counts" in scope.live
+
+    def ragged(counts: tuple[int, ...]) -> Changes:
+        return {"counts": lambda case: tuple(LOW_ROWS.get(case.scaling, 1) * n for n in counts), "experts": len(counts)}
+
+    factors = scope.signature.gradients[:2]
+    return {
+        "scaling": [{"scaling": scaling} for scaling in RECIPES],
+        "variant": [{"variant": variant} for variant in range(VARIANTS if several else 1)],
+        "counts": [ragged(counts) for counts in COUNTS] if several else [{}],
+        "values": [{"values": values} for values in (*GROUPED_VALUES, *LOW_VALUES)],
+        "bias": [{"bias": dtype} for dtype in ("", "float32")],
+        "layout": [CONTIGUOUS, *({"layout": layout, "layout_of": of} for layout, of in PLACED[scope.function])],
+        "grads": [{"grads": grads} for grads in ("", *factors, "+".join(factors))] if factors else [{}],
+        "override": [{"override": ""}],
+        "accumulator": [{"accumulator": ""}],
+    }
+
+
+def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
+    """On a GPU every legal pair of values, every recipe with a backward_override, and real shapes; in an interpreter,
+    which pays by the step, every recipe once, and each backward_override; then far addresses.
     """
-    if not space.accepts(function, "recipe"):
+    if not scope.accepts("recipe"):
         return []
-    if function in axes_mlp.LOW_AXES:
-        return _of_layers(function, space)
-    if function not in LOW_AXES:
-        return []
-    gpu = space.device == "cuda"
-    rows = _low_rows(LOW_AXES[function], lambda row: low_legal(function, row, space), gpu)
-    cases = [replace(low_case(function, row), seed=index) for index, row in enumerate(rows)]
-    grads = GRADS.get(function, "") if function not in space.not_differentiable else ""
-    noise = space.accepts(function, "noise")
-    shapes = [shape for shape in REAL if gpu and (shape["scaling"] != "nvfp4" or noise)]
-    cases += [GroupedCase(function=function, grads=grads, **shape) for shape in shapes]
-    cases = [replace(case, law=space.laws(case)[index % len(space.laws(case))]) for index, case in enumerate(cases)]
-    far = (
-        []
-        if function in space.contiguous_only
-        else [name for name in FACTORS[function] if grads or name != "d_out" or function not in GRADS]
-    )
-    return [
-        *cases,
-        *(
-            GroupedCase(function=function, grads=grads, **FAR, layout=layout, layout_of=name)
-            for name in far
-            for layout in WIDE_LAYOUTS[: 1 + gpu]
-        ),
-    ]
-
-
-def _of_layers(function: str, space: Space) -> list[Case]:
-    """Expert MLPs: likewise."""
-    rows = _low_rows(
-        axes_mlp.LOW_AXES[function], lambda row: axes_mlp.low_legal(function, row, space), space.device == "cuda"
-    )
-    cases = [replace(axes_mlp.low_case(function, row), seed=index) for index, row in enumerate(rows)]
-    return [replace(case, law=_law_in_turn(case, index, space)) for index, case in enumerate(cases)]
-
-
-def _law_in_turn(case: Case, index: int, space: Space) -> str:
-    """A law of every case; of every third in an interpreter, which takes as long again for it."""
-    laws = space.laws(case)
-    return laws[index % len(laws)] if space.device == "cuda" or index % LAWFUL == 0 else ""
-
-
-def _low_rows(
-    axes: dict[str, tuple[Any, ...]], legal: Callable[[dict[str, Any]], bool], gpu: bool
-) -> list[dict[str, Any]]:
-    """A covering array, and every recipe with a backward_override; without a GPU a row of each recipe, and of each backward_override."""
-    rows, *_ = covering({axis: values for axis, values in axes.items() if axis != "override"}, legal)
+    gpu, grads, together = scope.space.device == "cuda", "+".join(scope.signature.gradients[:2]), _together(scope)
+    cases = scope.array(BASE, together).cases
     if gpu:
-        overridden, *_ = covering(axes | {"override": OVERRIDES}, legal)
-        return rows + _one_of_each(overridden)
-    simple = {axis: values[-1 if axis == "grads" else 0] for axis, values in axes.items()}
-    chosen = [simple | {axis: x for axis, x in fields.items() if x in axes[axis]} for fields in OVERRIDDEN]
-    return _one_of_each(rows) + [row for row in chosen if legal(row)]
+        overrides: list[Changes] = [{"override": override} for override in OVERRIDES]
+        overridden = one_per_recipe(scope.array(BASE, together | {"override": overrides}).cases)
+        real = [scope.mended(scope.case(shape | {"grads": grads})) for shape in REAL]
+        cases += [
+            *overridden,
+            *(case for case, shape in zip(real, REAL, strict=True) if case.scaling == shape["scaling"]),
+        ]
+    else:
+        first = [values[-1 if name == "grads" else 0].items() for name, values in together.items()]
+        simple = {name: value for items in first for name, value in items}
+        overridden = [scope.row(BASE | simple | fields, {}) for fields in OVERRIDDEN]
+        cases = [*one_per_recipe(cases), *filter(scope.fits, overridden)]
+    cases = [replace(case, seed=index) for index, case in enumerate(cases)]
+    placed = [(name, layout) for name in FACTORS[scope.function] for layout in FAR_LAYOUTS[: 1 + gpu]]
+    far = [scope.case(FAR | {"grads": grads, "layout": layout, "layout_of": name}) for name, layout in placed]
+    return [*scope.lawful(cases), *filter(scope.fits, map(scope.mended, far))]
 
 
-def _one_of_each(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row of each recipe, with as many values as can be that no row before had."""
-    chosen: list[dict[str, Any]] = []
-    seen: set[tuple[str, Any]] = set()
-    for recipe in dict.fromkeys((row["scaling"], row["variant"]) for row in rows):
-        own = [row for row in rows if (row["scaling"], row["variant"]) == recipe]
-        chosen.append(max(own, key=lambda row: len(set(row.items()) - seen)))
-        seen |= set(chosen[-1].items())
+def one_per_recipe(cases: list[Any]) -> list[Any]:
+    """A case of each recipe, with as many values as possible that no case before had."""
+    chosen: list[Any] = []
+    seen: set[Any] = set()
+    for recipe in dict.fromkeys((case.scaling, case.variant) for case in cases):
+        own = [
+            (case, {(name, str(x)) for name, x in case.record().items()})
+            for case in cases
+            if (case.scaling, case.variant) == recipe
+        ]
+        case, values = max(own, key=lambda one: len(one[1] - seen))
+        chosen.append(case)
+        seen |= values
     return chosen

@@ -1,0 +1,157 @@
+"""Cases of an expert's two layers, and the tensors made from them."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from conformance.core.axes import choice, declared, dtypes, flag, number, size
+from conformance.core.case import Case
+from conformance.core.shared_out import counts as tokens_of_ranks
+from conformance.core.space import LOGIT_DTYPES
+from conformance.core.tensors import DTYPES, hashed, payload, row_scales
+from conformance.families.experts.axes_recipes import Grown, Name, Scaling, Segments
+from conformance.families.experts.cases import GROUPED_VALUES, PROB_DTYPES, WEIGHTS
+from conformance.families.experts.precision import may_override, recipe_of, rounds_gradients, transforms_rows, unit_of
+from conformance.families.experts.precision_mlp import of_experts, rows_unit
+from conformance.families.quantization.cases import RECIPES, TRANSFORMED, VARIANTS
+from moe_ref.config import GATED, PLAIN, RECOMPUTED
+from moe_ref.config.experts import SIGMOID_GATED
+from moe_ref.config.quantization import OVERRIDES
+
+SPREAD = 4  # rows lie within its powers of two of 1, so that no stage overflows in float16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayersCase(Case):
+    """Two layers with an activation between them. Columns are in UNITs of the scaling."""
+
+    hidden: int = declared(Grown(default=1, letter="H", more=3))
+    width: int = declared(Grown(default=1, letter="F"))
+    dtype: str = dtypes(*LOGIT_DTYPES)
+    # of the recipe; empty: high precision
+    scaling: str = declared(Scaling(default="", values=("", *RECIPES), argument="recipe"))
+    variant: int = choice(*range(VARIANTS))  # of the scaling, in RECIPES
+    override: str = declared(Name(default="", values=("", *OVERRIDES)))  # the recipe's backward_override
+    values: str = choice(*GROUPED_VALUES)  # see `rows_of`
+    kind: str = declared(Name(default="", values=("", *GATED, *PLAIN), argument="kind"))  # empty: the function's own
+    offset: int = number(0, 8, -4, pairs=(8, -4), argument="offset")  # in eighths
+    clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp")  # in eighths; 0: none
+    alpha: int = number(0, 1702, 250, pairs=(1702,), argument="alpha")  # in thousandths; 0: none
+    interleave: int = number(0, 1, 2, 3, pairs=(1, 2), argument="interleave")  # 0: none
+    stored: bool = flag(argument="fp8_input_store")
+
+    def clash(self) -> str | None:
+        gates = self.offset or self.clamp or self.alpha or self.interleave
+        features = self.width * unit_of(self)
+        if self.kind in PLAIN and gates:
+            return f"kind {self.kind!r} has no gate, and so no offset, clamp, alpha or interleave"
+        if self.alpha and self.kind not in ("", *SIGMOID_GATED):
+            return f"kind {self.kind!r} has no alpha"
+        if self.interleave and features % self.interleave:
+            return f"interleave is {self.interleave}; it must divide the {features} features"
+        if self.stored and self.kind not in ("", "swiglu"):
+            return f"kind {self.kind!r} has no fp8_input_store"
+        return self.unquantised()
+
+    def unquantised(self) -> str | None:
+        """Why no recipe is right for the case; None: it has none, or a right one."""
+        if self.override and not may_override(self.scaling):
+            return f"scaling {self.scaling!r} has no backward_override"
+        recipe = recipe_of(self)
+        if recipe is None:
+            return f"variant is {self.variant} without a scaling" if self.variant else None
+        if self.values == "special" or self.dtype == "float64":
+            return "a recipe needs finite values in at most 32 bits"
+        weights = {"fc1_weight", "fc2_weight"} & set(self.grads.split("+"))
+        if transforms_rows(recipe) and weights and (self.dtype != "bfloat16" or self.values not in TRANSFORMED):
+            return f"a Hadamard transform needs bfloat16 and values of exact sums: {', '.join(TRANSFORMED)}"
+        return None
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the call is given noise."""
+        return rounds_gradients(recipe_of(self)) and bool(self.grads)
+
+    def arguments(self) -> tuple[str, ...]:
+        given = {"state": self.scaling == "delayed", "noise": self.noisy}
+        return tuple(name for name, needed in given.items() if needed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpCase(LayersCase):
+    """Rows, grouped by expert, that pass through the expert's two layers. Rows are in UNITs unless `align` pads them."""
+
+    tokens: int = size("P")  # rows of all experts
+    experts: int = size("L", at_least=1)
+    counts: tuple[int, ...] = declared(  # of each expert; empty: even, the first experts having one more
+        Segments(default=(), total="tokens", number="experts")
+    )
+    tail: int = number(0, 1, 7, pairs=(3,))  # rows past the last segment
+    probs: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: none are given
+    weights: str = choice(*WEIGHTS)  # of the probs: see `probs_of`
+    early: bool = flag(argument="round_before_probs")
+    on_input: bool = flag(argument="probs_on_input")
+    bias1: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: none is given
+    bias2: str = dtypes("", *PROB_DTYPES, also=("float16",))
+    align: int = number(0, 1, 3, 8, 16, 32, pairs=(4, 32), argument="align")  # 0: not given
+    recompute: str = declared(Name(default="", values=("", *RECOMPUTED), argument="recompute"))
+    index_dtype: str = dtypes("int64", "int32")
+
+    def clash(self) -> str | None:
+        if not self.probs and (self.weights != "plain" or self.early or self.on_input):
+            return "weights, early and on_input describe probs, which are not given"
+        if self.function == "sequential_mlp" and (self.scaling == "delayed" or self.noisy):
+            return "sequential_mlp takes no state and no noise"
+        if self.align % unit_of(self):
+            return f"align is {self.align}; with scaling {self.scaling!r} it must be a multiple of {unit_of(self)}"
+        return super().clash()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedCase(LayersCase):
+    """Tokens that all pass through the shared experts."""
+
+    tokens: int = declared(Grown(default=1, letter="T"))
+    experts: int = size("E", at_least=1)  # not used: the shared experts are one
+    gate: bool = flag()
+    again: bool = flag(argument="recompute")
+    counts: tuple[int, ...] = tokens_of_ranks()  # of several ranks with the same weights; empty: one process
+
+    early: ClassVar[bool] = False  # there are no probs
+    tail: ClassVar[int] = 0  # nor rows that are not read, nor padding
+    align: ClassVar[int] = 0
+
+    def clash(self) -> str | None:
+        if self.counts and (self.layout != "contiguous" or self.scaling):
+            return "ranks have contiguous inputs in high precision"
+        if self.layout_of == "gate_weight" and self.layout == "wide_rows":
+            return "a gate has one row"
+        return super().clash()
+
+
+def rows_of(case: Any, name: str, tail: int = 0) -> Tensor:
+    """[P,H]: rows by `values`, and NaN behind them."""
+    kind, own = DTYPES[case.dtype], case.tokens * rows_unit(case)
+    x = payload(case.seed, name, (own + tail, case.hidden * unit_of(case)), case.dtype)
+    if case.values == "rows":
+        x = (x.double() * row_scales(case.seed, len(x)).log2().div(SPREAD).round().exp2()).to(kind)
+    if case.values == "special" and case.hidden:
+        noise = torch.from_numpy(hashed(case.seed, f"{name} kinds", len(x)).astype("int64"))
+        strange = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=kind)
+        hit = (noise % 4 == 0)[:, None] & (torch.arange(case.hidden)[None] == (noise >> 8)[:, None] % case.hidden)
+        x = torch.where(hit, strange[(noise >> 20) % 3][:, None], x)
+    x[own:] = torch.nan
+    return x
+
+
+def weight_of(case: Any, name: str, rows: int, columns: int) -> Tensor:
+    """[L, rows, columns], a power of two smaller than a payload, so that what goes out is of the size of what goes in."""
+    weight = payload(case.seed, name, (case.experts * rows, columns), case.dtype).reshape(case.experts, rows, columns)
+    return of_experts(case, weight * 2.0 ** -(max(columns - 1, 1).bit_length() // 2))
+
+
+def fc1_columns(case: Any) -> int:
+    """Columns of fc1."""
+    return (1 if case.kind in PLAIN else 2) * case.width * unit_of(case)

@@ -1,0 +1,118 @@
+"""What is right for the outputs of an expert's two layers, by running error analysis, and for large outputs in high
+precision also by their error relative to the reference's.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from conformance.analysis.mlp_stages import Call, final_bound
+from conformance.analysis.products import Product, experts_of_rows
+from conformance.analysis.running import Running
+from conformance.core.contract import Problem
+from conformance.judge import Bounded, Expectation
+from conformance.judge.ratios import LEAST_ELEMENTS, row_wise
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What is right for outputs, in the order of the rows."""
+
+    call: Call
+    rows: int  # with those behind the last segment
+    counts_L: Tensor  # of each expert, without padding
+    lost: Tensor  # rows that hold a NaN or an infinity: all that they reach is unspecified
+    reference: Callable[[], Mapping[str, Tensor]]  # of the same precision
+    terms: int  # of all stages together
+
+    @property
+    def lost_experts(self) -> Tensor:
+        return torch.stack([lost.any() for lost in self.lost.split(self.counts_L.tolist())])
+
+    def by_row(self, name: str, x: Running, dtype: torch.dtype, product: Product | None = None) -> Expectation:
+        """With zeros behind the last segment."""
+        right = final_bound(x, dtype, self.lost.reshape(-1, *[1] * (x.value.dim() - 1)))
+        missing = torch.zeros((self.rows - len(self.lost), *x.value.shape[1:]), dtype=torch.float64)
+        right = replace(right, value=torch.cat([right.value, missing]), bound=torch.cat([right.bound, missing]))
+        if product is None or self.call.low is not None:
+            return right
+        return self.compared(name, right, torch.cat([product.magnitude, missing]), product.terms)
+
+    def by_expert(
+        self,
+        name: str,
+        x: Running,
+        dtype: torch.dtype,
+        product: Product | None = None,
+        unspecified: Tensor | None = None,
+    ) -> Expectation:
+        """Of all of an expert's rows together."""
+        lost = self.lost_experts if unspecified is None else unspecified
+        right = final_bound(x, dtype, lost.reshape(-1, *[1] * (x.value.dim() - 1)))
+        return (
+            right
+            if product is None or self.call.low is not None
+            else self.compared(name, right, product.magnitude, product.terms)
+        )
+
+    def compared(self, name: str, right: Bounded, magnitude: Tensor, terms: int) -> Expectation:
+        """By ratios too, where the output is large enough; the noise is that of all stages."""
+        if right.value.numel() < LEAST_ELEMENTS or right.dtype == torch.float64:
+            return right
+        shape = right.value.shape[:-1]
+        groups = (
+            experts_of_rows(self.counts_L, shape[0])
+            if len(shape) == 1
+            else torch.arange(shape[0])[:, None].expand(shape)
+        )
+        every = max(terms, 1) + self.terms
+        walk = magnitude * (every / max(terms, 1)) ** 0.5
+        return row_wise(right, self.reference()[name], walk, every, accumulator=self.call.accumulator, groups=groups)
+
+
+def in_reference(function: Callable[..., Tensor], problem: Problem) -> Callable[[], Mapping[str, Tensor]]:
+    """The output and the gradients of the reference, once."""
+    known: dict[str, Tensor] = {}
+
+    def run() -> Mapping[str, Tensor]:
+        if not known:
+            inputs = {
+                name: x.clone().requires_grad_() if name in problem.wanted else x
+                for name, x in (problem.required | problem.settings).items()
+            }
+            out = function(
+                *(inputs[name] for name in problem.required), **{name: inputs[name] for name in problem.settings}
+            )
+            known["out"] = out.detach()
+            if problem.wanted:
+                gradients = torch.autograd.grad(
+                    out, [inputs[name] for name in problem.wanted], problem.cotangents["out"]
+                )
+                known.update({f"d_{name}": x for name, x in zip(problem.wanted, gradients, strict=True)})
+        return known
+
+    return run
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Rows of zeros behind each expert's."""
+
+    counts_L: Tensor  # with them
+    kept: Tensor  # bool: rows that are none of them
+
+    @classmethod
+    def of(cls, counts_L: Tensor, align: int) -> "Padding":
+        padded = -(-counts_L // align) * align
+        kept = [torch.arange(whole) < count for whole, count in zip(padded.tolist(), counts_L.tolist(), strict=True)]
+        return cls(padded, torch.cat(kept))
+
+    def pad(self, x_P: Tensor) -> Tensor:
+        whole = x_P.new_zeros((len(self.kept), *x_P.shape[1:]))
+        whole[self.kept] = x_P
+        return whole
+
+    def trim(self, x: Running) -> Running:
+        return Running(x.value[self.kept], x.error[self.kept], x.dtype)
