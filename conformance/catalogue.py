@@ -26,7 +26,6 @@ for _family in FAMILIES:
             _golden = {name: (calls[0], right[0]) for name, (calls, right) in _golden.items()}
         _contract.golden, _contract.illegal = _golden, dict(_family.illegal[_name])
         _contract.laws = {law.name: law for law in _family.laws[_name]}
-        if _contract.signature:  # not yet of all
-            _contract.shapes = _family.space[_name]
-            _contract.case_type.serves(_name)
+        _contract.shapes = _family.space[_name]
+        _contract.case_type.serves(_name)
         CONTRACTS[_name] = _contract

@@ -10,12 +10,11 @@ proposes without regard to the other axes; `core.scope.Scope.mended` then repair
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hypothesis import strategies as st
 
-if TYPE_CHECKING:
-    from conformance.core.contract import Signature
+from conformance.core.signature import LAYOUTS, Signature
 
 Changes = dict[str, Any]
 
@@ -54,15 +53,15 @@ class Axis:
     name: str = ""  # of the field; set by `core.case.axes_of`
     argument: str = ""  # the keyword argument that the field gives; the default: it is not given
 
-    def live(self, signature: "Signature") -> bool:
+    def live(self, signature: Signature) -> bool:
         """Whether the function's calls depend on the field."""
         return not self.argument or self.argument in signature.settings + signature.required
 
-    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+    def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         """Values of random cases."""
         return st.just({self.name: self.default})
 
-    def covered(self, signature: "Signature") -> list[Changes]:
+    def covered(self, signature: Signature) -> list[Changes]:
         """Values whose pairs with other axes' values a covering array has."""
         return []
 
@@ -103,14 +102,15 @@ class Size(Axis):
     pairs: tuple[int, ...] = ()  # sizes whose pairs are covered, where a dimension has the letter
     divides: str = ""  # the field that it is a divisor of
     always: bool = False  # it matters even where no dimension has the letter
+    more: int = 0  # by how much a second call is larger
 
-    def live(self, signature: "Signature") -> bool:
+    def live(self, signature: Signature) -> bool:
         return self.always or not self.letter or self.letter in signature.letters
 
-    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+    def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         return sizes(self.at_least, self.most).map(lambda n: {self.name: n})
 
-    def covered(self, signature: "Signature") -> list[Changes]:
+    def covered(self, signature: Signature) -> list[Changes]:
         has_letter = not self.letter or self.letter in signature.letters
         return [{self.name: n} for n in self.pairs] if has_letter else []
 
@@ -134,8 +134,9 @@ class Size(Axis):
         yield {self.name: self.default}
 
     def other(self, case: Any) -> Changes:
-        """One more, where the size is an argument of the call."""
-        return {self.name: getattr(case, self.name) + 1} if self.argument else {}
+        """A larger size; of an argument of the call one more."""
+        more = self.more or int(bool(self.argument))
+        return {self.name: getattr(case, self.name) + more} if more else {}
 
 
 @dataclass(kw_only=True)
@@ -144,7 +145,7 @@ class Seed(Axis):
 
     most: int
 
-    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+    def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         return st.integers(0, self.most).map(lambda n: {self.name: n})
 
     def wrong(self, value: Any) -> str:
@@ -163,15 +164,15 @@ class Choice(Axis):
     of: tuple[str, ...] = ()  # inputs that the field describes; a function without them has no use for it
     turns: bool = False  # a second call takes the next value
 
-    def live(self, signature: "Signature") -> bool:
+    def live(self, signature: Signature) -> bool:
         return super().live(signature) and (not self.of or any(name in signature.names for name in self.of))
 
-    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+    def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         """The simplest value half of the time."""
         plain, *others = self.values + self.also
         return st.sampled_from([plain] * max(len(others), 1) + others).map(lambda value: {self.name: value})
 
-    def covered(self, signature: "Signature") -> list[Changes]:
+    def covered(self, signature: Signature) -> list[Changes]:
         return [{self.name: value} for value in self.values]
 
     def wrong(self, value: Any) -> str:
@@ -194,20 +195,20 @@ class Choice(Axis):
 class Dtype(Choice):
     """The dtype of the inputs that name this field."""
 
-    def live(self, signature: "Signature") -> bool:
+    def live(self, signature: Signature) -> bool:
         return any(x.field == self.name for x in signature.every_input)
 
-    def allowed(self, signature: "Signature", values: tuple[str, ...]) -> list[str]:
+    def allowed(self, signature: Signature, values: tuple[str, ...]) -> list[str]:
         """The values that all inputs of the field may have; empty where an optional input is not given."""
         inputs = [x for x in signature.every_input if x.field == self.name]
         taken = [{*(x.dtypes or values), *([""] if x.optional == self.name else [])} for x in inputs]
         return [value for value in values if all(value in known for known in taken)]
 
-    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+    def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         plain, *others = self.allowed(signature, self.values + self.also) or [self.default]
         return st.sampled_from([plain] * max(len(others), 1) + others).map(lambda value: {self.name: value})
 
-    def covered(self, signature: "Signature") -> list[Changes]:
+    def covered(self, signature: Signature) -> list[Changes]:
         return [{self.name: value} for value in self.allowed(signature, self.values)]
 
 
@@ -217,12 +218,12 @@ class Number(Choice):
 
     pairs: tuple[int, ...] = ()  # whose pairs are covered, besides the default's
 
-    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+    def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         if self.argument not in signature.required:
             return super().drawn(signature)
         return st.sampled_from(self.values[1:]).map(lambda value: {self.name: value})
 
-    def covered(self, signature: "Signature") -> list[Changes]:
+    def covered(self, signature: Signature) -> list[Changes]:
         given = [{self.name: value} for value in self.pairs]
         return given if self.argument in signature.required else [{self.name: self.default}, *given]
 
@@ -254,13 +255,13 @@ class Words(Axis):
     repeat: bool = True  # False: each word at most once, in the order of `known`
     of: tuple[str, ...] = ()  # values whose pairs are covered
 
-    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+    def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         if not self.repeat:
             return st.sampled_from(subsets(list(self.known))).map(lambda value: {self.name: value})
         words = st.lists(st.sampled_from(self.known), max_size=self.most)
         return words.map(lambda words: {self.name: "+".join(words) or self.default})
 
-    def covered(self, signature: "Signature") -> list[Changes]:
+    def covered(self, signature: Signature) -> list[Changes]:
         return [{self.name: value} for value in self.of]
 
     def wrong(self, value: Any) -> str:
@@ -281,15 +282,15 @@ class Words(Axis):
 class Gradients(Axis):
     """Inputs whose gradients are asked for, joined by +: any subset of those that have a gradient."""
 
-    def live(self, signature: "Signature") -> bool:
+    def live(self, signature: Signature) -> bool:
         return bool(signature.gradients)
 
-    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+    def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         """All of them half of the time."""
         every = subsets(signature.gradients)
         return st.sampled_from(every + every[-1:] * len(every)).map(lambda value: {self.name: value})
 
-    def covered(self, signature: "Signature") -> list[Changes]:
+    def covered(self, signature: Signature) -> list[Changes]:
         """Every subset of two; of more inputs none, each, and all that are given."""
         names = signature.gradients
         if len(names) < 3:
@@ -313,22 +314,17 @@ class Gradients(Axis):
 class Unused(Axis):
     """The differentiable output that has no cotangent."""
 
-    def live(self, signature: "Signature") -> bool:
+    def live(self, signature: Signature) -> bool:
         return len(signature.differentiable) > 1
 
-    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+    def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         return st.sampled_from(["", "", "", *signature.differentiable]).map(lambda name: {self.name: name})
 
-    def covered(self, signature: "Signature") -> list[Changes]:
+    def covered(self, signature: Signature) -> list[Changes]:
         return [{self.name: name} for name in ("", *signature.differentiable)]
 
     def wrong(self, value: Any) -> str:
         return "" if isinstance(value, str) else "the name of an output"
-
-
-NEAR = ("transposed", "strided", "shifted")
-FAR = ("wide_rows", "wide_columns", "wide_depth")  # by dimension
-LAYOUTS = ("contiguous", *NEAR, "expanded", *FAR)
 
 
 @dataclass(kw_only=True)
@@ -338,15 +334,15 @@ class Layout(Axis):
     def placed(self, layout: str = "contiguous", of: str = "") -> Changes:
         return {self.name: layout, f"{self.name}_of": of}
 
-    def live(self, signature: "Signature") -> bool:
+    def live(self, signature: Signature) -> bool:
         return bool(signature.placed)
 
-    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+    def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         """Contiguous more than half of the time."""
         near, far = ([self.placed(x, of) for of, x in signature.layouts(far)] for far in (False, True))
         return st.sampled_from([self.placed()] * (2 * len(near) + 3) + near + far)
 
-    def covered(self, signature: "Signature") -> list[Changes]:
+    def covered(self, signature: Signature) -> list[Changes]:
         return [self.placed(), *(self.placed(x, of) for of, x in signature.layouts(far=False))]
 
     def wrong(self, value: Any) -> str:

@@ -35,7 +35,6 @@ class Case:
     layout_of: str = ""  # the input or cotangent that has this layout; the axis of `layout` sets it
 
     family: ClassVar[dict[str, type["Case"]]] = {}  # class by function
-    words: ClassVar[dict[str, tuple[str, ...]]] = {}  # of unconverted classes: fields that are one of a few words
 
     def __post_init__(self) -> None:
         for axis in axes_of(type(self)).values():

@@ -1,155 +1,19 @@
 """The contract of one function: its signature, its tensors for a case, and the right results."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from conformance.core.axes import FAR, NEAR, Size
+from conformance.core.axes import Size
 from conformance.core.case import Case, axes_of
-from conformance.core.scope import Scope, Shapes
-from conformance.core.space import Space
+from conformance.core.shapes import Shapes
+from conformance.core.signature import Signature
 from conformance.core.tensors import payload
 from conformance.judge import Expectation
-
-FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that have a gradient
-
-
-@dataclass(frozen=True)
-class Input:
-    """A tensor argument, with one letter per dimension."""
-
-    name: str
-    dims: str
-    dtypes: tuple[str, ...] = ()  # drawn; empty: all values of `field`
-    field: str = "dtype"  # the case's field that has the dtype; empty: always the one in `dtypes`
-    gradient: bool = False
-    optional: str = ""  # the case's field or property that is true where it is given
-    expands: bool = False  # all its rows may be one row, with stride 0
-    part_of: str = ""  # the keyword argument, a record, that the tensor is passed in; empty: it is passed itself
-
-    @property
-    def argument(self) -> str:
-        return self.part_of or self.name
-
-    def given(self, case: Case) -> bool:
-        return not self.optional or bool(getattr(case, self.optional))
-
-    def dtype(self, case: Case) -> str:
-        return getattr(case, self.field) if self.field else self.dtypes[0]
-
-
-@dataclass(frozen=True)
-class Output:
-    """A result. It has the dtype of the input `of`, and a cotangent where that input is given and has a gradient."""
-
-    name: str
-    dims: str = ""
-    of: str = ""
-    probed: bool = False  # read by further calls on the result, not returned
-    optional: str = ""  # the case's field or property that is true where it is returned
-
-
-@dataclass(frozen=True)
-class Signature:
-    """The arguments and results of one function. Layouts, far addresses, gradients and cotangents follow from it."""
-
-    inputs: Sequence[Input]
-    outputs: Sequence[Output]
-    settings: tuple[str, ...] = ()  # optional keyword arguments, of the function or of its producer
-    required: tuple[str, ...] = ()  # keyword arguments that every call has
-    producer: str = ""  # the function that makes this one's opaque argument, and takes the settings
-    made_from: tuple[Input, ...] = ()  # the producer's inputs
-    linear: tuple[str, str] = ("", "")  # the input it is linear in, and the output that is linear in it
-    static: tuple[str, ...] = ()  # settings that fix every shape, so that nothing needs to wait for the device
-    redundant: tuple[str, ...] = ()  # settings that repeat other arguments; passed to implementations that take them
-
-    @cached_property
-    def names(self) -> dict[str, Input]:
-        return {x.name: x for x in self.inputs}
-
-    @cached_property
-    def every_input(self) -> tuple[Input, ...]:
-        return (*self.inputs, *self.made_from)
-
-    @cached_property
-    def letters(self) -> set[str]:
-        """The letters of all dimensions."""
-        return {
-            letter for dims in (*(x.dims for x in self.every_input), *(x.dims for x in self.outputs)) for letter in dims
-        }
-
-    @cached_property
-    def gradients(self) -> list[str]:
-        """Inputs that have a gradient."""
-        return [x.name for x in self.inputs if x.gradient]
-
-    @cached_property
-    def differentiable(self) -> list[str]:
-        """Outputs that have a cotangent."""
-        return [out.name for out in self.outputs if out.of and self.names[out.of].gradient]
-
-    @cached_property
-    def optional(self) -> tuple[str, ...]:
-        """Keyword arguments that an implementation may lack."""
-        inputs = dict.fromkeys(x.argument for x in self.inputs if x.optional)
-        return (*inputs, *(() if self.producer else self.settings))
-
-    @cached_property
-    def placed(self) -> dict[str, str]:
-        """Dimensions of every tensor whose layout the caller chooses: inputs and cotangents."""
-        cotangents = {f"d_{out.name}": out.dims for out in self.outputs if out.name in self.differentiable}
-        return {x.name: x.dims for x in self.inputs} | cotangents
-
-    def layouts(self, far: bool) -> Iterator[tuple[str, str]]:
-        """(tensor, layout), near or far in each dimension. A vector has no transpose; a cotangent may repeat one row."""
-        for name, dims in self.placed.items():
-            if far:
-                yield from ((name, layout) for layout in FAR[: len(dims)])
-                continue
-            yield from ((name, layout) for layout in (NEAR if len(dims) > 1 else NEAR[1:] if dims else ()))
-            if self.names[name].expands if name in self.names else len(dims) > 1:
-                yield name, "expanded"
-
-    # ---- of one case
-
-    def wanted(self, case: Case) -> tuple[str, ...]:
-        """Inputs whose gradients the case asks for."""
-        return tuple(name for name in case.grads.split("+") if name)
-
-    def has_gradient(self, case: Case, name: str) -> bool:
-        return name in self.gradients and self.names[name].given(case) and self.names[name].dtype(case) in FLOATS
-
-    def all_gradients(self, case: Case) -> str:
-        """The gradients of all inputs that the case gives."""
-        return "+".join(name for name in self.gradients if self.has_gradient(case, name))
-
-    def cotangents(self, case: Case) -> list[str]:
-        """Outputs that the case's backward has a cotangent for."""
-        outputs = [out for out in self.outputs if out.name in self.differentiable and out.name != case.unused]
-        given = [out for out in outputs if self.names[out.of].given(case)] if case.grads else []
-        return [out.name for out in given if not out.optional or getattr(case, out.optional)]
-
-    def fits(self, case: Case) -> str | None:
-        """Why the case is no call of the function; None: it is one."""
-        for name in self.wanted(case):
-            if not self.has_gradient(case, name):
-                return f"grads asks for {name!r}, which has no gradient in this call"
-        used = self.cotangents(case)
-        if case.unused and not (used and used != self.cotangents(replace(case, unused=""))):
-            return f"unused is {case.unused!r}, but no other output has a cotangent"
-        if case.layout != "contiguous":
-            given = {x.name for x in self.inputs if x.given(case)} | {f"d_{name}" for name in self.cotangents(case)}
-            dims = self.placed.get(case.layout_of, "")
-            if case.layout in FAR[len(dims) :]:
-                return f"layout is {case.layout!r}, but {case.layout_of!r} has {len(dims)} dimensions"
-            if case.layout_of not in given:
-                return f"layout_of is {case.layout_of!r}; this call has {', '.join(sorted(given))}"
-        return case.apart() or case.clash()
 
 
 @dataclass(frozen=True)
@@ -204,8 +68,8 @@ class Contract(ABC, Generic[C]):
     """Inputs, expected outputs and laws of one function."""
 
     function: str
-    signature: Signature | None = None  # None: an unconverted family
-    case_type: type[Case]  # of a contract with a signature
+    signature: Signature
+    case_type: type[Case]
     outputs: tuple[str, ...]  # what the function returns, in order
     primary: str  # the output that the controls corrupt
     optional: tuple[str, ...] = ()  # keyword arguments that an implementation may lack
@@ -223,8 +87,18 @@ class Contract(ABC, Generic[C]):
 
     def adopt(self, other: "Contract[Any]") -> None:
         """Take over the function, the signature and what follows from it, of the contract that this one wraps."""
-        names = ("function", "signature", "outputs", "primary", "optional", "redundant", "companions", "static")
-        for name in (*names, *(["case_type"] if other.signature else [])):
+        names = (
+            "function",
+            "case_type",
+            "signature",
+            "outputs",
+            "primary",
+            "optional",
+            "redundant",
+            "companions",
+            "static",
+        )
+        for name in names:
             setattr(self, name, getattr(other, name))
 
     @abstractmethod
@@ -234,14 +108,6 @@ class Contract(ABC, Generic[C]):
     @abstractmethod
     def expected(self, case: C, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         """The right outputs and gradients, by the reference, on the master copies, for an implementation that declares this."""
-
-    def neighbour(self, case: C) -> C:
-        """Another case of this function, with other values and settings."""
-        return Scope(self, Space()).neighbour(case)
-
-    def simpler(self, case: C) -> Iterator[C]:
-        """Smaller cases to try, the boldest first."""
-        return Scope(self, Space()).smaller(case)
 
     def problem(self, case: C) -> Problem:
         """The call that the case describes."""
@@ -265,7 +131,6 @@ class Contract(ABC, Generic[C]):
             lengths: of dimensions, by letter, where no size of the case has the letter or where sizes are in units.
             more: further fields of the Problem.
         """
-        assert self.signature is not None
         known = {
             axis.letter: getattr(case, name) for name, axis in axes_of(type(case)).items() if isinstance(axis, Size)
         }
@@ -281,7 +146,6 @@ class Contract(ABC, Generic[C]):
 
     def cotangent(self, case: C, output: str, shape: tuple[int, ...], dtype: str) -> Tensor:
         """With NaN and infinities where a linear function's input has them; they may reach no gradient but their own."""
-        assert self.signature is not None
         special = output == self.signature.linear[1] and getattr(case, "values", "") == "special"
         return payload(case.seed, f"d_{output}", shape, dtype, "special" if special else "dyadic")
 

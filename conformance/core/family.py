@@ -8,7 +8,7 @@ from typing import Any
 from conformance.core.contract import Contract
 from conformance.core.defect import Defect
 from conformance.core.law import Law
-from conformance.core.scope import Shapes
+from conformance.core.shapes import Shapes
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,12 @@ The first value of each is the empty list or None: other fields then describe th
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hypothesis import strategies as st
 
 from conformance.core.axes import Axis, Changes, blocks, declared, shorter, sizes
-
-if TYPE_CHECKING:
-    from conformance.core.contract import Signature
+from conformance.core.signature import Signature
 
 Rows = list[tuple[int, ...]]
 
@@ -36,7 +34,7 @@ class Parts(Axis):
         numbers = {self.total: sum(parts), self.number: len(parts)}
         return {self.name: tuple(parts)} | {name: n for name, n in numbers.items() if name} | more
 
-    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+    def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         """A few parts of any size, or many small ones."""
         part = st.just(0) | st.integers(0, 9) | sizes(0, self.most)
         many = st.lists(st.integers(0, 3), min_size=20, max_size=150)
@@ -201,7 +199,7 @@ class Bitmasks(Table):
 
     most: tuple[int, int] = (12, 8)  # rows and columns that are drawn
 
-    def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
+    def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         """Bit by bit; the sizes come with it."""
         rows, columns = self.most
 

@@ -5,7 +5,7 @@ judges its own part.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 from zlib import crc32
@@ -100,12 +100,6 @@ class AtRank(Contract[C], Generic[C]):
         if case not in self._made:
             self._made = {case: [expanded(call) for call in self.whole.calls(case)]}
         return self._made[case]
-
-    def neighbour(self, case: C) -> C:
-        return self.whole.neighbour(case)
-
-    def simpler(self, case: C) -> Iterator[C]:
-        return self.whole.simpler(case)
 
     def own(self, calls: list[Problem]) -> Problem:
         """This rank's call, connected to the others."""

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.core.contract import Problem, Signature
+from conformance.core.contract import Problem
 from conformance.core.law import Law, Trial, plain, upside_down
+from conformance.core.signature import Signature
 from conformance.judge import Chosen, Expectation, Finding
 
 TOKENS = "T"  # their letter in a signature
@@ -32,7 +33,6 @@ def _results(signature: Signature) -> dict[str, str]:
 def _judged(trial: Trial, law: str, there: Change, back: Change) -> Finding | None:
     """Run with changed tokens, and judge what the same tokens have there by what was right the first time."""
     signature = trial.contract.signature
-    assert signature is not None
     inputs = {x.name: x.dims for x in signature.inputs}
     cotangents = _changed(trial.problem.cotangents, _results(signature), there)
     second: Problem = trial.problem.with_tensors(_changed(trial.problem.tensors, inputs, there))

@@ -4,46 +4,30 @@ All choices of cases are made here, for every family alike: random cases, coveri
 addresses, the walk to smaller cases.
 """
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
 from conformance.core.axes import Axis, Changes, Dtype, Size
 from conformance.core.case import Case, axes_of
+from conformance.core.contract import Contract
 from conformance.core.covering import Covered, covering
+from conformance.core.signature import Signature
 from conformance.core.space import Space
-
-if TYPE_CHECKING:
-    from conformance.core.contract import Contract, Signature
 
 # dtypes of at most two bytes: 2³¹ of their elements have addresses in 4 GiB
 NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8", "bool", "int16")
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """One function's choices that no axis can make: fields that depend on each other, sizes that always run."""
-
-    drawn: Callable[["Scope"], st.SearchStrategy[Changes]] = lambda scope: st.just({})  # axes draw the other fields
-    affordable: Callable[[Any, "Scope"], Any] = lambda case, scope: case  # the case without what takes too long
-    covered: Changes = field(default_factory=dict)  # fields of all cases of the covering array
-    together: Callable[["Scope"], dict[str, list[Changes]]] = lambda scope: {}  # fields covered as one axis
-    more: Callable[["Scope", list[Case]], list[Case]] = lambda scope, others: []  # run with the covering array
-    always: Callable[["Scope"], list[Any]] = lambda scope: []  # fields of cases that always run, or whole cases
-    far: Changes = field(default_factory=dict)  # fields of far cases, besides three of every size in narrow dtypes
-    illegal: Changes = field(default_factory=lambda: {"tokens": 2, "experts": 2})  # fields of illegal calls
-    weight: float = 1  # how much of a run the function has
-
-
-@dataclass(frozen=True)
 class Scope:
     """A contract with a signature, and what one implementation takes."""
 
-    contract: "Contract[Any]"
+    contract: Contract[Any]
     space: Space
 
     @property
@@ -51,8 +35,7 @@ class Scope:
         return self.contract.function
 
     @property
-    def signature(self) -> "Signature":
-        assert self.contract.signature is not None
+    def signature(self) -> Signature:
         return self.contract.signature
 
     @property

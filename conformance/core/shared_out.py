@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conformance.core.axes import Changes, declared
-from conformance.core.contract import C, Contract, Problem, Signature
+from conformance.core.contract import C, Contract, Problem
 from conformance.core.lists import Parts
 from conformance.core.ranks import Ranked
+from conformance.core.signature import Signature
 from conformance.core.space import Space
 from conformance.judge import Expectation
 

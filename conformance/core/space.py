@@ -6,7 +6,6 @@ from typing import Any
 from hypothesis import strategies as st
 
 from conformance.core.axes import sizes as sizes
-from conformance.core.case import Case
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOGIT_DTYPES = (*DTYPES, "float64")
@@ -49,13 +48,6 @@ class Space:
         return cls(
             description["device"], without, denied["differentiable"], denied["noncontiguous"], description["ranks"]
         )
-
-    def laws(self, case: Case) -> list[str]:
-        """The laws that apply to the case on this device; never none."""
-        from conformance.catalogue import CONTRACTS  # of unconverted families; others ask their Scope
-
-        laws = CONTRACTS[case.function].laws.values()
-        return [law.name for law in laws if law.device in ("", self.device) and law.applies(case)]
 
 
 def mostly(plain: str, others: tuple[str, ...]) -> st.SearchStrategy[str]:

@@ -14,7 +14,10 @@ from conformance.judge import Exact, Finding
 
 def _history(trial: Trial) -> Finding | None:
     """Another case right after this one: other settings and sizes, or this one's where those are not supported."""
-    for other in (trial.contract.neighbour(trial.case), replace(trial.case, law="", seed=trial.case.seed + 1)):
+    for other in (
+        Scope(trial.contract, Space()).neighbour(trial.case),
+        replace(trial.case, law="", seed=trial.case.seed + 1),
+    ):
         problem = trial.contract.problem(other)
         if not trial.extras["refusal"](problem):
             finding = trial.judged("history", trial.reference(problem, other), trial.run(problem))
@@ -94,7 +97,6 @@ STATIC = (HOST_SYNC, GRAPH_CAPTURE)
 
 def _linear(trial: Trial) -> tuple[str, str]:
     """The input that the function is linear in, and the output that is linear in it."""
-    assert trial.contract.signature is not None
     return trial.contract.signature.linear
 
 

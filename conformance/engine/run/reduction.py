@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.engine.child.runner import Outcome
 
@@ -39,7 +38,7 @@ def reduce(case: Case, outcome: Outcome, attempt: Callable[[Case], Outcome], sec
     progress = True
     while progress:
         progress = False
-        for candidate in () if case.golden or case.illegal else CONTRACTS[case.function].simpler(case):
+        for candidate in () if case.golden or case.illegal else scope_of(case.function, Space()).smaller(case):
             if candidate.text in seen:
                 continue
             seen.add(candidate.text)

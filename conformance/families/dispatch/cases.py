@@ -23,8 +23,8 @@ from conformance.core.axes import (
     size,
 )
 from conformance.core.case import Case
-from conformance.core.contract import Signature
 from conformance.core.lists import Parts, Table
+from conformance.core.signature import Signature
 from conformance.core.tensors import BITS, DTYPES, hashed, payload, probabilities
 from moe_ref.config import FP8_BLOCK
 

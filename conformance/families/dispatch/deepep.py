@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from conformance.core.contract import Input, Output, Problem, Signature, accumulator_of
+from conformance.core.contract import Problem, accumulator_of
+from conformance.core.signature import Input, Output, Signature
 from conformance.families.dispatch.cases import FLOATS, MOVED, PROBS, DispatchCase, indices_of, probs_of, values_of
 from conformance.families.dispatch.dispatcher import (
     Combine,

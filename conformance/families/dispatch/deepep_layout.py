@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from conformance.core.contract import Contract, Input, Output, Problem, Signature
+from conformance.core.contract import Contract, Problem
+from conformance.core.signature import Input, Output, Signature
 from conformance.families.permutation.cases import IndicesCase, indices
 from conformance.judge import Expectation
 from conformance.judge.exact import Exact

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import moe_ref
-from conformance.core.contract import Opaque, Problem, Signature, accumulator_of
+from conformance.core.contract import Opaque, Problem, accumulator_of
 from conformance.core.ranks import Collective
+from conformance.core.signature import Signature
 from conformance.core.tensors import DTYPES
 from conformance.families.dispatch.cases import DispatchCase, probs_of, values_of
 from conformance.families.dispatch.trees import Tree, flat, tree_bound

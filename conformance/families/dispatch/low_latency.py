@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.core.contract import Input, Output, Problem, Signature, accumulator_of
+from conformance.core.contract import Problem, accumulator_of
+from conformance.core.signature import Input, Output, Signature
 from conformance.families.dispatch.cases import FLOATS, MOVED, PROBS, DispatchCase, indices_of, probs_of, values_of
 from conformance.families.dispatch.deepep import policy_of
 from conformance.families.dispatch.dispatcher import (

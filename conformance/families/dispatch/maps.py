@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.core.contract import Input, Output, Problem, Signature, accumulator_of, declare
+from conformance.core.contract import Problem, accumulator_of, declare
+from conformance.core.signature import Input, Output, Signature
 from conformance.families.dispatch.cases import FLOATS, MAPS, MOVED, PROBS, DispatchCase, maps_of, probs_of, values_of
 from conformance.families.dispatch.dispatcher import (
     HANDLE,

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from conformance.core.axes import Changes, sizes
 from conformance.core.case import Case
-from conformance.core.scope import Scope, Shapes
+from conformance.core.scope import Scope
+from conformance.core.shapes import Shapes
 from conformance.core.space import ALIGNMENTS
 from conformance.families.dispatch.cases import FUNCTIONS, SPREADS, DispatchCase
 from conformance.families.dispatch.hybridep import RECIPES

@@ -19,7 +19,8 @@ from conformance.analysis.curves import (
 )
 from conformance.analysis.input_store import beyond_e4m3, in_e4m3
 from conformance.analysis.running import Running
-from conformance.core.contract import Contract, Input, Output, Problem, Signature, computed_in, leaf
+from conformance.core.contract import Contract, Problem, computed_in, leaf
+from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import payload
 from conformance.families.experts.cases import ActivationCase, hidden_of, probs_of
 from conformance.judge import Expectation

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from conformance.core.axes import Changes, Choice, choice, declared, dtypes, flag, number, size
 from conformance.core.case import Case
-from conformance.core.contract import Signature
 from conformance.core.lists import Parts
+from conformance.core.signature import Signature
 from conformance.core.space import LOGIT_DTYPES
 from conformance.core.tensors import DTYPES, hashed, payload, probabilities, row_scales
 from conformance.families.experts.precision import (

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from conformance.core.contract import Input, Output, Problem
+from conformance.core.contract import Problem
+from conformance.core.signature import Input, Output
 from conformance.core.tensors import payload
 from conformance.families.experts.cases import GroupedCase, grouped_rows, weights_of
 from conformance.families.experts.linear import GroupedLinear, product_signature

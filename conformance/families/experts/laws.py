@@ -58,7 +58,6 @@ def doubled(trial: Trial, law: str, problem: Problem, outputs: tuple[str, ...]) 
 
 def _scaling(trial: Trial) -> Finding | None:
     """Twice the input."""
-    assert trial.contract.signature is not None
     name, output = trial.contract.signature.linear
     x = trial.problem.tensors[name]
     twice = replace(trial.problem.with_tensors({name: x * 2}), wanted=(), cotangents={})

@@ -10,7 +10,8 @@ from torch import Tensor
 from conformance.analysis.factors import ProductPrecision
 from conformance.analysis.products import Product, compared, expert_slices
 from conformance.core.case import shorter
-from conformance.core.contract import Contract, Input, Opaque, Output, Problem, Signature, computed_in
+from conformance.core.contract import Contract, Opaque, Problem, computed_in
+from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import DTYPES, payload
 from conformance.families.experts.cases import GroupedCase, counts_of, grouped_rows, weights_of
 from conformance.families.experts.precision import (
@@ -82,7 +83,6 @@ class _Grouped(Contract[GroupedCase]):
 
     def neighbour(self, case: GroupedCase) -> GroupedCase:
         """Of another size, too, with an empty expert and another tail."""
-        assert self.signature is not None
         grown: dict[str, Any] = {"tokens": case.tokens + 2, "hidden": case.hidden + 1, "width": case.width + 1}
         if "tokens_per_expert" in self.signature.names:
             grown |= {"counts": (2, *counts_of(case), 0), "experts": case.experts + 2, "tail": int(not case.tail)}

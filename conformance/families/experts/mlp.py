@@ -8,7 +8,8 @@ import torch
 
 from conformance.analysis.mlp_stages import Call, backward, forward
 from conformance.analysis.running import Running
-from conformance.core.contract import Contract, Input, Output, Problem, Signature, computed_in
+from conformance.core.contract import Contract, Problem, computed_in
+from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import DTYPES, payload
 from conformance.families.experts.activations import activation_settings
 from conformance.families.experts.cases import counts_of, probs_of

@@ -15,7 +15,8 @@ from torch import Tensor
 from conformance.analysis.curves import sigmoid
 from conformance.analysis.mlp_stages import Call, backward, forward
 from conformance.analysis.running import Running, contracted
-from conformance.core.contract import Contract, Input, Output, Problem, Signature, computed_in
+from conformance.core.contract import Contract, Problem, computed_in
+from conformance.core.signature import Input, Output, Signature
 from conformance.families.experts.activations import activation_settings
 from conformance.families.experts.cases_mlp import SharedCase, fc1_columns, rows_of, weight_of
 from conformance.families.experts.judged_mlp import Judged, in_reference

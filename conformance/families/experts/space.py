@@ -5,9 +5,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from conformance.core.axes import FAR, NEAR, Changes
+from conformance.core.axes import Changes
 from conformance.core.case import Case
-from conformance.core.scope import Scope, Shapes
+from conformance.core.scope import Scope
+from conformance.core.shapes import Shapes
+from conformance.core.signature import FAR, NEAR
 from conformance.core.space import LAYOUTS, LOGIT_DTYPES, POISONS, Space, mostly, sizes, some_of
 from conformance.families.experts.cases import COUNTS, GROUPED_VALUES
 from conformance.families.experts.cases import PROB_DTYPES as PROB_DTYPES

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from conformance.core.axes import Changes
 from conformance.core.case import Case
-from conformance.core.scope import Scope, Shapes
+from conformance.core.scope import Scope
+from conformance.core.shapes import Shapes
 from conformance.core.shared_out import worlds
 from conformance.core.space import mostly, sizes, some_of
 from conformance.families.experts.cases import GROUPED_VALUES, PROB_DTYPES, WEIGHTS

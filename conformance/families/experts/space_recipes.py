@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from conformance.core.axes import FAR as FAR_LAYOUTS
 from conformance.core.axes import Changes
 from conformance.core.case import Case
 from conformance.core.scope import Scope
+from conformance.core.signature import FAR as FAR_LAYOUTS
 from conformance.families.experts.cases import GROUPED_VALUES
 from conformance.families.experts.precision import LOW_VALUES
 from conformance.families.quantization.cases import RECIPES, VARIANTS

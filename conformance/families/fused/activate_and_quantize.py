@@ -13,7 +13,8 @@ from torch import Tensor
 import moe_ref
 from conformance.analysis.forms import QuantizedForm
 from conformance.analysis.running import Running
-from conformance.core.contract import Contract, Input, Opaque, Output, Problem, Signature, computed_in
+from conformance.core.contract import Contract, Opaque, Problem, computed_in
+from conformance.core.signature import Input, Output, Signature
 from conformance.families.experts.activations import Activation, Glu
 from conformance.families.experts.cases import PROB_DTYPES, ActivationCase
 from conformance.families.fused.cases import QuantizedActivationCase, inputs_of

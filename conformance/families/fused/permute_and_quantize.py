@@ -8,7 +8,8 @@ from torch import Tensor
 
 import moe_ref
 from conformance.analysis.forms import QuantizedForm
-from conformance.core.contract import Contract, Input, Opaque, Output, Problem, Signature
+from conformance.core.contract import Contract, Opaque, Problem
+from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import probabilities
 from conformance.families.fused.cases import PermutedQuantizationCase, permuting, state_of, tokens_of
 from conformance.families.permutation.cases import MAPS, PROBS, routed, routing_map

@@ -5,8 +5,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from conformance.core.axes import FAR, NEAR, Changes
-from conformance.core.scope import NARROW, Scope, Shapes
+from conformance.core.axes import Changes
+from conformance.core.scope import NARROW, Scope
+from conformance.core.shapes import Shapes
+from conformance.core.signature import FAR, NEAR
 from conformance.families.fused.cases import PermutedQuantizationCase
 from conformance.families.permutation import space as permutation
 from conformance.families.quantization.cases import TRANSFORMED, VALUES

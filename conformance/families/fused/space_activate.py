@@ -5,7 +5,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from conformance.core.axes import Changes
-from conformance.core.scope import Scope, Shapes
+from conformance.core.scope import Scope
+from conformance.core.shapes import Shapes
 from conformance.families.experts.cases import PROB_DTYPES, WEIGHTS
 from conformance.families.experts.space import near
 from conformance.families.quantization.cases import DIRECTIONS, SCALINGS, UNIT, VARIANTS

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.core.contract import Contract, Input, Opaque, Output, Problem, Signature, accumulator_of
+from conformance.core.contract import Contract, Opaque, Problem, accumulator_of
+from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import payload, probabilities
 from conformance.families.permutation.cases import FLOATS, MAPS, MOVED, PROBS, RoutingCase, routed, routing_map
 from conformance.judge import Expectation

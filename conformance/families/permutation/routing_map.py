@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.core.contract import Contract, Input, Output, Problem, Signature
+from conformance.core.contract import Contract, Problem
+from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import probabilities
 from conformance.families.permutation.cases import FLOATS, MAPS, IndicesCase, RoutingCase, indices, routed, routing_map
 from conformance.judge import Expectation

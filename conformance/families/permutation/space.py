@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from conformance.core.axes import Changes, sizes
 from conformance.core.case import axes_of
-from conformance.core.scope import NARROW, Scope, Shapes
+from conformance.core.scope import NARROW, Scope
+from conformance.core.shapes import Shapes
 from conformance.families.permutation.cases import SPREADS, ChunksCase, IndicesCase, RoutingCase
 from conformance.families.permutation.permute import Permute
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 import moe_ref
 from conformance.analysis.forms import QuantizedForm, nearly, one_nan
-from conformance.core.contract import Contract, Input, Opaque, Output, Problem, Signature
+from conformance.core.contract import Contract, Opaque, Problem
+from conformance.core.signature import Input, Output, Signature
 from conformance.families.quantization.cases import QuantizeCase, inputs_of, unit_of
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation

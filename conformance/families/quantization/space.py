@@ -5,8 +5,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from conformance.core.axes import FAR, NEAR, Changes, sizes
-from conformance.core.scope import Scope, Shapes
+from conformance.core.axes import Changes, sizes
+from conformance.core.scope import Scope
+from conformance.core.shapes import Shapes
+from conformance.core.signature import FAR, NEAR
 from conformance.families.quantization.cases import (
     DIRECTIONS,
     RECIPES,

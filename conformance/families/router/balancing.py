@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from conformance.analysis.running import Running
-from conformance.core.contract import C, Contract, Input, Output, Problem, Signature, accumulator_of, leaf
+from conformance.core.contract import C, Contract, Problem, accumulator_of, leaf
+from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import hashed
 from conformance.families.router.cases import FLOATS, LOGITS, LoadCase, LogitsCase, logits_of, numbers, padding_of
 from conformance.families.router.selection import UNDERFLOW, score, unspecified_rows

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.core.contract import Contract, Input, Output, Problem, Signature
+from conformance.core.contract import Contract, Problem
+from conformance.core.signature import Input, Output, Signature
 from conformance.families.router.cases import FLOATS, LoadCase, map_of, numbers
 from conformance.judge import Expectation, Given
 from conformance.judge.choice import Chosen

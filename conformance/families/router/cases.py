@@ -11,9 +11,9 @@ from torch import Tensor
 
 from conformance.core.axes import Changes, Choice, Number, Size, choice, declared, dtypes, flag, number, size
 from conformance.core.case import Case
-from conformance.core.contract import Signature
 from conformance.core.lists import table
 from conformance.core.shared_out import counts
+from conformance.core.signature import Signature
 from conformance.core.tensors import DTYPES, hashed
 
 FLOATS = ("float32", "bfloat16", "float16")

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from conformance.core.contract import Contract, Input, Output, Problem, Signature
+from conformance.core.contract import Contract, Problem
+from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import payload
 from conformance.families.router.cases import FLOATS, GateCase
 from conformance.judge import Expectation

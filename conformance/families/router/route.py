@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 import moe_ref
-from conformance.core.contract import Contract, Input, Output, Problem, Signature, accumulator_of, leaf
+from conformance.core.contract import Contract, Problem, accumulator_of, leaf
+from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import DTYPES, hashed, payload
 from conformance.families.router.cases_route import FORWARDS, LOSSES, REPLAYS, RouteCase, config_of, logits_of_step
 from conformance.families.router.route_step import Played, Step

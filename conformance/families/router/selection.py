@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from conformance.analysis.running import Running
-from conformance.core.contract import Contract, Input, Output, Problem, Signature, accumulator_of, leaf
+from conformance.core.contract import Contract, Problem, accumulator_of, leaf
+from conformance.core.signature import Input, Output, Signature
 from conformance.families.router.cases import LOGITS, LogitsCase, bias_of, indices_of, logits_of
 from conformance.judge import Expectation, Given
 from conformance.judge.bound import Bounded

@@ -9,11 +9,12 @@ import torch
 from conformance.core import universal_laws
 from conformance.core.axes import dtypes, number, size
 from conformance.core.case import Case
-from conformance.core.contract import Contract, Input, Output, Problem, Signature
+from conformance.core.contract import Contract, Problem
 from conformance.core.defect import Defect, first_in_32_bits
 from conformance.core.family import Family
 from conformance.core.illegal import setting
-from conformance.core.scope import Shapes
+from conformance.core.shapes import Shapes
+from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import payload
 from conformance.judge import Exact, Expectation
 from tests.engine.toy.kernels import reverse
