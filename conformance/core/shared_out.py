@@ -5,8 +5,7 @@ with the same parameters as the others. What it gets for its tokens is right as 
 parameter above all, is its part of a sum over the ranks, which who trains takes: an implementation must not.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,11 @@ from conformance.core.axes import Changes, declared
 from conformance.core.contract import C, Contract, Problem, Signature
 from conformance.core.lists import Parts
 from conformance.core.ranks import Ranked
+from conformance.core.space import Space
 from conformance.judge import Expectation
+
+WORLDS = (2, 4, 2, 3, 1)  # the likeliest first
+MOST_TOKENS = 4  # of a rank, times the sequences
 
 
 @dataclass(kw_only=True)
@@ -36,6 +39,15 @@ class Counts(Parts):
 
 def counts(of: str = "") -> Any:
     return declared(Counts(default=(), total="tokens", of=of))
+
+
+@st.composite
+def worlds(draw: st.DrawFn, space: Space, each: int = 1, even: bool = False, least: int = 0) -> tuple[int, ...]:
+    """The tokens of each rank: multiples of `each`, equally many if they are to be even."""
+    ranks = draw(st.sampled_from([n for n in WORLDS if n <= space.ranks]))
+    some = st.integers(least, MOST_TOKENS)
+    counts = (draw(some),) * ranks if even else tuple(draw(some) for _ in range(ranks))
+    return tuple(count * each for count in counts)
 
 
 class SharedOut(Ranked[C]):
@@ -89,33 +101,6 @@ class SharedOut(Ranked[C]):
     def explain(self, problem: Problem, output: str, index: tuple[int, ...], observed: Tensor) -> str | None:
         return self.alone.explain(problem, output, index, observed)
 
-    def neighbour(self, case: Any) -> C:
-        if self.signature:
-            return super().neighbour(case)
-        other: Any = self.alone.neighbour(replace(case, counts=()))
-        return replace(other, counts=case.counts, tokens=case.tokens) if case.counts else other  # type: ignore[no-any-return]
-
-    def simpler(self, case: Any) -> Iterator[C]:
-        """One process; fewer ranks; fewer tokens; then what is simpler of one process."""
-        if self.signature:
-            yield from super().simpler(case)
-            return
-        if not case.counts:
-            yield from self.alone.simpler(case)
-            return
-        yield replace(case, counts=(), law="")
-        yield from filter(None, (_with_counts(case, counts) for counts in _fewer(case.counts)))
-        for other in self.alone.simpler(replace(case, counts=())):
-            plainer: Any = other
-            if plainer.tokens == case.tokens and (found := _with_counts(plainer, case.counts)):
-                yield found
-
-
-def check_counts(counts: tuple[int, ...], tokens: int) -> None:
-    """Raises ValueError unless the ranks' tokens are all there are."""
-    if counts and (min(counts) < 0 or sum(counts) != tokens):
-        raise ValueError(f"counts is {counts}; it must have numbers ≥ 0 that sum to tokens, {tokens}")
-
 
 def _changed(whole: Problem, part: Callable[[str, Any], Any]) -> Problem:
     """The call with a part of each tensor."""
@@ -124,25 +109,3 @@ def _changed(whole: Problem, part: Callable[[str, Any], Any]) -> Problem:
         for name in ("required", "settings", "cotangents", "first")
     }
     return replace(whole, **parts)  # type: ignore[arg-type]
-
-
-def _fewer(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    if len(counts) > 2:
-        yield counts[:2]
-    yield from (counts[:r] + counts[r + 1 :] for r in range(len(counts)) if len(counts) > 1)
-    for least in (0, 1, 2):
-        yield tuple(min(count, least) for count in counts)
-    for r, count in enumerate(counts):
-        yield from (
-            (*counts[:r], size, *counts[r + 1 :])
-            for size in sorted({0, 1, 2, count // 2, count - 1})
-            if 0 <= size < count
-        )
-
-
-def _with_counts(case: Any, counts: tuple[int, ...]) -> Any:
-    """The case with these tokens on each rank, or None if there is no such case."""
-    with suppress(ValueError):
-        other = replace(case, counts=counts, tokens=sum(counts))
-        return other if other != case or counts != case.counts else None
-    return None

@@ -11,15 +11,13 @@ from conformance.core.case import Case
 from conformance.core.covering import Covered
 from conformance.core.scope import Scope
 from conformance.core.space import Space
-from conformance.engine.choose.unconverted import Unconverted
 
 BYTES_PER_CASE = 4096  # more than the longest case consumes
 
 
-def scope_of(function: str, space: Space) -> Scope | Unconverted:
+def scope_of(function: str, space: Space) -> Scope:
     """All choices of cases of the function."""
-    contract = CONTRACTS[function]
-    return Scope(contract, space) if contract.signature else Unconverted(function, space)
+    return Scope(CONTRACTS[function], space)
 
 
 def strategy(function: str, space: Space) -> st.SearchStrategy[Case]:

@@ -12,6 +12,7 @@ from conformance.core.shared_out import worlds
 from conformance.core.space import mostly, sizes, some_of
 from conformance.families.experts.cases import GROUPED_VALUES, PROB_DTYPES, WEIGHTS
 from conformance.families.experts.space import LOW_SHARE, few_segments, near, segments
+from conformance.families.experts.space_recipes import one_per_recipe
 from conformance.families.quantization.cases import RECIPES, UNIT, VARIANTS
 from moe_ref.config.quantization import OVERRIDES
 
@@ -221,21 +222,6 @@ def _low_pairs(scope: Scope) -> dict[str, list[Changes]]:
         "index_dtype": [{"index_dtype": "int64"}],
         "grads": _gradients(scope) if one else _gradients(scope, "rows", "fc1_weight+fc2_weight"),
     }
-
-
-def one_per_recipe(cases: list[Any]) -> list[Any]:
-    """A case of each recipe, with as many values as possible that no case before had."""
-    chosen: list[Any] = []
-    seen: set[tuple[str, str]] = set()
-    for recipe in dict.fromkeys((case.scaling, case.variant) for case in cases):
-        own = [case for case in cases if (case.scaling, case.variant) == recipe]
-        chosen.append(max(own, key=lambda case: len(_values(case) - seen)))
-        seen |= _values(chosen[-1])
-    return chosen
-
-
-def _values(case: Any) -> set[tuple[str, str]]:
-    return {(name, str(x)) for name, x in case.record().items() if name not in ("seed", "law")}
 
 
 def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from conformance.core.axes import Changes, sizes, subsets
 from conformance.core.scope import NARROW, Scope, Shapes
-from conformance.core.shared_out_space import worlds
+from conformance.core.shared_out import worlds
 from conformance.families.router.cases import SCORES, SPREADS, LogitsCase
 from conformance.families.router.cases_route import KINDS
 
