@@ -140,12 +140,3 @@ def _decoded(name: str, value: Any, field: Any) -> Any:
     if type(value) is not type(example):
         raise CaseError(f"{name} is {value!r}; it must be of type {type(example).__name__}")
     return value
-
-
-def shorter(size: int, least: int = 0) -> list[int]:
-    """Smaller sizes, the smallest first."""
-    return sorted({s for s in (least, 1, 2, 3, size // 2, size - 1) if least <= s < size})
-
-
-def without(grads: str, name: str) -> str:
-    return "+".join(grad for grad in grads.split("+") if grad != name)

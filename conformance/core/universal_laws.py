@@ -9,6 +9,8 @@ from torch import Tensor
 
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Trial, same, upside_down
+from conformance.core.scope import Scope
+from conformance.core.space import Space
 from conformance.judge import Exact, Finding
 
 

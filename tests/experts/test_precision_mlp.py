@@ -17,11 +17,9 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.family import by_function
 from conformance.core.space import Space
-from conformance.engine.choose.draw import drawn, strategy
+from conformance.engine.choose.draw import drawn, scope_of, strategy
 from conformance.families.experts import golden_recipes, illegal_recipes
 from conformance.families.experts.cases_mlp import MlpCase, SharedCase
-from conformance.families.experts.precision_mlp import fits_low
-from conformance.families.experts.space_recipes import recipe_cases
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from conformance.interface import load
 from conformance.judge.ranges import Interval
@@ -59,7 +57,10 @@ HONEST = ("ScaledFirst", "ScaledLast", "Split", "FourteenBits", "Reciprocal")
 @functools.cache
 def low_cases(function: str) -> list[Any]:
     many = [case for seed in range(4) for case in drawn(strategy(function, GPU), seed, 30) if case.scaling]
-    cases = [*recipe_cases(function, GPU), *(case for case in many if function != "shared_experts" or not case.counts)]
+    cases = [
+        *scope_of(function, GPU).more([]),
+        *(case for case in many if function != "shared_experts" or not case.counts),
+    ]
     return [replace(case, law=case.law if case.law in Space().laws(case) else "") for case in cases]
 
 
@@ -82,7 +83,7 @@ def every_recipe() -> list[MlpCase]:
             options = sizes | {"scaling": scaling, "variant": variant, "seed": variant, "grads": grads, "dtype": dtype}
             overrides = OVERRIDES if dtype == "bfloat16" and scaling != "delayed" else ()
             found += [replace(BIASED, **options, override=override) for override in ("", *overrides)]
-    return [case for case in found if fits_low(case)]
+    return [case for case in found if case.clash() is None]
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -171,7 +172,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("case", "wrong", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
 def test_every_mistake_is_found_where_it_is_by_its_value(case, wrong, output):
-    assert fits_low(case)
+    assert case.clash() is None
     assert (output, "bound") in failures(case, wrong, 4)
 
 

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from conformance.core.case import Case
+from conformance.core.space import Space
 from conformance.engine.child.runner import Outcome
+from conformance.engine.choose.draw import scope_of
 
 Key = tuple[str, str, str, str]
 

@@ -1,17 +1,14 @@
 """Dispatch: moving rows between ranks and back."""
 
 from conformance.core.family import Family, by_function
-from conformance.families.dispatch import defects, defects_wire, golden, illegal
+from conformance.families.dispatch import defects, defects_wire, golden, illegal, laws_worlds, space
 from conformance.families.dispatch.deepep import DeepEPCombine, DeepEPDispatch
 from conformance.families.dispatch.deepep import dispatches as deepep_dispatches
 from conformance.families.dispatch.deepep_layout import DeepEPLayout
 from conformance.families.dispatch.hybridep import HybridEPDispatch
-from conformance.families.dispatch.laws_worlds import LAWS
 from conformance.families.dispatch.low_latency import LowLatencyCombine, LowLatencyDispatch
 from conformance.families.dispatch.maps import SIGNATURES, CachedDispatch, MapCombine, MapDispatch
 from conformance.families.dispatch.maps import dispatches as map_dispatches
-from conformance.families.dispatch.space import SPACE
-from conformance.families.permutation.space import DEEPEP_LAYOUT
 
 FAMILY = Family(
     contracts=(
@@ -32,7 +29,7 @@ FAMILY = Family(
     ),
     golden=by_function(golden),
     illegal=by_function(illegal),
-    laws=LAWS,
-    space={"deepep_layout": DEEPEP_LAYOUT, **SPACE},
+    laws=by_function(laws_worlds),
+    space=by_function(space),
     defects=(*defects.DEFECTS, *defects_wire.DEFECTS),
 )

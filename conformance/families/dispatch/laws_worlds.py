@@ -13,7 +13,7 @@ from conformance.core.contract import Problem
 from conformance.core.law import Law, Trial, same
 from conformance.core.ranks import AtRank
 from conformance.families.dispatch import laws, laws_journeys
-from conformance.families.dispatch.cases import CACHED, FUNCTIONS, MAPPED, DispatchCase, indices_of, slots_of
+from conformance.families.dispatch.cases import MAPPED, DispatchCase, indices_of, slots_of
 from conformance.families.dispatch.dispatcher import free_behind, together
 from conformance.families.dispatch.laws import fits, has_room, is_fine
 from conformance.families.dispatch.laws_journeys import at_experts, dispatches_of, first_expert, named, send, send_back
@@ -314,14 +314,13 @@ def _of_rows(*of: Law) -> tuple[Law, ...]:
     return tuple(replace(law, applies=lambda case, law=law: not case.fp8 and law.applies(case)) for law in of)  # type: ignore[misc]
 
 
-LAWS: dict[str, tuple[Law, ...]] = {
-    "deepep_layout": (*universal.EVERYWHERE, *universal.STATIC, ROW_REVERSAL),
-    **dict.fromkeys(FUNCTIONS, (*_WORLDS, laws.ADJOINTNESS)),
-    **dict.fromkeys(CACHED, (*_RANKS, laws.ADJOINTNESS)),
-    **dict.fromkeys(("deepep_low_latency_dispatch", "deepep_low_latency_combine"), _WORLDS),
-    **dict.fromkeys((f"{name}_dispatch" for name in MAPPED), (*_WORLDS, laws.ADJOINTNESS, laws.RELABELLING)),
-    "hybridep_dispatch": (
-        *_RANKS,
-        *_of_rows(CONCATENATION, REFINEMENT, laws.ADJOINTNESS, laws.RELABELLING, FUSED),
-    ),
-}
+_COMBINE = (*_WORLDS, laws.ADJOINTNESS)
+DEEPEP_LAYOUT = (*universal.EVERYWHERE, *universal.STATIC, ROW_REVERSAL)
+ALLGATHER_DISPATCH = ALLTOALL_DISPATCH = (*_COMBINE, laws.RELABELLING)
+DEEPEP_DISPATCH = DEEPEP_COMBINE = ALLGATHER_COMBINE = ALLTOALL_COMBINE = HYBRIDEP_COMBINE = _COMBINE
+DEEPEP_CACHED_DISPATCH = HYBRIDEP_CACHED_DISPATCH = (*_RANKS, laws.ADJOINTNESS)
+DEEPEP_LOW_LATENCY_DISPATCH = DEEPEP_LOW_LATENCY_COMBINE = _WORLDS
+HYBRIDEP_DISPATCH = (
+    *_RANKS,
+    *_of_rows(CONCATENATION, REFINEMENT, laws.ADJOINTNESS, laws.RELABELLING, FUSED),
+)

@@ -10,8 +10,9 @@ from conformance.core.case import Case
 from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 from conformance.core.space import ALIGNMENTS
-from conformance.families.dispatch.cases import FUNCTIONS, SPREADS, DispatchCase
+from conformance.families.dispatch.cases import SPREADS, DispatchCase
 from conformance.families.dispatch.hybridep import RECIPES
+from conformance.families.permutation.space import DEEPEP_LAYOUT as DEEPEP_LAYOUT
 
 WORLDS = ((5,), (4, 3), (3, 0, 4), (2, 3, 0, 4))
 ROOMS: dict[str, list[Changes]] = {
@@ -164,19 +165,18 @@ def law_cases(scope: Scope, others: list[Case]) -> list[Case]:
     return [case for law, case in found.items() if law not in asked]
 
 
-def of_function(function: str) -> Shapes:
-    far: Any = {"counts": (3,), "topk": 2, "dtype": "bfloat16", "probs": "bfloat16", "seed": 1, "biases": 0}
-    return Shapes(
-        drawn=dispatches,
-        affordable=near,
-        covered={"local_experts": 2, "hidden": 5, "topk": 2, "probs": "bfloat16"},
-        together=together,
-        more=law_cases,
-        always=shapes,
-        far=far,
-        illegal={"counts": lambda scope: (2, 1)[: scope.space.ranks]},
-        weight=0.25,
-    )
-
-
-SPACE = {function: of_function(function) for function in FUNCTIONS}
+COLLECTIVE = Shapes(
+    drawn=dispatches,
+    affordable=near,
+    covered={"local_experts": 2, "hidden": 5, "topk": 2, "probs": "bfloat16"},
+    together=together,
+    more=law_cases,
+    always=shapes,
+    far={"counts": (3,), "topk": 2, "dtype": "bfloat16", "probs": "bfloat16", "seed": 1, "biases": 0},
+    illegal={"counts": lambda scope: (2, 1)[: scope.space.ranks]},
+    weight=0.25,
+)
+ALLGATHER_DISPATCH = ALLGATHER_COMBINE = ALLTOALL_DISPATCH = ALLTOALL_COMBINE = COLLECTIVE
+DEEPEP_DISPATCH = DEEPEP_CACHED_DISPATCH = DEEPEP_COMBINE = COLLECTIVE
+DEEPEP_LOW_LATENCY_DISPATCH = DEEPEP_LOW_LATENCY_COMBINE = COLLECTIVE
+HYBRIDEP_DISPATCH = HYBRIDEP_CACHED_DISPATCH = HYBRIDEP_COMBINE = COLLECTIVE

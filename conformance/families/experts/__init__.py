@@ -2,15 +2,22 @@
 
 from conformance.core.family import Family, by_function
 from conformance.core.shared_out import SharedOut
-from conformance.families.experts import golden, golden_mlp, golden_recipes, illegal, illegal_recipes, space_mlp
+from conformance.families.experts import (
+    golden,
+    golden_mlp,
+    golden_recipes,
+    illegal,
+    illegal_recipes,
+    laws_mlp,
+    space,
+    space_mlp,
+)
 from conformance.families.experts.activations import Activation, Glu
 from conformance.families.experts.defects import DEFECTS
 from conformance.families.experts.latent import LatentProjection
-from conformance.families.experts.laws_mlp import LAWS
 from conformance.families.experts.linear import GroupedDgrad, GroupedLinear, GroupedWgrad
 from conformance.families.experts.mlp import GroupedMlp, SequentialMlp
 from conformance.families.experts.shared import SharedExperts
-from conformance.families.experts.space import SPACE
 
 FAMILY = Family(
     contracts=(
@@ -20,7 +27,7 @@ FAMILY = Family(
     ),
     golden=by_function(golden, golden_mlp, golden_recipes),
     illegal=by_function(illegal, illegal_recipes),
-    laws=LAWS,
-    space=SPACE | by_function(space_mlp),
+    laws=by_function(laws_mlp),
+    space=by_function(space, space_mlp),
     defects=DEFECTS,
 )

@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,10 +110,6 @@ class _Elementwise(Contract[ActivationCase]):
     @abstractmethod
     def hidden_nan(self, h: Tensor, settings: Mapping[str, Any]) -> Tensor:
         """Where a NaN meets a minimum or a maximum, which may or may not pass it on."""
-
-    def neighbour(self, case: ActivationCase) -> ActivationCase:
-        """Of another size, too."""
-        return super().neighbour(replace(case, tokens=case.tokens + 1, width=case.width + 3))
 
 
 def activation_settings(case: Any) -> dict[str, Any]:

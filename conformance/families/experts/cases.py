@@ -79,9 +79,9 @@ class Kind(Name):
 class ActivationCase(Case):
     """Rows that an activation is applied to."""
 
-    tokens: int = size("T")
+    tokens: int = size("T", more=1)
     experts: int = size("E", at_least=1)  # not used: the rows of all experts are alike
-    width: int = size("F")  # half of h's where it is gated
+    width: int = size("F", more=3)  # half of h's where it is gated
     kind: str = declared(Kind(default="", values=GATES + CURVES[1:], also=("swiglu", "squared_relu"), argument="kind"))
     dtype: str = dtypes(*LOGIT_DTYPES)
     probs: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: none are given
@@ -183,19 +183,23 @@ class Segments(Parts):
         if case.function != "latent_projection" and (case.counts or case.experts > 1):
             yield from super().smaller(case)
 
+    def other(self, case: Any) -> Changes:
+        """Two experts more, one of them without rows."""
+        return self.changes((0, *counts_of(case)[::-1], 2))
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedCase(Case):
     """Rows grouped by expert, with one matrix per expert. All sizes except the tail are in UNITs of the scaling."""
 
-    tokens: int = size()  # rows of all experts
+    tokens: int = size(more=2)  # rows of all experts
     experts: int = size("L", at_least=1)
     counts: tuple[int, ...] = declared(  # of each expert; empty: even, the first experts having one more
         Segments(default=(), total="tokens", number="experts", written_out=lambda case: counts_of(case))
     )
     tail: int = number(0, 1, 7, pairs=(3,), of=("tokens_per_expert",))  # rows past the last segment
-    hidden: int = size("N")  # columns in
-    width: int = size("M")  # columns out
+    hidden: int = size("N", more=1)  # columns in
+    width: int = size("M", more=1)  # columns out
     dtype: str = dtypes(*LOGIT_DTYPES)
     # of the recipe; empty: high precision
     scaling: str = declared(Scaling(default="", values=("", *RECIPES), argument="recipe"))
@@ -227,11 +231,6 @@ class GroupedCase(Case):
     def arguments(self) -> tuple[str, ...]:
         given = {"state": self.scaling == "delayed", "noise": rounds_gradients(recipe_of(self))}
         return tuple(name for name, needed in given.items() if needed)
-
-
-def check_counts_of(counts: tuple[int, ...], tokens: int, experts: int) -> None:
-    if counts and (len(counts) != experts or min(counts) < 0 or sum(counts) != tokens):
-        raise ValueError(f"counts is {counts}; it must have {experts} numbers ≥ 0 that sum to {tokens}")
 
 
 def counts_of(case: Any) -> tuple[int, ...]:

@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from conformance.core.axes import Changes, Size, choice, declared, dtypes, flag, number, size
+from conformance.core.axes import choice, declared, dtypes, flag, number, size
 from conformance.core.case import Case
 from conformance.core.shared_out import counts as tokens_of_ranks
 from conformance.core.space import LOGIT_DTYPES
 from conformance.core.tensors import DTYPES, hashed, payload, row_scales
-from conformance.families.experts.cases import GROUPED_VALUES, PROB_DTYPES, WEIGHTS, Name, Scaling, Segments, counts_of
+from conformance.families.experts.cases import GROUPED_VALUES, PROB_DTYPES, WEIGHTS, Name, Scaling, Segments
 from conformance.families.experts.precision import may_override, recipe_of, rounds_gradients, transforms_rows, unit_of
 from conformance.families.experts.precision_mlp import of_experts, rows_unit
 from conformance.families.quantization.cases import RECIPES, TRANSFORMED, VARIANTS
@@ -22,30 +22,12 @@ from moe_ref.config.quantization import OVERRIDES
 SPREAD = 4  # rows lie within its powers of two of 1, so that no stage overflows in float16
 
 
-@dataclass(kw_only=True)
-class Experts(Segments):
-    """Rows of each expert; a second call has two experts more."""
-
-    def other(self, case: Any) -> Changes:
-        return self.changes((0, *counts_of(case)[::-1], 2))
-
-
-@dataclass(kw_only=True)
-class Grown(Size):
-    """A size of which a second call has `more`, and one unit where sizes are in units."""
-
-    more: int = 1
-
-    def other(self, case: Any) -> Changes:
-        return {self.name: getattr(case, self.name) + (self.more if unit_of(case) == 1 else 1)}
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayersCase(Case):
     """Two layers with an activation between them. Columns are in UNITs of the scaling."""
 
-    hidden: int = declared(Grown(default=1, letter="H", more=3))
-    width: int = declared(Grown(default=1, letter="F"))
+    hidden: int = size("H", more=1)
+    width: int = size("F", more=1)
     dtype: str = dtypes(*LOGIT_DTYPES)
     # of the recipe; empty: high precision
     scaling: str = declared(Scaling(default="", values=("", *RECIPES), argument="recipe"))
@@ -103,7 +85,7 @@ class MlpCase(LayersCase):
     tokens: int = size("P")  # rows of all experts
     experts: int = size("L", at_least=1)
     counts: tuple[int, ...] = declared(  # of each expert; empty: even, the first experts having one more
-        Experts(default=(), total="tokens", number="experts")
+        Segments(default=(), total="tokens", number="experts")
     )
     tail: int = number(0, 1, 7, pairs=(3,))  # rows past the last segment
     probs: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: none are given
@@ -130,7 +112,7 @@ class MlpCase(LayersCase):
 class SharedCase(LayersCase):
     """Tokens that all pass through the shared experts."""
 
-    tokens: int = declared(Grown(default=1, letter="T"))
+    tokens: int = size("T", more=1)
     experts: int = size("E", at_least=1)  # not used: the shared experts are one
     gate: bool = flag()
     again: bool = flag(argument="recompute")

@@ -134,15 +134,13 @@ _PRODUCT = (
 _SEGMENTS = (experts.NEIGHBOUR_INDEPENDENCE, experts.PADDING_INDEPENDENCE, experts.EXPERT_RELABELLING)
 _MLP = (*_PRODUCT, RECOMPUTE, COTANGENT_SCALING)
 _EXPERTS = (*_MLP, *_SEGMENTS, experts.GROUP_SPLIT, ZERO_PROBS, SCALING, ALIGNMENT)
-LAWS: dict[str, tuple[Law, ...]] = {
-    **dict.fromkeys(("glu", "activation"), _ELEMENTWISE),
-    "grouped_linear": (*_PRODUCT, *_SEGMENTS, experts.GROUP_SPLIT, experts.SCALING, experts.COTANGENT_SCALING),
-    "grouped_dgrad": (*_PRODUCT, *_SEGMENTS, experts.GROUP_SPLIT, experts.SCALING),
-    "grouped_wgrad": (*_PRODUCT, *_SEGMENTS, experts.SCALING),
-    "grouped_mlp": _EXPERTS,
-    "sequential_mlp": (GROUPED, *_EXPERTS),
-    "shared_experts": (*SHARED_OUT, *of_one_process(*_MLP[2:], TOKEN_REVERSAL)),
-    "latent_projection": (
-        *(*_PRODUCT, TOKEN_REVERSAL, experts.ROW_INDEPENDENCE, experts.SCALING, experts.COTANGENT_SCALING),
-    ),
-}
+GLU = ACTIVATION = _ELEMENTWISE
+GROUPED_LINEAR = (*_PRODUCT, *_SEGMENTS, experts.GROUP_SPLIT, experts.SCALING, experts.COTANGENT_SCALING)
+GROUPED_DGRAD = (*_PRODUCT, *_SEGMENTS, experts.GROUP_SPLIT, experts.SCALING)
+GROUPED_WGRAD = (*_PRODUCT, *_SEGMENTS, experts.SCALING)
+GROUPED_MLP = _EXPERTS
+SEQUENTIAL_MLP = (GROUPED, *_EXPERTS)
+SHARED_EXPERTS = (*SHARED_OUT, *of_one_process(*_MLP[2:], TOKEN_REVERSAL))
+LATENT_PROJECTION = (
+    *(*_PRODUCT, TOKEN_REVERSAL, experts.ROW_INDEPENDENCE, experts.SCALING, experts.COTANGENT_SCALING),
+)

@@ -1,6 +1,6 @@
 """grouped_linear, grouped_dgrad and grouped_wgrad: contractions expert by expert, and rows that nobody may read."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from conformance.analysis.factors import ProductPrecision
 from conformance.analysis.products import Product, compared, expert_slices
-from conformance.core.case import shorter
 from conformance.core.contract import Contract, Opaque, Problem, computed_in
 from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import DTYPES, payload
@@ -80,32 +79,6 @@ class _Grouped(Contract[GroupedCase]):
 
     def cotangent(self, case: GroupedCase, output: str, shape: tuple[int, ...], dtype: str) -> Tensor:
         return grouped_rows(case, "d_out", shape[1])
-
-    def neighbour(self, case: GroupedCase) -> GroupedCase:
-        """Of another size, too, with an empty expert and another tail."""
-        grown: dict[str, Any] = {"tokens": case.tokens + 2, "hidden": case.hidden + 1, "width": case.width + 1}
-        if "tokens_per_expert" in self.signature.names:
-            grown |= {"counts": (2, *counts_of(case), 0), "experts": case.experts + 2, "tail": int(not case.tail)}
-        return super().neighbour(replace(case, **grown))
-
-
-def fewer_rows(case: Any) -> Iterator[Any]:
-    """Fewer experts and fewer rows: as even as can be, or one expert, then one count, after the other."""
-    for name, least in (("tokens", 0), ("experts", 1)):
-        for size in shorter(getattr(case, name), least):
-            changed: dict[str, Any] = {name: size, "counts": ()}
-            yield replace(case, **changed)
-    counts = counts_of(case)
-    if not case.counts:
-        return
-    yield replace(case, counts=())
-    for e in range(case.experts) if case.experts > 1 else ():
-        kept = counts[:e] + counts[e + 1 :]
-        yield replace(case, counts=kept, experts=len(kept), tokens=sum(kept))
-    for e, count in enumerate(counts):
-        for size in shorter(count):
-            fewer = (*counts[:e], size, *counts[e + 1 :])
-            yield replace(case, counts=fewer, tokens=sum(fewer))
 
 
 class GroupedLinear(_Grouped):

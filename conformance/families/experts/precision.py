@@ -19,7 +19,6 @@ from conformance.families.quantization.cases import (
     TRANSFORMED,
     UNIT,
     VALUES,
-    VARIANTS,
     QuantizeCase,
     noise_of,
     x_of,
@@ -58,17 +57,6 @@ def recipe_of(case: Any) -> Recipe | None:
 def unit_of(case: Any) -> int:
     """What rows of an expert and columns of a case are counted in."""
     return UNIT.get(case.scaling, 1)
-
-
-def check_scaling(case: Any) -> None:
-    if not 0 <= case.variant < (VARIANTS if case.scaling else 1):
-        raise ValueError(f"variant is {case.variant}; it must be from 0 to {VARIANTS - 1}, and 0 without a scaling")
-    if case.override and not may_override(case.scaling):
-        raise ValueError(
-            f"override is {case.override!r} with scaling {case.scaling!r}; it must be empty, or the scaling one that remembers nothing"
-        )
-    if case.values in LOW_VALUES and not case.scaling:
-        raise ValueError(f"values is {case.values!r}; that is made for a scaling")
 
 
 def may_override(scaling: str) -> bool:

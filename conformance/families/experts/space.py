@@ -6,11 +6,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from conformance.core.axes import Changes
-from conformance.core.case import Case
 from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 from conformance.core.signature import FAR, NEAR
-from conformance.core.space import LAYOUTS, LOGIT_DTYPES, POISONS, Space, mostly, sizes, some_of
+from conformance.core.space import LOGIT_DTYPES, mostly, sizes, some_of
 from conformance.families.experts.cases import COUNTS, GROUPED_VALUES
 from conformance.families.experts.cases import PROB_DTYPES as PROB_DTYPES
 from conformance.families.experts.precision import LOW_VALUES, fits, may_override
@@ -48,30 +47,7 @@ def long_rows(scope: Scope) -> list[Changes]:
 
 
 ELEMENTWISE = Shapes(drawn=activations, affordable=near, covered={"tokens": 5, "width": 6}, always=long_rows)
-SPACE = {"glu": ELEMENTWISE, "activation": ELEMENTWISE}
-
-
-def laid_out(
-    draw: st.DrawFn,
-    function: str,
-    space: Space,
-    matrices: tuple[str, ...],
-    vectors: tuple[str, ...],
-    cotangents: tuple[str, ...],
-) -> dict[str, str]:
-    """One input or cotangent in another layout, or none."""
-    if function in space.contiguous_only or not draw(st.booleans()):
-        return {}
-    choices = [(layout, of) for of in (*matrices, *cotangents) for layout in LAYOUTS[1:]]
-    choices += [("strided", of) for of in vectors] + [("expanded", of) for of in cotangents]
-    layout, of = draw(st.sampled_from(choices))
-    return {"layout": layout, "layout_of": of}
-
-
-def finished(draw: st.DrawFn, case: Case, space: Space) -> Case:
-    """The case with a seed, a poison and a law that applies to it."""
-    case = replace(case, seed=draw(st.integers(0, 999)), poison=draw(st.sampled_from(POISONS)))
-    return replace(case, law=draw(st.sampled_from(space.laws(case))))
+GLU = ACTIVATION = ELEMENTWISE
 
 
 # at most, in units: rows of an expert, and columns; as few as fill no second block, and more
@@ -209,7 +185,5 @@ PRODUCT = Shapes(
     always=large,
     more=by_recipe,
 )
-SPACE |= {
-    **dict.fromkeys(("grouped_linear", "grouped_dgrad", "grouped_wgrad"), PRODUCT),
-    "latent_projection": replace(PRODUCT, together=few_layouts, always=large_projections, weight=0.2),
-}
+GROUPED_LINEAR = GROUPED_DGRAD = GROUPED_WGRAD = PRODUCT
+LATENT_PROJECTION = replace(PRODUCT, together=few_layouts, always=large_projections, weight=0.2)

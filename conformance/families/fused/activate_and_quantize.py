@@ -171,10 +171,6 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
         found: dict[str, Any] = self.plain.expected(ActivationCase(function=self.plain.function), call, declared)
         return {name: _with_zeros(found[name], len(given["h"])) for name in (f"d_{name}" for name in wanted)}
 
-    def neighbour(self, case: QuantizedActivationCase) -> QuantizedActivationCase:
-        """Of another width, too."""
-        return super().neighbour(replace(case, width=case.width + 1))
-
 
 def _groups(quantized: Any, settings: dict[str, Any]) -> list[Tensor]:
     """The codes of each group, in logical orientation."""
