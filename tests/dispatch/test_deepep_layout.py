@@ -5,10 +5,10 @@ import torch
 
 import moe_fast
 import moe_ref
-from conformance.catalogue import CONTRACTS
 from conformance.core.case import CaseError
 from conformance.core.space import Space
 from conformance.engine.child.evaluate import evaluate
+from conformance.engine.choose.draw import scope_of
 from conformance.engine.choose.plan import Section, cases_of
 from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.run.corpus import checked
@@ -106,7 +106,7 @@ def test_a_case_whose_ranks_do_not_divide_the_experts_cannot_be_written():
 def test_simpler_cases_are_legal_and_end_at_the_smallest(case):
     seen, waiting = set(), [case]
     while waiting:
-        smaller = next(iter(CONTRACTS["deepep_layout"].simpler(waiting.pop())), None)
+        smaller = next(iter(scope_of("deepep_layout", Space()).smaller(waiting.pop())), None)
         if smaller:
             assert smaller.text not in seen and indices(smaller).numel() >= 0
             DeepEPLayout().legal(smaller)

@@ -10,13 +10,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conformance.engine.choose.unconverted import AXES
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case, case_from
 from conformance.core.ranks import ranks_of
 from conformance.core.space import DTYPES, LAYOUTS, LOGIT_DTYPES, MAP_DTYPES, MOVED_DTYPES, POISONS, Space
-from conformance.engine.choose import unconverted
 from conformance.engine.choose.draw import covering_cases, drawn, far_cases, run_seed, scope_of, shape_cases, strategy
 from conformance.engine.choose.plan import Section, cases_of, fixed_cases
 from conformance.engine.choose.profiles import PROFILES
@@ -24,7 +22,6 @@ from conformance.engine.run.corpus import checked
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
 from conformance.families.dispatch.cases import SPREADS as SPREADS_OF_SLOTS
 from conformance.families.dispatch.cases import DispatchCase
-from conformance.families.experts import axes_mlp
 from conformance.families.experts.cases import VALUES as VALUES_ACTIVATED
 from conformance.families.experts.cases import ActivationCase, GroupedCase, counts_of, hidden_of
 from conformance.families.experts.cases_mlp import MlpCase, SharedCase
@@ -736,7 +733,7 @@ def test_every_case_is_legal_and_survives_json(function):
 def test_every_neighbour_is_a_legal_other_case(function):
     contract = CONTRACTS[function]
     for case in draws(function, 3, 25):
-        other = contract.neighbour(case)
+        other = scope_of(function, Space()).neighbour(case)
         assert other.text != case.text
         contract.expected(other, contract.problem(other), {})
 
@@ -820,82 +817,13 @@ def legal_by_few(function: str) -> set:
     return found
 
 
-def row_of(case: Case) -> dict:
-    """The values of the axes that a case of a covering array stands for."""
-    if case.function in axes_mlp.AXES:
-        return axes_mlp.row_of(case)
-    fields = {axis: getattr(case, axis) for axis in AXES[case.function] if axis not in ("layout", "room", "groups")}
-    fields["layout"] = (case.layout, case.layout_of) if case.function not in STEPPED else ("contiguous", "")
-    if "groups" in AXES[case.function]:
-        fields["groups"] = case.groups, case.group_topk
-    if case.function == "route":
-        fields["room"] = -case.capacity if case.pad else case.capacity
-    return fields
-
-
 def pairs(rows) -> set:
     return {pair for row in rows for pair in itertools.combinations(sorted(row.items()), 2)}
 
 
 def reached_by(cases: list[Case]) -> set:
     """The pairs of values that the cases of a covering array have."""
-    converted = CONTRACTS[cases[0].function].signature
-    return set().union(*map(pairs_of, cases)) if converted else pairs(map(row_of, cases))
-
-
-class Undecided(Exception):
-    """An axis was read that has no value yet."""
-
-
-class PartialRow(dict):
-    """Some axes of a row; reading another one is noticed."""
-
-    def __init__(self, axes, values) -> None:
-        super().__init__(values)
-        self.axes = axes
-
-    def __missing__(self, axis):
-        if axis in self.axes:
-            raise Undecided(axis)
-        raise KeyError(axis)
-
-    def __contains__(self, axis) -> bool:
-        return axis in self.axes
-
-    def get(self, axis, default=None):
-        return self[axis] if axis in self.axes else default
-
-
-def decisions(axes, legal, held=()):
-    """What has to be known of a row to call it legal, in every way in which it can be."""
-    try:
-        if legal(PartialRow(axes, held)):
-            yield dict(held)
-    except Undecided as open_:
-        (axis,) = open_.args
-        for value in axes[axis]:
-            yield from decisions(axes, legal, (*held, (axis, value)))
-
-
-@functools.cache
-def legal_pairs(function: str) -> set:
-    """Every pair of values that some legal combination of all axes has: an axis that legality does not look at has any value."""
-    if CONTRACTS[function].signature:
-        return legal_by_few(function)
-    axes, found = AXES[function], set()
-    for held in decisions(axes, lambda row: unconverted.legal(function, row, Space())):
-        open_ = {name: axes[name] if name not in held else (held[name],) for name in sorted(axes)}
-        for x, y in itertools.combinations(open_, 2):
-            found.update(((x, a), (y, b)) for a in open_[x] for b in open_[y])
-    return found
-
-
-@pytest.mark.parametrize("function", ["sequential_mlp"])
-def test_legal_pairs_are_those_of_all_combinations(function):
-    axes = {name: values if name != "poison" else values[:1] for name, values in AXES[function].items()}
-    every = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
-    known = {pair for pair in legal_pairs(function) if ("poison", "max") not in pair and ("poison", "zero") not in pair}
-    assert known == pairs(row for row in every if unconverted.legal(function, row, Space()))
+    return set().union(*map(pairs_of, cases))
 
 
 @pytest.mark.parametrize(
@@ -911,18 +839,18 @@ def test_pairs_that_few_axes_allow_are_those_of_all_combinations(function):
 def test_covering_arrays_have_every_legal_pair(function):
     covered = covering_cases(function, Space())
     reached = reached_by(covered.cases)
-    assert reached == legal_pairs(function)
+    assert reached == legal_by_few(function)
     assert covered.pairs == len(reached)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_covering_array_without_its_last_case_does_not(function):
-    assert reached_by(covering_cases(function, Space()).cases[:-1]) < legal_pairs(function)
+    assert reached_by(covering_cases(function, Space()).cases[:-1]) < legal_by_few(function)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_covering_arrays_are_much_smaller_than_all_combinations(function):
-    assert len(covering_cases(function, Space()).cases) < len(legal_pairs(function))
+    assert len(covering_cases(function, Space()).cases) < len(legal_by_few(function))
 
 
 # ---- far cases

@@ -9,7 +9,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.space import Space
 from conformance.engine.child.runner import Outcome
-from conformance.engine.choose.draw import drawn, strategy
+from conformance.engine.choose.draw import drawn, scope_of, strategy
 from conformance.engine.choose.plan import fixed_cases
 from conformance.engine.run.reduction import failure_key, reduce
 from conformance.families.dispatch.cases import DispatchCase, slots_of
@@ -450,7 +450,7 @@ def test_only_legal_cases_are_tried(function):
     contract = CONTRACTS[function]
     small = [case for case in drawn(strategy(function, Space()), 5, 25) if work(case) < 2000]
     for case in small:
-        candidates = list(contract.simpler(case))
+        candidates = list(scope_of(case.function, Space()).smaller(case))
         for simpler in candidates[:: len(candidates) // 20 + 1]:
             problem = contract.problem(simpler)
             assert set(problem.wanted) <= set(problem.tensors)
@@ -495,5 +495,7 @@ def test_whatever_fails_a_reduction_ends(case):
     found = reduce(case, failed(), lambda smaller: failed(), LONG)
     assert found.finished
     assert [
-        smaller for smaller in CONTRACTS[case.function].simpler(found.case) if len(smaller.text) < len(found.case.text)
+        smaller
+        for smaller in scope_of(case.function, Space()).smaller(found.case)
+        if len(smaller.text) < len(found.case.text)
     ] == []

@@ -23,7 +23,7 @@ import json
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import case_from
 from conformance.core.space import Space
-from conformance.engine.choose.draw import covering_cases, drawn, far_cases, strategy
+from conformance.engine.choose.draw import covering_cases, drawn, far_cases, scope_of, strategy
 from conformance.engine.choose.plan import fixed_cases
 space = Space()
 lists = {
@@ -31,7 +31,7 @@ lists = {
     "covered": covering_cases("reverse", space).cases,
     "far": far_cases("reverse", space),
     "fixed": fixed_cases("reverse", space),
-    "neighbours": [CONTRACTS["reverse"].neighbour(c) for c in drawn(strategy("reverse", space), 2, 20)],
+    "neighbours": [scope_of("reverse", space).neighbour(c) for c in drawn(strategy("reverse", space), 2, 20)],
     "without kept": drawn(strategy("reverse", Space(without={"reverse": frozenset({"kept"})})), 1, 40),
     "not differentiable": covering_cases("reverse", Space(not_differentiable=frozenset({"reverse"}))).cases,
 }

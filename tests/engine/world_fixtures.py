@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from multiprocessing import parent_process
 from types import SimpleNamespace
@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conformance.catalogue import CONTRACTS
+from conformance.core.axes import size
 from conformance.core.case import Case
 from conformance.core.contract import Problem
 from conformance.core.ranks import Collective
+from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import payload
 from conformance.core.universal_laws import DETERMINISM, HISTORY
 from conformance.judge import Expectation
@@ -25,13 +27,13 @@ from conformance.peers import reference_world
 
 @dataclass(frozen=True, kw_only=True)
 class ShiftCase(Case):
-    ranks: int = 1
-    rows: int = 1
-    grads: str = ""
+    ranks: int = size(at_least=1)
+    rows: int = size("R", more=1)
 
 
 class Shift(Collective[ShiftCase]):
-    function, outputs, primary = "shift", ("out",), "out"
+    function, case_type = "shift", ShiftCase
+    signature = Signature([Input("x", "RC", gradient=True)], [Output("out", "RC", of="x")])
     laws = {law.name: law for law in (HISTORY, DETERMINISM)}  # noqa: RUF012
 
     def ranks(self, case: ShiftCase) -> int:
@@ -54,14 +56,6 @@ class Shift(Collective[ShiftCase]):
         for r in range(case.ranks) if case.grads else ():
             out[r]["d_x"] = Exact(calls[(r + 1) % case.ranks].cotangents["out"])
         return out
-
-    def neighbour(self, case: ShiftCase) -> ShiftCase:
-        return replace(case, rows=case.rows + 1, law="")
-
-    def simpler(self, case: ShiftCase) -> Iterator[ShiftCase]:
-        for name in ("ranks", "rows"):
-            if getattr(case, name) > 1:
-                yield replace(case, **{name: getattr(case, name) - 1})
 
 
 def register() -> None:

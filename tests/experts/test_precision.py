@@ -280,9 +280,9 @@ def test_what_comes_back_is_rounded_once_and_may_be_its_neighbour_only_where_sca
 
 def test_a_case_of_an_overridden_backward_shrinks_and_one_of_delayed_scaling_is_none():
     case = replace(LINEAR, **DEQUANTIZED)
-    simpler = {(other.scaling, other.override) for other in CONTRACTS[case.function].simpler(case)}
+    simpler = {(other.scaling, other.override) for other in scope_of(case.function, Space()).smaller(case)}
     assert simpler == {("", ""), ("current", ""), ("current", "dequantized")}
-    assert CONTRACTS[case.function].neighbour(case).override == "high_precision"
+    assert scope_of(case.function, Space()).neighbour(case).override == "high_precision"
     for scaling in ("", "delayed"):
         with pytest.raises(CaseError, match=r"^override is 'dequantized'"):
             checked(replace(case, scaling=scaling, values="dyadic"))
