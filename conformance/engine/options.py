@@ -48,7 +48,10 @@ class Options:
     device: str = _flag("--device", "where to run the implementation", "auto", choices=("auto", "cpu", "cuda"))
     seed: int = _flag("--run-seed", "seed of the drawn cases", 0, type=int)
     jobs: int = _flag(
-        "--jobs", "child processes of one worker (default: 2 on a CPU, 6 on a GPU, 1 under xdist)", 0, type=int
+        "--jobs",
+        "child processes of one worker (default: 2 on a CPU, one per core but one on a GPU, 1 under xdist)",
+        0,
+        type=int,
     )
     case_seconds: float = _flag("--case-seconds", "a case that takes longer hangs", 60.0, type=float)
     corpus: str = _flag(

@@ -30,6 +30,7 @@ from conformance.core.ranks import Collective, RankContext
 from conformance.engine.child import interpreting, poison
 from conformance.engine.child.evaluate import device_is_lost, evaluate
 from conformance.engine.child.runner import Outcome
+from conformance.engine.choose.plan import Draw
 from conformance.engine.options import ChildOptions
 from conformance.interface import Implementation, UsageError, load
 
@@ -79,12 +80,28 @@ def answer_all(
     with contextlib.suppress(EOFError, BrokenPipeError), _stream(device):
         while True:
             case = connection.recv()
+            if isinstance(case, Draw):
+                connection.send(_drawn(case))
+                continue
             rank = context_of(case) if context_of else None
             with _traced(options.trace) as calls:
                 outcome = _answer(case, implementation, device, rank)
             outcome.calls = sorted(calls)
             outcome.kernels, compiled[:] = compiled[:], []
             connection.send(("outcome", asdict(outcome), rank.seen if rank else []))
+
+
+def _drawn(request: Draw) -> tuple[str, Any]:
+    try:
+        return "cases", request.cases()
+    except Exception as error:
+        return "outcome", asdict(Outcome("ERROR", reason=_where(error)))
+
+
+def _where(error: Exception) -> str:
+    """The error and the line that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({os.path.basename(last.filename)}:{last.lineno})"
 
 
 def _end_with_parent() -> None:
@@ -131,10 +148,7 @@ def _answer(case: Case, implementation: Implementation, device: str, rank: RankC
     except Exception as error:
         if device_is_lost(error):
             return Outcome("CRASH", reason=f"the device was lost: {' '.join(str(error).split())[:160]}")
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        return Outcome(
-            "ERROR", reason=f"{type(error).__name__}: {error} ({os.path.basename(last.filename)}:{last.lineno})"
-        )
+        return Outcome("ERROR", reason=_where(error))
     finally:
         gc.collect(0)
         if device == "cuda" and torch.cuda.memory_reserved() > KEPT_BYTES:

@@ -21,8 +21,8 @@ from conformance.judge.exact import Exact, bits
 class Outcome:
     """The outcome of one case.
 
-    status: PASS FAIL CRASH HANG OOM NOT_OFFERED DECLARED_UNSUPPORTED BLOCKED UNINFORMATIVE, or
-        ERROR of the harness
+    status: PASS FAIL CRASH HANG OOM NOT_OFFERED DECLARED_UNSUPPORTED BLOCKED UNINFORMATIVE,
+        NOT_RUN for lack of ranks, or ERROR of the harness
     kernels: names of the kernel specialisations that were compiled or loaded for it
     calls: the implementation's Python functions that it ran, as "file:function", if traced
     """

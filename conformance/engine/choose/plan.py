@@ -39,6 +39,19 @@ def sections(profile: Profile) -> list[Section]:
     ]
 
 
+@dataclass(frozen=True)
+class Draw:
+    """A request for the cases of a section, which any process can answer."""
+
+    section: Section
+    profile: Profile
+    space: Space
+    seed: int
+
+    def cases(self) -> list[Case]:
+        return cases_of(self.section, self.profile, self.space, self.seed, [])
+
+
 def cases_of(section: Section, profile: Profile, space: Space, seed: int, corpus: list[Case]) -> list[Case]:
     """The cases of a section."""
     if section.kind == "corpus":

@@ -9,9 +9,10 @@ import contextlib
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import groupby
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,6 +23,7 @@ from conformance.core.ranks import ranks_of
 from conformance.engine.child.child import serve
 from conformance.engine.child.processes import Patience, ending, plain_main
 from conformance.engine.child.runner import Outcome
+from conformance.engine.choose.plan import Draw
 from conformance.engine.options import ChildOptions
 from conformance.engine.world.worlds import Worlds
 from conformance.interface import UsageError
@@ -33,15 +35,21 @@ START_SECONDS = 180.0  # import of the implementation
 COMPILE_SECONDS = 60.0  # added on a GPU, where a case may wait for compilers
 
 
+POLL_SECONDS = 0.02  # between two looks at a world, which answers in another thread
+
+Work = Case | Draw
+Answer = Outcome | list[Case]
+
+
 @dataclass
 class Child:
-    """One process, and the case it runs."""
+    """One process, and what it works on."""
 
     process: Any
     pipe: Connection
     log_path: str
     ready: bool = False
-    case: Case | None = None
+    work: Work | None = None
     started: float = 0.0
     deadline: float = 0.0
 
@@ -62,6 +70,7 @@ class Pool:
         self._children: list[Child] = []
         self._spare: Child | None = None
         self.worlds = Worlds(options, self._context, self._folder.name)
+        self._thread = ThreadPoolExecutor(1)  # that waits for worlds
 
     def __enter__(self) -> "Pool":
         return self
@@ -86,29 +95,49 @@ class Pool:
         return self.description
 
     def run(self, cases: Iterable[Case]) -> Iterator[tuple[Case, Outcome]]:
-        """Every case with its outcome, as it finishes; cases of several ranks in their place."""
+        """Every case with its outcome, as they come."""
+        for case, outcome in self.work(deque(cases)):
+            assert isinstance(case, Case) and isinstance(outcome, Outcome)
+            yield case, outcome
+
+    def work(self, waiting: deque[Work]) -> Iterator[tuple[Work, Answer]]:
+        """All work with its answers, as they come. More may be appended to the queue meanwhile.
+
+        Cases of several ranks run one after the other, beside the cases of single processes.
+        """
         if not self._children:
             self.start()
-        for has_ranks, group in groupby(cases, lambda case: bool(ranks_of(CONTRACTS[case.function], case))):
-            if has_ranks:
-                yield from ((case, self.worlds.run(case)) for case in group)
-            else:
-                yield from self._spread(group)
+        alone: deque[Work] = deque()
+        ranked: deque[Case] = deque()
+        world: Future[Outcome] | None = None
+        while waiting or alone or ranked or any(child.work for child in self._children):
+            while waiting:
+                _sort(waiting.popleft(), alone, ranked)
+            if ranked and not world:
+                world = self._thread.submit(self.worlds.run, ranked[0])
+            for child in self._children:
+                if not child.work and alone:
+                    self._send(child, alone.popleft())
+            if world and world.done():
+                outcome, world = world.result(), None
+                yield ranked.popleft(), outcome
+            yield from self._answers()
+            if not waiting:
+                self._wait(world)
 
-    def _spread(self, waiting: Iterator[Case]) -> Iterator[tuple[Case, Outcome]]:
-        """The cases of single processes, over the children."""
-        for child in self._children:
-            self._give(child, waiting)
-        while any(child.case for child in self._children):
-            for slot, child in enumerate(self._children):
-                if child.case and (outcome := self._outcome(child)) is not None:
-                    case = child.case
-                    child.case = None
-                    if outcome.status in ("CRASH", "HANG"):
-                        self._children[slot] = self._replacement(child)
-                    self._give(self._children[slot], waiting)
-                    yield case, outcome
-            self._wait()
+    def _answers(self) -> Iterator[tuple[Work, Answer]]:
+        """What the children have answered. A child that died or hangs is replaced."""
+        for slot, child in enumerate(self._children):
+            if child.work and (answer := self._answer(child)) is not None:
+                work, child.work = child.work, None
+                if isinstance(answer, Outcome) and answer.status in ("CRASH", "HANG"):
+                    self._children[slot] = self._replacement(child)
+                yield work, answer
+
+    def answer(self, case: Case) -> Outcome:
+        """The outcome of one case, in a running child."""
+        ((_, outcome),) = self.run([case])
+        return outcome
 
     def run_alone(self, case: Case) -> Outcome:
         """The case in a child, or a world, that has run nothing before."""
@@ -117,9 +146,10 @@ class Pool:
             return self.worlds.run(case)
         child = self._replacement(None)
         self._send(child, case)
-        while (outcome := self._outcome(child)) is None:
+        while (outcome := self._answer(child)) is None:
             connection.wait([child.pipe, child.process.sentinel], timeout=0.2)
         self._end(child)
+        assert isinstance(outcome, Outcome)
         return outcome
 
     def close(self) -> None:
@@ -127,6 +157,7 @@ class Pool:
         for child in [*self._children, *([self._spare] if self._spare else [])]:
             self._end(child)
         self._children, self._spare = [], None
+        self._thread.shutdown(wait=False, cancel_futures=True)
         self.worlds.dismiss()
         self._folder.cleanup()
 
@@ -172,36 +203,40 @@ class Pool:
         self._spare = self._launch()
         return child
 
-    def _give(self, child: Child, waiting: Iterator[Case]) -> None:
-        case = next(waiting, None)
-        if case is not None:
-            self._send(child, case)
-
-    def _send(self, child: Child, case: Case) -> None:
-        child.case, child.started = case, time.monotonic()
-        child.deadline = child.started + self.patience.allowed(case.function)
-        # it died between two cases: see `_outcome`
+    def _send(self, child: Child, work: Work) -> None:
+        child.work, child.started = work, time.monotonic()
+        function = work.function if isinstance(work, Case) else work.section.function
+        child.deadline = child.started + self.patience.allowed(function)
+        # it died between two cases: see `_answer`
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            child.pipe.send(case)
+            child.pipe.send(work)
 
-    def _wait(self) -> None:
-        busy = [child for child in self._children if child.case]
+    def _wait(self, world: Future[Outcome] | None) -> None:
+        """Until a child answers or its time is up, or the world may have answered."""
+        busy = [child for child in self._children if child.work]
+        pause = min((child.deadline - time.monotonic() for child in busy), default=POLL_SECONDS)
+        if world:
+            pause = min(pause, POLL_SECONDS)
         if busy:
-            pause = max(min(child.deadline for child in busy) - time.monotonic(), 0)
-            connection.wait([child.pipe for child in busy], timeout=pause)
+            connection.wait([child.pipe for child in busy], timeout=max(pause, 0))
+        elif world:
+            wait([world], timeout=pause)
 
-    def _outcome(self, child: Child) -> Outcome | None:
-        """The outcome of the child's case; None while it runs."""
+    def _answer(self, child: Child) -> Answer | None:
+        """The answer to the child's work; None while it runs."""
         try:
             if child.pipe.poll():
-                outcome = Outcome(**child.pipe.recv()[1])
+                kind, content, *_ = child.pipe.recv()
+                if kind == "cases":
+                    return list(content)
                 self.patience.answered(time.monotonic() - child.started)
-                return outcome
+                return Outcome(**content)
         except (EOFError, ConnectionResetError):
             child.process.join(5)
             return Outcome("CRASH", reason=ending(child.process, child.log_path))
         if time.monotonic() > child.deadline:
-            self.patience.hung.add(child.case.function if child.case else "")
+            if isinstance(child.work, Case):
+                self.patience.hung.add(child.work.function)
             return Outcome("HANG", reason=f"no answer within {child.deadline - child.started:.0f} s")
         return None
 
@@ -210,3 +245,11 @@ class Pool:
         child.process.join()
         child.pipe.close()
         child.process.close()
+
+
+def _sort(work: Work, alone: deque[Work], ranked: deque[Case]) -> None:
+    """Append the work to the queue of single processes or of worlds."""
+    if isinstance(work, Case) and ranks_of(CONTRACTS[work.function], work):
+        ranked.append(work)
+    else:
+        alone.append(work)

@@ -2,10 +2,9 @@
 
 import datetime
 import os
-import sys
 import tempfile
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,18 +15,21 @@ import torch
 from conformance.core.case import Case
 from conformance.core.space import Space
 from conformance.engine.child.runner import Outcome
-from conformance.engine.choose.plan import Section, cases_of, sections
+from conformance.engine.choose.plan import Draw, Section, sections
 from conformance.engine.choose.profiles import PROFILES, Profile
 from conformance.engine.options import Options
 from conformance.engine.run import corpus
 from conformance.engine.run.ledger import Ledger
-from conformance.engine.run.pool import Pool
+from conformance.engine.run.pool import Pool, Work
 from conformance.engine.run.progress import Progress
 from conformance.engine.run.reduction import Key, failure_key, reduce
 from conformance.engine.run.verdict import Verdict, assemble, read_baseline
 from conformance.engine.run.waivers import Waiver, read_waivers
 
 FAILING = ("FAIL", "CRASH", "HANG", "OOM", "ERROR")
+
+Place = tuple[int, int]  # of a case: number of its section in the plan, its index there
+Failed = dict[Key, tuple[Place, Case, Outcome]]  # the first case in the plan of each failure
 
 
 def judge(options: Options) -> Verdict:
@@ -43,11 +45,7 @@ def judge(options: Options) -> Verdict:
         with closing(Session(options, Path(folder), progress=True)) as session:
             session.start()
             try:
-                for section in session.plan:
-                    try:
-                        session.sweep(section)
-                    except Exception as error:
-                        session.problem(section.label, error)
+                session.run()
             except KeyboardInterrupt:
                 interrupted = True
         return session.verdict(Path(folder), whole=options.part == (0, 1), interrupted=interrupted)
@@ -92,9 +90,6 @@ class Session:
         self.ledger = Ledger(folder, worker)
         self.pool = Pool(options.child, options.jobs or default_jobs(options.device), options.case_seconds)
         self.known: set[Key] = set()
-        self._drawing = ThreadPoolExecutor(1)
-        sys.setswitchinterval(2e-4)  # how long a child's answer may wait for the thread that draws
-        self._drawn: dict[str, Future[list[Case]]] = {}
         self.progress = Progress(len(self.plan)) if progress else None
 
     def start(self) -> None:
@@ -112,7 +107,6 @@ class Session:
         self.ledger.write("implementation", **self.description)
 
     def close(self) -> None:
-        self._drawing.shutdown(wait=False, cancel_futures=True)
         self.pool.close()
         self.ledger.close()
         if self.progress:
@@ -123,62 +117,93 @@ class Session:
         seconds, waivers = time.monotonic() - self.started, [waiver.name for waiver in self.waivers]
         return assemble(folder, self.options, seconds, waivers, self.baseline, whole, interrupted)
 
-    def problem(self, place: str, error: BaseException) -> None:
+    def problem(self, place: str, error: BaseException | str) -> None:
         """An error of the suite itself, which is no verdict on the implementation."""
-        self.ledger.write("problem", text=f"{place}: {type(error).__name__}: {error}")
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        self.ledger.write("problem", text=f"{place}: {text}")
 
     def cases(self, section: Section) -> list[Case]:
-        """The section's cases. Those of the next section in the plan are drawn while these run."""
-        cases = self._drawn.pop(section.label).result() if section.label in self._drawn else self._cases(section)
-        for following in self.plan[self.plan.index(section) + 1 :][:1]:
-            self._drawn[following.label] = self._drawing.submit(self._cases, following)
-        return cases
-
-    def _cases(self, section: Section) -> list[Case]:
         """The section's cases; none of a function that is not offered."""
         if section.kind == "corpus":
             return [case for case in self.corpus if self.description["functions"][case.function]["offered"]]
-        if section.function and not self.description["functions"][section.function]["offered"]:
-            return []
-        return cases_of(section, self.profile, self.space, self.options.seed, self.corpus)
+        return self._draw(section).cases() if self._offered(section) else []
+
+    def _offered(self, section: Section) -> bool:
+        return bool(self.description["functions"][section.function]["offered"])
+
+    def _draw(self, section: Section) -> Draw:
+        return Draw(section, self.profile, self.space, self.options.seed)
+
+    def run(self) -> list[Failure]:
+        """Run the whole plan from one queue, then find the smallest case of every new failure.
+
+        The children draw the cases too, so that one is idle only when no work is left.
+        """
+        return self._run(self.plan)
 
     def sweep(self, section: Section) -> list[Failure]:
-        """Run a section to its end, then find the smallest case of every new failure."""
-        cases = self.cases(section)
-        self.ledger.write("plan", section=section.label, scheduled=len(cases))
-        position = {case.text: index for index, case in enumerate(cases)}
-        failed: dict[Key, tuple[Case, Outcome]] = {}
-        failures = []
+        """Run one section to its end, then find the smallest case of every new failure."""
+        return self._run([section])
+
+    def _run(self, plan: list[Section]) -> list[Failure]:
+        queue: deque[Work] = deque()
+        places: dict[int, tuple[Place, Case]] = {}  # by the identity of the case
+        left = [0] * len(plan)  # cases without an outcome, by section
+
+        def schedule(number: int, cases: list[Case]) -> None:
+            self.ledger.write("plan", section=plan[number].label, scheduled=len(cases))
+            places.update({id(case): ((number, index), case) for index, case in enumerate(cases)})
+            left[number] = len(cases)
+            queue.extend(cases)
+
+        for number, section in enumerate(plan):
+            if section.kind == "corpus":
+                schedule(number, self.cases(section))
+            elif self._offered(section):
+                queue.append(self._draw(section))
+        failed: Failed = {}
         try:
-            for case, outcome in self.pool.run(cases):
-                status = self._judged(section, case, outcome)
-                if status in FAILING:
-                    key = failure_key(case, outcome)
-                    if key not in failed or _priority(case, position) < _priority(failed[key][0], position):
-                        failed[key] = case, outcome
-                if self.progress:
-                    self.progress.case(status in FAILING)
-            for key in sorted(failed, key=lambda key: _priority(failed[key][0], position)):
-                if key not in self.known:
-                    failures.append(self._smallest(key, *failed[key], section))
-                del failed[key]
+            for work, answer in self.pool.work(queue):
+                if isinstance(work, Case) and isinstance(answer, Outcome):
+                    place, _ = places[id(work)]
+                    self._judged(plan[place[0]], work, answer, place, failed)
+                    left[place[0]] -= 1
+                    if self.progress and not left[place[0]]:
+                        self.progress.section()
+                elif isinstance(work, Draw) and isinstance(answer, list):
+                    schedule(plan.index(work.section), answer)
+                elif isinstance(work, Draw) and isinstance(answer, Outcome):
+                    self.problem(work.section.label, answer.reason)
+            return self._smallest_of(failed, plan)
         except KeyboardInterrupt:  # failures that are not reduced yet are reported as they are
-            for case, outcome in failed.values():
-                self._keep(Failure(case, outcome, section.label, 0, False))
+            for place, case, outcome in failed.values():
+                self._keep(Failure(case, outcome, plan[place[0]].label, 0, False))
             raise
-        if self.progress:
-            self.progress.section()
+
+    def _smallest_of(self, failed: Failed, plan: list[Section]) -> list[Failure]:
+        """The smallest case of each new failure, in the order of the plan, literal cases last."""
+        failures = []
+        for key in sorted(failed, key=lambda key: _priority(*failed[key])):
+            place, case, outcome = failed[key]
+            if key not in self.known:
+                failures.append(self._smallest(key, case, outcome, plan[place[0]]))
+            del failed[key]
         return [failure for failure in failures if failure]
 
-    def _judged(self, section: Section, case: Case, outcome: Outcome) -> str:
-        """Write the outcome down; returns its status, WAIVED where a waiver covers it."""
+    def _judged(self, section: Section, case: Case, outcome: Outcome, place: Place, failed: Failed) -> None:
+        """Write the outcome down, WAIVED where a waiver covers it, and keep the first case of a failure."""
         covering = (waiver for waiver in self.waivers if outcome.status in FAILING and waiver.covers(case, outcome))
         waiver = next(covering, None)
         status = "WAIVED" if waiver else outcome.status
         self._record(
             "outcome", case, outcome, section=section.label, status=status, waiver=waiver.name if waiver else ""
         )
-        return status
+        if self.progress:
+            self.progress.case(status in FAILING)
+        key = failure_key(case, outcome)
+        first = key not in failed or _priority(place, case, outcome) < _priority(*failed[key])
+        if status in FAILING and first:
+            failed[key] = place, case, outcome
 
     def _record(self, kind: str, case: Case, outcome: Outcome, **more: Any) -> None:
         content = {"id": case.id, "function": case.function} | asdict(outcome) | {"law": case.law} | more
@@ -222,7 +247,7 @@ class Session:
         return self._attempt(case, fresh=case.law == "history")
 
     def _attempt(self, case: Case, fresh: bool) -> Outcome:
-        outcome = self.pool.run_alone(case) if fresh else next(iter(list(self.pool.run([case]))))[1]
+        outcome = self.pool.run_alone(case) if fresh else self.pool.answer(case)
         self._record("request", case, outcome)
         return outcome
 
@@ -245,12 +270,14 @@ class Session:
 
 
 def default_jobs(device: str) -> int:
-    return 6 if device != "cpu" and torch.cuda.is_available() else min(os.cpu_count() or 1, 2)
+    """On a GPU a child per core, which compile kernels at the same time; on a CPU two."""
+    cores = os.cpu_count() or 1
+    return max(min(cores - 1, 15), 1) if device != "cpu" and torch.cuda.is_available() else min(cores, 2)
 
 
-def _priority(case: Case, position: dict[str, int]) -> tuple[bool, int]:
+def _priority(place: Place, case: Case, outcome: Outcome) -> tuple[bool, Place]:
     """The order in which failing cases are reduced: literals last, else as in the plan."""
-    return _literal(case), position[case.text]
+    return _literal(case), place
 
 
 def _literal(case: Case) -> bool:

@@ -57,7 +57,7 @@ class Worlds:
         ranks = ranks_of(CONTRACTS[case.function], case)
         if ranks > self.max_ranks:
             room = f"there is room for {self.max_ranks}, each with its own GPU if there are any"
-            return Outcome("ERROR", reason=f"a world of {ranks} ranks: {room}")
+            return Outcome("NOT_RUN", reason=f"a world of {ranks} ranks: {room}")
         size = ranks if self._on_gpus else self.max_ranks
         if size not in self._worlds:
             self._worlds[size] = World(partial(self._start, size), self._patience)
