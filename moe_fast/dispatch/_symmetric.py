@@ -87,7 +87,7 @@ def slab_layout_kernel(
 @triton.jit(
     do_not_specialize=[
         *("num_tokens", "num_experts", "local_experts", "num_rows", "stride_probs_t", "stride_probs_e", "epsilon"),
-        *("infinity",),
+        *("infinity", "stride_base_b", "stride_base_e", "tokens_per_block"),
     ]
 )
 def push_kernel(
@@ -106,6 +106,9 @@ def push_kernel(
     link_table_ptr,
     row_slots_ptr,
     row_map,
+    stride_base_b,
+    stride_base_e,
+    tokens_per_block,
     # sizes
     num_tokens,
     num_experts,
@@ -130,7 +133,9 @@ def push_kernel(
     if block < list_blocks:
         if column == 0:
             t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-            lists = find_lists(row_map, t, num_tokens, num_experts, 1 << 62)  # dropped by find_row
+            lists = find_lists(
+                row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, 1 << 62
+            )  # dropped by find_row
             last = tl.full([BLOCK_L], -1, tl.int64)
             for j in range(tl.max(lists.num_slots, axis=0)):
                 expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
@@ -161,7 +166,9 @@ def push_kernel(
             b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
         else:
             sent_as = token
-        lists = find_lists(row_map, t, num_tokens, num_experts, 1 << 62)  # dropped by find_row
+        lists = find_lists(
+            row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, 1 << 62
+        )  # dropped by find_row
         last = tl.full([BLOCK_T], -1, tl.int64)
         for j in range(tl.max(lists.num_slots, axis=0)):
             expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
@@ -326,7 +333,7 @@ def pull_kernel(
     if block < list_blocks:
         if column == 0 and out_probs_ptr is not None:
             t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-            lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+            lists = find_lists(row_map, 0, 0, 1, t, num_tokens, num_experts, num_rows)
             for j in range(tl.max(lists.num_slots, axis=0)):
                 expert, row, live = load_slot(row_map, lists, j)
                 probs_ptr = at_rank(probs_table_ptr, expert // local_experts, live, out_probs_ptr.dtype.element_ty)
@@ -336,7 +343,7 @@ def pull_kernel(
         t = (block - list_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
         in_row = (h < num_columns)[None, :]  # the last block sticks out
-        lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+        lists = find_lists(row_map, 0, 0, 1, t, num_tokens, num_experts, num_rows)
         total = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
         part = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
         last = tl.full([BLOCK_T], -1, tl.int64)

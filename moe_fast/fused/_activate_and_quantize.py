@@ -7,7 +7,7 @@ the layout of h. `fused._tiles` computes a tile's values.
 import triton
 import triton.language as tl
 
-from moe_fast.fused._tiles import activated_tile, steps_of
+from moe_fast.fused._tiles import Numbers, activated_tile, steps_of
 from moe_fast.launch._rounding import number
 from moe_fast.quantization._formats import FLOAT32_MAX, encoded
 from moe_fast.quantization._quantize import E4M3_MAX, E5M2_MAX, fitting_scale, over, quantize_blocks
@@ -17,17 +17,31 @@ from moe_fast.quantization._tiles import magnitude, place_of_tile, store_tile
 @triton.jit(
     do_not_specialize=[
         *("stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"),
+        *("stride_probs", "offset", "clamp", "alpha"),
     ]
 )
 def quantize_activated_blocks_kernel(
     operands,
-    factors,
+    stride_d_out_p,
+    stride_d_out_f,
+    stride_h_p,
+    stride_h_f,
+    stride_probs,
+    width,
+    between,
+    offset,
+    clamp,
+    alpha,
     splits_ptr,
     stride_splits,
     # results; either form may be left out, and so may the parts of d_probs, [rows, parts]. Codes
     # are contiguous
     row_form,
+    stride_row_m,
+    stride_row_n,
     column_form,
+    stride_column_m,
+    stride_column_n,
     part_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
     num_rows,
@@ -55,6 +69,9 @@ def quantize_activated_blocks_kernel(
     STAGES: tl.constexpr,
 ):
     """Codes, scales and amax of blocks of 1 × BLOCK, of BLOCK × 1, or both of one load."""
+    numbers = Numbers(
+        stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp, alpha
+    )
     tile = tl.program_id(0) // parts
     _, first, read, owned, written = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G
@@ -67,23 +84,23 @@ def quantize_activated_blocks_kernel(
     for i in tl.range(0, steps_of(first, written, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
         column = begin + i * BLOCK_N
         x, other, part = activated_tile(
-            operands, factors, first, read, owned, column, CURVE, LAYOUT, CLAMPED, WHOLE, ROUNDED, ACCUMULATOR,
+            operands, numbers, first, read, owned, column, CURVE, LAYOUT, CLAMPED, WHOLE, ROUNDED, ACCUMULATOR,
             BLOCK_M, BLOCK_N,
         )  # fmt: skip
         total += part
         for half in tl.static_range(2 if WHOLE else 1):
             if half == 1:
                 x = other
-                column += operands.width
+                column += width
             if row_form is not None:
                 quantize_blocks(
-                    x, row_form, tile, first, written, column, num_columns, least, most, RULE, FORMAT,
-                    POWER_OF_TWO, HARDWARE, 1, BLOCK,
+                    x, row_form, stride_row_m, stride_row_n, tile, first, written, column, num_columns, least,
+                    most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, 1, BLOCK,
                 )  # fmt: skip
             if column_form is not None:
                 quantize_blocks(
-                    x, column_form, tile, first, written, column, num_columns, least, most, RULE, FORMAT,
-                    POWER_OF_TWO, HARDWARE, BLOCK, 1,
+                    x, column_form, stride_column_m, stride_column_n, tile, first, written, column, num_columns,
+                    least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, 1,
                 )  # fmt: skip
     if part_ptr is not None:
         # a tile sticks out of its group
@@ -92,16 +109,21 @@ def quantize_activated_blocks_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "stride_splits",
-        "num_rows",
-        "num_groups",
-        "parts",
-        "steps",
+        *("stride_splits", "num_rows", "num_groups", "parts", "steps", "stride_probs", "offset", "clamp", "alpha"),
     ]
 )
 def activated_group_amax_kernel(
     operands,
-    factors,
+    stride_d_out_p,
+    stride_d_out_f,
+    stride_h_p,
+    stride_h_f,
+    stride_probs,
+    width,
+    between,
+    offset,
+    clamp,
+    alpha,
     splits_ptr,
     stride_splits,
     # result, as integers, zeros before
@@ -124,6 +146,9 @@ def activated_group_amax_kernel(
     STAGES: tl.constexpr,
 ):
     """max |x| over each group, by atomics: the bits of numbers ≥ 0 are in the order of the numbers."""
+    numbers = Numbers(
+        stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp, alpha
+    )
     tile = tl.program_id(0) // parts
     group, first, end, _, _ = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
@@ -132,7 +157,7 @@ def activated_group_amax_kernel(
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in tl.range(0, steps_of(first, end, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
         x, other, _part = activated_tile(
-            operands, factors, first, end, end, begin + i * BLOCK_N, CURVE, LAYOUT, CLAMPED, WHOLE, ROUNDED,
+            operands, numbers, first, end, end, begin + i * BLOCK_N, CURVE, LAYOUT, CLAMPED, WHOLE, ROUNDED,
             ACCUMULATOR, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         largest = tl.maximum(largest, magnitude(x))
@@ -145,12 +170,21 @@ def activated_group_amax_kernel(
 @triton.jit(
     do_not_specialize=[
         *("stride_splits", "stride_given", "stride_history"),
-        *("num_rows", "num_groups", "parts", "steps", "epsilon"),
+        *("num_rows", "num_groups", "parts", "steps", "epsilon", "stride_probs", "offset", "clamp", "alpha"),
     ]
 )
 def cast_activated_groups_kernel(
     operands,
-    factors,
+    stride_d_out_p,
+    stride_d_out_f,
+    stride_h_p,
+    stride_h_f,
+    stride_probs,
+    width,
+    between,
+    offset,
+    clamp,
+    alpha,
     splits_ptr,
     stride_splits,
     # scales of earlier steps; None: they follow from the amax
@@ -189,6 +223,9 @@ def cast_activated_groups_kernel(
     """encode(x · s) and 1/s, one s per group: given, while the amax is taken, or from the amax."""
     FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
     least = number(epsilon, tl.float32)
+    numbers = Numbers(
+        stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp, alpha
+    )
     tile = tl.program_id(0) // parts
     group, first, read, owned, written = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
@@ -216,14 +253,14 @@ def cast_activated_groups_kernel(
     for i in tl.range(0, steps_of(first, written, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
         column = begin + i * BLOCK_N
         x, other, part = activated_tile(
-            operands, factors, first, read, owned, column, CURVE, LAYOUT, CLAMPED, WHOLE, ROUNDED, ACCUMULATOR,
+            operands, numbers, first, read, owned, column, CURVE, LAYOUT, CLAMPED, WHOLE, ROUNDED, ACCUMULATOR,
             BLOCK_M, BLOCK_N,
         )  # fmt: skip
         total += part
         for half in tl.static_range(2 if WHOLE else 1):
             if half == 1:
                 x = other
-                column += operands.width
+                column += width
             store_tile(codes_ptr, encoded(x * scale, FORMAT, HARDWARE), first, written, column, num_columns)
             if given_ptr is not None:
                 largest = tl.maximum(largest, magnitude(x))

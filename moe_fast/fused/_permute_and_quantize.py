@@ -59,6 +59,7 @@ def store_blocks(scale_ptr, amax_ptr, stride_m, stride_n, row, block, stored, am
     do_not_specialize=[
         *("fills", "first_lane", "tail_lanes", "num_tokens", "num_experts", "num_rows", "stride_probs_t"),
         *("stride_probs_e", "stride_given", "stride_history", "epsilon", "infinity"),
+        *("stride_base_b", "stride_base_e", "tokens_per_block"),
     ]
 )
 def scatter_kernel(
@@ -87,6 +88,9 @@ def scatter_kernel(
     row_slots_ptr,
     source_ptr,
     row_map,
+    stride_base_b,
+    stride_base_e,
+    tokens_per_block,
     gap_ptr,
     # programs: lists of tokens, `fills` whose lanes fill gaps, then blocks
     fills,
@@ -132,7 +136,9 @@ def scatter_kernel(
     if block < list_blocks:
         if column == 0:
             t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-            lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+            lists = find_lists(
+                row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows
+            )
             for j in range(tl.max(lists.num_slots, axis=0)):
                 expert, row, live = load_slot(row_map, lists, j)
                 if probs_ptr is not None:
@@ -182,7 +188,9 @@ def scatter_kernel(
         x = as_float32(
             tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0.0)
         )
-        lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+        lists = find_lists(
+            row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows
+        )
         expert, row, live = load_slot(row_map, lists, 0)
         amax = block_amax(x, 1, BLOCK_H if RULE == "group" else BLOCK)
         if RULE == "amax" or RULE == "mxfp8":
@@ -253,7 +261,11 @@ def row_scales_kernel(
     tl.store(amax_ptr + place, amax, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_rows"])
+@triton.jit(
+    do_not_specialize=[
+        *("num_tokens", "num_experts", "num_rows", "stride_base_b", "stride_base_e", "tokens_per_block"),
+    ]
+)
 def expert_amax_kernel(
     tokens_ptr,
     stride_tokens_t,
@@ -261,6 +273,9 @@ def expert_amax_kernel(
     # result, as integers, zeros before
     amax_ptr,
     row_map,
+    stride_base_b,
+    stride_base_e,
+    tokens_per_block,
     # sizes
     num_tokens,
     num_experts,
@@ -271,7 +286,7 @@ def expert_amax_kernel(
 ):
     """max |x| over each expert's rows, from one look at each token."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+    lists = find_lists(row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows)
     largest = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
     for first in range(0, num_columns, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H).to(tl.int64)
@@ -292,7 +307,10 @@ def gather_kernel(
     # by row, its token; by expert, the rows of its segment
     source_ptr,
     splits_ptr,
-    form,  # the result
+    # the result
+    form,
+    stride_form_m,
+    stride_form_n,
     # sizes; a program takes `steps` along the columns of one of `tiles`
     num_rows,
     num_columns,
@@ -339,6 +357,6 @@ def gather_kernel(
             )
         )
         quantize_blocks(
-            x, form, tile, first, written, column, num_columns,
-            least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK_R, BLOCK_C,
+            x, form, stride_form_m, stride_form_n, tile, first, written, column, num_columns, least, most,
+            RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK_R, BLOCK_C,
         )  # fmt: skip

@@ -190,8 +190,8 @@ def _quantize_blocks(source: Source) -> tuple[Form | None, Form | None, Tensor |
         with launch_on(x):
             kernels.quantize_activated_blocks_kernel[(grid.programs,)](
                 *source.arguments,
-                form_arguments(by_rows),
-                form_arguments(by_columns),
+                *form_arguments(by_rows),
+                *form_arguments(by_columns),
                 parts,
                 *x.shape,
                 *grid.sizes,

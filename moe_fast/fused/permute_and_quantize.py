@@ -226,7 +226,7 @@ class Work:
                 kernels.expert_amax_kernel[(programs,)](
                     *strided(self.tokens),
                     amax,
-                    self.lists.arguments(),
+                    *self.lists.arguments(),
                     *self.row_map.sizes(self.shape[1]),
                     **tile.blocks("T", "H"),
                 )
@@ -283,7 +283,7 @@ class Work:
                 None if self.row_probs is None else bits(self.row_probs),
                 row_map.slots_TE,
                 self.source,
-                self.lists.arguments(),
+                *self.lists.arguments(),
                 row_map.gap_2E,
                 fills,
                 *lanes,
@@ -319,7 +319,7 @@ class Work:
                     *strided(self.tokens),
                     self.source,
                     self.splits,
-                    form_arguments(form),
+                    *form_arguments(form),
                     *self.shape,
                     grid.groups,
                     grid.tiles,

@@ -17,16 +17,14 @@ E5M2_MAX = tl.constexpr(57344.0)
 INFINITE = tl.constexpr(float("inf"))
 
 
-class FormArgs(NamedTuple):
-    """A `Form` of blocks as one argument of a kernel: contiguous codes; scales and amax of the same
-    strides.
+class FormPointers(NamedTuple):
+    """The memory of a `Form` of blocks as one argument of a kernel: contiguous codes; scales and
+    amax of the same strides, which are arguments of their own.
     """
 
     codes_ptr: Any
     scale_ptr: Any
     amax_ptr: Any
-    stride_m: Any
-    stride_n: Any
 
 
 @triton.jit
@@ -85,6 +83,8 @@ def block_scale(amax, epsilon, infinity, RULE: tl.constexpr, FORMAT: tl.constexp
 def quantize_blocks(
     x,
     form,
+    stride_m,
+    stride_n,
     tile,
     first,
     written,
@@ -108,12 +108,9 @@ def quantize_blocks(
     stored = stored.to(form.scale_ptr.dtype.element_ty)
     exact = rounded(amax, form.amax_ptr.dtype.element_ty)  # it is a number of that dtype
     store_blocks(
-        form.scale_ptr, form.stride_m, form.stride_n, stored, block, first, written, column, num_columns,
-        BLOCK_R, BLOCK_C,
-    )  # fmt: skip
-    store_blocks(
-        form.amax_ptr, form.stride_m, form.stride_n, exact, block, first, written, column, num_columns, BLOCK_R, BLOCK_C
+        form.scale_ptr, stride_m, stride_n, stored, block, first, written, column, num_columns, BLOCK_R, BLOCK_C
     )
+    store_blocks(form.amax_ptr, stride_m, stride_n, exact, block, first, written, column, num_columns, BLOCK_R, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"])
@@ -125,7 +122,11 @@ def quantize_blocks_kernel(
     stride_splits,
     # results; either form may be left out
     row_form,
+    stride_row_m,
+    stride_row_n,
     column_form,
+    stride_column_m,
+    stride_column_n,
     # sizes; `parts` programs per tile of rows, `steps` each
     num_rows,
     num_columns,
@@ -164,11 +165,11 @@ def quantize_blocks_kernel(
                 x = tl.where((row < owned)[:, None], x, 0.0)
         if row_form is not None:
             quantize_blocks(
-                x, row_form, tile, first, written, column, num_columns, least, most, RULE, FORMAT, POWER_OF_TWO,
-                HARDWARE, BLOCK if SQUARE else 1, BLOCK,
+                x, row_form, stride_row_m, stride_row_n, tile, first, written, column, num_columns, least, most,
+                RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK if SQUARE else 1, BLOCK,
             )  # fmt: skip
         if column_form is not None:
             quantize_blocks(
-                x, column_form, tile, first, written, column, num_columns, least, most, RULE, FORMAT,
-                POWER_OF_TWO, HARDWARE, BLOCK, 1,
+                x, column_form, stride_column_m, stride_column_n, tile, first, written, column, num_columns,
+                least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, 1,
             )  # fmt: skip
