@@ -21,53 +21,18 @@ from moe_fast.quantization._tiles import magnitude, place_of_tile, store_tile
     ]
 )
 def quantize_activated_blocks_kernel(
-    operands,
-    stride_d_out_p,
-    stride_d_out_f,
-    stride_h_p,
-    stride_h_f,
-    stride_probs,
-    width,
-    between,
-    offset,
-    clamp,
-    alpha,
-    splits_ptr,
-    stride_splits,
+    operands, stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp,
+    alpha, splits_ptr, stride_splits,
     # results; either form may be left out, and so may the parts of d_probs, [rows, parts]. Codes
     # are contiguous
-    row_form,
-    stride_row_m,
-    stride_row_n,
-    column_form,
-    stride_column_m,
-    stride_column_n,
-    part_ptr,
+    row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n, part_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows,
-    num_columns,
-    num_groups,
-    parts,
-    steps,
-    epsilon,
-    infinity,
-    CURVE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    RULE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    num_rows, num_columns, num_groups, parts, steps, epsilon, infinity,
+    CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WHOLE: tl.constexpr, ROUNDED: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    HARDWARE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Codes, scales and amax of blocks of 1 × BLOCK, of BLOCK × 1, or both of one load."""
     numbers = Numbers(
         stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp, alpha
@@ -113,38 +78,16 @@ def quantize_activated_blocks_kernel(
     ]
 )
 def activated_group_amax_kernel(
-    operands,
-    stride_d_out_p,
-    stride_d_out_f,
-    stride_h_p,
-    stride_h_f,
-    stride_probs,
-    width,
-    between,
-    offset,
-    clamp,
-    alpha,
-    splits_ptr,
-    stride_splits,
+    operands, stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp,
+    alpha, splits_ptr, stride_splits,
     # result, as integers, zeros before
     amax_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows,
-    num_columns,
-    num_groups,
-    parts,
-    steps,
-    CURVE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    num_rows, num_columns, num_groups, parts, steps,
+    CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WHOLE: tl.constexpr, ROUNDED: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """max |x| over each group, by atomics: the bits of numbers ≥ 0 are in the order of the numbers."""
     numbers = Numbers(
         stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp, alpha
@@ -174,52 +117,21 @@ def activated_group_amax_kernel(
     ]
 )
 def cast_activated_groups_kernel(
-    operands,
-    stride_d_out_p,
-    stride_d_out_f,
-    stride_h_p,
-    stride_h_f,
-    stride_probs,
-    width,
-    between,
-    offset,
-    clamp,
-    alpha,
-    splits_ptr,
-    stride_splits,
+    operands, stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp,
+    alpha, splits_ptr, stride_splits,
     # scales of earlier steps; None: they follow from the amax
-    given_ptr,
-    stride_given,
+    given_ptr, stride_given,
     # the amax of each group, as integers: read, or with scales given a result, and zeros before;
     # and the history's first column
-    amax_ptr,
-    history_ptr,
-    stride_history,
+    amax_ptr, history_ptr, stride_history,
     # results; the parts of d_probs, [rows, parts], may be left out
-    codes_ptr,
-    inverse_ptr,
-    part_ptr,
+    codes_ptr, inverse_ptr, part_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows,
-    num_columns,
-    num_groups,
-    parts,
-    steps,
-    epsilon,
-    CURVE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    FORMAT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    num_rows, num_columns, num_groups, parts, steps, epsilon,
+    CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WHOLE: tl.constexpr, ROUNDED: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """encode(x · s) and 1/s, one s per group: given, while the amax is taken, or from the amax."""
     FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
     least = number(epsilon, tl.float32)

@@ -40,18 +40,9 @@ class Numbers(NamedTuple):
 
 @triton.jit
 def load_for_gradient(
-    h_ptr,
-    stride_p,
-    stride_f,
-    p,
-    read,
-    column,
-    width,
-    between,
-    LAYOUT: tl.constexpr,
-    dtype: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    h_ptr, stride_p, stride_f, p, read, column, width, between,
+    LAYOUT: tl.constexpr, dtype: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """(u, v, result columns, where x is v's gradient, inside) of columns of d_h; never pairs."""
     n = column + tl.arange(0, BLOCK_N)
     if LAYOUT == "single":
@@ -76,21 +67,10 @@ def load_for_gradient(
 
 @triton.jit
 def activated_tile(
-    operands,
-    numbers,
-    first,
-    end_read,
-    end_owned,
-    column,
-    CURVE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    operands, numbers, first, end_read, end_owned, column,
+    CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WHOLE: tl.constexpr, ROUNDED: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """(x in float32, x of the values, each row's part of d_probs), 0 outside groups: x is f(u) · (v
     + offset) · p, with d_out its gradient.
 

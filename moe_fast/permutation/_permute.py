@@ -70,22 +70,10 @@ def load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row):
 
 @triton.jit
 def add_rows(
-    acc,
-    first,
-    rows_ptr,
-    stride_rows_p,
-    stride_rows_h,
-    probs_ptr,
-    stride_probs_t,
-    stride_probs_e,
-    row_map,
-    lists,
-    h,
+    acc, first, rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs_t, stride_probs_e, row_map, lists, h,
     in_row,
-    ROWS_AS: tl.constexpr,
-    PROBS_AS: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    ROWS_AS: tl.constexpr, PROBS_AS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """The sum of each token's rows, and a few more of them."""
     for j in tl.static_range(UNROLL):  # their loads are on their way together
         expert, row, live = load_slot(row_map, lists, first + j)
@@ -100,19 +88,9 @@ def add_rows(
 
 @triton.jit
 def fill_gaps(
-    rows_ptr,
-    probs_ptr,
-    gap_ptr,
-    first_lane,
-    column,
-    tail_lanes,
-    num_experts,
-    num_columns,
-    num_rows,
-    BLOCK_G: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    rows_ptr, probs_ptr, gap_ptr, first_lane, column, tail_lanes, num_experts, num_columns, num_rows,
+    BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """Zeros in rows without a token; a lane fills one expert's, or a share of the tail's."""
     lane = first_lane + tl.arange(0, BLOCK_G)
     gap = tl.minimum(lane, num_experts)
@@ -143,36 +121,15 @@ def fill_gaps(
 )
 def permute_kernel(
     # tokens and probs, as bits
-    tokens_ptr,
-    stride_tokens_t,
-    stride_tokens_h,
-    probs_ptr,
-    stride_probs_t,
-    stride_probs_e,
+    tokens_ptr, stride_tokens_t, stride_tokens_h, probs_ptr, stride_probs_t, stride_probs_e,
     # rows, contiguous
-    rows_ptr,
-    row_probs_ptr,
-    row_slots_ptr,
-    row_map,
-    stride_base_b,
-    stride_base_e,
-    tokens_per_block,
-    gap_ptr,
+    rows_ptr, row_probs_ptr, row_slots_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block, gap_ptr,
     # programs: lists of tokens, lanes that fill gaps, then blocks of tokens
-    token_blocks,
-    first_lane,
-    tail_lanes,
+    token_blocks, first_lane, tail_lanes,
     # sizes
-    num_tokens,
-    num_experts,
-    num_columns,
-    num_rows,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-):
+    num_tokens, num_experts, num_columns, num_rows,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
     """Each token is read once and written to each of its rows. The first programs move the probs,
     the next write rows without a token.
 
@@ -230,34 +187,16 @@ def permute_kernel(
 )
 def unpermute_kernel(
     # rows to sum, merging probs, result
-    rows_ptr,
-    stride_rows_p,
-    stride_rows_h,
-    probs_ptr,
-    stride_probs_t,
-    stride_probs_e,
-    out_ptr,
+    rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs_t, stride_probs_e, out_ptr,
     # the gradient of permute's probs, as bits: of the rows' probs, and of [T,E]
-    row_dprobs_ptr,
-    stride_row_dprobs,
-    dprobs_ptr,
-    row_map,
-    stride_base_b,
-    stride_base_e,
-    tokens_per_block,
+    row_dprobs_ptr, stride_row_dprobs, dprobs_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block,
     # sizes
-    num_tokens,
-    num_experts,
-    num_columns,
-    num_rows,
+    num_tokens, num_experts, num_columns, num_rows,
     ACCUMULATOR: tl.constexpr,
     ROWS_AS: tl.constexpr,  # holds rows exactly: bfloat16 has no direct way to and from float64
     PROBS_AS: tl.constexpr,  # as above
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """Sum a token's rows, ascending experts; programs past the last column move probs' gradients."""
     columns = tl.cdiv(num_columns, BLOCK_H) + (1 if dprobs_ptr is not None else 0)
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
@@ -304,41 +243,19 @@ def unpermute_kernel(
 )
 def unpermute_backward_kernel(
     # the gradient of the sums; rows and probs of the forward
-    dout_ptr,
-    stride_dout_t,
-    stride_dout_h,
-    rows_ptr,
-    stride_rows_p,
-    stride_rows_h,
-    probs_ptr,
-    stride_probs_t,
-    stride_probs_e,
+    dout_ptr, stride_dout_t, stride_dout_h, rows_ptr, stride_rows_p, stride_rows_h,
+    probs_ptr, stride_probs_t, stride_probs_e,
     # results, contiguous
-    drows_ptr,
-    dprobs_ptr,
-    row_map,
-    stride_base_b,
-    stride_base_e,
-    tokens_per_block,
-    gap_ptr,
+    drows_ptr, dprobs_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block, gap_ptr,
     # programs: lanes that fill gaps, then blocks of tokens
-    token_blocks,
-    first_lane,
-    tail_lanes,
+    token_blocks, first_lane, tail_lanes,
     # sizes
-    num_tokens,
-    num_experts,
-    num_columns,
-    num_rows,
+    num_tokens, num_experts, num_columns, num_rows,
     ACCUMULATOR: tl.constexpr,
     ROWS_AS: tl.constexpr,  # holds rows exactly: bfloat16 has no direct way to and from float64
     PROBS_AS: tl.constexpr,  # as above
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """drows[row] = dout[t] · p, dprobs[t, e] = Σ_h rows[row, h] · dout[t, h], by whole rows."""
     block = tl.program_id(0)
     fills = tl.num_programs(0) - token_blocks

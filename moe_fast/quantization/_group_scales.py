@@ -16,24 +16,13 @@ from moe_fast.quantization._tiles import load_tile, magnitude, place_of_tile
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
 def group_amax_kernel(
-    x_ptr,
-    stride_x_m,
-    stride_x_n,
-    splits_ptr,
-    stride_splits,
+    x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
     # result, as integers, zeros before
     amax_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows,
-    num_columns,
-    num_groups,
-    parts,
-    steps,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    num_rows, num_columns, num_groups, parts, steps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """max |x| over each group. Bits of numbers ≥ 0 are in the order of the numbers."""
     tile = tl.program_id(0) // parts
     group, first, end, _, _ = place_of_tile(
@@ -52,26 +41,14 @@ def group_amax_kernel(
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
 def two_levels_amax_kernel(
-    x_ptr,
-    stride_x_m,
-    stride_x_n,
-    splits_ptr,
-    stride_splits,
+    x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
     # results, as integers, zeros before; either may be left out
-    row_amax_ptr,
-    column_amax_ptr,
+    row_amax_ptr, column_amax_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows,
-    num_columns,
-    num_groups,
-    parts,
-    steps,
-    ROW_SCALED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    num_rows, num_columns, num_groups, parts, steps,
+    ROW_SCALED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """max |x| per group and of its transform; ROW_SCALED: per row, and per column of a group."""
     tile = tl.program_id(0) // parts
     group, first, end, _, _ = place_of_tile(
@@ -117,38 +94,21 @@ def two_levels_amax_kernel(
     ]
 )
 def cast_groups_kernel(
-    x_ptr,
-    stride_x_m,
-    stride_x_n,
-    splits_ptr,
-    stride_splits,
+    x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
     # scales of earlier steps; None: they follow from the amax
-    given_ptr,
-    stride_given,
+    given_ptr, stride_given,
     # the amax of each group, as integers: read, or with scales given a result, and zeros before;
     # and the history's first column
-    amax_ptr,
-    history_ptr,
-    stride_history,
+    amax_ptr, history_ptr, stride_history,
     # results
-    codes_ptr,
-    inverse_ptr,
+    codes_ptr, inverse_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows,
-    num_columns,
-    num_groups,
-    parts,
-    steps,
+    num_rows, num_columns, num_groups, parts, steps,
     # bits of a float64
     epsilon,
-    FORMAT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """encode(x · s) and 1/s, one s per group: given, while the amax is taken, or from the amax."""
     FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
     least = number(epsilon, tl.float32)
@@ -190,21 +150,11 @@ def cast_groups_kernel(
 
 @triton.jit
 def update_scales_kernel(
-    history_ptr,
-    stride_history_g,
-    stride_history_l,
-    scale_ptr,
-    stride_scale,
-    reduced_ptr,
-    stride_reduced,
+    history_ptr, stride_history_g, stride_history_l, scale_ptr, stride_scale, reduced_ptr, stride_reduced,
     # results, contiguous
-    new_history_ptr,
-    new_scale_ptr,
-    length,
-    largest,
-    MOST_RECENT: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-):
+    new_history_ptr, new_scale_ptr, length, largest,
+    MOST_RECENT: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
     """One group's history, rolled, and the scale that follows from it."""
     g = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK_L)

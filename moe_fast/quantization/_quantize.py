@@ -81,24 +81,10 @@ def block_scale(amax, epsilon, infinity, RULE: tl.constexpr, FORMAT: tl.constexp
 
 @triton.jit
 def quantize_blocks(
-    x,
-    form,
-    stride_m,
-    stride_n,
-    tile,
-    first,
-    written,
-    column,
-    num_columns,
-    epsilon,
-    infinity,
-    RULE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    x, form, stride_m, stride_n, tile, first, written, column, num_columns, epsilon, infinity,
+    RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """One form of a tile: codes, block scales and amax; amax blocks over rows are a tile high."""
     amax = block_amax(x, BLOCK_R, BLOCK_C)
     multiplier, stored = block_scale(amax, epsilon, infinity, RULE, FORMAT, POWER_OF_TWO)
@@ -115,39 +101,17 @@ def quantize_blocks(
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"])
 def quantize_blocks_kernel(
-    x_ptr,
-    stride_x_m,
-    stride_x_n,
-    splits_ptr,
-    stride_splits,
+    x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
     # results; either form may be left out
-    row_form,
-    stride_row_m,
-    stride_row_n,
-    column_form,
-    stride_column_m,
-    stride_column_n,
+    row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows,
-    num_columns,
-    num_groups,
-    parts,
-    steps,
+    num_rows, num_columns, num_groups, parts, steps,
     # numbers, as bits of a float64
-    epsilon,
-    infinity,
-    RULE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SQUARE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    epsilon, infinity,
+    RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SQUARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Blocks of 1 × BLOCK, BLOCK × 1, or both of one load; SQUARE: BLOCK × BLOCK, by rows."""
     tile = tl.program_id(0) // parts
     _, first, read, owned, written = place_of_tile(
