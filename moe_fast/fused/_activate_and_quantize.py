@@ -9,8 +9,9 @@ import triton.language as tl
 
 from moe_fast.fused._tiles import Numbers, activated_tile, steps_of
 from moe_fast.launch._rounding import number
-from moe_fast.quantization._formats import FLOAT32_MAX, encoded
-from moe_fast.quantization._quantize import E4M3_MAX, E5M2_MAX, fitting_scale, over, quantize_blocks
+from moe_fast.quantization._formats import encoded
+from moe_fast.quantization._group_scales import raise_amax_and_history, scale_of_group
+from moe_fast.quantization._quantize import quantize_forms
 from moe_fast.quantization._tiles import magnitude, place_of_tile, store_tile
 
 
@@ -57,16 +58,10 @@ def quantize_activated_blocks_kernel(
             if half == 1:
                 x = other
                 column += width
-            if row_form is not None:
-                quantize_blocks(
-                    x, row_form, stride_row_m, stride_row_n, tile, first, written, column, num_columns, least,
-                    most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, 1, BLOCK,
-                )  # fmt: skip
-            if column_form is not None:
-                quantize_blocks(
-                    x, column_form, stride_column_m, stride_column_n, tile, first, written, column, num_columns,
-                    least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, 1,
-                )  # fmt: skip
+            quantize_forms(
+                x, row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n, tile, first,
+                written, column, num_columns, least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, False,
+            )  # fmt: skip
     if part_ptr is not None:
         # a tile sticks out of its group
         tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)
@@ -133,8 +128,6 @@ def cast_activated_groups_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """encode(x · s) and 1/s, one s per group: given, while the amax is taken, or from the amax."""
-    FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
-    least = number(epsilon, tl.float32)
     numbers = Numbers(
         stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp, alpha
     )
@@ -142,22 +135,9 @@ def cast_activated_groups_kernel(
     group, first, read, owned, written = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
     )
-    g = tl.arange(0, BLOCK_G)
-    real = g < num_groups  # BLOCK_G is a power of two
-    if given_ptr is not None:
-        scale = tl.load(given_ptr + group * stride_given, mask=group < num_groups, other=1.0)  # not the rest of x
-        if tl.program_id(0) == 0:
-            tl.store(inverse_ptr + g, over(1.0, tl.load(given_ptr + g * stride_given, mask=real, other=1.0)), mask=real)
-    else:
-        amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0).to(tl.float32, bitcast=True)  # as above
-        scale = fitting_scale(amax, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)
-        if tl.program_id(0) == 0:
-            amax_G = tl.load(amax_ptr + g, mask=real, other=0).to(tl.float32, bitcast=True)
-            tl.store(
-                inverse_ptr + g,
-                over(1.0, fitting_scale(amax_G, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)),
-                mask=real,
-            )
+    scale = scale_of_group(
+        given_ptr, stride_given, amax_ptr, inverse_ptr, group, num_groups, epsilon, FORMAT, POWER_OF_TWO, BLOCK_G
+    )
     p = tl.arange(0, BLOCK_M).to(tl.int64)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -179,6 +159,4 @@ def cast_activated_groups_kernel(
     if part_ptr is not None:
         tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)  # as above
     if given_ptr is not None:
-        bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
-        tl.atomic_max(amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed")  # no rest of x
-        tl.atomic_max(history_ptr + group * stride_history, bits, mask=first < read, sem="relaxed")
+        raise_amax_and_history(largest, amax_ptr, history_ptr, stride_history, group, first < read)

@@ -88,6 +88,41 @@ def two_levels_amax_kernel(
         tl.atomic_max(column_amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # as above
 
 
+@triton.jit
+def scale_of_group(
+    given_ptr, stride_given, amax_ptr, inverse_ptr, group, num_groups, epsilon,
+    FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """The multiplier s of a group, given or from its amax; the first program writes 1/s of all."""
+    FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
+    least = number(epsilon, tl.float32)
+    g = tl.arange(0, BLOCK_G)
+    real = g < num_groups  # BLOCK_G is a power of two
+    if given_ptr is not None:
+        scale = tl.load(given_ptr + group * stride_given, mask=group < num_groups, other=1.0)  # not the rest of x
+        if tl.program_id(0) == 0:
+            tl.store(inverse_ptr + g, over(1.0, tl.load(given_ptr + g * stride_given, mask=real, other=1.0)), mask=real)
+    else:
+        amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0).to(tl.float32, bitcast=True)  # as above
+        scale = fitting_scale(amax, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)
+        if tl.program_id(0) == 0:
+            amax_G = tl.load(amax_ptr + g, mask=real, other=0).to(tl.float32, bitcast=True)
+            tl.store(
+                inverse_ptr + g,
+                over(1.0, fitting_scale(amax_G, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)),
+                mask=real,
+            )
+    return scale
+
+
+@triton.jit
+def raise_amax_and_history(largest, amax_ptr, history_ptr, stride_history, group, in_group):
+    """A tile's part of this step's amax, and of the history's first column; not of the rest of x."""
+    bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
+    tl.atomic_max(amax_ptr + group, bits, mask=in_group & (bits > 0), sem="relaxed")
+    tl.atomic_max(history_ptr + group * stride_history, bits, mask=in_group, sem="relaxed")
+
+
 @triton.jit(
     do_not_specialize=[
         *("stride_splits", "stride_given", "stride_history", "num_rows", "num_groups", "parts", "steps", "epsilon"),
@@ -110,28 +145,13 @@ def cast_groups_kernel(
     BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """encode(x · s) and 1/s, one s per group: given, while the amax is taken, or from the amax."""
-    FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
-    least = number(epsilon, tl.float32)
     tile = tl.program_id(0) // parts
     group, first, read, _, written = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
     )
-    g = tl.arange(0, BLOCK_G)
-    real = g < num_groups  # BLOCK_G is a power of two
-    if given_ptr is not None:
-        scale = tl.load(given_ptr + group * stride_given, mask=group < num_groups, other=1.0)  # not the rest of x
-        if tl.program_id(0) == 0:
-            tl.store(inverse_ptr + g, over(1.0, tl.load(given_ptr + g * stride_given, mask=real, other=1.0)), mask=real)
-    else:
-        amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0).to(tl.float32, bitcast=True)  # as above
-        scale = fitting_scale(amax, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)
-        if tl.program_id(0) == 0:
-            amax_G = tl.load(amax_ptr + g, mask=real, other=0).to(tl.float32, bitcast=True)
-            tl.store(
-                inverse_ptr + g,
-                over(1.0, fitting_scale(amax_G, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)),
-                mask=real,
-            )
+    scale = scale_of_group(
+        given_ptr, stride_given, amax_ptr, inverse_ptr, group, num_groups, epsilon, FORMAT, POWER_OF_TWO, BLOCK_G
+    )
     row = first + tl.arange(0, BLOCK_M)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -143,9 +163,7 @@ def cast_groups_kernel(
         if given_ptr is not None:
             largest = tl.maximum(largest, tl.abs(x))  # passes over NaN
     if given_ptr is not None:
-        bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
-        tl.atomic_max(amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed")  # no rest of x
-        tl.atomic_max(history_ptr + group * stride_history, bits, mask=first < read, sem="relaxed")
+        raise_amax_and_history(largest, amax_ptr, history_ptr, stride_history, group, first < read)
 
 
 @triton.jit

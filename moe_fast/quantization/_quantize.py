@@ -99,6 +99,26 @@ def quantize_blocks(
     store_blocks(form.amax_ptr, stride_m, stride_n, exact, block, first, written, column, num_columns, BLOCK_R, BLOCK_C)
 
 
+@triton.jit
+def quantize_forms(
+    x, row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
+    tile, first, written, column, num_columns, epsilon, infinity,
+    RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr, SQUARE: tl.constexpr,
+):  # fmt: skip
+    """A tile's form of 1 × BLOCK (SQUARE: BLOCK × BLOCK), and of BLOCK × 1; either may be left out."""
+    if row_form is not None:
+        quantize_blocks(
+            x, row_form, stride_row_m, stride_row_n, tile, first, written, column, num_columns, epsilon, infinity,
+            RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK if SQUARE else 1, BLOCK,
+        )  # fmt: skip
+    if column_form is not None:
+        quantize_blocks(
+            x, column_form, stride_column_m, stride_column_n, tile, first, written, column, num_columns, epsilon,
+            infinity, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, 1,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"])
 def quantize_blocks_kernel(
     x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
@@ -127,13 +147,7 @@ def quantize_blocks_kernel(
         if not ALIGNED:  # noqa: SIM102 - known to the compiler; what follows is not
             if first + BLOCK_M > owned:  # few tiles
                 x = tl.where((row < owned)[:, None], x, 0.0)
-        if row_form is not None:
-            quantize_blocks(
-                x, row_form, stride_row_m, stride_row_n, tile, first, written, column, num_columns, least, most,
-                RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK if SQUARE else 1, BLOCK,
-            )  # fmt: skip
-        if column_form is not None:
-            quantize_blocks(
-                x, column_form, stride_column_m, stride_column_n, tile, first, written, column, num_columns,
-                least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, 1,
-            )  # fmt: skip
+        quantize_forms(
+            x, row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n, tile, first, written,
+            column, num_columns, least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, SQUARE,
+        )  # fmt: skip
