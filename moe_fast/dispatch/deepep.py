@@ -56,17 +56,11 @@ def deepep_layout(indices_TK: Tensor, *, num_experts: int, ranks: int) -> DeepEP
 
 
 def deepep_dispatch(
-    tokens_TH: Tensor,
-    indices_TK: Tensor,
-    *,
-    num_experts: int,
-    probs: Tensor | None = None,
-    scales: Tensor | None = None,
-    policy: IndexPolicy | None = None,
-    expert_alignment: int = 1,
-    num_worst_tokens: int | None = None,
-    group: Any = None,
-) -> DeepEPDispatched:
+    tokens_TH: Tensor, indices_TK: Tensor,
+    *, num_experts: int, probs: Tensor | None = None, scales: Tensor | None = None,
+    policy: IndexPolicy | None = None, expert_alignment: int = 1,
+    num_worst_tokens: int | None = None, group: Any = None,
+) -> DeepEPDispatched:  # fmt: skip
     """Send each token once to each rank that some slot of it names. The host reads the counts."""
     ranks, rank = size_and_rank(group)
     check_rank_indices(

@@ -43,15 +43,10 @@ class Handle:
 
 
 def hybridep_dispatch(
-    tokens_TH: Tensor,
-    routing_map_TE: Tensor,
-    *,
-    probs: Tensor | None = None,
-    align: int | None = None,
-    num_rows: int | None = None,
-    recipe: Recipe | None = None,
-    group: Any = None,
-) -> Dispatched:
+    tokens_TH: Tensor, routing_map_TE: Tensor,
+    *, probs: Tensor | None = None, align: int | None = None, num_rows: int | None = None,
+    recipe: Recipe | None = None, group: Any = None,
+) -> Dispatched:  # fmt: skip
     """Send each token once to each rank that wants it, and write its copies where the experts read.
 
     With a recipe each token is quantised once, here, and its codes and scales travel as bytes: the

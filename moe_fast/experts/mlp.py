@@ -32,28 +32,15 @@ from moe_ref.config import (
 
 
 def grouped_mlp(
-    rows_PH: Tensor,
-    tokens_per_expert_L: Tensor,
-    fc1_weight_LFH: Tensor,
-    fc2_weight_LHF: Tensor,
-    *,
-    probs: Tensor | None = None,
-    fc1_bias: Tensor | None = None,
-    fc2_bias: Tensor | None = None,
-    kind: str = "swiglu",
-    offset: float = 0.0,
-    clamp: float | None = None,
-    alpha: float | None = None,
-    interleave: int | None = None,
-    round_before_probs: bool = False,
-    fp8_input_store: bool = False,
-    probs_on_input: bool = False,
-    align: int | None = None,
-    recompute: str | None = None,
-    recipe: Recipe | None = None,
+    rows_PH: Tensor, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor,
+    *, probs: Tensor | None = None, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
+    kind: str = "swiglu", offset: float = 0.0, clamp: float | None = None,
+    alpha: float | None = None, interleave: int | None = None, round_before_probs: bool = False,
+    fp8_input_store: bool = False, probs_on_input: bool = False, align: int | None = None,
+    recompute: str | None = None, recipe: Recipe | None = None,
     state: tuple[LinearState, LinearState] | None = None,
     noise: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Each expert's two linear layers over its own rows, weighted by the rows' probabilities.
 
     The host never waits: where the counts are illegal the result is unspecified. Saved for the
@@ -98,16 +85,10 @@ def grouped_mlp(
 
 
 def sequential_mlp(
-    rows_PH: Tensor,
-    tokens_per_expert_L: Tensor,
-    fc1_weight_LFH: Tensor,
-    fc2_weight_LHF: Tensor,
-    *,
-    probs: Tensor | None = None,
-    fc1_bias: Tensor | None = None,
-    fc2_bias: Tensor | None = None,
+    rows_PH: Tensor, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor,
+    *, probs: Tensor | None = None, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
     **settings: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`grouped_mlp`, the same function of the same weights as one expert after the other.
 
     Raises:
@@ -146,14 +127,9 @@ def linear(x_TN: Tensor, weight_MN: Tensor, *, bias: Tensor | None = None, **pre
 
 def chosen_activation(
     kind: str,
-    *,
-    offset: float = 0.0,
-    clamp: float | None = None,
-    alpha: float | None = None,
-    interleave: int | None = None,
-    round_before_probs: bool = False,
-    fp8_input_store: bool = False,
-) -> Callable[..., Tensor]:
+    *, offset: float = 0.0, clamp: float | None = None, alpha: float | None = None,
+    interleave: int | None = None, round_before_probs: bool = False, fp8_input_store: bool = False,
+) -> Callable[..., Tensor]:  # fmt: skip
     """`glu` or `activation`, whichever has that kind, as a function of h and probs."""
     check_kind(kind, offset, clamp, alpha, interleave)
     check_input_store(fp8_input_store, kind)
@@ -170,21 +146,11 @@ def run_again(run: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
 
 
 def _experts(
-    rows_PH: Tensor,
-    tokens_per_expert_L: Tensor,
-    probs: Tensor | None,
-    fc1_weight_LFH: Tensor,
-    fc2_weight_LHF: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_bias: Tensor | None,
-    *,
-    act: Callable[..., Tensor],
-    linears: list[Callable[..., Tensor]],
-    noise: tuple[Tensor, Tensor] | None,
-    align: int | None,
-    probs_on_input: bool,
-    recompute: bool,
-) -> Tensor:
+    rows_PH: Tensor, tokens_per_expert_L: Tensor, probs: Tensor | None, fc1_weight_LFH: Tensor,
+    fc2_weight_LHF: Tensor, fc1_bias: Tensor | None, fc2_bias: Tensor | None,
+    *, act: Callable[..., Tensor], linears: list[Callable[..., Tensor]],
+    noise: tuple[Tensor, Tensor] | None, align: int | None, probs_on_input: bool, recompute: bool,
+) -> Tensor:  # fmt: skip
     wide = (
         torch.float64
         if any(x is not None and x.dtype == torch.float64 for x in (rows_PH, probs, fc2_bias))

@@ -27,19 +27,11 @@ E4M3_MAX = FORMAT_MAX["e4m3"]
 
 
 def permute_and_quantize(
-    tokens_TH: Tensor,
-    routing_map_TE: Tensor,
-    recipe: Recipe,
-    *,
-    probs: Tensor | None = None,
-    align: int | None = None,
-    capacity: int | None = None,
-    num_rows: int | None = None,
-    role: str = "input",
-    rowwise: bool = True,
-    columnwise: bool = False,
-    state: QuantizerState | None = None,
-) -> PermutedQuantization:
+    tokens_TH: Tensor, routing_map_TE: Tensor, recipe: Recipe,
+    *, probs: Tensor | None = None, align: int | None = None, capacity: int | None = None,
+    num_rows: int | None = None, role: str = "input", rowwise: bool = True,
+    columnwise: bool = False, state: QuantizerState | None = None,
+) -> PermutedQuantization:  # fmt: skip
     """`permute`, then `quantize` of each expert's segment, without writing the rows; bit by bit as
     the reference.
 

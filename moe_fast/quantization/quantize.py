@@ -31,16 +31,10 @@ from moe_ref.config.quantization import BLOCK
 
 
 def quantize(
-    x_MN: Tensor,
-    recipe: Recipe,
-    *,
-    role: str = "input",
-    splits: Tensor | None = None,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    state: QuantizerState | None = None,
-    noise: Tensor | None = None,
-) -> Quantization:
+    x_MN: Tensor, recipe: Recipe,
+    *, role: str = "input", splits: Tensor | None = None, rowwise: bool = True,
+    columnwise: bool = False, state: QuantizerState | None = None, noise: Tensor | None = None,
+) -> Quantization:  # fmt: skip
     """Quantise each group of rows by itself, bit by bit as the reference.
 
     One launch per call; current scaling and NVFP4 have one before it for the maximum of each group.

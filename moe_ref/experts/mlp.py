@@ -20,28 +20,15 @@ from moe_ref.rounding import accumulator_dtype, round_to
 
 
 def grouped_mlp(
-    rows_PH: Tensor,
-    tokens_per_expert_L: Tensor,
-    fc1_weight_LFH: Tensor,
-    fc2_weight_LHF: Tensor,
-    *,
-    probs: Tensor | None = None,
-    fc1_bias: Tensor | None = None,
-    fc2_bias: Tensor | None = None,
-    kind: str = "swiglu",
-    offset: float = 0.0,
-    clamp: float | None = None,
-    alpha: float | None = None,
-    interleave: int | None = None,
-    round_before_probs: bool = False,
-    fp8_input_store: bool = False,
-    probs_on_input: bool = False,
-    align: int | None = None,
-    recompute: str | None = None,
-    recipe: Recipe | None = None,
+    rows_PH: Tensor, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor,
+    *, probs: Tensor | None = None, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
+    kind: str = "swiglu", offset: float = 0.0, clamp: float | None = None,
+    alpha: float | None = None, interleave: int | None = None, round_before_probs: bool = False,
+    fp8_input_store: bool = False, probs_on_input: bool = False, align: int | None = None,
+    recompute: str | None = None, recipe: Recipe | None = None,
     state: tuple[LinearState, LinearState] | None = None,
     noise: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Each expert's two linear layers over its own rows, weighted by the rows' probabilities.
 
         h = x W1_eᵀ + b1_e;   a = act(h) · p;   y = a W2_eᵀ + p · b2_e       e the expert of the row
@@ -101,16 +88,10 @@ def grouped_mlp(
 
 
 def sequential_mlp(
-    rows_PH: Tensor,
-    tokens_per_expert_L: Tensor,
-    fc1_weight_LFH: Tensor,
-    fc2_weight_LHF: Tensor,
-    *,
-    probs: Tensor | None = None,
-    fc1_bias: Tensor | None = None,
-    fc2_bias: Tensor | None = None,
+    rows_PH: Tensor, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor,
+    *, probs: Tensor | None = None, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
     **settings: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`grouped_mlp` with one expert after another.
 
         for e in experts: y[segment e] = grouped_mlp(x[segment e], W1_e, W2_e, …)
@@ -163,21 +144,11 @@ def latent_projection(
 
 
 def _experts(
-    rows_PH: Tensor,
-    tokens_per_expert_L: Tensor,
-    probs: Tensor | None,
-    fc1_weight_LFH: Tensor,
-    fc2_weight_LHF: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_bias: Tensor | None,
-    *,
-    act: Callable[..., Tensor],
-    linears: Sequence[Callable[..., Tensor]],
-    noise: tuple[Tensor, Tensor] | None,
-    align: int | None,
-    probs_on_input: bool,
-    recompute: bool,
-) -> Tensor:
+    rows_PH: Tensor, tokens_per_expert_L: Tensor, probs: Tensor | None, fc1_weight_LFH: Tensor,
+    fc2_weight_LHF: Tensor, fc1_bias: Tensor | None, fc2_bias: Tensor | None,
+    *, act: Callable[..., Tensor], linears: Sequence[Callable[..., Tensor]],
+    noise: tuple[Tensor, Tensor] | None, align: int | None, probs_on_input: bool, recompute: bool,
+) -> Tensor:  # fmt: skip
     """`grouped_mlp` without rows past the last segment."""
     accumulator = accumulator_of(rows_PH, probs, fc2_bias)
     p_P = None if probs is None else probs.to(accumulator)  # once: both parts of its gradient add before one rounding
