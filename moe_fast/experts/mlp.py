@@ -32,16 +32,15 @@ from moe_ref.config import (
 
 
 def grouped_mlp(
-    rows_PH: Tensor, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor,
-    *, probs: Tensor | None = None, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
-    kind: str = "swiglu", offset: float = 0.0, clamp: float | None = None,
-    alpha: float | None = None, interleave: int | None = None, round_before_probs: bool = False,
-    fp8_input_store: bool = False, probs_on_input: bool = False, align: int | None = None,
-    recompute: str | None = None, recipe: Recipe | None = None,
-    state: tuple[LinearState, LinearState] | None = None,
+    rows_PH: Tensor, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor, *,
+    probs: Tensor | None = None, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
+    kind: str = "swiglu", offset: float = 0.0, clamp: float | None = None, alpha: float | None = None,
+    interleave: int | None = None, round_before_probs: bool = False, fp8_input_store: bool = False,
+    probs_on_input: bool = False, align: int | None = None, recompute: str | None = None,
+    recipe: Recipe | None = None, state: tuple[LinearState, LinearState] | None = None,
     noise: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Each expert's two linear layers over its own rows, weighted by the rows' probabilities.
+    """`moe_ref.experts.mlp.grouped_mlp` by grouped products, and one launch per activation.
 
     The host never waits: where the counts are illegal the result is unspecified. Saved for the
     backward are the rows, h and a; with recompute "moe_act" not a, with "moe" only the rows; with
@@ -54,19 +53,9 @@ def grouped_mlp(
     shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
     act = chosen_activation(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
     check_grouped_mlp(
-        rows_PH,
-        tokens_per_expert_L,
-        fc1_weight_LFH,
-        fc2_weight_LHF,
-        probs,
-        fc1_bias,
-        fc2_bias,
-        interleave,
-        kind,
-        probs_on_input,
-        align,
-        recompute,
-    )
+        rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias, interleave, kind,
+        probs_on_input, align, recompute,
+    )  # fmt: skip
     check_pairs(state, noise)
     check_product(rows_PH, recipe, "float32")
     check_device("rows", rows_PH)

@@ -140,8 +140,8 @@ def cast_activated_groups_kernel(
     )
     p = tl.arange(0, BLOCK_M).to(tl.int64)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
-    largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     total = tl.zeros([BLOCK_M], ACCUMULATOR)
+    largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in tl.range(0, steps_of(first, written, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
         column = begin + i * BLOCK_N
         x, other, part = activated_tile(

@@ -21,14 +21,9 @@ MERGING = (*SUMMED, torch.float64)  # dtypes of probs that unpermute multiplies 
 
 
 def permute(
-    tokens_TH: Tensor,
-    routing_map_TE: Tensor,
-    *,
-    probs: Tensor | None = None,
-    align: int | None = None,
-    capacity: int | None = None,
-    num_rows: int | None = None,
-) -> Permuted:
+    tokens_TH: Tensor, routing_map_TE: Tensor, *, probs: Tensor | None = None,
+    align: int | None = None, capacity: int | None = None, num_rows: int | None = None,
+) -> Permuted:  # fmt: skip
     """Copy each token once for every expert it is routed to, grouped by expert.
 
     Two launches find the places (three with `capacity`), one moves the rows and writes the zeros.

@@ -20,13 +20,12 @@ from moe_ref.rounding import accumulator_dtype, round_to
 
 
 def grouped_mlp(
-    rows_PH: Tensor, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor,
-    *, probs: Tensor | None = None, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
-    kind: str = "swiglu", offset: float = 0.0, clamp: float | None = None,
-    alpha: float | None = None, interleave: int | None = None, round_before_probs: bool = False,
-    fp8_input_store: bool = False, probs_on_input: bool = False, align: int | None = None,
-    recompute: str | None = None, recipe: Recipe | None = None,
-    state: tuple[LinearState, LinearState] | None = None,
+    rows_PH: Tensor, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor, *,
+    probs: Tensor | None = None, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
+    kind: str = "swiglu", offset: float = 0.0, clamp: float | None = None, alpha: float | None = None,
+    interleave: int | None = None, round_before_probs: bool = False, fp8_input_store: bool = False,
+    probs_on_input: bool = False, align: int | None = None, recompute: str | None = None,
+    recipe: Recipe | None = None, state: tuple[LinearState, LinearState] | None = None,
     noise: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Each expert's two linear layers over its own rows, weighted by the rows' probabilities.
@@ -56,19 +55,9 @@ def grouped_mlp(
     shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
     act = chosen_activation(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
     check_grouped_mlp(
-        rows_PH,
-        tokens_per_expert_L,
-        fc1_weight_LFH,
-        fc2_weight_LHF,
-        probs,
-        fc1_bias,
-        fc2_bias,
-        interleave,
-        kind,
-        probs_on_input,
-        align,
-        recompute,
-    )
+        rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias, interleave, kind,
+        probs_on_input, align, recompute,
+    )  # fmt: skip
     check_pairs(state, noise)
     total = expert_slices(tokens_per_expert_L, len(rows_PH))[-1].stop
     weights = (fc1_weight_LFH, fc2_weight_LHF, fc1_bias, fc2_bias)
