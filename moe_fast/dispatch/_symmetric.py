@@ -41,19 +41,11 @@ def announce_kernel(count_ptr, counts_table_ptr, own_rank, num_experts, BLOCK_E:
 def slab_layout_kernel(
     counts_ptr,
     # results: this rank's first row for each expert; for its own experts, and for each rank
-    start_ptr,
-    tokens_per_expert_ptr,
-    gap_ptr,
-    overflow_ptr,
+    start_ptr, tokens_per_expert_ptr, gap_ptr, overflow_ptr,
     # sizes
-    own_rank,
-    ranks,
-    num_experts,
-    local_experts,
-    align,
-    num_rows,
+    own_rank, ranks, num_experts, local_experts, align, num_rows,
     BLOCK_E: tl.constexpr,
-):
+):  # fmt: skip
     """Lay out the segments of all ranks' buffers, on every rank alike: all see each overflow."""
     e = tl.arange(0, BLOCK_E)
     inside = e < num_experts  # the block is a power of two
@@ -87,41 +79,24 @@ def slab_layout_kernel(
 @triton.jit(
     do_not_specialize=[
         *("num_tokens", "num_experts", "local_experts", "num_rows", "stride_probs_t", "stride_probs_e", "epsilon"),
-        *("infinity",),
+        *("infinity", "stride_base_b", "stride_base_e", "tokens_per_block"),
     ]
 )
 def push_kernel(
     # tokens, as bits unless they are quantised, and probs, as bits
-    tokens_ptr,
-    stride_tokens_t,
-    stride_tokens_h,
-    probs_ptr,
-    stride_probs_t,
-    stride_probs_e,
+    tokens_ptr, stride_tokens_t, stride_tokens_h, probs_ptr, stride_probs_t, stride_probs_e,
     start_ptr,  # each expert's offset of rows, or none
     # regions of all ranks; links, and the lists of rows, only where the lists hold ranks
-    rows_table_ptr,
-    scales_table_ptr,
-    probs_table_ptr,
-    link_table_ptr,
-    row_slots_ptr,
-    row_map,
+    rows_table_ptr, scales_table_ptr, probs_table_ptr, link_table_ptr, row_slots_ptr,
+    row_map, stride_base_b, stride_base_e, tokens_per_block,
     # sizes
-    num_tokens,
-    num_experts,
-    local_experts,
-    num_columns,
-    num_rows,
+    num_tokens, num_experts, local_experts, num_columns, num_rows,
     # numbers, as bits of a float64
-    epsilon,
-    infinity,
-    POWER_OF_TWO: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    epsilon, infinity,
+    POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     ONCE: tl.constexpr,  # a token's first row on each rank alone
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-):
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
     """Read each token once, write it to its rows on all ranks; first probs, links and lists."""
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     column = tl.program_id(0) % columns
@@ -130,7 +105,9 @@ def push_kernel(
     if block < list_blocks:
         if column == 0:
             t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-            lists = find_lists(row_map, t, num_tokens, num_experts, 1 << 62)  # dropped by find_row
+            lists = find_lists(
+                row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, 1 << 62
+            )  # dropped by find_row
             last = tl.full([BLOCK_L], -1, tl.int64)
             for j in range(tl.max(lists.num_slots, axis=0)):
                 expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
@@ -161,7 +138,9 @@ def push_kernel(
             b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
         else:
             sent_as = token
-        lists = find_lists(row_map, t, num_tokens, num_experts, 1 << 62)  # dropped by find_row
+        lists = find_lists(
+            row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, 1 << 62
+        )  # dropped by find_row
         last = tl.full([BLOCK_T], -1, tl.int64)
         for j in range(tl.max(lists.num_slots, axis=0)):
             expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
@@ -192,31 +171,17 @@ def find_row(row_map, lists, start_ptr, j, num_rows):
 @triton.jit(do_not_specialize=["tail_lanes", "local_experts", "num_rows", "epsilon", "infinity"])
 def spread_kernel(
     # what has arrived in the slab, as bits
-    arrived_ptr,
-    arrived_scales_ptr,
-    arrived_probs_ptr,
-    link_ptr,
+    arrived_ptr, arrived_scales_ptr, arrived_probs_ptr, link_ptr,
     # results, contiguous but for scales
-    rows_ptr,
-    scale_ptr,
-    stride_scale_m,
-    stride_scale_n,
-    row_probs_ptr,
-    kept_link_ptr,
+    rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, kept_link_ptr,
     # rows without a token
     gap_ptr,
     # sizes
-    tail_lanes,
-    local_experts,
-    num_columns,
-    num_rows,
+    tail_lanes, local_experts, num_columns, num_rows,
     # numbers, as bits of a float64
-    epsilon,
-    infinity,
-    POWER_OF_TWO: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    epsilon, infinity,
+    POWER_OF_TWO: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """Each row that has travelled is copied to all rows of its token. The last programs write zeros
     into the padding and past the segments; scales past the segments are not written.
     """
@@ -258,21 +223,13 @@ def spread_kernel(
 @triton.jit(do_not_specialize=["stride_rows_p", "num_rows"])
 def gather_kernel(
     # rows, and their probs as bits
-    rows_ptr,
-    stride_rows_p,
-    stride_rows_h,
-    probs_ptr,
-    stride_probs,
-    link_ptr,
+    rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs, link_ptr,
     # regions of this rank's slab
-    sums_ptr,
-    sum_probs_ptr,
+    sums_ptr, sum_probs_ptr,
     # sizes
-    num_columns,
-    num_rows,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    num_columns, num_rows,
+    ACCUMULATOR: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """Add each token's rows here, in order, into the place of the first; publish their probs."""
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     column = tl.program_id(0) % columns
@@ -297,25 +254,15 @@ def gather_kernel(
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "local_experts", "num_rows"])
 def pull_kernel(
     # regions of all ranks
-    sums_table_ptr,
-    probs_table_ptr,
+    sums_table_ptr, probs_table_ptr,
     # results, contiguous; either may be left out
-    out_ptr,
-    out_probs_ptr,
+    out_ptr, out_probs_ptr,
     row_map,  # of rows
     # sizes
-    num_tokens,
-    num_experts,
-    local_experts,
-    num_columns,
-    num_rows,
-    ONCE: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    num_tokens, num_experts, local_experts, num_columns, num_rows,
+    ONCE: tl.constexpr, ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_L: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """out[t] = Σ over ranks, ascending, of t's sums there, each rounded before it is added;
     out_probs[t, e] is the prob of its row, 0 without one.
     """
@@ -326,7 +273,7 @@ def pull_kernel(
     if block < list_blocks:
         if column == 0 and out_probs_ptr is not None:
             t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-            lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+            lists = find_lists(row_map, 0, 0, 1, t, num_tokens, num_experts, num_rows)
             for j in range(tl.max(lists.num_slots, axis=0)):
                 expert, row, live = load_slot(row_map, lists, j)
                 probs_ptr = at_rank(probs_table_ptr, expert // local_experts, live, out_probs_ptr.dtype.element_ty)
@@ -336,7 +283,7 @@ def pull_kernel(
         t = (block - list_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
         in_row = (h < num_columns)[None, :]  # the last block sticks out
-        lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+        lists = find_lists(row_map, 0, 0, 1, t, num_tokens, num_experts, num_rows)
         total = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
         part = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
         last = tl.full([BLOCK_T], -1, tl.int64)

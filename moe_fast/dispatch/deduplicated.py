@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_fast.dispatch.exchange import Exchange, counts_of_all, exchange_of, size_and_rank
+from moe_fast.dispatch.exchange import Exchange, check_handle, counts_of_all, exchange_of, size_and_rank
 from moe_fast.permutation.permute import permute
+from moe_ref.config import check_tokens, require
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,16 @@ class Sent:
         """[T,W,…] with x of each row at [token, destination], and 0 elsewhere."""
         out = x_S.new_zeros((self.num_tokens, len(self.exchange.send), *x_S.shape[1:]))
         return out.index_put((self.token_S, self.rank_S), x_S)
+
+
+def check_resent(tokens_TH: Tensor, handle: Any, kind: type, group: Any) -> None:
+    """Raise `ValueError` for tokens that the routing of the handle cannot send again."""
+    check_handle(handle, kind, group)
+    check_tokens([tokens_TH])
+    expected = handle.sent.num_tokens
+    require(
+        len(tokens_TH) == expected, "tokens", f"of {len(tokens_TH)} rows", f"of {expected} rows, as the handle says"
+    )
 
 
 def send_once(tokens_TH: Tensor, wanted_TW: Tensor, group: Any) -> tuple[Sent, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_fast.dispatch.deduplicated import Sent, add_ranks, send_once
+from moe_fast.dispatch.deduplicated import Sent, add_ranks, check_resent, send_once
 from moe_fast.dispatch.exchange import Exchange, check_combined, check_handle, exchanged, size_and_rank
 from moe_fast.dispatch.indices import EMPTY, apply_index_policy
 from moe_ref.config import (
@@ -22,7 +22,6 @@ from moe_ref.config import (
     check_expert_split,
     check_probs,
     check_rank_indices,
-    check_tokens,
     require,
 )
 
@@ -56,17 +55,11 @@ def deepep_layout(indices_TK: Tensor, *, num_experts: int, ranks: int) -> DeepEP
 
 
 def deepep_dispatch(
-    tokens_TH: Tensor,
-    indices_TK: Tensor,
-    *,
-    num_experts: int,
-    probs: Tensor | None = None,
-    scales: Tensor | None = None,
-    policy: IndexPolicy | None = None,
-    expert_alignment: int = 1,
-    num_worst_tokens: int | None = None,
-    group: Any = None,
-) -> DeepEPDispatched:
+    tokens_TH: Tensor, indices_TK: Tensor,
+    *, num_experts: int, probs: Tensor | None = None, scales: Tensor | None = None,
+    policy: IndexPolicy | None = None, expert_alignment: int = 1,
+    num_worst_tokens: int | None = None, group: Any = None,
+) -> DeepEPDispatched:  # fmt: skip
     """Send each token once to each rank that some slot of it names. The host reads the counts."""
     ranks, rank = size_and_rank(group)
     check_rank_indices(
@@ -103,14 +96,7 @@ def deepep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = No
     Raises:
         ValueError: another dispatcher's handle, another group, or another number of tokens.
     """
-    check_handle(handle, Handle, group)
-    check_tokens([tokens_TH])
-    require(
-        len(tokens_TH) == handle.sent.num_tokens,
-        "tokens",
-        f"of {len(tokens_TH)} rows",
-        f"of {handle.sent.num_tokens} rows, as the handle says",
-    )
+    check_resent(tokens_TH, handle, Handle, group)
     (rows_DH,) = exchanged(handle.exchange, handle.sent.rows(tokens_TH))
     assert rows_DH is not None
     return _longer(rows_DH, handle.padding, 0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_fast.dispatch import wire
-from moe_fast.dispatch.deduplicated import Sent, add_ranks, send_once
+from moe_fast.dispatch.deduplicated import Sent, add_ranks, check_resent, send_once
 from moe_fast.dispatch.exchange import check_combined, check_handle, exchanged, size_and_rank
 from moe_fast.permutation.permute import permute, sum_rows, unpermute
 from moe_ref.config import (
@@ -20,9 +20,7 @@ from moe_ref.config import (
     check_budget,
     check_dispatch,
     check_probs,
-    check_tokens,
     check_wire_recipe,
-    require,
 )
 
 
@@ -43,15 +41,10 @@ class Handle:
 
 
 def hybridep_dispatch(
-    tokens_TH: Tensor,
-    routing_map_TE: Tensor,
-    *,
-    probs: Tensor | None = None,
-    align: int | None = None,
-    num_rows: int | None = None,
-    recipe: Recipe | None = None,
-    group: Any = None,
-) -> Dispatched:
+    tokens_TH: Tensor, routing_map_TE: Tensor,
+    *, probs: Tensor | None = None, align: int | None = None, num_rows: int | None = None,
+    recipe: Recipe | None = None, group: Any = None,
+) -> Dispatched:  # fmt: skip
     """Send each token once to each rank that wants it, and write its copies where the experts read.
 
     With a recipe each token is quantised once, here, and its codes and scales travel as bytes: the
@@ -99,14 +92,7 @@ def hybridep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = 
     Raises:
         ValueError: another dispatcher's handle, another group, or another number of tokens.
     """
-    check_handle(handle, Handle, group)
-    check_tokens([tokens_TH])
-    require(
-        len(tokens_TH) == handle.sent.num_tokens,
-        "tokens",
-        f"of {len(tokens_TH)} rows",
-        f"of {handle.sent.num_tokens} rows, as the handle says",
-    )
+    check_resent(tokens_TH, handle, Handle, group)
     (rows_DH,) = exchanged(handle.sent.exchange, handle.sent.rows(tokens_TH))
     assert rows_DH is not None
     return permute(rows_DH, handle.map_DL, align=handle.align, num_rows=handle.num_rows).rows

@@ -34,16 +34,10 @@ class Handle:
 
 
 def deepep_low_latency_dispatch(
-    tokens_TH: Tensor,
-    indices_TK: Tensor,
-    *,
-    num_experts: int,
-    max_tokens_per_rank: int,
-    use_fp8: bool = False,
-    round_scale: bool = False,
-    policy: IndexPolicy | None = None,
-    group: Any = None,
-) -> LowLatencyDispatched:
+    tokens_TH: Tensor, indices_TK: Tensor,
+    *, num_experts: int, max_tokens_per_rank: int, use_fp8: bool = False, round_scale: bool = False,
+    policy: IndexPolicy | None = None, group: Any = None,
+) -> LowLatencyDispatched:  # fmt: skip
     """Send a copy of each token per slot, into the slab of its expert. The host reads the counts."""
     ranks, rank = size_and_rank(group)
     check_rank_indices([tokens_TH] * ranks, [indices_TK] * ranks, None, num_experts)

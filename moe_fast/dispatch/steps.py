@@ -54,17 +54,9 @@ def run(steps: Steps[X], slab: Slab) -> X:
 
 
 def send(
-    tokens: Tensor,
-    routing_map: Tensor,
-    probs: Tensor | None,
-    align: int,
-    num_rows: int,
-    slab: Slab,
-    rank: int,
-    group: Any = None,
-    once: bool = True,
-    recipe: Recipe | None = None,
-) -> Steps[tuple[Any, Tensor | None, Tensor, Handle]]:
+    tokens: Tensor, routing_map: Tensor, probs: Tensor | None, align: int, num_rows: int,
+    slab: Slab, rank: int, group: Any = None, once: bool = True, recipe: Recipe | None = None,
+) -> Steps[tuple[Any, Tensor | None, Tensor, Handle]]:  # fmt: skip
     """The steps of dispatch: rows (with a recipe a form of them), probs, tokens per expert, handle."""
     (num_tokens, num_experts), ranks, device = routing_map.shape, slab.room.ranks, tokens.device
     local = num_experts // ranks
@@ -178,7 +170,7 @@ def collect(
                 slab.tables["sum_probs"],
                 out if hidden else None,
                 None if out_probs is None else bits(out_probs),
-                lists.arguments(),
+                lists.pointers(),
                 lists.num_tokens,
                 lists.num_experts,
                 handle.local_experts,
@@ -194,16 +186,9 @@ def collect(
 
 
 def push(
-    tokens: Tensor,
-    probs: Tensor | None,
-    start: Tensor | None,
-    row_map: RowMap,
-    row_slots: Tensor | None,
-    slab: Slab,
-    local: int,
-    once: bool,
-    recipe: Recipe | None = None,
-) -> None:
+    tokens: Tensor, probs: Tensor | None, start: Tensor | None, row_map: RowMap,
+    row_slots: Tensor | None, slab: Slab, local: int, once: bool, recipe: Recipe | None = None,
+) -> None:  # fmt: skip
     """Tokens (with a recipe their codes and scales) and probs to their rows on all ranks; with
     `row_slots` also links there and lists here.
     """
@@ -224,7 +209,7 @@ def push(
             slab.tables["probs"],
             slab.tables["link"],
             row_slots,
-            row_map.arguments(),
+            *row_map.arguments(),
             row_map.num_tokens,
             row_map.num_experts,
             local,
@@ -243,17 +228,9 @@ def push(
 
 
 def spread(
-    like: Tensor,
-    prob_dtype: torch.dtype | None,
-    link: Tensor,
-    kept_link: Tensor | None,
-    gap: Tensor,
-    slab: Slab,
-    num_rows: int,
-    local: int,
-    whole: bool,
-    recipe: Recipe | None = None,
-) -> tuple[Any, Tensor | None]:
+    like: Tensor, prob_dtype: torch.dtype | None, link: Tensor, kept_link: Tensor | None,
+    gap: Tensor, slab: Slab, num_rows: int, local: int, whole: bool, recipe: Recipe | None = None,
+) -> tuple[Any, Tensor | None]:  # fmt: skip
     """The arrived rows, copied to all rows of their tokens; zeros in the padding and, for `whole`,
     past the segments. With a recipe, a form.
     """

@@ -38,16 +38,10 @@ SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes
 
 
 def hybridep_dispatch(
-    tokens_TH: Tensor,
-    routing_map_TE: Tensor,
-    *,
-    probs: Tensor | None = None,
-    align: int | None = None,
-    num_rows: int | None = None,
-    recipe: Recipe | None = None,
-    deduplicate: bool = True,
-    group: Any = None,
-) -> Dispatched:
+    tokens_TH: Tensor, routing_map_TE: Tensor,
+    *, probs: Tensor | None = None, align: int | None = None, num_rows: int | None = None,
+    recipe: Recipe | None = None, deduplicate: bool = True, group: Any = None,
+) -> Dispatched:  # fmt: skip
     """Write each token straight to its rows on the ranks that want it; `num_rows` is the same on
     all ranks.
 
@@ -123,15 +117,9 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        tokens: Tensor,
-        probs: Tensor | None,
-        routing_map: Tensor,
-        align: int,
-        num_rows: int,
-        slab: Slab,
-        *options: Any,
-    ) -> Any:
+        ctx: Any, tokens: Tensor, probs: Tensor | None, routing_map: Tensor, align: int,
+        num_rows: int, slab: Slab, *options: Any,
+    ) -> Any:  # fmt: skip
         ctx.set_materialize_grads(False)
         rows, row_probs, counts, handle = run(send(tokens, routing_map, probs, align, num_rows, slab, *options), slab)
         ctx.handle = handle

@@ -77,18 +77,9 @@ def gate_column(f, between, LAYOUT: tl.constexpr):
 
 @triton.jit
 def load_gate_and_value(
-    h_ptr,
-    stride_p,
-    stride_f,
-    p,
-    num_rows,
-    first,
-    width,
-    between,
-    LAYOUT: tl.constexpr,
-    dtype: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-):
+    h_ptr, stride_p, stride_f, p, num_rows, first, width, between,
+    LAYOUT: tl.constexpr, dtype: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
     """u and v in `dtype`, 0 outside h; without a gate both are h. Bytes are E4M3 codes."""
     row = h_ptr + p[:, None] * stride_p
     if LAYOUT == "pairs":
@@ -135,33 +126,18 @@ def store_gate_and_value(
 
 @triton.jit(do_not_specialize=["stride_probs", "num_rows", "parts", "offset", "clamp", "alpha"])
 def activation_kernel(
-    h_ptr,
-    stride_h_p,
-    stride_h_f,
-    probs_ptr,
-    stride_probs,
+    h_ptr, stride_h_p, stride_h_f, probs_ptr, stride_probs,
     # result, contiguous
     out_ptr,
     # the E4M3 codes of h, contiguous bytes; may be left out
     codes_ptr,
     # sizes; `parts` programs per row
-    num_rows,
-    width,
-    between,
-    parts,
+    num_rows, width, between, parts,
     # numbers, as bits of a float64
-    offset,
-    clamp,
-    alpha,
-    CURVE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-):
+    offset, clamp, alpha,
+    CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
     """out = f(u) · (v + offset) · p, without a gate f(u) · p, each program one tile."""
     p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     first = tl.program_id(0) % parts * BLOCK_F
@@ -191,36 +167,17 @@ def activation_kernel(
 
 @triton.jit(do_not_specialize=["stride_probs", "num_rows", "parts", "tiles", "offset", "clamp", "alpha"])
 def activation_backward_kernel(
-    d_out_ptr,
-    stride_d_out_p,
-    stride_d_out_f,
-    h_ptr,
-    stride_h_p,
-    stride_h_f,
-    probs_ptr,
-    stride_probs,
+    d_out_ptr, stride_d_out_p, stride_d_out_f, h_ptr, stride_h_p, stride_h_f, probs_ptr, stride_probs,
     # results, contiguous; either may be left out
-    d_h_ptr,
-    d_probs_ptr,
+    d_h_ptr, d_probs_ptr,
     # sizes; `parts` programs per row, `tiles` each: one program, if there are
     # d_probs
-    num_rows,
-    width,
-    between,
-    parts,
-    tiles,
+    num_rows, width, between, parts, tiles,
     # numbers, as bits of a float64
-    offset,
-    clamp,
-    alpha,
-    CURVE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-):
+    offset, clamp, alpha,
+    CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
     """With g = d_out · p: du = g f'(u) (v + offset), dv = g f(u), dp = Σ_f d_out f(u) (v + offset)."""
     p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     real = p < num_rows  # the last tile sticks out

@@ -46,15 +46,9 @@ def packed(codes):
 
 @triton.jit
 def add_scaled_by_hardware(
-    acc,
-    left,
-    left_stored,
-    left_format: tl.constexpr,
-    right,
-    right_stored,
-    right_format: tl.constexpr,
-    RULE: tl.constexpr,
-):
+    acc, left, left_stored,
+    left_format: tl.constexpr, right, right_stored, right_format: tl.constexpr, RULE: tl.constexpr,
+):  # fmt: skip
     """acc + left · rightᵀ of codes whose scales the matrix unit multiplies in itself."""
     if RULE == "nvfp4":
         left, right = packed(left), packed(right)

@@ -39,21 +39,14 @@ def add_product(acc, left, right):
 
 @triton.jit(do_not_specialize=["stride_counts", "capacity", "num_rows", "num_experts"])
 def plan_kernel(
-    counts_ptr,
-    stride_counts,
+    counts_ptr, stride_counts,
     # results: expert, its first tile, its first row and its end, per tile; the two
     # rows, per expert; the two totals
-    tile_ptr,
-    segment_ptr,
-    total_ptr,
+    tile_ptr, segment_ptr, total_ptr,
     # sizes
-    capacity,
-    num_rows,
-    num_experts,
-    BLOCK_P: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
+    capacity, num_rows, num_experts,
+    BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     """Cut each expert's rows into tiles, one program per expert; the last writes the two totals."""
     expert = tl.program_id(0)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
@@ -125,38 +118,20 @@ def load_matrix(weight_desc, expert, d, c, TURNED: tl.constexpr, BLOCK_D: tl.con
 @triton.jit(do_not_specialize=["stride_bias_l", "stride_bias_c", "capacity", "num_rows", "num_experts"])
 def grouped_matmul_kernel(
     # operands: rows, a matrix for each expert, bias
-    x_ptr,
-    stride_x_p,
-    stride_x_d,
-    weight_ptr,
-    stride_weight_l,
-    stride_weight_d,
-    stride_weight_c,
-    bias_ptr,
-    stride_bias_l,
-    stride_bias_c,
+    x_ptr, stride_x_p, stride_x_d, weight_ptr, stride_weight_l, stride_weight_d, stride_weight_c,
+    bias_ptr, stride_bias_l, stride_bias_c,
     # result, contiguous
     out_ptr,
     # descriptors of rows, matrices and result, or none
-    x_desc,
-    weight_desc,
-    out_desc,
+    x_desc, weight_desc, out_desc,
     # plan
-    tile_ptr,
-    total_ptr,
-    capacity,
+    tile_ptr, total_ptr, capacity,
     # sizes
-    num_rows,
-    num_columns,
-    depth,
+    num_rows, num_columns, depth,
     ACCUMULATOR: tl.constexpr,
     BIAS_AS: tl.constexpr,  # holds the bias exactly, or in the accumulator's dtype: bfloat16 has no direct way to float64
-    TURNED: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    TURNED: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
     columns = tl.cdiv(num_columns, BLOCK_C)
     pieces = tl.load(total_ptr).to(tl.int32) * columns
@@ -204,34 +179,19 @@ def grouped_matmul_kernel(
 @triton.jit(do_not_specialize=["stride_before_l", "num_experts"])
 def grouped_wgrad_kernel(
     # operands: the gradient of the output, and the rows
-    d_out_ptr,
-    stride_d_out_p,
-    stride_d_out_m,
-    x_ptr,
-    stride_x_p,
-    stride_x_n,
+    d_out_ptr, stride_d_out_p, stride_d_out_m, x_ptr, stride_x_p, stride_x_n,
     # the tensor to add to, or none
-    before_ptr,
-    stride_before_l,
-    stride_before_m,
-    stride_before_n,
+    before_ptr, stride_before_l, stride_before_m, stride_before_n,
     # result, contiguous
     out_ptr,
     # descriptors of the operands and the result, or none
-    d_out_desc,
-    x_desc,
-    out_desc,
+    d_out_desc, x_desc, out_desc,
     # plan
     segment_ptr,
     # sizes
-    num_experts,
-    num_outs,
-    num_ins,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    num_experts, num_outs, num_ins,
+    ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """out[e] = before[e] + Σ over e's rows p of d_out[p]ᵀ · x[p]; no other row is read."""
     blocks_m, blocks_n = tl.cdiv(num_outs, BLOCK_M), tl.cdiv(num_ins, BLOCK_N)
     for work in range(tl.program_id(0), num_experts * blocks_m * blocks_n, tl.num_programs(0)):
@@ -277,21 +237,17 @@ def grouped_wgrad_kernel(
 @triton.jit(do_not_specialize=["num_experts"])
 def segment_sums_kernel(
     # rows to sum
-    x_ptr,
-    stride_x_p,
-    stride_x_c,
+    x_ptr, stride_x_p, stride_x_c,
     # result, contiguous
     out_ptr,
     # plan
     segment_ptr,
     # sizes
-    num_experts,
-    num_columns,
+    num_experts, num_columns,
     ACCUMULATOR: tl.constexpr,
     RESULT_AS: tl.constexpr,  # on the way to the result's dtype: float64 has no direct one to bfloat16
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """out[e] = Σ over e's rows p of x[p]: first every BLOCK_P-th row, then those sums together."""
     columns = tl.cdiv(num_columns, BLOCK_C)
     expert = (tl.program_id(0) // columns).to(tl.int64)

@@ -35,15 +35,11 @@ from moe_fast.launch._rounding import rounded
 def turn_kernel(
     codes_ptr,
     # result: a row for each column of the codes, as many tiles long as there are at most
-    out_ptr,
-    stride_out,
+    out_ptr, stride_out,
     # plan
-    tile_ptr,
-    total_ptr,
-    capacity,
-    num_columns,
+    tile_ptr, total_ptr, capacity, num_columns,
     BLOCK_C: tl.constexpr,
-):
+):  # fmt: skip
     """Transposed codes: each expert's begin at a tile, and its last tile ends with zeros."""
     columns = tl.cdiv(num_columns, BLOCK_C)
     t = (tl.program_id(0) // columns).to(tl.int64)
@@ -70,55 +66,27 @@ def turn_kernel(
 )
 def scaled_matmul_kernel(
     # rows: codes, contiguous along the depth; block scales; factors of the sum
-    x_ptr,
-    stride_x_p,
-    x_scale_ptr,
-    stride_x_scale_p,
-    stride_x_scale_d,
-    x_outer_ptr,
-    stride_x_outer_l,
-    stride_x_outer_p,
-    x_share,
+    x_ptr, stride_x_p, x_scale_ptr, stride_x_scale_p, stride_x_scale_d,
+    x_outer_ptr, stride_x_outer_l, stride_x_outer_p, x_share,
     # one matrix per expert, in the same parts
-    weight_ptr,
-    stride_weight_l,
-    stride_weight_c,
-    weight_scale_ptr,
-    stride_weight_scale_l,
-    stride_weight_scale_c,
-    stride_weight_scale_d,
-    weight_outer_ptr,
-    stride_weight_outer_l,
-    weight_share,
-    bias_ptr,
-    stride_bias_l,
-    stride_bias_c,
+    weight_ptr, stride_weight_l, stride_weight_c,
+    weight_scale_ptr, stride_weight_scale_l, stride_weight_scale_c, stride_weight_scale_d,
+    weight_outer_ptr, stride_weight_outer_l, weight_share, bias_ptr, stride_bias_l, stride_bias_c,
     # result, contiguous
     out_ptr,
     # descriptors of both factors, or none, and of the result, or none
-    x_desc,
-    weight_desc,
-    out_desc,
+    x_desc, weight_desc, out_desc,
     # plan
-    tile_ptr,
-    total_ptr,
-    capacity,
+    tile_ptr, total_ptr, capacity,
     # sizes
-    num_rows,
-    num_columns,
-    depth,
-    RULE: tl.constexpr,
-    X_FORMAT: tl.constexpr,
-    WEIGHT_FORMAT: tl.constexpr,
-    FACTOR: tl.constexpr,
+    num_rows, num_columns, depth,
+    RULE: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, FACTOR: tl.constexpr,
     SCALED_BY_HARDWARE: tl.constexpr,
     SHARED_C: tl.constexpr,  # columns that share a scale
     SHARED_D: tl.constexpr,  # and how deep
     BIAS_AS: tl.constexpr,  # holds the bias exactly, or in float32
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
     columns = tl.cdiv(num_columns, BLOCK_C)
     pieces = tl.load(total_ptr).to(tl.int32) * columns
@@ -209,52 +177,26 @@ def scaled_matmul_kernel(
 def scaled_wgrad_kernel(
     # the gradient of the output, transposed: codes; block scales along the rows; factors
     # of the sum
-    d_out_ptr,
-    stride_d_out_m,
-    d_out_scale_ptr,
-    stride_d_out_scale_p,
-    stride_d_out_scale_m,
-    d_out_outer_ptr,
-    stride_d_out_outer_l,
-    stride_d_out_outer_m,
-    d_out_share,
+    d_out_ptr, stride_d_out_m, d_out_scale_ptr, stride_d_out_scale_p, stride_d_out_scale_m,
+    d_out_outer_ptr, stride_d_out_outer_l, stride_d_out_outer_m, d_out_share,
     # the rows, in the same parts
-    x_ptr,
-    stride_x_n,
-    x_scale_ptr,
-    stride_x_scale_p,
-    stride_x_scale_n,
-    x_outer_ptr,
-    stride_x_outer_l,
-    stride_x_outer_n,
-    x_share,
+    x_ptr, stride_x_n, x_scale_ptr, stride_x_scale_p, stride_x_scale_n,
+    x_outer_ptr, stride_x_outer_l, stride_x_outer_n, x_share,
     # the tensor to add to, or none
-    before_ptr,
-    stride_before_l,
-    stride_before_m,
-    stride_before_n,
+    before_ptr, stride_before_l, stride_before_m, stride_before_n,
     # result, contiguous
     out_ptr,
     # descriptors of the factors, or none
-    d_out_desc,
-    x_desc,
+    d_out_desc, x_desc,
     # plan
     segment_ptr,
     # sizes
-    num_experts,
-    num_outs,
-    num_ins,
-    RULE: tl.constexpr,
-    D_OUT_FORMAT: tl.constexpr,
-    X_FORMAT: tl.constexpr,
-    FACTOR: tl.constexpr,
+    num_experts, num_outs, num_ins,
+    RULE: tl.constexpr, D_OUT_FORMAT: tl.constexpr, X_FORMAT: tl.constexpr, FACTOR: tl.constexpr,
     SCALED_BY_HARDWARE: tl.constexpr,
     SHARED_P: tl.constexpr,  # rows that share a scale
-    BLOCK_L: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """out[e] = Σ over e's rows p of d_out[p]ᵀ · x[p], added to before[e] if there is one."""
     blocks_m, blocks_n = tl.cdiv(num_outs, BLOCK_M), tl.cdiv(num_ins, BLOCK_N)
     experts = tl.arange(0, BLOCK_L)

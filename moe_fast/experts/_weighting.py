@@ -51,23 +51,13 @@ def load_probs(probs_ptr, stride, p, live, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride_probs", "num_rows", "num_experts"])
 def scale_rows_kernel(
-    x_ptr,
-    stride_x_p,
-    stride_x_h,
-    probs_ptr,
-    stride_probs,
+    x_ptr, stride_x_p, stride_x_h, probs_ptr, stride_probs,
     # result, contiguous
     out_ptr,
     # sizes, and where segments end
-    ends_ptr,
-    num_rows,
-    num_experts,
-    width,
-    parts,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    ends_ptr, num_rows, num_experts, width, parts,
+    ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """out[p] = x[p] · probs[p]."""
     p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     c = (tl.program_id(0) % parts).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -84,27 +74,13 @@ def scale_rows_kernel(
 
 @triton.jit(do_not_specialize=["stride_probs", "stride_bias_l", "num_rows", "num_experts"])
 def add_bias_kernel(
-    y_ptr,
-    stride_y_p,
-    stride_y_h,
-    bias_ptr,
-    stride_bias_l,
-    stride_bias_h,
-    probs_ptr,
-    stride_probs,
+    y_ptr, stride_y_p, stride_y_h, bias_ptr, stride_bias_l, stride_bias_h, probs_ptr, stride_probs,
     # result, contiguous
     out_ptr,
     # sizes, and where segments end
-    ends_ptr,
-    num_rows,
-    num_experts,
-    width,
-    parts,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    ends_ptr, num_rows, num_experts, width, parts,
+    ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """out[p] = y[p] + probs[p] · bias[e], e the expert of row p."""
     p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     c = (tl.program_id(0) % parts).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -127,29 +103,16 @@ def add_bias_kernel(
 
 @triton.jit(do_not_specialize=["stride_other_r", "stride_probs", "num_rows", "num_experts"])
 def weighted_rows_backward_kernel(
-    d_out_ptr,
-    stride_d_out_p,
-    stride_d_out_h,
+    d_out_ptr, stride_d_out_p, stride_d_out_h,
     # the factor of the probs: one row per row, or one per expert
-    other_ptr,
-    stride_other_r,
-    stride_other_h,
-    probs_ptr,
-    stride_probs,
+    other_ptr, stride_other_r, stride_other_h, probs_ptr, stride_probs,
     # results, contiguous; either may be none
-    d_x_ptr,
-    d_probs_ptr,
+    d_x_ptr, d_probs_ptr,
     # sizes, and where segments end
-    ends_ptr,
-    num_rows,
-    num_experts,
-    width,
-    ACCUMULATOR: tl.constexpr,
-    BY_EXPERT: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    ends_ptr, num_rows, num_experts, width,
+    ACCUMULATOR: tl.constexpr, BY_EXPERT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_E: tl.constexpr,
-):
+):  # fmt: skip
     """d_x[p] = d_out[p] · probs[p]; d_probs[p] = Σ d_out[p] · other[p or its expert]."""
     p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     live = p < rows_in_segments(ends_ptr, num_experts, num_rows)
@@ -180,22 +143,13 @@ def weighted_rows_backward_kernel(
 
 @triton.jit(do_not_specialize=["stride_probs", "num_rows", "num_experts"])
 def bias_gradient_kernel(
-    d_out_ptr,
-    stride_d_out_p,
-    stride_d_out_h,
-    probs_ptr,
-    stride_probs,
+    d_out_ptr, stride_d_out_p, stride_d_out_h, probs_ptr, stride_probs,
     # result, contiguous
     out_ptr,
     # sizes, and where segments end
-    ends_ptr,
-    num_rows,
-    num_experts,
-    width,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    ends_ptr, num_rows, num_experts, width,
+    ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """out[e] = Σ over e's rows p of d_out[p] · probs[p], every BLOCK_P-th row first."""
     parts = tl.cdiv(width, BLOCK_H)
     expert = (tl.program_id(0) // parts).to(tl.int64)
@@ -218,20 +172,11 @@ def bias_gradient_kernel(
 
 @triton.jit(do_not_specialize=["stride_z", "num_rows"])
 def gate_kernel(
-    y_ptr,
-    stride_y_t,
-    stride_y_h,
-    z_ptr,
-    stride_z,
+    y_ptr, stride_y_t, stride_y_h, z_ptr, stride_z,
     # result, contiguous
-    out_ptr,
-    num_rows,
-    width,
-    parts,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    out_ptr, num_rows, width, parts,
+    ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """out[t] = y[t] · σ(z[t]), σ rounded to the dtype of z."""
     t = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     c = (tl.program_id(0) % parts).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -247,23 +192,11 @@ def gate_kernel(
 
 @triton.jit(do_not_specialize=["stride_z", "num_rows"])
 def gate_backward_kernel(
-    d_out_ptr,
-    stride_d_out_t,
-    stride_d_out_h,
-    y_ptr,
-    stride_y_t,
-    stride_y_h,
-    z_ptr,
-    stride_z,
+    d_out_ptr, stride_d_out_t, stride_d_out_h, y_ptr, stride_y_t, stride_y_h, z_ptr, stride_z,
     # results, contiguous; either may be none
-    d_y_ptr,
-    d_z_ptr,
-    num_rows,
-    width,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    d_y_ptr, d_z_ptr, num_rows, width,
+    ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """d_y[t] = d_out[t] σ, d_z[t] = σ(1 - σ) Σ d_out[t] · y[t]; σ and Σ rounded to z's dtype."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = t < num_rows

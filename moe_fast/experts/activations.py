@@ -66,16 +66,10 @@ class Settings:
 
 def glu(
     h_PF2: Tensor,
-    *,
-    probs: Tensor | None = None,
-    kind: str = "swiglu",
-    offset: float = 0.0,
-    clamp: float | None = None,
-    alpha: float | None = None,
-    interleave: int | None = None,
-    round_before_probs: bool = False,
-    fp8_input_store: bool = False,
-) -> Tensor:
+    *, probs: Tensor | None = None, kind: str = "swiglu", offset: float = 0.0,
+    clamp: float | None = None, alpha: float | None = None, interleave: int | None = None,
+    round_before_probs: bool = False, fp8_input_store: bool = False,
+) -> Tensor:  # fmt: skip
     """A gated activation, times the row's probability: one launch.
 
     Saved for the backward are the probs and h, with `fp8_input_store` as E4M3 codes that the same
@@ -93,17 +87,11 @@ def glu(
 
 
 def glu_backward(
-    d_out_PF: Tensor,
-    h_PF2: Tensor,
-    *,
-    probs: Tensor | None = None,
-    kind: str = "swiglu",
-    offset: float = 0.0,
-    clamp: float | None = None,
-    alpha: float | None = None,
-    interleave: int | None = None,
+    d_out_PF: Tensor, h_PF2: Tensor,
+    *, probs: Tensor | None = None, kind: str = "swiglu", offset: float = 0.0,
+    clamp: float | None = None, alpha: float | None = None, interleave: int | None = None,
     round_before_probs: bool = False,
-) -> ActivationGradients:
+) -> ActivationGradients:  # fmt: skip
     """The gradients of `glu`: one launch. The order of d_probs' sum depends on the width and the
     block sizes only.
 

@@ -45,16 +45,10 @@ from moe_ref.config import (
 
 
 def grouped_linear(
-    rows_PN: Tensor,
-    weight_LMN: Tensor,
-    tokens_per_expert_L: Tensor,
-    *,
-    bias: Tensor | None = None,
-    recipe: Recipe | None = None,
-    state: LinearState | None = None,
-    noise: Tensor | None = None,
-    accumulator: str = "float32",
-) -> Tensor:
+    rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
+    *, bias: Tensor | None = None, recipe: Recipe | None = None, state: LinearState | None = None,
+    noise: Tensor | None = None, accumulator: str = "float32",
+) -> Tensor:  # fmt: skip
     """Multiply each expert's rows by its own weight: one launch plans the tiles, one multiplies.
 
     The host never waits: where the counts are illegal the result is unspecified. With a recipe's
@@ -75,15 +69,10 @@ def grouped_linear(
 
 
 def grouped_dgrad(
-    d_out_PM: Tensor,
-    weight_LMN: Tensor,
-    tokens_per_expert_L: Tensor,
-    *,
-    recipe: Recipe | None = None,
-    state: LinearState | None = None,
-    noise: Tensor | None = None,
+    d_out_PM: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
+    *, recipe: Recipe | None = None, state: LinearState | None = None, noise: Tensor | None = None,
     accumulator: str = "float32",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The gradient of `grouped_linear` in its rows: one launch after the plan.
 
     Raises:
@@ -108,16 +97,10 @@ def grouped_dgrad(
 
 
 def grouped_wgrad(
-    d_out_PM: Tensor,
-    rows_PN: Tensor,
-    tokens_per_expert_L: Tensor,
-    *,
-    accumulate_into: Tensor | None = None,
-    recipe: Recipe | None = None,
-    state: LinearState | None = None,
-    noise: Tensor | None = None,
-    accumulator: str = "float32",
-) -> Tensor:
+    d_out_PM: Tensor, rows_PN: Tensor, tokens_per_expert_L: Tensor,
+    *, accumulate_into: Tensor | None = None, recipe: Recipe | None = None,
+    state: LinearState | None = None, noise: Tensor | None = None, accumulator: str = "float32",
+) -> Tensor:  # fmt: skip
     """The gradient of `grouped_linear` in its weight, added to `accumulate_into` if given: one
     launch after the plan.
 

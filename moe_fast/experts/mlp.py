@@ -32,29 +32,15 @@ from moe_ref.config import (
 
 
 def grouped_mlp(
-    rows_PH: Tensor,
-    tokens_per_expert_L: Tensor,
-    fc1_weight_LFH: Tensor,
-    fc2_weight_LHF: Tensor,
-    *,
-    probs: Tensor | None = None,
-    fc1_bias: Tensor | None = None,
-    fc2_bias: Tensor | None = None,
-    kind: str = "swiglu",
-    offset: float = 0.0,
-    clamp: float | None = None,
-    alpha: float | None = None,
-    interleave: int | None = None,
-    round_before_probs: bool = False,
-    fp8_input_store: bool = False,
-    probs_on_input: bool = False,
-    align: int | None = None,
-    recompute: str | None = None,
-    recipe: Recipe | None = None,
-    state: tuple[LinearState, LinearState] | None = None,
+    rows_PH: Tensor, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor, *,
+    probs: Tensor | None = None, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
+    kind: str = "swiglu", offset: float = 0.0, clamp: float | None = None, alpha: float | None = None,
+    interleave: int | None = None, round_before_probs: bool = False, fp8_input_store: bool = False,
+    probs_on_input: bool = False, align: int | None = None, recompute: str | None = None,
+    recipe: Recipe | None = None, state: tuple[LinearState, LinearState] | None = None,
     noise: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Each expert's two linear layers over its own rows, weighted by the rows' probabilities.
+) -> Tensor:  # fmt: skip
+    """`moe_ref.experts.mlp.grouped_mlp` by grouped products, and one launch per activation.
 
     The host never waits: where the counts are illegal the result is unspecified. Saved for the
     backward are the rows, h and a; with recompute "moe_act" not a, with "moe" only the rows; with
@@ -67,19 +53,9 @@ def grouped_mlp(
     shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
     act = chosen_activation(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
     check_grouped_mlp(
-        rows_PH,
-        tokens_per_expert_L,
-        fc1_weight_LFH,
-        fc2_weight_LHF,
-        probs,
-        fc1_bias,
-        fc2_bias,
-        interleave,
-        kind,
-        probs_on_input,
-        align,
-        recompute,
-    )
+        rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias, interleave, kind,
+        probs_on_input, align, recompute,
+    )  # fmt: skip
     check_pairs(state, noise)
     check_product(rows_PH, recipe, "float32")
     check_device("rows", rows_PH)
@@ -98,16 +74,10 @@ def grouped_mlp(
 
 
 def sequential_mlp(
-    rows_PH: Tensor,
-    tokens_per_expert_L: Tensor,
-    fc1_weight_LFH: Tensor,
-    fc2_weight_LHF: Tensor,
-    *,
-    probs: Tensor | None = None,
-    fc1_bias: Tensor | None = None,
-    fc2_bias: Tensor | None = None,
+    rows_PH: Tensor, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor,
+    *, probs: Tensor | None = None, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
     **settings: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`grouped_mlp`, the same function of the same weights as one expert after the other.
 
     Raises:
@@ -146,14 +116,9 @@ def linear(x_TN: Tensor, weight_MN: Tensor, *, bias: Tensor | None = None, **pre
 
 def chosen_activation(
     kind: str,
-    *,
-    offset: float = 0.0,
-    clamp: float | None = None,
-    alpha: float | None = None,
-    interleave: int | None = None,
-    round_before_probs: bool = False,
-    fp8_input_store: bool = False,
-) -> Callable[..., Tensor]:
+    *, offset: float = 0.0, clamp: float | None = None, alpha: float | None = None,
+    interleave: int | None = None, round_before_probs: bool = False, fp8_input_store: bool = False,
+) -> Callable[..., Tensor]:  # fmt: skip
     """`glu` or `activation`, whichever has that kind, as a function of h and probs."""
     check_kind(kind, offset, clamp, alpha, interleave)
     check_input_store(fp8_input_store, kind)
@@ -170,21 +135,11 @@ def run_again(run: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
 
 
 def _experts(
-    rows_PH: Tensor,
-    tokens_per_expert_L: Tensor,
-    probs: Tensor | None,
-    fc1_weight_LFH: Tensor,
-    fc2_weight_LHF: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_bias: Tensor | None,
-    *,
-    act: Callable[..., Tensor],
-    linears: list[Callable[..., Tensor]],
-    noise: tuple[Tensor, Tensor] | None,
-    align: int | None,
-    probs_on_input: bool,
-    recompute: bool,
-) -> Tensor:
+    rows_PH: Tensor, tokens_per_expert_L: Tensor, probs: Tensor | None, fc1_weight_LFH: Tensor,
+    fc2_weight_LHF: Tensor, fc1_bias: Tensor | None, fc2_bias: Tensor | None,
+    *, act: Callable[..., Tensor], linears: list[Callable[..., Tensor]],
+    noise: tuple[Tensor, Tensor] | None, align: int | None, probs_on_input: bool, recompute: bool,
+) -> Tensor:  # fmt: skip
     wide = (
         torch.float64
         if any(x is not None and x.dtype == torch.float64 for x in (rows_PH, probs, fc2_bias))

@@ -89,15 +89,10 @@ class BiasAdded(torch.autograd.Function):
 
 
 def _weighted_backward(
-    d_out: Tensor,
-    other: Tensor,
-    probs: Tensor | None,
-    ends_L: Tensor,
-    d_x: Tensor | None,
+    d_out: Tensor, other: Tensor, probs: Tensor | None, ends_L: Tensor, d_x: Tensor | None,
     needs_probs: bool,
-    *,
-    by_expert: bool,
-) -> Tensor | None:
+    *, by_expert: bool,
+) -> Tensor | None:  # fmt: skip
     """Fills d_x, if given, and returns d_probs, if needed; one program sums a row."""
     d_probs = (
         torch.empty_like(probs, memory_format=torch.contiguous_format) if probs is not None and needs_probs else None

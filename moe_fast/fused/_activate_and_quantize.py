@@ -7,54 +7,37 @@ the layout of h. `fused._tiles` computes a tile's values.
 import triton
 import triton.language as tl
 
-from moe_fast.fused._tiles import activated_tile, steps_of
+from moe_fast.fused._tiles import Numbers, activated_tile, steps_of
 from moe_fast.launch._rounding import number
-from moe_fast.quantization._formats import FLOAT32_MAX, encoded
-from moe_fast.quantization._quantize import E4M3_MAX, E5M2_MAX, fitting_scale, over, quantize_blocks
+from moe_fast.quantization._formats import encoded
+from moe_fast.quantization._group_scales import raise_amax_and_history, scale_of_group
+from moe_fast.quantization._quantize import quantize_forms
 from moe_fast.quantization._tiles import magnitude, place_of_tile, store_tile
 
 
 @triton.jit(
     do_not_specialize=[
         *("stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"),
+        *("stride_probs", "offset", "clamp", "alpha"),
     ]
 )
 def quantize_activated_blocks_kernel(
-    operands,
-    factors,
-    splits_ptr,
-    stride_splits,
+    operands, stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp,
+    alpha, splits_ptr, stride_splits,
     # results; either form may be left out, and so may the parts of d_probs, [rows, parts]. Codes
     # are contiguous
-    row_form,
-    column_form,
-    part_ptr,
+    row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n, part_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows,
-    num_columns,
-    num_groups,
-    parts,
-    steps,
-    epsilon,
-    infinity,
-    CURVE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    RULE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    num_rows, num_columns, num_groups, parts, steps, epsilon, infinity,
+    CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WHOLE: tl.constexpr, ROUNDED: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    HARDWARE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Codes, scales and amax of blocks of 1 × BLOCK, of BLOCK × 1, or both of one load."""
+    numbers = Numbers(
+        stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp, alpha
+    )
     tile = tl.program_id(0) // parts
     _, first, read, owned, written = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G
@@ -67,24 +50,18 @@ def quantize_activated_blocks_kernel(
     for i in tl.range(0, steps_of(first, written, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
         column = begin + i * BLOCK_N
         x, other, part = activated_tile(
-            operands, factors, first, read, owned, column, CURVE, LAYOUT, CLAMPED, WHOLE, ROUNDED, ACCUMULATOR,
+            operands, numbers, first, read, owned, column, CURVE, LAYOUT, CLAMPED, WHOLE, ROUNDED, ACCUMULATOR,
             BLOCK_M, BLOCK_N,
         )  # fmt: skip
         total += part
         for half in tl.static_range(2 if WHOLE else 1):
             if half == 1:
                 x = other
-                column += operands.width
-            if row_form is not None:
-                quantize_blocks(
-                    x, row_form, tile, first, written, column, num_columns, least, most, RULE, FORMAT,
-                    POWER_OF_TWO, HARDWARE, 1, BLOCK,
-                )  # fmt: skip
-            if column_form is not None:
-                quantize_blocks(
-                    x, column_form, tile, first, written, column, num_columns, least, most, RULE, FORMAT,
-                    POWER_OF_TWO, HARDWARE, BLOCK, 1,
-                )  # fmt: skip
+                column += width
+            quantize_forms(
+                x, row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n, tile, first,
+                written, column, num_columns, least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, False,
+            )  # fmt: skip
     if part_ptr is not None:
         # a tile sticks out of its group
         tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)
@@ -92,38 +69,24 @@ def quantize_activated_blocks_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "stride_splits",
-        "num_rows",
-        "num_groups",
-        "parts",
-        "steps",
+        *("stride_splits", "num_rows", "num_groups", "parts", "steps", "stride_probs", "offset", "clamp", "alpha"),
     ]
 )
 def activated_group_amax_kernel(
-    operands,
-    factors,
-    splits_ptr,
-    stride_splits,
+    operands, stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp,
+    alpha, splits_ptr, stride_splits,
     # result, as integers, zeros before
     amax_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows,
-    num_columns,
-    num_groups,
-    parts,
-    steps,
-    CURVE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    num_rows, num_columns, num_groups, parts, steps,
+    CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WHOLE: tl.constexpr, ROUNDED: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """max |x| over each group, by atomics: the bits of numbers ≥ 0 are in the order of the numbers."""
+    numbers = Numbers(
+        stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp, alpha
+    )
     tile = tl.program_id(0) // parts
     group, first, end, _, _ = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
@@ -132,7 +95,7 @@ def activated_group_amax_kernel(
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in tl.range(0, steps_of(first, end, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
         x, other, _part = activated_tile(
-            operands, factors, first, end, end, begin + i * BLOCK_N, CURVE, LAYOUT, CLAMPED, WHOLE, ROUNDED,
+            operands, numbers, first, end, end, begin + i * BLOCK_N, CURVE, LAYOUT, CLAMPED, WHOLE, ROUNDED,
             ACCUMULATOR, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         largest = tl.maximum(largest, magnitude(x))
@@ -145,91 +108,55 @@ def activated_group_amax_kernel(
 @triton.jit(
     do_not_specialize=[
         *("stride_splits", "stride_given", "stride_history"),
-        *("num_rows", "num_groups", "parts", "steps", "epsilon"),
+        *("num_rows", "num_groups", "parts", "steps", "epsilon", "stride_probs", "offset", "clamp", "alpha"),
     ]
 )
 def cast_activated_groups_kernel(
-    operands,
-    factors,
-    splits_ptr,
-    stride_splits,
+    operands, stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp,
+    alpha, splits_ptr, stride_splits,
     # scales of earlier steps; None: they follow from the amax
-    given_ptr,
-    stride_given,
+    given_ptr, stride_given,
     # the amax of each group, as integers: read, or with scales given a result, and zeros before;
     # and the history's first column
-    amax_ptr,
-    history_ptr,
-    stride_history,
+    amax_ptr, history_ptr, stride_history,
     # results; the parts of d_probs, [rows, parts], may be left out
-    codes_ptr,
-    inverse_ptr,
-    part_ptr,
+    codes_ptr, inverse_ptr, part_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows,
-    num_columns,
-    num_groups,
-    parts,
-    steps,
-    epsilon,
-    CURVE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    FORMAT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    num_rows, num_columns, num_groups, parts, steps, epsilon,
+    CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WHOLE: tl.constexpr, ROUNDED: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """encode(x · s) and 1/s, one s per group: given, while the amax is taken, or from the amax."""
-    FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
-    least = number(epsilon, tl.float32)
+    numbers = Numbers(
+        stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp, alpha
+    )
     tile = tl.program_id(0) // parts
     group, first, read, owned, written = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
     )
-    g = tl.arange(0, BLOCK_G)
-    real = g < num_groups  # BLOCK_G is a power of two
-    if given_ptr is not None:
-        scale = tl.load(given_ptr + group * stride_given, mask=group < num_groups, other=1.0)  # not the rest of x
-        if tl.program_id(0) == 0:
-            tl.store(inverse_ptr + g, over(1.0, tl.load(given_ptr + g * stride_given, mask=real, other=1.0)), mask=real)
-    else:
-        amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0).to(tl.float32, bitcast=True)  # as above
-        scale = fitting_scale(amax, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)
-        if tl.program_id(0) == 0:
-            amax_G = tl.load(amax_ptr + g, mask=real, other=0).to(tl.float32, bitcast=True)
-            tl.store(
-                inverse_ptr + g,
-                over(1.0, fitting_scale(amax_G, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)),
-                mask=real,
-            )
+    scale = scale_of_group(
+        given_ptr, stride_given, amax_ptr, inverse_ptr, group, num_groups, epsilon, FORMAT, POWER_OF_TWO, BLOCK_G
+    )
     p = tl.arange(0, BLOCK_M).to(tl.int64)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
-    largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     total = tl.zeros([BLOCK_M], ACCUMULATOR)
+    largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in tl.range(0, steps_of(first, written, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
         column = begin + i * BLOCK_N
         x, other, part = activated_tile(
-            operands, factors, first, read, owned, column, CURVE, LAYOUT, CLAMPED, WHOLE, ROUNDED, ACCUMULATOR,
+            operands, numbers, first, read, owned, column, CURVE, LAYOUT, CLAMPED, WHOLE, ROUNDED, ACCUMULATOR,
             BLOCK_M, BLOCK_N,
         )  # fmt: skip
         total += part
         for half in tl.static_range(2 if WHOLE else 1):
             if half == 1:
                 x = other
-                column += operands.width
+                column += width
             store_tile(codes_ptr, encoded(x * scale, FORMAT, HARDWARE), first, written, column, num_columns)
             if given_ptr is not None:
                 largest = tl.maximum(largest, magnitude(x))
     if part_ptr is not None:
         tl.store(part_ptr + (first + p) * parts + tl.program_id(0) % parts, total, mask=first + p < written)  # as above
     if given_ptr is not None:
-        bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
-        tl.atomic_max(amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed")  # no rest of x
-        tl.atomic_max(history_ptr + group * stride_history, bits, mask=first < read, sem="relaxed")
+        raise_amax_and_history(largest, amax_ptr, history_ptr, stride_history, group, first < read)

@@ -59,59 +59,29 @@ def store_blocks(scale_ptr, amax_ptr, stride_m, stride_n, row, block, stored, am
     do_not_specialize=[
         *("fills", "first_lane", "tail_lanes", "num_tokens", "num_experts", "num_rows", "stride_probs_t"),
         *("stride_probs_e", "stride_given", "stride_history", "epsilon", "infinity"),
+        *("stride_base_b", "stride_base_e", "tokens_per_block"),
     ]
 )
 def scatter_kernel(
     # tokens, and probs as bits
-    tokens_ptr,
-    stride_tokens_t,
-    stride_tokens_h,
-    probs_ptr,
-    stride_probs_t,
-    stride_probs_e,
+    tokens_ptr, stride_tokens_t, stride_tokens_h, probs_ptr, stride_probs_t, stride_probs_e,
     # by expert: scales of earlier steps, the amax as integers (read, or with scales given a result,
     # and zeros before), its history, 1/s as a result
-    given_ptr,
-    stride_given,
-    group_amax_ptr,
-    history_ptr,
-    stride_history,
-    inverse_ptr,
+    given_ptr, stride_given, group_amax_ptr, history_ptr, stride_history, inverse_ptr,
     # results; codes are contiguous
-    codes_ptr,
-    scale_ptr,
-    amax_ptr,
-    stride_scale_m,
-    stride_scale_n,
-    row_probs_ptr,
-    row_slots_ptr,
-    source_ptr,
-    row_map,
-    gap_ptr,
+    codes_ptr, scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, row_slots_ptr, source_ptr,
+    row_map, stride_base_b, stride_base_e, tokens_per_block, gap_ptr,
     # programs: lists of tokens, `fills` whose lanes fill gaps, then blocks
-    fills,
-    first_lane,
-    tail_lanes,
+    fills, first_lane, tail_lanes,
     # sizes
-    num_tokens,
-    num_experts,
-    num_columns,
-    num_rows,
+    num_tokens, num_experts, num_columns, num_rows,
     # numbers, as bits of a float64
-    epsilon,
-    infinity,
+    epsilon, infinity,
     RULE: tl.constexpr,  # a rule of blocks; "nvfp4"; "group": one scale per expert; "none": no codes
-    FORMAT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_L: tl.constexpr,
-):
+):  # fmt: skip
     """Each token is read once, and its codes are written to each of its rows. The first programs
     move the probs, the next write padding.
 
@@ -132,7 +102,9 @@ def scatter_kernel(
     if block < list_blocks:
         if column == 0:
             t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-            lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+            lists = find_lists(
+                row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows
+            )
             for j in range(tl.max(lists.num_slots, axis=0)):
                 expert, row, live = load_slot(row_map, lists, j)
                 if probs_ptr is not None:
@@ -182,7 +154,9 @@ def scatter_kernel(
         x = as_float32(
             tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0.0)
         )
-        lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+        lists = find_lists(
+            row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows
+        )
         expert, row, live = load_slot(row_map, lists, 0)
         amax = block_amax(x, 1, BLOCK_H if RULE == "group" else BLOCK)
         if RULE == "amax" or RULE == "mxfp8":
@@ -215,25 +189,15 @@ def scatter_kernel(
 @triton.jit(do_not_specialize=["num_rows", "epsilon", "infinity"])
 def row_scales_kernel(
     # by row, its token; by token, results of scatter_kernel, contiguous
-    source_ptr,
-    token_scale_ptr,
-    token_amax_ptr,
+    source_ptr, token_scale_ptr, token_amax_ptr,
     # results
-    scale_ptr,
-    amax_ptr,
-    stride_m,
-    stride_n,
+    scale_ptr, amax_ptr, stride_m, stride_n,
     # sizes
-    num_rows,
-    num_blocks,
+    num_rows, num_blocks,
     # numbers, as bits of a float64
-    epsilon,
-    infinity,
-    FORMAT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-):
+    epsilon, infinity,
+    FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
     """Scale and amax of each row's blocks: its token's, or zeros'; rows lie side by side."""
     parts = tl.cdiv(num_blocks, BLOCK_B)
     row = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -253,25 +217,22 @@ def row_scales_kernel(
     tl.store(amax_ptr + place, amax, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_rows"])
+@triton.jit(
+    do_not_specialize=[
+        *("num_tokens", "num_experts", "num_rows", "stride_base_b", "stride_base_e", "tokens_per_block"),
+    ]
+)
 def expert_amax_kernel(
-    tokens_ptr,
-    stride_tokens_t,
-    stride_tokens_h,
+    tokens_ptr, stride_tokens_t, stride_tokens_h,
     # result, as integers, zeros before
-    amax_ptr,
-    row_map,
+    amax_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block,
     # sizes
-    num_tokens,
-    num_experts,
-    num_columns,
-    num_rows,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    num_tokens, num_experts, num_columns, num_rows,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """max |x| over each expert's rows, from one look at each token."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+    lists = find_lists(row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows)
     largest = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
     for first in range(0, num_columns, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H).to(tl.int64)
@@ -286,35 +247,19 @@ def expert_amax_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_groups", "tiles", "steps", "epsilon", "infinity"])
 def gather_kernel(
-    tokens_ptr,
-    stride_tokens_t,
-    stride_tokens_h,
+    tokens_ptr, stride_tokens_t, stride_tokens_h,
     # by row, its token; by expert, the rows of its segment
-    source_ptr,
-    splits_ptr,
-    form,  # the result
+    source_ptr, splits_ptr,
+    # the result
+    form, stride_form_m, stride_form_n,
     # sizes; a program takes `steps` along the columns of one of `tiles`
-    num_rows,
-    num_columns,
-    num_groups,
-    tiles,
-    steps,
+    num_rows, num_columns, num_groups, tiles, steps,
     # numbers, as bits of a float64
-    epsilon,
-    infinity,
-    RULE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    SLAB: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    epsilon, infinity,
+    RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr, SLAB: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """As quantize_blocks_kernel, one form of rows that are still tokens, in blocks that span rows.
 
     SLAB programs that run together finish the same rows of a slab of columns; all tiles of a slab
@@ -339,6 +284,6 @@ def gather_kernel(
             )
         )
         quantize_blocks(
-            x, form, tile, first, written, column, num_columns,
-            least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK_R, BLOCK_C,
+            x, form, stride_form_m, stride_form_n, tile, first, written, column, num_columns, least, most,
+            RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK_R, BLOCK_C,
         )  # fmt: skip

@@ -16,23 +16,23 @@ from moe_fast.quantization._tiles import ending
 
 
 class Operands(NamedTuple):
-    """h, with d_out (None: no gradient), and its layout."""
+    """The memory of an activation as one argument of a kernel."""
 
-    d_out_ptr: Any
+    d_out_ptr: Any  # None: no gradient
+    h_ptr: Any
+    probs_ptr: Any  # or None
+
+
+class Numbers(NamedTuple):
+    """Strides and widths of `Operands`, and numbers as the bits of a float64; made in a kernel."""
+
     stride_d_out_p: Any
     stride_d_out_f: Any
-    h_ptr: Any
     stride_h_p: Any
     stride_h_f: Any
+    stride_probs: Any
     width: Any
     between: Any
-
-
-class Factors(NamedTuple):
-    """probs, or None, and numbers as the bits of a float64."""
-
-    probs_ptr: Any
-    stride_probs: Any
     offset: Any
     clamp: Any
     alpha: Any
@@ -40,18 +40,9 @@ class Factors(NamedTuple):
 
 @triton.jit
 def load_for_gradient(
-    h_ptr,
-    stride_p,
-    stride_f,
-    p,
-    read,
-    column,
-    width,
-    between,
-    LAYOUT: tl.constexpr,
-    dtype: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    h_ptr, stride_p, stride_f, p, read, column, width, between,
+    LAYOUT: tl.constexpr, dtype: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """(u, v, result columns, where x is v's gradient, inside) of columns of d_h; never pairs."""
     n = column + tl.arange(0, BLOCK_N)
     if LAYOUT == "single":
@@ -76,21 +67,10 @@ def load_for_gradient(
 
 @triton.jit
 def activated_tile(
-    operands,
-    factors,
-    first,
-    end_read,
-    end_owned,
-    column,
-    CURVE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    operands, numbers, first, end_read, end_owned, column,
+    CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WHOLE: tl.constexpr, ROUNDED: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """(x in float32, x of the values, each row's part of d_probs), 0 outside groups: x is f(u) · (v
     + offset) · p, with d_out its gradient.
 
@@ -99,9 +79,9 @@ def activated_tile(
     p = tl.arange(0, BLOCK_M).to(tl.int64)
     read = ending(first, end_read, BLOCK_M)
     owned = ending(first, end_owned, BLOCK_M)
-    h_ptr = operands.h_ptr + first * operands.stride_h_p
-    stride_h_p, stride_h_f = operands.stride_h_p, operands.stride_h_f
-    width, between = operands.width, operands.between
+    h_ptr = operands.h_ptr + first * numbers.stride_h_p
+    stride_h_p, stride_h_f = numbers.stride_h_p, numbers.stride_h_f
+    width, between = numbers.width, numbers.between
     if operands.d_out_ptr is None:
         u, v = load_gate_and_value(
             h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, ACCUMULATOR, BLOCK_N
@@ -119,23 +99,23 @@ def activated_tile(
             u, v, f, of_value, inside = load_for_gradient(
                 h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, ACCUMULATOR, BLOCK_N
             )
-        d_out_ptr = operands.d_out_ptr + first * operands.stride_d_out_p
-        place = d_out_ptr + p[:, None] * operands.stride_d_out_p + f[None, :] * operands.stride_d_out_f
+        d_out_ptr = operands.d_out_ptr + first * numbers.stride_d_out_p
+        place = d_out_ptr + p[:, None] * numbers.stride_d_out_p + f[None, :] * numbers.stride_d_out_f
         d_out = tl.load(place, mask=inside, other=0.0)
         d_out = widened(d_out, ACCUMULATOR)
-    bound = number(factors.clamp, ACCUMULATOR)
+    bound = number(numbers.clamp, ACCUMULATOR)
     if CLAMPED:
         free_u = u <= bound  # the bounds themselves are free
         free_v = tl.abs(v) <= bound
         u = within(u, -float("inf"), bound)
         v = within(v, -bound, bound)
-    value, slope = value_and_slope(u, number(factors.alpha, ACCUMULATOR), CURVE)
-    shifted = v + number(factors.offset, ACCUMULATOR) if LAYOUT != "single" else 1.0
+    value, slope = value_and_slope(u, number(numbers.alpha, ACCUMULATOR), CURVE)
+    shifted = v + number(numbers.offset, ACCUMULATOR) if LAYOUT != "single" else 1.0
     prob = 1.0
-    if factors.probs_ptr is not None:
-        probs_ptr = factors.probs_ptr + first * factors.stride_probs
+    if operands.probs_ptr is not None:
+        probs_ptr = operands.probs_ptr + first * numbers.stride_probs
         # the last tile sticks out
-        prob = widened(tl.load(probs_ptr + p * factors.stride_probs, mask=p < read, other=0.0), ACCUMULATOR)[:, None]
+        prob = widened(tl.load(probs_ptr + p * numbers.stride_probs, mask=p < read, other=0.0), ACCUMULATOR)[:, None]
     in_group = (p < owned)[:, None]
     other = 0.0
     part = 0.0

@@ -37,21 +37,12 @@ from moe_ref.config.quantization import BLOCK
 
 
 def glu_and_quantize(
-    h_PF2: Tensor,
-    recipe: Recipe,
-    *,
-    splits: Tensor | None = None,
-    probs: Tensor | None = None,
-    kind: str = "swiglu",
-    offset: float = 0.0,
-    clamp: float | None = None,
-    alpha: float | None = None,
-    interleave: int | None = None,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    state: QuantizerState | None = None,
-    round_before_quantize: bool = False,
-) -> Quantization:
+    h_PF2: Tensor, recipe: Recipe,
+    *, splits: Tensor | None = None, probs: Tensor | None = None, kind: str = "swiglu",
+    offset: float = 0.0, clamp: float | None = None, alpha: float | None = None,
+    interleave: int | None = None, rowwise: bool = True, columnwise: bool = False,
+    state: QuantizerState | None = None, round_before_quantize: bool = False,
+) -> Quantization:  # fmt: skip
     """`glu`, quantised as the input of the next linear layer; saved for the backward are h and the
     probs.
 
@@ -67,23 +58,13 @@ def glu_and_quantize(
 
 
 def glu_backward_and_quantize(
-    d_out_PF: Tensor,
-    h_PF2: Tensor,
-    recipe: Recipe,
-    *,
-    splits: Tensor | None = None,
-    probs: Tensor | None = None,
-    kind: str = "swiglu",
-    offset: float = 0.0,
-    clamp: float | None = None,
-    alpha: float | None = None,
-    interleave: int | None = None,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    state: QuantizerState | None = None,
-    noise: Tensor | None = None,
+    d_out_PF: Tensor, h_PF2: Tensor, recipe: Recipe,
+    *, splits: Tensor | None = None, probs: Tensor | None = None, kind: str = "swiglu",
+    offset: float = 0.0, clamp: float | None = None, alpha: float | None = None,
+    interleave: int | None = None, rowwise: bool = True, columnwise: bool = False,
+    state: QuantizerState | None = None, noise: Tensor | None = None,
     round_before_quantize: bool = False,
-) -> QuantizedGradients:
+) -> QuantizedGradients:  # fmt: skip
     """The gradients of `glu`, that of h quantised. The order of d_probs' sum depends on width and
     block sizes only.
 
@@ -97,17 +78,11 @@ def glu_backward_and_quantize(
 
 
 def activation_and_quantize(
-    h_PF: Tensor,
-    recipe: Recipe,
-    *,
-    splits: Tensor | None = None,
-    probs: Tensor | None = None,
-    kind: str = "squared_relu",
-    rowwise: bool = True,
-    columnwise: bool = False,
-    state: QuantizerState | None = None,
+    h_PF: Tensor, recipe: Recipe,
+    *, splits: Tensor | None = None, probs: Tensor | None = None, kind: str = "squared_relu",
+    rowwise: bool = True, columnwise: bool = False, state: QuantizerState | None = None,
     round_before_quantize: bool = False,
-) -> Quantization:
+) -> Quantization:  # fmt: skip
     """`activation`, quantised as `glu_and_quantize` does."""
     check_activation(h_PF, probs, kind)
     forms = Forms(recipe, "input", splits, rowwise, columnwise, state, None, round_before_quantize)
@@ -115,19 +90,11 @@ def activation_and_quantize(
 
 
 def activation_backward_and_quantize(
-    d_out_PF: Tensor,
-    h_PF: Tensor,
-    recipe: Recipe,
-    *,
-    splits: Tensor | None = None,
-    probs: Tensor | None = None,
-    kind: str = "squared_relu",
-    rowwise: bool = True,
-    columnwise: bool = False,
-    state: QuantizerState | None = None,
-    noise: Tensor | None = None,
-    round_before_quantize: bool = False,
-) -> QuantizedGradients:
+    d_out_PF: Tensor, h_PF: Tensor, recipe: Recipe,
+    *, splits: Tensor | None = None, probs: Tensor | None = None, kind: str = "squared_relu",
+    rowwise: bool = True, columnwise: bool = False, state: QuantizerState | None = None,
+    noise: Tensor | None = None, round_before_quantize: bool = False,
+) -> QuantizedGradients:  # fmt: skip
     """The gradients of `activation`, that of h quantised as `glu_backward_and_quantize` does."""
     check_activation(h_PF, probs, kind)
     forms = Forms(recipe, "grad_output", splits, rowwise, columnwise, state, noise, round_before_quantize)
@@ -190,8 +157,8 @@ def _quantize_blocks(source: Source) -> tuple[Form | None, Form | None, Tensor |
         with launch_on(x):
             kernels.quantize_activated_blocks_kernel[(grid.programs,)](
                 *source.arguments,
-                form_arguments(by_rows),
-                form_arguments(by_columns),
+                *form_arguments(by_rows),
+                *form_arguments(by_columns),
                 parts,
                 *x.shape,
                 *grid.sizes,

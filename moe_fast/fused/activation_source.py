@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_fast.experts.activations import CURVES, Settings, check_fused
-from moe_fast.fused._tiles import Factors, Operands
+from moe_fast.fused._tiles import Operands
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator
 from moe_fast.launch.backend import strided
@@ -71,10 +71,11 @@ class Source:
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The kernels' first arguments."""
-        settings, layout = self.settings, (self.settings.width(self.h), self.settings.between(self.h))
-        operands = Operands._make((*strided(self.d_out), *strided(self.h), *layout))
-        factors = Factors._make((*strided(self.probs, 1), *settings.numbers()))
-        return operands, factors, *strided(self.forms.splits, 1)
+        d_out, *d_out_strides = strided(self.d_out)
+        probs, stride_probs = strided(self.probs, 1)
+        layout = (self.settings.width(self.h), self.settings.between(self.h))
+        operands, strides = Operands(d_out, self.h, probs), (*d_out_strides, *self.h.stride(), stride_probs)
+        return operands, *strides, *layout, *self.settings.numbers(), *strided(self.forms.splits, 1)
 
     def constants(self, grid: Grid) -> dict[str, Any]:
         """The kernels' constants."""

@@ -27,19 +27,11 @@ E4M3_MAX = FORMAT_MAX["e4m3"]
 
 
 def permute_and_quantize(
-    tokens_TH: Tensor,
-    routing_map_TE: Tensor,
-    recipe: Recipe,
-    *,
-    probs: Tensor | None = None,
-    align: int | None = None,
-    capacity: int | None = None,
-    num_rows: int | None = None,
-    role: str = "input",
-    rowwise: bool = True,
-    columnwise: bool = False,
-    state: QuantizerState | None = None,
-) -> PermutedQuantization:
+    tokens_TH: Tensor, routing_map_TE: Tensor, recipe: Recipe,
+    *, probs: Tensor | None = None, align: int | None = None, capacity: int | None = None,
+    num_rows: int | None = None, role: str = "input", rowwise: bool = True,
+    columnwise: bool = False, state: QuantizerState | None = None,
+) -> PermutedQuantization:  # fmt: skip
     """`permute`, then `quantize` of each expert's segment, without writing the rows; bit by bit as
     the reference.
 
@@ -226,7 +218,7 @@ class Work:
                 kernels.expert_amax_kernel[(programs,)](
                     *strided(self.tokens),
                     amax,
-                    self.lists.arguments(),
+                    *self.lists.arguments(),
                     *self.row_map.sizes(self.shape[1]),
                     **tile.blocks("T", "H"),
                 )
@@ -283,7 +275,7 @@ class Work:
                 None if self.row_probs is None else bits(self.row_probs),
                 row_map.slots_TE,
                 self.source,
-                self.lists.arguments(),
+                *self.lists.arguments(),
                 row_map.gap_2E,
                 fills,
                 *lanes,
@@ -319,7 +311,7 @@ class Work:
                     *strided(self.tokens),
                     self.source,
                     self.splits,
-                    form_arguments(form),
+                    *form_arguments(form),
                     *self.shape,
                     grid.groups,
                     grid.tiles,

@@ -19,28 +19,15 @@ def load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, place, num_chu
 @triton.jit(do_not_specialize=["num_rows", "num_chunks", "stride_probs_r", "stride_sizes", "stride_order"])
 def sort_chunks_kernel(
     # rows and probs, as bits
-    rows_ptr,
-    stride_rows_r,
-    stride_rows_h,
-    probs_ptr,
-    stride_probs_r,
+    rows_ptr, stride_rows_r, stride_rows_h, probs_ptr, stride_probs_r,
     # chunks
-    sizes_ptr,
-    stride_sizes,
-    order_ptr,
-    stride_order,
+    sizes_ptr, stride_sizes, order_ptr, stride_order,
     # results, contiguous
-    out_ptr,
-    out_probs_ptr,
+    out_ptr, out_probs_ptr,
     # sizes
-    num_rows,
-    num_columns,
-    num_chunks,
-    INVERSE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
+    num_rows, num_columns, num_chunks,
+    INVERSE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
     """For each row of the result: its chunk and the chunk's begin here, then in the source."""
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     chunk_R = tl.full([BLOCK_R], -1, tl.int64)  # -1: past the last chunk

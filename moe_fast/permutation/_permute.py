@@ -9,15 +9,14 @@ from moe_fast.launch._rounding import rounded
 from moe_fast.permutation._row_map import EXPERT, RANK
 
 
-class RowMapArgs(NamedTuple):
-    """`RowMap` as one argument of a kernel."""
+class RowMapPointers(NamedTuple):
+    """The memory of a `RowMap` as one argument of a kernel. Integers are arguments of their own:
+    Triton specialises every integer of a record, whatever `do_not_specialize` says.
+    """
 
     slots_ptr: Any
     num_slots_ptr: Any
     base_ptr: Any  # None: the lists hold rows
-    stride_base_b: Any
-    stride_base_e: Any
-    tokens_per_block: Any
 
 
 class Lists(NamedTuple):
@@ -26,6 +25,7 @@ class Lists(NamedTuple):
     t: Any
     list_t_ptr: Any
     base_t_ptr: Any  # with bases
+    stride_base_e: Any
     num_slots: Any  # of each token
     num_tokens: Any
     num_experts: Any
@@ -33,14 +33,14 @@ class Lists(NamedTuple):
 
 
 @triton.jit
-def find_lists(row_map, t, num_tokens, num_experts, num_rows):
+def find_lists(row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows):
     """The lists of tokens `t`."""
     list_t_ptr = row_map.slots_ptr + t * num_experts
     base_t_ptr = list_t_ptr
     if row_map.base_ptr is not None:
-        base_t_ptr = row_map.base_ptr + t // row_map.tokens_per_block * row_map.stride_base_b
+        base_t_ptr = row_map.base_ptr + t // tokens_per_block * stride_base_b
     num_slots = tl.load(row_map.num_slots_ptr + t, mask=t < num_tokens, other=0)  # the last tile sticks out
-    return Lists(t, list_t_ptr, base_t_ptr, num_slots, num_tokens, num_experts, num_rows)
+    return Lists(t, list_t_ptr, base_t_ptr, stride_base_e, num_slots, num_tokens, num_experts, num_rows)
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def load_slot(row_map, lists, j):
     expert = slot & EXPERT
     row = slot >> RANK
     if row_map.base_ptr is not None:
-        row += tl.load(lists.base_t_ptr + expert * row_map.stride_base_e, mask=live, other=0)
+        row += tl.load(lists.base_t_ptr + expert * lists.stride_base_e, mask=live, other=0)
     return expert, row, live & (row < lists.num_rows)  # rows past the buffer are dropped
 
 
@@ -70,22 +70,10 @@ def load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row):
 
 @triton.jit
 def add_rows(
-    acc,
-    first,
-    rows_ptr,
-    stride_rows_p,
-    stride_rows_h,
-    probs_ptr,
-    stride_probs_t,
-    stride_probs_e,
-    row_map,
-    lists,
-    h,
+    acc, first, rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs_t, stride_probs_e, row_map, lists, h,
     in_row,
-    ROWS_AS: tl.constexpr,
-    PROBS_AS: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    ROWS_AS: tl.constexpr, PROBS_AS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """The sum of each token's rows, and a few more of them."""
     for j in tl.static_range(UNROLL):  # their loads are on their way together
         expert, row, live = load_slot(row_map, lists, first + j)
@@ -100,19 +88,9 @@ def add_rows(
 
 @triton.jit
 def fill_gaps(
-    rows_ptr,
-    probs_ptr,
-    gap_ptr,
-    first_lane,
-    column,
-    tail_lanes,
-    num_experts,
-    num_columns,
-    num_rows,
-    BLOCK_G: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    rows_ptr, probs_ptr, gap_ptr, first_lane, column, tail_lanes, num_experts, num_columns, num_rows,
+    BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """Zeros in rows without a token; a lane fills one expert's, or a share of the tail's."""
     lane = first_lane + tl.arange(0, BLOCK_G)
     gap = tl.minimum(lane, num_experts)
@@ -138,38 +116,20 @@ def fill_gaps(
 @triton.jit(
     do_not_specialize=[
         *("token_blocks", "first_lane", "tail_lanes", "num_tokens", "num_experts", "num_rows", "stride_probs_t"),
-        *("stride_probs_e",),
+        *("stride_probs_e", "stride_base_b", "stride_base_e", "tokens_per_block"),
     ]
 )
 def permute_kernel(
     # tokens and probs, as bits
-    tokens_ptr,
-    stride_tokens_t,
-    stride_tokens_h,
-    probs_ptr,
-    stride_probs_t,
-    stride_probs_e,
+    tokens_ptr, stride_tokens_t, stride_tokens_h, probs_ptr, stride_probs_t, stride_probs_e,
     # rows, contiguous
-    rows_ptr,
-    row_probs_ptr,
-    row_slots_ptr,
-    row_map,
-    gap_ptr,
+    rows_ptr, row_probs_ptr, row_slots_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block, gap_ptr,
     # programs: lists of tokens, lanes that fill gaps, then blocks of tokens
-    token_blocks,
-    first_lane,
-    tail_lanes,
+    token_blocks, first_lane, tail_lanes,
     # sizes
-    num_tokens,
-    num_experts,
-    num_columns,
-    num_rows,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-):
+    num_tokens, num_experts, num_columns, num_rows,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
     """Each token is read once and written to each of its rows. The first programs move the probs,
     the next write rows without a token.
 
@@ -185,7 +145,9 @@ def permute_kernel(
     if block < list_blocks:
         if column == 0 and row_slots_ptr is not None:
             t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-            lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+            lists = find_lists(
+                row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows
+            )
             for j in range(tl.max(lists.num_slots, axis=0)):
                 expert, row, live = load_slot(row_map, lists, j)
                 if probs_ptr is not None:
@@ -206,7 +168,9 @@ def permute_kernel(
         in_row = (h < num_columns)[None, :]  # the last block sticks out
         inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
         token = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0)
-        lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+        lists = find_lists(
+            row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows
+        )
         expert, row, live = load_slot(row_map, lists, 0)
         for j in range(tl.max(lists.num_slots, axis=0)):
             following = load_slot(row_map, lists, j + 1)  # on its way
@@ -215,39 +179,29 @@ def permute_kernel(
             expert, row, live = following
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "stride_row_dprobs", "stride_probs_t", "stride_probs_e"])
+@triton.jit(
+    do_not_specialize=[
+        *("num_tokens", "num_rows", "stride_row_dprobs", "stride_probs_t", "stride_probs_e"),
+        *("stride_base_b", "stride_base_e", "tokens_per_block"),
+    ]
+)
 def unpermute_kernel(
     # rows to sum, merging probs, result
-    rows_ptr,
-    stride_rows_p,
-    stride_rows_h,
-    probs_ptr,
-    stride_probs_t,
-    stride_probs_e,
-    out_ptr,
+    rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs_t, stride_probs_e, out_ptr,
     # the gradient of permute's probs, as bits: of the rows' probs, and of [T,E]
-    row_dprobs_ptr,
-    stride_row_dprobs,
-    dprobs_ptr,
-    row_map,
+    row_dprobs_ptr, stride_row_dprobs, dprobs_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block,
     # sizes
-    num_tokens,
-    num_experts,
-    num_columns,
-    num_rows,
+    num_tokens, num_experts, num_columns, num_rows,
     ACCUMULATOR: tl.constexpr,
     ROWS_AS: tl.constexpr,  # holds rows exactly: bfloat16 has no direct way to and from float64
     PROBS_AS: tl.constexpr,  # as above
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """Sum a token's rows, ascending experts; programs past the last column move probs' gradients."""
     columns = tl.cdiv(num_columns, BLOCK_H) + (1 if dprobs_ptr is not None else 0)
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     t = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+    lists = find_lists(row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows)
     in_time = (t < num_tokens)[:, None]  # the last tile sticks out
     if column < tl.cdiv(num_columns, BLOCK_H):
         if rows_ptr is not None:
@@ -284,49 +238,33 @@ def unpermute_kernel(
 @triton.jit(
     do_not_specialize=[
         *("token_blocks", "first_lane", "tail_lanes", "num_tokens", "num_rows", "stride_probs_t", "stride_probs_e"),
+        *("stride_base_b", "stride_base_e", "tokens_per_block"),
     ]
 )
 def unpermute_backward_kernel(
     # the gradient of the sums; rows and probs of the forward
-    dout_ptr,
-    stride_dout_t,
-    stride_dout_h,
-    rows_ptr,
-    stride_rows_p,
-    stride_rows_h,
-    probs_ptr,
-    stride_probs_t,
-    stride_probs_e,
+    dout_ptr, stride_dout_t, stride_dout_h, rows_ptr, stride_rows_p, stride_rows_h,
+    probs_ptr, stride_probs_t, stride_probs_e,
     # results, contiguous
-    drows_ptr,
-    dprobs_ptr,
-    row_map,
-    gap_ptr,
+    drows_ptr, dprobs_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block, gap_ptr,
     # programs: lanes that fill gaps, then blocks of tokens
-    token_blocks,
-    first_lane,
-    tail_lanes,
+    token_blocks, first_lane, tail_lanes,
     # sizes
-    num_tokens,
-    num_experts,
-    num_columns,
-    num_rows,
+    num_tokens, num_experts, num_columns, num_rows,
     ACCUMULATOR: tl.constexpr,
     ROWS_AS: tl.constexpr,  # holds rows exactly: bfloat16 has no direct way to and from float64
     PROBS_AS: tl.constexpr,  # as above
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """drows[row] = dout[t] · p, dprobs[t, e] = Σ_h rows[row, h] · dout[t, h], by whole rows."""
     block = tl.program_id(0)
     fills = tl.num_programs(0) - token_blocks
     if block >= fills:
         t = (block - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         e = tl.arange(0, BLOCK_E)
-        lists = find_lists(row_map, t, num_tokens, num_experts, num_rows)
+        lists = find_lists(
+            row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows
+        )
         dprobs = tl.zeros([BLOCK_T, BLOCK_E], ACCUMULATOR)
         in_time = (t < num_tokens)[:, None]  # the last tile sticks out
         for first in range(0, num_columns, BLOCK_H):

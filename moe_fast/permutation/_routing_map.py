@@ -16,22 +16,13 @@ import triton.language as tl
 )
 def multihot_kernel(
     # lists; values as bits
-    indices_ptr,
-    stride_indices_t,
-    stride_indices_k,
-    values_ptr,
-    stride_values_t,
-    stride_values_k,
+    indices_ptr, stride_indices_t, stride_indices_k, values_ptr, stride_values_t, stride_values_k,
     # results, contiguous
-    map_ptr,
-    out_ptr,
+    map_ptr, out_ptr,
     # sizes
-    num_tokens,
-    num_experts,
-    num_slots,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    num_tokens, num_experts, num_slots,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """A tile of the map starts unrouted and meets the slots in order: an expert's last slot stays."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -60,21 +51,13 @@ def multihot_kernel(
 )
 def multihot_backward_kernel(
     # the gradient of the map's values, as bits, and the lists
-    dout_ptr,
-    stride_dout_t,
-    stride_dout_e,
-    indices_ptr,
-    stride_indices_t,
-    stride_indices_k,
+    dout_ptr, stride_dout_t, stride_dout_e, indices_ptr, stride_indices_t, stride_indices_k,
     # result, contiguous
     dvalues_ptr,
     # sizes
-    num_tokens,
-    num_experts,
-    num_slots,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    num_tokens, num_experts, num_slots,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """A slot has its expert's gradient unless a later slot of the token has the same expert."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     k = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -96,24 +79,13 @@ def multihot_backward_kernel(
 @triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_experts", "stride_values_t", "stride_values_e"])
 def indices_kernel(
     # the map; values as bits
-    map_ptr,
-    stride_map_t,
-    stride_map_e,
-    values_ptr,
-    stride_values_t,
-    stride_values_e,
+    map_ptr, stride_map_t, stride_map_e, values_ptr, stride_values_t, stride_values_e,
     # results, contiguous; overflow is 0 at the launch
-    indices_ptr,
-    out_ptr,
-    overflow_ptr,
+    indices_ptr, out_ptr, overflow_ptr,
     # sizes
-    num_tokens,
-    num_experts,
-    num_slots,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    num_tokens, num_experts, num_slots,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """A routed expert's slot counts the routed experts before it; slots past the count are empty."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E).to(tl.int64)

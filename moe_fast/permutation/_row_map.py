@@ -53,22 +53,16 @@ def field(words, i: tl.constexpr, PACK: tl.constexpr):
 @triton.jit(do_not_specialize=["stride_map_e", "num_tokens", "tiles"])
 def routing_walk_kernel(
     # the map, or words of four experts of it
-    map_ptr,
-    stride_map_t,
-    stride_map_e,
+    map_ptr, stride_map_t, stride_map_e,
     # for each token
-    slots_ptr,
-    num_slots_ptr,
+    slots_ptr, num_slots_ptr,
     # for each block of tokens
     block_count_ptr,
     # sizes
-    num_tokens,
-    num_experts,
-    tiles,
+    num_tokens, num_experts, tiles,
     PACK: tl.constexpr,  # 4: a block has fewer than 256 tokens, so that no byte of a sum overflows
-    BLOCK_T: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
+    BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
     """Count each expert's routed tokens in a block of tokens; with `slots_ptr`, list each token's
     experts.
 
@@ -125,23 +119,12 @@ def routing_layout_kernel(
     # for each block of tokens
     base_ptr,
     # for each expert, and in all
-    count_ptr,
-    tokens_per_expert_ptr,
-    pad_offsets_ptr,
-    gap_ptr,
-    total_ptr,
-    overflow_ptr,
+    count_ptr, tokens_per_expert_ptr, pad_offsets_ptr, gap_ptr, total_ptr, overflow_ptr,
     # sizes
-    block_groups,
-    num_experts,
-    align,
-    num_rows,
+    block_groups, num_experts, align, num_rows,
     SEGMENTS: tl.constexpr,  # else only `count` and, in `base`, how many of it are in the blocks before
-    GROUP: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-):
+    GROUP: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
     """Lay out a few experts' segments after the experts before, which each program counts for
     itself.
 
@@ -189,29 +172,17 @@ def routing_layout_kernel(
 @triton.jit(do_not_specialize=["num_tokens", "tiles", "capacity"])
 def capacity_kernel(
     # the map
-    map_ptr,
-    stride_map_t,
-    stride_map_e,
+    map_ptr, stride_map_t, stride_map_e,
     # counts of the walk
-    before_ptr,
-    stride_before_e,
-    count_ptr,
+    before_ptr, stride_before_e, count_ptr,
     # for each token
-    slots_ptr,
-    num_slots_ptr,
+    slots_ptr, num_slots_ptr,
     # for each expert, and in all
-    base_ptr,
-    tokens_per_expert_ptr,
-    gap_ptr,
-    overflow_ptr,
+    base_ptr, tokens_per_expert_ptr, gap_ptr, overflow_ptr,
     # sizes
-    num_tokens,
-    num_experts,
-    tiles,
-    capacity,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    num_tokens, num_experts, tiles, capacity,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """An expert takes its first C routed tokens, then unrouted ones: ranks from its count on."""
     b = tl.program_id(0).to(tl.int64)
     capacity = tl.cast(capacity, tl.int64)
@@ -245,24 +216,15 @@ def capacity_kernel(
 @triton.jit(do_not_specialize=["num_tokens", "tiles", "align"])
 def pad_routing_map_kernel(
     # the map
-    map_ptr,
-    stride_map_t,
-    stride_map_e,
+    map_ptr, stride_map_t, stride_map_e,
     # counts of the walk
-    before_ptr,
-    stride_before_e,
-    count_ptr,
+    before_ptr, stride_before_e, count_ptr,
     # results
-    out_ptr,
-    unreached_ptr,
+    out_ptr, unreached_ptr,
     # sizes
-    num_tokens,
-    num_experts,
-    tiles,
-    align,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    num_tokens, num_experts, tiles, align,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """An unrouted token of rank t - (routed before t) below `missing` becomes routed."""
     b = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E).to(tl.int64)

@@ -21,14 +21,9 @@ MERGING = (*SUMMED, torch.float64)  # dtypes of probs that unpermute multiplies 
 
 
 def permute(
-    tokens_TH: Tensor,
-    routing_map_TE: Tensor,
-    *,
-    probs: Tensor | None = None,
-    align: int | None = None,
-    capacity: int | None = None,
-    num_rows: int | None = None,
-) -> Permuted:
+    tokens_TH: Tensor, routing_map_TE: Tensor, *, probs: Tensor | None = None,
+    align: int | None = None, capacity: int | None = None, num_rows: int | None = None,
+) -> Permuted:  # fmt: skip
     """Copy each token once for every expert it is routed to, grouped by expert.
 
     Two launches find the places (three with `capacity`), one moves the rows and writes the zeros.
@@ -208,7 +203,7 @@ def move_to_rows(
             bits(rows),
             None if row_probs is None else bits(row_probs),
             row_slots,
-            row_map.arguments(),
+            *row_map.arguments(),
             row_map.gap_2E,
             *parts,
             *row_map.sizes(hidden),
@@ -246,7 +241,7 @@ def sum_rows(
             out,
             *strided(None if drow_probs is None else bits(drow_probs), 1),
             None if dprobs is None else bits(dprobs),
-            row_map.arguments(),
+            *row_map.arguments(),
             *row_map.sizes(hidden),
             **_arithmetic(rows, probs),
             **sizes.unpermute.blocks("T", "H"),
@@ -277,7 +272,7 @@ def merge_backward(
             *strided(probs),
             drows,
             dprobs,
-            row_map.arguments(),
+            *row_map.arguments(),
             row_map.gap_2E,
             *parts,
             *row_map.sizes(hidden),

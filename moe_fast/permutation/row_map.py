@@ -9,7 +9,7 @@ from moe_fast.launch import tuning
 from moe_fast.launch.backend import integers, launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.permutation import _row_map as kernels
-from moe_fast.permutation._permute import RowMapArgs
+from moe_fast.permutation._permute import RowMapPointers
 
 UNBOUNDED = 1 << 62  # more rows than any buffer has
 
@@ -36,10 +36,14 @@ class RowMap:
     expert_gaps: bool  # whether there may be rows without a token after an expert's
     tail_gap: bool  # whether there may be rows past the last segment
 
-    def arguments(self) -> RowMapArgs:
-        """The row map as every kernel takes it."""
+    def pointers(self) -> RowMapPointers:
+        """The memory of the row map as every kernel takes it."""
+        return RowMapPointers(self.slots_TE, self.num_slots_T, self.base_BE)
+
+    def arguments(self) -> tuple[RowMapPointers, int, int, int]:
+        """`pointers`, the strides of the bases, and `tokens_per_block`, as kernels take bases."""
         stride_b, stride_e = (0, 0) if self.base_BE is None else self.base_BE.stride()
-        return RowMapArgs(self.slots_TE, self.num_slots_T, self.base_BE, stride_b, stride_e, self.tokens_per_block)
+        return self.pointers(), stride_b, stride_e, self.tokens_per_block
 
     def sizes(self, hidden: int) -> tuple[int, int, int, int]:
         """The sizes that every kernel takes."""

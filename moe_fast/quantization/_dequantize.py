@@ -11,34 +11,17 @@ from moe_fast.quantization._tiles import place_of_tile, spread
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
 def dequantize_kernel(
-    codes_ptr,
-    scale_ptr,
-    stride_scale_m,
-    stride_scale_n,
+    codes_ptr, scale_ptr, stride_scale_m, stride_scale_n,
     # NVFP4: the amax that scales share
-    amax_ptr,
-    splits_ptr,
-    stride_splits,
+    amax_ptr, splits_ptr, stride_splits,
     # result, contiguous
     out_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows,
-    num_columns,
-    num_groups,
-    parts,
-    steps,
-    RULE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    PER: tl.constexpr,
-    LARGEST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    num_rows, num_columns, num_groups, parts, steps,
+    RULE: tl.constexpr, FORMAT: tl.constexpr, PER: tl.constexpr, LARGEST: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """code · scale, rounded once more; 0 past the last group. RULE "group": one scale per group,
     else per block.
 

@@ -37,24 +37,10 @@ def sum_of_sixteen(total, AXIS: tl.constexpr):
 
 @triton.jit
 def better_of_two(
-    x_ptr,
-    stride_m,
-    stride_n,
-    amax,
-    whole,
-    encoding,
-    first,
-    owned,
-    column,
-    num_columns,
-    LARGEST: tl.constexpr,
-    ERROR: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BY_ROWS: tl.constexpr,
-    SQUARE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, stride_m, stride_n, amax, whole, encoding, first, owned, column, num_columns,
+    LARGEST: tl.constexpr, ERROR: tl.constexpr, HARDWARE: tl.constexpr, BY_ROWS: tl.constexpr, SQUARE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """The d of blocks that map their largest value to 6, or to 4 by a d 1.5 times as large:
     whichever errs less; 6 if they err alike.
 

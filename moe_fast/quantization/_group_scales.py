@@ -16,24 +16,13 @@ from moe_fast.quantization._tiles import load_tile, magnitude, place_of_tile
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
 def group_amax_kernel(
-    x_ptr,
-    stride_x_m,
-    stride_x_n,
-    splits_ptr,
-    stride_splits,
+    x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
     # result, as integers, zeros before
     amax_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows,
-    num_columns,
-    num_groups,
-    parts,
-    steps,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    num_rows, num_columns, num_groups, parts, steps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """max |x| over each group. Bits of numbers ≥ 0 are in the order of the numbers."""
     tile = tl.program_id(0) // parts
     group, first, end, _, _ = place_of_tile(
@@ -52,26 +41,14 @@ def group_amax_kernel(
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
 def two_levels_amax_kernel(
-    x_ptr,
-    stride_x_m,
-    stride_x_n,
-    splits_ptr,
-    stride_splits,
+    x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
     # results, as integers, zeros before; either may be left out
-    row_amax_ptr,
-    column_amax_ptr,
+    row_amax_ptr, column_amax_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows,
-    num_columns,
-    num_groups,
-    parts,
-    steps,
-    ROW_SCALED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    num_rows, num_columns, num_groups, parts, steps,
+    ROW_SCALED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """max |x| per group and of its transform; ROW_SCALED: per row, and per column of a group."""
     tile = tl.program_id(0) // parts
     group, first, end, _, _ = place_of_tile(
@@ -111,51 +88,14 @@ def two_levels_amax_kernel(
         tl.atomic_max(column_amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # as above
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("stride_splits", "stride_given", "stride_history", "num_rows", "num_groups", "parts", "steps", "epsilon"),
-    ]
-)
-def cast_groups_kernel(
-    x_ptr,
-    stride_x_m,
-    stride_x_n,
-    splits_ptr,
-    stride_splits,
-    # scales of earlier steps; None: they follow from the amax
-    given_ptr,
-    stride_given,
-    # the amax of each group, as integers: read, or with scales given a result, and zeros before;
-    # and the history's first column
-    amax_ptr,
-    history_ptr,
-    stride_history,
-    # results
-    codes_ptr,
-    inverse_ptr,
-    # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows,
-    num_columns,
-    num_groups,
-    parts,
-    steps,
-    # bits of a float64
-    epsilon,
-    FORMAT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """encode(x · s) and 1/s, one s per group: given, while the amax is taken, or from the amax."""
+@triton.jit
+def scale_of_group(
+    given_ptr, stride_given, amax_ptr, inverse_ptr, group, num_groups, epsilon,
+    FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """The multiplier s of a group, given or from its amax; the first program writes 1/s of all."""
     FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
     least = number(epsilon, tl.float32)
-    tile = tl.program_id(0) // parts
-    group, first, read, _, written = place_of_tile(
-        splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
-    )
     g = tl.arange(0, BLOCK_G)
     real = g < num_groups  # BLOCK_G is a power of two
     if given_ptr is not None:
@@ -172,6 +112,46 @@ def cast_groups_kernel(
                 over(1.0, fitting_scale(amax_G, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)),
                 mask=real,
             )
+    return scale
+
+
+@triton.jit
+def raise_amax_and_history(largest, amax_ptr, history_ptr, stride_history, group, in_group):
+    """A tile's part of this step's amax, and of the history's first column; not of the rest of x."""
+    bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
+    tl.atomic_max(amax_ptr + group, bits, mask=in_group & (bits > 0), sem="relaxed")
+    tl.atomic_max(history_ptr + group * stride_history, bits, mask=in_group, sem="relaxed")
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("stride_splits", "stride_given", "stride_history", "num_rows", "num_groups", "parts", "steps", "epsilon"),
+    ]
+)
+def cast_groups_kernel(
+    x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
+    # scales of earlier steps; None: they follow from the amax
+    given_ptr, stride_given,
+    # the amax of each group, as integers: read, or with scales given a result, and zeros before;
+    # and the history's first column
+    amax_ptr, history_ptr, stride_history,
+    # results
+    codes_ptr, inverse_ptr,
+    # sizes; `parts` programs per tile of rows, `steps` each
+    num_rows, num_columns, num_groups, parts, steps,
+    # bits of a float64
+    epsilon,
+    FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """encode(x · s) and 1/s, one s per group: given, while the amax is taken, or from the amax."""
+    tile = tl.program_id(0) // parts
+    group, first, read, _, written = place_of_tile(
+        splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
+    )
+    scale = scale_of_group(
+        given_ptr, stride_given, amax_ptr, inverse_ptr, group, num_groups, epsilon, FORMAT, POWER_OF_TWO, BLOCK_G
+    )
     row = first + tl.arange(0, BLOCK_M)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -183,28 +163,16 @@ def cast_groups_kernel(
         if given_ptr is not None:
             largest = tl.maximum(largest, tl.abs(x))  # passes over NaN
     if given_ptr is not None:
-        bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
-        tl.atomic_max(amax_ptr + group, bits, mask=(first < read) & (bits > 0), sem="relaxed")  # no rest of x
-        tl.atomic_max(history_ptr + group * stride_history, bits, mask=first < read, sem="relaxed")
+        raise_amax_and_history(largest, amax_ptr, history_ptr, stride_history, group, first < read)
 
 
 @triton.jit
 def update_scales_kernel(
-    history_ptr,
-    stride_history_g,
-    stride_history_l,
-    scale_ptr,
-    stride_scale,
-    reduced_ptr,
-    stride_reduced,
+    history_ptr, stride_history_g, stride_history_l, scale_ptr, stride_scale, reduced_ptr, stride_reduced,
     # results, contiguous
-    new_history_ptr,
-    new_scale_ptr,
-    length,
-    largest,
-    MOST_RECENT: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-):
+    new_history_ptr, new_scale_ptr, length, largest,
+    MOST_RECENT: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
     """One group's history, rolled, and the scale that follows from it."""
     g = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK_L)

@@ -21,17 +21,9 @@ ODD = tl.constexpr(0x6996)  # a bit for each number below 16 with an odd number 
 
 @triton.jit
 def hadamard_sums(
-    x_ptr,
-    stride_m,
-    stride_n,
-    first,
-    end,
-    column,
-    num_columns,
-    ADJOINT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, stride_m, stride_n, first, end, column, num_columns,
+    ADJOINT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """The transform as [blocks, 16, columns] in float32, and each block's max |x|; 0 from `end`."""
     block = (tl.arange(0, BLOCK_M // SIZE) * SIZE)[:, None, None]
     n = tl.arange(0, BLOCK_N)[None, None, :]
@@ -55,17 +47,9 @@ def hadamard_sums(
 
 @triton.jit
 def hadamard_tile(
-    x_ptr,
-    stride_m,
-    stride_n,
-    first,
-    end,
-    column,
-    num_columns,
-    ADJOINT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, stride_m, stride_n, first, end, column, num_columns,
+    ADJOINT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """The transform's tile, rounded to x's dtype; 0 from row `end`. ADJOINT: sign_j for sign_i."""
     total, _ = hadamard_sums(x_ptr, stride_m, stride_n, first, end, column, num_columns, ADJOINT, BLOCK_M, BLOCK_N)
     return as_float32(rounded(tl.reshape(total, [BLOCK_M, BLOCK_N]), x_ptr.dtype.element_ty))
@@ -73,19 +57,13 @@ def hadamard_tile(
 
 @triton.jit(do_not_specialize=["num_rows", "parts", "steps"])
 def hadamard_adjoint_kernel(
-    d_ptr,
-    stride_m,
-    stride_n,
+    d_ptr, stride_m, stride_n,
     # result, contiguous
     out_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows,
-    num_columns,
-    parts,
-    steps,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    num_rows, num_columns, parts, steps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """The adjoint of the transform. Groups consist of whole blocks: their ends do not matter."""
     first = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_M
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)

@@ -34,30 +34,11 @@ def global_amax(amax_ptr, group, num_groups, row, owned, column, num_columns, PE
 
 @triton.jit
 def quantize_form(
-    x,
-    x_ptr,
-    stride_x_m,
-    stride_x_n,
-    amax_ptr,
-    noise_ptr,
-    stride_noise_m,
-    stride_noise_n,
-    codes_ptr,
-    scale_ptr,
-    group,
-    num_groups,
-    first,
-    owned,
-    written,
-    column,
-    num_columns,
-    PER: tl.constexpr,
-    LARGEST: tl.constexpr,
-    ERROR: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BY_ROWS: tl.constexpr,
+    x, x_ptr, stride_x_m, stride_x_n, amax_ptr, noise_ptr, stride_noise_m, stride_noise_n, codes_ptr, scale_ptr,
+    group, num_groups, first, owned, written, column, num_columns,
+    PER: tl.constexpr, LARGEST: tl.constexpr, ERROR: tl.constexpr, HARDWARE: tl.constexpr, BY_ROWS: tl.constexpr,
     SQUARE: tl.constexpr,
-):
+):  # fmt: skip
     """One form of a tile: codes and block scales. ERROR: measure between two scales, or None."""
     BLOCK_R: tl.constexpr = SIZE if SQUARE or not BY_ROWS else 1
     BLOCK_C: tl.constexpr = SIZE if SQUARE or BY_ROWS else 1
@@ -89,41 +70,19 @@ def quantize_form(
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
 def quantize_two_levels_kernel(
-    x_ptr,
-    stride_x_m,
-    stride_x_n,
-    splits_ptr,
-    stride_splits,
+    x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
     # the global amax of each form
-    row_amax_ptr,
-    column_amax_ptr,
+    row_amax_ptr, column_amax_ptr,
     # [2, rows, columns], for the one form and the other; None: codes are the nearest
-    noise_ptr,
-    stride_noise_d,
-    stride_noise_m,
-    stride_noise_n,
+    noise_ptr, stride_noise_d, stride_noise_m, stride_noise_n,
     # results, contiguous; either form may be left out
-    row_codes_ptr,
-    row_scale_ptr,
-    column_codes_ptr,
-    column_scale_ptr,
+    row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows,
-    num_columns,
-    num_groups,
-    parts,
-    steps,
-    ROW_SCALED: tl.constexpr,
-    TRANSFORMED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    ERROR: tl.constexpr,
-    SQUARE: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    num_rows, num_columns, num_groups, parts, steps,
+    ROW_SCALED: tl.constexpr, TRANSFORMED: tl.constexpr, LARGEST: tl.constexpr, ERROR: tl.constexpr,
+    SQUARE: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """Both forms in one pass, blocks 1 × 16 and 16 × 1; SQUARE 16 × 16; TRANSFORMED by columns."""
     tile = tl.program_id(0) // parts
     group, first, _, owned, written = place_of_tile(

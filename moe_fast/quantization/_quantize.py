@@ -17,16 +17,14 @@ E5M2_MAX = tl.constexpr(57344.0)
 INFINITE = tl.constexpr(float("inf"))
 
 
-class FormArgs(NamedTuple):
-    """A `Form` of blocks as one argument of a kernel: contiguous codes; scales and amax of the same
-    strides.
+class FormPointers(NamedTuple):
+    """The memory of a `Form` of blocks as one argument of a kernel: contiguous codes; scales and
+    amax of the same strides, which are arguments of their own.
     """
 
     codes_ptr: Any
     scale_ptr: Any
     amax_ptr: Any
-    stride_m: Any
-    stride_n: Any
 
 
 @triton.jit
@@ -83,22 +81,10 @@ def block_scale(amax, epsilon, infinity, RULE: tl.constexpr, FORMAT: tl.constexp
 
 @triton.jit
 def quantize_blocks(
-    x,
-    form,
-    tile,
-    first,
-    written,
-    column,
-    num_columns,
-    epsilon,
-    infinity,
-    RULE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    x, form, stride_m, stride_n, tile, first, written, column, num_columns, epsilon, infinity,
+    RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """One form of a tile: codes, block scales and amax; amax blocks over rows are a tile high."""
     amax = block_amax(x, BLOCK_R, BLOCK_C)
     multiplier, stored = block_scale(amax, epsilon, infinity, RULE, FORMAT, POWER_OF_TWO)
@@ -108,45 +94,44 @@ def quantize_blocks(
     stored = stored.to(form.scale_ptr.dtype.element_ty)
     exact = rounded(amax, form.amax_ptr.dtype.element_ty)  # it is a number of that dtype
     store_blocks(
-        form.scale_ptr, form.stride_m, form.stride_n, stored, block, first, written, column, num_columns,
-        BLOCK_R, BLOCK_C,
-    )  # fmt: skip
-    store_blocks(
-        form.amax_ptr, form.stride_m, form.stride_n, exact, block, first, written, column, num_columns, BLOCK_R, BLOCK_C
+        form.scale_ptr, stride_m, stride_n, stored, block, first, written, column, num_columns, BLOCK_R, BLOCK_C
     )
+    store_blocks(form.amax_ptr, stride_m, stride_n, exact, block, first, written, column, num_columns, BLOCK_R, BLOCK_C)
+
+
+@triton.jit
+def quantize_forms(
+    x, row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
+    tile, first, written, column, num_columns, epsilon, infinity,
+    RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr, SQUARE: tl.constexpr,
+):  # fmt: skip
+    """A tile's form of 1 × BLOCK (SQUARE: BLOCK × BLOCK), and of BLOCK × 1; either may be left out."""
+    if row_form is not None:
+        quantize_blocks(
+            x, row_form, stride_row_m, stride_row_n, tile, first, written, column, num_columns, epsilon, infinity,
+            RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK if SQUARE else 1, BLOCK,
+        )  # fmt: skip
+    if column_form is not None:
+        quantize_blocks(
+            x, column_form, stride_column_m, stride_column_n, tile, first, written, column, num_columns, epsilon,
+            infinity, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, 1,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"])
 def quantize_blocks_kernel(
-    x_ptr,
-    stride_x_m,
-    stride_x_n,
-    splits_ptr,
-    stride_splits,
+    x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
     # results; either form may be left out
-    row_form,
-    column_form,
+    row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows,
-    num_columns,
-    num_groups,
-    parts,
-    steps,
+    num_rows, num_columns, num_groups, parts, steps,
     # numbers, as bits of a float64
-    epsilon,
-    infinity,
-    RULE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SQUARE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    epsilon, infinity,
+    RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SQUARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Blocks of 1 × BLOCK, BLOCK × 1, or both of one load; SQUARE: BLOCK × BLOCK, by rows."""
     tile = tl.program_id(0) // parts
     _, first, read, owned, written = place_of_tile(
@@ -162,13 +147,7 @@ def quantize_blocks_kernel(
         if not ALIGNED:  # noqa: SIM102 - known to the compiler; what follows is not
             if first + BLOCK_M > owned:  # few tiles
                 x = tl.where((row < owned)[:, None], x, 0.0)
-        if row_form is not None:
-            quantize_blocks(
-                x, row_form, tile, first, written, column, num_columns, least, most, RULE, FORMAT, POWER_OF_TWO,
-                HARDWARE, BLOCK if SQUARE else 1, BLOCK,
-            )  # fmt: skip
-        if column_form is not None:
-            quantize_blocks(
-                x, column_form, tile, first, written, column, num_columns, least, most, RULE, FORMAT,
-                POWER_OF_TWO, HARDWARE, BLOCK, 1,
-            )  # fmt: skip
+        quantize_forms(
+            x, row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n, tile, first, written,
+            column, num_columns, least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, SQUARE,
+        )  # fmt: skip

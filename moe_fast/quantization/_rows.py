@@ -32,21 +32,10 @@ def blocks_of(column, num_columns, BLOCK_H: tl.constexpr):
 
 @triton.jit
 def fill_scales(
-    scale_ptr,
-    stride_scale_m,
-    stride_scale_n,
-    gap_ptr,
-    lane,
-    column,
-    num_experts,
-    num_columns,
-    num_rows,
-    epsilon,
+    scale_ptr, stride_scale_m, stride_scale_n, gap_ptr, lane, column, num_experts, num_columns, num_rows, epsilon,
     infinity,
-    POWER_OF_TWO: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    POWER_OF_TWO: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """The scales of zeros in the padding after one expert's rows; codes of zeros are zeros."""
     if lane < num_experts:
         b, in_row = blocks_of(column, num_columns, BLOCK_H)

@@ -35,15 +35,9 @@ def group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M
 
 @triton.jit
 def place_of_tile(
-    splits_ptr,
-    stride_splits,
-    num_rows,
-    num_groups,
-    tile,
-    ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-):
+    splits_ptr, stride_splits, num_rows, num_groups, tile,
+    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
     """(group, first row, ends of the rows to read, in groups, to write) of a tile."""
     if ALIGNED:
         group, first, written = group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M, BLOCK_G)
@@ -101,18 +95,9 @@ def store_tile(out_ptr, value, first, written, column, num_columns):
 
 @triton.jit
 def store_blocks(
-    out_ptr,
-    stride_m,
-    stride_n,
-    value,
-    block,
-    first,
-    written,
-    column,
-    num_columns,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    out_ptr, stride_m, stride_n, value, block, first, written, column, num_columns,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """One value per block of a tile, from row `block` of blocks on, as far as there are blocks."""
     m = tl.arange(0, value.shape[0])
     n = tl.arange(0, value.shape[1])

@@ -13,7 +13,7 @@ from moe_fast.launch.arithmetic import NO_FP_FUSION
 from moe_fast.launch.backend import check_device, launch_on, strided
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization import _quantize as kernels
-from moe_fast.quantization._quantize import FormArgs
+from moe_fast.quantization._quantize import FormPointers
 from moe_fast.quantization.group_scales import cast_groups
 from moe_fast.quantization.nvfp4 import quantize_two_levels
 from moe_fast.quantization.quantized import (
@@ -31,16 +31,10 @@ from moe_ref.config.quantization import BLOCK
 
 
 def quantize(
-    x_MN: Tensor,
-    recipe: Recipe,
-    *,
-    role: str = "input",
-    splits: Tensor | None = None,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    state: QuantizerState | None = None,
-    noise: Tensor | None = None,
-) -> Quantization:
+    x_MN: Tensor, recipe: Recipe,
+    *, role: str = "input", splits: Tensor | None = None, rowwise: bool = True,
+    columnwise: bool = False, state: QuantizerState | None = None, noise: Tensor | None = None,
+) -> Quantization:  # fmt: skip
     """Quantise each group of rows by itself, bit by bit as the reference.
 
     One launch per call; current scaling and NVFP4 have one before it for the maximum of each group.
@@ -92,8 +86,8 @@ def _quantize_blocks(
             kernels.quantize_blocks_kernel[(grid.programs,)](
                 *strided(x),
                 *strided(splits, 1),
-                form_arguments(by_rows),
-                form_arguments(by_columns),
+                *form_arguments(by_rows),
+                *form_arguments(by_columns),
                 *x.shape,
                 *grid.sizes,
                 *scale_limits(recipe, x.dtype),
@@ -124,9 +118,12 @@ def empty_form(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form
     return Form(torch.empty(x.shape, dtype=torch.uint8, device=x.device), scale, amax, block)
 
 
-def form_arguments(form: Form | None) -> FormArgs | None:
-    """A form as the kernels take it."""
-    return None if form is None else FormArgs(form.codes_MN, form.scale, form.amax, *form.scale.stride())
+def form_arguments(form: Form | None) -> tuple[FormPointers | None, int, int]:
+    """A form as the kernels take it: its memory, and the strides of its scales."""
+    if form is None:
+        return None, 0, 0
+    stride_m, stride_n = form.scale.stride()
+    return FormPointers(form.codes_MN, form.scale, form.amax), stride_m, stride_n
 
 
 class _Place(torch.autograd.Function):

@@ -29,24 +29,14 @@ def load_padding(padding_ptr, stride_padding, t):
 
 @triton.jit(do_not_specialize=["stride_padding", "num_tokens", "topk"])
 def aux_scores_kernel(
-    logits_ptr,
-    stride_logits_t,
-    stride_logits_e,
-    padding_ptr,
-    stride_padding,
+    logits_ptr, stride_logits_t, stride_logits_e, padding_ptr, stride_padding,
     # results, contiguous
-    scores_ptr,
-    map_ptr,
+    scores_ptr, map_ptr,
     # sizes
-    num_tokens,
-    num_experts,
-    topk,
-    SCORE: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    TIES_ARE_RARE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    num_tokens, num_experts, topk,
+    SCORE: tl.constexpr, ACCUMULATOR: tl.constexpr, TIES_ARE_RARE: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
-):
+):  # fmt: skip
     """softmax(x), or s / (Σ_E s + 1e-20), and the map of the K largest; 0 and False in padding."""
     # the last tile repeats the last row
     t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)
@@ -70,24 +60,14 @@ def aux_scores_kernel(
 
 @triton.jit(do_not_specialize=["stride_padding", "num_tokens"])
 def aux_scores_backward_kernel(
-    dscores_ptr,
-    stride_dscores_t,
-    stride_dscores_e,
-    logits_ptr,
-    stride_logits_t,
-    stride_logits_e,
-    padding_ptr,
-    stride_padding,
+    dscores_ptr, stride_dscores_t, stride_dscores_e, logits_ptr, stride_logits_t, stride_logits_e,
+    padding_ptr, stride_padding,
     # result, contiguous
     dlogits_ptr,
     # sizes
-    num_tokens,
-    num_experts,
-    SCORE: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    num_tokens, num_experts,
+    SCORE: tl.constexpr, ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """The gradient of the scores, which are computed again."""
     # the last tile repeats the last row
     t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)
@@ -101,21 +81,13 @@ def aux_scores_backward_kernel(
 
 @triton.jit(do_not_specialize=["stride_count", "num_rows", "num_columns", "tiles"])
 def balance_kernel(
-    scores_ptr,
-    stride_scores_r,
-    stride_scores_c,
-    count_ptr,
-    stride_count,
+    scores_ptr, stride_scores_r, stride_scores_c, count_ptr, stride_count,
     # for each program
     partial_ptr,
     # sizes
-    num_rows,
-    num_columns,
-    tiles,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    num_rows, num_columns, tiles,
+    ACCUMULATOR: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Σ_j count[j] · Σ_r scores[r, j] of some rows and a block of columns."""
     c = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_row = c < num_columns  # the last block sticks out
@@ -134,19 +106,13 @@ def balance_kernel(
 
 @triton.jit(do_not_specialize=["stride_count", "num_rows", "num_columns"])
 def balance_backward_kernel(
-    dloss_ptr,
-    factor_ptr,
-    count_ptr,
-    stride_count,
+    dloss_ptr, factor_ptr, count_ptr, stride_count,
     # result, contiguous
     dscores_ptr,
     # sizes
-    num_rows,
-    num_columns,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    num_rows, num_columns,
+    ACCUMULATOR: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """dscores[r, j] = dloss · factor · count[j]."""
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -170,22 +136,13 @@ def log_sum_exp(x):
 
 @triton.jit(do_not_specialize=["stride_padding", "num_tokens", "tiles"])
 def z_loss_kernel(
-    logits_ptr,
-    stride_logits_t,
-    stride_logits_e,
-    padding_ptr,
-    stride_padding,
+    logits_ptr, stride_logits_t, stride_logits_e, padding_ptr, stride_padding,
     # for each program
-    partial_ptr,
-    valid_ptr,
+    partial_ptr, valid_ptr,
     # sizes
-    num_tokens,
-    num_experts,
-    tiles,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    num_tokens, num_experts, tiles,
+    ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """Σ_t (ln Σ_e exp x_te)² over the valid tokens of some tiles, and their number."""
     e = tl.arange(0, BLOCK_E).to(tl.int64)[None, :]
     real = e < num_experts  # the block is a power of two
@@ -205,22 +162,13 @@ def z_loss_kernel(
 
 @triton.jit(do_not_specialize=["stride_padding", "num_tokens"])
 def z_loss_backward_kernel(
-    dloss_ptr,
-    factor_ptr,
-    logits_ptr,
-    stride_logits_t,
-    stride_logits_e,
-    padding_ptr,
-    stride_padding,
+    dloss_ptr, factor_ptr, logits_ptr, stride_logits_t, stride_logits_e, padding_ptr, stride_padding,
     # result, contiguous
     dlogits_ptr,
     # sizes
-    num_tokens,
-    num_experts,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    num_tokens, num_experts,
+    ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """dx_te = dloss · factor · 2 · lse_t · softmax(x)_te, 0 in padding."""
     # the last tile repeats the last row
     t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)
@@ -235,18 +183,11 @@ def z_loss_backward_kernel(
 @triton.jit(do_not_specialize=["total", "coeff", "num_partials"])
 def finish_loss_kernel(
     # sums of the first stage's programs
-    partial_ptr,
-    valid_ptr,
+    partial_ptr, valid_ptr,
     # how many tokens share the loss, if it is no mean over valid ones: a tensor of one, or a number
-    total_ptr,
-    total,
-    coeff,
-    loss_ptr,
-    factor_ptr,
-    num_partials,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    total_ptr, total, coeff, loss_ptr, factor_ptr, num_partials,
+    ACCUMULATOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """factor · Σ partial; factor = coeff / max(n, 1) for n valid tokens, or coeff / N², or 0."""
     place = tl.arange(0, BLOCK)
     partial = tl.zeros([BLOCK], ACCUMULATOR)

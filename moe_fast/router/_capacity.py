@@ -19,18 +19,9 @@ def least_key(KEY_BITS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def load_keys(
-    probs_ptr,
-    stride_probs_t,
-    stride_probs_e,
-    map_ptr,
-    stride_map_t,
-    stride_map_e,
-    t,
-    e,
-    inside,
-    KEY_BITS: tl.constexpr,
-    KEY: tl.constexpr,
-):
+    probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e, t, e, inside,
+    KEY_BITS: tl.constexpr, KEY: tl.constexpr,
+):  # fmt: skip
     """[BLOCK_T, BLOCK_E] probs as bits, 0 where not routed, and keys (KEY_BITS 1: all equal)."""
     routed = tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=inside, other=0) != 0
     # others may be anything
@@ -47,21 +38,13 @@ def load_keys(
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "stride_map_t", "stride_map_e"])
 def drop_keys_kernel(
     # probs, as bits, and the map
-    probs_ptr,
-    stride_probs_t,
-    stride_probs_e,
-    map_ptr,
-    stride_map_t,
-    stride_map_e,
+    probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e,
     # result [E,T]
     keys_ptr,
     # sizes
-    num_tokens,
-    num_experts,
-    KEY_BITS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    num_tokens, num_experts,
+    KEY_BITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """The keys, contiguous per expert."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -95,17 +78,9 @@ def is_kept(key, t, least, before):
 
 @triton.jit
 def count_kept(
-    keys_ptr,
-    whole,
-    e,
-    least,
-    before,
-    num_tokens,
-    num_experts,
-    KEY_BITS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
+    keys_ptr, whole, e, least, before, num_tokens, num_experts,
+    KEY_BITS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     """[BLOCK_E, 1] int32: how many tokens each expert would keep."""
     t = tl.arange(0, BLOCK_T)
     if WHOLE:
@@ -123,19 +98,13 @@ def drop_search_kernel(
     # [E,T]
     keys_ptr,
     # results [E]
-    least_ptr,
-    before_ptr,
+    least_ptr, before_ptr,
     # sizes
-    num_tokens,
-    num_experts,
-    room,
-    token_bits,
-    KEY_BITS: tl.constexpr,
-    PAD: tl.constexpr,
+    num_tokens, num_experts, room, token_bits,
+    KEY_BITS: tl.constexpr, PAD: tl.constexpr,
     WHOLE: tl.constexpr,  # all tokens are in one tile
-    BLOCK_E: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
+    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     """The key above which, and at it the token before which, an expert keeps tokens."""
     e = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     KEY: tl.constexpr = keys_ptr.dtype.element_ty
@@ -166,25 +135,15 @@ def drop_search_kernel(
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "stride_map_t", "stride_map_e"])
 def drop_kernel(
     # probs, as bits, and the map
-    probs_ptr,
-    stride_probs_t,
-    stride_probs_e,
-    map_ptr,
-    stride_map_t,
-    stride_map_e,
+    probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e,
     # bounds of each expert's tokens
-    least_ptr,
-    before_ptr,
+    least_ptr, before_ptr,
     # results, contiguous
-    out_ptr,
-    kept_ptr,
+    out_ptr, kept_ptr,
     # sizes
-    num_tokens,
-    num_experts,
-    KEY_BITS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    num_tokens, num_experts,
+    KEY_BITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """The map of kept tokens, and the probs of the routed ones."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -205,22 +164,15 @@ def drop_kernel(
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "stride_map_t", "stride_map_e"])
 def drop_backward_kernel(
     # the gradient of the probs, as bits
-    dout_ptr,
-    stride_dout_t,
-    stride_dout_e,
+    dout_ptr, stride_dout_t, stride_dout_e,
     # which tokens were kept, contiguous, and, where unrouted ones were kept too, which were routed
-    kept_ptr,
-    map_ptr,
-    stride_map_t,
-    stride_map_e,
+    kept_ptr, map_ptr, stride_map_t, stride_map_e,
     # result, contiguous
     dprobs_ptr,
     # sizes
-    num_tokens,
-    num_experts,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    num_tokens, num_experts,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """The gradient where kept and routed, 0 elsewhere."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)

@@ -47,15 +47,9 @@ def mark_largest(key, column, count, TIES_ARE_RARE: tl.constexpr):
 
 @triton.jit
 def only_best_groups(
-    key,
-    num_groups,
-    group_topk,
-    counted,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
+    key, num_groups, group_topk, counted,
+    ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
     """Exclude the experts outside the `group_topk` groups with the largest sums of `counted` keys."""
     by_group = tl.reshape(key, [BLOCK_T, BLOCK_G, BLOCK_S])
     left = by_group
@@ -90,35 +84,15 @@ def only_best_groups(
 )
 def topk_kernel(
     # logits, their bias, or indices that are given
-    logits_ptr,
-    stride_logits_t,
-    stride_logits_e,
-    bias_ptr,
-    stride_bias,
-    given_ptr,
-    stride_given_t,
-    stride_given_k,
+    logits_ptr, stride_logits_t, stride_logits_e, bias_ptr, stride_bias, given_ptr, stride_given_t, stride_given_k,
     # results, contiguous: probs and map [T,E], or probs [T,K], with indices unless they were given
-    probs_ptr,
-    indices_ptr,
-    map_ptr,
+    probs_ptr, indices_ptr, map_ptr,
     # settings and sizes
-    scale,
-    num_tokens,
-    num_experts,
-    topk,
-    num_groups,
-    group_size,
-    group_topk,
-    counted,
-    SCORE: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    TIES_ARE_RARE: tl.constexpr,
+    scale, num_tokens, num_experts, topk, num_groups, group_size, group_topk, counted,
+    SCORE: tl.constexpr, ACCUMULATOR: tl.constexpr, TIES_ARE_RARE: tl.constexpr,
     RAGGED: tl.constexpr,  # the columns are more than the experts
-    BLOCK_T: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
+    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
     """A column is a place in a group, so that groups lie at powers of two; at least one group."""
     # the last tile repeats the last row
     t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)
@@ -179,28 +153,13 @@ def topk_kernel(
 )
 def topk_backward_kernel(
     # the gradient of the probs: of [T,K], with the indices, or of [T,E], with the contiguous map
-    dprobs_ptr,
-    stride_dprobs_t,
-    stride_dprobs_x,
-    indices_ptr,
-    stride_indices_t,
-    stride_indices_k,
-    map_ptr,
+    dprobs_ptr, stride_dprobs_t, stride_dprobs_x, indices_ptr, stride_indices_t, stride_indices_k, map_ptr,
     # logits, and their gradient, contiguous
-    logits_ptr,
-    stride_logits_t,
-    stride_logits_e,
-    dlogits_ptr,
+    logits_ptr, stride_logits_t, stride_logits_e, dlogits_ptr,
     # settings and sizes
-    scale,
-    num_tokens,
-    num_experts,
-    topk,
-    SCORE: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    scale, num_tokens, num_experts, topk,
+    SCORE: tl.constexpr, ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """The scores are computed again; only the choice is not."""
     # the last tile repeats the last row
     t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)

@@ -20,16 +20,11 @@ MAX_EXPERTS, MAX_TOPK = 2048, 32  # a row stays in registers; every slot is a ro
 
 def topk_indices(
     logits_TE: Tensor,
-    *,
-    topk: int,
-    score_function: str = "softmax",
-    pre_softmax: bool = False,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-    scaling_factor: float | None = None,
-    expert_bias: Tensor | None = None,
+    *, topk: int, score_function: str = "softmax", pre_softmax: bool = False,
+    num_groups: int | None = None, group_topk: int | None = None,
+    scaling_factor: float | None = None, expert_bias: Tensor | None = None,
     precomputed_indices: Tensor | None = None,
-) -> TopK:
+) -> TopK:  # fmt: skip
     """Choose K experts per token and weigh them: one launch, and one for the gradient.
 
     Saved for the backward are the logits as they came and the indices.
@@ -51,16 +46,11 @@ def topk_indices(
 
 def topk_routing(
     logits_TE: Tensor,
-    *,
-    topk: int,
-    score_function: str = "softmax",
-    pre_softmax: bool = False,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-    scaling_factor: float | None = None,
-    expert_bias: Tensor | None = None,
+    *, topk: int, score_function: str = "softmax", pre_softmax: bool = False,
+    num_groups: int | None = None, group_topk: int | None = None,
+    scaling_factor: float | None = None, expert_bias: Tensor | None = None,
     precomputed_indices: Tensor | None = None,
-) -> Routed:
+) -> Routed:  # fmt: skip
     """`topk_indices`, spread over all experts by the same kernel."""
     check_topk_routing(
         logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices

@@ -263,19 +263,10 @@ def check_mlp_weights(rows: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, kind
 
 
 def check_grouped_mlp(
-    rows: Tensor,
-    tokens_per_expert: Tensor,
-    fc1_weight: Tensor,
-    fc2_weight: Tensor,
-    probs: Tensor | None,
-    fc1_bias: Tensor | None,
-    fc2_bias: Tensor | None,
-    interleave: int | None,
-    kind: str,
-    probs_on_input: bool,
-    align: int | None,
-    recompute: str | None,
-) -> None:
+    rows: Tensor, tokens_per_expert: Tensor, fc1_weight: Tensor, fc2_weight: Tensor,
+    probs: Tensor | None, fc1_bias: Tensor | None, fc2_bias: Tensor | None, interleave: int | None,
+    kind: str, probs_on_input: bool, align: int | None, recompute: str | None,
+) -> None:  # fmt: skip
     """The rules of `grouped_mlp` that do not read the device; the activation's
     are in `check_kind`.
     """

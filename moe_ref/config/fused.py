@@ -23,18 +23,10 @@ class PermutedQuantization(NamedTuple):
 
 
 def check_permute_and_quantize(
-    tokens: Tensor,
-    routing_map: Tensor,
-    recipe: Recipe,
-    probs: Tensor | None,
-    align: int | None,
-    capacity: int | None,
-    num_rows: int | None,
-    role: str,
-    rowwise: bool,
-    columnwise: bool,
+    tokens: Tensor, routing_map: Tensor, recipe: Recipe, probs: Tensor | None, align: int | None,
+    capacity: int | None, num_rows: int | None, role: str, rowwise: bool, columnwise: bool,
     state: QuantizerState | None,
-) -> None:
+) -> None:  # fmt: skip
     """The rules of `permute`, and of `quantize` for its rows; none reads the device."""
     check_permute(tokens, routing_map, probs, align, capacity, num_rows)
     require(isinstance(recipe, Recipe), "recipe", repr(recipe), "a Recipe")

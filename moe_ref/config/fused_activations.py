@@ -18,18 +18,10 @@ class QuantizedGradients(NamedTuple):
 
 
 def check_quantized_activation(
-    h: Tensor,
-    width: int,
-    recipe: Recipe,
-    role: str,
-    *,
-    splits: Tensor | None,
-    rowwise: bool,
-    columnwise: bool,
-    state: QuantizerState | None,
-    noise: Tensor | None = None,
-    round_before_quantize: bool,
-) -> None:
+    h: Tensor, width: int, recipe: Recipe, role: str,
+    *, splits: Tensor | None, rowwise: bool, columnwise: bool, state: QuantizerState | None,
+    noise: Tensor | None = None, round_before_quantize: bool,
+) -> None:  # fmt: skip
     """The rules of `quantize` for an activation of h or its gradient, [rows, width]; a transform
     needs bfloat16.
     """

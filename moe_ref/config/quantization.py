@@ -188,15 +188,9 @@ def check_role(role: str) -> None:
 
 
 def check_quantize(
-    x: Tensor,
-    recipe: Recipe,
-    role: str,
-    splits: Tensor | None,
-    rowwise: bool,
-    columnwise: bool,
-    state: QuantizerState | None,
-    noise: Tensor | None,
-) -> None:
+    x: Tensor, recipe: Recipe, role: str, splits: Tensor | None, rowwise: bool, columnwise: bool,
+    state: QuantizerState | None, noise: Tensor | None,
+) -> None:  # fmt: skip
     """The rules of `quantize` that do not read the device."""
     require(isinstance(recipe, Recipe), "recipe", repr(recipe), "a Recipe")
     check_role(role)

@@ -212,15 +212,9 @@ def check_score_function(score_function: str) -> None:
 
 
 def check_topk_routing(
-    logits: Tensor,
-    topk: int,
-    score_function: str,
-    num_groups: int | None,
-    group_topk: int | None,
-    scaling_factor: float | None,
-    expert_bias: Tensor | None,
-    precomputed_indices: Tensor | None,
-) -> None:
+    logits: Tensor, topk: int, score_function: str, num_groups: int | None, group_topk: int | None,
+    scaling_factor: float | None, expert_bias: Tensor | None, precomputed_indices: Tensor | None,
+) -> None:  # fmt: skip
     """The rules of `topk_indices` and `topk_routing` that do not read the device."""
     check_logits(logits)
     check_topk(topk, logits.shape[1])

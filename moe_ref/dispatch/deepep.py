@@ -63,16 +63,11 @@ def deepep_layout(indices_TK: Tensor, *, num_experts: int, ranks: int) -> DeepEP
 
 
 def deepep_dispatch(
-    tokens: PerRank[Tensor],
-    indices: PerRank[Tensor],
-    *,
-    num_experts: int,
-    probs: PerRank[Tensor] | None = None,
-    scales: PerRank[Tensor] | None = None,
-    policy: IndexPolicy | None = None,
-    expert_alignment: int = 1,
+    tokens: PerRank[Tensor], indices: PerRank[Tensor],
+    *, num_experts: int, probs: PerRank[Tensor] | None = None, scales: PerRank[Tensor] | None = None,
+    policy: IndexPolicy | None = None, expert_alignment: int = 1,
     num_worst_tokens: int | None = None,
-) -> list[DeepEPDispatched]:
+) -> list[DeepEPDispatched]:  # fmt: skip
     """Send each token once to each rank that some slot of it names.
 
         rows_w    = [tokens_s[t] for s in ranks for t in tokens of s if t names an expert of w]

@@ -38,15 +38,10 @@ class LowLatencyHandle(Handle):
 
 
 def deepep_low_latency_dispatch(
-    tokens: PerRank[Tensor],
-    indices: PerRank[Tensor],
-    *,
-    num_experts: int,
-    max_tokens_per_rank: int,
-    use_fp8: bool = False,
-    round_scale: bool = False,
+    tokens: PerRank[Tensor], indices: PerRank[Tensor],
+    *, num_experts: int, max_tokens_per_rank: int, use_fp8: bool = False, round_scale: bool = False,
     policy: IndexPolicy | None = None,
-) -> list[LowLatencyDispatched]:
+) -> list[LowLatencyDispatched]:  # fmt: skip
     """Send a copy of each token per slot, into the slab of the slot's expert.
 
         rows_w[l] = [tokens_s[t] for s in ranks for t, k in slots of s if indices_s[t, k] = w·L + l]

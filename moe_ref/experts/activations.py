@@ -115,16 +115,10 @@ class _WithGradients(torch.autograd.Function):
 
 def glu(
     h_PF2: Tensor,
-    *,
-    probs: Tensor | None = None,
-    kind: str = "swiglu",
-    offset: float = 0.0,
-    clamp: float | None = None,
-    alpha: float | None = None,
-    interleave: int | None = None,
-    round_before_probs: bool = False,
-    fp8_input_store: bool = False,
-) -> Tensor:
+    *, probs: Tensor | None = None, kind: str = "swiglu", offset: float = 0.0,
+    clamp: float | None = None, alpha: float | None = None, interleave: int | None = None,
+    round_before_probs: bool = False, fp8_input_store: bool = False,
+) -> Tensor:  # fmt: skip
     """A gated activation, times the row's probability.
 
         out = f(u) · (v + offset) · p,     u, v = the halves of h, the gate u first
@@ -176,17 +170,11 @@ def glu(
 
 
 def glu_backward(
-    d_out_PF: Tensor,
-    h_PF2: Tensor,
-    *,
-    probs: Tensor | None = None,
-    kind: str = "swiglu",
-    offset: float = 0.0,
-    clamp: float | None = None,
-    alpha: float | None = None,
-    interleave: int | None = None,
+    d_out_PF: Tensor, h_PF2: Tensor,
+    *, probs: Tensor | None = None, kind: str = "swiglu", offset: float = 0.0,
+    clamp: float | None = None, alpha: float | None = None, interleave: int | None = None,
     round_before_probs: bool = False,
-) -> ActivationGradients:
+) -> ActivationGradients:  # fmt: skip
     """The gradients of `glu`.
 
         g  = d_out · p,   with u and v after the clamp, and the bounds themselves passing:
@@ -281,14 +269,9 @@ def activation_backward(
 
 def chosen_activation(
     kind: str,
-    *,
-    offset: float = 0.0,
-    clamp: float | None = None,
-    alpha: float | None = None,
-    interleave: int | None = None,
-    round_before_probs: bool = False,
-    fp8_input_store: bool = False,
-) -> Callable[..., Tensor]:
+    *, offset: float = 0.0, clamp: float | None = None, alpha: float | None = None,
+    interleave: int | None = None, round_before_probs: bool = False, fp8_input_store: bool = False,
+) -> Callable[..., Tensor]:  # fmt: skip
     """`glu` or `activation`, whichever has that kind, as a function of h and probs.
 
     Raises:

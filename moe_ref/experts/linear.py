@@ -64,16 +64,10 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def grouped_linear(
-    rows_PN: Tensor,
-    weight_LMN: Tensor,
-    tokens_per_expert_L: Tensor,
-    *,
-    bias: Tensor | None = None,
-    recipe: Recipe | None = None,
-    state: LinearState | None = None,
-    noise: Tensor | None = None,
-    accumulator: str = "float32",
-) -> Tensor:
+    rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
+    *, bias: Tensor | None = None, recipe: Recipe | None = None, state: LinearState | None = None,
+    noise: Tensor | None = None, accumulator: str = "float32",
+) -> Tensor:  # fmt: skip
     """Multiply each expert's rows by its own weight.
 
         out_i = x_i W_eᵀ + b_e,     e the expert of row i: the first tokens_per_expert[0] are 0's, …
@@ -107,15 +101,10 @@ def grouped_linear(
 
 
 def grouped_dgrad(
-    d_out_PM: Tensor,
-    weight_LMN: Tensor,
-    tokens_per_expert_L: Tensor,
-    *,
-    recipe: Recipe | None = None,
-    state: LinearState | None = None,
-    noise: Tensor | None = None,
+    d_out_PM: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
+    *, recipe: Recipe | None = None, state: LinearState | None = None, noise: Tensor | None = None,
     accumulator: str = "float32",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The gradient of `grouped_linear` in its rows.
 
         dx_i = d_out_i W_e,     0 past the last segment
@@ -135,16 +124,10 @@ def grouped_dgrad(
 
 
 def grouped_wgrad(
-    d_out_PM: Tensor,
-    rows_PN: Tensor,
-    tokens_per_expert_L: Tensor,
-    *,
-    accumulate_into: Tensor | None = None,
-    recipe: Recipe | None = None,
-    state: LinearState | None = None,
-    noise: Tensor | None = None,
-    accumulator: str = "float32",
-) -> Tensor:
+    d_out_PM: Tensor, rows_PN: Tensor, tokens_per_expert_L: Tensor,
+    *, accumulate_into: Tensor | None = None, recipe: Recipe | None = None,
+    state: LinearState | None = None, noise: Tensor | None = None, accumulator: str = "float32",
+) -> Tensor:  # fmt: skip
     """The gradient of `grouped_linear` in its weight. Called later, with the backward's tensors, it
     is the delayed gradient.
 

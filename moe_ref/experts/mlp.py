@@ -20,28 +20,14 @@ from moe_ref.rounding import accumulator_dtype, round_to
 
 
 def grouped_mlp(
-    rows_PH: Tensor,
-    tokens_per_expert_L: Tensor,
-    fc1_weight_LFH: Tensor,
-    fc2_weight_LHF: Tensor,
-    *,
-    probs: Tensor | None = None,
-    fc1_bias: Tensor | None = None,
-    fc2_bias: Tensor | None = None,
-    kind: str = "swiglu",
-    offset: float = 0.0,
-    clamp: float | None = None,
-    alpha: float | None = None,
-    interleave: int | None = None,
-    round_before_probs: bool = False,
-    fp8_input_store: bool = False,
-    probs_on_input: bool = False,
-    align: int | None = None,
-    recompute: str | None = None,
-    recipe: Recipe | None = None,
-    state: tuple[LinearState, LinearState] | None = None,
+    rows_PH: Tensor, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor, *,
+    probs: Tensor | None = None, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
+    kind: str = "swiglu", offset: float = 0.0, clamp: float | None = None, alpha: float | None = None,
+    interleave: int | None = None, round_before_probs: bool = False, fp8_input_store: bool = False,
+    probs_on_input: bool = False, align: int | None = None, recompute: str | None = None,
+    recipe: Recipe | None = None, state: tuple[LinearState, LinearState] | None = None,
     noise: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Each expert's two linear layers over its own rows, weighted by the rows' probabilities.
 
         h = x W1_eᵀ + b1_e;   a = act(h) · p;   y = a W2_eᵀ + p · b2_e       e the expert of the row
@@ -69,19 +55,9 @@ def grouped_mlp(
     shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
     act = chosen_activation(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
     check_grouped_mlp(
-        rows_PH,
-        tokens_per_expert_L,
-        fc1_weight_LFH,
-        fc2_weight_LHF,
-        probs,
-        fc1_bias,
-        fc2_bias,
-        interleave,
-        kind,
-        probs_on_input,
-        align,
-        recompute,
-    )
+        rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias, interleave, kind,
+        probs_on_input, align, recompute,
+    )  # fmt: skip
     check_pairs(state, noise)
     total = expert_slices(tokens_per_expert_L, len(rows_PH))[-1].stop
     weights = (fc1_weight_LFH, fc2_weight_LHF, fc1_bias, fc2_bias)
@@ -101,16 +77,10 @@ def grouped_mlp(
 
 
 def sequential_mlp(
-    rows_PH: Tensor,
-    tokens_per_expert_L: Tensor,
-    fc1_weight_LFH: Tensor,
-    fc2_weight_LHF: Tensor,
-    *,
-    probs: Tensor | None = None,
-    fc1_bias: Tensor | None = None,
-    fc2_bias: Tensor | None = None,
+    rows_PH: Tensor, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor,
+    *, probs: Tensor | None = None, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
     **settings: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`grouped_mlp` with one expert after another.
 
         for e in experts: y[segment e] = grouped_mlp(x[segment e], W1_e, W2_e, …)
@@ -163,21 +133,11 @@ def latent_projection(
 
 
 def _experts(
-    rows_PH: Tensor,
-    tokens_per_expert_L: Tensor,
-    probs: Tensor | None,
-    fc1_weight_LFH: Tensor,
-    fc2_weight_LHF: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_bias: Tensor | None,
-    *,
-    act: Callable[..., Tensor],
-    linears: Sequence[Callable[..., Tensor]],
-    noise: tuple[Tensor, Tensor] | None,
-    align: int | None,
-    probs_on_input: bool,
-    recompute: bool,
-) -> Tensor:
+    rows_PH: Tensor, tokens_per_expert_L: Tensor, probs: Tensor | None, fc1_weight_LFH: Tensor,
+    fc2_weight_LHF: Tensor, fc1_bias: Tensor | None, fc2_bias: Tensor | None,
+    *, act: Callable[..., Tensor], linears: Sequence[Callable[..., Tensor]],
+    noise: tuple[Tensor, Tensor] | None, align: int | None, probs_on_input: bool, recompute: bool,
+) -> Tensor:  # fmt: skip
     """`grouped_mlp` without rows past the last segment."""
     accumulator = accumulator_of(rows_PH, probs, fc2_bias)
     p_P = None if probs is None else probs.to(accumulator)  # once: both parts of its gradient add before one rounding

@@ -17,22 +17,13 @@ from moe_ref.rounding import accumulator_dtype, round_to
 
 
 def shared_experts(
-    x_TH: Tensor,
-    fc1_weight_FH: Tensor,
-    fc2_weight_HF: Tensor,
-    *,
-    gate_weight: Tensor | None = None,
-    kind: str = "swiglu",
-    offset: float = 0.0,
-    clamp: float | None = None,
-    alpha: float | None = None,
-    interleave: int | None = None,
-    fp8_input_store: bool = False,
-    recompute: bool = False,
-    recipe: Recipe | None = None,
+    x_TH: Tensor, fc1_weight_FH: Tensor, fc2_weight_HF: Tensor,
+    *, gate_weight: Tensor | None = None, kind: str = "swiglu", offset: float = 0.0,
+    clamp: float | None = None, alpha: float | None = None, interleave: int | None = None,
+    fp8_input_store: bool = False, recompute: bool = False, recipe: Recipe | None = None,
     state: tuple[LinearState, LinearState] | None = None,
     noise: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Two linear layers over all tokens, without biases, and a gate of their own.
 
         y = act(x W1ᵀ) W2ᵀ;     with a gate  y ← y · σ(x gᵀ)

@@ -35,21 +35,12 @@ from moe_ref.rounding import accumulator_dtype, round_to
 
 
 def glu_and_quantize(
-    h_PF2: Tensor,
-    recipe: Recipe,
-    *,
-    splits: Tensor | None = None,
-    probs: Tensor | None = None,
-    kind: str = "swiglu",
-    offset: float = 0.0,
-    clamp: float | None = None,
-    alpha: float | None = None,
-    interleave: int | None = None,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    state: QuantizerState | None = None,
-    round_before_quantize: bool = False,
-) -> Quantization:
+    h_PF2: Tensor, recipe: Recipe,
+    *, splits: Tensor | None = None, probs: Tensor | None = None, kind: str = "swiglu",
+    offset: float = 0.0, clamp: float | None = None, alpha: float | None = None,
+    interleave: int | None = None, rowwise: bool = True, columnwise: bool = False,
+    state: QuantizerState | None = None, round_before_quantize: bool = False,
+) -> Quantization:  # fmt: skip
     """A gated activation times the row's probability, quantised as the next linear layer's input.
 
         a = f(u) · (v + offset) · p            see `moe_ref.experts.activations.glu`
@@ -87,23 +78,13 @@ def glu_and_quantize(
 
 
 def glu_backward_and_quantize(
-    d_out_PF: Tensor,
-    h_PF2: Tensor,
-    recipe: Recipe,
-    *,
-    splits: Tensor | None = None,
-    probs: Tensor | None = None,
-    kind: str = "swiglu",
-    offset: float = 0.0,
-    clamp: float | None = None,
-    alpha: float | None = None,
-    interleave: int | None = None,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    state: QuantizerState | None = None,
-    noise: Tensor | None = None,
+    d_out_PF: Tensor, h_PF2: Tensor, recipe: Recipe,
+    *, splits: Tensor | None = None, probs: Tensor | None = None, kind: str = "swiglu",
+    offset: float = 0.0, clamp: float | None = None, alpha: float | None = None,
+    interleave: int | None = None, rowwise: bool = True, columnwise: bool = False,
+    state: QuantizerState | None = None, noise: Tensor | None = None,
     round_before_quantize: bool = False,
-) -> QuantizedGradients:
+) -> QuantizedGradients:  # fmt: skip
     """The gradients of `glu`; d_h quantised as the output gradient of the linear layer before.
 
         d_h, d_probs = glu_backward(…);   quantize(d_h, recipe, role="grad_output")
@@ -140,17 +121,11 @@ def glu_backward_and_quantize(
 
 
 def activation_and_quantize(
-    h_PF: Tensor,
-    recipe: Recipe,
-    *,
-    splits: Tensor | None = None,
-    probs: Tensor | None = None,
-    kind: str = "squared_relu",
-    rowwise: bool = True,
-    columnwise: bool = False,
-    state: QuantizerState | None = None,
+    h_PF: Tensor, recipe: Recipe,
+    *, splits: Tensor | None = None, probs: Tensor | None = None, kind: str = "squared_relu",
+    rowwise: bool = True, columnwise: bool = False, state: QuantizerState | None = None,
     round_before_quantize: bool = False,
-) -> Quantization:
+) -> Quantization:  # fmt: skip
     """An activation without a gate times the row's probability, quantised as the input of the next
     linear layer.
 
@@ -173,19 +148,11 @@ def activation_and_quantize(
 
 
 def activation_backward_and_quantize(
-    d_out_PF: Tensor,
-    h_PF: Tensor,
-    recipe: Recipe,
-    *,
-    splits: Tensor | None = None,
-    probs: Tensor | None = None,
-    kind: str = "squared_relu",
-    rowwise: bool = True,
-    columnwise: bool = False,
-    state: QuantizerState | None = None,
-    noise: Tensor | None = None,
-    round_before_quantize: bool = False,
-) -> QuantizedGradients:
+    d_out_PF: Tensor, h_PF: Tensor, recipe: Recipe,
+    *, splits: Tensor | None = None, probs: Tensor | None = None, kind: str = "squared_relu",
+    rowwise: bool = True, columnwise: bool = False, state: QuantizerState | None = None,
+    noise: Tensor | None = None, round_before_quantize: bool = False,
+) -> QuantizedGradients:  # fmt: skip
     """The gradients of `activation`; d_h quantised as the output gradient of the linear layer
     before.
 
@@ -236,15 +203,10 @@ def _in_dtype(form: Form | None, dtype: torch.dtype) -> Form | None:
 
 
 def _gradients(
-    backward: Callable[..., ActivationGradients],
-    d_out_PF: Tensor,
-    h: Tensor,
-    recipe: Recipe,
-    probs: Tensor | None,
-    options: dict[str, Any],
-    forms: dict[str, Any],
+    backward: Callable[..., ActivationGradients], d_out_PF: Tensor, h: Tensor, recipe: Recipe,
+    probs: Tensor | None, options: dict[str, Any], forms: dict[str, Any],
     round_before_quantize: bool,
-) -> QuantizedGradients:
+) -> QuantizedGradients:  # fmt: skip
     """d_h quantised, and d_probs."""
     check_quantized_activation(
         h, h.shape[1], recipe, "grad_output", **forms, round_before_quantize=round_before_quantize

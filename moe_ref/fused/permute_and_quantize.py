@@ -12,19 +12,11 @@ from moe_ref.quantization.quantize import quantize
 
 
 def permute_and_quantize(
-    tokens_TH: Tensor,
-    routing_map_TE: Tensor,
-    recipe: Recipe,
-    *,
-    probs: Tensor | None = None,
-    align: int | None = None,
-    capacity: int | None = None,
-    num_rows: int | None = None,
-    role: str = "input",
-    rowwise: bool = True,
-    columnwise: bool = False,
-    state: QuantizerState | None = None,
-) -> PermutedQuantization:
+    tokens_TH: Tensor, routing_map_TE: Tensor, recipe: Recipe,
+    *, probs: Tensor | None = None, align: int | None = None, capacity: int | None = None,
+    num_rows: int | None = None, role: str = "input", rowwise: bool = True,
+    columnwise: bool = False, state: QuantizerState | None = None,
+) -> PermutedQuantization:  # fmt: skip
     """Copy each token once per expert it is routed to, and quantise each expert's segment.
 
         permuted  = permute(tokens, routing_map, probs, align, capacity, num_rows)

@@ -43,14 +43,9 @@ class RowMap:
 
 
 def permute(
-    tokens_TH: Tensor,
-    routing_map_TE: Tensor,
-    *,
-    probs: Tensor | None = None,
-    align: int | None = None,
-    capacity: int | None = None,
-    num_rows: int | None = None,
-) -> Permuted:
+    tokens_TH: Tensor, routing_map_TE: Tensor, *, probs: Tensor | None = None,
+    align: int | None = None, capacity: int | None = None, num_rows: int | None = None,
+) -> Permuted:  # fmt: skip
     """Copy each token once per expert it is routed to, by ascending expert, then token.
 
         for e in experts:

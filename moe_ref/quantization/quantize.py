@@ -50,16 +50,10 @@ class Quantized:
 
 
 def quantize(
-    x_MN: Tensor,
-    recipe: Recipe,
-    *,
-    role: str = "input",
-    splits: Tensor | None = None,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    state: QuantizerState | None = None,
-    noise: Tensor | None = None,
-) -> Quantization:
+    x_MN: Tensor, recipe: Recipe,
+    *, role: str = "input", splits: Tensor | None = None, rowwise: bool = True,
+    columnwise: bool = False, state: QuantizerState | None = None, noise: Tensor | None = None,
+) -> Quantization:  # fmt: skip
     """Quantise each group of rows by itself.
 
         for each group, direction and block:  scale = rule(max |x|),  code = encode(x · scale)

@@ -31,18 +31,11 @@ from moe_ref.router.sinkhorn import sinkhorn_routing
 
 
 def route(
-    logits_TE: Tensor,
-    config: RouterConfig,
-    *,
-    state: RouterState,
-    batch_size: int = 1,
-    padding_mask: Tensor | None = None,
-    training: bool = True,
-    loss_scale: float = 1.0,
-    replay: str = "none",
-    replay_target: Tensor | None = None,
-    ranks: RouterRanks | None = None,
-) -> RouteOutput:
+    logits_TE: Tensor, config: RouterConfig,
+    *, state: RouterState, batch_size: int = 1, padding_mask: Tensor | None = None,
+    training: bool = True, loss_scale: float = 1.0, replay: str = "none",
+    replay_target: Tensor | None = None, ranks: RouterRanks | None = None,
+) -> RouteOutput:  # fmt: skip
     """One forward of the router after its matrix product; see the steps in its code.
 
     Losses (`moe_ref.router.losses`) and counts need `training` and a recording autograd: an

@@ -18,16 +18,11 @@ from moe_ref.router.scores import SCORES, normalised, softmax
 
 def topk_indices(
     logits_TE: Tensor,
-    *,
-    topk: int,
-    score_function: str = "softmax",
-    pre_softmax: bool = False,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-    scaling_factor: float | None = None,
-    expert_bias: Tensor | None = None,
+    *, topk: int, score_function: str = "softmax", pre_softmax: bool = False,
+    num_groups: int | None = None, group_topk: int | None = None,
+    scaling_factor: float | None = None, expert_bias: Tensor | None = None,
     precomputed_indices: Tensor | None = None,
-) -> TopK:
+) -> TopK:  # fmt: skip
     """Choose K experts per token and weigh them.
 
         score function   key of expert e          weight of a chosen expert e of S

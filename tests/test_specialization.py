@@ -1,0 +1,91 @@
+"""Kernels are compiled anew for few integers: sizes, strides and counts stay plain arguments that
+`do_not_specialize` names, which Triton ignores for integers inside a record.
+"""
+
+import importlib
+import pkgutil
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+import moe_fast
+import moe_ref.config
+from tests.common.fast import interpreted
+
+MODULES = [
+    importlib.import_module(module.name) for module in pkgutil.walk_packages(moe_fast.__path__, moe_fast.__name__ + ".")
+]
+
+
+def is_kernels(module: str) -> bool:
+    return module.rpartition(".")[2].startswith("_")
+
+
+def records_of_launches() -> set[type]:
+    """The NamedTuples of kernel modules that launchers make."""
+    made_by_launchers = (thing for m in MODULES if not is_kernels(m.__name__) for thing in vars(m).values())
+    return {thing for thing in made_by_launchers if hasattr(thing, "_fields") and is_kernels(thing.__module__)}
+
+
+def integers_in_records(argument: Any, inside: bool = False) -> int:
+    if isinstance(argument, tuple):
+        return sum(integers_in_records(field, True) for field in argument)
+    return int(inside and isinstance(argument, int))
+
+
+def specialisation(argument: Any) -> Any:
+    """What Triton compiles for: the type, 1, and divisibility by 16."""
+    if isinstance(argument, tuple):
+        return tuple(map(specialisation, argument))
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype
+    return argument if argument in (None, 1) else (argument >= 1 << 31, argument % 16 == 0)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, set]:
+    """By kernel, the specialisations of later launches, whose records must hold no integer."""
+    found: dict[str, set] = {}
+    run = InterpretedFunction.run
+
+    def recorded(self: Any, *arguments: Any, **settings: Any) -> Any:
+        assert sum(map(integers_in_records, arguments)) == 0, self.__name__
+        named = zip(self.arg_names, arguments, strict=False)
+        ignored = self.kwargs["do_not_specialize"] or ()
+        key = tuple(specialisation(argument) for name, argument in named if name not in ignored)
+        found.setdefault(self.__name__, set()).add(key)
+        return run(self, *arguments, **settings)
+
+    monkeypatch.setattr(InterpretedFunction, "run", recorded)
+    return found
+
+
+def test_records_that_launches_pass_hold_pointers_alone() -> None:
+    records = records_of_launches()
+    assert {record.__name__ for record in records} == {"RowMapPointers", "FormPointers", "Operands"}
+    assert all(field.endswith("_ptr") for record in records for field in record._fields)  # type: ignore[attr-defined]
+
+
+@interpreted
+def test_other_numbers_of_tokens_experts_and_rows_compile_permutation_once(launches: dict[str, set]) -> None:
+    for num_tokens, num_experts, num_rows in ((1, 2, 16), (16, 3, 48), (17, 18, 300)):
+        tokens, probs = torch.ones(num_tokens, 32), torch.ones(num_tokens, num_experts)
+        result = moe_fast.permute(tokens, probs > 0, probs=probs, num_rows=num_rows)
+        moe_fast.unpermute(result.rows, result.row_map)
+    assert [len(launches[kernel]) for kernel in ("permute_kernel", "unpermute_kernel")] == [1, 1]
+
+
+@interpreted
+def test_other_numbers_of_tokens_and_experts_compile_fused_quantization_once(launches: dict[str, set]) -> None:
+    recipe = moe_ref.config.Recipe(scaling="mxfp8")
+    for num_tokens, num_experts in ((1, 2), (16, 3), (17, 16)):
+        routing_map = torch.ones(num_tokens, num_experts, dtype=torch.bool)
+        moe_fast.permute_and_quantize(
+            torch.ones(num_tokens, 64), routing_map, recipe, align=32, num_rows=1024, columnwise=True
+        )
+        h, splits = torch.ones(64 * num_experts, 64), torch.full((num_experts,), 64)
+        moe_fast.glu_and_quantize(h, recipe, splits=splits, columnwise=True)
+    kernels = ("scatter_kernel", "gather_kernel", "quantize_activated_blocks_kernel")
+    assert [len(launches[kernel]) for kernel in kernels] == [1, 1, 1]
