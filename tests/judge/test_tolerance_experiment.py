@@ -9,31 +9,33 @@ from conformance.analysis.forms import nearly
 from conformance.judge import Codes, RowWise, judge
 from conformance.judge.codes import DIVISION, RECIPROCAL, code_values
 from tests.judge.tolerance_experiment import (
-    BLOCK,
-    BLOCK_BUGS,
     BUGS,
     ORDERS,
     POLICIES,
     REGIMES,
-    BlockKernel,
-    Blocks,
-    Hopper,
     Kernel,
     Layer,
     LowAccumulator,
+    Truncating,
+    Truth,
+    layer,
+    truth,
+)
+from tests.judge.tolerance_fp8 import (
+    BLOCK,
+    BLOCK_BUGS,
+    BlockKernel,
+    Blocks,
+    Hopper,
     NeverPromoted,
     ScaledFirst,
     StaleAmax,
-    Truncating,
-    Truth,
     activations,
     block_truth,
     blocks,
     largest,
-    layer,
     quantised,
     spread_out,
-    truth,
 )
 from tests.judge.tolerance_recipes import BUGS as RECIPE_BUGS
 from tests.judge.tolerance_recipes import DECLARING, HONEST, PRODUCTS, SCALINGS, Product, declaring, product

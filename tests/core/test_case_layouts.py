@@ -1,0 +1,79 @@
+"""Memory layouts of a case's tensors."""
+
+import pytest
+import torch
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.tensors import WIDE, laid_out, payload
+from conformance.families.permutation.cases import RoutingCase
+from conformance.judge.exact import bits
+
+X = payload(0, "tokens", (5, 6), "float32")
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided", "shifted"])
+@pytest.mark.parametrize(
+    "x",
+    [X, X[:, 0].clone(), X[:0], X.to(torch.bfloat16), X.to(torch.float8_e4m3fn), X > 0],
+    ids=lambda x: f"{x.dtype}{list(x.shape)}",
+)
+def test_layouts_keep_the_values(x, layout):
+    placed = laid_out(x, layout)
+    assert placed.dtype == x.dtype
+    assert placed.shape == x.shape
+    assert (bits(placed) == bits(x)).all()
+
+
+def test_layouts_have_the_strides_they_promise():
+    assert laid_out(X, "contiguous").stride() == (6, 1)
+    assert laid_out(X, "transposed").stride() == (1, 5)
+    assert laid_out(X, "strided").stride() == (24, 2)
+    assert laid_out(X[:, 0].clone(), "transposed").stride() == (2,)
+    matrices = payload(0, "weight", (6, 5), "float32").reshape(2, 3, 5)
+    assert laid_out(matrices, "transposed").stride() == (15, 1, 3)
+    shifted = laid_out(X, "shifted")
+    assert (shifted.stride(), shifted.storage_offset()) == ((6, 1), 1)
+
+
+def test_an_expanded_layout_repeats_its_first_entry_without_memory():
+    expanded = laid_out(X, "expanded")
+    assert expanded.stride() == (0, 1)
+    assert torch.equal(expanded, X[:1].repeat(5, 1))
+    assert laid_out(X[:0], "expanded").shape == (0, 6)
+
+
+def test_what_lies_between_strided_values_is_garbage():
+    raw = laid_out(X, "strided").untyped_storage()
+    whole = torch.empty(0).set_(raw)
+    assert whole.isnan().any()
+
+
+@pytest.mark.parametrize(("layout", "dim"), [("wide_rows", 0), ("wide_columns", 1), ("wide_depth", 2)])
+@pytest.mark.parametrize("entries", [2, 3, 4])
+def test_wide_layouts_pass_every_32_bit_offset(layout, dim, entries):
+    x = (
+        payload(0, "tokens", (entries, entries), "uint8")
+        if dim < 2
+        else payload(0, "tokens", (entries**2, entries), "uint8").reshape(entries, entries, -1)
+    )
+    placed = laid_out(x, layout)
+    assert placed.stride(dim) * (entries - 1) > 2**31
+    assert placed.stride(dim) * (entries - 1) <= WIDE
+    assert torch.equal(placed, x)
+
+
+def test_a_vector_is_wide_in_its_only_dimension():
+    x = payload(0, "probs", (3, 1), "uint8").flatten()
+    placed = laid_out(x, "wide_columns")
+    assert placed.stride(0) * 2 > 2**31
+    assert torch.equal(placed, x)
+
+
+@pytest.mark.parametrize("name", ["d_rows", "tokens"])
+def test_an_expanded_input_repeats_in_the_master_copy_too(name):
+    case = RoutingCase(
+        function="permute", tokens=4, experts=2, hidden=3, grads="tokens", layout="expanded", layout_of=name
+    )
+    problem = CONTRACTS["permute"].problem(case)
+    master = problem.cotangents["rows"] if name == "d_rows" else problem.required["tokens"]
+    assert torch.equal(master, master[:1].expand(master.shape))

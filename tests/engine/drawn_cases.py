@@ -1,0 +1,34 @@
+"""Functions by kind, and cases drawn of them once."""
+
+import functools
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.case import Case
+from conformance.core.space import Space
+from conformance.engine.choose.draw import drawn, strategy
+
+FUNCTIONS = tuple(CONTRACTS)
+WIDE = ("wide_rows", "wide_columns")
+FAR = (*WIDE, "wide_depth")
+DRAWS = {
+    "permute": 700,
+    "unpermute": 500,
+    "sort_chunks": 500,
+    "topk_indices": 500,
+    "topk_routing": 500,
+    "quantize": 700,
+    "permute_and_quantize": 700,
+}
+CHOOSE = ("topk_indices", "topk_routing")
+ELEMENTWISE = ("glu", "activation")
+QUANTIZED = ("quantize",)
+BACK_AND_QUANTIZED = ("glu_backward_and_quantize", "activation_backward_and_quantize")
+ACTIVATED_AND_QUANTIZED = ("glu_and_quantize", "activation_and_quantize", *BACK_AND_QUANTIZED)
+GROUPED = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
+MLPS = ("grouped_mlp", "sequential_mlp")
+STEPPED = ("route",)  # made of the other functions: its inputs lie as they come
+
+
+@functools.cache
+def draws(function: str, seed: int = 1, count: int = 0) -> list[Case]:
+    return drawn(strategy(function, Space()), seed, count or DRAWS.get(function, 300))

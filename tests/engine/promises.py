@@ -1,0 +1,273 @@
+"""Promises of the draws of permutation and the router: property name, and whether a case has it."""
+
+import torch
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.space import DTYPES, LAYOUTS, LOGIT_DTYPES, MAP_DTYPES, MOVED_DTYPES, POISONS
+from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
+from conformance.families.permutation.cases import SPREADS, indices, routed
+from conformance.families.router.cases import logits_of, map_of, padding_of
+from conformance.families.router.cases_route import LOSSES, STEPS
+from conformance.families.router.space import REAL_ROUTERS
+from tests.engine.drawn_cases import (
+    ACTIVATED_AND_QUANTIZED,
+    BACK_AND_QUANTIZED,
+    CHOOSE,
+    ELEMENTWISE,
+    FAR,
+    GROUPED,
+    MLPS,
+    QUANTIZED,
+    STEPPED,
+    WIDE,
+)
+
+
+def counts(case):
+    return routed(case).sum(0)
+
+
+def expected(case, output):
+    contract = CONTRACTS[case.function]
+    return contract.expected(case, contract.problem(case), {})[output].value
+
+
+ROUTED = {
+    "no tokens": lambda c: c.tokens == 0,
+    "nothing routed": lambda c: c.tokens > 0 and not counts(c).any(),
+    "an empty expert beside others": lambda c: c.tokens > 0 and 0 < (counts(c) == 0).sum() < c.experts,
+    "one expert": lambda c: c.experts == 1,
+    "all experts for every token": lambda c: c.tokens > 0 and c.experts > 1 and routed(c).all(),
+    "a number of experts that is no power of two": lambda c: c.experts & (c.experts - 1) != 0,
+    "more than 250 tokens": lambda c: c.tokens > 250,
+    "more than 500 experts": lambda c: c.experts > 500,
+    "tokens with different numbers of experts": lambda c: c.tokens > 1 and len(set(routed(c).sum(1).tolist())) > 1,
+    "an explicit map": lambda c: c.routing is not None and c.tokens > 1,
+} | {f"a map of {dtype}": lambda c, dtype=dtype: c.map_dtype == dtype for dtype in MAP_DTYPES}
+SPREAD = {f"spread {spread}": lambda c, spread=spread: c.routing is None and c.spread == spread for spread in SPREADS}
+WITH_ROOM = {
+    "a hidden size above 4000": lambda c: c.hidden > 4000,
+    "a hidden size of one": lambda c: c.hidden == 1,
+    "a hidden size of zero": lambda c: c.hidden == 0,
+    "an alignment": lambda c: c.align > 1,
+    "a capacity above the number of tokens": lambda c: c.capacity > c.tokens,
+    "a capacity that drops rows": lambda c: c.capacity and (counts(c) > c.capacity).any(),
+    "too few rows": lambda c: c.slack is not None and c.slack < 0 and counts(c).any(),
+    "more rows than needed": lambda c: c.slack is not None and c.slack > 0,
+    "exactly the rows that are needed": lambda c: c.slack == 0,
+    "an alignment and a number of rows": lambda c: c.align > 1 and c.slack is not None,
+}
+VALUES = {f"{values} values": lambda c, values=values: c.values == values for values in ("dyadic", "wide", "special")}
+PROBS = {
+    "probs of another dtype than the rows": lambda c: c.probs == "bfloat16" and c.dtype == "float32",
+    "no probs": lambda c: not c.probs,
+}
+INDEXED = {
+    "no tokens": lambda c: c.tokens == 0,
+    "one expert": lambda c: c.experts == 1,
+    "more slots than experts": lambda c: c.topk > c.experts,
+    "empty slots": lambda c: c.tokens > 0 and (indices(c) == -1).any(),
+    "nothing but empty slots": lambda c: c.tokens > 0 and (indices(c) == -1).all(),
+    "an expert in several slots": lambda c: any(
+        len({e for e in row if e >= 0}) < sum(e >= 0 for e in row) for row in indices(c).tolist()
+    ),
+    "more than 250 tokens": lambda c: c.tokens > 250,
+    "more than 500 experts": lambda c: c.experts > 500,
+    "a number of experts that is no power of two": lambda c: c.experts & (c.experts - 1) != 0,
+    "probabilities of zero": lambda c: c.zero_probs,
+} | {f"indices of {dtype}": lambda c, dtype=dtype: c.index_dtype == dtype for dtype in ("int64", "int32", "int16")}
+CHUNKED = {
+    "no chunks": lambda c: not c.sizes,
+    "no rows": lambda c: c.sizes and not sum(c.sizes),
+    "an empty chunk beside others": lambda c: 0 in c.sizes and any(c.sizes),
+    "an empty chunk in front": lambda c: c.sizes and c.sizes[0] == 0 and any(c.sizes),
+    "more than 100 chunks": lambda c: len(c.sizes) > 100,
+    "chunks that stay where they are": lambda c: len(c.sizes) > 1 and c.order == tuple(range(len(c.sizes))),
+    "an order that is not its own inverse": lambda c: any(c.order[c.order[i]] != i for i in range(len(c.order))),
+    "rows behind the last chunk": lambda c: c.tail > 0,
+    "a hidden size above 1000": lambda c: c.hidden > 1000,
+    "more than 100 rows": lambda c: sum(c.sizes) > 100,
+} | {f"indices of {dtype}": lambda c, dtype=dtype: c.index_dtype == dtype for dtype in ("int64", "int32")}
+
+
+DTYPES_OF = {
+    **dict.fromkeys(("permute", "sort_chunks"), MOVED_DTYPES),
+    **dict.fromkeys((*CHOOSE, "aux_loss_scores", "load_balancing_loss", "z_loss", *ELEMENTWISE), LOGIT_DTYPES),
+    **dict.fromkeys((*GROUPED, *MLPS, "shared_experts", "latent_projection"), LOGIT_DTYPES),
+    **dict.fromkeys(("pad_routing_map", "update_expert_bias", "deepep_layout"), ()),
+    "route": ("float32", "bfloat16"),
+    **{name: MOVED_DTYPES if name.endswith("dispatch") else DTYPES for name in COLLECTIVES},
+}
+ONE_GRADIENT = (
+    "allgather_combine",
+    "alltoall_combine",
+    "deepep_low_latency_dispatch",
+    "deepep_cached_dispatch",
+    "hybridep_cached_dispatch",
+)
+NO_GRADIENTS = (
+    "pad_routing_map",
+    "deepep_layout",
+    "jitter",
+    "update_expert_bias",
+    "grouped_dgrad",
+    "grouped_wgrad",
+    *BACK_AND_QUANTIZED,
+)
+GRADS_OF = {
+    "permute": ("tokens", "probs", "tokens+probs"),
+    **dict.fromkeys(("unpermute", "sort_chunks"), ("rows", "probs", "rows+probs")),
+    **dict.fromkeys(("indices_to_multihot", "multihot_to_indices", "drop_tokens"), ("probs",)),
+    **dict.fromkeys((*CHOOSE, "aux_loss_scores", "z_loss", "sinkhorn_routing", "route"), ("logits",)),
+    "load_balancing_loss": ("scores",),
+    "gate": ("x", "weight", "x+weight", "x+weight+bias"),
+    "attach_loss": ("x", "loss", "x+loss"),
+    **dict.fromkeys(ELEMENTWISE, ("h", "probs", "h+probs")),
+    "quantize": ("x",),
+    **dict.fromkeys(ACTIVATED_AND_QUANTIZED, ("h", "probs", "h+probs")),
+    "permute_and_quantize": ("tokens", "probs", "tokens+probs"),
+    **{
+        name: (main,) if name in ONE_GRADIENT else ("probs", f"{main}+probs")
+        for name in COLLECTIVES
+        for main in ("tokens" if name.endswith("dispatch") else "rows",)
+    },
+    "grouped_linear": ("rows", "weight", "bias", "rows+weight", "rows+weight+bias"),
+    **dict.fromkeys(
+        MLPS,
+        (
+            "rows",
+            "rows+probs+fc1_weight+fc2_weight",
+            "rows+fc1_weight+fc2_weight",
+            "rows+probs+fc1_weight+fc2_weight+fc1_bias+fc2_bias",
+        ),
+    ),
+    "latent_projection": ("x", "weight", "bias", "x+weight", "x+weight+bias"),
+    "shared_experts": ("x", "x+fc1_weight+fc2_weight", "x+fc1_weight+fc2_weight+gate_weight"),
+}
+EXPANDED = (
+    "permute",
+    "unpermute",
+    "sort_chunks",
+    *CHOOSE,
+    "gate",
+    "sinkhorn_routing",
+    "drop_tokens",
+    "aux_loss_scores",
+    "attach_loss",
+)
+EXPANDED += ("shared_experts", "latent_projection")
+EXPANDED += (
+    *ELEMENTWISE,
+    *GROUPED,
+    "permute_and_quantize",
+    *(name for name in ACTIVATED_AND_QUANTIZED if name not in BACK_AND_QUANTIZED),
+)
+LAYOUTS_OF = {"update_expert_bias": ("strided", "wide_rows")} | dict.fromkeys(STEPPED, ())  # two vectors; none
+LAYOUTS_OF["deepep_low_latency_combine"] = (*LAYOUTS, *FAR)
+LAYOUTS_OF |= dict.fromkeys((*GROUPED, *QUANTIZED, *MLPS), (*LAYOUTS, *FAR, "expanded"))
+
+
+def everywhere(function: str) -> dict:
+    """What every function's draws must reach: laws, poisons, layouts, dtypes, gradients."""
+    laws = [law.name for law in CONTRACTS[function].laws.values() if not law.device]
+    layouts = LAYOUTS_OF.get(function, (*LAYOUTS, *WIDE, *(("expanded",) if function in EXPANDED else ())))
+    found = {f"law {law}": lambda c, law=law: c.law == law for law in laws}
+    found |= {f"poison {poison}": lambda c, poison=poison: c.poison == poison for poison in POISONS}
+    found |= {f"layout {layout}": lambda c, layout=layout: c.layout == layout for layout in layouts}
+    found |= {f"dtype {dtype}": lambda c, dtype=dtype: c.dtype == dtype for dtype in DTYPES_OF.get(function, DTYPES)}
+    if function not in NO_GRADIENTS:
+        found |= {
+            f"gradients of {grads or 'nothing'}": lambda c, grads=grads: c.grads == grads
+            for grads in ("", *GRADS_OF[function])
+        }
+    if function in ("permute", "sort_chunks"):
+        found |= {f"unused {unused}": lambda c, unused=unused: c.unused == unused for unused in ("rows", "probs")}
+    return found
+
+
+def in_order(case):
+    return logits_of(case).sort(dim=1, descending=True).values.double()
+
+
+def each(field: str, *values) -> dict:
+    return {f"{field} {value!r}": lambda c, value=value: getattr(c, field) == value for value in values}
+
+
+def steps(case):
+    return case.steps.split("+")
+
+
+SHAPED = {
+    "no tokens": lambda c: c.tokens == 0,
+    "one expert": lambda c: c.experts == 1,
+    "one slot of several experts": lambda c: c.topk == 1 < c.experts,
+    "a number of experts that is no power of two": lambda c: c.experts & (c.experts - 1) != 0,
+}
+LARGE = {
+    "more than 250 tokens": lambda c: c.tokens > 250,
+    "more than 2000 experts": lambda c: c.experts > 2000,
+    "more than 30 slots": lambda c: c.topk > 30,
+} | {
+    f"the router of a real model, {experts} {topk}": lambda c, s=(experts, topk): (c.experts, c.topk) == s
+    for experts, topk in REAL_ROUTERS
+}
+SPREAD_OF_LOGITS = each(
+    "spread", "distinct", "ties", "near", "negative", "extreme", "minus_inf", "nan", "equal", "saturated"
+) | {
+    "NaN beside rows without": lambda c: 0 < int(logits_of(c).isnan().any(1).sum()) < c.tokens,
+    "+∞": lambda c: bool((logits_of(c) == torch.inf).any()),
+    "a row of nothing but -∞": lambda c: bool((logits_of(c) == -torch.inf).all(1).any()),
+    "fewer logits above -∞ than slots, but some": lambda c: bool(
+        ((n := (logits_of(c) > -torch.inf).sum(1)) < c.topk).logical_and(n > 0).any()
+    ),
+}
+CHOICES = {
+    "all experts for every token": lambda c: c.tokens > 0 and c.topk == c.experts > 1,
+    "a tie between the last chosen and the next": lambda c: (
+        c.topk < c.experts and bool((in_order(c)[:, c.topk - 1] == in_order(c)[:, c.topk]).any())
+    ),
+    "no tie anywhere": lambda c: c.tokens > 1 and c.experts > 1 and bool((in_order(c).diff(dim=1) < 0).all()),
+}
+SETTINGS_OF_TOPK = {
+    "one group kept": lambda c: c.groups > 1 and c.group_topk == 1,
+    "several of the groups kept": lambda c: 1 < c.group_topk < c.groups,
+    "all groups kept": lambda c: c.groups > 1 and c.group_topk == c.groups,
+    "groups judged by several experts": lambda c: c.groups and c.topk // c.group_topk > 1,
+    "slots that are no multiple of the kept groups": lambda c: c.groups and c.topk % c.group_topk != 0,
+    "kept groups that are chosen whole": lambda c: c.groups and c.topk == c.group_topk * c.experts // c.groups,
+    "a bias with groups": lambda c: c.groups and c.bias,
+    "a scaling factor below one": lambda c: 0 < c.scaling < 8,
+    "a scaling factor above one": lambda c: c.scaling > 8,
+    "indices given": lambda c: c.precomputed,
+    "indices given beside groups": lambda c: c.precomputed and c.groups,
+}
+PADDED = {
+    "no padding": lambda c: not c.padding,
+    "some padding": lambda c: c.padding and 0 < int(padding_of(c).sum()) < c.tokens,
+    "nothing but padding": lambda c: c.tokens > 0 and bool(padding_of(c).all()),
+}
+TOPK = SHAPED | LARGE | SPREAD_OF_LOGITS | CHOICES | SETTINGS_OF_TOPK
+TOPK |= each("score", "softmax", "softmax_pre", "sigmoid", "sqrtsoftplus") | each("bias", "", "small", "large")
+DROPS = {
+    "tokens of which some are dropped": lambda c: c.capacity and bool((map_of(c).sum(0) > c.capacity).any()),
+    "no room at all": lambda c: c.capacity == 0 < c.tokens,
+    "more room than tokens": lambda c: c.capacity > c.tokens > 0,
+    "experts filled up": lambda c: c.pad and c.tokens and bool((map_of(c).sum(0) < min(c.capacity, c.tokens)).any()),
+    "tokens with different numbers of experts": lambda c: c.tokens > 1 and len(set(map_of(c).sum(1).tolist())) > 1,
+}
+STATES = {
+    "no tokens": lambda c: c.tokens == 0,
+    "one column": lambda c: c.hidden == 1,
+    "more than 100 columns": lambda c: c.hidden > 100,
+}
+ROUTES = {f"the step {step}": lambda c, step=step: step in steps(c) for step in STEPS} | {
+    "all losses at once": lambda c: len(c.losses.split("+")) == len(LOSSES),
+    "a step after a global batch": lambda c: "finish" in steps(c)[1:-1],
+    "two replays in a queue": lambda c: "forward+forward" in c.steps,
+    "several sequences": lambda c: c.sequences > 1,
+    "padding": lambda c: c.padding > 0,
+    "a capacity": lambda c: c.capacity > 0,
+    "groups": lambda c: c.groups > 0,
+    "an expert bias that is updated and used again": lambda c: c.bias and "finish+train" in c.steps,
+    "losses a token": lambda c: c.per_token and c.losses,
+}

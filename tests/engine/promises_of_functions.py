@@ -1,0 +1,353 @@
+"""Promises of the draws, by function."""
+
+import torch
+
+from conformance.core.space import MAP_DTYPES, Space
+from conformance.engine.choose.draw import scope_of
+from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
+from conformance.families.dispatch.cases import SPREADS as SPREADS_OF_SLOTS
+from conformance.families.dispatch.cases import DispatchCase
+from conformance.families.experts.cases import VALUES as VALUES_ACTIVATED
+from conformance.families.experts.cases import counts_of, hidden_of
+from conformance.families.fused.space import kinds as permuted_and_quantized_kinds
+from conformance.families.permutation.cases import indices, routed
+from conformance.families.quantization.cases import (
+    DIRECTIONS,
+    RECIPES,
+    ROLES,
+    VARIANTS,
+    is_random,
+    is_transformed,
+    splits_of,
+    unit_of,
+    x_of,
+)
+from conformance.families.quantization.cases import VALUES as VALUES_QUANTIZED
+from conformance.families.router.space import SINKHORN_SPREADS
+from moe_ref.config import GATED as GATED_KINDS
+from moe_ref.config import PLAIN as PLAIN_KINDS
+from tests.engine.drawn_cases import ACTIVATED_AND_QUANTIZED, CHOOSE, MLPS
+from tests.engine.promises import (
+    CHOICES,
+    CHUNKED,
+    DROPS,
+    INDEXED,
+    LARGE,
+    PADDED,
+    PROBS,
+    ROUTED,
+    ROUTES,
+    SHAPED,
+    SPREAD,
+    SPREAD_OF_LOGITS,
+    STATES,
+    TOPK,
+    VALUES,
+    WITH_ROOM,
+    each,
+    expected,
+)
+
+ACTIVATED = {
+    "no rows": lambda c: c.tokens == 0,
+    "no columns": lambda c: c.width == 0,
+    "one column": lambda c: c.width == 1,
+    "more than 100 columns": lambda c: c.width > 100,
+    "no probs": lambda c: not c.probs,
+    "probs of another dtype than the rows": lambda c: c.probs and c.probs != c.dtype,
+    "a number on the bound": lambda c: (
+        c.values == "bounds" and bool((hidden_of(c, c.width).abs() == (c.clamp / 8 or 1)).any())
+    ),
+    "a row with a NaN beside one without": lambda c: 0 < int(hidden_of(c, c.width).isnan().any(1).sum()) < c.tokens,
+    "an infinity": lambda c: bool(hidden_of(c, c.width).isinf().any()),
+}
+ACTIVATED |= (
+    each("weights", "plain", "zeros", "signed")
+    | each("values", "dyadic", "rows", "bounds", "saturated", "special")
+    | each("early", False, True)
+)
+GATED = {
+    "a negative offset": lambda c: c.offset < 0,
+    "columns that alternate": lambda c: c.interleave == 1 < c.width,
+    "blocks as long as a half": lambda c: c.interleave == c.width > 1,
+    "blocks between": lambda c: 1 < c.interleave < c.width,
+    "a clamp, an offset and a slope": lambda c: c.clamp and c.offset and c.alpha,  # gpt-oss has all three
+    "an input that is stored in E4M3, and beyond its range": lambda c: (
+        c.stored and bool((hidden_of(c, 2 * c.width).abs() > 464).any()) and c.grads
+    ),
+}
+SEGMENTS = {
+    "no rows": lambda c: not any(counts_of(c)),
+    "one expert": lambda c: c.experts == 1,
+    "an empty expert first": lambda c: counts_of(c)[0] == 0 < c.tokens,
+    "an empty expert in the middle": lambda c: 0 in counts_of(c)[1:-1] and counts_of(c)[0] and counts_of(c)[-1],
+    "an empty expert last": lambda c: counts_of(c)[-1] == 0 < c.tokens,
+    "all rows to one of several": lambda c: max(counts_of(c)) == c.tokens > 1 < c.experts,
+    "more experts than rows": lambda c: c.experts > c.tokens > 0,
+    "counts that differ": lambda c: len(set(counts_of(c)) - {0}) > 1,
+    "rows behind the last segment": lambda c: c.tail > 0 < c.tokens,
+    "nothing but rows behind": lambda c: c.tail > 0 == c.tokens,
+    "another width out than in": lambda c: c.hidden != c.width,
+    "nothing in": lambda c: c.hidden == 0,
+    "nothing out": lambda c: c.width == 0,
+}
+SEGMENTS |= (
+    each("values", "dyadic", "rows", "special")
+    | each("accumulator", "", "float64")
+    | each("index_dtype", "int64", "int32")
+)
+
+SETTINGS = {name: GATED[name] for name in ("a clamp, an offset and a slope",)} | each(
+    "kind", "", *GATED_KINDS[1:], *PLAIN_KINDS
+)
+LAYERED = {name: promise for name, promise in SEGMENTS.items() if not name.startswith("accumulator")} | SETTINGS
+LAYERED |= (
+    each("bias1", "", "float32", "bfloat16", "float64")
+    | each("bias2", "", "float32", "bfloat16", "float64")
+    | each("on_input", False, True)
+)
+LAYERED |= (
+    each("stored", False, True)
+    | each("early", False, True)
+    | each("recompute", "", "moe_act", "moe")
+    | each("weights", "plain", "zeros", "signed")
+)
+LAYERED |= {
+    "one bias": lambda c: bool(c.bias1) != bool(c.bias2),
+    "padding": lambda c: c.align > 1 and c.tokens % c.align,
+    "no probs": lambda c: not c.probs,
+}
+OF_ALL = (
+    SETTINGS
+    | each("stored", False, True)
+    | each("gate", False, True)
+    | each("again", False, True)
+    | each("values", "dyadic", "rows", "special")
+)
+LAYERED |= each("scaling", "", "current", "block", "mxfp8", "nvfp4")
+OF_ALL |= each("scaling", "", "delayed", "current", "block", "mxfp8", "nvfp4")
+PROJECTED = each("values", "dyadic", "rows", "special") | each(
+    "scaling", "", "delayed", "current", "block", "mxfp8", "nvfp4"
+)
+PROJECTED |= {
+    "no tokens": lambda c: not c.tokens,
+    "nothing in": lambda c: not c.hidden,
+    "nothing out": lambda c: not c.width,
+}
+OF_ALL |= {
+    "no tokens": lambda c: not c.tokens,
+    "nothing in": lambda c: not c.hidden,
+    "nothing between": lambda c: not c.width,
+}
+
+QUANTIZATIONS = {
+    f"variant {variant} of {scaling}, {role}, {direction}": lambda c, kind=(scaling, variant, role, direction): (
+        (c.scaling, c.variant, c.role, c.direction) == kind
+    )
+    for scaling in RECIPES
+    for variant in range(VARIANTS)
+    for role in ROLES
+    for direction in DIRECTIONS
+} | {
+    "no splits": lambda c: not c.experts and c.tokens,
+    "no rows": lambda c: not c.tokens,
+    "no columns": lambda c: not c.hidden,
+    "an empty group first": lambda c: c.experts and splits_of(c)[0] == 0 < c.tokens,
+    "an empty group in the middle": lambda c: 0 in splits_of(c)[1:-1] and splits_of(c)[0] and splits_of(c)[-1],
+    "an empty group last": lambda c: c.experts and splits_of(c)[-1] == 0 < c.tokens,
+    "groups with nobody": lambda c: c.experts > 1 and not c.tokens,
+    "rows behind the last group": lambda c: c.tail > 0 < c.tokens,
+    "a second block of 128 rows": lambda c: c.scaling == "block" and c.tokens > 128,
+    "a third block of 128 columns": lambda c: c.scaling == "block" and c.hidden > 256,
+    "a partial block": lambda c: c.scaling == "block" and c.hidden % 128,
+    "an infinity that rows of a group hold": lambda c: bool(x_of(c)[: c.tokens * unit_of(c)].isinf().any()),
+    "a NaN that rows of a group hold": lambda c: bool(x_of(c)[: c.tokens * unit_of(c)].isnan().any()),
+    "a subnormal number": lambda c: bool(
+        ((x := x_of(c)) != 0).logical_and(x.abs() < torch.finfo(x.dtype).smallest_normal).any()
+    ),
+    "a block of zeros beside others": lambda c: (
+        c.scaling == "mxfp8"
+        and c.direction == "rowwise"
+        and bool((expected(c, "amax") == 0).any() and expected(c, "amax").any())
+    ),
+    "a transform": is_transformed,
+    "noise": is_random,
+    "a state that is saved": lambda c: "reload" in c.steps,
+    "amax of other ranks": lambda c: "reduced" in c.steps,
+    "two quantisations before an update": lambda c: "quantize+quantize+update" in c.steps,
+    "more updates than are remembered": lambda c: c.steps.count("update") > 3,
+}
+QUANTIZATIONS |= each(
+    "values", "dyadic", "rows", "wide", "bounds", "midpoints", "tiny", "huge", "zeros", "special"
+) | each("gemm", False, True)
+QUANTIZATIONS |= each("index_dtype", "int64", "int32")
+
+PERMUTED_AND_QUANTIZED = (
+    {name: promise for name, promise in ROUTED.items() if not name.startswith("more than")} | SPREAD | PROBS
+)
+PERMUTED_AND_QUANTIZED |= {
+    str(kind): lambda c, kind=kind: kind.items() <= vars(c).items()
+    for kind in permuted_and_quantized_kinds(scope_of("permute_and_quantize", Space()))
+}
+PERMUTED_AND_QUANTIZED |= each("values", *VALUES_QUANTIZED) | each("gemm", False, True)
+PERMUTED_AND_QUANTIZED |= {
+    name: promise for name, promise in WITH_ROOM.items() if not name.startswith("a hidden size above")
+}
+PERMUTED_AND_QUANTIZED |= {
+    f"unused {unused}": lambda c, unused=unused: c.unused == unused for unused in ("rows", "probs")
+}
+IN_ONE_STEP = (
+    each("scaling", *RECIPES)
+    | each("variant", 0, 1, 2)
+    | each("direction", "rowwise", "columnwise", "both")
+    | each("rounded", False, True)
+)
+IN_ONE_STEP |= (
+    each("probs", "", "float32", "bfloat16", "float64")
+    | each("weights", "plain", "zeros", "signed")
+    | each("values", *VALUES_ACTIVATED)
+)
+IN_ONE_STEP |= {
+    "no rows": lambda c: not c.tokens,
+    "no splits": lambda c: not c.experts,
+    "an empty group beside others": lambda c: 0 in c.counts and any(c.counts),
+    "rows behind the last group": lambda c: c.tail > 0,
+    "more than a block of rows": lambda c: c.scaling == "block" and c.tokens > 128,
+    "more than a block of columns": lambda c: c.scaling == "block" and c.width > 128,
+}
+PERMUTED_AND_QUANTIZED |= {
+    "an overflow": lambda c: expected(c, "overflow").any(),
+    "more than 100 tokens": lambda c: c.tokens > 100,
+}
+
+
+IN_WORLDS = (
+    {f"a world of {ranks}": lambda c, ranks=ranks: len(c.counts) == ranks for ranks in (1, 2, 3, 4)}
+    | each("spread", *SPREADS_OF_SLOTS)
+    | {
+        "a rank without tokens beside others": lambda c: 0 in c.counts and any(c.counts),
+        "ranks with other numbers of tokens": lambda c: len(set(c.counts)) > 1,
+        "no tokens anywhere": lambda c: not any(c.counts),
+        "more than 20 tokens on a rank": lambda c: max(c.counts) > 20,
+        "more than 30 experts on a rank": lambda c: c.local_experts > 30,
+        "one expert": lambda c: c.experts == 1,
+        "several slots": lambda c: c.topk > 1,
+    }
+)
+IN_WORLDS |= each("values", "dyadic", "integers", "wide", "special")
+OF_DISPATCHERS = {
+    "allgather": each("shards", 1, 2, 3, 4) | each("map_dtype", *MAP_DTYPES),
+    "alltoall": each("shards", 1, 2, 3, 4) | each("capacity", 0, 1, 5) | each("map_dtype", *MAP_DTYPES),
+    "hybridep": each("align", 0, 16, 128) | each("slack", None, -3, 0, 3) | each("map_dtype", *MAP_DTYPES),
+    "deepep": each("align", 0, 8)
+    | each("slack", None, 0, 3)
+    | each("repeats", "", "count each", "last slot")
+    | each("scales", 0, 3),
+    "deepep_low_latency": each("repeats", "", "count each", "last slot")
+    | each("slack", None, 0, 3)
+    | each("index_dtype", "int64", "int32"),
+}
+
+AS_CODES = each("fp8", "", "fp8", "powers", "least") | {
+    "codes of rows that are no whole blocks": lambda c: c.fp8 and c.hidden % 128,
+    "codes of several blocks": lambda c: c.fp8 and c.hidden > 128 and any(c.counts),
+    "codes with padding": lambda c: c.fp8 and c.align > 1 and any(c.counts),
+    "codes with too few rows": lambda c: c.fp8 and c.slack is not None and c.slack < 0,
+    "gradients of what codes stand for": lambda c: c.fp8 and c.grads == "tokens+probs" and c.unused != "rows",
+}
+
+PROMISES = {
+    **{
+        name: IN_WORLDS
+        | OF_DISPATCHERS[DispatchCase(function=name).dispatcher]
+        | (AS_CODES if name == "hybridep_dispatch" else {})
+        for name in COLLECTIVES
+    },
+    "permute": ROUTED | SPREAD | WITH_ROOM | VALUES | PROBS | {"an overflow": lambda c: expected(c, "overflow").any()},
+    "unpermute": ROUTED | SPREAD | WITH_ROOM | VALUES | PROBS,
+    "sort_chunks": CHUNKED | VALUES | PROBS,
+    "pad_routing_map": ROUTED
+    | SPREAD
+    | {
+        "a multiple out of reach": lambda c: expected(c, "unreached").any(),
+        "an alignment of one": lambda c: c.align == 1,
+    },
+    "indices_to_multihot": INDEXED,
+    "deepep_layout": {name: promise for name, promise in INDEXED.items() if "probabilities" not in name}
+    | {
+        "one rank": lambda c: c.ranks == 1,
+        "a rank for each expert": lambda c: c.ranks == c.experts > 1,
+        "several experts of a rank for one token": lambda c: (
+            1 < c.ranks < c.experts
+            and any(
+                len({e for e in row if e >= 0}) > len({e // (c.experts // c.ranks) for e in row if e >= 0})
+                for row in indices(c).tolist()
+            )
+        ),
+    },
+    "multihot_to_indices": ROUTED
+    | SPREAD
+    | {
+        "more experts than slots": lambda c: routed(c).sum(1).max(initial=0) > c.topk,
+        "more slots than experts": lambda c: c.topk > c.experts,
+        "probabilities of zero": lambda c: c.zero_probs,
+    },
+    **dict.fromkeys(CHOOSE, TOPK),
+    "aux_loss_scores": SHAPED
+    | LARGE
+    | SPREAD_OF_LOGITS
+    | CHOICES
+    | PADDED
+    | each("score", "softmax", "sigmoid", "sqrtsoftplus"),
+    "z_loss": {name: SHAPED[name] for name in ("no tokens", "one expert")}
+    | {"more than 250 tokens": LARGE["more than 250 tokens"], "a coefficient of zero": lambda c: c.coeff == 0}
+    | each("spread", "distinct", "negative", "minus_inf", "nan", "extreme")
+    | PADDED,
+    "sinkhorn_routing": SHAPED
+    | each("spread", *SINKHORN_SPREADS)
+    | each("evaluation", False, True)
+    | {"several slots": lambda c: c.topk > 1},
+    "drop_tokens": SHAPED
+    | {name: LARGE[name] for name in ("more than 250 tokens", "more than 2000 experts")}
+    | DROPS
+    | each("values", "distinct", "ties", "zeros", "negative")
+    | each("policy", "probs", "position")
+    | each("pad", False, True)
+    | each("map_dtype", *MAP_DTYPES),
+    "load_balancing_loss": SHAPED
+    | LARGE
+    | each("values", "distinct", "zeros", "negative")
+    | each("total", "number", "device", "zero")
+    | each("map_dtype", "int64", "int32")
+    | {"several sequences": lambda c: c.sequences > 1, "a coefficient of zero": lambda c: c.coeff == 0},
+    "update_expert_bias": {name: SHAPED[name] for name in ("one expert", "a number of experts that is no power of two")}
+    | {"more than 2000 experts": LARGE["more than 2000 experts"], "a large bias": lambda c: c.bias > 10}
+    | each("even", False, True)
+    | each("map_dtype", "int64", "int32", "uint8"),
+    "gate": STATES
+    | {"one expert": SHAPED["one expert"], "a bias": lambda c: c.bias, "no bias": lambda c: not c.bias}
+    | each("router_dtype", "", "fp32", "fp64")
+    | each("weight_dtype", "", "float32", "bfloat16"),
+    "jitter": STATES | {"no jitter": lambda c: c.eps == 0, "the most jitter": lambda c: c.eps == 15},
+    "attach_loss": STATES
+    | {
+        "a negative scale": lambda c: c.scale < 0,
+        "a scale of zero": lambda c: c.scale == 0,
+        "no loss's gradient": lambda c: c.grads == "x",
+    },
+    "glu": ACTIVATED | GATED | each("kind", "", "geglu", "geglu_erf", "quick_geglu", "reglu"),
+    "activation": ACTIVATED | each("kind", "", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu"),
+    "grouped_linear": SEGMENTS | each("bias", "", "float32", "bfloat16", "float64"),
+    "grouped_dgrad": SEGMENTS,
+    "grouped_wgrad": SEGMENTS | each("into", "", "float32", "float64"),
+    **dict.fromkeys(MLPS, LAYERED),
+    "shared_experts": OF_ALL,
+    "latent_projection": PROJECTED | each("bias", "", "float32", "bfloat16", "float64"),
+    "quantize": QUANTIZATIONS,
+    "permute_and_quantize": PERMUTED_AND_QUANTIZED,
+    **dict.fromkeys(ACTIVATED_AND_QUANTIZED, IN_ONE_STEP),
+    "route": ROUTES
+    | each("score", "softmax", "softmax_pre", "sigmoid", "sqrtsoftplus")
+    | each("policy", "probs", "position")
+    | each("pad", False, True),
+}

@@ -1,0 +1,96 @@
+"""Chosen cases are legal, and ask for nothing that an implementation does not take."""
+
+import functools
+import json
+
+import pytest
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.case import Case, case_from
+from conformance.core.space import Space
+from conformance.engine.choose.draw import covering_cases, drawn, far_cases, scope_of, strategy
+from conformance.engine.choose.plan import fixed_cases
+from conformance.engine.run.corpus import checked
+from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
+from conformance.families.permutation.cases import RoutingCase
+from tests.engine.drawn_cases import (
+    FUNCTIONS,
+    STEPPED,
+    draws,
+)
+from tests.engine.promises import (
+    NO_GRADIENTS,
+)
+
+# ---- that they are legal
+
+
+def all_cases(function: str, space: Space, count: int = 25) -> list[Case]:
+    random = drawn(strategy(function, space), 3, count)
+    assert len(random) == count
+    covered = covering_cases(function, space).cases
+    more = scope_of(function, space).more(covered) if function not in COLLECTIVES else []
+    return [*fixed_cases(function, space), *covered, *more, *far_cases(function, space), *random]
+
+
+@functools.cache
+def every_case(function: str) -> list[Case]:
+    return all_cases(function, Space())
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_case_is_legal_and_survives_json(function):
+    contract = CONTRACTS[function]
+    for case in every_case(function):
+        assert checked(case_from(json.loads(case.text))) == case
+        problem = contract.problem(case)
+        if not case.illegal and not case.golden:
+            contract.expected(case, problem, {})
+        assert case.law in ("", *Space().laws(case))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_neighbour_is_a_legal_other_case(function):
+    contract = CONTRACTS[function]
+    for case in draws(function, 3, 25):
+        other = scope_of(function, Space()).neighbour(case)
+        assert other.text != case.text
+        contract.expected(other, contract.problem(other), {})
+
+
+def asked_for(case: Case) -> set[tuple[str, str]]:
+    """(function, setting) of every call that the case makes."""
+    problem = CONTRACTS[case.function].problem(case)
+    return {(call.function, name) for call in (problem, problem.producer) if call for name in call.settings}
+
+
+SETTINGS = [(function, name) for function, contract in CONTRACTS.items() for name in contract.optional]
+
+
+@pytest.mark.parametrize(("owner", "setting"), SETTINGS)
+def test_a_setting_that_is_not_accepted_is_never_asked_for(owner, setting):
+    lacking = Space(without={owner: frozenset({setting})})
+    functions = ("permute", "unpermute") if owner == "permute" else (owner,)
+    for function in functions:
+        assert all((owner, setting) not in asked_for(case) for case in all_cases(function, lacking, 10))
+    assert any((owner, setting) in asked_for(case) for case in every_case(owner))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_gradients_are_not_asked_of_what_is_not_differentiable(function):
+    undifferentiable = Space(not_differentiable=frozenset({function}))
+    assert not any(getattr(case, "grads", "") for case in all_cases(function, undifferentiable))
+    assert function in NO_GRADIENTS or any(case.grads for case in every_case(function))
+
+
+@pytest.mark.parametrize("function", [name for name in FUNCTIONS if name not in STEPPED])
+def test_layouts_are_not_asked_of_what_needs_contiguous_inputs(function):
+    contiguous = Space(contiguous_only=frozenset({function}))
+    assert all(case.layout == "contiguous" for case in all_cases(function, contiguous))
+    assert any(case.layout != "contiguous" for case in every_case(function))
+
+
+def test_laws_that_need_a_gpu_are_only_drawn_there():
+    case = RoutingCase(function="permute", tokens=2, experts=2, slack=0)
+    assert "graph_capture" in Space(device="cuda").laws(case)
+    assert "graph_capture" not in Space().laws(case)

@@ -1,0 +1,138 @@
+"""Reduction tries only legal cases and ends at a minimum."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.case import Case
+from conformance.core.space import Space
+from conformance.engine.child.runner import Outcome
+from conformance.engine.choose.draw import drawn, scope_of, strategy
+from conformance.engine.choose.plan import fixed_cases
+from conformance.engine.run.reduction import failure_key, reduce
+from conformance.families.permutation.cases import ChunksCase
+from tests.engine.reduction_helpers import (
+    LARGE,
+    LONG,
+    MANY_ACTIVATED,
+    MANY_BLOCKS,
+    MANY_CHUNKS,
+    MANY_LOADS,
+    MANY_LOGITS,
+    MANY_NUMBERS,
+    MANY_PERMUTED,
+    MANY_PRODUCTS,
+    MANY_RANKS,
+    MANY_SEGMENTS,
+    MANY_SLOTS,
+    MANY_STAGES,
+    MANY_STATES,
+    MANY_STEPS,
+    MANY_TOKENS,
+    MANY_UPDATES,
+    failed,
+    failing_if,
+    two_tokens_and_somebody_in_a_third_expert,
+)
+
+
+def test_what_differs_only_in_its_words_is_the_same_failure():
+    reworded = Outcome("FAIL", {"output": "rows", "check": "exact", "message": "row 3", "index": (3,)})
+    assert failure_key(LARGE, reworded) == failure_key(LARGE, failed())
+    assert failure_key(LARGE, failed("probs")) != failure_key(LARGE, failed())
+
+
+def test_nothing_smaller_that_fails_leaves_the_case_as_it_is():
+    found = reduce(LARGE, failed(), lambda case: Outcome("PASS"), LONG)
+    assert (found.case, found.finished) == (LARGE, True)
+
+
+def test_time_that_runs_out_leaves_the_smallest_case_so_far():
+    def attempt(case):
+        time.sleep(0.02)
+        return failed() if two_tokens_and_somebody_in_a_third_expert(case) else Outcome("PASS")
+
+    started = time.monotonic()
+    found = reduce(LARGE, failed(), attempt, seconds=0.1)
+    assert time.monotonic() - started < LONG
+    assert not found.finished
+    assert found.attempts > 0
+    assert two_tokens_and_somebody_in_a_third_expert(found.case)
+
+
+def test_no_time_leaves_the_case_as_it_is():
+    attempt, tried = failing_if(lambda case: True)
+    found = reduce(LARGE, failed(), attempt, seconds=-1)
+    assert (found.case, found.finished, tried) == (LARGE, False, [])
+
+
+def test_no_case_is_tried_twice():
+    attempt, tried = failing_if(two_tokens_and_somebody_in_a_third_expert)
+    reduce(LARGE, failed(), attempt, LONG)
+    assert len({case.text for case in tried}) == len(tried)
+
+
+@pytest.mark.parametrize("function", CONTRACTS)
+def test_literal_cases_are_not_reduced(function):
+    for case in fixed_cases(function, Space()):
+        attempt, tried = failing_if(lambda case: True)
+        found = reduce(case, failed(), attempt, LONG)
+        assert (found.case, found.finished, tried) == (case, True, [])
+
+
+@pytest.mark.parametrize("function", CONTRACTS)
+def test_only_legal_cases_are_tried(function):
+    contract = CONTRACTS[function]
+    small = [case for case in drawn(strategy(function, Space()), 5, 25) if work(case) < 2000]
+    for case in small:
+        candidates = list(scope_of(case.function, Space()).smaller(case))
+        for simpler in candidates[:: len(candidates) // 20 + 1]:
+            problem = contract.problem(simpler)
+            assert set(problem.wanted) <= set(problem.tensors)
+            contract.expected(simpler, problem, {})
+
+
+def work(case: Case) -> int:
+    """Elements of the case, so that large ones can be left out."""
+    rows = sum(case.sizes) + case.tail if isinstance(case, ChunksCase) else case.tokens * case.experts
+    return rows * max(getattr(case, "hidden", 1), 1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(LARGE, replace(LARGE, function="unpermute", grads="rows+probs", unused=""), MANY_CHUNKS, MANY_SLOTS),
+        *(
+            MANY_LOGITS,
+            replace(MANY_LOGITS, function="aux_loss_scores", bias="", groups=0, group_topk=0),
+            MANY_LOADS,
+            MANY_STATES,
+            MANY_STEPS,
+        ),
+        *(
+            MANY_BLOCKS,
+            MANY_UPDATES,
+            MANY_PERMUTED,
+            MANY_ACTIVATED,
+            replace(MANY_ACTIVATED, function="glu_backward_and_quantize", grads=""),
+        ),
+        *(MANY_PRODUCTS, MANY_STAGES, replace(MANY_STAGES, function="sequential_mlp"), MANY_TOKENS, MANY_RANKS),
+        *(
+            MANY_NUMBERS,
+            MANY_SEGMENTS,
+            replace(MANY_SEGMENTS, function="grouped_wgrad", grads="", bias="", into="float32"),
+        ),
+    ],
+    ids=lambda c: c.function,
+)
+def test_whatever_fails_a_reduction_ends(case):
+    """Everything fails: the greedy walk reaches a case that nothing is simpler than."""
+    found = reduce(case, failed(), lambda smaller: failed(), LONG)
+    assert found.finished
+    assert [
+        smaller
+        for smaller in scope_of(case.function, Space()).smaller(found.case)
+        if len(smaller.text) < len(found.case.text)
+    ] == []

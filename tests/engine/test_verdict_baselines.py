@@ -1,0 +1,228 @@
+"""Baselines, failures and reports of a verdict."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from conformance.catalogue import CONTRACTS
+from conformance.engine.run.verdict import Verdict
+from conformance.families.permutation.cases import RoutingCase
+from conformance.interface import UsageError
+from conformance.report import check_path, write
+from conformance.report.terminal import annotations, lines
+from tests.engine.verdict_helpers import ENOUGH, ROWS_WRONG, SMALL, Book
+
+
+def differing(book: Book) -> Verdict:
+    return (
+        book.all_pass("permute")
+        .section("drawn-permute-0", "permute", "FAIL", *["PASS"] * ENOUGH)
+        .failure(finding=ROWS_WRONG)
+        .verdict()
+    )
+
+
+# ---- exit codes
+
+
+def baseline_of(book: Book) -> dict:
+    return json.loads(json.dumps(book.all_pass().verdict().record()))
+
+
+def test_the_same_again_is_no_regression(book):
+    assert book.verdict(baseline=baseline_of(book)).exit_code == 0
+
+
+def test_a_function_that_is_gone_is_a_regression(book, tmp_path):
+    later = Book(tmp_path / "later", sort_chunks={"offered": False}).all_pass("sort_chunks")
+    verdict = later.verdict(baseline=baseline_of(book))
+    assert (verdict.exit_code, verdict.verdict) == (5, "REGRESSION")
+    assert "sort_chunks was conformant in the baseline and is not offered any more" in verdict.problems[0]
+    assert book.verdict(baseline=later.verdict().record()).exit_code == 0
+
+
+def test_a_setting_that_is_gone_is_a_regression(book, tmp_path):
+    later = Book(tmp_path / "later", permute={"without": ["align"]}).all_pass()
+    verdict = later.verdict(baseline=baseline_of(book))
+    assert (verdict.exit_code, verdict.problems) == (5, ["permute no longer accepts align"])
+    assert book.verdict(baseline=later.verdict().record()).exit_code == 0
+
+
+def test_more_unsupported_cases_are_a_regression(book, tmp_path):
+    later = (
+        Book(tmp_path / "later")
+        .all_pass("permute")
+        .section("drawn-permute-0", "permute", *["PASS"] * ENOUGH, *["DECLARED_UNSUPPORTED"] * 2)
+    )
+    verdict = later.verdict(baseline=baseline_of(book))
+    assert verdict.exit_code == 5
+    assert "permute: 17% declared unsupported, 0% in the baseline" in verdict.problems[0]
+
+
+def test_a_failure_outweighs_a_regression(book, tmp_path):
+    later = (
+        Book(tmp_path / "later", sort_chunks={"offered": False})
+        .all_pass("sort_chunks")
+        .section("corpus", "permute", "FAIL")
+    )
+    assert later.verdict(baseline=baseline_of(book)).exit_code == 1
+
+
+# ---- failures
+
+
+def test_the_smallest_of_equal_failures_is_kept(book):
+    larger = RoutingCase(
+        function="permute", tokens=12, experts=8, hidden=100, dtype="bfloat16", align=16, routing=(1,) * 12
+    )
+    golden = RoutingCase(function="permute", golden="by_expert")
+    book.all_pass().failure(finding=ROWS_WRONG, case=larger).failure(finding=ROWS_WRONG).failure(
+        finding=ROWS_WRONG, case=golden
+    )
+    assert [failure["id"] for failure in book.verdict().failures] == [SMALL.id]
+
+
+def test_different_failures_are_all_kept_in_the_order_of_the_functions(book):
+    other = RoutingCase(function="unpermute")
+    book.failure("CRASH", case=other).failure(finding=ROWS_WRONG | {"check": "shape"}).failure(
+        finding=ROWS_WRONG
+    ).failure("HANG")
+    assert [failure["function"] for failure in book.verdict().failures] == [
+        "permute",
+        "permute",
+        "permute",
+        "unpermute",
+    ]
+
+
+def test_numbers_are_added_up(book):
+    book.section("corpus", "permute", "PASS", "PASS", kernels=["copy 1", "copy 2"]).section(
+        "fixed-permute", "permute", "PASS", kernels=["copy 2"]
+    )
+    verdict = book.verdict()
+    assert (verdict.cases, verdict.evaluations, verdict.kernels_compiled) == (3, 6, 2)
+    assert (verdict.seconds_implementation, verdict.seconds_reference) == (1.5, 0.75)
+
+
+# ---- reports
+
+
+def test_the_json_report_holds_everything(book, tmp_path):
+    write(differing(book), tmp_path / "out.json")
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert (report["verdict"], report["exit_code"], report["cases"], report["seconds"]) == (
+        "NOT CONFORMANT",
+        1,
+        len(CONTRACTS) * ENOUGH + 1,
+        12.0,
+    )
+    assert (report["implementation"], report["profile"], report["seed"]) == ("my_kernels.moe", "smoke", 0)
+    assert report["versions"] == {"torch": "2.0"}
+    assert set(report["functions"]) == set(CONTRACTS)
+    assert report["functions"]["permute"]["status"] == "differs"
+    assert report["functions"]["permute"]["counts"] == {"FAIL": 1, "PASS": ENOUGH}
+    assert report["failures"][0]["case"] == SMALL.record()
+
+
+def test_the_junit_report_has_a_test_for_each_function(book, tmp_path):
+    write(differing(book), tmp_path / "out.xml")
+    suite = ElementTree.parse(tmp_path / "out.xml").getroot()
+    assert (suite.tag, suite.get("tests"), suite.get("failures")) == ("testsuite", str(len(CONTRACTS)), "1")
+    assert (suite.get("skipped"), suite.get("time")) == ("0", "12.000")
+    tests = {test.get("name"): test for test in suite.iter("testcase")}
+    assert set(tests) == set(CONTRACTS)
+    assert [name for name, test in tests.items() if test.find("failure") is not None] == ["permute"]
+    assert f"replay {SMALL.id}" in tests["permute"].find("failure").text
+
+
+def test_the_junit_report_skips_what_is_not_offered(tmp_path):
+    write(Book(tmp_path, sort_chunks={"offered": False}).all_pass("sort_chunks").verdict(), tmp_path / "out.xml")
+    suite = ElementTree.parse(tmp_path / "out.xml").getroot()
+    assert suite.get("skipped") == "1"
+    assert [test.get("name") for test in suite.iter("testcase") if test.find("skipped") is not None] == ["sort_chunks"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a < b & c > d",
+        "quotes \" and '",
+        "bell \x07 and escape \x1b[31m",
+        "nul \x00",
+        "surrogate \ud800",
+        "pipe | and `ticks`",
+    ],
+)
+def test_reports_survive_whatever_an_error_says(book, tmp_path, text):
+    book.all_pass("permute").section("drawn-permute-0", "permute", "FAIL").failure(
+        finding=ROWS_WRONG | {"message": text}, reason=text
+    )
+    verdict = book.verdict()
+    for ending in (".json", ".xml", ".md"):
+        write(verdict, tmp_path / f"out{ending}")
+    assert ElementTree.parse(tmp_path / "out.xml").getroot().get("failures") == "1"
+    assert json.loads((tmp_path / "out.json").read_text())["exit_code"] == 1
+
+
+def test_the_markdown_report_has_a_table_and_a_section_for_each_failure(book, tmp_path):
+    write(differing(book), tmp_path / "out.md")
+    text = (tmp_path / "out.md").read_text()
+    assert text.startswith("# NOT CONFORMANT: `my_kernels.moe`")
+    assert f"{len(CONTRACTS) * ENOUGH + 1} cases in 12 s, profile smoke, seed 0" in text
+    assert f"| `permute` | differs | {ENOUGH + 1} | 1 FAIL, {ENOUGH} PASS |  |" in text
+    assert "## `permute`" in text
+    assert f"moe-conformance replay {SMALL.id} --impl my_kernels.moe" in text
+
+
+@pytest.mark.parametrize("path", ["out.html", "out", "missing/out.json"])
+def test_a_report_that_cannot_be_written_is_a_usage_error(tmp_path, path):
+    with pytest.raises(UsageError, match=str(path)):
+        check_path(str(tmp_path / path))
+    assert check_path(str(tmp_path / "out.json")) == tmp_path / "out.json"
+
+
+def test_a_folder_is_no_report(tmp_path):
+    (tmp_path / "out.json").mkdir()
+    with pytest.raises(UsageError, match=r"out\.json"):
+        check_path(str(tmp_path / "out.json"))
+
+
+def test_the_screen_shows_the_smallest_case_and_its_replay(book):
+    shown = " ".join(" ".join(lines(differing(book))).split())
+    assert f"NOT CONFORMANT 1 of {len(CONTRACTS)} functions differ" in shown
+    assert "rows [exact] row 1 holds token 2" in shown
+    assert "smallest case T=2 H=1 E=3, float32, routing map 001 100" in shown
+    assert f"replay moe-conformance replay {SMALL.id} --impl my_kernels.moe" in shown
+
+
+def test_a_search_that_did_not_end_does_not_call_its_case_the_smallest(book):
+    book.all_pass("permute").section("drawn-permute-0", "permute", "FAIL").failure(finding=ROWS_WRONG, smallest=False)
+    shown = " ".join(" ".join(lines(book.verdict())).split())
+    assert "failing case T=2" in shown
+    assert "smallest case" not in shown
+
+
+def test_a_crash_is_shown_with_its_place(book):
+    book.all_pass("permute").section("drawn-permute-0", "permute", "CRASH").failure(
+        "CRASH", reason='SIGSEGV at "kernel.py", line 3'
+    )
+    assert 'CRASH: SIGSEGV at "kernel.py", line 3' in "\n".join(lines(book.verdict()))
+
+
+def test_what_is_declared_is_printed(tmp_path):
+    declared = {"permute": {"declares": {"accumulator": "storage", "deterministic": True}}}
+    assert "declares: permute: accumulator storage, deterministic" in lines(
+        Book(tmp_path, **declared).all_pass().verdict()
+    )
+
+
+def test_annotations_are_for_github_only(book, monkeypatch):
+    verdict = differing(book)
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    assert annotations(verdict) == []
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    (line,) = annotations(verdict)
+    assert line.startswith("::error title=permute differs::")
+    assert f"replay {SMALL.id}" in line
+    assert "\n" not in line

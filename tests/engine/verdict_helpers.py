@@ -1,0 +1,87 @@
+"""What several test modules of this folder use: verdict."""
+
+from pathlib import Path
+
+import pytest
+
+from conformance.catalogue import CONTRACTS
+from conformance.engine.options import Options
+from conformance.engine.run.ledger import Ledger
+from conformance.engine.run.verdict import Verdict, assemble
+from conformance.families.permutation.cases import RoutingCase
+
+ENOUGH = 10  # more informative cases than the profile smoke asks for of any function
+
+
+ROWS_WRONG = {
+    "output": "rows",
+    "check": "exact",
+    "message": "row 1 holds token 2; the reference puts token 0 there",
+    "index": [1, 0],
+}
+
+
+SMALL = RoutingCase(function="permute", tokens=2, experts=3, hidden=1, routing=(0b100, 0b001))
+
+
+class Book:
+    """A ledger of one worker, written by hand."""
+
+    def __init__(self, folder: Path, worker: str = "main", **functions) -> None:
+        self.folder, self.ledger = folder, Ledger(folder, worker)
+        plain = {"offered": True, "without": [], "declares": {}}
+        described = {name: plain | functions.get(name, {}) for name in CONTRACTS}
+        self.ledger.write(
+            "implementation", functions=described, device="cpu", device_name="CPU", versions={"torch": "2.0"}
+        )
+
+    def section(self, label: str, function: str, *statuses: str, scheduled: int | None = None, **content) -> "Book":
+        self.ledger.write("plan", section=label, scheduled=len(statuses) if scheduled is None else scheduled)
+        for status in statuses:
+            told = {
+                "finding": None,
+                "reason": "",
+                "seconds_implementation": 0.5,
+                "seconds_reference": 0.25,
+                "evaluations": 2,
+                "kernels": [],
+                "waiver": "",
+            }
+            self.ledger.write(
+                "outcome",
+                **told
+                | {"id": "0" * 12, "function": function, "status": status, "section": label, "law": ""}
+                | content,
+            )
+        return self
+
+    def failure(
+        self, status: str = "FAIL", finding: dict | None = None, case: RoutingCase = SMALL, **content
+    ) -> "Book":
+        found = {
+            "found_in": "drawn-permute-0",
+            "attempts": 7,
+            "smallest": True,
+            "file": "",
+            "reason": "",
+            "status": status,
+            "finding": finding,
+        }
+        self.ledger.write(
+            "failure", **found | {"id": case.id, "case": case.record(), "function": case.function} | content
+        )
+        return self
+
+    def all_pass(self, *but: str) -> "Book":
+        for name in CONTRACTS:
+            if name not in but:
+                self.section(f"drawn-{name}-0", name, *["PASS"] * ENOUGH)
+        return self
+
+    def verdict(self, **arguments) -> Verdict:
+        return assemble(self.folder, Options("my_kernels.moe", profile="smoke"), 12.0, **arguments)
+
+
+@pytest.fixture
+def book(tmp_path) -> Book:
+    return Book(tmp_path)
