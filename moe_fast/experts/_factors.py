@@ -60,6 +60,25 @@ def add_scaled_by_hardware(
 
 
 @triton.jit
+def add_blocks(
+    acc, left, left_scale_ptrs, stride_left, left_amax, live_left, right, right_scale_ptrs, stride_right, right_amax,
+    live_right, block, blocks,
+    RULE: tl.constexpr, LEFT_FORMAT: tl.constexpr, RIGHT_FORMAT: tl.constexpr, FACTOR: tl.constexpr,
+    SCALED_BY_HARDWARE: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """acc + left · rightᵀ of codes with stored scales of COUNT blocks each, from `block` on."""
+    left_stored = block_codes(left_scale_ptrs, stride_left, block, blocks, live_left, COUNT)
+    right_stored = block_codes(right_scale_ptrs, stride_right, block, blocks, live_right, COUNT)
+    if SCALED_BY_HARDWARE:
+        acc = add_scaled_by_hardware(acc, left, left_stored, LEFT_FORMAT, right, right_stored, RIGHT_FORMAT, RULE)
+    else:
+        left = scaled_factor(left, left_stored, left_amax, block, blocks, RULE, LEFT_FORMAT, FACTOR)
+        right = scaled_factor(right, right_stored, right_amax, block, blocks, RULE, RIGHT_FORMAT, FACTOR)
+        acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def add_codes(acc, left, right, FACTOR: tl.constexpr):
     """acc + left · rightᵀ. Hopper adds FP8 products with 14 bits: every 128 are added in float32."""
     return (
@@ -73,6 +92,16 @@ def add_codes(acc, left, right, FACTOR: tl.constexpr):
 def codes_product(left, right):
     """left · rightᵀ, of a depth of 128."""
     return tl.dot(left, tl.trans(right), input_precision="ieee")
+
+
+@triton.jit
+def load_outer(ptr, stride_l, stride_r, expert, r, live, RULE: tl.constexpr):
+    """The amax above each row's blocks, for NVFP4."""
+    if RULE == "nvfp4":  # noqa: SIM108  (not a return of its own: what follows one is compiled all the same)
+        amax = tl.load(ptr + expert.to(tl.int64) * stride_l + r * stride_r, mask=live, other=0.0).to(tl.float32)
+    else:
+        amax = live
+    return amax
 
 
 @triton.jit

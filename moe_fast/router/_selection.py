@@ -77,6 +77,16 @@ def only_best_groups(
     return tl.reshape(tl.where(kept[:, :, None], by_group, out_of_choice(key.dtype)), [BLOCK_T, BLOCK_G * BLOCK_S])
 
 
+@triton.jit
+def mark_given(given_ptrs, stride, e, topk):
+    """As `mark_largest`, by each token's list of experts."""
+    marked = tl.zeros([given_ptrs.shape[0], e.shape[0]], tl.int32)
+    for i in range(topk):
+        given = tl.load(given_ptrs + tl.cast(i, tl.int64) * stride)
+        marked = tl.where(e[None, :] == given[:, None], lowest(tl.int32) + i, marked)
+    return marked
+
+
 @triton.jit(
     do_not_specialize=[
         *("stride_given_t", "stride_given_k", "scale", "num_tokens", "topk", "num_groups", "group_topk", "counted"),
@@ -112,10 +122,7 @@ def topk_kernel(
     else:
         s, _ = score_and_slope(x, SCORE)
     if given_ptr is not None:
-        marked = tl.zeros([BLOCK_T, BLOCK_G * BLOCK_S], tl.int32)
-        for i in range(topk):
-            given = tl.load(given_ptr + t * stride_given_t + tl.cast(i, tl.int64) * stride_given_k)
-            marked = tl.where(e[None, :] == given[:, None], lowest(tl.int32) + i, marked)
+        marked = mark_given(given_ptr + t * stride_given_t, stride_given_k, e, topk)
     else:
         biased = s
         if bias_ptr is not None:
@@ -141,11 +148,8 @@ def topk_kernel(
         slot = tl.where(chosen, marked & SLOT, topk).to(tl.int32).to(tl.int64)
         tl.store((probs_ptr + t * topk)[:, None] + slot, weight, mask=slot < topk)
         if indices_ptr is not None:
-            tl.store(
-                (indices_ptr + t * topk)[:, None] + slot,
-                tl.broadcast_to(e[None, :], [BLOCK_T, BLOCK_G * BLOCK_S]),
-                mask=slot < topk,
-            )
+            expert = tl.broadcast_to(e[None, :], [BLOCK_T, BLOCK_G * BLOCK_S])
+            tl.store((indices_ptr + t * topk)[:, None] + slot, expert, mask=slot < topk)
 
 
 @triton.jit(
