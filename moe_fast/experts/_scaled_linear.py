@@ -126,7 +126,7 @@ def scaled_matmul_kernel(
         p = row + tl.arange(0, BLOCK_P)
         c = column.to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
         in_segment, in_row = p < end, c < num_columns  # the last tile and the last block stick out
-        scale_ptr = weight_scale_ptr + expert.to(tl.int64) * stride_weight_scale_l
+        own_scales = expert.to(tl.int64) * stride_weight_scale_l
         x_amax = load_outer(x_outer_ptr, stride_x_outer_l, stride_x_outer_p, expert, p, in_segment, RULE)
         weight_amax = load_outer(weight_outer_ptr, stride_weight_outer_l, 0, expert, c, in_row, RULE)
         acc = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
@@ -139,15 +139,15 @@ def scaled_matmul_kernel(
                 acc = add_codes(acc, factor(x, X_FORMAT, FACTOR), factor(weight, WEIGHT_FORMAT, FACTOR), FACTOR)
             elif RULE == "amax":
                 scale = load_scales(
-                    x_scale_ptr, stride_x_scale_p, stride_x_scale_d, scale_ptr, stride_weight_scale_c,
+                    x_scale_ptr, stride_x_scale_p, stride_x_scale_d, weight_scale_ptr + own_scales, stride_weight_scale_c,
                     stride_weight_scale_d, first // SHARED_D, column, p, c, in_segment, in_row, SHARED_C, BLOCK_C,
                 )  # fmt: skip
                 acc += codes_product(factor(x, X_FORMAT, FACTOR), factor(weight, WEIGHT_FORMAT, FACTOR)) * scale
             else:
                 acc = add_blocks(
                     acc, x, x_scale_ptr + p * stride_x_scale_p, stride_x_scale_d, x_amax, in_segment,
-                    weight, scale_ptr + (c // SHARED_C) * stride_weight_scale_c, stride_weight_scale_d, weight_amax,
-                    in_row, tl.cast(first // SHARED_D, tl.int64), depth // SHARED_D,
+                    weight, weight_scale_ptr + own_scales + (c // SHARED_C) * stride_weight_scale_c, stride_weight_scale_d,
+                    weight_amax, in_row, tl.cast(first // SHARED_D, tl.int64), depth // SHARED_D,
                     RULE, X_FORMAT, WEIGHT_FORMAT, FACTOR, SCALED_BY_HARDWARE, BLOCK_D // SHARED_D,
                 )  # fmt: skip
         if RULE == "group" or RULE == "nvfp4":
