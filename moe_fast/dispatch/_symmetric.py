@@ -24,7 +24,7 @@ NEXT = tl.constexpr((1 << 30) - 1)
 
 @triton.jit
 def at_rank(table_ptr, rank, mask, ELEMENT: tl.constexpr):
-    """The addresses of a region on these ranks: multiples of 256 bytes, of which vectors need 16."""
+    """The addresses of a region on these ranks: multiples of 256 bytes; vectors need 16."""
     return tl.multiple_of(tl.load(table_ptr + rank, mask=mask, other=0).to(tl.pointer_type(ELEMENT)), 16)
 
 

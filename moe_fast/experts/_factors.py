@@ -1,4 +1,4 @@
-"""The factors of a product in low precision: values of codes, scales of blocks, factors of the sum."""
+"""The factors of a product in low precision: values of codes, scales of blocks and of sums."""
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ def block_codes(row_ptrs, stride, block, blocks, live, COUNT: tl.constexpr):
 
 @triton.jit
 def scaled_factor(codes, stored, amax, block, blocks, RULE: tl.constexpr, FORMAT: tl.constexpr, FACTOR: tl.constexpr):
-    """Code · block scale, without a finite amax; 0 past the last block (else 0 · 2^-127, or 0 · ∞)."""
+    """Code · block scale, without a finite amax; 0 past the last block (not 0 · ∞)."""
     scale = (
         power_of_two(stored)
         if RULE == "mxfp8"
@@ -80,7 +80,7 @@ def add_blocks(
 
 @triton.jit
 def add_codes(acc, left, right, FACTOR: tl.constexpr):
-    """acc + left · rightᵀ. Hopper adds FP8 products with 14 bits: every 128 are added in float32."""
+    """acc + left · rightᵀ. Hopper adds FP8 products with 14 bits: each 128 are added in float32."""
     return (
         tl.dot(left, tl.trans(right), acc, max_num_imprecise_acc=TILE)
         if FACTOR is None
@@ -113,7 +113,7 @@ def outer_scale(ptr, stride_l, stride_r, expert, r, live, share, RULE: tl.conste
 
 @triton.jit
 def centred(scale):
-    """(scale · 2^k, 2^-k), k = ±63 for scales far from 1: the product of two such keeps its bits."""
+    """(scale · 2^k, 2^-k), k = ±63 for scales far from 1: the product of two keeps its bits."""
     lift = tl.where(scale < 1 / EXTREME, EXTREME, tl.where(scale > EXTREME, 1 / EXTREME, 1.0))
     return scale * lift, tl.where(scale < 1 / EXTREME, 1 / EXTREME, tl.where(scale > EXTREME, EXTREME, 1.0))
 

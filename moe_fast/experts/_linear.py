@@ -53,7 +53,7 @@ def store_rows(
 
 @triton.jit
 def find_gradient(segment_ptr, num_experts, work, blocks_m, blocks_n):
-    """(block of outputs, block of inputs, expert, its first row, its end) of a tile of gradients."""
+    """(block of outputs, block of inputs, expert, its first row, its end) of a gradient tile."""
     block_m = work % blocks_m  # programs that run together share the columns of the rows
     block_n = work // blocks_m % blocks_n
     expert = (work // blocks_m // blocks_n).to(tl.int64)
@@ -64,7 +64,7 @@ def find_gradient(segment_ptr, num_experts, work, blocks_m, blocks_n):
 def store_gradient(
     acc, before_ptr, stride_before_l, stride_before_m, stride_before_n, out_ptr, expert, count, m, n, num_outs, num_ins
 ):
-    """A tile of an expert's gradient, added to the one before; without rows, that is kept as it is."""
+    """A tile of an expert's gradient, added to the one before, kept as it is without rows."""
     inside = (m < num_outs)[:, None] & (n < num_ins)[None, :]  # the last blocks stick out
     if before_ptr is not None:
         before_ptrs = (
@@ -177,7 +177,8 @@ def grouped_matmul_kernel(
     # sizes
     num_rows, num_columns, depth,
     ACCUMULATOR: tl.constexpr,
-    BIAS_AS: tl.constexpr,  # holds the bias exactly, or in the accumulator's dtype: bfloat16 has no direct way to float64
+    # holds the bias exactly, or in the accumulator's dtype: bfloat16 has no direct way to float64
+    BIAS_AS: tl.constexpr,
     TURNED: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
@@ -210,8 +211,8 @@ def grouped_matmul_kernel(
                 )
             acc = add_product(acc, x, weight)
         store_rows(
-            acc, bias_ptr, stride_bias_l, stride_bias_c, out_ptr, out_desc, num_columns, expert, begin, end, row, column,
-            BIAS_AS, BLOCK_P, BLOCK_C,
+            acc, bias_ptr, stride_bias_l, stride_bias_c, out_ptr, out_desc, num_columns, expert, begin, end, row,
+            column, BIAS_AS, BLOCK_P, BLOCK_C,
         )  # fmt: skip
     zero_rows(out_ptr, tl.load(total_ptr + 1), num_rows, num_columns, BLOCK_P, BLOCK_C)
 

@@ -3,7 +3,7 @@ sum as they may stand.
 
     rule    | scale                                   | where it is multiplied
     group   | one of each factor for an expert        | onto the sum
-    amax    | of blocks of 128 along the depth        | onto the sum of 128 products, before that is added in float32
+    amax    | of blocks of 128 along the depth        | onto each sum of 128 products, in float32
     mxfp8   | powers of two, 32 along the depth       | onto each code
     nvfp4   | in E4M3, 16 along the depth; an amax    | onto each code; the amax onto the sum
 
@@ -126,28 +126,28 @@ def scaled_matmul_kernel(
         p = row + tl.arange(0, BLOCK_P)
         c = column.to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
         in_segment, in_row = p < end, c < num_columns  # the last tile and the last block stick out
-        own_scales = expert.to(tl.int64) * stride_weight_scale_l
+        offset = expert.to(tl.int64) * stride_weight_scale_l
         x_amax = load_outer(x_outer_ptr, stride_x_outer_l, stride_x_outer_p, expert, p, in_segment, RULE)
         weight_amax = load_outer(weight_outer_ptr, stride_weight_outer_l, 0, expert, c, in_row, RULE)
         acc = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
         for first in range(0, depth, BLOCK_D):
             x, weight = load_codes(
-                x_ptr, stride_x_p, x_desc, weight_ptr, stride_weight_l, stride_weight_c, weight_desc, expert, row, column,
-                first, p, c, in_segment, in_row, depth, BLOCK_C, BLOCK_D,
+                x_ptr, stride_x_p, x_desc, weight_ptr, stride_weight_l, stride_weight_c, weight_desc, expert, row,
+                column, first, p, c, in_segment, in_row, depth, BLOCK_C, BLOCK_D,
             )  # fmt: skip
             if RULE == "group":
                 acc = add_codes(acc, factor(x, X_FORMAT, FACTOR), factor(weight, WEIGHT_FORMAT, FACTOR), FACTOR)
             elif RULE == "amax":
                 scale = load_scales(
-                    x_scale_ptr, stride_x_scale_p, stride_x_scale_d, weight_scale_ptr + own_scales, stride_weight_scale_c,
+                    x_scale_ptr, stride_x_scale_p, stride_x_scale_d, weight_scale_ptr + offset, stride_weight_scale_c,
                     stride_weight_scale_d, first // SHARED_D, column, p, c, in_segment, in_row, SHARED_C, BLOCK_C,
                 )  # fmt: skip
                 acc += codes_product(factor(x, X_FORMAT, FACTOR), factor(weight, WEIGHT_FORMAT, FACTOR)) * scale
             else:
                 acc = add_blocks(
                     acc, x, x_scale_ptr + p * stride_x_scale_p, stride_x_scale_d, x_amax, in_segment,
-                    weight, weight_scale_ptr + own_scales + (c // SHARED_C) * stride_weight_scale_c, stride_weight_scale_d,
-                    weight_amax, in_row, tl.cast(first // SHARED_D, tl.int64), depth // SHARED_D,
+                    weight, weight_scale_ptr + offset + (c // SHARED_C) * stride_weight_scale_c,
+                    stride_weight_scale_d, weight_amax, in_row, tl.cast(first // SHARED_D, tl.int64), depth // SHARED_D,
                     RULE, X_FORMAT, WEIGHT_FORMAT, FACTOR, SCALED_BY_HARDWARE, BLOCK_D // SHARED_D,
                 )  # fmt: skip
         if RULE == "group" or RULE == "nvfp4":
@@ -155,8 +155,8 @@ def scaled_matmul_kernel(
             right = outer_scale(weight_outer_ptr, stride_weight_outer_l, 0, expert, c, in_row, weight_share, RULE)
             acc = times(acc, left, right)
         store_rows(
-            acc, bias_ptr, stride_bias_l, stride_bias_c, out_ptr, out_desc, num_columns, expert, begin, end, row, column,
-            BIAS_AS, BLOCK_P, BLOCK_C,
+            acc, bias_ptr, stride_bias_l, stride_bias_c, out_ptr, out_desc, num_columns, expert, begin, end, row,
+            column, BIAS_AS, BLOCK_P, BLOCK_C,
         )  # fmt: skip
     zero_rows(out_ptr, tl.load(total_ptr + 1), num_rows, num_columns, BLOCK_P, BLOCK_C)
 

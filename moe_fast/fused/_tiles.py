@@ -91,8 +91,8 @@ def activated_tile(
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WHOLE: tl.constexpr, ROUNDED: tl.constexpr,
     ACCUMULATOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """x = f(u) · (v + offset) · p or its gradient in float32, x of the values, and each row's part of
-    d_probs; 0 outside groups.
+    """x = f(u) · (v + offset) · p or its gradient in float32, x of the values, and each row's part
+    of d_probs; 0 outside groups.
 
     WHOLE: columns are the gates', and the second x, `width` columns on, is the values' gradient.
     """
@@ -149,7 +149,7 @@ def activated_tile(
 
 @triton.jit
 def steps_of(first, written, begin, steps, num_columns, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A program's steps: none past the written rows or the columns; of WHOLE ones the gates' alone."""
+    """A program's steps: none past the written rows or the columns (WHOLE: the gates')."""
     columns = num_columns // 2 if WHOLE else num_columns
     there = tl.maximum(tl.minimum(steps, tl.cdiv(columns - begin, BLOCK_N)), 0)
     return tl.where(first < written, there, 0).to(tl.int32)

@@ -119,7 +119,7 @@ def place_lists(
     row_map, stride_base_b, stride_base_e, tokens_per_block, block, num_tokens, num_experts, num_rows,
     BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Probs and, if asked for, token of each row of a block of tokens; the tokens' lists of rows."""
+    """Probs and, if asked for, token of each row of a block of tokens; the lists of rows."""
     t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
     lists = find_lists(row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows)
     for j in range(tl.max(lists.num_slots, axis=0)):
@@ -209,7 +209,7 @@ def unpermute_kernel(
     ACCUMULATOR: tl.constexpr, ROWS_AS: tl.constexpr, PROBS_AS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Sum a token's rows, ascending experts; programs past the last column move probs' gradients."""
+    """Sum a token's rows, ascending experts; programs past the last column move dprobs."""
     columns = tl.cdiv(num_columns, BLOCK_H) + (1 if dprobs_ptr is not None else 0)
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     t = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)

@@ -50,7 +50,7 @@ def only_best_groups(
     key, num_groups, group_topk, counted,
     ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Exclude the experts outside the `group_topk` groups with the largest sums of `counted` keys."""
+    """Exclude experts outside the `group_topk` groups with the largest sums of `counted` keys."""
     by_group = tl.reshape(key, [BLOCK_T, BLOCK_G, BLOCK_S])
     left = by_group
     total = tl.zeros([BLOCK_T, BLOCK_G], ACCUMULATOR)
