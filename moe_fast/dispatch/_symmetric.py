@@ -24,7 +24,7 @@ NEXT = tl.constexpr((1 << 30) - 1)
 
 @triton.jit
 def at_rank(table_ptr, rank, mask, ELEMENT: tl.constexpr):
-    """The addresses of a region on these ranks: multiples of 256 bytes, of which vectors need 16."""
+    """The addresses of a region on these ranks: multiples of 256 bytes; vectors need 16."""
     return tl.multiple_of(tl.load(table_ptr + rank, mask=mask, other=0).to(tl.pointer_type(ELEMENT)), 16)
 
 
@@ -76,6 +76,38 @@ def slab_layout_kernel(
     tl.store(gap_ptr + local_experts + 1 + place, start + segment, mask=local)
 
 
+@triton.jit
+def push_lists(
+    probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, link_table_ptr, row_slots_ptr,
+    row_map, stride_base_b, stride_base_e, tokens_per_block, block, num_tokens, num_experts, local_experts, num_rows,
+    ONCE: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """The probs and links of a block of tokens to all ranks, and their lists here."""
+    t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
+    lists = find_lists(
+        row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, 1 << 62
+    )  # dropped by find_row
+    last = tl.full([BLOCK_L], -1, tl.int64)
+    for j in range(tl.max(lists.num_slots, axis=0)):
+        expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
+        next_expert, next_row, next_live = find_row(row_map, lists, start_ptr, j + 1, num_rows)
+        rank = expert // local_experts
+        if probs_ptr is not None:
+            # live only
+            prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
+            tl.store(at_rank(probs_table_ptr, rank, live, probs_ptr.dtype.element_ty) + row, prob, mask=live)
+        if row_slots_ptr is not None:
+            if ONCE:
+                follows = next_live & (next_expert // local_experts == rank)
+                link = tl.where(rank != last, FIRST, 0) + tl.where(follows, next_row + 1, 0)
+            else:
+                link = tl.full([BLOCK_L], FIRST, tl.int64)
+            tl.store(at_rank(link_table_ptr, rank, live, tl.int32) + row, link.to(tl.int32), mask=live)
+            # dropped rows too
+            tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
+        last = tl.where(live, rank, last)
+
+
 @triton.jit(
     do_not_specialize=[
         *("num_tokens", "num_experts", "local_experts", "num_rows", "stride_probs_t", "stride_probs_e", "epsilon"),
@@ -104,29 +136,11 @@ def push_kernel(
     list_blocks = tl.cdiv(num_tokens, BLOCK_L)
     if block < list_blocks:
         if column == 0:
-            t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-            lists = find_lists(
-                row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, 1 << 62
-            )  # dropped by find_row
-            last = tl.full([BLOCK_L], -1, tl.int64)
-            for j in range(tl.max(lists.num_slots, axis=0)):
-                expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
-                next_expert, next_row, next_live = find_row(row_map, lists, start_ptr, j + 1, num_rows)
-                rank = expert // local_experts
-                if probs_ptr is not None:
-                    # live only
-                    prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
-                    tl.store(at_rank(probs_table_ptr, rank, live, probs_ptr.dtype.element_ty) + row, prob, mask=live)
-                if row_slots_ptr is not None:
-                    if ONCE:
-                        follows = next_live & (next_expert // local_experts == rank)
-                        link = tl.where(rank != last, FIRST, 0) + tl.where(follows, next_row + 1, 0)
-                    else:
-                        link = tl.full([BLOCK_L], FIRST, tl.int64)
-                    tl.store(at_rank(link_table_ptr, rank, live, tl.int32) + row, link.to(tl.int32), mask=live)
-                    # dropped rows too
-                    tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
-                last = tl.where(live, rank, last)
+            push_lists(
+                probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, link_table_ptr, row_slots_ptr,
+                row_map, stride_base_b, stride_base_e, tokens_per_block, block, num_tokens, num_experts, local_experts,
+                num_rows, ONCE, BLOCK_L,
+            )  # fmt: skip
     else:
         t = (block - list_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)

@@ -66,7 +66,7 @@ def send_once(tokens_TH: Tensor, wanted_TW: Tensor, group: Any) -> tuple[Sent, T
 
 
 def add_ranks(rows_SH: Tensor, sent: Sent, biases: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """round(biases + Σ_w row of the token on w), ranks ascending in float32 (float64 for float64)."""
+    """round(biases + Σ_w row of the token on w), by rank, in float32 (float64 for float64)."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     total = rows_SH.new_zeros((sent.num_tokens, *rows_SH.shape[1:]), dtype=wide)
     for bias in biases:

@@ -139,5 +139,5 @@ def _longer(x: Tensor, rows: int, fill: int) -> Tensor:
 
 
 def _wanted(indices_TK: Tensor, local_experts: int, ranks: int) -> Tensor:
-    """[T,W] bool: whether some int64 slot of the token names an expert of the rank; -1 names none."""
+    """[T,W] bool: whether an int64 slot of the token names an expert of the rank; -1 names none."""
     return ((indices_TK // local_experts)[:, :, None] == torch.arange(ranks, device=indices_TK.device)).any(1)

@@ -1,4 +1,4 @@
-"""DeepEP's low-latency mode: one copy per slot, into slabs of fixed sizes, and a weighted combine."""
+"""DeepEP's low-latency mode: one copy per slot, to slabs of fixed size, and a weighted combine."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +38,7 @@ def deepep_low_latency_dispatch(
     *, num_experts: int, max_tokens_per_rank: int, use_fp8: bool = False, round_scale: bool = False,
     policy: IndexPolicy | None = None, group: Any = None,
 ) -> LowLatencyDispatched:  # fmt: skip
-    """Send a copy of each token per slot, into the slab of its expert. The host reads the counts."""
+    """Send a copy of each token per slot to the slab of its expert. The host reads the counts."""
     ranks, rank = size_and_rank(group)
     check_rank_indices([tokens_TH] * ranks, [indices_TK] * ranks, None, num_experts)
     check_slab([tokens_TH], max_tokens_per_rank, use_fp8, round_scale)

@@ -16,7 +16,8 @@ Y = TypeVar("Y")
 def beside(local: Callable[[], X], exchange: Callable[[], Y], device: torch.device) -> tuple[X, Y]:
     """(local(), exchange()), at once where the device is a GPU: `local` on a stream of its own.
 
-        y, rows = beside(partial(shared_experts, x, fc1, fc2), partial(hybridep_dispatch, x, routing_map, …), x.device)
+        dispatch = partial(hybridep_dispatch, x, routing_map, …)
+        y, rows = beside(partial(shared_experts, x, fc1, fc2), dispatch, x.device)
 
     `local` is launched first, so that a host that waits for counts does not delay it, and must not
     communicate: the ranks' launches on two streams have no common order. Later work waits for both.

@@ -57,7 +57,7 @@ def send(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None, align: int, num_rows: int,
     slab: Slab, rank: int, group: Any = None, once: bool = True, recipe: Recipe | None = None,
 ) -> Steps[tuple[Any, Tensor | None, Tensor, Handle]]:  # fmt: skip
-    """The steps of dispatch: rows (with a recipe a form of them), probs, tokens per expert, handle."""
+    """The steps of dispatch: rows (with a recipe their form), probs, tokens per expert, handle."""
     (num_tokens, num_experts), ranks, device = routing_map.shape, slab.room.ranks, tokens.device
     local = num_experts // ranks
     slots = empty_slots(routing_map)

@@ -189,7 +189,7 @@ def _resend(tokens: Tensor | None, probs: Tensor | None, handle: Handle) -> tupl
 
 
 def _slab(handle: Handle, rows: Tensor | None, probs: Tensor | None) -> Slab | None:
-    """The group's slab, with room for such rows; None without rows and probs, on every rank alike."""
+    """The group's slab, with room for such rows; None on all ranks without rows and probs."""
     some = rows if rows is not None else probs
     if some is None:
         return None

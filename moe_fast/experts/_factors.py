@@ -1,4 +1,4 @@
-"""The factors of a product in low precision: values of codes, scales of blocks, factors of the sum."""
+"""The factors of a product in low precision: values of codes, scales of blocks and of sums."""
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ def block_codes(row_ptrs, stride, block, blocks, live, COUNT: tl.constexpr):
 
 @triton.jit
 def scaled_factor(codes, stored, amax, block, blocks, RULE: tl.constexpr, FORMAT: tl.constexpr, FACTOR: tl.constexpr):
-    """Code · block scale, without a finite amax; 0 past the last block (else 0 · 2^-127, or 0 · ∞)."""
+    """Code · block scale, without a finite amax; 0 past the last block (not 0 · ∞)."""
     scale = (
         power_of_two(stored)
         if RULE == "mxfp8"
@@ -60,8 +60,27 @@ def add_scaled_by_hardware(
 
 
 @triton.jit
+def add_blocks(
+    acc, left, left_scale_ptrs, stride_left, left_amax, live_left, right, right_scale_ptrs, stride_right, right_amax,
+    live_right, block, blocks,
+    RULE: tl.constexpr, LEFT_FORMAT: tl.constexpr, RIGHT_FORMAT: tl.constexpr, FACTOR: tl.constexpr,
+    SCALED_BY_HARDWARE: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """acc + left · rightᵀ of codes with stored scales of COUNT blocks each, from `block` on."""
+    left_stored = block_codes(left_scale_ptrs, stride_left, block, blocks, live_left, COUNT)
+    right_stored = block_codes(right_scale_ptrs, stride_right, block, blocks, live_right, COUNT)
+    if SCALED_BY_HARDWARE:
+        acc = add_scaled_by_hardware(acc, left, left_stored, LEFT_FORMAT, right, right_stored, RIGHT_FORMAT, RULE)
+    else:
+        left = scaled_factor(left, left_stored, left_amax, block, blocks, RULE, LEFT_FORMAT, FACTOR)
+        right = scaled_factor(right, right_stored, right_amax, block, blocks, RULE, RIGHT_FORMAT, FACTOR)
+        acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def add_codes(acc, left, right, FACTOR: tl.constexpr):
-    """acc + left · rightᵀ. Hopper adds FP8 products with 14 bits: every 128 are added in float32."""
+    """acc + left · rightᵀ. Hopper adds FP8 products with 14 bits: each 128 are added in float32."""
     return (
         tl.dot(left, tl.trans(right), acc, max_num_imprecise_acc=TILE)
         if FACTOR is None
@@ -76,6 +95,16 @@ def codes_product(left, right):
 
 
 @triton.jit
+def load_outer(ptr, stride_l, stride_r, expert, r, live, RULE: tl.constexpr):
+    """The amax above each row's blocks, for NVFP4."""
+    if RULE == "nvfp4":  # noqa: SIM108  (not a return of its own: what follows one is compiled all the same)
+        amax = tl.load(ptr + expert.to(tl.int64) * stride_l + r * stride_r, mask=live, other=0.0).to(tl.float32)
+    else:
+        amax = live
+    return amax
+
+
+@triton.jit
 def outer_scale(ptr, stride_l, stride_r, expert, r, live, share, RULE: tl.constexpr):
     """The factor of the sum per row: the group's scale, or amax · share unless that is infinite."""
     scale = tl.load(ptr + expert.to(tl.int64) * stride_l + r * stride_r, mask=live, other=0.0).to(tl.float32)
@@ -84,7 +113,7 @@ def outer_scale(ptr, stride_l, stride_r, expert, r, live, share, RULE: tl.conste
 
 @triton.jit
 def centred(scale):
-    """(scale · 2^k, 2^-k), k = ±63 for scales far from 1: the product of two such keeps its bits."""
+    """(scale · 2^k, 2^-k), k = ±63 for scales far from 1: the product of two keeps its bits."""
     lift = tl.where(scale < 1 / EXTREME, EXTREME, tl.where(scale > EXTREME, 1 / EXTREME, 1.0))
     return scale * lift, tl.where(scale < 1 / EXTREME, 1 / EXTREME, tl.where(scale > EXTREME, EXTREME, 1.0))
 

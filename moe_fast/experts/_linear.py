@@ -30,6 +30,54 @@ def store_segment(desc, begin, count, row, column, tile, BLOCK_P: tl.constexpr, 
 
 
 @triton.jit
+def store_rows(
+    acc, bias_ptr, stride_bias_l, stride_bias_c, out_ptr, out_desc, num_columns, expert, begin, end, row, column,
+    BIAS_AS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """A tile of sums and the bias of their expert, up to the end of its rows."""
+    p = row + tl.arange(0, BLOCK_P)
+    c = column.to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_row = c < num_columns  # the last block sticks out
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * stride_bias_l + c * stride_bias_c, mask=in_row, other=0.0)
+        acc += bias.to(BIAS_AS).to(acc.dtype)[None, :]
+    result = rounded(acc, out_ptr.dtype.element_ty)
+    if out_desc is not None:
+        store_segment(
+            out_desc, begin, end - begin, (row - begin).to(tl.int32), column * BLOCK_C, result, BLOCK_P, BLOCK_C
+        )
+    else:
+        # the last tile sticks out
+        tl.store(out_ptr + p[:, None] * num_columns + c[None, :], result, mask=(p < end)[:, None] & in_row[None, :])
+
+
+@triton.jit
+def find_gradient(segment_ptr, num_experts, work, blocks_m, blocks_n):
+    """(block of outputs, block of inputs, expert, its first row, its end) of a gradient tile."""
+    block_m = work % blocks_m  # programs that run together share the columns of the rows
+    block_n = work // blocks_m % blocks_n
+    expert = (work // blocks_m // blocks_n).to(tl.int64)
+    return block_m, block_n, expert, tl.load(segment_ptr + expert), tl.load(segment_ptr + num_experts + expert)
+
+
+@triton.jit
+def store_gradient(
+    acc, before_ptr, stride_before_l, stride_before_m, stride_before_n, out_ptr, expert, count, m, n, num_outs, num_ins
+):
+    """A tile of an expert's gradient, added to the one before, kept as it is without rows."""
+    inside = (m < num_outs)[:, None] & (n < num_ins)[None, :]  # the last blocks stick out
+    if before_ptr is not None:
+        before_ptrs = (
+            before_ptr + expert * stride_before_l + m[:, None] * stride_before_m + n[None, :] * stride_before_n
+        )
+        before = tl.load(before_ptrs, mask=inside, other=0.0)  # as above
+        result = tl.where(count > 0, (before + acc).to(before.dtype), before)  # -0 + 0 is another zero than -0
+    else:
+        result = rounded(acc, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (expert * num_outs + m[:, None]) * num_ins + n[None, :], result, mask=inside)
+
+
+@triton.jit
 def add_product(acc, left, right):
     """acc + left · right."""
     if INTERPRETED:  # Triton 3.9 multiplies bfloat16 wrongly there
@@ -129,7 +177,8 @@ def grouped_matmul_kernel(
     # sizes
     num_rows, num_columns, depth,
     ACCUMULATOR: tl.constexpr,
-    BIAS_AS: tl.constexpr,  # holds the bias exactly, or in the accumulator's dtype: bfloat16 has no direct way to float64
+    # holds the bias exactly, or in the accumulator's dtype: bfloat16 has no direct way to float64
+    BIAS_AS: tl.constexpr,
     TURNED: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
@@ -161,18 +210,10 @@ def grouped_matmul_kernel(
                     other=0.0,
                 )
             acc = add_product(acc, x, weight)
-        if bias_ptr is not None:
-            bias = tl.load(
-                bias_ptr + expert.to(tl.int64) * stride_bias_l + c * stride_bias_c, mask=c < num_columns, other=0.0
-            )  # as above
-            acc += bias.to(BIAS_AS).to(ACCUMULATOR)[None, :]
-        result = rounded(acc, out_ptr.dtype.element_ty)
-        if out_desc is not None:
-            store_segment(
-                out_desc, begin, end - begin, (row - begin).to(tl.int32), column * BLOCK_C, result, BLOCK_P, BLOCK_C
-            )
-        else:
-            tl.store(out_ptr + p[:, None] * num_columns + c[None, :], result, mask=in_segment & in_row)
+        store_rows(
+            acc, bias_ptr, stride_bias_l, stride_bias_c, out_ptr, out_desc, num_columns, expert, begin, end, row,
+            column, BIAS_AS, BLOCK_P, BLOCK_C,
+        )  # fmt: skip
     zero_rows(out_ptr, tl.load(total_ptr + 1), num_rows, num_columns, BLOCK_P, BLOCK_C)
 
 
@@ -195,10 +236,7 @@ def grouped_wgrad_kernel(
     """out[e] = before[e] + Σ over e's rows p of d_out[p]ᵀ · x[p]; no other row is read."""
     blocks_m, blocks_n = tl.cdiv(num_outs, BLOCK_M), tl.cdiv(num_ins, BLOCK_N)
     for work in range(tl.program_id(0), num_experts * blocks_m * blocks_n, tl.num_programs(0)):
-        block_m = work % blocks_m  # programs that run together share the columns of the rows
-        block_n = work // blocks_m % blocks_n
-        expert = (work // blocks_m // blocks_n).to(tl.int64)
-        begin, end = tl.load(segment_ptr + expert), tl.load(segment_ptr + num_experts + expert)
+        block_m, block_n, expert, begin, end = find_gradient(segment_ptr, num_experts, work, blocks_m, blocks_n)
         m = block_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         n = block_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
         acc = tl.zeros([BLOCK_M, BLOCK_N], ACCUMULATOR)
@@ -222,16 +260,10 @@ def grouped_wgrad_kernel(
             result = tl.reshape(rounded(acc, out_ptr.dtype.element_ty), [1, BLOCK_M, BLOCK_N])
             out_desc.store([expert.to(tl.int32), block_m * BLOCK_M, block_n * BLOCK_N], result)
         else:
-            inside = (m < num_outs)[:, None] & (n < num_ins)[None, :]  # the last blocks stick out
-            if before_ptr is not None:
-                before_ptrs = (
-                    before_ptr + expert * stride_before_l + m[:, None] * stride_before_m + n[None, :] * stride_before_n
-                )
-                before = tl.load(before_ptrs, mask=inside, other=0.0)  # as above
-                result = tl.where(count > 0, (before + acc).to(before.dtype), before)  # -0 + 0 is another zero than -0
-            else:
-                result = rounded(acc, out_ptr.dtype.element_ty)
-            tl.store(out_ptr + (expert * num_outs + m[:, None]) * num_ins + n[None, :], result, mask=inside)
+            store_gradient(
+                acc, before_ptr, stride_before_l, stride_before_m, stride_before_n, out_ptr, expert, count, m, n,
+                num_outs, num_ins,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_experts"])

@@ -124,7 +124,7 @@ def grouped_wgrad(
 
 
 def check_product(rows: Tensor, recipe: Recipe | None, accumulator: str) -> None:
-    """Raise `ValueError` for float64 sums of narrower products; with a recipe, see `check_scaled`."""
+    """Raise `ValueError` for float64 sums of narrower products; for recipes see `check_scaled`."""
     if recipe is not None:
         check_scaled(rows, accumulator)
         return

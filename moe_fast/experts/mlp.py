@@ -107,7 +107,7 @@ def latent_projection(
 
 
 def linear(x_TN: Tensor, weight_MN: Tensor, *, bias: Tensor | None = None, **precision: Any) -> Tensor:
-    """`grouped_linear` of one expert that has all the rows; their number is known and checked here."""
+    """`grouped_linear` of one expert that has all rows; their number is checked here."""
     if isinstance(precision.get("recipe"), Recipe):
         check_splits([len(x_TN)], len(x_TN), precision["recipe"])
     count = torch.full((1,), len(x_TN), dtype=torch.int64, device=x_TN.device)
@@ -167,7 +167,7 @@ def _experts(
 
 
 def _computed_again(a_PF: Tensor, act: Callable[..., Tensor], h_PF: Tensor, p_P: Tensor | None) -> saved_tensors_hooks:
-    """A context in which `a` is not saved for a backward, which computes it again from the saved h."""
+    """A context that saves no `a` for a backward, which computes it again from the saved h."""
     key = (a_PF.data_ptr(), a_PF.shape, a_PF.dtype)
     h_PF, p_P = h_PF.detach(), None if p_P is None else p_P.detach()
 

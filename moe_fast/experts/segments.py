@@ -1,4 +1,4 @@
-"""The plan of the tiles of segments, descriptors that end where a segment ends, and segment sums."""
+"""The plan of the tiles of segments, descriptors that end with a segment, and segment sums."""
 
 from dataclasses import dataclass
 
@@ -91,7 +91,7 @@ def programs(pieces: int, device: torch.device) -> int:
 
 
 def have_descriptors(*tensors: Tensor) -> bool:
-    """Whether descriptors can move tiles of all: dtypes of a matrix unit, whole lines, no overlap."""
+    """Whether descriptors can move tiles: dtypes of a matrix unit, whole lines, no overlap."""
     return backend.has_descriptors(tensors[0].device) and all(_describable(tensor) for tensor in tensors)
 
 
@@ -112,7 +112,8 @@ def _describable(tensor: Tensor) -> bool:
 def expert_slices(rows_PC: Tensor, block: list[int]) -> TensorDescriptor:
     """A descriptor of rows that ends where an expert's rows end, wherever that is.
 
-        [S, end, S - count + row, c]  lies at  S (2³⁴ - s) + end · s + (S - count + row) s + c  =  (end - count + row) s + c  mod 2⁶⁴
+        [S, end, S - count + row, c]  lies at  S (2³⁴ - s) + end · s + (S - count + row) s + c
+                                               =  (end - count + row) s + c  mod 2⁶⁴
 
     with S = 2³⁰ rows, s their stride: an address is 64 bits. The third side is S long, so that it
     ends at row = count.

@@ -83,7 +83,7 @@ def activated_group_amax_kernel(
     ACCUMULATOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """max |x| over each group, by atomics: the bits of numbers ≥ 0 are in the order of the numbers."""
+    """max |x| over each group, by atomics: bits of numbers ≥ 0 are in the order of the numbers."""
     numbers = Numbers(
         stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp, alpha
     )

@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 
 from moe_fast.launch._rounding import number, rounded
-from moe_fast.permutation._permute import find_lists, load_slot
-from moe_fast.permutation._row_map import RANK
+from moe_fast.permutation._permute import find_lists, load_slot, place_lists
 from moe_fast.quantization._formats import E2M1_MAX, FLOAT32_MAX, as_float32, encoded
 from moe_fast.quantization._nvfp4 import multiplier_of
 from moe_fast.quantization._quantize import E4M3_MAX, E5M2_MAX, block_scale, fitting_scale, over, quantize_blocks
@@ -53,6 +52,90 @@ def store_blocks(scale_ptr, amax_ptr, stride_m, stride_n, row, block, stored, am
     tl.store(scale_ptr + place, stored.to(scale_ptr.dtype.element_ty), mask=inside)
     if amax_ptr is not None:
         tl.store(amax_ptr + place, rounded(amax, amax_ptr.dtype.element_ty), mask=inside)  # exact
+
+
+@triton.jit
+def fill_padding(
+    codes_ptr, scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, source_ptr, gap_ptr,
+    first_lane, column, tail_lanes, num_experts, num_columns, num_rows,
+    RULE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Codes, scales and probs of zeros in rows without a token, whose source is -1."""
+    lane = first_lane + tl.arange(0, BLOCK_G)
+    gap = tl.minimum(lane, num_experts)
+    end = tl.minimum(tl.load(gap_ptr + num_experts + 1 + gap), num_rows)
+    begin = tl.load(gap_ptr + gap) + (lane - gap) * BLOCK_R
+    step = tl.where(gap == num_experts, tail_lanes, 1) * BLOCK_R
+    h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    for i in range(tl.max(tl.cdiv(end - begin, step), axis=0)):
+        row_GR = (begin + i * step)[:, None] + tl.arange(0, BLOCK_R)[None, :]
+        row = tl.reshape(row_GR, [BLOCK_G * BLOCK_R])
+        in_gap = tl.reshape(row_GR < end[:, None], [BLOCK_G * BLOCK_R])  # other lanes' gaps may be longer
+        if column == 0 and row_probs_ptr is not None:
+            tl.store(row_probs_ptr + row, tl.zeros([BLOCK_G * BLOCK_R], row_probs_ptr.dtype.element_ty), mask=in_gap)
+        if source_ptr is not None:
+            tl.store(source_ptr + row, tl.full([BLOCK_G * BLOCK_R], -1, source_ptr.dtype.element_ty), mask=in_gap)
+        if RULE != "none":
+            inside = in_gap[:, None] & (h < num_columns)[None, :]  # the last block sticks out
+            tl.store(
+                codes_ptr + row[:, None] * num_columns + h[None, :],
+                tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H], tl.uint8),
+                mask=inside,
+            )
+        if RULE == "mxfp8" or RULE == "nvfp4":
+            b = column.to(tl.int64) * (BLOCK_H // BLOCK) + tl.arange(0, BLOCK_H // BLOCK)
+            amax = tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H // BLOCK], tl.float32)
+            inside = in_gap[:, None] & (b * BLOCK < num_columns)[None, :]  # as above
+            # zeros have a scale of 0
+            store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, amax, amax, inside)
+
+
+@triton.jit
+def scatter_tokens(
+    tokens_ptr, stride_tokens_t, stride_tokens_h, given_ptr, stride_given, group_amax_ptr, history_ptr, stride_history,
+    codes_ptr, scale_ptr, amax_ptr, stride_scale_m, stride_scale_n,
+    row_map, stride_base_b, stride_base_e, tokens_per_block, block, column,
+    num_tokens, num_experts, num_columns, num_rows, least, most,
+    RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A tile of tokens, quantised, to all of their rows."""
+    t = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    b = column.to(tl.int64) * (BLOCK_H // BLOCK) + tl.arange(0, BLOCK_H // BLOCK)
+    in_row = (h < num_columns)[None, :]  # the last block sticks out
+    inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
+    x = as_float32(
+        tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0.0)
+    )
+    lists = find_lists(row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows)
+    expert, row, live = load_slot(row_map, lists, 0)
+    amax = block_amax(x, 1, BLOCK_H if RULE == "group" else BLOCK)
+    if RULE == "amax" or RULE == "mxfp8":
+        multiplier, stored = block_scale(amax, least, most, RULE, FORMAT, POWER_OF_TWO)
+        code = encoded(x * spread(multiplier, 1, BLOCK), FORMAT, HARDWARE)
+    if RULE == "amax":
+        there = (t < num_tokens)[:, None] & (b * BLOCK < num_columns)[None, :]  # as above
+        store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, t, b, stored, amax, there)
+    for j in range(tl.max(lists.num_slots, axis=0)):
+        following = load_slot(row_map, lists, j + 1)  # on its way
+        if RULE == "group":
+            scale = group_scale(given_ptr, stride_given, group_amax_ptr, expert, live, least, FORMAT, POWER_OF_TWO)
+            code = encoded(x * scale[:, None], FORMAT, HARDWARE)
+            if given_ptr is not None:
+                bits = tl.reshape(amax, [BLOCK_T]).to(tl.int32, bitcast=True)
+                larger = raise_amax(group_amax_ptr, expert, bits, live)
+                tl.atomic_max(history_ptr + expert * stride_history, bits, mask=larger, sem="relaxed")
+        elif RULE == "nvfp4":
+            whole = tl.load(group_amax_ptr + expert, mask=live, other=0).to(tl.float32, bitcast=True)  # live only
+            multiplier, stored = two_level_scale(amax, whole, HARDWARE)
+            code = encoded(x * spread(multiplier, 1, BLOCK), FORMAT, HARDWARE)
+        # dropped rows are not written
+        tl.store(codes_ptr + row[:, None] * num_columns + h[None, :], code, mask=live[:, None] & in_row)
+        if RULE == "mxfp8" or RULE == "nvfp4":
+            there = live[:, None] & (b * BLOCK < num_columns)[None, :]  # as above
+            store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, stored, amax, there)
+        expert, row, live = following
 
 
 @triton.jit(
@@ -101,89 +184,23 @@ def scatter_kernel(
         tl.store(inverse_ptr + e, over(1.0, scale_E), mask=e < num_experts)  # experts are padded to a power of two
     if block < list_blocks:
         if column == 0:
-            t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-            lists = find_lists(
-                row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows
-            )
-            for j in range(tl.max(lists.num_slots, axis=0)):
-                expert, row, live = load_slot(row_map, lists, j)
-                if probs_ptr is not None:
-                    # live only
-                    prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
-                    tl.store(row_probs_ptr + row, prob, mask=live)  # as above
-                if source_ptr is not None:
-                    tl.store(source_ptr + row, t.to(source_ptr.dtype.element_ty), mask=live)
-                # dropped rows too
-                tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
+            place_lists(
+                probs_ptr, stride_probs_t, stride_probs_e, row_probs_ptr, row_slots_ptr, source_ptr, row_map,
+                stride_base_b, stride_base_e, tokens_per_block, block, num_tokens, num_experts, num_rows, BLOCK_L,
+            )  # fmt: skip
     elif block < list_blocks + fills:
-        lane = first_lane + (block - list_blocks) * BLOCK_G + tl.arange(0, BLOCK_G)
-        gap = tl.minimum(lane, num_experts)
-        end = tl.minimum(tl.load(gap_ptr + num_experts + 1 + gap), num_rows)
-        begin = tl.load(gap_ptr + gap) + (lane - gap) * BLOCK_R
-        step = tl.where(gap == num_experts, tail_lanes, 1) * BLOCK_R
-        h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-        for i in range(tl.max(tl.cdiv(end - begin, step), axis=0)):
-            row_GR = (begin + i * step)[:, None] + tl.arange(0, BLOCK_R)[None, :]
-            row = tl.reshape(row_GR, [BLOCK_G * BLOCK_R])
-            in_gap = tl.reshape(row_GR < end[:, None], [BLOCK_G * BLOCK_R])  # other lanes' gaps may be longer
-            if column == 0 and row_probs_ptr is not None:
-                tl.store(
-                    row_probs_ptr + row, tl.zeros([BLOCK_G * BLOCK_R], row_probs_ptr.dtype.element_ty), mask=in_gap
-                )
-            if source_ptr is not None:
-                tl.store(source_ptr + row, tl.full([BLOCK_G * BLOCK_R], -1, source_ptr.dtype.element_ty), mask=in_gap)
-            if RULE != "none":
-                inside = in_gap[:, None] & (h < num_columns)[None, :]  # the last block sticks out
-                tl.store(
-                    codes_ptr + row[:, None] * num_columns + h[None, :],
-                    tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H], tl.uint8),
-                    mask=inside,
-                )
-            if RULE == "mxfp8" or RULE == "nvfp4":
-                b = column.to(tl.int64) * (BLOCK_H // BLOCK) + tl.arange(0, BLOCK_H // BLOCK)
-                amax = tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H // BLOCK], tl.float32)
-                inside = in_gap[:, None] & (b * BLOCK < num_columns)[None, :]  # as above
-                # zeros have a scale of 0
-                store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, amax, amax, inside)
+        fill_padding(
+            codes_ptr, scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, source_ptr, gap_ptr,
+            first_lane + (block - list_blocks) * BLOCK_G, column, tail_lanes, num_experts, num_columns, num_rows,
+            RULE, BLOCK, BLOCK_G, BLOCK_R, BLOCK_H,
+        )  # fmt: skip
     elif RULE != "none":
-        t = (block - list_blocks - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-        h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-        b = column.to(tl.int64) * (BLOCK_H // BLOCK) + tl.arange(0, BLOCK_H // BLOCK)
-        in_row = (h < num_columns)[None, :]  # the last block sticks out
-        inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
-        x = as_float32(
-            tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0.0)
-        )
-        lists = find_lists(
-            row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows
-        )
-        expert, row, live = load_slot(row_map, lists, 0)
-        amax = block_amax(x, 1, BLOCK_H if RULE == "group" else BLOCK)
-        if RULE == "amax" or RULE == "mxfp8":
-            multiplier, stored = block_scale(amax, least, most, RULE, FORMAT, POWER_OF_TWO)
-            code = encoded(x * spread(multiplier, 1, BLOCK), FORMAT, HARDWARE)
-        if RULE == "amax":
-            there = (t < num_tokens)[:, None] & (b * BLOCK < num_columns)[None, :]  # as above
-            store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, t, b, stored, amax, there)
-        for j in range(tl.max(lists.num_slots, axis=0)):
-            following = load_slot(row_map, lists, j + 1)  # on its way
-            if RULE == "group":
-                scale = group_scale(given_ptr, stride_given, group_amax_ptr, expert, live, least, FORMAT, POWER_OF_TWO)
-                code = encoded(x * scale[:, None], FORMAT, HARDWARE)
-                if given_ptr is not None:
-                    bits = tl.reshape(amax, [BLOCK_T]).to(tl.int32, bitcast=True)
-                    larger = raise_amax(group_amax_ptr, expert, bits, live)
-                    tl.atomic_max(history_ptr + expert * stride_history, bits, mask=larger, sem="relaxed")
-            elif RULE == "nvfp4":
-                whole = tl.load(group_amax_ptr + expert, mask=live, other=0).to(tl.float32, bitcast=True)  # live only
-                multiplier, stored = two_level_scale(amax, whole, HARDWARE)
-                code = encoded(x * spread(multiplier, 1, BLOCK), FORMAT, HARDWARE)
-            # dropped rows are not written
-            tl.store(codes_ptr + row[:, None] * num_columns + h[None, :], code, mask=live[:, None] & in_row)
-            if RULE == "mxfp8" or RULE == "nvfp4":
-                there = live[:, None] & (b * BLOCK < num_columns)[None, :]  # as above
-                store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, stored, amax, there)
-            expert, row, live = following
+        scatter_tokens(
+            tokens_ptr, stride_tokens_t, stride_tokens_h, given_ptr, stride_given, group_amax_ptr, history_ptr,
+            stride_history, codes_ptr, scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row_map, stride_base_b,
+            stride_base_e, tokens_per_block, block - list_blocks - fills, column, num_tokens, num_experts, num_columns,
+            num_rows, least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, BLOCK_T, BLOCK_H,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "epsilon", "infinity"])

@@ -39,11 +39,9 @@ class Numbers(NamedTuple):
 
 
 @triton.jit
-def load_for_gradient(
-    h_ptr, stride_p, stride_f, p, read, column, width, between,
-    LAYOUT: tl.constexpr, dtype: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def columns_of_gradient(h_ptr, numbers, p, read, column, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr):
     """(u, v, result columns, where x is v's gradient, inside) of columns of d_h; never pairs."""
+    width, between = numbers.width, numbers.between
     n = column + tl.arange(0, BLOCK_N)
     if LAYOUT == "single":
         num_columns = width
@@ -57,12 +55,34 @@ def load_for_gradient(
         f = n // (2 * between) * between + rest % between
         gate = n - tl.where(rest >= between, between, 0)
     inside = (p < read)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of h
-    place = h_ptr + p[:, None] * stride_p + gate[None, :] * stride_f
+    place = h_ptr + p[:, None] * numbers.stride_h_p + gate[None, :] * numbers.stride_h_f
     u = tl.load(place, mask=inside, other=0.0)
     v = u
     if LAYOUT != "single":
-        v = tl.load(place + tl.cast(between, tl.int64) * stride_f, mask=inside, other=0.0)
-    return widened(u, dtype), widened(v, dtype), f, of_value, inside
+        v = tl.load(place + tl.cast(between, tl.int64) * numbers.stride_h_f, mask=inside, other=0.0)
+    return u, v, f, of_value, inside
+
+
+@triton.jit
+def load_for_gradient(
+    d_out_ptr, h_ptr, numbers, p, read, column,
+    LAYOUT: tl.constexpr, WHOLE: tl.constexpr, dtype: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(d_out, u, v, where x is v's gradient) of columns of d_h; WHOLE: of the gates' columns."""
+    if LAYOUT == "pairs" or WHOLE:
+        ratio: tl.constexpr = 1 if WHOLE else 2
+        u, v = load_gate_and_value(
+            h_ptr, numbers.stride_h_p, numbers.stride_h_f, p, read, column // ratio, numbers.width, numbers.between,
+            LAYOUT, dtype, BLOCK_N // ratio,
+        )  # fmt: skip
+        f = column // ratio + tl.arange(0, BLOCK_N // ratio)
+        inside = (p < read)[:, None] & (f < numbers.width)[None, :]  # a tile sticks out of its group and of h
+        of_value = column < 0  # not used
+    else:
+        u, v, f, of_value, inside = columns_of_gradient(h_ptr, numbers, p, read, column, LAYOUT, BLOCK_N)
+        u, v = widened(u, dtype), widened(v, dtype)
+    place = d_out_ptr + p[:, None] * numbers.stride_d_out_p + f[None, :] * numbers.stride_d_out_f
+    return widened(tl.load(place, mask=inside, other=0.0), dtype), u, v, of_value
 
 
 @triton.jit
@@ -71,44 +91,28 @@ def activated_tile(
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WHOLE: tl.constexpr, ROUNDED: tl.constexpr,
     ACCUMULATOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(x in float32, x of the values, each row's part of d_probs), 0 outside groups: x is f(u) · (v
-    + offset) · p, with d_out its gradient.
+    """x = f(u) · (v + offset) · p or its gradient in float32, x of the values, and each row's part
+    of d_probs; 0 outside groups.
 
     WHOLE: columns are the gates', and the second x, `width` columns on, is the values' gradient.
     """
     p = tl.arange(0, BLOCK_M).to(tl.int64)
-    read = ending(first, end_read, BLOCK_M)
-    owned = ending(first, end_owned, BLOCK_M)
+    read, owned = ending(first, end_read, BLOCK_M), ending(first, end_owned, BLOCK_M)
     h_ptr = operands.h_ptr + first * numbers.stride_h_p
-    stride_h_p, stride_h_f = numbers.stride_h_p, numbers.stride_h_f
-    width, between = numbers.width, numbers.between
     if operands.d_out_ptr is None:
         u, v = load_gate_and_value(
-            h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, ACCUMULATOR, BLOCK_N
-        )
+            h_ptr, numbers.stride_h_p, numbers.stride_h_f, p, read, column, numbers.width, numbers.between,
+            LAYOUT, ACCUMULATOR, BLOCK_N,
+        )  # fmt: skip
     else:
-        if LAYOUT == "pairs" or WHOLE:
-            ratio: tl.constexpr = 1 if WHOLE else 2
-            u, v = load_gate_and_value(
-                h_ptr, stride_h_p, stride_h_f, p, read, column // ratio, width, between, LAYOUT, ACCUMULATOR,
-                BLOCK_N // ratio,
-            )  # fmt: skip
-            f = column // ratio + tl.arange(0, BLOCK_N // ratio)
-            inside = (p < read)[:, None] & (f < width)[None, :]  # a tile sticks out of its group and of h
-        else:
-            u, v, f, of_value, inside = load_for_gradient(
-                h_ptr, stride_h_p, stride_h_f, p, read, column, width, between, LAYOUT, ACCUMULATOR, BLOCK_N
-            )
         d_out_ptr = operands.d_out_ptr + first * numbers.stride_d_out_p
-        place = d_out_ptr + p[:, None] * numbers.stride_d_out_p + f[None, :] * numbers.stride_d_out_f
-        d_out = tl.load(place, mask=inside, other=0.0)
-        d_out = widened(d_out, ACCUMULATOR)
+        d_out, u, v, of_value = load_for_gradient(
+            d_out_ptr, h_ptr, numbers, p, read, column, LAYOUT, WHOLE, ACCUMULATOR, BLOCK_N
+        )
     bound = number(numbers.clamp, ACCUMULATOR)
     if CLAMPED:
-        free_u = u <= bound  # the bounds themselves are free
-        free_v = tl.abs(v) <= bound
-        u = within(u, -float("inf"), bound)
-        v = within(v, -bound, bound)
+        free_u, free_v = u <= bound, tl.abs(v) <= bound  # the bounds themselves are free
+        u, v = within(u, -float("inf"), bound), within(v, -bound, bound)
     value, slope = value_and_slope(u, number(numbers.alpha, ACCUMULATOR), CURVE)
     shifted = v + number(numbers.offset, ACCUMULATOR) if LAYOUT != "single" else 1.0
     prob = 1.0
@@ -117,8 +121,7 @@ def activated_tile(
         # the last tile sticks out
         prob = widened(tl.load(probs_ptr + p * numbers.stride_probs, mask=p < read, other=0.0), ACCUMULATOR)[:, None]
     in_group = (p < owned)[:, None]
-    other = 0.0
-    part = 0.0
+    other, part = 0.0, 0.0
     if operands.d_out_ptr is None:
         x = value * shifted * prob
     else:
@@ -146,7 +149,7 @@ def activated_tile(
 
 @triton.jit
 def steps_of(first, written, begin, steps, num_columns, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A program's steps: none past the written rows or the columns; of WHOLE ones the gates' alone."""
+    """A program's steps: none past the written rows or the columns (WHOLE: the gates')."""
     columns = num_columns // 2 if WHOLE else num_columns
     there = tl.maximum(tl.minimum(steps, tl.cdiv(columns - begin, BLOCK_N)), 0)
     return tl.where(first < written, there, 0).to(tl.int32)

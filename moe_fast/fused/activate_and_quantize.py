@@ -175,7 +175,7 @@ def _quantize_blocks(source: Source) -> tuple[Form | None, Form | None, Tensor |
 
 
 def _cast_groups(source: Source) -> tuple[Form, QuantizerState | None, Tensor | None]:
-    """One scale per group, from the state, which gets this amax, or from the amax; d_probs' parts."""
+    """One scale per group, from the state, which gets this amax, or the amax; d_probs' parts."""
     forms, recipe, x = source.forms, source.forms.recipe, source.like
     grid = source.grid(tuning.for_device(x.device).activate_quantize.groups, True)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_activated_groups_kernel

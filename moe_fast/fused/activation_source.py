@@ -103,7 +103,7 @@ class Source:
 
     @property
     def halves(self) -> bool:
-        """Whether gradients of gates and values lie apart, so that one load gives a tile of each."""
+        """Whether gradients of gates and values lie apart: one load gives a tile of each."""
         return self.d_out is not None and self.settings.layout(self.h) == "halves"
 
     def grid(self, walk: tuning.Walk, aligned: bool, least: tuple[int, int] = (1, 1), rows: int | None = None) -> Grid:

@@ -37,10 +37,10 @@ def permute_and_quantize(
 
     Two launches find the places (three with `capacity`). Then
 
-        blocks along rows, delayed     one reads each token once and writes the codes of its rows; block scaling has one
-                                       more for scales, which lie across rows
+        blocks along rows, delayed     one reads each token once and writes the codes of its rows;
+                                       block scaling: one more for scales, which lie across rows
         current, plain NVFP4 by rows   one more before it, for the amax of each expert
-        blocks that span rows          one writes each row's token (the first above, if there is one), one gathers tiles
+        blocks that span rows          one writes each row's token (or the first above), one gathers
 
     Other NVFP4 (by columns, square blocks, row-scaled, four over six) permutes first and then
     quantises. The host waits once, for the number of rows, if neither `capacity` nor `num_rows` is
@@ -245,7 +245,7 @@ class Work:
     def _scatter(
         self, rule: str, form: Form | None, by_expert: dict[str, Any] | None = None, with_source: bool = False
     ) -> None:
-        """Move the probs, write the lists of rows, and with a form each token's codes to its rows."""
+        """Move the probs, write the lists of rows, and with a form, codes to each row."""
         if with_source or form is None:
             narrow = len(self.tokens) < 2**31
             # all by scatter_kernel
@@ -259,9 +259,9 @@ class Work:
         columns, fills = max(1, ceil_div(self.shape[1], block_columns)), programs - token_blocks
         programs, columns = (fills, 1) if form is None else (programs, columns)
         programs += ceil_div(row_map.num_tokens, self.sizes.list_tokens)
-        blocks = (None, None, 0, 0)
+        blocks: tuple[Any, ...] = (None, None, 0, 0)
         if form is not None and rule != "group":
-            blocks = (form.scale, form.amax if group_amax is None else None, *form.scale.stride())  # type: ignore[assignment]
+            blocks = (form.scale, form.amax if group_amax is None else None, *form.scale.stride())
         with launch_on(self.tokens):
             kernels.scatter_kernel[(max(programs * columns, 1),)](
                 *strided(self.tokens),

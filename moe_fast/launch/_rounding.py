@@ -40,7 +40,7 @@ def score_and_slope(x, SCORE: tl.constexpr):
     With e = exp(-|x|) and r = ln(1+e) / e, which is 1 where 1+e rounds to 1:
 
         σ = (e or 1) / (1+e)                                σ' = e / (1+e)²
-        √ln(1+exp x) = exp(x/2) √r, or √(x + e r)           its derivative = (exp(x/2) or 1) / (2 (1+e) √…)
+        √ln(1+exp x) = exp(x/2) √r, or √(x + e r)    its derivative = (exp(x/2) or 1) / (2 (1+e) √…)
     """
     half = tl.exp(-0.5 * tl.abs(x)) if SCORE == "sqrtsoftplus" else x  # a score of √e is there when e is long too small
     e = half * half if SCORE == "sqrtsoftplus" else tl.exp(-tl.abs(x))

@@ -22,7 +22,8 @@ from moe_ref.config import require
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 if INTERPRETED and isinstance(tl.sum, triton.JITFunction):
     raise ImportError(
-        "triton was imported before TRITON_INTERPRET=1 was set, which moe_fast needs without a GPU: import moe_fast first, or set it"
+        "triton was imported before TRITON_INTERPRET=1 was set, which moe_fast needs without a GPU: "
+        "import moe_fast first, or set it"
     )
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,7 +43,8 @@ def launch_on(tensor: Tensor) -> AbstractContextManager:
     """Make the tensor's device current: Triton launches there, and encodes descriptors for it."""
     if not tensor.is_cuda:
         return nullcontext()
-    torch.cuda.is_current_stream_capturing()  # gives a thread of autograd's, which begins without one, its context; allowed in a graph
+    # gives a thread of autograd, which begins without one, its context; allowed in a graph
+    torch.cuda.is_current_stream_capturing()
     return torch.cuda.device(tensor.device)
 
 
@@ -63,7 +65,7 @@ def is_hopper(device: torch.device) -> bool:
 
 @cache
 def casts_in_hardware(device: torch.device) -> bool:
-    """Whether the device's conversions round, saturate and keep NaN as E4M3 does here: from Ada on."""
+    """Whether the device's conversions round, saturate and keep NaN as E4M3 does: from Ada on."""
     return (
         not INTERPRETED
         and device.type == "cuda"

@@ -149,7 +149,8 @@ class Grouped:
     turn_columns: int  # of a tile that is turned
     sums: Tile  # of an expert's rows
     plan_tiles: int  # tiles that a program of the plan writes at once
-    flatten: bool  # with descriptors, make one loop of that over tiles and that over depth; loads by pointers would come one by one
+    # with descriptors, one loop over tiles and depth; loads by pointers would come one by one
+    flatten: bool
     programs: int | None  # None: one for each multiprocessor
 
     def tile(self, rows: int, experts: int, itemsize: int) -> GroupedTile:

@@ -113,6 +113,27 @@ def fill_gaps(
             tl.store(probs_ptr + row, tl.zeros([BLOCK_G * BLOCK_R], probs_ptr.dtype.element_ty), mask=in_gap)
 
 
+@triton.jit
+def place_lists(
+    probs_ptr, stride_probs_t, stride_probs_e, row_probs_ptr, row_slots_ptr, source_ptr,
+    row_map, stride_base_b, stride_base_e, tokens_per_block, block, num_tokens, num_experts, num_rows,
+    BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """Probs and, if asked for, token of each row of a block of tokens; the lists of rows."""
+    t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
+    lists = find_lists(row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows)
+    for j in range(tl.max(lists.num_slots, axis=0)):
+        expert, row, live = load_slot(row_map, lists, j)
+        if probs_ptr is not None:
+            # live only
+            prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
+            tl.store(row_probs_ptr + row, prob, mask=live)  # as above
+        if source_ptr is not None:
+            tl.store(source_ptr + row, t.to(source_ptr.dtype.element_ty), mask=live)
+        # dropped rows too
+        tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
+
+
 @triton.jit(
     do_not_specialize=[
         *("token_blocks", "first_lane", "tail_lanes", "num_tokens", "num_experts", "num_rows", "stride_probs_t"),
@@ -144,18 +165,10 @@ def permute_kernel(
     fills = tl.num_programs(0) // columns - token_blocks - list_blocks
     if block < list_blocks:
         if column == 0 and row_slots_ptr is not None:
-            t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-            lists = find_lists(
-                row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows
-            )
-            for j in range(tl.max(lists.num_slots, axis=0)):
-                expert, row, live = load_slot(row_map, lists, j)
-                if probs_ptr is not None:
-                    # live only
-                    prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
-                    tl.store(row_probs_ptr + row, prob, mask=live)  # as above
-                # dropped rows too
-                tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
+            place_lists(
+                probs_ptr, stride_probs_t, stride_probs_e, row_probs_ptr, row_slots_ptr, None, row_map, stride_base_b,
+                stride_base_e, tokens_per_block, block, num_tokens, num_experts, num_rows, BLOCK_L,
+            )  # fmt: skip
     elif block < list_blocks + fills:
         lane = first_lane + (block - list_blocks) * BLOCK_G
         fill_gaps(
@@ -171,12 +184,12 @@ def permute_kernel(
         lists = find_lists(
             row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows
         )
-        expert, row, live = load_slot(row_map, lists, 0)
+        _, row, live = load_slot(row_map, lists, 0)
         for j in range(tl.max(lists.num_slots, axis=0)):
             following = load_slot(row_map, lists, j + 1)  # on its way
             # dropped rows are not written
             tl.store(rows_ptr + row[:, None] * num_columns + h[None, :], token, mask=live[:, None] & in_row)
-            expert, row, live = following
+            _, row, live = following
 
 
 @triton.jit(
@@ -192,12 +205,11 @@ def unpermute_kernel(
     row_dprobs_ptr, stride_row_dprobs, dprobs_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block,
     # sizes
     num_tokens, num_experts, num_columns, num_rows,
-    ACCUMULATOR: tl.constexpr,
-    ROWS_AS: tl.constexpr,  # holds rows exactly: bfloat16 has no direct way to and from float64
-    PROBS_AS: tl.constexpr,  # as above
+    # the last two hold rows and probs exactly: bfloat16 has no direct way to and from float64
+    ACCUMULATOR: tl.constexpr, ROWS_AS: tl.constexpr, PROBS_AS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Sum a token's rows, ascending experts; programs past the last column move probs' gradients."""
+    """Sum a token's rows, ascending experts; programs past the last column move dprobs."""
     columns = tl.cdiv(num_columns, BLOCK_H) + (1 if dprobs_ptr is not None else 0)
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     t = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -243,17 +255,13 @@ def unpermute_kernel(
 )
 def unpermute_backward_kernel(
     # the gradient of the sums; rows and probs of the forward
-    dout_ptr, stride_dout_t, stride_dout_h, rows_ptr, stride_rows_p, stride_rows_h,
-    probs_ptr, stride_probs_t, stride_probs_e,
-    # results, contiguous
-    drows_ptr, dprobs_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block, gap_ptr,
-    # programs: lanes that fill gaps, then blocks of tokens
-    token_blocks, first_lane, tail_lanes,
-    # sizes
-    num_tokens, num_experts, num_columns, num_rows,
-    ACCUMULATOR: tl.constexpr,
-    ROWS_AS: tl.constexpr,  # holds rows exactly: bfloat16 has no direct way to and from float64
-    PROBS_AS: tl.constexpr,  # as above
+    dout_ptr, stride_dout_t, stride_dout_h, rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs_t,
+    stride_probs_e,
+    drows_ptr, dprobs_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block, gap_ptr,  # results: contiguous
+    # programs: lanes that fill gaps, then blocks of tokens; sizes
+    token_blocks, first_lane, tail_lanes, num_tokens, num_experts, num_columns, num_rows,
+    # the last two hold rows and probs exactly: bfloat16 has no direct way to and from float64
+    ACCUMULATOR: tl.constexpr, ROWS_AS: tl.constexpr, PROBS_AS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """drows[row] = dout[t] · p, dprobs[t, e] = Σ_h rows[row, h] · dout[t, h], by whole rows."""
@@ -270,24 +278,23 @@ def unpermute_backward_kernel(
         for first in range(0, num_columns, BLOCK_H):
             h = first + tl.arange(0, BLOCK_H).to(tl.int64)
             in_row = (h < num_columns)[None, :]  # the last block sticks out
-            dout = tl.load(
-                dout_ptr + t[:, None] * stride_dout_t + h[None, :] * stride_dout_h, mask=in_time & in_row, other=0.0
-            )
+            dout_ptrs = dout_ptr + t[:, None] * stride_dout_t + h[None, :] * stride_dout_h
+            dout = tl.load(dout_ptrs, mask=in_time & in_row, other=0.0)
             expert, row, live = load_slot(row_map, lists, 0)
-            prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0)  # live only
+            token_probs_ptr = probs_ptr + t * stride_probs_t
+            prob = tl.load(token_probs_ptr + expert * stride_probs_e, mask=live, other=0.0)  # live only
             value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row)
             next_expert, next_row, next_live = load_slot(row_map, lists, 1)
             for j in range(tl.max(lists.num_slots, axis=0)):  # the next row and the slot after it are on their way
                 next_prob = tl.load(
-                    probs_ptr + t * stride_probs_t + next_expert * stride_probs_e, mask=next_live, other=0.0
+                    token_probs_ptr + next_expert * stride_probs_e, mask=next_live, other=0.0
                 )  # as above
                 next_value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, next_row, h, next_live, in_row)
                 following = load_slot(row_map, lists, j + 2)
                 d = dout.to(ROWS_AS).to(ACCUMULATOR)
                 if drows_ptr is not None:
-                    drow = rounded(
-                        (d * prob.to(PROBS_AS).to(ACCUMULATOR)[:, None]).to(ROWS_AS), drows_ptr.dtype.element_ty
-                    )
+                    product = d * prob.to(PROBS_AS).to(ACCUMULATOR)[:, None]
+                    drow = rounded(product.to(ROWS_AS), drows_ptr.dtype.element_ty)
                     # dropped rows are not written
                     tl.store(drows_ptr + row[:, None] * num_columns + h[None, :], drow, mask=live[:, None] & in_row)
                 if dprobs_ptr is not None:
@@ -297,11 +304,8 @@ def unpermute_backward_kernel(
                 next_expert, next_row, next_live = following
         if dprobs_ptr is not None:
             inside = in_time & (e < num_experts)[None, :]  # experts are padded to a power of two
-            tl.store(
-                dprobs_ptr + t[:, None] * num_experts + e[None, :],
-                rounded(dprobs.to(PROBS_AS), dprobs_ptr.dtype.element_ty),
-                mask=inside,
-            )
+            result = rounded(dprobs.to(PROBS_AS), dprobs_ptr.dtype.element_ty)
+            tl.store(dprobs_ptr + t[:, None] * num_experts + e[None, :], result, mask=inside)
     elif drows_ptr is not None:
         lane = first_lane + block * BLOCK_G
         for column in range(tl.cdiv(num_columns, BLOCK_H)):

@@ -23,7 +23,7 @@ def multihot_kernel(
     num_tokens, num_experts, num_slots,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the map starts unrouted and meets the slots in order: an expert's last slot stays."""
+    """A tile of the map starts unrouted and meets slots in order: an expert's last slot stays."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     in_time = t < num_tokens  # the last tile sticks out
@@ -86,7 +86,7 @@ def indices_kernel(
     num_tokens, num_experts, num_slots,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A routed expert's slot counts the routed experts before it; slots past the count are empty."""
+    """A routed expert's slot counts the routed experts before it; slots past those are empty."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     in_time = (t < num_tokens)[:, None]  # the last tile sticks out

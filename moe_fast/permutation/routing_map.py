@@ -141,7 +141,7 @@ def _gather(dout: Tensor, indices: Tensor) -> Tensor:
 
 
 def _list(routing_map: Tensor, values: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The routed experts of each token in K slots, their values, and whether some token had more."""
+    """The routed experts of each token in K slots, their values, and whether a token had more."""
     sizes = tuning.for_device(routing_map.device)
     num_tokens, num_experts = routing_map.shape
     device = routing_map.device

@@ -25,7 +25,8 @@ class RowMap:
         (rank, expert):  token 0: (0, 1);  token 1: (0, 0) (1, 1);  token 2: none;  token 3: (1, 0)
     """
 
-    slots_TE: Tensor  # int32 or int64: rank << 16 | expert of the token's experts, ascending, in its first `num_slots` entries
+    # int32 or int64: rank << 16 | expert of the token's `num_slots` experts, ascending
+    slots_TE: Tensor
     num_slots_T: Tensor  # int32
     base_BE: Tensor | None  # int64, of any strides
     gap_2E: Tensor  # [2,E+1] int64: begin and end of the rows without a token after each expert's, and after all

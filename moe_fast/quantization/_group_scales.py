@@ -117,7 +117,7 @@ def scale_of_group(
 
 @triton.jit
 def raise_amax_and_history(largest, amax_ptr, history_ptr, stride_history, group, in_group):
-    """A tile's part of this step's amax, and of the history's first column; not of the rest of x."""
+    """A tile's part of this step's amax and of the history's first column; not the rest of x."""
     bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
     tl.atomic_max(amax_ptr + group, bits, mask=in_group & (bits > 0), sem="relaxed")
     tl.atomic_max(history_ptr + group * stride_history, bits, mask=in_group, sem="relaxed")

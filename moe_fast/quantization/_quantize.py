@@ -35,7 +35,7 @@ def over(numerator: tl.constexpr, denominator):
 
 @triton.jit
 def fitting_scale(amax, epsilon, infinity, FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """format_max / max(amax, ε); 1 for 0 or ∞, `infinity` on overflow; POWER_OF_TWO: rounds down."""
+    """format_max / max(amax, ε); 1 for 0 or ∞, `infinity` on overflow; POWER_OF_TWO: truncated."""
     a = tl.maximum(amax, epsilon)
     s = over(FORMAT_MAX, tl.where((a == 0) | (a == INFINITE), FORMAT_MAX, a))
     s = tl.where(s == INFINITE, infinity, s)
@@ -106,7 +106,7 @@ def quantize_forms(
     RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     BLOCK: tl.constexpr, SQUARE: tl.constexpr,
 ):  # fmt: skip
-    """A tile's form of 1 × BLOCK (SQUARE: BLOCK × BLOCK), and of BLOCK × 1; either may be left out."""
+    """A tile's form of 1 × BLOCK (SQUARE: BLOCK × BLOCK) and of BLOCK × 1; either may be None."""
     if row_form is not None:
         quantize_blocks(
             x, row_form, stride_row_m, stride_row_n, tile, first, written, column, num_columns, epsilon, infinity,
@@ -148,6 +148,6 @@ def quantize_blocks_kernel(
             if first + BLOCK_M > owned:  # few tiles
                 x = tl.where((row < owned)[:, None], x, 0.0)
         quantize_forms(
-            x, row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n, tile, first, written,
-            column, num_columns, least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, SQUARE,
+            x, row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n, tile, first,
+            written, column, num_columns, least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, SQUARE,
         )  # fmt: skip

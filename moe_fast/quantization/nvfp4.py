@@ -103,4 +103,5 @@ def _amax_of_forms(
                 **grid.settings,
                 **NO_FP_FUSION,
             )
-    return tuple(None if amax is None else amax.view(torch.float32) for amax in (row_amax, column_amax))  # type: ignore[return-value]
+    rows, columns = (None if amax is None else amax.view(torch.float32) for amax in (row_amax, column_amax))
+    return rows, columns

@@ -50,7 +50,7 @@ def only_best_groups(
     key, num_groups, group_topk, counted,
     ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Exclude the experts outside the `group_topk` groups with the largest sums of `counted` keys."""
+    """Exclude experts outside the `group_topk` groups with the largest sums of `counted` keys."""
     by_group = tl.reshape(key, [BLOCK_T, BLOCK_G, BLOCK_S])
     left = by_group
     total = tl.zeros([BLOCK_T, BLOCK_G], ACCUMULATOR)
@@ -75,6 +75,16 @@ def only_best_groups(
     else:
         kept = mark_in_order(group_key, group, group_topk) < out_of_choice(group_key.dtype)
     return tl.reshape(tl.where(kept[:, :, None], by_group, out_of_choice(key.dtype)), [BLOCK_T, BLOCK_G * BLOCK_S])
+
+
+@triton.jit
+def mark_given(given_ptrs, stride, e, topk):
+    """As `mark_largest`, by each token's list of experts."""
+    marked = tl.zeros([given_ptrs.shape[0], e.shape[0]], tl.int32)
+    for i in range(topk):
+        given = tl.load(given_ptrs + tl.cast(i, tl.int64) * stride)
+        marked = tl.where(e[None, :] == given[:, None], lowest(tl.int32) + i, marked)
+    return marked
 
 
 @triton.jit(
@@ -112,10 +122,7 @@ def topk_kernel(
     else:
         s, _ = score_and_slope(x, SCORE)
     if given_ptr is not None:
-        marked = tl.zeros([BLOCK_T, BLOCK_G * BLOCK_S], tl.int32)
-        for i in range(topk):
-            given = tl.load(given_ptr + t * stride_given_t + tl.cast(i, tl.int64) * stride_given_k)
-            marked = tl.where(e[None, :] == given[:, None], lowest(tl.int32) + i, marked)
+        marked = mark_given(given_ptr + t * stride_given_t, stride_given_k, e, topk)
     else:
         biased = s
         if bias_ptr is not None:
@@ -141,11 +148,8 @@ def topk_kernel(
         slot = tl.where(chosen, marked & SLOT, topk).to(tl.int32).to(tl.int64)
         tl.store((probs_ptr + t * topk)[:, None] + slot, weight, mask=slot < topk)
         if indices_ptr is not None:
-            tl.store(
-                (indices_ptr + t * topk)[:, None] + slot,
-                tl.broadcast_to(e[None, :], [BLOCK_T, BLOCK_G * BLOCK_S]),
-                mask=slot < topk,
-            )
+            expert = tl.broadcast_to(e[None, :], [BLOCK_T, BLOCK_G * BLOCK_S])
+            tl.store((indices_ptr + t * topk)[:, None] + slot, expert, mask=slot < topk)
 
 
 @triton.jit(

@@ -33,7 +33,7 @@ class _Gate(torch.autograd.Function):
 
 
 def gate(x_TH: Tensor, weight_EH: Tensor, *, bias: Tensor | None = None, router_dtype: str | None = None) -> Tensor:
-    """The router's matrix product x Wᵀ + b in the router dtype, by torch; saves x and W as given."""
+    """The router's matrix product x Wᵀ + b in the router dtype, by torch; saves x and W."""
     check_gate(x_TH, weight_EH, bias, router_dtype)
     return _Gate.apply(x_TH, weight_EH, bias, ROUTER_DTYPES.get(router_dtype or "", x_TH.dtype))
 

@@ -135,7 +135,7 @@ def _balancing_losses(
 def finish_batch(
     state: RouterState, config: RouterConfig, *, frozen: bool = False, ranks: RouterRanks | None = None
 ) -> RouterState:
-    """Move the expert bias by the global batch's counts, unless frozen, and restart the counters."""
+    """Move the expert bias by the global batch's counts, unless frozen; restart the counters."""
     if config.expert_bias and not frozen:
         counts = (ranks or RouterRanks()).tp_dp_cp.sum(state.tokens_per_expert)
         bias = update_expert_bias(state.expert_bias, counts, update_rate=config.bias_update_rate)

@@ -31,7 +31,7 @@ def topk_indices(
 
     Raises:
         ValueError: also for logits or a bias outside `LOGITS`, more than `MAX_EXPERTS` experts or
-            `MAX_TOPK` slots. Values of `precomputed_indices` are not checked: where they are illegal
+            `MAX_TOPK` slots. Values of `precomputed_indices` are not checked: where illegal
             the result is unspecified.
     """
     check_topk_routing(

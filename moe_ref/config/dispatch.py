@@ -26,11 +26,11 @@ class IndexPolicy:
     """The treatment of slots on which real libraries differ."""
 
     duplicates: Duplicates = "reject"
-    """An expert in several slots of a token. DeepEP counts each; HybridEP's map collapses them, here to the last."""
+    """An expert in several slots of a token. DeepEP counts each; HybridEP's map keeps the last."""
     empty: Empty = "skip"
     """A slot that holds -1. DeepEP skips it; HybridEP's index form must not hold one."""
     zero_prob: ZeroProb = "keep"
-    """A routed slot of probability 0. Megatron drops it before DeepEP if a capacity factor is set; others keep it."""
+    """A routed slot of probability 0. Megatron drops it before DeepEP with a capacity factor."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a value that is none of those listed."""

@@ -10,9 +10,9 @@ from moe_ref.config.rules import is_count, is_number, require
 Config = Any  # a `MoEConfig`, whose file is above this one
 Condition = Callable[[Config], object]  # anything true counts
 Who = Literal["V", "A", "run", "args", "our"]
-"""Who else refuses it: Megatron's TransformerConfig by a ValueError (V) or an assertion (A), its modules when
-built, called or reached (run), its command line (args); or only this project (our): in Megatron the option has no
-effect, or not the one it names."""
+"""Who else refuses it: Megatron's TransformerConfig by a ValueError (V) or an assertion (A), its
+modules when built, called or reached (run), its command line (args); or only this project (our): in
+Megatron the option has no effect, or not the one it names."""
 
 
 class Rule(NamedTuple):
