@@ -46,7 +46,7 @@ def test_every_case_is_legal_and_survives_json(function):
         problem = contract.problem(case)
         if not case.illegal and not case.golden:
             contract.expected(case, problem, {})
-        assert case.law in ("", *Space().laws(case))
+        assert case.law in ("", *scope_of(case.function, Space()).laws(case))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -92,5 +92,5 @@ def test_layouts_are_not_asked_of_what_needs_contiguous_inputs(function):
 
 def test_laws_that_need_a_gpu_are_only_drawn_there():
     case = RoutingCase(function="permute", tokens=2, experts=2, slack=0)
-    assert "graph_capture" in Space(device="cuda").laws(case)
-    assert "graph_capture" not in Space().laws(case)
+    assert "graph_capture" in scope_of(case.function, Space(device="cuda")).laws(case)
+    assert "graph_capture" not in scope_of(case.function, Space()).laws(case)

@@ -75,7 +75,9 @@ def low_cases(function: str) -> list[Any]:
         *(case for case in scope_of(function, GPU).more([])[::EVERY] if case.tokens < REAL),
         *(case for case in many if case.scaling),
     ]
-    return [replace(case, law=case.law if case.law in Space().laws(case) else "") for case in cases]
+    return [
+        replace(case, law=case.law if case.law in scope_of(case.function, Space()).laws(case) else "") for case in cases
+    ]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -61,7 +61,9 @@ def low_cases(function: str) -> list[Any]:
         *scope_of(function, GPU).more([]),
         *(case for case in many if function != "shared_experts" or not case.counts),
     ]
-    return [replace(case, law=case.law if case.law in Space().laws(case) else "") for case in cases]
+    return [
+        replace(case, law=case.law if case.law in scope_of(case.function, Space()).laws(case) else "") for case in cases
+    ]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
