@@ -30,7 +30,7 @@ conform: setup
 	$(BIN)/moe-conformance run --impl $(IMPL) --profile gate
 
 test: lint
-	$(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check -q . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -1,5 +1,6 @@
 """Run before any test module: without a GPU, moe_fast chooses Triton's interpreter before triton is loaded."""
 
+import pytest
 import torch
 
 import moe_fast as moe_fast
@@ -7,3 +8,11 @@ from conformance.engine.child import interpreting
 
 interpreting.install()
 torch.set_num_threads(1)  # small tensors are quicker without threads to wait for
+
+LONGEST = ("mutants", "report", "engine", "judge", "experts", "honest")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Folders with the longest tests first, so that no worker ends with one of them alone."""
+    order = {folder: place for place, folder in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.parent.name, len(LONGEST)))

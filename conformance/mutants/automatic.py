@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -47,20 +47,24 @@ class Edit:
     after: str
 
 
-def source_mutants(implementation: str) -> list[SourceMutant]:
+def source_mutants(implementation: str, files: Container[str] | None = None) -> list[SourceMutant]:
     """Every mutant of a package, or of a single module; in the order of file, line, column and
     operator.
+
+    Args:
+        files: only mutants in these files, named as in `SourceMutant.file`; None for all.
 
     Raises:
         UsageError: there is no Python source of that name.
     """
     top, named = _locate(implementation)
-    files = sorted(file for file in named.rglob("*.py") if file.name not in SAME_RESULTS) if named.is_dir() else [named]
+    paths = sorted(path for path in named.rglob("*.py") if path.name not in SAME_RESULTS) if named.is_dir() else [named]
     folder = named if named.is_dir() else named.parent
     return [
         mutant
-        for file in files
-        for mutant in _mutants_of(file, file.relative_to(top.parent).as_posix(), file.relative_to(folder).as_posix())
+        for path in paths
+        if files is None or path.relative_to(top.parent).as_posix() in files
+        for mutant in _mutants_of(path, path.relative_to(top.parent).as_posix(), path.relative_to(folder).as_posix())
     ]
 
 

@@ -7,7 +7,7 @@ automatic mutant is tried only on cases of functions that reach it, the quickest
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,8 +24,9 @@ from conformance.engine.run.pool import Pool
 from conformance.interface import UsageError
 from conformance.mutants.planted import DEFECTS
 
-# cases of each function that the implementation must pass before listed defects are planted in it
-SOUND = 40
+# cases of each function that the implementation must pass before listed defects are planted in it;
+# afterwards it must also pass each case that killed one
+SOUND = 10
 # one case in TRACED is run again with its calls recorded, which slows an interpreter down
 TRACED = 8
 TRACED_SECONDS = 600.0  # for such a case
@@ -100,9 +101,11 @@ def score_mutants(
     if function and function not in CONTRACTS:
         raise UsageError(f"--function is {function!r}; the functions are {', '.join(CONTRACTS)}")
     passed = _passed(implementation, seed, jobs, function, trace=kind != "planted")
+    # rewriting every file costs more than trying a few mutants
+    files = {call.partition(":")[0] for item in passed for call in item.calls} if function else None
     chosen = [
         mutant
-        for mutant in _mutants(implementation, kind)
+        for mutant in _mutants(implementation, kind, files)
         if only in mutant.name and (not function or _reached(mutant, function, passed))
     ]
     if not chosen:
@@ -119,13 +122,17 @@ def score_mutants(
             print(result.line, flush=True)
             results.append(result)
     killed = [result for result in results if result.killed]
+    if kind == "planted":
+        texts = {result.case for result in killed}
+        with Pool(ChildOptions(implementation), jobs) as pool:
+            _require_sound(implementation, (item.case for item in passed if item.case.text in texts), pool)
     ways = ", ".join(f"{sum(r.way == way for r in killed)} by {way}" for way in ("value", "law", "crash"))
     share = f"{len(killed)} of {len(results)} ({len(killed) / len(results):.1%})"
     print(f"\nscore {share}: {ways}; {len(results) - len(killed)} survived")
     return results
 
 
-def _mutants(implementation: str, kind: str) -> Iterator[Mutant]:
+def _mutants(implementation: str, kind: str, files: Container[str] | None) -> Iterator[Mutant]:
     if kind in ("planted", "all"):
         for defect in DEFECTS.values():
             name = f"conformance.mutants.planted:{defect.name}.{implementation}"
@@ -140,7 +147,7 @@ def _mutants(implementation: str, kind: str) -> Iterator[Mutant]:
             copy = lambda folder: write_copy(mutant, implementation, folder)  # noqa: E731
             return Mutant(mutant.name, title, implementation, copy, touches)
 
-        yield from map(planted, source_mutants(implementation))
+        yield from map(planted, source_mutants(implementation, files))
 
 
 def _tried_by(function: str) -> str:
@@ -171,31 +178,29 @@ def _passed(implementation: str, seed: int, jobs: int, function: str, trace: boo
             for name in offered
         }
         if not trace:
-            return _sound(implementation, cases, pool)
-        ran = []
-        for case, outcome in pool.run(case for group in cases.values() for case in group):
-            _require_sound(implementation, case, outcome)
-            if outcome.evaluations:
-                ran.append((case, outcome.seconds_implementation))
+            _require_sound(implementation, (case for group in cases.values() for case in group[:SOUND]), pool)
+            return [PassedCase(case, 0.0, frozenset()) for group in cases.values() for case in group]
+        outcomes = _require_sound(implementation, (case for group in cases.values() for case in group), pool)
+    ran = [(case, outcome.seconds_implementation) for case, outcome in outcomes if outcome.evaluations]
     calls = _calls(implementation, [case for case, _ in ran[::TRACED]], jobs)
     return [PassedCase(case, seconds, calls.get(case.function, frozenset())) for case, seconds in ran]
 
 
-def _sound(implementation: str, cases: dict[str, list[Case]], pool: Pool) -> list[PassedCase]:
-    """All cases, after the implementation has passed the first ones of every function.
+def _require_sound(implementation: str, cases: Iterable[Case], pool: Pool) -> list[tuple[Case, Outcome]]:
+    """The cases with the outcomes of the implementation itself.
 
     Raises:
         UsageError: it fails one.
     """
-    for case, outcome in pool.run(case for group in cases.values() for case in group[:SOUND]):
-        _require_sound(implementation, case, outcome)
-    return [PassedCase(case, 0.0, frozenset()) for group in cases.values() for case in group]
-
-
-def _require_sound(implementation: str, case: Case, outcome: Outcome) -> None:
-    if _kill(case, outcome):
-        cause = f"{outcome.status}: {outcome.finding['message'] if outcome.finding else outcome.reason}"
-        raise UsageError(f"{implementation} itself fails ({cause}), so that its mutants show nothing: case {case.text}")
+    outcomes = []
+    for case, outcome in pool.run(cases):
+        if _kill(case, outcome):
+            cause = f"{outcome.status}: {outcome.finding['message'] if outcome.finding else outcome.reason}"
+            raise UsageError(
+                f"{implementation} itself fails ({cause}), so that its mutants show nothing: case {case.text}"
+            )
+        outcomes.append((case, outcome))
+    return outcomes
 
 
 def _calls(implementation: str, cases: list[Case], jobs: int) -> dict[str, frozenset[str]]:

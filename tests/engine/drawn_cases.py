@@ -4,8 +4,9 @@ import functools
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
+from conformance.core.covering import Covered
 from conformance.core.space import Space
-from conformance.engine.choose.draw import drawn, strategy
+from conformance.engine.choose.draw import covering_cases, drawn, strategy
 
 FUNCTIONS = tuple(CONTRACTS)
 WIDE = ("wide_rows", "wide_columns")
@@ -32,3 +33,8 @@ STEPPED = ("route",)  # made of the other functions: its inputs lie as they come
 @functools.cache
 def draws(function: str, seed: int = 1, count: int = 0) -> list[Case]:
     return drawn(strategy(function, Space()), seed, count or DRAWS.get(function, 300))
+
+
+@functools.cache
+def covered(function: str) -> Covered:
+    return covering_cases(function, Space())

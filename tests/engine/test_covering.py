@@ -1,13 +1,14 @@
 """Covering arrays have every legal pair."""
 
+import functools
 import itertools
 
 import pytest
 
 from conformance.core.case import Case
 from conformance.core.space import Space
-from conformance.engine.choose.draw import covering_cases, scope_of
-from tests.engine.drawn_cases import FUNCTIONS
+from conformance.engine.choose.draw import scope_of
+from tests.engine.drawn_cases import FUNCTIONS, covered
 
 # ---- covering arrays
 
@@ -37,6 +38,7 @@ def pairs_of(case: Case) -> set:
     return {((x, a), (y, b)) for x, y in itertools.combinations(sorted(found), 2) for a in found[x] for b in found[y]}
 
 
+@functools.cache
 def legal_by_few(function: str) -> set:
     """Every pair of values that is a call with at most two other axes away from their first value."""
     axes, found = axes_of(function), set()
@@ -70,17 +72,16 @@ def test_pairs_that_few_axes_allow_are_those_of_all_combinations(function):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_covering_arrays_have_every_legal_pair(function):
-    covered = covering_cases(function, Space())
-    reached = reached_by(covered.cases)
+    reached = reached_by(covered(function).cases)
     assert reached == legal_by_few(function)
-    assert covered.pairs == len(reached)
+    assert covered(function).pairs == len(reached)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_covering_array_without_its_last_case_does_not(function):
-    assert reached_by(covering_cases(function, Space()).cases[:-1]) < legal_by_few(function)
+    assert reached_by(covered(function).cases[:-1]) < legal_by_few(function)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_covering_arrays_are_much_smaller_than_all_combinations(function):
-    assert len(covering_cases(function, Space()).cases) < len(legal_by_few(function))
+    assert len(covered(function).cases) < len(legal_by_few(function))
