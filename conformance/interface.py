@@ -28,7 +28,7 @@ VOCABULARY = {
     "emulated": "scalings whose GEMMs run on a unit for wider numbers: a tuple of str; printed, not tested",
     "reduction_order": "in words; printed, not tested",
     "tie_rule": "of equal keys, which is chosen: 'lowest_index', or, by default, any",
-    "scale_arithmetic": "of scales other than powers of two: 'division' (the default) or 'reciprocal', rounded once more",
+    "scale_arithmetic": "of scales other than powers of two: 'division' (default) or 'reciprocal', rounded once more",
     "deterministic": "bit-equal results on every run: True or False (the default)",
     "differentiable": "gradients through autograd: True (the default) or False",
     "noncontiguous": "accepts inputs of any strides: True (the default) or False",

@@ -284,7 +284,7 @@ class Contract(ABC, Generic[C]):
 
 
 def declare(owner: Any, signature: Signature) -> None:
-    """Set the signature and the attributes derived from it on a contract or a class of contracts."""
+    """Set the signature and its derived attributes on a contract or a class of contracts."""
     owner.signature = signature
     owner.outputs = tuple(out.name for out in signature.outputs if not out.probed)
     owner.primary = vars(owner).get("primary", owner.outputs[0])

@@ -142,7 +142,7 @@ class Scope:
     # ---- chosen cases
 
     def drawn(self) -> st.SearchStrategy[Any]:
-        """Random cases: the family's shapes, the other axes independently, mended; any valid law."""
+        """Random cases: the family's shapes, other axes independently, mended; any valid law."""
         axes = [(axis.name, axis.drawn(self.signature)) for axis in self.axes]
         shapes = self.contract.shapes.drawn(self)
 

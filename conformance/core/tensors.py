@@ -89,8 +89,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     Layouts: `contiguous` · `transposed`, the last two dimensions swapped (a vector: `strided`) ·
     `strided`, gaps in every dimension · `shifted`, one element into its storage, so that no vector
     load is aligned · `expanded`, stride 0 in the first dimension: the first entry repeats, the
-    values change · `wide_rows`, `wide_columns`,
-    `wide_depth`, the first and last entry of the first, second or third dimension more than 2³¹ elements apart.
+    values change · `wide_rows`, `wide_columns`, `wide_depth`, the first and last entry of the
+    first, second or third dimension more than 2³¹ elements apart.
     """
     if layout == "expanded":
         return x[:1].expand(x.shape) if x.shape[0] else x
