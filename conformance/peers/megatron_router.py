@@ -26,7 +26,7 @@ from moe_ref.config import AuxScores, Routed, TopK
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
 
-ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}  # TopKRouter.gating; else the input's
+ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}  # else: the input's
 
 ROUTING = {  # the package checks logits.dim() == 2 and the score function only
     "accumulator": "storage",
@@ -61,7 +61,7 @@ def declares(function: str) -> dict[str, Any]:
 
 
 def gate(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, router_dtype: str | None = None) -> Tensor:
-    """moe_utils.router_gating_linear, with a torch dtype; its caller TopKRouter.gating needs a GPU."""
+    """moe_utils.router_gating_linear with a torch dtype; TopKRouter.gating needs a GPU."""
     return moe_utils.router_gating_linear(x, weight, bias, ROUTER_DTYPES.get(router_dtype or "", x.dtype))
 
 
@@ -74,7 +74,7 @@ def jitter(x: Tensor, *, eps: float) -> Tensor:
 def topk_indices(
     logits: Tensor, *, topk: int, pre_softmax: bool = False, precomputed_indices: Tensor | None = None, **settings: Any
 ) -> TopK:
-    """moe_utils.topk_routing_with_score_function returns no indices: its RouterReplay records them."""
+    """moe_utils.topk_routing_with_score_function; its RouterReplay records the indices."""
     replay = _replay(precomputed_indices)
     probs, _ = moe_utils.topk_routing_with_score_function(
         logits, topk, use_pre_softmax=pre_softmax, router_replay=replay, **settings
@@ -86,7 +86,7 @@ def topk_indices(
 def topk_routing(
     logits: Tensor, *, topk: int, pre_softmax: bool = False, precomputed_indices: Tensor | None = None, **settings: Any
 ) -> Routed:
-    """moe_utils.topk_routing_with_score_function; precomputed indices by a RouterReplay's target."""
+    """moe_utils.topk_routing_with_score_function; precomputed indices: a RouterReplay's target."""
     replay = None if precomputed_indices is None else _replay(precomputed_indices)
     return Routed(
         *moe_utils.topk_routing_with_score_function(
@@ -104,7 +104,7 @@ def sinkhorn_routing(logits: Tensor, *, topk: int, training: bool = True) -> Rou
 def drop_tokens(
     probs: Tensor, routing_map: Tensor, *, capacity: int, drop_policy: str = "probs", pad_to_capacity: bool = False
 ) -> Routed:
-    """moe_utils.apply_router_token_dropping; factor for `capacity` minus ½, which is rounded up."""
+    """moe_utils.apply_router_token_dropping; its factor gives `capacity` - ½, rounded up."""
     factor = (capacity - 0.5) * routing_map.shape[1] / max(len(routing_map), 1)
     of_chosen = torch.where(routing_map != 0, probs, 0)
     how: dict[str, Any] = {"drop_policy": drop_policy, "pad_to_capacity": pad_to_capacity}

@@ -28,7 +28,7 @@ def declares(function: str) -> dict[str, Any]:
     """Guarantees in terms of `conformance.interface.VOCABULARY`: printed in the verdict, tested."""
     return {
         "permute": {
-            "deterministic": False,  # True if every run gives the same bits, unlike index_add on a GPU
+            "deterministic": False,  # True: same bits on every run, unlike index_add on a GPU
             "omits": ("tokens_per_expert", "overflow"),  # outputs that the kernel lacks
             "unchecked": ("routing_map", "probs"),  # arguments whose illegal values do not raise
         },
