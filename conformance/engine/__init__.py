@@ -1,3 +1,3 @@
-"""Runs cases: `runner` makes one call, `evaluate` judges one case, `child` isolates it in a process,
-`pool` manages the processes, `ledger` records outcomes.
+"""Runs cases: `runner` makes one call, `evaluate` judges one case, `child` is its process, `pool`
+manages processes, `ledger` records outcomes.
 """

@@ -1,8 +1,8 @@
 """Halves the time of Triton's interpreter, or better, for kernels that call functions.
 
-While a kernel is interpreted, `triton.language` is patched to use numpy. Triton (3.9) patches all of
-it at the start of a launch and again at every call of a device function, which takes longer than
-most functions. Here a call patches only modules that the launch has not patched. Triton also
+While a kernel is interpreted, `triton.language` is patched to use numpy. Triton (3.9) patches it at
+the start of a launch, and all of it again at every call of a device function, which takes longer
+than most functions. Here a call patches only modules that the launch has not patched. Triton also
 computes integer overflow for a debug-only assertion, and lists all numpy dtypes at every lookup:
 neither is repeated here.
 """

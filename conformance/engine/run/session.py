@@ -31,7 +31,7 @@ FAILING = ("FAIL", "CRASH", "HANG", "OOM", "ERROR")
 
 
 def judge(options: Options) -> Verdict:
-    """Run every section that was asked for, and say what became of the cases.
+    """Run all requested sections and return the verdict.
 
     KeyboardInterrupt ends the run early, with the verdict on the cases judged so far.
 
@@ -119,23 +119,23 @@ class Session:
             self.progress.end()
 
     def verdict(self, folder: Path, whole: bool, interrupted: bool) -> Verdict:
-        """The verdict on what the ledgers of all workers say."""
+        """The verdict from the ledgers of all workers."""
         seconds, waivers = time.monotonic() - self.started, [waiver.name for waiver in self.waivers]
         return assemble(folder, self.options, seconds, waivers, self.baseline, whole, interrupted)
 
     def problem(self, place: str, error: BaseException) -> None:
-        """An error of the suite itself, which is no verdict on the implementation."""
+        """Record an error of the suite, which is no verdict on the implementation."""
         self.ledger.write("problem", text=f"{place}: {type(error).__name__}: {error}")
 
     def cases(self, section: Section) -> list[Case]:
-        """The section's cases. Those of the next section in the plan are drawn while these run."""
+        """The section's cases; draws the next section's cases while these run."""
         cases = self._drawn.pop(section.label).result() if section.label in self._drawn else self._cases(section)
         for following in self.plan[self.plan.index(section) + 1 :][:1]:
             self._drawn[following.label] = self._drawing.submit(self._cases, following)
         return cases
 
     def _cases(self, section: Section) -> list[Case]:
-        """The section's cases; none of a function that is not offered."""
+        """The section's cases; empty for a function that is not offered."""
         if section.kind == "corpus":
             return [case for case in self.corpus if self.description["functions"][case.function]["offered"]]
         if section.function and not self.description["functions"][section.function]["offered"]:
@@ -171,7 +171,7 @@ class Session:
         return [failure for failure in failures if failure]
 
     def _judged(self, section: Section, case: Case, outcome: Outcome) -> str:
-        """Write the outcome down; returns its status, WAIVED where a waiver covers it."""
+        """Record the outcome; returns its status, WAIVED if a waiver covers it."""
         covering = (waiver for waiver in self.waivers if outcome.status in FAILING and waiver.covers(case, outcome))
         waiver = next(covering, None)
         status = "WAIVED" if waiver else outcome.status
@@ -205,7 +205,7 @@ class Session:
         return failure
 
     def _confirmed(self, case: Case, outcome: Outcome) -> tuple[Case, Outcome]:
-        """The failure as a process shows it that has run nothing else; FLAKY if it passes there."""
+        """The failure in a fresh process; FLAKY if it passes there."""
         alone = self._attempt(case, fresh=True)
         if alone.status in FAILING:
             return case, alone
@@ -227,7 +227,7 @@ class Session:
         return outcome
 
     def _keep(self, failure: Failure) -> None:
-        """Save the case and write the failure down."""
+        """Save the case and record the failure."""
         outcome = failure.outcome
         finding = {
             "implementation": self.options.implementation,
@@ -249,10 +249,10 @@ def default_jobs(device: str) -> int:
 
 
 def _priority(case: Case, position: dict[str, int]) -> tuple[bool, int]:
-    """The order in which failing cases are reduced: literals last, else as in the plan."""
+    """The order of reduction: literal cases last, else as in the plan."""
     return _literal(case), position[case.text]
 
 
 def _literal(case: Case) -> bool:
-    """Whether the case is written out, and so has no smaller neighbours."""
+    """Whether the case is a literal, which has no smaller cases."""
     return bool(case.golden or case.illegal)
