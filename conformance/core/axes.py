@@ -99,10 +99,10 @@ class Size(Axis):
 
     letter: str = ""
     at_least: int = 0
-    most: int = 128  # largest size drawn
+    most: int = 128  # that the axis draws by itself
     pairs: tuple[int, ...] = ()  # sizes whose pairs are covered, where a dimension has the letter
-    divides: str = ""  # the field it divides
-    always: bool = False  # live even where no dimension has the letter
+    divides: str = ""  # the field that it is a divisor of
+    always: bool = False  # it matters even where no dimension has the letter
 
     def live(self, signature: "Signature") -> bool:
         return self.always or not self.letter or self.letter in signature.letters
@@ -167,7 +167,7 @@ class Choice(Axis):
         return super().live(signature) and (not self.of or any(name in signature.names for name in self.of))
 
     def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
-        """The simplest value with probability ½."""
+        """The simplest value half of the time."""
         plain, *others = self.values + self.also
         return st.sampled_from([plain] * max(len(others), 1) + others).map(lambda value: {self.name: value})
 
@@ -198,7 +198,7 @@ class Dtype(Choice):
         return any(x.field == self.name for x in signature.every_input)
 
     def allowed(self, signature: "Signature", values: tuple[str, ...]) -> list[str]:
-        """The values legal for all inputs of the field; "" where an optional input is absent."""
+        """The values that all inputs of the field may have; empty where an optional input is not given."""
         inputs = [x for x in signature.every_input if x.field == self.name]
         taken = [{*(x.dtypes or values), *([""] if x.optional == self.name else [])} for x in inputs]
         return [value for value in values if all(value in known for known in taken)]
@@ -285,12 +285,12 @@ class Gradients(Axis):
         return bool(signature.gradients)
 
     def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
-        """All inputs with probability above ½."""
+        """All of them half of the time."""
         every = subsets(signature.gradients)
         return st.sampled_from(every + every[-1:] * len(every)).map(lambda value: {self.name: value})
 
     def covered(self, signature: "Signature") -> list[Changes]:
-        """Up to two inputs: every subset. More: none, each alone, and all given inputs."""
+        """Every subset of two; of more inputs none, each, and all that are given."""
         names = signature.gradients
         if len(names) < 3:
             return [{self.name: value} for value in subsets(names)]
@@ -342,7 +342,7 @@ class Layout(Axis):
         return bool(signature.placed)
 
     def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
-        """Contiguous with probability above ½."""
+        """Contiguous more than half of the time."""
         near, far = ([self.placed(x, of) for of, x in signature.layouts(far)] for far in (False, True))
         return st.sampled_from([self.placed()] * (2 * len(near) + 3) + near + far)
 

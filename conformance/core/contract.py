@@ -199,7 +199,7 @@ class Contract(ABC, Generic[C]):
     function: str
     signature: Signature | None = None  # None: an unconverted family
     case_type: type[Case]  # of a contract with a signature
-    outputs: tuple[str, ...]  # in the order of the returned tuple
+    outputs: tuple[str, ...]  # what the function returns, in order
     primary: str  # the output that the controls corrupt
     optional: tuple[str, ...] = ()  # keyword arguments that an implementation may lack
     redundant: tuple[str, ...] = ()
@@ -215,7 +215,7 @@ class Contract(ABC, Generic[C]):
             declare(cls, vars(cls)["signature"])
 
     def adopt(self, other: "Contract[Any]") -> None:
-        """Copy the function, its signature and the derived attributes from the wrapped contract."""
+        """Take over the function, the signature and what follows from it, of the contract that this one wraps."""
         names = ("function", "signature", "outputs", "primary", "optional", "redundant", "companions", "static")
         for name in (*names, *(["case_type"] if other.signature else [])):
             setattr(self, name, getattr(other, name))
@@ -273,7 +273,7 @@ class Contract(ABC, Generic[C]):
         )
 
     def cotangent(self, case: C, output: str, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """Has NaN and infinities if a linear function's input has; they reach one gradient each."""
+        """With NaN and infinities where a linear function's input has them; they may reach no gradient but their own."""
         assert self.signature is not None
         special = output == self.signature.linear[1] and getattr(case, "values", "") == "special"
         return payload(case.seed, f"d_{output}", shape, dtype, "special" if special else "dyadic")

@@ -202,7 +202,7 @@ class Bitmasks(Table):
     most: tuple[int, int] = (12, 8)  # rows and columns drawn
 
     def drawn(self, signature: "Signature") -> st.SearchStrategy[Changes]:
-        """Random bits, and the two sizes."""
+        """Bit by bit; the sizes come with it."""
         rows, columns = self.most
 
         def of_width(width: int) -> st.SearchStrategy[Changes]:

@@ -19,7 +19,7 @@ from conformance.core.space import Space
 if TYPE_CHECKING:
     from conformance.core.contract import Contract, Signature
 
-# dtypes of at most two bytes: 2³¹ elements fit 4 GiB
+# dtypes of at most two bytes: 2³¹ of their elements have addresses in 4 GiB
 NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8", "bool", "int16")
 
 

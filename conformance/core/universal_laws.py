@@ -13,7 +13,7 @@ from conformance.judge import Exact, Finding
 
 
 def _history(trial: Trial) -> Finding | None:
-    """Another case right after this one, with other settings and sizes where supported."""
+    """Another case right after this one: other settings and sizes, or this one's where those are not supported."""
     for other in (trial.contract.neighbour(trial.case), replace(trial.case, law="", seed=trial.case.seed + 1)):
         problem = trial.contract.problem(other)
         if not trial.extras["refusal"](problem):
@@ -93,7 +93,7 @@ STATIC = (HOST_SYNC, GRAPH_CAPTURE)
 
 
 def _linear(trial: Trial) -> tuple[str, str]:
-    """The (input, output) of the linear map."""
+    """The input that the function is linear in, and the output that is linear in it."""
     assert trial.contract.signature is not None
     return trial.contract.signature.linear
 

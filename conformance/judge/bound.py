@@ -121,7 +121,7 @@ class Accumulator:
         return math.hypot(math.sqrt(in_block) * self.unit * self.spread, math.sqrt(promoted) * ROUNDOFF[torch.float32])
 
     def _steps(self, terms: int) -> tuple[int, int]:
-        """Products per block, and roundings of the sum of blocks: one addition each, two scalings."""
+        """Products per block, and roundings of the sum of blocks (one addition, two scalings)."""
         in_block = min(terms, self.block or terms)
         return in_block, -(-terms // in_block) + 2 if self.block and terms else 0
 

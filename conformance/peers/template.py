@@ -38,7 +38,7 @@ def declares(function: str) -> dict[str, Any]:
 def _gather(tokens: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Any, Any]:
     """A bare forward kernel: (outputs, tensors saved for the backward)."""
     expert_R, token_R = (routing_map != 0).T.nonzero(as_tuple=True)  # by expert, then by token
-    bits = tokens.view(torch.uint8) if tokens.element_size() == 1 else tokens  # indexes fp8 as bytes
+    bits = tokens.view(torch.uint8) if tokens.element_size() == 1 else tokens  # fp8: as bytes
     rows = bits[token_R].view(tokens.dtype)
     return (rows, probs[token_R, expert_R], token_R), (token_R, expert_R, tokens, probs)
 

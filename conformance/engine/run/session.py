@@ -124,18 +124,18 @@ class Session:
         return assemble(folder, self.options, seconds, waivers, self.baseline, whole, interrupted)
 
     def problem(self, place: str, error: BaseException) -> None:
-        """Record an error of the suite, which is no verdict on the implementation."""
+        """An error of the suite itself, which is no verdict on the implementation."""
         self.ledger.write("problem", text=f"{place}: {type(error).__name__}: {error}")
 
     def cases(self, section: Section) -> list[Case]:
-        """The section's cases; draws the next section's cases while these run."""
+        """The section's cases. Those of the next section in the plan are drawn while these run."""
         cases = self._drawn.pop(section.label).result() if section.label in self._drawn else self._cases(section)
         for following in self.plan[self.plan.index(section) + 1 :][:1]:
             self._drawn[following.label] = self._drawing.submit(self._cases, following)
         return cases
 
     def _cases(self, section: Section) -> list[Case]:
-        """The section's cases; empty for a function that is not offered."""
+        """The section's cases; none of a function that is not offered."""
         if section.kind == "corpus":
             return [case for case in self.corpus if self.description["functions"][case.function]["offered"]]
         if section.function and not self.description["functions"][section.function]["offered"]:
@@ -171,7 +171,7 @@ class Session:
         return [failure for failure in failures if failure]
 
     def _judged(self, section: Section, case: Case, outcome: Outcome) -> str:
-        """Record the outcome; returns its status, WAIVED if a waiver covers it."""
+        """Write the outcome down; returns its status, WAIVED where a waiver covers it."""
         covering = (waiver for waiver in self.waivers if outcome.status in FAILING and waiver.covers(case, outcome))
         waiver = next(covering, None)
         status = "WAIVED" if waiver else outcome.status
@@ -249,7 +249,7 @@ def default_jobs(device: str) -> int:
 
 
 def _priority(case: Case, position: dict[str, int]) -> tuple[bool, int]:
-    """The order of reduction: literal cases last, else as in the plan."""
+    """The order in which failing cases are reduced: literals last, else as in the plan."""
     return _literal(case), position[case.text]
 
 
