@@ -1,4 +1,4 @@
-"""The functions: one contract each, in the order in which a verdict lists them, producers before consumers."""
+"""One contract per function, in the order of a verdict: producers before consumers."""
 
 import os
 from importlib import import_module
@@ -9,7 +9,7 @@ from conformance.core.family import Family
 from conformance.core.ranks import Collective
 
 NAMES = ("router", "permutation", "quantization", "fused", "experts", "dispatch")
-# module of each family, in the order of a verdict; the environment may name more, separated by commas
+# one module per family, in the order of a verdict; the environment may add more, comma-separated
 MODULES = (
     *(f"conformance.families.{name}" for name in NAMES),
     *filter(None, os.environ.get("MOE_CONFORMANCE_FAMILIES", "").split(",")),

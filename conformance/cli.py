@@ -121,7 +121,7 @@ def run(given: Namespace) -> int:
 
 
 def replay(given: Namespace) -> int:
-    """Exit code 0 if the case passes, 1 if it fails, 4 if it says nothing."""
+    """Exit code 0 if the case passes, 1 if it fails, 4 if it gives no verdict."""
     from conformance.engine.run.corpus import find
     from conformance.engine.run.pool import Pool
     from conformance.report.terminal import picture
@@ -168,7 +168,7 @@ def minimize(given: Namespace) -> int:
 
 
 def list_(given: Namespace) -> int:
-    """Print what the suite holds."""
+    """Print the suite's contents."""
     from conformance.catalogue import CONTRACTS
     from conformance.core.ranks import Collective
     from conformance.core.space import Space

@@ -1,14 +1,14 @@
-"""What an implementation is: any namespace that offers some of the reference's functions.
+"""An implementation is any namespace that offers some of the reference's functions.
 
     moe-conformance run --impl my_kernels.moe          a module
-    moe-conformance run --impl my_kernels.moe:Fused    something inside a module: a class, an object, a namespace
+    moe-conformance run --impl my_kernels.moe:Fused    a class, object or namespace in a module
 
-Beside the functions a namespace may offer two more:
+The namespace may also offer two functions:
 
-    supports(function, **arguments) -> None | reason   sees meta tensors: shapes, dtypes and settings, never values
-    declares(function) -> dict                         what it promises, from VOCABULARY
+    supports(function, **arguments) -> None | reason   gets meta tensors: shapes, dtypes, settings
+    declares(function) -> dict                         the guarantees, in terms of VOCABULARY
 
-Calls pass the required tensors by position and every other argument by keyword, and only where it differs from its default.
+Calls pass the required tensors by position, all other arguments by keyword, defaults omitted.
 """
 
 import importlib
@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 VOCABULARY = {
-    "accumulator": "dtype that sums are taken in: 'float32' (the default), 'storage', or 'hopper_fp8': by a scale for a tensor or each 128, 14 bits, promoted",
-    "emulated": "scalings whose products no unit of this machine takes as codes, but one for wider numbers: a tuple of str; printed, not tested",
+    "accumulator": "dtype of sums: 'float32' (the default), 'storage', or 'hopper_fp8': "
+    "fp8 GEMMs with a scale per tensor or per 128 sum in 14 bits, promoted to float32",
+    "emulated": "scalings whose GEMMs run on a unit for wider numbers: a tuple of str; printed, not tested",
     "reduction_order": "in words; printed, not tested",
     "tie_rule": "of equal keys, which is chosen: 'lowest_index', or, by default, any",
-    "scale_arithmetic": "of scales that are no powers of two: 'division' (the default), or 'reciprocal', which is rounded once more",
+    "scale_arithmetic": "of scales other than powers of two: 'division' (default) or 'reciprocal', rounded once more",
     "deterministic": "bit-equal results on every run: True or False (the default)",
     "differentiable": "gradients through autograd: True (the default) or False",
     "noncontiguous": "accepts inputs of any strides: True (the default) or False",
@@ -40,7 +41,7 @@ DEFAULTS = {"accumulator": "float32", "differentiable": True, "noncontiguous": T
 
 
 class UsageError(Exception):
-    """Something the user gave cannot be used; the message is one clear sentence."""
+    """Unusable user input; the message is one clear sentence."""
 
 
 class Implementation:
@@ -73,7 +74,7 @@ class Implementation:
         return self.namespace.supports(function, **shown)
 
     def declares(self, function: str) -> dict[str, Any]:
-        """What the namespace declares of `function`, over the defaults.
+        """The namespace's declarations for `function`, merged over the defaults.
 
         Raises:
             UsageError: a key that is not in VOCABULARY.
@@ -91,12 +92,12 @@ class Implementation:
 
 
 def imported(module_name: str) -> Any:
-    """The module. The reference's collectives take what all ranks have: among real ranks it is played by `conformance.peers.reference_world`."""
+    """The module; for `moe_ref`, whose collectives take all ranks' inputs, its one-rank adapter."""
     return importlib.import_module("conformance.peers.reference_world" if module_name == "moe_ref" else module_name)
 
 
 def load(name: str) -> Implementation:
-    """Import the namespace that `name` says: a module, or module:attribute.
+    """Import the namespace `name`: a module, or module:attribute.
 
     Raises:
         UsageError: it cannot be imported, raises while it is, or has no such attribute.
@@ -138,7 +139,7 @@ def _raised_at(error: BaseException) -> str:
 
 
 def named_outputs(result: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """The outputs of a call by name: from fields, from a dict, by position from a plain tuple, or the one tensor itself.
+    """A call's outputs by name: a tensor, a plain tuple in order, a dict, or an object's fields.
 
     Raises:
         ValueError: the result has the wrong number of values, or lacks a field.
@@ -162,10 +163,10 @@ def named_outputs(result: Any, names: tuple[str, ...]) -> dict[str, Any]:
 def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """One autograd function out of two bare kernels.
 
-        forward(*args, **settings) -> (outputs, saved)      outputs: a tensor or a tuple; saved: anything
-        backward(saved, *cotangents) -> gradients           one for each positional argument, None where there is none
+        forward(*args, **settings) -> (outputs, saved)   outputs: a tensor or a tuple; saved: any
+        backward(saved, *cotangents) -> gradients        one per positional argument, or None
 
-    A cotangent is None where its output was not used.
+    The cotangent of an unused output is None.
     """
 
     class Bare(torch.autograd.Function):

@@ -9,7 +9,7 @@ from conformance.report.terminal import failure_lines
 
 @pytest.fixture
 def section() -> Section:
-    """Replaced by the sections of the plan when there is something to judge."""
+    """Replaced by the sections of the plan under `--impl`."""
     pytest.skip("no --impl was given: there is nothing to judge")
 
 

@@ -1,1 +1,1 @@
-"""How far an honest result may be from the exact one."""
+"""Error bounds of honest results."""

@@ -1,9 +1,9 @@
 """Running error analysis of activations: f and f' of `moe_ref.experts.activations`, with error
 bounds.
 
-σ and tanh come from an exponential, so their error is some roundings of 1 where they cancel, and
-they are exactly 1 where adding the exponential to 1 changes nothing: f' multiplies 1 - σ or 1 -
-tanh² by large numbers, and a bound without this would allow anything.
+σ and tanh are computed from an exponential. Where they cancel, their error is a few roundings of 1;
+where 1 absorbs the exponential, they are exactly 1. Without the second fact the bound of f', which
+multiplies 1 - σ or 1 - tanh² by large numbers, would be vacuous.
 """
 
 import math
@@ -16,25 +16,25 @@ from torch import Tensor
 from conformance.analysis.running import DIVISION, TRANSCENDENTAL, Running
 from conformance.judge.bound import ROUNDOFF
 
-LOST = 8.0  # e⁻⁸ of half an ulp: what is smaller beside 1 is lost in any formula
+LOST = 8.0  # any formula absorbs terms below e⁻⁸ of half an ulp of 1
 BESIDE_ONE = 8.0  # in u: 2σ(2x) - 1 with the two constants above, and published polynomials of erf
 QUICK_GELU, GELU_CUBIC = 1.702, 0.044715  # Hendrycks and Gimpel 2016, arXiv 1606.08415
 
 
 class Curve(NamedTuple):
-    """A function of one number, and its derivative."""
+    """A scalar function and its derivative."""
 
     value: Callable[[Running], Running]
     slope: Callable[[Running], Running]
 
 
 def _room(dtype: torch.dtype) -> float:
-    """The exponent from which on exp(-x) is lost beside 1."""
+    """The x from which on 1 + exp(-x) = 1."""
     return LOST - math.log(ROUNDOFF[dtype])
 
 
 def _off(x: Running) -> Tensor:
-    """What the argument of an exponential is off by, as x · log₂e is rounded once more."""
+    """The error of an exponential's argument, x · log₂e being rounded once more."""
     return torch.where(x.value.isfinite(), x.error + 2 * ROUNDOFF[x.dtype] * x.value.abs(), 0.0)
 
 
@@ -49,26 +49,26 @@ def sigmoid(x: Running) -> Running:
 
 
 def tanh(x: Running) -> Running:
-    """By an exponential, or better."""
+    """tanh(x) by an exponential, or better."""
     least, value = x.value.abs() - _off(x), x.value.tanh()
     left = torch.where(2 * least > _room(x.dtype), _left(value, 2 * (-2 * least).exp(), x.dtype), torch.inf)
     return _beside_one(x, value, (x.value + _off(x)).tanh(), (x.value - _off(x)).tanh(), left)
 
 
 def erf(x: Running) -> Running:
-    """By a polynomial whose error is some roundings of 1, or better."""
+    """erf(x) by a polynomial with an error of BESIDE_ONE roundings of 1, or better."""
     least, value = (x.value.abs() - _off(x)).clamp(min=0), x.value.erf()
     left = torch.where(least.square() > _room(x.dtype), _left(value, torch.special.erfc(least), x.dtype), torch.inf)
     return _beside_one(x, value, (x.value + _off(x)).erf(), (x.value - _off(x)).erf(), left)
 
 
 def _left(value: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 minus a saturated curve: in float64, and where that is 0, by a formula."""
+    """1 - |value| of a saturated curve: in float64, or `rest` where this underflows."""
     return torch.maximum(1 - value.abs(), rest) + torch.finfo(dtype).tiny
 
 
 def _beside_one(x: Running, value: Tensor, high: Tensor, low: Tensor, left: Tensor) -> Running:
-    """Some roundings of 1; or what is left of 1, where the curve is saturated."""
+    """An error of BESIDE_ONE roundings of 1, at most `left` where the curve saturates."""
     error = torch.minimum(torch.maximum(high - value, value - low) + BESIDE_ONE * ROUNDOFF[x.dtype], left)
     return Running(value, torch.where(x.value.isfinite(), error, 0.0), x.dtype)
 
@@ -108,7 +108,7 @@ def _bend_slope(x: Running) -> Running:
 
 
 def _positive(x: Running) -> Running:
-    """1 or 0; either, where x may lie on both sides of 0."""
+    """1 for x > 0, else 0; either where the interval of x contains 0."""
     either = (x.value.abs() <= x.error) & (x.error > 0)
     return Running((x.value > 0).double(), either.double(), x.dtype)
 

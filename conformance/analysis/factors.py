@@ -1,8 +1,8 @@
-"""Operands of a GEMM as intervals: the numbers themselves, or what the codes of a recipe stand for.
+"""GEMM operands as intervals, in high precision or dequantised from a recipe's codes.
 
-Exact numbers have the reference's codes. Where `scale_arithmetic` "reciprocal" is declared, codes
-near a midpoint and NVFP4's scales of blocks may be decided the other way. Results of earlier stages
-are known up to an interval, and so are their scales and codes (see `quantizer`).
+Exact values have the reference's codes; with `scale_arithmetic` "reciprocal", codes near a midpoint
+and NVFP4's block scales may be the adjacent ones. Results of earlier stages are intervals, and so
+are their scales and codes (see `quantizer`).
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,10 +20,10 @@ from moe_ref.quantization.quantize import quantize, turned
 from moe_ref.quantization.recipes import Scaled, Scheme, operands, scheme, spread, values
 from moe_ref.rounding import round_to
 
-# roundings of float32 that scales bring to a product: three in each value of NVFP4, or in one
-# factor for both operands, and the product with it
+# float32 roundings of a product by scales: three per value of NVFP4, or in one factor for both
+# operands, and the multiplication by it
 SCALED = 8
-SCALED_BY_RECIPROCALS = 16  # and each scale up to five roundings off
+SCALED_BY_RECIPROCALS = 16  # plus up to five roundings per scale
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Factor:
     """One expert's part of an operand."""
 
     values: Interval  # float64, in logical orientation
-    aligned: Tensor | None = None  # float64: what a matrix unit aligns by; None: |values|
+    aligned: Tensor | None = None  # float64: magnitudes for the alignment of sums; None: |values|
 
     @property
     def transposed(self) -> "Factor":
@@ -40,13 +40,13 @@ class Factor:
 
 @dataclass(frozen=True)
 class ProductPrecision:
-    """The quantisation of a product's operands, and its accumulator: as called, and as declared."""
+    """The quantisation of a GEMM's operands, and its accumulator, by call and declarations."""
 
     accumulator: Accumulator = FLOAT32
     reciprocal: bool = False
-    # of the reference: accumulator, recipe, state, noise
+    # the reference's: accumulator, recipe, state, noise
     settings: dict[str, Any] = field(default_factory=dict)
-    scaled: bool = True  # with a recipe: whether the product is of codes and scales
+    scaled: bool = True  # with a recipe: whether the operands are codes and scales
 
     @property
     def recipe(self) -> Recipe | None:
@@ -54,23 +54,23 @@ class ProductPrecision:
 
     @property
     def sums(self) -> Accumulator:
-        """What is added in that is no product of codes."""
+        """The accumulator of sums other than products of codes."""
         return FLOAT32 if self.accumulator.block else self.accumulator
 
     @property
     def roundings(self) -> int:
-        """Of float32, that scales bring to a product."""
+        """The float32 roundings of a product by scales."""
         if self.recipe is None or not self.scaled:
             return 0
         return SCALED_BY_RECIPROCALS if self.reciprocal else SCALED
 
     def of(self, gemm: str) -> "ProductPrecision":
-        """The same of one product: with a backward_override the backward's have high precision."""
+        """The precision of one GEMM: a backward_override makes the backward high-precision."""
         scaled = self.recipe is None or gemm == "fprop" or self.recipe.backward_override is None
         return self if scaled else replace(self, accumulator=self.sums, scaled=False)
 
     def rows(self, x_PN: Tensor, counts: Tensor, role: str, gemm: str) -> list[Factor]:
-        """Each expert's rows of an operand that is known exactly."""
+        """Each expert's rows of an exact operand."""
         operand = self._operand(role, gemm)
         if operand is None:
             return [Factor(Interval.exact(x)) for x in x_PN[: int(counts.sum())].double().split(counts.tolist())]
@@ -94,7 +94,7 @@ class ProductPrecision:
         ]
 
     def inexact_rows(self, x: Running, counts: Tensor, role: str, gemm: str, dtype: torch.dtype) -> list[Factor]:
-        """Each expert's rows of an operand that is known in part, and stored in `dtype`."""
+        """Each expert's rows of an operand with error bounds, stored in `dtype`."""
         operand, whole = self._operand(role, gemm), Interval.around(x.value, x.error)
         starts = (counts.cumsum(0) - counts).tolist()
         parts = [
@@ -125,7 +125,7 @@ class ProductPrecision:
         return self.rows(weight_LMN.reshape(experts * width, hidden), torch.full((experts,), width), "weight", gemm)
 
     def _operand(self, role: str, gemm: str) -> Operand | None:
-        """The form of a tensor that a product reads; None where it reads the tensor itself."""
+        """The quantised form that the GEMM reads; None: the tensor itself."""
         if self.recipe is None:
             return None
         operand = next(operand for operand in operands(gemm, self.recipe) if operand.role == role)
@@ -144,7 +144,7 @@ class ProductPrecision:
 
 
 def _decoded(quantizer: Quantizer, group: Scaled, source: Tensor) -> Decoded:
-    """What the codes of an exact source stand for, which the reference quantises to `group`."""
+    """The dequantised values of an exact source, which the reference quantises to `group`."""
     x, scales = Interval.exact(source.float().double()), quantizer.of_group(group)
     if not quantizer.reciprocal:
         back = spread(scales.back[0], scales.block, source).double()
@@ -154,13 +154,13 @@ def _decoded(quantizer: Quantizer, group: Scaled, source: Tensor) -> Decoded:
         decoded = replace(decoded, values=decoded.values.mapped(lambda end: end.float().double()))
     if not quantizer.two_levels:
         return decoded
-    return replace(  # over an infinity codes and scales say nothing
+    return replace(  # an infinity makes codes and scales unknown
         decoded, values=decoded.values.mapped(lambda end: torch.where(group.amax.isinf(), torch.inf, end))
     )
 
 
 def may_be_others(scheme: Scheme) -> bool:
-    """Whether reciprocals may decide a code: not by powers of two, sums of errors or noise."""
+    """Whether reciprocals may change a code: not with powers of two, 4over6 or noise."""
     recipe = scheme.recipe
     return not (recipe.power_of_two_scales or recipe.scaling == "mxfp8" or scheme.four_over_six or scheme.stochastic)
 
@@ -177,11 +177,11 @@ def dequantised(values: Interval, dtype: torch.dtype, reciprocal: bool) -> Inter
 
 
 def aligned_size(values: Interval, scale: Tensor, scheme: Scheme) -> Tensor:
-    """|value|, and for a code that is subnormal what the smallest normal one stands for.
+    """|value|; for a subnormal code the value of the smallest normal one.
 
-    A matrix unit that keeps some leading bits of a sum counts them from the largest exponent of its
-    terms, and a subnormal code has the exponent of the smallest normal one: measured on an H200,
-    where a product of a subnormal lost three bits more.
+    A matrix unit that truncates a sum aligns it by the largest exponent of its terms, and a
+    subnormal code has the exponent of the smallest normal one. Measured on an H200: a subnormal's
+    product lost three more bits.
     """
     smallest, center = scale * 2.0 ** (1 - scheme.format.bias), values.center
     return torch.where((center == 0) & (values.margin == 0), 0.0, torch.maximum(center.abs(), smallest))

@@ -1,17 +1,17 @@
-"""What is right of one quantised form, each output given those before it.
+"""Expectations for one quantised form, each output given the earlier outputs.
 
-    amax    a maximum has no rounding: the interval of each block's
-    scales  the recipe's rule of the returned amax; if that is not returned, of any in its interval
-    codes   of the returned scales: between the codes of both ends
-    values  of the returned codes and scales
+    amax    the interval per block: a maximum does not round
+    scales  the recipe's rule for the returned amax; if not returned, for any in its interval
+    codes   between the codes of both ends, for the returned scales
+    values  from the returned codes and scales
 
-Of an exact input each has one right value: with `scale_arithmetic` "division", the default, the
-reference's. Where "reciprocal" is declared and scales are no powers of two, a scale may be two
-roundings off on either side, and codes near a midpoint decided the other way (`judge.codes`).
-4over6 chooses by a sum of errors and noise decides to the last bit, so both are always exact.
+For an exact input each output has one right value: with `scale_arithmetic` "division", the default,
+the reference's. With "reciprocal" and scales other than powers of two, a scale may be two roundings
+off on either side, and a code near a midpoint the adjacent one (`judge.codes`). 4over6 depends on a
+sum of errors, and given noise on the last bit, so both are always exact.
 
-Where an implementation draws its noise itself, a code is either of two, each with its probability:
-a few rows are repeated and quantised several times, and each copy of an element is one draw.
+If the implementation draws its noise itself, a code is one of two with known probabilities: some
+rows are repeated and quantised several times, and each copy of an element is one draw.
 """
 
 from collections.abc import Callable
@@ -39,19 +39,19 @@ LEAST = 2.0**-149  # the smallest float32
 
 @dataclass(frozen=True)
 class QuantizedForm:
-    """What is right of one form, given what the implementation returned before."""
+    """The expectations for one form, given the implementation's earlier outputs."""
 
     form: Form  # the reference's
     names: dict[str, str]  # of the outputs
-    right: dict[str, Any]  # what the reference returned, by name
+    right: dict[str, Any]  # the reference's results, by name
     reciprocal: bool  # whether scales may be off
     # [M,N], the rows of all groups before a transform; None: the reference's source, exactly
     input: Interval | None = None
-    dtype: torch.dtype | None = None  # that the input is rounded to; None: the source's
-    given_scale: Tensor | None = None  # [G], of delayed scaling, where the call is given the state
-    noise_MN: Tensor | None = None  # what rounds this form, where the input is no exact one
-    repeated: int = 0  # rows that are repeated, of noise that the implementation draws
-    others: tuple[str, ...] = ()  # outputs: the codes of other calls
+    dtype: torch.dtype | None = None  # the input's rounding; None: the source's
+    given_scale: Tensor | None = None  # [G], of delayed scaling, if the call has the state
+    noise_MN: Tensor | None = None  # rounding noise, for an inexact input
+    repeated: int = 0  # repeated rows, where the implementation draws its noise
+    others: tuple[str, ...] = ()  # outputs with the codes of other calls
 
     checks: ClassVar[int] = 8  # of noise: two calls in each direction of two cases
 
@@ -84,14 +84,14 @@ class QuantizedForm:
         value: Tensor = self.right[self.names[what]].detach()
         return value
 
-    # ---- what was quantised, and how, group by group and in the form's own orientation
+    # ---- the quantised input and the quantisers, by group, in the form's orientation
 
     def _groups(self, whole: Tensor) -> list[Tensor]:
         sizes = [turned(group.codes, self.form.columnwise).shape[0] for group in self.form.groups]
         return [turned(part, self.form.columnwise) for part in whole[: sum(sizes)].split(sizes)]
 
     def _inputs(self) -> list[Interval]:
-        """After a transform."""
+        """The inputs after the transform, if any."""
         if self.input is None:
             return [Interval.exact(x) for x in self._groups(self.form.source_MN.detach().float())]
         parts = zip(
@@ -130,7 +130,7 @@ class QuantizedForm:
     # ---- amax
 
     def _amax(self) -> Bounded:
-        """Of each block; of NVFP4, of each group or row."""
+        """The amax of each block; for NVFP4, of each group or row."""
         quantizers, inputs = self._quantizers(), self._inputs()
         block = quantizers[0].whole if self.two_levels else self.form.scheme.block
         ends = [self._blocks(q, x, block) for q, x in zip(quantizers, inputs, strict=True)]
@@ -141,13 +141,13 @@ class QuantizedForm:
         return Bounded(center, interval.margin, torch.float32, torch.float32)
 
     def _blocks(self, quantizer: Quantizer, x: Interval, block: Block) -> tuple[Tensor, Tensor]:
-        """The amax of each block; MXFP8 and NVFP4 store it for each row of a square one."""
+        """The amax of each block; MXFP8 and NVFP4 store it per row of a square block."""
         least, most = quantizer.amax(x, block)
         each = self.form.scheme.recipe.scaling in ("mxfp8", "nvfp4") and block == self.form.scheme.block
         return (each_row(least, self.form.scheme), each_row(most, self.form.scheme)) if each else (least, most)
 
     def _as_returned(self, amaxes: list[Tensor]) -> Tensor:
-        """What each group has in the place of its amax, as `amax` returns it."""
+        """The amaxes of all groups in the layout of the output `amax`."""
         groups = tuple(group._replace(amax=amax) for group, amax in zip(self.form.groups, amaxes, strict=True))
         return moe_ref.amax(self._with(groups), columnwise=self.form.columnwise)
 
@@ -158,7 +158,7 @@ class QuantizedForm:
     # ---- scales
 
     def _exact_scales(self) -> Resolved:
-        """Of an amax that is known."""
+        """The scales of an exact amax."""
         right = self._right("scales")
         if not self.loose:
             return Exact(right)
@@ -170,7 +170,7 @@ class QuantizedForm:
         return Codes(right, scaled=scaled, table=meanings(E4M3), window=RECIPROCAL)
 
     def _scales(self, outputs: Outputs) -> Resolved:
-        """Of the amax that was returned."""
+        """The scales of the returned amax."""
         right = self._right("scales")
         if self.given_scale is not None:
             return nearly(right, 2) if self.loose else Exact(right)
@@ -194,7 +194,7 @@ class QuantizedForm:
     # ---- codes
 
     def _exact_codes(self, outputs: Outputs) -> Resolved:
-        """Those nearest to what was quantised, over the scales that were returned."""
+        """The codes nearest to the input over the returned scales."""
         if not self.repeated and (self.form.scheme.stochastic or not self.loose):
             return Exact(self._any_nan(self._right("codes"), outputs), "integers")
         parts = zip(self._quantizers(), self._inputs(), self.returned(outputs), strict=True)
@@ -206,7 +206,7 @@ class QuantizedForm:
         return Codes(nearest, scaled=scaled, table=meanings(format), window=RECIPROCAL)
 
     def _drawn(self, scaled: Tensor, outputs: Outputs) -> Drawn:
-        """Either code that a magnitude lies between."""
+        """Either code adjacent to a magnitude."""
         codes, format = self._right("codes"), self.form.scheme.format
         grid = meanings(format)[: format.max_code + 1]
         value = scaled[: self.repeated].abs().flatten().clamp(max=format.max)
@@ -220,7 +220,7 @@ class QuantizedForm:
         )
 
     def _codes(self, outputs: Outputs) -> Ranged:
-        """From those of one end to those of the other."""
+        """The codes between both ends of the input."""
         parts = zip(self._quantizers(), self._inputs(), self.returned(outputs), strict=True)
         return _ranged([q.codes(x, q.of_group(group)) for q, x, group in parts], self._whole, self.form.scheme.format)
 
@@ -235,7 +235,7 @@ class QuantizedForm:
     # ---- values, and scales in another layout
 
     def _values(self, outputs: Outputs) -> Exact | Bounded:
-        """What the codes that were returned stand for, with the scales that were returned."""
+        """The values of the returned codes with the returned scales."""
         value = self._whole([values(group, self.form.scheme) for group in self.returned(outputs)])
         dtype = self.form.source_MN.dtype
         if not (self.loose and self.two_levels):
@@ -244,7 +244,7 @@ class QuantizedForm:
         return Bounded(value.double(), torch.where(value.isfinite(), bound, 0.0), dtype, torch.float32)
 
     def _for_gemm(self, outputs: Outputs) -> Exact:
-        """The returned scales in their places; elsewhere is padding, and right whatever it is."""
+        """The returned scales in their places; padding is unchecked."""
         right = self._laid_out(self.returned(outputs))
         is_scale = self._laid_out([group._replace(scale=torch.ones_like(group.scale)) for group in self.form.groups])
         observed = outputs.get(self.names["scales.gemm"])
@@ -259,7 +259,7 @@ class QuantizedForm:
 
 
 def _ranged(parts: list[Interval], join: Callable[[list[Tensor]], Tensor], format: Format) -> Ranged:
-    """Codes of groups between two, together."""
+    """The codes of all groups between both ends."""
     ends = (join([getattr(part, name) for part in parts]) for name in ("low", "high", "nan", "unknown"))
     return Ranged.between(
         Interval(*ends), meanings(format)[: 2 * max(format.sign_bit, format.max_code + 1)], format.sign_bit
@@ -267,17 +267,17 @@ def _ranged(parts: list[Interval], join: Callable[[list[Tensor]], Tensor], forma
 
 
 def nearly(scale: Tensor, roundings: int) -> Bounded:
-    """Scales, that many roundings off at most."""
+    """Scales within `roundings` roundings."""
     return Bounded(scale.double(), scale.double() * (roundings * ROUNDING) + LEAST, torch.float32, torch.float32)
 
 
 def one_nan(x: Tensor) -> Tensor:
-    """x with one kind of NaN: which bits a conversion makes of one depends on the machine."""
+    """x with one NaN payload: the payload after a conversion depends on the machine."""
     return torch.where(x.isnan(), torch.nan, x)
 
 
 def by_group(form: Form, name: str, whole: Tensor) -> list[Tensor]:
-    """What was read of a form, group by group: views in logical orientation, [rows, columns]."""
+    """One output of a form by group: views in logical orientation, [rows, columns]."""
     field = {"codes": "codes", "values": "codes", "scales": "scale", "amax": "amax"}[name]
     counts = [turned(getattr(group, field), form.columnwise).shape[0] for group in form.groups]
     matrix = whole.reshape(-1, 1) if whole.dim() == 1 else whole

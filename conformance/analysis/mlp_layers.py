@@ -1,7 +1,7 @@
 """The three products of one layer of an expert MLP in low precision, in running numbers.
 
-Exact numbers (weights, and the rows and cotangents of the call) are quantised by the reference,
-results of earlier stages as intervals (`factors`).
+Exact tensors (weights, and the call's rows and cotangents) are quantised by the reference, results
+of earlier stages as intervals (`factors`).
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from conformance.analysis.factors import Factor, ProductPrecision
 from conformance.analysis.products import Product
 from conformance.analysis.running import Running
 
-BIAS_ROUNDINGS = 2  # roundings of a bias that is added first or last
+BIAS_ROUNDINGS = 2  # roundings of a bias added first or last
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class LowLayer:
         return layer._running(whole, weight.shape[1], g.dtype)
 
     def wgrad(self, g: Running, x: Running) -> tuple[Running, Product]:
-        """Σ gᵀ x of each expert."""
+        """Σ gᵀ x per expert."""
         layer = replace(self, precision=self.precision.of("wgrad"))
         pairs = zip(layer._factors(g, "grad_output", "wgrad"), layer._factors(x, "input", "wgrad"), strict=True)
         products = [Product.of(left.transposed, right.transposed) for left, right in pairs]
         return layer._running(Product.joined(products, stack=True), int(self.counts_L.max()), g.dtype)
 
     def _factors(self, x: Running, role: str, gemm: str) -> list[Factor]:
-        """Each expert's rows as they enter a product."""
+        """Each expert's rows as a GEMM operand."""
         if not x.error.any():
             return self.precision.rows(x.value.to(self.storage), self.counts_L, role, gemm)
         return self.precision.inexact_rows(x, self.counts_L, role, gemm, self.storage)

@@ -1,11 +1,13 @@
-"""An expert MLP in running numbers: each stage's error, and its effect on later stages, both ways.
+"""An expert MLP in running numbers: each stage's error and its propagation, forward and backward.
 
-    x' = p·x or x     h = x'W1ᵀ + b1     a = act(h)·p     y = aW2ᵀ     out = y + p·b2          rounded to the rows' dtype: x', h, a, y, out
-    d_a = d_out W2    d_h = act'(h)(d_a·p)    d_x' = d_h W1                                    rounded likewise: d_a, d_h, d_x', d_rows
-    dW1 = Σ d_hᵀx'    dW2 = Σ d_outᵀa    db1 = Σ d_h    db2 = Σ p·d_out    dp = Σ d_a·act(h) + Σ d_out·b2, or Σ d_x'·x
+    x' = p·x or x     h = x'W1ᵀ + b1    a = act(h)·p    y = aW2ᵀ    out = y + p·b2
+    d_a = d_out W2    d_h = act'(h)(d_a·p)    d_x' = d_h W1
+    dW1 = Σ d_hᵀx'    dW2 = Σ d_outᵀa    db1 = Σ d_h    db2 = Σ p·d_out
+    dp = Σ d_a·act(h) + Σ d_out·b2, or Σ d_x'·x
 
-The truth rounds nowhere. A stage kept in a wider dtype is nearer to it, so it is right as well.
-With a recipe the operands of each product are quantised: see `mlp_layers`.
+x', h, a, y, out, d_a, d_h, d_x' and d_rows are rounded to the rows' dtype; a stage in a wider dtype
+is nearer to the exact result, so it is right as well. A recipe quantises all GEMM operands: see
+`mlp_layers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,14 +32,14 @@ Contraction = tuple[Running, Product]
 
 @dataclass(frozen=True)
 class Activated:
-    """act(h), and d_h of a cotangent of it."""
+    """act(h), and its vjp."""
 
     value: Running
     vjp: Callable[[Running], Running]
 
 
 def activated(h: Running, settings: Mapping[str, Any]) -> Activated:
-    """The activation of numbers that are not known exactly."""
+    """The activation of inexact values."""
     kind = settings.get("kind", "swiglu")
     if kind in PLAIN:
         return Activated(CURVES[kind].value(h), lambda g: g * CURVES[kind].slope(h))
@@ -59,7 +61,7 @@ def activated(h: Running, settings: Mapping[str, Any]) -> Activated:
 
 
 def activated_as_kept(h: Running, settings: Mapping[str, Any]) -> Activated:
-    """The same of h kept as E4M3 codes; unknown where a gate or its value may overflow."""
+    """`activated` for h kept as E4M3 codes; unknown where a gate or its value may overflow."""
     kept = kept_in_e4m3(h)
     act = activated(kept, settings)
     beyond = torch.logical_or(*split(kept.error.isinf(), settings))
@@ -73,13 +75,13 @@ def activated_as_kept(h: Running, settings: Mapping[str, Any]) -> Activated:
 
 
 def clamped(x: Running, least: float, most: float) -> Running:
-    """min(max(x, least), most), which takes nothing of x's error across a bound."""
+    """min(max(x, least), most); x's error is clamped as well."""
     outside = (x.value - x.error >= most) | (x.value + x.error <= least)
     return Running(x.value.clamp(least, most), torch.where(outside, 0.0, x.error), x.dtype)
 
 
 def clamp_vjp(g: Running, x: Running, least: float, most: float) -> Running:
-    """g where x lies within the bounds, else 0; either, where x may lie on both sides of one."""
+    """g where x lies within the bounds, else 0; either where x's interval contains a bound."""
     inside = (x.value >= least) & (x.value <= most)
     open_ = ((x.value - most).abs() <= x.error) | ((x.value - least).abs() <= x.error)
     either = open_ & (x.error > 0)
@@ -92,7 +94,7 @@ def clamp_vjp(g: Running, x: Running, least: float, most: float) -> Running:
 
 @dataclass(frozen=True)
 class Call:
-    """The inputs of one call, as far as rows are in segments and hold numbers only."""
+    """The inputs of one call: the finite rows inside segments."""
 
     rows_PH: Tensor
     counts_L: Tensor
@@ -102,9 +104,9 @@ class Call:
     fc1_bias: Tensor | None
     fc2_bias: Tensor | None
     settings: Mapping[str, Any]
-    sums: torch.dtype  # that products are added in
-    wide: torch.dtype  # that products with probs are computed in, and activations that are one
-    widest: torch.dtype  # that the second bias is added in
+    sums: torch.dtype  # of GEMM accumulators
+    wide: torch.dtype  # of products with probs, and of activations that include them
+    widest: torch.dtype  # of the addition of the second bias
     low: tuple[LowLayer, LowLayer] | None = None  # with a recipe: both layers
 
     @property
@@ -112,29 +114,29 @@ class Call:
         return Accumulator(unit=torch.finfo(self.sums).eps / 2)
 
     def of_rows(self, x_L: Tensor) -> Tensor:
-        """Each row's own entry."""
+        """The entry of each row's expert."""
         return x_L[experts_of_rows(self.counts_L, len(self.rows_PH))]
 
     def kept(self, x: Running, dtype: torch.dtype) -> Running:
-        """x rounded to the rows' dtype, on its way into a stage that is computed in `dtype`."""
+        """x rounded to the rows' dtype, as input of a stage computed in `dtype`."""
         return replace(x.with_rounding(self.rows_PH.dtype), dtype=dtype)
 
     def fprop(self, layer: int, x: Running) -> Contraction:
-        """The product of a layer, the first with its bias."""
+        """The GEMM of a layer, the first with its bias."""
         weight, bias = ((self.fc1_weight, self.fc1_bias), (self.fc2_weight, None))[layer]
         return self.by_expert(x, weight, bias) if self.low is None else self.low[layer].fprop(x, weight, bias)
 
     def dgrad(self, layer: int, g: Running) -> Contraction:
-        """The gradient of its rows."""
+        """The gradient of a layer's rows."""
         weight = (self.fc1_weight, self.fc2_weight)[layer]
         return self.by_expert(g, weight.mT) if self.low is None else self.low[layer].dgrad(g, weight)
 
     def wgrad(self, layer: int, g: Running, x: Running) -> Contraction:
-        """The gradient of its weights."""
+        """The gradient of a layer's weights."""
         return self.outer(g, x) if self.low is None else self.low[layer].wgrad(g, x)
 
     def by_expert(self, x: Running, weights: Tensor, bias_LM: Tensor | None = None) -> Contraction:
-        """x W_eᵀ + b_e: the bias is one more column, times 1, which may be added first or last."""
+        """x W_eᵀ + b_e: the bias is one more column times 1, added first or last."""
         products = []
         for e, rows in enumerate(expert_slices(self.counts_L)):
             left, right = _rows(x, rows), Running.of(weights[e], self.sums)
@@ -179,11 +181,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Forward:
-    """What the backward needs of the stages, and the result."""
+    """The result, and the stages that the backward reads."""
 
     call: Call
-    x: Running  # what goes into fc1
-    act: Activated  # of h as it is kept
+    x: Running  # input of fc1
+    act: Activated  # of h as kept
     a: Running
     y: Product
     out: Running
@@ -200,7 +202,7 @@ def forward(call: Call) -> Forward:
         x = call.kept(replace(x, dtype=call.wide) * Running.of(call.probs[:, None], call.wide), call.sums)
     elif call.probs is not None:
         p, p_bias = (Running.of(call.probs[:, None], dtype) for dtype in (call.wide, call.widest))
-    computed = call.sums if p is None else call.wide  # without probs their dtype says nothing
+    computed = call.sums if p is None else call.wide  # without probs their dtype is irrelevant
     h = call.kept(call.fprop(0, x)[0], computed)
     act = activated(h, call.settings)
     back = activated_as_kept(h, call.settings) if call.settings.get("fp8_input_store") else act
@@ -216,10 +218,10 @@ def forward(call: Call) -> Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """The gradients. Weights', which a recipe may refuse, are taken when they are asked for."""
+    """The gradients. Weight gradients, which a recipe may refuse, are computed lazily."""
 
     rows: Running
-    row_product: Product | None  # None: h may be kept as other codes than the reference's
+    row_product: Product | None  # None: h may be kept as codes other than the reference's
     fc1_weight: Callable[[], Contraction]
     fc2_weight: Callable[[], Contraction]
     fc1_bias: Running
@@ -228,7 +230,7 @@ class Backward:
 
 
 def backward(stages: Forward, g: Running) -> Backward:
-    """The stages back from a cotangent of the output."""
+    """The backward stages from a cotangent of the output."""
     call, p = stages.call, stages.p
     g = replace(g, dtype=call.sums)
     d_a = call.kept(call.dgrad(1, g)[0], stages.act.value.dtype)
@@ -259,7 +261,7 @@ def backward(stages: Forward, g: Running) -> Backward:
 
 
 def final_bound(x: Running, dtype: torch.dtype, unspecified: Tensor) -> Bounded:
-    """The bound of x rounded to `dtype` at last."""
+    """The bound of x after its final rounding to `dtype`."""
     return x.before_final_rounding(dtype).bounded(dtype, None, unspecified.expand(x.value.shape))
 
 

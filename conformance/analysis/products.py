@@ -1,4 +1,4 @@
-"""Products of operands, expert by expert: their bounds, and ratios to the reference's error."""
+"""Grouped GEMMs: their bounds, and ratios to the reference's error."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,12 +19,12 @@ TENSORS = ("value", "magnitude", "free", "margin")
 
 @dataclass(frozen=True)
 class Product:
-    """Σ_k left_ik right_jk with what it is judged by."""
+    """Σ_k left_ik right_jk with the magnitudes for its bound."""
 
     value: Tensor  # float64
-    magnitude: Tensor  # Σ|terms|, as large as the accumulator takes them
-    free: Tensor  # where an infinity went in, and no NaN: split products of it are NaN as well
-    margin: Tensor  # how far other numbers of the factors' intervals would take it
+    magnitude: Tensor  # Σ|terms|, as aligned by the accumulator
+    free: Tensor  # where an infinity is an operand, and no NaN: a split GEMM may give NaN as well
+    margin: Tensor  # error from the factors' intervals
     terms: int
 
     @classmethod
@@ -49,20 +49,20 @@ class Product:
         return cls(**fields, terms=max(p.terms for p in products))
 
     def with_tail(self, rows: int) -> "Product":
-        """Zeros below, to so many rows."""
+        """The product padded with zeros to `rows` rows."""
         more = rows - len(self.value)
         fields = {name: getattr(self, name) for name in TENSORS}
         longer: dict[str, Any] = {name: torch.cat([x, x.new_zeros((more, *x.shape[1:]))]) for name, x in fields.items()}
         return replace(self, **longer)
 
     def running(self, terms: int, dtype: torch.dtype, accumulator: Accumulator, roundings: int = 0) -> Running:
-        """As a result that later stages go on with."""
+        """The result with its error, as input of later stages."""
         unit = accumulator.worst(terms) + roundings * ROUNDOFF[torch.float32]
         error = torch.where(self.margin.isfinite(), self.margin + unit * (self.magnitude + self.margin), torch.inf)
         return Running(self.value, error.nan_to_num(torch.inf, torch.inf), dtype)
 
     def bounded(self, terms: int, dtype: torch.dtype, accumulator: Accumulator, roundings: int = 0) -> Bounded:
-        """The bound of so many terms, and of roundings of scales."""
+        """The bound for `terms` terms and `roundings` roundings of scales."""
         bounded = contraction_bound(self.value, self.magnitude, terms, dtype, accumulator)
         bound = bounded.bound * (
             2 if accumulator.unit == ROUNDOFF[torch.float64] else 1
@@ -85,14 +85,13 @@ def compared(
     precision: ProductPrecision,
     counts: Tensor,
 ) -> Expectation:
-    """By ratios too, where the output is large enough; an expert's rows share a bias."""
+    """The bound, with ratios if the output is large enough; an expert's rows share a bias."""
     if bounded.value.numel() < LEAST_ELEMENTS:
         return bounded
     shape = bounded.value.shape[:-1]
     groups = experts_of_rows(counts, shape[0]) if len(shape) == 1 else torch.arange(shape[0])[:, None].expand(shape)
-    same = torch.where(
-        product.margin > 0, torch.nan, reference()
-    )  # rows in which a code may be another are no reference
+    # rows in which a code may differ are no reference
+    same = torch.where(product.margin > 0, torch.nan, reference())
     return row_wise(
         bounded,
         same,
@@ -104,7 +103,7 @@ def compared(
 
 
 def _operand(x: Tensor | Running | Factor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, the magnitudes that an accumulator aligns by (0 if not finite), and margins."""
+    """Values, magnitudes for an accumulator's alignment (0 if not finite), and margins."""
     if isinstance(x, Factor):
         value, margin, aligned = x.values.center, x.values.margin, x.aligned
     else:
@@ -115,12 +114,12 @@ def _operand(x: Tensor | Running | Factor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def expert_slices(counts: Tensor) -> list[slice]:
-    """Where each expert's rows stand."""
+    """The slice of rows of each expert."""
     ends = counts.cumsum(0).tolist()
     return [slice(end - count, end) for end, count in zip(ends, counts.tolist(), strict=True)]
 
 
 def experts_of_rows(counts: Tensor, rows: int) -> Tensor:
-    """[P] the expert of each row; behind the last segment, one more than the last."""
+    """[P] the expert of each row; past the last segment, the number of experts."""
     sizes = [*counts.tolist(), rows - int(counts.sum())]
     return torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))

@@ -1,13 +1,13 @@
-"""Every result of an honest quantiser of one group whose input is known up to an interval.
+"""All honest results of quantising one group, for an input bounded by an interval.
 
-    amax    from the largest of the least magnitudes to the largest of the most, of each block
-    scales  the recipe's rule of both ends; of powers of two and codes, each in between
+    amax    per block, from the maximum of the least magnitudes to that of the largest ones
+    scales  the recipe's rule for both ends; of powers of two and codes, each in between
     codes   from encode(low · s) to encode(high · s): encoding is monotonic
-    values  code · what its scale decodes with, over all of these scales
+    values  code · decoding scale, over all of these scales
 
-An exact input is an interval of width 0: it has one amax, one scale, one code and one value. A
-quantiser that multiplies by rounded reciprocals has v = x · s up to RECIPROCAL · |v| off the exact
-product, and NVFP4's scales of blocks too.
+An exact input is an interval of width 0, with one amax, one scale, one code and one value. In a
+quantiser that multiplies by rounded reciprocals, v = x · s is up to RECIPROCAL · |v| off the exact
+product, and so are NVFP4's block scales.
 """
 
 from collections.abc import Iterator
@@ -34,29 +34,29 @@ from moe_ref.quantization.recipes import (
 
 Block = tuple[int | None, int | None]
 SUM_ROUNDINGS = 16 * 2.0**-24  # of a transform's sum of sixteen, in any order
-ANY_SCALE = 1 + 2.0**-10  # times a block's amax: the largest value of its codes by any scale
-ERROR_ROUNDINGS = 2.0**-20  # of sums of errors, which 4over6 takes in float32
+ANY_SCALE = 1 + 2.0**-10  # times a block's amax: the largest value of its codes with any scale
+ERROR_ROUNDINGS = 2.0**-20  # of 4over6's float32 sums of errors
 
 
 @dataclass(frozen=True)
 class Scales:
-    """Scales that may have been chosen, one per block, each between two."""
+    """A choice of scales, one interval per block."""
 
-    by: tuple[Tensor, Tensor]  # what values are multiplied by
-    back: tuple[Tensor, Tensor]  # what codes are multiplied by
+    by: tuple[Tensor, Tensor]  # multipliers of values
+    back: tuple[Tensor, Tensor]  # multipliers of codes
     block: Block
-    chosen: Tensor  # bool: blocks of which this is a choice
+    chosen: Tensor  # bool: blocks that may have these scales
 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A scheme, and what else decides; all in a form's own orientation."""
+    """A scheme and its further inputs, in the form's orientation."""
 
     scheme: Scheme
     dtype: torch.dtype  # of the tensor
     given: Tensor | None = None  # delayed scaling's scale
     noise: Tensor | None = None  # of stochastic rounding
-    reciprocal: bool = False  # whether reciprocals may be multiplied by, and decide
+    reciprocal: bool = False  # whether multiplication by reciprocals is allowed, and matters
 
     @property
     def two_levels(self) -> bool:
@@ -67,10 +67,10 @@ class Quantizer:
         """The block of NVFP4's amax."""
         return 1 if self.scheme.row_scaled else None, None
 
-    # ---- the rules, of one tensor; float64 and unrounded where reciprocals may decide
+    # ---- the rules, for one tensor; float64 and unrounded where reciprocals matter
 
     def fitting(self, amax: Tensor) -> Tensor:
-        """What values are multiplied by, in delayed, current and block scaling."""
+        """The multiplier of values in delayed, current and block scaling."""
         recipe = self.scheme.recipe
         narrow = recipe.scaling == "block" and self.dtype != torch.float64
         options: dict[str, Any] = {
@@ -91,7 +91,7 @@ class Quantizer:
         return torch.where((x == 0) | (encoding == 0), 1.0, encoding)
 
     def level(self, amax: Tensor, encoding: Tensor, times: float = 1.0) -> Tensor:
-        """NVFP4's scale of a block before it is encoded; `times` 1.5 maps the block's amax to 4."""
+        """NVFP4's block scale before encoding; `times` 1.5 maps the block's amax to 4."""
         if self.reciprocal:
             return amax.double() / 6 * encoding
         if self.scheme.four_over_six:
@@ -99,7 +99,7 @@ class Quantizer:
         return amax * (encoding * nearest32(1 / 6))
 
     def multiplier(self, code: Tensor, encoding: Tensor) -> Tensor:
-        """What the values of a block of NVFP4 are multiplied by, of the code of its scale."""
+        """The multiplier of an NVFP4 block's values, from the code of its scale."""
         if self.reciprocal:
             return (encoding / decode(code, E4M3, dtype=torch.float64)).clamp(max=FLOAT32_MAX)
         return over(1.0, decode(code, E4M3) * over(1.0, encoding)).clamp(max=FLOAT32_MAX)
@@ -107,12 +107,12 @@ class Quantizer:
     # ---- of intervals
 
     def amax(self, x: Interval, block: Block) -> tuple[Tensor, Tensor]:
-        """The least and the most that each block's amax may be, in float32."""
+        """The bounds of each block's amax, in float32."""
         least, most = (block_amax(side.float(), block) for side in x.magnitudes())
         return least, most
 
     def levels(self, blocks: tuple[Tensor, Tensor], encodings: tuple[Tensor, Tensor], times: float = 1.0) -> Interval:
-        """The codes of NVFP4's scales of blocks."""
+        """The codes of NVFP4's block scales."""
         window = RECIPROCAL if self.reciprocal else 0.0
         low, high = (
             encode((self.level(block, end, times).double() * (1 + side * window)).clamp(max=FLOAT32_MAX), E4M3)
@@ -122,7 +122,7 @@ class Quantizer:
         return Interval(low, high, nowhere, nowhere)
 
     def of_group(self, group: Scaled) -> Scales:
-        """The scales that a group was returned with."""
+        """The returned scales of a group."""
         square = self.scheme.recipe.scaling not in ("mxfp8", "nvfp4")  # these store it per row
         block = self.scheme.block if square else (1, self.scheme.block[1])
         if self.two_levels:
@@ -137,7 +137,7 @@ class Quantizer:
         return Scales((by, by), (back, back), block, torch.ones_like(back, dtype=torch.bool))
 
     def scaled(self, x: Interval, scales: Scales) -> Interval:
-        """What is encoded, by whichever scale takes it further to its side."""
+        """The scaled input before encoding, at each end by the extreme scale."""
 
         def furthest(end: Tensor, side: int) -> Tensor:
             product = (torch.minimum if side < 0 else torch.maximum)(*(self.product(end, scales, i) for i in (0, 1)))
@@ -154,10 +154,10 @@ class Quantizer:
         return self.scaled(x, scales).mapped(lambda end: encode(end, self.scheme.format, noise=self.noise))
 
     def values(self, x: Interval, choices: list[Scales] | None = None) -> "Decoded":
-        """What the codes of x stand for.
+        """The dequantised values of x.
 
         Args:
-            choices: the scales that may have been chosen; None: those of the recipe's rule.
+            choices: the possible scales; None: by the recipe's rule.
         """
         if choices is not None:
             return self._decoded(x, choices)
@@ -224,7 +224,7 @@ class Quantizer:
             code = code + 1
 
     def _better(self, x: Interval, six: Interval, four: Interval) -> tuple[Tensor, Tensor]:
-        """Where 4over6 is bound to choose the first, and the second."""
+        """Where 4over6 must choose `six`, and where `four`."""
         squared, least, most = self.scheme.recipe.four_over_six_error == "mse", [], []
         for values in (six, four):
             middle = ((values.low + values.high) - (x.low + x.high)).abs() / 2
@@ -240,7 +240,7 @@ class Quantizer:
         return spread(only_six, self.scheme.block, x.low), spread(only_four, self.scheme.block, x.low)
 
     def _where_open(self, x: Interval, decoded: "Decoded") -> "Decoded":
-        """Any value up to the amax, where a block may hold zeros only, whose scale is 1."""
+        """Any value up to the amax where a block may be all zeros, whose scale is 1."""
         recipe = self.scheme.recipe
         if self.given is not None or recipe.scaling == "mxfp8" or x.is_exact:
             return decoded
@@ -258,7 +258,7 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What codes stand for, and the largest scale that each may have."""
+    """The values of codes, and the largest possible scale of each."""
 
     values: Interval
     scale: Tensor
@@ -270,13 +270,13 @@ class Decoded:
         return cls(Interval(low, -low, nan, x.unknown), torch.zeros_like(low))
 
     def or_else(self, other: "Decoded", where: Tensor) -> "Decoded":
-        """By another choice, too."""
+        """The hull with another choice where `where`."""
         scale = torch.where(where, torch.maximum(self.scale, other.scale), self.scale)
         return Decoded(self.values.or_else(other.values, where), scale)
 
 
 def decoding(group: Scaled, scheme: Scheme) -> Tensor:
-    """What a group's codes are multiplied by: a scale per block, in float32."""
+    """The multipliers of a group's codes: one float32 scale per block."""
     if scheme.recipe.scaling == "mxfp8":
         return decode(group.scale, E8M0)
     if scheme.recipe.scaling == "nvfp4":
@@ -285,7 +285,7 @@ def decoding(group: Scaled, scheme: Scheme) -> Tensor:
 
 
 def transformed(x: Interval) -> Interval:
-    """The Hadamard transform of each 16 neighbours of a row, rounded to bfloat16."""
+    """The Hadamard transform of each 16 consecutive values of a row, rounded to bfloat16."""
     size = len(HADAMARD_SIGNS)
     matrix = torch.tensor(
         [[sign * (-1) ** (i & j).bit_count() / 4 for j in range(size)] for i, sign in enumerate(HADAMARD_SIGNS)],
@@ -302,5 +302,5 @@ def transformed(x: Interval) -> Interval:
 
 
 def meanings(format: Format) -> Tensor:
-    """What each of 256 codes means, in float64."""
+    """The values of the 256 codes, in float64."""
     return decode(torch.arange(256, dtype=torch.uint8), format, dtype=torch.float64)

@@ -1,16 +1,17 @@
 """Running error analysis: float64 values, with bounds on the error of a lower precision.
 
-Each operation adds its own rounding to what its operands bring along (Wilkinson's running bound).
-Formulas written in `Running` numbers so give the bound of `judge.bound` for more than one sum:
+Each operation adds its rounding r to the propagated errors of its operands (Wilkinson's running
+bound). A formula in `Running` numbers thus extends the bound of `judge.bound` beyond one sum:
 softmax, its gradient, a normalisation.
 
-    x ± y    e = e_x + e_y + r           exp    e = expm1(e_x)·v + r     with an argument rounded once more, as exp2(x·log2 e) does
+    x ± y    e = e_x + e_y + r                      exp    e = expm1(e_x)·v + r
     x · y    e = |x|e_y + |y|e_x + e_x e_y + r      √x     e = √(x+e_x) - √(x-e_x) + r
     x / y    e = (e_x + |v|e_y) / (|y| - e_y) + r   ln     e = e_x / (x - e_x) + r
     Σ        e = Σ e_i + γ_n Σ(|x_i| + e_i)         r = c·u·(|v| + e) + least
 
-u is the unit roundoff; c is 1 for + - ·, and what fast hardware versions of the others need;
-`least` is where results may be flushed to zero. What is exactly zero by its operands, stays so.
+u is the unit roundoff; c is 1 for + - ·, and the error of fast hardware versions for the others;
+`least` is the flush-to-zero limit. exp's argument is rounded once more, as in exp2(x·log2 e). A
+result that is exactly zero by its operands stays zero.
 """
 
 import math
@@ -23,11 +24,8 @@ from torch import Tensor
 from conformance.judge.bound import FLOAT32, HALF_SUBNORMAL, ROUNDOFF, Accumulator, Bounded
 from conformance.judge.ranges import Interval
 
-DIVISION, ROOT, TRANSCENDENTAL = (
-    2.5,
-    2.0,
-    6.0,
-)  # c above, in units of u: div.full and sqrt.approx have 2 ulp, ex2.approx and lg2.approx 2 to 4
+# c above, in units of u: div.full and sqrt.approx have 2 ulp, ex2.approx and lg2.approx 2 to 4
+DIVISION, ROOT, TRANSCENDENTAL = 2.5, 2.0, 6.0
 Operand = Union["Running", float]
 
 
@@ -37,11 +35,11 @@ class Running:
 
     value: Tensor  # float64
     error: Tensor  # float64, ≥ 0
-    dtype: torch.dtype  # that the computation is in
+    dtype: torch.dtype  # of the computation
 
     @classmethod
     def of(cls, x: Tensor, dtype: torch.dtype) -> "Running":
-        """x as it is stored; rounded on its way in, where it is wider than `dtype`."""
+        """x as stored; rounded on input if wider than `dtype`."""
         value = x.detach().double()
         wider = ROUNDOFF.get(x.dtype, 0.0) < ROUNDOFF[dtype] and x.is_floating_point()
         error = value.abs() * ROUNDOFF[dtype] if wider else torch.zeros_like(value)
@@ -49,7 +47,7 @@ class Running:
 
     @classmethod
     def joined(cls, parts: list["Running"], stack: bool = False) -> "Running":
-        """One below the other, or each for itself."""
+        """The parts concatenated, or stacked."""
         join = torch.stack if stack else torch.cat
         return cls(join([x.value for x in parts]), join([x.error for x in parts]), parts[0].dtype)
 
@@ -61,7 +59,7 @@ class Running:
         return Running(value, torch.where(overflow, torch.inf, error), self.dtype)
 
     def constant(self, other: Operand) -> "Running":
-        """A number of the program, rounded as it is stored."""
+        """A constant, rounded as stored."""
         if isinstance(other, Running):
             return other
         value = torch.full((), float(other), dtype=torch.float64)
@@ -102,7 +100,7 @@ class Running:
         return Running(value, torch.where(underflow, torch.finfo(self.dtype).tiny, rounded.error), self.dtype)
 
     def log1p(self) -> "Running":
-        """ln(1 + x) for x ≥ 0; a computation that is accurate for small x."""
+        """ln(1 + x) for x ≥ 0, accurate for small x."""
         value = self.value.log1p()
         return self._rounded(value, self.error / (1 + (self.value - self.error).clamp(min=0)), TRANSCENDENTAL)
 
@@ -120,7 +118,7 @@ class Running:
         return self._rounded(value, torch.maximum(high - value, value - low), ROOT)
 
     def sum(self, dim: int, terms: int | None = None) -> "Running":
-        """The sum in any order; `terms`: numbers that are not exactly zero, if fewer than all."""
+        """The sum in any order; `terms`: the number of terms not exactly zero; None: all."""
         gamma = math.expm1((terms or self.value.shape[dim]) * math.log1p(ROUNDOFF[self.dtype]))
         value = self.value.sum(dim, keepdim=True)
         error = self.error.sum(dim, keepdim=True) + gamma * (self.value.abs() + self.error).sum(dim, keepdim=True)
@@ -131,10 +129,10 @@ class Running:
         return Running(torch.where(kept, self.value, 0.0), torch.where(kept, self.error, 0.0), self.dtype)
 
     def before_final_rounding(self, dtype: torch.dtype) -> "Running":
-        """Itself, where its rounding to `dtype` is the last operation and may flush it to zero.
+        """The value before its final rounding to `dtype`, which may flush it to zero.
 
-        float32 may be flushed everywhere, float16 nowhere. Where the oracle's own roundings are of
-        the same size, they count, too.
+        float32 may be flushed everywhere, float16 nowhere. Oracle roundings of the same size are
+        included.
         """
         least = torch.finfo(dtype).tiny if dtype != torch.float16 else 0.0
         error = self.error * (2 if self.dtype == torch.float64 else 1) + least
@@ -142,7 +140,7 @@ class Running:
         return Running(self.value, torch.where(self.value.isfinite(), error, 0.0), self.dtype)
 
     def with_rounding(self, dtype: torch.dtype) -> "Running":
-        """Itself, rounded to `dtype` on its way to a later stage."""
+        """The value rounded to `dtype` between two stages."""
         error = self.error + ROUNDOFF[dtype] * (self.value.abs() + self.error) + HALF_SUBNORMAL[dtype]
         exact_zero = (self.value == 0) & (self.error == 0)
         return Running(self.value, torch.where(exact_zero, 0.0, error), self.dtype)
@@ -156,15 +154,15 @@ class Running:
         return Running(value, torch.where(value.isfinite(), error, 0.0), self.dtype)
 
     def interval(self, dtype: torch.dtype, unspecified: Tensor) -> Interval:
-        """The numbers of `dtype` that its last rounding may give, once or by way of float32."""
+        """The possible results in `dtype`, rounded once or through float32."""
         last = self.before_final_rounding(dtype)
         unknown = unspecified | (last.error == torch.inf)
         return Interval(*last.ends(dtype), last.value.isnan() & ~unknown, unknown).either_zero()
 
     def ends(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The least and the most that it may be rounded to.
+        """The bounds of the rounded value.
 
-        From float64 to 16 bits, torch goes by way of float32, and compiled kernels do not.
+        torch rounds float64 to 16 bits through float32; compiled kernels round once.
         """
         twice = self.dtype == torch.float64 and ROUNDOFF[dtype] > ROUNDOFF[torch.float32]
         more = 2 * ROUNDOFF[torch.float32] * torch.where(self.value.isfinite(), self.value.abs(), 0.0)
@@ -175,8 +173,8 @@ class Running:
         """The bound of the result rounded to `dtype`.
 
         Args:
-            value: the oracle's float64 value, where another formula gives it; None: this one's.
-            unspecified: where anything is right.
+            value: the oracle's float64 value by another formula; None: this value.
+            unspecified: where every result is right.
         """
         right = self.value if value is None else value.double()
         unit = ROUNDOFF[dtype]
@@ -190,7 +188,7 @@ class Running:
 
 
 def contracted(left: Running, right: Running, accumulator: Accumulator = FLOAT32) -> Running:
-    """left_MK · right_NKᵀ: what the operands are off by, and the roundings of the sum."""
+    """left_MK · right_NKᵀ: the operands' errors, and the roundings of the sum."""
     magnitude = (left.value.abs() + left.error) @ (right.value.abs() + right.error).mT
     inherited = magnitude - left.value.abs() @ right.value.abs().mT
     error = inherited.clamp(min=0) + accumulator.worst(left.value.shape[-1]) * magnitude

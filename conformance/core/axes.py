@@ -18,7 +18,7 @@ from conformance.core.signature import LAYOUTS, Signature
 
 Changes = dict[str, Any]
 
-LATTICE = tuple(sorted({max(2**p + d, 0) for p in range(12) for d in (-1, 0, 1)}))  # around powers of two up to 2048
+LATTICE = tuple(sorted({max(2**p + d, 0) for p in range(12) for d in (-1, 0, 1)}))  # 2^p, 2^p ± 1
 
 
 def sizes(least: int, most: int) -> st.SearchStrategy[int]:
@@ -51,7 +51,7 @@ class Axis:
 
     default: Any
     name: str = ""  # of the field; set by `core.case.axes_of`
-    argument: str = ""  # the keyword argument that the field gives; the default: it is not given
+    argument: str = ""  # the keyword argument with the field's value; omitted at the default
 
     def live(self, signature: Signature) -> bool:
         """Whether the function's calls depend on the field."""
@@ -66,11 +66,11 @@ class Axis:
         return []
 
     def wrong(self, value: Any) -> str:
-        """What the value must be instead, if the axis does not have it; else empty."""
+        """The legal values, if `value` is not one of them; else empty."""
         return ""
 
     def fits(self, case: Any) -> str | None:
-        """Why the value does not fit the fields that the axis itself names; None: it fits."""
+        """The conflict with the fields that the axis names, or None."""
         return None
 
     def plainer(self, case: Any) -> Iterator[Changes]:
@@ -79,29 +79,29 @@ class Axis:
             yield {self.name: self.default}
 
     def smaller(self, case: Any) -> Iterator[Changes]:
-        """Smaller values to try, other than the default, the boldest first."""
+        """Smaller values other than the default, the largest step first."""
         yield from ()
 
     def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
-        """The case's value; then replacements, if it does not fit the earlier fields, which `kept` has."""
+        """The case's value, then its replacements if it does not fit the fields of `kept`."""
         yield {self.name: getattr(case, self.name)}
         yield {self.name: self.default}
 
     def other(self, case: Any) -> Changes:
-        """Another value, for a second call right after the first; empty: the value stays."""
+        """Another value, for a second call right after the first; empty: no change."""
         return {}
 
 
 @dataclass(kw_only=True)
 class Size(Axis):
-    """A whole number: the length of each dimension that a signature calls by `letter`."""
+    """A whole number: the length of every dimension with this `letter` in a signature."""
 
     letter: str = ""
     at_least: int = 0
-    most: int = 128  # that the axis draws by itself
+    most: int = 128  # largest size drawn
     pairs: tuple[int, ...] = ()  # sizes whose pairs are covered, where a dimension has the letter
-    divides: str = ""  # the field that it is a divisor of
-    always: bool = False  # it matters even where no dimension has the letter
+    divides: str = ""  # the field it divides
+    always: bool = False  # live even where no dimension has the letter
     more: int = 0  # by how much a second call is larger
 
     def live(self, signature: Signature) -> bool:
@@ -161,14 +161,14 @@ class Choice(Axis):
 
     values: tuple[Any, ...]
     also: tuple[Any, ...] = ()  # drawn, but their pairs are not covered
-    of: tuple[str, ...] = ()  # inputs that the field describes; a function without them has no use for it
-    turns: bool = False  # a second call takes the next value
+    of: tuple[str, ...] = ()  # inputs the field describes; dead in a function without them
+    turns: bool = False  # a second call has the next value
 
     def live(self, signature: Signature) -> bool:
         return super().live(signature) and (not self.of or any(name in signature.names for name in self.of))
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
-        """The simplest value half of the time."""
+        """The simplest value with probability ½."""
         plain, *others = self.values + self.also
         return st.sampled_from([plain] * max(len(others), 1) + others).map(lambda value: {self.name: value})
 
@@ -199,7 +199,7 @@ class Dtype(Choice):
         return any(x.field == self.name for x in signature.every_input)
 
     def allowed(self, signature: Signature, values: tuple[str, ...]) -> list[str]:
-        """The values that all inputs of the field may have; empty where an optional input is not given."""
+        """The values legal for all inputs of the field; "" where an optional input is absent."""
         inputs = [x for x in signature.every_input if x.field == self.name]
         taken = [{*(x.dtypes or values), *([""] if x.optional == self.name else [])} for x in inputs]
         return [value for value in values if all(value in known for known in taken)]
@@ -214,9 +214,9 @@ class Dtype(Choice):
 
 @dataclass(kw_only=True)
 class Number(Choice):
-    """A whole number, mostly a setting. Reading takes every number from the least of `values` on."""
+    """A whole number, mostly a setting. JSON may hold any number from min(`values`) up."""
 
-    pairs: tuple[int, ...] = ()  # whose pairs are covered, besides the default's
+    pairs: tuple[int, ...] = ()  # numbers whose pairs are covered, in addition to the default's
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         if self.argument not in signature.required:
@@ -240,7 +240,7 @@ class Number(Choice):
             yield from ({self.name: n} for n in nearer if abs(n) < abs(value))
 
     def other(self, case: Any) -> Changes:
-        """Another of the covered values, if the number is a given setting."""
+        """Another covered value, if the number is a given setting."""
         value = getattr(case, self.name)
         others = [v for v in self.pairs if v != value]
         return {self.name: others[0]} if self.argument and value != self.default and others else {}
@@ -248,10 +248,10 @@ class Number(Choice):
 
 @dataclass(kw_only=True)
 class Words(Axis):
-    """Some words joined by +, such as steps one after the other, or losses."""
+    """Words joined by +: consecutive steps, or losses."""
 
     known: tuple[str, ...]
-    most: int = 6  # words that the axis draws by itself
+    most: int = 6  # words drawn
     repeat: bool = True  # False: each word at most once, in the order of `known`
     of: tuple[str, ...] = ()  # values whose pairs are covered
 
@@ -280,18 +280,18 @@ class Words(Axis):
 
 @dataclass(kw_only=True)
 class Gradients(Axis):
-    """Inputs whose gradients are asked for, joined by +: any subset of those that have a gradient."""
+    """Inputs whose gradients are computed, joined by +: any subset of the differentiable inputs."""
 
     def live(self, signature: Signature) -> bool:
         return bool(signature.gradients)
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
-        """All of them half of the time."""
+        """All inputs with probability above ½."""
         every = subsets(signature.gradients)
         return st.sampled_from(every + every[-1:] * len(every)).map(lambda value: {self.name: value})
 
     def covered(self, signature: Signature) -> list[Changes]:
-        """Every subset of two; of more inputs none, each, and all that are given."""
+        """Up to two inputs: every subset. More: none, each alone, and all given inputs."""
         names = signature.gradients
         if len(names) < 3:
             return [{self.name: value} for value in subsets(names)]
@@ -312,7 +312,7 @@ class Gradients(Axis):
 
 @dataclass(kw_only=True)
 class Unused(Axis):
-    """The differentiable output that has no cotangent."""
+    """The differentiable output without a cotangent."""
 
     def live(self, signature: Signature) -> bool:
         return len(signature.differentiable) > 1
@@ -329,7 +329,7 @@ class Unused(Axis):
 
 @dataclass(kw_only=True)
 class Layout(Axis):
-    """One input or cotangent in another memory layout. It sets two fields: `layout`, and `layout_of`, the tensor."""
+    """The memory layout (`layout`) of one input or cotangent (`layout_of`)."""
 
     def placed(self, layout: str = "contiguous", of: str = "") -> Changes:
         return {self.name: layout, f"{self.name}_of": of}
@@ -338,7 +338,7 @@ class Layout(Axis):
         return bool(signature.placed)
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
-        """Contiguous more than half of the time."""
+        """Contiguous with probability above ½."""
         near, far = ([self.placed(x, of) for of, x in signature.layouts(far)] for far in (False, True))
         return st.sampled_from([self.placed()] * (2 * len(near) + 3) + near + far)
 
@@ -360,7 +360,7 @@ class Layout(Axis):
         return self.placed()
 
 
-# ---- as fields are declared; axes that hold lists are in `core.lists`
+# ---- field declarations; axes of lists are in `core.lists`
 
 
 def declared(axis: Axis) -> Any:

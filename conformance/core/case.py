@@ -1,8 +1,8 @@
-"""A case: one small frozen record of integers and short words from which everything else is made.
+"""A case: one small frozen record of integers and short words that determines a whole call.
 
-Its fields are axes. A case has no tensors: the contract of its function makes them, the same bytes
-on every device and version. So a case is its own replay: canonical JSON (defaults left out, keys
-sorted), and an id, the first 12 hex digits of that text's SHA-256.
+Its fields are axes. It holds no tensors: the contract of its function generates them, with the same
+bytes on every device and version. So the record is its own replay, as canonical JSON (keys sorted,
+defaults omitted). Its id is the first 12 hex digits of the SHA-256 of this JSON.
 """
 
 import hashlib
@@ -12,27 +12,27 @@ from typing import Any, ClassVar
 
 from conformance.core.axes import Axis, Gradients, Layout, Unused, choice, declared, seed
 
-SCHEMA = 1  # raised when a field changes its meaning, so that an old corpus cannot be misread
+SCHEMA = 1  # incremented when a field changes its meaning: an old corpus is then rejected
 
 
 class CaseError(ValueError):
-    """A case file or case text that cannot be read; the message says what is wrong with it."""
+    """A malformed case file or case text; the message names the error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """The fields of every case. Families add fields; a default is the value in the smallest case."""
+    """The fields common to all cases; families add fields. The defaults are the smallest case."""
 
     function: str
-    golden: str = ""  # name of a hand-computed case of this function; the other fields are then ignored
-    illegal: str = ""  # name of a rule that this call breaks: it must raise
-    law: str = ""  # name of the law that is checked besides the values
+    golden: str = ""  # name of a hand-computed case of this function; other fields are ignored
+    illegal: str = ""  # name of the rule that this call breaks: it must raise
+    law: str = ""  # name of the law checked in addition to the values
     poison: str = choice("nan", "max", "zero")  # content of fresh memory
     seed: int = seed()  # of the tensors' values
     grads: str = declared(Gradients(default=""))
     unused: str = declared(Unused(default=""))
     layout: str = declared(Layout(default="contiguous"))
-    layout_of: str = ""  # the input or cotangent that has this layout; the axis of `layout` sets it
+    layout_of: str = ""  # the input or cotangent with this layout; set by the axis of `layout`
 
     family: ClassVar[dict[str, type["Case"]]] = {}  # class by function
 
@@ -43,20 +43,20 @@ class Case:
                 raise ValueError(f"{axis.name} is {value!r}; it must be {needed}")
 
     def apart(self) -> str | None:
-        """Why fields of one axis do not fit each other; None: they do."""
+        """The conflict between fields of one axis, or None."""
         return next(filter(None, (axis.fits(self) for axis in axes_of(type(self)).values())), None)
 
     def clash(self) -> str | None:
-        """Why these fields exclude each other, beyond the axes and the signature; None: they do not."""
+        """The conflict between fields, beyond the axes and the signature, or None."""
         return None
 
     @property
     def sized(self) -> bool:
-        """Whether the arguments fix the size of every output, so that no call waits for the device."""
+        """Whether the arguments fix the size of every output, so that no call needs a host sync."""
         return True
 
     def arguments(self) -> tuple[str, ...]:
-        """Optional keyword arguments of the call, besides those that axes and inputs name."""
+        """Optional keyword arguments of the call that neither axes nor inputs name."""
         return ()
 
     @classmethod
@@ -89,7 +89,7 @@ _AXES: dict[Any, dict[str, Axis]] = {}
 
 
 def axes_of(cls: type[Case]) -> dict[str, Axis]:
-    """The axes of a class by field: the family's own first, because the fields of every case depend on them."""
+    """The axes of a class by field. The family's come first: the common fields depend on them."""
     if cls not in _AXES:
         common = {field.name for field in fields(Case)}
         declared = sorted((field for field in fields(cls) if "axis" in field.metadata), key=lambda f: f.name in common)
@@ -129,7 +129,7 @@ def case_from(record: Any) -> Case:
 
 
 def _decoded(name: str, value: Any, field: Any) -> Any:
-    """`value` as the field's type, which its default shows, or, where that is None, its annotation."""
+    """`value` in the field's type: the type of the default, or the annotation if it is None."""
     example = "" if field.default is MISSING else field.default
     if example is None:
         example = () if "tuple" in str(field.type) else 0

@@ -18,23 +18,23 @@ from conformance.judge import Expectation
 
 @dataclass(frozen=True)
 class Problem:
-    """One call: CPU master copies of its inputs, how they lie in memory, and what is asked of the gradients."""
+    """One call: CPU master copies of its inputs, their memory layouts, cotangents and gradients."""
 
     function: str
     required: dict[str, Any]  # passed by position, in this order
     settings: dict[str, Any] = field(default_factory=dict)  # passed by keyword
     layouts: dict[str, str] = field(default_factory=dict)  # by the name of an input or cotangent
     wanted: tuple[str, ...] = ()  # inputs that require grad
-    cotangents: dict[str, Tensor] = field(default_factory=dict)  # by output; an output without one is unused
+    cotangents: dict[str, Tensor] = field(default_factory=dict)  # by output; absent: unused
     producer: "Problem | None" = None  # makes the opaque input that this call consumes
-    produced: Any = None  # what the reference's producer makes of it
+    produced: Any = None  # the result of the reference's producer
     blame: str = ""  # the argument that makes the call illegal
     script: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = (
         None  # several calls: (implementation, placed inputs) -> named outputs
     )
-    first: dict[str, Any] = field(default_factory=dict)  # of a script: what its first call is given, for `supports`
+    first: dict[str, Any] = field(default_factory=dict)  # arguments of a script's first call
     read: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = (
-        None  # what outputs hold, looked at when the calls are over: (implementation, outputs)
+        None  # reads the outputs' contents after all calls: (implementation, outputs)
     )
 
     @property
@@ -43,19 +43,19 @@ class Problem:
 
     @property
     def shown(self) -> dict[str, Any]:
-        """What `supports` is asked about: the arguments of the call, or of the first of several."""
+        """The arguments passed to `supports`: of the call, or of a script's first call."""
         first = self.first if self.script else self.required
         return {name: x for name, x in (first | self.settings).items() if not isinstance(x, Opaque)}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Problem":
-        """The same call on other values."""
+        """The same call with other values."""
         required = {name: tensors.get(name, x) for name, x in self.required.items()}
         settings = {name: tensors.get(name, x) for name, x in self.settings.items()}
         return replace(self, required=required, settings=settings)
 
 
 class Opaque:
-    """Stands in a Problem for the value that its producer makes."""
+    """Placeholder in a Problem for the producer's result."""
 
     def __init__(self, field_name: str) -> None:
         self.field_name = field_name
@@ -70,7 +70,7 @@ class Contract(ABC, Generic[C]):
     function: str
     signature: Signature
     case_type: type[Case]
-    outputs: tuple[str, ...]  # what the function returns, in order
+    outputs: tuple[str, ...]  # in the order of the returned tuple
     primary: str  # the output that the controls corrupt
     optional: tuple[str, ...] = ()  # keyword arguments that an implementation may lack
     redundant: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class Contract(ABC, Generic[C]):
             declare(cls, vars(cls)["signature"])
 
     def adopt(self, other: "Contract[Any]") -> None:
-        """Take over the function, the signature and what follows from it, of the contract that this one wraps."""
+        """Copy the function, its signature and the derived attributes from the wrapped contract."""
         names = (
             "function",
             "case_type",
@@ -103,11 +103,11 @@ class Contract(ABC, Generic[C]):
 
     @abstractmethod
     def legal(self, case: C) -> Problem:
-        """The call that the case describes, by the rules."""
+        """The legal call that the case describes."""
 
     @abstractmethod
     def expected(self, case: C, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
-        """The right outputs and gradients, by the reference, on the master copies, for an implementation that declares this."""
+        """The reference's outputs and gradients on the master copies, under these declarations."""
 
     def problem(self, case: C) -> Problem:
         """The call that the case describes."""
@@ -125,10 +125,10 @@ class Contract(ABC, Generic[C]):
         lengths: dict[str, int] | None = None,
         **more: Any,
     ) -> Problem:
-        """The call with these arguments, and with the gradients, cotangents and layout that the case asks for.
+        """The call with these arguments and the case's gradients, cotangents and layout.
 
         Args:
-            lengths: of dimensions, by letter, where no size of the case has the letter or where sizes are in units.
+            lengths: dimensions by letter, where the case has no such size or has it in other units.
             more: further fields of the Problem.
         """
         known = {
@@ -145,17 +145,17 @@ class Contract(ABC, Generic[C]):
         )
 
     def cotangent(self, case: C, output: str, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """With NaN and infinities where a linear function's input has them; they may reach no gradient but their own."""
+        """Has NaN and infinities if a linear function's input has; they reach one gradient each."""
         special = output == self.signature.linear[1] and getattr(case, "values", "") == "special"
         return payload(case.seed, f"d_{output}", shape, dtype, "special" if special else "dyadic")
 
     def explain(self, problem: Problem, output: str, index: tuple[int, ...], observed: Tensor) -> str | None:
-        """What went wrong in the function's own words, if one element shows it."""
+        """The error in the function's terms, if one element determines it."""
         return None
 
 
 def declare(owner: Any, signature: Signature) -> None:
-    """Give a contract, or a class of contracts, this signature and the attributes that follow from it."""
+    """Set the signature and its derived attributes on a contract or a class of contracts."""
     owner.signature = signature
     owner.outputs = tuple(out.name for out in signature.outputs if not out.probed)
     owner.primary = vars(owner).get("primary", owner.outputs[0])
@@ -163,7 +163,7 @@ def declare(owner: Any, signature: Signature) -> None:
 
 
 def expanded(problem: Problem) -> Problem:
-    """An expanded input repeats its first entry: let the master copy say so too."""
+    """The problem with the first entry repeated in the master copy of an expanded input."""
     for name, layout in problem.layouts.items():
         if layout == "expanded":
             masters = {k: x[:1].expand(x.shape).clone() for k, x in problem.tensors.items() if k == name and len(x)}
@@ -176,16 +176,16 @@ def expanded(problem: Problem) -> Problem:
 
 
 def accumulator_of(declared: Mapping[str, Any], storage: torch.dtype) -> torch.dtype:
-    """The dtype that sums are declared to be taken in."""
+    """The declared dtype of accumulators."""
     return storage if declared.get("accumulator") == "storage" else torch.float32
 
 
 def leaf(x: Tensor) -> Tensor:
-    """A float64 copy that autograd can be asked for."""
+    """A float64 copy that requires grad."""
     return x.detach().to(torch.float64, copy=True).requires_grad_()
 
 
 def computed_in(declared: Mapping[str, Any], *tensors: Tensor | None) -> torch.dtype:
-    """float64 if an input is, else what is declared."""
+    """float64 if an input has this dtype, else the declared accumulator."""
     given = [x for x in tensors if x is not None]
     return torch.float64 if any(x.dtype == torch.float64 for x in given) else accumulator_of(declared, given[0].dtype)

@@ -1,7 +1,7 @@
-"""Covering arrays: every pair of values of the small finite axes is in some case.
+"""Pairwise covering arrays: every pair of values of the finite axes occurs in some case.
 
-Greedy and deterministic: of some candidates with the first uncovered pair, take the one that covers
-the most pairs.
+Greedy and deterministic: of CANDIDATES rows with the first uncovered pair, the one that covers the
+most pairs.
 """
 
 import itertools
@@ -19,11 +19,11 @@ CANDIDATES = 12
 
 @dataclass(frozen=True)
 class Covered:
-    """A covering array and what it covers."""
+    """A covering array and its coverage."""
 
     cases: list[Case]
-    pairs: int  # pairs of values that some legal case has
-    impossible: int  # pairs that no candidate could have
+    pairs: int  # pairs of values in some legal case
+    impossible: int  # pairs in no legal candidate
 
 
 def pairs_of(row: Mapping[str, Any]) -> Iterator[Pair]:
@@ -31,7 +31,7 @@ def pairs_of(row: Mapping[str, Any]) -> Iterator[Pair]:
 
 
 def covering(axes: Mapping[str, tuple[Any, ...]], legal: Callable[[Row], bool]) -> tuple[list[Row], int, int]:
-    """Rows that have every legal pair of values; the number of pairs they have, and of those that no legal row was found for."""
+    """Rows with every legal pair of values; the number of covered pairs, and of impossible ones."""
     source = random.Random(0)
     every = [
         dict((a, b))

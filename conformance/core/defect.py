@@ -1,4 +1,4 @@
-"""Planted defects: what a defect is, and 32-bit addresses, which occur in every family."""
+"""Planted defects: the record, and the 32-bit addresses of every family."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ Wrapper = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Defect:
-    """One defect: what it is, where it was seen, and the functions that have it here."""
+    """One defect: its description, its origin, and the functions it is planted in."""
 
     name: str
     title: str
     origin: str
-    wrappers: dict[str, Wrapper]  # by function: called as wrapper(base function, *args, **settings)
+    wrappers: dict[str, Wrapper]  # by function: wrapper(base function, *args, **settings)
 
 
 def int32_view(x: Tensor) -> Tensor:
-    """What a kernel reads that computes row · stride + column · stride in 32 bits: the wrapped address, or nothing useful."""
+    """x as a kernel reads it by 32-bit offsets Σ index·stride: wrapped, or 0 out of bounds."""
     offsets = torch.zeros((), dtype=torch.int64)
     for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         offsets = offsets + (torch.arange(size) * stride).reshape([size if d == dim else 1 for d in range(x.dim())])

@@ -1,4 +1,4 @@
-"""A family: everything the suite holds about the functions of one folder. The engine reads a family through this record."""
+"""A family: the functions of one folder, as the record through which the engine reads them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ class Family:
     """Contracts, and by function: golden cases, illegal calls, laws and shapes."""
 
     contracts: tuple[Contract[Any], ...]
-    golden: Mapping[str, Mapping[str, Any]]  # name -> (problem, right outputs), of ranks as lists
+    golden: Mapping[str, Mapping[str, Any]]  # name -> (problem, expected); lists with one per rank
     illegal: Mapping[str, Mapping[str, Any]]
     laws: Mapping[str, tuple[Law, ...]]
     space: Mapping[str, Shapes] = field(default_factory=dict)
@@ -24,7 +24,7 @@ class Family:
 
 
 def by_function(*modules: ModuleType) -> dict[str, Any]:
-    """What modules hold per function: `golden.GATE` for `gate`; dicts of several modules are joined."""
+    """The modules' constants by function: `golden.GATE` for `gate`; dicts are merged."""
     found: dict[str, Any] = {}
     for module in modules:
         for constant, value in vars(module).items():

@@ -1,6 +1,6 @@
 """Calls that break a rule: each must raise, or be declared unchecked.
 
-A rule's name says what is wrong; `blame` in the problem it makes is the argument at fault.
+The rule's name describes the violation; `blame` in the problem is the argument at fault.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def setting(name: str, value: object) -> Rule:
 
 
 def bare(problem: Problem) -> Problem:
-    """Without gradients, and without settings that exclude each other."""
+    """The problem without gradients, cotangents and layouts."""
     return replace(problem, wanted=(), cotangents={}, layouts={})
 
 
@@ -27,7 +27,7 @@ def only_setting(name: str, value: object) -> Rule:
 
 
 def one_more(name: str, dim: int = 0) -> Rule:
-    """The input with one entry more than the others go with."""
+    """The input with one entry more than the other inputs allow."""
 
     def break_it(problem: Problem) -> Problem:
         x = problem.tensors[name]

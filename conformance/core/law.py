@@ -1,4 +1,4 @@
-"""What a law sees, and what it is."""
+"""Laws, and the trial that a law inspects."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -19,25 +19,25 @@ Outputs = dict[str, Any]
 class Trial:
     """One case after its first run."""
 
-    case: Any  # of the function's own class
+    case: Any  # of the function's case class
     contract: Contract[Any]
     problem: Problem
     expected: dict[str, Expectation]
-    first: Outputs  # what the first run returned, on the CPU
-    run: Callable[..., Outputs]  # run(problem, **how) -> outputs of another run
+    first: Outputs  # of the first run, on the CPU
+    run: Callable[..., Outputs]  # run(problem, **options) -> outputs of another run
     declared: dict[str, Any]
-    cost: Any  # where the time that the reference takes is added up
-    extras: dict[str, Any] = field(default_factory=dict)  # what the first run left for a law: its placed inputs
+    cost: Any  # accumulates the reference's time
+    extras: dict[str, Any] = field(default_factory=dict)  # from the first run: its placed inputs
 
     def reference(self, problem: Problem, case: Any = None) -> dict[str, Expectation]:
-        """The right outputs of another problem, of this case or of another one."""
+        """The expected outputs of another problem, of this case or of another case."""
         started = time.perf_counter()
         expected = self.contract.expected(case or self.case, problem, self.declared)
         self.cost.seconds_reference += time.perf_counter() - started
         return expected
 
     def judged(self, law: str, expected: dict[str, Expectation], outputs: Outputs) -> Finding | None:
-        """The first output that is not as expected."""
+        """The finding of the first wrong output, or None."""
         for name, expectation in expected.items():
             if name in self.declared.get("omits", ()):
                 continue
@@ -47,14 +47,14 @@ class Trial:
         return None
 
     def repeats(self, law: str, outputs: Outputs) -> Finding | None:
-        """The second run against the first: bit by bit if that is declared, else by the judge of the first."""
+        """The second run: bit-equal to the first if declared so, else judged like the first."""
         if not self.declared.get("deterministic"):
             return self.judged(law, self.expected, outputs)
         return same(law, {name: x for name, x in self.first.items() if name in self.expected}, outputs)
 
 
 def upside_down(x: Tensor, dim: int = 0) -> Tensor:
-    """x with a dimension reversed, if it has that; fp8 has no flip of its own."""
+    """x with a dimension reversed, if x has it. torch has no flip for fp8: bytes are flipped."""
     if dim >= x.dim():
         return x
     return x.view(torch.uint8).flip(dim).view(x.dtype) if x.element_size() == 1 else x.flip(dim)
@@ -73,12 +73,12 @@ def same(law: str, first: Mapping[str, Tensor | None], second: Outputs) -> Findi
 
 @dataclass(frozen=True)
 class Law:
-    """A relation, and the cases that it applies to."""
+    """A relation between runs, and the cases it applies to."""
 
     name: str
     check: Callable[[Trial], Finding | None]
     applies: Callable[[Any], bool] = lambda case: True
-    device: str = ""  # the kind of device it needs; empty: any
+    device: str = ""  # required device type; empty: any
 
 
 def plain(case: Any) -> bool:

@@ -1,6 +1,6 @@
-"""Axes whose values are lists: sizes of parts, permutations, small tables written out.
+"""Axes of lists: sizes of parts, permutations, small tables.
 
-The first value of each is the empty list or None: other fields then describe the content.
+The default is the empty list or None: other fields then describe the contents.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,16 +21,16 @@ def _whole(value: Any, least: int) -> bool:
 
 @dataclass(kw_only=True)
 class Parts(Axis):
-    """Sizes of parts one after the other, such as the rows of each expert."""
+    """Sizes of consecutive parts, such as rows per expert."""
 
-    total: str = ""  # the field that has their sum
-    number: str = ""  # the field that has how many they are
-    order: str = ""  # the field that has a permutation of them
-    written_out: Callable[[Any], tuple[int, ...]] | None = None  # case -> the parts, where the field has its default
-    most: int = 130  # a part that the axis draws by itself
+    total: str = ""  # the field with their sum
+    number: str = ""  # the field with their count
+    order: str = ""  # the field with a permutation of them
+    written_out: Callable[[Any], tuple[int, ...]] | None = None  # case -> parts, at the default
+    most: int = 130  # largest part drawn
 
     def changes(self, parts: Sequence[int], **more: Any) -> Changes:
-        """These parts, with their sum and their number."""
+        """These parts, with their sum and their count."""
         numbers = {self.total: sum(parts), self.number: len(parts)}
         return {self.name: tuple(parts)} | {name: n for name, n in numbers.items() if name} | more
 
@@ -55,7 +55,7 @@ class Parts(Axis):
         return None
 
     def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
-        """The first parts, the last of them longer or shorter, where number or sum are others now."""
+        """The leading parts, the last one adjusted, where the count or the sum has changed."""
         parts = list(getattr(case, self.name))
         yield {self.name: tuple(parts)}
         if parts:
@@ -72,7 +72,7 @@ class Parts(Axis):
         yield {self.name: self.default}
 
     def smaller(self, case: Any) -> Iterator[Changes]:
-        """Written out; without some parts; with a smaller part."""
+        """The parts written out; fewer parts; a smaller part."""
         parts = getattr(case, self.name)
         if parts == self.default and self.written_out and getattr(case, self.number, 0) <= 64:
             yield {self.name: self.written_out(case)}
@@ -108,7 +108,7 @@ class Order(Axis):
         yield {self.name: tuple(range(len(getattr(case, self.of))))}
 
     def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
-        """The same order of as many entries as there are now."""
+        """The same order of the present number of entries."""
         order, count = getattr(case, self.name), len(getattr(kept, self.of))
         yield {self.name: order}
         yield {self.name: (*(i for i in order if i < count), *range(len(order), count))}
@@ -120,18 +120,18 @@ class Order(Axis):
 
 @dataclass(kw_only=True)
 class Table(Axis):
-    """A small matrix of integers written out row by row; the default: other fields describe it."""
+    """A small matrix of integers, row by row; at the default, other fields describe it."""
 
-    rows: str  # the field that has the number of rows
+    rows: str  # the field with the number of rows
     columns: str
-    written_out: Callable[[Any], Any]  # case -> the matrix, where the field has its default
+    written_out: Callable[[Any], Any]  # case -> the matrix, at the default
     least: int = 0
-    below: str = ""  # the field that entries stay below
-    simple: tuple[int, ...] = (0,)  # entries that are tried in place of others, the simplest first
-    cells: int = 2**12  # at most, for a matrix that reduction writes out
+    below: str = ""  # the field with the exclusive upper bound of entries
+    simple: tuple[int, ...] = (0,)  # replacements for entries, the simplest first
+    cells: int = 2**12  # largest matrix that reduction writes out
 
     def unpacked(self, case: Any) -> Rows:
-        """The rows that the case has written out."""
+        """The rows in the case's field."""
         flat, columns = getattr(case, self.name), getattr(case, self.columns)
         return [tuple(flat[i : i + columns]) for i in range(0, len(flat), columns)]
 
@@ -153,7 +153,7 @@ class Table(Axis):
         return None
 
     def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
-        """The first rows and columns, where there are fewer of them now; entries that are too large become simple."""
+        """The leading rows and columns that remain; entries above the bound are replaced."""
         yield {self.name: getattr(case, self.name)}
         if getattr(case, self.name) != self.default:
             rows, columns = getattr(kept, self.rows), getattr(kept, self.columns)
@@ -166,7 +166,7 @@ class Table(Axis):
         yield from ()
 
     def smaller(self, case: Any) -> Iterator[Changes]:
-        """Written out; then without some rows, without a column, with a simpler entry."""
+        """The matrix written out; then fewer rows, a column less, a simpler entry."""
         if getattr(case, self.name) == self.default:
             if 0 < getattr(case, self.rows) * getattr(case, self.columns) <= self.cells:
                 matrix = self.written_out(case).tolist()
@@ -187,7 +187,7 @@ class Table(Axis):
                     yield {self.name: self.packed([*rows[:r], changed, *rows[r + 1 :]])}
 
     def other(self, case: Any) -> Changes:
-        """Upside down."""
+        """The rows in reverse order."""
         if getattr(case, self.name) == self.default:
             return {}
         return {self.name: self.packed(self.unpacked(case)[::-1])}
@@ -197,10 +197,10 @@ class Table(Axis):
 class Bitmasks(Table):
     """A small 0/1 matrix: one integer per row, bit c for column c."""
 
-    most: tuple[int, int] = (12, 8)  # rows and columns that are drawn
+    most: tuple[int, int] = (12, 8)  # rows and columns drawn
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
-        """Bit by bit; the sizes come with it."""
+        """Random bits, and the two sizes."""
         rows, columns = self.most
 
         def of_width(width: int) -> st.SearchStrategy[Changes]:

@@ -1,4 +1,4 @@
-"""How golden values are written down."""
+"""Notation for golden values."""
 
 from typing import Any
 

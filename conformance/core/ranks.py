@@ -1,7 +1,7 @@
-"""What a contract is of a function that the ranks of a world call together, each with its own part of the inputs.
+"""Contracts of functions that ranks call together, each with its part of the inputs.
 
-A case says what all ranks have. Every rank makes all of it from the case, asks the reference for what is right on all of them, and
-judges its own part.
+A case describes the inputs of all ranks. Every rank generates all inputs, runs the reference for
+all ranks, and judges its own outputs.
 """
 
 from abc import abstractmethod
@@ -17,48 +17,48 @@ from conformance.judge.exact import bits
 
 Worldwide = tuple[
     list[Problem], list[dict[str, Expectation]]
-]  # a golden case: each rank's call, and what is right there
+]  # a golden case: the call and the expectations of each rank
 
 
 @dataclass
 class RankContext:
-    """Which rank this process is, and whom it calls with."""
+    """This process's rank and its process group."""
 
     rank: int
     ranks: int
     group: Any = None  # the process group of these ranks
-    agree: Callable[[bool], bool] = lambda fine: fine  # whether all ranks say so; every rank of the case must ask
-    seen: list[int] = field(default_factory=list)  # digests of what this rank has made of the cases: equal on all ranks
+    agree: Callable[[bool], bool] = lambda fine: fine  # AND over all ranks: a collective
+    seen: list[int] = field(default_factory=list)  # digests of generated calls: equal on all ranks
 
 
 class Ranked(Contract[C]):
-    """What ranks call together, if the case says that there are any. Outside of a world it looks as rank 0 sees it."""
+    """A function that ranks call together if the case has ranks. Outside a world: rank 0's view."""
 
-    worldwide: dict[str, Worldwide] = {}  # noqa: RUF012  (golden cases; filled once, where the contract is registered)
+    worldwide: dict[str, Worldwide] = {}  # noqa: RUF012  (golden cases; filled at registration)
 
     @abstractmethod
     def ranks(self, case: C) -> int:
-        """How many ranks the case has, 0 if one process calls alone; of a golden one, `ranks_of` knows."""
+        """The number of ranks, 0 for a single process; for a golden case see `ranks_of`."""
 
     @abstractmethod
     def calls(self, case: C) -> list[Problem]:
-        """What each rank calls, by the rules."""
+        """The legal call of each rank."""
 
     @abstractmethod
     def right(self, case: C, calls: list[Problem], declared: Mapping[str, Any]) -> list[dict[str, Expectation]]:
-        """The right outputs and gradients of each rank."""
+        """The expected outputs and gradients of each rank."""
 
     def right_at(self, rank: int, case: C, calls: list[Problem], declared: Mapping[str, Any]) -> dict[str, Expectation]:
-        """Those of one rank, for which not all that is right on the others may have to be found."""
+        """One rank's expectations. Need not compute the other ranks'."""
         return self.right(case, calls, declared)[rank]
 
     def connected(self, call: Problem, place: RankContext) -> Problem:
-        """A rank's call, with what it speaks to the others through."""
+        """A rank's call, with its process group."""
         return call
 
 
 class Collective(Ranked[C]):
-    """Inputs, expected outputs and laws of a function that only ranks call, with a group."""
+    """Inputs, expected outputs and laws of a function that requires a process group."""
 
     def connected(self, call: Problem, place: RankContext) -> Problem:
         chain = (
@@ -74,7 +74,7 @@ class Collective(Ranked[C]):
 
 
 class AtRank(Contract[C], Generic[C]):
-    """A collective contract as one rank sees it: its own call, with the group, and what is right there."""
+    """One rank's view of a collective contract: its call, with the group, and its expectations."""
 
     def __init__(self, whole: Ranked[C], place: RankContext) -> None:
         self.whole, self.place = whole, place
@@ -96,25 +96,25 @@ class AtRank(Contract[C], Generic[C]):
         return self.whole.right_at(self.place.rank, case, self.calls(case), declared)
 
     def calls(self, case: C) -> list[Problem]:
-        """What each rank calls. They are made once for the call and for what is right of it."""
+        """The call of each rank, cached between `legal` and `expected`."""
         if case not in self._made:
             self._made = {case: [expanded(call) for call in self.whole.calls(case)]}
         return self._made[case]
 
     def own(self, calls: list[Problem]) -> Problem:
-        """This rank's call, connected to the others."""
+        """This rank's call, with its process group."""
         return self.whole.connected(calls[self.place.rank], self.place)
 
 
 def digest(call: Problem) -> int:
-    """A number that differs where the call's tensors do, in this process or in another."""
+    """Checksum of the call's tensors, comparable across processes."""
     return crc32(
         b"".join(name.encode() + bits(x).tobytes() for name, x in sorted((call.tensors | call.cotangents).items()))
     )
 
 
 def ranks_of(contract: Contract[Any], case: Case) -> int:
-    """How many ranks call together; 0 where one process calls alone."""
+    """The number of ranks that call together; 0 for a single process."""
     if isinstance(contract, Collective) and case.golden:
         return len(contract.worldwide[case.golden][0])
     return contract.ranks(case) if isinstance(contract, Ranked) else 0

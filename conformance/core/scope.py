@@ -1,7 +1,6 @@
-"""One function on one implementation: the cases that its axes, its signature and its family's shapes give.
+"""The cases of one function on one implementation, from its axes, signature and shapes.
 
-All choices of cases are made here, for every family alike: random cases, covering arrays, far
-addresses, the walk to smaller cases.
+All families share it: random cases, covering arrays, far addresses, the walk to smaller cases.
 """
 
 from collections.abc import Collection, Iterator
@@ -19,13 +18,13 @@ from conformance.core.covering import Covered, covering
 from conformance.core.signature import Signature
 from conformance.core.space import Space
 
-# dtypes of at most two bytes: 2³¹ of their elements have addresses in 4 GiB
+# dtypes of at most two bytes: 2³¹ elements fit 4 GiB
 NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8", "bool", "int16")
 
 
 @dataclass(frozen=True)
 class Scope:
-    """A contract with a signature, and what one implementation takes."""
+    """A contract, and the space of calls that one implementation accepts."""
 
     contract: Contract[Any]
     space: Space
@@ -50,7 +49,7 @@ class Scope:
 
     @cached_property
     def axes(self) -> list[Axis]:
-        """The axes that a call of the function depends on."""
+        """The axes that the function's calls depend on."""
         return [axis for axis in axes_of(self.contract.case_type).values() if axis.live(self.signature)]
 
     @cached_property
@@ -59,7 +58,7 @@ class Scope:
         return {axis.name for axis in self.axes} | {"layout_of", "law"}
 
     def laws(self, case: Case) -> list[str]:
-        """The laws that apply to the case on this device; never none."""
+        """The laws that apply to the case on this device; never empty."""
         laws = self.contract.laws.values()
         return [law.name for law in laws if law.device in ("", self.space.device) and law.applies(case)]
 
@@ -71,7 +70,7 @@ class Scope:
         return self.space.accepts(owner, argument)
 
     def takes(self, case: Case) -> bool:
-        """Whether the implementation takes the arguments, the gradients and the layout of the case."""
+        """Whether the implementation accepts the case's arguments, gradients and layout."""
         if case.grads and self.function in self.space.not_differentiable:
             return False
         if case.layout != "contiguous" and self.function in self.space.contiguous_only:
@@ -86,19 +85,19 @@ class Scope:
         )
 
     def refused(self, case: Case) -> str | None:
-        """Why the case is no call of the function, on any implementation; None: it is one."""
+        """Why the case is illegal on every implementation, or None."""
         return self.signature.fits(case)
 
     def fits(self, case: Case) -> bool:
         return self.signature.fits(case) is None and self.takes(case)
 
     def case(self, fields: Changes) -> Any:
-        """The case with these fields, as far as the function has a use for them; it need not fit."""
+        """The case with the live ones of these fields; it need not fit."""
         used = {name: value for name, value in fields.items() if name in self.live}
         return self.contract.case_type(function=self.function, **used)
 
     def mended(self, case: Any) -> Any:
-        """The nearest case that fits: field by field, a value that does not fit the fields before it gives way."""
+        """The nearest case that fits: a value that conflicts with earlier fields is replaced."""
         if self.fits(case):
             return case
         kept = type(case)(**{name: getattr(case, name) for name in ("function", "law", "golden", "illegal")})
@@ -110,7 +109,7 @@ class Scope:
     # ---- cases near another
 
     def smaller(self, case: Any) -> Iterator[Any]:
-        """Simpler cases, the boldest first: without the law, each setting at its default, less of each field."""
+        """Simpler cases: without the law, with a setting at its default, with a smaller field."""
         axes = axes_of(type(case)).values()
         plainer = (changes for axis in axes for changes in axis.plainer(case))
         smaller = (changes for axis in axes for changes in axis.smaller(case))
@@ -121,7 +120,7 @@ class Scope:
                 yield other
 
     def neighbour(self, case: Any) -> Any:
-        """Another call of the function: other values, other settings."""
+        """Another call of the function: other values and settings."""
         changes: Changes = {"golden": "", "law": ""}
         for axis in self.axes:
             changes |= axis.other(case)
@@ -130,7 +129,7 @@ class Scope:
     # ---- chosen cases
 
     def drawn(self) -> st.SearchStrategy[Any]:
-        """Random cases: the family's shapes, every other axis by itself, mended; a law that applies."""
+        """Random cases: the family's shapes, other axes independently, mended; any valid law."""
         axes = [(axis.name, axis.drawn(self.signature)) for axis in self.axes]
         shapes = self.contract.shapes.drawn(self)
 
@@ -146,14 +145,14 @@ class Scope:
         return drawn()
 
     def covering(self) -> Covered:
-        """The covering array of all axes; laws go round over its cases."""
+        """The covering array of all axes; its cases get the laws in turn."""
         return self.array(self.contract.shapes.covered, self.contract.shapes.together(self))
 
     def array(self, base: Changes, together: dict[str, list[Changes]], only: Collection[str] | None = None) -> Covered:
         """A covering array over cases with the fields of `base`.
 
         Args:
-            together: fields covered as one axis, with their values; a value that is a function is called with the case.
+            together: fields covered as one axis, with their values; functions get the case.
             only: the axes to cover; None: all.
         """
         axes = self.covered_axes(base, together, only)
@@ -164,7 +163,7 @@ class Scope:
     def covered_axes(
         self, base: Changes, together: dict[str, list[Changes]], only: Collection[str] | None = None
     ) -> dict[str, tuple[tuple[tuple[str, Any], ...], ...]]:
-        """The finite axes and their values that the implementation takes, each a tuple of changes."""
+        """The finite axes with the values that the implementation accepts, as tuples of changes."""
         joint = {name for values in together.values() for changes in values for name in changes}
         covered = {axis.name: axis.covered(self.signature) for axis in self.axes if axis.name not in joint} | together
         taken = {
@@ -186,13 +185,13 @@ class Scope:
         return self.contract.shapes.more(self, others)
 
     def always(self) -> list[Any]:
-        """The family's shapes, with every optional input and every gradient; laws go round."""
+        """The family's shapes, with all optional inputs and gradients; laws in turn."""
         given = self.contract.shapes.always(self)
         shapes = [self.fullest(one) for one in given if not isinstance(one, Case)]
         return [*self.lawful(shapes), *(one for one in given if isinstance(one, Case))]
 
     def fullest(self, fields: Changes) -> Any:
-        """A case with these fields, and with every optional input and every gradient that the implementation takes."""
+        """A case with these fields, and all optional inputs and gradients of the implementation."""
         known = axes_of(self.contract.case_type)
         given: Changes = {}
         for x in self.signature.inputs:
@@ -203,7 +202,7 @@ class Scope:
         return self.mended(replace(case, grads=self.signature.all_gradients(case)))
 
     def far(self) -> list[Any]:
-        """Three of every size, in narrow dtypes: each input and cotangent far in each of its dimensions."""
+        """Sizes 3, narrow dtypes: each input and cotangent far in each of its dimensions."""
         fields: Changes = {}
         for axis in self.axes:
             if isinstance(axis, Size):
@@ -216,12 +215,12 @@ class Scope:
         return [case for case in placed if self.fits(case)]
 
     def lawful(self, cases: list[Any]) -> list[Any]:
-        """The cases with laws that apply, which go round."""
+        """The cases with their laws in turn."""
         return [replace(case, law=self.laws(case)[i % len(self.laws(case))]) for i, case in enumerate(cases)]
 
 
 def _changed(case: Any, changes: Changes) -> Any:
-    """The case with other fields; None if a field may not have that value."""
+    """The case with other fields; None if a value is illegal."""
     try:
         return replace(case, **changes)
     except ValueError:

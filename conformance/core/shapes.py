@@ -1,4 +1,4 @@
-"""What a family says about one function's cases that no axis can."""
+"""A family's choices of cases beyond the axes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,14 +12,15 @@ from conformance.core.case import Case
 
 @dataclass(frozen=True)
 class Shapes:
-    """One function's choices that no axis can make: fields that depend on each other, sizes that always run."""
+    """One function's choices beyond the axes: dependent fields, sizes that always run."""
 
-    drawn: Callable[[Any], st.SearchStrategy[Changes]] = lambda scope: st.just({})  # axes draw the other fields
-    affordable: Callable[[Any, Any], Any] = lambda case, scope: case  # the case without what takes too long
+    drawn: Callable[[Any], st.SearchStrategy[Changes]] = lambda scope: st.just({})  # joint fields
+    affordable: Callable[[Any, Any], Any] = lambda case, scope: case  # limits the cost
     covered: Changes = field(default_factory=dict)  # fields of all cases of the covering array
-    together: Callable[[Any], dict[str, list[Changes]]] = lambda scope: {}  # fields covered as one axis
-    more: Callable[[Any, list[Case]], list[Case]] = lambda scope, others: []  # run with the covering array
-    always: Callable[[Any], list[Any]] = lambda scope: []  # fields of cases that always run, or whole cases
-    far: Changes = field(default_factory=dict)  # fields of far cases, besides three of every size in narrow dtypes
-    illegal: Changes = field(default_factory=lambda: {"tokens": 2, "experts": 2})  # fields of illegal calls
-    weight: float = 1  # how much of a run the function has
+    together: Callable[[Any], dict[str, list[Changes]]] = lambda scope: {}  # covered as one axis
+    # further cases that run with the covering array
+    more: Callable[[Any, list[Case]], list[Case]] = lambda scope, others: []
+    always: Callable[[Any], list[Any]] = lambda scope: []  # fields of cases, or whole cases
+    far: Changes = field(default_factory=dict)  # of far cases, which have sizes 3, narrow dtypes
+    illegal: Changes = field(default_factory=lambda: {"tokens": 2, "experts": 2})
+    weight: float = 1  # the function's share of a run

@@ -1,4 +1,4 @@
-"""The signature of a function: its arguments and results. Layouts, far addresses, gradients and cotangents follow from it."""
+"""Signatures: arguments and results, which imply layouts, far addresses and gradients."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """A result. It has the dtype of the input `of`, and a cotangent where that input is given and has a gradient."""
+    """A result of `of`'s dtype, with a cotangent where `of` is given and differentiable."""
 
     name: str
     dims: str = ""
@@ -49,7 +49,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Signature:
-    """The arguments and results of one function. Layouts, far addresses, gradients and cotangents follow from it."""
+    """The arguments and results of one function."""
 
     inputs: Sequence[Input]
     outputs: Sequence[Output]
@@ -57,9 +57,9 @@ class Signature:
     required: tuple[str, ...] = ()  # keyword arguments that every call has
     producer: str = ""  # the function that makes this one's opaque argument, and takes the settings
     made_from: tuple[Input, ...] = ()  # the producer's inputs
-    linear: tuple[str, str] = ("", "")  # the input it is linear in, and the output that is linear in it
-    static: tuple[str, ...] = ()  # settings that fix every shape, so that nothing needs to wait for the device
-    redundant: tuple[str, ...] = ()  # settings that repeat other arguments; passed to implementations that take them
+    linear: tuple[str, str] = ("", "")  # (input, output) of the linear map
+    static: tuple[str, ...] = ()  # settings that fix every shape: no host sync
+    redundant: tuple[str, ...] = ()  # settings implied by other arguments; may be omitted
 
     @cached_property
     def names(self) -> dict[str, Input]:
@@ -99,7 +99,7 @@ class Signature:
         return {x.name: x.dims for x in self.inputs} | cotangents
 
     def layouts(self, far: bool) -> Iterator[tuple[str, str]]:
-        """(tensor, layout), near or far in each dimension. A vector has no transpose; a cotangent may repeat one row."""
+        """(tensor, layout), near or far; no vector is transposed, a cotangent may be expanded."""
         for name, dims in self.placed.items():
             if far:
                 yield from ((name, layout) for layout in FAR[: len(dims)])

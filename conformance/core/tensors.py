@@ -1,8 +1,8 @@
 """Tensors made from a case by integer hashing: the same bytes on every device, library and version.
 
-Values are dyadic: an integer over a power of two, with just so many bits that they fill bfloat16 and float16 and that, in
-float32, sums of a few products stay exact whatever their order. A lower accumulator shows, and so does a float32 input that was
-rounded to TF32, float16 or bfloat16 on its way.
+Values are dyadic, an integer over a power of two: they fill the significands of bfloat16 and
+float16, and sums of a few products are exact in float32 in any order. So a narrower accumulator
+shows, and a float32 input rounded to TF32, float16 or bfloat16 too.
 """
 
 import zlib
@@ -11,10 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SPREAD = 12  # rows lie so many powers of two above and below 1
-
-
-WIDE = 2**31 + 2**12  # elements between the first and the last row of a wide tensor: past every 32-bit offset
+SPREAD = 12  # log2 of the largest row scale
+WIDE = 2**31 + 2**12  # elements from the first to the last row of a wide tensor: past 32 bits
 WIDE_LAYOUTS = ("wide_rows", "wide_columns", "wide_depth")
 BITS = {
     torch.float32: 12,
@@ -41,7 +39,7 @@ DTYPES = {
 
 
 def hashed(seed: int, name: str, count: int) -> np.ndarray:
-    """`count` well-mixed 32-bit integers, a pure function of seed, name and position (the finaliser of MurmurHash3)."""
+    """`count` 32-bit hashes of (seed, name, position), by the finaliser of MurmurHash3."""
     x = np.arange(count, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(
         (zlib.crc32(name.encode()) ^ (seed * 0x85EBCA6B)) & 0xFFFFFFFF
     )
@@ -53,9 +51,9 @@ def hashed(seed: int, name: str, count: int) -> np.ndarray:
 def payload(seed: int, name: str, shape: tuple[int, ...], dtype: str, style: str = "dyadic") -> Tensor:
     """A tensor of rows to be moved or summed.
 
-    Styles: `dyadic`, integers of BITS bits over a power of two, from -2 to 2, the first column different in any 511 rows in
-    sequence · `wide`, 24 random bits times a power of two from 2^-12 to 2^12 · `special`, dyadic with NaN, infinities and -0
-    strewn in. One-byte dtypes are random bytes, which hold every code there is.
+    Styles: `dyadic`, integers of BITS bits over a power of two, from -2 to 2, the first column
+    distinct in any 511 consecutive rows · `wide`, 24 random bits times 2^-12 to 2^12 · `special`,
+    dyadic with random NaN, infinities and -0. One-byte dtypes: random bytes, all codes.
     """
     count = int(np.prod(shape))
     noise = hashed(seed, name, count)
@@ -76,7 +74,7 @@ def payload(seed: int, name: str, shape: tuple[int, ...], dtype: str, style: str
 
 
 def probabilities(seed: int, name: str, shape: tuple[int, ...], dtype: str, zeros: bool = False) -> Tensor:
-    """Probabilities k / 2^PROB_BITS, k ≥ 1, at most 1; with `zeros`, a quarter of them exactly 0."""
+    """Probabilities k / 2^PROB_BITS in (0, 1]; with `zeros`, a quarter of them exactly 0."""
     noise = hashed(seed, name, int(np.prod(shape)))
     steps = 2 ** PROB_BITS[DTYPES[dtype]]
     number = (noise % steps + 1) / steps
@@ -86,12 +84,13 @@ def probabilities(seed: int, name: str, shape: tuple[int, ...], dtype: str, zero
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The same values in another memory layout; what lies between them is garbage.
+    """The same values in another memory layout, with garbage in the gaps.
 
-    Layouts: `contiguous` · `transposed`, the last dimension strided, by swapping the last two where there are two · `strided`,
-    gaps in every dimension · `shifted`, starting one element into its storage, so that no vector load is aligned · `expanded`,
-    stride 0 in the first dimension (the first entry stands for all: the values change) · `wide_rows`, `wide_columns`,
-    `wide_depth`, the first and last entry of the first, second or third dimension more than 2³¹ elements apart.
+    Layouts: `contiguous` · `transposed`, the last two dimensions swapped (a vector: `strided`) ·
+    `strided`, gaps in every dimension · `shifted`, one element into its storage, so that no vector
+    load is aligned · `expanded`, stride 0 in the first dimension: the first entry repeats, the
+    values change · `wide_rows`, `wide_columns`, `wide_depth`, the first and last entry of the
+    first, second or third dimension more than 2³¹ elements apart.
     """
     if layout == "expanded":
         return x[:1].expand(x.shape) if x.shape[0] else x
@@ -115,9 +114,7 @@ def _in_storage(x: Tensor, strides: list[int], offset: int, sizes: torch.Size) -
     extent = offset + 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) if x.numel() else offset + 1
     storage = torch.empty(extent, dtype=x.dtype, device=x.device)
     if extent < 2**20:
-        storage.view(torch.uint8).fill_(
-            0xFF
-        )  # garbage between the values; a wide storage is left untouched, it is mostly unmapped
+        storage.view(torch.uint8).fill_(0xFF)  # garbage in the gaps; a wide storage stays unmapped
     view = storage.as_strided(sizes, strides, offset)
     return view.copy_(x)
 

@@ -1,4 +1,4 @@
-"""Laws of every function: what ran before, what fresh memory held, and who wrote the inputs do not matter."""
+"""Laws of every function: earlier calls, fresh memory and the inputs' writer do not matter."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +15,7 @@ from conformance.judge import Exact, Finding
 
 
 def _history(trial: Trial) -> Finding | None:
-    """Another case right after this one: other settings and sizes, or this one's where those are not supported."""
+    """Another case right after this one, with other settings and sizes where supported."""
     for other in (
         Scope(trial.contract, Space()).neighbour(trial.case),
         replace(trial.case, law="", seed=trial.case.seed + 1),
@@ -28,14 +28,14 @@ def _history(trial: Trial) -> Finding | None:
 
 
 def _determinism(trial: Trial) -> Finding | None:
-    """The same call on memory that held something else."""
+    """The same call on memory with other contents."""
     other = {"nan": "zero", "zero": "max", "max": "nan"}[trial.case.poison]
     return trial.repeats("determinism", trial.run(trial.problem, poison=other))
 
 
 def _other_values(problem: Problem) -> Problem:
-    """The same shapes and counts with other values: tensors upside down and negated, as far as the call stays legal."""
-    if problem.producer is not None:  # the rows belong to a row map: they keep their places
+    """The same shapes and counts, tensors reversed and negated as far as the call stays legal."""
+    if problem.producer is not None:  # the row map fixes the places of the rows
         return problem.with_tensors({"rows": -problem.required["rows"]})
     other = {name: upside_down(x) for name, x in problem.tensors.items() if name not in ("chunk_sizes", "order")}
     signed = {
@@ -45,18 +45,18 @@ def _other_values(problem: Problem) -> Problem:
 
 
 def _buffer_reuse(trial: Trial) -> Finding | None:
-    """Other values in the very storage that the first run read."""
+    """Other values in the storage that the first run read."""
     second = _other_values(trial.problem)
     return trial.judged("buffer_reuse", trial.reference(second), trial.run(second, storage=trial.extras["placed"]))
 
 
 def _late_producer(trial: Trial) -> Finding | None:
-    """Inputs that are still being written, on the current stream, when the call is made."""
+    """Inputs whose writes on the current stream are pending when the call is made."""
     return trial.repeats("late_producer", trial.run(trial.problem, late=True))
 
 
 def _host_sync(trial: Trial) -> Finding | None:
-    """No wait for the device where it is declared that there is none."""
+    """No host sync where `host_sync_free` is declared."""
     if not trial.declared.get("host_sync_free"):
         return None
     try:
@@ -68,7 +68,7 @@ def _host_sync(trial: Trial) -> Finding | None:
 
 
 def _graph_capture(trial: Trial) -> Finding | None:
-    """Captured on one set of values and replayed on another, where it is declared that this works."""
+    """Captured with one set of values and replayed with another, where declared."""
     if not trial.declared.get("graph_capturable"):
         return None
     second = _other_values(trial.problem)
@@ -80,7 +80,7 @@ def _has_values(case) -> bool:
 
 
 def _static(case) -> bool:
-    """Whether all sizes are known without the device, and only the forward is asked for."""
+    """Whether all sizes are known on the host, and only the forward runs."""
     return bool(_has_values(case) and case.sized and not case.grads and case.layout == "contiguous")
 
 
@@ -94,29 +94,28 @@ EVERYWHERE = (HISTORY, DETERMINISM, BUFFER_REUSE, LATE_PRODUCER)
 STATIC = (HOST_SYNC, GRAPH_CAPTURE)
 
 
-# ---- functions that are linear in an input
+# ---- functions linear in an input
 
 
 def _linear(trial: Trial) -> tuple[str, str]:
-    """The input that the function is linear in, and the output that is linear in it."""
+    """The (input, output) of the linear map."""
     return trial.contract.signature.linear
 
 
 def _scaling(trial: Trial) -> Finding | None:
-    """Twice the input is exactly twice the output, where runs repeat: a power of two passes through every rounding."""
+    """f(2x) = 2f(x) bit by bit if runs repeat: every rounding commutes with powers of two."""
     into, out = _linear(trial)
     x = trial.problem.tensors[into]
     twice = replace(trial.problem.with_tensors({into: x * 2}), wanted=(), cotangents={})
     outputs = trial.run(twice)
     if not isinstance(trial.expected[out], Exact) and not trial.declared.get("deterministic"):
-        return trial.judged(
-            "scaling", {out: trial.reference(twice)[out]}, outputs
-        )  # the order of a sum may change from run to run
+        # the order of summation may differ between runs
+        return trial.judged("scaling", {out: trial.reference(twice)[out]}, outputs)
     return same("scaling", {out: trial.first[out] * 2}, {out: outputs.get(out)})
 
 
 def _adjointness(trial: Trial) -> Finding | None:
-    """⟨dy, A x⟩ = ⟨Aᵀ dy, x⟩: forward and backward are the same matrix. Dyadic values make both sides exact."""
+    """⟨dy, A x⟩ = ⟨Aᵀ dy, x⟩: the backward is the transpose. Exact on dyadic values."""
     into, out = _linear(trial)
     cotangent, x = trial.problem.cotangents.get(out), trial.problem.tensors[into]
     gradient = trial.first.get(f"d_{into}")
@@ -129,7 +128,7 @@ def _adjointness(trial: Trial) -> Finding | None:
 
 
 def _inner(a: Tensor, b: Tensor) -> float:
-    """Where b is garbage that nothing may read, a must be zero and the product counts as zero."""
+    """⟨a, b⟩; terms with a = 0 count as zero, because b may hold garbage there."""
     product = a.double() * b.double()
     return float(torch.where(a == 0, 0.0, product).sum())
 
@@ -143,5 +142,5 @@ SCALING = Law("scaling", _scaling, _doubles)
 
 
 def adjointness(applies: Callable[[Any], bool]) -> Law:
-    """Forward and backward are the same matrix, in cases whose sums are exact."""
+    """The law that the backward is the transpose, for cases with exact sums."""
     return Law("adjointness", _adjointness, lambda case: applies(case) and bool(case.grads) and not case.unused)

@@ -1,3 +1,3 @@
-"""Runs cases: `runner` makes one call, `evaluate` judges one case, `child` does so in a process
-that may die, `pool` keeps such processes, `ledger` counts.
+"""Runs cases: `runner` makes one call, `evaluate` judges one case, `child` is its process, `pool`
+manages processes, `ledger` records outcomes.
 """

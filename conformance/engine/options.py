@@ -1,4 +1,4 @@
-"""What a run is asked for, and what a process of it is started with.
+"""The options of a run, and of a child process.
 
 The flags of the command and of the pytest plugin are the fields of `Options`.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 def _require(condition: bool, sentence: str) -> None:
     if not condition:
-        # imports torch, for which no other run of pytest should wait
+        # imports torch: deferred, so that other pytest runs start fast
         from conformance.interface import UsageError
 
         raise UsageError(sentence)
@@ -27,20 +27,20 @@ def _flag(flag: str, text: str, value: Any, **arguments: Any) -> Any:
 
 @dataclass(frozen=True)
 class ChildOptions:
-    """What a child process is started with."""
+    """The options of a child process."""
 
     implementation: str
     device: str = "auto"  # auto, cpu or cuda
-    trace: str = ""  # a package's folder, or a file: record which of its functions a case runs
-    search: tuple[str, ...] = ()  # folders put in front of the import path, such as a mutant's copy
+    trace: str = ""  # a package's folder, or a file: record the functions that a case runs in it
+    search: tuple[str, ...] = ()  # folders prepended to sys.path, such as a mutant's copy
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for.
+    """The user's options.
 
     Raises:
-        UsageError: a value that no run can have.
+        UsageError: an illegal value.
     """
 
     implementation: str = _flag("--impl", "the namespace to judge: package.module or package.module:attribute", "")
@@ -78,7 +78,7 @@ class Options:
 
     @property
     def part(self) -> tuple[int, int]:
-        """(i, n): the run has the sections i, i + n, i + 2n, … of the plan, from 0."""
+        """(i, n): the run has sections i, i + n, i + 2n, … of the plan, from 0."""
         part, parts = self.shard.split("/") if self.shard else (1, 1)
         return int(part) - 1, int(parts)
 
@@ -88,7 +88,7 @@ class Options:
 
     @classmethod
     def parsed(cls, given: Namespace) -> "Options":
-        """From the values that argparse or pytest has parsed; an absent flag keeps its default."""
+        """The options parsed by argparse or pytest; an absent flag keeps its default."""
         named = {option.name: option.metadata["flag"].removeprefix("--").replace("-", "_") for option in fields(cls)}
         return cls(**{name: getattr(given, dest) for name, dest in named.items() if hasattr(given, dest)})
 

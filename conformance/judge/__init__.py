@@ -1,15 +1,15 @@
 """Decides whether an observed output is right.
 
-    exact    rows are only moved
-    bound    numbers are added
-    ratios   matrices are multiplied
-    choice   the K largest are chosen
-    codes    values are quantised
-    ranges   values known up to an interval are quantised
-    draws    values are rounded stochastically (with `statistics`)
+    exact    data movement
+    bound    sums
+    ratios   GEMMs
+    choice   top-k selection
+    codes    quantised values
+    ranges   quantised values, the input bounded by an interval
+    draws    stochastically rounded values (with `statistics`)
 
-Each is an `expectation`, which judges an output by itself. `controls` shows it corrupted outputs,
-which it must reject.
+Each is an `expectation`, which judges one output. `controls` passes it corrupted outputs, which it
+must reject.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,11 @@
 """Level 2: a sum is right if it lies within the worst case of its declared arithmetic.
 
-    |y - y*| ≤ γ_n(u_acc) · Σ|terms| + u_out · (|y*| + γ_n Σ|terms|) + η_out,   γ_n(u) = (1 + u)ⁿ - 1
+    |y - y*| ≤ γ_n(u_acc) Σ|terms| + u_out (|y*| + γ_n Σ|terms|) + η_out,   γ_n(u) = (1 + u)ⁿ - 1
 
-y* is the float64 result on the same stored inputs, n the roundings a term can meet on its way, u
-the unit roundoff of the accumulator and of the output, η half the output's smallest subnormal. It
-holds for every order of summation, so no honest kernel can leave it. (The usual n·u / (1 - n·u) is
-an upper estimate of γ_n that has no meaning from n·u = 1: 256 terms in bf16.)
+y* is the float64 result on the same stored inputs, n the number of roundings per term, u the unit
+roundoff of the accumulator and of the output, η half the output's smallest subnormal. The bound
+holds for every order of summation, so no honest kernel exceeds it. (The usual n·u / (1 - n·u) is an
+upper estimate of γ_n, undefined from n·u = 1 on: 256 terms in bf16.)
 """
 
 import math
@@ -31,7 +31,7 @@ HALF_SUBNORMAL = {
 class Bounded(Resolved):
     """An output that is a sum: float64 value, bound on an honest result's error, dtype."""
 
-    bound: Tensor  # float64, ≥ 0; 0 asks for the exact value, infinity for none
+    bound: Tensor  # float64, ≥ 0; 0: exact; infinity: unchecked
     dtype: torch.dtype
     accumulator: torch.dtype
 
@@ -82,7 +82,7 @@ def sum_bound(value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype, 
     Args:
         value: float64 result.
         magnitude: float64 Σ|terms|; where it is 0 the result must be exactly 0.
-        terms: n above, the roundings a term can meet.
+        terms: n above, the roundings per term.
         dtype, accumulator: of the output and of the sum.
     """
     gamma = math.expm1(terms * math.log1p(ROUNDOFF[accumulator]))
@@ -95,55 +95,50 @@ def sum_bound(value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype, 
 
 @dataclass(frozen=True)
 class Accumulator:
-    """How a contraction is declared to add up.
+    """A contraction's declared accumulation.
 
-    Every product that is added is rounded by at most `unit` times the largest magnitude so far;
-    after `block` products (None: never) the sum is scaled and added to one in fp32, which is empty
-    at first.
+    Adding a product rounds by at most `unit` times the largest magnitude so far. After `block`
+    products (None: never) the partial sum is scaled and added to a float32 sum that starts at 0.
     """
 
     unit: float = ROUNDOFF[torch.float32]
     block: int | None = None
-    # typical error, in units: 1/√3 if it is uniform; 1 where n does not count every rounding
+    # typical error in units: 1/√3 if uniform; 1 where n does not count every rounding
     spread: float = 1.0
 
     def worst(self, terms: int) -> float:
-        """γ: what the roundings of `terms` products can add up to, relative to Σ|terms|."""
+        """γ: the worst error of a sum of `terms` products, relative to Σ|terms|."""
         in_block, promoted = self._steps(terms)
         return math.expm1(in_block * math.log1p(self.unit) + promoted * math.log1p(ROUNDOFF[torch.float32]))
 
     def typical(self, terms: int) -> float:
         """α: √n·u·spread, the size of n independent errors relative to a sum without cancellation.
 
-        A sequential sum in float32 reaches a third of it; a matrix unit all of it, where one
-        product outweighs the others and they are cut off at its last place.
+        A sequential float32 sum reaches a third of α. A matrix unit reaches α where one product
+        outweighs the others, which are truncated at its last place.
         """
         in_block, promoted = self._steps(terms)
         return math.hypot(math.sqrt(in_block) * self.unit * self.spread, math.sqrt(promoted) * ROUNDOFF[torch.float32])
 
     def _steps(self, terms: int) -> tuple[int, int]:
-        """Products in one block, and roundings of the sum of blocks.
-
-        Each partial sum is added once, and scaled twice.
-        """
+        """Products per block, and roundings of the sum of blocks (one addition, two scalings)."""
         in_block = min(terms, self.block or terms)
         return in_block, -(-terms // in_block) + 2 if self.block and terms else 0
 
 
 FLOAT32 = Accumulator()
-HOPPER_FP8 = Accumulator(
-    unit=2.0**-13, block=128, spread=3**-0.5
-)  # 14 bits, truncated; promoted each 128: DeepSeek-V3 report, 3.3.2
+# 14 bits, truncated; promoted every 128 products: DeepSeek-V3 report, 3.3.2
+HOPPER_FP8 = Accumulator(unit=2.0**-13, block=128, spread=3**-0.5)
 
 
 def contraction_bound(
     value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype, accumulator: Accumulator = FLOAT32
 ) -> Bounded:
-    """`sum_bound` for an accumulator that is no dtype.
+    """`sum_bound` for an `Accumulator` instead of a dtype.
 
     Args:
         value, magnitude: float64 result and Σ|terms|.
-        terms: products in each element.
+        terms: products per element.
     """
     brought = accumulator.worst(terms) * magnitude
     bound = brought + ROUNDOFF[dtype] * (value.abs() + brought) + HALF_SUBNORMAL[dtype]

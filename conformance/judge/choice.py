@@ -1,9 +1,9 @@
-"""Level 1: a choice of the K best is right if no honest rounding of the keys forbids it.
+"""Level 1: a top-k choice is right if some honest rounding of the keys leads to it.
 
-A set S is admissible if min_{e∈S} (key + δ) ≥ max_{e∉S} (key - δ); where the gap between the K-th
-and the next key is more than 2δ only one set is. Under group limits, S is admissible if some
-admissible set of groups holds it. Where equal keys are declared to go to the lowest index, experts
-of the very same input must be taken in that order.
+A set S is admissible if min_{e∈S} (key + δ) ≥ max_{e∉S} (key - δ). If the K-th and the next key
+differ by more than 2δ, exactly one set is admissible. Under group limits, S is admissible if it
+lies in an admissible set of groups. If `tie_rule` is "lowest_index", experts with identical inputs
+must be chosen in that order.
 """
 
 import itertools
@@ -18,29 +18,28 @@ from torch import Tensor
 from conformance.judge.bound import ROUNDOFF
 from conformance.judge.expectation import Resolved
 
-GROUP_SETS = 4096  # sets of near-equal groups that are tried; any further one is admissible
+GROUP_SETS = 4096  # sets of near-equal groups tried; beyond, every set is admissible
 
 
 @dataclass(frozen=True)
 class Chosen(Resolved):
-    """The columns chosen of each row: `value` is a map, [N,E] bool, or indices, [N,K]."""
+    """The columns chosen per row: `value` is a map, [N,E] bool, or indices, [N,K]."""
 
     keys: Tensor  # [N,E] float64
     error: Tensor  # [N,E] float64, δ
-    counts: Tensor  # [N] how many are chosen of each row
-    inputs: tuple[
-        Tensor, ...
-    ] = ()  # [N,E] each: two columns equal in all of them have equal keys whatever the arithmetic
-    lowest: bool = False  # whether equal keys are declared to go to the lowest index
-    unspecified: Tensor | None = None  # [N] rows of which any K different columns are right
+    counts: Tensor  # [N] number of columns chosen per row
+    # [N,E] each: columns equal in all inputs have equal keys in any arithmetic
+    inputs: tuple[Tensor, ...] = ()
+    lowest: bool = False  # whether ties are declared to go to the lowest index
+    unspecified: Tensor | None = None  # [N] rows in which any K distinct columns are right
     groups: int = 0
     group_topk: int = 0
-    dtype: torch.dtype = torch.float32  # that the scores of groups are summed in
+    dtype: torch.dtype = torch.float32  # of the sums of group scores
     dim: int = 1  # 0: the rows above are the columns of the output
     indices: bool = False
 
     check: ClassVar[str] = "choice"
-    by_row: ClassVar[tuple[str, ...]] = ()  # few elements: all are shown
+    by_row: ClassVar[tuple[str, ...]] = ()  # few elements: never cropped
 
     @property
     def map(self) -> Tensor:
@@ -48,7 +47,7 @@ class Chosen(Resolved):
         return self.as_map(self.value)
 
     def as_map(self, observed: Tensor) -> Tensor:
-        """An observed output as a map of rows; an index outside counts for nothing."""
+        """An observed output as a map [N,E]; indices out of range are ignored."""
         if not self.indices:
             return (observed != 0).T if self.dim == 0 else observed != 0
         inside = (observed >= 0) & (observed < self.keys.shape[1])
@@ -59,7 +58,7 @@ class Chosen(Resolved):
         return f"has dtype {observed.dtype}; it must be bool or integer" if observed.is_floating_point() else None
 
     def wrong(self, observed: Tensor) -> np.ndarray | None:
-        """The rows whose choice no honest rounding explains."""
+        """True for rows with an inadmissible choice."""
         chosen, right = self.as_map(observed), self.map
         wrong = chosen.sum(1) != self.counts
         free = torch.zeros_like(wrong) if self.unspecified is None else self.unspecified
@@ -68,14 +67,14 @@ class Chosen(Resolved):
         return wrong.numpy() if bool(wrong.any()) else None
 
     def moved(self, corrupt: Tensor) -> bool:
-        """Whether a row of a map has another number of columns, or indices hold one twice."""
+        """Whether a row of a map has another count, or a row of indices a duplicate."""
         if not self.indices:
             return bool((self.map.sum(1) != self.as_map(corrupt).sum(1)).any())
         twice = (corrupt.sort(dim=1).values.diff(dim=1) == 0).any(1)
         return bool(((corrupt != self.value).any(1) & twice).any())
 
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
-        """What the first wrong row chose, and what the reference chooses."""
+        """The first wrong row's choice, the reference's, and their keys."""
         row = index[0]
         got = observed[row].tolist() if self.indices else self.as_map(observed)[row].nonzero().flatten().tolist()
         right = self.map[row].nonzero().flatten().tolist()
@@ -83,7 +82,8 @@ class Chosen(Resolved):
         keys = ", ".join(
             f"{e}: {self.keys[row, e]:.6g}" for e in sorted({*got, *right})[:6] if 0 <= e < self.keys.shape[1]
         )
-        return f"{what[0]} {row} chooses {_few(got)}; the reference chooses {_few(right)} (keys {keys}; {int(wrong.sum())} of {len(wrong)} wrong)"
+        count = f"{int(wrong.sum())} of {len(wrong)} wrong"
+        return f"{what[0]} {row} chooses {_few(got)}; the reference chooses {_few(right)} (keys {keys}; {count})"
 
 
 def _few(items: list[int]) -> str:
@@ -100,7 +100,7 @@ def _admissible(expected: Chosen, row: int, chosen: Tensor) -> bool:
 
 
 def _best(high: Tensor, low: Tensor, chosen: Tensor, allowed: Tensor) -> bool:
-    """Whether `chosen` may be the best of the allowed."""
+    """Whether `chosen` may be the best of the allowed columns."""
     others = allowed & ~chosen
     if bool((chosen & ~allowed).any()):
         return False
@@ -108,7 +108,7 @@ def _best(high: Tensor, low: Tensor, chosen: Tensor, allowed: Tensor) -> bool:
 
 
 def _jumps(expected: Chosen, row: int, chosen: Tensor) -> bool:
-    """Whether an expert was left out for a later one of the same input."""
+    """Whether a later expert with the same input was chosen over an earlier one."""
     size = len(chosen) // expected.groups if expected.groups else len(chosen)
     for start in range(0, len(chosen), size):
         seen: dict[tuple[float, ...], bool] = {}
@@ -121,7 +121,7 @@ def _jumps(expected: Chosen, row: int, chosen: Tensor) -> bool:
 
 
 def _group_sets(expected: Chosen, row: int, chosen: Tensor) -> Iterator[Tensor]:
-    """The columns of every admissible set of groups that holds all that was chosen."""
+    """The columns of every admissible set of groups that contains the chosen columns."""
     groups, kept = expected.groups, expected.group_topk
     keys, error = expected.keys[row].reshape(groups, -1), expected.error[row].reshape(groups, -1)
     counted = int(expected.counts[row]) // kept

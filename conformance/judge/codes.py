@@ -1,14 +1,11 @@
-"""Level 1: a quantised code is right if it is nearest to the value divided by the scale, or next to
-a midpoint closer than the quantiser's own roundings.
+"""Level 1: a quantised code is right if it is nearest to value / scale, or the other neighbour of a
+midpoint within the quantiser's roundings.
 
-v = x / scale in float64, c its nearest code. Another code is right only if it is c's neighbour, and
-v within w·|v| of the midpoint of the two: a quantiser that multiplies with a rounded reciprocal has
-v up to w = 4·2⁻²³ off, one that divides has w = 2⁻²⁴, and with a scale that is a power of two w = 0
-and nothing is forgiven. Of the values inside the window no more than half, up to the 99.99 %
-quantile of the binomial distribution, may have been decided the other way: v lies on either side of
-the midpoint alike, and an error can carry it across from one side only. (Equal values are decided
-alike and count once.) With every in-window value as a trial of its own measured frequency the rule
-would hold of anything.
+v = x / scale in float64, c its nearest code. Another code is right only if it is adjacent to c and
+v lies within w·|v| of their midpoint: w = 4·2⁻²³ for multiplication by a rounded reciprocal, 2⁻²⁴
+for division, 0 for scales that are powers of two. Of the distinct values in this window, at most
+half, up to the 99.99 % quantile of the binomial distribution, may have the other code: v is equally
+likely on either side of the midpoint, and an error moves it across from one side only.
 """
 
 from dataclasses import dataclass
@@ -21,22 +18,20 @@ from torch import Tensor
 from conformance.judge.exact import Exact, bits
 from conformance.judge.statistics import binomial_quantile
 
-DIVISION, RECIPROCAL = (
-    2.0**-24,
-    4 * 2.0**-23,
-)  # w above: one rounding; 1/scale, a product, and either approximated by 1 ulp
+# w above: one rounding; 1/scale and a product, each up to 1 ulp more than correctly rounded
+DIVISION, RECIPROCAL = 2.0**-24, 4 * 2.0**-23
 FLIP_QUANTILE = 0.9999
 
 
 @dataclass(frozen=True)
 class Codes(Exact):
-    """Codes of a format with a sign and a magnitude: `value` holds the nearest of each element.
+    """Sign-magnitude codes; `value` holds the nearest code of each element.
 
-    Every code counts: a NaN, a saturated value or the sign of a zero has one right code.
+    NaN, a saturated value and a signed zero have one right code each.
     """
 
     scaled: Tensor | None = None  # float64, v above; None: exact
-    table: Tensor | None = None  # float64, what each code means, by code; as `code_values` makes it
+    table: Tensor | None = None  # float64 [256], values by code, from `code_values`
     window: float = 0.0  # w above
 
     check: ClassVar[str] = "code"
@@ -49,7 +44,7 @@ class Codes(Exact):
         return forgiven if self._too_many(forgiven) else None
 
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
-        """The first wrong code with the value that it stands for, and how many are wrong."""
+        """The first wrong code with its value, and the number of wrong codes."""
         if self.table is None or self.scaled is None:
             return super().explain(observed, wrong, index)
         got, right = (int(_integers(x)[index]) for x in (observed, self.value))
@@ -61,7 +56,7 @@ class Codes(Exact):
         return f"{list(index)} is {means} ({count} of {wrong.size} wrong)"
 
     def _compared(self, observed: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Where a code is wrong, and where it is not the nearest but right by the window."""
+        """Masks of wrong codes, and of codes that are not nearest but within the window."""
         right, got = _integers(self.value), _integers(observed)
         other = right != got
         if not other.any() or self.scaled is None or self.table is None or self.window == 0:
@@ -76,7 +71,7 @@ class Codes(Exact):
         return near
 
     def _too_many(self, forgiven: np.ndarray) -> bool:
-        """Whether rounding explains fewer of the values decided the other way."""
+        """Whether more values have the other code than rounding explains."""
         if not forgiven.any():
             return False
         assert self.table is not None and self.scaled is not None
@@ -87,7 +82,7 @@ class Codes(Exact):
 
 
 def code_values(dtype: torch.dtype) -> Tensor:
-    """What each of the 256 codes of an 8-bit float format means."""
+    """The values of the 256 codes of an 8-bit float format."""
     return torch.arange(256, dtype=torch.uint8).view(dtype).double()
 
 

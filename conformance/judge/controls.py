@@ -1,4 +1,4 @@
-"""Corrupted outputs, which the judge must reject: a check that cannot fail checks nothing."""
+"""Corrupted outputs that the judge must reject: a check that cannot fail checks nothing."""
 
 from collections.abc import Iterator
 
@@ -16,10 +16,10 @@ class BlindJudge(Exception):
 
 
 def check(output: str, expected: Resolved) -> int:
-    """Show the judge every corruption beyond the bound; returns how many there were.
+    """Judge every corruption beyond the bound; returns their number.
 
     Raises:
-        BlindJudge: the judge accepted one.
+        BlindJudge: a corruption was accepted.
     """
     shown, size = 0, expected.value.numel()
     if size > ELEMENTS and expected.value.dim():

@@ -1,5 +1,5 @@
-"""Level 4 for codes: the codes of repeated rows, and of further calls, are draws of one stochastic
-rounding, which `statistics` judges. No two calls may use the same random numbers.
+"""Level 4 for codes: repeated rows, and further calls, are draws of one stochastic rounding, which
+`statistics` judges. No two calls may use the same random numbers.
 """
 
 from dataclasses import dataclass
@@ -15,24 +15,24 @@ from conformance.judge.statistics import LEAST_REPEATS, Stochastic, improbable
 
 @dataclass(frozen=True)
 class Drawn(Exact):
-    """Codes of a format with a sign and a magnitude, each a neighbour of the rounded value."""
+    """Sign-magnitude codes, each a neighbour of the rounded value."""
 
-    rounding: Stochastic | None = None  # of the magnitudes in the rows that repeat
-    table: Tensor | None = None  # float64, what each of 256 codes means
+    rounding: Stochastic | None = None  # of the magnitudes in the repeated rows
+    table: Tensor | None = None  # float64 [256], values by code
     sign_bit: int = 0
     others: tuple[Tensor, ...] = ()  # codes of other calls
 
     check: ClassVar[str] = "random"
 
     def wrong(self, observed: Tensor) -> np.ndarray | None:
-        """Where a code is no neighbour; everywhere if all together are improbable."""
+        """Where a code is no neighbour; everywhere if the draws are improbable."""
         wrong = self._no_neighbour(observed)
         if not wrong.any() and self._odds(observed) is not None:
             wrong = np.ones_like(wrong)
         return wrong if wrong.any() else None
 
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
-        """The first code that is no neighbour, or what is improbable about all of them."""
+        """The first code that is no neighbour, or the improbable statistic."""
         assert self.rounding is not None and self.table is not None
         if not self._no_neighbour(observed).any():
             return self._odds(observed) or ""
@@ -41,7 +41,7 @@ class Drawn(Exact):
         means = f"{float(self.table[got]):.6g}" if 0 <= got < len(self.table) else "nothing"
         sign = "-" if int(self.value[index]) & self.sign_bit else ""
         count = f"{int(wrong.sum())} of {wrong.size} wrong"
-        return f"{list(index)} is {got:#x} ({means}); between {sign}{low:.6g} and {sign}{high:.6g} there is nothing else ({count})"
+        return f"{list(index)} is {got:#x} ({means}); its neighbours are {sign}{low:.6g} and {sign}{high:.6g} ({count})"
 
     def _no_neighbour(self, observed: Tensor) -> np.ndarray:
         assert self.rounding is not None
@@ -53,7 +53,7 @@ class Drawn(Exact):
         return wrong
 
     def _odds(self, observed: Tensor) -> str | None:
-        """What is improbable about the draws of all calls, or None; None if there are too few."""
+        """The improbable statistic of all calls' draws; None if there is none, or too few draws."""
         assert self.rounding is not None
         random = (self.rounding.p_N > 0) & (self.rounding.p_N < 1)
         calls = [observed, *(other[: len(observed)] for other in self.others)]
@@ -63,7 +63,7 @@ class Drawn(Exact):
         return improbable(self.rounding, draws_RN) if len(draws_RN) >= LEAST_REPEATS else None
 
     def _magnitudes(self, codes: Tensor) -> Tensor:
-        """What codes mean, without a sign; NaN where there is no such code."""
+        """The codes' absolute values; NaN for an invalid code."""
         assert self.table is not None
         whole = codes.long()
         known = (whole >= 0) & (whole < len(self.table))

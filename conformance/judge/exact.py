@@ -1,4 +1,4 @@
-"""Level 0: data movement. There is no tolerance."""
+"""Level 0: data movement, without tolerance."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,11 +14,11 @@ _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Exact(Resolved):
-    """An output that has one right value.
+    """An output with one right value.
 
     Kinds: `bits`, the same bytes (NaN payloads and -0 included) and dtype · `values`, equal numbers
-    and dtype, -0 equal to 0 · `integers`, equal by value whatever the width, bool included. A
-    `flag` that is up nowhere may be missing.
+    and dtype, -0 equal to 0 · `integers`, equal values of any width, bool included. An all-zero
+    `flag` may be absent.
     """
 
     kind: str = "bits"
@@ -56,7 +56,7 @@ class Exact(Resolved):
         return bool(((before != after) & ~(np.isnan(before) & np.isnan(after))).any())
 
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
-        """The first wrong element, and how many there are."""
+        """The first wrong element, and the number of wrong elements."""
         got, right = (_readable(x[index]) for x in (observed, self.value))
         if got == right:  # NaNs, or zeros, with other bits
             got, right = (

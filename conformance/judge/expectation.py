@@ -1,4 +1,4 @@
-"""What is right for an output: one protocol, which every check of this package implements."""
+"""The expectation of an output: the protocol that every check of this package implements."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -13,18 +13,18 @@ Outputs = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Expectation(ABC):
-    """What is right for an output, perhaps given other outputs of the same call."""
+    """The right results of one output; may depend on other outputs of the same call."""
 
     value: Tensor  # the reference's result
 
     @abstractmethod
     def resolve(self, outputs: Outputs) -> "Resolved":
-        """What is right, given the outputs; those that it depends on have been judged."""
+        """The expectation given the outputs; its dependencies have been judged before."""
 
 
 @dataclass(frozen=True)
 class Given(Expectation):
-    """An output that is right given other outputs: weights, given the chosen experts."""
+    """An output judged given other outputs: weights, given the chosen experts."""
 
     make: Callable[[Outputs], "Resolved"]
 
@@ -48,17 +48,17 @@ class Resolved(Expectation):
 
     @property
     def optional(self) -> bool:
-        """Whether None is right, too."""
+        """Whether None is right as well."""
         return False
 
     @property
     def stages(self) -> tuple["Resolved", ...]:
-        """What is judged in turn; a later stage presumes that the earlier ones are passed."""
+        """The checks in order; a later stage assumes that the earlier stages pass."""
         return (self,)
 
     @abstractmethod
     def dtype_error(self, observed: Tensor) -> str | None:
-        """What is wrong with the dtype of `observed`, or None."""
+        """The error in the dtype of `observed`, or None."""
 
     @abstractmethod
     def wrong(self, observed: Tensor) -> np.ndarray | None:
@@ -66,13 +66,13 @@ class Resolved(Expectation):
 
     @abstractmethod
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
-        """The first wrong element, at `index`, and how many are wrong."""
+        """The first wrong element, at `index`, and the number of wrong elements."""
 
     @abstractmethod
     def moved(self, corrupt: Tensor) -> bool:
-        """Whether `corrupt` is not `honest`, by arithmetic that shares nothing with `wrong`."""
+        """Whether `corrupt` is not `honest`, by arithmetic independent of `wrong`."""
 
     def first(self, rows: int) -> "Resolved":
-        """The same of the first rows."""
+        """The expectation cropped to its first rows."""
         fields = {name: getattr(self, name) for name in self.by_row}
         return replace(self, **{name: x[:rows] for name, x in fields.items() if x is not None})

@@ -1,9 +1,8 @@
 """Codes of intervals: encoding is monotonic, so a code is right if it lies between the codes of
 both ends.
 
-Codes of a format with a sign and a magnitude are ordered by value, -0 before 0. Where nothing is
-known of a value, every code is right, NaN's included. If both ends have the same code, that code
-alone is right.
+Sign-magnitude codes are ordered by value, -0 before 0. An unknown value allows every code, NaN
+included. If both ends have the same code, only this code is right.
 """
 
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from conformance.judge.exact import Exact
 
-NAN_PLACE, NO_PLACE = 1000, 9000  # of every NaN; of what is no code
+NAN_PLACE, NO_PLACE = 1000, 9000  # of every NaN; of invalid codes
 LEAST_PLACE, MOST_PLACE = -2000, 2000
 SLACK = 1 + 2.0**-50  # of half a width, which float64 rounds
 
@@ -36,7 +35,7 @@ class Interval:
 
     @classmethod
     def around(cls, x: Tensor, error: Tensor) -> "Interval":
-        """x ± error; unknown where that is infinite."""
+        """x ± error; unknown where the error is infinite."""
         return cls(x - error, x + error, x.isnan(), error.isinf())
 
     @property
@@ -57,26 +56,26 @@ class Interval:
         return torch.where(self.nan, 0.0, torch.where(self.unknown, torch.inf, half))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Interval":
-        """Rows, columns or another order of the numbers."""
+        """The interval with all tensors indexed, reshaped or permuted by `change`."""
         return Interval(*(change(x) for x in (self.low, self.high, self.nan, self.unknown)))
 
     def mapped(self, low: Callable[[Tensor], Tensor], high: Callable[[Tensor], Tensor] | None = None) -> "Interval":
-        """Of a monotonic function, or of a lower and an upper bound of one."""
+        """The image under a monotonic function, or under a lower and an upper bound of it."""
         return Interval(low(self.low), (high or low)(self.high), self.nan, self.unknown)
 
     def either_zero(self) -> "Interval":
-        """A zero may have either sign."""
+        """The interval with zeros of either sign."""
         return self.mapped(lambda low: torch.where(low == 0, -0.0, low), lambda high: torch.where(high == 0, 0.0, high))
 
     def or_else(self, other: "Interval", where: Tensor) -> "Interval":
-        """Numbers of either interval."""
+        """The hull of both intervals where `where`."""
         low = torch.where(where, torch.minimum(self.low, other.low), self.low)
         return Interval(
             low, torch.where(where, torch.maximum(self.high, other.high), self.high), self.nan, self.unknown
         )
 
     def magnitudes(self) -> tuple[Tensor, Tensor]:
-        """The least and the most that |x| may be for a maximum, which passes over NaN."""
+        """The bounds of |x| for a maximum that ignores NaN."""
         least = torch.where(self.nan, 0.0, torch.maximum(self.low, -self.high).clamp(min=0))
         most = torch.where(self.nan, 0.0, torch.maximum(self.low.abs(), self.high.abs()))
         return torch.where(self.unknown, 0.0, least), torch.where(self.unknown, torch.inf, most)
@@ -84,18 +83,18 @@ class Interval:
 
 @dataclass(frozen=True)
 class Ranged(Exact):
-    """Codes that lie within a range each: `value` holds some that do."""
+    """Codes with a range of right places each; `value` holds right codes."""
 
-    least: Tensor | None = None  # int64, the first place that is right
-    most: Tensor | None = None  # and the last
-    places: Tensor | None = None  # int64 [256], the place of each code; as `code_places` makes it
+    least: Tensor | None = None  # int64, the first right place
+    most: Tensor | None = None  # int64, the last right place
+    places: Tensor | None = None  # int64 [256], the place of each code, from `code_places`
 
     check: ClassVar[str] = "code"
     by_row: ClassVar[tuple[str, ...]] = ("value", "least", "most")
 
     @classmethod
     def between(cls, codes: Interval, meanings: Tensor, sign_bit: int) -> "Ranged":
-        """uint8 codes between two; any where unknown."""
+        """uint8 codes between both ends; any code where unknown."""
         places = code_places(meanings, sign_bit)
         least = torch.where(codes.unknown, LEAST_PLACE, places[codes.low.long()])
         most = torch.where(codes.unknown, MOST_PLACE, places[codes.high.long()])
@@ -108,18 +107,18 @@ class Ranged(Exact):
         return wrong if wrong.any() else None
 
     def moved(self, corrupt: Tensor) -> bool:
-        """Whether some code was moved further than its range is wide."""
+        """Whether some code moved further than the width of its range."""
         assert self.least is not None and self.most is not None
         return bool(((self._place(corrupt) - self._place(self.value)).abs() > self.most - self.least).any())
 
     def _place(self, codes: Tensor) -> Tensor:
-        """Where codes stand; what is no byte stands nowhere."""
+        """The places of codes; NO_PLACE for integers that are no bytes."""
         assert self.places is not None
         whole = codes.to(torch.int64)
         return torch.where((whole >= 0) & (whole < 256), self.places[whole & 0xFF], NO_PLACE)
 
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
-        """The first wrong code with those that would be right, and how many are wrong."""
+        """The first wrong code with the right ones, and the number of wrong codes."""
         assert self.least is not None and self.most is not None and self.places is not None
         least, most, got = int(self.least[index]), int(self.most[index]), int(observed[index])
         right = [code for code in range(256) if least <= int(self.places[code]) <= most]
@@ -131,7 +130,7 @@ def code_places(meanings: Tensor, sign_bit: int) -> Tensor:
     """The place of each of 256 codes.
 
     Args:
-        meanings: float64 [codes], what each code of the format means.
+        meanings: float64 [codes], the values by code.
         sign_bit: the code of -0; 0 for a format without a sign.
     """
     code = torch.arange(256)

@@ -1,21 +1,20 @@
-"""Level 3: a contraction is right if no row's error much exceeds the error of the recipe's own
-rounding.
+"""Level 3: a contraction is right if no row's error much exceeds the recipe's rounding error.
 
 The bound of level 2 holds for every order of summation, so it is 10 to 100 times wider than a
-kernel's error on well-scaled data: a row in the wrong precision passes below it. A second result
-decides, ŷ_ref: the reference with the recipe's rounding points. With d = ŷ - y*, r_t = ‖d_t‖ /
-‖y*_t‖, s_t the row's scale (its rms, or the rms of a random walk of its terms, whichever is
-larger), u the output's roundoff and α the accumulator's typical error √n·u_acc:
+kernel's error on well-scaled data: a row in the wrong precision passes it. The errors are therefore
+compared to those of ŷ_ref, the reference with the recipe's rounding points. With d = ŷ - y*, r_t =
+‖d_t‖ / ‖y*_t‖, s_t the row's scale (the larger of its rms and the rms of a random walk of its
+terms), u the output's roundoff and α the accumulator's typical error √n·u_acc:
 
-    row       max_t r_t(ŷ) / max(r_t(ŷ_ref), u/2 + α)                             one row is wrong
-    element   max_ti |d_ti| / max(s_t, |y*_ti|), over the same for ŷ_ref or u + 4α   one element is wrong
-    rms       √mean_t r_t(ŷ)² / √(mean_t r_t(ŷ_ref)² + α²)                 precision is lost everywhere
-    bias      |mean of d in ulps| of a group, away from zero or        rounding is not to nearest
-              upwards, over its allowance
+    row       max_t r_t(ŷ) / max(r_t(ŷ_ref), u/2 + α)                         one wrong row
+    element   max_ti |d_ti| / max(s_t, |y*_ti|) over that of ŷ_ref or u + 4α  one wrong element
+    rms       √mean_t r_t(ŷ)² / √(mean_t r_t(ŷ_ref)² + α²)                    precision lost overall
+    bias      |mean of d in ulps| per group, away from zero or upwards,       not round-to-nearest
+              over its allowance
 
-each at most its calibrated limit. A better result than the reference's is right. The bound alone
-decides for fewer than 4096 elements, and for rows that cancel, hold zeros, NaN or infinities, or
-lie near underflow or overflow.
+Each is at most its calibrated limit; a result better than ŷ_ref is right. The bound alone judges
+outputs of fewer than 4096 elements, and rows that cancel, contain zeros, NaN or infinities, or lie
+near underflow or overflow.
 """
 
 import json
@@ -33,21 +32,21 @@ from conformance.judge.bound import FLOAT32, ROUNDOFF, Accumulator, Bounded
 from conformance.judge.expectation import Resolved
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
-# with fewer, honest reorderings left the ratios: 1.8 % of runs at 64 × 64, with rows that cancel
+# with fewer, honest reorderings exceeded the limits: 1.8 % of runs at 64 × 64, rows that cancel
 LEAST_ELEMENTS = 4096
-POOLED = 64  # elements: shorter rows are pooled, as the noise of a ratio falls with their root
-# of Σ|terms|/√n, the length of a random walk of n such steps (1.25 times that for normal factors)
+POOLED = 64  # elements: shorter rows are pooled, because a ratio's noise falls with their root
+# of Σ|terms|/√n, the length of a random walk of n such steps (1.25 times for normal factors)
 CANCELS = 0.5
-PEAK = 4  # the largest of many elements' noise, in that of a row
-NORMAL = 8  # times the smallest normal number: subnormals of smaller rows have a roundoff above u
-# of the bias, in ulps and in standard errors: 5 are passed by chance once in two million
+PEAK = 4  # largest noise of many elements, relative to a row's
+NORMAL = 8  # times the smallest normal number: subnormals in smaller rows have a roundoff above u
+# of the bias, in ulps and in standard errors: 5 are exceeded by chance once in two million
 SLACK, DEVIATIONS = 0.02, 5.0
-BIAS_ROWS, BIAS_ELEMENTS = 16, 1024  # smaller groups have no mean to speak of
+BIAS_ROWS, BIAS_ELEMENTS = 16, 1024  # the mean of a smaller group is not tested
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How large each ratio may be."""
+    """The limit of each ratio."""
 
     row: float
     element: float
@@ -73,7 +72,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Errors:
-    """A result's distance from the truth, over the judged rows J of M elements."""
+    """A result's errors in the judged rows J, of M elements each."""
 
     row_J: Tensor  # r_t
     element_JM: Tensor  # |d| / max(s, |y*|)
@@ -88,8 +87,7 @@ class RowWise(Bounded):
     magnitude: Tensor  # float64 Σ|terms|
     terms: int
     noise: float  # α above
-    # integers, of value's shape without its last dimension (1-D: of its shape): rows that share a
-    # bias, such as an expert's
+    # integers, value's shape without its last dimension (1-D: its shape): rows that share a bias
     groups: Tensor | None = None
     limits: Limits = field(default_factory=calibrated)
 
@@ -101,7 +99,7 @@ class RowWise(Bounded):
         return self.bounded, self
 
     def wrong(self, observed: Tensor) -> np.ndarray | None:
-        """Where the ratio that is furthest beyond its limit has its worst element."""
+        """True at the worst element of the ratio furthest beyond its limit."""
         worst = self.excess(observed)
         if worst is None:
             return None
@@ -122,7 +120,7 @@ class RowWise(Bounded):
 
     @cached_property
     def judged(self) -> Tensor:
-        """The numbers of the rows that ratios judge; the oracle alone decides which."""
+        """Indices of the rows judged by ratios, from the oracle alone."""
         right, bound, reference, magnitude = (
             _rows(x).double() for x in (self.value, self.bound, self.reference, self.magnitude)
         )
@@ -134,11 +132,11 @@ class RowWise(Bounded):
 
     @cached_property
     def applies(self) -> bool:
-        """Whether enough is left to be judged by ratios."""
+        """Whether enough elements remain for ratios."""
         return len(self.judged) * _rows(self.value).shape[1] >= LEAST_ELEMENTS
 
     def measures(self, observed: Tensor) -> list[Measure]:
-        """The four ratios of a result that is within the bound."""
+        """The four ratios of a result within the bound."""
         if not self.applies:
             return []
         got, reference = self._errors(observed), self._reference_errors
@@ -150,7 +148,7 @@ class RowWise(Bounded):
         ]
 
     def excess(self, observed: Tensor) -> Measure | None:
-        """The ratio that is furthest beyond its limit."""
+        """The ratio furthest beyond its limit, or None."""
         worst = max(self.measures(observed), key=self._share, default=None)
         return worst if worst and self._share(worst) > 1 else None
 
@@ -177,7 +175,7 @@ class RowWise(Bounded):
         return (torch.arange(len(self.judged)) // rows).clamp(max=max(len(self.judged) // rows - 1, 0))
 
     def _pooled(self, row_J: Tensor) -> Tensor:
-        """The root of the mean square of each pool's r_t."""
+        """The rms of r_t per pool."""
         count = int(self._pools[-1]) + 1
         total = torch.zeros(count, dtype=torch.float64).index_add(0, self._pools, row_J.square())
         return (total / torch.bincount(self._pools)).sqrt()
@@ -211,9 +209,9 @@ class RowWise(Bounded):
         )
 
     def _bias(self, got: Errors, reference: Errors) -> list[Measure]:
-        """Of each group, the mean error away from zero, and upwards, over its allowance.
+        """Per group, the mean error away from zero, and upwards, over its allowance.
 
-        The allowance: slack, noise, standard errors and the mean error of the reference.
+        Allowance: slack + noise + standard errors + the reference's mean error.
         """
         sign = _rows(self.value)[self.judged].sign()
         groups = (
@@ -267,10 +265,10 @@ def row_wise(
         bounded: the oracle's value and its level-2 bound.
         reference: of the output's dtype, the same-precision reference's result.
         magnitude: float64 Σ|terms|.
-        terms: products that are added up in one element.
-        accumulator: as declared; its typical error is forgiven on top of the reference's.
-        groups: which rows share a bias (the expert of each row); None: all do.
-        limits: other than the calibrated ones.
+        terms: products per element.
+        accumulator: as declared; its typical error is allowed on top of the reference's.
+        groups: rows that share a bias (the expert of each row); None: all.
+        limits: None: the calibrated limits.
     """
     if bounded.value.numel() < LEAST_ELEMENTS or reference.dtype != bounded.dtype:
         return bounded
@@ -291,12 +289,12 @@ def row_wise(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """All but the last dimension as one; a vector is a column."""
+    """All dimensions but the last flattened; a vector becomes a column."""
     return x.reshape(-1, x.shape[-1]) if x.dim() > 1 else x.reshape(-1, 1)
 
 
 def _mean_and_error(x_RM: Tensor) -> tuple[float, float]:
-    """The mean and its standard error; by rows too, as the errors of one row may hang together."""
+    """The mean and its standard error, over elements or rows: a row's errors may be correlated."""
     by_row = x_RM.mean(1)
     error = max(float(x_RM.std()) / math.sqrt(x_RM.numel()), float(by_row.std()) / math.sqrt(len(by_row)))
     return float(x_RM.mean()), error

@@ -1,18 +1,16 @@
 """Level 4: random results are right if their distribution is; no single draw is compared.
 
-Stochastic rounding takes x to one of its neighbours, to high with probability p = (x - low) / (high
-- low), else to low, so that the mean is x and the variance p (1 - p) (high - low)². Over R repeats
-and N elements, with k_n the times that n went up and s_r = Σ_n (up_rn - p_n) / √Σ_n p_n (1 - p_n),
-which has mean 0 and variance 1:
+Stochastic rounding takes x to high with probability p = (x - low) / (high - low), else to low: the
+mean is x, the variance p (1 - p) (high - low)². Over R repeats and N elements, with k_n the number
+of draws of n that are high and s_r = Σ_n (up_rn - p_n) / √Σ_n p_n (1 - p_n), of mean 0, variance 1:
 
     neighbours    every draw is low or high
-    mean of all   z = Σ_r s_r / √R, with the tail of Bernstein's inequality, which holds for few and lopsided events as well
-    mean of one   R · KL(k_n / R ‖ p_n) ≤ ln(2N / α), Chernoff's
-    variance      Σ_r (s_r - s̄)² within what χ² with R - 1 degrees of freedom may be: more if elements share their random numbers,
-                  less if repeats do
+    mean of all   z = Σ_r s_r / √R, by Bernstein's inequality, valid for few and skewed events
+    mean of one   R · KL(k_n / R ‖ p_n) ≤ ln(2N / α), by Chernoff's bound
+    variance      Σ_r (s_r - s̄)² within the range of χ² with R - 1 degrees of freedom: above if
+                  elements share random numbers, below if repeats do
 
-Together the checks of a run reject an honest generator once in a million: each has its part of that
-chance (Bonferroni).
+All checks of a run together reject an honest generator with probability 1e-6 (Bonferroni).
 """
 
 import math
@@ -24,20 +22,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ALPHA = 1e-6  # how likely an honest result is rejected in a whole run
+ALPHA = 1e-6  # probability that a whole run rejects an honest result
 LEAST_REPEATS = 256
-LEAST_EVENTS = 64.0  # the variance of a repeat's count from which it is taken for normal
+LEAST_EVENTS = 64.0  # variance of a repeat's count above which it is treated as normal
 
 
 def bonferroni(alpha: float, checks: int) -> float:
-    """The level of each of `checks` tests that together err with probability at most `alpha`."""
+    """The level of each of `checks` tests for a joint error probability of at most `alpha`."""
     return alpha / max(checks, 1)
 
 
 def bernstein_z(alpha: float, variance: float) -> float:
-    """The z that a sum of events exceeds with probability at most `alpha`.
-
-    √(2L) for many events, L = ln(2/α); more for few.
+    """The z that a sum of events exceeds with probability at most `alpha`: √(2 ln(2/α)) for many
+    events, more for few.
     """
     log = math.log(2 / alpha)
     return (log / 3 + math.sqrt(log**2 / 9 + 2 * log * variance)) / math.sqrt(variance)
@@ -58,7 +55,7 @@ def binomial_quantile(trials: int, p: float, level: float) -> int:
 
 
 def chi_square_range(degrees: int, alpha: float) -> tuple[float, float]:
-    """The range that χ² with many degrees of freedom leaves with probability `alpha`.
+    """The range that χ² leaves with probability `alpha`, for many degrees of freedom.
 
     Wilson and Hilferty 1931: its cube root is nearly normal.
     """
@@ -75,23 +72,23 @@ class Stochastic:
     low_N: Tensor  # float64, ≤ value
     high_N: Tensor  # float64, ≥ value
     alpha: float = ALPHA
-    checks: int = 1  # judged like this in the whole run
+    checks: int = 1  # of this kind in the whole run
 
     @property
     def p_N(self) -> Tensor:
-        """How often each is to go up."""
+        """The probability of high, per element."""
         step = self.high_N - self.low_N
         return torch.where(step > 0, (self.value_N - self.low_N) / torch.where(step > 0, step, 1.0), 0.0)
 
 
 def improbable(expected: Stochastic, draws_RN: Tensor) -> str | None:
-    """What is wrong with the repeats of one rounding, or None.
+    """The improbable statistic of the repeats of one rounding, or None.
 
     Args:
         draws_RN: decoded results of at least 256 repeats with different random numbers.
 
     Raises:
-        ValueError: too few repeats to tell anything.
+        ValueError: fewer than LEAST_REPEATS repeats.
     """
     if len(draws_RN) < LEAST_REPEATS:
         raise ValueError(f"draws_RN has {len(draws_RN)} repeats; at least {LEAST_REPEATS} are needed")
@@ -99,7 +96,8 @@ def improbable(expected: Stochastic, draws_RN: Tensor) -> str | None:
     fair = (draws == expected.low_N) | (draws == expected.high_N)
     if not bool(fair.all()):
         r, n = (~fair).nonzero()[0].tolist()
-        return f"repeat {r} of element {n} is {draws[r, n]:.9g}, none of the neighbours {expected.low_N[n]:.9g} and {expected.high_N[n]:.9g}"
+        neighbours = f"{expected.low_N[n]:.9g} and {expected.high_N[n]:.9g}"
+        return f"repeat {r} of element {n} is {draws[r, n]:.9g}, none of the neighbours {neighbours}"
     random = (expected.p_N > 0) & (expected.p_N < 1)
     up_RN, p_N = (draws == expected.high_N)[:, random].double(), expected.p_N[random]
     if not bool(random.any()):
@@ -117,15 +115,13 @@ def _standardised(up_RN: Tensor, p_N: Tensor) -> Tensor:
 def _mean_of_all(up_RN: Tensor, p_N: Tensor, level: float) -> str | None:
     z = float(_standardised(up_RN, p_N).sum()) / math.sqrt(len(up_RN))
     limit = bernstein_z(level, len(up_RN) * float((p_N * (1 - p_N)).sum()))
-    return (
-        None
-        if abs(z) <= limit
-        else f"the mean of all is {abs(z):.3g} standard errors too {'high' if z > 0 else 'low'}, {limit:.3g} are allowed"
-    )
+    side = "high" if z > 0 else "low"
+    message = f"the mean of all is {abs(z):.3g} standard errors too {side}, {limit:.3g} are allowed"
+    return None if abs(z) <= limit else message
 
 
 def _variance(up_RN: Tensor, p_N: Tensor, level: float) -> str | None:
-    """Too much if elements share random numbers, too little if repeats do; needs many events."""
+    """Too large if elements share random numbers, too small if repeats do; needs many events."""
     repeats = len(up_RN)
     if float((p_N * (1 - p_N)).sum()) < LEAST_EVENTS:
         return None
@@ -145,4 +141,5 @@ def _mean_of_one(up_RN: Tensor, p_N: Tensor, level: float) -> str | None:
     if float(divergence[worst]) <= limit:
         return None
     over = int((divergence > limit).sum())
-    return f"one element goes up in {share[worst]:.3g} of {repeats} repeats and should in {p_N[worst]:.3g} ({over} of {len(p_N)} are as improbable)"
+    others = f"({over} of {len(p_N)} are as improbable)"
+    return f"one element goes up in {share[worst]:.3g} of {repeats} repeats and should in {p_N[worst]:.3g} {others}"

@@ -1,4 +1,4 @@
-"""Mutants from the source of an implementation: one small change each, by `operators`."""
+"""Mutants of an implementation's source: one small change each, by `operators`."""
 
 import ast
 import importlib.util
@@ -20,7 +20,7 @@ from conformance.mutants.operators import changes
 MOST_PER_LINE = 3
 # pointer arithmetic would crowd the others out
 COMMON = ("arithmetic", "swapped_axes", "dropped_cast")
-SAME_RESULTS = ("tuning.py",)  # files of block sizes, every choice of which gives the same results
+SAME_RESULTS = ("tuning.py",)  # files of block sizes, which never change results
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SourceMutant:
 
 @dataclass(frozen=True, order=True)
 class Edit:
-    """source[begin:end] = after; in the order of mutants."""
+    """source[begin:end] = after, in the order of mutants."""
 
     line: int
     begin: int
@@ -48,14 +48,13 @@ class Edit:
 
 
 def source_mutants(implementation: str, files: Container[str] | None = None) -> list[SourceMutant]:
-    """Every mutant of a package, or of a single module; in the order of file, line, column and
-    operator.
+    """Every mutant of a package or module, by file, line, column and operator.
 
     Args:
         files: only mutants in these files, named as in `SourceMutant.file`; None for all.
 
     Raises:
-        UsageError: there is no Python source of that name.
+        UsageError: no Python source of that name.
     """
     top, named = _locate(implementation)
     paths = sorted(path for path in named.rglob("*.py") if path.name not in SAME_RESULTS) if named.is_dir() else [named]
@@ -91,14 +90,12 @@ def enclosing_function(mutant: SourceMutant) -> str:
 
 
 def write_copy(mutant: SourceMutant, implementation: str, folder: Path) -> None:
-    """Copy the top-level package into `folder`, which holds none of its name yet; first on
-    sys.path, it is imported in the original's place.
+    """Copy the top-level package into `folder`; first on sys.path, it replaces the original.
 
-    What is not Python is linked instead of copied.
+    Files other than Python are linked.
 
     Raises:
-        FileExistsError: the folder holds one. A second mutant there could run the first one's
-            compiled bytecode.
+        FileExistsError: the folder holds a package of this name, whose bytecode could run instead.
     """
     top, _ = _locate(implementation)
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,14 +116,13 @@ def _copy_or_link(source: str, target: str) -> None:
 
 
 def _locate(implementation: str) -> tuple[Path, Path]:
-    """The top-level package or module, and what is named in it: a folder or a file each. Imports
-    neither.
+    """The top-level package or module, and the named part: a folder or file each, not imported.
 
     Raises:
-        UsageError: there is no Python source of that name.
+        UsageError: no Python source of that name.
     """
     top_name, *inner = implementation.partition(":")[0].split(".")
-    # as the children do, which look there first
+    # the children's search order
     spec = PathFinder.find_spec(top_name, [os.getcwd()])
     if top_name and (spec is None or spec.loader is None):
         spec = importlib.util.find_spec(top_name)
@@ -152,7 +148,7 @@ def _mutants_of(path: Path, file: str, short: str) -> Iterator[SourceMutant]:
 
 
 def _edits(source: str) -> list[Edit]:
-    """Every change that an operator would make, as text: what is not changed keeps its layout."""
+    """Every operator's changes as text; unchanged code keeps its layout."""
     wrapper = MetadataWrapper(cst.parse_module(source))
     positions, parents = wrapper.resolve(PositionProvider), wrapper.resolve(ParentNodeProvider)
     begins = [0, *(newline.end() for newline in re.finditer("\n", source))]

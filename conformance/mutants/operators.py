@@ -1,8 +1,7 @@
-"""The kinds of defect that automatic mutants stand for: `OPERATORS`, each seen in real kernels.
+"""The defect classes of automatic mutants: `OPERATORS`, each seen in real kernels.
 
-An operator sees one syntax node and yields what it would replace, and by which code. Only bodies of
-functions are changed, and nothing that cannot change a result: annotations, validation, block
-sizes, cache modifiers.
+An operator gets one syntax node and yields (node to replace, new code). Only function bodies are
+changed, without annotations, validation, block sizes and cache modifiers: they affect no result.
 """
 
 import re
@@ -26,7 +25,7 @@ Changes = Iterator[tuple[cst.CSTNode, str]]
 
 @dataclass(frozen=True)
 class Function:
-    """What an operator knows of the function around a node."""
+    """The function around a node, as far as operators need it."""
 
     kernel: bool
     constants: frozenset[str]  # its tl.constexpr parameters
@@ -68,7 +67,7 @@ def _function(node: cst.FunctionDef, parents: Parents) -> Function:
 
 
 def _plain(node: cst.CSTNode) -> bool:
-    """Whether nothing in the node can change a result, or only which error a wrong call gets."""
+    """Whether the node cannot change a result, except for the error of an illegal call."""
     match node:
         case cst.Call():
             return bool(PLAIN_CALLS.fullmatch(_callee(node)))
@@ -86,7 +85,7 @@ def _code(node: cst.CSTNode) -> str:
 
 
 def _term(node: cst.BaseExpression) -> str:
-    """Code that may stand next to any operator."""
+    """Code that is valid next to any operator, parenthesised if necessary."""
     loose = (
         isinstance(node, cst.BinaryOperation | cst.BooleanOperation | cst.UnaryOperation | cst.Comparison | cst.IfExp)
         and not node.lpar
@@ -100,7 +99,7 @@ def _bare(node: cst.BaseExpression, **parts: object) -> str:
 
 
 def _callee(call: cst.Call) -> str:
-    """The last name of what is called."""
+    """The last name of the called expression."""
     return (
         call.func.attr.value
         if isinstance(call.func, cst.Attribute)
@@ -131,7 +130,7 @@ ROUNDED = ".to(tl.float32).to(tl.bfloat16)"  # through float32: no cast is direc
 
 
 def comparison(node: cst.CSTNode, function: Function) -> Changes:
-    """One element too many or too few: a boundary that belongs to the other side."""
+    """Off by one element: a boundary on the wrong side."""
     if isinstance(node, cst.Comparison):
         parts = [
             _code(node.left),
@@ -289,7 +288,7 @@ def arithmetic(node: cst.CSTNode, function: Function) -> Changes:
 
 
 def dropped_condition(node: cst.CSTNode, function: Function) -> Changes:
-    """A case of the arguments forgotten: half a condition left out, a flag the wrong way round."""
+    """A case of the arguments forgotten: half a condition missing, a flag inverted."""
     match node:
         case cst.BooleanOperation(left=left, right=right):
             yield from ((node, _code(side)) for side in (left, right))
@@ -302,7 +301,7 @@ def dropped_condition(node: cst.CSTNode, function: Function) -> Changes:
 
 
 def uninitialised(node: cst.CSTNode, function: Function) -> Changes:
-    """Counters and flags that a kernel adds to, in memory that holds anything."""
+    """Counters and flags that a kernel accumulates into uninitialised memory."""
     if isinstance(node, cst.Call) and not function.kernel and _callee(node) in UNWRITTEN:
         yield node, _renamed(node, UNWRITTEN)
 

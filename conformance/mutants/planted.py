@@ -1,11 +1,10 @@
 """Real defects, planted in a working implementation.
 
-Each is a namespace like any other: the functions of a base implementation, some of them wrapped so
-that they have a defect that public code had. `conformance.mutants.planted:P12.my_kernels.moe` is
-my_kernels.moe with the defect P12.
+Each is a namespace: the functions of a base implementation, some of them wrapped with a defect of
+public code. `conformance.mutants.planted:P12.my_kernels.moe` is my_kernels.moe with the defect P12.
 
-A defect that needs more than 2³¹ elements is planted as the address arithmetic that causes it:
-offsets are computed as 32-bit integers, which a strided view of a few rows shows.
+A defect beyond 2³¹ elements is planted as its cause, 32-bit offsets, which a strided view of a few
+rows shows.
 """
 
 import functools
@@ -41,7 +40,7 @@ DEFECTS: dict[str, Defect] = {defect.name: defect for family in FAMILIES for def
 
 
 def __getattr__(name: str) -> Planted:
-    """The defect of that name, waiting for a base implementation."""
+    """The defect of that name, before its base implementation is named."""
     if name not in DEFECTS:
         raise AttributeError(f"there is no planted defect {name!r}; there are {', '.join(DEFECTS)}")
     return Planted(DEFECTS[name])

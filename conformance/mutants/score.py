@@ -29,9 +29,9 @@ from conformance.mutants.planted import DEFECTS
 SOUND = 10
 # one case in TRACED is run again with its calls recorded, which slows an interpreter down
 TRACED = 8
-TRACED_SECONDS = 600.0  # for such a case
-AFTER_A_CRASH = 60  # cases that are still tried after a crash, in search of a wrong value
-HANGS = 2  # after this many, a mutant is given up
+TRACED_SECONDS = 600.0  # time limit of a traced case
+AFTER_A_CRASH = 60  # cases tried after a crash, in search of a wrong value
+HANGS = 2  # a mutant is abandoned after this many
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,19 @@ class PassedCase:
 
 @dataclass(frozen=True)
 class Mutant:
-    """Something to plant."""
+    """A mutant to be planted."""
 
     name: str
     title: str
     implementation: str
     copy: Callable[[Path], None] | None = None  # writes the mutated package into a folder
-    touches: str = ""  # "file:function" that the change is in; empty: unknown
+    touches: str = ""  # the changed "file:function"; empty: unknown
     first: tuple[str, ...] = ()  # functions of the interface to try before others
 
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a mutant."""
+    """The result of a mutant."""
 
     mutant: str
     title: str
@@ -95,8 +95,7 @@ def score_mutants(
         function: use only this function's cases, and only the mutants that they reach.
 
     Raises:
-        UsageError: the implementation cannot be used or is itself wrong, or there is no such
-            mutant.
+        UsageError: an unusable or wrong implementation, or no such mutant.
     """
     if function and function not in CONTRACTS:
         raise UsageError(f"--function is {function!r}; the functions are {', '.join(CONTRACTS)}")
@@ -160,11 +159,10 @@ def _reached(mutant: Mutant, function: str, passed: list[PassedCase]) -> bool:
 
 
 def _passed(implementation: str, seed: int, jobs: int, function: str, trace: bool) -> list[PassedCase]:
-    """The gate's cases of one function, or of every function offered, as the implementation itself
-    passes them.
+    """The gate's cases of one or all offered functions, passed by the implementation itself.
 
     Raises:
-        UsageError: it fails one, so that its mutants would show nothing.
+        UsageError: it fails one, which makes its mutants meaningless.
     """
     profile = PROFILES["gate"]
     with Pool(ChildOptions(implementation), jobs) as pool:
@@ -226,7 +224,7 @@ def _order(mutant: Mutant, passed: list[PassedCase]) -> Iterator[Case]:
 
 
 def _try(mutant: Mutant, passed: list[PassedCase]) -> Result:
-    """Run cases until one shows a wrong value or a broken law, or all are through."""
+    """Run cases until a wrong value or a broken law, or to the end."""
     started, count, crash, hangs = time.monotonic(), 0, None, 0
     with tempfile.TemporaryDirectory(prefix="moe-conformance-mutant-") as folder:
         if mutant.copy:
@@ -254,7 +252,7 @@ def _try(mutant: Mutant, passed: list[PassedCase]) -> Result:
 
 
 def _kill(case: Case, outcome: Outcome) -> str:
-    """The way in which the outcome kills a mutant; empty if it does not."""
+    """The way the outcome kills a mutant; empty if it does not."""
     if outcome.status in ("CRASH", "HANG", "OOM"):
         return "crash"
     if outcome.status != "FAIL" or outcome.finding is None:

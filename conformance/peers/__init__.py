@@ -1,8 +1,9 @@
-"""Adapters: real packages offered under the interface, and a template for one of your own.
+r"""Adapters: real packages offered under the interface, and a template for new ones.
 
-    moe-conformance run --impl conformance.peers.megatron --waivers conformance/peers/megatron.waivers.toml
+    moe-conformance run --impl conformance.peers.megatron \
+        --waivers conformance/peers/megatron.waivers.toml
     moe-conformance run --impl conformance.peers.template
 
-An adapter translates names, orders and the shapes of results. It never corrects what the package does: what differs must
-show, and is then judged in docs/findings.md and listed as a waiver.
+An adapter translates names, orders and result shapes. It never corrects results: differences must
+show; docs/findings.md judges them, and a waiver lists them.
 """

@@ -1,11 +1,11 @@
-"""megatron-core's permutation and router, as installed: the unfused paths of megatron.core.transformer.moe.
+"""The installed megatron-core's permutation and router: megatron.core.transformer.moe, unfused.
 
     pip install --no-deps megatron-core==0.16.1
 
-Only names, orders and the shapes of results are translated. Results go to the caller as the package made them, errors too.
-Settings that the package has no words for (`align`, `num_rows`) are missing from the signatures. The permutation is here; the
-router's functions, in `conformance.peers.megatron_router`, and the whole router, in `conformance.peers.megatron_route`, say what
-else it takes to call them.
+Only names, orders and result shapes are translated; results and errors pass through unchanged.
+Settings that the package lacks (`align`, `num_rows`) are missing from the signatures. This module
+holds the permutation; `megatron_router` and `megatron_route` document the workarounds for calls of
+the router's functions and of the whole router.
 """
 
 import warnings
@@ -21,7 +21,7 @@ KNOWN = "0.16."  # later versions return five values from permute and need num_o
 try:
     version = metadata.version("megatron-core")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns four times that Transformer Engine and Apex are not there
+        warnings.simplefilter("ignore")  # four warnings about missing Transformer Engine and Apex
         from megatron.core.transformer.moe import moe_utils
 
         from conformance.peers import megatron_route, megatron_router
@@ -31,7 +31,8 @@ except (ImportError, metadata.PackageNotFoundError) as error:
     ) from None
 if not version.startswith(KNOWN):
     raise ImportError(
-        f"megatron-core {version} is installed; this adapter knows {KNOWN}x: pip install --no-deps megatron-core==0.16.1"
+        f"megatron-core {version} is installed; this adapter needs {KNOWN}x: "
+        "pip install --no-deps megatron-core==0.16.1"
     )
 
 gate, jitter = megatron_router.gate, megatron_router.jitter
@@ -48,7 +49,7 @@ new_state, state_tensors, state_from = megatron_route.new_state, megatron_route.
 
 
 class RowMap(NamedTuple):
-    """What the package's unpermute must be given again."""
+    """The arguments of the package's unpermute that permute determines."""
 
     sorted_indices: Tensor  # from its permute
     routing_map: Tensor  # the caller's, as it was given
@@ -56,7 +57,7 @@ class RowMap(NamedTuple):
 
 
 def supports(function: str, **arguments: Any) -> str | None:
-    """drop_and_pad is documented for maps with exactly `capacity` non-zeros in each column; no more than there are tokens."""
+    """drop_and_pad is documented for maps with exactly `capacity` ≤ T non-zeros per column."""
     if (
         function == "permute"
         and arguments.get("capacity") is not None
@@ -69,12 +70,12 @@ def supports(function: str, **arguments: Any) -> str | None:
 
 
 def declares(function: str) -> dict[str, Any]:
-    """The package checks next to no argument of its own, and leaves counts to its dispatcher."""
+    """The package checks almost no argument, and leaves counts to its dispatcher."""
     return DECLARED.get(function) or megatron_router.declares(function)
 
 
 DECLARED: dict[str, dict[str, Any]] = {
-    # drop_and_pad's documented input has no column with more than `capacity` non-zeros, so nothing can overflow
+    # drop_and_pad's documented input has no column above `capacity` non-zeros: nothing overflows
     "permute": {"omits": ("tokens_per_expert", "overflow"), "unchecked": ("routing_map", "probs", "capacity")},
     "unpermute": {"reduction_order": "that of scatter_add_", "unchecked": ("rows", "restore_shape")},
     "sort_chunks": {"unchecked": ("chunk_sizes", "order")},
@@ -86,13 +87,13 @@ DECLARED: dict[str, dict[str, Any]] = {
 def permute(
     tokens: Tensor, routing_map: Tensor, *, probs: Tensor | None = None, capacity: int | None = None
 ) -> Permuted:
-    """moe_utils.permute; a capacity is its drop_and_pad with room for `capacity` rows of each expert."""
+    """moe_utils.permute; a capacity is its drop_and_pad with `capacity` rows per expert."""
     how: dict[str, Any] = (
         {} if capacity is None else {"num_out_tokens": routing_map.shape[1] * capacity, "drop_and_pad": True}
     )
     rows, permuted_probs, sorted_indices = moe_utils.permute(tokens, routing_map, probs=probs, **how)
     row_map = RowMap(sorted_indices, routing_map, capacity is not None)
-    return Permuted(rows, permuted_probs, row_map, None, None, None)  # type: ignore[arg-type]  # it returns no counts
+    return Permuted(rows, permuted_probs, row_map, None, None, None)  # type: ignore[arg-type]
 
 
 def unpermute(rows: Tensor, row_map: RowMap, *, restore_shape: tuple[int, int], probs: Tensor | None = None) -> Tensor:
@@ -109,5 +110,5 @@ def sort_chunks(rows: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: Tens
 
 
 def pad_routing_map(routing_map: Tensor, *, align: int) -> PaddedMap:
-    """moe_utils.pad_routing_map, which returns the map and nothing that says where it fell short."""
+    """moe_utils.pad_routing_map, which returns the map without `unreached`."""
     return PaddedMap(moe_utils.pad_routing_map(routing_map, align), None)  # type: ignore[arg-type]

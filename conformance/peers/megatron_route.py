@@ -1,17 +1,17 @@
-"""megatron-core's TopKRouter from logits to probs, map and losses, as installed. `conformance.peers.megatron` offers it.
+"""The installed megatron-core's TopKRouter, from logits to probs, map and losses.
 
-A router is made for each call: its buffers are filled from the state, `routing` is called, and the buffers are read back. Only
-names, orders and the shapes of results are translated, and what is needed to make a call at all:
+Each call builds a router, fills its buffers from the state, calls `routing`, and reads the buffers
+back. Only names, orders and result shapes are translated, with these workarounds for calls:
 
-    current_device   the constructor asks for the CUDA device, whatever the configuration says. It is told the logits'
-    torch.compile    the count for the expert bias is compiled. During routing the compiler steps aside
-    layer_number     without one the router tells no losses: it is layer 1 of 1
-    finish_batch     finalize_model_grads wants a wrapped model; the two functions that it calls for routers are called instead
-    counters         are float32 in the package, and handed out as integers where they are whole
-    no buffer        without an expert bias, or a global loss, the package has no buffers for them; the state holds zeros
+    current_device   the constructor always reads the current CUDA device: patched to the logits'
+    torch.compile    the count for the expert bias is compiled: disabled during routing
+    layer_number     without one the router records no losses: it is layer 1 of 1
+    finish_batch     finalize_model_grads needs a wrapped model: its two router functions are called
+    counters         float32 in the package: returned as integers if whole
+    no buffer        absent without an expert bias or a global loss: the state holds zeros
 
-What the package keeps for the whole process is emptied before each call (the tracker of losses), set (the loss scale) or left as it
-was (the list of replay objects). The tracker holds loss / coefficient; the loss is that times the coefficient.
+Of the package's global state, each call clears the tracker of losses, sets the loss scale and
+restores the list of replay objects. The tracker holds loss / coefficient.
 """
 
 import functools
@@ -77,14 +77,14 @@ ACTIONS = {
 
 
 class State(NamedTuple):
-    """What is left of a router between two calls."""
+    """A router's state between two calls."""
 
     buffers: dict[str, Tensor]  # float32, by the names of BUFFERS
     queue: tuple[Tensor, ...]  # RouterReplay.replay_backward_list
 
 
 def supports(config: RouterConfig | None = None, **_: Any) -> str | None:
-    """What 0.16.1 does not have."""
+    """Settings that 0.16.1 lacks."""
     if config is None:
         return None
     if config.score_function == "sqrtsoftplus":
@@ -93,7 +93,7 @@ def supports(config: RouterConfig | None = None, **_: Any) -> str | None:
 
 
 def new_state(config: RouterConfig, device: Any = None) -> State:
-    """The buffers of a router as its constructor makes them."""
+    """The initial buffers of a router."""
     device = torch.device(device or "cpu")
     return _state(_router(_settings(config), device), device)
 
@@ -105,7 +105,7 @@ def state_tensors(state: State) -> dict[str, Tensor]:
 
 
 def state_from(tensors: Mapping[str, Tensor]) -> State:
-    """The state that `state_tensors` made these of."""
+    """The inverse of `state_tensors`."""
     queue = tuple(tensors[f"replay_queue.{i}"] for i in range(len(tensors) - len(BUFFERS)))
     return State({name: tensors[name].float() for name in BUFFERS}, queue)
 
@@ -122,7 +122,7 @@ def route(
     replay: str = "none",
     replay_target: Tensor | None = None,
 ) -> RouteOutput:
-    """TopKRouter.routing, which takes logits of [S,B,E] and a mask of [S,B], and tells its losses to the tracker."""
+    """TopKRouter.routing: logits [S,B,E], mask [S,B], losses in the tracker."""
     router = _router(_settings(config, replay != "none" or bool(state.queue)), logits.device, state).train(training)
     if replay in ACTIONS:
         router.router_replay.set_router_replay_action(ACTIONS[replay])
@@ -140,14 +140,15 @@ def route(
     }
     tracker.clear()
     recorded = router.router_replay.get_recorded_indices() if replay == "record" else None
-    return RouteOutput(probs, routing_map, RouterLosses(**losses), recorded, _state(router, logits.device))  # type: ignore[arg-type]  # its own state
+    state = _state(router, logits.device)
+    return RouteOutput(probs, routing_map, RouterLosses(**losses), recorded, state)  # type: ignore[arg-type]
 
 
 def finish_batch(state: State, config: RouterConfig, *, frozen: bool = False) -> State:
-    """_update_router_expert_bias and reset_model_temporary_tensors of finalize_model_grads, for a model that is this router.
+    """finalize_model_grads' _update_router_expert_bias and reset_model_temporary_tensors.
 
     Raises:
-        NotImplementedError: a bias is to be frozen, for which the package has no words: every router's bias is updated.
+        NotImplementedError: a frozen bias; the package updates every router's.
     """
     if frozen and config.expert_bias:
         raise NotImplementedError("there is no frozen expert bias")
@@ -161,14 +162,14 @@ def finish_batch(state: State, config: RouterConfig, *, frozen: bool = False) ->
 
 @functools.lru_cache(maxsize=64)
 def _settings(config: RouterConfig, replays: bool = False) -> TransformerConfig:
-    """The same settings in the package's words; where there is a choice of several losses, it wants lists."""
+    """The package's configuration; several losses are lists."""
     read = {theirs: getattr(config, name) for name, theirs in NAMES.items()}
     read["moe_z_loss_coeff"] = config.z_loss_coeff or None
     losses = config.balancing_coeffs
     read["moe_router_load_balancing_type"] = "sinkhorn" if config.sinkhorn else list(losses) or "none"
     read["moe_aux_loss_coeff"] = list(losses.values()) or 0.0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its own defaults
+        warnings.simplefilter("ignore")  # about the package's defaults
         return TransformerConfig(
             **MODEL,
             **read,
@@ -179,7 +180,7 @@ def _settings(config: RouterConfig, replays: bool = False) -> TransformerConfig:
 
 
 def _router(settings: TransformerConfig, device: torch.device, state: State | None = None) -> TopKRouter:
-    """A router that remembers what the state says; it stays out of the package's list of all replay objects."""
+    """A router with the buffers of the state, kept out of the package's list of replay objects."""
     one_rank()
     with mock.patch.object(torch.cuda, "current_device", lambda: device):
         router = TopKRouter(settings, moe_utils.get_default_pg_collection())
@@ -194,7 +195,7 @@ def _router(settings: TransformerConfig, device: torch.device, state: State | No
 
 
 def _state(router: TopKRouter, device: torch.device) -> State:
-    """What the router remembers."""
+    """The state of a router."""
     zero = {name: torch.zeros(() if name == "global_steps" else router.num_experts, device=device) for name in BUFFERS}
     own = {name: getattr(router, buffer) for name, buffer in BUFFERS.items()}
     queue = router.router_replay.replay_backward_list if router.router_replay else ()
@@ -202,5 +203,5 @@ def _state(router: TopKRouter, device: torch.device) -> State:
 
 
 def _whole(x: Tensor) -> Tensor:
-    """Counts as integers; what is no count stays as it is, for all to see."""
+    """Counts as integers; values that are not whole stay as they are."""
     return x.long() if torch.equal(x, x.round()) else x

@@ -1,12 +1,12 @@
-"""megatron-core's router, as installed: the unfused paths of megatron.core.transformer.moe. `conformance.peers.megatron` offers it.
+"""The installed megatron-core's router, unfused, offered by `conformance.peers.megatron`.
 
-Only names, orders and the shapes of results are translated, and what is needed to make a call at all:
+Only names, orders and result shapes are translated, with these workarounds for calls:
 
-    gate                without Transformer Engine the package never defines te_general_gemm, and gating raises a NameError. Here it is
-                        None, which is what the package's own extension module sets, and gating takes its torch branch
-    drop_tokens         the package has a capacity factor, and not a capacity; its probs are documented as those of the chosen experts,
-                        and it is called with 0 elsewhere, as its own routing returns them
-    update_expert_bias  the package sums the counts over its process groups, which are made of this process alone, once
+    gate                without Transformer Engine te_general_gemm is undefined and gating raises a
+                        NameError; None, as in the package's extension module: its torch branch
+    drop_tokens         the package has a capacity factor instead of a capacity; probs are 0 for
+                        experts that are not chosen, as its routing returns them
+    update_expert_bias  the package sums counts over its process groups: of this process alone
 """
 
 import atexit
@@ -26,9 +26,9 @@ from moe_ref.config import AuxScores, Routed, TopK
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
 
-ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}  # TopKRouter.gating takes the input's for anything else
+ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}  # else: the input's
 
-ROUTING = {  # of all checks there are two: logits of two dimensions, and a known score function
+ROUTING = {  # the package checks logits.dim() == 2 and the score function only
     "accumulator": "storage",
     "unchecked": ("topk", "num_groups", "group_topk", "scaling_factor", "expert_bias", "precomputed_indices"),
 }
@@ -56,12 +56,12 @@ def supports(function: str, **arguments: Any) -> str | None:
 
 
 def declares(function: str) -> dict[str, Any]:
-    """Scores of bf16 logits are kept in bf16, and added up there; few arguments are checked."""
+    """Scores of bf16 logits are stored and summed in bf16; few arguments are checked."""
     return DECLARED[function]
 
 
 def gate(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, router_dtype: str | None = None) -> Tensor:
-    """moe_utils.router_gating_linear, which takes a torch dtype; TopKRouter.gating around it needs a GPU."""
+    """moe_utils.router_gating_linear with a torch dtype; TopKRouter.gating needs a GPU."""
     return moe_utils.router_gating_linear(x, weight, bias, ROUTER_DTYPES.get(router_dtype or "", x.dtype))
 
 
@@ -74,7 +74,7 @@ def jitter(x: Tensor, *, eps: float) -> Tensor:
 def topk_indices(
     logits: Tensor, *, topk: int, pre_softmax: bool = False, precomputed_indices: Tensor | None = None, **settings: Any
 ) -> TopK:
-    """moe_utils.topk_routing_with_score_function, which has no such form; its RouterReplay records the indices."""
+    """moe_utils.topk_routing_with_score_function; its RouterReplay records the indices."""
     replay = _replay(precomputed_indices)
     probs, _ = moe_utils.topk_routing_with_score_function(
         logits, topk, use_pre_softmax=pre_softmax, router_replay=replay, **settings
@@ -86,7 +86,7 @@ def topk_indices(
 def topk_routing(
     logits: Tensor, *, topk: int, pre_softmax: bool = False, precomputed_indices: Tensor | None = None, **settings: Any
 ) -> Routed:
-    """moe_utils.topk_routing_with_score_function; precomputed indices are the target of a RouterReplay."""
+    """moe_utils.topk_routing_with_score_function; precomputed indices: a RouterReplay's target."""
     replay = None if precomputed_indices is None else _replay(precomputed_indices)
     return Routed(
         *moe_utils.topk_routing_with_score_function(
@@ -104,7 +104,7 @@ def sinkhorn_routing(logits: Tensor, *, topk: int, training: bool = True) -> Rou
 def drop_tokens(
     probs: Tensor, routing_map: Tensor, *, capacity: int, drop_policy: str = "probs", pad_to_capacity: bool = False
 ) -> Routed:
-    """moe_utils.apply_router_token_dropping by the capacity factor that makes `capacity`: half a row less, rounded up."""
+    """moe_utils.apply_router_token_dropping; its factor gives `capacity` - ½, rounded up."""
     factor = (capacity - 0.5) * routing_map.shape[1] / max(len(routing_map), 1)
     of_chosen = torch.where(routing_map != 0, probs, 0)
     how: dict[str, Any] = {"drop_policy": drop_policy, "pad_to_capacity": pad_to_capacity}
@@ -154,7 +154,7 @@ def update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, *, update
 
 
 def _replay(target: Tensor | None) -> RouterReplay:
-    """A replay object that records, or that makes the router choose `target`; the package's list of all of them stays as it was."""
+    """A RouterReplay that records, or replays `target`; the package's list of them is restored."""
     replay = RouterReplay()
     RouterReplay.global_router_replay_instances.remove(replay)
     replay.set_router_replay_action(RouterReplayAction.RECORD if target is None else RouterReplayAction.REPLAY_FORWARD)
@@ -165,7 +165,7 @@ def _replay(target: Tensor | None) -> RouterReplay:
 
 @functools.cache
 def one_rank() -> None:
-    """The package's process groups, if nobody made them: of this process alone, over gloo and a store in memory; they end with it."""
+    """The package's process groups, unless they exist: this process alone, gloo, until exit."""
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
         atexit.register(distributed.destroy_process_group)

@@ -1,7 +1,7 @@
-"""The reference among real ranks: every rank is given what all of them have, plays the reference for all, and keeps its own part.
+"""The reference among real ranks: each rank gathers all inputs, runs all ranks, keeps its result.
 
-Everything else is the reference's own. It is slow and moves far too much, but its collectives are right, also in their gradients: it is
-what a run of the reference is judged by, and what defects of dispatchers are planted in.
+All other functions are the reference's. It is slow and gathers far too much, but its collectives
+and their gradients are right: runs of `moe_ref` use it, and dispatcher defects are planted in it.
 """
 
 import inspect
@@ -25,7 +25,7 @@ RANKED = (
     "rows",
     "handles",
     "biases",
-)  # arguments that every rank has its own of
+)  # arguments with one value per rank
 COLLECTIVES = tuple(
     f"{dispatcher}_{step}"
     for dispatcher, steps in (
@@ -38,30 +38,30 @@ COLLECTIVES = tuple(
 
 
 def declares(function: str) -> dict[str, Any]:
-    """What runs repeat bit by bit."""
+    """The collectives are bit-equal on every run."""
     return {"deterministic": True} if function in COLLECTIVES else {}
 
 
 def __getattr__(name: str) -> Any:
-    """A collective, or whatever else the reference offers under that name."""
+    """A collective, or the reference's attribute of that name."""
     return collective(name) if name in COLLECTIVES else getattr(moe_ref, name)
 
 
 def collective(name: str) -> Callable[..., Any]:
-    """The reference's function of that name for one rank: its own value where the reference has a list, and a group."""
+    """The reference's collective for one rank: one value for each list over ranks, and a group."""
     whole = getattr(moe_ref, name)
     parameters = inspect.signature(whole).parameters
 
     def call(*args: Any, group: Any, **settings: Any) -> Any:
         given = dict(zip(parameters, args, strict=False)) | settings
         if "handles" in given:
-            given["handles"] = [given["handles"]]  # everybody's: each rank has played all of them
+            given["handles"] = [given["handles"]]  # holds all ranks' handles
         fields = [(key, index) for key, x in given.items() for index in _places(x)]
         tensors = [given[key] if index is None else given[key][index] for key, index in fields]
         out: list[Any] = []
 
         def play(every: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]], list[Any]]:
-            """The reference's tensors of each rank, and its results."""
+            """The reference's tensors of each rank, and the results."""
             results = whole(**_arguments(given, fields, every))
             return [_tensors(result) for result in results], results
 
@@ -76,7 +76,7 @@ def collective(name: str) -> Callable[..., Any]:
 
 
 def _places(x: Any) -> list[int | None]:
-    """Where an argument has tensors: itself, or its entries."""
+    """The indices of an argument's tensors; None: the argument itself."""
     if isinstance(x, Tensor):
         return [None]
     return [index for index, part in enumerate(x) if isinstance(part, Tensor)] if isinstance(x, (tuple, list)) else []
@@ -99,7 +99,7 @@ def _arguments(
 
 
 def _tensors(result: Any) -> list[Tensor]:
-    """The tensors of a result; of what is quantised, what the gradient of its values goes to."""
+    """The tensors of a result; of a Quantized, its differentiable source."""
     fields = [result] if isinstance(result, Tensor) else result
     return [
         x.form(False).source_MN if isinstance(x, Quantized) else x for x in fields if isinstance(x, (Tensor, Quantized))
@@ -107,7 +107,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _with_tensors(results: list[Any], tensors: list[Tensor], rank: int) -> Any:
-    """This rank's result with these tensors; the handle is that of all ranks."""
+    """This rank's result with these tensors; its handle holds all ranks' handles."""
     own = results[rank]
     if isinstance(own, Tensor):
         return tensors[0]
@@ -145,7 +145,7 @@ def _unpacked(dtype: torch.dtype, shape: torch.Size, content: bytes) -> Tensor:
 
 
 class _Played(torch.autograd.Function):
-    """The tensors of this rank's result; its gradient plays the reference's own on the cotangents of all ranks."""
+    """This rank's output tensors; the backward runs the reference's on all ranks' cotangents."""
 
     @staticmethod
     def forward(ctx: Any, group: Any, play: Any, out: list[Any], *tensors: Tensor) -> tuple[Tensor, ...]:

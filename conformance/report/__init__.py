@@ -1,4 +1,4 @@
-"""The verdict as lines of a terminal, and as files by their ending: .json, .xml (junit) or .md."""
+"""The verdict as terminal output, and as files by extension: .json, .xml (junit) or .md."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ def check_path(path: str) -> Path:
     """The path, if a report can be written there.
 
     Raises:
-        UsageError: an unknown ending, or no such folder.
+        UsageError: an unknown extension, or no such folder.
     """
     target = Path(path)
     if target.suffix not in WRITERS:
@@ -27,5 +27,5 @@ def check_path(path: str) -> Path:
 
 
 def write(verdict: Verdict, path: Path) -> None:
-    """Write the report; its format follows from the ending of the path."""
+    """Write the report in the format of the path's extension."""
     path.write_text(WRITERS[path.suffix](verdict), encoding="utf-8", errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""Lists the functions that a namespace offers and those that are missing."""
+"""Lists the offered and the missing functions of a namespace."""
 
 import inspect
 import re
@@ -10,7 +10,7 @@ from conformance.interface import imported
 
 
 def described(description: dict[str, Any]) -> tuple[int, str]:
-    """The number of functions offered, and the listing, of what a child says of itself."""
+    """The number of offered functions, and the listing, from a child's description."""
     functions, versions = description["functions"], description["versions"].items()
     lines = [f"on {description['device_name']}, {', '.join(f'{name} {version}' for name, version in versions)}", ""]
     for name, contract in CONTRACTS.items():
@@ -35,13 +35,13 @@ def described(description: dict[str, Any]) -> tuple[int, str]:
 
 
 def _producers(contract: Contract[Any]) -> set[str]:
-    """The functions whose results every call of this one takes."""
+    """The functions whose results this function's calls consume."""
     calls = [call for call, _ in contract.golden.values()]
     return {call.producer.function for call in calls if call.producer} if all(c.producer for c in calls) else set()
 
 
 def _call(name: str) -> str:
-    """The reference's signature without modules; of a collective, with one rank's arguments."""
+    """The reference's signature without module names; a collective's with one rank's arguments."""
     text = f"{name}{inspect.signature(getattr(imported('moe_ref'), name))}"
     text = re.sub(r"collections\.abc\.Sequence\[([^\[\]]*)\]", r"\1", text)
     text = re.sub(r": moe_ref\.dispatch\.\w+\.\w*Handle", "", text)

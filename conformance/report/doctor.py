@@ -1,4 +1,4 @@
-"""Checks the machine: versions, devices, and whether the suite notices a process that dies."""
+"""Checks the machine: versions, devices, and the detection of a dying process."""
 
 import importlib.metadata
 import os
@@ -45,7 +45,7 @@ def _version(package: str) -> str:
 
 
 def _children() -> Iterator[tuple[bool, str]]:
-    """A child must start, find the reference right, and be noticed when it dies."""
+    """A child must start, pass the reference, and be detected when it dies."""
     function, contract = next((name, contract) for name, contract in CONTRACTS.items() if contract.golden)
     case = Case.family[function](function=function, golden=next(iter(contract.golden)))
     try:

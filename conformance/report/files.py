@@ -11,7 +11,7 @@ FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def junit(verdict: Verdict) -> str:
-    """One test case per function, with the text of all its failures."""
+    """One test case per function, with the text of its failures."""
     broken = sum(f.status not in ("conformant", *UNTOUCHED) for f in verdict.functions.values())
     skipped = sum(f.status in UNTOUCHED for f in verdict.functions.values())
     numbers = {"tests": len(verdict.functions), "failures": broken, "skipped": skipped, "errors": len(verdict.problems)}

@@ -1,4 +1,4 @@
-"""The verdict on a screen."""
+"""The verdict as terminal output."""
 
 import os
 import textwrap
@@ -9,7 +9,7 @@ from conformance.core.case import case_from
 from conformance.engine.run.verdict import UNTOUCHED, Verdict
 from conformance.interface import DEFAULTS
 
-INDENT = 19  # columns of the name in front
+INDENT = 19  # columns of the name
 WIDTH = 160
 
 
@@ -47,7 +47,7 @@ def lines(verdict: Verdict) -> list[str]:
 
 
 def _echo(failure: dict[str, Any], verdict: Verdict) -> bool:
-    """Whether it breaks a law where another failure, most likely of the same defect, is shown."""
+    """Whether it is a broken law, and another failure, most likely the same defect, is shown."""
     laws = CONTRACTS[failure["function"]].laws
     same = [other for other in verdict.failures if other["function"] == failure["function"]]
     others = [other for other in same if (other["finding"] or {}).get("check") not in laws]
@@ -55,7 +55,7 @@ def _echo(failure: dict[str, Any], verdict: Verdict) -> bool:
 
 
 def _declarations(verdict: Verdict) -> list[str]:
-    """Declarations other than the defaults, one line for all functions that declare the same."""
+    """Declarations other than the defaults, one line per set of functions that share them."""
     groups: dict[str, list[str]] = {}
     for name, function in verdict.functions.items():
         words = [_declared(key, value) for key, value in function.declares.items() if value != DEFAULTS.get(key)]
@@ -137,7 +137,7 @@ def picture(case: Any) -> str:
 
 
 def annotations(verdict: Verdict) -> list[str]:
-    """Lines that GitHub Actions shows next to the change; none elsewhere."""
+    """Annotations for GitHub Actions; empty elsewhere."""
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return []
     return [

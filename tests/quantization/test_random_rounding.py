@@ -132,7 +132,7 @@ def test_codes_that_are_no_neighbours_and_signs_are_found():
     for change in (far, positive_zero):
         finding = outcome_of(OWN[0], changed(change)).finding
         assert (finding["output"], finding["check"]) == ("codes", "random")
-        assert "there is nothing else" in finding["message"]
+        assert "its neighbours are" in finding["message"]
 
 
 def test_repeats_are_for_gradients_that_are_rounded_stochastically():

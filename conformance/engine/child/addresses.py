@@ -1,12 +1,12 @@
-"""Checks every address that a kernel reads or writes in Triton's interpreter.
+"""Checks every address that a kernel accesses in Triton's interpreter.
 
-A kernel may touch the tensors its launch was given, and nothing else. On a GPU an access outside
-them is undefined: harmless on most days, an illegal address on some. In the interpreter it returns
-whatever lies there, or ends the process. Here such lanes are masked out, and the first is reported.
+A kernel may access only the tensors among its launch's arguments. On a GPU an access elsewhere is
+undefined: mostly harmless, sometimes an illegal address. The interpreter returns the memory's
+contents, or crashes. Here such lanes are masked out, and the first one is reported.
 
-A tensor is its whole storage, without the guards that `poison` put around it: a kernel may read
-past a view. A kernel that makes a pointer from an integer is not checked for the rest of its
-launch, since that pointer belongs to no argument.
+A tensor counts as its whole storage, without the guards of `poison`: a kernel may read past a view.
+After a kernel makes a pointer from an integer, which belongs to no argument, the rest of the launch
+is not checked.
 """
 
 import sys
@@ -53,7 +53,7 @@ class Addresses:
         self._indirect = True
 
     def inside(self, verb: str, pointers: Any, mask: Any, size: int) -> Any:
-        """The mask without the lanes whose `size` bytes do not lie in one tensor of the launch."""
+        """The mask without lanes whose `size` bytes are not inside one tensor of the launch."""
         if self._indirect or not mask.any():
             return mask
         live = pointers[mask]
@@ -83,7 +83,7 @@ class Addresses:
 
 
 def _tensors(value: Any) -> Iterator[Any]:
-    """The tensors in an argument of a launch: itself, a tuple's, or a descriptor's."""
+    """The tensors in a launch argument: the tensor, a tuple's, or a descriptor's."""
     if isinstance(value, tuple):
         for x in value:
             yield from _tensors(x)
@@ -94,7 +94,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def _line(kernel: Any) -> str:
-    """The line of the kernel that is executed now, as " (file:line)"."""
+    """The kernel's current line, as " (file:line)"."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == kernel.__name__:
@@ -104,7 +104,7 @@ def _line(kernel: Any) -> str:
 
 
 def _install() -> None:
-    """Route the interpreter's memory through this module, once; a second call does nothing."""
+    """Route the interpreter's memory accesses through this module; idempotent."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None or isinstance(interpreter._interpreter, _Memory):  # type: ignore[attr-defined]
         return
@@ -129,7 +129,7 @@ def _install() -> None:
 
 
 class _Memory:
-    """The interpreter's compiled half, without the lanes of an access that lie outside."""
+    """The interpreter's compiled half, with out-of-bounds lanes masked."""
 
     def __init__(self, original: Any) -> None:
         self._original = original

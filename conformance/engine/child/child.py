@@ -34,8 +34,8 @@ from conformance.engine.choose.plan import Draw
 from conformance.engine.options import ChildOptions
 from conformance.interface import Implementation, UsageError, load
 
-MOST_RANKS = 4  # of a world on one machine; on a GPU each rank has one of its own
-KEPT_BYTES = 2**30  # of device memory that a child may keep from case to case
+MOST_RANKS = 4  # of a world on one machine; at most one per GPU
+KEPT_BYTES = 2**30  # device memory that a child may keep between cases
 
 
 def serve(connection: Connection, options: ChildOptions, log_path: str) -> None:
@@ -105,7 +105,7 @@ def _where(error: Exception) -> str:
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent is gone, even during a case, so that a killed run frees the device."""
+    """Exit when the parent dies, even during a case, so that a killed run frees the device."""
     parent = parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -114,7 +114,7 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def _traced(package: str) -> Iterator[set[str]]:
-    """The package's functions that run inside the block, as "file:qualified name" from its parent folder."""
+    """The package's functions that run inside the block, as "file:qualified name"."""
     calls: set[str] = set()
 
     def called(frame: FrameType, event: str, _: Any) -> None:
@@ -156,10 +156,10 @@ def _answer(case: Case, implementation: Implementation, device: str, rank: RankC
 
 
 def chosen_device(wanted: str) -> str:
-    """The device to run on: cuda where there is one, unless the user chose another.
+    """The device to run on: by default cuda if available.
 
     Raises:
-        UsageError: cuda is asked for and there is none.
+        UsageError: cuda is requested but not available.
     """
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here")
@@ -167,7 +167,7 @@ def chosen_device(wanted: str) -> str:
 
 
 def _stream(device: str) -> Any:
-    """A stream of its own, so that a launch on the default stream races with its inputs."""
+    """A side stream, so that a launch on the default stream races with its inputs."""
     return torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
 
 
@@ -180,7 +180,7 @@ def _redirect_output(log_path: str) -> None:
 
 
 def _signature(function: str, implementation: Implementation) -> str:
-    """The signature in the same words in every process: without the addresses of defaults."""
+    """The signature as text equal in every process: without the addresses of defaults."""
     return re.sub(r" at 0x[0-9a-f]+", "", f"{function}{inspect.signature(getattr(implementation.namespace, function))}")
 
 

@@ -20,7 +20,7 @@ CLEAR_ERRORS = (ValueError, TypeError, AssertionError, IndexError, NotImplemente
 
 
 class Inapplicable(Exception):
-    """A law asks for a call that the implementation does not offer."""
+    """A law needs a call that the implementation does not offer."""
 
 
 def evaluate(
@@ -52,7 +52,7 @@ def _evaluate(
     refusal = _refusal(case, problem, implementation, declared)
     if refusal:
         outcome.status, outcome.reason = refusal
-    if rank and not rank.agree(not refusal):  # a call is made by all ranks, or by none
+    if rank and not rank.agree(not refusal):  # all ranks make the call, or none does
         return
     if refusal:
         return
@@ -75,7 +75,7 @@ def _evaluate(
     )
     if finding:
         _fail(outcome, finding)
-    if rank and not rank.agree(not finding):  # a law is asked of all ranks, or of none
+    if rank and not rank.agree(not finding):  # all ranks check the law, or none does
         return
     if finding:
         return
@@ -160,7 +160,7 @@ def _must_raise(runner: Runner, problem: Problem, outcome: Outcome) -> None:
 
 
 def _guarded(runner: Runner, problem: Problem) -> dict[str, Any]:
-    """The outputs; what the implementation raises on a legal call is a finding."""
+    """The outputs; an exception from the implementation on a legal call is a finding."""
     try:
         return runner.run(problem)
     except (Misbehaved, Blocked, torch.OutOfMemoryError, MemoryError):

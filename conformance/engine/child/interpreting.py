@@ -1,11 +1,10 @@
-"""Makes Triton's interpreter quicker, by half or more where kernels call functions.
+"""Halves the time of Triton's interpreter, or better, for kernels that call functions.
 
-While a kernel is interpreted, `triton.language` is patched to use numpy. Triton (3.9) patches it
-when a launch begins, restores it when it ends, and patches all of it again at every call of a
-function inside, which takes longer than most functions do. Here a call patches only a module that
-the launch has not patched. Also, Triton computes whether integers overflow, for an assertion that
-only debugging makes, and lists all dtypes of numpy whenever it looks one up: neither is repeated
-here.
+While a kernel is interpreted, `triton.language` is patched to use numpy. Triton (3.9) patches it at
+the start of a launch, and all of it again at every call of a device function, which takes longer
+than most functions. Here a call patches only modules that the launch has not patched. Triton also
+computes integer overflow for a debug-only assertion, and lists all numpy dtypes at every lookup:
+neither is repeated here.
 """
 
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 
 def install() -> None:
-    """Change the interpreter, once it has been imported. A second call does nothing."""
+    """Patch the interpreter, which must be imported; idempotent."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None or getattr(interpreter, "_quickened", False):
         return

@@ -1,4 +1,4 @@
-"""Fresh memory that holds poison, and guards around it.
+"""Poisoned fresh memory with guards.
 
 `install` replaces torch's allocating functions in this process once, before the implementation is
 imported. While `Poison` is entered, every tensor they return lies between guard bytes and is filled
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GUARD_BYTES = 256  # keeps every alignment that a vector load can ask for
+GUARD_BYTES = 256  # preserves every alignment of vector loads
 GUARD_VALUE = 0xA5
 
 _originals: dict[tuple[Any, str], Callable[..., Tensor]] = {}
@@ -21,7 +21,7 @@ _active: "Poison | None" = None
 
 
 def install() -> None:
-    """Route torch's uninitialised allocations through this module. A second call does nothing."""
+    """Route torch's uninitialised allocations through this module; idempotent."""
     if _originals:
         return
     for owner, name in (
@@ -85,12 +85,12 @@ class Poison:
         return out.requires_grad_(fresh.requires_grad)
 
     def body(self, x: Tensor) -> tuple[int, int]:
-        """The first byte and the end of a tensor's storage, its guards left out."""
+        """The first byte and the end of a tensor's storage, without guards."""
         storage = x.untyped_storage()
         return self._bodies.get(storage.data_ptr(), (storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
 
     def overrun(self) -> bool:
-        """Whether some guard has been written to."""
+        """Whether a guard was overwritten."""
         by_device = [
             [guard for guard in self._storages if guard.device == device]
             for device in {guard.device for guard in self._storages}
@@ -99,7 +99,7 @@ class Poison:
 
 
 def _fill(body: Tensor, kind: str) -> None:
-    """Poison; another kind for integers, so that unwritten offsets show in unwritten rows."""
+    """The poison of a dtype; integers differ, so that unwritten offsets show in unwritten rows."""
     if not (body.is_floating_point() or body.is_complex()):
         kind = {"nan": "zero", "zero": "max", "max": "nan"}[kind]
     if kind == "zero":

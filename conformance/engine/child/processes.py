@@ -1,4 +1,4 @@
-"""A child process seen from outside: its start, its end, the time it may take."""
+"""The parent's view of a child process: start, end, time limit."""
 
 import contextlib
 import os
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 STDLIB = os.path.dirname(os.__file__)
-INNOCENT = ("conformance/engine", "/torch/", "/triton/")  # a crash is the fault of none of these
-PATIENCE = 10  # after one hang, how many times the seconds of the slowest answer a case may take
+INNOCENT = ("conformance/engine", "/torch/", "/triton/")  # frames never blamed for a crash
+PATIENCE = 10  # after a hang: time limit in multiples of the slowest answer
 
 
 @dataclass
 class Patience:
-    """Seconds that a case may take: fewer for a function that has hung once."""
+    """The time limit of a case in seconds: shorter for a function that has hung once."""
 
     case_seconds: float
     slowest: float = 0.0
@@ -44,7 +44,7 @@ def plain_main() -> Iterator[None]:
 
 
 def ending(process: Any, log_path: str) -> str:
-    """How a process ended, and where it was."""
+    """The end of a process, and its innermost frame."""
     code = process.exitcode
     cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
     return f"{cause}{at(log_path)}"

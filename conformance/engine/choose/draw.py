@@ -36,28 +36,24 @@ def shape_cases(function: str, space: Space) -> list[Case]:
 
 
 def far_cases(function: str, space: Space) -> list[Case]:
-    """Cases whose addresses pass 2³¹ elements: each input and cotangent far in each of its
-    dimensions.
+    """Cases with offsets beyond 2³¹ elements, in each dimension of each input and cotangent.
 
-    The far tensors are strided views of a few rows whose storage is almost all unmapped, so they
-    cost no memory on a CPU. An implementation allocates its outputs itself: they cannot be far
-    without the memory.
+    The far tensors are strided views of a few rows in almost unmapped storage, so they cost no
+    memory on a CPU. Outputs, which the implementation allocates, cannot be far without the memory.
     """
     return scope_of(function, space).far()
 
 
 def run_seed(*parts: object) -> int:
-    """A seed that depends on nothing but its parts: not on the directory, the worker or the test's
-    name.
-    """
+    """A seed from its parts alone, independent of the directory, the worker and the test's name."""
     return zlib.crc32("/".join(map(str, parts)).encode())
 
 
 def drawn(cases: st.SearchStrategy[Case], seed: int, count: int) -> list[Case]:
-    """`count` different cases; hypothesis only draws, nothing is run here.
+    """`count` distinct cases, drawn by hypothesis from independent random bytes.
 
-    Each case is made from its own random bytes. Hypothesis's search loop is not used: it follows
-    every fresh example by several mutations, which makes most of a batch near-copies.
+    Hypothesis's search loop is not used: it mutates every fresh example several times, so most of
+    a batch would be near-copies.
     """
     found: dict[str, Case] = {}
 

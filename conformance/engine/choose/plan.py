@@ -1,7 +1,6 @@
 """A run: sections of cases, each a test of the suite.
 
-The cases depend on nothing but the section, the profile, the run's seed and what the implementation
-accepts.
+The cases depend only on the section, the profile, the run's seed and the implementation's space.
 """
 
 from dataclasses import dataclass
@@ -18,8 +17,7 @@ from conformance.engine.choose.profiles import Profile
 class Section:
     """Cases that run together."""
 
-    # corpus, fixed (golden cases, illegal calls, the covering array, real shapes and far addresses)
-    # or drawn
+    # corpus, fixed (golden cases, illegal calls, covering array, real shapes, far addresses), drawn
     kind: str
     function: str = ""
     shard: int = 0
@@ -30,7 +28,7 @@ class Section:
 
 
 def sections(profile: Profile) -> list[Section]:
-    """All sections, those that find most in the least time first."""
+    """All sections, those with the most findings per second first."""
     fixed = [Section("fixed", function) for function in CONTRACTS]
     return [
         Section("corpus"),
@@ -66,7 +64,7 @@ def cases_of(section: Section, profile: Profile, space: Space, seed: int, corpus
 
 
 def fixed_cases(function: str, space: Space) -> list[Case]:
-    """The golden cases and the illegal calls, as far as the implementation accepts their settings."""
+    """The golden cases and illegal calls whose settings the implementation accepts."""
     contract, cls, fields = CONTRACTS[function], Case.family[function], scope_of(function, space).illegal
     golden = [cls(function=function, golden=name) for name in contract.golden]
     illegal = [cls(function=function, illegal=name, **fields) for name in contract.illegal]

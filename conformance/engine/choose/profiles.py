@@ -1,4 +1,4 @@
-"""How much is tested: smoke in seconds, gate before a merge, nightly for as long as a night has."""
+"""Amounts of testing: smoke takes seconds, gate precedes a merge, nightly fills a night."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from conformance.engine.choose.draw import scope_of
 
 
 def weight_of(function: str) -> float:
-    """How much of a run the function has."""
+    """The function's share of a run, relative to 1."""
     return scope_of(function, Space()).weight
 
 
@@ -16,14 +16,11 @@ class Profile:
     """Counts of a profile."""
 
     name: str
-    drawn: int  # drawn cases of a function, times its weight
-    # parts that the drawn cases of a function are split into, so that they can be spread over
-    # workers
-    shards: int
-    covering: bool  # whether the covering arrays are run
-    # informative cases of an offered function, times its weight, below which too little was tested
-    least: int
-    unsupported: float  # share of a function's cases that may be declared unsupported
+    drawn: int  # drawn cases per function, times its weight
+    shards: int  # parts of a function's drawn cases, distributed over workers
+    covering: bool  # whether covering arrays run
+    least: int  # informative cases required per offered function, times its weight
+    unsupported: float  # largest share of a function's cases declared unsupported
     reduce_seconds: float  # for the smallest case of one failure
 
     def count(self, function: str) -> int:

@@ -1,7 +1,7 @@
-"""Cases kept for ever: one JSON file each, named by the case's id.
+"""Permanent cases: one JSON file each, named by the case's id.
 
-A committed corpus runs first in every profile. A run saves each failing case, with the versions it
-ran on, in the folder that `--corpus` names, by default `.moe-conformance` in the working directory.
+The committed corpus runs first in every profile. A run saves each failing case, with the versions
+used, in the folder `--corpus`, by default `.moe-conformance` in the working directory.
 """
 
 import json
@@ -21,8 +21,7 @@ def read_case(path: Path) -> Case:
     """The case in a file.
 
     Raises:
-        CaseError: the file cannot be read, is not JSON, or describes no case; the message names the
-            file.
+        CaseError: an unreadable file, no JSON, or no case; the message names the file.
     """
     try:
         record = json.loads(path.read_text())
@@ -39,11 +38,10 @@ def read_case(path: Path) -> Case:
 
 
 def checked(case: Case) -> Case:
-    """The case, if the names in it exist and it describes a call.
+    """The case, if its names exist and it describes a call.
 
     Raises:
-        CaseError: an unknown law, golden case, illegal call or word, or settings that no call can
-            have.
+        CaseError: an unknown law, golden case, illegal call or word, or illegal settings.
     """
     contract = CONTRACTS[case.function]
     for name, known in (
@@ -71,7 +69,7 @@ def checked(case: Case) -> Case:
 
 
 def read_folder(folder: Path) -> list[Case]:
-    """All cases in a folder, in the order of their names; none if there is no such folder."""
+    """All cases in a folder, by file name; empty if the folder does not exist."""
     return [read_case(path) for path in sorted(folder.glob("*.json"))]
 
 
@@ -84,10 +82,10 @@ def save(folder: Path, case: Case, finding: dict[str, Any]) -> Path:
 
 
 def find(name: str, folder: Path) -> Case:
-    """The case that a user means: a file, JSON text, or the id of a saved or committed case.
+    """The case of a file name, JSON text, or the id of a saved or committed case.
 
     Raises:
-        CaseError: there is none.
+        CaseError: no such case.
     """
     if name.lstrip().startswith("{"):
         try:

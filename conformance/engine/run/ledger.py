@@ -1,9 +1,9 @@
-"""An append-only record of every call asked of an implementation.
+"""An append-only record of every call to an implementation.
 
-One JSON object per line: `implementation` describes it, `plan` gives the number of cases of a
-section, `outcome` the result of one, `request` a case run to confirm or reduce, `failure` a
-smallest case, `problem` an error of the suite. Every worker writes its own file; the verdict reads
-them all, and is an error if a scheduled case has no outcome.
+One JSON object per line: `implementation` describes it, `plan` gives the number of cases in a
+section, `outcome` the result of a case, `request` a case run to confirm or reduce, `failure` a
+smallest case, `problem` an error of the suite. Every worker writes one file. The verdict reads all
+of them; a scheduled case without an outcome is an error.
 """
 
 import json
@@ -27,7 +27,7 @@ class Ledger:
 
 
 def entries(folder: Path) -> Iterator[dict[str, Any]]:
-    """The lines of all workers. A line cut off by a worker's death is left out: a lost result."""
+    """The lines of all workers; a line truncated by a worker's death is skipped: a lost result."""
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text().splitlines():
             try:

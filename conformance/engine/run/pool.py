@@ -1,8 +1,7 @@
 """Runs cases on child processes, and replaces a child that dies or hangs.
 
-Children come from a forkserver that has torch loaded, so that one starts in milliseconds; a spare
-with the implementation already imported stands by, because a mutant that crashes is started again
-often.
+A forkserver with torch loaded starts a child in milliseconds. A spare child with the implementation
+imported is kept ready, because a crashing mutant restarts often.
 """
 
 import contextlib
@@ -194,7 +193,7 @@ class Pool:
         child.ready, self.description = True, content
 
     def _replacement(self, dead: Child | None) -> Child:
-        """A child that has run nothing: the spare. Another spare is started."""
+        """The spare, a child that has run nothing; starts another spare."""
         if dead:
             self._end(dead)
         child = self._spare or self._launch()

@@ -1,11 +1,11 @@
-"""How far a run is, on stderr."""
+"""The progress of a run, on stderr."""
 
 import sys
 import time
 
 
 class Progress:
-    """One line on stderr: rewritten in place on a terminal, else printed now and then."""
+    """One line on stderr: rewritten in place on a terminal, else printed every 15 s."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done, self.cases, self.failures = total, 0, 0, 0

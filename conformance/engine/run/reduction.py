@@ -1,8 +1,8 @@
 """Finds the smallest case that fails in the same way.
 
-Greedy over the fields of the case: try each simpler case that its contract proposes, the boldest
-first, and start again from the first that fails alike. Wrong values, crashes and hangs take the
-same loop, because each attempt runs in a child.
+Greedy over the fields of the case: try each simpler case, the largest step first, and restart from
+the first one with the same failure. Wrong values, crashes and hangs share the loop, because each
+attempt runs in a child.
 """
 
 import time
@@ -18,19 +18,19 @@ Key = tuple[str, str, str, str]
 
 
 def failure_key(case: Case, outcome: Outcome) -> Key:
-    """Two failures are the same if function, output, check and status are."""
+    """The identity of a failure: function, output, check and status."""
     finding = outcome.finding or {}
     return case.function, finding.get("output", ""), finding.get("check", ""), outcome.status
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """The smallest failing case found, and how thorough the search was."""
+    """The smallest failing case, and the extent of the search."""
 
     case: Case
     outcome: Outcome
     attempts: int
-    finished: bool  # False: time ran out first, a smaller one may exist
+    finished: bool  # False: out of time, a smaller case may exist
 
 
 def reduce(case: Case, outcome: Outcome, attempt: Callable[[Case], Outcome], seconds: float) -> Reduced:

@@ -33,7 +33,7 @@ Failed = dict[Key, tuple[Place, Case, Outcome]]  # the first case in the plan of
 
 
 def judge(options: Options) -> Verdict:
-    """Run every section that was asked for, and say what became of the cases.
+    """Run all requested sections and return the verdict.
 
     KeyboardInterrupt ends the run early, with the verdict on the cases judged so far.
 
@@ -113,17 +113,17 @@ class Session:
             self.progress.end()
 
     def verdict(self, folder: Path, whole: bool, interrupted: bool) -> Verdict:
-        """The verdict on what the ledgers of all workers say."""
+        """The verdict from the ledgers of all workers."""
         seconds, waivers = time.monotonic() - self.started, [waiver.name for waiver in self.waivers]
         return assemble(folder, self.options, seconds, waivers, self.baseline, whole, interrupted)
 
     def problem(self, place: str, error: BaseException | str) -> None:
-        """An error of the suite itself, which is no verdict on the implementation."""
+        """Record an error of the suite, which is no verdict on the implementation."""
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self.ledger.write("problem", text=f"{place}: {text}")
 
     def cases(self, section: Section) -> list[Case]:
-        """The section's cases; none of a function that is not offered."""
+        """The section's cases; empty for a function that is not offered."""
         if section.kind == "corpus":
             return [case for case in self.corpus if self.description["functions"][case.function]["offered"]]
         return self._draw(section).cases() if self._offered(section) else []
@@ -230,7 +230,7 @@ class Session:
         return failure
 
     def _confirmed(self, case: Case, outcome: Outcome) -> tuple[Case, Outcome]:
-        """The failure as a process shows it that has run nothing else; FLAKY if it passes there."""
+        """The failure in a fresh process; FLAKY if it passes there."""
         alone = self._attempt(case, fresh=True)
         if alone.status in FAILING:
             return case, alone
@@ -252,7 +252,7 @@ class Session:
         return outcome
 
     def _keep(self, failure: Failure) -> None:
-        """Save the case and write the failure down."""
+        """Save the case and record the failure."""
         outcome = failure.outcome
         finding = {
             "implementation": self.options.implementation,
@@ -276,10 +276,10 @@ def default_jobs(device: str) -> int:
 
 
 def _priority(place: Place, case: Case, outcome: Outcome) -> tuple[bool, Place]:
-    """The order in which failing cases are reduced: literals last, else as in the plan."""
+    """The order of reduction: literal cases last, else as in the plan."""
     return _literal(case), place
 
 
 def _literal(case: Case) -> bool:
-    """Whether the case is written out, and so has no smaller neighbours."""
+    """Whether the case is a literal, which has no smaller cases."""
     return bool(case.golden or case.illegal)

@@ -1,4 +1,4 @@
-"""Adds up the ledger: what was scheduled, the outcomes, and the verdict on the implementation.
+"""Sums up the ledgers: scheduled cases, outcomes, and the verdict on the implementation.
 
 Exit codes: 0 conformant · 1 not · 2 usage · 3 harness error or lost results
 4 too little was tested, or the run was interrupted · 5 regression against a baseline
@@ -81,11 +81,10 @@ def assemble(
     """The verdict of a run whose ledgers are in `folder`.
 
     Args:
-        waivers: names of all waivers; one that waived nothing is stale, if the run was a whole one.
-        baseline: what `read_baseline` has read.
-        whole: whether every section was to be run; a part of a run is not asked for the minimum of
-            cases.
-        interrupted: whether the run was ended early: cases without a result are not lost, and no
+        waivers: names of all waivers; an unused one is stale, if the run is whole.
+        baseline: the result of `read_baseline`.
+        whole: whether every section was scheduled; only a whole run needs the minimum of cases.
+        interrupted: whether the run ended early: missing results are then not lost, and no
             function is conformant.
     """
     lines = list(entries(folder))
@@ -127,7 +126,7 @@ def read_baseline(path: Path) -> dict[str, Any]:
     """An earlier JSON report.
 
     Raises:
-        UsageError: the file cannot be read or is no report.
+        UsageError: an unreadable file, or no report.
     """
     try:
         content = json.loads(path.read_text())
@@ -162,7 +161,7 @@ def _function(
 
 
 def _shortfalls(name: str, function: FunctionVerdict, rules: Profile | None) -> list[str]:
-    """Why the function was tested too little; nothing if it is not offered, or without rules."""
+    """Why the function was tested too little; empty if not offered or without a minimum."""
     if function.status == "not offered" or rules is None:
         return []
     out = []
@@ -194,7 +193,7 @@ def _lost(lines: list[dict[str, Any]], outcomes: list[dict[str, Any]]) -> list[s
 
 
 def _distinct(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One failure per function, output, check and status: the smallest that any worker found."""
+    """One failure per function, output, check and status: the smallest of all workers."""
     best: dict[tuple, dict[str, Any]] = {}
     for failure in failures:
         finding = failure["finding"] or {}
@@ -206,13 +205,13 @@ def _distinct(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _size(failure: dict[str, Any]) -> tuple[bool, int]:
-    """Literal cases last: they are small, but no search for a smaller one was made."""
+    """Sort key: literal cases last, which are small but never reduced."""
     case = failure["case"]
     return bool(case.get("golden") or case.get("illegal")), len(str(case))
 
 
 def _regressions(now: Verdict, before: dict[str, Any]) -> list[str]:
-    """What an earlier report had and this one has not."""
+    """Results that are worse than in the earlier report, as sentences."""
     out = []
     for name, old in before.get("functions", {}).items():
         new = now.functions.get(name)

@@ -1,4 +1,4 @@
-"""Known differences that do not fail a run, each with an owner, a reason and a date of expiry.
+"""Known differences that do not fail a run, each with an owner, a reason and an expiry date.
 
 [[waiver]]
 function = "pad_routing_map"
@@ -56,7 +56,7 @@ class Waiver:
 
 
 def _toml(value: Any) -> Any:
-    """A field as TOML can write it."""
+    """A field's value as TOML represents it."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -64,8 +64,7 @@ def read_waivers(path: Path, today: datetime.date) -> list[Waiver]:
     """The waivers in a TOML file.
 
     Raises:
-        UsageError: the file cannot be read, a waiver lacks a field or has an unknown one, or has
-            expired.
+        UsageError: an unreadable file, a missing or unknown field, or an expired waiver.
     """
     try:
         content = tomllib.loads(path.read_text())
@@ -81,7 +80,7 @@ def read_waivers(path: Path, today: datetime.date) -> list[Waiver]:
 
 
 def _waiver(entry: dict[str, Any], name: str, today: datetime.date) -> Waiver:
-    """The waiver of one table, with every field checked; `name` is its name in messages."""
+    """The waiver of one table, with every field checked; messages start with `name`."""
     missing = [key for key in REQUIRED if key not in entry]
     unknown = [key for key in entry if key not in REQUIRED + OPTIONAL]
     if missing or unknown:
@@ -97,7 +96,7 @@ def _waiver(entry: dict[str, Any], name: str, today: datetime.date) -> Waiver:
     if not isinstance(where, dict) or not all(key in known for key in where):
         table = f"a table of fields of a {function} case: {', '.join(known)}"
         raise UsageError(f"{name}: where is {where!r}; it must be {table}")
-    # a datetime is a date too, and cannot be compared with one
+    # datetime is a subclass of date that does not compare with date
     if type(expires) is not datetime.date:
         raise UsageError(f"{name}: expires is {expires!r}; it must be a date such as 2027-06-30, without quotes")
     if expires < today:

@@ -1,10 +1,8 @@
-"""Ranks that torchrun has started, on one host or several: each of its processes lends the world
-one rank.
+"""Worlds over torchrun's processes, on one or several hosts: each process provides one rank.
 
-Rank 0 draws the cases and gives the verdict; the others run `lend_rank`. Each lender keeps its rank
-in a child process, so that a crash of the implementation does not end the process that torchrun
-watches. The child talks to rank 0 directly; its lender receives from rank 0 when to start and end
-it.
+Rank 0 draws the cases and gives the verdict; the others run `lend_rank`. Each lender runs its rank
+in a child process, so that a crash of the implementation does not end torchrun's process. The child
+communicates with rank 0 directly; rank 0 tells the lender when to start and end it.
 """
 
 import contextlib
@@ -41,14 +39,13 @@ class Joined:
     host: str
     port: int
     gpu: int  # on its own host
-    hosts_store: bool  # no other process does
+    hosts_store: bool  # whether this process hosts the store
 
     def address(self, world: int, rank: int, ranks: int) -> RankAddress:
         return RankAddress(rank, ranks, self.host, self.port, f"moe-conformance world {world}", self.gpu)
 
     def store(self, first: bool = False) -> Any:
-        """The key-value store of all ranks. Rank 0 hosts it on the first call, unless torchrun's
-        agent does.
+        """The key-value store of all ranks, hosted by torchrun's agent or, from here on, rank 0.
 
         Raises:
             UsageError: it cannot be hosted there, or does not answer.
@@ -67,7 +64,7 @@ class Joined:
 
 
 def joined() -> Joined | None:
-    """The rank that the environment gives this process; None if it gives none, or a world of one.
+    """The rank of this process in torchrun's environment; None without one, or alone.
 
     Raises:
         UsageError: a part of the variables is missing.
@@ -85,7 +82,7 @@ def joined() -> Joined | None:
 
 
 class RemoteRanks:
-    """The lenders of all other ranks, as rank 0 reaches them."""
+    """Rank 0's connections to the lenders of all other ranks."""
 
     def __init__(self, here: Joined) -> None:
         self.here = here
@@ -95,7 +92,7 @@ class RemoteRanks:
         self._missing = ""
 
     def open(self, world: int, ranks: int) -> list["RemoteRank"]:
-        """A new process of each other rank of a world, in the order of the ranks.
+        """A new process for each other rank of a world, by rank.
 
         Raises:
             UsageError: some have not called in time; every later call raises at once.
@@ -115,7 +112,7 @@ class RemoteRanks:
         return [RemoteRank(pipes[rank], self._controls[rank], world) for rank in sorted(pipes)]
 
     def dismiss(self) -> None:
-        """End every lender, also those that have not called yet."""
+        """End every lender, including those not connected yet."""
         for control in self._controls.values():
             with contextlib.suppress(OSError):
                 control.send(("over", 0, 0))
@@ -124,14 +121,14 @@ class RemoteRanks:
             self._listener.close()
 
     def _accept(self, ranks: int) -> dict[int, Connection]:
-        """A connection from each of the ranks 1 … ranks - 1, which sends its number first.
+        """A connection from each of the ranks 1 … ranks - 1, which first sends its rank.
 
         Raises:
-            UsageError: naming the ranks that have not called in ARRIVAL_SECONDS; the other
-                connections are closed.
+            UsageError: ranks not connected within ARRIVAL_SECONDS; closes all connections.
         """
         assert self._listener is not None
-        socket = self._listener._listener._socket  # type: ignore[attr-defined]  # `accept` alone waits for ever
+        # `accept` without a timeout waits forever
+        socket = self._listener._listener._socket  # type: ignore[attr-defined]
         deadline = time.monotonic() + ARRIVAL_SECONDS
         calls: dict[int, Connection] = {}
         while missing := [rank for rank in range(1, ranks) if rank not in calls]:
@@ -179,8 +176,7 @@ class RemoteRank:
 
 
 def lend_rank(here: Joined, options: ChildOptions) -> int:
-    """Lend this rank to every world that rank 0 opens, until rank 0 dismisses it or is gone;
-    returns the exit code.
+    """Provide this rank to rank 0's worlds until rank 0 dismisses it or dies; the exit code.
 
     Raises:
         UsageError: rank 0 cannot be reached.

@@ -16,7 +16,7 @@ Listening = tuple[tuple[str, int], bytes]  # host and port of a listener, and it
 
 
 class LocalRank:
-    """A rank's process, from outside; it does not outlive this object.
+    """The parent's handle of a rank's process, which ends with this object.
 
     Args:
         context: of multiprocessing.
@@ -37,7 +37,7 @@ class LocalRank:
         self._kill = finalize(self, _kill, self.process)
 
     def ending(self) -> str:
-        """How it ended, and where it was; it is killed if it still runs."""
+        """The process's end and innermost frame; kills it if it still runs."""
         self.process.join(5)
         if self.process.exitcode is None:
             self.process.kill()
@@ -45,7 +45,7 @@ class LocalRank:
         return processes.ending(self.process, self.log_path)
 
     def where(self) -> str:
-        """Where it is, as " at …"."""
+        """The innermost frame, as " at …"."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""One rank of a world: a child process that makes calls together with the other ranks."""
+"""One rank of a world: a child process that makes collective calls."""
 
 import datetime
 import faulthandler
@@ -20,7 +20,7 @@ from conformance.engine.options import ChildOptions
 from conformance.interface import Implementation
 
 MEETING_SECONDS = 60.0  # for all ranks to meet at the store
-COLLECTIVE_SECONDS = 600.0  # of a process group; the parent's patience ends long before
+COLLECTIVE_SECONDS = 600.0  # timeout of a process group, far above the parent's time limit
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,9 @@ class Announced(Implementation):
 def serve_rank(connection: Connection, options: ChildOptions, address: RankAddress, log_path: str) -> None:
     """Meet the other ranks, then judge this rank's part of every case until the parent hangs up.
 
-    Sends the messages of a child, and these: after "ready" ("formed", None) or ("unformed", a
-    sentence); in the middle of a case ("calls", a function) before the implementation's function is
-    called, and ("agree", whether this rank is well). The parent answers "agree" with whether all
-    ranks are, when all have sent it.
+    Sends a child's messages, and after "ready" ("formed", None) or ("unformed", a sentence); during
+    a case ("calls", a function) before a call of the implementation, and ("agree", a bool). The
+    parent answers "agree" with the AND over all ranks, once all have sent it.
     """
     if options.device != "cpu" and torch.cuda.is_available():
         torch.cuda.set_device(address.gpu)
@@ -88,7 +87,7 @@ def _meet(address: RankAddress, device: str) -> dict[int, Any]:
     store = dist.PrefixStore(address.meeting, tcp)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=address.rank, world_size=address.ranks, timeout=patience)
-    # a group is made without a message between its ranks; this waits for each
+    # creating a group exchanges no messages; this waits for all ranks
     for peer in range(address.ranks):
         store.set(f"here {address.rank}", "")
         store.wait([f"here {peer}"], patience)

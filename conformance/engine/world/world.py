@@ -1,8 +1,7 @@
-"""A world of ranks, from outside: gives each rank the case, receives its outcome, and makes one
-outcome of all.
+"""The parent's view of a world: sends each rank the case, and merges the ranks' outcomes.
 
-When a rank dies, hangs or raises while others wait for it, it is named, all ranks are ended, and
-the next case gets a new world.
+If a rank dies, hangs or raises while others wait for it, the outcome names this rank, all ranks are
+ended, and the next case gets a new world.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from conformance.engine.world.joined import RemoteRank
 from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import MEETING_SECONDS
 
-GRACE_SECONDS = 4.0  # for the other ranks, once one has failed: they may wait for it for ever
+GRACE_SECONDS = 4.0  # for the other ranks once one has failed: they may wait for it forever
 ANSWER_SECONDS = 2.0  # for the outcome of a rank that has judged its values
 WORST_FIRST = (
     "ERROR",
@@ -37,7 +36,7 @@ BAD = WORST_FIRST[: WORST_FIRST.index("BLOCKED") + 1]
 
 
 class NoWorld(Exception):
-    """Ranks did not come together; the message names the one to blame."""
+    """The world did not form; the message names the rank at fault."""
 
 
 Process = LocalRank | RemoteRank
@@ -51,24 +50,24 @@ class Member:
     process: Process
     outcome: Outcome | None = None
     seen: list[int] = field(default_factory=list)
-    asking: bool | None = None  # whether it is well, when it waits for the others to agree
-    calling: str = ""  # the last function of the implementation that it has called
+    asking: bool | None = None  # its "agree", while waiting for the answer
+    calling: str = ""  # the implementation's function called last
 
     @property
     def pipe(self) -> Any:
         return self.process.pipe
 
     def within(self, case: Case) -> str:
-        """The last function it has called, such as the dispatch before a combine, as " in …"."""
+        """The function called last, such as the dispatch before a combine, as " in …"."""
         return f" in {self.calling}" if self.calling not in ("", case.function) else ""
 
 
 class World:
-    """Ranks of one implementation; a case of fewer is run by the first of them.
+    """Ranks of one implementation; a case with fewer ranks runs on the first ones.
 
     Args:
         start: starts the process of every rank.
-        patience: seconds that a case may take.
+        patience: the time limit of a case.
     """
 
     def __init__(self, start: Callable[[], list[Process]], patience: Patience) -> None:
@@ -104,7 +103,7 @@ class World:
             member.process.end()
         self._members = []
 
-    # ---- coming together
+    # ---- forming the world
 
     def _form(self) -> None:
         self._members = [Member(rank, each) for rank, each in enumerate(self._start())]
@@ -133,12 +132,10 @@ class World:
     # ---- one case
 
     def _listen(self, members: list[Member], deadline: float) -> list[Member]:
-        """Receive messages until every rank has an outcome; returns the ranks that have none in
-        time.
+        """Receive messages until every rank has an outcome; returns the ranks without one in time.
 
-        A rank that is done with the values asks whether all are well. Once one is not, the ranks
-        that have not asked yet may be waiting for it: they get GRACE_SECONDS, and it gets its
-        answer.
+        A rank that has judged its values sends "agree". Once one sends False, ranks that have not
+        sent "agree" may be waiting for it: they get GRACE_SECONDS, and it gets its answer.
         """
         while waiting := [member for member in members if member.outcome is None]:
             pause = max(min(deadline - time.monotonic(), 1.0), 0)
@@ -157,7 +154,7 @@ class World:
         return []
 
     def _answer(self, members: list[Member], agreed: bool) -> bool:
-        """Answer the ranks that have asked; returns whether any has."""
+        """Answer the ranks waiting on "agree"; returns whether there were any."""
         asking = [member for member in members if member.asking is not None]
         for member in asking:
             member.asking = None
@@ -179,7 +176,7 @@ class World:
             member.outcome, member.seen = Outcome(**content), seen[0]
 
     def _combined(self, case: Case, members: list[Member], silent: list[Member], seconds: float) -> Outcome:
-        """One outcome of all ranks: the worst, with the name of its rank."""
+        """The worst outcome of all ranks, with its rank's name."""
         outcomes = [(member, member.outcome) for member in members if member.outcome]
         failed = any(outcome.status in BAD for _, outcome in outcomes)
         if silent and not failed:
@@ -208,7 +205,7 @@ class World:
 
 
 def _named(outcome: Outcome, case: Case, member: Member, ranks: int, silent: int) -> Outcome:
-    """A rank's outcome, its message preceded by the name of the rank."""
+    """A rank's outcome, its message prefixed with the rank's name."""
     name = f"rank {member.rank} of {ranks}" + (member.within(case) if outcome.status == "CRASH" else "")
     if outcome.finding:
         waited = f"; {silent} other{'s' * (silent > 1)} waited for it" if silent else ""
@@ -219,6 +216,6 @@ def _named(outcome: Outcome, case: Case, member: Member, ranks: int, silent: int
 
 
 def _other_inputs(seen: list[int], first: list[int], failed: bool) -> bool:
-    """Whether two ranks made different inputs; after a failure only as far as both have come."""
+    """Whether two ranks generated different inputs; after a failure, up to where both got."""
     shared = min(len(seen), len(first)) if failed else None
     return seen[:shared] != first[:shared]

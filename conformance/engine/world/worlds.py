@@ -1,9 +1,8 @@
-"""All worlds of a run: which of them a case goes to, and how their ranks are started.
+"""All worlds of a run: the choice of a case's world, and the start of its ranks.
 
-On CPUs a case of few ranks is run by a group within the largest world, so that a call that
-addresses all ranks instead of the group's is caught. On GPUs it has a world of its own: torch's
-symmetric memory counts the meetings of each process, and hangs in a group whose ranks have met
-unequally often.
+On CPUs a case with few ranks runs on a subgroup of the largest world, which catches calls that
+address all ranks instead of the group's. On GPUs every size has a separate world: torch's symmetric
+memory counts rendezvous per process, and hangs in a group with unequal counts.
 """
 
 import fcntl
@@ -25,7 +24,7 @@ from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import RankAddress
 from conformance.engine.world.world import Process, World
 
-TURN = os.path.join(tempfile.gettempdir(), "moe-conformance-gpus.lock")  # a lock: runs take turns
+TURN = os.path.join(tempfile.gettempdir(), "moe-conformance-gpus.lock")  # one run at a time
 
 
 class Worlds:
@@ -41,8 +40,7 @@ class Worlds:
         self.max_ranks, self._patience, self._on_gpus = 0, Patience(0.0), False  # until `prepare`
 
     def prepare(self, description: dict[str, Any], case_seconds: float) -> None:
-        """Take the number of ranks from torchrun's world or, without one, from the implementation's
-        description.
+        """Set the number of ranks from torchrun's world, else from the child's description.
 
         Raises:
             UsageError: torchrun has started other ranks, and they cannot be reached.
