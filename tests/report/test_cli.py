@@ -1,122 +1,16 @@
 """The command line: every verb does what it says, and every bad input ends in one clear sentence."""
 
-import contextlib
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from conformance.catalogue import CONTRACTS
-from conformance.cli import main
 from conformance.engine.choose.plan import sections
 from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.run import corpus
 from conformance.families.permutation.cases import RoutingCase
-
-NAMESPACES = {
-    "good": "import moe_ref\npermute = moe_ref.permute\n",
-    # the rows of the third expert come in the opposite order
-    "wrong": """
-import moe_ref
-import torch
-
-def permute(tokens, routing_map, *, probs=None):
-    out = moe_ref.permute(tokens, routing_map, probs=probs)
-    third = (out.row_map.expert_P == 2).nonzero().flatten()
-    order = torch.arange(len(out.rows))
-    order[third] = third.flip(0)
-    raw = out.rows.view(torch.uint8) if out.rows.element_size() == 1 else out.rows
-    rows = raw[order].view(out.rows.dtype) if out.rows.element_size() == 1 else raw[order]
-    return out._replace(rows=rows)
-""",
-    "raising": """
-import moe_ref
-
-def permute(tokens, routing_map, *, probs=None):
-    if tokens.shape[1] > 3:
-        raise RuntimeError("no kernel for so many columns")
-    return moe_ref.permute(tokens, routing_map, probs=probs)
-""",
-    "refusing": """
-import moe_ref
-permute = moe_ref.permute
-
-def supports(function, **arguments):
-    return 1 / 0
-""",
-    "sleeping": """
-import pathlib, time
-
-def permute(tokens, routing_map):
-    pathlib.Path("asleep").touch()
-    time.sleep(3600)
-""",
-    "nothing": "x = 1\n",
-    "broken": "raise RuntimeError('no such card')\n",
-    "leaving": "raise SystemExit(3)\n",
-    "dying": "import os\nos._exit(3)\n",
-    "unshaped": """
-import moe_ref
-permute = moe_ref.permute
-
-def unpermute(rows, row_map, *, probs=None):
-    return moe_ref.unpermute(rows, row_map, probs=probs)
-""",
-}
-NAMESPACES["two"] = "from moe_ref import permute, unpermute\n"
-NAMESPACES["consuming"] = "from moe_ref import unpermute\n"
-WAIVER = '[[waiver]]\nfunction = "permute"\nowner = "me"\nreason = "known"\nexpires = {}\n'
-FILES = {
-    "text.txt": "hello",
-    "text.json": "hello",
-    "list.json": "[1]",
-    "number.json": '{"functions": 3}',
-    "empty.json": '{"functions": {"permute": {}}}',
-    "expired.toml": WAIVER.format("2020-01-01"),
-    "bad.toml": "[[waiver]",
-    "unused.toml": WAIVER.format("2999-01-01"),
-    "case_field.json": '{"case": {"function": "permute", "tokenz": 1}}',
-    "case_type.json": '{"case": {"function": "permute", "tokens": "two"}}',
-}
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
-    """A working directory with namespaces and files in it."""
-    for name, text in NAMESPACES.items():
-        (tmp_path / f"{name}.py").write_text(text)
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.chdir(tmp_path)
-    for name in ("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "PYTEST_ADDOPTS", "GITHUB_ACTIONS"):
-        monkeypatch.setenv(name, "")
-    return tmp_path
-
-
-@pytest.fixture
-def call(place, capfd):
-    """call(*arguments) -> exit code, stdout, stderr"""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        try:
-            code = main(arguments)
-        except SystemExit as left:  # argparse
-            code = left.code
-        told = capfd.readouterr()
-        return code, told.out, told.err
-
-    return run
-
-
-def smoke(implementation: str, *more: str) -> tuple[str, ...]:
-    return ("run", "--impl", implementation, "--profile", "smoke", *more)
+from tests.report.cli_helpers import smoke
 
 
 def only(label: str) -> tuple[str, str]:
@@ -126,6 +20,7 @@ def only(label: str) -> tuple[str, str]:
 
 
 # ---- bad input
+
 
 BAD = [
     (smoke("nobody"), "there is no module 'nobody'"),
@@ -337,130 +232,3 @@ def test_github_gets_annotations(call, monkeypatch):
 
 
 # ---- the other verbs
-
-
-def test_list_names_every_function_and_profile(call):
-    code, out, _ = call("list")
-    assert code == 0
-    assert all(f"\n{name}(" in f"\n{out}" for name in CONTRACTS)
-    assert all(f"profile {name}" in out for name in PROFILES)
-
-
-def test_doctor_finds_this_machine_fit(call):
-    code, out, _ = call("doctor")
-    assert code == 0
-    assert "finds the reference right: PASS" in out
-    assert "a kernel that kills its process is noticed: CRASH" in out
-    assert "FAIL" not in out
-
-
-def test_check_adapter_says_what_is_offered(call):
-    code, out, _ = call("check-adapter", "--impl", "moe_ref")
-    assert (code, f"{len(CONTRACTS)} of {len(CONTRACTS)} functions can be judged" in out) == (0, True)
-    code, out, _ = call("check-adapter", "--impl", "wrong")
-    assert (code, "without align, capacity, num_rows" in out, f"1 of {len(CONTRACTS)} functions" in out) == (
-        0,
-        True,
-        True,
-    )
-    code, out, _ = call("check-adapter", "--impl", "consuming")
-    assert "unpermute takes results of this namespace's own permute, which is missing" in out
-    code, out, _ = call("check-adapter", "--impl", "nothing")
-    assert (code, f"0 of {len(CONTRACTS)} functions can be judged" in out) == (4, True)
-
-
-def test_replay_tells_a_case_that_says_nothing(call):
-    code, out, _ = call("replay", '{"function": "permute", "tokens": 0}', "--impl", "moe_ref")
-    assert (code, "UNINFORMATIVE" in out) == (4, True)
-    code, out, _ = call("replay", '{"function": "sort_chunks"}', "--impl", "good")
-    assert (code, "NOT_OFFERED sort_chunks is not offered" in out) == (4, True)
-
-
-# ---- as a process
-
-
-def spawn(*arguments: str, **how) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # a shell that runs the tests in the background ignores SIGINT, and a process inherits that
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        **how,
-    )
-
-
-def nobody_left(group: int) -> bool:
-    """Whether every process of the group is gone, within a few seconds."""
-    for _ in range(100):
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def test_pytest_with_two_workers_runs_the_same_suite(call, place):
-    suite = ("pytest", "-p", "no:cacheprovider", "-n", "2", "--pyargs", "conformance", "--profile", "smoke", "--impl")
-    processes = {name: spawn(*suite, name, "--report", f"{name}.json") for name in ("two", "nobody")}
-    told = {name: process.communicate() for name, process in processes.items()}
-    assert processes["two"].returncode == 0, told["two"]
-    assert "CONFORMANT   2 functions" in told["two"][0]
-    assert call(*smoke("two", "--report", "alone.json"))[0] == 0
-    spread, alone = (json.loads((place / name).read_text())["functions"] for name in ("two.json", "alone.json"))
-    assert {name: function["cases"] for name, function in spread.items()} == {
-        name: function["cases"] for name, function in alone.items()
-    }
-    assert processes["nobody"].returncode == 2
-    assert "there is no module 'nobody'" in "".join(told["nobody"])
-    assert "Traceback" not in "".join(told["nobody"])
-
-
-def test_pytest_without_an_implementation_judges_nothing(place):
-    process = spawn("pytest", "-p", "no:cacheprovider", "--pyargs", "conformance")
-    out, err = process.communicate()
-    assert (process.returncode, "skipped" in out) == (0, True), err
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-@pytest.mark.parametrize(
-    "front",
-    [("conformance", "run"), ("pytest", "-p", "no:cacheprovider", "--pyargs", "conformance")],
-    ids=lambda x: x[0],
-)
-def test_an_interrupted_run_reports_what_was_judged_and_leaves_nothing_running(place, front, number):
-    process = spawn(*front, *smoke("sleeping", "--case-seconds", "100", "--jobs", "2", "--report", "out.json")[1:])
-    with ended(process, place):
-        process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-        assert (process.returncode, "TOO LITTLE TESTED" in out) == (4, True), err
-        assert "Traceback" not in out + err
-        report = json.loads((place / "out.json").read_text())
-        assert (report["verdict"], report["exit_code"]) == ("TOO LITTLE TESTED", 4)
-        assert report["problems"] == [f"the run was interrupted after {report['cases']} cases"]
-        assert report["functions"]["permute"]["status"] in ("not run", "too little tested")
-        assert nobody_left(process.pid)
-
-
-def test_a_run_that_is_killed_leaves_nothing_running(place):
-    process = spawn("conformance", *smoke("sleeping", "--case-seconds", "100"))
-    with ended(process, place):
-        process.kill()
-        assert "CONFORMANT" not in process.communicate(timeout=60)[0]
-        assert nobody_left(process.pid)
-
-
-@contextlib.contextmanager
-def ended(process: subprocess.Popen, place: Path) -> Iterator[None]:
-    """A block that begins when a case hangs, and ends with the process."""
-    try:
-        while not (place / "asleep").exists():
-            assert process.poll() is None
-            time.sleep(0.1)
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)

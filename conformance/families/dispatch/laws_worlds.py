@@ -19,6 +19,7 @@ from conformance.families.dispatch.laws import fits, has_room, is_fine
 from conformance.families.dispatch.laws_journeys import at_experts, dispatches_of, first_expert, named, send, send_back
 from conformance.families.dispatch.low_latency import in_order, judged, order_of
 from conformance.families.permutation.laws import ROW_REVERSAL
+from conformance.families.permutation.permute import Permute
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Finding
 from moe_ref.config import Permuted
@@ -217,7 +218,7 @@ def _fused(trial: Trial) -> Finding | None:
     slots = _with_slots(calls)
     sends = not any(trial.extras["refusal"](replace(call, settings=call.settings | group)) for call in slots)
     probs = {"probs": arrived["probs"]} if "probs" in arrived else {}
-    second = Problem("permute", {name: arrived[name] for name in ("tokens", "routing_map")}, probs | sizes)
+    second = Problem(Permute.function, {name: arrived[name] for name in ("tokens", "routing_map")}, probs | sizes)
     permutes = not trial.extras["refusal"](second)
 
     def script(implementation: Implementation, given: dict[str, Any]) -> dict[str, Any]:
@@ -225,7 +226,7 @@ def _fused(trial: Trial) -> Finding | None:
         settings = sizes | ({"probs": own["probs"]} if probs else {})
         arguments = (own["tokens"], own["routing_map"])
         result = (
-            implementation.call("permute", *arguments, **settings)
+            implementation.call(Permute.function, *arguments, **settings)
             if permutes
             else moe_ref.permute(*arguments, **settings)
         )

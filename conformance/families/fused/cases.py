@@ -14,6 +14,7 @@ from conformance.core.tensors import DTYPES, hashed, payload
 from conformance.families.experts.activations import activation_settings
 from conformance.families.experts.cases import ActivationCase, hidden_of, probs_of
 from conformance.families.permutation.cases import FLOATS, RoutingCase
+from conformance.families.permutation.permute import Permute
 from conformance.families.quantization import cases as quantization
 from conformance.families.quantization.cases import (
     DIRECTIONS,
@@ -78,7 +79,7 @@ def permuting(case: PermutedQuantizationCase) -> RoutingCase:
     """The permutation, in rows; without a capacity, a scaling of whole blocks has an alignment."""
     unit = unit_of(case)
     align = case.align or (1 if unit > 1 and not case.capacity else 0)
-    changes = {"function": "permute", "values": "dyadic", "align": unit * align}
+    changes = {"function": Permute.function, "values": "dyadic", "align": unit * align}
     changes |= {"hidden": unit * case.hidden, "capacity": unit * case.capacity}
     return RoutingCase(**{field.name: getattr(case, field.name) for field in fields(RoutingCase)} | changes)
 

@@ -12,7 +12,8 @@ from conformance.core.contract import Problem
 from conformance.core.law import Law, Trial, plain, same, upside_down
 from conformance.families.fused.cases import permuting
 from conformance.families.fused.permute_and_quantize import KEYWORDS, read_back
-from conformance.families.quantization.quantize import directions
+from conformance.families.permutation.permute import Permute
+from conformance.families.quantization.quantize import Quantize, directions
 from conformance.interface import named_outputs
 from conformance.judge import Finding
 from moe_ref.config import QuantizerState
@@ -72,7 +73,7 @@ def _two_steps(trial: Trial) -> Finding | None:
     """What the implementation's own permute and quantize make one after the other."""
 
     def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        if not (implementation.offers("permute") and implementation.offers("quantize")):
+        if not (implementation.offers(Permute.function) and implementation.offers(Quantize.function)):
             return {}
         settings = {name: given[name] for name in KEYWORDS if name in given}
         sizes, options = (
@@ -80,7 +81,9 @@ def _two_steps(trial: Trial) -> Finding | None:
         )
         if "state" in given:
             options["state"] = QuantizerState(given["amax_history"], given["scale"])
-        permuted = named_outputs(implementation.call("permute", given["tokens"], given["routing_map"], **sizes), STEPS)
+        permuted = named_outputs(
+            implementation.call(Permute.function, given["tokens"], given["routing_map"], **sizes), STEPS
+        )
         made = implementation.call(
             "quantize", permuted["rows"], given["recipe"], splits=permuted["tokens_per_expert"], **options
         )

@@ -151,7 +151,7 @@ def _permutation(problem: Problem) -> Problem:
     cotangents = {name: x for name, x in problem.cotangents.items() if name == "probs"}
     if any(name.startswith("dequantized") for name in problem.cotangents):
         cotangents["rows"] = _row_gradient(problem)
-    return Problem("permute", required, settings, wanted=problem.wanted, cotangents=cotangents)
+    return Problem(Permute.function, required, settings, wanted=problem.wanted, cotangents=cotangents)
 
 
 def _row_gradient(problem: Problem) -> Tensor:
