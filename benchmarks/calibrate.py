@@ -39,18 +39,8 @@ from conformance.judge import bound
 from conformance.judge import ratios as ratio_rules
 from conformance.judge.bound import HOPPER_FP8, Accumulator, contraction_bound, sum_bound
 from conformance.judge.ratios import CALIBRATION, Limits, RowWise, row_wise
-from tests.judge.tolerance_experiment import (
-    ORDERS,
-    REGIMES,
-    BlockKernel,
-    Kernel,
-    ScaledFirst,
-    block_truth,
-    blocks,
-    contraction,
-    layer,
-    truth,
-)
+from tests.judge.tolerance_experiment import ORDERS, REGIMES, Kernel, contraction, layer, truth
+from tests.judge.tolerance_fp8 import BlockKernel, ScaledFirst, block_truth, blocks
 
 # at most three times the spread of the rounding; bias: in units of its allowance
 LEAST = {"row": 2.0, "element": 2.5, "rms": 1.25, "bias": 1.0}

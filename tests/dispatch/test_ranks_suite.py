@@ -248,7 +248,7 @@ def test_what_fails_in_one_process_too_is_reduced_to_one():
         ({"counts": (2, 1), "tokens": 4}, "the sum tokens, 4"),
         ({"counts": (3, -1), "tokens": 2}, "numbers ≥ 0"),
         ({"counts": (3, 1), "tokens": 4, "sequences": 2}, "sequences must divide each"),
-        ({"counts": (1, 1, 1), "tokens": 3, "ranks": 2}, "ranks how many they are"),
+        ({"counts": (1, 1, 1), "tokens": 3, "ranks": 2}, "ranks their number"),
     ],
 )
 def test_counts_that_do_not_fit_are_refused_with_a_sentence(fields, told):

@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
@@ -33,8 +32,6 @@ NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"
 START_SECONDS = 180.0  # import of the implementation
 COMPILE_SECONDS = 60.0  # added on a GPU, where a case may wait for compilers
 
-
-POLL_SECONDS = 0.02  # between two looks at a world, which answers in another thread
 
 Work = Case | Draw
 Answer = Outcome | list[Case]
@@ -69,7 +66,6 @@ class Pool:
         self._children: list[Child] = []
         self._spare: Child | None = None
         self.worlds = Worlds(options, self._context, self._folder.name)
-        self._thread = ThreadPoolExecutor(1)  # that waits for worlds
 
     def __enter__(self) -> "Pool":
         return self
@@ -102,27 +98,24 @@ class Pool:
     def work(self, waiting: deque[Work]) -> Iterator[tuple[Work, Answer]]:
         """All work with its answers, as they come. More may be appended to the queue meanwhile.
 
-        Cases of several ranks run one after the other, beside the cases of single processes.
+        Cases of several ranks run one after the other, while the children run their current work.
         """
         if not self._children:
             self.start()
         alone: deque[Work] = deque()
         ranked: deque[Case] = deque()
-        world: Future[Outcome] | None = None
         while waiting or alone or ranked or any(child.work for child in self._children):
             while waiting:
                 _sort(waiting.popleft(), alone, ranked)
-            if ranked and not world:
-                world = self._thread.submit(self.worlds.run, ranked[0])
             for child in self._children:
                 if not child.work and alone:
                     self._send(child, alone.popleft())
-            if world and world.done():
-                outcome, world = world.result(), None
-                yield ranked.popleft(), outcome
+            if ranked:
+                case = ranked.popleft()
+                yield case, self.worlds.run(case)
             yield from self._answers()
-            if not waiting:
-                self._wait(world)
+            if not waiting and not ranked:
+                self._wait()
 
     def _answers(self) -> Iterator[tuple[Work, Answer]]:
         """What the children have answered. A child that died or hangs is replaced."""
@@ -156,7 +149,6 @@ class Pool:
         for child in [*self._children, *([self._spare] if self._spare else [])]:
             self._end(child)
         self._children, self._spare = [], None
-        self._thread.shutdown(wait=False, cancel_futures=True)
         self.worlds.dismiss()
         self._folder.cleanup()
 
@@ -210,16 +202,12 @@ class Pool:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             child.pipe.send(work)
 
-    def _wait(self, world: Future[Outcome] | None) -> None:
-        """Until a child answers or its time is up, or the world may have answered."""
+    def _wait(self) -> None:
+        """Until a child answers, or its time is up."""
         busy = [child for child in self._children if child.work]
-        pause = min((child.deadline - time.monotonic() for child in busy), default=POLL_SECONDS)
-        if world:
-            pause = min(pause, POLL_SECONDS)
         if busy:
-            connection.wait([child.pipe for child in busy], timeout=max(pause, 0))
-        elif world:
-            wait([world], timeout=pause)
+            pause = max(min(child.deadline for child in busy) - time.monotonic(), 0)
+            connection.wait([child.pipe for child in busy], timeout=pause)
 
     def _answer(self, child: Child) -> Answer | None:
         """The answer to the child's work; None while it runs."""

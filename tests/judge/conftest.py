@@ -1,0 +1,3 @@
+"""Fixtures of several test modules."""
+
+from tests.judge.ratio_helpers import expected as expected
