@@ -1,8 +1,9 @@
 """What a contract is of a function that knows no ranks, where the tokens of a batch are shared out over several.
 
-A case with `counts` says how many of its tokens each rank has. Every rank calls with its own rows of all that has a row for each token, and
-with the same parameters as the others. What it gets for its tokens is right as it is alone. What is one for all tokens, the gradient of a
-parameter above all, is its part of a sum over the ranks, which who trains takes: an implementation must not.
+A case with `counts` says how many of its tokens each rank has. Every rank calls with its own rows
+of all that has a row for each token, and with the same parameters as the others. What it gets for
+its tokens is right as it is alone. What is one for all tokens, the gradient of a parameter above
+all, is its part of a sum over the ranks, which who trains takes: an implementation must not.
 """
 
 from collections.abc import Callable, Mapping
@@ -61,7 +62,8 @@ class SharedOut(Ranked[C]):
         Args:
             alone: the contract of one process.
             weights: inputs that all ranks have alike; others have a row for each token.
-            sums: outputs that are one for all tokens: the sum of the ranks', as gradients of weights are; others have a row for each token.
+            sums: outputs that are one for all tokens: the sum of the ranks', as gradients of
+                weights are; others have a row for each token.
             same: outputs that all ranks have alike.
         """
         self.alone, self.weights, self.sums, self.same = alone, weights, (*weights, *sums), same

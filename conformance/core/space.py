@@ -30,7 +30,9 @@ class Space:
 
     @property
     def many(self) -> int:
-        """Tokens that are more than one block, or one program's share, of any kernel; in an interpreter, which pays by the step, fewer."""
+        """Tokens that are more than one block, or one program's share, of any kernel; in an
+        interpreter, which pays by the step, fewer.
+        """
         return 2100 if self.device == "cuda" else 260
 
     def accepts(self, function: str, setting: str) -> bool:

@@ -1,1 +1,3 @@
-"""One contract a function: its inputs from a case, its expected outputs, its illegal calls and its hand-computed cases."""
+"""One contract a function: its inputs from a case, its expected outputs, its illegal calls and its
+hand-computed cases.
+"""

@@ -1,4 +1,6 @@
-"""Helpers for tests of the suite: cases run in this process against the reference, honest variants and planted mistakes."""
+"""Helpers for tests of the suite: cases run in this process against the reference, honest variants
+and planted mistakes.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

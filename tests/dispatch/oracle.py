@@ -1,7 +1,8 @@
 """A second opinion on the dispatchers: plain loops over ranks, tokens and experts, which share no code with `moe_ref`.
 
-Layouts are lists by rank of segments by local expert of cells (source rank, token, expert), None for a row without a token. The expert is
-that of the flat world, rank · L + l. Trees walk over the cells and add one row at a time.
+Layouts are lists by rank of segments by local expert of cells (source rank, token, expert), None
+for a row without a token. The expert is that of the flat world, rank · L + l. Trees walk over the
+cells and add one row at a time.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,9 @@ def allgather(maps: Routing, num_experts: int, shards: int = 1) -> list[Segments
 
 
 def alltoall(maps: Routing, num_experts: int, shards: int = 1, capacity: int | None = None) -> list[Segments]:
-    """Each source cuts its copies into chunks by expert; rank (ep, tp) hears from the ranks (0, tp), (1, tp), …; then its shards tell each other."""
+    """Each source cuts its copies into chunks by expert; rank (ep, tp) hears from the ranks (0,
+    tp), (1, tp), …; then its shards tell each other.
+    """
     groups = len(maps) // shards
     local = num_experts // groups
     chunks: dict[tuple[int, int], list[tuple[int, int] | None]] = {}
@@ -66,7 +69,9 @@ def alltoall(maps: Routing, num_experts: int, shards: int = 1, capacity: int | N
 def hybridep(
     maps: Routing, num_experts: int, align: int = 1, num_rows: int | None = None
 ) -> tuple[list[Segments], list[bool]]:
-    """Write copies down one after the other, pad each expert, and stop where the buffer ends; and whether something was lost."""
+    """Write copies down one after the other, pad each expert, and stop where the buffer ends; and
+    whether something was lost.
+    """
     local = num_experts // len(maps)
     arrived, lost = [], []
     for w in range(len(maps)):
@@ -173,7 +178,9 @@ def flat(
 def shards_then_experts(
     rows: Sequence[Tensor], cells: Rows, tokens: Sequence[int], shards: int, between: torch.dtype
 ) -> list[Tensor]:
-    """Add the rows of neighbouring ranks that are shards of one another, in `between`, round; then add each token's rows, round."""
+    """Add the rows of neighbouring ranks that are shards of one another, in `between`, round; then
+    add each token's rows, round.
+    """
     if shards == 1:
         return flat(rows, cells, tokens)
     sums = []
@@ -188,7 +195,9 @@ def shards_then_experts(
 def weighted(
     rows: Sequence[Tensor], slots: Sequence, indices: Routing, probs: Sequence[Tensor], num_experts: int
 ) -> list[Tensor]:
-    """For each token: add prob · row over its slots, ascending, and round once; of an expert named twice the later row counts."""
+    """For each token: add prob · row over its slots, ascending, and round once; of an expert named
+    twice the later row counts.
+    """
     combined = []
     for s, own in enumerate(indices):
         out = []

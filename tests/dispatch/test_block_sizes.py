@@ -22,7 +22,9 @@ poison.install()
 
 
 def ill_conditioned(function: str) -> DispatchCase:
-    """Sums that depend on their order, on three ranks of which one has no tokens; more than one block of the small sizes in every direction."""
+    """Sums that depend on their order, on three ranks of which one has no tokens; more than one
+    block of the small sizes in every direction.
+    """
     main, cached = "tokens" if function.endswith("dispatch") else "rows", "cached" in function
     room = {"align": 2, "slack": -1} if function.startswith("hybridep") else {}
     fields: dict[str, Any] = {

@@ -1,4 +1,6 @@
-"""The layout that a rank counts alone: every case of the suite, what slots that name nobody do, and a defect that shows."""
+"""The layout that a rank counts alone: every case of the suite, what slots that name nobody do, and
+a defect that shows.
+"""
 
 import pytest
 import torch

@@ -29,7 +29,9 @@ Wrapper = Callable[..., Any]
 
 
 def two_ranks(function: str, **fields: Any) -> DispatchCase:
-    """Four tokens each; the laws cut off the first token of rank 0 and the first two of rank 1, and give all of them to rank 1."""
+    """Four tokens each; the laws cut off the first token of rank 0 and the first two of rank 1, and
+    give all of them to rank 1.
+    """
     probs = "" if function == "deepep_low_latency_dispatch" else "float32"
     return DispatchCase(
         function=function,

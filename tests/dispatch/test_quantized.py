@@ -1,4 +1,6 @@
-"""Rows that travel as codes and scales: quantised before they are sent or where they arrive, the bits are the same; and the kernels make them."""
+"""Rows that travel as codes and scales: quantised before they are sent or where they arrive, the
+bits are the same; and the kernels make them.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""Tokens shared out over real ranks: losses, counts and gradients of replicated weights are parts of sums, and who sums wrongly is found."""
+"""Tokens shared out over real ranks: losses, counts and gradients of replicated weights are parts
+of sums, and who sums wrongly is found.
+"""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""The dispatchers' gradients, and where their sums round: dispatch and combine are each other's transposes, each added up in its own way.
+"""The dispatchers' gradients, and where their sums round: dispatch and combine are each other's
+transposes, each added up in its own way.
 
 P1 … P30: see test_plan.py.
 """

@@ -1,4 +1,6 @@
-"""The tests of the tests: mistakes that real dispatchers have had, planted in the reference, are caught by the same claims."""
+"""The tests of the tests: mistakes that real dispatchers have had, planted in the reference, are
+caught by the same claims.
+"""
 
 import sys
 from importlib import import_module
@@ -173,7 +175,9 @@ def with_mistake(mistake: Mistake | None) -> Any:
 
 
 def caught(namespace: Any, file: str = "") -> str | None:
-    """The first claim that fails, in the order in which the file's own come first. Torch may also notice the mistake by itself."""
+    """The first claim that fails, in the order in which the file's own come first. Torch may also
+    notice the mistake by itself.
+    """
     own = file.removeprefix("dispatch.").replace("_", " ")
     for name, claim in sorted(CLAIMS.items(), key=lambda item: own not in item[0]):
         for w in FIXED:

@@ -1,4 +1,6 @@
-"""Memory that all ranks address: it stays where it was when more is needed, waits as long as it says, and is refused where multicast is on."""
+"""Memory that all ranks address: it stays where it was when more is needed, waits as long as it
+says, and is refused where multicast is on.
+"""
 
 import gc
 from collections.abc import Iterator

@@ -1,4 +1,6 @@
-"""Dispatchers among real ranks: the reference passes, planted defects do not, and the judge's own bounds hold and bite."""
+"""Dispatchers among real ranks: the reference passes, planted defects do not, and the judge's own
+bounds hold and bite.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Rows straight into other ranks' memory: the kernels over as many slabs in one process, and over processes that share memory."""
+"""Rows straight into other ranks' memory: the kernels over as many slabs in one process, and over
+processes that share memory.
+"""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,5 @@
-"""Small worlds of several ranks, what they send, and what has to come of it, as claims about any namespace with the reference's names.
+"""Small worlds of several ranks, what they send, and what has to come of it, as claims about any
+namespace with the reference's names.
 
 The same claims judge `moe_ref` and, in the tests of the tests, `moe_ref` with a mistake planted in it.
 """
@@ -68,7 +69,9 @@ def slot_form(routing_map: Tensor, slots: int, noise: torch.Generator) -> Tensor
 
 @st.composite
 def worlds(draw) -> World:
-    """One to four ranks, some without tokens; experts that nobody wants, tokens that want all, one expert that all want; budgets that are too small."""
+    """One to four ranks, some without tokens; experts that nobody wants, tokens that want all, one
+    expert that all want; budgets that are too small.
+    """
     ranks = draw(st.integers(1, 4))
     tokens = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5]), min_size=ranks, max_size=ranks))
     shards = draw(st.sampled_from([n for n in (1, 2, 4) if ranks % n == 0]))
@@ -235,7 +238,8 @@ def claim_low_latency(ns: Any, w: World) -> None:
             assert begin == count
 
 
-# What comes back, and what goes back in the backward: bit by bit, with sums that round, and NaN in rows that hold no token
+# What comes back, and what goes back in the backward: bit by bit, with sums that round, and NaN in
+# rows that hold no token
 
 
 def claim_sums(got: list[Tensor], right: list[Tensor]) -> None:

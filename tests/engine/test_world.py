@@ -1,4 +1,6 @@
-"""Ranks that call together are judged together; one that dies, hangs, raises or disagrees is named, and nothing is left running."""
+"""Ranks that call together are judged together; one that dies, hangs, raises or disagrees is named,
+and nothing is left running.
+"""
 
 import os
 import pickle

@@ -1,4 +1,6 @@
-"""A world in which one rank is not like the others, or does not come: it is named in a sentence, in time, and nothing is left running."""
+"""A world in which one rank is not like the others, or does not come: it is named in a sentence, in
+time, and nothing is left running.
+"""
 
 import os
 import time

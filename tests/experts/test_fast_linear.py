@@ -1,4 +1,6 @@
-"""grouped_linear in `moe_fast`: what the gate does not judge. Descriptors, tile plans, computed gradients, refusals, errors."""
+"""grouped_linear in `moe_fast`: what the gate does not judge. Descriptors, tile plans, computed
+gradients, refusals, errors.
+"""
 
 from dataclasses import replace
 from importlib import import_module

@@ -1,4 +1,6 @@
-"""grouped_linear in `moe_fast` with a recipe: what the gate does not judge. Descriptors, kept tensors, Blackwell's code."""
+"""grouped_linear in `moe_fast` with a recipe: what the gate does not judge. Descriptors, kept
+tensors, Blackwell's code.
+"""
 
 import os
 import subprocess
@@ -157,7 +159,9 @@ def test_products_take_what_is_quantised_already():
 
 
 def compile_for_blackwell(scaling: str) -> str:
-    """The machine's words for the product whose scales the matrix unit takes. In a process where kernels are compiled."""
+    """The machine's words for the product whose scales the matrix unit takes. In a process where
+    kernels are compiled.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -26,7 +26,9 @@ each_layout = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 
 
 def quarters(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Multiples of 1/4 from -2 to 2: every sum of products here is exact in float32, and rounded once gives one answer."""
+    """Multiples of 1/4 from -2 to 2: every sum of products here is exact in float32, and rounded
+    once gives one answer.
+    """
     return (torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)) / 4).to(dtype)
 
 

@@ -28,7 +28,9 @@ GROUPS = [32, 0, 64]
 
 
 def uneven(*shape: int, seed: int) -> Tensor:
-    """float32 whose magnitudes change from row to row, from column to column and from expert to expert, so that every block has its own scale."""
+    """float32 whose magnitudes change from row to row, from column to column and from expert to
+    expert, so that every block has its own scale.
+    """
     row, column = torch.arange(shape[-2])[:, None], torch.arange(shape[-1])
     magnitude = 2.0 ** (column % 7) * 2.0 ** (row % 5) * 3.0 ** -(row // 32)
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * magnitude).requires_grad_()

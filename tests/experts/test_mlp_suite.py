@@ -1,4 +1,6 @@
-"""Expert MLPs that differ in what the contract leaves open are accepted; every other difference is found where it is."""
+"""Expert MLPs that differ in what the contract leaves open are accepted; every other difference is
+found where it is.
+"""
 
 import functools
 from dataclasses import replace

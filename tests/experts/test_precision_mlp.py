@@ -275,7 +275,9 @@ def test_a_margin_without_the_rounding_is_too_narrow_for_what_comes_back():
 
 
 def test_a_number_that_may_have_two_codes_has_both_values():
-    """448 / 7 = 64, and 17 lies between 16 and 18 sixty-fourths; 7 is known to a part in a million, and so is the scale."""
+    """448 / 7 = 64, and 17 lies between 16 and 18 sixty-fourths; 7 is known to a part in a million,
+    and so is the scale.
+    """
     factor = inexact(torch.tensor([[7.0, 17 / 64, 3.0]]), RECIPES["current"][0], 1e-6)
     assert factor.center[0, 1].item() == pytest.approx(17 / 64, rel=1e-5)
     assert factor.margin[0, 1].item() == pytest.approx(1 / 64, rel=1e-4)

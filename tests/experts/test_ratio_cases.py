@@ -1,4 +1,6 @@
-"""Fixed products that are large enough for ratios: all are judged by them, and a result that is cut off instead of rounded is found by them, too."""
+"""Fixed products that are large enough for ratios: all are judged by them, and a result that is cut
+off instead of rounded is found by them, too.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace

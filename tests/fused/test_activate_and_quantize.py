@@ -1,4 +1,6 @@
-"""Activations quantised in one step: the reference is its two halves, honest variants are accepted, mistakes are found."""
+"""Activations quantised in one step: the reference is its two halves, honest variants are accepted,
+mistakes are found.
+"""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""Fused activations and quantisers in `moe_fast`: tiles of other sizes change no bit, and unsupported probs are declared."""
+"""Fused activations and quantisers in `moe_fast`: tiles of other sizes change no bit, and
+unsupported probs are declared.
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,6 @@
-"""permute_and_quantize: the reference is permute, then quantize; the suite accepts who does it otherwise, and finds each classic mistake."""
+"""permute_and_quantize: the reference is permute, then quantize; the suite accepts who does it
+otherwise, and finds each classic mistake.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -108,7 +110,9 @@ def test_a_namespace_of_fused_functions_offers_all_that_reads_their_results(name
 def in_steps(
     rows: Callable[..., Tensor] | None = None, splits: Callable[..., Tensor] | None = None, **after: Callable[..., Any]
 ) -> SimpleNamespace:
-    """permute, then quantize, with something done to the rows and splits in between, and to what is returned afterwards."""
+    """permute, then quantize, with something done to the rows and splits in between, and to what is
+    returned afterwards.
+    """
 
     def permute_and_quantize(
         tokens, routing_map, recipe, *, probs=None, align=None, capacity=None, num_rows=None, **how

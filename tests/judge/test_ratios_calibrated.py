@@ -26,7 +26,9 @@ def record() -> dict:
 
 
 def sound(record: dict) -> bool:
-    """Whether the limits follow from what was measured, by the rules and with the numbers that the judge has today, and nothing was edited."""
+    """Whether the limits follow from what was measured, by the rules and with the numbers that the
+    judge has today, and nothing was edited.
+    """
     by_rule = {"alpha": calibrate.ALPHA, "cases": calibrate.CASES, "least": calibrate.LEAST}
     same_rules = all(record[name] == value for name, value in by_rule.items())
     same_judge = all(calibration["judged_with"] == calibrate.judged_with() for calibration in record["calibrations"])
@@ -349,5 +351,6 @@ def test_quantiles_are_those_of_the_distributions():
         assert sum(chance) >= level > sum(chance[:-1])
     assert (binomial_quantile(0, 0.5, 0.9), binomial_quantile(7, 1.0, 0.9), binomial_quantile(7, 0.0, 0.9)) == (0, 7, 0)
     least, most = chi_square_range(100, 0.02)
-    # why: every table has 70.065 and 135.807 for 100 degrees; Wilson and Hilferty's formula is good to a part in a thousand there
+    # why: every table has 70.065 and 135.807 for 100 degrees; Wilson and Hilferty's formula is good
+    # to a part in a thousand there
     assert max(abs(least - 70.065), abs(most - 135.807)) < 0.1

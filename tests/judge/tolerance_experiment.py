@@ -1,7 +1,8 @@
-"""The experiment behind the judge of contractions: honest kernels, kernels with a planted bug, and the policies that others judge by.
+"""The experiment behind the judge of contractions: honest kernels, kernels with a planted bug, and
+the policies that others judge by.
 
-Two layers, in emulated precision: the expert MLP in bf16, and a grouped contraction of block-scaled FP8. Every stage of a kernel
-is a method, and every bug overrides one.
+Two layers, in emulated precision: the expert MLP in bf16, and a grouped contraction of block-scaled
+FP8. Every stage of a kernel is a method, and every bug overrides one.
 """
 
 from collections.abc import Callable
@@ -307,7 +308,9 @@ def within(y: Tensor, right: Tensor, absolute: float, relative: float) -> bool:
 
 
 def nineteen_of_twenty(y: Tensor, right: Tensor) -> bool:
-    """flashinfer-bench, MoE: an element is wrong if its absolute and its relative error are, and one in twenty may be."""
+    """flashinfer-bench, MoE: an element is wrong if its absolute and its relative error are, and
+    one in twenty may be.
+    """
     d = (y - right).abs()
     return bool(((d > 1e-2) & (d / (right.abs() + 1e-8) > 1e-2)).double().mean() <= 0.05)
 

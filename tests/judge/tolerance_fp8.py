@@ -129,7 +129,9 @@ class Hopper(BlockKernel):
 
 
 def fourteen_bits(total_RN: Tensor, terms_RKN: Tensor) -> Tensor:
-    """total + Σ_k terms, all cut off 14 bits below the largest of them, as one instruction of a Hopper matrix unit adds them."""
+    """total + Σ_k terms, all cut off 14 bits below the largest of them, as one instruction of a
+    Hopper matrix unit adds them.
+    """
     largest_RN = torch.maximum(total_RN.abs(), terms_RKN.abs().amax(1))
     quantum_RN = torch.exp2(torch.frexp(largest_RN).exponent.double() - 14)
     return ((total_RN / quantum_RN).trunc() + (terms_RKN / quantum_RN[:, None]).trunc().sum(1)).mul(quantum_RN).float()

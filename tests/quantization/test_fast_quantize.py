@@ -74,7 +74,9 @@ def decode_kernel(codes_ptr, out_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr)
 
 
 def numbers(format: formats.Format) -> Tensor:
-    """Every bfloat16, every number of the format, what lies halfway between two, and the neighbours of all of them in float32."""
+    """Every bfloat16, every number of the format, what lies halfway between two, and the neighbours
+    of all of them in float32.
+    """
     every = (torch.arange(2**16) << 16).to(torch.int32).view(FP32)
     values = formats.decode(torch.arange(format.max_code + 1, dtype=torch.uint8), format, dtype=FP64)
     halfway = (values[1:] + values[:-1]) / 2

@@ -1,4 +1,6 @@
-"""The formats against torch's casts, and against a search among exact fractions, which share nothing with the bit arithmetic."""
+"""The formats against torch's casts, and against a search among exact fractions, which share
+nothing with the bit arithmetic.
+"""
 
 import math
 from bisect import bisect_left

@@ -1,4 +1,6 @@
-"""Stochastic rounding: given noise is used, own noise is judged by its statistics, and too little randomness is found."""
+"""Stochastic rounding: given noise is used, own noise is judged by its statistics, and too little
+randomness is found.
+"""
 
 import re
 from collections.abc import Callable

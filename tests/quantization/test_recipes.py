@@ -1,4 +1,6 @@
-"""Recipes: what is refused, what is quantised how, and the rules that scales come from, against exact and hand-made values."""
+"""Recipes: what is refused, what is quantised how, and the rules that scales come from, against
+exact and hand-made values.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""quantize and dequantize, against values worked by hand and against loops over single numbers that share nothing with them."""
+"""quantize and dequantize, against values worked by hand and against loops over single numbers that
+share nothing with them.
+"""
 
 import math
 from random import Random
@@ -77,8 +79,9 @@ def test_nvfp4_by_hand():
 
 
 def test_nvfp4_maps_to_4_where_that_errs_less():
-    # S = 6·256/24 = 64. In the second block d₆ = E4M3(16/6·64 = 170.7) = 176 and d₄ = E4M3(256) = 256. A code's unit is d·24/1536: with d₄
-    # it is 4, and 16 and 12 are exact; with d₆ it is 2.75, and they become 16.5 and 11.
+    # S = 6·256/24 = 64. In the second block d₆ = E4M3(16/6·64 = 170.7) = 176 and d₄ = E4M3(256) =
+    # 256. A code's unit is d·24/1536: with d₄ it is 4, and 16 and 12 are exact; with d₆ it is 2.75,
+    # and they become 16.5 and 11.
     x = row([24.0] + [0.0] * 15 + [16.0, 12.0], 32).repeat(16, 1)
     recipe = Recipe("nvfp4", hadamard=False, four_over_six="activations")
     q = quantized(x, recipe)

@@ -1,4 +1,6 @@
-"""The suite on quantisers: honest ones pass whatever they do differently, and each classic mistake is found where it was made."""
+"""The suite on quantisers: honest ones pass whatever they do differently, and each classic mistake
+is found where it was made.
+"""
 
 import math
 from dataclasses import replace

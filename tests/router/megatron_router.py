@@ -73,7 +73,9 @@ class CpuRouter(TopKRouter):
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[ProcessGroupCollection]:
-    """The package's process groups, each of this process alone, over gloo and a store in memory; none are left behind."""
+    """The package's process groups, each of this process alone, over gloo and a store in memory;
+    none are left behind.
+    """
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         parallel_state.initialize_model_parallel()
@@ -91,7 +93,9 @@ def settings(**config: Any) -> TransformerConfig:
 
 
 def top_k_router(*, seed: int = 0, **config: Any) -> TopKRouter:
-    """A router in training, its weights drawn from `seed`; inside `one_rank` only. The caller's generator stays as it is."""
+    """A router in training, its weights drawn from `seed`; inside `one_rank` only. The caller's
+    generator stays as it is.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return CpuRouter(settings(**config), moe_utils.get_default_pg_collection())

@@ -1,4 +1,6 @@
-"""Configs that are refused: the option that the message must name, the settings, and a change to them that is accepted."""
+"""Configs that are refused: the option that the message must name, the settings, and a change to
+them that is accepted.
+"""
 
 BASE = {
     "num_moe_experts": 8,

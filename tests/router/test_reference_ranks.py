@@ -59,7 +59,9 @@ def test_the_aux_loss_is_of_a_data_parallel_rank_and_the_global_one_of_all():
 
 
 def gradient_of_weight(hidden: Tensor, weight: Tensor, how: RouterConfig, ranks: int) -> Tensor:
-    """The gradient of the router's weight by its losses, added up over the ranks; divided by all tokens where losses are of a token."""
+    """The gradient of the router's weight by its losses, added up over the ranks; divided by all
+    tokens where losses are of a token.
+    """
     parts = split(hidden, ranks)
 
     def run(rank, over):

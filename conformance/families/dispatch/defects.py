@@ -1,7 +1,8 @@
 """Defects of dispatchers, planted in a working implementation among real ranks; see `planted`.
 
-Those named E and F are real. Those named L are mistakes that a dispatcher invites, and that a suite of dispatchers must find. A defect that
-needs to know which row is whose gathers the routing of all ranks and asks the reference's plan.
+Those named E and F are real. Those named L are mistakes that a dispatcher invites, and that a suite
+of dispatchers must find. A defect that needs to know which row is whose gathers the routing of all
+ranks and asks the reference's plan.
 """
 
 import time

@@ -1,7 +1,7 @@
 """Mistakes of a dispatcher whose rows travel as codes and scales, planted in a working implementation.
 
-What it returns for rows is opaque. As in `planted_quantization`, what a mistake goes by travels beside it, and the mistake shows in the scales
-that are read of it.
+What it returns for rows is opaque. As in `planted_quantization`, what a mistake goes by travels
+beside it, and the mistake shows in the scales that are read of it.
 """
 
 from collections.abc import Callable

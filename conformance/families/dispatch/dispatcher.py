@@ -133,7 +133,9 @@ def after(
     rows: Sequence[Expectation],
     calls: Sequence[dict[str, Any]],
 ) -> list[Problem]:
-    """Calls that consume the handles of these dispatches, whose rows must be as said; `made` is what the reference makes of them."""
+    """Calls that consume the handles of these dispatches, whose rows must be as said; `made` is
+    what the reference makes of them.
+    """
     return [
         Problem(function, producer=dispatch, produced=SimpleNamespace(rows=right, made=out, row_map=None), **call)
         for dispatch, out, right, call in zip(dispatches, made, rows, calls, strict=True)
@@ -203,7 +205,9 @@ def moved(x_GH: Tensor, source_P: Tensor) -> Tensor:
 def tree_of(
     case: DispatchCase, dtype: torch.dtype, declared: Mapping[str, Any], reduce: torch.dtype
 ) -> tuple[str, Tree]:
-    """How the dispatcher adds, and what its parts are; `reduce` is the dtype that ranks add in where the dispatcher has a choice."""
+    """How the dispatcher adds, and what its parts are; `reduce` is the dtype that ranks add in
+    where the dispatcher has a choice.
+    """
     accumulator = accumulator_of(declared, dtype)
     if case.dispatcher == "allgather":
         return "ranks", Tree(accumulator, dtype, accumulator if case.ranks == 1 else reduce)

@@ -88,9 +88,11 @@ def _codes(*rows: list[int]) -> Exact:
 
 
 def _as_codes() -> Worldwide:
-    """448 / 2 = 224, so that a = [1, 2] is multiplied by 128; 448 / 4 = 112 and 448 / 6 = 74.67, so that b and c are by 64; zeros are by 1.
+    """448 / 2 = 224, so that a = [1, 2] is multiplied by 128; 448 / 4 = 112 and 448 / 6 = 74.67, so
+    that b and c are by 64; zeros are by 1.
 
-    128 has the code 0x70, 192 0x74, 256 0x78, 320 0x7A and 384 0x7C. Sums are of the rows' numbers: a stands in the first of both ranks.
+    128 has the code 0x70, 192 0x74, 256 0x78, 320 0x7A and 384 0x7C. Sums are of the rows' numbers:
+    a stands in the first of both ranks.
     """
     codes = {"a": [0x70, 0x78], "b": [0x74, 0x78], "c": [0x7A, 0x7C], "-": [0, 0]}
     values, scales = {"a": A, "b": B, "c": C, "-": [0.0, 0.0]}, {"a": 1 / 128, "b": 1 / 64, "c": 1 / 64, "-": 1.0}
@@ -156,7 +158,9 @@ ALLGATHER_COMBINE: Golden = {"sums": _back("allgather")}
 ALLTOALL_DISPATCH: Golden = {
     "by_expert": (_of_maps("alltoall"), BY_EXPERT[1]),
     "both_gradients": _gradients("alltoall"),
-    "capacity_one": (  # each source has one row for each expert: of rank 0 a for both; of rank 1 c for expert 0, and c, unrouted, for expert 1
+    # each source has one row for each expert: of rank 0 a for both; of rank 1 c for expert 0, and
+    # c, unrouted, for expert 1
+    "capacity_one": (
         _of_maps("alltoall", capacity=1),
         _dispatched(
             (floats(A, C), floats(A, C)), (ints(2), ints(2)), (floats(0.5, 0.125), floats(0.25, 9)), (False, True)
@@ -292,7 +296,8 @@ def _anything(slab: Tensor) -> Given:
 DEEPEP_LOW_LATENCY_COMBINE: Golden = {"weighted": _weighted()}
 
 DEEPEP_LAYOUT = {
-    "empty_slot_and_repeat": (  # two ranks with two experts each: token 0 goes to both, token 1 once to rank 1, token 2 nowhere
+    # two ranks with two experts each: token 0 goes to both, token 1 once to rank 1, token 2 nowhere
+    "empty_slot_and_repeat": (
         Problem(
             "deepep_layout",
             {"indices": torch.tensor([[3, -1, 0], [2, 3, 2], [-1, -1, -1]])},

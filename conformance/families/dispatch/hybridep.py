@@ -1,4 +1,5 @@
-"""hybridep_dispatch with a recipe: rows that nobody sees, and their codes and scales, judged as those of `quantize` are.
+"""hybridep_dispatch with a recipe: rows that nobody sees, and their codes and scales, judged as
+those of `quantize` are.
 
 What `amax` says is left out: it does not travel.
 """
@@ -31,7 +32,9 @@ NAMES = {name: name for name in ("amax", "scales", "codes", "values", "scales.ge
 
 
 class HybridEPDispatch(MapDispatch):
-    """`hybridep_dispatch`, of rows as they are, and of codes and scales, which are read by `codes`, `scales` and `dequantize`."""
+    """`hybridep_dispatch`, of rows as they are, and of codes and scales, which are read by `codes`,
+    `scales` and `dequantize`.
+    """
 
     def __init__(self) -> None:
         super().__init__("hybridep_dispatch")

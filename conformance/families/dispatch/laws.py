@@ -1,4 +1,5 @@
-"""Laws of dispatchers: relations between calls of all ranks, whatever the reference says; those of rows that come back are in `journeys`.
+"""Laws of dispatchers: relations between calls of all ranks, whatever the reference says; those of
+rows that come back are in `journeys`.
 
 Every rank asks for the same runs in the same order, or all of them wait for each other.
 """
@@ -63,10 +64,12 @@ def _other_values(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
 
 
 def _elsewhere(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
-    """Every rank's tokens in the opposite order, each wanting other experts: another routing, with other counts, that needs no more room.
+    """Every rank's tokens in the opposite order, each wanting other experts: another routing, with
+    other counts, that needs no more room.
 
-    The experts of a rank stay together, so the fullest rank holds as much as before, though it is another one. Where that leaves the counts as they
-    were, the first token of every rank wants nobody.
+    The experts of a rank stay together, so the fullest rank holds as much as before, though it is
+    another one. Where that leaves the counts as they were, the first token of every rank wants
+    nobody.
     """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     before = at.calls(trial.case)
@@ -86,7 +89,9 @@ def _elsewhere(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
 
 
 def _next_experts(case: DispatchCase, name: str, x: Tensor) -> Tensor:
-    """The input when every token wants, instead of an expert, the one after it on the next rank; after the last comes the first."""
+    """The input when every token wants, instead of an expert, the one after it on the next rank;
+    after the last comes the first.
+    """
     held = case.local_experts
     if name == "indices":
         there = (x // held + 1) % (case.experts // held) * held + (x + 1) % held
@@ -136,7 +141,9 @@ def _graph_capture(trial: Trial) -> Finding | None:
 
 
 def _adjointness(trial: Trial) -> Finding | None:
-    """Σ over ranks ⟨dy, A x⟩ = Σ over ranks ⟨Aᵀ dy, x⟩: forward and backward are the same matrix. Small integers make both sides exact."""
+    """Σ over ranks ⟨dy, A x⟩ = Σ over ranks ⟨Aᵀ dy, x⟩: forward and backward are the same matrix.
+    Small integers make both sides exact.
+    """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     into = trial.problem.wanted[0]
     out = {"tokens": "rows", "rows": "tokens"}[into]

@@ -82,7 +82,9 @@ def _pause(seed: int, rank: int, turn: int, device: torch.device) -> None:
 
 
 def _in_flight(trial: Trial) -> Finding | None:
-    """Two dispatches before the first combine, ranks held up here and there, and the first dispatch once more: none reads another's rows."""
+    """Two dispatches before the first combine, ranks held up here and there, and the first dispatch
+    once more: none reads another's rows.
+    """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, plain = at.place.rank, replace(trial.case, grads="", unused="", law="", layout="contiguous", layout_of="")
     cases = {" a": plain, " b": replace(plain, seed=plain.seed + 1, slots=None)}
@@ -156,7 +158,9 @@ def first_expert(case: DispatchCase, rank: int) -> int:
 
 
 def at_experts(case: DispatchCase, made: dict[str, Any], first: int) -> Tensor:
-    """What experts, of whom this is a rank's first, make of the rows of a dispatch; of DeepEP's, added up over the slots."""
+    """What experts, of whom this is a rank's first, make of the rows of a dispatch; of DeepEP's,
+    added up over the slots.
+    """
     rows = made["rows"]
     device = rows.device
     if case.dispatcher == "deepep":
@@ -176,7 +180,9 @@ def at_experts(case: DispatchCase, made: dict[str, Any], first: int) -> Tensor:
 
 
 def _dense(trial: Trial) -> Finding | None:
-    """Dispatch, experts that are not linear, combine: by every dispatcher that is offered the very numbers that one process gets."""
+    """Dispatch, experts that are not linear, combine: by every dispatcher that is offered the very
+    numbers that one process gets.
+    """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank = at.place.rank
     plain = replace(

@@ -1,4 +1,6 @@
-"""Laws of worlds: some of the tokens, the same tokens and experts on fewer ranks, and one step instead of two send every expert the same copies."""
+"""Laws of worlds: some of the tokens, the same tokens and experts on fewer ranks, and one step
+instead of two send every expert the same copies.
+"""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -42,7 +44,9 @@ def _plain(case: DispatchCase) -> DispatchCase:
 
 
 def _played(trial: Trial, runs: dict[str, Run]) -> dict[str, Any] | None:
-    """What this rank gets of the runs, by output and mark, each combined as "layer" where that is exact; None where a run is not supported."""
+    """What this rank gets of the runs, by output and mark, each combined as "layer" where that is
+    exact; None where a run is not supported.
+    """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, group = at.place.rank, {"group": at.place.group}
     every = [replace(call, settings=call.settings | group) for run in runs.values() for call in run.calls]
@@ -69,9 +73,11 @@ def _played(trial: Trial, runs: dict[str, Run]) -> dict[str, Any] | None:
 def _copies(
     law: str, trial: Trial, run: Run, outputs: dict[str, Any], mark: str
 ) -> tuple[dict[str, Tensor], Finding | None]:
-    """The copies that this rank's experts were sent, by expert and token, with what came along; or what makes them illegible.
+    """The copies that this rank's experts were sent, by expert and token, with what came along; or
+    what makes them illegible.
 
-    DeepEP's rows count once for each slot that names an expert here; of a slab, whose rows are in any order, the tokens say which is which.
+    DeepEP's rows count once for each slot that names an expert here; of a slab, whose rows are in
+    any order, the tokens say which is which.
     """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, case = at.place.rank, run.case
@@ -123,7 +129,9 @@ def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _concatenation(trial: Trial) -> Finding | None:
-    """All tokens, and some of each rank's and then the rest: every expert is sent the same copies, and the layer is that of the parts."""
+    """All tokens, and some of each rank's and then the rest: every expert is sent the same copies,
+    and the layer is that of the parts.
+    """
     case = _plain(trial.case)
     calls, numbers = dispatches_of(case), torch.arange(case.tokens).split(list(case.counts))
     cuts = [(case.seed + rank) % (count + 1) for rank, count in enumerate(case.counts)]
@@ -160,7 +168,9 @@ def _same_layer(law: str, whole: Tensor, other: Tensor) -> Finding | None:
 
 
 def _refinement(trial: Trial) -> Finding | None:
-    """All tokens on one rank, and on it all experts that they want: the copies of all ranks, one after the other, and their tokens."""
+    """All tokens on one rank, and on it all experts that they want: the copies of all ranks, one
+    after the other, and their tokens.
+    """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, case = at.place.rank, _plain(trial.case)
     host = case.seed % case.ranks
@@ -185,7 +195,9 @@ def _refinement(trial: Trial) -> Finding | None:
 
 
 def _on_one_rank(case: DispatchCase, host: int) -> tuple[DispatchCase, list[Problem]]:
-    """The case with all tokens on one rank, which has as many experts as all of them had and is alone asked for any; and its dispatch."""
+    """The case with all tokens on one rank, which has as many experts as all of them had and is
+    alone asked for any; and its dispatch.
+    """
     counts = tuple(case.tokens if rank == host else 0 for rank in range(case.ranks))
     slots_GK = torch.from_numpy(slots_of(case)) if case.dispatcher in MAPPED else torch.cat(indices_of(case)).long()
     one = replace(case, counts=counts, local_experts=case.experts)
@@ -206,7 +218,8 @@ def _on_one_rank(case: DispatchCase, host: int) -> tuple[DispatchCase, list[Prob
 
 
 def _fused(trial: Trial) -> Finding | None:
-    """HybridEP's rows, probabilities, padding, budget and overflow are those of two steps: tokens once to each rank, and `permute` there.
+    """HybridEP's rows, probabilities, padding, budget and overflow are those of two steps: tokens
+    once to each rank, and `permute` there.
 
     Both steps are the implementation's own, if it offers them; else the reference's.
     """

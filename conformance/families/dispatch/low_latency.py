@@ -1,7 +1,8 @@
-"""DeepEP's low-latency mode: slabs in which the rows of one source stand in whatever order they arrived, and a weighted combine.
+"""DeepEP's low-latency mode: slabs in which the rows of one source stand in whatever order they
+arrived, and a weighted combine.
 
-`layout_range` and `source_tokens` say which row is whose. What is right of the rows depends on them; so each implementation is judged by
-its own order, and combine is given rows in that order.
+`layout_range` and `source_tokens` say which row is whose. What is right of the rows depends on
+them; so each implementation is judged by its own order, and combine is given rows in that order.
 """
 
 from collections.abc import Mapping
@@ -62,9 +63,11 @@ def dispatches(case: DispatchCase) -> list[Problem]:
 
 
 def order_of(layout_range: Tensor, source_tokens: Tensor, right: Any) -> Tensor | None:
-    """[L,W·M]: which row of the reference's slab stands in each row of another one; None if segments or tokens are not those.
+    """[L,W·M]: which row of the reference's slab stands in each row of another one; None if
+    segments or tokens are not those.
 
-    Rows of one source that are of the same token are told apart by their order. Behind the counts stand the rows behind the counts.
+    Rows of one source that are of the same token are told apart by their order. Behind the counts
+    stand the rows behind the counts.
     """
     layout, own = layout_range.cpu().long(), source_tokens.cpu().long()
     if layout.shape != right.layout_range.shape or own.shape != right.source_tokens.shape:

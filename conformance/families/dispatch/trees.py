@@ -1,6 +1,7 @@
 """How far a sum over rows of many ranks may be from the truth: two levels of addition, with a rounding between.
 
-Where a dispatcher declares its tree, an honest implementation may add in any order inside a level, and may round less often:
+Where a dispatcher declares its tree, an honest implementation may add in any order inside a level,
+and may round less often:
 
     part[p]  = round(Σ rows of the part p)     error ≤ γ_n(u_first)·Σ|row| + u_between·(…)
     y[g]     = round(Σ parts of the token g)   error ≤ Σ errors of parts + γ_m(u_second)·(Σ|part| + …) + u_out·(…)

@@ -118,8 +118,10 @@ class ActivationCase(Case):
 
 
 def hidden_of(case: ActivationCase, columns: int) -> Tensor:
-    """h: dyadic · rows, dyadic, each row times a power of two · bounds, on and around the clamp (or 1) and 0 · saturated, where curves
-    are flat · special, dyadic with a NaN or an infinity in some rows."""
+    """h: dyadic · rows, dyadic, each row times a power of two · bounds, on and around the clamp (or
+    1) and 0 · saturated, where curves are flat · special, dyadic with a NaN or an infinity in some
+    rows.
+    """
     shape, kind = (case.tokens, columns), DTYPES[case.dtype]
     plain = payload(case.seed, "h", shape, case.dtype)
     noise = hashed(case.seed, "h kinds", case.tokens * columns).reshape(shape)
@@ -241,7 +243,9 @@ def counts_of(case: Any) -> tuple[int, ...]:
 
 
 def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
-    """[P, columns]: rows of the segments by `values`, and behind them NaN, and infinities where an amax might see them."""
+    """[P, columns]: rows of the segments by `values`, and behind them NaN, and infinities where an
+    amax might see them.
+    """
     kind, own = DTYPES[case.dtype], case.tokens * unit_of(case)
     x = (
         factor_of(case, name)

@@ -80,7 +80,9 @@ class LayersCase(Case):
 
 @dataclass(frozen=True, kw_only=True)
 class MlpCase(LayersCase):
-    """Rows, grouped by expert, that pass through the expert's two layers. Rows are in UNITs unless `align` pads them."""
+    """Rows, grouped by expert, that pass through the expert's two layers. Rows are in UNITs unless
+    `align` pads them.
+    """
 
     tokens: int = size("P")  # rows of all experts
     experts: int = size("L", at_least=1)
@@ -146,7 +148,9 @@ def rows_of(case: Any, name: str, tail: int = 0) -> Tensor:
 
 
 def weight_of(case: Any, name: str, rows: int, columns: int) -> Tensor:
-    """[L, rows, columns], a power of two smaller than a payload, so that what goes out is of the size of what goes in."""
+    """[L, rows, columns], a power of two smaller than a payload, so that what goes out is of the
+    size of what goes in.
+    """
     weight = payload(case.seed, name, (case.experts * rows, columns), case.dtype).reshape(case.experts, rows, columns)
     return of_experts(case, weight * 2.0 ** -(max(columns - 1, 1).bit_length() // 2))
 

@@ -54,7 +54,9 @@ def _with(problem: Problem, *cotangent: Any) -> Problem:
 
 
 GLU: Golden = {
-    "swiglu": (  # u = ln 3, 0 and v = 2, 5; with p = ½: du = ½ · ¾ (1 + ¼ ln 3) · 2, and ½ · ½ · 5;  dv = ½ u σ;  dp = u σ v
+    # u = ln 3, 0 and v = 2, 5; with p = ½: du = ½ · ¾ (1 + ¼ ln 3) · 2, and ½ · ½ · 5;  dv = ½ u σ;
+    # dp = u σ v
+    "swiglu": (
         _with(_glu([LN3, 0, 2, 5], probs=_floats(0.5)), [1, 1]),
         {
             "out": _near([0.75 * LN3, 0]),
@@ -70,7 +72,8 @@ GLU: Golden = {
         _glu([-20, 1], clamp=7.0),
         {"out": _near([-20 / (1 + math.exp(20))])},
     ),
-    "the_gradient_passes_at_the_bounds": (  # u: on the bound, above it, free; v: free, above, on the upper and on the lower bound
+    # u: on the bound, above it, free; v: free, above, on the upper and on the lower bound
+    "the_gradient_passes_at_the_bounds": (
         _with(_glu([2, 4, 1, 1, 1, 4, 2, -2], kind="reglu", clamp=2.0), [1, 10, 100, 1000]),
         {"out": _exactly([2, 4, 2, -2]), "d_h": _exactly([1, 0, 200, -2000, 2, 0, 100, 1000])},
     ),
@@ -78,7 +81,9 @@ GLU: Golden = {
         _with(_glu([1, 2, 10, 20, 3, 4, 30, 40], kind="reglu", interleave=2), [1, 1, 1, 1]),
         {"out": _exactly([10, 40, 90, 160]), "d_h": _exactly([10, 20, 1, 2, 30, 40, 3, 4])},
     ),
-    "gradients_of_the_stored_input": (  # u = ln 3, 464 → 1.125, 448 and v = 2.2, 17 → 2.25, 16, both second ones by ties; σ(464) = 1; p = ½
+    # u = ln 3, 464 → 1.125, 448 and v = 2.2, 17 → 2.25, 16, both second ones by ties; σ(464) = 1; p
+    # = ½
+    "gradients_of_the_stored_input": (
         _with(_glu([LN3, 464, 2.2, 17], probs=_floats(0.5), fp8_input_store=True), [1, 1]),
         {
             "out": _near([0.375 * LN3 * 2.2, 3944]),

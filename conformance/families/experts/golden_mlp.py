@@ -109,7 +109,8 @@ GROUPED_MLP: Golden = {
         ),
         {"out": _near([1.5 * LN3])},
     ),
-    "gradients_of_the_stored_input": (  # h = ln 3, 2.2 → 1.125, 2.25, which d_fc2_weight knows nothing of: a = ¾ ln 3 · 2.2
+    # h = ln 3, 2.2 → 1.125, 2.25, which d_fc2_weight knows nothing of: a = ¾ ln 3 · 2.2
+    "gradients_of_the_stored_input": (
         Problem(
             "grouped_mlp",
             {

@@ -1,6 +1,7 @@
 """Products by a recipe worked out by hand: literal inputs, and outputs that no code of this project computed.
 
-E4M3 has eight numbers between a power of two and the next, E5M2 four, E2M1 is 0 ½ 1 1½ 2 3 4 6. An amax of 7 is mapped to 448 by 64.
+E4M3 has eight numbers between a power of two and the next, E5M2 four, E2M1 is 0 ½ 1 1½ 2 3 4 6. An
+amax of 7 is mapped to 448 by 64.
 """
 
 from dataclasses import replace
@@ -109,7 +110,9 @@ def _delayed() -> Problem:
 
 
 GROUPED_LINEAR: Golden = {
-    "a_scale_for_each_expert": (  # 1.1 · 64 = 70.4 → 72;  2.3 · 32 = 73.6 → 72;  0.3 · 256 = 76.8 → 80;  gradients are exact in E5M2
+    # 1.1 · 64 = 70.4 → 72;  2.3 · 32 = 73.6 → 72;  0.3 · 256 = 76.8 → 80;  gradients are exact in
+    # E5M2
+    "a_scale_for_each_expert": (
         _CURRENT,
         {
             "out": _exactly([49 + 7.875], [24.5 + 2.25 * 0.3125]),
@@ -125,7 +128,9 @@ GROUPED_LINEAR: Golden = {
         _BLOCK,
         {"out": _near([2], [12.75]), "d_weight": _near([[1, 0.3125]])},
     ),
-    "small_blocks_along_the_contraction": (  # beside 7 1¼ · 2⁻¹⁴ is subnormal, and halfway between two codes; alone in its column it is exact
+    # beside 7 1¼ · 2⁻¹⁴ is subnormal, and halfway between two codes; alone in its column it is
+    # exact
+    "small_blocks_along_the_contraction": (
         _MX,
         {
             "out": _exactly(*_corner(32, [49 + 2.0**-14])),

@@ -1,7 +1,8 @@
-"""Illegal calls of functions that multiply by a recipe: what `moe_ref.config` says of recipes, their states and noise, and whole blocks.
+"""Illegal calls of functions that multiply by a recipe: what `moe_ref.config` says of recipes,
+their states and noise, and whole blocks.
 
-What is wrong in a recipe itself is refused where it is made. A rule whose argument only a backward reads is one of grouped_dgrad and
-grouped_wgrad.
+What is wrong in a recipe itself is refused where it is made. A rule whose argument only a backward
+reads is one of grouped_dgrad and grouped_wgrad.
 """
 
 from collections.abc import Callable

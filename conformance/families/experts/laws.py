@@ -22,7 +22,9 @@ DOUBLED = ("dyadic", "rows", "columns", "patches", "zeros")  # values that stay 
 
 
 def scaled(expected: Expectation, factor: float) -> Bounded:
-    """What is right for `factor` times the input, a power of two: the same roundings, but for subnormals and overflow."""
+    """What is right for `factor` times the input, a power of two: the same roundings, but for
+    subnormals and overflow.
+    """
     assert isinstance(expected, Bounded)
     finite = expected.value.abs() * factor + expected.bound * factor <= torch.finfo(expected.dtype).max
     lost = torch.finfo(expected.dtype).tiny * max(factor, 1.0)
@@ -36,7 +38,9 @@ def scaled(expected: Expectation, factor: float) -> Bounded:
 
 
 def ordinary(x: Tensor) -> Tensor:
-    """Where neither x nor a few times x is subnormal or overflows; nor are the float32 numbers that it is made of, whatever its own dtype."""
+    """Where neither x nor a few times x is subnormal or overflows; nor are the float32 numbers that
+    it is made of, whatever its own dtype.
+    """
     kind = torch.finfo(x.dtype)
     least = max(8 * kind.tiny, 2.0**24 * torch.finfo(torch.float32).tiny)
     return (x == 0) | ((x.abs() > least) & (x.abs() < kind.max / 8))
@@ -90,7 +94,9 @@ def _neighbour_independence(trial: Trial) -> Finding | None:
 def untouched(
     trial: Trial, law: str, second: dict[str, Any], kept: dict[str, Tensor], bitwise: bool = True
 ) -> Finding | None:
-    """`second` is what some rows were in the first run: bit by bit if runs of one shape repeat, else by what was expected there."""
+    """`second` is what some rows were in the first run: bit by bit if runs of one shape repeat,
+    else by what was expected there.
+    """
     if bitwise and trial.declared.get("deterministic"):
         return same(law, {name: trial.first[name][rows] for name, rows in kept.items()}, second)
     for name, rows in kept.items():
@@ -217,7 +223,9 @@ def _turns_over(case: Any) -> bool:
 
 
 def _rounds_small_numbers(case: Any) -> bool:
-    """Whether a cotangent, or a product of quantised ones, may become a subnormal on its way, which doubling does not pass through."""
+    """Whether a cotangent, or a product of quantised ones, may become a subnormal on its way, which
+    doubling does not pass through.
+    """
     return bool(getattr(case, "early", False) or getattr(case, "scaling", "")) and case.dtype == "float16"
 
 

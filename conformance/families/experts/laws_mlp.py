@@ -85,7 +85,9 @@ def _token_reversal(trial: Trial) -> Finding | None:
 
 
 def _in_any_order(case: Any) -> bool:
-    """Whether tokens share a scale with all or with none of the others, whatever their order; noise has an order of its own."""
+    """Whether tokens share a scale with all or with none of the others, whatever their order; noise
+    has an order of its own.
+    """
     return getattr(case, "scaling", "") in ("", "delayed", "current")
 
 
@@ -94,13 +96,17 @@ def _weighted(case: Any) -> bool:
 
 
 def _doubles(case: Any) -> bool:
-    """Whether twice the numbers are twice the result: not among float16's subnormals, nor where a scale remembers others or has a least amax."""
+    """Whether twice the numbers are twice the result: not among float16's subnormals, nor where a
+    scale remembers others or has a least amax.
+    """
     recipe = recipe_of(case)
     return case.dtype != "float16" and (recipe is None or (recipe.scaling != "delayed" and not recipe.amax_epsilon))
 
 
 def _padded_by_nothing(case: Any) -> bool:
-    """Whether rows of zeros stay zeros through the stages, or no scale sees them; and the call is legal without them."""
+    """Whether rows of zeros stay zeros through the stages, or no scale sees them; and the call is
+    legal without them.
+    """
     zeros = not case.bias1 or (bool(case.probs) and not case.on_input)
     return unit_of(case) == 1 and (zeros or not case.scaling) and not _random(case)
 

@@ -1,7 +1,7 @@
 """Grouped products of quantised operands: recipes and what goes with them.
 
-A product is judged by what the reference's codes stand for (`analysis.factors`); where codes may be others, it may be as far away as they
-take it, and its row is not compared with the reference.
+A product is judged by what the reference's codes stand for (`analysis.factors`); where codes may be
+others, it may be as far away as they take it, and its row is not compared with the reference.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +41,9 @@ PATCH, PATCH_SPREAD = (
     32,
     6,
 )  # side of a patch where scales belong to no blocks, and by how many powers of two it is above or below 1
-MOST_SEEN = 3.0  # what the steps before saw lies between 1 and this; a payload goes up to 2: some groups are cut off, others lose a bit
+# what the steps before saw lies between 1 and this; a payload goes up to 2: some groups are cut
+# off, others lose a bit
+MOST_SEEN = 3.0
 
 
 # ---- cases
@@ -141,7 +143,9 @@ def recipe_settings(case: Any) -> dict[str, Any]:
 
 
 def state_tensors(case: Any, prefix: str = "state") -> dict[str, Tensor]:
-    """What delayed scaling remembers of each tensor and expert, by a name that says whose it is; nothing for other scalings."""
+    """What delayed scaling remembers of each tensor and expert, by a name that says whose it is;
+    nothing for other scalings.
+    """
     recipe = recipe_of(case)
     if recipe is None or recipe.scaling != "delayed":
         return {}

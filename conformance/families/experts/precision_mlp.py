@@ -32,7 +32,9 @@ def rows_unit(case: Any) -> int:
 
 
 def of_experts(case: Any, weight: Tensor) -> Tensor:
-    """The weights, each expert's times a power of two: with a recipe no expert has a scale that would do for another."""
+    """The weights, each expert's times a power of two: with a recipe no expert has a scale that
+    would do for another.
+    """
     power = 2.0 ** ((torch.arange(len(weight)) + case.seed) % 3 - 1)
     return (weight.double() * power[:, None, None]).to(weight.dtype) if case.scaling else weight
 
@@ -97,7 +99,9 @@ def settings_of(problem: Problem) -> dict[str, Any]:
 def layers_of(
     problem: Problem, declared: Mapping[str, Any], rows: Tensor, counts: Tensor
 ) -> tuple[LowLayer, LowLayer] | None:
-    """Both layers with what each has of a recipe, for the rows of these experts, padding included; None in high precision."""
+    """Both layers with what each has of a recipe, for the rows of these experts, padding included;
+    None in high precision.
+    """
     recipe = problem.settings.get("recipe")
     if recipe is None:
         return None

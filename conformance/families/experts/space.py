@@ -1,4 +1,6 @@
-"""Cases of what happens inside experts: activations, with every setting and dtype, and grouped products in high and in low precision."""
+"""Cases of what happens inside experts: activations, with every setting and dtype, and grouped
+products in high and in low precision.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -38,7 +40,9 @@ def near(case: Any, scope: Scope) -> Any:
 
 
 def long_rows(scope: Scope) -> list[Changes]:
-    """One more row than a power of two; blocks of rows and of columns; the widths of real models where a GPU makes them cheap."""
+    """One more row than a power of two; blocks of rows and of columns; the widths of real models
+    where a GPU makes them cheap.
+    """
     gpu = scope.space.device == "cuda"
     wide: list[Changes] = (
         [{"tokens": 5, "width": 2880}, {"tokens": 3, "width": 7168}] if gpu else [{"tokens": 3, "width": 513}]

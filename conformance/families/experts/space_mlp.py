@@ -226,7 +226,9 @@ def _low_pairs(scope: Scope) -> dict[str, list[Changes]]:
 
 
 def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
-    """On a GPU every legal pair of values, and every recipe with a backward_override; in an interpreter every recipe once."""
+    """On a GPU every legal pair of values, and every recipe with a backward_override; in an
+    interpreter every recipe once.
+    """
     if not scope.accepts("recipe"):
         return []
     gpu, pairs = scope.space.device == "cuda", _low_pairs(scope)
@@ -257,7 +259,9 @@ def _ragged(scope: Scope) -> list[Changes]:
 
 
 def _large(scope: Scope) -> list[Changes]:
-    """Ragged; more experts than rows; scales of each layer, computed again; real widths where a GPU makes them cheap."""
+    """Ragged; more experts than rows; scales of each layer, computed again; real widths where a GPU
+    makes them cheap.
+    """
     gpu = scope.space.device == "cuda"
     many = {"tokens": 40 if gpu else 12, "experts": 129 if gpu else 17, "hidden": 9, "width": 5}
     again = {"tokens": 5, "experts": 2, "hidden": 2, "width": 2, "dtype": "bfloat16"}

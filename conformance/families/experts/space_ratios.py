@@ -22,7 +22,9 @@ SHORT_BLOCKS: dict[str, dict[str, Any]] = {  # the same in sixteens
 
 
 def ratio_cases(scope: Scope) -> list[Any]:
-    """In high precision, and with one scale per tensor, per block of 128 and per block of 16; rounded to nearest where noise is not taken."""
+    """In high precision, and with one scale per tensor, per block of 128 and per block of 16;
+    rounded to nearest where noise is not taken.
+    """
     short, blocks = ({"dtype": "bfloat16"} | sizes[scope.function] for sizes in (SHORT, SHORT_BLOCKS))
     found = [scope.case(short)]
     for scaling, sizes in (("current", short), ("block", short), ("nvfp4", blocks)):

@@ -1,4 +1,6 @@
-"""Grouped products in low precision, beside the cases of the same functions in high precision: a covering array, shapes and far addresses."""
+"""Grouped products in low precision, beside the cases of the same functions in high precision: a
+covering array, shapes and far addresses.
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -65,7 +65,8 @@ _TIE = _rows([448, 0, 1, 0], [17 / 16, 0, 1, 0], dtype=torch.bfloat16)
 _LIFT = torch.tensor([1, 1 + 2.0**-12])
 
 GLU_AND_QUANTIZE: Golden = {
-    "the_gate_is_in_no_amax": (  # 1 · 1, 2 · 1, 0, 7 · 2 = 14, times ½ = 7:  448 / 7 = 64, of which 32, 64, 0, 448 are left
+    # 1 · 1, 2 · 1, 0, 7 · 2 = 14, times ½ = 7:  448 / 7 = 64, of which 32, 64, 0, 448 are left
+    "the_gate_is_in_no_amax": (
         _glu(CURRENT, _rows([1, 2, -100, 7, 1, 1, 1, 2]), probs=torch.tensor([0.5])),
         {
             "amax": _exactly(7.0),
@@ -86,11 +87,14 @@ GLU_AND_QUANTIZE: Golden = {
         _glu(CURRENT, _TIE, probs=_LIFT, round_before_quantize=True),
         {"codes": _bytes([0x7E, 0], [0x38, 0])},
     ),
-    "clamped_and_interleaved": (  # pairs (9, 9) → 7 · (7 + 1) = 56, (1, -9) → 1 · (-7 + 1) = -6;  448 / 56 = 8: 448, -48
+    # pairs (9, 9) → 7 · (7 + 1) = 56, (1, -9) → 1 · (-7 + 1) = -6;  448 / 56 = 8: 448, -48
+    "clamped_and_interleaved": (
         _glu(CURRENT, _rows([9, 9, 1, -9]), clamp=7.0, offset=1.0, interleave=1),
         {"amax": _exactly(56.0), "scales": _exactly(1 / 8), "codes": _bytes([0x7E, 0xE4])},
     ),
-    "both_directions_by_groups": (  # 6 and 3 in one group, 1 in the next: by columns 64 for the first two (448/6 = 74⅔), 256 for the last
+    # 6 and 3 in one group, 1 in the next: by columns 64 for the first two (448/6 = 74⅔), 256 for
+    # the last
+    "both_directions_by_groups": (
         _glu(BLOCK, _rows([6, 1], [3, 1], [1, 1], [5, 5]), splits=torch.tensor([2, 1]), columnwise=True),
         {
             "amax": _exactly([6.0], [3.0], [1.0]),
@@ -135,13 +139,16 @@ ACTIVATION_AND_QUANTIZE: Golden = {
         _relu2(CURRENT, _rows([2, -3, 4]), probs=torch.tensor([0.875])),
         {"amax": _exactly(14.0), "scales": _exactly(1 / 32), "codes": _bytes([0x6E, 0, 0x7E])},
     ),
-    "the_next_power_of_two": (  # 16² = 256 and 22² = 484: 484/448 is above 1: 2 · 242 → 240;  the 31 other columns are 0
+    # 16² = 256 and 22² = 484: 484/448 is above 1: 2 · 242 → 240;  the 31 other columns are 0
+    "the_next_power_of_two": (
         _relu2(Recipe("mxfp8"), torch.cat([_rows([16, 22, *[0] * 30]), torch.zeros(31, 32)])),
         {"scales": _bytes([128], *[[0]] * 31), "codes": _bytes([0x70, 0x77, *[0] * 30], *[[0] * 32] * 31)},
     ),
 }
 GLU_BACKWARD_AND_QUANTIZE: Golden = {
-    "gates_and_values": (  # g = 4 · ½: du = 2 · 7, dv = 2 · 3; dp = 4 · 3 · 7.  57344 / 14 = 4096: 14 · 4096 = 57344, 6 · 4096 = 24576
+    # g = 4 · ½: du = 2 · 7, dv = 2 · 3; dp = 4 · 3 · 7.  57344 / 14 = 4096: 14 · 4096 = 57344, 6 ·
+    # 4096 = 24576
+    "gates_and_values": (
         _back("glu", CURRENT, _rows([4]), _rows([3, 7]), kind="reglu", probs=torch.tensor([0.5])),
         {"amax": _exactly(14.0), "scales": _exactly(1 / 4096), "codes": _bytes([0x7B, 0x76]), "d_probs": _numbers(84)},
     ),
