@@ -141,6 +141,31 @@ MANY_RANKS = DispatchCase(
 )  # fmt: skip
 
 
+EVERY_LARGE = [
+    *(LARGE, replace(LARGE, function="unpermute", grads="rows+probs", unused=""), MANY_CHUNKS, MANY_SLOTS),
+    *(
+        MANY_LOGITS,
+        replace(MANY_LOGITS, function="aux_loss_scores", bias="", groups=0, group_topk=0),
+        MANY_LOADS,
+        MANY_STATES,
+        MANY_STEPS,
+    ),
+    *(
+        MANY_BLOCKS,
+        MANY_UPDATES,
+        MANY_PERMUTED,
+        MANY_ACTIVATED,
+        replace(MANY_ACTIVATED, function="glu_backward_and_quantize", grads=""),
+    ),
+    *(MANY_PRODUCTS, MANY_STAGES, replace(MANY_STAGES, function="sequential_mlp"), MANY_TOKENS, MANY_RANKS),
+    *(
+        MANY_NUMBERS,
+        MANY_SEGMENTS,
+        replace(MANY_SEGMENTS, function="grouped_wgrad", grads="", bias="", into="float32"),
+    ),
+]
+
+
 def failed(output: str = "rows", check: str = "exact", status: str = "FAIL") -> Outcome:
     return Outcome(status, {"output": output, "check": check, "message": "", "index": ()} if status == "FAIL" else None)
 

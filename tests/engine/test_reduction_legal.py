@@ -1,7 +1,6 @@
 """Reduction tries only legal cases and ends at a minimum."""
 
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -14,24 +13,9 @@ from conformance.engine.choose.plan import fixed_cases
 from conformance.engine.run.reduction import failure_key, reduce
 from conformance.families.permutation.cases import ChunksCase
 from tests.engine.reduction_helpers import (
+    EVERY_LARGE,
     LARGE,
     LONG,
-    MANY_ACTIVATED,
-    MANY_BLOCKS,
-    MANY_CHUNKS,
-    MANY_LOADS,
-    MANY_LOGITS,
-    MANY_NUMBERS,
-    MANY_PERMUTED,
-    MANY_PRODUCTS,
-    MANY_RANKS,
-    MANY_SEGMENTS,
-    MANY_SLOTS,
-    MANY_STAGES,
-    MANY_STATES,
-    MANY_STEPS,
-    MANY_TOKENS,
-    MANY_UPDATES,
     failed,
     failing_if,
     two_tokens_and_somebody_in_a_third_expert,
@@ -100,33 +84,7 @@ def work(case: Case) -> int:
     return rows * max(getattr(case, "hidden", 1), 1)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(LARGE, replace(LARGE, function="unpermute", grads="rows+probs", unused=""), MANY_CHUNKS, MANY_SLOTS),
-        *(
-            MANY_LOGITS,
-            replace(MANY_LOGITS, function="aux_loss_scores", bias="", groups=0, group_topk=0),
-            MANY_LOADS,
-            MANY_STATES,
-            MANY_STEPS,
-        ),
-        *(
-            MANY_BLOCKS,
-            MANY_UPDATES,
-            MANY_PERMUTED,
-            MANY_ACTIVATED,
-            replace(MANY_ACTIVATED, function="glu_backward_and_quantize", grads=""),
-        ),
-        *(MANY_PRODUCTS, MANY_STAGES, replace(MANY_STAGES, function="sequential_mlp"), MANY_TOKENS, MANY_RANKS),
-        *(
-            MANY_NUMBERS,
-            MANY_SEGMENTS,
-            replace(MANY_SEGMENTS, function="grouped_wgrad", grads="", bias="", into="float32"),
-        ),
-    ],
-    ids=lambda c: c.function,
-)
+@pytest.mark.parametrize("case", EVERY_LARGE, ids=lambda c: c.function)
 def test_whatever_fails_a_reduction_ends(case):
     """Everything fails: the greedy walk reaches a case that nothing is simpler than."""
     found = reduce(case, failed(), lambda smaller: failed(), LONG)
