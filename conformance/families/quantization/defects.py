@@ -32,7 +32,9 @@ def _tagged(data_of: Callable[..., Any], **readers: Callable[[Tensor, Any, bool]
         return out._replace(quantized=Beside(out.quantized, data_of(x, recipe, settings)))
 
     def reading(change: Callable[[Tensor, Any, bool], Tensor] | None) -> Wrapper:
-        def read(base: Wrapper, tagged: Beside, /, *, columnwise: bool = False, **options: Any) -> Any:
+        def read(base: Wrapper, tagged: Any, /, *, columnwise: bool = False, **options: Any) -> Any:
+            if not isinstance(tagged, Beside):  # another function's result
+                return base(tagged, columnwise=columnwise, **options)
             out = base(tagged.quantized, **options, **({"columnwise": True} if columnwise else {}))
             unchanged = change is None or tagged.known is None or not isinstance(out, Tensor)
             return out if unchanged else change(out, tagged.known, columnwise)  # type: ignore[misc]
