@@ -21,7 +21,8 @@ class Space:
     """The bounds of drawn cases."""
 
     device: str = "cpu"
-    without: dict[str, frozenset[str]] = field(default_factory=dict)  # by function: unsupported optional arguments
+    # by function: unsupported optional arguments
+    without: dict[str, frozenset[str]] = field(default_factory=dict)
     not_differentiable: frozenset[str] = frozenset()  # functions
     contiguous_only: frozenset[str] = frozenset()  # functions
     ranks: int = 4  # most per world

@@ -157,7 +157,8 @@ def _duplicates_sent(dispatch: Wrapper, tokens: Tensor, indices: Tensor, **setti
     out = dispatch(tokens, indices, **settings)
     times = (out.indices >= 0).sum(1)
     again = torch.repeat_interleave(torch.arange(len(out.rows), device=times.device), times)[: len(out.rows)]
-    index = torch.cat([again, torch.arange(len(again), len(out.rows), device=times.device)])  # the last do not fit
+    # the last do not fit
+    index = torch.cat([again, torch.arange(len(again), len(out.rows), device=times.device)])
     return _taken(out, index)._replace(indices=out.indices[index])
 
 
@@ -203,7 +204,8 @@ def _one_more_than_fits(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, 
         return out
     more = dispatch(tokens, routing_map, **settings | {"capacity": capacity + 1})
     place = torch.arange(len(more.rows)) % (capacity + 1)
-    taken = _taken(more, (place != capacity - 1).nonzero().flatten())  # slot ≤ C: the last slot is overwritten
+    # slot ≤ C: the last slot is overwritten
+    taken = _taken(more, (place != capacity - 1).nonzero().flatten())
     return out._replace(rows=taken.rows, probs=taken.probs)
 
 
