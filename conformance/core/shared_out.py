@@ -1,9 +1,8 @@
-"""What a contract is of a function that knows no ranks, where the tokens of a batch are shared out over several.
+"""Contract of a one-process function whose batch is sharded over ranks.
 
-A case with `counts` says how many of its tokens each rank has. Every rank calls with its own rows
-of all that has a row for each token, and with the same parameters as the others. What it gets for
-its tokens is right as it is alone. What is one for all tokens, the gradient of a parameter above
-all, is its part of a sum over the ranks, which who trains takes: an implementation must not.
+`counts` of a case: tokens per rank. Each rank calls with its slice of every per-token input and
+the same parameters. Per-token outputs equal those of one process. Outputs summed over tokens, such
+as parameter gradients, are the rank's partial sums; an implementation must not reduce them.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,21 +20,21 @@ from conformance.core.signature import Signature
 from conformance.core.space import Space
 from conformance.judge import Expectation
 
-WORLDS = (2, 4, 2, 3, 1)  # the likeliest first
-MOST_TOKENS = 4  # of a rank, times the sequences
+WORLDS = (2, 4, 2, 3, 1)  # likeliest first
+MOST_TOKENS = 4  # per rank and sequence
 
 
 @dataclass(kw_only=True)
 class Counts(Parts):
-    """Tokens of each of several ranks; empty: one process."""
+    """Tokens per rank; empty: one process."""
 
-    of: str = ""  # an input of the functions that ranks may share
+    of: str = ""  # an input of the functions that may be sharded
 
     def live(self, signature: Signature) -> bool:
         return not self.of or self.of in signature.names
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
-        """One process: how many ranks there may be is the space's."""
+        """One process: the space draws the number of ranks."""
         return st.just({self.name: self.default})
 
 
@@ -45,7 +44,7 @@ def counts(of: str = "") -> Any:
 
 @st.composite
 def worlds(draw: st.DrawFn, space: Space, each: int = 1, even: bool = False, least: int = 0) -> tuple[int, ...]:
-    """The tokens of each rank: multiples of `each`, equally many if they are to be even."""
+    """Tokens per rank: multiples of `each`, equal if `even`."""
     ranks = draw(st.sampled_from([n for n in WORLDS if n <= space.ranks]))
     some = st.integers(least, MOST_TOKENS)
     counts = (draw(some),) * ranks if even else tuple(draw(some) for _ in range(ranks))
@@ -53,18 +52,17 @@ def worlds(draw: st.DrawFn, space: Space, each: int = 1, even: bool = False, lea
 
 
 class SharedOut(Ranked[C]):
-    """The contract of one process; and, of a case with counts, each rank's."""
+    """The one-process contract, and per rank for cases with counts."""
 
     def __init__(
         self, alone: Contract[C], weights: tuple[str, ...] = (), sums: tuple[str, ...] = (), same: tuple[str, ...] = ()
     ) -> None:
         """
         Args:
-            alone: the contract of one process.
-            weights: inputs that all ranks have alike; others have a row for each token.
-            sums: outputs that are one for all tokens: the sum of the ranks', as gradients of
-                weights are; others have a row for each token.
-            same: outputs that all ranks have alike.
+            alone: the one-process contract.
+            weights: inputs equal on all ranks; the others have one row per token.
+            sums: outputs summed over ranks (weight gradients); the others have one row per token.
+            same: outputs equal on all ranks.
         """
         self.alone, self.weights, self.sums, self.same = alone, weights, (*weights, *sums), same
         self.adopt(alone)
@@ -88,7 +86,7 @@ class SharedOut(Ranked[C]):
         return self.alone.expected(case, calls[rank], declared)
 
     def together(self, case: C) -> tuple[Problem, C]:
-        """The call of one process that has all tokens, and a case that says what is right of it."""
+        """The one-process call with all tokens, and the case of its expectations."""
         return self.alone.legal(case), case
 
     def legal(self, case: Any) -> Problem:
@@ -106,7 +104,7 @@ class SharedOut(Ranked[C]):
 
 
 def _changed(whole: Problem, part: Callable[[str, Any], Any]) -> Problem:
-    """The call with a part of each tensor."""
+    """The call with a slice of each tensor."""
     parts = {
         name: {key: part(key, x) for key, x in getattr(whole, name).items()}
         for name in ("required", "settings", "cotangents", "first")

@@ -1,6 +1,6 @@
-"""The law of tokens that ranks share: together the ranks' results are one process's that has all tokens.
+"""Law of sharded batches: the ranks' results together equal one process's.
 
-Every rank takes the same sums in the same order; otherwise all of them would wait for each other.
+Every rank takes the same sums in the same order; otherwise the ranks deadlock.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from conformance.judge import Bounded, Exact, Expectation, Finding, judge
 
 
 def _one_process(trial: Trial) -> Finding | None:
-    """This rank alone with all tokens: equal rows for its own tokens; sums equal the sum over the ranks.
+    """One process with all tokens: equal rows for this rank's tokens, equal sums over ranks.
 
     The error bounds of the ranks and of the one process add up.
     """
@@ -47,7 +47,7 @@ def _one_process(trial: Trial) -> Finding | None:
 
 
 def _bound(right: Expectation) -> Tensor:
-    """How far an honest result may be from it."""
+    """The largest error of a correct result."""
     if isinstance(right, Exact):
         return torch.zeros(right.value.shape, dtype=torch.float64)
     assert isinstance(right, Bounded)
@@ -55,7 +55,7 @@ def _bound(right: Expectation) -> Tensor:
 
 
 def _sums_up(case: Any) -> bool:
-    """Whether the ranks' results are parts of one sum, and no infinity is in the way."""
+    """Whether the ranks' results are partial sums without infinities."""
     plain = case.counts and not case.golden and not case.illegal and getattr(case, "values", "") != "special"
     return bool(plain and getattr(case, "one_sum", True))
 

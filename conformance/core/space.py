@@ -1,4 +1,4 @@
-"""What cases may be drawn for an implementation on a device: its sizes, its settings and its laws."""
+"""The cases an implementation supports on a device: sizes, settings, laws."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,21 +18,18 @@ MAP_DTYPES = ("bool", "uint8", "int32", "int64")
 
 @dataclass(frozen=True)
 class Space:
-    """What is drawn from."""
+    """The bounds of drawn cases."""
 
     device: str = "cpu"
-    without: dict[str, frozenset[str]] = field(
-        default_factory=dict
-    )  # by function: optional arguments that are not accepted
-    not_differentiable: frozenset[str] = frozenset()  # functions that are declared so
-    contiguous_only: frozenset[str] = frozenset()  # likewise
-    ranks: int = 4  # that a world has room for
+    # by function: unsupported optional arguments
+    without: dict[str, frozenset[str]] = field(default_factory=dict)
+    not_differentiable: frozenset[str] = frozenset()  # functions
+    contiguous_only: frozenset[str] = frozenset()  # functions
+    ranks: int = 4  # most per world
 
     @property
     def many(self) -> int:
-        """Tokens that are more than one block, or one program's share, of any kernel; in an
-        interpreter, which pays by the step, fewer.
-        """
+        """More tokens than one block or program of any kernel; fewer in an interpreter."""
         return 2100 if self.device == "cuda" else 260
 
     def accepts(self, function: str, setting: str) -> bool:
@@ -40,7 +37,7 @@ class Space:
 
     @classmethod
     def of(cls, description: dict[str, Any]) -> "Space":
-        """The space of an implementation, from what its child says of it."""
+        """The space from a child's description of the implementation."""
         functions = description["functions"]
         denied = {
             key: frozenset(f for f, known in functions.items() if known["declares"].get(key) is False)

@@ -1,4 +1,4 @@
-"""Laws of every function: earlier calls, fresh memory and the inputs' writer do not matter."""
+"""Laws of every function: results do not depend on history, memory or producers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,13 +45,13 @@ def _other_values(problem: Problem) -> Problem:
 
 
 def _buffer_reuse(trial: Trial) -> Finding | None:
-    """Other values in the storage that the first run read."""
+    """Other values in the storage of the first run's inputs."""
     second = _other_values(trial.problem)
     return trial.judged("buffer_reuse", trial.reference(second), trial.run(second, storage=trial.extras["placed"]))
 
 
 def _late_producer(trial: Trial) -> Finding | None:
-    """Inputs whose writes on the current stream are pending when the call is made."""
+    """Inputs with writes pending on the current stream."""
     return trial.repeats("late_producer", trial.run(trial.problem, late=True))
 
 
@@ -68,7 +68,7 @@ def _host_sync(trial: Trial) -> Finding | None:
 
 
 def _graph_capture(trial: Trial) -> Finding | None:
-    """Captured with one set of values and replayed with another, where declared."""
+    """Captured with one set of values, replayed with another, where declared."""
     if not trial.declared.get("graph_capturable"):
         return None
     second = _other_values(trial.problem)
@@ -80,7 +80,7 @@ def _has_values(case) -> bool:
 
 
 def _static(case) -> bool:
-    """Whether all sizes are known on the host, and only the forward runs."""
+    """Whether all sizes are known on the host, forward only."""
     return bool(_has_values(case) and case.sized and not case.grads and case.layout == "contiguous")
 
 
@@ -109,7 +109,7 @@ def _scaling(trial: Trial) -> Finding | None:
     twice = replace(trial.problem.with_tensors({into: x * 2}), wanted=(), cotangents={})
     outputs = trial.run(twice)
     if not isinstance(trial.expected[out], Exact) and not trial.declared.get("deterministic"):
-        # the order of summation may differ between runs
+        # summation order may differ between runs
         return trial.judged("scaling", {out: trial.reference(twice)[out]}, outputs)
     return same("scaling", {out: trial.first[out] * 2}, {out: outputs.get(out)})
 

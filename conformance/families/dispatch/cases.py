@@ -1,4 +1,4 @@
-"""Cases of dispatchers: tokens of each rank, the experts they ask for, and what is sent."""
+"""Cases of dispatchers: tokens per rank, requested experts, payload."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from conformance.core.tensors import BITS, DTYPES, hashed, payload, probabilitie
 from moe_ref.config import FP8_BLOCK
 
 FLOATS = ("float32", "bfloat16", "float16")
-MOVED = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "uint8")  # rows that are moved but not summed
+MOVED = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "uint8")  # moved, not summed
 MAPS = ("bool", "uint8", "int32", "int64")
 PROBS = ("float32", "bfloat16")
 SPREADS = ("uniform", "skewed", "one_rank", "local", "ragged", "empty", "same")
@@ -38,7 +38,7 @@ MOST_RANKS = 8
 MAPPED = ("allgather", "alltoall", "hybridep")
 DISPATCHERS = ("allgather", "alltoall", "deepep", "deepep_low_latency", "hybridep")
 CACHED = ("deepep_cached_dispatch", "hybridep_cached_dispatch")
-ARGUMENTS = {  # of a dispatch, by the field that gives it
+ARGUMENTS = {  # of a dispatch, by field
     "alltoall": {"capacity": "capacity"},
     "hybridep": {"align": "align", "slack": "num_rows", "fp8": "recipe"},
     "deepep": {"align": "expert_alignment", "slack": "num_worst_tokens", "scales": "scales"},
@@ -49,26 +49,26 @@ FUNCTIONS = (*(f"{name}_{step}" for name in DISPATCHERS for step in ("dispatch",
 
 @dataclass(kw_only=True)
 class Ranks(Parts):
-    """Tokens of each rank."""
+    """Tokens per rank."""
 
     def wrong(self, value: Any) -> str:
         right = not super().wrong(value) and 1 <= len(value) <= MOST_RANKS
         return "" if right else f"a list of whole numbers ≥ 0, of 1 to {MOST_RANKS} ranks"
 
     def plainer(self, case: Any) -> Iterator[Changes]:
-        """One token on one rank, where there is more."""
+        """One token on one rank, if there is more."""
         if getattr(case, self.name) not in (self.default, (0,)):
             yield {self.name: self.default}
 
     def other(self, case: Any) -> Changes:
-        """One token more, and each rank has another rank's."""
+        """The counts rotated, and one token more on the first rank."""
         counts = getattr(case, self.name)
         return {self.name: (counts[-1] + 1, *counts[:-1])}
 
 
 @dataclass(kw_only=True)
 class Shards(Size):
-    """Ranks that hold the same experts, each a part of them."""
+    """Ranks that hold shards of the same experts."""
 
     def live(self, signature: Signature) -> bool:
         return self.argument in signature.settings
@@ -76,7 +76,7 @@ class Shards(Size):
 
 @dataclass(kw_only=True)
 class Columns(Size):
-    """The length of a row. Reduction keeps one column, so that there is something to see."""
+    """Row length. Reduction keeps one column, so that errors stay visible."""
 
     def smaller(self, case: Any) -> Iterator[Changes]:
         yield from ({self.name: n} for n in shorter(getattr(case, self.name), 1))
@@ -84,7 +84,7 @@ class Columns(Size):
 
 @dataclass(kw_only=True)
 class Topk(Size):
-    """Slots of a token."""
+    """Slots per token."""
 
     def fits(self, case: Any) -> str | None:
         value = getattr(case, self.name)
@@ -96,7 +96,7 @@ class Topk(Size):
 
 @dataclass(kw_only=True)
 class Given(Axis):
-    """A field that dispatchers take by different names, which `ARGUMENTS` has."""
+    """A field whose argument name depends on the dispatcher; see `ARGUMENTS`."""
 
     def live(self, signature: Signature) -> bool:
         known = (*signature.settings, *signature.required, *(x.name for x in signature.every_input))
@@ -105,7 +105,7 @@ class Given(Axis):
 
 @dataclass(kw_only=True)
 class Setting(Given, Number):
-    """A number that is given."""
+    """A number passed as an argument."""
 
     def other(self, case: Any) -> Changes:
         value = getattr(case, self.name)
@@ -115,15 +115,15 @@ class Setting(Given, Number):
 
 @dataclass(kw_only=True)
 class Codes(Given, Choice):
-    """How rows travel as codes."""
+    """The encoding of rows sent as codes."""
 
 
 @dataclass(kw_only=True)
 class Slots(Table):
-    """The experts of all slots of all tokens, -1 for none."""
+    """Experts of all slots of all tokens; -1: none."""
 
     def smaller(self, case: Any) -> Iterator[Changes]:
-        """Written out; then without a rank, some tokens, one expert per rank, a slot, an entry."""
+        """Written out; then without a rank, tokens, an expert per rank, a slot, an entry."""
         if getattr(case, self.name) != self.default:
             rows = self.unpacked(case)
             owner = np.repeat(np.arange(case.ranks), case.counts)
@@ -148,7 +148,7 @@ class Slots(Table):
             }
 
     def _renumbered(self, rows: list[tuple[int, ...]], kept: list[int]) -> tuple[int, ...]:
-        """The slots after all experts but the kept ones are gone."""
+        """The slots with only the kept experts."""
         number = {expert: i for i, expert in enumerate(kept)}
         return self.packed([tuple(number.get(e, -1) for e in row) for row in rows])
 
@@ -161,24 +161,24 @@ def setting(default: int | None, *values: int, pairs: tuple[int, ...]) -> Any:
 
 
 def written_out(case: Any) -> np.ndarray:
-    """The slots that the case describes."""
+    """The slots the case describes."""
     return torch.cat(indices_of(case)).numpy() if case.repeats else slots_of(case)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchCase(Case):
-    """A routing of the tokens of all ranks. Fields that a function has no use for are at their default."""
+    """A routing of all ranks' tokens. Fields a function does not use keep their default."""
 
     counts: tuple[int, ...] = declared(Ranks(default=(1,)))  # tokens of each rank
     shards: int = declared(  # expert tensor parallelism
         Shards(default=1, at_least=1, pairs=(1, 2), divides="ranks", argument="expert_tensor_parallel")
     )
-    local_experts: int = size(at_least=1)  # of each rank that holds experts of its own
+    local_experts: int = size(at_least=1)  # per group of shards
     topk: int = declared(Topk(default=1, at_least=1))
     hidden: int = declared(Columns(default=1, letter="H"))
-    # the policy for a token that names an expert twice; empty: none does
+    # policy for repeated experts in a token; empty: no repeats
     repeats: str = choice("", "count each", "last slot", argument="policy")
-    slots: tuple[int, ...] | None = declared(  # None: `spread` gives them
+    slots: tuple[int, ...] | None = declared(  # None: given by `spread`
         Slots(
             default=None,
             rows="tokens",
@@ -191,21 +191,21 @@ class DispatchCase(Case):
         )
     )
     spread: str = choice(*SPREADS)
-    # rows travel as codes and scales; "powers": scales are powers of two, "least": a least amax
+    # codes and scales on the wire; "powers": power-of-two scales, "least": amax has a lower bound
     fp8: str = declared(Codes(default="", values=("", "fp8", "powers"), also=("least",)))
     map_dtype: str = dtypes(*MAPS, also=("int16",))
     index_dtype: str = dtypes("int64", "int32", also=("int16",))
     dtype: str = dtypes(*FLOATS, MOVED[3], also=(*MOVED[4:], "float64"))
-    probs: str = dtypes("", *PROBS, also=("float16", "float64"))  # empty: none are given
+    probs: str = dtypes("", *PROBS, also=("float16", "float64"))  # empty: no probs
     zero_probs: bool = choice(False, also=(True,))
-    # the policy for slots of probability 0
+    # policy for slots of probability 0
     drop_zeros: bool = choice(False, also=(True,), argument="policy")
     values: str = choice("dyadic", "integers", "special", also=("wide",))
     align: int = setting(0, 1, 2, 3, 4, 8, 16, 32, 128, pairs=(4, 2))
     capacity: int = setting(0, 1, 2, 5, pairs=(2, 3))
-    # rows of the buffers less those that the fullest rank needs, in units of align
+    # buffer rows beyond the fullest rank's need, in units of align
     slack: int | None = setting(None, *range(-3, 4), pairs=(2, 3))
-    scales: int = setting(0, 1, 3, pairs=(3,))  # columns of the scales that go with the tokens
+    scales: int = setting(0, 1, 3, pairs=(3,))  # columns of the tokens' scales
     biases: int = number(0, 1, 2, pairs=(1, 2), of=("biases",))
 
     @property
@@ -214,7 +214,7 @@ class DispatchCase(Case):
 
     @property
     def experts(self) -> int:
-        """Of all ranks; with expert tensor parallelism each is held by several."""
+        """Experts of all ranks; shards of one expert count once."""
         return self.local_experts * len(self.counts) // self.shards
 
     @property
@@ -231,7 +231,7 @@ class DispatchCase(Case):
 
     @property
     def floating(self) -> bool:
-        """Whether rows have a dtype that codes can be made of."""
+        """Whether rows have a quantisable dtype."""
         return self.dtype in (*FLOATS, "float64")
 
     def clash(self) -> str | None:
@@ -265,13 +265,13 @@ class DispatchCase(Case):
 
 
 def slots_of(case: DispatchCase) -> np.ndarray:
-    """[G,K]: the expert of each slot of each token of all ranks, or -1."""
+    """[G,K]: expert per slot of all ranks' tokens; -1: none."""
     shape = (case.tokens, case.topk)
     if case.slots is not None:
         return np.array(case.slots, dtype=np.int64).reshape(shape)
     cells = case.tokens * case.experts
     noise = hashed(case.seed, "slots", cells).reshape(case.tokens, case.experts).astype(np.int64)
-    held = case.experts * case.shards // case.ranks  # experts that the ranks of one group of shards hold
+    held = case.experts * case.shards // case.ranks  # experts per group of shards
     if case.spread == "skewed":
         noise //= 1 + np.arange(case.experts)
     if case.spread == "same":
@@ -282,7 +282,7 @@ def slots_of(case: DispatchCase) -> np.ndarray:
     chosen = np.argsort(-noise, axis=1, kind="stable")
     if home is not None:
         elsewhere = chosen // held != home[:, None]
-        order = np.argsort(elsewhere, axis=1, kind="stable")  # its own first
+        order = np.argsort(elsewhere, axis=1, kind="stable")  # local experts first
         chosen = np.where(np.take_along_axis(elsewhere, order, 1), -1, np.take_along_axis(chosen, order, 1))
     chosen = chosen[:, : case.topk]
     if case.spread in ("ragged", "empty"):
@@ -292,7 +292,7 @@ def slots_of(case: DispatchCase) -> np.ndarray:
 
 
 def indices_of(case: DispatchCase) -> list[Tensor]:
-    """[T_r,K] of each rank. Where experts repeat, a third of the slots repeat the slot before."""
+    """[T_r,K] per rank. With repeats, a third of the slots repeat the previous slot."""
     slots = torch.from_numpy(slots_of(case))
     if case.repeats and case.slots is None:
         again = (
@@ -304,7 +304,7 @@ def indices_of(case: DispatchCase) -> list[Tensor]:
 
 
 def maps_of(case: DispatchCase) -> list[Tensor]:
-    """[T_r,E] of each rank."""
+    """[T_r,E] per rank."""
     slots = torch.from_numpy(slots_of(case))
     wide = torch.zeros((case.tokens, case.experts + 1), dtype=torch.bool)
     wide.scatter_(1, torch.where(slots < 0, case.experts, slots), True)
@@ -319,7 +319,7 @@ def values_of(
     dtype: str = "",
     style: str = "",
 ) -> list[Tensor]:
-    """A payload of each rank. Its first column differs in all rows, except of small integers."""
+    """One payload per rank. The first column is unique per row, except for small integers."""
     dtype, style = dtype or case.dtype, style or case.values
     columns = (case.hidden,) if columns is None else columns
     shape = (sum(lengths), int(np.prod(columns)))
@@ -333,7 +333,7 @@ def values_of(
 
 
 def probs_of(case: DispatchCase, name: str, lengths: list[int], columns: tuple[int, ...]) -> list[Tensor]:
-    """Probabilities of each rank; with small integers ½, 1 and 2, and 0 with `zero_probs`."""
+    """Probabilities per rank; for small integers ½, 1 and 2; 0 with `zero_probs`."""
     shape, dtype = (sum(lengths), *columns), case.probs or "float32"
     if case.values == "integers":
         noise = hashed(case.seed, name, int(np.prod(shape)))
@@ -345,7 +345,7 @@ def probs_of(case: DispatchCase, name: str, lengths: list[int], columns: tuple[i
 
 
 def is_exact(case: DispatchCase, dtype: torch.dtype, magnitude: Tensor) -> Tensor:
-    """Where every sum of small integers and halves is exact in `dtype`, in any order."""
+    """Where sums of small integers and halves are exact in `dtype` in any order."""
     return (
         2 * magnitude <= 2 ** min(BITS[dtype], 11)
         if case.values == "integers" and dtype in BITS

@@ -1,4 +1,4 @@
-"""DeepEP's normal mode: each token once, its slots, and a combine that adds what the ranks have added before."""
+"""DeepEP's normal mode: one copy of a token per rank; combine adds the ranks' sums."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,14 +30,14 @@ from moe_ref.config import IndexPolicy
 
 
 def policy_of(case: DispatchCase) -> IndexPolicy | None:
-    """What becomes of repeated experts and of probabilities 0, where that is not the default."""
+    """The policy for repeated experts and zero probabilities, unless default."""
     if not case.repeats and not case.drop_zeros:
         return None
     return IndexPolicy(duplicates=case.repeats or "reject", zero_prob="drop" if case.drop_zeros else "keep")  # type: ignore[arg-type]
 
 
 def dispatches(case: DispatchCase) -> list[Problem]:
-    """The dispatch of each rank, without gradients."""
+    """One dispatch per rank, without gradients."""
     counts = list(case.counts)
     indices, tokens = indices_of(case), values_of(case, "tokens", counts)
     settings: dict[str, Any] = {"num_experts": case.experts}
@@ -90,7 +90,7 @@ class DeepEPDispatch(Dispatching):
         every = together(calls) if case.grads else []
         backward = self.backward(case, [len(out.rows) for out in every], (case.topk,))
         for gradients, out in zip(backward, every, strict=bool(every)):
-            if "probs" in gradients["cotangents"]:  # as what reads only its own slots gives back
+            if "probs" in gradients["cotangents"]:  # consumers read local slots only
                 d_probs = gradients["cotangents"]["probs"]
                 gradients["cotangents"]["probs"] = torch.where(out.indices >= 0, d_probs, 0.0)
         return [replace(call, **gradients) for call, gradients in zip(calls, backward, strict=True)]
@@ -152,7 +152,7 @@ class DeepEPCombine(Combine):
         rows = [call.required["rows"] for call in calls]
         kind, tree = tree_of(case, rows[0].dtype, declared, rows[0].dtype)
         everywhere, sources = [*rows], [*row_tokens]
-        for i in range(case.biases):  # a bias is one more row of every token
+        for i in range(case.biases):  # a bias adds one row per token
             everywhere.append(torch.cat([call.settings["biases"][i] for call in calls]))
             sources.append(torch.arange(case.tokens))
         right: list[dict[str, Expectation]] = [

@@ -1,4 +1,4 @@
-"""deepep_layout, which one rank calls alone before anything is sent."""
+"""deepep_layout: called by one rank alone before any transfer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from moe_ref.dispatch.deepep import deepep_layout
 
 
 class DeepEPLayout(Contract[IndicesCase]):
-    """`deepep_layout`: which ranks a token goes to, how many each gets, and the slots of each expert."""
+    """`deepep_layout`: destination ranks per token, tokens per rank, slots per expert."""
 
     function = "deepep_layout"
     case_type = IndicesCase

@@ -1,8 +1,7 @@
-"""Defects of dispatchers, planted in a working implementation among real ranks; see `planted`.
+"""Defects of dispatchers, planted in a working implementation on real ranks; see `planted`.
 
-Those named E and F are real. Those named L are mistakes that a dispatcher invites, and that a suite
-of dispatchers must find. A defect that needs to know which row is whose gathers the routing of all
-ranks and asks the reference's plan.
+E and F: real bugs. L: likely mistakes that a suite for dispatchers must find. A defect that needs
+the owner of each row gathers all ranks' routing and calls the reference's plan.
 """
 
 import time
@@ -17,25 +16,25 @@ from moe_ref.dispatch.indices import flatten_experts
 from moe_ref.dispatch.plan import Layout, RoutePlan, plan_of_maps
 from moe_ref.permutation.rows import PADDING
 
-LATE_SECONDS = 0.002  # a rank that waits so long for the others would have read too early
+LATE_SECONDS = 0.002  # a longer wait at the barrier: this rank was early
 
 
 class Beside(NamedTuple):
-    """The base's handle, and what the defect goes by."""
+    """The base's handle, and the defect's data."""
 
     handle: Any
     known: Any
 
 
 def _everybodys(x: Tensor, group: Any) -> list[Tensor]:
-    """What each rank of the group has, on the CPU."""
+    """x of each rank in the group, on the CPU."""
     every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, x.detach().cpu().contiguous(), group=group)
     return every
 
 
 def _plan(routing_map: Tensor, settings: dict[str, Any]) -> RoutePlan:
-    """Where the copies of all ranks stand."""
+    """The row of every copy on all ranks."""
     group, shards = settings["group"], settings.get("expert_tensor_parallel", 1)
     maps = _everybodys(routing_map, group)
     flat = [flatten_experts(own, expert_parallel=len(maps) // shards, expert_tensor_parallel=shards) for own in maps]
@@ -46,12 +45,12 @@ def _plan(routing_map: Tensor, settings: dict[str, Any]) -> RoutePlan:
 
 
 def _taken(out: Any, index: Tensor) -> Any:
-    """The result with its rows and probs in another order."""
+    """The result with rows and probs permuted."""
     rows = out.rows.view(torch.uint8)[index].view(out.rows.dtype) if out.rows.element_size() == 1 else out.rows[index]
     return out._replace(rows=rows, probs=None if out.probs is None else out.probs[index])
 
 
-# ---- real ones
+# ---- real bugs
 
 
 def _chunks_transposed(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
@@ -90,7 +89,7 @@ def _flat_offset(combine: Wrapper, rows: Tensor, handle: Any, **settings: Any) -
     out = combine(rows, handle, **settings)
     group = settings["group"]
     whole = torch.cat(_everybodys(out, group)).to(out.device)
-    start = dist.get_rank(group) * len(out)  # right where all ranks have as many tokens
+    start = dist.get_rank(group) * len(out)  # correct for equal token counts
     wrong = whole[(torch.arange(len(out), device=out.device) + start).clamp(max=max(len(whole) - 1, 0))]
     return out + (wrong - out).detach().nan_to_num(0.0) if len(out) else out
 
@@ -108,9 +107,9 @@ _before: dict[tuple[Any, ...], Tensor] = {}
 
 
 def _stale(dispatch: Wrapper, tokens: Tensor, *rest: Any, **settings: Any) -> Any:
-    """The first rows of the call before, where there was one: its flag still stood."""
+    """The previous call's first rows, if any: its flag was still set."""
     out = dispatch(tokens, *rest, **settings)
-    if "recipe" in settings:  # rows that nobody sees
+    if "recipe" in settings:  # opaque rows
         return out
     key = (dispatch.__name__, out.rows.dtype, out.rows.shape[1:])
     old, _before[key] = _before.get(key), out.rows.detach().clone()
@@ -120,7 +119,7 @@ def _stale(dispatch: Wrapper, tokens: Tensor, *rest: Any, **settings: Any) -> An
 
 
 def _not_acquired(dispatch: Wrapper, tokens: Tensor, *rest: Any, **settings: Any) -> Any:
-    """A rank that has come early reads what the others have not yet written."""
+    """A rank that arrives early reads unwritten rows."""
     started = time.perf_counter()
     dist.barrier(settings["group"])
     early = time.perf_counter() - started > LATE_SECONDS
@@ -130,7 +129,7 @@ def _not_acquired(dispatch: Wrapper, tokens: Tensor, *rest: Any, **settings: Any
     return out._replace(rows=torch.cat([out.rows[:-1], torch.zeros_like(out.rows[-1:])]))
 
 
-# ---- mistakes that dispatchers invite
+# ---- likely mistakes
 
 
 def _prefix_off_by_one(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
@@ -158,9 +157,8 @@ def _duplicates_sent(dispatch: Wrapper, tokens: Tensor, indices: Tensor, **setti
     out = dispatch(tokens, indices, **settings)
     times = (out.indices >= 0).sum(1)
     again = torch.repeat_interleave(torch.arange(len(out.rows), device=times.device), times)[: len(out.rows)]
-    index = torch.cat(
-        [again, torch.arange(len(again), len(out.rows), device=times.device)]
-    )  # the last ones find no room
+    # the last do not fit
+    index = torch.cat([again, torch.arange(len(again), len(out.rows), device=times.device)])
     return _taken(out, index)._replace(indices=out.indices[index])
 
 
@@ -179,7 +177,7 @@ def _overflow_of_what_is_kept(dispatch: Wrapper, tokens: Tensor, routing_map: Te
     count = int(_plan(routing_map, settings | {"num_rows": None}).kept_WL[rank, -1])
     start = int(
         _plan(routing_map, settings).length_WL[rank, :-1].sum()
-    )  # of the last expert, behind what is inside of the others
+    )  # of the last expert, past the rows kept for the others
     return out._replace(overflow=torch.full_like(out.overflow, start + count > num_rows))
 
 
@@ -206,9 +204,8 @@ def _one_more_than_fits(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, 
         return out
     more = dispatch(tokens, routing_map, **settings | {"capacity": capacity + 1})
     place = torch.arange(len(more.rows)) % (capacity + 1)
-    taken = _taken(
-        more, (place != capacity - 1).nonzero().flatten()
-    )  # slot ≤ C: the last one that fits is written over
+    # slot ≤ C: the last slot is overwritten
+    taken = _taken(more, (place != capacity - 1).nonzero().flatten())
     return out._replace(rows=taken.rows, probs=taken.probs)
 
 
@@ -256,7 +253,7 @@ INVITED = "a mistake that dispatchers invite"
 
 
 def _counted_for_each_expert(deepep_layout: Wrapper, indices: Tensor, **settings: Any) -> Any:
-    """Where a token names two experts of a rank, that rank is told of two tokens."""
+    """A token that names two experts of a rank counts twice there."""
     out = deepep_layout(indices, **settings)
     named = (indices[:, :, None] == torch.arange(settings["num_experts"], device=indices.device)).any(1)
     return out._replace(num_tokens_per_rank=named.unflatten(1, (settings["ranks"], -1)).sum((0, 2)))

@@ -1,7 +1,7 @@
-"""Mistakes of a dispatcher whose rows travel as codes and scales, planted in a working implementation.
+"""Defects of dispatchers that send codes and scales, planted in a working implementation.
 
-What it returns for rows is opaque. As in `planted_quantization`, what a mistake goes by travels
-beside it, and the mistake shows in the scales that are read of it.
+The returned rows are opaque. As in `planted_quantization`, the defect's data accompany the rows,
+and the defect shows in the scales read from the rows.
 """
 
 from collections.abc import Callable
@@ -16,19 +16,19 @@ from moe_ref.config import Recipe
 from moe_ref.quantization.formats import E4M3
 from moe_ref.quantization.recipes import over, scale_from_amax
 
-TILE = 8  # rows that are quantised at once, by mistake
+TILE = 8  # rows that share a scale by mistake
 INVITED = "a mistake that dispatchers invite"
 
 
 class Known(NamedTuple):
-    """Of rows that travelled as codes."""
+    """Data of rows sent as codes."""
 
     recipe: Recipe
     tokens_per_expert: Tensor
 
 
 def _read(change: Callable[[Tensor, Known], Tensor]) -> dict[str, Wrapper]:
-    """The wrappers of a mistake in the scales of rows that have travelled: of each expert's, change(scale, known)."""
+    """Wrappers that apply change(scale, known) to each expert's scales."""
 
     def dispatch(base: Wrapper, *tensors: Tensor, **settings: Any) -> Any:
         out = base(*tensors, **settings)
@@ -60,7 +60,7 @@ def _none_for_zeros(scale: Tensor, known: Known) -> Tensor:
 
 
 def _by_tiles(scale: Tensor, known: Known) -> Tensor:
-    """One scale for some rows of an expert, that of the largest number of them."""
+    """One scale per tile of an expert's rows: that of the largest magnitude."""
     return (
         torch.cat([own.amax(0, keepdim=True).expand_as(own) for own in scale.split(TILE)]) if scale.numel() else scale
     )

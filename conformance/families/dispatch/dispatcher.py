@@ -1,4 +1,4 @@
-"""What the contracts of all dispatchers share: the calls of all ranks, and sums over ranks."""
+"""Shared by all dispatcher contracts: all ranks' calls, and sums over ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ from conformance.judge import Bounded, Exact, Expectation, Given
 from moe_ref.permutation.rows import PADDING
 
 POISONED = {"nan": float("nan"), "max": None, "zero": 0.0}
-LISTED = ("probs", "scales")  # settings that every rank has its own of
+LISTED = ("probs", "scales")  # per-rank settings
 HANDLE = Opaque("handle")
 
 
@@ -38,8 +38,8 @@ class Dispatching(Collective[DispatchCase]):
         """Fields of each rank's call: wanted gradients, cotangents and the layout.
 
         Args:
-            lengths: of the outputs that have a gradient, on each rank.
-            columns_of_probs: of the output `probs`, if it has any.
+            lengths: rows of the outputs with a gradient, per rank.
+            columns_of_probs: columns of the output `probs`, if any.
         """
         common = {"layouts": {case.layout_of: case.layout}, "wanted": self.signature.wanted(case)}
         cotangents: list[dict[str, Tensor]] = [{} for _ in case.counts]
@@ -55,14 +55,14 @@ class Dispatching(Collective[DispatchCase]):
 
 
 class Combine(Dispatching):
-    """Rows that dispatch never saw, through its handle, with biases and probabilities."""
+    """Combine of rows other than the dispatched ones, with biases and probabilities."""
 
     def dispatches(self, case: DispatchCase) -> list[Problem]:
-        """The dispatch of each rank."""
+        """One dispatch per rank."""
         raise NotImplementedError
 
     def columns_of_probs(self, case: DispatchCase) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Columns of the probabilities of rows, and of tokens."""
+        """Columns of the rows' and of the tokens' probabilities."""
         return (case.topk,), (case.topk,)
 
     def calls(self, case: DispatchCase) -> list[Problem]:
@@ -100,7 +100,7 @@ def specified(case: DispatchCase, out: Any) -> Tensor:
 
 
 def together(calls: Sequence[Problem]) -> list[Any]:
-    """What the reference makes of one call of every rank."""
+    """The reference's results of one call per rank."""
     first = calls[0]
     listed: dict[str, Any] = {}
     for name in first.required:
@@ -117,12 +117,12 @@ def together(calls: Sequence[Problem]) -> list[Any]:
 
 
 def handles_of(calls: Sequence[Problem]) -> list[Any]:
-    """The reference's handles of the dispatch that these calls come after."""
+    """The reference's handles of the dispatch before these calls."""
     return [call.produced.made.handle for call in calls]
 
 
 def row_tokens_of(handles: Sequence[Any]) -> list[Tensor]:
-    """[P] of each rank: the token, among all ranks', of each row, or PADDING."""
+    """[P] per rank: each row's token, numbered over all ranks, or PADDING."""
     return list(handles[0].row_tokens)
 
 
@@ -133,9 +133,7 @@ def after(
     rows: Sequence[Expectation],
     calls: Sequence[dict[str, Any]],
 ) -> list[Problem]:
-    """Calls that consume the handles of these dispatches, whose rows must be as said; `made` is
-    what the reference makes of them.
-    """
+    """Calls on the dispatches' handles; `made`: the reference's results, `rows`: expected rows."""
     return [
         Problem(function, producer=dispatch, produced=SimpleNamespace(rows=right, made=out, row_map=None), **call)
         for dispatch, out, right, call in zip(dispatches, made, rows, calls, strict=True)
@@ -143,7 +141,7 @@ def after(
 
 
 def free_behind(name: str, value: Tensor, specified: Tensor) -> Expectation:
-    """The value, and in the rows that are not specified whatever there is."""
+    """The value; unspecified rows match anything."""
     if bool(specified.all()):
         return Exact(value)
 
@@ -157,13 +155,13 @@ def free_behind(name: str, value: Tensor, specified: Tensor) -> Expectation:
 
 
 def where_rows(chosen: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """x where `chosen`, a flag for each entry of the first dimensions, else y; for every dtype."""
+    """x where `chosen` (a mask over the leading dimensions), else y; any dtype."""
     left, right = (a.detach().contiguous().view(torch.uint8) if a.element_size() == 1 else a.detach() for a in (x, y))
     return torch.where(chosen.reshape(*chosen.shape, *(1,) * (x.dim() - chosen.dim())), left, right).view(x.dtype)
 
 
 def garbage_in(rows: Tensor, real: Tensor, poison: str) -> Tensor:
-    """The rows, with garbage where nothing may be read."""
+    """The rows, with garbage in rows no kernel may read."""
     value = POISONED[poison]
     return rows.masked_fill(
         ~real.reshape(*real.shape, *(1,) * (rows.dim() - real.dim())),
@@ -172,22 +170,22 @@ def garbage_in(rows: Tensor, real: Tensor, poison: str) -> Tensor:
 
 
 def given_probs(probs: Tensor, read: Tensor) -> Tensor:
-    """NaN where nothing may be read."""
+    """The probs, with NaN where no kernel may read."""
     return torch.where(read, probs, torch.nan)
 
 
 def d_style(case: DispatchCase) -> str:
-    """The style of a cotangent: strange where the payload is."""
+    """The style of a cotangent: special where the payload is."""
     return case.values if case.values in ("special", "integers") else "dyadic"
 
 
 def cotangents_of(case: DispatchCase, name: str, lengths: list[int]) -> list[Tensor]:
-    """A cotangent of the rows or tokens of each rank."""
+    """One cotangent of the rows or tokens per rank."""
     return values_of(case, f"d_{name}", lengths, style=d_style(case))
 
 
 def masked_exact(value: Tensor) -> Exact:
-    """Moved numbers that went through autograd, which may turn -0 into 0."""
+    """Values moved by autograd, which may turn -0 into 0."""
     return Exact(value, "values")
 
 
@@ -205,9 +203,7 @@ def moved(x_GH: Tensor, source_P: Tensor) -> Tensor:
 def tree_of(
     case: DispatchCase, dtype: torch.dtype, declared: Mapping[str, Any], reduce: torch.dtype
 ) -> tuple[str, Tree]:
-    """How the dispatcher adds, and what its parts are; `reduce` is the dtype that ranks add in
-    where the dispatcher has a choice.
-    """
+    """The kind and tree of the dispatcher's sums; `reduce`: cross-rank dtype, if a choice."""
     accumulator = accumulator_of(declared, dtype)
     if case.dispatcher == "allgather":
         return "ranks", Tree(accumulator, dtype, accumulator if case.ranks == 1 else reduce)
@@ -221,7 +217,7 @@ def tree_of(
 def sum_of_rows(
     case: DispatchCase, rows: Sequence[Tensor], row_tokens: Sequence[Tensor], kind: str, tree: Tree
 ) -> list[Bounded]:
-    """y[g] = Σ of the rows that came from g, on all ranks, of each rank's tokens."""
+    """y[g] = Σ rows of token g on all ranks; one bound per rank."""
     dtype = rows[0].dtype
     every, source = torch.cat(list(rows)).double(), torch.cat(list(row_tokens))
     lengths = torch.tensor([len(own) for own in row_tokens])
@@ -240,7 +236,7 @@ def sum_of_rows(
 
 
 def split_bound(whole: Bounded, counts: Sequence[int]) -> list[Bounded]:
-    """The part of each rank."""
+    """The slice of each rank."""
     pairs = zip(whole.value.split(list(counts)), whole.bound.split(list(counts)), strict=True)
     return [replace(whole, value=value, bound=bound) for value, bound in pairs]
 

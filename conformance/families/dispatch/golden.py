@@ -1,6 +1,6 @@
-"""Cases of dispatchers worked out by hand: two ranks, and literal inputs and outputs of both.
+"""Hand-computed cases of dispatchers: two ranks, literal inputs and outputs of both.
 
-Most of them have three tokens and two experts, one a rank:
+Most have three tokens and two experts, one per rank:
 
                expert 0 (rank 0)   expert 1 (rank 1)
     rank 0  a          1                   1
@@ -32,7 +32,7 @@ ALL_TO_ONE = (torch.tensor([[1, 0], [1, 0]], dtype=torch.bool), MAPS[1])  # all 
 ALL_TO_ONE_OF_FOUR = (
     torch.nn.functional.pad(ALL_TO_ONE[0], (0, 2)),
     torch.nn.functional.pad(ALL_TO_ONE[1], (0, 2)),
-)  # two experts a rank
+)  # two experts per rank
 PROBS = (floats([0.5, 0.25], [9, 1]), floats([0.125, 9]))
 INDICES = (torch.tensor([[1, 0], [-1, 1]]), torch.tensor([[0, -1]]))
 SLOT_PROBS = (floats([0.25, 0.5], [9, 1]), floats([0.125, 9]))
@@ -46,7 +46,7 @@ def _pair(function: str, required: Both, settings: Both) -> list[Problem]:
 def _of_maps(
     dispatcher: str, maps: tuple[Tensor, Tensor] = MAPS, probs: tuple[Tensor, Tensor] | None = PROBS, **more: Any
 ) -> list[Problem]:
-    """The dispatch of both ranks."""
+    """Both ranks' dispatch."""
     required = tuple({"tokens": own, "routing_map": chosen} for own, chosen in zip(TOKENS, maps, strict=True))
     settings = tuple({"probs": own} | more for own in probs) if probs else (more, more)
     return _pair(f"{dispatcher}_dispatch", required, settings)  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ def _of_indices(function: str = "deepep_dispatch", probs: bool = True, **more: A
 
 
 def _after(function: str, before: list[Problem], produced: tuple[Tensor, Tensor], given: Both) -> list[Problem]:
-    """Calls with the handles of a dispatch."""
+    """Calls on the handles of a dispatch."""
     return [
         Problem(
             function,
@@ -88,11 +88,9 @@ def _codes(*rows: list[int]) -> Exact:
 
 
 def _as_codes() -> Worldwide:
-    """448 / 2 = 224, so that a = [1, 2] is multiplied by 128; 448 / 4 = 112 and 448 / 6 = 74.67, so
-    that b and c are by 64; zeros are by 1.
+    """448 / 2 = 224: a = [1, 2] scales by 128; 448 / 4 = 112, 448 / 6 = 74.67: b, c by 64; 0 by 1.
 
-    128 has the code 0x70, 192 0x74, 256 0x78, 320 0x7A and 384 0x7C. Sums are of the rows' numbers:
-    a stands in the first of both ranks.
+    128 = 0x70, 192 = 0x74, 256 = 0x78, 320 = 0x7A, 384 = 0x7C. Row sums: a is first on both ranks.
     """
     codes = {"a": [0x70, 0x78], "b": [0x74, 0x78], "c": [0x7A, 0x7C], "-": [0, 0]}
     values, scales = {"a": A, "b": B, "c": C, "-": [0.0, 0.0]}, {"a": 1 / 128, "b": 1 / 64, "c": 1 / 64, "-": 1.0}
@@ -124,7 +122,7 @@ GIVEN = (
 
 
 def _gradients(dispatcher: str) -> Worldwide:
-    """a has a row on both ranks, so that its gradient is a sum."""
+    """a has a row on both ranks: its gradient is a sum."""
     calls = [
         Problem(
             call.function,
@@ -158,8 +156,7 @@ ALLGATHER_COMBINE: Golden = {"sums": _back("allgather")}
 ALLTOALL_DISPATCH: Golden = {
     "by_expert": (_of_maps("alltoall"), BY_EXPERT[1]),
     "both_gradients": _gradients("alltoall"),
-    # each source has one row for each expert: of rank 0 a for both; of rank 1 c for expert 0, and
-    # c, unrouted, for expert 1
+    # one row per source and expert: a, a from rank 0; c and c (not routed) from rank 1
     "capacity_one": (
         _of_maps("alltoall", capacity=1),
         _dispatched(
@@ -196,7 +193,7 @@ HYBRIDEP_DISPATCH: Golden = {
             {"tokens_per_expert": ints(0), "overflow": flag(False)},
         ],
     ),
-    "overflow_before_an_expert_without_tokens": (  # expert 1 would begin at 3, behind the end
+    "overflow_before_an_expert_without_tokens": (  # expert 1 would begin at 3, past the end
         _of_maps("hybridep", ALL_TO_ONE_OF_FOUR, None, num_rows=2),
         [
             {"rows": Exact(floats(A, B)), "tokens_per_expert": ints(2, 0), "overflow": flag(True)},
@@ -257,7 +254,7 @@ DEEPEP_LOW_LATENCY_DISPATCH: Golden = {
         [{"tokens_per_expert": ints(2)}, {"tokens_per_expert": ints(2)}],
     ),
 }
-# a and c on rank 0, each the first of its source; a and b on rank 1, both of rank 0; two rows are free in each slab
+# rank 0: a and c, each its source's first; rank 1: a and b of rank 0; two free rows per slab
 _SLABS = (
     SimpleNamespace(source_tokens=torch.tensor([[0, 0, -1, -1]]), layout_range=torch.tensor([[1, 2**32 + 1]])),
     SimpleNamespace(source_tokens=torch.tensor([[0, 1, -1, -1]]), layout_range=torch.tensor([[2, 2 * 2**32]])),
@@ -289,7 +286,7 @@ def _weighted() -> Worldwide:
 
 
 def _anything(slab: Tensor) -> Given:
-    """Rows whose order is not known beforehand; another case looks at them."""
+    """Rows in unspecified order, which another case checks."""
     return Given(slab, lambda outputs: Exact(outputs["rows"]))
 
 

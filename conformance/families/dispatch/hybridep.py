@@ -1,7 +1,6 @@
-"""hybridep_dispatch with a recipe: rows that nobody sees, and their codes and scales, judged as
-those of `quantize` are.
+"""hybridep_dispatch with a recipe: opaque rows, judged by codes and scales as `quantize` is.
 
-What `amax` says is left out: it does not travel.
+`amax` is not judged: it is not sent.
 """
 
 from collections.abc import Mapping
@@ -32,9 +31,7 @@ NAMES = {name: name for name in ("amax", "scales", "codes", "values", "scales.ge
 
 
 class HybridEPDispatch(MapDispatch):
-    """`hybridep_dispatch`, of rows as they are, and of codes and scales, which are read by `codes`,
-    `scales` and `dequantize`.
-    """
+    """`hybridep_dispatch`: plain rows, or rows read by `codes`, `scales` and `dequantize`."""
 
     def __init__(self) -> None:
         super().__init__("hybridep_dispatch")
@@ -62,7 +59,7 @@ class HybridEPDispatch(MapDispatch):
 
 
 def with_recipe(call: Problem, recipe: Recipe) -> Problem:
-    """The call with a recipe: its cotangent is that of what the codes stand for."""
+    """The call with a recipe; the cotangent belongs to the dequantised rows."""
     layouts = {"d_dequantized" if of == "d_rows" else of: layout for of, layout in call.layouts.items()}
     cotangents = {"dequantized" if name == "rows" else name: x for name, x in call.cotangents.items()}
     settings = call.settings | {"recipe": recipe}
@@ -79,7 +76,7 @@ def _without_recipe(call: Problem) -> Problem:
 
 
 def _script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Dispatch, say what the codes stand for, and see where the handle says that rows are."""
+    """Dispatch, dequantise, and locate the rows by a combine through the handle."""
     settings = {name: given[name] for name in KEYWORDS if name in given}
     outputs = named_outputs(
         implementation.call("hybridep_dispatch", given["tokens"], given["routing_map"], **settings), OUTPUTS
@@ -92,12 +89,12 @@ def _script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(like: Tensor) -> Tensor:
-    """A column that tells rows apart."""
+    """A column with a unique number per row."""
     return torch.arange(1, len(like) + 1, dtype=torch.float32, device=like.device)[:, None]
 
 
 def _read(implementation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
-    """What the rows of the segments hold, in place of the rows: the device knows how many those are."""
+    """The segments' codes, scales and values in place of the rows; reads the count on the host."""
     quantized, inside = outputs["rows"], max(int(outputs["tokens_per_expert"].sum()), 0)
     found = {name: x for name, x in outputs.items() if name != "rows"}
     found["codes"] = implementation.call("codes", quantized)[:inside]
@@ -106,7 +103,7 @@ def _read(implementation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _form_right(out: Any, reciprocal: bool) -> dict[str, Expectation]:
-    """What is right of one rank's codes, scales and values."""
+    """Expected codes, scales and values of one rank."""
     outputs = {
         "tokens_per_expert": out.tokens_per_expert,
         "rows": out.rows,
@@ -120,7 +117,7 @@ def _form_right(out: Any, reciprocal: bool) -> dict[str, Expectation]:
 
 
 def _knowing(expected: Expectation, known: dict[str, Tensor]) -> Expectation:
-    """The expectation, given outputs that there are not, too."""
+    """The expectation, with `known` added to the outputs it reads."""
     return (
         Given(expected.value, lambda outputs: expected.make({**outputs, **known}))
         if isinstance(expected, Given)

@@ -1,4 +1,4 @@
-"""Calls of dispatchers that break a rule, on every rank alike."""
+"""Illegal calls of dispatchers, the same on every rank."""
 
 from dataclasses import replace
 
@@ -21,13 +21,13 @@ def _probs_too_long(problem: Problem) -> Problem:
 
 
 def _expert_twice(problem: Problem) -> Problem:
-    """Every slot once more, under the policy for those who give none."""
+    """Every slot twice, under the default policy."""
     indices = problem.required["indices"]
     return replace(bare(problem).with_tensors({"indices": torch.cat([indices, indices], 1)}), blame="indices")
 
 
 def _slot_empty(problem: Problem) -> Problem:
-    """A slot of nothing, which the policy forbids."""
+    """An empty slot, which the policy forbids."""
     empty = bare(problem).with_tensors({"indices": torch.full_like(problem.required["indices"], PADDING)})
     return replace(empty, settings=empty.settings | {"policy": IndexPolicy(empty="reject")}, blame="indices")
 

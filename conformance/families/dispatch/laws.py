@@ -1,7 +1,6 @@
-"""Laws of dispatchers: relations between calls of all ranks, whatever the reference says; those of
-rows that come back are in `journeys`.
+"""Laws of dispatchers: relations between calls of all ranks; for round trips see `laws_journeys`.
 
-Every rank asks for the same runs in the same order, or all of them wait for each other.
+Every rank requests the same runs in the same order; otherwise the ranks deadlock.
 """
 
 from dataclasses import replace
@@ -23,7 +22,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 
 def _repeats(trial: Trial, law: str, outputs: dict[str, Any]) -> Finding | None:
-    """The second run against the first; where an output is free, both are judged by themselves."""
+    """The second run against the first; outputs in free order are judged separately."""
     finding = trial.judged(law, trial.expected, outputs)
     if finding or not trial.declared.get("deterministic"):
         return finding
@@ -32,20 +31,20 @@ def _repeats(trial: Trial, law: str, outputs: dict[str, Any]) -> Finding | None:
 
 
 def _determinism(trial: Trial) -> Finding | None:
-    """The same call on memory that held something else."""
+    """The same call on memory with other contents."""
     other = {"nan": "zero", "zero": "max", "max": "nan"}[trial.case.poison]
     return _repeats(trial, "determinism", trial.run(trial.problem, poison=other))
 
 
 def _other(trial: Trial, case: DispatchCase) -> tuple[Problem, dict[str, Expectation]]:
-    """Another case's call of this rank, and what is right of it."""
+    """This rank's call of another case, and its expectations."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     calls = at.whole.calls(case)
     return at.own(calls), at.whole.right(case, calls, trial.declared)[at.place.rank]
 
 
 def _other_values(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
-    """The same shapes: of a dispatch with another routing, of what comes after one with other rows."""
+    """The same shapes: a dispatch with another routing, a combine with other rows."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     if not trial.problem.producer:
         return _other(trial, replace(trial.case, seed=trial.case.seed + 1, law="", slots=None))
@@ -64,12 +63,10 @@ def _other_values(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
 
 
 def _elsewhere(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
-    """Every rank's tokens in the opposite order, each wanting other experts: another routing, with
-    other counts, that needs no more room.
+    """Every rank's tokens reversed, each for other experts: new counts, no more room needed.
 
-    The experts of a rank stay together, so the fullest rank holds as much as before, though it is
-    another one. Where that leaves the counts as they were, the first token of every rank wants
-    nobody.
+    The experts of a rank stay together, so the fullest rank (now another one) holds as many rows.
+    Where the counts would not change, the first token of every rank is unrouted.
     """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     before = at.calls(trial.case)
@@ -89,9 +86,7 @@ def _elsewhere(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
 
 
 def _next_experts(case: DispatchCase, name: str, x: Tensor) -> Tensor:
-    """The input when every token wants, instead of an expert, the one after it on the next rank;
-    after the last comes the first.
-    """
+    """The input with each expert e replaced by e + 1 on the next rank, cyclically."""
     held = case.local_experts
     if name == "indices":
         there = (x // held + 1) % (case.experts // held) * held + (x + 1) % held
@@ -102,7 +97,7 @@ def _next_experts(case: DispatchCase, name: str, x: Tensor) -> Tensor:
 
 
 def _wanted(case: DispatchCase, calls: list[Problem]) -> Tensor:
-    """[E]: how often the tokens of all ranks want each expert."""
+    """[E]: requests per expert by all ranks' tokens."""
     if case.dispatcher in MAPPED:
         return torch.cat([call.required["routing_map"] for call in calls]).long().sum(0)
     indices = torch.cat([call.required["indices"] for call in calls]).flatten().long()
@@ -110,18 +105,18 @@ def _wanted(case: DispatchCase, calls: list[Problem]) -> Tensor:
 
 
 def _buffer_reuse(trial: Trial) -> Finding | None:
-    """Other values in the very storage that the first run read."""
+    """Other values in the storage of the first run's inputs."""
     second, right = _other_values(trial)
     return trial.judged("buffer_reuse", right, trial.run(second, storage=trial.extras["placed"]))
 
 
 def _late_producer(trial: Trial) -> Finding | None:
-    """Inputs that are still being written, on the current stream, when the call is made."""
+    """Inputs with writes pending on the current stream."""
     return _repeats(trial, "late_producer", trial.run(trial.problem, late=True))
 
 
 def _host_sync(trial: Trial) -> Finding | None:
-    """No wait for the device where it is declared that there is none."""
+    """No host sync where `host_sync_free` is declared."""
     if not trial.declared.get("host_sync_free"):
         return None
     try:
@@ -133,7 +128,7 @@ def _host_sync(trial: Trial) -> Finding | None:
 
 
 def _graph_capture(trial: Trial) -> Finding | None:
-    """Captured with one routing and replayed with another, where it is declared that this works."""
+    """Captured with one routing, replayed with another, where declared."""
     if not trial.declared.get("graph_capturable"):
         return None
     second, right = _other_values(trial) if trial.problem.producer else _elsewhere(trial)
@@ -141,9 +136,7 @@ def _graph_capture(trial: Trial) -> Finding | None:
 
 
 def _adjointness(trial: Trial) -> Finding | None:
-    """Σ over ranks ⟨dy, A x⟩ = Σ over ranks ⟨Aᵀ dy, x⟩: forward and backward are the same matrix.
-    Small integers make both sides exact.
-    """
+    """Σ_ranks ⟨dy, A x⟩ = Σ_ranks ⟨Aᵀ dy, x⟩; small integers make both sides exact."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     into = trial.problem.wanted[0]
     out = {"tokens": "rows", "rows": "tokens"}[into]
@@ -161,15 +154,15 @@ def _adjointness(trial: Trial) -> Finding | None:
 
 
 def _inner(a: Tensor, b: Tensor) -> float:
-    """The product; what is no number is garbage that nothing may read."""
+    """⟨a, b⟩ without NaN entries, which are garbage no kernel may read."""
     return float(torch.where(b.double().isfinite(), a.double() * b.double(), 0.0).sum())
 
 
-# ---- other names for the same
+# ---- relabelling
 
 
 def _relabelling(trial: Trial) -> Finding | None:
-    """Every rank's tokens and experts in the opposite order: the same rows in other places."""
+    """Every rank's tokens and experts reversed: the same rows in other places."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, case = at.place.rank, replace(trial.case, grads="", unused="", law="", layout="contiguous", layout_of="")
     before = at.calls(trial.case)
@@ -191,7 +184,7 @@ def _relabelling(trial: Trial) -> Finding | None:
 
 
 def _turned(case: DispatchCase, call: Problem) -> Problem:
-    """Tokens upside down, and the columns of each rank's experts."""
+    """The call with tokens reversed, and each rank's expert columns."""
     turned = {}
     for name, x in call.tensors.items():
         raw = upside_down(x)
@@ -202,7 +195,7 @@ def _turned(case: DispatchCase, call: Problem) -> Problem:
 
 
 def _places(before_P3: Tensor, after_P3: Tensor, case: DispatchCase) -> Tensor:
-    """Where the rows of the second run stood in the first."""
+    """The first run's row of each row of the second."""
     where = {tuple(key): row for row, key in enumerate(before_P3.tolist())}
     counts, held = case.counts, case.local_experts
     out = []
@@ -221,7 +214,7 @@ def _whole_numbers(case: DispatchCase) -> bool:
 
 
 def fits(case: DispatchCase) -> bool:
-    """Whether what experts make of small integers, at most 32 each, adds up exactly in every dtype."""
+    """Whether experts' results of small integers (at most 32 each) sum exactly in every dtype."""
     return is_fine(case) and case.values == "integers" and case.dtype in FLOATS and case.topk * case.shards <= 8
 
 
@@ -234,13 +227,13 @@ def has_plain_slots(case: DispatchCase) -> bool:
 
 
 def _linear(case: DispatchCase) -> bool:
-    """Whether the only output that counts is a linear map of the first input, whose gradient was asked for."""
+    """Whether the only output is linear in the first input, with its gradient requested."""
     asked = case.grads.split("+")[0] in ("tokens", "rows") and not case.unused and not case.biases
     return _whole_numbers(case) and asked and case.slack is None
 
 
 def _static(case: DispatchCase) -> bool:
-    """Whether all sizes are known beforehand, and only the forward is asked for."""
+    """Whether all sizes are known on the host, forward only."""
     sized = case.capacity or case.slack is not None or case.dispatcher == "deepep_low_latency"
     return bool(is_fine(case) and sized and not case.grads and case.layout == "contiguous")
 

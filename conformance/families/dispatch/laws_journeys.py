@@ -1,6 +1,6 @@
-"""Laws of rows that go to their experts and come back: several dispatches in flight, and experts that are not linear.
+"""Laws of round trips: several dispatches in flight, and nonlinear experts.
 
-As in `dispatch`, every rank asks for the same runs in the same order.
+As in `laws`, every rank requests the same runs in the same order.
 """
 
 import time
@@ -24,19 +24,19 @@ from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation, Finding
 from moe_ref.permutation.rows import PADDING
 
-PAUSES = 4  # of one rank during a law, each up to PAUSE_MS
+PAUSES = 4  # per rank and law, each up to PAUSE_MS
 PAUSE_MS = 4
 
 
 def dispatches_of(case: DispatchCase) -> list[Problem]:
-    """The dispatch of each rank, without gradients."""
+    """One dispatch per rank, without gradients."""
     if case.dispatcher in MAPPED:
         return dispatch_maps.dispatches(case)
     return (dispatch_deepep if case.dispatcher == "deepep" else dispatch_slabs).dispatches(case)
 
 
 def outputs_of(function: str) -> tuple[str, ...]:
-    """What a dispatch, or a combine with several outputs, returns."""
+    """Output names of a dispatch, or of a combine with several outputs."""
     if function.endswith("combine"):
         return ("tokens", "probs")
     return {
@@ -46,12 +46,12 @@ def outputs_of(function: str) -> tuple[str, ...]:
 
 
 def named(call: Problem, mark: str) -> dict[str, Any]:
-    """The call's arguments under names of their own."""
+    """The call's arguments, with `mark` appended to their names."""
     return {f"{name}{mark}": x for name, x in (call.required | call.settings).items()}
 
 
 def send(implementation: Implementation, call: Problem, given: dict[str, Any], mark: str) -> dict[str, Any]:
-    """Dispatch what stands in `given` under those names."""
+    """Dispatch the arguments in `given` with that mark."""
     settings = {name: given[f"{name}{mark}"] for name in call.settings}
     result = implementation.call(
         call.function, *(given[f"{name}{mark}"] for name in call.required), **settings, group=given["group"]
@@ -62,7 +62,7 @@ def send(implementation: Implementation, call: Problem, given: dict[str, Any], m
 def send_back(
     implementation: Implementation, function: str, rows: Tensor, made: dict[str, Any], given: dict[str, Any], mark: str
 ) -> Tensor:
-    """Combine rows of that dispatch; a combine with weights is given ones."""
+    """Combine rows of that dispatch; weights default to ones."""
     name = function.replace("dispatch", "combine")
     if name == "deepep_low_latency_combine":
         indices = given[f"indices{mark}"]
@@ -74,7 +74,7 @@ def send_back(
 
 
 def _pause(seed: int, rank: int, turn: int, device: torch.device) -> None:
-    """Hold this rank up: now, and where there is a device, there too."""
+    """Delay this rank on the host and, if any, on the device."""
     length = int(hashed(seed, f"pause {rank}", PAUSES)[turn] % (PAUSE_MS * 1000))
     time.sleep(length / 1e6)
     if device.type == "cuda":
@@ -82,9 +82,7 @@ def _pause(seed: int, rank: int, turn: int, device: torch.device) -> None:
 
 
 def _in_flight(trial: Trial) -> Finding | None:
-    """Two dispatches before the first combine, ranks held up here and there, and the first dispatch
-    once more: none reads another's rows.
-    """
+    """Two dispatches before the first combine, random delays, the first again: no rows mix."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, plain = at.place.rank, replace(trial.case, grads="", unused="", law="", layout="contiguous", layout_of="")
     cases = {" a": plain, " b": replace(plain, seed=plain.seed + 1, slots=None)}
@@ -128,7 +126,7 @@ def _in_flight(trial: Trial) -> Finding | None:
 
 
 def _reduce(case: DispatchCase, dtype: torch.dtype) -> torch.dtype:
-    """What ranks add in, where the dispatcher has a choice."""
+    """The dtype of the cross-rank sum, if a choice."""
     return getattr(torch, case.probs) if case.probs else torch.promote_types(dtype, torch.float32)
 
 
@@ -143,24 +141,22 @@ def _rows_right(case: DispatchCase, out: Any) -> Expectation:
     return dispatch_maps.free_behind("rows", out.rows, said)
 
 
-# ---- experts that are not linear
+# ---- nonlinear experts
 
 
 def _expert(x: Tensor, expert: Tensor) -> Tensor:
-    """(1 + e mod 3)·|x| - (e mod 2)·x: whole numbers, and another of every expert."""
+    """(1 + e mod 3)·|x| - (e mod 2)·x: integer, and different per expert."""
     e = expert.reshape(*expert.shape, *(1,) * (x.dim() - expert.dim()))
     return (1 + e % 3).to(x.dtype) * x.abs() - (e % 2).to(x.dtype) * x
 
 
 def first_expert(case: DispatchCase, rank: int) -> int:
-    """The first of the experts that a rank holds; with expert tensor parallelism some ranks hold the same."""
+    """A rank's first expert; ranks of one group of shards hold the same experts."""
     return rank // case.shards * case.local_experts
 
 
 def at_experts(case: DispatchCase, made: dict[str, Any], first: int) -> Tensor:
-    """What experts, of whom this is a rank's first, make of the rows of a dispatch; of DeepEP's,
-    added up over the slots.
-    """
+    """The experts' results on dispatched rows, from expert `first`; DeepEP: summed over slots."""
     rows = made["rows"]
     device = rows.device
     if case.dispatcher == "deepep":
@@ -180,9 +176,7 @@ def at_experts(case: DispatchCase, made: dict[str, Any], first: int) -> Tensor:
 
 
 def _dense(trial: Trial) -> Finding | None:
-    """Dispatch, experts that are not linear, combine: by every dispatcher that is offered the very
-    numbers that one process gets.
-    """
+    """Dispatch, nonlinear experts, combine: equal to one process, for every offered dispatcher."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank = at.place.rank
     plain = replace(

@@ -1,6 +1,4 @@
-"""Laws of worlds: some of the tokens, the same tokens and experts on fewer ranks, and one step
-instead of two send every expert the same copies.
-"""
+"""Laws of worlds: splitting tokens, fewer ranks or fusing steps keeps every expert's copies."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -27,7 +25,7 @@ from conformance.judge import Finding
 from moe_ref.config import Permuted
 from moe_ref.permutation.rows import PADDING
 
-MOST_EXPERTS, MOST_TOKENS = 16, 128  # that one rank is given in the place of all
+MOST_EXPERTS, MOST_TOKENS = 16, 128  # of one rank in place of all
 
 
 class Run(NamedTuple):
@@ -35,7 +33,7 @@ class Run(NamedTuple):
 
     case: DispatchCase
     calls: list[Problem]
-    numbers_G: Tensor  # the number that each of their tokens has among those of the law's case
+    numbers_G: Tensor  # each token's number in the law's case
     before: int = 0  # experts before the first of the law's case
 
 
@@ -44,13 +42,11 @@ def _plain(case: DispatchCase) -> DispatchCase:
 
 
 def _played(trial: Trial, runs: dict[str, Run]) -> dict[str, Any] | None:
-    """What this rank gets of the runs, by output and mark, each combined as "layer" where that is
-    exact; None where a run is not supported.
-    """
+    """This rank's outputs by name and mark, "layer" where exact; None: an unsupported run."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, group = at.place.rank, {"group": at.place.group}
     every = [replace(call, settings=call.settings | group) for run in runs.values() for call in run.calls]
-    if any(trial.extras["refusal"](call) for call in every):  # of all ranks, so that all of them know
+    if any(trial.extras["refusal"](call) for call in every):  # the same on all ranks
         return None
     function = every[0].function
     case = next(iter(runs.values())).case
@@ -73,11 +69,10 @@ def _played(trial: Trial, runs: dict[str, Run]) -> dict[str, Any] | None:
 def _copies(
     law: str, trial: Trial, run: Run, outputs: dict[str, Any], mark: str
 ) -> tuple[dict[str, Tensor], Finding | None]:
-    """The copies that this rank's experts were sent, by expert and token, with what came along; or
-    what makes them illegible.
+    """This rank's copies by expert and token, with payload; or the finding that precludes them.
 
-    DeepEP's rows count once for each slot that names an expert here; of a slab, whose rows are in
-    any order, the tokens say which is which.
+    DeepEP's rows count once per slot that names a local expert; a slab's rows are identified by
+    `source_tokens`.
     """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, case = at.place.rank, run.case
@@ -113,25 +108,23 @@ def _copies(
 
 
 def _raw(x: Tensor) -> Tensor:
-    """x, or its bytes where an element is one: fp8 cannot be indexed on every torch, nor sent."""
+    """x, or its bytes for 1-byte dtypes: not every torch can index or send fp8."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def _ascending(copies: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By expert and token; a token that an expert is sent twice keeps its order."""
+    """Sorted by expert and token; repeated copies keep their order."""
     order = copies["copies"].argsort(stable=True)
     return {name: x[order] for name, x in copies.items()}
 
 
 def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """All copies of the parts."""
+    """The copies of all parts."""
     return _ascending({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
 
 def _concatenation(trial: Trial) -> Finding | None:
-    """All tokens, and some of each rank's and then the rest: every expert is sent the same copies,
-    and the layer is that of the parts.
-    """
+    """All tokens in one run or in two: the same copies per expert, and the same layer."""
     case = _plain(trial.case)
     calls, numbers = dispatches_of(case), torch.arange(case.tokens).split(list(case.counts))
     cuts = [(case.seed + rank) % (count + 1) for rank, count in enumerate(case.counts)]
@@ -163,14 +156,12 @@ def _concatenation(trial: Trial) -> Finding | None:
 
 
 def _same_layer(law: str, whole: Tensor, other: Tensor) -> Finding | None:
-    """Equal numbers, whatever the sign of a zero."""
+    """Equal numbers; the sign of zero is ignored."""
     return same(law, {"layer": whole + 0.0}, {"layer": other + 0.0})
 
 
 def _refinement(trial: Trial) -> Finding | None:
-    """All tokens on one rank, and on it all experts that they want: the copies of all ranks, one
-    after the other, and their tokens.
-    """
+    """All tokens and requested experts on one rank: all ranks' copies and tokens, concatenated."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, case = at.place.rank, _plain(trial.case)
     host = case.seed % case.ranks
@@ -195,9 +186,7 @@ def _refinement(trial: Trial) -> Finding | None:
 
 
 def _on_one_rank(case: DispatchCase, host: int) -> tuple[DispatchCase, list[Problem]]:
-    """The case with all tokens on one rank, which has as many experts as all of them had and is
-    alone asked for any; and its dispatch.
-    """
+    """The case with all tokens on rank `host`, which holds every requested expert; its dispatch."""
     counts = tuple(case.tokens if rank == host else 0 for rank in range(case.ranks))
     slots_GK = torch.from_numpy(slots_of(case)) if case.dispatcher in MAPPED else torch.cat(indices_of(case)).long()
     one = replace(case, counts=counts, local_experts=case.experts)
@@ -206,7 +195,7 @@ def _on_one_rank(case: DispatchCase, host: int) -> tuple[DispatchCase, list[Prob
         one, slots=tuple(torch.where(slots_GK < 0, PADDING, slots_GK + before).flatten().tolist()), spread="uniform"
     )
     alone = dispatches_of(one)
-    if case.probs and case.dispatcher in MAPPED:  # [T,E] is as wide as there are experts
+    if case.probs and case.dispatcher in MAPPED:  # [T,E] covers all experts
         probs = torch.cat([call.settings["probs"] for call in dispatches_of(case)])
         wide = torch.full_like(alone[host].settings["probs"], torch.nan)
         wide[:, before : before + case.experts] = probs
@@ -214,14 +203,13 @@ def _on_one_rank(case: DispatchCase, host: int) -> tuple[DispatchCase, list[Prob
     return one, alone
 
 
-# ---- one step instead of two
+# ---- one step for two
 
 
 def _fused(trial: Trial) -> Finding | None:
-    """HybridEP's rows, probabilities, padding, budget and overflow are those of two steps: tokens
-    once to each rank, and `permute` there.
+    """HybridEP's results equal two steps': one copy of a token per rank, then `permute` there.
 
-    Both steps are the implementation's own, if it offers them; else the reference's.
+    Both steps are the implementation's if offered, else the reference's.
     """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, group = at.place.rank, {"group": at.place.group}
@@ -254,7 +242,7 @@ def _fused(trial: Trial) -> Finding | None:
 
 
 def _told(outputs: dict[str, Any], rows: int) -> dict[str, Tensor]:
-    """What is specified of a result: as many rows as the segments have, and what the flags say."""
+    """The specified outputs: rows of the segments, counts and the flag."""
     told = {name: x[:rows] for name in ("rows", "probs") if isinstance(x := outputs.get(name), Tensor)}
     overflow = outputs.get("overflow")
     return told | {
@@ -264,7 +252,7 @@ def _told(outputs: dict[str, Any], rows: int) -> dict[str, Tensor]:
 
 
 def _arrived(case: DispatchCase, calls: list[Problem], rank: int) -> dict[str, Tensor]:
-    """The tokens that this rank's experts want, once each, with their columns of the map and of the probabilities."""
+    """The distinct tokens for this rank's experts, with their columns of the map and probs."""
     token = together(calls)[rank].handle.plan.distinct_tokens(rank)
     own = slice(rank * case.local_experts, (rank + 1) * case.local_experts)
     tokens = [call.required["tokens"] for call in calls]
@@ -274,7 +262,7 @@ def _arrived(case: DispatchCase, calls: list[Problem], rank: int) -> dict[str, T
 
 
 def _with_slots(calls: list[Problem]) -> list[Problem]:
-    """The same as dispatches without duplicates: routing maps as indices, ascending in a token."""
+    """The same as DeepEP dispatches: routing maps as indices, ascending per token."""
     maps = [call.required["routing_map"] != 0 for call in calls]
     most, num_experts = max(1, *(int(own.sum(1).max()) for own in maps if len(own)), 1), maps[0].shape[1]
     out = []
@@ -290,7 +278,7 @@ def _with_slots(calls: list[Problem]) -> list[Problem]:
 
 
 def _local(made: dict[str, Any], local_experts: int) -> dict[str, Tensor]:
-    """What has arrived in slots, as maps of this rank's experts."""
+    """Received slots as maps of this rank's experts."""
     indices = made["indices"].long()
     column = torch.where(indices < 0, local_experts, indices)
     routing_map = torch.zeros((len(column), local_experts + 1), dtype=torch.bool, device=column.device).scatter_(
@@ -304,7 +292,7 @@ def _local(made: dict[str, Any], local_experts: int) -> dict[str, Tensor]:
 
 
 def _shows(case: DispatchCase) -> bool:
-    """Whether copies can be told, or, of a combine, tokens."""
+    """Whether copies, or a combine's tokens, are identifiable."""
     return is_fine(case) and has_room(case) and (case.function.endswith("dispatch") or fits(case))
 
 
@@ -324,7 +312,7 @@ _WORLDS = (*_RANKS, CONCATENATION, REFINEMENT)
 
 
 def _of_rows(*of: Law) -> tuple[Law, ...]:
-    """Laws of rows, which codes and scales hide."""
+    """Laws of plain rows, for cases without codes and scales."""
     return tuple(replace(law, applies=lambda case, law=law: not case.fp8 and law.applies(case)) for law in of)  # type: ignore[misc]
 
 

@@ -1,8 +1,7 @@
-"""DeepEP's low-latency mode: slabs in which the rows of one source stand in whatever order they
-arrived, and a weighted combine.
+"""DeepEP's low-latency mode: slabs with each source's rows in arrival order, a weighted combine.
 
-`layout_range` and `source_tokens` say which row is whose. What is right of the rows depends on
-them; so each implementation is judged by its own order, and combine is given rows in that order.
+`layout_range` and `source_tokens` identify each row. Expected rows depend on them: each
+implementation is judged in its order, and combine receives rows in that order.
 """
 
 from collections.abc import Mapping
@@ -43,8 +42,8 @@ OUTPUTS = ("rows", "scales", "tokens_per_expert", "source_tokens", "layout_range
 
 
 def dispatches(case: DispatchCase) -> list[Problem]:
-    """The dispatch of each rank, without gradients."""
-    copies = case.topk if case.repeats == "count each" else 1  # of a token, that one slab may have to hold
+    """One dispatch per rank, without gradients."""
+    copies = case.topk if case.repeats == "count each" else 1  # of a token in one slab, at most
     settings: dict[str, Any] = {
         "num_experts": case.experts,
         "max_tokens_per_rank": max(*case.counts, 1) * copies + max(case.slack or 0, 0),
@@ -63,11 +62,9 @@ def dispatches(case: DispatchCase) -> list[Problem]:
 
 
 def order_of(layout_range: Tensor, source_tokens: Tensor, right: Any) -> Tensor | None:
-    """[L,W·M]: which row of the reference's slab stands in each row of another one; None if
-    segments or tokens are not those.
+    """[L,W·M]: the reference's row for each row of a slab; None if segments or tokens differ.
 
-    Rows of one source that are of the same token are told apart by their order. Behind the counts
-    stand the rows behind the counts.
+    Repeats of a token from one source match in order. Rows past the counts map to themselves.
     """
     layout, own = layout_range.cpu().long(), source_tokens.cpu().long()
     if layout.shape != right.layout_range.shape or own.shape != right.source_tokens.shape:
@@ -94,7 +91,7 @@ def order_of(layout_range: Tensor, source_tokens: Tensor, right: Any) -> Tensor 
 
 
 def in_order(x: Tensor, order: Tensor) -> Tensor:
-    """x of each slab, its rows in that order; for every dtype, and with a gradient where there is one."""
+    """x with each slab's rows permuted by `order`; any dtype, differentiable."""
     slab = torch.arange(len(order), device=x.device)[:, None]
     if x.element_size() == 1:
         return x.view(torch.uint8)[slab, order.to(x.device)].view(x.dtype)
@@ -102,7 +99,7 @@ def in_order(x: Tensor, order: Tensor) -> Tensor:
 
 
 def _arranged(name: str, right: Any, received: Tensor) -> Given:
-    """The reference's rows in the order that this result says; free behind the counts."""
+    """The reference's rows in this result's order; free past the counts."""
     value: Tensor = getattr(right, name)
 
     def make(outputs: Mapping[str, Any]) -> Exact:
@@ -122,15 +119,14 @@ def _arranged(name: str, right: Any, received: Tensor) -> Given:
 
 
 def _ranges(right: Any) -> Given:
-    """Segments of the right lengths, in any order, that fill the slab from its front."""
+    """Segments of the expected lengths, in any order, packed from the slab's start."""
 
     def make(outputs: Mapping[str, Any]) -> Exact:
         got = outputs.get("layout_range")
         if isinstance(got, Tensor) and got.shape == right.layout_range.shape and not got.is_floating_point():
             begin, count = got.long() // COUNT, got.long() % COUNT
-            held = torch.where(
-                count > 0, begin, count.sum(1, keepdim=True)
-            )  # where an empty segment begins says nothing
+            # an empty segment's begin is free
+            held = torch.where(count > 0, begin, count.sum(1, keepdim=True))
             first, where = held.sort(1)
             tiles = (first == count.gather(1, where).cumsum(1) - count.gather(1, where)).all()
             if tiles and torch.equal(count, right.layout_range % COUNT):
@@ -141,7 +137,7 @@ def _ranges(right: Any) -> Given:
 
 
 def _tokens(right: Any, received: Tensor) -> Given:
-    """The tokens of each segment in any order."""
+    """Each segment's tokens in any order."""
 
     def make(outputs: Mapping[str, Any]) -> Exact:
         got, layout = outputs.get("source_tokens"), outputs.get("layout_range")
@@ -155,7 +151,7 @@ def _tokens(right: Any, received: Tensor) -> Given:
 
 
 def judged(right: Any) -> dict[str, Expectation]:
-    """What is right of one rank's dispatch."""
+    """Expectations of one rank's dispatch."""
     received = torch.arange(right.source_tokens.shape[1]) < right.tokens_per_expert[:, None]
     own: dict[str, Expectation] = {
         "tokens_per_expert": Exact(right.tokens_per_expert, "integers"),
@@ -167,7 +163,7 @@ def judged(right: Any) -> dict[str, Expectation]:
 
 
 class LowLatencyDispatch(Dispatching):
-    """`deepep_low_latency_dispatch`: slabs, whose rows they hold, and the gradient of the tokens."""
+    """`deepep_low_latency_dispatch`: slabs, row identities, and the gradient of the tokens."""
 
     function = "deepep_low_latency_dispatch"
     signature = Signature(
@@ -211,7 +207,7 @@ class LowLatencyDispatch(Dispatching):
 
 
 def _in_the_references_order(right: Any) -> Any:
-    """Dispatch, with its rows once more in the reference's order: what a cotangent is given of."""
+    """Dispatch, plus its rows in the reference's order, which the cotangent refers to."""
 
     def script(implementation: Implementation, given: dict[str, Any]) -> dict[str, Any]:
         settings = {
@@ -229,7 +225,7 @@ def _in_the_references_order(right: Any) -> Any:
 
 
 class LowLatencyCombine(Dispatching):
-    """`deepep_low_latency_combine` of rows that dispatch never saw, in the order of this implementation's dispatch."""
+    """`deepep_low_latency_combine` of other rows, in the order of the implementation's dispatch."""
 
     function, companions = "deepep_low_latency_combine", ("deepep_low_latency_dispatch",)
     signature = Signature(
@@ -264,7 +260,7 @@ class LowLatencyCombine(Dispatching):
 
     @staticmethod
     def _alike(rows: Tensor, out: Any) -> Tensor:
-        """The same row for a token that names an expert twice: which of both is read, its order decides."""
+        """Equal rows for a token's repeats of an expert: either may be read."""
         source = out.handle.row_tokens[out.handle.rank].reshape(out.source_tokens.shape)
         same = torch.zeros_like(source)
         same[:, 1:] = (source[:, 1:] == source[:, :-1]) & (source[:, 1:] != PADDING)
@@ -313,7 +309,7 @@ class LowLatencyCombine(Dispatching):
 
 
 def in_its_own_order(right: Any) -> Any:
-    """Combine of the rows, put where this implementation's dispatch has them."""
+    """Combine of the rows in the order of this implementation's dispatch."""
 
     def script(implementation: Implementation, given: dict[str, Any]) -> dict[str, Any]:
         made = given["produced"]

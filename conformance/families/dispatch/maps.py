@@ -37,7 +37,7 @@ OUTPUTS = ("rows", "probs", "tokens_per_expert", "handle", "overflow")
 
 
 def settings_of(case: DispatchCase, maps: list[Tensor]) -> dict[str, Any]:
-    """The sizes that the case asks for."""
+    """The sizes the case sets."""
     settings: dict[str, Any] = {}
     if case.shards > 1:
         settings["expert_tensor_parallel"] = case.shards
@@ -53,7 +53,7 @@ def settings_of(case: DispatchCase, maps: list[Tensor]) -> dict[str, Any]:
 
 
 def dispatches(case: DispatchCase) -> list[Problem]:
-    """The dispatch of each rank, without gradients."""
+    """One dispatch per rank, without gradients."""
     maps, tokens = maps_of(case), values_of(case, "tokens", list(case.counts))
     settings = settings_of(case, maps)
     calls = [
@@ -62,7 +62,7 @@ def dispatches(case: DispatchCase) -> list[Problem]:
     ]
     if case.probs:
         for call, probs in zip(calls, probs_of(case, "probs", list(case.counts), (case.experts,)), strict=True):
-            # what is not routed must not be read, except where a capacity fills up with unrouted tokens
+            # only a capacity may read unrouted entries: unrouted tokens fill it
             call.settings["probs"] = probs if case.capacity else given_probs(probs, call.required["routing_map"] != 0)
     return calls
 
@@ -93,7 +93,7 @@ SIGNATURES = {
 
 
 def after_dispatch(producer: str, made_from: Signature, inputs: list[Input], outputs: list[Output]) -> Signature:
-    """The signature of a function that takes the handle of a dispatch with this one."""
+    """The signature of a function on the handle of a dispatch with this signature."""
     # the dispatch's rows are not codes
     settings = tuple(name for name in made_from.settings if name != "recipe")
     return Signature(inputs, outputs, settings, producer=producer, made_from=tuple(made_from.inputs))
@@ -148,7 +148,7 @@ class MapDispatch(Dispatching):
 
     @staticmethod
     def _d_probs(case: DispatchCase, calls: list[Problem], every: list[Any]) -> list[Expectation]:
-        """Moved back to where they came from; with shards, the sum over those in the probs' dtype, as ranks add."""
+        """Moved back to the sources; with shards, their sum in the probs' dtype."""
         d_probs = torch.cat(
             [call.cotangents.get("probs", torch.zeros_like(out.probs)) for call, out in zip(calls, every, strict=True)]
         )
@@ -237,7 +237,7 @@ class MapCombine(Combine):
 
     @staticmethod
     def _d_rows(case: DispatchCase, value: Tensor, reduce: torch.dtype) -> Expectation:
-        """Copies; rounded on their way where ranks add in a dtype that is narrower than the rows'."""
+        """Copies, rounded in transit where ranks add in a narrower dtype than the rows'."""
         sent = case.ranks > 1 if case.dispatcher == "allgather" else case.shards > 1
         if case.dispatcher == "hybridep" or not sent or ROUNDOFF[reduce] <= ROUNDOFF[value.dtype]:
             return masked_exact(value)
@@ -245,7 +245,7 @@ class MapCombine(Combine):
 
 
 class CachedDispatch(Dispatching):
-    """Other tokens through the handle of a dispatch: the same rows as dispatched afresh."""
+    """Other tokens through a dispatch's handle: the same rows as a fresh dispatch."""
 
     def __init__(self, function: str, signature: Signature, before: Callable[[DispatchCase], list[Problem]]) -> None:
         self.function, producer, self._before = function, function.replace("cached_", ""), before

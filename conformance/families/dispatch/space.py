@@ -1,4 +1,4 @@
-"""What axes cannot say of dispatchers: worlds, room of buffers, one case per law."""
+"""Dispatch cases beyond axes: worlds, buffer sizes, one case per law."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,7 @@ def dispatcher_of(scope: Scope) -> str:
 
 @st.composite
 def worlds(draw: st.DrawFn, scope: Scope) -> Changes:
-    """Ranks with their tokens, and their experts."""
+    """Ranks, their tokens and their experts."""
     ranks = draw(st.integers(1, scope.space.ranks))
     few = st.integers(0, 6)
     count = st.one_of(st.just(0), few, few, few, sizes(0, scope.space.many // 8))
@@ -47,7 +47,7 @@ def worlds(draw: st.DrawFn, scope: Scope) -> Changes:
 
 @st.composite
 def rooms(draw: st.DrawFn, scope: Scope) -> Changes:
-    """How buffers are sized."""
+    """Sizing of buffers."""
     least = -3 if dispatcher_of(scope) == "hybridep" else 0
     return {
         "capacity": draw(st.sampled_from((0, 0, 1, 2, 5))),
@@ -58,7 +58,7 @@ def rooms(draw: st.DrawFn, scope: Scope) -> Changes:
 
 @st.composite
 def codes(draw: st.DrawFn, scope: Scope, ranks: int) -> Changes:
-    """Rows as they are, or, of two dispatches, codes and scales."""
+    """Plain rows or, for two dispatches, codes and scales."""
     plain = {"fp8": "", "hidden": draw(st.one_of(st.integers(1, 9), st.integers(1, 9), sizes(1, 70)))}
     if "fp8" not in scope.live:
         return plain
@@ -73,20 +73,20 @@ def codes(draw: st.DrawFn, scope: Scope, ranks: int) -> Changes:
 
 @st.composite
 def dispatches(draw: st.DrawFn, scope: Scope) -> Changes:
-    """Any function of a dispatcher."""
+    """Any dispatcher's function."""
     fields = draw(worlds(scope)) | draw(rooms(scope)) | {"slots": None, "spread": draw(st.sampled_from(SPREADS))}
     fields |= draw(codes(scope, len(fields["counts"])))
     fields["values"] = draw(st.sampled_from(("dyadic", "integers", "integers", "special", "wide")))
     differentiable = scope.function not in scope.space.not_differentiable
     if dispatcher_of(scope) != "deepep_low_latency" and differentiable and not draw(st.integers(0, 4)):
-        # as adjointness needs it: rare otherwise
+        # needed by adjointness, rare otherwise
         plain = {"dtype": "float32", "values": "integers", "slack": None, "biases": 0, "unused": ""}
         return fields | plain | {"grads": scope.signature.gradients[0]}
     return fields
 
 
 def near(case: DispatchCase, scope: Scope) -> DispatchCase:
-    """The case without a far layout: those have cases of their own."""
+    """The case without a far layout; far layouts have separate cases."""
     return replace(case, layout="contiguous", layout_of="") if case.layout.startswith("wide") else case
 
 
@@ -94,7 +94,7 @@ def near(case: DispatchCase, scope: Scope) -> DispatchCase:
 
 
 def together(scope: Scope) -> dict[str, list[Changes]]:
-    """The room of buffers as one axis; few layouts, because a case has several processes."""
+    """Buffer sizes as one axis; few layouts, because a case costs several processes."""
     main, *_ = scope.signature.inputs
     strided = [name for name, dims in scope.signature.placed.items() if dims]
     layouts = [("contiguous", ""), ("transposed", main.name), *(("strided", name) for name in strided)]
@@ -110,7 +110,7 @@ def together(scope: Scope) -> dict[str, list[Changes]]:
     }
     if not scope.signature.producer:
         return found
-    # a dispatch, which has its own cases, has spread the rows
+    # the dispatch, tested separately, has spread the rows
     return found | {"spread": [{"spread": spread} for spread in SPREADS[::2]], "scales": [{"scales": 0}]}
 
 
@@ -126,7 +126,7 @@ AS_CODES: tuple[Changes, ...] = (
 
 
 def shapes(scope: Scope) -> list[Any]:
-    """On all ranks: more tokens than one block, more experts than a warp has lanes, wide rows."""
+    """On all ranks: more than one block of tokens, experts past a warp's lanes, wide rows."""
     few: Changes = {"local_experts": 2, "topk": 2}
     common: Changes = {"probs": "bfloat16", "seed": 1, "scales": 0, "biases": 0}
     ranks = scope.space.ranks
@@ -148,7 +148,7 @@ def shapes(scope: Scope) -> list[Any]:
 
 
 def law_cases(scope: Scope, others: list[Case]) -> list[Case]:
-    """A small plain case for each law that none of the others asks of several ranks with rows."""
+    """A small plain case per law that no other case checks with several ranks and rows."""
     counts = (3, 2)[: scope.space.ranks]
     some: Changes = {"counts": counts, "local_experts": 2, "topk": 2, "hidden": 3, "values": "integers", "seed": 1}
     plain = scope.mended(scope.case(some | {"probs": "float32"}))

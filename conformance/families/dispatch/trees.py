@@ -1,10 +1,10 @@
-"""How far a sum over rows of many ranks may be from the truth: two levels of addition, with a rounding between.
+"""Error bound of a sum over rows of many ranks: two levels of addition, a rounding between.
 
-Where a dispatcher declares its tree, an honest implementation may add in any order inside a level,
-and may round less often:
+A declared tree fixes the levels; the order within a level is free, and so are fewer roundings:
 
-    part[p]  = round(Σ rows of the part p)     error ≤ γ_n(u_first)·Σ|row| + u_between·(…)
-    y[g]     = round(Σ parts of the token g)   error ≤ Σ errors of parts + γ_m(u_second)·(Σ|part| + …) + u_out·(…)
+    part[p]  = round(Σ rows of part p)     error ≤ γ_n(u_first)·Σ|row| + u_between·(…)
+    y[g]     = round(Σ parts of token g)   error ≤ Σ part errors + γ_m(u_second)·(Σ|part| + …)
+                                                   + u_out·(…)
 
 where γ_n(u) = (1 + u)ⁿ - 1 and u of a dtype is half the distance from 1 to its next number.
 """
@@ -21,33 +21,33 @@ from conformance.judge.bound import HALF_SUBNORMAL, ROUNDOFF, Bounded
 
 @dataclass(frozen=True)
 class Tree:
-    """The dtypes that the two levels add in, and the dtype that parts are rounded to between them."""
+    """Accumulation dtypes of the two levels, and the dtype of the parts between them."""
 
     first: torch.dtype
     between: torch.dtype
     second: torch.dtype
 
     def rounded_first(self) -> "Tree":
-        """Where what is added was computed in the accumulator's dtype, and rounded to it."""
+        """The tree of terms already rounded to the accumulator's dtype."""
         return Tree(self.first, self.second, self.second)
 
 
 def flat(accumulator: torch.dtype) -> Tree:
-    """One level: every row is a part of its own, and is not rounded again."""
+    """One level: every row is a part, without a second rounding."""
     return Tree(accumulator, torch.float64, accumulator)
 
 
 def tree_bound(
     case: DispatchCase, rows_RH: Tensor, part_R: Tensor, token_P: Tensor, tokens: int, dtype: torch.dtype, tree: Tree
 ) -> Bounded:
-    """The bound of y[g], the sum over the parts p of g, of the rows of p.
+    """Bound of y[g] = Σ over parts p of g, Σ over rows of p.
 
     Args:
-        rows_RH: float64 [R,…], what is added.
+        rows_RH: float64 [R,…], the terms.
         part_R: the part of each row.
         token_P: the token of each part.
-        tokens: how many there are.
-        dtype: of the output.
+        tokens: number of tokens.
+        dtype: the output's.
     """
     parts = len(token_P)
     part, size = (_added(x, part_R, parts) for x in (rows_RH, rows_RH.abs()))
@@ -58,7 +58,7 @@ def tree_bound(
     )
     value, magnitude, total, brought = (_added(x, token_P, tokens) for x in (part, size, part.abs() + error, error))
     several = _most(token_P, tokens)
-    narrowed = ROUNDOFF[tree.second] > ROUNDOFF[tree.between]  # then even a part that is alone is rounded
+    narrowed = ROUNDOFF[tree.second] > ROUNDOFF[tree.between]  # single parts round too
     brought = brought + (_gamma(several, tree.second) * total if several > 1 or narrowed else 0.0)
     bound = brought + ROUNDOFF[dtype] * (value.abs() + brought) + HALF_SUBNORMAL[dtype]
     narrow = max((x for x in (tree.first, tree.between, tree.second, dtype)), key=ROUNDOFF.__getitem__)

@@ -1,6 +1,6 @@
-"""glu, activation and their gradients, quantised in the same step.
+"""glu, activation and their gradients, fused with quantisation.
 
-Running error analysis bounds what is quantised; then each output is judged given those before it.
+Running error analysis bounds the quantised operand; each output is judged given the earlier ones.
 """
 
 from collections.abc import Mapping
@@ -24,14 +24,14 @@ from conformance.judge import Exact, Expectation, Given, Outputs
 from moe_ref.config import QuantizerState
 
 GATE = ("kind", "offset", "clamp", "alpha", "interleave")
-ACTIVATING = (*GATE, "probs")  # what the activation alone is given
+ACTIVATING = (*GATE, "probs")  # inputs of the activation
 KEYWORDS = (*ACTIVATING, "splits", "rowwise", "columnwise", "noise", "round_before_quantize")
-GIVEN = Opaque("state")  # stands for the state that `history` and `scale` are of
+GIVEN = Opaque("state")  # the state with `history` and `scale`
 READ = ("amax", "scales", "codes", "values", "scales.gemm")
 
 
 def problem_of(function: str, required: dict[str, Any], settings: dict[str, Any], **more: Any) -> Problem:
-    """The call, and what is read of its result."""
+    """The call, and the readers of its result."""
     if "scale" in required:
         settings = settings | {"state": GIVEN}
     first = {name: x for name, x in required.items() if name not in ("scale", "history")}
@@ -67,7 +67,7 @@ def _script_of(function: str) -> Script:
 
 
 def _signature(backward: bool, *activating: str) -> Signature:
-    """Of the values or, backward, of the quantised gradient of h, which has no gradient."""
+    """Signature: gradients of the values; backward, none of the quantised gradient of h."""
     floats, differentiable = ("float32",), not backward
     inputs = [
         *((Input("d_out", "TF"),) if backward else ()),
@@ -78,7 +78,7 @@ def _signature(backward: bool, *activating: str) -> Signature:
         Input("scale", "E", floats, field="", optional="stateful", part_of="state"),
         *((Input("noise", "2TH", floats, field="", optional="noisy"),) if backward else ()),
     ]
-    values = [  # of both directions, the first has a cotangent
+    values = [  # of both directions; the first has a cotangent
         Output("dequantized", "TF", of="h", probed=True, optional="rowwise"),
         Output("dequantized.columnwise", "TF", of="h", probed=True, optional="only_columnwise"),
     ]
@@ -87,7 +87,7 @@ def _signature(backward: bool, *activating: str) -> Signature:
 
 
 class _QuantizedActivation(Contract[QuantizedActivationCase]):
-    """What the four functions share."""
+    """Base of the four functions."""
 
     case_type = QuantizedActivationCase
     primary = "codes"
@@ -128,7 +128,7 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
         return right | self._gradients(problem, given, h, activating, declared)
 
     def _reference(self, problem: Problem) -> tuple[dict[str, Any], Any]:
-        """What the reference returns, and the tensor that it quantised."""
+        """The reference's outputs, and the tensor it quantised."""
         implementation = Implementation(moe_ref)
         assert problem.script is not None and problem.read is not None
         given = {
@@ -141,7 +141,7 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
     def before_rounding(
         self, given: dict[str, Any], h: Tensor, activating: dict[str, Any], declared: Mapping[str, Any]
     ) -> tuple[Running, Tensor]:
-        """The rows of all groups before their final rounding; and where they are unspecified."""
+        """All groups' rows before their final rounding, and the mask of unspecified ones."""
         probs = activating.get("probs")
         dtype = computed_in(declared, h, probs)
         p = None if probs is None else Running.of(probs[:, None], dtype)
@@ -159,7 +159,7 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
         activating: dict[str, Any],
         declared: Mapping[str, Any],
     ) -> dict[str, Expectation]:
-        """The activation's gradients of the cotangent, straight through; 0 past the last group."""
+        """The activation's straight-through gradients; 0 past the last group."""
         backward = "d_out" in given
         wanted = ("probs",) * ("probs" in given) if backward else problem.wanted
         if not wanted:
@@ -179,7 +179,7 @@ def _groups(quantized: Any, settings: dict[str, Any]) -> list[Tensor]:
 
 
 def _history_of(history: Tensor, suffix: str) -> Any:
-    """The amax that was returned, among those before."""
+    """The returned amax within the given history."""
 
     def right(outputs: Outputs) -> Exact:
         return Exact(
@@ -190,7 +190,7 @@ def _history_of(history: Tensor, suffix: str) -> Any:
 
 
 def _with_zeros(expected: Any, rows: int) -> Any:
-    """The expectation of the first rows, and exactly 0 in the others."""
+    """The expectation of the first rows, exactly 0 in the others."""
     value, bound = (torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])]) for x in (expected.value, expected.bound))
     return replace(expected, value=value, bound=bound)
 

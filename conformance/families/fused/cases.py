@@ -1,4 +1,4 @@
-"""Cases of fused stages: rows from a routing map or an activation, and how they are quantised."""
+"""Cases of fused stages: rows from a routing map or an activation, and their quantiser."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
@@ -42,7 +42,7 @@ class PermutedQuantizationCase(RecipeFields, RoutingCase):
     variant: int = choice(*range(VARIANTS), turns=True)
     role: str = choice(*ROLES, argument="role")
     direction: str = choice(*DIRECTIONS)
-    gemm: bool = flag()  # whether scales are also read in the layout of matrix products
+    gemm: bool = flag()  # scales also read in GEMM layout
     unused: str = choice("", "rows", "probs", of=("probs",))  # rows: the values of both directions
 
     def clash(self) -> str | None:
@@ -69,14 +69,14 @@ class PermutedQuantizationCase(RecipeFields, RoutingCase):
 
 
 def _quantizing(case: PermutedQuantizationCase) -> QuantizeCase:
-    """The quantisation, as if nothing were permuted: one row per token, and up to a unit more."""
+    """The quantisation without permutation: one row per token, and up to a unit more."""
     names = ("scaling", "variant", "role", "direction", "hidden", "dtype", "values", "seed")
     common = {name: getattr(case, name) for name in names}
     return QuantizeCase(function="quantize", tokens=-(-case.tokens // unit_of(case)), **common)
 
 
 def permuting(case: PermutedQuantizationCase) -> RoutingCase:
-    """The permutation, in rows; without a capacity, a scaling of whole blocks has an alignment."""
+    """The permutation, in rows; block scalings without a capacity set an alignment."""
     unit = unit_of(case)
     align = case.align or (1 if unit > 1 and not case.capacity else 0)
     changes = {"function": Permute.function, "values": "dyadic", "align": unit * align}
@@ -85,7 +85,7 @@ def permuting(case: PermutedQuantizationCase) -> RoutingCase:
 
 
 def tokens_of(case: PermutedQuantizationCase, token_P: Tensor) -> Tensor:
-    """Values as `quantize` has them; tokens without a row hold what must reach no amax."""
+    """Values as in `quantize`; tokens without a row hold garbage no amax may see."""
     tokens = quantization.x_of(_quantizing(case))[: case.tokens].clone()
     without = torch.ones(case.tokens, dtype=torch.bool)
     without[token_P[token_P >= 0]] = False
@@ -94,7 +94,7 @@ def tokens_of(case: PermutedQuantizationCase, token_P: Tensor) -> Tensor:
 
 
 def state_of(case: PermutedQuantizationCase) -> dict[str, Tensor]:
-    """Another scale for each expert, and what its history holds so far."""
+    """A different scale per expert, and its amax history."""
     length = recipe_of(case).amax_history_len
     assert length is not None
     history = payload(case.seed, "amax_history", (case.experts, length), "float32").abs()
@@ -122,13 +122,13 @@ class _ScalingCase(RecipeFields, Case):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedActivationCase(ActivationCase, _ScalingCase):
-    """Rows that an activation, or its gradient, is applied to, and how the result is quantised."""
+    """Rows for an activation or its gradient, and the quantiser of the result."""
 
-    experts: int = size("E", default=0)  # groups; 0: no splits are given, all rows are one group
+    experts: int = size("E", default=0)  # groups; 0: no splits, one group
     dtype: str = dtypes(*FLOATS)
     rounded: bool = flag(argument="round_before_quantize")
     direction: str = choice(*DIRECTIONS)
-    counts: tuple[int, ...] = parts(  # rows of each group; they, tokens and width are in UNITs
+    counts: tuple[int, ...] = parts(  # rows per group; like tokens and width in UNITs
         total="tokens", number="experts", written_out=lambda case: tuple(n // unit_of(case) for n in splits_of(case))
     )
     tail: int = number(0, 1, 4, 5, pairs=(4,))  # rows past the last group
@@ -150,12 +150,12 @@ class QuantizedActivationCase(ActivationCase, _ScalingCase):
 
     @property
     def transformed(self) -> bool:
-        """Whether a Hadamard transform is taken."""
+        """Whether a Hadamard transform is applied."""
         return bool(recipe_of(self).hadamard) and self.columnwise
 
     @property
     def noisy(self) -> bool:
-        """Whether rounding is by a noise tensor."""
+        """Whether rounding uses a noise tensor."""
         return bool(recipe_of(self).stochastic_rounding) and self.backward
 
     def clash(self) -> str | None:
@@ -169,7 +169,7 @@ class QuantizedActivationCase(ActivationCase, _ScalingCase):
 
 
 def inputs_of(case: QuantizedActivationCase) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Required inputs and settings, without the state; rows past the last group must reach nothing."""
+    """Required inputs and settings without the state; garbage past the last group."""
     rows, features = case.tokens * unit_of(case) + case.tail, case.features
     columns = 2 * features if case.gated else features
     required: dict[str, Any] = {"h": _spoilt(case, hidden_of(replace(case, tokens=rows), columns), 0)}
@@ -190,7 +190,7 @@ def inputs_of(case: QuantizedActivationCase) -> tuple[dict[str, Any], dict[str, 
 
 
 def history_of(case: QuantizedActivationCase) -> dict[str, Tensor]:
-    """A scale per group, and a history of which every third group has seen larger numbers."""
+    """A scale per group, and a history; every third group's holds larger numbers."""
     groups = max(case.experts, 1)
     exponent = torch.from_numpy(hashed(case.seed, "scale", groups).astype(np.int64)) % 9 - 2
     scale = torch.exp2(exponent.float()) * torch.where(torch.arange(groups) % 2 == 1, 1.375, 1.0)
@@ -199,7 +199,7 @@ def history_of(case: QuantizedActivationCase) -> dict[str, Tensor]:
 
 
 def _spoilt(case: QuantizedActivationCase, x: Tensor, shift: int) -> Tensor:
-    """x with infinities and NaN past the rows of all groups."""
+    """x with infinities and NaN past the last group's rows."""
     for i in range(len(x) - case.tail, len(x)):
         x[i] = TAIL[(i + case.seed + shift) % len(TAIL)]
     return x

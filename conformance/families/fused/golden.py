@@ -1,6 +1,6 @@
-"""Cases of permute_and_quantize worked out by hand.
+"""Hand-computed cases of permute_and_quantize.
 
-448 / 7 = 64, so that 7 has the code 0x7E, 3½ the code 0x76 and 1¾ the code 0x6E.
+448 / 7 = 64: codes 7 = 0x7E, 3½ = 0x76, 1¾ = 0x6E.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ def _ints(*values: int) -> Exact:
 
 
 PERMUTE_AND_QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
-    "a_scale_for_each_expert": (  # 14 · 32, 7 · 64, and 1 for no row; the infinity of token 3 is nowhere
+    "a_scale_for_each_expert": (  # 14 · 32, 7 · 64, 1 for no row; no infinity of token 3
         _of(Recipe("current"), align=2, probs=torch.tensor([[9, 0.5, 9], [9, 0.25, 9], [0.125, 9, 9], [9, 9, 9]])),
         {
             "amax": _floats(14, 7, 0),

@@ -1,7 +1,6 @@
-"""Activations quantised at once, worked out by hand: literal inputs, codes and scales.
+"""Hand-computed fused activation and quantisation: literal inputs, codes and scales.
 
-reglu and squared ReLU are exact, so their results are known to the last bit. E4M3 is s.eeee.mmm
-with bias 7, E5M2 s.eeeee.bb with 15.
+reglu and squared ReLU are exact. E4M3 is s.eeee.mmm with bias 7, E5M2 s.eeeee.mm with bias 15.
 """
 
 from typing import Any
@@ -92,8 +91,7 @@ GLU_AND_QUANTIZE: Golden = {
         _glu(CURRENT, _rows([9, 9, 1, -9]), clamp=7.0, offset=1.0, interleave=1),
         {"amax": _exactly(56.0), "scales": _exactly(1 / 8), "codes": _bytes([0x7E, 0xE4])},
     ),
-    # 6 and 3 in one group, 1 in the next: by columns 64 for the first two (448/6 = 74⅔), 256 for
-    # the last
+    # groups (6, 3) and (1): columnwise 64 for the first two (448/6 = 74⅔), 256 for the last
     "both_directions_by_groups": (
         _glu(BLOCK, _rows([6, 1], [3, 1], [1, 1], [5, 5]), splits=torch.tensor([2, 1]), columnwise=True),
         {
@@ -104,7 +102,7 @@ GLU_AND_QUANTIZE: Golden = {
             "codes.columnwise": _bytes([0x7C], [0x74], [0x78], [0]),
         },
     ),
-    "the_scale_of_earlier_steps": (  # 8 · 7 = 56, and what was seen is remembered
+    "the_scale_of_earlier_steps": (  # 8 · 7 = 56; the amax enters the history
         problem_of(
             "glu_and_quantize",
             {
@@ -123,7 +121,7 @@ GLU_AND_QUANTIZE: Golden = {
             "state.scale": _exactly(4.0),
         },
     ),
-    "straight_through": (  # 3 · 2 · ½: du = 5 · ½ · 2, dv = 5 · ½ · 3, dp = 5 · 3 · 2; nothing of the last row
+    "straight_through": (  # du = 5 · ½ · 2, dv = 5 · ½ · 3, dp = 5 · 3 · 2; 0 in the last row
         _with_gradients(
             _glu(CURRENT, _rows([3, 2], [1, 1]), probs=torch.tensor([0.5, 1]), splits=torch.tensor([1])), [5], [5]
         ),
@@ -146,8 +144,7 @@ ACTIVATION_AND_QUANTIZE: Golden = {
     ),
 }
 GLU_BACKWARD_AND_QUANTIZE: Golden = {
-    # g = 4 · ½: du = 2 · 7, dv = 2 · 3; dp = 4 · 3 · 7.  57344 / 14 = 4096: 14 · 4096 = 57344, 6 ·
-    # 4096 = 24576
+    # g = 4 · ½: du = 2 · 7, dv = 2 · 3; dp = 4 · 3 · 7.  57344 / 14 = 4096: 57344, 6 · 4096 = 24576
     "gates_and_values": (
         _back("glu", CURRENT, _rows([4]), _rows([3, 7]), kind="reglu", probs=torch.tensor([0.5])),
         {"amax": _exactly(14.0), "scales": _exactly(1 / 4096), "codes": _bytes([0x7B, 0x76]), "d_probs": _numbers(84)},
@@ -160,7 +157,7 @@ GLU_BACKWARD_AND_QUANTIZE: Golden = {
     ),
 }
 ACTIVATION_BACKWARD_AND_QUANTIZE: Golden = {
-    "twice_what_is_positive": (  # 2 · 3 · 1 · ½ and nothing;  448 / 3 is above 128: 384;  dp = 1 · 9 + 1 · 0
+    "twice_what_is_positive": (  # 2 · 3 · 1 · ½, 0;  448 / 3 > 128: 384;  dp = 1 · 9 + 1 · 0
         _back("activation", BLOCK, _rows([1, 1]), _rows([3, -3]), probs=torch.tensor([0.5])),
         {"amax": _exactly([3.0]), "scales": _exactly([1 / 128]), "codes": _bytes([0x7C, 0]), "d_probs": _numbers(9)},
     ),

@@ -14,7 +14,7 @@ from moe_ref.config.state import new_quantizer_state
 
 
 def _by_recipe(blame: str, recipe: Recipe, hidden: int = 16, **settings: object) -> Rule:
-    """Another recipe, for two tokens of so many bfloat16, and other settings."""
+    """Another recipe, two bfloat16 tokens of width `hidden`, and other settings."""
     tokens = torch.zeros(2, hidden, dtype=torch.bfloat16)
     return lambda problem: replace(
         bare(problem), required=problem.required | {"tokens": tokens, "recipe": recipe}, settings=settings, blame=blame
@@ -43,7 +43,7 @@ PERMUTE_AND_QUANTIZE: dict[str, Rule] = PERMUTE | {
 def _activating(
     blame: str, recipe: Recipe, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, **settings: object
 ) -> Rule:
-    """Another recipe, zeros in the place of h (and of the cotangent, as wide), and settings."""
+    """Another recipe, zeros for h (and for the cotangent of that width), and settings."""
     h = torch.zeros(rows, columns, dtype=dtype)
 
     def break_it(problem: Problem) -> Problem:

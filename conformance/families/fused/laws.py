@@ -1,4 +1,4 @@
-"""Laws of permute_and_quantize: codes depend on their segment alone, and one step equals two."""
+"""Laws of permute_and_quantize: codes depend on their segment only; one step equals two."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,8 +20,8 @@ from moe_ref.config import QuantizerState
 from moe_ref.permutation.permute import PADDING, RowMap, permute
 
 BY_EXPERT = ("routing_map", "probs")  # [T,E]
-STATES = ("amax_history", "scale")  # of each expert
-STEPS = ("rows", "probs", "row_map", "tokens_per_expert", "pad_offsets", "overflow")  # what `permute` returns
+STATES = ("amax_history", "scale")  # per expert
+STEPS = ("rows", "probs", "row_map", "tokens_per_expert", "pad_offsets", "overflow")  # of `permute`
 
 
 def _row_map(problem: Problem) -> RowMap:
@@ -30,7 +30,7 @@ def _row_map(problem: Problem) -> RowMap:
 
 
 def _rows_in(second: RowMap, first: RowMap, expert: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Rows of `first` with a token, and `second`'s rows with that token and `expert(expert)`."""
+    """`first`'s rows with a token, and `second`'s rows of that token and `expert(expert)`."""
     row_TE = torch.full((second.num_tokens, second.num_experts), PADDING)
     real = second.token_P != PADDING
     row_TE[second.token_P[real], second.expert_P[real]] = real.nonzero().flatten()
@@ -53,7 +53,7 @@ def _without_gradients(problem: Problem) -> Problem:
 
 
 def _expert_relabelling(trial: Trial) -> Finding | None:
-    """Experts in the opposite order: the same codes, in segments in the opposite order."""
+    """Experts reversed: the same codes, in reversed segments."""
     last = trial.case.experts - 1
     flipped = {name: upside_down(x, 1) for name, x in trial.problem.tensors.items() if name in BY_EXPERT}
     flipped |= {name: upside_down(x) for name, x in trial.problem.tensors.items() if name in STATES}
@@ -63,14 +63,14 @@ def _expert_relabelling(trial: Trial) -> Finding | None:
 
 
 def _padding_independence(trial: Trial) -> Finding | None:
-    """Three times the padding, none past the last segment: zeros change no other row's codes."""
+    """Three times the padding, none past the last segment: other rows' codes do not change."""
     settings = {name: x for name, x in trial.problem.settings.items() if name != "num_rows"}
     second = replace(trial.problem, settings=settings | {"align": 3 * max(permuting(trial.case).align, 1)})
     return _same_rows("padding_independence", trial, _without_gradients(second), lambda e: e)
 
 
 def _two_steps(trial: Trial) -> Finding | None:
-    """What the implementation's own permute and quantize make one after the other."""
+    """The implementation's `permute`, then its `quantize`."""
 
     def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
         if not (implementation.offers(Permute.function) and implementation.offers(Quantize.function)):
@@ -102,12 +102,12 @@ def _two_steps(trial: Trial) -> Finding | None:
 
 
 def _dropless(case: Any) -> bool:
-    """No row is dropped, and none is filled in."""
+    """Whether no row is dropped or filled in."""
     return plain(case) and not case.capacity and (case.slack is None or case.slack >= 0)
 
 
 def _turns_over(case: Any) -> bool:
-    """Whether the inputs stay legal upside down and negated: scales of earlier steps do not."""
+    """Whether the inputs stay legal reversed and negated: given scales do not."""
     return bool(case.scaling != "delayed")
 
 

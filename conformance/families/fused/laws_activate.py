@@ -1,4 +1,4 @@
-"""Laws of activations quantised at once: groups are independent, and powers of two pass through."""
+"""Laws of fused activation and quantisation: independent groups, exact powers of two."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ def _changed(trial: Trial, **tensors: Any) -> Problem:
 
 
 def _compared(trial: Trial, law: str, kept: Outputs, second: Outputs, problem: Problem) -> Finding | None:
-    """Bit by bit where runs repeat, else by what is right of the second call."""
+    """Bitwise equal where runs repeat, else by the second call's expectations."""
     return (
         same(law, kept, second)
         if trial.declared.get("deterministic")
@@ -31,7 +31,7 @@ def _compared(trial: Trial, law: str, kept: Outputs, second: Outputs, problem: P
 
 
 def _neighbour_groups(trial: Trial) -> Finding | None:
-    """A NaN and larger numbers in one group: what the others become does not change."""
+    """A NaN and larger numbers in one group do not change the others."""
     h, splits = trial.problem.required["h"].clone(), trial.problem.settings["splits"]
     e = int(splits.argmax())
     first = int(splits[:e].sum())
@@ -51,7 +51,7 @@ def _neighbour_groups(trial: Trial) -> Finding | None:
 
 
 def _forms(trial: Trial) -> dict[str, Any]:
-    """The reference's forms, by what their outputs end in."""
+    """The reference's forms, by suffix of their outputs."""
     _, quantized = trial.contract._reference(trial.problem)  # type: ignore[attr-defined]
     return {suffix: quantized.form(columnwise) for suffix, columnwise in directions(trial.problem.settings)}
 
@@ -69,7 +69,7 @@ def _padding_values(trial: Trial) -> Finding | None:
 
 
 def _doubled_probs(trial: Trial) -> Finding | None:
-    """Twice the probs: the same codes, and twice the scales of whatever has an amax."""
+    """Twice the probs: the same codes, twice the scales where amax > 0."""
     problem = _changed(trial, probs=trial.problem.settings["probs"] * 2)
     second = trial.run(problem)
     kept: Outputs = {}
@@ -94,7 +94,7 @@ def _doubles(case: Any) -> bool:
 
 
 def _turns_over(case: Any) -> bool:
-    """Whether the inputs stay legal upside down and negated: noise and scales do not."""
+    """Whether the inputs stay legal reversed and negated: noise and scales do not."""
     return not case.noisy and case.scaling != "delayed"
 
 

@@ -1,4 +1,4 @@
-"""permute_and_quantize: `quantize` of rows that are not returned, and the rest of `permute`."""
+"""permute_and_quantize: `quantize` of permuted rows, and the other outputs of `permute`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,12 +24,12 @@ from moe_ref.quantization.quantize import Form
 
 KEYWORDS = ("probs", "align", "capacity", "num_rows", "role", "rowwise", "columnwise")
 OUTPUTS = ("quantized", "state", "probs", "row_map", "tokens_per_expert", "pad_offsets", "overflow")
-MOVED = ("probs", "tokens_per_expert", "pad_offsets", "overflow")  # what `permute` returns too
-GIVEN = Opaque("state")  # stands for the state made of the inputs amax_history and scale
+MOVED = ("probs", "tokens_per_expert", "pad_offsets", "overflow")  # also outputs of `permute`
+GIVEN = Opaque("state")  # the state of inputs amax_history and scale
 
 
 def problem_of(required: dict[str, Any], settings: dict[str, Any], gemm: bool = False, **more: Any) -> Problem:
-    """The call, and what is read of its result."""
+    """The call, and the readers of its result."""
     if "scale" in required:
         settings = settings | {"state": GIVEN}
     first = {name: required[name] for name in ("tokens", "routing_map", "recipe")}
@@ -65,7 +65,7 @@ def script_of(watch: Watch | None = None) -> Script:
 
 
 def read_back(implementation: Any, settings: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """The outputs by which a result is judged: `result` is for the reader."""
+    """The judged outputs; `result` itself goes to the reader."""
     outputs = {"result": result["quantized"]} | {name: result[name] for name in MOVED}
     for suffix, columnwise in directions(settings):
         outputs[f"dequantized{suffix}"] = implementation.call(
@@ -82,7 +82,7 @@ def read_back(implementation: Any, settings: dict[str, Any], result: dict[str, A
 
 
 class PermuteAndQuantize(Contract[PermutedQuantizationCase]):
-    """`permute_and_quantize`, the readers of what it quantised, and `unpermute` for its row map."""
+    """`permute_and_quantize`, the readers of its codes, and `unpermute` by its row map."""
 
     function = "permute_and_quantize"
     case_type = PermutedQuantizationCase
@@ -155,7 +155,7 @@ def _permutation(problem: Problem) -> Problem:
 
 
 def _row_gradient(problem: Problem) -> Tensor:
-    """What the cotangents of the values are for the rows before they were quantised."""
+    """The values' cotangents, pulled back to the rows before quantisation."""
     settings = {name: problem.settings[name] for name in KEYWORDS[:4] if name in problem.settings}
     options = {name: problem.settings[name] for name in KEYWORDS[4:] if name in problem.settings}
     if "state" in problem.settings:

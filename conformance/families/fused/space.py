@@ -1,4 +1,4 @@
-"""What axes cannot say of permute_and_quantize: quantisers, maps, room, shapes that always run."""
+"""Cases of permute_and_quantize beyond axes: quantisers, maps, buffers, fixed shapes."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ ALIGNED = {"mxfp8": 32, "nvfp4": 32}  # scalings that need an alignment or a cap
 
 
 def kinds(scope: Scope) -> list[Changes]:
-    """Every recipe, role and direction that the implementation takes in some room."""
+    """Every recipe, role and direction supported with some buffer size."""
     rooms: list[Changes] = [{}, {"capacity": 1}]
     plain: Changes = {"dtype": "bfloat16"}
     return [kind for kind in KINDS if any(_fits(scope, kind | plain | room) for room in rooms)]
@@ -29,7 +29,7 @@ def _fits(scope: Scope, fields: Changes) -> bool:
 
 
 def drawn(scope: Scope) -> st.SearchStrategy[Changes]:
-    """Every quantiser alike, with values that it takes; small maps bit by bit, and medium ones."""
+    """Quantisers drawn uniformly, with legal values; explicit small maps, medium ones."""
     maps = [*[permutation.explicit()] * 3, permutation.spread(140, 9, 1), permutation.spread(40, 70, 1)]
     shapes = st.sampled_from(maps).flatmap(lambda shape: shape)
     return st.sampled_from(kinds(scope)).flatmap(lambda kind: _of_kind(scope, kind, shapes))
@@ -49,7 +49,7 @@ def _of_kind(draw: st.DrawFn, scope: Scope, kind: Changes, shapes: st.SearchStra
 
 @st.composite
 def room(draw: st.DrawFn, scope: Scope, kind: Changes, tokens: int, experts: int) -> Changes:
-    """Rows of the buffer: as needed, aligned, by capacity, or a number; in units."""
+    """Buffer rows, in units: exact, aligned, by capacity, or given."""
     unit = ALIGNED.get(kind["scaling"], 1)
     none: Changes = {"align": 0, "capacity": 0, "slack": None}
     rooms: list[Changes] = [none, none | {"align": draw(st.sampled_from((1, 2, 5, 128 // unit)))}]
@@ -60,7 +60,7 @@ def room(draw: st.DrawFn, scope: Scope, kind: Changes, tokens: int, experts: int
 
 
 def affordable(case: PermutedQuantizationCase, scope: Scope) -> PermutedQuantizationCase:
-    """The case without a far layout that would take too many addresses."""
+    """The case without a far layout of too large a span."""
     small = case.tokens <= 4 and case.dtype in NARROW and case.map_dtype in NARROW and case.probs != "float32"
     plain: PermutedQuantizationCase = replace(case, layout="contiguous", layout_of="")
     return case if small or case.layout not in FAR else plain
@@ -88,7 +88,7 @@ def always(scope: Scope) -> list[Changes]:
     return [uniform | one for one in [*found, *(wide if cuda else [])] if accepted(scope, one)]
 
 
-# one of routing_map and of d_probs: pairs with all layouts would double the array
+# one layout of routing_map and d_probs: all pairs would double the array
 LAYOUTS: list[Changes] = [
     {"layout": "contiguous", "layout_of": ""},
     *({"layout": layout, "layout_of": name} for name in ("tokens", "probs", "d_dequantized") for layout in NEAR),

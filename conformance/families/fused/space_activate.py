@@ -1,4 +1,4 @@
-"""What axes cannot say of activations quantised at once: ragged groups, shapes that always run."""
+"""Cases of fused activations beyond axes: ragged groups, fixed shapes."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from conformance.families.quantization.space import accepted, groups, mostly_som
 # in units: a block, and a little more
 WIDTHS, ROWS = {"block": 140, "mxfp8": 3, "nvfp4": 5}, {"block": 200, "mxfp8": 2, "nvfp4": 4}
 WIDTH = {"block": 130, "mxfp8": 1, "nvfp4": 2}  # under the covering array
-ROUNDED: Changes = {"dtype": "bfloat16", "rounded": True}  # what a transform needs
+ROUNDED: Changes = {"dtype": "bfloat16", "rounded": True}  # required by a transform
 KINDS: tuple[Changes, ...] = tuple(
     {"scaling": scaling, "variant": variant, "direction": direction}
     for scaling in SCALINGS
@@ -25,7 +25,7 @@ KINDS: tuple[Changes, ...] = tuple(
 
 
 def drawn(scope: Scope) -> st.SearchStrategy[Changes]:
-    """Every quantiser alike; groups and widths around its blocks; probs three times in four."""
+    """Quantisers drawn uniformly; groups and widths near its blocks; probs in 3 of 4."""
     kinds = [kind for kind in KINDS if any(scope.fits(scope.case(kind | more)) for more in ({}, ROUNDED))]
     probs: st.SearchStrategy[Changes] = st.just({"probs": "", "weights": "plain"})
     if scope.accepts("probs"):
@@ -50,7 +50,7 @@ GROUPS: list[Changes] = [
     {"tokens": 2, "experts": 0},
     *({"counts": counts, "experts": len(counts), "tokens": sum(counts)} for counts in ((0, 3), (2, 0, 1))),
 ]
-LAYOUTS: list[Changes] = [  # each half has all of them by itself
+LAYOUTS: list[Changes] = [  # each half runs all
     {"layout": "contiguous", "layout_of": ""},
     {"layout": "transposed", "layout_of": "h"},
     {"layout": "strided", "layout_of": "probs"},
