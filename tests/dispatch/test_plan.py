@@ -1,6 +1,6 @@
 """The plan, in integers: what it counts, where it puts each copy, what it drops.
 
-P1 … P30 are the properties that a dispatcher of any make has. Those about integers are here, those about values in
+P1 … P30 are every dispatcher's properties. Those about integers are here, those about values in
 test_dispatch_reference.py and test_dispatch_reference_gradients.py; P21, P27 and P28 are about launches and streams, which a reference has not.
 """
 
@@ -131,7 +131,7 @@ def test_p20_an_expert_named_twice_gets_two_copies_and_the_rank_one_token():
 @modest
 @given(worlds())
 def test_p24_relabelled_experts_carry_their_rows_along(w):
-    relabel = torch.arange(w.experts).reshape(w.ranks, -1).flip(1).flatten()  # the experts of each rank, backwards
+    relabel = torch.arange(w.experts).reshape(w.ranks, -1).flip(1).flatten()  # reversed per rank
     plan, other = plan_of_maps(w.maps), plan_of_maps([own[:, relabel] for own in w.maps])
     for rank in range(w.ranks):
         here, there = rows_of(plan, rank), rows_of(other, rank)

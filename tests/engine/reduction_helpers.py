@@ -146,7 +146,7 @@ def failed(output: str = "rows", check: str = "exact", status: str = "FAIL") -> 
 
 
 def failing_if(condition):
-    """An attempt that fails where the condition holds, and a list of every case it was asked for."""
+    """An attempt that fails where the condition holds, and the list of every case attempted."""
     tried: list[Case] = []
 
     def attempt(case: Case) -> Outcome:

@@ -1,4 +1,4 @@
-"""A failure is reduced to the smallest case that fails in the same way, in time, through legal cases only."""
+"""A failure is reduced to the smallest case failing the same way, in time, by legal cases only."""
 
 from dataclasses import replace
 

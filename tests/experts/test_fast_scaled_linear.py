@@ -223,7 +223,7 @@ def test_the_accumulator_and_what_is_emulated_are_those_of_the_gpu(monkeypatch, 
     monkeypatch.setattr(backend, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     for module, function in ((backend, "casts_in_hardware"), (moe_fast.experts, "scales_in_hardware")):
-        monkeypatch.setattr(module, function, getattr(module, function).__wrapped__)  # each GPU is asked once
+        monkeypatch.setattr(module, function, getattr(module, function).__wrapped__)  # uncached
     for function in ("grouped_linear", "grouped_mlp", "shared_experts"):
         known = moe_fast.declares(function)
         assert (known["accumulator"], known.get("emulated", ())) == (accumulator, emulated)
