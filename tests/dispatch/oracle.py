@@ -11,7 +11,8 @@ from torch import Tensor
 
 Cell = tuple[int, int, int]
 Segments = list[list[Cell | None]]
-Routing = list[list[list[int]]]  # per rank, per token: one number per expert (map), or one expert per slot (indices)
+# per rank, per token: one number per expert (map), or one expert per slot (indices)
+Routing = list[list[list[int]]]
 
 
 def nested(maps: Sequence[Tensor]) -> Routing:

@@ -198,7 +198,10 @@ def compile_for_blackwell(scaling: str) -> str:
 
 @pytest.mark.parametrize("scaling, word", [("mxfp8", "mxf8f6f4.block_scale"), ("nvfp4", "mxf4nvf4.block_scale")])
 def test_blackwells_matrix_unit_takes_the_scales(scaling, word, tmp_path):
-    code = f"from tests.experts.test_fast_scaled_linear import compile_for_blackwell; print({word!r} in compile_for_blackwell({scaling!r}))"
+    code = (
+        "from tests.experts.test_fast_scaled_linear import compile_for_blackwell; "
+        f"print({word!r} in compile_for_blackwell({scaling!r}))"
+    )
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280

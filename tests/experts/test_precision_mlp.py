@@ -104,8 +104,8 @@ def test_layers_between_which_nothing_is_rounded_are_accepted():
 # ---- what is wrong in one place
 
 CASE = MlpCase(
-    function="grouped_mlp", scaling="current", tokens=24, experts=3, counts=(9, 5, 10), hidden=16, width=24, probs="float32", bias1="float32",
-    grads="rows+probs+fc1_weight+fc2_weight",
+    function="grouped_mlp", scaling="current", tokens=24, experts=3, counts=(9, 5, 10), hidden=16, width=24,
+    probs="float32", bias1="float32", grads="rows+probs+fc1_weight+fc2_weight",
 )  # fmt: skip
 EVEN = replace(CASE, counts=(8, 8, 8))
 HYBRID = replace(CASE, scaling="block", variant=1, values="rows")

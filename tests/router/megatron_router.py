@@ -37,7 +37,8 @@ except (ImportError, metadata.PackageNotFoundError) as error:
     ) from None
 if not version.startswith("0.16."):
     raise ImportError(
-        f"megatron-core {version} is installed; this was written for 0.16.1: pip install --no-deps megatron-core==0.16.1"
+        f"megatron-core {version} is installed; this was written for 0.16.1: "
+        "pip install --no-deps megatron-core==0.16.1"
     )
 
 if not hasattr(moe_utils, "te_general_gemm"):
