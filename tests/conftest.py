@@ -1,4 +1,4 @@
-"""Run before any test module: without a GPU, moe_fast chooses Triton's interpreter before triton is loaded."""
+"""Run before any test module: without a GPU, Triton's interpreter is chosen before its import."""
 
 import pytest
 import torch

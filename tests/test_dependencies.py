@@ -1,4 +1,4 @@
-"""The laws of imports that import-linter does not state: whole sets of packages, and names in strings.
+"""Import laws that import-linter does not state: whole sets of packages, and names in strings.
 
 The direction between packages, layers and families is in `pyproject.toml` (`make lint`).
 """
@@ -26,7 +26,7 @@ def package_of(path: Path) -> str:
 
 
 def violations(source: str, path: Path) -> list[str]:
-    """Packages that the file may not use, and strings in conformance that name an implementation."""
+    """Packages that the file may not use, and strings in conformance naming an implementation."""
     tree = list(ast.walk(ast.parse(source)))
     imported = [alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names]
     imported += [node.module for node in tree if isinstance(node, ast.ImportFrom) and node.module and not node.level]

@@ -1,4 +1,4 @@
-"""Helpers for tests of `moe_fast`: reads of the device, and errors compared with the reference's."""
+"""Helpers for tests of `moe_fast`: device reads, and errors compared with the reference's."""
 
 from typing import Any
 

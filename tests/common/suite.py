@@ -69,7 +69,7 @@ def assert_accepted(
 def gate_cases(
     function: str, *, space: Space = EVERYTHING, every: int = 1, seeds: range = SEEDS, draws: int = 8
 ) -> list:
-    """The fixed cases and shapes, one in `every` of the covering array, and drawn cases of each seed."""
+    """Fixed cases and shapes, one in `every` of the covering array, and each seed's drawn cases."""
     return [
         *fixed_cases(function, space),
         *covering_cases(function, space).cases[::every],

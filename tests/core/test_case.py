@@ -1,4 +1,4 @@
-"""A case is its own replay: its text names it, reads back as itself, and makes the same tensors everywhere."""
+"""A case is its own replay: its text names it, parses back to it, makes equal tensors anywhere."""
 
 import hashlib
 import json

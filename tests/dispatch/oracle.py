@@ -1,4 +1,4 @@
-"""A second opinion on the dispatchers: plain loops over ranks, tokens and experts, which share no code with `moe_ref`.
+"""A second opinion on the dispatchers: loops over ranks, tokens and experts, no code of `moe_ref`.
 
 Layouts are lists by rank of segments by local expert of cells (source rank, token, expert), None
 for a row without a token. The expert is that of the flat world, rank · L + l. Trees walk over the
@@ -12,9 +12,8 @@ from torch import Tensor
 
 Cell = tuple[int, int, int]
 Segments = list[list[Cell | None]]
-Routing = list[
-    list[list[int]]
-]  # of each rank: of each token: a number for each expert (map), or an expert for each slot (indices)
+# per rank, per token: one number per expert (map), or one expert per slot (indices)
+Routing = list[list[list[int]]]
 
 
 def nested(maps: Sequence[Tensor]) -> Routing:

@@ -106,7 +106,7 @@ _captured_with: dict[tuple[Any, ...], Any] = {}
 
 
 def stale(output: str) -> Wrapper:
-    """A dispatch that has put an output into the graph as it first was: it is the same for every routing."""
+    """A dispatch that keeps its first output in the graph: the same for every routing."""
 
     def dispatch(right: Wrapper, tokens: torch.Tensor, *rest: Any, **settings: Any) -> Any:
         out = right(tokens, *rest, **settings)
@@ -132,8 +132,8 @@ if parent_process() is not None:  # in a rank
 
 
 HYBRID = two_ranks("hybridep_dispatch", align=4)
-SLOTS = (2, 1, 3, 1)  # nobody's first token wants expert 0; upside down and the other way round, both do
-TWINS: list[tuple[str, DispatchCase, str, dict[str, Wrapper]]] = [  # law, case, what it finds wrong, what is broken
+SLOTS = (2, 1, 3, 1)  # no first token goes to expert 0; upside down and in reverse, both do
+TWINS: list[tuple[str, DispatchCase, str, dict[str, Wrapper]]] = [  # law, case, finding, mistakes
     *(
         ("concatenation", two_ranks(f"{name}_dispatch"), "rows", {f"{name}_dispatch": wrong_for(1)})
         for name in ("allgather", "alltoall", "hybridep")

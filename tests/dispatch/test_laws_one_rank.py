@@ -21,7 +21,7 @@ from tests.dispatch.test_laws import turned, two_ranks
 poison.install()
 
 
-# ---- adjointness: of small whole numbers every sum is exact, so a gradient that breaks the law is wrong as a value too
+# ---- adjointness: small integers sum exactly: a gradient that breaks the law has a wrong value too
 
 
 class Doubled(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Work beside an exchange gives what it gives alone; `benchmarks/dispatch.py` compares and times both on GPUs."""
+"""Overlapped work gives the same as alone; `benchmarks/dispatch.py` checks and times it on GPUs."""
 
 from functools import partial
 

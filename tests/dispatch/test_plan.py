@@ -132,7 +132,7 @@ def test_p20_an_expert_named_twice_gets_two_copies_and_the_rank_one_token():
 @modest
 @given(worlds())
 def test_p24_relabelled_experts_carry_their_rows_along(w):
-    relabel = torch.arange(w.experts).reshape(w.ranks, -1).flip(1).flatten()  # the experts of each rank, backwards
+    relabel = torch.arange(w.experts).reshape(w.ranks, -1).flip(1).flatten()  # reversed per rank
     plan, other = plan_of_maps(w.maps), plan_of_maps([own[:, relabel] for own in w.maps])
     for rank in range(w.ranks):
         here, there = rows_of(plan, rank), rows_of(other, rank)

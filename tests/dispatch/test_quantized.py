@@ -51,7 +51,7 @@ def dispatched(world: World, recipe: Recipe | None, align: int | None = None, nu
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize(("align", "num_rows"), [(None, None), *SETTINGS])
 def test_codes_and_scales_that_travel_as_bytes_are_those_of_the_rows(align, num_rows, recipe):
-    """Quantised once a token, sent as bytes, permuted there; padding filled with what zeros become."""
+    """Quantised once per token, sent as bytes, permuted there; padding is quantised zeros."""
     world = of(5, 3)
     plain, right = dispatched(world, None, align, num_rows), dispatched(world, recipe, align, num_rows)
     sent = moe_ref.quantize(torch.cat(world.tokens), recipe).quantized

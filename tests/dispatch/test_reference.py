@@ -28,11 +28,11 @@ def test_p3_p4_p5_p6_p8_p9_p10_p30_everything_is_as_plain_loops_say(claim, w):
     claim(moe_ref, w)
 
 
-# All dispatchers are one function: the layer of a single rank, with experts that differ and are not linear
+# All dispatchers are one function: the single-rank layer, with different and nonlinear experts
 
 
 def expert(x_PH: Tensor, probs_P: Tensor, e: int) -> Tensor:
-    """Small whole numbers to small whole numbers, weighted; a function of its own for each of the flat experts."""
+    """Small integers to small integers, weighted; each of the flat experts has its own function."""
     return torch.maximum(x_PH, torch.full_like(x_PH, e % 4 - 2)) * (-1) ** e * probs_P[:, None].to(x_PH.dtype)
 
 
@@ -73,7 +73,7 @@ def slot_probs(w: World, probs: list[Tensor]) -> list[Tensor]:
 
 
 def by_deepep(w: World, x: list[Tensor], probs: list[Tensor]) -> list[Tensor]:
-    """A layer as Megatron's flex dispatcher makes it: dispatch, multihot, permute; experts; unpermute, combine."""
+    """A layer with Megatron's flex dispatcher: dispatch, multihot, permute; experts; inverses."""
     sent = moe_ref.deepep_dispatch(x, w.indices, num_experts=w.experts, probs=slot_probs(w, probs))
     partial_sums = []
     for rank, own in enumerate(sent):

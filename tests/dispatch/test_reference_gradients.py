@@ -240,7 +240,8 @@ def test_hybridep_rounds_once_on_each_rank_and_once_at_home():
         combined[0].tokens.item() == 258
     )  # 257 → 256, and 256 + 1.5 → 258; at one go 258.5 → 258, in bfloat16 all the way 256
     rows[1] = torch.tensor([[0.5], [0.25], [0.25]]).bfloat16()
-    assert moe_ref.hybridep_combine(rows, fields(sent, "handle"))[0].tokens.item() == 256  # at one go 258
+    # added at one go: 258
+    assert moe_ref.hybridep_combine(rows, fields(sent, "handle"))[0].tokens.item() == 256
     assert torch.autograd.grad(fields(sent, "rows"), x, rows)[0].item() == 256
 
 

@@ -33,7 +33,7 @@ def group() -> Iterator[list[Any]]:
 
 
 def dispatched(slab: Slab, seed: int) -> bool:
-    """Whether a dispatch over this memory, as a graph that was captured with it replays it, is right."""
+    """Whether a dispatch over this memory, replayed by a graph captured with it, is right."""
     noise = torch.Generator().manual_seed(seed)
     tokens, routing_map = torch.randn((3, 2), generator=noise), torch.rand((3, 2), generator=noise) < 0.7
     rows, _, counts, _ = run(send(tokens, routing_map, None, 1, 4, slab, 0), slab)

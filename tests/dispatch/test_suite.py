@@ -77,7 +77,7 @@ def test_the_reference_keeps_every_law(function, world):
     assert [(name, o.status, o.finding, o.reason) for name, o in outcomes if o.status != "PASS"] == []
 
 
-UNSIZED = ("allgather_dispatch", "allgather_combine")  # no size can be given: their calls must wait for the device
+UNSIZED = ("allgather_dispatch", "allgather_combine")  # no size: their calls wait for the device
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -226,4 +226,4 @@ def test_small_integers_are_asked_for_exactly_as_long_as_they_fit():
 
 def test_every_dispatcher_of_the_reference_is_judged():
     offered = {name for name in moe_ref.__all__ if name.split("_")[0] in DISPATCHERS}
-    assert {*FUNCTIONS, "deepep_layout"} == offered <= set(CONTRACTS)  # that one is asked of one rank alone
+    assert {*FUNCTIONS, "deepep_layout"} == offered <= set(CONTRACTS)  # deepep_layout: on one rank

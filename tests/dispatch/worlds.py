@@ -1,7 +1,7 @@
 """Small worlds of several ranks, what they send, and what has to come of it, as claims about any
 namespace with the reference's names.
 
-The same claims judge `moe_ref` and, in the tests of the tests, `moe_ref` with a mistake planted in it.
+The same claims judge `moe_ref` and, in the tests of the tests, `moe_ref` with a planted mistake.
 """
 
 from typing import Any, NamedTuple

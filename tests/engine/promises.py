@@ -162,7 +162,8 @@ EXPANDED += (
     "permute_and_quantize",
     *(name for name in ACTIVATED_AND_QUANTIZED if name not in BACK_AND_QUANTIZED),
 )
-LAYOUTS_OF = {"update_expert_bias": ("strided", "wide_rows")} | dict.fromkeys(STEPPED, ())  # two vectors; none
+# two vectors; none
+LAYOUTS_OF = {"update_expert_bias": ("strided", "wide_rows")} | dict.fromkeys(STEPPED, ())
 LAYOUTS_OF["deepep_low_latency_combine"] = (*LAYOUTS, *FAR)
 LAYOUTS_OF |= dict.fromkeys((*GROUPED, *QUANTIZED, *MLPS), (*LAYOUTS, *FAR, "expanded"))
 

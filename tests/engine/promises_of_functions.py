@@ -71,7 +71,7 @@ GATED = {
     "columns that alternate": lambda c: c.interleave == 1 < c.width,
     "blocks as long as a half": lambda c: c.interleave == c.width > 1,
     "blocks between": lambda c: 1 < c.interleave < c.width,
-    "a clamp, an offset and a slope": lambda c: c.clamp and c.offset and c.alpha,  # gpt-oss has all three
+    "a clamp, an offset and a slope": lambda c: c.clamp and c.offset and c.alpha,  # as in gpt-oss
     "an input that is stored in E4M3, and beyond its range": lambda c: (
         c.stored and bool((hidden_of(c, 2 * c.width).abs() > 464).any()) and c.grads
     ),

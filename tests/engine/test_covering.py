@@ -20,7 +20,7 @@ def axes_of(function: str) -> dict:
 
 
 def legal(function: str, row: dict) -> bool:
-    """Whether the case with these values, and the others as the array has them at first, is a call."""
+    """Whether the case with these values, and the array's first values elsewhere, is a call."""
     scope = scope_of(function, Space())
     return scope.fits(scope.row(scope.contract.shapes.covered, row))
 
@@ -40,7 +40,7 @@ def pairs_of(case: Case) -> set:
 
 @functools.cache
 def legal_by_few(function: str) -> set:
-    """Every pair of values that is a call with at most two other axes away from their first value."""
+    """Every pair of values that is a call with at most two other axes off their first value."""
     axes, found = axes_of(function), set()
     single = [{name: value} for name, values in axes.items() for value in values]
     for x, y in itertools.combinations(sorted(axes), 2):

@@ -1,4 +1,4 @@
-"""A child that dies, hangs or writes where it must not has a status of its own, and never takes the run with it."""
+"""A child that dies, hangs or writes where it must not has its own status; the run goes on."""
 
 import contextlib
 import multiprocessing
@@ -54,7 +54,7 @@ def swept(request, tmp_path_factory) -> Swept:
     return Swept(f"{FIXTURES}:{request.param}", tmp_path_factory.mktemp(request.param))
 
 
-# what a fixture does: its status, the output and check of its finding, and what the smallest case looks like
+# what a fixture does: its status, its finding's output and check, the form of the smallest case
 EXPECTED = {
     "Segfaults": ("CRASH", None, lambda case: case.experts == 3),
     "Hangs": ("HANG", None, lambda case: not routed(case).any(0).all()),
@@ -87,7 +87,7 @@ def test_one_defect_is_one_failure(swept):
 def test_the_run_goes_on_to_its_end(swept):
     assert {line["id"] for line in swept.ledger if line["kind"] == "outcome"} == set(swept.cases)
     assert swept.verdict.problems == []
-    assert len(swept.verdict.functions["permute"].counts) > 1  # what does not misbehave has another status
+    assert len(swept.verdict.functions["permute"].counts) > 1  # other cases have another status
 
 
 def test_the_failure_is_reduced(swept):
@@ -108,7 +108,7 @@ def test_the_reduced_case_replays(swept):
 
 
 def gone(process: int) -> bool:
-    """Whether the process is no more, within a few seconds: its zombie is reaped by the forkserver."""
+    """Whether the process is gone within a few seconds: the forkserver reaps its zombie."""
     for _ in range(100):
         try:
             os.kill(process, 0)

@@ -1,4 +1,4 @@
-"""A failure is reduced to the smallest case that fails in the same way, in time, through legal cases only."""
+"""A failure is reduced to the smallest case failing the same way, in time, by legal cases only."""
 
 from dataclasses import replace
 
@@ -224,8 +224,8 @@ def test_what_is_activated_and_quantised_is_reduced_to_the_known_minimum():
     found = reduce(MANY_ACTIVATED, failed(), attempt, LONG)
     assert found.finished
     assert found.case == QuantizedActivationCase(
-        function="glu_and_quantize", scaling="mxfp8", direction="columnwise", tokens=found.case.tokens, experts=2, counts=found.case.counts, width=0,
-        probs="float32",
+        function="glu_and_quantize", scaling="mxfp8", direction="columnwise", tokens=found.case.tokens, experts=2,
+        counts=found.case.counts, width=0, probs="float32",
     )  # fmt: skip
     assert splits_of(found.case) in ((0, 0), (32, 0))
 

@@ -44,7 +44,8 @@ def all_gone(processes: list[int]) -> bool:
         ("OTHERWISE", "rank 1 differs from rank 0 in its functions: all ranks must run the same implementation"),
         (
             "NOBODY",
-            "rank 1 of 3 cannot join: --impl tests.engine.world_fixtures:NOBODY: tests.engine.world_fixtures has no 'NOBODY'",
+            "rank 1 of 3 cannot join: --impl tests.engine.world_fixtures:NOBODY: "
+            "tests.engine.world_fixtures has no 'NOBODY'",
         ),
         ("DIES_AT_ONCE", "rank 1 of 3 died while the world was forming (SIGABRT at "),
         ("OF_ANOTHER_SUITE", "rank 1 made other inputs of the case than rank 0: all ranks must run the same suite"),

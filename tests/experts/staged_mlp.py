@@ -16,7 +16,7 @@ def taken_apart(
     rows: Tensor, counts: Tensor, fc1: Tensor, fc2: Tensor, *, probs=None, fc1_bias=None, fc2_bias=None, recompute=None,
     align=None, probs_on_input=False, recipe=None, state=None, noise=None, **activation,
 ) -> SimpleNamespace:  # fmt: skip
-    """The checked arguments by name, the activation `act`, and `wide`, the dtype of what is weighted and summed."""
+    """The checked arguments by name, the activation `act`, and `wide`, the dtype of sums."""
     act = chosen_activation(activation.pop("kind", "swiglu"), **activation)
     checked = (activation.get("interleave"), act.keywords["kind"], probs_on_input, align, recompute)
     check_grouped_mlp(rows, counts, fc1, fc2, probs, fc1_bias, fc2_bias, *checked)
@@ -29,7 +29,8 @@ def staged(first: Any = moe_ref, second: Any = moe_ref, *, mistake: str = "", un
     """A namespace whose grouped_mlp is made of the linear layers of two others.
 
     Args:
-        mistake: padding_kept, weighted_last, weighted_after_the_bias, bias_not_weighted or neighbours_bias.
+        mistake: padding_kept, weighted_last, weighted_after_the_bias, bias_not_weighted,
+            or neighbours_bias.
         unrounded: in float32 between the stages.
     """
 

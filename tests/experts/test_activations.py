@@ -1,4 +1,4 @@
-"""The activations of `moe_ref`: worked out by hand, written again with plain numbers, and differentiated three ways."""
+"""The activations of `moe_ref`: by hand, rewritten in plain numbers, differentiated three ways."""
 
 import math
 from collections.abc import Callable
@@ -34,7 +34,7 @@ SETTINGS = [
     {"offset": -0.5, "clamp": 0.75, "interleave": 2},
     {"interleave": 1},
     {"interleave": 3, "offset": 2.0},
-    {"kind": "swiglu", "alpha": 1.702, "clamp": 0.75, "offset": 1.0},  # gpt-oss, with a narrower clamp
+    {"kind": "swiglu", "alpha": 1.702, "clamp": 0.75, "offset": 1.0},  # gpt-oss, narrower clamp
     {"kind": "quick_geglu", "alpha": 1.0, "clamp": 0.75},
 ]
 CALLS = [{"kind": kind, **settings} for kind in GATES for settings in SETTINGS if settings.get("kind", kind) == kind]
@@ -60,7 +60,7 @@ def one_by_one(
     out = []
     for i in range(len(h)):
         for j in range(width):
-            gate = j // size * 2 * size + j % size  # whole pairs of blocks before it, then its place in the block
+            gate = j // size * 2 * size + j % size  # preceding pairs of blocks, place in the block
             u, v = h[i, gate], h[i, gate + size]
             if clamp is not None:
                 u = u if u <= clamp else torch.tensor(clamp, dtype=h.dtype)
@@ -89,7 +89,7 @@ def test_swiglu_worked_out():
     assert near(glu(h), torch.tensor([[1.5 * LN3, 0]], dtype=torch.float64))
     assert near(glu(h, probs=torch.tensor([0.5]).double()), torch.tensor([[0.75 * LN3, 0]], dtype=torch.float64))
     d_h, d_probs = glu_backward(torch.ones(1, 2).double(), h, probs=torch.tensor([0.5]).double())
-    # du = p σ (1 + u (1 - σ)) v = ½ · ¾ · (1 + ¼ ln 3) · 2;  at 0: ½ · ½ · 5.  dv = p u σ.  dp = u σ v
+    # du = p σ (1 + u (1 - σ)) v = ½ · ¾ · (1 + ¼ ln 3) · 2; at 0: ½ · ½ · 5. dv = p u σ. dp = u σ v
     assert near(d_h, torch.tensor([[0.75 * (1 + LN3 / 4), 1.25, 0.375 * LN3, 0]], dtype=torch.float64))
     assert near(d_probs, torch.tensor([1.5 * LN3], dtype=torch.float64))
 
@@ -104,7 +104,8 @@ def test_clamp_bounds_the_gate_from_above_and_the_value_from_both_sides():
     out = glu(torch.tensor([u + v], dtype=torch.float64), kind="reglu", clamp=7.0, offset=1.0)
     assert out.tolist() == [[14, 0, 0, 0, -42]]  # 7 · 2, 0 · 8, …, 7 · (-7 + 1)
     deep = glu(torch.tensor([[-20.0, 1.0]], dtype=torch.float64), clamp=7.0)
-    assert near(deep, torch.tensor([[-20 / (1 + math.exp(20))]], dtype=torch.float64))  # -7 would give -0.0064
+    # -7 would give -0.0064
+    assert near(deep, torch.tensor([[-20 / (1 + math.exp(20))]], dtype=torch.float64))
 
 
 def test_squared_relu_worked_out():
@@ -115,7 +116,7 @@ def test_squared_relu_worked_out():
 
 
 def test_interleaved_columns_alternate_in_blocks_that_begin_with_the_gate():
-    h = torch.tensor([[1.0, 2.0, 10.0, 20.0, 3.0, 4.0, 30.0, 40.0]])  # u_0 u_1 v_0 v_1 u_2 u_3 v_2 v_3
+    h = torch.tensor([[1.0, 2.0, 10.0, 20.0, 3.0, 4.0, 30.0, 40.0]])  # u0 u1 v0 v1 u2 u3 v2 v3
     assert glu(h, kind="reglu", interleave=2).tolist() == [[10, 40, 90, 160]]
     assert glu(h, kind="reglu").tolist() == [[3, 8, 300, 800]]  # u is 1 2 10 20, v is 3 4 30 40
 

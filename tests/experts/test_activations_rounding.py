@@ -45,7 +45,7 @@ def test_nan_stays_in_its_row():
         spoilt = torch.cat([h[:1], torch.full((1, 4), bad).double(), h[2:]])
         probs = torch.tensor([1.0, 0.0, 2.0]).double()
         clean, got = glu(h, probs=probs), glu(spoilt, probs=probs)
-        assert torch.equal(clean[[0, 2]], got[[0, 2]]) and got[1].isnan().all()  # a prob of 0 does not hide it
+        assert torch.equal(clean[[0, 2]], got[[0, 2]]) and got[1].isnan().all()  # prob 0 keeps NaN
         clean, got = (glu_backward(torch.ones(3, 2).double(), x, probs=probs) for x in (h, spoilt))
         assert torch.equal(clean.d_h[[0, 2]], got.d_h[[0, 2]]) and torch.equal(
             clean.d_probs[[0, 2]], got.d_probs[[0, 2]]
@@ -84,17 +84,19 @@ def test_squared_relu_is_not_rounded_before_it_is_multiplied():
     assert (
         activation(h, probs=probs).item() == 792 and activation(h, probs=torch.tensor([1.51])).item() == 800
     )  # 798.79
-    assert activation(h, probs=torch.tensor([1.51]), round_before_probs=True).item() == 796  # 797.28
+    # 797.28 → 796
+    assert activation(h, probs=torch.tensor([1.51]), round_before_probs=True).item() == 796
 
 
 def test_probs_are_not_rounded_to_the_dtype_of_h():
-    h, probs = torch.tensor([[1.0, 129.0]]).bfloat16(), torch.tensor([1 + 2**-8])  # 129.504; the prob would round to 1
+    # 129.504; the prob would round to 1
+    h, probs = torch.tensor([[1.0, 129.0]]).bfloat16(), torch.tensor([1 + 2**-8])
     assert glu(h, probs=probs, kind="reglu").item() == 130
 
 
 def test_gradient_of_h_is_rounded_once():
     h, probs = torch.tensor([[1.0, 3.0]]).bfloat16(), torch.tensor([1 + 2**-8])
-    g = torch.tensor([[129.0]]).bfloat16()  # g p = 129.504, · 3 = 388.51; rounded first, 130 · 3 = 390
+    g = torch.tensor([[129.0]]).bfloat16()  # g p = 129.504, · 3 = 388.51; rounded first, 390
     assert glu_backward(g, h, probs=probs, kind="reglu").d_h[0, 0].item() == 388
     assert glu_backward(g, h, probs=probs, kind="reglu", round_before_probs=True).d_h[0, 0].item() == 390
 
@@ -116,7 +118,7 @@ def test_gradient_of_the_probs_meets_the_activation_as_it_was_multiplied():
 
 
 def test_sigmoid_is_taken_in_float32():
-    h = torch.tensor([[3.0, 134.0]]).bfloat16()  # 3 σ(3) · 134 = 382.93; with σ(3) = 0.95257 → 0.95312 it is 383.16
+    h = torch.tensor([[3.0, 134.0]]).bfloat16()  # 382.93; with σ(3) = 0.95257 → 0.95312, 383.16
     assert glu(h).item() == 382
 
 
@@ -134,4 +136,4 @@ def test_float64_probs_make_a_float64_product():
         torch.tensor([1 + 2**-24], dtype=torch.float64),
     )  # in float32 the prob is 1
     out = glu(h, probs=probs, kind="reglu")
-    assert out.dtype == torch.float32 and out.item() == 1 + 2**-22  # 1 + 3 · 2^-24 + 2^-47, just above half way
+    assert out.dtype == torch.float32 and out.item() == 1 + 2**-22  # 1 + 3·2^-24 (tie) + 2^-47

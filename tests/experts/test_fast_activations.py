@@ -1,4 +1,4 @@
-"""Activations in `moe_fast`: what the gate does not judge. The backward functions, refusals and errors."""
+"""Activations in `moe_fast` beyond the gate: the backward functions, refusals and errors."""
 
 import math
 

@@ -91,7 +91,7 @@ def test_descriptors_give_the_bits_of_pointers(counts, dtype, small_blocks, monk
 
 def test_descriptors_are_left_out_where_there_can_be_none(small_blocks, monkeypatch):
     x, weight, bias, counts, d_out = problem(COUNTS["uneven"])
-    odd = (x[:, 1:], weight[..., 1:], bias, counts, d_out)  # addresses that are no multiples of 16 bytes
+    odd = (x[:, 1:], weight[..., 1:], bias, counts, d_out)  # addresses not multiples of 16 bytes
     columns = (x.t().contiguous().t(), weight.mT.contiguous().mT, bias, counts, d_out[:1].expand(30, -1))
     by_pointers = [results(*odd), results(*columns)]
     monkeypatch.setattr(backend, "has_descriptors", lambda device: True)

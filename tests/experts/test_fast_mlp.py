@@ -1,4 +1,4 @@
-"""Expert MLPs in `moe_fast`: what the gate does not judge. Bits that repeat, kept memory, refusals."""
+"""Expert MLPs in `moe_fast` beyond the gate: bits that repeat, kept memory, refusals."""
 
 import pytest
 import torch

@@ -202,7 +202,10 @@ def compile_for_blackwell(scaling: str) -> str:
 
 @pytest.mark.parametrize("scaling, word", [("mxfp8", "mxf8f6f4.block_scale"), ("nvfp4", "mxf4nvf4.block_scale")])
 def test_blackwells_matrix_unit_takes_the_scales(scaling, word, tmp_path):
-    code = f"from tests.experts.test_fast_scaled_linear import compile_for_blackwell; print({word!r} in compile_for_blackwell({scaling!r}))"
+    code = (
+        "from tests.experts.test_fast_scaled_linear import compile_for_blackwell; "
+        f"print({word!r} in compile_for_blackwell({scaling!r}))"
+    )
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280
@@ -227,7 +230,7 @@ def test_the_accumulator_and_what_is_emulated_are_those_of_the_gpu(monkeypatch, 
     monkeypatch.setattr(backend, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     for module, function in ((backend, "casts_in_hardware"), (moe_fast.experts, "scales_in_hardware")):
-        monkeypatch.setattr(module, function, getattr(module, function).__wrapped__)  # each GPU is asked once
+        monkeypatch.setattr(module, function, getattr(module, function).__wrapped__)  # uncached
     for function in ("grouped_linear", "grouped_mlp", "shared_experts"):
         known = moe_fast.declares(function)
         assert (known["accumulator"], known.get("emulated", ())) == (accumulator, emulated)

@@ -1,4 +1,4 @@
-"""Gradients of an activation whose input is kept in E4M3: those at the stored number, the output being that of h."""
+"""Gradients of an activation with its input kept in E4M3: at the stored number; output from h."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ def results(namespace, h: Tensor, probs: Tensor | None, d_out: Tensor, **setting
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_gradients_are_those_at_the_stored_number_and_the_output_is_that_of_h(namespace, dtype, settings):
     h, probs, d_out = numbers(9, 24, dtype=dtype), numbers(9, seed=1), numbers(9, 12, seed=2, dtype=dtype)
-    kept = h.float().to(torch.float8_e4m3fn).to(dtype)  # torch's own cast: nothing here is beyond its range
+    kept = h.float().to(torch.float8_e4m3fn).to(dtype)  # torch's cast: no value beyond its range
     assert not torch.equal(kept, h)
     for p in (probs, None):
         out, *gradients = results(namespace, h, p, d_out, **settings, fp8_input_store=True)
@@ -68,7 +68,7 @@ def test_the_reference_is_what_megatron_core_does():
     ):
         assert torch.allclose(
             got, right, rtol=1e-5, atol=1e-5
-        )  # why: another order of float32's operations; a gradient at h itself is off by two hundredths
+        )  # why: float32 in another order; a gradient at h itself is off by 2e-2
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)

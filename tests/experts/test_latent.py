@@ -1,4 +1,4 @@
-"""latent_projection: honest ones are accepted in high and in low precision, and every mistake is found where it is."""
+"""latent_projection: honest ones pass in high and low precision, every mistake is located."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""grouped_linear and its gradients: worked out by hand, written again row by row, and where they round."""
+"""grouped_linear and its gradients: worked out by hand, written again row by row, and rounding."""
 
 import math
 
@@ -96,7 +96,7 @@ def test_two_experts_worked_out():
     assert grouped_linear(x, weight, counts, bias=bias).tolist() == [[1.5], [429], [649]]
     d_out = torch.tensor([[1.0], [1.0], [2.0]])
     assert grouped_dgrad(d_out, weight, counts).tolist() == [[1, 0], [10, 100], [20, 200]]
-    assert grouped_wgrad(d_out, x, counts).tolist() == [[[1, 2]], [[13, 16]]]  # 3 + 2 · 5, 4 + 2 · 6
+    assert grouped_wgrad(d_out, x, counts).tolist() == [[[1, 2]], [[13, 16]]]  # 3 + 2·5, 4 + 2·6
 
 
 # Against a loop, and against differences
@@ -200,7 +200,8 @@ def test_accumulation_adds_to_a_copy():
 
 
 def test_accumulation_does_not_round_the_product_to_the_dtype_of_the_rows():
-    d_out, x = torch.tensor([[1 + 2**-7]]).bfloat16(), torch.tensor([[1 + 2**-7]]).bfloat16()  # 1 + 2^-6 + 2^-14
+    # product: 1 + 2^-6 + 2^-14
+    d_out, x = torch.tensor([[1 + 2**-7]]).bfloat16(), torch.tensor([[1 + 2**-7]]).bfloat16()
     for before, dtype in ((0.0, torch.float32), (1.0, torch.float32), (1.0, torch.float64)):
         into = torch.full((1, 1, 1), before, dtype=dtype)
         assert grouped_wgrad(d_out, x, torch.tensor([1]), accumulate_into=into).item() == before + 1 + 2**-6 + 2**-14
@@ -259,7 +260,7 @@ def test_sums_may_be_asked_for_in_float64():
     assert grouped_linear(fine, ones, one, accumulator="float64").item() == 2.0**-30
     assert grouped_dgrad(fine, ones.mT, one, accumulator="float64").item() == 2.0**-30
     assert grouped_wgrad(fine.T, ones[0].T, torch.tensor([3]), accumulator="float64").item() == 2.0**-30
-    weight = torch.ones(1, 3, 1, requires_grad=True)  # one input, three outputs: its gradient is the sum over them
+    weight = torch.ones(1, 3, 1, requires_grad=True)  # three outputs: its gradient sums over them
     leaf = torch.ones(1, 1, requires_grad=True)
     out = grouped_linear(leaf, weight, one, accumulator="float64")
     (d_leaf,) = torch.autograd.grad(out, leaf, fine)

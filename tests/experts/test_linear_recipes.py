@@ -1,4 +1,4 @@
-"""grouped_linear and its gradients by recipes: which operand is quantized, along what, by which scale and noise."""
+"""grouped_linear and its gradients by recipe: operand quantized, direction, scale and noise."""
 
 import math
 from dataclasses import replace
@@ -52,7 +52,7 @@ def alone(x: Tensor, recipe: Recipe, role: str, columnwise: bool, state: LinearS
 
 
 def one_expert_at_a_time(x, weight, d_out, recipe, state) -> list[Tensor]:
-    """out, dx and dW: products along in, along out and along tokens, each of factors quantised along the same."""
+    """out, dx and dW: products along in, out and tokens, of factors quantised along the same."""
     out, d_x, d_weight = [], [], []
     for e, own in enumerate([slice(0, 32), slice(32, 32), slice(32, 96)]):
 
@@ -158,7 +158,7 @@ def test_columns_that_are_dequantised_and_values_that_are_not_rounded_are_notice
 
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_an_overridden_backward_needs_no_noise_and_no_dtype_and_refuses_noise(override):
-    recipe = Recipe("nvfp4", backward_override=override)  # transforms bfloat16 alone, and rounds gradients by noise
+    recipe = Recipe("nvfp4", backward_override=override)  # transforms bf16 only; gradients by noise
     x, weight, counts = uneven(32, 32, seed=1), uneven(1, 32, 32, seed=2), torch.tensor([32])
     grouped_linear(x, weight, counts, recipe=recipe).sum().backward()
     assert grouped_dgrad(x.detach(), weight.detach(), counts, recipe=recipe).isfinite().all()
@@ -215,7 +215,7 @@ def test_experts_that_share_a_scale_are_noticed():
 
 
 def test_gradients_alone_are_in_e5m2_under_hybrid():
-    """Scales are 2^8 and 2^15: 1.75 fits exactly. E4M3 has 1.125; E5M2 has 1 and 1.25, and the even one is 1."""
+    """Scales are 2^8 and 2^15: 1.75 is exact. E4M3 has 1.125; E5M2 has 1 and 1.25, 1 is even."""
     values, one, recipe = (
         torch.tensor([[1.125], [1.75]]),
         torch.ones(1, 1, 1),
@@ -242,13 +242,11 @@ def test_delayed_scales_come_from_the_state():
 def test_codes_are_not_rounded_to_the_dtype_of_the_rows():
     x, weight = torch.tensor([[3.0, 1.0]]).bfloat16(), torch.tensor([[[0.0, 240.0]]]).bfloat16()
     out = grouped_linear(x, weight, torch.tensor([1]), recipe=Recipe("current"))
-    assert (
-        out.item() == 231
-    )  # 1 · 448/3 → 144, which stands for 0.96429, · 240 = 231.43; with 0.96484 in bfloat16 it is 231.56
+    assert out.item() == 231  # 1 · 448/3 → 144 = 0.96429, · 240 = 231.43; 0.96484 gives 231.56
 
 
 def test_hadamard_transforms_cancel_in_the_weight_gradient():
-    """Walsh functions, with the signs of the transform: it makes each column a single 4, which E2M1 holds."""
+    """Walsh functions with the transform's signs: each column becomes a single 4, exact in E2M1."""
     signs = torch.tensor(HADAMARD_SIGNS)
     walsh = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)])
     x = (signs[:, None] * walsh).bfloat16()

@@ -97,7 +97,7 @@ def row_by_row(
     align=None,
     **call,
 ) -> Tensor:
-    """For each row: find its expert by counting, then two sums of products. Padding has no part in it."""
+    """For each row: its expert by counting, then two sums of products. Padding is left out."""
     owners = [e for e, count in enumerate(tokens_per_expert.tolist()) for _ in range(count)]
     out = []
     for i in range(len(rows)):

@@ -15,7 +15,7 @@ from moe_ref.experts.shared import shared_experts
 from tests.experts.test_mlp import numbers
 from tests.judge.near import near
 
-# Rounding: 515 is half way between 514 and 516, which bfloat16 has only the latter of: 512, 516, 520
+# Rounding: 515 is half way between 514 and 516; bfloat16 has 512, 516, 520
 
 
 def one(value: float, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -28,7 +28,7 @@ def plain_mlp(x: float, w1: float, w2: float, **call) -> float:
 
 
 def test_fc1_rounds_before_the_activation_is_weighted():
-    assert plain_mlp(5, 103, 1, probs=torch.tensor([1.5])) == 776  # 515 → 516, · 1.5 = 774 → 776; 772.5 would be 772
+    assert plain_mlp(5, 103, 1, probs=torch.tensor([1.5])) == 776  # 516·1.5 = 774 → 776, not 772
 
 
 def test_first_bias_is_added_before_fc1_rounds():
@@ -36,7 +36,7 @@ def test_first_bias_is_added_before_fc1_rounds():
 
 
 def test_second_bias_is_added_after_fc2_rounds():
-    assert plain_mlp(5, 1, 103, fc2_bias=one(-1)) == 516  # 515 → 516, and 515 again → 516; 514 would be 512
+    assert plain_mlp(5, 1, 103, fc2_bias=one(-1)) == 516  # 515 → 516, - 1 = 515 → 516; not 512
 
 
 def test_second_bias_meets_the_prob_in_float32():
@@ -81,7 +81,7 @@ def test_shared_gate_is_in_the_dtype_of_x():
         torch.tensor([[0.0], [3.0]]).bfloat16(),
     )
     out = shared_experts(x, w1, w2, kind="relu", gate_weight=torch.tensor([[3.0, 0.0]]).bfloat16())
-    assert out[0, 1].item() == 384  # σ(3) → 0.953125, · 402 = 383.16 → 384; not rounded, 382.93 → 382
+    assert out[0, 1].item() == 384  # σ(3) → 0.953125, · 402 = 383.16 → 384; else 382.93 → 382
 
 
 # Recipes
@@ -159,7 +159,7 @@ def test_each_layer_has_its_own_noise():
     up, down, spare = torch.full((2, 16, 16), 0.999), torch.zeros(2, 16, 16), torch.zeros(2, 3, 16)
 
     def gradients(first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
-        noise = (torch.cat([first, spare], dim=1), second)  # rows behind the last segment are not read
+        noise = (torch.cat([first, spare], dim=1), second)  # rows past the last segment: never read
         out = grouped_mlp(x, torch.tensor([16]), w1[None], w2[None], kind="relu", recipe=Recipe("nvfp4"), noise=noise)
         return torch.autograd.grad(out, [w1, w2], d_out)
 

@@ -58,7 +58,7 @@ HONEST = {
     "reference": moe_ref,
     "kept_wide": SimpleNamespace(grouped_mlp=kept_wide, sequential_mlp=kept_wide, shared_experts=shared_kept_wide),
 }
-ROUNDED = "rounded_before_the_probs"  # a golden case whose rounding is its point: none of the wide stages has it
+ROUNDED = "rounded_before_the_probs"  # a golden case about a rounding that no wide stage has
 
 
 @functools.cache

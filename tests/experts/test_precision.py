@@ -1,4 +1,4 @@
-"""Grouped products in low precision: honest ones are accepted, and every wrong stage is found by a value."""
+"""Grouped products in low precision: honest ones pass, every wrong stage is found by a value."""
 
 import functools
 from dataclasses import replace
@@ -65,7 +65,7 @@ GPU = Space(device="cuda")  # where most is tested; the cases themselves run any
 REAL = 300  # tokens: real shapes are for a GPU
 FUNCTIONS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
 HONEST = ("ScaledFirst", "ScaledLast", "Split", "FourteenBits", "Reciprocal")
-EVERY, SEEDS, DRAWS = 8, range(3), 24  # one in so many of the covering array; draws per seed, a third in low precision
+EVERY, SEEDS, DRAWS = 8, range(3), 24  # covering stride; seeds; draws per seed, 1/3 low precision
 
 
 @functools.cache
@@ -190,7 +190,8 @@ def test_sums_of_14_bits_are_right_where_they_are_declared_and_wrong_where_not(f
     way = Way(product=of_fourteen_bits)
     assert outcome_of(case, declaring(way, accumulator="hopper_fp8")).status == "PASS"
     assert outcome_of(case, declaring(way, accumulator="float32")).finding["check"] in ("bound", "ratio")
-    assert outcome_of(case, declaring(Way(), accumulator="hopper_fp8")).status == "PASS"  # better than declared
+    # better than declared
+    assert outcome_of(case, declaring(Way(), accumulator="hopper_fp8")).status == "PASS"
 
 
 @pytest.mark.parametrize("scaling", ["current", "block"])
@@ -225,7 +226,7 @@ def test_mxfp8_nvfp4_and_high_precision_are_added_in_float32_whatever_is_declare
     assert precision_of_case(replace(WGRAD, **FOUR), declared).accumulator == FLOAT32
     assert precision_of_case(replace(WGRAD, scaling="", values="dyadic"), declared).accumulator == FLOAT32
     assert precision_of_case(WGRAD, declared).accumulator == HOPPER_FP8
-    assert precision_of_case(WGRAD, declared).sums == FLOAT32  # of a bias, and of what is accumulated into
+    assert precision_of_case(WGRAD, declared).sums == FLOAT32  # of a bias, and of accumulation
 
 
 def precision_of_case(case: GroupedCase, declared: dict[str, Any]) -> ProductPrecision:
@@ -271,7 +272,7 @@ def test_a_block_scale_in_the_middle_of_two_leaves_each_of_its_codes_two_values(
 
 
 def test_what_comes_back_is_rounded_once_and_may_be_its_neighbour_only_where_scales_are_reciprocals():
-    value = torch.tensor([1 + 2.0**-8, 1 + 2.0**-9, 1.0, torch.inf]).double()  # bfloat16 has 1 and 1 + 2⁻⁷
+    value = torch.tensor([1 + 2.0**-8, 1 + 2.0**-9, 1.0, torch.inf]).double()  # bf16: 1, 1 + 2⁻⁷
     exact, loose = (dequantised(Interval.exact(value), torch.bfloat16, reciprocal) for reciprocal in (False, True))
     assert exact.low.tolist() == exact.high.tolist() == loose.low.tolist() == [1, 1, 1, torch.inf]
     assert loose.high.tolist() == [1 + 2.0**-7, 1, 1, torch.inf]

@@ -1,4 +1,4 @@
-"""Expert MLPs in low precision: honest ones are accepted, and every wrong stage is found by a value."""
+"""Expert MLPs in low precision: honest ones pass, every wrong stage is found by a value."""
 
 import functools
 import itertools
@@ -95,7 +95,7 @@ def test_honest_layers_are_accepted(name):
 
 
 def test_layers_between_which_nothing_is_rounded_are_accepted():
-    """Except for dequantized codes, which have the rows' dtype whatever the dtype between stages."""
+    """Except dequantized codes: their dtype is the rows', whatever the dtype between stages."""
     half = [case for case in every_recipe() if case.dtype == "bfloat16" and case.override != "dequantized"]
     cases = [case for case in half if not RECIPES[case.scaling][case.variant].hadamard]
     assert_accepted(cases, staged(RIGHT, RIGHT, unrounded=True), share=0)
@@ -104,8 +104,8 @@ def test_layers_between_which_nothing_is_rounded_are_accepted():
 # ---- what is wrong in one place
 
 CASE = MlpCase(
-    function="grouped_mlp", scaling="current", tokens=24, experts=3, counts=(9, 5, 10), hidden=16, width=24, probs="float32", bias1="float32",
-    grads="rows+probs+fc1_weight+fc2_weight",
+    function="grouped_mlp", scaling="current", tokens=24, experts=3, counts=(9, 5, 10), hidden=16, width=24,
+    probs="float32", bias1="float32", grads="rows+probs+fc1_weight+fc2_weight",
 )  # fmt: skip
 EVEN = replace(CASE, counts=(8, 8, 8))
 HYBRID = replace(CASE, scaling="block", variant=1, values="rows")
@@ -265,7 +265,7 @@ def test_what_comes_back_of_anywhere_in_the_range_is_within_the_factors_margin(s
         near = (x + 0.9 * off * (2 * torch.rand(x.shape, generator=generator) - 1)).to(dtype)
         near = torch.where((near.double() - x.double()).abs() <= off, near, x)
         value = dequantize(quantize(near, recipe).quantized).double()
-        assert ((value - known.center).abs() <= known.margin).all()  # to the bit: the rounding is in it
+        assert ((value - known.center).abs() <= known.margin).all()  # bitwise: rounding included
 
 
 def test_a_margin_without_the_rounding_is_too_narrow_for_what_comes_back():

@@ -1,4 +1,4 @@
-"""Experts that differ in what the contract leaves open are accepted; every other difference is found where it is."""
+"""Experts that differ where the contract is open are accepted; other differences are located."""
 
 import functools
 import math
@@ -204,13 +204,13 @@ def test_the_bound_of_a_curve_holds_in_float32_and_is_worth_something(kind):
     for analysed, computed in ((ours.value(analysis), theirs.value(x)), (ours.slope(analysis), theirs.slope(x))):
         assert bool(((computed.double() - analysed.value).abs() <= analysed.error).all())
         allowed = analysed.error / analysed.value.abs().clamp(min=1)
-        assert allowed.max() < 1e-3  # why: a slope in bfloat16 is off by 2⁻⁸ = 4e-3, and must be found
+        assert allowed.max() < 1e-3  # why: a bfloat16 slope is off by 2⁻⁸ = 4e-3, must be found
 
 
 def test_curves_are_exact_where_the_exponential_is_lost():
     far = Running.of(torch.tensor([40.0, 5000.0]), torch.float32)
     for curve in (sigmoid, tanh, erf):
-        assert (curve(far).error < 1e-10).all()  # why: 1 - σ(40) is 4e-18; half an ulp of 1 would be 6e-8
+        assert (curve(far).error < 1e-10).all()  # why: 1 - σ(40) = 4e-18; half an ulp of 1 is 6e-8
     near = Running.of(torch.tensor([3.0]), torch.float32)
     assert all(float(curve(near).error) > 1e-8 for curve in (sigmoid, tanh, erf))
 

@@ -92,7 +92,7 @@ def test_the_gradient_is_the_activations_and_zero_past_the_last_group():
 
 
 def built(activation: Callable[..., Tensor], backward: Callable[..., Any], quantizer: Any) -> list[Callable[..., Any]]:
-    """The two functions of one kind, from an activation that is not rounded, its gradient and a quantiser."""
+    """The two functions of one kind: an unrounded activation, its gradient and a quantiser."""
 
     def quantized(x: Tensor, like: Tensor, recipe: Recipe, rounds: bool, forms: dict[str, Any]) -> tuple[Any, Any]:
         x = x.to(like.dtype) if rounds else x.float()
@@ -187,7 +187,7 @@ def regrouped(made: Quantized, change: Callable[[int, Scaled], Scaled]) -> Quant
 
 
 def prob_after_the_scale(original, h, recipe, *, probs, **settings):
-    """The scale comes from what the probs have not been multiplied with; amax is said to be right."""
+    """The scale comes from values without their probs; the reported amax is right."""
     made, state = original(h, recipe, probs=probs, **settings)
     bare, _ = original(h, recipe, **settings)
     a = moe_ref.glu(h.float(), probs=probs)

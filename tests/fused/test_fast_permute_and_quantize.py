@@ -1,4 +1,4 @@
-"""permute_and_quantize in `moe_fast`: tiles of other sizes change no bit, and nothing else enters the graph."""
+"""permute_and_quantize in `moe_fast`: tile sizes change no bit, no other node enters the graph."""
 
 from dataclasses import replace
 

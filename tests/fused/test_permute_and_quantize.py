@@ -139,7 +139,7 @@ def test_golden_cases_and_illegal_calls_are_passed_by_the_reference():
 
 
 def with_codes_of(out: PermutedQuantization, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """The quantised rows with other codes: change(codes of a segment, whether its rows are padding)."""
+    """The quantised rows with other codes: change(codes of a segment, whether rows are padding)."""
     sizes = out.tokens_per_expert.tolist()
     padding = (out.row_map.token_P == PADDING)[: sum(sizes)].split(sizes)
 

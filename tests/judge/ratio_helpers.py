@@ -24,7 +24,7 @@ def operands(
 
 
 def expected_of(a: Tensor, b: Tensor, loosened: float = 1.0, **settings) -> RowWise | Bounded:
-    """A product; with a bound as loose as several stages of rounding make it, so that the ratios are alone."""
+    """A product with a bound as loose as after several roundings, so that only the ratios judge."""
     value, magnitude = a.double() @ b.double().T, a.double().abs() @ b.double().abs().T
     exact = sum_bound(value, magnitude, a.shape[1], a.dtype, torch.float32)
     bounded = dataclasses.replace(exact, bound=loosened * exact.bound)

@@ -76,4 +76,4 @@ def test_what_is_transformed_lies_in_the_range_of_its_transform():
     turned = hadamard(x.value.to(torch.bfloat16)).double()
     made = transformed(known)
     assert bool(((made.low <= turned) & (turned <= made.high)).all())
-    assert float((made.high - made.low).mean()) < 0.05  # why: a range as wide as the values would forgive anything
+    assert float((made.high - made.low).mean()) < 0.05  # why: a wider range would forgive anything

@@ -1,4 +1,4 @@
-"""Each rule of the ratios, of the codes and of what is random takes what is honest, and rejects its twin."""
+"""Each rule for ratios, codes and randomness accepts an honest result and rejects its twin."""
 
 import math
 
@@ -18,7 +18,7 @@ from tests.judge.tolerance_fp8 import INSTRUCTION, fourteen_bits
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """The products are small, and threads that wait for one another are slow where cores are shared."""
+    """The products are small, and threads that wait for one another are slow on shared cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -136,7 +136,7 @@ def test_a_matrix_of_weight_gradients_is_judged_by_expert_and_row():
         (a.double() @ b.double().T).reshape(3, 32, 64),
         (a.double().abs() @ b.double().abs().T).reshape(3, 32, 64),
     )
-    bounded = sum_bound(value, 50 * magnitude, TERMS, torch.bfloat16, torch.float32)  # loose on purpose
+    bounded = sum_bound(value, 50 * magnitude, TERMS, torch.bfloat16, torch.float32)  # kept loose
     groups = torch.arange(3)[:, None].expand(3, 32)
     expected = row_wise(bounded, product(a, b).reshape(3, 32, 64), magnitude, TERMS, groups=groups)
     wrong = product(a, b).reshape(3, 32, 64).clone()

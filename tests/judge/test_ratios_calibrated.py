@@ -200,7 +200,7 @@ def test_more_flips_than_rounding_explains_are_wrong():
     source = np.random.default_rng(0)
     midpoints = 1.0625 * (1 + 2.0**-22 * source.uniform(-1, 1, (1, 400)))
     expected = codes_of(torch.from_numpy(midpoints))
-    carried = torch.from_numpy(midpoints * (1 + 2.0**-22))  # every value off by as much as the window, to one side
+    carried = torch.from_numpy(midpoints * (1 + 2.0**-22))  # each off by the window, to one side
     honest = carried.float().to(torch.float8_e4m3fn)
     assert (honest.view(torch.uint8) != expected.value.view(torch.uint8)).sum() > 150
     assert judge("codes", expected, honest) is None

@@ -44,7 +44,7 @@ ORDERS = (
 def contraction(
     a_MK: Tensor, b_NK: Tensor, order: str, keep: Callable[[Tensor], Tensor] = lambda total: total
 ) -> Tensor:
-    """a · bᵀ in fp32, K cut into blocks that are added up in some order; `keep` is applied to every partial sum."""
+    """a · bᵀ in fp32, K in blocks added in some order; `keep` is applied to every partial sum."""
     size = a_MK.shape[1]
     widths = {"one product": size, "split 2": -(-size // 2), "split 4": -(-size // 4), "one by one": 1}
     width = widths.get(order, int(order.split()[-1]) if order.startswith("blocks") else 32)
@@ -326,7 +326,7 @@ def twice_the_largest(y: Tensor, right: Tensor, reference: Tensor) -> bool:
 
 
 def relative_to_rms(y: Tensor, right: Tensor) -> bool:
-    """triton_kernels': the largest and the root mean square of the error over max(rms of all, |y*|)."""
+    """triton_kernels': maximum and RMS of the error over max(rms of all, |y*|)."""
     error = (y - right).abs() / torch.maximum(right.abs(), right.square().mean().sqrt())
     return bool(error.max() <= 2e-2 and error.square().mean().sqrt() <= 4e-3)
 
@@ -344,7 +344,8 @@ POLICIES: dict[str, Policy] = {
     "rtol 1.6e-2 atol 1e-5": lambda y, right, reference: within(
         y, right, 1e-5, 1.6e-2
     ),  # the table of torch.testing and Transformer Engine
-    "atol 1.4e-2 rtol 2e-2": lambda y, right, reference: within(y, right, 1.4e-2, 2e-2),  # sonic-moe
+    # sonic-moe
+    "atol 1.4e-2 rtol 2e-2": lambda y, right, reference: within(y, right, 1.4e-2, 2e-2),
     "2 × largest error": twice_the_largest,
     "2e-2 of rms": lambda y, right, reference: relative_to_rms(y, right),
 }

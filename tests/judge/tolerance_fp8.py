@@ -49,7 +49,7 @@ def largest(x: Tensor, rows: int) -> Tensor:
 def quantised(
     x: Tensor, rows: int, amax: Tensor | None = None, *, reciprocal: bool = False, saturate: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """E4M3 codes of x in blocks of `rows` × 128, and their fp32 scales; `amax` is given: somebody else's."""
+    """E4M3 codes of x in blocks of `rows` × 128, and their fp32 scales, from `amax` if given."""
     scale = (largest(x, rows) if amax is None else amax) / E4M3_MAX
     divided = x * spread_out(1 / scale, rows, x.shape) if reciprocal else x / spread_out(scale, rows, x.shape)
     codes = divided.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
@@ -228,7 +228,7 @@ BLOCK_BUGS = (
 
 
 def block_truth(inputs: Blocks, declared: type[BlockKernel] = BlockKernel) -> Bounded:
-    """What is right for a contraction of these codes and scales, where the accumulator of `declared` is declared."""
+    """The right result for these codes and scales, with the accumulator of `declared`."""
     a_RK = inputs.a_RK.double() * spread_out(inputs.a_scale_RB.double(), 1, inputs.a_RK.shape)
     b_ENK = inputs.b_ENK.double() * spread_out(inputs.b_scale_EnB.double(), BLOCK, inputs.b_ENK.shape)
     operands = [(a_RK[inputs.expert_R == expert], b_ENK[expert].T) for expert in range(FP8_EXPERTS)]

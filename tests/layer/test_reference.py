@@ -1,4 +1,4 @@
-"""The layer against a computation without permutation: each token, each expert, plain matrix products."""
+"""The layer against a computation without permutation: matrix products per token and expert."""
 
 import itertools
 

@@ -97,7 +97,7 @@ SPECIAL = [0.0, -0.0, 1.0, 448.0, 449.0, 3.5, 1e-3, -1e-8, 1e-38, 1e-45, 3e38, -
 
 
 def drawn(dice: Random, scaling: str, dtype: torch.dtype) -> Tensor:
-    """Rows and columns of different size, anywhere in the range of float32; now and then a special value in it."""
+    """Rows and columns of different size, anywhere in float32's range; at times a special value."""
     x = random(*dice.choice(SHAPES[scaling]), seed=dice.randrange(2**30), dtype=torch.float64) * 2.0 ** dice.choice(
         [0, 0, dice.randint(-135, 110)]
     )

@@ -1,4 +1,4 @@
-"""Quantisers in `moe_fast`: every number of a format, and what the gate does not judge. Reads, kept memory, errors."""
+"""Quantisers in `moe_fast` beyond the gate: each number of a format, reads, kept memory, errors."""
 
 import math
 from dataclasses import replace
@@ -94,7 +94,8 @@ def test_codes_of_numbers_and_of_what_lies_between_are_right(format):
     out = torch.empty(len(x), dtype=torch.uint8)
     encode_kernel[(len(x) // 1024,)](x, out, FORMAT=format.name, BLOCK=1024)
     right = formats.encode(x, format)
-    known = ~x.isnan() if format is formats.E8M0 else torch.ones_like(x, dtype=torch.bool)  # no amax is a NaN
+    # no amax is a NaN
+    known = ~x.isnan() if format is formats.E8M0 else torch.ones_like(x, dtype=torch.bool)
     assert torch.equal(out[known], right[known])
 
 
@@ -180,7 +181,7 @@ def test_row_scaling_takes_the_tiles_of_a_gpu(name, monkeypatch):
 
 
 def settings_of(name: str, role: str) -> dict[str, Any]:
-    """Three groups of 64 rows, both directions where there are two, and noise and a state where there is a need."""
+    """Three groups of 64 rows, both directions where two exist; noise and state where needed."""
     noise = torch.full((2, 64, 32), 0.5) if name == "nvfp4" and role == "grad_output" else None
     state = QuantizerState(torch.zeros(3, 3), torch.ones(3)) if name == "delayed" else None
     both = {"splits": torch.tensor([32, 0, 32]), "columnwise": "row-scaled" not in name or role != "input"}

@@ -50,7 +50,7 @@ def magnitudes(format: Format) -> list[Fraction]:
 
 
 def nearest(x: float, table: list[Fraction], sign_bit: int) -> int:
-    """The code of the nearest value, of two the one with the even code; the last for what is beyond."""
+    """The code of the nearest value, of two the even one; the last for values beyond."""
     magnitude = Fraction(2**2000) if math.isinf(x) else abs(Fraction(x))
     place = bisect_left(table, magnitude)
     code = min(range(max(place - 1, 0), min(place + 1, len(table))), key=lambda i: (abs(table[i] - magnitude), i % 2))
@@ -58,7 +58,7 @@ def nearest(x: float, table: list[Fraction], sign_bit: int) -> int:
 
 
 def delicate(format: Format) -> Tensor:
-    """Every value, every midpoint, and what lies next to them in float32 and float64; both signs, float64."""
+    """Every value, every midpoint, their neighbours in float32 and float64; both signs, float64."""
     table = magnitudes(format)
     points = [float(v) for v in table] + [float((a + b) / 2) for a, b in pairwise(table)]
     points += [format.max * 2, float(table[1] / 4), 5e-324, 1e-45, 1e308, math.inf]
@@ -206,7 +206,7 @@ def test_e8m0_of_every_bf16_is_the_least_power_of_two_that_is_not_below():
 
 
 def test_noise_below_the_rest_rounds_away_from_zero():
-    x = torch.tensor([1.125, -1.125, 1.125, 1.0, 6.5, -0.0])  # 1.125 is a quarter of the way from 1 to 1.5
+    x = torch.tensor([1.125, -1.125, 1.125, 1.0, 6.5, -0.0])  # 1.125: a quarter of the way to 1.5
     noise = torch.tensor([0.2499, 0.2499, 0.25, 0.0, 0.0, 0.0])
     assert decode(encode(x, E2M1, noise=noise), E2M1).tolist() == [1.5, -1.5, 1.0, 1.0, 6.0, -0.0]
 

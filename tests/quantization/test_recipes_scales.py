@@ -75,7 +75,7 @@ def test_amax_of_zero_or_infinity_has_scale_1():
 
 
 def test_a_tiny_amax_has_the_largest_finite_scale():
-    overflows, just, fits = 2.0**-149, 2.0**-120, 2.0**-119  # 448 · 2^120 = 1.75 · 2^128; 448 · 2^119 is finite
+    overflows, just, fits = 2.0**-149, 2.0**-120, 2.0**-119  # 448·2^120 > max; 448·2^119 is finite
     amax = torch.tensor([overflows, just, fits])
     assert scale_from_amax(amax, 448.0).tolist() == [FLOAT32_MAX, FLOAT32_MAX, 448.0 * 2.0**119]
     assert scale_from_amax(amax, 448.0, power_of_two=True).tolist() == [2.0**127] * 3

@@ -41,7 +41,7 @@ def test_current_scaling_by_hand():
 def test_current_scaling_of_gradients_by_hand():
     q = quantized(torch.tensor([[1.0, -1.75]]), Recipe("current"), role="grad_output")
     assert scales(q).tolist() == [2.0**-15]  # 57344 / 1.75 = 2^15
-    assert codes(q).tolist() == [[0x78, 0xFB]]  # 2^15 in E5M2: exponent field 30, mantissa 0; -1.75·2^15
+    assert codes(q).tolist() == [[0x78, 0xFB]]  # 2^15 in E5M2: exponent 30, mantissa 0; -1.75·2^15
 
 
 def test_block_scaling_rounds_the_scale_down_to_a_power_of_two_by_hand():
@@ -49,8 +49,8 @@ def test_block_scaling_rounds_the_scale_down_to_a_power_of_two_by_hand():
     x[0, 128] = -0.25
     q = quantized(x, Recipe("block"))
     assert amax(q).tolist() == [[3.0, 0.25]]
-    assert scales(q).tolist() == [[1 / 128, 1 / 1024]]  # 448/3 = 149.3 → 128; 448/0.25 = 1792 → 1024
-    assert codes(q)[0, [0, 1, 128, 129]].tolist() == [0x7C, 0x70, 0xF8, 0]  # 384 = 1.5·2^8, 128, -256
+    assert scales(q).tolist() == [[1 / 128, 1 / 1024]]  # 448/3 = 149.3 → 128; 1792 → 1024
+    assert codes(q)[0, [0, 1, 128, 129]].tolist() == [0x7C, 0x70, 0xF8, 0]  # 1.5·2^8, 2^7, -2^8
     full = quantized(x, Recipe("block", power_of_two_scales=False))
     assert scales(full).tolist()[0][1] == nearest32(1 / 1792)
     assert codes(full)[0, [0, 128]].tolist() == [0x7E, 0xFE]
@@ -158,7 +158,7 @@ def block_of(i: int, j: int, how, columnwise: bool) -> tuple[int, int]:
 def by_loop(
     x: Tensor, recipe: Recipe, role: str, columnwise: bool
 ) -> tuple[list[list[int]], dict[tuple[int, int], float], Tensor]:
-    """(codes, what to decode each block with, values) of one group, from the formulas, element by element."""
+    """(codes, decode scale per block, values) of one group, by the formulas, per element."""
     how, data = scheme(recipe, role, columnwise=columnwise), x.float().numpy()
     members: dict[tuple[int, int], list[np.float32]] = {}
     for i, j in np.ndindex(*data.shape):
@@ -255,7 +255,7 @@ def test_a_block_of_zeros_has_the_scale_of_its_rule_and_keeps_signs():
 def test_an_infinity_saturates_and_what_becomes_of_its_block():
     x = row([INF, -INF, 2.0], 32).repeat(32, 1)
     first = {recipe.scaling: codes(quantized(x, recipe))[0, :3].tolist() for recipe in ALL}
-    assert first["current"] == first["block"] == first["delayed"] == [0x7E, 0xFE, 0x40]  # s = 1: 2 stays 2
+    assert first["current"] == first["block"] == first["delayed"] == [0x7E, 0xFE, 0x40]  # s = 1
     assert first["mxfp8"] == [0x7E, 0xFE, 0]  # e = 254: 2 · 2^-127 is nothing
     assert first["nvfp4"] == [7, 15, 0]  # d = 448, S = 1: 2/448 is nothing
     assert scales(quantized(x, Recipe("mxfp8")))[0, 0] == 254
@@ -274,7 +274,7 @@ def test_subnormal_blocks_of_mxfp8_use_the_smallest_exponent():
     assert (scales(q)[0, 0].item(), codes(q)[0, 0].item()) == (0, 0x7E)
     assert torch.equal(dequantize(q), x)
     tiny = quantized(torch.full((32, 32), 2.0**-149), Recipe("mxfp8"))
-    assert (scales(tiny)[0, 0].item(), codes(tiny)[0, 0].item()) == (0, 0)  # 2^-22 is below half of the smallest code
+    assert (scales(tiny)[0, 0].item(), codes(tiny)[0, 0].item()) == (0, 0)  # 2^-22 < half min code
 
 
 # ---- directions

@@ -26,7 +26,8 @@ def test_the_signs_are_those_that_are_written_down():
 
 def test_the_hadamard_transform_is_that_of_sylvesters_matrix_and_the_signs():
     x = torch.arange(-24, 24).reshape(1, 48).float().bfloat16()
-    expected = (x.float().reshape(3, 16) * torch.tensor(HADAMARD_SIGNS)) @ sylvester(16) / 4  # exact: small integers
+    # exact: small integers
+    expected = (x.float().reshape(3, 16) * torch.tensor(HADAMARD_SIGNS)) @ sylvester(16) / 4
     assert torch.equal(hadamard(x), expected.reshape(1, 48).bfloat16())
 
 
@@ -148,13 +149,13 @@ def test_each_direction_has_its_own_noise():
 
 
 def test_noise_that_is_not_given_is_drawn_anew_for_each_element_direction_and_call():
-    sixes = torch.eye(16).repeat(32, 1) == 1  # in every block of both directions, so that scales are 1
+    sixes = torch.eye(16).repeat(32, 1) == 1  # in each block of both directions: all scales are 1
     x, recipe = torch.where(sixes, 6.0, 1.25), Recipe("nvfp4", hadamard=False)
     first, second = (quantized(x, recipe, role="grad_output", columnwise=True) for _ in range(2))
     draws = [dequantize(q, columnwise=turned)[~sixes] for q in (first, second) for turned in (False, True)]
     for drawn in draws:
         assert set(drawn.tolist()) == {1.0, 1.5}
-        assert 0.47 < float((drawn == 1.5).float().mean()) < 0.53  # why: 5 standard errors of 7680 draws
+        assert 0.47 < float((drawn == 1.5).float().mean()) < 0.53  # why: 5 standard errors of 7680
     assert all(not torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
     torch.manual_seed(5)
     third = codes(quantized(x, recipe, role="grad_output"))

@@ -1,4 +1,4 @@
-"""The command line: every verb does what it says, and every bad input ends in one clear sentence."""
+"""The command line: every verb does its job, and every bad input ends in one clear sentence."""
 
 import json
 import re

@@ -4,12 +4,12 @@
         router = top_k_router(num_moe_experts=8, moe_router_topk=2)
         probs, routing_map = router(hidden_states)  # [S,B,H]
 
-Three things of 0.16.1 stand in the way, and each is removed where it stands; no arithmetic is touched.
+Three things of 0.16.1 stand in the way; each is removed in place, no arithmetic is touched.
 
-    te_general_gemm      without Transformer Engine the name is never defined, and gating raises a NameError. Here it is None,
-                         which is what the package's own extension module sets, and gating takes its torch branch
-    current_device       the constructor and gating ask for the CUDA device. During those two calls it is the CPU
-    torch.compile        the count for the expert bias is compiled. During routing the compiler steps aside
+    te_general_gemm      undefined without Transformer Engine: gating raises a NameError. Here None,
+                         as the package's own extension module sets: gating takes its torch branch
+    current_device       the constructor and gating ask for the CUDA device: here the CPU
+    torch.compile        compiles the count for the expert bias: off during routing
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from torch import Tensor, distributed
 try:
     version = metadata.version("megatron-core")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns four times that Transformer Engine and Apex are not there
+        warnings.simplefilter("ignore")  # four warnings: Transformer Engine and Apex are missing
         from megatron.core import parallel_state
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.transformer.moe import moe_utils
@@ -37,7 +37,8 @@ except (ImportError, metadata.PackageNotFoundError) as error:
     ) from None
 if not version.startswith("0.16."):
     raise ImportError(
-        f"megatron-core {version} is installed; this was written for 0.16.1: pip install --no-deps megatron-core==0.16.1"
+        f"megatron-core {version} is installed; this was written for 0.16.1: "
+        "pip install --no-deps megatron-core==0.16.1"
     )
 
 if not hasattr(moe_utils, "te_general_gemm"):

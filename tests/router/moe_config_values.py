@@ -6,15 +6,20 @@ from tests.router.moe_config_memory_cases import GRAPHS, MEMORY, OVERLAPS, PRECI
 CASES = [*ROUTER, *PLACES, *EXPERTS, *PRECISION, *MEMORY, *GRAPHS, *OVERLAPS]
 
 
-NOT_NEGATIVE = "num_layers hidden_size ffn_hidden_size moe_ffn_hidden_size mtp_num_layers recompute_num_layers moe_z_loss_coeff moe_router_bias_update_rate"
+NOT_NEGATIVE = (
+    "num_layers hidden_size ffn_hidden_size moe_ffn_hidden_size mtp_num_layers recompute_num_layers moe_z_loss_coeff "
+    "moe_router_bias_update_rate"
+)
 
 
 POSITIVE = (
-    "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
-    "expert_tensor_parallel_size moe_router_topk moe_router_num_groups moe_router_group_topk moe_flex_dispatcher_num_sms "
-    "moe_hybridep_num_sms_preprocessing moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_expert_rank_capacity_factor "
-    "moe_paged_stash_page_size moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size moe_router_topk_scaling_factor "
-    "moe_expert_capacity_factor moe_input_jitter_eps moe_shared_expert_intermediate_size moe_latent_size activation_func_clamp_value"
+    "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
+    "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size moe_router_topk "
+    "moe_router_num_groups moe_router_group_topk moe_flex_dispatcher_num_sms moe_hybridep_num_sms_preprocessing "
+    "moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_expert_rank_capacity_factor "
+    "moe_paged_stash_page_size moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size "
+    "moe_router_topk_scaling_factor moe_expert_capacity_factor moe_input_jitter_eps "
+    "moe_shared_expert_intermediate_size moe_latent_size activation_func_clamp_value"
 )
 
 

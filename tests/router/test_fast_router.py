@@ -1,4 +1,4 @@
-"""The router in `moe_fast`: what the gate does not judge. Rows of NaN, what needs no gradient, refusals and errors."""
+"""The router in `moe_fast` beyond the gate: NaN rows, inputs without gradient, refusals, errors."""
 
 import pytest
 import torch

@@ -125,7 +125,8 @@ def test_every_deprecated_name_is_tried():
 def test_deepep_by_its_deprecated_name_needs_the_flex_dispatcher():
     with pytest.raises(
         ValueError,
-        match="moe_enable_deepep is True with moe_token_dispatcher_type 'alltoall'; it must be False, or the dispatcher 'flex'",
+        match="moe_enable_deepep is True with moe_token_dispatcher_type 'alltoall'; "
+        "it must be False, or the dispatcher 'flex'",
     ):
         config(moe_enable_deepep=True, moe_token_dispatcher_type="alltoall")
 

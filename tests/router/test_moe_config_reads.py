@@ -234,7 +234,7 @@ def theirs(cls, changes):
 
 
 def test_megatron_refuses_the_same(megatron, monkeypatch):
-    """Of the rules said to be Megatron's, the installed one has those whose options it has, but for the listed ones."""
+    """The installed Megatron has each rule whose options it has, except the listed ones."""
     different = set()
     for option, refused, change in CASES + SIZES:
         asked, neighbour = theirs(megatron, refused), theirs(megatron, {**refused, **change})

@@ -16,7 +16,7 @@ def split(x: Tensor, ranks: int) -> tuple[Tensor, ...]:
 
 
 def routed_by_ranks(x: Tensor, how: RouterConfig, tp: int, dp: int = 1, padding: Tensor | None = None, **settings):
-    """Each rank's route of its part: data-parallel parts of the rows, each split over its tensor-parallel ranks."""
+    """Each rank's route: data-parallel parts of the rows, split over the tensor-parallel ranks."""
     parts, masks = (
         [part for shard in split(y, dp) for part in split(shard, tp)]
         for y in (x, torch.zeros(len(x)) if padding is None else padding)

@@ -122,7 +122,8 @@ def test_the_bias_is_updated_by_what_was_counted_without_padding():
     counts = [2 * sum(row[e] for row in map_by_loop(x[:6], TOPK, "sigmoid")) for e in range(EXPERTS)]
     assert state.tokens_per_expert.tolist() == counts
     after = moe_ref.finish_batch(state, BIASED)
-    assert after.expert_bias.tolist() == [0.25 * ((c < 4) - (c > 4)) for c in counts]  # 2 · 6 · 2 rows of 6 experts
+    # 2 · 6 · 2 rows of 6 experts
+    assert after.expert_bias.tolist() == [0.25 * ((c < 4) - (c > 4)) for c in counts]
     assert not after.tokens_per_expert.any()
     frozen = moe_ref.finish_batch(state, BIASED, frozen=True)
     assert not frozen.expert_bias.any() and not frozen.tokens_per_expert.any()

@@ -158,7 +158,7 @@ def test_deepep_recovers_another_expert_for_a_routed_prob_of_zero(factor, found)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")
 @pytest.mark.parametrize(("bias", "on_input", "right"), [(True, True, False), (True, False, True), (False, True, True)])
 def test_probs_on_input_let_padding_rows_add_their_biases(groups, bias, on_input, right):
-    """8 tokens, 4 experts, K=1, capacity 3 with padding; expected is the sum over the routed pairs alone."""
+    """8 tokens, 4 experts, K=1, capacity 3 with padding; expected: the sum over routed pairs."""
     chosen = {
         "add_bias_linear": bias,
         "moe_apply_probs_on_input": on_input,
@@ -221,7 +221,7 @@ def test_map_padding_writes_into_the_callers_map(dtype):
 
 def test_the_dispatcher_pads_the_map_that_the_router_returned(monkeypatch, groups):
     router = top_k_router(moe_token_dispatcher_type="alltoall")
-    router.config.moe_router_padding_for_quantization = True  # the constructor wants fp8 with it, which needs a GPU
+    router.config.moe_router_padding_for_quantization = True  # the constructor requires fp8 (GPU)
     x = torch.randn(20, 1, 8)
     probs, routing_map = router(x)
     assert routing_map.sum() == 40
@@ -241,7 +241,7 @@ def test_fused_selection_never_sees_the_replay(monkeypatch):
 
     monkeypatch.setattr(moe_utils, "HAVE_TE", True)
     monkeypatch.setattr(moe_utils, "fused_topk_with_score_function", kernel, raising=False)
-    router = top_k_router(moe_router_fusion=True, moe_enable_routing_replay=True)  # the configuration is accepted
+    router = top_k_router(moe_router_fusion=True, moe_enable_routing_replay=True)  # accepted
     RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
     router.eval()(torch.randn(2, 1, 8))
     assert "router_replay" not in given

@@ -42,7 +42,7 @@ def test_low_precision_sigmoid_chooses_by_rounded_scores_and_misses_the_best():
     _, routing_map = moe_utils.topk_routing_with_score_function(logits, 8, score_function="sigmoid")
     worst_chosen = logits.masked_fill(~routing_map, inf).amin(1)
     best_left = logits.masked_fill(routing_map, -inf).amax(1)
-    assert 400 < (worst_chosen < best_left).sum() < 700  # tokens, of 2000; in exact scores there would be none
+    assert 400 < (worst_chosen < best_left).sum() < 700  # of 2000 tokens; 0 with exact scores
 
 
 def test_float64_softmax_weights_have_the_precision_of_float32():
@@ -148,7 +148,7 @@ def test_the_per_token_sequence_loss_is_not_multiplied_by_the_batch(monkeypatch)
         torch.manual_seed(1)
         top_k_router(**chosen)(torch.randn(5, 3, 8))
     loss, scaled = attached
-    assert torch.allclose(scaled, 5 * loss)  # 15 tokens  # why: float32; the claim is a factor of 15 or 5
+    assert torch.allclose(scaled, 5 * loss)  # 15 tokens  # why: float32; the factor is 15 or 5
 
 
 def test_sinkhorn_is_nan_from_a_logit_of_89_on():

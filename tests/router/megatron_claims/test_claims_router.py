@@ -74,7 +74,7 @@ def test_more_groups_than_choices_makes_the_groups_arbitrary():
         logits, 1, use_pre_softmax=True, num_groups=4, group_topk=2
     )
     missed = [t for t in range(8) if not routing_map[t, t]]
-    assert missed == [0, 1, 2, 3]  # a group is judged by its 1 // 2 = 0 best experts, so all are equal
+    assert missed == [0, 1, 2, 3]  # a group scores its 1 // 2 = 0 best experts, so all are equal
 
 
 def test_more_choices_from_a_group_than_it_has_experts_raises():
@@ -98,7 +98,7 @@ def test_too_few_experts_in_the_kept_groups_route_to_an_expert_of_another_group(
     logits = torch.arange(8.0)[None]
     probs, routing_map = moe_utils.topk_routing_with_score_function(logits, 3, num_groups=8, group_topk=2, **score)
     third, *best = sorted(rows_of(routing_map[0]))
-    assert best == [6, 7] and third < 5  # which one is a matter of ties; it is not expert 5, the third best
+    assert best == [6, 7] and third < 5  # ties decide which; it is not expert 5, the third best
     chosen = [third, 6, 7]
     assert torch.allclose(
         probs[0, chosen], torch.tensor([float(w) for w in weights(logits[0, chosen])]), equal_nan=True
@@ -159,7 +159,8 @@ def test_the_fp8_store_of_an_activation_saturates_silently(gate, stored):
     hidden = torch.tensor([[gate, 1.0]], requires_grad=True)
     with torch.compiler.set_stance("force_eager"):
         WeightedSwiGLUFunction.apply(hidden, torch.ones(1, 1), True).sum().backward()
-    assert hidden.grad[0, 1] == torch.tensor(stored) * torch.tensor(stored).sigmoid()  # not silu(gate)
+    # not silu(gate)
+    assert hidden.grad[0, 1] == torch.tensor(stored) * torch.tensor(stored).sigmoid()
 
 
 # H22: counters below float32
