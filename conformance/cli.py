@@ -4,7 +4,6 @@ thing each.
 
 import json
 import os
-import signal
 import sys
 import tempfile
 import traceback
@@ -29,11 +28,17 @@ CODES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code (see `conformance.engine.run.verdict`)."""
     given = _parser().parse_args(arguments)
+    from conformance.engine.run import interrupt
+
+    with interrupt.noted() if given.verb is run else interrupt.raised():
+        return _checked(given)
+
+
+def _checked(given: Namespace) -> int:
+    """Run the verb; an error becomes a message and an exit code."""
     from conformance.core.case import CaseError
     from conformance.interface import UsageError
 
-    # ends a run as Ctrl-C does
-    terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _verb(given)
     except (UsageError, CaseError) as error:
@@ -48,8 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception:
         traceback.print_exc()
         return HARNESS
-    finally:
-        signal.signal(signal.SIGTERM, terminate)
 
 
 def _verb(given: Namespace) -> int:
@@ -173,7 +176,7 @@ def list_(given: Namespace) -> int:
     from conformance.core.ranks import Collective
     from conformance.core.space import Space
     from conformance.engine.choose.draw import covering_cases
-    from conformance.engine.choose.profiles import PROFILES
+    from conformance.engine.choose.profiles import EVERY, PROFILES
 
     for name, contract in CONTRACTS.items():
         covered = covering_cases(name, Space())
@@ -186,8 +189,13 @@ def list_(given: Namespace) -> int:
         pairs = f"{covered.pairs} pairs of values; {covered.impossible} pairs are no legal call"
         print(f"  covering {len(covered.cases)} cases for {pairs}")
     for profile in PROFILES.values():
-        counts = ", ".join(f"{name} {profile.count(name) * profile.shards}" for name in CONTRACTS)
-        print(f"profile {profile.name}: drawn {counts}; covering arrays {'yes' if profile.covering else 'no'}")
+        for device, amount in (("a CPU", profile.interpreted), ("a GPU", profile.compiled)):
+            rows = {0: "none", EVERY: "all"}.get(amount.rows, f"the first {amount.rows}")
+            counts = ", ".join(f"{name} {amount.structures(name)}" for name in CONTRACTS)
+            print(
+                f"profile {profile.name} on {device}: {amount.cases} cases per structure; drawn structures: {counts};"
+            )
+            print(f"  rows of covering arrays: {rows}")
     return 0
 
 

@@ -6,8 +6,13 @@ reduction ask the axis for values.
 Every proposal of an axis is a dict of changes to a case, because some axes move several fields
 together: a routing map sets its number of tokens, a memory layout the name of its tensor. An axis
 proposes without regard to the other axes; `core.scope.Scope.mended` then repairs the other fields.
+
+A compiled implementation is specialised for most fields: dtypes, options, layouts. Other fields, the
+*data*, change only the contents of tensors. Cases that differ in their data, and in sizes of one
+class, run the same compiled kernels.
 """
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +57,7 @@ class Axis:
     default: Any
     name: str = ""  # of the field; set by `core.case.axes_of`
     argument: str = ""  # the keyword argument with the field's value; omitted at the default
+    data: bool = False  # the field changes only the contents of tensors
 
     def live(self, signature: Signature) -> bool:
         """Whether the function's calls depend on the field."""
@@ -90,6 +96,19 @@ class Axis:
     def other(self, case: Any) -> Changes:
         """Another value, for a second call right after the first; empty: no change."""
         return {}
+
+    def alike(self, value: Any, other: Any) -> bool:
+        """Whether both values run the same compiled kernels."""
+        return self.data or bool(value == other)
+
+    def varied(self, case: Any, source: random.Random) -> Changes:
+        """A random value that is `alike`; empty: no change."""
+        return {}
+
+
+def size_class(n: int) -> tuple[bool, bool, int]:
+    """What kernels are specialised for: n = 1, multiples of 16, the block size 2^⌈log₂ n⌉."""
+    return n == 1, n % 16 == 0, max(n - 1, 0).bit_length() if n else -1
 
 
 @dataclass(kw_only=True)
@@ -138,12 +157,22 @@ class Size(Axis):
         more = self.more or int(bool(self.argument))
         return {self.name: getattr(case, self.name) + more} if more else {}
 
+    def alike(self, value: Any, other: Any) -> bool:
+        return size_class(value) == size_class(other)
+
+    def varied(self, case: Any, source: random.Random) -> Changes:
+        value = getattr(case, self.name)
+        step = 16 if value % 16 == 0 else 1
+        alike = [n for n in range(value // 2 // step * step, 2 * value, step) if self.alike(n, value)]
+        return {self.name: source.choice(alike)} if alike else {}
+
 
 @dataclass(kw_only=True)
 class Seed(Axis):
     """The start of the hashed values."""
 
     most: int
+    data: bool = True
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         return st.integers(0, self.most).map(lambda n: {self.name: n})
@@ -153,6 +182,9 @@ class Seed(Axis):
 
     def other(self, case: Any) -> Changes:
         return {self.name: getattr(case, self.name) + 1}
+
+    def varied(self, case: Any, source: random.Random) -> Changes:
+        return {self.name: source.randint(0, self.most)}
 
 
 @dataclass(kw_only=True)
@@ -189,6 +221,9 @@ class Choice(Axis):
         known = self.values + self.also
         place = known.index(getattr(case, self.name)) + 1
         return {self.name: known[place % len(known)]} if self.turns else {}
+
+    def varied(self, case: Any, source: random.Random) -> Changes:
+        return {self.name: source.choice(self.values + self.also)} if self.data else {}
 
 
 @dataclass(kw_only=True)

@@ -27,7 +27,7 @@ class Case:
     golden: str = ""  # name of a hand-computed case of this function; other fields are ignored
     illegal: str = ""  # name of the rule that this call breaks: it must raise
     law: str = ""  # name of the law checked in addition to the values
-    poison: str = choice("nan", "max", "zero")  # content of fresh memory
+    poison: str = choice("nan", "max", "zero", data=True)  # content of fresh memory
     seed: int = seed()  # of the tensors' values
     grads: str = declared(Gradients(default=""))
     unused: str = declared(Unused(default=""))

@@ -1,19 +1,19 @@
 """Pairwise covering arrays: every pair of values of the finite axes occurs in some case.
 
 Greedy and deterministic: of CANDIDATES rows with the first uncovered pair, the one that covers the
-most pairs.
+most pairs. An axis may be covered `once` instead: each value occurs, in no particular pair.
 """
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from conformance.core.case import Case
 
 Row = dict[str, Any]
-Pair = tuple[tuple[str, Any], tuple[str, Any]]
+Pair = tuple[tuple[str, Any], ...]  # or a single value, of an axis covered once
 CANDIDATES = 12
 
 
@@ -26,20 +26,30 @@ class Covered:
     impossible: int  # pairs in no legal candidate
 
 
-def pairs_of(row: Mapping[str, Any]) -> Iterator[Pair]:
-    return itertools.combinations(sorted(row.items(), key=lambda item: item[0]), 2)
+def pairs_of(row: Mapping[str, Any], once: Collection[str] = ()) -> Iterator[Pair]:
+    values = sorted(row.items(), key=lambda item: item[0])
+    yield from itertools.combinations([value for value in values if value[0] not in once], 2)
+    yield from ((value,) for value in values if value[0] in once)
 
 
-def covering(axes: Mapping[str, tuple[Any, ...]], legal: Callable[[Row], bool]) -> tuple[list[Row], int, int]:
-    """Rows with every legal pair of values; the number of covered pairs, and of impossible ones."""
+def covering(
+    axes: Mapping[str, tuple[Any, ...]], legal: Callable[[Row], bool], once: Collection[str] = ()
+) -> tuple[list[Row], int, int]:
+    """Rows with every legal pair of values; the number of covered pairs, and of impossible ones.
+
+    Args:
+        once: axes of which only the values are covered, not their pairs.
+    """
     source = random.Random(0)
-    every = [
+    paired = {name: values for name, values in axes.items() if name not in once}
+    every: list[Row] = [{name: value} for name in sorted(axes) if name in once for value in axes[name]]
+    every += [
         dict((a, b))
-        for x, y in itertools.combinations(sorted(axes), 2)
+        for x, y in itertools.combinations(sorted(paired), 2)
         for a in _values(axes, x)
         for b in _values(axes, y)
     ]
-    uncovered = {next(pairs_of(pair)): pair for pair in every}
+    uncovered = {next(pairs_of(pair, once)): pair for pair in every}
     rows: list[Row] = []
     impossible = 0
     while uncovered:
@@ -48,11 +58,11 @@ def covering(axes: Mapping[str, tuple[Any, ...]], legal: Callable[[Row], bool]) 
         made = list(itertools.islice(filter(legal, candidates), CANDIDATES))
         if not made:
             impossible += 1
-            del uncovered[next(pairs_of(wanted))]
+            del uncovered[next(pairs_of(wanted, once))]
             continue
-        best = max(made, key=lambda row: sum(pair in uncovered for pair in pairs_of(row)))
+        best = max(made, key=lambda row: sum(pair in uncovered for pair in pairs_of(row, once)))
         rows.append(best)
-        for pair in pairs_of(best):
+        for pair in pairs_of(best, once):
             uncovered.pop(pair, None)
     return rows, len(every) - impossible, impossible
 

@@ -3,6 +3,8 @@
 The default is the empty list or None: other fields then describe the contents.
 """
 
+import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,7 @@ def _whole(value: Any, least: int) -> bool:
 class Parts(Axis):
     """Sizes of consecutive parts, such as rows per expert."""
 
+    data: bool = True
     total: str = ""  # the field with their sum
     number: str = ""  # the field with their count
     order: str = ""  # the field with a permutation of them
@@ -86,12 +89,25 @@ class Parts(Axis):
     def other(self, case: Any) -> Changes:
         return {self.name: getattr(case, self.name)[::-1]}
 
+    def alike(self, value: Any, other: Any) -> bool:
+        return len(value) == len(other)
+
+    def varied(self, case: Any, source: random.Random) -> Changes:
+        """As many parts with the same sum: cut at random places, so that some are empty."""
+        parts = getattr(case, self.name)
+        unit = math.gcd(*parts)  # a recipe may want multiples of a block
+        if not unit:
+            return {}
+        cuts = [unit * n for n in sorted(source.randint(0, sum(parts) // unit) for _ in parts[1:])]
+        return {self.name: tuple(b - a for a, b in zip((0, *cuts), (*cuts, sum(parts)), strict=True))}
+
 
 @dataclass(kw_only=True)
 class Order(Axis):
     """A permutation of another field's entries."""
 
     of: str
+    data: bool = True
 
     def wrong(self, value: Any) -> str:
         return "" if _whole(value, 0) else "a list of whole numbers ≥ 0"
@@ -117,6 +133,10 @@ class Order(Axis):
     def other(self, case: Any) -> Changes:
         return {self.name: getattr(case, self.name)[::-1]}
 
+    def varied(self, case: Any, source: random.Random) -> Changes:
+        order = getattr(case, self.name)
+        return {self.name: tuple(source.sample(order, len(order)))}
+
 
 @dataclass(kw_only=True)
 class Table(Axis):
@@ -125,6 +145,7 @@ class Table(Axis):
     rows: str  # the field with the number of rows
     columns: str
     written_out: Callable[[Any], Any]  # case -> the matrix, at the default
+    data: bool = True
     least: int = 0
     below: str = ""  # the field with the exclusive upper bound of entries
     simple: tuple[int, ...] = (0,)  # replacements for entries, the simplest first
@@ -192,6 +213,13 @@ class Table(Axis):
             return {}
         return {self.name: self.packed(self.unpacked(case)[::-1])}
 
+    def varied(self, case: Any, source: random.Random) -> Changes:
+        """The rows in another order, each with its entries in another order."""
+        if getattr(case, self.name) == self.default:
+            return {}
+        rows = [tuple(source.sample(row, len(row))) for row in self.unpacked(case)]
+        return {self.name: self.packed(source.sample(rows, len(rows)))}
+
 
 @dataclass(kw_only=True)
 class Bitmasks(Table):
@@ -222,6 +250,14 @@ class Bitmasks(Table):
         if masks is not None and (len(masks) != rows or any(mask >> columns for mask in masks)):
             return f"{self.name} must hold {rows} bitmasks below 2^{columns}"
         return None
+
+    def varied(self, case: Any, source: random.Random) -> Changes:
+        """Other bits, mostly few or many per row."""
+        if getattr(case, self.name) == self.default:
+            return {}
+        columns, share = getattr(case, self.columns), source.choice((0.1, 0.3, 0.5, 0.9))
+        rows = [[source.random() < share for _ in range(columns)] for _ in getattr(case, self.name)]
+        return {self.name: self.packed([tuple(map(int, row)) for row in rows])}
 
 
 def parts(default: tuple[int, ...] = (), **more: Any) -> Any:

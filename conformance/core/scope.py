@@ -3,6 +3,7 @@
 All families share it: random cases, covering arrays, far addresses, the walk to smaller cases.
 """
 
+import random
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -126,6 +127,32 @@ class Scope:
             changes |= axis.other(case)
         return self.mended(replace(case, **changes))
 
+    def alike(self, case: Any, other: Any) -> bool:
+        """Whether both cases run the same compiled kernels."""
+        axes = axes_of(type(case)).values()
+        return case.layout_of == other.layout_of and all(
+            axis.alike(getattr(case, axis.name), getattr(other, axis.name)) for axis in axes
+        )
+
+    def varied(self, case: Any, count: int, seed: int) -> list[Any]:
+        """The case, and up to `count` - 1 others with its compiled kernels: other data, sizes and laws."""
+        source, found = random.Random(seed), {case.text: case}
+        for _ in range(2 * count):
+            if len(found) == count:
+                break
+            other = case
+            for kind in (Size, Axis):  # the data of other sizes
+                changes: Changes = {}
+                for axis in self.axes:
+                    if isinstance(axis, kind) and source.random() < 0.7:
+                        changes |= axis.varied(other, source)
+                changed = _changed(other, changes)
+                changed = changed and self.mended(self.contract.shapes.affordable(changed, self))
+                other = changed if changed and self.alike(case, changed) else other
+            other = replace(other, law=source.choice(self.laws(other)))
+            found.setdefault(other.text, other)
+        return list(found.values())
+
     # ---- chosen cases
 
     def drawn(self) -> st.SearchStrategy[Any]:
@@ -156,7 +183,8 @@ class Scope:
             only: the axes to cover; None: all.
         """
         axes = self.covered_axes(base, together, only)
-        rows, pairs, impossible = covering(axes, lambda row: self.fits(self.row(base, row)))
+        once = ("layout",) if self.space.few_kernels else ()
+        rows, pairs, impossible = covering(axes, lambda row: self.fits(self.row(base, row)), once)
         cases = [self.row(base | {"seed": index}, row) for index, row in enumerate(rows)]
         return Covered(self.lawful(cases), pairs, impossible)
 
@@ -171,7 +199,12 @@ class Scope:
             for name, values in covered.items()
             if only is None or name in only
         }
-        return {name: values for name, values in taken.items() if len(values) > 1}
+        data = {axis.name for axis in self.axes if axis.data} if self.space.few_kernels else set()
+        return {
+            name: values
+            for name, values in taken.items()
+            if len(values) > 1 and not data.issuperset(field for changes in values for field, _ in changes)
+        }
 
     def row(self, base: Changes, row: dict[str, Any]) -> Any:
         """The case of a row of the covering array."""

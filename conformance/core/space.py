@@ -26,6 +26,8 @@ class Space:
     not_differentiable: frozenset[str] = frozenset()  # functions
     contiguous_only: frozenset[str] = frozenset()  # functions
     ranks: int = 4  # most per world
+    # covering arrays pair only what kernels are specialised for, and have each layout once
+    few_kernels: bool = False
 
     @property
     def many(self) -> int:

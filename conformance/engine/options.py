@@ -54,6 +54,9 @@ class Options:
         type=int,
     )
     case_seconds: float = _flag("--case-seconds", "a case that takes longer hangs", 60.0, type=float)
+    seconds: float = _flag(
+        "--seconds", "end the run after this time, with the verdict so far (default: no limit)", 0.0, type=float
+    )
     corpus: str = _flag(
         "--corpus", "folder of kept cases: run first, and where failing cases are saved", ".moe-conformance"
     )
@@ -69,6 +72,7 @@ class Options:
         _require(bool(self.implementation), "--impl is empty; it must be package.module or package.module:attribute")
         _require(self.jobs >= 0, f"--jobs is {self.jobs}; it must be 0 or more")
         _require(0 < self.case_seconds < math.inf, f"--case-seconds is {self.case_seconds}; it must be above 0")
+        _require(0 <= self.seconds < math.inf, f"--seconds is {self.seconds}; it must be 0 (no limit) or more")
         _require(folder.is_dir() or not folder.exists(), f"--corpus {folder}: is no folder")
         _require(
             bool(re.fullmatch(r"(\d+/\d+)?", self.shard)), f"--shard is {self.shard!r}; it must be i/n, such as 2/4"

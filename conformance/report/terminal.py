@@ -19,7 +19,7 @@ def lines(verdict: Verdict) -> list[str]:
     origin = f"{verdict.device} · profile {verdict.profile} · seed {verdict.seed}"
     out = [f"moe-conformance · impl {verdict.implementation} · {versions} · {origin}"]
     out += _declarations(verdict)
-    out += ["", f"{verdict.verdict}   {_summary(verdict)}", ""]
+    out += ["", f"{verdict.verdict}   {_summary(verdict)}", "", *_specialised(verdict)]
     for failure in verdict.failures:
         if not _echo(failure, verdict):
             out += [*failure_lines(failure, verdict.implementation), ""]
@@ -92,6 +92,16 @@ def _summary(verdict: Verdict) -> str:
     if verdict.kernels_compiled:
         parts.append(f"{verdict.kernels_compiled} kernels compiled")
     return " · ".join(parts)
+
+
+def _specialised(verdict: Verdict) -> list[str]:
+    """Fields taken for data whose changes compile kernels: each costs time."""
+    named = {
+        name: ", ".join(f"{field} ({kernels})" for field, kernels in function.specialised_by.items())
+        for name, function in verdict.functions.items()
+        if function.specialised_by
+    }
+    return [f"kernels compiled per change of data: {'; '.join(f'{k}: {v}' for k, v in named.items())}"] if named else []
 
 
 def failure_lines(failure: dict[str, Any], implementation: str) -> list[str]:

@@ -1,7 +1,7 @@
 """The process in which an implementation runs. It may crash or hang; the parent notices.
 
 Its first message is ("ready", description) or ("unusable", one sentence). Then the parent sends
-cases, and receives ("outcome", an Outcome's fields, digests of the inputs) for each.
+lists of cases, and receives ("outcome", an Outcome's fields, digests of the inputs) for each case.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
@@ -79,21 +80,24 @@ def answer_all(
     compiled = _watch_compiler()
     with contextlib.suppress(EOFError, BrokenPipeError), _stream(device):
         while True:
-            case = connection.recv()
-            if isinstance(case, Draw):
-                connection.send(_drawn(case))
+            work = connection.recv()
+            if isinstance(work, Draw):
+                connection.send(_drawn(work))
                 continue
-            rank = context_of(case) if context_of else None
-            with _traced(options.trace) as calls:
-                outcome = _answer(case, implementation, device, rank)
-            outcome.calls = sorted(calls)
-            outcome.kernels, compiled[:] = compiled[:], []
-            connection.send(("outcome", asdict(outcome), rank.seen if rank else []))
+            for case in work:
+                rank = context_of(case) if context_of else None
+                started = time.monotonic()
+                with _traced(options.trace) as calls:
+                    outcome = _answer(case, implementation, device, rank)
+                outcome.calls = sorted(calls)
+                outcome.kernels, compiled[:] = compiled[:], []
+                outcome.seconds = time.monotonic() - started
+                connection.send(("outcome", asdict(outcome), rank.seen if rank else []))
 
 
 def _drawn(request: Draw) -> tuple[str, Any]:
     try:
-        return "cases", request.cases()
+        return "structures", request.structures()
     except Exception as error:
         return "outcome", asdict(Outcome("ERROR", reason=_where(error)))
 
@@ -217,5 +221,6 @@ def _description(implementation: Implementation, options: ChildOptions) -> dict[
         "device": device,
         "device_name": name,
         "ranks": ranks,
+        "memory": torch.cuda.get_device_properties().total_memory if device == "cuda" else 0,
         "versions": {k: v for k, v in versions.items() if v},
     }

@@ -23,6 +23,7 @@ class Outcome:
 
     status: PASS FAIL CRASH HANG OOM NOT_OFFERED DECLARED_UNSUPPORTED BLOCKED UNINFORMATIVE,
         NOT_RUN for lack of ranks, or ERROR of the harness
+    seconds: from the start of the case to its outcome
     kernels: names of the kernel specialisations that were compiled or loaded for it
     calls: the implementation's Python functions that it ran, as "file:function", if traced
     """
@@ -30,6 +31,7 @@ class Outcome:
     status: str
     finding: dict[str, Any] | None = None
     reason: str = ""
+    seconds: float = 0.0
     seconds_implementation: float = 0.0
     seconds_reference: float = 0.0
     evaluations: int = 0

@@ -1,66 +1,91 @@
-"""A run: sections of cases, each a test of the suite.
+"""A run: sections of structures, each a test of the suite.
 
 The cases depend only on the section, the profile, the run's seed and the implementation's space.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.ranks import ranks_of
+from conformance.core.scope import Scope
+from conformance.core.signature import FAR
 from conformance.core.space import Space
 from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.choose.profiles import Profile
+
+Structure = list[Case]  # cases that run the same kernels
+KINDS = ("corpus", "fixed", "covering", "drawn")  # those with the most findings per second first
+PER_STRUCTURE = 4  # illegal calls and golden cases, which share few kernels
+RANKED_CASES = 4  # of a structure
 
 
 @dataclass(frozen=True)
 class Section:
     """Cases that run together."""
 
-    # corpus, fixed (golden cases, illegal calls, covering array, real shapes, far addresses), drawn
+    # corpus, fixed (golden cases, illegal calls, real shapes, far addresses), covering, drawn
     kind: str
     function: str = ""
-    shard: int = 0
 
     @property
     def label(self) -> str:
-        return "-".join(filter(None, (self.kind, self.function, str(self.shard) if self.kind == "drawn" else "")))
+        return "-".join(filter(None, (self.kind, self.function)))
 
 
-def sections(profile: Profile) -> list[Section]:
-    """All sections, those with the most findings per second first."""
-    fixed = [Section("fixed", function) for function in CONTRACTS]
-    return [
-        Section("corpus"),
-        *fixed,
-        *(Section("drawn", function, shard) for shard in range(profile.shards) for function in CONTRACTS),
-    ]
+def sections() -> list[Section]:
+    """All sections, in the order of KINDS."""
+    return [Section("corpus"), *(Section(kind, function) for kind in KINDS[1:] for function in CONTRACTS)]
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A request for the cases of a section, which any process can answer."""
+    """A request for the structures of a section, which any process can answer."""
 
     section: Section
     profile: Profile
     space: Space
     seed: int
 
-    def cases(self) -> list[Case]:
-        return cases_of(self.section, self.profile, self.space, self.seed, [])
+    def structures(self) -> list[Structure]:
+        return list(structures_of(self.section, self.profile, self.space, self.seed))
 
 
-def cases_of(section: Section, profile: Profile, space: Space, seed: int, corpus: list[Case]) -> list[Case]:
-    """The cases of a section."""
-    if section.kind == "corpus":
-        return corpus
-    scope = scope_of(section.function, space)
+def structures_of(section: Section, profile: Profile, space: Space, seed: int) -> Iterator[Structure]:
+    """The cases of a section of one function, by structure."""
+    amount = profile.amount(space)
+    scope = scope_of(section.function, replace(space, few_kernels=amount.few_kernels))
     if section.kind == "fixed":
-        covered = scope.covering().cases if profile.covering else []
-        cases = [*fixed_cases(section.function, space), *covered, *scope.always(), *scope.far()]
-        return cases + (scope.more(cases) if profile.covering else [])
-    source = run_seed(section.function, section.shard, seed)
-    return drawn(scope.drawn(), source, profile.count(section.function))
+        yield from _together(fixed_cases(section.function, space))
+        if profile.shapes:
+            yield from ([case] for case in scope.far())
+            yield from _varied(scope, scope.always(), -(-amount.cases // 4), seed)
+    elif section.kind == "covering" and amount.rows:
+        rows = scope.covering().cases
+        yield from _varied(scope, rows[: amount.covering(section.function)], amount.cases, seed)
+        yield from _varied(scope, scope.more(rows), amount.cases, seed)
+    elif section.kind == "drawn":
+        source = run_seed(section.function, seed)
+        yield from _varied(scope, drawn(scope.drawn(), source, amount.structures(section.function)), amount.cases, seed)
+
+
+def _varied(scope: Scope, cases: list[Case], count: int, seed: int) -> Iterator[Structure]:
+    """Each case with others of its structure: few that take several processes, none with far addresses."""
+    for case in cases:
+        ranks = ranks_of(scope.contract, case)
+        number = 1 if case.layout in FAR else min(count, RANKED_CASES) if ranks else count
+        yield scope.varied(case, number, run_seed(case.text, seed)) if number > 1 else [case]
+
+
+def _together(cases: list[Case]) -> Iterator[Structure]:
+    return (cases[i : i + PER_STRUCTURE] for i in range(0, len(cases), PER_STRUCTURE))
+
+
+def cases_of(function: str, profile: Profile, space: Space, seed: int) -> list[Case]:
+    """All cases of a function."""
+    chosen = (Section(kind, function) for kind in KINDS[1:])
+    return [case for s in chosen for structure in structures_of(s, profile, space, seed) for case in structure]
 
 
 def fixed_cases(function: str, space: Space) -> list[Case]:

@@ -1,9 +1,15 @@
-"""Amounts of testing: smoke takes seconds, gate precedes a merge, nightly fills a night."""
+"""Amounts of testing: smoke takes seconds, gate precedes a merge, nightly fills a night.
+
+On a GPU nearly all time goes to compilation, on a CPU to the interpreter. A GPU therefore gets fewer
+structures, which are compiled, and many cases of each: see `conformance.core.axes`.
+"""
 
 from dataclasses import dataclass
 
 from conformance.core.space import Space
 from conformance.engine.choose.draw import scope_of
+
+EVERY = 10**6  # rows
 
 
 def weight_of(function: str) -> float:
@@ -12,30 +18,46 @@ def weight_of(function: str) -> float:
 
 
 @dataclass(frozen=True)
+class Amount:
+    """What runs of each function; counts are relative to its weight."""
+
+    drawn: int  # random structures
+    rows: int  # structures of the covering array, the first ones
+    cases: int  # of each structure
+    few_kernels: bool = False  # see `Space`
+
+    def structures(self, function: str) -> int:
+        return int(-(-self.drawn * weight_of(function) // 1))
+
+    def covering(self, function: str) -> int:
+        """Rows of one covering array: of an expensive function at least two thirds."""
+        return int(self.rows * max(weight_of(function), 2 / 3))
+
+
+@dataclass(frozen=True)
 class Profile:
     """Counts of a profile."""
 
     name: str
-    drawn: int  # drawn cases per function, times its weight
-    shards: int  # parts of a function's drawn cases, distributed over workers
-    covering: bool  # whether covering arrays run
+    interpreted: Amount
+    compiled: Amount
+    shapes: bool  # whether shapes that always run, and far addresses, run
     least: int  # informative cases required per offered function, times its weight
     unsupported: float  # largest share of a function's cases declared unsupported
     reduce_seconds: float  # for the smallest case of one failure
 
-    def count(self, function: str) -> int:
-        """Drawn cases of one shard of a function."""
-        return int(-(-self.drawn * weight_of(function) // self.shards))
-
     def minimum(self, function: str) -> int:
         return int(self.least * weight_of(function))
+
+    def amount(self, space: Space) -> Amount:
+        return self.compiled if space.device == "cuda" else self.interpreted
 
 
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("smoke", drawn=6, shards=1, covering=False, least=3, unsupported=0.5, reduce_seconds=5),
-        Profile("gate", drawn=60, shards=3, covering=True, least=40, unsupported=0.5, reduce_seconds=12),
-        Profile("nightly", drawn=1500, shards=12, covering=True, least=800, unsupported=0.5, reduce_seconds=60),
+        Profile("smoke", Amount(6, 0, 1), Amount(1, 0, 12, True), False, 3, 0.5, 5),
+        Profile("gate", Amount(60, EVERY, 1), Amount(2, 24, 14, True), True, 40, 0.5, 12),
+        Profile("nightly", Amount(1500, EVERY, 1), Amount(120, EVERY, 14), True, 800, 0.5, 60),
     )
 }

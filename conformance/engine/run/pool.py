@@ -5,12 +5,13 @@ imported is kept ready, because a crashing mutant restarts often.
 """
 
 import contextlib
+import math
 import os
 import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,8 +22,10 @@ from conformance.core.ranks import ranks_of
 from conformance.engine.child.child import serve
 from conformance.engine.child.processes import Patience, ending, plain_main
 from conformance.engine.child.runner import Outcome
-from conformance.engine.choose.plan import Draw
+from conformance.engine.choose.plan import Draw, Structure
 from conformance.engine.options import ChildOptions
+from conformance.engine.run.agenda import Agenda, Work, is_heavy
+from conformance.engine.world.background import Background
 from conformance.engine.world.worlds import Worlds
 from conformance.interface import UsageError
 
@@ -31,23 +34,31 @@ CASE_SECONDS = 60.0  # a case that takes longer hangs
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
 START_SECONDS = 180.0  # import of the implementation
 COMPILE_SECONDS = 60.0  # added on a GPU, where a case may wait for compilers
+HEAVY_BYTES = 24 * 2**30  # of device memory for one child with far addresses
+
+Answer = Outcome | list[Structure]
 
 
-Work = Case | Draw
-Answer = Outcome | list[Case]
+class Lost(Exception):
+    """The implementation cannot be started again, as it was before: the device is lost."""
 
 
 @dataclass
 class Child:
-    """One process, and what it works on."""
+    """One process, and its work: the first case in `cases` runs."""
 
     process: Any
     pipe: Connection
     log_path: str
     ready: bool = False
-    work: Work | None = None
+    request: Draw | None = None
+    cases: deque[Case] = field(default_factory=deque)
     started: float = 0.0
     deadline: float = 0.0
+
+    @property
+    def idle(self) -> bool:
+        return not self.request and not self.cases
 
 
 class Pool:
@@ -65,7 +76,9 @@ class Pool:
         self._started = 0
         self._children: list[Child] = []
         self._spare: Child | None = None
+        self._most_heavy = jobs  # children with heavy work at a time
         self.worlds = Worlds(options, self._context, self._folder.name)
+        self._background = Background(self.worlds)
 
     def __enter__(self) -> "Pool":
         return self
@@ -85,44 +98,52 @@ class Pool:
             self._await_ready(child)
         if self.description.get("device") == "cuda":
             self.patience.case_seconds += COMPILE_SECONDS
+            self._most_heavy = max(self.description["memory"] // HEAVY_BYTES, 1)
         self.worlds.prepare(self.description, self.patience.case_seconds)
         self.description["ranks"] = self.worlds.max_ranks
         return self.description
 
     def run(self, cases: Iterable[Case]) -> Iterator[tuple[Case, Outcome]]:
         """Every case with its outcome, as they come."""
-        for case, outcome in self.work(deque(cases)):
-            assert isinstance(case, Case) and isinstance(outcome, Outcome)
-            yield case, outcome
+        agenda = Agenda()
+        for case in cases:
+            agenda.add([case])
+        for work, answer in self.work(agenda):
+            assert isinstance(work, Case) and isinstance(answer, Outcome)
+            yield work, answer
 
-    def work(self, waiting: deque[Work]) -> Iterator[tuple[Work, Answer]]:
-        """All work with its answers, as they come. More may be appended to the queue meanwhile.
+    def work(self, agenda: Agenda) -> Iterator[tuple[Case | Draw, Answer]]:
+        """All requests and cases with their answers, as they come. More may be added meanwhile.
 
-        Cases of several ranks run one after the other, while the children run their current work.
+        Raises:
+            Lost: no process can use the device any more.
         """
         if not self._children:
             self.start()
-        alone: deque[Work] = deque()
-        ranked: deque[Case] = deque()
-        while waiting or alone or ranked or any(child.work for child in self._children):
-            while waiting:
-                _sort(waiting.popleft(), alone, ranked)
+        while agenda or self._background.case or not all(child.idle for child in self._children):
             for child in self._children:
-                if not child.work and alone:
-                    self._send(child, alone.popleft())
-            if ranked:
-                case = ranked.popleft()
-                yield case, self.worlds.run(case)
-            yield from self._answers()
-            if not waiting and not ranked:
-                self._wait()
+                if child.idle and (work := agenda.take(heavy=self._heavy_running() < self._most_heavy)):
+                    self._send(child, work)
+            if not self._background.case and (case := agenda.take_ranked()):
+                self._background.start(case)
+            self._wait()
+            yield from self._answers(agenda)
 
-    def _answers(self) -> Iterator[tuple[Work, Answer]]:
-        """What the children have answered. A child that died or hangs is replaced."""
+    def _heavy_running(self) -> int:
+        return sum(is_heavy(child.cases) for child in self._children)
+
+    def _answers(self, agenda: Agenda) -> Iterator[tuple[Case | Draw, Answer]]:
+        """What the children and the worlds have answered. A child that died or hangs is replaced."""
+        if (case := self._background.case) and (outcome := self._background.outcome()):
+            yield case, outcome
         for slot, child in enumerate(self._children):
-            if child.work and (answer := self._answer(child)) is not None:
-                work, child.work = child.work, None
+            while not child.idle and (answer := self._answer(child)) is not None:
+                work = child.request or child.cases.popleft()
+                child.request = None
                 if isinstance(answer, Outcome) and answer.status in ("CRASH", "HANG"):
+                    if child.cases:
+                        agenda.add(list(child.cases))  # first
+                        child.cases.clear()
                     self._children[slot] = self._replacement(child)
                 yield work, answer
 
@@ -137,7 +158,7 @@ class Pool:
             self.worlds.close()
             return self.worlds.run(case)
         child = self._replacement(None)
-        self._send(child, case)
+        self._send(child, [case])
         while (outcome := self._answer(child)) is None:
             connection.wait([child.pipe, child.process.sentinel], timeout=0.2)
         self._end(child)
@@ -146,6 +167,7 @@ class Pool:
 
     def close(self) -> None:
         """End every child; nothing is left running."""
+        self._background.close()
         for child in [*self._children, *([self._spare] if self._spare else [])]:
             self._end(child)
         self._children, self._spare = [], None
@@ -185,45 +207,63 @@ class Pool:
         child.ready, self.description = True, content
 
     def _replacement(self, dead: Child | None) -> Child:
-        """The spare, a child that has run nothing; starts another spare."""
+        """The spare, a child that has run nothing; starts another spare.
+
+        Raises:
+            Lost: it cannot import the implementation, which was imported before.
+        """
         if dead:
             self._end(dead)
         child = self._spare or self._launch()
         self._spare = None
-        self._await_ready(child)
+        try:
+            self._await_ready(child)
+        except UsageError as error:
+            raise Lost(str(error)) from None
         self._spare = self._launch()
         return child
 
     def _send(self, child: Child, work: Work) -> None:
-        child.work, child.started = work, time.monotonic()
-        function = work.function if isinstance(work, Case) else work.section.function
-        child.deadline = child.started + self.patience.allowed(function)
+        if isinstance(work, Draw):
+            child.request = work
+            self._allow(child, work.section.function)
+        else:
+            child.cases = deque(work)
+            self._allow(child, work[0].function)
         # it died between two cases: see `_answer`
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             child.pipe.send(work)
 
+    def _allow(self, child: Child, function: str) -> None:
+        """The child starts on a case: set the time limit."""
+        child.started = time.monotonic()
+        child.deadline = child.started + self.patience.allowed(function)
+
     def _wait(self) -> None:
-        """Until a child answers, or its time is up."""
-        busy = [child for child in self._children if child.work]
-        if busy:
-            pause = max(min(child.deadline for child in busy) - time.monotonic(), 0)
-            connection.wait([child.pipe for child in busy], timeout=pause)
+        """Until there is an answer, or the time of a child is up."""
+        busy = [child for child in self._children if not child.idle]
+        pipes: list[Any] = [child.pipe for child in busy] + ([self._background.pipe] if self._background.case else [])
+        if pipes:
+            pause = max(min((child.deadline for child in busy), default=math.inf) - time.monotonic(), 0)
+            connection.wait(pipes, timeout=None if pause == math.inf else pause)
 
     def _answer(self, child: Child) -> Answer | None:
-        """The answer to the child's work; None while it runs."""
+        """The answer to the child's request or first case; None while it works on that."""
         try:
             if child.pipe.poll():
                 kind, content, *_ = child.pipe.recv()
-                if kind == "cases":
+                if kind == "structures":
                     return list(content)
                 self.patience.answered(time.monotonic() - child.started)
+                if len(child.cases) > 1:
+                    self._allow(child, child.cases[1].function)
                 return Outcome(**content)
         except (EOFError, ConnectionResetError):
             child.process.join(5)
             return Outcome("CRASH", reason=ending(child.process, child.log_path))
         if time.monotonic() > child.deadline:
-            if isinstance(child.work, Case):
-                self.patience.hung.add(child.work.function)
+            if child.cases:
+                self.patience.hung.add(child.cases[0].function)
             return Outcome("HANG", reason=f"no answer within {child.deadline - child.started:.0f} s")
         return None
 
@@ -232,11 +272,3 @@ class Pool:
         child.process.join()
         child.pipe.close()
         child.process.close()
-
-
-def _sort(work: Work, alone: deque[Work], ranked: deque[Case]) -> None:
-    """Append the work to the queue of single processes or of worlds."""
-    if isinstance(work, Case) and ranks_of(CONTRACTS[work.function], work):
-        ranked.append(work)
-    else:
-        alone.append(work)

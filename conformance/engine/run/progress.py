@@ -1,35 +1,66 @@
-"""The progress of a run, on stderr."""
+"""The progress of a run, on stderr: one live line on a terminal, else a line every 10 seconds."""
 
 import sys
 import time
+from typing import Any
+
+from conformance.core.case import Case
+from conformance.engine.child.runner import Outcome
+
+LINE_SECONDS = 10.0
 
 
 class Progress:
-    """One line on stderr: rewritten in place on a terminal, else printed every 15 s."""
+    """Counts outcomes, and shows them. Cases that are not drawn yet are not part of the total."""
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.cases, self.failures = total, 0, 0, 0
+    def __init__(self) -> None:
+        self.total = self.done = self.failures = 0
+        self.kernels: set[str] = set()
         self.started = self.shown = time.monotonic()
-        self.live = sys.stderr.isatty()
+        self._live: Any = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.live import Live
 
-    def case(self, failing: bool) -> None:
-        self.cases += 1
-        self.failures += failing
-        if time.monotonic() - self.shown > (0.2 if self.live else 15):
-            self._show()
+            self._live = Live(console=Console(stderr=True), get_renderable=self.line, refresh_per_second=4)
+            self._live.start()
 
-    def section(self) -> None:
+    def scheduled(self, cases: int) -> None:
+        self.total += cases
+
+    def case(self, outcome: Outcome, failing: bool) -> None:
         self.done += 1
-        if self.live:
-            self._show()
+        self.failures += failing
+        self.kernels.update(outcome.kernels)
+        if not self._live and time.monotonic() - self.shown > LINE_SECONDS:
+            self.shown = time.monotonic()
+            self._print(self.line())
+
+    def failure(self, case: Case, outcome: Outcome) -> None:
+        """Show the first failure at once; its smallest case comes later."""
+        finding = outcome.finding
+        text = f"{finding['output']} [{finding['check']}] {finding['message']}" if finding else outcome.reason
+        self._print(f"{outcome.status} {case.function}: {text} (case {case.text}); its smallest case will follow")
 
     def end(self) -> None:
-        if self.live:
-            print(file=sys.stderr)
+        if self._live:
+            self._live.stop()
 
-    def _show(self) -> None:
-        self.shown = time.monotonic()
-        rate = self.cases / max(self.shown - self.started, 1e-9)
-        text = f"{self.cases} cases · {rate:.0f} per second · {self.done} of {self.total} sections"
-        text += f" · {self.failures} failing"
-        print(f"\r\x1b[K{text}" if self.live else text, end="" if self.live else "\n", file=sys.stderr, flush=True)
+    def line(self) -> str:
+        seconds = time.monotonic() - self.started
+        rate = self.done / max(seconds, 1e-9)
+        left = (self.total - self.done) / rate if rate else 0.0
+        parts = [
+            f"{self.done / max(self.total, 1):.0%} of {self.total} cases",
+            f"{left:.0f} s left",
+            f"{rate:.0f} cases per second",
+            *([f"{len(self.kernels)} kernels compiled"] if self.kernels else []),
+            f"{self.failures} failing",
+        ]
+        return " · ".join(parts)
+
+    def _print(self, text: str) -> None:
+        if self._live:
+            self._live.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=sys.stderr, flush=True)

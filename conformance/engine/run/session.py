@@ -1,12 +1,11 @@
-"""One run: sweeps sections of cases over child processes, then confirms and reduces what failed."""
+"""One run: draws the cases, runs them on child processes, then confirms and reduces what failed."""
 
 import datetime
 import os
 import tempfile
 import time
-from collections import deque
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,13 @@ import torch
 from conformance.core.case import Case
 from conformance.core.space import Space
 from conformance.engine.child.runner import Outcome
-from conformance.engine.choose.plan import Draw, Section, sections
+from conformance.engine.choose.plan import KINDS, Draw, Section, Structure, sections
 from conformance.engine.choose.profiles import PROFILES, Profile
 from conformance.engine.options import Options
-from conformance.engine.run import corpus
+from conformance.engine.run import corpus, interrupt
+from conformance.engine.run.agenda import Agenda
 from conformance.engine.run.ledger import Ledger
-from conformance.engine.run.pool import Pool, Work
+from conformance.engine.run.pool import Lost, Pool
 from conformance.engine.run.progress import Progress
 from conformance.engine.run.reduction import Key, failure_key, reduce
 from conformance.engine.run.verdict import Verdict, assemble, read_baseline
@@ -35,19 +35,24 @@ Failed = dict[Key, tuple[Place, Case, Outcome]]  # the first case in the plan of
 def judge(options: Options) -> Verdict:
     """Run all requested sections and return the verdict.
 
-    KeyboardInterrupt ends the run early, with the verdict on the cases judged so far.
+    A signal, the time limit and the loss of the device end the run early, with the verdict on the
+    cases judged so far.
 
     Raises:
         UsageError: the implementation or a file that the user gave cannot be used.
     """
     with tempfile.TemporaryDirectory(prefix="moe-conformance-ledger-") as folder:
-        interrupted = False
+        interrupt.limit(options.seconds)
+        interrupted = ""
         with closing(Session(options, Path(folder), progress=True)) as session:
-            session.start()
             try:
-                session.run()
+                with interrupt.interruptible():
+                    session.start()
+                    session.run()
             except KeyboardInterrupt:
-                interrupted = True
+                interrupted = interrupt.reason() or "SIGINT"
+            except Lost as error:
+                interrupted = f"the loss of the device ({error})"
         return session.verdict(Path(folder), whole=options.part == (0, 1), interrupted=interrupted)
 
 
@@ -83,14 +88,14 @@ class Session:
         self.options, self.started = options, time.monotonic()
         self.profile: Profile = PROFILES[options.profile]
         part, parts = options.part
-        self.plan = sections(self.profile)[part::parts]
+        self.plan = sections()[part::parts]
         today = datetime.date.today()
         self.waivers: list[Waiver] = read_waivers(Path(options.waivers), today) if options.waivers else []
         self.baseline = read_baseline(Path(options.baseline)) if options.baseline else None
         self.ledger = Ledger(folder, worker)
         self.pool = Pool(options.child, options.jobs or default_jobs(options.device), options.case_seconds)
         self.known: set[Key] = set()
-        self.progress = Progress(len(self.plan)) if progress else None
+        self.progress = Progress() if progress else None
 
     def start(self) -> None:
         """Start the children and read the corpus.
@@ -112,7 +117,7 @@ class Session:
         if self.progress:
             self.progress.end()
 
-    def verdict(self, folder: Path, whole: bool, interrupted: bool) -> Verdict:
+    def verdict(self, folder: Path, whole: bool, interrupted: str) -> Verdict:
         """The verdict from the ledgers of all workers."""
         seconds, waivers = time.monotonic() - self.started, [waiver.name for waiver in self.waivers]
         return assemble(folder, self.options, seconds, waivers, self.baseline, whole, interrupted)
@@ -122,17 +127,8 @@ class Session:
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self.ledger.write("problem", text=f"{place}: {text}")
 
-    def cases(self, section: Section) -> list[Case]:
-        """The section's cases; empty for a function that is not offered."""
-        if section.kind == "corpus":
-            return [case for case in self.corpus if self.description["functions"][case.function]["offered"]]
-        return self._draw(section).cases() if self._offered(section) else []
-
-    def _offered(self, section: Section) -> bool:
-        return bool(self.description["functions"][section.function]["offered"])
-
-    def _draw(self, section: Section) -> Draw:
-        return Draw(section, self.profile, self.space, self.options.seed)
+    def _offered(self, function: str) -> bool:
+        return bool(self.description["functions"][function]["offered"])
 
     def run(self) -> list[Failure]:
         """Run the whole plan from one queue, then find the smallest case of every new failure.
@@ -146,36 +142,38 @@ class Session:
         return self._run([section])
 
     def _run(self, plan: list[Section]) -> list[Failure]:
-        queue: deque[Work] = deque()
-        places: dict[int, tuple[Place, Case]] = {}  # by the identity of the case
-        left = [0] * len(plan)  # cases without an outcome, by section
+        agenda = Agenda()
+        places: dict[int, Place] = {}  # by the identity of the case
+        varied: dict[int, Case] = {}  # the first case of the structure, by the identity of the case
 
-        def schedule(number: int, cases: list[Case]) -> None:
-            self.ledger.write("plan", section=plan[number].label, scheduled=len(cases))
-            places.update({id(case): ((number, index), case) for index, case in enumerate(cases)})
-            left[number] = len(cases)
-            queue.extend(cases)
+        def schedule(section: Section, structures: list[Structure]) -> None:
+            number, count = plan.index(section), 0
+            for index, structure in enumerate(structures):
+                agenda.add(structure, (KINDS.index(section.kind), index / len(structures)))
+                for case in structure:
+                    places[id(case)], varied[id(case)] = (number, count), structure[0]
+                    count += 1
+            self.ledger.write("plan", section=section.label, scheduled=count)
+            if self.progress:
+                self.progress.scheduled(count)
 
-        for number, section in enumerate(plan):
+        for section in plan:
             if section.kind == "corpus":
-                schedule(number, self.cases(section))
-            elif self._offered(section):
-                queue.append(self._draw(section))
+                schedule(section, [[case] for case in self.corpus if self._offered(case.function)])
+            elif self._offered(section.function):
+                agenda.add(Draw(section, self.profile, self.space, self.options.seed), (-1,))
         failed: Failed = {}
         try:
-            for work, answer in self.pool.work(queue):
+            for work, answer in self.pool.work(agenda):
                 if isinstance(work, Case) and isinstance(answer, Outcome):
-                    place, _ = places[id(work)]
-                    self._judged(plan[place[0]], work, answer, place, failed)
-                    left[place[0]] -= 1
-                    if self.progress and not left[place[0]]:
-                        self.progress.section()
+                    place = places[id(work)]
+                    self._judged(plan[place[0]], work, varied[id(work)], answer, place, failed)
                 elif isinstance(work, Draw) and isinstance(answer, list):
-                    schedule(plan.index(work.section), answer)
+                    schedule(work.section, answer)
                 elif isinstance(work, Draw) and isinstance(answer, Outcome):
                     self.problem(work.section.label, answer.reason)
             return self._smallest_of(failed, plan)
-        except KeyboardInterrupt:  # failures that are not reduced yet are reported as they are
+        except (KeyboardInterrupt, Lost):  # failures that are not reduced yet are reported as they are
             for place, case, outcome in failed.values():
                 self._keep(Failure(case, outcome, plan[place[0]].label, 0, False))
             raise
@@ -190,23 +188,32 @@ class Session:
             del failed[key]
         return [failure for failure in failures if failure]
 
-    def _judged(self, section: Section, case: Case, outcome: Outcome, place: Place, failed: Failed) -> None:
-        """Write the outcome down, WAIVED where a waiver covers it, and keep the first case of a failure."""
+    def _judged(
+        self, section: Section, case: Case, first: Case, outcome: Outcome, place: Place, failed: Failed
+    ) -> None:
+        """Write the outcome down, WAIVED where a waiver covers it, and keep the first case of a failure.
+
+        Args:
+            first: the case of the same structure that ran first.
+        """
         covering = (waiver for waiver in self.waivers if outcome.status in FAILING and waiver.covers(case, outcome))
         waiver = next(covering, None)
         status = "WAIVED" if waiver else outcome.status
-        self._record(
-            "outcome", case, outcome, section=section.label, status=status, waiver=waiver.name if waiver else ""
-        )
+        changed = [field.name for field in fields(case) if getattr(case, field.name) != getattr(first, field.name)]
+        more = {"section": section.label, "status": status, "waiver": waiver.name if waiver else "", "changed": changed}
+        self._record("outcome", case, outcome, **more)
         if self.progress:
-            self.progress.case(status in FAILING)
+            self.progress.case(outcome, status in FAILING)
+            if status in FAILING and not failed:
+                self.progress.failure(case, outcome)
         key = failure_key(case, outcome)
-        first = key not in failed or _priority(place, case, outcome) < _priority(*failed[key])
-        if status in FAILING and first:
+        earliest = key not in failed or _priority(place, case, outcome) < _priority(*failed[key])
+        if status in FAILING and earliest:
             failed[key] = place, case, outcome
 
     def _record(self, kind: str, case: Case, outcome: Outcome, **more: Any) -> None:
-        content = {"id": case.id, "function": case.function} | asdict(outcome) | {"law": case.law} | more
+        ended = round(time.monotonic() - self.started, 3)
+        content = {"id": case.id, "function": case.function, "ended": ended} | asdict(outcome) | {"law": case.law} | more
         self.ledger.write(kind, **content)
 
     def _smallest(self, key: Key, case: Case, outcome: Outcome, section: Section) -> Failure | None:

@@ -14,12 +14,15 @@ from typing import Any
 from conformance.catalogue import CONTRACTS
 from conformance.engine.choose.profiles import PROFILES, Profile
 from conformance.engine.options import Options
+from conformance.engine.run.interrupt import TIME_LIMIT
 from conformance.engine.run.ledger import entries
 from conformance.interface import UsageError
 
 NAMES = {0: "CONFORMANT", 1: "NOT CONFORMANT", 3: "HARNESS ERROR", 4: "TOO LITTLE TESTED", 5: "REGRESSION"}
 INFORMATIVE = ("PASS", "FAIL", "CRASH", "HANG", "WAIVED")
 UNTOUCHED = ("not run", "not offered")  # statuses without a verdict
+SEVERAL = 8  # cases, for a mean
+SPECIALISING = 0.1  # kernels per change
 WRONG = ("FAIL", "CRASH", "HANG", "OOM", "FLAKY", "BLOCKED")
 
 
@@ -36,6 +39,8 @@ class FunctionVerdict:
     counts: dict[str, int] = field(default_factory=dict)
     without: list[str] = field(default_factory=list)
     declares: dict[str, Any] = field(default_factory=dict)
+    # kernels that a change of a field compiles on average, of fields that are taken for data
+    specialised_by: dict[str, float] = field(default_factory=dict)
 
     @property
     def unsupported(self) -> float:
@@ -76,7 +81,7 @@ def assemble(
     waivers: Sequence[str] = (),
     baseline: dict[str, Any] | None = None,
     whole: bool = True,
-    interrupted: bool = False,
+    interrupted: str = "",
 ) -> Verdict:
     """The verdict of a run whose ledgers are in `folder`.
 
@@ -84,8 +89,8 @@ def assemble(
         waivers: names of all waivers; an unused one is stale, if the run is whole.
         baseline: the result of `read_baseline`.
         whole: whether every section was scheduled; only a whole run needs the minimum of cases.
-        interrupted: whether the run ended early: missing results are then not lost, and no
-            function is conformant.
+        interrupted: what ended the run early: missing results are then not lost. A function is
+            conformant only with its minimum of cases.
     """
     lines = list(entries(folder))
     outcomes = [line for line in lines if line["kind"] == "outcome"]
@@ -95,10 +100,11 @@ def assemble(
         *("", 0, options.implementation, options.profile, options.seed, seconds),
         *(len(outcomes), described["device_name"], described["versions"]),
     )
-    rules = PROFILES[options.profile] if whole and not interrupted else None
+    rules = PROFILES[options.profile] if whole and interrupted in ("", TIME_LIMIT) else None
     for name in CONTRACTS:
         offer = described["functions"].get(name, {})
-        out.functions[name] = _function(name, offer, outcomes, rules, interrupted)
+        own = [line for line in outcomes if line["function"] == name]
+        out.functions[name] = _function(name, offer, own, rules, whole and not rules)
     out.failures = _distinct([line for line in lines if line["kind"] == "failure" and line["status"] != "ERROR"])
     out.evaluations = sum(line["evaluations"] for line in outcomes)
     out.seconds_implementation = sum(line["seconds_implementation"] for line in outcomes)
@@ -108,8 +114,8 @@ def assemble(
     waiving = {line["waiver"] for line in outcomes}
     errors += [f"the waiver {name} waived nothing: remove it" for name in waivers if rules and name not in waiving]
     shortfalls = [text for name, function in out.functions.items() for text in _shortfalls(name, function, rules)]
-    if interrupted:
-        shortfalls.append(f"the run was interrupted after {out.cases} cases")
+    if interrupted and (shortfalls or not rules):
+        shortfalls.insert(0, f"{interrupted} ended the run after {out.cases} cases")
     elif all(function.status == "not offered" for function in out.functions.values()):
         shortfalls.append(f"{options.implementation} offers none of {', '.join(CONTRACTS)}")
     elif out.cases == 0:
@@ -118,7 +124,7 @@ def assemble(
     differs = any(f.status in ("differs", "blocked") for f in out.functions.values())
     out.problems = errors + shortfalls + regressions
     out.exit_code = 3 if errors else 1 if differs else 4 if shortfalls else 5 if regressions else 0
-    out.verdict = NAMES[out.exit_code]
+    out.verdict = "INTERRUPTED" if out.exit_code == 4 and interrupted else NAMES[out.exit_code]
     return out
 
 
@@ -140,11 +146,13 @@ def read_baseline(path: Path) -> dict[str, Any]:
 
 
 def _function(
-    name: str, offer: dict[str, Any], outcomes: list[dict[str, Any]], rules: Profile | None, interrupted: bool
+    name: str, offer: dict[str, Any], outcomes: list[dict[str, Any]], rules: Profile | None, cut: bool
 ) -> FunctionVerdict:
-    counts = Counter(line["status"] for line in outcomes if line["function"] == name)
+    """The verdict on a function from the outcomes of its cases; `cut`: there would have been more."""
+    counts = Counter(line["status"] for line in outcomes)
     without, declares = offer.get("without", []), offer.get("declares", {})
     out = FunctionVerdict("", sum(counts.values()), dict(sorted(counts.items())), without, declares)
+    out.specialised_by = _specialising(outcomes)
     if not offer.get("offered"):
         out.status, out.without = "not offered", []
     elif counts["ERROR"]:
@@ -153,10 +161,22 @@ def _function(
         out.status = "differs"
     elif counts["BLOCKED"]:
         out.status = "blocked"
-    elif _shortfalls(name, out, rules) or (counts and interrupted):
+    elif _shortfalls(name, out, rules) or (counts and cut):
         out.status = "too little tested"
     else:
         out.status = "conformant" if counts else "not run"
+    return out
+
+
+def _specialising(outcomes: list[dict[str, Any]]) -> dict[str, float]:
+    """By field: kernels per case where it differs from the structure's first case, less those where not."""
+    varied = [(set(line["changed"]), len(line["kernels"])) for line in outcomes if line["changed"]]
+    out: dict[str, float] = {}
+    for name in sorted({name for changed, _ in varied for name in changed}):
+        split = [[kernels for changed, kernels in varied if (name in changed) == here] for here in (True, False)]
+        if all(len(part) >= SEVERAL for part in split):
+            more = sum(split[0]) / len(split[0]) - sum(split[1]) / len(split[1])
+            out |= {name: round(more, 2)} if more >= SPECIALISING else {}
     return out
 
 

@@ -87,7 +87,7 @@ class World:
             member.outcome, member.seen, member.asking, member.calling = None, [], None, ""
             # it died between two cases: see `_hear`
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                member.pipe.send(case)
+                member.pipe.send([case])
         started = time.monotonic()
         silent = self._listen(members, started + self._patience.allowed(case.function))
         if not silent:
@@ -196,6 +196,7 @@ class World:
         every = [other for _, other in outcomes]
         return replace(
             _named(outcome, case, worst, len(members), len(silent)),
+            seconds=max(other.seconds for other in every),
             seconds_implementation=max(other.seconds_implementation for other in every),
             seconds_reference=max(other.seconds_reference for other in every),
             evaluations=max(other.evaluations for other in every),

@@ -190,17 +190,17 @@ class DispatchCase(Case):
             cells=2**9,
         )
     )
-    spread: str = choice(*SPREADS)
+    spread: str = choice(*SPREADS, data=True)
     # codes and scales on the wire; "powers": power-of-two scales, "least": amax has a lower bound
     fp8: str = declared(Codes(default="", values=("", "fp8", "powers"), also=("least",)))
     map_dtype: str = dtypes(*MAPS, also=("int16",))
     index_dtype: str = dtypes("int64", "int32", also=("int16",))
     dtype: str = dtypes(*FLOATS, MOVED[3], also=(*MOVED[4:], "float64"))
     probs: str = dtypes("", *PROBS, also=("float16", "float64"))  # empty: no probs
-    zero_probs: bool = choice(False, also=(True,))
+    zero_probs: bool = choice(False, also=(True,), data=True)
     # policy for slots of probability 0
     drop_zeros: bool = choice(False, also=(True,), argument="policy")
-    values: str = choice("dyadic", "integers", "special", also=("wide",))
+    values: str = choice("dyadic", "integers", "special", also=("wide",), data=True)
     align: int = setting(0, 1, 2, 3, 4, 8, 16, 32, 128, pairs=(4, 2))
     capacity: int = setting(0, 1, 2, 5, pairs=(2, 3))
     # buffer rows beyond the fullest rank's need, in units of align

@@ -85,8 +85,8 @@ class ActivationCase(Case):
     kind: str = declared(Kind(default="", values=GATES + CURVES[1:], also=("swiglu", "squared_relu"), argument="kind"))
     dtype: str = dtypes(*LOGIT_DTYPES)
     probs: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: none are given
-    weights: str = choice(*WEIGHTS, of=("probs",))  # of the probs: see `probs_of`
-    values: str = choice(*VALUES)  # of h: see `hidden_of`
+    weights: str = choice(*WEIGHTS, of=("probs",), data=True)  # of the probs: see `probs_of`
+    values: str = choice(*VALUES, data=True)  # of h: see `hidden_of`
     offset: int = number(0, 8, -4, 3, pairs=(8, -4), argument="offset")  # in eighths
     clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp")  # in eighths; 0: none
     alpha: int = number(0, 1000, 1702, 250, pairs=(1702,), argument="alpha")  # in thousandths; 0: none
@@ -211,7 +211,7 @@ class GroupedCase(Case):
     into: str = dtypes("", "float32", "float64")  # of accumulate_into; empty: none is given
     accumulator: str = choice("", "float64", argument="accumulator")
     # rows: each times a power of two; special: NaN and infinities in some rows and some experts' weights
-    values: str = choice(*GROUPED_VALUES, also=LOW_VALUES)
+    values: str = choice(*GROUPED_VALUES, also=LOW_VALUES, data=True)
     index_dtype: str = dtypes("int64", "int32")
 
     def clash(self) -> str | None:

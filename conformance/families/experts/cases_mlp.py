@@ -33,7 +33,7 @@ class LayersCase(Case):
     scaling: str = declared(Scaling(default="", values=("", *RECIPES), argument="recipe"))
     variant: int = choice(*range(VARIANTS))  # of the scaling, in RECIPES
     override: str = declared(Name(default="", values=("", *OVERRIDES)))  # the recipe's backward_override
-    values: str = choice(*GROUPED_VALUES)  # see `rows_of`
+    values: str = choice(*GROUPED_VALUES, data=True)  # see `rows_of`
     kind: str = declared(Name(default="", values=("", *GATED, *PLAIN), argument="kind"))  # empty: the function's own
     offset: int = number(0, 8, -4, pairs=(8, -4), argument="offset")  # in eighths
     clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp")  # in eighths; 0: none
@@ -91,7 +91,7 @@ class MlpCase(LayersCase):
     )
     tail: int = number(0, 1, 7, pairs=(3,))  # rows past the last segment
     probs: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: none are given
-    weights: str = choice(*WEIGHTS)  # of the probs: see `probs_of`
+    weights: str = choice(*WEIGHTS, data=True)  # of the probs: see `probs_of`
     early: bool = flag(argument="round_before_probs")
     on_input: bool = flag(argument="probs_on_input")
     bias1: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: none is given

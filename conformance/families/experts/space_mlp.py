@@ -226,8 +226,8 @@ def _low_pairs(scope: Scope) -> dict[str, list[Changes]]:
 
 
 def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
-    """On a GPU every legal pair of values, and every recipe with a backward_override; in an
-    interpreter every recipe once.
+    """Every legal pair of values, and every recipe with a backward_override; every recipe once in an
+    interpreter, or for few kernels.
     """
     if not scope.accepts("recipe"):
         return []
@@ -239,7 +239,7 @@ def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
         "width": lambda case: LOW_SIZES.get(case.scaling, (6, 8))[1],
     }
     cases = scope.array(base, pairs).cases
-    if gpu:
+    if gpu and not scope.space.few_kernels:
         overrides: list[Changes] = [{"override": override} for override in OVERRIDES]
         cases += one_per_recipe(scope.array(base, pairs | {"override": overrides}).cases)
     else:

@@ -86,26 +86,24 @@ def _together(scope: Scope) -> dict[str, list[Changes]]:
 
 
 def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
-    """On a GPU every legal pair of values, every recipe with a backward_override, and real shapes; in an interpreter,
-    which pays by the step, every recipe once, and each backward_override; then far addresses.
+    """On a GPU real shapes and every legal pair of values, every recipe with a backward_override; for
+    few kernels, and in an interpreter, every recipe once, each backward_override. Far addresses.
     """
     if not scope.accepts("recipe"):
         return []
     gpu, grads, together = scope.space.device == "cuda", "+".join(scope.signature.gradients[:2]), _together(scope)
     cases = scope.array(BASE, together).cases
-    if gpu:
+    if gpu and not scope.space.few_kernels:
         overrides: list[Changes] = [{"override": override} for override in OVERRIDES]
-        overridden = one_per_recipe(scope.array(BASE, together | {"override": overrides}).cases)
-        real = [scope.mended(scope.case(shape | {"grads": grads})) for shape in REAL]
-        cases += [
-            *overridden,
-            *(case for case, shape in zip(real, REAL, strict=True) if case.scaling == shape["scaling"]),
-        ]
+        cases += one_per_recipe(scope.array(BASE, together | {"override": overrides}).cases)
     else:
         first = [values[-1 if name == "grads" else 0].items() for name, values in together.items()]
         simple = {name: value for items in first for name, value in items}
         overridden = [scope.row(BASE | simple | fields, {}) for fields in OVERRIDDEN]
         cases = [*one_per_recipe(cases), *filter(scope.fits, overridden)]
+    if gpu:
+        real = [scope.mended(scope.case(shape | {"grads": grads})) for shape in REAL]
+        cases += [case for case, shape in zip(real, REAL, strict=True) if case.scaling == shape["scaling"]]
     cases = [replace(case, seed=index) for index, case in enumerate(cases)]
     placed = [(name, layout) for name in FACTORS[scope.function] for layout in FAR_LAYOUTS[: 1 + gpu]]
     far = [scope.case(FAR | {"grads": grads, "layout": layout, "layout_of": name}) for name, layout in placed]

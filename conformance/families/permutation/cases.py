@@ -32,12 +32,12 @@ class RoutingCase(Case):
     # experts per token in a distribution; slots per token in the index form
     topk: int = size("K", at_least=1, pairs=(1, 2, 4, 6), always=True, argument="topk")
     routing: tuple[int, ...] | None = bitmasks("tokens", "experts", written_out=lambda case: routed(case))
-    spread: str = choice("all", also=SPREADS[1:])
+    spread: str = choice("all", also=SPREADS[1:], data=True)
     map_dtype: str = dtypes(*MAPS, also=("int16",))
     dtype: str = dtypes(*FLOATS, also=(*MOVED[3:], "float64"))
     probs: str = dtypes("", *PROBS, also=("float16", "float64"))  # empty: none
-    zero_probs: bool = flag(of=("probs",))
-    values: str = choice("dyadic", "wide", "special", of=("tokens", "rows"))
+    zero_probs: bool = flag(of=("probs",), data=True)
+    values: str = choice("dyadic", "wide", "special", of=("tokens", "rows"), data=True)
     align: int = number(0, 1, 2, 3, 4, 8, 16, 32, 128, pairs=(1, 2, 5, 16), argument="align")
     capacity: int = number(0, *range(1, 41), pairs=(3, 2), argument="capacity")
     # num_rows less the rows needed, in units of align
@@ -118,7 +118,7 @@ class ChunksCase(Case):
     hidden: int = size("H")
     dtype: str = dtypes(*FLOATS, "float8_e4m3fn", also=("float8_e5m2", "uint8", "float64"))
     probs: str = dtypes("", *PROBS, also=("float16", "float64"))
-    values: str = choice("dyadic", "special", also=("wide",))
+    values: str = choice("dyadic", "special", also=("wide",), data=True)
     index_dtype: str = dtypes("int64", "int32", also=("int16",))
 
 
@@ -133,11 +133,11 @@ class IndicesCase(Case):
     slots: tuple[int, ...] = table(
         "tokens", "topk", lambda case: indices(case), least=EMPTY, below="experts", simple=(EMPTY, 0)
     )
-    empty: int = number(0, 1, 4, 8, pairs=(3,))  # empty slots (-1) per 8 slots
-    repeats: bool = flag()  # a token may list an expert in several slots
+    empty: int = number(0, 1, 4, 8, pairs=(3,), data=True)  # empty slots (-1) per 8 slots
+    repeats: bool = flag(data=True)  # a token may list an expert in several slots
     dtype: str = dtypes(*FLOATS, also=("float64",))
     index_dtype: str = dtypes("int64", "int32", "int16")
-    zero_probs: bool = flag(of=("probs",))
+    zero_probs: bool = flag(of=("probs",), data=True)
 
 
 def indices(case: IndicesCase) -> Tensor:

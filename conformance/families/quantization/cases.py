@@ -100,7 +100,7 @@ class QuantizeCase(RecipeFields, Case):
 
     # float64: only for operands quantised inside an expert GEMM; `quantize` refuses it
     dtype: str = dtypes("float32", "bfloat16", "float16", also=("float64",))
-    values: str = choice(*VALUES)  # see `x_of`
+    values: str = choice(*VALUES, data=True)  # see `x_of`
     scaling: str = choice(*SCALINGS)
     variant: int = choice(*range(VARIANTS), turns=True)
     role: str = choice(*ROLES, argument="role")

@@ -129,7 +129,7 @@ class LogitsCase(Case):
     logits: tuple[int, ...] = table(  # in eighths, row by row, if explicit
         "tokens", "experts", eighths, least=MINUS_INFINITY, simple=(0, 8, -8), cells=EXPLICIT_CELLS
     )
-    spread: str = choice(*SPREADS[:6], also=SPREADS[6:])
+    spread: str = choice(*SPREADS[:6], also=SPREADS[6:], data=True)
     dtype: str = dtypes(*LOGITS)
     score: str = declared(Scores(default="softmax", values=SCORES, argument="score_function"))
     groups: int = groups("num_groups")
@@ -139,7 +139,7 @@ class LogitsCase(Case):
     bias: str = choice("", "small", "large", of=("expert_bias",))
     precomputed: bool = flag(of=("precomputed_indices",))
     padding: int = number(0, 1, 4, 8, pairs=(3,), of=("padding_mask",))  # per 8 tokens
-    coeff: int = number(8, *range(21), pairs=(8, 1), argument="coeff")  # in eighths
+    coeff: int = number(8, *range(21), pairs=(8, 1), argument="coeff", data=True)  # in eighths
     evaluation: bool = flag(argument="training")
 
     def clash(self) -> str | None:
@@ -227,8 +227,8 @@ class GateCase(Case):
     weight_dtype: str = choice("", "float32", also=("bfloat16",), of=("weight",))  # empty: as dtype
     router_dtype: str = choice("", "fp32", "fp64", argument="router_dtype")
     bias: bool = flag(of=("bias",))
-    eps: int = number(1, *range(16), pairs=(0, 1, 15), argument="eps")  # in sixteenths
-    scale: int = number(8, *range(-20, 41), pairs=(8, 3, -8), argument="scale")  # eighths
+    eps: int = number(1, *range(16), pairs=(0, 1, 15), argument="eps", data=True)  # in sixteenths
+    scale: int = number(8, *range(-20, 41), pairs=(8, 3, -8), argument="scale", data=True)  # eighths
     # tokens per rank, all with the same weights; empty: one process
     counts: tuple[int, ...] = counts(of="weight")
 
@@ -254,16 +254,16 @@ class LoadCase(Case):
     sequences: int = declared(Size(default=1, letter="C", at_least=1, most=3, pairs=(1, 3)))
     dtype: str = dtypes(*LOGITS)
     map_dtype: str = dtypes("bool", "uint8", "int32", "int64")  # bool, uint8: int64, float32 counts
-    values: str = choice("distinct", "ties", "zeros", "negative", of=("probs", "scores"))
+    values: str = choice("distinct", "ties", "zeros", "negative", of=("probs", "scores"), data=True)
     capacity: int = declared(Room(default=0, values=(0,), pairs=(1, 3, 9), argument="capacity"))
     policy: str = choice("probs", "position", argument="drop_policy", turns=True)
     pad: bool = flag(argument="pad_to_capacity")
-    coeff: int = number(8, *range(21), pairs=(8, 1), argument="coeff")  # in eighths
+    coeff: int = number(8, *range(21), pairs=(8, 1), argument="coeff", data=True)  # in eighths
     # total_num_tokens: a number, a device tensor, or zero
     total: str = choice("number", "device", also=("zero",), argument="total_num_tokens")
-    rate: int = number(1, *range(501), pairs=(0, 1, 250), argument="update_rate")  # in thousandths
+    rate: int = number(1, *range(501), pairs=(0, 1, 250), argument="update_rate", data=True)  # in thousandths
     bias: int = number(0, 1, 4, 100, pairs=(1, 40), of=("expert_bias",))  # range, in halves
-    even: bool = flag(of=("expert_bias",))  # all counts equal
+    even: bool = flag(of=("expert_bias",), data=True)  # all counts equal
 
 
 def map_of(case: LoadCase) -> Tensor:

@@ -78,15 +78,15 @@ class RouteCase(Case):
     group_topk: int = number(0)
     scaling: int = number(0, 20)  # in eighths
     bias: bool = flag()  # whether the expert bias is on
-    rate: int = number(16, *range(1, 41))  # bias update rate in 1024ths
+    rate: int = number(16, *range(1, 41), data=True)  # bias update rate in 1024ths
     losses: str = words("", *KINDS, repeat=False, of=("", *KINDS, "+".join(KINDS)))
-    coeff: int = number(4, *range(1, 21))  # of each loss, in eighths
+    coeff: int = number(4, *range(1, 21), data=True)  # of each loss, in eighths
     capacity: int = number(0, *range(1, 9))  # capacity factor in quarters; 0: none
     pad: bool = flag()
     policy: str = choice("probs", "position")
     padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",))  # per 8 tokens
     per_token: bool = flag()  # calculate_per_token_loss
-    scale: int = number(8, *range(1, 33))  # loss scale in eighths
+    scale: int = number(8, *range(1, 33), data=True)  # loss scale in eighths
     counts: tuple[int, ...] = counts()  # tokens per real rank; empty: one process
     # per sequence; without counts all ranks have the same tokens: a sum is one rank's value × ranks
     ranks: int = declared(Sharing(default=1, at_least=1, pairs=(1, 2), argument="ranks"))

@@ -1,0 +1,75 @@
+"""Ends a run early with its verdict: SIGINT, SIGTERM and a time limit.
+
+A signal is only noted while the run starts, ends or writes its reports. Inside `interruptible` it
+raises KeyboardInterrupt. The first signal counts; later ones change nothing.
+"""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+_reason = ""  # why the run ends early; empty: it does not
+_raising = False
+_ends_at = 0.0  # by time.monotonic; 0: no limit
+TIME_LIMIT = "the time limit"
+NAMES = {signal.SIGINT: "SIGINT", signal.SIGTERM: "SIGTERM", signal.SIGALRM: TIME_LIMIT}
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[None]:
+    """Signals are noted inside the block."""
+    global _reason, _ends_at
+    _reason, _ends_at = "", 0.0
+    before = {number: signal.signal(number, _note) for number in NAMES}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def raised() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt inside the block, as SIGINT does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def limit(seconds: float) -> None:
+    """End the run in so many seconds from now; 0: never."""
+    global _ends_at
+    _ends_at = time.monotonic() + seconds if seconds else 0.0
+
+
+def reason() -> str:
+    """What ended the run early; empty: nothing."""
+    return _reason
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """A signal raises KeyboardInterrupt here, also one that came before."""
+    global _raising
+    _raising = True
+    try:
+        if _reason:
+            raise KeyboardInterrupt
+        if _ends_at:
+            signal.setitimer(signal.ITIMER_REAL, max(_ends_at - time.monotonic(), 1e-3))
+        yield
+    finally:
+        _raising = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    global _reason, _raising
+    _reason = _reason or NAMES[signal.Signals(number)]
+    if _raising:
+        _raising = False
+        raise KeyboardInterrupt
