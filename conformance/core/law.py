@@ -79,6 +79,7 @@ class Law:
     check: Callable[[Trial], Finding | None]
     applies: Callable[[Any], bool] = lambda case: True
     device: str = ""  # required device type; empty: any
+    recompiles: bool = False  # its calls run other kernels than the case's own call
 
 
 def plain(case: Any) -> bool:

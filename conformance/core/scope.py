@@ -19,6 +19,7 @@ from conformance.core.covering import Covered, covering
 from conformance.core.signature import Signature
 from conformance.core.space import Space
 
+LARGE = 2**16  # elements
 # dtypes of at most two bytes: 2³¹ elements fit 4 GiB
 NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8", "bool", "int16")
 
@@ -135,23 +136,36 @@ class Scope:
         )
 
     def varied(self, case: Any, count: int, seed: int) -> list[Any]:
-        """The case, and up to `count` - 1 others with its compiled kernels: other data, sizes and laws."""
+        """The case, and up to `count` - 1 others with its compiled kernels: other data, sizes, laws.
+
+        Half of them have other sizes, the same for all, because an implementation may be specialised
+        for more than `size_class`.
+        """
         source, found = random.Random(seed), {case.text: case}
+        resized = self._varied(case, case, [axis for axis in self.axes if isinstance(axis, Size)], source)
         for _ in range(2 * count):
             if len(found) == count:
                 break
-            other = case
-            for kind in (Size, Axis):  # the data of other sizes
-                changes: Changes = {}
-                for axis in self.axes:
-                    if isinstance(axis, kind) and source.random() < 0.7:
-                        changes |= axis.varied(other, source)
-                changed = _changed(other, changes)
-                changed = changed and self.mended(self.contract.shapes.affordable(changed, self))
-                other = changed if changed and self.alike(case, changed) else other
-            other = replace(other, law=source.choice(self.laws(other)))
+            some = [axis for axis in self.axes if not isinstance(axis, Size) and source.random() < 0.7]
+            other = self._varied(case, source.choice((case, resized)), some, source)
+            laws = [name for name in self.laws(other) if not self.contract.laws[name].recompiles]
+            other = replace(other, law=source.choice(laws or [""]))
             found.setdefault(other.text, other)
         return list(found.values())
+
+    def _varied(self, case: Any, other: Any, axes: list[Axis], source: random.Random) -> Any:
+        """`other` with random values of these axes, if it is still alike to `case`."""
+        changes: Changes = {}
+        for axis in axes:
+            changes |= axis.varied(other, source)
+        changed = _changed(other, changes)
+        changed = changed and self.mended(self.contract.shapes.affordable(changed, self))
+        return changed if changed and self.alike(case, changed) else other
+
+    def is_large(self, case: Any) -> bool:
+        """Whether the reference takes much longer than a kernel: a tensor has many elements."""
+        lengths = sorted(getattr(case, axis.name) for axis in self.axes if isinstance(axis, Size))
+        return len(lengths) > 1 and lengths[-1] * lengths[-2] > LARGE
 
     # ---- chosen cases
 

@@ -84,7 +84,7 @@ def _static(case) -> bool:
     return bool(_has_values(case) and case.sized and not case.grads and case.layout == "contiguous")
 
 
-HISTORY = Law("history", _history, lambda case: not case.illegal and not case.golden)
+HISTORY = Law("history", _history, lambda case: not case.illegal and not case.golden, recompiles=True)
 DETERMINISM = Law("determinism", _determinism, lambda case: not case.illegal and not case.golden)
 BUFFER_REUSE = Law("buffer_reuse", _buffer_reuse, lambda case: _has_values(case) and not case.grads)
 LATE_PRODUCER = Law("late_producer", _late_producer, _has_values, device="cuda")

@@ -195,9 +195,12 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def power_of_two(n: int) -> int:
-    """The least power of two from `n` on, at least 1."""
-    return 1 << (n - 1).bit_length() if n > 1 else 1
+def power_of_two(n: int, least: int = 1) -> int:
+    """The least power of two from `n` on, at least `least`.
+
+    A `least` of a few lanes costs no time, and saves the compilation of a kernel per smaller block.
+    """
+    return max(1 << (n - 1).bit_length() if n > 1 else 1, least)
 
 
 def for_device(device: torch.device) -> Tuning:

@@ -265,7 +265,7 @@ def grid_of(
     num_rows, num_columns = shape
     groups = 1 if splits is None else len(splits)
     block_m = rows or max(walk.tokens, least[0])
-    block_n = max(min(walk.columns, power_of_two(num_columns)), least[1])
+    block_n = max(min(walk.columns, power_of_two(num_columns, least=32)), least[1])
     # the rest of x is one more; each has a last tile that may be partial
     pieces = groups + 1 if aligned and splits is not None else 1
     tiles = (num_rows + pieces * (block_m - 1)) // block_m
@@ -273,7 +273,7 @@ def grid_of(
     settings = {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
-        "BLOCK_G": power_of_two(groups + 1),
+        "BLOCK_G": power_of_two(groups + 1, least=16),
         "STAGES": walk.stages,
         "num_warps": walk.num_warps,
     }

@@ -236,7 +236,7 @@ def _finish(partial: Tensor, valid: Tensor | None, total: int | Tensor, coeff: f
 def _whole_rows(logits: Tensor) -> tuple[tuple[int], dict[str, Any]]:
     """The grid and the blocks of the kernels that take whole rows."""
     rows = tuning.for_device(logits.device).aux_scores
-    width = power_of_two(logits.shape[1])
+    width = power_of_two(logits.shape[1], least=8)
     grid = (ceil_div(len(logits), rows.tile_tokens(width)),)
     return grid, {"ACCUMULATOR": accumulator(logits), **rows.blocks(width)}
 
@@ -244,7 +244,7 @@ def _whole_rows(logits: Tensor) -> tuple[tuple[int], dict[str, Any]]:
 def _rows_of_programs(logits: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
     """Programs, tiles of each, and their blocks, where programs add up rows."""
     rows = tuning.for_device(logits.device).z_loss
-    width = power_of_two(logits.shape[1])
+    width = power_of_two(logits.shape[1], least=8)
     tiles = ceil_div(len(logits), rows.tile_tokens(width))
     each = ceil_div(tiles, rows.max_programs)
     return (ceil_div(tiles, each) if tiles else 1, each), {"ACCUMULATOR": accumulator(logits), **rows.blocks(width)}

@@ -124,7 +124,8 @@ def _choose(
     if num_tokens == 0:
         return probs, choice
     groups = 1 if given is not None else settings.num_groups
-    block_groups, block_size = power_of_two(groups), power_of_two(num_experts // groups)
+    block_groups = power_of_two(groups)
+    block_size = power_of_two(num_experts // groups, least=8 if groups == 1 else 1)
     rows = tuning.for_device(logits.device).topk
     block_tokens = rows.tile_tokens(block_groups * block_size)
     with launch_on(logits):
@@ -162,7 +163,7 @@ def _choose_backward(dprobs: Tensor, logits: Tensor, choice: Tensor, settings: S
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)  # all by topk_backward_kernel
     if num_tokens == 0:
         return dlogits
-    block_experts = power_of_two(num_experts)
+    block_experts = power_of_two(num_experts, least=8)
     rows = tuning.for_device(logits.device).topk_backward
     block_tokens = rows.tile_tokens(block_experts)
     with launch_on(logits):

@@ -4,6 +4,7 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from conformance.catalogue import CONTRACTS
@@ -16,6 +17,7 @@ from conformance.interface import Implementation
 from conformance.judge import Finding, controls, judge
 from conformance.judge.exact import bits
 
+WORDS = 512  # of a digest
 CLEAR_ERRORS = (ValueError, TypeError, AssertionError, IndexError, NotImplementedError)
 
 
@@ -220,8 +222,14 @@ def _trial(
 
 
 def _digest(expected: dict[str, Any]) -> int:
-    """A number that changes when the expected values do."""
-    return hash(tuple(bits(x.value).tobytes() for x in expected.values()))
+    """A number that changes when the expected values do: sums of their words, without a copy."""
+    return hash(tuple(_sums(np.ascontiguousarray(bits(x.value)).view(np.uint8).reshape(-1)) for x in expected.values()))
+
+
+def _sums(data: np.ndarray) -> bytes:
+    """Sums over every WORDS-th 64-bit word, and the rest of the bytes."""
+    whole = len(data) // (8 * WORDS) * 8 * WORDS
+    return data[:whole].view(np.uint64).reshape(-1, WORDS).sum(0).tobytes() + data[whole:].tobytes()
 
 
 def _short(error: BaseException) -> str:

@@ -71,10 +71,11 @@ def structures_of(section: Section, profile: Profile, space: Space, seed: int) -
 
 
 def _varied(scope: Scope, cases: list[Case], count: int, seed: int) -> Iterator[Structure]:
-    """Each case with others of its structure: few that take several processes, none with far addresses."""
+    """Each case with others of its structure: few of several processes; none of a slow or special case."""
     for case in cases:
         ranks = ranks_of(scope.contract, case)
-        number = 1 if case.layout in FAR else min(count, RANKED_CASES) if ranks else count
+        alone = case.layout in FAR or scope.is_large(case) or not case.law
+        number = 1 if alone else min(count, RANKED_CASES) if ranks else count
         yield scope.varied(case, number, run_seed(case.text, seed)) if number > 1 else [case]
 
 

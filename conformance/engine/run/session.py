@@ -213,7 +213,9 @@ class Session:
 
     def _record(self, kind: str, case: Case, outcome: Outcome, **more: Any) -> None:
         ended = round(time.monotonic() - self.started, 3)
-        content = {"id": case.id, "function": case.function, "ended": ended} | asdict(outcome) | {"law": case.law} | more
+        content = (
+            {"id": case.id, "function": case.function, "ended": ended} | asdict(outcome) | {"law": case.law} | more
+        )
         self.ledger.write(kind, **content)
 
     def _smallest(self, key: Key, case: Case, outcome: Outcome, section: Section) -> Failure | None:

@@ -255,7 +255,10 @@ ROW_INDEPENDENCE = replace(
 PADDING_INDEPENDENCE = Law("padding_independence", _padding_independence, _grouped)
 EXPERT_RELABELLING = Law("expert_relabelling", _expert_relabelling, lambda case: _grouped(case) and case.experts > 1)
 GROUP_SPLIT = Law(
-    "group_split", _group_split, lambda case: _grouped(case) and case.tokens > case.experts and _by_row(case)
+    "group_split",
+    _group_split,
+    lambda case: _grouped(case) and case.tokens > case.experts and _by_row(case),
+    recompiles=True,
 )
 BUFFER_REUSE = replace(
     general.BUFFER_REUSE, applies=lambda case: general.BUFFER_REUSE.applies(case) and _turns_over(case)

@@ -124,8 +124,10 @@ SCALING = Law("scaling", _scaling, lambda case: _weighted(case) and not case.on_
 COTANGENT_SCALING = Law(
     "cotangent_scaling", _cotangent_scaling, lambda case: plain(case) and bool(case.grads) and _doubles(case)
 )
-RECOMPUTE = Law("recompute", _recompute, lambda case: not case.golden and not case.illegal and bool(case.grads))
-ALIGNMENT = Law("alignment", _alignment, lambda case: plain(case) and _padded_by_nothing(case))
+RECOMPUTE = Law(
+    "recompute", _recompute, lambda case: not case.golden and not case.illegal and bool(case.grads), recompiles=True
+)
+ALIGNMENT = Law("alignment", _alignment, lambda case: plain(case) and _padded_by_nothing(case), recompiles=True)
 GROUPED = Law("grouped", _one_after_another, plain)
 TOKEN_REVERSAL = Law("token_reversal", _token_reversal, lambda case: plain(case) and _in_any_order(case))
 

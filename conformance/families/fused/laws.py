@@ -115,7 +115,7 @@ EXPERT_RELABELLING = Law(
     "expert_relabelling", _expert_relabelling, lambda case: plain(case) and (case.slack is None or case.slack >= 0)
 )
 PADDING_INDEPENDENCE = Law("padding_independence", _padding_independence, _dropless)
-TWO_STEPS = Law("two_steps", _two_steps, plain)
+TWO_STEPS = Law("two_steps", _two_steps, plain, recompiles=True)
 BUFFER_REUSE = replace(
     general.BUFFER_REUSE, applies=lambda case: general.BUFFER_REUSE.applies(case) and _turns_over(case)
 )

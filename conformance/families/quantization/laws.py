@@ -183,7 +183,7 @@ def _has_rows(case: Any) -> bool:
 
 
 SCALING = Law("scaling", _scaling, lambda case: _doubles(case) and _has_rows(case))
-GROUPS_ALONE = Law("groups_alone", _groups_alone, lambda case: plain(case) and case.experts > 0)
+GROUPS_ALONE = Law("groups_alone", _groups_alone, lambda case: plain(case) and case.experts > 0, recompiles=True)
 ZERO_ROWS = Law("zero_rows", _zero_rows, lambda case: plain(case) and _has_rows(case))
 PADDING_INDEPENDENCE = Law("padding_independence", _padding_independence, lambda case: plain(case) and case.experts > 0)
 ROW_INDEPENDENCE = Law(

@@ -145,7 +145,9 @@ def _softmax(case: Any) -> bool:
 
 EXPERT_RELABELLING = Law("expert_relabelling", _expert_relabelling, plain)
 SHIFT = Law("shift", _shift, _softmax)
-REPLAY = Law("replay", _replay, lambda case: plain(case) and not case.precomputed and case.spread != "nan")
+REPLAY = Law(
+    "replay", _replay, lambda case: plain(case) and not case.precomputed and case.spread != "nan", recompiles=True
+)
 PADDING_TOKENS = Law("padding_tokens", _padding_tokens, lambda case: plain(case) and case.padding > 0)
 SHARES = Law("shares", _shares, lambda case: plain(case) and case.tokens > 1)
 EVENLY_SPREAD = Law(
