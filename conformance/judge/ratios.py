@@ -161,12 +161,24 @@ class RowWise(Bounded):
 
     def _errors(self, result: Tensor) -> Errors:
         right, got, magnitude = (_rows(x.detach()).double()[self.judged] for x in (self.value, result, self.magnitude))
-        d = got - right
+        d, scale = got - right, self._scale(right, magnitude)
+        return Errors(d.norm(dim=1) / right.norm(dim=1), d.abs() / scale, d / self._ulp(scale))
+
+    def _scale(self, right: Tensor, magnitude: Tensor) -> Tensor:
+        """max(s_t, |y*_ti|)."""
         walk_J1 = magnitude.norm(dim=1, keepdim=True) / math.sqrt(self.terms * right.shape[1])
-        scale = torch.maximum(right.abs(), torch.maximum(walk_J1, right.square().mean(1, keepdim=True).sqrt()))
+        return torch.maximum(right.abs(), torch.maximum(walk_J1, right.square().mean(1, keepdim=True).sqrt()))
+
+    def _ulp(self, x: Tensor) -> Tensor:
         # frexp's fraction is from ½ to 1
-        ulp = torch.exp2(torch.frexp(scale).exponent.double()) * ROUNDOFF[self.dtype]
-        return Errors(d.norm(dim=1) / right.norm(dim=1), d.abs() / scale, d / ulp)
+        return torch.exp2(torch.frexp(x).exponent.double()) * ROUNDOFF[self.dtype]
+
+    @cached_property
+    def _ties(self) -> Tensor:
+        """Whether y*_ti is a midpoint of two outputs, up to the accumulator's error: both are right."""
+        right, magnitude = (_rows(x).double()[self.judged] for x in (self.value, self.magnitude))
+        steps, ulp = right.abs() / self._ulp(right), self._ulp(right)
+        return (steps % 1 - 0.5).abs() * ulp <= PEAK * self.noise * self._scale(right, magnitude)
 
     @cached_property
     def _pools(self) -> Tensor:
@@ -211,8 +223,11 @@ class RowWise(Bounded):
     def _bias(self, got: Errors, reference: Errors) -> list[Measure]:
         """Per group, the mean error away from zero, and upwards, over its allowance.
 
-        Allowance: slack + noise + standard errors + the reference's mean error.
+        Allowance: slack + noise + standard errors + the reference's mean error. At a tie the
+        accumulator's last bit decides, for all elements of a regular input in the same way: ties
+        count with the reference's error.
         """
+        ulps_JM = torch.where(self._ties, reference.ulps_JM, got.ulps_JM)
         sign = _rows(self.value)[self.judged].sign()
         groups = (
             torch.zeros(len(self.judged), dtype=torch.int64)
@@ -222,10 +237,10 @@ class RowWise(Bounded):
         measures = []
         for group in groups.unique().tolist():
             members = (groups == group).nonzero().flatten()
-            if len(members) < BIAS_ROWS or got.ulps_JM[members].numel() < BIAS_ELEMENTS:
+            if len(members) < BIAS_ROWS or ulps_JM[members].numel() < BIAS_ELEMENTS:
                 continue
             for direction, towards in (("away from zero", sign[members]), ("upwards", torch.ones(()))):
-                mean, spread = _mean_and_error(got.ulps_JM[members] * towards)
+                mean, spread = _mean_and_error(ulps_JM[members] * towards)
                 usual, _ = _mean_and_error(reference.ulps_JM[members] * towards)
                 allowed = SLACK + DEVIATIONS * spread + abs(usual) + self.noise / (2 * ROUNDOFF[self.dtype])
                 where = "" if self.groups is None else f"group {group}: "
