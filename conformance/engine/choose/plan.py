@@ -72,7 +72,7 @@ def fixed_cases(function: str, space: Space) -> list[Case]:
 
 
 def _accepted(case: Case, space: Space) -> bool:
-    if ranks_of(CONTRACTS[case.function], case) > space.ranks:
+    if ranks_of(CONTRACTS[case.function], case) > space.most_ranks:
         return False
     problem = CONTRACTS[case.function].problem(case)
     calls = [problem, *([problem.producer] if problem.producer else [])]

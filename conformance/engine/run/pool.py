@@ -86,7 +86,7 @@ class Pool:
         if self.description.get("device") == "cuda":
             self.patience.case_seconds += COMPILE_SECONDS
         self.worlds.prepare(self.description, self.patience.case_seconds)
-        self.description["ranks"] = self.worlds.max_ranks
+        self.description |= {"ranks": self.worlds.max_ranks, "shared_ranks": self.worlds.shared_ranks}
         return self.description
 
     def run(self, cases: Iterable[Case]) -> Iterator[tuple[Case, Outcome]]:
