@@ -3,10 +3,11 @@
     moe-conformance run --impl my_kernels.moe          a module
     moe-conformance run --impl my_kernels.moe:Fused    a class, object or namespace in a module
 
-The namespace may also offer two functions:
+The namespace may also offer three functions:
 
     supports(function, **arguments) -> None | reason   gets meta tensors: shapes, dtypes, settings
     declares(function) -> dict                         the guarantees, in terms of VOCABULARY
+    transport(function, group) -> str                  how ranks reach each other, unless by the group
 
 Calls pass the required tensors by position, all other arguments by keyword, defaults omitted.
 """
@@ -86,6 +87,11 @@ class Implementation:
                     f"{self.name} declares {key!r} for {function}; the vocabulary is {', '.join(VOCABULARY)}"
                 )
         return DEFAULTS | declared
+
+    def transport(self, function: str, group: Any) -> str:
+        """The namespace's transport between the ranks of a group; "" if it is the group's."""
+        named = getattr(self.namespace, "transport", None)
+        return str(named(function, group)) if callable(named) else ""
 
     def call(self, function: str, *args: Any, **settings: Any) -> Any:
         return getattr(self.namespace, function)(*args, **settings)

@@ -29,6 +29,19 @@ class RankContext:
     group: Any = None  # the process group of these ranks
     agree: Callable[[bool], bool] = lambda fine: fine  # AND over all ranks: a collective
     seen: list[int] = field(default_factory=list)  # digests of generated calls: equal on all ranks
+    gpus: int = 0  # of these ranks together; 0 on CPUs
+
+    @property
+    def shares_gpu(self) -> bool:
+        return 0 < self.gpus < self.ranks
+
+    def transport(self, name: str = "") -> str:
+        """A transport between these ranks, by default the group's, and the devices."""
+        if not self.gpus:
+            return f"{name or 'gloo'} between CPUs"
+        if self.shares_gpu:
+            return f"{name or 'gloo'}, ranks share {'one GPU' if self.gpus == 1 else f'{self.gpus} GPUs'}"
+        return f"{name or 'nccl'} over {self.ranks} GPUs"
 
 
 class Ranked(Contract[C]):

@@ -25,9 +25,14 @@ class Space:
     without: dict[str, frozenset[str]] = field(default_factory=dict)
     not_differentiable: frozenset[str] = frozenset()  # functions
     contiguous_only: frozenset[str] = frozenset()  # functions
-    ranks: int = 4  # most per world
+    ranks: int = 4  # most per world, each with its own GPU if there are any
+    shared_ranks: int = 0  # most per world whose ranks share GPUs and so wait long; 0: none does
     # covering arrays pair only what kernels are specialised for, and have each layout once
     few_kernels: bool = False
+
+    @property
+    def most_ranks(self) -> int:
+        return max(self.ranks, self.shared_ranks)
 
     @property
     def many(self) -> int:
@@ -47,7 +52,8 @@ class Space:
         }
         without = {name: frozenset(known["without"]) for name, known in functions.items()}
         return cls(
-            description["device"], without, denied["differentiable"], denied["noncontiguous"], description["ranks"]
+            *(description["device"], without, denied["differentiable"], denied["noncontiguous"]),
+            *(description["ranks"], description["shared_ranks"]),
         )
 
 

@@ -39,10 +39,13 @@ def markdown(verdict: Verdict) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in verdict.versions.items())
     extent = f"{verdict.cases} cases in {verdict.seconds:.0f} s, profile {verdict.profile}, seed {verdict.seed}"
     out = [f"# {verdict.verdict}: `{verdict.implementation}`", "", f"{extent}, on {verdict.device}; {versions}.", ""]
-    out += ["| function | verdict | cases | by status | without |", "|---|---|--:|---|---|"]
+    out += ["| function | verdict | cases | by status | without | between ranks |", "|---|---|--:|---|---|---|"]
     for name, function in verdict.functions.items():
         counts = ", ".join(f"{count} {status}" for status, count in function.counts.items())
-        out.append(f"| `{name}` | {function.status} | {function.cases} | {counts} | {', '.join(function.without)} |")
+        status = ", ".join(filter(None, (function.status, function.note)))
+        between = ", ".join(f"{count} {transport}" for transport, count in function.transports.items())
+        cells = (f"`{name}`", status, str(function.cases), counts, ", ".join(function.without), between)
+        out.append(f"| {' | '.join(cells)} |")
     for failure in verdict.failures:
         finding = failure["finding"]
         text = f"{failure['status']}: {failure['reason']}"

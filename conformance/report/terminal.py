@@ -18,7 +18,7 @@ def lines(verdict: Verdict) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in verdict.versions.items())
     origin = f"{verdict.device} · profile {verdict.profile} · seed {verdict.seed}"
     out = [f"moe-conformance · impl {verdict.implementation} · {versions} · {origin}"]
-    out += _declarations(verdict)
+    out += _declarations(verdict) + _transports(verdict)
     out += ["", f"{verdict.verdict}   {_summary(verdict)}", "", *_specialised(verdict)]
     for failure in verdict.failures:
         if not _echo(failure, verdict):
@@ -36,7 +36,8 @@ def lines(verdict: Verdict) -> list[str]:
     for name, function in verdict.functions.items():
         if name not in differ and function.status not in UNTOUCHED:
             without = f", without {', '.join(function.without)}" if function.without else ""
-            detail = f" · {function.cases} cases{without}" if function.cases else ""
+            note = f", {function.note}" if function.note else ""
+            detail = f" · {function.cases} cases{without}{note}" if function.cases else ""
             out.append(f"{name:<{INDENT}} {function.status}{detail}")
     for status in UNTOUCHED:
         names = ", ".join(name for name, function in verdict.functions.items() if function.status == status)
@@ -62,6 +63,16 @@ def _declarations(verdict: Verdict) -> list[str]:
         if words:
             groups.setdefault(", ".join(words), []).append(name)
     return [f"declares: {', '.join(names)}: {words}" for words, names in groups.items()]
+
+
+def _transports(verdict: Verdict) -> list[str]:
+    """How ranks reached each other, one line per set of functions judged alike."""
+    groups: dict[str, list[str]] = {}
+    for name, function in verdict.functions.items():
+        if function.transports:
+            text = "; ".join(function.transports) + (f"; {function.note}" if function.note else "")
+            groups.setdefault(text, []).append(name)
+    return [f"between ranks: {', '.join(names)}: {text}" for text, names in groups.items()]
 
 
 def _declared(key: str, value: Any) -> str:

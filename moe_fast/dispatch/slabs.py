@@ -1,13 +1,14 @@
 """Memory of every rank that all ranks of a group can address, and the barrier between them.
 
-On GPUs of one NVLink host it is torch's symmetric memory; on CPUs, where kernels are interpreted, a
-file that all processes map.
+On GPUs of one NVLink host it is torch's symmetric memory; where ranks share a GPU, memory passed on
+by CUDA IPC; on CPUs, where kernels are interpreted, a file that all processes map.
 """
 
 import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_fast.dispatch import ipc
 from moe_ref.config import FP8_BLOCK, require
 
 ALIGNED = 256  # bytes; every region begins at a multiple
@@ -72,6 +74,7 @@ class Slab:
     tables: dict[str, Tensor]  # by region: int64 [W], its address on each rank
     barrier: Callable[[], None]
     kept: tuple[Any, ...] = field(default=(), repr=False)  # what must live as long
+    transport: str = "mapped file"
 
     def region(self, name: str, dtype: torch.dtype, count: int) -> Tensor:
         """The first numbers of one of this rank's regions."""
@@ -88,16 +91,14 @@ def offsets(room: Room) -> dict[str, int]:
     return begins | {"": end}
 
 
-def slab_of(
-    room: Room, memory: Tensor, addresses: list[int], barrier: Callable[[], None], kept: tuple[Any, ...] = ()
-) -> Slab:
+def slab_of(room: Room, memory: Tensor, addresses: list[int], barrier: Callable[[], None], *rest: Any) -> Slab:
     """A slab over memory that is there."""
     tables = {
         name: torch.tensor([address + begin for address in addresses], device=memory.device)
         for name, begin in offsets(room).items()
         if name
     }
-    return Slab(room, memory, tables, barrier, kept)
+    return Slab(room, memory, tables, barrier, *rest)
 
 
 _slabs: WeakKeyDictionary[Any, Slab] = WeakKeyDictionary()
@@ -117,18 +118,33 @@ def slab_for(group: Any, device: torch.device, room: Room) -> Slab:
 
     Raises:
         ValueError: the ranks ask for different room or have not met equally often; NVLink multicast
-            is on.
+            is on; ranks on several hosts.
         RuntimeError: the device has no such memory.
     """
     group = dist.group.WORLD if group is None else group
     slab = _slabs.get(group)
     if slab is None or not slab.room.holds(room):
         room = room if slab is None else slab.room.grown(room)
-        larger = _nvlink(group, device, room) if device.type == "cuda" else _shared(group, room)
+        larger = _on_gpus(group, device, room) if device.type == "cuda" else _shared(group, room)
         if slab is not None:
             _outgrown.setdefault(group, []).append(slab)
         slab = _slabs[group] = larger
     return slab
+
+
+def transport_of(group: Any) -> str:
+    """How the ranks reach each other's memory; "" before they have met."""
+    slab = _slabs.get(dist.group.WORLD if group is None else group)
+    return "" if slab is None else slab.transport
+
+
+def _on_gpus(group: Any, device: torch.device, room: Room) -> Slab:
+    places: list[Any] = [None] * room.ranks
+    dist.all_gather_object(places, ipc.place_of(device), group=group)
+    hosts = sorted({place.host for place in places})
+    require(len(hosts) == 1, "group", f"of ranks on {', '.join(hosts)}", "of ranks on one host, with one memory")
+    # torch refuses symmetric memory to ranks that share a device
+    return (_nvlink if len(set(places)) == room.ranks else _by_handles)(group, device, room)
 
 
 def _nvlink(group: Any, device: torch.device, room: Room) -> Slab:
@@ -142,8 +158,8 @@ def _nvlink(group: Any, device: torch.device, room: Room) -> Slab:
     )
     answers: list[Any] = [None] * room.ranks
     dist.all_gather_object(answers, (room, next(_meetings)), group=group)  # torch would wait for ever
-    for rank, (asked, meeting) in enumerate(answers):
-        require(asked == answers[0][0], "room", f"{asked} on rank {rank}", f"{answers[0][0]}, as on rank 0")
+    _check_room([asked for asked, _ in answers])
+    for rank, (_, meeting) in enumerate(answers):
         require(
             meeting == answers[0][1],
             "group",
@@ -156,7 +172,27 @@ def _nvlink(group: Any, device: torch.device, room: Room) -> Slab:
     handle = symmetric.rendezvous(memory, group)
     require(not handle.multicast_ptr, "group", "with a multicast pointer", f"without: {MULTICAST} was set too late")
     addresses = [handle.get_remote_tensor(rank, (size,), torch.uint8).data_ptr() for rank in range(room.ranks)]
-    return slab_of(room, memory, addresses, lambda: handle.barrier(channel=0, timeout_ms=BARRIER_MS), (handle,))
+    barrier = partial(handle.barrier, channel=0, timeout_ms=BARRIER_MS)
+    return slab_of(room, memory, addresses, barrier, (handle,), "symmetric memory")
+
+
+def _by_handles(group: Any, device: torch.device, room: Room) -> Slab:
+    rank, flags = dist.get_rank(group), offsets(room)[""]
+    memory = torch.empty(flags + 4 * room.ranks, dtype=torch.uint8, device=device)  # as in `_nvlink`
+    memory[flags:] = 0
+    answers: list[Any] = [None] * room.ranks
+    dist.all_gather_object(answers, (room, ipc.offer_of(memory)), group=group)
+    _check_room([asked for asked, _ in answers])
+    mapped = [memory if peer == rank else ipc.opened(offer, device) for peer, (_, offer) in enumerate(answers)]
+    addresses = [own.data_ptr() for own in mapped]
+    table = torch.tensor([address + flags for address in addresses], device=device)
+    barrier = partial(ipc.wait_for_all, table, rank, BARRIER_MS)
+    return slab_of(room, memory, addresses, barrier, tuple(mapped), "cuda ipc")
+
+
+def _check_room(asked: list[Room]) -> None:
+    for rank, own in enumerate(asked):
+        require(own == asked[0], "room", f"{own} on rank {rank}", f"{asked[0]}, as on rank 0")
 
 
 def _shared(group: Any, room: Room) -> Slab:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from moe_fast.declared import COMPUTED, COPY, READ, Family
 from moe_fast.dispatch import wire
 from moe_fast.dispatch.exchange import check_combined, counts_of_all, size_and_rank
-from moe_fast.dispatch.slabs import Room, Slab, slab_for
+from moe_fast.dispatch.slabs import Room, Slab, slab_for, transport_of
 from moe_fast.dispatch.steps import Handle, collect, resend, run, send
 from moe_fast.launch.backend import check_device
 from moe_fast.quantization.quantized import codes, dequantize, scales
@@ -52,7 +52,7 @@ def hybridep_dispatch(
     once to a rank and is copied there; the results are the same.
 
     Raises:
-        ValueError: also for 2^30 rows, or where NVLink multicast is on.
+        ValueError: also for 2^30 rows, where NVLink multicast is on, or over several hosts.
     """
     ranks, rank = size_and_rank(group)
     check_dispatch([tokens_TH] * ranks, [routing_map_TE] * ranks, None if probs is None else [probs] * ranks)
@@ -212,6 +212,11 @@ def _check(handle: Any, group: Any) -> None:
     require(handle.group is group, "group", group, "the group that dispatch was given")
 
 
+def transport(function: str, group: Any) -> str:
+    """How a group's ranks reach each other's memory, as the conformance suite reports it."""
+    return transport_of(group)
+
+
 def _check_summed(function: str, payload: Tensor, settings: dict[str, Any]) -> None:
     if function == "hybridep_combine" or payload.requires_grad:
         require(payload.dtype in SUMMED, "payload", f"of dtype {payload.dtype}", f"one of {SUMMED}, which are summed")
@@ -229,4 +234,4 @@ _family = Family(
     _check_summed,
 )
 declares, supports = _family.declares, _family.supports
-__all__ = _family.names
+__all__ = [*_family.names, "transport"]

@@ -80,10 +80,12 @@ def test_the_reference_keeps_every_law(function, world):
 UNSIZED = ("allgather_dispatch", "allgather_combine")  # no size: their calls wait for the device
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+ONE_GPU = Space("cuda", ranks=1, shared_ranks=4)
+
+
+@pytest.mark.parametrize("space", [Space("cpu"), Space("cuda"), ONE_GPU], ids=["cpu", "gpus", "one gpu"])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_gate_asks_for_every_law_of_a_dispatcher_of_several_ranks_with_rows(function, device):
-    space = Space(device)
+def test_the_gate_asks_for_every_law_of_a_dispatcher_of_several_ranks_with_rows(function, space):
     cases = cases_of(Section("fixed", function), PROFILES["gate"], space, 0, [])
     asked = {
         case.law
@@ -93,7 +95,25 @@ def test_the_gate_asks_for_every_law_of_a_dispatcher_of_several_ranks_with_rows(
         and sum(int(own.sum()) for own in maps_of(case))
     }
     sized = {"host_sync", "graph_capture"} if function in UNSIZED else set()
-    assert asked == {law.name for law in CONTRACTS[function].laws.values() if law.device in ("", device)} - sized
+    assert asked == {law.name for law in CONTRACTS[function].laws.values() if law.device in ("", space.device)} - sized
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_ranks_that_share_a_gpu_get_few_small_cases_of_every_number_of_ranks(function):
+    sections = [Section("fixed", function), *(Section("drawn", function, shard) for shard in range(3))]
+    cases = [case for each in sections for case in cases_of(each, PROFILES["gate"], ONE_GPU, 0, [])]
+    shared = [case for case in cases if case.ranks > 1]
+    assert {case.ranks for case in shared} == {2, 3, 4}
+    assert 8 <= len(shared) <= 25 < len(cases)
+    assert max(max(case.counts) for case in shared if case.counts) <= 6
+
+
+@pytest.mark.parametrize(("gpus", "sharing"), [(2, {3, 4}), (3, {4})])
+def test_with_some_gpus_only_cases_of_more_ranks_share_them(gpus, sharing):
+    scope = scope_of("deepep_combine", Space("cuda", ranks=gpus, shared_ranks=4))
+    own = scope.covering().cases
+    assert {case.ranks for case in own} == set(range(1, gpus + 1))
+    assert {case.ranks for case in scope.more(own)} == {2} | sharing  # cases of laws have two
 
 
 def test_without_cases_for_them_some_laws_are_asked_by_nobody():

@@ -46,6 +46,8 @@ class Book:
                 "evaluations": 2,
                 "kernels": [],
                 "waiver": "",
+                "transport": "",
+                "shares_gpu": False,
             }
             self.ledger.write(
                 "outcome",

@@ -115,16 +115,17 @@ def test_another_rounding_mode_is_rejected_by_its_bias(expected, mistake, direct
     assert direction in biased.place
 
 
-@pytest.mark.parametrize(("share", "accepted"), [(1.0, True), (0.99, False)])
-def test_ties_rounded_one_way_are_no_bias(share, accepted):
-    """Half of the results lie at (or 1 % next to) a midpoint; the accumulator's last bit takes all away from zero."""
-    eighths = torch.from_numpy(np.random.default_rng(0).integers(256, 512, (64, 256))).double()
-    steps = eighths + 0.5 * share * (eighths.long() % 3 == 0)  # in ulps of bfloat16: from 2^8 to 2^9 these are 2
-    value = 2 * steps
-    loose = Bounded(value, torch.full_like(value, 4.0), torch.bfloat16, torch.float32)
-    expected = row_wise(loose, value.bfloat16(), value, 1, limits=Limits(row=1e9, element=1e9, rms=1e9, bias=1.0))
-    away = (2 * torch.where(steps % 1 > 0, steps.ceil(), steps)).bfloat16()
-    assert (judge("rows", expected, away) is None) == accepted
+@pytest.mark.parametrize(("distance", "accepted"), [(0.0, True), (0.01, False)])
+def test_ties_rounded_one_way_are_no_bias(distance, accepted):
+    """A third of the results lie at a midpoint, or so many ulps from one; all of them are rounded up."""
+    source = np.random.default_rng(0)
+    whole = torch.from_numpy(source.integers(128, 256, (64, 256))).double()  # from 2^8 to 2^9 a bfloat16 ulp is 2
+    side = torch.from_numpy(source.choice((-distance, distance), (64, 256)))
+    steps = whole + (0.5 + side) * (whole.long() % 3 == 0)
+    loose = Bounded(2 * steps, torch.full_like(steps, 4.0), torch.bfloat16, torch.float32)
+    limits = Limits(row=1e9, element=1e9, rms=1e9, bias=1.0)
+    expected = row_wise(loose, (2 * steps).bfloat16(), 2 * steps, 1, limits=limits)
+    assert (judge("rows", expected, (2 * steps.ceil()).bfloat16()) is None) == accepted
 
 
 def test_a_bias_of_one_group_does_not_hide_among_the_others():

@@ -35,7 +35,7 @@ from conformance.engine.choose.plan import Draw
 from conformance.engine.options import ChildOptions
 from conformance.interface import Implementation, UsageError, load
 
-MOST_RANKS = 4  # of a world on one machine; at most one per GPU
+MOST_RANKS = 4  # of a world on one machine
 KEPT_BYTES = 2**30  # device memory that a child may keep between cases
 
 
@@ -89,6 +89,9 @@ def answer_all(
                 started = time.monotonic()
                 with _traced(options.trace) as calls:
                     outcome = _answer(case, implementation, device, rank)
+                if rank and rank.ranks > 1:
+                    outcome.transport = rank.transport(implementation.transport(case.function, rank.group))
+                    outcome.shares_gpu = rank.shares_gpu
                 outcome.calls = sorted(calls)
                 outcome.kernels, compiled[:] = compiled[:], []
                 outcome.seconds = time.monotonic() - started
@@ -221,6 +224,7 @@ def _description(implementation: Implementation, options: ChildOptions) -> dict[
         "device": device,
         "device_name": name,
         "ranks": ranks,
+        "shared_ranks": MOST_RANKS if ranks < MOST_RANKS else 0,
         "memory": torch.cuda.get_device_properties().total_memory if device == "cuda" else 0,
         "versions": {k: v for k, v in versions.items() if v},
     }

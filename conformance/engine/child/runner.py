@@ -26,6 +26,7 @@ class Outcome:
     seconds: from the start of the case to its outcome
     kernels: names of the kernel specialisations that were compiled or loaded for it
     calls: the implementation's Python functions that it ran, as "file:function", if traced
+    transport: how several ranks reached each other; shares_gpu: whether on fewer GPUs than ranks
     """
 
     status: str
@@ -37,6 +38,8 @@ class Outcome:
     evaluations: int = 0
     kernels: list[str] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
+    transport: str = ""
+    shares_gpu: bool = False
 
 
 class Blocked(Exception):

@@ -75,7 +75,8 @@ def _varied(scope: Scope, cases: list[Case], count: int, seed: int) -> Iterator[
     for case in cases:
         ranks = ranks_of(scope.contract, case)
         alone = case.layout in FAR or scope.is_large(case) or not case.law
-        number = 1 if alone else min(count, RANKED_CASES) if ranks else count
+        shared = ranks > scope.space.ranks  # these ranks share a GPU, and wait long for each other
+        number = 1 if alone or shared else min(count, RANKED_CASES) if ranks else count
         yield scope.varied(case, number, run_seed(case.text, seed)) if number > 1 else [case]
 
 
@@ -98,7 +99,7 @@ def fixed_cases(function: str, space: Space) -> list[Case]:
 
 
 def _accepted(case: Case, space: Space) -> bool:
-    if ranks_of(CONTRACTS[case.function], case) > space.ranks:
+    if ranks_of(CONTRACTS[case.function], case) > space.most_ranks:
         return False
     problem = CONTRACTS[case.function].problem(case)
     calls = [problem, *([problem.producer] if problem.producer else [])]

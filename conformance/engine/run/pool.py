@@ -100,7 +100,7 @@ class Pool:
             self.patience.case_seconds += COMPILE_SECONDS
             self._most_heavy = max(self.description["memory"] // HEAVY_BYTES, 1)
         self.worlds.prepare(self.description, self.patience.case_seconds)
-        self.description["ranks"] = self.worlds.max_ranks
+        self.description |= {"ranks": self.worlds.max_ranks, "shared_ranks": self.worlds.shared_ranks}
         return self.description
 
     def run(self, cases: Iterable[Case]) -> Iterator[tuple[Case, Outcome]]:

@@ -20,6 +20,7 @@ from conformance.interface import UsageError
 
 NAMES = {0: "CONFORMANT", 1: "NOT CONFORMANT", 3: "HARNESS ERROR", 4: "TOO LITTLE TESTED", 5: "REGRESSION"}
 INFORMATIVE = ("PASS", "FAIL", "CRASH", "HANG", "WAIVED")
+ONE_GPU = "judged on one GPU only"
 UNTOUCHED = ("not run", "not offered")  # statuses without a verdict
 SEVERAL = 8  # cases, for a mean
 SPECIALISING = 0.1  # kernels per change
@@ -32,6 +33,8 @@ class FunctionVerdict:
 
     status: conformant, differs, blocked, not judged, too little tested, not run (in a part of a
     run) or not offered
+    transports: the informative cases of several ranks, counted by how the ranks reached each other
+    note: a limit of the verdict
     """
 
     status: str
@@ -39,6 +42,8 @@ class FunctionVerdict:
     counts: dict[str, int] = field(default_factory=dict)
     without: list[str] = field(default_factory=list)
     declares: dict[str, Any] = field(default_factory=dict)
+    transports: dict[str, int] = field(default_factory=dict)
+    note: str = ""
     # kernels that a change of a field compiles on average, of fields that are taken for data
     specialised_by: dict[str, float] = field(default_factory=dict)
 
@@ -152,6 +157,9 @@ def _function(
     counts = Counter(line["status"] for line in outcomes)
     without, declares = offer.get("without", []), offer.get("declares", {})
     out = FunctionVerdict("", sum(counts.values()), dict(sorted(counts.items())), without, declares)
+    ranked = [x for x in outcomes if x["transport"] and x["status"] in INFORMATIVE]
+    out.transports = dict(sorted(Counter(line["transport"] for line in ranked).items()))
+    out.note = ONE_GPU if ranked and all(line["shares_gpu"] for line in ranked) else ""
     out.specialised_by = _specialising(outcomes)
     if not offer.get("offered"):
         out.status, out.without = "not offered", []

@@ -40,6 +40,7 @@ class Joined:
     port: int
     gpu: int  # on its own host
     hosts_store: bool  # whether this process hosts the store
+    local_ranks: int  # on this host
 
     def address(self, world: int, rank: int, ranks: int) -> RankAddress:
         return RankAddress(rank, ranks, self.host, self.port, f"moe-conformance world {world}", self.gpu)
@@ -78,7 +79,8 @@ def joined() -> Joined | None:
     rank, agent = int(given["RANK"]), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     gpu = int(os.environ.get("LOCAL_RANK", rank))
     ranks, port = int(given["WORLD_SIZE"]), int(given["MASTER_PORT"])
-    return Joined(rank, ranks, given["MASTER_ADDR"], port, gpu, hosts_store=rank == 0 and not agent)
+    hosts_store, local_ranks = rank == 0 and not agent, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return Joined(rank, ranks, given["MASTER_ADDR"], port, gpu, hosts_store, local_ranks)
 
 
 class RemoteRanks:

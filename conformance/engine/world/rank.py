@@ -4,6 +4,7 @@ import datetime
 import faulthandler
 import os
 import signal
+import socket
 import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -25,7 +26,10 @@ COLLECTIVE_SECONDS = 600.0  # timeout of a process group, far above the parent's
 
 @dataclass(frozen=True)
 class RankAddress:
-    """A rank's number in its world, its GPU, and the store where the ranks meet."""
+    """A rank's number in its world, its GPU, and the store where the ranks meet.
+
+    GPUs are counted round: a rank whose number is too large shares another rank's.
+    """
 
     rank: int
     ranks: int
@@ -55,13 +59,13 @@ def serve_rank(connection: Connection, options: ChildOptions, address: RankAddre
     parent answers "agree" with the AND over all ranks, once all have sent it.
     """
     if options.device != "cpu" and torch.cuda.is_available():
-        torch.cuda.set_device(address.gpu)
+        torch.cuda.set_device(address.gpu % torch.cuda.device_count())
     implementation = import_implementation(connection, options, log_path)
     if implementation is None:
         return
     faulthandler.register(signal.SIGUSR1)  # the parent asks where this rank is
     try:
-        groups = _meet(address, chosen_device(options.device))
+        groups, gpus = _meet(address, chosen_device(options.device))
     except Exception as error:
         connection.send(("unformed", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"))
         return
@@ -73,23 +77,38 @@ def serve_rank(connection: Connection, options: ChildOptions, address: RankAddre
 
     def context_of(case: Case) -> RankContext:
         ranks = ranks_of(CONTRACTS[case.function], case)
-        return RankContext(address.rank, ranks, groups[ranks], agree)
+        return RankContext(address.rank, ranks, groups[ranks], agree, gpus=len(set(gpus[:ranks])))
 
     answer_all(connection, options, Announced(implementation, connection), context_of)
 
 
-def _meet(address: RankAddress, device: str) -> dict[int, Any]:
-    """A process group of the first n ranks, for each n."""
+def _meet(address: RankAddress, device: str) -> tuple[dict[int, Any], list[str]]:
+    """A process group of the first n ranks, for each n; the GPU of each rank, none on CPUs."""
     if sys.platform == "linux" and address.host == "127.0.0.1":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     patience = datetime.timedelta(seconds=MEETING_SECONDS)
     tcp = dist.TCPStore(address.host, address.port, is_master=False, timeout=patience)
     store = dist.PrefixStore(address.meeting, tcp)
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    gpus = [] if device == "cpu" else _gpus_of_all(store, address)
+    backend = backend_of(device, shared=len(set(gpus)) < len(gpus))
     dist.init_process_group(backend, store=store, rank=address.rank, world_size=address.ranks, timeout=patience)
     # creating a group exchanges no messages; this waits for all ranks
     for peer in range(address.ranks):
         store.set(f"here {address.rank}", "")
         store.wait([f"here {peer}"], patience)
     lasting = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
-    return {n: dist.new_group(list(range(n)), timeout=lasting) for n in range(1, address.ranks + 1)}
+    return {n: dist.new_group(list(range(n)), timeout=lasting) for n in range(1, address.ranks + 1)}, gpus
+
+
+def backend_of(device: str, shared: bool) -> str:
+    """NCCL refuses ranks that share a GPU."""
+    if device == "cpu":
+        return "gloo"
+    return "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
+
+
+def _gpus_of_all(store: Any, address: RankAddress) -> list[str]:
+    """Each rank's host and GPU, exchanged through the store."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    store.set(f"gpu {address.rank}", f"{socket.gethostname()} {properties.uuid}")
+    return [store.get(f"gpu {rank}").decode() for rank in range(address.ranks)]

@@ -202,6 +202,8 @@ class World:
             evaluations=max(other.evaluations for other in every),
             kernels=sorted({kernel for other in every for kernel in other.kernels}),
             calls=sorted({call for other in every for call in other.calls}),
+            transport=next((other.transport for other in every if other.transport), ""),
+            shares_gpu=any(other.shares_gpu for other in every),
         )
 
 

@@ -2,7 +2,8 @@
 
 On CPUs a case with few ranks runs on a subgroup of the largest world, which catches calls that
 address all ranks instead of the group's. On GPUs every size has a separate world: torch's symmetric
-memory counts rendezvous per process, and hangs in a group with unequal counts.
+memory counts rendezvous per process, and hangs in a group with unequal counts. On fewer GPUs than
+ranks, the ranks share them.
 """
 
 import fcntl
@@ -11,6 +12,7 @@ import tempfile
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from conformance.catalogue import CONTRACTS
@@ -24,6 +26,7 @@ from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import RankAddress
 from conformance.engine.world.world import Process, World
 
+SHARED_TIMES = 2  # the time limit of a case whose ranks share a GPU: they wait for each other's time slices
 TURN = os.path.join(tempfile.gettempdir(), "moe-conformance-gpus.lock")  # one run at a time
 
 
@@ -37,7 +40,9 @@ class Worlds:
         self._turn: Any = None
         self._started = 0
         self._remote: RemoteRanks | None = None
-        self.max_ranks, self._patience, self._on_gpus = 0, Patience(0.0), False  # until `prepare`
+        # until `prepare`; the number of ranks at most, and if they share GPUs
+        self.max_ranks, self.shared_ranks, self._on_gpus = 0, 0, False
+        self._patience = self._patience_sharing = Patience(0.0)
 
     def prepare(self, description: dict[str, Any], case_seconds: float) -> None:
         """Set the number of ranks from torchrun's world, else from the child's description.
@@ -47,18 +52,24 @@ class Worlds:
         """
         here = joined()
         self._remote = RemoteRanks(here) if here else None
-        self.max_ranks = here.ranks if here else description["ranks"]
-        self._patience, self._on_gpus = Patience(case_seconds), description["device"] == "cuda"
+        self._on_gpus = description["device"] == "cuda"
+        self.max_ranks, self.shared_ranks = description["ranks"], description["shared_ranks"]
+        if here and self._on_gpus and here.local_ranks > torch.cuda.device_count():
+            self.max_ranks, self.shared_ranks = min(torch.cuda.device_count(), here.ranks), here.ranks
+        elif here:
+            self.max_ranks, self.shared_ranks = here.ranks, 0
+        self._patience, self._patience_sharing = Patience(case_seconds), Patience(SHARED_TIMES * case_seconds)
 
     def run(self, case: Case) -> Outcome:
         """The case on all its ranks."""
         ranks = ranks_of(CONTRACTS[case.function], case)
-        if ranks > self.max_ranks:
-            room = f"there is room for {self.max_ranks}, each with its own GPU if there are any"
+        if ranks > max(self.max_ranks, self.shared_ranks):
+            room = f"there is room for {max(self.max_ranks, self.shared_ranks)}"
             return Outcome("NOT_RUN", reason=f"a world of {ranks} ranks: {room}")
         size = ranks if self._on_gpus else self.max_ranks
         if size not in self._worlds:
-            self._worlds[size] = World(partial(self._start, size), self._patience)
+            patience = self._patience_sharing if ranks > self.max_ranks else self._patience
+            self._worlds[size] = World(partial(self._start, size), patience)
         return self._worlds[size].run(case, ranks)
 
     def close(self) -> None:

@@ -14,6 +14,8 @@ from conformance.families.dispatch.cases import SPREADS, DispatchCase
 from conformance.families.dispatch.hybridep import RECIPES
 from conformance.families.permutation.space import DEEPEP_LAYOUT as DEEPEP_LAYOUT
 
+SHARED_CASES = 2  # of the covering array, per function and number of ranks that share GPUs
+SHARED_ONE_IN = 5  # random cases there
 WORLDS = ((5,), (4, 3), (3, 0, 4), (2, 3, 0, 4))
 ROOMS: dict[str, list[Changes]] = {
     "alltoall": [{}, {"capacity": 2}],
@@ -35,9 +37,11 @@ def dispatcher_of(scope: Scope) -> str:
 @st.composite
 def worlds(draw: st.DrawFn, scope: Scope) -> Changes:
     """Ranks, their tokens and their experts."""
-    ranks = draw(st.integers(1, scope.space.ranks))
+    space = scope.space
+    shared = space.shared_ranks > space.ranks and not draw(st.integers(0, SHARED_ONE_IN - 1))
+    ranks = draw(st.integers(space.ranks + 1, space.shared_ranks) if shared else st.integers(1, space.ranks))
     few = st.integers(0, 6)
-    count = st.one_of(st.just(0), few, few, few, sizes(0, scope.space.many // 8))
+    count = few if shared else st.one_of(st.just(0), few, few, few, sizes(0, space.many // 8))
     counts = tuple(draw(st.lists(count, min_size=ranks, max_size=ranks)))
     held = draw(draw(st.sampled_from((*(st.integers(1, 4),) * 9, st.sampled_from((9, 33, 64))))))
     split = draw(st.sampled_from([n for n in (1, 1, 2, 3, 4) if ranks % n == 0])) if "shards" in scope.live else 1
@@ -147,6 +151,23 @@ def shapes(scope: Scope) -> list[Any]:
     return [*(common | row for row in found), *(sent | row for row in AS_CODES[2:]), *static]
 
 
+def more_cases(scope: Scope, others: list[Case]) -> list[Case]:
+    """Cases of laws; where ranks share GPUs, also a few of the covering array of several GPUs, the
+    first of each number of ranks that share: the first cover the most pairs.
+    """
+    space = scope.space
+    if space.shared_ranks <= space.ranks:
+        return law_cases(scope, others)
+    whole = replace(scope, space=replace(space, ranks=space.shared_ranks, shared_ranks=0))
+    covering: list[Any] = whole.covering().cases
+    shared = [
+        case
+        for ranks in range(space.ranks + 1, space.shared_ranks + 1)
+        for case in [each for each in covering if each.ranks == ranks][:SHARED_CASES]
+    ]
+    return shared + law_cases(whole, [*others, *shared])
+
+
 def law_cases(scope: Scope, others: list[Case]) -> list[Case]:
     """A small plain case per law that no other case checks with several ranks and rows."""
     counts = (3, 2)[: scope.space.ranks]
@@ -170,7 +191,7 @@ COLLECTIVE = Shapes(
     affordable=near,
     covered={"local_experts": 2, "hidden": 5, "topk": 2, "probs": "bfloat16"},
     together=together,
-    more=law_cases,
+    more=more_cases,
     always=shapes,
     far={"counts": (3,), "topk": 2, "dtype": "bfloat16", "probs": "bfloat16", "seed": 1, "biases": 0},
     illegal={"counts": lambda scope: (2, 1)[: scope.space.ranks]},
