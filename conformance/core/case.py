@@ -10,13 +10,16 @@ import json
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar
 
-from conformance.core.axes import Axis, Gradients, Layout, Unused, choice, declared, seed
+from conformance.core.axes import Axis, Gradients, Layout, Size, Unused, choice, declared, seed
 
 SCHEMA = 1  # incremented when a field changes its meaning: an old corpus is then rejected
 
 
 class CaseError(ValueError):
     """A malformed case file or case text; the message names the error."""
+
+
+LARGE = 2**16  # elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,12 @@ class Case:
     def sized(self) -> bool:
         """Whether the arguments fix the size of every output, so that no call needs a host sync."""
         return True
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the reference takes much longer than a kernel: a tensor has many elements."""
+        lengths = sorted(getattr(self, axis.name) for axis in axes_of(type(self)).values() if isinstance(axis, Size))
+        return len(lengths) > 1 and lengths[-1] * lengths[-2] > LARGE
 
     def arguments(self) -> tuple[str, ...]:
         """Optional keyword arguments of the call that neither axes nor inputs name."""

@@ -19,7 +19,6 @@ from conformance.core.covering import Covered, covering
 from conformance.core.signature import Signature
 from conformance.core.space import Space
 
-LARGE = 2**16  # elements
 # dtypes of at most two bytes: 2³¹ elements fit 4 GiB
 NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8", "bool", "int16")
 
@@ -63,6 +62,11 @@ class Scope:
         """The laws that apply to the case on this device; never empty."""
         laws = self.contract.laws.values()
         return [law.name for law in laws if law.device in ("", self.space.device) and law.applies(case)]
+
+    def cheap_laws(self, case: Case) -> list[str]:
+        """The same without laws that run other kernels, where these shall be few; never empty."""
+        every = self.laws(case)
+        return [name for name in every if not self.contract.laws[name].recompiles] or every
 
     # ---- which cases fit
 
@@ -148,8 +152,7 @@ class Scope:
                 break
             some = [axis for axis in self.axes if not isinstance(axis, Size) and source.random() < 0.7]
             other = self._varied(case, source.choice((case, resized)), some, source)
-            laws = [name for name in self.laws(other) if not self.contract.laws[name].recompiles]
-            other = replace(other, law=source.choice(laws or [""]))
+            other = replace(other, law=source.choice(self.cheap_laws(other)))
             found.setdefault(other.text, other)
         return list(found.values())
 
@@ -161,11 +164,6 @@ class Scope:
         changed = _changed(other, changes)
         changed = changed and self.mended(self.contract.shapes.affordable(changed, self))
         return changed if changed and self.alike(case, changed) else other
-
-    def is_large(self, case: Any) -> bool:
-        """Whether the reference takes much longer than a kernel: a tensor has many elements."""
-        lengths = sorted(getattr(case, axis.name) for axis in self.axes if isinstance(axis, Size))
-        return len(lengths) > 1 and lengths[-1] * lengths[-2] > LARGE
 
     # ---- chosen cases
 
@@ -181,7 +179,8 @@ class Scope:
                 if name not in fields:
                     fields = fields | draw(changes)
             case = self.mended(self.contract.shapes.affordable(self.case(fields), self))
-            return replace(case, law=draw(st.sampled_from(self.laws(case))))
+            laws = self.cheap_laws(case) if self.space.few_kernels else self.laws(case)
+            return replace(case, law=draw(st.sampled_from(laws)))
 
         return drawn()
 
@@ -262,8 +261,15 @@ class Scope:
         return [case for case in placed if self.fits(case)]
 
     def lawful(self, cases: list[Any]) -> list[Any]:
-        """The cases with their laws in turn."""
-        return [replace(case, law=self.laws(case)[i % len(self.laws(case))]) for i, case in enumerate(cases)]
+        """The cases with their laws in turn; for few kernels, a law that runs others has one case."""
+        found: list[Any] = []
+        rare = {name for name, law in self.contract.laws.items() if law.recompiles and self.space.few_kernels}
+        for index, case in enumerate(cases):
+            laws = self.cheap_laws(case) if self.space.few_kernels else self.laws(case)
+            law = next((name for name in self.laws(case) if name in rare), laws[index % len(laws)])
+            rare.discard(law)
+            found.append(replace(case, law=law))
+        return found
 
 
 def _changed(case: Any, changes: Changes) -> Any:

@@ -66,7 +66,7 @@ def send(
     link = slab.region("link", torch.int32, num_rows).zero_()
     with launch_on(tokens):
         kernels.announce_kernel[(ranks,)](
-            counts, slab.tables["counts"], rank, num_experts, BLOCK_E=power_of_two(num_experts)
+            counts, slab.tables["counts"], rank, num_experts, BLOCK_E=power_of_two(num_experts, least=8)
         )
     yield
 
@@ -78,7 +78,7 @@ def send(
     sizes = (rank, ranks, num_experts, local, align, num_rows)
     with launch_on(tokens):
         results = (start, tokens_per_expert, gap, overflow.view(torch.uint8))
-        kernels.slab_layout_kernel[(1,)](all_counts, *results, *sizes, BLOCK_E=power_of_two(num_experts))
+        kernels.slab_layout_kernel[(1,)](all_counts, *results, *sizes, BLOCK_E=power_of_two(num_experts, least=8))
     ranked = RowMap(
         slots.slots_TE,
         slots.num_slots_T,

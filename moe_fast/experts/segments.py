@@ -56,7 +56,7 @@ def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile) -> Pl
             num_rows,
             num_experts,
             BLOCK_P=tile.rows,
-            BLOCK_E=power_of_two(num_experts),
+            BLOCK_E=power_of_two(num_experts, least=8),
             BLOCK_T=sizes.plan_tiles,
             num_warps=4,
         )

@@ -75,7 +75,7 @@ class BiasAdded(torch.autograd.Function):
                     parts,
                     ACCUMULATOR=accumulator(y, bias, probs),
                     **tile.blocks("P", "H"),
-                    BLOCK_E=power_of_two(len(ends_L)),
+                    BLOCK_E=power_of_two(len(ends_L), least=8),
                 )
         return out
 
@@ -113,7 +113,7 @@ def _weighted_backward(
                 ACCUMULATOR=accumulator(probs),
                 BY_EXPERT=by_expert,
                 **tile.blocks("P", "H"),
-                BLOCK_E=power_of_two(len(ends_L)),
+                BLOCK_E=power_of_two(len(ends_L), least=8),
             )
     return d_probs
 

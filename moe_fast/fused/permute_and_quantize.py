@@ -286,7 +286,7 @@ class Work:
                 BLOCK=block_columns if rule == "group" else self.size,
                 BLOCK_T=tile.tokens,
                 BLOCK_H=block_columns,
-                BLOCK_E=power_of_two(row_map.num_experts),
+                BLOCK_E=power_of_two(row_map.num_experts, least=8),
                 BLOCK_G=fill.lanes,
                 BLOCK_R=fill.rows,
                 BLOCK_L=self.sizes.list_tokens,

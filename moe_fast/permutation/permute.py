@@ -260,7 +260,7 @@ def merge_backward(
     # all: tokens' rows, and the gaps
     drows = torch.empty((row_map.num_rows, hidden), dtype=dout.dtype, device=dout.device) if needs_rows else None
     dprobs = None if rows is None else torch.empty(probs.shape, dtype=probs.dtype, device=dout.device)  # by the same
-    block_experts = power_of_two(row_map.num_experts)
+    block_experts = power_of_two(row_map.num_experts, least=8)
     block_tokens = min(sizes.unpermute_backward.tokens, sizes.unpermute_backward_probs.tile_tokens(block_experts))
     programs, parts = row_map.programs(block_tokens, sizes.fill)
     if programs == 0:

@@ -74,7 +74,7 @@ def _varied(scope: Scope, cases: list[Case], count: int, seed: int) -> Iterator[
     """Each case with others of its structure: few of several processes; none of a slow or special case."""
     for case in cases:
         ranks = ranks_of(scope.contract, case)
-        alone = case.layout in FAR or scope.is_large(case) or not case.law
+        alone = case.layout in FAR or case.is_large or not case.law
         shared = ranks > scope.space.ranks  # these ranks share a GPU, and wait long for each other
         number = 1 if alone or shared else min(count, RANKED_CASES) if ranks else count
         yield scope.varied(case, number, run_seed(case.text, seed)) if number > 1 else [case]

@@ -1,6 +1,6 @@
-"""What is left to run, in order: structures for single processes, heavy ones, cases of several ranks."""
+"""What is left to run, in rounds: requests for cases first, then each kind of section."""
 
-import heapq
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from conformance.catalogue import CONTRACTS
@@ -10,50 +10,70 @@ from conformance.core.signature import FAR
 from conformance.engine.choose.plan import Draw, Structure
 
 Work = Draw | Structure
-Priority = tuple[float, ...]  # the lowest first
-Entry = tuple[Priority, int, Work]
+
+
+def function_of(work: Work) -> str:
+    return work.section.function if isinstance(work, Draw) else work[0].function
 
 
 class Agenda:
-    """A priority queue. Work of equal priority keeps its order."""
+    """Queues by round and function.
+
+    A process that asks for work gets more of its last function, whose kernels it has; else the
+    function of which the most is left, so that all end at about the same time.
+    """
 
     def __init__(self) -> None:
-        self._count = 0
-        self._light: list[Entry] = []
-        self._heavy: list[Entry] = []  # far addresses, which take gigabytes on a GPU
-        self._ranked: list[Entry] = []  # one case each
+        self._single: defaultdict[int, dict[str, deque[Work]]] = defaultdict(dict)
+        self._heavy: deque[Structure] = deque()  # far addresses, which take gigabytes on a GPU
+        self._ranked: defaultdict[int, deque[Case]] = defaultdict(deque)
+        self._seconds: dict[str, float] = {}  # of a function's last structure
 
     def __bool__(self) -> bool:
-        return bool(self._light or self._heavy or self._ranked)
+        queues = (queue for functions in self._single.values() for queue in functions.values())
+        return bool(self._heavy) or any(queues) or any(self._ranked.values())
 
-    def add(self, work: Work, priority: Priority = ()) -> None:
-        """Add a request, or a structure; the cases of several ranks are taken one by one."""
+    def add(self, work: Work, turn: int = 0, first: bool = False) -> None:
+        """Add a request, or a structure, to a round; `first`: in front of the function's others.
+
+        Cases of several ranks are taken one by one, in a queue of their own.
+        """
         if isinstance(work, Draw):
-            self._push(self._light, work, priority)
+            self._queue(turn, work).append(work)
             return
+        self._ranked[turn].extend(case for case in work if ranks_of(CONTRACTS[case.function], case))
         alone = [case for case in work if not ranks_of(CONTRACTS[case.function], case)]
-        for case in work:
-            if ranks_of(CONTRACTS[case.function], case):
-                self._push(self._ranked, [case], priority)
-        if alone:
-            self._push(self._heavy if is_heavy(alone) else self._light, alone, priority)
+        if alone and is_heavy(alone):
+            self._heavy.append(alone)
+        elif alone:
+            queue = self._queue(turn, alone)
+            queue.appendleft(alone) if first else queue.append(alone)
 
-    def take(self, heavy: bool) -> Work | None:
-        """The next work of a single process; None if there is none, or only heavy work if not `heavy`."""
-        queues = [queue for queue in (self._light, self._heavy if heavy else []) if queue]
-        return heapq.heappop(min(queues))[2] if queues else None
+    def take(self, heavy: bool, last: str = "") -> Work | None:
+        """The next work of a process whose last function was `last`; None if there is none for it."""
+        if heavy and self._heavy and not self._left(-1):
+            return self._heavy.popleft()
+        turn = min((turn for turn in self._single if self._left(turn)), default=None)
+        if turn is None:
+            return None
+        functions = self._left(turn)
+        if last not in functions:
+            last = max(functions, key=lambda name: len(functions[name]) * self._seconds.get(name, 1.0))
+        return functions[last].popleft()
 
     def take_ranked(self) -> Case | None:
         """The next case of several ranks."""
-        if not self._ranked:
-            return None
-        work = heapq.heappop(self._ranked)[2]
-        assert isinstance(work, list)
-        return work[0]
+        return next((queue.popleft() for _, queue in sorted(self._ranked.items()) if queue), None)
 
-    def _push(self, queue: list[Entry], work: Work, priority: Priority) -> None:
-        self._count += 1
-        heapq.heappush(queue, (priority, self._count, work))
+    def took(self, function: str, seconds: float) -> None:
+        """A process has finished a structure of the function."""
+        self._seconds[function] = seconds
+
+    def _queue(self, turn: int, work: Work) -> deque[Work]:
+        return self._single[turn].setdefault(function_of(work), deque())
+
+    def _left(self, turn: int) -> dict[str, deque[Work]]:
+        return {name: queue for name, queue in self._single.get(turn, {}).items() if queue}
 
 
 def is_heavy(cases: Sequence[Case]) -> bool:

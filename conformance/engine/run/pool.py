@@ -24,7 +24,7 @@ from conformance.engine.child.processes import Patience, ending, plain_main
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.plan import Draw, Structure
 from conformance.engine.options import ChildOptions
-from conformance.engine.run.agenda import Agenda, Work, is_heavy
+from conformance.engine.run.agenda import Agenda, Work, function_of, is_heavy
 from conformance.engine.world.background import Background
 from conformance.engine.world.worlds import Worlds
 from conformance.interface import UsageError
@@ -51,6 +51,8 @@ class Child:
     pipe: Connection
     log_path: str
     ready: bool = False
+    last: str = ""  # the function of its last work
+    began: float = 0.0  # its last work
     request: Draw | None = None
     cases: deque[Case] = field(default_factory=deque)
     started: float = 0.0
@@ -122,7 +124,7 @@ class Pool:
             self.start()
         while agenda or self._background.case or not all(child.idle for child in self._children):
             for child in self._children:
-                if child.idle and (work := agenda.take(heavy=self._heavy_running() < self._most_heavy)):
+                if child.idle and (work := agenda.take(self._heavy_running() < self._most_heavy, child.last)):
                     self._send(child, work)
             if not self._background.case and (case := agenda.take_ranked()):
                 self._background.start(case)
@@ -142,9 +144,11 @@ class Pool:
                 child.request = None
                 if isinstance(answer, Outcome) and answer.status in ("CRASH", "HANG"):
                     if child.cases:
-                        agenda.add(list(child.cases))  # first
+                        agenda.add(list(child.cases), first=True)
                         child.cases.clear()
                     self._children[slot] = self._replacement(child)
+                elif child.idle and isinstance(answer, Outcome):
+                    agenda.took(child.last, time.monotonic() - child.began)
                 yield work, answer
 
     def answer(self, case: Case) -> Outcome:
@@ -224,12 +228,12 @@ class Pool:
         return child
 
     def _send(self, child: Child, work: Work) -> None:
+        child.last, child.began = function_of(work), time.monotonic()
         if isinstance(work, Draw):
             child.request = work
-            self._allow(child, work.section.function)
         else:
             child.cases = deque(work)
-            self._allow(child, work[0].function)
+        self._allow(child, child.last)
         # it died between two cases: see `_answer`
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             child.pipe.send(work)

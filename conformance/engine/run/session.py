@@ -148,8 +148,8 @@ class Session:
 
         def schedule(section: Section, structures: list[Structure]) -> None:
             number, count = plan.index(section), 0
-            for index, structure in enumerate(structures):
-                agenda.add(structure, (KINDS.index(section.kind), index / len(structures)))
+            for structure in structures:
+                agenda.add(structure, KINDS.index(section.kind), first=structure[0].is_large)
                 for case in structure:
                     places[id(case)], varied[id(case)] = (number, count), structure[0]
                     count += 1
@@ -161,7 +161,7 @@ class Session:
             if section.kind == "corpus":
                 schedule(section, [[case] for case in self.corpus if self._offered(case.function)])
             elif self._offered(section.function):
-                agenda.add(Draw(section, self.profile, self.space, self.options.seed), (-1,))
+                agenda.add(Draw(section, self.profile, self.space, self.options.seed), turn=-1)
         failed: Failed = {}
         try:
             for work, answer in self.pool.work(agenda):

@@ -266,7 +266,7 @@ def _large(scope: Scope) -> list[Changes]:
     many = {"tokens": 40 if gpu else 12, "experts": 129 if gpu else 17, "hidden": 9, "width": 5}
     again = {"tokens": 5, "experts": 2, "hidden": 2, "width": 2, "dtype": "bfloat16"}
     again |= {"scaling": "delayed", "recompute": "moe_act"}
-    real = {"tokens": 70, "experts": 4, "hidden": 2880, "width": 1440, "dtype": "bfloat16"}
+    real = {"tokens": 70, "experts": 2, "hidden": 2880, "width": 720, "dtype": "bfloat16"}
     delayed = scope.fits(scope.case(again))
     return [*_ragged(scope), many, *([again] if delayed else []), *([real] if gpu else [])]
 
