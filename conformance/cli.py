@@ -110,6 +110,9 @@ def _add(verbs: Any, name: str, verb: Callable[[Namespace], int], text: str, *ch
 
 def run(given: Namespace) -> int:
     """Judge the implementation, write the reports and print the verdict."""
+    from conformance.engine.child import server
+
+    server.start()
     from conformance.engine.run.session import judge
     from conformance.report import check_path, write
     from conformance.report.terminal import annotations, lines

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from multiprocessing import parent_process
@@ -29,6 +28,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.ranks import Collective, RankContext
 from conformance.engine.child import interpreting, poison
+from conformance.engine.child.compiling import Compiler
 from conformance.engine.child.evaluate import device_is_lost, evaluate
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.plan import Draw
@@ -43,7 +43,7 @@ def serve(connection: Connection, options: ChildOptions, log_path: str) -> None:
     """Answer requests until the parent hangs up."""
     implementation = import_implementation(connection, options, log_path)
     if implementation is not None:
-        answer_all(connection, options, implementation)
+        answer_all(connection, options, implementation, log_path)
 
 
 def import_implementation(connection: Connection, options: ChildOptions, log_path: str) -> Implementation | None:
@@ -73,11 +73,12 @@ def answer_all(
     connection: Connection,
     options: ChildOptions,
     implementation: Implementation,
+    log_path: str,
     context_of: Callable[[Case], RankContext] | None = None,
 ) -> None:
     """Judge the cases that come, alone or as one rank of a world, until the parent hangs up."""
     device = chosen_device(options.device)
-    compiled = _watch_compiler()
+    compiler = Compiler(os.path.dirname(log_path))
     with contextlib.suppress(EOFError, BrokenPipeError), _stream(device):
         while True:
             work = connection.recv()
@@ -93,7 +94,7 @@ def answer_all(
                     outcome.transport = rank.transport(implementation.transport(case.function, rank.group))
                     outcome.shares_gpu = rank.shares_gpu
                 outcome.calls = sorted(calls)
-                outcome.kernels, compiled[:] = compiled[:], []
+                outcome.kernels = compiler.take()
                 outcome.seconds = time.monotonic() - started
                 connection.send(("outcome", asdict(outcome), rank.seen if rank else []))
 
@@ -135,18 +136,6 @@ def _traced(package: str) -> Iterator[set[str]]:
         yield calls
     finally:
         sys.setprofile(None)
-
-
-def _watch_compiler() -> list[str]:
-    """A list to which Triton adds the name of every kernel specialisation it compiles."""
-    compiled: list[str] = []
-    if "triton" in sys.modules:
-
-        def hook(*, key: str, fn: Any, **_: Any) -> None:
-            compiled.append(f"{fn.name} {zlib.crc32(str(key).encode()):08x}")
-
-        sys.modules["triton"].knobs.runtime.jit_post_compile_hook = hook
-    return compiled
 
 
 def _answer(case: Case, implementation: Implementation, device: str, rank: RankContext | None) -> Outcome:

@@ -12,13 +12,14 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing import connection, get_context
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.ranks import ranks_of
+from conformance.engine.child import server
 from conformance.engine.child.child import serve
 from conformance.engine.child.processes import Patience, ending, plain_main
 from conformance.engine.child.runner import Outcome
@@ -30,8 +31,6 @@ from conformance.engine.world.worlds import Worlds
 from conformance.interface import UsageError
 
 CASE_SECONDS = 60.0  # a case that takes longer hangs
-# some hosts hang with it
-NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
 START_SECONDS = 180.0  # import of the implementation
 COMPILE_SECONDS = 60.0  # added on a GPU, where a case may wait for compilers
 HEAVY_BYTES = 24 * 2**30  # of device memory for one child with far addresses
@@ -69,11 +68,7 @@ class Pool:
     def __init__(self, options: ChildOptions, jobs: int = 1, case_seconds: float = CASE_SECONDS) -> None:
         self.options, self.jobs, self.patience = options, jobs, Patience(case_seconds)
         self.description: dict[str, Any] = {}
-        for name, value in NO_MULTICAST.items():
-            os.environ.setdefault(name, value)  # before torch starts in any child
-        self._context = get_context("forkserver")
-        modules = ["torch", "torch.fx.experimental.symbolic_shapes", "conformance.engine.child.child"]
-        self._context.set_forkserver_preload(modules)
+        self._context = server.start()
         self._folder = tempfile.TemporaryDirectory(prefix="moe-conformance-")
         self._started = 0
         self._children: list[Child] = []

@@ -79,7 +79,7 @@ def serve_rank(connection: Connection, options: ChildOptions, address: RankAddre
         ranks = ranks_of(CONTRACTS[case.function], case)
         return RankContext(address.rank, ranks, groups[ranks], agree, gpus=len(set(gpus[:ranks])))
 
-    answer_all(connection, options, Announced(implementation, connection), context_of)
+    answer_all(connection, options, Announced(implementation, connection), log_path, context_of)
 
 
 def _meet(address: RankAddress, device: str) -> tuple[dict[int, Any], list[str]]:

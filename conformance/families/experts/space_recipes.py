@@ -91,6 +91,7 @@ def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
     """
     if not scope.accepts("recipe"):
         return []
+    several = "counts" in scope.live
     gpu, grads, together = scope.space.device == "cuda", "+".join(scope.signature.gradients[:2]), _together(scope)
     cases = scope.array(BASE, together).cases
     if gpu and not scope.space.few_kernels:
@@ -101,7 +102,7 @@ def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
         simple = {name: value for items in first for name, value in items}
         overridden = [scope.row(BASE | simple | fields, {}) for fields in OVERRIDDEN]
         cases = [*one_per_recipe(cases), *filter(scope.fits, overridden)]
-    if gpu:
+    if gpu and (several or not scope.space.few_kernels):
         real = [scope.mended(scope.case(shape | {"grads": grads})) for shape in REAL]
         cases += [case for case, shape in zip(real, REAL, strict=True) if case.scaling == shape["scaling"]]
     cases = [replace(case, seed=index) for index, case in enumerate(cases)]

@@ -1,0 +1,19 @@
+"""The process from which children fork, with torch loaded. It starts while this process imports torch."""
+
+import os
+from multiprocessing import forkserver, get_context
+from typing import Any
+
+PRELOADED = ["torch", "torch.fx.experimental.symbolic_shapes", "conformance.engine.child.child"]
+# some hosts hang with multicast
+NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+
+
+def start() -> Any:
+    """The context of all children; idempotent."""
+    for name, value in NO_MULTICAST.items():
+        os.environ.setdefault(name, value)  # before torch starts in any child
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+    return context
