@@ -88,7 +88,7 @@ class Run:
         if not self.ledgers or failed_inside or not any(self.folder.glob("*.jsonl")):
             return
         whole = self.session.options.part == (0, 1) and not self.config.getoption("-k")
-        interrupted = "SIGINT" if session.exitstatus == pytest.ExitCode.INTERRUPTED else ""
+        interrupted = "a signal" if session.exitstatus == pytest.ExitCode.INTERRUPTED else ""
         self.verdict = self.session.verdict(self.folder, whole, interrupted)
         for path in self.reports:
             write(self.verdict, path)

@@ -17,7 +17,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.space import Space
 from conformance.engine.child.runner import Outcome
-from conformance.engine.choose.plan import cases_of
+from conformance.engine.choose.plan import cases_of, sections
 from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
@@ -170,7 +170,10 @@ def _passed(implementation: str, seed: int, jobs: int, function: str, trace: boo
         space = Space.of(description)
         functions = description["functions"].items()
         offered = {name for name, offer in functions if offer["offered"] and function in ("", name)}
-        cases = {name: cases_of(name, profile, space, seed) for name in offered}
+        cases = {
+            name: [case for s in sections() if s.function == name for case in cases_of(s, profile, space, seed)]
+            for name in offered
+        }
         if not trace:
             _require_sound(implementation, (case for group in cases.values() for case in group[:SOUND]), pool)
             return [PassedCase(case, 0.0, frozenset()) for group in cases.values() for case in group]

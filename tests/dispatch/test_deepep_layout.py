@@ -22,7 +22,7 @@ from conformance.mutants import planted
 CASES = [
     case
     for kind in ("fixed", "drawn")
-    for case in cases_of(Section(kind, "deepep_layout"), PROFILES["smoke"], Space(), 0, [])
+    for case in cases_of(Section(kind, "deepep_layout"), PROFILES["smoke"], Space(), 0)
 ]
 THREE = IndicesCase(
     function="deepep_layout", tokens=3, topk=3, experts=6, ranks=3, slots=(0, 1, 5, -1, 2, 2, -1, -1, -1)

@@ -86,7 +86,9 @@ ONE_GPU = Space("cuda", ranks=1, shared_ranks=4)
 @pytest.mark.parametrize("space", [Space("cpu"), Space("cuda"), ONE_GPU], ids=["cpu", "gpus", "one gpu"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_gate_asks_for_every_law_of_a_dispatcher_of_several_ranks_with_rows(function, space):
-    cases = cases_of(Section("fixed", function), PROFILES["gate"], space, 0, [])
+    cases = [
+        case for kind in ("fixed", "covering") for case in cases_of(Section(kind, function), PROFILES["gate"], space, 0)
+    ]
     asked = {
         case.law
         for case in cases
@@ -100,8 +102,8 @@ def test_the_gate_asks_for_every_law_of_a_dispatcher_of_several_ranks_with_rows(
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_ranks_that_share_a_gpu_get_few_small_cases_of_every_number_of_ranks(function):
-    sections = [Section("fixed", function), *(Section("drawn", function, shard) for shard in range(3))]
-    cases = [case for each in sections for case in cases_of(each, PROFILES["gate"], ONE_GPU, 0, [])]
+    sections = [Section("fixed", function), Section("covering", function), Section("drawn", function)]
+    cases = [case for each in sections for case in cases_of(each, PROFILES["gate"], ONE_GPU, 0)]
     shared = [case for case in cases if case.ranks > 1]
     assert {case.ranks for case in shared} == {2, 3, 4}
     assert 8 <= len(shared) <= 25 < len(cases)

@@ -62,7 +62,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
 for function in CONTRACTS:
     for kind in ("fixed", "drawn"):
-        print(*(case.id for case in cases_of(Section(kind, function), PROFILES["gate"], Space(), 0, [])))
+        print(*(case.id for case in cases_of(Section(kind, function), PROFILES["gate"], Space(), 0)))
 """
 
 
@@ -77,7 +77,7 @@ def test_the_cases_depend_on_neither_folder_nor_process(tmp_path):
         check=True,
     ).stdout
     here = [
-        cases_of(Section(kind, function), PROFILES["gate"], Space(), 0, [])
+        cases_of(Section(kind, function), PROFILES["gate"], Space(), 0)
         for function in FUNCTIONS
         for kind in ("fixed", "drawn")
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conformance.core.case import Case
-from conformance.engine.choose.plan import Section
+from conformance.engine.choose.plan import Section, cases_of
 from conformance.engine.options import ChildOptions, Options
 from conformance.engine.run.corpus import find
 from conformance.engine.run.ledger import entries
@@ -36,7 +36,8 @@ class Swept:
         session = Session(options, folder / "ledger")
         with contextlib.closing(session):
             session.start()
-            self.cases = {case.id: case for case in session.cases(DRAWN)}
+            drawn = cases_of(DRAWN, session.profile, session.space, options.seed)
+            self.cases = {case.id: case for case in drawn}
             self.failures = session.sweep(DRAWN)
             self.processes = [child.process.pid for child in (*session.pool._children, session.pool._spare) if child]
         self.ledger = list(entries(folder / "ledger"))

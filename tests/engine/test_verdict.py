@@ -8,6 +8,7 @@ import pytest
 from conformance.catalogue import CONTRACTS
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.profiles import PROFILES
+from conformance.engine.run.interrupt import TIME_LIMIT
 from conformance.engine.run.waivers import Waiver, read_waivers
 from conformance.families.permutation.cases import RoutingCase
 from conformance.interface import UsageError
@@ -122,16 +123,26 @@ def test_a_function_of_which_a_part_of_a_run_has_no_case_is_not_called_conforman
 
 def test_an_interrupted_run_calls_no_function_conformant_and_loses_no_result(book):
     book.section("drawn-permute-0", "permute", *["PASS"] * ENOUGH, scheduled=ENOUGH + 1)
-    verdict = book.verdict(interrupted=True, waivers=("unpermute (me)",))
-    assert (verdict.exit_code, verdict.verdict) == (4, "TOO LITTLE TESTED")
-    assert verdict.problems == [f"the run was interrupted after {ENOUGH} cases"]
+    verdict = book.verdict(interrupted="SIGTERM", waivers=("unpermute (me)",))
+    assert (verdict.exit_code, verdict.verdict) == (4, "INTERRUPTED")
+    assert verdict.problems == [f"SIGTERM ended the run after {ENOUGH} cases"]
     assert [verdict.functions[name].status for name in ("permute", "unpermute")] == ["too little tested", "not run"]
 
 
 @pytest.mark.parametrize(("status", "code"), [("FAIL", 1), ("ERROR", 3)])
 def test_what_an_interrupted_run_has_found_is_said(book, status, code):
-    verdict = book.section("drawn-permute-0", "permute", "PASS", status).verdict(interrupted=True)
+    verdict = book.section("drawn-permute-0", "permute", "PASS", status).verdict(interrupted="SIGTERM")
     assert verdict.exit_code == code
+
+
+@pytest.mark.parametrize(("cases", "verdict", "code"), [(1000, "CONFORMANT", 0), (2, "INTERRUPTED", 4)])
+def test_at_the_time_limit_a_run_is_conformant_with_the_minimum_of_every_function(book, cases, verdict, code):
+    for name in CONTRACTS:
+        count = cases if name == "permute" else 1000
+        book.section(f"drawn-{name}", name, *["PASS"] * count, scheduled=count + 1)
+    found = book.verdict(interrupted=TIME_LIMIT)
+    assert (found.verdict, found.exit_code) == (verdict, code)
+    assert any(problem.startswith("permute: 2 informative") for problem in found.problems) == bool(code)
 
 
 def test_offering_nothing_is_too_little(tmp_path):

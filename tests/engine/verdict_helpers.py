@@ -48,6 +48,7 @@ class Book:
                 "waiver": "",
                 "transport": "",
                 "shares_gpu": False,
+                "changed": [],
             }
             self.ledger.write(
                 "outcome",

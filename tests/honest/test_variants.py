@@ -25,7 +25,7 @@ def test_it_is_accepted(implementation):
         offered = [name for name, about in description["functions"].items() if about["offered"]]
         cases = []
         for function in offered:
-            own = cases_of(Section("drawn", function), PROFILES["smoke"], space, 7, [])
+            own = cases_of(Section("drawn", function), PROFILES["smoke"], space, 7)
             cases += [case for case in own if not ranks_of(CONTRACTS[function], case)][:EACH]
             cases += scope_of(function, space).more([])[:1] if function in BY_RECIPE else []
         statuses = {case.text: outcome for case, outcome in pool.run(cases)}

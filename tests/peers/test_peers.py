@@ -67,9 +67,9 @@ def judged(implementation: str, wanted=lambda section: True, kept=(), only=lambd
     with Pool(ChildOptions(implementation, search=(str(Path(__file__).parents[2]),))) as pool:
         description = pool.start()
         offered = [
-            s for s in sections(profile) if s.function and description["functions"][s.function]["offered"] and wanted(s)
+            s for s in sections() if s.function and description["functions"][s.function]["offered"] and wanted(s)
         ]
-        cases = [case for section in offered for case in cases_of(section, profile, Space.of(description), 0, [])]
+        cases = [case for section in offered for case in cases_of(section, profile, Space.of(description), 0)]
         return description["functions"], list(pool.run([*kept, *filter(only, cases)]))
 
 
@@ -194,9 +194,9 @@ def test_the_kernel_in_the_readme_is_conformant(tmp_path):
         profile = PROFILES["gate"]
         cases = [
             case
-            for section in sections(profile)
+            for section in sections()
             if section.function == "permute"
-            for case in cases_of(section, profile, space, 0, [])
+            for case in cases_of(section, profile, space, 0)
         ]
         statuses = {outcome.status for _, outcome in pool.run(cases)}
     assert len(cases) > 200

@@ -15,7 +15,7 @@ from tests.report.cli_helpers import smoke
 
 def only(label: str) -> tuple[str, str]:
     """The shard that is this section."""
-    labels = [section.label for section in sections(PROFILES["smoke"])]
+    labels = [section.label for section in sections()]
     return "--shard", f"{labels.index(label) + 1}/{len(labels)}"
 
 
@@ -203,7 +203,7 @@ def test_shards_run_every_section_once(call, place):
     first, second, both = counts
     assert sum(first.values()) > 0 < sum(second.values())
     assert {name: first[name] + second[name] for name in both} == both
-    assert len({section.label for section in sections(PROFILES["smoke"])}) == 1 + 2 * len(CONTRACTS)
+    assert len({section.label for section in sections()}) == 1 + 3 * len(CONTRACTS)
 
 
 def test_cases_in_the_corpus_run_first(call, place):
@@ -212,7 +212,7 @@ def test_cases_in_the_corpus_run_first(call, place):
     )
     corpus.save(place / "kept", kept, {})
     code, _, _ = call(*smoke("wrong", "--corpus", "kept", *only("corpus"), "--report", "out.json"))
-    assert sections(PROFILES["smoke"])[0].label == "corpus"
+    assert sections()[0].label == "corpus"
     assert (code, json.loads((place / "out.json").read_text())["functions"]["permute"]["counts"]) == (1, {"FAIL": 1})
 
 

@@ -62,9 +62,9 @@ def structures_of(section: Section, profile: Profile, space: Space, seed: int) -
             yield from ([case] for case in scope.far())
             yield from _varied(scope, scope.always(), -(-amount.cases // 4), seed)
     elif section.kind == "covering" and amount.rows:
-        rows = scope.covering().cases
-        yield from _varied(scope, rows[: amount.covering(section.function)], amount.cases, seed)
-        yield from _varied(scope, scope.more(rows), amount.cases, seed)
+        rows = scope.covering().cases[: amount.covering(section.function)]
+        others = [*fixed_cases(section.function, space), *scope.always(), *scope.far(), *rows]
+        yield from _varied(scope, [*rows, *scope.more(others)], amount.cases, seed)
     elif section.kind == "drawn":
         source = run_seed(section.function, seed)
         yield from _varied(scope, drawn(scope.drawn(), source, amount.structures(section.function)), amount.cases, seed)
@@ -84,10 +84,9 @@ def _together(cases: list[Case]) -> Iterator[Structure]:
     return (cases[i : i + PER_STRUCTURE] for i in range(0, len(cases), PER_STRUCTURE))
 
 
-def cases_of(function: str, profile: Profile, space: Space, seed: int) -> list[Case]:
-    """All cases of a function."""
-    chosen = (Section(kind, function) for kind in KINDS[1:])
-    return [case for s in chosen for structure in structures_of(s, profile, space, seed) for case in structure]
+def cases_of(section: Section, profile: Profile, space: Space, seed: int) -> list[Case]:
+    """The cases of a section of one function."""
+    return [case for structure in structures_of(section, profile, space, seed) for case in structure]
 
 
 def fixed_cases(function: str, space: Space) -> list[Case]:
