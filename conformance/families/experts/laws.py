@@ -194,9 +194,9 @@ def _group_split(trial: Trial) -> Finding | None:
 
 
 def turned(problem: Problem) -> Problem:
-    """The experts and the rows of their segments reversed, values negated but probs; the tail stays.
+    """Experts and rows of segments reversed, values but probs negated; the tail stays in place.
 
-    A tail row in a segment would be undefined there: its infinity undefines a whole NVFP4 expert.
+    An infinity of the tail inside a segment would make a whole NVFP4 expert undefined.
     """
     counts = problem.required.get("tokens_per_expert")
 
@@ -245,7 +245,7 @@ def _by_row(case: Any) -> bool:
 
 
 def _turns_over(case: Any) -> bool:
-    """Whether inputs stay legal reversed and negated: scales of a state and gradient noise do not."""
+    """Whether inputs stay legal reversed and negated; given scales and gradient noise do not."""
     recipe = recipe_of(case)
     return recipe is None or not (
         recipe.scaling == "delayed"

@@ -91,7 +91,7 @@ def _layers(draw: st.DrawFn, recipe: Changes) -> Changes:
 
 
 def _graded(draw: st.DrawFn, scope: Scope, fields: Changes) -> Changes:
-    """Gradients of given inputs only; noise only with gradients."""
+    """Gradients of given inputs, or none; dtype and values that the recipe takes with them."""
     given = tuple(x.name for x in scope.signature.inputs if x.gradient and fields.get(x.optional, True))
     fields = fields | {"grads": draw(st.just("") | some_of(given))}
     if fields["scaling"] and not scope.fits(scope.case(fields | {"interleave": 0})):
