@@ -1,4 +1,4 @@
-"""Laws of functions whose tokens do not see each other: neither their order nor other tokens matter."""
+"""Laws of functions with independent tokens: neither order nor other tokens matter."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -31,7 +31,7 @@ def _results(signature: Signature) -> dict[str, str]:
 
 
 def _judged(trial: Trial, law: str, there: Change, back: Change) -> Finding | None:
-    """Run with changed tokens, and judge what the same tokens have there by what was right the first time."""
+    """Run with changed tokens; judge the outputs of the same tokens by their first expectation."""
     signature = trial.contract.signature
     inputs = {x.name: x.dims for x in signature.inputs}
     cotangents = _changed(trial.problem.cotangents, _results(signature), there)

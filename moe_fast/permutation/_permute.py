@@ -59,7 +59,7 @@ def load_slot(row_map, lists, j):
 @triton.jit
 def load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row):
     """A tile of rows, 0 where there is no row: rows without a token are never read."""
-    if rows_ptr is None:  # noqa: SIM108  (not a return of its own: what follows one is compiled all the same)
+    if rows_ptr is None:  # no early return: Triton compiles the code after it anyway
         tile = live
     else:
         tile = tl.load(

@@ -1,8 +1,8 @@
 """The plan, in integers: what it counts, where it puts each copy, what it drops.
 
-P1 … P30 are the properties that a dispatcher of any make has. Those about integers are here, those about values in
-test_dispatch_reference.py and test_dispatch_reference_gradients.py; P21, P27 and P28 are about
-launches and streams, which a reference has not.
+P1 … P30 are the properties of every dispatcher. Integers are here; values are in
+test_dispatch_reference.py and test_dispatch_reference_gradients.py; P21, P27 and P28 concern
+launches and streams, which a reference does not have.
 """
 
 import pytest

@@ -7,7 +7,6 @@ import pytest
 
 from conformance.catalogue import CONTRACTS
 from conformance.engine.choose.plan import sections
-from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.run import corpus
 from conformance.families.permutation.cases import RoutingCase
 from tests.report.cli_helpers import smoke

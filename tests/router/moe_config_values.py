@@ -121,22 +121,23 @@ ELSEWHERE = {  # (option, beside) of a rule: what megatron-core 0.16.1 does inst
 
 
 _NAMES = """
-    num_moe_experts moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap
-    use_grouped_gemm_for_shared_expert moe_shared_expert_glu_interleave_size moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
-    moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_topk_limited_devices moe_router_pre_softmax
-    moe_router_topk_scaling_factor moe_router_score_function moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate
-    moe_router_fusion
-    moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_enable_routing_replay moe_input_jitter_eps moe_expert_capacity_factor
-    moe_pad_expert_input_to_capacity moe_token_drop_policy moe_token_dropping
-    moe_token_dispatcher_type moe_flex_dispatcher_backend moe_enable_deepep moe_flex_dispatcher_num_sms moe_deepep_num_sms moe_hybridep_num_sms
-    moe_permute_fusion moe_permute_fusion_into_hybridep moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
+        num_moe_experts moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size moe_shared_expert_gate
+    moe_shared_expert_overlap     use_grouped_gemm_for_shared_expert moe_shared_expert_glu_interleave_size
+    moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff     moe_router_topk moe_router_num_groups
+    moe_router_group_topk moe_router_topk_limited_devices moe_router_pre_softmax     moe_router_topk_scaling_factor
+    moe_router_score_function moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate
+    moe_router_fusion     moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_enable_routing_replay
+    moe_input_jitter_eps moe_expert_capacity_factor     moe_pad_expert_input_to_capacity moe_token_drop_policy
+    moe_token_dropping     moe_token_dispatcher_type moe_flex_dispatcher_backend moe_enable_deepep
+    moe_flex_dispatcher_num_sms moe_deepep_num_sms moe_hybridep_num_sms     moe_permute_fusion
+    moe_permute_fusion_into_hybridep moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
     moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs moe_expert_rank_capacity_factor
     moe_grouped_gemm moe_use_grouped_tensor moe_single_grouped_weight moe_single_grouped_bias
     moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size glu_linear_offset activation_func_clamp_value
-    use_fused_weighted_squared_relu activation_func_fp8_input_store moe_layer_recompute recompute_modules moe_paged_stash
-    moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu moe_per_layer_logging
-    overlap_moe_expert_parallel_comm delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad
-    cuda_graph_modules add_bias_linear
+    use_fused_weighted_squared_relu activation_func_fp8_input_store moe_layer_recompute recompute_modules
+    moe_paged_stash     moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
+    moe_paged_stash_buffer_size_factor_cpu moe_per_layer_logging     overlap_moe_expert_parallel_comm
+    delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad     cuda_graph_modules add_bias_linear
 """
 
 

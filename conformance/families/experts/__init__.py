@@ -1,4 +1,4 @@
-"""Experts: activations, grouped products, and the layers made of them."""
+"""Experts: activations, grouped products and MLPs."""
 
 from conformance.core.family import Family, by_function
 from conformance.core.shared_out import SharedOut

@@ -1,4 +1,4 @@
-"""glu and activation: values by running error analysis, both gradients, and what lies exactly on a bound."""
+"""glu and activation: output and both gradients by running error analysis, on bounds too."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ def _signature(*settings: str) -> Signature:
 
 
 class _Elementwise(Contract[ActivationCase]):
-    """What glu and activation share: h, probs, and the way from an activation to the output and back."""
+    """Shared by glu and activation: h, probs, and forward and backward around the activation."""
 
     case_type = ActivationCase
     oracle: Callable[..., Tensor]
@@ -52,7 +52,7 @@ class _Elementwise(Contract[ActivationCase]):
         return self.call(case, {"h": hidden_of(case, self.columns(case))}, settings)
 
     def cotangent(self, case: ActivationCase, output: str, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """Always finite: what a NaN does is seen in h."""
+        """Always finite: h has the NaNs."""
         return payload(case.seed, f"d_{output}", shape, dtype)
 
     def expected(self, case: ActivationCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
@@ -92,7 +92,7 @@ class _Elementwise(Contract[ActivationCase]):
     def held(
         self, h: Tensor, probs: Tensor | None, settings: Mapping[str, Any], dtype: torch.dtype, early: bool
     ) -> tuple[Running, dict[str, Tensor], Tensor]:
-        """The activation as it meets the probs; what the oracle is asked for, and its output."""
+        """The activation before the probs; the oracle's inputs and its output."""
         act = self.activated(h, settings, dtype)
         asked = {"h": leaf(h)} | ({} if probs is None else {"probs": leaf(probs)})
         plain = {name: x for name, x in settings.items() if name not in ("probs", "fp8_input_store")}
@@ -101,15 +101,15 @@ class _Elementwise(Contract[ActivationCase]):
 
     @abstractmethod
     def activated(self, h: Tensor, settings: Mapping[str, Any], dtype: torch.dtype) -> Running:
-        """The activation before it is multiplied by the probs."""
+        """The activation before the product with the probs."""
 
     @abstractmethod
     def vjp(self, g: Running, h: Tensor, settings: Mapping[str, Any]) -> Running:
-        """d_h, of the cotangent of the activation."""
+        """d_h from the cotangent of the activation."""
 
     @abstractmethod
     def hidden_nan(self, h: Tensor, settings: Mapping[str, Any]) -> Tensor:
-        """Where a NaN meets a minimum or a maximum, which may or may not pass it on."""
+        """Where a NaN enters a minimum or a maximum, which may or may not propagate it."""
 
 
 def activation_settings(case: Any) -> dict[str, Any]:

@@ -30,20 +30,20 @@ from moe_ref.config import GATED, PLAIN
 from moe_ref.config.experts import SIGMOID_GATED
 from moe_ref.config.quantization import OVERRIDES
 
-# nine rows: no empty expert; empty first, in the middle and last; all but one empty; a tile's worth and few others
+# nine rows: no empty expert; empty first, middle and last; all but one empty; one full tile
 COUNTS = ((4, 2, 3), (0, 5, 0, 4, 0), (0, 0, 9), (8, 0, 1))
-GROUPED_VALUES = ("dyadic", "rows", "special")  # and LOW_VALUES, where there is a scaling
+GROUPED_VALUES = ("dyadic", "rows", "special")  # and LOW_VALUES with a scaling
 INFINITE, NO_INFINITY = (
     (torch.nan, torch.inf, -torch.inf),
     (torch.nan,) * 3,
-)  # an infinity in one row of NVFP4 leaves an expert no right value
+)  # an infinity in one row of NVFP4 makes the whole expert undefined
 LAYOUTS = ("contiguous", "transposed", "strided", "shifted", "expanded", "wide_rows", "wide_columns", "wide_depth")
 
 
 VALUES = ("dyadic", "rows", "bounds", "saturated", "special")
 WEIGHTS = ("plain", "zeros", "signed")
 PROB_DTYPES = ("float32", "bfloat16", "float64")
-GATES = ("", "geglu", "geglu_erf", "quick_geglu", "reglu")  # empty: the function's own
+GATES = ("", "geglu", "geglu_erf", "quick_geglu", "reglu")  # empty: the function's default
 CURVES = ("", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
 # where σ is 1, exp(-x) is subnormal, overflows, and x³ is large in float32
 FAR = (17.0, 30.0, 88.0, 89.0, 104.0, 200.0, 5000.0)
@@ -77,14 +77,14 @@ class Kind(Name):
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCase(Case):
-    """Rows that an activation is applied to."""
+    """Input rows of an activation."""
 
     tokens: int = size("T", more=1)
-    experts: int = size("E", at_least=1)  # not used: the rows of all experts are alike
-    width: int = size("F", more=3)  # half of h's where it is gated
+    experts: int = size("E", at_least=1)  # not used: activations ignore experts
+    width: int = size("F", more=3)  # half the columns of h if gated
     kind: str = declared(Kind(default="", values=GATES + CURVES[1:], also=("swiglu", "squared_relu"), argument="kind"))
     dtype: str = dtypes(*LOGIT_DTYPES)
-    probs: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: none are given
+    probs: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: not given
     weights: str = choice(*WEIGHTS, of=("probs",), data=True)  # of the probs: see `probs_of`
     values: str = choice(*VALUES, data=True)  # of h: see `hidden_of`
     offset: int = number(0, 8, -4, 3, pairs=(8, -4), argument="offset")  # in eighths
@@ -118,9 +118,8 @@ class ActivationCase(Case):
 
 
 def hidden_of(case: ActivationCase, columns: int) -> Tensor:
-    """h: dyadic · rows, dyadic, each row times a power of two · bounds, on and around the clamp (or
-    1) and 0 · saturated, where curves are flat · special, dyadic with a NaN or an infinity in some
-    rows.
+    """h: dyadic · rows, dyadic times a power of two per row · bounds, near 0 and the clamp (or 1) ·
+    saturated, where curves are flat · special, dyadic with a NaN or an infinity in some rows.
     """
     shape, kind = (case.tokens, columns), DTYPES[case.dtype]
     plain = payload(case.seed, "h", shape, case.dtype)
@@ -150,7 +149,7 @@ def hidden_of(case: ActivationCase, columns: int) -> Tensor:
 
 
 def probs_of(seed: int, rows: int, dtype: str, weights: str) -> Tensor:
-    """[rows]: in (0, 1]; with a quarter of zeros; or from -2 to 2 with a quarter of zeros of both signs."""
+    """[rows]: in (0, 1]; a quarter zeros; or in [-2, 2] with a quarter zeros of both signs."""
     if weights != "signed":
         return probabilities(seed, "probs", (rows,), dtype, zeros=weights == "zeros")
     noise = hashed(seed, "zero probs", rows)
@@ -175,28 +174,28 @@ class Scaling(Name):
 
 @dataclass(kw_only=True)
 class Segments(Parts):
-    """Rows of each expert, where the function has several."""
+    """Rows per expert, if the function has several experts."""
 
     def live(self, signature: Signature) -> bool:
         return "tokens_per_expert" in signature.names
 
     def smaller(self, case: Any) -> Iterator[Changes]:
-        """Written out, or with less, where there are several."""
+        """Explicit counts, or fewer rows, if there are several experts."""
         if case.function != "latent_projection" and (case.counts or case.experts > 1):
             yield from super().smaller(case)
 
     def other(self, case: Any) -> Changes:
-        """Two experts more, one of them without rows."""
+        """Two more experts, one of them empty."""
         return self.changes((0, *counts_of(case)[::-1], 2))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedCase(Case):
-    """Rows grouped by expert, with one matrix per expert. All sizes except the tail are in UNITs of the scaling."""
+    """Rows grouped by expert, one matrix per expert. Sizes but the tail are in UNITs."""
 
     tokens: int = size(more=2)  # rows of all experts
     experts: int = size("L", at_least=1)
-    counts: tuple[int, ...] = declared(  # of each expert; empty: even, the first experts having one more
+    counts: tuple[int, ...] = declared(  # rows per expert; empty: even, remainder to the first experts
         Segments(default=(), total="tokens", number="experts", written_out=lambda case: counts_of(case))
     )
     tail: int = number(0, 1, 7, pairs=(3,), of=("tokens_per_expert",))  # rows past the last segment
@@ -207,10 +206,10 @@ class GroupedCase(Case):
     scaling: str = declared(Scaling(default="", values=("", *RECIPES), argument="recipe"))
     variant: int = choice(*range(VARIANTS))  # of the scaling, in RECIPES
     override: str = declared(Name(default="", values=("", *OVERRIDES)))  # the recipe's backward_override
-    bias: str = dtypes("", "float32", "bfloat16", also=("float64", "float16"))  # empty: none is given
+    bias: str = dtypes("", "float32", "bfloat16", also=("float64", "float16"))  # empty: not given
     into: str = dtypes("", "float32", "float64")  # of accumulate_into; empty: none is given
     accumulator: str = choice("", "float64", argument="accumulator")
-    # rows: each times a power of two; special: NaN and infinities in some rows and some experts' weights
+    # rows: a power of two per row; special: NaN and infinities in some rows and weights
     values: str = choice(*GROUPED_VALUES, also=LOW_VALUES, data=True)
     index_dtype: str = dtypes("int64", "int32")
 
@@ -225,7 +224,7 @@ class GroupedCase(Case):
 
     @property
     def noisy(self) -> bool:
-        """Whether the call is given noise."""
+        """Whether the call has noise."""
         return rounds_gradients(recipe_of(self)) and (
             bool(self.grads) or self.function in ("grouped_dgrad", "grouped_wgrad")
         )
@@ -236,16 +235,14 @@ class GroupedCase(Case):
 
 
 def counts_of(case: Any) -> tuple[int, ...]:
-    """Rows of each expert, in UNITs."""
+    """Rows per expert, in UNITs."""
     return case.counts or tuple(
         case.tokens // case.experts + (e < case.tokens % case.experts) for e in range(case.experts)
     )
 
 
 def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
-    """[P, columns]: rows of the segments by `values`, and behind them NaN, and infinities where an
-    amax might see them.
-    """
+    """[P, columns]: segments by `values`; the tail is NaN, with a scaling also infinities."""
     kind, own = DTYPES[case.dtype], case.tokens * unit_of(case)
     x = (
         factor_of(case, name)
@@ -267,7 +264,7 @@ def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
 
 
 def weights_of(case: Any, name: str, rows: int, columns: int) -> Tensor:
-    """[L, rows, columns]; where values are special, every third expert has a NaN or an infinity somewhere."""
+    """[L, rows, columns]; special: every third expert has a NaN or an infinity."""
     if case.values in LOW_VALUES or (case.scaling and case.values == "rows"):
         return factor_of(case, name)
     weight = payload(case.seed, name, (case.experts * rows, columns), case.dtype).reshape(case.experts, rows, columns)

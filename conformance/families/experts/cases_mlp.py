@@ -1,4 +1,4 @@
-"""Cases of an expert's two layers, and the tensors made from them."""
+"""Cases of two-layer experts, and the tensors made from them."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from moe_ref.config import GATED, PLAIN, RECOMPUTED
 from moe_ref.config.experts import SIGMOID_GATED
 from moe_ref.config.quantization import OVERRIDES
 
-SPREAD = 4  # rows lie within its powers of two of 1, so that no stage overflows in float16
+SPREAD = 4  # exponents of the rows' scales: no stage overflows in float16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class LayersCase(Case):
         return self.unquantised()
 
     def unquantised(self) -> str | None:
-        """Why no recipe is right for the case; None: it has none, or a right one."""
+        """Why the recipe does not fit the case; None: it fits, or there is none."""
         if self.override and not may_override(self.scaling):
             return f"scaling {self.scaling!r} has no backward_override"
         recipe = recipe_of(self)
@@ -70,7 +70,7 @@ class LayersCase(Case):
 
     @property
     def noisy(self) -> bool:
-        """Whether the call is given noise."""
+        """Whether the call has noise."""
         return rounds_gradients(recipe_of(self)) and bool(self.grads)
 
     def arguments(self) -> tuple[str, ...]:
@@ -80,21 +80,19 @@ class LayersCase(Case):
 
 @dataclass(frozen=True, kw_only=True)
 class MlpCase(LayersCase):
-    """Rows, grouped by expert, that pass through the expert's two layers. Rows are in UNITs unless
-    `align` pads them.
-    """
+    """Rows grouped by expert, through two layers. Rows are in UNITs unless `align` pads them."""
 
     tokens: int = size("P")  # rows of all experts
     experts: int = size("L", at_least=1)
-    counts: tuple[int, ...] = declared(  # of each expert; empty: even, the first experts having one more
+    counts: tuple[int, ...] = declared(  # rows per expert; empty: even, remainder to the first experts
         Segments(default=(), total="tokens", number="experts")
     )
     tail: int = number(0, 1, 7, pairs=(3,))  # rows past the last segment
-    probs: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: none are given
+    probs: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: not given
     weights: str = choice(*WEIGHTS, data=True)  # of the probs: see `probs_of`
     early: bool = flag(argument="round_before_probs")
     on_input: bool = flag(argument="probs_on_input")
-    bias1: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: none is given
+    bias1: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: not given
     bias2: str = dtypes("", *PROB_DTYPES, also=("float16",))
     align: int = number(0, 1, 3, 8, 16, 32, pairs=(4, 32), argument="align")  # 0: not given
     recompute: str = declared(Name(default="", values=("", *RECOMPUTED), argument="recompute"))
@@ -112,16 +110,16 @@ class MlpCase(LayersCase):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedCase(LayersCase):
-    """Tokens that all pass through the shared experts."""
+    """Tokens of the shared experts: all of them."""
 
     tokens: int = size("T", more=1)
-    experts: int = size("E", at_least=1)  # not used: the shared experts are one
+    experts: int = size("E", at_least=1)  # not used: shared experts form one MLP
     gate: bool = flag()
     again: bool = flag(argument="recompute")
-    counts: tuple[int, ...] = tokens_of_ranks()  # of several ranks with the same weights; empty: one process
+    counts: tuple[int, ...] = tokens_of_ranks()  # tokens per rank, weights shared; empty: one process
 
     early: ClassVar[bool] = False  # there are no probs
-    tail: ClassVar[int] = 0  # nor rows that are not read, nor padding
+    tail: ClassVar[int] = 0  # nor a tail, nor padding
     align: ClassVar[int] = 0
 
     def clash(self) -> str | None:
@@ -133,7 +131,7 @@ class SharedCase(LayersCase):
 
 
 def rows_of(case: Any, name: str, tail: int = 0) -> Tensor:
-    """[P,H]: rows by `values`, and NaN behind them."""
+    """[P,H]: rows by `values`; the tail is NaN."""
     kind, own = DTYPES[case.dtype], case.tokens * rows_unit(case)
     x = payload(case.seed, name, (own + tail, case.hidden * unit_of(case)), case.dtype)
     if case.values == "rows":
@@ -148,9 +146,7 @@ def rows_of(case: Any, name: str, tail: int = 0) -> Tensor:
 
 
 def weight_of(case: Any, name: str, rows: int, columns: int) -> Tensor:
-    """[L, rows, columns], a power of two smaller than a payload, so that what goes out is of the
-    size of what goes in.
-    """
+    """[L, rows, columns], a payload scaled by a power of two: outputs stay as large as inputs."""
     weight = payload(case.seed, name, (case.experts * rows, columns), case.dtype).reshape(case.experts, rows, columns)
     return of_experts(case, weight * 2.0 ** -(max(columns - 1, 1).bit_length() // 2))
 

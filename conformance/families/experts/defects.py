@@ -1,4 +1,4 @@
-"""Real defects of grouped products and activations, planted in a working implementation; see `planted`."""
+"""Real defects of grouped products and activations, for planting; see `planted`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from conformance.core.defect import Defect, Wrapper, first_in_32_bits
 
 
 def _legal(counts: Tensor, rows: Tensor) -> bool:
-    """An illegal call goes to the base, which refuses it: it is not what the defect is about."""
+    """Pass an illegal call to the base implementation, which refuses it."""
     return (
         counts.dim() == 1
         and not counts.is_floating_point()
@@ -25,7 +25,7 @@ def _starts(counts: Tensor) -> list[int]:
 
 
 def _at_row_strides(x_PN: Tensor, counts: Tensor, stride: int) -> Tensor:
-    """Each expert's rows written from row · stride on, one expert after the other, instead of from row · N on."""
+    """Writes each expert's rows from row · stride instead of row · N."""
     rows, width = x_PN.shape
     flat = x_PN.new_zeros(rows * max(stride, width) + rows * width)
     for start, count in zip(_starts(counts), counts.tolist(), strict=True):
@@ -34,7 +34,7 @@ def _at_row_strides(x_PN: Tensor, counts: Tensor, stride: int) -> Tensor:
 
 
 class _BackWith(torch.autograd.Function):
-    """x itself; its gradient is changed on its way back."""
+    """Identity on x, with a changed gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -72,12 +72,12 @@ def _stride_of_the_forward_back(
 
 
 def _unwritten(x: Tensor, where: Tensor) -> Tensor:
-    """x, with memory that nobody wrote where an expert is one of these."""
+    """x, with unwritten memory for the selected experts."""
     return torch.where(where[:, None, None], torch.empty_like(x), x)
 
 
 def _last(counts: Tensor) -> Tensor:
-    """The last expert, if it is empty beside others."""
+    """The last expert, if empty while others are not."""
     return (torch.arange(len(counts), device=counts.device) == len(counts) - 1) & (counts == 0) & bool(counts.any())
 
 
@@ -98,13 +98,13 @@ def _without_a_gradient(which: Callable[[Tensor], Tensor]) -> dict[str, Wrapper]
     return {"grouped_wgrad": grouped_wgrad, "grouped_linear": grouped_linear}
 
 
-SCHEDULED = 2  # programs that share the groups among them
+SCHEDULED = 2  # programs that share the groups
 
 
 def _offset_of_visited_groups(
     grouped_wgrad: Wrapper, d_out: Tensor, rows: Tensor, counts: Tensor, /, **settings: Any
 ) -> Any:
-    """Program e mod 2 has each second group, and adds up the rows of those only."""
+    """Program e mod 2 takes every second group, and sums only the rows of its groups."""
     if not _legal(counts, rows) or len(rows) != len(d_out):
         return grouped_wgrad(d_out, rows, counts, **settings)
     visited = [int(counts[e % SCHEDULED : e : SCHEDULED].sum()) for e in range(len(counts))]
@@ -157,7 +157,7 @@ def _clamp_stays_outside(shared_experts: Wrapper, x: Tensor, fc1: Tensor, fc2: T
 
 
 def _stored_input_read_at_once(glu: Wrapper, h: Tensor, /, **settings: Any) -> Any:
-    """Its gradients are right: what codes mean is encoded to the same codes."""
+    """Gradients stay right: dequantized values encode to the same codes."""
     return glu(_Instead.apply(h, in_e4m3(h.detach())) if settings.get("fp8_input_store") else h, **settings)
 
 

@@ -1,4 +1,4 @@
-"""Cases of experts worked out by hand: literal inputs, and outputs that no code of this project computed."""
+"""Cases of experts computed by hand: literal inputs and outputs."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ def _floats(*rows: Any, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _near(*rows: Any) -> Bounded:
-    """Within some roundings of float32, and exact where it is zero."""
+    """Within a few roundings of float32; zeros are exact."""
     value = torch.tensor(rows, dtype=torch.float64)
     return Bounded(value, value.abs() * 2.0**-20, torch.float32, torch.float32)
 
@@ -45,7 +45,7 @@ def _glu(*rows: Any, dtype: torch.dtype = torch.float32, **settings: Any) -> Pro
 
 
 def _with(problem: Problem, *cotangent: Any) -> Problem:
-    """The call with the gradients of all it has."""
+    """The call with gradients of all its inputs."""
     wanted = ("h", *(["probs"] if "probs" in problem.settings else []))
     h = problem.required["h"]
     return Problem(
@@ -142,7 +142,7 @@ ACTIVATION: Golden = {
     ),
 }
 
-# two experts, with two rows and one, and a row behind them that nobody may read:  W_0 = [[1, 2]],  W_1 = [[10, 100]]
+# two experts, of two rows and one, and a tail row never read:  W_0 = [[1, 2]],  W_1 = [[10, 100]]
 _ROWS = _floats([1, 2], [3, 4], [5, 6], [torch.nan, torch.inf])
 _WEIGHT = _floats([[1, 2]], [[10, 100]])
 _COUNTS = torch.tensor([2, 1])

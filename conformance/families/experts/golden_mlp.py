@@ -1,4 +1,4 @@
-"""Cases of expert MLPs worked out by hand: literal inputs, and outputs that no code of this project computed."""
+"""Cases of expert MLPs computed by hand: literal inputs and outputs."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ def _floats(*rows: Any, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _near(*rows: Any) -> Bounded:
-    """Within some roundings of float32, and exact where it is zero."""
+    """Within a few roundings of float32; zeros are exact."""
     value = torch.tensor(rows, dtype=torch.float64)
     return Bounded(value, value.abs() * 2.0**-20, torch.float32, torch.float32)
 
@@ -37,7 +37,7 @@ def _zeros(*shape: int) -> Bounded:
     )
 
 
-# H = 1, F = 1, two experts with one row each, and a row behind them that nobody may read; f(h) = max(h, 0)²
+# H = 1, F = 1, two experts of one row each, and a tail row never read; f(h) = max(h, 0)²
 _ROWS = _floats([3], [2], [torch.nan])
 _WEIGHTS = {"fc1_weight": _floats([[2]], [[1]]), "fc2_weight": _floats([[1]], [[-3]])}
 _BIASES = {"fc1_bias": _floats([1], [3]), "fc2_bias": _floats([10], [100])}
@@ -109,7 +109,7 @@ GROUPED_MLP: Golden = {
         ),
         {"out": _near([1.5 * LN3])},
     ),
-    # h = ln 3, 2.2 → 1.125, 2.25, which d_fc2_weight knows nothing of: a = ¾ ln 3 · 2.2
+    # h = ln 3, 2.2 → 1.125, 2.25; d_fc2_weight uses the unrounded a = ¾ ln 3 · 2.2
     "gradients_of_the_stored_input": (
         Problem(
             "grouped_mlp",

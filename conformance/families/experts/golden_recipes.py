@@ -1,7 +1,7 @@
-"""Products by a recipe worked out by hand: literal inputs, and outputs that no code of this project computed.
+"""Products by a recipe computed by hand: literal inputs and outputs.
 
-E4M3 has eight numbers between a power of two and the next, E5M2 four, E2M1 is 0 ½ 1 1½ 2 3 4 6. An
-amax of 7 is mapped to 448 by 64.
+E4M3 has eight numbers per binade, E5M2 four; E2M1 is 0 ½ 1 1½ 2 3 4 6. A scale of 64 maps an amax
+of 7 to 448.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ def _floats(*rows: Any) -> Tensor:
 
 
 def _near(*rows: Any) -> Bounded:
-    """Within some roundings of float32, and exact where it is zero."""
+    """Within a few roundings of float32; zeros are exact."""
     value = torch.tensor(rows, dtype=torch.float64)
     return Bounded(value, value.abs() * 2.0**-20, torch.float32, torch.float32)
 
@@ -34,7 +34,7 @@ def _exactly(*rows: Any) -> Bounded:
 
 
 def _corner(side: int, *rows: list[float]) -> list[list[float]]:
-    """A square with these numbers in its first rows and columns, and zeros."""
+    """A square of zeros with these numbers in its first rows and columns."""
     filled = [[*row, *[0.0] * (side - len(row))] for row in rows]
     return filled + [[0.0] * side] * (side - len(rows))
 
@@ -69,7 +69,7 @@ _MX = Problem(
 
 
 def _overridden(override: str) -> Problem:
-    """A cotangent that E5M2 does not hold beside 7: 1.1 · 8192 = 9011.2 would be 8192."""
+    """A cotangent inexact in E5M2 at the scale of 7: 1.1 · 8192 = 9011.2 would be 8192."""
     return Problem(
         "grouped_linear",
         {"rows": _floats([7, 1.1]), "weight": _floats([[7, 1.1], [0.3, 3.5]]), "tokens_per_expert": torch.tensor([1])},
@@ -91,7 +91,7 @@ _FP4 = Problem(
 
 
 def _delayed() -> Problem:
-    """With scales of 64, 32 and 1024."""
+    """Delayed scaling with scales of 64, 32 and 1024."""
     required = {"rows": _floats([7, 8]), "weight": _floats([[7, 1.1]]), "tokens_per_expert": torch.tensor([1])}
     settings = {"recipe": Recipe("delayed", amax_history_len=1), "state": Opaque("state")}
     state = {f"state.{role}.amax_history": _floats([0]) for role in ("input", "weight", "grad_output")}
@@ -110,8 +110,8 @@ def _delayed() -> Problem:
 
 
 GROUPED_LINEAR: Golden = {
-    # 1.1 · 64 = 70.4 → 72;  2.3 · 32 = 73.6 → 72;  0.3 · 256 = 76.8 → 80;  gradients are exact in
-    # E5M2
+    # 1.1 · 64 = 70.4 → 72;  2.3 · 32 = 73.6 → 72;  0.3 · 256 = 76.8 → 80;  gradients are
+    # exact in E5M2
     "a_scale_for_each_expert": (
         _CURRENT,
         {
@@ -128,8 +128,7 @@ GROUPED_LINEAR: Golden = {
         _BLOCK,
         {"out": _near([2], [12.75]), "d_weight": _near([[1, 0.3125]])},
     ),
-    # beside 7 1¼ · 2⁻¹⁴ is subnormal, and halfway between two codes; alone in its column it is
-    # exact
+    # 1¼ · 2⁻¹⁴ in a block with 7 is subnormal, halfway between two codes; alone it is exact
     "small_blocks_along_the_contraction": (
         _MX,
         {
@@ -154,7 +153,7 @@ GROUPED_LINEAR: Golden = {
             "d_weight": _near([[49, 7.875], [7.7, 1.1 * 1.125]]),
         },
     ),
-    "gradients_of_codes_by_rows": (  # beside 7, where it is not exact; alone in its column it would be
+    "gradients_of_codes_by_rows": (  # in a block with 7, inexact; alone in its column, exact
         replace(_MX, settings={"recipe": Recipe("mxfp8", backward_override="dequantized")}),
         {
             "out": _exactly(*_corner(32, [49 + 2.0**-14])),
@@ -197,7 +196,7 @@ LATENT_PROJECTION: Golden = {
     ),
 }
 
-# one expert, two rows that are alike, with probs of 1 and 5/16; h = 7, 1 3/32
+# one expert, two equal rows with probs of 1 and 5/16; h = 7, 1 3/32
 _LAYERS = {"fc1_weight": _floats([[1, 7], [0.15625, 0]]), "fc2_weight": _floats([[1, 1], [7, 0]])}  # [1,2,2] each
 GROUPED_MLP: Golden = {
     "what_is_weighted_is_quantised": (  # a = 7, 1 3/32 · 64 = 70 → 72;  5/16 · 7 · 64 = 140 → 144, 5/16 · 70 = 21⅞ → 22
@@ -211,7 +210,7 @@ GROUPED_MLP: Golden = {
         {
             "out": _exactly([8.125, 49], [2.25 + 0.34375, 15.75]),
             "d_rows": _exactly([7 + 1.09375, 49], [0, 0]),  # d_a = d_h = 7, 7
-            "d_probs": _exactly(49 + 7 * 1.09375, 0),  # by what was weighted, which is not quantised
+            "d_probs": _exactly(49 + 7 * 1.09375, 0),  # by the activations before weighting, not quantised
             "d_fc1_weight": _exactly([[49, 0], [49, 0]]),
             "d_fc2_weight": _exactly([[49, 7.875], [0, 0]]),
         },

@@ -4,7 +4,7 @@ import torch
 
 from conformance.core.illegal import Rule, added, flat, in_dtype, one_more, setting, together, with_values
 
-# two rows, one for each of two experts
+# two rows, one per expert
 COUNTS: dict[str, Rule] = {
     "count_negative": with_values("tokens_per_expert", torch.tensor([-1, 2])),
     "counts_beyond_the_rows": with_values("tokens_per_expert", torch.tensor([2, 1])),
@@ -32,7 +32,7 @@ OF_GATES: dict[str, Rule] = {
 }
 
 
-# two rows, one for each of two experts, or two tokens; all widths are 1
+# two rows, one per expert, or two tokens; all widths are 1
 MLP: dict[str, Rule] = {
     "fc1_weight_wider_than_rows": one_more("fc1_weight", -1),
     "fc1_width_odd": one_more("fc1_weight", -2),

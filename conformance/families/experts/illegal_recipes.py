@@ -1,8 +1,7 @@
-"""Illegal calls of functions that multiply by a recipe: what `moe_ref.config` says of recipes,
-their states and noise, and whole blocks.
+"""Illegal calls of functions with a recipe: recipes, states, noise and incomplete blocks.
 
-What is wrong in a recipe itself is refused where it is made. A rule whose argument only a backward
-reads is one of grouped_dgrad and grouped_wgrad.
+Constructing an invalid recipe raises already. A rule on an argument that only a backward reads
+belongs to grouped_dgrad and grouped_wgrad.
 """
 
 from collections.abc import Callable
@@ -28,8 +27,8 @@ OVERRIDDEN = Recipe("nvfp4", backward_override="dequantized")
 BOTH_LEVELS = Recipe(
     "nvfp4", hadamard=False, stochastic_rounding=False, row_scaled_activation=True, four_over_six="activations"
 )
-OF_ONE = ("shared_experts", "latent_projection")  # functions of one expert that has all the rows
-PAIRED = ("grouped_mlp", "shared_experts")  # functions of two layers, which have a state and a noise each
+OF_ONE = ("shared_experts", "latent_projection")  # functions of one expert with all rows
+PAIRED = ("grouped_mlp", "shared_experts")  # functions of two layers, with a state and a noise per layer
 
 
 def state_for(experts: int, length: int = 2, dtype: torch.dtype = torch.float32) -> LinearState:
@@ -71,7 +70,7 @@ def by_recipe(
     dtype: torch.dtype = torch.bfloat16,
     **settings: Any,
 ) -> Rule:
-    """Another call, by this recipe; a state, of so many experts as there are, and a noise are given to each layer."""
+    """The call with this recipe, and a state and a noise per layer."""
 
     def break_it(problem: Problem) -> Problem:
         twice, experts = problem.function in PAIRED, 1 if problem.function in OF_ONE else len(counts)

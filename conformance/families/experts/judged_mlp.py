@@ -1,5 +1,5 @@
-"""What is right for the outputs of an expert's two layers, by running error analysis, and for large outputs in high
-precision also by their error relative to the reference's.
+"""Bounds on the outputs of two-layer experts by running error analysis; large outputs in high
+precision are also compared with the reference's error.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,21 +18,21 @@ from conformance.judge.ratios import LEAST_ELEMENTS, row_wise
 
 @dataclass(frozen=True)
 class Judged:
-    """What is right for outputs, in the order of the rows."""
+    """Expectations of the outputs, in the order of the rows."""
 
     call: Call
-    rows: int  # with those behind the last segment
-    counts_L: Tensor  # of each expert, without padding
-    lost: Tensor  # rows that hold a NaN or an infinity: all that they reach is unspecified
-    reference: Callable[[], Mapping[str, Tensor]]  # of the same precision
-    terms: int  # of all stages together
+    rows: int  # tail included
+    counts_L: Tensor  # rows per expert, without padding
+    lost: Tensor  # rows with a NaN or an infinity: results that depend on them are unspecified
+    reference: Callable[[], Mapping[str, Tensor]]  # same precision
+    terms: int  # sum over all stages
 
     @property
     def lost_experts(self) -> Tensor:
         return torch.stack([lost.any() for lost in self.lost.split(self.counts_L.tolist())])
 
     def by_row(self, name: str, x: Running, dtype: torch.dtype, product: Product | None = None) -> Expectation:
-        """With zeros behind the last segment."""
+        """One value per row; the tail is zero."""
         right = final_bound(x, dtype, self.lost.reshape(-1, *[1] * (x.value.dim() - 1)))
         missing = torch.zeros((self.rows - len(self.lost), *x.value.shape[1:]), dtype=torch.float64)
         right = replace(right, value=torch.cat([right.value, missing]), bound=torch.cat([right.bound, missing]))
@@ -48,7 +48,7 @@ class Judged:
         product: Product | None = None,
         unspecified: Tensor | None = None,
     ) -> Expectation:
-        """Of all of an expert's rows together."""
+        """One value per expert, summed over its rows."""
         lost = self.lost_experts if unspecified is None else unspecified
         right = final_bound(x, dtype, lost.reshape(-1, *[1] * (x.value.dim() - 1)))
         return (
@@ -58,7 +58,7 @@ class Judged:
         )
 
     def compared(self, name: str, right: Bounded, magnitude: Tensor, terms: int) -> Expectation:
-        """By ratios too, where the output is large enough; the noise is that of all stages."""
+        """Also by error ratios, if the output is large enough; the noise covers all stages."""
         if right.value.numel() < LEAST_ELEMENTS or right.dtype == torch.float64:
             return right
         shape = right.value.shape[:-1]
@@ -73,7 +73,7 @@ class Judged:
 
 
 def in_reference(function: Callable[..., Tensor], problem: Problem) -> Callable[[], Mapping[str, Tensor]]:
-    """The output and the gradients of the reference, once."""
+    """The reference's output and gradients, computed once."""
     known: dict[str, Tensor] = {}
 
     def run() -> Mapping[str, Tensor]:
@@ -98,10 +98,10 @@ def in_reference(function: Callable[..., Tensor], problem: Problem) -> Callable[
 
 @dataclass(frozen=True)
 class Padding:
-    """Rows of zeros behind each expert's."""
+    """Rows of zeros after each expert's rows."""
 
-    counts_L: Tensor  # with them
-    kept: Tensor  # bool: rows that are none of them
+    counts_L: Tensor  # padding included
+    kept: Tensor  # bool: rows that are not padding
 
     @classmethod
     def of(cls, counts_L: Tensor, align: int) -> "Padding":

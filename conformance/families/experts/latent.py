@@ -1,6 +1,6 @@
-"""latent_projection: grouped_linear of one expert that has all the tokens, in high and in low precision.
+"""latent_projection: grouped_linear of one expert with all tokens, in high and low precision.
 
-Cases are those of grouped_linear; their experts, counts, tail, accumulator and index_dtype are not looked at.
+Cases of grouped_linear; experts, counts, tail, accumulator and index_dtype are ignored.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from conformance.families.experts.precision import unit_of
 from conformance.judge import Bounded, Expectation
 from conformance.judge.ratios import RowWise
 
-OF_GROUPED = {"x": "rows", "weight": "weight", "bias": "bias"}  # inputs, and what grouped_linear calls them
+OF_GROUPED = {"x": "rows", "weight": "weight", "bias": "bias"}  # name here: name in grouped_linear
 
 
 class LatentProjection(GroupedLinear):
@@ -58,12 +58,12 @@ class LatentProjection(GroupedLinear):
 
 
 def of_one_expert(case: GroupedCase) -> GroupedCase:
-    """The case as grouped_linear has it."""
+    """The case of grouped_linear with one expert."""
     return replace(case, experts=1, counts=(), tail=0, accumulator="")
 
 
 def of_one(right: Expectation) -> Expectation:
-    """The only expert's."""
+    """The expectation of the only expert."""
     assert isinstance(right, Bounded)
     if not isinstance(right, RowWise):
         return replace(right, value=right.value[0], bound=right.bound[0])

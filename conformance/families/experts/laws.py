@@ -1,4 +1,4 @@
-"""Laws of what happens inside experts: rows, and the experts that hold them, know nothing of one another."""
+"""Laws of computations inside experts: rows and experts are independent."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from conformance.core import universal_laws as general
 from conformance.core.contract import Problem
-from conformance.core.law import Law, Trial, plain, same
+from conformance.core.law import Law, Trial, plain, same, upside_down
 from conformance.families.experts.precision import recipe_of, unit_of
 from conformance.judge import Bounded, Expectation, Finding, judge
 
@@ -17,12 +17,12 @@ BY_ROW = (
     "delayed",
     "block",
     "mxfp8",
-)  # scalings of which a row's codes are the same whoever stands beside it, where blocks lie along rows
+)  # scalings whose codes of a row do not depend on other rows, for blocks along rows
 DOUBLED = ("dyadic", "rows", "columns", "patches", "zeros")  # values that stay finite
 
 
 def scaled(expected: Expectation, factor: float) -> Bounded:
-    """What is right for `factor` times the input, a power of two: the same roundings, but for
+    """The expectation for `factor` times the input, a power of two: the same roundings except for
     subnormals and overflow.
     """
     assert isinstance(expected, Bounded)
@@ -38,8 +38,8 @@ def scaled(expected: Expectation, factor: float) -> Bounded:
 
 
 def ordinary(x: Tensor) -> Tensor:
-    """Where neither x nor a few times x is subnormal or overflows; nor are the float32 numbers that
-    it is made of, whatever its own dtype.
+    """Where x and small multiples of x neither overflow nor are subnormal, in x's dtype and in
+    float32, in which x was computed.
     """
     kind = torch.finfo(x.dtype)
     least = max(8 * kind.tiny, 2.0**24 * torch.finfo(torch.float32).tiny)
@@ -47,7 +47,7 @@ def ordinary(x: Tensor) -> Tensor:
 
 
 def doubled(trial: Trial, law: str, problem: Problem, outputs: tuple[str, ...]) -> Finding | None:
-    """Twice the input is exactly twice the output, where runs repeat and nothing is subnormal."""
+    """f(2x) = 2f(x), bitwise if deterministic, except for subnormals."""
     second = trial.run(problem)
     finding = trial.judged(law, {name: scaled(trial.expected[name], 2.0) for name in outputs}, second)
     if finding or not trial.declared.get("deterministic"):
@@ -75,7 +75,7 @@ def _cotangent_scaling(trial: Trial) -> Finding | None:
 
 
 def _neighbour_independence(trial: Trial) -> Finding | None:
-    """A NaN in one row: no other row changes, and no other expert's gradient."""
+    """A NaN in one row changes no other row, and no other expert's gradient."""
     name = next(iter(trial.problem.required))
     x = trial.problem.required[name].clone()
     middle = trial.case.tokens // 2
@@ -94,8 +94,8 @@ def _neighbour_independence(trial: Trial) -> Finding | None:
 def untouched(
     trial: Trial, law: str, second: dict[str, Any], kept: dict[str, Tensor], bitwise: bool = True
 ) -> Finding | None:
-    """`second` is what some rows were in the first run: bit by bit if runs of one shape repeat,
-    else by what was expected there.
+    """`second` equals these rows of the first run: bitwise if deterministic, else by their
+    expectation.
     """
     if bitwise and trial.declared.get("deterministic"):
         return same(law, {name: trial.first[name][rows] for name, rows in kept.items()}, second)
@@ -112,11 +112,11 @@ def untouched(
     return None
 
 
-# ---- rows in segments, one for each expert
+# ---- rows in segments, one per expert
 
 
 def of_rows(name: str) -> bool:
-    """Whether a tensor has a row for each row, and not for each expert."""
+    """Whether the tensor's first dimension is rows, not experts."""
     return name.removeprefix("d_") not in BY_EXPERT and not name.startswith("state.")
 
 
@@ -125,20 +125,20 @@ def judged_outputs(trial: Trial) -> list[str]:
 
 
 def expert_of(problem: Problem, row: int) -> int:
-    """The expert in whose segment a row stands; -1 where there are none."""
+    """The expert of a row; -1 without segments."""
     counts = problem.required.get("tokens_per_expert")
     return -1 if counts is None else int((counts.cumsum(0) <= row).sum())
 
 
 def regrouped(problem: Problem, rows: Tensor, experts: Tensor, counts: Tensor) -> Problem:
-    """The rows and the experts that these indices take; row -1 is a new one that holds NaN."""
+    """The call with these rows and experts; row -1 is a new row of NaN."""
 
     def taken(name: str, x: Tensor) -> Tensor:
         if name == "tokens_per_expert":
             return counts.to(x.dtype)
         if not of_rows(name):
             return x[experts].clone()
-        if name == "noise" or name.startswith("noise."):  # a row of it for each direction
+        if name == "noise" or name.startswith("noise."):  # one noise tensor per direction
             return torch.stack([taken("", direction) for direction in x])
         return torch.cat(
             [x, torch.full_like(x[:1], torch.nan) if len(x) else x.new_full((1, *x.shape[1:]), torch.nan)]
@@ -151,7 +151,7 @@ def regrouped(problem: Problem, rows: Tensor, experts: Tensor, counts: Tensor) -
 
 
 def _padding_independence(trial: Trial) -> Finding | None:
-    """Without the rows behind the last segment, or with some where there were none: nothing changes."""
+    """Removing the tail, or adding one where there was none, changes nothing."""
     counts = trial.problem.required["tokens_per_expert"]
     total = int(counts.sum())
     rows = torch.tensor([*range(total), *([-1] * 3 if not trial.case.tail else [])], dtype=torch.int64)
@@ -169,7 +169,7 @@ def _padding_independence(trial: Trial) -> Finding | None:
 
 
 def _expert_relabelling(trial: Trial) -> Finding | None:
-    """Experts, and their segments with them, in the opposite order."""
+    """Experts and their segments in reverse order."""
     counts = trial.problem.required["tokens_per_expert"]
     numbers = torch.arange(int(counts.sum()) + trial.case.tail)
     segments = numbers.split([*counts.tolist(), trial.case.tail])
@@ -182,7 +182,7 @@ def _expert_relabelling(trial: Trial) -> Finding | None:
 
 
 def _group_split(trial: Trial) -> Finding | None:
-    """The largest expert as two with the same weights: each row is what it was."""
+    """The largest expert split into two with the same weights: rows do not change."""
     counts = trial.problem.required["tokens_per_expert"]
     e = int(counts.argmax())
     unit = 1 if getattr(trial.case, "align", 0) else unit_of(trial.case)
@@ -193,44 +193,73 @@ def _group_split(trial: Trial) -> Finding | None:
     return trial.judged("group_split", {name: x for name, x in trial.expected.items() if of_rows(name)}, outputs)
 
 
+def turned(problem: Problem) -> Problem:
+    """Experts and rows of segments reversed, values but probs negated; the tail stays in place.
+
+    An infinity of the tail inside a segment would make a whole NVFP4 expert undefined.
+    """
+    counts = problem.required.get("tokens_per_expert")
+
+    def other(name: str, x: Tensor) -> Tensor:
+        if counts is None or name == "tokens_per_expert" or not of_rows(name):
+            return _negated(name, upside_down(x))
+        total = int(counts.sum())
+        return torch.cat([_negated(name, upside_down(x[:total])), x[total:]])
+
+    return problem.with_tensors({name: other(name, x) for name, x in problem.tensors.items()})
+
+
+def _negated(name: str, x: Tensor) -> Tensor:
+    return -x if x.is_floating_point() and name != "probs" else x
+
+
+def _buffer_reuse(trial: Trial) -> Finding | None:
+    """Other values in the storage of the first run's inputs."""
+    second = turned(trial.problem)
+    return trial.judged("buffer_reuse", trial.reference(second), trial.run(second, storage=trial.extras["placed"]))
+
+
+def _graph_capture(trial: Trial) -> Finding | None:
+    """Captured with one set of values, replayed with another, where declared."""
+    if not trial.declared.get("graph_capturable"):
+        return None
+    second = turned(trial.problem)
+    return trial.judged("graph_capture", trial.reference(second), trial.run(trial.problem, replay=second))
+
+
 def _linear(case: Any) -> bool:
-    """Whether the output is linear in what is doubled."""
+    """Whether the output is linear in the doubled input."""
     without = not getattr(case, "bias", "") and not getattr(case, "into", "") and _doubles(case)
     return plain(case) and (bool(case.probs) if case.function in ("glu", "activation") else without)
 
 
 def _doubles(case: Any) -> bool:
-    """Whether twice the values become the same codes and twice the scales."""
+    """Whether doubled values quantise to the same codes and doubled scales."""
     recipe = recipe_of(case) if getattr(case, "scaling", "") else None
     return recipe is None or (recipe.scaling != "delayed" and not recipe.amax_epsilon and case.values in DOUBLED)
 
 
 def _by_row(case: Any) -> bool:
-    """Whether a row's result is its own, whatever an expert's other rows are."""
+    """Whether a row's result depends on no other row of its expert."""
     return getattr(case, "scaling", "") in ("", *BY_ROW)
 
 
 def _turns_over(case: Any) -> bool:
-    """Whether the inputs stay legal upside down and negated: scales of a state and a gradient's noise do not.
-    Nor may an infinity of the tail enter a segment of NVFP4: it leaves no value of the expert defined.
-    """
+    """Whether inputs stay legal reversed and negated; given scales and gradient noise do not."""
     recipe = recipe_of(case)
     return recipe is None or not (
         recipe.scaling == "delayed"
-        or (recipe.scaling == "nvfp4" and getattr(case, "tail", 0) > 0)
         or (recipe.stochastic_rounding and case.function in ("grouped_dgrad", "grouped_wgrad"))
     )
 
 
 def _rounds_small_numbers(case: Any) -> bool:
-    """Whether a cotangent, or a product of quantised ones, may become a subnormal on its way, which
-    doubling does not pass through.
-    """
+    """Whether an intermediate cotangent may be subnormal, where doubling changes roundings."""
     return bool(getattr(case, "early", False) or getattr(case, "scaling", "")) and case.dtype == "float16"
 
 
 def _grouped(case: Any) -> bool:
-    """Whether rows may change their places: not where noise has rows for padding, too."""
+    """Whether rows may be permuted: not if noise also has rows for padding."""
     return (
         plain(case)
         and case.tokens + case.tail > 0
@@ -261,8 +290,12 @@ GROUP_SPLIT = Law(
     recompiles=True,
 )
 BUFFER_REUSE = replace(
-    general.BUFFER_REUSE, applies=lambda case: general.BUFFER_REUSE.applies(case) and _turns_over(case)
+    general.BUFFER_REUSE,
+    check=_buffer_reuse,
+    applies=lambda case: general.BUFFER_REUSE.applies(case) and _turns_over(case),
 )
 GRAPH_CAPTURE = replace(
-    general.GRAPH_CAPTURE, applies=lambda case: general.GRAPH_CAPTURE.applies(case) and _turns_over(case)
+    general.GRAPH_CAPTURE,
+    check=_graph_capture,
+    applies=lambda case: general.GRAPH_CAPTURE.applies(case) and _turns_over(case),
 )

@@ -1,10 +1,9 @@
-"""Laws of an expert's two layers: rows that do not count, and settings that must not change a result."""
+"""Laws of two-layer experts: rows of weight zero, and settings that change no result."""
 
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from conformance.core import row_laws
 from conformance.core import universal_laws as universal
@@ -16,11 +15,11 @@ from conformance.families.experts.precision import recipe_of, unit_of
 from conformance.judge import Expectation, Finding
 from conformance.judge.bound import Bounded
 
-ALIGNED = 16  # rows: more than most experts of a small case have
+ALIGNED = 16  # rows: more than most experts of a small case
 
 
 def _zero_probs(trial: Trial) -> Finding | None:
-    """Other numbers in the rows whose prob is 0: they reach nothing but the gradient of that prob."""
+    """Rows with prob 0 affect only the gradient of that prob."""
     probs = trial.problem.settings["probs"]
     nothing = probs == 0
     rows = trial.problem.required["rows"]
@@ -46,14 +45,14 @@ def _cotangent_scaling(trial: Trial) -> Finding | None:
 
 
 def _other_setting(trial: Trial, name: str, value: Any) -> dict[str, Any]:
-    """Without a setting, or with it where it was not given."""
+    """Run without the setting, or with it if it was not given."""
     settings = {key: x for key, x in trial.problem.settings.items() if key != name}
     given = name in trial.problem.settings
     return trial.run(replace(trial.problem, settings=settings if given else settings | {name: value}))
 
 
 def _recompute(trial: Trial) -> Finding | None:
-    """What is computed again in the backward, or no longer is: the same bits where runs repeat."""
+    """Recomputation in the backward, toggled: the same bits if deterministic."""
     shared = trial.case.function == "shared_experts"
     return trial.repeats(
         "recompute", _other_setting(trial, "recompute", True if shared else ("moe_act", "moe")[trial.case.seed % 2])
@@ -61,33 +60,17 @@ def _recompute(trial: Trial) -> Finding | None:
 
 
 def _alignment(trial: Trial) -> Finding | None:
-    """Rows of zeros behind each expert's, or none."""
+    """Padding of each expert's rows, toggled."""
     return trial.judged("alignment", trial.expected, _other_setting(trial, "align", ALIGNED))
 
 
 def _one_after_another(trial: Trial) -> Finding | None:
-    """grouped_mlp, where it is offered too."""
+    """The same as grouped_mlp, if offered."""
     return trial.judged("grouped", trial.expected, trial.run(replace(trial.problem, function="grouped_mlp")))
 
 
-def _token_reversal(trial: Trial) -> Finding | None:
-    """Tokens in the opposite order: each has what it had."""
-    problem = trial.problem
-    turned = replace(
-        problem.with_tensors({"x": problem.required["x"].flip(0)}),
-        cotangents={name: x.flip(0) for name, x in problem.cotangents.items()},
-    )
-    outputs = {
-        name: x.flip(0) if name in ("out", "d_x") and isinstance(x, Tensor) else x
-        for name, x in trial.run(turned).items()
-    }
-    return trial.judged("token_reversal", trial.expected, outputs)
-
-
 def _in_any_order(case: Any) -> bool:
-    """Whether tokens share a scale with all or with none of the others, whatever their order; noise
-    has an order of its own.
-    """
+    """Whether scales do not depend on the order of tokens; noise does."""
     return getattr(case, "scaling", "") in ("", "delayed", "current")
 
 
@@ -96,30 +79,26 @@ def _weighted(case: Any) -> bool:
 
 
 def _doubles(case: Any) -> bool:
-    """Whether twice the numbers are twice the result: not among float16's subnormals, nor where a
-    scale remembers others or has a least amax.
-    """
+    """Whether results double exactly: not in float16, nor with delayed scales or a least amax."""
     recipe = recipe_of(case)
     return case.dtype != "float16" and (recipe is None or (recipe.scaling != "delayed" and not recipe.amax_epsilon))
 
 
 def _padded_by_nothing(case: Any) -> bool:
-    """Whether rows of zeros stay zeros through the stages, or no scale sees them; and the call is
-    legal without them.
-    """
+    """Whether rows of zeros stay zero or enter no scale, and the call is legal without padding."""
     zeros = not case.bias1 or (bool(case.probs) and not case.on_input)
     return unit_of(case) == 1 and (zeros or not case.scaling) and not _random(case)
 
 
 def _random(case: Any) -> bool:
-    """Whether there is noise, whose rows are those of the padded buffer."""
+    """Whether there is noise, which has the rows of the padded buffer."""
     recipe = recipe_of(case)
     return recipe is not None and bool(recipe.stochastic_rounding) and bool(case.grads)
 
 
 ZERO_PROBS = Law(
     "zero_probs", _zero_probs, lambda case: _weighted(case) and case.weights != "plain" and not case.scaling
-)  # a scale is for all rows
+)  # a scale covers all rows
 SCALING = Law("scaling", _scaling, lambda case: _weighted(case) and not case.on_input and _doubles(case))
 COTANGENT_SCALING = Law(
     "cotangent_scaling", _cotangent_scaling, lambda case: plain(case) and bool(case.grads) and _doubles(case)
@@ -129,7 +108,7 @@ RECOMPUTE = Law(
 )
 ALIGNMENT = Law("alignment", _alignment, lambda case: plain(case) and _padded_by_nothing(case), recompiles=True)
 GROUPED = Law("grouped", _one_after_another, plain)
-TOKEN_REVERSAL = Law("token_reversal", _token_reversal, lambda case: plain(case) and _in_any_order(case))
+TOKEN_REVERSAL = replace(row_laws.TOKEN_REVERSAL, applies=lambda case: plain(case) and _in_any_order(case))
 
 _ELEMENTWISE = (
     *(*universal.EVERYWHERE, *universal.STATIC, row_laws.TOKEN_REVERSAL, row_laws.BATCH_CONCAT),

@@ -1,4 +1,4 @@
-"""grouped_linear, grouped_dgrad and grouped_wgrad: contractions expert by expert, and rows that nobody may read."""
+"""grouped_linear, grouped_dgrad and grouped_wgrad: one contraction per expert."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,12 +28,12 @@ BY_FP8 = (
     "delayed",
     "current",
     "block",
-)  # scalings whose products Hopper's matrix unit for FP8 takes: those of MXFP8 and NVFP4 are emulated there
-PRECISION = ("recipe", "state", "noise", "accumulator")  # arguments that say what a product is taken in
+)  # scalings on Hopper's FP8 tensor cores; MXFP8 and NVFP4 are emulated there
+PRECISION = ("recipe", "state", "noise", "accumulator")  # arguments that set a product's precision
 
 
 def precision_of(problem: Problem, declared: Mapping[str, Any], *tensors: Tensor) -> ProductPrecision:
-    """What the call asks for, or else what is declared."""
+    """The precision the call sets, else the declared one."""
     state = state_from(problem.required)
     settings = {name: x for name, x in problem.settings.items() if name in PRECISION} | (
         {"state": state} if state else {}
@@ -49,7 +49,7 @@ def precision_of(problem: Problem, declared: Mapping[str, Any], *tensors: Tensor
 
 
 def product_signature(inputs: list[Input], output: Output, *settings: str, linear: str) -> Signature:
-    """Of a product that may have a recipe, and noise for the cotangent."""
+    """A product with an optional recipe, and noise for the cotangent."""
     noise = Input("noise", f"2{inputs[0].dims[0]}M", ("float32",), field="", optional="noisy")
     return Signature([*inputs, noise], [output], settings=("recipe", "state", *settings), linear=(linear, output.name))
 
@@ -65,7 +65,7 @@ class _Grouped(Contract[GroupedCase]):
         return unit_of(case) * torch.tensor(counts_of(case), dtype=DTYPES[case.index_dtype])
 
     def called(self, case: GroupedCase, required: dict[str, Any], settings: dict[str, Any]) -> Problem:
-        """The call; with a state, whose tensors are no arguments, by a script."""
+        """The call; with a state, whose tensors are not arguments, a script."""
         settings = settings | recipe_settings(case) | ({"accumulator": case.accumulator} if case.accumulator else {})
         state = state_tensors(case)
         script: dict[str, Any] = {}
@@ -154,7 +154,7 @@ class GroupedLinear(_Grouped):
 
 
 def row_gradient(d_out: Tensor, weight: Tensor, counts: Tensor, how: ProductPrecision) -> Expectation:
-    """What is right for d_out W_e."""
+    """The expectation of d_out W_e."""
     how = how.of("dgrad")
     pairs = zip(how.rows(d_out, counts, "grad_output", "dgrad"), how.weights(weight, "dgrad"), strict=True)
     products = [Product.of(own, matrix.transposed) for own, matrix in pairs]
@@ -166,7 +166,7 @@ def row_gradient(d_out: Tensor, weight: Tensor, counts: Tensor, how: ProductPrec
 def weight_gradient(
     d_out: Tensor, rows: Tensor, counts: Tensor, into: Tensor | None, how: ProductPrecision
 ) -> Expectation:
-    """What is right for Σ d_outᵀ x of each expert, beside what is there already."""
+    """The expectation of `into` + Σ d_outᵀ x, per expert."""
     how = how.of("wgrad")
     pairs = zip(how.rows(d_out, counts, "grad_output", "wgrad"), how.rows(rows, counts, "input", "wgrad"), strict=True)
     whole = Product.joined([Product.of(left.transposed, right.transposed) for left, right in pairs], stack=True)
@@ -193,7 +193,7 @@ def weight_gradient(
 
 
 class GroupedDgrad(_Grouped):
-    """`grouped_dgrad`."""
+    """`grouped_dgrad`: the gradient of the rows."""
 
     function = "grouped_dgrad"
     signature = product_signature(
@@ -217,7 +217,7 @@ class GroupedDgrad(_Grouped):
 
 
 class GroupedWgrad(_Grouped):
-    """`grouped_wgrad`, alone or added to what is there already."""
+    """`grouped_wgrad`: the gradient of the weights, alone or added to `accumulate_into`."""
 
     function = "grouped_wgrad"
     signature = product_signature(

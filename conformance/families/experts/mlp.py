@@ -40,7 +40,7 @@ SIGNATURE = Signature(
 
 
 class GroupedMlp(Contract[MlpCase]):
-    """`grouped_mlp`: the output, and the gradients of the rows, the probs, both weights and both biases."""
+    """`grouped_mlp`: the output, and the gradients of rows, probs, both weights and both biases."""
 
     function = "grouped_mlp"
     case_type = MlpCase
@@ -114,7 +114,7 @@ class GroupedMlp(Contract[MlpCase]):
         gradients: dict[str, Callable[[], Expectation]] = {
             "rows": lambda: judged.by_row("d_rows", padding.trim(back.rows), rows.dtype, back.row_product),
             "probs": lambda: judged.by_row("d_probs", padding.trim(_flat(back.probs)), settings["probs"].dtype),
-            # no ratio: a row of d_h shares an error
+            # no ratio: errors within a row of d_h are correlated
             "fc1_weight": lambda: judged.by_expert("d_fc1_weight", back.fc1_weight()[0], rows.dtype),
             "fc2_weight": lambda: judged.by_expert(
                 "d_fc2_weight", (second := back.fc2_weight())[0], rows.dtype, second[1]

@@ -1,7 +1,7 @@
-"""Grouped products of quantised operands: recipes and what goes with them.
+"""Grouped products of quantised operands: recipes, their states and their operands.
 
-A product is judged by what the reference's codes stand for (`analysis.factors`); where codes may be
-others, it may be as far away as they take it, and its row is not compared with the reference.
+A product is judged by the dequantised codes of the reference (`analysis.factors`). Where other
+codes are allowed, the bound covers them, and the row is not compared with the reference.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,13 +36,12 @@ LOW_VALUES = (
     "bounds",
     "midpoints",
     "zeros",
-)  # as `factor_of` makes them, where a quantiser decides
+)  # of `factor_of`: ties and limits of a quantiser
 PATCH, PATCH_SPREAD = (
     32,
     6,
-)  # side of a patch where scales belong to no blocks, and by how many powers of two it is above or below 1
-# what the steps before saw lies between 1 and this; a payload goes up to 2: some groups are cut
-# off, others lose a bit
+)  # side of a patch without block scales; exponents of its scale are at most this
+# earlier amaxes lie in [1, this]; payloads reach 2: some groups saturate, others lose a bit
 MOST_SEEN = 3.0
 
 
@@ -57,22 +56,22 @@ def recipe_of(case: Any) -> Recipe | None:
 
 
 def unit_of(case: Any) -> int:
-    """What rows of an expert and columns of a case are counted in."""
+    """The unit of an expert's rows and of columns."""
     return UNIT.get(case.scaling, 1)
 
 
 def may_override(scaling: str) -> bool:
-    """Whether there are recipes of this scaling with a backward_override."""
+    """Whether recipes of this scaling take a backward_override."""
     return scaling not in ("", "delayed")
 
 
 def other_override(override: str) -> str:
-    """Another one, where there is one."""
+    """Another override, if one is set."""
     return override and next(word for word in OVERRIDES if word != override)
 
 
 def transforms_rows(recipe: Recipe | None) -> bool:
-    """Whether the weight's gradient takes a Hadamard transform of the rows."""
+    """Whether the weight gradient Hadamard-transforms the rows."""
     return recipe is not None and bool(recipe.hadamard) and recipe.backward_override is None
 
 
@@ -82,9 +81,9 @@ def rounds_gradients(recipe: Recipe | None) -> bool:
 
 
 def fits(case: Any) -> bool:
-    """Whether the reference takes the call, and quantises alike in whatever order it adds."""
+    """Whether the reference accepts the call, and quantises alike in any summation order."""
     if case.values == "bounds" and case.dtype == "float64":
-        return False  # the numbers next to a float64 one are no others in float32
+        return False  # neighbours in float64 are equal in float32
     transformed = transforms_rows(recipe_of(case)) and (
         case.function == "grouped_wgrad" or "weight" in case.grads.split("+")
     )
@@ -92,20 +91,20 @@ def fits(case: Any) -> bool:
 
 
 def quantized_like(case: Any, role: str, columns: int) -> QuantizeCase:
-    """The case of a tensor that is quantised on its way into the product; sizes are in units."""
+    """The quantisation case of an operand; sizes are in units."""
     rows = {"tokens": case.tokens, "counts": case.counts, "tail": case.tail}
     sized: dict[str, Any] = rows if role != "weight" else {"tokens": case.experts * case.width}
     common = {name: getattr(case, name) for name in ("scaling", "variant", "experts", "dtype")}
-    common["values"] = case.values if case.values in VALUES else "dyadic"  # the others are made here
-    seed = 3 * case.seed  # others have a band of zeros, which is often all that there is
+    common["values"] = case.values if case.values in VALUES else "dyadic"  # `factor_of` makes the others
+    seed = 3 * case.seed  # other seeds have a band of zeros, often the whole tensor
     return QuantizeCase(function="quantize", role=role, hidden=columns, seed=seed, **common, **sized)
 
 
 def factor_of(case: Any, name: str) -> Tensor:
     """[P,N] rows, [P,M] cotangents, or [L,M,N] weights.
 
-    rows, columns  dyadic, each row or column times a power of two: what lies across it must share no scale
-    patches        dyadic, each patch as large as a square block times a power of two
+    rows, columns  dyadic, times a power of two per row or column: a scale across them is wrong
+    patches        dyadic, times a power of two per patch, which has the size of a square block
     others         as in `x_of`
     """
     role, columns = {
@@ -134,7 +133,7 @@ def _spread_out(case: Any, like: QuantizeCase, name: str) -> Tensor:
 
 
 def recipe_settings(case: Any) -> dict[str, Any]:
-    """The recipe, and noise where gradients are rounded by it."""
+    """The recipe, and noise if gradients are rounded stochastically."""
     recipe = recipe_of(case)
     if recipe is None:
         return {}
@@ -143,9 +142,7 @@ def recipe_settings(case: Any) -> dict[str, Any]:
 
 
 def state_tensors(case: Any, prefix: str = "state") -> dict[str, Tensor]:
-    """What delayed scaling remembers of each tensor and expert, by a name that says whose it is;
-    nothing for other scalings.
-    """
+    """The state of delayed scaling per role and expert, by name; empty for other scalings."""
     recipe = recipe_of(case)
     if recipe is None or recipe.scaling != "delayed":
         return {}
@@ -165,7 +162,7 @@ def state_tensors(case: Any, prefix: str = "state") -> dict[str, Tensor]:
 
 
 def state_from(given: Mapping[str, Any], prefix: str = "state") -> LinearState | None:
-    """The state that those tensors are of; None where there are none."""
+    """The state of these tensors; None without them."""
     if f"{prefix}.input.scale" not in given:
         return None
     return LinearState(
@@ -176,7 +173,7 @@ def state_from(given: Mapping[str, Any], prefix: str = "state") -> LinearState |
 def script_of(
     function: str, arguments: tuple[str, ...], settings: tuple[str, ...], outputs: tuple[str, ...]
 ) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
-    """The call, with the state put together of its tensors."""
+    """The call, with the state built from its tensors."""
 
     def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
         known = {name: given[name] for name in settings if name in given} | {"state": state_from(given)}

@@ -1,6 +1,6 @@
-"""Recipes of expert MLPs: what a case of one is counted in, what goes with a recipe, and the layers that it makes.
+"""Recipes of expert MLPs: units of a case, states and noise, and the layers.
 
-Columns are counted in UNITs, and so are each expert's rows unless `align` pads them.
+Columns are in UNITs, and each expert's rows too unless `align` pads them.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,27 +27,25 @@ LAYERS = (0, 1)
 
 
 def rows_unit(case: Any) -> int:
-    """What an expert's rows are counted in."""
+    """The unit of an expert's rows."""
     return 1 if case.align else unit_of(case)
 
 
 def of_experts(case: Any, weight: Tensor) -> Tensor:
-    """The weights, each expert's times a power of two: with a recipe no expert has a scale that
-    would do for another.
-    """
+    """The weights, with a recipe times a power of two per expert: no two experts share a scale."""
     power = 2.0 ** ((torch.arange(len(weight)) + case.seed) % 3 - 1)
     return (weight.double() * power[:, None, None]).to(weight.dtype) if case.scaling else weight
 
 
 def noise_rows(case: Any, counts: tuple[int, ...]) -> int:
-    """Rows of the buffer, padding included, and those behind."""
+    """Rows of the buffer, padding and tail included."""
     return sum(-(-count // (case.align or 1)) * (case.align or 1) for count in counts) + case.tail
 
 
 def beside_recipe(
     case: Any, counts: tuple[int, ...], columns: tuple[int, int]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of which a script makes the pairs of states and noises, and the settings that stand for them."""
+    """Tensors of the pairs of states and noises, and the settings in their place."""
     recipe = recipe_of(case)
     if recipe is None:
         return {}, {}
@@ -63,7 +61,7 @@ def beside_recipe(
 
 
 def pairs_from(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The pairs that those tensors are of."""
+    """The pairs of these tensors."""
     states = tuple(state_from(given, f"state.{layer}") for layer in LAYERS)
     found: dict[str, Any] = {} if states[0] is None else {"state": states}
     return found | ({"noise": tuple(given[f"noise.{layer}"] for layer in LAYERS)} if "noise.0" in given else {})
@@ -72,7 +70,7 @@ def pairs_from(given: Mapping[str, Any]) -> dict[str, Any]:
 def script_of_pairs(
     function: str, arguments: tuple[str, ...], settings: tuple[str, ...], outputs: tuple[str, ...]
 ) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
-    """The call, with pairs put together of their tensors."""
+    """The call, with pairs built from their tensors."""
 
     def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
         known = {name: given[name] for name in settings if name in given and not isinstance(given[name], Opaque)}
@@ -84,7 +82,7 @@ def script_of_pairs(
 
 
 def with_pairs(problem: Problem, outputs: tuple[str, ...], tensors: dict[str, Tensor]) -> Problem:
-    """The call; where a recipe needs pairs, by a script that makes them of these tensors."""
+    """The call; if a recipe needs pairs, a script builds them from these tensors."""
     if not tensors:
         return problem
     script = script_of_pairs(problem.function, tuple(problem.required), tuple(problem.settings), outputs)
@@ -99,9 +97,7 @@ def settings_of(problem: Problem) -> dict[str, Any]:
 def layers_of(
     problem: Problem, declared: Mapping[str, Any], rows: Tensor, counts: Tensor
 ) -> tuple[LowLayer, LowLayer] | None:
-    """Both layers with what each has of a recipe, for the rows of these experts, padding included;
-    None in high precision.
-    """
+    """Both layers' recipe, state and noise; rows include padding. None in high precision."""
     recipe = problem.settings.get("recipe")
     if recipe is None:
         return None

@@ -1,8 +1,9 @@
-"""shared_experts: values and every gradient by running error analysis through the stages, the gate's among them.
+"""shared_experts: output and every gradient, the gate's too, by running error analysis.
 
-    z = xgᵀ      s = σ(z)      out = y·s          d_y = d_out·s      d_s = Σ d_out·y      d_z = d_s σ(1 - σ)      d_x = … + d_z g
+    z = xgᵀ    s = σ(z)    out = y·s
+    d_y = d_out·s    d_s = Σ d_out·y    d_z = d_s σ(1 - σ)    d_x = … + d_z g
 
-each rounded to the dtype of x, and σ on the way back not. The gate is in high precision, whatever the recipe.
+each rounded to the dtype of x, except σ in the backward. The gate is always in high precision.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,6 +1,4 @@
-"""Cases of what happens inside experts: activations, with every setting and dtype, and grouped
-products in high and in low precision.
-"""
+"""Spaces of activations, and of grouped products in high and low precision."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +20,7 @@ from moe_ref.config.quantization import OVERRIDES
 
 
 def activations(scope: Scope) -> st.SearchStrategy[Changes]:
-    """Small sizes, or one size above every block; blocks of columns that divide the width, up to all of it."""
+    """Small sizes, or one above every block; interleaved blocks that divide the width."""
     small, medium = (st.tuples(sizes(0, 9), sizes(0, 18)), st.tuples(sizes(1, 34), sizes(1, 34)))
     sized = st.one_of(small, medium, st.sampled_from(((3, 129), (70, 3))))
 
@@ -35,7 +33,7 @@ def activations(scope: Scope) -> st.SearchStrategy[Changes]:
 
 
 def near(case: Any, scope: Scope) -> Any:
-    """The case without a far layout: for those there are the far cases."""
+    """The case without a far layout: far cases cover those."""
     return replace(case, layout="contiguous", layout_of="") if case.layout in FAR else case
 
 
@@ -59,7 +57,7 @@ LOW_SIZES = {"delayed": (30, 40), "current": (30, 40), "block": (140, 150), "mxf
 LOW_SHARE = {
     "cuda": 3,
     "cpu": 12,
-}  # one in so many grouped products is in low precision, for which an interpreter pays most
+}  # one grouped product in this many is in low precision, the slowest in an interpreter
 
 
 def products(scope: Scope) -> st.SearchStrategy[Changes]:
@@ -98,13 +96,13 @@ def product(draw: st.DrawFn, scope: Scope, recipe: Changes) -> Changes:
 
 
 def all_tokens(most: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Up to so many, of one expert."""
+    """Up to this many, of one expert."""
     return sizes(0, most).map(lambda tokens: {"tokens": tokens})
 
 
 @st.composite
 def few_segments(draw: st.DrawFn, most: int) -> dict[str, Any]:
-    """Counts: a few of any size up to this, one expert with all rows, and none with any; and rows behind them."""
+    """Counts: a few of any size up to this, one expert with all rows, or none; and a tail."""
     kind = draw(st.sampled_from(("few", "few", "few", "one", "none")))
     part = st.just(0) if kind == "none" else sizes(0, most) | st.sampled_from((0, 1))
     counts = tuple(draw(st.lists(part, min_size=1, max_size=4)))
@@ -120,7 +118,7 @@ def few_segments(draw: st.DrawFn, most: int) -> dict[str, Any]:
 
 @st.composite
 def segments(draw: st.DrawFn) -> dict[str, Any]:
-    """Counts: a few of any size, many small ones, one expert with all rows, none with any; and rows behind them."""
+    """Counts: a few of any size, many small, one expert with all rows, or none; and a tail."""
     kind = draw(st.sampled_from(("few", "few", "few", "many", "one", "none")))
     if kind == "many":
         counts = tuple(draw(st.lists(st.sampled_from((0, 0, 1, 2)), min_size=9, max_size=40)))
@@ -138,7 +136,7 @@ def segments(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def large(scope: Scope) -> list[Any]:
-    """One more than a power of two, so that a last block is nearly empty; real widths where a GPU makes them cheap."""
+    """One above a power of two: the last block is nearly empty; real widths on a GPU."""
     ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
     many = {"tokens": 40, "experts": 129, "hidden": 9, "width": 5}
     long = {"tokens": 3, "experts": 2, "hidden": 257, "width": 9, "tail": 2}
@@ -150,13 +148,13 @@ def large(scope: Scope) -> list[Any]:
 
 
 def large_projections(scope: Scope) -> list[Changes]:
-    """Likewise."""
+    """Sizes one above a power of two; real widths on a GPU."""
     real: Changes = {"tokens": 70, "hidden": 7168, "width": 1024}
     return [{"tokens": 129, "hidden": 65, "width": 33}, *([real] if scope.space.device == "cuda" else [])]
 
 
 def in_high_precision(scope: Scope) -> dict[str, list[Changes]]:
-    """Ragged segments; every layout but the noise's; each gradient, those of both factors, and all."""
+    """Ragged segments; every layout but the noise's; gradients of one, both and all factors."""
     counts = [{"counts": counts, "experts": len(counts)} for counts in COUNTS] if "counts" in scope.live else [{}]
     layouts = [(of, layout) for of, layout in scope.signature.layouts(far=False) if of != "noise"]
     return {

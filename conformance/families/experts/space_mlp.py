@@ -1,4 +1,4 @@
-"""Cases of expert MLPs: segments, settings of the activation between the layers, recipes of both layers."""
+"""Spaces of expert MLPs: segments, settings of the activation, recipes of both layers."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from moe_ref.config.quantization import OVERRIDES
 HIGH: Changes = {"scaling": "", "variant": 0, "override": ""}
 RECIPE_CHANGES = [{"scaling": scaling, "variant": variant} for scaling in RECIPES for variant in range(VARIANTS)]
 LOW_WIDTHS = {1: 20, 16: 3, 32: 2}  # columns at most, by unit
-SHARED_ONE_IN = 6  # cases of shared_experts: each has several processes
+SHARED_ONE_IN = 6  # cases of shared_experts over ranks: one process per rank
 _SOME = st.sampled_from((0,) + (1,) * 15).flatmap(lambda least: sizes(least, 20 * least))  # seldom none
 _SEGMENTS = st.sampled_from((False,) + (True,) * 7).flatmap(
     lambda some: segments().filter(lambda found: found["tokens"]) if some else segments()
@@ -91,7 +91,7 @@ def _layers(draw: st.DrawFn, recipe: Changes) -> Changes:
 
 
 def _graded(draw: st.DrawFn, scope: Scope, fields: Changes) -> Changes:
-    """With gradients of inputs that are given, or none; a recipe that has none of them with what it needs for them."""
+    """Gradients of given inputs, or none; dtype and values that the recipe takes with them."""
     given = tuple(x.name for x in scope.signature.inputs if x.gradient and fields.get(x.optional, True))
     fields = fields | {"grads": draw(st.just("") | some_of(given))}
     if fields["scaling"] and not scope.fits(scope.case(fields | {"interleave": 0})):
@@ -115,7 +115,7 @@ _WEIGHTINGS = (
 )
 BIASED, KEPT = ("bias1", "bias2"), ("align", "recompute")
 _BOTH = (("", ""), ("float32", ""), ("", "float32"), ("bfloat16", "float64"), ("float32", "bfloat16"))
-# nine rows: no empty expert; empty first, in the middle and last; all but one empty; a tile's worth and few more
+# nine rows: no empty expert; empty first, middle and last; all but one empty; one full tile
 COUNTS = ((4, 2, 3), (0, 5, 0, 4, 0), (0, 0, 9), (8, 0, 1))
 CONTIGUOUS: Changes = {"layout": "contiguous", "layout_of": ""}
 SIZES: Changes = {"tokens": 9, "hidden": 5, "width": 6}
@@ -130,7 +130,7 @@ def _segments(*every: tuple[int, ...]) -> list[Changes]:
 
 
 def _gradients(scope: Scope, *some: str) -> list[Changes]:
-    """These gradients, and those of all inputs that are given."""
+    """These gradients, and the gradients of all given inputs."""
     return [*({"grads": grads} for grads in some), {"grads": scope.signature.all_gradients}]
 
 
@@ -139,7 +139,7 @@ def _layouts(*placed: tuple[str, str]) -> list[Changes]:
 
 
 def _grouped_pairs(scope: Scope) -> dict[str, list[Changes]]:
-    """Settings of one stage together: a case of two layers takes an interpreter ten times as long as one of `glu`."""
+    """Settings of one stage together: interpreted, two layers take ten times as long as `glu`."""
     return {
         "recipe": [HIGH],
         "activated": _each(ACTIVATED, _FORMS),
@@ -178,10 +178,10 @@ def _shared_pairs(scope: Scope) -> dict[str, list[Changes]]:
 
 # ---- recipes
 
-LOW_ROWS = {"delayed": 3, "current": 3, "block": 5}  # 1 for the others, whose sizes are in units
+LOW_ROWS = {"delayed": 3, "current": 3, "block": 5}  # others: 1 unit
 LOW_SIZES = {"mxfp8": (1, 1), "nvfp4": (1, 2)}  # hidden and width
-LAWFUL = 3  # in an interpreter one case in three has a law, which takes as long again
-# where forms by columns would give other numbers, and where they would need a dtype and noise
+LAWFUL = 3  # in an interpreter one case in three has a law, which doubles its time
+# recipes whose columnwise codes differ, or need a dtype and noise
 OVERRIDDEN: list[Changes] = [
     {"scaling": "block", "variant": 1, "override": "dequantized", "dtype": "bfloat16"},
     {"scaling": "nvfp4", "variant": 0, "override": "high_precision", "dtype": "float32"},
@@ -254,14 +254,12 @@ def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
 
 
 def _ragged(scope: Scope) -> list[Changes]:
-    """One more than a power of two, so that a last block is nearly empty."""
+    """One above a power of two: the last block is nearly empty."""
     return [{"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}]
 
 
 def _large(scope: Scope) -> list[Changes]:
-    """Ragged; more experts than rows; scales of each layer, computed again; real widths where a GPU
-    makes them cheap.
-    """
+    """Ragged; more experts than rows; scales per layer with recompute; real widths on a GPU."""
     gpu = scope.space.device == "cuda"
     many = {"tokens": 40 if gpu else 12, "experts": 129 if gpu else 17, "hidden": 9, "width": 5}
     again = {"tokens": 5, "experts": 2, "hidden": 2, "width": 2, "dtype": "bfloat16"}

@@ -1,4 +1,4 @@
-"""Products that are large enough for their ratios to say something, which drawn ones in an interpreter seldom are."""
+"""Products large enough for error ratios; drawn ones in an interpreter seldom are."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ UNEVEN: dict[str, Any] = {
     "tokens": 80,
     "experts": 2,
     "counts": (31, 49),
-}  # more rows than 4096 elements need: those that cancel are not judged
+}  # more than 4096 elements: cancelling rows are not judged
 SHORT: dict[str, dict[str, Any]] = {  # a contraction of a few terms, 64 columns
     "grouped_linear": UNEVEN | {"hidden": 33, "width": 64},
     "grouped_dgrad": UNEVEN | {"hidden": 64, "width": 33},
@@ -22,9 +22,7 @@ SHORT_BLOCKS: dict[str, dict[str, Any]] = {  # the same in sixteens
 
 
 def ratio_cases(scope: Scope) -> list[Any]:
-    """In high precision, and with one scale per tensor, per block of 128 and per block of 16;
-    rounded to nearest where noise is not taken.
-    """
+    """High precision, and one scale per tensor, per block of 128 and per block of 16."""
     short, blocks = ({"dtype": "bfloat16"} | sizes[scope.function] for sizes in (SHORT, SHORT_BLOCKS))
     found = [scope.case(short)]
     for scaling, sizes in (("current", short), ("block", short), ("nvfp4", blocks)):

@@ -1,6 +1,4 @@
-"""Grouped products in low precision, beside the cases of the same functions in high precision: a
-covering array, shapes and far addresses.
-"""
+"""Grouped products in low precision: covering array, shapes and far addresses."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +15,7 @@ from moe_ref.config.quantization import OVERRIDES
 CONTIGUOUS: Changes = {"layout": "contiguous", "layout_of": ""}
 # ragged; in LOW_ROWS
 COUNTS = ((1, 1, 1), (0, 2, 0, 1, 0), (0, 0, 3), (3, 0))
-LOW_ROWS = {"delayed": 9, "current": 9, "block": 45}  # 1 for the others, whose sizes are in units
+LOW_ROWS = {"delayed": 9, "current": 9, "block": 45}  # others: 1 unit
 # columns in and out: more than one block along each contraction
 LOW_SIZES = {"block": (133, 130), "mxfp8": (3, 2), "nvfp4": (5, 6)}
 FAR: Changes = {"scaling": "current", "tokens": 3, "experts": 2, "hidden": 3, "width": 3, "dtype": "bfloat16"}
@@ -34,15 +32,11 @@ FACTORS = {
     "latent_projection": ("x", "weight", "d_out"),
 }
 LAWFUL = 3
-OVERRIDDEN: list[
-    dict[str, Any]
-] = [  # where forms by columns would come back as other numbers, and where they would need a dtype and noise
+OVERRIDDEN: list[dict[str, Any]] = [  # recipes whose columnwise codes differ, or need a dtype and noise
     {"scaling": "block", "variant": 1, "override": "dequantized", "dtype": "bfloat16", "values": "columns"},
     {"scaling": "nvfp4", "variant": 0, "override": "high_precision", "dtype": "float32"},
 ]
-REAL: list[
-    dict[str, Any]
-] = [  # where a GPU makes them cheap; in each product sums are long enough for those that are never promoted to show
+REAL: list[dict[str, Any]] = [  # on a GPU: sums long enough to show missing promotion of partial sums
     {"scaling": "current", "tokens": 4100, "experts": 2, "hidden": 66, "width": 66},
     {"scaling": "block", "variant": 1, "tokens": 70, "experts": 1, "hidden": 66, "width": 2100, "dtype": "bfloat16"},
     {"scaling": "block", "tokens": 300, "experts": 2, "hidden": 7168, "width": 264, "dtype": "bfloat16"},
@@ -55,7 +49,7 @@ def _rows(case: Any) -> int:
     return 3 * LOW_ROWS.get(case.scaling, 1)
 
 
-# variant 1 needs no noise: without noise no scaling is left out for its first variant
+# variant 1 needs no noise: every scaling stays when noise is unsupported
 BASE: Changes = {
     "variant": 1,
     "tokens": _rows,
@@ -112,7 +106,7 @@ def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
 
 
 def one_per_recipe(cases: list[Any]) -> list[Any]:
-    """A case of each recipe, with as many values as possible that no case before had."""
+    """One case per recipe, with as many values new to the list as possible."""
     chosen: list[Any] = []
     seen: set[Any] = set()
     for recipe in dict.fromkeys((case.scaling, case.variant) for case in cases):
