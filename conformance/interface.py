@@ -7,7 +7,7 @@ The namespace may also offer three functions:
 
     supports(function, **arguments) -> None | reason   gets meta tensors: shapes, dtypes, settings
     declares(function) -> dict                         the guarantees, in terms of VOCABULARY
-    transport(function, group) -> str                  how ranks reach each other, unless by the group
+    transport(function, group) -> str                  how ranks reach each other, if not by it
 
 Calls pass the required tensors by position, all other arguments by keyword, defaults omitted.
 """

@@ -7,9 +7,9 @@ Every proposal of an axis is a dict of changes to a case, because some axes move
 together: a routing map sets its number of tokens, a memory layout the name of its tensor. An axis
 proposes without regard to the other axes; `core.scope.Scope.mended` then repairs the other fields.
 
-A compiled implementation is specialised for most fields: dtypes, options, layouts. Other fields, the
-*data*, change only the contents of tensors. Cases that differ in their data, and in sizes of one
-class, run the same compiled kernels.
+A compiled implementation is specialised for most fields: dtypes, options, layouts. Other fields,
+the *data*, change only the contents of tensors. Cases that differ in their data, and in sizes of
+one class, run the same compiled kernels.
 """
 
 import random

@@ -140,10 +140,10 @@ class Scope:
         )
 
     def varied(self, case: Any, count: int, seed: int) -> list[Any]:
-        """The case, and up to `count` - 1 others with its compiled kernels: other data, sizes, laws.
+        """The case, and up to `count` - 1 others with its kernels: other data, sizes, laws.
 
-        Half of them have other sizes, the same for all, because an implementation may be specialised
-        for more than `size_class`.
+        Half of them have other sizes, the same for all, because an implementation may be
+        specialised for more than `size_class`.
         """
         source, found = random.Random(seed), {case.text: case}
         resized = self._varied(case, case, [axis for axis in self.axes if isinstance(axis, Size)], source)
@@ -261,7 +261,7 @@ class Scope:
         return [case for case in placed if self.fits(case)]
 
     def lawful(self, cases: list[Any]) -> list[Any]:
-        """The cases with their laws in turn; for few kernels, a law that runs others has one case."""
+        """The cases with laws in turn; for few kernels, a law that runs others has one case."""
         found: list[Any] = []
         rare = {name for name, law in self.contract.laws.items() if law.recompiles and self.space.few_kernels}
         for index, case in enumerate(cases):

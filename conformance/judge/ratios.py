@@ -175,7 +175,7 @@ class RowWise(Bounded):
 
     @cached_property
     def _ties(self) -> Tensor:
-        """Whether y*_ti is a midpoint of two outputs, up to the accumulator's error: both are right."""
+        """Whether y*_ti is a midpoint of two outputs, up to the accumulator's error."""
         right, magnitude = (_rows(x).double()[self.judged] for x in (self.value, self.magnitude))
         steps, ulp = right.abs() / self._ulp(right), self._ulp(right)
         return (steps % 1 - 0.5).abs() * ulp <= PEAK * self.noise * self._scale(right, magnitude)

@@ -1,5 +1,5 @@
-"""Memory of other processes of one host, by CUDA IPC: for ranks that share a GPU, where torch has no
-symmetric memory.
+"""Memory of other processes of one host, by CUDA IPC: for ranks that share a GPU, where torch has
+no symmetric memory.
 """
 
 import socket

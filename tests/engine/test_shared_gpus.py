@@ -1,4 +1,4 @@
-"""Ranks that share a GPU: their worlds, what the suite says of them, and their place in the verdict."""
+"""Ranks that share a GPU: their worlds, their transport, and their place in the verdict."""
 
 import socket
 from collections.abc import Iterator

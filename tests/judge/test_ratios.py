@@ -117,7 +117,7 @@ def test_another_rounding_mode_is_rejected_by_its_bias(expected, mistake, direct
 
 @pytest.mark.parametrize(("distance", "accepted"), [(0.0, True), (0.01, False)])
 def test_ties_rounded_one_way_are_no_bias(distance, accepted):
-    """A third of the results lie at a midpoint, or so many ulps from one; all of them are rounded up."""
+    """A third of the results lie at a midpoint, or so many ulps from one; all are rounded up."""
     source = np.random.default_rng(0)
     whole = torch.from_numpy(source.integers(128, 256, (64, 256))).double()  # from 2^8 to 2^9 a bfloat16 ulp is 2
     side = torch.from_numpy(source.choice((-distance, distance), (64, 256)))

@@ -1,7 +1,7 @@
 """Watches Triton's compiler: which kernels a case compiles, each in one process at a time.
 
-Ranks reach a kernel at the same time, and so do other children. Whoever comes second waits, and then
-finds the kernel in Triton's cache on disk.
+Ranks reach a kernel at the same time, and so do other children. The second one waits, and then finds
+the kernel in Triton's cache on disk.
 """
 
 import fcntl
@@ -23,7 +23,7 @@ class Compiler:
             runtime.jit_cache_hook, runtime.jit_post_compile_hook = self._begin, self._end
 
     def take(self) -> list[str]:
-        """The names of the kernels since the last call. Ends the turn of a compilation that failed."""
+        """The kernels since the last call. Ends the turn of a compilation that failed."""
         self._release()
         kernels, self._kernels = self._kernels, []
         return kernels

@@ -1,4 +1,4 @@
-"""The process from which children fork, with torch loaded. It starts while this process imports torch."""
+"""The process from which children fork, with torch loaded; starts while this one imports torch."""
 
 import os
 from multiprocessing import forkserver, get_context

@@ -71,7 +71,7 @@ def structures_of(section: Section, profile: Profile, space: Space, seed: int) -
 
 
 def _varied(scope: Scope, cases: list[Case], count: int, seed: int) -> Iterator[Structure]:
-    """Each case with others of its structure: few of several processes; none of a slow or special case."""
+    """Each case with others of its structure; few of several processes, none of a slow one."""
     for case in cases:
         ranks = ranks_of(scope.contract, case)
         alone = case.layout in FAR or case.is_large or not case.law

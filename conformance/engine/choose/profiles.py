@@ -1,6 +1,6 @@
 """Amounts of testing: smoke takes seconds, gate precedes a merge, nightly fills a night.
 
-On a GPU nearly all time goes to compilation, on a CPU to the interpreter. A GPU therefore gets fewer
+On a GPU nearly all time goes to compilation, on a CPU to the interpreter. So a GPU gets fewer
 structures, which are compiled, and many cases of each: see `conformance.core.axes`.
 """
 

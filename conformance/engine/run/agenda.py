@@ -50,7 +50,7 @@ class Agenda:
             queue.appendleft(alone) if first else queue.append(alone)
 
     def take(self, heavy: bool, last: str = "") -> Work | None:
-        """The next work of a process whose last function was `last`; None if there is none for it."""
+        """The next work of a process whose last function was `last`; None: there is none."""
         if heavy and self._heavy and not self._left(-1):
             return self._heavy.popleft()
         turn = min((turn for turn in self._single if self._left(turn)), default=None)

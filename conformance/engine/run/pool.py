@@ -130,7 +130,7 @@ class Pool:
         return sum(is_heavy(child.cases) for child in self._children)
 
     def _answers(self, agenda: Agenda) -> Iterator[tuple[Case | Draw, Answer]]:
-        """What the children and the worlds have answered. A child that died or hangs is replaced."""
+        """The answers of the children and worlds. A child that died or hangs is replaced."""
         if (case := self._background.case) and (outcome := self._background.outcome()):
             yield case, outcome
         for slot, child in enumerate(self._children):

@@ -191,7 +191,7 @@ class Session:
     def _judged(
         self, section: Section, case: Case, first: Case, outcome: Outcome, place: Place, failed: Failed
     ) -> None:
-        """Write the outcome down, WAIVED where a waiver covers it, and keep the first case of a failure.
+        """Write the outcome, WAIVED where a waiver covers it; keep the first case of a failure.
 
         Args:
             first: the case of the same structure that ran first.

@@ -153,7 +153,7 @@ def read_baseline(path: Path) -> dict[str, Any]:
 def _function(
     name: str, offer: dict[str, Any], outcomes: list[dict[str, Any]], rules: Profile | None, cut: bool
 ) -> FunctionVerdict:
-    """The verdict on a function from the outcomes of its cases; `cut`: there would have been more."""
+    """The verdict on a function from its outcomes; `cut`: some of its cases did not run."""
     counts = Counter(line["status"] for line in outcomes)
     without, declares = offer.get("without", []), offer.get("declares", {})
     out = FunctionVerdict("", sum(counts.values()), dict(sorted(counts.items())), without, declares)
@@ -177,7 +177,7 @@ def _function(
 
 
 def _specialising(outcomes: list[dict[str, Any]]) -> dict[str, float]:
-    """By field: kernels per case where it differs from the structure's first case, less those where not."""
+    """By field: kernels per case with a change of the field, less kernels per case without."""
     varied = [(set(line["changed"]), len(line["kernels"])) for line in outcomes if line["changed"]]
     out: dict[str, float] = {}
     for name in sorted({name for changed, _ in varied for name in changed}):

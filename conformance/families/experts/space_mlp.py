@@ -226,8 +226,8 @@ def _low_pairs(scope: Scope) -> dict[str, list[Changes]]:
 
 
 def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
-    """Every legal pair of values, and every recipe with a backward_override; every recipe once in an
-    interpreter, or for few kernels.
+    """Every legal pair of values, and every recipe with a backward_override; for few kernels, and
+    in an interpreter, every recipe once.
     """
     if not scope.accepts("recipe"):
         return []

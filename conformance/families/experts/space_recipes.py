@@ -80,8 +80,8 @@ def _together(scope: Scope) -> dict[str, list[Changes]]:
 
 
 def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
-    """On a GPU real shapes and every legal pair of values, every recipe with a backward_override; for
-    few kernels, and in an interpreter, every recipe once, each backward_override. Far addresses.
+    """On a GPU every legal pair, every recipe with a backward_override, and real shapes; for few
+    kernels, and in an interpreter, every recipe and every backward_override once. Far addresses.
     """
     if not scope.accepts("recipe"):
         return []
