@@ -1,6 +1,6 @@
 """Watches Triton's compiler: which kernels a case compiles, each in one process at a time.
 
-Ranks reach a kernel at the same time, and so do other children. The second one waits, and then finds
+Ranks reach a kernel at the same time, and so do other children. The second one waits, then finds
 the kernel in Triton's cache on disk.
 """
 
