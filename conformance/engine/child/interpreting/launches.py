@@ -188,19 +188,19 @@ def _quick_launch(interpreter: Any, patches: Patches) -> None:
     executor, knobs = interpreter.GridExecutor, interpreter.triton.knobs
     slow_init = executor.__init__
     constexprs: dict[Any, Any] = {}  # by kernel
-    parameters: dict[Any, Any] = {}
+    specs: dict[Any, Any] = {}
 
     def init(self: Any, fn: Any, arg_names: Any, grid: Any, pre_run_hooks: Any = ()) -> None:
         if fn not in constexprs:
             slow_init(self, fn, arg_names, grid, pre_run_hooks)
             constexprs[fn] = self.constexprs
-            spec = inspect.getfullargspec(fn)
-            parameters[fn] = frozenset((*spec.args, *spec.kwonlyargs))
+            specs[fn] = inspect.getfullargspec(fn)
         self.fn, self.arg_names, self.grid, self.pre_run_hooks = fn, arg_names, grid, pre_run_hooks
         self.constexprs = constexprs[fn]
 
     def launch(self: Any, *args_dev: Any, **kwargs: Any) -> None:
-        kwargs = {name: x for name, x in kwargs.items() if name in parameters[self.fn]}
+        spec = specs[self.fn]
+        kwargs = {name: x for name, x in kwargs.items() if name in spec.args or name in spec.kwonlyargs}
         args_hst, kwargs_hst = self._init_args_hst(args_dev, kwargs)
         for hook in self.pre_run_hooks:
             hook(*args_hst, **kwargs_hst)
@@ -212,7 +212,7 @@ def _quick_launch(interpreter: Any, patches: Patches) -> None:
         self._restore_args_dev(args_dev, args_hst, kwargs, kwargs_hst)
 
     def _run(self: Any, args_hst: Any, kwargs_hst: Any) -> None:
-        values = inspect.getcallargs(self.fn, *args_hst, **kwargs_hst)
+        values = _arguments(self.fn, specs[self.fn], args_hst, kwargs_hst)
         args = {name: x if name in self.constexprs else interpreter._implicit_cvt(x) for name, x in values.items()}
         grid = self.grid(args) if callable(self.grid) else self.grid
         assert len(grid) <= 3, "grid must have at most 3 dimensions"
@@ -231,6 +231,22 @@ def _quick_launch(interpreter: Any, patches: Patches) -> None:
             raise interpreter.InterpreterError(repr(error)) from error
 
     executor.__init__, executor.__call__ = init, launch
+
+
+def _arguments(function: Any, spec: inspect.FullArgSpec, positional: Any, named: dict[str, Any]) -> dict[str, Any]:
+    """What `inspect.getcallargs` returns."""
+    values = dict(zip(spec.args, positional, strict=False)) | named
+    defaults = spec.defaults or ()
+    for name, x in zip(spec.args[len(spec.args) - len(defaults) :], defaults, strict=True):
+        values.setdefault(name, x)
+    plain = not (spec.varargs or spec.varkw or spec.kwonlyargs)
+    if (
+        plain
+        and len(positional) <= len(spec.args) == len(values)
+        and named.keys().isdisjoint(spec.args[: len(positional)])
+    ):
+        return values
+    return inspect.getcallargs(function, *positional, **named)
 
 
 def _quick_call(interpreter: Any, patches: Patches) -> None:

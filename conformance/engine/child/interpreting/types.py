@@ -54,6 +54,11 @@ def dims_of(kind: Any) -> tuple[int, ...] | None:
     return kind.__dict__["_layout"][3]
 
 
+def scalar_types(core: Any) -> list[Any]:
+    """Every type of a number; they are never freed."""
+    return [x for x in vars(core).values() if type(x) is core.dtype and x.name != "void"]
+
+
 def _quick_dtypes(core: Any) -> None:
     dtype = core.dtype
     sets = {
