@@ -1,4 +1,7 @@
-"""Operators of two operands: one call of numpy, after their types are one."""
+"""Operators of two operands: one call of numpy, after their types are one.
+
+Triton copies both operands to their common shape first. Here numpy broadcasts them.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +18,7 @@ COMPARISONS = {
     "not_equal": np.not_equal,
 }
 OPERATIONS = (*ARITHMETIC, *COMPARISONS)
-_NUMBERS = frozenset((int, float, bool))
+NUMBERS = frozenset((int, float, bool))
 
 
 def operators(core: Any, base: Any, scalars: frozenset[int], signed: frozenset[int]) -> dict[str, Any]:
@@ -33,9 +36,9 @@ def _expects(core: Any, scalars: frozenset[int]) -> Callable[[Any, Any], bool]:
     def expects(lhs: Any, rhs: Any) -> bool:
         if type(lhs) is tensor:
             return id(lhs.dtype) in scalars and (
-                id(rhs.dtype) in scalars if type(rhs) is tensor else type(rhs) in _NUMBERS
+                id(rhs.dtype) in scalars if type(rhs) is tensor else type(rhs) in NUMBERS
             )
-        return type(rhs) is tensor and id(rhs.dtype) in scalars and type(lhs) in _NUMBERS
+        return type(rhs) is tensor and id(rhs.dtype) in scalars and type(lhs) in NUMBERS
 
     return expects
 
@@ -46,8 +49,9 @@ def _arithmetic(core: Any, slow: Any, run: Any, scalars: frozenset[int]) -> Any:
     def method(self: Any, input: Any, other: Any, sanitize_overflow: Any) -> Any:
         if self.builder.options.debug or not expects(input, other):
             return slow(self, input, other, sanitize_overflow)
-        a, b = self.binary_op_type_checking_impl(input, other)
-        return tensor(self.builder.binary_op(a.handle, b.handle, run), a.type)
+        a, b = self.of_one_type(input, other)
+        a, b, kind = self.of_one_shape(a, b)
+        return tensor(self.builder.binary_op(a.handle, b.handle, run), kind)
 
     return method
 
@@ -63,8 +67,8 @@ def _addition(core: Any, numbers: Any, signed: frozenset[int]) -> Any:
             and type(input.dtype) is pointer_type
             and id(other.dtype) in signed
         ):
-            a, b = self.broadcast_impl_value(input, other)
-            return tensor(self.builder.create_addptr(a.handle, b.handle), a.type)
+            a, b, kind = self.of_one_shape(input, other)
+            return tensor(self.builder.create_addptr(a.handle, b.handle), kind)
         return numbers(self, input, other, sanitize_overflow)
 
     return add
@@ -76,7 +80,8 @@ def _comparison(core: Any, slow: Any, run: Any, scalars: frozenset[int]) -> Any:
     def method(self: Any, input: Any, other: Any) -> Any:
         if not expects(input, other):
             return slow(self, input, other)
-        a, b = self.binary_op_type_checking_impl(input, other)
-        return tensor(self.builder.binary_op(a.handle, b.handle, run), a.type.with_element_ty(int1))
+        a, b = self.of_one_type(input, other)
+        a, b, kind = self.of_one_shape(a, b)
+        return tensor(self.builder.binary_op(a.handle, b.handle, run), kind.with_element_ty(int1))
 
     return method

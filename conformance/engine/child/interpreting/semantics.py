@@ -7,7 +7,7 @@ a method here does not expect, and all errors, are left to Triton's method.
 from math import copysign
 from typing import Any
 
-from conformance.engine.child.interpreting.operators import OPERATIONS, operators
+from conformance.engine.child.interpreting.operators import NUMBERS, OPERATIONS, operators
 from conformance.engine.child.interpreting.types import dims_of, scalar_types
 
 MOST_CONSTANTS, LARGEST_CONSTANT = 4096, 4096  # constants kept, elements of one
@@ -68,7 +68,6 @@ DIGEST = "49c5db3f97275c7d"
 _promoted: dict[Any, Any] = {}  # the common type, by two types and how they meet
 _constants: dict[Any, Any] = {}
 _shapes: dict[Any, Any] = {}  # by two shapes, the one to which both broadcast
-_NUMBERS = frozenset((int, float, bool))
 
 
 def apply(interpreter: Any) -> None:
@@ -127,7 +126,7 @@ class Quick:
             return x
         if kind is self.core.constexpr:
             x, kind = x.value, type(x.value)
-        if kind in _NUMBERS:
+        if kind in NUMBERS:
             return self._constant(x, self.to_tensor_type(x), None)
         return self.base.to_tensor(self, x, check_type)
 
@@ -161,33 +160,54 @@ class Quick:
             a, b = lhs.dtype, rhs.dtype
             if id(a) in scalars and id(b) in scalars:
                 if arithmetic_check:
-                    both = self.computation_type_impl(a, False, b, False, div_or_mod)
-                    if a is not both:
-                        lhs = self.cast(lhs, both)
-                    if b is not both:
-                        rhs = self.cast(rhs, both)
+                    lhs, rhs = self.of_one_type(lhs, rhs, div_or_mod)
                 return self.broadcast_impl_value(lhs, rhs)
             if type(a) is self.core.pointer_type and allow_lhs_ptr and id(b) in self.integers:
                 return self.broadcast_impl_value(lhs, rhs)
         elif arithmetic_check:
-            if type(lhs) is tensor and type(rhs) in _NUMBERS and id(lhs.dtype) in scalars:
-                return self._with_number(lhs, rhs, False, div_or_mod)
-            if type(rhs) is tensor and type(lhs) in _NUMBERS and id(rhs.dtype) in scalars:
-                return self._with_number(rhs, lhs, True, div_or_mod)[::-1]
+            if type(lhs) is tensor and type(rhs) in NUMBERS and id(lhs.dtype) in scalars:
+                lhs, rhs = self.of_one_type(lhs, rhs, div_or_mod, like=lhs.type)
+                return lhs, rhs
+            if type(rhs) is tensor and type(lhs) in NUMBERS and id(rhs.dtype) in scalars:
+                lhs, rhs = self.of_one_type(lhs, rhs, div_or_mod, like=rhs.type)
+                return lhs, rhs
         return self.base.binary_op_type_checking_impl(
             self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
         )
 
-    def _with_number(self, x: Any, number: Any, number_first: bool, div_or_mod: bool) -> Any:
-        """The tensor and the number in their common type, of one shape."""
-        other = self.to_tensor_type(number)
-        if number_first:
-            both = self.computation_type_impl(other, True, x.dtype, False, div_or_mod)
-        else:
-            both = self.computation_type_impl(x.dtype, False, other, True, div_or_mod)
-        if x.dtype is not both:
-            x = self.cast(x, both)
-        return x, self._constant(number, both, x.type if x.type.is_block() else None)
+    def of_one_type(self, lhs: Any, rhs: Any, div_or_mod: bool = False, like: Any = None) -> Any:
+        """Two tensors, or a tensor and a number, in their common type; a number has the shape of `like`."""
+        left, right = type(lhs) in NUMBERS, type(rhs) in NUMBERS
+        a = self.to_tensor_type(lhs) if left else lhs.dtype
+        b = self.to_tensor_type(rhs) if right else rhs.dtype
+        both = self.computation_type_impl(a, left, b, right, div_or_mod)
+        if like is not None and not like.is_block():
+            like = None
+        if left:
+            lhs = self._constant(lhs, both, like)
+        elif a is not both:
+            lhs = self.cast(lhs, both)
+        if right:
+            rhs = self._constant(rhs, both, like)
+        elif b is not both:
+            rhs = self.cast(rhs, both)
+        return lhs, rhs
+
+    def of_one_shape(self, lhs: Any, rhs: Any) -> tuple[Any, Any, Any]:
+        """Operands that numpy broadcasts to their common shape, and the left one's type in it."""
+        a, b = lhs.type, rhs.type
+        if a is b:
+            return lhs, rhs, a
+        left, right = dims_of(a), dims_of(b)
+        if right is None or left == right:
+            return lhs, rhs, a
+        if left is None:
+            return lhs, rhs, b.with_element_ty(lhs.dtype)
+        shape = _shapes.get((left, right))
+        if shape is None:
+            lhs, rhs = self.broadcast_impl_value(lhs, rhs)  # raises where the shapes do not fit
+            return lhs, rhs, lhs.type
+        return lhs, rhs, a if left == shape else self.core.block_type(lhs.dtype, list(shape))
 
     def binary_op_sanitize_overflow_impl(self, *operands: Any) -> None:
         if self.builder.options.debug:  # its only effect is an assertion for debugging
