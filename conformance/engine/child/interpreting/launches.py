@@ -78,10 +78,10 @@ class Patches:
     def __init__(self, interpreter: Any) -> None:
         self._interpreter = interpreter
         self._core_module = interpreter.tl.core
-        self._language = self._found(interpreter.tl)
-        known = {(id(holder), name) for holder, name, _, _ in self._language}
-        core = self._found(self._core_module)
-        self._core = [row for row in core if (id(row[0]), row[1]) not in known]
+        language, core = self._found(interpreter.tl), self._found(self._core_module)
+        known = {(id(holder), name) for holder, name, _, _ in language}
+        self._language = Switch(language)
+        self._core = Switch([row for row in core if (id(row[0]), row[1]) not in known])
         self._sees_core: dict[int, tuple[bool, Any]] = {}  # by the id of globals, with them
         self.launches = 0  # that are running, one inside another
         self._core_patched = False
@@ -125,7 +125,7 @@ class Patches:
         """A launch of the function starts."""
         self.sees_core(function)
         if not self.launches:
-            _set(self._language)
+            self._language.on()
         self.launches += 1
         self.see(function)
 
@@ -133,7 +133,7 @@ class Patches:
         """The function is called in a launch."""
         if not self._core_patched and self.sees_core(function):
             self._core_patched = True
-            _set(self._core)
+            self._core.on()
 
     def end(self) -> None:
         """A launch ends."""
@@ -142,21 +142,39 @@ class Patches:
             return
         if self._core_patched:
             self._core_patched = False
-            _reset(self._core)
-        _reset(self._language)
+            self._core.off()
+        self._language.off()
 
 
-def _set(rows: list[tuple[Any, str, Any, Any]]) -> None:
-    for holder, name, value, _ in rows:
-        setattr(holder, name, value)
+class Switch:
+    """Sets the attributes of rows (holder, attribute, value in a kernel, value outside)."""
 
+    def __init__(self, rows: list[tuple[Any, str, Any, Any]]) -> None:
+        self._others: list[tuple[Any, str, Any, Any]] = []
+        self._modules: dict[int, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
+        for holder, name, inside, outside in rows:
+            if isinstance(holder, ModuleType) and outside is not _MISSING:
+                _, kernel, host = self._modules.setdefault(id(holder), (vars(holder), {}, {}))
+                kernel[name], host[name] = inside, outside
+            else:
+                self._others.append((holder, name, inside, outside))
 
-def _reset(rows: list[tuple[Any, str, Any, Any]]) -> None:
-    for holder, name, _, value in rows:
-        if value is _MISSING:
-            delattr(holder, name)
-        else:
+    def on(self) -> None:
+        """As in a kernel."""
+        for names, kernel, _ in self._modules.values():
+            names.update(kernel)
+        for holder, name, value, _ in self._others:
             setattr(holder, name, value)
+
+    def off(self) -> None:
+        """As outside of kernels."""
+        for names, _, host in self._modules.values():
+            names.update(host)
+        for holder, name, _, value in self._others:
+            if value is _MISSING:
+                delattr(holder, name)
+            else:
+                setattr(holder, name, value)
 
 
 def _with_semantic(function: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
