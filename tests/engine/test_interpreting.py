@@ -1,45 +1,98 @@
-"""The quicker interpreter gives the bits of Triton's own."""
+"""The faster interpreter gives the bits and the errors of Triton's own."""
 
-import os
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-PROGRAM = """
-import torch
-import moe_fast
+import pytest
+import triton
+
 from conformance.engine.child import interpreting
-from conformance.judge.exact import bits
-from moe_ref.config import Recipe
 
-def results():
-    noise = torch.Generator().manual_seed(0)
-    tokens = torch.randn((9, 40), generator=noise).requires_grad_()
-    routing_map = torch.rand((9, 5), generator=noise) < 0.5
-    probs = torch.rand((9, 5), generator=noise)
-    moved = moe_fast.permute(tokens, routing_map, probs=probs, align=4)
-    moved.rows.sum().backward()
-    chosen = moe_fast.topk_routing(torch.randn((9, 5), generator=noise), topk=2)
-    low = moe_fast.quantize(tokens.detach().bfloat16(), Recipe("block"), role="input").quantized
-    return [moved.rows, moved.probs, tokens.grad, *chosen[:2], moe_fast.codes(low), moe_fast.scales(low)]
+FOLDER = Path(__file__).parent
 
-plain = results()
-interpreting.install()
-from triton.language.semantic import TritonSemantic
-assert TritonSemantic.binary_op_sanitize_overflow_impl.__qualname__ != "TritonSemantic.binary_op_sanitize_overflow_impl"
-assert all((bits(a.detach()) == bits(b.detach())).all() for a, b in zip(plain, results(), strict=True))
-print("equal")
+# With `fake`, a function that Triton's types need is not the one that the patches are for.
+ANOTHER_TRITON = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+import torch, triton, triton.language as tl
+from conformance.engine.child import interpreting
+from tests.engine.interpreted import arithmetic
+
+unwrap_shape = tl.core._unwrap_shape
+def another(shape):
+    return unwrap_shape(shape)
+if {fake}:
+    tl.core._unwrap_shape = another
+before = tl.core.tensor.__init__
+active = interpreting.install()
+assert (tl.core.tensor.__init__ is before) == {fake}
+print([name for name, on in active.items() if on], arithmetic(torch.float32, torch.int32))
+print(interpreting.sentence())
 """
 
+needs_its_triton = pytest.mark.skipif(
+    not triton.__version__.startswith("3.9."), reason="the faster interpreter is for Triton 3.9"
+)
 
-def test_results_have_the_same_bits():
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+
+def _python(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-        cwd=Path(__file__).parents[2],
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, cwd=FOLDER.parents[1]
     )
-    assert (done.returncode, done.stdout.strip()) == (0, "equal"), done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, Any]:
+    """The results of the same kernels without and with the patches."""
+    return {kind: json.loads(_python("-m", "tests.engine.interpreted", kind)) for kind in ("plain", "quick")}
+
+
+@needs_its_triton
+def test_every_patch_is_active(runs):
+    assert set(runs["quick"]["active"]) == {patch.name for patch in interpreting.PATCHES}
+    assert all(runs["quick"]["active"].values())
+
+
+def test_results_and_errors_are_the_same(runs):
+    plain, quick = runs["plain"]["results"], runs["quick"]["results"]
+    assert plain.keys() == quick.keys()
+    assert {name: (plain[name], quick[name]) for name in plain if plain[name] != quick[name]} == {}
+    assert runs["quick"]["stable"]
+
+
+def test_most_kernels_run_and_bad_ones_raise(runs):
+    results = runs["quick"]["results"]
+    assert sum(len(x) == 64 for x in results.values()) > 500
+    for name, error in {
+        "bad_types_kernel": "IncompatibleTypeErrorImpl",
+        "bad_pointers_kernel": "TypeError",
+        "bad_sign_kernel": "ValueError",
+        "bad_shapes_kernel": "ValueError",
+        "bad_assert_kernel debug": "AssertionError",
+        "bad_overflow_kernel debug": "AssertionError",
+        "bad_assumption_kernel": "AssertionError",
+    }.items():
+        assert results[name].startswith("InterpreterError") and error in results[name], name
+    assert "reads 4 addresses outside of every tensor" in results["outside"]
+    assert results["outside of a kernel"].startswith("ValueError")
+
+
+@needs_its_triton
+def test_another_source_of_triton_runs_without_its_patches():
+    off = _python("-c", ANOTHER_TRITON.format(fake=True)).splitlines()
+    on = _python("-c", ANOTHER_TRITON.format(fake=False)).splitlines()
+    assert off[0].startswith("['builder', 'launches']")
+    assert on[0].startswith("['types', 'builder', 'semantics', 'launches']")
+    assert off[0].split("]")[1] == on[0].split("]")[1]
+    assert off[1].endswith("types, semantics") and on[1].endswith("faster parts")
+
+
+def test_a_missing_function_has_no_digest():
+    assert interpreting.digest(["triton.language.core:tensor.missing"]) == ""
+    assert interpreting.digest(["triton.language.missing:tensor"]) == ""
+    assert interpreting.digest(["triton.language.core:dtype.is_block"]) != ""
