@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 USES = {  # top-level packages besides the standard library
     "moe_ref": {"moe_ref", "torch"},
     "moe_fast": {"moe_fast", "moe_ref", "torch", "triton", "transformer_engine"},
-    "conformance": {"conformance", "moe_ref", "torch", "numpy", "hypothesis", "pytest", "libcst"},
+    "conformance": {"conformance", "moe_ref", "torch", "numpy", "hypothesis", "pytest", "libcst", "rich"},
     "conformance/peers": {"conformance", "moe_ref", "torch", "megatron", "transformer_engine"},
 }
 FORBIDDEN_NAME = re.compile(r"moe_fast([.:][\w.:]*)?|conformance\.peers\.(?!reference_world)[\w.:]+")

@@ -225,7 +225,7 @@ def test_the_committed_corpus_is_part_of_every_run(call, place, monkeypatch):
 
 def test_github_gets_annotations(call, monkeypatch):
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    code, out, _ = call(*smoke("wrong", *only("fixed-permute")))
+    code, out, _ = call(*smoke("wrong", *only("drawn-permute")))
     assert code == 1
     assert [line for line in out.splitlines() if line.startswith("::error title=permute differs::")]
 

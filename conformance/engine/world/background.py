@@ -7,6 +7,7 @@ from queue import SimpleQueue
 from conformance.core.case import Case
 from conformance.engine.child.runner import Outcome
 from conformance.engine.world.worlds import Worlds
+from conformance.interface import UsageError
 
 CLOSING_SECONDS = 5.0  # for the thread to notice that its ranks have been ended
 
@@ -28,13 +29,19 @@ class Background:
         self._cases.put(case)
 
     def outcome(self) -> Outcome | None:
-        """The outcome of the case; None while it runs."""
+        """The outcome of the case; None while it runs.
+
+        Raises:
+            UsageError: other ranks of torchrun cannot be reached.
+        """
         if not self.pipe.poll():
             return None
         self.case = None
-        outcome = self.pipe.recv()
-        assert isinstance(outcome, Outcome)
-        return outcome
+        result = self.pipe.recv()
+        if isinstance(result, UsageError):
+            raise result
+        assert isinstance(result, Outcome)
+        return result
 
     def close(self) -> None:
         """End the ranks, and the thread, even while a world forms."""
@@ -49,8 +56,11 @@ class Background:
 
     def _serve(self) -> None:
         while (case := self._cases.get()) is not None:
+            result: Outcome | UsageError
             try:
-                outcome = self._worlds.run(case)
+                result = self._worlds.run(case)
+            except UsageError as error:
+                result = error
             except Exception as error:  # also when the ranks are ended during the case
-                outcome = Outcome("ERROR", reason=f"{type(error).__name__}: {error}")
-            self._results.send(outcome)
+                result = Outcome("ERROR", reason=f"{type(error).__name__}: {error}")
+            self._results.send(result)
