@@ -19,6 +19,7 @@ from conformance.core.covering import Covered, covering
 from conformance.core.signature import Signature
 from conformance.core.space import Space
 
+RESIZED = 0.6  # of the structures have cases of other sizes
 # dtypes of at most two bytes: 2³¹ elements fit 4 GiB
 NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8", "bool", "int16")
 
@@ -142,11 +143,12 @@ class Scope:
     def varied(self, case: Any, count: int, seed: int) -> list[Any]:
         """The case, and up to `count` - 1 others with its kernels: other data, sizes, laws.
 
-        Half of them have other sizes, the same for all, because an implementation may be
-        specialised for more than `size_class`.
+        There are at most two sets of sizes, because an implementation may be specialised for more
+        than `size_class`.
         """
         source, found = random.Random(seed), {case.text: case}
-        resized = self._varied(case, case, [axis for axis in self.axes if isinstance(axis, Size)], source)
+        sizes: list[Axis] = [axis for axis in self.axes if isinstance(axis, Size)]
+        resized = self._varied(case, case, sizes, source) if source.random() < RESIZED else case
         for _ in range(2 * count):
             if len(found) == count:
                 break
@@ -248,7 +250,10 @@ class Scope:
         return self.mended(replace(case, grads=self.signature.all_gradients(case)))
 
     def far(self) -> list[Any]:
-        """Sizes 3, narrow dtypes: each input and cotangent far in each of its dimensions."""
+        """Sizes 3, narrow dtypes: each input and cotangent far in each of its dimensions.
+
+        For few kernels in one of them, in turn.
+        """
         fields: Changes = {}
         for axis in self.axes:
             if isinstance(axis, Size):
@@ -258,7 +263,8 @@ class Scope:
                 fields[axis.name] = min(given, key=lambda name: getattr(torch, name).itemsize, default=axis.default)
         base = self.fullest(fields | self.contract.shapes.far)
         placed = [replace(base, layout=layout, layout_of=name) for name, layout in self.signature.layouts(far=True)]
-        return [case for case in placed if self.fits(case)]
+        fitting = [case for case in placed if self.fits(case)]
+        return fitting[::2] if self.space.few_kernels else fitting
 
     def lawful(self, cases: list[Any]) -> list[Any]:
         """The cases with laws in turn; for few kernels, a law that runs others has one case."""

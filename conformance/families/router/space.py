@@ -113,8 +113,11 @@ def _limits(scope: Scope) -> dict[str, list[Changes]]:
 
 def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
     """Real routers, block edges, ties; choices (not precomputed) from far addresses."""
+    shapes: tuple[tuple[int, int], ...] = REAL_ROUTERS + EDGES
+    if scope.space.few_kernels:  # topk_indices and topk_routing share their kernels, and the shapes
+        shapes = shapes[scope.function == "topk_indices" :: 2]
     fields: list[Changes] = [
-        *({"tokens": 3, "experts": experts, "topk": topk} for experts, topk in REAL_ROUTERS + EDGES),
+        *({"tokens": 3, "experts": experts, "topk": topk} for experts, topk in shapes),
         long(scope),
         # all experts chosen
         {"tokens": 3, "experts": 8, "topk": 8, "spread": "equal"},
