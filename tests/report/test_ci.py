@@ -1,0 +1,145 @@
+"""The CI recipes: their commands have flags that exist; the GPU runner's script keeps compiled kernels."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from conformance.cli import _parser
+
+RECIPES = Path(__file__).parents[2] / "docs" / "ci"
+# stands for the command: writes its kernel, its folder, its arguments, then waits or ends
+COMMAND = """#!/usr/bin/env bash
+echo "$TRITON_CACHE_DIR" >> folders; echo "$@" >> arguments
+[ -e "$TRITON_CACHE_DIR/abc/kernel.cubin" ] && echo warm >> found || echo cold >> found
+mkdir -p "$TRITON_CACHE_DIR/abc"; echo code > "$TRITON_CACHE_DIR/abc/kernel.cubin"
+trap 'echo INTERRUPTED > verdict.md; exit 4' TERM
+for _ in $(seq "${TURNS:-0}"); do sleep 0.1; done
+echo CONFORMANT > verdict.md
+exit "${CODE:-0}"
+"""
+GPU = '#!/usr/bin/env bash\necho "NVIDIA ${GPU_NAME:-H200}, 9.0"\necho "NVIDIA second, 9.0"\n'
+
+
+@pytest.fixture
+def runner(tmp_path) -> Path:
+    """A machine's folder: a command, a driver and Python on PATH."""
+    for name, text in (("moe-conformance", COMMAND), ("nvidia-smi", GPU)):
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    python = tmp_path / "bin" / "python3"
+    python.write_text('#!/usr/bin/env bash\necho "triton ${TRITON:-3.6.0} torch 2.11.0+cu130"\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    return tmp_path
+
+
+def started(runner: Path, *arguments: str, **environment: str) -> subprocess.Popen:
+    own = {"PATH": f"{runner}/bin:{os.environ['PATH']}", "IMPL": "my_kernels.moe", "CACHE": str(runner / "cache")}
+    command = [str(RECIPES / "gpu.sh"), *arguments]
+    return subprocess.Popen(command, cwd=runner, env=own | environment, stderr=subprocess.PIPE, text=True)
+
+
+def run(runner: Path, *arguments: str, **environment: str) -> int:
+    process = started(runner, *arguments, **environment)
+    process.communicate(timeout=30)
+    return process.returncode
+
+
+def wait_for(file: Path, process: subprocess.Popen) -> None:
+    while not file.exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+
+
+def read(runner: Path, name: str) -> list[str]:
+    return (runner / name).read_text().splitlines()
+
+
+def test_the_second_run_finds_the_kernels_of_the_first(runner):
+    assert run(runner, "--profile", "gate") == 0
+    assert run(runner, "--profile", "gate") == 0
+    assert read(runner, "found") == ["cold", "warm"]
+    assert read(runner, "folders")[0].startswith(f"{runner}/cache/NVIDIA-H200-9.0-triton-3.6.0-torch-2.11.0+cu130")
+    assert read(runner, "arguments")[0].endswith("--report verdict.md --profile gate")
+
+
+@pytest.mark.parametrize("other", [{"TRITON": "3.7.0"}, {"GPU_NAME": "B200"}])
+def test_another_compiler_or_gpu_has_its_own_kernels(runner, other):
+    run(runner)
+    run(runner, **other)
+    assert read(runner, "found") == ["cold", "cold"]
+
+
+def test_kernels_that_no_run_has_read_for_a_month_are_removed(runner):
+    run(runner)
+    (kernel,) = (runner / "cache").rglob("*.cubin")
+    month = time.time() - 40 * 86400
+    os.utime(kernel, (month, month))
+    run(runner)
+    assert read(runner, "found") == ["cold", "cold"]
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 4])
+def test_the_exit_code_is_the_verdicts(runner, code):
+    assert run(runner, CODE=str(code)) == code
+
+
+def test_a_cancelled_job_has_its_verdict(runner):
+    process = started(runner, TURNS="100")
+    wait_for(runner / "found", process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert (process.returncode, read(runner, "verdict.md")) == (4, ["INTERRUPTED"])
+
+
+def test_a_second_run_waits_for_the_gpu(runner):
+    first = started(runner, TURNS="8")
+    wait_for(runner / "found", first)
+    second = started(runner)
+    time.sleep(0.3)
+    assert read(runner, "found") == ["cold"]
+    assert [process.wait(30) for process in (first, second)] == [0, 0]
+    assert read(runner, "found") == ["cold", "warm"]
+
+
+@pytest.mark.parametrize("missing", ["IMPL", "CACHE"])
+def test_a_missing_setting_is_named(runner, missing):
+    process = started(runner, **{missing: ""})
+    assert missing in process.communicate(timeout=10)[1]
+    assert process.returncode != 0
+
+
+def commands(text: str) -> list[list[str]]:
+    """Every call of the command in a recipe, or of the script that passes its arguments on."""
+    joined = re.sub(r"\\\n\s*", " ", text)
+    found = re.findall(r"(?:moe-conformance|ci/gpu\.sh)( (?:run )?--.*)$", joined, re.MULTILINE)
+    return [shlex.split(re.sub(r"\$\{\{.*?\}\}|\"?\$\{?[A-Z]\w*(?::-[^}]*)?\}?\"?|\"\$@\"", "1/2", one)) for one in found]
+
+
+@pytest.mark.parametrize("recipe", sorted(path.name for path in RECIPES.iterdir()))
+def test_the_flags_of_a_recipe_exist(recipe):
+    calls = commands((RECIPES / recipe).read_text())
+    assert calls
+    for call in calls:
+        words = [word for word in call if word not in ("run", "1/2")]
+        flags = [word for word in words if word.startswith("--")]
+        known = _parser()._subparsers._group_actions[0].choices["run"]._option_string_actions  # type: ignore[union-attr]
+        assert set(flags) <= set(known), recipe
+
+
+def test_a_flag_that_does_not_exist_is_noticed():
+    assert commands("  - run: ci/gpu.sh --profiles gate") == [["--profiles", "gate"]]
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_the_scripts_have_no_known_mistakes():
+    subprocess.run(["shellcheck", *map(str, RECIPES.glob("*.sh"))], check=True)
