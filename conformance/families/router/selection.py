@@ -24,7 +24,10 @@ UNDERFLOW = -87.0  # below, exp(x) is subnormal in float32 and √ln(1+exp x) ma
 def score(x: Running, function: str) -> Running:
     """The score of each logit, over the last dimension."""
     if function == "sigmoid":
-        return x.constant(1.0) / ((x * -1.0).exp() + 1.0)
+        s = x.constant(1.0) / ((x * -1.0).exp() + 1.0)
+        # exp(-x) overflows before sigmoid(x), by another formula, underflows
+        least = torch.where((s.value == 0) & x.value.isfinite(), torch.finfo(x.dtype).tiny, 0.0)
+        return Running(s.value, s.error + least, x.dtype)
     if function == "sqrtsoftplus":
         return softplus(x).sqrt()
     power = (
