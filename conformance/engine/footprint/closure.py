@@ -1,0 +1,469 @@
+"""Everything that a function reaches: code and values, followed from name to name.
+
+A function reaches the values that its code names: functions, classes, constants, kernels, whatever
+wraps them. A class reaches all its methods and bases; a module used as a value reaches all that it
+holds. Code that finds functions by other means, such as `eval`, reaches its whole package. So the
+closure may be too large, and is never too small as long as external packages keep to themselves.
+"""
+
+import ast
+import builtins
+import functools
+import importlib.util
+import inspect
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from conformance.engine.footprint.names import (
+    ABSENT,
+    Named,
+    Scope,
+    constants,
+    contains,
+    global_loads,
+    stored,
+)
+from conformance.engine.footprint.sources import (
+    FUNCTIONS,
+    Packages,
+    Source,
+    digest,
+    executed,
+    files_digest,
+    source_of,
+    text,
+)
+from conformance.engine.footprint.values import Values
+
+EMPTY = digest("")
+OPEN = {"eval", "exec", "compile", "globals", "__import__"}  # builtins that reach any code
+OPEN_MODULES = ("importlib", "pkgutil", "runpy", "gc", "ctypes", "cffi", "pickle", "pydoc", "torch.ops", "torch._ops")
+OPEN_MODULES += ("torch.library", "torch._library", "torch.classes", "torch._classes", "torch.utils.cpp_extension")
+OPEN_NAMES = ("sys:modules", "sys:_getframe", "inspect:currentframe", "inspect:stack")
+READS = ("read_text", "read_bytes", "fromfile")
+ENVIRONMENT = ("environ", "getenv")
+DERIVED = (
+    "__dict__",
+    "__weakref__",
+    "__doc__",
+    "__module__",
+    "__firstlineno__",
+    "__static_attributes__",
+    "__match_args__",
+)
+SETTINGS = ("configs", "keys", "values", "noinline", "debug", "do_not_specialize", "do_not_specialize_on_alignment")
+CHAINS = (ast.Name, ast.Attribute, ast.Subscript)
+
+
+@dataclass(eq=False)
+class Part:
+    """A piece of code or a value, with a digest of its own and the parts that it uses."""
+
+    label: str
+    digest: str = ""
+    texts: set[str] = field(default_factory=set)  # identifiers in it as text, such as "permute"
+    uses: list["Part"] = field(default_factory=list)
+
+
+class Closure:
+    """The parts reached by the functions of an implementation."""
+
+    def __init__(self, packages: Packages) -> None:
+        self.packages = packages
+        self.values = Values(self)
+        self._parts: dict[Any, Part] = {}
+        self._kept: list[Any] = []  # keeps ids from being used again
+        self._waiting: deque[tuple[Part, Callable[[Part], str]]] = deque()
+
+    def reached(self, *values: Any, first: str = "") -> dict[str, str]:
+        """The label and digest of every part that the values reach.
+
+        Args:
+            first: the known value of the first parameter of functions among `values`.
+        """
+        return self._summary(self._root(values, first))
+
+    def texts(self, value: Any) -> set[str]:
+        """The identifiers that stand as text in what a value reaches."""
+        return set().union(*(part.texts for part in self._all(self._root([value], ""))))
+
+    def _root(self, values: Iterable[Any], first: str) -> Part:
+        root = Part("")
+        for value in values:
+            self.use(Named(value), root, [first] if first else [])
+        return root
+
+    def _all(self, root: Part) -> list[Part]:
+        """The part and all parts that it reaches."""
+        while self._waiting:
+            part, fill = self._waiting.popleft()
+            part.digest = digest(fill(part))
+        found = dict.fromkeys([root])
+        waiting = [root]
+        while waiting:
+            fresh = [used for used in waiting.pop().uses if used not in found]
+            found.update(dict.fromkeys(fresh))
+            waiting += fresh
+        return list(found)
+
+    def _summary(self, root: Part) -> dict[str, str]:
+        by_label: dict[str, set[str]] = {}
+        for part in self._all(root):
+            if part.digest and part.digest != EMPTY:
+                by_label.setdefault(part.label, set()).add(part.digest)
+        return {label: min(d) if len(d) == 1 else digest(*sorted(d)) for label, d in sorted(by_label.items())}
+
+    def imports(self) -> dict[str, str]:
+        """The parts reached by what importing the packages executes, and their data files."""
+        root = Part("")
+        for module in self.packages.modules():
+            source = source_of(str(module.__file__))
+            if source:
+                key = ("import", module.__name__)
+                self._link(
+                    root, key, f"{module.__name__} (import)", lambda part, m=module, s=source: self._import(m, s, part)
+                )
+        for name, path in self.packages.roots().items():
+            self._link(root, ("files", name), f"{name} (files)", lambda _, p=path: files_digest(p, python=False))
+        return self._summary(root)
+
+    # ---- edges
+
+    def use(self, named: Named, part: Part, arguments: list[Any] | None = None) -> str:
+        """Make `part` use a value; returns the text that stands for it in the part's digest."""
+        value, label = named.value, named.label
+        reference = self.reference(value, part, arguments or [])
+        if reference is not None:
+            return reference
+        module = label.partition(":")[0]
+        if not label:
+            return self.values.form(value, part)
+        if not self.packages.has_module(module) or self._is_imported(label, named.dotted):
+            return self._external(label, part)
+        self._link(part, ("value", named.home, named.dotted), label, lambda own: self.values.form(value, own), value)
+        return label
+
+    def reference(self, value: Any, part: Part, arguments: list[Any]) -> str | None:
+        """The text of a function, class, module or wrapper, which `part` then uses; None of others."""
+        if value is ABSENT:
+            return ABSENT
+        if isinstance(value, MethodType):
+            owner = value.__self__
+            first = owner if isinstance(owner, type) or self.packages.has_module(type(owner).__module__) else None
+            if isinstance(owner, type):
+                self.reference(owner, part, [])
+            return self.reference(value.__func__, part, [first, *arguments])
+        if isinstance(value, FunctionType):
+            return self._function(value, part, arguments)
+        if isinstance(value, (staticmethod, classmethod)):
+            return self.reference(value.__func__, part, arguments)
+        if isinstance(value, (property, functools.cached_property)):
+            getters = (
+                (value.func,) if isinstance(value, functools.cached_property) else (value.fget, value.fset, value.fdel)
+            )
+            return "property " + " ".join(str(self.reference(f, part, [])) for f in getters if f is not None)
+        if isinstance(value, type):
+            return self._class(value, part)
+        if isinstance(value, ModuleType):
+            return self._module(value, part)
+        if isinstance(value, BuiltinFunctionType) or type(value).__name__ in (
+            "wrapper_descriptor",
+            "method_descriptor",
+        ):
+            return self._builtin(value, part)
+        inner = next((x for x in (_own(value, "fn"), _own(value, "__wrapped__")) if callable(x)), None)
+        is_wrapper = inner is not None and callable(value) and not isinstance(value, functools.partial)
+        if is_wrapper and not self.packages.has_module(type(value).__module__):  # a kernel, a cached function
+            settings = [self.values.form(_own(value, name), part) for name in SETTINGS]
+            return f"{type(value).__qualname__} of {self.reference(inner, part, arguments)} {settings}"
+        return None
+
+    def whole(self, part: Part) -> None:
+        """Make `part` use all files of all packages: what it reaches is not known."""
+        for name, path in self.packages.roots().items():
+            self._link(part, ("whole", name), f"{name} (all files)", lambda _, p=path: files_digest(p))
+
+    def _link(self, part: Part, key: Any, label: str, fill: Callable[[Part], str], *kept: Any) -> None:
+        if key not in self._parts:
+            self._parts[key] = Part(label)
+            self._kept += kept
+            self._waiting.append((self._parts[key], fill))
+        if self._parts[key] not in part.uses:
+            part.uses.append(self._parts[key])
+
+    def _external(self, label: str, part: Part) -> str:
+        """A leaf of another package; the whole package of the part if it can reach any code."""
+        name = label.replace(":", ".")
+        if label in OPEN_NAMES or any(name == m or name.startswith(f"{m}.") for m in OPEN_MODULES):
+            self.whole(part)
+        return f"external {label}"
+
+    def _builtin(self, value: Any, part: Part) -> str:
+        name = value.__name__
+        if getattr(builtins, name, None) is value:
+            if name in OPEN:
+                self.whole(part)
+            if name == "open":
+                self._reads(part)
+        return f"builtin {name}"
+
+    def _module(self, module: ModuleType, part: Part) -> str:
+        if not self.packages.has_module(module.__name__):
+            return self._external(module.__name__, part)
+
+        def fill(own: Part) -> str:
+            for name, value in list(vars(module).items()):
+                if not name.startswith("__"):
+                    self.use(Named(value, f"{module.__name__}:{name}", id(vars(module)), name), own)
+            return " ".join(sorted(vars(module)))
+
+        self._link(part, ("module", module.__name__), f"{module.__name__} (all names)", fill)
+        return module.__name__
+
+    def _is_imported(self, label: str, dotted: str) -> bool:
+        """Whether a module's name is bound only by imports from packages that are not followed."""
+        module, name = label.partition(":")[0], dotted.partition(".")[0]
+        source = source_of(str(getattr(sys.modules.get(module), "__file__", "")))
+        bindings = source.bindings.get(name, []) if source else []
+        return bool(bindings) and all(
+            isinstance(x, ast.ImportFrom) and not x.level and not self.packages.has_module(x.module) for x in bindings
+        )
+
+    def unrooted(self, content: str) -> str:
+        """Text without the packages' folders, which differ between copies."""
+        for name, path in self.packages.roots().items():
+            content = content.replace(str(path), f"({name})")
+        return content
+
+    # ---- contents
+
+    def _function(self, function: FunctionType, part: Part, arguments: list[Any]) -> str:
+        code = function.__code__
+        label = f"{function.__module__}:{function.__qualname__}"
+        generated = code.co_filename.startswith("<") and self.packages.has_module(function.__module__)
+        if not (generated or self.packages.has_file(code.co_filename)):
+            for value in self._wrapped_by(function):
+                self.values.callables(value, part)
+            return self._external(label, part)
+        parameters = code.co_varnames[: code.co_argcount]
+        bound = {k: v for k, v in zip(parameters, arguments, strict=False) if v is not None}
+        key = ("function", id(function), tuple((k, v if isinstance(v, str) else id(v)) for k, v in bound.items()))
+        self._link(part, key, label, lambda own: self._definition(function, bound, own), function, *bound.values())
+        return label
+
+    def _wrapped_by(self, function: FunctionType) -> Iterator[Any]:
+        """The values that a function of another package holds."""
+        yield from (cell.cell_contents for cell in function.__closure__ or () if _filled(cell))
+        yield from (function.__defaults__ or (), function.__kwdefaults__ or {}, vars(function))
+
+    def _definition(self, function: FunctionType, bound: dict[str, Any], part: Part) -> str:
+        """The content of a function: its source, or its code if it was generated, and what it holds."""
+        code = function.__code__
+        source = source_of(code.co_filename)
+        nodes = source.function(code) if source else []
+        cells = {
+            name: cell.cell_contents
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
+            if _filled(cell)
+        }
+        scope = Scope(function.__module__ or "", function.__globals__, cells, {}, global_loads(code))
+        fixed = set().union(*(stored(node) for node in nodes)) if nodes else set(bound)
+        scope.bound = {name: value for name, value in bound.items() if name not in fixed}
+        content = [text(node) for node in nodes] or [constants(code)]
+        for node in nodes:
+            self.visit(node, scope, part)
+        if not nodes:
+            for name in (*(scope.loads or ()), *cells):
+                self.visit(ast.Name(name, ast.Load()), scope, part)
+        held = {k: v for k, v in vars(function).items() if k != "__wrapped__"}
+        content.append(self.values.form((function.__defaults__, function.__kwdefaults__, held), part))
+        if hasattr(function, "__wrapped__"):
+            content.append(self.use(Named(function.__wrapped__), part))
+        return "\n".join(content)
+
+    def _class(self, cls: type, part: Part) -> str:
+        label = f"{cls.__module__}:{cls.__qualname__}"
+        if not self.packages.has_module(cls.__module__):
+            return self._external(label, part)
+        self._link(part, ("class", id(cls)), label, lambda own: self._members(cls, own), cls)
+        return label
+
+    def _members(self, cls: type, part: Part) -> str:
+        """The content of a class: its source and its attributes; it uses its bases."""
+        source = source_of(str(getattr(sys.modules.get(cls.__module__), "__file__", "")))
+        nodes = source.classes.get(cls.__qualname__, []) if source else []
+        content = [text(node) for node in nodes]
+        for base in (*cls.__bases__, type(cls)):
+            content.append(str(self.reference(base, part, [])))
+        scope = Scope(cls.__module__, vars(sys.modules[cls.__module__]), bodies=False)
+        for node in nodes:
+            self.visit(node, scope, part)
+        for name, value in sorted(vars(cls).items()):
+            if not _is_generated(name, value):
+                content.append(f"{name}={self.use(Named(value), part)}")
+        return "\n".join(content)
+
+    def _import(self, module: ModuleType, source: Source, part: Part) -> str:
+        """What the import of a module does besides naming values: its statements, and its calls."""
+        scope, content = Scope(module.__name__, vars(module), bodies=False), []
+        for statement in source.tree.body:
+            if _is_effect(statement, scope):
+                content.append(text(statement))
+                self.visit(statement, scope, part)
+            for function in _called(statement):
+                named = scope.named(function)
+                if named is not None:
+                    self.use(named, part)
+        return "\n".join(content)
+
+    # ---- expressions
+
+    def visit(self, node: ast.AST, scope: Scope, part: Part) -> None:
+        """Make `part` use every value that the code names."""
+        if isinstance(node, ast.Constant) and str(node.value).isidentifier():
+            part.texts.add(str(node.value))
+        if self._is_special(node, scope, part):
+            return
+        if isinstance(node, CHAINS) and (named := scope.named(node)) is not None:
+            self.use(named, part)
+            return
+        children = [child for name, child in ast.iter_fields(node) if name not in ("annotation", "returns")]
+        if isinstance(node, ast.Call) and (named := scope.named(node.func)) is not None:
+            known = [scope.constant(x) if isinstance(x, ast.Name) else None for x in node.args]
+            self.use(named, part, known)
+            children = [*node.args, *node.keywords]
+        elif isinstance(node, FUNCTIONS) and not scope.bodies:
+            children = [node.args, *getattr(node, "decorator_list", ())]
+        for child in children:
+            for each in child if isinstance(child, list) else [child]:
+                if isinstance(each, ast.AST):
+                    self.visit(each, scope, part)
+
+    def _is_special(self, node: ast.AST, scope: Scope, part: Part) -> bool:
+        """Whether the node is an import, a look-up in a known mapping or of the environment: done."""
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            self._local_import(node, scope, part)
+            return True
+        if isinstance(node, ast.Attribute) and node.attr in READS:
+            self._reads(part)
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+            held = contains(scope.named(node.comparators[0]), scope.constant(node.left))
+            if held is not None:
+                part.uses.append(Part(f"{part.label} ({ast.unparse(node)[:60]})", digest(str(held))))
+                return True
+        owner = {ast.Call: "func", ast.Subscript: "value", ast.Compare: "comparators"}.get(type(node))
+        if owner is None or not _is_environment(getattr(node, owner)):
+            return False
+        names = [x.value for x in ast.walk(node) if isinstance(x, ast.Constant) and str(x.value).isidentifier()]
+        for name in names or sorted(os.environ):
+            part.uses.append(Part(f"environment {name}", digest(str(os.environ.get(name)))))
+        return True
+
+    def _reads(self, part: Part) -> None:
+        """A file is read. Files of packages are in every footprint; others are not known."""
+        if any(path.is_file() for path in self.packages.roots().values()):
+            part.uses.append(Part("files next to a module", os.urandom(8).hex()))
+
+    def _local_import(self, node: ast.Import | ast.ImportFrom, scope: Scope, part: Part) -> None:
+        """An import inside a function: the modules, or the names taken from one."""
+        names = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            package = scope.variables.get("__package__") or ""
+            base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
+            module = ".".join(filter(None, (base if node.level else "", node.module)))
+            found = sys.modules.get(module)
+            if found is None:
+                self._not_imported(module, part)
+                return
+            for name in names:
+                value = getattr(found, name, sys.modules.get(f"{module}.{name}", ABSENT))
+                self.use(Named(value, f"{module}:{name}", id(vars(found)), name), part)
+            return
+        for name in names:
+            if name in sys.modules:
+                self.use(Named(sys.modules[name]), part)
+            else:
+                self._not_imported(name, part)
+
+    def _not_imported(self, module: str, part: Part) -> None:
+        """A module that no one has imported yet: all files of its package, if it is followed."""
+        top = module.partition(".")[0]
+        spec = importlib.util.find_spec(top)
+        path = spec and (next(iter(spec.submodule_search_locations or ()), None) or spec.origin)
+        if path and (top in self.packages.roots() or self.packages.has_file(f"{path}.py")):
+            self._link(part, ("whole", top), f"{top} (all files)", lambda _: files_digest(Path(path)))
+            self.whole(part)
+        self._external(module, part)
+
+
+def _is_generated(name: str, value: Any) -> bool:
+    """Whether Python or `dataclass` made an attribute of a class, from the class's source."""
+    code = getattr(value, "__code__", None)
+    is_slot = type(value).__name__ in ("getset_descriptor", "member_descriptor", "_tuplegetter")
+    wrapped = getattr(value, "__wrapped__", None)  # a dataclass's __repr__
+    return (
+        is_slot
+        or name in DERIVED
+        or name.startswith(("__dataclass_", "_abc_", "__annot"))
+        or (
+            name.startswith("__")
+            and any(
+                str(getattr(c, "co_filename", "")).startswith("<") for c in (code, getattr(wrapped, "__code__", None))
+            )
+        )
+    )
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def _own(value: Any, name: str) -> Any:
+    """An attribute that the instance itself holds."""
+    return inspect.getattr_static(value, name, None) if name in getattr(value, "__dict__", {}) else None
+
+
+def _is_environment(node: Any) -> bool:
+    """Whether an expression reads os.environ, or calls os.getenv."""
+    nodes = node if isinstance(node, list) else [node]
+    while nodes and isinstance(nodes[0], (ast.Attribute, ast.Name)):
+        if getattr(nodes[0], "attr", getattr(nodes[0], "id", "")) in ENVIRONMENT:
+            return True
+        nodes = [nodes[0].value] if isinstance(nodes[0], ast.Attribute) else []
+    return False
+
+
+def _called(statement: ast.stmt) -> Iterator[ast.AST]:
+    """The functions that a module's statement calls, decorators included."""
+    for node in executed(statement):
+        if isinstance(node, ast.Call):
+            yield node.func
+        yield from getattr(node, "decorator_list", ())
+
+
+def _is_effect(statement: ast.stmt, scope: Scope) -> bool:
+    """Whether a module's statement may do more than bind names and change the packages' own values."""
+    if isinstance(statement, (ast.Import, ast.ImportFrom, *FUNCTIONS, ast.ClassDef, ast.Pass)):
+        return False
+    if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        places = [x for target in targets for x in ast.walk(target) if isinstance(x, (ast.Attribute, ast.Subscript))]
+        return not all(_is_container(scope.named(place.value)) for place in places)
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        function = statement.value.func
+        return not (isinstance(function, ast.Attribute) and _is_container(scope.named(function.value)))
+    return not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+
+
+def _is_container(named: Named | None) -> bool:
+    return named is not None and bool(named.label) and type(named.value) in (list, dict, set)
