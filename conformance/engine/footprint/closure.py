@@ -10,12 +10,12 @@ import ast
 import builtins
 import functools
 import importlib.util
-import inspect
 import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -34,29 +34,28 @@ from conformance.engine.footprint.sources import (
     Packages,
     Source,
     digest,
-    executed,
     files_digest,
     source_of,
     text,
+)
+from conformance.engine.footprint.statements import (
+    called,
+    is_effect,
+    is_environment,
+    is_filled,
+    is_generated,
+    own_attribute,
 )
 from conformance.engine.footprint.values import Values
 
 EMPTY = digest("")
 OPEN = {"eval", "exec", "compile", "globals", "__import__"}  # builtins that reach any code
-OPEN_MODULES = ("importlib", "pkgutil", "runpy", "gc", "ctypes", "cffi", "pickle", "pydoc", "torch.ops", "torch._ops")
-OPEN_MODULES += ("torch.library", "torch._library", "torch.classes", "torch._classes", "torch.utils.cpp_extension")
+OPEN_MODULES = (
+    *("importlib", "pkgutil", "runpy", "gc", "ctypes", "cffi", "pickle", "pydoc", "torch.ops", "torch._ops"),
+    *("torch.library", "torch._library", "torch.classes", "torch._classes", "torch.utils.cpp_extension"),
+)
 OPEN_NAMES = ("sys:modules", "sys:_getframe", "inspect:currentframe", "inspect:stack")
 READS = ("read_text", "read_bytes", "fromfile")
-ENVIRONMENT = ("environ", "getenv")
-DERIVED = (
-    "__dict__",
-    "__weakref__",
-    "__doc__",
-    "__module__",
-    "__firstlineno__",
-    "__static_attributes__",
-    "__match_args__",
-)
 SETTINGS = ("configs", "keys", "values", "noinline", "debug", "do_not_specialize", "do_not_specialize_on_alignment")
 CHAINS = (ast.Name, ast.Attribute, ast.Subscript)
 
@@ -71,15 +70,21 @@ class Part:
     uses: list["Part"] = field(default_factory=list)
 
 
-class Closure:
-    """The parts reached by the functions of an implementation."""
+Fill = Callable[[Part], str]  # the content of a part; makes it use others
 
-    def __init__(self, packages: Packages) -> None:
-        self.packages = packages
+
+class Closure:
+    """The parts reached by the functions of an implementation.
+
+    executing: follow what importing the packages executes, in place of what their functions do.
+    """
+
+    def __init__(self, packages: Packages, executing: bool = False) -> None:
+        self.packages, self.executing = packages, executing
         self.values = Values(self)
         self._parts: dict[Any, Part] = {}
         self._kept: list[Any] = []  # keeps ids from being used again
-        self._waiting: deque[tuple[Part, Callable[[Part], str]]] = deque()
+        self._waiting: deque[tuple[Part, Fill]] = deque()
 
     def reached(self, *values: Any, first: str = "") -> dict[str, str]:
         """The label and digest of every part that the values reach.
@@ -125,12 +130,11 @@ class Closure:
         for module in self.packages.modules():
             source = source_of(str(module.__file__))
             if source:
-                key = ("import", module.__name__)
-                self._link(
-                    root, key, f"{module.__name__} (import)", lambda part, m=module, s=source: self._import(m, s, part)
-                )
+                fill: Fill = partial(self._import, module, source)
+                self._link(root, ("import", module.__name__), f"{module.__name__} (import)", fill)
         for name, path in self.packages.roots().items():
-            self._link(root, ("files", name), f"{name} (files)", lambda _, p=path: files_digest(p, python=False))
+            fill = partial(_files, path, python=False)
+            self._link(root, ("files", name), f"{name} (files)", fill)
         return self._summary(root)
 
     # ---- edges
@@ -146,7 +150,7 @@ class Closure:
             return self.values.form(value, part)
         if not self.packages.has_module(module) or self._is_imported(label, named.dotted):
             return self._external(label, part)
-        self._link(part, ("value", named.home, named.dotted), label, lambda own: self.values.form(value, own), value)
+        self._link(part, ("value", named.home, named.dotted), label, lambda own: self._value(value, own), value)
         return label
 
     def reference(self, value: Any, part: Part, arguments: list[Any]) -> str | None:
@@ -177,19 +181,21 @@ class Closure:
             "method_descriptor",
         ):
             return self._builtin(value, part)
-        inner = next((x for x in (_own(value, "fn"), _own(value, "__wrapped__")) if callable(x)), None)
-        is_wrapper = inner is not None and callable(value) and not isinstance(value, functools.partial)
+        inner = next(
+            (x for x in (own_attribute(value, "fn"), own_attribute(value, "__wrapped__")) if callable(x)), None
+        )
+        is_wrapper = inner is not None and callable(value) and not isinstance(value, partial)
         if is_wrapper and not self.packages.has_module(type(value).__module__):  # a kernel, a cached function
-            settings = [self.values.form(_own(value, name), part) for name in SETTINGS]
+            settings = [self.values.form(own_attribute(value, name), part) for name in SETTINGS]
             return f"{type(value).__qualname__} of {self.reference(inner, part, arguments)} {settings}"
         return None
 
     def whole(self, part: Part) -> None:
         """Make `part` use all files of all packages: what it reaches is not known."""
         for name, path in self.packages.roots().items():
-            self._link(part, ("whole", name), f"{name} (all files)", lambda _, p=path: files_digest(p))
+            self._link(part, ("whole", name), f"{name} (all files)", partial(_files, path))
 
-    def _link(self, part: Part, key: Any, label: str, fill: Callable[[Part], str], *kept: Any) -> None:
+    def _link(self, part: Part, key: Any, label: str, fill: Fill, *kept: Any) -> None:
         if key not in self._parts:
             self._parts[key] = Part(label)
             self._kept += kept
@@ -243,6 +249,10 @@ class Closure:
 
     # ---- contents
 
+    def _value(self, value: Any, part: Part) -> str:
+        """The content of a value; what an import executes may fill tables, and does not run them."""
+        return self.values.form(value, Part("") if self.executing else part)
+
     def _function(self, function: FunctionType, part: Part, arguments: list[Any]) -> str:
         code = function.__code__
         label = f"{function.__module__}:{function.__qualname__}"
@@ -259,7 +269,7 @@ class Closure:
 
     def _wrapped_by(self, function: FunctionType) -> Iterator[Any]:
         """The values that a function of another package holds."""
-        yield from (cell.cell_contents for cell in function.__closure__ or () if _filled(cell))
+        yield from (cell.cell_contents for cell in function.__closure__ or () if is_filled(cell))
         yield from (function.__defaults__ or (), function.__kwdefaults__ or {}, vars(function))
 
     def _definition(self, function: FunctionType, bound: dict[str, Any], part: Part) -> str:
@@ -270,7 +280,7 @@ class Closure:
         cells = {
             name: cell.cell_contents
             for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
-            if _filled(cell)
+            if is_filled(cell)
         }
         scope = Scope(function.__module__ or "", function.__globals__, cells, {}, global_loads(code))
         fixed = set().union(*(stored(node) for node in nodes)) if nodes else set(bound)
@@ -305,7 +315,7 @@ class Closure:
         for node in nodes:
             self.visit(node, scope, part)
         for name, value in sorted(vars(cls).items()):
-            if not _is_generated(name, value):
+            if not is_generated(name, value):
                 content.append(f"{name}={self.use(Named(value), part)}")
         return "\n".join(content)
 
@@ -313,10 +323,10 @@ class Closure:
         """What the import of a module does besides naming values: its statements, and its calls."""
         scope, content = Scope(module.__name__, vars(module), bodies=False), []
         for statement in source.tree.body:
-            if _is_effect(statement, scope):
+            if is_effect(statement, scope):
                 content.append(text(statement))
                 self.visit(statement, scope, part)
-            for function in _called(statement):
+            for function in called(statement):
                 named = scope.named(function)
                 if named is not None:
                     self.use(named, part)
@@ -330,7 +340,8 @@ class Closure:
             part.texts.add(str(node.value))
         if self._is_special(node, scope, part):
             return
-        if isinstance(node, CHAINS) and (named := scope.named(node)) is not None:
+        is_read = isinstance(node, CHAINS) and isinstance(node.ctx, ast.Load)
+        if is_read and (named := scope.named(node)) is not None:
             self.use(named, part)
             return
         children = [child for name, child in ast.iter_fields(node) if name not in ("annotation", "returns")]
@@ -348,7 +359,8 @@ class Closure:
     def _is_special(self, node: ast.AST, scope: Scope, part: Part) -> bool:
         """Whether the node is an import, a look-up in a known mapping or of the environment: done."""
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            self._local_import(node, scope, part)
+            if scope.bodies:  # at the import of a module: the other module has a part of its own
+                self._local_import(node, scope, part)
             return True
         if isinstance(node, ast.Attribute) and node.attr in READS:
             self._reads(part)
@@ -358,9 +370,13 @@ class Closure:
                 part.uses.append(Part(f"{part.label} ({ast.unparse(node)[:60]})", digest(str(held))))
                 return True
         owner = {ast.Call: "func", ast.Subscript: "value", ast.Compare: "comparators"}.get(type(node))
-        if owner is None or not _is_environment(getattr(node, owner)):
+        if owner is None or not is_environment(getattr(node, owner)):
             return False
-        names = [x.value for x in ast.walk(node) if isinstance(x, ast.Constant) and str(x.value).isidentifier()]
+        names = [
+            x.value
+            for x in ast.walk(node)
+            if isinstance(x, ast.Constant) and isinstance(x.value, str) and x.value.isidentifier()
+        ]
         for name in names or sorted(os.environ):
             part.uses.append(Part(f"environment {name}", digest(str(os.environ.get(name)))))
         return True
@@ -397,73 +413,10 @@ class Closure:
         spec = importlib.util.find_spec(top)
         path = spec and (next(iter(spec.submodule_search_locations or ()), None) or spec.origin)
         if path and (top in self.packages.roots() or self.packages.has_file(f"{path}.py")):
-            self._link(part, ("whole", top), f"{top} (all files)", lambda _: files_digest(Path(path)))
+            self._link(part, ("whole", top), f"{top} (all files)", partial(_files, Path(path)))
             self.whole(part)
         self._external(module, part)
 
 
-def _is_generated(name: str, value: Any) -> bool:
-    """Whether Python or `dataclass` made an attribute of a class, from the class's source."""
-    code = getattr(value, "__code__", None)
-    is_slot = type(value).__name__ in ("getset_descriptor", "member_descriptor", "_tuplegetter")
-    wrapped = getattr(value, "__wrapped__", None)  # a dataclass's __repr__
-    return (
-        is_slot
-        or name in DERIVED
-        or name.startswith(("__dataclass_", "_abc_", "__annot"))
-        or (
-            name.startswith("__")
-            and any(
-                str(getattr(c, "co_filename", "")).startswith("<") for c in (code, getattr(wrapped, "__code__", None))
-            )
-        )
-    )
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
-
-
-def _own(value: Any, name: str) -> Any:
-    """An attribute that the instance itself holds."""
-    return inspect.getattr_static(value, name, None) if name in getattr(value, "__dict__", {}) else None
-
-
-def _is_environment(node: Any) -> bool:
-    """Whether an expression reads os.environ, or calls os.getenv."""
-    nodes = node if isinstance(node, list) else [node]
-    while nodes and isinstance(nodes[0], (ast.Attribute, ast.Name)):
-        if getattr(nodes[0], "attr", getattr(nodes[0], "id", "")) in ENVIRONMENT:
-            return True
-        nodes = [nodes[0].value] if isinstance(nodes[0], ast.Attribute) else []
-    return False
-
-
-def _called(statement: ast.stmt) -> Iterator[ast.AST]:
-    """The functions that a module's statement calls, decorators included."""
-    for node in executed(statement):
-        if isinstance(node, ast.Call):
-            yield node.func
-        yield from getattr(node, "decorator_list", ())
-
-
-def _is_effect(statement: ast.stmt, scope: Scope) -> bool:
-    """Whether a module's statement may do more than bind names and change the packages' own values."""
-    if isinstance(statement, (ast.Import, ast.ImportFrom, *FUNCTIONS, ast.ClassDef, ast.Pass)):
-        return False
-    if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        places = [x for target in targets for x in ast.walk(target) if isinstance(x, (ast.Attribute, ast.Subscript))]
-        return not all(_is_container(scope.named(place.value)) for place in places)
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        function = statement.value.func
-        return not (isinstance(function, ast.Attribute) and _is_container(scope.named(function.value)))
-    return not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
-
-
-def _is_container(named: Named | None) -> bool:
-    return named is not None and bool(named.label) and type(named.value) in (list, dict, set)
+def _files(path: Path, _: Part, python: bool | None = None) -> str:
+    return files_digest(path, python)

@@ -5,7 +5,7 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import conformance
 import moe_ref
-from conformance.catalogue import MODULES
+from conformance.catalogue import CONTRACTS, MODULES
 from conformance.engine.child.child import import_implementation
 from conformance.engine.footprint.closure import Closure
 from conformance.engine.footprint.companions import companions
@@ -72,10 +72,11 @@ def serve_footprints(connection: Connection, options: ChildOptions, log_path: st
         return
     try:
         found = footprints(implementation)
+        roots = Packages(implementation.name, suite_folders()).roots()
     except Exception as error:
         connection.send(("unknown", f"{type(error).__name__}: {error}"))
     else:
-        connection.send(("footprints", found.record()))
+        connection.send(("footprints", found.record() | {"roots": {name: str(path) for name, path in roots.items()}}))
 
 
 def suite_folders() -> tuple[Path, ...]:
@@ -83,10 +84,12 @@ def suite_folders() -> tuple[Path, ...]:
     return Path(str(conformance.__file__)).parent, Path(str(moe_ref.__file__)).parent
 
 
+def suite_digest(folders: Iterable[Path]) -> str:
+    return digest(*map(files_digest, folders))
+
+
 def footprints(implementation: Implementation) -> Footprints:
     """The footprints of all functions that an imported implementation offers."""
-    from conformance.catalogue import CONTRACTS
-
     packages = Packages(implementation.name, suite_folders())
     closure = Closure(packages)
     offered = [name for name in CONTRACTS if implementation.offers(name)]
@@ -98,7 +101,7 @@ def footprints(implementation: Implementation) -> Footprints:
         for companion in called:
             parts |= own.get(companion) or _own_parts(companion, implementation, closure)
         functions[name] = parts
-    everywhere = closure.imports()  # at last: looking at functions may have imported more
+    everywhere = Closure(packages, executing=True).imports()  # at last: looking at functions may import more
     return Footprints(conditions(packages), {name: everywhere | parts for name, parts in functions.items()})
 
 
@@ -108,15 +111,17 @@ def _own_parts(name: str, implementation: Implementation, closure: Closure) -> d
     parts = closure.reached(getattr(namespace, name))
     if hasattr(namespace, "supports"):
         parts |= {f"{label} for {name}": d for label, d in closure.reached(namespace.supports, first=name).items()}
+    if name not in CONTRACTS:
+        return parts  # a helper, such as `codes`
     declared, lacked = implementation.declares(name), implementation.lacks(name, {"group": None})
     return parts | {f"{name} (declared)": digest(json.dumps([declared, lacked], sort_keys=True, default=repr))}
 
 
 def conditions(packages: Packages) -> dict[str, str]:
     """Digests of what all functions share, besides device and options: suite, packages, variables."""
-    families = {name.partition(".")[0] for name in MODULES} - {"conformance"}
-    folders = [*suite_folders(), *(Path(str(sys.modules[name].__file__)).parent for name in sorted(families))]
-    out = {"the suite": digest(*map(files_digest, folders))}
+    out = {"the suite": suite_digest(suite_folders())}
+    for family in sorted({name.partition(".")[0] for name in MODULES} - {"conformance"}):
+        out[f"the family {family}"] = files_digest(Path(str(sys.modules[family].__file__)).parent)
     for name, value in sorted(os.environ.items()):
         if name.startswith(ENVIRONMENT) and not name.endswith(IGNORED):
             out[f"the variable {name}"] = digest(value)
