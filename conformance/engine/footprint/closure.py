@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -159,7 +159,7 @@ class Closure:
             return ABSENT
         if isinstance(value, MethodType):
             owner = value.__self__
-            first = owner if isinstance(owner, type) or self.packages.has_module(type(owner).__module__) else None
+            first = owner if isinstance(owner, type) or self.is_followed(type(owner)) else None
             if isinstance(owner, type):
                 self.reference(owner, part, [])
             return self.reference(value.__func__, part, [first, *arguments])
@@ -185,7 +185,7 @@ class Closure:
             (x for x in (own_attribute(value, "fn"), own_attribute(value, "__wrapped__")) if callable(x)), None
         )
         is_wrapper = inner is not None and callable(value) and not isinstance(value, partial)
-        if is_wrapper and not self.packages.has_module(type(value).__module__):  # a kernel, a cached function
+        if is_wrapper and not self.is_followed(type(value)):  # a kernel, a cached function
             settings = [self.values.form(own_attribute(value, name), part) for name in SETTINGS]
             return f"{type(value).__qualname__} of {self.reference(inner, part, arguments)} {settings}"
         return None
@@ -241,6 +241,9 @@ class Closure:
             isinstance(x, ast.ImportFrom) and not x.level and not self.packages.has_module(x.module) for x in bindings
         )
 
+    def is_followed(self, cls: type) -> bool:
+        return self.packages.has_module(cls.__module__)
+
     def unrooted(self, content: str) -> str:
         """Text without the packages' folders, which differ between copies."""
         for name, path in self.packages.roots().items():
@@ -258,8 +261,7 @@ class Closure:
         label = f"{function.__module__}:{function.__qualname__}"
         generated = code.co_filename.startswith("<") and self.packages.has_module(function.__module__)
         if not (generated or self.packages.has_file(code.co_filename)):
-            for value in self._wrapped_by(function):
-                self.values.callables(value, part)
+            self._link(part, ("external", id(function)), label, lambda own: self._wrapped_by(function, own), function)
             return self._external(label, part)
         parameters = code.co_varnames[: code.co_argcount]
         bound = {k: v for k, v in zip(parameters, arguments, strict=False) if v is not None}
@@ -267,10 +269,11 @@ class Closure:
         self._link(part, key, label, lambda own: self._definition(function, bound, own), function, *bound.values())
         return label
 
-    def _wrapped_by(self, function: FunctionType) -> Iterator[Any]:
-        """The values that a function of another package holds."""
-        yield from (cell.cell_contents for cell in function.__closure__ or () if is_filled(cell))
-        yield from (function.__defaults__ or (), function.__kwdefaults__ or {}, vars(function))
+    def _wrapped_by(self, function: FunctionType, part: Part) -> str:
+        """The code that a function of another package holds; the function has no content itself."""
+        held = [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
+        self.values.callables([held, function.__defaults__, function.__kwdefaults__, vars(function)], part)
+        return ""
 
     def _definition(self, function: FunctionType, bound: dict[str, Any], part: Part) -> str:
         """The content of a function: its source, or its code if it was generated, and what it holds."""
@@ -299,7 +302,7 @@ class Closure:
 
     def _class(self, cls: type, part: Part) -> str:
         label = f"{cls.__module__}:{cls.__qualname__}"
-        if not self.packages.has_module(cls.__module__):
+        if not self.is_followed(cls):
             return self._external(label, part)
         self._link(part, ("class", id(cls)), label, lambda own: self._members(cls, own), cls)
         return label

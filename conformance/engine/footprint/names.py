@@ -4,7 +4,6 @@ import ast
 import builtins
 import dis
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
@@ -90,14 +89,14 @@ def _item(owner: Named, key: str | None) -> Named | None:
     """The item of a mapping whose keys are all text."""
     if owner.value is ABSENT:
         return owner
-    if key is None or not isinstance(owner.value, CONTAINERS) or not all(type(k) is str for k in owner.value):
+    if key is None or type(owner.value) not in CONTAINERS or not all(type(k) is str for k in owner.value):
         return None
     return Named(owner.value.get(key, ABSENT))
 
 
 def contains(owner: Named | None, key: str | None) -> bool | None:
     """Whether a known mapping has a known key; None if either is not known."""
-    if owner is None or key is None or not isinstance(owner.value, Mapping):
+    if owner is None or key is None or type(owner.value) not in CONTAINERS:
         return None
     return key in owner.value
 

@@ -2,8 +2,9 @@
 
 import copyreg
 import hashlib
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable
+from pathlib import PurePath
 from types import FunctionType, MappingProxyType, MethodType
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ import torch
 ATOMS = (type(None), bool, int, float, complex, bytes, type(...), type(NotImplemented), range)
 SEQUENCES = (tuple, list, deque)
 SETS = (set, frozenset)
-MAPPINGS = (dict, OrderedDict, defaultdict, MappingProxyType)
+MAPPINGS = (dict, MappingProxyType)
 STATELESS = ("lock", "RLock", "_local", "ContextVar", "Logger", "Condition", "module")
 OPAQUE = "opaque"
 MOST = 50_000  # values inside one value
@@ -24,6 +25,7 @@ class Follower(Protocol):
     def reference(self, value: Any, part: Any, arguments: list[Any]) -> str | None: ...
     def whole(self, part: Any) -> None: ...
     def unrooted(self, content: str) -> str: ...
+    def is_followed(self, cls: type) -> bool: ...
 
 
 class Values:
@@ -61,6 +63,8 @@ class Values:
         reference = self.follower.reference(value, part, [])
         if reference is not None:
             return reference
+        if isinstance(value, PurePath):
+            return f"path {self.follower.unrooted(str(value))!r}"
         if isinstance(value, torch.Tensor):
             return self._tensor(value, part)
         return self._instance(value, part, write)
@@ -111,3 +115,5 @@ class Values:
             self.follower.reference(value, part, [])
         elif type(value).__name__ == "partial" and depth:
             self.callables((value.func, value.args, value.keywords), part, depth - 1)
+        elif self.follower.is_followed(type(value)):
+            self.form(value, part)

@@ -43,7 +43,7 @@ class Inquiry:
             self._process.join(5)
             return None, {}, f"the process died while importing it ({ending(self._process, self._log)})"
         finally:
-            self._close()
+            self.close()
         if kind != "footprints":
             return None, {}, str(content)
         return Footprints.of(content), content["roots"], ""
@@ -54,9 +54,9 @@ class Inquiry:
         kind, content = self._pipe.recv()
         return kind, content
 
-    def _close(self) -> None:
-        if self._process.is_alive():
-            self._process.kill()
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
         self._process.join()
         self._pipe.close()
         self._folder.cleanup()

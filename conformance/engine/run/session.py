@@ -93,6 +93,7 @@ class Session:
         is_report = options.since.endswith(".json") or Path(options.since).is_file()
         self.earlier = read_baseline(Path(options.since), "--since") if is_report else None
         self.since = Since()
+        self.inquiry: Inquiry | None = None
         self.ledger = Ledger(folder, worker)
         self.pool = Pool(options.child, options.jobs or default_jobs(options.device), options.case_seconds)
         self.known: set[Key] = set()
@@ -105,14 +106,14 @@ class Session:
             UsageError: the implementation cannot be used.
             CaseError: a file of the corpus is no case.
         """
-        inquiry = Inquiry(self.options.child) if self._needs_footprints() else None
+        self.inquiry = Inquiry(self.options.child) if self._needs_footprints() else None
         self.description = self.pool.start()
         self.space = Space.of(self.description)
         self.corpus = corpus.read_folder(corpus.COMMITTED)
         if Path(self.options.corpus).resolve() != corpus.DEFAULT.resolve():
             self.corpus += corpus.read_folder(Path(self.options.corpus))
         self.ledger.write("implementation", **self.description)
-        self.since = self._since(inquiry) if inquiry else Since()
+        self.since = self._since(self.inquiry) if self.inquiry else Since()
         self.plan = [section for section in self.plan if section.function not in self.since.unchanged]
         self.corpus = [case for case in self.corpus if case.function not in self.since.unchanged]
 
@@ -139,6 +140,8 @@ class Session:
 
     def close(self) -> None:
         self.pool.close()
+        if self.inquiry:
+            self.inquiry.close()
         self.ledger.close()
         if self.progress:
             self.progress.end()
