@@ -9,39 +9,32 @@ closure may be too large, and is never too small as long as external packages ke
 import ast
 import builtins
 import functools
-import importlib.util
-import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from conformance.engine.footprint.expressions import Expressions, Fill, Part, content_of
 from conformance.engine.footprint.names import (
     ABSENT,
     Named,
     Scope,
     constants,
-    contains,
     global_loads,
     stored,
 )
 from conformance.engine.footprint.sources import (
-    FUNCTIONS,
     Packages,
     Source,
     digest,
-    files_digest,
     source_of,
     text,
 )
 from conformance.engine.footprint.statements import (
     called,
     is_effect,
-    is_environment,
     is_filled,
     is_generated,
     own_attribute,
@@ -55,25 +48,10 @@ OPEN_MODULES = (
     *("torch.library", "torch._library", "torch.classes", "torch._classes", "torch.utils.cpp_extension"),
 )
 OPEN_NAMES = ("sys:modules", "sys:_getframe", "inspect:currentframe", "inspect:stack")
-READS = ("read_text", "read_bytes", "fromfile")
 SETTINGS = ("configs", "keys", "values", "noinline", "debug", "do_not_specialize", "do_not_specialize_on_alignment")
-CHAINS = (ast.Name, ast.Attribute, ast.Subscript)
 
 
-@dataclass(eq=False)
-class Part:
-    """A piece of code or a value, with a digest of its own and the parts that it uses."""
-
-    label: str
-    digest: str = ""
-    texts: set[str] = field(default_factory=set)  # identifiers in it as text, such as "permute"
-    uses: list["Part"] = field(default_factory=list)
-
-
-Fill = Callable[[Part], str]  # the content of a part; makes it use others
-
-
-class Closure:
+class Closure(Expressions):
     """The parts reached by the functions of an implementation.
 
     executing: follow what importing the packages executes, in place of what their functions do.
@@ -131,10 +109,10 @@ class Closure:
             source = source_of(str(module.__file__))
             if source:
                 fill: Fill = partial(self._import, module, source)
-                self._link(root, ("import", module.__name__), f"{module.__name__} (import)", fill)
+                self.link(root, ("import", module.__name__), f"{module.__name__} (import)", fill)
         for name, path in self.packages.roots().items():
-            fill = partial(_files, path, python=False)
-            self._link(root, ("files", name), f"{name} (files)", fill)
+            fill = partial(content_of, path, python=False)
+            self.link(root, ("files", name), f"{name} (files)", fill)
         return self._summary(root)
 
     # ---- edges
@@ -149,8 +127,8 @@ class Closure:
         if not label:
             return self.values.form(value, part)
         if not self.packages.has_module(module) or self._is_imported(label, named.dotted):
-            return self._external(label, part)
-        self._link(part, ("value", named.home, named.dotted), label, lambda own: self._value(value, own), value)
+            return self.external(label, part)
+        self.link(part, ("value", named.home, named.dotted), label, lambda own: self._value(value, own), value)
         return label
 
     def reference(self, value: Any, part: Part, arguments: list[Any]) -> str | None:
@@ -193,9 +171,9 @@ class Closure:
     def whole(self, part: Part) -> None:
         """Make `part` use all files of all packages: what it reaches is not known."""
         for name, path in self.packages.roots().items():
-            self._link(part, ("whole", name), f"{name} (all files)", partial(_files, path))
+            self.link(part, ("whole", name), f"{name} (all files)", partial(content_of, path))
 
-    def _link(self, part: Part, key: Any, label: str, fill: Fill, *kept: Any) -> None:
+    def link(self, part: Part, key: Any, label: str, fill: Fill, *kept: Any) -> None:
         if key not in self._parts:
             self._parts[key] = Part(label)
             self._kept += kept
@@ -203,7 +181,7 @@ class Closure:
         if self._parts[key] not in part.uses:
             part.uses.append(self._parts[key])
 
-    def _external(self, label: str, part: Part) -> str:
+    def external(self, label: str, part: Part) -> str:
         """A leaf of another package; the whole package of the part if it can reach any code."""
         name = label.replace(":", ".")
         if label in OPEN_NAMES or any(name == m or name.startswith(f"{m}.") for m in OPEN_MODULES):
@@ -216,12 +194,12 @@ class Closure:
             if name in OPEN:
                 self.whole(part)
             if name == "open":
-                self._reads(part)
+                self.reads(part)
         return f"builtin {name}"
 
     def _module(self, module: ModuleType, part: Part) -> str:
         if not self.packages.has_module(module.__name__):
-            return self._external(module.__name__, part)
+            return self.external(module.__name__, part)
 
         def fill(own: Part) -> str:
             for name, value in list(vars(module).items()):
@@ -229,7 +207,7 @@ class Closure:
                     self.use(Named(value, f"{module.__name__}:{name}", id(vars(module)), name), own)
             return " ".join(sorted(vars(module)))
 
-        self._link(part, ("module", module.__name__), f"{module.__name__} (all names)", fill)
+        self.link(part, ("module", module.__name__), f"{module.__name__} (all names)", fill)
         return module.__name__
 
     def _is_imported(self, label: str, dotted: str) -> bool:
@@ -261,12 +239,12 @@ class Closure:
         label = f"{function.__module__}:{function.__qualname__}"
         generated = code.co_filename.startswith("<") and self.packages.has_module(function.__module__)
         if not (generated or self.packages.has_file(code.co_filename)):
-            self._link(part, ("external", id(function)), label, lambda own: self._wrapped_by(function, own), function)
-            return self._external(label, part)
+            self.link(part, ("external", id(function)), label, lambda own: self._wrapped_by(function, own), function)
+            return self.external(label, part)
         parameters = code.co_varnames[: code.co_argcount]
         bound = {k: v for k, v in zip(parameters, arguments, strict=False) if v is not None}
         key = ("function", id(function), tuple((k, v if isinstance(v, str) else id(v)) for k, v in bound.items()))
-        self._link(part, key, label, lambda own: self._definition(function, bound, own), function, *bound.values())
+        self.link(part, key, label, lambda own: self._definition(function, bound, own), function, *bound.values())
         return label
 
     def _wrapped_by(self, function: FunctionType, part: Part) -> str:
@@ -303,8 +281,8 @@ class Closure:
     def _class(self, cls: type, part: Part) -> str:
         label = f"{cls.__module__}:{cls.__qualname__}"
         if not self.is_followed(cls):
-            return self._external(label, part)
-        self._link(part, ("class", id(cls)), label, lambda own: self._members(cls, own), cls)
+            return self.external(label, part)
+        self.link(part, ("class", id(cls)), label, lambda own: self._members(cls, own), cls)
         return label
 
     def _members(self, cls: type, part: Part) -> str:
@@ -334,92 +312,3 @@ class Closure:
                 if named is not None:
                     self.use(named, part)
         return "\n".join(content)
-
-    # ---- expressions
-
-    def visit(self, node: ast.AST, scope: Scope, part: Part) -> None:
-        """Make `part` use every value that the code names."""
-        if isinstance(node, ast.Constant) and str(node.value).isidentifier():
-            part.texts.add(str(node.value))
-        if self._is_special(node, scope, part):
-            return
-        is_read = isinstance(node, CHAINS) and isinstance(node.ctx, ast.Load)
-        if is_read and (named := scope.named(node)) is not None:
-            self.use(named, part)
-            return
-        children = [child for name, child in ast.iter_fields(node) if name not in ("annotation", "returns")]
-        if isinstance(node, ast.Call) and (named := scope.named(node.func)) is not None:
-            known = [scope.constant(x) if isinstance(x, ast.Name) else None for x in node.args]
-            self.use(named, part, known)
-            children = [*node.args, *node.keywords]
-        elif isinstance(node, FUNCTIONS) and not scope.bodies:
-            children = [node.args, *getattr(node, "decorator_list", ())]
-        for child in children:
-            for each in child if isinstance(child, list) else [child]:
-                if isinstance(each, ast.AST):
-                    self.visit(each, scope, part)
-
-    def _is_special(self, node: ast.AST, scope: Scope, part: Part) -> bool:
-        """Whether the node is an import, a look-up in a known mapping or of the environment: done."""
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            if scope.bodies:  # at the import of a module: the other module has a part of its own
-                self._local_import(node, scope, part)
-            return True
-        if isinstance(node, ast.Attribute) and node.attr in READS:
-            self._reads(part)
-        if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
-            held = contains(scope.named(node.comparators[0]), scope.constant(node.left))
-            if held is not None:
-                part.uses.append(Part(f"{part.label} ({ast.unparse(node)[:60]})", digest(str(held))))
-                return True
-        owner = {ast.Call: "func", ast.Subscript: "value", ast.Compare: "comparators"}.get(type(node))
-        if owner is None or not is_environment(getattr(node, owner)):
-            return False
-        names = [
-            x.value
-            for x in ast.walk(node)
-            if isinstance(x, ast.Constant) and isinstance(x.value, str) and x.value.isidentifier()
-        ]
-        for name in names or sorted(os.environ):
-            part.uses.append(Part(f"environment {name}", digest(str(os.environ.get(name)))))
-        return True
-
-    def _reads(self, part: Part) -> None:
-        """A file is read. Files of packages are in every footprint; others are not known."""
-        if any(path.is_file() for path in self.packages.roots().values()):
-            part.uses.append(Part("files next to a module", os.urandom(8).hex()))
-
-    def _local_import(self, node: ast.Import | ast.ImportFrom, scope: Scope, part: Part) -> None:
-        """An import inside a function: the modules, or the names taken from one."""
-        names = [alias.name for alias in node.names]
-        if isinstance(node, ast.ImportFrom):
-            package = scope.variables.get("__package__") or ""
-            base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
-            module = ".".join(filter(None, (base if node.level else "", node.module)))
-            found = sys.modules.get(module)
-            if found is None:
-                self._not_imported(module, part)
-                return
-            for name in names:
-                value = getattr(found, name, sys.modules.get(f"{module}.{name}", ABSENT))
-                self.use(Named(value, f"{module}:{name}", id(vars(found)), name), part)
-            return
-        for name in names:
-            if name in sys.modules:
-                self.use(Named(sys.modules[name]), part)
-            else:
-                self._not_imported(name, part)
-
-    def _not_imported(self, module: str, part: Part) -> None:
-        """A module that no one has imported yet: all files of its package, if it is followed."""
-        top = module.partition(".")[0]
-        spec = importlib.util.find_spec(top)
-        path = spec and (next(iter(spec.submodule_search_locations or ()), None) or spec.origin)
-        if path and (top in self.packages.roots() or self.packages.has_file(f"{path}.py")):
-            self._link(part, ("whole", top), f"{top} (all files)", partial(_files, Path(path)))
-            self.whole(part)
-        self._external(module, part)
-
-
-def _files(path: Path, _: Part, python: bool | None = None) -> str:
-    return files_digest(path, python)
