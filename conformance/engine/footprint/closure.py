@@ -132,7 +132,7 @@ class Closure(Expressions):
         return label
 
     def reference(self, value: Any, part: Part, arguments: list[Any]) -> str | None:
-        """The text of a function, class, module or wrapper, which `part` then uses; None of others."""
+        """The text of a function, class, module or wrapper, which `part` then uses, or None."""
         if value is ABSENT:
             return ABSENT
         if isinstance(value, MethodType):
@@ -231,7 +231,7 @@ class Closure(Expressions):
     # ---- contents
 
     def _value(self, value: Any, part: Part) -> str:
-        """The content of a value; what an import executes may fill tables, and does not run them."""
+        """The content of a value; an import may fill tables, and does not run what they hold."""
         return self.values.form(value, Part("") if self.executing else part)
 
     def _function(self, function: FunctionType, part: Part, arguments: list[Any]) -> str:
@@ -254,7 +254,7 @@ class Closure(Expressions):
         return ""
 
     def _definition(self, function: FunctionType, bound: dict[str, Any], part: Part) -> str:
-        """The content of a function: its source, or its code if it was generated, and what it holds."""
+        """The content of a function: its source (code if it was generated) and what it holds."""
         code = function.__code__
         source = source_of(code.co_filename)
         nodes = source.function(code) if source else []

@@ -29,7 +29,7 @@ def companions(function: str) -> set[str]:
 
 
 def _modules(contract: Any) -> set[str]:
-    """The modules of the families that hold the contract and its laws, and those they import from."""
+    """The modules of the contract and its laws, and the families' modules they import."""
     parts = [type(x) for x in (contract, *vars(contract).values())]
     held = [*(cls for part in parts for cls in part.__mro__), *(law.check for law in contract.laws.values())]
     found = {x.__module__ for x in held if x.__module__.startswith(MODULES)}
@@ -69,7 +69,7 @@ def _functions_beside(module: str) -> set[str]:
 
 
 def _named_function(node: ast.AST) -> Iterator[ast.expr]:
-    """The expression that names the function, if the node calls an implementation or makes a call."""
+    """The expression that names the function, if the node is such a call."""
     if not isinstance(node, ast.Call):
         return
     called = node.func

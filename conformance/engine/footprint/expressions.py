@@ -76,7 +76,7 @@ class Expressions(ABC):
                     self.visit(each, scope, part)
 
     def _is_special(self, node: ast.AST, scope: Scope, part: Part) -> bool:
-        """Whether the node is an import, a look-up in a known mapping or of the environment: done."""
+        """Follow an import, a test of a known mapping, the environment; False: it is none."""
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             if scope.bodies:  # at the import of a module: the other module has a part of its own
                 self._local_import(node, scope, part)

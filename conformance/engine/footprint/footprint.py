@@ -101,7 +101,8 @@ def footprints(implementation: Implementation) -> Footprints:
         for companion in called:
             parts |= own.get(companion) or _own_parts(companion, implementation, closure)
         functions[name] = parts
-    everywhere = Closure(packages, executing=True).imports()  # at last: looking at functions may import more
+    # at last: looking at functions may import more modules
+    everywhere = Closure(packages, executing=True).imports()
     return Footprints(conditions(packages), {name: everywhere | parts for name, parts in functions.items()})
 
 
@@ -118,7 +119,7 @@ def _own_parts(name: str, implementation: Implementation, closure: Closure) -> d
 
 
 def conditions(packages: Packages) -> dict[str, str]:
-    """Digests of what all functions share, besides device and options: suite, packages, variables."""
+    """Digests of what all functions share: suite, packages, variables."""
     out = {"the suite": suite_digest(suite_folders())}
     for family in sorted({name.partition(".")[0] for name in MODULES} - {"conformance"}):
         out[f"the family {family}"] = files_digest(Path(str(sys.modules[family].__file__)).parent)

@@ -127,7 +127,7 @@ def constants(code: CodeType) -> str:
 
 
 def stored(node: ast.AST) -> set[str]:
-    """Names that the code inside a definition binds again, parameters of nested functions included."""
+    """Names that the code inside a definition binds again, in nested functions too."""
     names: set[str] = set()
     for outer in ast.iter_child_nodes(node):
         for inner in ast.walk(outer):

@@ -68,7 +68,7 @@ class Source:
         self.tree = ast.parse(Path(path).read_bytes())
         self.functions: dict[tuple[int, str], list[ast.AST]] = {}  # by first line and name
         self.classes: dict[str, list[ast.ClassDef]] = {}  # by qualified name
-        self.bindings: dict[str, list[ast.stmt]] = {}  # statements of the module, by the names they bind
+        self.bindings: dict[str, list[ast.stmt]] = {}  # by the name they bind
         self._index(self.tree, "")
         for statement in self.tree.body:
             for name in _bound(statement):

@@ -10,7 +10,10 @@ EVERY = {"gate", "jitter", "z_loss"}
 EDITS = {
     "a helper": (edited("helpers.py", "return eps", "return eps * 1"), {"jitter"}),
     "a constant": (edited("parts.py", "FACTOR = 1.0", "FACTOR = 2.0"), {"z_loss"}),
-    "a decorator, which an import calls": (edited("helpers.py", "return function(*args", "return +function(*args"), EVERY),
+    "a decorator, which an import calls": (
+        edited("helpers.py", "return function(*args", "return +function(*args"),
+        EVERY,
+    ),
     "a default argument": (edited("helpers.py", "SHIFT = 0", "SHIFT = 1"), {"gate"}),
     "a registered function": (edited("helpers.py", "bias=bias", "bias=None"), {"gate"}),
     "a kernel that a kernel calls": (edited("kernels.py", "x + STEP", "x - STEP"), {"z_loss"}),
@@ -22,8 +25,11 @@ EDITS = {
     "a partial function": (edited("parts.py", "times=1", "times=2"), {"z_loss"}),
     "a function found by name": (edited("names.py", "x * times", "times * x"), {"z_loss"}),
     "a conditional import": (edited("quick.py", "return eps", "return +eps"), {"jitter"}),
-    "a check of one function": (edited("parts.py", "def no_jitter(x, eps=None)", "def no_jitter(x, eps=1)"), {"jitter"}),
-    "a new name": ({k: v.replace("noise", "hiss") for k, v in FILES.items() if k in ("parts.py", "helpers.py")}, {"jitter"}),
+    "a check of one function": (edited("parts.py", "no_jitter(x, eps=None)", "no_jitter(x, eps=1)"), {"jitter"}),
+    "a new name": (
+        {name: FILES[name].replace("noise", "hiss") for name in ("parts.py", "helpers.py")},
+        {"jitter"},
+    ),
     "a data file": ({"table.json": "[2]"}, EVERY),
     "a library": ({"fast.so": "other machine code"}, EVERY),
     "a statement that an import runs": (edited("bases.py", "class Loss:", "print(end='')\n\n\nclass Loss:"), EVERY),
