@@ -63,7 +63,7 @@ def called(statement: ast.stmt) -> Iterator[ast.AST]:
 
 
 def is_effect(statement: ast.stmt, scope: Scope) -> bool:
-    """Whether a module's statement may do more than bind names and change the packages' own values."""
+    """Whether a statement may do more than bind names and change the packages' own values."""
     if isinstance(statement, (ast.Import, ast.ImportFrom, *FUNCTIONS, ast.ClassDef, ast.Pass)):
         return False
     if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
