@@ -1,7 +1,7 @@
 """Processor seconds per case in Triton's interpreter: `python -m benchmarks.interpreter [--plain]`.
 
-Judges the first covering cases of functions of `moe_fast` in one process, without a GPU. With `--plain` Triton's
-interpreter runs as it is. PYTHONPATH chooses another checkout of the suite to compare with.
+Judges the first covering cases of functions of `moe_fast` in one process, without a GPU. With
+`--plain` Triton's interpreter runs as it is. PYTHONPATH chooses another checkout to compare with.
 """
 
 import argparse

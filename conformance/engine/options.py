@@ -62,6 +62,9 @@ class Options:
     )
     waivers: str = _flag("--waivers", "TOML file of known differences", "")
     baseline: str = _flag("--baseline", "an earlier JSON report; what it had must not get worse", "")
+    since: str = _flag(
+        "--since", "an earlier JSON report, or a git revision: judge only functions that changed since", ""
+    )
     shard: str = _flag("--shard", "i/n: run the i-th of n parts (from 1)", "")
     report: Sequence[str] = _flag(
         "--report", "write the verdict to this file: .json, .xml (junit) or .md", (), action="append", default=[]

@@ -4,8 +4,8 @@ import re
 from xml.etree import ElementTree
 
 from conformance.core.case import case_from
-from conformance.engine.run.verdict import UNTOUCHED, Verdict
-from conformance.report.terminal import failure_lines, picture
+from conformance.engine.run.verdict import UNCHANGED, UNTOUCHED, FunctionVerdict, Verdict
+from conformance.report.terminal import failure_lines, in_words, picture
 
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML 1.0
 
@@ -22,7 +22,7 @@ def junit(verdict: Verdict) -> str:
     for name, function in verdict.functions.items():
         test = ElementTree.SubElement(suite, "testcase", classname=f"conformance.{verdict.implementation}", name=name)
         if function.status in UNTOUCHED:
-            ElementTree.SubElement(test, "skipped", message=function.status)
+            ElementTree.SubElement(test, "skipped", message=in_words(function.status, verdict))
         elif function.status != "conformant":
             failures = [failure for failure in verdict.failures if failure["function"] == name]
             text = "\n\n".join("\n".join(failure_lines(failure, verdict.implementation)) for failure in failures)
@@ -37,12 +37,13 @@ def junit(verdict: Verdict) -> str:
 def markdown(verdict: Verdict) -> str:
     """A table of the functions, then a section per failure."""
     versions = ", ".join(f"{name} {version}" for name, version in verdict.versions.items())
-    extent = f"{verdict.cases} cases in {verdict.seconds:.0f} s, profile {verdict.profile}, seed {verdict.seed}"
+    extent = f"{_judged(verdict)}{verdict.cases} cases in {verdict.seconds:.0f} s"
+    extent += f", profile {verdict.profile}, seed {verdict.seed}"
     out = [f"# {verdict.verdict}: `{verdict.implementation}`", "", f"{extent}, on {verdict.device}; {versions}.", ""]
     out += ["| function | verdict | cases | by status | without | between ranks |", "|---|---|--:|---|---|---|"]
     for name, function in verdict.functions.items():
         counts = ", ".join(f"{count} {status}" for status, count in function.counts.items())
-        status = ", ".join(filter(None, (function.status, function.note)))
+        status = ", ".join(filter(None, (_status(function, verdict), function.note)))
         between = ", ".join(f"{count} {transport}" for transport, count in function.transports.items())
         cells = (f"`{name}`", status, str(function.cases), counts, ", ".join(function.without), between)
         out.append(f"| {' | '.join(cells)} |")
@@ -57,3 +58,18 @@ def markdown(verdict: Verdict) -> str:
     if verdict.problems:
         out += ["", "## Problems", "", *(f"- {problem}" for problem in verdict.problems)]
     return "\n".join(out) + "\n"
+
+
+def _judged(verdict: Verdict) -> str:
+    """In a run with --since, the numbers of functions that were judged and that were not."""
+    if not verdict.since:
+        return ""
+    unchanged = sum(f.status == UNCHANGED for f in verdict.functions.values())
+    judged = sum(f.status not in UNTOUCHED for f in verdict.functions.values())
+    return f"{judged} functions judged, {unchanged} unchanged since `{verdict.since}`; "
+
+
+def _status(function: FunctionVerdict, verdict: Verdict) -> str:
+    """The status, with what --since says about the function."""
+    words = in_words(function.status, verdict).removesuffix(":")
+    return f"{words}; {function.reason}" if function.reason else words

@@ -6,7 +6,7 @@ from typing import Any
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import case_from
-from conformance.engine.run.verdict import UNTOUCHED, Verdict
+from conformance.engine.run.verdict import UNCHANGED, UNTOUCHED, Verdict
 from conformance.interface import DEFAULTS
 
 INDENT = 19  # columns of the name
@@ -38,13 +38,22 @@ def lines(verdict: Verdict) -> list[str]:
             without = f", without {', '.join(function.without)}" if function.without else ""
             note = f", {function.note}" if function.note else ""
             detail = f" · {function.cases} cases{without}{note}" if function.cases else ""
+            detail += f" · {function.reason}" if function.reason else ""
             out.append(f"{name:<{INDENT}} {function.status}{detail}")
     for status in UNTOUCHED:
         names = ", ".join(name for name, function in verdict.functions.items() if function.status == status)
-        text = f"{status:<{INDENT}} {names}" if names else ""
+        text = f"{in_words(status, verdict):<{INDENT}} {names}" if names else ""
         out += textwrap.wrap(text, WIDTH, subsequent_indent=" " * (INDENT + 1))
     out += [f"{'!':<{INDENT}} {problem}" for problem in verdict.problems]
     return out
+
+
+def in_words(status: str, verdict: Verdict) -> str:
+    """The status; of unchanged functions, with the report and their status there."""
+    if status != UNCHANGED:
+        return status
+    earlier = {str(f.earlier.get("status", "")) for f in verdict.functions.values() if f.status == UNCHANGED}
+    return f"{status} {verdict.since}{''.join(f' ({x} there)' for x in sorted(earlier) if x)}:"
 
 
 def _echo(failure: dict[str, Any], verdict: Verdict) -> bool:
@@ -92,7 +101,10 @@ def _summary(verdict: Verdict) -> str:
         for status in ("WAIVED", "DECLARED_UNSUPPORTED", "UNINFORMATIVE")
     }
     parts = [
-        f"{differing} of {len(judged)} functions differ" if differing else f"{len(judged)} functions",
+        f"{differing} of {len(judged)} functions differ"
+        if differing
+        else f"{len(judged)} functions{' judged' if verdict.since else ''}",
+        *([f"{untouched[UNCHANGED]} unchanged since {verdict.since}"] if verdict.since else []),
         f"{verdict.cases} cases in {verdict.seconds:.0f} s",
         f"{total['WAIVED']} waived",
         *([f"{untouched['not run']} functions not run"] if untouched["not run"] else []),

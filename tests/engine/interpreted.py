@@ -1,4 +1,4 @@
-"""Runs many kernels and prints a digest of each result, or the error: `interpreted.py plain|quick`."""
+"""Runs many kernels, prints a digest of each result or the error: `interpreted.py plain|quick`."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The CI recipes: their commands have flags that exist; the GPU runner's script keeps compiled kernels."""
+"""The CI recipes: their flags exist; the script of a GPU runner keeps compiled kernels."""
 
 import os
 import re
@@ -122,7 +122,9 @@ def commands(text: str) -> list[list[str]]:
     """Every call of the command in a recipe, or of the script that passes its arguments on."""
     joined = re.sub(r"\\\n\s*", " ", text)
     found = re.findall(r"(?:moe-conformance|ci/gpu\.sh)( (?:run )?--.*)$", joined, re.MULTILINE)
-    return [shlex.split(re.sub(r"\$\{\{.*?\}\}|\"?\$\{?[A-Z]\w*(?::-[^}]*)?\}?\"?|\"\$@\"", "1/2", one)) for one in found]
+    return [
+        shlex.split(re.sub(r"\$\{\{.*?\}\}|\"?\$\{?[A-Z]\w*(?::-[^}]*)?\}?\"?|\"\$@\"", "1/2", one)) for one in found
+    ]
 
 
 @pytest.mark.parametrize("recipe", sorted(path.name for path in RECIPES.iterdir()))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.space import Space
 from conformance.engine.child.runner import Outcome
@@ -23,6 +24,8 @@ from conformance.engine.run.ledger import Ledger
 from conformance.engine.run.pool import Lost, Pool
 from conformance.engine.run.progress import Progress
 from conformance.engine.run.reduction import Key, failure_key, reduce
+from conformance.engine.run.revision import Inquiry, footprints_at
+from conformance.engine.run.since import Since, since_report, since_revision, under
 from conformance.engine.run.verdict import Verdict, assemble, read_baseline
 from conformance.engine.run.waivers import Waiver, read_waivers
 
@@ -92,6 +95,10 @@ class Session:
         today = datetime.date.today()
         self.waivers: list[Waiver] = read_waivers(Path(options.waivers), today) if options.waivers else []
         self.baseline = read_baseline(Path(options.baseline)) if options.baseline else None
+        is_report = options.since.endswith(".json") or Path(options.since).is_file()
+        self.earlier = read_baseline(Path(options.since), "--since") if is_report else None
+        self.since = Since()
+        self.inquiry: Inquiry | None = None
         self.ledger = Ledger(folder, worker)
         self.pool = Pool(options.child, options.jobs or default_jobs(options.device), options.case_seconds)
         self.known: set[Key] = set()
@@ -104,23 +111,51 @@ class Session:
             UsageError: the implementation cannot be used.
             CaseError: a file of the corpus is no case.
         """
+        self.inquiry = Inquiry(self.options.child) if self._needs_footprints() else None
         self.description = self.pool.start()
         self.space = Space.of(self.description)
         self.corpus = corpus.read_folder(corpus.COMMITTED)
         if Path(self.options.corpus).resolve() != corpus.DEFAULT.resolve():
             self.corpus += corpus.read_folder(Path(self.options.corpus))
         self.ledger.write("implementation", **self.description)
+        self.since = self._since(self.inquiry) if self.inquiry else Since()
+        self.plan = [section for section in self.plan if section.function not in self.since.unchanged]
+        self.corpus = [case for case in self.corpus if case.function not in self.since.unchanged]
+
+    def _needs_footprints(self) -> bool:
+        return bool(self.options.since) or any(Path(path).suffix == ".json" for path in self.options.report)
+
+    def _since(self, inquiry: Inquiry) -> Since:
+        """The footprints, and the functions that are unchanged since the report or revision.
+
+        Raises:
+            UsageError: there is no such report or revision.
+        """
+        found, roots, reason = inquiry.answer()
+        more = self.options, self.description, self.corpus, self.waivers
+        now = under(found, *more) if found else None
+        if self.earlier is not None:
+            out = since_report(now, self.earlier, self.options.since)
+        elif self.options.since:
+            before = footprints_at(self.options.since, self.options.child, roots)
+            out = since_revision(now, under(before, *more), self.options.since)
+        else:
+            out = Since(now)
+        return out if now else replace(out, reasons=dict.fromkeys(CONTRACTS, f"its footprint is not known: {reason}"))
 
     def close(self) -> None:
         self.pool.close()
+        if self.inquiry:
+            self.inquiry.close()
         self.ledger.close()
         if self.progress:
             self.progress.end()
 
     def verdict(self, folder: Path, whole: bool, interrupted: str) -> Verdict:
         """The verdict from the ledgers of all workers."""
-        seconds, waivers = time.monotonic() - self.started, [waiver.name for waiver in self.waivers]
-        return assemble(folder, self.options, seconds, waivers, self.baseline, whole, interrupted)
+        seconds, unchanged = time.monotonic() - self.started, self.since.unchanged
+        waivers = [waiver.name for waiver in self.waivers if waiver.function not in unchanged]
+        return assemble(folder, self.options, seconds, waivers, self.baseline, whole, interrupted, self.since)
 
     def problem(self, place: str, error: BaseException | str) -> None:
         """Record an error of the suite, which is no verdict on the implementation."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from conformance.catalogue import CONTRACTS
 from conformance.engine.choose.profiles import PROFILES, Profile
@@ -21,10 +21,18 @@ from conformance.interface import UsageError
 NAMES = {0: "CONFORMANT", 1: "NOT CONFORMANT", 3: "HARNESS ERROR", 4: "TOO LITTLE TESTED", 5: "REGRESSION"}
 INFORMATIVE = ("PASS", "FAIL", "CRASH", "HANG", "WAIVED")
 ONE_GPU = "judged on one GPU only"
-UNTOUCHED = ("not run", "not offered")  # statuses without a verdict
 SEVERAL = 8  # cases, for a mean
 SPECIALISING = 0.1  # kernels per change
+UNCHANGED = "unchanged since"  # an earlier report, or a revision
+UNTOUCHED = ("not run", "not offered", UNCHANGED)  # statuses without a verdict
 WRONG = ("FAIL", "CRASH", "HANG", "OOM", "FLAKY", "BLOCKED")
+
+
+class Marker(Protocol):
+    """What is known of earlier results: `conformance.engine.run.since.Since`."""
+
+    def mark(self, verdict: "Verdict") -> None: ...
+    def keep(self, verdict: "Verdict") -> None: ...
 
 
 @dataclass
@@ -32,7 +40,9 @@ class FunctionVerdict:
     """The verdict on one function.
 
     status: conformant, differs, blocked, not judged, too little tested, not run (in a part of a
-    run) or not offered
+    run), not offered, or unchanged since the report or revision of `Verdict.since`
+    reason: why it was judged all the same, in a run with `--since`
+    earlier: of an unchanged function, its record in the report where it was judged
     transports: the informative cases of several ranks, counted by how the ranks reached each other
     note: a limit of the verdict
     """
@@ -46,6 +56,8 @@ class FunctionVerdict:
     note: str = ""
     # kernels that a change of a field compiles on average, of fields that are taken for data
     specialised_by: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+    earlier: dict[str, Any] = field(default_factory=dict)
 
     @property
     def unsupported(self) -> float:
@@ -74,6 +86,8 @@ class Verdict:
     seconds_implementation: float = 0.0
     seconds_reference: float = 0.0
     kernels_compiled: int = 0
+    since: str = ""  # the report or revision whose unchanged functions were not judged
+    footprints: dict[str, Any] = field(default_factory=dict)  # see `conformance.engine.footprint`
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
@@ -87,6 +101,7 @@ def assemble(
     baseline: dict[str, Any] | None = None,
     whole: bool = True,
     interrupted: str = "",
+    since: Marker | None = None,
 ) -> Verdict:
     """The verdict of a run whose ledgers are in `folder`.
 
@@ -96,6 +111,7 @@ def assemble(
         whole: whether every section was scheduled; only a whole run needs the minimum of cases.
         interrupted: what ended the run early: missing results are then not lost. A function is
             conformant only with its minimum of cases.
+        since: results of an earlier run, and footprints, which the verdict of a complete run keeps.
     """
     lines = list(entries(folder))
     outcomes = [line for line in lines if line["kind"] == "outcome"]
@@ -110,6 +126,8 @@ def assemble(
         offer = described["functions"].get(name, {})
         own = [line for line in outcomes if line["function"] == name]
         out.functions[name] = _function(name, offer, own, rules, whole and not rules)
+    if since:
+        since.mark(out)
     out.failures = _distinct([line for line in lines if line["kind"] == "failure" and line["status"] != "ERROR"])
     out.evaluations = sum(line["evaluations"] for line in outcomes)
     out.seconds_implementation = sum(line["seconds_implementation"] for line in outcomes)
@@ -119,22 +137,32 @@ def assemble(
     waiving = {line["waiver"] for line in outcomes}
     errors += [f"the waiver {name} waived nothing: remove it" for name in waivers if rules and name not in waiving]
     shortfalls = [text for name, function in out.functions.items() for text in _shortfalls(name, function, rules)]
+    unchanged = any(function.status == UNCHANGED for function in out.functions.values())
     if interrupted and (shortfalls or not rules):
         shortfalls.insert(0, f"{interrupted} ended the run after {out.cases} cases")
     elif all(function.status == "not offered" for function in out.functions.values()):
         shortfalls.append(f"{options.implementation} offers none of {', '.join(CONTRACTS)}")
-    elif out.cases == 0:
+    elif out.cases == 0 and not unchanged:
         shortfalls.append("no case was run: this part of the run is empty")
     regressions = _regressions(out, baseline) if baseline else []
     differs = any(f.status in ("differs", "blocked") for f in out.functions.values())
     out.problems = errors + shortfalls + regressions
     out.exit_code = 3 if errors else 1 if differs else 4 if shortfalls else 5 if regressions else 0
     out.verdict = "INTERRUPTED" if out.exit_code == 4 and interrupted else NAMES[out.exit_code]
+    if unchanged and not out.cases and not out.exit_code:
+        out.verdict = "UNCHANGED"
+    if since and whole and not interrupted and not errors:
+        since.keep(out)
     return out
 
 
-def read_baseline(path: Path) -> dict[str, Any]:
-    """An earlier JSON report.
+def effective(function: dict[str, Any]) -> dict[str, Any]:
+    """The record of a function in the report where it was judged."""
+    return function["earlier"] if function.get("status") == UNCHANGED else function
+
+
+def read_baseline(path: Path, flag: str = "--baseline") -> dict[str, Any]:
+    """An earlier JSON report, given by this flag.
 
     Raises:
         UsageError: an unreadable file, or no report.
@@ -144,9 +172,9 @@ def read_baseline(path: Path) -> dict[str, Any]:
         for function in content["functions"].values():  # the fields that a comparison reads
             _ = function["status"], function["without"], function["counts"].items(), function["cases"] + 0
     except FileNotFoundError:
-        raise UsageError(f"--baseline {path}: there is no such file") from None
+        raise UsageError(f"{flag} {path}: there is no such file") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"--baseline {path}: not a JSON report of moe-conformance ({error})") from None
+        raise UsageError(f"{flag} {path}: not a JSON report of moe-conformance ({error})") from None
     return content
 
 
@@ -190,7 +218,7 @@ def _specialising(outcomes: list[dict[str, Any]]) -> dict[str, float]:
 
 def _shortfalls(name: str, function: FunctionVerdict, rules: Profile | None) -> list[str]:
     """Why the function was tested too little; empty if not offered or without a minimum."""
-    if function.status == "not offered" or rules is None:
+    if function.status in ("not offered", UNCHANGED) or rules is None:
         return []
     out = []
     informative = sum(function.counts.get(status, 0) for status in INFORMATIVE)
@@ -241,7 +269,8 @@ def _size(failure: dict[str, Any]) -> tuple[bool, int]:
 def _regressions(now: Verdict, before: dict[str, Any]) -> list[str]:
     """Results that are worse than in the earlier report, as sentences."""
     out = []
-    for name, old in before.get("functions", {}).items():
+    for name, record in before.get("functions", {}).items():
+        old = effective(record) or {"status": "not offered"}
         new = now.functions.get(name)
         if new is None or (old["status"] == "conformant" and new.status == "not offered"):
             out.append(f"{name} was conformant in the baseline and is not offered any more")

@@ -73,7 +73,7 @@ def apply(interpreter: Any) -> None:
 
 
 class Patches:
-    """Attributes that differ while a kernel runs: those of triton.language, and those of its core."""
+    """Attributes that differ while a kernel runs, of triton.language and of its core."""
 
     def __init__(self, interpreter: Any) -> None:
         self._interpreter = interpreter

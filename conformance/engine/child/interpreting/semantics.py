@@ -97,7 +97,7 @@ def _casts(interpreter: Any, scalars: list[Any]) -> dict[tuple[int, int], Any]:
 
 
 class Quick:
-    """Methods for a subclass of TritonSemantic. `scalars` and `integers` are ids of types that are never freed."""
+    """Methods for a subclass of TritonSemantic. `scalars`, `integers`: ids of types never freed."""
 
     base: Any  # TritonSemantic
     core: Any
@@ -176,7 +176,7 @@ class Quick:
         )
 
     def of_one_type(self, lhs: Any, rhs: Any, div_or_mod: bool = False, like: Any = None) -> Any:
-        """Two tensors, or a tensor and a number, in their common type; a number has the shape of `like`."""
+        """Two operands in their common type; a number gets the shape of `like`."""
         left, right = type(lhs) in NUMBERS, type(rhs) in NUMBERS
         a = self.to_tensor_type(lhs) if left else lhs.dtype
         b = self.to_tensor_type(rhs) if right else rhs.dtype

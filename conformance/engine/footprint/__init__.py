@@ -1,0 +1,1 @@
+"""What the result of a function of an implementation depends on, found from source and values."""

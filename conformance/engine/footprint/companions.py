@@ -1,0 +1,103 @@
+"""The functions of an implementation that the suite calls while it judges another one.
+
+`unpermute` is given the row map of `permute`; a quantised result is read by `codes` and `scales`.
+They are found at the calls in the suite's source. A variable `function` names the judged function
+itself. Where a call computes the name, all functions of the family and every text in the module
+count.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from conformance.catalogue import CONTRACTS, FAMILIES, MODULES
+from conformance.engine.footprint.sources import source_of
+
+ASKING = ("call", "offers", "lacks", "supports")  # methods of Implementation
+
+
+def companions(function: str) -> set[str]:
+    """The names that judging a function may call, without its own."""
+    contract = CONTRACTS[function]
+    names = {contract.signature.producer, *contract.companions}
+    for module in _modules(contract):
+        names |= _called(module)
+    return names - {"", function}
+
+
+def _modules(contract: Any) -> set[str]:
+    """The modules of the contract and its laws, and the families' modules they import."""
+    parts = [type(x) for x in (contract, *vars(contract).values())]
+    held = [*(cls for part in parts for cls in part.__mro__), *(law.check for law in contract.laws.values())]
+    found = {x.__module__ for x in held if x.__module__.startswith(MODULES)}
+    waiting = list(found)
+    while waiting:
+        fresh = _imported(waiting.pop()) - found
+        found |= fresh
+        waiting += fresh
+    return found
+
+
+@cache
+def _imported(module: str) -> set[str]:
+    """The modules of the families in which a module's names are defined."""
+    homes = {getattr(value, "__module__", None) for value in vars(sys.modules[module]).values()}
+    modules = {x.__name__ for x in vars(sys.modules[module]).values() if isinstance(x, ModuleType)}
+    return {str(name) for name in homes | modules if str(name).startswith(MODULES)}
+
+
+@cache
+def _called(module: str) -> set[str]:
+    """The functions that a module's code calls of an implementation."""
+    source = source_of(str(sys.modules[module].__file__))
+    assert source is not None
+    names: set[str] = set()
+    for node in ast.walk(source.tree):
+        for argument in _named_function(node):
+            name = _name(argument, module)
+            names |= {*_texts(source.tree), *_functions_beside(module)} if name is None else {name}
+    return names
+
+
+def _functions_beside(module: str) -> set[str]:
+    """The functions of the family that the module is in."""
+    homes = zip(MODULES, FAMILIES, strict=True)
+    return {contract.function for home, family in homes if module.startswith(home) for contract in family.contracts}
+
+
+def _named_function(node: ast.AST) -> Iterator[ast.expr]:
+    """The expression that names the function, if the node is such a call."""
+    if not isinstance(node, ast.Call):
+        return
+    called = node.func
+    if isinstance(called, ast.Attribute):
+        is_own = isinstance(called.value, ast.Name) and called.value.id == "self"  # `Contract.call`
+        asks = called.attr in ASKING and not is_own
+    elif isinstance(called, ast.Subscript):
+        asks = isinstance(called.slice, ast.Constant) and called.slice.value in ASKING
+    else:
+        asks = isinstance(called, ast.Name) and called.id == "Problem"
+        if isinstance(called, ast.Name) and called.id in ("Problem", "replace"):
+            yield from (keyword.value for keyword in node.keywords if keyword.arg == "function")
+    if asks and node.args:
+        yield node.args[0]
+
+
+def _name(node: ast.expr, module: str) -> str | None:
+    """The function that a call names: text, or `Permute.function`; None if it is computed."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.Name) and node.id == "function":
+        return ""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        if node.value.id == "self" and node.attr == "function":
+            return ""
+        return getattr(vars(sys.modules[module]).get(node.value.id), node.attr, None)
+    return None
+
+
+def _texts(tree: ast.AST) -> Iterator[str]:
+    return (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))

@@ -1,0 +1,141 @@
+"""The values that expressions use: names, calls, imports inside functions, the environment."""
+
+import ast
+import importlib.util
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from conformance.engine.footprint.names import ABSENT, Named, Scope, contains
+from conformance.engine.footprint.sources import FUNCTIONS, Packages, digest, files_digest
+from conformance.engine.footprint.statements import is_environment
+
+READS = ("read_text", "read_bytes", "fromfile")
+CHAINS = (ast.Name, ast.Attribute, ast.Subscript)
+
+
+@dataclass(eq=False)
+class Part:
+    """A piece of code or a value, with a digest of its own and the parts that it uses."""
+
+    label: str
+    digest: str = ""
+    texts: set[str] = field(default_factory=set)  # identifiers in it as text, such as "permute"
+    uses: list["Part"] = field(default_factory=list)
+
+
+Fill = Callable[[Part], str]  # the content of a part; makes it use others
+
+
+class Expressions(ABC):
+    """Follows the expressions of a piece of code."""
+
+    packages: Packages
+
+    @abstractmethod
+    def use(self, named: Named, part: Part, arguments: list[Any] | None = None) -> str:
+        """Make `part` use a value."""
+
+    @abstractmethod
+    def whole(self, part: Part) -> None:
+        """Make `part` use all files of all packages."""
+
+    @abstractmethod
+    def link(self, part: Part, key: Any, label: str, fill: Fill, *kept: Any) -> None:
+        """Make `part` use the part of this key."""
+
+    @abstractmethod
+    def external(self, label: str, part: Part) -> str:
+        """A name of a package that is not followed."""
+
+    def visit(self, node: ast.AST, scope: Scope, part: Part) -> None:
+        """Make `part` use every value that the code names."""
+        if isinstance(node, ast.Constant) and str(node.value).isidentifier():
+            part.texts.add(str(node.value))
+        if self._is_special(node, scope, part):
+            return
+        is_read = isinstance(node, CHAINS) and isinstance(node.ctx, ast.Load)
+        if is_read and (named := scope.named(node)) is not None:
+            self.use(named, part)
+            return
+        children = [child for name, child in ast.iter_fields(node) if name not in ("annotation", "returns")]
+        if isinstance(node, ast.Call) and (named := scope.named(node.func)) is not None:
+            known = [scope.constant(x) if isinstance(x, ast.Name) else None for x in node.args]
+            self.use(named, part, known)
+            children = [*node.args, *node.keywords]
+        elif isinstance(node, FUNCTIONS) and not scope.bodies:
+            children = [node.args, *getattr(node, "decorator_list", ())]
+        for child in children:
+            for each in child if isinstance(child, list) else [child]:
+                if isinstance(each, ast.AST):
+                    self.visit(each, scope, part)
+
+    def _is_special(self, node: ast.AST, scope: Scope, part: Part) -> bool:
+        """Follow an import, a test of a known mapping, the environment; False: it is none."""
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            if scope.bodies:  # at the import of a module: the other module has a part of its own
+                self._local_import(node, scope, part)
+            return True
+        if isinstance(node, ast.Attribute) and node.attr in READS:
+            self.reads(part)
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+            held = contains(scope.named(node.comparators[0]), scope.constant(node.left))
+            if held is not None:
+                part.uses.append(Part(f"{part.label} ({ast.unparse(node)[:60]})", digest(str(held))))
+                return True
+        owner = {ast.Call: "func", ast.Subscript: "value", ast.Compare: "comparators"}.get(type(node))
+        if owner is None or not is_environment(getattr(node, owner)):
+            return False
+        names = [
+            x.value
+            for x in ast.walk(node)
+            if isinstance(x, ast.Constant) and isinstance(x.value, str) and x.value.isidentifier()
+        ]
+        for name in names or sorted(os.environ):
+            part.uses.append(Part(f"environment {name}", digest(str(os.environ.get(name)))))
+        return True
+
+    def reads(self, part: Part) -> None:
+        """A file is read. Files of packages are in every footprint; others are not known."""
+        if any(path.is_file() for path in self.packages.roots().values()):
+            part.uses.append(Part("files next to a module", os.urandom(8).hex()))
+
+    def _local_import(self, node: ast.Import | ast.ImportFrom, scope: Scope, part: Part) -> None:
+        """An import inside a function: the modules, or the names taken from one."""
+        names = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            package = scope.variables.get("__package__") or ""
+            base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
+            module = ".".join(filter(None, (base if node.level else "", node.module)))
+            found = sys.modules.get(module)
+            if found is None:
+                self._not_imported(module, part)
+                return
+            for name in names:
+                value = getattr(found, name, sys.modules.get(f"{module}.{name}", ABSENT))
+                self.use(Named(value, f"{module}:{name}", id(vars(found)), name), part)
+            return
+        for name in names:
+            if name in sys.modules:
+                self.use(Named(sys.modules[name]), part)
+            else:
+                self._not_imported(name, part)
+
+    def _not_imported(self, module: str, part: Part) -> None:
+        """A module that no one has imported yet: all files of its package, if it is followed."""
+        top = module.partition(".")[0]
+        spec = importlib.util.find_spec(top)
+        path = spec and (next(iter(spec.submodule_search_locations or ()), None) or spec.origin)
+        if path and (top in self.packages.roots() or self.packages.has_file(f"{path}.py")):
+            self.link(part, ("whole", top), f"{top} (all files)", partial(content_of, Path(path)))
+            self.whole(part)
+        self.external(module, part)
+
+
+def content_of(path: Path, _: Part, python: bool | None = None) -> str:
+    return files_digest(path, python)

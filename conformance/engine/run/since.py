@@ -1,0 +1,127 @@
+"""`--since`: which functions changed since an earlier report, or since a git revision.
+
+Only functions that are unchanged for certain are left out: same parts, same suite, packages,
+device and options, and conformant in the report.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from conformance.core.case import Case
+from conformance.engine.footprint.footprint import Footprints
+from conformance.engine.footprint.sources import digest
+from conformance.engine.options import Options
+from conformance.engine.run.verdict import UNCHANGED, Verdict, effective
+from conformance.engine.run.waivers import Waiver
+
+SHOWN = 3  # changed parts named in a reason
+GENERAL = ("(import)", "(all files)", "(files)", "(all names)")  # labels named last
+
+
+@dataclass(frozen=True)
+class Since:
+    """The footprints of now, and what they say about an earlier state.
+
+    origin: the report or the revision; empty: every function is judged
+    unchanged: the earlier result of each function that is not judged; empty if it is not known
+    reasons: by function, why it is judged
+    """
+
+    footprints: Footprints | None = None
+    origin: str = ""
+    unchanged: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def mark(self, verdict: Verdict) -> None:
+        """Write into the verdict which functions are unchanged, and why the others were judged."""
+        verdict.since = self.origin
+        for name, function in verdict.functions.items():
+            if name in self.unchanged:
+                earlier = self.unchanged[name]
+                verdict.functions[name] = replace(function, status=UNCHANGED, earlier=earlier)
+            elif function.status != "not offered":
+                function.reason = self.reasons.get(name, "")
+
+    def keep(self, verdict: Verdict) -> None:
+        """Store the footprints in the verdict of a complete run."""
+        if self.footprints:
+            verdict.footprints = self.footprints.record()
+
+
+def under(
+    footprints: Footprints,
+    options: Options,
+    description: dict[str, Any],
+    corpus: Iterable[Case],
+    waivers: Iterable[Waiver],
+) -> Footprints:
+    """The footprints with what else decides a result: options, device, kept cases, waivers."""
+    conditions = {
+        "the implementation": options.implementation,
+        "the profile": options.profile,
+        "the seed": str(options.seed),
+        "the time limit of a case": str(options.case_seconds),
+        "the device": f"{description['device_name']} {description['ranks']} {description.get('memory', '')}",
+        "the versions": str(sorted(description["versions"].items())),
+    }
+    kept: dict[str, list[str]] = {}
+    for case in corpus:
+        kept.setdefault(case.function, []).append(case.text)
+    waived: dict[str, list[str]] = {}
+    for waiver in waivers:
+        waived.setdefault(waiver.function, []).append(waiver.name)
+    functions = {
+        name: parts
+        | {f"{name} (kept cases)": digest(*sorted(kept.get(name, [])))}
+        | {f"{name} (waivers)": digest(*sorted(waived.get(name, [])))}
+        for name, parts in footprints.functions.items()
+    }
+    return Footprints(footprints.conditions | conditions, functions)
+
+
+def since_report(now: Footprints | None, report: dict[str, Any], origin: str) -> Since:
+    """What changed since a report: a function is left out only if it was conformant there."""
+    before = footprints_in(report)
+    unchanged, reasons = {}, {}
+    for name in now.functions if now else ():
+        earlier = effective(report["functions"].get(name, {}))
+        reason = changed(now, before, name) if before else f"{origin} has no footprints"
+        if not reason and earlier.get("status") != "conformant":
+            reason = f"{earlier.get('status') or 'not judged'} in {origin}"
+        if reason:
+            reasons[name] = reason
+        else:
+            unchanged[name] = earlier
+    return Since(now, origin, unchanged, reasons)
+
+
+def since_revision(now: Footprints | None, before: Footprints, origin: str) -> Since:
+    """What changed since a revision, of whose results nothing is known."""
+    reasons = {name: changed(now, before, name) for name in now.functions} if now else {}
+    return Since(now, origin, {name: {} for name, why in reasons.items() if not why}, reasons)
+
+
+def footprints_in(report: dict[str, Any]) -> Footprints | None:
+    """The footprints of a report; None if it has none that can be read."""
+    try:
+        return Footprints.of(report["footprints"])
+    except (KeyError, ValueError, IndexError, TypeError, AttributeError):
+        return None
+
+
+def changed(now: Footprints | None, before: Footprints, name: str) -> str:
+    """Why a function may give another result than before; empty: it cannot."""
+    if now is None or name not in now.functions or name not in before.functions:
+        return "new"
+    shared = _different(now.conditions, before.conditions)
+    parts = shared or _different(now.functions[name], before.functions[name])
+    more = f" and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
+    return f"changed {', '.join(parts[:SHOWN])}{more}" if parts else ""
+
+
+def _different(now: dict[str, str], before: dict[str, str]) -> list[str]:
+    """The keys that only one has, or with another value; the most particular first."""
+    keys = [key for key in now.keys() | before.keys() if now.get(key) != before.get(key)]
+    inner = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]  # no class of a method
+    return sorted(inner, key=lambda key: (key.endswith(GENERAL), key))
