@@ -62,7 +62,12 @@ class Case:
     def is_large(self) -> bool:
         """Whether the reference takes much longer than a kernel: a tensor has many elements."""
         lengths = sorted(getattr(self, axis.name) for axis in axes_of(type(self)).values() if isinstance(axis, Size))
-        return len(lengths) > 1 and lengths[-1] * lengths[-2] > LARGE
+        return len(lengths) > 1 and lengths[-1] * lengths[-2] * self.unit**2 > LARGE
+
+    @property
+    def unit(self) -> int:
+        """The elements per unit of its sizes."""
+        return 1
 
     def arguments(self) -> tuple[str, ...]:
         """Optional keyword arguments of the call that neither axes nor inputs name."""

@@ -214,12 +214,24 @@ class Scope:
             for name, values in covered.items()
             if only is None or name in only
         }
-        data = {axis.name for axis in self.axes if axis.data} if self.space.few_kernels else set()
         return {
             name: values
             for name, values in taken.items()
-            if len(values) > 1 and not data.issuperset(field for changes in values for field, _ in changes)
+            if len(values) > 1 and not (self.space.few_kernels and self._is_data(values))
         }
+
+    def _is_data(self, values: tuple[tuple[tuple[str, Any], ...], ...]) -> bool:
+        """Whether all these changes are alike, and of data alone."""
+        axes = axes_of(self.contract.case_type)
+        first = dict(values[0])
+        return all(
+            field in axes
+            and axes[field].data
+            and not callable(value)
+            and axes[field].alike(value, first.get(field, axes[field].default))
+            for changes in values
+            for field, value in changes
+        )
 
     def row(self, base: Changes, row: dict[str, Any]) -> Any:
         """The case of a row of the covering array."""

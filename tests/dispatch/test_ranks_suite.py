@@ -122,7 +122,8 @@ ALREADY_ALONE = ("S03", "S05", "A05", "A07")  # with sums that multiply
 def test_a_planted_defect_shows_where_it_should_and_mostly_only_among_ranks(name, case, output):
     with Pool(ChildOptions(f"conformance.mutants.planted:{name}.moe_ref", "cpu")) as pool:
         pool.start()
-        (_, among), (_, alone) = pool.run([case, replace(case, counts=())])
+        outcomes = dict(pool.run([case, replace(case, counts=())]))
+    among, alone = outcomes[case], outcomes[replace(case, counts=())]
     assert (among.status, among.finding and among.finding["output"]) == ("FAIL", output)
     assert name in ALREADY_ALONE or alone.status == "PASS"
 

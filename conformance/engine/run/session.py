@@ -45,18 +45,23 @@ def judge(options: Options) -> Verdict:
         UsageError: the implementation or a file that the user gave cannot be used.
     """
     with tempfile.TemporaryDirectory(prefix="moe-conformance-ledger-") as folder:
-        interrupt.limit(options.seconds)
-        interrupted = ""
-        with closing(Session(options, Path(folder), progress=True)) as session:
-            try:
-                with interrupt.interruptible():
-                    session.start()
-                    session.run()
-            except KeyboardInterrupt:
-                interrupted = interrupt.reason() or "SIGINT"
-            except Lost as error:
-                interrupted = f"the loss of the device ({error})"
-        return session.verdict(Path(folder), whole=options.part == (0, 1), interrupted=interrupted)
+        return judge_with(options, Path(folder))
+
+
+def judge_with(options: Options, ledgers: Path) -> Verdict:
+    """`judge` with a folder for the ledger, which is kept."""
+    interrupt.limit(options.seconds)
+    interrupted = ""
+    with closing(Session(options, ledgers, progress=True)) as session:
+        try:
+            with interrupt.interruptible():
+                session.start()
+                session.run()
+        except KeyboardInterrupt:
+            interrupted = interrupt.reason() or "SIGINT"
+        except Lost as error:
+            interrupted = f"the loss of the device ({error})"
+    return session.verdict(ledgers, whole=options.part == (0, 1), interrupted=interrupted)
 
 
 @dataclass(frozen=True)

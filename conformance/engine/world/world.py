@@ -5,6 +5,7 @@ ended, and the next case gets a new world.
 """
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -73,6 +74,7 @@ class World:
     def __init__(self, start: Callable[[], list[Process]], patience: Patience) -> None:
         self._start, self._patience = start, patience
         self._members: list[Member] = []
+        self._closing = threading.Lock()
 
     def run(self, case: Case, ranks: int) -> Outcome:
         """The case on the first ranks."""
@@ -98,10 +100,11 @@ class World:
         return outcome
 
     def close(self) -> None:
-        """End every rank; nothing is left running."""
-        for member in self._members:
-            member.process.end()
-        self._members = []
+        """End every rank; nothing is left running. Any thread may call it."""
+        with self._closing:
+            members, self._members = self._members, []
+            for member in members:
+                member.process.end()
 
     # ---- forming the world
 

@@ -25,7 +25,7 @@ from conformance.families.experts.precision import (
     rounds_gradients,
     unit_of,
 )
-from conformance.families.quantization.cases import RECIPES, TAIL, VARIANTS
+from conformance.families.quantization.cases import RECIPES, TAIL, UNIT, VARIANTS
 from moe_ref.config import GATED, PLAIN
 from moe_ref.config.experts import SIGMOID_GATED
 from moe_ref.config.quantization import OVERRIDES
@@ -212,6 +212,10 @@ class GroupedCase(Case):
     # rows: a power of two per row; special: NaN and infinities in some rows and weights
     values: str = choice(*GROUPED_VALUES, also=LOW_VALUES, data=True)
     index_dtype: str = dtypes("int64", "int32")
+
+    @property
+    def unit(self) -> int:
+        return UNIT.get(self.scaling, 1)
 
     def clash(self) -> str | None:
         if self.variant and not self.scaling:

@@ -14,7 +14,7 @@ from conformance.core.tensors import DTYPES, hashed, payload, row_scales
 from conformance.families.experts.cases import GROUPED_VALUES, PROB_DTYPES, WEIGHTS, Name, Scaling, Segments
 from conformance.families.experts.precision import may_override, recipe_of, rounds_gradients, transforms_rows, unit_of
 from conformance.families.experts.precision_mlp import of_experts, rows_unit
-from conformance.families.quantization.cases import RECIPES, TRANSFORMED, VARIANTS
+from conformance.families.quantization.cases import RECIPES, TRANSFORMED, UNIT, VARIANTS
 from moe_ref.config import GATED, PLAIN, RECOMPUTED
 from moe_ref.config.experts import SIGMOID_GATED
 from moe_ref.config.quantization import OVERRIDES
@@ -40,6 +40,10 @@ class LayersCase(Case):
     alpha: int = number(0, 1702, 250, pairs=(1702,), argument="alpha")  # in thousandths; 0: none
     interleave: int = number(0, 1, 2, 3, pairs=(1, 2), argument="interleave")  # 0: none
     stored: bool = flag(argument="fp8_input_store")
+
+    @property
+    def unit(self) -> int:
+        return UNIT.get(self.scaling, 1)
 
     def clash(self) -> str | None:
         gates = self.offset or self.clamp or self.alpha or self.interleave

@@ -17,7 +17,6 @@ from conformance.families.quantization.cases import (
     RECIPES,
     ROLES,
     TRANSFORMED,
-    UNIT,
     VALUES,
     QuantizeCase,
     noise_of,
@@ -57,7 +56,7 @@ def recipe_of(case: Any) -> Recipe | None:
 
 def unit_of(case: Any) -> int:
     """The unit of an expert's rows and of columns."""
-    return UNIT.get(case.scaling, 1)
+    return case.unit
 
 
 def may_override(scaling: str) -> bool:

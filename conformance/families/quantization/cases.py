@@ -86,6 +86,10 @@ class RecipeFields:
         return self.scaling == "delayed"
 
     @property
+    def unit(self) -> int:
+        return UNIT.get(self.scaling, 1)
+
+    @property
     def direction_settings(self) -> dict[str, bool]:
         """The keyword arguments that ask for the directions."""
         return ({} if self.rowwise else {"rowwise": False}) | ({"columnwise": True} if self.columnwise else {})
@@ -150,7 +154,7 @@ def recipe_of(case: RecipeFields) -> Recipe:
 
 def unit_of(case: RecipeFields) -> int:
     """What the rows of a group and the columns are multiples of."""
-    return UNIT.get(case.scaling, 1)
+    return case.unit
 
 
 def splits_of(case: Any) -> tuple[int, ...]:
