@@ -240,3 +240,15 @@ def test_a_waiver_is_good_on_its_last_day(tmp_path):
 
 
 # ---- baselines
+
+
+# ---- kernels
+
+
+@pytest.mark.parametrize(("kernels", "found"), [(["k"], {"width": 1.0}), ([], {})])
+def test_a_field_whose_changes_compile_kernels_is_named(book, kernels, found):
+    book.section("drawn-glu", "glu", *["PASS"] * 10, changed=["width", "seed"], kernels=kernels)
+    book.section("covering-glu", "glu", *["PASS"] * 10, changed=["seed"])
+    verdict = book.verdict()
+    assert verdict.functions["glu"].specialised_by == found
+    assert any("glu: width (1.0)" in line for line in lines(verdict)) == bool(found)

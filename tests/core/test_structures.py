@@ -1,0 +1,109 @@
+"""Structures: their cases run the same kernels; few structures still have every value."""
+
+from dataclasses import replace
+
+import pytest
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.axes import size_class
+from conformance.core.case import axes_of
+from conformance.core.covering import covering
+from conformance.core.space import Space
+from conformance.engine.choose.draw import scope_of
+from conformance.engine.choose.plan import Section, cases_of, structures_of
+from conformance.engine.choose.profiles import PROFILES, Amount
+
+GPU = Space("cuda", ranks=1)
+FEW = replace(GPU, few_kernels=True)
+
+
+@pytest.mark.parametrize("function", CONTRACTS)
+def test_the_cases_of_a_structure_are_legal_distinct_and_alike(function):
+    scope = scope_of(function, FEW)
+    for seed, first in enumerate(scope.covering().cases[:6]):
+        cases = scope.varied(first, 10, seed)
+        assert cases[0] == first
+        assert cases == scope.varied(first, 10, seed)
+        assert len({case.text for case in cases}) == len(cases) > 4
+        assert all(scope.fits(case) and scope.alike(first, case) for case in cases)
+        assert all(not case.law or case.law in scope.laws(case) for case in cases)
+
+
+@pytest.mark.parametrize(
+    "change", [{"dtype": "bfloat16"}, {"grads": "tokens"}, {"topk": 4}, {"layout": "strided", "layout_of": "tokens"}]
+)
+def test_a_case_of_other_kernels_is_not_alike(change):
+    scope = scope_of("permute", FEW)
+    case = scope.case({"tokens": 20, "experts": 5, "hidden": 33, "topk": 2})
+    assert not scope.alike(case, replace(case, **change))
+    assert scope.alike(case, replace(case, seed=3, values="special", hidden=45))
+
+
+@pytest.mark.parametrize(
+    ("n", "other", "same"), [(1, 2, False), (5, 7, True), (15, 16, False), (17, 31, True), (48, 64, True)]
+)
+def test_sizes_of_one_class_have_one_divisibility_and_block(n, other, same):
+    assert (size_class(n) == size_class(other)) == same
+
+
+@pytest.mark.parametrize("function", CONTRACTS)
+def test_with_few_kernels_each_layout_occurs_and_the_pairs_of_all_other_structural_axes(function):
+    scope, shapes = scope_of(function, FEW), CONTRACTS[function].shapes
+    axes = scope.covered_axes(shapes.covered, shapes.together(scope))
+    cases = scope.covering().cases
+    layouts = {(dict(value)["layout"], dict(value)["layout_of"]) for value in axes.get("layout", ())}
+    fitting = {
+        (case.layout, case.layout_of)
+        for case in scope_of(function, GPU).covering().cases
+        if (case.layout, case.layout_of) in layouts
+    }
+    assert fitting <= {(case.layout, case.layout_of) for case in cases}
+    data = {name for name, axis in axes_of(CONTRACTS[function].case_type).items() if axis.data}
+    assert data.isdisjoint(axes) or "counts" in axes  # the length of a list is structural
+
+
+def test_an_axis_covered_once_needs_fewer_rows_and_loses_no_value():
+    axes = {"a": (1, 2, 3), "b": (1, 2, 3), "many": tuple(range(9))}
+    every, *_ = covering(axes, lambda row: True)
+    rows, *_ = covering(axes, lambda row: True, once=("many",))
+    assert len(rows) < len(every)
+    assert {row["many"] for row in rows} == set(range(9))
+    assert len({(row["a"], row["b"]) for row in rows}) == 9
+
+
+def test_a_law_that_runs_other_kernels_has_one_case_of_an_array():
+    laws = [case.law for case in scope_of("permute", FEW).covering().cases]
+    assert laws.count("history") == 1
+    assert [case.law for case in scope_of("permute", GPU).covering().cases].count("history") > 5
+
+
+def test_a_gpu_gets_fewer_structures_and_more_cases_than_a_cpu():
+    gate = PROFILES["gate"]
+    section = Section("covering", "permute")
+    gpu, cpu = (list(structures_of(section, gate, space, 0)) for space in (GPU, Space("cpu")))
+    assert len(gpu) < len(cpu) / 2
+    assert sum(map(len, gpu)) > 2 * sum(map(len, cpu))
+    assert {len(structure) for structure in cpu} == {1}
+
+
+def test_cases_of_far_addresses_and_large_tensors_have_no_others_of_their_structure():
+    every = [
+        s
+        for function in ("permute", "grouped_linear")
+        for s in structures_of(Section("fixed", function), PROFILES["gate"], GPU, 0)
+    ]
+    slow = [s for s in every if s[0].is_large or s[0].layout.startswith("wide")]
+    assert slow and all(len(structure) == 1 for structure in slow)
+    assert any(len(structure) > 1 for structure in every)
+
+
+def test_an_amount_is_relative_to_the_weight():
+    amount = Amount(drawn=10, rows=30, cases=1)
+    assert (amount.structures("permute"), amount.covering("permute")) == (30, 90)
+    assert amount.covering("grouped_mlp") == 20
+
+
+def test_the_seed_of_a_run_changes_the_data_of_a_structure():
+    section = Section("covering", "jitter")
+    one, again, other = (cases_of(section, PROFILES["gate"], GPU, seed) for seed in (0, 0, 1))
+    assert one == again != other

@@ -1,0 +1,69 @@
+"""The order of work: rounds, one function per process, heavy work, cases of several ranks."""
+
+from conformance.core.space import Space
+from conformance.engine.choose.plan import Draw, Section
+from conformance.engine.choose.profiles import PROFILES
+from conformance.engine.run.agenda import Agenda
+from conformance.families.dispatch.cases import DispatchCase
+from conformance.families.permutation.cases import RoutingCase
+
+
+def structure(function: str, seed: int, **fields) -> list:
+    return [RoutingCase(function=function, seed=seed, **fields)]
+
+
+def taken(agenda: Agenda, last: str = "", heavy: bool = True) -> list[tuple[str, int]]:
+    out = []
+    while work := agenda.take(heavy, last):
+        last = work[0].function
+        out.append((last, work[0].seed))
+    return out
+
+
+def test_rounds_come_in_order_and_a_process_stays_with_its_function():
+    agenda = Agenda()
+    for seed in range(2):
+        agenda.add(structure("permute", seed), 1)
+        agenda.add(structure("unpermute", seed), 1)
+    agenda.add(structure("unpermute", 9), 0)
+    order = taken(agenda)
+    assert order == [("unpermute", 9), ("unpermute", 0), ("unpermute", 1), ("permute", 0), ("permute", 1)]
+    assert not agenda
+
+
+def test_the_function_with_the_most_work_left_comes_first():
+    agenda = Agenda()
+    agenda.add(structure("permute", 0))
+    for seed in range(3):
+        agenda.add(structure("unpermute", seed))
+    assert agenda.take(True)[0].function == "unpermute"
+    agenda.took("permute", 100.0)
+    agenda.took("unpermute", 0.1)
+    assert agenda.take(True)[0].function == "permute"
+
+
+def test_what_a_dead_process_has_left_comes_first():
+    agenda = Agenda()
+    agenda.add(structure("permute", 0))
+    agenda.add(structure("permute", 1), first=True)
+    assert taken(agenda) == [("permute", 1), ("permute", 0)]
+
+
+def test_heavy_work_waits_for_room():
+    agenda = Agenda()
+    agenda.add(structure("permute", 0, layout="wide_rows", layout_of="tokens", tokens=3))
+    agenda.add(structure("permute", 1))
+    assert taken(agenda, heavy=False) == [("permute", 1)]
+    assert agenda and taken(agenda) == [("permute", 0)]
+
+
+def test_requests_come_before_cases_and_ranked_cases_one_by_one():
+    agenda = Agenda()
+    ranked = [DispatchCase(function="alltoall_dispatch", counts=(1, 2), seed=seed) for seed in range(2)]
+    draw = Draw(Section("drawn", "permute"), PROFILES["smoke"], Space(), 0)
+    agenda.add(structure("permute", 0, layout="wide_rows", layout_of="tokens", tokens=3))
+    agenda.add(ranked, 0)
+    agenda.add(draw, -1)
+    assert agenda.take(True) is draw
+    assert [agenda.take_ranked() for _ in range(3)] == [*ranked, None]
+    assert taken(agenda) == [("permute", 0)]
