@@ -23,5 +23,6 @@ touch "$CACHE/gpu.lock"
 exec 9< "$CACHE/gpu.lock"
 flock 9  # one run at a time: a second one waits
 
+rm -f verdict.json verdict.xml verdict.md  # of an earlier run
 exec moe-conformance run --impl "$IMPL" --corpus tests/corpus \
     --report verdict.json --report verdict.xml --report verdict.md "$@"

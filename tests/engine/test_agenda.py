@@ -3,7 +3,7 @@
 from conformance.core.space import Space
 from conformance.engine.choose.plan import Draw, Section
 from conformance.engine.choose.profiles import PROFILES
-from conformance.engine.run.agenda import Agenda
+from conformance.engine.run.agenda import REQUESTS, Agenda
 from conformance.families.dispatch.cases import DispatchCase
 from conformance.families.permutation.cases import RoutingCase
 
@@ -63,7 +63,19 @@ def test_requests_come_before_cases_and_ranked_cases_one_by_one():
     draw = Draw(Section("drawn", "permute"), PROFILES["smoke"], Space(), 0)
     agenda.add(structure("permute", 0, layout="wide_rows", layout_of="tokens", tokens=3))
     agenda.add(ranked, 0)
-    agenda.add(draw, -1)
+    agenda.add(draw, REQUESTS)
+    assert agenda.take_ranked() is None
     assert agenda.take(True) is draw
     assert [agenda.take_ranked() for _ in range(3)] == [*ranked, None]
     assert taken(agenda) == [("permute", 0)]
+
+
+def test_a_ranked_case_waits_for_the_single_ones_of_earlier_rounds():
+    agenda = Agenda()
+    ranked = DispatchCase(function="alltoall_dispatch", counts=(1, 2))
+    agenda.add(structure("permute", 0), 0)
+    agenda.add([ranked], 1)
+    agenda.add(structure("permute", 1), 1)
+    assert agenda.take_ranked() is None
+    assert agenda.take(True)[0].seed == 0
+    assert agenda.take_ranked() == ranked

@@ -101,6 +101,17 @@ def test_a_cancelled_job_has_its_verdict(runner):
     assert (process.returncode, read(runner, "verdict.md")) == (4, ["INTERRUPTED"])
 
 
+def test_a_cancelled_step_signals_its_shell_which_must_be_the_command():
+    workflow = (RECIPES / "github-actions-gpu.yml").read_text()
+    assert re.search(r"- run: exec ci/gpu\.sh ", workflow)
+
+
+def test_reports_of_an_earlier_run_are_removed(runner):
+    (runner / "verdict.json").write_text("old")
+    run(runner)
+    assert not (runner / "verdict.json").exists()
+
+
 def test_a_second_run_waits_for_the_gpu(runner):
     first = started(runner, TURNS="8")
     wait_for(runner / "found", first)

@@ -10,6 +10,7 @@ from conformance.core.signature import FAR
 from conformance.engine.choose.plan import Draw, Structure
 
 Work = Draw | Structure
+REQUESTS = -1  # their round
 
 
 def function_of(work: Work) -> str:
@@ -30,8 +31,7 @@ class Agenda:
         self._seconds: dict[str, float] = {}  # of a function's last structure
 
     def __bool__(self) -> bool:
-        queues = (queue for functions in self._single.values() for queue in functions.values())
-        return bool(self._heavy) or any(queues) or any(self._ranked.values())
+        return bool(self._single or self._heavy or self._ranked)
 
     def add(self, work: Work, turn: int = 0, first: bool = False) -> None:
         """Add a request, or a structure, to a round; `first`: in front of the function's others.
@@ -41,8 +41,10 @@ class Agenda:
         if isinstance(work, Draw):
             self._queue(turn, work).append(work)
             return
-        self._ranked[turn].extend(case for case in work if ranks_of(CONTRACTS[case.function], case))
-        alone = [case for case in work if not ranks_of(CONTRACTS[case.function], case)]
+        ranked = [case for case in work if ranks_of(CONTRACTS[case.function], case)]
+        if ranked:
+            self._ranked[turn].extend(ranked)
+        alone = [case for case in work if case not in ranked]
         if alone and is_heavy(alone):
             self._heavy.append(alone)
         elif alone:
@@ -51,19 +53,30 @@ class Agenda:
 
     def take(self, heavy: bool, last: str = "") -> Work | None:
         """The next work of a process whose last function was `last`; None: there is none."""
-        if heavy and self._heavy and not self._left(-1):
+        if heavy and self._heavy and REQUESTS not in self._single:
             return self._heavy.popleft()
-        turn = min((turn for turn in self._single if self._left(turn)), default=None)
-        if turn is None:
+        if not self._single:
             return None
-        functions = self._left(turn)
+        turn = min(self._single)
+        functions = self._single[turn]
         if last not in functions:
             last = max(functions, key=lambda name: len(functions[name]) * self._seconds.get(name, 1.0))
-        return functions[last].popleft()
+        work = functions[last].popleft()
+        if not functions[last]:
+            del functions[last]
+        if not functions:
+            del self._single[turn]
+        return work
 
     def take_ranked(self) -> Case | None:
-        """The next case of several ranks."""
-        return next((queue.popleft() for _, queue in sorted(self._ranked.items()) if queue), None)
+        """The next case of several ranks, if its round has begun."""
+        turn = min(self._ranked, default=None)
+        if turn is None or turn > min(self._single, default=turn):
+            return None
+        case = self._ranked[turn].popleft()
+        if not self._ranked[turn]:
+            del self._ranked[turn]
+        return case
 
     def took(self, function: str, seconds: float) -> None:
         """A process has finished a structure of the function."""
@@ -71,9 +84,6 @@ class Agenda:
 
     def _queue(self, turn: int, work: Work) -> deque[Work]:
         return self._single[turn].setdefault(function_of(work), deque())
-
-    def _left(self, turn: int) -> dict[str, deque[Work]]:
-        return {name: queue for name, queue in self._single.get(turn, {}).items() if queue}
 
 
 def is_heavy(cases: Sequence[Case]) -> bool:

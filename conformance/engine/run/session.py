@@ -19,7 +19,7 @@ from conformance.engine.choose.plan import KINDS, Draw, Section, Structure, sect
 from conformance.engine.choose.profiles import PROFILES, Profile
 from conformance.engine.options import Options
 from conformance.engine.run import corpus, interrupt
-from conformance.engine.run.agenda import Agenda
+from conformance.engine.run.agenda import REQUESTS, Agenda
 from conformance.engine.run.ledger import Ledger
 from conformance.engine.run.pool import Lost, Pool
 from conformance.engine.run.progress import Progress
@@ -201,7 +201,7 @@ class Session:
             if section.kind == "corpus":
                 schedule(section, [[case] for case in self.corpus if self._offered(case.function)])
             elif self._offered(section.function):
-                agenda.add(Draw(section, self.profile, self.space, self.options.seed), turn=-1)
+                agenda.add(Draw(section, self.profile, self.space, self.options.seed), REQUESTS)
         failed: Failed = {}
         try:
             for work, answer in self.pool.work(agenda):
