@@ -19,7 +19,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from conformance.core.signature import LAYOUTS, Signature
+from conformance.core.signature import Signature
 
 Changes = dict[str, Any]
 
@@ -311,88 +311,6 @@ class Words(Axis):
         for start, stop in blocks(len(words)):
             if stop - start < len(words):
                 yield {self.name: "+".join(words[:start] + words[stop:])}
-
-
-@dataclass(kw_only=True)
-class Gradients(Axis):
-    """Inputs whose gradients are computed, joined by +: any subset of the differentiable inputs."""
-
-    def live(self, signature: Signature) -> bool:
-        return bool(signature.gradients)
-
-    def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
-        """All inputs with probability above ½."""
-        every = subsets(signature.gradients)
-        return st.sampled_from(every + every[-1:] * len(every)).map(lambda value: {self.name: value})
-
-    def covered(self, signature: Signature) -> list[Changes]:
-        """Up to two inputs: every subset. More: none, each alone, and all given inputs."""
-        names = signature.gradients
-        if len(names) < 3:
-            return [{self.name: value} for value in subsets(names)]
-        return [*({self.name: value} for value in ("", *names)), {self.name: signature.all_gradients}]
-
-    def wrong(self, value: Any) -> str:
-        return "" if isinstance(value, str) else "names of inputs, joined by +"
-
-    def smaller(self, case: Any) -> Iterator[Changes]:
-        names = getattr(case, self.name).split("+")
-        yield from ({self.name: name} for name in names if len(names) > 1)
-
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
-        """With fewer and fewer names."""
-        every = subsets(getattr(case, self.name).split("+"))
-        yield from ({self.name: value} for value in sorted(every, key=lambda s: -s.count("+") - bool(s)))
-
-
-@dataclass(kw_only=True)
-class Unused(Axis):
-    """The differentiable output without a cotangent."""
-
-    def live(self, signature: Signature) -> bool:
-        return len(signature.differentiable) > 1
-
-    def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
-        return st.sampled_from(["", "", "", *signature.differentiable]).map(lambda name: {self.name: name})
-
-    def covered(self, signature: Signature) -> list[Changes]:
-        return [{self.name: name} for name in ("", *signature.differentiable)]
-
-    def wrong(self, value: Any) -> str:
-        return "" if isinstance(value, str) else "the name of an output"
-
-
-@dataclass(kw_only=True)
-class Layout(Axis):
-    """The memory layout (`layout`) of one input or cotangent (`layout_of`)."""
-
-    def placed(self, layout: str = "contiguous", of: str = "") -> Changes:
-        return {self.name: layout, f"{self.name}_of": of}
-
-    def live(self, signature: Signature) -> bool:
-        return bool(signature.placed)
-
-    def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
-        """Contiguous with probability above ½."""
-        near, far = ([self.placed(x, of) for of, x in signature.layouts(far)] for far in (False, True))
-        return st.sampled_from([self.placed()] * (2 * len(near) + 3) + near + far)
-
-    def covered(self, signature: Signature) -> list[Changes]:
-        return [self.placed(), *(self.placed(x, of) for of, x in signature.layouts(far=False))]
-
-    def wrong(self, value: Any) -> str:
-        return "" if value in LAYOUTS else f"one of {', '.join(LAYOUTS)}"
-
-    def plainer(self, case: Any) -> Iterator[Changes]:
-        if getattr(case, self.name) != self.default:
-            yield self.placed()
-
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
-        yield self.placed(getattr(case, self.name), getattr(case, f"{self.name}_of"))
-        yield self.placed()
-
-    def other(self, case: Any) -> Changes:
-        return self.placed()
 
 
 # ---- field declarations; axes of lists are in `core.lists`

@@ -10,7 +10,8 @@ import json
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar
 
-from conformance.core.axes import Axis, Gradients, Layout, Size, Unused, choice, declared, seed
+from conformance.core.axes import Axis, Size, choice, declared, seed
+from conformance.core.signature_axes import Gradients, Layout, Unused
 
 SCHEMA = 1  # incremented when a field changes its meaning: an old corpus is then rejected
 

@@ -25,7 +25,7 @@ class Part:
 
     label: str
     digest: str = ""
-    texts: set[str] = field(default_factory=set)  # identifiers in it as text, such as "permute"
+    texts: set[str] = field(default_factory=set)  # identifiers in it as text
     uses: list["Part"] = field(default_factory=list)
 
 

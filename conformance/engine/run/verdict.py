@@ -148,12 +148,16 @@ def assemble(
     differs = any(f.status in ("differs", "blocked") for f in out.functions.values())
     out.problems = errors + shortfalls + regressions
     out.exit_code = 3 if errors else 1 if differs else 4 if shortfalls else 5 if regressions else 0
-    out.verdict = "INTERRUPTED" if out.exit_code == 4 and interrupted else NAMES[out.exit_code]
-    if unchanged and not out.cases and not out.exit_code:
-        out.verdict = "UNCHANGED"
+    out.verdict = _name(out, interrupted, unchanged)
     if since and whole and not interrupted and not errors:
         since.keep(out)
     return out
+
+
+def _name(verdict: Verdict, interrupted: str, unchanged: bool) -> str:
+    if interrupted and verdict.exit_code == 4:
+        return "INTERRUPTED"
+    return "UNCHANGED" if unchanged and not verdict.cases and not verdict.exit_code else NAMES[verdict.exit_code]
 
 
 def effective(function: dict[str, Any]) -> dict[str, Any]:
