@@ -25,9 +25,8 @@ def score(x: Running, function: str) -> Running:
     """The score of each logit, over the last dimension."""
     if function == "sigmoid":
         s = x.constant(1.0) / ((x * -1.0).exp() + 1.0)
-        # exp(-x) overflows before sigmoid(x), by another formula, underflows
-        least = torch.where((s.value == 0) & x.value.isfinite(), torch.finfo(x.dtype).tiny, 0.0)
-        return Running(s.value, s.error + least, x.dtype)
+        # in float64 exp(-x) overflows before another formula, exp(x) / (1 + exp(x)), underflows
+        return Running(s.value, s.error + torch.where(s.value == 0, 2 * x.value.exp(), 0.0), x.dtype)
     if function == "sqrtsoftplus":
         return softplus(x).sqrt()
     power = (

@@ -1,9 +1,13 @@
 """A small implementation of three functions, written into a folder, and changed there."""
 
 import importlib
+import os
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+from conformance.engine.child import server
+from conformance.engine.child.processes import plain_main
 from conformance.engine.footprint.footprint import Footprints, footprints
 from conformance.engine.run.since import changed
 from conformance.interface import load
@@ -159,7 +163,26 @@ def edited(file: str, old: str, new: str) -> dict[str, str]:
 
 
 def footprints_in(folder: Path, implementation: str = "kit") -> Footprints:
-    """The footprints of the package in the folder, imported anew."""
+    """The footprints in a new process, as in a run: other tests leave objects in this one."""
+    context = server.start()
+    pipe, child_pipe = context.Pipe()
+    with plain_main():
+        process = context.Process(target=_send, args=(child_pipe, dict(os.environ), folder, implementation))
+        process.start()
+    child_pipe.close()
+    result = pipe.recv()
+    process.join()
+    return result
+
+
+def _send(connection: Connection, environment: dict[str, str], folder: Path, implementation: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    connection.send(footprints_here(folder, implementation))
+
+
+def footprints_here(folder: Path, implementation: str = "kit") -> Footprints:
+    """The footprints of the package in the folder, imported anew into this process."""
     _forget()
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()

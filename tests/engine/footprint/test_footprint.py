@@ -4,7 +4,7 @@ import pytest
 
 from conformance.engine.footprint.footprint import Footprints
 from conformance.engine.footprint.names import Scope
-from tests.engine.footprint.kit import FILES, changes, edited, footprints_in, write
+from tests.engine.footprint.kit import FILES, changes, edited, footprints_here, footprints_in, write
 
 EVERY = {"gate", "jitter", "z_loss"}
 EDITS = {
@@ -57,9 +57,9 @@ def test_the_same_package_in_another_folder_is_unchanged(before, tmp_path):
 def test_a_footprint_that_ignores_globals_misses_a_constant(before, tmp_path, monkeypatch):
     lookup = Scope._name
     monkeypatch.setattr(Scope, "_name", lambda self, name: None if name == "FACTOR" else lookup(self, name))
-    blind = footprints_in(write(tmp_path / "before"))
+    blind = footprints_here(write(tmp_path / "before"))
     files, reached = EDITS["a constant"]
-    assert set(changes(blind, footprints_in(write(tmp_path / "after", **files)))) != reached
+    assert set(changes(blind, footprints_here(write(tmp_path / "after", **files)))) != reached
 
 
 def test_the_reason_names_what_changed(before, tmp_path):

@@ -1,6 +1,7 @@
 """Footprints of this project's kernels: whatever runs is in them, and they are found quickly."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +12,10 @@ from conformance.engine.child.child import _traced
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.choose.plan import fixed_cases
 from conformance.engine.footprint.companions import companions
-from conformance.engine.footprint.footprint import Footprints, footprints
+from conformance.engine.footprint.footprint import Footprints
 from conformance.interface import Implementation, load
 from tests.common.suite import EVERYTHING, gate_cases
+from tests.engine.footprint.kit import footprints_in
 
 FOLDER = os.path.dirname(str(moe_fast.__file__))
 TRACED = ("gate", "jitter", "z_loss", "topk_indices", "sort_chunks", "multihot_to_indices")
@@ -28,7 +30,7 @@ SEVERAL = {
 
 @pytest.fixture(scope="module")
 def found() -> Footprints:
-    return footprints(load("moe_fast"))
+    return footprints_in(Path(FOLDER).parent, "moe_fast")
 
 
 def ran(cases: list[Case]) -> set[str]:
