@@ -22,7 +22,8 @@ UsageExit = type("moe-conformance", (pytest.exit.Exception,), {"__doc__": "Ends 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("moe-conformance")
     for flag, arguments in flags():
-        group.addoption(flag, **arguments)
+        if flag != "--seconds":  # pytest's items have no common end
+            group.addoption(flag, **arguments)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 from conformance.core.case import case_from
 from conformance.engine.run.verdict import UNCHANGED, UNTOUCHED, FunctionVerdict, Verdict
-from conformance.report.terminal import failure_lines, in_words, picture
+from conformance.report.terminal import ended, failure_lines, in_words, picture
 
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML 1.0
 
@@ -37,7 +37,7 @@ def junit(verdict: Verdict) -> str:
 def markdown(verdict: Verdict) -> str:
     """A table of the functions, then a section per failure."""
     versions = ", ".join(f"{name} {version}" for name, version in verdict.versions.items())
-    extent = f"{_judged(verdict)}{verdict.cases} cases in {verdict.seconds:.0f} s"
+    extent = f"{_judged(verdict)}{verdict.cases} cases in {verdict.seconds:.0f} s{ended(verdict)}"
     extent += f", profile {verdict.profile}, seed {verdict.seed}"
     out = [f"# {verdict.verdict}: `{verdict.implementation}`", "", f"{extent}, on {verdict.device}; {versions}.", ""]
     out += ["| function | verdict | cases | by status | without | between ranks |", "|---|---|--:|---|---|---|"]

@@ -105,7 +105,7 @@ def _summary(verdict: Verdict) -> str:
         if differing
         else f"{len(judged)} functions{' judged' if verdict.since else ''}",
         *([f"{untouched[UNCHANGED]} unchanged since {verdict.since}"] if verdict.since else []),
-        f"{verdict.cases} cases in {verdict.seconds:.0f} s",
+        f"{verdict.cases} cases in {verdict.seconds:.0f} s{ended(verdict)}",
         f"{total['WAIVED']} waived",
         *([f"{untouched['not run']} functions not run"] if untouched["not run"] else []),
         f"{untouched['not offered']} functions not offered",
@@ -115,6 +115,11 @@ def _summary(verdict: Verdict) -> str:
     if verdict.kernels_compiled:
         parts.append(f"{verdict.kernels_compiled} kernels compiled")
     return " · ".join(parts)
+
+
+def ended(verdict: Verdict) -> str:
+    """What ended the run before its last case."""
+    return f", ended early by {verdict.ended_by}" if verdict.ended_by else ""
 
 
 def _specialised(verdict: Verdict) -> list[str]:

@@ -12,7 +12,7 @@ from conformance.engine.run.interrupt import TIME_LIMIT
 from conformance.engine.run.waivers import Waiver, read_waivers
 from conformance.families.permutation.cases import RoutingCase
 from conformance.interface import UsageError
-from conformance.report.files import junit
+from conformance.report.files import junit, markdown
 from conformance.report.terminal import lines
 from tests.engine.verdict_helpers import ENOUGH, ROWS_WRONG, SMALL, Book
 
@@ -129,6 +129,13 @@ def test_an_interrupted_run_calls_no_function_conformant_and_loses_no_result(boo
     assert [verdict.functions[name].status for name in ("permute", "unpermute")] == ["too little tested", "not run"]
 
 
+@pytest.mark.parametrize(("interrupted", "status"), [("SIGTERM", "too little tested"), ("", "conformant")])
+def test_a_function_of_an_interrupted_part_of_a_run_is_not_conformant(book, interrupted, status):
+    verdict = book.section("drawn-permute", "permute", *["PASS"] * ENOUGH).verdict(interrupted=interrupted, whole=False)
+    assert verdict.functions["permute"].status == status
+    assert "ended early" not in "\n".join(lines(verdict)) or interrupted
+
+
 @pytest.mark.parametrize(("status", "code"), [("FAIL", 1), ("ERROR", 3)])
 def test_what_an_interrupted_run_has_found_is_said(book, status, code):
     verdict = book.section("drawn-permute-0", "permute", "PASS", status).verdict(interrupted="SIGTERM")
@@ -140,8 +147,10 @@ def test_at_the_time_limit_a_run_is_conformant_with_the_minimum_of_every_functio
     for name in CONTRACTS:
         count = cases if name == "permute" else 1000
         book.section(f"drawn-{name}", name, *["PASS"] * count, scheduled=count + 1)
-    found = book.verdict(interrupted=TIME_LIMIT)
+    found = book.verdict(interrupted=TIME_LIMIT, waivers=("unpermute (me)",))
     assert (found.verdict, found.exit_code) == (verdict, code)
+    assert "ended early by the time limit" in "\n".join(lines(found))
+    assert "ended early by the time limit" in markdown(found)
     assert any(problem.startswith("permute: 2 informative") for problem in found.problems) == bool(code)
 
 

@@ -36,6 +36,7 @@ BAD = [
     (smoke("moe_ref", "--jobs", "-1"), "--jobs is -1"),
     (smoke("moe_ref", "--jobs", "many"), "invalid int value: 'many'"),
     (smoke("moe_ref", "--case-seconds", "0"), "--case-seconds is 0"),
+    (smoke("moe_ref", "--seconds", "-1"), "--seconds is -1.0; it must be 0 (no limit) or more"),
     (smoke("moe_ref", "--report", "out.pdf"), "--report out.pdf: the ending must be one of .json, .xml, .md"),
     (smoke("moe_ref", "--report", "nowhere/out.json"), "there is no folder"),
     (smoke("moe_ref", "--waivers", "missing.toml"), "--waivers missing.toml"),

@@ -44,7 +44,7 @@ class Agenda:
         ranked = [case for case in work if ranks_of(CONTRACTS[case.function], case)]
         if ranked:
             self._ranked[turn].extend(ranked)
-        alone = [case for case in work if case not in ranked]
+        alone = [case for case in work if not ranks_of(CONTRACTS[case.function], case)]
         if alone and is_heavy(alone):
             self._heavy.append(alone)
         elif alone:

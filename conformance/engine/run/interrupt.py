@@ -41,7 +41,7 @@ def raised() -> Iterator[None]:
 
 
 def limit(seconds: float) -> None:
-    """End the run in so many seconds from now; 0: never."""
+    """End the run `seconds` from now; 0: never."""
     global _ends_at
     _ends_at = time.monotonic() + seconds if seconds else 0.0
 

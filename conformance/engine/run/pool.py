@@ -39,7 +39,7 @@ HEAVY_BYTES = 24 * 2**30  # of device memory for one child with far addresses
 Answer = Outcome | list[Structure]
 
 
-class Lost(Exception):
+class Lost(UsageError):
     """The implementation cannot be started again, as it was before: the device is lost."""
 
 

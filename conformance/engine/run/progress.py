@@ -8,6 +8,7 @@ from conformance.core.case import Case
 from conformance.engine.child.runner import Outcome
 
 LINE_SECONDS = 10.0
+FIRST = 0.05  # the share of the cases that tells how long the others take
 
 
 class Progress:
@@ -52,7 +53,7 @@ class Progress:
         left = (self.total - self.done) / rate if rate else 0.0
         parts = [
             f"{self.done / max(self.total, 1):.0%} of {self.total} cases",
-            f"{left:.0f} s left",
+            *([f"{left:.0f} s left"] if self.done >= FIRST * self.total else []),
             f"{rate:.0f} cases per second",
             *([f"{len(self.kernels)} kernels compiled"] if self.kernels else []),
             f"{self.failures} failing",

@@ -6,10 +6,10 @@ import tarfile
 import tempfile
 from dataclasses import replace
 from io import BytesIO
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from conformance.engine.child import server
 from conformance.engine.child.processes import ending, plain_main
 from conformance.engine.footprint.footprint import Footprints, serve_footprints, suite_digest, suite_folders
 from conformance.engine.options import ChildOptions
@@ -22,7 +22,7 @@ class Inquiry:
     """A process that finds footprints while this one goes on."""
 
     def __init__(self, options: ChildOptions) -> None:
-        context = get_context("forkserver")
+        context = server.start()
         self._folder = tempfile.TemporaryDirectory(prefix="moe-conformance-")
         self._log = os.path.join(self._folder.name, "log")
         self._pipe, child_pipe = context.Pipe()

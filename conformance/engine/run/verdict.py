@@ -86,6 +86,7 @@ class Verdict:
     seconds_implementation: float = 0.0
     seconds_reference: float = 0.0
     kernels_compiled: int = 0
+    ended_by: str = ""  # a signal, the time limit, …; empty: the run ended by itself
     since: str = ""  # the report or revision whose unchanged functions were not judged
     footprints: dict[str, Any] = field(default_factory=dict)  # see `conformance.engine.footprint`
 
@@ -121,11 +122,12 @@ def assemble(
         *("", 0, options.implementation, options.profile, options.seed, seconds),
         *(len(outcomes), described["device_name"], described["versions"]),
     )
+    out.ended_by = interrupted
     rules = PROFILES[options.profile] if whole and interrupted in ("", TIME_LIMIT) else None
     for name in CONTRACTS:
         offer = described["functions"].get(name, {})
         own = [line for line in outcomes if line["function"] == name]
-        out.functions[name] = _function(name, offer, own, rules, whole and not rules)
+        out.functions[name] = _function(name, offer, own, rules, bool(interrupted) and not rules)
     if since:
         since.mark(out)
     out.failures = _distinct([line for line in lines if line["kind"] == "failure" and line["status"] != "ERROR"])
@@ -135,7 +137,11 @@ def assemble(
     out.kernels_compiled = len({name for line in outcomes for name in line["kernels"]})
     errors = _errors(lines, outcomes) + ([] if interrupted else _lost(lines, outcomes))
     waiving = {line["waiver"] for line in outcomes}
-    errors += [f"the waiver {name} waived nothing: remove it" for name in waivers if rules and name not in waiving]
+    errors += [
+        f"the waiver {name} waived nothing: remove it"
+        for name in waivers
+        if rules and not interrupted and name not in waiving
+    ]
     shortfalls = [text for name, function in out.functions.items() for text in _shortfalls(name, function, rules)]
     unchanged = any(function.status == UNCHANGED for function in out.functions.values())
     if interrupted and (shortfalls or not rules):
