@@ -213,3 +213,20 @@ def test_an_interrupted_section_tells_what_it_had_found(tmp_path, monkeypatch):
     told = [line for line in entries(tmp_path / "ledger") if line["kind"] == "failure"]
     assert [(line["status"], line["smallest"]) for line in told] == [("FAIL", False)]
     assert Path(told[0]["file"]).exists()
+
+
+def test_a_signal_while_a_dead_child_is_replaced_still_ends_in_order(monkeypatch):
+    """The dead child is ended once; the spare, which was not ready yet, is ended too."""
+    with Pool(ChildOptions(f"{FIXTURES}:Segfaults", device="cpu")) as pool:
+        pool.start()
+        processes = [child.process.pid for child in pool._children]
+
+        def interrupted(child) -> None:
+            processes.append(child.process.pid)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(pool, "_await_ready", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(pool.run([THIRD_EXPERT]))
+    assert len(processes) == 2
+    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]

@@ -67,6 +67,18 @@ def interruptible() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """A signal inside the block is raised at its end: a process that starts here has an owner."""
+    global _raising
+    before, _raising = _raising, False
+    yield
+    _raising = before
+    if _raising and _reason:
+        _raising = False
+        raise KeyboardInterrupt
+
+
 def _note(number: int, frame: FrameType | None) -> None:
     global _reason, _raising
     _reason = _reason or NAMES[signal.Signals(number)]

@@ -26,6 +26,7 @@ from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.plan import Draw, Structure
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.agenda import Agenda, Work, function_of, is_heavy
+from conformance.engine.run.interrupt import deferred
 from conformance.engine.world.background import Background
 from conformance.engine.world.worlds import Worlds
 from conformance.interface import UsageError
@@ -51,6 +52,7 @@ class Child:
     pipe: Connection
     log_path: str
     ready: bool = False
+    ended: bool = False
     last: str = ""  # the function of its last work
     began: float = 0.0  # its last work
     request: Draw | None = None
@@ -91,7 +93,8 @@ class Pool:
             UsageError: the implementation cannot be used.
         """
         while len(self._children) < self.jobs:
-            self._children.append(self._launch())
+            with deferred():
+                self._children.append(self._launch())
         for child in self._children:
             self._await_ready(child)
         if self.description.get("device") == "cuda":
@@ -214,13 +217,14 @@ class Pool:
         """
         if dead:
             self._end(dead)
-        child = self._spare or self._launch()
-        self._spare = None
+        with deferred():
+            child = self._spare = self._spare or self._launch()
         try:
             self._await_ready(child)
         except UsageError as error:
             raise Lost(str(error)) from None
-        self._spare = self._launch()
+        with deferred():
+            self._spare = self._launch()
         return child
 
     def _send(self, child: Child, work: Work) -> None:
@@ -268,6 +272,10 @@ class Pool:
         return None
 
     def _end(self, child: Child) -> None:
+        """End the child, which may have been ended when a signal came."""
+        if child.ended:
+            return
+        child.ended = True
         child.process.kill()
         child.process.join()
         child.pipe.close()

@@ -116,7 +116,8 @@ class Session:
             UsageError: the implementation cannot be used.
             CaseError: a file of the corpus is no case.
         """
-        self.inquiry = Inquiry(self.options.child) if self._needs_footprints() else None
+        with interrupt.deferred():
+            self.inquiry = Inquiry(self.options.child) if self._needs_footprints() else None
         self.description = self.pool.start()
         self.space = Space.of(self.description)
         self.corpus = corpus.read_folder(corpus.COMMITTED)
@@ -271,9 +272,9 @@ class Session:
         if outcome.status not in ("FLAKY", "ERROR", "OOM"):
             reduced = reduce(case, outcome, self.attempt, self.profile.reduce_seconds)
             again = self._attempt(reduced.case, fresh=True)
-            if failure_key(reduced.case, again) == failure_key(case, outcome):
-                case, outcome = reduced.case, again
-            attempts, smallest = reduced.attempts, reduced.finished
+            attempts = reduced.attempts
+            if failure_key(reduced.case, again) == failure_key(case, outcome):  # not by chance, or by earlier calls
+                case, outcome, smallest = reduced.case, again, reduced.finished
         failure = Failure(case, outcome, section.label, attempts, smallest)
         self._keep(failure)
         return failure

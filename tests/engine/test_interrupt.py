@@ -1,0 +1,63 @@
+"""Signals: noted, raised, or raised at the end of a block that starts a process."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from conformance.engine.run import interrupt
+
+
+def test_a_signal_outside_the_run_is_noted_and_raised_when_the_run_begins():
+    with interrupt.noted():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.reason() == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt), interrupt.interruptible():
+            pytest.fail("the run has begun")
+
+
+def test_a_signal_ends_the_run_and_a_second_one_changes_nothing():
+    reached = []
+    with interrupt.noted():
+        with pytest.raises(KeyboardInterrupt), interrupt.interruptible():
+            os.kill(os.getpid(), signal.SIGINT)
+            reached.append("after the signal")
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (interrupt.reason(), reached) == ("SIGINT", [])
+
+
+@pytest.mark.parametrize("deferring", [True, False])
+def test_a_signal_while_a_process_starts_is_raised_when_it_has_an_owner(deferring):
+    owned = []
+    with interrupt.noted(), pytest.raises(KeyboardInterrupt), interrupt.interruptible():
+        if deferring:
+            with interrupt.deferred():
+                os.kill(os.getpid(), signal.SIGTERM)
+                owned.append("process")
+        os.kill(os.getpid(), signal.SIGTERM)
+        owned.append("more")
+    assert owned == ["process"] * deferring
+
+
+def test_a_block_without_a_signal_leaves_the_run_interruptible():
+    with interrupt.noted(), pytest.raises(KeyboardInterrupt), interrupt.interruptible():
+        with interrupt.deferred():
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("not raised")
+
+
+def test_outside_a_run_nothing_is_raised_by_the_module():
+    with interrupt.noted(), interrupt.deferred():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is not interrupt._note
+
+
+def test_the_time_limit_counts_from_when_it_was_set():
+    with interrupt.noted():
+        interrupt.limit(0.1)
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt), interrupt.interruptible():
+            time.sleep(5)
+        assert (interrupt.reason(), time.monotonic() - started < 3) == (interrupt.TIME_LIMIT, True)
