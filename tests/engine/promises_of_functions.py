@@ -19,7 +19,6 @@ from conformance.families.quantization.cases import (
     is_random,
     is_transformed,
     splits_of,
-    unit_of,
     x_of,
 )
 from conformance.families.quantization.cases import VALUES as VALUES_QUANTIZED
@@ -160,8 +159,8 @@ QUANTIZATIONS = {
     "a second block of 128 rows": lambda c: c.scaling == "block" and c.tokens > 128,
     "a third block of 128 columns": lambda c: c.scaling == "block" and c.hidden > 256,
     "a partial block": lambda c: c.scaling == "block" and c.hidden % 128,
-    "an infinity that rows of a group hold": lambda c: bool(x_of(c)[: c.tokens * unit_of(c)].isinf().any()),
-    "a NaN that rows of a group hold": lambda c: bool(x_of(c)[: c.tokens * unit_of(c)].isnan().any()),
+    "an infinity that rows of a group hold": lambda c: bool(x_of(c)[: c.tokens * c.unit].isinf().any()),
+    "a NaN that rows of a group hold": lambda c: bool(x_of(c)[: c.tokens * c.unit].isnan().any()),
     "a subnormal number": lambda c: bool(
         ((x := x_of(c)) != 0).logical_and(x.abs() < torch.finfo(x.dtype).smallest_normal).any()
     ),

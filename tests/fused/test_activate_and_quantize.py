@@ -15,7 +15,6 @@ from torch import Tensor
 import moe_ref
 from conformance.catalogue import CONTRACTS
 from conformance.families.fused.cases import QuantizedActivationCase
-from conformance.families.quantization.cases import unit_of
 from moe_ref.config import Quantization, Recipe
 from moe_ref.config.fused_activations import QuantizedGradients
 from moe_ref.quantization.formats import E4M3, encode
@@ -354,5 +353,5 @@ def test_a_law_is_broken_by_what_is_right_once_only(law, function):
 def test_rows_past_the_last_group_hold_what_must_reach_nothing():
     case = replace(GROUPS, tail=6)
     problem = CONTRACTS[case.function].problem(case)
-    behind = problem.required["h"][case.tokens * unit_of(case) :]
+    behind = problem.required["h"][case.tokens * case.unit :]
     assert not behind.isfinite().any() and not problem.settings["probs"][-6:].isfinite().any()

@@ -23,7 +23,6 @@ from conformance.families.experts.precision import (
     other_override,
     recipe_of,
     rounds_gradients,
-    unit_of,
 )
 from conformance.families.quantization.cases import RECIPES, TAIL, UNIT, VARIANTS
 from moe_ref.config import GATED, PLAIN
@@ -247,7 +246,7 @@ def counts_of(case: Any) -> tuple[int, ...]:
 
 def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
     """[P, columns]: segments by `values`; the tail is NaN, with a scaling also infinities."""
-    kind, own = DTYPES[case.dtype], case.tokens * unit_of(case)
+    kind, own = DTYPES[case.dtype], case.tokens * case.unit
     x = (
         factor_of(case, name)
         if case.values in LOW_VALUES

@@ -12,7 +12,7 @@ from conformance.core.shared_out import counts as tokens_of_ranks
 from conformance.core.space import LOGIT_DTYPES
 from conformance.core.tensors import DTYPES, hashed, payload, row_scales
 from conformance.families.experts.cases import GROUPED_VALUES, PROB_DTYPES, WEIGHTS, Name, Scaling, Segments
-from conformance.families.experts.precision import may_override, recipe_of, rounds_gradients, transforms_rows, unit_of
+from conformance.families.experts.precision import may_override, recipe_of, rounds_gradients, transforms_rows
 from conformance.families.experts.precision_mlp import of_experts, rows_unit
 from conformance.families.quantization.cases import RECIPES, TRANSFORMED, UNIT, VARIANTS
 from moe_ref.config import GATED, PLAIN, RECOMPUTED
@@ -47,7 +47,7 @@ class LayersCase(Case):
 
     def clash(self) -> str | None:
         gates = self.offset or self.clamp or self.alpha or self.interleave
-        features = self.width * unit_of(self)
+        features = self.width * self.unit
         if self.kind in PLAIN and gates:
             return f"kind {self.kind!r} has no gate, and so no offset, clamp, alpha or interleave"
         if self.alpha and self.kind not in ("", *SIGMOID_GATED):
@@ -107,8 +107,8 @@ class MlpCase(LayersCase):
             return "weights, early and on_input describe probs, which are not given"
         if self.function == "sequential_mlp" and (self.scaling == "delayed" or self.noisy):
             return "sequential_mlp takes no state and no noise"
-        if self.align % unit_of(self):
-            return f"align is {self.align}; with scaling {self.scaling!r} it must be a multiple of {unit_of(self)}"
+        if self.align % self.unit:
+            return f"align is {self.align}; with scaling {self.scaling!r} it must be a multiple of {self.unit}"
         return super().clash()
 
 
@@ -137,7 +137,7 @@ class SharedCase(LayersCase):
 def rows_of(case: Any, name: str, tail: int = 0) -> Tensor:
     """[P,H]: rows by `values`; the tail is NaN."""
     kind, own = DTYPES[case.dtype], case.tokens * rows_unit(case)
-    x = payload(case.seed, name, (own + tail, case.hidden * unit_of(case)), case.dtype)
+    x = payload(case.seed, name, (own + tail, case.hidden * case.unit), case.dtype)
     if case.values == "rows":
         x = (x.double() * row_scales(case.seed, len(x)).log2().div(SPREAD).round().exp2()).to(kind)
     if case.values == "special" and case.hidden:
@@ -157,4 +157,4 @@ def weight_of(case: Any, name: str, rows: int, columns: int) -> Tensor:
 
 def fc1_columns(case: Any) -> int:
     """Columns of fc1."""
-    return (1 if case.kind in PLAIN else 2) * case.width * unit_of(case)
+    return (1 if case.kind in PLAIN else 2) * case.width * case.unit

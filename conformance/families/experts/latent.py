@@ -14,7 +14,6 @@ from conformance.core.signature import Input, Output
 from conformance.core.tensors import payload
 from conformance.families.experts.cases import GroupedCase, grouped_rows, weights_of
 from conformance.families.experts.linear import GroupedLinear, product_signature
-from conformance.families.experts.precision import unit_of
 from conformance.judge import Bounded, Expectation
 from conformance.judge.ratios import RowWise
 
@@ -36,7 +35,7 @@ class LatentProjection(GroupedLinear):
     )
 
     def legal(self, case: GroupedCase) -> Problem:
-        one, unit = of_one_expert(case), unit_of(case)
+        one, unit = of_one_expert(case), case.unit
         required = {
             "x": grouped_rows(one, "rows", unit * case.hidden),
             "weight": weights_of(one, "weight", unit * case.width, unit * case.hidden)[0],

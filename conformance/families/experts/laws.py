@@ -9,7 +9,7 @@ from torch import Tensor
 from conformance.core import universal_laws as general
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Trial, plain, same, upside_down
-from conformance.families.experts.precision import recipe_of, unit_of
+from conformance.families.experts.precision import recipe_of
 from conformance.judge import Bounded, Expectation, Finding, judge
 
 BY_EXPERT = ("weight", "bias", "accumulate_into", "fc1_weight", "fc2_weight", "fc1_bias", "fc2_bias")
@@ -185,7 +185,7 @@ def _group_split(trial: Trial) -> Finding | None:
     """The largest expert split into two with the same weights: rows do not change."""
     counts = trial.problem.required["tokens_per_expert"]
     e = int(counts.argmax())
-    unit = 1 if getattr(trial.case, "align", 0) else unit_of(trial.case)
+    unit = 1 if getattr(trial.case, "align", 0) else trial.case.unit
     first = int(counts[e]) // unit // 2 * unit
     split = torch.cat([counts[:e], torch.tensor([first, int(counts[e]) - first]), counts[e + 1 :]])
     experts = torch.tensor([*range(e + 1), *range(e, len(counts))])

@@ -11,7 +11,7 @@ from conformance.core.law import Law, Trial, plain, upside_down
 from conformance.core.shared_out_laws import SHARED_OUT, of_one_process
 from conformance.families.experts import laws as experts
 from conformance.families.experts.laws import doubled
-from conformance.families.experts.precision import recipe_of, unit_of
+from conformance.families.experts.precision import recipe_of
 from conformance.judge import Expectation, Finding
 from conformance.judge.bound import Bounded
 
@@ -87,7 +87,7 @@ def _doubles(case: Any) -> bool:
 def _padded_by_nothing(case: Any) -> bool:
     """Whether rows of zeros stay zero or enter no scale, and the call is legal without padding."""
     zeros = not case.bias1 or (bool(case.probs) and not case.on_input)
-    return unit_of(case) == 1 and (zeros or not case.scaling) and not _random(case)
+    return case.unit == 1 and (zeros or not case.scaling) and not _random(case)
 
 
 def _random(case: Any) -> bool:

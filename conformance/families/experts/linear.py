@@ -18,7 +18,6 @@ from conformance.families.experts.precision import (
     script_of,
     state_from,
     state_tensors,
-    unit_of,
 )
 from conformance.judge import Bounded, Expectation
 from conformance.judge.bound import HOPPER_FP8, ROUNDOFF, Accumulator
@@ -62,7 +61,7 @@ class _Grouped(Contract[GroupedCase]):
 
     @staticmethod
     def counts(case: GroupedCase) -> Tensor:
-        return unit_of(case) * torch.tensor(counts_of(case), dtype=DTYPES[case.index_dtype])
+        return case.unit * torch.tensor(counts_of(case), dtype=DTYPES[case.index_dtype])
 
     def called(self, case: GroupedCase, required: dict[str, Any], settings: dict[str, Any]) -> Problem:
         """The call; with a state, whose tensors are not arguments, a script."""
@@ -73,8 +72,8 @@ class _Grouped(Contract[GroupedCase]):
             settings |= {"state": Opaque("state")}
             script["script"] = script_of(self.function, tuple(required), tuple(settings), self.outputs)
             script["first"] = required
-        rows = case.tokens * unit_of(case)
-        lengths = {"P": rows + case.tail, "T": rows, "M": case.width * unit_of(case)}
+        rows = case.tokens * case.unit
+        lengths = {"P": rows + case.tail, "T": rows, "M": case.width * case.unit}
         return self.call(case, required | state, settings, lengths=lengths, **script)
 
     def cotangent(self, case: GroupedCase, output: str, shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -99,14 +98,12 @@ class GroupedLinear(_Grouped):
 
     def legal(self, case: GroupedCase) -> Problem:
         required = {
-            "rows": grouped_rows(case, "rows", unit_of(case) * case.hidden),
-            "weight": weights_of(case, "weight", unit_of(case) * case.width, unit_of(case) * case.hidden),
+            "rows": grouped_rows(case, "rows", case.unit * case.hidden),
+            "weight": weights_of(case, "weight", case.unit * case.width, case.unit * case.hidden),
             "tokens_per_expert": self.counts(case),
         }
         settings = (
-            {"bias": payload(case.seed, "bias", (case.experts, unit_of(case) * case.width), case.bias)}
-            if case.bias
-            else {}
+            {"bias": payload(case.seed, "bias", (case.experts, case.unit * case.width), case.bias)} if case.bias else {}
         )
         return self.called(case, required, settings)
 
@@ -205,8 +202,8 @@ class GroupedDgrad(_Grouped):
 
     def legal(self, case: GroupedCase) -> Problem:
         required = {
-            "d_out": grouped_rows(case, "d_out", unit_of(case) * case.width),
-            "weight": weights_of(case, "weight", unit_of(case) * case.width, unit_of(case) * case.hidden),
+            "d_out": grouped_rows(case, "d_out", case.unit * case.width),
+            "weight": weights_of(case, "weight", case.unit * case.width, case.unit * case.hidden),
             "tokens_per_expert": self.counts(case),
         }
         return self.called(case, required, {})
@@ -234,11 +231,11 @@ class GroupedWgrad(_Grouped):
 
     def legal(self, case: GroupedCase) -> Problem:
         required = {
-            "d_out": grouped_rows(case, "d_out", unit_of(case) * case.width),
-            "rows": grouped_rows(case, "rows", unit_of(case) * case.hidden),
+            "d_out": grouped_rows(case, "d_out", case.unit * case.width),
+            "rows": grouped_rows(case, "rows", case.unit * case.hidden),
             "tokens_per_expert": self.counts(case),
         }
-        shape = (case.experts, unit_of(case) * case.width, unit_of(case) * case.hidden)
+        shape = (case.experts, case.unit * case.width, case.unit * case.hidden)
         flat = payload(case.seed, "into", (shape[0] * shape[1], shape[2]), case.into or "float32").reshape(shape)
         return self.called(case, required, {"accumulate_into": flat} if case.into else {})
 

@@ -15,7 +15,6 @@ from conformance.families.experts.activations import activation_settings
 from conformance.families.experts.cases import counts_of, probs_of
 from conformance.families.experts.cases_mlp import MlpCase, fc1_columns, rows_of, weight_of
 from conformance.families.experts.judged_mlp import Judged, Padding, in_reference
-from conformance.families.experts.precision import unit_of
 from conformance.families.experts.precision_mlp import beside_recipe, layers_of, rows_unit, with_pairs
 from conformance.judge import Expectation
 from moe_ref.experts.mlp import grouped_mlp
@@ -47,7 +46,7 @@ class GroupedMlp(Contract[MlpCase]):
     signature = SIGNATURE
 
     def legal(self, case: MlpCase) -> Problem:
-        hidden, width = (size * unit_of(case) for size in (case.hidden, case.width))
+        hidden, width = (size * case.unit for size in (case.hidden, case.width))
         counts = tuple(count * rows_unit(case) for count in counts_of(case))
         total = sum(counts)
         required = {

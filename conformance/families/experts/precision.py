@@ -54,11 +54,6 @@ def recipe_of(case: Any) -> Recipe | None:
     return replace(recipe, backward_override=case.override) if case.override and may_override(case.scaling) else recipe
 
 
-def unit_of(case: Any) -> int:
-    """The unit of an expert's rows and of columns."""
-    return case.unit
-
-
 def may_override(scaling: str) -> bool:
     """Whether recipes of this scaling take a backward_override."""
     return scaling not in ("", "delayed")
@@ -113,11 +108,11 @@ def factor_of(case: Any, name: str) -> Tensor:
     }[name]
     like = quantized_like(case, role, columns)
     x = _spread_out(case, like, name) if case.values in ("rows", "columns", "patches") else x_of(like, name)
-    return x.reshape(case.experts, unit_of(case) * case.width, x.shape[1]) if name == "weight" else x
+    return x.reshape(case.experts, case.unit * case.width, x.shape[1]) if name == "weight" else x
 
 
 def _spread_out(case: Any, like: QuantizeCase, name: str) -> Tensor:
-    shape = like.tokens * unit_of(case) + like.tail, like.hidden * unit_of(case)
+    shape = like.tokens * case.unit + like.tail, like.hidden * case.unit
     x = payload(case.seed, name, shape, case.dtype)
     if case.values != "patches":
         power = row_scales(case.seed, shape[0]) if case.values == "rows" else row_scales(case.seed, shape[1]).T

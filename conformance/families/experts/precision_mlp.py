@@ -19,7 +19,6 @@ from conformance.families.experts.precision import (
     rounds_gradients,
     state_from,
     state_tensors,
-    unit_of,
 )
 from conformance.interface import named_outputs
 
@@ -28,7 +27,7 @@ LAYERS = (0, 1)
 
 def rows_unit(case: Any) -> int:
     """The unit of an expert's rows."""
-    return 1 if case.align else unit_of(case)
+    return 1 if case.align else case.unit
 
 
 def of_experts(case: Any, weight: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from conformance.core.signature import Input, Output, Signature
 from conformance.families.experts.activations import activation_settings
 from conformance.families.experts.cases_mlp import SharedCase, fc1_columns, rows_of, weight_of
 from conformance.families.experts.judged_mlp import Judged, in_reference
-from conformance.families.experts.precision import unit_of
 from conformance.families.experts.precision_mlp import beside_recipe, layers_of, with_pairs
 from conformance.judge import Bounded, Expectation
 from moe_ref.experts.shared import shared_experts
@@ -48,7 +47,7 @@ class SharedExperts(Contract[SharedCase]):
 
     def legal(self, case: SharedCase) -> Problem:
         one = replace(case, experts=1)
-        rows, hidden, width = (size * unit_of(case) for size in (case.tokens, case.hidden, case.width))
+        rows, hidden, width = (size * case.unit for size in (case.tokens, case.hidden, case.width))
         required = {
             "x": rows_of(case, "x"),
             "fc1_weight": weight_of(one, "fc1_weight", fc1_columns(case), hidden)[0],

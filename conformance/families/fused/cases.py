@@ -27,7 +27,6 @@ from conformance.families.quantization.cases import (
     RecipeFields,
     recipe_of,
     splits_of,
-    unit_of,
 )
 from moe_ref.config import Recipe
 
@@ -52,7 +51,7 @@ class PermutedQuantizationCase(RecipeFields, RoutingCase):
         return permuting(self).clash() or quantized.clash()
 
     def arguments(self) -> tuple[str, ...]:
-        aligned = unit_of(self) > 1 and not self.capacity
+        aligned = self.unit > 1 and not self.capacity
         return (*super().arguments(), *(("align",) if aligned else ()))
 
     @property
@@ -72,12 +71,12 @@ def _quantizing(case: PermutedQuantizationCase) -> QuantizeCase:
     """The quantisation without permutation: one row per token, and up to a unit more."""
     names = ("scaling", "variant", "role", "direction", "hidden", "dtype", "values", "seed")
     common = {name: getattr(case, name) for name in names}
-    return QuantizeCase(function="quantize", tokens=-(-case.tokens // unit_of(case)), **common)
+    return QuantizeCase(function="quantize", tokens=-(-case.tokens // case.unit), **common)
 
 
 def permuting(case: PermutedQuantizationCase) -> RoutingCase:
     """The permutation, in rows; block scalings without a capacity set an alignment."""
-    unit = unit_of(case)
+    unit = case.unit
     align = case.align or (1 if unit > 1 and not case.capacity else 0)
     changes = {"function": Permute.function, "values": "dyadic", "align": unit * align}
     changes |= {"hidden": unit * case.hidden, "capacity": unit * case.capacity}
@@ -129,7 +128,7 @@ class QuantizedActivationCase(ActivationCase, _ScalingCase):
     rounded: bool = flag(argument="round_before_quantize")
     direction: str = choice(*DIRECTIONS)
     counts: tuple[int, ...] = parts(  # rows per group; like tokens and width in UNITs
-        total="tokens", number="experts", written_out=lambda case: tuple(n // unit_of(case) for n in splits_of(case))
+        total="tokens", number="experts", written_out=lambda case: tuple(n // case.unit for n in splits_of(case))
     )
     tail: int = number(0, 1, 4, 5, pairs=(4,))  # rows past the last group
     index_dtype: str = dtypes("int64", "int32")
@@ -142,7 +141,7 @@ class QuantizedActivationCase(ActivationCase, _ScalingCase):
 
     @property
     def features(self) -> int:
-        return self.width * unit_of(self)
+        return self.width * self.unit
 
     @property
     def only_columnwise(self) -> bool:
@@ -170,7 +169,7 @@ class QuantizedActivationCase(ActivationCase, _ScalingCase):
 
 def inputs_of(case: QuantizedActivationCase) -> tuple[dict[str, Any], dict[str, Any]]:
     """Required inputs and settings without the state; garbage past the last group."""
-    rows, features = case.tokens * unit_of(case) + case.tail, case.features
+    rows, features = case.tokens * case.unit + case.tail, case.features
     columns = 2 * features if case.gated else features
     required: dict[str, Any] = {"h": _spoilt(case, hidden_of(replace(case, tokens=rows), columns), 0)}
     required["recipe"] = recipe_of(case)

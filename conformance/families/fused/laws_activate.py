@@ -9,7 +9,7 @@ from conformance.analysis.forms import by_group
 from conformance.core import universal_laws as general
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Outputs, Trial, plain, same
-from conformance.families.quantization.cases import recipe_of, unit_of
+from conformance.families.quantization.cases import recipe_of
 from conformance.families.quantization.quantize import directions
 from conformance.judge import Finding
 
@@ -58,7 +58,7 @@ def _forms(trial: Trial) -> dict[str, Any]:
 
 def _padding_values(trial: Trial) -> Finding | None:
     """Other numbers in the rows past the last group: nothing changes."""
-    real = trial.case.tokens * unit_of(trial.case)
+    real = trial.case.tokens * trial.case.unit
     names = [name for name in ("h", "d_out", "probs") if name in trial.problem.tensors]
     others = {name: trial.problem.tensors[name].clone() for name in names}
     for x in others.values():

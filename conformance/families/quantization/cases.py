@@ -116,7 +116,7 @@ class QuantizeCase(RecipeFields, Case):
     tokens: int = size("M")  # rows in all groups, in UNITs
     experts: int = size("E", default=0)  # groups; 0: no splits, all rows in one group
     counts: tuple[int, ...] = parts(  # rows per group, in UNITs; empty: even
-        total="tokens", number="experts", written_out=lambda case: tuple(n // unit_of(case) for n in splits_of(case))
+        total="tokens", number="experts", written_out=lambda case: tuple(n // case.unit for n in splits_of(case))
     )
     tail: int = number(0, 1, 4, 5, pairs=(4,))  # rows past the last group
     hidden: int = size("N")  # columns, in UNITs
@@ -152,15 +152,10 @@ def recipe_of(case: RecipeFields) -> Recipe:
     return case.recipes[case.scaling][case.variant]
 
 
-def unit_of(case: RecipeFields) -> int:
-    """What the rows of a group and the columns are multiples of."""
-    return case.unit
-
-
 def splits_of(case: Any) -> tuple[int, ...]:
     """Rows of each group."""
     even = (case.tokens // case.experts + (e < case.tokens % case.experts) for e in range(case.experts))
-    return tuple(unit_of(case) * count for count in case.counts or even)
+    return tuple(case.unit * count for count in case.counts or even)
 
 
 def is_transformed(case: QuantizeCase) -> bool:
@@ -185,7 +180,7 @@ def x_of(case: QuantizeCase, name: str = "x") -> Tensor:
     zeros         dyadic, with blocks, bands and row groups of ±0
     special       dyadic, with NaN, infinities and -0 in every third row
     """
-    rows, columns = (case.tokens * unit_of(case) + case.tail, case.hidden * unit_of(case))
+    rows, columns = (case.tokens * case.unit + case.tail, case.hidden * case.unit)
     kind = DTYPES[case.dtype]
     plain = payload(case.seed, name, (rows, columns), case.dtype).double()
     noise = torch.from_numpy(hashed(case.seed, f"{name} kinds", rows * columns).astype(np.int64)).reshape(rows, columns)
@@ -265,7 +260,7 @@ def _special(case: QuantizeCase, plain: Tensor, noise: Tensor) -> Tensor:
 
 def noise_of(case: QuantizeCase) -> Tensor:
     """[2,M,N] float32 in (0, 1): odd multiples of 2^-24, never equal to a dyadic quotient."""
-    shape = (2, case.tokens * unit_of(case) + case.tail, case.hidden * unit_of(case))
+    shape = (2, case.tokens * case.unit + case.tail, case.hidden * case.unit)
     bits = hashed(case.seed, "noise", int(np.prod(shape))) >> 9
     return torch.from_numpy((2.0 * bits + 1) / 2**24).to(torch.float32).reshape(shape)
 

@@ -11,7 +11,7 @@ from conformance.analysis.forms import by_group
 from conformance.core import universal_laws as general
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Outputs, Trial, plain, same
-from conformance.families.quantization.cases import is_random, recipe_of, unit_of
+from conformance.families.quantization.cases import is_random, recipe_of
 from conformance.families.quantization.quantize import directions, script_of
 from conformance.interface import Implementation
 from conformance.judge import Finding
@@ -97,7 +97,7 @@ def _groups_alone(trial: Trial) -> Finding | None:
 
 def _zero_rows(trial: Trial) -> Finding | None:
     """Zero rows appended to each group: codes and values of the other rows do not change."""
-    unit, splits = unit_of(trial.case), trial.problem.settings.get("splits")
+    unit, splits = trial.case.unit, trial.problem.settings.get("splits")
     sizes = splits.tolist() if splits is not None else [len(trial.problem.required["x"])]
     ends = torch.tensor(sizes).cumsum(0).tolist()
     segments = [[*range(end - size, end), *[-1] * unit] for end, size in zip(ends, sizes, strict=True)]
@@ -126,11 +126,11 @@ def _padding_independence(trial: Trial) -> Finding | None:
 def _row_independence(trial: Trial) -> Finding | None:
     """The middle row × 16 with a leading NaN: no other row's codes, scales or values change."""
     x = trial.problem.required["x"].clone()
-    middle = (trial.case.tokens * unit_of(trial.case)) // 2
+    middle = (trial.case.tokens * trial.case.unit) // 2
     x[middle] = x[middle] * 16
     x[middle, 0] = torch.nan
     second = trial.run(replace(trial.problem.with_tensors({"x": x}), wanted=(), cotangents={}, layouts={}))
-    real = trial.case.tokens * unit_of(trial.case)
+    real = trial.case.tokens * trial.case.unit
     others = torch.arange(real) != middle
     return same(
         "row_independence",

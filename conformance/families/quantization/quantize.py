@@ -11,7 +11,7 @@ import moe_ref
 from conformance.analysis.forms import QuantizedForm, nearly, one_nan
 from conformance.core.contract import Contract, Opaque, Problem
 from conformance.core.signature import Input, Output, Signature
-from conformance.families.quantization.cases import QuantizeCase, inputs_of, unit_of
+from conformance.families.quantization.cases import QuantizeCase, inputs_of
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation
 from moe_ref.config import QuantizerState
@@ -171,7 +171,7 @@ class Quantize(Contract[QuantizeCase]):
                 expected = QuantizedForm(form, names, out, reciprocal)
                 if case.repeats:
                     others = tuple(f"{other}codes{suffix}" for other in seen if other != prefix)
-                    expected = replace(expected, repeated=case.tokens * unit_of(case), others=others)
+                    expected = replace(expected, repeated=case.tokens * case.unit, others=others)
                 right |= expected.expectations()
         if "state.scale" in out:
             right["state.amax_history"] = Exact(out["state.amax_history"])
