@@ -61,3 +61,11 @@ def test_the_time_limit_counts_from_when_it_was_set():
         with pytest.raises(KeyboardInterrupt), interrupt.interruptible():
             time.sleep(5)
         assert (interrupt.reason(), time.monotonic() - started < 3) == (interrupt.TIME_LIMIT, True)
+
+
+def test_a_run_that_was_ended_early_does_not_end_the_next_one():
+    with interrupt.noted():
+        os.kill(os.getpid(), signal.SIGTERM)
+    with interrupt.interruptible():
+        pass
+    assert interrupt.reason() == ""

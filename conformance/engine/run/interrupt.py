@@ -28,6 +28,7 @@ def noted() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        _reason, _ends_at = "", 0.0  # the next run in this process is another one
 
 
 @contextlib.contextmanager
