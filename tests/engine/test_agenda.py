@@ -64,18 +64,25 @@ def test_requests_come_before_cases_and_ranked_cases_one_by_one():
     agenda.add(structure("permute", 0, layout="wide_rows", layout_of="tokens", tokens=3))
     agenda.add(ranked, 0)
     agenda.add(draw, REQUESTS)
-    assert agenda.take_ranked() is None
     assert agenda.take(True) is draw
     assert [agenda.take_ranked() for _ in range(3)] == [*ranked, None]
     assert taken(agenda) == [("permute", 0)]
 
 
-def test_a_ranked_case_waits_for_the_single_ones_of_earlier_rounds():
+def test_a_world_has_its_own_rounds():
     agenda = Agenda()
-    ranked = DispatchCase(function="alltoall_dispatch", counts=(1, 2))
+    late, early = (DispatchCase(function="alltoall_dispatch", counts=(1, 2), seed=seed) for seed in range(2))
     agenda.add(structure("permute", 0), 0)
-    agenda.add([ranked], 1)
-    agenda.add(structure("permute", 1), 1)
-    assert agenda.take_ranked() is None
-    assert agenda.take(True)[0].seed == 0
-    assert agenda.take_ranked() == ranked
+    agenda.add([late], 2)
+    agenda.add([early], 1)
+    assert [agenda.take_ranked() for _ in range(3)] == [early, late, None]
+    assert taken(agenda) == [("permute", 0)]
+
+
+def test_lanes_share_out_the_numbers_of_ranks():
+    agenda = Agenda()
+    of_one, of_two, of_three = (DispatchCase(function="alltoall_dispatch", counts=(1,) * n) for n in (1, 2, 3))
+    agenda.add([of_three, of_two, of_one], 0)
+    assert agenda.take_ranked(0, 2) == of_two and agenda.take_ranked(0, 2) is None
+    assert {agenda.take_ranked(1, 2), agenda.take_ranked(1, 2)} == {of_one, of_three}
+    assert not agenda

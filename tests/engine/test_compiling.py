@@ -4,7 +4,7 @@ import multiprocessing
 import time
 from types import SimpleNamespace
 
-from conformance.engine.child.compiling import Compiler
+from conformance.engine.child.compiling import Compiler, hash_callees_first
 
 KERNEL = SimpleNamespace(name="kernel")
 
@@ -49,3 +49,45 @@ def test_a_compilation_that_fails_lets_the_others_go_on(tmp_path):
     other._begin(key="a", fn=KERNEL)
     other._end(key="a", fn=KERNEL)
     assert len(other.take()) == 1
+
+
+class Function:
+    """A kernel as Triton 3.6 hashes it: `constants` are known after the first use of the key."""
+
+    def __init__(self, finder: type, callee: "Function | None" = None) -> None:
+        self.finder, self.callee, self.constants = finder, callee, {}
+
+    @property
+    def cache_key(self) -> str:
+        found = self.finder()
+        if self.callee:
+            found._update_hash(self.callee)
+        self.constants = found.constants | {"BLOCK": 4}
+        return f"kernel {self.constants if not self.callee else found.constants}"
+
+
+def finder_of_triton() -> type:
+    class Finder:
+        def __init__(self) -> None:
+            self.constants: dict[str, int] = {}
+
+        def _update_hash(self, func: Function) -> None:
+            self.constants.update(func.constants)
+            assert func.cache_key
+
+    return Finder
+
+
+def keys_of_a_caller(finder: type) -> set[str]:
+    """Its key in a process that meets the caller first, and in one that meets the callee first."""
+    fresh, met = Function(finder), Function(finder)
+    assert met.cache_key
+    return {Function(finder, fresh).cache_key, Function(finder, met).cache_key}
+
+
+def test_the_hash_of_a_kernel_does_not_depend_on_the_kernels_before_it():
+    unpatched, finder = finder_of_triton(), finder_of_triton()
+    for _ in range(2):  # a second time changes nothing
+        hash_callees_first(finder)
+    assert len(keys_of_a_caller(unpatched)) == 2
+    assert len(keys_of_a_caller(finder)) == 1

@@ -21,6 +21,7 @@ class Compiler:
         if "triton" in sys.modules:
             runtime = sys.modules["triton"].knobs.runtime
             runtime.jit_cache_hook, runtime.jit_post_compile_hook = self._begin, self._end
+            hash_callees_first(sys.modules["triton.runtime.jit"].DependenciesFinder)
 
     def take(self) -> list[str]:
         """The kernels since the last call. Ends the turn of a compilation that failed."""
@@ -42,6 +43,29 @@ class Compiler:
         if self._lock:
             self._lock.close()  # and with it the lock
             self._lock = None
+
+
+def hash_callees_first(finder: Any) -> None:
+    """Make the hash of a kernel, by which Triton's cache knows it, the same in every process.
+
+    A hash covers the constants that the kernel and its callees read. Triton 3.6 merges a callee's
+    constants before it has looked for them, so a caller's hash depends on which kernels the process
+    met before, and most kernels were compiled several times. Here the callee is hashed first, as
+    later versions of Triton do.
+
+    Args:
+        finder: Triton's `DependenciesFinder`; patched once.
+    """
+    update = finder._update_hash
+    if hasattr(update, "callees_first"):
+        return
+
+    def callees_first(self: Any, func: Any) -> None:
+        func.cache_key  # noqa: B018  (computes the hash, and finds the constants)
+        update(self, func)
+
+    callees_first.callees_first = True  # type: ignore[attr-defined]
+    finder._update_hash = callees_first
 
 
 def _name(key: str, fn: Any) -> str:

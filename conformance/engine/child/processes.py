@@ -4,12 +4,14 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 STDLIB = os.path.dirname(os.__file__)
 INNOCENT = ("conformance/engine", "/torch/", "/triton/")  # frames never blamed for a crash
+_main = threading.Lock()  # of __main__, which several threads may hide
 PATIENCE = 10  # after a hang: time limit in multiples of the slowest answer
 
 
@@ -32,15 +34,16 @@ class Patience:
 def plain_main() -> Iterator[None]:
     """Keep multiprocessing from running the program's main script again in the child."""
     main = sys.modules["__main__"]
-    kept = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
-    try:
-        main.__spec__ = None
-        if "__file__" in kept:
-            del main.__file__
-        yield
-    finally:
-        for name, value in kept.items():
-            setattr(main, name, value)
+    with _main:
+        kept = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
+        try:
+            main.__spec__ = None
+            if "__file__" in kept:
+                del main.__file__
+            yield
+        finally:
+            for name, value in kept.items():
+                setattr(main, name, value)
 
 
 def ending(process: Any, log_path: str) -> str:

@@ -2,6 +2,8 @@
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import count
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
@@ -27,7 +29,9 @@ class Agenda:
     def __init__(self) -> None:
         self._single: defaultdict[int, dict[str, deque[Work]]] = defaultdict(dict)
         self._heavy: deque[Structure] = deque()  # far addresses, which take gigabytes on a GPU
-        self._ranked: defaultdict[int, deque[Case]] = defaultdict(deque)
+        # by number of ranks: round, place in the order of arrival, case
+        self._ranked: defaultdict[int, list[tuple[int, int, Case | None]]] = defaultdict(list)
+        self._arrived = count()
         self._seconds: dict[str, float] = {}  # of a function's last structure
 
     def __bool__(self) -> bool:
@@ -36,15 +40,18 @@ class Agenda:
     def add(self, work: Work, turn: int = 0, first: bool = False) -> None:
         """Add a request, or a structure, to a round; `first`: in front of the function's others.
 
-        Cases of several ranks are taken one by one, in a queue of their own.
+        Cases of worlds are taken one by one, in queues of their own.
         """
         if isinstance(work, Draw):
             self._queue(turn, work).append(work)
             return
-        ranked = [case for case in work if ranks_of(CONTRACTS[case.function], case)]
-        if ranked:
-            self._ranked[turn].extend(ranked)
-        alone = [case for case in work if not ranks_of(CONTRACTS[case.function], case)]
+        alone = []
+        for case in work:
+            ranks = ranks_of(CONTRACTS[case.function], case)
+            if ranks:
+                heappush(self._ranked[ranks], (turn, next(self._arrived), case))
+            else:
+                alone.append(case)
         if alone and is_heavy(alone):
             self._heavy.append(alone)
         elif alone:
@@ -68,14 +75,17 @@ class Agenda:
             del self._single[turn]
         return work
 
-    def take_ranked(self) -> Case | None:
-        """The next case of several ranks, if its round has begun."""
-        turn = min(self._ranked, default=None)
-        if turn is None or turn > min(self._single, default=turn):
-            return None
-        case = self._ranked[turn].popleft()
-        if not self._ranked[turn]:
-            del self._ranked[turn]
+    def take_ranked(self, lane: int = 0, lanes: int = 1) -> Case | None:
+        """The next case of a world for one of the lanes, which share out the numbers of ranks.
+
+        A world is slow to form, so its cases do not wait for the rounds of single processes.
+        """
+        heads = ((queue[0], ranks) for ranks, queue in self._ranked.items() if ranks % lanes == lane)
+        (_, _, case), ranks = min(heads, default=((0, 0, None), 0))
+        if case:
+            heappop(self._ranked[ranks])
+            if not self._ranked[ranks]:
+                del self._ranked[ranks]
         return case
 
     def took(self, function: str, seconds: float) -> None:

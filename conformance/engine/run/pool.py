@@ -78,7 +78,7 @@ class Pool:
         self._spare: Child | None = None
         self._most_heavy = jobs  # children with heavy work at a time
         self.worlds = Worlds(options, self._context, self._folder.name)
-        self._background = Background(self.worlds)
+        self._lanes = [Background(self.worlds)]
 
     def __enter__(self) -> "Pool":
         return self
@@ -101,6 +101,7 @@ class Pool:
             self.patience.case_seconds += COMPILE_SECONDS
             self._most_heavy = max(self.description["memory"] // HEAVY_BYTES, 1)
         self.worlds.prepare(self.description, self.patience.case_seconds)
+        self._lanes += [Background(self.worlds) for _ in range(self.worlds.lanes - len(self._lanes))]
         self.description |= {"ranks": self.worlds.max_ranks, "shared_ranks": self.worlds.shared_ranks}
         return self.description
 
@@ -121,12 +122,13 @@ class Pool:
         """
         if not self._children:
             self.start()
-        while agenda or self._background.case or not all(child.idle for child in self._children):
+        while agenda or any(lane.case for lane in self._lanes) or not all(child.idle for child in self._children):
             for child in self._children:
                 if child.idle and (work := agenda.take(self._heavy_running() < self._most_heavy, child.last)):
                     self._send(child, work)
-            if not self._background.case and (case := agenda.take_ranked()):
-                self._background.start(case)
+            for number, lane in enumerate(self._lanes):
+                if not lane.case and (case := agenda.take_ranked(number, len(self._lanes))):
+                    lane.start(case)
             self._wait()
             yield from self._answers(agenda)
 
@@ -135,8 +137,9 @@ class Pool:
 
     def _answers(self, agenda: Agenda) -> Iterator[tuple[Case | Draw, Answer]]:
         """The answers of the children and worlds. A child that died or hangs is replaced."""
-        if (case := self._background.case) and (outcome := self._background.outcome()):
-            yield case, outcome
+        for lane in self._lanes:
+            if (case := lane.case) and (outcome := lane.outcome()):
+                yield case, outcome
         for slot, child in enumerate(self._children):
             while not child.idle and (answer := self._answer(child)) is not None:
                 work = child.request or child.cases.popleft()
@@ -170,7 +173,8 @@ class Pool:
 
     def close(self) -> None:
         """End every child; nothing is left running."""
-        self._background.close()
+        for lane in self._lanes:
+            lane.close()
         for child in [*self._children, *([self._spare] if self._spare else [])]:
             self._end(child)
         self._children, self._spare = [], None
@@ -246,7 +250,7 @@ class Pool:
     def _wait(self) -> None:
         """Until there is an answer, or the time of a child is up."""
         busy = [child for child in self._children if not child.idle]
-        pipes: list[Any] = [child.pipe for child in busy] + ([self._background.pipe] if self._background.case else [])
+        pipes: list[Any] = [child.pipe for child in busy] + [lane.pipe for lane in self._lanes if lane.case]
         if pipes:
             pause = max(min((child.deadline for child in busy), default=math.inf) - time.monotonic(), 0)
             connection.wait(pipes, timeout=None if pause == math.inf else pause)

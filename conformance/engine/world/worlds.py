@@ -9,6 +9,7 @@ ranks, the ranks share them.
 import fcntl
 import os
 import tempfile
+import threading
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ class Worlds:
         self._store: Any = None
         self._turn: Any = None
         self._started = 0
+        self._starting = threading.Lock()
         self._remote: RemoteRanks | None = None
         # until `prepare`; the number of ranks at most, and if they share GPUs
         self.max_ranks, self.shared_ranks, self._on_gpus = 0, 0, False
@@ -60,6 +62,11 @@ class Worlds:
             self.max_ranks, self.shared_ranks = here.ranks, 0
         self._patience, self._patience_sharing = Patience(case_seconds), Patience(SHARED_TIMES * case_seconds)
 
+    @property
+    def lanes(self) -> int:
+        """The number of cases that may run at the same time, each on another number of ranks."""
+        return max(self.max_ranks, self.shared_ranks) if self._on_gpus and not self._remote else 1
+
     def run(self, case: Case) -> Outcome:
         """The case on all its ranks."""
         ranks = ranks_of(CONTRACTS[case.function], case)
@@ -74,7 +81,7 @@ class Worlds:
 
     def close(self) -> None:
         """End every rank; nothing is left running."""
-        for world in self._worlds.values():
+        for world in list(self._worlds.values()):
             world.close()
         self._store = None
         if self._turn:
@@ -90,6 +97,10 @@ class Worlds:
 
     def _start(self, ranks: int) -> list[Process]:
         """The processes of a new world."""
+        with self._starting:
+            return self._processes(ranks)
+
+    def _processes(self, ranks: int) -> list[Process]:
         self._started += 1
         number, name = self._started, f"world {self._started}"
         logs = [os.path.join(self._folder, f"world{number}rank{rank}.log") for rank in range(ranks)]

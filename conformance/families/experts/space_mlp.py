@@ -194,12 +194,14 @@ def _rows(case: Any) -> int:
 
 
 def _low_pairs(scope: Scope) -> dict[str, list[Changes]]:
-    """Every recipe, and fewer values of the other settings."""
+    """Every recipe, and fewer values of the other settings; for few kernels one variant of each,
+    because `grouped_linear` is judged with all.
+    """
     one = scope.function != "grouped_mlp"
     scalings = ("current", "block", "mxfp8") if scope.function == "sequential_mlp" else tuple(RECIPES)
     pairs: dict[str, list[Changes]] = {
         "scaling": [{"scaling": scaling} for scaling in scalings],
-        "variant": [{"variant": variant} for variant in ((1,) if one else range(VARIANTS))],
+        "variant": [{"variant": variant} for variant in ((1,) if one or scope.space.few_kernels else range(VARIANTS))],
         "override": [{"override": ""}],
         "activated": _each(ACTIVATED, (_PLAIN, ("reglu", -4, 6, 0, 0, False), ("squared_relu", 0, 0, 0, 0, False))),
         "dtype": [{"dtype": dtype} for dtype in ("float32", "bfloat16")],
