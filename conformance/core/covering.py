@@ -22,8 +22,18 @@ class Covered:
     """A covering array and its coverage."""
 
     cases: list[Case]
-    pairs: int  # pairs of values in some legal case
+    reached: list[int]  # pairs of values in the cases up to each
     impossible: int  # pairs in no legal candidate
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of values in some legal case."""
+        return self.reached[-1] if self.reached else 0
+
+    def first(self, most: int, share: float) -> list[Case]:
+        """As few of the first cases as have this share of the pairs, and at most `most`."""
+        enough = (index for index, pairs in enumerate(self.reached) if pairs >= share * self.pairs)
+        return self.cases[: min(most, next(enough, -1) + 1)]
 
 
 def pairs_of(row: Mapping[str, Any], once: Collection[str] = ()) -> Iterator[Pair]:
@@ -34,8 +44,9 @@ def pairs_of(row: Mapping[str, Any], once: Collection[str] = ()) -> Iterator[Pai
 
 def covering(
     axes: Mapping[str, tuple[Any, ...]], legal: Callable[[Row], bool], once: Collection[str] = ()
-) -> tuple[list[Row], int, int]:
-    """Rows with every legal pair of values; the number of covered pairs, and of impossible ones.
+) -> tuple[list[Row], list[int], int]:
+    """Rows with every legal pair of values; the number of pairs that they cover up to each row; the
+    number of impossible pairs.
 
     Args:
         once: axes of which only the values are covered, not their pairs.
@@ -51,7 +62,8 @@ def covering(
     ]
     uncovered = {next(pairs_of(pair, once)): pair for pair in every}
     rows: list[Row] = []
-    impossible = 0
+    reached: list[int] = []
+    impossible, wanted_in_all = 0, len(uncovered)
     while uncovered:
         wanted = next(iter(uncovered.values()))
         candidates = (_completed(axes, wanted, source) for _ in range(20 * CANDIDATES))
@@ -64,7 +76,8 @@ def covering(
         rows.append(best)
         for pair in pairs_of(best, once):
             uncovered.pop(pair, None)
-    return rows, len(every) - impossible, impossible
+        reached.append(wanted_in_all - impossible - len(uncovered))
+    return rows, reached, impossible
 
 
 def _values(axes: Mapping[str, tuple[Any, ...]], name: str) -> list[tuple[str, Any]]:

@@ -199,9 +199,9 @@ class Scope:
         """
         axes = self.covered_axes(base, together, only)
         once = ("layout",) if self.space.few_kernels else ()
-        rows, pairs, impossible = covering(axes, lambda row: self.fits(self.row(base, row)), once)
+        rows, reached, impossible = covering(axes, lambda row: self.fits(self.row(base, row)), once)
         cases = [self.row(base | {"seed": index}, row) for index, row in enumerate(rows)]
-        return Covered(self.lawful(cases), pairs, impossible)
+        return Covered(self.lawful(cases), reached, impossible)
 
     def covered_axes(
         self, base: Changes, together: dict[str, list[Changes]], only: Collection[str] | None = None

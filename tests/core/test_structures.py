@@ -7,7 +7,7 @@ import pytest
 from conformance.catalogue import CONTRACTS
 from conformance.core.axes import size_class
 from conformance.core.case import axes_of
-from conformance.core.covering import covering
+from conformance.core.covering import Covered, covering
 from conformance.core.space import Space
 from conformance.engine.choose.draw import scope_of
 from conformance.engine.choose.plan import Section, cases_of, structures_of
@@ -69,6 +69,26 @@ def test_an_axis_covered_once_needs_fewer_rows_and_loses_no_value():
     assert len(rows) < len(every)
     assert {row["many"] for row in rows} == set(range(9))
     assert len({(row["a"], row["b"]) for row in rows}) == 9
+
+
+def test_the_first_cases_of_an_array_have_the_wanted_share_of_its_pairs():
+    every = scope_of("permute", FEW).covering()
+    some = every.first(10**6, 0.9)
+    assert 0.9 <= every.reached[len(some) - 1] / every.pairs < 1
+    assert every.reached[len(some) - 2] / every.pairs < 0.9
+    assert every.first(3, 0.9) == every.cases[:3]
+    assert every.first(10**6, 1.0) == every.cases
+    assert Covered([], [], 4).first(3, 1.0) == []
+
+
+@pytest.mark.parametrize("space", [GPU, Space("cpu")], ids=["cuda", "cpu"])
+def test_products_of_16_bit_values_have_long_sums_along_every_dimension(space):
+    # a forward sums over columns, a gradient of rows over features, one of weights over tokens
+    for function in ("grouped_linear", "grouped_dgrad", "grouped_wgrad"):
+        cases = [case for case in scope_of(function, space).always() if case.dtype in ("bfloat16", "float16")]
+        plain = [case for case in cases if not case.scaling]
+        for dimension in ("hidden", "width", "tokens"):
+            assert max(getattr(case, dimension) for case in plain) > 256, (function, dimension)
 
 
 def test_a_law_that_runs_other_kernels_has_one_case_of_an_array():

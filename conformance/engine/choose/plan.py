@@ -17,7 +17,6 @@ from conformance.engine.choose.profiles import Profile
 
 Structure = list[Case]  # cases that run the same kernels
 KINDS = ("corpus", "fixed", "covering", "drawn")  # those with the most findings per second first
-PER_STRUCTURE = 4  # illegal calls and golden cases, which share few kernels
 RANKED_CASES = 4  # of a structure
 
 
@@ -57,12 +56,12 @@ def structures_of(section: Section, profile: Profile, space: Space, seed: int) -
     amount = profile.amount(space)
     scope = scope_of(section.function, replace(space, few_kernels=amount.few_kernels))
     if section.kind == "fixed":
-        yield from _together(fixed_cases(section.function, space))
+        yield from ([case] for case in fixed_cases(section.function, space))
         if profile.shapes:
             yield from ([case] for case in scope.far())
             yield from _varied(scope, scope.always(), -(-amount.cases // 4), seed)
     elif section.kind == "covering" and amount.rows:
-        rows = scope.covering().cases[: amount.covering(section.function)]
+        rows = scope.covering().first(amount.covering(section.function), amount.share)
         others = [*fixed_cases(section.function, space), *scope.always(), *scope.far(), *rows]
         yield from _varied(scope, [*rows, *scope.more(others)], amount.cases, seed)
     elif section.kind == "drawn":
@@ -78,10 +77,6 @@ def _varied(scope: Scope, cases: list[Case], count: int, seed: int) -> Iterator[
         shared = ranks > scope.space.ranks  # these ranks share a GPU, and wait long for each other
         number = 1 if alone or shared else min(count, RANKED_CASES) if ranks else count
         yield scope.varied(case, number, run_seed(case.text, seed)) if number > 1 else [case]
-
-
-def _together(cases: list[Case]) -> Iterator[Structure]:
-    return (cases[i : i + PER_STRUCTURE] for i in range(0, len(cases), PER_STRUCTURE))
 
 
 def cases_of(section: Section, profile: Profile, space: Space, seed: int) -> list[Case]:

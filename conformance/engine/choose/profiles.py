@@ -22,8 +22,9 @@ class Amount:
     """What runs of each function; counts are relative to its weight."""
 
     drawn: int  # random structures
-    rows: int  # structures of the covering array, the first ones
+    rows: int  # structures of the covering array, the first ones at most
     cases: int  # of each structure
+    share: float = 1.0  # of the array's pairs that are enough
     few_kernels: bool = False  # see `Space`
 
     def structures(self, function: str) -> int:
@@ -56,8 +57,8 @@ class Profile:
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("smoke", Amount(6, 0, 1), Amount(1, 0, 12, True), False, 3, 0.5, 5),
-        Profile("gate", Amount(60, EVERY, 1), Amount(1, 15, 18, True), True, 40, 0.5, 12),
+        Profile("smoke", Amount(6, 0, 1), Amount(1, 0, 12, few_kernels=True), False, 3, 0.5, 5),
+        Profile("gate", Amount(60, EVERY, 1), Amount(1, 15, 20, 0.9, True), True, 40, 0.5, 12),
         Profile("nightly", Amount(1500, EVERY, 1), Amount(120, EVERY, 14), True, 800, 0.5, 60),
     )
 }

@@ -136,21 +136,26 @@ def segments(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def large(scope: Scope) -> list[Any]:
-    """One above a power of two: the last block is nearly empty; real widths on a GPU."""
+    """One above a power of two: the last block is nearly empty; long sums of 16-bit values."""
     ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
     many = {"tokens": 40, "experts": 129, "hidden": 9, "width": 5}
-    long = {"tokens": 3, "experts": 2, "hidden": 257, "width": 9, "tail": 2}
-    real: list[Changes] = [
-        {"tokens": 70, "experts": 4, "hidden": 7168, "width": 520},
-        {"tokens": 70, "experts": 4, "hidden": 520, "width": 2880},
+    gpu = scope.space.device == "cuda"
+    long: list[Changes] = [  # over columns, features and tokens: several steps of a kernel's loop, and one more
+        {"tokens": 70 if gpu else 3, "hidden": 7168 if gpu else 513, "width": 136 if gpu else 9, "tail": 2},
+        {"tokens": 70 if gpu else 3, "hidden": 136 if gpu else 9, "width": 2881 if gpu else 257, "dtype": "float16"},
+        {"tokens": 4100 if gpu else 260, "counts": (4097, 3) if gpu else (257, 3), "hidden": 9, "width": 5},
     ]
-    return [ragged, many, long, *(real if scope.space.device == "cuda" else []), *ratio_cases(scope)]
+    return [ragged, many, *({"experts": 2, "dtype": "bfloat16"} | fields for fields in long), *ratio_cases(scope)]
 
 
 def large_projections(scope: Scope) -> list[Changes]:
-    """Sizes one above a power of two; real widths on a GPU."""
-    real: Changes = {"tokens": 70, "hidden": 7168, "width": 1024}
-    return [{"tokens": 129, "hidden": 65, "width": 33}, *([real] if scope.space.device == "cuda" else [])]
+    """Sizes one above a power of two; long sums of 16-bit values over columns and tokens."""
+    gpu = scope.space.device == "cuda"
+    return [
+        {"tokens": 129, "hidden": 65, "width": 33},
+        {"tokens": 70 if gpu else 3, "hidden": 7168 if gpu else 513, "width": 136 if gpu else 9, "dtype": "bfloat16"},
+        {"tokens": 4097 if gpu else 257, "hidden": 9, "width": 5, "dtype": "float16"},
+    ]
 
 
 def in_high_precision(scope: Scope) -> dict[str, list[Changes]]:

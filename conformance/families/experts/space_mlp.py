@@ -261,22 +261,23 @@ def _ragged(scope: Scope) -> list[Changes]:
 
 
 def _large(scope: Scope) -> list[Changes]:
-    """Ragged; more experts than rows; scales per layer with recompute; real widths on a GPU."""
+    """Ragged; more experts than rows; scales per layer with recompute; long sums of bfloat16."""
     gpu = scope.space.device == "cuda"
     many = {"tokens": 40 if gpu else 12, "experts": 129 if gpu else 17, "hidden": 9, "width": 5}
     again = {"tokens": 5, "experts": 2, "hidden": 2, "width": 2, "dtype": "bfloat16"}
     again |= {"scaling": "delayed", "recompute": "moe_act"}
-    real = {"tokens": 70, "experts": 2, "hidden": 2880, "width": 720, "dtype": "bfloat16"}
+    long = {"tokens": 70 if gpu else 5, "experts": 2, "hidden": 2880 if gpu else 257, "width": 264 if gpu else 65}
     delayed = scope.fits(scope.case(again))
-    return [*_ragged(scope), many, *([again] if delayed else []), *([real] if gpu else [])]
+    return [*_ragged(scope), many, *([again] if delayed else []), long | {"dtype": "bfloat16"}]
 
 
 def _large_shared(scope: Scope) -> list[Changes]:
-    real = {"tokens": 70, "hidden": 2880, "width": 1440, "dtype": "bfloat16"}
+    gpu = scope.space.device == "cuda"
+    long = {"tokens": 70 if gpu else 5, "hidden": 2880 if gpu else 257, "width": 264 if gpu else 65}
     over_ranks = {"counts": (2, 0, 3, 1), "tokens": 6, "hidden": 3, "width": 2, "seed": 1}
     return [
         {"tokens": 129, "hidden": 65, "width": 33},
-        *([real] if scope.space.device == "cuda" else []),
+        long | {"dtype": "bfloat16"},
         *([over_ranks] if scope.space.ranks >= 4 else []),
     ]
 
