@@ -45,7 +45,7 @@ def counts(of: str = "") -> Any:
 @st.composite
 def worlds(draw: st.DrawFn, space: Space, each: int = 1, even: bool = False, least: int = 0) -> tuple[int, ...]:
     """Tokens per rank: multiples of `each`, equal if `even`."""
-    ranks = draw(st.sampled_from([n for n in WORLDS if n <= space.ranks]))
+    ranks = draw(st.sampled_from([n for n in WORLDS if n <= space.most_ranks]))
     some = st.integers(least, MOST_TOKENS)
     counts = (draw(some),) * ranks if even else tuple(draw(some) for _ in range(ranks))
     return tuple(count * each for count in counts)

@@ -8,6 +8,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.axes import size_class
 from conformance.core.case import axes_of
 from conformance.core.covering import Covered, covering
+from conformance.core.ranks import ranks_of
 from conformance.core.space import Space
 from conformance.engine.choose.draw import scope_of
 from conformance.engine.choose.plan import Section, cases_of, structures_of
@@ -15,6 +16,7 @@ from conformance.engine.choose.profiles import PROFILES, Amount
 
 GPU = Space("cuda", ranks=1)
 FEW = replace(GPU, few_kernels=True)
+GATE = PROFILES["gate"]
 
 
 @pytest.mark.parametrize("function", CONTRACTS)
@@ -127,3 +129,12 @@ def test_the_seed_of_a_run_changes_the_data_of_a_structure():
     section = Section("covering", "jitter")
     one, again, other = (cases_of(section, PROFILES["gate"], GPU, seed) for seed in (0, 0, 1))
     assert one == again != other
+
+
+@pytest.mark.parametrize("function", ["gate", "route", "shared_experts", "alltoall_dispatch"])
+def test_functions_of_ranks_have_cases_of_four_even_on_one_gpu(function):
+    one_gpu = Space("cuda", ranks=1, shared_ranks=4)
+    contract = CONTRACTS[function]
+    for space, most in ((one_gpu, 4), (replace(one_gpu, shared_ranks=0), 1)):
+        cases = [case for kind in ("fixed", "covering") for case in cases_of(Section(kind, function), GATE, space, 0)]
+        assert max(1, *(ranks_of(contract, case) for case in cases)) == most

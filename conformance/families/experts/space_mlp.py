@@ -70,7 +70,7 @@ def _shared(draw: st.DrawFn, scope: Scope, recipe: Changes) -> Changes:
     unit = UNIT.get(recipe["scaling"], 1)
     most = (9 if unit == 1 else 3) if recipe["scaling"] else 34
     fields = draw(_layers(recipe)) | {"tokens": draw(sizes(bool(recipe["scaling"]), most)), "gate": draw(st.booleans())}
-    if not recipe["scaling"] and scope.space.ranks > 1 and draw(st.integers(1, SHARED_ONE_IN)) == 1:
+    if not recipe["scaling"] and scope.space.most_ranks > 1 and draw(st.integers(1, SHARED_ONE_IN)) == 1:
         counts = draw(worlds(scope.space))
         fields |= {"counts": counts, "tokens": sum(counts), "layout": "contiguous", "layout_of": ""}
     return _graded(draw, scope, fields)
@@ -278,7 +278,7 @@ def _large_shared(scope: Scope) -> list[Changes]:
     return [
         {"tokens": 129, "hidden": 65, "width": 33},
         long | {"dtype": "bfloat16"},
-        *([over_ranks] if scope.space.ranks >= 4 else []),
+        *([over_ranks] if scope.space.most_ranks >= 4 else []),
     ]
 
 

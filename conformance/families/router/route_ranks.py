@@ -81,13 +81,16 @@ class RouteOverRanks(SharedOut[RouteCase]):
 
 
 def summed(ranks: tuple[int, ...], place: RankContext) -> Sum:
-    """The sum of a tensor over these ranks, which include the caller."""
+    """The sum of a tensor over these ranks, which include the caller.
 
-    def total(x: Tensor) -> Tensor:
-        local = x.detach().clone()
+    Ranks that share a GPU reach each other over gloo, which moves tensors of the CPU.
+    """
+
+    def over_ranks(x: Tensor) -> Tensor:
+        local = x.detach().to("cpu" if place.shares_gpu else x.device, copy=True)
         if len(ranks) == place.ranks:
             dist.all_reduce(local, group=place.group)
-            return local
+            return local.to(x.device)
         parts = {rank: local if rank == place.rank else torch.empty_like(local) for rank in ranks}
         others = [rank for rank in ranks if rank != place.rank]
         pairs = [
@@ -97,6 +100,7 @@ def summed(ranks: tuple[int, ...], place: RankContext) -> Sum:
         ]
         for work in dist.batch_isend_irecv(pairs) if pairs else ():
             work.wait()
-        return torch.stack(list(parts.values())).sum(0)  # in rank order: bitwise equal on all ranks
+        total = torch.stack(list(parts.values())).sum(0)  # in rank order: bitwise equal on all ranks
+        return total.to(x.device)
 
-    return total
+    return over_ranks

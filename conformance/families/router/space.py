@@ -193,7 +193,13 @@ def states(draw: st.DrawFn, scope: Scope) -> Changes:
 
 def over_ranks(draw: st.DrawFn, scope: Scope) -> bool:
     """Whether the case has several processes."""
-    return scope.space.ranks > 1 and draw(st.integers(1, SHARED_ONE_IN[scope.function])) == 1
+    return scope.space.most_ranks > 1 and draw(st.integers(1, SHARED_ONE_IN[scope.function])) == 1
+
+
+def _gated(scope: Scope) -> list[Changes]:
+    """One above a power of two; tokens over four ranks, one of them without."""
+    shared: Changes = {"counts": (2, 0, 3, 1), "tokens": 6, "hidden": 5, "experts": 4, "seed": 1}
+    return [{"tokens": 257, "hidden": 129, "experts": 65}, *([shared] if scope.space.most_ranks >= 4 else [])]
 
 
 def _gradients(scope: Scope) -> dict[str, list[Changes]]:
@@ -268,7 +274,7 @@ def _routed(scope: Scope) -> list[Changes]:
     """A reload before a queued replay; sequences over two and four ranks; ranks without tokens."""
     replayed = {"steps": "record+forward+reload+backward", "tokens": 5, "experts": 4, "topk": 2, "padding": 0}
     saved: list[Changes] = [replayed] if scope.accepts("replay") else []
-    if scope.space.ranks < 4 or not all(scope.accepts(name) for name in ("ranks", "padding_mask")):
+    if scope.space.most_ranks < 4 or not all(scope.accepts(name) for name in ("ranks", "padding_mask")):
         return saved
     common = {"experts": 6, "topk": 2, "losses": "aux+seq+global+z", "bias": True, "seed": 3, "padding": 0}
     uneven = {"counts": (3, 0, 2, 4), "tokens": 9, "padding": 2, "per_token": True}
@@ -291,7 +297,7 @@ GATE = Shapes(
     affordable=near,
     covered={"tokens": 5, "hidden": 11, "experts": 4},
     together=_gradients,
-    always=lambda scope: [{"tokens": 257, "hidden": 129, "experts": 65}],
+    always=_gated,
 )
 JITTER = Shapes(drawn=states, affordable=near, covered={"tokens": 9, "hidden": 11})
 ATTACH_LOSS = Shapes(drawn=states, affordable=near, covered={"tokens": 5, "hidden": 11})
