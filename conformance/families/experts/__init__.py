@@ -3,6 +3,8 @@
 from conformance.core.family import Family, by_function
 from conformance.core.shared_out import SharedOut
 from conformance.families.experts import (
+    defects,
+    defects_steps,
     golden,
     golden_mlp,
     golden_recipes,
@@ -13,7 +15,6 @@ from conformance.families.experts import (
     space_mlp,
 )
 from conformance.families.experts.activations import Activation, Glu
-from conformance.families.experts.defects import DEFECTS
 from conformance.families.experts.latent import LatentProjection
 from conformance.families.experts.linear import GroupedDgrad, GroupedLinear, GroupedWgrad
 from conformance.families.experts.mlp import GroupedMlp, SequentialMlp
@@ -29,5 +30,5 @@ FAMILY = Family(
     illegal=by_function(illegal, illegal_recipes),
     laws=by_function(laws_mlp),
     space=by_function(space, space_mlp),
-    defects=DEFECTS,
+    defects=(*defects.DEFECTS, *defects_steps.DEFECTS),
 )

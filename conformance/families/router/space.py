@@ -197,9 +197,17 @@ def over_ranks(draw: st.DrawFn, scope: Scope) -> bool:
 
 
 def _gated(scope: Scope) -> list[Changes]:
-    """One above a power of two; tokens over four ranks, one of them without."""
+    """One above a power of two; long sums of 16-bit values; four ranks, one without tokens."""
+    gpu = scope.space.device == "cuda"
+    wide = {"tokens": 5, "hidden": 7168 if gpu else 513, "experts": 4, "dtype": "bfloat16"}
+    long = {"tokens": 4097 if gpu else 513, "hidden": 5, "experts": 4, "dtype": "float16"}
     shared: Changes = {"counts": (2, 0, 3, 1), "tokens": 6, "hidden": 5, "experts": 4, "seed": 1}
-    return [{"tokens": 257, "hidden": 129, "experts": 65}, *([shared] if scope.space.most_ranks >= 4 else [])]
+    return [
+        {"tokens": 257, "hidden": 129, "experts": 65},
+        wide,
+        long,
+        *([shared] if scope.space.most_ranks >= 4 else []),
+    ]
 
 
 def _gradients(scope: Scope) -> dict[str, list[Changes]]:
