@@ -14,7 +14,7 @@ from conformance.families.dispatch.cases import SPREADS, DispatchCase
 from conformance.families.dispatch.hybridep import RECIPES
 from conformance.families.permutation.space import DEEPEP_LAYOUT as DEEPEP_LAYOUT
 
-SHARED_CASES = 2  # of the covering array, per function and number of ranks that share GPUs
+SHARED_CASES = 3  # of the covering array, per function and number of ranks that share GPUs
 SHARED_ONE_IN = 5  # random cases there
 WORLDS = ((5,), (4, 3), (3, 0, 4), (2, 3, 0, 4))
 ROOMS: dict[str, list[Changes]] = {

@@ -291,7 +291,7 @@ def _routed(scope: Scope) -> list[Changes]:
         common | {"counts": (3, 3), "tokens": 6, "ranks": 2, "steps": "train+finish+train"},
         common | uneven | {"ranks": 4, "losses": "aux+seq+global", "steps": "train"},
         common | uneven | {"ranks": 2, "steps": "train+train+finish"},
-        common | {"counts": (4, 2), "tokens": 6, "sequences": 2, "steps": "train+finish"},
+        common | {"counts": (4, 2), "tokens": 6, "sequences": 2, "per_token": True, "steps": "train+finish"},
     ]
 
 
