@@ -95,6 +95,8 @@ def _parser() -> ArgumentParser:
         "--function", default="", help="only this function's cases, and of the automatic mutants those that they reach"
     )
     planted.add_argument("--only", default="", help="only mutants whose name contains this")
+    text = "use the cases of a gate on one GPU; without a GPU, those of them that a CPU can run"
+    planted.add_argument("--one-gpu", action="store_true", help=text)
     planted.add_argument("--report", default="", help="write the results to this .json file")
     return parser
 
@@ -231,7 +233,8 @@ def mutants(given: Namespace) -> int:
     options = Options.parsed(given)
     jobs = options.jobs or default_jobs("cpu")
     results = score_mutants(
-        options.implementation, given.kind, options.seed, jobs, given.sample, given.only, given.function
+        *(options.implementation, given.kind, options.seed, jobs, given.sample, given.only, given.function),
+        one_gpu=given.one_gpu,
     )
     if given.report:
         Path(given.report).write_text(json.dumps([result.record() for result in results], indent=1) + "\n")

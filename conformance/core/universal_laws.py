@@ -7,19 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.core.contract import Problem
+from conformance.core.contract import Contract, Problem
 from conformance.core.law import Law, Trial, same, upside_down
 from conformance.core.scope import Scope
 from conformance.core.space import Space
 from conformance.judge import Exact, Finding
 
 
+def neighbours(contract: Contract[Any], case: Any) -> tuple[Any, Any]:
+    """Cases to run right after this one: with other settings and sizes; with other values."""
+    return Scope(contract, Space()).neighbour(case), replace(case, law="", seed=case.seed + 1)
+
+
 def _history(trial: Trial) -> Finding | None:
     """Another case right after this one, with other settings and sizes where supported."""
-    for other in (
-        Scope(trial.contract, Space()).neighbour(trial.case),
-        replace(trial.case, law="", seed=trial.case.seed + 1),
-    ):
+    for other in neighbours(trial.contract, trial.case):
         problem = trial.contract.problem(other)
         if not trial.extras["refusal"](problem):
             finding = trial.judged("history", trial.reference(problem, other), trial.run(problem))

@@ -16,6 +16,7 @@ from typing import Any
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.space import Space
+from conformance.engine.child.child import MOST_RANKS
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.plan import cases_of, sections
 from conformance.engine.choose.profiles import PROFILES
@@ -85,7 +86,14 @@ class Result:
 
 
 def score_mutants(
-    implementation: str, kind: str, seed: int = 0, jobs: int = 2, sample: int = 0, only: str = "", function: str = ""
+    implementation: str,
+    kind: str,
+    seed: int = 0,
+    jobs: int = 2,
+    sample: int = 0,
+    only: str = "",
+    function: str = "",
+    one_gpu: bool = False,
 ) -> list[Result]:
     """Try every mutant of a kind on the gate's cases; prints one line per mutant and the score.
 
@@ -93,13 +101,14 @@ def score_mutants(
         sample: number of mutants, spread over all; 0 for all.
         only: part of the name of the mutants to try.
         function: use only this function's cases, and only the mutants that they reach.
+        one_gpu: use the cases of a gate on one GPU; on a CPU those that it can run.
 
     Raises:
         UsageError: an unusable or wrong implementation, or no such mutant.
     """
     if function and function not in CONTRACTS:
         raise UsageError(f"--function is {function!r}; the functions are {', '.join(CONTRACTS)}")
-    passed = _passed(implementation, seed, jobs, function, trace=kind != "planted")
+    passed = _passed(implementation, seed, jobs, function, kind != "planted", one_gpu)
     # rewriting every file costs more than trying a few mutants
     files = {call.partition(":")[0] for item in passed for call in item.calls} if function else None
     chosen = [
@@ -158,7 +167,7 @@ def _reached(mutant: Mutant, function: str, passed: list[PassedCase]) -> bool:
     return function in mutant.first or any(mutant.touches in item.calls for item in passed)
 
 
-def _passed(implementation: str, seed: int, jobs: int, function: str, trace: bool) -> list[PassedCase]:
+def _passed(implementation: str, seed: int, jobs: int, function: str, trace: bool, one_gpu: bool) -> list[PassedCase]:
     """The gate's cases of one or all offered functions, passed by the implementation itself.
 
     Raises:
@@ -167,11 +176,19 @@ def _passed(implementation: str, seed: int, jobs: int, function: str, trace: boo
     profile = PROFILES["gate"]
     with Pool(ChildOptions(implementation), jobs) as pool:
         description = pool.start()
-        space = Space.of(description)
+        here = space = Space.of(description)
+        if one_gpu:
+            space = replace(here, device="cuda", ranks=1, shared_ranks=MOST_RANKS)
         functions = description["functions"].items()
         offered = {name for name, offer in functions if offer["offered"] and function in ("", name)}
         cases = {
-            name: [case for s in sections() if s.function == name for case in cases_of(s, profile, space, seed)]
+            name: [
+                case
+                for s in sections()
+                if s.function == name
+                for case in cases_of(s, profile, space, seed)
+                if here.device == space.device or _runs_on_a_cpu(case)
+            ]
             for name in offered
         }
         if not trace:
@@ -181,6 +198,12 @@ def _passed(implementation: str, seed: int, jobs: int, function: str, trace: boo
     ran = [(case, outcome.seconds_implementation) for case, outcome in outcomes if outcome.evaluations]
     calls = _calls(implementation, [case for case, _ in ran[::TRACED]], jobs)
     return [PassedCase(case, seconds, calls.get(case.function, frozenset())) for case, seconds in ran]
+
+
+def _runs_on_a_cpu(case: Case) -> bool:
+    """Whether a case of a GPU's gate needs no GPU, and no minutes of an interpreter."""
+    law = CONTRACTS[case.function].laws.get(case.law)
+    return not case.is_large and not (law and law.device)
 
 
 def _require_sound(implementation: str, cases: Iterable[Case], pool: Pool) -> list[tuple[Case, Outcome]]:

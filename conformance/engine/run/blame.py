@@ -1,0 +1,24 @@
+"""Which call a failure is put down to: a law of two calls also fails if the second is wrong."""
+
+from collections.abc import Callable
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.case import Case
+from conformance.core.universal_laws import HISTORY, neighbours
+from conformance.engine.child.runner import Outcome
+
+
+def blamed(case: Case, outcome: Outcome, fresh: Callable[[Case], Outcome]) -> tuple[Case, Outcome]:
+    """The call right after the case, if it fails without it; else the case.
+
+    Args:
+        outcome: the failure of the case.
+        fresh: runs a case in a process that has run nothing before.
+    """
+    if not outcome.finding or outcome.finding["check"] != HISTORY.name:
+        return case, outcome
+    for neighbour in neighbours(CONTRACTS[case.function], case):
+        alone = fresh(neighbour)
+        if alone.status in ("FAIL", "CRASH", "HANG"):
+            return neighbour, alone
+    return case, outcome
