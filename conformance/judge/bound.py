@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from conformance.judge.expectation import Resolved
+from conformance.judge.factor import plain_factor
 
 ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 HALF_SUBNORMAL = {
@@ -73,7 +74,9 @@ class Bounded(Resolved):
             if finite
             else "where it must be exact"
         )
-        return f"{where}: {worst}, {rows} of {len(wrong) if wrong.ndim else 1} rows"
+        factor = plain_factor(right, got, self.bound.numpy())
+        plain = f"; all values are {factor} × the reference's" if factor else ""
+        return f"{where}: {worst}, {rows} of {len(wrong) if wrong.ndim else 1} rows{plain}"
 
 
 def sum_bound(value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype, accumulator: torch.dtype) -> Bounded:

@@ -1,0 +1,28 @@
+"""The plain factor of a result that is wrong by nothing else: a mean for a sum, a sign, zeros."""
+
+import numpy as np
+
+FACTORS = {"0": 0.0, "−1": -1.0}
+FACTORS |= {name: x for n in range(2, 65) for name, x in ((str(n), float(n)), (f"1/{n}", 1 / n), (f"−{n}", -float(n)))}
+CLEAR = 8  # bounds that a value exceeds, if it counts
+
+
+def plain_factor(right: np.ndarray, got: np.ndarray, bound: np.ndarray) -> str:
+    """The n of `got` = n · `right` within the bound, for every clear value; "" if there is none.
+
+    Args:
+        right, got, bound: float64, of one shape; bound: the largest error of an honest result.
+    """
+    with np.errstate(invalid="ignore"):
+        clear = np.isfinite(right) & np.isfinite(got) & np.isfinite(bound) & (np.abs(right) > CLEAR * bound)
+    if clear.sum() < 2:
+        return ""
+    right, got, bound = right[clear], got[clear], bound[clear]
+    guess = (got[0] - bound[0]) / right[0], (got[0] + bound[0]) / right[0]
+    near = [(name, n) for name, n in FACTORS.items() if min(guess) - abs(n) / CLEAR <= n <= max(guess) + abs(n) / CLEAR]
+    for name, n in near:
+        if (
+            np.abs(got - n * right) <= max(abs(n), 1) * bound + abs(n) * np.finfo(np.float64).eps * np.abs(right)
+        ).all():
+            return name
+    return ""
