@@ -201,9 +201,9 @@ def _passed(implementation: str, seed: int, jobs: int, function: str, trace: boo
 
 
 def _runs_on_a_cpu(case: Case) -> bool:
-    """Whether a case of a GPU's gate needs no GPU, and no minutes of an interpreter."""
+    """Whether a case of a GPU's gate needs no GPU."""
     law = CONTRACTS[case.function].laws.get(case.law)
-    return not case.is_large and not (law and law.device)
+    return not (law and law.device)
 
 
 def _require_sound(implementation: str, cases: Iterable[Case], pool: Pool) -> list[tuple[Case, Outcome]]:

@@ -13,6 +13,7 @@ from conformance.core.space import Space
 from conformance.engine.choose.draw import scope_of
 from conformance.engine.choose.plan import Section, cases_of, structures_of
 from conformance.engine.choose.profiles import PROFILES, Amount
+from conformance.families.router.space import SINKHORN_SPREADS
 
 GPU = Space("cuda", ranks=1)
 FEW = replace(GPU, few_kernels=True)
@@ -138,3 +139,9 @@ def test_functions_of_ranks_have_cases_of_four_even_on_one_gpu(function):
     for space, most in ((one_gpu, 4), (replace(one_gpu, shared_ranks=0), 1)):
         cases = [case for kind in ("fixed", "covering") for case in cases_of(Section(kind, function), GATE, space, 0)]
         assert max(1, *(ranks_of(contract, case) for case in cases)) == most
+
+
+def test_cases_of_a_structure_have_plans_that_converge():
+    scope = scope_of("sinkhorn_routing", FEW)
+    found = {case.spread for first in scope.covering().cases for case in scope.varied(first, 40, 0)}
+    assert {"distinct", "ties", "near"} <= found <= {*SINKHORN_SPREADS}
