@@ -95,7 +95,7 @@ def _parser() -> ArgumentParser:
         "--function", default="", help="only this function's cases, and of the automatic mutants those that they reach"
     )
     planted.add_argument("--only", default="", help="only mutants whose name contains this")
-    text = "use the cases of a gate on one GPU; without a GPU, those of them that a CPU can run"
+    text = "use the cases of a gate on one GPU; on a CPU without the laws that need a GPU"
     planted.add_argument("--one-gpu", action="store_true", help=text)
     planted.add_argument("--report", default="", help="write the results to this .json file")
     return parser

@@ -101,7 +101,7 @@ def score_mutants(
         sample: number of mutants, spread over all; 0 for all.
         only: part of the name of the mutants to try.
         function: use only this function's cases, and only the mutants that they reach.
-        one_gpu: use the cases of a gate on one GPU; on a CPU those that it can run.
+        one_gpu: use the cases of a gate on one GPU; on a CPU without the laws that need a GPU.
 
     Raises:
         UsageError: an unusable or wrong implementation, or no such mutant.
@@ -183,11 +183,10 @@ def _passed(implementation: str, seed: int, jobs: int, function: str, trace: boo
         offered = {name for name, offer in functions if offer["offered"] and function in ("", name)}
         cases = {
             name: [
-                case
+                _without_laws_of(here.device, case)
                 for s in sections()
                 if s.function == name
                 for case in cases_of(s, profile, space, seed)
-                if here.device == space.device or _runs_on_a_cpu(case)
             ]
             for name in offered
         }
@@ -200,10 +199,10 @@ def _passed(implementation: str, seed: int, jobs: int, function: str, trace: boo
     return [PassedCase(case, seconds, calls.get(case.function, frozenset())) for case, seconds in ran]
 
 
-def _runs_on_a_cpu(case: Case) -> bool:
-    """Whether a case of a GPU's gate needs no GPU."""
+def _without_laws_of(device: str, case: Case) -> Case:
+    """The case, without a law that another device cannot check."""
     law = CONTRACTS[case.function].laws.get(case.law)
-    return not (law and law.device)
+    return replace(case, law="") if law and law.device not in ("", device) else case
 
 
 def _require_sound(implementation: str, cases: Iterable[Case], pool: Pool) -> list[tuple[Case, Outcome]]:

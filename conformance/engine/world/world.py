@@ -19,7 +19,7 @@ from conformance.engine.world.joined import RemoteRank
 from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import MEETING_SECONDS
 
-GRACE_SECONDS = 4.0  # for the other ranks once one has failed: they may wait for it forever
+GRACE_SECONDS = 1.0  # for the other ranks once one has failed: they may wait for it forever
 ANSWER_SECONDS = 2.0  # for the outcome of a rank that has judged its values
 WORST_FIRST = (
     "ERROR",
