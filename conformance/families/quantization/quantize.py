@@ -20,6 +20,9 @@ from moe_ref.quantization.quantize import Form
 KEYWORDS = ("role", "splits", "rowwise", "columnwise", "noise")
 STATE = ("amax_history", "scale")
 FRESH = Opaque("state")  # the state before the first step
+READERS = ("amax", "scales", "codes", "dequantize")
+GEMM_LAYOUT = "scales.layout"
+NEEDED = Opaque("parameter")  # marks a parameter of another function
 Watch = Callable[[str, Any], None]
 Script = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
@@ -28,18 +31,36 @@ def problem_of(
     required: dict[str, Any], settings: dict[str, Any], steps: str = "quantize", gemm: bool = False, **fields: Any
 ) -> Problem:
     """The calls: quantises x, x.1, … in turn."""
+    kept = settings
     if required["recipe"].scaling == "delayed":
-        settings = settings | {"state": FRESH}
+        kept = kept | {"state": FRESH} | _of_the_state(settings, steps)
     first = {name: required[name] for name in ("x", "recipe")}
     return Problem(
         "quantize",
         required,
-        settings,
+        kept | of_readers(settings, gemm),
         script=script_of(steps.split("+")),
         first=first,
         read=reader_of(settings, gemm),
         **fields,
     )
+
+
+def of_readers(settings: Mapping[str, Any], gemm: bool = False) -> dict[str, Opaque]:
+    """The parameters of the result's readers; without one the call is not offered."""
+    needed = [f"{reader}.columnwise" for reader in READERS] if settings.get("columnwise") else []
+    return dict.fromkeys([*needed, *([GEMM_LAYOUT] if gemm else [])], NEEDED)
+
+
+def _of_the_state(settings: Mapping[str, Any], steps: str) -> dict[str, Opaque]:
+    """The parameters of the functions of delayed scaling."""
+    needed = {
+        "new_quantizer_state.device": True,
+        "new_quantizer_state.num_groups": "splits" in settings,
+        "update_scales.role": "role" in settings and ("update" in steps or "reduced" in steps),
+        "update_scales.reduced_amax": "reduced" in steps,
+    }
+    return {name: NEEDED for name, is_needed in needed.items() if is_needed}
 
 
 def script_of(steps: list[str], watch: Watch | None = None) -> Script:
@@ -109,7 +130,7 @@ def reader_of(settings: Mapping[str, Any], gemm: bool) -> Script:
 def _read(implementation: Any, quantized: Any, columnwise: bool, gemm: bool) -> dict[str, Any]:
     form = _columnwise(columnwise)
     out = {name: implementation.call(name, quantized, **form) for name in ("amax", "scales", "codes")}
-    if gemm and not implementation.lacks("scales", {"layout": ""}):
+    if gemm:
         laid_out = implementation.call("scales", quantized, **form, layout="gemm")
         out["scales.gemm"] = torch.cat([part.flatten() for part in laid_out])
     return out
@@ -136,10 +157,10 @@ class Quantize(Contract[QuantizeCase]):
             Output("dequantized", "MN", of="x", probed=True, optional="rowwise"),
             Output("dequantized.columnwise", "MN", of="x", probed=True, optional="columnwise"),
         ],
-        settings=("role", "rowwise", "columnwise", "state"),
+        settings=("role", "rowwise", "columnwise", "state", GEMM_LAYOUT),
     )
     primary = "codes"
-    companions = ("amax", "scales", "codes", "dequantize")
+    companions = READERS
 
     def legal(self, case: QuantizeCase) -> Problem:
         required, settings = inputs_of(case)
