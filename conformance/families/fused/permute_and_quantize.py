@@ -36,7 +36,7 @@ def problem_of(required: dict[str, Any], settings: dict[str, Any], gemm: bool = 
     return Problem(
         "permute_and_quantize",
         required,
-        settings | of_readers(settings, gemm),
+        settings | of_readers(settings),
         script=script_of(),
         first=first,
         read=reader_of(settings, gemm),

@@ -21,7 +21,7 @@ KEYWORDS = ("role", "splits", "rowwise", "columnwise", "noise")
 STATE = ("amax_history", "scale")
 FRESH = Opaque("state")  # the state before the first step
 READERS = ("amax", "scales", "codes", "dequantize")
-GEMM_LAYOUT = "scales.layout"
+GEMM_LAYOUT = "scales.layout"  # without it the other outputs are judged
 NEEDED = Opaque("parameter")  # marks a parameter of another function
 Watch = Callable[[str, Any], None]
 Script = Callable[[Any, dict[str, Any]], dict[str, Any]]
@@ -38,7 +38,7 @@ def problem_of(
     return Problem(
         "quantize",
         required,
-        kept | of_readers(settings, gemm),
+        kept | of_readers(settings),
         script=script_of(steps.split("+")),
         first=first,
         read=reader_of(settings, gemm),
@@ -46,10 +46,9 @@ def problem_of(
     )
 
 
-def of_readers(settings: Mapping[str, Any], gemm: bool = False) -> dict[str, Opaque]:
+def of_readers(settings: Mapping[str, Any]) -> dict[str, Opaque]:
     """The parameters of the result's readers; without one the call is not offered."""
-    needed = [f"{reader}.columnwise" for reader in READERS] if settings.get("columnwise") else []
-    return dict.fromkeys([*needed, *([GEMM_LAYOUT] if gemm else [])], NEEDED)
+    return {f"{reader}.columnwise": NEEDED for reader in READERS if settings.get("columnwise")}
 
 
 def _of_the_state(settings: Mapping[str, Any], steps: str) -> dict[str, Opaque]:
@@ -130,7 +129,7 @@ def reader_of(settings: Mapping[str, Any], gemm: bool) -> Script:
 def _read(implementation: Any, quantized: Any, columnwise: bool, gemm: bool) -> dict[str, Any]:
     form = _columnwise(columnwise)
     out = {name: implementation.call(name, quantized, **form) for name in ("amax", "scales", "codes")}
-    if gemm:
+    if gemm and not implementation.lacks("scales", {"layout": ""}):
         laid_out = implementation.call("scales", quantized, **form, layout="gemm")
         out["scales.gemm"] = torch.cat([part.flatten() for part in laid_out])
     return out
