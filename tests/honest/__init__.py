@@ -16,4 +16,5 @@ EXPERTS = (  # in plain torch, CPU only
         for name in ("ScaledFirst", "ScaledLast", "Split", "FourteenBits", "Reciprocal")
     ),
     *(f"tests.honest.quantizers:{name}" for name in ("Divides", "Multiplies")),
+    *ACTIVATIONS,
 )
