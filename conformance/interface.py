@@ -56,13 +56,22 @@ class Implementation:
         return callable(getattr(self.namespace, function, None))
 
     def lacks(self, function: str, settings: dict[str, Any]) -> list[str]:
-        """The settings that the function's signature has no parameter for."""
+        """The settings that the function's signature has no parameter for.
+
+        `scales.layout` is the parameter `layout` of another function, which the call needs too.
+        """
+        return [name for name in settings if not self._takes(name if "." in name else f"{function}.{name}")]
+
+    def _takes(self, name: str) -> bool:
+        """Whether the function is offered, and its signature has the parameter."""
+        function, _, parameter = name.partition(".")
         if function not in self._parameters:
-            parameters = inspect.signature(getattr(self.namespace, function)).parameters.values()
+            offered = self.offers(function)
+            parameters = inspect.signature(getattr(self.namespace, function)).parameters.values() if offered else ()
             anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
             self._parameters[function] = None if anything else frozenset(p.name for p in parameters)
         known = self._parameters[function]
-        return [] if known is None else [name for name in settings if name not in known]
+        return known is None or parameter in known
 
     def supports(self, function: str, arguments: dict[str, Any]) -> str | None:
         """The reason that this call is not supported, or None."""

@@ -18,6 +18,7 @@ from conformance.judge.bound import ROUNDOFF
 
 LOST = 8.0  # any formula absorbs terms below e⁻⁸ of half an ulp of 1
 BESIDE_ONE = 8.0  # in u: 2σ(2x) - 1 with the two constants above, and published polynomials of erf
+TANH = 2.0  # in u: two ulp of a number below 1, as CUDA's tanhf
 QUICK_GELU, GELU_CUBIC = 1.702, 0.044715  # Hendrycks and Gimpel 2016, arXiv 1606.08415
 
 
@@ -39,10 +40,16 @@ def _off(x: Running) -> Tensor:
 
 
 def sigmoid(x: Running) -> Running:
-    """1 / (1 + exp(-x)); where exp(-x) overflows, 0."""
+    """1 / (1 + exp(-x)), 0 where exp(-x) overflows; or ½ + ½ tanh(x/2), 0 where the tanh is -1.
+
+    A tanh is off by TANH roundings of 1, half of which remain where the ½ cancel; the sum rounds
+    once more. Where 1 absorbs exp(x), the tanh is -1, and the whole value is lost.
+    """
     value, off, unit = x.value.sigmoid(), _off(x), ROUNDOFF[x.dtype]
     inherited = torch.maximum((x.value + off).sigmoid() - value, value - (x.value - off).sigmoid())
-    rounding = unit * value * (TRANSCENDENTAL * (1 - value) + 1 + DIVISION) + torch.finfo(x.dtype).tiny
+    by_exp = unit * value * (TRANSCENDENTAL * (1 - value) + 1 + DIVISION) + torch.finfo(x.dtype).tiny
+    by_tanh = torch.where(x.value + off < -_room(x.dtype), value, unit * (TANH / 2 + value))
+    rounding = torch.maximum(by_exp, by_tanh)
     saturated = x.value - off > _room(x.dtype)
     error = torch.where(saturated, _left(value, (off - x.value).exp(), x.dtype), inherited + rounding)
     return Running(value, torch.where(x.value.isfinite(), error, 0.0), x.dtype)
@@ -73,6 +80,14 @@ def _beside_one(x: Running, value: Tensor, high: Tensor, low: Tensor, left: Tens
     return Running(value, torch.where(x.value.isfinite(), error, 0.0), x.dtype)
 
 
+def in_any_order(*terms: Running) -> Running:
+    """The sum of the terms, whichever two are added first: each sum rounds by its terms' size."""
+    shape = torch.broadcast_shapes(*(x.value.shape for x in terms))
+    expanded = [Running(x.value.expand(shape), x.error.expand(shape), terms[-1].dtype) for x in terms]
+    total = Running.joined(expanded, stack=True).sum(0)
+    return Running(total.value[0], total.error[0], total.dtype)
+
+
 def relu(x: Running) -> Running:
     """max(x, 0)."""
     return Running(x.value.clamp(min=0), torch.where(x.value + x.error > 0, x.error, 0.0), x.dtype)
@@ -94,7 +109,13 @@ def _normal(x: Running) -> Running:
 
 
 def _normal_slope(x: Running) -> Running:
-    return _normal(x) + x * (x * x * -0.5).exp() * (1 / math.sqrt(2 * math.pi))
+    """½ + erf(x/√2) / 2 + x exp(-x²/2) / √(2π), added in any order.
+
+    oneDNN, and so torch on a CPU, adds the last term to the first ½: the roundings are of ½, also
+    where ½ and erf/2 cancel.
+    """
+    bell = x * (x * x * -0.5).exp() * (1 / math.sqrt(2 * math.pi))
+    return in_any_order(bell.constant(0.5), erf(x * math.sqrt(0.5)) * 0.5, bell)
 
 
 def _bend(x: Running) -> Running:

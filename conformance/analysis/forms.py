@@ -38,6 +38,15 @@ LEAST = 2.0**-149  # the smallest float32
 
 
 @dataclass(frozen=True)
+class NotRead(Exact):
+    """An output that a reader without the keyword for it does not offer."""
+
+    @property
+    def optional(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
 class QuantizedForm:
     """The expectations for one form, given the implementation's earlier outputs."""
 
@@ -245,6 +254,8 @@ class QuantizedForm:
 
     def _for_gemm(self, outputs: Outputs) -> Exact:
         """The returned scales in their places; padding is unchecked."""
+        if self.names["scales.gemm"] not in outputs:
+            return NotRead(self._right("scales.gemm"))
         right = self._laid_out(self.returned(outputs))
         is_scale = self._laid_out([group._replace(scale=torch.ones_like(group.scale)) for group in self.form.groups])
         observed = outputs.get(self.names["scales.gemm"])

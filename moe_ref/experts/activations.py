@@ -129,8 +129,8 @@ def glu(
         with clamp c:  u ← min(u, c),  v ← min(max(v, -c), c)
 
     With `interleave` s the columns alternate: u_0 … u_{s-1}, v_0 … v_{s-1}, u_s …; out is the same.
-    A gate of -∞ makes NaN, in reglu 0 · v. A prob of 0 hides no NaN; rows do not depend on each
-    other.
+    A gate of -∞ makes NaN, in reglu 0 · v; one of +∞ in geglu_erf ∞ or NaN, by the formula of erf.
+    A prob of 0 hides no NaN; rows do not depend on each other.
 
     Args:
         h_PF2: [P,2F] bfloat16, float16, float32 or float64.

@@ -8,6 +8,7 @@ HONEST = (
     "tests.honest.descending_sums",
 )
 ROUTERS = tuple(f"tests.honest.routers:{name}" for name in ("Autograd", "BaseTwo", "Wide", "OneByOne"))
+ACTIVATIONS = tuple(f"tests.honest.activations:{name}" for name in ("Eager", "TanhHalf", "TermByTerm", "Doubles"))
 EXPERTS = (  # in plain torch, CPU only
     *(f"tests.honest.experts:{name}" for name in ("Autograd", "BaseTwo", "Wide", "Backwards")),
     *(
@@ -15,4 +16,5 @@ EXPERTS = (  # in plain torch, CPU only
         for name in ("ScaledFirst", "ScaledLast", "Split", "FourteenBits", "Reciprocal")
     ),
     *(f"tests.honest.quantizers:{name}" for name in ("Divides", "Multiplies")),
+    *ACTIVATIONS,
 )

@@ -109,7 +109,11 @@ class _Elementwise(Contract[ActivationCase]):
 
     @abstractmethod
     def hidden_nan(self, h: Tensor, settings: Mapping[str, Any]) -> Tensor:
-        """Where a NaN enters a minimum or a maximum, which may or may not propagate it."""
+        """Where an honest formula may end in a NaN or not.
+
+        A NaN enters a minimum or a maximum, which may or may not propagate it; or the erf of +∞ is
+        a polynomial times exp(-∞), which is ∞ · 0 in oneDNN, and so in torch on a CPU.
+        """
 
 
 def activation_settings(case: Any) -> dict[str, Any]:
@@ -151,7 +155,8 @@ class Glu(_Elementwise):
     def hidden_nan(self, h: Tensor, settings: Mapping[str, Any]) -> Tensor:
         u, v = split(h, settings)
         clamped = settings.get("clamp") is not None
-        return u.isnan() & (clamped or settings.get("kind") == "reglu") | v.isnan() & clamped
+        lost = u.isnan() & (clamped or settings.get("kind") == "reglu") | v.isnan() & clamped
+        return lost | (u == torch.inf) & (settings.get("kind") == "geglu_erf" and not clamped)
 
 
 class Activation(_Elementwise):
@@ -168,7 +173,8 @@ class Activation(_Elementwise):
         return g * self._curve(settings).slope(Running.of(h, g.dtype))
 
     def hidden_nan(self, h: Tensor, settings: Mapping[str, Any]) -> Tensor:
-        return h.isnan() & ("relu" in settings.get("kind", "squared_relu"))
+        kind = settings.get("kind", "squared_relu")
+        return h.isnan() & ("relu" in kind) | (h == torch.inf) & (kind == "gelu")
 
     @staticmethod
     def _curve(settings: Mapping[str, Any]) -> Curve:

@@ -18,7 +18,7 @@ from conformance.core.signature import Input, Output, Signature
 from conformance.families.experts.activations import Activation, Glu
 from conformance.families.experts.cases import PROB_DTYPES, ActivationCase
 from conformance.families.fused.cases import QuantizedActivationCase, inputs_of
-from conformance.families.quantization.quantize import STATE, Script, directions, reader_of
+from conformance.families.quantization.quantize import STATE, Script, directions, of_readers, reader_of
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation, Given, Outputs
 from moe_ref.config import QuantizerState
@@ -36,7 +36,13 @@ def problem_of(function: str, required: dict[str, Any], settings: dict[str, Any]
         settings = settings | {"state": GIVEN}
     first = {name: x for name, x in required.items() if name not in ("scale", "history")}
     return Problem(
-        function, required, settings, script=_script_of(function), first=first, read=reader_of(settings, False), **more
+        function,
+        required,
+        settings | of_readers(settings),
+        script=_script_of(function),
+        first=first,
+        read=reader_of(settings, False),
+        **more,
     )
 
 

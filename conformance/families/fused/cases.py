@@ -41,7 +41,7 @@ class PermutedQuantizationCase(RecipeFields, RoutingCase):
     variant: int = choice(*range(VARIANTS), turns=True)
     role: str = choice(*ROLES, argument="role")
     direction: str = choice(*DIRECTIONS)
-    gemm: bool = flag()  # scales also read in GEMM layout
+    gemm: bool = flag(argument="scales.layout")  # scales also read in GEMM layout
     unused: str = choice("", "rows", "probs", of=("probs",))  # rows: the values of both directions
 
     def clash(self) -> str | None:

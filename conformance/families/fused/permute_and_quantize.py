@@ -15,7 +15,7 @@ from conformance.families.fused.cases import PermutedQuantizationCase, permuting
 from conformance.families.permutation.cases import MAPS, PROBS, routed, routing_map
 from conformance.families.permutation.permute import Permute, settings_of
 from conformance.families.quantization.cases import recipe_of
-from conformance.families.quantization.quantize import Script, Watch, directions, reader_of
+from conformance.families.quantization.quantize import GEMM_LAYOUT, Script, Watch, directions, of_readers, reader_of
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation
 from moe_ref.config import QuantizerState
@@ -36,7 +36,7 @@ def problem_of(required: dict[str, Any], settings: dict[str, Any], gemm: bool = 
     return Problem(
         "permute_and_quantize",
         required,
-        settings,
+        settings | of_readers(settings),
         script=script_of(),
         first=first,
         read=reader_of(settings, gemm),
@@ -100,7 +100,7 @@ class PermuteAndQuantize(Contract[PermutedQuantizationCase]):
             Output("dequantized", "PH", of="tokens", probed=True, optional="uses_rowwise"),
             Output("dequantized.columnwise", "PH", of="tokens", probed=True, optional="uses_columnwise"),
         ],
-        settings=("align", "capacity", "num_rows", "role", "rowwise", "columnwise"),
+        settings=("align", "capacity", "num_rows", "role", "rowwise", "columnwise", GEMM_LAYOUT),
         static=("capacity", "num_rows"),
     )
     primary = "codes"

@@ -120,7 +120,7 @@ class QuantizeCase(RecipeFields, Case):
     )
     tail: int = number(0, 1, 4, 5, pairs=(4,))  # rows past the last group
     hidden: int = size("N")  # columns, in UNITs
-    gemm: bool = flag()  # also reads scales in the GEMM layout
+    gemm: bool = flag(argument="scales.layout")  # also reads scales in the GEMM layout
     index_dtype: str = dtypes("int64", "int32")
 
     def clash(self) -> str | None:

@@ -20,6 +20,9 @@ from moe_ref.quantization.quantize import Form
 KEYWORDS = ("role", "splits", "rowwise", "columnwise", "noise")
 STATE = ("amax_history", "scale")
 FRESH = Opaque("state")  # the state before the first step
+READERS = ("amax", "scales", "codes", "dequantize")
+GEMM_LAYOUT = "scales.layout"  # without it the other outputs are judged
+NEEDED = Opaque("parameter")  # marks a parameter of another function
 Watch = Callable[[str, Any], None]
 Script = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
@@ -28,18 +31,35 @@ def problem_of(
     required: dict[str, Any], settings: dict[str, Any], steps: str = "quantize", gemm: bool = False, **fields: Any
 ) -> Problem:
     """The calls: quantises x, x.1, … in turn."""
+    kept = settings
     if required["recipe"].scaling == "delayed":
-        settings = settings | {"state": FRESH}
+        kept = kept | {"state": FRESH} | _of_the_state(settings, steps)
     first = {name: required[name] for name in ("x", "recipe")}
     return Problem(
         "quantize",
         required,
-        settings,
+        kept | of_readers(settings),
         script=script_of(steps.split("+")),
         first=first,
         read=reader_of(settings, gemm),
         **fields,
     )
+
+
+def of_readers(settings: Mapping[str, Any]) -> dict[str, Opaque]:
+    """The parameters of the result's readers; without one the call is not offered."""
+    return {f"{reader}.columnwise": NEEDED for reader in READERS if settings.get("columnwise")}
+
+
+def _of_the_state(settings: Mapping[str, Any], steps: str) -> dict[str, Opaque]:
+    """The parameters of the functions of delayed scaling."""
+    needed = {
+        "new_quantizer_state.device": True,
+        "new_quantizer_state.num_groups": "splits" in settings,
+        "update_scales.role": "role" in settings and ("update" in steps or "reduced" in steps),
+        "update_scales.reduced_amax": "reduced" in steps,
+    }
+    return {name: NEEDED for name, is_needed in needed.items() if is_needed}
 
 
 def script_of(steps: list[str], watch: Watch | None = None) -> Script:
@@ -136,10 +156,10 @@ class Quantize(Contract[QuantizeCase]):
             Output("dequantized", "MN", of="x", probed=True, optional="rowwise"),
             Output("dequantized.columnwise", "MN", of="x", probed=True, optional="columnwise"),
         ],
-        settings=("role", "rowwise", "columnwise", "state"),
+        settings=("role", "rowwise", "columnwise", "state", GEMM_LAYOUT),
     )
     primary = "codes"
-    companions = ("amax", "scales", "codes", "dequantize")
+    companions = READERS
 
     def legal(self, case: QuantizeCase) -> Problem:
         required, settings = inputs_of(case)

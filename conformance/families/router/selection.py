@@ -1,5 +1,6 @@
 """topk_indices, topk_routing: choice by the rule of margins; weights, gradient of that choice."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from conformance.core.contract import Contract, Problem, accumulator_of, leaf
 from conformance.core.signature import Input, Output, Signature
 from conformance.families.router.cases import LOGITS, LogitsCase, bias_of, indices_of, logits_of
 from conformance.judge import Expectation, Given
-from conformance.judge.bound import Bounded
+from conformance.judge.bound import ROUNDOFF, Bounded
 from conformance.judge.choice import Chosen
 from moe_ref.router.scores import EPSILON
 from moe_ref.router.selection import topk_indices
@@ -53,13 +54,32 @@ def keys_of(logits: Tensor, settings: Settings, dtype: torch.dtype) -> Running:
     return keys
 
 
+def ordered_by_scores(keys: Running) -> Running:
+    """Logits as keys of the choice, where it may also be made by their softmax.
+
+    Experts keep their order, as softmax does not change it, up to three roundings: of x - max x, of
+    an exponential of one ulp, which is 2u, and of a division. Scores that are flushed to 0 are
+    equal: Qwen3 and Mixtral take any of these experts, with weight 0.
+    """
+    x = keys.value
+    top = x.amax(-1, keepdim=True) if x.shape[-1] else x
+    below = torch.where(top.isfinite(), x - top, 0.0)
+    shift = torch.where(below.isfinite(), (below.to(keys.dtype).double() - below).abs(), 0.0)
+    error = keys.error + keys.error.amax(-1, keepdim=True) + shift if x.shape[-1] else keys.error
+    least = math.log(torch.finfo(keys.dtype).tiny) + math.log(max(x.shape[-1], 1))
+    flushed = below < least
+    value = torch.where(flushed, top + least, x)
+    return Running(value, torch.where(flushed, 0.0, error + 3 * ROUNDOFF[keys.dtype]), keys.dtype)
+
+
 def weights(logits: Tensor, chosen: Tensor, settings: Settings, dtype: torch.dtype) -> tuple[Running, Running]:
     """[T,E] weights of the chosen experts, before and after the scaling factor."""
     x = Running.of(logits, dtype)
     function, count = settings.get("score_function", "softmax"), settings["topk"]
     if function == "softmax" and not settings.get("pre_softmax"):
-        alone = Running(torch.where(chosen, x.value, -torch.inf), torch.where(chosen, x.error, 0.0), dtype)
-        p = score(alone, "softmax").masked(chosen)
+        p = _softmax_of(x, chosen)
+        s, total, stable = _renormalised(x, chosen, count)
+        p = _either(p, (s / total).masked(chosen & stable))
     else:
         p = score(x, function).masked(chosen)
         if function != "softmax" and count > 1:
@@ -72,21 +92,53 @@ def gradient(logits: Tensor, chosen: Tensor, cotangent: Tensor, settings: Settin
     """[T,E] dlogits in closed form.
 
     softmax over S or all E:  p (g - Σ g p)
+    softmax s over all, renormalised over S (as Qwen3 and Mixtral): with t = Σ_S s and
+                              d = (g - Σ_S g s/t) / t in S and else 0,   s (d - Σ s d)
     normalised s:             s'(x) (g - Σ_S g p) / (Σ_S s + 1e-20)
     s alone (K = 1):          s'(x) g
+
+    The third is equal to the first, and Σ s d is 0. Autograd sums it up in float32: its rounding
+    reaches every expert, s times a few u Σ|g| also outside S.
     """
     x, g = Running.of(logits, dtype), Running.of(cotangent, dtype).masked(chosen)
     if settings.get("scaling_factor") is not None:
         g = g * settings["scaling_factor"]
     function, count = settings.get("score_function", "softmax"), settings["topk"]
     p, _ = weights(logits, chosen, settings, dtype)
+    if function == "softmax" and settings.get("pre_softmax"):
+        return score(x, "softmax") * (g - (g * p).sum(1, count))
     if function == "softmax":
-        s = score(x, "softmax") if settings.get("pre_softmax") else p
-        return s * (g - (g * p).sum(1, count))
+        p = _softmax_of(x, chosen)
+        s, total, stable = _renormalised(x, chosen, count)
+        d = (g / total - (g * (s / total) / total).masked(chosen).sum(1, count)).masked(chosen)
+        return _either(p * (g - (g * p).sum(1, count)), (s * (d - (s * d).sum(1, count))).masked(stable))
     s = score(x, function)
     if count > 1:
         g = (g - (g * p).sum(1, count)) / (s.masked(chosen).sum(1, count) + EPSILON)
     return (g * _slope(x, s, function)).masked(chosen)
+
+
+def _softmax_of(x: Running, chosen: Tensor) -> Running:
+    """softmax over the chosen experts, 0 for the others."""
+    value, error = torch.where(chosen, x.value, -torch.inf), torch.where(chosen, x.error, 0.0)
+    return score(Running(value, error, x.dtype), "softmax").masked(chosen)
+
+
+def _renormalised(x: Running, chosen: Tensor, count: int) -> tuple[Running, Running, Tensor]:
+    """softmax over all experts, its sum over the chosen, and the rows in which this has digits.
+
+    Experts that were not chosen by their logits may all have a softmax of 0.
+    """
+    s = score(x, "softmax")
+    total = s.masked(chosen).sum(1, count)
+    stable = total.value > torch.finfo(x.dtype).tiny / ROUNDOFF[x.dtype]
+    return s, Running(torch.where(stable, total.value, 1.0), total.error.masked_fill(~stable, 0.0), x.dtype), stable
+
+
+def _either(x: Running, y: Running) -> Running:
+    """x, with a bound for the results of two formulas."""
+    apart = (x.value - y.value).abs() + y.error
+    return Running(x.value, torch.where(y.error > 0, torch.maximum(x.error, apart), x.error), x.dtype)
 
 
 def _slope(x: Running, s: Running, function: str) -> Running:
@@ -159,6 +211,8 @@ class _TopK(Contract[LogitsCase]):
             keys = Running(value.double(), torch.zeros(value.shape, dtype=torch.float64), dtype)
         else:
             keys = keys_of(torch.where(free[:, None], 0, logits), settings, dtype)
+            if settings.get("score_function", "softmax") == "softmax" and not settings.get("num_groups"):
+                keys = keys if settings.get("pre_softmax") else ordered_by_scores(keys)
         free = free | keys.value.isnan().any(1)  # softmax of only -∞
         groups = settings.get("num_groups") or 0 if settings.get("precomputed_indices") is None else 0
         inputs = (
