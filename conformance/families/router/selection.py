@@ -48,7 +48,10 @@ def keys_of(logits: Tensor, settings: Settings, dtype: torch.dtype) -> Running:
     """The sort keys of the choice, with error bounds."""
     x = Running.of(logits, dtype)
     function = settings.get("score_function", "softmax")
-    keys = x if function == "softmax" and not settings.get("pre_softmax") else score(x, function)
+    if function != "softmax" or settings.get("pre_softmax"):
+        keys = score(x, function)
+    else:
+        keys = x if settings.get("num_groups") else ordered_by_scores(x)
     if settings.get("expert_bias") is not None:
         keys = keys + Running.of(settings["expert_bias"], dtype)
     return keys
@@ -211,8 +214,6 @@ class _TopK(Contract[LogitsCase]):
             keys = Running(value.double(), torch.zeros(value.shape, dtype=torch.float64), dtype)
         else:
             keys = keys_of(torch.where(free[:, None], 0, logits), settings, dtype)
-            if settings.get("score_function", "softmax") == "softmax" and not settings.get("num_groups"):
-                keys = keys if settings.get("pre_softmax") else ordered_by_scores(keys)
         free = free | keys.value.isnan().any(1)  # softmax of only -∞
         groups = settings.get("num_groups") or 0 if settings.get("precomputed_indices") is None else 0
         inputs = (
