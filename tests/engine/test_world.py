@@ -2,6 +2,7 @@
 and nothing is left running.
 """
 
+import math
 import os
 import pickle
 import socket
@@ -25,6 +26,7 @@ from conformance.engine.run.pool import Pool
 from conformance.engine.run.reduction import reduce
 from conformance.engine.world import joined
 from conformance.engine.world.joined import Joined, RemoteRanks, lend_rank
+from conformance.engine.world.world import SILENCE_SECONDS, Member, end_of_silence
 from conformance.families.dispatch.cases import DispatchCase
 from conformance.interface import UsageError
 from tests.engine.world_fixtures import ShiftCase, forget, register
@@ -101,6 +103,32 @@ def test_a_dispatch_that_ends_a_case_of_a_combine_is_named(name, status, told):
     assert told in outcome.reason
 
 
+IN_A_CALL = Member(0, None, calling="shift", heard=5.0)
+RAISED = Member(
+    1, None, Outcome("FAIL", {"output": "call", "check": "raises RuntimeError"}), calling="shift", heard=4.0
+)
+DEAD = replace(RAISED, outcome=Outcome("CRASH"))
+WRONG_ALONE = replace(RAISED, outcome=Outcome("FAIL", {"output": "out", "check": "exact"}))
+
+
+@pytest.mark.parametrize("gone", [RAISED, DEAD])
+def test_a_rank_that_left_its_call_gives_the_others_a_moment_since_the_last_message(gone):
+    assert end_of_silence([IN_A_CALL, gone]) == 5.0 + SILENCE_SECONDS
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [IN_A_CALL, replace(IN_A_CALL, rank=1)],
+        [IN_A_CALL, replace(IN_A_CALL, rank=1, asking=False)],
+        [IN_A_CALL, WRONG_ALONE],
+        [replace(IN_A_CALL, calling=""), RAISED],  # still computes what is right
+    ],
+)
+def test_ranks_that_may_still_answer_are_not_ended(members):
+    assert end_of_silence(members) == math.inf
+
+
 def test_nothing_is_left_running_and_the_next_case_finds_a_new_world():
     with pool_of("DIES", seconds=20.0) as pool:
         list(pool.run([THREE]))
@@ -139,6 +167,7 @@ sys.path.insert(0, {HERE[0]!r})
 from conformance.engine.options import ChildOptions
 from conformance.engine.world.joined import joined, lend_rank
 from conformance.engine.run.pool import Pool
+from conformance.engine.world.world import SILENCE_SECONDS, Member, end_of_silence
 from tests.engine.world_fixtures import ShiftCase, register
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ ended, and the next case gets a new world.
 """
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from conformance.engine.world.joined import RemoteRank
 from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import MEETING_SECONDS
 
-GRACE_SECONDS = 1.0  # for the other ranks once one has failed: they may wait for it forever
+GRACE_SECONDS = 4.0  # for the other ranks once one has failed: they may wait for it forever
+SILENCE_SECONDS = 0.3  # for the others, all inside calls, once one has raised or died
 ANSWER_SECONDS = 2.0  # for the outcome of a rank that has judged its values
 WORST_FIRST = (
     "ERROR",
@@ -53,6 +55,17 @@ class Member:
     seen: list[int] = field(default_factory=list)
     asking: bool | None = None  # its "agree", while waiting for the answer
     calling: str = ""  # the implementation's function called last
+    heard: float = 0.0  # when it last sent a message, or was sent an answer
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.outcome and self.outcome.status in BAD)
+
+    @property
+    def left(self) -> bool:
+        """Whether it left its call by an exception or died in it; other ranks may wait for it."""
+        finding = self.outcome.finding if self.outcome else None
+        return self.failed and (not finding or finding["output"] == "call")
 
     @property
     def pipe(self) -> Any:
@@ -87,6 +100,7 @@ class World:
         members = self._members[:ranks]
         for member in members:
             member.outcome, member.seen, member.asking, member.calling = None, [], None, ""
+            member.heard = time.monotonic()
             # it died between two cases: see `_hear`
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 member.pipe.send([case])
@@ -138,21 +152,23 @@ class World:
         """Receive messages until every rank has an outcome; returns the ranks without one in time.
 
         A rank that has judged its values sends "agree". Once one sends False, ranks that have not
-        sent "agree" may be waiting for it: they get GRACE_SECONDS, and it gets its answer.
+        sent "agree" may be waiting for it: they get GRACE_SECONDS, and it gets its answer. Once one
+        has raised, they get SILENCE_SECONDS since the last message of any rank.
         """
         while waiting := [member for member in members if member.outcome is None]:
-            pause = max(min(deadline - time.monotonic(), 1.0), 0)
+            limit = min(deadline, end_of_silence(members))
+            pause = max(min(limit - time.monotonic(), 1.0), 0)
             ready = connection.wait([member.pipe for member in waiting], timeout=pause)
             for member in waiting:
                 if member.pipe in ready:
                     self._hear(member)
             if all(member.outcome or member.asking is not None for member in members):
                 self._answer(members, all(member.asking for member in members))
-            elif time.monotonic() > deadline:
+            elif time.monotonic() > min(deadline, end_of_silence(members)):
                 if not self._answer(members, False):
                     return [member for member in members if member.outcome is None]
                 deadline = time.monotonic() + ANSWER_SECONDS
-            elif any(member.asking is False or (member.outcome and member.outcome.status in BAD) for member in members):
+            elif any(member.asking is False or member.failed for member in members):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return []
 
@@ -160,12 +176,13 @@ class World:
         """Answer the ranks waiting on "agree"; returns whether there were any."""
         asking = [member for member in members if member.asking is not None]
         for member in asking:
-            member.asking = None
+            member.asking, member.heard = None, time.monotonic()
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 member.pipe.send(agreed)
         return bool(asking)
 
     def _hear(self, member: Member) -> None:
+        member.heard = time.monotonic()
         try:
             kind, content, *seen = member.pipe.recv()
         except (EOFError, ConnectionResetError):
@@ -208,6 +225,14 @@ class World:
             transport=next((other.transport for other in every if other.transport), ""),
             shares_gpu=any(other.shares_gpu for other in every),
         )
+
+
+def end_of_silence(members: list[Member]) -> float:
+    """When ranks inside their calls are given up, because one has left its own; else infinity."""
+    inside = all(member.calling for member in members if not member.outcome)
+    if not inside or not any(member.left for member in members):
+        return math.inf
+    return max(member.heard for member in members) + SILENCE_SECONDS
 
 
 def _named(outcome: Outcome, case: Case, member: Member, ranks: int, silent: int) -> Outcome:
