@@ -45,8 +45,8 @@ class Finding:
     """One way in which an implementation differs."""
 
     output: str  # the output, gradient or law that is wrong
-    # exact, code, random, bound, ratio, choice, shape, dtype, missing, signature, error, raises …,
-    # input, memory, or a law's name
+    # exact, code, random, bound, ratio, choice, shape, dtype, missing, tensor, signature, error,
+    # raises …, input, memory, or a law's name
     check: str
     message: str
     index: tuple[int, ...] = ()  # the first wrong element

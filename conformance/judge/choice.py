@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from conformance.judge.bound import ROUNDOFF
+from conformance.judge.exact import INTEGERS
 from conformance.judge.expectation import Resolved
 
 GROUP_SETS = 4096  # sets of near-equal groups tried; beyond, every set is admissible
@@ -55,7 +56,9 @@ class Chosen(Resolved):
         return out.scatter_add(1, torch.where(inside, observed.long(), 0), inside.long()) > 0
 
     def dtype_error(self, observed: Tensor) -> str | None:
-        return f"has dtype {observed.dtype}; it must be bool or integer" if observed.is_floating_point() else None
+        if self.indices and observed.dtype == torch.bool:
+            return "has dtype torch.bool; it must be integer"
+        return None if observed.dtype in INTEGERS else f"has dtype {observed.dtype}; it must be bool or integer"
 
     def wrong(self, observed: Tensor) -> np.ndarray | None:
         """True for rows with an inadmissible choice."""

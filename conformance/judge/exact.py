@@ -9,6 +9,10 @@ from torch import Tensor
 
 from conformance.judge.expectation import Resolved
 
+INTEGERS = (
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+)
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -32,7 +36,7 @@ class Exact(Resolved):
 
     def dtype_error(self, observed: Tensor) -> str | None:
         if self.kind == "integers":
-            return f"has dtype {observed.dtype}; it must be bool or integer" if observed.is_floating_point() else None
+            return None if observed.dtype in INTEGERS else f"has dtype {observed.dtype}; it must be bool or integer"
         return (
             None
             if observed.dtype == self.value.dtype

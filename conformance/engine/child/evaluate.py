@@ -12,9 +12,10 @@ from conformance.core.case import Case
 from conformance.core.contract import Contract, Problem
 from conformance.core.law import Trial
 from conformance.core.ranks import AtRank, RankContext
+from conformance.engine.child.results import message
 from conformance.engine.child.runner import Blocked, Misbehaved, Outcome, Runner
 from conformance.interface import Implementation
-from conformance.judge import Finding, controls, judge
+from conformance.judge import Expectation, Finding, Resolved, controls, judge
 from conformance.judge.exact import bits
 
 WORDS = 512  # of a digest
@@ -71,10 +72,12 @@ def _evaluate(
     changed = runner.changed
     if _digest(expected) != before:
         raise Misbehaved("memory", "memory", "overwrote memory that belongs to the test")
-    right = {name: expectation.resolve(outputs) for name, expectation in expected.items()}
+    right, unresolved = _resolved(expected, outputs)
     finding = _first_wrong(contract, problem, right, outputs) or (
         Finding(changed, "input", f"changed its input {changed}") if changed else None
     )
+    if unresolved and not finding:
+        raise unresolved
     if finding:
         _fail(outcome, finding)
     if rank and not rank.agree(not finding):  # all ranks check the law, or none does
@@ -93,6 +96,20 @@ def _evaluate(
         outcome.status, outcome.reason = "UNINFORMATIVE", "no corruption of the expected output would change it"
 
 
+def _resolved(
+    expected: dict[str, Expectation], outputs: dict[str, Any]
+) -> tuple[dict[str, Resolved], Exception | None]:
+    """The expectations given the outputs, and the first error of one, whose dependency is wrong."""
+    right: dict[str, Resolved] = {}
+    first = None
+    for name, expectation in expected.items():
+        try:
+            right[name] = expectation.resolve(outputs)
+        except Exception as error:
+            first = first or error
+    return right, first
+
+
 def _first_wrong(
     contract: Contract[Any], problem: Problem, right: dict[str, Any], outputs: dict[str, Any]
 ) -> Finding | None:
@@ -100,8 +117,8 @@ def _first_wrong(
     for name, expectation in right.items():
         finding = judge(name, expectation, outputs.get(name))
         if finding:
-            message = contract.explain(problem, name, finding.index, outputs[name]) if finding.index else None
-            return replace(finding, message=message) if message else finding
+            text = contract.explain(problem, name, finding.index, outputs[name]) if finding.index else None
+            return replace(finding, message=text) if text else finding
     return None
 
 
@@ -134,7 +151,7 @@ def _refusal(
         except Exception as error:
             name = type(error).__name__
             raise Misbehaved(
-                "supports", f"raises {name}", f"supports raised {name} about a legal call: {_short(error)}"
+                "supports", f"raises {name}", f"supports raised {name} about a legal call: {message(error)}"
             ) from error
         if reason:
             return "DECLARED_UNSUPPORTED", reason
@@ -153,12 +170,12 @@ def _must_raise(runner: Runner, problem: Problem, outcome: Outcome) -> None:
     except Exception as error:
         if device_is_lost(error):
             raise
-        message = f"raised {type(error).__name__} from inside ({_short(error)})"
+        raised = f"raised {type(error).__name__} from inside ({message(error)})"
         raise Misbehaved(
-            problem.blame, "error", f"{message}; an illegal {problem.blame} must raise ValueError"
+            problem.blame, "error", f"{raised}; an illegal {problem.blame} must raise ValueError"
         ) from error
-    message = f"accepted an illegal {problem.blame}; it must raise ValueError, or be declared unchecked"
-    raise Misbehaved(problem.blame, "error", message)
+    accepted = f"accepted an illegal {problem.blame}; it must raise ValueError, or be declared unchecked"
+    raise Misbehaved(problem.blame, "error", accepted)
 
 
 def _guarded(runner: Runner, problem: Problem) -> dict[str, Any]:
@@ -171,7 +188,7 @@ def _guarded(runner: Runner, problem: Problem) -> dict[str, Any]:
         if device_is_lost(error):
             raise
         name = type(error).__name__
-        raise Misbehaved("call", f"raises {name}", f"raised {name} on a legal call: {_short(error)}") from error
+        raise Misbehaved("call", f"raises {name}", f"raised {name} on a legal call: {message(error)}") from error
 
 
 def _judged_law(law: Any, trial: Trial) -> Finding | None:
@@ -186,7 +203,7 @@ def _judged_law(law: Any, trial: Trial) -> Finding | None:
     except Exception as error:
         if device_is_lost(error) or _of_the_harness(error):
             raise
-        return Finding("call", law.name, f"raised {type(error).__name__}: {_short(error)}")
+        return Finding("call", law.name, f"raised {type(error).__name__}: {message(error)}")
 
 
 def _of_the_harness(error: BaseException) -> bool:
@@ -203,7 +220,7 @@ def _of_the_harness(error: BaseException) -> bool:
 
 def device_is_lost(error: BaseException) -> bool:
     """Whether the error leaves the device unusable for this process."""
-    text = str(error)
+    text = message(error, most=10_000)
     return isinstance(error, RuntimeError) and ("CUDA error" in text or "device-side assert" in text)
 
 
@@ -230,8 +247,3 @@ def _sums(data: np.ndarray) -> bytes:
     """Sums over every WORDS-th 64-bit word, and the rest of the bytes."""
     whole = len(data) // (8 * WORDS) * 8 * WORDS
     return data[:whole].view(np.uint64).reshape(-1, WORDS).sum(0).tobytes() + data[whole:].tobytes()
-
-
-def _short(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) < 200 else text[:197] + "…"

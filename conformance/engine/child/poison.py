@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.engine.child.results import is_freed
+
 GUARD_BYTES = 256  # preserves every alignment of vector loads
 GUARD_VALUE = 0xA5
 
@@ -90,11 +92,9 @@ class Poison:
         return self._bodies.get(storage.data_ptr(), (storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
 
     def overrun(self) -> bool:
-        """Whether a guard was overwritten."""
-        by_device = [
-            [guard for guard in self._storages if guard.device == device]
-            for device in {guard.device for guard in self._storages}
-        ]
+        """Whether a guard was overwritten; one whose storage was freed since counts as intact."""
+        kept = [guard for guard in self._storages if not is_freed(guard)]
+        by_device = [[guard for guard in kept if guard.device == device] for device in {guard.device for guard in kept}]
         return any(bool((torch.cat(guards) != GUARD_VALUE).any()) for guards in by_device)
 
 

@@ -12,9 +12,10 @@ from conformance.core.contract import Opaque, Problem
 from conformance.core.tensors import laid_out
 from conformance.engine.child.addresses import Addresses
 from conformance.engine.child.poison import Poison
+from conformance.engine.child.results import Unreadable, described, is_changed, read
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Finding, judge
-from conformance.judge.exact import Exact, bits
+from conformance.judge.exact import Exact
 
 
 @dataclass
@@ -118,10 +119,23 @@ class Runner:
         if memory.overrun():
             raise Misbehaved("memory", "memory", "wrote outside the memory it had allocated")
         masters = (replay or problem).tensors
-        self.changed = next(
-            (name for name, x in masters.items() if (bits(x) != bits(placed[name].detach().cpu())).any()), ""
-        )
-        return {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in outputs.items()}
+        self.changed = next((name for name, x in masters.items() if is_changed(placed[name], x)), "")
+        return self._read(outputs)
+
+    def _read(self, outputs: dict[str, Any]) -> dict[str, Any]:
+        """The outputs, tensors on the host.
+
+        Raises:
+            Misbehaved: a tensor cannot be read.
+        """
+        out = dict(outputs)
+        for name, x in outputs.items():
+            if isinstance(x, Tensor):
+                try:
+                    out[name] = read(x, self.device)
+                except Unreadable as error:
+                    raise Misbehaved(name, "tensor", str(error)) from error
+        return out
 
     def _on_device(self, x: Any) -> Any:
         """An argument without guards: tensors, or a tuple of them, go to the device."""
@@ -164,9 +178,11 @@ class Runner:
         try:
             result = self.implementation.call(producer.function, *arguments, **settings)
             outputs = named_outputs(result, CONTRACTS[producer.function].outputs)
+            observed = self._read(outputs)
+        except Misbehaved as error:
+            raise Blocked(f"{producer.function} is wrong here: {error.finding.output} {error}") from error
         except Exception as error:
-            raise Blocked(f"{producer.function} raised {type(error).__name__}: {error}") from error
-        observed = {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in outputs.items()}
+            raise Blocked(f"{producer.function} raised {described(error)}") from error
         rows = problem.produced.rows
         expected = Exact(rows) if isinstance(rows, Tensor) else rows.resolve(observed)
         finding = judge("rows", expected, observed["rows"])

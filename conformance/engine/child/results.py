@@ -1,0 +1,81 @@
+"""Reads the tensors that a call returned or was given, however odd the call has left them."""
+
+import torch
+from torch import Tensor
+
+from conformance.judge.exact import bits
+
+
+class Unreadable(Exception):
+    """A returned tensor is no plain tensor; the message says what it is."""
+
+
+def read(x: Tensor, device: str) -> Tensor:
+    """The values of a tensor returned by a call on this device, on the host.
+
+    Raises:
+        Unreadable: it is no plain tensor, or on another device.
+    """
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            odd = _kind(x) or _place(x, device)
+        if not odd:
+            host = x.detach().cpu()
+            with torch._C.DisableTorchFunctionSubclass():
+                host = host if type(host) is Tensor else host.as_subclass(Tensor)
+            bits(host)
+            return host
+    except Exception as error:
+        raise Unreadable(f"is a {type(x).__name__} that cannot be read: {described(error)}") from error
+    raise Unreadable(f"{odd}; it must be a plain tensor on the inputs' device")
+
+
+def is_freed(x: Tensor) -> bool:
+    """Whether the storage is smaller than the tensor, as after `untyped_storage().resize_(0)`."""
+    last = sum((length - 1) * stride for length, stride in zip(x.shape, x.stride(), strict=True))
+    elements = x.storage_offset() + last + 1
+    return x.numel() > 0 and elements * x.element_size() > x.untyped_storage().nbytes()
+
+
+def is_changed(x: Tensor, master: Tensor) -> bool:
+    """Whether a call has changed its input: values, or shape, dtype and storage in place."""
+    x = x.detach()
+    if x.shape != master.shape or x.dtype != master.dtype or is_freed(x):
+        return True
+    return bool((bits(master) != bits(x.cpu())).any())
+
+
+def described(error: BaseException) -> str:
+    """The error's class and message, on one line."""
+    return f"{type(error).__name__}: {message(error)}"
+
+
+def message(error: BaseException, most: int = 200) -> str:
+    """The error's message on one line of at most `most` characters, even if its `str` raises."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception as other:
+        return f"(its message cannot be read: str raised {type(other).__name__})"
+    return text if len(text) < most else text[: most - 3] + "…"
+
+
+def _kind(x: Tensor) -> str:
+    if x.is_nested:
+        return "is a nested tensor"
+    if x.layout != torch.strided:
+        return f"has the layout {x.layout}"
+    if x.is_quantized:
+        return f"is a quantised tensor of {x.dtype}"
+    if x.is_complex():
+        return f"has dtype {x.dtype}"
+    if x.is_neg() or x.is_conj():
+        return "is a lazily negated view"
+    return ""
+
+
+def _place(x: Tensor, device: str) -> str:
+    """Integers may be on the host, where counts are read."""
+    host_allowed = not x.is_floating_point()
+    if x.device.type != device and not (host_allowed and x.device.type == "cpu"):
+        return f"is on {x.device.type}, the inputs are on {device}"
+    return "has a storage smaller than itself, as if it were freed" if is_freed(x) else ""

@@ -1,0 +1,123 @@
+"""What a call returns is judged whatever it is: an odd tensor is a finding, never an error."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from conformance.engine.child.evaluate import evaluate
+from conformance.engine.child.results import Unreadable, is_changed, read
+from conformance.families.permutation.cases import RoutingCase
+from conformance.families.router.cases import LogitsCase
+from conformance.interface import Implementation, load
+from conformance.judge.expectation import Given
+from moe_ref.router.selection import topk_indices as select
+from tests.engine.odd_outputs import ODDITIES, WHOLE
+
+CASE = RoutingCase(function="permute", tokens=3, experts=2, hidden=2, routing=(1, 2, 3))
+MESSAGES = {
+    "sparse": "rows has the layout torch.sparse_coo",
+    "compressed": "rows has the layout torch.sparse_csr",
+    "nested": "rows is a nested tensor",
+    "quantised": "rows is a quantised tensor of torch.quint8",
+    "mkldnn": "rows has the layout torch._mkldnn",
+    "negated": "rows is a lazily negated view",
+    "conjugated": "rows has dtype torch.complex64",
+    "complex": "rows has dtype torch.complex128",
+    "freed": "rows has a storage smaller than itself",
+    "meta": "rows is on meta, the inputs are on cpu",
+    "refuses": "rows is a Refuses that cannot be read: RuntimeError: no torch here",
+    "wrapper": "rows is a Wrapper that cannot be read: ",
+    "array": "rows is a ndarray, not a tensor",
+    "none": "rows is None; the reference returns a tensor",
+    "number": "rows is a int, not a tensor",
+    "transposed": "rows has shape (2, 4); the reference's is (4, 2)",
+    "raises": "",  # without gradients
+    "nothing": "call returned NoneType without rows",
+    "one_number": "call returned int without rows",
+    "text": "call returned str without rows",
+    "too_short": "call returned 2 values; it must return 6",
+    "too_long": "call returned 7 values; it must return 6",
+    "numbered": "call raised TypeError on a legal call",
+}
+
+
+@pytest.mark.parametrize("grads", ["", "tokens"])
+@pytest.mark.parametrize("name", [*ODDITIES, *WHOLE])
+def test_an_odd_result_fails_with_a_sentence(name, grads):
+    case = RoutingCase(**{**vars(CASE), "grads": grads})
+    outcome = evaluate(case, load(f"tests.engine.odd_outputs:{name}"))
+    finding = outcome.finding or {"output": "", "message": ""}
+    if grads:
+        assert outcome.status == "FAIL"
+    else:
+        assert outcome.status == ("FAIL" if MESSAGES[name] else "PASS")
+        assert f"{finding['output']} {finding['message']}".startswith(MESSAGES[name])
+    assert "\n" not in finding["message"]
+
+
+def test_a_backward_that_raises_is_a_finding_of_the_call():
+    case = RoutingCase(**{**vars(CASE), "grads": "tokens"})
+    finding = evaluate(case, load("tests.engine.odd_outputs:raises")).finding
+    assert finding["message"] == "raised RuntimeError on a legal call: no backward"
+
+
+CHOICE = LogitsCase(function="topk_indices", tokens=3, experts=4, topk=2)
+
+
+def chosen(change):
+    """The reference's choice of experts, changed."""
+
+    def topk_indices(*args, **settings):
+        probs, indices = select(*args, **settings)
+        return probs, change(indices)
+
+    return evaluate(CHOICE, Implementation(SimpleNamespace(topk_indices=topk_indices)))
+
+
+@pytest.mark.parametrize("change", [lambda x: x.numpy(), lambda x: x.T, lambda x: x[None], lambda x: None])
+def test_an_output_on_which_another_depends_is_the_one_that_is_wrong(change):
+    outcome = chosen(change)
+    assert (outcome.status, outcome.finding["output"]) == ("FAIL", "indices")
+    assert chosen(lambda x: x).status == "PASS"
+
+
+def test_indices_are_integers():
+    assert chosen(lambda x: x != 0).finding["message"] == "has dtype torch.bool; it must be integer"
+
+
+def test_an_expectation_that_raises_while_its_output_is_right_is_an_error_of_the_suite(monkeypatch):
+    monkeypatch.setattr(Given, "resolve", lambda self, outputs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        chosen(lambda x: x)
+
+
+def test_plain_tensors_are_read_as_they_are():
+    x = torch.arange(6.0).reshape(2, 3).T
+    assert torch.equal(read(x.requires_grad_(), "cpu"), x)
+    assert type(read(torch.nn.Parameter(x), "cpu")) is torch.Tensor
+    assert torch.equal(read(x.expand(2, 3, 2), "cpu"), x.expand(2, 3, 2))
+    assert read(torch.empty(0, 5), "cpu").shape == (0, 5)
+
+
+def test_only_integers_may_be_on_the_host_when_the_inputs_are_not():
+    assert read(torch.ones(2, dtype=torch.int64), "cuda").tolist() == [1, 1]
+    with pytest.raises(Unreadable, match="is on cpu, the inputs are on cuda"):
+        read(torch.ones(2), "cuda")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.add_(1),
+        lambda x: x.resize_(1),
+        lambda x: x.untyped_storage().resize_(0),
+        lambda x: x.set_(torch.ones(3, 2)),
+    ],
+)
+def test_an_input_is_changed_in_its_values_or_in_place(change):
+    master = torch.arange(6.0).reshape(3, 2)
+    x = master.clone()
+    change(x)
+    assert is_changed(x, master)
+    assert not is_changed(master.clone(), master)
