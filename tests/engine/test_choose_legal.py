@@ -7,7 +7,7 @@ import pytest
 
 from conformance.catalogue import CONTRACTS
 from conformance.core import covering
-from conformance.core.case import Case, case_from
+from conformance.core.case import Case, axes_of, case_from
 from conformance.core.space import Space
 from conformance.engine.choose.draw import covering_cases, drawn, far_cases, scope_of, strategy
 from conformance.engine.choose.plan import fixed_cases
@@ -68,9 +68,11 @@ def test_every_neighbour_is_a_legal_other_case(function):
 
 
 def asked_for(case: Case) -> set[tuple[str, str]]:
-    """(function, setting) of every call that the case makes."""
+    """(function, setting) of every call that the case makes, and parameters of those that read."""
     problem = CONTRACTS[case.function].problem(case)
-    return {(call.function, name) for call in (problem, problem.producer) if call for name in call.settings}
+    calls = {(call.function, name) for call in (problem, problem.producer) if call for name in call.settings}
+    readers = (axis for axis in axes_of(type(case)).values() if "." in axis.argument)
+    return calls | {(case.function, axis.argument) for axis in readers if getattr(case, axis.name) != axis.default}
 
 
 SETTINGS = [(function, name) for function, contract in CONTRACTS.items() for name in contract.optional]
