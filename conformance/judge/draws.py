@@ -57,10 +57,10 @@ class Drawn(Exact):
         assert self.rounding is not None
         random = (self.rounding.p_N > 0) & (self.rounding.p_N < 1)
         calls = [observed, *(other[: len(observed)] for other in self.others)]
-        if not bool(random.any()):  # also without elements
-            return None
-        if any(torch.equal(calls[0], other) for other in calls[1:]):
+        if bool(random.any()) and any(torch.equal(calls[0], other) for other in calls[1:]):
             return "the same random numbers as in another call"
+        if not len(random):
+            return None
         draws_RN = torch.cat([self._magnitudes(codes).reshape(-1, len(self.rounding.value_N)) for codes in calls])
         return improbable(self.rounding, draws_RN) if len(draws_RN) >= LEAST_REPEATS else None
 

@@ -18,11 +18,8 @@ def plain_factor(right: np.ndarray, got: np.ndarray, bound: np.ndarray) -> str:
     if clear.sum() < 2:
         return ""
     right, got, bound = right[clear], got[clear], bound[clear]
-    guess = (got[0] - bound[0]) / right[0], (got[0] + bound[0]) / right[0]
-    near = [(name, n) for name, n in FACTORS.items() if min(guess) - abs(n) / CLEAR <= n <= max(guess) + abs(n) / CLEAR]
-    for name, n in near:
-        if (
-            np.abs(got - n * right) <= max(abs(n), 1) * bound + abs(n) * np.finfo(np.float64).eps * np.abs(right)
-        ).all():
-            return name
-    return ""
+    with np.errstate(divide="ignore"):
+        surest = np.argmax(np.abs(right) / bound)
+    name, n = min(FACTORS.items(), key=lambda item: abs(item[1] - got[surest] / right[surest]))
+    honest = max(abs(n), 1) * bound + abs(n) * np.finfo(np.float64).eps * np.abs(right)
+    return name if (np.abs(got - n * right) <= honest).all() else ""

@@ -30,12 +30,12 @@ class Agenda:
         self._single: defaultdict[int, dict[str, deque[Work]]] = defaultdict(dict)
         self._heavy: deque[Structure] = deque()  # far addresses, which take gigabytes on a GPU
         # by number of ranks: round, place in the order of arrival, case
-        self._ranked: defaultdict[int, list[tuple[int, int, Case | None]]] = defaultdict(list)
+        self._ranked: defaultdict[int, list[tuple[int, int, Case]]] = defaultdict(list)
         self._arrived = count()
         self._seconds: dict[str, float] = {}  # of a function's last structure
 
     def __bool__(self) -> bool:
-        return bool(self._single or self._heavy or self._ranked)
+        return bool(self._single or self._heavy or any(self._ranked.values()))
 
     def add(self, work: Work, turn: int = 0, first: bool = False) -> None:
         """Add a request, or a structure, to a round; `first`: in front of the function's others.
@@ -80,13 +80,8 @@ class Agenda:
 
         A world is slow to form, so its cases do not wait for the rounds of single processes.
         """
-        heads = ((queue[0], ranks) for ranks, queue in self._ranked.items() if ranks % lanes == lane)
-        (_, _, case), ranks = min(heads, default=((0, 0, None), 0))
-        if case:
-            heappop(self._ranked[ranks])
-            if not self._ranked[ranks]:
-                del self._ranked[ranks]
-        return case
+        ours = [queue for ranks, queue in self._ranked.items() if queue and ranks % lanes == lane]
+        return heappop(min(ours, key=lambda queue: queue[0][:2]))[2] if ours else None
 
     def took(self, function: str, seconds: float) -> None:
         """A process has finished a structure of the function."""

@@ -46,7 +46,7 @@ def _two_steps_per_expert(
     legal = counts.dim() == 1 and not counts.is_floating_point() and bool((counts >= 0).all())
     if not legal or int(counts.sum()) > len(d_out) or settings.get("recipe") is not None:
         return grouped_wgrad(d_out, rows, counts, **settings)
-    place = torch.full((len(d_out),), 0, dtype=torch.int64)
+    place = torch.zeros(len(d_out), dtype=torch.int64)
     for start, count in zip((counts.cumsum(0) - counts).tolist(), counts.tolist(), strict=True):
         place[start : start + count] = torch.arange(count)
     return grouped_wgrad(torch.where((place < WIDE).to(d_out.device)[:, None], d_out, 0), rows, counts, **settings)

@@ -83,7 +83,7 @@ class RouteOverRanks(SharedOut[RouteCase]):
 def summed(ranks: tuple[int, ...], place: RankContext) -> Sum:
     """The sum of a tensor over these ranks, which include the caller.
 
-    Ranks that share a GPU reach each other over gloo, which moves tensors of the CPU.
+    Ranks that share a GPU reach each other over gloo, whose messages are tensors of the CPU.
     """
 
     def over_ranks(x: Tensor) -> Tensor:
