@@ -14,8 +14,9 @@ def _compile(folder: str, key: str, seconds: float, out) -> None:
     compiler._begin(key=key, fn=KERNEL)
     begun = time.monotonic()
     time.sleep(seconds)
+    ended = time.monotonic()
     compiler._end(key=key, fn=KERNEL)
-    out.put((begun, time.monotonic(), compiler.take(), compiler.take()))
+    out.put((begun, ended, compiler.take(), compiler.take()))
 
 
 def _both(folder, *keys: str) -> list[tuple]:
