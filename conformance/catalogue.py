@@ -25,7 +25,8 @@ for _family in FAMILIES:
             _contract.worldwide = _golden  # rank 0's part stands for the collective's
             _golden = {name: (calls[0], right[0]) for name, (calls, right) in _golden.items()}
         _contract.golden, _contract.illegal = _golden, dict(_family.illegal[_name])
-        _contract.laws = {law.name: law for law in _family.laws[_name]}
+        _has_gradients = bool(_contract.signature.gradients)
+        _contract.laws = {law.name: law for law in _family.laws[_name] if _has_gradients or not law.gradients}
         _contract.shapes = _family.space[_name]
         _contract.case_type.serves(_name)
         CONTRACTS[_name] = _contract

@@ -25,6 +25,7 @@ class Trial:
     expected: dict[str, Expectation]
     first: Outputs  # of the first run, on the CPU
     run: Callable[..., Outputs]  # run(problem, **options) -> outputs of another run
+    run_both: Callable[..., tuple[Outputs, Outputs]]  # both forwards, then both backwards
     declared: dict[str, Any]
     cost: Any  # accumulates the reference's time
     extras: dict[str, Any] = field(default_factory=dict)  # from the first run: its placed inputs
@@ -80,6 +81,7 @@ class Law:
     applies: Callable[[Any], bool] = lambda case: True
     device: str = ""  # required device type; empty: any
     recompiles: bool = False  # its calls run other kernels than the case's own call
+    gradients: bool = False  # for functions with gradients only
 
 
 def plain(case: Any) -> bool:

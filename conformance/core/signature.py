@@ -60,6 +60,7 @@ class Signature:
     linear: tuple[str, str] = ("", "")  # (input, output) of the linear map
     static: tuple[str, ...] = ()  # settings that fix every shape: no host sync
     redundant: tuple[str, ...] = ()  # settings implied by other arguments; may be omitted
+    random: bool = False  # a call may draw from torch's generators
 
     @cached_property
     def names(self) -> dict[str, Input]:

@@ -11,7 +11,7 @@ from conformance.core.contract import Contract, Problem
 from conformance.core.law import Law, Trial, same, upside_down
 from conformance.core.scope import Scope
 from conformance.core.space import Space
-from conformance.judge import Exact, Finding
+from conformance.judge import Exact, Expectation, Finding
 
 
 def neighbours(contract: Contract[Any], case: Any) -> tuple[Any, Any]:
@@ -30,26 +30,92 @@ def _history(trial: Trial) -> Finding | None:
 
 
 def _determinism(trial: Trial) -> Finding | None:
-    """The same call on memory with other contents."""
+    """The same call on memory with other contents, with another state of torch's generator."""
     other = {"nan": "zero", "zero": "max", "max": "nan"}[trial.case.poison]
-    return trial.repeats("determinism", trial.run(trial.problem, poison=other))
+    with torch.random.fork_rng():
+        torch.manual_seed(trial.case.seed + 1)
+        return trial.repeats("determinism", trial.run(trial.problem, poison=other))
 
 
 def _other_values(problem: Problem) -> Problem:
-    """The same shapes and counts, tensors reversed and negated as far as the call stays legal."""
+    """The same shapes and counts, tensors reversed and times -¼ as far as the call stays legal."""
     if problem.producer is not None:  # the row map fixes the places of the rows
-        return problem.with_tensors({"rows": -problem.required["rows"]})
+        return problem.with_tensors({"rows": -problem.required["rows"] / 4})
     other = {name: upside_down(x) for name, x in problem.tensors.items() if name not in ("chunk_sizes", "order")}
     signed = {
         name: x for name, x in other.items() if x.is_floating_point() and x.element_size() > 1 and name != "probs"
     }
-    return problem.with_tensors(other | {name: -x for name, x in signed.items()})
+    return problem.with_tensors(other | {name: -x / 4 for name, x in signed.items()})
+
+
+def overwritten(trial: Trial, second: Problem, right: dict[str, Expectation]) -> Finding | None:
+    """The caller overwrites the inputs and calls again: each call has its own results."""
+    first, outputs = trial.run_both(trial.problem, second, reuse=True)
+    finding = trial.judged("buffer_reuse", right, outputs)
+    if finding:
+        return replace(finding, message=f"of other values in the same memory it {finding.message}")
+    finding = trial.repeats("buffer_reuse", first)
+    return finding and replace(finding, message=f"when the inputs are overwritten after the call, it {finding.message}")
 
 
 def _buffer_reuse(trial: Trial) -> Finding | None:
-    """Other values in the storage of the first run's inputs."""
+    """Other values in the memory of the inputs."""
     second = _other_values(trial.problem)
-    return trial.judged("buffer_reuse", trial.reference(second), trial.run(second, storage=trial.extras["placed"]))
+    return overwritten(trial, second, trial.reference(second))
+
+
+def _next_values(trial: Trial) -> tuple[Any, Problem] | None:
+    """The case with the next seed, and its call; None if the implementation refuses it."""
+    other = replace(trial.case, law="", seed=trial.case.seed + 1)
+    problem = trial.contract.problem(other)
+    return None if trial.extras["refusal"](problem) else (other, problem)
+
+
+def _interleaved(trial: Trial) -> Finding | None:
+    """Another call's forward between this one's forward and backward, as in a pipeline."""
+    found = _next_values(trial)
+    if not found:
+        return None
+    outputs, others = trial.run_both(trial.problem, found[1])
+    finding = trial.repeats("interleaved", outputs)
+    if finding:
+        return replace(finding, message=f"with another call before its backward, it {finding.message}")
+    right = trial.reference(found[1], found[0])
+    finding = trial.judged("interleaved", right, others)
+    if not finding or trial.judged("interleaved", right, trial.run(found[1])):  # wrong by itself
+        return None
+    return replace(finding, message=f"with another call's backward before its own, it {finding.message}")
+
+
+def _repeated(trial: Trial) -> Finding | None:
+    """Other values, then the same call twice: no call depends on the number of calls before."""
+    found = _next_values(trial)
+    if found:
+        trial.run(found[1])
+    for _ in range(2):
+        finding = trial.repeats("repeated", trial.run(trial.problem))
+        if finding:
+            return replace(finding, message=f"when it is called again, it {finding.message}")
+    return None
+
+
+def _other_thread(trial: Trial) -> Finding | None:
+    """The same call in a thread that has made none before."""
+    return trial.repeats("other_thread", trial.run(trial.problem, manner="thread"))
+
+
+def _inference_mode(trial: Trial) -> Finding | None:
+    """The same call under `torch.inference_mode`."""
+    return trial.repeats("inference_mode", trial.run(trial.problem, manner="inference"))
+
+
+def _accumulated(trial: Trial) -> Finding | None:
+    """Gradients of views, added to a `.grad` of zeros, by two backwards: equal numbers."""
+    numbers = {
+        name: replace(x, kind="values") if isinstance(x, Exact) and x.kind == "bits" and name[:2] == "d_" else x
+        for name, x in trial.expected.items()
+    }
+    return trial.judged("accumulated", numbers, trial.run(trial.problem, manner="accumulated"))
 
 
 def _late_producer(trial: Trial) -> Finding | None:
@@ -77,6 +143,10 @@ def _graph_capture(trial: Trial) -> Finding | None:
     return trial.judged("graph_capture", trial.reference(second), trial.run(trial.problem, replay=second))
 
 
+def _is_drawn(case) -> bool:
+    return not case.golden and not case.illegal
+
+
 def _has_values(case) -> bool:
     return not case.golden and not case.illegal and case.layout != "expanded"
 
@@ -86,13 +156,19 @@ def _static(case) -> bool:
     return bool(_has_values(case) and case.sized and not case.grads and case.layout == "contiguous")
 
 
-HISTORY = Law("history", _history, lambda case: not case.illegal and not case.golden, recompiles=True)
-DETERMINISM = Law("determinism", _determinism, lambda case: not case.illegal and not case.golden)
+HISTORY = Law("history", _history, _is_drawn, recompiles=True)
+DETERMINISM = Law("determinism", _determinism, _is_drawn)
+REPEATED = Law("repeated", _repeated, _is_drawn)
+INTERLEAVED = Law("interleaved", _interleaved, _is_drawn)
+OTHER_THREAD = Law("other_thread", _other_thread, _is_drawn)
+INFERENCE_MODE = Law("inference_mode", _inference_mode, lambda case: _is_drawn(case) and not case.grads)
+ACCUMULATED = Law("accumulated", _accumulated, lambda case: _is_drawn(case) and bool(case.grads), gradients=True)
 BUFFER_REUSE = Law("buffer_reuse", _buffer_reuse, lambda case: _has_values(case) and not case.grads)
 LATE_PRODUCER = Law("late_producer", _late_producer, _has_values, device="cuda")
 HOST_SYNC = Law("host_sync", _host_sync, _static, device="cuda")
 GRAPH_CAPTURE = Law("graph_capture", _graph_capture, _static, device="cuda")
-EVERYWHERE = (HISTORY, DETERMINISM, BUFFER_REUSE, LATE_PRODUCER)
+CALLS = (HISTORY, DETERMINISM, REPEATED, INTERLEAVED, OTHER_THREAD, INFERENCE_MODE, ACCUMULATED)
+EVERYWHERE = (*CALLS, BUFFER_REUSE, LATE_PRODUCER)
 STATIC = (HOST_SYNC, GRAPH_CAPTURE)
 
 

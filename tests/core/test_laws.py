@@ -15,6 +15,7 @@ from conformance.families.experts.laws import ordinary
 from conformance.families.permutation.cases import RoutingCase
 from conformance.interface import Implementation
 from tests.common.suite import outcome_of, wrapped
+from tests.core.call_twins import CALL_TWINS
 from tests.core.law_twins import (
     ACTIVATED,
     ACTIVATION,
@@ -74,7 +75,7 @@ def test_a_namespace_with_right_values_that_breaks_a_law_is_found_by_that_law(la
 
 
 def test_every_law_has_a_twin_that_must_fail():
-    assert {law for law, _, _ in TWINS} == {law.name for laws in ON_A_CPU.values() for law in laws}
+    assert {law for law, _, _ in TWINS + CALL_TWINS} == {law.name for laws in ON_A_CPU.values() for law in laws}
 
 
 def adds_by_layout():
@@ -181,6 +182,7 @@ CALLS = [
     replace(ONE_STEP, scaling="delayed", align=0, capacity=2, values="special"),
     ACTIVATED,
     replace(NARROW, function="activation_and_quantize", scaling="mxfp8", direction="both", dtype="bfloat16"),
+    replace(ACTIVATED, function="activation_and_quantize", grads="h"),
     replace(ACTIVATED, function="glu_backward_and_quantize", values="special", rounded=True, interleave=2),
     replace(NARROW, function="glu_backward_and_quantize", scaling="nvfp4"),
     replace(NARROW, function="activation_backward_and_quantize", scaling="block", kind="gelu_tanh"),

@@ -53,7 +53,9 @@ def asked_alone(law: str, case: DispatchCase, namespace: Any, place: RankContext
     return (
         CONTRACTS[case.function]
         .laws[law]
-        .check(Trial(case, contract, problem, {}, runner.run(problem), runner.run, {}, outcome, extras))
+        .check(
+            Trial(case, contract, problem, {}, runner.run(problem), runner.run, runner.run_both, {}, outcome, extras)
+        )
     )
 
 

@@ -1,6 +1,7 @@
 """Runs one case and judges it, in the process that the implementation may kill."""
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -228,14 +229,21 @@ def _trial(
     case, contract: Contract[Any], problem, expected, outputs, runner: Runner, declared, implementation: Implementation
 ) -> Trial:
     refusal = lambda other: _refusal(case, other, implementation, declared)  # noqa: E731
-    extras: dict[str, Any] = {"placed": runner.placed, "offers": implementation.offers, "refusal": refusal}
+    extras: dict[str, Any] = {"offers": implementation.offers, "refusal": refusal}
 
-    def run(other: Problem, **settings: Any) -> dict[str, Any]:
-        if _refusal(case, other, implementation, declared):
-            raise Inapplicable
-        return runner.run(other, **settings)
+    def offered(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*problems: Problem, **options: Any) -> Any:
+            if any(_refusal(case, other, implementation, declared) for other in problems):
+                raise Inapplicable
+            results = make(*problems, **options)
+            if runner.changed and problems[0] is problem:  # another call is judged by a case of its own
+                raise Misbehaved(runner.changed, "input", f"changed its input {runner.changed}")
+            return results
 
-    return Trial(case, contract, problem, expected, outputs, run, declared, runner.outcome, extras)
+        return made
+
+    run, run_both = offered(runner.run), offered(runner.run_both)
+    return Trial(case, contract, problem, expected, outputs, run, run_both, declared, runner.outcome, extras)
 
 
 def _digest(expected: dict[str, Any]) -> int:

@@ -1,6 +1,9 @@
 """Makes one call of an implementation: inputs, poisoned memory, gradients, guards."""
 
+import contextlib
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +13,15 @@ from torch import Tensor
 from conformance.catalogue import CONTRACTS
 from conformance.core.contract import Opaque, Problem
 from conformance.core.tensors import laid_out
+from conformance.engine.child import state
 from conformance.engine.child.addresses import Addresses
 from conformance.engine.child.poison import Poison
 from conformance.engine.child.results import Unreadable, described, is_changed, read
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Finding, judge
 from conformance.judge.exact import Exact
+
+Outputs = dict[str, Any]
 
 
 @dataclass
@@ -55,6 +61,38 @@ class Misbehaved(Exception):
         self.finding = Finding(output, check, message)
 
 
+def _in_another_thread(call: Callable[[], Outputs]) -> Outputs:
+    """The call in a thread that has made none before, on the same stream."""
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def made() -> Outputs:
+        with torch.cuda.stream(stream):
+            return call()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(made).result()
+
+
+def _in_inference_mode(call: Callable[[], Outputs]) -> Outputs:
+    with torch.inference_mode():
+        return call()
+
+
+# by name: how a call is made
+MANNERS: dict[str, Callable[[Callable[[], Outputs]], Outputs]] = {
+    "": lambda call: call(),
+    "thread": _in_another_thread,
+    "inference": _in_inference_mode,
+    "accumulated": lambda call: call(),  # gradients of views, added to a `.grad`: see `Runner._call`
+}
+
+
+def _changed(problem: Problem, placed: dict[str, Tensor]) -> str:
+    """The first input or cotangent that a call has changed; empty: none."""
+    masters = problem.tensors | {f"d_{name}": x for name, x in problem.cotangents.items()}
+    return next((name for name, x in masters.items() if is_changed(placed[name], x)), "")
+
+
 @dataclass
 class Runner:
     """Makes calls of one implementation on one device, and measures them."""
@@ -63,36 +101,34 @@ class Runner:
     device: str
     poison: str
     outcome: Outcome
-    placed: dict[str, Tensor] = field(default_factory=dict)
-    changed: str = ""  # an input that the last run changed
+    changed: str = ""  # an input or cotangent that the last run's (first) call changed
 
     def run(
         self,
         problem: Problem,
         *,
         poison: str = "",
-        storage: dict[str, Tensor] | None = None,
         late: bool = False,
         forbid_sync: bool = False,
         replay: Problem | None = None,
-    ) -> dict[str, Any]:
+        manner: str = "",
+    ) -> Outputs:
         """Place the inputs, call, take the gradients, and check the inputs and the guards.
 
         Args:
             poison: kind of poison, if not the case's own.
-            storage: placed inputs of an earlier run, which this run overwrites with its own.
             late: the device writes the inputs only after the call has been made.
             forbid_sync: make waiting for the device an error.
             replay: values with which the call is replayed, after its capture in a graph.
+            manner: how the call is made, if not in the plain way: a name in MANNERS.
 
         Raises:
-            Misbehaved: the implementation wrote outside its memory, or returned values that the
-                interface forbids.
+            Misbehaved: the implementation wrote outside its memory, changed torch's global state,
+                or returned values that the interface forbids.
             Blocked: the producer of an opaque input is wrong.
         """
-        placed = self._place(problem, storage)
-        self.placed = placed
-        with Poison(poison or self.poison) as memory, Addresses(memory) as addresses:
+        placed = self._place(problem)
+        with self._watched(problem, poison):
             opaque = self._produce(problem) if problem.producer else None
             started = time.perf_counter()
             try:
@@ -101,28 +137,69 @@ class Runner:
                 if forbid_sync:
                     torch.cuda.set_sync_debug_mode("error")
                 outputs = (
-                    self._call(problem, placed, opaque)
+                    MANNERS[manner](lambda: self._call(problem, placed, opaque, manner))
                     if replay is None
                     else self._captured(problem, replay, placed, opaque)
                 )
             finally:
                 if forbid_sync:
                     torch.cuda.set_sync_debug_mode("default")
-            if self.device == "cuda":
-                torch.cuda.synchronize()
-            if problem.read:
-                outputs = problem.read(self.implementation, outputs)
+            outputs = self._finished(problem, outputs)
             self.outcome.seconds_implementation += time.perf_counter() - started
+        self.changed = _changed(replay or problem, placed)
+        return self._read(outputs)
+
+    def run_both(self, first: Problem, second: Problem, *, reuse: bool = False) -> tuple[Outputs, Outputs]:
+        """Both calls before the backward of either; read when all is done.
+
+        Args:
+            reuse: the second call's inputs overwrite the first's in their memory.
+
+        Raises:
+            Misbehaved, Blocked: see `run`.
+        """
+        places = [self._place(first), {} if reuse else self._place(second)]
+        calls: list[tuple[Problem, dict[str, Tensor], Outputs]] = []
+        with self._watched(first):
+            for problem, placed in zip((first, second), places, strict=True):
+                placed = placed or self._place(problem, places[0])
+                opaque = self._produce(problem) if problem.producer else None
+                calls.append((problem, placed, self._forward(problem, placed, opaque)))
+            results = [
+                self._finished(problem, outputs | self._gradients(problem, inputs, outputs))
+                for problem, inputs, outputs in calls
+            ]
+        self.changed = "" if reuse else _changed(first, places[0])
+        return self._read(results[0]), self._read(results[1])
+
+    @contextlib.contextmanager
+    def _watched(self, problem: Problem, poison: str = "") -> Iterator[None]:
+        """Poisoned and guarded memory around calls, whose effects elsewhere are checked at the end.
+
+        Raises:
+            Misbehaved: memory or global state has changed.
+        """
+        before = state.taken()
+        try:
+            with Poison(poison or self.poison) as memory, Addresses(memory) as addresses:
+                yield
+        finally:
+            changed = state.restored(before, CONTRACTS[problem.function].signature.random)
         self.outcome.evaluations += 1
         if addresses.outside:
             raise Misbehaved("memory", "memory", addresses.outside)
         if memory.overrun():
             raise Misbehaved("memory", "memory", "wrote outside the memory it had allocated")
-        masters = (replay or problem).tensors
-        self.changed = next((name for name, x in masters.items() if is_changed(placed[name], x)), "")
-        return self._read(outputs)
+        if changed:
+            raise Misbehaved("call", "state", f"changed {changed}")
 
-    def _read(self, outputs: dict[str, Any]) -> dict[str, Any]:
+    def _finished(self, problem: Problem, outputs: Outputs) -> Outputs:
+        """The outputs when the device has computed them, with what further calls read from them."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return problem.read(self.implementation, outputs) if problem.read else outputs
+
+    def _read(self, outputs: Outputs) -> Outputs:
         """The outputs, tensors on the host.
 
         Raises:
@@ -143,7 +220,7 @@ class Runner:
             return tuple(part.to(self.device, copy=True) for part in x)
         return x.to(self.device) if isinstance(x, Tensor) else x
 
-    def _place(self, problem: Problem, storage: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    def _place(self, problem: Problem, storage: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         masters = problem.tensors | {f"d_{name}": x for name, x in problem.cotangents.items()}
         if storage is None:
             placed = {
@@ -190,13 +267,20 @@ class Runner:
             raise Blocked(f"{producer.function} is wrong here: rows {finding.message}")
         return outputs
 
-    def _call(self, problem: Problem, placed: dict[str, Tensor], opaque: dict[str, Any] | None) -> dict[str, Any]:
+    def _call(self, problem: Problem, placed: dict[str, Tensor], opaque: Outputs | None, manner: str = "") -> Outputs:
+        """The outputs, and the gradients of the wanted inputs."""
+        if manner != "accumulated":
+            outputs = self._forward(problem, placed, opaque)
+            return outputs | self._gradients(problem, placed, outputs)
+        views = {name: placed[name].view_as(placed[name]) for name in problem.wanted}
+        outputs = self._forward(problem, placed | views, opaque)
+        return outputs | self._accumulated(problem, placed, outputs)
+
+    def _forward(self, problem: Problem, placed: dict[str, Tensor], opaque: Outputs | None) -> Outputs:
         contract = CONTRACTS[problem.function]
         if problem.script:
-            outputs = problem.script(
-                self.implementation, problem.required | problem.settings | placed | {"produced": opaque}
-            )
-            return outputs | self._gradients(problem, placed, outputs)
+            given = problem.required | problem.settings | placed | {"produced": opaque}
+            return problem.script(self.implementation, given)
         arguments = [
             opaque[x.field_name] if isinstance(x, Opaque) and opaque else placed.get(name, x)
             for name, x in problem.required.items()
@@ -209,31 +293,57 @@ class Runner:
         }
         try:
             result = self.implementation.call(problem.function, *arguments, **settings)
-            outputs = named_outputs(result, contract.outputs)
+            return named_outputs(result, contract.outputs)
         except ValueError as error:
             if str(error).startswith("returned"):
                 raise Misbehaved("call", "signature", str(error)) from error
             raise
-        return outputs | self._gradients(problem, placed, outputs)
 
-    def _gradients(self, problem: Problem, placed: dict[str, Tensor], outputs: dict[str, Any]) -> dict[str, Tensor]:
-        if not problem.wanted:
-            return {}
+    def _backward(
+        self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs attached to the wanted inputs, and their cotangents.
+
+        Raises:
+            Misbehaved: an output has another shape than its cotangent.
+        """
         used = [name for name in problem.cotangents if isinstance(outputs.get(name), Tensor)]
         for name in used:
-            if tuple(outputs[name].shape) != tuple(placed[f"d_{name}"].shape):
-                shape, right = tuple(outputs[name].shape), tuple(placed[f"d_{name}"].shape)
+            shape, right = tuple(outputs[name].shape), tuple(placed[f"d_{name}"].shape)
+            if shape != right:
                 raise Misbehaved(name, "shape", f"has shape {shape}; the reference's is {right}")
-        gradients: tuple[Tensor | None, ...]
         attached = [name for name in used if outputs[name].requires_grad]
+        cotangents = [placed[f"d_{name}"].to(outputs[name].dtype) for name in attached]
+        return [outputs[name] for name in attached], cotangents
+
+    def _gradients(self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs) -> dict[str, Tensor]:
+        """Gradients of the wanted inputs; of one without effect on the outputs, zeros."""
+        if not problem.wanted:
+            return {}
         inputs = [placed[name] for name in problem.wanted]
+        attached, cotangents = self._backward(problem, placed, outputs)
+        gradients: tuple[Tensor | None, ...] = (None,) * len(inputs)
         if attached:
-            cotangents = [placed[f"d_{name}"].to(outputs[name].dtype) for name in attached]
-            gradients = torch.autograd.grad([outputs[name] for name in attached], inputs, cotangents, allow_unused=True)
-        else:
-            gradients = ()
-        triples = zip(problem.wanted, inputs, gradients or (None,) * len(inputs), strict=True)
+            gradients = torch.autograd.grad(attached, inputs, cotangents, allow_unused=True)
+        triples = zip(problem.wanted, inputs, gradients, strict=True)
         return {f"d_{name}": torch.zeros_like(x) if g is None else g for name, x, g in triples}
+
+    def _accumulated(self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs) -> dict[str, Tensor]:
+        """Gradients added to a `.grad` of zeros; of the second backward, unless that is refused."""
+        attached, cotangents = self._backward(problem, placed, outputs)
+        found: dict[str, Tensor] = {}
+        for again in (False, True):
+            for name in problem.wanted:
+                placed[name].grad = torch.zeros_like(placed[name])
+            if attached:
+                try:
+                    torch.autograd.backward(attached, cotangents, retain_graph=not again)
+                except Exception:
+                    if again:
+                        return found
+                    raise
+            found = {f"d_{name}": x for name in problem.wanted if (x := placed[name].grad) is not None}
+        return found
 
     def _captured(
         self, problem: Problem, replay: Problem, placed: dict[str, Tensor], opaque: dict[str, Any] | None

@@ -13,6 +13,7 @@ from torch import Tensor
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Trial, same, upside_down
 from conformance.core.ranks import AtRank
+from conformance.core.universal_laws import overwritten
 from conformance.families.dispatch.cases import MAPPED, DispatchCase
 from conformance.families.dispatch.dispatcher import together
 from conformance.judge import Bounded, Exact, Expectation, Finding
@@ -105,9 +106,8 @@ def _wanted(case: DispatchCase, calls: list[Problem]) -> Tensor:
 
 
 def _buffer_reuse(trial: Trial) -> Finding | None:
-    """Other values in the storage of the first run's inputs."""
-    second, right = _other_values(trial)
-    return trial.judged("buffer_reuse", right, trial.run(second, storage=trial.extras["placed"]))
+    """Other values in the memory of the inputs."""
+    return overwritten(trial, *_other_values(trial))
 
 
 def _late_producer(trial: Trial) -> Finding | None:

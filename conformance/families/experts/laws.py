@@ -216,7 +216,7 @@ def _negated(name: str, x: Tensor) -> Tensor:
 def _buffer_reuse(trial: Trial) -> Finding | None:
     """Other values in the storage of the first run's inputs."""
     second = turned(trial.problem)
-    return trial.judged("buffer_reuse", trial.reference(second), trial.run(second, storage=trial.extras["placed"]))
+    return general.overwritten(trial, second, trial.reference(second))
 
 
 def _graph_capture(trial: Trial) -> Finding | None:

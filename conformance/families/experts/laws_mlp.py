@@ -115,7 +115,7 @@ _ELEMENTWISE = (
     *(experts.NEIGHBOUR_INDEPENDENCE, experts.SCALING, experts.COTANGENT_SCALING),
 )
 _PRODUCT = (
-    *(universal.HISTORY, universal.DETERMINISM, experts.BUFFER_REUSE),
+    *(*universal.CALLS, experts.BUFFER_REUSE),
     *(universal.LATE_PRODUCER, universal.HOST_SYNC, experts.GRAPH_CAPTURE),
 )
 _SEGMENTS = (experts.NEIGHBOUR_INDEPENDENCE, experts.PADDING_INDEPENDENCE, experts.EXPERT_RELABELLING)

@@ -93,7 +93,7 @@ def _layers(draw: st.DrawFn, recipe: Changes) -> Changes:
 def _graded(draw: st.DrawFn, scope: Scope, fields: Changes) -> Changes:
     """Gradients of given inputs, or none; dtype and values that the recipe takes with them."""
     given = tuple(x.name for x in scope.signature.inputs if x.gradient and fields.get(x.optional, True))
-    fields = fields | {"grads": draw(st.just("") | some_of(given))}
+    fields = fields | {"grads": draw(some_of(given))}
     if fields["scaling"] and not scope.fits(scope.case(fields | {"interleave": 0})):
         fields |= {"dtype": "bfloat16", "values": "dyadic"}
     return fields

@@ -91,7 +91,9 @@ class Jitter(Contract[GateCase]):
 
     function = "jitter"
     case_type = GateCase
-    signature = Signature(inputs=[Input("x", "TH", FLOATS)], outputs=[Output("x", "TH")], required=("eps",))
+    signature = Signature(
+        inputs=[Input("x", "TH", FLOATS)], outputs=[Output("x", "TH")], required=("eps",), random=True
+    )
 
     def legal(self, case: GateCase) -> Problem:
         x = payload(case.seed, "x", (case.tokens, case.hidden), case.dtype)

@@ -167,6 +167,8 @@ DROP_TOKENS = (*_EVERY, EXPERT_RELABELLING, universal.SCALING)
 AUX_LOSS_SCORES = (*_EVERY, *_CHOICE, PADDING_TOKENS)
 LOAD_BALANCING_LOSS = (*_EVERY, SHARES, universal.SCALING)
 Z_LOSS = (*_EVERY, TOKEN_REVERSAL, EXPERT_RELABELLING, PADDING_TOKENS)
-ATTACH_LOSS = (*_EVERY, universal.SCALING)
+ATTACH_LOSS = (*universal.CALLS, universal.LATE_PRODUCER, *universal.STATIC, universal.SCALING)  # may return x itself
 UPDATE_EXPERT_BIAS = (*_EVERY, EXPERT_RELABELLING)
-ROUTE = (*SHARED_OUT, *of_one_process(universal.LATE_PRODUCER, *universal.STATIC))
+# without gradients a router is not trained: its steps say which ones compute them
+_TRAINED = tuple(law for law in universal.CALLS[2:] if law is not universal.INFERENCE_MODE)
+ROUTE = (*SHARED_OUT, *of_one_process(*_TRAINED, universal.LATE_PRODUCER, *universal.STATIC))

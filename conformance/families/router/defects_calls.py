@@ -1,0 +1,30 @@
+"""Defects of how calls of the router follow one another."""
+
+from conformance.core import call_defects as calls
+from conformance.core.defect import Defect
+
+DEFECTS: tuple[Defect, ...] = (
+    Defect("C18", "the global generator is advanced", calls.CALLS, {"topk_routing": calls.draws_from_the_generator}),
+    Defect(
+        "C19",
+        "without gradients the options are ignored",
+        calls.CALLS,
+        {"topk_routing": calls.another_path_without_gradients},
+    ),
+    Defect("C20", "each third call of a shape is wrong", calls.CALLS, {"gate": calls.wrong_at_the_third_call()}),
+    Defect(
+        "C21",
+        "backward reads what the last forward kept",
+        calls.CALLS,
+        {"z_loss": calls.backward_of_the_last_forward()},
+    ),
+    Defect(
+        "C22",
+        "a second backward reads memory that the first has reused",
+        calls.CALLS,
+        {"aux_loss_scores": calls.empties_what_backward_keeps},
+    ),
+    Defect(
+        "C23", "the default dtype is left changed", calls.CALLS, {"load_balancing_loss": calls.leaves_another_dtype}
+    ),
+)

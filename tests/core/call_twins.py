@@ -1,0 +1,31 @@
+"""Per law on sequences of calls: a case, and an operator that is right in a plain call."""
+
+from dataclasses import replace
+
+import torch
+
+from conformance.core import call_defects as calls
+from tests.core.law_twins import ACTIVATION, CHUNKS, DGRAD, GLU, LINEAR, SPREAD_TOPK, UNPERMUTE, Z
+
+
+def itself(original, rows, sizes, order, **settings):
+    out = original(rows, sizes, order, **settings)
+    return out._replace(rows=rows) if torch.equal(out.rows, rows) else out
+
+
+STILL = replace(CHUNKS, order=(0, 1, 2))
+FORWARD_GLU = replace(GLU, grads="")
+CALL_TWINS = [  # law, case, function that makes the wrapper
+    ("interleaved", LINEAR, calls.backward_of_the_last_forward),
+    ("interleaved", replace(GLU, grads="h"), calls.backward_of_the_last_forward),
+    ("interleaved", Z, calls.one_buffer_of_each_shape),
+    ("interleaved", DGRAD, calls.one_buffer_of_each_shape),
+    ("repeated", GLU, calls.wrong_at_the_third_call),
+    ("other_thread", ACTIVATION, calls.set_up_by_the_first_thread),
+    ("other_thread", UNPERMUTE, calls.set_up_by_the_first_thread),
+    ("inference_mode", FORWARD_GLU, lambda: calls.another_path_without_gradients),
+    ("inference_mode", SPREAD_TOPK, lambda: calls.another_path_without_gradients),
+    ("accumulated", GLU, lambda: calls.empties_what_backward_keeps),
+    ("buffer_reuse", FORWARD_GLU, calls.cached_by_address),
+    ("buffer_reuse", STILL, lambda: itself),
+]

@@ -1,0 +1,74 @@
+"""Laws of how calls follow one another: each rejects an operator that is right in a plain call."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import moe_ref
+from conformance.catalogue import CONTRACTS
+from conformance.core import call_defects as calls
+from tests.common.suite import outcome_of, wrapped
+from tests.core.call_twins import CALL_TWINS, FORWARD_GLU
+from tests.core.law_twins import FORWARD, GLU, JITTER, LINEAR
+
+EVERY_CALL = [  # check, case, wrapper
+    ("state", FORWARD, calls.draws_from_the_generator),
+    ("state", replace(FORWARD_GLU, tokens=0), calls.leaves_another_dtype),
+    ("input", LINEAR, calls.changes_the_cotangent),
+]
+
+
+def spoilt(case, wrapper):
+    return wrapped(case.function, wrapper)
+
+
+@pytest.mark.parametrize(("law", "case", "make"), CALL_TWINS)
+def test_a_law_rejects_what_is_right_in_a_plain_call(law, case, make):
+    assert outcome_of(case, spoilt(case, make())).status == "PASS"
+    outcome = outcome_of(replace(case, law=law), spoilt(case, make()))
+    assert (outcome.status, outcome.finding["check"]) == ("FAIL", law), outcome
+    assert outcome_of(replace(case, law=law), moe_ref).status == "PASS"
+
+
+@pytest.mark.parametrize(("check", "case", "wrapper"), EVERY_CALL)
+def test_every_call_is_checked_for_what_it_leaves_behind(check, case, wrapper):
+    outcome = outcome_of(case, spoilt(case, wrapper))
+    assert (outcome.status, outcome.finding["check"]) == ("FAIL", check), outcome
+    assert torch.get_default_dtype() == torch.float32
+    assert outcome_of(case, moe_ref).status in ("PASS", "UNINFORMATIVE")
+
+
+def test_a_random_function_may_draw_from_the_generator():
+    assert outcome_of(JITTER, moe_ref).status == "PASS"
+
+
+def test_a_backward_that_refuses_to_run_twice_is_accepted():
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.used = False
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            if ctx.used:
+                raise RuntimeError("a second backward is not supported")
+            ctx.used = True
+            return cotangent
+
+    def once(original, h, **settings):
+        return original(Once.apply(h), **settings)
+
+    assert outcome_of(replace(GLU, law="accumulated"), wrapped("glu", once)).status == "PASS"
+
+
+def test_a_call_that_is_wrong_by_itself_is_not_put_down_to_the_call_before():
+    first = CONTRACTS["glu"].problem(GLU).required["h"]
+
+    def wrong_elsewhere(original, h, **settings):
+        out = original(h, **settings)
+        return out if torch.equal(h.detach(), first) else out * 2
+
+    outcome = outcome_of(replace(GLU, law="interleaved"), wrapped("glu", wrong_elsewhere))
+    assert outcome.status == "PASS", outcome
