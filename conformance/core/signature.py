@@ -95,18 +95,25 @@ class Signature:
 
     @cached_property
     def placed(self) -> dict[str, str]:
-        """Dimensions of every tensor whose layout the caller chooses: inputs and cotangents."""
+        """Dimensions of every tensor whose layout the caller chooses: inputs and cotangents.
+
+        Also of the producer's inputs, except where an input has the same name.
+        """
         cotangents = {f"d_{out.name}": out.dims for out in self.outputs if out.name in self.differentiable}
-        return {x.name: x.dims for x in self.inputs} | cotangents
+        return {x.name: x.dims for x in (*self.made_from, *self.inputs)} | cotangents
 
     def layouts(self, far: bool) -> Iterator[tuple[str, str]]:
-        """(tensor, layout), near or far; no vector is transposed, a cotangent may be expanded."""
+        """(tensor, layout), near or far; no vector is transposed, a cotangent may be expanded.
+
+        The producer's own cases have its inputs far.
+        """
+        made = {x.name for x in self.made_from} - {*self.names}
         for name, dims in self.placed.items():
             if far:
-                yield from ((name, layout) for layout in FAR[: len(dims)])
+                yield from ((name, layout) for layout in FAR[: len(dims)] if name not in made)
                 continue
             yield from ((name, layout) for layout in (NEAR if len(dims) > 1 else NEAR[1:] if dims else ()))
-            if self.names[name].expands if name in self.names else len(dims) > 1:
+            if self.names[name].expands if name in self.names else len(dims) > 1 and name not in made:
                 yield name, "expanded"
 
     # ---- of one case
@@ -137,7 +144,8 @@ class Signature:
         if case.unused and not (used and used != self.cotangents(replace(case, unused=""))):
             return f"unused is {case.unused!r}, but no other output has a cotangent"
         if case.layout != "contiguous":
-            given = {x.name for x in self.inputs if x.given(case)} | {f"d_{name}" for name in self.cotangents(case)}
+            given = {x.name for x in self.every_input if x.given(case)}
+            given |= {f"d_{name}" for name in self.cotangents(case)}
             dims = self.placed.get(case.layout_of, "")
             if case.layout in FAR[len(dims) :]:
                 return f"layout is {case.layout!r}, but {case.layout_of!r} has {len(dims)} dimensions"

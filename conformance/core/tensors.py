@@ -115,7 +115,7 @@ def _in_storage(x: Tensor, strides: list[int], offset: int, sizes: torch.Size) -
     storage = torch.empty(extent, dtype=x.dtype, device=x.device)
     if extent < 2**20:
         storage.view(torch.uint8).fill_(0xFF)  # garbage in the gaps; a wide storage stays unmapped
-    view = storage.as_strided(sizes, strides, offset)
+    view = storage.as_strided(sizes, strides, storage.storage_offset() + offset)
     return view.copy_(x)
 
 

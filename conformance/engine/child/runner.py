@@ -220,6 +220,11 @@ class Runner:
             return tuple(part.to(self.device, copy=True) for part in x)
         return x.to(self.device) if isinstance(x, Tensor) else x
 
+    def _laid_out(self, problem: Problem, name: str, x: Any) -> Any:
+        """A producer's argument, in the layout that the problem has for it."""
+        layout = "contiguous" if name in problem.tensors else problem.layouts.get(name, "contiguous")
+        return laid_out(x, layout) if isinstance(x, Tensor) else x
+
     def _place(self, problem: Problem, storage: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         masters = problem.tensors | {f"d_{name}": x for name, x in problem.cotangents.items()}
         if storage is None:
@@ -249,7 +254,10 @@ class Runner:
         """The opaque inputs, from this implementation's own producer, whose rows must be right."""
         assert problem.producer is not None
         producer = problem.producer
-        inputs = {name: self._on_device(x) for name, x in (producer.required | producer.settings).items()}
+        inputs = {
+            name: self._laid_out(problem, name, self._on_device(x))
+            for name, x in (producer.required | producer.settings).items()
+        }
         arguments = [inputs[name] for name in producer.required]
         settings = {name: inputs[name] for name in producer.settings}
         try:
