@@ -159,3 +159,15 @@ def cached_by_address() -> Any:
         return function(x if same else x * (largest.float() / first).to(x.dtype), *rest, **settings)
 
     return wrapper
+
+
+def right_once_per_handle() -> Any:
+    """The first call frees what the handle holds: the second takes other rows."""
+    taken: list[Any] = []
+
+    def wrapper(function: Wrapper, rows: Tensor, *rest: Any, **settings: Any) -> Any:
+        again = bool(taken) and taken[-1] is rest[-1]
+        taken[:] = rest[-1:]
+        return function(rows.roll(1, 0) if again else rows, *rest, **settings)
+
+    return wrapper

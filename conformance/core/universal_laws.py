@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from conformance.core.contract import Contract, Problem
-from conformance.core.law import Law, Trial, same, upside_down
+from conformance.core.law import Law, Outputs, Trial, same, upside_down
 from conformance.core.scope import Scope
 from conformance.core.space import Space
 from conformance.judge import Exact, Expectation, Finding
@@ -170,6 +170,24 @@ GRAPH_CAPTURE = Law("graph_capture", _graph_capture, _static, device="cuda")
 CALLS = (HISTORY, DETERMINISM, REPEATED, INTERLEAVED, OTHER_THREAD, INFERENCE_MODE, ACCUMULATED)
 EVERYWHERE = (*CALLS, BUFFER_REUSE, LATE_PRODUCER)
 STATIC = (HOST_SYNC, GRAPH_CAPTURE)
+
+
+# ---- functions that take the result of another
+
+
+def taken_before(trial: Trial) -> Outputs:
+    """The results of a call whose handle or row map another call, with other rows, has taken."""
+    rows = trial.problem.required["rows"]
+    before = replace(trial.problem.with_tensors({"rows": -rows}), wanted=(), cotangents={}, layouts={})
+    return trial.run(trial.problem, before=before)
+
+
+def _handle_again(trial: Trial) -> Finding | None:
+    """A second call with the same handle or row map."""
+    return trial.repeats("handle_again", taken_before(trial))
+
+
+HANDLE_AGAIN = Law("handle_again", _handle_again, _is_drawn)
 
 
 # ---- functions linear in an input

@@ -28,4 +28,5 @@ CALL_TWINS = [  # law, case, function that makes the wrapper
     ("accumulated", GLU, lambda: calls.empties_what_backward_keeps),
     ("buffer_reuse", FORWARD_GLU, calls.cached_by_address),
     ("buffer_reuse", STILL, lambda: itself),
+    ("handle_again", UNPERMUTE, calls.right_once_per_handle),
 ]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from conformance.catalogue import CONTRACTS
+from conformance.core.call_defects import right_once_per_handle
 from conformance.core.contract import Problem
 from conformance.core.space import Space
 from conformance.engine.child import poison
@@ -171,6 +172,10 @@ TWINS: list[tuple[str, DispatchCase, str, dict[str, Wrapper]]] = [  # law, case,
         )
         for name in ("allgather", "alltoall", "hybridep")
         for broken in [wrong_where_the_first_token_wants_the_first_expert]
+    ),
+    *(
+        ("handle_again", two_ranks(f"{name}_combine"), "tokens", {f"{name}_combine": right_once_per_handle()})
+        for name in ("alltoall", "deepep")
     ),
     (
         "graph_capture",

@@ -106,7 +106,9 @@ HANGS = _unless_rank_1(lambda x, group: time.sleep(1000))
 DIES = _unless_rank_1(lambda x, group: os.abort())
 ALONE = _unless_rank_1(lambda x, group: x)  # returns without joining the collective
 WRONG = _unless_rank_1(lambda x, group: shift(x, group=group) + 1)
-DISAGREES = SimpleNamespace(shift=shift, supports=lambda function, **_: "no" if dist.get_rank() == 1 else None)
+DISAGREES = SimpleNamespace(
+    shift=shift, supports=lambda function, group, **_: "no" if dist.get_rank(group) == 1 else None
+)
 
 
 # ---- differences between ranks

@@ -112,6 +112,7 @@ class Runner:
         forbid_sync: bool = False,
         replay: Problem | None = None,
         manner: str = "",
+        before: Problem | None = None,
     ) -> Outputs:
         """Place the inputs, call, take the gradients, and check the inputs and the guards.
 
@@ -121,6 +122,7 @@ class Runner:
             forbid_sync: make waiting for the device an error.
             replay: values with which the call is replayed, after its capture in a graph.
             manner: how the call is made, if not in the plain way: a name in MANNERS.
+            before: a call that takes the same opaque inputs before, whose results are dropped.
 
         Raises:
             Misbehaved: the implementation wrote outside its memory, changed torch's global state,
@@ -128,8 +130,11 @@ class Runner:
             Blocked: the producer of an opaque input is wrong.
         """
         placed = self._place(problem)
+        placed_before = self._place(before) if before else {}
         with self._watched(problem, poison):
             opaque = self._produce(problem) if problem.producer else None
+            if before:
+                self._call(before, placed_before, opaque)
             started = time.perf_counter()
             try:
                 if late:

@@ -91,13 +91,31 @@ def _meet(address: RankAddress, device: str) -> tuple[dict[int, Any], list[str]]
     store = dist.PrefixStore(address.meeting, tcp)
     gpus = [] if device == "cpu" else _gpus_of_all(store, address)
     backend = backend_of(device, shared=len(set(gpus)) < len(gpus))
-    dist.init_process_group(backend, store=store, rank=address.rank, world_size=address.ranks, timeout=patience)
+    first = _join_default_group(store, address, backend, patience)
     # creating a group exchanges no messages; this waits for all ranks
     for peer in range(address.ranks):
         store.set(f"here {address.rank}", "")
         store.wait([f"here {peer}"], patience)
     lasting = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
-    return {n: dist.new_group(list(range(n)), timeout=lasting) for n in range(1, address.ranks + 1)}, gpus
+    numbers = [first + rank for rank in range(address.ranks)]
+    groups = {n: dist.new_group(numbers[:n], backend=backend, timeout=lasting) for n in range(1, address.ranks + 1)}
+    return groups, gpus
+
+
+def _join_default_group(store: Any, address: RankAddress, backend: str, patience: datetime.timedelta) -> int:
+    """Join the default process group; returns the number there of the first rank of a case's group.
+
+    On CPUs a case's ranks are 1, 2, … of the default group, whose collectives do nothing. So a
+    function is wrong that uses the default group, or a number in it, in the place of its own group.
+    """
+    first = int(backend == "gloo")
+    if first:
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend)
+
+        backend = "fake"
+    rank, ranks = first + address.rank, first + address.ranks
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=patience)
+    return first
 
 
 def backend_of(device: str, shared: bool) -> str:

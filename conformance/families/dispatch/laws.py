@@ -13,7 +13,7 @@ from torch import Tensor
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Trial, same, upside_down
 from conformance.core.ranks import AtRank
-from conformance.core.universal_laws import overwritten
+from conformance.core.universal_laws import overwritten, taken_before
 from conformance.families.dispatch.cases import MAPPED, DispatchCase
 from conformance.families.dispatch.dispatcher import together
 from conformance.judge import Bounded, Exact, Expectation, Finding
@@ -108,6 +108,11 @@ def _wanted(case: DispatchCase, calls: list[Problem]) -> Tensor:
 def _buffer_reuse(trial: Trial) -> Finding | None:
     """Other values in the memory of the inputs."""
     return overwritten(trial, *_other_values(trial))
+
+
+def _handle_again(trial: Trial) -> Finding | None:
+    """A second combine with the same handle."""
+    return _repeats(trial, "handle_again", taken_before(trial))
 
 
 def _late_producer(trial: Trial) -> Finding | None:
@@ -240,6 +245,7 @@ def _static(case: DispatchCase) -> bool:
 
 DETERMINISM = Law("determinism", _determinism, is_fine)
 BUFFER_REUSE = Law("buffer_reuse", _buffer_reuse, lambda case: is_fine(case) and not case.grads)
+HANDLE_AGAIN = Law("handle_again", _handle_again, is_fine)
 LATE_PRODUCER = Law("late_producer", _late_producer, is_fine, device="cuda")
 HOST_SYNC = Law("host_sync", _host_sync, _static, device="cuda")
 GRAPH_CAPTURE = Law("graph_capture", _graph_capture, _static, device="cuda")

@@ -94,7 +94,7 @@ def summed(ranks: tuple[int, ...], place: RankContext) -> Sum:
         parts = {rank: local if rank == place.rank else torch.empty_like(local) for rank in ranks}
         others = [rank for rank in ranks if rank != place.rank]
         pairs = [
-            dist.P2POp(move, buffer, rank, place.group)
+            dist.P2POp(move, buffer, group=place.group, group_peer=rank)
             for rank in others
             for move, buffer in ((dist.isend, local), (dist.irecv, parts[rank]))
         ]
