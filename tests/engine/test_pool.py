@@ -167,7 +167,15 @@ MODULES = {
         "def permute(tokens): ...\ndef declares(function): return {'fast': True}",
         "declares 'fast' for permute; the vocabulary is",
     ),
-    "confused": ("def permute(tokens): ...\ndef declares(function): return 1 / 0", "ZeroDivisionError"),
+    "vague": ("def permute(tokens): ...\ndef declares(function): return ['fast']", "must be a dict"),
+    "forgetful": (
+        "def permute(tokens): ...\ndef declares(function): return {'omits': ('rows', 'colour')}",
+        "declares omits = colour, rows for permute; it may name overflow, pad_offsets, probs, row_map, tokens_per_e",
+    ),
+    "careless": (
+        "def permute(tokens): ...\ndef declares(function): return {'unchecked': ('tokenz',)}",
+        "declares unchecked = tokenz for permute; it may name align, ",
+    ),
 }
 
 
