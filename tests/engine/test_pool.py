@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from conformance.core.case import Case
+from conformance.core.scope import Scope
 from conformance.engine.choose.plan import Section, cases_of
 from conformance.engine.options import ChildOptions, Options
 from conformance.engine.run.corpus import find
@@ -221,6 +222,17 @@ def test_an_interrupted_section_tells_what_it_had_found(tmp_path, monkeypatch):
     told = [line for line in entries(tmp_path / "ledger") if line["kind"] == "failure"]
     assert [(line["status"], line["smallest"]) for line in told] == [("FAIL", False)]
     assert Path(told[0]["file"]).exists()
+
+
+def test_a_reduction_that_an_error_ends_costs_nothing_but_the_smaller_case(tmp_path, monkeypatch):
+    def smaller(scope, case):
+        raise ZeroDivisionError("no smaller case")
+
+    monkeypatch.setattr(Scope, "smaller", smaller)
+    swept = Swept(f"{FIXTURES}:LeavesRowsUnwritten", tmp_path)
+    assert [failure.error for failure in swept.failures] == ["ZeroDivisionError: no smaller case"]
+    assert (swept.verdict.exit_code, swept.verdict.problems) == (1, [])
+    assert {line["id"] for line in swept.ledger if line["kind"] == "outcome"} == set(swept.cases)
 
 
 def test_a_signal_while_a_dead_child_is_replaced_still_ends_in_order(monkeypatch):

@@ -136,6 +136,15 @@ def test_a_function_of_an_interrupted_part_of_a_run_is_not_conformant(book, inte
     assert ("ended early by SIGTERM" in "\n".join(lines(verdict))) == (interrupted == "SIGTERM")
 
 
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("reason", ["SIGINT", "SIGTERM", "a signal"])
+def test_an_interrupted_run_is_not_conformant_even_if_every_case_has_passed(book, whole, reason):
+    verdict = book.all_pass().verdict(interrupted=reason, whole=whole)
+    assert (verdict.exit_code, verdict.verdict) == (4, "INTERRUPTED")
+    assert "CONFORMANT" not in "\n".join(lines(verdict))
+    assert book.verdict(whole=whole).verdict == "CONFORMANT"
+
+
 @pytest.mark.parametrize(("status", "code"), [("FAIL", 1), ("ERROR", 3)])
 def test_what_an_interrupted_run_has_found_is_said(book, status, code):
     verdict = book.section("drawn-permute-0", "permute", "PASS", status).verdict(interrupted="SIGTERM")

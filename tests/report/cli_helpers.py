@@ -34,10 +34,11 @@ def supports(function, **arguments):
     return 1 / 0
 """,
     "sleeping": """
-import pathlib, time
+import os, pathlib, time
 
 def permute(tokens, routing_map):
-    pathlib.Path("asleep").touch()
+    with pathlib.Path("asleep").open("a") as sessions:
+        sessions.write(f"{os.getsid(0)} ")
     time.sleep(3600)
 """,
     "nothing": "x = 1\n",
