@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from conformance.core.case import Case
 from conformance.core.contract import Contract
 from conformance.core.scope import Scope
 from conformance.core.space import Space
@@ -30,9 +31,22 @@ def omissible_of(contract: Contract[Any]) -> set[str]:
 def judged_of(contract: Contract[Any]) -> set[str]:
     """The outputs of a finding."""
     outputs = {out.name for out in contract.signature.outputs}
-    golden = {name for _, expected in contract.golden.values() for name in expected}
+    default = _default(contract)
+    cases = [expected for _, expected in contract.golden.values()]
+    cases.append(contract.expected(default, contract.problem(default), {}))
     arguments = arguments_of(contract)
-    return outputs | golden | arguments | {f"d_{name}" for name in arguments} | {*WHOLE}
+    gradients = {f"d_{name}" for name in arguments}
+    return outputs | {name for expected in cases for name in expected} | arguments | gradients | {*WHOLE}
+
+
+def makes_several_calls(contract: Contract[Any]) -> bool:
+    """Whether its cases make several calls, whose outputs have dotted names."""
+    golden = [problem for problem, _ in contract.golden.values()]
+    return any(call.script or call.read for call in [*golden, contract.problem(_default(contract))])
+
+
+def _default(contract: Contract[Any]) -> Case:
+    return contract.case_type(function=contract.function)
 
 
 def checks_of(contract: Contract[Any]) -> set[str]:
