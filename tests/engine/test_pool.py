@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from conformance.engine.choose.plan import Section, cases_of
 from conformance.engine.options import ChildOptions, Options
 from conformance.engine.run.corpus import find
 from conformance.engine.run.ledger import entries
-from conformance.engine.run.pool import Pool
+from conformance.engine.run.pool import AHEAD, Pool
 from conformance.engine.run.session import Session
 from conformance.engine.run.verdict import assemble
 from conformance.families.permutation.cases import RoutingCase, routed
@@ -144,6 +145,21 @@ def test_a_dead_child_costs_no_other_case_its_result():
         outcomes = {case: outcome.status for case, outcome in pool.run([TINY, THIRD_EXPERT] * 3)}
         assert pool.run_alone(TINY).status == "PASS"
     assert outcomes == {TINY: "PASS", THIRD_EXPERT: "CRASH"}
+
+
+def test_cases_are_taken_a_few_at_a_time():
+    taken = []
+
+    def cases():
+        for seed in range(3 * AHEAD):
+            taken.append(seed)
+            yield replace(TINY, seed=seed)
+
+    with Pool(ChildOptions(f"{FIXTURES}:Segfaults")) as pool:
+        outcomes = pool.run(cases())
+        next(outcomes)
+        assert len(taken) <= AHEAD + 1
+        assert sum(1 for _ in outcomes) == 3 * AHEAD - 1
 
 
 def test_a_case_alone_runs_in_a_process_that_has_run_nothing():

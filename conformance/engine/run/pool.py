@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
@@ -43,6 +44,7 @@ CASE_SECONDS = 60.0  # a case that takes longer hangs
 START_SECONDS = 180.0  # import of the implementation
 COMPILE_SECONDS = 60.0  # added on a GPU, where a case may wait for compilers
 IN_ORDER = 8  # cases that may change places
+AHEAD = 4 * IN_ORDER  # cases that wait or run
 HEAVY_BYTES = 24 * 2**30  # of device memory for one child with far addresses
 LAST = ("CRASH", "HANG", "OOM")  # statuses after which a child runs no further case
 
@@ -115,12 +117,17 @@ class Pool:
         return self.description
 
     def run(self, cases: Iterable[Case]) -> Iterator[tuple[Case, Outcome]]:
-        """Every case with its outcome, as they come. The cases start about in their order."""
-        agenda = Agenda()
-        for index, case in enumerate(cases):
+        """Every case with its outcome, as they come. The cases start about in their order.
+
+        They are taken a few at a time: a world forms only when a case of it is near.
+        """
+        agenda, left = Agenda(), enumerate(cases)
+        for index, case in islice(left, AHEAD):
             agenda.add([case], index // IN_ORDER)
         for work, answer in self.work(agenda):
             assert isinstance(work, Case) and isinstance(answer, Outcome)
+            for index, case in islice(left, 1):
+                agenda.add([case], index // IN_ORDER)
             yield work, answer
 
     def work(self, agenda: Agenda) -> Iterator[tuple[Case | Draw, Answer]]:
