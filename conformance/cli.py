@@ -169,7 +169,7 @@ def minimize(given: Namespace) -> int:
         "finding": reduced.outcome.finding,
     }
     path = corpus.save(Path(options.corpus), reduced.case, finding)
-    failure = Failure(reduced.case, reduced.outcome, "", reduced.attempts, reduced.finished)
+    failure = Failure(reduced.case, reduced.outcome, "", reduced.attempts, reduced.finished, reduced.error)
     print("\n".join(failure_lines(failure.record(), options.implementation)))
     print(f"saved as {path} after {reduced.attempts} attempts")
     return 1

@@ -9,7 +9,13 @@ The namespace may also offer three functions:
     declares(function) -> dict                         the guarantees, in terms of VOCABULARY
     transport(function, group) -> str                  how ranks reach each other, if not by it
 
-Calls pass the required tensors by position, all other arguments by keyword, defaults omitted.
+If one of the three raises, takes too long or ends the process, the function that it was asked about
+has failed, and the others are judged. So has a function whose `supports` or `transport` answers
+anything but text or None. `declares` is asked once per process, at its start: an answer outside the
+vocabulary is a UsageError, and nothing is judged.
+
+Calls pass the required tensors by position, all other arguments by keyword, defaults omitted. A
+call must leave the modes of its process as they were: see `conformance.modes`.
 """
 
 import importlib
@@ -17,26 +23,57 @@ import inspect
 import os
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from conformance.modes import Modes
+from conformance.texts import described, one_line, shown
+
+FLAG = (True, False)
+NAMES, WORDS = "a tuple of str", "text"
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of the vocabulary: its meaning, and its values, a few or all of a kind."""
+
+    meaning: str
+    values: tuple[Any, ...] | str
+
+    @property
+    def legal(self) -> str:
+        return self.values if isinstance(self.values, str) else " or ".join(map(repr, self.values))
+
+    def allows(self, value: Any) -> bool:
+        if self.values == NAMES:
+            return isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value)
+        if self.values == WORDS:
+            return isinstance(value, str)
+        return any(type(value) is type(one) and value == one for one in self.values)
+
+
 VOCABULARY = {
-    "accumulator": "dtype of sums: 'float32' (the default), 'storage', or 'hopper_fp8': "
-    "fp8 GEMMs with a scale per tensor or per 128 sum in 14 bits, promoted to float32",
-    "emulated": "scalings whose GEMMs run on a unit for wider numbers: a tuple of str; printed, not tested",
-    "reduction_order": "in words; printed, not tested",
-    "tie_rule": "of equal keys, which is chosen: 'lowest_index', or, by default, any",
-    "scale_arithmetic": "of scales other than powers of two: 'division' (default) or 'reciprocal', rounded once more",
-    "deterministic": "bit-equal results on every run: True or False (the default)",
-    "differentiable": "gradients through autograd: True (the default) or False",
-    "noncontiguous": "accepts inputs of any strides: True (the default) or False",
-    "host_sync_free": "never waits for the device where a static size is given: True or False (the default)",
-    "graph_capturable": "may be captured in a CUDA graph where a static size is given: True or False (the default)",
-    "unchecked": "names of arguments whose illegal values are not detected: a tuple of str",
-    "omits": "names of outputs that are not returned: a tuple of str",
+    "accumulator": Term(
+        "dtype of sums; hopper_fp8: fp8 GEMMs with a scale per tensor or per 128 sum in 14 bits, promoted to float32",
+        ("float32", "storage", "hopper_fp8"),
+    ),
+    "emulated": Term("scalings whose GEMMs run on a unit for wider numbers; printed, not tested", NAMES),
+    "reduction_order": Term("printed, not tested", WORDS),
+    "tie_rule": Term("which of equal keys is chosen; absent: any", ("lowest_index",)),
+    "scale_arithmetic": Term(
+        "of scales other than powers of two; reciprocal: rounded once more", ("division", "reciprocal")
+    ),
+    "deterministic": Term("bit-equal results on every run", FLAG),
+    "differentiable": Term("gradients through autograd", FLAG),
+    "noncontiguous": Term("accepts inputs of any strides", FLAG),
+    "host_sync_free": Term("never waits for the device where a static size is given", FLAG),
+    "graph_capturable": Term("may be captured in a CUDA graph where a static size is given", FLAG),
+    "unchecked": Term("arguments whose illegal values are not detected", NAMES),
+    "omits": Term("outputs that are not returned", NAMES),
 }
 DEFAULTS = {"accumulator": "float32", "differentiable": True, "noncontiguous": True}
 
@@ -45,12 +82,25 @@ class UsageError(Exception):
     """Unusable user input; the message is one clear sentence."""
 
 
+class Undeclared(Exception):
+    """`declares` raised; the message says what."""
+
+
+def signature_of(function: Any) -> inspect.Signature | None:
+    """The signature; None if it cannot be read, as of a builtin."""
+    try:
+        return inspect.signature(function)
+    except Exception:
+        return None
+
+
 class Implementation:
     """A namespace, asked by function name."""
 
     def __init__(self, namespace: Any, name: str = "") -> None:
         self.namespace, self.name = namespace, name
         self._parameters: dict[str, frozenset[str] | None] = {}
+        self._declared: dict[str, dict[str, Any] | Undeclared] = {}
 
     def offers(self, function: str) -> bool:
         return callable(getattr(self.namespace, function, None))
@@ -63,47 +113,104 @@ class Implementation:
         return [name for name in settings if not self._takes(name if "." in name else f"{function}.{name}")]
 
     def _takes(self, name: str) -> bool:
-        """Whether the function is offered, and its signature has the parameter."""
+        """Whether the function is offered, and takes the parameter by keyword."""
         function, _, parameter = name.partition(".")
         if function not in self._parameters:
-            offered = self.offers(function)
-            parameters = inspect.signature(getattr(self.namespace, function)).parameters.values() if offered else ()
-            anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-            self._parameters[function] = None if anything else frozenset(p.name for p in parameters)
+            self._parameters[function] = self._keywords(function)
         known = self._parameters[function]
         return known is None or parameter in known
 
+    def _keywords(self, function: str) -> frozenset[str] | None:
+        """The function's keyword arguments; None: any, or not known."""
+        if not self.offers(function):
+            return frozenset()
+        signature = signature_of(getattr(self.namespace, function))
+        parameters = signature.parameters.values() if signature else ()
+        if not signature or any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return None
+        return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
     def supports(self, function: str, arguments: dict[str, Any]) -> str | None:
-        """The reason that this call is not supported, or None."""
+        """The reason that this call is not supported, or None.
+
+        Raises:
+            TypeError: the namespace answers neither text nor None.
+        """
         if not hasattr(self.namespace, "supports"):
             return None
         with torch.device("meta"):
-            shown = {
-                k: torch.empty_like(v, device="meta") if isinstance(v, Tensor) else v for k, v in arguments.items()
-            }
-        return self.namespace.supports(function, **shown)
+            meta = {k: torch.empty_like(v, device="meta") if isinstance(v, Tensor) else v for k, v in arguments.items()}
+        reason = self.namespace.supports(function, **meta)
+        return None if reason is None else _text(reason, "None or a reason")
 
     def declares(self, function: str) -> dict[str, Any]:
-        """The namespace's declarations for `function`, merged over the defaults.
+        """The namespace's declarations for `function`, merged over the defaults; asked once.
 
         Raises:
-            UsageError: a key that is not in VOCABULARY.
+            UsageError: a key or a value that is not in VOCABULARY.
+            Undeclared: the namespace raises.
         """
-        declared = dict(self.namespace.declares(function)) if hasattr(self.namespace, "declares") else {}
-        for key in declared:
+        if function not in self._declared:
+            self._declared[function] = self._ask(function)
+        declared = self._declared[function]
+        if isinstance(declared, Undeclared):
+            raise Undeclared(*declared.args)
+        return declared
+
+    def _ask(self, function: str) -> dict[str, Any] | Undeclared:
+        if not hasattr(self.namespace, "declares"):
+            return DEFAULTS
+        try:
+            declared = self.namespace.declares(function)
+        except BaseException as error:
+            return Undeclared(f"declares raised {described(error)}")
+        if not isinstance(declared, dict):
+            raise UsageError(f"{self.name} declares {shown(declared)} for {function}; it must be a dict")
+        for key, value in declared.items():
             if key not in VOCABULARY:
-                raise UsageError(
-                    f"{self.name} declares {key!r} for {function}; the vocabulary is {', '.join(VOCABULARY)}"
-                )
-        return DEFAULTS | declared
+                known = ", ".join(VOCABULARY)
+                raise UsageError(f"{self.name} declares {shown(key)} for {function}; the vocabulary is {known}")
+            if not VOCABULARY[key].allows(value):
+                legal = VOCABULARY[key].legal
+                raise UsageError(f"{self.name} declares {key} = {shown(value)} for {function}; it must be {legal}")
+        return DEFAULTS | {key: _printable(value) for key, value in declared.items()}
 
     def transport(self, function: str, group: Any) -> str:
-        """The namespace's transport between the ranks of a group; "" if it is the group's."""
+        """The namespace's transport between the ranks of a group; "" if it is the group's.
+
+        Raises:
+            TypeError: the namespace answers no text.
+        """
         named = getattr(self.namespace, "transport", None)
-        return str(named(function, group)) if callable(named) else ""
+        return _text(named(function, group), "text") if callable(named) else ""
 
     def call(self, function: str, *args: Any, **settings: Any) -> Any:
-        return getattr(self.namespace, function)(*args, **settings)
+        """The function's result.
+
+        Raises:
+            ValueError: the call has changed a mode of the process, which is set back.
+        """
+        before, changed = Modes(), ""
+        try:
+            result = getattr(self.namespace, function)(*args, **settings)
+        finally:
+            changed = before.restore()
+        if changed:
+            raise ValueError(f"returned with another {changed} than before the call")
+        return result
+
+
+def _text(answer: Any, wanted: str) -> str:
+    if not isinstance(answer, str):
+        raise TypeError(f"it returned {shown(answer)}; it must return {wanted}")
+    return one_line(answer)
+
+
+def _printable(value: Any) -> Any:
+    """A declared value, its texts on one line."""
+    if isinstance(value, str):
+        return one_line(value)
+    return tuple(map(one_line, value)) if isinstance(value, (tuple, list)) else value
 
 
 def imported(module_name: str) -> Any:

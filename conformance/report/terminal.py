@@ -143,6 +143,7 @@ def failure_lines(failure: dict[str, Any], implementation: str) -> list[str]:
     return [
         f"{failure['function']:<{INDENT}} {text}",
         f"  {size:<{INDENT - 2}} {picture(case_from(failure['case']))}",
+        *([f"  {'not reduced':<{INDENT - 2}} further: {failure['error']}"] if failure.get("error") else []),
         f"  {'replay':<{INDENT - 2}} moe-conformance replay {failure['id']} --impl {implementation}",
     ]
 

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from conformance.engine.run import interrupt
+from conformance.engine.options import Options
+from conformance.engine.run import interrupt, session
 
 
 def test_a_signal_outside_the_run_is_noted_and_raised_when_the_run_begins():
@@ -69,3 +70,34 @@ def test_a_run_that_was_ended_early_does_not_end_the_next_one():
     with interrupt.interruptible():
         pass
     assert interrupt.reason() == ""
+
+
+@pytest.mark.parametrize("place", ["start", "run", "close"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_at_any_time_before_the_verdict_is_in_the_verdict(monkeypatch, tmp_path, place, number):
+    class Quick(session.Session):
+        def __init__(self, *_, **__):
+            pass
+
+        def start(self):
+            self.reached("start")
+
+        def run(self):
+            self.reached("run")
+
+        def close(self):
+            self.reached("close")
+
+        def reached(self, here):
+            if here == place:
+                os.kill(os.getpid(), number)
+
+        def verdict(self, folder, whole, interrupted):
+            return interrupted
+
+    monkeypatch.setattr(session, "Session", Quick)
+    with interrupt.noted():
+        assert session.judge_with(Options("moe_ref", corpus=str(tmp_path)), tmp_path) == number.name
+        place = ""
+    with interrupt.noted():
+        assert session.judge_with(Options("moe_ref", corpus=str(tmp_path)), tmp_path) == ""

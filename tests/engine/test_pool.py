@@ -4,16 +4,18 @@ import contextlib
 import multiprocessing
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from conformance.core.case import Case
+from conformance.core.scope import Scope
 from conformance.engine.choose.plan import Section, cases_of
 from conformance.engine.options import ChildOptions, Options
 from conformance.engine.run.corpus import find
 from conformance.engine.run.ledger import entries
-from conformance.engine.run.pool import Pool
+from conformance.engine.run.pool import AHEAD, Pool
 from conformance.engine.run.session import Session
 from conformance.engine.run.verdict import assemble
 from conformance.families.permutation.cases import RoutingCase, routed
@@ -145,6 +147,21 @@ def test_a_dead_child_costs_no_other_case_its_result():
     assert outcomes == {TINY: "PASS", THIRD_EXPERT: "CRASH"}
 
 
+def test_cases_are_taken_a_few_at_a_time():
+    taken = []
+
+    def cases():
+        for seed in range(3 * AHEAD):
+            taken.append(seed)
+            yield replace(TINY, seed=seed)
+
+    with Pool(ChildOptions(f"{FIXTURES}:Segfaults")) as pool:
+        outcomes = pool.run(cases())
+        next(outcomes)
+        assert len(taken) <= AHEAD + 1
+        assert sum(1 for _ in outcomes) == 3 * AHEAD - 1
+
+
 def test_a_case_alone_runs_in_a_process_that_has_run_nothing():
     with Pool(ChildOptions(f"{FIXTURES}:Segfaults")) as pool:
         pool.start()
@@ -167,7 +184,15 @@ MODULES = {
         "def permute(tokens): ...\ndef declares(function): return {'fast': True}",
         "declares 'fast' for permute; the vocabulary is",
     ),
-    "confused": ("def permute(tokens): ...\ndef declares(function): return 1 / 0", "ZeroDivisionError"),
+    "vague": ("def permute(tokens): ...\ndef declares(function): return ['fast']", "must be a dict"),
+    "forgetful": (
+        "def permute(tokens): ...\ndef declares(function): return {'omits': ('rows', 'colour')}",
+        "declares omits = colour, rows for permute; it may name overflow, pad_offsets, probs, row_map, tokens_per_e",
+    ),
+    "careless": (
+        "def permute(tokens): ...\ndef declares(function): return {'unchecked': ('tokenz',)}",
+        "declares unchecked = tokenz for permute; it may name align, ",
+    ),
 }
 
 
@@ -213,6 +238,17 @@ def test_an_interrupted_section_tells_what_it_had_found(tmp_path, monkeypatch):
     told = [line for line in entries(tmp_path / "ledger") if line["kind"] == "failure"]
     assert [(line["status"], line["smallest"]) for line in told] == [("FAIL", False)]
     assert Path(told[0]["file"]).exists()
+
+
+def test_a_reduction_that_an_error_ends_costs_nothing_but_the_smaller_case(tmp_path, monkeypatch):
+    def smaller(scope, case):
+        raise ZeroDivisionError("no smaller case")
+
+    monkeypatch.setattr(Scope, "smaller", smaller)
+    swept = Swept(f"{FIXTURES}:LeavesRowsUnwritten", tmp_path)
+    assert [failure.error for failure in swept.failures] == ["ZeroDivisionError: no smaller case"]
+    assert (swept.verdict.exit_code, swept.verdict.problems) == (1, [])
+    assert {line["id"] for line in swept.ledger if line["kind"] == "outcome"} == set(swept.cases)
 
 
 def test_a_signal_while_a_dead_child_is_replaced_still_ends_in_order(monkeypatch):

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from conformance.core.scope import Scope
 from conformance.engine.child.runner import Outcome
+from conformance.engine.run.pool import Lost
 from conformance.engine.run.reduction import failure_key, reduce
 from conformance.families.dispatch.cases import DispatchCase, slots_of
 from conformance.families.experts.cases import ActivationCase, GroupedCase, counts_of, hidden_of
@@ -302,3 +304,43 @@ def test_what_fails_in_another_way_is_not_taken(other):
     found = reduce(LARGE, failed(), attempt, LONG)
     assert found.case.tokens == 30
     assert failure_key(found.case, found.outcome) == failure_key(LARGE, failed())
+
+
+# ---- errors of the suite
+
+
+def test_an_error_of_an_attempt_ends_the_search_at_the_smallest_case_so_far():
+    sound, _ = failing_if(two_tokens_and_somebody_in_a_third_expert)
+    found = []
+
+    def attempt(case):
+        outcome = sound(case)
+        found.extend([case] if outcome.status == "FAIL" else [])
+        if len(found) == 3:
+            raise KeyError("a field")
+        return outcome
+
+    reduced = reduce(LARGE, failed(), attempt, LONG)
+    assert (reduced.case, reduced.finished, reduced.error) == (found[1], False, "KeyError: 'a field'")
+    assert reduce(LARGE, failed(), sound, LONG).error == ""
+
+
+def test_an_error_of_a_contract_ends_the_search(monkeypatch):
+    def smaller(scope, case):
+        yield replace(case, hidden=0)
+        raise ZeroDivisionError("no smaller case")
+
+    monkeypatch.setattr(Scope, "smaller", smaller)
+    attempt, _ = failing_if(lambda case: case.hidden == LARGE.hidden)
+    reduced = reduce(LARGE, failed(), attempt, LONG)
+    assert (reduced.case, reduced.attempts, reduced.finished) == (LARGE, 1, False)
+    assert reduced.error == "ZeroDivisionError: no smaller case"
+
+
+@pytest.mark.parametrize("error", [Lost("the device is lost"), KeyboardInterrupt()])
+def test_the_end_of_the_run_is_no_error_of_the_search(error):
+    def attempt(case):
+        raise error
+
+    with pytest.raises(type(error)):
+        reduce(LARGE, failed(), attempt, LONG)

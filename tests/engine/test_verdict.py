@@ -1,20 +1,13 @@
 """The verdict adds up what the ledger says, loses nothing, and every report says the same."""
 
-import datetime
-from pathlib import Path
-
 import pytest
 
 from conformance.catalogue import CONTRACTS
-from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.run.interrupt import TIME_LIMIT
-from conformance.engine.run.waivers import Waiver, read_waivers
-from conformance.families.permutation.cases import RoutingCase
-from conformance.interface import UsageError
 from conformance.report.files import junit, markdown
 from conformance.report.terminal import lines
-from tests.engine.verdict_helpers import ENOUGH, ROWS_WRONG, SMALL, Book
+from tests.engine.verdict_helpers import ENOUGH, Book
 
 
 def test_all_passing_is_conformant(book):
@@ -136,6 +129,15 @@ def test_a_function_of_an_interrupted_part_of_a_run_is_not_conformant(book, inte
     assert ("ended early by SIGTERM" in "\n".join(lines(verdict))) == (interrupted == "SIGTERM")
 
 
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("reason", ["SIGINT", "SIGTERM", "a signal"])
+def test_an_interrupted_run_is_not_conformant_even_if_every_case_has_passed(book, whole, reason):
+    verdict = book.all_pass().verdict(interrupted=reason, whole=whole)
+    assert (verdict.exit_code, verdict.verdict) == (4, "INTERRUPTED")
+    assert "CONFORMANT" not in "\n".join(lines(verdict))
+    assert book.verdict(whole=whole).verdict == "CONFORMANT"
+
+
 @pytest.mark.parametrize(("status", "code"), [("FAIL", 1), ("ERROR", 3)])
 def test_what_an_interrupted_run_has_found_is_said(book, status, code):
     verdict = book.section("drawn-permute-0", "permute", "PASS", status).verdict(interrupted="SIGTERM")
@@ -184,71 +186,6 @@ def test_a_waiver_that_waives_nothing_is_an_error(book):
     assert verdict.exit_code == 3
     assert "the waiver permute (me) waived nothing" in verdict.problems[0]
     assert book.verdict(waivers=("permute (me)",), whole=False).exit_code == 0
-
-
-WAIVER = 'function = "permute"\nowner = "me"\nreason = "known"\nexpires = 2999-01-01\n'
-
-
-TODAY = datetime.date(2026, 1, 1)
-
-
-def read(folder: Path, text: str) -> list[Waiver]:
-    (folder / "waivers.toml").write_text(text)
-    return read_waivers(folder / "waivers.toml", TODAY)
-
-
-def test_a_waiver_covers_what_it_says_and_nothing_else(tmp_path):
-    (waiver,) = read(
-        tmp_path, f'[[waiver]]\n{WAIVER}check = "exact"\noutput = "rows"\nwhere = {{ tokens = 2, dtype = "float32" }}'
-    )
-    assert waiver.covers(SMALL, Outcome("FAIL", ROWS_WRONG))
-    assert not waiver.covers(RoutingCase(function="unpermute", tokens=2), Outcome("FAIL", ROWS_WRONG))
-    assert not waiver.covers(RoutingCase(function="permute", tokens=3), Outcome("FAIL", ROWS_WRONG))
-    assert not waiver.covers(SMALL, Outcome("FAIL", ROWS_WRONG | {"check": "shape"}))
-    assert not waiver.covers(SMALL, Outcome("FAIL", ROWS_WRONG | {"output": "probs"}))
-    assert not waiver.covers(SMALL, Outcome("CRASH"))
-
-
-def test_a_waiver_may_name_a_status(tmp_path):
-    (waiver,) = read(tmp_path, f'[[waiver]]\n{WAIVER}check = "CRASH"')
-    assert waiver.covers(SMALL, Outcome("CRASH"))
-    assert not waiver.covers(SMALL, Outcome("FAIL", ROWS_WRONG))
-
-
-def test_no_waiver_covers_an_error_of_the_harness(tmp_path):
-    (waiver,) = read(tmp_path, f"[[waiver]]\n{WAIVER}")
-    assert waiver.covers(SMALL, Outcome("FAIL", ROWS_WRONG))
-    assert not waiver.covers(SMALL, Outcome("ERROR", reason="KeyError: 'x'"))
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("[[waiver]", "Expected"),
-        ("waiver = 3", "waiver"),
-        ("waiver = [3]", "tables"),
-        ('[[waver]]\nfunction = "permute"', "waver"),
-        (f"[[waiver]]\n{WAIVER}"[:-22], "lacks expires"),
-        (f'[[waiver]]\n{WAIVER}whom = "x"', "unknown field whom"),
-        (f"[[waiver]]\n{WAIVER}".replace("permute", "transmute"), "transmute"),
-        (f"[[waiver]]\n{WAIVER}".replace("2999-01-01", '"2999-01-01"'), "must be a date"),
-        (f"[[waiver]]\n{WAIVER}".replace("2999-01-01", "2999-01-01T10:00:00"), "must be a date"),
-        (f"[[waiver]]\n{WAIVER}".replace("2999", "2025"), "expired on 2025-01-01"),
-        (f"[[waiver]]\n{WAIVER}where = 3", "where"),
-        (f"[[waiver]]\n{WAIVER}where = {{ tokenz = 3 }}", "tokenz"),
-        (f"[[waiver]]\n{WAIVER}check = 3", "check"),
-    ],
-)
-def test_a_waiver_that_cannot_be_used_is_a_usage_error(tmp_path, text, named):
-    with pytest.raises(UsageError, match=named):
-        read(tmp_path, text)
-
-
-def test_a_waiver_is_good_on_its_last_day(tmp_path):
-    assert read(tmp_path, f"[[waiver]]\n{WAIVER}".replace("2999-01-01", str(TODAY)))
-
-
-# ---- baselines
 
 
 # ---- kernels

@@ -14,6 +14,12 @@ from conformance.report.terminal import annotations, lines
 from tests.engine.verdict_helpers import ENOUGH, ROWS_WRONG, SMALL, Book
 
 
+def test_a_failure_whose_reduction_was_ended_by_an_error_says_so(book):
+    book.all_pass("permute").section("drawn-permute-0", "permute", "FAIL", *["PASS"] * ENOUGH)
+    book.failure("FAIL", ROWS_WRONG, smallest=False, error="KeyError: 'x'")
+    assert "not reduced       further: KeyError: 'x'" in "\n".join(lines(book.verdict()))
+
+
 def differing(book: Book) -> Verdict:
     return (
         book.all_pass("permute")

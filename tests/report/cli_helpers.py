@@ -1,5 +1,7 @@
 """What several test modules of this folder use: cli."""
 
+import datetime
+
 NAMESPACES = {
     "two": "from moe_ref import permute, unpermute\n",
     "consuming": "from moe_ref import unpermute\n",
@@ -34,10 +36,11 @@ def supports(function, **arguments):
     return 1 / 0
 """,
     "sleeping": """
-import pathlib, time
+import os, pathlib, time
 
 def permute(tokens, routing_map):
-    pathlib.Path("asleep").touch()
+    with pathlib.Path("asleep").open("a") as sessions:
+        sessions.write(f"{os.getsid(0)} ")
     time.sleep(3600)
 """,
     "nothing": "x = 1\n",
@@ -65,7 +68,7 @@ FILES = {
     "empty.json": '{"functions": {"permute": {}}}',
     "expired.toml": WAIVER.format("2020-01-01"),
     "bad.toml": "[[waiver]",
-    "unused.toml": WAIVER.format("2999-01-01"),
+    "unused.toml": WAIVER.format(datetime.date.today() + datetime.timedelta(days=9)),
     "case_field.json": '{"case": {"function": "permute", "tokenz": 1}}',
     "case_type.json": '{"case": {"function": "permute", "tokens": "two"}}',
 }

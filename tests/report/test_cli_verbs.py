@@ -70,12 +70,16 @@ def spawn(*arguments: str, **how) -> subprocess.Popen:
     )
 
 
-def nobody_left(group: int) -> bool:
-    """Whether every process of the group is gone, within a few seconds."""
+def nobody_left(group: int, place: Path) -> bool:
+    """Whether the processes of the group, and those that slept, are gone, within a few seconds."""
+    groups = [group, *map(int, (place / "asleep").read_text().split())]
     for _ in range(100):
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
+        alive = []
+        for each in groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(each, 0)
+                alive.append(each)
+        if not alive:
             return True
         time.sleep(0.1)
     return False
@@ -121,7 +125,7 @@ def test_an_interrupted_run_reports_what_was_judged_and_leaves_nothing_running(p
         reason = "a signal" if front[0] == "pytest" else number.name
         assert report["problems"] == [f"{reason} ended the run after {report['cases']} cases"]
         assert report["functions"]["permute"]["status"] in ("not run", "too little tested")
-        assert nobody_left(process.pid)
+        assert nobody_left(process.pid, place)
 
 
 def test_a_run_that_is_killed_leaves_nothing_running(place):
@@ -129,14 +133,14 @@ def test_a_run_that_is_killed_leaves_nothing_running(place):
     with ended(process, place):
         process.kill()
         assert "CONFORMANT" not in process.communicate(timeout=60)[0]
-        assert nobody_left(process.pid)
+        assert nobody_left(process.pid, place)
 
 
 @contextlib.contextmanager
 def ended(process: subprocess.Popen, place: Path) -> Iterator[None]:
     """A block that begins when a case hangs, and ends with the process."""
     try:
-        while not (place / "asleep").exists():
+        while not ((place / "asleep").exists() and (place / "asleep").read_text()):
             assert process.poll() is None
             time.sleep(0.1)
         yield

@@ -5,20 +5,15 @@ lists of cases, and receives ("outcome", an Outcome's fields, digests of the inp
 """
 
 import contextlib
-import faulthandler
 import gc
-import inspect
 import os
 import re
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from multiprocessing import parent_process
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
@@ -26,17 +21,24 @@ import torch
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
+from conformance.core.contract import Contract
+from conformance.core.known_names import arguments_of, omissible_of
 from conformance.core.ranks import Collective, RankContext
 from conformance.engine.child import interpreting, poison
 from conformance.engine.child.compiling import Compiler
 from conformance.engine.child.evaluate import device_is_lost, evaluate
+from conformance.engine.child.isolation import at_most, isolate
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.plan import Draw
 from conformance.engine.options import ChildOptions
-from conformance.interface import Implementation, UsageError, load
+from conformance.interface import DEFAULTS, Implementation, Undeclared, UsageError, load, signature_of
+from conformance.judge import Finding
+from conformance.modes import Modes
+from conformance.texts import described, message
 
 MOST_RANKS = 4  # of a world on one machine
 KEPT_BYTES = 2**30  # device memory that a child may keep between cases
+DECLARE_SECONDS = 20.0  # for `declares` to answer about one function
 
 
 def serve(connection: Connection, options: ChildOptions, log_path: str) -> None:
@@ -48,22 +50,21 @@ def serve(connection: Connection, options: ChildOptions, log_path: str) -> None:
 
 def import_implementation(connection: Connection, options: ChildOptions, log_path: str) -> Implementation | None:
     """Prepare this process and import the implementation; sends "ready" or "unusable"."""
-    _redirect_output(log_path)
-    # Ctrl-C reaches the parent too, which ends this process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    isolate(log_path)
     sys.path[:0] = options.search
     sys.path.append(os.getcwd())
     poison.install()
     torch.set_num_threads(1)
+    modes = Modes()
     try:
         implementation = load(options.implementation)
+        modes.restore()  # the suite computes in the same process
         interpreting.install()
         connection.send(("ready", _description(implementation, options)))
     except UsageError as error:
         connection.send(("unusable", str(error)))
     except Exception as error:
-        connection.send(("unusable", f"--impl {options.implementation}: {type(error).__name__}: {error}"))
+        connection.send(("unusable", f"--impl {options.implementation}: {described(error)}"))
     else:
         return implementation
     return None
@@ -77,7 +78,7 @@ def answer_all(
     context_of: Callable[[Case], RankContext] | None = None,
 ) -> None:
     """Judge the cases that come, alone or as one rank of a world, until the parent hangs up."""
-    device = chosen_device(options.device)
+    device, process = chosen_device(options.device), os.getpid()
     compiler = Compiler(os.path.dirname(log_path))
     with contextlib.suppress(EOFError, BrokenPipeError), _stream(device):
         while True:
@@ -90,9 +91,8 @@ def answer_all(
                 started = time.monotonic()
                 with _traced(options.trace) as calls:
                     outcome = _answer(case, implementation, device, rank)
-                if rank and rank.ranks > 1:
-                    outcome.transport = rank.transport(implementation.transport(case.function, rank.group))
-                    outcome.shares_gpu = rank.shares_gpu
+                if os.getpid() != process:
+                    os._exit(0)  # a copy of the process that the implementation has forked
                 outcome.calls = sorted(calls)
                 outcome.kernels = compiler.take()
                 outcome.seconds = time.monotonic() - started
@@ -109,15 +109,7 @@ def _drawn(request: Draw) -> tuple[str, Any]:
 def _where(error: Exception) -> str:
     """The error and the line that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({os.path.basename(last.filename)}:{last.lineno})"
-
-
-def _end_with_parent() -> None:
-    """Exit when the parent dies, even during a case, so that a killed run frees the device."""
-    parent = parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+    return f"{described(error)} ({os.path.basename(last.filename)}:{last.lineno})"
 
 
 @contextlib.contextmanager
@@ -140,15 +132,33 @@ def _traced(package: str) -> Iterator[set[str]]:
 
 def _answer(case: Case, implementation: Implementation, device: str, rank: RankContext | None) -> Outcome:
     try:
-        return evaluate(case, implementation, device, rank)
+        outcome = evaluate(case, implementation, device, rank)
+        if rank and rank.ranks > 1:
+            _add_transport(outcome, case.function, implementation, rank)
+        return outcome
+    except Undeclared as error:
+        return Outcome("FAIL", asdict(Finding("declares", "error", str(error))))
     except Exception as error:
         if device_is_lost(error):
-            return Outcome("CRASH", reason=f"the device was lost: {' '.join(str(error).split())[:160]}")
+            return Outcome("CRASH", reason=f"the device was lost: {message(error)}")
         return Outcome("ERROR", reason=_where(error))
+    except BaseException as error:  # as sys.exit raises
+        return Outcome("CRASH", reason=f"raised {described(error)}, which ends a process")
     finally:
         gc.collect(0)
         if device == "cuda" and torch.cuda.memory_reserved() > KEPT_BYTES:
             torch.cuda.empty_cache()  # children share the device's memory
+
+
+def _add_transport(outcome: Outcome, function: str, implementation: Implementation, rank: RankContext) -> None:
+    """How the ranks reached each other; a `transport` that raises is a failure of the function."""
+    outcome.shares_gpu = rank.shares_gpu
+    try:
+        outcome.transport = rank.transport(implementation.transport(function, rank.group))
+    except Exception as error:
+        if not outcome.finding:
+            outcome.status = "FAIL"
+            outcome.finding = asdict(Finding("transport", "error", f"transport raised {described(error)}"))
 
 
 def chosen_device(wanted: str) -> str:
@@ -167,17 +177,41 @@ def _stream(device: str) -> Any:
     return torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
 
 
-def _redirect_output(log_path: str) -> None:
-    """Send the output and the traceback of a crash to a file that outlives this process."""
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    faulthandler.enable()
-
-
 def _signature(function: str, implementation: Implementation) -> str:
     """The signature as text equal in every process: without the addresses of defaults."""
-    return re.sub(r" at 0x[0-9a-f]+", "", f"{function}{inspect.signature(getattr(implementation.namespace, function))}")
+    try:
+        text = str(signature_of(getattr(implementation.namespace, function)) or "(…)")
+    except Exception:  # of the repr of a default
+        text = "(…)"
+    return re.sub(r" at 0x[0-9a-f]+", "", f"{function}{text}")
+
+
+def _declarations(function: str, implementation: Implementation, contract: Contract[Any]) -> dict[str, Any]:
+    """The function's declarations, or the defaults where `declares` raises: its cases then fail.
+
+    Raises:
+        UsageError: a value or a name that is not possible.
+    """
+    try:
+        with at_most(DECLARE_SECONDS):
+            declared = implementation.declares(function)
+    except Undeclared:
+        return DEFAULTS
+    signature = signature_of(getattr(implementation.namespace, function))
+    if declared.get("unchecked"):
+        known = arguments_of(contract) | {*(signature.parameters if signature else ())}
+        _must_know(function, implementation, declared, "unchecked", known)
+    if declared.get("omits"):
+        _must_know(function, implementation, declared, "omits", omissible_of(contract))
+    return declared
+
+
+def _must_know(
+    function: str, implementation: Implementation, declared: dict[str, Any], key: str, known: set[str]
+) -> None:
+    if unknown := sorted(set(declared[key]) - known):
+        told = f"{implementation.name} declares {key} = {', '.join(unknown)} for {function}"
+        raise UsageError(f"{told}; it may name {', '.join(sorted(known)) or 'nothing'}")
 
 
 def _description(implementation: Implementation, options: ChildOptions) -> dict[str, Any]:
@@ -192,7 +226,7 @@ def _description(implementation: Implementation, options: ChildOptions) -> dict[
             "without": implementation.lacks(function, dict.fromkeys(contract.optional))
             if offered
             else list(contract.optional),
-            "declares": implementation.declares(function) if offered else {},
+            "declares": _declarations(function, implementation, contract) if offered else {},
             "signature": _signature(function, implementation) if offered else "",
         }
     device = chosen_device(options.device)

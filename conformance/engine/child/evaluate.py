@@ -13,11 +13,11 @@ from conformance.core.case import Case
 from conformance.core.contract import Contract, Problem
 from conformance.core.law import Trial
 from conformance.core.ranks import AtRank, RankContext
-from conformance.engine.child.results import message
 from conformance.engine.child.runner import Blocked, Misbehaved, Outcome, Runner
 from conformance.interface import Implementation
 from conformance.judge import Expectation, Finding, Resolved, controls, judge
 from conformance.judge.exact import bits
+from conformance.texts import described, message
 
 WORDS = 512  # of a digest
 CLEAR_ERRORS = (ValueError, TypeError, AssertionError, IndexError, NotImplementedError)
@@ -39,7 +39,7 @@ def evaluate(
     except Blocked as blocked:
         outcome.status, outcome.reason = "BLOCKED", str(blocked)
     except (torch.OutOfMemoryError, MemoryError) as error:
-        outcome.status, outcome.reason = "OOM", str(error)
+        outcome.status, outcome.reason = "OOM", described(error)
     return outcome
 
 

@@ -1,18 +1,30 @@
-"""The parent's view of a child process: start, end, time limit."""
+"""The parent's view of a child process: start, messages, end, time limit."""
 
 import contextlib
 import os
+import pickle
 import signal
+import socket
+import struct
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
+from conformance.engine.child.isolation import MEMORY_BYTES, OUT_OF_MEMORY
+from conformance.engine.child.runner import Outcome
+
 STDLIB = os.path.dirname(os.__file__)
-INNOCENT = ("conformance/engine", "/torch/", "/triton/")  # frames never blamed for a crash
+INNOCENT = ("conformance/engine", "/torch/", "/triton/", '"<frozen ')  # frames never blamed for a crash
 _main = threading.Lock()  # of __main__, which several threads may hide
 PATIENCE = 10  # after a hang: time limit in multiples of the slowest answer
+MESSAGE_SECONDS = 10  # for the rest of a message that has begun
+ENDING_SECONDS = 5  # for a process that has closed its pipe to end
+MESSAGE_BYTES = 2**28
+NO_MESSAGE = "it wrote into the pipe of the suite"
+NO_MEMORY = "out of memory"
 
 
 @dataclass
@@ -46,10 +58,57 @@ def plain_main() -> Iterator[None]:
                 setattr(main, name, value)
 
 
+def expect_messages(pipe: Connection) -> None:
+    """Bound the time that a read from the pipe may take once `poll` has said that it has data."""
+    with socket.socket(fileno=os.dup(pipe.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_SECONDS, 0))
+
+
+def received(pipe: Connection) -> tuple[Any, ...]:
+    """The next message of a process, which may write anything into every file that it has.
+
+    Raises:
+        EOFError: the process has ended, or has written something else; its text then says so.
+    """
+    try:
+        content = pipe.recv_bytes(MESSAGE_BYTES)
+    except (EOFError, ConnectionResetError):
+        raise EOFError from None
+    except OSError:  # too long, or not complete in time
+        raise EOFError(NO_MESSAGE) from None
+    try:
+        message = pickle.loads(content)
+    except Exception:
+        raise EOFError(NO_MESSAGE) from None
+    if not isinstance(message, tuple) or not message or not isinstance(message[0], str):
+        raise EOFError(NO_MESSAGE)
+    return message
+
+
+def end(process: Any) -> None:
+    """Kill a child process, and the processes of its session."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
+def ended(reason: str) -> Outcome:
+    """The outcome of a case whose process has ended with this `ending`."""
+    return Outcome("OOM" if reason.startswith(NO_MEMORY) else "CRASH", reason=reason)
+
+
 def ending(process: Any, log_path: str) -> str:
-    """The end of a process, and its innermost frame."""
+    """The end of a process, or of its talk with the suite, and its innermost frame."""
+    process.join(ENDING_SECONDS)
     code = process.exitcode
-    cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+    if code is None:
+        return f"it closed the pipe of the suite{at(log_path)}"
+    if code == OUT_OF_MEMORY:
+        return f"{NO_MEMORY}: it held more than {MEMORY_BYTES / 2**30:.1f} GiB, half of the machine's"
+    if code == -signal.SIGKILL:
+        return f"{NO_MEMORY}, most likely: it ended by SIGKILL"
+    cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return f"{cause}{at(log_path)}"
 
 

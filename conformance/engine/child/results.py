@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from conformance.judge.exact import bits
+from conformance.texts import described
 
 
 class Unreadable(Exception):
@@ -43,20 +44,6 @@ def is_changed(x: Tensor, master: Tensor) -> bool:
     if x.shape != master.shape or x.dtype != master.dtype or is_freed(x):
         return True
     return bool((bits(master) != bits(x.cpu())).any())
-
-
-def described(error: BaseException) -> str:
-    """The error's class and message, on one line."""
-    return f"{type(error).__name__}: {message(error)}"
-
-
-def message(error: BaseException, most: int = 200) -> str:
-    """The error's message on one line of at most `most` characters, even if its `str` raises."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception as other:
-        return f"(its message cannot be read: str raised {type(other).__name__})"
-    return text if len(text) < most else text[: most - 3] + "…"
 
 
 def _kind(x: Tensor) -> str:

@@ -16,10 +16,11 @@ from conformance.core.tensors import laid_out
 from conformance.engine.child import state
 from conformance.engine.child.addresses import Addresses
 from conformance.engine.child.poison import Poison
-from conformance.engine.child.results import Unreadable, described, is_changed, read
+from conformance.engine.child.results import Unreadable, is_changed, read
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Finding, judge
 from conformance.judge.exact import Exact
+from conformance.texts import described
 
 Outputs = dict[str, Any]
 

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,7 +22,15 @@ from conformance.core.case import Case
 from conformance.core.ranks import ranks_of
 from conformance.engine.child import server
 from conformance.engine.child.child import serve
-from conformance.engine.child.processes import Patience, ending, plain_main
+from conformance.engine.child.processes import (
+    Patience,
+    end,
+    ended,
+    ending,
+    expect_messages,
+    plain_main,
+    received,
+)
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.plan import Draw, Structure
 from conformance.engine.options import ChildOptions
@@ -35,7 +44,9 @@ CASE_SECONDS = 60.0  # a case that takes longer hangs
 START_SECONDS = 180.0  # import of the implementation
 COMPILE_SECONDS = 60.0  # added on a GPU, where a case may wait for compilers
 IN_ORDER = 8  # cases that may change places
+AHEAD = 4 * IN_ORDER  # cases that wait or run
 HEAVY_BYTES = 24 * 2**30  # of device memory for one child with far addresses
+LAST = ("CRASH", "HANG", "OOM")  # statuses after which a child runs no further case
 
 Answer = Outcome | list[Structure]
 
@@ -106,12 +117,17 @@ class Pool:
         return self.description
 
     def run(self, cases: Iterable[Case]) -> Iterator[tuple[Case, Outcome]]:
-        """Every case with its outcome, as they come. The cases start about in their order."""
-        agenda = Agenda()
-        for index, case in enumerate(cases):
+        """Every case with its outcome, as they come. The cases start about in their order.
+
+        They are taken a few at a time: a world forms only when a case of it is near.
+        """
+        agenda, left = Agenda(), enumerate(cases)
+        for index, case in islice(left, AHEAD):
             agenda.add([case], index // IN_ORDER)
         for work, answer in self.work(agenda):
             assert isinstance(work, Case) and isinstance(answer, Outcome)
+            for index, case in islice(left, 1):
+                agenda.add([case], index // IN_ORDER)
             yield work, answer
 
     def work(self, agenda: Agenda) -> Iterator[tuple[Case | Draw, Answer]]:
@@ -144,7 +160,7 @@ class Pool:
             while not child.idle and (answer := self._answer(child)) is not None:
                 work = child.request or child.cases.popleft()
                 child.request = None
-                if isinstance(answer, Outcome) and answer.status in ("CRASH", "HANG"):
+                if isinstance(answer, Outcome) and answer.status in LAST:
                     if child.cases:
                         agenda.add(list(child.cases), first=True)
                         child.cases.clear()
@@ -184,6 +200,7 @@ class Pool:
     def _launch(self) -> Child:
         self._started += 1
         pipe, child_pipe = self._context.Pipe()
+        expect_messages(pipe)
         log_path = os.path.join(self._folder.name, f"child{self._started}.log")
         process = self._context.Process(target=serve, args=(child_pipe, self.options, log_path), daemon=True)
         with plain_main():
@@ -200,15 +217,18 @@ class Pool:
         if child.ready:
             return
         prefix = f"--impl {self.options.implementation}:"
-        if not child.pipe.poll(max(child.deadline - time.monotonic(), 0)):
+        connection.wait([child.pipe, child.process.sentinel], max(child.deadline - time.monotonic(), 0))
+        if child.process.is_alive() and not child.pipe.poll():
             self._end(child)
             raise UsageError(f"{prefix} importing it took longer than {START_SECONDS:.0f} s")
         try:
-            kind, content = child.pipe.recv()
-        except EOFError:
-            child.process.join()
-            end = ending(child.process, child.log_path)
-            raise UsageError(f"{prefix} the process died while importing it ({end})") from None
+            kind, content = received(child.pipe) if child.pipe.poll() else ("dead", "")
+        except EOFError as error:
+            kind, content = "dead", str(error)
+        if kind == "dead":
+            reason = content or ending(child.process, child.log_path)
+            self._end(child)
+            raise UsageError(f"{prefix} the process died while importing it ({reason})") from None
         if kind == "unusable":
             raise UsageError(content)
         child.ready, self.description = True, content
@@ -250,25 +270,29 @@ class Pool:
     def _wait(self) -> None:
         """Until there is an answer, or the time of a child is up."""
         busy = [child for child in self._children if not child.idle]
-        pipes: list[Any] = [child.pipe for child in busy] + [lane.pipe for lane in self._lanes if lane.case]
+        pipes: list[Any] = [ready for child in busy for ready in (child.pipe, child.process.sentinel)]
+        pipes += [lane.pipe for lane in self._lanes if lane.case]
         if pipes:
             pause = max(min((child.deadline for child in busy), default=math.inf) - time.monotonic(), 0)
             connection.wait(pipes, timeout=None if pause == math.inf else pause)
 
     def _answer(self, child: Child) -> Answer | None:
         """The answer to the child's request or first case; None while it works on that."""
+        alive = child.process.is_alive()  # asked first: the last thing that it does may be to answer
         try:
             if child.pipe.poll():
-                kind, content, *_ = child.pipe.recv()
+                kind, content, *_ = received(child.pipe)
                 if kind == "structures":
                     return list(content)
                 self.patience.answered(time.monotonic() - child.started)
                 if len(child.cases) > 1:
                     self._allow(child, child.cases[1].function)
                 return Outcome(**content)
-        except (EOFError, ConnectionResetError):
-            child.process.join(5)
-            return Outcome("CRASH", reason=ending(child.process, child.log_path))
+            reason = ""
+        except EOFError as error:
+            alive, reason = False, str(error)
+        if not alive:  # another process that it has started may hold the pipe open
+            return ended(reason or ending(child.process, child.log_path))
         if time.monotonic() > child.deadline:
             if child.cases:
                 self.patience.hung.add(child.cases[0].function)
@@ -280,7 +304,6 @@ class Pool:
         if child.ended:
             return
         child.ended = True
-        child.process.kill()
-        child.process.join()
+        end(child.process)
         child.pipe.close()
         child.process.close()

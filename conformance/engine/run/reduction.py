@@ -13,6 +13,8 @@ from conformance.core.case import Case
 from conformance.core.space import Space
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.draw import scope_of
+from conformance.interface import UsageError
+from conformance.texts import described
 
 Key = tuple[str, str, str, str]
 
@@ -30,25 +32,35 @@ class Reduced:
     case: Case
     outcome: Outcome
     attempts: int
-    finished: bool  # False: out of time, a smaller case may exist
+    finished: bool  # False: out of time, or ended by an error: a smaller case may exist
+    error: str = ""  # of the suite, that ended the search
 
 
 def reduce(case: Case, outcome: Outcome, attempt: Callable[[Case], Outcome], seconds: float) -> Reduced:
-    """The smallest case reachable from `case` that fails with the same key within `seconds`."""
+    """The smallest case reachable from `case` that fails with the same key within `seconds`.
+
+    Raises:
+        UsageError: no attempt can be made any more.
+    """
     key, deadline = failure_key(case, outcome), time.monotonic() + seconds
     seen, attempts = {case.text}, 0
     progress = True
-    while progress:
-        progress = False
-        for candidate in () if case.golden or case.illegal else scope_of(case.function, Space()).smaller(case):
-            if candidate.text in seen:
-                continue
-            seen.add(candidate.text)
-            if time.monotonic() > deadline:
-                return Reduced(case, outcome, attempts, finished=False)
-            attempts += 1
-            result = attempt(candidate)
-            if failure_key(candidate, result) == key:
-                case, outcome, progress = candidate, result, True
-                break
+    try:
+        while progress:
+            progress = False
+            for candidate in () if case.golden or case.illegal else scope_of(case.function, Space()).smaller(case):
+                if candidate.text in seen:
+                    continue
+                seen.add(candidate.text)
+                if time.monotonic() > deadline:
+                    return Reduced(case, outcome, attempts, finished=False)
+                attempts += 1
+                result = attempt(candidate)
+                if failure_key(candidate, result) == key:
+                    case, outcome, progress = candidate, result, True
+                    break
+    except UsageError:
+        raise
+    except Exception as error:  # the failure is reported all the same
+        return Reduced(case, outcome, attempts, finished=False, error=described(error))
     return Reduced(case, outcome, attempts, finished=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.engine.child import server
-from conformance.engine.child.processes import ending, plain_main
+from conformance.engine.child.processes import end, ending, plain_main
 from conformance.engine.footprint.footprint import Footprints, serve_footprints, suite_digest, suite_folders
 from conformance.engine.options import ChildOptions
 from conformance.interface import UsageError
@@ -40,7 +40,6 @@ class Inquiry:
             if kind == "ready":
                 kind, content = self._received()
         except EOFError:
-            self._process.join(5)
             return None, {}, f"the process died while importing it ({ending(self._process, self._log)})"
         finally:
             self.close()
@@ -56,8 +55,7 @@ class Inquiry:
 
     def close(self) -> None:
         """End the process."""
-        self._process.kill()
-        self._process.join()
+        end(self._process)
         self._pipe.close()
         self._folder.cleanup()
 

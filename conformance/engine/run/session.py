@@ -62,6 +62,8 @@ def judge_with(options: Options, ledgers: Path) -> Verdict:
             interrupted = interrupt.reason() or "SIGINT"
         except Lost as error:
             interrupted = f"the loss of the device ({error})"
+    # a signal also counts that came after the last case, while the children were ended
+    interrupted = interrupted or interrupt.reason()
     return session.verdict(ledgers, whole=options.part == (0, 1), interrupted=interrupted)
 
 
@@ -74,6 +76,7 @@ class Failure:
     found_in: str
     attempts: int
     smallest: bool
+    error: str = ""  # of the suite, that ended the search for a smaller case
 
     def record(self) -> dict[str, Any]:
         return {
@@ -83,6 +86,7 @@ class Failure:
             "found_in": self.found_in,
             "attempts": self.attempts,
             "smallest": self.smallest,
+            "error": self.error,
         } | asdict(self.outcome)
 
 
@@ -270,14 +274,14 @@ class Session:
             return None  # in a fresh process it fails like another one, which is reported already
         if not _literal(case):
             self.known.add(failure_key(case, outcome))
-        attempts, smallest = 0, False
+        attempts, smallest, error = 0, False, ""
         if outcome.status not in ("FLAKY", "ERROR", "OOM"):
             reduced = reduce(case, outcome, self.attempt, self.profile.reduce_seconds)
             again = self._attempt(reduced.case, fresh=True)
-            attempts = reduced.attempts
+            attempts, error = reduced.attempts, reduced.error
             if failure_key(reduced.case, again) == failure_key(case, outcome):  # not by chance, or by earlier calls
                 case, outcome, smallest = reduced.case, again, reduced.finished
-        failure = Failure(case, outcome, section.label, attempts, smallest)
+        failure = Failure(case, outcome, section.label, attempts, smallest, error)
         self._keep(failure)
         return failure
 

@@ -7,22 +7,25 @@ output   = "routing_map"                # optional
 where    = { map_dtype = "bool" }       # optional: fields of the case
 owner    = "kernels@example.org"
 reason   = "writes into the caller's map; callers copy it"
-expires  = 2027-06-30
+expires  = 2027-06-30                   # at most a year ahead
 """
 
 import datetime
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from conformance.catalogue import CONTRACTS
-from conformance.core.case import Case
+from conformance.core.case import Case, axes_of
+from conformance.core.known_names import checks_of, judged_of, makes_several_calls
 from conformance.engine.child.runner import Outcome
+from conformance.engine.run.verdict import WRONG
 from conformance.interface import UsageError
 
 REQUIRED = ("function", "owner", "reason", "expires")
 OPTIONAL = ("check", "output", "message", "where")
+LONGEST = datetime.timedelta(days=366)  # of a waiver, from today
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ def read_waivers(path: Path, today: datetime.date) -> list[Waiver]:
     """The waivers in a TOML file.
 
     Raises:
-        UsageError: an unreadable file, a missing or unknown field, or an expired waiver.
+        UsageError: an unreadable file, a missing or unknown field, a waiver that has expired or
+            expires too late, or one that no failure can match.
     """
     try:
         content = tomllib.loads(path.read_text())
@@ -87,18 +91,61 @@ def _waiver(entry: dict[str, Any], name: str, today: datetime.date) -> Waiver:
         fields = f"lacks {', '.join(missing)}" if missing else f"has the unknown field {', '.join(unknown)}"
         raise UsageError(f"{name} {fields}")
     for key, value in entry.items():
-        if key not in ("expires", "where") and not isinstance(value, str):
-            raise UsageError(f"{name}: {key} is {value!r}; it must be text")
-    function, expires, where = entry["function"], entry["expires"], entry.get("where", {})
-    if function not in CONTRACTS:
-        raise UsageError(f"{name} is for {function!r}; the functions are {', '.join(CONTRACTS)}")
-    known = Case.family[function].__dataclass_fields__
-    if not isinstance(where, dict) or not all(key in known for key in where):
-        table = f"a table of fields of a {function} case: {', '.join(known)}"
-        raise UsageError(f"{name}: where is {where!r}; it must be {table}")
+        if key not in ("expires", "where") and not (isinstance(value, str) and value.strip()):
+            raise UsageError(f"{name}: {key} is {value!r}; it must be text, and not empty")
+    if entry["function"] not in CONTRACTS:
+        raise UsageError(f"{name} is for {entry['function']!r}; the functions are {', '.join(CONTRACTS)}")
+    wrong = _wrong_date(entry, today) or _wrong_names(entry) or _wrong_where(entry)
+    if wrong:
+        raise UsageError(f"{name}{wrong}")
+    return Waiver(**entry)
+
+
+def _wrong_date(entry: dict[str, Any], today: datetime.date) -> str:
+    expires = entry["expires"]
     # datetime is a subclass of date that does not compare with date
     if type(expires) is not datetime.date:
-        raise UsageError(f"{name}: expires is {expires!r}; it must be a date such as 2027-06-30, without quotes")
+        return f": expires is {expires!r}; it must be a date such as 2027-06-30, without quotes"
     if expires < today:
-        raise UsageError(f"{name} is stale: it expired on {expires} ({entry['reason']})")
-    return Waiver(**entry)
+        return f" is stale: it expired on {expires} ({entry['reason']})"
+    if expires > today + LONGEST:
+        return f": expires on {expires}; it must be within a year from today, {today}"
+    return ""
+
+
+def _wrong_names(entry: dict[str, Any]) -> str:
+    """A check or an output that no finding of the function has."""
+    contract = CONTRACTS[entry["function"]]
+    check, output = entry.get("check", "exact"), entry.get("output", "call")
+    checks = {*checks_of(contract), *WRONG}
+    if check not in checks and not check.startswith("raises "):
+        return f": check is {check!r}; it must be raises … or one of {', '.join(sorted(checks))}"
+    outputs = judged_of(contract)
+    # the outputs of several calls are numbered, or named after the part of a state
+    if output not in outputs and not ("." in output and makes_several_calls(contract)):
+        return f": output is {output!r}; it must be one of {', '.join(sorted(outputs))}"
+    return ""
+
+
+def _wrong_where(entry: dict[str, Any]) -> str:
+    """A field that the function's cases do not have, or a value that the field cannot have."""
+    cls, where = Case.family[entry["function"]], entry.get("where", {})
+    known = {field.name: field for field in fields(cls)}
+    if not isinstance(where, dict) or not all(key in known for key in where):
+        return f": where is {where!r}; it must be a table of fields of its cases: {', '.join(known)}"
+    contract = CONTRACTS[entry["function"]]
+    names = {
+        "function": [contract.function],
+        "golden": contract.golden,
+        "illegal": contract.illegal,
+        "law": contract.laws,
+        "layout_of": contract.signature.placed,
+    }
+    for key, value in where.items():
+        if key in axes_of(cls):
+            needed = axes_of(cls)[key].wrong(tuple(value) if isinstance(value, list) else value)
+        else:
+            needed = "" if value in ("", *names[key]) else f"one of {', '.join(names[key])}"
+        if needed:
+            return f": where.{key} is {value!r}; it must be {needed}"
+    return ""

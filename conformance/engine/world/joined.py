@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from conformance.engine.child.processes import expect_messages
 from conformance.engine.options import ChildOptions
 from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import RankAddress
@@ -140,6 +141,7 @@ class RemoteRanks:
             with contextlib.suppress(AuthenticationError, EOFError, OSError):
                 call = self._listener.accept()
                 calls[call.recv()] = call
+                expect_messages(call)
         if missing:
             for call in calls.values():
                 call.close()
@@ -156,6 +158,10 @@ class RemoteRank:
 
     def __init__(self, pipe: Connection, control: Connection, world: int) -> None:
         self.pipe, self._control, self._world, self._ending = pipe, control, world, ""
+
+    def alive(self) -> bool:
+        """Not known: its host says it only when asked."""
+        return True
 
     def ending(self) -> str:
         if not self._ending:

@@ -29,20 +29,20 @@ class LocalRank:
     ) -> None:
         self.log_path = log_path
         self.pipe, child_pipe = context.Pipe()
+        processes.expect_messages(self.pipe)
         arguments = (child_pipe if call is None else call, options, address, log_path)
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
         with processes.plain_main():
             self.process.start()
         child_pipe.close()
-        self._kill = finalize(self, _kill, self.process)
+        self._end = finalize(self, processes.end, self.process)
 
     def ending(self) -> str:
-        """The process's end and innermost frame; kills it if it still runs."""
-        self.process.join(5)
-        if self.process.exitcode is None:
-            self.process.kill()
-            self.process.join()
+        """The process's end and innermost frame."""
         return processes.ending(self.process, self.log_path)
+
+    def alive(self) -> bool:
+        return self.process.is_alive()
 
     def where(self) -> str:
         """The innermost frame, as " at …"."""
@@ -52,15 +52,10 @@ class LocalRank:
         return processes.at(self.log_path)
 
     def end(self) -> None:
-        """Kill it and free its resources."""
-        self._kill()
+        """Kill it and the processes that it has started, and free its resources."""
+        self._end()
         self.pipe.close()
         self.process.close()
-
-
-def _kill(process: Any) -> None:
-    process.kill()
-    process.join()
 
 
 def _serve(parent: Connection | Listening, options: ChildOptions, address: RankAddress, log_path: str) -> None:

@@ -14,7 +14,7 @@ from multiprocessing import connection
 from typing import Any
 
 from conformance.core.case import Case
-from conformance.engine.child.processes import Patience
+from conformance.engine.child.processes import Patience, ended, received
 from conformance.engine.child.runner import Outcome
 from conformance.engine.world.joined import RemoteRank
 from conformance.engine.world.local_rank import LocalRank
@@ -109,7 +109,7 @@ class World:
         if not silent:
             self._patience.answered(time.monotonic() - started)
         outcome = self._combined(case, members, silent, time.monotonic() - started)
-        if silent or any(member.outcome and member.outcome.status == "CRASH" for member in members):
+        if silent or any(member.outcome and member.outcome.status in ("CRASH", "OOM") for member in members):
             self.close()
         return outcome
 
@@ -139,9 +139,10 @@ class World:
         try:
             if not member.pipe.poll(2 * MEETING_SECONDS):
                 raise NoWorld(f"{name} was not {wanted} within {2 * MEETING_SECONDS:.0f} s")
-            kind, content = member.pipe.recv()
-        except (EOFError, ConnectionResetError):
-            raise NoWorld(f"{name} died while the world was forming ({member.process.ending()})") from None
+            kind, content = received(member.pipe)
+        except EOFError as error:
+            reason = str(error) or member.process.ending()
+            raise NoWorld(f"{name} died while the world was forming ({reason})") from None
         if kind != wanted:
             raise NoWorld(f"{name} cannot join: {content}")
         return content
@@ -162,6 +163,8 @@ class World:
             for member in waiting:
                 if member.pipe in ready:
                     self._hear(member)
+                elif not member.process.alive() and not member.pipe.poll():
+                    self._lose(member)  # another process that it has started holds the pipe open
             if all(member.outcome or member.asking is not None for member in members):
                 self._answer(members, all(member.asking for member in members))
             elif time.monotonic() > min(deadline, end_of_silence(members)):
@@ -184,9 +187,9 @@ class World:
     def _hear(self, member: Member) -> None:
         member.heard = time.monotonic()
         try:
-            kind, content, *seen = member.pipe.recv()
-        except (EOFError, ConnectionResetError):
-            member.asking, member.outcome = None, Outcome("CRASH", reason=member.process.ending())
+            kind, content, *seen = received(member.pipe)
+        except EOFError as error:
+            self._lose(member, str(error))
             return
         if kind == "calls":
             member.calling = content
@@ -194,6 +197,10 @@ class World:
             member.asking = content
         else:
             member.outcome, member.seen = Outcome(**content), seen[0]
+
+    def _lose(self, member: Member, reason: str = "") -> None:
+        """The rank sends nothing more."""
+        member.asking, member.outcome = None, ended(reason or member.process.ending())
 
     def _combined(self, case: Case, members: list[Member], silent: list[Member], seconds: float) -> Outcome:
         """The worst outcome of all ranks, with its rank's name."""

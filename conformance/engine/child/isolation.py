@@ -1,0 +1,78 @@
+"""Holds what an implementation does to its process inside this process and its descendants."""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+WATCH_SECONDS = 0.25
+LOG_BYTES = 2**20  # of the log, which is emptied beyond
+MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # resident, of one process
+OUT_OF_MEMORY = 87  # exit code
+
+
+def isolate(log_path: str) -> None:
+    """Make this process the leader of a session, which `processes.end` ends as a whole.
+
+    Its output, and the traceback of a crash, go to a file that outlives it. A thread ends it with
+    its parent, even during a case, so that a killed run frees the device.
+    """
+    os.setsid()
+    _let_go(forkserver._forkserver, "_forkserver_alive_fd")  # type: ignore[attr-defined]
+    _let_go(resource_tracker._resource_tracker, "_fd")
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    faulthandler.enable()
+    # where the kernel runs out of memory, it kills this process before any other
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    threading.Thread(target=_watch, args=(log_path, os.getppid()), daemon=True).start()
+
+
+def _let_go(owner: Any, name: str) -> None:
+    """Close a pipe to a process of the whole run, which ends if it reads nonsense there."""
+    file = getattr(owner, name)
+    if file is not None:
+        os.close(file)
+        setattr(owner, name, None)
+
+
+def _watch(log_path: str, server: int) -> None:
+    """End this process with the forkserver, which ends with the run, and without much memory."""
+    while os.getppid() == server:
+        with contextlib.suppress(OSError):
+            if os.path.getsize(log_path) > LOG_BYTES:
+                os.truncate(log_path, 0)
+            if _resident() > MEMORY_BYTES:
+                os._exit(OUT_OF_MEMORY)
+        time.sleep(WATCH_SECONDS)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _resident() -> int:
+    """Bytes of this process in memory; raises OSError where the system does not say."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Python code inside the block that takes longer is ended by a TimeoutError."""
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
