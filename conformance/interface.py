@@ -82,6 +82,10 @@ class UsageError(Exception):
     """Unusable user input; the message is one clear sentence."""
 
 
+class ModeChanged(Exception):
+    """A call has changed a mode of the process; the message names it."""
+
+
 class Undeclared(Exception):
     """`declares` raised; the message says what."""
 
@@ -188,7 +192,7 @@ class Implementation:
         """The function's result.
 
         Raises:
-            ValueError: the call has changed a mode of the process, which is set back.
+            ModeChanged: the call has changed a mode of the process, which is set back.
         """
         before, changed = Modes(), ""
         try:
@@ -196,7 +200,7 @@ class Implementation:
         finally:
             changed = before.restore()
         if changed:
-            raise ValueError(f"returned with another {changed} than before the call")
+            raise ModeChanged(f"returned with another {changed} than before the call")
         return result
 
 

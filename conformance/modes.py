@@ -1,4 +1,8 @@
-"""Modes of the process, which change what other code computes: a call must not change them."""
+"""The state of the process, which a call must leave as it was.
+
+Modes change what other code computes. Generators decide what is drawn later: only random functions
+may advance them.
+"""
 
 import os
 import sys
@@ -7,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._device import DeviceContext
 
 TINY = sys.float_info.min
@@ -39,7 +44,7 @@ def _pop_dispatch_modes(most: int) -> None:
         torch.utils._python_dispatch._pop_mode()
 
 
-MODES = (
+MODES: tuple[Mode, ...] = (
     # the stacks first: their modes may refuse what the others call; a default device is one of them
     Mode("stack of torch function modes", torch._C._len_torch_function_stack, _pop_function_modes),
     Mode("stack of torch dispatch modes", torch._C._len_torch_dispatch_stack, _pop_dispatch_modes),
@@ -52,21 +57,50 @@ MODES = (
         torch.use_deterministic_algorithms,
     ),
     Mode("treatment of subnormal numbers", lambda: TINY * 0.5 == 0.0, torch.set_flush_denormal),
+    Mode("precision of float32 products", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    Mode("number of threads", torch.get_num_threads, torch.set_num_threads),
     Mode("recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
     Mode("working directory", os.getcwd, os.chdir),
 )
 
 
-class Modes:
-    """The modes at one time."""
+def _tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
-    def __init__(self) -> None:
-        self._values = [mode.read() for mode in MODES]
+
+GENERATORS = (
+    Mode(
+        "state of torch's generator",
+        lambda: bytes(torch.get_rng_state().numpy()),
+        lambda content: torch.set_rng_state(_tensor(content)),
+    ),
+)
+ON_CUDA = (
+    Mode("current device", torch.cuda.current_device, torch.cuda.set_device),
+    Mode("current stream", torch.cuda.current_stream, torch.cuda.set_stream),
+)
+CUDA_GENERATORS = (
+    Mode(
+        "state of CUDA's generator",
+        lambda: bytes(torch.cuda.get_rng_state().numpy()),
+        lambda content: torch.cuda.set_rng_state(_tensor(content)),
+    ),
+)
+
+
+class Modes:
+    """The modes, and if asked for the generators, at one time."""
+
+    def __init__(self, generators: bool = False) -> None:
+        self._modes = MODES + GENERATORS if generators else MODES
+        if torch.cuda.is_initialized():
+            self._modes += ON_CUDA + CUDA_GENERATORS if generators else ON_CUDA
+        self._values = [mode.read() for mode in self._modes]
 
     def restore(self) -> str:
         """Set the modes back; returns the name of the first that has changed, or ""."""
         changed = ""
-        for mode, value in zip(MODES, self._values, strict=True):
+        for mode, value in zip(self._modes, self._values, strict=True):
             if mode.read() != value:
                 mode.write(value)
                 changed = changed or mode.name

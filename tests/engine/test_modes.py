@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conformance.interface import Implementation
+from conformance.interface import Implementation, ModeChanged
 from conformance.modes import MODES, Modes
 
 CHANGES = {
@@ -20,6 +20,8 @@ CHANGES = {
     "autocast": lambda: torch.set_autocast_enabled("cpu", True),
     "choice of deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
     "treatment of subnormal numbers": lambda: torch.set_flush_denormal(True),
+    "precision of float32 products": lambda: torch.set_float32_matmul_precision("medium"),
+    "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "recursion limit": lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1),
     "working directory": lambda: os.chdir("/"),
 }
@@ -33,7 +35,7 @@ def test_every_mode_is_tested():
 def test_a_changed_mode_is_named_and_set_back(name):
     before = Modes()
     implementation = Implementation(SimpleNamespace(permute=CHANGES[name]))
-    with pytest.raises(ValueError, match=f"returned with another {name} than before the call"):
+    with pytest.raises(ModeChanged, match=f"returned with another {name} than before the call"):
         implementation.call("permute")
     assert before.restore() == ""
 
@@ -41,7 +43,7 @@ def test_a_changed_mode_is_named_and_set_back(name):
 def test_a_default_device_is_a_function_mode():
     implementation = Implementation(SimpleNamespace(permute=lambda: torch.set_default_device("meta")))
     for _ in range(2):
-        with pytest.raises(ValueError, match="another stack of torch function modes"):
+        with pytest.raises(ModeChanged, match="another stack of torch function modes"):
             implementation.call("permute")
         assert torch.get_default_device().type == "cpu"
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from conformance.catalogue import CONTRACTS
 from conformance.core.contract import Opaque, Problem
 from conformance.core.tensors import laid_out
-from conformance.engine.child import state
 from conformance.engine.child.addresses import Addresses
 from conformance.engine.child.poison import Poison
 from conformance.engine.child.results import Unreadable, is_changed, read
-from conformance.interface import Implementation, named_outputs
+from conformance.interface import Implementation, ModeChanged, named_outputs
 from conformance.judge import Finding, judge
 from conformance.judge.exact import Exact
+from conformance.modes import Modes
 from conformance.texts import described
 
 Outputs = dict[str, Any]
@@ -185,19 +185,21 @@ class Runner:
         Raises:
             Misbehaved: memory or global state has changed.
         """
-        before = state.taken()
+        before, changed = Modes(generators=not CONTRACTS[problem.function].signature.random), ""
         try:
             with Poison(poison or self.poison) as memory, Addresses(memory) as addresses:
                 yield
+        except ModeChanged as error:
+            raise Misbehaved("call", "state", str(error)) from error
         finally:
-            changed = state.restored(before, CONTRACTS[problem.function].signature.random)
+            changed = before.restore()
         self.outcome.evaluations += 1
         if addresses.outside:
             raise Misbehaved("memory", "memory", addresses.outside)
         if memory.overrun():
             raise Misbehaved("memory", "memory", "wrote outside the memory it had allocated")
         if changed:
-            raise Misbehaved("call", "state", f"changed {changed}")
+            raise Misbehaved("call", "state", f"left another {changed} than before the call")
 
     def _finished(self, problem: Problem, outputs: Outputs) -> Outputs:
         """The outputs when the device has computed them, with what further calls read from them."""
