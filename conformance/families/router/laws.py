@@ -161,7 +161,12 @@ GATE = (
     *of_one_process(*universal.EVERYWHERE[2:], *universal.STATIC, TOKEN_REVERSAL, BATCH_CONCAT),
 )
 JITTER = (*_EVERY, EVENLY_SPREAD)
-TOPK_INDICES = TOPK_ROUTING = (*_EVERY, *_CHOICE, REPLAY)
+TOPK_ROUTING = (*_EVERY, *_CHOICE, REPLAY)
+# the result of indices may be the given ones
+_OWN_RESULTS = replace(
+    universal.BUFFER_REUSE, applies=lambda case: universal.BUFFER_REUSE.applies(case) and not case.precomputed
+)
+TOPK_INDICES = tuple(_OWN_RESULTS if law is universal.BUFFER_REUSE else law for law in TOPK_ROUTING)
 SINKHORN_ROUTING = (*universal.EVERYWHERE, EXPERT_RELABELLING)
 DROP_TOKENS = (*_EVERY, EXPERT_RELABELLING, universal.SCALING)
 AUX_LOSS_SCORES = (*_EVERY, *_CHOICE, PADDING_TOKENS)
