@@ -135,6 +135,42 @@ def test_special_values_hold_every_strange_number():
     assert x.isfinite().any()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_strange_number_is_the_first_and_the_last_element_of_some_row(dtype):
+    for style, kinds in (("edges", 6), ("ends", 4)):
+        x = payload(0, "tokens", (60, 5), dtype, style)
+        for column in (x[:, 0], x[:, -1]):
+            small = (column != 0) & (column.abs() < torch.finfo(x.dtype).tiny)
+            found = (column.isnan(), column == torch.inf, column == -torch.inf, (column == 0) & column.signbit())
+            assert all(kind.any() for kind in found)
+            assert len(column[small].unique()) == kinds - 4
+            assert bool((sum(kind.int() for kind in (*found, small)) == 1).all())
+        assert x[:, 1:-1].isfinite().all()
+
+
+def test_the_first_and_the_last_element_are_nan_for_some_seed():
+    found = [payload(seed, "tokens", (2, 3), "float32", "edges") for seed in range(6)]
+    assert any(x[0, 0].isnan() for x in found) and any(x[-1, -1].isnan() for x in found)
+    assert payload(0, "tokens", (0, 3), "float32", "edges").shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "patterns"), [("bfloat16", 2**16), ("float16", 2**16), ("float8_e4m3fn", 2**8), ("uint8", 2**8)]
+)
+def test_every_bit_pattern_occurs_once_in_as_many_elements(dtype, patterns):
+    for seed in (0, 3):
+        x = payload(seed, "tokens", (16, patterns // 16), dtype, "every")
+        assert len(set(bits(x).flatten().tolist())) == patterns
+    assert len(set(bits(payload(0, "tokens", (64, 64), dtype, "every")).flatten().tolist())) == min(patterns, 4096)
+
+
+def test_patterns_of_wide_dtypes_have_every_exponent():
+    for dtype in ("float32", "float64"):
+        x = payload(0, "tokens", (64, 128), dtype, "every").double().abs()
+        assert len(x[x > 0].log2().floor()[x[x > 0].isfinite()].unique()) > 250
+        assert x.isnan().any()
+
+
 def test_one_byte_payloads_hold_every_code():
     for dtype in ("float8_e4m3fn", "float8_e5m2", "uint8"):
         assert len(payload(0, "tokens", (80, 80), dtype).view(torch.uint8).unique()) == 256
