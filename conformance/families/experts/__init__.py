@@ -4,6 +4,7 @@ from conformance.core.family import Family, by_function
 from conformance.core.shared_out import SharedOut
 from conformance.families.experts import (
     defects,
+    defects_inputs,
     defects_steps,
     golden,
     golden_mlp,
@@ -30,5 +31,5 @@ FAMILY = Family(
     illegal=by_function(illegal, illegal_recipes),
     laws=by_function(laws_mlp),
     space=by_function(space, space_mlp),
-    defects=(*defects.DEFECTS, *defects_steps.DEFECTS),
+    defects=(*defects.DEFECTS, *defects_steps.DEFECTS, *defects_inputs.DEFECTS),
 )
