@@ -2,7 +2,16 @@
 
 from conformance.core.family import Family, by_function
 from conformance.core.shared_out import SharedOut
-from conformance.families.router import defects, defects_ranks, defects_steps, golden, illegal, laws, space
+from conformance.families.router import (
+    defects,
+    defects_inputs,
+    defects_ranks,
+    defects_steps,
+    golden,
+    illegal,
+    laws,
+    space,
+)
 from conformance.families.router.balancing import (
     AuxLossScores,
     LoadBalancingLoss,
@@ -25,5 +34,5 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws),
     space=by_function(space),
-    defects=(*defects.DEFECTS, *defects_ranks.DEFECTS, *defects_steps.DEFECTS),
+    defects=(*defects.DEFECTS, *defects_ranks.DEFECTS, *defects_steps.DEFECTS, *defects_inputs.DEFECTS),
 )
