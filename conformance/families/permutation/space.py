@@ -128,6 +128,8 @@ def _counted(scope: Scope) -> list[Changes]:
         found.append(one | {"tokens": 69, "capacity": 67, "align": 0})
     if scope.accepts("align"):
         found.append(one | {"tokens": 67, "align": 256})
+    if scope.space.device == "cuda":  # experts and tokens past a block together
+        found.append({"tokens": 300, "experts": 300, "topk": 3, "hidden": 3, "spread": "uniform"})
     return found
 
 
