@@ -159,7 +159,8 @@ def hidden_of(case: ActivationCase, columns: int) -> Tensor:
     if case.values == "edges":
         return torch.where(torch.arange(case.tokens)[:, None] % 2 == case.seed % 2, with_ends(plain, case.seed), plain)
     if case.values == "every":
-        gate = every_pattern(case.seed, (case.tokens, case.features), kind)
+        narrow = torch.float32 if kind == torch.float64 else kind  # no oracle is wider than float64
+        gate = every_pattern(case.seed, (case.tokens, case.features), narrow).to(kind)
         return interleave_halves(gate, plain[:, : case.features], activation_blocks(case)) if case.gated else gate
     return plain
 
