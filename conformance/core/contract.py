@@ -146,8 +146,9 @@ class Contract(ABC, Generic[C]):
 
     def cotangent(self, case: C, output: str, shape: tuple[int, ...], dtype: str) -> Tensor:
         """Has NaN and infinities if a linear function's input has; they reach one gradient each."""
-        special = output == self.signature.linear[1] and getattr(case, "values", "") == "special"
-        return payload(case.seed, f"d_{output}", shape, dtype, "special" if special else "dyadic")
+        values = getattr(case, "values", "") if output == self.signature.linear[1] else ""
+        style = {"special": "special", "edges": "ends", "every": "ends"}.get(values, "dyadic")
+        return payload(case.seed, f"d_{output}", shape, dtype, style)
 
     def explain(self, problem: Problem, output: str, index: tuple[int, ...], observed: Tensor) -> str | None:
         """The error in the function's terms, if one element determines it."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 Wrapper = Callable[..., Any]
+Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,22 @@ def int32_view(x: Tensor) -> Tensor:
     inside = (address >= 0) & (address < length)
     out = torch.where(inside, flat[torch.where(inside, address, 0)], torch.zeros((), dtype=raw.dtype, device=x.device))
     return out.view(x.dtype).requires_grad_(x.requires_grad)
+
+
+class _Changed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Change) -> Tensor:
+        return change(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
+def with_values(x: Tensor, change: Change) -> Tensor:
+    """change(x), with the gradient of x: a defect of the forward alone."""
+    changed: Tensor = _Changed.apply(x, change)  # type: ignore[no-untyped-call]
+    return changed
 
 
 def first_in_32_bits(function: Wrapper, x: Tensor, *rest: Any, **settings: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 SPREAD = 12  # log2 of the largest row scale
 WIDE = 2**31 + 2**12  # elements from the first to the last row of a wide tensor: past 32 bits
+STRANGE = ("special", "edges", "every")  # styles with NaN and infinities
 WIDE_LAYOUTS = ("wide_rows", "wide_columns", "wide_depth")
 BITS = {
     torch.float32: 12,
@@ -53,11 +54,15 @@ def payload(seed: int, name: str, shape: tuple[int, ...], dtype: str, style: str
 
     Styles: `dyadic`, integers of BITS bits over a power of two, from -2 to 2, the first column
     distinct in any 511 consecutive rows · `wide`, 24 random bits times 2^-12 to 2^12 · `special`,
-    dyadic with random NaN, infinities and -0. One-byte dtypes: random bytes, all codes.
+    dyadic with random NaN, infinities and -0 · `ends`, dyadic with these at both ends of each row ·
+    `edges`, the same with subnormal numbers, to be moved only: a sum may flush them · `every`,
+    consecutive bit patterns of a permutation of all. One-byte dtypes: random bytes, all codes.
     """
     count = int(np.prod(shape))
-    noise = hashed(seed, name, count)
     kind = DTYPES[dtype]
+    if style == "every":
+        return every_pattern(seed, shape, kind)
+    noise = hashed(seed, name, count)
     if kind.itemsize == 1:
         return torch.from_numpy(noise.astype(np.uint8)).reshape(shape).view(kind)
     most = 2 ** BITS[kind] - 1
@@ -70,7 +75,39 @@ def payload(seed: int, name: str, shape: tuple[int, ...], dtype: str, style: str
     if style == "special":
         strange = np.array([np.nan, np.inf, -np.inf, -0.0])
         number = np.where((noise >> 16) % 8 == 0, strange[(noise >> 20) % 4], number)
-    return torch.from_numpy(number).to(kind).reshape(shape)
+    x = torch.from_numpy(number).to(kind).reshape(shape)
+    return with_ends(x, seed, style == "edges") if style in ("ends", "edges") else x
+
+
+def with_ends(x: Tensor, seed: int, subnormal: bool = True) -> Tensor:
+    """x with NaN, infinities, -0 and subnormal numbers as the first and last element of each row.
+
+    The first element of x is NaN for even seeds, the last one for every third.
+    """
+    if not x.numel():
+        return x
+    info = torch.finfo(x.dtype)
+    least = info.smallest_normal * info.eps
+    small = (least, least - info.smallest_normal) if subnormal else ()
+    strange = torch.tensor([torch.nan, torch.inf, -0.0, -torch.inf, *small], dtype=torch.float64).to(x.dtype)
+    columns = x.reshape(-1, x.shape[-1]).clone()
+    place = torch.arange(len(columns))
+    columns[:, 0] = strange[(place + seed % 2) % len(strange)]
+    columns[:, -1] = strange[(len(columns) - 1 - place + seed % 3) % len(strange)]
+    return columns.reshape(x.shape)
+
+
+def every_pattern(seed: int, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
+    """Bit patterns i·odd + start: of 2ⁿ consecutive elements, no two of an n-bit dtype are equal.
+
+    Of float64 the upper 32 bits vary. NaNs included, with every payload.
+    """
+    pattern = np.arange(int(np.prod(shape)), dtype=np.uint64) * np.uint64(0x9E3779B1) + np.uint64(seed * 7919)
+    if kind.itemsize == 8:
+        return torch.from_numpy((pattern << np.uint64(32)).view(np.int64)).view(kind).reshape(shape)
+    carrier = {1: np.uint8, 2: np.int16, 4: np.int32}[kind.itemsize]
+    unsigned = pattern.astype({1: np.uint8, 2: np.uint16, 4: np.uint32}[kind.itemsize])
+    return torch.from_numpy(unsigned.view(carrier)).view(kind).reshape(shape)
 
 
 def probabilities(seed: int, name: str, shape: tuple[int, ...], dtype: str, zeros: bool = False) -> Tensor:

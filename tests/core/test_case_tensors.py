@@ -3,9 +3,11 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from conformance.analysis.curves import split
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case, case_from
 from conformance.core.tensors import BITS, DTYPES, PROB_BITS, hashed, payload, probabilities, row_scales
@@ -13,6 +15,7 @@ from conformance.families.experts.cases import (
     FAR,
     ActivationCase,
     GroupedCase,
+    activation_blocks,
     counts_of,
     grouped_rows,
     hidden_of,
@@ -20,11 +23,15 @@ from conformance.families.experts.cases import (
     weights_of,
 )
 from conformance.families.permutation.cases import RoutingCase, routed
+from conformance.families.quantization.cases import BINADES, QuantizeCase, x_of
 from conformance.families.router.cases import (
+    COUNTED,
     MINUS_INFINITY,
     NOT_A_NUMBER,
     SPREADS,
+    LoadCase,
     LogitsCase,
+    counts_past,
     indices_of,
     logits_of,
     padding_of,
@@ -135,6 +142,42 @@ def test_special_values_hold_every_strange_number():
     assert x.isfinite().any()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_strange_number_is_the_first_and_the_last_element_of_some_row(dtype):
+    for style, kinds in (("edges", 6), ("ends", 4)):
+        x = payload(0, "tokens", (60, 5), dtype, style)
+        for column in (x[:, 0], x[:, -1]):
+            small = (column != 0) & (column.abs() < torch.finfo(x.dtype).tiny)
+            found = (column.isnan(), column == torch.inf, column == -torch.inf, (column == 0) & column.signbit())
+            assert all(kind.any() for kind in found)
+            assert len(column[small].unique()) == kinds - 4
+            assert bool((sum(kind.int() for kind in (*found, small)) == 1).all())
+        assert x[:, 1:-1].isfinite().all()
+
+
+def test_the_first_and_the_last_element_are_nan_for_some_seed():
+    found = [payload(seed, "tokens", (2, 3), "float32", "edges") for seed in range(6)]
+    assert any(x[0, 0].isnan() for x in found) and any(x[-1, -1].isnan() for x in found)
+    assert payload(0, "tokens", (0, 3), "float32", "edges").shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "patterns"), [("bfloat16", 2**16), ("float16", 2**16), ("float8_e4m3fn", 2**8), ("uint8", 2**8)]
+)
+def test_every_bit_pattern_occurs_once_in_as_many_elements(dtype, patterns):
+    for seed in (0, 3):
+        x = payload(seed, "tokens", (16, patterns // 16), dtype, "every")
+        assert len(set(bits(x).flatten().tolist())) == patterns
+    assert len(set(bits(payload(0, "tokens", (64, 64), dtype, "every")).flatten().tolist())) == min(patterns, 4096)
+
+
+def test_patterns_of_wide_dtypes_have_every_exponent():
+    for dtype in ("float32", "float64"):
+        x = payload(0, "tokens", (64, 128), dtype, "every").double().abs()
+        assert len(x[x > 0].log2().floor()[x[x > 0].isfinite()].unique()) > 250
+        assert x.isnan().any()
+
+
 def test_one_byte_payloads_hold_every_code():
     for dtype in ("float8_e4m3fn", "float8_e5m2", "uint8"):
         assert len(payload(0, "tokens", (80, 80), dtype).view(torch.uint8).unique()) == 256
@@ -181,6 +224,68 @@ def test_a_spread_is_what_its_name_says(spread, dtype):
         "saturated": (x >= 16).all(),
     }
     assert says[spread]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_strange_logits_are_first_and_last_and_every_pattern_is_finite(dtype):
+    x = logits_of(replace(LOGITS, spread="edges", dtype=dtype))
+    for column in (x[:, 0], x[:, -1]):
+        small = (column > 0) & (column < torch.finfo(x.dtype).tiny)
+        found = (column == -torch.inf, (column == 0) & column.signbit(), small, column > 1000, column < -1000)
+        assert all(kind.any() for kind in found)
+    every = logits_of(replace(LOGITS, tokens=256, experts=256, spread="every", dtype=dtype))
+    assert every.isfinite().all()
+    assert len(every.unique()) > 60_000
+    assert logits_of(replace(LOGITS, function="z_loss", tokens=256, spread="every", dtype=dtype)).abs().max() < 16
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int64"])
+@pytest.mark.parametrize(("counted", "past"), COUNTED.items())
+def test_counts_past_a_power_differ_by_little(dtype, counted, past):
+    case = LoadCase(function="update_expert_bias", counted=counted, map_dtype=dtype)
+    x = counts_past(case, np.arange(9)).double()
+    assert past <= x.min() < x.max() < past * 1.001
+    assert len(x.unique()) == 5
+
+
+def test_counts_have_fractions_if_asked_for():
+    case = LoadCase(function="update_expert_bias", counted="fractions", map_dtype="uint8")
+    assert counts_past(case, np.arange(3)).tolist() == [0, 0.125, 0.25]
+    assert case.clash() is None
+    assert replace(case, map_dtype="int64").clash() and replace(case, function="load_balancing_loss").clash()
+    assert replace(case, counted="past_31_bits", map_dtype="int32").clash()
+
+
+QUANTIZED = QuantizeCase(function="quantize", tokens=9, hidden=7, values="edges")
+
+
+def test_a_quantiser_gets_strange_values_at_the_ends_of_some_rows_and_columns_of_zeros():
+    x = x_of(QUANTIZED)
+    assert (~x[:, 1:-1].isfinite()).sum() == 0 < (~x[:, [0, -1]].isfinite()).sum()
+    assert (x == 0).all(0).tolist() == [False, False, True, False, False, False, False]
+    assert bool(((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).any())
+
+
+def test_a_quantiser_gets_every_significand_in_every_binade_below_the_largest_value():
+    x = x_of(replace(QUANTIZED, tokens=32, hidden=256, dtype="bfloat16", values="every")).double()
+    assert len(x[x.abs() < 2].unique()) > 0.9 * 2 * 128 * BINADES
+    assert 2 <= x.abs().max() < 4 and x.abs().min() < 2.0 ** (2 - BINADES)
+
+
+@pytest.mark.parametrize(("dtype", "exponents"), [("float32", 255), ("bfloat16", 250), ("float16", 35)])
+def test_block_scales_have_every_exponent(dtype, exponents):
+    x = x_of(replace(QUANTIZED, scaling="mxfp8", tokens=4, hidden=3, dtype=dtype, values="every"))
+    largest = x.double().reshape(len(x), -1, 32).abs().amax(2)
+    assert x.isfinite().all()
+    assert len(largest[largest > 0].log2().floor().unique()) >= exponents
+
+
+@pytest.mark.parametrize("interleave", [0, 4])
+def test_every_pattern_passes_a_gate(interleave):
+    case = replace(ROWS, tokens=16, width=4096, dtype="bfloat16", values="every", interleave=interleave)
+    gate, value = split(hidden_of(case, 8192), activation_blocks(case))
+    assert len(set(bits(gate).flatten().tolist())) == 2**16
+    assert value.abs().max() <= 2
 
 
 def test_given_indices_name_different_experts():

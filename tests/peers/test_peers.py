@@ -125,7 +125,12 @@ def test_every_kept_case_of_megatron_fails_as_it_was_kept(megatron):
 @needs_megatron
 @pytest.mark.parametrize("function", ["jitter", "attach_loss", "update_expert_bias"])
 def test_megatron_agrees_everywhere_in_the_plain_functions_of_the_router(megatron, function):
-    statuses = [outcome.status for case, outcome in megatron[1] if case.function == function]
+    beyond = ("past_24_bits", "past_31_bits")  # of float32
+    statuses = [
+        outcome.status
+        for case, outcome in megatron[1]
+        if case.function == function and getattr(case, "counted", "") not in beyond
+    ]
     assert statuses.count("PASS") > 10 and set(statuses) <= set(NOTHING_WRONG)
 
 

@@ -15,10 +15,10 @@ def _default_group(collective: Wrapper, *inputs: Any, group: Any, **settings: An
 
 
 DEFECTS: tuple[Defect, ...] = (
-    Defect("N01", "collectives over the default group", GROUPS, {"alltoall_dispatch": _default_group}),
-    Defect("N02", "collectives over the default group", GROUPS, {"deepep_combine": _default_group}),
+    Defect("C24", "collectives over the default group", GROUPS, {"alltoall_dispatch": _default_group}),
+    Defect("C25", "collectives over the default group", GROUPS, {"deepep_combine": _default_group}),
     Defect(
-        "N03",
+        "C26",
         "a handle is right for one combine",
         "a mistake that one call per handle does not show",
         dict.fromkeys(("alltoall_combine", "deepep_combine", "unpermute"), right_once_per_handle()),

@@ -5,6 +5,7 @@ from conformance.core.shared_out import SharedOut
 from conformance.families.experts import (
     defects,
     defects_calls,
+    defects_inputs,
     defects_steps,
     golden,
     golden_mlp,
@@ -31,5 +32,5 @@ FAMILY = Family(
     illegal=by_function(illegal, illegal_recipes),
     laws=by_function(laws_mlp),
     space=by_function(space, space_mlp),
-    defects=(*defects.DEFECTS, *defects_steps.DEFECTS, *defects_calls.DEFECTS),
+    defects=(*defects.DEFECTS, *defects_steps.DEFECTS, *defects_calls.DEFECTS, *defects_inputs.DEFECTS),
 )

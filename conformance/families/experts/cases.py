@@ -9,12 +9,22 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from conformance.analysis.curves import interleave_halves
 from conformance.core.axes import Changes, Choice, choice, declared, dtypes, flag, number, size
 from conformance.core.case import Case
 from conformance.core.lists import Parts
 from conformance.core.signature import Signature
 from conformance.core.space import LOGIT_DTYPES
-from conformance.core.tensors import DTYPES, hashed, payload, probabilities, row_scales
+from conformance.core.tensors import (
+    DTYPES,
+    STRANGE,
+    every_pattern,
+    hashed,
+    payload,
+    probabilities,
+    row_scales,
+    with_ends,
+)
 from conformance.families.experts.precision import (
     LOW_VALUES,
     factor_of,
@@ -85,7 +95,7 @@ class ActivationCase(Case):
     dtype: str = dtypes(*LOGIT_DTYPES)
     probs: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: not given
     weights: str = choice(*WEIGHTS, of=("probs",), data=True)  # of the probs: see `probs_of`
-    values: str = choice(*VALUES, data=True)  # of h: see `hidden_of`
+    values: str = choice(*VALUES, also=STRANGE[1:], data=True)  # of h: see `hidden_of`
     offset: int = number(0, 8, -4, 3, pairs=(8, -4), argument="offset")  # in eighths
     clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp")  # in eighths; 0: none
     alpha: int = number(0, 1000, 1702, 250, pairs=(1702,), argument="alpha")  # in thousandths; 0: none
@@ -118,7 +128,9 @@ class ActivationCase(Case):
 
 def hidden_of(case: ActivationCase, columns: int) -> Tensor:
     """h: dyadic · rows, dyadic times a power of two per row · bounds, near 0 and the clamp (or 1) ·
-    saturated, where curves are flat · special, dyadic with a NaN or an infinity in some rows.
+    saturated, where curves are flat · special, dyadic with a NaN or an infinity in some rows ·
+    edges, dyadic with these and subnormal numbers at the ends of every second row · every, all bit
+    patterns; of a gated activation those of the gate, times dyadic values.
     """
     shape, kind = (case.tokens, columns), DTYPES[case.dtype]
     plain = payload(case.seed, "h", shape, case.dtype)
@@ -144,7 +156,18 @@ def hidden_of(case: ActivationCase, columns: int) -> Tensor:
         strange = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=kind)
         hit = torch.from_numpy((noise % 4 == 0) & (np.arange(case.tokens) % 2 == case.seed % 2)[:, None])
         return torch.where(hit, strange[torch.from_numpy((noise >> 8).astype(np.int64) % 3)], plain)
+    if case.values == "edges":
+        return torch.where(torch.arange(case.tokens)[:, None] % 2 == case.seed % 2, with_ends(plain, case.seed), plain)
+    if case.values == "every":
+        narrow = torch.float32 if kind == torch.float64 else kind  # no oracle is wider than float64
+        gate = every_pattern(case.seed, (case.tokens, case.features), narrow).to(kind)
+        return interleave_halves(gate, plain[:, : case.features], activation_blocks(case)) if case.gated else gate
     return plain
+
+
+def activation_blocks(case: Any) -> dict[str, Any]:
+    """The setting that interleaves gates and values."""
+    return {"interleave": case.interleave} if case.interleave else {}
 
 
 def probs_of(seed: int, rows: int, dtype: str, weights: str) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from conformance.core import universal_laws as general
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Trial, plain, same, upside_down
+from conformance.core.tensors import STRANGE
 from conformance.families.experts.precision import recipe_of
 from conformance.judge import Bounded, Expectation, Finding, judge
 
@@ -230,13 +231,17 @@ def _graph_capture(trial: Trial) -> Finding | None:
 def _linear(case: Any) -> bool:
     """Whether the output is linear in the doubled input."""
     without = not getattr(case, "bias", "") and not getattr(case, "into", "") and _doubles(case)
-    return plain(case) and (bool(case.probs) if case.function in ("glu", "activation") else without)
+    if case.function in ("glu", "activation"):
+        return plain(case) and bool(case.probs) and case.values not in STRANGE[1:]
+    return plain(case) and without
 
 
 def _doubles(case: Any) -> bool:
-    """Whether doubled values quantise to the same codes and doubled scales."""
+    """Whether doubled values quantise to the same codes and scales; none may be subnormal."""
     recipe = recipe_of(case) if getattr(case, "scaling", "") else None
-    return recipe is None or (recipe.scaling != "delayed" and not recipe.amax_epsilon and case.values in DOUBLED)
+    if recipe is None:
+        return getattr(case, "values", "") not in STRANGE[1:]
+    return recipe.scaling != "delayed" and not recipe.amax_epsilon and case.values in DOUBLED
 
 
 def _by_row(case: Any) -> bool:

@@ -37,7 +37,7 @@ def near(case: Any, scope: Scope) -> Any:
     return replace(case, layout="contiguous", layout_of="") if case.layout in FAR else case
 
 
-def long_rows(scope: Scope) -> list[Changes]:
+def long_rows(scope: Scope) -> list[Any]:
     """One more row than a power of two; blocks of rows and of columns; the widths of real models
     where a GPU makes them cheap.
     """
@@ -45,7 +45,21 @@ def long_rows(scope: Scope) -> list[Changes]:
     wide: list[Changes] = (
         [{"tokens": 5, "width": 2880}, {"tokens": 3, "width": 7168}] if gpu else [{"tokens": 3, "width": 513}]
     )
-    return [{"tokens": 2049 if gpu else 129, "width": 9, "values": "rows"}, {"tokens": 97, "width": 257}, *wide]
+    found: list[Changes] = [
+        {"tokens": 2049 if gpu else 129, "width": 9, "values": "rows"},
+        {"tokens": 97, "width": 257},
+        *wide,
+    ]
+    return [*found, *([] if gpu else _strange(scope))]
+
+
+def _strange(scope: Scope) -> list[Any]:
+    """Strange values at the ends of rows; every 16-bit pattern. On a GPU other shapes draw them."""
+    edges: Changes = {"tokens": 4, "width": 5, "values": "edges", "seed": 3}
+    edges |= {"kind": "silu"} if scope.function == "activation" else {}  # relu may hide a NaN
+    every: Changes = {"tokens": 64, "width": 1024, "values": "every"}
+    patterns = [scope.case(every | {"dtype": dtype}) for dtype in ("bfloat16", "float16")]
+    return [*(edges | {"dtype": dtype} for dtype in LOGIT_DTYPES[:3]), *patterns]
 
 
 ELEMENTWISE = Shapes(drawn=activations, affordable=near, covered={"tokens": 5, "width": 6}, always=long_rows)

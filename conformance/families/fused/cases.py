@@ -36,7 +36,7 @@ class PermutedQuantizationCase(RecipeFields, RoutingCase):
     """A routing map, and a quantiser of its rows. `hidden`, `align` and `capacity` are in UNITs."""
 
     dtype: str = dtypes(*FLOATS)
-    values: str = choice(*quantization.VALUES, data=True)
+    values: str = choice(*quantization.VALUES, also=quantization.MORE_VALUES, data=True)
     scaling: str = choice(*SCALINGS)
     variant: int = choice(*range(VARIANTS), turns=True)
     role: str = choice(*ROLES, argument="role")

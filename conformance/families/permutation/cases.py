@@ -9,7 +9,7 @@ from torch import Tensor
 from conformance.core.axes import choice, dtypes, flag, number, size
 from conformance.core.case import Case
 from conformance.core.lists import bitmasks, order, parts, table
-from conformance.core.tensors import hashed
+from conformance.core.tensors import STRANGE, hashed
 from moe_ref.permutation.routing_map import EMPTY
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -37,7 +37,7 @@ class RoutingCase(Case):
     dtype: str = dtypes(*FLOATS, also=(*MOVED[3:], "float64"))
     probs: str = dtypes("", *PROBS, also=("float16", "float64"))  # empty: none
     zero_probs: bool = flag(of=("probs",), data=True)
-    values: str = choice("dyadic", "wide", "special", of=("tokens", "rows"), data=True)
+    values: str = choice("dyadic", "wide", "special", also=STRANGE[1:], of=("tokens", "rows"), data=True)
     align: int = number(0, 1, 2, 3, 4, 8, 16, 32, 128, pairs=(1, 2, 5, 16), argument="align")
     capacity: int = number(0, *range(1, 41), pairs=(3, 2), argument="capacity")
     # num_rows less the rows needed, in units of align
@@ -118,7 +118,7 @@ class ChunksCase(Case):
     hidden: int = size("H")
     dtype: str = dtypes(*FLOATS, "float8_e4m3fn", also=("float8_e5m2", "uint8", "float64"))
     probs: str = dtypes("", *PROBS, also=("float16", "float64"))
-    values: str = choice("dyadic", "special", also=("wide",), data=True)
+    values: str = choice("dyadic", "special", also=("wide", *STRANGE[1:]), data=True)
     index_dtype: str = dtypes("int64", "int32", also=("int16",))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from conformance.core.contract import Contract, Opaque, Problem, accumulator_of
 from conformance.core.signature import Input, Output, Signature
-from conformance.core.tensors import payload, probabilities
+from conformance.core.tensors import STRANGE, payload, probabilities
 from conformance.families.permutation.cases import FLOATS, MAPS, MOVED, PROBS, RoutingCase, routed, routing_map
 from conformance.judge import Expectation
 from conformance.judge.bound import sum_bound
@@ -164,7 +164,8 @@ class Unpermute(Contract[RoutingCase]):
         producer = Problem("permute", {"tokens": numbers, "routing_map": chosen}, settings_of(case))
         produced = permute(numbers, chosen, **producer.settings)
         row_map = produced.row_map
-        rows = payload(case.seed, "rows", (len(row_map.token_P), case.hidden), case.dtype, case.values)
+        style = "ends" if case.values in STRANGE[1:] else case.values  # rows are summed
+        rows = payload(case.seed, "rows", (len(row_map.token_P), case.hidden), case.dtype, style)
         garbage = POISONED[case.poison]
         rows[row_map.token_P == PADDING] = torch.finfo(rows.dtype).max if garbage is None else garbage
         settings: dict[str, Any] = {"restore_shape": (case.tokens, case.hidden)}

@@ -22,6 +22,7 @@ COVERED: Changes = {  # the map of every covering array: T = 7, E = 4, one token
 }
 # mutually exclusive, so covered as one axis
 ROOM: list[Changes] = [{}, {"align": 4}, {"capacity": 3}, {"slack": -2}, {"align": 2, "slack": 3}]
+PATTERNS: tuple[Changes, ...] = ({"dtype": "bfloat16"}, {"dtype": "float16", "seed": 1})
 FAR: Changes = {"routing": (0b101, 0b010, 0b111), "topk": 3}
 # 2ⁿ + 1 tokens: a loop that ends early misses the last block; seed 1: two experts per token
 LONG: Changes = {"experts": 5, "topk": 2, "seed": 1, "spread": "uniform"}
@@ -97,12 +98,39 @@ def affordable(case: RoutingCase, scope: Scope) -> RoutingCase:
     return replace(case, capacity=0 if filled else min(case.capacity, case.tokens + 3))
 
 
-def _permuted(scope: Scope) -> list[Changes]:
+def _permuted(scope: Scope) -> list[Any]:
     """A last block of one token; many experts; wide rows."""
     align = {"align": 4} if scope.accepts("align") else {}
     cuda = scope.space.device == "cuda"
     columns = {"tokens": 5, "experts": 4, "topk": 2, "hidden": 4097 if cuda else 513, "spread": "uniform"}
-    return [long(scope) | align | {"hidden": 3}, WIDE | align | {"hidden": 3}, columns]
+    shapes = [long(scope) | align | {"hidden": 3}, WIDE | align | {"hidden": 3}, columns]
+    return [*shapes, *_strange(scope), *_counted(scope)]
+
+
+def _strange(scope: Scope) -> list[Any]:
+    """Strange values at the ends of rows; every 16-bit pattern. On a GPU other shapes draw them."""
+    if scope.space.device == "cuda":
+        return []
+    edges: Changes = {"tokens": 7, "experts": 3, "topk": 2, "hidden": 5, "spread": "uniform", "values": "edges"}
+    every: Changes = {"tokens": 16, "experts": 2, "topk": 1, "hidden": 4096, "spread": "uniform", "values": "every"}
+    found: list[Any] = [edges | kind for kind in ({"dtype": "float32"}, *PATTERNS)]
+    return [*found, *(scope.case(every | kind) for kind in PATTERNS if scope.function == "permute")]
+
+
+def _counted(scope: Scope) -> list[Changes]:
+    """Rows of one expert: exactly a tile's, past 8 and on a GPU past 15 and 16 bits; room for more
+    than a tile.
+    """
+    one: Changes = {"experts": 2, "topk": 1, "hidden": 1, "spread": "one_hot", "probs": ""}
+    rows: tuple[int, ...] = (128, 256, 32769, 65538) if scope.space.device == "cuda" else (64, 258)
+    found = [one | {"tokens": n} for n in (rows if scope.function == "permute" else rows[:1])]
+    if scope.accepts("capacity"):
+        found.append(one | {"tokens": 69, "capacity": 67, "align": 0})
+    if scope.accepts("align"):
+        found.append(one | {"tokens": 67, "align": 256})
+    if scope.space.device == "cuda":  # experts and tokens past a block together
+        found.append({"tokens": 300, "experts": 300, "topk": 3, "hidden": 3, "spread": "uniform"})
+    return found
 
 
 def _past_32_bits(scope: Scope) -> list[RoutingCase]:
@@ -139,11 +167,20 @@ def affordable_chunks(case: ChunksCase, scope: Scope) -> ChunksCase:
     return case if cheap or not case.layout.startswith("wide") else replace(case, layout="contiguous", layout_of="")
 
 
-def _chunked(scope: Scope) -> list[Changes]:
-    """More chunks than one block."""
-    counts = (33, 257 if scope.space.device == "cuda" else 65)
+def _chunked(scope: Scope) -> list[Any]:
+    """More chunks than one block; strange values at the ends of rows; every 16-bit pattern."""
+    cuda = scope.space.device == "cuda"
+    counts = (33, 257 if cuda else 65)
     orders = {n: tuple((i * 7 + 3) % n for i in range(n)) for n in counts}
-    return [{"sizes": tuple(i % 4 for i in range(n)), "order": orders[n], "hidden": 3} for n in counts]
+    found: list[Changes] = [{"sizes": tuple(i % 4 for i in range(n)), "order": orders[n], "hidden": 3} for n in counts]
+    if cuda:
+        return [*found, {"sizes": (65537, 3, 32768), "order": (2, 0, 1), "hidden": 1}]
+    pair: Changes = {"sizes": (9, 7), "order": (1, 0)}
+    return [
+        *(*found, {"sizes": (1, *[0] * 128, 1), "order": tuple(range(130))[::-1], "hidden": 1, "probs": ""}),
+        *(pair | {"hidden": 5, "values": "edges"} | kind for kind in ({"dtype": "float32"}, *PATTERNS)),
+        *(scope.case(pair | {"hidden": 4097, "values": "every"} | kind) for kind in PATTERNS),
+    ]
 
 
 # ---- expert indices

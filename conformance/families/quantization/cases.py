@@ -10,7 +10,7 @@ from torch import Tensor
 from conformance.core.axes import choice, dtypes, flag, number, size, words
 from conformance.core.case import Case
 from conformance.core.lists import parts
-from conformance.core.tensors import DTYPES, hashed, payload, row_scales
+from conformance.core.tensors import DTYPES, hashed, payload, row_scales, with_ends
 from moe_ref.config import Recipe
 from moe_ref.quantization.formats import Format, decode
 from moe_ref.quantization.recipes import scheme
@@ -56,9 +56,14 @@ DIRECTIONS = ("rowwise", "columnwise", "both")
 STEPS = ("quantize", "update", "reduced", "reload")
 EVERY_STEP = "quantize+quantize+reduced+quantize+reload+update+quantize"
 VALUES = ("dyadic", "rows", "wide", "bounds", "midpoints", "tiny", "huge", "zeros", "special")
+MORE_VALUES = ("edges", "every")
 # sums of 16 are exact in float32 in any order: the transform's order is free
 TRANSFORMED = ("dyadic", "midpoints", "tiny", "zeros", "special")
 ZERO_BLOCK, ZERO_BAND = 16, 128  # side of a zero block, width of a zero band
+BINADES = 24  # below a block's amax, more than any format of codes has
+SIGNIFICAND = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
+# of two that times 4 are finite, from the smallest subnormal number on
+POWERS = {torch.float32: (-149, 126), torch.bfloat16: (-133, 126), torch.float16: (-24, 14)}
 BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 # values of rows no kernel may read: a max may skip NaN, never an infinity
 TAIL = (torch.inf, -torch.inf, torch.nan)
@@ -104,7 +109,7 @@ class QuantizeCase(RecipeFields, Case):
 
     # float64: only for operands quantised inside an expert GEMM; `quantize` refuses it
     dtype: str = dtypes("float32", "bfloat16", "float16", also=("float64",))
-    values: str = choice(*VALUES, data=True)  # see `x_of`
+    values: str = choice(*VALUES, also=MORE_VALUES, data=True)  # see `x_of`
     scaling: str = choice(*SCALINGS)
     variant: int = choice(*range(VARIANTS), turns=True)
     role: str = choice(*ROLES, argument="role")
@@ -179,6 +184,9 @@ def x_of(case: QuantizeCase, name: str = "x") -> Tensor:
     huge          up to the largest number of the dtype
     zeros         dyadic, with blocks, bands and row groups of ±0
     special       dyadic, with NaN, infinities and -0 in every third row
+    edges         dyadic, with these and subnormal numbers at both ends of every third row, and with
+                  columns of zeros
+    every         all significands and BINADES below each cell's largest, in blocks of all exponents
     """
     rows, columns = (case.tokens * case.unit + case.tail, case.hidden * case.unit)
     kind = DTYPES[case.dtype]
@@ -199,6 +207,8 @@ def x_of(case: QuantizeCase, name: str = "x") -> Tensor:
         "huge": lambda: plain / 2 * torch.finfo(kind).max,
         "zeros": lambda: _zeros(case, plain),
         "special": lambda: _special(case, plain, noise),
+        "edges": lambda: _edges(case, plain.to(kind)),
+        "every": lambda: _every(case, plain),
     }[case.values]()
     x = values.to(kind)
     x = torch.where(x.isnan(), torch.nan, x)  # one NaN payload: conversions differ by machine
@@ -256,6 +266,32 @@ def _special(case: QuantizeCase, plain: Tensor, noise: Tensor) -> Tensor:
     strange = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0], dtype=torch.float64)
     hit = (noise % 8 == 0) & (torch.arange(len(plain))[:, None] % 3 == case.seed % 3)
     return torch.where(hit, strange[(noise >> 8) % 4], plain)
+
+
+def _edges(case: QuantizeCase, plain: Tensor) -> Tensor:
+    hit = torch.arange(len(plain))[:, None] % 3 == case.seed % 3
+    x = torch.where(hit, with_ends(plain, case.seed), plain).double()
+    zero = torch.arange(x.shape[1]) % 5 == 2
+    zero[-1:] = False
+    return torch.where(zero & x.isfinite(), 0.0, x)
+
+
+def _every(case: QuantizeCase, plain: Tensor) -> Tensor:
+    """±(1 + m/2⁷) 2⁻ᵉ below a largest value in [2, 4), times a power of two per 32 columns of a row
+    where blocks have scales.
+    """
+    kind, count = DTYPES[case.dtype], plain.numel()
+    steps = 2 ** min(SIGNIFICAND[kind], 10)
+    number = torch.arange(count).reshape(plain.shape) * 40507 + case.seed * 7919  # prime to BINADES
+    sign = torch.where(number % 2 == 0, 1.0, -1.0)
+    value = sign * (1 + number // 2 % steps / steps) * torch.exp2(-(number // 2 // steps % BINADES).double())
+    cell, decides = _cells(plain)
+    value = torch.where(decides, sign * (2 + 2 * (cell * 37 + case.seed) % steps / steps), value)
+    rows, columns = torch.arange(plain.shape[0])[:, None], torch.arange(plain.shape[1])[None]
+    place = rows * -(-plain.shape[1] // 32) + columns // 32 + case.seed
+    low, high = POWERS[kind] if case.scaling in ("block", "mxfp8") else (-8, 1)
+    power = low + place % (high - low) if case.scaling not in ("current", "delayed") else torch.zeros_like(place)
+    return value * torch.exp2(power.double())
 
 
 def noise_of(case: QuantizeCase) -> Tensor:

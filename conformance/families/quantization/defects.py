@@ -24,7 +24,7 @@ class Beside(NamedTuple):
     known: Any
 
 
-def _tagged(data_of: Callable[..., Any], **readers: Callable[[Tensor, Any, bool], Tensor]) -> dict[str, Wrapper]:
+def tagged(data_of: Callable[..., Any], **readers: Callable[[Tensor, Any, bool], Tensor]) -> dict[str, Wrapper]:
     """A defect's wrappers: `quantize` keeps data_of(x, recipe, settings); readers use it."""
 
     def quantize(base: Wrapper, x: Tensor, recipe: Any, /, **settings: Any) -> Any:
@@ -196,13 +196,13 @@ DEFECTS: tuple[Defect, ...] = (
         "Q01",
         "the mantissa of a scale leaks into the next byte",
         "TransformerEngine #2589, 2.9 to 2.11",
-        _tagged(_blocks_along_rows, scales=_leaking),
+        tagged(_blocks_along_rows, scales=_leaking),
     ),
     Defect(
         "Q03",
         "the reciprocal of the extreme exponents is wrong",
         "TransformerEngine #2647, 2.6 to 2.12",
-        _tagged(_extreme_blocks, codes=_signs_only),
+        tagged(_extreme_blocks, codes=_signs_only),
     ),
     Defect(
         "Q11",
@@ -214,7 +214,7 @@ DEFECTS: tuple[Defect, ...] = (
         "Q13",
         "experts stay in high precision, silently",
         "torchtitan #3199",
-        _tagged(_of_groups, dequantize=_unquantized),
+        tagged(_of_groups, dequantize=_unquantized),
     ),
     Defect(
         "Q11g",

@@ -125,7 +125,31 @@ def always(scope: Scope) -> list[Any]:
     if scope.space.device == "cuda":
         widths = (("block", 1), ("mxfp8", 32), ("current", 1))
         cases += [{"scaling": scaling, "tokens": 8, "hidden": 7168 // unit} for scaling, unit in widths]
-    return [*cases, *random_cases(scope), *far_current(scope)]
+    return [*cases, *random_cases(scope), *far_current(scope), *strange(scope)]
+
+
+def strange(scope: Scope) -> list[Any]:
+    """Strange values at the ends of rows, next to zeros; every significand and exponent. On a GPU
+    other shapes draw them.
+    """
+    if scope.space.device == "cuda":
+        return []
+    edges: Changes = {"values": "edges", "tokens": 2, "hidden": 2}
+    every: Changes = {"values": "every", "tokens": 32, "hidden": 256, "dtype": "bfloat16"}
+    small: list[Changes] = [
+        *({"scaling": "current", "tokens": 4, "hidden": 5, "seed": seed} for seed in (0, 1)),
+        *({"scaling": "block", "tokens": 4, "hidden": 130, "seed": seed} for seed in (0, 1)),
+        *({"scaling": scaling} for scaling in ("mxfp8", "nvfp4")),
+    ]
+    large: list[Changes] = [
+        {"scaling": "current"},
+        {"scaling": "block"},
+        {"scaling": "mxfp8", "tokens": 4, "hidden": 3},
+        {"scaling": "mxfp8", "tokens": 4, "hidden": 3, "dtype": "float32", "seed": 1},
+        {"scaling": "nvfp4", "tokens": 8, "hidden": 4, "variant": 1},
+    ]
+    cases = [scope.case(common | kind) for common, kinds in ((edges, small), (every, large)) for kind in kinds]
+    return [case for case in cases if scope.fits(case)]
 
 
 def random_cases(scope: Scope) -> list[QuantizeCase]:

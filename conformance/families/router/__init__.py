@@ -5,6 +5,7 @@ from conformance.core.shared_out import SharedOut
 from conformance.families.router import (
     defects,
     defects_calls,
+    defects_inputs,
     defects_ranks,
     defects_steps,
     golden,
@@ -34,5 +35,11 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws),
     space=by_function(space),
-    defects=(*defects.DEFECTS, *defects_ranks.DEFECTS, *defects_steps.DEFECTS, *defects_calls.DEFECTS),
+    defects=(
+        *defects.DEFECTS,
+        *defects_ranks.DEFECTS,
+        *defects_steps.DEFECTS,
+        *defects_calls.DEFECTS,
+        *defects_inputs.DEFECTS,
+    ),
 )

@@ -11,7 +11,17 @@ from conformance.analysis.running import Running
 from conformance.core.contract import C, Contract, Problem, accumulator_of, leaf
 from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import hashed
-from conformance.families.router.cases import FLOATS, LOGITS, LoadCase, LogitsCase, logits_of, numbers, padding_of
+from conformance.families.router.cases import (
+    COUNTED,
+    FLOATS,
+    LOGITS,
+    LoadCase,
+    LogitsCase,
+    counts_past,
+    logits_of,
+    numbers,
+    padding_of,
+)
 from conformance.families.router.selection import UNDERFLOW, score, unspecified_rows
 from conformance.judge import Expectation, Given
 from conformance.judge.bound import Bounded, sum_bound
@@ -250,12 +260,11 @@ class LoadBalancingLoss(_Wide[LoadCase]):
     def legal(self, case: LoadCase) -> Problem:
         columns = case.experts * case.sequences
         scores = numbers(case, "scores", (case.tokens, columns))
-        counts = torch.from_numpy(hashed(case.seed, "counts", columns).astype(np.int64) % (case.tokens * case.topk + 2))
-        total: int | Tensor = case.tokens + case.seed % 3
+        few = hashed(case.seed, "counts", columns).astype(np.int64) % (case.tokens * case.topk + 2)
+        total: int | Tensor = case.tokens + case.seed % 3 + COUNTED.get(case.counted, 0)
         total = {"number": total, "device": torch.tensor(total), "zero": 0}[case.total]
         settings = {"total_num_tokens": total, "topk": case.topk, "num_experts": case.experts, "coeff": case.coeff / 8}
-        kind = "int64" if case.map_dtype == "bool" else case.map_dtype
-        return self.call(case, {"scores": scores, "tokens_per_expert": counts.to(getattr(torch, kind))}, settings)
+        return self.call(case, {"scores": scores, "tokens_per_expert": counts_past(case, few)}, settings)
 
     def expected(self, case: LoadCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         scores, counts = problem.required.values()
@@ -289,9 +298,8 @@ class UpdateExpertBias(Contract[LoadCase]):
         noise = hashed(case.seed, "bias", case.experts).astype(np.int64)
         bias = torch.from_numpy((noise % 1025 - 512) / 512 * (case.bias / 2)).float()
         counts = hashed(case.seed, "counts", case.experts).astype(np.int64) % (case.tokens + 1)
-        held = torch.from_numpy(counts if not case.even else np.full(case.experts, case.tokens))
-        kind = {"bool": torch.int64, "uint8": torch.float32}.get(case.map_dtype, getattr(torch, case.map_dtype))
-        required = {"expert_bias": bias, "tokens_per_expert": held.to(kind)}
+        held = counts_past(case, counts if not case.even else np.full(case.experts, case.tokens))
+        required = {"expert_bias": bias, "tokens_per_expert": held}
         return self.call(case, required, {"update_rate": case.rate / 1000})
 
     def expected(self, case: LoadCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:

@@ -21,6 +21,8 @@ LOGITS = (*FLOATS, "float64")
 EXPLICIT_CELLS = 64  # most logits written out
 MINUS_INFINITY, NOT_A_NUMBER = -(10**6), 10**6  # codes of -∞ and NaN in explicit logits
 SPREADS = ("distinct", "ties", "near", "negative", "minus_inf", "nan", "extreme", "equal", "saturated")
+MORE_SPREADS = ("edges", "every")
+COUNTED = {"past_16_bits": 2**16, "past_24_bits": 2**24, "past_31_bits": 2**31}
 SCORES = ("softmax", "softmax_pre", "sigmoid", "sqrtsoftplus")
 
 
@@ -129,7 +131,7 @@ class LogitsCase(Case):
     logits: tuple[int, ...] = table(  # in eighths, row by row, if explicit
         "tokens", "experts", eighths, least=MINUS_INFINITY, simple=(0, 8, -8), cells=EXPLICIT_CELLS
     )
-    spread: str = choice(*SPREADS[:6], also=SPREADS[6:], data=True)
+    spread: str = choice(*SPREADS[:6], also=(*SPREADS[6:], "edges", "every"), data=True)
     dtype: str = dtypes(*LOGITS)
     score: str = declared(Scores(default="softmax", values=SCORES, argument="score_function"))
     groups: int = groups("num_groups")
@@ -192,9 +194,40 @@ def _drawn(case: LogitsCase, dtype: torch.dtype) -> np.ndarray:
         return np.where(((noise >> 22) % 8 == 0) & (token % 2 == 0), special, plain)
     if case.spread == "equal":
         return np.full(len(noise), 0.25)
+    if case.spread == "edges":
+        return _edges(case, plain, dtype)
+    if case.spread == "every":
+        return _every(case, noise, plain, dtype)
     if case.spread == "saturated":  # 1 - σ(x) underflows in float32
         return 16 + (noise % 128) / 8
     return plain
+
+
+def _edges(case: LogitsCase, plain: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """-∞, zeros of both signs, and the smallest and large numbers as first and last logit."""
+    info = torch.finfo(dtype)
+    large = min(info.max, 2.0**100) if case.function != "z_loss" else 8.0  # a sum over tokens
+    ends = np.array([-np.inf, -0.0, info.smallest_normal * info.eps, -large, info.tiny, 0.0, large])
+    rows, token = plain.astype(np.float64).reshape(case.tokens, case.experts), np.arange(case.tokens)
+    rows[:, 0] = ends[(token + case.seed) % len(ends)]
+    rows[:, -1] = ends[(2 * token + 3 + case.seed) % len(ends)]
+    return rows.flatten()
+
+
+def _every(case: LogitsCase, noise: np.ndarray, plain: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Consecutive finite 16-bit patterns, with random bits after them in a wider dtype; others are
+    plain, in z_loss, a sum over tokens, also large ones.
+    """
+    pattern = (np.arange(len(noise)) + 7919 * case.seed) % 2**16
+    low = 0 if dtype == torch.bfloat16 else noise % 2**16
+    half = dtype == torch.float16
+    bits = (
+        pattern.astype(np.uint16).view(np.float16) if half else (pattern << 16 | low).astype(np.uint32).view(np.float32)
+    )
+    with np.errstate(invalid="ignore"):  # of signalling NaNs
+        found = bits.astype(np.float64)
+    most = 16.0 if case.function == "z_loss" else np.inf
+    return np.where(np.abs(found) < most, found, plain)
 
 
 def bias_of(case: LogitsCase) -> Tensor:
@@ -229,6 +262,8 @@ class GateCase(Case):
     bias: bool = flag(of=("bias",))
     eps: int = number(1, *range(16), pairs=(0, 1, 15), argument="eps", data=True)  # in sixteenths
     scale: int = number(8, *range(-20, 41), pairs=(8, 3, -8), argument="scale", data=True)  # eighths
+    # of x; special: NaN, infinities and -0 at the ends of rows
+    values: str = choice("dyadic", also=("special",), data=True)
     # tokens per rank, all with the same weights; empty: one process
     counts: tuple[int, ...] = counts(of="weight")
 
@@ -240,6 +275,8 @@ class GateCase(Case):
     def clash(self) -> str | None:
         if self.eps > 15:
             return f"eps is {self.eps}; it must be below 16"
+        if self.counts and self.values != "dyadic":
+            return "ranks have dyadic inputs"
         return "ranks have contiguous inputs" if self.counts and self.layout != "contiguous" else None
 
 
@@ -264,6 +301,26 @@ class LoadCase(Case):
     rate: int = number(1, *range(501), pairs=(0, 1, 250), argument="update_rate", data=True)  # in thousandths
     bias: int = number(0, 1, 4, 100, pairs=(1, 40), of=("expert_bias",))  # range, in halves
     even: bool = flag(of=("expert_bias",), data=True)  # all counts equal
+    # of tokens per expert: see `counts_past`
+    counted: str = choice("few", also=(*COUNTED, "fractions"), of=("tokens_per_expert",), data=True)
+
+    def clash(self) -> str | None:
+        if self.counted == "past_31_bits" and self.map_dtype == "int32":
+            return "int32 holds no count past 31 bits"
+        if self.counted == "fractions" and (self.function, self.map_dtype) != ("update_expert_bias", "uint8"):
+            return "only counts in float32 have fractions"
+        return None
+
+
+def counts_past(case: LoadCase, few: np.ndarray) -> Tensor:
+    """Counts in the case's dtype: few · more than 2ⁿ, a few units in the last place of float32
+    apart, in integers a few · with fractions.
+    """
+    kind = {"bool": torch.int64, "uint8": torch.float32}.get(case.map_dtype, getattr(torch, case.map_dtype))
+    past = COUNTED.get(case.counted, 0)
+    unit = max(past >> 22, 1) if kind == torch.float32 else 1
+    more = past + unit * (few % 5) if past else few
+    return torch.from_numpy(more / 8 if case.counted == "fractions" else more).to(kind)
 
 
 def map_of(case: LoadCase) -> Tensor:

@@ -15,6 +15,13 @@ from conformance.judge.exact import Exact
 from moe_ref.router.gating import ROUTER_DTYPES, gate
 
 
+def states_of(case: GateCase) -> torch.Tensor:
+    """[T,H] by `values`; subnormal numbers only where x is moved."""
+    ends = "edges" if case.function == "attach_loss" else "ends"
+    style = ends if case.values == "special" else "dyadic"
+    return payload(case.seed, "x", (case.tokens, case.hidden), case.dtype, style)
+
+
 class Gate(Contract[GateCase]):
     """`gate`: the GEMM in the router dtype and its three gradients."""
 
@@ -31,7 +38,7 @@ class Gate(Contract[GateCase]):
     )
 
     def legal(self, case: GateCase) -> Problem:
-        x = payload(case.seed, "x", (case.tokens, case.hidden), case.dtype)
+        x = states_of(case)
         weight = payload(case.seed, "weight", (case.experts, case.hidden), case.parameter_dtype)
         settings: dict[str, Any] = {}
         if case.bias:
@@ -96,7 +103,7 @@ class Jitter(Contract[GateCase]):
     )
 
     def legal(self, case: GateCase) -> Problem:
-        x = payload(case.seed, "x", (case.tokens, case.hidden), case.dtype)
+        x = states_of(case)
         return self.call(case, {"x": x}, {"eps": case.eps / 16})
 
     def expected(self, case: GateCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
@@ -128,7 +135,7 @@ class AttachLoss(Contract[GateCase]):
     )
 
     def legal(self, case: GateCase) -> Problem:
-        x = payload(case.seed, "x", (case.tokens, case.hidden), case.dtype)
+        x = states_of(case)
         loss = payload(case.seed, "loss", (), "float32")
         return self.call(case, {"x": x, "loss": loss}, {"scale": case.scale / 8})
 

@@ -10,7 +10,7 @@ from conformance.core.axes import Changes, sizes, subsets
 from conformance.core.scope import NARROW, Scope
 from conformance.core.shapes import Shapes
 from conformance.core.shared_out import worlds
-from conformance.families.router.cases import SCORES, SPREADS, LogitsCase
+from conformance.families.router.cases import COUNTED, MORE_SPREADS, SCORES, SPREADS, LogitsCase
 from conformance.families.router.cases_route import KINDS
 
 REAL_ROUTERS = (  # experts and top-k of real models
@@ -70,7 +70,7 @@ def shape(draw: st.DrawFn, scope: Scope) -> Changes:
 def choices(draw: st.DrawFn, scope: Scope) -> Changes:
     """topk_indices and topk_routing."""
     fields = draw(shape(scope)) | {
-        "spread": draw(st.sampled_from(SPREADS)),
+        "spread": draw(st.sampled_from((*SPREADS, *MORE_SPREADS))),
         "bias": draw(st.sampled_from(("", "small", "large"))),
         "scaling": draw(st.sampled_from((0, 0, 4, 20, 35))),
         "precomputed": draw(st.sampled_from((False,) * 5 + (True,))),
@@ -96,7 +96,8 @@ def group_limits(draw: st.DrawFn, experts: int, topk: int) -> Changes:
 def losses(draw: st.DrawFn, scope: Scope) -> Changes:
     """aux_loss_scores and z_loss."""
     padding = draw(st.sampled_from((0, 0, 1, 4, 8)))
-    return draw(shape(scope)) | {"spread": draw(st.sampled_from(SPREADS)), "padding": padding}
+    spread = draw(st.sampled_from((*SPREADS, *MORE_SPREADS)))
+    return draw(shape(scope)) | {"spread": spread, "padding": padding}
 
 
 @st.composite
@@ -134,7 +135,20 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
     base = scope.fullest(FAR_CHOICE | {"tokens": 3, "dtype": "bfloat16", "precomputed": False})
     far = (("logits", "wide_rows"), ("logits", "wide_columns"), ("expert_bias", "wide_rows"))
     placed = (replace(base, layout=layout, layout_of=name) for name, layout in far)
-    return [*(one | {"precomputed": False} for one in fields), *filter(scope.fits, placed)]
+    return [*(one | {"precomputed": False} for one in fields), *filter(scope.fits, placed), *_strange(scope)]
+
+
+def _strange(scope: Scope) -> list[LogitsCase]:
+    """Strange first and last logits, all 16-bit patterns. On a GPU other shapes draw them, and
+    there are more tokens than 16 bits count.
+    """
+    if scope.space.device == "cuda":
+        return [scope.case({"tokens": 65537, "experts": 2, "topk": 1, "score": "sigmoid"})]
+    edges: Changes = {"tokens": 14, "experts": 5, "topk": 2, "spread": "edges"}
+    every: Changes = {"tokens": 512, "experts": 128, "topk": 4, "spread": "every", "dtype": "bfloat16"}
+    scores = [score for score in ("softmax", "sigmoid") if scope.function != "z_loss" or score == "softmax"]
+    found = [scope.case(common | {"score": score}) for common in (edges, every) for score in scores]
+    return [case for case in found if scope.fits(case)]
 
 
 FAR_CHOICE: Changes = {"experts": 4, "topk": 3, "score": "sigmoid"}
@@ -182,6 +196,16 @@ def counted(draw: st.DrawFn, scope: Scope) -> Changes:
     }
 
 
+def _large(scope: Scope) -> list[Changes]:
+    """Counts past each number of bits, and with fractions."""
+    small: Changes = {"tokens": 6, "experts": 5, "topk": 2}
+    found: list[Changes] = [small | {"counted": counted} for counted in COUNTED]
+    if scope.function == "update_expert_bias":
+        found += [small | {"counted": counted, "map_dtype": "uint8"} for counted in (*COUNTED, "fractions")]
+        found += [small | {"counted": "past_24_bits", "map_dtype": "int32"}]
+    return found
+
+
 LOADS: Changes = {"tokens": 7, "experts": 5, "topk": 2}
 
 # ---- hidden states
@@ -202,6 +226,12 @@ def over_ranks(draw: st.DrawFn, scope: Scope) -> bool:
     return scope.space.most_ranks > 1 and draw(st.integers(1, SHARED_ONE_IN[scope.function])) == 1
 
 
+def _special(scope: Scope) -> list[Changes]:
+    """Strange values at the ends of rows. On a GPU other shapes draw them."""
+    small: Changes = {"tokens": 6, "hidden": 5, "experts": 3, "values": "special"}
+    return [] if scope.space.device == "cuda" else [small, small | {"dtype": "bfloat16", "seed": 1}]
+
+
 def _gated(scope: Scope) -> list[Changes]:
     """One above a power of two; long sums of 16-bit values; four ranks, one without tokens."""
     gpu = scope.space.device == "cuda"
@@ -209,6 +239,7 @@ def _gated(scope: Scope) -> list[Changes]:
     long = {"tokens": 4097 if gpu else 513, "hidden": 5, "experts": 4, "dtype": "float16"}
     shared: Changes = {"counts": (2, 0, 3, 1), "tokens": 6, "hidden": 5, "experts": 4, "seed": 1}
     return [
+        *_special(scope),
         {"tokens": 257, "hidden": 129, "experts": 65},
         wide,
         long,
@@ -313,8 +344,8 @@ GATE = Shapes(
     together=_gradients,
     always=_gated,
 )
-JITTER = Shapes(drawn=states, affordable=near, covered={"tokens": 9, "hidden": 11})
-ATTACH_LOSS = Shapes(drawn=states, affordable=near, covered={"tokens": 5, "hidden": 11})
+JITTER = Shapes(drawn=states, affordable=near, covered={"tokens": 9, "hidden": 11}, always=_special)
+ATTACH_LOSS = replace(JITTER, covered={"tokens": 5, "hidden": 11})
 SINKHORN_ROUTING = Shapes(
     drawn=plans,
     affordable=convergent,
@@ -334,14 +365,14 @@ AUX_LOSS_SCORES = Shapes(
     affordable=near,
     covered=LOGITS,
     together=_values("topk", 1, 2, 8),
-    always=lambda scope: [long(scope), WIDE],
+    always=lambda scope: [long(scope), WIDE, *_strange(scope)],
     far={"experts": 4, "topk": 3, "padding": 4},
 )
 LOAD_BALANCING_LOSS = Shapes(
     drawn=counted,
     affordable=near,
     covered=LOADS,
-    always=lambda scope: [long(scope), long(scope) | {"sequences": 3, "total": "device"}, WIDE],
+    always=lambda scope: [long(scope), long(scope) | {"sequences": 3, "total": "device"}, WIDE, *_large(scope)],
     far={"topk": 2, "sequences": 1, "map_dtype": "int32"},
 )
 Z_LOSS = Shapes(
@@ -349,10 +380,10 @@ Z_LOSS = Shapes(
     affordable=near,
     covered=LOGITS,
     together=_values("spread", "distinct", "negative", "minus_inf"),
-    always=lambda scope: [long(scope), WIDE],
+    always=lambda scope: [long(scope), WIDE, *_strange(scope)],
     far={"experts": 4, "padding": 4},
 )
-UPDATE_EXPERT_BIAS = Shapes(drawn=counted, affordable=near, covered=LOADS, far={"map_dtype": "int32"})
+UPDATE_EXPERT_BIAS = Shapes(drawn=counted, affordable=near, covered=LOADS, always=_large, far={"map_dtype": "int32"})
 ROUTE = Shapes(
     drawn=routes,
     covered={"tokens": 12, "experts": 8, "topk": 3},
