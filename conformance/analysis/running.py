@@ -118,10 +118,15 @@ class Running:
         return self._rounded(value, torch.maximum(high - value, value - low), ROOT)
 
     def sum(self, dim: int, terms: int | None = None) -> "Running":
-        """The sum in any order; `terms`: the number of terms not exactly zero; None: all."""
+        """The sum in any order; `terms`: the number of terms not exactly zero; None: all.
+
+        The error is infinite where a partial sum may overflow.
+        """
         gamma = math.expm1((terms or self.value.shape[dim]) * math.log1p(ROUNDOFF[self.dtype]))
         value = self.value.sum(dim, keepdim=True)
-        error = self.error.sum(dim, keepdim=True) + gamma * (self.value.abs() + self.error).sum(dim, keepdim=True)
+        magnitude = (self.value.abs() + self.error).sum(dim, keepdim=True)
+        error = self.error.sum(dim, keepdim=True) + gamma * magnitude
+        error = torch.where(magnitude > torch.finfo(self.dtype).max, torch.inf, error)
         return Running(value, torch.where(value.isfinite(), error, 0.0), self.dtype)
 
     def masked(self, kept: Tensor) -> "Running":

@@ -385,3 +385,10 @@ def test_float64_may_be_rounded_to_16_bits_once_or_by_way_of_float32():
 def test_what_is_computed_in_float32_is_rounded_once():
     x = Running(NEAR_A_TIE, torch.zeros(1, 1, dtype=torch.float64), torch.float32)
     assert x.ends(torch.bfloat16) == (1.0, 1.0)
+
+
+def test_a_sum_whose_partial_sums_may_overflow_is_unspecified():
+    large = torch.tensor([3e38, 3e38, -3e38])
+    bound = Running.of(large, torch.float32).sum(0)
+    assert float(bound.value) == pytest.approx(3e38) and bound.error.item() == math.inf
+    assert math.isfinite(Running.of(large[1:], torch.float64).sum(0).error.item())

@@ -345,3 +345,10 @@ def test_doubling_looks_away_from_numbers_that_are_made_of_subnormals_of_float32
     x = torch.tensor([0, 1e-39, 1e-37, 1e-20, 1.5, 1e20], dtype=dtype)
     assert ordinary(x).tolist() == [True, False, False, True, True, True]
     assert ordinary(torch.tensor([1e38], dtype=torch.float32)).tolist() == [False]
+
+
+def test_doubling_looks_away_from_zeros_that_are_rounded_subnormals():
+    tiny = {"dtype": "float16", "probs": "bfloat16", "values": "saturated", "weights": "signed", "grads": ""}
+    case = replace(GLU, **tiny, tokens=4, width=10, seed=557, law="scaling")
+    exact = wrapped("glu", lambda original, *args, **settings: original(*args, **settings), deterministic=True)
+    assert outcome_of(case, exact).status == "PASS"
