@@ -88,6 +88,13 @@ MANNERS: dict[str, Callable[[Callable[[], Outputs]], Outputs]] = {
 }
 
 
+def _may_draw(problem: Problem) -> bool:
+    """Whether the call is random: by its function, or by a recipe that rounds stochastically."""
+    arguments = (problem.required | problem.settings).values()
+    rounds = any(getattr(x, "stochastic_rounding", False) for x in arguments)
+    return CONTRACTS[problem.function].signature.random or rounds
+
+
 def _changed(problem: Problem, placed: dict[str, Tensor]) -> str:
     """The first input or cotangent that a call has changed; empty: none."""
     masters = problem.tensors | {f"d_{name}": x for name, x in problem.cotangents.items()}
@@ -185,7 +192,7 @@ class Runner:
         Raises:
             Misbehaved: memory or global state has changed.
         """
-        before, changed = Modes(generators=not CONTRACTS[problem.function].signature.random), ""
+        before, changed = Modes(generators=not _may_draw(problem)), ""
         try:
             with Poison(poison or self.poison) as memory, Addresses(memory) as addresses:
                 yield

@@ -157,7 +157,6 @@ class Quantize(Contract[QuantizeCase]):
             Output("dequantized.columnwise", "MN", of="x", probed=True, optional="columnwise"),
         ],
         settings=("role", "rowwise", "columnwise", "state", GEMM_LAYOUT),
-        random=True,
     )
     primary = "codes"
     companions = READERS
