@@ -43,7 +43,9 @@ def _other_values(problem: Problem) -> Problem:
         return problem.with_tensors({"rows": -problem.required["rows"] / 4})
     other = {name: upside_down(x) for name, x in problem.tensors.items() if name not in ("chunk_sizes", "order")}
     signed = {
-        name: x for name, x in other.items() if x.is_floating_point() and x.element_size() > 1 and name != "probs"
+        name: x
+        for name, x in other.items()
+        if x.is_floating_point() and x.element_size() > 1 and name not in ("probs", "tokens_per_expert")
     }
     return problem.with_tensors(other | {name: -x / 4 for name, x in signed.items()})
 

@@ -25,6 +25,7 @@ def isolate(log_path: str) -> None:
     its parent, even during a case, so that a killed run frees the device.
     """
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it
     _let_go(forkserver._forkserver, "_forkserver_alive_fd")  # type: ignore[attr-defined]
     _let_go(resource_tracker._resource_tracker, "_fd")
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
