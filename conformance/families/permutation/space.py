@@ -230,7 +230,7 @@ PERMUTE = replace(UNPERMUTE, always=lambda scope: [*_permuted(scope), *_past_32_
 SORT_CHUNKS = Shapes(
     drawn=chunks,
     affordable=affordable_chunks,
-    covered={"sizes": (3, 0, 1, 4), "hidden": 5},
+    covered={"sizes": (3, 0, 1, 4), "order": (2, 0, 3, 1), "hidden": 5},
     together=lambda scope: {"order": [{"order": (2, 0, 3, 1)}, {"order": (0, 1, 2, 3)}]},  # the second moves nothing
     always=_chunked,
     far={"sizes": (1, 1, 1), "order": (2, 0, 1)},
