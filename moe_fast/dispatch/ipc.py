@@ -51,11 +51,10 @@ def opened(offer: Offer, device: torch.device) -> Tensor:
     home = visible.index(offer.gpu)
     near = home == device.index or torch.cuda.can_device_access_peer(device.index, home)
     require(near, "group", f"with a rank on GPU {home}", f"of ranks on GPUs that {device} can address")
-    storage = torch.UntypedStorage._new_shared_cuda(home, *offer.storage)
-    memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offer.begin, (offer.size,), (1,))
-    if home != device.index:
-        memory[:1].to(device)  # a first copy makes torch enable access between the two
-    return memory
+    # opened by the device that will use it, wherever it lies: this maps it for that device
+    storage = torch.UntypedStorage._new_shared_cuda(device.index, *offer.storage)
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return memory.set_(storage, offer.begin, (offer.size,), (1,))
 
 
 def wait_for_all(flags_table: Tensor, rank: int, limit_ms: int) -> None:

@@ -50,6 +50,7 @@ class Gpus:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *uuids: str, near: bool = True) -> None:
         self.shared: list[Tensor] = []
+        self.opened_by: list[int] = []
         self.waits = 0
         properties = lambda index: SimpleNamespace(uuid=uuids[index or 0])  # noqa: E731
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
@@ -66,8 +67,9 @@ class Gpus:
         assert self.waits  # a peer may write at once
         return (0, "handle")
 
-    def open(self, home: int, handle: str) -> torch.UntypedStorage:
+    def open(self, device: int, handle: str) -> torch.UntypedStorage:
         assert handle == "handle"
+        self.opened_by.append(device)
         self.shared.append(torch.zeros(512, dtype=torch.uint8))
         return self.shared[-1].untyped_storage()
 
@@ -87,6 +89,12 @@ def test_a_gpu_is_found_by_its_uuid_and_one_that_is_not_visible_is_refused(monke
     assert place_of(torch.device("cuda", 1)) == Place(socket.gethostname(), "GPU-a")
     with pytest.raises(ValueError, match=r"group is with a rank on GPU GPU-c; it must be of ranks on .*visible here"):
         opened(Offer("GPU-c", ("handle",), 0, 1), torch.device("cuda", 0))
+
+
+def test_memory_of_another_gpu_is_opened_by_the_device_that_uses_it(monkeypatch):
+    gpus = Gpus(monkeypatch, "GPU-a", "GPU-b")
+    opened(Offer("GPU-a", ("handle",), 0, 1), torch.device("cuda", 1))
+    assert gpus.opened_by == [1]
 
 
 def test_a_gpu_that_cannot_be_addressed_is_refused(monkeypatch):
