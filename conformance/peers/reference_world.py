@@ -15,6 +15,7 @@ from torch import Tensor
 
 import moe_ref
 from moe_ref.quantization.quantize import Quantized
+from moe_ref.quantization.recipes import Scaled
 
 RANKED = (
     "tokens",
@@ -117,9 +118,11 @@ def _with_tensors(results: list[Any], tensors: list[Tensor], rank: int) -> Any:
 
 
 def _with_tensor(x: Any, left: Iterator[Tensor]) -> Any:
-    """A field, with the next of the tensors if it has one."""
+    """A field, with the next of the tensors if it has one, on the device of that."""
     if isinstance(x, Quantized):
-        return replace(x, rowwise=replace(x.form(False), source_MN=next(left)))
+        form, source_MN = x.form(False), next(left)
+        groups = tuple(Scaled(*(part.to(source_MN.device) for part in group)) for group in form.groups)
+        return replace(x, rowwise=replace(form, source_MN=source_MN, groups=groups))
     return next(left) if isinstance(x, Tensor) else x
 
 
