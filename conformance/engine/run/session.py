@@ -115,7 +115,7 @@ class Session:
         self.progress = Progress() if progress else None
 
     def start(self) -> None:
-        """Start the children and read the corpus.
+        """Read the corpus and start the children.
 
         Raises:
             UsageError: the implementation cannot be used.
@@ -123,11 +123,12 @@ class Session:
         """
         with interrupt.deferred():
             self.inquiry = Inquiry(self.options.child) if self._needs_footprints() else None
-        self.description = self.pool.start()
-        self.space = Space.of(self.description)
+        # first, while the children's server imports torch
         self.corpus = corpus.read_folder(corpus.COMMITTED)
         if Path(self.options.corpus).resolve() != corpus.DEFAULT.resolve():
             self.corpus += corpus.read_folder(Path(self.options.corpus))
+        self.description = self.pool.start()
+        self.space = Space.of(self.description)
         self.ledger.write("implementation", **self.description)
         self.since = self._since(self.inquiry) if self.inquiry else Since()
         self.plan = [section for section in self.plan if section.function not in self.since.unchanged]
