@@ -142,14 +142,9 @@ def assemble(
         for name in waivers
         if rules and not interrupted and name not in waiving
     ]
-    shortfalls = [text for name, function in out.functions.items() for text in _shortfalls(name, function, rules)]
     unchanged = any(function.status == UNCHANGED for function in out.functions.values())
-    if interrupted and (shortfalls or not rules):
-        shortfalls.insert(0, f"{interrupted} ended the run after {out.cases} cases")
-    elif all(function.status == "not offered" for function in out.functions.values()):
-        shortfalls.append(f"{options.implementation} offers none of {', '.join(CONTRACTS)}")
-    elif out.cases == 0 and not unchanged:
-        shortfalls.append("no case was run: this part of the run is empty")
+    shortfalls = [text for name, function in out.functions.items() for text in _shortfalls(name, function, rules)]
+    shortfalls = _shortfalls_of_run(out, shortfalls, unchanged, bool(rules))
     regressions = _regressions(out, baseline) if baseline else []
     differs = any(f.status in ("differs", "blocked") for f in out.functions.values())
     out.problems = errors + shortfalls + regressions
@@ -158,6 +153,21 @@ def assemble(
     if since and whole and not interrupted and not errors:
         since.keep(out)
     return out
+
+
+def _shortfalls_of_run(out: Verdict, shortfalls: list[str], unchanged: bool, is_judged: bool) -> list[str]:
+    """The functions' shortfalls, with what the run as a whole lacks.
+
+    Args:
+        is_judged: whether each function's minimum of cases was asked for.
+    """
+    if out.ended_by and (shortfalls or not is_judged):
+        return [f"{out.ended_by} ended the run after {out.cases} cases", *shortfalls]
+    if all(function.status == "not offered" for function in out.functions.values()):
+        return [*shortfalls, f"{out.implementation} offers none of {', '.join(CONTRACTS)}"]
+    if out.cases == 0 and not unchanged:
+        return [*shortfalls, "no case was run: this part of the run is empty"]
+    return shortfalls
 
 
 def _name(verdict: Verdict, interrupted: str, unchanged: bool) -> str:

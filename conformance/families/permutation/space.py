@@ -114,7 +114,7 @@ def _strange(scope: Scope) -> list[Any]:
     edges: Changes = {"tokens": 7, "experts": 3, "topk": 2, "hidden": 5, "spread": "uniform", "values": "edges"}
     every: Changes = {"tokens": 16, "experts": 2, "topk": 1, "hidden": 4096, "spread": "uniform", "values": "every"}
     found: list[Any] = [edges | kind for kind in ({"dtype": "float32"}, *PATTERNS)]
-    return [*found, *(scope.case(every | kind) for kind in PATTERNS if scope.function == "permute")]
+    return [*found, *(scope.case(every | kind) for kind in PATTERNS if scope.function == Permute.function)]
 
 
 def _counted(scope: Scope) -> list[Changes]:
@@ -123,7 +123,7 @@ def _counted(scope: Scope) -> list[Changes]:
     """
     one: Changes = {"experts": 2, "topk": 1, "hidden": 1, "spread": "one_hot", "probs": ""}
     rows: tuple[int, ...] = (128, 256, 32769, 65538) if scope.space.device == "cuda" else (64, 258)
-    found = [one | {"tokens": n} for n in (rows if scope.function == "permute" else rows[:1])]
+    found = [one | {"tokens": n} for n in (rows if scope.function == Permute.function else rows[:1])]
     if scope.accepts("capacity"):
         found.append(one | {"tokens": 69, "capacity": 67, "align": 0})
     if scope.accepts("align"):
